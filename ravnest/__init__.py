@@ -1,0 +1,1 @@
+"""Ravnest: train one model together on ordinary, unequal PCs over the internet."""

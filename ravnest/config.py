@@ -1,0 +1,153 @@
+"""Every knob on one page, as frozen records read from TOML tables; an unknown key is an error.
+
+Measure or derive before adding a knob. `ravnest plan --set KEY=VALUE` and the `[plan]` table of a
+TOML file set the fields of PlanConfig by the names below.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from enum import StrEnum
+
+from ravnest.errors import ConfigError
+from ravnest.units import Dimension, parse_quantity, show_value
+
+
+class WireFormat(StrEnum):
+    """How numbers travel. int8 and int4 carry one 4-byte scale per 256 values."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"
+    FP16 = "fp16"
+    INT8 = "int8"
+    INT4 = "int4"
+
+    @property
+    def ratio(self) -> float:
+        """Bytes on the wire per byte of fp32."""
+        bytes_per_value = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "int8": 1.0, "int4": 0.5}[self]
+        scale_bytes = 4 / 256 if self in (WireFormat.INT8, WireFormat.INT4) else 0.0
+        return (bytes_per_value + scale_bytes) / 4
+
+
+class Optimizer(StrEnum):
+    """What updates a stage; `muon` is the default recipe (Muon on matrices, NAdam on the rest)."""
+
+    SGD = "sgd"
+    MOMENTUM = "momentum"
+    ADAM = "adam"
+    ADAMW = "adamw"
+    NADAM = "nadam"
+    MUON = "muon"
+
+
+class Recompute(StrEnum):
+    """Whether a stage re-runs its forward before the backward instead of keeping activations."""
+
+    AUTO = "auto"
+    ALWAYS = "always"
+    NEVER = "never"
+
+
+class Averaging(StrEnum):
+    """Whether clusters train on while a round runs."""
+
+    OVERLAPPED = "overlapped"
+    BLOCKING = "blocking"
+
+
+@dataclass(frozen=True, slots=True)
+class PlanConfig:
+    """What the planner may assume and how it weighs things."""
+
+    optimizer: Optimizer = Optimizer.MUON
+    predict_weights: bool = True  # one more copy of the weights in every stage but the last
+    max_lag: int = 2  # updates a batch may be late; batches are accumulated into an update to keep it
+    recompute: Recompute = Recompute.AUTO
+    activations: WireFormat = WireFormat.BF16
+    gradients: WireFormat = WireFormat.BF16
+    deltas: WireFormat = WireFormat.INT4
+    averaging: Averaging = Averaging.OVERLAPPED
+    averaging_share: float = 0.2  # of each link (overlapped) or of the time (blocking)
+    max_round_seconds: float = 600.0  # no node hosts more than it can average in this time
+    speed_ratio: float = 4.0  # fastest over slowest cluster; a faster one is held back to it
+    max_stages: int = 48
+    max_window: int = 96
+    in_flight_per_hop: int = 2  # a hop costs a batch in the stage and one on the link
+    relay_bytes_per_second: float = 2.5e6  # per pair of neighbours that only the hub can connect
+    overhead_bytes: float = 5e8  # the program itself and the device's context
+    recover_seconds: float = 30.0  # a cluster stands still when one of its nodes dies
+
+
+_DIMENSIONS = {
+    "max_round_seconds": Dimension.SECONDS,
+    "relay_bytes_per_second": Dimension.BYTES_PER_SECOND,
+    "overhead_bytes": Dimension.BYTES,
+    "recover_seconds": Dimension.SECONDS,
+}
+_BOUNDS = {
+    "max_lag": (1, 64),
+    "averaging_share": (0.001, 0.9),
+    "max_round_seconds": (1, 1e9),
+    "speed_ratio": (1, 1e6),
+    "max_stages": (1, 256),
+    "max_window": (1, 1024),
+    "in_flight_per_hop": (1, 64),
+    "relay_bytes_per_second": (1e3, 1e12),
+    "overhead_bytes": (0, 1e12),
+    "recover_seconds": (0, 1e6),
+}
+
+
+def read_plan_config(table: Mapping[str, object], where: str) -> PlanConfig:
+    """Return the default PlanConfig with the keys of `table` set; errors name `where`."""
+    known = {field.name: field.default for field in fields(PlanConfig)}
+    changes: dict[str, object] = {}
+    for key, value in table.items():
+        if key not in known:
+            names = ", ".join(sorted(known))
+            raise ConfigError(f"{where}: unknown key {show_value(key)}; known keys: {names}")
+        try:
+            changes[key] = _read_value(key, value, known[key])
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {key} = {show_value(value)}: {error}") from None
+    return replace(PlanConfig(), **changes)  # type: ignore[arg-type]
+
+
+def _read_value(key: str, value: object, default: object) -> object:
+    if isinstance(default, StrEnum):
+        choices = type(default)
+        if not isinstance(value, str) or value not in list(choices):
+            raise ConfigError(f"choose one of {', '.join(choices)}")
+        return choices(value)
+    if isinstance(default, bool):
+        if not isinstance(value, bool) and value not in ("true", "false"):
+            raise ConfigError("write true or false")
+        return value in (True, "true")
+    return _read_number(key, value, default)
+
+
+def _read_number(key: str, value: object, default: object) -> float | int:
+    number: float
+    if isinstance(value, str):
+        number = _number_in(value, _DIMENSIONS.get(key))
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        number = value
+    else:
+        raise ConfigError("write a number")
+    low, high = _BOUNDS[key]
+    if not low <= number <= high:
+        raise ConfigError(f"it must lie between {low:g} and {high:g}")
+    if isinstance(default, int):
+        if number != int(number):
+            raise ConfigError("it must be a whole number")
+        return int(number)
+    return float(number)
+
+
+def _number_in(text: str, dimension: Dimension | None) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        if dimension is None:
+            raise ConfigError("write a number") from None
+        return parse_quantity(text, dimension)

@@ -1,0 +1,149 @@
+"""What a stage does next: the zero-bubble rule, without tensors and without a clock.
+
+A stage never waits for one particular batch. It runs whatever has arrived, gradients first (they free
+memory and lower lag), then inputs while the window allows. The window slides over the order of
+admission, so one late gradient holds back new batches and lag stays bounded in any order of return.
+Driven by peer.worker with real compute and by sim with costs.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from ravnest.protocol import BatchId
+
+
+class Work(StrEnum):
+    """The two kinds of work a stage does."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One piece of work; `lag` counts the updates made since this batch went forward."""
+
+    work: Work
+    batch: BatchId
+    lag: int = 0
+    is_update: bool = False  # this backward completes an update: step after it
+
+
+@dataclass(slots=True)
+class _Flight:
+    place: int  # in the order of admission
+    version: int  # of the weights its forward saw
+
+
+class StageSchedule:
+    """Orders the work of one stage and remembers which weight version each batch saw."""
+
+    def __init__(self, window: int, accumulate: int = 1, synchronous: bool = False, version: int = 0) -> None:
+        self._version = version
+        self._num_backwards = 0  # in the update under way
+        self._next_place = 0
+        self._is_draining = False
+        # Dictionaries keep the order of arrival and let a batch be forgotten from the middle.
+        self._inputs: dict[BatchId, None] = {}
+        self._gradients: dict[BatchId, None] = {}
+        self._in_flight: dict[BatchId, _Flight] = {}
+        self.resize(window, accumulate, synchronous)
+
+    @property
+    def version(self) -> int:
+        """Updates this stage has made."""
+        return self._version
+
+    @property
+    def num_in_flight(self) -> int:
+        """Batches that went forward and wait for their backward."""
+        return len(self._in_flight)
+
+    @property
+    def num_accumulated(self) -> int:
+        """Backwards already summed into the update under way."""
+        return self._num_backwards
+
+    def offer_input(self, batch: BatchId) -> str | None:
+        """Queue a batch for its forward; return why not, if refused."""
+        if self._is_draining:
+            return f"batch {batch} comes too late: this stage is draining"
+        if batch in self._inputs or batch in self._in_flight:
+            return f"batch {batch} is here already: the second copy is dropped"
+        self._inputs[batch] = None
+        return None
+
+    def offer_gradient(self, batch: BatchId) -> str | None:
+        """Queue a batch for its backward; return why not, if refused."""
+        if batch not in self._in_flight:
+            return f"batch {batch} is not in flight here: its gradient is dropped"
+        if batch in self._gradients:
+            return f"batch {batch} has its gradient already: the second copy is dropped"
+        self._gradients[batch] = None
+        return None
+
+    def next(self) -> Task | None:
+        """Hand out the next task, or None when nothing runnable has arrived."""
+        if self._gradients:
+            return self._start_backward(next(iter(self._gradients)))
+        if self._inputs and self._has_room():
+            return self._start_forward(next(iter(self._inputs)))
+        return None
+
+    def forget(self, batch: BatchId) -> str | None:
+        """Drop a batch that is lost or re-run elsewhere, wherever it is; its place becomes free."""
+        if batch in self._inputs:
+            del self._inputs[batch]
+            return None
+        if batch not in self._in_flight:
+            return f"batch {batch} is not here: nothing to forget"
+        self._gradients.pop(batch, None)
+        gone = self._in_flight.pop(batch)
+        # It will never cause an update, so those behind it move up without loosening the bound.
+        self._next_place -= 1
+        for flight in self._in_flight.values():
+            if flight.place > gone.place:
+                flight.place -= 1
+        return None
+
+    def resize(self, window: int, accumulate: int, synchronous: bool) -> None:
+        """Change the bounds; what is in flight stays, new forwards wait until it fits."""
+        assert window >= 1, f"a window of {window} lets no batch in"
+        assert accumulate >= 1, f"an update needs a batch, not {accumulate}"
+        self._window = window
+        self._accumulate = accumulate
+        self._is_synchronous = synchronous
+
+    def drain(self) -> tuple[BatchId, ...]:
+        """Admit no more forwards, finish what is in flight; return the inputs that never ran."""
+        self._is_draining = True
+        unused = tuple(self._inputs)
+        self._inputs.clear()
+        return unused
+
+    def _has_room(self) -> bool:
+        if not self._in_flight:
+            return True
+        oldest = next(iter(self._in_flight.values()))
+        if self._next_place - oldest.place >= self._window:
+            return False
+        # Synchronous: all that is in flight must fit in the update under way, so none sees the next.
+        num_started = self._num_backwards + len(self._in_flight)
+        return not self._is_synchronous or num_started < self._accumulate
+
+    def _start_forward(self, batch: BatchId) -> Task:
+        del self._inputs[batch]
+        self._in_flight[batch] = _Flight(self._next_place, self._version)
+        self._next_place += 1
+        return Task(Work.FORWARD, batch)
+
+    def _start_backward(self, batch: BatchId) -> Task:
+        del self._gradients[batch]
+        lag = self._version - self._in_flight.pop(batch).version
+        self._num_backwards += 1
+        # At least: a smaller `accumulate` may have come in the middle of the update.
+        is_update = self._num_backwards >= self._accumulate
+        if is_update:
+            self._version += 1
+            self._num_backwards = 0
+        return Task(Work.BACKWARD, batch, lag, is_update)

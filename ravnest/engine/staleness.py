@@ -1,0 +1,168 @@
+"""How stale training may get: sets the window and the accumulation of a cluster.
+
+Lag is counted in updates, so the cheap lever is more batches per update; the window is throttled only
+where that cannot rise. The bound T(k) = max(1, c*k^(1/4)) grows with the updates k; measured lag and
+idleness trim the window beneath it. Early lag hurts most, hence a short synchronous start.
+Driven by the peer that hosts a cluster's root, with the lags that all its stages report.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+LONG_RUN_UPDATES = 5000
+_ROUNDING = 1e-9  # keeps 0.1 * 8 / 0.1 and 1296 ** 0.25 on the whole number they stand for
+
+
+@dataclass(frozen=True, slots=True)
+class StalenessPolicy:
+    """What the user, the memory and the length of the run allow."""
+
+    planned_updates: int
+    accumulate_min: int = 1
+    accumulate_max: int = 64
+    window_max: int = 64  # what the memory of the stages holds
+    max_lag: int | None = None  # the user's cap on the bound; 0 trains synchronously
+    growth: float | None = None  # c of the bound; None: 0.5, and 1 for long runs
+    synchronous_share: float = 0.05  # of the planned updates
+    synchronous_max_updates: int = 200
+    idle_share_max: float = 0.05
+    feedback_updates: int = 50
+
+    @property
+    def synchronous_updates(self) -> int:
+        """Length of the synchronous start."""
+        share = math.floor(self.synchronous_share * self.planned_updates + _ROUNDING)
+        return min(share, self.synchronous_max_updates)
+
+    def lag_bound(self, num_updates: int) -> int:
+        """Return T(k), the lag allowed once k = `num_updates` updates were made."""
+        growth = self.growth
+        if growth is None:
+            growth = 1.0 if self.planned_updates > LONG_RUN_UPDATES else 0.5
+        bound = math.floor(growth * math.pow(num_updates, 0.25) + _ROUNDING)
+        return max(1, bound if self.max_lag is None else min(bound, self.max_lag))
+
+    def is_synchronous(self, num_updates: int) -> bool:
+        """Return whether the update after `num_updates` is a synchronous one."""
+        return self.max_lag == 0 or num_updates < self.synchronous_updates
+
+
+@dataclass(frozen=True, slots=True)
+class StageTimes:
+    """Measured seconds of one batch in a stage and on the links that leave it."""
+
+    forward_seconds: float
+    backward_seconds: float
+    link_seconds: float = 0.0
+
+    @property
+    def compute_seconds(self) -> float:
+        """How long a batch keeps the stage busy."""
+        return self.forward_seconds + self.backward_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What the stages of the cluster are resized to, and why."""
+
+    window: int
+    accumulate: int
+    bound: int
+    synchronous: bool
+    reason: str
+
+
+def window_needed(stages: Sequence[StageTimes]) -> int:
+    """Return how many batches in flight keep the slowest stage busy."""
+    slowest = max(stage.compute_seconds for stage in stages)
+    if slowest <= 0:  # nothing measured yet
+        return len(stages)
+    around = sum(stage.compute_seconds + stage.link_seconds for stage in stages)
+    return max(1, math.ceil(around / slowest - _ROUNDING))
+
+
+def gradient_weight(lag: int, bound: int) -> float:
+    """Return the weight of a gradient: 1, and less for a straggler beyond twice the bound."""
+    return bound / lag if lag > 2 * bound else 1.0
+
+
+class StalenessController:
+    """Decides window and accumulation from the clock of updates, stage times and measured lag."""
+
+    def __init__(self, policy: StalenessPolicy) -> None:
+        assert 1 <= policy.accumulate_min <= policy.accumulate_max
+        assert policy.window_max >= 1
+        self._policy = policy
+        self._lags: Counter[int] = Counter()
+        self._trim = 0  # what feedback added to the window that is needed by calculation
+        self._last_feedback = 0
+
+    def observe(self, lag: int) -> None:
+        """Record the measured lag of one backward."""
+        self._lags[lag] += 1
+
+    def decide(self, num_updates: int, stages: Sequence[StageTimes], idle_share: float = 0.0) -> Decision:
+        """Return the bounds to train with from now on; `idle_share` is the slowest stage's."""
+        policy = self._policy
+        bound = policy.lag_bound(num_updates)
+        needed = window_needed(stages)
+        useful = min(needed, policy.window_max)
+        accumulate = max(policy.accumulate_min, math.ceil((useful - 1) / bound))
+        accumulate = min(accumulate, policy.accumulate_max)
+        if policy.is_synchronous(num_updates):
+            self._restart_feedback(num_updates)
+            window = min(accumulate, policy.window_max)
+            return Decision(window, accumulate, 0, True, self._why_synchronous())
+        limit = min(accumulate * bound + 1, policy.window_max)
+        window = min(max(needed + self._trim, min(needed, 2)), limit)
+        reason = _explain(window, needed, accumulate, bound)
+        if num_updates - self._last_feedback >= policy.feedback_updates and self._lags:
+            lag = _percentile_99(self._lags)
+            self._restart_feedback(num_updates)
+            target = self._target(window, limit, lag - bound, idle_share)
+            if target != window:
+                self._trim = target - needed
+                reason = _explain_feedback(window, target, lag, bound, idle_share)
+                window = target
+        return Decision(window, accumulate, bound, False, reason)
+
+    def _target(self, window: int, limit: int, excess_lag: int, idle_share: float) -> int:
+        if excess_lag > 0:
+            return min(window, max(2, window - 1))
+        if excess_lag < 0 and idle_share > self._policy.idle_share_max:
+            return min(window + 1, limit)
+        return window
+
+    def _restart_feedback(self, num_updates: int) -> None:
+        self._lags.clear()
+        self._last_feedback = num_updates
+
+    def _why_synchronous(self) -> str:
+        if self._policy.max_lag == 0:
+            return "synchronous: the user allows no lag"
+        return f"synchronous start: the first {self._policy.synchronous_updates} updates have no lag"
+
+
+def _percentile_99(lags: Counter[int]) -> int:
+    left = math.floor(lags.total() * 0.01)  # observations that may lie above
+    for lag in sorted(lags, reverse=True):
+        left -= lags[lag]
+        if left < 0:
+            return lag
+    raise AssertionError("no lag was observed")
+
+
+def _explain(window: int, needed: int, accumulate: int, bound: int) -> str:
+    held = f"{accumulate} per update hold the lag at {bound}"
+    if window < needed:
+        return f"window {window} of the {needed} batches that keep the slowest stage busy: {held}"
+    return f"{window} batches in flight keep the slowest stage busy: {held}"
+
+
+def _explain_feedback(old: int, new: int, lag: int, bound: int, idle_share: float) -> str:
+    if new < old:
+        return f"window {old} -> {new}: measured lag {lag} (p99) is above the bound {bound}"
+    idle = f"the slowest stage idles {idle_share:.0%}"
+    return f"window {old} -> {new}: {idle} and lag {lag} (p99) is below the bound {bound}"

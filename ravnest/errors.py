@@ -1,0 +1,19 @@
+"""The exception tree. Each class says who catches it; a message names the thing, the value, the way out."""
+
+
+class RavnestError(Exception):
+    """Anything Ravnest reports to a person; `exit_code` is what the command ends with."""
+
+    exit_code = 1
+
+
+class ConfigError(RavnestError):
+    """A file, key or value the user gave is not usable. Caught by the cli."""
+
+    exit_code = 3
+
+
+class PlanError(RavnestError):
+    """No plan exists for these nodes and this model. The hub shows the reason, the cli exits with it."""
+
+    exit_code = 6

@@ -1,0 +1,114 @@
+"""Cluster formation: from nodes and a model to a plan.
+
+The search works on a shortened line and, in large swarms, on one neighbourhood of nodes after another; the
+clusters it finds are then cut again on the full line. One cluster alone needs no averaging, so it is searched
+for separately and wins when the swarm holds the model hardly once.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ravnest.config import PlanConfig
+from ravnest.plan.assembly import assemble, build_clusters
+from ravnest.plan.coarse import choose_cuts, coarsen, coarsen_to
+from ravnest.plan.cost import Ints, LineCost, NodeTable
+from ravnest.plan.search import Search, best_rate
+from ravnest.plan.seeds import Order
+from ravnest.plan.shortage import explain_shortage, holding_order
+from ravnest.plan.split import Splitter
+from ravnest.plan.types import Cluster, ModelProfile, Plan, Swarm
+
+_SEARCH_POSITIONS = 32  # of the shortened line
+_FINE_POSITIONS = 256  # of the line the final cuts are chosen on
+_BUDGET = 10_000  # clusters evaluated per neighbourhood
+_MOST_NODES = 1024  # of one neighbourhood
+_TABLE_BYTES = 250e6  # of stage costs held at once
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """Clusters by place in the node table, and the batches per second they make together."""
+
+    orders: tuple[Order, ...] = ()
+    rate: float = 0.0
+
+
+def form_plan(profile: ModelProfile, swarm: Swarm, config: PlanConfig, seed: int = 0, epoch: int = 1) -> Plan:
+    """Return the plan with the most samples per second the search finds, or raise PlanError."""
+    if not swarm.nodes:
+        raise explain_shortage(profile, swarm, config)
+    nodes = NodeTable.of(swarm, config)
+    short = coarsen_to(coarsen_to(profile, _FINE_POSITIONS), _SEARCH_POSITIONS)  # its cuts are fine cuts too
+    found = _search_several(LineCost(short, config, is_averaged=True), nodes, seed)
+    if len(found.orders) < 3:
+        alone = _search_one(LineCost(short, config, is_averaged=False), nodes, seed)
+        found = max(found, alone, key=lambda each: each.rate)
+    orders = found.orders or holding_order(profile, swarm, config)
+    if not orders:
+        raise explain_shortage(profile, swarm, config)
+    clusters = cut_clusters(profile, swarm, config, orders)
+    return assemble(clusters, profile, swarm, config, seed, epoch)
+
+
+def cut_clusters(
+    profile: ModelProfile, swarm: Swarm, config: PlanConfig, orders: tuple[Order, ...]
+) -> tuple[Cluster, ...]:
+    """Cut each cluster on the full line; orders name nodes by place, from the end of the line to its front."""
+    cuts = choose_cuts(profile, _FINE_POSITIONS)
+    nodes = NodeTable.of(swarm, config)
+    is_averaged = len(orders) > 1
+    splitter = Splitter(LineCost(coarsen(profile, cuts), config, is_averaged), nodes, keep=False)
+    line = LineCost(profile, config, is_averaged)
+    per_chunk = max(1, int(_TABLE_BYTES / (4 * len(cuts) ** 2 * max(map(len, orders)))))
+    clusters: list[Cluster] = []
+    for first in range(0, len(orders), per_chunk):
+        chunk = orders[first : first + per_chunk]
+        splits = splitter.solve(chunk)
+        assert np.isfinite(splits.seconds).all(), "a cluster that fits the short line fits the long one"
+        clusters += build_clusters(line, nodes, swarm, chunk, np.array(cuts, np.int64)[splits.cuts])
+    return tuple(clusters)
+
+
+def _search_several(line: LineCost, nodes: NodeTable, seed: int) -> _Found:
+    """Search neighbourhood by neighbourhood; the first one decides how slow a cluster may be."""
+    orders: list[Order] = []
+    ceilings: list[int] = []
+    for number, members in enumerate(_neighbourhoods(line, nodes)):
+        rng = np.random.default_rng([seed, number])
+        search = Search(line, nodes.take(members), rng, is_single=False)
+        genome = search.run(_BUDGET, ceilings or search.seeds.promising_ceilings())
+        if genome is not None:
+            ceilings = ceilings or [genome.ceiling]
+            orders += [tuple(int(members[node]) for node in order) for order in genome.clusters]
+    return _worthwhile(line, nodes, orders)
+
+
+def _worthwhile(line: LineCost, nodes: NodeTable, orders: list[Order]) -> _Found:
+    """Leave out the clusters that hold the others back more than they add."""
+    if not orders:
+        return _Found()
+    splitter = Splitter(line, nodes, keep=False)
+    periods = np.concatenate([splitter.solve(orders[k : k + 64]).seconds for k in range(0, len(orders), 64)])
+    rate, slowest = best_rate(periods, line.config.speed_ratio)
+    kept = tuple(order for order, period in zip(orders, periods, strict=True) if period <= slowest)
+    return _Found(kept, rate)
+
+
+def _search_one(line: LineCost, nodes: NodeTable, seed: int) -> _Found:
+    members = np.argsort(-nodes.memory, kind="stable")[:_MOST_NODES]
+    search = Search(line, nodes.take(members), np.random.default_rng([seed, 1 << 20]), is_single=True)
+    genome = search.run(_BUDGET, search.seeds.all_ceilings())
+    if genome is None:
+        return _Found()
+    order = tuple(int(members[node]) for node in genome.clusters[0])
+    return _Found((order,), genome.rate)
+
+
+def _neighbourhoods(line: LineCost, nodes: NodeTable) -> list[Ints]:
+    """Divide the nodes by region into groups small enough to be searched at once."""
+    stages = min(line.config.max_stages, line.num_positions)
+    per_node = 4.0 * stages * (line.num_positions + 1) ** 2
+    most = max(64, min(_MOST_NODES, int(_TABLE_BYTES / per_node)))
+    by_region = np.argsort(nodes.region, kind="stable")
+    return [np.sort(part) for part in np.array_split(by_region, -(-len(nodes) // most))]

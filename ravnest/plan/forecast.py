@@ -1,0 +1,186 @@
+"""What a plan will do: samples per second, memory, staleness, round time, and what limits it.
+
+Reads the same cost model as the search, for any plan and any facts, so that a plan can be judged again when
+the facts change. Shown by `ravnest plan`, checked against reality by the benchmarks.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ravnest.config import Averaging, PlanConfig
+from ravnest.plan.cost import Floats, LineCost, NodeTable, Rows, Timing, timing
+from ravnest.plan.types import Cluster, ModelProfile, NodeId, Plan, Stage, Swarm
+
+LIMITS = ("compute", "send", "receive", "relay", "latency", "memory")
+
+
+@dataclass(frozen=True, slots=True)
+class StageForecast:
+    """One stage in steady state; times are per batch."""
+
+    stage: Stage
+    memory_bytes: float
+    available_bytes: float
+    compute_seconds: float
+    send_seconds: float
+    receive_seconds: float
+    busy_share: float  # of the time its device computes
+    limited_by: str  # the resource nearest to its limit, one of LIMITS
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterForecast:
+    """One cluster in steady state."""
+
+    stages: tuple[StageForecast, ...]
+    period_seconds: float  # between two batches, deaths included
+    samples_per_second: float
+    lag: int  # updates between a batch's forward and backward at the root
+
+
+@dataclass(frozen=True, slots=True)
+class Bottleneck:
+    """The stage whose limit costs the swarm most, and what the swarm would gain without it."""
+
+    cluster: int
+    node: NodeId
+    limited_by: str
+    gain_samples_per_second: float
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """The whole plan in steady state."""
+
+    clusters: tuple[ClusterForecast, ...]
+    samples_per_second: float
+    round_seconds: float
+    staleness: int
+    bottleneck: Bottleneck | None
+
+
+def forecast(plan: Plan, profile: ModelProfile, swarm: Swarm, config: PlanConfig) -> Forecast:
+    """Return what the plan will do with these nodes."""
+    if not plan.clusters:
+        return Forecast((), 0.0, 0.0, 0, None)
+    line = LineCost(profile, config, is_averaged=len(plan.clusters) > 1)
+    nodes = NodeTable.of(swarm, config)
+    index = {node.name: k for k, node in enumerate(swarm.nodes)}
+    rows = cluster_rows(plan.clusters, index)
+    times = timing(line, nodes, rows)
+    periods = np.maximum(times.seconds, times.seconds.max() / config.speed_ratio)
+    is_blocking = line.is_averaged and config.averaging is Averaging.BLOCKING
+    rates = profile.samples_per_batch / periods * (1.0 - config.averaging_share if is_blocking else 1.0)
+    usage = _usage(line, times, nodes, rows)
+    clusters = tuple(
+        _cluster_forecast(cluster, k, times, usage, nodes.memory[rows.nodes[k]], float(rates[k]))
+        for k, cluster in enumerate(plan.clusters)
+    )
+    return Forecast(
+        clusters=clusters,
+        samples_per_second=float(rates.sum()),
+        round_seconds=round_seconds(plan, line, swarm, periods, rows, nodes),
+        staleness=max(cluster.lag for cluster in clusters),
+        bottleneck=_bottleneck(plan, usage, rates),
+    )
+
+
+def cluster_rows(clusters: tuple[Cluster, ...], index: dict[NodeId, int]) -> Rows:
+    """Return clusters as arrays; `index` gives each node its place in the node table."""
+    lengths = np.array([len(cluster.stages) for cluster in clusters], np.int64)
+    shape = (len(clusters), int(lengths.max(initial=1)))
+    nodes, cuts = np.zeros(shape, np.int64), np.zeros((shape[0], shape[1] + 1), np.int64)
+    window, recompute = np.ones(shape, np.int64), np.zeros(shape, bool)
+    for row, cluster in enumerate(clusters):
+        for depth, stage in enumerate(reversed(cluster.stages)):
+            nodes[row, depth], cuts[row, depth] = index[stage.node], stage.stop
+            window[row, depth], recompute[row, depth] = stage.window, stage.recompute
+    accumulate = np.array([cluster.accumulate for cluster in clusters], np.int64)
+    return Rows(nodes, lengths, cuts, window, recompute, accumulate)
+
+
+def _usage(line: LineCost, times: Timing, nodes: NodeTable, rows: Rows) -> Floats:
+    """Return how near each resource of each stage is to its limit, [cluster, depth, limit]; 1 is at it."""
+    latency = times.cycle / line.window(np.arange(rows.nodes.shape[1]))
+    needs = np.stack([times.compute, times.send, times.receive, times.relay, latency])
+    exists = np.arange(rows.nodes.shape[1]) < rows.lengths[:, None]
+    pace = np.where(exists, needs, 0.0).max(axis=(0, 2))[:, None]
+    memory = times.memory / nodes.memory[rows.nodes]
+    return np.where(exists, np.concatenate([needs / pace, memory[None]]), 0.0).transpose(1, 2, 0)
+
+
+def _cluster_forecast(
+    cluster: Cluster, k: int, times: Timing, usage: Floats, memory: Floats, rate: float
+) -> ClusterForecast:
+    stages = []
+    for depth, stage in enumerate(reversed(cluster.stages)):
+        stages.append(
+            StageForecast(
+                stage=stage,
+                memory_bytes=float(times.memory[k, depth]),
+                available_bytes=float(memory[depth]),
+                compute_seconds=float(times.compute[k, depth]),
+                send_seconds=float(times.send[k, depth]),
+                receive_seconds=float(times.receive[k, depth]),
+                busy_share=float(times.compute[k, depth] / times.seconds[k]),
+                limited_by=LIMITS[int(usage[k, depth].argmax())],
+            )
+        )
+    lag = -(-(cluster.stages[0].window - 1) // cluster.accumulate)
+    return ClusterForecast(tuple(reversed(stages)), float(times.seconds[k]), rate, lag)
+
+
+def _bottleneck(plan: Plan, usage: Floats, rates: Floats) -> Bottleneck:
+    """Find the one stage and resource without which the swarm would gain most."""
+    best = None
+    for k, cluster in enumerate(plan.clusters):
+        pace = usage[k, : len(cluster.stages), :-1]
+        depth, limit = np.unravel_index(int(pace.argmax()), pace.shape)
+        others = np.delete(pace.ravel(), int(pace.argmax())).max()
+        gain = float(rates[k] * (1.0 / max(others, 1e-3) - 1.0))
+        if best is None or gain > best.gain_samples_per_second:
+            node = cluster.stages[len(cluster.stages) - 1 - int(depth)].node
+            best = Bottleneck(k, node, LIMITS[int(limit)], gain)
+    assert best is not None
+    return best
+
+
+def round_seconds(
+    plan: Plan, line: LineCost, swarm: Swarm, periods: Floats, rows: Rows, nodes: NodeTable
+) -> float:
+    """Return how long a round takes on what training leaves of the links (all of them when it blocks)."""
+    count = len(plan.clusters)
+    if count < 2:
+        return 0.0
+    start, stop = rows.cuts[:, 1:], rows.cuts[:, :-1]
+    exists = np.arange(rows.nodes.shape[1]) < rows.lengths[:, None]
+    volume = (count - 1) / count * line.round_bytes(start, stop)
+    upload, download = nodes.upload[rows.nodes], nodes.download[rows.nodes]
+    if line.config.averaging is Averaging.OVERLAPPED:
+        pace = periods[:, None]
+        upload = upload - (line.send_before[start] + line.send_after[stop]) / pace
+        download = download - (line.receive_before[start] + line.receive_after[stop]) / pace
+    moving = np.where(exists, volume / np.minimum(upload, download), 0.0).max()
+    return float(max(moving, _relayed_seconds(plan, line, swarm)) + _lap_latency(plan, swarm, nodes))
+
+
+def _relayed_seconds(plan: Plan, line: LineCost, swarm: Swarm) -> float:
+    hidden = {node.name for node in swarm.nodes if not node.is_reachable}
+    longest = 0.0
+    for ring in plan.rings:
+        neighbours = zip(ring.owners, ring.owners[1:] + ring.owners[:1], strict=True)
+        if any(one in hidden and other in hidden for one, other in neighbours):
+            size = float(line.round_bytes(np.array(ring.start), np.array(ring.stop)))
+            longest = max(longest, size / line.config.relay_bytes_per_second)
+    return longest * (len(plan.clusters) - 1) / len(plan.clusters)
+
+
+def _lap_latency(plan: Plan, swarm: Swarm, nodes: NodeTable) -> float:
+    """Return the latency a part collects on its way around the slowest ring, summing and then sharing."""
+    index = {node.name: k for k, node in enumerate(swarm.nodes)}
+    longest = 0.0
+    for ring in plan.rings:
+        owners = np.array([index[owner] for owner in ring.owners], np.int64)
+        longest = max(longest, float(nodes.hop_seconds(owners, np.roll(owners, -1)).sum()))
+    return 2.0 * longest * (len(plan.clusters) - 1) / len(plan.clusters)

@@ -1,0 +1,110 @@
+"""Local moves of the search: small changes of one cluster or of a pair, a few alternatives for each.
+
+Every cluster takes part in at most one proposal of a round and every spare in at most one, so all proposals
+can be judged and accepted independently. The stage that limits a cluster is tried first.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ravnest.plan.seeds import Order
+
+_ALTERNATIVES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """Replace the clusters at these places by these orders."""
+
+    places: tuple[int, ...]
+    orders: tuple[Order, ...]
+
+
+def propose(
+    clusters: Sequence[Order],
+    slowest: Sequence[int],
+    spares: Sequence[int],
+    max_stages: int,
+    rng: np.random.Generator,
+) -> list[list[Proposal]]:
+    """Return for each cluster or pair of clusters some alternatives, at most one of which may be accepted."""
+    shuffled = rng.permutation(len(clusters)).tolist()
+    stock = rng.permutation(np.asarray(spares, np.int64)).tolist()
+    dice = rng.random((len(clusters), _ALTERNATIVES, 6)).tolist()
+    proposals: list[list[Proposal]] = []
+    while shuffled:
+        place = shuffled.pop()
+        rolls = dice[place]
+        if shuffled and (rolls[0][0] < 0.5 or not stock):
+            other = shuffled.pop()
+            moves = [_pair(clusters, slowest, place, other, roll, max_stages) for roll in rolls]
+        else:
+            mine = [stock.pop() for _ in range(min(_ALTERNATIVES, -(-len(stock) // (len(shuffled) + 1))))]
+            moves = [
+                _single(
+                    clusters[place],
+                    slowest[place],
+                    place,
+                    mine[k % len(mine)] if mine else None,
+                    roll,
+                    max_stages,
+                )
+                for k, roll in enumerate(rolls)
+            ]
+        proposals.append([move for move in moves if move is not None])
+    return proposals
+
+
+def _pair(
+    clusters: Sequence[Order],
+    slowest: Sequence[int],
+    one: int,
+    other: int,
+    roll: Sequence[float],
+    max_stages: int,
+) -> Proposal | None:
+    """Exchange a node between two clusters, or give one away."""
+    left, right = clusters[one], clusters[other]
+    i = slowest[one] if roll[1] < 0.5 else int(roll[2] * len(left))
+    if roll[4] < 0.7:
+        j = slowest[other] if roll[1] > 0.75 else int(roll[3] * len(right))
+        orders = (_put(left, i, right[j]), _put(right, j, left[i]))
+    elif len(left) > 1 and len(right) < max_stages:
+        orders = (_drop(left, i), _insert(right, int(roll[3] * (len(right) + 1)), left[i]))
+    else:
+        return None
+    return Proposal((one, other), orders)
+
+
+def _single(
+    order: Order, slowest: int, place: int, spare: int | None, roll: Sequence[float], max_stages: int
+) -> Proposal | None:
+    """Swap in or add a spare, drop a node, or change the order."""
+    size = len(order)
+    i = slowest if roll[1] < 0.5 else int(roll[2] * size)
+    j = int(roll[3] * size)
+    if spare is not None and roll[4] < 0.5:
+        return Proposal((place,), (_put(order, i, spare),))
+    if spare is not None and roll[4] < 0.7 and size < max_stages:
+        return Proposal((place,), (_insert(order, int(roll[3] * (size + 1)), spare),))
+    if size < 2 or i == j:
+        return None
+    if roll[4] < 0.8:
+        return Proposal((place,), (_drop(order, i),))
+    if roll[5] < 0.5:
+        return Proposal((place,), (_put(_put(order, i, order[j]), j, order[i]),))
+    return Proposal((place,), (_insert(_drop(order, i), j, order[i]),))
+
+
+def _put(order: Order, at: int, node: int) -> Order:
+    return (*order[:at], node, *order[at + 1 :])
+
+
+def _insert(order: Order, at: int, node: int) -> Order:
+    return (*order[:at], node, *order[at:])
+
+
+def _drop(order: Order, at: int) -> Order:
+    return order[:at] + order[at + 1 :]

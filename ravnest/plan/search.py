@@ -1,0 +1,213 @@
+"""The genetic algorithm that groups nodes into clusters.
+
+A genome is a grouping: disjoint clusters, each an order of nodes, and the period no cluster may exceed.
+Greedy coverings seed the population; children inherit whole clusters from two parents and cover the rest
+anew; all genomes then try local moves at once, because thousands of clusters are split in one batch. The
+budget is counted in clusters evaluated, never in seconds, so the same seed gives the same answer.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ravnest.plan.cost import Floats, Ints, LineCost, NodeTable
+from ravnest.plan.moves import Proposal, propose
+from ravnest.plan.seeds import Covering, Order, Seeds, Taste
+from ravnest.plan.split import Splitter
+
+_POPULATION = (2, 10)  # fewest, most genomes: a large grouping has its variety inside
+_ROUNDS = 8  # of local moves between two generations
+_HOPELESS = 1.5  # a cluster this much slower than the ceiling is dissolved
+_PATIENCE = 10  # generations without progress
+
+
+@dataclass(slots=True)
+class Genome:
+    """One grouping of the nodes; its ceiling is a level of the seeds, its rate in batches per second."""
+
+    clusters: list[Order]
+    ceiling: int
+    rate: float = 0.0
+
+
+def best_rate(periods: Floats, speed_ratio: float) -> tuple[float, float]:
+    """Return the most batches per second, and the slowest period worth keeping for it.
+
+    A cluster more than `speed_ratio` faster than the slowest one is held back to that ratio, so leaving out
+    a slow cluster can pay.
+    """
+    periods = np.sort(periods[np.isfinite(periods)])
+    if not len(periods):
+        return 0.0, 0.0
+    rates = np.concatenate([[0.0], np.cumsum(1.0 / periods)])
+    num_held = np.searchsorted(periods, periods / speed_ratio)
+    totals = num_held * speed_ratio / periods + rates[1:] - rates[num_held]
+    best = int(totals.argmax())
+    return float(totals[best]), float(periods[best])
+
+
+class Search:
+    """Searches groupings of the nodes of one table for the most batches per second."""
+
+    def __init__(self, line: LineCost, nodes: NodeTable, rng: np.random.Generator, is_single: bool) -> None:
+        self.splitter = Splitter(line, nodes)
+        self.seeds = Seeds(self.splitter)
+        self.num_evaluated = 0
+        self._rng = rng
+        self._is_single = is_single
+        self._num_genomes = int(np.clip(2000 // len(nodes), *_POPULATION))
+        self._ratio = line.config.speed_ratio
+        self._known: dict[Order, tuple[float, int]] = {}
+
+    def run(self, budget: int, ceilings: Sequence[int]) -> Genome | None:
+        """Return the best genome found after evaluating about `budget` clusters, if any cluster works."""
+        population = self._seed(ceilings)
+        stop = self.num_evaluated + budget
+        stale = 0
+        while population and self.num_evaluated < stop and stale < _PATIENCE:
+            best = population[0].rate
+            for _ in range(_ROUNDS):
+                self._improve(population)
+            self._renew(population)
+            population = self._select([*population, self._cross(population)])
+            stale = 0 if population[0].rate > best * (1 + 1e-9) else stale + 1
+        return self._trim(population[0]) if population else None
+
+    def seconds(self, orders: Sequence[Order]) -> list[float]:
+        """Return the seconds per batch of each cluster."""
+        return [period for period, _ in self._evaluate(orders)]
+
+    def _evaluate(self, orders: Sequence[Order]) -> list[tuple[float, int]]:
+        unknown = [order for order in dict.fromkeys(orders) if order not in self._known]
+        if unknown:
+            splits = self.splitter.solve(unknown)
+            self.num_evaluated += len(unknown)
+            answers = zip(splits.seconds.tolist(), splits.slowest.tolist(), strict=True)
+            self._known.update(zip(unknown, answers, strict=True))
+        return [self._known[order] for order in orders]
+
+    def _seed(self, ceilings: Sequence[int]) -> list[Genome]:
+        everyone = np.arange(len(self.splitter.nodes))
+        wishes = [(ceiling, Taste(hidden_first)) for ceiling in ceilings for hidden_first in (False, True)]
+        coverings = [self._cover(everyone, ceiling, taste) for ceiling, taste in wishes]
+        made = self._finish(coverings)
+        return self._select([Genome(made[k], ceiling) for k, (ceiling, _) in enumerate(wishes)])
+
+    def _cover(self, free: Ints, ceiling: int, taste: Taste, num_levels: int = 0) -> Covering:
+        return self.seeds.cover(free, self.seeds.levels(ceiling)[-num_levels:], self._rng, taste)
+
+    def _finish(self, coverings: Sequence[Covering]) -> list[list[Order]]:
+        """Run coverings to their end, side by side: one large batch is much cheaper than many small ones."""
+        made: list[list[Order]] = [[] for _ in coverings]
+        asked: dict[int, list[Order]] = {}
+        answers: dict[int, list[float]] = {k: [] for k in range(len(coverings))}
+        while answers:
+            asked = {}
+            for k, answer in answers.items():
+                try:
+                    asked[k] = coverings[k].send(answer) if answer else next(coverings[k])
+                except StopIteration as finished:
+                    made[k] = finished.value
+            self._evaluate([order for orders in asked.values() for order in orders])
+            answers = {k: self.seconds(orders) for k, orders in asked.items()}
+        return made
+
+    def _select(self, genomes: list[Genome]) -> list[Genome]:
+        """Keep the best genomes, one per rate (equal rates are almost surely the same grouping)."""
+        distinct: dict[float, Genome] = {}
+        for genome in genomes:
+            periods = np.array(self.seconds(genome.clusters))
+            if self._is_single and len(periods):
+                genome.clusters = [genome.clusters[int(periods.argmin())]]
+                periods = periods.min(keepdims=True)
+            genome.rate, _ = best_rate(periods, self._ratio)
+            if genome.rate > 0.0:
+                distinct.setdefault(genome.rate, genome)
+        return sorted(distinct.values(), key=lambda genome: -genome.rate)[: self._num_genomes]
+
+    def _trim(self, genome: Genome) -> Genome:
+        """Leave out the clusters that are too slow to be worth it."""
+        periods = self.seconds(genome.clusters)
+        rate, slowest = best_rate(np.array(periods), self._ratio)
+        kept = [order for order, period in zip(genome.clusters, periods, strict=True) if period <= slowest]
+        return Genome(kept, genome.ceiling, rate)
+
+    def _renew(self, population: Sequence[Genome]) -> None:
+        """Dissolve hopeless clusters and cover the spares at the ceiling."""
+        coverings = []
+        for genome in population:
+            limit = _HOPELESS * self.seeds.period(genome.ceiling)
+            periods = self.seconds(genome.clusters)
+            genome.clusters = [
+                o for o, period in zip(genome.clusters, periods, strict=True) if period <= limit
+            ]
+            taste = Taste(bool(self._rng.random() < 0.5), jitter=0.05)
+            coverings.append(self._cover(self._free(genome.clusters), genome.ceiling, taste, num_levels=2))
+        for genome, made in zip(population, self._finish(coverings), strict=True):
+            genome.clusters += made
+
+    def _free(self, clusters: Sequence[Order]) -> Ints:
+        is_free = np.ones(len(self.splitter.nodes), bool)
+        is_free[[node for order in clusters for node in order]] = False
+        return np.flatnonzero(is_free)
+
+    def _cross(self, population: list[Genome]) -> Genome:
+        """Inherit whole clusters from two parents; cover the nodes that are left anew."""
+        first, second = (self._tournament(population) for _ in range(2))
+        taken: set[int] = set()
+        clusters = []
+        heritage = [order for order in first.clusters if self._rng.random() < 0.5] + second.clusters
+        for order in heritage:
+            if taken.isdisjoint(order):
+                clusters.append(order)
+                taken.update(order)
+        ceiling = first.ceiling + int(self._rng.integers(-1, 2))
+        taste = Taste(bool(self._rng.random() < 0.5), jitter=float(self._rng.choice([0.0, 0.05, 0.15])))
+        (made,) = self._finish([self._cover(self._free(clusters), ceiling, taste)])
+        return Genome(clusters + made, ceiling)
+
+    def _tournament(self, population: list[Genome]) -> Genome:
+        rivals = self._rng.integers(len(population), size=2)
+        return population[int(rivals.min())]
+
+    def _improve(self, genomes: Sequence[Genome]) -> None:
+        """One round of local moves in all genomes, judged in one batch."""
+        asked: list[tuple[Genome, list[list[Proposal]]]] = []
+        for genome in genomes:
+            slowest = [stage for _, stage in self._evaluate(genome.clusters)]
+            free = self._free(genome.clusters)
+            spares = free[self.seeds.is_useful(genome.ceiling)[free]].tolist()
+            moves = propose(genome.clusters, slowest, spares, self.seeds.max_stages, self._rng)
+            asked.append((genome, moves))
+        self._evaluate(
+            [order for _, moves in asked for choices in moves for move in choices for order in move.orders]
+        )
+        for genome, moves in asked:
+            for choices in moves:
+                self._accept_best(genome, choices)
+
+    def _accept_best(self, genome: Genome, choices: Sequence[Proposal]) -> None:
+        best, gain, ceiling = None, 0.0, self.seeds.period(genome.ceiling)
+        for move in choices:
+            old = [genome.clusters[place] for place in move.places]
+            change = self._worth(move.orders, ceiling) - self._worth(old, ceiling)
+            if change > gain:
+                best, gain = move, change
+        if best is not None:
+            for place, order in zip(best.places, best.orders, strict=True):
+                genome.clusters[place] = order
+
+    def _worth(self, orders: Sequence[Order], ceiling: float) -> float:
+        """Batches per second under the ceiling; above it a steep slope leads back, not a cliff."""
+        worth = 0.0
+        for order in orders:
+            period = self._known[order][0]
+            if self._is_single:
+                worth += 1.0 / period
+            elif period <= ceiling:
+                worth += min(1.0 / period, self._ratio / ceiling)
+            else:
+                worth += ceiling**3 / period**4
+            worth -= 1e-9 * len(order) / ceiling  # of equals, the one that leaves more spares
+        return worth

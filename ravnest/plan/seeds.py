@@ -1,0 +1,267 @@
+"""Greedy first answers for the search: fill clusters with nodes until each can hold the model in time.
+
+At a target period every node has a capacity: the share of the line it can host as an inner, last or first
+stage. Covering takes nodes until the shares add up to one, keeps the clusters that really meet the target,
+returns the nodes of the others and goes on with a slower target, so that fast nodes meet fast nodes.
+Driven by `cluster`.
+"""
+
+from bisect import bisect_right
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from ravnest.plan.cost import Bools, Floats, Floats32, Ints
+from ravnest.plan.split import Splitter
+
+Order = tuple[int, ...]  # the nodes of a cluster, from the end of the line to its front
+
+_LEVEL_RATIO = 1.1  # between the target periods of neighbouring levels
+_LOG_RATIO = float(np.log(_LEVEL_RATIO))
+_SLACKS = (0.0, 0.1, 0.25)  # capacity is an estimate: ask for this much more when it was not enough
+_WIDEST_RATIO = 32.0  # of target periods in one covering, when the speed ratio is not bounded
+_SAMPLE = 256  # nodes that decide which target periods are worth trying
+
+
+@dataclass(frozen=True, slots=True)
+class Taste:
+    """How a covering chooses; the search varies it."""
+
+    hidden_first: bool = False  # spend nodes that nobody can dial while neighbours for them are left
+    jitter: float = 0.0  # relative noise on the capacities
+
+
+Covering = Generator[list[Order], list[float], list[Order]]
+
+
+class Seeds:
+    """Covers the nodes of a splitter at target periods."""
+
+    def __init__(self, splitter: Splitter) -> None:
+        self.splitter = splitter
+        line, nodes = splitter.line, splitter.nodes
+        self._bandwidth = np.minimum(nodes.upload, nodes.download)
+        self._weights = 0.5 * (line.parameters / line.parameters[-1] + line.flops / line.flops[-1])
+        window, versions = np.array(5), line.versions(np.array(5))
+        whole = line.memory(np.array(0), np.array(line.num_positions), window, versions, recompute=True)
+        stages = int(np.ceil(float(whole) / max(1.0, float(np.median(nodes.memory)))))
+        limit = min(line.config.max_stages, line.num_positions)
+        self.typical_stages = min(max(1, stages), limit)
+        self.max_stages = min(limit, max(10, 2 * self.typical_stages))
+        self._roles = [self._role(*role) for role in self._role_intervals()]
+        self._capacities: dict[int, Floats] = {}
+
+    def period(self, level: int) -> float:
+        """Return the target period of a level."""
+        return float(_LEVEL_RATIO**level)
+
+    def levels(self, ceiling: int) -> range:
+        """Return the levels from the fastest useful one up to the ceiling."""
+        ratio = min(self.splitter.line.config.speed_ratio, _WIDEST_RATIO)
+        return range(ceiling - int(np.log(ratio) / _LOG_RATIO), ceiling + 1)
+
+    def is_useful(self, level: int) -> Bools:
+        """Say which nodes can host anything within the period of this level."""
+        return np.asarray(self._capacity(level).max(axis=0) > 0.0)
+
+    def all_ceilings(self) -> list[int]:
+        """Return every third level from the fastest stage to a line on the slowest node."""
+        mid = self.splitter.line.num_positions // 2
+        one = self.splitter.stage_seconds(1)[:, mid, mid + 1]
+        one = one[np.isfinite(one)]
+        if not len(one):
+            return []
+        low, high = np.percentile(one, 1), np.percentile(one, 97) * self.splitter.line.num_positions
+        return list(range(int(np.log(low) / _LOG_RATIO), int(np.log(high) / _LOG_RATIO) + 4, 3))
+
+    def promising_ceilings(self) -> list[int]:
+        """Return the ceilings around which the capacities promise the most batches per second."""
+        grid = self.all_ceilings()
+        if not grid:
+            return []
+        sample = np.unique(np.linspace(0, len(self._bandwidth) - 1, _SAMPLE).astype(np.int64))
+        rates = np.array(
+            [self._capacity_of(level, sample).max(axis=0) / self.period(level) for level in grid]
+        )
+        promise = []
+        for level in grid:
+            reach = [k for k, other in enumerate(grid) if other in self.levels(level)]
+            promise.append(float(rates[reach].max(axis=0).sum()))
+        best = int(np.argmax(promise))
+        # Real clusters fall short of the estimate, more so the faster they are: look above it too.
+        return grid[max(0, best - 1) : best + 5]
+
+    def cover(self, free: Ints, levels: range, rng: np.random.Generator, taste: Taste) -> Covering:
+        """Make disjoint clusters of free nodes, each as fast as one of the levels.
+
+        Yields orders and is sent their seconds, so that several coverings can be evaluated together.
+        """
+        is_free = np.zeros(len(self._bandwidth), bool)
+        is_free[free] = True
+        clusters: list[Order] = []
+        for level in levels:
+            target, capacity = self.period(level), self._capacity(level)
+            if taste.jitter:
+                capacity = capacity * (1.0 + taste.jitter * rng.standard_normal(capacity.shape[1]))
+            for slack in _SLACKS:
+                able = np.flatnonzero(is_free & (capacity.max(axis=0) > 0.0))
+                filled = list(self._fill(able, capacity, target, 1.0 + slack, taste))
+                if not filled:
+                    break
+                seconds = yield filled
+                made = [order for order, period in zip(filled, seconds, strict=True) if period <= target]
+                clusters += made
+                is_free[[node for order in made for node in order]] = False
+        return clusters
+
+    def _capacity(self, level: int) -> Floats:
+        if level not in self._capacities:
+            self._capacities[level] = self._capacity_of(level, slice(None))
+        return self._capacities[level]
+
+    def _capacity_of(self, level: int, chosen: Ints | slice) -> Floats:
+        """Share of the line each chosen node can host in time, as [inner, last, first] stage."""
+        target = self.period(level)
+        rows = []
+        for seconds, shares in self._roles:
+            in_time = seconds[chosen] <= target
+            largest = in_time.argmax(axis=1)  # shares descend: the first that is in time
+            rows.append(np.where(in_time[np.arange(len(in_time)), largest], shares[largest], 0.0))
+        return np.array(rows)
+
+    def _role_intervals(self) -> list[tuple[int, Ints, Ints]]:
+        """Return depth, starts and stops of what an inner, last or first stage may host."""
+        length = self.splitter.line.num_positions
+        start, stop = np.triu_indices(length + 1, k=1)
+        inner = (start > 0) & (stop < length)
+        return [
+            (max(1, self.typical_stages // 2), start[inner], stop[inner]),
+            (0, start[stop == length], stop[stop == length]),
+            (max(1, self.typical_stages - 1), start[start == 0], stop[start == 0]),
+        ]
+
+    def _role(self, depth: int, start: Ints, stop: Ints) -> tuple[Floats32, Floats]:
+        """Return the seconds of each node for these intervals and their shares, the largest share first."""
+        shares = self._weights[stop] - self._weights[start]
+        descending = np.argsort(-shares, kind="stable")
+        seconds = self.splitter.stage_seconds(depth)[:, start[descending], stop[descending]]
+        return seconds, shares[descending]
+
+    def _fill(
+        self, able: Ints, capacity: Floats, target: float, goal: float, taste: Taste
+    ) -> Iterator[Order]:
+        """Fill one cluster after another until the nodes are used up."""
+        stock = _Stock(able, capacity[:, able], ~self.splitter.nodes.reachable[able], taste.hidden_first)
+        stock.may_relay = target >= self.splitter.relay_floor
+        while (taken := self._take(stock, goal)) is not None:
+            yield self._arrange(*taken)
+
+    def _take(self, stock: "_Stock", goal: float) -> tuple[int, list[int], int | None] | None:
+        stock.begin()
+        last = stock.take_end(1)
+        if last is None:
+            return None
+        need, inner, first = goal - stock.share(1, last), list[int](), None
+        if need > 0:
+            first = stock.take_end(2)
+            if first is None:
+                return None
+            need -= stock.share(2, first)
+        while need > 1e-9:
+            node = stock.take_inner(need)
+            if node is None or len(inner) + 2 >= self.max_stages:
+                return None
+            inner.append(node)
+            need -= stock.share(0, node)
+        ids = stock.ids
+        return ids[last], [ids[k] for k in inner], None if first is None else ids[first]
+
+    def _arrange(self, last: int, inner: list[int], first: int | None) -> Order:
+        """Order a cluster: small memories late in the line, nodes nobody can dial not side by side."""
+        nodes = self.splitter.nodes
+        inner = sorted(inner, key=lambda node: (nodes.memory[node], self._bandwidth[node], node))
+        visible = [node for node in inner if nodes.reachable[node]]
+        hidden = [node for node in inner if not nodes.reachable[node]]
+        order = [last]
+        while visible or hidden:
+            wants_hidden = bool(nodes.reachable[order[-1]]) and len(hidden) >= len(visible)
+            order.append((hidden if (wants_hidden and hidden) or not visible else visible).pop(0))
+        return tuple(order) if first is None else (*order, first)
+
+
+class _Stock:
+    """Free nodes sorted by what they can host; hands out the largest or the smallest that suffices."""
+
+    def __init__(self, able: Ints, capacity: Floats, hidden: Bools, hidden_first: bool) -> None:
+        self.ids: list[int] = able.tolist()
+        self.may_relay = False
+        self._hidden_first = hidden_first
+        self._hidden: list[bool] = hidden.tolist()
+        self._capacity: list[list[float]] = capacity.tolist()
+        self._used = [False] * len(self.ids)
+        self._num_hidden = self._num_visible = 0
+        inner = self._capacity[0]
+        descending = np.argsort(-capacity[0], kind="stable").tolist()
+        self._inner = [
+            [k for k in descending if inner[k] > 0 and self._hidden[k] is kind] for kind in (False, True)
+        ]
+        self._keys = [[-inner[k] for k in queue] for queue in self._inner]
+        self._heads = [0, 0]
+        favour = 2.0 * (hidden & hidden_first)
+        self._ends = [
+            [k for k in np.argsort(end - capacity[0] + favour, kind="stable").tolist() if end[k] > 0]
+            for end in capacity[1:]
+        ]
+
+    def begin(self) -> None:
+        """Start the next cluster."""
+        self._num_hidden = self._num_visible = 0
+
+    def share(self, role: int, node: int) -> float:
+        """Return what a node can host as inner (0), last (1) or first (2) stage."""
+        return self._capacity[role][node]
+
+    def take_end(self, role: int) -> int | None:
+        """Take the node that gains most from standing at an end of the line."""
+        queue = self._ends[role - 1]
+        while queue and self._used[queue[-1]]:
+            queue.pop()
+        return self._use(queue.pop()) if queue else None
+
+    def take_inner(self, need: float) -> int | None:
+        """Take the smallest node that covers the need, else the largest one."""
+        kinds = [kind for kind in (1, 0) if self._head(kind) is not None and self._may_take(kind)]
+        if not kinds:
+            return None
+        enough = [kind for kind in kinds if -self._keys[kind][self._heads[kind]] >= need]
+        if enough:
+            candidates = [self._smallest(kind, need) for kind in enough[: 1 if self._hidden_first else 2]]
+            return self._use(min(candidates, key=lambda node: (self._capacity[0][node], node)))
+        if not self._hidden_first:
+            kinds.sort(key=lambda kind: self._keys[kind][self._heads[kind]])
+        return self._use(self._inner[kinds[0]][self._heads[kinds[0]]])
+
+    def _may_take(self, kind: int) -> bool:
+        return kind == 0 or self.may_relay or self._num_hidden <= self._num_visible
+
+    def _head(self, kind: int) -> int | None:
+        queue = self._inner[kind]
+        while self._heads[kind] < len(queue) and self._used[queue[self._heads[kind]]]:
+            self._heads[kind] += 1
+        return queue[self._heads[kind]] if self._heads[kind] < len(queue) else None
+
+    def _smallest(self, kind: int, need: float) -> int:
+        queue, keys = self._inner[kind], self._keys[kind]
+        k = bisect_right(keys, -need, lo=self._heads[kind]) - 1
+        while self._used[queue[k]]:
+            k -= 1
+        return queue[k]
+
+    def _use(self, node: int) -> int:
+        self._used[node] = True
+        if self._hidden[node]:
+            self._num_hidden += 1
+        else:
+            self._num_visible += 1
+        return node

@@ -1,0 +1,108 @@
+"""PlanConfig: TOML values and command-line strings set fields, everything else is refused."""
+
+from dataclasses import fields
+
+import pytest
+
+from ravnest.config import (
+    _BOUNDS,
+    _DIMENSIONS,
+    Averaging,
+    Optimizer,
+    PlanConfig,
+    Recompute,
+    WireFormat,
+    read_plan_config,
+)
+from ravnest.errors import ConfigError
+
+
+def test_an_empty_table_gives_the_defaults():
+    assert read_plan_config({}, "plan.toml") == PlanConfig()
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("optimizer", "adamw", Optimizer.ADAMW),
+        ("recompute", "never", Recompute.NEVER),
+        ("averaging", "blocking", Averaging.BLOCKING),
+        ("deltas", "fp32", WireFormat.FP32),
+        ("predict_weights", False, False),
+        ("predict_weights", "false", False),
+        ("predict_weights", "true", True),
+        ("max_stages", 8, 8),
+        ("max_stages", "8", 8),
+        ("max_stages", 8.0, 8),
+        ("averaging_share", "0.5", 0.5),
+        ("overhead_bytes", "1 GB", 1e9),
+        ("overhead_bytes", 0, 0.0),
+        ("relay_bytes_per_second", "8 Mbit/s", 1e6),
+        ("recover_seconds", "2 min", 120.0),
+    ],
+)
+def test_a_key_sets_its_field(key, value, expected):
+    config = read_plan_config({key: value}, "plan.toml")
+    assert getattr(config, key) == expected
+    assert type(getattr(config, key)) is type(expected)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("optimizer", "sdg"),
+        ("optimizer", 3),
+        ("optimizer", ["adam"]),
+        ("predict_weights", "yes"),
+        ("predict_weights", 1),
+        ("max_stages", 0),
+        ("max_stages", 2.5),
+        ("max_stages", True),
+        ("max_stages", "many"),
+        ("max_stages", None),
+        ("averaging_share", float("nan")),
+        ("averaging_share", float("inf")),
+        ("averaging_share", "nan"),
+        ("speed_ratio", -1),
+        ("speed_ratio", 10**400),
+        ("overhead_bytes", "1 GHz"),
+        ("recover_seconds", "-1 s"),
+    ],
+)
+def test_refusal_names_file_key_and_value(key, value):
+    with pytest.raises(ConfigError) as error:
+        read_plan_config({key: value}, "plan.toml")
+    message = str(error.value)
+    assert message.startswith(f"plan.toml: {key} = ")
+    assert (repr(value) if value != 10**400 else "an integer of") in message
+
+
+def test_unknown_key_lists_the_known_ones():
+    with pytest.raises(ConfigError, match=r"plan\.toml: unknown key 'max_stage'.*max_stages"):
+        read_plan_config({"max_stage": 4}, "plan.toml")
+
+
+@pytest.mark.parametrize("key", _BOUNDS)
+def test_bounds_are_part_of_what_is_allowed(key):
+    low, high = _BOUNDS[key]
+    assert getattr(read_plan_config({key: low}, "plan.toml"), key) == low
+    assert getattr(read_plan_config({key: high}, "plan.toml"), key) == high
+    for value in (low - 1, high + 1):
+        with pytest.raises(ConfigError, match="it must lie between"):
+            read_plan_config({key: value}, "plan.toml")
+
+
+def test_every_number_has_bounds_that_hold_its_default():
+    for field in fields(PlanConfig):
+        if type(field.default) in (int, float):
+            low, high = _BOUNDS[field.name]
+            assert low <= field.default <= high
+    assert set(_DIMENSIONS) <= set(_BOUNDS) <= {field.name for field in fields(PlanConfig)}
+
+
+@pytest.mark.parametrize(
+    ("wire", "bits"),
+    [("fp32", 32), ("bf16", 16), ("fp16", 16), ("int8", 8 + 32 / 256), ("int4", 4 + 32 / 256)],
+)
+def test_wire_ratio_counts_the_scales(wire, bits):
+    assert WireFormat(wire).ratio == pytest.approx(bits / 32)

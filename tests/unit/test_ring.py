@@ -1,0 +1,129 @@
+"""One ring: small cases by hand, failures and refusals."""
+
+from dataclasses import replace
+from random import Random
+
+import numpy as np
+import pytest
+from support.ring_world import make_ring, mean_of, run_ring
+
+from ravnest.averaging.ring import RingReduce
+from ravnest.protocol import Refusal, RingPart
+
+
+def test_two_members_by_hand():
+    first, second = make_ring([np.array([1.0, 2.0]), np.array([5.0, 6.0])], [1.0, 3.0], 10)
+    (out,) = first.start()
+    assert out == RingPart(1, 0, part=0, chunk=0, hops=1, weight=1.0, value=np.array([1.0]))
+    back = second.receive(out)
+    assert (back.hops, back.weight, back.value.tolist()) == (2, 4.0, [4.0])  # (1*1 + 3*5) / 4
+    assert out.value.tolist() == [1.0]  # what was received is not written to
+    assert first.receive(back) is None
+    assert not first.done
+    first_mean = first.receive(second.start()[0])
+    assert first.done
+    assert second.receive(first_mean) is None
+    assert mean_of(first).tolist() == mean_of(second).tolist() == [4.0, 5.0]
+
+
+def test_a_part_travels_in_chunks():
+    members = make_ring([np.arange(10.0)] * 2, [1.0, 1.0], chunk_size=2)
+    assert [(part.chunk, len(part.value)) for part in members[0].start()] == [(0, 2), (1, 2), (2, 1)]
+
+
+def test_a_ring_of_one_keeps_its_own_vector():
+    vector = np.array([0.1, 0.2, 0.3])
+    (alone,) = make_ring([vector], [3.0], 2)
+    assert alone.start() == ()
+    assert mean_of(alone).tolist() == vector.tolist()
+    assert not any(np.shares_memory(piece, vector) for piece in alone.pieces)
+
+
+@pytest.mark.parametrize("length", [0, 1, 2])
+def test_fewer_elements_than_members(length):
+    members = make_ring([np.full(length, float(x)) for x in range(4)], [1.0] * 4, 3)
+    run_ring(members, Random(0))
+    assert all(mean_of(member).tolist() == [1.5] * length for member in members)
+
+
+def test_a_member_without_samples_still_gets_the_mean():
+    members = make_ring([np.ones(4), np.full(4, 9.0)], [2.0, 0.0], 1)
+    run_ring(members, Random(0))
+    assert mean_of(members[1]).tolist() == [1.0] * 4
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_no_weight_at_all_fails_with_a_reason(size):
+    members = make_ring([np.ones(6)] * size, [0.0] * size, 2)
+    run_ring(members, Random(0))
+    assert all("total weight of 0.0" in member.failure for member in members)
+    assert not any(member.done for member in members)
+
+
+def test_weights_that_overflow_fail_with_a_reason():
+    members = make_ring([np.zeros(2)] * 2, [1.5e308] * 2, 2)
+    run_ring(members, Random(0))
+    assert all("total weight of inf" in member.failure for member in members)
+
+
+def test_the_mean_is_not_to_be_had_before_it_is_done():
+    member = make_ring([np.ones(4)] * 2, [1.0, 1.0], 2)[0]
+    with pytest.raises(AssertionError, match="before the ring was done"):
+        _ = member.pieces
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"round_id": 2}, "another ring"),
+        ({"segment": 1}, "another ring"),
+        ({"part": 1}, "not awaited"),
+        ({"part": -1}, "not awaited"),
+        ({"part": 3}, "not awaited"),
+        ({"chunk": 2}, "not awaited"),
+        ({"chunk": -1}, "not awaited"),
+        ({"hops": 0}, "not awaited"),
+        ({"hops": 2}, "not awaited"),
+        ({"hops": 4}, "not awaited"),
+        ({"value": np.ones(3)}, "3 elements instead of 2"),
+        ({"weight": float("nan")}, "no number of samples"),
+        ({"weight": float("inf")}, "no number of samples"),
+        ({"weight": -1.0}, "no number of samples"),
+    ],
+)
+def test_refusals(change, reason):
+    members = make_ring([np.ones(12)] * 3, [1.0] * 3, 2)
+    part = members[0].start()[0]
+    refusal = members[1].receive(replace(part, **change))
+    assert isinstance(refusal, Refusal)
+    assert reason in refusal.reason
+    assert isinstance(members[1].receive(part), RingPart)  # the true one is still welcome
+    assert isinstance(members[1].receive(part), Refusal)  # but only once
+
+
+class Exact:
+    """The least a vector must be: no array library at all."""
+
+    def __init__(self, items):
+        self.items = list(items)
+
+    def __len__(self):
+        return len(self.items)
+
+    def __getitem__(self, where):
+        return Exact(self.items[where])
+
+    def __add__(self, other):
+        return Exact(x + y for x, y in zip(self.items, other.items, strict=True))
+
+    def __mul__(self, factor):
+        return Exact(x * factor for x in self.items)
+
+    def __truediv__(self, divisor):
+        return Exact(x / divisor for x in self.items)
+
+
+def test_any_vector_will_do():
+    members = [RingReduce(1, 0, x, 2, Exact([x, x + 2.0]), 1.0, 5) for x in range(2)]
+    run_ring(members, Random(1))
+    assert [piece.items for piece in members[0].pieces] == [[0.5], [2.5]]

@@ -1,0 +1,165 @@
+"""One round: a member's phases, the coordinator's log, refusals."""
+
+import numpy as np
+import pytest
+
+from ravnest.averaging.ring import RingReduce
+from ravnest.averaging.round import Phase, Round, RoundDecision
+from ravnest.protocol import Refusal, RingPart, RoundAbort, RoundCommit, RoundQuery, RoundReady
+
+COMMIT, ABORT = RoundCommit(3), RoundAbort(3, "c died")
+QUERY = RoundQuery(3, "b")
+
+
+def lone_round(weight: float = 1.0) -> Round:
+    """A member whose only ring has one member: ready as soon as it starts."""
+    return Round(3, "a", {8: RingReduce(3, 8, 0, 1, np.arange(3.0), weight, 2)}, deadline=10.0)
+
+
+def pair_round() -> Round:
+    return Round(3, "a", {8: RingReduce(3, 8, 0, 2, np.arange(4.0), 1.0, 2)}, deadline=10.0)
+
+
+def ready_round() -> Round:
+    member = lone_round()
+    assert member.start() == (RoundReady(3, "a"),)
+    return member
+
+
+def test_commit_gives_the_averages_out_once():
+    member = ready_round()
+    assert member.phase is Phase.READY
+    assert member.take_averages() is None
+    assert member.receive(COMMIT) == ()
+    averages = member.take_averages()
+    assert [piece.tolist() for piece in averages[8]] == [[0.0, 1.0], [2.0]]
+    assert member.receive(COMMIT) == ()  # heard before
+    assert member.take_averages() is None
+    assert member.answer(QUERY) == COMMIT
+
+
+def test_abort_drops_everything():
+    member = ready_round()
+    assert member.receive(ABORT) == ()
+    assert member.phase is Phase.ABORTED
+    assert member.take_averages() is None
+    assert member.receive(ABORT) == ()
+    assert member.answer(QUERY) == ABORT
+
+
+def test_a_ring_passes_its_parts_and_votes_when_done():
+    member = pair_round()
+    (out,) = member.start()
+    assert (out.segment, out.part, out.hops) == (8, 0, 1)
+    (mean,) = member.receive(RingPart(3, 8, 1, 0, 1, 1.0, np.array([4.0, 5.0])))
+    assert mean.value.tolist() == [3.0, 4.0]
+    assert member.receive(RingPart(3, 8, 0, 0, 2, 2.0, np.ones(2))) == (RoundReady(3, "a"),)
+
+
+def test_all_rings_must_be_done():
+    rings = {x: RingReduce(3, x, 0, 1 + x, np.ones(2), 1.0, 2) for x in range(2)}
+    member = Round(3, "a", rings, deadline=10.0)
+    assert [type(message) for message in member.start()] == [RingPart]
+    assert member.phase is Phase.RUNNING
+
+
+def test_before_voting_it_may_give_up():
+    member = pair_round()
+    member.start()
+    assert member.expire(9.9) is None
+    abort = member.expire(10.0)
+    assert abort.reason == "a had not finished its rings at the deadline"
+    assert member.phase is Phase.ABORTED
+    assert member.answer(QUERY) == abort
+    assert member.expire(11.0) is None
+    assert member.start() == ()
+
+
+def test_after_voting_it_may_only_ask():
+    member = ready_round()
+    assert member.give_up("tired") is None
+    assert member.expire(9.9) is None
+    assert member.expire(10.0) == member.expire(11.0) == RoundQuery(3, "a")
+    assert isinstance(member.answer(QUERY), Refusal)
+    assert member.phase is Phase.READY
+
+
+def test_a_ring_that_can_never_be_done_gives_up_at_once():
+    member = lone_round(weight=0.0)
+    (abort,) = member.start()
+    assert "total weight of 0.0" in abort.reason
+    assert member.phase is Phase.ABORTED
+
+
+@pytest.mark.parametrize(
+    ("make", "message", "reason"),
+    [
+        (ready_round, RoundCommit(4), "round 4 is not round 3"),
+        (ready_round, RoundAbort(2, "old"), "round 2 is not round 3"),
+        (pair_round, RingPart(2, 8, 1, 0, 1, 1.0, np.ones(2)), "round 2 is not round 3"),
+        (pair_round, RingPart(3, 9, 1, 0, 1, 1.0, np.ones(2)), "a has no segment 9"),
+        (pair_round, RingPart(3, 8, 1, 0, 9, 1.0, np.ones(2)), "not awaited"),
+        (pair_round, COMMIT, "RoundCommit of round 3, which is running here"),
+    ],
+)
+def test_refusals(make, message, reason):
+    member = make()
+    phase = member.phase
+    refusal = member.receive(message)
+    assert isinstance(refusal, Refusal)
+    assert reason in refusal.reason
+    assert member.phase is phase
+
+
+def test_contradictions_are_refused():
+    committed, aborted = ready_round(), ready_round()
+    committed.receive(COMMIT)
+    aborted.receive(ABORT)
+    assert "which is committed here" in committed.receive(ABORT).reason
+    assert "which is aborted here" in aborted.receive(COMMIT).reason
+    assert aborted.take_averages() is None
+    part = RingPart(3, 8, 1, 0, 1, 1.0, np.ones(2))
+    assert "round 3 is aborted here" in aborted.receive(part).reason
+    assert "round 4 is not known here" in committed.answer(RoundQuery(4, "b")).reason
+
+
+def test_decision_commits_with_the_last_vote_and_tells_nobody_before_the_log():
+    decision = RoundDecision(3, ("a", "b"), deadline=10.0)
+    assert decision.vote(RoundReady(3, "a")) is None
+    assert decision.vote(RoundReady(3, "a")) is None  # a second copy counts once
+    assert decision.vote(RoundReady(3, "b")) == COMMIT
+    assert (decision.pending, decision.outcome) == (COMMIT, None)
+    assert "not decided yet" in decision.answer(QUERY).reason
+    assert decision.logged() == COMMIT
+    assert (decision.pending, decision.outcome) == (None, COMMIT)
+    assert decision.answer(QUERY) == COMMIT
+    assert decision.expire(99.0) is None
+    assert decision.give_up("a", "died") is None
+    assert "not round 3" in decision.answer(RoundQuery(4, "b")).reason
+
+
+def test_decision_aborts_at_the_deadline_or_by_a_death():
+    decision = RoundDecision(3, ("a", "b", "c"), deadline=10.0)
+    decision.vote(RoundReady(3, "b"))
+    assert decision.expire(9.9) is None
+    assert decision.expire(10.0) == RoundAbort(3, "no vote before the deadline from a, c")
+    decision = RoundDecision(3, ("a", "b"), deadline=10.0)
+    assert decision.give_up("b", "died") == RoundAbort(3, "b: died")
+    assert "after round 3 was decided" in decision.vote(RoundReady(3, "a")).reason
+
+
+def test_decision_refuses_strangers_and_other_rounds():
+    decision = RoundDecision(3, ("a",), deadline=10.0)
+    assert "x is no member" in decision.vote(RoundReady(3, "x")).reason
+    assert "x is no member" in decision.give_up("x", "died").reason
+    assert "round 4 is not round 3" in decision.vote(RoundReady(4, "a")).reason
+    assert decision.pending is None
+
+
+def test_recovery_keeps_the_logged_decision_and_aborts_without_one():
+    decision = RoundDecision.recover(3, ("a", "b"), COMMIT)
+    assert decision.answer(QUERY) == COMMIT
+    decision = RoundDecision.recover(3, ("a", "b"), None)
+    assert decision.pending == RoundAbort(3, "the coordinator restarted before it decided")
+    assert isinstance(decision.vote(RoundReady(3, "a")), Refusal)
+    assert decision.logged() == decision.answer(QUERY)
