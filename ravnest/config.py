@@ -67,12 +67,12 @@ class PlanConfig:
     gradients: WireFormat = WireFormat.BF16
     deltas: WireFormat = WireFormat.INT4
     averaging: Averaging = Averaging.OVERLAPPED
-    averaging_share: float = 0.2  # of each link (overlapped) or of the time (blocking)
+    averaging_share: float = 0.1  # of each link (overlapped) or of the time (blocking)
     max_round_seconds: float = 600.0  # no node hosts more than it can average in this time
     speed_ratio: float = 4.0  # fastest over slowest cluster; a faster one is held back to it
     max_stages: int = 48
-    max_window: int = 96
-    in_flight_per_hop: int = 2  # a hop costs a batch in the stage and one on the link
+    max_window: int = 128
+    in_flight_per_hop: int = 4  # batches a stage may keep under way for each stage after it
     relay_bytes_per_second: float = 2.5e6  # per pair of neighbours that only the hub can connect
     overhead_bytes: float = 5e8  # the program itself and the device's context
     recover_seconds: float = 30.0  # a cluster stands still when one of its nodes dies

@@ -18,8 +18,8 @@ from ravnest.plan.cost import Floats, LineCost, NodeTable
 from ravnest.plan.split import Splitter
 
 _DEPTHS = 4  # deeper inner stages are counted as this depth, as many as one likes
-_BIN = 1.05
-_CELL = 1.1
+_BIN = 1.02
+_CELL = 1.03
 _COARSE_CELL = 1.25
 
 
@@ -139,6 +139,6 @@ def _linear_programme(capacities: _Capacities, rates: Floats) -> float:
     limit = np.concatenate([np.ones(num_nodes), np.zeros(row - num_nodes)])
     import sys,time; t=time.process_time()
     answer = linprog(np.concatenate([np.zeros(count), -rates]), A_ub=matrix, b_ub=limit, method="highs")
-    print("LP",row,count,num_bins,round(-answer.fun,3),round(time.process_time()-t,2),file=sys.stderr,flush=True)
+    0 and print("LP",row,count,num_bins,round(-answer.fun,3),round(time.process_time()-t,2),file=sys.stderr,flush=True)
     assert answer.status == 0, answer.message
     return float(-answer.fun)

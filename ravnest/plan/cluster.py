@@ -11,18 +11,18 @@ import numpy as np
 
 from ravnest.config import PlanConfig
 from ravnest.plan.assembly import assemble, build_clusters
-from ravnest.plan.coarse import choose_cuts, coarsen, coarsen_to
+from ravnest.plan.coarse import FINE_POSITIONS, choose_cuts, coarsen, shorten
 from ravnest.plan.cost import Ints, LineCost, NodeTable
 from ravnest.plan.search import Search, best_rate
-from ravnest.plan.seeds import Order
+from ravnest.plan.seeds import Order, typical_stages
 from ravnest.plan.shortage import explain_shortage, holding_order
 from ravnest.plan.split import Splitter
 from ravnest.plan.types import Cluster, ModelProfile, Plan, Swarm
 
-_SEARCH_POSITIONS = 32  # of the shortened line
-_FINE_POSITIONS = 256  # of the line the final cuts are chosen on
-_BUDGET = 10_000  # clusters evaluated per neighbourhood
+_BUDGET = 8_000  # clusters evaluated per neighbourhood, fewer when each is long and finely cut
+_QUICK_BUDGET = 2_000  # for one cluster more, while training goes on
 _MOST_NODES = 1024  # of one neighbourhood
+_MOST_POSITIONS = 96  # of the line the search works on
 _TABLE_BYTES = 250e6  # of stage costs held at once
 
 
@@ -39,25 +39,41 @@ def form_plan(profile: ModelProfile, swarm: Swarm, config: PlanConfig, seed: int
     if not swarm.nodes:
         raise explain_shortage(profile, swarm, config)
     nodes = NodeTable.of(swarm, config)
-    short = coarsen_to(coarsen_to(profile, _FINE_POSITIONS), _SEARCH_POSITIONS)  # its cuts are fine cuts too
+    short = _short_profile(profile, nodes, config)
     found = _search_several(LineCost(short, config, is_averaged=True), nodes, seed)
     if len(found.orders) < 3:
-        alone = _search_one(LineCost(short, config, is_averaged=False), nodes, seed)
+        line = LineCost(short, config, is_averaged=False)
+        alone = _search_one(line, nodes, seed, _budget(line, nodes))
         found = max(found, alone, key=lambda each: each.rate)
     orders = found.orders or holding_order(profile, swarm, config)
     if not orders:
         raise explain_shortage(profile, swarm, config)
-    clusters = cut_clusters(profile, swarm, config, orders)
+    clusters = cut_clusters(profile, swarm, config, orders, is_averaged=len(orders) > 1)
+    assert len(clusters) == len(orders), "a cluster that fits the short line fits the long one"
     return assemble(clusters, profile, swarm, config, seed, epoch)
 
 
-def cut_clusters(
-    profile: ModelProfile, swarm: Swarm, config: PlanConfig, orders: tuple[Order, ...]
-) -> tuple[Cluster, ...]:
-    """Cut each cluster on the full line; orders name nodes by place, from the end of the line to its front."""
-    cuts = choose_cuts(profile, _FINE_POSITIONS)
+def form_cluster(
+    profile: ModelProfile, swarm: Swarm, config: PlanConfig, seed: int, is_averaged: bool
+) -> Cluster | None:
+    """Return the fastest cluster the search finds among these nodes, with room for averaging if asked."""
+    if not swarm.nodes:
+        return None
     nodes = NodeTable.of(swarm, config)
-    is_averaged = len(orders) > 1
+    line = LineCost(_short_profile(profile, nodes, config), config, is_averaged)
+    orders = _search_one(line, nodes, seed, _QUICK_BUDGET).orders
+    return next(iter(cut_clusters(profile, swarm, config, orders, is_averaged)), None) if orders else None
+
+
+def cut_clusters(
+    profile: ModelProfile, swarm: Swarm, config: PlanConfig, orders: tuple[Order, ...], is_averaged: bool
+) -> tuple[Cluster, ...]:
+    """Cut each cluster on the full line and leave out those that cannot hold it.
+
+    Orders name nodes by place, from the end of the line to its front.
+    """
+    cuts = choose_cuts(profile, FINE_POSITIONS)
+    nodes = NodeTable.of(swarm, config)
     splitter = Splitter(LineCost(coarsen(profile, cuts), config, is_averaged), nodes, keep=False)
     line = LineCost(profile, config, is_averaged)
     per_chunk = max(1, int(_TABLE_BYTES / (4 * len(cuts) ** 2 * max(map(len, orders)))))
@@ -65,9 +81,16 @@ def cut_clusters(
     for first in range(0, len(orders), per_chunk):
         chunk = orders[first : first + per_chunk]
         splits = splitter.solve(chunk)
-        assert np.isfinite(splits.seconds).all(), "a cluster that fits the short line fits the long one"
-        clusters += build_clusters(line, nodes, swarm, chunk, np.array(cuts, np.int64)[splits.cuts])
+        fitting = np.flatnonzero(np.isfinite(splits.seconds))
+        places = np.array(cuts, np.int64)[splits.cuts[fitting]]
+        clusters += build_clusters(line, nodes, swarm, [chunk[k] for k in fitting], places)
     return tuple(clusters)
+
+
+def _short_profile(profile: ModelProfile, nodes: NodeTable, config: PlanConfig) -> ModelProfile:
+    """Return the line the search works on: a few positions for each stage a typical cluster will have."""
+    stages = typical_stages(LineCost(profile, config, is_averaged=True), nodes)
+    return shorten(profile, min(_MOST_POSITIONS, 3 * stages))
 
 
 def _search_several(line: LineCost, nodes: NodeTable, seed: int) -> _Found:
@@ -77,7 +100,7 @@ def _search_several(line: LineCost, nodes: NodeTable, seed: int) -> _Found:
     for number, members in enumerate(_neighbourhoods(line, nodes)):
         rng = np.random.default_rng([seed, number])
         search = Search(line, nodes.take(members), rng, is_single=False)
-        genome = search.run(_BUDGET, ceilings or search.seeds.promising_ceilings())
+        genome = search.run(_budget(line, nodes), ceilings or search.seeds.promising_ceilings())
         if genome is not None:
             ceilings = ceilings or [genome.ceiling]
             orders += [tuple(int(members[node]) for node in order) for order in genome.clusters]
@@ -95,14 +118,20 @@ def _worthwhile(line: LineCost, nodes: NodeTable, orders: list[Order]) -> _Found
     return _Found(kept, rate)
 
 
-def _search_one(line: LineCost, nodes: NodeTable, seed: int) -> _Found:
+def _search_one(line: LineCost, nodes: NodeTable, seed: int, budget: int) -> _Found:
     members = np.argsort(-nodes.memory, kind="stable")[:_MOST_NODES]
     search = Search(line, nodes.take(members), np.random.default_rng([seed, 1 << 20]), is_single=True)
-    genome = search.run(_BUDGET, search.seeds.all_ceilings())
+    genome = search.run(budget, search.seeds.all_ceilings())
     if genome is None:
         return _Found()
     order = tuple(int(members[node]) for node in genome.clusters[0])
     return _Found((order,), genome.rate)
+
+
+def _budget(line: LineCost, nodes: NodeTable) -> int:
+    effort = typical_stages(line, nodes) * line.num_positions**2
+    budget = _BUDGET if len(nodes) > _MOST_NODES // 2 else 2 * _BUDGET
+    return max(_BUDGET // 4, min(budget, budget * 8 * 32**2 // effort))
 
 
 def _neighbourhoods(line: LineCost, nodes: NodeTable) -> list[Ints]:

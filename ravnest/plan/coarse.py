@@ -10,6 +10,14 @@ import numpy as np
 
 from ravnest.plan.types import ModelProfile
 
+FINE_POSITIONS = 256  # of the line the final cuts are chosen on
+_SEARCH_POSITIONS = 32
+
+
+def shorten(profile: ModelProfile, num_positions: int = 0) -> ModelProfile:
+    """Return the line to search on; its cuts are among the fine ones, so what fits it fits the fine line."""
+    return coarsen_to(coarsen_to(profile, FINE_POSITIONS), max(num_positions, _SEARCH_POSITIONS))
+
 
 def choose_cuts(profile: ModelProfile, num_positions: int) -> tuple[int, ...]:
     """Return the cuts, both ends included, of a line of at most `num_positions`."""

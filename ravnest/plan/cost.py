@@ -237,7 +237,8 @@ class StageCosts:
         send = line.send_before[:, None] + line.send_after[None, :]
         receive = line.receive_before[:, None] + line.receive_after[None, :]
         upload, download = (line.link_share * rate[:, None, None] for rate in (nodes.upload, nodes.download))
-        return np.maximum(_narrow(send) / _narrow(upload), _narrow(receive) / _narrow(download))
+        sending, receiving = _narrow(send) / _narrow(upload), _narrow(receive) / _narrow(download)
+        return np.maximum(sending, receiving, out=sending)
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,14 +34,14 @@ class ClusterForecast:
     """One cluster in steady state."""
 
     stages: tuple[StageForecast, ...]
-    period_seconds: float  # between two batches, deaths included
+    period_seconds: float  # between two batches, deaths and holding back included
     samples_per_second: float
     lag: int  # updates between a batch's forward and backward at the root
 
 
 @dataclass(frozen=True, slots=True)
 class Bottleneck:
-    """The stage whose limit costs the swarm most, and what the swarm would gain without it."""
+    """The stage whose limit costs the swarm most, and what the swarm would gain if it were twice as wide."""
 
     cluster: int
     node: NodeId
@@ -69,12 +69,11 @@ def forecast(plan: Plan, profile: ModelProfile, swarm: Swarm, config: PlanConfig
     index = {node.name: k for k, node in enumerate(swarm.nodes)}
     rows = cluster_rows(plan.clusters, index)
     times = timing(line, nodes, rows)
-    periods = np.maximum(times.seconds, times.seconds.max() / config.speed_ratio)
-    is_blocking = line.is_averaged and config.averaging is Averaging.BLOCKING
-    rates = profile.samples_per_batch / periods * (1.0 - config.averaging_share if is_blocking else 1.0)
-    usage = _usage(line, times, nodes, rows)
+    periods, rates = hold_back(line, times.seconds)
+    usage, memory = _usage(line, times, nodes, rows), nodes.memory[rows.nodes]
+    samples = profile.samples_per_batch
     clusters = tuple(
-        _cluster_forecast(cluster, k, times, usage, nodes.memory[rows.nodes[k]], float(rates[k]))
+        _cluster_forecast(cluster, k, times, usage, memory[k], (float(periods[k]), float(rates[k]), samples))
         for k, cluster in enumerate(plan.clusters)
     )
     return Forecast(
@@ -82,8 +81,17 @@ def forecast(plan: Plan, profile: ModelProfile, swarm: Swarm, config: PlanConfig
         samples_per_second=float(rates.sum()),
         round_seconds=round_seconds(plan, line, swarm, periods, rows, nodes),
         staleness=max(cluster.lag for cluster in clusters),
-        bottleneck=_bottleneck(plan, usage, rates),
+        bottleneck=_bottleneck(plan, line, usage, times.seconds),
     )
+
+
+def hold_back(line: LineCost, seconds: Floats) -> tuple[Floats, Floats]:
+    """Return the periods clusters train at beside each other, and their samples per second."""
+    config = line.config
+    periods = np.maximum(seconds, seconds.max(initial=0.0) / config.speed_ratio)
+    is_blocking = line.is_averaged and config.averaging is Averaging.BLOCKING
+    rates = line.profile.samples_per_batch / periods
+    return periods, rates * (1.0 - config.averaging_share if is_blocking else 1.0)
 
 
 def cluster_rows(clusters: tuple[Cluster, ...], index: dict[NodeId, int]) -> Rows:
@@ -103,6 +111,7 @@ def cluster_rows(clusters: tuple[Cluster, ...], index: dict[NodeId, int]) -> Row
 def _usage(line: LineCost, times: Timing, nodes: NodeTable, rows: Rows) -> Floats:
     """Return how near each resource of each stage is to its limit, [cluster, depth, limit]; 1 is at it."""
     latency = times.cycle / line.window(np.arange(rows.nodes.shape[1]))
+    latency[:, 0] = 0.0  # the last stage waits for nobody: its cycle is its own compute
     needs = np.stack([times.compute, times.send, times.receive, times.relay, latency])
     exists = np.arange(rows.nodes.shape[1]) < rows.lengths[:, None]
     pace = np.where(exists, needs, 0.0).max(axis=(0, 2))[:, None]
@@ -111,8 +120,9 @@ def _usage(line: LineCost, times: Timing, nodes: NodeTable, rows: Rows) -> Float
 
 
 def _cluster_forecast(
-    cluster: Cluster, k: int, times: Timing, usage: Floats, memory: Floats, rate: float
+    cluster: Cluster, k: int, times: Timing, usage: Floats, memory: Floats, pace: tuple[float, float, int]
 ) -> ClusterForecast:
+    period, rate, samples_per_batch = pace
     stages = []
     for depth, stage in enumerate(reversed(cluster.stages)):
         stages.append(
@@ -123,22 +133,25 @@ def _cluster_forecast(
                 compute_seconds=float(times.compute[k, depth]),
                 send_seconds=float(times.send[k, depth]),
                 receive_seconds=float(times.receive[k, depth]),
-                busy_share=float(times.compute[k, depth] / times.seconds[k]),
+                busy_share=float(times.compute[k, depth]) * rate / samples_per_batch,
                 limited_by=LIMITS[int(usage[k, depth].argmax())],
             )
         )
     lag = -(-(cluster.stages[0].window - 1) // cluster.accumulate)
-    return ClusterForecast(tuple(reversed(stages)), float(times.seconds[k]), rate, lag)
+    return ClusterForecast(tuple(reversed(stages)), period, rate, lag)
 
 
-def _bottleneck(plan: Plan, usage: Floats, rates: Floats) -> Bottleneck:
-    """Find the one stage and resource without which the swarm would gain most."""
+def _bottleneck(plan: Plan, line: LineCost, usage: Floats, seconds: Floats) -> Bottleneck:
+    """Find the one stage and resource that, twice as wide, would speed the swarm up most."""
+    total = hold_back(line, seconds)[1].sum()
     best = None
     for k, cluster in enumerate(plan.clusters):
         pace = usage[k, : len(cluster.stages), :-1]
         depth, limit = np.unravel_index(int(pace.argmax()), pace.shape)
         others = np.delete(pace.ravel(), int(pace.argmax())).max()
-        gain = float(rates[k] * (1.0 / max(others, 1e-3) - 1.0))
+        faster = seconds.copy()
+        faster[k] *= max(others, 0.5)
+        gain = float(hold_back(line, faster)[1].sum() - total)
         if best is None or gain > best.gain_samples_per_second:
             node = cluster.stages[len(cluster.stages) - 1 - int(depth)].node
             best = Bottleneck(k, node, LIMITS[int(limit)], gain)

@@ -11,7 +11,7 @@ import numpy as np
 
 from ravnest.plan.seeds import Order
 
-_ALTERNATIVES = 2
+_ALTERNATIVES = (2, 8)  # fewest and most for each cluster or pair
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,8 @@ def propose(
     """Return for each cluster or pair of clusters some alternatives, at most one of which may be accepted."""
     shuffled = rng.permutation(len(clusters)).tolist()
     stock = rng.permutation(np.asarray(spares, np.int64)).tolist()
-    dice = rng.random((len(clusters), _ALTERNATIVES, 6)).tolist()
+    count = int(np.clip(32 // max(1, len(clusters)), *_ALTERNATIVES))
+    dice = rng.random((len(clusters), count, 6)).tolist()
     proposals: list[list[Proposal]] = []
     while shuffled:
         place = shuffled.pop()
@@ -41,7 +42,7 @@ def propose(
             other = shuffled.pop()
             moves = [_pair(clusters, slowest, place, other, roll, max_stages) for roll in rolls]
         else:
-            mine = [stock.pop() for _ in range(min(_ALTERNATIVES, -(-len(stock) // (len(shuffled) + 1))))]
+            mine = [stock.pop() for _ in range(min(count, -(-len(stock) // (len(shuffled) + 1))))]
             moves = [
                 _single(
                     clusters[place],

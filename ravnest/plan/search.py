@@ -16,10 +16,11 @@ from ravnest.plan.moves import Proposal, propose
 from ravnest.plan.seeds import Covering, Order, Seeds, Taste
 from ravnest.plan.split import Splitter
 
-_POPULATION = (2, 10)  # fewest, most genomes: a large grouping has its variety inside
+_POPULATION = (2, 8)  # fewest, most genomes: a large grouping has its variety inside
+_VARIANTS = 4  # of each genome in a generation
 _ROUNDS = 8  # of local moves between two generations
 _HOPELESS = 1.5  # a cluster this much slower than the ceiling is dissolved
-_PATIENCE = 10  # generations without progress
+_GENERATIONS = (30, 120)  # fewest for large swarms, most for small ones, where they are cheap
 
 
 @dataclass(slots=True)
@@ -56,7 +57,8 @@ class Search:
         self.num_evaluated = 0
         self._rng = rng
         self._is_single = is_single
-        self._num_genomes = int(np.clip(2000 // len(nodes), *_POPULATION))
+        self._num_generations = int(np.clip(1500 // len(nodes), *_GENERATIONS))
+        self._num_genomes = int(np.clip(1000 // len(nodes), *_POPULATION))
         self._ratio = line.config.speed_ratio
         self._known: dict[Order, tuple[float, int]] = {}
 
@@ -65,12 +67,14 @@ class Search:
         population = self._seed(ceilings)
         stop = self.num_evaluated + budget
         stale = 0
-        while population and self.num_evaluated < stop and stale < _PATIENCE:
+        for _ in range(self._num_generations):
+            if not population or self.num_evaluated > stop or stale >= self._num_generations // 4:
+                break
             best = population[0].rate
             for _ in range(_ROUNDS):
                 self._improve(population)
-            self._renew(population)
-            population = self._select([*population, self._cross(population)])
+            variants = [each for genome in population for each in self._recreate(genome, _VARIANTS)]
+            population = self._select([*population, *variants, self._cross(population)])
             stale = 0 if population[0].rate > best * (1 + 1e-9) else stale + 1
         return self._trim(population[0]) if population else None
 
@@ -133,19 +137,26 @@ class Search:
         kept = [order for order, period in zip(genome.clusters, periods, strict=True) if period <= slowest]
         return Genome(kept, genome.ceiling, rate)
 
-    def _renew(self, population: Sequence[Genome]) -> None:
-        """Dissolve hopeless clusters and cover the spares at the ceiling."""
-        coverings = []
-        for genome in population:
-            limit = _HOPELESS * self.seeds.period(genome.ceiling)
-            periods = self.seconds(genome.clusters)
-            genome.clusters = [
-                o for o, period in zip(genome.clusters, periods, strict=True) if period <= limit
-            ]
-            taste = Taste(bool(self._rng.random() < 0.5), jitter=0.05)
-            coverings.append(self._cover(self._free(genome.clusters), genome.ceiling, taste, num_levels=2))
-        for genome, made in zip(population, self._finish(coverings), strict=True):
-            genome.clusters += made
+    def _recreate(self, genome: Genome, num_variants: int) -> list[Genome]:
+        """Return variants of a genome: clusters of similar speed dissolved, their nodes covered anew."""
+        periods = np.array(self.seconds(genome.clusters))
+        kept, coverings = [], []
+        for _ in range(num_variants):
+            middle = float(self._rng.choice(periods))
+            width = float(self._rng.choice([1.1, 1.3, 1.8]))
+            falls = (periods >= middle / width) & (periods <= middle * width)
+            falls &= self._rng.random(len(periods)) < self._rng.choice([0.3, 0.6, 0.9])
+            clusters = [order for order, fall in zip(genome.clusters, falls, strict=True) if not fall]
+            fastest = self.seeds.level(middle / width / 1.2)
+            levels = self.seeds.levels(genome.ceiling)
+            levels = range(max(levels.start, fastest), levels.stop)
+            taste = Taste(
+                bool(self._rng.random() < 0.5), jitter=float(self._rng.choice([0.02, 0.05, 0.1, 0.2]))
+            )
+            kept.append(clusters)
+            coverings.append(self.seeds.cover(self._free(clusters), levels, self._rng, taste))
+        made = self._finish(coverings)
+        return [Genome(old + new, genome.ceiling) for old, new in zip(kept, made, strict=True)]
 
     def _free(self, clusters: Sequence[Order]) -> Ints:
         is_free = np.ones(len(self.splitter.nodes), bool)

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ravnest.plan.cost import Bools, Floats, Floats32, Ints
+from ravnest.plan.cost import Bools, Floats, Floats32, Ints, LineCost, NodeTable
 from ravnest.plan.split import Splitter
 
 Order = tuple[int, ...]  # the nodes of a cluster, from the end of the line to its front
 
 _LEVEL_RATIO = 1.1  # between the target periods of neighbouring levels
 _LOG_RATIO = float(np.log(_LEVEL_RATIO))
-_SLACKS = (0.0, 0.1, 0.25)  # capacity is an estimate: ask for this much more when it was not enough
+_SLACKS = (0.0, 0.05, 0.12, 0.25)  # capacity is an estimate: ask for more when it was not enough
 _WIDEST_RATIO = 32.0  # of target periods in one covering, when the speed ratio is not bounded
 _SAMPLE = 256  # nodes that decide which target periods are worth trying
 
@@ -43,11 +43,8 @@ class Seeds:
         line, nodes = splitter.line, splitter.nodes
         self._bandwidth = np.minimum(nodes.upload, nodes.download)
         self._weights = 0.5 * (line.parameters / line.parameters[-1] + line.flops / line.flops[-1])
-        window, versions = np.array(5), line.versions(np.array(5))
-        whole = line.memory(np.array(0), np.array(line.num_positions), window, versions, recompute=True)
-        stages = int(np.ceil(float(whole) / max(1.0, float(np.median(nodes.memory)))))
         limit = min(line.config.max_stages, line.num_positions)
-        self.typical_stages = min(max(1, stages), limit)
+        self.typical_stages = typical_stages(line, nodes)
         self.max_stages = min(limit, max(10, 2 * self.typical_stages))
         self._roles = [self._role(*role) for role in self._role_intervals()]
         self._capacities: dict[int, Floats] = {}
@@ -55,6 +52,10 @@ class Seeds:
     def period(self, level: int) -> float:
         """Return the target period of a level."""
         return float(_LEVEL_RATIO**level)
+
+    def level(self, period: float) -> int:
+        """Return the slowest level at least as fast as a period."""
+        return int(np.floor(np.log(period) / _LOG_RATIO))
 
     def levels(self, ceiling: int) -> range:
         """Return the levels from the fastest useful one up to the ceiling."""
@@ -190,6 +191,15 @@ class Seeds:
         return tuple(order) if first is None else (*order, first)
 
 
+def typical_stages(line: LineCost, nodes: NodeTable) -> int:
+    """Estimate how many stages a cluster of these nodes will have."""
+    window = np.array(line.config.in_flight_per_hop + 1)
+    start, stop = np.array(0), np.array(line.num_positions)
+    whole = float(line.memory(start, stop, window, line.versions(window), recompute=True))
+    room = max(1.0, float(np.median(nodes.memory)) - line.config.overhead_bytes)
+    return int(np.clip(np.ceil(whole / room), 1, min(line.config.max_stages, line.num_positions)))
+
+
 class _Stock:
     """Free nodes sorted by what they can host; hands out the largest or the smallest that suffices."""
 
@@ -201,17 +211,16 @@ class _Stock:
         self._capacity: list[list[float]] = capacity.tolist()
         self._used = [False] * len(self.ids)
         self._num_hidden = self._num_visible = 0
-        inner = self._capacity[0]
-        descending = np.argsort(-capacity[0], kind="stable").tolist()
-        self._inner = [
-            [k for k in descending if inner[k] > 0 and self._hidden[k] is kind] for kind in (False, True)
-        ]
-        self._keys = [[-inner[k] for k in queue] for queue in self._inner]
+        descending = np.argsort(-capacity[0], kind="stable")
+        descending = descending[capacity[0][descending] > 0.0]
+        queues = [descending[hidden[descending] == kind] for kind in (False, True)]
+        self._inner: list[list[int]] = [queue.tolist() for queue in queues]
+        self._keys: list[list[float]] = [(-capacity[0][queue]).tolist() for queue in queues]
         self._heads = [0, 0]
-        favour = 2.0 * (hidden & hidden_first)
-        self._ends = [
-            [k for k in np.argsort(end - capacity[0] + favour, kind="stable").tolist() if end[k] > 0]
-            for end in capacity[1:]
+        favour = 2.0 * (hidden & hidden_first) - capacity[0]
+        ends = [np.argsort(end + favour, kind="stable") for end in capacity[1:]]
+        self._ends: list[list[int]] = [
+            order[end[order] > 0.0].tolist() for order, end in zip(ends, capacity[1:], strict=True)
         ]
 
     def begin(self) -> None:

@@ -7,13 +7,11 @@ import numpy as np
 
 from ravnest.config import Optimizer, PlanConfig, Recompute
 from ravnest.errors import PlanError
-from ravnest.plan.coarse import coarsen_to
+from ravnest.plan.coarse import shorten
 from ravnest.plan.cost import LineCost, NodeTable
 from ravnest.plan.split import Splitter
 from ravnest.plan.types import ModelProfile, Node, NodeId, Swarm
 from ravnest.units import show_bytes
-
-_POSITIONS = 32
 
 
 def explain_shortage(profile: ModelProfile, swarm: Swarm, config: PlanConfig) -> PlanError:
@@ -22,9 +20,8 @@ def explain_shortage(profile: ModelProfile, swarm: Swarm, config: PlanConfig) ->
     missing = _missing_bytes(profile, swarm, config)
     remedies = list(_remedies(profile, swarm, config))
     count = len(swarm.nodes)
-    nodes = (
-        "no nodes have joined" if not count else f"{count} node{'s'[: count > 1]} offer {show_bytes(offered)}"
-    )
+    verb = "node offers" if count == 1 else "nodes offer"
+    nodes = f"{count} {verb} {show_bytes(offered)}" if count else "no nodes have joined"
     if missing is None:
         why = f"{profile.name} cannot be cut over at most {config.max_stages} stages"
         needs = why + f"; {nodes}"
@@ -38,7 +35,7 @@ def holding_order(profile: ModelProfile, swarm: Swarm, config: PlanConfig) -> tu
     """Return the fastest single cluster among a few orders by memory, if any of them holds the model."""
     if not swarm.nodes:
         return ()
-    line = LineCost(coarsen_to(profile, _POSITIONS), config, is_averaged=False)
+    line = LineCost(shorten(profile), config, is_averaged=False)
     table = NodeTable.of(swarm, config)
     largest = np.argsort(table.memory, kind="stable")[-min(config.max_stages, line.num_positions) :]
     orders = [tuple(largest[k:].tolist()) for k in range(len(largest))]
@@ -61,7 +58,8 @@ def _missing_bytes(profile: ModelProfile, swarm: Swarm, config: PlanConfig) -> f
     while high / low > 1.01:
         middle = float(np.sqrt(low * high))
         low, high = (low, middle) if enough(middle) else (middle, high)
-    return high
+    step = 10.0 ** (np.floor(np.log10(high)) - 2)
+    return float(np.ceil(high / step) * step)  # upwards to the three digits that are shown
 
 
 def _remedies(profile: ModelProfile, swarm: Swarm, config: PlanConfig) -> Iterator[str]:
