@@ -1,9 +1,10 @@
 """An upper bound on any plan's batches per second, by linear programming.
 
-Relax everything but capacity: a cluster of period T needs nodes whose shares of the line at T add up to one,
-at most one of them last, one first and one at each depth, and no two neighbours that nobody can dial while
-the hub's relay is slower than T. Latency, integrality and the fit of the pieces are ignored, so no plan can
-do better. Periods are put in bins; a bin's rate is taken at its fast edge and its capacities at its slow edge.
+Relax everything but capacity: a cluster of period T needs nodes whose shares of the line at T add up to
+one, at most one of them last, one first and one at each depth, and no two neighbours that nobody can dial
+while the hub's relay is slower than T. Latency, whole numbers of nodes and the fit of the pieces are ignored,
+so no plan can do better. Periods are put in bins: rates are those of a bin's fast edge, capacities those of
+its slow edge.
 """
 
 import heapq
@@ -82,8 +83,8 @@ class UpperBound:
     def _rough(self, low: float, high: float) -> float:
         """Bound as `_solve` does, but let every node take its best place and period."""
         edges, rates = self._bins(low, high)
-        best = np.stack([self._capacity(edge).max(axis=1) * rate for edge, rate in zip(edges, rates, strict=True)])
-        return float(best.max(axis=0).sum())
+        best = [self._capacity(edge).max(axis=1) * rate for edge, rate in zip(edges, rates, strict=True)]
+        return float(np.stack(best).max(axis=0).sum())
 
     def _solve(self, low: float, high: float) -> float:
         """Bound plans whose slowest period lies in (low, high]."""
@@ -128,7 +129,7 @@ def _linear_programme(capacities: _Capacities, rates: Floats) -> float:
     add(np.arange(num_bins), clusters, np.ones(num_bins), num_bins)
     limited = slot < num_slots - 1  # one node per cluster and slot, any number at the deepest
     add(edge[limited] * num_slots + slot[limited], use[limited], np.ones(limited.sum()), 0)
-    bins, slots = np.divmod(np.arange(num_bins * num_slots), num_slots)
+    bins = np.arange(num_bins * num_slots) // num_slots
     add(np.arange(num_bins * num_slots), count + bins, -np.ones(len(bins)), num_bins * num_slots)
     direct = ~capacities.may_relay[edge]  # between two hidden nodes stands an inner one that is not
     sign = np.where(capacities.hidden[node], 1.0, np.where(slot > 2, -1.0, 0.0))
@@ -137,8 +138,6 @@ def _linear_programme(capacities: _Capacities, rates: Floats) -> float:
     rows, columns, values = (np.concatenate(part) for part in zip(*entries, strict=True))
     matrix = coo_matrix((values, (rows, columns)), shape=(row, count + num_bins)).tocsr()
     limit = np.concatenate([np.ones(num_nodes), np.zeros(row - num_nodes)])
-    import sys,time; t=time.process_time()
     answer = linprog(np.concatenate([np.zeros(count), -rates]), A_ub=matrix, b_ub=limit, method="highs")
-    0 and print("LP",row,count,num_bins,round(-answer.fun,3),round(time.process_time()-t,2),file=sys.stderr,flush=True)
     assert answer.status == 0, answer.message
     return float(-answer.fun)

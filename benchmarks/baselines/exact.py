@@ -1,8 +1,8 @@
-"""The exact optimum for small swarms: every subset of nodes in every order with every cut, then the best packing.
+"""The exact optimum for small swarms: every subset in every order with every cut, then the best packing.
 
-Dynamic programme over subsets: best[subset, last one hidden?, cut] is the smallest possible slowest stage when
-exactly these nodes hold everything after `cut`. It is exact but for latency, which it ignores: the optimum it
-returns is never below the true one. Clusters are then packed optimally for every possible slowest period.
+Dynamic programme over subsets: best[subset, last one hidden?, cut] is the smallest possible slowest stage
+when exactly these nodes hold everything after `cut`. It ignores latency, so the optimum it returns is never
+below the true one. Clusters are then packed optimally for every possible slowest period.
 """
 
 import numpy as np

@@ -1,8 +1,8 @@
-"""The genetic algorithm of the reference implementation, written from its description, as a peer to measure.
+"""The genetic algorithm of the reference implementation, written from its description, as a peer.
 
-One gene per node: the number of its cluster (at most five). Fitness looks at memory and bandwidth only: how much
-memory the clusters lack, and how unequal the sums of memory over bandwidth are. Inside a cluster every node gets
-an equal number of positions, in the order of the list. Compute speed, links and cuts play no part in the choice.
+One gene per node: the number of its cluster (at most five). Fitness looks at memory and bandwidth only: how
+much memory the clusters lack, and how unequal their sums of memory over bandwidth are. Inside a cluster every
+node gets an equal number of positions, in the order of the list. Compute speed plays no part.
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ravnest.config import PlanConfig
-from ravnest.plan.cost import Floats, LineCost, NodeTable, Rows, timing
+from ravnest.plan.cost import Floats, LineCost, NodeTable
+from ravnest.plan.timing import Rows, timing
 from ravnest.plan.types import ModelProfile
 
 _MOST_CLUSTERS = 5

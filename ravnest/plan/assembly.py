@@ -9,8 +9,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from ravnest.config import PlanConfig
-from ravnest.plan.cost import Ints, LineCost, NodeTable, Rows, timing
+from ravnest.plan.cost import Ints, LineCost, NodeTable
 from ravnest.plan.rings import form_rings
+from ravnest.plan.timing import Rows, timing
 from ravnest.plan.types import Backup, Cluster, ModelProfile, Node, NodeId, Plan, Stage, Swarm
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ravnest.config import PlanConfig
+from ravnest.config import Averaging, PlanConfig
 from ravnest.plan.assembly import assemble, build_clusters
 from ravnest.plan.coarse import FINE_POSITIONS, choose_cuts, coarsen, shorten
 from ravnest.plan.cost import Ints, LineCost, NodeTable
@@ -114,6 +114,7 @@ def _worthwhile(line: LineCost, nodes: NodeTable, orders: list[Order]) -> _Found
     splitter = Splitter(line, nodes, keep=False)
     periods = np.concatenate([splitter.solve(orders[k : k + 64]).seconds for k in range(0, len(orders), 64)])
     rate, slowest = best_rate(periods, line.config.speed_ratio)
+    rate *= 1.0 - line.config.averaging_share if line.config.averaging is Averaging.BLOCKING else 1.0
     kept = tuple(order for order, period in zip(orders, periods, strict=True) if period <= slowest)
     return _Found(kept, rate)
 

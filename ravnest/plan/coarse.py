@@ -28,14 +28,14 @@ def choose_cuts(profile: ModelProfile, num_positions: int) -> tuple[int, ...]:
     weight = work / max(work.sum(), 1.0)
     weight += np.asarray(profile.parameter_bytes) / max(sum(profile.parameter_bytes), 1.0)
     reached = np.cumsum(weight) / weight.sum()  # share of the line before the cut after each position
-    stretch = np.minimum((reached * num_positions).astype(int), num_positions - 1)
-    cuts = {0, length}
-    for number in range(num_positions - 1):
+    # A cut at the end of a stretch belongs to it; rounding must not push it into the next one.
+    stretch = np.ceil(reached * num_positions - 1e-9).astype(int)
+    inner = []
+    for number in np.unique(stretch[:-1]):
         inside = np.flatnonzero(stretch[:-1] == number) + 1
-        if len(inside):
-            crossing = np.asarray(profile.crossing_bytes)[inside]
-            cuts.add(int(inside[len(inside) - 1 - crossing[::-1].argmin()]))
-    return tuple(sorted(cuts))
+        crossing = np.asarray(profile.crossing_bytes)[inside]
+        inner.append(int(inside[len(inside) - 1 - crossing[::-1].argmin()]))
+    return (0, *inner[: num_positions - 1], length)
 
 
 def coarsen_to(profile: ModelProfile, num_positions: int) -> ModelProfile:

@@ -1,8 +1,8 @@
 """What a stage costs: memory, compute and traffic of every interval of the line, on every node.
 
 The one cost model behind the planner, the forecast and the simulator. `LineCost` knows the model and the
-configuration, `NodeTable` the nodes as arrays; `StageCosts` and `timing` join the two. Intervals are indexed
-[start, stop]; `depth` counts the stages after this one, so the last stage has depth 0.
+configuration, `NodeTable` the nodes as arrays; `StageCosts` joins the two for all stages there could be, and
+`timing` for given clusters. Intervals are indexed [start, stop]; `depth` counts the stages after this one.
 """
 
 from dataclasses import dataclass, replace
@@ -52,7 +52,7 @@ class LineCost:
         return self.profile.num_positions
 
     def window(self, depth: Ints) -> Ints:
-        """Batches that keep a stage of this depth busy: one in each stage and link behind it and back."""
+        """Batches a stage of this depth may have in flight: enough for every hop behind it and back."""
         return np.minimum(self.config.max_window, self.config.in_flight_per_hop * depth + 1)
 
     def versions(self, window: Ints, accumulate: Ints | None = None) -> Ints:
@@ -238,99 +238,8 @@ class StageCosts:
         receive = line.receive_before[:, None] + line.receive_after[None, :]
         upload, download = (line.link_share * rate[:, None, None] for rate in (nodes.upload, nodes.download))
         sending, receiving = _narrow(send) / _narrow(upload), _narrow(receive) / _narrow(download)
-        return np.maximum(sending, receiving, out=sending)
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """Clusters as arrays [cluster, depth]: depth 0 is the last stage, `cuts` has one column more.
-
-    Where windows or recomputing are not given, windows are as wide as the depth asks for, and a stage
-    recomputes when it does not fit otherwise.
-    """
-
-    nodes: Ints
-    lengths: Ints
-    cuts: Ints
-    window: Ints | None = None
-    recompute: Bools | None = None
-    accumulate: Ints | None = None  # [cluster]
-
-
-@dataclass(frozen=True, slots=True)
-class Timing:
-    """What a batch costs in each stage, [cluster, depth]; zero where a cluster has no such stage."""
-
-    compute: Floats
-    send: Floats
-    receive: Floats
-    relay: Floats  # through the hub, between this stage and the one after it
-    cycle: Floats  # from this stage's forward to its backward, nothing waiting
-    memory: Floats
-    window: Ints
-    recompute: Bools
-    seconds: Floats  # [cluster] between two batches, deaths included
-
-    @property
-    def stage(self) -> Floats:
-        """Seconds per batch of each stage alone."""
-        return np.asarray(np.maximum.reduce([self.compute, self.send, self.receive, self.relay]))
-
-
-def timing(line: LineCost, nodes: NodeTable, rows: Rows) -> Timing:
-    """Return what each stage of some clusters costs, and how fast each cluster runs."""
-    table = rows.nodes
-    exists = np.arange(table.shape[1]) < rows.lengths[:, None]
-    start, stop = rows.cuts[:, 1:], rows.cuts[:, :-1]
-    window, recompute, memory = _memory(line, nodes, rows)
-    again = recompute * (line.forward_flops[stop] - line.forward_flops[start])
-    compute = (line.flops[stop] - line.flops[start] + again) / nodes.flops[table]
-    upload, download = line.link_share * nodes.upload[table], line.link_share * nodes.download[table]
-    send = (line.send_before[start] + line.send_after[stop]) / upload
-    receive = (line.receive_before[start] + line.receive_after[stop]) / download
-    relay, travel = _links(line, nodes, rows, upload, download)
-    for column in (compute, send, receive, relay, travel, memory):
-        column[~exists] = 0.0
-    cycle = np.cumsum(compute + travel, axis=1)
-    slowest = np.maximum.reduce([compute, send, receive, relay, np.where(exists, cycle / window, 0.0)])
-    deaths = np.where(exists, nodes.risk[table], 0.0).sum(axis=1)
-    seconds = slowest.max(axis=1, initial=0.0) * (1.0 + deaths)
-    return Timing(compute, send, receive, relay, cycle, memory, window, recompute, seconds)
-
-
-def _memory(line: LineCost, nodes: NodeTable, rows: Rows) -> tuple[Ints, Bools, Floats]:
-    """Return window, recompute and resident bytes of each stage."""
-    start, stop = rows.cuts[:, 1:], rows.cuts[:, :-1]
-    window = rows.window
-    if window is None:
-        window = np.broadcast_to(line.window(np.arange(rows.nodes.shape[1])), rows.nodes.shape)
-    accumulate = None if rows.accumulate is None else rows.accumulate[:, None]
-    versions = line.versions(window, accumulate)
-    keep = line.memory(start, stop, window, versions, recompute=False)
-    save = line.memory(start, stop, window, versions, recompute=True)
-    recompute = rows.recompute
-    if recompute is None:
-        recompute = keep > nodes.memory[rows.nodes]
-        if line.config.recompute is not Recompute.AUTO:
-            recompute = np.full(keep.shape, line.config.recompute is Recompute.ALWAYS)
-    return window, recompute, np.where(recompute, save, keep)
-
-
-def _links(
-    line: LineCost, nodes: NodeTable, rows: Rows, upload: Floats, download: Floats
-) -> tuple[Floats, Floats]:
-    """Return relay seconds and there-and-back seconds of the link from each stage to the one after it."""
-    relay, travel = np.zeros(rows.nodes.shape), np.zeros(rows.nodes.shape)
-    ahead, behind, cut = rows.nodes[:, :-1], rows.nodes[:, 1:], rows.cuts[:, 1:-1]
-    forward, backward = line.send_after[cut], line.send_before[cut]
-    hidden = ~(nodes.reachable[ahead] | nodes.reachable[behind])
-    relay[:, 1:] = hidden * np.maximum(forward, backward) / line.config.relay_bytes_per_second
-    there = np.minimum(upload[:, 1:], download[:, :-1])
-    back = np.minimum(upload[:, :-1], download[:, 1:])
-    relayed = hidden * (forward + backward) / line.config.relay_bytes_per_second
-    direct = forward / there + backward / back
-    travel[:, 1:] = np.maximum(direct, relayed) + 2.0 * nodes.hop_seconds(ahead, behind)
-    return relay, travel
+        np.maximum(sending, receiving, out=sending)
+        return sending
 
 
 def _narrow(values: Floats) -> Floats32:

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ravnest.config import Averaging, PlanConfig
-from ravnest.plan.cost import Floats, LineCost, NodeTable, Rows, Timing, timing
+from ravnest.plan.cost import Floats, LineCost, NodeTable
+from ravnest.plan.timing import Rows, Timing, timing
 from ravnest.plan.types import Cluster, ModelProfile, NodeId, Plan, Stage, Swarm
 
 LIMITS = ("compute", "send", "receive", "relay", "latency", "memory")

@@ -41,6 +41,7 @@ def propose(
         if shuffled and (rolls[0][0] < 0.5 or not stock):
             other = shuffled.pop()
             moves = [_pair(clusters, slowest, place, other, roll, max_stages) for roll in rolls]
+            moves.append(_deal(clusters, place, other, max_stages, rng))
         else:
             mine = [stock.pop() for _ in range(min(count, -(-len(stock) // (len(shuffled) + 1))))]
             moves = [
@@ -77,6 +78,17 @@ def _pair(
     else:
         return None
     return Proposal((one, other), orders)
+
+
+def _deal(
+    clusters: Sequence[Order], one: int, other: int, max_stages: int, rng: np.random.Generator
+) -> Proposal | None:
+    """Shuffle the nodes of two clusters and deal them anew: what no exchange of one node reaches."""
+    nodes: list[int] = rng.permutation(clusters[one] + clusters[other]).tolist()
+    size = int(rng.integers(1, len(nodes)))
+    if max(size, len(nodes) - size) > max_stages:
+        return None
+    return Proposal((one, other), (tuple(nodes[:size]), tuple(nodes[size:])))
 
 
 def _single(

@@ -19,7 +19,6 @@ from ravnest.plan.split import Splitter
 _POPULATION = (2, 8)  # fewest, most genomes: a large grouping has its variety inside
 _VARIANTS = 4  # of each genome in a generation
 _ROUNDS = 8  # of local moves between two generations
-_HOPELESS = 1.5  # a cluster this much slower than the ceiling is dissolved
 _GENERATIONS = (30, 120)  # fewest for large swarms, most for small ones, where they are cheap
 
 
@@ -70,12 +69,13 @@ class Search:
         for _ in range(self._num_generations):
             if not population or self.num_evaluated > stop or stale >= self._num_generations // 4:
                 break
-            best = population[0].rate
+            best, known = population[0].rate, self.num_evaluated
             for _ in range(_ROUNDS):
                 self._improve(population)
-            variants = [each for genome in population for each in self._recreate(genome, _VARIANTS)]
+            variants = [each for genome in population for each in self._recreate(genome)]
             population = self._select([*population, *variants, self._cross(population)])
-            stale = 0 if population[0].rate > best * (1 + 1e-9) else stale + 1
+            is_exhausted = self.num_evaluated == known  # tiny swarms: nothing new is left to try
+            stale = 0 if population[0].rate > best * (1 + 1e-9) else stale + (10 if is_exhausted else 1)
         return self._trim(population[0]) if population else None
 
     def seconds(self, orders: Sequence[Order]) -> list[float]:
@@ -94,20 +94,25 @@ class Search:
     def _seed(self, ceilings: Sequence[int]) -> list[Genome]:
         everyone = np.arange(len(self.splitter.nodes))
         wishes = [(ceiling, Taste(hidden_first)) for ceiling in ceilings for hidden_first in (False, True)]
-        coverings = [self._cover(everyone, ceiling, taste) for ceiling, taste in wishes]
-        made = self._finish(coverings)
+        made = self._finish([self._cover(everyone, ceiling, taste) for ceiling, taste in wishes])
         return self._select([Genome(made[k], ceiling) for k, (ceiling, _) in enumerate(wishes)])
 
-    def _cover(self, free: Ints, ceiling: int, taste: Taste, num_levels: int = 0) -> Covering:
-        return self.seeds.cover(free, self.seeds.levels(ceiling)[-num_levels:], self._rng, taste)
+    def _cover(self, free: Ints, ceiling: int, taste: Taste, fastest: float = 0.0) -> Covering:
+        """Cover free nodes at the levels of this ceiling that are not faster than `fastest`."""
+        levels = self.seeds.levels(ceiling)
+        if fastest > 0.0:
+            levels = range(max(levels.start, self.seeds.level(fastest)), levels.stop)
+        return self.seeds.cover(free, levels, self._rng, taste)
+
+    def _taste(self) -> Taste:
+        return Taste(bool(self._rng.random() < 0.5), jitter=float(self._rng.choice([0.0, 0.05, 0.1, 0.2])))
 
     def _finish(self, coverings: Sequence[Covering]) -> list[list[Order]]:
         """Run coverings to their end, side by side: one large batch is much cheaper than many small ones."""
         made: list[list[Order]] = [[] for _ in coverings]
-        asked: dict[int, list[Order]] = {}
         answers: dict[int, list[float]] = {k: [] for k in range(len(coverings))}
         while answers:
-            asked = {}
+            asked: dict[int, list[Order]] = {}
             for k, answer in answers.items():
                 try:
                     asked[k] = coverings[k].send(answer) if answer else next(coverings[k])
@@ -137,24 +142,19 @@ class Search:
         kept = [order for order, period in zip(genome.clusters, periods, strict=True) if period <= slowest]
         return Genome(kept, genome.ceiling, rate)
 
-    def _recreate(self, genome: Genome, num_variants: int) -> list[Genome]:
+    def _recreate(self, genome: Genome) -> list[Genome]:
         """Return variants of a genome: clusters of similar speed dissolved, their nodes covered anew."""
         periods = np.array(self.seconds(genome.clusters))
+        finite = periods[np.isfinite(periods)]
         kept, coverings = [], []
-        for _ in range(num_variants):
-            middle = float(self._rng.choice(periods))
-            width = float(self._rng.choice([1.1, 1.3, 1.8]))
+        for _ in range(_VARIANTS):
+            middle, width = self._rng.choice(finite), self._rng.choice([1.1, 1.3, 1.8])
             falls = (periods >= middle / width) & (periods <= middle * width)
             falls &= self._rng.random(len(periods)) < self._rng.choice([0.3, 0.6, 0.9])
             clusters = [order for order, fall in zip(genome.clusters, falls, strict=True) if not fall]
-            fastest = self.seeds.level(middle / width / 1.2)
-            levels = self.seeds.levels(genome.ceiling)
-            levels = range(max(levels.start, fastest), levels.stop)
-            taste = Taste(
-                bool(self._rng.random() < 0.5), jitter=float(self._rng.choice([0.02, 0.05, 0.1, 0.2]))
-            )
             kept.append(clusters)
-            coverings.append(self.seeds.cover(self._free(clusters), levels, self._rng, taste))
+            fastest = float(middle / width) / 1.2  # the nodes may do a little better together
+            coverings.append(self._cover(self._free(clusters), genome.ceiling, self._taste(), fastest))
         made = self._finish(coverings)
         return [Genome(old + new, genome.ceiling) for old, new in zip(kept, made, strict=True)]
 
@@ -174,8 +174,7 @@ class Search:
                 clusters.append(order)
                 taken.update(order)
         ceiling = first.ceiling + int(self._rng.integers(-1, 2))
-        taste = Taste(bool(self._rng.random() < 0.5), jitter=float(self._rng.choice([0.0, 0.05, 0.15])))
-        (made,) = self._finish([self._cover(self._free(clusters), ceiling, taste)])
+        (made,) = self._finish([self._cover(self._free(clusters), ceiling, self._taste())])
         return Genome(clusters + made, ceiling)
 
     def _tournament(self, population: list[Genome]) -> Genome:

@@ -42,7 +42,7 @@ class Seeds:
         self.splitter = splitter
         line, nodes = splitter.line, splitter.nodes
         self._bandwidth = np.minimum(nodes.upload, nodes.download)
-        self._weights = 0.5 * (line.parameters / line.parameters[-1] + line.flops / line.flops[-1])
+        self._weights = sum(total / max(1.0, total[-1]) for total in (line.parameters, line.flops)) / 2.0
         limit = min(line.config.max_stages, line.num_positions)
         self.typical_stages = typical_stages(line, nodes)
         self.max_stages = min(limit, max(10, 2 * self.typical_stages))

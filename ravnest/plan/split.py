@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ravnest.plan.cost import Bools, Floats, Floats32, Ints, LineCost, NodeTable, Rows, StageCosts, timing
+from ravnest.plan.cost import Bools, Floats, Floats32, Ints, LineCost, NodeTable, StageCosts
+from ravnest.plan.timing import Rows, timing
 
 
 @dataclass(frozen=True, slots=True)

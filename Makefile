@@ -1,0 +1,27 @@
+# Every target sets up what it needs in .venv; nothing else on the machine is touched.
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+
+.PHONY: demo test check bench clean
+
+demo: $(READY)
+	@scripts/demo
+
+test: $(READY)
+	@scripts/test
+
+check: $(READY)
+	@scripts/check
+
+bench: $(READY)
+	$(BIN)/python -m benchmarks.run plan
+	$(BIN)/python -m benchmarks.run noise
+
+clean:
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,bench]"
+	@touch $@

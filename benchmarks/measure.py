@@ -1,0 +1,48 @@
+"""Small things every scenario needs: CPU seconds, a peak of memory, a spread, a Markdown table."""
+
+import multiprocessing
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def say(text: str) -> None:
+    """Report progress on stderr."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def cpu_seconds(work: Callable[[], T]) -> tuple[T, float]:
+    """Return what the work returns and the CPU seconds of this process it took."""
+    started = time.process_time()
+    result = work()
+    return result, time.process_time() - started
+
+
+def in_fresh_process(work: Callable[..., T], *arguments: object) -> tuple[T, float]:
+    """Run the work in a process of its own; return its result and that process's peak memory in bytes."""
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(1) as pool:
+        return pool.apply(_with_peak, (work, arguments))
+
+
+def _with_peak(work: Callable[..., T], arguments: Sequence[object]) -> tuple[T, float]:
+    result = work(*arguments)
+    return result, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Return smallest, median and largest, to four significant digits."""
+    chosen = {"min": min(values), "median": statistics.median(values), "max": max(values)}
+    return {name: float(f"{value:.4g}") for name, value in chosen.items()}
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Return a Markdown table."""
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    lines += ["| " + " | ".join(str(cell) for cell in row) + " |" for row in rows]
+    return "\n".join(lines)

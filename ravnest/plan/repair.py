@@ -1,0 +1,231 @@
+"""One node joined, left or slowed down: the smallest change of the plan, and the reason as a sentence.
+
+Among the ways to go on, those that bring almost as much as the best are good enough, and the one that moves
+the fewest parameters is chosen. What a way brings is measured against giving the cluster up, so that one
+cluster counts as much in a large swarm as in a small one. Driven by the hub's state and the simulator.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ravnest.config import PlanConfig
+from ravnest.errors import PlanError
+from ravnest.plan.assembly import assemble
+from ravnest.plan.cluster import form_plan
+from ravnest.plan.forecast import forecast
+from ravnest.plan.mending import Bench, Holdings, Mending, Way, hosts_of, show_forming
+from ravnest.plan.types import Cluster, ModelProfile, NodeId, Plan, Swarm
+from ravnest.units import show_bytes
+
+_GOOD_ENOUGH = 0.9  # of what the best way brings
+_WORTH_A_CHANGE = 0.1  # of what a cluster brings: below it a slow node is left alone
+_WORTH_A_CLUSTER = 0.01  # of the swarm's rate, or half a usual cluster where that is less
+
+
+@dataclass(frozen=True, slots=True)
+class Repair:
+    """The plan to go on with (the same one when nothing changes), why, and the parameters that travel."""
+
+    plan: Plan
+    reason: str
+    moved_bytes: float
+
+
+def moved_bytes(before: Plan, after: Plan, profile: ModelProfile) -> float:
+    """Return the parameters that nodes host now and did not before; a backup has those it takes over."""
+    gone = _hosts(before) - _hosts(after)
+    return Holdings(before, profile).missing_bytes(after.clusters, gone)
+
+
+def node_left(
+    plan: Plan,
+    name: NodeId,
+    profile: ModelProfile,
+    swarm: Swarm,
+    config: PlanConfig,
+    before: Swarm | None = None,
+) -> Repair:
+    """Go on without a node; `swarm` no longer has it, `before` still does, for the old rate in the reason."""
+    scene = _Scene(plan, profile, swarm, config, f"{name} left", before)
+    if name not in scene.hosts:
+        after = scene.assemble(plan.clusters)
+        return scene.report(after, _spare_left(plan, after, name))
+    mending = Mending(plan, name, profile, swarm, config)
+    return scene.mend(mending, _ways_without(mending, name))
+
+
+def node_joined(plan: Plan, name: NodeId, profile: ModelProfile, swarm: Swarm, config: PlanConfig) -> Repair:
+    """Take in a node: as a spare, or in a new cluster if the spares can now form one that pays."""
+    scene = _Scene(plan, profile, swarm, config, f"{name} joined", swarm)
+    if not plan.clusters:
+        return scene.start_over()
+    cluster = _worthwhile_cluster(plan, profile, swarm, config)
+    if cluster is None:
+        after = scene.assemble(plan.clusters)
+        if name in scene.hosts:
+            return scene.report(after, "it hosts a stage already")
+        duty = _duty(after, name)
+        return scene.report(after, f"it is a spare and backs up {duty}" if duty else "it is a spare")
+    action = f"{show_forming(cluster)} cluster {len(plan.clusters) + 1}"
+    return scene.report(scene.assemble((*plan.clusters, cluster)), action)
+
+
+def node_slowed(
+    plan: Plan,
+    name: NodeId,
+    profile: ModelProfile,
+    swarm: Swarm,
+    config: PlanConfig,
+    before: Swarm | None = None,
+) -> Repair:
+    """Go on with a node that is slower, or smaller, than planned; `before` has its old facts."""
+    scene = _Scene(plan, profile, swarm, config, f"{name} slowed down", before)
+    if name not in scene.hosts:
+        after = scene.assemble(plan.clusters)
+        return scene.report(after, _spare_slowed(plan, after, name))
+    mending = Mending(plan, name, profile, swarm, config)
+    same = [mending.tune(), mending.cut_anew(mending.names)]
+    ways = [way for way in same if way] + _ways_without(mending, name)
+    keep = mending.keep()
+    if keep is not None:
+        given_up = mending.dissolve()
+        best = max([*ways, given_up], key=_rate)
+        gain = _rate(best) - _rate(keep)
+        worth = _rate(keep) - _rate(given_up)
+        keep = replace(keep, action=f"{keep.action}, {_gain_text(best, gain, worth)}")
+        ways = [keep, *ways] if gain >= _WORTH_A_CHANGE * worth else [keep]
+    return scene.mend(mending, ways)
+
+
+class _Scene:
+    """What every repair ends with: the new plan, and the sentence that says what it does."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        profile: ModelProfile,
+        swarm: Swarm,
+        config: PlanConfig,
+        event: str,
+        before: Swarm | None,
+    ) -> None:
+        self.hosts = _hosts(plan)
+        self._plan, self._profile, self._swarm, self._config = plan, profile, swarm, config
+        self._event = event
+        self._before = before
+
+    def mend(self, mending: Mending, ways: Sequence[Way]) -> Repair:
+        """Choose among the ways; without any, among giving the cluster up and a new one of the spares."""
+        others = mending.bench.others
+        if not ways:
+            if not others:
+                return self.start_over()
+            gathered = mending.gather(self._plan.seed)
+            ways = [gathered] if gathered else []
+        chosen = _choose([*ways, mending.dissolve()])
+        mended = (chosen.cluster,) if chosen.cluster else ()
+        clusters = others[: mending.number] + mended + others[mending.number :]
+        return self.report(self.assemble(clusters), chosen.action)
+
+    def start_over(self) -> Repair:
+        """Form a first plan, or say what is short."""
+        plan = self._plan
+        lead = "cluster 1 is dissolved, " if plan.clusters else ""
+        try:
+            after = form_plan(self._profile, self._swarm, self._config, plan.seed, plan.epoch + 1)
+        except PlanError as shortage:
+            after = self.assemble(())
+            return Repair(after, f"{self._event}: {lead}no cluster is possible; {shortage}", 0.0)
+        count = len(after.clusters)
+        what = f"{show_forming(*after.clusters)} {'a new one' if lead else 'the first cluster'}"
+        if count > 1:
+            what = f"{show_forming(*after.clusters)} {count} new clusters"
+        return self.report(after, lead + what)
+
+    def assemble(self, clusters: tuple[Cluster, ...]) -> Plan:
+        """Return the plan of these clusters: the next one, or the same one if nothing is different."""
+        plan = self._plan
+        after = assemble(
+            clusters, self._profile, self._swarm, self._config, plan.seed, plan.epoch + 1, plan.backups
+        )
+        return plan if replace(after, epoch=plan.epoch) == plan else after
+
+    def report(self, after: Plan, action: str) -> Repair:
+        """Return the repair with its reason."""
+        moved = moved_bytes(self._plan, after, self._profile)
+        moves = f"{show_bytes(moved)} move" if moved else "nothing moves"
+        now = self._rate(after, self._swarm)
+        if self._before is not None:
+            then = self._rate(self._plan, self._before)
+            now = f"{then} -> {now}" if then != now else f"still {now}"
+        return Repair(after, f"{self._event}: {action}; {moves}, {now} samples/s", moved)
+
+    def _rate(self, plan: Plan, swarm: Swarm) -> str:
+        rate = forecast(plan, self._profile, swarm, self._config).samples_per_second
+        return f"{rate:.3g}" if rate < 999.5 else f"{rate:.0f}"
+
+
+def _ways_without(mending: Mending, name: NodeId) -> list[Way]:
+    """Return the ways to go on without one node of a cluster."""
+    rest = mending.absorb() or mending.cut_anew([other for other in mending.names if other != name])
+    return mending.substitute() + ([rest] if rest else [])
+
+
+def _choose(ways: Sequence[Way]) -> Way:
+    """Return the way that moves least among the good ones; the last way gives the cluster up."""
+    best, given_up = max(map(_rate, ways)), _rate(ways[-1])
+    enough = given_up + _GOOD_ENOUGH * (best - given_up)
+    good = [way for way in ways if _rate(way) >= enough]
+    return min(good, key=lambda way: (way.moved_bytes, -_rate(way), way.action))
+
+
+def _worthwhile_cluster(
+    plan: Plan, profile: ModelProfile, swarm: Swarm, config: PlanConfig
+) -> Cluster | None:
+    """Return a cluster of spares that raises the rate enough to be formed."""
+    bench = Bench(profile, swarm, config, plan.clusters)
+    if len(plan.clusters) == 1 and not bench.others_fit.all():
+        return None  # a lone cluster keeps no copies for averaging, and may have no room for them
+    cluster = bench.gather(plan.seed)
+    if cluster is None:
+        return None
+    now = bench.rate_without()
+    least = min(_WORTH_A_CLUSTER, 0.5 / len(plan.clusters)) * now
+    return cluster if bench.rate_with(cluster) - now > least else None
+
+
+def _hosts(plan: Plan) -> set[NodeId]:
+    return {name for cluster in plan.clusters for name in hosts_of(cluster)}
+
+
+def _rate(way: Way) -> float:
+    return way.samples_per_second
+
+
+def _gain_text(best: Way, gain: float, worth: float) -> str:
+    if gain <= 0.0:
+        return "no change would gain anything"
+    return (
+        f"{best.noun} would gain {100 * gain / worth:.0f} %" if worth > 0 else f"{best.noun} would be faster"
+    )
+
+
+def _duty(plan: Plan, spare: NodeId) -> NodeId | None:
+    return next((backup.node for backup in plan.backups if backup.spare == spare), None)
+
+
+def _spare_left(before: Plan, after: Plan, name: NodeId) -> str:
+    duty = _duty(before, name)
+    if name not in before.spares:
+        return "it was not in the plan"
+    if duty is None:
+        return "it was a spare"
+    heir = next((backup.spare for backup in after.backups if backup.node == duty), None)
+    return f"it was a spare, {f'{heir} backs up' if heir else 'nobody can back up'} {duty} now"
+
+
+def _spare_slowed(before: Plan, after: Plan, name: NodeId) -> str:
+    old, new = _duty(before, name), _duty(after, name)
+    if new is not None:
+        return f"it is a spare and backs up {new}"
+    return f"it is a spare and too small to back up {old}" if old else "it is a spare"

@@ -1,0 +1,252 @@
+"""Small models and nodes by hand, the laws of a plan, and the cost model once more in plain loops."""
+
+import math
+from contextlib import contextmanager
+
+import pytest
+from hypothesis import strategies as st
+
+from ravnest.config import Averaging, Optimizer, PlanConfig, Recompute, WireFormat
+from ravnest.plan.assembly import stage_bytes
+from ravnest.plan.cost import LineCost
+from ravnest.plan.forecast import forecast
+from ravnest.plan.search import Search
+from ravnest.plan.types import ModelProfile, Node, NodeId, Plan, Swarm
+
+MB = 1e6
+# A parameter byte costs two (weights and gradient), one per old version, and 2.5 when clusters average.
+SIMPLE = PlanConfig(
+    optimizer=Optimizer.SGD, predict_weights=False, recompute=Recompute.NEVER, overhead_bytes=0.0
+)
+
+
+def even_model(num_positions=6, parameter_mb=10.0, crossing_mb=0.01, saved_mb=0.0):
+    """A line of equal positions: 1 GFLOP forward, 2 GFLOP backward each."""
+    return ModelProfile(
+        name="even",
+        samples_per_batch=10,
+        parameter_bytes=(parameter_mb * MB,) * num_positions,
+        matrix_bytes=(0.0,) * num_positions,
+        forward_flops=(1e9,) * num_positions,
+        backward_flops=(2e9,) * num_positions,
+        saved_bytes=(saved_mb * MB,) * num_positions,
+        crossing_bytes=(crossing_mb * MB,) * (num_positions + 1),
+    )
+
+
+def node(name, memory_mb=1000.0, gflops=100.0, **facts):
+    """A node on a fast, close link."""
+    links = {"upload_bytes_per_second": 1e9, "download_bytes_per_second": 1e9, "latency_seconds": 1e-6}
+    return Node(NodeId(name), memory_mb * MB, gflops * 1e9, **(links | {"uptime_seconds": 1e12} | facts))
+
+
+@contextmanager
+def first_answers():
+    """Let the search stop after its greedy seeds: laws hold for whatever it finds, and this is quick."""
+    run = Search.run
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Search, "run", lambda search, _, ceilings: run(search, -1, ceilings))
+        yield
+
+
+def swarm_of(*nodes):
+    return Swarm(tuple(nodes))
+
+
+def _sizes(low, high):
+    return st.floats(math.log(low), math.log(high)).map(lambda x: float(round(math.exp(x), 6)))
+
+
+@st.composite
+def profiles(draw, least_parameters=1e6):
+    length = draw(st.integers(3, 12))
+
+    def line(low, high, extra=0):
+        return tuple(draw(st.lists(_sizes(low, high), min_size=length + extra, max_size=length + extra)))
+
+    parameters = line(least_parameters, 1e8)
+    return ModelProfile(
+        name="m",
+        samples_per_batch=draw(st.integers(1, 16)),
+        parameter_bytes=parameters,
+        matrix_bytes=tuple(size * draw(st.sampled_from([0.0, 0.5, 1.0])) for size in parameters),
+        forward_flops=line(1e8, 1e11),
+        backward_flops=line(1e8, 1e11),
+        saved_bytes=line(1e4, 1e7),
+        crossing_bytes=line(1e3, 1e7, extra=1),
+    )
+
+
+configs = st.builds(
+    PlanConfig,
+    optimizer=st.sampled_from(Optimizer),
+    predict_weights=st.booleans(),
+    max_lag=st.integers(1, 4),
+    recompute=st.sampled_from(Recompute),
+    activations=st.sampled_from(WireFormat),
+    deltas=st.sampled_from(WireFormat),
+    averaging=st.sampled_from(Averaging),
+    speed_ratio=st.sampled_from([1.0, 4.0, 1e6]),
+    max_stages=st.sampled_from([3, 48]),
+    max_window=st.sampled_from([2, 96]),
+    in_flight_per_hop=st.integers(1, 3),
+    overhead_bytes=st.sampled_from([0.0, 2e7]),
+)
+
+
+def nodes(name, memory=(5e7, 4e9)):
+    return st.builds(
+        Node,
+        name=st.just(NodeId(name)),
+        memory_bytes=_sizes(*memory),
+        flops_per_second=_sizes(1e11, 1e13),
+        upload_bytes_per_second=_sizes(1e6, 1e8),
+        download_bytes_per_second=_sizes(1e6, 1e8),
+        latency_seconds=_sizes(1e-3, 1e-1),
+        region=st.sampled_from(["", "eu", "us"]),
+        is_reachable=st.booleans(),
+        uptime_seconds=_sizes(3e3, 1e7),
+    )
+
+
+@st.composite
+def swarms(draw, most=10, memory=(5e7, 4e9)):
+    count = draw(st.integers(1, most))
+    return Swarm(tuple(draw(nodes(f"n{k}", memory)) for k in range(count)), (("eu", "us", 0.045),))
+
+
+def check_laws(plan: Plan, profile: ModelProfile, swarm: Swarm, config: PlanConfig) -> None:
+    """Assert everything that holds for every plan, whoever made it."""
+    hosts = [stage.node for cluster in plan.clusters for stage in cluster.stages]
+    names = [each.name for each in swarm.nodes]
+    assert len(hosts) == len(set(hosts))
+    assert list(plan.spares) == [name for name in names if name not in hosts]
+    assert set(hosts) <= set(names)
+    for cluster in plan.clusters:
+        assert 1 <= len(cluster.stages) <= config.max_stages
+        assert _tiles(cluster.stages, profile.num_positions)
+        for depth, stage in enumerate(reversed(cluster.stages)):
+            assert 1 <= stage.window <= min(config.max_window, config.in_flight_per_hop * depth + 1)
+        lag = -(-(cluster.stages[0].window - 1) // cluster.accumulate)
+        assert lag <= config.max_lag
+    check_rings(plan, profile)
+    check_memory(plan, profile, swarm, config)
+
+
+def check_rings(plan, profile):
+    """Segments tile the line and each has one owner per cluster, who hosts all of it."""
+    if len(plan.clusters) < 2:
+        assert plan.rings == ()
+        return
+    assert _tiles(plan.rings, profile.num_positions)
+    for ring in plan.rings:
+        owners = [
+            stage.node
+            for cluster in plan.clusters
+            for stage in cluster.stages
+            if stage.start <= ring.start and ring.stop <= stage.stop
+        ]
+        assert len(ring.owners) == len(plan.clusters)
+        assert sorted(ring.owners) == sorted(owners)
+
+
+def check_memory(plan, profile, swarm, config):
+    """No stage exceeds its node's memory, and no backup would if it took over."""
+    memory = {each.name: each.memory_bytes for each in swarm.nodes}
+    for cluster in forecast(plan, profile, swarm, config).clusters:
+        for each in cluster.stages:
+            assert each.available_bytes == memory[each.stage.node]
+            assert each.memory_bytes <= each.available_bytes
+    line = LineCost(profile, config, is_averaged=len(plan.clusters) > 1)
+    places = {stage.node: (stage, each) for each in plan.clusters for stage in each.stages}
+    assert len({backup.spare for backup in plan.backups}) == len(plan.backups)
+    assert len({backup.node for backup in plan.backups}) == len(plan.backups)
+    for backup in plan.backups:
+        assert backup.spare in plan.spares
+        assert stage_bytes(line, *places[backup.node]) <= memory[backup.spare]
+
+
+def _tiles(intervals, length):
+    cuts = [each.start for each in intervals] + [intervals[-1].stop]
+    stops = [each.stop for each in intervals]
+    return cuts[0] == 0 and cuts[-1] == length and cuts[1:] == stops and cuts == sorted(set(cuts))
+
+
+def slow_forecast(plan, profile, swarm, config):
+    """Return stage times and the period of each cluster, held back included, and samples per second."""
+    by_name = {each.name: each for each in swarm.nodes}
+    is_averaged = len(plan.clusters) > 1
+    overlaps = is_averaged and config.averaging is Averaging.OVERLAPPED
+    share = 1.0 - config.averaging_share if overlaps else 1.0
+    slow = [_slow_cluster(cluster, profile, by_name, swarm, config, share) for cluster in plan.clusters]
+    periods = [period for _, period in slow]
+    held = [max(period, max(periods) / config.speed_ratio) for period in periods]
+    rate = sum(profile.samples_per_batch / period for period in held)
+    if is_averaged and config.averaging is Averaging.BLOCKING:
+        rate *= 1.0 - config.averaging_share
+    return [stages for stages, _ in slow], held, rate
+
+
+def _slow_cluster(cluster, profile, by_name, swarm, config, share):
+    stages = cluster.stages
+    slowest, cycle, parts = 0.0, 0.0, []
+    for k in range(len(stages) - 1, -1, -1):  # a batch's way back to stage k includes all stages after it
+        stage, host = stages[k], by_name[stages[k].node]
+        work = sum(profile.forward_flops[stage.start : stage.stop]) * (2 if stage.recompute else 1)
+        work += sum(profile.backward_flops[stage.start : stage.stop])
+        compute = work / host.flops_per_second
+        before, after = profile.crossing_bytes[stage.start], profile.crossing_bytes[stage.stop]
+        is_first, is_last = k == 0, k == len(stages) - 1
+        sent = 0.0 if is_first else before * config.gradients.ratio
+        sent += 0.0 if is_last else after * config.activations.ratio
+        received = before * (1.0 if is_first else config.activations.ratio)
+        received += after * (1.0 if is_last else config.gradients.ratio)
+        times = [
+            compute,
+            sent / (share * host.upload_bytes_per_second),
+            received / (share * host.download_bytes_per_second),
+        ]
+        parts.insert(0, tuple(times))
+        cycle += compute
+        if not is_last:
+            relay, travel = _slow_link(host, by_name[stages[k + 1].node], after, swarm, config, share)
+            times.append(relay)
+            cycle += travel
+        slowest = max([slowest, *times, cycle / stage.window])
+    deaths = sum(config.recover_seconds / by_name[stage.node].uptime_seconds for stage in stages)
+    return parts, slowest * (1.0 + deaths)
+
+
+def _slow_link(host, other, size, swarm, config, share):
+    """Return the relay's seconds and the there-and-back seconds between a stage and the one after it."""
+    forward, backward = size * config.activations.ratio, size * config.gradients.ratio
+    latency = host.latency_seconds + other.latency_seconds
+    for one, two, seconds in swarm.region_latency:
+        if {one, two} == {host.region, other.region}:
+            latency += seconds
+    up = share * min(host.upload_bytes_per_second, other.download_bytes_per_second)
+    down = share * min(other.upload_bytes_per_second, host.download_bytes_per_second)
+    travel = forward / up + backward / down
+    if host.is_reachable or other.is_reachable:
+        return 0.0, travel + 2 * latency
+    relay = max(forward, backward) / config.relay_bytes_per_second
+    return relay, max(travel, (forward + backward) / config.relay_bytes_per_second) + 2 * latency
+
+
+def slow_memory(stage, cluster, profile, config, is_averaged):
+    """Return the bytes a stage needs, counted copy by copy."""
+    copies = 2.0  # weights and gradient
+    versions = math.ceil((stage.window - 1) / cluster.accumulate)
+    copies += versions
+    if config.optimizer is Optimizer.MUON and config.predict_weights and versions:
+        copies += 1
+    if is_averaged:
+        copies += {"fp32": 1, "bf16": 2, "fp16": 2, "int8": 2.5, "int4": 2.5}[config.deltas]
+    total = config.overhead_bytes
+    for k in range(stage.start, stage.stop):
+        state = {"sgd": 0, "momentum": 1}.get(config.optimizer, 2) * profile.parameter_bytes[k]
+        if config.optimizer is Optimizer.MUON:
+            state -= profile.matrix_bytes[k]
+        held = profile.saved_bytes[k] * (1 if stage.recompute else stage.window)
+        total += copies * profile.parameter_bytes[k] + state + held
+    return total + (stage.window * profile.crossing_bytes[stage.start] if stage.recompute else 0.0)

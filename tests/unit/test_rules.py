@@ -1,0 +1,105 @@
+"""The rules of the house are enforced: each violation planted here must be caught by its tool."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+BANNED = [
+    "import pickle",
+    "import marshal",
+    "import shelve",
+    "from torch import load",
+    "import torch\ntorch.load('x')",
+    "import torch\ntorch.save({}, 'x')",
+    "import torch\ntorch.jit.load('x')",
+    "import torch\ntorch.package.PackageImporter('x')",
+    "import torch\ntorch.export.load('x')",
+    "import numpy as np\nnp.load('x')",
+    "import numpy as np\nnp.random.rand()",
+    "import time\ntime.sleep(1)",
+    "import time\ntime.monotonic()",
+    "import time\ntime.time()",
+    "import datetime\ndatetime.datetime.now()",
+    "import asyncio\nasyncio.sleep(1)",
+    "import random\nrandom.random()",
+    "import random\nrandom.shuffle([])",
+    "eval('1')",
+    "exec('1')",
+    "print('x')",
+    "from . import cost",
+    "import subprocess\nsubprocess.run('x', shell=True)",
+]
+
+
+def ruff(code: str) -> str:
+    command = [sys.executable, "-m", "ruff", "check", "--no-cache", "--output-format=concise"]
+    command += ["--stdin-filename", "ravnest/plan/planted.py", "-"]
+    module = f'"""A planted module."""\n\n{code}\n'
+    return subprocess.run(command, input=module, capture_output=True, text=True, cwd=ROOT, check=False).stdout
+
+
+@pytest.mark.parametrize("code", BANNED)
+def test_the_linter_catches_a_banned_call(code: str) -> None:
+    caught = {line.split()[1] for line in ruff(code).splitlines() if line.startswith("ravnest")}
+    assert caught & {"TID251", "TID252", "S102", "S307", "S602", "T201", "NPY002", "DTZ005"}, caught
+
+
+def test_the_linter_accepts_what_is_allowed() -> None:
+    assert "All checks passed" in ruff("import numpy as np\n\ngenerator = np.random.default_rng(1)")
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    for name in ("ravnest", "scripts"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    return tmp_path
+
+
+def lint_imports(root: Path) -> subprocess.CompletedProcess[str]:
+    code = "import sys; sys.path.insert(0, '.'); from importlinter.cli import lint_imports_command as c; c()"
+    command = [sys.executable, "-c", code, "--no-cache", "--no-logo"]
+    return subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+
+
+def test_the_contracts_hold_as_they_are(copy: Path) -> None:
+    assert lint_imports(copy).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("where", "code", "broken"),
+    [
+        ("plan/cost.py", "import ravnest.engine.schedule", "Imports only go down"),
+        ("engine/schedule.py", "import ravnest.averaging.ring", "Imports only go down"),
+        ("engine/staleness.py", "import torch", "No torch where decisions are made"),
+        ("averaging/round.py", "import asyncio", "Pure packages do no I/O"),
+        ("plan/cluster.py", "import time", "Pure packages do no I/O"),
+        ("newcomer.py", '"""A module without a layer."""', "Imports only go down"),
+    ],
+)
+def test_the_contracts_catch_a_wrong_import(copy: Path, where: str, code: str, broken: str) -> None:
+    path = copy / "ravnest" / where
+    path.write_text((path.read_text() if path.exists() else "") + f"\n{code}\n")
+    result = lint_imports(copy)
+    assert result.returncode != 0
+    assert any(line.startswith(broken) and "BROKEN" in line for line in result.stdout.splitlines())
+
+
+def size(root: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(root / "scripts" / "size.py")]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_the_size_budget_catches_a_long_file_and_a_large_package(copy: Path) -> None:
+    assert size(copy).returncode == 0
+    (copy / "ravnest" / "long.py").write_text("x = 1\n" * 351)
+    assert size(copy).returncode == 1
+    assert "long.py has 351 lines" in size(copy).stdout
+    for k in range(25):
+        (copy / "ravnest" / f"more{k}.py").write_text("x = 1\n" * 340)
+    assert "delete something" in size(copy).stdout
