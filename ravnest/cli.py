@@ -151,7 +151,7 @@ def plan(  # noqa: PLR0913 - click passes one argument per option
 def _find_plan(profile: "ModelProfile", swarm: "Swarm", config: "PlanConfig", seed: int) -> _Answer:
     from ravnest.plan.cluster import form_plan
     from ravnest.plan.forecast import forecast
-    from ravnest.plan.report import advise, show_count
+    from ravnest.showing.report import advise, show_count
 
     click.echo(f"planning {profile.name} on {show_count(len(swarm.nodes), 'node')}, seed {seed}", err=True)
     found = form_plan(profile, swarm, config, seed)
@@ -236,7 +236,7 @@ def _read_text(name: str) -> str:
 
 
 def _write_picture(name: str, answer: _Answer) -> None:
-    from ravnest.plan.drawing import draw_plan
+    from ravnest.showing.drawing import draw_plan
 
     picture = draw_plan(answer.plan, answer.predicted, answer.profile, answer.swarm)
     try:
@@ -248,7 +248,7 @@ def _write_picture(name: str, answer: _Answer) -> None:
 
 
 def _print_json(answer: _Answer) -> None:
-    from ravnest.plan.report import plan_to_dict
+    from ravnest.showing.report import plan_to_dict
 
     report = plan_to_dict(
         answer.plan, answer.predicted, answer.profile, answer.swarm, answer.config, answer.advice
@@ -259,7 +259,7 @@ def _print_json(answer: _Answer) -> None:
 def _print_tables(answer: _Answer) -> None:
     from rich.console import Console
 
-    from ravnest.showing import show_plan
+    from ravnest.showing.terminal import show_plan
 
     console = Console(markup=False, highlight=False, emoji=False)
     for part in show_plan(answer.plan, answer.predicted, answer.profile, answer.advice, width=console.width):

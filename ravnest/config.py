@@ -105,7 +105,8 @@ def read_plan_config(table: Mapping[str, object], where: str) -> PlanConfig:
     for key, value in table.items():
         if key not in known:
             names = ", ".join(sorted(known))
-            raise ConfigError(f"{where}: unknown key {show_value(key)}; known keys: {names}")
+            given = f"{show_value(key)} = {show_value(value)}"
+            raise ConfigError(f"{where}: unknown key {given}; known keys: {names}")
         try:
             changes[key] = _read_value(key, value, known[key])
         except ConfigError as error:

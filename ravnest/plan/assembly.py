@@ -4,6 +4,7 @@ Spares keep snapshots of the stages on the least reliable nodes, as far as their
 likeliest deaths are the cheapest.
 """
 
+from bisect import bisect_left
 from collections.abc import Sequence
 
 import numpy as np
@@ -92,13 +93,14 @@ def _choose_backups(
     need = {name: stage_bytes(line, *place) for name, place in used.items()}
     kept = [b for b in current if b.spare in free and b.node in used and need[b.node] <= free[b.spare]]
     backups = {backup.node: backup.spare for backup in kept}
-    sizes = sorted((memory, name) for name, memory in free.items() if name not in backups.values())
+    busy = set(backups.values())
+    sizes = sorted((memory, name) for name, memory in free.items() if name not in busy)
     for name in sorted(used, key=lambda name: (nodes[name].uptime_seconds, name)):
         if not sizes:
             break
         if name in backups:
             continue
-        fitting = next((k for k, (memory, _) in enumerate(sizes) if memory >= need[name]), None)
-        if fitting is not None:
+        fitting = bisect_left(sizes, (need[name],))
+        if fitting < len(sizes):
             backups[name] = sizes.pop(fitting)[1]
     return tuple(Backup(spare, node) for node, spare in sorted(backups.items()))

@@ -58,13 +58,14 @@ class Forecast:
     samples_per_second: float
     round_seconds: float
     staleness: int
+    lost_share: float  # of the work, to nodes that die
     bottleneck: Bottleneck | None
 
 
 def forecast(plan: Plan, profile: ModelProfile, swarm: Swarm, config: PlanConfig) -> Forecast:
     """Return what the plan will do with these nodes."""
     if not plan.clusters:
-        return Forecast((), 0.0, 0.0, 0, None)
+        return Forecast((), 0.0, 0.0, 0, 0.0, None)
     line = LineCost(profile, config, is_averaged=len(plan.clusters) > 1)
     nodes = NodeTable.of(swarm, config)
     index = {node.name: k for k, node in enumerate(swarm.nodes)}
@@ -82,6 +83,7 @@ def forecast(plan: Plan, profile: ModelProfile, swarm: Swarm, config: PlanConfig
         samples_per_second=float(rates.sum()),
         round_seconds=round_seconds(plan, line, swarm, periods, rows, nodes),
         staleness=max(cluster.lag for cluster in clusters),
+        lost_share=1.0 - float(rates.sum() / hold_back(line, times.seconds / (1.0 + times.deaths))[1].sum()),
         bottleneck=_bottleneck(plan, line, usage, times.seconds),
     )
 

@@ -16,7 +16,7 @@ from ravnest.plan.cluster import cut_clusters, form_cluster
 from ravnest.plan.cost import Bools, Floats, LineCost, NodeTable
 from ravnest.plan.forecast import cluster_rows, hold_back
 from ravnest.plan.timing import Rows, timing
-from ravnest.plan.types import Cluster, ModelProfile, NodeId, Plan, Swarm
+from ravnest.plan.types import Cluster, ModelProfile, NodeId, Plan, Swarm, cluster_name
 
 _MOST_SUBSTITUTES = 16
 _MOST_NAMES = 3  # of a sentence
@@ -27,7 +27,7 @@ class Way:
     """One thing that could be done: the cluster as it would be (None: dissolved) and what that brings."""
 
     cluster: Cluster | None
-    action: str  # "bob takes over stage 2 of cluster 1"
+    action: str  # "bob takes over stage 2 of cluster A"
     noun: str  # "re-cutting": what is said to gain or not to gain
     samples_per_second: float  # of the whole swarm
     moved_bytes: float = 0.0
@@ -100,7 +100,7 @@ class Mending:
         )
         self._at = self.names.index(name)
         self._lost = self.cluster.stages[self._at]
-        self._title = f"cluster {self.number + 1}"
+        self._title = f"cluster {cluster_name(self.number)}"
         self._place = f"stage {self._at + 1} of {self._title}"
         self._plan = plan
         self._holdings = Holdings(plan, profile)

@@ -56,6 +56,8 @@ def read_profile(text: str, where: str) -> ModelProfile:
     parameters, matrices, forward, backward, saved, crossing = zip(*rows, strict=True)
     if sum(parameters) == 0:
         top.refuse("position", "has no entry with parameters above 0; set them where there are any")
+    if sum(forward) == 0:
+        top.refuse("position", "has no entry with forward above 0; a model without work needs no plan")
     ends = top.number("input", _SIZE), top.number("labels", _SIZE)
     return ModelProfile(
         name=top.name("name"),

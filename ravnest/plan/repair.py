@@ -14,7 +14,7 @@ from ravnest.plan.assembly import assemble
 from ravnest.plan.cluster import form_plan
 from ravnest.plan.forecast import forecast
 from ravnest.plan.mending import Bench, Holdings, Mending, Way, hosts_of, show_forming
-from ravnest.plan.types import Cluster, ModelProfile, NodeId, Plan, Swarm
+from ravnest.plan.types import Cluster, ModelProfile, NodeId, Plan, Swarm, cluster_name
 from ravnest.units import show_bytes
 
 _GOOD_ENOUGH = 0.9  # of what the best way brings
@@ -66,7 +66,7 @@ def node_joined(plan: Plan, name: NodeId, profile: ModelProfile, swarm: Swarm, c
             return scene.report(after, "it hosts a stage already")
         duty = _duty(after, name)
         return scene.report(after, f"it is a spare and backs up {duty}" if duty else "it is a spare")
-    action = f"{show_forming(cluster)} cluster {len(plan.clusters) + 1}"
+    action = f"{show_forming(cluster)} cluster {cluster_name(len(plan.clusters))}"
     return scene.report(scene.assemble((*plan.clusters, cluster)), action)
 
 
@@ -130,7 +130,7 @@ class _Scene:
     def start_over(self) -> Repair:
         """Form a first plan, or say what is short."""
         plan = self._plan
-        lead = "cluster 1 is dissolved, " if plan.clusters else ""
+        lead = "cluster A is dissolved, " if plan.clusters else ""
         try:
             after = form_plan(self._profile, self._swarm, self._config, plan.seed, plan.epoch + 1)
         except PlanError as shortage:

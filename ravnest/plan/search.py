@@ -19,7 +19,7 @@ from ravnest.plan.split import Splitter
 _POPULATION = (2, 8)  # fewest, most genomes: a large grouping has its variety inside
 _VARIANTS = 4  # of each genome in a generation
 _ROUNDS = 8  # of local moves between two generations
-_GENERATIONS = (30, 120)  # fewest for large swarms, most for small ones, where they are cheap
+_GENERATIONS = (30, 80)  # fewest for large swarms, most for small ones, where they are cheap
 
 
 @dataclass(slots=True)
@@ -146,7 +146,7 @@ class Search:
         """Return variants of a genome: clusters of similar speed dissolved, their nodes covered anew."""
         periods = np.array(self.seconds(genome.clusters))
         finite = periods[np.isfinite(periods)]
-        kept, coverings = [], []
+        kept, ceilings, coverings = [], [], []
         for _ in range(_VARIANTS):
             middle, width = self._rng.choice(finite), self._rng.choice([1.1, 1.3, 1.8])
             falls = (periods >= middle / width) & (periods <= middle * width)
@@ -154,9 +154,16 @@ class Search:
             clusters = [order for order, fall in zip(genome.clusters, falls, strict=True) if not fall]
             kept.append(clusters)
             fastest = float(middle / width) / 1.2  # the nodes may do a little better together
-            coverings.append(self._cover(self._free(clusters), genome.ceiling, self._taste(), fastest))
+            ceilings.append(self._near(genome.ceiling))
+            coverings.append(self._cover(self._free(clusters), ceilings[-1], self._taste(), fastest))
         made = self._finish(coverings)
-        return [Genome(old + new, genome.ceiling) for old, new in zip(kept, made, strict=True)]
+        return [Genome(kept[k] + made[k], ceilings[k]) for k in range(_VARIANTS)]
+
+    def _near(self, ceiling: int) -> int:
+        """Shift a ceiling now and then; far only where coverings are cheap."""
+        return ceiling + int(
+            self._rng.choice([0, 0, -1, 1] if self._num_genomes <= 2 else [0, 0, 0, -1, 1, 4])
+        )
 
     def _free(self, clusters: Sequence[Order]) -> Ints:
         is_free = np.ones(len(self.splitter.nodes), bool)
@@ -173,7 +180,7 @@ class Search:
             if taken.isdisjoint(order):
                 clusters.append(order)
                 taken.update(order)
-        ceiling = first.ceiling + int(self._rng.integers(-1, 2))
+        ceiling = self._near(first.ceiling)
         (made,) = self._finish([self._cover(self._free(clusters), ceiling, self._taste())])
         return Genome(clusters + made, ceiling)
 

@@ -21,6 +21,8 @@ _LEVEL_RATIO = 1.1  # between the target periods of neighbouring levels
 _LOG_RATIO = float(np.log(_LEVEL_RATIO))
 _SLACKS = (0.0, 0.05, 0.12, 0.25)  # capacity is an estimate: ask for more when it was not enough
 _WIDEST_RATIO = 32.0  # of target periods in one covering, when the speed ratio is not bounded
+_MOST_CEILINGS = 10
+_PROMISING = 0.8  # of the best estimate
 _SAMPLE = 256  # nodes that decide which target periods are worth trying
 
 
@@ -89,9 +91,11 @@ class Seeds:
         for level in grid:
             reach = [k for k, other in enumerate(grid) if other in self.levels(level)]
             promise.append(float(rates[reach].max(axis=0).sum()))
-        best = int(np.argmax(promise))
+        good = np.flatnonzero(np.array(promise) >= _PROMISING * max(promise))
         # Real clusters fall short of the estimate, more so the faster they are: look above it too.
-        return grid[max(0, best - 1) : best + 5]
+        tries = np.arange(max(0, good[0] - 1), min(len(grid), good[-1] + 5))
+        chosen = np.unique(np.linspace(0, len(tries) - 1, min(len(tries), _MOST_CEILINGS)).astype(int))
+        return [grid[k] for k in tries[chosen]]
 
     def cover(self, free: Ints, levels: range, rng: np.random.Generator, taste: Taste) -> Covering:
         """Make disjoint clusters of free nodes, each as fast as one of the levels.
@@ -126,6 +130,9 @@ class Seeds:
         target = self.period(level)
         rows = []
         for seconds, shares in self._roles:
+            if not len(shares):  # a line of two positions has no inner stage
+                rows.append(np.zeros(len(self._bandwidth[chosen])))
+                continue
             in_time = seconds[chosen] <= target
             largest = in_time.argmax(axis=1)  # shares descend: the first that is in time
             rows.append(np.where(in_time[np.arange(len(in_time)), largest], shares[largest], 0.0))

@@ -42,6 +42,7 @@ class Timing:
     memory: Floats
     window: Ints
     recompute: Bools
+    deaths: Floats  # [cluster] time lost to deaths, per time that is not
     seconds: Floats  # [cluster] between two batches, deaths included
 
     @property
@@ -68,7 +69,7 @@ def timing(line: LineCost, nodes: NodeTable, rows: Rows) -> Timing:
     slowest = np.maximum.reduce([compute, send, receive, relay, np.where(exists, cycle / window, 0.0)])
     deaths = np.where(exists, nodes.risk[table], 0.0).sum(axis=1)
     seconds = slowest.max(axis=1, initial=_SHORTEST_PERIOD) * (1.0 + deaths)
-    return Timing(compute, send, receive, relay, cycle, memory, window, recompute, seconds)
+    return Timing(compute, send, receive, relay, cycle, memory, window, recompute, deaths, seconds)
 
 
 def _memory(line: LineCost, nodes: NodeTable, rows: Rows) -> tuple[Ints, Bools, Floats]:

@@ -111,3 +111,13 @@ class Plan:
     rings: tuple[Ring, ...]
     spares: tuple[NodeId, ...]
     backups: tuple[Backup, ...] = ()
+
+
+def cluster_name(index: int) -> str:
+    """Return the letters a person calls a cluster by: A, B, ... Z, AA, AB, ..."""
+    name = ""
+    index += 1
+    while index:
+        index, letter = divmod(index - 1, 26)
+        name = chr(ord("A") + letter) + name
+    return name

@@ -53,7 +53,7 @@ def profiles(draw):
         samples_per_batch=draw(st.integers(1, 10**6)),
         parameter_bytes=parameters,
         matrix_bytes=matrices,
-        forward_flops=column(0, 1e21),
+        forward_flops=column(1e-3, 1e21),
         backward_flops=column(0, 1e21),
         saved_bytes=column(0, 1e18),
         crossing_bytes=crossing,

@@ -6,9 +6,9 @@ import xml.etree.ElementTree as ET
 import pytest
 from support.sample_plans import sample
 
-from ravnest.plan.boxes import show_positions
-from ravnest.plan.drawing import draw_plan
-from ravnest.plan.svg import clean, fit, shorten, text_width, wrap
+from ravnest.showing.boxes import show_positions
+from ravnest.showing.drawing import draw_plan
+from ravnest.showing.svg import clean, fit, shorten, text_width, wrap
 
 SVG = "{http://www.w3.org/2000/svg}"
 HOSTILE = ["</text><script>alert(1)</script>", "a\x00b\x1b[31m\u202e", "\"><image href='x'/>", "]]>&amp;<!--"]
@@ -112,9 +112,14 @@ def test_relayed_hop_and_bottleneck_are_marked():
     assert "pc-000 to pc-001, through the hub" in hidden
     assert "through the hub" not in "\n".join(titles(parse(draw_plan(*sample(3).facts))))
     assert hidden.count("the bottleneck") == 1
+    arrows = [
+        path.get("class")
+        for path in parse(draw_plan(*sample(3, is_reachable=False).facts)).iter(f"{SVG}path")
+    ]
+    assert arrows.count("f-relay") == 2
 
 
-def test_a_model_without_work_or_with_thousands_of_positions_is_drawn():
+def test_a_line_of_thousands_of_positions_stays_a_small_picture():
     long = sample(3, 2, positions=3000)
     assert len(draw_plan(*long.facts)) < 60_000
 

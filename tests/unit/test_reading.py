@@ -90,12 +90,11 @@ def test_the_examples_of_the_documentation_read():
     assert profile.num_positions == 2
 
 
-def test_the_example_swarm_holds_two_copies_of_gpt2_xl():
+def test_the_example_swarm_is_as_mixed_as_it_says():
     swarm = read_swarm((ROOT / "examples/swarm.toml").read_text("utf-8"), "swarm.toml")
-    assert len(swarm.nodes) == 9
+    assert len(swarm.nodes) == 12
     assert len({node.region for node in swarm.nodes}) == 2
-    assert sum(not node.is_reachable for node in swarm.nodes) == 2
-    assert sum(node.memory_bytes for node in swarm.nodes if node.flops_per_second > 2e12) > 110e9
+    assert sum(not node.is_reachable for node in swarm.nodes) == 3
 
 
 @pytest.mark.parametrize(

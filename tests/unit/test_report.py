@@ -7,17 +7,11 @@ from dataclasses import fields, replace
 import pytest
 from support.sample_plans import sample
 
-from ravnest.config import Averaging, PlanConfig, Recompute, WireFormat
+from ravnest.config import Averaging, PlanConfig, WireFormat
 from ravnest.plan.cluster import cut_clusters
 from ravnest.plan.forecast import forecast
-from ravnest.plan.report import (
-    advise,
-    cluster_name,
-    describe_bottleneck,
-    describe_round,
-    plan_to_dict,
-    show_samples,
-)
+from ravnest.plan.types import cluster_name
+from ravnest.showing.report import advise, describe_bottleneck, describe_round, plan_to_dict, show_samples
 
 STAGE_KEYS = {
     "node", "start", "stop", "window", "recompute", "memory_bytes", "available_bytes",
@@ -58,7 +52,12 @@ def test_json_has_every_promised_key():
     cluster = report["clusters"][0]
     assert set(cluster) == {"name", "samples_per_second", "period_seconds", "accumulate", "lag", "stages"}
     assert all(set(stage) == STAGE_KEYS for c in report["clusters"] for stage in c["stages"])
-    assert set(report["predicted"]) == {"samples_per_second", "round_seconds", "staleness"}
+    assert set(report["predicted"]) == {
+        "samples_per_second",
+        "round_seconds",
+        "staleness",
+        "lost_share",
+    }
     keys = {"cluster", "node", "limited_by", "gain_samples_per_second", "sentence"}
     assert set(report["bottleneck"]) == keys
     assert set(report["model"]) == {"name", "positions", "parameter_bytes", "samples_per_batch"}
@@ -106,11 +105,16 @@ def test_advice_tells_the_rate_the_forecast_gives():
     assert float(now) == pytest.approx(best_rate_of(one, one.config), rel=0.01)
 
 
-def test_advice_is_silent_without_gain_and_names_two_changes_at_most():
+def test_advice_is_silent_without_gain_and_names_the_best_first(monkeypatch):
     unlimited = sample(4, upload=1e12, config=PlanConfig(predict_weights=False))
     assert not any(s.startswith("set activations") for s in advice_of(unlimited))
-    slow = PlanConfig(recompute=Recompute.ALWAYS, averaging=Averaging.BLOCKING, averaging_share=0.5)
-    assert len([s for s in advice_of(sample(2, 2, upload=1e8, config=slow)) if s.startswith("set ")]) == 2
+    fp32 = {"activations": WireFormat.FP32, "gradients": WireFormat.FP32}
+    slow = PlanConfig(averaging=Averaging.BLOCKING, averaging_share=0.5, speed_ratio=1.0, **fp32)
+    one = sample(1, 4, upload=3e6, config=slow)
+    said = [s for s in advice_of(one) if s.startswith("set ")]
+    assert [s.split("=")[0] for s in said] == ["set activations", "set speed_ratio"]
+    monkeypatch.setattr("ravnest.showing.report._MOST_WHAT_IFS", 1)
+    assert [s for s in advice_of(one) if s.startswith("set ")] == said[:1]
 
 
 def test_a_badly_cut_plan_is_told_apart_from_a_setting():
@@ -142,7 +146,7 @@ def test_large_swarms_get_facts_but_no_recut(monkeypatch):
     def refuse(*_args, **_kwargs):
         raise AssertionError("cut again")
 
-    monkeypatch.setattr("ravnest.plan.report.cut_clusters", refuse)
+    monkeypatch.setattr("ravnest.showing.report.cut_clusters", refuse)
     many = sample(*[20] * 16, positions=60, spares=1)
     assert len(advice_of(many)) == 1
     with pytest.raises(AssertionError, match="cut again"):

@@ -13,7 +13,7 @@ from ravnest.plan.cluster import cut_clusters
 from ravnest.plan.forecast import Bottleneck, ClusterForecast, Forecast, StageForecast, forecast
 from ravnest.plan.rings import form_rings
 from ravnest.plan.shortage import holding_order
-from ravnest.plan.types import Cluster, ModelProfile, NodeId, Plan, Swarm
+from ravnest.plan.types import Cluster, ModelProfile, NodeId, Plan, Swarm, cluster_name
 from ravnest.units import show_rate, show_seconds
 
 SCHEMA = "ravnest.plan/1"
@@ -67,6 +67,7 @@ def plan_to_dict(
             "samples_per_second": predicted.samples_per_second,
             "round_seconds": predicted.round_seconds,
             "staleness": predicted.staleness,
+            "lost_share": predicted.lost_share,
         },
         "bottleneck": _bottleneck_to_dict(predicted),
         "spares": list(plan.spares),
@@ -108,16 +109,6 @@ def describe_round(predicted: Forecast) -> str:
     if len(predicted.clusters) < 2:
         return "none, one cluster has nobody to average with"
     return f"{show_seconds(predicted.round_seconds)} to average all segments once"
-
-
-def cluster_name(index: int) -> str:
-    """Return the letters a person calls a cluster by: A, B, ... Z, AA, AB, ..."""
-    name = ""
-    index += 1
-    while index:
-        index, letter = divmod(index - 1, 26)
-        name = chr(ord("A") + letter) + name
-    return name
 
 
 def show_samples(samples_per_second: float) -> str:
@@ -282,7 +273,7 @@ def _spares_fact(plan: Plan, profile: ModelProfile, swarm: Swarm, config: PlanCo
     count, pcs = len(plan.backups), show_count(len(names), "PC")
     doing = "stands by" if len(names) == 1 else "stand by"
     if count == len(names):
-        doing += " as a backup" if count == 1 else " as backups of the least reliable nodes"
+        doing += " as a backup" if count == 1 else " as backups"
     elif count:
-        doing += f", {count:,} of them as backups of the least reliable nodes"
+        doing += f", {count:,} of them as backups"
     yield f"{pcs} {doing}: {why}"

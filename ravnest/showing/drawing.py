@@ -7,17 +7,11 @@ segments' borders; below each row every segment has a dot, and the dots of one c
 from dataclasses import dataclass
 from itertools import pairwise
 
-from ravnest.plan import svg
-from ravnest.plan.boxes import LIMIT_NAMES, describe_stage, fill_box, show_positions
 from ravnest.plan.forecast import ClusterForecast, Forecast, StageForecast
-from ravnest.plan.report import (
-    cluster_name,
-    describe_bottleneck,
-    relayed_pairs,
-    show_count,
-    show_samples,
-)
-from ravnest.plan.types import ModelProfile, NodeId, Plan, Ring, Swarm
+from ravnest.plan.types import ModelProfile, NodeId, Plan, Ring, Swarm, cluster_name
+from ravnest.showing import svg
+from ravnest.showing.boxes import LIMIT_NAMES, describe_stage, fill_box, show_positions
+from ravnest.showing.report import describe_bottleneck, relayed_pairs, show_count, show_samples
 from ravnest.units import show_bytes, show_seconds
 
 _MOST_CLUSTERS = 24

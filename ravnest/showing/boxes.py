@@ -1,7 +1,7 @@
 """What stands in the box of one stage: as much as its size lets a person read, the rest in a tooltip."""
 
-from ravnest.plan import svg
 from ravnest.plan.forecast import StageForecast
+from ravnest.showing import svg
 from ravnest.units import show_bytes, show_seconds
 
 LIMIT_NAMES = {

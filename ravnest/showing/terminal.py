@@ -12,14 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from ravnest.plan.forecast import ClusterForecast, Forecast, StageForecast
-from ravnest.plan.report import (
-    cluster_name,
-    describe_bottleneck,
-    describe_round,
-    show_count,
-    show_samples,
-)
-from ravnest.plan.types import ModelProfile, Plan
+from ravnest.plan.types import ModelProfile, Plan, cluster_name
+from ravnest.showing.report import describe_bottleneck, describe_round, show_count, show_samples
 from ravnest.units import show_bytes, show_seconds
 
 _MOST_CLUSTERS = 12  # shown stage by stage; of more, as many lines
@@ -119,6 +113,7 @@ def _findings(plan: Plan, predicted: Forecast, advice: tuple[str, ...]) -> Itera
     yield "predicted", show_samples(predicted.samples_per_second)
     yield "staleness", f"{show_count(predicted.staleness, 'update')} at most"
     yield "round", describe_round(predicted)
+    yield "deaths", f"cost about {100 * predicted.lost_share:.2g} % of the work"
     yield "bottleneck", describe_bottleneck(predicted)
     yield "spares", _some(plan.spares)
     yield "backups", _some([f"{backup.spare} for {backup.node}" for backup in plan.backups])

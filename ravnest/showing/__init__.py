@@ -1,0 +1,1 @@
+"""A plan as people see it: JSON, sentences, a terminal page, a picture."""

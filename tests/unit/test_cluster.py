@@ -1,0 +1,103 @@
+"""Cluster formation on swarms with a known answer."""
+
+from dataclasses import replace
+
+import pytest
+from support.plan_world import even_model, node, swarm_of
+
+from ravnest.config import Averaging, PlanConfig
+from ravnest.errors import PlanError
+from ravnest.plan.cluster import form_plan
+from ravnest.plan.forecast import forecast
+from ravnest.plan.populations import population
+from ravnest.plan.profiles import builtin_profile
+from ravnest.plan.search import best_rate
+from ravnest.plan.types import Swarm
+
+CONFIG = PlanConfig(overhead_bytes=0)
+
+
+def nodes_by_cluster(plan):
+    return sorted(sorted(stage.node for stage in cluster.stages) for cluster in plan.clusters)
+
+
+@pytest.mark.parametrize("num_positions", [1, 2, 3])
+def test_a_short_line_can_be_planned(num_positions):
+    plan = form_plan(even_model(num_positions), swarm_of(node("a"), node("b")), CONFIG)
+    assert plan.clusters
+
+
+def test_nodes_with_fast_links_are_not_mixed_with_slow_ones():
+    model = even_model(num_positions=8, parameter_mb=20, crossing_mb=1)
+    fast = [node(f"fast-{k}", memory_mb=900) for k in range(2)]
+    slow = [node(f"slow-{k}", memory_mb=900, upload_bytes_per_second=2e6) for k in range(2)]
+    plan = form_plan(model, swarm_of(fast[0], slow[0], fast[1], slow[1]), CONFIG)
+    assert nodes_by_cluster(plan) == [["fast-0", "fast-1"], ["slow-0", "slow-1"]]
+
+
+def test_a_node_that_would_slow_its_cluster_down_stays_a_spare():
+    model = even_model(num_positions=8, parameter_mb=20)
+    lame = node("lame", memory_mb=1200, gflops=1, upload_bytes_per_second=1e3)
+    plan = form_plan(model, swarm_of(node("a", memory_mb=3000), node("b", memory_mb=3000), lame), CONFIG)
+    assert plan.spares == ("lame",)
+
+
+def test_a_cluster_that_holds_the_others_back_is_not_formed():
+    model = even_model(num_positions=4, parameter_mb=10)
+    fast = [node(f"fast-{k}", memory_mb=2000, gflops=1000) for k in range(3)]
+    swarm = swarm_of(*fast, node("snail", memory_mb=2000, gflops=1))
+    assert form_plan(model, swarm, CONFIG).spares == ("snail",)
+
+
+def test_blocking_averaging_is_charged_before_one_cluster_is_compared_with_several():
+    model = even_model(num_positions=4, parameter_mb=10)
+    config = replace(CONFIG, averaging=Averaging.BLOCKING, averaging_share=0.7)
+    plan = form_plan(model, swarm_of(node("a"), node("b")), config)
+    assert len(plan.clusters) == 1
+
+
+@pytest.mark.parametrize("kind", ["home:60", "fibre:25", "campus:12"])
+def test_the_same_seed_gives_the_same_plan_and_another_one_a_valid_plan(kind):
+    profile, swarm = builtin_profile("gpt2"), population(kind, 3)
+    once, again = (form_plan(profile, swarm, PlanConfig(), seed=5) for _ in range(2))
+    assert once == again
+    other = forecast(form_plan(profile, swarm, PlanConfig(), seed=6), profile, swarm, PlanConfig())
+    assert other.samples_per_second > 0.8 * forecast(once, profile, swarm, PlanConfig()).samples_per_second
+
+
+def test_large_swarms_are_searched_by_neighbourhood_and_use_every_region():
+    profile, swarm = builtin_profile("gpt2-xl"), population("home:2500", 1)
+    plan = form_plan(profile, swarm, PlanConfig())
+    region = {each.name: each.region for each in swarm.nodes}
+    assert {region[stage.node] for cluster in plan.clusters for stage in cluster.stages} == set(
+        region.values()
+    )
+
+
+def test_an_empty_swarm_is_a_plan_error():
+    with pytest.raises(PlanError, match="no nodes have joined"):
+        form_plan(even_model(), Swarm(()), CONFIG)
+
+
+def test_best_rate_against_a_plain_loop():
+    import numpy as np
+
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        periods = rng.lognormal(0, 1.5, size=rng.integers(1, 9))
+        ratio = float(rng.choice([1.0, 2.0, 4.0, 100.0]))
+        totals = {
+            slowest: sum(min(1 / period, ratio / slowest) for period in periods if period <= slowest)
+            for slowest in periods
+        }
+        rate, kept = best_rate(periods, ratio)
+        assert rate == pytest.approx(max(totals.values()))
+        assert totals[kept] == pytest.approx(rate)
+
+
+def test_the_forecast_says_what_deaths_cost():
+    model = even_model(num_positions=4, parameter_mb=10)
+    config = replace(CONFIG, recover_seconds=60)
+    swarm = swarm_of(node("a", uptime_seconds=600))
+    predicted = forecast(form_plan(model, swarm, config), model, swarm, config)
+    assert predicted.lost_share == pytest.approx(1 - 1 / 1.1)
