@@ -118,6 +118,8 @@ class Seeds:
                 made = [order for order, period in zip(filled, seconds, strict=True) if period <= target]
                 clusters += made
                 is_free[[node for order in made for node in order]] = False
+                if len(made) == len(filled):
+                    break
         return clusters
 
     def _capacity(self, level: int) -> Floats:
