@@ -15,6 +15,8 @@ from ravnest.plan.rings import form_rings
 from ravnest.plan.timing import Rows, timing
 from ravnest.plan.types import Backup, Cluster, ModelProfile, Node, NodeId, Plan, Stage, Swarm
 
+_QUEUES = 1.5  # batches in flight over those under way; less starves long clusters in simulation
+
 
 def assemble(
     clusters: tuple[Cluster, ...],
@@ -45,14 +47,15 @@ def build_clusters(
 ) -> list[Cluster]:
     """Return clusters of these nodes (by place, from the end of the line) with these cuts [cluster, depth].
 
-    A window holds one batch more than keeps the stage busy, so that jitter does not starve it.
+    A window holds the batches that are under way when nothing waits, and half as many again: where several
+    stages are almost equally slow, batches queue before each of them.
     """
     lengths = np.array([len(order) for order in orders], np.int64)
     table = np.zeros((len(orders), cuts.shape[1] - 1), np.int64)
     for row, order in enumerate(orders):
         table[row, : len(order)] = order
     times = timing(line, nodes, Rows(table, lengths, cuts))
-    enough = np.ceil(times.cycle / times.seconds[:, None]).astype(np.int64) + 1
+    enough = np.ceil(_QUEUES * times.cycle / times.seconds[:, None]).astype(np.int64) + 2
     window = np.where(np.arange(table.shape[1]) > 0, np.minimum(times.window, enough), 1)
     root_window = window[np.arange(len(orders)), lengths - 1]
     accumulate = np.maximum(1, -(-(root_window - 1) // line.config.max_lag))
