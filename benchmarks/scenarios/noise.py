@@ -106,9 +106,9 @@ written by `python -m benchmarks.run noise`.
 
 """
 _READING = """Reading: a re-cut alone recovers little for a transformer, because every cut crosses the same
-bytes: a slow link is cured by another place or another node, which is what repair and re-
-planning do. So probe links several times before planning, measure them again during training,
-repair first (it moves one stage), and plan anew when the gain pays for moving the parameters.
-The speed ratio between clusters matters: when all clusters must run equally fast, one wrong
-link holds back everybody.
+bytes: a slow link is cured by another place or another node, which is what repair and
+re-planning do. So probe links several times before planning, measure them again during
+training, repair first (it moves one stage), and plan anew when the gain pays for moving the
+parameters. The speed ratio between clusters matters: when all clusters must run equally fast,
+one wrong link holds back everybody.
 """
