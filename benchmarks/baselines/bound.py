@@ -19,8 +19,6 @@ from ravnest.plan.cost import Floats, LineCost, NodeTable
 from ravnest.plan.split import Splitter
 
 _DEPTHS = 4  # deeper inner stages are counted as this depth, as many as one likes
-_BIN = 1.02
-_CELL = 1.03
 _COARSE_CELL = 1.25
 
 
@@ -36,7 +34,8 @@ class _Capacities:
 class UpperBound:
     """Bounds for one line and swarm; the line must be the one the plan is cut on."""
 
-    def __init__(self, line: LineCost, nodes: NodeTable) -> None:
+    def __init__(self, line: LineCost, nodes: NodeTable, bin_ratio: float = 1.02) -> None:
+        self._bin = bin_ratio  # of neighbouring periods; smaller is tighter and slower
         self._ratio = line.config.speed_ratio
         self._splitter = Splitter(line, nodes)
         weights = 0.5 * (line.parameters / line.parameters[-1] + line.flops / line.flops[-1])
@@ -53,7 +52,7 @@ class UpperBound:
             value, is_solved, low, high = heapq.heappop(cells)
             if not is_solved:
                 heapq.heappush(cells, (-self._solve(low, high), True, low, high))
-            elif high / low <= _CELL:
+            elif high / low <= 1.5 * self._bin - 0.5:
                 return -value
             else:
                 middle = float(np.sqrt(low * high))
@@ -69,16 +68,16 @@ class UpperBound:
         if edge not in self._cache:
             rows = []
             for seconds, shares in self._roles:
-                in_time = seconds <= _BIN**edge
+                in_time = seconds <= self._bin**edge
                 first = in_time.argmax(axis=1)
                 rows.append(np.where(in_time[np.arange(len(in_time)), first], shares[first], 0.0))
             self._cache[edge] = np.array(rows).T
         return self._cache[edge]
 
     def _bins(self, low: float, high: float) -> tuple[range, Floats]:
-        first, last = (int(np.floor(np.log(x) / np.log(_BIN))) for x in (low / self._ratio, high))
+        first, last = (int(np.floor(np.log(x) / np.log(self._bin))) for x in (low / self._ratio, high))
         edges = range(first + 1, last + 2)
-        return edges, np.array([min(_BIN ** (1 - edge), self._ratio / low) for edge in edges])
+        return edges, np.array([min(self._bin ** (1 - edge), self._ratio / low) for edge in edges])
 
     def _rough(self, low: float, high: float) -> float:
         """Bound as `_solve` does, but let every node take its best place and period."""
@@ -90,7 +89,7 @@ class UpperBound:
         """Bound plans whose slowest period lies in (low, high]."""
         edges, rates = self._bins(low, high)
         shares = np.stack([self._capacity(edge) for edge in edges], axis=1)
-        may_relay = np.array([_BIN**edge >= self._splitter.relay_floor for edge in edges])
+        may_relay = np.array([self._bin**edge >= self._splitter.relay_floor for edge in edges])
         return _linear_programme(_Capacities(shares, ~self._splitter.nodes.reachable, may_relay), rates)
 
 

@@ -38,9 +38,12 @@ def run(quick: bool) -> tuple[dict[str, object], str, list[str]]:
         missed.append("gain over the simple genetic algorithm < 5")
     if not quick:
         bounds, bound_rows = against_bound()
-        figures["bound_ratio"] = spread(bounds)
-        report += _REPORT_BOUND + table(["swarm seed", "clusters", "ours", "bound", "ratio"], bound_rows)
-        missed += [] if min(bounds) >= 0.80 else [f"bound ratio {min(bounds):.3f} < 0.80"]
+        figures["bound_ratio"] = spread(bounds[:-1])
+        figures["bound_ratio_behind_nat"] = round(bounds[-1], 4)
+        report += _REPORT_BOUND + table(
+            ["swarm seed", "reachable", "clusters", "ours", "bound", "ratio"], bound_rows
+        )
+        missed += [] if min(bounds[:-1]) >= 0.80 else [f"bound ratio {min(bounds[:-1]):.3f} < 0.80"]
         missed += _missed_speed(speed)
     rows = [[size, *result.values()] for size, result in speed.items()]
     report += _REPORT_SPEED + table(["nodes", *next(iter(speed.values()))], rows)
@@ -82,19 +85,22 @@ def against_simple_genetic(count: int) -> tuple[list[float], list[list[object]]]
     return gains, rows
 
 
-def against_bound(seeds: tuple[int, ...] = (1, 2, 3)) -> tuple[list[float], list[list[object]]]:
-    """Compare 1,000 nodes, all of which can be dialled, with the upper bound."""
+def against_bound() -> tuple[list[float], list[list[object]]]:
+    """Compare 1,000 nodes with the upper bound: all of them can be dialled, and last as they come."""
     profile, ratios, rows = builtin_profile("gpt2-xl"), [], []
-    for seed in seeds:
+    for seed, all_reachable in ((1, True), (2, True), (3, True), (1, False)):
         swarm = population("home:1000", seed)
-        swarm = replace(swarm, nodes=tuple(replace(node, is_reachable=True) for node in swarm.nodes))
+        if all_reachable:
+            swarm = replace(swarm, nodes=tuple(replace(node, is_reachable=True) for node in swarm.nodes))
         plan = form_plan(profile, swarm, CONFIG)
         ours = forecast(plan, profile, swarm, CONFIG).samples_per_second
-        bound = UpperBound(LineCost(profile, CONFIG, is_averaged=True), NodeTable.of(swarm, CONFIG))
+        line, nodes = LineCost(profile, CONFIG, is_averaged=True), NodeTable.of(swarm, CONFIG)
+        bound = UpperBound(line, nodes, bin_ratio=1.02 if all_reachable else 1.05)
         best = bound.batches_per_second() * profile.samples_per_batch
         ratios.append(ours / best)
-        rows.append([seed, len(plan.clusters), f"{ours:.4g}", f"{best:.4g}", f"{ours / best:.3f}"])
-        say(f"bound, seed {seed}: {ours:.4g} of {best:.4g} samples/s, ratio {ours / best:.3f}")
+        share = f"{sum(node.is_reachable for node in swarm.nodes) / 10:.0f} %"
+        rows.append([seed, share, len(plan.clusters), f"{ours:.4g}", f"{best:.4g}", f"{ours / best:.3f}"])
+        say(f"bound, seed {seed}, {share} reachable: {ours:.4g} of {best:.4g} samples/s, {ours / best:.3f}")
     return ratios, rows
 
 
@@ -159,9 +165,10 @@ _REPORT_BOUND = """
 
 ## Against an upper bound at 1,000 nodes
 
-1,000 home PCs, GPT-2 XL, every node can be dialled. The bound (`benchmarks/baselines/bound.py`) is a
-linear programme that ignores latency, whole numbers of nodes and the fit of the pieces, so the best
-possible plan lies below it by an unknown part.
+1,000 home PCs, GPT-2 XL. The bound (`benchmarks/baselines/bound.py`) is a linear programme that
+ignores latency, whole numbers of nodes and the fit of the pieces, so the best possible plan lies
+below it by an unknown part. The last row is the population as it comes, most of it behind NAT; its
+bound is coarser (periods in bins of 5 % instead of 2 %), because the programme is much larger.
 
 """
 _REPORT_SPEED = """

@@ -219,7 +219,7 @@ class _Stock:
         self._hidden: list[bool] = hidden.tolist()
         self._capacity: list[list[float]] = capacity.tolist()
         self._used = [False] * len(self.ids)
-        self._num_hidden = self._num_visible = 0
+        self._room = 1  # for hidden nodes, in the cluster being filled
         descending = np.argsort(-capacity[0], kind="stable")
         descending = descending[capacity[0][descending] > 0.0]
         queues = [descending[hidden[descending] == kind] for kind in (False, True)]
@@ -233,8 +233,8 @@ class _Stock:
         ]
 
     def begin(self) -> None:
-        """Start the next cluster."""
-        self._num_hidden = self._num_visible = 0
+        """Start the next cluster: one hidden node needs no one between, each more needs one that is not."""
+        self._room = 1
 
     def share(self, role: int, node: int) -> float:
         """Return what a node can host as inner (0), last (1) or first (2) stage."""
@@ -245,7 +245,12 @@ class _Stock:
         queue = self._ends[role - 1]
         while queue and self._used[queue[-1]]:
             queue.pop()
-        return self._use(queue.pop()) if queue else None
+        if not queue:
+            return None
+        node = queue.pop()
+        self._used[node] = True
+        self._room -= self._hidden[node]
+        return node
 
     def take_inner(self, need: float) -> int | None:
         """Take the smallest node that covers the need, else the largest one."""
@@ -261,7 +266,7 @@ class _Stock:
         return self._use(self._inner[kinds[0]][self._heads[kinds[0]]])
 
     def _may_take(self, kind: int) -> bool:
-        return kind == 0 or self.may_relay or self._num_hidden <= self._num_visible
+        return kind == 0 or self.may_relay or self._room > 0
 
     def _head(self, kind: int) -> int | None:
         queue = self._inner[kind]
@@ -278,8 +283,5 @@ class _Stock:
 
     def _use(self, node: int) -> int:
         self._used[node] = True
-        if self._hidden[node]:
-            self._num_hidden += 1
-        else:
-            self._num_visible += 1
+        self._room += -1 if self._hidden[node] else 1
         return node
