@@ -4,8 +4,10 @@ Data goes to stdout, narration to stderr. An error is one sentence and an exit c
 heavy is imported inside the command that needs it, so that `--help` is quick.
 """
 
+import errno
 import io
 import json
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -45,6 +47,11 @@ class _Program(click.Group):
         except RavnestError as error:
             click.echo(f"error: {error}", err=True)
             ctx.exit(error.exit_code)
+        except OSError as error:
+            if error.errno == errno.EPIPE:
+                raise  # click ends quietly when the reader has gone
+            click.echo(f"error: {error.strerror or error}; make room or choose another place", err=True)
+            ctx.exit(RavnestError.exit_code)
         except KeyboardInterrupt:
             click.echo("stopped", err=True)
             ctx.exit(_INTERRUPTED)
@@ -173,9 +180,7 @@ def _read_model(model: str, batch: int | None) -> "ModelProfile":
     from ravnest.plan.profiles import BUILTIN_NAMES, builtin_profile
     from ravnest.plan.reading import read_profile
 
-    is_file = model not in BUILTIN_NAMES and (
-        Path(model).exists() or Path(model).suffix in (".toml", ".json")
-    )
+    is_file = model not in BUILTIN_NAMES and (os.path.exists(model) or model.endswith((".toml", ".json")))
     if not is_file:
         return builtin_profile(model, batch)
     if batch is not None:

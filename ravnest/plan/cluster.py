@@ -22,6 +22,7 @@ from ravnest.plan.types import Cluster, ModelProfile, Plan, Swarm
 _BUDGET = 8_000  # clusters evaluated per neighbourhood, fewer when each is long and finely cut
 _QUICK_BUDGET = 2_000  # for one cluster more, while training goes on
 _MOST_NODES = 1024  # of one neighbourhood
+_ALONE_NODES = 128  # in larger swarms a lone cluster is tried only if there are hardly others
 _MOST_POSITIONS = 96  # of the line the search works on
 _TABLE_BYTES = 250e6  # of stage costs held at once
 
@@ -41,9 +42,10 @@ def form_plan(profile: ModelProfile, swarm: Swarm, config: PlanConfig, seed: int
     nodes = NodeTable.of(swarm, config)
     short = _short_profile(profile, nodes, config)
     found = _search_several(LineCost(short, config, is_averaged=True), nodes, seed)
-    if len(found.orders) < 3:
+    is_few = len(found.orders) < 3
+    if is_few or len(nodes) <= _ALONE_NODES:  # a node too slow to average with others may be fast alone
         line = LineCost(short, config, is_averaged=False)
-        alone = _search_one(line, nodes, seed, _budget(line, nodes))
+        alone = _search_one(line, nodes, seed, _budget(line, nodes) if is_few else _QUICK_BUDGET)
         found = max(found, alone, key=lambda each: each.rate)
     orders = found.orders or holding_order(profile, swarm, config)
     if not orders:

@@ -1,7 +1,8 @@
 """What a plan will do: samples per second, memory, staleness, round time, and what limits it.
 
 Reads the same cost model as the search, for any plan and any facts, so that a plan can be judged again when
-the facts change. Shown by `ravnest plan`, checked against reality by the benchmarks.
+the facts change. Shown by `ravnest plan`, checked in tests
+against real schedules on a virtual clock.
 """
 
 from dataclasses import dataclass
@@ -113,7 +114,9 @@ def cluster_rows(clusters: tuple[Cluster, ...], index: dict[NodeId, int]) -> Row
 
 def _usage(line: LineCost, times: Timing, nodes: NodeTable, rows: Rows) -> Floats:
     """Return how near each resource of each stage is to its limit, [cluster, depth, limit]; 1 is at it."""
-    latency = times.cycle / line.window(np.arange(rows.nodes.shape[1]))
+    # A planned window is as narrow as it may be; it limits only when it really sets the pace.
+    widest, actual = times.cycle / line.window(np.arange(rows.nodes.shape[1])), times.cycle / times.window
+    latency = np.where(actual > times.stage.max(axis=1)[:, None], actual, widest)
     latency[:, 0] = 0.0  # the last stage waits for nobody: its cycle is its own compute
     needs = np.stack([times.compute, times.send, times.receive, times.relay, latency])
     exists = np.arange(rows.nodes.shape[1]) < rows.lengths[:, None]

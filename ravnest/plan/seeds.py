@@ -3,7 +3,7 @@
 At a target period every node has a capacity: the share of the line it can host as an inner, last or first
 stage. Covering takes nodes until the shares add up to one, keeps the clusters that really meet the target,
 returns the nodes of the others and goes on with a slower target, so that fast nodes meet fast nodes.
-Driven by `cluster`.
+Driven by `search`.
 """
 
 from bisect import bisect_right
@@ -70,9 +70,10 @@ class Seeds:
 
     def all_ceilings(self) -> list[int]:
         """Return every third level from the fastest stage to a line on the slowest node."""
-        mid = self.splitter.line.num_positions // 2
-        one = self.splitter.stage_seconds(1)[:, mid, mid + 1]
-        one = one[np.isfinite(one)]
+        position = np.arange(self.splitter.line.num_positions)
+        one = self.splitter.stage_seconds(1)[:, position, position + 1]
+        one = np.where(np.isfinite(one), one, 0.0).max(axis=1)  # its hardest position, of those that fit
+        one = one[one > 0.0]
         if not len(one):
             return []
         low, high = np.percentile(one, 1), np.percentile(one, 97) * self.splitter.line.num_positions
@@ -174,7 +175,7 @@ class Seeds:
             return None
         need, inner, first = goal - stock.share(1, last), list[int](), None
         if need > 0:
-            first = stock.take_end(2)
+            first = stock.take_end(2) if self.max_stages > 1 else None
             if first is None:
                 return None
             need -= stock.share(2, first)

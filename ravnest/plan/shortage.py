@@ -17,16 +17,21 @@ from ravnest.units import show_bytes
 def explain_shortage(profile: ModelProfile, swarm: Swarm, config: PlanConfig) -> PlanError:
     """Return the error for a swarm that cannot hold one copy of the model."""
     offered = sum(node.memory_bytes for node in swarm.nodes)
+    useful = sorted(
+        (n.memory_bytes for n in swarm.nodes if n.memory_bytes > config.overhead_bytes), reverse=True
+    )
     missing = _missing_bytes(profile, swarm, config)
     remedies = list(_remedies(profile, swarm, config))
     count = len(swarm.nodes)
     verb = "node offers" if count == 1 else "nodes offer"
     nodes = f"{count} {verb} {show_bytes(offered)}" if count else "no nodes have joined"
     if missing is None:
-        why = f"{profile.name} cannot be cut over at most {config.max_stages} stages"
-        needs = why + f"; {nodes}"
+        needs = f"{profile.name} does not fit, and no one node more would help; {nodes}"
+        remedies = remedies or ["use a smaller batch"]
     else:
-        needs = f"{profile.name} needs {show_bytes(offered + missing)} in one cluster; {nodes}"
+        whole = sum(useful[: config.max_stages - 1]) + missing
+        limit = f" of at most {config.max_stages} nodes" if len(useful) >= config.max_stages else ""
+        needs = f"{profile.name} needs {show_bytes(whole)} in one cluster{limit}; {nodes}"
         remedies.insert(0, f"add 1 node with >= {show_bytes(missing)}")
     return PlanError(needs + ("; " + " or ".join(remedies) if remedies else ""))
 
@@ -46,10 +51,10 @@ def holding_order(profile: ModelProfile, swarm: Swarm, config: PlanConfig) -> tu
 
 def _missing_bytes(profile: ModelProfile, swarm: Swarm, config: PlanConfig) -> float | None:
     """Return the memory one more node would have to bring, to 1 %; None if no single node helps."""
-    low, high = 0.0, 1e15
+    high = 1e15
 
     def enough(memory: float) -> bool:
-        guest = Node(NodeId("\\0guest"), memory, 1e12, 1e7, 1e7)
+        guest = Node(NodeId("one more"), memory, 1e12, 1e7, 1e7)
         return bool(holding_order(profile, replace(swarm, nodes=(*swarm.nodes, guest)), config))
 
     if not enough(high):
@@ -65,6 +70,7 @@ def _missing_bytes(profile: ModelProfile, swarm: Swarm, config: PlanConfig) -> f
 def _remedies(profile: ModelProfile, swarm: Swarm, config: PlanConfig) -> Iterator[str]:
     changes: tuple[dict[str, object], ...] = (
         {"recompute": Recompute.AUTO},
+        {"max_lag": 1},
         {"predict_weights": False},
         {"optimizer": Optimizer.MOMENTUM},
         {"optimizer": Optimizer.SGD},

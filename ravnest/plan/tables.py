@@ -25,17 +25,14 @@ class Rule:
     low: float
     high: float
     bounds: str
+    example: str  # what to write, quoted as a file would
 
     @classmethod
-    def between(cls, low: str, high: str, dimension: Dimension | None) -> Self:
+    def between(cls, low: str, high: str, dimension: Dimension | None, example: str = "") -> Self:
         """Return the rule whose bounds are written as a person writes them."""
         ends = [parse_quantity(end, dimension) if dimension else float(end) for end in (low, high)]
-        return cls(dimension, ends[0], ends[1], f"{low} to {high}")
-
-    @property
-    def example(self) -> str:
-        """What to write, quoted as a file would."""
-        return f'"{self.dimension.value}"' if self.dimension else "8"
+        example = example or (dimension.value if dimension else "")
+        return cls(dimension, ends[0], ends[1], f"{low} to {high}", f'"{example}"' if example else "8")
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,3 +101,49 @@ def test_the_forecast_says_what_deaths_cost():
     swarm = swarm_of(node("a", uptime_seconds=600))
     predicted = forecast(form_plan(model, swarm, config), model, swarm, config)
     assert predicted.lost_share == pytest.approx(1 - 1 / 1.1)
+
+
+def test_a_node_too_slow_to_average_may_still_win_alone():
+    model = builtin_profile("gpt2")
+    workstation = node(
+        "workstation", 22e3, 50e3, upload_bytes_per_second=1.25e6, download_bytes_per_second=2e6
+    )
+    weak = [
+        node(f"weak-{k}", 12e3, 1e3, upload_bytes_per_second=12.5e6, download_bytes_per_second=12.5e6)
+        for k in range(4)
+    ]
+    plan = form_plan(model, swarm_of(workstation, *weak), PlanConfig())
+    assert nodes_by_cluster(plan) == [["workstation"]]
+
+
+def test_a_cheap_position_in_the_middle_does_not_mislead_the_search():
+    wide = even_model(num_positions=9, parameter_mb=300, crossing_mb=1)
+    thin = replace(
+        wide,
+        parameter_bytes=(*wide.parameter_bytes[:4], 1e3, *wide.parameter_bytes[5:]),
+        forward_flops=(*wide.forward_flops[:4], 1e6, *wide.forward_flops[5:]),
+        backward_flops=(*wide.backward_flops[:4], 2e6, *wide.backward_flops[5:]),
+        crossing_bytes=(*wide.crossing_bytes[:4], 100.0, 100.0, *wide.crossing_bytes[6:]),
+    )
+    swarm = population("lan:30", 1)
+    rates = [
+        forecast(form_plan(model, swarm, CONFIG), model, swarm, CONFIG).samples_per_second
+        for model in (wide, thin)
+    ]
+    assert rates[1] > 0.9 * rates[0]
+
+
+@pytest.mark.parametrize("max_stages", [1, 2])
+def test_no_cluster_has_more_stages_than_allowed(max_stages):
+    profile, swarm = builtin_profile("gpt2"), population("lan:12", 0)
+    plan = form_plan(profile, swarm, PlanConfig(max_stages=max_stages))
+    assert max(len(cluster.stages) for cluster in plan.clusters) <= max_stages
+
+
+def test_a_shortage_counts_only_nodes_that_could_help():
+    tiny = [node(f"tiny-{k}", memory_mb=400) for k in range(60)]
+    with pytest.raises(PlanError) as few:
+        form_plan(builtin_profile("gpt2-xl"), swarm_of(*tiny[:10]), PlanConfig())
+    with pytest.raises(PlanError) as many:
+        form_plan(builtin_profile("gpt2-xl"), swarm_of(*tiny), PlanConfig())
+    assert str(few.value).split(";")[0] == str(many.value).split(";")[0]
