@@ -275,5 +275,5 @@ def _spares_fact(plan: Plan, profile: ModelProfile, swarm: Swarm, config: PlanCo
     if count == len(names):
         doing += " as a backup" if count == 1 else " as backups"
     elif count:
-        doing += f", {count:,} of them as backups"
+        doing += ", 1 of them as a backup" if count == 1 else f", {count:,} of them as backups"
     yield f"{pcs} {doing}: {why}"

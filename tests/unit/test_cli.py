@@ -337,3 +337,21 @@ def test_docs_mention_every_setting_and_key():
     )
     assert {key for key in keys if f"`{key}`" not in page} == set()
     assert "docs/plan.svg" in page
+
+
+def test_a_model_name_too_long_for_a_file_is_an_unknown_model():
+    result = plan("--population", "lan:2", "--model", "x" * 300)
+    assert result.exit_code == 3
+    assert "gpt2-xl" in result.stderr
+
+
+def test_a_full_disk_is_one_sentence():
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "ravnest", "plan", *SMALL, "--json"]
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        result = subprocess.run(
+            command, stdout=full, stderr=subprocess.PIPE, text=True, env=environment, check=False
+        )
+    assert result.returncode == 1
+    assert "No space left" in result.stderr
+    assert "Traceback" not in result.stderr
