@@ -16,7 +16,7 @@ _ALTERNATIVES = (2, 8)  # fewest and most for each cluster or pair
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """Replace the clusters at these places by these orders."""
+    """Replace the clusters at these places by these orders; an order more is a new cluster."""
 
     places: tuple[int, ...]
     orders: tuple[Order, ...]
@@ -55,6 +55,7 @@ def propose(
                 )
                 for k, roll in enumerate(rolls)
             ]
+            moves.append(_split(clusters[place], place, rng))
         proposals.append([move for move in moves if move is not None])
     return proposals
 
@@ -89,6 +90,15 @@ def _deal(
     if max(size, len(nodes) - size) > max_stages:
         return None
     return Proposal((one, other), (tuple(nodes[:size]), tuple(nodes[size:])))
+
+
+def _split(order: Order, place: int, rng: np.random.Generator) -> Proposal | None:
+    """Shuffle the nodes of a cluster and make two of it."""
+    if len(order) < 2:
+        return None
+    nodes: list[int] = rng.permutation(order).tolist()
+    size = int(rng.integers(1, len(nodes)))
+    return Proposal((place,), (tuple(nodes[:size]), tuple(nodes[size:])))
 
 
 def _single(

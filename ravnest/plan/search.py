@@ -207,13 +207,16 @@ class Search:
     def _accept_best(self, genome: Genome, choices: Sequence[Proposal]) -> None:
         best, gain, ceiling = None, 0.0, self.seeds.period(genome.ceiling)
         for move in choices:
+            if self._is_single and len(move.orders) > 1:
+                continue
             old = [genome.clusters[place] for place in move.places]
             change = self._worth(move.orders, ceiling) - self._worth(old, ceiling)
             if change > gain:
                 best, gain = move, change
         if best is not None:
-            for place, order in zip(best.places, best.orders, strict=True):
+            for place, order in zip(best.places, best.orders, strict=False):
                 genome.clusters[place] = order
+            genome.clusters += best.orders[len(best.places) :]
 
     def _worth(self, orders: Sequence[Order], ceiling: float) -> float:
         """Batches per second under the ceiling; above it a steep slope leads back, not a cliff."""

@@ -147,3 +147,9 @@ def test_a_shortage_counts_only_nodes_that_could_help():
     with pytest.raises(PlanError) as many:
         form_plan(builtin_profile("gpt2-xl"), swarm_of(*tiny), PlanConfig())
     assert str(few.value).split(";")[0] == str(many.value).split(";")[0]
+
+
+def test_identical_nodes_that_can_each_hold_the_model_train_apart():
+    model = builtin_profile("gpt2")
+    swarm = swarm_of(*[node(f"cpu-{k}", 30e3, 400, upload_bytes_per_second=12.5e6) for k in range(6)])
+    assert len(form_plan(model, swarm, PlanConfig()).clusters) == 6
