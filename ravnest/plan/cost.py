@@ -1,6 +1,6 @@
 """What a stage costs: memory, compute and traffic of every interval of the line, on every node.
 
-The one cost model behind the planner, the forecast and the simulator. `LineCost` knows the model and the
+The one cost model behind the planner, the forecast and repair. `LineCost` knows the model and the
 configuration, `NodeTable` the nodes as arrays; `StageCosts` joins the two for all stages there could be, and
 `timing` for given clusters. Intervals are indexed [start, stop]; `depth` counts the stages after this one.
 """

@@ -3,7 +3,7 @@
 The one idea: describe each position for one sample as a `_Part`, then multiply by the batch. All
 tensors are fp32. A position keeps for its backward what autograd saves, its own input included, its
 output not (that is the next position's input); attention is flash-style, so no T x T matrix is kept,
-and there is no dropout. `ravnest plan` and the simulator use these; real models are measured.
+and there is no dropout. `ravnest plan` uses these; real models will be measured.
 """
 
 from collections.abc import Iterator
