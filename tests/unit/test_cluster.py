@@ -51,8 +51,9 @@ def test_a_cluster_that_holds_the_others_back_is_not_formed():
 
 def test_blocking_averaging_is_charged_before_one_cluster_is_compared_with_several():
     model = even_model(num_positions=4, parameter_mb=10)
-    config = replace(CONFIG, averaging=Averaging.BLOCKING, averaging_share=0.7)
-    plan = form_plan(model, swarm_of(node("a"), node("b")), config)
+    config = replace(CONFIG, averaging=Averaging.BLOCKING, averaging_share=0.7, max_round_seconds=1e9)
+    slow_links = [node(name, upload_bytes_per_second=1e3) for name in "ab"]
+    plan = form_plan(model, swarm_of(*slow_links), config)
     assert len(plan.clusters) == 1
 
 
