@@ -17,3 +17,19 @@ class PlanError(RavnestError):
     """No plan exists for these nodes and this model. The hub shows the reason, the cli exits with it."""
 
     exit_code = 6
+
+
+class CaptureError(RavnestError):
+    """A model cannot become a blueprint; names the user's file and line. Caught by the cli."""
+
+    exit_code = 3
+
+
+class UnsafeBlueprint(RavnestError):  # noqa: N818 - what it is, not that it is an error
+    """A blueprint that this PC will not run, and why. The peer refuses it and tells the hub."""
+
+    exit_code = 5
+
+
+class ProtocolError(RavnestError):
+    """A message that does not fit what was agreed. The peer that sent it is dropped."""
