@@ -1,0 +1,261 @@
+"""From the requester's model and loss to a blueprint. Runs on the requester's PC only, on its own code.
+
+The model, its loss and its metrics are exported together, once as in training and once as in evaluation, with
+a batch size that may vary, and then compared with the module itself on a real batch (`selftest`). What export
+would get wrong without a word is refused while it happens (`traps`).
+"""
+
+import contextlib
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from ravnest.errors import CaptureError, UnsafeBlueprint
+from ravnest.model.blueprint import CONSTANT, Blueprint, StateEntry
+from ravnest.model.line import find_positions
+from ravnest.model.reading import read_blueprint, write_blueprint
+from ravnest.model.refusals import refuse_error
+from ravnest.model.selftest import compare
+from ravnest.model.storage import Storages
+from ravnest.model.trace import Traced, trace
+from ravnest.model.traps import traps
+from ravnest.model.whole import Batch, Metric, Whole, name_fields
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """A model as a blueprint, with the tensors of its state by name (the model's own, not copies).
+
+    `notes` are sentences the requester should read.
+    """
+
+    blueprint: Blueprint
+    state: dict[str, torch.Tensor]
+    batch_size: int
+    notes: tuple[str, ...]
+
+
+def capture(
+    model: nn.Module,
+    batch: Batch,
+    loss: Metric | None = None,
+    metrics: Mapping[str, Metric] | None = None,
+    *,
+    name: str | None = None,
+    inputs: Sequence[str] | None = None,
+    is_padded: bool | None = None,
+    self_test: bool = True,
+) -> Captured:
+    """Turn a model into a blueprint, or raise CaptureError with the user's file, line, reason and fix.
+
+    `loss` and `metrics` take what the model returned and the batch (a dict of fields) or its target (the last
+    part of a tuple). Without a loss the model returns it, as Hugging Face models do. `inputs` names the
+    fields the model takes. `is_padded=False` promises that no sample is padded: causal masks cost nothing.
+    """
+    fields = name_fields(batch, is_padded)
+    whole = Whole(model, fields, loss, metrics or {}, is_tuple=not isinstance(batch, Mapping), inputs=inputs)
+    _check_buffers(model)
+    is_empty = any(parameter.is_meta for parameter in model.parameters())
+    has_mask = "attention_mask" in fields or "position_ids" in fields
+    with _as_it_was(model), contextlib.nullcontext() if has_mask else _causal_without_mask():
+        train = _export(whole.train(), fields, is_empty)
+        evaluate = _export(whole.eval(), fields, is_empty)
+    blueprint, state = _join(name or type(model).__name__, whole, train, evaluate)
+    try:
+        read_blueprint(write_blueprint(blueprint))
+    except UnsafeBlueprint as problem:
+        raise CaptureError(f"providers would refuse this model: {problem}") from None
+    notes = []
+    if is_empty:
+        notes.append("the weights have no values here, so the cut model was not compared with the module")
+    elif self_test:
+        compare(whole, blueprint, state, fields)
+    if is_padded is None and "attention_mask" in fields:
+        notes.append(
+            "batches have an attention_mask; if no sample is padded, is_padded=False saves the masks"
+        )
+    return Captured(blueprint, state, next(iter(fields.values())).shape[0], tuple(notes))
+
+
+@contextlib.contextmanager
+def empty_weights() -> Iterator[None]:
+    """Build modules whose parameters have shapes but no values, to capture a model larger than this PC.
+
+    Buffers keep their values: rotary tables and position ids are part of the program.
+    """
+    register = nn.Module.register_parameter
+
+    def register_empty(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        register(module, name, parameter)
+        if parameter is not None and not parameter.is_meta:
+            empty = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+            module._parameters[name] = empty
+
+    nn.Module.register_parameter = register_empty  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def _check_buffers(model: nn.Module) -> None:
+    for name, buffer in model.named_buffers():
+        if buffer.is_meta:
+            raise CaptureError(
+                f"buffer {name!r} of the model has no values; build the model under "
+                'ravnest.empty_weights() instead of torch.device("meta"), which keeps buffers'
+            )
+
+
+def _export(whole: Whole, fields: Mapping[str, torch.Tensor], is_empty: bool) -> Traced:
+    """Export the model as it is now, in training or in evaluation."""
+    given = {name: _at_least_two(field) for name, field in fields.items()}
+    with _fake_parameters(whole) if is_empty else contextlib.nullcontext() as mode, traps():
+        if mode is not None:
+            given = {name: mode.from_tensor(field) for name, field in given.items()}
+        batch = torch.export.Dim("batch")
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                exported = torch.export.export(
+                    whole, tuple(given.values()), dynamic_shapes=(tuple({0: batch} for _ in given),)
+                )
+        except CaptureError:
+            raise
+        except Exception as error:  # whatever the user's code or torch raises, said in the user's terms
+            raise refuse_error(error, None if is_empty else _try_other_size(whole, fields)) from error
+        mode_name = "train" if whole.training else "evaluate"
+        return trace(exported, tuple(fields), whole.results, whole.state_name, mode_name)
+
+
+def _try_other_size(whole: Whole, fields: Mapping[str, torch.Tensor]) -> Exception | None:
+    """Return what the module says to a batch of another size: its traceback names the line at fault."""
+    other = {name: torch.cat([field, field[:1]]) for name, field in fields.items()}
+    buffers = [(buffer, buffer.clone()) for buffer in whole.buffers()]
+    try:
+        with torch.no_grad():
+            whole(*other.values())
+    except Exception as error:
+        return error
+    finally:
+        for buffer, before in buffers:
+            buffer.copy_(before)
+    return None
+
+
+def _at_least_two(field: torch.Tensor) -> torch.Tensor:
+    """Export takes a batch of one to mean that it is always one."""
+    return field if field.shape[0] > 1 else torch.cat([field, field])
+
+
+def _join(
+    name: str, whole: Whole, train: Traced, evaluate: Traced
+) -> tuple[Blueprint, dict[str, torch.Tensor]]:
+    """Make one blueprint of the two programs."""
+    evaluate = _share_constants(train, evaluate)
+    found = {**evaluate.state, **train.state}
+    written: set[str] = set()
+    for traced in (train, evaluate):
+        storages = Storages(traced.program)
+        written |= {name for value, name in traced.program.state if storages.is_written(value)}
+    entries = [
+        StateEntry(
+            name=name,
+            kind=kind,
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            shape=tuple(tensor.shape),
+            positions=(),
+            is_trainable=tensor.requires_grad,
+            is_written=name in written,
+        )
+        for name, (kind, tensor) in found.items()
+    ]
+    positions = find_positions(train.program, evaluate.program, entries)
+    kept = {entry.name for entry in positions.state}
+    blueprint = Blueprint(
+        name=name,
+        num_positions=len(positions.cuts) - 1,
+        start=0,
+        stop=len(positions.cuts) - 1,
+        cuts=positions.cuts,
+        state=positions.state,
+        aliases=tuple((alias, name) for alias, name in whole.aliases.items() if name in kept),
+        train=train.program,
+        evaluate=evaluate.program,
+    )
+    own = whole.tensors()
+    return blueprint, {
+        name: tensor if kind == CONSTANT else own.get(name, tensor)
+        for name, (kind, tensor) in found.items()
+        if name in kept
+    }
+
+
+def _share_constants(train: Traced, evaluate: Traced) -> Traced:
+    """Let evaluation use the constants of training where they are equal."""
+    new_names = {}
+    for name, (kind, tensor) in evaluate.state.items():
+        twin = train.state.get("train." + name.removeprefix("evaluate."))
+        if kind == CONSTANT and twin is not None and torch.equal(tensor, twin[1]):
+            new_names[name] = "train." + name.removeprefix("evaluate.")
+    state = tuple((value, new_names.get(name, name)) for value, name in evaluate.program.state)
+    tensors = {new_names.get(name, name): entry for name, entry in evaluate.state.items()}
+    return Traced(replace(evaluate.program, state=state), tensors)
+
+
+@contextlib.contextmanager
+def _as_it_was(model: nn.Module) -> Iterator[None]:
+    """Leave every module in the mode it was in."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, was_training in modes:
+            module.training = was_training
+
+
+@contextlib.contextmanager
+def _fake_parameters(whole: Whole) -> Iterator[FakeTensorMode]:
+    """Let parameters without values stand on the CPU while the model is exported."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    held = [(module, dict(module._parameters)) for module in whole.modules()]
+    fakes: dict[int, nn.Parameter] = {}
+    for module, parameters in held:
+        for name, parameter in parameters.items():
+            if parameter is None:
+                continue
+            if id(parameter) not in fakes:
+                fake = FakeTensor(mode, parameter.detach().to("meta"), torch.device("cpu"))
+                fakes[id(parameter)] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
+            module._parameters[name] = fakes[id(parameter)]
+    try:
+        yield mode
+    finally:
+        for module, parameters in held:
+            module._parameters.update(parameters)
+
+
+@contextlib.contextmanager
+def _causal_without_mask() -> Iterator[None]:
+    """Let Hugging Face models say "causal" instead of building a mask, as they do outside of export."""
+    masking = sys.modules.get("transformers.masking_utils")
+    if masking is None:
+        yield
+        return
+    answers: dict[str, Callable[..., object]] = {
+        "_ignore_causal_mask_sdpa": lambda *_, **__: True,
+        "find_packed_sequence_indices": lambda *_, **__: None,
+    }
+    kept = {name: getattr(masking, name) for name in answers if hasattr(masking, name)}
+    for name in kept:
+        setattr(masking, name, answers[name])
+    try:
+        yield
+    finally:
+        for name, function in kept.items():
+            setattr(masking, name, function)

@@ -1,0 +1,324 @@
+"""From an exported graph to a program: the requester's side of the blueprint.
+
+`torch.export` leaves nested graphs for regions without gradient or with autocast, asserts, and arithmetic on
+sizes. Here they become plain operations: regions are inlined, asserts dropped, sizes written as numbers that
+grow with the batch. Driven by `capture`.
+"""
+
+import operator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import fx
+from torch._ops import HigherOrderOperator, OpOverload
+from torch.export.graph_signature import InputKind
+
+from ravnest.errors import CaptureError
+from ravnest.model.blueprint import (
+    BUFFER,
+    CONSTANT,
+    FLOATING,
+    ITEM_BYTES,
+    PARAMETER,
+    Argument,
+    Op,
+    Program,
+    Ref,
+    Size,
+    TensorType,
+    ValueId,
+)
+from ravnest.model.operators import operators
+from ravnest.model.refusals import refuse_node
+from ravnest.model.sizes import number_of, symbols_of
+from ravnest.model.storage import Storages, writes
+
+# Uninitialised memory would show a provider's own; zeros serve the same programs.
+_INSTEAD = {
+    "aten.detach_.default": "aten.detach.default",  # what it returns is used from there on
+    "aten.empty.memory_format": "aten.zeros.default",
+    "aten.empty_like.default": "aten.zeros_like.default",
+    "aten.new_empty.default": "aten.new_zeros.default",
+}
+_SET_BY_STAGE = ("device", "layout", "pin_memory", "generator")
+_CHECKS = ("_assert", "sym_constrain_range", "_functional_assert", "_functional_sym_constrain_range")
+_NO_GRADIENT = frozenset(
+    f"aten.{name}.default"
+    for name in ("detach", "detach_", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like")
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """A program and the tensors behind its state, each with its kind."""
+
+    program: Program
+    state: dict[str, tuple[str, torch.Tensor]]
+
+
+def trace(
+    exported: torch.export.ExportedProgram,
+    fields: Sequence[str],
+    results: Sequence[str],
+    state_name: Callable[[str], str],
+    mode: str,
+) -> Traced:
+    """Turn an exported program with these fields and results into ours.
+
+    `state_name` names its state; constants that only stand in the code are named after the mode.
+    """
+    tracer = _Tracer(exported, state_name, mode)
+    tracer.read_inputs(fields)
+    ends = tracer.read_graph(exported.graph_module, {})
+    assert len(ends) == len(results)
+    named = []
+    for name, end in zip(results, ends, strict=True):
+        if not isinstance(end, Ref):
+            raise CaptureError(
+                f"{name!r} is {end!r} whatever the batch holds; return a tensor that is computed from it"
+            )
+        named.append((name, end.value))
+    return Traced(_finish(tracer, tuple(named)), tracer.tensors)
+
+
+@dataclass
+class _Tracer:
+    exported: torch.export.ExportedProgram
+    state_name: Callable[[str], str]
+    mode: str
+    values: dict[ValueId, TensorType] = field(default_factory=dict)
+    fields: list[tuple[ValueId, str]] = field(default_factory=list)
+    state: dict[str, ValueId] = field(default_factory=dict)
+    tensors: dict[str, tuple[str, torch.Tensor]] = field(default_factory=dict)
+    ops: list[Op] = field(default_factory=list)
+    known: dict[fx.Node, object] = field(default_factory=dict)
+    batch_symbols: set[object] = field(default_factory=set)
+
+    def read_inputs(self, fields: Sequence[str]) -> None:
+        """Give every parameter, buffer, constant and batch field its value."""
+        nodes = {node.name: node for node in self.exported.graph.nodes if node.op == "placeholder"}
+        names = iter(fields)
+        for spec in self.exported.graph_signature.input_specs:
+            node = nodes[spec.arg.name]
+            if spec.kind is InputKind.USER_INPUT:
+                self.batch_symbols |= symbols_of(node.meta["val"].shape[0])
+                value = self._new(node.meta["val"], node)
+                self.fields.append((value, next(names)))
+                self.known[node] = Ref(value)
+            elif spec.target is not None:
+                self.known[node] = Ref(self._state(spec.target, spec.kind, bool(spec.persistent), node))
+
+    def _state(self, target: str, kind: InputKind, is_persistent: bool, node: fx.Node) -> ValueId:
+        if kind is InputKind.PARAMETER:
+            tensor, ours = self.exported.state_dict[target], PARAMETER
+        elif kind is InputKind.BUFFER and is_persistent:
+            tensor, ours = self.exported.state_dict[target], BUFFER
+        elif kind in (InputKind.BUFFER, InputKind.CONSTANT_TENSOR):
+            constant = self.exported.constants[target]
+            assert isinstance(constant, torch.Tensor)
+            tensor, ours = constant, CONSTANT
+        else:
+            raise refuse_node(node, f"it uses {target}, which is no tensor", "keep only tensors in the model")
+        name = self.state_name(target)
+        if kind is InputKind.CONSTANT_TENSOR:
+            name = f"{self.mode}.{name}"
+        if name not in self.state:
+            self.state[name] = self._new(tensor, node)
+            self.tensors[name] = (ours, tensor)
+        return self.state[name]
+
+    def read_graph(
+        self, graph: fx.GraphModule, given: dict[fx.Node, object], precision: str = ""
+    ) -> list[Argument]:
+        """Append the operations of a graph; return what it returns."""
+        self.known.update(given)
+        for node in graph.graph.nodes:
+            if node.op == "get_attr":
+                self.known[node] = getattr(graph, str(node.target))
+            elif node.op == "call_function":
+                self._read_call(node, precision)
+            elif node.op == "output":
+                return [self._argument(end, node) for end in _flat(node.args)]
+        raise AssertionError("a graph without an output")
+
+    def _read_call(self, node: fx.Node, precision: str) -> None:
+        target, value = node.target, node.meta.get("val")
+        if isinstance(target, HigherOrderOperator):
+            self._read_region(node, target, precision)
+        elif target is operator.getitem:
+            whole, index = node.args
+            assert isinstance(whole, fx.Node)
+            self.known[node] = self.known[whole][index]  # type: ignore[index]
+        elif isinstance(value, int | float | torch.SymInt | torch.SymFloat | torch.SymBool):
+            self.known[node] = value
+        elif isinstance(target, OpOverload) and not target.__name__.startswith(_CHECKS):
+            self._read_op(node, target, precision)
+
+    def _read_op(self, node: fx.Node, target: OpOverload, precision: str) -> None:
+        name = _INSTEAD.get(str(target), str(target))
+        if name not in operators():
+            raise refuse_node(node, *_why_not(name))
+        made = node.meta["val"]
+        is_many = operators()[name].num_returns != 1
+        outs = tuple(self._new(part, node) for part in (made if is_many else [made]))
+        given = zip((argument.name for argument in target._schema.arguments), node.args, strict=False)
+        accepted = {parameter.name for parameter in operators()[name].parameters} - {*_SET_BY_STAGE}
+        arguments = tuple(
+            (argument, self._argument(value, node))
+            for argument, value in (*given, *node.kwargs.items())
+            if argument in accepted
+        )
+        self.ops.append(Op(name, arguments, outs, len(self.ops), precision))
+        self.known[node] = [Ref(out) for out in outs] if is_many else Ref(outs[0])
+
+    def _read_region(self, node: fx.Node, target: HigherOrderOperator, precision: str) -> None:
+        """Inline a region: detach what it is given if it has no gradient, note the precision of autocast."""
+        if target.__name__ == "wrap_with_set_grad_enabled":
+            has_gradient, inner, *given = node.args
+        elif target.__name__ == "wrap_with_autocast":
+            _, dtype, is_enabled, _, inner, *given = node.args
+            precision = str(dtype).removeprefix("torch.") if is_enabled else "full"
+            has_gradient = True
+        else:
+            raise refuse_node(
+                node,
+                f"it uses {target.__name__}, which runs code of its own",
+                "write it with plain tensor operations (torch.where instead of torch.cond)",
+            )
+        assert isinstance(inner, fx.Node)
+        graph = self.known[inner]
+        assert isinstance(graph, fx.GraphModule)
+        inputs = [place for place in graph.graph.nodes if place.op == "placeholder"]
+        values = [self.known[value] if isinstance(value, fx.Node) else value for value in given]
+        handed = values if has_gradient else [self._detached(value) for value in values]
+        ends = self.read_graph(graph, dict(zip(inputs, handed, strict=True)), precision)
+        # A region that returns what it was given returns it with its gradient.
+        given_back = {after: before for before, after in zip(values, handed, strict=True) if before != after}
+        self.known[node] = [given_back.get(end, end) for end in ends]
+
+    def _detached(self, value: object) -> object:
+        if not isinstance(value, Ref) or self.values[value.value].dtype not in FLOATING:
+            return value
+        out = ValueId(len(self.values))
+        self.values[out] = self.values[value.value]
+        self.ops.append(Op("aten.detach.default", (("self", value),), (out,), len(self.ops)))
+        return Ref(out)
+
+    def _new(self, made: object, node: fx.Node) -> ValueId:
+        if not isinstance(made, torch.Tensor):
+            raise refuse_node(node, f"it makes {type(made).__name__}, no tensor", "return tensors only")
+        dtype = str(made.dtype).removeprefix("torch.")
+        if dtype not in ITEM_BYTES:
+            raise refuse_node(node, f"it uses {dtype} numbers", f"use one of {', '.join(ITEM_BYTES)}")
+        shape = []
+        for size in made.shape:
+            number = number_of(size)
+            if not isinstance(number, int | Size) or symbols_of(size) - self.batch_symbols:
+                raise refuse_node(
+                    node,
+                    f"the size {size} of a tensor is not a multiple of the batch size",
+                    "keep each sample's sizes fixed (pad to one length; mask instead of selecting)",
+                )
+            shape.append(number)
+        value = ValueId(len(self.values))
+        self.values[value] = TensorType(dtype, tuple(shape))
+        return value
+
+    def _argument(self, value: object, node: fx.Node) -> Argument:
+        if isinstance(value, fx.Node):
+            value = self.known[value]
+        match value:
+            case None | bool() | int() | float() | str() | Ref():
+                return value
+            case list() | tuple():
+                return tuple(self._argument(part, node) for part in value)
+            case torch.dtype() | torch.memory_format():
+                return str(value).removeprefix("torch.")
+            case torch.SymInt() | torch.SymFloat() if symbols_of(value) - self.batch_symbols:
+                raise refuse_node(node, *_READS_VALUES)
+            case torch.SymInt() | torch.SymFloat():
+                number = number_of(value)
+                if number is not None:
+                    return number
+        raise refuse_node(
+            node,
+            f"it is called with {value!s:.60}",
+            "use numbers, tensors and sizes that are a multiple of the batch size",
+        )
+
+
+_READS_VALUES = (
+    "the code reads a number out of a tensor",
+    "keep values in tensors: torch.where or a mask instead of .item(), nonzero() or x[mask]",
+)
+
+
+def _why_not(name: str) -> tuple[str, str]:
+    if any(word in name for word in ("item", "_local_scalar", "nonzero", "masked_select", "unique")):
+        return _READS_VALUES
+    return (
+        f"it uses the operator {name}, which is not on the list of operators that providers run",
+        "write it with other operators (docs/models.md lists those allowed), or ask for it to be added",
+    )
+
+
+def _flat(value: object) -> Iterable[object]:
+    if isinstance(value, list | tuple):
+        for part in value:
+            yield from _flat(part)
+    elif isinstance(value, dict):
+        yield from _flat(list(value.values()))
+    else:
+        yield value
+
+
+def _finish(tracer: _Tracer, results: tuple[tuple[str, ValueId], ...]) -> Program:
+    """Drop what nothing needs and note which values carry a gradient."""
+    needed = {value for _, value in results}
+    kept: list[Op] = []
+    for op in reversed(tracer.ops):
+        if any(out in needed for out in op.outs) or any(True for _ in writes(op)):
+            kept.append(op)
+            needed.update(op.refs())
+    kept.reverse()
+    ops = tuple(replace(op, outs=_used_outs(op, needed)) for op in kept)
+    needed.update(out for op in ops for out in op.outs if out is not None)
+    program = Program(
+        values={value: kind for value, kind in tracer.values.items() if value in needed},
+        inputs=(),
+        fields=tuple(pair for pair in tracer.fields if pair[0] in needed),
+        state=tuple((value, name) for name, value in tracer.state.items() if value in needed),
+        ops=ops,
+        outputs=(),
+        results=results,
+    )
+    carried = _gradients(program, tracer)
+    values = {
+        value: replace(kind, has_gradient=value in carried and kind.dtype in FLOATING)
+        for value, kind in program.values.items()
+    }
+    return replace(program, values=values)
+
+
+def _used_outs(op: Op, needed: set[ValueId]) -> tuple[ValueId | None, ...]:
+    if len(op.outs) == 1:
+        return op.outs
+    return tuple(out if out in needed else None for out in op.outs)
+
+
+def _gradients(program: Program, tracer: _Tracer) -> set[ValueId]:
+    """Find the values that follow from trained parameters in a differentiable way."""
+    storages = Storages(program)
+    carried = {value for value, name in program.state if tracer.tensors[name][1].requires_grad}
+    sharing: dict[ValueId, set[ValueId]] = defaultdict(set)
+    for value in program.values:
+        sharing[storages.root(value)].add(value)
+    for op in program.ops:
+        if op.name not in _NO_GRADIENT and any(value in carried for value in op.refs()):
+            carried.update(out for out in op.outs if out is not None)
+            for value in writes(op):  # running statistics share no memory with a result and stay without
+                if any(out is not None and storages.root(out) == storages.root(value) for out in op.outs):
+                    carried |= sharing[storages.root(value)]
+    return carried
