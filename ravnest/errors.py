@@ -31,5 +31,11 @@ class UnsafeBlueprint(RavnestError):  # noqa: N818 - what it is, not that it is 
     exit_code = 5
 
 
+class WeightsError(RavnestError):
+    """A weights file that is damaged or of another model. The peer fetches another, the cli shows it."""
+
+    exit_code = 3
+
+
 class ProtocolError(RavnestError):
     """A message that does not fit what was agreed. The peer that sent it is dropped."""

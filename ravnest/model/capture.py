@@ -114,7 +114,7 @@ def _check_buffers(model: nn.Module) -> None:
 
 def _export(whole: Whole, fields: Mapping[str, torch.Tensor], is_empty: bool) -> Traced:
     """Export the model as it is now, in training or in evaluation."""
-    given = {name: _at_least_two(field) for name, field in fields.items()}
+    given = {name: _own_field(field) for name, field in fields.items()}
     with _fake_parameters(whole) if is_empty else contextlib.nullcontext() as mode, traps():
         if mode is not None:
             given = {name: mode.from_tensor(field) for name, field in given.items()}
@@ -148,9 +148,12 @@ def _try_other_size(whole: Whole, fields: Mapping[str, torch.Tensor]) -> Excepti
     return None
 
 
-def _at_least_two(field: torch.Tensor) -> torch.Tensor:
-    """Export takes a batch of one to mean that it is always one."""
-    return field if field.shape[0] > 1 else torch.cat([field, field])
+def _own_field(field: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of its own (one that two fields share would become one), of two samples or more.
+
+    Export takes a batch of one to mean that it is always one.
+    """
+    return field.clone() if field.shape[0] > 1 else torch.cat([field, field])
 
 
 def _join(

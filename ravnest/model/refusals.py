@@ -7,10 +7,9 @@ from types import TracebackType
 import torch
 from torch import fx
 
-import ravnest
 from ravnest.errors import CaptureError
 
-_NOT_THE_USERS = (*torch.__path__, *ravnest.__path__, "<")
+_NOT_THE_USERS = (*torch.__path__, __file__.rpartition("model")[0], "<")
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
 # Part of torch's message, the reason in one clause, the usual fix.

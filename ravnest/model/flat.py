@@ -1,0 +1,229 @@
+"""A stage's named tensors as one vector, for averaging, and as a safetensors file, for keeping and sending.
+
+The vector is ordered by home: the first position that uses a tensor. So a segment is one interval of it, and
+the vectors of a cluster's stages, joined, are the vector of the model, wherever the cluster cuts. A tied
+weight belongs to its home alone; stages that use it elsewhere follow. Peers average and keep; no file I/O.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+from math import prod
+from typing import Self, TypedDict
+
+import safetensors
+import torch
+from safetensors.torch import save
+from torch import Tensor
+
+from ravnest.errors import WeightsError
+from ravnest.model.blueprint import BUFFER, CONSTANT, FLOATING, PARAMETER, Blueprint, StateEntry
+
+
+@dataclass(frozen=True, slots=True)
+class FlatEntry:
+    """Where a tensor lies in the vector: `size` items from `offset`. `position` is its home."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    offset: int
+    position: int
+
+    @property
+    def size(self) -> int:
+        """Items of the tensor."""
+        return prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The order of the tensors in the vector of [start, stop). `followers` are kept here, but live elsewhere.
+
+    In it are trained parameters and the floating-point buffers that training writes; all as float32, which
+    is exact for every smaller type and rounds float64.
+    """
+
+    start: int
+    stop: int
+    entries: tuple[FlatEntry, ...]
+    followers: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, blueprint: Blueprint) -> Self:
+        """Return the layout of a stage, or of the whole model."""
+        start, stop = blueprint.start, blueprint.stop
+        averaged = [entry for entry in blueprint.state if _is_averaged(entry)]
+        hosted = [entry for entry in averaged if start <= entry.positions[0] < stop]
+        hosted.sort(key=lambda entry: entry.positions[0])
+        followers = tuple(entry.name for entry in averaged if not start <= entry.positions[0] < stop)
+        offsets = accumulate((prod(entry.shape) for entry in hosted), initial=0)
+        entries = tuple(
+            FlatEntry(entry.name, entry.shape, entry.dtype, offset, entry.positions[0])
+            for entry, offset in zip(hosted, offsets, strict=False)
+        )
+        return cls(start, stop, entries, followers)
+
+    @property
+    def size(self) -> int:
+        """Items of the vector."""
+        return sum(entry.size for entry in self.entries)
+
+    def interval(self, start: int, stop: int) -> slice:
+        """Return where the segment [start, stop) lies in the vector."""
+        assert self.start <= start <= stop <= self.stop, f"[{start}, {stop}) of [{self.start}, {self.stop})"
+        before = sum(entry.size for entry in self.entries if entry.position < start)
+        inside = sum(entry.size for entry in self.entries if start <= entry.position < stop)
+        return slice(before, before + inside)
+
+    def segment(self, start: int, stop: int) -> "Layout":
+        """Return the layout of the interval's own vector."""
+        shift = self.interval(start, stop).start
+        entries = tuple(
+            FlatEntry(entry.name, entry.shape, entry.dtype, entry.offset - shift, entry.position)
+            for entry in self.entries
+            if start <= entry.position < stop
+        )
+        return Layout(start, stop, entries)
+
+    def views(self, vector: Tensor) -> dict[str, Tensor]:
+        """Return the parts of a vector under their names and in their shapes, without a copy."""
+        assert vector.shape == (self.size,), f"a vector of {tuple(vector.shape)} for {self.size} items"
+        return {
+            entry.name: vector[entry.offset : entry.offset + entry.size].view(entry.shape)
+            for entry in self.entries
+        }
+
+    @torch.no_grad()
+    def gather(self, state: Mapping[str, Tensor], out: Tensor | None = None) -> Tensor:
+        """Copy the tensors into one float32 vector, a new one on their device or `out`."""
+        if out is None:
+            device = state[self.entries[0].name].device if self.entries else None
+            out = torch.empty(self.size, dtype=torch.float32, device=device)
+        assert out.dtype == torch.float32, out.dtype
+        for name, view in self.views(out).items():
+            assert view.shape == state[name].shape, f"{name} is {tuple(state[name].shape)}"
+            view.copy_(state[name])
+        return out
+
+    @torch.no_grad()
+    def scatter(self, vector: Tensor, state: Mapping[str, Tensor]) -> None:
+        """Copy the vector back into the tensors, in place, each in its own dtype."""
+        for name, view in self.views(vector).items():
+            assert view.shape == state[name].shape, f"{name} is {tuple(state[name].shape)}"
+            state[name].copy_(view)
+
+
+def to_safetensors(state: Mapping[str, Tensor], blueprint: Blueprint) -> bytes:
+    """Return the tensors that the blueprint names as a safetensors file; others are left out."""
+    tensors = {}
+    for entry in blueprint.state:
+        _check(entry, state)
+        tensor = state[entry.name].detach().cpu()
+        # The file format refuses tensors that share memory; only buffers and constants may.
+        is_alone = entry.kind == PARAMETER and tensor.is_contiguous()
+        tensors[entry.name] = tensor if is_alone else tensor.clone(memory_format=torch.contiguous_format)
+    return save(tensors)
+
+
+def from_safetensors(data: bytes, blueprint: Blueprint) -> dict[str, Tensor]:
+    """Return the tensors of a file that holds exactly what the blueprint names; else WeightsError."""
+    expected = {entry.name: entry for entry in blueprint.state}
+    tensors: dict[str, Tensor] = {}
+    for name, content in _read(data, expected):
+        entry = expected.get(name)
+        if entry is None:
+            raise WeightsError(f"the weights hold {name!r}, which the model does not have; {_WAY_OUT}")
+        found = _describe(_DTYPES.get(content["dtype"], content["dtype"]), content["shape"])
+        if found != _describe(entry.dtype, entry.shape):
+            raise WeightsError(_mismatch(entry, found))
+        dtype = getattr(torch, entry.dtype)
+        buffer = content["data"]
+        flat = torch.frombuffer(buffer, dtype=dtype) if buffer else torch.empty(0, dtype=dtype)
+        tensors[name] = flat.reshape(entry.shape)
+    for entry in blueprint.state:
+        _check(entry, tensors)
+    return {name: tensors[name] for name in expected}
+
+
+def merge_stages(parts: Iterable[Mapping[str, Tensor]], blueprint: Blueprint) -> dict[str, Tensor]:
+    """Return the state_dict of the whole model from its stages in line order; a tied weight is its home's."""
+    assert blueprint.is_first, "merging needs the blueprint of the whole model"
+    assert blueprint.is_last, "merging needs the blueprint of the whole model"
+    found: dict[str, Tensor] = {}
+    for part in parts:
+        for name, tensor in part.items():
+            found.setdefault(name, tensor)
+    unknown = found.keys() - {entry.name for entry in blueprint.state}
+    if unknown:
+        raise WeightsError(f"the stages hold {min(unknown)!r}, which the model does not have; {_WAY_OUT}")
+    merged = {}
+    for entry in blueprint.state:
+        if entry.kind != CONSTANT:
+            _check(entry, found)
+            merged[entry.name] = found[entry.name].detach()
+    merged.update((alias, merged[name]) for alias, name in blueprint.aliases if name in merged)
+    return merged
+
+
+_WAY_OUT = "use weights made from the same model and the same blueprint"
+_DTYPES = {
+    "F32": "float32",
+    "F64": "float64",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U8": "uint8",
+    "BOOL": "bool",
+}
+_LENGTH_BYTES = 8  # a file begins with the length of its header
+_HEADER_BYTES = 65_536  # room for what others note in a header
+_ENTRY_BYTES = 256  # dtype, shape and place of one tensor
+_ESCAPE_BYTES = 6  # a character of a name, written as \uXXXX
+
+
+def _is_averaged(entry: StateEntry) -> bool:
+    is_changing = entry.is_trainable or (entry.kind == BUFFER and entry.is_written)
+    return is_changing and entry.dtype in FLOATING
+
+
+class _Content(TypedDict):
+    dtype: str
+    shape: list[int]
+    data: bytearray
+
+
+def _read(data: bytes, expected: Mapping[str, StateEntry]) -> list[tuple[str, _Content]]:
+    """Parse a file, after making sure that its header is not made to fill the memory."""
+    length = int.from_bytes(data[:_LENGTH_BYTES], "little")
+    allowed = _HEADER_BYTES + sum(_ENTRY_BYTES + _ESCAPE_BYTES * len(name) for name in expected)
+    if len(data) < _LENGTH_BYTES or length > allowed:
+        raise WeightsError(
+            f"the weights, {len(data)} bytes, are no safetensors file of this model; {_WAY_OUT}"
+        )
+    try:
+        contents: list[tuple[str, _Content]] = safetensors.deserialize(data)  # type: ignore[no-untyped-call]
+    except safetensors.SafetensorError as error:
+        raise WeightsError(f"the weights are damaged: {error}; fetch them again") from error
+    return contents
+
+
+def _check(entry: StateEntry, state: Mapping[str, Tensor]) -> None:
+    tensor = state.get(entry.name)
+    if tensor is None:
+        wanted = _describe(entry.dtype, entry.shape)
+        raise WeightsError(f"the weights lack {entry.name!r}, {wanted}; {_WAY_OUT}")
+    found = _describe(str(tensor.dtype).removeprefix("torch."), tensor.shape)
+    if found != _describe(entry.dtype, entry.shape):
+        raise WeightsError(_mismatch(entry, found))
+
+
+def _mismatch(entry: StateEntry, found: str) -> str:
+    return f"weight {entry.name!r} should be {_describe(entry.dtype, entry.shape)}, is {found}; {_WAY_OUT}"
+
+
+def _describe(dtype: str, shape: Iterable[int]) -> str:
+    return f"{dtype} [{', '.join(str(size) for size in shape)}]"
