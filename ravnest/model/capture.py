@@ -57,24 +57,21 @@ def capture(
     part of a tuple). Without a loss the model returns it, as Hugging Face models do. `inputs` names the
     fields the model takes. `is_padded=False` promises that no sample is padded: causal masks cost nothing.
     """
-    fields = name_fields(batch, is_padded)
+    fields = _beside(model, name_fields(batch, is_padded))
     whole = Whole(model, fields, loss, metrics or {}, is_tuple=not isinstance(batch, Mapping), inputs=inputs)
     _check_buffers(model)
     is_empty = any(parameter.is_meta for parameter in model.parameters())
     has_mask = "attention_mask" in fields or "position_ids" in fields
-    with _as_it_was(model), contextlib.nullcontext() if has_mask else _causal_without_mask():
-        train = _export(whole.train(), fields, is_empty)
-        evaluate = _export(whole.eval(), fields, is_empty)
-    blueprint, state = _join(name or type(model).__name__, whole, train, evaluate)
-    try:
-        read_blueprint(write_blueprint(blueprint))
-    except UnsafeBlueprint as problem:
-        raise CaptureError(f"providers would refuse this model: {problem}") from None
+    with _as_it_was(model):
+        with contextlib.nullcontext() if has_mask else _causal_without_mask():
+            train = _export(whole.train(), fields, is_empty)
+            evaluate = _export(whole.eval(), fields, is_empty)
+        blueprint, state = _join(name or type(model).__name__, whole, train, evaluate)
+        if self_test and not is_empty:
+            compare(whole, blueprint, state, fields)
     notes = []
     if is_empty:
         notes.append("the weights have no values here, so the cut model was not compared with the module")
-    elif self_test:
-        compare(whole, blueprint, state, fields)
     if is_padded is None and "attention_mask" in fields:
         notes.append(
             "batches have an attention_mask; if no sample is padded, is_padded=False saves the masks"
@@ -101,6 +98,13 @@ def empty_weights() -> Iterator[None]:
         yield
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def _beside(model: nn.Module, fields: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the fields where the model's weights are, if they have values."""
+    places = (parameter.device for parameter in model.parameters() if not parameter.is_meta)
+    device = next(places, torch.device("cpu"))
+    return {name: field.to(device) for name, field in fields.items()}
 
 
 def _check_buffers(model: nn.Module) -> None:
@@ -191,6 +195,10 @@ def _join(
         train=train.program,
         evaluate=evaluate.program,
     )
+    try:
+        read_blueprint(write_blueprint(blueprint))
+    except UnsafeBlueprint as problem:
+        raise CaptureError(f"providers would refuse this model: {problem}") from None
     own = whole.tensors()
     return blueprint, {
         name: tensor if kind == CONSTANT else own.get(name, tensor)

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from ravnest.errors import ProtocolError, UnsafeBlueprint
 from ravnest.model.blueprint import Argument, Blueprint, Op, Program, Ratio, Ref, Size, TensorType, ValueId
 from ravnest.model.operators import Parameter, operators
-from ravnest.model.storage import writes
+from ravnest.model.storage import Storages
 
 State = Mapping[str, torch.Tensor]
 BatchKey = tuple[int, int]  # seed, batch number: with the operation's number they seed its randomness
@@ -170,9 +170,8 @@ class _Runner:
         self._program = program
         self._setting = setting
         self._number = number
-        self._written = sorted(
-            {value for op in program.ops for value in writes(op)} & {v for v, _ in program.state}
-        )
+        storages = Storages(program)
+        self._written = [value for value, _ in program.state if storages.is_written(value)]
         self._graph: Callable[..., tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]]
         self._graph = _Builder(program, setting).build()
         if setting.compiled:

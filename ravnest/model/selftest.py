@@ -28,13 +28,11 @@ def compare(
 ) -> None:
     """Raise CaptureError if the stages of the blueprint compute anything else than the module."""
     stages = [_send(stage) for stage in _cut(blueprint)]
-    was_training = whole.training
     with torch.random.fork_rng():
         for training, num_samples in ((True, _NUM_SAMPLES), (False, _NUM_SAMPLES - 1)):
             few = {name: field[:num_samples] for name, field in fields.items()}
             whole.train(training)
             _check(blueprint, training, _run_module(whole, few), _run_stages(stages, state, few, training))
-    whole.train(was_training)
 
 
 Outcome = dict[str, torch.Tensor]  # by what it is: "loss", "gradient of NAME", "buffer NAME"
