@@ -6,9 +6,10 @@ would get wrong without a word is refused while it happens (`traps`).
 """
 
 import contextlib
-import sys
+import io
+import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from ravnest.errors import CaptureError, UnsafeBlueprint
 from ravnest.model.blueprint import CONSTANT, Blueprint, StateEntry
+from ravnest.model.huggingface import plain_transformers
 from ravnest.model.line import find_positions
 from ravnest.model.reading import read_blueprint, write_blueprint
 from ravnest.model.refusals import refuse_error
@@ -63,7 +65,7 @@ def capture(
     is_empty = any(parameter.is_meta for parameter in model.parameters())
     has_mask = "attention_mask" in fields or "position_ids" in fields
     with _as_it_was(model):
-        with contextlib.nullcontext() if has_mask else _causal_without_mask():
+        with plain_transformers(has_mask):
             train = _export(whole.train(), fields, is_empty)
             evaluate = _export(whole.eval(), fields, is_empty)
         blueprint, state = _join(name or type(model).__name__, whole, train, evaluate)
@@ -124,8 +126,7 @@ def _export(whole: Whole, fields: Mapping[str, torch.Tensor], is_empty: bool) ->
             given = {name: mode.from_tensor(field) for name, field in given.items()}
         batch = torch.export.Dim("batch")
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
+            with _quiet():
                 exported = torch.export.export(
                     whole, tuple(given.values()), dynamic_shapes=(tuple({0: batch} for _ in given),)
                 )
@@ -135,6 +136,19 @@ def _export(whole: Whole, fields: Mapping[str, torch.Tensor], is_empty: bool) ->
             raise refuse_error(error, None if is_empty else _try_other_size(whole, fields)) from error
         mode_name = "train" if whole.training else "evaluate"
         return trace(exported, tuple(fields), whole.results, whole.state_name, mode_name)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep torch's own account of an export from the user: what matters of it is in our sentence."""
+    level = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(level)
 
 
 def _try_other_size(whole: Whole, fields: Mapping[str, torch.Tensor]) -> Exception | None:
@@ -164,6 +178,11 @@ def _join(
     name: str, whole: Whole, train: Traced, evaluate: Traced
 ) -> tuple[Blueprint, dict[str, torch.Tensor]]:
     """Make one blueprint of the two programs."""
+    if not train.program.values[dict(train.program.results)["loss"]].has_gradient:
+        raise CaptureError(
+            "the loss does not depend on any parameter that is trained; check that it is computed from what "
+            "the model returns, and that not every parameter is frozen or detached"
+        )
     evaluate = _share_constants(train, evaluate)
     found = {**evaluate.state, **train.state}
     written: set[str] = set()
@@ -249,24 +268,3 @@ def _fake_parameters(whole: Whole) -> Iterator[FakeTensorMode]:
     finally:
         for module, parameters in held:
             module._parameters.update(parameters)
-
-
-@contextlib.contextmanager
-def _causal_without_mask() -> Iterator[None]:
-    """Let Hugging Face models say "causal" instead of building a mask, as they do outside of export."""
-    masking = sys.modules.get("transformers.masking_utils")
-    if masking is None:
-        yield
-        return
-    answers: dict[str, Callable[..., object]] = {
-        "_ignore_causal_mask_sdpa": lambda *_, **__: True,
-        "find_packed_sequence_indices": lambda *_, **__: None,
-    }
-    kept = {name: getattr(masking, name) for name in answers if hasattr(masking, name)}
-    for name in kept:
-        setattr(masking, name, answers[name])
-    try:
-        yield
-    finally:
-        for name, function in kept.items():
-            setattr(masking, name, function)

@@ -12,7 +12,7 @@ from itertools import pairwise
 
 from ravnest.model.blueprint import PARAMETER, Blueprint, Program, StateEntry, ValueId
 from ravnest.model.operators import operators
-from ravnest.model.storage import Storages, writes
+from ravnest.model.storage import Storages, has_effect
 
 _TYPICAL_BATCH = 8  # for comparing sizes; every machine must come to the same cut
 _SMALL_BYTES = 4096  # fields up to this size may be sent to a stage to save it a smaller value
@@ -133,7 +133,7 @@ def _slice(wiring: Wiring, cuts: Sequence[int], ends: tuple[bool, bool]) -> tupl
     kept: list[int] = []
     for index in reversed(indices):
         op = whole.ops[index]
-        if any(out in needed for out in op.outs) or any(True for _ in writes(op)):
+        if any(out in needed for out in op.outs) or has_effect(op):
             kept.append(index)
             needed.update(op.refs())
     kept.reverse()

@@ -54,6 +54,15 @@ def operators() -> Mapping[str, Operator]:
     return MappingProxyType({operator.name: operator for operator in parsed})
 
 
+def draws(name: str, given: Mapping[str, object]) -> bool:
+    """Return whether an operator called like this really draws random numbers."""
+    if not operators()[name].is_random or given.get("train") is False:
+        return False
+    shares = [given[share] for share in ("p", "dropout_p", "dropout") if share in given]
+    is_drawing_by_default = not name.startswith(("aten.scaled_dot", "aten.lstm", "aten.gru", "aten.rnn"))
+    return any(share != 0.0 for share in shares) or (is_drawing_by_default and not shares)
+
+
 # Results that may be the argument's own memory although the schema does not say so (found by calling them).
 _HIDDEN_ALIASES = {
     "aten.alpha_dropout.default": "input",
@@ -74,7 +83,7 @@ _HIDDEN_WRITES = {
 }
 
 _RANDOM = re.compile(
-    r"aten\.(\w*dropout_?|bernoulli_?|uniform_|normal_|rand(n|int|perm)?(_like)?"
+    r"aten\.(\w*dropout_?|bernoulli_?|uniform_|normal_|exponential_|rand(n|int|perm)?(_like)?"
     r"|scaled_dot_product_attention|lstm|gru|rnn_tanh|rnn_relu)\.\w+"
 )
 _SCHEMA = re.compile(

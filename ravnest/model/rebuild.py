@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ravnest.errors import ProtocolError, UnsafeBlueprint
 from ravnest.model.blueprint import Argument, Blueprint, Op, Program, Ratio, Ref, Size, TensorType, ValueId
-from ravnest.model.operators import Parameter, operators
+from ravnest.model.operators import Parameter, draws, operators
 from ravnest.model.storage import Storages
 
 State = Mapping[str, torch.Tensor]
@@ -127,17 +127,6 @@ def bind(
     return tuple(positional), keywords
 
 
-def draws(op: Op) -> bool:
-    """Return whether an operation really draws random numbers, given its arguments."""
-    given = dict(op.arguments)
-    if not operators()[op.name].is_random or given.get("train") is False:
-        return False
-    shares = [given[name] for name in ("p", "dropout_p", "dropout") if name in given]
-    if op.name.startswith(("aten.scaled_dot", "aten.lstm", "aten.gru", "aten.rnn")):
-        return any(share != 0.0 for share in shares)
-    return not shares or any(share != 0.0 for share in shares)
-
-
 def check_batch(program: Program, inputs: Mapping[ValueId, torch.Tensor], fields: State) -> int:
     """Return the batch size that everything which arrived agrees on, or say what does not fit."""
     arrived = [(f"value {value}", value, inputs.get(value)) for value in program.inputs]
@@ -191,6 +180,11 @@ class _Runner:
                 outputs, results = self._run_twice(kept, arrived, key)
             else:
                 outputs, results = self._graph(*kept.values(), *arrived, key)
+        # Under autocast a value may come out narrower than declared; what travels is of the type declared.
+        outputs = tuple(
+            output.to(getattr(torch, program.values[value].dtype))
+            for value, output in zip(program.outputs, outputs, strict=True)
+        )
         names = (name for name, _ in program.results)
         return Passed(
             dict(zip(program.outputs, outputs, strict=True)), dict(zip(names, results, strict=True))
@@ -203,7 +197,7 @@ class _Runner:
         before = {value: kept[value].clone() for value in self._written}
         is_again = False
 
-        def run() -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+        def run(*arrived: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
             nonlocal is_again
             state = (
                 {**kept, **{value: tensor.clone() for value, tensor in before.items()}} if is_again else kept
@@ -211,7 +205,7 @@ class _Runner:
             is_again = True
             return self._graph(*state.values(), *arrived, key)
 
-        passed = checkpoint(run, use_reentrant=False, preserve_rng_state=key is None)
+        passed = checkpoint(run, *arrived, use_reentrant=False, preserve_rng_state=key is None)
         assert isinstance(passed, tuple)
         return passed
 
@@ -238,7 +232,7 @@ class _Builder:
             self._nodes[value] = self._graph.placeholder(f"v{value}")
         key = self._graph.placeholder("key")
         for op in program.ops:
-            if draws(op) and not self._setting.compiled:
+            if draws(op.name, dict(op.arguments)) and not self._setting.compiled:
                 self._graph.call_function(_seed, (key, op.number, self._setting.device))
             self._add(op)
         outputs = tuple(self._nodes[value] for value in program.outputs)

@@ -20,6 +20,11 @@ _FIXED_SIZE = (
 )
 _KNOWN = (
     (
+        r"CondAutogradOp|torch\.cond|torch\.while_loop",
+        "it chooses between branches while it runs",
+        "compute both and choose with torch.where",
+    ),
+    (
         r"data.dependent|Could not guard on|Could not extract specialized integer|_local_scalar_dense",
         "the code looks at the values in a tensor to decide what to do",
         "use torch.where or a mask instead of `if tensor:`, and keep values in tensors instead of .item()",

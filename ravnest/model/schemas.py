@@ -75,6 +75,7 @@ aten::mul_.Scalar(Tensor(a!) self, Scalar other) -> Tensor(a!)
 aten::div_.Tensor(Tensor(a!) self, Tensor other) -> Tensor(a!)
 aten::div_.Scalar(Tensor(a!) self, Scalar other) -> Tensor(a!)
 aten::clamp_(Tensor(a!) self, Scalar? min=None, Scalar? max=None) -> Tensor(a!)
+aten::clamp_min_(Tensor(a!) self, Scalar min) -> Tensor(a!)
 aten::sigmoid_(Tensor(a!) self) -> Tensor(a!)
 aten::tanh_(Tensor(a!) self) -> Tensor(a!)
 aten::relu_(Tensor(a!) self) -> Tensor(a!)
@@ -199,7 +200,6 @@ aten::swapaxes(Tensor(a) self, int axis0, int axis1) -> Tensor(a)
 aten::contiguous(Tensor(a) self, *, MemoryFormat memory_format=0) -> Tensor(a)
 aten::clone(Tensor self, *, MemoryFormat? memory_format=None) -> Tensor
 aten::detach(Tensor(a) self) -> Tensor(a)
-aten::detach_(Tensor(a!) self) -> Tensor(a!)
 aten::alias(Tensor(a) self) -> Tensor(a)
 aten::to.dtype(Tensor(a) self, ScalarType dtype, bool non_blocking=False, bool copy=False, MemoryFormat? memory_format=None) -> Tensor(a)
 aten::to.dtype_layout(Tensor(a) self, *, ScalarType? dtype=None, Layout? layout=None, Device? device=None, bool? pin_memory=None, bool non_blocking=False, bool copy=False, MemoryFormat? memory_format=None) -> Tensor(a)
@@ -254,6 +254,7 @@ aten::bernoulli.p(Tensor self, float p, *, Generator? generator=None) -> Tensor
 aten::bernoulli_.float(Tensor(a!) self, float p=0.5, *, Generator? generator=None) -> Tensor(a!)
 aten::uniform_(Tensor(a!) self, float from=0., float to=1., *, Generator? generator=None) -> Tensor(a!)
 aten::normal_(Tensor(a!) self, float mean=0., float std=1., *, Generator? generator=None) -> Tensor(a!)
+aten::exponential_(Tensor(a!) self, float lambd=1., *, Generator? generator=None) -> Tensor(a!)
 aten::rand(SymInt[] size, *, ScalarType? dtype=None, Layout? layout=None, Device? device=None, bool? pin_memory=None) -> Tensor
 aten::rand_like(Tensor self, *, ScalarType? dtype=None, Layout? layout=None, Device? device=None, bool? pin_memory=None, MemoryFormat? memory_format=None) -> Tensor
 aten::randn(SymInt[] size, *, ScalarType? dtype=None, Layout? layout=None, Device? device=None, bool? pin_memory=None) -> Tensor

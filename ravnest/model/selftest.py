@@ -30,7 +30,7 @@ def compare(
     stages = [_send(stage) for stage in _cut(blueprint)]
     with torch.random.fork_rng():
         for training, num_samples in ((True, _NUM_SAMPLES), (False, _NUM_SAMPLES - 1)):
-            few = {name: field[:num_samples] for name, field in fields.items()}
+            few = {name: field[:num_samples].clone() for name, field in fields.items()}
             whole.train(training)
             _check(blueprint, training, _run_module(whole, few), _run_stages(stages, state, few, training))
 

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from ravnest.model.blueprint import Op, Program, ValueId, refs_of
-from ravnest.model.operators import operators
+from ravnest.model.operators import draws, operators
 
 # In evaluation these leave their running statistics alone, although the schema cannot say so.
 _WRITES_ONLY_IF = {"aten.batch_norm.default": "training", "aten.instance_norm.default": "use_input_stats"}
@@ -22,6 +22,11 @@ def writes(op: Op) -> Iterator[ValueId]:
     for parameter in operators()[op.name].parameters:
         if parameter.is_written:
             yield from refs_of(given.get(parameter.name))
+
+
+def has_effect(op: Op) -> bool:
+    """Return whether it matters though nobody reads its results: it writes, or moves a generator."""
+    return any(True for _ in writes(op)) or draws(op.name, dict(op.arguments))
 
 
 def shares(op: Op) -> Iterator[tuple[ValueId, ValueId]]:

@@ -33,7 +33,7 @@ from ravnest.model.blueprint import (
 from ravnest.model.operators import operators
 from ravnest.model.refusals import refuse_node
 from ravnest.model.sizes import number_of, symbols_of
-from ravnest.model.storage import Storages, writes
+from ravnest.model.storage import Storages, has_effect, writes
 
 # Uninitialised memory would show a provider's own; zeros serve the same programs.
 _INSTEAD = {
@@ -46,7 +46,7 @@ _SET_BY_STAGE = ("device", "layout", "pin_memory", "generator")
 _CHECKS = ("_assert", "sym_constrain_range", "_functional_assert", "_functional_sym_constrain_range")
 _NO_GRADIENT = frozenset(
     f"aten.{name}.default"
-    for name in ("detach", "detach_", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like")
+    for name in ("detach", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like")
 )
 
 
@@ -93,6 +93,7 @@ class _Tracer:
     state: dict[str, ValueId] = field(default_factory=dict)
     tensors: dict[str, tuple[str, torch.Tensor]] = field(default_factory=dict)
     ops: list[Op] = field(default_factory=list)
+    nodes: dict[int, fx.Node] = field(default_factory=dict)
     known: dict[fx.Node, object] = field(default_factory=dict)
     batch_symbols: set[object] = field(default_factory=set)
 
@@ -170,6 +171,7 @@ class _Tracer:
             for argument, value in (*given, *node.kwargs.items())
             if argument in accepted
         )
+        self.nodes[len(self.ops)] = node
         self.ops.append(Op(name, arguments, outs, len(self.ops), precision))
         self.known[node] = [Ref(out) for out in outs] if is_many else Ref(outs[0])
 
@@ -244,8 +246,8 @@ class _Tracer:
                     return number
         raise refuse_node(
             node,
-            f"it is called with {value!s:.60}",
-            "use numbers, tensors and sizes that are a multiple of the batch size",
+            "it is called with a number that is not a multiple of the batch size",
+            "use sizes as they are, or divide and multiply them only",
         )
 
 
@@ -279,7 +281,7 @@ def _finish(tracer: _Tracer, results: tuple[tuple[str, ValueId], ...]) -> Progra
     needed = {value for _, value in results}
     kept: list[Op] = []
     for op in reversed(tracer.ops):
-        if any(out in needed for out in op.outs) or any(True for _ in writes(op)):
+        if any(out in needed for out in op.outs) or has_effect(op):
             kept.append(op)
             needed.update(op.refs())
     kept.reverse()
@@ -294,12 +296,26 @@ def _finish(tracer: _Tracer, results: tuple[tuple[str, ValueId], ...]) -> Progra
         outputs=(),
         results=results,
     )
+    _check_fields(program, tracer)
     carried = _gradients(program, tracer)
     values = {
         value: replace(kind, has_gradient=value in carried and kind.dtype in FLOATING)
         for value, kind in program.values.items()
     }
     return replace(program, values=values)
+
+
+def _check_fields(program: Program, tracer: _Tracer) -> None:
+    storages = Storages(program)
+    fields = {storages.root(value): name for value, name in program.fields}
+    for op in program.ops:
+        for value in writes(op):
+            if storages.root(value) in fields:
+                raise refuse_node(
+                    tracer.nodes[op.number],
+                    f"it changes the field {fields[storages.root(value)]!r} of the batch in place",
+                    "work on a copy: x = x.clone()",
+                )
 
 
 def _used_outs(op: Op, needed: set[ValueId]) -> tuple[ValueId | None, ...]:

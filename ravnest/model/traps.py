@@ -45,6 +45,10 @@ def _replaced(owner: type | ModuleType, name: str, value: object) -> Iterator[No
 
 
 def _refuse_function(function: type, *_: Any, **__: Any) -> Any:
+    if function.__name__ == "CheckpointFunction":
+        raise refuse_here("torch.utils.checkpoint is used in its reentrant form", "pass use_reentrant=False")
+    if function.__name__ == "BackwardHookFunction":
+        raise refuse_here("a backward hook is Python code, which providers do not run", "remove the hook")
     raise refuse_here(
         f"the autograd function {function.__name__} has a backward of its own, which is Python code",
         "write it with tensor operations: x + (f(x) - x).detach() is a straight-through estimator",

@@ -135,15 +135,17 @@ def _parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:
 def _returned_loss(out: Any) -> Any:
     found = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", None)
     if found is None:
-        raise CaptureError(
-            f"the model returned {type(out).__name__} without a loss; give loss=, or the labels it needs"
-        )
+        kind = "a tensor" if isinstance(out, torch.Tensor) else type(out).__name__
+        raise CaptureError(f"the model returned {kind} without a loss; give loss=, or the labels it needs")
     return found
 
 
 def _check_scalar(name: str, value: Any) -> torch.Tensor:
     if not isinstance(value, torch.Tensor) or value.ndim != 0:
-        what = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+        what = type(value).__name__
+        if isinstance(value, torch.Tensor):
+            sizes = (str(size) if isinstance(size, int) else "batch" for size in value.shape)
+            what = f"a tensor of {' x '.join(sizes)}"
         raise CaptureError(f"{name!r} is not one number but {what}; reduce it with .mean() or .sum()")
     if name == "loss" and not value.is_floating_point():
         raise CaptureError(f"the loss is {value.dtype}, not a floating-point number")
