@@ -1,1 +1,25 @@
-"""Ravnest: train one model together on ordinary, unequal PCs over the internet."""
+"""Ravnest: train one model together on ordinary, unequal PCs over the internet.
+
+Names are loaded when they are first used, so that importing the package does not import torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ravnest.job import Job
+    from ravnest.model.capture import capture, empty_weights
+
+__all__ = ["Job", "capture", "empty_weights"]
+
+_PLACES = {"Job": "ravnest.job", "capture": "ravnest.model.capture", "empty_weights": "ravnest.model.capture"}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _PLACES:
+        raise AttributeError(f"module 'ravnest' has no attribute {name!r}; it has {', '.join(_PLACES)}")
+    return getattr(import_module(_PLACES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_PLACES})

@@ -4,12 +4,14 @@ Data goes to stdout, narration to stderr. An error is one sentence and an exit c
 heavy is imported inside the command that needs it, so that `--help` is quick.
 """
 
+import contextlib
 import errno
 import io
 import json
 import os
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -20,12 +22,16 @@ import click
 from ravnest.errors import ConfigError, RavnestError
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from ravnest.config import PlanConfig
     from ravnest.plan.forecast import Forecast
     from ravnest.plan.types import ModelProfile, Plan, Swarm
+    from ravnest.showing.inspection import Inspection
 
 _MOST_BYTES = 1 << 29  # of a file; a million nodes take half of it
 _INTERRUPTED = 130
+_USUAL_STAGES = 3
 
 
 def main() -> None:
@@ -243,13 +249,16 @@ def _read_text(name: str) -> str:
 def _write_picture(name: str, answer: _Answer) -> None:
     from ravnest.showing.drawing import draw_plan
 
-    picture = draw_plan(answer.plan, answer.predicted, answer.profile, answer.swarm)
-    try:
-        Path(name).write_text(picture, encoding="utf-8")
-    except OSError as error:
-        reason = f"--svg {name} cannot be written: {error.strerror}"
-        raise ConfigError(f"{reason}; give a file in a folder that exists and is yours") from None
+    _write_text("--svg", name, draw_plan(answer.plan, answer.predicted, answer.profile, answer.swarm))
     click.echo(f"picture written to {name}", err=True)
+
+
+def _write_text(option: str, name: str, text: str) -> None:
+    try:
+        Path(name).write_text(text, encoding="utf-8")
+    except OSError as error:
+        reason = f"{option} {name} cannot be written: {error.strerror}"
+        raise ConfigError(f"{reason}; give a file in a folder that exists and is yours") from None
 
 
 def _print_json(answer: _Answer) -> None:
@@ -258,14 +267,77 @@ def _print_json(answer: _Answer) -> None:
     report = plan_to_dict(
         answer.plan, answer.predicted, answer.profile, answer.swarm, answer.config, answer.advice
     )
-    click.echo(json.dumps(report, indent=2, sort_keys=True, allow_nan=False))
+    click.echo(_to_json(report))
+
+
+def _to_json(document: Mapping[str, object]) -> str:
+    return json.dumps(document, indent=2, sort_keys=True, allow_nan=False)
 
 
 def _print_tables(answer: _Answer) -> None:
-    from rich.console import Console
-
     from ravnest.showing.terminal import show_plan
 
+    _print_parts(lambda width: show_plan(answer.plan, answer.predicted, answer.profile, answer.advice, width))
+
+
+def _print_parts(show: Callable[[int], Iterable["RenderableType"]]) -> None:
+    from rich.console import Console
+
     console = Console(markup=False, highlight=False, emoji=False)
-    for part in show_plan(answer.plan, answer.predicted, answer.profile, answer.advice, width=console.width):
+    for part in show(console.width):
         console.print(part)
+
+
+@program.command()
+@click.argument("place", metavar="FILE.py:JOB")
+@click.option("--cut", "num_stages", type=int, metavar="N", help="Equal stages to cut into; 3 if left out.")
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print one JSON object (ravnest.inspect/1) instead of tables."
+)
+@click.option("--profile", "profile_file", metavar="FILE", help="Also write a profile for `plan --model`.")
+def inspect(place: str, num_stages: int | None, as_json: bool, profile_file: str | None) -> None:
+    """Show what a model becomes: its line, a cut, what providers run. Starts nothing, sends nothing.
+
+    FILE.py is your own file, which is run; JOB is a ravnest.Job in it or a function that returns one, and may
+    be left out if there is only one.
+
+    \b
+    ravnest inspect examples/tiny_gpt/model.py:job --cut 4
+    ravnest inspect model.py --profile model.json
+    ravnest plan --population home:20 --model model.json
+    """
+    if num_stages is not None and num_stages < 1:
+        raise ConfigError(f"--cut {num_stages} is less than one stage; choose 1 or more")
+    if profile_file is not None and not profile_file.endswith(".json"):
+        raise ConfigError(f"--profile {profile_file} would hold JSON; give a name that ends in .json")
+    from ravnest.showing.inspection import inspection_to_dict, named_profile, show_inspection
+
+    found = _inspect(place, num_stages)
+    if profile_file is not None:
+        _write_text("--profile", profile_file, _to_json(named_profile(found)) + "\n")
+        click.echo(f"profile written to {profile_file}", err=True)
+    if as_json:
+        click.echo(_to_json(inspection_to_dict(found)))
+    else:
+        _print_parts(lambda width: show_inspection(found, width))
+
+
+def _inspect(place: str, num_stages: int | None) -> "Inspection":
+    click.echo(f"running {place}", err=True)
+    from ravnest.job import load_job, users_code
+    from ravnest.model.measure import measure
+    from ravnest.showing.inspection import inspect_model
+
+    with contextlib.redirect_stdout(sys.stderr):  # what the user's file prints is not our answer
+        job = load_job(place)
+        with users_code(place):
+            job.first_batch()
+        click.echo(f"capturing {job.name}", err=True)
+        start = time.perf_counter()  # noqa: TID251 - a program may tell how long it took
+        captured = job.capture()
+    profile = measure(captured.blueprint, captured.batch_size)
+    seconds = time.perf_counter() - start  # noqa: TID251 - as above
+    click.echo(f"captured and measured in {seconds:.1f} s", err=True)
+    if num_stages is None:
+        num_stages = min(_USUAL_STAGES, profile.num_positions)
+    return inspect_model(captured.blueprint, profile, captured.notes, num_stages)

@@ -10,8 +10,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ravnest.errors import ConfigError
 from ravnest.plan.cost import Bools, Floats, Floats32, Ints, LineCost, NodeTable, StageCosts
 from ravnest.plan.timing import Rows, timing
+from ravnest.plan.types import ModelProfile
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,3 +93,33 @@ class Splitter:
         times = timing(self.line, self.nodes, Rows(table, lengths, cuts))
         seconds = np.where(fits, times.seconds, np.inf)
         return Splits(seconds, cuts, times.stage.argmax(axis=1))
+
+
+_EQUAL_WORK = 1.15  # links are slower than PCs: a little more work beats several times the bytes
+
+
+def best_cuts(profile: ModelProfile, num_stages: int) -> tuple[int, ...]:
+    """Return the cuts, both ends included, for equal nodes: as little work as can be for the busiest stage.
+
+    Among cuts within 15 % of that, those that the fewest bytes cross.
+    """
+    if not 1 <= num_stages <= profile.num_positions:
+        most = f"1 to {profile.num_positions}, for {profile.name} has that many positions"
+        raise ConfigError(f"cannot cut into {num_stages} stages; choose {most}")
+    flops = np.add(profile.forward_flops, profile.backward_flops)
+    total = np.concatenate([[0.0], np.cumsum(flops)])
+    work = np.where(np.tri(len(total), dtype=bool), np.inf, total - total[:, None])  # [start, stop]
+    nowhere = np.where(np.arange(len(total)) == 0, 0.0, np.inf)  # no stage yet: all of the line is left
+    busiest, sent, origins = nowhere, nowhere, []
+    for _ in range(num_stages):
+        busiest = np.maximum(busiest[:, None], work).min(axis=0)
+    crossing = np.asarray(profile.crossing_bytes, float)[:, None]
+    allowed = np.where(np.isfinite(work) & (work <= _EQUAL_WORK * busiest[-1]), crossing, np.inf)
+    for _ in range(num_stages):
+        choice = sent[:, None] + allowed
+        origins.append(choice.argmin(axis=0))
+        sent = choice.min(axis=0)
+    cuts = [profile.num_positions]
+    for origin in reversed(origins):
+        cuts.append(int(origin[cuts[-1]]))
+    return tuple(reversed(cuts))

@@ -304,6 +304,9 @@ def test_help_is_quick_and_a_plan_needs_no_torch():
     helped = run("-c", code, "--help")
     assert b"plan" in helped.stdout
     assert helped.stdout.endswith(b"[]\n"), helped
+    asked = run("-c", code, "inspect", "--help")
+    assert b"FILE.py:JOB" in asked.stdout
+    assert asked.stdout.endswith(b"[]\n"), asked
     planned = run("-c", code, "plan", *SMALL)
     assert planned.stdout.splitlines()[-1] == b"['numpy', 'rich']"
 
