@@ -17,6 +17,7 @@ check: $(READY)
 bench: $(READY)
 	$(BIN)/python -m benchmarks.run plan
 	$(BIN)/python -m benchmarks.run noise
+	$(BIN)/python -m benchmarks.run stages
 
 clean:
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
