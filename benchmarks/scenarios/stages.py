@@ -1,7 +1,7 @@
 """A rebuilt stage against the user's own module, capture of a model larger than this PC, and CUDA if any."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from benchmarks.measure import in_fresh_process, say, spread, table
 
@@ -118,7 +118,7 @@ def _compiled(quick: bool) -> dict[str, object]:
         stage = rebuild(captured.blueprint, compiled=compiled)
         loss = stage.forward(captured.state, {}, batch, key=(1, 1)).results["loss"]
         loss.backward()
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
     gap = abs(losses[0] - losses[1])
     assert gap < 1e-4, f"the compiled stage computes another loss: {losses}"
     return {"loss_difference": gap, "first_step_seconds": round(time.perf_counter() - started, 1)}
@@ -258,19 +258,24 @@ def _gpt2_medium() -> dict[str, object]:
 
 
 def _report(figures: dict[str, object]) -> str:
-    parts = [_METHOD]
-    speed = figures["rebuilt_over_eager"]
-    rows = [["rebuilt / eager, GPT width 512, CPU", f"{speed['median']} ({speed['min']}-{speed['max']})"]]
-    rows += [["compiled stage", figures["compiled"]]]
-    rows += [[name, value] for name, value in figures.items() if name.startswith("llama")]
-    if "cuda" in figures:
-        rows += [[f"cuda {name}", value] for name, value in figures["cuda"].items()]
-    return "\n".join([*parts, table(["what", "measured"], rows)])
+    return _METHOD + table(["what", "measured"], list(_rows("", figures)))
+
+
+def _rows(name: str, figure: object) -> Iterator[list[object]]:
+    """Yield one row per figure; a spread stays together."""
+    if isinstance(figure, dict) and set(figure) == {"min", "median", "max"}:
+        yield [name, f"{figure['median']} ({figure['min']}-{figure['max']})"]
+    elif isinstance(figure, dict):
+        for key, value in figure.items():
+            yield from _rows(f"{name} {key}".strip().replace("_", " "), value)
+    else:
+        yield [name, figure]
 
 
 _METHOD = """\
 Speed: forward and backward of a GPT (width 512, 4 blocks, 32 x 16 tokens, dropout keyed per operation), the
-user's own module and the rebuilt stage in turn in one process, ratio of each pair (above 1: it is faster)
-Capture: a 7 B Llama built without weights, in a process of its own (construct, capture of both programs,
+user's own module and the rebuilt stage in turn in one process, ratio of each pair (above 1: it is
+faster). Capture: a 7 B Llama built without weights, in a process of its own (construct, capture of both programs,
 profile, one stage to JSON and back); peak memory is that process's.
+
 """
