@@ -275,7 +275,7 @@ def _rows(name: str, figure: object) -> Iterator[list[object]]:
 _METHOD = """\
 Speed: forward and backward of a GPT (width 512, 4 blocks, 32 x 16 tokens, dropout keyed per operation), the
 user's own module and the rebuilt stage in turn in one process, ratio of each pair (above 1: it is
-faster). Capture: a 7 B Llama built without weights, in a process of its own (construct, capture of both programs,
-profile, one stage to JSON and back); peak memory is that process's.
+faster). Capture: a 7 B Llama built without weights, in a process of its own (construct, capture of both
+programs, profile, one stage to JSON and back); peak memory is that process's.
 
 """
