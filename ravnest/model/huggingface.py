@@ -4,6 +4,7 @@ Nothing here imports transformers; it only matters when the requester's program 
 """
 
 import contextlib
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType
@@ -18,13 +19,28 @@ def plain_transformers(has_mask: bool) -> Iterator[None]:
         masking = sys.modules.get("transformers.masking_utils")
         if masking is not None and not has_mask:
             # Outside of export they say "causal" instead of building a mask, when no sample is padded.
-            stack.enter_context(_replaced(masking, "_ignore_causal_mask_sdpa", lambda *_, **__: True))
+            ignore = getattr(masking, "_ignore_causal_mask_sdpa", None)
+            if ignore is not None:
+                stack.enter_context(_replaced(masking, ignore.__name__, _without_tracing(ignore)))
             stack.enter_context(_replaced(masking, "find_packed_sequence_indices", lambda *_, **__: None))
         for name, module in list(sys.modules.items()):
             if name.startswith("transformers."):
                 # It marks what must stay in full precision, but only where autocast is on already.
                 stack.enter_context(_replaced(module, "maybe_autocast", torch.autocast))
         yield
+
+
+def _without_tracing(ignore: Callable[..., bool]) -> Callable[..., bool]:
+    """Return their rule for leaving out the mask as it is when nothing is traced: not within a window."""
+    signature = inspect.signature(ignore)
+
+    def is_plainly_causal(*arguments: object, **keywords: object) -> bool:
+        given = signature.bind(*arguments, **keywords).arguments
+        length, window = given["kv_length"], given.get("local_attention_size")
+        is_square = given.get("q_length", given.get("query_length")) == length
+        return given["padding_mask"] is None and is_square and (window is None or length < window)
+
+    return is_plainly_causal
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from ravnest.model.storage import Storages, has_effect
 
 _TYPICAL_BATCH = 8  # for comparing sizes; every machine must come to the same cut
 _SMALL_BYTES = 4096  # fields up to this size may be sent to a stage to save it a smaller value
+_LARGER = 16  # a truth value made of a 64-bit mask is an eighth of it, and the way to a mask of many times it
 
 
 class Wiring:
@@ -50,9 +51,11 @@ class Wiring:
             totals.append(total)
         return totals
 
-    def remade(self, start: int, stop: int, inputs: Collection[ValueId]) -> list[int]:
+    def remade(
+        self, start: int, stop: int, ends: Collection[ValueId], inputs: Collection[ValueId]
+    ) -> list[int]:
         """Return the earlier operations a stage repeats for itself instead of receiving their values."""
-        wanted = [value for op in self.program.ops[start:stop] for value in op.refs()]
+        wanted = [*ends, *(value for op in self.program.ops[start:stop] for value in op.refs())]
         found: set[int] = set()
         while wanted:
             value = wanted.pop()
@@ -66,27 +69,29 @@ class Wiring:
         return self.made[value] < cut <= self.last_use.get(value, -1) and value not in self._remade
 
     def _find_remade(self, constants: Collection[str]) -> set[ValueId]:
-        """Find values that follow from batch fields and constants, where the fields are no larger."""
-        values = self.program.values
+        """Find values that follow from batch fields and constants, where the fields are not much larger.
+
+        All that such a value follows from is made again too; so a stage of a stage is cut like the whole.
+        """
         storages = Storages(self.program)
-        field_ids = {value for value, _ in self.program.fields}
-        derived: dict[ValueId, frozenset[ValueId]] = {value: frozenset({value}) for value in field_ids}
-        for value, name in self.program.state:
-            if name in constants:
-                derived[value] = frozenset()
+        found: dict[ValueId, frozenset[ValueId]] = {
+            value: frozenset({value}) for value, _ in self.program.fields
+        }
+        found |= {value: frozenset() for value, name in self.program.state if name in constants}
         for op in self.program.ops:
             outs = [out for out in op.outs if out is not None]
             if operators()[op.name].is_random or any(storages.is_written(out) for out in outs):
                 continue
-            if all(value in derived for value in op.refs()):
-                fields = frozenset[ValueId]().union(*(derived[value] for value in op.refs()))
-                derived.update(dict.fromkeys(outs, fields))
-        return {
-            value
-            for value, fields in derived.items()
-            if sum(values[field].bytes_at(_TYPICAL_BATCH) for field in fields)
-            <= max(values[value].bytes_at(_TYPICAL_BATCH), _SMALL_BYTES)
-        }
+            if all(value in found for value in op.refs()):
+                fields = frozenset[ValueId]().union(*(found[value] for value in op.refs()))
+                if all(self._is_worth_it(out, fields) for out in outs):
+                    found.update(dict.fromkeys(outs, fields))
+        return set(found)
+
+    def _is_worth_it(self, value: ValueId, fields: Collection[ValueId]) -> bool:
+        values = self.program.values
+        needed = sum(values[field].bytes_at(_TYPICAL_BATCH) for field in fields)
+        return needed <= max(_LARGER * values[value].bytes_at(_TYPICAL_BATCH), _SMALL_BYTES)
 
 
 def crossings(blueprint: Blueprint) -> list[tuple[ValueId, ...]]:
@@ -128,8 +133,8 @@ def _slice(wiring: Wiring, cuts: Sequence[int], ends: tuple[bool, bool]) -> tupl
     inputs = whole.inputs if is_head else wiring.crossing(cuts[0])
     outputs = whole.outputs if is_tail else wiring.crossing(cuts[-1])
     results = whole.results if is_tail else ()
-    indices = [*wiring.remade(cuts[0], cuts[-1], set(inputs)), *range(cuts[0], cuts[-1])]
     needed = {*outputs, *(value for _, value in results)}
+    indices = [*wiring.remade(cuts[0], cuts[-1], needed, set(inputs)), *range(cuts[0], cuts[-1])]
     kept: list[int] = []
     for index in reversed(indices):
         op = whole.ops[index]

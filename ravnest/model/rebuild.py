@@ -195,10 +195,14 @@ class _Runner:
     ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
         """Keep only what arrived; backward runs the stage again, on the buffers as they were before."""
         before = {value: kept[value].clone() for value in self._written}
+        watched = [tensor for value, tensor in kept.items() if value not in before] + arrived
+        versions = [tensor._version for tensor in watched]
         is_again = False
 
         def run(*arrived: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
             nonlocal is_again
+            if is_again and [tensor._version for tensor in watched] != versions:
+                raise RuntimeError("a tensor was changed in place between the forward and its backward")
             state = (
                 {**kept, **{value: tensor.clone() for value, tensor in before.items()}} if is_again else kept
             )

@@ -41,7 +41,11 @@ _INSTEAD = {
     "aten.empty.memory_format": "aten.zeros.default",
     "aten.empty_like.default": "aten.zeros_like.default",
     "aten.new_empty.default": "aten.new_zeros.default",
+    # A view needs the strides it was traced with; what crosses a cut arrives without them.
+    "aten.view.default": "aten.reshape.default",
+    "aten.view_as.default": "aten.reshape_as.default",
 }
+_RENAMED = {("aten.reshape.default", "size"): "shape"}
 _SET_BY_STAGE = ("device", "layout", "pin_memory", "generator")
 _CHECKS = ("_assert", "sym_constrain_range", "_functional_assert", "_functional_sym_constrain_range")
 _NO_GRADIENT = frozenset(
@@ -166,11 +170,8 @@ class _Tracer:
         outs = tuple(self._new(part, node) for part in (made if is_many else [made]))
         given = zip((argument.name for argument in target._schema.arguments), node.args, strict=False)
         accepted = {parameter.name for parameter in operators()[name].parameters} - {*_SET_BY_STAGE}
-        arguments = tuple(
-            (argument, self._argument(value, node))
-            for argument, value in (*given, *node.kwargs.items())
-            if argument in accepted
-        )
+        named = ((_RENAMED.get((name, key), key), value) for key, value in (*given, *node.kwargs.items()))
+        arguments = tuple((key, self._argument(value, node)) for key, value in named if key in accepted)
         self.nodes[len(self.ops)] = node
         self.ops.append(Op(name, arguments, outs, len(self.ops), precision))
         self.known[node] = [Ref(out) for out in outs] if is_many else Ref(outs[0])
