@@ -1,13 +1,19 @@
 """All messages between programs, as data.
 
-A message names the fact it belongs to by number (here the round), so a late one is dropped by number.
-The state machines take and return these; wire turns them into frames; who sent one is known to net.
+A message names the facts it belongs to by number (plan epoch, round, lease, batch), so a late one is dropped
+by number. Tensors travel beside it: one buffer for each TensorSpec in it, in order. The state machines take
+and return these; wire turns them into frames and proves what the types here say, with its own bounds where
+they say nothing; who sent one is known to net. Times are spans: no two programs share a clock.
 """
 
 from dataclasses import dataclass
-from typing import Generic, NewType, TypeVar
+from math import prod
+from typing import Annotated, Generic, NewType, TypeVar
 
-from ravnest.plan.types import NodeId
+from msgspec import Meta
+
+from ravnest.config import WireFormat
+from ravnest.plan.types import Node, NodeId, Ring, Stage
 
 BatchId = NewType("BatchId", int)
 LeaseId = NewType("LeaseId", int)
@@ -15,6 +21,266 @@ RoundId = NewType("RoundId", int)
 SegmentId = NewType("SegmentId", int)
 
 Value = TypeVar("Value")
+Metrics = tuple[tuple[str, float | None], ...]  # None where a metric was no finite number
+BlobHash = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]  # BLAKE2b-256 of the content
+Count = Annotated[int, Meta(ge=1, le=2**20)]
+Proof = Annotated[bytes, Meta(min_length=32, max_length=32)]
+
+FLOAT_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
+ITEM_BYTES = FLOAT_BYTES | {"int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1}
+BLOCK_ITEMS, SCALE_BYTES = 256, 4  # int8 and int4: one scale for so many numbers
+MOST_ITEMS = 2**40
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """A tensor that travels in the buffer beside a message."""
+
+    dtype: str
+    shape: Annotated[tuple[int, ...], Meta(max_length=8)]
+    wire_format: WireFormat
+
+    @property
+    def num_bytes(self) -> int:
+        """Length of the buffer. FP32 sends a tensor as it is; so do all formats for what is no fraction."""
+        num_items = prod(self.shape)
+        if self.wire_format is WireFormat.FP32 or self.dtype not in FLOAT_BYTES:
+            return num_items * ITEM_BYTES[self.dtype]
+        if self.wire_format in (WireFormat.BF16, WireFormat.FP16):
+            return num_items * 2
+        num_codes = num_items if self.wire_format is WireFormat.INT8 else -(-num_items // 2)
+        return num_codes + SCALE_BYTES * -(-num_items // BLOCK_ITEMS)
+
+    @property
+    def fault(self) -> str | None:
+        """Why no tensor is like this, if so."""
+        if self.dtype not in ITEM_BYTES:
+            return f"dtype {self.dtype[:20]!r} is none of {', '.join(ITEM_BYTES)}"
+        if any(size < 0 for size in self.shape) or prod(max(size, 1) for size in self.shape) > MOST_ITEMS:
+            return f"shape {self.shape} is no shape of at most {MOST_ITEMS} items"
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """A peer asks to join; the proof is keyed by the token's secret and covers both public keys."""
+
+    version: str
+    proof: Proof
+    node: Node
+    addresses: tuple[str, ...] = ()  # where others can dial it
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """The hub takes a peer in, under this name."""
+
+    node: NodeId
+    heartbeat_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """What was asked for is not given: a peer cannot join, a blob is not here."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """A peer is alive and follows this plan."""
+
+    epoch: int
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """A peer goes: its provider wishes so, or it will not run what it was given."""
+
+    epoch: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """The hub ends the job, and says why."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Contact:
+    """How to reach a peer; without an address it dials, or the hub relays."""
+
+    node: NodeId
+    key: str
+    addresses: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PlanOrder:
+    """One peer's part of a plan: its stage, its cluster in order, its rings. A spare has none of them."""
+
+    epoch: int
+    seed: int
+    stage: Stage | None
+    pipeline: tuple[NodeId, ...]
+    rings: tuple[tuple[SegmentId, Ring], ...]
+    contacts: tuple[Contact, ...]
+    accumulate: int = 1  # batches per update
+
+
+@dataclass(frozen=True, slots=True)
+class BlobRef:
+    """Content by hash; knowing its size bounds what is fetched."""
+
+    blob: BlobHash
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StageParts:
+    """What a stage is made of. The hub orders it built; the peer answers what it then has, ready to train."""
+
+    epoch: int
+    version: int
+    blueprint: BlobRef
+    weights: BlobRef
+
+
+@dataclass(frozen=True, slots=True)
+class BlobRequest:
+    """Asks for a piece of a blob."""
+
+    blob: BlobHash
+    offset: int
+    size_bytes: Count
+
+
+@dataclass(frozen=True, slots=True)
+class BlobPart:
+    """That piece, in the buffer beside it; shorter at the end of the blob."""
+
+    blob: BlobHash
+    offset: int
+    size_bytes: Count
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotOrder:
+    """The hub wants a stage kept: the peer answers with StageParts and serves those blobs until the next."""
+
+    epoch: int
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseGrant:
+    """A cluster may train, or evaluate, batches numbered from `first_batch`, with so many samples each."""
+
+    epoch: int
+    lease: LeaseId
+    is_evaluation: bool
+    first_batch: BatchId
+    num_samples: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseDone:
+    """Trained, says the root; or evaluated, says the leaf, with the means. Dropped batches do not count."""
+
+    epoch: int
+    lease: LeaseId
+    num_samples: int
+    loss: float | None
+    metrics: Metrics
+
+
+@dataclass(frozen=True, slots=True)
+class FieldParts:
+    """The fields of a batch that the receiving stage consumes."""
+
+    epoch: int
+    batch: BatchId
+    fields: tuple[tuple[str, TensorSpec], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Activation:
+    """The values that cross from a stage to the next, by their number in the program."""
+
+    epoch: int
+    batch: BatchId
+    is_evaluation: bool
+    num_samples: int
+    values: tuple[tuple[int, TensorSpec], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Gradient:
+    """The gradients of those values, on their way back."""
+
+    epoch: int
+    batch: BatchId
+    values: tuple[tuple[int, TensorSpec], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DroppedBatch:
+    """A batch is lost: every stage of the cluster forgets it, the hub counts it as not trained."""
+
+    epoch: int
+    batch: BatchId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What a batch did in one stage, for the root's staleness and for telemetry; the leaf has the loss."""
+
+    epoch: int
+    batch: BatchId
+    version: int
+    lag: int
+    num_samples: int
+    forward_seconds: float
+    backward_seconds: float
+    link_seconds: float
+    idle_share: float
+    loss: float | None
+    metrics: Metrics
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """The root's decision for its cluster, from this update on."""
+
+    epoch: int
+    update: int
+    window: Count
+    accumulate: Count
+    is_synchronous: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LearningRate:
+    """The rate from this update on."""
+
+    epoch: int
+    update: int
+    rate: float
+
+
+@dataclass(frozen=True, slots=True)
+class RoundOpen:
+    """The hub orders a round; the clusters of `left_out` owners wait for the next one."""
+
+    epoch: int
+    round_id: RoundId
+    deadline_seconds: float
+    is_blocking: bool
+    left_out: tuple[NodeId, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,3 +339,11 @@ class Refusal:
     """Why a state machine did not take a message; logged and shown, never sent."""
 
     reason: str
+
+
+Joining = Hello | Welcome | Refused | Heartbeat | Leave | Stop
+Planning = PlanOrder | StageParts | SnapshotOrder | BlobRequest | BlobPart
+Training = LeaseGrant | LeaseDone | FieldParts | Activation | Gradient | DroppedBatch | StepReport
+Steering = Pace | LearningRate
+Averaging = RoundOpen | RingPart[TensorSpec] | RoundReady | RoundOutcome | RoundQuery
+Message = Joining | Planning | Training | Steering | Averaging

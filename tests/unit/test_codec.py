@@ -1,0 +1,237 @@
+"""The codec: what is not copied, what is kept exactly, what is refused, and how blocks lie in a buffer."""
+
+import math
+import struct
+
+import pytest
+import torch
+
+from ravnest.codec import Encoded, ErrorFeedback, decode, describe, encode, encoded_bytes
+from ravnest.config import WireFormat
+from ravnest.errors import ProtocolError
+from ravnest.model import blueprint
+from ravnest.protocol import FLOAT_BYTES, ITEM_BYTES, Refusal, TensorSpec
+
+BLOCKS = [WireFormat.INT8, WireFormat.INT4]
+
+
+def even(wire_format: WireFormat) -> float:
+    """Return a number that is exact when it is the largest of its block."""
+    return {WireFormat.INT8: 127.0, WireFormat.INT4: 7.0}.get(wire_format, 1.0)
+
+
+def pass_over(tensor: torch.Tensor, wire_format: WireFormat) -> torch.Tensor:
+    return decode(encode(tensor, wire_format), describe(tensor, wire_format))
+
+
+def test_protocol_and_blueprints_know_the_same_types() -> None:
+    assert ITEM_BYTES == blueprint.ITEM_BYTES
+    assert frozenset(FLOAT_BYTES) == blueprint.FLOATING
+
+
+@pytest.mark.parametrize("dtype", ITEM_BYTES)
+def test_fp32_sends_every_type_as_it_is(dtype: str) -> None:
+    raw = torch.arange(48, dtype=torch.uint8) % 2 if dtype == "bool" else torch.arange(48, dtype=torch.uint8)
+    tensor = raw.view(getattr(torch, dtype)).view(2, -1)
+    arrived = pass_over(tensor, WireFormat.FP32)
+    assert arrived.dtype == tensor.dtype
+    assert arrived.shape == tensor.shape
+    assert arrived.view(torch.uint8).equal(tensor.view(torch.uint8))
+
+
+@pytest.mark.parametrize("wire_format", WireFormat)
+def test_whole_numbers_are_exact_in_every_format(wire_format: WireFormat) -> None:
+    tensor = torch.tensor([[2**62 + 1, -5], [0, 7]])
+    assert pass_over(tensor, wire_format).equal(tensor)
+    assert pass_over(tensor > 0, wire_format).equal(tensor > 0)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "wire_format"), [(torch.float32, WireFormat.FP32), (torch.bfloat16, WireFormat.BF16)]
+)
+def test_what_needs_no_conversion_is_not_copied(dtype: torch.dtype, wire_format: WireFormat) -> None:
+    tensor = torch.ones(4, 5, dtype=dtype, requires_grad=True)
+    buffer = encode(tensor, wire_format)
+    arrived = decode(buffer, describe(tensor, wire_format))
+    assert arrived.data_ptr() == tensor.data_ptr()
+    assert not arrived.requires_grad
+
+
+def test_a_buffer_that_may_not_be_written_is_copied() -> None:
+    sent = bytes(encode(torch.ones(3), WireFormat.FP32))
+    arrived = decode(sent, TensorSpec("float32", (3,), WireFormat.FP32))
+    arrived.zero_()
+    assert decode(sent, TensorSpec("float32", (3,), WireFormat.FP32)).tolist() == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("wire_format", WireFormat)
+def test_a_buffer_that_lies_askew_is_read_all_the_same(wire_format: WireFormat) -> None:
+    tensor = torch.tensor([127.0, -64.0, 1.0])
+    askew = memoryview(bytearray(b"x" + bytes(encode(tensor, wire_format))))[1:]
+    arrived = decode(askew, describe(tensor, wire_format))
+    assert arrived.data_ptr() % 4 == 0
+    assert arrived.equal(pass_over(tensor, wire_format))
+
+
+@pytest.mark.parametrize("wire_format", WireFormat)
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (1,), (255,), (256,), (257,), (2, 3, 129)])
+def test_any_shape_arrives_as_it_was(wire_format: WireFormat, shape: tuple[int, ...]) -> None:
+    tensor = torch.full(shape, -even(wire_format))
+    assert pass_over(tensor, wire_format).equal(tensor)
+    assert encode(tensor, wire_format).nbytes == encoded_bytes(torch.float32, shape, wire_format)
+
+
+@pytest.mark.parametrize("wire_format", WireFormat)
+def test_a_strided_view_arrives_like_its_copy(wire_format: WireFormat) -> None:
+    base = torch.linspace(-1, 1, 1200).view(30, 40)
+    for view in (base.t(), base[:, ::3], base[3, ::2], base[:1].expand(20, 40)):
+        assert pass_over(view, wire_format).equal(pass_over(view.clone(), wire_format))
+
+
+@pytest.mark.parametrize("wire_format", WireFormat)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+def test_other_float_types_come_back_as_themselves(wire_format: WireFormat, dtype: torch.dtype) -> None:
+    tensor = torch.linspace(-2, 2, 600, dtype=dtype)
+    arrived = pass_over(tensor, wire_format)
+    assert arrived.dtype == dtype
+    assert (arrived - tensor).abs().max() <= 2 / 13
+
+
+def test_an_int8_buffer_is_scales_then_codes() -> None:
+    tensor = torch.zeros(257)
+    tensor[0], tensor[1], tensor[256] = 127.0, -3.4, -254.0
+    assert bytes(encode(tensor, WireFormat.INT8)) == struct.pack("<2f256bb", 1, 2, 127, -3, *[0] * 254, -127)
+
+
+def test_an_int4_byte_is_a_number_of_the_first_half_below_one_of_the_second() -> None:
+    tensor = torch.tensor([7.0, -7.0, 0.0, 1.0, -1.0])  # halves of three and two
+    assert bytes(encode(tensor, WireFormat.INT4)) == struct.pack("<f3b", 1, 16 + 15, -16 + 1, 8)
+
+
+@pytest.mark.parametrize("wire_format", [*BLOCKS, WireFormat.BF16, WireFormat.FP16])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_never_becomes_a_number(wire_format: WireFormat, value: float) -> None:
+    tensor = torch.full((700,), even(wire_format))
+    tensor[300] = value
+    arrived = pass_over(tensor, wire_format)
+    assert not arrived[300].isfinite()
+    assert arrived[:256].equal(tensor[:256])
+    assert arrived[512:].equal(tensor[512:])
+    if wire_format in BLOCKS:
+        assert not arrived[256:512].isfinite().any()
+
+
+def test_odd_nans_do_not_slip_through_the_bits_of_a_scale() -> None:
+    odd = torch.tensor([0x7F800001, 0x7FFFFFFF, 0x7F8000FF, -1], dtype=torch.int32).view(torch.float32)
+    for wire_format in BLOCKS:
+        for nan in odd:
+            assert not pass_over(torch.stack((nan, torch.tensor(1.0))), wire_format).isfinite().any()
+
+
+def test_a_number_too_large_for_fp16_is_infinite_not_zero() -> None:
+    assert pass_over(torch.tensor([1e6, 1.0]), WireFormat.FP16).tolist() == [math.inf, 1.0]
+
+
+@pytest.mark.parametrize("wire_format", WireFormat)
+@pytest.mark.parametrize("change", [-1, 1])
+def test_a_buffer_of_another_size_is_refused(wire_format: WireFormat, change: int) -> None:
+    spec = TensorSpec("float32", (3, 7), wire_format)
+    with pytest.raises(
+        ProtocolError, match=rf"shape \(3, 7\) has {spec.num_bytes} bytes as {wire_format}, not"
+    ):
+        decode(bytes(spec.num_bytes + change), spec)
+
+
+@pytest.mark.parametrize(
+    ("spec", "reason"),
+    [
+        (TensorSpec("complex64", (1,), WireFormat.FP32), "dtype 'complex64' is none of"),
+        (TensorSpec("float32", (-1, -1), WireFormat.FP32), "is no shape"),
+        (TensorSpec("float32", (0, 2**62, 2**62), WireFormat.INT8), "is no shape"),
+        (TensorSpec("float32", (2**45,), WireFormat.INT4), "is no shape"),
+    ],
+)
+def test_a_tensor_that_cannot_be_is_refused(spec: TensorSpec, reason: str) -> None:
+    with pytest.raises(ProtocolError, match=reason):
+        decode(bytes(4), spec)
+
+
+def test_a_truth_value_that_is_neither_is_refused() -> None:
+    with pytest.raises(ProtocolError, match="neither 0 nor 1"):
+        decode(b"\x00\x01\x02", TensorSpec("bool", (3,), WireFormat.FP32))
+
+
+@pytest.mark.parametrize("wire_format", WireFormat)
+def test_sizes_agree_with_what_the_planner_counts(wire_format: WireFormat) -> None:
+    num_items = 256 * 1000
+    assert encoded_bytes(torch.float32, (num_items,), wire_format) == wire_format.ratio * 4 * num_items
+
+
+def sent(result: Encoded | Refusal) -> torch.Tensor:
+    assert isinstance(result, Encoded), result
+    return result.decoded
+
+
+def test_what_one_round_lost_comes_with_the_next() -> None:
+    feedback = ErrorFeedback(WireFormat.INT4)
+    delta = torch.tensor([7.0, 0.4])
+    assert sent(feedback.encode("w", delta)).tolist() == [7.0, 0.0]
+    feedback.commit()
+    assert sent(feedback.encode("w", delta)).tolist() == [7.0, 1.0]  # 0.4 and 0.4 are owed
+    assert sent(feedback.encode("other", delta)).tolist() == [7.0, 0.0]
+
+
+def test_a_round_that_never_happened_leaves_what_is_owed() -> None:
+    feedback = ErrorFeedback(WireFormat.INT4)
+    delta = torch.tensor([7.0, 0.4])
+    for _ in range(3):
+        assert sent(feedback.encode("w", delta)).tolist() == [7.0, 0.0]
+        feedback.abort()
+    feedback.commit()
+    assert sent(feedback.encode("w", delta)).tolist() == [7.0, 0.0]
+
+
+def test_the_sender_knows_what_the_others_will_read() -> None:
+    tensor = torch.linspace(-1, 1, 300).view(3, 100)
+    for wire_format in WireFormat:
+        result = ErrorFeedback(wire_format).encode("w", tensor)
+        assert isinstance(result, Encoded)
+        assert result.decoded.equal(decode(result.buffer, describe(tensor, wire_format)))
+
+
+@pytest.mark.parametrize("wire_format", WireFormat)
+def test_a_contribution_that_is_not_finite_is_refused_and_owes_nothing(wire_format: WireFormat) -> None:
+    feedback = ErrorFeedback(wire_format)
+    refusal = feedback.encode("w", torch.tensor([1.0, math.nan]))
+    assert isinstance(refusal, Refusal)
+    assert refusal.reason.startswith("w is not finite")
+    feedback.commit()
+    good = torch.tensor([even(wire_format), 0.0])
+    assert sent(feedback.encode("w", good)).equal(good)
+
+
+@pytest.mark.parametrize("wire_format", BLOCKS)
+def test_each_block_is_rounded_by_itself_however_long_the_tensor(wire_format: WireFormat) -> None:
+    length, cut = 256 * 2500 + 5, 256 * 2049
+    tensor = torch.sin(torch.arange(length)) * torch.arange(1, length + 1)
+    arrived = pass_over(tensor, wire_format)
+    assert arrived[:256].equal(pass_over(tensor[:256], wire_format))
+    assert arrived[cut:].equal(pass_over(tensor[cut:], wire_format))
+    assert ((arrived - tensor).abs() <= tensor[-256:].abs().max() / 12).all()
+
+
+@pytest.mark.parametrize("wire_format", BLOCKS)
+def test_the_smallest_numbers_round_like_any_others(wire_format: WireFormat) -> None:
+    tiny = 2.0**-126
+    tensor = torch.tensor([0.0, 3 * tiny, 0.75 * tiny, -0.25 * tiny, 2.0**-149])
+    assert pass_over(tensor, wire_format).tolist() == [0.0, 3 * tiny, tiny, 0.0, 0.0]
+    assert bytes(encode(torch.zeros(2), wire_format))[:4] == struct.pack("<f", tiny)
+
+
+@pytest.mark.parametrize("wire_format", [WireFormat.BF16, WireFormat.FP16, WireFormat.FP32])
+def test_only_blocks_keep_what_is_owed(wire_format: WireFormat) -> None:
+    feedback = ErrorFeedback(wire_format)
+    delta = torch.tensor([1 + 0.4 * 2**-7, 1 + 0.4 * 2**-10])
+    first = sent(feedback.encode("w", delta))
+    feedback.commit()
+    assert sent(feedback.encode("w", delta)).equal(first)
