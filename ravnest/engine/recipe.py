@@ -1,0 +1,124 @@
+"""Which optimizer trains which parameter: the recipes of this project, and the user's own torch.optim.
+
+The default keeps its loss under lag: Muon on matrices, NAdam on the rest, weights predicted over the measured
+lag, each gradient clipped by itself. Driven by the requester's job.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ravnest.config import Optimizer as OptimizerName
+from ravnest.engine.optimizers import Adam, Group, Muon, NAdam, OptimizerSettings, Rule, Sgd
+from ravnest.errors import ConfigError
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+_SUPPORTED = ("SGD", "Adam", "AdamW", "NAdam", "Muon")
+_FIXED = {
+    "amsgrad": False,
+    "maximize": False,
+    "dampening": 0,
+    "ns_steps": 5,
+    "ns_coefficients": (3.4445, -4.775, 2.0315),
+}
+_DECAY = 0.1
+
+
+def make_settings(
+    optimizer: OptimizerName,
+    learning_rate: float,
+    shapes: Shapes,
+    matrices: Collection[str],
+    planned_updates: int = 0,
+) -> OptimizerSettings:
+    """Return the recipe of this name for the trainable parameters, given by their shapes."""
+    match optimizer:
+        case OptimizerName.SGD | OptimizerName.MOMENTUM:
+            rule = Sgd(momentum=0.9 if optimizer is OptimizerName.MOMENTUM else 0.0)
+            return OptimizerSettings((Group(tuple(shapes), rule),), learning_rate)
+        case OptimizerName.ADAM:
+            return OptimizerSettings((Group(tuple(shapes), Adam()),), learning_rate)
+        case OptimizerName.ADAMW:
+            return OptimizerSettings(_decay(shapes, Adam()), learning_rate)
+        case OptimizerName.NADAM:
+            # Without prediction, a long memory and a lower rate early on bear lag best.
+            groups = _decay(shapes, NAdam(beta1=0.99, beta2=0.99))
+            return OptimizerSettings(groups, learning_rate, clip=1.0, lag_updates=planned_updates // 2)
+        case OptimizerName.MUON:
+            wide = {name: shape for name, shape in shapes.items() if name in matrices}
+            rest = {name: shape for name, shape in shapes.items() if name not in matrices}
+            muon = Muon(momentum=0.95, matches_adam=True, precision="auto")
+            groups = (*_decay(wide, muon), *_decay(rest, NAdam(beta1=0.95, beta2=0.99)))
+            return OptimizerSettings(groups, learning_rate, clip=1.0, predicts=True)
+
+
+def _decay(shapes: Shapes, rule: Rule) -> tuple[Group, ...]:
+    """Return groups in which biases and the gains of norms do not decay."""
+    wide = tuple(name for name, shape in shapes.items() if len(shape) > 1)
+    thin = tuple(name for name, shape in shapes.items() if len(shape) <= 1)
+    groups = (Group(wide, rule, _DECAY, is_decoupled=True), Group(thin, rule))
+    return tuple(group for group in groups if group.names)
+
+
+def from_torch(
+    optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer], parameters: Mapping[str, Tensor]
+) -> OptimizerSettings:
+    """Return the settings of the user's own optimizer, or optimizers, for the same tensors under our names.
+
+    Learning rates stay in proportion to that of the first group, which the hub's schedule replaces.
+    """
+    given = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else optimizers
+    names = {id(tensor): name for name, tensor in parameters.items()}
+    found = [(_check_kind(one), options) for one in given for options in one.param_groups]
+    first_rate = float(found[0][1]["lr"]) if found else 0.0
+    groups = [_read_group(kind, options, names, first_rate) for kind, options in found]
+    if not any(group.names for group in groups):
+        raise ConfigError("the optimizer has no parameter of this model; build it from model.parameters()")
+    return OptimizerSettings(tuple(group for group in groups if group.names), first_rate)
+
+
+def _check_kind(optimizer: torch.optim.Optimizer) -> str:
+    name = type(optimizer).__name__
+    # A subclass may step differently, so it is not taken for its parent.
+    if name in _SUPPORTED and type(optimizer) is getattr(torch.optim, name, None):
+        return name
+    raise ConfigError(
+        f"optimizer {name} is not supported; choose one of torch.optim: {', '.join(_SUPPORTED)}, "
+        "or leave it out for the default recipe"
+    )
+
+
+Options = Mapping[str, Any]  # of one group of a torch optimizer
+
+
+def _read_group(kind: str, options: Options, names: Mapping[int, str], first_rate: float) -> Group:
+    for option, fixed in _FIXED.items():
+        if (value := options.get(option, fixed)) != fixed:
+            raise ConfigError(f"{option}={value} of torch.optim.{kind} is not supported; leave it out")
+    rate = float(options["lr"])
+    return Group(
+        names=tuple(names[id(tensor)] for tensor in options["params"] if id(tensor) in names),
+        rule=_read_rule(kind, options),
+        weight_decay=float(options["weight_decay"]),
+        is_decoupled=kind == "Muon" or bool(options.get("decoupled_weight_decay")),
+        rate=1.0 if rate == first_rate else rate / first_rate,
+    )
+
+
+def _read_rule(kind: str, options: Options) -> Rule:
+    if kind == "SGD":
+        return Sgd(float(options["momentum"]), bool(options["nesterov"]))
+    if kind == "Muon":
+        return Muon(
+            momentum=float(options["momentum"]),
+            nesterov=bool(options["nesterov"]),
+            epsilon=float(options["eps"]),
+            matches_adam=options["adjust_lr_fn"] == "match_rms_adamw",
+        )
+    beta1, beta2 = (float(beta) for beta in options["betas"])
+    if kind == "NAdam":
+        return NAdam(beta1, beta2, float(options["eps"]), float(options["momentum_decay"]))
+    return Adam(beta1, beta2, float(options["eps"]))

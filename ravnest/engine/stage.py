@@ -1,0 +1,289 @@
+"""One stage at work: forward, backward, update, for many batches in flight on weights of different versions.
+
+The backward of a batch uses the weights its forward saw, whatever was updated since. A batch whose numbers
+are not finite is dropped, and nothing of it is applied. What to do when is decided by engine.schedule;
+peer.worker drives both and moves the tensors.
+"""
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ravnest.engine.optimizers import Optimizer, OptimizerSettings, find_not_finite
+from ravnest.engine.versions import Graph, Versions
+from ravnest.errors import ProtocolError
+from ravnest.protocol import BatchId, Refusal
+
+_LAGS_REMEMBERED = 32  # batches: prediction follows a new window soon, and ends exactly when lag does
+
+BatchKey = tuple[int, int]
+Tensors = Mapping[str, Tensor]
+Values = Mapping[Any, Tensor]  # by value id, a whole number; model gives it a type of its own
+
+
+class Outcome(Protocol):
+    """What a program makes of a batch: values for the next stage; loss and metrics in the last one."""
+
+    @property
+    def outputs(self) -> Values: ...
+    @property
+    def results(self) -> Tensors: ...
+
+
+class Program(Protocol):
+    """A rebuilt stage, as model.rebuild makes it."""
+
+    def forward(
+        self, state: Tensors, inputs: Values, fields: Tensors, *, training: bool, key: BatchKey | None
+    ) -> Outcome: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Roles:
+    """Which parts of a stage's state are trained, written by a forward, or held by other stages too.
+
+    `inputs` are the values whose gradient the stage before waits for.
+    """
+
+    trainable: frozenset[str]
+    written: frozenset[str] = frozenset()
+    shared: frozenset[str] = frozenset()
+    inputs: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Passed:
+    """What a batch leaves behind, free of its graph: values to send; loss and metrics in the last stage."""
+
+    outputs: dict[int, Tensor]
+    results: dict[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """A batch that was given up because of a number; the hub is told and training goes on."""
+
+    batch: BatchId
+    where: str  # forward, backward
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Updated:
+    """One update: the version it made, the batches in it, their mean lag; why nothing changed, if so."""
+
+    version: int
+    num_batches: int
+    lag: float
+    refusal: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A stage's parameters and buffers, and its optimizer's state, at one version."""
+
+    version: int
+    state: dict[str, Tensor]
+    optimizer: dict[str, Tensor]
+
+
+@dataclass(slots=True)
+class _Flight:
+    num_updates: int  # when it went forward
+    graph: Graph
+    outputs: dict[int, Tensor]
+    loss: Tensor | None
+
+
+class Stage:
+    """The state of one stage, taken over from a snapshot, and the batches in flight on it.
+
+    `splits` has the gradients of the inputs ready before those of the weights. It costs 0.1 ms per layer, and
+    where activations are recomputed or the stage is compiled a second run: leave it off there.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        start: Snapshot,
+        roles: Roles,
+        settings: OptimizerSettings,
+        splits: bool = True,
+    ) -> None:
+        self._program = program
+        self._roles = roles
+        self._splits = splits
+        state = {name: tensor.detach() for name, tensor in start.state.items()}
+        self._optimizer = Optimizer(settings, {name: state[name] for name in roles.trainable})
+        self._optimizer.load(start.optimizer)
+        self._versions = Versions(
+            {name: state.pop(name) for name in [*state] if name in self._optimizer.names}
+        )
+        self._rest = state
+        self._num_updates = start.version
+        self._flights: dict[BatchId, _Flight] = {}
+        self._sums: dict[str, Tensor] = {}
+        self._shared: dict[str, Tensor] = {}
+        self._num_batches = 0
+        self._lags: deque[int] = deque(maxlen=_LAGS_REMEMBERED)
+
+    @property
+    def version(self) -> int:
+        """Updates made, also those without a change: it counts as engine.schedule does."""
+        return self._num_updates
+
+    @property
+    def num_live_versions(self) -> int:
+        """Copies of the weights in memory."""
+        return self._versions.num_live
+
+    @property
+    def lag(self) -> float:
+        """Mean lag of the last batches."""
+        return sum(self._lags) / len(self._lags) if self._lags else 0.0
+
+    def forward(
+        self, batch: BatchId, inputs: Values, fields: Tensors, key: BatchKey | None = None
+    ) -> Passed | Dropped:
+        """Run a batch on the weights as they are expected when its gradient comes back."""
+        assert batch not in self._flights, f"batch {batch} is in flight already"
+        weights = self._versions.seen
+        leaves = {
+            value: tensor.detach().requires_grad_(value in self._roles.inputs)
+            for value, tensor in inputs.items()
+        }
+        # Copies: batches in flight may need the buffers as they were, and this one may be dropped.
+        buffers = {name: self._rest[name].clone() for name in self._roles.written}
+        with torch.enable_grad():
+            outcome = self._program.forward(
+                {**self._rest, **buffers, **weights}, leaves, fields, training=True, key=key
+            )
+        if reason := _find_fault(outcome):
+            return Dropped(batch, "forward", reason)
+        self._rest.update(buffers)
+        wanted = {value: leaf for value, leaf in leaves.items() if leaf.requires_grad}
+        outputs = {value: tensor for value, tensor in outcome.outputs.items() if tensor.requires_grad}
+        graph = Graph(wanted, weights, self._splits)
+        self._flights[batch] = _Flight(self._num_updates, graph, outputs, outcome.results.get("loss"))
+        self._versions.hold(batch)
+        return _detach(outcome)
+
+    def backward_inputs(self, batch: BatchId, gradients: Values) -> dict[int, Tensor] | Dropped:
+        """Take the gradients of what was sent on, return those of what was received."""
+        flight = self._flights[batch]
+        pairs = [
+            (tensor, _fit(value, gradients[value], tensor))
+            for value, tensor in flight.outputs.items()
+            if value in gradients
+        ]
+        if flight.loss is not None and flight.loss.requires_grad:
+            pairs.append((flight.loss, torch.ones_like(flight.loss)))
+        found = flight.graph.backward_inputs([root for root, _ in pairs], [other for _, other in pairs])
+        flight.outputs, flight.loss = {}, None
+        if (value := find_not_finite(found)) is not None:
+            self.forget(batch)
+            return Dropped(batch, "backward", f"the gradient of value {value} is not finite")
+        return found
+
+    def backward_weights(self, batch: BatchId, weight: float = 1.0) -> Dropped | None:
+        """Add the batch to the update under way; a straggler may weigh less."""
+        flight = self._flights[batch]
+        found = flight.graph.backward_weights()
+        self.forget(batch)
+        if (name := find_not_finite(found)) is not None:
+            return Dropped(batch, "backward", f"the gradient of {name!r} is not finite")
+        self._lags.append(self._num_updates - flight.num_updates)
+        self._num_batches += 1
+        for name, gradient in found.items():
+            # Not in place: autograd may give one tensor to two weights, or to an input that is being sent.
+            part = gradient if weight == 1.0 else gradient * weight
+            self._sums[name] = self._sums[name] + part if name in self._sums else part
+        return None
+
+    def forget(self, batch: BatchId) -> None:
+        """Free what a batch holds, if it is in flight."""
+        self._flights.pop(batch, None)
+        self._versions.release(batch)
+
+    def take_shared_gradients(self) -> dict[str, Tensor]:
+        """Take out the mean gradients of tied weights, to be summed over all who hold them."""
+        names = sorted(self._roles.shared & self._sums.keys())
+        return {name: _divide(self._sums.pop(name), self._num_batches) for name in names}
+
+    def put_shared_gradients(self, gradients: Tensors) -> None:
+        """Give the next update the sums; a tied weight that was taken out and not put back stays as it is."""
+        for name, gradient in gradients.items():
+            if name not in self._roles.shared or gradient.shape != self._versions.weights[name].shape:
+                raise ProtocolError(f"a gradient of {name!r}, {tuple(gradient.shape)}, is not shared with us")
+            self._shared[name] = gradient
+
+    def update(self, learning_rate: float) -> Updated:
+        """Apply the mean gradient of the batches since the last update."""
+        num_batches, lag = self._num_batches, self.lag
+        gradients = {name: _divide(total, num_batches) for name, total in self._sums.items()} | self._shared
+        self._sums, self._shared, self._num_batches = {}, {}, 0
+        self._num_updates += 1
+        if not gradients:
+            reason = None if num_batches else "no batch was left to learn from"
+            return Updated(self._num_updates, num_batches, lag, reason)
+        versions = self._versions
+        in_place = not versions.is_held(gradients)
+        after = self._optimizer.step(versions.weights, gradients, learning_rate, lag, in_place=in_place)
+        if isinstance(after, Refusal):
+            return Updated(self._num_updates, num_batches, lag, after.reason)
+        versions.replace(after, self._optimizer.predict(after, lag))
+        return Updated(self._num_updates, num_batches, lag)
+
+    def evaluate(self, inputs: Values, fields: Tensors, key: BatchKey | None = None) -> Passed:
+        """Run a batch as in evaluation, on the current weights, and change nothing."""
+        buffers = {name: self._rest[name].clone() for name in self._roles.written}
+        state = {**self._rest, **buffers, **self._versions.weights}
+        with torch.no_grad():
+            return _detach(self._program.forward(state, inputs, fields, training=False, key=key))
+
+    def add(self, changes: Tensors) -> None:
+        """Add to parameters and buffers, as a round does; batches in flight keep what they saw."""
+        self._versions.add({name: changes[name] for name in changes if name in self._versions.weights})
+        for name in changes.keys() & self._rest.keys():
+            self._rest[name] = self._rest[name] + changes[name]
+
+    def snapshot(self) -> Snapshot:
+        """Return copies of everything that training changes or needs."""
+        state = {**self._rest, **self._versions.weights}
+        return Snapshot(self._num_updates, _copy(state), _copy(self._optimizer.state()))
+
+
+def _copy(tensors: Tensors) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+
+def _divide(total: Tensor, count: int) -> Tensor:
+    return total if count == 1 else total / count
+
+
+def _detach(outcome: Outcome) -> Passed:
+    outputs = {value: tensor.detach() for value, tensor in outcome.outputs.items()}
+    return Passed(outputs, {name: tensor.detach() for name, tensor in outcome.results.items()})
+
+
+def _fit(value: int, gradient: Tensor, output: Tensor) -> Tensor:
+    if gradient.shape != output.shape:
+        shapes = f"{tuple(gradient.shape)}, but {tuple(output.shape)} was sent on"
+        raise ProtocolError(f"the gradient of value {value} is {shapes}")
+    return gradient.to(output.dtype)
+
+
+def _find_fault(outcome: Outcome) -> str | None:
+    for value, tensor in outcome.outputs.items():
+        # Not below: minus infinity is how masks say "never".
+        if tensor.is_floating_point() and tensor.numel() and not tensor.detach().max().item() < math.inf:
+            return f"value {value} is not finite"
+    loss = outcome.results.get("loss")
+    if loss is not None and not math.isfinite(loss.item()):
+        return f"the loss is {loss.item()}"
+    return None

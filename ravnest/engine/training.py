@@ -1,0 +1,98 @@
+"""How a stage is trained, as data that travels beside its blueprint: known words and bounded numbers."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import msgspec
+
+from ravnest.config import WireFormat
+from ravnest.engine.optimizers import Adam, Group, Muon, NAdam, OptimizerSettings, Rule, Sgd
+from ravnest.errors import UnsafeBlueprint
+
+_MOST_BYTES = 4 << 20
+_RULES: dict[str, type[Rule]] = {"sgd": Sgd, "adam": Adam, "nadam": NAdam, "muon": Muon}
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """What every stage of a job does alike: the optimizer, the size of batches, how numbers travel."""
+
+    optimizer: OptimizerSettings
+    batch_size: int
+    activations: WireFormat = WireFormat.FP32
+    gradients: WireFormat = WireFormat.FP32
+
+
+class _Group(msgspec.Struct, forbid_unknown_fields=True):
+    names: list[str]
+    rule: str
+    values: dict[str, Any]
+    weight_decay: float
+    is_decoupled: bool
+    rate: float
+
+
+class _Training(msgspec.Struct, forbid_unknown_fields=True):
+    groups: list[_Group]
+    learning_rate: float
+    clip: float | None
+    predicts: bool
+    lag_updates: int
+    batch_size: int
+    activations: WireFormat
+    gradients: WireFormat
+
+
+def write_training(training: Training, names: frozenset[str]) -> bytes:
+    """Return the JSON for a stage that holds these parameters."""
+    kinds = {kind: word for word, kind in _RULES.items()}
+    settings = training.optimizer
+    groups = [
+        _Group(
+            names=[name for name in group.names if name in names],
+            rule=kinds[type(group.rule)],
+            values=asdict(group.rule),
+            weight_decay=group.weight_decay,
+            is_decoupled=group.is_decoupled,
+            rate=group.rate,
+        )
+        for group in settings.groups
+    ]
+    return msgspec.json.encode(
+        _Training(
+            groups=[group for group in groups if group.names],
+            learning_rate=settings.learning_rate,
+            clip=settings.clip,
+            predicts=settings.predicts,
+            lag_updates=settings.lag_updates,
+            batch_size=training.batch_size,
+            activations=training.activations,
+            gradients=training.gradients,
+        )
+    )
+
+
+def read_training(data: bytes) -> Training:
+    """Return what the JSON says, or refuse it with the reason."""
+    if len(data) > _MOST_BYTES:
+        raise UnsafeBlueprint(f"the training settings have {len(data)} bytes; at most {_MOST_BYTES} are read")
+    try:
+        read = msgspec.json.decode(data, type=_Training)
+        groups = tuple(_read_group(group) for group in read.groups)
+    except (msgspec.MsgspecError, RecursionError, ValueError) as problem:
+        raise UnsafeBlueprint(f"the training settings are not readable: {problem!s:.200}") from None
+    if not 1 <= read.batch_size <= 1 << 20 or read.lag_updates < 0:
+        raise UnsafeBlueprint(f"the training settings have batches of {read.batch_size} samples")
+    optimizer = OptimizerSettings(groups, read.learning_rate, read.clip, read.predicts, read.lag_updates)
+    return Training(optimizer, read.batch_size, read.activations, read.gradients)
+
+
+def _read_group(group: _Group) -> Group:
+    if group.rule not in _RULES:
+        raise ValueError(f"the optimizer {group.rule[:20]!r} is none of {', '.join(_RULES)}")
+    kind = _RULES[group.rule]
+    unknown = group.values.keys() - set(kind.__dataclass_fields__)
+    if unknown:
+        raise ValueError(f"{group.rule} has no setting {min(unknown)[:20]!r}")
+    rule: Rule = msgspec.convert(group.values, kind)
+    return Group(tuple(group.names), rule, group.weight_decay, group.is_decoupled, group.rate)
