@@ -7,12 +7,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ravnest.job import Job
+    from ravnest.job.job import Job
+    from ravnest.job.rates import constant, cosine, linear
     from ravnest.model.capture import capture, empty_weights
 
-__all__ = ["Job", "capture", "empty_weights"]
+__all__ = ["Job", "capture", "constant", "cosine", "empty_weights", "linear"]
 
-_PLACES = {"Job": "ravnest.job", "capture": "ravnest.model.capture", "empty_weights": "ravnest.model.capture"}
+_PLACES = {
+    "Job": "ravnest.job.job",
+    "capture": "ravnest.model.capture",
+    "constant": "ravnest.job.rates",
+    "cosine": "ravnest.job.rates",
+    "empty_weights": "ravnest.model.capture",
+    "linear": "ravnest.job.rates",
+}
 
 
 def __getattr__(name: str) -> object:

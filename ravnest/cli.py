@@ -324,7 +324,7 @@ def inspect(place: str, num_stages: int | None, as_json: bool, profile_file: str
 
 def _inspect(place: str, num_stages: int | None) -> "Inspection":
     click.echo(f"running {place}", err=True)
-    from ravnest.job import load_job, users_code
+    from ravnest.job.loading import load_job, users_code
     from ravnest.model.measure import measure
     from ravnest.showing.inspection import inspect_model
 

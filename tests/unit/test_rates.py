@@ -1,0 +1,84 @@
+"""Schedules are numbers: up in a straight line, at most 1, down to the last update, and no code in them."""
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ravnest.errors import ConfigError
+from ravnest.job.rates import Curve, constant, cosine, factors, linear, read_schedule
+
+curves = st.builds(
+    Curve,
+    warmup=st.one_of(st.integers(0, 300), st.floats(0, 0.999)),
+    final=st.floats(0, 1),
+    is_cosine=st.booleans(),
+)
+
+
+@given(curves, st.integers(1, 400))
+def test_laws_of_every_curve(curve, total):
+    run = factors(curve, total)
+    assert len(run) == total
+    assert all(0 <= factor <= 1 for factor in run)
+    peak = run.index(max(run))
+    assert run[peak] == pytest.approx(1)
+    assert peak < max(total / 2, 1)
+    assert all(before <= after for before, after in pairwise(run[: peak + 1]))
+    assert all(before >= after - 1e-12 for before, after in pairwise(run[peak:]))
+    assert run[0] == pytest.approx(1 / (peak + 1))
+    if total > 2:
+        assert run[-1] == pytest.approx(curve.final)
+    assert curve.factor(total + 5, total) == pytest.approx(curve.final if total > 1 else curve.factor(5, 1))
+
+
+def test_known_numbers():
+    assert factors(linear(warmup=2, final=0), 6) == pytest.approx([0.5, 1, 0.75, 0.5, 0.25, 0])
+    assert factors(constant(warmup=4), 8) == pytest.approx([0.25, 0.5, 0.75, 1, 1, 1, 1, 1])
+    assert factors(cosine(final=0), 5) == pytest.approx(
+        [(1 + math.cos(math.pi * k / 4)) / 2 for k in range(5)]
+    )
+    assert factors(cosine(warmup=0.25), 8) == pytest.approx(factors(cosine(warmup=2), 8))
+    assert factors(cosine(), 3)[-1] == pytest.approx(0.1)
+
+
+def test_a_warm_up_longer_than_the_run_is_cut_to_half_of_it():
+    assert factors(linear(warmup=1000, final=0), 6) == pytest.approx([1 / 3, 2 / 3, 1, 2 / 3, 1 / 3, 0])
+
+
+def test_a_function_of_the_requesters_own():
+    schedule = read_schedule(lambda update: torch.tensor(0.5) ** update)
+    assert factors(schedule, 3) == (1.0, 0.5, 0.25)
+    assert read_schedule(cosine()) == cosine()
+
+
+@pytest.mark.parametrize("answer", [None, "0.5", -0.1, math.nan, math.inf, [1, 2]])
+def test_a_function_must_return_factors(answer):
+    with pytest.raises(ConfigError, match="for update 0; return a factor of the learning rate"):
+        read_schedule(lambda _: answer)
+    late = read_schedule(lambda update: answer if update == 7 else 1.0)
+    with pytest.raises(ConfigError, match="for update 7"):
+        factors(late, 10)
+
+
+@pytest.mark.parametrize("given", ["cosine", 0.1, Curve, {"warmup": 3}])
+def test_what_is_no_schedule(given):
+    with pytest.raises(ConfigError, match=r"schedule is .*; give rv\.cosine\(\)"):
+        read_schedule(given)
+
+
+def test_a_schedule_that_was_not_called():
+    with pytest.raises(ConfigError, match="schedule returned Curve"):
+        read_schedule(cosine)
+
+
+def test_bad_numbers_are_told_at_once():
+    for warmup in (-1, math.nan, math.inf, "50", None, True):
+        with pytest.raises(ConfigError, match="warmup is"):
+            cosine(warmup=warmup)
+    for final in (-0.1, 1.5, math.nan, "0"):
+        with pytest.raises(ConfigError, match=r"final is .*; give a number from 0 to 1$"):
+            linear(final=final)
