@@ -39,3 +39,15 @@ class WeightsError(RavnestError):
 
 class ProtocolError(RavnestError):
     """A message that does not fit what was agreed. The peer that sent it is dropped."""
+
+
+class LinkError(RavnestError):
+    """A neighbour cannot be reached or does not answer. Retried, then repaired."""
+
+    exit_code = 4
+
+
+class NotAdmitted(RavnestError):  # noqa: N818 - what happened, not that it is an error
+    """The hub does not let this peer in, and says why. Caught by the cli."""
+
+    exit_code = 5

@@ -1,0 +1,327 @@
+"""One node's links to its neighbours: the part of a transport that does not depend on how frames travel.
+
+An implementation opens connections and reports what arrives on them; everything here is callbacks on the
+event loop that own the links. Dialled peers are dialled again whenever their link is lost.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from random import Random
+from typing import Self
+
+from ravnest.errors import LinkError, ProtocolError
+from ravnest.net.frames import GREETING_BYTES, VERSION, Bye, Frames, Hello, decode, encode
+from ravnest.net.identity import KeyPair, peer_of
+from ravnest.net.inbox import Inbox
+from ravnest.net.link import TICK_SECONDS, Link
+from ravnest.net.neighbour import Connection, Dial, Neighbour, Unsent, Waiting
+from ravnest.net.transport import (
+    Buffer,
+    Delivery,
+    DialFailed,
+    Event,
+    Limits,
+    LinkDown,
+    LinkUp,
+    PeerId,
+    PublicKey,
+    Service,
+    as_views,
+    check_limits,
+)
+
+logger = logging.getLogger(__name__)
+
+DIAL_SECONDS = 5.0
+FIRST_PAUSE_SECONDS = 0.1
+LONGEST_PAUSE_SECONDS = 5.0
+HELD_SECONDS = 1.0  # a link that lived longer was a good one
+SEND_SECONDS = 60.0
+
+Admit = Callable[[PeerId, bytes], str | None]  # who knocks, with what greeting -> why not
+
+
+class Endpoint:
+    """Links by peer, messages in and out. Subclasses say how to open a connection."""
+
+    def __init__(
+        self, keys: KeyPair, random: Random, limits: Limits | None = None, admit: Admit | None = None
+    ) -> None:
+        self._keys = keys
+        self._random = random
+        self._limits = limits or Limits()
+        self._admit = admit
+        self._allowed: dict[PeerId, PublicKey] = {}
+        self._admitted: set[PeerId] = set()
+        self._neighbours: dict[PeerId, Neighbour] = {}
+        self._events: asyncio.PriorityQueue[Waiting] = asyncio.PriorityQueue()
+        self._num_events = 0
+
+    @property
+    def peer(self) -> PeerId:
+        return self._keys.peer
+
+    async def __aenter__(self) -> Self:
+        self._loop = asyncio.get_running_loop()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for peer in tuple(self._neighbours):
+            self.drop(peer, "closed")
+
+    async def send(self, to: PeerId, service: Service, header: bytes, buffers: Sequence[Buffer] = ()) -> None:
+        views = as_views(buffers)
+        size = check_limits(header, views, self._limits)
+        neighbour = self._neighbour(to)
+        unsent = Unsent(header, views, size, self._loop.create_future())
+        neighbour.unsent[service].append(unsent)
+        self._fill(neighbour)
+        if unsent.accepted.done():
+            return
+        try:
+            async with asyncio.timeout(SEND_SECONDS):
+                await unsent.accepted
+        except TimeoutError:
+            raise LinkError(f"{to} took no {service.name} message for {SEND_SECONDS:.0f} s") from None
+        finally:
+            if unsent in neighbour.unsent[service]:
+                neighbour.unsent[service].remove(unsent)
+
+    async def receive(self) -> Event:
+        while True:
+            waiting = await self._events.get()
+            if not isinstance(waiting.event, Delivery):
+                return waiting.event
+            neighbour = self._neighbours.get(waiting.event.sender)
+            if neighbour is not None and neighbour.link.inbox is waiting.inbox:  # else its sender is no more
+                waiting.inbox.take(waiting.event.service)
+                self._wake(neighbour)
+                return waiting.event
+
+    def allow(self, keys: Iterable[PublicKey]) -> None:
+        self._allowed = {peer_of(key): key for key in keys}
+        for peer in tuple(self._neighbours):
+            if peer not in self._allowed and peer not in self._admitted:
+                self.drop(peer, "no longer allowed")
+
+    def dial(self, peer: PeerId, address: str, greeting: bytes = b"") -> None:
+        if peer not in self._allowed:
+            raise LinkError(f"{peer} cannot be dialled: its key is not among the allowed ones")
+        if len(greeting) > GREETING_BYTES:
+            raise LinkError(f"a greeting of {len(greeting)} bytes is over the limit of {GREETING_BYTES}")
+        neighbour = self._neighbour(peer)
+        if neighbour.dial is not None:
+            self._stop_dialling(neighbour.dial)
+        neighbour.dial = Dial(self._allowed[peer], address, greeting)
+        self._attempt(neighbour)
+
+    def drop(self, peer: PeerId, reason: str) -> None:
+        self._admitted.discard(peer)
+        neighbour = self._neighbours.pop(peer, None)
+        if neighbour is None:
+            return
+        if neighbour.dial is not None:
+            self._stop_dialling(neighbour.dial)
+        for unsent in (entry for queue in neighbour.unsent for entry in queue):
+            if not unsent.accepted.done():
+                unsent.accepted.set_exception(LinkError(f"{peer} was dropped: {reason}"))
+        if neighbour.connection is not None:
+            self._say_bye(neighbour.connection, reason)
+            self._put_down(neighbour, reason)
+
+    def connected(self) -> frozenset[PeerId]:
+        return frozenset(peer for peer, one in self._neighbours.items() if one.connection is not None)
+
+    def _open(self, peer: PeerId, key: PublicKey, address: str) -> Connection:
+        """Start connecting and return at once; LinkError when the address cannot be used."""
+        raise NotImplementedError
+
+    def _may_connect(self, peer: PeerId) -> bool:
+        """Whether this key may finish the handshake; with `admit` its greeting is still to be judged."""
+        return self._admit is not None or peer in self._allowed
+
+    def _arrived(self, connection: Connection, frames: Sequence[memoryview]) -> None:
+        """Take what came over a connection; a neighbour that talks nonsense is dropped with the reason."""
+        neighbour = self._neighbours.get(connection.peer)
+        try:
+            head = decode(frames)
+            if isinstance(head, Bye):
+                self._lost(connection, f"{connection.peer} says: {head.reason}", is_refusal=True)
+            elif isinstance(head, Hello):
+                self._greeted(connection, head)
+            elif neighbour is None or neighbour.connection is not connection:
+                self._refuse(connection, "say hello first")
+            else:
+                message = neighbour.link.receive(head, frames[1:], self._loop.time())
+                if message is not None:
+                    self._emit(Delivery(connection.peer, *message), neighbour.link.inbox)
+                self._fill(neighbour)
+        except ProtocolError as error:
+            self._refuse(connection, str(error))
+
+    def _lost(self, connection: Connection, reason: str, is_refusal: bool = False) -> None:
+        """Note that a connection has ended or never came to be."""
+        connection.close()
+        neighbour = self._neighbours.get(connection.peer)
+        if neighbour is None:
+            return
+        dial = neighbour.dial
+        if neighbour.connection is connection:
+            self._put_down(neighbour, reason)
+            self._pause(neighbour)
+        elif dial is not None and dial.attempt is connection:
+            self._stop_dialling(dial)
+            if neighbour.connection is None:
+                self._emit(DialFailed(connection.peer, reason, is_refusal))
+                self._pause(neighbour)
+
+    def _greeted(self, connection: Connection, hello: Hello) -> None:
+        reason = self._reason_against(connection, hello)
+        if reason is not None:
+            self._refuse(connection, reason)
+            return
+        neighbour = self._neighbour(connection.peer)
+        replaced = neighbour.connection
+        is_new = neighbour.link.connect(hello, self._loop.time())
+        if neighbour.dial is not None and neighbour.dial.attempt is connection:
+            neighbour.dial.attempt = None
+            self._stop_dialling(neighbour.dial)
+        if replaced is not None and is_new:
+            self._put_down(neighbour, "started anew")
+        elif replaced is not None:
+            replaced.close()
+        neighbour.connection = connection
+        neighbour.link.is_up = True
+        if replaced is None or is_new:
+            neighbour.up_since = self._loop.time()
+            self._emit(LinkUp(connection.peer, is_new))
+            neighbour.timer = self._loop.call_later(TICK_SECONDS, self._tick, neighbour)
+        if not connection.is_dialled:
+            self._try_send(connection, neighbour.link.hello())
+        self._fill(neighbour)
+
+    def _reason_against(self, connection: Connection, hello: Hello) -> str | None:
+        peer = connection.peer
+        if hello.version != VERSION:
+            return f"it speaks protocol {hello.version}, this side {VERSION}: update the older one"
+        if peer not in self._allowed and peer not in self._admitted:
+            reason = (
+                self._admit(peer, hello.greeting) if self._admit else "its key is not among the allowed ones"
+            )
+            if reason is not None:
+                return reason
+            self._admitted.add(peer)
+        neighbour = self._neighbours.get(peer)
+        current = neighbour.connection if neighbour is not None else None
+        if current is connection:
+            raise ProtocolError("a second hello on one connection")
+        # Both sides dialled at once: both keep what the smaller id dialled.
+        is_twin = current is not None and connection.is_dialled != current.is_dialled
+        return "already connected" if is_twin and connection.is_dialled != (self.peer < peer) else None
+
+    def _tick(self, neighbour: Neighbour) -> None:
+        reason = neighbour.link.tick(self._loop.time())
+        if reason is not None and neighbour.connection is not None:
+            self._refuse(neighbour.connection, reason)
+            return
+        neighbour.timer = self._loop.call_later(TICK_SECONDS, self._tick, neighbour)
+        self._wake(neighbour)
+
+    def _fill(self, neighbour: Neighbour) -> None:
+        """Move what waits for credit into the outbox as far as there is any."""
+        outbox = neighbour.link.outbox
+        for service, queue in zip(Service, neighbour.unsent, strict=True):
+            while queue and (queue[0].accepted.done() or outbox.has_room(service, queue[0].size_bytes)):
+                unsent = queue.popleft()
+                if not unsent.accepted.done():
+                    outbox.put(service, unsent.header, unsent.buffers)
+                    unsent.accepted.set_result(None)
+        self._wake(neighbour)
+
+    def _wake(self, neighbour: Neighbour) -> None:
+        if not neighbour.is_awake:
+            neighbour.is_awake = True
+            self._loop.call_soon(self._pump, neighbour)
+
+    def _pump(self, neighbour: Neighbour) -> None:
+        neighbour.is_awake = False
+        while neighbour.connection is not None:
+            frames = neighbour.link.next_frames(self._loop.time())
+            if frames is None or not self._try_send(neighbour.connection, frames):
+                return
+
+    def _try_send(self, connection: Connection, frames: Frames) -> bool:
+        try:
+            connection.send(frames)
+        except LinkError as error:
+            self._lost(connection, str(error))
+            return False
+        return True
+
+    def _refuse(self, connection: Connection, reason: str) -> None:
+        self._say_bye(connection, reason)
+        self._lost(connection, reason)
+
+    def _say_bye(self, connection: Connection, reason: str) -> None:
+        try:
+            connection.send([encode(Bye(reason[:500]))])
+        except LinkError:
+            logger.debug("%s is gone already: %s", connection.peer, reason)
+
+    def _put_down(self, neighbour: Neighbour, reason: str) -> None:
+        assert neighbour.connection is not None
+        neighbour.connection.close()
+        neighbour.connection = None
+        neighbour.link.disconnect()
+        if neighbour.timer is not None:
+            neighbour.timer.cancel()
+        self._emit(LinkDown(neighbour.peer, reason))
+
+    def _attempt(self, neighbour: Neighbour) -> None:
+        dial = neighbour.dial
+        if dial is None or neighbour.connection is not None:
+            return
+        try:
+            attempt = self._open(neighbour.peer, dial.key, dial.address)
+        except LinkError as error:
+            self._emit(DialFailed(neighbour.peer, str(error)))
+            self._pause(neighbour)
+            return
+        dial.attempt = attempt
+        reason = f"no answer from {dial.address} within {DIAL_SECONDS:.0f} s"
+        dial.timer = self._loop.call_later(DIAL_SECONDS, self._lost, attempt, reason)
+        self._try_send(attempt, neighbour.link.hello(dial.greeting))
+
+    def _pause(self, neighbour: Neighbour) -> None:
+        """Dial again after a pause that doubles until a link has held for a while."""
+        dial = neighbour.dial
+        if dial is None:
+            return
+        if neighbour.up_since is not None and self._loop.time() - neighbour.up_since > HELD_SECONDS:
+            dial.num_failures = 0
+        neighbour.up_since = None
+        pause = min(LONGEST_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2.0 ** min(dial.num_failures, 10))
+        dial.num_failures += 1
+        dial.timer = self._loop.call_later(pause * self._random.uniform(0.5, 1.0), self._attempt, neighbour)
+
+    def _stop_dialling(self, dial: Dial) -> None:
+        if dial.timer is not None:
+            dial.timer.cancel()
+        attempt, dial.attempt = dial.attempt, None
+        if attempt is not None:
+            attempt.close()
+
+    def _neighbour(self, peer: PeerId) -> Neighbour:
+        if peer not in self._allowed and peer not in self._admitted:
+            raise LinkError(f"nothing can be sent to {peer}: its key is not among the allowed ones")
+        if peer not in self._neighbours:
+            self._neighbours[peer] = Neighbour(peer, Link(self._random.randrange(1, 2**62), self._limits))
+        return self._neighbours[peer]
+
+    def _emit(self, event: Event, inbox: Inbox | None = None) -> None:
+        if not isinstance(event, Delivery):
+            logger.info("%s", event)
+        self._num_events += 1
+        priority = event.service if isinstance(event, Delivery) else -1
+        self._events.put_nowait(Waiting(priority, self._num_events, event, inbox))

@@ -1,0 +1,102 @@
+"""One neighbour over any number of connections, as a state machine that does no I/O.
+
+Each connection starts with a hello each way that says what arrived before; sending goes on from there. If
+either side has forgotten the other (a new session), both start at zero. Driven by endpoint.
+"""
+
+from collections.abc import Sequence
+from typing import assert_never
+
+from ravnest.errors import ProtocolError
+from ravnest.net.frames import VERSION, Ack, Bye, Chunk, Frames, Head, Hello, Ping, encode
+from ravnest.net.inbox import Inbox, Message
+from ravnest.net.outbox import Outbox
+from ravnest.net.transport import Limits
+
+TICK_SECONDS = 0.4  # a neighbour is heard of at least every second tick
+SILENCE_SECONDS = 1.4  # with a tick more, a dead neighbour is noticed within 2 s
+
+
+class Link:
+    """Sends and receives for one neighbour. `session` is a random number, drawn when the link is made."""
+
+    def __init__(self, session: int, limits: Limits) -> None:
+        assert session > 0
+        self.outbox = Outbox(limits)
+        self.inbox = Inbox(limits)
+        self.is_up = False
+        self._session = session
+        self._limits = limits
+        self._their_session = 0
+        self._heard_at = 0.0
+        self._ticked_at = 0.0
+        self._has_sent = False  # since the last tick
+        self._is_ping_due = False
+
+    def hello(self, greeting: bytes = b"") -> Frames:
+        """Return the first frame of a connection."""
+        return [encode(Hello(VERSION, self._session, self._their_session, self.inbox.positions(), greeting))]
+
+    def connect(self, hello: Hello, now: float) -> bool:
+        """Go on over a new connection; return whether the neighbour is a new one."""
+        is_new = hello.session != self._their_session
+        if is_new:
+            if self._their_session:
+                self.outbox.reset()
+            self.inbox = Inbox(self._limits)
+        self.outbox.resume(hello.positions if hello.known == self._session and not is_new else ())
+        self.inbox.repeat()
+        self._their_session = hello.session
+        self._heard_at = self._ticked_at = now
+        self.is_up = True
+        return is_new
+
+    def disconnect(self) -> None:
+        """Stop until the next hello."""
+        self.is_up = False
+
+    def receive(self, head: Head, pieces: Sequence[memoryview], now: float) -> Message | None:
+        """Take what came over the connection; return a message that is whole."""
+        self._heard_at = now
+        match head:
+            case Chunk():
+                return self.inbox.accept(head, pieces)
+            case Ack():
+                self.outbox.acknowledge(head.positions, now)
+            case Ping():
+                pass
+            case Hello() | Bye():
+                raise ProtocolError(f"a {type(head).__name__} in the middle of a connection")
+            case _:
+                assert_never(head)
+        return None
+
+    def next_frames(self, now: float) -> Frames | None:
+        """Return what to send next, if anything: confirmations, then the most urgent chunk."""
+        if not self.is_up:
+            return None
+        frames = self._next_news(now)
+        if frames is not None:
+            self._has_sent = True
+        elif self._is_ping_due:
+            frames = [encode(Ping())]
+        self._is_ping_due = False
+        return frames
+
+    def tick(self, now: float) -> str | None:
+        """Call every TICK_SECONDS: keeps the neighbour informed; returns why the link is dead, if it is."""
+        if now - self._ticked_at > 2 * TICK_SECONDS:
+            self._heard_at = now  # it was us who did not listen
+        self._ticked_at = now
+        if now - self._heard_at > SILENCE_SECONDS:
+            return f"nothing heard for {now - self._heard_at:.1f} s"
+        self._is_ping_due = not self._has_sent
+        self._has_sent = False
+        return None
+
+    def _next_news(self, now: float) -> Frames | None:
+        news = self.inbox.news()
+        if news:
+            return [encode(Ack(news))]
+        chunk = self.outbox.next_chunk(now)
+        return None if chunk is None else [encode(chunk[0]), *chunk[1]]

@@ -1,0 +1,202 @@
+"""What waits to go to one neighbour, as a state machine that does no I/O.
+
+Each service is a stream of messages cut in chunks; the most urgent service goes first. What is on the wire
+is limited by a window that shrinks when answers come late, so an urgent message never waits long behind a
+big one, on a slow link either. Chunks are views of the caller's buffers. Driven by link.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from ravnest.errors import ProtocolError
+from ravnest.net.frames import Chunk, Position
+from ravnest.net.transport import Limits, Service
+
+OVERHEAD_BYTES = 1024  # what a message costs beside its bytes, so that empty ones are bounded too
+CHUNKS_PER_WINDOW = 4
+SMALLEST_WINDOW_BYTES = 32 * 1024
+FIRST_WINDOW_BYTES = 64 * 1024
+QUEUE_SECONDS = 0.1  # how long our own bytes may queue in front of an urgent message
+
+
+class Outbox:
+    """Put messages in, take chunks out, tell it what arrived."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._lanes = tuple(_Lane(service) for service in Service)
+        self._window = _Window(limits.window_bytes)
+
+    def has_room(self, service: Service, size_bytes: int) -> bool:
+        """Whether the service has credit for a message; one message of any size always fits alone."""
+        held = self._lanes[service].held_bytes
+        return held == 0 or held + size_bytes + OVERHEAD_BYTES <= self._limits.credit_bytes[service]
+
+    def put(self, service: Service, header: bytes, buffers: Sequence[memoryview]) -> None:
+        """Take a message that fits the limits and has room."""
+        pieces = (memoryview(header), *buffers)
+        message = _Message(pieces, sum(piece.nbytes for piece in pieces))
+        assert self.has_room(service, message.size), f"no credit for {message.size} bytes of {service.name}"
+        self._lanes[service].put(message)
+
+    def next_chunk(self, now: float) -> tuple[Chunk, list[memoryview]] | None:
+        """Return the next piece to send, the most urgent first; None when nothing may go now."""
+        in_flight = 0
+        for lane in self._lanes:
+            in_flight += lane.in_flight_bytes
+            if lane.is_idle:
+                continue
+            if in_flight >= self._window.size_bytes:  # less urgent bytes do not hold back more urgent ones
+                return None
+            return lane.next_chunk(min(self._limits.chunk_bytes, self._window.chunk_bytes), now)
+        return None
+
+    def acknowledge(self, positions: Iterable[Position], now: float) -> None:
+        """Release what arrived and give back the credit of what was taken."""
+        for position in positions:
+            in_flight = sum(lane.in_flight_bytes for lane in self._lanes)
+            for sent_at, size in self._lanes[position.service].acknowledge(position):
+                self._window.adjust(now - sent_at, size, in_flight, now)
+
+    def resume(self, positions: Iterable[Position]) -> None:
+        """After a reconnect: go on from where the other side says it is."""
+        known = {position.service: position for position in positions}
+        for lane in self._lanes:
+            lane.resume(known.get(lane.service, Position(lane.service, 0, 0, 0)))
+        self._window = _Window(self._limits.window_bytes)
+
+    def reset(self) -> None:
+        """Forget everything: the other side is not who it was."""
+        self._lanes = tuple(_Lane(service) for service in Service)
+        self._window = _Window(self._limits.window_bytes)
+
+
+@dataclass(slots=True)
+class _Message:
+    pieces: tuple[memoryview, ...]
+    size: int
+
+    def cut(self, offset: int, size_bytes: int) -> list[memoryview]:
+        """Return views of the bytes from offset on, none over the end of a buffer."""
+        views = []
+        for piece in self.pieces:
+            if offset < piece.nbytes and size_bytes > 0:
+                views.append(piece[offset : offset + size_bytes])
+                size_bytes -= views[-1].nbytes
+            offset = max(0, offset - piece.nbytes)
+        return views
+
+
+@dataclass(slots=True)
+class _Sent:
+    """A chunk on the wire: where the stream stands when it has arrived, and when it left."""
+
+    sequence: int
+    offset: int
+    size: int
+    at: float
+
+
+class _Lane:
+    """One service's stream; keeps messages until they arrived and their credit until they are taken."""
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+        self.held_bytes = 0
+        self.in_flight_bytes = 0
+        self._first = 0
+        self._messages: deque[_Message] = deque()
+        self._consumed = 0
+        self._costs: deque[int] = deque()  # of the messages not yet taken
+        self._next = (0, 0)  # sequence and offset of the next chunk
+        self._furthest = (0, 0)  # sent over any connection; more may have arrived than a hello said
+        self._arrived = (0, 0)
+        self._sent: deque[_Sent] = deque()
+
+    @property
+    def is_idle(self) -> bool:
+        return self._next[0] == self._first + len(self._messages)
+
+    def put(self, message: _Message) -> None:
+        self._messages.append(message)
+        self._costs.append(message.size + OVERHEAD_BYTES)
+        self.held_bytes += self._costs[-1]
+
+    def next_chunk(self, size_bytes: int, now: float) -> tuple[Chunk, list[memoryview]]:
+        sequence, offset = self._next
+        message = self._messages[sequence - self._first]
+        views = message.cut(offset, size_bytes)
+        sizes = tuple(piece.nbytes for piece in message.pieces) if offset == 0 else ()
+        size = sum(view.nbytes for view in views)
+        end = offset + size
+        self._next = (sequence + 1, 0) if end == message.size else (sequence, end)
+        self._furthest = max(self._furthest, self._next)
+        self._sent.append(_Sent(*self._next, size, now))
+        self.in_flight_bytes += size
+        return Chunk(self.service, sequence, offset, sizes), views
+
+    def acknowledge(self, position: Position) -> list[tuple[float, int]]:
+        """Return when the chunks that arrived had been sent, and their sizes."""
+        self._check(position)
+        arrived = (position.sequence, position.offset)
+        arrived_chunks = []
+        while self._sent and (self._sent[0].sequence, self._sent[0].offset) <= arrived:
+            sent = self._sent.popleft()
+            self.in_flight_bytes -= sent.size
+            arrived_chunks.append((sent.at, sent.size))
+        self._release(position)
+        self._next = max(self._next, self._arrived)
+        return arrived_chunks
+
+    def resume(self, position: Position) -> None:
+        self._check(position)
+        self._release(position)
+        self._next = self._arrived
+        self._sent.clear()
+        self.in_flight_bytes = 0
+
+    def _check(self, position: Position) -> None:
+        arrived = (position.sequence, position.offset)
+        index = position.sequence - self._first
+        is_cut = position.offset > 0 and index >= 0
+        if (
+            arrived > self._furthest
+            or position.consumed > position.sequence
+            or (is_cut and position.offset >= self._messages[index].size)
+        ):
+            raise ProtocolError(
+                f"{self.service.name}: {position} is confirmed, but {self._furthest} was sent"
+            )
+
+    def _release(self, position: Position) -> None:
+        self._arrived = max((position.sequence, position.offset), self._arrived)
+        while self._first < self._arrived[0]:
+            self._messages.popleft()
+            self._first += 1
+        while self._consumed < position.consumed:
+            self.held_bytes -= self._costs.popleft()
+            self._consumed += 1
+
+
+class _Window:
+    """How many bytes may be on the wire: grows while answers come at once, shrinks when they queue."""
+
+    def __init__(self, largest_bytes: int) -> None:
+        self._largest = largest_bytes
+        self.size_bytes = min(FIRST_WINDOW_BYTES, largest_bytes)
+        self._quickest = float("inf")
+        self._shrunk_at = float("-inf")
+
+    @property
+    def chunk_bytes(self) -> int:
+        return max(1, self.size_bytes // CHUNKS_PER_WINDOW)
+
+    def adjust(self, delay: float, arrived_bytes: int, in_flight_bytes: int, now: float) -> None:
+        self._quickest = min(self._quickest, delay)
+        if delay - self._quickest < QUEUE_SECONDS:
+            if 2 * in_flight_bytes >= self.size_bytes:  # it was in use
+                self.size_bytes = min(self._largest, self.size_bytes + arrived_bytes)
+        elif now - self._shrunk_at >= delay:  # at most once per journey, or one queue counts many times
+            self.size_bytes = min(self._largest, max(SMALLEST_WINDOW_BYTES, self.size_bytes // 2))
+            self._shrunk_at = now

@@ -1,0 +1,153 @@
+"""A way between two peers neither of which can be reached: both dial the hub, which joins the two streams.
+
+What passes is the byte stream of the peers' own CURVE connection: its handshake proves each peer's key to
+the other, and the relay sees ciphertext. It can delay or cut; it can not read, change, forge or replay. The
+ticket, which the hub hands to both over their links, only keeps strangers from using the relay. One peer
+awaits streams for its listening port, the other dials a local address as if it were the peer's.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+
+from ravnest.errors import ConfigError
+
+TICKET_BYTES = 16
+OPENING_SECONDS = 5.0
+PAUSE_SECONDS = 1.0
+MAX_STREAMS = 1024
+_PIECE_BYTES = 256 * 1024
+_AWAITS = b"A"
+_DIALS = b"D"
+
+Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+class Relay:
+    """The hub's side: joins the two holders of a ticket, again and again until it is taken back."""
+
+    def __init__(self) -> None:
+        self._awaiting: dict[bytes, Stream | None] = {}  # by ticket
+        self._writers: set[asyncio.StreamWriter] = set()
+
+    def add(self, ticket: bytes) -> None:
+        """Let the two holders of this ticket meet."""
+        assert len(ticket) == TICKET_BYTES
+        self._awaiting.setdefault(ticket, None)
+
+    def remove(self, ticket: bytes) -> None:
+        """Take a ticket back; streams already joined go on until a side ends them."""
+        self._end(self._awaiting.pop(ticket, None))
+
+    @asynccontextmanager
+    async def listen(self, host: str, port: int) -> AsyncIterator[int]:
+        """Serve while the context is open; gives the port."""
+        try:
+            server = await asyncio.start_server(self._serve, host, port, limit=_PIECE_BYTES)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot relay at {host}:{port}: {error.strerror}; choose another port"
+            ) from None
+        try:
+            yield int(server.sockets[0].getsockname()[1])
+        finally:
+            server.close()
+            for writer in self._writers:
+                writer.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        stream = (reader, writer)
+        self._writers.add(writer)
+        opening = await _read_opening(reader) if len(self._writers) <= MAX_STREAMS else b""
+        ticket, role = opening[:TICKET_BYTES], opening[TICKET_BYTES:]
+        if ticket not in self._awaiting or role not in (_AWAITS, _DIALS):
+            self._end(stream)
+            return
+        other = self._awaiting[ticket]
+        if role == _AWAITS:
+            self._awaiting[ticket] = stream  # its bytes are read when the other side comes
+            self._end(other)
+            return
+        self._awaiting[ticket] = None
+        if other is not None:
+            await _join(stream, other)
+        self._end(other)
+        self._end(stream)
+
+    def _end(self, stream: Stream | None) -> None:
+        if stream is not None:
+            self._writers.discard(stream[1])
+            stream[1].close()
+
+
+async def await_through(host: str, port: int, ticket: bytes, local_port: int) -> None:
+    """Lead every stream of the ticket's other holder to a local port, for as long as this runs."""
+    while True:
+        with suppress(OSError, TimeoutError):
+            far = await _open(host, port, ticket + _AWAITS)
+            try:
+                first = await far[0].read(_PIECE_BYTES)
+                if first:
+                    await _lead_in(far, first, local_port)
+                    continue
+            finally:
+                far[1].close()
+        await asyncio.sleep(PAUSE_SECONDS)  # noqa: TID251 - between two attempts, there is no event to await
+
+
+@asynccontextmanager
+async def dial_through(host: str, port: int, ticket: bytes) -> AsyncIterator[str]:
+    """Give an address to dial that leads to the ticket's other holder."""
+
+    async def lead_out(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(OSError, TimeoutError):
+            far = await _open(host, port, ticket + _DIALS)
+            await _join((reader, writer), far)
+        writer.close()
+
+    server = await asyncio.start_server(lead_out, "127.0.0.1", 0, limit=_PIECE_BYTES)
+    try:
+        yield f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    finally:
+        server.close()
+
+
+async def _lead_in(far: Stream, first: bytes, local_port: int) -> None:
+    async with asyncio.timeout(OPENING_SECONDS):
+        near = await asyncio.open_connection("127.0.0.1", local_port, limit=_PIECE_BYTES)
+    near[1].write(first)
+    await _join(near, far)
+
+
+async def _open(host: str, port: int, opening: bytes) -> Stream:
+    async with asyncio.timeout(OPENING_SECONDS):
+        stream = await asyncio.open_connection(host, port, limit=_PIECE_BYTES)
+        stream[1].write(opening)
+        await stream[1].drain()
+    return stream
+
+
+async def _read_opening(reader: asyncio.StreamReader) -> bytes:
+    with suppress(TimeoutError, OSError, asyncio.IncompleteReadError):
+        async with asyncio.timeout(OPENING_SECONDS):
+            return await reader.readexactly(TICKET_BYTES + len(_DIALS))
+    return b""
+
+
+async def _join(one: Stream, other: Stream) -> None:
+    """Carry bytes both ways until one side ends, then end both."""
+    async with asyncio.TaskGroup() as pumps:
+        pumps.create_task(_pump(one, other))
+        pumps.create_task(_pump(other, one))
+
+
+async def _pump(source: Stream, sink: Stream) -> None:
+    try:
+        while piece := await source[0].read(_PIECE_BYTES):
+            sink[1].write(piece)
+            await sink[1].drain()
+    except OSError:
+        pass  # an end like any other
+    finally:
+        source[1].close()
+        sink[1].close()

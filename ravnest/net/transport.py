@@ -1,0 +1,133 @@
+"""What the rest of Ravnest sees of the network, and the records that cross that line.
+
+A message is a small header and raw buffers; it goes to a peer with a class of service and arrives once, in
+order within its service. Implemented by zeromq (real sockets) and memory (virtual time), both by endpoint.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import NewType, Protocol
+
+from ravnest.errors import LinkError
+
+PeerId = NewType("PeerId", str)  # a short hash of the public key: identity.peer_of
+PublicKey = NewType("PublicKey", bytes)
+Buffer = bytes | bytearray | memoryview
+
+MIB = 1024 * 1024
+
+
+class Service(IntEnum):
+    """Classes of service, the most urgent first."""
+
+    CONTROL = 0
+    GRADIENT = 1
+    ACTIVATION = 2
+    AVERAGING = 3
+    BLOB = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a message may measure, and how much of each service may be on its way or unread over there."""
+
+    header_bytes: int = 64 * 1024
+    num_buffers: int = 256
+    message_bytes: int = 2048 * MIB
+    chunk_bytes: int = MIB
+    window_bytes: int = (
+        4 * MIB
+    )  # handed to the wire and not yet confirmed; what an urgent message waits behind
+    credit_bytes: tuple[int, ...] = (4 * MIB, 64 * MIB, 64 * MIB, 64 * MIB, 32 * MIB)  # by Service
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """A message that arrived; the buffers may be kept and written to."""
+
+    sender: PeerId
+    service: Service
+    header: bytes
+    buffers: tuple[memoryview, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LinkUp:
+    """A neighbour is connected; if `is_new`, it remembers nothing and what it had not confirmed is lost."""
+
+    peer: PeerId
+    is_new: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LinkDown:
+    """A neighbour that was connected no longer is."""
+
+    peer: PeerId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class DialFailed:
+    """An attempt to connect failed; the next one follows by itself."""
+
+    peer: PeerId
+    reason: str
+    is_refusal: bool = False  # it is there, and said so
+
+
+Event = Delivery | LinkUp | LinkDown | DialFailed
+
+
+class Transport(Protocol):
+    """One node's door to its neighbours. Use it as an async context manager; leaving it closes every link."""
+
+    @property
+    def peer(self) -> PeerId:
+        """Who we are."""
+
+    async def send(self, to: PeerId, service: Service, header: bytes, buffers: Sequence[Buffer] = ()) -> None:
+        """Hand over a message; return when there is credit for it.
+
+        A peer that is allowed but not connected gets it once it is. The buffers belong to the transport
+        from here on: they are sent without a copy, so they must not change any more. Raises LinkError for a
+        peer that is not allowed, a message over the limits, or no credit before the deadline.
+        """
+
+    async def receive(self) -> Event:
+        """Return what happened next: link events first, then the most urgent message. Gives credit back."""
+
+    def allow(self, keys: Iterable[PublicKey]) -> None:
+        """Accept these keys and no others; links to others (but for those admitted) are dropped."""
+
+    def dial(self, peer: PeerId, address: str, greeting: bytes = b"") -> None:
+        """Connect to an allowed peer, and again whenever the link is lost."""
+
+    def drop(self, peer: PeerId, reason: str) -> None:
+        """End the link to a peer, stop dialling it and forget what was to be sent."""
+
+    def connected(self) -> frozenset[PeerId]:
+        """Return the peers whose link is up."""
+
+
+def as_views(buffers: Sequence[Buffer]) -> tuple[memoryview, ...]:
+    """Return the buffers as plain bytes, without a copy."""
+    views = (memoryview(buffer) for buffer in buffers)
+    return tuple(view.cast("B") if view.nbytes else memoryview(b"") for view in views)
+
+
+def check_limits(header: bytes, buffers: Sequence[memoryview], limits: Limits) -> int:
+    """Return the message's size in bytes, or raise LinkError with the limit it breaks."""
+    size = len(header) + sum(buffer.nbytes for buffer in buffers)
+    if len(header) > limits.header_bytes:
+        raise LinkError(
+            f"a header of {len(header)} bytes is over the limit of {limits.header_bytes}: use a buffer"
+        )
+    if len(buffers) > limits.num_buffers:
+        raise LinkError(
+            f"a message of {len(buffers)} buffers is over the limit of {limits.num_buffers}: join some"
+        )
+    if size > limits.message_bytes:
+        raise LinkError(f"a message of {size} bytes is over the limit of {limits.message_bytes}: cut it")
+    return size

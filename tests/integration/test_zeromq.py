@@ -1,0 +1,442 @@
+"""The transport over real TCP: what arrives, what is refused, what is noticed, what survives."""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from contextlib import AsyncExitStack, asynccontextmanager
+from random import Random
+
+import numpy as np
+import pytest
+import zmq
+import zmq.asyncio
+
+from ravnest.errors import ConfigError, LinkError
+from ravnest.net.endpoint import Endpoint
+from ravnest.net.frames import VERSION, Chunk, Hello, decode, encode
+from ravnest.net.identity import KeyPair, load_keys, new_keys
+from ravnest.net.relay import Relay, await_through, dial_through
+from ravnest.net.transport import MIB, Delivery, DialFailed, LinkDown, LinkUp, Service
+from ravnest.net.zeromq import ZeroMqTransport
+
+ANY_PORT = "tcp://127.0.0.1:*"
+KEYS = sorted((new_keys() for _ in range(4)), key=lambda keys: keys.peer)
+
+
+class Recorder(ZeroMqTransport):
+    """Remembers the heads of all that arrives, in order."""
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.heads = []
+        self.on_head = lambda head: None
+
+    def _arrived(self, connection, frames):
+        super()._arrived(connection, frames)
+        try:
+            self.heads.append(decode(frames))
+        except Exception:
+            self.heads.append(None)
+        self.on_head(self.heads[-1])
+
+
+def make(number: int, listen: str | None = None, known=KEYS, **options) -> Recorder:
+    transport = Recorder(KEYS[number], Random(), listen, **options)
+    transport.allow(keys.public for keys in known)
+    return transport
+
+
+@asynccontextmanager
+async def pair(**options):
+    async with make(0, ANY_PORT, **options) as hub, make(1, **options) as node:
+        node.dial(hub.peer, hub.address)
+        yield hub, node
+
+
+async def next_of(transport: Endpoint, kind, seconds: float = 10.0):
+    async with asyncio.timeout(seconds):
+        while True:
+            event = await transport.receive()
+            if isinstance(event, kind):
+                return event
+
+
+def run(main):
+    return asyncio.run(main())
+
+
+def test_arrays_of_all_sizes_arrive_equal_both_ways():
+    generator = np.random.default_rng(0)
+    arrays = [generator.random(size, np.float32) for size in (0, 1, 33, 16_000, 262_144, 3_000_001)]
+
+    async def main():
+        async with pair() as ends:
+            for one, other in (ends, ends[::-1]):
+                await one.send(other.peer, Service.ACTIVATION, b"header", [array.data for array in arrays])
+            for one, other in (ends, ends[::-1]):
+                delivery = await next_of(one, Delivery)
+                assert (delivery.sender, delivery.header) == (other.peer, b"header")
+                for array, buffer in zip(arrays, delivery.buffers, strict=True):
+                    np.testing.assert_array_equal(np.frombuffer(buffer, np.float32), array)
+                    assert array.size == 0 or not buffer.readonly
+
+    run(main)
+
+
+def test_a_blob_of_50_mb_delays_a_gradient_by_a_few_chunks():
+    async def main():
+        async with pair() as (hub, node):
+            half_way = asyncio.Event()
+            hub.on_head = lambda head: len(hub.heads) == 40 and half_way.set()
+            await node.send(hub.peer, Service.BLOB, b"blob", [bytes(50 * 10**6)])
+            async with asyncio.timeout(10):
+                await half_way.wait()
+            began = len(hub.heads)
+            await node.send(hub.peer, Service.GRADIENT, b"gradient", [bytes(100_000)])
+            first, second = await next_of(hub, Delivery), await next_of(hub, Delivery)
+            assert (first.header, second.header) == (b"gradient", b"blob")
+            chunks = [head for head in hub.heads[began:] if isinstance(head, Chunk)]
+            place = next(i for i, head in enumerate(chunks) if head.service is Service.GRADIENT)
+            assert place <= 8
+            assert len(chunks) - place > 10  # the blob was far from done
+
+    run(main)
+
+
+def test_an_unknown_key_is_refused_and_the_known_go_on():
+    async def main():
+        async with make(0, ANY_PORT, known=KEYS[:2]) as hub, make(1) as node, make(2) as stranger:
+            stranger.dial(hub.peer, hub.address)
+            node.dial(hub.peer, hub.address)
+            assert "refused at the handshake" in (await next_of(stranger, DialFailed)).reason
+            assert (await next_of(hub, LinkUp)).peer == node.peer
+            assert hub.connected() == {node.peer}
+            hub.allow(keys.public for keys in KEYS)
+            await next_of(stranger, LinkUp)
+
+    run(main)
+
+
+def test_another_key_at_the_address_is_not_believed():
+    async def main():
+        async with make(0, ANY_PORT) as hub, make(1) as node:
+            node.dial(KEYS[2].peer, hub.address)
+            assert "handshake failed" in (await next_of(node, DialFailed)).reason
+            assert not hub.connected()
+
+    run(main)
+
+
+def test_nobody_there_is_said_and_dialled_again_until_somebody_is():
+    async def main():
+        async with make(0, ANY_PORT) as hub:
+            address = hub.address
+        async with make(1) as node:
+            node.dial(KEYS[0].peer, address)
+            await node.send(KEYS[0].peer, Service.CONTROL, b"early")
+            assert "nobody answers" in (await next_of(node, DialFailed)).reason
+            async with make(0, address) as hub:
+                assert (await next_of(hub, Delivery)).header == b"early"
+
+    run(main)
+
+
+@pytest.mark.parametrize("address", ["nonsense", "tcp://", "tcp://127.0.0.1:99999"])
+def test_a_bad_address_is_named(address):
+    async def main():
+        async with make(1) as node:
+            node.dial(KEYS[0].peer, address)
+            assert address in (await next_of(node, DialFailed)).reason
+        with pytest.raises(ConfigError, match="cannot listen"):
+            async with make(1, address):
+                pass
+
+    run(main)
+
+
+def test_a_taken_port_and_an_oversize_message_are_named():
+    async def main():
+        async with pair() as (hub, node):
+            with pytest.raises(ConfigError, match="the port is taken"):
+                async with make(2, hub.address):
+                    pass
+            with pytest.raises(LinkError, match="over the limit"):
+                await node.send(hub.peer, Service.BLOB, bytes(65 * 1024))
+            with pytest.raises(LinkError, match="257 buffers"):
+                await node.send(hub.peer, Service.BLOB, b"", [b"x"] * 257)
+
+    run(main)
+
+
+def test_a_hub_admits_by_greeting():
+    async def main():
+        def admit(peer, greeting):
+            return None if greeting == b"secret" else "the secret is wrong"
+
+        async with make(0, ANY_PORT, known=(), admit=admit) as hub, make(1) as node:
+            node.dial(hub.peer, hub.address, b"guess")
+            assert "the secret is wrong" in (await next_of(node, DialFailed)).reason
+            node.dial(hub.peer, hub.address, b"secret")
+            await next_of(node, LinkUp)
+            await hub.send(node.peer, Service.CONTROL, b"welcome")
+            assert (await next_of(node, Delivery)).header == b"welcome"
+
+    run(main)
+
+
+@asynccontextmanager
+async def raw_peer(keys: KeyPair, hub: ZeroMqTransport):
+    """Somebody with a good key and bad manners."""
+    context = zmq.asyncio.Context()
+    socket = context.socket(zmq.DEALER)
+    socket.curve_publickey, socket.curve_secretkey, socket.curve_serverkey = (
+        keys.public,
+        keys.secret,
+        KEYS[0].public,
+    )
+    socket.connect(hub.address)
+    await socket.send(encode(Hello(VERSION, 5, 0, (), b"")))
+    try:
+        yield socket
+    finally:
+        context.destroy(linger=0)
+
+
+@pytest.mark.parametrize(
+    ("junk", "reason"),
+    [
+        ([b"\xc1 garbage"], "unreadable frame"),
+        ([b""], "unreadable frame"),
+        ([encode(Chunk(Service.BLOB, 7, 0, (0,)))], "missing"),
+        ([encode(Chunk(Service.BLOB, 0, 0, (0, 2**40)))], "is over"),
+        ([encode(Hello(VERSION, 5, 0, (), b""))], "second hello"),
+        ([encode(Hello(VERSION, 5, 0, (), b"")), b"more"], "frames it should not have"),
+        ([encode(Chunk(Service.BLOB, 0, 0, (0, 3 * MIB))), bytes(2 * MIB)], "closed"),
+    ],
+)
+def test_who_sends_garbage_is_dropped_with_a_reason_and_the_others_go_on(junk, reason):
+    async def main():
+        async with pair() as (hub, node), raw_peer(KEYS[2], hub) as liar:
+            for _ in range(2):
+                await next_of(hub, LinkUp)
+            await liar.send_multipart(junk)
+            down = await next_of(hub, LinkDown)
+            assert down.peer == KEYS[2].peer
+            assert reason in down.reason
+            await node.send(hub.peer, Service.GRADIENT, b"still here")
+            assert (await next_of(hub, Delivery)).header == b"still here"
+            assert hub.connected() == {node.peer}
+
+    run(main)
+
+
+def test_a_hub_of_another_version_is_named():
+    async def main():
+        async with make(0, ANY_PORT) as hub, raw_peer(KEYS[2], hub) as other:
+            await other.recv()
+            await next_of(hub, LinkUp)
+            hub.drop(KEYS[2].peer, "make room")
+            await other.send(encode(Hello(VERSION + 1, 6, 0, (), b"")))
+            async with asyncio.timeout(5):
+                answers = [await other.recv() for _ in range(3)]
+            assert b"update the older one" in answers[-1]
+
+    run(main)
+
+
+class Cutter:
+    """A TCP proxy whose connections can be cut, and which remembers what passed."""
+
+    def __init__(self) -> None:
+        self.writers: set[asyncio.StreamWriter] = set()
+        self.seen = bytearray()
+
+    @asynccontextmanager
+    async def towards(self, host: str, port: int):
+        async def serve(reader, writer):
+            far_reader, far_writer = await asyncio.open_connection(host, port)
+            self.writers |= {writer, far_writer}
+            async with asyncio.TaskGroup() as pumps:
+                pumps.create_task(self.pump(reader, far_writer))
+                pumps.create_task(self.pump(far_reader, writer))
+
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        try:
+            yield server.sockets[0].getsockname()[1]
+        finally:
+            server.close()
+            self.cut()
+
+    async def pump(self, reader, writer):
+        try:
+            while piece := await reader.read(65536):
+                self.seen += piece
+                writer.write(piece)
+                await writer.drain()
+        except OSError:
+            pass
+        finally:
+            writer.close()
+
+    def cut(self) -> None:
+        for writer in self.writers:
+            writer.transport.abort()
+        self.writers.clear()
+
+
+def port_of(transport: ZeroMqTransport) -> int:
+    return int(transport.address.rpartition(":")[2])
+
+
+def test_each_message_arrives_once_and_in_order_although_the_connection_is_cut_again_and_again():
+    num_messages = 40
+
+    async def talk(one, other):
+        for number in range(num_messages):
+            service = (Service.ACTIVATION, Service.BLOB)[number % 2]
+            await one.send(other.peer, service, bytes([number]), [os.urandom(10), bytes(700_000)])
+
+    async def listen(one, cut):
+        numbers = {Service.ACTIVATION: [], Service.BLOB: []}
+        for count in range(num_messages):
+            delivery = await next_of(one, Delivery)
+            numbers[delivery.service].append(delivery.header[0])
+            assert [buffer.nbytes for buffer in delivery.buffers] == [10, 700_000]
+            if count % 7 == 3:
+                cut()
+        return list(numbers.values())
+
+    async def main():
+        cutter = Cutter()
+        async with (
+            make(0, ANY_PORT) as hub,
+            make(1) as node,
+            cutter.towards("127.0.0.1", port_of(hub)) as port,
+        ):
+            node.dial(hub.peer, f"tcp://127.0.0.1:{port}")
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(talk(hub, node))
+                tasks.create_task(talk(node, hub))
+                listeners = [
+                    tasks.create_task(listen(hub, cutter.cut)),
+                    tasks.create_task(listen(node, lambda: None)),
+                ]
+            for listener in listeners:
+                assert listener.result() == [list(range(0, num_messages, 2)), list(range(1, num_messages, 2))]
+
+    run(main)
+
+
+@asynccontextmanager
+async def child(hub: ZeroMqTransport):
+    """A peer in a process of its own, that echoes."""
+    settings = {"hub": KEYS[0].public.decode(), "address": hub.address, "secret": KEYS[1].secret.decode()}
+    process = await asyncio.create_subprocess_exec(sys.executable, __file__, json.dumps(settings))
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+def test_a_process_that_is_killed_is_noticed_and_its_successor_is_new():
+    async def main():
+        async with make(0, ANY_PORT) as hub:
+            async with child(hub) as process:
+                await next_of(hub, LinkUp)
+                data = os.urandom(5_000_000)
+                await hub.send(KEYS[1].peer, Service.ACTIVATION, b"echo", [data])
+                assert bytes((await next_of(hub, Delivery)).buffers[0]) == data
+                process.kill()
+                assert "closed" in (await next_of(hub, LinkDown, 2.0)).reason
+            async with child(hub):
+                assert (await next_of(hub, LinkUp)).is_new
+
+    run(main)
+
+
+def test_a_process_that_freezes_is_noticed_and_comes_back_with_all_it_had():
+    async def main():
+        async with make(0, ANY_PORT) as hub, child(hub) as process:
+            await next_of(hub, LinkUp)
+            process.send_signal(signal.SIGSTOP)
+            assert "nothing heard" in (await next_of(hub, LinkDown, 2.0)).reason
+            await hub.send(KEYS[1].peer, Service.CONTROL, b"meanwhile")
+            process.send_signal(signal.SIGCONT)
+            assert not (await next_of(hub, LinkUp)).is_new
+            assert (await next_of(hub, Delivery)).header == b"meanwhile"
+
+    run(main)
+
+
+async def echo(settings: dict[str, str]) -> None:
+    keys = load_keys(settings["secret"].encode())
+    async with ZeroMqTransport(keys, Random()) as transport:
+        hub = settings["hub"].encode()
+        transport.allow([hub])
+        transport.dial(KeyPair(hub, b"").peer, settings["address"])
+        while True:
+            event = await transport.receive()
+            if isinstance(event, Delivery):
+                await transport.send(event.sender, event.service, event.header, event.buffers)
+
+
+TICKET = b"sixteen byte tkt"
+
+
+def test_two_unreachable_peers_meet_through_the_relay_which_sees_nothing():
+    marker = b"a word that must not be seen " * 10
+
+    async def main():
+        relay, recorder = Relay(), Cutter()
+        relay.add(TICKET)
+        async with AsyncExitStack() as stack:
+            enter = stack.enter_async_context
+            relay_port = await enter(relay.listen("127.0.0.1", 0))
+            seen_port = await enter(recorder.towards("127.0.0.1", relay_port))
+            one, other = await enter(make(0, ANY_PORT)), await enter(make(1))
+            tasks = await enter(asyncio.TaskGroup())
+            waiter = tasks.create_task(await_through("127.0.0.1", relay_port, TICKET, port_of(one)))
+            address = await enter(dial_through("127.0.0.1", seen_port, TICKET))
+            other.dial(one.peer, address)
+            await other.send(one.peer, Service.GRADIENT, marker, [bytes(3 * MIB)])
+            assert (await next_of(one, Delivery)).header == marker
+            recorder.cut()
+            await next_of(other, LinkDown)
+            await one.send(other.peer, Service.GRADIENT, marker)
+            assert (await next_of(other, Delivery)).header == marker
+            assert len(recorder.seen) > 3 * MIB
+            assert marker[:20] not in recorder.seen
+            waiter.cancel()
+
+    run(main)
+
+
+def test_an_impostor_behind_the_relay_and_a_wrong_ticket_get_nowhere():
+    async def main():
+        relay = Relay()
+        relay.add(TICKET)
+        async with AsyncExitStack() as stack:
+            enter = stack.enter_async_context
+            port = await enter(relay.listen("127.0.0.1", 0))
+            impostor, node = await enter(make(2, ANY_PORT)), await enter(make(1))
+            tasks = await enter(asyncio.TaskGroup())
+            waiter = tasks.create_task(await_through("127.0.0.1", port, TICKET, port_of(impostor)))
+            node.dial(KEYS[0].peer, await enter(dial_through("127.0.0.1", port, TICKET)))
+            node.dial(KEYS[2].peer, await enter(dial_through("127.0.0.1", port, bytes(16))))
+            failed = [await next_of(node, DialFailed) for _ in range(6)]
+            assert {event.peer for event in failed} == {KEYS[0].peer, KEYS[2].peer}
+            assert not node.connected()
+            assert not impostor.connected()
+            with pytest.raises(ConfigError, match="cannot relay"):
+                await enter(Relay().listen("127.0.0.1", port))
+            waiter.cancel()
+
+    run(main)
+
+
+if __name__ == "__main__":
+    asyncio.run(echo(json.loads(sys.argv[1])))

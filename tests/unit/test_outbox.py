@@ -1,0 +1,236 @@
+"""What waits for one neighbour: priorities, cutting, credit, the window; and how it is put together."""
+
+from collections import deque
+
+import pytest
+
+from ravnest.errors import LinkError, ProtocolError
+from ravnest.net.frames import Chunk, Hello, Ping, Position, decode, encode
+from ravnest.net.inbox import Inbox
+from ravnest.net.link import SILENCE_SECONDS, TICK_SECONDS, Link
+from ravnest.net.outbox import OVERHEAD_BYTES, Outbox
+from ravnest.net.transport import MIB, Limits, Service, as_views, check_limits
+
+LIMITS = Limits(chunk_bytes=100, window_bytes=400, credit_bytes=(4000,) * 5)
+
+
+def put(outbox: Outbox, service: Service, *buffers: bytes, header: bytes = b"h") -> None:
+    outbox.put(service, header, as_views(buffers))
+
+
+def chunk_of(outbox: Outbox, now: float = 0.0) -> Chunk:
+    chunk = outbox.next_chunk(now)
+    assert chunk is not None
+    return chunk[0]
+
+
+@pytest.mark.parametrize("urgent", [Service.CONTROL, Service.GRADIENT, Service.ACTIVATION, Service.AVERAGING])
+def test_an_urgent_message_goes_before_the_next_chunk_of_a_blob(urgent):
+    outbox = Outbox(LIMITS)
+    put(outbox, Service.BLOB, bytes(1000))
+    assert [chunk_of(outbox).offset for _ in range(2)] == [0, 100]
+    put(outbox, urgent, bytes(150))
+    assert [(chunk_of(outbox).service) for _ in range(3)] == [urgent, urgent, Service.BLOB]
+
+
+def test_what_is_less_urgent_on_the_wire_does_not_hold_back_what_is_more_urgent():
+    outbox = Outbox(LIMITS)
+    put(outbox, Service.BLOB, bytes(1000))
+    while outbox.next_chunk(0.0):
+        pass
+    put(outbox, Service.GRADIENT, bytes(1000))
+    num_gradients = 0
+    while outbox.next_chunk(0.0):
+        num_gradients += 1
+    assert num_gradients == LIMITS.window_bytes // LIMITS.chunk_bytes
+    put(outbox, Service.CONTROL)
+    assert chunk_of(outbox).service is Service.CONTROL
+    assert outbox.next_chunk(0.0) is None
+
+
+def test_chunks_are_views_of_the_buffers_of_the_caller():
+    outbox, data = Outbox(LIMITS), bytearray(250)
+    outbox.put(Service.BLOB, b"", as_views([data]))
+    _, views = outbox.next_chunk(0.0)
+    assert views[0].obj is data
+    data[7] = 99
+    assert views[0][7] == 99
+
+
+def test_small_buffers_travel_together_and_a_chunk_never_reaches_over_a_buffers_end():
+    outbox = Outbox(LIMITS)
+    put(outbox, Service.BLOB, bytes(20), b"", bytes(30), bytes(120), header=b"head")
+    chunk, views = outbox.next_chunk(0.0)
+    assert chunk.sizes == (4, 20, 0, 30, 120)
+    assert [view.nbytes for view in views] == [4, 20, 30, 46]
+    assert [view.nbytes for view in outbox.next_chunk(0.0)[1]] == [74]
+
+
+def test_credit_comes_back_when_the_program_over_there_took_the_message_not_when_it_arrived():
+    outbox, inbox = Outbox(LIMITS), Inbox(LIMITS)
+    put(outbox, Service.BLOB, bytes(2000))
+    assert not outbox.has_room(Service.BLOB, 2000)
+    assert outbox.has_room(Service.GRADIENT, 2000)
+    while (chunk := outbox.next_chunk(0.0)) is not None:
+        inbox.accept(*chunk)
+        outbox.acknowledge(inbox.news(), 0.0)
+    assert not outbox.has_room(Service.BLOB, 2000)
+    inbox.take(Service.BLOB)
+    outbox.acknowledge(inbox.news(), 0.0)
+    assert outbox.has_room(Service.BLOB, 2000)
+
+
+def test_a_message_over_the_credit_goes_alone():
+    outbox = Outbox(LIMITS)
+    assert outbox.has_room(Service.BLOB, 10**6)
+    put(outbox, Service.BLOB)
+    assert not outbox.has_room(Service.BLOB, 10**6)
+
+
+def test_empty_messages_use_up_credit_too():
+    outbox = Outbox(LIMITS)
+    num_messages = 0
+    while outbox.has_room(Service.BLOB, 0):
+        put(outbox, Service.BLOB, header=b"")
+        num_messages += 1
+    assert num_messages == LIMITS.credit_bytes[Service.BLOB] // OVERHEAD_BYTES
+
+
+@pytest.mark.parametrize("rate", [3e4, 1e5, 1e6, 1e7, 1e8])
+@pytest.mark.parametrize("delay", [0.001, 0.05, 0.2])
+def test_on_a_slow_link_little_lies_before_an_urgent_message_and_a_fast_one_is_filled(rate, delay):
+    outbox, inbox = Outbox(Limits()), Inbox(Limits())
+    blob = memoryview(bytearray(4 * MIB))
+    now, free_at, under_way, queues, arrived = 0.0, 0.0, deque(), [], 0
+    for _ in range(400):
+        if outbox.has_room(Service.BLOB, blob.nbytes):
+            outbox.put(Service.BLOB, b"", [blob])
+        while (chunk := outbox.next_chunk(now)) is not None:
+            free_at = max(free_at, now) + sum(view.nbytes for view in chunk[1]) / rate
+            under_way.append((free_at + delay, chunk))
+        queues.append(free_at - now)
+        now, chunk = under_way.popleft()
+        arrived += sum(view.nbytes for view in chunk[1])
+        if inbox.accept(*chunk) is not None:
+            inbox.take(Service.BLOB)
+        outbox.acknowledge(inbox.news(), now)
+    late = queues[200:]
+    assert max(late) <= max(0.75, 48 * 1024 / rate)
+    assert sum(late) / len(late) <= max(0.35, 48 * 1024 / rate)
+    assert arrived / now >= 0.6 * min(rate, 4 * MIB / (delay + MIB / rate))
+
+
+def test_a_buffer_in_one_piece_is_passed_on_and_a_cut_one_is_gathered_and_both_can_be_written():
+    inbox = Inbox(LIMITS)
+    small, first, second = (memoryview(bytearray(b)) for b in (b"ab", b"c" * 90, b"d" * 60))
+    header = memoryview(bytearray(b"head"))
+    assert inbox.accept(Chunk(Service.BLOB, 0, 0, (4, 2, 150)), [header, small, first]) is None
+    message = inbox.accept(Chunk(Service.BLOB, 0, 96, ()), [second])
+    assert message is not None
+    service, head, buffers = message
+    assert (service, head) == (Service.BLOB, b"head")
+    assert buffers[0].obj is small.obj
+    assert bytes(buffers[1]) == b"c" * 90 + b"d" * 60
+    assert not any(buffer.readonly for buffer in buffers)
+
+
+def test_a_second_copy_is_dropped_and_a_copy_that_reaches_further_is_used_from_where_it_is_new():
+    inbox = Inbox(LIMITS)
+    data = memoryview(bytes(range(80)))
+    inbox.accept(Chunk(Service.BLOB, 0, 0, (0, 80)), [data[:30]])
+    assert inbox.accept(Chunk(Service.BLOB, 0, 0, (0, 80)), [data[:30]]) is None
+    message = inbox.accept(Chunk(Service.BLOB, 0, 10, ()), [data[10:]])
+    assert message is not None
+    assert bytes(message[2][0]) == bytes(data)
+    assert inbox.accept(Chunk(Service.BLOB, 0, 10, ()), [data[10:]]) is None
+
+
+@pytest.mark.parametrize(
+    ("chunk", "pieces", "reason"),
+    [
+        (Chunk(Service.BLOB, 1, 0, (0,)), [], "missing"),
+        (Chunk(Service.BLOB, 0, 5, ()), [b"x"], "missing"),
+        (Chunk(Service.BLOB, 0, 0, ()), [b"x"], "refused"),
+        (Chunk(Service.BLOB, 0, 0, (65 * 1024,)), [], "refused"),
+        (Chunk(Service.BLOB, 0, 0, (0,) * 258), [], "refused"),
+        (Chunk(Service.BLOB, 0, 0, (0, 2**40)), [], "is over"),
+        (Chunk(Service.BLOB, 0, 0, (0, 101)), [bytes(101)], "a chunk over"),
+        (Chunk(Service.BLOB, 0, 0, (1, 9)), [b"hb"], "over the end"),
+        (Chunk(Service.BLOB, 0, 0, (0, 4)), [b"abcde"], "too many"),
+    ],
+)
+def test_what_no_honest_neighbour_sends_is_refused_with_a_reason(chunk, pieces, reason):
+    with pytest.raises(ProtocolError, match=reason):
+        Inbox(LIMITS).accept(chunk, [memoryview(piece) for piece in pieces])
+
+
+def test_who_ignores_credits_is_refused():
+    inbox = Inbox(LIMITS)
+    inbox.accept(Chunk(Service.BLOB, 0, 0, (0,)), [])
+    with pytest.raises(ProtocolError, match="credit"):
+        inbox.accept(Chunk(Service.BLOB, 1, 0, (0, 3000)), [])
+
+
+@pytest.mark.parametrize(
+    "position", [(4, 2, 0, 0), (4, 0, 9000, 0), (4, 0, 50, 1), (4, 1, 0, 2), (0, 1, 0, 0), (4, 1, 1, 0)]
+)
+def test_who_confirms_what_was_not_sent_is_refused(position):
+    outbox = Outbox(LIMITS)
+    put(outbox, Service.BLOB, bytes(50))
+    put(outbox, Service.BLOB, bytes(50))
+    outbox.next_chunk(0.0)
+    with pytest.raises(ProtocolError, match="was sent"):
+        outbox.acknowledge([Position(Service(position[0]), *position[1:])], 0.0)
+
+
+@pytest.mark.parametrize(
+    ("header", "buffers", "reason"),
+    [
+        (bytes(65 * 1024), [], "header of 66560 bytes"),
+        (b"", [b""] * 257, "257 buffers"),
+        (b"", [memoryview(bytes(1))] * 200 + [bytes(10**6)], "1000200 bytes is over the limit of 1000000"),
+    ],
+)
+def test_a_message_over_the_limits_is_refused_with_the_limit(header, buffers, reason):
+    with pytest.raises(LinkError, match=reason):
+        check_limits(header, as_views(buffers), Limits(message_bytes=10**6))
+
+
+def connected(now: float = 0.0) -> Link:
+    link = Link(1, LIMITS)
+    link.connect(Hello(1, 2, 0, (), b""), now)
+    while link.next_frames(now):
+        pass
+    return link
+
+
+def test_a_quiet_link_pings_and_a_silent_neighbour_is_noticed_within_two_seconds():
+    link, now, num_pings = connected(), 0.0, 0
+    while True:
+        now += TICK_SECONDS
+        reason = link.tick(now)
+        if reason is not None:
+            break
+        num_pings += link.next_frames(now) == [encode(Ping())]
+    assert num_pings == 2  # not at the first tick, the link had just spoken
+    assert SILENCE_SECONDS < now < 2.0
+    assert "nothing heard" in reason
+
+
+def test_whoever_was_frozen_itself_does_not_blame_the_others():
+    link = connected()
+    assert link.tick(TICK_SECONDS) is None
+    assert link.tick(60.0) is None
+
+
+def test_a_heard_neighbour_stays():
+    link, now = connected(), 0.0
+    for _ in range(20):
+        now += TICK_SECONDS
+        assert link.tick(now) is None
+        link.receive(Ping(), [], now)
+
+
+def test_only_a_chunk_carries_more_frames():
+    with pytest.raises(ProtocolError, match="Ping came with 1 frames"):
+        decode([memoryview(encode(Ping())), memoryview(b"x")])
