@@ -1,0 +1,302 @@
+"""What happens to the hub, what it orders, and what people are told: records that can be logged and replayed.
+
+Events carry the hub's own time, which never goes back, not even over a restart.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from ravnest.config import PlanConfig
+from ravnest.plan.types import ModelProfile, Node, NodeId, Plan
+from ravnest.protocol import (
+    BatchId,
+    BlobRef,
+    LeaseId,
+    Message,
+    Metrics,
+    Refusal,
+    RoundId,
+    StageParts,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class JobSettings:
+    """What is trained, how long, and when the swarm is formed."""
+
+    num_samples: int
+    num_validation: int
+    batch_size: int
+    epochs: int
+    rates: tuple[float, ...]  # the learning rate over all batches of the job, spread evenly
+    seed: int = 0
+    chunk_batches: int = 8  # per lease
+    average_every: int | None = None  # batches per cluster between rounds; None: from the plan's forecast
+    evaluate_every: int = 1  # epochs; 0: only at the end
+    expected_nodes: int = 0  # with so many nodes form at once; 0: only by time
+    settle_seconds: float = 5.0  # form when nobody came or went for so long
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Batches of one pass over the data, the last one maybe smaller."""
+        return -(-self.num_samples // self.batch_size)
+
+    def rate(self, batch: int) -> float:
+        """Return the learning rate when so many batches were trained before."""
+        index = batch * len(self.rates) // (self.epochs * self.batches_per_epoch)
+        return self.rates[min(index, len(self.rates) - 1)]
+
+
+class Phase(StrEnum):
+    """How far the job is."""
+
+    COLLECTING = "collecting"
+    TRAINING = "training"
+    AVERAGING = "averaging"  # the last round
+    EVALUATING = "evaluating"  # the last evaluation
+    KEEPING = "keeping"
+    FINISHED = "finished"
+
+
+@dataclass(frozen=True, slots=True)
+class JobGiven:
+    """The requester's job; a hub has one."""
+
+    profile: ModelProfile
+    config: PlanConfig
+    settings: JobSettings
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
+class PeerJoined:
+    """A peer said Hello and its proof held."""
+
+    node: Node
+    key: str
+    addresses: tuple[str, ...]
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
+class PeerLeft:
+    """A peer is gone: its link broke, it is silent, it sent garbage."""
+
+    node: NodeId
+    reason: str
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """A message of a peer, by the name its key proves."""
+
+    sender: NodeId
+    message: Message
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
+class PartsMade:
+    """What a MakeParts asked for; a stage of this interval consumes these fields of a batch."""
+
+    start: int
+    stop: int
+    blueprint: BlobRef
+    weights: BlobRef
+    train_fields: tuple[str, ...]
+    evaluation_fields: tuple[str, ...]
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """All that the Collect of this number names is here."""
+
+    number: int
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed; only needed when it reaches `due`."""
+
+    now: float
+
+
+Event = JobGiven | PeerJoined | PeerLeft | Received | PartsMade | Collected | Tick
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """An order: send a message to a peer."""
+
+    to: NodeId
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class MakeParts:
+    """An order to the requester's side: cut this interval of the line and store its two blobs."""
+
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class SendFields:
+    """An order to the data service: the fields of these samples, batch by batch, to whom consumes them."""
+
+    epoch: int  # of the plan
+    lease: LeaseId
+    is_evaluation: bool
+    first_batch: BatchId
+    samples: tuple[tuple[int, ...], ...]
+    consumers: tuple[tuple[NodeId, tuple[str, ...]], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class KeptPart:
+    """The state of an interval of the line, and who serves it."""
+
+    start: int
+    stop: int
+    node: NodeId
+    parts: StageParts
+
+
+@dataclass(frozen=True, slots=True)
+class Collect:
+    """An order: fetch these blobs from their nodes, then say Collected."""
+
+    number: int
+    parts: tuple[KeptPart, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """For people: a peer came."""
+
+    node: NodeId
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """For people: a peer went."""
+
+    node: NodeId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """For people: why no plan exists yet."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PlanFormed:
+    """For people: a plan, and what it promises."""
+
+    plan: Plan
+    samples_per_second: float
+    round_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterStarted:
+    """For people: a cluster trains."""
+
+    cluster: str
+    nodes: tuple[NodeId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterDissolved:
+    """For people: a cluster is given up; others train the samples it was at."""
+
+    cluster: str
+    reason: str
+    num_given_back: int
+    num_lost: int  # samples it trained since the last round, which nobody else knows of
+
+
+@dataclass(frozen=True, slots=True)
+class WorkLost:
+    """For people: nobody is left who knows what was trained on so many samples; they are trained again."""
+
+    num_samples: int
+
+
+@dataclass(frozen=True, slots=True)
+class BatchDropped:
+    """For people: a batch was lost in a stage."""
+
+    batch: BatchId
+    node: NodeId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class EpochDone:
+    """For people: every sample of an epoch is counted; dropped ones were tried and lost."""
+
+    epoch: int
+    num_samples: int
+    num_dropped: int
+    loss: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """For people: the means over the validation samples after so many epochs."""
+
+    epoch: int
+    cluster: str
+    num_samples: int
+    loss: float | None
+    metrics: Metrics
+
+
+@dataclass(frozen=True, slots=True)
+class RoundEnded:
+    """For people: a round happened, or why it did not."""
+
+    round_id: RoundId
+    is_committed: bool
+    is_final: bool
+    reason: str
+
+
+News = (
+    Joined
+    | Left
+    | Waiting
+    | PlanFormed
+    | ClusterStarted
+    | ClusterDissolved
+    | WorkLost
+    | BatchDropped
+    | EpochDone
+    | Evaluated
+    | RoundEnded
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """An order: show this to people."""
+
+    news: News
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """An order: the job is done; assemble the model of its parts, in the order of the line."""
+
+    parts: tuple[KeptPart, ...]
+    history: tuple[EpochDone | Evaluated, ...]
+
+
+Order = Send | MakeParts | SendFields | Collect | Tell | Finish | Refusal

@@ -1,0 +1,335 @@
+"""What clusters train and evaluate: leases, learning rates, the loss of each epoch.
+
+The book counts each sample once. One cluster, the one that knows most, evaluates: it finishes what it has of
+the epoch and takes nothing of the next before, so its weights stand still meanwhile; the others train on.
+Epochs here are passes over the data, counted from 1 when shown; those of plans are in ClusterState.
+Driven by hub.state.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from ravnest.engine.sampler import Lease, LeaseBook
+from ravnest.hub.events import EpochDone, Evaluated, JobSettings, Send, SendFields
+from ravnest.hub.members import ClusterState, Members
+from ravnest.protocol import (
+    BatchId,
+    DroppedBatch,
+    LearningRate,
+    LeaseDone,
+    LeaseGrant,
+    LeaseId,
+    Metrics,
+    StepReport,
+)
+
+_OPEN_LEASES = 2  # per cluster: one under way, one ready behind it
+
+
+@dataclass(frozen=True, slots=True)
+class OpenLease:
+    """Batches a cluster is at work on; without a lease of the book it evaluates."""
+
+    number: LeaseId
+    holder: str
+    lease: Lease | None
+    first_batch: BatchId
+    num_samples: tuple[int, ...]
+    ended: set[BatchId] = field(default_factory=set)  # dropped, or evaluated
+
+    @property
+    def batches(self) -> range:
+        """The numbers of its batches."""
+        return range(self.first_batch, self.first_batch + len(self.num_samples))
+
+
+@dataclass(slots=True)
+class _Means:
+    """Means weighted by samples; what was no number does not count."""
+
+    sums: dict[str, tuple[float, int]] = field(default_factory=dict)
+
+    def add(self, report: StepReport) -> None:
+        for name, value in (("loss", report.loss), *report.metrics):
+            total, weight = self.sums.get(name, (0.0, 0))
+            if value is not None:
+                total, weight = total + value * report.num_samples, weight + report.num_samples
+            self.sums[name] = (total, weight)
+
+    def read(self) -> tuple[float | None, Metrics]:
+        means = {name: total / weight if weight else None for name, (total, weight) in self.sums.items()}
+        return means.pop("loss", None), tuple(means.items())
+
+
+@dataclass(slots=True)
+class _Evaluation:
+    epoch: int  # passes done
+    holder: str = ""
+    next_sample: int = 0
+    num_samples: int = 0
+    means: _Means = field(default_factory=_Means)
+
+
+@dataclass(slots=True)
+class _Progress:
+    """How far a cluster is, to tell it rates ahead of its updates."""
+
+    version: int
+    position: int = 0  # batches that all clusters had trained when it came to that version
+    rates: dict[int, float] = field(default_factory=dict)  # by the update they hold from, as it was told
+    num_trained: int = 0  # samples
+    num_alone: int = 0  # of them since the last round
+    was_averaged: bool = False
+
+
+class Training:
+    """Hands out leases, counts what comes back, evaluates between epochs and at the end."""
+
+    def __init__(self, settings: JobSettings) -> None:
+        self._settings = settings
+        self._num_counted = 0
+        self._next_lease = 0
+        self._next_batch = 0
+        self.restart()
+
+    def restart(self) -> int:
+        """Begin again from the first weights; return the samples whose training is lost."""
+        settings = self._settings
+        lost, self._num_counted = self._num_counted, 0
+        chunk = settings.chunk_batches * settings.batch_size
+        self._book = LeaseBook(settings.num_samples, chunk, settings.epochs, settings.seed)
+        self._open: dict[LeaseId, OpenLease] = {}
+        self._progress: dict[str, _Progress] = {}
+        self._awaited: dict[BatchId, tuple[str, int]] = {}  # holder and epoch of batches without a loss yet
+        self._means: defaultdict[int, _Means] = defaultdict(_Means)
+        self._dropped: Counter[int] = Counter()
+        self._evaluation: _Evaluation | None = None
+        self._evaluated = 0
+        self._num_reported = 0  # batches, by leaves
+        return lost
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether all is counted and no evaluation is under way."""
+        return self._book.is_finished and self._evaluation is None
+
+    @property
+    def open_leases(self) -> tuple[OpenLease, ...]:
+        """What clusters are at work on, oldest first."""
+        return tuple(self._open.values())
+
+    @property
+    def num_counted(self) -> int:
+        """Samples trained so far, over all epochs."""
+        return self._num_counted
+
+    def version(self, cluster: ClusterState) -> int:
+        """Return the updates a cluster has made, as far as its leaf has said."""
+        return self._of(cluster).version
+
+    def knows(self, cluster: ClusterState) -> bool:
+        """Return whether a cluster's weights hold something of what was trained."""
+        progress = self._progress.get(cluster.holder)
+        return progress is not None and (progress.was_averaged or progress.num_trained > 0)
+
+    def most_trained(self, clusters: Iterable[ClusterState]) -> ClusterState:
+        """Return the cluster that knows most."""
+        return max(clusters, key=lambda each: (self.knows(each), self._of(each).num_trained))
+
+    def note_averaged(self, clusters: Iterable[ClusterState]) -> None:
+        """Note that these clusters share what they know."""
+        for cluster in clusters:
+            self._of(cluster).was_averaged = True
+            self._of(cluster).num_alone = 0
+
+    def release(self, cluster: ClusterState) -> tuple[int, int]:
+        """Take back what a dissolved cluster was at work on; return those samples, and what it alone knew."""
+        self._book.release(cluster.holder)
+        given_back = [lease for lease in self._open.values() if lease.holder == cluster.holder]
+        for lease in given_back:
+            self._close(lease)
+        self._awaited = {key: of for key, of in self._awaited.items() if of[0] != cluster.holder}
+        lost = self._of(cluster).num_alone
+        del self._progress[cluster.holder]
+        if self._evaluation and self._evaluation.holder == cluster.holder:
+            self._evaluation = _Evaluation(self._evaluation.epoch)
+        return sum(sum(lease.num_samples) for lease in given_back if lease.lease), lost
+
+    def start_evaluation(self) -> None:
+        """Evaluate what all epochs made, if there is something to evaluate with."""
+        assert self.is_finished, "the last evaluation comes when all is trained"
+        if self._settings.num_validation:
+            self._evaluation = _Evaluation(self._settings.epochs)
+
+    def fill(self, members: Members) -> list[Send | SendFields]:
+        """Grant leases until every cluster that may has two."""
+        orders: list[Send | SendFields] = []
+        for cluster in members.running:
+            while sum(lease.holder == cluster.holder for lease in self._open.values()) < _OPEN_LEASES:
+                granted = self._grant(cluster, members)
+                if not granted:
+                    break
+                orders += granted
+        return orders
+
+    def take_done(self, cluster: ClusterState, done: LeaseDone) -> tuple[int, list[EpochDone]] | str:
+        """Count a lease that its root reports; return its batches and what is to be told, or why not."""
+        open_lease = self._open.get(done.lease)
+        if open_lease is None or open_lease.holder != cluster.holder or open_lease.lease is None:
+            return f"lease {done.lease} is not open for cluster {cluster.name}"
+        num_samples, lease = sum(open_lease.num_samples), open_lease.lease
+        if done.num_samples > num_samples:
+            return f"lease {done.lease} has {num_samples} samples, not {done.num_samples}"
+        reason = self._book.complete(lease.number, cluster.holder)
+        assert reason is None, reason
+        self._close(open_lease)
+        self._num_counted += num_samples
+        self._of(cluster).num_trained += done.num_samples
+        self._of(cluster).num_alone += done.num_samples
+        self._dropped[lease.epoch] += num_samples - done.num_samples
+        is_epoch = self._book.num_counted(lease.epoch) == self._settings.num_samples
+        return len(open_lease.num_samples), [self._end_epoch(lease.epoch)] if is_epoch else []
+
+    def take_report(self, cluster: ClusterState, report: StepReport) -> list[Evaluated] | str:
+        """Take what the leaf says of a batch; return what is to be told, or why not."""
+        holder, epoch = self._awaited.get(report.batch, ("", 0))
+        if holder == cluster.holder:
+            del self._awaited[report.batch]
+            self._num_reported += 1
+            progress = self._of(cluster)
+            if report.version > progress.version:
+                progress.version, progress.position = report.version, self._num_reported
+            self._means[epoch].add(report)
+            return []
+        lease = self._find(cluster, report.batch)
+        evaluation = self._evaluation
+        if lease is None or lease.lease or report.batch in lease.ended or evaluation is None:
+            return f"batch {report.batch} of cluster {cluster.name} is not awaited"
+        evaluation.means.add(report)
+        evaluation.num_samples += report.num_samples
+        return self._end_evaluation_batch(cluster, lease, report.batch)
+
+    def take_dropped(self, cluster: ClusterState, dropped: DroppedBatch) -> list[Evaluated] | str:
+        """Note that a batch is lost; training counts it with its lease, evaluation goes on without it."""
+        lease = self._find(cluster, dropped.batch)
+        if lease is None or dropped.batch in lease.ended:
+            return f"batch {dropped.batch} of cluster {cluster.name} is not under way"
+        if lease.lease is None:
+            return self._end_evaluation_batch(cluster, lease, dropped.batch)
+        lease.ended.add(dropped.batch)
+        self._awaited.pop(dropped.batch, None)
+        return []
+
+    def _of(self, cluster: ClusterState) -> _Progress:
+        return self._progress.setdefault(cluster.holder, _Progress(cluster.version, self._num_reported))
+
+    def _find(self, cluster: ClusterState, batch: BatchId) -> OpenLease | None:
+        held = (lease for lease in self._open.values() if lease.holder == cluster.holder)
+        return next((lease for lease in held if batch in lease.batches), None)
+
+    def _close(self, lease: OpenLease) -> None:
+        del self._open[lease.number]
+
+    def _end_epoch(self, epoch: int) -> EpochDone:
+        loss, _ = self._means.pop(epoch, _Means()).read()
+        self._awaited = {key: of for key, of in self._awaited.items() if of[1] != epoch}
+        return EpochDone(epoch + 1, self._settings.num_samples, self._dropped.pop(epoch), loss)
+
+    def _end_evaluation_batch(
+        self, cluster: ClusterState, lease: OpenLease, batch: BatchId
+    ) -> list[Evaluated]:
+        evaluation = self._evaluation
+        assert evaluation is not None
+        lease.ended.add(batch)
+        if len(lease.ended) == len(lease.num_samples):
+            self._close(lease)
+        is_last = evaluation.next_sample == self._settings.num_validation
+        if not is_last or any(other.lease is None for other in self._open.values()):
+            return []
+        self._evaluation, self._evaluated = None, evaluation.epoch
+        loss, metrics = evaluation.means.read()
+        return [Evaluated(evaluation.epoch, cluster.name, evaluation.num_samples, loss, metrics)]
+
+    def _grant(self, cluster: ClusterState, members: Members) -> list[Send | SendFields]:
+        evaluation = self._due_evaluation(members.running)
+        if evaluation and evaluation.holder == cluster.holder and self._upcoming_epoch >= evaluation.epoch:
+            return self._grant_evaluation(evaluation, cluster, members)
+        lease = self._book.lease(cluster.holder)
+        if lease is None:
+            return []
+        samples = [int(index) for index in self._book.samples(lease)]
+        opened = self._open_lease(cluster, lease, len(samples))
+        self._awaited |= dict.fromkeys(map(BatchId, opened.batches), (cluster.holder, lease.epoch))
+        return [
+            *self._set_rates(cluster, len(members.running)),
+            *self._order(cluster, opened, samples, members),
+        ]
+
+    def _grant_evaluation(
+        self, evaluation: _Evaluation, cluster: ClusterState, members: Members
+    ) -> list[Send | SendFields]:
+        is_trained = self._book.num_counted(evaluation.epoch - 1) == self._settings.num_samples
+        is_busy = any(lease.holder == cluster.holder and lease.lease for lease in self._open.values())
+        num_left = self._settings.num_validation - evaluation.next_sample
+        if is_busy or not is_trained or not num_left:
+            return []
+        num_samples = min(num_left, self._settings.chunk_batches * self._settings.batch_size)
+        samples = range(evaluation.next_sample, evaluation.next_sample + num_samples)
+        evaluation.next_sample += num_samples
+        return self._order(cluster, self._open_lease(cluster, None, num_samples), samples, members)
+
+    def _due_evaluation(self, running: Sequence[ClusterState]) -> _Evaluation | None:
+        epoch = self._evaluated + self._settings.evaluate_every
+        is_due = self._settings.evaluate_every > 0 and self._upcoming_epoch >= epoch < self._settings.epochs
+        if (
+            self._evaluation is None
+            and is_due
+            and self._settings.num_validation
+            and not self._book.is_finished
+        ):
+            self._evaluation = _Evaluation(epoch)
+        if self._evaluation and not self._evaluation.holder:
+            self._evaluation.holder = self.most_trained(running).holder
+        return self._evaluation
+
+    @property
+    def _upcoming_epoch(self) -> int:
+        """The epoch of the chunk that would be leased next."""
+        state = self._book.state()
+        return state["requeued"][0][0] if state["requeued"] else state["next_epoch"]
+
+    def _open_lease(self, cluster: ClusterState, lease: Lease | None, num_samples: int) -> OpenLease:
+        size = self._settings.batch_size
+        sizes = tuple(min(size, num_samples - start) for start in range(0, num_samples, size))
+        first, number = BatchId(self._next_batch), LeaseId(self._next_lease)
+        self._next_batch += len(sizes)
+        self._next_lease += 1
+        self._open[number] = OpenLease(number, cluster.holder, lease, first, sizes)
+        return self._open[number]
+
+    def _order(
+        self, cluster: ClusterState, lease: OpenLease, samples: Sequence[int], members: Members
+    ) -> list[Send | SendFields]:
+        size, is_evaluation = self._settings.batch_size, lease.lease is None
+        batches = tuple(tuple(samples[start : start + size]) for start in range(0, len(samples), size))
+        consumers = members.fields(cluster, is_evaluation)
+        grant = LeaseGrant(cluster.epoch, lease.number, is_evaluation, lease.first_batch, lease.num_samples)
+        fields = SendFields(cluster.epoch, lease.number, is_evaluation, lease.first_batch, batches, consumers)
+        return [Send(cluster.root, grant), fields]
+
+    def _set_rates(self, cluster: ClusterState, num_clusters: int) -> list[Send]:
+        """Return the rates of the updates that two leases make from now on, where the cluster has others."""
+        settings, progress, step = self._settings, self._of(cluster), cluster.cluster.accumulate
+        latest = max((update for update in progress.rates if update <= progress.version), default=0)
+        progress.rates = {update: rate for update, rate in progress.rates.items() if update >= latest}
+        told = progress.rates.get(latest)
+        sends = []
+        for batch in range(0, _OPEN_LEASES * settings.chunk_batches, step):
+            update = progress.version + batch // step
+            rate = settings.rate(progress.position + batch * num_clusters)
+            if progress.rates.get(update, told) != rate:
+                progress.rates[update] = rate
+                sends += [Send(node, LearningRate(cluster.epoch, update, rate)) for node in cluster.nodes]
+            told = rate
+        return sends

@@ -1,0 +1,451 @@
+"""A hub with scripted peers on a virtual clock: they answer at once or late, twice, never, or die.
+
+Peers do no arithmetic. The world keeps its own books of what was counted and asserts, after every event, what
+must hold in every history.
+"""
+
+import hashlib
+import heapq
+from collections import Counter, deque
+from contextlib import contextmanager
+from dataclasses import dataclass, is_dataclass, replace
+from functools import cache
+from itertools import count
+from random import Random
+
+import msgspec
+import pytest
+from support.plan_world import SIMPLE, even_model, first_answers, node
+
+from ravnest import wire
+from ravnest.hub import events, members
+from ravnest.hub.events import (
+    Collect,
+    Collected,
+    Finish,
+    JobGiven,
+    JobSettings,
+    MakeParts,
+    PartsMade,
+    PeerJoined,
+    PeerLeft,
+    Received,
+    RoundEnded,
+    Send,
+    SendFields,
+    Tell,
+    Tick,
+    WorkLost,
+)
+from ravnest.hub.state import Hub, Phase
+from ravnest.plan.cluster import form_plan
+from ravnest.protocol import (
+    BlobRef,
+    DroppedBatch,
+    Heartbeat,
+    LearningRate,
+    LeaseDone,
+    LeaseGrant,
+    PlanOrder,
+    Refusal,
+    RoundAbort,
+    RoundOpen,
+    RoundReady,
+    SnapshotOrder,
+    StageParts,
+    StepReport,
+)
+
+LONGEST = 100_000.0  # of a history; one that runs longer is stuck
+
+
+@dataclass
+class Trouble:
+    """What goes wrong: shares of messages, and seconds."""
+
+    seed: int = 0
+    latency: float = 0.0  # at most, to and from the hub
+    twice: float = 0.0
+    dropped: float = 0.0  # of batches
+    gives_up: float = 0.0  # of members of a round
+    silent: float = 0.0  # of members of a round
+    detect_seconds: float = 1.0
+
+
+@dataclass
+class Peer:
+    node: object
+    is_alive: bool = True
+    order: PlanOrder | None = None
+    num_trained: int = 0  # batches of its cluster, kept at the leaf
+    busy_until: float = 0.0  # of its cluster, kept at the root
+    heard_at: float = 0.0
+
+
+def job(**changes):
+    settings = {
+        "num_samples": 50,
+        "num_validation": 23,
+        "batch_size": 4,
+        "epochs": 2,
+        "rates": (0.1,),
+        "chunk_batches": 2,
+        "average_every": 3,
+        "settle_seconds": 5.0,
+    }
+    return JobGiven(even_model(6), SIMPLE, JobSettings(**(settings | changes)), 0.0)
+
+
+def blob(name, version=0):
+    return BlobRef(hashlib.blake2b(repr((name, version)).encode(), digest_size=32).hexdigest(), 100)
+
+
+class HubWorld:
+    def __init__(self, given=None, trouble=None):
+        self.given = given or job()
+        self.trouble = trouble or Trouble()
+        self.random = Random(self.trouble.seed)
+        self.hub = Hub()
+        self.now = 0.0
+        self.log, self.answers = [], []
+        self.news, self.refusals, self.finish = [], [], None
+        self.peers, self.known, self.told_epoch = {}, set(), {}
+        self.queue, self.order_of = [], count()
+        self.ledger = Counter()
+        self.samples, self.batches = {}, set()
+        self.accumulate = 1
+        self.is_collecting = True  # a test may say Collected itself
+        self.muted = set()
+        self.open_round = None
+        self.rates = Counter()
+        self.feed(self.given)
+
+    # What a test does.
+
+    def join(self, *names, memory_mb=150.0, at=None):
+        for name in names:
+            self.after((at or self.now) - self.now, self._join, name, memory_mb)
+
+    def kill(self, name, at=None):
+        self.after((at or self.now) - self.now, self._die, name)
+
+    def run(self, until=LONGEST):
+        while self._step(until):
+            pass
+        return self
+
+    def run_until(self, condition):
+        while not condition():
+            assert self._step(LONGEST), f"it never came to that: {self.news}"
+        return self
+
+    def _step(self, until):
+        """Let the next thing happen; False when there is none before `until`."""
+        due, first = self.hub.due, self.queue[0][0] if self.queue else None
+        nexts = [time for time in (due, first) if time is not None]
+        if not nexts or min(nexts) > until:
+            return False
+        self.now = max(self.now, min(nexts))
+        if due is not None and due <= self.now:
+            self.feed(Tick(self.now))
+            assert self.hub.due != due, "a tick that changes nothing would come again for ever"
+        else:
+            _, _, action, arguments = heapq.heappop(self.queue)
+            action(*arguments)
+        return True
+
+    def told(self, kind):
+        return [news for news in self.news if isinstance(news, kind)]
+
+    @property
+    def is_finished(self):
+        return self.hub.phase is Phase.FINISHED
+
+    def after(self, seconds, action, *arguments):
+        self.at(self.now + seconds, action, *arguments)
+
+    def at(self, time, action, *arguments):
+        heapq.heappush(self.queue, (time, next(self.order_of), action, arguments))
+
+    # The hub's side.
+
+    def feed(self, event):
+        leases = {lease.number: lease for lease in self.hub.open_leases}
+        if not self.hub.concerns(event):
+            assert self.hub.apply(event) == ()
+            return ()
+        self.log.append(event)
+        orders = self.hub.apply(event)
+        self.answers.append(orders)
+        refused = [order for order in orders if isinstance(order, Refusal)]
+        if refused:
+            assert len(orders) == 1
+            self.refusals += refused
+            return orders
+        self._know(event)
+        if isinstance(event, Received) and isinstance(event.message, LeaseDone):
+            lease = leases[event.message.lease]
+            indices = [index for batch in self.samples[lease.number] for index in batch]
+            self.ledger.update((lease.lease.epoch, index) for index in indices)
+        for order in orders:
+            self._carry_out(order)
+        self.check()
+        return orders
+
+    def _know(self, event):
+        match event:
+            case PeerJoined():
+                self.known.add(event.node.name)
+            case PeerLeft():
+                self.known.discard(event.node)
+
+    def _carry_out(self, order):
+        match order:
+            case Send():
+                self._check_sent(order)
+                peer = self.peers[order.to]
+                peer.heard_at = max(peer.heard_at, self.now + self._delay())  # a link keeps the order
+                self.at(peer.heard_at, self._deliver, peer, order.message)
+            case MakeParts():
+                made = PartsMade(
+                    order.start,
+                    order.stop,
+                    blob((order.start, order.stop)),
+                    blob("weights"),
+                    ("x",) * (order.start == 0) + ("y",) * (order.stop == 6),
+                    ("x",) * (order.start == 0) + ("y", "mask") * (order.stop == 6),
+                    0.0,
+                )
+                self.after(self._delay(), lambda: self.feed(replace(made, now=self.now)))
+            case SendFields():
+                assert order.lease not in self.samples
+                self.samples[order.lease] = order.samples
+                fields = [each for _, names in order.consumers for each in names]
+                assert fields == (["x", "y", "mask"] if order.is_evaluation else ["x", "y"])
+                assert {name for name, _ in order.consumers} <= self.known
+            case Collect() if self.is_collecting:
+                self.after(self._delay(), lambda: self.feed(Collected(order.number, self.now)))
+            case Tell():
+                self._hear(order.news)
+            case Finish():
+                assert self.finish is None
+                self.finish = order
+
+    def _check_sent(self, order):
+        assert order.to in self.known
+        match order.message:
+            case PlanOrder():
+                assert order.message.epoch > self.told_epoch.get(order.to, 0)
+                self.told_epoch[order.to] = order.message.epoch
+            case LeaseGrant() as grant:
+                new = set(range(grant.first_batch, grant.first_batch + len(grant.num_samples)))
+                assert not new & self.batches
+                self.batches |= new
+                assert grant.epoch == self.told_epoch[order.to]
+            case RoundOpen() as opened:
+                assert self.open_round in (None, opened.round_id), "never two rounds at once"
+                self.open_round = opened.round_id
+                assert opened.epoch == self.told_epoch[order.to]
+            case LearningRate() as rate:
+                assert rate.epoch == self.told_epoch[order.to]
+                self.rates[order.to] += 1
+
+    def _hear(self, news):
+        self.news.append(news)
+        if isinstance(news, RoundEnded):
+            assert news.round_id == self.open_round
+            self.open_round = None
+        if isinstance(news, WorkLost):
+            assert news.num_samples == sum(self.ledger.values())
+            self.ledger.clear()
+
+    def check(self):
+        running = {each.holder: each for each in self.hub.clusters if each.is_running}
+        held = Counter(lease.holder for lease in self.hub.open_leases)
+        assert set(held) <= set(running), "no lease is held by a dead cluster"
+        assert max(held.values(), default=0) <= 2
+        kinds = {(lease.holder, lease.lease is None) for lease in self.hub.open_leases}
+        assert len(kinds) == len(held), "weights stand still while they are evaluated"
+        if any(is_evaluation for _, is_evaluation in kinds):
+            assert len(self.ledger) >= self.given.settings.num_samples
+        for cluster in self.hub.clusters:
+            assert set(cluster.nodes) <= self.known
+        assert max(self.ledger.values(), default=1) == 1, "no sample is counted twice in an epoch"
+        if self.is_finished:
+            settings = self.given.settings
+            expected = {(e, s) for e in range(settings.epochs) for s in range(settings.num_samples)}
+            assert set(self.ledger) == expected
+            assert not self.hub.open_leases
+            assert self.finish is None or self.finish.parts[0].start == 0
+
+    # The peers' side.
+
+    def _delay(self):
+        return self.random.uniform(0.0, self.trouble.latency) if self.trouble.latency else 0.0
+
+    def _happens(self, share):
+        return share > 0 and self.random.random() < share
+
+    def _join(self, name, memory_mb):
+        peer = self.peers[name] = Peer(node(name, memory_mb))
+        self.told_epoch.pop(name, None)
+        self.feed(PeerJoined(peer.node, f"key of {name}", (f"tcp://{name}",), self.now))
+
+    def _die(self, name):
+        peer = self.peers.get(name)
+        if peer is None or not peer.is_alive:
+            return
+        peer.is_alive = False
+        self.after(self.trouble.detect_seconds, self._notice, name, peer)
+
+    def _notice(self, name, peer):
+        if self.peers[name] is peer:
+            self.feed(PeerLeft(name, "silent", self.now))
+
+    def say(self, name, message, seconds=0.0):
+        """Let a peer send to the hub, if it then still lives."""
+        self.after(seconds, self._speak, name, self.peers[name], message)
+
+    def _speak(self, name, peer, message):
+        if not peer.is_alive or self.peers[name] is not peer or name in self.muted:
+            return
+        copies = 2 if self._happens(self.trouble.twice) else 1
+        for _ in range(copies):
+            self.after(self._delay(), self._arrive, name, peer, message)
+
+    def _arrive(self, name, peer, message):
+        if self.peers[name] is peer:  # another with its name has another key
+            self.feed(Received(name, message, self.now))
+
+    def _deliver(self, peer, message):
+        name = peer.node.name
+        if not peer.is_alive or self.peers[name] is not peer:
+            return
+        if isinstance(message, PlanOrder):
+            if peer.order is None or message.epoch > peer.order.epoch:
+                peer.order, peer.num_trained, peer.busy_until = message, 0, self.now
+                self.say(name, Heartbeat(message.epoch, 1))
+            return
+        if getattr(message, "epoch", None) not in (None, peer.order and peer.order.epoch):
+            return
+        match message:
+            case StageParts():
+                self.say(name, replace(message, weights=blob(name)), seconds=1.0)
+            case SnapshotOrder():
+                parts = StageParts(message.epoch, 1000, blob("kept"), blob(name, message.number))
+                self.say(name, parts, seconds=0.5)
+            case LeaseGrant():
+                self._work(peer.order.pipeline, message)
+            case RoundOpen() if not self._happens(self.trouble.silent):
+                reply = RoundReady(message.round_id, name)
+                if self._happens(self.trouble.gives_up):
+                    reply = RoundAbort(message.round_id, "no room")
+                self.say(name, reply, seconds=0.7)
+
+    def _work(self, pipeline, grant):
+        """Train or evaluate batch after batch, as long as all nodes of the cluster live."""
+        num_trained, leaf, root = 0, self.peers[pipeline[-1]], self.peers[pipeline[0]]
+        start = max(self.now, root.busy_until)
+        root.busy_until = start + 0.3 * len(grant.num_samples)
+        for index, num_samples in enumerate(grant.num_samples):
+            batch = grant.first_batch + index
+            seconds = start - self.now + 0.3 * (index + 1)
+            if self._happens(self.trouble.dropped):
+                dropped = DroppedBatch(grant.epoch, batch, "not a number")
+                self.after(seconds, self._from_cluster, pipeline, self.random.choice(pipeline), dropped)
+                continue
+            num_trained += num_samples
+            leaf.num_trained += not grant.is_evaluation
+            metrics = (("acc", 0.5),)
+            for name in pipeline:
+                loss = float(batch) if name == pipeline[-1] else None
+                report = StepReport(
+                    grant.epoch,
+                    batch,
+                    leaf.num_trained // self.accumulate,
+                    0,
+                    num_samples,
+                    0.1,
+                    0.1,
+                    0.0,
+                    0.0,
+                    loss,
+                    metrics,
+                )
+                if not grant.is_evaluation or name == pipeline[-1]:
+                    self.after(seconds, self._from_cluster, pipeline, name, report)
+        if not grant.is_evaluation:
+            done = LeaseDone(grant.epoch, grant.lease, num_trained, None, ())
+            seconds = root.busy_until - self.now
+            self.after(seconds, self._from_cluster, pipeline, pipeline[0], done)
+
+    def _from_cluster(self, pipeline, name, message):
+        peers = [self.peers[each] for each in pipeline]
+        if all(peer.is_alive and peer.order and peer.order.epoch == message.epoch for peer in peers):
+            self.say(name, message)
+
+
+@contextmanager
+def quick_plans():
+    """Plans as the search first finds them, each found once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(members, "form_plan", lambda *facts: replace(_plan(*facts[:4]), epoch=facts[4]))
+        yield
+
+
+@cache
+def _found(profile, swarm, config, seed):
+    with first_answers():
+        try:
+            return form_plan(profile, swarm, config, seed)
+        except Exception as shortage:
+            return shortage
+
+
+def _plan(*facts):
+    found = _found(*facts)
+    if isinstance(found, Exception):
+        raise found
+    return found
+
+
+def check_replay(world):
+    """The log alone gives the same orders and the same state, also after it was plain data."""
+    hub = Hub()
+    assert [hub.apply(event) for event in world.log] == world.answers
+    assert freeze(hub) == freeze(world.hub)
+    hub = Hub()
+    for event, orders in zip(world.log, world.answers, strict=True):
+        if not isinstance(orders[0] if orders else None, Refusal):  # what is refused need not be logged
+            assert hub.apply(from_plain(to_plain(event))) == orders
+    assert freeze(hub) == freeze(world.hub)
+
+
+def to_plain(event):
+    """An event as a log has it: its name and bytes; a message in it is packed by wire."""
+    is_message = isinstance(event, Received)
+    plain = (event.sender, wire.pack(event.message), event.now) if is_message else event
+    return type(event).__name__, msgspec.msgpack.encode(plain)
+
+
+def from_plain(row):
+    name, data = row
+    if name == "Received":
+        sender, header, now = msgspec.msgpack.decode(data, type=tuple[str, bytes, float])
+        return Received(sender, wire.unpack(header), now)
+    return msgspec.msgpack.decode(data, type=getattr(events, name))
+
+
+def freeze(thing):
+    """Everything a state machine remembers, as values that compare."""
+    if isinstance(thing, dict):
+        return [(key, freeze(value)) for key, value in thing.items()]
+    if isinstance(thing, set | frozenset):
+        return sorted(map(repr, thing))
+    if isinstance(thing, list | tuple | deque):
+        return [freeze(each) for each in thing]
+    if is_dataclass(thing):
+        return type(thing).__name__, [freeze(getattr(thing, each)) for each in thing.__dataclass_fields__]
+    if hasattr(thing, "__dict__"):
+        return type(thing).__name__, freeze(vars(thing))
+    return thing

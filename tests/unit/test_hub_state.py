@@ -1,0 +1,580 @@
+"""The hub's life with scripted peers: what it orders, whom it refuses, and that its books balance."""
+
+import math
+from dataclasses import replace
+
+import pytest
+from support.hub_world import HubWorld, Trouble, blob, check_replay, job, quick_plans
+from support.plan_world import node
+
+from ravnest.config import Averaging
+from ravnest.hub.events import (
+    BatchDropped,
+    ClusterDissolved,
+    ClusterStarted,
+    Collect,
+    Collected,
+    EpochDone,
+    Evaluated,
+    Joined,
+    Left,
+    MakeParts,
+    PartsMade,
+    PeerJoined,
+    PeerLeft,
+    PlanFormed,
+    Received,
+    RoundEnded,
+    Send,
+    SendFields,
+    Tell,
+    Waiting,
+    WorkLost,
+)
+from ravnest.hub.state import Phase
+from ravnest.protocol import (
+    Contact,
+    DroppedBatch,
+    Heartbeat,
+    LearningRate,
+    LeaseDone,
+    LeaseGrant,
+    Leave,
+    Pace,
+    PlanOrder,
+    Refusal,
+    RoundAbort,
+    RoundCommit,
+    RoundOpen,
+    RoundQuery,
+    RoundReady,
+    SnapshotOrder,
+    StageParts,
+    StepReport,
+    Stop,
+)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quick_plans():
+    with quick_plans():
+        yield
+
+
+def one_cluster(**changes):
+    world = HubWorld(job(**changes))
+    world.join(*"abc")
+    return world
+
+
+def two_clusters(trouble=None, **changes):
+    """Three stages and two."""
+    world = HubWorld(job(**changes), trouble)
+    world.join(*"abcde", memory_mb=250.0)
+    return world
+
+
+def sent(world, kind, to=None):
+    orders = [order for answer in world.answers for order in answer if isinstance(order, Send)]
+    return [x.message for x in orders if isinstance(x.message, kind) and to in (None, x.to)]
+
+
+def orders_of(world, kind):
+    return [order for answer in world.answers for order in answer if isinstance(order, kind)]
+
+
+def cluster(world, name):
+    return next(each for each in world.hub.clusters if each.name == name)
+
+
+def finishes(world):
+    world.run()
+    assert world.is_finished, world.news
+    assert world.finish is not None
+    check_replay(world)
+    return world
+
+
+# A run without trouble.
+
+
+def test_one_cluster_of_three_stages_finishes_and_its_books_balance():
+    world = finishes(one_cluster())
+    assert [news.epoch for news in world.told(EpochDone)] == [1, 2]
+    assert [(news.epoch, news.num_samples) for news in world.told(Evaluated)] == [(1, 23), (2, 23)]
+    assert world.refusals == []
+    assert [(part.start, part.stop) for part in world.finish.parts] == [(0, 2), (2, 4), (4, 6)]
+    assert all(part.parts.weights == blob(part.node, 1) for part in world.finish.parts)
+    assert world.finish.history == tuple(x for x in world.news if isinstance(x, EpochDone | Evaluated))
+    assert {order.to for order in world.answers[-1] if isinstance(order, Send)} == set("abc")
+    assert all(isinstance(x.message, Stop) for x in world.answers[-1] if isinstance(x, Send))
+    assert sent(world, RoundOpen) == []
+
+
+def test_members_are_told_their_stage_their_neighbours_and_their_rings():
+    world = finishes(two_clusters())
+    plan = world.told(PlanFormed)[0].plan
+    assert [len(each.stages) for each in plan.clusters] == [3, 2]
+    for each in plan.clusters:
+        names = tuple(stage.node for stage in each.stages)
+        for stage in each.stages:
+            (order,) = sent(world, PlanOrder, stage.node)
+            assert (order.epoch, order.stage, order.pipeline) == (1, stage, names)
+            assert [ring for _, ring in order.rings] == [r for r in plan.rings if stage.node in r.owners]
+            assert all(plan.rings[segment] == ring for segment, ring in order.rings)
+            mates = {*names, *(name for _, ring in order.rings for name in ring.owners)} - {stage.node}
+            assert set(order.contacts) == {Contact(x, f"key of {x}", (f"tcp://{x}",)) for x in mates}
+
+
+def test_parts_are_made_once_for_each_interval_and_delivered_to_every_stage_of_it():
+    world = finishes(two_clusters())
+    plan = world.told(PlanFormed)[0].plan
+    intervals = {(stage.start, stage.stop) for each in plan.clusters for stage in each.stages}
+    made = [(order.start, order.stop) for order in orders_of(world, MakeParts)]
+    assert sorted(made) == sorted(intervals)
+    for stage in (stage for each in plan.clusters for stage in each.stages):
+        (parts,) = sent(world, StageParts, stage.node)
+        assert parts == StageParts(1, 0, blob((stage.start, stage.stop)), blob("weights"))
+
+
+def test_a_lease_names_batches_and_their_samples_travel_to_who_consumes_them():
+    world = finishes(one_cluster())
+    root, leaf = world.told(ClusterStarted)[0].nodes[::2]
+    grants, fields = sent(world, LeaseGrant, root), orders_of(world, SendFields)
+    assert [grant.lease for grant in grants] == [each.lease for each in fields]
+    for grant, each in zip(grants, fields, strict=True):
+        assert tuple(map(len, each.samples)) == grant.num_samples
+        assert (grant.first_batch, grant.is_evaluation) == (each.first_batch, each.is_evaluation)
+        assert [name for name, _ in each.consumers] == [root, leaf]
+    evaluated = [index for each in fields[-3:] for batch in each.samples for index in batch]
+    assert evaluated == list(range(23))
+    assert grants[0].num_samples == (4, 4)
+
+
+def test_a_lone_cluster_evaluates_an_epoch_before_it_begins_the_next():
+    world = one_cluster()
+    world.run_until(lambda: world.told(Evaluated))
+    assert len(world.ledger) == 50
+    assert {epoch for epoch, _ in world.ledger} == {0}
+    evaluated = world.told(Evaluated)[0]
+    assert evaluated.metrics == (("acc", 0.5),)
+    sizes = [4, 4, 4, 4, 4, 3]
+    expected = sum(batch * size for batch, size in enumerate(sizes, start=13)) / 23
+    assert evaluated.loss == pytest.approx(expected)
+
+
+def test_evaluation_only_at_the_end_or_never():
+    assert [x.epoch for x in finishes(one_cluster(evaluate_every=0)).told(Evaluated)] == [2]
+    assert [x.epoch for x in finishes(one_cluster(evaluate_every=2, epochs=5)).told(Evaluated)] == [2, 4, 5]
+    assert finishes(one_cluster(num_validation=0)).told(Evaluated) == []
+
+
+def test_two_clusters_average_as_they_train_and_once_more_at_the_end():
+    world = finishes(two_clusters(epochs=4))
+    rounds = world.told(RoundEnded)
+    assert len(rounds) > 2
+    assert all(ended.is_committed for ended in rounds)
+    assert [ended.is_final for ended in rounds] == [False] * (len(rounds) - 1) + [True]
+    opened = sent(world, RoundOpen, "a")
+    assert [each.is_blocking for each in opened] == [ended.is_final for ended in rounds]
+    assert all(each.left_out == () and each.deadline_seconds >= 10 for each in opened)
+    assert len(sent(world, RoundCommit)) == 5 * len(rounds)
+
+
+def test_blocking_rounds_when_the_config_says_so_and_their_distance_from_the_forecast():
+    given = job(average_every=None, epochs=8)
+    given = replace(given, config=replace(given.config, averaging=Averaging.BLOCKING))
+    world = HubWorld(given)
+    world.join(*"abcde", memory_mb=250.0)
+    finishes(world)
+    opened = sent(world, RoundOpen, "a")
+    assert all(each.is_blocking for each in opened)
+    num_batches = 8 * 13 / 2
+    assert 2 <= len(opened) <= num_batches / 8 + 1
+
+
+@pytest.mark.parametrize("seconds", [math.inf, -3.0])
+def test_rounds_on_links_that_training_fills_are_rare_and_have_a_deadline(seconds):
+    world = two_clusters(average_every=None)
+    world.run_until(lambda: world.told(PlanFormed))
+    world.hub._members._outlook = replace(world.hub._members.outlook, round_seconds=seconds)
+    world.run()
+    assert world.is_finished
+    assert [each.deadline_seconds for each in sent(world, RoundOpen, "a")] == [600.0]
+
+
+# Learning rates.
+
+
+def test_a_constant_rate_is_told_once_to_each_stage():
+    world = finishes(one_cluster())
+    assert world.rates == {"a": 1, "b": 1, "c": 1}
+    assert sent(world, LearningRate, "a") == [LearningRate(1, 0, 0.1)]
+
+
+@pytest.mark.parametrize(("memory_mb", "nodes", "accumulate"), [(1000.0, "a", 1), (150.0, "abc", 3)])
+def test_rates_are_told_ahead_of_their_updates(memory_mb, nodes, accumulate):
+    rates = tuple(0.1 / (1 + batch) for batch in range(24))
+    world = HubWorld(job(rates=rates, num_samples=48, evaluate_every=0))
+    world.accumulate = accumulate
+    world.join(*nodes, memory_mb=memory_mb)
+    world.run_until(lambda: world.told(PlanFormed))
+    (cluster,) = world.told(PlanFormed)[0].plan.clusters
+    assert cluster.accumulate == accumulate
+    finishes(world)
+    told = {message.update: message.rate for message in sent(world, LearningRate, "a")}
+    assert [told[update] for update in range(24 // accumulate)] == list(rates[::accumulate])
+    assert len(told) == len(sent(world, LearningRate, "a"))
+
+
+def test_few_rates_are_spread_over_the_run():
+    settings = job(num_samples=10, epochs=2, rates=(3.0, 2.0, 1.0)).settings
+    assert [settings.rate(batch) for batch in range(8)] == [3.0, 3.0, 2.0, 2.0, 1.0, 1.0, 1.0, 1.0]
+
+
+# Coming together.
+
+
+def test_too_few_nodes_wait_and_are_told_what_is_short():
+    world = HubWorld()
+    world.join("a", "b", memory_mb=50.0)
+    world.run()
+    (waiting,) = world.told(Waiting)
+    assert waiting.reason.startswith("even needs 180 MB in one cluster; 2 nodes offer 100 MB; add 1 node")
+    assert world.hub.phase is Phase.COLLECTING
+    world.join("c", memory_mb=150.0)
+    finishes(world)
+
+
+def test_the_plan_is_formed_when_nobody_came_for_a_while():
+    world = HubWorld()
+    for moment, name in enumerate("abc"):
+        world.join(name, at=4.0 * moment)
+    world.run(until=12.9)
+    assert world.told(PlanFormed) == []
+    world.run(until=13.1)
+    assert len(world.told(PlanFormed)) == 1
+
+
+def test_the_plan_is_formed_at_once_when_all_who_are_expected_came():
+    world = HubWorld(job(expected_nodes=3))
+    world.join(*"abc")
+    world.run(until=0.0)
+    assert world.told(PlanFormed)[0].samples_per_second > 0
+
+
+def test_who_comes_later_is_a_spare():
+    world = one_cluster()
+    world.run_until(lambda: world.told(EpochDone))
+    world.join("late")
+    finishes(world)
+    assert sent(world, PlanOrder, "late") == [PlanOrder(1, 0, None, (), (), ())]
+
+
+def test_peers_may_come_before_the_job():
+    world = HubWorld()
+    events = [PeerJoined(node(x, 150.0), "key", (), 0.0) for x in "abc"]
+    hub = type(world.hub)()
+    for event in (*events, replace(world.given, now=1.0)):
+        hub.apply(event)
+    assert hub.due == 5.0
+    assert any(isinstance(order, MakeParts) for order in hub.tick(5.0))
+
+
+# Deaths.
+
+
+def test_a_death_while_forming_makes_a_new_plan_of_the_others():
+    world = one_cluster()
+    world.join("d")
+    world.run_until(lambda: world.told(PlanFormed))
+    world.feed(PeerLeft(world.hub.clusters[0].root, "gone", world.now))
+    finishes(world)
+    first, second = world.told(PlanFormed)
+    assert second.plan.epoch > first.plan.epoch
+    assert world.told(WorkLost) == []
+
+
+def test_the_other_cluster_trains_what_a_dead_one_had():
+    world = two_clusters()
+    world.run_until(lambda: len(world.ledger) > 20)
+    dead, *healthy = cluster(world, "A").nodes
+    world.kill(dead)
+    finishes(world)
+    (dissolved,) = world.told(ClusterDissolved)
+    assert dissolved.cluster == "A"
+    assert dissolved.reason == f"{dead}: silent"
+    assert dissolved.num_given_back > 0
+    assert world.told(WorkLost) == []
+    for name in healthy:
+        orders = sent(world, PlanOrder, name)
+        assert [order.epoch for order in orders] == [1, 2]
+        assert orders[1].stage is None
+    assert len(world.finish.parts) == 2
+
+
+def test_a_dissolved_cluster_states_what_only_it_knew():
+    world = two_clusters(average_every=1000)
+    world.run_until(lambda: len(world.ledger) > 20)
+    world.kill(cluster(world, "A").root)
+    finishes(world)
+    assert 0 < world.told(ClusterDissolved)[0].num_lost < 50
+
+
+def test_a_death_in_a_round_aborts_it_for_all_and_three_clusters_become_two():
+    world = HubWorld(job(epochs=4), Trouble(detect_seconds=0.1))
+    world.join(*"abcdefgh", memory_mb=200.0)
+    world.run_until(lambda: world.open_round is not None)
+    clusters = world.hub.clusters
+    world.kill(clusters[0].leaf)
+    finishes(world)
+    first, *others = world.told(RoundEnded)
+    assert not first.is_committed
+    assert first.reason == f"{clusters[0].leaf}: silent"
+    assert {x.round_id for x in sent(world, RoundAbort)} == {1}
+    assert len(sent(world, RoundAbort)) == 7  # all but the dead one
+    assert all(ended.is_committed for ended in others)
+    later = [x for x in sent(world, RoundOpen) if x.round_id > 1]
+    assert {x.left_out for x in later} == {clusters[0].nodes}
+    assert (
+        sent(world, RoundOpen, clusters[0].root) == [x for x in sent(world, RoundOpen) if x.round_id == 1][:1]
+    )
+
+
+@pytest.mark.parametrize("phase", [Phase.AVERAGING, Phase.EVALUATING, Phase.KEEPING])
+def test_a_death_at_the_end_leaves_the_rest_to_another_cluster(phase):
+    world = two_clusters(Trouble(detect_seconds=0.1))
+    world.run_until(lambda: world.hub.phase is phase)
+    evaluating = {lease.holder for lease in world.hub.open_leases}
+    kept = sent(world, SnapshotOrder)
+    busy = next(
+        each
+        for each in world.hub.clusters
+        if each.holder in evaluating or sent(world, SnapshotOrder, each.root) or phase is Phase.AVERAGING
+    )
+    world.kill(busy.leaf)
+    finishes(world)
+    assert world.told(Evaluated)[-1].num_samples == 23
+    assert {part.node for part in world.finish.parts}.isdisjoint(busy.nodes)
+    assert bool(kept) == (phase is Phase.KEEPING)
+    assert world.told(RoundEnded)[-1].is_committed == (phase is not Phase.AVERAGING)
+
+
+def test_a_death_after_the_snapshot_and_before_it_is_collected():
+    world = two_clusters(Trouble(latency=1.0, detect_seconds=0.0))
+    world.run_until(lambda: orders_of(world, Collect))
+    world.kill(orders_of(world, Collect)[0].parts[0].node)
+    finishes(world)
+    assert [order.number for order in orders_of(world, Collect)] == [1, 2]
+    assert world.refusals[-1].reason == "nobody asked to collect number 1"
+
+
+def test_what_was_collected_of_a_dead_cluster_is_not_the_result():
+    world = two_clusters()
+    world.is_collecting = False
+    world.run_until(lambda: orders_of(world, Collect))
+    world.feed(PeerLeft(orders_of(world, Collect)[0].parts[0].node, "gone", world.now))
+    world.run_until(lambda: len(orders_of(world, Collect)) == 2)
+    (refusal,) = world.feed(Collected(1, world.now))
+    assert refusal.reason == "nobody asked to collect number 1"
+    assert not world.is_finished
+    world.feed(Collected(2, world.now))
+    finishes(world)
+
+
+def test_when_the_last_cluster_dies_training_begins_again_with_who_is_left():
+    world = HubWorld()
+    world.join(*"abc", memory_mb=80.0)
+    world.run_until(lambda: world.told(EpochDone))
+    world.kill("a")
+    world.kill("b")
+    world.run()
+    (lost,) = world.told(WorkLost)
+    assert lost.num_samples >= 50
+    assert world.hub.phase is Phase.COLLECTING
+    assert world.hub.open_leases == ()
+    world.join("z", memory_mb=150.0)
+    finishes(world)
+    assert [news.epoch for news in world.finish.history if isinstance(news, EpochDone)] == [1, 2]
+
+
+def test_work_is_lost_when_only_a_cluster_that_has_trained_nothing_is_left():
+    world = two_clusters(average_every=1000)
+    world.run_until(lambda: world.told(PlanFormed))
+    started, other = cluster(world, "A"), cluster(world, "B")
+    world.muted = {other.leaf}
+    world.run_until(lambda: len(world.ledger) > 10)
+    world.muted = set()
+    world.say(other.leaf, StageParts(1, 0, blob(_interval(other, other.leaf)), blob("weights")))
+    world.run_until(lambda: len(world.told(ClusterStarted)) == 2)
+    world.feed(PeerLeft(started.root, "gone", world.now))
+    assert len(world.told(WorkLost)) == 1
+    world.join(started.root, memory_mb=250.0)
+    finishes(world)
+
+
+def _interval(state, name):
+    return next((stage.start, stage.stop) for stage in state.cluster.stages if stage.node == name)
+
+
+def test_a_polite_leave_and_a_return_under_the_same_name():
+    world = two_clusters()
+    world.run_until(lambda: len(world.ledger) > 10)
+    world.feed(Received("a", Leave(1, "Ctrl-C"), world.now))
+    assert world.told(Left)[-1] == Left("a", "Ctrl-C")
+    world.known.discard("a")
+    world.join("a", "b", memory_mb=250.0)  # b was never noticed to be gone
+    finishes(world)
+    assert world.told(Left)[-1] == Left("b", "it came back as new")
+    assert [news.node for news in world.told(Joined)] == [*"abcde", "a", "b"]
+
+
+def test_a_finished_hub_sends_newcomers_home():
+    world = finishes(one_cluster())
+    orders = world.hub.apply(PeerJoined(node("late"), "key", (), world.now))
+    assert orders == (Tell(Joined("late")), Send("late", Stop("the job is done")))
+    assert world.hub.apply(PeerLeft("a", "done", world.now)) == (Tell(Left("a", "done")),)
+
+
+# Rounds that do not come to an end by themselves.
+
+
+def test_a_silent_member_ends_the_round_at_its_deadline_and_training_goes_on():
+    world = two_clusters(Trouble(silent=1.0))
+    finishes(world)
+    ended = world.told(RoundEnded)
+    assert not any(each.is_committed for each in ended)
+    assert ended[0].reason.startswith("no vote before the deadline from ")
+    assert [each.is_final for each in ended][-3:] == [True] * 3
+    assert sum(each.is_final for each in ended) == 3
+
+
+def test_a_member_that_gives_up_aborts_the_round():
+    world = finishes(two_clusters(Trouble(gives_up=1.0)))
+    assert {ended.reason[3:] for ended in world.told(RoundEnded)} == {"no room"}
+
+
+def test_a_member_may_ask_what_became_of_a_round():
+    world = finishes(two_clusters())
+    answer = world.hub.apply(Received("a", RoundQuery(1, "a"), world.now))
+    assert answer == (Send("a", RoundCommit(1)),)
+    (refusal,) = world.hub.apply(Received("a", RoundQuery(99, "a"), world.now))
+    assert "round 99" in refusal.reason
+
+
+# Drops, copies, and what is refused.
+
+
+def test_dropped_batches_are_told_and_not_counted_as_trained():
+    world = finishes(two_clusters(Trouble(dropped=0.3, seed=3)))
+    assert world.told(BatchDropped)[0].reason == "not a number"
+    assert 0 < sum(news.num_dropped for news in world.told(EpochDone)) < 100
+    assert world.told(Evaluated)[-1].num_samples < 23
+
+
+def test_second_copies_change_nothing():
+    calm, doubled = finishes(two_clusters()), finishes(two_clusters(Trouble(twice=1.0)))
+    assert len(doubled.refusals) > 20
+    assert doubled.told(EpochDone)[-1] == calm.told(EpochDone)[-1]
+    assert doubled.finish == calm.finish
+
+
+def test_a_late_ready_is_not_taken_for_the_snapshot():
+    world = one_cluster()
+    world.run_until(lambda: world.hub.phase is Phase.KEEPING)
+    (refusal,) = world.feed(Received("b", StageParts(1, 0, blob((0, 2)), blob("b")), world.now))
+    assert refusal.reason == "b says again what it began with"
+
+
+def report(batch, epoch=1):
+    return StepReport(epoch, batch, 1, 0, 4, 0.1, 0.1, 0.0, 0.0, 1.0, ())
+
+
+@pytest.mark.parametrize(
+    ("who", "message", "reason"),
+    [
+        ("ghost", LeaseDone(1, 0, 8, None, ()), "LeaseDone from ghost, who is no member"),
+        ("root", LeaseDone(9, 0, 8, None, ()), "LeaseDone of plan 9 from b, who follows 1"),
+        ("leaf", LeaseDone(1, 0, 8, None, ()), "lease 0 is reported by c, who is not the root"),
+        ("root", LeaseDone(1, 0, 9, None, ()), "lease 0 has 8 samples, not 9"),
+        ("root", LeaseDone(1, 77, 8, None, ()), "lease 77 is not open for cluster A"),
+        ("spare", LeaseDone(1, 0, 8, None, ()), "LeaseDone from spare, who has no stage"),
+        ("leaf", report(77), "batch 77 of cluster A is not awaited"),
+        ("leaf", DroppedBatch(1, 77, "?"), "batch 77 of cluster A is not under way"),
+        ("leaf", StageParts(1, 0, blob("x"), blob("y")), "c has no stage to get ready"),
+        ("leaf", RoundReady(1, "c"), "RoundReady of round 1, which is not open"),
+        ("root", RoundAbort(1, "?"), "RoundAbort of round 1, which is not open"),
+        ("root", Pace(1, 0, 1, 1, False), "Pace from b: nobody sends that to the hub"),
+    ],
+)
+def test_late_and_foreign_messages_are_refused(who, message, reason):
+    world = one_cluster()
+    world.run_until(lambda: world.told(ClusterStarted))
+    world.join("spare")
+    world.run(until=world.now)
+    sender = {"root": "b", "leaf": "c"}.get(who, who)
+    assert [each.root for each in world.hub.clusters] == ["b"]
+    assert world.feed(Received(sender, message, world.now + 3)) == (Refusal(reason),)
+    finishes(world)
+
+
+def test_a_cluster_speaks_only_for_itself():
+    world = two_clusters()
+    world.run_until(lambda: len(world.told(ClusterStarted)) == 2)
+    one, other = (cluster(world, name) for name in "AB")
+    lease = next(lease for lease in world.hub.open_leases if lease.holder == one.holder)
+    for sender, message in [
+        (other.root, LeaseDone(1, lease.number, 8, None, ())),
+        (other.leaf, report(lease.first_batch)),
+        (other.leaf, DroppedBatch(1, lease.first_batch, "?")),
+    ]:
+        (refusal,) = world.feed(Received(sender, message, world.now))
+        assert "of cluster B is not" in refusal.reason or "not open for cluster B" in refusal.reason
+    finishes(world)
+
+
+def test_a_vote_for_another_and_a_stage_that_is_not_the_one_given():
+    world = two_clusters()
+    world.run_until(lambda: world.open_round is not None)
+    (refusal,) = world.feed(Received("a", RoundReady(world.open_round, "b"), world.now))
+    assert refusal.reason == "a votes for b"
+    world = one_cluster()
+    world.run_until(lambda: len(sent(world, StageParts)) == 3)
+    (refusal,) = world.feed(Received("a", StageParts(1, 0, blob("x"), blob("y")), world.now))
+    assert refusal.reason == "a built another stage than it was given"
+
+
+def test_what_the_hubs_own_side_may_not_repeat():
+    world = one_cluster()
+    world.run_until(lambda: world.told(ClusterStarted))
+    senseless = node("n", gflops=0.0)
+    made = PartsMade(0, 2, blob("x"), blob("y"), (), (), world.now)
+    for event, reason in [
+        (world.given, "the hub has a job already: even"),
+        (made, "nobody asked for the parts of positions 0 to 2"),
+        (Collected(0, world.now), "nobody asked to collect number 0"),
+        (PeerJoined(senseless, "key", (), world.now), f"n cannot join: no machine is like {senseless}"),
+        (PeerLeft("ghost", "?", world.now), "ghost is no member, so it cannot leave"),
+    ]:
+        assert world.feed(event) == (Refusal(reason),)
+    finishes(world)
+
+
+def test_heartbeats_and_reports_of_inner_stages_need_no_log():
+    world = one_cluster()
+    world.run_until(lambda: world.told(ClusterStarted))
+    for sender, message in [("a", Heartbeat(1, 5)), ("b", report(0)), ("ghost", report(0))]:
+        event = Received(sender, message, world.now + 50)
+        assert not world.hub.concerns(event)
+        assert world.hub.apply(event) == ()
+    assert world.hub.concerns(Received("c", report(0), world.now))
+
+
+def test_time_does_not_go_back_and_what_is_refused_does_not_move_it():
+    hub = HubWorld().hub
+    hub.apply(PeerJoined(node("a", 50.0), "key", (), 10.0))
+    hub.apply(PeerJoined(node("b", 50.0), "key", (), 3.0))
+    assert hub.due == 15.0
+    assert hub.apply(Received("ghost", Leave(0, "?"), 1e6)) != ()
+    hub.apply(PeerJoined(node("c", 50.0), "key", (), 11.0))
+    assert hub.due == 16.0
