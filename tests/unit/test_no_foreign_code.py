@@ -75,7 +75,8 @@ def imports(module: ast.Module) -> Iterator[str]:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module
+            if node.module != "ravnest":  # its names are loaded one by one
+                yield node.module
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 

@@ -1,0 +1,134 @@
+"""What hub and peers do alike: address parcels, prove who was invited, pass blobs by their hash.
+
+A blob is asked for piece by piece from one node and believed only if its hash is right. Pure: parcels come
+out, whoever drives it sends them.
+"""
+
+import hmac
+from collections.abc import Callable
+from dataclasses import dataclass
+from hashlib import blake2b, sha256
+
+from ravnest.net.identity import Token
+from ravnest.net.transport import Buffer, PublicKey, Service
+from ravnest.plan.types import NodeId
+from ravnest.protocol import (
+    Activation,
+    BlobPart,
+    BlobRef,
+    BlobRequest,
+    FieldParts,
+    Gradient,
+    Message,
+    Refusal,
+    Refused,
+    RingPart,
+)
+
+HUB = NodeId("hub")
+VERSION = "0.1"  # of what programs say to each other
+_PIECE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """A message for another program, with the tensors beside it."""
+
+    to: NodeId
+    message: Message
+    buffers: tuple[memoryview, ...] = ()
+
+    @property
+    def service(self) -> Service:
+        """How urgent it is."""
+        match self.message:
+            case Gradient():
+                return Service.GRADIENT
+            case Activation() | FieldParts():
+                return Service.ACTIVATION
+            case RingPart():
+                return Service.AVERAGING
+            case BlobPart():
+                return Service.BLOB
+            case _:
+                return Service.CONTROL
+
+
+def prove(token: Token, key: PublicKey) -> bytes:
+    """Return what shows that the owner of a key knows the token's secret."""
+    return hmac.digest(token.secret, b"ravnest join" + token.hub_key + key, sha256)
+
+
+@dataclass(slots=True)
+class _Coming:
+    ref: BlobRef
+    source: NodeId
+    content: bytearray
+    done: Callable[[bytes | Refusal], None]
+
+
+class Blobs:
+    """The blobs one program keeps, and those on their way to it."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, bytes] = {}
+        self._coming: dict[str, _Coming] = {}
+
+    def keep(self, content: bytes) -> BlobRef:
+        """Keep a blob for whoever asks; return its name."""
+        ref = _name(content)
+        self._kept[ref.blob] = content
+        return ref
+
+    def kept(self, ref: BlobRef) -> bytes:
+        """Return a blob that is here."""
+        return self._kept[ref.blob]
+
+    def serve(self, sender: NodeId, request: BlobRequest) -> Parcel:
+        """Answer a request with a piece, or with a refusal."""
+        content = self._kept.get(request.blob)
+        if content is None or request.offset >= len(content):
+            return Parcel(sender, Refused(f"blob {request.blob[:12]} has no byte {request.offset} here"))
+        piece = memoryview(content)[request.offset : request.offset + request.size_bytes]
+        return Parcel(sender, BlobPart(request.blob, request.offset, len(piece)), (piece,))
+
+    def want(self, ref: BlobRef, source: NodeId, done: Callable[[bytes | Refusal], None]) -> list[Parcel]:
+        """Ask a node for a blob; `done` gets it, now if it is here already, or why it never came."""
+        if ref.blob in self._kept:
+            done(self._kept[ref.blob])
+            return []
+        coming = _Coming(ref, source, bytearray(), done)
+        self._coming[ref.blob] = coming
+        return [_next_request(coming)]
+
+    def take(self, sender: NodeId, piece: BlobPart, buffer: Buffer) -> list[Parcel] | Refusal:
+        """Take a piece; return the request for the next one."""
+        coming = self._coming.get(piece.blob)
+        if coming is None or sender != coming.source or piece.offset != len(coming.content):
+            return Refusal(f"a piece of blob {piece.blob[:12]} that was not asked for")
+        coming.content += buffer
+        if len(coming.content) < coming.ref.size_bytes:
+            return [_next_request(coming)]
+        del self._coming[piece.blob]
+        content = bytes(coming.content)
+        is_right = _name(content) == coming.ref
+        if is_right:
+            self._kept[piece.blob] = content
+        coming.done(content if is_right else Refusal(f"blob {piece.blob[:12]} of {sender} is damaged"))
+        return []
+
+    def refuse(self, sender: NodeId, reason: str) -> None:
+        """Give up what was asked of a node that does not have it."""
+        for coming in [coming for coming in self._coming.values() if coming.source == sender]:
+            del self._coming[coming.ref.blob]
+            coming.done(Refusal(f"{sender} says: {reason}"))
+
+
+def _name(content: bytes) -> BlobRef:
+    return BlobRef(blake2b(content, digest_size=32).hexdigest(), len(content))
+
+
+def _next_request(coming: _Coming) -> Parcel:
+    offset = len(coming.content)
+    size = min(_PIECE_BYTES, coming.ref.size_bytes - offset)
+    return Parcel(coming.source, BlobRequest(coming.ref.blob, offset, size))

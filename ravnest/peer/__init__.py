@@ -1,0 +1,1 @@
+"""The program a provider runs: it hosts, trains and averages one stage."""

@@ -1,0 +1,138 @@
+"""A cluster of workers, message by message: in lockstep it is the single process, and ahead of it it learns."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ravnest.config import Optimizer as OptimizerName
+from ravnest.config import WireFormat
+from ravnest.engine.recipe import from_torch, make_settings
+from ravnest.model.capture import Captured, capture
+from ravnest.model.measure import find_matrices
+from ravnest.protocol import (
+    Activation,
+    BatchId,
+    DroppedBatch,
+    Gradient,
+    LeaseDone,
+    LeaseGrant,
+    LeaseId,
+    Refusal,
+)
+from tests.support.model_zoo import OwnGPT, token_batch, token_loss
+from tests.support.worker_world import ClusterWorld, batches_of
+
+
+@pytest.fixture(scope="module")
+def captured() -> Captured:
+    torch.manual_seed(0)
+    model = OwnGPT(dropout=0.0)
+    model.head.weight = torch.nn.Parameter(model.head.weight.detach().clone())  # untied
+    return capture(model, token_batch(4, torch.Generator()), token_loss, name="gpt")
+
+
+def adamw(captured: Captured, rate: float = 3e-3) -> torch.optim.AdamW:
+    return torch.optim.AdamW(
+        [tensor for tensor in captured.state.values() if tensor.requires_grad], lr=rate, weight_decay=0.1
+    )
+
+
+def world(captured: Captured, **options: object) -> ClusterWorld:
+    settings = from_torch(adamw(captured), captured.state)
+    return ClusterWorld(captured, [6, 15], settings, **options)
+
+
+def test_in_lockstep_three_workers_are_the_single_process_bit_for_bit(captured: Captured) -> None:
+    batches = batches_of(token_batch, 10)
+    cluster = world(captured)
+    cluster.lease(batches)
+    cluster.run()
+    model = OwnGPT(dropout=0.0)
+    model.head.weight = torch.nn.Parameter(model.head.weight.detach().clone())
+    model.load_state_dict(captured.state)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1)
+    losses = []
+    for batch in batches:
+        optimizer.zero_grad()
+        loss = token_loss(model(batch["ids"]), batch)
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert cluster.losses() == losses
+    trained = cluster.state()
+    assert {
+        name for name, tensor in model.state_dict().items() if not torch.equal(trained[name], tensor)
+    } == set()
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_ahead_of_lockstep_every_batch_is_counted_and_the_loss_falls(captured: Captured, seed: int) -> None:
+    shapes = {entry.name: entry.shape for entry in captured.blueprint.state if entry.is_trainable}
+    recipe = make_settings(OptimizerName.MUON, 4e-3, shapes, find_matrices(captured.blueprint))
+    cluster = ClusterWorld(captured, [6, 15], recipe, window=4, seed=seed)
+    batches = batches_of(token_batch, 4) * 10
+    cluster.lease(batches[:20])
+    cluster.lease(batches[20:], first=20)
+    cluster.run()
+    assert [(done.lease, done.num_samples) for done in cluster.leases_done()] == [(0, 80), (20, 80)]
+    losses = cluster.losses()
+    assert len(losses) == 40
+    assert sum(losses[-4:]) < 0.8 * sum(losses[:4])
+    assert all(worker.stage.num_live_versions <= 2 for worker in cluster.workers.values())  # one predicted
+    assert all(worker.stage.version == 40 for worker in cluster.workers.values())
+
+
+def test_evaluation_passes_through_the_same_stages_and_changes_nothing(captured: Captured) -> None:
+    cluster = world(captured)
+    before = cluster.state()
+    cluster.lease(batches_of(token_batch, 3), is_evaluation=True)
+    cluster.run()
+    assert len(cluster.losses()) == 3
+    assert all(torch.equal(before[name], tensor) for name, tensor in cluster.state().items())
+
+
+def test_compressed_activations_train_almost_as_exact_ones(captured: Captured) -> None:
+    batches = batches_of(token_batch, 12)
+    runs = {}
+    for wire_format in (WireFormat.FP32, WireFormat.BF16, WireFormat.INT8):
+        cluster = world(captured, wire_format=wire_format)
+        cluster.lease(batches)
+        cluster.run()
+        runs[wire_format] = cluster.losses()
+    assert runs[WireFormat.BF16] == pytest.approx(runs[WireFormat.FP32], rel=0.01)
+    assert runs[WireFormat.INT8] == pytest.approx(runs[WireFormat.FP32], rel=0.03)
+
+
+def test_a_batch_that_is_not_finite_is_dropped_by_all_and_training_goes_on(captured: Captured) -> None:
+    cluster = world(captured)
+    middle = cluster.nodes[1]
+    batches = batches_of(token_batch, 3)
+    cluster.lease(batches)
+    cluster.turn(cluster.nodes[0])
+    activation, buffers = cluster.queues[middle].pop()
+    assert isinstance(activation, Activation)
+    broken = tuple(bytearray(b"\xff" * len(buffer)) for buffer in buffers)  # all NaN
+    cluster.queues[middle].append((activation, broken))
+    cluster.run()
+    dropped = [message for message in cluster.at_hub if isinstance(message, DroppedBatch)]
+    assert [message.batch for message in dropped] == [activation.batch]
+    assert [done.num_samples for done in cluster.leases_done()] == [8]
+    assert all(worker.stage.num_live_versions == 1 for worker in cluster.workers.values())
+
+
+def test_what_is_late_repeated_or_not_for_this_stage_is_refused(captured: Captured) -> None:
+    cluster = world(captured)
+    root, middle = (cluster.workers[node] for node in cluster.nodes[:2])
+    grant = LeaseGrant(1, LeaseId(1), False, BatchId(0), (4,))
+    assert isinstance(middle.receive(grant), Refusal)
+    assert isinstance(root.receive(replace(grant, epoch=9)), Refusal)
+    assert isinstance(root.receive(Gradient(1, BatchId(5), ())), Refusal)
+    cluster.lease(batches_of(token_batch, 1))
+    cluster.turn(cluster.nodes[0])
+    activation, buffers = cluster.queues[cluster.nodes[1]][0]
+    assert middle.receive(activation, buffers) is None
+    assert isinstance(middle.receive(activation, buffers), Refusal)
+    cluster.queues[cluster.nodes[1]].clear()
+    cluster.run()
+    assert [type(message) for message in cluster.at_hub].count(LeaseDone) == 1

@@ -1,0 +1,123 @@
+"""A cluster of workers in one process: parcels go through the wire format, in an order a seed decides."""
+
+import random
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ravnest import wire
+from ravnest.codec import describe, encode
+from ravnest.config import WireFormat
+from ravnest.engine.optimizers import OptimizerSettings
+from ravnest.engine.schedule import StageSchedule
+from ravnest.engine.stage import Snapshot, Stage
+from ravnest.exchange import HUB, Parcel
+from ravnest.model.capture import Captured
+from ravnest.model.line import slice_blueprint
+from ravnest.model.reading import read_blueprint, write_blueprint
+from ravnest.model.rebuild import rebuild
+from ravnest.peer.worker import Place, Worker, find_roles
+from ravnest.plan.types import NodeId
+from ravnest.protocol import BatchId, FieldParts, LeaseDone, LeaseGrant, LeaseId, Message, StepReport
+
+
+@dataclass
+class ClusterWorld:
+    """Workers that train one captured model, cut at `cuts`, and the hub's side of it."""
+
+    captured: Captured
+    cuts: Sequence[int]
+    settings: OptimizerSettings
+    window: int = 1
+    accumulate: int = 1
+    synchronous: bool = False
+    seed: int = 0
+    wire_format: WireFormat = WireFormat.FP32
+    at_hub: list[Message] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        whole = self.captured.blueprint
+        bounds = [0, *self.cuts, whole.num_positions]
+        self.nodes = tuple(NodeId(f"node{index}") for index in range(len(bounds) - 1))
+        self.queues: dict[NodeId, deque] = {node: deque() for node in self.nodes}
+        self.workers: dict[NodeId, Worker] = {}
+        for index, node in enumerate(self.nodes):
+            blueprint = read_blueprint(
+                write_blueprint(slice_blueprint(whole, bounds[index], bounds[index + 1]))
+            )
+            state = {
+                entry.name: self.captured.state[entry.name].detach().clone() for entry in blueprint.state
+            }
+            stage = Stage(rebuild(blueprint), Snapshot(0, state, {}), find_roles(blueprint), self.settings)
+            place = Place(1, self.seed, node, self.nodes, self.wire_format, self.wire_format)
+            schedule = StageSchedule(self.window, self.accumulate, self.synchronous)
+            rate = self.settings.learning_rate
+            self.workers[node] = Worker(place, blueprint, stage, schedule, rate, clock=lambda: 0.0)
+        self._random = random.Random(self.seed)
+
+    def lease(
+        self, batches: Sequence[dict[str, Tensor]], first: int = 0, is_evaluation: bool = False
+    ) -> None:
+        """Grant a lease of these batches and send every stage the fields it consumes."""
+        sizes = tuple(len(next(iter(batch.values()))) for batch in batches)
+        grant = LeaseGrant(1, LeaseId(first), is_evaluation, BatchId(first), sizes)
+        self.post(Parcel(self.nodes[0], grant))
+        for number, batch in enumerate(batches, first):
+            for node, worker in self.workers.items():
+                blueprint = worker._blueprint
+                program = blueprint.evaluate if is_evaluation else blueprint.train
+                names = [name for _, name in program.fields]
+                if names:
+                    specs = tuple((name, describe(batch[name], WireFormat.FP32)) for name in names)
+                    buffers = tuple(encode(batch[name], WireFormat.FP32) for name in names)
+                    self.post(Parcel(node, FieldParts(1, BatchId(number), specs), buffers))
+
+    def post(self, parcel: Parcel) -> None:
+        """Send a parcel as the network would: as a header and bytes."""
+        buffers = tuple(bytearray(buffer) for buffer in parcel.buffers)
+        message = wire.unpack(wire.pack(parcel.message, buffers), buffers)
+        if parcel.to == HUB:
+            self.at_hub.append(message)
+        else:
+            self.queues[parcel.to].append((message, buffers))
+
+    def run(self) -> None:
+        """Let workers work in random order until nothing is left to do."""
+        while True:
+            order = self._random.sample(self.nodes, len(self.nodes))
+            if not any([self.turn(node) for node in order]):
+                return
+
+    def turn(self, node: NodeId) -> bool:
+        """Deliver what waits for a node and let it work once."""
+        worker, queue = self.workers[node], self.queues[node]
+        is_busy = bool(queue)
+        while queue:
+            worker.receive(*queue.popleft())
+        work = worker.next_work()
+        for parcel in work or ():
+            self.post(parcel)
+        return is_busy or work is not None
+
+    def losses(self) -> list[float]:
+        """Return the losses the leaf reported, by batch."""
+        reports = [m for m in self.at_hub if isinstance(m, StepReport) and m.loss is not None]
+        return [report.loss for report in sorted(reports, key=lambda report: report.batch)]
+
+    def leases_done(self) -> list[LeaseDone]:
+        return [message for message in self.at_hub if isinstance(message, LeaseDone)]
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the whole state, stage by stage."""
+        whole: dict[str, Tensor] = {}
+        for worker in self.workers.values():
+            whole |= worker.stage.snapshot().state
+        return whole
+
+
+def batches_of(make: object, count: int, num_samples: int = 4) -> list[dict[str, Tensor]]:
+    """Return different batches of an entry of the zoo."""
+    return [dict(make(num_samples, torch.Generator().manual_seed(seed))) for seed in range(count)]
