@@ -5,11 +5,15 @@ from collections import Counter
 from pathlib import Path
 
 PART_LINES = {
-    "ravnest": 1_300,
+    "ravnest": 2_000,
     "plan": 3_150,
-    "model": 4_400,
-    "engine": 1_300,
+    "model": 4_900,
+    "engine": 1_550,
     "averaging": 600,
+    "net": 1_850,
+    "hub": 1_900,
+    "peer": 1_200,
+    "job": 1_300,
     "showing": 1_300,
 }
 FILE_LINES = 350

@@ -1,42 +1,31 @@
 """Fills the ModelProfile of a captured model: the training program runs once, on tensors without memory.
 
 Each operation goes forward and backward alone, while torch's kernels are counted and autograd tells what it
-saves. Deep models repeat their operations, so costs are kept by name, arguments and shapes, and what is saved
-is kept as references to memory: then what two operations both save is counted once. Driven by the owner.
+saves. What is saved is kept as references to memory: then what two operations both save is counted once.
+Driven by the owner.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 from typing import Self
 
-import torch
-from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.flop_counter import FlopCounterMode
 
 from ravnest.model.blueprint import (
     FLOATING,
     ITEM_BYTES,
     PARAMETER,
-    Argument,
     Blueprint,
     Op,
     Program,
-    Ratio,
-    Ref,
-    Size,
     TensorType,
-    ValueId,
     refs_of,
 )
-from ravnest.model.kernels import UNCOUNTED_BY_TORCH, recurrent_flops
+from ravnest.model.flight import Cost, Flight, Form, Trial
+from ravnest.model.kernels import recurrent_bytes, recurrent_flops
 from ravnest.model.line import crossings
-from ravnest.model.rebuild import bind, resolve
-from ravnest.model.storage import writes
 from ravnest.plan.types import ModelProfile
 
 
@@ -129,27 +118,6 @@ class _Work:
         return cls(*(sum(column) for column in zip(*rows, strict=True))) if rows else cls(0, 0, 0)
 
 
-@dataclass(frozen=True, slots=True)
-class _Form:
-    """All that the cost of an operation depends on in one of its arguments."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    has_gradient: bool
-
-
-@dataclass(frozen=True, slots=True)
-class _Cost:
-    """What an operation does. Memory is named by number: first that of its arguments, then `created`."""
-
-    forward_flops: int
-    backward_flops: int
-    created: tuple[int, ...]
-    outs: tuple[tuple[_Form, int] | None, ...]
-    saved: tuple[int, ...]
-
-
 def _measure_parts(blueprint: Blueprint, batch_size: int) -> list[list[_Work]]:
     trainable = {entry.name for entry in blueprint.state if entry.is_trainable}
     meter = _Meter(blueprint.train, batch_size, trainable)
@@ -158,173 +126,33 @@ def _measure_parts(blueprint: Blueprint, batch_size: int) -> list[list[_Work]]:
 
 
 class _Meter:
-    """Follows a program operation by operation, knowing of every value its form and its memory."""
+    """Follows the program and counts of all that is saved each memory once."""
 
     def __init__(self, program: Program, batch_size: int, trainable: set[str]) -> None:
-        self._program = program
         self._batch_size = batch_size
-        self._costs: dict[object, _Cost] = {}
-        self._values: dict[ValueId, tuple[_Form, int]] = {}
-        self._memory_bytes: list[int] = []
+        self._flight = Flight(program, batch_size, self._try, {})
         for value, name in program.state:
-            self._values[value] = self._given(value, name in trainable)
-        self._kept = set(range(len(self._memory_bytes)))  # state is there anyway; of the rest, each once
+            self._flight.give(value, name in trainable)
+        self._kept = set(range(len(program.state)))  # state is there anyway; of the rest, each once
         for value in (*program.inputs, *(value for value, _ in program.fields)):
-            self._values[value] = self._given(value, program.values[value].has_gradient)
+            self._flight.give(value, program.values[value].has_gradient)
 
     def measure(self, op: Op) -> _Work:
         """Return what the operation costs, and take note of its results."""
-        arguments = tuple(dict.fromkeys(op.refs()))
-        forms = tuple(self._values[value][0] for value in arguments)
-        cost = self._cost(op, arguments, forms)
-        memory = [self._values[value][1] for value in arguments]
-        memory += [self._create(size_bytes) for size_bytes in cost.created]
-        for value, out in zip(op.outs, cost.outs, strict=True):
-            if value is not None and out is not None:
-                self._values[value] = (out[0], memory[out[1]])
+        cost, memory = self._flight.fly(op)
         saved = {memory[number] for number in cost.saved} - self._kept
         self._kept |= saved
-        saved_bytes = sum(self._memory_bytes[number] for number in saved)
+        saved_bytes = sum(self._flight.memory_bytes[number] for number in saved)
         return _Work(cost.forward_flops, cost.backward_flops, saved_bytes)
 
-    def _given(self, value: ValueId, has_gradient: bool) -> tuple[_Form, int]:
-        kind = self._program.values[value]
-        shape = kind.shape_at(self._batch_size)
-        stride = torch.empty(shape, device="meta").stride()
-        form = _Form(getattr(torch, kind.dtype), shape, stride, has_gradient)
-        return form, self._create(kind.bytes_at(self._batch_size))
-
-    def _create(self, size_bytes: int) -> int:
-        self._memory_bytes.append(size_bytes)
-        return len(self._memory_bytes) - 1
-
-    def _cost(self, op: Op, arguments: tuple[ValueId, ...], forms: tuple[_Form, ...]) -> _Cost:
-        numbers = {value: ValueId(number) for number, value in enumerate(arguments)}
-        gradients = tuple(out is not None and self._program.values[out].has_gradient for out in op.outs)
-        numbered = Op(
-            op.name,
-            tuple((name, _renumber(argument, numbers)) for name, argument in op.arguments),
-            tuple(None if out is None else ValueId(index) for index, out in enumerate(op.outs)),
-            0,
-            op.precision,
-        )
-        key = (repr(numbered), gradients, forms)  # as text, for 1, 1.0 and True are equal but not the same
-        if key not in self._costs:
-            self._costs[key] = _Trial(numbered, forms, gradients, self._batch_size).cost()
-        return self._costs[key]
-
-
-def _renumber(argument: Argument, numbers: Mapping[ValueId, ValueId]) -> Argument:
-    if isinstance(argument, Ref):
-        return Ref(numbers[argument.value])
-    if isinstance(argument, tuple):
-        return tuple(_renumber(part, numbers) for part in argument)
-    return argument
-
-
-class _Trial:
-    """One operation on fake tensors, forward and backward."""
-
-    def __init__(
-        self, op: Op, forms: tuple[_Form, ...], gradients: tuple[bool, ...], batch_size: int
-    ) -> None:
-        self._op = op
-        self._gradients = gradients
-        self._batch_size = batch_size
-        self._leaves = [_make(form) for form in forms]
-        # A leaf that needs its gradient may not be changed in place, its copy may.
-        changed = {int(value) for value in writes(op)}
-        self._arguments = [
-            leaf.clone() if number in changed and leaf.requires_grad else leaf
-            for number, leaf in enumerate(self._leaves)
-        ]
-        self._memory = {_memory_of(tensor): number for number, tensor in enumerate(self._arguments)}
-        self._created: list[int] = []
-        self._alive: list[Tensor] = []  # memory of a dead tensor would get its name again
-
-    def cost(self) -> _Cost:
-        saved: list[int] = []
-
-        def pack(tensor: Tensor) -> Tensor:
-            saved.append(self._number(tensor))
-            return tensor
-
-        hooks = saved_tensors_hooks(pack, lambda tensor: tensor)
-        with torch.enable_grad(), hooks, _counter() as forward:
-            outs = self._run()
-        forward_flops, backward_flops = forward.get_total_flops(), self._backward_flops(outs)
-        if self._op.name.startswith(_RECURRENT) and not forward_flops:
-            forward_flops, kept_bytes = self._fused()
-            if any(self._gradients):
+    def _try(self, op: Op, forms: tuple[Form, ...], gradients: tuple[bool, ...]) -> Cost:
+        trial = Trial(op, forms, self._batch_size)
+        forward_flops = trial.forward()
+        backward_flops = trial.backward(gradients)
+        if op.name.startswith(_RECURRENT) and not forward_flops:  # a fused kernel shows nothing
+            weights = [trial.leaves[value] for value in refs_of(dict(op.arguments)["params"])]
+            forward_flops = recurrent_flops(weights, trial.leaves[0])
+            if any(gradients):
                 backward_flops = 2 * forward_flops
-                saved.append(self._create(kept_bytes))
-        places = tuple(
-            None if out is None else (_form(out, has_gradient), self._number(out))
-            for out, has_gradient in zip(outs, self._gradients, strict=True)
-        )
-        return _Cost(forward_flops, backward_flops, tuple(self._created), places, tuple(dict.fromkeys(saved)))
-
-    def _run(self) -> list[Tensor | None]:
-        positional, keywords = bind(self._op, torch.device("cpu"), self._convert_value)
-        with _autocast(self._op.precision):
-            result = resolve(self._op.name)(*positional, **keywords)
-        outs = [result] if isinstance(result, Tensor) else list(result)
-        return [out if kept is not None else None for out, kept in zip(outs, self._op.outs, strict=True)]
-
-    def _convert_value(self, argument: Ref | Size | Ratio) -> Tensor | int | float:
-        return self._arguments[argument.value] if isinstance(argument, Ref) else argument.at(self._batch_size)
-
-    def _backward_flops(self, outs: list[Tensor | None]) -> int:
-        leaves = [leaf for leaf in self._leaves if leaf.requires_grad]
-        roots = [
-            out
-            for out, has_gradient in zip(outs, self._gradients, strict=True)
-            if out is not None and has_gradient and out.requires_grad
-        ]
-        if not leaves or not roots:
-            return 0
-        with _counter() as counter:
-            torch.autograd.grad(roots, leaves, [torch.empty_like(root) for root in roots], allow_unused=True)
-        return int(counter.get_total_flops())
-
-    def _fused(self) -> tuple[int, int]:
-        """Return FLOPs and kept bytes of a recurrent kernel, which shows neither."""
-        sequence = self._leaves[0]
-        weights = [self._leaves[value] for value in refs_of(dict(self._op.arguments)["params"])]
-        # About two numbers per row of each weight, sample and step: measured on oneDNN.
-        num_rows = sum(weight.shape[0] for weight in weights if weight.dim() > 1)
-        kept_bytes = 2 * num_rows * prod(sequence.shape[:-1]) * sequence.element_size()
-        return recurrent_flops(weights, sequence), kept_bytes
-
-    def _number(self, tensor: Tensor) -> int:
-        memory = _memory_of(tensor)
-        if memory not in self._memory:
-            self._memory[memory] = self._create(tensor.untyped_storage().nbytes())
-            self._alive.append(tensor)
-        return self._memory[memory]
-
-    def _create(self, size_bytes: int) -> int:
-        self._created.append(size_bytes)
-        return len(self._leaves) + len(self._created) - 1
-
-
-def _make(form: _Form) -> Tensor:
-    return torch.empty_strided(form.shape, form.stride, dtype=form.dtype, requires_grad=form.has_gradient)
-
-
-def _form(tensor: Tensor, has_gradient: bool) -> _Form:
-    return _Form(tensor.dtype, tuple(tensor.shape), tensor.stride(), has_gradient)
-
-
-def _memory_of(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
-
-
-def _counter() -> FlopCounterMode:
-    return FlopCounterMode(display=False, custom_mapping=UNCOUNTED_BY_TORCH)
-
-
-def _autocast(precision: str) -> AbstractContextManager[object]:
-    if precision in ("", "full"):
-        return nullcontext()
-    return torch.autocast("cpu", getattr(torch, precision), cache_enabled=False)
+                trial.saved.append(trial.create(recurrent_bytes(weights, trial.leaves[0])))
+        return trial.cost(forward_flops, backward_flops, gradients)

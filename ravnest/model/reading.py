@@ -2,7 +2,7 @@
 
 The one idea: a file can say nothing but known operations, numbers, listed words and wiring of values that
 exist. `read_blueprint` raises UnsafeBlueprint with one sentence, whatever the bytes. Whether the sizes fit
-this PC is judged by `rebuild.preflight`.
+this PC is judged by `preflight`.
 """
 
 import json

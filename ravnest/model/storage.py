@@ -56,8 +56,10 @@ class Storages:
 
     def root(self, value: ValueId) -> ValueId:
         """Return the value that stands for all that may share its memory."""
-        while value in self._parent and self._parent[value] != value:
-            value = self._parent[value]
+        parent = self._parent
+        while (above := parent.get(value, value)) != value:
+            parent[value] = parent.get(above, above)  # halve the way: a chain of views may be long
+            value = parent[value]
         return value
 
     def is_written(self, value: ValueId) -> bool:

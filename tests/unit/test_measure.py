@@ -219,12 +219,12 @@ def test_without_trained_parameters_nothing_is_saved() -> None:
 def test_a_deep_model_is_tried_once_per_kind_of_operation(monkeypatch: pytest.MonkeyPatch) -> None:
     trials = []
 
-    class Counting(module._Trial):
+    class Counting(module.Trial):
         def __init__(self, op: Op, *rest: object) -> None:
             trials.append(op.name)
             super().__init__(op, *rest)
 
-    monkeypatch.setattr(module, "_Trial", Counting)
+    monkeypatch.setattr(module, "Trial", Counting)
     sketch = Sketch()
     hidden = sketch.field("x", 8)
     for number in range(500):
