@@ -8,13 +8,17 @@ would get wrong without a word is refused while it happens (`traps`).
 import contextlib
 import io
 import logging
+import re
 import warnings
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ravnest.errors import CaptureError, UnsafeBlueprint
 from ravnest.model.blueprint import CONSTANT, Blueprint, StateEntry
@@ -22,7 +26,7 @@ from ravnest.model.huggingface import plain_transformers
 from ravnest.model.line import find_positions
 from ravnest.model.reading import read_blueprint, write_blueprint
 from ravnest.model.refusals import refuse_error
-from ravnest.model.selftest import compare
+from ravnest.model.selftest import as_it_was, compare, try_module
 from ravnest.model.storage import Storages
 from ravnest.model.trace import Traced, trace
 from ravnest.model.traps import traps
@@ -61,16 +65,17 @@ def capture(
     """
     fields = _beside(model, name_fields(batch, is_padded))
     whole = Whole(model, fields, loss, metrics or {}, is_tuple=not isinstance(batch, Mapping), inputs=inputs)
-    _check_buffers(model)
+    _check_module(whole)
     is_empty = any(parameter.is_meta for parameter in model.parameters())
     has_mask = "attention_mask" in fields or "position_ids" in fields
-    with _as_it_was(model):
-        with plain_transformers(has_mask):
-            train = _export(whole.train(), fields, is_empty)
-            evaluate = _export(whole.eval(), fields, is_empty)
-        blueprint, state = _join(name or type(model).__name__, whole, train, evaluate)
-        if self_test and not is_empty:
-            compare(whole, blueprint, state, fields)
+    if self_test and not is_empty:
+        try_module(whole, fields)
+    with plain_transformers(has_mask):
+        train = _export(whole, fields, is_empty, training=True)
+        evaluate = _export(whole, fields, is_empty, training=False)
+    blueprint, state = _join(name or type(model).__name__, whole, train, evaluate)
+    if self_test and not is_empty:
+        compare(whole, blueprint, state, fields)
     notes = []
     if is_empty:
         notes.append("the weights have no values here, so the cut model was not compared with the module")
@@ -88,12 +93,15 @@ def empty_weights() -> Iterator[None]:
     Buffers keep their values: rotary tables and position ids are part of the program.
     """
     register = nn.Module.register_parameter
+    made = WeakTensorKeyDictionary()  # one that two modules share stays one
 
     def register_empty(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         register(module, name, parameter)
         if parameter is not None and not parameter.is_meta:
-            empty = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
-            module._parameters[name] = empty
+            if parameter not in made:
+                empty = parameter.detach().to("meta")
+                made[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+            module._parameters[name] = made[parameter]
 
     nn.Module.register_parameter = register_empty  # type: ignore[assignment, method-assign]
     try:
@@ -109,19 +117,37 @@ def _beside(model: nn.Module, fields: dict[str, torch.Tensor]) -> dict[str, torc
     return {name: field.to(device) for name, field in fields.items()}
 
 
-def _check_buffers(model: nn.Module) -> None:
-    for name, buffer in model.named_buffers():
+def _check_module(whole: Whole) -> None:
+    """Refuse what a module can have that no program has."""
+    script = torch.jit.ScriptModule  # noqa: TID251 - named here, never run
+    if any(isinstance(module, script) for module in whole.modules()):
+        raise CaptureError("the model is TorchScript (torch.jit); give the nn.Module itself")
+    for name, tensor in (*whole.named_parameters(), *whole.named_buffers()):
+        if nn.parameter.is_lazy(tensor):
+            raise CaptureError(
+                f"{whole.state_name(name)!r} has no shape yet; run the model once on a batch before making "
+                "the Job"
+            )
+    for name, buffer in whole.named_buffers():
         if buffer.is_meta:
             raise CaptureError(
-                f"buffer {name!r} of the model has no values; build the model under "
+                f"buffer {whole.state_name(name)!r} of the model has no values; build the model under "
                 'ravnest.empty_weights() instead of torch.device("meta"), which keeps buffers'
+            )
+    for name, parameter in whole.named_parameters():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise CaptureError(
+                f"parameter {whole.state_name(name)!r} has a hook, which is Python code that providers do "
+                "not run; remove it (to limit gradients, give the Job clip=)"
             )
 
 
-def _export(whole: Whole, fields: Mapping[str, torch.Tensor], is_empty: bool) -> Traced:
-    """Export the model as it is now, in training or in evaluation."""
+def _export(whole: Whole, fields: Mapping[str, torch.Tensor], is_empty: bool, *, training: bool) -> Traced:
+    """Export the model as in training or as in evaluation."""
     given = {name: _own_field(field) for name, field in fields.items()}
-    with _fake_parameters(whole) if is_empty else contextlib.nullcontext() as mode, traps():
+    fakes = _fake_parameters(whole) if is_empty else contextlib.nullcontext()
+    with as_it_was(whole), fakes as mode, traps():
+        whole.train(training)
         if mode is not None:
             given = {name: mode.from_tensor(field) for name, field in given.items()}
         batch = torch.export.Dim("batch")
@@ -134,7 +160,7 @@ def _export(whole: Whole, fields: Mapping[str, torch.Tensor], is_empty: bool) ->
             raise
         except Exception as error:  # whatever the user's code or torch raises, said in the user's terms
             raise refuse_error(error, None if is_empty else _try_other_size(whole, fields)) from error
-        mode_name = "train" if whole.training else "evaluate"
+        mode_name = "train" if training else "evaluate"
         return trace(exported, tuple(fields), whole.results, whole.state_name, mode_name)
 
 
@@ -154,15 +180,11 @@ def _quiet() -> Iterator[None]:
 def _try_other_size(whole: Whole, fields: Mapping[str, torch.Tensor]) -> Exception | None:
     """Return what the module says to a batch of another size: its traceback names the line at fault."""
     other = {name: torch.cat([field, field[:1]]) for name, field in fields.items()}
-    buffers = [(buffer, buffer.clone()) for buffer in whole.buffers()]
     try:
-        with torch.no_grad():
+        with torch.no_grad(), as_it_was(whole):
             whole(*other.values())
     except Exception as error:
         return error
-    finally:
-        for buffer, before in buffers:
-            buffer.copy_(before)
     return None
 
 
@@ -189,6 +211,8 @@ def _join(
     for traced in (train, evaluate):
         storages = Storages(traced.program)
         written |= {name for value, name in traced.program.state if storages.is_written(value)}
+    own = whole.tensors()
+    _check_memory(own, {name: found[name][1] for name in written if found[name][0] == CONSTANT}, written)
     entries = [
         StateEntry(
             name=name,
@@ -214,11 +238,11 @@ def _join(
         train=train.program,
         evaluate=evaluate.program,
     )
+    _check_names(whole, blueprint)
     try:
         read_blueprint(write_blueprint(blueprint))
     except UnsafeBlueprint as problem:
         raise CaptureError(f"providers would refuse this model: {problem}") from None
-    own = whole.tensors()
     return blueprint, {
         name: tensor if kind == CONSTANT else own.get(name, tensor)
         for name, (kind, tensor) in found.items()
@@ -231,22 +255,60 @@ def _share_constants(train: Traced, evaluate: Traced) -> Traced:
     new_names = {}
     for name, (kind, tensor) in evaluate.state.items():
         twin = train.state.get("train." + name.removeprefix("evaluate."))
-        if kind == CONSTANT and twin is not None and torch.equal(tensor, twin[1]):
+        if kind != CONSTANT or twin is None:
+            continue
+        if tensor.dtype == twin[1].dtype and torch.equal(tensor, twin[1]):
             new_names[name] = "train." + name.removeprefix("evaluate.")
     state = tuple((value, new_names.get(name, name)) for value, name in evaluate.program.state)
     tensors = {new_names.get(name, name): entry for name, entry in evaluate.state.items()}
     return Traced(replace(evaluate.program, state=state), tensors)
 
 
-@contextlib.contextmanager
-def _as_it_was(model: nn.Module) -> Iterator[None]:
-    """Leave every module in the mode it was in."""
-    modes = [(module, module.training) for module in model.modules()]
-    try:
-        yield
-    finally:
-        for module, was_training in modes:
-            module.training = was_training
+def _check_memory(
+    own: Mapping[str, torch.Tensor], constants: Mapping[str, torch.Tensor], written: set[str]
+) -> None:
+    """Refuse a tensor that changes but is no state, and two that change each other: apart, they would not."""
+    for name in constants:
+        if name not in own:
+            short = name.rpartition(".")[2]
+            raise CaptureError(
+                f"the tensor {short!r} is changed in forward, but is no buffer; make it one: "
+                f"self.register_buffer({short!r}, ...)"
+            )
+    spans: dict[int, list[tuple[int, int, str]]] = defaultdict(list)
+    for name, tensor in own.items():
+        if tensor.numel():
+            start = int(tensor.storage_offset()) * tensor.itemsize
+            pairs = zip(tensor.shape, tensor.stride(), strict=True)
+            length = 1 + sum((size - 1) * int(stride) for size, stride in pairs)
+            spans[tensor.untyped_storage()._cdata].append((start, start + length * tensor.itemsize, name))
+    for sharing in spans.values():
+        for (_, stop, one), (start, _, other) in pairwise(sorted(sharing)):
+            is_changing = any(own[name].requires_grad or name in written for name in (one, other))
+            if start < stop and is_changing:
+                raise CaptureError(
+                    f"{one!r} and {other!r} are two tensors in one memory, which would be trained apart; "
+                    "tie them (b.weight = a.weight) or clone one"
+                )
+
+
+_WORD = re.compile(r"(?!__)[A-Za-z0-9_]+")
+
+
+def _check_names(whole: Whole, blueprint: Blueprint) -> None:
+    """Say what to rename: names travel, so they are plain."""
+    for program in (blueprint.train, blueprint.evaluate):
+        for kind, names in (("field", program.fields), ("metric", [pair[::-1] for pair in program.results])):
+            for _, name in names:
+                if not _WORD.fullmatch(name):
+                    raise CaptureError(f"rename the {kind} {name!r}: letters, digits and _")
+    modules = dict(whole.named_modules())
+    for target, _ in (*whole.named_parameters(), *whole.named_buffers()):
+        *path, _ = parts = target.split(".")
+        for depth, part in enumerate(parts):
+            if not _WORD.fullmatch(part):
+                kind = type(modules[".".join(path[:depth])]).__name__
+                raise CaptureError(f"rename the key {part!r} of the {kind}: letters, digits and _")
 
 
 @contextlib.contextmanager

@@ -19,6 +19,8 @@ from torch import Tensor
 from ravnest.errors import WeightsError
 from ravnest.model.blueprint import BUFFER, CONSTANT, FLOATING, PARAMETER, Blueprint, StateEntry
 
+LOSS_PREFIX = "job_loss."  # of state that is the loss's, not the model's
+
 
 @dataclass(frozen=True, slots=True)
 class FlatEntry:
@@ -147,7 +149,10 @@ def from_safetensors(data: bytes, blueprint: Blueprint) -> dict[str, Tensor]:
 
 
 def merge_stages(parts: Iterable[Mapping[str, Tensor]], blueprint: Blueprint) -> dict[str, Tensor]:
-    """Return the state_dict of the whole model from its stages in line order; a tied weight is its home's."""
+    """Return the model's state_dict (not the loss's) from its stages in line order.
+
+    A tied weight is its home's.
+    """
     assert blueprint.is_first, "merging needs the blueprint of the whole model"
     assert blueprint.is_last, "merging needs the blueprint of the whole model"
     found: dict[str, Tensor] = {}
@@ -163,7 +168,7 @@ def merge_stages(parts: Iterable[Mapping[str, Tensor]], blueprint: Blueprint) ->
             _check(entry, found)
             merged[entry.name] = found[entry.name].detach()
     merged.update((alias, merged[name]) for alias, name in blueprint.aliases if name in merged)
-    return merged
+    return {name: tensor for name, tensor in merged.items() if not name.startswith(LOSS_PREFIX)}
 
 
 _WAY_OUT = "use weights made from the same model and the same blueprint"

@@ -11,12 +11,17 @@ from ravnest.errors import CaptureError
 
 _NOT_THE_USERS = (*torch.__path__, __file__.rpartition("model")[0], "<")
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+_SYMBOL = re.compile(r"\bs\d+\b")  # what export calls the batch size
 
 # Part of torch's message, the reason in one clause, the usual fix.
 _FIXED_SIZE = (
     r"specialized|Constraints violated|not a constant|marked .* dynamic|shape .* is invalid",
     "the model works for one batch size only",
-    "write x.shape[0] or -1 where the batch size stands as a number",
+    "write x.shape[0] or -1 where the batch size stands as a number, or as len(x)",
+)
+_BY_SIZE = (
+    "it behaves differently by batch size",
+    "compute the same for every batch size; providers may run other sizes than the first batch has",
 )
 _KNOWN = (
     (
@@ -29,6 +34,7 @@ _KNOWN = (
         "the code looks at the values in a tensor to decide what to do",
         "use torch.where or a mask instead of `if tensor:`, and keep values in tensors instead of .item()",
     ),
+    (r"generated guard", *_BY_SIZE),
     _FIXED_SIZE,
     (
         r"numpy|can't convert|Cannot convert",
@@ -50,7 +56,7 @@ def refuse_node(node: fx.Node, reason: str, fix: str) -> CaptureError:
 
 
 def refuse_error(error: Exception, at_other_size: Exception | None = None) -> CaptureError:
-    """Return the error for an exception out of torch.export, or out of the model itself.
+    """Return the error for an exception out of torch.export.
 
     `at_other_size` is what the module says to a batch of another size.
     """
@@ -60,10 +66,21 @@ def refuse_error(error: Exception, at_other_size: Exception | None = None) -> Ca
     for pattern, reason, fix in _KNOWN:
         if re.search(pattern, text):
             return _refuse(_where(error), reason, fix)
-    first = text.splitlines()[0] if text else ""
-    return _refuse(
-        _where(error), f"{type(error).__name__}: {first:.200}", "check that model and loss run on this batch"
+    return _refuse(_where(error), _first_line(error), "check that model and loss run on this batch")
+
+
+def refuse_failure(error: Exception) -> CaptureError:
+    """Return the error for a module that fails by itself."""
+    place = _where(error)
+    where = f"{place[0]}:{place[1]}: " if place else ""
+    return CaptureError(
+        f"{where}the model itself fails on the first batch: {_first_line(error)}; "
+        "correct the data or the loss"
     )
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0].rstrip('.'):.200}"
 
 
 def refuse_here(reason: str, fix: str) -> CaptureError:
@@ -73,7 +90,7 @@ def refuse_here(reason: str, fix: str) -> CaptureError:
 
 def _refuse(place: tuple[str, int] | None, reason: str, fix: str) -> CaptureError:
     where = f"{place[0]}:{place[1]}" if place else "the model"
-    return CaptureError(f"{where} cannot be captured: {reason}; {fix}")
+    return CaptureError(f"{where} cannot be captured: {_SYMBOL.sub('batch', reason)}; {fix}")
 
 
 def _where(error: BaseException) -> tuple[str, int] | None:

@@ -1,10 +1,13 @@
-"""The cut program against the user's own module, on a real batch: loss, every gradient, buffers.
+"""The user's module on a real batch, alone and against the cut program: loss, every gradient, buffers.
 
-Runs at the end of capture, in training and in evaluation, through two cuts, after a trip through JSON: what a
+Alone, before it is exported: a module that fails or that gives another loss each time is refused. Then, at
+the end of capture, in training and in evaluation, through two cuts, after a trip through JSON: what a
 provider would compute is what the module computes, or capture refuses the model.
 """
 
-from collections.abc import Mapping
+import contextlib
+import warnings
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 
 import torch
@@ -14,25 +17,104 @@ from ravnest.model.blueprint import FLOATING, Blueprint, ValueId
 from ravnest.model.line import slice_blueprint
 from ravnest.model.reading import read_blueprint, write_blueprint
 from ravnest.model.rebuild import Passed, Rebuilt, rebuild
+from ravnest.model.refusals import refuse_failure
+from ravnest.model.traps import fixed_generators, fixed_numbers, watched
 from ravnest.model.whole import Whole
 
 _NUM_SAMPLES = 4
+_NUM_REPEATS = 3
 _NUM_STAGES = 3
 _SEED = 20_261
 _ROUNDING = {"float64": 1e-6, "float32": 1e-3}
 _COARSE_ROUNDING = 5e-2  # of half precision
 
 
+def try_module(whole: Whole, fields: Mapping[str, torch.Tensor]) -> None:
+    """Raise CaptureError if the module fails by itself, or does not do the same for the same batch."""
+    few = {name: field[:_NUM_SAMPLES] for name, field in fields.items()}
+    for training in (True, False):
+        with torch.random.fork_rng(), as_it_was(whole), fixed_generators():
+            buffers = dict(whole.named_buffers(remove_duplicate=False))
+            places = {name: buffer.data_ptr() for name, buffer in buffers.items()}
+            whole.train(training)
+            first = _run_alone(whole, few, backward=training)
+            after = dict(whole.named_buffers(remove_duplicate=False))
+            for name, buffer in buffers.items():
+                if after.get(name) is not buffer or buffer.data_ptr() != places[name]:
+                    raise CaptureError(
+                        f"buffer {name.partition('.')[2]!r} is replaced by another tensor in forward, which "
+                        "export would forget; change it in place: .copy_(...) or .add_(...)"
+                    )
+            _check_numbers(whole, first)
+            with fixed_numbers():
+                for _ in range(_NUM_REPEATS if training else 1):
+                    _check_again(first, _run_alone(whole, few, backward=False))
+
+
 def compare(
     whole: Whole, blueprint: Blueprint, state: Mapping[str, torch.Tensor], fields: Mapping[str, torch.Tensor]
 ) -> None:
     """Raise CaptureError if the stages of the blueprint compute anything else than the module."""
-    stages = [_send(stage) for stage in _cut(blueprint)]
-    with torch.random.fork_rng():
-        for training, num_samples in ((True, _NUM_SAMPLES), (False, _NUM_SAMPLES - 1)):
-            few = {name: field[:num_samples].clone() for name, field in fields.items()}
-            whole.train(training)
-            _check(blueprint, training, _run_module(whole, few), _run_stages(stages, state, few, training))
+    device = next(iter(fields.values())).device
+    stages = [rebuild(_send(stage), device) for stage in _cut(blueprint)]
+    for training, num_samples in ((True, _NUM_SAMPLES), (False, _NUM_SAMPLES - 1), (True, 1), (False, 1)):
+        few = {name: _take(field, num_samples) for name, field in fields.items()}
+        with torch.random.fork_rng(), as_it_was(whole):
+            try:
+                expected = _run_module(whole.train(training), few, backward=training)
+            except Exception as error:
+                if num_samples == 1:
+                    continue  # the module refuses a batch of one, as BatchNorm does in training
+                raise refuse_failure(error) from error
+            try:
+                problem = _find_difference(expected, _run_stages(stages, state, few, training))
+            except Exception as error:  # torch's own, out of an operation
+                problem = f"it fails with {type(error).__name__}: {str(error).partition(chr(10))[0]:.200}"
+        if problem and num_samples == 1:
+            raise CaptureError(
+                f"the model cannot be captured: it behaves differently for a batch of one ({problem}); "
+                "compute the same for every batch size"
+            )
+        if problem:
+            raise CaptureError(
+                f"the captured model is not the same as the module: in "
+                f"{'training' if training else 'evaluation'}, {problem}. Usually something in the model runs "
+                "outside torch's operations: a hook, or data kept between batches; write it with plain "
+                "tensor operations and buffers changed in place"
+            )
+
+
+@contextlib.contextmanager
+def as_it_was(whole: torch.nn.Module) -> Iterator[None]:
+    """Leave every module in its mode, with the attributes and the buffers it had, and their values."""
+    held = [(module, dict(vars(module)), dict(module._buffers)) for module in whole.modules()]
+    try:
+        with _same_values(whole):
+            yield
+    finally:
+        for module, attributes, buffers in held:
+            vars(module).clear()
+            vars(module).update(attributes)
+            module._buffers.clear()
+            module._buffers.update(buffers)
+
+
+@contextlib.contextmanager
+def _same_values(whole: torch.nn.Module) -> Iterator[None]:
+    """Give buffers and other tensors of the modules, but for parameters, the values back that they had."""
+    copies = [
+        (tensor, tensor.detach().clone())
+        for module in whole.modules()
+        for tensor in (*vars(module).values(), *module._buffers.values())
+        if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided and not tensor.is_meta
+    ]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, before in copies:
+                if not torch.equal(tensor, before):
+                    tensor.copy_(before)
 
 
 Outcome = dict[str, torch.Tensor]  # by what it is: "loss", "gradient of NAME", "buffer NAME"
@@ -48,40 +130,82 @@ def _send(stage: Blueprint) -> Blueprint:
     return read_blueprint(write_blueprint(stage))
 
 
-def _run_module(whole: Whole, fields: Mapping[str, torch.Tensor]) -> Outcome:
+def _take(field: torch.Tensor, num_samples: int) -> torch.Tensor:
+    """Return the first samples; of a batch of one two of them, unless one is wanted."""
+    enough = torch.cat([field, field]) if len(field) == 1 < num_samples else field
+    return enough[:num_samples].clone()
+
+
+def _run_alone(whole: Whole, fields: Mapping[str, torch.Tensor], *, backward: bool) -> Outcome:
+    try:
+        with watched(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return _run_module(whole, fields, backward=backward)
+    except CaptureError:
+        raise
+    except Exception as error:  # whatever the user's code raises, said in the user's terms
+        raise refuse_failure(error) from error
+
+
+def _run_module(whole: Whole, fields: Mapping[str, torch.Tensor], *, backward: bool) -> Outcome:
     """Run the user's own module; leave its buffers and gradients as they were."""
-    buffers = [(buffer, buffer.clone()) for buffer in whole.buffers()]
     torch.manual_seed(_SEED)
-    results = whole(*fields.values())
-    outcome = {name: value.detach() for name, value in results.items()}
-    for name, tensor in whole.tensors().items():
-        if not isinstance(tensor, torch.nn.Parameter):
-            outcome[f"buffer {name}"] = tensor.detach().clone()
-    if whole.training:
-        trained = {name: tensor for name, tensor in whole.tensors().items() if tensor.requires_grad}
-        gradients = torch.autograd.grad(results["loss"], list(trained.values()), allow_unused=True)
-        for name, gradient in zip(trained, gradients, strict=True):
-            if gradient is not None:
-                outcome[f"gradient of {name}"] = gradient
-    with torch.no_grad():
-        for buffer, before in buffers:
-            buffer.copy_(before)
+    with _same_values(whole):
+        results = whole(*(field.clone() for field in fields.values()))
+        outcome = {name: value.detach() for name, value in results.items()}
+        tensors = whole.tensors()
+        for name, tensor in tensors.items():
+            if not isinstance(tensor, torch.nn.Parameter):
+                outcome[f"buffer {name}"] = tensor.detach().clone()
+        if backward and results["loss"].requires_grad:
+            trained = {name: tensor for name, tensor in tensors.items() if tensor.requires_grad}
+            gradients = torch.autograd.grad(results["loss"], list(trained.values()), allow_unused=True)
+            for name, gradient in zip(trained, gradients, strict=True):
+                if gradient is not None:
+                    outcome[f"gradient of {name}"] = gradient
     return outcome
 
 
+def _check_numbers(whole: Whole, outcome: Outcome) -> None:
+    """Refuse a first batch that teaches nothing: a loss or a gradient that is no number, or sparse."""
+    for what, value in outcome.items():
+        if value.is_sparse:
+            name = what.removeprefix("gradient of ")
+            raise CaptureError(
+                f"the gradient of {name!r} is sparse, which cannot be averaged; make the embedding without "
+                "sparse=True"
+            )
+        is_judged = what == "loss" or _is_gradient(what)
+        if is_judged and whole.training and not bool(value.isfinite().all()):
+            parameters = whole.named_parameters()
+            bad = next((name for name, tensor in parameters if not bool(tensor.isfinite().all())), None)
+            shown = f"the weights (first bad one: {whole.state_name(bad)})" if bad else "the loss"
+            kind = "NaN" if bool(value.isnan().any()) else "infinite"
+            raise CaptureError(f"the {what} is {kind} on the first batch; check {shown} and the data")
+
+
+def _check_again(first: Outcome, again: Outcome) -> None:
+    for what, value in again.items():
+        if what in first and not _distance(first[what], value, 1e-6) <= _tolerance(value):
+            raise CaptureError(
+                f"the model cannot be captured: {what} is another each time it runs on the same batch with "
+                "the same seed. Usually it draws random numbers outside torch or keeps data between batches; "
+                "draw them with torch, and keep data in buffers changed in place"
+            )
+
+
 def _run_stages(
-    stages: list[Blueprint],
+    stages: list[Rebuilt],
     state: Mapping[str, torch.Tensor],
     fields: Mapping[str, torch.Tensor],
     training: bool,
 ) -> Outcome:
     """Run stage after stage forward and back, each with state of its own, as providers would."""
     torch.manual_seed(_SEED)
-    device = next(iter(fields.values())).device
     runs: list[_Run] = []
     values: dict[ValueId, torch.Tensor] = {}
     for stage in stages:
-        run = _Run(rebuild(stage, device), state, values, fields, training)
+        run = _Run(stage, state, values, fields, training)
         runs.append(run)
         values = run.passed.outputs
     outcome = {name: value.detach() for name, value in runs[-1].passed.results.items()}
@@ -100,6 +224,11 @@ def _run_stages(
     return outcome
 
 
+def _sent(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor as it arrives elsewhere: bytes in order, whatever its strides were."""
+    return tensor.detach().clone(memory_format=torch.contiguous_format)
+
+
 class _Run:
     """One stage's part of the batch."""
 
@@ -113,11 +242,11 @@ class _Run:
     ) -> None:
         program = stage.blueprint.train if training else stage.blueprint.evaluate
         self.state = {
-            entry.name: state[entry.name].detach().clone().requires_grad_(entry.is_trainable)
+            entry.name: _sent(state[entry.name]).requires_grad_(entry.is_trainable)
             for entry in stage.blueprint.state
         }
         self.inputs = {
-            value: values[value].detach().clone().requires_grad_(program.values[value].has_gradient)
+            value: _sent(values[value]).requires_grad_(program.values[value].has_gradient)
             for value in program.inputs
         }
         with torch.set_grad_enabled(training):
@@ -127,7 +256,9 @@ class _Run:
         self, gradients: Mapping[ValueId, torch.Tensor]
     ) -> tuple[dict[ValueId, torch.Tensor], dict[str, torch.Tensor]]:
         """Return the gradients of what came in and of the parameters, given those of what went out."""
-        ends = [(out, gradients[value]) for value, out in self.passed.outputs.items() if value in gradients]
+        ends = [
+            (out, _sent(gradients[value])) for value, out in self.passed.outputs.items() if value in gradients
+        ]
         ends += [
             (value, torch.ones_like(value)) for name, value in self.passed.results.items() if name == "loss"
         ]
@@ -139,21 +270,21 @@ class _Run:
         return back, found
 
 
-def _check(blueprint: Blueprint, training: bool, expected: Outcome, found: Outcome) -> None:
-    mode = "training" if training else "evaluation"
+def _find_difference(expected: Outcome, found: Outcome) -> str | None:
     largest = max((float(g.abs().max()) for what, g in expected.items() if _is_gradient(what)), default=0.0)
     for what, value in expected.items():
         if what.startswith("buffer ") and what not in found:
             continue  # a buffer no operation reads
         if what not in found:
-            raise _refuse(what, mode, "is missing")
-        floor = 1e-4 * largest if _is_gradient(what) else 1e-6
+            return f"{what} is missing"
+        floor = 1e-2 * largest if _is_gradient(what) else 1e-6
         error = _distance(value, found[what], floor)
         if not error <= _tolerance(value):
-            raise _refuse(what, mode, f"differs by {error:.1g} of its size")
+            return f"{what} differs by {error:.1g} of its size"
     for what, value in found.items():
         if _is_gradient(what) and what not in expected and bool(value.any()):
-            raise _refuse(what, mode, "is not zero, though the module gives none")
+            return f"{what} is not zero, though the module gives none"
+    return None
 
 
 def _is_gradient(what: str) -> bool:
@@ -175,11 +306,3 @@ def _distance(expected: torch.Tensor, found: torch.Tensor, floor: float) -> floa
     same = (wide == other) | (wide.isnan() & other.isnan())
     gap = torch.where(same, 0.0, (wide - other).abs())
     return float(gap.max()) / max(float(wide.abs().nan_to_num(posinf=0.0).max()), floor)
-
-
-def _refuse(what: str, mode: str, how: str) -> CaptureError:
-    return CaptureError(
-        f"the captured model is not the same as the module: in {mode}, {what} {how}. Something in the model "
-        "runs outside torch's operations: a hook, a changed Python attribute, data kept between batches, or "
-        "randomness that is not torch's; write it with plain tensor operations and buffers changed in place"
-    )

@@ -12,11 +12,12 @@ import torch
 from torch import nn
 
 from ravnest.errors import CaptureError
+from ravnest.model.flat import LOSS_PREFIX
 
 Batch = Mapping[str, torch.Tensor] | Sequence[torch.Tensor]
 Metric = Callable[[Any, Any], torch.Tensor]
 
-_MODEL = "model."
+_MODEL, _LOSS = "model.", "loss."
 
 
 def name_fields(batch: Batch, is_padded: bool | None) -> dict[str, torch.Tensor]:
@@ -43,7 +44,8 @@ def _check_fields(fields: Mapping[str, Any]) -> None:
     for name, field in fields.items():
         if not isinstance(field, torch.Tensor):
             raise CaptureError(
-                f"field {name!r} of a batch is a {type(field).__name__}; give tensors only, the batch first"
+                f"field {name!r} of a batch is a {type(field).__name__}, no tensor; leave it out "
+                f"(dataset.remove_columns([{name!r}])) or turn it into numbers (collate_fn=)"
             )
         if field.ndim == 0 or field.shape[0] == 0:
             raise CaptureError(
@@ -69,8 +71,7 @@ class Whole(nn.Module):
         inputs: Sequence[str] | None,
     ) -> None:
         super().__init__()
-        if "loss" in metrics:
-            raise CaptureError("a metric is called 'loss', which is the loss itself; choose another name")
+        _check_judges(loss, metrics)
         self.model = model
         self.loss = loss
         self.metrics = dict(metrics)
@@ -88,13 +89,14 @@ class Whole(nn.Module):
         out = self.model(*positional, **{name: batch[name] for name in self.by_name}, **self.extra)
         about = batch[self.fields[-1]] if self.is_tuple else batch
         loss = _returned_loss(out) if self.loss is None else self.loss(out, about)
-        return {"loss": _check_scalar("loss", loss)} | {
-            name: _check_scalar(name, metric(out, about)) for name, metric in self.metrics.items()
+        size = values[0].shape[0]
+        return {"loss": _check_scalar("loss", loss, size)} | {
+            name: _check_scalar(name, metric(out, about), size) for name, metric in self.metrics.items()
         }
 
     def state_name(self, target: str) -> str:
         """Return the name of the state_dict for a name in this module; tied weights have one."""
-        return self._canonical.get(target, target.removeprefix(_MODEL))
+        return self._canonical.get(target, _own_name(target))
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the parameters and buffers by the names of the state_dict."""
@@ -107,24 +109,28 @@ def _choose_inputs(
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the fields the model takes by name and those it takes by position."""
     accepted = _parameters(model)
+    kinds = {parameter.kind for parameter in accepted.values()}
+    required = [
+        name
+        for name, parameter in accepted.items()
+        if parameter.default is parameter.empty
+        and parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+    ]
     if inputs is not None:
         missing = [name for name in inputs if name not in fields]
         if missing:
             raise CaptureError(f"inputs names {missing[0]!r}, but a batch has only {', '.join(fields)}")
-        if all(name in accepted for name in inputs):
+        takes_any = inspect.Parameter.VAR_KEYWORD in kinds and set(required) <= set(inputs)
+        if takes_any or all(name in accepted for name in inputs):
             return tuple(inputs), ()
         return (), tuple(inputs)
+    if kinds == {inspect.Parameter.VAR_KEYWORD}:
+        raise CaptureError(f"forward takes only **kwargs; name the fields with inputs=: {', '.join(fields)}")
     if is_tuple:
         return (), tuple(fields)[:-1]
     named = tuple(name for name in fields if name in accepted)
     if named:
         return named, ()
-    required = [
-        parameter
-        for parameter in accepted.values()
-        if parameter.default is parameter.empty
-        and parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
-    ]
     return (), tuple(fields)[: max(1, len(required))]
 
 
@@ -140,16 +146,47 @@ def _returned_loss(out: Any) -> Any:
     return found
 
 
-def _check_scalar(name: str, value: Any) -> torch.Tensor:
-    if not isinstance(value, torch.Tensor) or value.ndim != 0:
-        what = type(value).__name__
-        if isinstance(value, torch.Tensor):
-            sizes = (str(size) if isinstance(size, int) else "batch" for size in value.shape)
-            what = f"a tensor of {' x '.join(sizes)}"
-        raise CaptureError(f"{name!r} is not one number but {what}; reduce it with .mean() or .sum()")
+def _check_judges(loss: Metric | None, metrics: Mapping[str, Metric]) -> None:
+    if "loss" in metrics:
+        raise CaptureError("a metric is called 'loss', which is the loss itself; choose another name")
+    for name, judge in {"loss": loss, **metrics}.items():
+        if isinstance(judge, type):
+            kind = judge.__name__
+            raise CaptureError(f"{_called(name)} is the class {kind}; make one: {kind}()")
+
+
+def _called(name: str) -> str:
+    return "the loss" if name == "loss" else f"the metric {name!r}"
+
+
+def _check_scalar(name: str, value: Any, batch_size: int) -> torch.Tensor:
+    what = _called(name)
+    if isinstance(value, tuple | list | Mapping):
+        kind = type(value).__name__
+        raise CaptureError(
+            f"{what} returned a {kind}; return {'the loss' if name == 'loss' else 'a number'} alone, "
+            "the rest as metrics"
+        )
+    if isinstance(value, int | float | torch.SymInt | torch.SymFloat):
+        raise CaptureError(f"{what} is a Python number; return the tensor, without .item()")
+    if not isinstance(value, torch.Tensor):
+        raise CaptureError(f"{what} is a {type(value).__name__}; return a tensor of one number")
+    if value.ndim != 0:
+        sizes = ["batch" if size == batch_size else str(size) for size in value.shape[:1]]
+        shown = " x ".join([*sizes, *(str(size) for size in value.shape[1:])])
+        raise CaptureError(
+            f"{what} is not one number but a tensor of {shown}; reduce it with .mean() or .sum()"
+        )
     if name == "loss" and not value.is_floating_point():
         raise CaptureError(f"the loss is {value.dtype}, not a floating-point number")
     return value
+
+
+def _own_name(target: str) -> str:
+    """Return the name outside this module: the model's own, or the loss's behind its prefix."""
+    if target.startswith(_LOSS):
+        return LOSS_PREFIX + target.removeprefix(_LOSS)
+    return target.removeprefix(_MODEL)
 
 
 def _find_ties(whole: nn.Module) -> tuple[dict[str, str], dict[str, str]]:
@@ -158,7 +195,9 @@ def _find_ties(whole: nn.Module) -> tuple[dict[str, str], dict[str, str]]:
     canonical, aliases = {}, {}
     for tensors in (whole.named_parameters, whole.named_buffers):
         for target, tensor in tensors(remove_duplicate=False):
-            name = target.removeprefix(_MODEL)
+            name = _own_name(target)
+            if target.startswith(_MODEL + LOSS_PREFIX):
+                raise CaptureError(f"the model has a {name!r}, which the loss could have; rename that module")
             canonical[target] = first.setdefault(id(tensor), name)
             if canonical[target] != name:
                 aliases[name] = canonical[target]

@@ -1,4 +1,4 @@
-"""A cluster of workers, message by message: in lockstep it is the single process, and ahead of it it learns."""
+"""A cluster of workers, message by message: in lockstep it is the single process, ahead of it it learns."""
 
 from dataclasses import replace
 

@@ -88,7 +88,7 @@ class ClusterWorld:
         """Let workers work in random order until nothing is left to do."""
         while True:
             order = self._random.sample(self.nodes, len(self.nodes))
-            if not any([self.turn(node) for node in order]):
+            if sum(self.turn(node) for node in order) == 0:
                 return
 
     def turn(self, node: NodeId) -> bool:

@@ -334,7 +334,7 @@ def test_a_loss_with_parameters_may_be_trained():
 
     scaled = Scaled()
     given = Job(MODEL, ROWS, loss=scaled, optimizer=torch.optim.SGD(scaled.parameters()))
-    assert given.settings(given.capture()).groups[0].names == ("loss.scale",)
+    assert given.settings(given.capture()).groups[0].names == ("job_loss.scale",)
 
 
 def test_a_job_is_named_after_its_model_and_shows_no_weights():

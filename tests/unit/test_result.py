@@ -38,7 +38,7 @@ def trained():
     job = Job(Net(), data, batch_size=8, loss=nn.CrossEntropyLoss(weight=torch.ones(3)))
     captured = job.capture()
     state = {name: torch.full_like(tensor, 7) for name, tensor in captured.state.items()}
-    assert "loss.weight" in state
+    assert "job_loss.weight" in state
     assert "last.weight" not in state
     return Result(job.model, captured.blueprint, state)
 
