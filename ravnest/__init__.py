@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ravnest.job.job import Job
     from ravnest.job.rates import constant, cosine, linear
+    from ravnest.job.swarm import local
     from ravnest.model.capture import capture, empty_weights
 
-__all__ = ["Job", "capture", "constant", "cosine", "empty_weights", "linear"]
+__all__ = ["Job", "capture", "constant", "cosine", "empty_weights", "linear", "local"]
 
 _PLACES = {
     "Job": "ravnest.job.job",
@@ -20,6 +21,7 @@ _PLACES = {
     "cosine": "ravnest.job.rates",
     "empty_weights": "ravnest.model.capture",
     "linear": "ravnest.job.rates",
+    "local": "ravnest.job.swarm",
 }
 
 

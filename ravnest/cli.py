@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from ravnest.commands import join, train
 from ravnest.errors import ConfigError, RavnestError
 
 if TYPE_CHECKING:
@@ -86,8 +87,13 @@ def program() -> None:
 
     \b
     Exit codes: 0 fine, 1 failed, 2 wrong usage, 3 a file or value is not
-    usable, 6 the nodes cannot hold the model, 130 stopped by Ctrl-C.
+    usable, 4 the hub cannot be reached, 5 it refuses, 6 the nodes cannot
+    hold the model, 130 stopped by Ctrl-C.
     """
+
+
+program.add_command(join)
+program.add_command(train)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from ravnest.engine.training import Training, write_training
 from ravnest.errors import ConfigError
 from ravnest.hub.server import Fields, Parts
 from ravnest.job.job import Job
+from ravnest.job.loading import users_code
 from ravnest.model.blueprint import Blueprint, Program
 from ravnest.model.capture import Captured
 from ravnest.model.flat import to_safetensors
@@ -43,7 +44,8 @@ class JobOwner:
         """Return these fields of a batch as they travel: exactly as they are."""
         data = self._job.val_samples if is_evaluation else self._job.samples
         assert data is not None, "without validation data nothing is evaluated"
-        batch = data.batch(samples)
+        with users_code("the data"):
+            batch = data.batch(samples)
         specs = tuple((name, describe(batch[name], WireFormat.FP32)) for name in names)
         return specs, tuple(encode(batch[name], WireFormat.FP32) for name in names)
 

@@ -189,7 +189,7 @@ class ZeroMqTransport(Endpoint):
 
     async def _next_turn(self) -> None:
         turn = self._loop.create_future()
-        self._loop.call_soon(turn.set_result, None)
+        self._loop.call_soon(_end_turn, turn)
         await turn
 
     def _spawn(self, reader: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -257,6 +257,11 @@ def _parse(address: str) -> tuple[str, str]:
     if match is None or (match["port"] != "*" and int(match["port"]) > 65535):
         raise LinkError(f"{address!r} is no address; one looks like tcp://192.0.2.7:7700")
     return match["ipv6"] or match["host"], match["port"]
+
+
+def _end_turn(turn: asyncio.Future[None]) -> None:
+    if not turn.done():  # its reader was cancelled meanwhile
+        turn.set_result(None)
 
 
 def _send_now(socket: zmq.asyncio.Socket, frames: Frames) -> None:

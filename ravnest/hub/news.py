@@ -1,0 +1,58 @@
+"""News as one line each, for people without a dashboard."""
+
+from typing import assert_never
+
+from ravnest.hub.events import (
+    BatchDropped,
+    ClusterDissolved,
+    ClusterStarted,
+    EpochDone,
+    Evaluated,
+    Joined,
+    Left,
+    News,
+    PlanFormed,
+    RoundEnded,
+    Waiting,
+    WorkLost,
+)
+from ravnest.plan.types import cluster_name
+
+
+def show_news(news: News) -> str:  # noqa: C901 - one short case for each
+    """Return what happened as a sentence."""
+    match news:
+        case Joined(node):
+            return f"{node} joined"
+        case Left(node, reason):
+            return f"{node} left: {reason}"
+        case Waiting(reason):
+            return f"no plan yet: {reason}"
+        case PlanFormed(plan, samples_per_second):
+            shown = [
+                f"{cluster_name(index)} = {' > '.join(stage.node for stage in cluster.stages)}"
+                for index, cluster in enumerate(plan.clusters)
+            ]
+            return f"plan {plan.epoch}: {'; '.join(shown)}; {samples_per_second:.3g} samples/s foreseen"
+        case ClusterStarted(cluster):
+            return f"cluster {cluster} trains"
+        case ClusterDissolved(cluster, reason, num_given_back, num_lost):
+            return f"cluster {cluster} ends ({reason}); {num_given_back} samples given back, {num_lost} lost"
+        case WorkLost(num_samples):
+            return f"training begins again: nobody has what {num_samples} samples taught"
+        case BatchDropped(batch, node, reason):
+            return f"batch {batch} dropped by {node}: {reason}"
+        case EpochDone(epoch, num_samples, num_dropped, loss):
+            dropped = f", {num_dropped} dropped" if num_dropped else ""
+            return f"epoch {epoch}: {num_samples} samples{dropped}, loss {_show(loss)}"
+        case Evaluated(epoch, _, num_samples, loss, metrics):
+            shown = [f", {name} {_show(value)}" for name, value in metrics]
+            return f"after epoch {epoch}: {num_samples} samples, loss {_show(loss)}{''.join(shown)}"
+        case RoundEnded(round_id, is_committed, _, reason):
+            return f"round {round_id} {'committed' if is_committed else f'aborted: {reason}'}"
+        case _:
+            assert_never(news)
+
+
+def _show(value: float | None) -> str:
+    return "none" if value is None else f"{value:.4f}"

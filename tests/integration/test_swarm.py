@@ -1,0 +1,201 @@
+"""A hub and peers as real programs on this PC: they train, average, lose a member, refuse strangers."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from random import SystemRandom
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import ravnest as rv
+from ravnest.errors import ConfigError, PlanError
+from ravnest.hub.events import (
+    ClusterDissolved,
+    ClusterStarted,
+    EpochDone,
+    Evaluated,
+    News,
+    PlanFormed,
+    RoundEnded,
+)
+from ravnest.hub.server import Server
+from ravnest.job.result import Result
+from ravnest.job.swarm import LOCAL_PLAN, Hardware, LocalSwarm, local
+from ravnest.net.identity import SECRET_BYTES, Token, new_keys, write_token
+from ravnest.net.zeromq import ZeroMqTransport
+
+WIDTH, NUM_CLASSES, NUM_TRAIN, NUM_VALIDATION = 128, 4, 768, 200
+PLAN = replace(LOCAL_PLAN, overhead_bytes=0.0)  # so that memory is what the model needs, and no more
+SPEED = 1e9
+SMALL = Hardware(1.3e6, SPEED)  # the model does not fit into one of these
+LARGE = Hardware(2.2e6, SPEED)
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    inner = [layer for _ in range(6) for layer in (nn.Linear(WIDTH, WIDTH), nn.ReLU())]
+    return nn.Sequential(nn.Linear(16, WIDTH), nn.ReLU(), *inner, nn.Linear(WIDTH, NUM_CLASSES))
+
+
+def make_data(num_samples: int, seed: int) -> dict[str, Tensor]:
+    """Return points around one centre per class, near enough to each other to be told apart only mostly."""
+    centres = torch.randn(NUM_CLASSES, 16, generator=torch.Generator().manual_seed(7))
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(NUM_CLASSES, (num_samples,), generator=generator)
+    return {"x": centres[labels] + 1.2 * torch.randn(num_samples, 16, generator=generator), "y": labels}
+
+
+def is_right(out: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    return (out.argmax(-1) == batch["y"]).float().mean()
+
+
+def make_job(**options: object) -> rv.Job:
+    given = {"epochs": 2, "average_every": 8, "learning_rate": 3e-3, "optimizer": "adamw", **options}
+    return rv.Job(
+        make_model(),
+        make_data(NUM_TRAIN, 1),
+        val_data=make_data(NUM_VALIDATION, 2),
+        batch_size=16,
+        loss=lambda out, batch: F.cross_entropy(out, batch["y"]),
+        metrics={"acc": is_right},
+        **given,
+    )
+
+
+def check_books(told: list[News], epochs: int) -> None:
+    """Every epoch counts each sample once, and the loss falls."""
+    done = [news for news in told if isinstance(news, EpochDone)]
+    assert [(news.epoch, news.num_samples, news.num_dropped) for news in done] == [
+        (epoch + 1, NUM_TRAIN, 0) for epoch in range(epochs)
+    ]
+    assert done[-1].loss < 0.7 * done[0].loss
+    evaluated = [news for news in told if isinstance(news, Evaluated)]
+    assert [(news.epoch, news.num_samples) for news in evaluated] == [
+        (epoch + 1, NUM_VALIDATION) for epoch in range(epochs)
+    ]
+
+
+def check_result(result: Result) -> None:
+    """What the swarm says of the trained model is what it does here."""
+    model = make_model()
+    result.load_into(model)
+    batch = make_data(NUM_VALIDATION, 2)
+    with torch.no_grad():
+        out = model.eval()(batch["x"])
+    assert result.metrics["val_acc"] == pytest.approx(float(is_right(out, batch)), abs=1e-6)
+    assert result.metrics["val_loss"] == pytest.approx(float(F.cross_entropy(out, batch["y"])), rel=1e-4)
+    assert result.metrics["val_acc"] > 0.8
+
+
+def sizes(told: list[News]) -> list[int]:
+    plans = [news.plan for news in told if isinstance(news, PlanFormed)]
+    assert len(plans) == 1
+    return sorted(len(cluster.stages) for cluster in plans[0].clusters)
+
+
+def test_three_stages_train_a_model_that_none_of_them_could_hold() -> None:
+    told: list[News] = []
+    with local([SMALL] * 3, plan=PLAN, tell=told.append) as swarm:
+        result = swarm.fit(make_job())
+    assert sizes(told) == [3]
+    check_books(told, epochs=2)
+    check_result(result)
+
+
+def test_two_clusters_of_unlike_cuts_average_and_agree() -> None:
+    told: list[News] = []
+    with local([SMALL] * 3 + [LARGE] * 2, plan=PLAN, tell=told.append) as swarm:
+        result = swarm.fit(make_job(epochs=10))  # long enough for the slower start of the other cluster
+    assert len(sizes(told)) > 1
+    assert sizes(told)[-1] > 1
+    check_books(told, epochs=10)
+    check_result(result)
+    rounds = [news for news in told if isinstance(news, RoundEnded)]
+    assert [news.reason for news in rounds if not news.is_committed] == []
+    assert len(rounds) >= 2
+    assert rounds[-1].is_final
+
+
+def test_a_peer_killed_in_the_middle_costs_its_cluster_not_the_job() -> None:
+    told: list[News] = []
+
+    def kill_one(news: News) -> None:
+        told.append(news)
+        if isinstance(news, RoundEnded) and news.round_id == 1:
+            victim = next(news.nodes[-1] for news in told if isinstance(news, ClusterStarted))
+            os.kill(swarm.processes[victim], signal.SIGKILL)
+
+    swarm: LocalSwarm = local([LARGE] * 4, plan=PLAN, tell=kill_one)
+    with swarm:
+        result = swarm.fit(make_job(epochs=10))
+    assert len(sizes(told)) > 1
+    assert sum(isinstance(news, ClusterDissolved) for news in told) == 1
+    check_books(told, epochs=10)
+    check_result(result)
+
+
+def test_a_model_too_large_for_all_of_them_is_said_so() -> None:
+    with local([SMALL], plan=PLAN, tell=lambda _: None) as swarm, pytest.raises(PlanError, match="needs"):
+        swarm.fit(make_job())
+
+
+def test_weights_tied_across_stages_are_refused_with_the_way_out() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = make_model()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layers(F.linear(self.layers(x), self.layers[0].weight.T[:, :NUM_CLASSES]))
+
+    job = rv.Job(
+        Tied(),
+        make_data(NUM_TRAIN, 1),
+        batch_size=16,
+        loss=lambda out, batch: F.cross_entropy(out, batch["y"]),
+    )
+    hardware = [Hardware(3e6, SPEED)] * 2
+    with local(hardware, plan=PLAN, tell=lambda _: None) as swarm, pytest.raises(ConfigError, match="untie"):
+        swarm.fit(job)
+
+
+def join(token: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "ravnest", "join", "--memory", "1 GB", "--flops", "1 GFLOP/s"]
+    return subprocess.run([*command, "--patience", "1 s", token], capture_output=True, text=True)
+
+
+def test_a_wrong_secret_is_refused_with_a_sentence() -> None:
+    async def knock() -> subprocess.CompletedProcess[str]:
+        keys = new_keys()
+        server = Server(Token((), keys.public, os.urandom(SECRET_BYTES)), tell=lambda _: None)
+        listen = "tcp://127.0.0.1:*"
+        async with ZeroMqTransport(keys, SystemRandom(), listen, admit=server.admit) as transport:
+            token = Token((transport.address,), keys.public, os.urandom(SECRET_BYTES))
+            return await asyncio.to_thread(join, write_token(token))
+
+    ended = asyncio.run(knock())
+    assert ended.returncode == 5, ended.stderr
+    assert "its token is not for this hub" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_a_hub_that_is_not_there_is_told_after_the_patience() -> None:
+    token = Token(("tcp://127.0.0.1:9",), new_keys().public, os.urandom(SECRET_BYTES))
+    ended = join(write_token(token))
+    assert ended.returncode == 4, ended.stderr
+    assert "the hub at tcp://127.0.0.1:9 cannot be reached: nobody answers" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_a_token_with_a_typing_error_is_a_bad_value() -> None:
+    ended = join("rvn1_abcdefgh")
+    assert ended.returncode == 3
+    assert "token" in ended.stderr
