@@ -36,7 +36,7 @@ SPEED = 1e9
 SMALL = Hardware(1.3e6, SPEED)  # the model does not fit into one of these
 LARGE = Hardware(2.2e6, SPEED)
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(240)
 
 
 def make_model() -> nn.Module:
