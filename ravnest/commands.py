@@ -6,7 +6,9 @@ Like cli, it imports what is heavy inside the command that needs it.
 import contextlib
 import json
 import logging
+import os
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -120,6 +122,16 @@ def _take_part(token: "Token", offer: "Offer", listen: str | None) -> str:
     return asyncio.run(run())
 
 
+def _check_out(file: Path) -> None:
+    """Refuse a place for the weights before anything is trained, not after."""
+    if file.suffix != ".safetensors":
+        raise ConfigError(f"--out {file} would hold safetensors; give a name that ends in .safetensors")
+    if file.exists():
+        raise ConfigError(f"--out {file} exists already; give another name, or move it away")
+    if not os.access(file.parent, os.W_OK):
+        raise ConfigError(f"--out {file} cannot be written; give a folder that exists and is yours")
+
+
 @click.command()
 @click.argument("place", metavar="FILE.py:JOB")
 @click.option("--nodes", type=int, default=4, show_default=True, metavar="N", help="Peers on this PC.")
@@ -133,8 +145,8 @@ def train(place: str, nodes: int, out: str | None, as_json: bool) -> None:
     """
     if nodes < 1:
         raise ConfigError(f"--nodes {nodes} is less than one peer; choose 1 or more")
-    if out is not None and not out.endswith(".safetensors"):
-        raise ConfigError(f"--out {out} would hold safetensors; give a name that ends in .safetensors")
+    if out is not None:
+        _check_out(Path(out))
     from ravnest.job.loading import load_job
     from ravnest.job.swarm import local
 

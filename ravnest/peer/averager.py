@@ -35,7 +35,7 @@ from ravnest.protocol import (
 )
 
 _CHUNK_ITEMS = 1 << 18  # of float32: one megabyte, so that chunks follow each other around the ring
-_LATE_STRENGTH = 0.5  # of an average that arrives while training went on (docs: research on convergence)
+_LATE_STRENGTH = 0.5  # of an average that arrives while training went on: full strength is unstable
 _ASK_SECONDS = 1.0
 
 
