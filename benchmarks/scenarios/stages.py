@@ -171,6 +171,7 @@ def _on_cuda() -> dict[str, dict[str, object]]:
     """Run every family captured on the CPU on cuda: loss against the CPU, and speed against eager."""
     import torch
 
+    from ravnest.errors import CaptureError
     from ravnest.model.capture import capture
     from ravnest.model.reading import read_blueprint, write_blueprint
     from ravnest.model.rebuild import rebuild
@@ -181,11 +182,15 @@ def _on_cuda() -> dict[str, dict[str, object]]:
     gaps: dict[str, object] = {}
     for name in FAMILIES:
         entry = ENTRIES[name]
-        captured = capture(entry.model(), entry.batch(), entry.loss, entry.metrics)
+        try:
+            captured = capture(entry.model(), entry.batch(), entry.loss, entry.metrics)
+        except CaptureError as error:  # an older torch may not export it; it runs what another captured
+            say(f"{name} cannot be captured with torch {torch.__version__}: {error}")
+            continue
         blueprint = read_blueprint(write_blueprint(captured.blueprint))
         losses = {}
         for device in ("cpu", "cuda"):
-            state = {key: tensor.detach().to(device) for key, tensor in captured.state.items()}
+            state = {key: tensor.detach().to(device, copy=True) for key, tensor in captured.state.items()}
             fields = {key: field.to(device) for key, field in fields_of(entry.batch()).items()}
             stage = rebuild(blueprint, device)
             losses[device] = float(stage.forward(state, {}, fields, training=False).results["loss"])

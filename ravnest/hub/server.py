@@ -46,6 +46,7 @@ from ravnest.net.transport import (
 )
 from ravnest.plan.types import NodeId
 from ravnest.protocol import (
+    BatchId,
     BlobPart,
     BlobRequest,
     FieldParts,
@@ -290,9 +291,7 @@ class Server:
             for node, names in order.consumers:
                 read = self._owner.read_fields
                 specs, buffers = await asyncio.to_thread(read, order.is_evaluation, samples, names)
-                self._post(
-                    Parcel(node, FieldParts(order.epoch, type(order.first_batch)(number), specs), buffers)
-                )
+                self._post(Parcel(node, FieldParts(order.epoch, BatchId(number), specs), buffers))
 
     async def _collect(self, order: Collect) -> None:
         """Fetch the weights of the result from who has them."""

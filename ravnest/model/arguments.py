@@ -11,9 +11,10 @@ from collections.abc import Callable, Container, Mapping
 from functools import cache
 
 from ravnest.errors import UnsafeBlueprint
-from ravnest.model.blueprint import ITEM_BYTES, Argument, Op, Ratio, Ref, Size, ValueId
+from ravnest.model.blueprint import Argument, Op, Ratio, Ref, Size, ValueId
 from ravnest.model.operators import Operator, Parameter, operators
 from ravnest.model.parsing import flag, refuse, row, rows, show, whole, word
+from ravnest.protocol import ITEM_BYTES
 
 MOST_ITEMS = 4_096
 MOST_NUMBER = 2**48

@@ -9,21 +9,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NewType
 
+from ravnest.protocol import FLOAT_BYTES, ITEM_BYTES
+
 ValueId = NewType("ValueId", int)
 
-ITEM_BYTES = {
-    "float32": 4,
-    "float64": 8,
-    "float16": 2,
-    "bfloat16": 2,
-    "int64": 8,
-    "int32": 4,
-    "int16": 2,
-    "int8": 1,
-    "uint8": 1,
-    "bool": 1,
-}
-FLOATING = frozenset({"float32", "float64", "float16", "bfloat16"})
+FLOATING = frozenset(FLOAT_BYTES)
 
 
 @dataclass(frozen=True, slots=True)

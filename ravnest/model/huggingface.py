@@ -7,9 +7,10 @@ import contextlib
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from types import ModuleType
 
 import torch
+
+from ravnest.model.traps import replaced
 
 
 @contextlib.contextmanager
@@ -21,12 +22,13 @@ def plain_transformers(has_mask: bool) -> Iterator[None]:
             # Outside of export they say "causal" instead of building a mask, when no sample is padded.
             ignore = getattr(masking, "_ignore_causal_mask_sdpa", None)
             if ignore is not None:
-                stack.enter_context(_replaced(masking, ignore.__name__, _without_tracing(ignore)))
-            stack.enter_context(_replaced(masking, "find_packed_sequence_indices", lambda *_, **__: None))
+                stack.enter_context(replaced(masking, ignore.__name__, _without_tracing(ignore)))
+            if hasattr(masking, "find_packed_sequence_indices"):
+                stack.enter_context(replaced(masking, "find_packed_sequence_indices", lambda *_, **__: None))
         for name, module in list(sys.modules.items()):
-            if name.startswith("transformers."):
+            if name.startswith("transformers.") and "maybe_autocast" in vars(module):
                 # It marks what must stay in full precision, but only where autocast is on already.
-                stack.enter_context(_replaced(module, "maybe_autocast", torch.autocast))
+                stack.enter_context(replaced(module, "maybe_autocast", torch.autocast))
         yield
 
 
@@ -41,16 +43,3 @@ def _without_tracing(ignore: Callable[..., bool]) -> Callable[..., bool]:
         return given["padding_mask"] is None and is_square and (window is None or length < window)
 
     return is_plainly_causal
-
-
-@contextlib.contextmanager
-def _replaced(module: ModuleType, name: str, function: Callable[..., object]) -> Iterator[None]:
-    before = vars(module).get(name)
-    if before is None:
-        yield
-        return
-    setattr(module, name, function)
-    try:
-        yield
-    finally:
-        setattr(module, name, before)

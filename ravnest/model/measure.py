@@ -15,7 +15,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ravnest.model.blueprint import (
     FLOATING,
-    ITEM_BYTES,
     PARAMETER,
     Blueprint,
     Op,
@@ -27,6 +26,7 @@ from ravnest.model.flight import Cost, Flight, Form, Trial
 from ravnest.model.kernels import recurrent_bytes, recurrent_flops
 from ravnest.model.line import crossings
 from ravnest.plan.types import ModelProfile
+from ravnest.protocol import ITEM_BYTES
 
 
 def measure(blueprint: Blueprint, batch_size: int) -> ModelProfile:

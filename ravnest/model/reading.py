@@ -16,7 +16,6 @@ from ravnest.model.blueprint import (
     BUFFER,
     CONSTANT,
     FLOATING,
-    ITEM_BYTES,
     PARAMETER,
     Blueprint,
     Op,
@@ -28,6 +27,7 @@ from ravnest.model.blueprint import (
 )
 from ravnest.model.operators import Operator, operators
 from ravnest.model.parsing import flag, identifier, parse, refuse, row, rows, show, table, whole, word
+from ravnest.protocol import ITEM_BYTES
 
 FORMAT = "ravnest.blueprint/1"
 MOST_OPS = 50_000

@@ -20,7 +20,6 @@ from ravnest.model.blueprint import (
     BUFFER,
     CONSTANT,
     FLOATING,
-    ITEM_BYTES,
     PARAMETER,
     Argument,
     Op,
@@ -34,6 +33,7 @@ from ravnest.model.operators import operators
 from ravnest.model.refusals import refuse_node
 from ravnest.model.sizes import number_of, symbols_of
 from ravnest.model.storage import Storages, has_effect, writes
+from ravnest.protocol import ITEM_BYTES
 
 # Uninitialised memory would show a provider's own; zeros serve the same programs.
 _INSTEAD = {

@@ -44,8 +44,8 @@ def traps() -> Iterator[None]:
     """Refuse such code while a model is exported."""
     with (
         watched(),
-        _replaced(torch.autograd.Function, "apply", classmethod(_refuse_function)),
-        _replaced(torch.Tensor, "register_hook", _refuse_hook),
+        replaced(torch.autograd.Function, "apply", classmethod(_refuse_function)),
+        replaced(torch.Tensor, "register_hook", _refuse_hook),
     ):
         yield
 
@@ -54,19 +54,19 @@ def traps() -> Iterator[None]:
 def watched() -> Iterator[None]:
     """Refuse what must not happen in a plain run either, where torch itself may use the rest."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_replaced(torch.Tensor, "backward", _refuse_step))
-        stack.enter_context(_replaced(torch.optim.Optimizer, "zero_grad", _refuse_step))
-        stack.enter_context(_replaced(nn.Module, "__setattr__", _watch_buffers(nn.Module.__setattr__)))
+        stack.enter_context(replaced(torch.Tensor, "backward", _refuse_step))
+        stack.enter_context(replaced(torch.optim.Optimizer, "zero_grad", _refuse_step))
+        stack.enter_context(replaced(nn.Module, "__setattr__", _watch_buffers(nn.Module.__setattr__)))
         for module, names in ((random, _PYTHON_DRAWS), (np.random, (*_NUMPY_DRAWS, "default_rng"))):
             for name in names:
-                stack.enter_context(_replaced(module, name, _refuse_randomness))
+                stack.enter_context(replaced(module, name, _refuse_randomness))
         yield
 
 
 @contextlib.contextmanager
 def fixed_numbers() -> Iterator[None]:
     """Refuse a module that counts in Python; runs of one batch, so what is set again stays the same."""
-    with _replaced(nn.Module, "__setattr__", _watch_numbers(nn.Module.__setattr__)):
+    with replaced(nn.Module, "__setattr__", _watch_numbers(nn.Module.__setattr__)):
         yield
 
 
@@ -90,7 +90,7 @@ _DRAWN: tuple[tuple[type, Callable[[Any], Any]], ...] = (
 
 
 @contextlib.contextmanager
-def _replaced(owner: type | ModuleType, name: str, value: object) -> Iterator[None]:
+def replaced(owner: type | ModuleType, name: str, value: object) -> Iterator[None]:
     before = vars(owner)[name]
     setattr(owner, name, value)
     try:

@@ -211,12 +211,13 @@ class Worker:
         program = self._program(arriving.is_evaluation)
         if arriving.inputs is None or any(name not in arriving.fields for _, name in program.fields):
             return None
-        self._ready[batch] = self._arriving.pop(batch)
+        del self._arriving[batch]
         if arriving.is_evaluation:
             self._evaluations.append(batch)
-            return None
-        reason = self._schedule.offer_input(batch)
-        return Refusal(reason) if reason else None
+        elif reason := self._schedule.offer_input(batch):
+            return Refusal(reason)
+        self._ready[batch] = arriving
+        return None
 
     def _program(self, is_evaluation: bool) -> Program:
         return self._blueprint.evaluate if is_evaluation else self._blueprint.train

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ravnest.model import line
 from ravnest.model.blueprint import Blueprint
 from ravnest.model.capture import Captured, capture, empty_weights
 from ravnest.model.line import slice_blueprint
@@ -93,7 +94,8 @@ def test_a_stage_of_a_stage_is_the_stage_of_the_whole(family: str) -> None:
             assert (one.train, one.evaluate, one.cuts) == (other.train, other.evaluate, other.cuts)
 
 
-def test_a_mask_is_made_again_in_each_stage_instead_of_crossing() -> None:
+def test_a_mask_is_made_again_in_each_stage_instead_of_crossing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(line, "_SMALL_BYTES", 0)  # as if the batch were large
     entry = FAMILIES["llama"]
     blueprint = capture(entry.model(), entry.batch(), self_test=False).blueprint
     middle = slice_blueprint(blueprint, 6, 18)

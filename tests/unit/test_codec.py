@@ -9,8 +9,7 @@ import torch
 from ravnest.codec import Encoded, ErrorFeedback, decode, describe, encode, encoded_bytes
 from ravnest.config import WireFormat
 from ravnest.errors import ProtocolError
-from ravnest.model import blueprint
-from ravnest.protocol import FLOAT_BYTES, ITEM_BYTES, Refusal, TensorSpec
+from ravnest.protocol import ITEM_BYTES, Refusal, TensorSpec
 
 BLOCKS = [WireFormat.INT8, WireFormat.INT4]
 
@@ -22,11 +21,6 @@ def even(wire_format: WireFormat) -> float:
 
 def pass_over(tensor: torch.Tensor, wire_format: WireFormat) -> torch.Tensor:
     return decode(encode(tensor, wire_format), describe(tensor, wire_format))
-
-
-def test_protocol_and_blueprints_know_the_same_types() -> None:
-    assert ITEM_BYTES == blueprint.ITEM_BYTES
-    assert frozenset(FLOAT_BYTES) == blueprint.FLOATING
 
 
 @pytest.mark.parametrize("dtype", ITEM_BYTES)
