@@ -5,7 +5,8 @@ from collections import Counter
 from pathlib import Path
 
 PART_LINES = {
-    "ravnest": 2_000,
+    "ravnest": 1_400,
+    "commands": 900,
     "plan": 3_150,
     "model": 4_900,
     "engine": 1_550,

@@ -200,7 +200,7 @@ def test_a_file_of_someone_else(monkeypatch):
 
 
 def test_an_endless_file_is_not_read_to_its_end(monkeypatch):
-    monkeypatch.setattr("ravnest.cli._MOST_BYTES", 1 << 20)
+    monkeypatch.setattr("ravnest.commands.files._MOST_BYTES", 1 << 20)
     assert "larger than 1 MiB" in refused(3, "--nodes", "/dev/zero")
 
 
