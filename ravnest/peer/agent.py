@@ -1,4 +1,4 @@
-"""A provider's peer from joining to leaving: one event loop that talks, one thread that computes.
+"""A provider's peer from joining to leaving: one event loop that talks; what computes is in peer.compute.
 
 It joins the hub, follows the plan it is given, fetches its stage, and then moves parcels between its host and
 its neighbours. It is the one gate that drops messages of another plan or from nobody in it. Driven by the
@@ -7,8 +7,7 @@ command `ravnest join`.
 
 import asyncio
 import logging
-import queue
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +26,8 @@ from ravnest.net.transport import (
     Service,
     Transport,
 )
-from ravnest.peer.host import Host, Limits
+from ravnest.peer.compute import Build, Compute, ComputeThread, Delivered
+from ravnest.peer.host import Limits
 from ravnest.plan.types import Node, NodeId
 from ravnest.protocol import (
     BlobPart,
@@ -66,40 +66,19 @@ class Offer:
     patience_seconds: float = 60.0  # without the hub, before it gives up
 
 
-@dataclass(frozen=True, slots=True)
-class _Build:
-    """For the compute thread: make this stage."""
-
-    order: PlanOrder
-    parts: StageParts
-    blueprint: bytes
-    weights: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class _Delivered:
-    """For the compute thread: a message for the stage."""
-
-    message: Message
-    buffers: Sequence[Buffer]
-
-
-_Item = _Delivered | _Build | PlanOrder | SnapshotOrder
-
-
 class Agent:
     """One provider's PC in one swarm."""
 
-    def __init__(self, token: Token, keys: KeyPair, offer: Offer) -> None:
+    def __init__(self, token: Token, keys: KeyPair, offer: Offer, compute: Compute | None = None) -> None:
         self._token = token
         self._keys = keys
         self._offer = offer
+        self._compute = compute or ComputeThread()
         self._hub = peer_of(PublicKey(token.hub_key))
         self._blobs = Blobs()
         self._is_joined = False
         self._order: PlanOrder | None = None
         self._peers: dict[NodeId, PeerId] = {HUB: self._hub}
-        self._inbox: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()  # None ends the thread
         self._outboxes: dict[NodeId, asyncio.Queue[Parcel]] = {}
         self._background: set[asyncio.Task[None]] = set()
         self._patience: asyncio.TimerHandle | None = None
@@ -115,11 +94,12 @@ class Agent:
         self._miss_hub("no answer")
         async with asyncio.TaskGroup() as self._tasks:
             self._start(self._listen())
-            computing = self._tasks.create_task(asyncio.to_thread(self._compute))
+            run = self._compute.run(self._offer.limits, self._blobs, self._post, self._fail)
+            computing = self._tasks.create_task(run)
             try:
                 ended = await self._ended
             finally:
-                self._inbox.put(None)
+                self._compute.close()
                 await computing
                 self._find_hub()
                 for task in tuple(self._background):
@@ -136,6 +116,9 @@ class Agent:
     def _end(self, why: str | RavnestError) -> None:
         if not self._ended.done():
             self._ended.set_result(why)
+
+    def _fail(self, error: RavnestError) -> None:
+        self._start(self._leave(error))
 
     async def _leave(self, error: RavnestError) -> None:
         """Tell the hub why this peer goes, then go."""
@@ -214,7 +197,7 @@ class Agent:
         elif isinstance(message, _Order):
             self._follow(message)
         else:
-            self._inbox.put(_Delivered(message, buffers))
+            self._compute.put(Delivered(message, buffers))
         return None
 
     def _follow(self, message: _Order) -> None:
@@ -228,7 +211,7 @@ class Agent:
             case StageParts():
                 self._start(self._fetch_stage(message))
             case SnapshotOrder():
-                self._inbox.put(message)
+                self._compute.put(message)
             case Stop(reason):
                 self._end(reason)
 
@@ -244,7 +227,7 @@ class Agent:
         stage = order.stage
         part = "spare" if stage is None else f"positions {stage.start} to {stage.stop}"
         logger.info("plan %d: %s", order.epoch, part)
-        self._inbox.put(order)
+        self._compute.put(order)
 
     async def _fetch_stage(self, parts: StageParts) -> None:
         order = self._order
@@ -259,7 +242,7 @@ class Agent:
                 return
             contents.append(content)
         if order is self._order:
-            self._inbox.put(_Build(order, parts, *contents))
+            self._compute.put(Build(order, parts, *contents))
 
     def _post_all(self, parcels: list[Parcel] | Refusal) -> Refusal | None:
         if isinstance(parcels, Refusal):
@@ -287,49 +270,3 @@ class Agent:
             except LinkError as error:
                 if order is self._order:  # its batch is lost and nobody knows: the hub must plan anew
                     await self._leave(error)
-
-    # The compute thread; it owns the host and talks to the loop through _emit alone.
-
-    def _compute(self) -> None:
-        clock, is_idle = self._loop.time, False
-        host = Host(self._offer.limits, clock)
-        try:
-            while True:
-                wait = None if host.deadline is None else max(0.0, host.deadline - clock())
-                try:
-                    item = self._inbox.get(block=is_idle, timeout=wait)
-                except queue.Empty:
-                    self._emit(host.tick(clock()))
-                    work = host.next_work()
-                    is_idle = work is None
-                    self._emit(work or ())
-                    continue
-                if item is None:
-                    return
-                is_idle = False
-                self._handle(host, item)
-        except RavnestError as error:
-            self._loop.call_soon_threadsafe(self._start, self._leave(error))
-
-    def _handle(self, host: Host, item: _Item) -> None:
-        match item:
-            case PlanOrder():
-                host.clear()
-            case _Build():
-                host.build(item.order, item.blueprint, item.weights)
-                self._built = item.parts
-                self._emit([Parcel(HUB, item.parts)])
-            case SnapshotOrder():
-                version, weights = host.save()
-                ref = self._blobs.keep(weights)
-                self._emit([Parcel(HUB, StageParts(item.epoch, version, self._built.blueprint, ref))])
-            case _Delivered():
-                found = host.receive(item.message, item.buffers)
-                if isinstance(found, Refusal):
-                    logger.debug("%s: %s", type(item.message).__name__, found.reason)
-                else:
-                    self._emit(found)
-
-    def _emit(self, parcels: Iterable[Parcel]) -> None:
-        for parcel in parcels:
-            self._loop.call_soon_threadsafe(self._post, parcel)

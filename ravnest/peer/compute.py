@@ -1,0 +1,147 @@
+"""The compute thread: it owns the host, does one piece of work after the other, and waits when there is none.
+
+What it is told goes in by a queue; parcels come out through `emit`, each as soon as it is ready. A test may
+put another Compute in its place that works on virtual time. Driven by peer.agent.
+"""
+
+import asyncio
+import logging
+import queue
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from ravnest.errors import RavnestError
+from ravnest.exchange import HUB, Blobs, Parcel
+from ravnest.net.transport import Buffer
+from ravnest.peer.host import Host, Limits
+from ravnest.protocol import Message, PlanOrder, Refusal, SnapshotOrder, StageParts
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """Make this stage."""
+
+    order: PlanOrder
+    parts: StageParts
+    blueprint: bytes
+    weights: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Delivered:
+    """A message for the stage."""
+
+    message: Message
+    buffers: Sequence[Buffer]
+
+
+Item = Delivered | Build | PlanOrder | SnapshotOrder
+
+
+class Compute(Protocol):
+    """Where the host of a peer lives."""
+
+    def put(self, item: Item) -> None:
+        """Tell the host something; never waits."""
+
+    async def run(
+        self,
+        limits: Limits,
+        blobs: Blobs,
+        emit: Callable[[Parcel], None],
+        fail: Callable[[RavnestError], None],
+    ) -> None:
+        """Work until closed; `emit` and `fail` are called on the event loop."""
+
+    def close(self) -> None:
+        """Let `run` end after the piece of work under way."""
+
+
+class Bench:
+    """A host and what is done with it, one thing at a time."""
+
+    def __init__(self, host: Host, blobs: Blobs) -> None:
+        self.host = host
+        self._blobs = blobs
+        self._built: StageParts | None = None
+
+    def take(self, item: Item) -> Iterable[Parcel]:
+        """Do what an item asks for; return what is to be sent."""
+        match item:
+            case PlanOrder():
+                self.host.clear()
+                return ()
+            case Build():
+                self.host.build(item.order, item.blueprint, item.weights)
+                self._built = item.parts
+                return [Parcel(HUB, item.parts)]
+            case SnapshotOrder():
+                assert self._built is not None
+                version, weights = self.host.save()
+                ref = self._blobs.keep(weights)
+                return [Parcel(HUB, StageParts(item.epoch, version, self._built.blueprint, ref))]
+            case Delivered():
+                found = self.host.receive(item.message, item.buffers)
+                if isinstance(found, Refusal):
+                    logger.debug("%s: %s", type(item.message).__name__, found.reason)
+                    return ()
+                return found
+
+
+class ComputeThread:
+    """A thread that sleeps while nothing is to be done."""
+
+    def __init__(self) -> None:
+        self._items: queue.SimpleQueue[Item | None] = queue.SimpleQueue()  # None ends the thread
+
+    def put(self, item: Item) -> None:
+        """Tell the host something."""
+        self._items.put(item)
+
+    def close(self) -> None:
+        """Let the thread end."""
+        self._items.put(None)
+
+    async def run(
+        self,
+        limits: Limits,
+        blobs: Blobs,
+        emit: Callable[[Parcel], None],
+        fail: Callable[[RavnestError], None],
+    ) -> None:
+        """Work in a thread until closed."""
+        loop = asyncio.get_running_loop()
+
+        def send(parcels: Iterable[Parcel]) -> None:
+            for parcel in parcels:
+                loop.call_soon_threadsafe(emit, parcel)
+
+        def work() -> None:
+            try:
+                self._work(Bench(Host(limits, loop.time), blobs), loop.time, send)
+            except RavnestError as error:
+                loop.call_soon_threadsafe(fail, error)
+
+        await asyncio.to_thread(work)
+
+    def _work(
+        self, bench: Bench, clock: Callable[[], float], send: Callable[[Iterable[Parcel]], None]
+    ) -> None:
+        host, is_idle = bench.host, False
+        while True:
+            wait = None if host.deadline is None else max(0.0, host.deadline - clock())
+            try:
+                item = self._items.get(block=is_idle, timeout=wait)
+            except queue.Empty:
+                send(host.tick(clock()))
+                work = host.next_work()
+                is_idle = work is None
+                send(work or ())
+                continue
+            if item is None:
+                return
+            is_idle = False
+            send(bench.take(item))
