@@ -18,6 +18,8 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.run plan
 	$(BIN)/python -m benchmarks.run noise
 	$(BIN)/python -m benchmarks.run stages
+	$(BIN)/python -m benchmarks.run memory
+	$(BIN)/python -m benchmarks.run pipeline
 
 clean:
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

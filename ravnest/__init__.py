@@ -7,15 +7,30 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from ravnest.job.callbacks import CsvLog, TensorBoard
     from ravnest.job.job import Job
     from ravnest.job.rates import constant, cosine, linear
-    from ravnest.job.swarm import local
+    from ravnest.job.swarm import Hub, local
     from ravnest.model.capture import capture, empty_weights
 
-__all__ = ["Job", "capture", "constant", "cosine", "empty_weights", "linear", "local"]
+__all__ = [
+    "CsvLog",
+    "Hub",
+    "Job",
+    "TensorBoard",
+    "capture",
+    "constant",
+    "cosine",
+    "empty_weights",
+    "linear",
+    "local",
+]
 
 _PLACES = {
+    "CsvLog": "ravnest.job.callbacks",
+    "Hub": "ravnest.job.swarm",
     "Job": "ravnest.job.job",
+    "TensorBoard": "ravnest.job.callbacks",
     "capture": "ravnest.model.capture",
     "constant": "ravnest.job.rates",
     "cosine": "ravnest.job.rates",

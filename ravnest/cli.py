@@ -11,9 +11,15 @@ from importlib import metadata
 
 import click
 
+from ravnest.commands.demo import demo
+from ravnest.commands.doctor import doctor, env
+from ravnest.commands.hub import hub
 from ravnest.commands.inspect import inspect
 from ravnest.commands.join import join
 from ravnest.commands.plan import plan
+from ravnest.commands.status import status
+from ravnest.commands.stop import stop
+from ravnest.commands.token import token
 from ravnest.commands.train import train
 from ravnest.errors import RavnestError
 
@@ -77,5 +83,5 @@ def program() -> None:
     """
 
 
-for _command in (plan, inspect, train, join):
+for _command in (demo, plan, inspect, train, hub, join, status, stop, token, doctor, env):
     program.add_command(_command)

@@ -8,6 +8,7 @@ import hmac
 from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import blake2b, sha256
+from typing import Protocol
 
 from ravnest.net.identity import Token
 from ravnest.net.transport import Buffer, PublicKey, Service
@@ -24,6 +25,7 @@ from ravnest.protocol import (
     Refused,
     RingPart,
 )
+from ravnest.tying import TiedGradient, TiedStep
 
 HUB = NodeId("hub")
 VERSION = "0.1"  # of what programs say to each other
@@ -46,7 +48,7 @@ class Parcel:
                 return Service.GRADIENT
             case Activation() | FieldParts():
                 return Service.ACTIVATION
-            case RingPart():
+            case RingPart() | TiedGradient() | TiedStep():  # no batch waits for them
                 return Service.AVERAGING
             case BlobPart():
                 return Service.BLOB
@@ -67,22 +69,37 @@ class _Coming:
     done: Callable[[bytes | Refusal], None]
 
 
-class Blobs:
-    """The blobs one program keeps, and those on their way to it."""
+class Shelf(Protocol):
+    """Where blobs are kept, by their hash; a dict is one."""
 
-    def __init__(self) -> None:
-        self._kept: dict[str, bytes] = {}
+    def get(self, blob: str, /) -> Buffer | None:
+        """Return a blob that is here."""
+
+    def __setitem__(self, blob: str, content: bytes, /) -> None: ...
+
+    def __contains__(self, blob: object, /) -> bool: ...
+
+
+class Blobs:
+    """The blobs one program keeps, in memory or on its shelf, and those on their way to it."""
+
+    def __init__(self, shelf: Shelf | None = None) -> None:
+        memory: dict[str, Buffer] = {}
+        self._kept: Shelf = memory if shelf is None else shelf
         self._coming: dict[str, _Coming] = {}
 
     def keep(self, content: bytes) -> BlobRef:
         """Keep a blob for whoever asks; return its name."""
-        ref = _name(content)
+        ref = name_blob(content)
         self._kept[ref.blob] = content
         return ref
 
     def kept(self, ref: BlobRef) -> bytes:
         """Return a blob that is here."""
-        return self._kept[ref.blob]
+        content = self._kept.get(ref.blob)
+        if content is None:
+            raise KeyError(ref.blob)
+        return bytes(content)
 
     def serve(self, sender: NodeId, request: BlobRequest) -> Parcel:
         """Answer a request with a piece, or with a refusal."""
@@ -95,7 +112,7 @@ class Blobs:
     def want(self, ref: BlobRef, source: NodeId, done: Callable[[bytes | Refusal], None]) -> list[Parcel]:
         """Ask a node for a blob; `done` gets it, now if it is here already, or why it never came."""
         if ref.blob in self._kept:
-            done(self._kept[ref.blob])
+            done(self.kept(ref))
             return []
         coming = _Coming(ref, source, bytearray(), done)
         self._coming[ref.blob] = coming
@@ -111,7 +128,7 @@ class Blobs:
             return [_next_request(coming)]
         del self._coming[piece.blob]
         content = bytes(coming.content)
-        is_right = _name(content) == coming.ref
+        is_right = name_blob(content) == coming.ref
         if is_right:
             self._kept[piece.blob] = content
         coming.done(content if is_right else Refusal(f"blob {piece.blob[:12]} of {sender} is damaged"))
@@ -124,7 +141,8 @@ class Blobs:
             coming.done(Refusal(f"{sender} says: {reason}"))
 
 
-def _name(content: bytes) -> BlobRef:
+def name_blob(content: Buffer) -> BlobRef:
+    """Return the name a blob has everywhere: the hash of its content, and its size."""
     return BlobRef(blake2b(content, digest_size=32).hexdigest(), len(content))
 
 

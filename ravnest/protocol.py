@@ -8,23 +8,25 @@ they say nothing; who sent one is known to net. Times are spans: no two programs
 
 from dataclasses import dataclass
 from math import prod
-from typing import Annotated, Generic, NewType, TypeVar
+from typing import Annotated, Generic, NewType
 
 from msgspec import Meta
 
 from ravnest.config import WireFormat
 from ravnest.plan.types import Node, NodeId, Ring, Stage
+from ravnest.tying import Tying, Value
 
 BatchId = NewType("BatchId", int)
 LeaseId = NewType("LeaseId", int)
 RoundId = NewType("RoundId", int)
 SegmentId = NewType("SegmentId", int)
 
-Value = TypeVar("Value")
 Metrics = tuple[tuple[str, float | None], ...]  # None where a metric was no finite number
 BlobHash = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]  # BLAKE2b-256 of the content
 Count = Annotated[int, Meta(ge=1, le=2**20)]
 Proof = Annotated[bytes, Meta(min_length=32, max_length=32)]
+Port = Annotated[int, Meta(ge=0, le=65535)]
+Ticket = Annotated[bytes, Meta(max_length=16)]
 
 FLOAT_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 ITEM_BYTES = FLOAT_BYTES | {"int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1}
@@ -73,10 +75,11 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """The hub takes a peer in, under this name."""
+    """The hub takes a peer in, under this name; it relays at this port of its host, or not at all."""
 
     node: NodeId
     heartbeat_seconds: float
+    relay_port: Port = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,18 +90,19 @@ class Refused:
 
 
 @dataclass(frozen=True, slots=True)
-class Heartbeat:
-    """A peer is alive and follows this plan."""
-
-    epoch: int
-    number: int
-
-
-@dataclass(frozen=True, slots=True)
 class Leave:
     """A peer goes: its provider wishes so, or it will not run what it was given."""
 
     epoch: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Complaint:
+    """A neighbour sends what fits nothing: nobody can train beside it."""
+
+    epoch: int
+    node: NodeId
     reason: str
 
 
@@ -111,11 +115,12 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class Contact:
-    """How to reach a peer; without an address it dials, or the hub relays."""
+    """How to reach a peer; without an address it dials, or the hub relays for the ticket's two holders."""
 
     node: NodeId
     key: str
     addresses: tuple[str, ...]
+    ticket: Ticket = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +220,7 @@ class Activation:
     is_evaluation: bool
     num_samples: int
     values: tuple[tuple[int, TensorSpec], ...]
+    after: tuple[tuple[NodeId, int], ...] = ()  # steps of tied weights, by home, that it must see
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,6 +286,7 @@ class RoundOpen:
     round_id: RoundId
     deadline_seconds: float
     is_blocking: bool
+    is_final: bool
     left_out: tuple[NodeId, ...]
 
 
@@ -331,9 +338,6 @@ class RoundQuery:
     member: NodeId
 
 
-RoundOutcome = RoundCommit | RoundAbort
-
-
 @dataclass(frozen=True, slots=True)
 class Refusal:
     """Why a state machine did not take a message; logged and shown, never sent."""
@@ -341,9 +345,10 @@ class Refusal:
     reason: str
 
 
-Joining = Hello | Welcome | Refused | Heartbeat | Leave | Stop
+Joining = Hello | Welcome | Refused | Leave | Complaint | Stop
 Planning = PlanOrder | StageParts | SnapshotOrder | BlobRequest | BlobPart
 Training = LeaseGrant | LeaseDone | FieldParts | Activation | Gradient | DroppedBatch | StepReport
 Steering = Pace | LearningRate
-Averaging = RoundOpen | RingPart[TensorSpec] | RoundReady | RoundOutcome | RoundQuery
+RoundOutcome = RoundCommit | RoundAbort
+Averaging = RoundOpen | RingPart[TensorSpec] | RoundReady | RoundOutcome | RoundQuery | Tying[TensorSpec]
 Message = Joining | Planning | Training | Steering | Averaging

@@ -16,7 +16,7 @@ from typing import Annotated, Any, NewType, TypeVar, Union, assert_never, get_ar
 import msgspec
 from msgspec import Meta
 
-from ravnest import protocol
+from ravnest import protocol, tying
 from ravnest.config import WireFormat
 from ravnest.errors import ProtocolError
 from ravnest.protocol import Message, TensorSpec
@@ -72,7 +72,7 @@ def unpack(header: Buffer, buffers: Sequence[Buffer] = ()) -> Message:
 def announced(message: Message) -> tuple[TensorSpec, ...]:
     """Return what the buffers beside a message hold, one after the other."""
     match message:
-        case protocol.Activation() | protocol.Gradient():
+        case protocol.Activation() | protocol.Gradient() | tying.TiedGradient() | tying.TiedStep():
             return tuple(spec for _, spec in message.values)
         case protocol.FieldParts():
             return tuple(spec for _, spec in message.fields)
@@ -84,8 +84,8 @@ def announced(message: Message) -> tuple[TensorSpec, ...]:
             protocol.Hello()
             | protocol.Welcome()
             | protocol.Refused()
-            | protocol.Heartbeat()
             | protocol.Leave()
+            | protocol.Complaint()
             | protocol.Stop()
             | protocol.PlanOrder()
             | protocol.StageParts()
@@ -102,6 +102,8 @@ def announced(message: Message) -> tuple[TensorSpec, ...]:
             | protocol.RoundCommit()
             | protocol.RoundAbort()
             | protocol.RoundQuery()
+            | tying.TiedHolder()
+            | tying.TiedCall()
         ):
             return ()
         case _:
@@ -158,7 +160,7 @@ def _bounded(hint: Any, *own: Meta) -> Any:
     """Return the type of a field with its bounds, its own or those of all, and with arrays for records."""
     if isinstance(hint, NewType):
         return _bounded(hint.__supertype__, *own)
-    if isinstance(hint, TypeVar):  # only RingPart's: its vector travels as a tensor
+    if isinstance(hint, TypeVar):  # RingPart's and tied weights': they travel as tensors
         return _bounded(TensorSpec)
     if is_dataclass(hint):
         return _record(hint)  # type: ignore[arg-type]

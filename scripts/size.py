@@ -6,16 +6,16 @@ from pathlib import Path
 
 PART_LINES = {
     "ravnest": 1_400,
-    "commands": 900,
+    "commands": 1_450,
     "plan": 3_150,
     "model": 4_900,
     "engine": 1_550,
     "averaging": 600,
-    "net": 1_850,
+    "net": 2_000,
     "hub": 1_900,
     "peer": 1_200,
-    "job": 1_300,
-    "showing": 1_300,
+    "job": 1_800,
+    "showing": 1_700,
 }
 FILE_LINES = 350
 

@@ -1,70 +1,157 @@
 """`ravnest join`: lend this PC to a swarm."""
 
 import logging
-from typing import TYPE_CHECKING
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from ravnest.units import Dimension, parse_quantity
+from ravnest.errors import ConfigError
+from ravnest.units import Dimension, parse_quantity, show_bytes, show_flops
 
 if TYPE_CHECKING:
     from ravnest.net.identity import Token
-    from ravnest.peer.agent import Offer
+    from ravnest.peer.agent import Agent, Offer
 
 _LONGEST_NAME = 40
 _LONGEST_BATCH_SECONDS = 600.0  # a stage that would need longer for one batch is not run here
+_EVERYWHERE = "tcp://0.0.0.0:*"
+_ONLY_HERE = "tcp://127.0.0.1:*"  # where what comes through the relay is led to
+_VARIABLE = "RAVNEST_TOKEN"
+_SIGNAL_EXIT = 128
+
+
+@dataclass(frozen=True, slots=True)
+class _Doors:
+    """Where this PC listens, and what others are told of that."""
+
+    listen: str
+    public: tuple[str, ...]
+    is_reachable: bool
+
+    def addresses(self, door: str) -> tuple[str, ...]:
+        from ravnest.net.addresses import dialled_from_elsewhere
+
+        return (*self.public, *dialled_from_elsewhere(door)) if self.is_reachable else ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Speed:
+    """How fast this PC is, and how that is known."""
+
+    flops_per_second: float
+    source: str
+    emulated: float | None = None
 
 
 @click.command()
-@click.argument("token")
+@click.argument("token", required=False)
+@click.option("--token-file", metavar="FILE", help=f"Read the token here, or from stdin (-); or {_VARIABLE}.")
 @click.option("--name", metavar="NAME", help="What others call this PC; its host name if left out.")
 @click.option("--memory", metavar="SIZE", help="Memory to lend, like '4 GB'; half of what is free now.")
 @click.option("--flops", metavar="RATE", help="Speed to claim, like '50 GFLOP/s'; measured if left out.")
+@click.option("--emulate", metavar="RATE", help="Be as slow as a PC of this speed, like '2 GFLOP/s'.")
 @click.option("--bandwidth", metavar="RATE", default="50 Mbit/s", show_default=True, help="Up and down.")
 @click.option("--latency", metavar="TIME", default="10 ms", show_default=True, help="To others, one way.")
-@click.option("--listen", metavar="ADDRESS", help="Where others dial this PC, like tcp://127.0.0.1:7701.")
+@click.option("--listen", metavar="HOST:PORT", help="Where to listen for others; a free port if left out.")
+@click.option("--public", metavar="HOST:PORT", multiple=True, help="What a router forwards to that.")
+@click.option("--outbound-only", is_flag=True, help="Listen for nobody: only dial, or meet at the hub.")
 @click.option("--patience", metavar="TIME", default="60 s", show_default=True, help="Without the hub.")
 @click.option("--quiet", is_flag=True, help="Say only what went wrong.")
 def join(  # noqa: PLR0913 - click passes one argument per option
-    token: str,
+    token: str | None,
+    token_file: str | None,
     name: str | None,
     memory: str | None,
     flops: str | None,
+    emulate: str | None,
     bandwidth: str,
     latency: str,
     listen: str | None,
+    public: tuple[str, ...],
+    outbound_only: bool,
     patience: str,
     quiet: bool,
 ) -> None:
-    """Lend this PC to the swarm that TOKEN invites to, until its job is done.
+    """Lend this PC to the swarm that TOKEN invites to, until its job is done or Ctrl-C.
 
-    Ends with 4 if the hub cannot be reached, with 5 if it refuses the token.
+    Ends with 4 if the hub cannot be reached, with 5 if it refuses the token. It runs no code from the job.
     """
     from ravnest.net.identity import read_token
 
-    invitation = read_token(token)
+    invitation = read_token(_find_token(token, token_file))
+    doors = _choose_doors(listen, public, outbound_only)
     rates = (
         parse_quantity(bandwidth, Dimension.BYTES_PER_SECOND),
         parse_quantity(latency, Dimension.SECONDS),
         parse_quantity(patience, Dimension.SECONDS),
     )
     memory_bytes = None if memory is None else parse_quantity(memory, Dimension.BYTES)
-    speed = None if flops is None else parse_quantity(flops, Dimension.FLOPS_PER_SECOND)
+    claimed = None if flops is None else parse_quantity(flops, Dimension.FLOPS_PER_SECOND)
+    emulated = None if emulate is None else parse_quantity(emulate, Dimension.FLOPS_PER_SECOND)
     logging.basicConfig(level=logging.WARNING if quiet else logging.INFO, format="%(message)s")
     logging.getLogger("ravnest.net").setLevel(logging.WARNING)
-    offer = _make_offer(name, memory_bytes, speed, rates, listen)
+    speed = _find_speed(claimed, emulated)
+    offer = _make_offer(name, memory_bytes, speed, rates, doors)
+    if not quiet:
+        _show(invitation, offer, speed)
     _warm_up()
-    reason = _take_part(invitation, offer, listen)
+    code, reason = _take_part(invitation, offer, doors)
     if not quiet:
         click.echo(f"ended: {reason}", err=True)
+    sys.exit(code)
+
+
+def _find_token(token: str | None, file: str | None) -> str:
+    if token is not None and file is not None:
+        raise ConfigError("both a TOKEN and --token-file are given; leave one out")
+    if token is not None:
+        return token
+    if file == "-":
+        return sys.stdin.readline()
+    if file is not None:
+        try:
+            return Path(file).read_text(errors="replace")
+        except OSError as error:
+            raise ConfigError(f"--token-file {file} cannot be read: {error.strerror}") from None
+    if not os.environ.get(_VARIABLE):
+        raise ConfigError(
+            f"no token: paste the line the hub shows, or give it by --token-file or {_VARIABLE}"
+        )
+    return os.environ[_VARIABLE]
+
+
+def _choose_doors(listen: str | None, public: tuple[str, ...], outbound_only: bool) -> _Doors:
+    from ravnest.net.addresses import read_address
+
+    if outbound_only and (listen or public):
+        raise ConfigError("--outbound-only opens no door, so --listen and --public have no meaning with it")
+    door = _EVERYWHERE if listen is None else read_address(listen, is_door=True)
+    forwarded = tuple(map(read_address, public))
+    return _Doors(_ONLY_HERE if outbound_only else door, forwarded, not outbound_only)
+
+
+def _find_speed(claimed: float | None, emulated: float | None) -> _Speed:
+    from ravnest.peer import machine
+
+    if emulated is not None:
+        return _Speed(claimed or emulated, "emulated", emulated)
+    if claimed is not None:
+        return _Speed(claimed, "as claimed")
+    return _Speed(machine.measure_flops_per_second(), "measured")
 
 
 def _make_offer(
     name: str | None,
     memory_bytes: float | None,
-    flops_per_second: float | None,
+    speed: _Speed,
     rates: tuple[float, float, float],
-    listen: str | None,
+    doors: _Doors,
 ) -> "Offer":
     import platform
 
@@ -78,14 +165,35 @@ def _make_offer(
     node = Node(
         name=NodeId((name or platform.node() or "peer")[:_LONGEST_NAME]),
         memory_bytes=memory,
-        flops_per_second=flops_per_second or machine.measure_flops_per_second(),
+        flops_per_second=speed.flops_per_second,
         upload_bytes_per_second=bandwidth,
         download_bytes_per_second=bandwidth,
         latency_seconds=latency,
-        is_reachable=listen is not None,
+        is_reachable=doors.is_reachable,
     )
-    limits = Limits(memory, flops_per_batch=_LONGEST_BATCH_SECONDS * node.flops_per_second)
+    limits = Limits(
+        memory,
+        flops_per_batch=_LONGEST_BATCH_SECONDS * node.flops_per_second,
+        emulated_flops_per_second=speed.emulated,
+    )
     return Offer(node, limits, (), patience)
+
+
+def _show(token: "Token", offer: "Offer", speed: _Speed) -> None:
+    """Say what is lent, and to whom."""
+    from ravnest.net.identity import peer_of
+    from ravnest.net.transport import PublicKey
+
+    node = offer.node
+    hub = peer_of(PublicKey(token.hub_key))[:8]
+    lent = f"{show_bytes(node.memory_bytes)} of memory and {show_flops(node.flops_per_second)}"
+    lines = (
+        f"lends {lent} ({speed.source}) as {node.name}",
+        f"to hub {hub} at {', '.join(token.addresses)}",
+        "it runs no code from the job: stages come as lists of known operations; Ctrl-C takes the PC back",
+    )
+    for line in lines:
+        click.echo(line, err=True)
 
 
 def _warm_up() -> None:
@@ -94,20 +202,53 @@ def _warm_up() -> None:
     warm_up()
 
 
-def _take_part(token: "Token", offer: "Offer", listen: str | None) -> str:
+def _take_part(token: "Token", offer: "Offer", doors: _Doors) -> tuple[int, str]:
+    """Return the exit code and why it ended."""
     import asyncio
     import random
-    from dataclasses import replace
 
     from ravnest.net.identity import new_keys
     from ravnest.net.zeromq import ZeroMqTransport
     from ravnest.peer.agent import Agent
 
-    async def run() -> str:
+    async def run() -> tuple[int, str]:
         keys = new_keys()
         pauses = random.SystemRandom()
-        async with ZeroMqTransport(keys, pauses, listen) as transport:
-            addresses = (transport.address,) if listen is not None else ()
-            return await Agent(token, keys, replace(offer, addresses=addresses)).run(transport)
+        async with ZeroMqTransport(keys, pauses, doors.listen) as transport:
+            addresses = doors.addresses(transport.address)
+            told = ", ".join(addresses) if addresses else "nowhere, it only dials out"
+            logging.info("listens at %s", told)
+            agent = Agent(token, keys, replace(offer, addresses=addresses, door=transport.address))
+            with _polite(agent) as signals:
+                reason = await agent.run(transport)
+            return (_SIGNAL_EXIT + signals[0] if signals else 0), reason
 
     return asyncio.run(run())
+
+
+@contextmanager
+def _polite(agent: "Agent") -> Iterator[list[int]]:
+    """Leave when the provider says so, and tell the hub; gives the signals that came."""
+    import asyncio
+    import signal
+    from types import FrameType
+
+    loop = asyncio.get_running_loop()
+    came: list[int] = []
+
+    def leave() -> None:
+        click.echo("leaving: the hub is told, the others go on; Ctrl-C again ends at once", err=True)
+        agent.leave("its provider takes it back")
+
+    def note(number: int, _: FrameType | None) -> None:
+        came.append(number)
+        signal.signal(number, before[number])
+        loop.call_soon_threadsafe(leave)
+
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before: dict[int, Any] = {number: signal.signal(number, note) for number in numbers}
+    try:
+        yield came
+    finally:
+        for number, action in before.items():
+            signal.signal(number, action)

@@ -64,6 +64,11 @@ class StageSchedule:
         """Backwards already summed into the update under way."""
         return self._num_backwards
 
+    @property
+    def is_lockstep(self) -> bool:
+        """Whether no batch sees weights older than those its update changes."""
+        return self._is_synchronous or self._window == 1
+
     def offer_input(self, batch: BatchId) -> str | None:
         """Queue a batch for its forward; return why not, if refused."""
         if self._is_draining:
@@ -82,11 +87,11 @@ class StageSchedule:
         self._gradients[batch] = None
         return None
 
-    def next(self) -> Task | None:
+    def next(self, may_forward: bool = True) -> Task | None:
         """Hand out the next task, or None when nothing runnable has arrived."""
         if self._gradients:
             return self._start_backward(next(iter(self._gradients)))
-        if self._inputs and self._has_room():
+        if may_forward and self._inputs and self._has_room():
             return self._start_forward(next(iter(self._inputs)))
         return None
 
@@ -113,6 +118,18 @@ class StageSchedule:
         self._window = window
         self._accumulate = accumulate
         self._is_synchronous = synchronous
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing waits for its forward or its backward."""
+        return not self._inputs and not self._in_flight
+
+    def close_update(self) -> bool:
+        """Make an update of what is summed so far; return whether there was something."""
+        is_open = self._num_backwards > 0
+        self._version += is_open
+        self._num_backwards = 0
+        return is_open
 
     def drain(self) -> tuple[BatchId, ...]:
         """Admit no more forwards, finish what is in flight; return the inputs that never ran."""

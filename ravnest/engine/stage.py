@@ -128,8 +128,7 @@ class Stage:
         self._num_updates = start.version
         self._flights: dict[BatchId, _Flight] = {}
         self._sums: dict[str, Tensor] = {}
-        self._shared: dict[str, Tensor] = {}
-        self._num_batches = 0
+        self._num_batches, self._shares, self._first_size = 0, 0.0, 1  # shares: batches, by their samples
         self._lags: deque[int] = deque(maxlen=_LAGS_REMEMBERED)
 
     @property
@@ -190,15 +189,19 @@ class Stage:
             return Dropped(batch, "backward", f"the gradient of value {value} is not finite")
         return found
 
-    def backward_weights(self, batch: BatchId, weight: float = 1.0) -> Dropped | None:
-        """Add the batch to the update under way; a straggler may weigh less."""
+    def backward_weights(self, batch: BatchId, weight: float = 1.0, num_samples: int = 1) -> Dropped | None:
+        """Add the batch to the update under way, by its samples; a straggler may weigh less."""
         flight = self._flights[batch]
         found = flight.graph.backward_weights()
         self.forget(batch)
         if (name := find_not_finite(found)) is not None:
             return Dropped(batch, "backward", f"the gradient of {name!r} is not finite")
         self._lags.append(self._num_updates - flight.num_updates)
+        self._first_size = self._first_size if self._num_batches else num_samples
+        share = num_samples / self._first_size  # one, exactly, for batches of equal size
         self._num_batches += 1
+        self._shares += share
+        weight *= share
         for name, gradient in found.items():
             # Not in place: autograd may give one tensor to two weights, or to an input that is being sent.
             part = gradient if weight == 1.0 else gradient * weight
@@ -210,23 +213,35 @@ class Stage:
         self._flights.pop(batch, None)
         self._versions.release(batch)
 
-    def take_shared_gradients(self) -> dict[str, Tensor]:
-        """Take out the mean gradients of tied weights, to be summed over all who hold them."""
-        names = sorted(self._roles.shared & self._sums.keys())
-        return {name: _divide(self._sums.pop(name), self._num_batches) for name in names}
+    @property
+    def shared(self) -> dict[str, Tensor]:
+        """The trained weights that other stages hold too."""
+        weights = self._versions.weights
+        return {name: weights[name] for name in sorted(self._roles.shared & weights.keys())}
 
-    def put_shared_gradients(self, gradients: Tensors) -> None:
-        """Give the next update the sums; a tied weight that was taken out and not put back stays as it is."""
-        for name, gradient in gradients.items():
-            if name not in self._roles.shared or gradient.shape != self._versions.weights[name].shape:
-                raise ProtocolError(f"a gradient of {name!r}, {tuple(gradient.shape)}, is not shared with us")
-            self._shared[name] = gradient
+    def take_shared_gradients(self) -> dict[str, Tensor]:
+        """Take the mean gradients of tied weights out of the update, to be summed over all who hold them."""
+        names = sorted(self._roles.shared & self._sums.keys())
+        return {name: _divide(self._sums.pop(name), self._shares) for name in names}
+
+    def step_shared(self, name: str, gradient: Tensor, learning_rate: float) -> Refusal | None:
+        """Apply the sum of all holders to a tied weight alone; the same numbers give the same bits in each.
+
+        So it knows no lag and no prediction: both are the stage's own.
+        """
+        versions = self._versions
+        in_place = not versions.is_held([name])
+        after = self._optimizer.step(versions.weights, {name: gradient}, learning_rate, in_place=in_place)
+        if isinstance(after, Refusal):
+            return after
+        versions.replace(after, versions.seen | {name: after[name]})
+        return None
 
     def update(self, learning_rate: float) -> Updated:
         """Apply the mean gradient of the batches since the last update."""
         num_batches, lag = self._num_batches, self.lag
-        gradients = {name: _divide(total, num_batches) for name, total in self._sums.items()} | self._shared
-        self._sums, self._shared, self._num_batches = {}, {}, 0
+        gradients = {name: _divide(total, self._shares) for name, total in self._sums.items()}
+        self._sums, self._num_batches, self._shares = {}, 0, 0.0
         self._num_updates += 1
         if not gradients:
             reason = None if num_batches else "no batch was left to learn from"
@@ -262,7 +277,7 @@ def _copy(tensors: Tensors) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
-def _divide(total: Tensor, count: int) -> Tensor:
+def _divide(total: Tensor, count: float) -> Tensor:
     return total if count == 1 else total / count
 
 

@@ -17,7 +17,10 @@ _ROUNDING = 1e-9  # keeps 0.1 * 8 / 0.1 and 1296 ** 0.25 on the whole number the
 
 @dataclass(frozen=True, slots=True)
 class StalenessPolicy:
-    """What the user, the memory and the length of the run allow."""
+    """What the user, the memory and the length of the run allow.
+
+    0 planned updates are unknown: then training starts asynchronously and has the bound of a short run.
+    """
 
     planned_updates: int
     accumulate_min: int = 1
@@ -27,6 +30,8 @@ class StalenessPolicy:
     growth: float | None = None  # c of the bound; None: 0.5, and 1 for long runs
     synchronous_share: float = 0.05  # of the planned updates
     synchronous_max_updates: int = 200
+    queues: float = 1.5  # batches in flight over those under way: almost equal stages let them queue
+    spare_batches: int = 2  # and so many more
     idle_share_max: float = 0.05
     feedback_updates: int = 50
 
@@ -74,13 +79,15 @@ class Decision:
     reason: str
 
 
-def window_needed(stages: Sequence[StageTimes]) -> int:
-    """Return how many batches in flight keep the slowest stage busy."""
+def window_needed(stages: Sequence[StageTimes], queues: float = 1.0, spare_batches: int = 0) -> int:
+    """Return how many batches in flight keep the slowest stage busy; a single stage lets none queue."""
     slowest = max(stage.compute_seconds for stage in stages)
     if slowest <= 0:  # nothing measured yet
         return len(stages)
     around = sum(stage.compute_seconds + stage.link_seconds for stage in stages)
-    return max(1, math.ceil(around / slowest - _ROUNDING))
+    if len(stages) == 1:
+        queues, spare_batches = 1.0, 0
+    return max(1, math.ceil(queues * around / slowest - _ROUNDING) + spare_batches)
 
 
 def gradient_weight(lag: int, bound: int) -> float:
@@ -104,10 +111,15 @@ class StalenessController:
         self._lags[lag] += 1
 
     def decide(self, num_updates: int, stages: Sequence[StageTimes], idle_share: float = 0.0) -> Decision:
-        """Return the bounds to train with from now on; `idle_share` is the slowest stage's."""
+        """Return the bounds to train with from now on; `idle_share` is the slowest stage's.
+
+        Without stage times it is the widest window that the lag and the memory allow.
+        """
         policy = self._policy
         bound = policy.lag_bound(num_updates)
-        needed = window_needed(stages)
+        needed = policy.window_max
+        if stages:
+            needed = window_needed(stages, policy.queues, policy.spare_batches)
         useful = min(needed, policy.window_max)
         accumulate = max(policy.accumulate_min, math.ceil((useful - 1) / bound))
         accumulate = min(accumulate, policy.accumulate_max)
@@ -131,7 +143,7 @@ class StalenessController:
     def _target(self, window: int, limit: int, excess_lag: int, idle_share: float) -> int:
         if excess_lag > 0:
             return min(window, max(2, window - 1))
-        if excess_lag < 0 and idle_share > self._policy.idle_share_max:
+        if idle_share > self._policy.idle_share_max:  # the limit holds the lag within the bound
             return min(window + 1, limit)
         return window
 
@@ -165,4 +177,4 @@ def _explain_feedback(old: int, new: int, lag: int, bound: int, idle_share: floa
     if new < old:
         return f"window {old} -> {new}: measured lag {lag} (p99) is above the bound {bound}"
     idle = f"the slowest stage idles {idle_share:.0%}"
-    return f"window {old} -> {new}: {idle} and lag {lag} (p99) is below the bound {bound}"
+    return f"window {old} -> {new}: {idle} and lag {lag} (p99) is within the bound {bound}"

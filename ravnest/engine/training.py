@@ -1,26 +1,39 @@
 """How a stage is trained, as data that travels beside its blueprint: known words and bounded numbers."""
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
 
 from ravnest.config import WireFormat
 from ravnest.engine.optimizers import Adam, Group, Muon, NAdam, OptimizerSettings, Rule, Sgd
 from ravnest.errors import UnsafeBlueprint
 
 _MOST_BYTES = 4 << 20
+_MOST_UPDATES = 1 << 40
+_MOST_LAG = 64
 _RULES: dict[str, type[Rule]] = {"sgd": Sgd, "adam": Adam, "nadam": NAdam, "muon": Muon}
+
+
+Precision = Literal["fp32", "bf16"]
 
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """What every stage of a job does alike: the optimizer, the size of batches, how numbers travel."""
+    """What every stage of a job does alike: optimizer, size of batches, precision, how far ahead it may run.
+
+    `planned_updates` are those of the whole job, which its clusters share; 0 is unknown. `max_lag` caps how
+    many updates late a gradient may be.
+    """
 
     optimizer: OptimizerSettings
     batch_size: int
     activations: WireFormat = WireFormat.FP32
     gradients: WireFormat = WireFormat.FP32
+    precision: Precision = "fp32"
+    planned_updates: int = 0
+    max_lag: int | None = None
 
 
 class _Group(msgspec.Struct, forbid_unknown_fields=True):
@@ -41,6 +54,9 @@ class _Training(msgspec.Struct, forbid_unknown_fields=True):
     batch_size: int
     activations: WireFormat
     gradients: WireFormat
+    precision: Precision
+    planned_updates: Annotated[int, Meta(ge=0, le=_MOST_UPDATES)]
+    max_lag: Annotated[int, Meta(ge=0, le=_MOST_LAG)] | None
 
 
 def write_training(training: Training, names: frozenset[str]) -> bytes:
@@ -68,6 +84,9 @@ def write_training(training: Training, names: frozenset[str]) -> bytes:
             batch_size=training.batch_size,
             activations=training.activations,
             gradients=training.gradients,
+            precision=training.precision,
+            planned_updates=training.planned_updates,
+            max_lag=training.max_lag,
         )
     )
 
@@ -84,7 +103,15 @@ def read_training(data: bytes) -> Training:
     if not 1 <= read.batch_size <= 1 << 20 or read.lag_updates < 0:
         raise UnsafeBlueprint(f"the training settings have batches of {read.batch_size} samples")
     optimizer = OptimizerSettings(groups, read.learning_rate, read.clip, read.predicts, read.lag_updates)
-    return Training(optimizer, read.batch_size, read.activations, read.gradients)
+    return Training(
+        optimizer,
+        read.batch_size,
+        read.activations,
+        read.gradients,
+        read.precision,
+        read.planned_updates,
+        read.max_lag,
+    )
 
 
 def _read_group(group: _Group) -> Group:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from ravnest.config import PlanConfig
+from ravnest.hub.planning import MakePlan, PlanMade
 from ravnest.plan.types import ModelProfile, Node, NodeId, Plan
 from ravnest.protocol import (
     BatchId,
@@ -26,11 +27,13 @@ class JobSettings:
 
     num_samples: int
     num_validation: int
-    batch_size: int
+    batch_size: int  # of one update; it travels as microbatches
     epochs: int
     rates: tuple[float, ...]  # the learning rate over all batches of the job, spread evenly
     seed: int = 0
     chunk_batches: int = 8  # per lease
+    least_samples: int = 4  # of a microbatch, where it is chosen
+    microbatches: int = 0  # a batch travels as so many; 0: chosen with the plan
     average_every: int | None = None  # batches per cluster between rounds; None: from the plan's forecast
     evaluate_every: int = 1  # epochs; 0: only at the end
     expected_nodes: int = 0  # with so many nodes form at once; 0: only by time
@@ -40,6 +43,10 @@ class JobSettings:
     def batches_per_epoch(self) -> int:
         """Batches of one pass over the data, the last one maybe smaller."""
         return -(-self.num_samples // self.batch_size)
+
+    def position(self, num_samples: int) -> int:
+        """Return the whole batches trained when so many samples of the job were."""
+        return num_samples * self.batches_per_epoch // self.num_samples
 
     def rate(self, batch: int) -> float:
         """Return the learning rate when so many batches were trained before."""
@@ -124,7 +131,15 @@ class Tick:
     now: float
 
 
-Event = JobGiven | PeerJoined | PeerLeft | Received | PartsMade | Collected | Tick
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    """The requester ends the job early: nothing more is leased, and what was trained is kept."""
+
+    reason: str
+    now: float
+
+
+Event = JobGiven | PeerJoined | PeerLeft | Received | PlanMade | PartsMade | Collected | Tick | Stopped
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +160,7 @@ class MakeParts:
 
 @dataclass(frozen=True, slots=True)
 class SendFields:
-    """An order to the data service: the fields of these samples, batch by batch, to whom consumes them."""
+    """An order to the data service: the fields of each microbatch's samples, to whom consumes them."""
 
     epoch: int  # of the plan
     lease: LeaseId
@@ -202,6 +217,8 @@ class PlanFormed:
     plan: Plan
     samples_per_second: float
     round_seconds: float
+    batch_size: int  # samples per update
+    microbatches: int  # that a batch travels as
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +256,16 @@ class BatchDropped:
 
 
 @dataclass(frozen=True, slots=True)
+class Trained:
+    """For people: how much of the job is trained after one more lease, and the last loss a leaf told."""
+
+    num_samples: int
+    num_total: int
+    epoch: int
+    loss: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class EpochDone:
     """For people: every sample of an epoch is counted; dropped ones were tried and lost."""
 
@@ -269,6 +296,13 @@ class RoundEnded:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class Stopping:
+    """For people: the job ends early, and why."""
+
+    reason: str
+
+
 News = (
     Joined
     | Left
@@ -278,9 +312,11 @@ News = (
     | ClusterDissolved
     | WorkLost
     | BatchDropped
+    | Trained
     | EpochDone
     | Evaluated
     | RoundEnded
+    | Stopping
 )
 
 
@@ -299,4 +335,11 @@ class Finish:
     history: tuple[EpochDone | Evaluated, ...]
 
 
-Order = Send | MakeParts | SendFields | Collect | Tell | Finish | Refusal
+@dataclass(frozen=True, slots=True)
+class Abandon:
+    """An order: the job is over and there is nothing to keep; say why."""
+
+    reason: str
+
+
+Order = Send | MakePlan | MakeParts | SendFields | Collect | Tell | Finish | Abandon | Refusal

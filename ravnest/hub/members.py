@@ -7,11 +7,11 @@ become spares under a newer plan number, so what they still send is late by numb
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from ravnest.config import PlanConfig
-from ravnest.hub.events import MakeParts, PartsMade, PlanFormed, Send
-from ravnest.plan.cluster import form_plan
+from ravnest.hub.events import JobGiven, MakeParts, PartsMade, PlanFormed, Send
+from ravnest.hub.microbatches import profile_microbatch
+from ravnest.hub.planning import MakePlan
 from ravnest.plan.forecast import Forecast, forecast
-from ravnest.plan.types import Cluster, ModelProfile, Node, NodeId, Plan, Stage, Swarm, cluster_name
+from ravnest.plan.types import Cluster, Node, NodeId, Plan, Stage, Swarm, cluster_name
 from ravnest.protocol import Contact, PlanOrder, SegmentId, StageParts
 
 
@@ -76,6 +76,7 @@ class Members:
         self._last_epoch = 0
         self._plan: Plan | None = None
         self._outlook: Forecast | None = None
+        self._microbatches = 1
         self._parts: dict[tuple[int, int], PartsMade] = {}
         self._asked: set[tuple[int, int]] = set()
 
@@ -93,6 +94,11 @@ class Members:
         """What the current plan promises."""
         assert self._outlook is not None, "no plan was formed"
         return self._outlook
+
+    @property
+    def microbatches(self) -> int:
+        """Into how many microbatches the current plan cuts a batch."""
+        return self._microbatches
 
     @property
     def clusters(self) -> tuple[ClusterState, ...]:
@@ -154,18 +160,24 @@ class Members:
                     sends += self._order_spare(name)
         return sends
 
-    def form(self, profile: ModelProfile, config: PlanConfig, seed: int) -> PlanFormed:
-        """Plan with all members, or raise PlanError; nobody is told yet."""
+    def ask_for_plan(self) -> MakePlan:
+        """Return the order to plan with all members."""
         assert not self._clusters, "a plan is formed when no cluster is left"
+        self._last_epoch += 1
+        return MakePlan(self._last_epoch, tuple(member.node for member in self._members.values()))
+
+    def adopt(self, plan: Plan, microbatches: int, job: JobGiven) -> PlanFormed:
+        """Take a plan that was made of the members as they are; nobody is told yet."""
         swarm = Swarm(tuple(member.node for member in self._members.values()))
-        plan = form_plan(profile, swarm, config, seed, self._last_epoch + 1)
-        self._plan, self._last_epoch = plan, plan.epoch
-        self._outlook = forecast(plan, profile, swarm, config)
+        self._plan, self._microbatches = plan, microbatches
+        profile = profile_microbatch(job, microbatches)
+        self._outlook = outlook = forecast(plan, profile, swarm, job.config)
         for index, cluster in enumerate(plan.clusters):
             name = cluster_name(index)
             unready = {stage.node for stage in cluster.stages}
             self._clusters[name] = ClusterState(name, plan.epoch, cluster, unready)
-        return PlanFormed(plan, self._outlook.samples_per_second, self._outlook.round_seconds)
+        size = job.settings.batch_size
+        return PlanFormed(plan, outlook.samples_per_second, outlook.round_seconds, size, microbatches)
 
     def announce(self) -> list[Send | MakeParts]:
         """Tell every member its part of a new plan, and have made what its stages need."""

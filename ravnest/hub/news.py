@@ -13,13 +13,15 @@ from ravnest.hub.events import (
     News,
     PlanFormed,
     RoundEnded,
+    Stopping,
+    Trained,
     Waiting,
     WorkLost,
 )
 from ravnest.plan.types import cluster_name
 
 
-def show_news(news: News) -> str:  # noqa: C901 - one short case for each
+def show_news(news: News) -> str:  # noqa: C901, PLR0912 - one short case for each
     """Return what happened as a sentence."""
     match news:
         case Joined(node):
@@ -28,12 +30,17 @@ def show_news(news: News) -> str:  # noqa: C901 - one short case for each
             return f"{node} left: {reason}"
         case Waiting(reason):
             return f"no plan yet: {reason}"
-        case PlanFormed(plan, samples_per_second):
+        case PlanFormed(plan, samples_per_second, _, batch_size, microbatches):
             shown = [
                 f"{cluster_name(index)} = {' > '.join(stage.node for stage in cluster.stages)}"
                 for index, cluster in enumerate(plan.clusters)
             ]
-            return f"plan {plan.epoch}: {'; '.join(shown)}; {samples_per_second:.3g} samples/s foreseen"
+            pieces = f" in {microbatches} microbatches" if microbatches > 1 else ""
+            shown += [
+                f"{batch_size} samples per update{pieces}",
+                f"{samples_per_second:.3g} samples/s foreseen",
+            ]
+            return f"plan {plan.epoch}: {'; '.join(shown)}"
         case ClusterStarted(cluster):
             return f"cluster {cluster} trains"
         case ClusterDissolved(cluster, reason, num_given_back, num_lost):
@@ -42,6 +49,8 @@ def show_news(news: News) -> str:  # noqa: C901 - one short case for each
             return f"training begins again: nobody has what {num_samples} samples taught"
         case BatchDropped(batch, node, reason):
             return f"batch {batch} dropped by {node}: {reason}"
+        case Trained(num_samples, num_total, epoch, loss):
+            return f"{num_samples / num_total:.0%} of the training, epoch {epoch}, loss {_show(loss)}"
         case EpochDone(epoch, num_samples, num_dropped, loss):
             dropped = f", {num_dropped} dropped" if num_dropped else ""
             return f"epoch {epoch}: {num_samples} samples{dropped}, loss {_show(loss)}"
@@ -50,6 +59,8 @@ def show_news(news: News) -> str:  # noqa: C901 - one short case for each
             return f"after epoch {epoch}: {num_samples} samples, loss {_show(loss)}{''.join(shown)}"
         case RoundEnded(round_id, is_committed, _, reason):
             return f"round {round_id} {'committed' if is_committed else f'aborted: {reason}'}"
+        case Stopping(reason):
+            return f"the job is stopped ({reason}); what was trained is kept"
         case _:
             assert_never(news)
 

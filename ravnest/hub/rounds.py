@@ -28,6 +28,7 @@ from ravnest.protocol import (
 _LEAST_BATCHES = 8  # between rounds, where the forecast decides
 _LEAST_SECONDS = 10.0  # a member gets, and four times what the plan foresees
 _PATIENCE = 1.25  # the hub waits longer for votes than members try
+_LAST_TRIES = 3  # at the last round, before the result is one cluster's alone
 _REMEMBERED = 16  # rounds whose outcome a member may still ask for
 
 
@@ -48,8 +49,9 @@ class Rounds:
         self._members: tuple[NodeId, ...] = ()
         self._deadline = 0.0
         self._is_final = False
+        self._num_tries = 0  # at the last round
         self._outcomes: deque[RoundOutcome] = deque(maxlen=_REMEMBERED)
-        self._num_batches = 0  # trained by all clusters since a round was opened
+        self._num_batches = 0  # whole ones, trained by all clusters since a round was opened
 
     @property
     def is_open(self) -> bool:
@@ -70,7 +72,15 @@ class Rounds:
         num_clusters = len(members.running)
         if self.is_open or num_clusters < 2:
             return False
-        return self._num_batches >= num_clusters * _batches_between(members.outlook, job)
+        return self._num_batches >= num_clusters * _batches_between(members, job)
+
+    def is_last_due(self, members: Members) -> bool:
+        """Return whether the last round is still to be tried."""
+        return len(members.running) > 1 and self._num_tries < _LAST_TRIES
+
+    def restart(self) -> None:
+        """Count from nothing: training begins again."""
+        self._num_tries = self._num_batches = 0
 
     def open(self, members: Members, config: PlanConfig, is_final: bool, now: float) -> list[Send]:
         """Order a round of all clusters that train."""
@@ -80,12 +90,13 @@ class Rounds:
         self._num_batches = 0
         self._deadline = now + _PATIENCE * seconds
         self._is_final = is_final
+        self._num_tries = self._num_tries + 1 if is_final else 0
         self._members = tuple(name for cluster in members.running for name in cluster.nodes)
         round_id = RoundId(self._num_opened)
         self._decision = RoundDecision(round_id, self._members, self._deadline)
         is_blocking = is_final or config.averaging is Averaging.BLOCKING
         epoch = members.running[0].epoch
-        message = RoundOpen(epoch, round_id, seconds, is_blocking, members.left_out)
+        message = RoundOpen(epoch, round_id, seconds, is_blocking, is_final, members.left_out)
         return [Send(name, message) for name in self._members]
 
     def receive(self, sender: NodeId, message: RoundReady | RoundAbort) -> Ended | Refusal | None:
@@ -128,17 +139,22 @@ class Rounds:
         self._decision.logged()
         self._decision = None
         self._outcomes.append(outcome)
+        is_committed = isinstance(outcome, RoundCommit)
+        if is_committed and self._is_final:
+            self._num_tries = _LAST_TRIES
         reason = "" if isinstance(outcome, RoundCommit) else outcome.reason
-        told = RoundEnded(outcome.round_id, isinstance(outcome, RoundCommit), self._is_final, reason)
+        told = RoundEnded(outcome.round_id, is_committed, self._is_final, reason)
         return Ended(told, tuple(Send(name, outcome) for name in self._members))
 
 
-def _batches_between(outlook: Forecast, job: JobGiven) -> int:
+def _batches_between(members: Members, job: JobGiven) -> int:
     """Return the batches per cluster between rounds, so that these take their share of links or time."""
     if job.settings.average_every is not None:
         return job.settings.average_every
-    period = sum(cluster.period_seconds for cluster in outlook.clusters) / len(outlook.clusters)
-    return max(_LEAST_BATCHES, ceil(_foreseen(outlook, job.config) / job.config.averaging_share / period))
+    periods = [cluster.period_seconds for cluster in members.outlook.clusters]  # of microbatches
+    period = sum(periods) / len(periods)
+    seconds = _foreseen(members.outlook, job.config) / job.config.averaging_share
+    return max(_LEAST_BATCHES, ceil(seconds / (members.microbatches * period)))
 
 
 def _foreseen(outlook: Forecast, config: PlanConfig) -> float:

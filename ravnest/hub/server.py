@@ -5,16 +5,17 @@ out piece by piece on demand. Driven by job.swarm, in the requester's process.
 """
 
 import asyncio
-import hmac
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Any
 
 from ravnest import wire
 from ravnest.errors import LinkError, ProtocolError, RavnestError
-from ravnest.exchange import VERSION, Blobs, Parcel, prove
+from ravnest.exchange import Blobs, Parcel
+from ravnest.hub.door import Door
 from ravnest.hub.events import (
+    Abandon,
     Collect,
     Collected,
     Event,
@@ -29,18 +30,23 @@ from ravnest.hub.events import (
     Received,
     Send,
     SendFields,
+    Stopped,
     Tell,
     Tick,
 )
+from ravnest.hub.microbatches import make_plan
+from ravnest.hub.owner import Owner
+from ravnest.hub.planning import MakePlan
 from ravnest.hub.state import Hub
-from ravnest.net.identity import Token, peer_of
+from ravnest.hub.store import apply_logged
+from ravnest.net.identity import Token
+from ravnest.net.relay import Relay
 from ravnest.net.transport import (
     Buffer,
     Delivery,
     LinkDown,
     LinkUp,
     PeerId,
-    PublicKey,
     Service,
     Transport,
 )
@@ -49,13 +55,15 @@ from ravnest.protocol import (
     BatchId,
     BlobPart,
     BlobRequest,
+    Complaint,
     FieldParts,
     Hello,
+    Leave,
     Message,
+    PlanOrder,
     Refusal,
     Refused,
     Stop,
-    TensorSpec,
     Welcome,
 )
 
@@ -64,70 +72,43 @@ logger = logging.getLogger(__name__)
 HEARTBEAT_SECONDS = 1.0
 GRACE_SECONDS = 5.0  # a peer whose link is lost may come back
 PART_SECONDS = 5.0  # at the end, for all to leave
-_KEY_BYTES = 40
-
-
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """A stage as bytes: how it is trained and its blueprint, its weights, the fields it consumes."""
-
-    blueprint: bytes
-    weights: bytes
-    train_fields: tuple[str, ...]
-    evaluation_fields: tuple[str, ...]
-
-
-Fields = tuple[tuple[tuple[str, TensorSpec], ...], tuple[memoryview, ...]]
-
-
 _Outcome = tuple[Finish, list[bytes]]
 
 
-class Owner(Protocol):
-    """The requester's side, where model and data are."""
-
-    def make_parts(self, start: int, stop: int) -> Parts:
-        """Cut the stage [start, stop) of the line."""
-
-    def read_fields(self, is_evaluation: bool, samples: Sequence[int], names: Sequence[str]) -> Fields:
-        """Return these fields of a batch as they travel."""
-
-
 class Server:
-    """One job's hub. `admit` belongs to the transport it runs on; `token` needs no address here."""
+    """One job's hub. `admit` belongs to the transport it runs on; `token` needs no address here.
+
+    `log` gets every event that may change the state before it is applied, `watch` all of them after.
+    """
 
     def __init__(
         self,
         token: Token,
         tell: Callable[[News], None],
         in_background: Callable[..., Any] = asyncio.to_thread,
+        *,
+        relay: Relay | None = None,
+        log: Callable[[Event], None] | None = None,
+        watch: Callable[[Event, tuple[Order, ...]], None] | None = None,
     ) -> None:
-        self._token = token
+        self._door = Door(token, relay)
+        self.admit = self._door.admit
+        self._relay = relay
         self._tell = tell
+        self._log = log
+        self._watch = watch
         self._in_background = in_background  # runs a function of the owner's where it delays no message
-        self._hub = Hub()
+        self.hub = Hub()  # for who watches, too
         self._blobs = Blobs()
-        self._keys: dict[PeerId, PublicKey] = {}
-        self._names: dict[PeerId, NodeId] = {}
         self._outboxes: dict[NodeId, asyncio.Queue[Parcel]] = {}
         self._background: set[asyncio.Task[None]] = set()
         self._absent: dict[PeerId, asyncio.TimerHandle] = {}
         self._timer: asyncio.TimerHandle | None = None
 
-    def admit(self, peer: PeerId, greeting: bytes) -> str | None:
-        """Return why a peer may not come in; None if it knows the token's secret."""
-        key = PublicKey(bytes(greeting[:_KEY_BYTES]))
-        if len(greeting) != _KEY_BYTES + 32 or peer_of(key) != peer:
-            return "its greeting is not that of this version of ravnest"
-        if not hmac.compare_digest(bytes(greeting[_KEY_BYTES:]), prove(self._token, key)):
-            return "its token is not for this hub, or no longer: ask for a new one"
-        self._keys[peer] = key
-        return None
-
     async def run(self, transport: Transport, owner: Owner, job: JobGiven) -> _Outcome:
         """Train the job to its end; return what was kept and the weights of each part."""
         self._transport = transport
-        self._owner = owner
+        self._owner, self._job = owner, job
         self._loop = asyncio.get_running_loop()
         self._result: asyncio.Future[_Outcome | RavnestError] = self._loop.create_future()
         self._parting: asyncio.Future[None] | None = None
@@ -147,6 +128,10 @@ class Server:
             raise outcome
         return outcome
 
+    def stop(self, reason: str) -> None:
+        """End the job early; what was trained is kept."""
+        self._apply(Stopped(reason, self._loop.time()))
+
     def fail(self, error: RavnestError) -> None:
         """End the job with an error."""
         if not self._result.done():
@@ -154,15 +139,15 @@ class Server:
 
     async def _part(self) -> None:
         """Tell everyone that it is over, and wait until they have left."""
-        present = self._transport.connected() & self._names.keys()
-        self._names = {peer: name for peer, name in self._names.items() if peer in present}
+        for peer in self._door.names.keys() - self._transport.connected():
+            self._door.forget(peer)
         self._parting = self._loop.create_future()
         is_done = self._result.done() and not self._result.cancelled()
         has_failed = not is_done or isinstance(self._result.result(), RavnestError)
         reason = "the job has failed" if has_failed else "the job is done"
-        for name in self._names.values():
+        for name in self._door.names.values():
             self._post(Parcel(name, Stop(reason)))
-        if self._names:
+        if self._door.names:
             await asyncio.wait([self._parting], timeout=PART_SECONDS)
 
     async def _listen(self) -> None:
@@ -170,7 +155,7 @@ class Server:
             match await self._transport.receive():
                 case Delivery() as delivery:
                     self._open(delivery)
-                case LinkDown(peer, reason) if peer in self._names:
+                case LinkDown(peer, reason) if peer in self._door.names:
                     self._miss(peer, reason)
                 case LinkUp(peer, is_new) if peer in self._absent:
                     self._absent.pop(peer).cancel()
@@ -182,19 +167,21 @@ class Server:
         if self._parting is None:
             self._absent[peer] = self._loop.call_later(GRACE_SECONDS, self._forget, peer, reason)
             return
-        self._names.pop(peer, None)
-        if not self._names and not self._parting.done():
+        self._door.forget(peer)
+        if not self._door.names and not self._parting.done():
             self._parting.set_result(None)
 
     def _open(self, delivery: Delivery) -> None:
         try:
             message = wire.unpack(delivery.header, delivery.buffers)
         except ProtocolError as error:
-            self._forget(delivery.sender, str(error))
+            self._ban(delivery.sender, str(error))
             return
-        name = self._names.get(delivery.sender)
+        name = self._door.names.get(delivery.sender)
         if isinstance(message, Hello):
             self._welcome(delivery.sender, message)
+        elif isinstance(message, Complaint) and name is not None:
+            self._hear_complaint(delivery.sender, name, message)
         elif name is None:
             logger.debug("%s from %s, which has not joined", type(message).__name__, delivery.sender)
         else:
@@ -202,49 +189,68 @@ class Server:
 
     def _welcome(self, peer: PeerId, hello: Hello) -> None:
         """Take a peer in under a name that nobody else has."""
-        if peer in self._names:
+        if peer in self._door.names:
             return
-        if hello.version != VERSION:
-            reason = f"it speaks version {hello.version} of ravnest, this hub {VERSION}: update the older one"
-            header = wire.pack(Refused(reason))
-            self._start(self._transport.send(peer, Service.CONTROL, header))
+        known = self._door.introduce(peer, hello)
+        if isinstance(known, str):
+            self._start(self._refuse(peer, known))
             return
-        name = hello.node.name
-        if name in self._names.values():
-            name = NodeId(f"{name}-{peer[:4]}")
-        self._names[peer] = name
-        self._post(Parcel(name, Welcome(name, HEARTBEAT_SECONDS)))
-        node = replace(hello.node, name=name)
-        key = self._keys[peer].decode()
-        self._apply(PeerJoined(node, key, hello.addresses, self._loop.time()))
+        name = known.node.name
+        relay_port = self._relay.port if self._relay is not None else 0
+        self._post(Parcel(name, Welcome(name, HEARTBEAT_SECONDS, relay_port)))
+        self._apply(PeerJoined(known.node, self._door.key(peer), known.addresses, self._loop.time()))
+
+    async def _refuse(self, peer: PeerId, reason: str) -> None:
+        try:
+            await self._transport.send(peer, Service.CONTROL, wire.pack(Refused(reason)))
+        except LinkError as error:
+            logger.debug("%s is not told: %s", peer, error)
+
+    def _ban(self, peer: PeerId, reason: str) -> None:
+        """Send away who sends what nobody would, for good."""
+        self._door.ban(peer, reason)
+        self._forget(peer, reason)
 
     def _forget(self, peer: PeerId, reason: str) -> None:
         """Let a peer go; if it comes back it is a new one."""
-        name = self._names.pop(peer, None)
+        name = self._door.forget(peer)
         if peer in self._absent:
             self._absent.pop(peer).cancel()
         self._transport.drop(peer, reason)
         if name is not None:
             self._apply(PeerLeft(name, reason, self._loop.time()))
 
+    def _hear_complaint(self, sender: PeerId, name: NodeId, complaint: Complaint) -> None:
+        guilty = self._door.judge(sender, complaint)
+        if guilty == sender:
+            self._ban(sender, "it complains about everybody")
+        elif guilty is not None:
+            self._forget(guilty, f"{name} says: {complaint.reason}")
+
     def _take(self, name: NodeId, message: Message, buffers: Sequence[Buffer]) -> None:
         if isinstance(message, BlobRequest):
             self._post(self._blobs.serve(name, message))
         elif isinstance(message, BlobPart):
-            for parcel in _or_none(self._blobs.take(name, message, buffers[0])):
+            found = self._blobs.take(name, message, buffers[0])
+            for parcel in [] if isinstance(found, Refusal) else found:
                 self._post(parcel)
         elif isinstance(message, Refused):
             self._blobs.refuse(name, message.reason)
         else:
             self._apply(Received(name, message, self._loop.time()))
+            if isinstance(message, Leave):
+                self._post(Parcel(name, Stop("goodbye")))  # so it knows that it was heard
 
     def _apply(self, event: Event) -> None:
         """Let the state decide, carry out its orders, and come back when it is due."""
-        for order in self._hub.apply(event):
+        orders = self.hub.apply(event) if self._log is None else apply_logged(self.hub, event, self._log)
+        for order in orders:
             self._carry_out(order)
+        if self._watch is not None:
+            self._watch(event, orders)
         if self._timer is not None:
             self._timer.cancel()
-        due = self._hub.due
+        due = self.hub.due
         self._timer = None if due is None else self._loop.call_at(due, self._tick)
 
     def _tick(self) -> None:
@@ -253,7 +259,9 @@ class Server:
     def _carry_out(self, order: Order) -> None:
         match order:
             case Send(to, message):
-                self._post(Parcel(to, message))
+                self._send(to, message)
+            case MakePlan():
+                self._start(self._make_plan(order))
             case MakeParts():
                 self._start(self._make_parts(order))
             case SendFields():
@@ -264,8 +272,16 @@ class Server:
                 self._tell(news)
             case Finish():
                 self._finish(order)
+            case Abandon(reason):
+                self.fail(RavnestError(reason))
             case Refusal(reason):
                 logger.debug("refused: %s", reason)
+
+    def _send(self, to: NodeId, message: Message) -> None:
+        peer = self._door.find(to)
+        if peer is not None and isinstance(message, PlanOrder):
+            message = self._door.give_tickets(peer, message)
+        self._post(Parcel(to, message))
 
     def _start(self, work: Awaitable[None]) -> None:
         task = self._tasks.create_task(self._try(work))
@@ -278,19 +294,15 @@ class Server:
         except RavnestError as error:
             self.fail(error)
 
+    async def _make_plan(self, order: MakePlan) -> None:
+        made = await self._in_background(make_plan, self._job, order, 0.0)
+        self._apply(replace(made, now=self._loop.time()))
+
     async def _make_parts(self, order: MakeParts) -> None:
         parts = await self._in_background(self._owner.make_parts, order.start, order.stop)
         blueprint, weights = self._blobs.keep(parts.blueprint), self._blobs.keep(parts.weights)
-        made = PartsMade(
-            order.start,
-            order.stop,
-            blueprint,
-            weights,
-            parts.train_fields,
-            parts.evaluation_fields,
-            self._loop.time(),
-        )
-        self._apply(made)
+        fields = (parts.train_fields, parts.evaluation_fields)
+        self._apply(PartsMade(order.start, order.stop, blueprint, weights, *fields, self._loop.time()))
 
     async def _send_fields(self, order: SendFields) -> None:
         for number, samples in enumerate(order.samples, order.first_batch):
@@ -307,7 +319,10 @@ class Server:
                 self._post(parcel)
             found = await arrived
             if isinstance(found, Refusal):
-                raise LinkError(f"the weights of {part.node} cannot be fetched: {found.reason}")
+                peer = self._door.find(part.node)
+                if peer is not None:
+                    self._forget(peer, f"its weights cannot be fetched: {found.reason}")
+                return
         self._apply(Collected(order.number, self._loop.time()))
 
     def _finish(self, order: Finish) -> None:
@@ -324,7 +339,7 @@ class Server:
     async def _send_all(self, node: NodeId) -> None:
         while True:
             parcel = await self._outboxes[node].get()
-            peer = next((peer for peer, name in self._names.items() if name == node), None)
+            peer = self._door.find(node)
             if peer is None:
                 continue  # it has gone
             try:
@@ -332,10 +347,3 @@ class Server:
                 await self._transport.send(peer, parcel.service, header, parcel.buffers)
             except LinkError as error:
                 self._forget(peer, str(error))
-
-
-def _or_none(found: list[Parcel] | Refusal) -> list[Parcel]:
-    if isinstance(found, Refusal):
-        logger.debug("%s", found.reason)
-        return []
-    return found

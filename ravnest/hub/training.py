@@ -1,6 +1,7 @@
 """What clusters train and evaluate: leases, learning rates, the loss of each epoch.
 
-The book counts each sample once. One cluster, the one that knows most, evaluates: it finishes what it has of
+The book counts each sample once. Leases are of whole batches, which travel as microbatches; every update is
+of one batch. One cluster, the one that knows most, evaluates: it finishes what it has of
 the epoch and takes nothing of the next before, so its weights stand still meanwhile; the others train on.
 Epochs here are passes over the data, counted from 1 when shown; those of plans are in ClusterState.
 Driven by hub.state.
@@ -8,11 +9,13 @@ Driven by hub.state.
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from itertools import accumulate
 
 from ravnest.engine.sampler import Lease, LeaseBook
-from ravnest.hub.events import EpochDone, Evaluated, JobSettings, Send, SendFields
+from ravnest.hub.events import EpochDone, Evaluated, JobSettings, Send, SendFields, Trained
 from ravnest.hub.members import ClusterState, Members
+from ravnest.hub.microbatches import MOST_OF_LEASE, cut_batches
+from ravnest.hub.progress import Awaited, Evaluation, Means, OpenLease, Progress
 from ravnest.protocol import (
     BatchId,
     DroppedBatch,
@@ -20,67 +23,10 @@ from ravnest.protocol import (
     LeaseDone,
     LeaseGrant,
     LeaseId,
-    Metrics,
     StepReport,
 )
 
 _OPEN_LEASES = 2  # per cluster: one under way, one ready behind it
-
-
-@dataclass(frozen=True, slots=True)
-class OpenLease:
-    """Batches a cluster is at work on; without a lease of the book it evaluates."""
-
-    number: LeaseId
-    holder: str
-    lease: Lease | None
-    first_batch: BatchId
-    num_samples: tuple[int, ...]
-    ended: set[BatchId] = field(default_factory=set)  # dropped, or evaluated
-
-    @property
-    def batches(self) -> range:
-        """The numbers of its batches."""
-        return range(self.first_batch, self.first_batch + len(self.num_samples))
-
-
-@dataclass(slots=True)
-class _Means:
-    """Means weighted by samples; what was no number does not count."""
-
-    sums: dict[str, tuple[float, int]] = field(default_factory=dict)
-
-    def add(self, report: StepReport) -> None:
-        for name, value in (("loss", report.loss), *report.metrics):
-            total, weight = self.sums.get(name, (0.0, 0))
-            if value is not None:
-                total, weight = total + value * report.num_samples, weight + report.num_samples
-            self.sums[name] = (total, weight)
-
-    def read(self) -> tuple[float | None, Metrics]:
-        means = {name: total / weight if weight else None for name, (total, weight) in self.sums.items()}
-        return means.pop("loss", None), tuple(means.items())
-
-
-@dataclass(slots=True)
-class _Evaluation:
-    epoch: int  # passes done
-    holder: str = ""
-    next_sample: int = 0
-    num_samples: int = 0
-    means: _Means = field(default_factory=_Means)
-
-
-@dataclass(slots=True)
-class _Progress:
-    """How far a cluster is, to tell it rates ahead of its updates."""
-
-    version: int
-    position: int = 0  # batches that all clusters had trained when it came to that version
-    rates: dict[int, float] = field(default_factory=dict)  # by the update they hold from, as it was told
-    num_trained: int = 0  # samples
-    num_alone: int = 0  # of them since the last round
-    was_averaged: bool = False
 
 
 class Training:
@@ -93,26 +39,49 @@ class Training:
         self._next_batch = 0
         self.restart()
 
-    def restart(self) -> int:
+    def restart(self, microbatches: int = 1) -> int:
         """Begin again from the first weights; return the samples whose training is lost."""
         settings = self._settings
         lost, self._num_counted = self._num_counted, 0
-        chunk = settings.chunk_batches * settings.batch_size
+        self._microbatches = microbatches
+        self._chunk_batches = min(settings.chunk_batches, max(1, MOST_OF_LEASE // microbatches))
+        chunk = self._chunk_batches * settings.batch_size
         self._book = LeaseBook(settings.num_samples, chunk, settings.epochs, settings.seed)
         self._open: dict[LeaseId, OpenLease] = {}
-        self._progress: dict[str, _Progress] = {}
-        self._awaited: dict[BatchId, tuple[str, int]] = {}  # holder and epoch of batches without a loss yet
-        self._means: defaultdict[int, _Means] = defaultdict(_Means)
+        self._progress: dict[str, Progress] = {}
+        self._awaited: dict[BatchId, Awaited] = {}
+        self._means: defaultdict[int, Means] = defaultdict(Means)
         self._dropped: Counter[int] = Counter()
-        self._evaluation: _Evaluation | None = None
+        self._evaluation: Evaluation | None = None
         self._evaluated = 0
-        self._num_reported = 0  # batches, by leaves
+        self._num_reported = self._num_updates = 0
+        self._loss: float | None = None
+        self._is_stopped = False
         return lost
 
     @property
     def is_finished(self) -> bool:
-        """Whether all is counted and no evaluation is under way."""
-        return self._book.is_finished and self._evaluation is None
+        """Whether all is counted, or nothing more will be, and no evaluation is under way."""
+        return self._evaluation is None and (
+            self._book.is_finished or (self._is_stopped and not self._book.open_leases)
+        )
+
+    @property
+    def num_reported(self) -> int:
+        """Samples whose loss is known, leases under way included."""
+        return self._num_reported
+
+    @property
+    def num_updates(self) -> int:
+        """Updates of all clusters together."""
+        return self._num_updates
+
+    @property
+    def trained(self) -> Trained:
+        """How far the job is."""
+        size, epochs = self._settings.num_samples, self._settings.epochs
+        epoch = min(self._num_counted // size + 1, epochs)
+        return Trained(self._num_counted, epochs * size, epoch, self._loss)
 
     @property
     def open_leases(self) -> tuple[OpenLease, ...]:
@@ -149,18 +118,34 @@ class Training:
         given_back = [lease for lease in self._open.values() if lease.holder == cluster.holder]
         for lease in given_back:
             self._close(lease)
-        self._awaited = {key: of for key, of in self._awaited.items() if of[0] != cluster.holder}
+        self._awaited = {key: of for key, of in self._awaited.items() if of.holder != cluster.holder}
         lost = self._of(cluster).num_alone
         del self._progress[cluster.holder]
         if self._evaluation and self._evaluation.holder == cluster.holder:
-            self._evaluation = _Evaluation(self._evaluation.epoch)
+            again = Evaluation(self._evaluation.epoch, self._evaluation.is_last)
+            self._evaluation = None if self._is_stopped and not again.is_last else again
         return sum(sum(lease.num_samples) for lease in given_back if lease.lease), lost
+
+    def stop(self) -> None:
+        """Lease nothing more; what is under way goes on."""
+        self._is_stopped = True
+        if self._evaluation and not self._evaluation.is_last and not self._evaluation.next_sample:
+            self._evaluation = None
+
+    def give_up_leases(self) -> None:
+        """Wait no longer for what is under way."""
+        assert self._is_stopped
+        for lease in self.open_leases:
+            self._book.release(lease.holder)
+            self._close(lease)
+        self._evaluation = None
 
     def start_evaluation(self) -> None:
         """Evaluate what all epochs made, if there is something to evaluate with."""
         assert self.is_finished, "the last evaluation comes when all is trained"
         if self._settings.num_validation:
-            self._evaluation = _Evaluation(self._settings.epochs)
+            passes = -(-self._num_counted // self._settings.num_samples)
+            self._evaluation = Evaluation(passes, is_last=True)
 
     def fill(self, members: Members) -> list[Send | SendFields]:
         """Grant leases until every cluster that may has two."""
@@ -189,18 +174,21 @@ class Training:
         self._of(cluster).num_alone += done.num_samples
         self._dropped[lease.epoch] += num_samples - done.num_samples
         is_epoch = self._book.num_counted(lease.epoch) == self._settings.num_samples
-        return len(open_lease.num_samples), [self._end_epoch(lease.epoch)] if is_epoch else []
+        num_batches = -(-num_samples // self._settings.batch_size)
+        return num_batches, [self._end_epoch(lease.epoch)] if is_epoch else []
 
     def take_report(self, cluster: ClusterState, report: StepReport) -> list[Evaluated] | str:
         """Take what the leaf says of a batch; return what is to be told, or why not."""
-        holder, epoch = self._awaited.get(report.batch, ("", 0))
-        if holder == cluster.holder:
+        awaited = self._awaited.get(report.batch)
+        if awaited is not None and awaited.holder == cluster.holder:
             del self._awaited[report.batch]
-            self._num_reported += 1
+            self._num_reported += awaited.num_samples
+            self._loss = report.loss
             progress = self._of(cluster)
             if report.version > progress.version:
-                progress.version, progress.position = report.version, self._num_reported
-            self._means[epoch].add(report)
+                self._num_updates += report.version - progress.version
+                progress.version, progress.position = report.version, self._position
+            self._means[awaited.epoch].add(report)
             return []
         lease = self._find(cluster, report.batch)
         evaluation = self._evaluation
@@ -221,8 +209,12 @@ class Training:
         self._awaited.pop(dropped.batch, None)
         return []
 
-    def _of(self, cluster: ClusterState) -> _Progress:
-        return self._progress.setdefault(cluster.holder, _Progress(cluster.version, self._num_reported))
+    @property
+    def _position(self) -> int:
+        return self._settings.position(self._num_reported)
+
+    def _of(self, cluster: ClusterState) -> Progress:
+        return self._progress.setdefault(cluster.holder, Progress(cluster.version, self._position))
 
     def _find(self, cluster: ClusterState, batch: BatchId) -> OpenLease | None:
         held = (lease for lease in self._open.values() if lease.holder == cluster.holder)
@@ -232,8 +224,8 @@ class Training:
         del self._open[lease.number]
 
     def _end_epoch(self, epoch: int) -> EpochDone:
-        loss, _ = self._means.pop(epoch, _Means()).read()
-        self._awaited = {key: of for key, of in self._awaited.items() if of[1] != epoch}
+        loss, _ = self._means.pop(epoch, Means()).read()
+        self._awaited = {key: of for key, of in self._awaited.items() if of.epoch != epoch}
         return EpochDone(epoch + 1, self._settings.num_samples, self._dropped.pop(epoch), loss)
 
     def _end_evaluation_batch(
@@ -253,33 +245,39 @@ class Training:
 
     def _grant(self, cluster: ClusterState, members: Members) -> list[Send | SendFields]:
         evaluation = self._due_evaluation(members.running)
-        if evaluation and evaluation.holder == cluster.holder and self._upcoming_epoch >= evaluation.epoch:
+        if evaluation and evaluation.holder == cluster.holder and self._is_time_for(evaluation):
             return self._grant_evaluation(evaluation, cluster, members)
-        lease = self._book.lease(cluster.holder)
+        lease = None if self._is_stopped else self._book.lease(cluster.holder)
         if lease is None:
             return []
         samples = [int(index) for index in self._book.samples(lease)]
         opened = self._open_lease(cluster, lease, len(samples))
-        self._awaited |= dict.fromkeys(map(BatchId, opened.batches), (cluster.holder, lease.epoch))
+        for batch, size in zip(opened.batches, opened.num_samples, strict=True):
+            self._awaited[BatchId(batch)] = Awaited(cluster.holder, lease.epoch, size)
         return [
             *self._set_rates(cluster, len(members.running)),
             *self._order(cluster, opened, samples, members),
         ]
 
     def _grant_evaluation(
-        self, evaluation: _Evaluation, cluster: ClusterState, members: Members
+        self, evaluation: Evaluation, cluster: ClusterState, members: Members
     ) -> list[Send | SendFields]:
-        is_trained = self._book.num_counted(evaluation.epoch - 1) == self._settings.num_samples
+        is_trained = evaluation.is_last or (
+            self._book.num_counted(evaluation.epoch - 1) == self._settings.num_samples
+        )
         is_busy = any(lease.holder == cluster.holder and lease.lease for lease in self._open.values())
         num_left = self._settings.num_validation - evaluation.next_sample
         if is_busy or not is_trained or not num_left:
             return []
-        num_samples = min(num_left, self._settings.chunk_batches * self._settings.batch_size)
+        num_samples = min(num_left, self._chunk_batches * self._settings.batch_size)
         samples = range(evaluation.next_sample, evaluation.next_sample + num_samples)
         evaluation.next_sample += num_samples
         return self._order(cluster, self._open_lease(cluster, None, num_samples), samples, members)
 
-    def _due_evaluation(self, running: Sequence[ClusterState]) -> _Evaluation | None:
+    def _is_time_for(self, evaluation: Evaluation) -> bool:
+        return evaluation.is_last or self._upcoming_epoch >= evaluation.epoch
+
+    def _due_evaluation(self, running: Sequence[ClusterState]) -> Evaluation | None:
         epoch = self._evaluated + self._settings.evaluate_every
         is_due = self._settings.evaluate_every > 0 and self._upcoming_epoch >= epoch < self._settings.epochs
         if (
@@ -287,8 +285,9 @@ class Training:
             and is_due
             and self._settings.num_validation
             and not self._book.is_finished
+            and not self._is_stopped
         ):
-            self._evaluation = _Evaluation(epoch)
+            self._evaluation = Evaluation(epoch)
         if self._evaluation and not self._evaluation.holder:
             self._evaluation.holder = self.most_trained(running).holder
         return self._evaluation
@@ -300,8 +299,7 @@ class Training:
         return state["requeued"][0][0] if state["requeued"] else state["next_epoch"]
 
     def _open_lease(self, cluster: ClusterState, lease: Lease | None, num_samples: int) -> OpenLease:
-        size = self._settings.batch_size
-        sizes = tuple(min(size, num_samples - start) for start in range(0, num_samples, size))
+        sizes = cut_batches(num_samples, self._settings.batch_size, self._microbatches)
         first, number = BatchId(self._next_batch), LeaseId(self._next_lease)
         self._next_batch += len(sizes)
         self._next_lease += 1
@@ -311,8 +309,10 @@ class Training:
     def _order(
         self, cluster: ClusterState, lease: OpenLease, samples: Sequence[int], members: Members
     ) -> list[Send | SendFields]:
-        size, is_evaluation = self._settings.batch_size, lease.lease is None
-        batches = tuple(tuple(samples[start : start + size]) for start in range(0, len(samples), size))
+        is_evaluation, stops = lease.lease is None, accumulate(lease.num_samples)
+        batches = tuple(
+            tuple(samples[stop - size : stop]) for stop, size in zip(stops, lease.num_samples, strict=True)
+        )
         consumers = members.fields(cluster, is_evaluation)
         grant = LeaseGrant(cluster.epoch, lease.number, is_evaluation, lease.first_batch, lease.num_samples)
         fields = SendFields(cluster.epoch, lease.number, is_evaluation, lease.first_batch, batches, consumers)
@@ -320,14 +320,14 @@ class Training:
 
     def _set_rates(self, cluster: ClusterState, num_clusters: int) -> list[Send]:
         """Return the rates of the updates that two leases make from now on, where the cluster has others."""
-        settings, progress, step = self._settings, self._of(cluster), cluster.cluster.accumulate
+        settings, progress = self._settings, self._of(cluster)
         latest = max((update for update in progress.rates if update <= progress.version), default=0)
         progress.rates = {update: rate for update, rate in progress.rates.items() if update >= latest}
         told = progress.rates.get(latest)
         sends = []
-        for batch in range(0, _OPEN_LEASES * settings.chunk_batches, step):
-            update = progress.version + batch // step
-            rate = settings.rate(progress.position + batch * num_clusters)
+        for ahead in range(_OPEN_LEASES * self._chunk_batches):
+            update = progress.version + ahead
+            rate = settings.rate(progress.position + ahead * num_clusters)
             if progress.rates.get(update, told) != rate:
                 progress.rates[update] = rate
                 sends += [Send(node, LearningRate(cluster.epoch, update, rate)) for node in cluster.nodes]

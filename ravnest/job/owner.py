@@ -9,11 +9,10 @@ from collections.abc import Sequence
 from ravnest.codec import describe, encode
 from ravnest.config import WireFormat
 from ravnest.engine.training import Training, write_training
-from ravnest.errors import ConfigError
-from ravnest.hub.server import Fields, Parts
+from ravnest.hub.owner import Fields, Parts
 from ravnest.job.job import Job
 from ravnest.job.loading import users_code
-from ravnest.model.blueprint import Blueprint, Program
+from ravnest.model.blueprint import Program
 from ravnest.model.capture import Captured
 from ravnest.model.flat import to_safetensors
 from ravnest.model.line import slice_blueprint
@@ -32,7 +31,6 @@ class JobOwner:
         """Cut the stage [start, stop) of the line."""
         stage = slice_blueprint(self._captured.blueprint, start, stop)
         trained = frozenset(entry.name for entry in stage.state if entry.is_trainable)
-        _check_tied(stage, trained)
         return Parts(
             blueprint=write_training(self._training, trained) + b"\n" + write_blueprint(stage),
             weights=to_safetensors(self._captured.state, stage),
@@ -52,12 +50,3 @@ class JobOwner:
 
 def _fields(program: Program) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for _, name in program.fields))
-
-
-def _check_tied(stage: Blueprint, trained: frozenset[str]) -> None:
-    tied = [name for name in stage.shared if name in trained]
-    if tied:
-        raise ConfigError(
-            f"{tied[0]!r} is used in more than one stage; tied weights across stages come with the next "
-            "version: untie them, or let nodes with more memory join so that one of them holds both ends"
-        )

@@ -105,6 +105,27 @@ class Result:
         return {name: value.detach() for name, value in found.items() if not getattr(value, "is_meta", True)}
 
 
+def check_place(place: str | os.PathLike[str]) -> Path:
+    """Return the file that weights will go to, a folder's model.safetensors; refuse it before a training."""
+    given = Path(place)
+    file = given if given.suffix == ".safetensors" else given / "model.safetensors"
+    if given.suffix and given.suffix != ".safetensors" and not given.is_dir():
+        raise ConfigError(
+            f"{given} would hold safetensors; give a name that ends in .safetensors, or a folder"
+        )
+    if file.exists():
+        raise ConfigError(f"{file} exists already; give another name, or move it away")
+    try:
+        if file is not given:
+            given.mkdir(parents=True, exist_ok=True)
+        is_ours = os.access(file.parent, os.W_OK | os.X_OK)
+    except OSError:
+        is_ours = False
+    if not is_ours:
+        raise ConfigError(f"{file} cannot be written; give a folder that exists and is yours")
+    return file
+
+
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     return dict(named)

@@ -1,7 +1,7 @@
-"""A swarm for one job: the hub in this process, peers as programs of their own, here on this PC.
+"""A swarm for one job after another: the hub in the requester's process, peers wherever they are.
 
-The peers run the same command as a provider's PC would, `ravnest join`, and are told what hardware to claim.
-Driven by the requester's script and by the command `ravnest train`.
+`Hub` is open to whoever has its invitation; `local` is a hub on this PC that starts its own peers. Driven by
+the requester's script and by the commands.
 """
 
 import asyncio
@@ -9,12 +9,13 @@ import contextlib
 import logging
 import os
 import random
-import sys
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+import msgspec
 import psutil  # type: ignore[import-untyped]
 from torch import Tensor
 
@@ -23,171 +24,227 @@ from ravnest.config import Optimizer as Recipe
 from ravnest.engine.optimizers import Adam, Muon, NAdam, OptimizerSettings, Sgd
 from ravnest.engine.training import Training
 from ravnest.errors import ConfigError, PlanError, RavnestError
-from ravnest.hub.events import EpochDone, Evaluated, Finish, JobGiven, JobSettings, News, Waiting
-from ravnest.hub.news import show_news
+from ravnest.hub.events import (
+    EpochDone,
+    Evaluated,
+    Event,
+    Finish,
+    JobGiven,
+    JobSettings,
+    News,
+    Order,
+    Waiting,
+)
 from ravnest.hub.server import Server
+from ravnest.hub.status import Watch
+from ravnest.hub.store import Store
+from ravnest.job.callbacks import Callback, Callbacks, Narrator
+from ravnest.job.folder import MODEL, HubFile, new_hub_file, open_run, set_aside, write_hub_file
+from ravnest.job.interrupts import Interrupts
 from ravnest.job.job import Job
+from ravnest.job.listening import claim_door
 from ravnest.job.owner import JobOwner
+from ravnest.job.peers import HERE, Hardware, LocalPeers, share_memory
 from ravnest.job.rates import factors
-from ravnest.job.result import Result
+from ravnest.job.result import Result, check_place
 from ravnest.model.capture import Captured
 from ravnest.model.flat import from_safetensors
 from ravnest.model.line import slice_blueprint
 from ravnest.model.measure import measure
-from ravnest.net.identity import SECRET_BYTES, Token, new_keys, write_token
+from ravnest.net.addresses import dialled_from_elsewhere, read_address
+from ravnest.net.identity import Token
+from ravnest.net.relay import Relay
 from ravnest.net.zeromq import ZeroMqTransport
 from ravnest.plan.types import NodeId
 
 logger = logging.getLogger(__name__)
 
+SWARM_PLAN = PlanConfig(deltas=WireFormat.FP32)  # rounds carry weights whole for now
 LOCAL_PLAN = PlanConfig(
     activations=WireFormat.FP32,  # on one PC bytes cost nothing
     gradients=WireFormat.FP32,
     deltas=WireFormat.FP32,
     averaging=Averaging.BLOCKING,
 )
-_HERE = "tcp://127.0.0.1:*"
-_LOCAL_RATE = "1 GB/s"
-_LOCAL_LATENCY = "100 us"
-_PATIENCE = "10 s"
-_END_SECONDS = 5.0
-_MEMORY_SHARE = 0.5  # of what is free, for all peers together
+_PORT = "0.0.0.0:7700"
+_SETTLE_SECONDS = 5.0  # without a number of nodes, form when nobody came for so long
+_LOCAL_SETTLE_SECONDS = 60.0  # peers on a busy PC start one after the other
+_UNSETTLED_SECONDS = 1e9
+_STOPPED = "Ctrl-C: what is under way is finished; Ctrl-C again ends now and loses it"
 
 
-@dataclass(frozen=True, slots=True)
-class Hardware:
-    """What a peer claims to have; what is left out it measures."""
+class Hub:
+    """The meeting place of a swarm: it invites, plans, serves data and keeps the result.
 
-    memory_bytes: float
-    flops_per_second: float | None = None
+    It listens at HOST:PORT while it fits; `public` is where others reach that from outside, if that differs.
+    A `folder` keeps its identity, so that it invites with the same token again, its log and its result.
+    `peers` are started here with each job, beside those who join. `tell` hears the news in place of stderr;
+    `look` is shown where things stand whenever something happens.
+    """
 
-
-def narrate(news: News) -> None:
-    """Say on stderr, in one line, what happened."""
-    sys.stderr.write(show_news(news) + "\n")
-
-
-class LocalSwarm:
-    """Peers on this PC. Use it as a context manager; leaving it ends them."""
-
-    def __init__(self, nodes: Sequence[Hardware], plan: PlanConfig, tell: Callable[[News], None]) -> None:
-        self._hardware = nodes
+    def __init__(
+        self,
+        listen: str = _PORT,
+        *,
+        public: str | Sequence[str] = (),
+        folder: str | os.PathLike[str] | None = None,
+        plan: PlanConfig = SWARM_PLAN,
+        peers: Sequence[Hardware] = (),
+        tell: Callback | None = None,
+        look: Callable[[Watch], None] | None = None,
+    ) -> None:
+        self._door = read_address(listen, is_door=True)
+        public = (public,) if isinstance(public, str) else public
+        self._public = tuple(read_address(address) for address in public)
+        self._folder = None if folder is None else Path(folder)
         self._plan = plan
-        self._tell = tell
-        self._processes: dict[NodeId, asyncio.subprocess.Process] = {}
+        self._peers = LocalPeers(peers)
+        self._tell: Callback = Narrator() if tell is None else tell
+        self._look = look
+        self._is_open_to_others = True
+        self._file: HubFile | None = None
 
     def __enter__(self) -> Self:
+        self._door = claim_door(self._door)
+        addresses = self._public or dialled_from_elsewhere(self._door)
+        found = new_hub_file() if self._folder is None else open_run(self._folder)
+        self._file = msgspec.structs.replace(found, addresses=addresses)
+        self._note()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._kill()
+        self._peers.kill()
+        if self._file and self._folder:
+            write_hub_file(self._folder, msgspec.structs.replace(self._file, pid=0))
+
+    @property
+    def token(self) -> Token:
+        """What a provider needs to join."""
+        return self._open_file.token
+
+    @property
+    def invitation(self) -> str:
+        """The token as the word to paste after `ravnest join`."""
+        return self._open_file.invitation
 
     @property
     def processes(self) -> Mapping[NodeId, int]:
-        """The ids of the peers' processes, while a job is trained."""
-        return {name: process.pid for name, process in self._processes.items()}
+        """The ids of the processes of its own peers, while a job is trained."""
+        return self._peers.processes
 
-    def fit(self, job: Job) -> Result:
-        """Train a job to its end."""
-        return asyncio.run(self._fit(job))
+    def fit(
+        self,
+        job: Job,
+        *,
+        nodes: int | None = None,
+        out: str | os.PathLike[str] | None = None,
+        callbacks: Sequence[Callback] = (),
+    ) -> Result:
+        """Train a job to its end; Ctrl-C once ends it early and keeps what was trained.
 
-    async def _fit(self, job: Job) -> Result:
-        keys, secret = new_keys(), os.urandom(SECRET_BYTES)
-        server = Server(Token((), keys.public, secret), self._hear)
-        pauses = random.SystemRandom()
-        async with ZeroMqTransport(keys, pauses, _HERE, admit=server.admit) as transport:
-            token = Token((transport.address,), keys.public, secret)
-            async with self._peers(write_token(token)):
-                given = await asyncio.to_thread(_prepare, job, self._plan, len(self._hardware))
-                async with self._watched(server):
-                    finish, contents = await server.run(transport, given.owner, given.job)
+        It begins when so many `nodes` are here, or with 0 when nobody came for some seconds and their memory
+        will do. The weights go to `out`, a safetensors file or a folder, or into the hub's folder.
+        """
+        place = out if out is not None or self._folder is None else self._folder / MODEL
+        file = None if place is None else check_place(place)
+        nodes = len(self._peers.hardware) if nodes is None else nodes
+        if isinstance(nodes, bool) or nodes < 0:
+            raise ConfigError(f"nodes is {nodes}; give a whole number, 0 or more")
+        self._note(job.name or "")
+        if self._folder is not None:
+            set_aside(self._folder)
+        with Interrupts() as interrupts:
+            result = interrupts.run(lambda: self._fit(job, nodes, callbacks, interrupts))
+        if file is not None:
+            result.export(file)
+        return result
+
+    async def _fit(
+        self, job: Job, nodes: int, callbacks: Sequence[Callback], interrupts: Interrupts
+    ) -> Result:
+        hear = Callbacks([self._tell, *callbacks], nodes if self._is_open_to_others else 0)
+        keys, pauses = self._open_file.keys, random.SystemRandom()
+        async with contextlib.AsyncExitStack() as open_things:
+            relay = Relay() if self._is_open_to_others else None
+            log = None if self._folder is None else open_things.enter_context(Store(self._folder)).append
+            server = Server(self.token, hear, relay=relay, log=log, watch=self._see)
+            self._watch = Watch(server.hub)
+            # Peers get ready meanwhile; a hub that captures would be too busy to answer them.
+            await open_things.enter_async_context(self._peers.running(self.invitation))
+            given = await asyncio.to_thread(_prepare, job, self._plan, nodes, self._settle_seconds(nodes))
+            transport = ZeroMqTransport(keys, pauses, self._door, admit=server.admit)
+            await open_things.enter_async_context(transport)
+            if relay is not None:
+                await open_things.enter_async_context(relay.listen(self._door))
+            async with self._watched(server, hear):
+                interrupts.stop = lambda: server.stop(_STOPPED)
+                finish, contents = await server.run(transport, given.owner, given.job)
         return _assemble(job, given.captured, finish, contents)
 
+    def _see(self, event: Event, orders: tuple[Order, ...]) -> None:
+        self._watch.observe(event, orders)
+        if self._look is not None:
+            self._look(self._watch)
+
+    def _settle_seconds(self, nodes: int) -> float:
+        if not nodes:
+            return _SETTLE_SECONDS
+        return _UNSETTLED_SECONDS if self._is_open_to_others else _LOCAL_SETTLE_SECONDS
+
     @contextlib.asynccontextmanager
-    async def _peers(self, token: str) -> AsyncIterator[None]:
-        """Start the peers; in the end see them go, or make them."""
-        self._processes = {}
-        try:
-            for index, hardware in enumerate(self._hardware, 1):
-                name = NodeId(f"node{index}")
-                self._processes[name] = await _start_peer(token, name, hardware, len(self._hardware))
+    async def _watched(self, server: Server, hear: Callbacks) -> AsyncIterator[None]:
+        """Where nobody else can come, end the job when the peers cannot do it or are gone."""
+        if self._is_open_to_others:
             yield
-        except BaseException:
-            self._kill()
-            raise
-        finally:
-            running = [asyncio.ensure_future(process.wait()) for process in self._processes.values()]
-            _, late = await asyncio.wait(running, timeout=_END_SECONDS)
-            self._kill()
-            if late:
-                await asyncio.wait(late)
+            return
 
-    def _kill(self) -> None:
-        for process in self._processes.values():
-            if process.returncode is None:
-                with contextlib.suppress(ProcessLookupError):
-                    process.kill()
-
-    def _hear(self, news: News) -> None:
-        self._tell(news)
-        if isinstance(news, Waiting):
-            self._server.fail(PlanError(news.reason))  # nobody else will come
-
-    @contextlib.asynccontextmanager
-    async def _watched(self, server: Server) -> AsyncIterator[None]:
-        """End the job when no peer is left."""
-        self._server = server
+        def give_up(news: News) -> None:
+            if isinstance(news, Waiting):
+                server.fail(PlanError(news.reason))
 
         async def watch() -> None:
-            for process in self._processes.values():
-                await process.wait()
+            await self._peers.all_ended()
             server.fail(RavnestError("every peer has ended before the job was done; see what they said"))
 
+        hear.add(give_up)
         watching = asyncio.create_task(watch())
         try:
             yield
         finally:
             watching.cancel()
 
+    @property
+    def _open_file(self) -> HubFile:
+        if self._file is None:
+            raise ConfigError("the hub is not open; use it as `with rv.Hub(...) as hub:`")
+        return self._file
+
+    def _note(self, job: str = "") -> None:
+        """Write into the folder who runs the hub and for what."""
+        me = psutil.Process()
+        found = msgspec.structs.replace(
+            self._open_file, pid=me.pid, started_at=me.create_time(), job=job or self._open_file.job
+        )
+        self._file = found
+        if self._folder is not None:
+            write_hub_file(self._folder, found)
+
 
 def local(
     nodes: int | Sequence[Hardware] = 4,
     *,
+    folder: str | os.PathLike[str] | None = None,
     plan: PlanConfig = LOCAL_PLAN,
-    tell: Callable[[News], None] = narrate,
-) -> LocalSwarm:
-    """Return a swarm of so many peers on this PC, which share its memory, or of peers with this hardware."""
-    if isinstance(nodes, int):
-        if nodes < 1:
-            raise ConfigError(f"nodes is {nodes}; give a whole number, 1 or more")
-        share = _MEMORY_SHARE * psutil.virtual_memory().available / nodes
-        nodes = [Hardware(share)] * nodes
-    return LocalSwarm(tuple(nodes), plan, tell)
-
-
-async def _start_peer(
-    token: str, name: NodeId, hardware: Hardware, num_peers: int
-) -> asyncio.subprocess.Process:
-    options = {
-        "--name": name,
-        "--memory": f"{hardware.memory_bytes} B",
-        "--flops": f"{hardware.flops_per_second} FLOP/s" if hardware.flops_per_second else None,
-        "--listen": _HERE,
-        "--bandwidth": _LOCAL_RATE,
-        "--latency": _LOCAL_LATENCY,
-        "--patience": _PATIENCE,
-    }
-    arguments = [part for key, value in options.items() if value is not None for part in (key, value)]
-    threads = str(max(1, (os.cpu_count() or 1) // num_peers))
-    return await asyncio.create_subprocess_exec(
-        sys.executable,
-        *("-m", "ravnest", "join", "--quiet", *arguments, token),
-        env={"OMP_NUM_THREADS": threads, **os.environ},
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.DEVNULL,
-    )
+    tell: Callback | None = None,
+    look: Callable[[Watch], None] | None = None,
+) -> Hub:
+    """Return a hub with so many peers on this PC, which share its memory, or with peers of this hardware."""
+    peers = share_memory(nodes) if isinstance(nodes, int) else tuple(nodes)
+    hub = Hub(HERE, folder=folder, plan=plan, peers=peers, tell=tell, look=look)
+    hub._is_open_to_others = False
+    return hub
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,14 +254,15 @@ class _Given:
     job: JobGiven
 
 
-def _prepare(job: Job, plan: PlanConfig, num_nodes: int) -> _Given:
+def _prepare(job: Job, plan: PlanConfig, num_nodes: int, settle_seconds: float) -> _Given:
     """Capture and measure the model; this takes seconds and runs the requester's code."""
-    if job.precision != "fp32":
-        raise ConfigError(f"precision {job.precision} comes with the next version; leave it out")
+    num_samples = len(job.samples)
+    if num_samples < job.batch_size:
+        problem = f"the train data has {num_samples} samples, fewer than batch_size {job.batch_size}"
+        raise ConfigError(f"{problem}; give more data or a smaller batch_size")
     captured = job.capture()
     for note in captured.notes:
         logger.warning("note: %s", note)
-    num_samples = len(job.samples)
     num_batches = job.epochs * -(-num_samples // job.batch_size)
     optimizer = job.settings(captured, num_batches)
     config = replace(plan, optimizer=_recipe(job, optimizer), predict_weights=optimizer.predicts)
@@ -217,9 +275,18 @@ def _prepare(job: Job, plan: PlanConfig, num_nodes: int) -> _Given:
         seed=job.seed,
         average_every=job.average_every if isinstance(job.average_every, int) else None,
         expected_nodes=num_nodes,
+        settle_seconds=settle_seconds,
     )
     profile = measure(captured.blueprint, job.batch_size)
-    training = Training(optimizer, job.batch_size, config.activations, config.gradients)
+    training = Training(
+        optimizer,
+        job.batch_size,
+        config.activations,
+        config.gradients,
+        precision="bf16" if job.precision == "bf16" else "fp32",
+        planned_updates=num_batches,
+        max_lag=config.max_lag,
+    )
     return _Given(captured, JobOwner(job, captured, training), JobGiven(profile, config, settings, now=0.0))
 
 

@@ -177,3 +177,7 @@ class Blueprint:
             if (entry.is_trainable or entry.is_written)
             and any(not self.start <= position < self.stop for position in entry.positions)
         )
+
+    def program(self, is_evaluation: bool) -> Program:
+        """Return the program of one kind of batches."""
+        return self.evaluate if is_evaluation else self.train

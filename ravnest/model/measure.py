@@ -32,7 +32,8 @@ from ravnest.protocol import ITEM_BYTES
 def measure(blueprint: Blueprint, batch_size: int) -> ModelProfile:
     """Return the line of a whole model in numbers, for batches of this size."""
     assert (blueprint.start, blueprint.stop) == (0, blueprint.num_positions), "measure the whole line"
-    work = [_Work.total(part) for part in _measure_parts(blueprint, batch_size)]
+    trainable = {entry.name for entry in blueprint.state if entry.is_trainable}
+    work = [_Work.total(part) for part in _measure_parts(blueprint, batch_size, trainable)]
     parameters = {entry.name for entry in blueprint.state if entry.kind == PARAMETER}
     return ModelProfile(
         name=blueprint.name,
@@ -44,6 +45,17 @@ def measure(blueprint: Blueprint, batch_size: int) -> ModelProfile:
         saved_bytes=tuple(float(part.saved_bytes) for part in work),
         crossing_bytes=_crossing_bytes(blueprint, batch_size),
     )
+
+
+def count_flops(stage: Blueprint, batch_size: int) -> tuple[float, float, float]:
+    """Return the FLOPs of a stage's forward, and of its backward towards inputs and towards weights."""
+    trainable = {entry.name for entry in stage.state if entry.is_trainable}
+    parts = [_measure_parts(stage, batch_size, names) for names in (trainable, set())]
+    whole, inputs = (_Work.total(work for part in found for work in part) for found in parts)
+    has_gradients = any(stage.train.values[value].has_gradient for value in stage.train.inputs)
+    # Without a gradient to send, all of the backward is on the way to the weights.
+    towards_inputs = inputs.backward_flops if has_gradients else 0
+    return float(whole.forward_flops), float(towards_inputs), float(whole.backward_flops - towards_inputs)
 
 
 def find_matrices(blueprint: Blueprint) -> frozenset[str]:
@@ -118,8 +130,7 @@ class _Work:
         return cls(*(sum(column) for column in zip(*rows, strict=True))) if rows else cls(0, 0, 0)
 
 
-def _measure_parts(blueprint: Blueprint, batch_size: int) -> list[list[_Work]]:
-    trainable = {entry.name for entry in blueprint.state if entry.is_trainable}
+def _measure_parts(blueprint: Blueprint, batch_size: int, trainable: set[str]) -> list[list[_Work]]:
     meter = _Meter(blueprint.train, batch_size, trainable)
     with FakeTensorMode():
         return [[meter.measure(op) for op in part] for part in _parts(blueprint)]

@@ -34,6 +34,7 @@ from ravnest.net.transport import (
 logger = logging.getLogger(__name__)
 
 DIAL_SECONDS = 5.0
+FIRST_DIAL_SECONDS = 2.0  # where other addresses wait for their turn
 FIRST_PAUSE_SECONDS = 0.1
 LONGEST_PAUSE_SECONDS = 5.0
 HELD_SECONDS = 1.0  # a link that lived longer was a good one
@@ -105,7 +106,9 @@ class Endpoint:
             if peer not in self._allowed and peer not in self._admitted:
                 self.drop(peer, "no longer allowed")
 
-    def dial(self, peer: PeerId, address: str, greeting: bytes = b"") -> None:
+    def dial(self, peer: PeerId, addresses: Sequence[str], greeting: bytes = b"") -> None:
+        assert addresses, "nowhere to dial"
+        assert not isinstance(addresses, str), "one address is a sequence of one"
         if peer not in self._allowed:
             raise LinkError(f"{peer} cannot be dialled: its key is not among the allowed ones")
         if len(greeting) > GREETING_BYTES:
@@ -113,7 +116,7 @@ class Endpoint:
         neighbour = self._neighbour(peer)
         if neighbour.dial is not None:
             self._stop_dialling(neighbour.dial)
-        neighbour.dial = Dial(self._allowed[peer], address, greeting)
+        neighbour.dial = Dial(self._allowed[peer], tuple(addresses), greeting)
         self._attempt(neighbour)
 
     def drop(self, peer: PeerId, reason: str) -> None:
@@ -169,11 +172,11 @@ class Endpoint:
         dial = neighbour.dial
         if neighbour.connection is connection:
             self._put_down(neighbour, reason)
-            self._pause(neighbour)
+            self._pause(neighbour, was_up=True)
         elif dial is not None and dial.attempt is connection:
             self._stop_dialling(dial)
             if neighbour.connection is None:
-                self._emit(DialFailed(connection.peer, reason, is_refusal))
+                self._emit(DialFailed(connection.peer, reason, is_refusal, dial.address))
                 self._pause(neighbour)
 
     def _greeted(self, connection: Connection, hello: Hello) -> None:
@@ -184,8 +187,9 @@ class Endpoint:
         neighbour = self._neighbour(connection.peer)
         replaced = neighbour.connection
         is_new = neighbour.link.connect(hello, self._loop.time())
+        address = None
         if neighbour.dial is not None and neighbour.dial.attempt is connection:
-            neighbour.dial.attempt = None
+            address, neighbour.dial.attempt = neighbour.dial.address, None
             self._stop_dialling(neighbour.dial)
         if replaced is not None and is_new:
             self._put_down(neighbour, "started anew")
@@ -195,7 +199,7 @@ class Endpoint:
         neighbour.link.is_up = True
         if replaced is None or is_new:
             neighbour.up_since = self._loop.time()
-            self._emit(LinkUp(connection.peer, is_new))
+            self._emit(LinkUp(connection.peer, is_new, address))
             neighbour.timer = self._loop.call_later(TICK_SECONDS, self._tick, neighbour)
         if not connection.is_dialled:
             self._try_send(connection, neighbour.link.hello())
@@ -285,24 +289,29 @@ class Endpoint:
         try:
             attempt = self._open(neighbour.peer, dial.key, dial.address)
         except LinkError as error:
-            self._emit(DialFailed(neighbour.peer, str(error)))
+            self._emit(DialFailed(neighbour.peer, str(error), address=dial.address))
             self._pause(neighbour)
             return
         dial.attempt = attempt
-        reason = f"no answer from {dial.address} within {DIAL_SECONDS:.0f} s"
-        dial.timer = self._loop.call_later(DIAL_SECONDS, self._lost, attempt, reason)
+        seconds = FIRST_DIAL_SECONDS * 2.0 ** min(dial.num_passes, 10) if dial.addresses[1:] else DIAL_SECONDS
+        reason = f"no answer within {min(seconds, DIAL_SECONDS):.0f} s"
+        dial.timer = self._loop.call_later(min(seconds, DIAL_SECONDS), self._lost, attempt, reason)
         self._try_send(attempt, neighbour.link.hello(dial.greeting))
 
-    def _pause(self, neighbour: Neighbour) -> None:
-        """Dial again after a pause that doubles until a link has held for a while."""
+    def _pause(self, neighbour: Neighbour, *, was_up: bool = False) -> None:
+        """Dial the next address, after the last of them with a pause that doubles until a link has held."""
         dial = neighbour.dial
         if dial is None:
             return
         if neighbour.up_since is not None and self._loop.time() - neighbour.up_since > HELD_SECONDS:
             dial.num_failures = 0
         neighbour.up_since = None
-        pause = min(LONGEST_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2.0 ** min(dial.num_failures, 10))
+        pause = min(LONGEST_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2.0 ** min(dial.num_passes, 10))
         dial.num_failures += 1
+        if not was_up:
+            dial.turn = (dial.turn + 1) % len(dial.addresses)
+            if dial.num_failures % len(dial.addresses):
+                pause = 0.0
         dial.timer = self._loop.call_later(pause * self._random.uniform(0.5, 1.0), self._attempt, neighbour)
 
     def _stop_dialling(self, dial: Dial) -> None:

@@ -100,11 +100,6 @@ def read_token(text: str) -> Token:
     return Token(token.addresses, z85.encode(token.hub_key), token.secret)
 
 
-def is_same_secret(one: bytes, other: bytes) -> bool:
-    """Compare in a time that does not tell where they differ."""
-    return hmac.compare_digest(one, other)
-
-
 def _checksum(data: bytes) -> bytes:
     return sha256(b"ravnest token" + data).digest()[:_CHECKSUM_BYTES]
 

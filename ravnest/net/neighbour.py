@@ -49,11 +49,22 @@ class Dial:
     """Where a neighbour is dialled, and how that goes."""
 
     key: PublicKey
-    address: str
+    addresses: tuple[str, ...]
     greeting: bytes
+    turn: int = 0  # of the addresses
     num_failures: int = 0
     attempt: Connection | None = None
     timer: asyncio.TimerHandle | None = None
+
+    @property
+    def address(self) -> str:
+        """The one whose turn it is."""
+        return self.addresses[self.turn]
+
+    @property
+    def num_passes(self) -> int:
+        """How often all of them have failed."""
+        return self.num_failures // len(self.addresses)
 
 
 @dataclass(slots=True, eq=False)

@@ -7,24 +7,32 @@ awaits streams for its listening port, the other dials a local address as if it 
 """
 
 import asyncio
+import errno
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
 from ravnest.errors import ConfigError
+from ravnest.net.addresses import is_everywhere, split_address
 
 TICKET_BYTES = 16
 OPENING_SECONDS = 5.0
 PAUSE_SECONDS = 1.0
 MAX_STREAMS = 1024
+MAX_STREAMS_OF_ONE = 4  # a new one may come before the end of an old one is noticed
+KEEPALIVE_SECONDS = 30  # a router forgets streams on which nothing passes
 _PIECE_BYTES = 256 * 1024
 _AWAITS = b"A"
 _DIALS = b"D"
 
 Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+Place = tuple[str, int]  # host and port
 
 
 class Relay:
     """The hub's side: joins the two holders of a ticket, again and again until it is taken back."""
+
+    port = 0  # where it listens; 0 while it does not
 
     def __init__(self) -> None:
         self._awaiting: dict[bytes, Stream | None] = {}  # by ticket
@@ -40,23 +48,30 @@ class Relay:
         self._end(self._awaiting.pop(ticket, None))
 
     @asynccontextmanager
-    async def listen(self, host: str, port: int) -> AsyncIterator[int]:
-        """Serve while the context is open; gives the port."""
+    async def listen(self, beside: str) -> AsyncIterator[int]:
+        """Serve while the context is open, on the port after that of this address if it is free; gives it."""
+        host, port = split_address(beside)
+        server = await self._bind(None if is_everywhere(host) else host, (port + 1) % 65536 if port else 0)
+        self.port = int(server.sockets[0].getsockname()[1])
         try:
-            server = await asyncio.start_server(self._serve, host, port, limit=_PIECE_BYTES)
-        except OSError as error:
-            raise ConfigError(
-                f"cannot relay at {host}:{port}: {error.strerror}; choose another port"
-            ) from None
-        try:
-            yield int(server.sockets[0].getsockname()[1])
+            yield self.port
         finally:
+            self.port = 0
             server.close()
             for writer in self._writers:
                 writer.close()
 
+    async def _bind(self, host: str | None, port: int) -> asyncio.Server:
+        try:
+            return await asyncio.start_server(self._serve, host, port, limit=_PIECE_BYTES)
+        except OSError as error:
+            if port and error.errno == errno.EADDRINUSE:
+                return await self._bind(host, 0)
+            raise ConfigError(f"cannot relay at {host}: {error.strerror}; listen elsewhere") from None
+
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         stream = (reader, writer)
+        _keep_alive(writer)
         self._writers.add(writer)
         opening = await _read_opening(reader) if len(self._writers) <= MAX_STREAMS else b""
         ticket, role = opening[:TICKET_BYTES], opening[TICKET_BYTES:]
@@ -80,28 +95,27 @@ class Relay:
             stream[1].close()
 
 
-async def await_through(host: str, port: int, ticket: bytes, local_port: int) -> None:
-    """Lead every stream of the ticket's other holder to a local port, for as long as this runs."""
-    while True:
-        with suppress(OSError, TimeoutError):
-            far = await _open(host, port, ticket + _AWAITS)
-            try:
-                first = await far[0].read(_PIECE_BYTES)
-                if first:
-                    await _lead_in(far, first, local_port)
-                    continue
-            finally:
-                far[1].close()
-        await asyncio.sleep(PAUSE_SECONDS)  # noqa: TID251 - between two attempts, there is no event to await
+async def await_through(relay: Place, ticket: bytes, door: Place) -> None:
+    """Lead every stream of the ticket's other holder to where we listen, for as long as this runs."""
+    room = asyncio.Semaphore(MAX_STREAMS_OF_ONE)
+    async with asyncio.TaskGroup() as streams:
+        while True:
+            await room.acquire()
+            far = await _await_one(relay, ticket)
+            if far is None:
+                room.release()
+                await asyncio.sleep(PAUSE_SECONDS)  # noqa: TID251 - no event tells that the relay is back
+                continue
+            streams.create_task(_lead_in(*far, door)).add_done_callback(lambda _: room.release())
 
 
 @asynccontextmanager
-async def dial_through(host: str, port: int, ticket: bytes) -> AsyncIterator[str]:
+async def dial_through(relay: Place, ticket: bytes) -> AsyncIterator[str]:
     """Give an address to dial that leads to the ticket's other holder."""
 
     async def lead_out(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with suppress(OSError, TimeoutError):
-            far = await _open(host, port, ticket + _DIALS)
+            far = await _open(relay, ticket + _DIALS)
             await _join((reader, writer), far)
         writer.close()
 
@@ -112,19 +126,46 @@ async def dial_through(host: str, port: int, ticket: bytes) -> AsyncIterator[str
         server.close()
 
 
-async def _lead_in(far: Stream, first: bytes, local_port: int) -> None:
-    async with asyncio.timeout(OPENING_SECONDS):
-        near = await asyncio.open_connection("127.0.0.1", local_port, limit=_PIECE_BYTES)
-    near[1].write(first)
-    await _join(near, far)
+async def _await_one(relay: Place, ticket: bytes) -> tuple[Stream, bytes] | None:
+    """Return the next stream of the other holder with its first bytes; None if the relay ended it."""
+    with suppress(OSError, TimeoutError):
+        far = await _open(relay, ticket + _AWAITS)
+        first = b""
+        try:
+            first = await far[0].read(_PIECE_BYTES)
+            return (far, first) if first else None
+        finally:
+            if not first:
+                far[1].close()
+    return None
 
 
-async def _open(host: str, port: int, opening: bytes) -> Stream:
+async def _lead_in(far: Stream, first: bytes, door: Place) -> None:
+    try:
+        with suppress(OSError, TimeoutError):
+            async with asyncio.timeout(OPENING_SECONDS):
+                near = await asyncio.open_connection(*door, limit=_PIECE_BYTES)
+            near[1].write(first)
+            await _join(near, far)
+    finally:
+        far[1].close()
+
+
+async def _open(relay: Place, opening: bytes) -> Stream:
     async with asyncio.timeout(OPENING_SECONDS):
-        stream = await asyncio.open_connection(host, port, limit=_PIECE_BYTES)
+        stream = await asyncio.open_connection(*relay, limit=_PIECE_BYTES)
+        _keep_alive(stream[1])
         stream[1].write(opening)
         await stream[1].drain()
     return stream
+
+
+def _keep_alive(writer: asyncio.StreamWriter) -> None:
+    end: socket.socket = writer.get_extra_info("socket")
+    end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name in ("TCP_KEEPIDLE", "TCP_KEEPINTVL"):
+        if hasattr(socket, name):  # not on every system
+            end.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), KEEPALIVE_SECONDS)
 
 
 async def _read_opening(reader: asyncio.StreamReader) -> bytes:

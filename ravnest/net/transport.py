@@ -58,6 +58,7 @@ class LinkUp:
 
     peer: PeerId
     is_new: bool
+    address: str | None = None  # where we dialled it, if it was us
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,7 @@ class DialFailed:
     peer: PeerId
     reason: str
     is_refusal: bool = False  # it is there, and said so
+    address: str = ""  # where
 
 
 Event = Delivery | LinkUp | LinkDown | DialFailed
@@ -101,8 +103,8 @@ class Transport(Protocol):
     def allow(self, keys: Iterable[PublicKey]) -> None:
         """Accept these keys and no others; links to others (but for those admitted) are dropped."""
 
-    def dial(self, peer: PeerId, address: str, greeting: bytes = b"") -> None:
-        """Connect to an allowed peer, and again whenever the link is lost."""
+    def dial(self, peer: PeerId, addresses: Sequence[str], greeting: bytes = b"") -> None:
+        """Connect to an allowed peer where it answers first, and again whenever the link is lost."""
 
     def drop(self, peer: PeerId, reason: str) -> None:
         """End the link to a peer, stop dialling it and forget what was to be sent."""

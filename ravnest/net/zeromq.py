@@ -7,7 +7,6 @@ peer comes from its key and from nothing it says. Frames are never copied on the
 
 import asyncio
 import logging
-import re
 import socket as sockets
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
@@ -20,6 +19,7 @@ from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
 from ravnest.errors import ConfigError, LinkError
+from ravnest.net.addresses import split_address, write_address
 from ravnest.net.endpoint import Admit, Endpoint
 from ravnest.net.frames import Frames
 from ravnest.net.identity import KeyPair, peer_of
@@ -40,9 +40,6 @@ _ENDS = {
     zmq.EVENT_CLOSED: "nobody answers at this address",
 }
 _WATCHED = sum(_ENDS)
-_ADDRESS = re.compile(
-    r"tcp://(?:\[(?P<ipv6>[0-9A-Fa-f:.]+)\]|(?P<host>[^\s:/\[\]]+)):(?P<port>[0-9]{1,5}|\*)"
-)
 
 
 class ZeroMqTransport(Endpoint):
@@ -60,11 +57,12 @@ class ZeroMqTransport(Endpoint):
         self._listen = listen
         self._accepted: dict[bytes, _Accepted] = {}
         self._listening: list[zmq.asyncio.Socket] = []
+        self._lookups: dict[str, int] = {}
 
     @property
     def address(self) -> str:
         """Where it listens, with the port that was chosen if the address left it open."""
-        return self._router.get_string(zmq.LAST_ENDPOINT)
+        return write_address(*split_address(self._router.get_string(zmq.LAST_ENDPOINT)))
 
     async def __aenter__(self) -> Self:
         await super().__aenter__()
@@ -104,8 +102,7 @@ class ZeroMqTransport(Endpoint):
         self._router.zap_domain = b"ravnest"
         self._router.router_mandatory = True
         try:
-            _parse(address)
-            self._router.bind(address)
+            self._router.bind(write_address(*split_address(address)))
         except LinkError as error:
             raise ConfigError(f"cannot listen: {error}") from None
         except zmq.ZMQError as error:
@@ -132,27 +129,28 @@ class ZeroMqTransport(Endpoint):
         return socket
 
     def _open(self, peer: PeerId, key: PublicKey, address: str) -> "_Dialled":
-        host, port = _parse(address)
+        host, port = split_address(address)
         socket = self._make_socket(zmq.DEALER)
         socket.curve_serverkey = key
         connection = _Dialled(peer, socket)
         connection.reader = self._spawn(self._connect(connection, host, port))
         return connection
 
-    async def _connect(self, connection: "_Dialled", host: str, port: str) -> None:
+    async def _connect(self, connection: "_Dialled", host: str, port: int) -> None:
         # ZeroMQ would look a name up in its I/O thread, and all other links would wait for that.
         try:
             found = await self._loop.getaddrinfo(host, port, type=sockets.SOCK_STREAM)
         except OSError as error:
             self._lost(connection, f"{host} cannot be found: {error.strerror}")
             return
-        family, *_, place = found[0]
-        shown = f"[{place[0]}]" if family == sockets.AF_INET6 else place[0]
+        # A name may stand for several places, of which one answers: each attempt takes the next.
+        turn = self._lookups[host] = self._lookups.get(host, -1) + 1
+        place = str(found[turn % len(found)][4][0])
 
         def take(frames: list[zmq.Frame]) -> None:
             self._arrived(connection, [frame.buffer for frame in frames])
 
-        connection.connect(f"tcp://{shown}:{port}")
+        connection.connect(write_address(place, port))
         async with asyncio.TaskGroup() as readers:
             readers.create_task(self._read(connection.socket, take))
             readers.create_task(self._watch_dealer(connection))
@@ -249,14 +247,6 @@ class _Accepted:
     def close(self) -> None:
         # ZeroMQ cannot end one connection of a ROUTER: the other side does on our goodbye, or is ignored.
         self._owner._accepted.pop(self._envelope, None)
-
-
-def _parse(address: str) -> tuple[str, str]:
-    """Return host and port; ZeroMQ itself takes port 99999 for 34463."""
-    match = _ADDRESS.fullmatch(address)
-    if match is None or (match["port"] != "*" and int(match["port"]) > 65535):
-        raise LinkError(f"{address!r} is no address; one looks like tcp://192.0.2.7:7700")
-    return match["ipv6"] or match["host"], match["port"]
 
 
 def _end_turn(turn: asyncio.Future[None]) -> None:

@@ -14,7 +14,9 @@ from typing import Any
 from ravnest import wire
 from ravnest.errors import LinkError, NotAdmitted, ProtocolError, RavnestError
 from ravnest.exchange import HUB, VERSION, Blobs, Parcel, prove
+from ravnest.net.addresses import dialled_from_here, is_loopback, split_address
 from ravnest.net.identity import KeyPair, Token, peer_of
+from ravnest.net.relay import Place
 from ravnest.net.transport import (
     Buffer,
     Delivery,
@@ -28,10 +30,12 @@ from ravnest.net.transport import (
 )
 from ravnest.peer.compute import Build, Compute, ComputeThread, Delivered
 from ravnest.peer.host import Limits
+from ravnest.peer.meeting import Mate, Meetings
 from ravnest.plan.types import Node, NodeId
 from ravnest.protocol import (
     BlobPart,
     BlobRequest,
+    Complaint,
     FieldParts,
     Hello,
     LearningRate,
@@ -52,6 +56,8 @@ from ravnest.protocol import (
 
 logger = logging.getLogger(__name__)
 
+PARTING_SECONDS = 2.0  # for the hub to hear that this peer goes
+
 _Order = Welcome | PlanOrder | StageParts | SnapshotOrder | Stop
 _OfHub = _Order | LeaseGrant | FieldParts | LearningRate | RoundOpen | RoundCommit | RoundAbort
 
@@ -64,6 +70,7 @@ class Offer:
     limits: Limits
     addresses: tuple[str, ...]
     patience_seconds: float = 60.0  # without the hub, before it gives up
+    door: str | None = None  # where it listens; others may not know
 
 
 class Agent:
@@ -77,6 +84,10 @@ class Agent:
         self._hub = peer_of(PublicKey(token.hub_key))
         self._blobs = Blobs()
         self._is_joined = False
+        self._leaving: str | RavnestError | None = None  # why, once it wants to
+        self._hub_address = ""  # the one that answered
+        self._relay: Place | None = None
+        self._tried: dict[str, str] = {}  # the hub's addresses, and why there is no link
         self._order: PlanOrder | None = None
         self._peers: dict[NodeId, PeerId] = {HUB: self._hub}
         self._outboxes: dict[NodeId, asyncio.Queue[Parcel]] = {}
@@ -90,8 +101,11 @@ class Agent:
         self._ended: asyncio.Future[str | RavnestError] = self._loop.create_future()
         greeting = self._keys.public + prove(self._token, self._keys.public)
         transport.allow([PublicKey(self._token.hub_key)])
-        transport.dial(self._hub, self._token.addresses[0], greeting)
-        self._miss_hub("no answer")
+        transport.dial(self._hub, self._token.addresses, greeting)
+        self._miss_hub()
+        door = None if self._offer.door is None else split_address(dialled_from_here(self._offer.door))
+        is_reachable = bool(self._offer.addresses)
+        self._meetings = Meetings(transport, door, is_reachable=is_reachable, start=self._start)
         async with asyncio.TaskGroup() as self._tasks:
             self._start(self._listen())
             run = self._compute.run(self._offer.limits, self._blobs, self._post, self._fail)
@@ -102,16 +116,22 @@ class Agent:
                 self._compute.close()
                 await computing
                 self._find_hub()
+                self._meetings.close()
                 for task in tuple(self._background):
                     task.cancel()
         if isinstance(ended, RavnestError):  # not within the group, which would wrap it
             raise ended
         return ended
 
-    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+    def leave(self, reason: str) -> None:
+        """Tell the hub that the provider takes this PC back, and end."""
+        self._start(self._leave(reason))
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = self._tasks.create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
+        return task
 
     def _end(self, why: str | RavnestError) -> None:
         if not self._ended.done():
@@ -120,39 +140,57 @@ class Agent:
     def _fail(self, error: RavnestError) -> None:
         self._start(self._leave(error))
 
-    async def _leave(self, error: RavnestError) -> None:
-        """Tell the hub why this peer goes, then go."""
-        epoch = self._order.epoch if self._order is not None else 0
-        message = wire.pack(Leave(epoch, str(error)))
+    async def _leave(self, why: str | RavnestError) -> None:
+        """Tell the hub why this peer goes, and go when it has heard."""
+        self._leaving = why
+        message = wire.pack(Leave(self._epoch, str(why)))
         try:
             await self._transport.send(self._hub, Service.CONTROL, message)
         except LinkError as lost:
             logger.debug("the hub is not told: %s", lost)
-        self._end(error)
+        if self._hub in self._transport.connected():
+            await asyncio.wait([self._ended], timeout=PARTING_SECONDS)
+        self._end(why)
+
+    @property
+    def _epoch(self) -> int:
+        return self._order.epoch if self._order is not None else 0
 
     async def _listen(self) -> None:
         while True:
             match event := await self._transport.receive():
                 case Delivery():
                     self._open(event)
-                case LinkUp(self._hub, is_new):
+                case LinkUp(self._hub, is_new, address):
+                    self._hub_address = address or self._hub_address
                     self._find_hub()
                     if is_new:
-                        proof = prove(self._token, self._keys.public)
-                        hello = Hello(VERSION, proof, self._offer.node, self._offer.addresses)
-                        self._post(Parcel(HUB, hello))
-                case DialFailed(self._hub, reason, is_refusal):
-                    self._last_reason = reason
+                        self._say_hello()
+                case DialFailed(self._hub, reason, is_refusal, address):
                     if is_refusal:
                         self._end(NotAdmitted(f"the hub does not let this peer in: {reason}"))
+                    elif self._tried.get(address) != reason:
+                        self._tried[address] = reason
+                        logger.info("no way to the hub at %s yet: %s", address, reason)
                 case LinkDown(self._hub, reason):
-                    logger.warning("the hub is lost: %s", reason)
-                    self._miss_hub(reason)
+                    logger.warning("the hub is lost: %s; dialling it again", reason)
+                    self._tried = {self._hub_address: reason}
+                    self._miss_hub()
+                case LinkDown(peer, reason):
+                    logger.info("a neighbour is lost: %s; dialling it again", reason)
+                    self._meetings.notice_loss(peer)
                 case _:
                     logger.debug("%s", event)
 
-    def _miss_hub(self, reason: str) -> None:
-        self._last_reason = reason
+    def _say_hello(self) -> None:
+        """Ask to join; who is on the hub's own PC can be dialled there by others who are, too."""
+        is_here = is_loopback(self._hub_address)
+        known = (each for each in self._offer.addresses if is_here or not is_loopback(each))
+        addresses = tuple(sorted(known, key=lambda each: not is_loopback(each)))
+        proof = prove(self._token, self._keys.public)
+        self._post(Parcel(HUB, Hello(VERSION, proof, self._offer.node, addresses)))
+
+    def _miss_hub(self) -> None:
         self._patience = self._loop.call_later(self._offer.patience_seconds, self._give_up)
 
     def _find_hub(self) -> None:
@@ -160,9 +198,15 @@ class Agent:
             self._patience.cancel()
 
     def _give_up(self) -> None:
-        where = self._token.addresses[0]
-        fix = "is it running, and can this PC reach that address?"
-        self._end(LinkError(f"the hub at {where} cannot be reached: {self._last_reason}; {fix}"))
+        tried = dict.fromkeys(self._token.addresses, "no answer") | self._tried
+        if len(tried) == 1:
+            ((where, reason),) = tried.items()
+            told = f"the hub at {where} cannot be reached: {reason}"
+        else:
+            told = "the hub cannot be reached: " + ", ".join(
+                f"at {where} {reason}" for where, reason in tried.items()
+            )
+        self._end(LinkError(f"{told}; is it running, and can this PC reach it there?"))
 
     def _open(self, delivery: Delivery) -> None:
         """Read a delivery; whoever sends nonsense is dropped."""
@@ -170,17 +214,28 @@ class Agent:
             message = wire.unpack(delivery.header, delivery.buffers)
             refusal = self._take(delivery.sender, message, delivery.buffers)
         except ProtocolError as error:
-            logger.warning("dropping %s: %s", delivery.sender, error)
-            self._transport.drop(delivery.sender, str(error))
+            self._drop(delivery.sender, error)
             return
         if refusal is not None:
             logger.debug("%s from %s: %s", type(message).__name__, delivery.sender, refusal.reason)
 
+    def _drop(self, sender: PeerId, error: ProtocolError) -> None:
+        logger.warning("dropping %s: %s", sender, error)
+        if sender == self._hub:
+            self._end(ProtocolError(f"the hub says what this version of ravnest does not know: {error}"))
+            return
+        self._transport.drop(sender, str(error))
+        node = self._node(sender)
+        if node is not None:
+            self._post(Parcel(HUB, Complaint(self._epoch, node, str(error))))
+
+    def _node(self, sender: PeerId) -> NodeId | None:
+        return next((node for node, peer in self._peers.items() if peer == sender), None)
+
     def _take(self, sender: PeerId, message: Message, buffers: Sequence[Buffer]) -> Refusal | None:
-        node = next((node for node, peer in self._peers.items() if peer == sender), None)
+        node, epoch = self._node(sender), self._epoch
         if node is None:
             return Refusal("the sender is not in the plan")
-        epoch = self._order.epoch if self._order is not None else 0
         named = getattr(message, "epoch", epoch)
         if named != epoch and not isinstance(message, PlanOrder):
             return Refusal(f"it is of plan {named}, here is plan {epoch}")
@@ -197,7 +252,7 @@ class Agent:
         elif isinstance(message, _Order):
             self._follow(message)
         else:
-            self._compute.put(Delivered(message, buffers))
+            self._compute.put(Delivered(message, buffers, node, epoch))
         return None
 
     def _follow(self, message: _Order) -> None:
@@ -205,6 +260,8 @@ class Agent:
         match message:
             case Welcome(node):
                 self._is_joined = True
+                if message.relay_port:
+                    self._relay = (split_address(self._hub_address)[0], message.relay_port)
                 logger.info("joined as %s", node)
             case PlanOrder():
                 self._meet(message)
@@ -213,17 +270,16 @@ class Agent:
             case SnapshotOrder():
                 self._compute.put(message)
             case Stop(reason):
-                self._end(reason)
+                self._end(self._leaving or reason)
 
     def _meet(self, order: PlanOrder) -> None:
         """Know the neighbours of a new plan, and no others."""
         self._order = order
         keys = {contact.node: PublicKey(contact.key.encode()) for contact in order.contacts}
-        self._peers = {HUB: self._hub, **{node: peer_of(key) for node, key in keys.items()}}
+        self._peers = {**{node: peer_of(key) for node, key in keys.items()}, HUB: self._hub}
         self._transport.allow([PublicKey(self._token.hub_key), *keys.values()])
-        for contact in order.contacts:
-            if contact.addresses:
-                self._transport.dial(self._peers[contact.node], contact.addresses[0])
+        mates = (Mate(peer_of(keys[each.node]), each.addresses, each.ticket) for each in order.contacts)
+        self._meetings.meet(mates, self._relay)
         stage = order.stage
         part = "spare" if stage is None else f"positions {stage.start} to {stage.stop}"
         logger.info("plan %d: %s", order.epoch, part)

@@ -20,6 +20,8 @@ from ravnest.errors import ProtocolError
 from ravnest.exchange import HUB, Parcel
 from ravnest.model.flat import Layout
 from ravnest.net.transport import Buffer
+from ravnest.peer.place import Place
+from ravnest.peer.tied import TiedWeights
 from ravnest.plan.types import NodeId, Ring
 from ravnest.protocol import (
     Refusal,
@@ -51,16 +53,18 @@ class Averager:
 
     def __init__(
         self,
-        node: NodeId,
+        place: Place,
         rings: Sequence[tuple[SegmentId, Ring]],
         layout: Layout,
         stage: Stage,
+        tied: TiedWeights,
         clock: Callable[[], float],
     ) -> None:
-        self._node = node
+        self._node, self._device = place.node, place.device
         self._rings = dict(rings)
         self._layout = layout
         self._stage = stage
+        self._tied = tied
         self._clock = clock
         self._round: Round[Tensor] | None = None
         self._round_id = RoundId(0)
@@ -116,14 +120,12 @@ class Averager:
         if isinstance(message, RingPart):
             if message.value.dtype != "float32" or len(message.value.shape) != 1:
                 raise ProtocolError(f"a ring part of {message.value.dtype} {message.value.shape}")
-            found = self._round.receive(_with_value(message, decode(buffers[0], message.value)))
+            found = self._round.receive(_with_value(message, decode(buffers[0], message.value, self._device)))
         else:
             found = self._round.receive(message)
         if isinstance(found, Refusal):
             return found
-        parcels = self._address(found)
-        self._settle()
-        return parcels
+        return [*self._address(found), *self._settle()]
 
     def tick(self, now: float) -> list[Parcel]:
         """Give up at the deadline, or ask what became of the round."""
@@ -131,21 +133,24 @@ class Averager:
             return []
         said = self._round.expire(now)
         self._due = now + _ASK_SECONDS
-        self._settle()
-        return [] if said is None else [Parcel(HUB, said)]
+        return [*self._settle(), *([] if said is None else [Parcel(HUB, said)])]
 
-    def _settle(self) -> None:
-        """End a round that is decided; merge what a commit agreed on."""
+    def _settle(self) -> list[Parcel]:
+        """End a round that is decided; merge what a commit agreed on, and tell who shares a weight of it."""
         assert self._round is not None
         if self._round.phase not in (Phase.COMMITTED, Phase.ABORTED):
-            return
+            return []
         averages = self._round.take_averages() or {}
         strength = 1.0 if self._is_blocking else _LATE_STRENGTH
+        changes: dict[str, Tensor] = {}
         for segment, pieces in averages.items():
             ring = self._rings[segment]
             change = (torch.cat(pieces) - self._copies[segment]).mul_(strength) if pieces else torch.empty(0)
-            self._stage.add(self._layout.segment(ring.start, ring.stop).views(change))
+            changes |= self._layout.segment(ring.start, ring.stop).views(change)
         self._round, self._copies = None, {}
+        own, parcels = self._tied.commit(changes)
+        self._stage.add(own)
+        return parcels
 
     def _address(
         self, messages: Sequence[RingPart[Tensor] | RoundReady | RoundAbort | RoundQuery]

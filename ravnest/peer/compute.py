@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from ravnest.errors import RavnestError
+from ravnest.errors import ProtocolError, RavnestError
 from ravnest.exchange import HUB, Blobs, Parcel
 from ravnest.net.transport import Buffer
 from ravnest.peer.host import Host, Limits
-from ravnest.protocol import Message, PlanOrder, Refusal, SnapshotOrder, StageParts
+from ravnest.plan.types import NodeId
+from ravnest.protocol import Complaint, Message, PlanOrder, Refusal, SnapshotOrder, StageParts
 
 logger = logging.getLogger(__name__)
 
@@ -32,10 +33,12 @@ class Build:
 
 @dataclass(frozen=True, slots=True)
 class Delivered:
-    """A message for the stage."""
+    """A message for the stage, under this plan."""
 
     message: Message
     buffers: Sequence[Buffer]
+    sender: NodeId
+    epoch: int
 
 
 Item = Delivered | Build | PlanOrder | SnapshotOrder
@@ -67,28 +70,41 @@ class Bench:
         self.host = host
         self._blobs = blobs
         self._built: StageParts | None = None
+        self._wanted: SnapshotOrder | None = None  # until the stage can be saved
 
     def take(self, item: Item) -> Iterable[Parcel]:
         """Do what an item asks for; return what is to be sent."""
         match item:
             case PlanOrder():
                 self.host.clear()
+                self._wanted = None
                 return ()
             case Build():
                 self.host.build(item.order, item.blueprint, item.weights)
                 self._built = item.parts
                 return [Parcel(HUB, item.parts)]
             case SnapshotOrder():
-                assert self._built is not None
-                version, weights = self.host.save()
-                ref = self._blobs.keep(weights)
-                return [Parcel(HUB, StageParts(item.epoch, version, self._built.blueprint, ref))]
+                self._wanted = item
+                return self._save()
             case Delivered():
-                found = self.host.receive(item.message, item.buffers)
+                try:
+                    found = self.host.receive(item.message, item.buffers, item.sender)
+                except ProtocolError as error:
+                    return [Parcel(HUB, Complaint(item.epoch, item.sender, str(error)))]
                 if isinstance(found, Refusal):
                     logger.debug("%s: %s", type(item.message).__name__, found.reason)
                     return ()
-                return found
+                return [*found, *self._save()]
+
+    def _save(self) -> Iterable[Parcel]:
+        """Keep the stage if the hub has asked for it and other stages hold nothing of it back."""
+        saved = None if self._wanted is None else self.host.save()
+        if saved is None or self._wanted is None:
+            return []
+        assert self._built is not None
+        order, self._wanted = self._wanted, None
+        ref = self._blobs.keep(saved[1])
+        return [Parcel(HUB, StageParts(order.epoch, saved[0], self._built.blueprint, ref))]
 
 
 class ComputeThread:

@@ -1,24 +1,34 @@
 """What the compute thread owns: the stage of the current plan with its worker and its averager.
 
-Orders and messages go in, parcels come out; it is built anew for every plan. Nothing in it waits. Driven by
-peer.agent, which gives it one thread.
+Orders and messages go in, parcels come out; it is built anew for every plan. Nothing in it waits, but an
+emulated device for its time. Driven by peer.compute, which gives it one thread.
 """
 
+import logging
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from ravnest.engine.schedule import StageSchedule
 from ravnest.engine.stage import Snapshot, Stage
-from ravnest.engine.training import read_training
+from ravnest.engine.training import Training, read_training
 from ravnest.errors import UnsafeBlueprint
 from ravnest.exchange import Parcel
+from ravnest.model.blueprint import Blueprint
 from ravnest.model.flat import Layout, from_safetensors, to_safetensors
+from ravnest.model.measure import count_flops
 from ravnest.model.preflight import preflight
 from ravnest.model.reading import read_blueprint
 from ravnest.model.rebuild import rebuild
 from ravnest.net.transport import Buffer
 from ravnest.peer.averager import Averager
-from ravnest.peer.worker import Incoming, Place, Worker, find_roles
+from ravnest.peer.machine import can_run_bf16
+from ravnest.peer.pacing import Device, make_policy
+from ravnest.peer.place import Place, find_roles
+from ravnest.peer.worker import Incoming, Worker
+from ravnest.plan.types import NodeId
 from ravnest.protocol import (
     Message,
     PlanOrder,
@@ -27,26 +37,50 @@ from ravnest.protocol import (
     RoundAbort,
     RoundCommit,
     RoundOpen,
+    TensorSpec,
 )
+from ravnest.tying import TiedCall, TiedGradient, TiedHolder, TiedStep
+
+logger = logging.getLogger(__name__)
+
+# The plan knows better what is alive at once; the look before the first run adds up all that is ever made.
+_PREFLIGHT_TIMES = 4
+# Sending the gradient before the rest of a backward costs 0.1 ms per layer: too much for a short one.
+_SPLIT_SECONDS = 0.01
+_USUAL_FLOPS_PER_SECOND = {"cpu": 5e10}  # of one core; of anything else 200 times as much
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the provider lends: memory for tensors, work for one batch, and the device for both."""
+    """What the provider lends: memory for tensors, work for one batch, and the device for both.
+
+    With `emulated_flops_per_second` the device behaves like one that is so slow, and waits the rest.
+    """
 
     memory_bytes: float
     flops_per_batch: float = 1e15
     device: str = "cpu"
+    emulated_flops_per_second: float | None = None
 
 
 class Host:
-    """Hosts one stage; `clock` tells seconds."""
+    """Hosts one stage; `clock` tells seconds, `wait` lets some pass, `probe` says if a device has bf16."""
 
-    def __init__(self, limits: Limits, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        clock: Callable[[], float],
+        wait: Callable[[float], object] | None = None,
+        probe: Callable[[str], bool] = can_run_bf16,
+    ) -> None:
         self._limits = limits
         self._clock = clock
+        self._wait = wait or threading.Event().wait  # nobody sets it: it costs no work to wait for
+        self._probe = probe
+        self._has_bf16: bool | None = None  # not probed yet
         self._worker: Worker | None = None
         self._averager: Averager | None = None
+        self._late_round: RoundOpen | None = None  # it begins when tied weights are settled
         self._num_averaged = self._num_offered = 0
 
     @property
@@ -66,67 +100,136 @@ class Host:
                 f"the plan has {stage.start} to {stage.stop} here"
             )
         limits = self._limits
-        preflight(
+        footprint = preflight(
             blueprint,
-            training.batch_size,
-            max_bytes=limits.memory_bytes,
+            -(-training.batch_size // order.accumulate),
+            max_bytes=_PREFLIGHT_TIMES * limits.memory_bytes,
             max_flops=limits.flops_per_batch,
         )
         state = {
             name: tensor.to(self._limits.device)
             for name, tensor in from_safetensors(weights, blueprint).items()
         }
-        program = rebuild(blueprint, self._limits.device, recompute=stage.recompute)
+        program = rebuild(
+            blueprint, limits.device, autocast=self._autocast(training), recompute=stage.recompute
+        )
         self._blueprint = blueprint
+        rate = limits.emulated_flops_per_second or _USUAL_FLOPS_PER_SECOND.get(limits.device, 1e13)
+        backward_seconds = 2 * footprint.forward_flops / rate
+        splits = not stage.recompute and backward_seconds > _SPLIT_SECONDS
         self._stage = Stage(
-            program, Snapshot(0, state, {}), find_roles(blueprint), training.optimizer, not stage.recompute
+            program, Snapshot(0, state, {}), find_roles(blueprint), training.optimizer, splits
         )
         formats = (training.activations, training.gradients)
-        place = Place(order.epoch, order.seed, stage.node, order.pipeline, *formats)
+        place = Place(order.epoch, order.seed, stage.node, order.pipeline, *formats, limits.device)
         schedule = StageSchedule(stage.window, order.accumulate)
-        rate = training.optimizer.learning_rate
-        self._worker = Worker(place, blueprint, self._stage, schedule, rate, self._clock)
-        self._averager = Averager(stage.node, order.rings, Layout.of(blueprint), self._stage, self._clock)
+        device = self._device(blueprint, training.batch_size, splits, stage.recompute)
+        rate, policy = training.optimizer.learning_rate, make_policy(training, order)
+        self._worker = Worker(place, blueprint, self._stage, schedule, rate, device, policy)
+        layout, tied = Layout.of(blueprint), self._worker.tied
+        self._averager = Averager(place, order.rings, layout, self._stage, tied, self._clock)
+        self._late_round = None
         self._num_averaged = self._num_offered = 0
+
+    def _autocast(self, training: Training) -> torch.dtype | None:
+        """Return what the stage computes in, as far as this PC can."""
+        if training.precision == "fp32":
+            return None
+        if self._has_bf16 is None:
+            self._has_bf16 = self._probe(self._limits.device)
+            if not self._has_bf16:
+                logger.warning(
+                    "this PC cannot compute in bf16, so its stage computes in fp32: as exact, but slower; "
+                    "on some CPUs it helps to set ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 and join again"
+                )
+        return torch.bfloat16 if self._has_bf16 else None
+
+    def _device(self, blueprint: Blueprint, batch_size: int, splits: bool, recompute: bool) -> Device:
+        """Return the device of the stage, slowed down if it is an emulated one."""
+        if self._limits.emulated_flops_per_second is None:
+            return Device(self._clock, self._wait)
+        forward, inputs, weights = count_flops(blueprint, batch_size)
+        if inputs and not splits:
+            inputs, weights = inputs + weights, 0.0
+        again = forward if recompute else 0.0  # before the first part of the backward that does something
+        inputs, weights = (inputs + again, weights) if inputs else (0.0, weights + again)
+        per_sample = 1 / (self._limits.emulated_flops_per_second * batch_size)
+        return Device(
+            self._clock, self._wait, forward * per_sample, inputs * per_sample, weights * per_sample
+        )
 
     def clear(self) -> None:
         """Forget the stage: the plan has none for this node."""
         self._worker = self._averager = None
 
-    def receive(self, message: Message, buffers: Sequence[Buffer]) -> Iterable[Parcel] | Refusal:
+    def receive(
+        self, message: Message, buffers: Sequence[Buffer], sender: NodeId | None = None
+    ) -> Iterable[Parcel] | Refusal:
         """Take a message for the stage; return what to send at once."""
         if self._worker is None or self._averager is None:
             return Refusal(f"{type(message).__name__} came, but no stage is hosted here")
         if isinstance(message, RoundOpen):
             return self._open_round(message)
+        late = self._late_round
+        if isinstance(message, RoundAbort) and late is not None and message.round_id == late.round_id:
+            self._late_round = None
+            return ()
+        if isinstance(message, TiedHolder | TiedCall | TiedGradient | TiedStep):
+            return self._share(message, buffers, sender)
         if isinstance(message, RingPart | RoundCommit | RoundAbort):
             found = self._averager.receive(message, buffers)
             if isinstance(message, RoundCommit) and not isinstance(found, Refusal):
                 self._num_averaged = self._num_offered
             return found
         if isinstance(message, Incoming):
-            return self._worker.receive(message, buffers) or ()
+            return self._worker.receive(message, buffers, sender) or ()
         return Refusal(f"{type(message).__name__} is not for a stage")
 
     def _open_round(self, order: RoundOpen) -> Iterable[Parcel]:
         """Weigh what this stage has by its samples since the last round, and one, so that a mean exists."""
         assert self._worker is not None
         assert self._averager is not None
+        if order.is_final:
+            self._worker.close_update()
+        if order.is_blocking:
+            # All that was trained must be in the average: tied weights may wait for other stages.
+            self._late_round = None if self._worker.tied.is_settled else order
+            if self._late_round is not None:
+                return ()
         self._num_offered = self._worker.num_trained
         return self._averager.open(order, 1.0 + self._num_offered - self._num_averaged)
 
+    def _share(
+        self,
+        message: TiedHolder | TiedCall | TiedGradient[TensorSpec] | TiedStep[TensorSpec],
+        buffers: Sequence[Buffer],
+        sender: NodeId | None,
+    ) -> Iterable[Parcel] | Refusal:
+        """Take what another stage says of a tied weight; a round may have waited for it."""
+        assert self._worker is not None
+        if isinstance(message, TiedCall) and message.closes:
+            self._worker.close_update()
+        found = self._worker.tied.receive(message, buffers, sender)
+        if isinstance(found, Refusal) or self._late_round is None:
+            return found
+        return [*found, *self._open_round(self._late_round)]
+
     def next_work(self) -> Iterator[Parcel] | None:
         """Return the next piece of work; None when there is nothing to do."""
-        if self._worker is None or self._averager is None or self._averager.is_blocking:
+        if self._worker is None or self._averager is None:
             return None
-        return self._worker.next_work()
+        is_blocked = self._averager.is_blocking or self._late_round is not None
+        return self._worker.flush() if is_blocked else self._worker.next_work()
 
     def tick(self, now: float) -> Iterable[Parcel]:
         """Let an open round notice its deadline."""
         return () if self._averager is None else self._averager.tick(now)
 
-    def save(self) -> tuple[int, bytes]:
-        """Return the version of the stage and its state as safetensors."""
+    def save(self) -> tuple[int, bytes] | None:
+        """Return the version of the stage and its state as safetensors; None while tied weights wait."""
         assert self._worker is not None
+        self._worker.close_update()
+        if not self._worker.tied.is_settled:
+            return None
         snapshot = self._stage.snapshot()
         return snapshot.version, to_safetensors(snapshot.state, self._blueprint)

@@ -152,7 +152,7 @@ def test_a_straggler_weighs_less():
     torch.testing.assert_close(moved[1], moved[0] / 2, rtol=1e-4, atol=1e-7)
 
 
-def test_a_tied_weight_moves_only_when_the_sum_came_back():
+def test_a_tied_weight_moves_only_when_the_sum_comes():
     model = subject("own_gpt")
     third = model.num_positions // 3
     names = [entry.name for entry in model.captured.blueprint.state if entry.is_trainable]
@@ -167,8 +167,10 @@ def test_a_tied_weight_moves_only_when_the_sum_came_back():
     after = first.snapshot().state
     assert torch.equal(after["tokens.weight"], before["tokens.weight"])
     assert not torch.equal(after["places.weight"], before["places.weight"])
-    first.put_shared_gradients({"tokens.weight": taken["tokens.weight"].clone()})
-    assert first.update(0.1).refusal is None
+    line.forward(1, fields_of(model.sample.batch))  # it keeps the weights it saw
+    assert first.step_shared("tokens.weight", taken["tokens.weight"].clone(), 0.1) is None
+    assert torch.equal(first._versions.seen["tokens.weight"], first.snapshot().state["tokens.weight"])
+    assert torch.equal(first._versions._held[1]["tokens.weight"], before["tokens.weight"])
     moved = before["tokens.weight"] - 0.1 * taken["tokens.weight"]
     torch.testing.assert_close(first.snapshot().state["tokens.weight"], moved)
 
@@ -188,8 +190,6 @@ def test_a_tied_weight_moves_only_when_the_sum_came_back():
 def test_each_gradient_is_that_of_the_weights_its_forward_saw(name, accumulate, recompute):
     captured = _captured()
     line = make_line(name, recompute=recompute, splits=not recompute)
-    for stage in line.stages:  # so that gradients can be looked at before an update
-        stage._roles = dataclasses.replace(stage._roles, shared=stage._roles.trainable)
     traffic = Traffic(line, window=4, accumulate=accumulate)
     batches = {number: text_batch(number) for number in range(16)}
     seen = {number: {} for number in batches}
@@ -200,10 +200,9 @@ def test_each_gradient_is_that_of_the_weights_its_forward_saw(name, accumulate, 
         seen[batch].update({k: v.detach().clone() for k, v in stage._versions.seen.items()})
 
     def take(place, _batch, stage):
-        taken = stage.take_shared_gradients()
-        updates.append((tuple(waiting[place]), {k: v.clone() for k, v in taken.items()}))
+        means = {name: total / stage._num_batches for name, total in stage._sums.items()}
+        updates.append((tuple(waiting[place]), means))
         waiting[place].clear()
-        stage.put_shared_gradients(taken)
 
     traffic.before_forward, traffic.before_update = look, take
     backward = traffic._backward
@@ -533,10 +532,13 @@ def test_weights_and_inputs_with_one_gradient_do_not_disturb_each_other(splits, 
     torch.testing.assert_close(after["b"], torch.tensor(moved))
 
 
-@pytest.mark.parametrize(("name", "shape"), [("w", (1,)), ("other", (1,))])
-def test_a_gradient_of_what_is_not_shared_is_not_taken(name, shape):
-    with pytest.raises(ProtocolError, match="is not shared with us"):
-        toy_stage().put_shared_gradients({name: torch.zeros(shape)})
+def test_a_sum_that_is_not_finite_leaves_a_tied_weight_as_it_is():
+    model = subject("own_gpt")
+    names = [entry.name for entry in model.captured.blueprint.state if entry.is_trainable]
+    first = Line(model.captured, [model.num_positions // 2], plain_sgd(names)).stages[0]
+    before = first.snapshot().state["tokens.weight"]
+    assert "not finite" in first.step_shared("tokens.weight", before / 0, 0.1).reason
+    assert torch.equal(first.snapshot().state["tokens.weight"], before)
 
 
 @pytest.mark.parametrize("shape", [(3,), (2, 1)])

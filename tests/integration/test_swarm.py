@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import ravnest as rv
-from ravnest.errors import ConfigError, PlanError
+from ravnest.errors import PlanError
 from ravnest.hub.events import (
     ClusterDissolved,
     ClusterStarted,
@@ -25,8 +25,9 @@ from ravnest.hub.events import (
     RoundEnded,
 )
 from ravnest.hub.server import Server
+from ravnest.job.peers import Hardware
 from ravnest.job.result import Result
-from ravnest.job.swarm import LOCAL_PLAN, Hardware, LocalSwarm, local
+from ravnest.job.swarm import LOCAL_PLAN, Hub, local
 from ravnest.net.identity import SECRET_BYTES, Token, new_keys, write_token
 from ravnest.net.zeromq import ZeroMqTransport
 
@@ -133,7 +134,7 @@ def test_a_peer_killed_in_the_middle_costs_its_cluster_not_the_job() -> None:
             victim = next(news.nodes[-1] for news in told if isinstance(news, ClusterStarted))
             os.kill(swarm.processes[victim], signal.SIGKILL)
 
-    swarm: LocalSwarm = local([LARGE] * 4, plan=PLAN, tell=kill_one)
+    swarm: Hub = local([LARGE] * 4, plan=PLAN, tell=kill_one)
     with swarm:
         result = swarm.fit(make_job(epochs=10))
     assert len(sizes(told)) > 1
@@ -147,24 +148,44 @@ def test_a_model_too_large_for_all_of_them_is_said_so() -> None:
         swarm.fit(make_job())
 
 
-def test_weights_tied_across_stages_are_refused_with_the_way_out() -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = make_model()
+class Tied(nn.Module):
+    """Its first weight is used again near its end, as the embedding of a language model is."""
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.layers(F.linear(self.layers(x), self.layers[0].weight.T[:, :NUM_CLASSES]))
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, *inner, self.last = make_model()
+        self.inner, self.last = nn.Sequential(*inner), nn.Linear(16, NUM_CLASSES)
 
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(x + F.linear(self.inner(self.first(x)), self.first.weight.T))
+
+
+@pytest.mark.parametrize("has_validation", [True, False])
+def test_a_weight_tied_across_two_stages_is_trained_in_both(has_validation: bool) -> None:
+    told: list[News] = []
+    torch.manual_seed(0)
+    start = Tied()
     job = rv.Job(
-        Tied(),
+        start,
         make_data(NUM_TRAIN, 1),
+        val_data=make_data(NUM_VALIDATION, 2) if has_validation else None,
         batch_size=16,
         loss=lambda out, batch: F.cross_entropy(out, batch["y"]),
+        epochs=3,
+        learning_rate=3e-3,
+        optimizer="adamw",
     )
-    hardware = [Hardware(3e6, SPEED)] * 2
-    with local(hardware, plan=PLAN, tell=lambda _: None) as swarm, pytest.raises(ConfigError, match="untie"):
-        swarm.fit(job)
+    with local([LARGE] * 2, plan=PLAN, tell=told.append) as swarm:
+        result = swarm.fit(job)
+    assert sizes(told) == [2]
+    model, batch = Tied(), make_data(NUM_VALIDATION, 2)
+    result.load_into(model)
+    with torch.no_grad():
+        out = model.eval()(batch["x"])
+    if has_validation:
+        assert result.metrics["val_loss"] == pytest.approx(float(F.cross_entropy(out, batch["y"])), rel=1e-4)
+    assert float(is_right(out, batch)) > 0.8
+    assert (model.first.weight - start.first.weight).norm() > 0.1 * start.first.weight.norm()
 
 
 def join(token: str) -> subprocess.CompletedProcess[str]:

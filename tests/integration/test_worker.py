@@ -8,6 +8,7 @@ import torch
 from ravnest.config import Optimizer as OptimizerName
 from ravnest.config import WireFormat
 from ravnest.engine.recipe import from_torch, make_settings
+from ravnest.errors import ProtocolError
 from ravnest.model.capture import Captured, capture
 from ravnest.model.measure import find_matrices
 from ravnest.protocol import (
@@ -134,9 +135,16 @@ def test_what_is_late_repeated_or_not_for_this_stage_is_refused(captured: Captur
     activation, buffers = cluster.queues[cluster.nodes[1]][0]
     assert middle.receive(activation, buffers) is None
     assert isinstance(middle.receive(activation, buffers), Refusal)
-    leaf = world(captured).workers[cluster.nodes[2]]  # it waits for the labels
-    assert leaf.receive(activation, buffers) is None
-    assert isinstance(leaf.receive(activation, buffers), Refusal)
+    leaf = world(captured).workers[cluster.nodes[2]]
+    with pytest.raises(ProtocolError, match="not"):  # it is not for this stage
+        leaf.receive(activation, buffers)
     cluster.queues[cluster.nodes[1]].clear()
+    cluster.turn(cluster.nodes[1])
+    passed_on, buffers = cluster.queues[cluster.nodes[2]][-1]
+    assert leaf.receive(passed_on, buffers) is None  # it waits for the labels
+    assert isinstance(leaf.receive(passed_on, buffers), Refusal)
+    short = replace(passed_on, batch=BatchId(7), num_samples=3)
+    with pytest.raises(ProtocolError, match="not its own"):
+        leaf.receive(short, buffers)
     cluster.run()
     assert [type(message) for message in cluster.at_hub].count(LeaseDone) == 1

@@ -14,6 +14,7 @@ import zmq
 import zmq.asyncio
 
 from ravnest.errors import ConfigError, LinkError
+from ravnest.net.addresses import split_address
 from ravnest.net.endpoint import Endpoint
 from ravnest.net.frames import VERSION, Chunk, Hello, decode, encode
 from ravnest.net.identity import KeyPair, load_keys, new_keys
@@ -51,7 +52,7 @@ def make(number: int, listen: str | None = None, known=KEYS, **options) -> Recor
 @asynccontextmanager
 async def pair(**options):
     async with make(0, ANY_PORT, **options) as hub, make(1, **options) as node:
-        node.dial(hub.peer, hub.address)
+        node.dial(hub.peer, [hub.address])
         yield hub, node
 
 
@@ -108,8 +109,8 @@ def test_a_blob_of_50_mb_delays_a_gradient_by_a_few_chunks():
 def test_an_unknown_key_is_refused_and_the_known_go_on():
     async def main():
         async with make(0, ANY_PORT, known=KEYS[:2]) as hub, make(1) as node, make(2) as stranger:
-            stranger.dial(hub.peer, hub.address)
-            node.dial(hub.peer, hub.address)
+            stranger.dial(hub.peer, [hub.address])
+            node.dial(hub.peer, [hub.address])
             assert "refused at the handshake" in (await next_of(stranger, DialFailed)).reason
             assert (await next_of(hub, LinkUp)).peer == node.peer
             assert hub.connected() == {node.peer}
@@ -122,7 +123,7 @@ def test_an_unknown_key_is_refused_and_the_known_go_on():
 def test_another_key_at_the_address_is_not_believed():
     async def main():
         async with make(0, ANY_PORT) as hub, make(1) as node:
-            node.dial(KEYS[2].peer, hub.address)
+            node.dial(KEYS[2].peer, [hub.address])
             assert "handshake failed" in (await next_of(node, DialFailed)).reason
             assert not hub.connected()
 
@@ -134,7 +135,7 @@ def test_nobody_there_is_said_and_dialled_again_until_somebody_is():
         async with make(0, ANY_PORT) as hub:
             address = hub.address
         async with make(1) as node:
-            node.dial(KEYS[0].peer, address)
+            node.dial(KEYS[0].peer, [address])
             await node.send(KEYS[0].peer, Service.CONTROL, b"early")
             assert "nobody answers" in (await next_of(node, DialFailed)).reason
             async with make(0, address) as hub:
@@ -143,11 +144,44 @@ def test_nobody_there_is_said_and_dialled_again_until_somebody_is():
     run(main)
 
 
+def test_addresses_are_tried_in_turn_and_the_one_that_worked_again_first():
+    async def main():
+        async with make(0, ANY_PORT) as hub:
+            dead, alive = "127.0.0.1:9", hub.address.removeprefix("tcp://")
+            async with make(1) as node:
+                node.dial(hub.peer, [dead, "tcp://nonsense", alive])
+                failed = [await next_of(node, DialFailed) for _ in range(2)]
+                assert [event.address for event in failed] == [dead, "tcp://nonsense"]
+                assert (await next_of(node, LinkUp)).address == alive
+                assert (await next_of(hub, LinkUp)).address is None
+                hub.drop(node.peer, "for a moment")
+                event = await next_of(node, (DialFailed, LinkUp))
+                assert (type(event), event.address) == (LinkUp, alive)
+
+    run(main)
+
+
+def test_a_name_may_stand_for_places_of_which_one_answers(monkeypatch):
+    async def main():
+        async with make(0, ANY_PORT) as hub, make(1) as node:
+            places = [(0, 0, 0, "", (host, 0)) for host in ("::1", "127.0.0.1")]
+
+            async def look_up(host, port, **_):
+                assert host == "hub.example.org"
+                return places
+
+            monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", look_up)
+            node.dial(hub.peer, [f"tcp://hub.example.org:{port_of(hub)}"])
+            await next_of(node, LinkUp)
+
+    run(main)
+
+
 @pytest.mark.parametrize("address", ["nonsense", "tcp://", "tcp://127.0.0.1:99999"])
 def test_a_bad_address_is_named(address):
     async def main():
         async with make(1) as node:
-            node.dial(KEYS[0].peer, address)
+            node.dial(KEYS[0].peer, [address])
             assert address in (await next_of(node, DialFailed)).reason
         with pytest.raises(ConfigError, match="cannot listen"):
             async with make(1, address):
@@ -176,9 +210,9 @@ def test_a_hub_admits_by_greeting():
             return None if greeting == b"secret" else "the secret is wrong"
 
         async with make(0, ANY_PORT, known=(), admit=admit) as hub, make(1) as node:
-            node.dial(hub.peer, hub.address, b"guess")
+            node.dial(hub.peer, [hub.address], b"guess")
             assert "the secret is wrong" in (await next_of(node, DialFailed)).reason
-            node.dial(hub.peer, hub.address, b"secret")
+            node.dial(hub.peer, [hub.address], b"secret")
             await next_of(node, LinkUp)
             await hub.send(node.peer, Service.CONTROL, b"welcome")
             assert (await next_of(node, Delivery)).header == b"welcome"
@@ -287,7 +321,11 @@ class Cutter:
 
 
 def port_of(transport: ZeroMqTransport) -> int:
-    return int(transport.address.rpartition(":")[2])
+    return door_of(transport)[1]
+
+
+def door_of(transport: ZeroMqTransport) -> tuple[str, int]:
+    return split_address(transport.address)
 
 
 def test_each_message_arrives_once_and_in_order_although_the_connection_is_cut_again_and_again():
@@ -315,7 +353,7 @@ def test_each_message_arrives_once_and_in_order_although_the_connection_is_cut_a
             make(1) as node,
             cutter.towards("127.0.0.1", port_of(hub)) as port,
         ):
-            node.dial(hub.peer, f"tcp://127.0.0.1:{port}")
+            node.dial(hub.peer, [f"tcp://127.0.0.1:{port}"])
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(talk(hub, node))
                 tasks.create_task(talk(node, hub))
@@ -377,7 +415,7 @@ async def echo(settings: dict[str, str]) -> None:
     async with ZeroMqTransport(keys, Random()) as transport:
         hub = settings["hub"].encode()
         transport.allow([hub])
-        transport.dial(KeyPair(hub, b"").peer, settings["address"])
+        transport.dial(KeyPair(hub, b"").peer, [settings["address"]])
         while True:
             event = await transport.receive()
             if isinstance(event, Delivery):
@@ -392,16 +430,18 @@ def test_two_unreachable_peers_meet_through_the_relay_which_sees_nothing():
 
     async def main():
         relay, recorder = Relay(), Cutter()
-        relay.add(TICKET)
         async with AsyncExitStack() as stack:
             enter = stack.enter_async_context
-            relay_port = await enter(relay.listen("127.0.0.1", 0))
+            relay_port = await enter(relay.listen(ANY_PORT))
             seen_port = await enter(recorder.towards("127.0.0.1", relay_port))
             one, other = await enter(make(0, ANY_PORT)), await enter(make(1))
             tasks = await enter(asyncio.TaskGroup())
-            waiter = tasks.create_task(await_through("127.0.0.1", relay_port, TICKET, port_of(one)))
-            address = await enter(dial_through("127.0.0.1", seen_port, TICKET))
-            other.dial(one.peer, address)
+            waiter = tasks.create_task(await_through(("127.0.0.1", relay_port), TICKET, door_of(one)))
+            address = await enter(dial_through(("127.0.0.1", seen_port), TICKET))
+            other.dial(one.peer, [address])
+            for _ in range(2):
+                await next_of(other, DialFailed)
+            relay.add(TICKET)
             await other.send(one.peer, Service.GRADIENT, marker, [bytes(3 * MIB)])
             assert (await next_of(one, Delivery)).header == marker
             recorder.cut()
@@ -421,18 +461,18 @@ def test_an_impostor_behind_the_relay_and_a_wrong_ticket_get_nowhere():
         relay.add(TICKET)
         async with AsyncExitStack() as stack:
             enter = stack.enter_async_context
-            port = await enter(relay.listen("127.0.0.1", 0))
+            place = "127.0.0.1", await enter(relay.listen(ANY_PORT))
             impostor, node = await enter(make(2, ANY_PORT)), await enter(make(1))
             tasks = await enter(asyncio.TaskGroup())
-            waiter = tasks.create_task(await_through("127.0.0.1", port, TICKET, port_of(impostor)))
-            node.dial(KEYS[0].peer, await enter(dial_through("127.0.0.1", port, TICKET)))
-            node.dial(KEYS[2].peer, await enter(dial_through("127.0.0.1", port, bytes(16))))
+            waiter = tasks.create_task(await_through(place, TICKET, door_of(impostor)))
+            node.dial(KEYS[0].peer, [await enter(dial_through(place, TICKET))])
+            node.dial(KEYS[2].peer, [await enter(dial_through(place, bytes(16)))])
             failed = [await next_of(node, DialFailed) for _ in range(6)]
             assert {event.peer for event in failed} == {KEYS[0].peer, KEYS[2].peer}
             assert not node.connected()
             assert not impostor.connected()
             with pytest.raises(ConfigError, match="cannot relay"):
-                await enter(Relay().listen("127.0.0.1", port))
+                await enter(Relay().listen("tcp://192.0.2.7:7700"))
             waiter.cancel()
 
     run(main)

@@ -1,11 +1,20 @@
 """Laws of the hub over random histories: joins, deaths, delays, second copies, drops, silent members."""
 
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.hub_world import HubWorld, Trouble, check_replay, job, quick_plans
+from support.hub_world import HubWorld, Trouble, check_replay, freeze, job, quick_plans
+from support.plan_world import check_laws, configs, profiles, swarms
 
-from ravnest.hub.events import RoundEnded
+from ravnest.hub import microbatches
+from ravnest.hub.events import PlanFormed, RoundEnded
+from ravnest.hub.planning import MakePlan
+from ravnest.hub.state import Hub
+from ravnest.hub.store import Store, apply_logged, replay
 
 NAMES = "abcdefgh"
 RESCUE = ("x", "y", "z")
@@ -31,6 +40,8 @@ troubles = st.builds(
 jobs = st.builds(
     job,
     num_samples=st.sampled_from([3, 50, 64]),
+    batch_size=st.sampled_from([4, 16, 24]),
+    microbatches=st.sampled_from([0, 0, 1, 3, 5]),
     num_validation=st.sampled_from([0, 7, 23]),
     epochs=st.integers(1, 3),
     chunk_batches=st.integers(1, 4),
@@ -47,7 +58,7 @@ deaths = st.lists(st.tuples(st.sampled_from(NAMES), moments), max_size=6)
 returns = st.lists(st.tuples(st.sampled_from(NAMES), moments), max_size=2)
 
 
-def run_history(given_job, trouble, joined, died, returned):
+def run_history(given_job, trouble, joined, died, returned, stopped=None):
     world = HubWorld(given_job, trouble)
     for name, (moment, memory_mb) in joined.items():
         world.join(name, memory_mb=memory_mb, at=moment)
@@ -56,10 +67,12 @@ def run_history(given_job, trouble, joined, died, returned):
     for name, moment in died:
         world.kill(name, at=moment)
     world.join(*RESCUE, at=LATE)  # enough to hold the model, and they live
+    if stopped is not None:
+        world.at(stopped, world.stop)
     return world.run()
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(jobs, troubles, joins, deaths, returns)
 def test_every_history_with_enough_memory_in_the_end_finishes_with_balanced_books(
     given_job, trouble, joined, died, returned
@@ -76,6 +89,71 @@ def test_every_history_with_enough_memory_in_the_end_finishes_with_balanced_book
 
 
 @settings(max_examples=60)
+@given(jobs, troubles, joins, deaths, returns, st.floats(0.0, LATE))
+def test_a_stopped_job_is_kept_if_somebody_can_and_leases_nothing_more(
+    given_job, trouble, joined, died, returned, stopped
+):
+    world = run_history(given_job, trouble, joined, died, returned, stopped)
+    assert world.is_finished
+    assert (world.finish is None) != (world.abandoned is None)  # the world checks that it had to be
+    check_replay(world)
+
+
+plain_jobs = st.builds(
+    job,
+    batch_size=st.integers(1, 40),
+    num_samples=st.integers(1, 6),
+    microbatches=st.sampled_from([0, 0, 1, 2, 7, 50]),
+    chunk_batches=st.integers(1, 4),
+    rates=st.just((0.1, 0.2, 0.3)),
+).map(
+    lambda given: replace(
+        given,
+        settings=replace(given.settings, num_samples=given.settings.num_samples * given.settings.batch_size),
+    )
+)
+
+
+@settings(max_examples=60)
+@given(plain_jobs, st.sampled_from(["a", "abc", "abcde"]), deaths)
+def test_every_update_is_of_one_batch(given_job, names, died):
+    world = HubWorld(given_job)
+    world.join(*names, memory_mb=250.0)
+    for name, when in died:
+        world.kill(name, at=when)
+    world.join(*RESCUE, at=LATE)
+    world.run()
+    size = given_job.settings.batch_size
+    assert world.updates
+    for updates in world.updates.values():
+        assert [sum(sizes) for sizes in updates.values()] == [size] * len(updates)
+        for sizes in updates.values():
+            assert max(sizes) - min(sizes) <= 1
+            assert min(sizes) >= 4 or given_job.settings.microbatches or len(sizes) == 1
+    formed = next(news for news in world.news if isinstance(news, PlanFormed))
+    config = given_job.config
+    for cluster in formed.plan.clusters:
+        assert cluster.accumulate == formed.microbatches
+        assert all(stage.window - 1 <= formed.microbatches * config.max_lag for stage in cluster.stages)
+
+
+@settings(max_examples=40)
+@given(profiles(), swarms(most=6), configs, st.integers(1, 64), st.sampled_from([0, 0, 1, 3, 200]))
+def test_a_plan_in_microbatches_is_a_plan(profile, swarm, config, batch_size, asked):
+    given_job = job(batch_size=batch_size, microbatches=asked)
+    given_job = replace(given_job, profile=profile, config=config)
+    formed = microbatches.make_plan(given_job, MakePlan(1, swarm.nodes), 0.0)
+    if formed.plan is None:
+        assert formed.shortage
+        return
+    cut_profile = microbatches.profile_microbatch(given_job, formed.microbatches)
+    assert cut_profile.samples_per_batch == -(-batch_size // formed.microbatches)
+    assert {cluster.accumulate for cluster in formed.plan.clusters} == {formed.microbatches}
+    assert formed.microbatches == min(asked, batch_size) if asked else formed.microbatches <= batch_size
+    check_laws(formed.plan, cut_profile, swarm, config)
+
+
+@settings(max_examples=40)
 @given(jobs, troubles, joins, deaths, returns)
 def test_replaying_the_log_gives_the_same_orders_and_the_same_state(
     given_job, trouble, joined, died, returned
@@ -95,3 +173,24 @@ def test_a_restart_in_the_middle_changes_nothing(trouble, died, moment):
     world.run()
     ends = [news for news in world.news if isinstance(news, RoundEnded)]
     assert [news.round_id for news in ends] == list(range(1, len(ends) + 1))
+
+
+@settings(max_examples=30)
+@given(troubles, deaths, st.floats(0.0, 30.0), st.sampled_from([None, 20.0]))
+def test_a_hub_replayed_from_its_folder_goes_on_alike(trouble, died, moment, stopped):
+    world = HubWorld(job(batch_size=16), trouble)
+    world.join(*"abcde", memory_mb=250.0)
+    for name, when in died:
+        world.kill(name, at=when)
+    if stopped is not None:
+        world.at(stopped, world.stop)
+    world.run(until=moment)
+    num_before = len(world.log)
+    with TemporaryDirectory() as folder, Store(Path(folder)) as store:
+        hub = Hub()
+        for event in world.log:
+            apply_logged(hub, event, store.append)
+        again = replay(store)
+    world.run()
+    assert [again.apply(event) for event in world.log[num_before:]] == world.answers[num_before:]
+    assert freeze(again) == freeze(world.hub)

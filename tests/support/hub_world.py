@@ -13,13 +13,12 @@ from functools import cache
 from itertools import count
 from random import Random
 
-import msgspec
 import pytest
 from support.plan_world import SIMPLE, even_model, first_answers, node
 
-from ravnest import wire
-from ravnest.hub import events, members
+from ravnest.hub import microbatches
 from ravnest.hub.events import (
+    Abandon,
     Collect,
     Collected,
     Finish,
@@ -33,16 +32,19 @@ from ravnest.hub.events import (
     RoundEnded,
     Send,
     SendFields,
+    Stopped,
     Tell,
     Tick,
     WorkLost,
 )
+from ravnest.hub.microbatches import make_plan
+from ravnest.hub.planning import MakePlan
 from ravnest.hub.state import Hub, Phase
+from ravnest.hub.store import read_event, write_event
 from ravnest.plan.cluster import form_plan
 from ravnest.protocol import (
     BlobRef,
     DroppedBatch,
-    Heartbeat,
     LearningRate,
     LeaseDone,
     LeaseGrant,
@@ -113,7 +115,9 @@ class HubWorld:
         self.queue, self.order_of = [], count()
         self.ledger = Counter()
         self.samples, self.batches = {}, set()
-        self.accumulate = 1
+        self.updates = {}  # of each cluster: the microbatches of each update, by size
+        self.is_stopped, self.abandoned = False, None
+        self.in_round, self.knowing = set(), set()  # nodes asked; clusters that know what was trained
         self.is_collecting = True  # a test may say Collected itself
         self.muted = set()
         self.open_round = None
@@ -128,6 +132,9 @@ class HubWorld:
 
     def kill(self, name, at=None):
         self.after((at or self.now) - self.now, self._die, name)
+
+    def stop(self, reason="enough"):
+        return self.feed(Stopped(reason, self.now))
 
     def run(self, until=LONGEST):
         while self._step(until):
@@ -158,6 +165,10 @@ class HubWorld:
         return [news for news in self.news if isinstance(news, kind)]
 
     @property
+    def open_leases(self):
+        return self.hub.books.open_leases if self.hub.books else ()
+
+    @property
     def is_finished(self):
         return self.hub.phase is Phase.FINISHED
 
@@ -170,10 +181,11 @@ class HubWorld:
     # The hub's side.
 
     def feed(self, event):
-        leases = {lease.number: lease for lease in self.hub.open_leases}
+        leases = {lease.number: lease for lease in self.open_leases}
         if not self.hub.concerns(event):
             assert self.hub.apply(event) == ()
             return ()
+        self.running = {x.holder: x.nodes for x in self.hub.clusters if x.is_running}
         self.log.append(event)
         orders = self.hub.apply(event)
         self.answers.append(orders)
@@ -187,10 +199,21 @@ class HubWorld:
             lease = leases[event.message.lease]
             indices = [index for batch in self.samples[lease.number] for index in batch]
             self.ledger.update((lease.lease.epoch, index) for index in indices)
+            self.knowing.add(lease.holder)
         for order in orders:
             self._carry_out(order)
+        if self.abandoned in orders:
+            self._check_abandoned(event)
         self.check()
         return orders
+
+    def _check_abandoned(self, event):
+        """Nobody could have kept what was trained, but for those who went with this event."""
+        gone = {PeerLeft: lambda: event.node, PeerJoined: lambda: event.node.name, Stopped: lambda: None}
+        name = gone.get(type(event), lambda: event.sender)()
+        left = {holder for holder, nodes in self.running.items() if name not in nodes}
+        assert not left & self.knowing
+        assert not left or self.ledger
 
     def _know(self, event):
         match event:
@@ -198,6 +221,8 @@ class HubWorld:
                 self.known.add(event.node.name)
             case PeerLeft():
                 self.known.discard(event.node)
+            case Stopped():
+                self.is_stopped = True
 
     def _carry_out(self, order):
         match order:
@@ -206,6 +231,8 @@ class HubWorld:
                 peer = self.peers[order.to]
                 peer.heard_at = max(peer.heard_at, self.now + self._delay())  # a link keeps the order
                 self.at(peer.heard_at, self._deliver, peer, order.message)
+            case MakePlan():
+                self.after(self._delay(), lambda: self.feed(make_plan(self.given, order, self.now)))
             case MakeParts():
                 made = PartsMade(
                     order.start,
@@ -229,7 +256,12 @@ class HubWorld:
                 self._hear(order.news)
             case Finish():
                 assert self.finish is None
+                assert self.abandoned is None
                 self.finish = order
+            case Abandon():
+                assert self.is_stopped
+                assert self.finish is None
+                self.abandoned = order
 
     def _check_sent(self, order):
         assert order.to in self.known
@@ -240,11 +272,16 @@ class HubWorld:
             case LeaseGrant() as grant:
                 new = set(range(grant.first_batch, grant.first_batch + len(grant.num_samples)))
                 assert not new & self.batches
+                assert min(grant.num_samples) >= 1
+                assert len(grant.num_samples) <= 1024
+                assert not (self.is_stopped and not grant.is_evaluation), "nothing is leased after the stop"
                 self.batches |= new
                 assert grant.epoch == self.told_epoch[order.to]
             case RoundOpen() as opened:
                 assert self.open_round in (None, opened.round_id), "never two rounds at once"
                 self.open_round = opened.round_id
+                self.in_round.add(order.to)
+                assert opened.is_blocking or not self.is_stopped, "only the last round comes after the stop"
                 assert opened.epoch == self.told_epoch[order.to]
             case LearningRate() as rate:
                 assert rate.epoch == self.told_epoch[order.to]
@@ -254,19 +291,21 @@ class HubWorld:
         self.news.append(news)
         if isinstance(news, RoundEnded):
             assert news.round_id == self.open_round
-            self.open_round = None
+            took_part = {holder for holder, nodes in self.running.items() if nodes[0] in self.in_round}
+            self.knowing |= took_part if news.is_committed else set()
+            self.open_round, self.in_round = None, set()
         if isinstance(news, WorkLost):
             assert news.num_samples == sum(self.ledger.values())
             self.ledger.clear()
 
     def check(self):
         running = {each.holder: each for each in self.hub.clusters if each.is_running}
-        held = Counter(lease.holder for lease in self.hub.open_leases)
+        held = Counter(lease.holder for lease in self.open_leases)
         assert set(held) <= set(running), "no lease is held by a dead cluster"
         assert max(held.values(), default=0) <= 2
-        kinds = {(lease.holder, lease.lease is None) for lease in self.hub.open_leases}
+        kinds = {(lease.holder, lease.lease is None) for lease in self.open_leases}
         assert len(kinds) == len(held), "weights stand still while they are evaluated"
-        if any(is_evaluation for _, is_evaluation in kinds):
+        if any(is_evaluation for _, is_evaluation in kinds) and not self.is_stopped:
             assert len(self.ledger) >= self.given.settings.num_samples
         for cluster in self.hub.clusters:
             assert set(cluster.nodes) <= self.known
@@ -274,8 +313,9 @@ class HubWorld:
         if self.is_finished:
             settings = self.given.settings
             expected = {(e, s) for e in range(settings.epochs) for s in range(settings.num_samples)}
-            assert set(self.ledger) == expected
-            assert not self.hub.open_leases
+            assert set(self.ledger) <= expected if self.is_stopped else set(self.ledger) == expected
+            assert not self.open_leases
+            assert (self.finish is None) != (self.abandoned is None)
             assert self.finish is None or self.finish.parts[0].start == 0
 
     # The peers' side.
@@ -324,7 +364,6 @@ class HubWorld:
         if isinstance(message, PlanOrder):
             if peer.order is None or message.epoch > peer.order.epoch:
                 peer.order, peer.num_trained, peer.busy_until = message, 0, self.now
-                self.say(name, Heartbeat(message.epoch, 1))
             return
         if getattr(message, "epoch", None) not in (None, peer.order and peer.order.epoch):
             return
@@ -335,15 +374,16 @@ class HubWorld:
                 parts = StageParts(message.epoch, 1000, blob("kept"), blob(name, message.number))
                 self.say(name, parts, seconds=0.5)
             case LeaseGrant():
-                self._work(peer.order.pipeline, message)
+                self._work(peer.order, message)
             case RoundOpen() if not self._happens(self.trouble.silent):
                 reply = RoundReady(message.round_id, name)
                 if self._happens(self.trouble.gives_up):
                     reply = RoundAbort(message.round_id, "no room")
                 self.say(name, reply, seconds=0.7)
 
-    def _work(self, pipeline, grant):
+    def _work(self, order, grant):
         """Train or evaluate batch after batch, as long as all nodes of the cluster live."""
+        pipeline, accumulate = order.pipeline, order.accumulate
         num_trained, leaf, root = 0, self.peers[pipeline[-1]], self.peers[pipeline[0]]
         start = max(self.now, root.busy_until)
         root.busy_until = start + 0.3 * len(grant.num_samples)
@@ -355,14 +395,19 @@ class HubWorld:
                 self.after(seconds, self._from_cluster, pipeline, self.random.choice(pipeline), dropped)
                 continue
             num_trained += num_samples
-            leaf.num_trained += not grant.is_evaluation
+            if not grant.is_evaluation:
+                update = leaf.num_trained // accumulate
+                self.updates.setdefault((pipeline, grant.epoch), {}).setdefault(update, []).append(
+                    num_samples
+                )
+                leaf.num_trained += 1
             metrics = (("acc", 0.5),)
             for name in pipeline:
                 loss = float(batch) if name == pipeline[-1] else None
                 report = StepReport(
                     grant.epoch,
                     batch,
-                    leaf.num_trained // self.accumulate,
+                    leaf.num_trained // accumulate,
                     0,
                     num_samples,
                     0.1,
@@ -389,7 +434,7 @@ class HubWorld:
 def quick_plans():
     """Plans as the search first finds them, each found once."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(members, "form_plan", lambda *facts: replace(_plan(*facts[:4]), epoch=facts[4]))
+        patch.setattr(microbatches, "form_plan", lambda *facts: replace(_plan(*facts[:4]), epoch=facts[4]))
         yield
 
 
@@ -417,23 +462,8 @@ def check_replay(world):
     hub = Hub()
     for event, orders in zip(world.log, world.answers, strict=True):
         if not isinstance(orders[0] if orders else None, Refusal):  # what is refused need not be logged
-            assert hub.apply(from_plain(to_plain(event))) == orders
+            assert hub.apply(read_event(*write_event(event))) == orders
     assert freeze(hub) == freeze(world.hub)
-
-
-def to_plain(event):
-    """An event as a log has it: its name and bytes; a message in it is packed by wire."""
-    is_message = isinstance(event, Received)
-    plain = (event.sender, wire.pack(event.message), event.now) if is_message else event
-    return type(event).__name__, msgspec.msgpack.encode(plain)
-
-
-def from_plain(row):
-    name, data = row
-    if name == "Received":
-        sender, header, now = msgspec.msgpack.decode(data, type=tuple[str, bytes, float])
-        return Received(sender, wire.unpack(header), now)
-    return msgspec.msgpack.decode(data, type=getattr(events, name))
 
 
 def freeze(thing):

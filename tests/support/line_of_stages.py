@@ -68,7 +68,7 @@ class Line:
         """Train on one batch with nothing else in flight; holders of tied weights sum their gradients."""
         loss = self.forward(batch, fields)
         self.backward(batch)
-        self.share()
+        self.share(learning_rate)
         for stage in self.stages:
             assert stage.update(learning_rate).refusal is None
         return loss
@@ -89,14 +89,15 @@ class Line:
             assert stage.backward_weights(batch) is None
             gradients = found
 
-    def share(self) -> None:
+    def share(self, learning_rate: float) -> None:
         total: dict[str, Tensor] = {}
         holders = [(stage, stage.take_shared_gradients()) for stage in self.stages]
         for _, taken in reversed(holders):
             for name, gradient in taken.items():
                 total[name] = total[name] + gradient if name in total else gradient.clone()
         for stage, taken in holders:
-            stage.put_shared_gradients({name: total[name].clone() for name in taken})
+            for name in taken:
+                assert stage.step_shared(name, total[name].clone(), learning_rate) is None
 
     def evaluate(self, fields: Mapping[str, Tensor]) -> Tensor:
         values: dict[int, Tensor] = {}

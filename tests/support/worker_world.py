@@ -15,11 +15,14 @@ from ravnest.engine.optimizers import OptimizerSettings
 from ravnest.engine.schedule import StageSchedule
 from ravnest.engine.stage import Snapshot, Stage
 from ravnest.exchange import HUB, Parcel
+from ravnest.model.blueprint import Blueprint
 from ravnest.model.capture import Captured
 from ravnest.model.line import slice_blueprint
 from ravnest.model.reading import read_blueprint, write_blueprint
 from ravnest.model.rebuild import rebuild
-from ravnest.peer.worker import Place, Worker, find_roles
+from ravnest.peer.pacing import Device
+from ravnest.peer.place import Place, find_roles
+from ravnest.peer.worker import Worker
 from ravnest.plan.types import NodeId
 from ravnest.protocol import BatchId, FieldParts, LeaseDone, LeaseGrant, LeaseId, Message, StepReport
 
@@ -54,9 +57,15 @@ class ClusterWorld:
             stage = Stage(rebuild(blueprint), Snapshot(0, state, {}), find_roles(blueprint), self.settings)
             place = Place(1, self.seed, node, self.nodes, self.wire_format, self.wire_format)
             schedule = StageSchedule(self.window, self.accumulate, self.synchronous)
-            rate = self.settings.learning_rate
-            self.workers[node] = Worker(place, blueprint, stage, schedule, rate, clock=lambda: 0.0)
+            self.workers[node] = self.make_worker(place, blueprint, stage, schedule)
         self._random = random.Random(self.seed)
+
+    def make_worker(
+        self, place: Place, blueprint: Blueprint, stage: Stage, schedule: StageSchedule
+    ) -> Worker:
+        """Return a worker for which no time passes."""
+        rate = self.settings.learning_rate
+        return Worker(place, blueprint, stage, schedule, rate, Device(lambda: 0.0))
 
     def lease(
         self, batches: Sequence[dict[str, Tensor]], first: int = 0, is_evaluation: bool = False

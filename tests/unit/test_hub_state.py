@@ -5,10 +5,12 @@ from dataclasses import replace
 
 import pytest
 from support.hub_world import HubWorld, Trouble, blob, check_replay, job, quick_plans
-from support.plan_world import node
+from support.plan_world import even_model, node
 
+from ravnest import wire
 from ravnest.config import Averaging
 from ravnest.hub.events import (
+    Abandon,
     BatchDropped,
     ClusterDissolved,
     ClusterStarted,
@@ -27,15 +29,21 @@ from ravnest.hub.events import (
     RoundEnded,
     Send,
     SendFields,
+    Stopped,
+    Stopping,
     Tell,
+    Tick,
     Waiting,
     WorkLost,
 )
-from ravnest.hub.state import Phase
+from ravnest.hub.microbatches import make_plan
+from ravnest.hub.news import show_news
+from ravnest.hub.state import Hub, Phase
+from ravnest.plan.profiles import builtin_profile, resize_batch
 from ravnest.protocol import (
+    Activation,
     Contact,
     DroppedBatch,
-    Heartbeat,
     LearningRate,
     LeaseDone,
     LeaseGrant,
@@ -203,6 +211,21 @@ def test_rounds_on_links_that_training_fills_are_rare_and_have_a_deadline(second
     assert [each.deadline_seconds for each in sent(world, RoundOpen, "a")] == [600.0]
 
 
+def test_rounds_take_the_share_of_time_that_the_forecast_of_microbatches_says():
+    world = two_clusters(average_every=None, num_samples=768, batch_size=16, chunk_batches=1, epochs=4)
+    world.run_until(lambda: world.told(PlanFormed))
+    assert world.told(PlanFormed)[0].microbatches > 2
+    outlook = world.hub._members.outlook
+    batch_seconds = (
+        world.told(PlanFormed)[0].microbatches * sum(x.period_seconds for x in outlook.clusters) / 2
+    )
+    seconds = 24 * world.given.config.averaging_share * batch_seconds
+    world.hub._members._outlook = replace(outlook, round_seconds=seconds)
+    world.run()
+    assert world.is_finished
+    assert 3 <= len(world.told(RoundEnded)) <= 5  # 192 batches of two clusters
+
+
 # Learning rates.
 
 
@@ -212,24 +235,107 @@ def test_a_constant_rate_is_told_once_to_each_stage():
     assert sent(world, LearningRate, "a") == [LearningRate(1, 0, 0.1)]
 
 
-@pytest.mark.parametrize(("memory_mb", "nodes", "accumulate"), [(1000.0, "a", 1), (150.0, "abc", 3)])
-def test_rates_are_told_ahead_of_their_updates(memory_mb, nodes, accumulate):
+@pytest.mark.parametrize(("memory_mb", "nodes", "microbatches"), [(1000.0, "a", 1), (150.0, "abc", 4)])
+def test_rates_are_told_ahead_of_their_updates(memory_mb, nodes, microbatches):
     rates = tuple(0.1 / (1 + batch) for batch in range(24))
-    world = HubWorld(job(rates=rates, num_samples=48, evaluate_every=0))
-    world.accumulate = accumulate
+    world = HubWorld(job(rates=rates, num_samples=192, batch_size=16, evaluate_every=0))
     world.join(*nodes, memory_mb=memory_mb)
     world.run_until(lambda: world.told(PlanFormed))
-    (cluster,) = world.told(PlanFormed)[0].plan.clusters
-    assert cluster.accumulate == accumulate
+    assert world.told(PlanFormed)[0].microbatches == microbatches
     finishes(world)
     told = {message.update: message.rate for message in sent(world, LearningRate, "a")}
-    assert [told[update] for update in range(24 // accumulate)] == list(rates[::accumulate])
+    assert [told[update] for update in range(24)] == list(rates)
     assert len(told) == len(sent(world, LearningRate, "a"))
+
+
+def test_rates_reach_their_end_although_every_epoch_ends_with_a_short_batch():
+    rates = tuple(float(batch) for batch in range(1, 41))
+    world = finishes(one_cluster(rates=rates, num_samples=50, batch_size=16, epochs=10, microbatches=4))
+    told = {message.update: message.rate for message in sent(world, LearningRate, "a")}
+    (updates,) = world.updates.values()  # fewer than batches: those of 2 samples make half an update each
+    assert len(updates) == 35
+    for update in range(35):
+        rate = told[max(each for each in told if each <= update)]
+        assert rate == pytest.approx(1 + update * 40 / 35, abs=4)
 
 
 def test_few_rates_are_spread_over_the_run():
     settings = job(num_samples=10, epochs=2, rates=(3.0, 2.0, 1.0)).settings
     assert [settings.rate(batch) for batch in range(8)] == [3.0, 3.0, 2.0, 2.0, 1.0, 1.0, 1.0, 1.0]
+
+
+# Microbatches.
+
+
+def test_a_batch_travels_as_microbatches_and_makes_one_update():
+    world = finishes(one_cluster(num_samples=160, batch_size=16))
+    formed = world.told(PlanFormed)[0]
+    assert (formed.batch_size, formed.microbatches) == (16, 4)
+    (plan_order,) = sent(world, PlanOrder, "a")
+    assert plan_order.accumulate == 4
+    (updates,) = world.updates.values()
+    assert list(updates.values()) == [[4, 4, 4, 4]] * 20
+    assert show_news(formed).endswith(
+        f"; 16 samples per update in 4 microbatches; {formed.samples_per_second:.3g} samples/s foreseen"
+    )
+
+
+def test_all_clusters_cut_a_batch_alike():
+    world = finishes(two_clusters(num_samples=480, batch_size=24))
+    formed = world.told(PlanFormed)[0]
+    assert [len(each.stages) for each in formed.plan.clusters] == [3, 2]
+    assert {each.accumulate for each in formed.plan.clusters} == {formed.microbatches}
+    assert formed.microbatches > 1
+    assert len(world.updates) == 2
+    for updates in world.updates.values():
+        assert all(sum(sizes) == 24 and len(sizes) == formed.microbatches for sizes in updates.values())
+
+
+@pytest.mark.parametrize(("asked", "sizes"), [(4, [4, 4, 4, 4]), (100, [1] * 16), (1, [16])])
+def test_a_job_may_say_how_many_microbatches(asked, sizes):
+    world = finishes(one_cluster(num_samples=160, batch_size=16, microbatches=asked))
+    (updates,) = world.updates.values()
+    assert list(updates.values()) == [sizes] * 20
+
+
+@pytest.mark.parametrize(("batch_size", "least"), [(1, 1), (3, 3), (4, 4), (7, 7), (8, 4), (11, 5), (12, 4)])
+def test_microbatches_keep_four_samples_where_a_batch_has_so_many(batch_size, least):
+    world = finishes(one_cluster(num_samples=5 * batch_size, batch_size=batch_size))
+    (updates,) = world.updates.values()
+    assert all(min(sizes) == least for sizes in updates.values())
+
+
+def test_windows_are_narrowed_where_a_batch_cannot_be_cut_so_often():
+    world = finishes(one_cluster(batch_size=4))
+    (cluster,) = world.told(PlanFormed)[0].plan.clusters
+    assert [stage.window for stage in cluster.stages] == [3, 3, 1]  # two updates of lag, as allowed
+
+
+def test_a_batch_too_large_for_the_memory_is_cut_until_it_fits():
+    given = job(num_samples=160, batch_size=16, expected_nodes=3)
+    given = replace(given, profile=even_model(6, saved_mb=10.0))  # of 10 samples
+    world = HubWorld(given)
+    world.join(*"abc")
+    world.run(until=0.0)
+    assert world.told(PlanFormed)[0].microbatches == 4
+
+
+def test_a_lease_lists_no_more_microbatches_than_a_message_may():
+    world = one_cluster(num_samples=4096, batch_size=512, chunk_batches=8, microbatches=300)
+    world.run_until(lambda: sent(world, LeaseGrant))
+    assert {len(grant.num_samples) for grant in sent(world, LeaseGrant)} == {900}
+    longest = LeaseGrant(2**40, 2**40, True, 2**60, (2**40,) * 1024)
+    assert len(wire.pack(longest)) <= wire.MOST_HEADER_BYTES
+
+
+def test_the_profile_of_a_smaller_batch_is_that_of_the_model_with_it():
+    assert resize_batch(builtin_profile("gpt2", 8), 2) == builtin_profile("gpt2", 2)
+
+
+def test_rounds_are_so_many_whole_batches_apart():
+    settings = {"num_samples": 192, "batch_size": 16, "average_every": 4, "epochs": 4, "chunk_batches": 1}
+    one, many = (finishes(two_clusters(**settings, microbatches=each)) for each in (1, 4))
+    assert len(one.told(RoundEnded)) == len(many.told(RoundEnded)) > 3
 
 
 # Coming together.
@@ -278,7 +384,8 @@ def test_peers_may_come_before_the_job():
     for event in (*events, replace(world.given, now=1.0)):
         hub.apply(event)
     assert hub.due == 5.0
-    assert any(isinstance(order, MakeParts) for order in hub.tick(5.0))
+    (asked,) = hub.apply(Tick(5.0))
+    assert any(isinstance(order, MakeParts) for order in hub.apply(make_plan(world.given, asked, 6.0)))
 
 
 # Deaths.
@@ -345,7 +452,7 @@ def test_a_death_in_a_round_aborts_it_for_all_and_three_clusters_become_two():
 def test_a_death_at_the_end_leaves_the_rest_to_another_cluster(phase):
     world = two_clusters(Trouble(detect_seconds=0.1))
     world.run_until(lambda: world.hub.phase is phase)
-    evaluating = {lease.holder for lease in world.hub.open_leases}
+    evaluating = {lease.holder for lease in world.open_leases}
     kept = sent(world, SnapshotOrder)
     busy = next(
         each
@@ -392,10 +499,21 @@ def test_when_the_last_cluster_dies_training_begins_again_with_who_is_left():
     (lost,) = world.told(WorkLost)
     assert lost.num_samples >= 50
     assert world.hub.phase is Phase.COLLECTING
-    assert world.hub.open_leases == ()
+    assert world.open_leases == ()
     world.join("z", memory_mb=150.0)
     finishes(world)
     assert [news.epoch for news in world.finish.history if isinstance(news, EpochDone)] == [1, 2]
+
+
+def test_training_that_began_again_ends_with_a_last_round_of_its_own():
+    world = two_clusters(Trouble(detect_seconds=0.1), average_every=1000, num_validation=100)
+    world.run_until(lambda: world.hub.phase is Phase.EVALUATING)
+    for each in world.hub.clusters:
+        world.kill(each.root)
+    world.join("x", "y", memory_mb=250.0)
+    finishes(world)
+    assert len(world.told(WorkLost)) == 1
+    assert [(ended.is_final, ended.is_committed) for ended in world.told(RoundEnded)] == [(True, True)] * 2
 
 
 def test_work_is_lost_when_only_a_cluster_that_has_trained_nothing_is_left():
@@ -462,6 +580,118 @@ def test_a_member_may_ask_what_became_of_a_round():
     assert "round 99" in refusal.reason
 
 
+# Stopping.
+
+
+def test_a_stopped_job_keeps_what_was_trained():
+    world = two_clusters(epochs=10)
+    world.run_until(lambda: len(world.ledger) > 60)
+    assert world.stop("Ctrl-C") == (Tell(Stopping("Ctrl-C")),)
+    open_leases = world.open_leases
+    finishes(world)
+    assert 60 < len(world.ledger) < 500
+    assert len(world.ledger) > 60 + sum(sum(lease.num_samples) for lease in open_leases) / 2
+    assert world.told(RoundEnded)[-1].is_final
+    assert world.told(RoundEnded)[-1].is_committed
+    evaluated = world.told(Evaluated)[-1]
+    assert (evaluated.epoch, evaluated.num_samples) == (2, 23)
+    assert world.finish.history[-1] == evaluated
+    assert world.abandoned is None
+    assert show_news(Stopping("Ctrl-C")) == "the job is stopped (Ctrl-C); what was trained is kept"
+
+
+def test_what_is_not_done_after_a_while_is_given_up():
+    world = two_clusters(epochs=10, average_every=1000)
+    world.run_until(lambda: len(world.ledger) > 20)
+    world.muted = {each.root for each in world.hub.clusters}
+    world.stop()
+    stopped = world.now
+    assert world.hub.due == stopped + 30.0
+    world.run_until(lambda: not world.open_leases)
+    assert world.now == stopped + 30.0
+    world.muted, num_counted = set(), len(world.ledger)
+    assert num_counted < 50
+    finishes(world)
+    assert len(world.ledger) == num_counted
+
+
+def test_the_last_evaluation_of_a_stopped_job_is_done_again_by_another_cluster():
+    world = two_clusters(Trouble(detect_seconds=0.1), epochs=10)
+    world.run_until(lambda: len(world.ledger) > 20)
+    world.stop()
+    world.run_until(lambda: world.hub.phase is Phase.EVALUATING)
+    holder = world.open_leases[0].holder
+    world.kill(next(each.leaf for each in world.hub.clusters if each.holder == holder))
+    finishes(world)
+    assert [news.num_samples for news in world.told(Evaluated)] == [23]
+
+
+def test_an_evaluation_under_way_is_given_up_with_the_rest():
+    world = one_cluster(epochs=10, num_validation=400)
+    world.run_until(lambda: any(lease.lease is None for lease in world.open_leases))
+    world.muted = {world.hub.clusters[0].leaf}
+    world.stop()
+    world.run_until(lambda: world.hub.phase is Phase.EVALUATING)
+    world.muted = set()
+    finishes(world)
+    assert [news.num_samples for news in world.told(Evaluated)] == [400]
+
+
+def test_an_evaluation_not_yet_begun_is_not_waited_for():
+    world = one_cluster(epochs=10)
+    world.run_until(lambda: len(world.ledger) == 48)  # the rest of the epoch is under way
+    world.stop()
+    before = world.now
+    finishes(world)
+    assert world.now < before + 30
+    assert [news.epoch for news in world.told(Evaluated)] == [1]
+
+
+@pytest.mark.parametrize("until", [Joined, PlanFormed])
+def test_a_job_stopped_before_anybody_trains_has_nothing_to_keep(until):
+    world = one_cluster()
+    world.run_until(lambda: len(world.told(until)) == {Joined: 3, PlanFormed: 1}[until])
+    orders = world.stop()
+    assert orders[-1] == Abandon("the job was stopped when no cluster had anything to keep")
+    assert {order.to for order in orders if isinstance(order, Send) and isinstance(order.message, Stop)} == {
+        *"abc"
+    }
+    assert world.is_finished
+    assert world.hub.due is None
+    check_replay(world)
+
+
+def test_when_the_last_cluster_dies_a_stopped_job_does_not_begin_again():
+    world = one_cluster()
+    world.run_until(lambda: len(world.ledger) > 10)
+    world.stop()
+    world.kill("a")
+    world.run()
+    assert world.abandoned is not None
+    assert world.told(WorkLost) == []
+    assert world.hub.phase is Phase.FINISHED
+
+
+@pytest.mark.parametrize("phase", [Phase.AVERAGING, Phase.EVALUATING, Phase.KEEPING])
+def test_a_job_that_ends_anyway_may_be_stopped_and_then_does_not_begin_again(phase):
+    world = two_clusters(Trouble(latency=0.5))
+    world.run_until(lambda: world.hub.phase is phase)
+    world.stop()
+    finishes(world)
+    assert len(world.ledger) == 100
+
+
+def test_a_job_is_stopped_once_and_not_after_its_end():
+    world = one_cluster()
+    world.run_until(lambda: len(world.ledger) > 10)
+    world.stop("first")
+    (refusal,) = world.stop("second")
+    assert "second" in refusal.reason
+    finishes(world)
+    assert isinstance(world.stop()[0], Refusal)
+    assert isinstance(Hub().apply(Stopped("early", 0.0))[0], Refusal)
+
+
 # Drops, copies, and what is refused.
 
 
@@ -504,7 +734,6 @@ def report(batch, epoch=1):
         ("leaf", StageParts(1, 0, blob("x"), blob("y")), "c has no stage to get ready"),
         ("leaf", RoundReady(1, "c"), "RoundReady of round 1, which is not open"),
         ("root", RoundAbort(1, "?"), "RoundAbort of round 1, which is not open"),
-        ("root", Pace(1, 0, 1, 1, False), "Pace from b: nobody sends that to the hub"),
     ],
 )
 def test_late_and_foreign_messages_are_refused(who, message, reason):
@@ -522,7 +751,7 @@ def test_a_cluster_speaks_only_for_itself():
     world = two_clusters()
     world.run_until(lambda: len(world.told(ClusterStarted)) == 2)
     one, other = (cluster(world, name) for name in "AB")
-    lease = next(lease for lease in world.hub.open_leases if lease.holder == one.holder)
+    lease = next(lease for lease in world.open_leases if lease.holder == one.holder)
     for sender, message in [
         (other.root, LeaseDone(1, lease.number, 8, None, ())),
         (other.leaf, report(lease.first_batch)),
@@ -560,10 +789,11 @@ def test_what_the_hubs_own_side_may_not_repeat():
     finishes(world)
 
 
-def test_heartbeats_and_reports_of_inner_stages_need_no_log():
+def test_what_is_for_others_and_reports_of_inner_stages_need_no_log():
     world = one_cluster()
     world.run_until(lambda: world.told(ClusterStarted))
-    for sender, message in [("a", Heartbeat(1, 5)), ("b", report(0)), ("ghost", report(0))]:
+    others = [("a", Activation(1, 0, False, 1, ())), ("a", Pace(1, 0, 1, 1, False))]
+    for sender, message in [("b", report(0)), ("ghost", report(0)), *others]:
         event = Received(sender, message, world.now + 50)
         assert not world.hub.concerns(event)
         assert world.hub.apply(event) == ()

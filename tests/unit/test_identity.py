@@ -1,9 +1,19 @@
-"""Keys, ids and the token: what a typing error leads to."""
+"""Keys, ids, addresses and the token: what a typing error leads to."""
 
 import pytest
 
 from ravnest.errors import ConfigError
-from ravnest.net.identity import Token, is_same_secret, load_keys, new_keys, peer_of, read_token, write_token
+from ravnest.net import addresses
+from ravnest.net.addresses import (
+    dialled_from_elsewhere,
+    dialled_from_here,
+    is_loopback,
+    local_hosts,
+    read_address,
+    split_address,
+    write_address,
+)
+from ravnest.net.identity import Token, load_keys, new_keys, peer_of, read_token, write_token
 
 KEYS = new_keys()
 TOKEN = Token(("tcp://192.0.2.7:7700", "tcp://[2001:db8::7]:7700"), KEYS.public, b"sixteen bytes ab")
@@ -68,7 +78,46 @@ def test_a_token_without_an_address_is_refused():
     assert read_token(text).addresses == ("x",)
 
 
-def test_secrets_are_compared():
-    assert is_same_secret(b"abc", b"abc")
-    assert not is_same_secret(b"abc", b"abd")
-    assert not is_same_secret(b"abc", b"")
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [
+        ("192.0.2.7:7700", "tcp://192.0.2.7:7700"),
+        (" tcp://hub.example.org:7700\n", "tcp://hub.example.org:7700"),
+        ("[2001:db8::7]:7700", "tcp://[2001:db8::7]:7700"),
+        ("tcp://[::ffff:192.0.2.7]:7700", "tcp://192.0.2.7:7700"),
+    ],
+)
+def test_an_address_is_written_in_full(text, address):
+    assert read_address(text) == read_address(text, is_door=True) == address
+    assert write_address(*split_address(address)) == address
+
+
+@pytest.mark.parametrize(
+    "text", ["", "hub", "hub:", ":7700", "http://hub:7700", "hub:70000", "a b:1", "::1:7700"]
+)
+def test_what_is_no_address_is_said_so(text):
+    with pytest.raises(ConfigError, match="is no address; one looks like"):
+        read_address(text)
+
+
+def test_only_a_door_may_leave_host_or_port_open():
+    assert read_address("0.0.0.0:0", is_door=True) == read_address("0.0.0.0:*", is_door=True)
+    for text in ("192.0.2.7:0", "192.0.2.7:*", "0.0.0.0:7700", "[::]:7700", "*:7700"):
+        with pytest.raises(ConfigError, match="nobody can dial it"):
+            read_address(text)
+
+
+def test_a_door_to_everywhere_is_dialled_at_the_addresses_of_this_pc(monkeypatch):
+    monkeypatch.setattr(addresses, "local_hosts", lambda: ("192.0.2.7", "198.51.100.7"))
+    told = dialled_from_elsewhere("tcp://0.0.0.0:77")
+    assert told == ("tcp://192.0.2.7:77", "tcp://198.51.100.7:77", "tcp://127.0.0.1:77")
+    assert [is_loopback(each) for each in told] == [False, False, True]
+    assert dialled_from_elsewhere("tcp://192.0.2.7:77") == ("tcp://192.0.2.7:77",)
+    assert dialled_from_here("tcp://[::]:77") == "tcp://127.0.0.1:77"
+    assert dialled_from_here("tcp://192.0.2.7:77") == "tcp://192.0.2.7:77"
+    assert is_loopback("tcp://localhost:77")
+    assert not is_loopback("a word")
+
+
+def test_the_addresses_of_this_pc_lead_from_elsewhere():
+    assert not any(is_loopback(write_address(host, 77)) for host in local_hosts())

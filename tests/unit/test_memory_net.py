@@ -33,7 +33,7 @@ class Town:
         for node in self.nodes:
             await self.stack.enter_async_context(node)
         for node in self.nodes[1:]:
-            node.dial(self.nodes[0].peer, "node0")
+            node.dial(self.nodes[0].peer, ["node0"])
         return self.nodes
 
     async def __aexit__(self, *_: object) -> None:
@@ -177,7 +177,7 @@ def test_nothing_is_lost_or_doubled_over_many_cuts_even_when_both_dial(seed):
     async def main():
         async with Town(2, Wire(0.02, 5e6)) as (hub, node), asyncio.TaskGroup() as tasks:
             if seed % 2:
-                hub.dial(node.peer, "node1")
+                hub.dial(node.peer, ["node1"])
             for one, other in ((hub, node), (node, hub)):
                 tasks.create_task(talk(one, other, 60))
             tasks.create_task(cut_often(hub, node, Random(seed), 60))
@@ -247,7 +247,7 @@ def test_a_death_is_noticed_and_the_next_incarnation_is_new(is_silent):
             hub.network.revive(node.peer)
             node.drop(hub.peer, "dead")
             async with town.make(7, KEYS[1]) as reborn:
-                reborn.dial(hub.peer, "node0")
+                reborn.dial(hub.peer, ["node0"])
                 up = await next_of(hub, LinkUp)
                 await hub.send(node.peer, Service.CONTROL, b"welcome")
                 return noticed, up.is_new, (await next_of(reborn, Delivery)).header
@@ -268,7 +268,7 @@ def test_what_a_dead_process_sent_and_nobody_read_does_not_come_after_its_succes
             hub.network.revive(node.peer)
             node.drop(hub.peer, "dead")
             async with town.make(7, KEYS[1]) as reborn:
-                reborn.dial(hub.peer, "node0")
+                reborn.dial(hub.peer, ["node0"])
                 await reborn.send(hub.peer, Service.CONTROL, b"new here")
                 await asyncio.sleep(1)
                 return [await hub.receive() for _ in range(4)]
@@ -286,8 +286,8 @@ def test_a_stranger_is_refused_and_so_is_a_wrong_key_at_the_right_address():
             with pytest.raises(LinkError, match="not among the allowed"):
                 await hub.send(stranger.peer, Service.CONTROL, b"")
             with pytest.raises(LinkError, match="not among the allowed"):
-                hub.dial(stranger.peer, "node2")
-            node.dial(stranger.peer, "node0")
+                hub.dial(stranger.peer, ["node2"])
+            node.dial(stranger.peer, ["node0"])
             return refused, await next_of(node, DialFailed)
 
     refused, other = run_virtual(main())
@@ -323,10 +323,10 @@ def test_a_hub_admits_by_greeting():
         hub = MemoryTransport(network, KEYS[0], Random(0), "hub", admit=admit)
         async with hub, MemoryTransport(network, KEYS[1], Random(1)) as node:
             node.allow([KEYS[0].public])
-            node.dial(hub.peer, "hub", b"guess")
+            node.dial(hub.peer, ["hub"], b"guess")
             failed = await next_of(node, DialFailed)
             assert not hub.connected()
-            node.dial(hub.peer, "hub", b"secret")
+            node.dial(hub.peer, ["hub"], b"secret")
             await next_of(node, LinkUp)
             await hub.send(node.peer, Service.CONTROL, b"welcome")
             assert (await next_of(node, Delivery)).header == b"welcome"
@@ -349,7 +349,7 @@ def test_a_message_over_the_limits_and_a_taken_address_are_refused():
                 async with town.make(0, KEYS[3]):
                     pass
             with pytest.raises(LinkError, match="greeting of 5000 bytes"):
-                node.dial(hub.peer, "node0", bytes(5000))
+                node.dial(hub.peer, ["node0"], bytes(5000))
 
     run_virtual(main())
 
@@ -357,7 +357,7 @@ def test_a_message_over_the_limits_and_a_taken_address_are_refused():
 def test_two_that_dial_each_other_end_up_with_one_link():
     async def main():
         async with Town(2) as (hub, node):
-            hub.dial(node.peer, "node1")
+            hub.dial(node.peer, ["node1"])
             await asyncio.sleep(10)
             events = [await one.receive() for one in (hub, node)]
             await hub.send(node.peer, Service.CONTROL, b"x")

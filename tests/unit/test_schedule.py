@@ -165,3 +165,16 @@ def test_drain_returns_unused_inputs_and_finishes_the_rest():
     schedule.offer_gradient(1)
     assert [task.batch for task in run_all(schedule)] == [1]
     assert schedule.num_in_flight == 0
+
+
+def test_an_update_of_fewer_batches_is_closed_once():
+    schedule = started(StageSchedule(window=4, accumulate=3, version=5), 1, 2)
+    assert not schedule.is_empty
+    assert not schedule.close_update()
+    schedule.offer_gradient(1)
+    schedule.offer_gradient(2)
+    run_all(schedule)
+    assert schedule.is_empty
+    assert schedule.close_update()
+    assert not schedule.close_update()
+    assert (schedule.version, schedule.num_accumulated) == (6, 0)

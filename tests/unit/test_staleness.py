@@ -14,7 +14,8 @@ EIGHT = (StageTimes(0.1, 0.2),) * 8
 
 
 def controller(**changes):
-    settings = {"planned_updates": 4800, "synchronous_share": 0.0, **changes}
+    settings = {"planned_updates": 4800, "synchronous_share": 0.0, "queues": 1.0, "spare_batches": 0}
+    settings |= changes
     return StalenessController(StalenessPolicy(**settings))
 
 
@@ -61,7 +62,7 @@ def test_window_is_throttled_only_where_accumulation_cannot_rise():
 
 
 def test_synchronous_start():
-    policy = StalenessPolicy(planned_updates=1000)
+    policy = StalenessPolicy(planned_updates=1000, queues=1.0, spare_batches=0)
     first = StalenessController(policy).decide(49, EIGHT)
     assert (first.synchronous, first.bound, first.window, first.accumulate) == (True, 0, 7, 7)
     assert "first 50 updates" in first.reason
@@ -115,10 +116,33 @@ def test_feedback_raises_the_window_of_an_idle_stage_up_to_the_hard_bound():
     assert control.decide(50, EIGHT, idle_share=0.05).window == 8
 
 
-def test_lag_at_the_bound_is_neither_too_much_nor_room_for_more():
+def test_lag_at_the_bound_is_not_too_much_for_a_stage_that_idles():
     control = controller(accumulate_min=9)
     control.observe(1)
-    assert control.decide(50, EIGHT, idle_share=0.9).window == 8
+    decision = control.decide(50, EIGHT, idle_share=0.9)
+    assert decision.window == 9
+    assert "idles 90% and lag 1 (p99) is within the bound 1" in decision.reason
+    control.observe(2)
+    assert control.decide(100, EIGHT, idle_share=0.9).window == 8
+
+
+def test_batches_may_queue_where_there_is_more_than_one_stage():
+    control = controller(accumulate_min=20, queues=1.5, spare_batches=2)
+    assert control.decide(0, EIGHT).window == 14  # 1.5 * 8 + 2
+    assert control.decide(0, EIGHT[:1]).window == 1
+    assert control.decide(0, (StageTimes(1, 2, 3), StageTimes(1, 2, 0))).window == 7  # 1.5 * 3 = 4.5
+
+
+def test_without_times_the_window_is_the_planned_one_within_the_bound():
+    assert controller(accumulate_min=5, accumulate_max=5, window_max=11).decide(0, ()).window == 6
+    assert controller(accumulate_min=5, accumulate_max=5, window_max=11).decide(256, ()).window == 11
+    assert controller(accumulate_min=5, accumulate_max=5, window_max=4).decide(0, ()).window == 4
+
+
+def test_a_run_of_unknown_length_starts_ahead_and_with_the_bound_of_a_short_one():
+    policy = StalenessPolicy(planned_updates=0)
+    assert not policy.is_synchronous(0)
+    assert [policy.lag_bound(updates) for updates in (0, 255, 256)] == [1, 1, 2]
 
 
 def test_p99_ignores_one_in_a_hundred():

@@ -17,7 +17,6 @@ from ravnest.protocol import (
     BlobRequest,
     Contact,
     DroppedBatch,
-    Heartbeat,
     Hello,
     LeaseGrant,
     LeaseId,
@@ -28,6 +27,7 @@ from ravnest.protocol import (
     RoundId,
     SegmentId,
     StepReport,
+    Stop,
     TensorSpec,
 )
 from ravnest.wire import MOST_HEADER_BYTES, WIRE_VERSION, announced, pack, unpack
@@ -148,8 +148,8 @@ def test_buffers_must_be_those_announced(buffers: list[bytes], reason: str) -> N
 
 
 def test_a_message_without_tensors_has_no_buffers() -> None:
-    with pytest.raises(ProtocolError, match="Heartbeat announces 0 buffers and comes with 1"):
-        unpack(pack(Heartbeat(1, 2)), [b""])
+    with pytest.raises(ProtocolError, match="Stop announces 0 buffers and comes with 1"):
+        unpack(pack(Stop("done")), [b""])
 
 
 def test_a_buffer_is_measured_in_bytes_whatever_its_items_are() -> None:

@@ -1,0 +1,45 @@
+"""Training on emulated devices: one small block per stage, and a timed wait for the rest of its time."""
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+from benchmarks.models import build, find_cuts, make_job
+from benchmarks.swarm import LinkSpeed, Record, Setting, train
+
+MICROBATCH_SECONDS = 0.04  # of the slowest stage
+MICROBATCHES_PER_STAGE = 4  # in a batch: a lag of one update then leaves room for slow links
+_SAMPLES = 512  # in a microbatch: 256 KB cross a cut
+
+
+def emulate(
+    shares: Sequence[float],
+    link: LinkSpeed | None,
+    num_updates: int,
+    *,
+    counts_bytes: bool = False,
+    num_spares: int = 0,
+    watch: Callable[[dict[Any, int], Record], None] | None = None,
+) -> tuple[Record, float]:
+    """Train over stages that take these shares of the slowest's time; return its seconds per sample too."""
+    from ravnest.model.line import slice_blueprint
+    from ravnest.model.measure import count_flops, measure
+
+    num_microbatches = MICROBATCHES_PER_STAGE * len(shares)
+    name = f"thin-128x{len(shares)}-b{_SAMPLES}"
+    made, job = build(name), make_job(name, num_microbatches, num_updates)
+    blueprint = job.capture().blueprint
+    cuts = find_cuts(made, measure(blueprint, _SAMPLES), range(1, len(shares)))
+    edges = [0, *cuts, blueprint.num_positions]
+    work = [sum(count_flops(slice_blueprint(blueprint, *edge), _SAMPLES)) for edge in pairwise(edges)]
+    speeds = [flops / (MICROBATCH_SECONDS * share) for flops, share in zip(work, shares, strict=True)]
+    setting = Setting(
+        speeds + [1e9] * num_spares,
+        cuts,
+        num_microbatches,
+        is_emulated=True,
+        link=link,
+        counts_bytes=counts_bytes,
+    )
+    slowest = max(flops / speed for flops, speed in zip(work, speeds, strict=True))
+    return train(job, setting, watch=watch), slowest / _SAMPLES

@@ -1,0 +1,214 @@
+"""A real swarm with given stages: `ravnest join` processes and a hub here that notes what it hears.
+
+The planner would choose the cuts; a comparison needs the same ones everywhere. So the plan is made here, by
+the planner's own functions for windows and accumulation, and peers may be made to meet over slow links.
+"""
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import psutil
+
+from benchmarks.links import Links
+from ravnest.config import PlanConfig
+from ravnest.hub.events import JobSettings, PlanFormed
+from ravnest.hub.state import Hub
+from ravnest.plan.assembly import assemble, build_clusters
+from ravnest.plan.cost import LineCost, NodeTable
+from ravnest.plan.types import Cluster, ModelProfile, Node, NodeId, Plan, Swarm
+from ravnest.protocol import StepReport
+
+
+@dataclass(frozen=True, slots=True)
+class LinkSpeed:
+    """What connects two peers."""
+
+    bytes_per_second: float
+    delay_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """How a job is spread: claimed or emulated speed by stage, where to cut, over what."""
+
+    flops_per_second: Sequence[float]
+    cuts: Sequence[int]  # inner ones, as positions of the line
+    num_microbatches: int = 0  # that a batch travels as; 0: the hub chooses
+    is_emulated: bool = False
+    link: LinkSpeed | None = None
+    counts_bytes: bool = False
+    memory_bytes: float = 2e9
+
+
+@dataclass(slots=True)
+class Record:
+    """What was seen of a run; times are of time.perf_counter."""
+
+    reports: list[tuple[float, NodeId, StepReport]] = field(default_factory=list)
+    news: list[tuple[float, Any]] = field(default_factory=list)
+    num_bytes: list[tuple[float, int]] = field(default_factory=list)  # between peers, both ways
+    profile: ModelProfile | None = None  # of a microbatch
+    config: PlanConfig | None = None
+
+    @property
+    def leaf_times(self) -> list[tuple[float, int]]:
+        """When each microbatch had gone through the last stage, and its samples."""
+        return [(at, report.num_samples) for at, _, report in self.reports if report.loss is not None]
+
+    def samples_per_second(self, skip_share: float) -> float:
+        """Return the rate after a share of all batches, until the pipeline begins to run dry."""
+        times = self.leaf_times
+        first, last = int(len(times) * skip_share), len(times) - 1 - self._tail
+        num_samples = sum(size for _, size in times[first + 1 : last + 1])
+        return num_samples / (times[last][0] - times[first][0])
+
+    @property
+    def _tail(self) -> int:
+        return max(stage.window for stage in self.cluster.stages)
+
+    @property
+    def formed(self) -> PlanFormed:
+        """The plan, and what it was said to do."""
+        return next(news for _, news in self.news if isinstance(news, PlanFormed))
+
+    @property
+    def cluster(self) -> Cluster:
+        """The only cluster of the plan."""
+        return self.formed.plan.clusters[0]
+
+
+def train(
+    job: Any,
+    setting: Setting,
+    plan: PlanConfig | None = None,
+    watch: Callable[[dict[NodeId, int], Record], None] | None = None,
+) -> Record:
+    """Train a job over the stages of a setting; `watch` gets the peers' processes every 0.1 s and at news."""
+    from ravnest.job.swarm import LOCAL_PLAN, Hardware, local
+
+    record, ended = Record(), threading.Event()
+    hardware = [
+        Hardware(setting.memory_bytes, speed, speed if setting.is_emulated else None)
+        for speed in setting.flops_per_second
+    ]
+    config = plan or replace(LOCAL_PLAN, overhead_bytes=0.0)
+
+    def hear(news: Any) -> None:
+        record.news.append((time.perf_counter(), news))
+        if watch is not None:
+            watch(dict(swarm.processes), record)
+
+    def look() -> None:
+        while watch is not None and not ended.wait(0.1):
+            watch(dict(swarm.processes), record)
+
+    swarm = local(hardware, plan=config, tell=hear)
+
+    looking = threading.Thread(target=look, daemon=True)
+    environment = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(os.environ, environment))
+        stack.enter_context(_listening(record))
+        stack.enter_context(_fixed_plan(record, setting))
+        if setting.link is not None or setting.counts_bytes:
+            stack.enter_context(_over_links(record, setting.link))
+        stack.callback(ended.set)
+        looking.start()
+        stack.enter_context(swarm)
+        swarm.fit(job)
+    return record
+
+
+def process_seconds(pid: int) -> float:
+    """Return the CPU seconds of a process and its children so far, to 10 ms."""
+    process = psutil.Process(pid)
+    times = [each.cpu_times() for each in (process, *process.children(recursive=True))]
+    return sum(float(each.user + each.system) for each in times)
+
+
+@contextlib.contextmanager
+def _listening(record: Record) -> Iterator[None]:
+    """Note every report that reaches the hub."""
+    apply = Hub.apply
+
+    def listen(hub: Hub, event: Any) -> Any:
+        message = getattr(event, "message", None)
+        if isinstance(message, StepReport):
+            record.reports.append((time.perf_counter(), event.sender, message))
+        return apply(hub, event)
+
+    with mock.patch.object(Hub, "apply", listen):
+        yield
+
+
+@contextlib.contextmanager
+def _fixed_plan(record: Record, setting: Setting) -> Iterator[None]:
+    """Cut where the setting says, stages in the order of the peers' names."""
+
+    def form(profile: ModelProfile, swarm: Swarm, config: PlanConfig, seed: int, epoch: int) -> Plan:
+        nodes = sorted(swarm.nodes, key=lambda node: node.name)
+        if setting.link is not None:
+            nodes = [_behind(node, setting.link) for node in nodes]
+        swarm = Swarm(tuple(nodes))
+        line = LineCost(profile, config, is_averaged=False)
+        order = [list(reversed(range(len(setting.cuts) + 1)))]  # the others are spares
+        cuts = np.array([[profile.num_positions, *reversed(setting.cuts), 0]])
+        clusters = build_clusters(line, NodeTable.of(swarm, config), swarm, order, cuts)
+        record.profile, record.config = profile, config
+        return assemble(tuple(clusters), profile, swarm, config, seed, epoch)
+
+    settings = partial(JobSettings, microbatches=setting.num_microbatches)
+    with (
+        mock.patch("ravnest.hub.microbatches.form_plan", form),
+        mock.patch("ravnest.job.swarm.JobSettings", settings),
+    ):
+        yield
+
+
+def _behind(node: Node, link: LinkSpeed) -> Node:
+    """Return a node with the link that it has here; it claimed to be on one PC."""
+    rate = link.bytes_per_second
+    return replace(
+        node,
+        upload_bytes_per_second=rate,
+        download_bytes_per_second=rate,
+        latency_seconds=link.delay_seconds / 2,  # each end has its half
+    )
+
+
+@contextlib.contextmanager
+def _over_links(record: Record, link: LinkSpeed | None) -> Iterator[None]:
+    """Let the hub name addresses to peers that lead over slow links; they dial each other there."""
+    from ravnest.hub.server import Server
+
+    welcome = Server._welcome
+    addresses: list[str] = []
+    with Links(*(link and (link.bytes_per_second, link.delay_seconds)) or ()) as links:
+
+        def introduce(server: Any, peer: Any, hello: Any) -> None:
+            addresses.extend(hello.addresses)
+            welcome(server, peer, replace(hello, addresses=tuple(map(links.through, hello.addresses))))
+
+        with mock.patch.object(Server, "_welcome", introduce):
+            ended = threading.Event()
+
+            def count() -> None:
+                while not ended.wait(0.25):
+                    now, total = time.perf_counter(), sum(map(links.num_bytes, tuple(addresses)))
+                    record.num_bytes.append((now, total))
+
+            counting = threading.Thread(target=count, daemon=True)
+            counting.start()
+            try:
+                yield
+            finally:
+                ended.set()
+                counting.join()

@@ -1,0 +1,230 @@
+"""Weights that several stages of a cluster hold: every copy goes through the same steps in the same order.
+
+The first stage of the line that holds one is its home. After an update the home calls for what the others
+have gathered, adds it up, and numbers the step that all of them then make: copies differ only in how far they
+are. While a call is open, gradients are gathered for the next: nobody waits, and a slow link makes steps
+rarer, not memory larger. Rounds concern the home; what they change is a step too. Driven by peer.tied.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Generic, Protocol, Self, TypeVar, assert_never
+
+from ravnest.errors import ProtocolError
+from ravnest.plan.types import NodeId
+from ravnest.protocol import Refusal
+from ravnest.tying import TiedCall, TiedGradient, TiedHolder, TiedStep, Tying
+
+_MOST_EARLY = 16  # steps that came before those due: a home makes no update without us, only rounds' changes
+
+Stamp = tuple[tuple[NodeId, int], ...]  # steps made, by home
+
+
+class Summable(Protocol):
+    """What can be gathered: a number, an array, a tensor."""
+
+    def __add__(self, other: Self, /) -> Self: ...
+    def __truediv__(self, divisor: int, /) -> Self: ...
+
+
+V = TypeVar("V", bound=Summable)
+Addressed = list[tuple[NodeId, Tying[V]]]  # to this node itself: a step to be made here
+
+
+class TiedOrder(Generic[V]):
+    """One stage's side: `uses` are the positions of the line that use each of its tied weights."""
+
+    def __init__(
+        self,
+        epoch: int,
+        node: NodeId,
+        pipeline: tuple[NodeId, ...],
+        interval: tuple[int, int],
+        uses: Mapping[str, tuple[int, ...]],
+    ) -> None:
+        self._epoch = epoch
+        self._node = node
+        self._others = tuple(other for other in pipeline if other != node)
+        self._holders: dict[NodeId, tuple[int, int]] = {node: interval}
+        self._uses = uses
+        self._homes = frozenset(name for name, places in uses.items() if _is_in(places[0], interval))
+        self._gathered: dict[str, tuple[V, int]] = {}
+        # As a home.
+        self._number = 0  # steps made
+        self._num_calls = 0
+        self._rate = 0.0
+        self._is_due = self._closes = (
+            False  # gradients came since the last call; it must leave nothing behind
+        )
+        self._open: dict[NodeId, Mapping[str, V]] | None = None  # what each has given to the call under way
+        self._changes: list[Mapping[str, V]] = []  # until all holders are known
+        # As a follower, by home.
+        self._answered: dict[NodeId, int] = {}
+        self._made: dict[NodeId, int] = {}
+        self._early: dict[NodeId, dict[int, TiedStep[V]]] = {}
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing that this home has heard of is still to be done to its weights."""
+        return not self._is_due and self._open is None and not self._changes
+
+    @property
+    def stamp(self) -> Stamp:
+        """The steps made here as a home: whoever sees them all has the same weights."""
+        return ((self._node, self._number),) if self._homes else ()
+
+    def has_seen(self, stamp: Stamp) -> bool:
+        """Return whether all these steps were made here, as far as they concern this stage."""
+        return all(self._made.get(home, number) >= number for home, number in stamp)
+
+    def hello(self) -> Addressed[V]:
+        """Tell all others that this stage is ready."""
+        start, stop = self._holders[self._node]
+        return [(other, TiedHolder(self._epoch, start, stop, False)) for other in self._others]
+
+    def offer(self, rate: float, gradients: Mapping[str, V], closes: bool = False) -> Addressed[V]:
+        """Gather the mean gradients of an update; a home calls for those of the others."""
+        for name, gradient in gradients.items():
+            total, count = self._gathered.get(name, (None, 0))
+            self._gathered[name] = (gradient if total is None else total + gradient, count + 1)
+        if self._homes:
+            self._rate, self._is_due, self._closes = rate, True, self._closes or closes
+        return self._call()
+
+    def change(self, changes: Mapping[str, V]) -> Addressed[V]:
+        """Add what a round changed in the weights whose home this is."""
+        if changes:
+            self._changes.append(changes)
+        return self._pass_changes()
+
+    def receive(self, sender: NodeId, message: Tying[V]) -> Addressed[V] | Refusal:
+        """Take a message; return what to send and, addressed to this node, the steps to make here."""
+        if message.epoch != self._epoch or sender not in self._others:
+            return Refusal(
+                f"{type(message).__name__} of {sender}, plan {message.epoch}, is not for this stage"
+            )
+        match message:
+            case TiedHolder():
+                return self._meet(sender, message)
+            case TiedCall():
+                return self._answer(sender, message)
+            case TiedGradient():
+                return self._collect(sender, message)
+            case TiedStep():
+                return self._follow(sender, message)
+        assert_never(message)
+
+    def _meet(self, sender: NodeId, message: TiedHolder) -> Addressed[V] | Refusal:
+        interval = (message.start, message.stop)
+        if not self._uses:
+            return Refusal("this stage holds no tied weight")
+        if self._holders.get(sender, interval) != interval:
+            raise ProtocolError(f"{sender} holds {self._holders[sender]}, and now {interval}")
+        self._holders[sender] = interval
+        if any(_is_in(places[0], interval) for places in self._uses.values()):
+            self._made.setdefault(sender, 0)
+        start, stop = self._holders[self._node]
+        answer = TiedHolder(self._epoch, start, stop, True)
+        said: Addressed[V] = [] if message.is_answer else [(sender, answer)]
+        return [*said, *self._pass_changes(), *self._call()]
+
+    def _followers(self) -> dict[NodeId, tuple[str, ...]] | None:
+        """Return who holds which of the weights whose home this is, leaf first; None: not all have come."""
+        holders = sorted(self._holders.items(), key=lambda item: item[1], reverse=True)
+        found: dict[NodeId, tuple[str, ...]] = {}
+        missing = {(name, place) for name in self._homes for place in self._uses[name]}
+        for holder, interval in holders:
+            held = {(name, place) for name, place in missing if _is_in(place, interval)}
+            missing -= held
+            if held and holder != self._node:
+                found[holder] = tuple(sorted({name for name, _ in held}))
+        return None if missing else found
+
+    def _call(self) -> Addressed[V]:
+        followers = self._followers()
+        if not self._is_due or self._open is not None or followers is None:
+            return []
+        self._num_calls += 1
+        self._open = {self._node: self._take(self._homes)}
+        closes, self._is_due, self._closes = self._closes, False, False
+        return [
+            (follower, TiedCall(self._epoch, self._num_calls, names, closes))
+            for follower, names in followers.items()
+        ]
+
+    def _take(self, names: Sequence[str] | frozenset[str]) -> dict[str, V]:
+        taken = {name: self._gathered.pop(name) for name in sorted(names) if name in self._gathered}
+        return {name: total if count == 1 else total / count for name, (total, count) in taken.items()}
+
+    def _answer(self, sender: NodeId, call: TiedCall) -> Addressed[V] | Refusal:
+        if call.number <= self._answered.get(sender, 0):
+            return Refusal(f"call {call.number} of {sender} was answered before")
+        self._check(sender, call.names)
+        self._answered[sender] = call.number
+        values = tuple(self._take(call.names).items())
+        return [(sender, TiedGradient(self._epoch, call.number, values))]
+
+    def _collect(self, sender: NodeId, message: TiedGradient[V]) -> Addressed[V] | Refusal:
+        followers = self._followers()
+        if self._open is None or followers is None or message.number != self._num_calls:
+            return Refusal(f"{sender} answers call {message.number}, which is not open")
+        if sender not in followers or sender in self._open:
+            return Refusal(f"{sender} has answered call {message.number}, or was not called")
+        values = dict(message.values)
+        if not values.keys() <= set(followers[sender]):
+            raise ProtocolError(
+                f"{sender} sends gradients of {sorted(values)}, which it does not hold with us"
+            )
+        self._open[sender] = values
+        if any(follower not in self._open for follower in followers):
+            return []
+        # Leaf first, home last: the order in which one process adds up the gradients of a tied weight.
+        given, self._open = [self._open[holder] for holder in (*followers, self._node)], None
+        totals: dict[str, V] = {}
+        for gradients in given:
+            for name, value in gradients.items():
+                totals[name] = totals[name] + value if name in totals else value
+        return [*self._make(followers, self._rate, totals), *self._call()]
+
+    def _pass_changes(self) -> Addressed[V]:
+        followers = self._followers()
+        if followers is None:
+            return []
+        changes, self._changes = self._changes, []
+        return [step for change in changes for step in self._make(followers, None, change)]
+
+    def _make(
+        self, followers: Mapping[NodeId, tuple[str, ...]], rate: float | None, values: Mapping[str, V]
+    ) -> Addressed[V]:
+        """Number the next step, for this stage and all that follow."""
+        self._number += 1
+        made: Addressed[V] = []
+        for holder, names in ((self._node, tuple(self._homes)), *followers.items()):
+            shared = tuple((name, value) for name, value in values.items() if name in names)
+            made.append((holder, TiedStep(self._epoch, self._number, rate, shared)))
+        return made
+
+    def _follow(self, sender: NodeId, step: TiedStep[V]) -> Addressed[V] | Refusal:
+        made = self._made.setdefault(sender, 0)
+        early = self._early.setdefault(sender, {})
+        if step.number <= made or step.number in early:
+            return Refusal(f"step {step.number} of {sender} came before")
+        if step.number > made + _MOST_EARLY:
+            raise ProtocolError(
+                f"{sender} makes step {step.number}; here {made} were made: it is too far ahead"
+            )
+        self._check(sender, [name for name, _ in step.values])
+        early[step.number] = step
+        due: Addressed[V] = []
+        while self._made[sender] + 1 in early:
+            self._made[sender] += 1
+            due.append((self._node, early.pop(self._made[sender])))
+        return due
+
+    def _check(self, sender: NodeId, names: Sequence[str]) -> None:
+        wrong = [name for name in names if name in self._homes or name not in self._uses]
+        if wrong:
+            raise ProtocolError(f"{sender} calls {wrong[0][:80]!r} its own, which this stage does not share")
+
+
+def _is_in(position: int, interval: tuple[int, int]) -> bool:
+    return interval[0] <= position < interval[1]

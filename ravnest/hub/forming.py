@@ -1,0 +1,53 @@
+"""When a plan is asked for, and whether the one that comes still fits who is here. Driven by hub.state."""
+
+import math
+
+from ravnest.hub.events import JobSettings, Tell, Waiting
+from ravnest.hub.members import Members
+from ravnest.hub.planning import MakePlan, PlanMade
+
+_AGAIN_SECONDS = 5.0  # of quiet before another plan than the first: nobody says how many are left
+_NOBODY = "nobody is here; training begins when enough nodes have joined"
+
+
+class Forming:
+    """Asks once for each set of members: as soon as all who are expected came, or when it is quiet."""
+
+    def __init__(self) -> None:
+        self._changed_at = 0.0  # when somebody last came or went
+        self._was_asked = False  # for a plan of these members
+        self._epoch = 0  # of the plan that is being made
+        self._shortage = ""  # as people were told
+        self._had_plan = False
+
+    def note_change(self, now: float) -> None:
+        """Somebody came or went."""
+        self._changed_at, self._was_asked = now, False
+
+    def due(self, settings: JobSettings, members: Members) -> float | None:
+        """Return when to look again, if nothing else happens."""
+        if not len(members) or self._was_asked:
+            return None
+        longest = _AGAIN_SECONDS if self._had_plan else math.inf
+        return self._changed_at + min(settings.settle_seconds, longest)
+
+    def ask(self, settings: JobSettings, members: Members, now: float) -> list[MakePlan | Tell]:
+        """Return the order to plan, if it is time for one."""
+        due = self.due(settings, members)
+        is_enough = not self._had_plan and len(members) >= settings.expected_nodes > 0
+        if due is None or not (now >= due or is_enough):
+            return []
+        asked = members.ask_for_plan()
+        self._was_asked, self._epoch = True, asked.epoch
+        return [asked]
+
+    def take(self, made: PlanMade) -> bool:
+        """Return whether a plan, or a shortage, is of those who are here."""
+        fits = self._was_asked and made.epoch == self._epoch
+        self._had_plan |= fits and made.plan is not None
+        return fits
+
+    def tell_shortage(self, shortage: str = _NOBODY) -> list[Tell]:
+        """Say once why there is no plan."""
+        told, self._shortage = self._shortage, shortage
+        return [Tell(Waiting(shortage))] if shortage not in ("", told) else []

@@ -1,0 +1,90 @@
+"""How a batch travels: as microbatches, so that a pipeline is full although an update sees one batch.
+
+A batch is what one update sees, as in a single process. It is cut into equally many pieces in all clusters,
+as many as keep the lag bound with the windows that keep everyone busy. Driven by hub.members and
+hub.training; hub.server has plans made where that delays nobody.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from math import ceil
+
+from ravnest.errors import PlanError
+from ravnest.hub.events import JobGiven
+from ravnest.hub.planning import MakePlan, PlanMade
+from ravnest.plan.cluster import form_plan
+from ravnest.plan.profiles import resize_batch
+from ravnest.plan.types import ModelProfile, Plan, Swarm
+
+MOST_OF_LEASE = 1024  # microbatches: what one message may list
+_LEAST_SECONDS = 3e-3  # of a microbatch, for the whole model on the fastest node: less is all overhead
+_USUAL_LAG = 0.75  # updates, where a batch can be cut so finely: a whole one costs 1 % of loss, this half
+_TRIES = 3  # smaller microbatches widen windows, and those ask for more of them
+
+
+def cut_batches(num_samples: int, batch_size: int, microbatches: int) -> tuple[int, ...]:
+    """Return the sizes of the microbatches of so many samples, batch after batch, as equal as possible."""
+    sizes: list[int] = []
+    for start in range(0, num_samples, batch_size):
+        size = min(batch_size, num_samples - start)
+        count = min(microbatches, size)  # those of a short last batch still hold a sample each
+        sizes += [size // count + (index < size % count) for index in range(count)]
+    return tuple(sizes)
+
+
+def profile_microbatch(job: JobGiven, microbatches: int) -> ModelProfile:
+    """Return the profile of a job whose batches travel in so many pieces."""
+    return resize_batch(job.profile, -(-job.settings.batch_size // microbatches))
+
+
+def make_plan(job: JobGiven, asked: MakePlan, now: float) -> PlanMade:
+    """Plan, choose the microbatches that its windows ask for, and plan with these; or say what is short."""
+    settings, config, swarm = job.settings, job.config, Swarm(asked.nodes)
+
+    def form(count: int) -> tuple[Plan, int]:
+        return form_plan(profile_microbatch(job, count), swarm, config, settings.seed, asked.epoch), count
+
+    try:
+        if settings.microbatches:
+            plan, count = form(min(settings.microbatches, settings.batch_size, MOST_OF_LEASE))
+        else:
+            plan, count = _choose(form, _most(job, asked))
+    except PlanError as shortage:
+        return PlanMade(asked.epoch, None, 1, str(shortage), now)
+    return PlanMade(asked.epoch, _accumulate(plan, count, config.max_lag), count, "", now)
+
+
+def _most(job: JobGiven, asked: MakePlan) -> int:
+    """Return into how many microbatches a batch may be cut."""
+    flops = sum(job.profile.forward_flops) + sum(job.profile.backward_flops)
+    fastest = max(node.flops_per_second for node in asked.nodes)
+    worth = ceil(_LEAST_SECONDS * fastest * job.profile.samples_per_batch / flops) if flops else 1
+    least = max(job.settings.least_samples, worth)
+    return min(max(1, job.settings.batch_size // least), MOST_OF_LEASE)
+
+
+def _choose(form: Callable[[int], tuple[Plan, int]], most: int) -> tuple[Plan, int]:
+    """Plan, and again in as many microbatches as keep lag small with the windows it has."""
+    try:
+        plan, count = form(1)
+    except PlanError:
+        if most == 1:
+            raise
+        plan, count = form(most)  # what is short is perhaps the memory for whole batches
+    for _ in range(_TRIES):
+        widest = max(cluster.stages[0].window for cluster in plan.clusters)
+        asked = min(most, ceil((widest - 1) / _USUAL_LAG))
+        if asked <= count:
+            break
+        plan, count = form(asked)
+    return plan, count
+
+
+def _accumulate(plan: Plan, count: int, max_lag: int) -> Plan:
+    """Let every cluster make an update of so many microbatches, with windows that keep the lag bound."""
+    widest = count * max_lag + 1
+    clusters = []
+    for cluster in plan.clusters:
+        stages = (replace(stage, window=min(stage.window, widest)) for stage in cluster.stages)
+        clusters.append(replace(cluster, stages=tuple(stages), accumulate=count))
+    return replace(plan, clusters=tuple(clusters))

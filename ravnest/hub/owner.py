@@ -1,0 +1,29 @@
+"""What the hub asks of the requester's side, where model and data are. Implemented by job.owner."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from ravnest.protocol import TensorSpec
+
+Fields = tuple[tuple[tuple[str, TensorSpec], ...], tuple[memoryview, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """A stage as bytes: how it is trained and its blueprint, its weights, the fields it consumes."""
+
+    blueprint: bytes
+    weights: bytes
+    train_fields: tuple[str, ...]
+    evaluation_fields: tuple[str, ...]
+
+
+class Owner(Protocol):
+    """The requester's side."""
+
+    def make_parts(self, start: int, stop: int) -> Parts:
+        """Cut the stage [start, stop) of the line."""
+
+    def read_fields(self, is_evaluation: bool, samples: Sequence[int], names: Sequence[str]) -> Fields:
+        """Return these fields of a batch as they travel."""

@@ -1,0 +1,250 @@
+"""What a hub keeps on disk: the log of its events, blobs by hash, a few facts; a folder for each run.
+
+The log is SQLite: what was appended outlives a kill -9 of the hub, and others may read while it writes. A
+power cut may cost the last moments, never the order. A hub that goes on from its log counts its time on from
+`Hub.now`, so that it never goes back. Nothing here decides; driven by hub.server and hub.status.
+"""
+
+import contextlib
+import errno
+import mmap
+import os
+import sqlite3
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import msgspec
+
+from ravnest import wire
+from ravnest.errors import ConfigError, ProtocolError
+from ravnest.exchange import name_blob
+from ravnest.hub.events import Event, Order, Received
+from ravnest.hub.state import Hub
+from ravnest.hub.status import Status, Watch
+from ravnest.plan.types import NodeId
+from ravnest.protocol import Refusal
+
+SCHEMA = 1  # of the log; it changes with whatever makes old events unreadable or differently meant
+_LOG, _LOCK, _BLOBS = "hub.sqlite", "hub.lock", "blobs"
+_PART = ".part"
+_TABLES = f"""
+BEGIN;
+CREATE TABLE events (number INTEGER PRIMARY KEY, kind TEXT NOT NULL, body BLOB NOT NULL);
+CREATE TABLE facts (key TEXT PRIMARY KEY, value TEXT NOT NULL);
+PRAGMA user_version = {SCHEMA};
+COMMIT;
+"""
+_KINDS = {kind.__name__: kind for kind in Event.__args__}
+_FULL = "the disk is full; make room and start the hub again: what it has logged is kept"
+_CLOSED = "it cannot be written; choose another folder, or change its permissions"
+_ADVICE = {
+    "is full": _FULL,
+    "readonly": _CLOSED,
+    "unable to open": _CLOSED,
+    "not a database": f"{_LOG} is damaged or of another program; move it away, or choose another folder",
+    "malformed": f"{_LOG} is damaged; move it away, or choose another folder",
+    "locked": "another hub is running there; stop that one, or choose another folder",
+}
+
+
+def write_event(event: Event) -> tuple[str, bytes]:
+    """Return an event as the log has it: its kind, and msgpack; a peer's message as wire packs it."""
+    plain = (event.sender, wire.pack(event.message), event.now) if isinstance(event, Received) else event
+    return type(event).__name__, msgspec.msgpack.encode(plain)
+
+
+def read_event(kind: str, body: bytes) -> Event:
+    """Return the event of a row of the log; ValueError or ProtocolError if it is none."""
+    if kind == Received.__name__:
+        sender, header, now = msgspec.msgpack.decode(body, type=tuple[str, bytes, float])
+        return Received(NodeId(sender), wire.unpack(header), now)
+    if kind not in _KINDS:
+        raise ValueError(f"no event is called {kind!r:.40}")
+    event: Event = msgspec.msgpack.decode(body, type=_KINDS[kind])
+    return event
+
+
+class BlobFolder:
+    """Blobs as files named by their hash: a Shelf for exchange.Blobs. Files may be put from any thread."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._mapped: dict[str, memoryview] = {}  # whose hash was found right
+
+    def get(self, blob: str) -> memoryview | None:
+        """Return a blob that is here; its hash is proved when it is first asked for."""
+        if blob not in self._mapped:
+            with _explained(self._folder):
+                content = _map(self._folder / blob)
+            if content is None:
+                return None
+            if name_blob(content).blob != blob:
+                raise ConfigError(f"{self._folder / blob} is damaged: its content is not what its name says")
+            self._mapped[blob] = content
+        return self._mapped[blob]
+
+    def __setitem__(self, blob: str, content: bytes) -> None:
+        if blob in self._mapped:
+            return
+        with _explained(self._folder), contextlib.ExitStack() as written:
+            number, name = tempfile.mkstemp(suffix=_PART, dir=self._folder)
+            written.callback(Path(name).unlink, missing_ok=True)
+            with open(number, "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(number)
+            Path(name).replace(self._folder / blob)  # so that a name has its whole content or none
+
+    def __contains__(self, blob: object) -> bool:
+        return (self._folder / str(blob)).is_file()
+
+
+class Store:
+    """The folder of one hub. Use it as a context manager, or `open` and `close` it; one writes, many read."""
+
+    def __init__(self, folder: Path, is_read_only: bool = False) -> None:
+        self._folder = folder
+        self._is_read_only = is_read_only
+        self._connections = contextlib.ExitStack()
+        self.blobs = BlobFolder(folder / _BLOBS)
+
+    def open(self) -> Self:
+        """Open the log, or begin one, or raise ConfigError with what is wrong with the folder."""
+        with _explained(self._folder), contextlib.ExitStack() as opened:
+            if self._is_read_only:
+                self._database = _read_only(self._folder / _LOG)
+                opened.callback(self._database.close)
+            else:
+                self._open_to_write(opened)
+            self._check_schema()
+            self._connections = opened.pop_all()
+        return self
+
+    def close(self) -> None:
+        """Let others write."""
+        self._connections.close()
+
+    def __enter__(self) -> Self:
+        return self.open()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def append(self, event: Event) -> None:
+        """Log an event; when this returns, it outlives the hub's process."""
+        with _explained(self._folder):
+            self._database.execute("INSERT INTO events (kind, body) VALUES (?, ?)", write_event(event))
+
+    def events(self) -> Iterator[Event]:
+        """Read the log from its beginning."""
+        with _explained(self._folder):
+            for number, kind, body in self._database.execute("SELECT * FROM events ORDER BY number"):
+                try:
+                    yield read_event(kind, body)
+                except (msgspec.MsgspecError, ValueError, ProtocolError) as problem:
+                    reason = f"event {number} of its log is damaged: {problem!s:.200}"
+                    raise ConfigError(f"{self._folder}: {reason}") from None
+
+    def set_fact(self, key: str, value: str) -> None:
+        """Note something of the run."""
+        with _explained(self._folder):
+            self._database.execute("INSERT OR REPLACE INTO facts VALUES (?, ?)", (key, value))
+
+    def get_fact(self, key: str) -> str | None:
+        """Return what was noted."""
+        with _explained(self._folder):
+            row = self._database.execute("SELECT value FROM facts WHERE key = ?", (key,)).fetchone()
+        return None if row is None else str(row[0])
+
+    def _open_to_write(self, opened: contextlib.ExitStack) -> None:
+        blobs = self._folder / _BLOBS
+        blobs.mkdir(parents=True, exist_ok=True)
+        # Not a lock on the log itself, which would keep readers out; the system frees it when we die.
+        lock = sqlite3.connect(self._folder / _LOCK, timeout=0.0, isolation_level=None)
+        opened.callback(lock.close)
+        lock.execute("BEGIN EXCLUSIVE")
+        for part in blobs.glob(f"*{_PART}"):
+            part.unlink()
+        self._database = sqlite3.connect(self._folder / _LOG, isolation_level=None)
+        opened.callback(self._database.close)
+        self._database.execute("PRAGMA journal_mode = WAL")
+        self._database.execute("PRAGMA synchronous = NORMAL")
+        if not self._database.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
+            self._database.executescript(_TABLES)
+
+    def _check_schema(self) -> None:
+        (found,) = self._database.execute("PRAGMA user_version").fetchone()
+        if found == 0:
+            raise ConfigError(f"{self._folder}: {_ADVICE['not a database']}")
+        if found != SCHEMA:
+            raise ConfigError(
+                f"{self._folder}: its log is of version {found}, this ravnest reads version {SCHEMA}; "
+                "use the ravnest that began it, or begin a new run in another folder"
+            )
+
+
+def apply_logged(hub: Hub, event: Event, log: Callable[[Event], None]) -> tuple[Order, ...]:
+    """Let the hub decide; an event that changes something is in the log when this returns its orders."""
+    is_heard = hub.concerns(event)
+    orders = hub.apply(event)
+    if is_heard and not (orders and isinstance(orders[0], Refusal)):
+        log(event)
+    return orders
+
+
+def replay(store: Store) -> Hub:
+    """Return the hub that these events made; what was ordered before is not ordered again."""
+    hub = Hub()
+    for event in store.events():
+        hub.apply(event)
+    return hub
+
+
+def read_status(folder: Path) -> Status:
+    """Return where the run of this folder stands, whether its hub is running or not."""
+    hub = Hub()
+    watch = Watch(hub)
+    with Store(folder, is_read_only=True) as store:
+        for event in store.events():
+            watch.observe(event, hub.apply(event))
+    return watch.status()
+
+
+def _read_only(path: Path) -> sqlite3.Connection:
+    if not path.is_file():
+        raise ConfigError(f"{path.parent}: there is no log of a hub; give the folder a hub was started with")
+    database = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, isolation_level=None)
+    try:
+        database.execute("SELECT count(*) FROM sqlite_master")
+    except sqlite3.OperationalError:  # in a folder that cannot be written, of a hub that has ended
+        database.close()
+        database = sqlite3.connect(f"{path.absolute().as_uri()}?immutable=1", uri=True, isolation_level=None)
+    return database
+
+
+def _map(path: Path) -> memoryview | None:
+    if not path.is_file():
+        return None
+    with path.open("rb") as file:
+        is_empty = not os.fstat(file.fileno()).st_size
+        return (
+            memoryview(b"") if is_empty else memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+        )
+
+
+@contextlib.contextmanager
+def _explained(folder: Path) -> Iterator[None]:
+    """Say what an error of the disk means for whoever started the hub."""
+    try:
+        yield
+    except sqlite3.Error as error:
+        advice = next((text for sign, text in _ADVICE.items() if sign in str(error)), str(error))
+        raise ConfigError(f"{folder}: {advice}") from error
+    except OSError as error:
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        raise ConfigError(f"{folder}: {_FULL if is_full else f'{_CLOSED} ({error.strerror})'}") from error

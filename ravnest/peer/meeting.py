@@ -1,0 +1,91 @@
+"""How a peer gets links to the others of its plan: straight where it can, through the hub's relay where not.
+
+Each side dials where the other listens. If there is no link after a moment, or nobody listens, both go to the
+relay with the ticket the hub gave them: the smaller id awaits there, the other dials it as its last address.
+Driven by peer.agent.
+"""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from ravnest.net.relay import Place, await_through, dial_through
+from ravnest.net.transport import PeerId, Transport
+
+RELAY_AFTER_SECONDS = 3.0
+
+Start = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Mate:
+    """Somebody to have a link to; without a ticket there is no way through the relay."""
+
+    peer: PeerId
+    addresses: tuple[str, ...]
+    ticket: bytes = b""
+
+
+class Meetings:
+    """The links one peer is to have. `door` is where it listens itself, seen from this PC."""
+
+    def __init__(self, transport: Transport, door: Place | None, *, is_reachable: bool, start: Start) -> None:
+        self._transport = transport
+        self._door = door
+        self._is_reachable = is_reachable  # others know where it listens
+        self._start = start
+        self._loop = asyncio.get_running_loop()
+        self._relay: Place | None = None
+        self._mates: dict[PeerId, Mate] = {}
+        self._timers: dict[PeerId, asyncio.TimerHandle] = {}
+        self._ways: dict[PeerId, asyncio.Task[None]] = {}  # through the relay
+
+    def meet(self, mates: Iterable[Mate], relay: Place | None) -> None:
+        """Get links to these, and no longer to others; ways that lead to them already stay."""
+        before, self._mates = self._mates, {mate.peer: mate for mate in mates}
+        if relay != self._relay:
+            self._relay, before = relay, {}
+        for peer in tuple(self._ways):
+            if peer not in self._mates or before.get(peer) != self._mates[peer]:
+                self._ways.pop(peer).cancel()
+        self.close()
+        for mate in self._mates.values():
+            if mate.addresses and mate.peer not in self._ways:
+                self._transport.dial(mate.peer, mate.addresses)
+            self._look_later(mate)
+
+    def notice_loss(self, peer: PeerId) -> None:
+        """Go through the relay if a link that was lost does not come back by itself."""
+        if peer in self._mates:
+            self._look_later(self._mates[peer])
+
+    def close(self) -> None:
+        """Wait for nothing any more; whoever gave `start` ends what was started."""
+        for timer in self._timers.values():
+            timer.cancel()
+        self._timers = {}
+
+    def _look_later(self, mate: Mate) -> None:
+        can_be_direct = mate.addresses or self._is_reachable
+        seconds = RELAY_AFTER_SECONDS if can_be_direct else 0.0
+        if mate.peer in self._timers:
+            self._timers[mate.peer].cancel()
+        self._timers[mate.peer] = self._loop.call_later(seconds, self._look, mate)
+
+    def _look(self, mate: Mate) -> None:
+        if mate.peer in self._ways or mate.peer in self._transport.connected():
+            return
+        if self._relay is None or not mate.ticket:
+            return
+        if mate.peer > self._transport.peer:
+            if self._door is not None:
+                work = await_through(self._relay, mate.ticket, self._door)
+                self._ways[mate.peer] = self._start(work)
+            return
+        self._ways[mate.peer] = self._start(self._dial_through(mate, self._relay))
+
+    async def _dial_through(self, mate: Mate, relay: Place) -> None:
+        async with dial_through(relay, mate.ticket) as address:
+            self._transport.dial(mate.peer, (*mate.addresses, address))
+            await self._loop.create_future()

@@ -1,0 +1,247 @@
+"""How a stage keeps time: how long its work takes, how long it idles, how far ahead its cluster may run.
+
+The root of a cluster hears from every stage now and then, measures how long a batch is away, and lets
+engine.staleness decide; every stage follows its Pace. Driven by peer.worker.
+"""
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from statistics import median
+
+from ravnest.engine.schedule import StageSchedule
+from ravnest.engine.staleness import (
+    Decision,
+    StageTimes,
+    StalenessController,
+    StalenessPolicy,
+    gradient_weight,
+)
+from ravnest.engine.training import Training
+from ravnest.exchange import HUB, Parcel
+from ravnest.peer.place import Place
+from ravnest.plan.types import NodeId
+from ravnest.protocol import BatchId, Pace, PlanOrder, Refusal, StepReport
+
+_REPORT_BATCHES = 16  # between two reports of a stage to its root, and between two decisions there
+_REMEMBERED = 5  # reports of a stage
+_DAY = 86_400.0
+
+
+def make_policy(training: Training, order: PlanOrder) -> StalenessPolicy:
+    """Return what bounds the staleness of one stage: accumulation is the plan's, the rest is measured."""
+    assert order.stage is not None
+    num_clusters = max((len(ring.owners) for _, ring in order.rings), default=1)
+    return StalenessPolicy(
+        planned_updates=training.planned_updates // num_clusters,
+        accumulate_min=order.accumulate,
+        accumulate_max=order.accumulate,
+        window_max=order.stage.window,
+        max_lag=training.max_lag,
+    )
+
+
+@dataclass(slots=True)
+class Device:
+    """What a stage computes on. An emulated one is slower than this PC: it waits when work is done too soon.
+
+    The seconds are what one sample takes; zero is as fast as it goes.
+    """
+
+    clock: Callable[[], float]
+    wait: Callable[[float], object] = lambda _: None
+    forward_seconds: float = 0.0
+    inputs_seconds: float = 0.0
+    weights_seconds: float = 0.0
+    late_seconds: float = 0.0  # that the last wait ended too late: on the device the next work began before
+
+    def stretch(self, started: float, seconds: float) -> None:
+        """Let a piece of work that began at `started` take so long, if it was done sooner."""
+        if not seconds:
+            return
+        due = started + seconds - self.late_seconds
+        left, self.late_seconds = due - self.clock(), 0.0
+        if left > 0:
+            self.wait(left)
+            self.late_seconds = max(0.0, self.clock() - due)
+
+
+@dataclass(slots=True)
+class IdleTime:
+    """How long a stage had nothing to run, and which share that is of the time since the start."""
+
+    start: float
+    seconds: float = 0.0
+    since: float | None = None
+
+    def note(self, is_idle: bool, now: float) -> None:
+        """Take note of whether there was something to run."""
+        if is_idle and self.since is None:
+            self.since = now
+        elif not is_idle and self.since is not None:
+            self.seconds += now - self.since
+            self.since = None
+
+    def share(self, now: float) -> float:
+        """Return the share, at a time when there is something to run."""
+        return min(1.0, self.seconds / (now - self.start)) if now > self.start else 0.0
+
+
+@dataclass(slots=True)
+class _StageSeen:
+    """What a stage said of itself: the medians of its last times, so that a cold start is soon forgotten."""
+
+    forward: deque[float] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
+    backward: deque[float] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
+    times: StageTimes = field(default_factory=lambda: StageTimes(0.0, 0.0))
+    idle_share: float = 0.0
+
+
+class Timekeeper:
+    """What a stage knows of time: it reports to hub and root and follows the pace; the root sets it.
+
+    Without a policy nobody sets one, and the stage works as it was built.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        schedule: StageSchedule,
+        clock: Callable[[], float],
+        policy: StalenessPolicy | None,
+    ) -> None:
+        self._place = place
+        self._schedule = schedule
+        self._clock = clock
+        self._policy = policy
+        self._idle = IdleTime(clock())
+        self._num_reports = 0
+        self._sent_at: dict[BatchId, float] = {}
+        self._shortest = math.inf  # seconds a full batch was away; the least ever, so nothing queued then
+        self._num_samples = 0  # of a full batch
+        self._seen: dict[int, _StageSeen] = {}  # by stage
+        self._controller: StalenessController | None = None
+        self._last: Decision | None = None
+        self._num_unpaced = 0  # batches since the last decision
+        if policy is not None and place.before is None:
+            self._controller = StalenessController(policy)
+            self._decide()
+
+    @property
+    def link_seconds(self) -> float:
+        """How long a batch spends on the links of the cluster when nothing queues; only the root knows."""
+        if not self._is_measured or self._place.after is None:
+            return 0.0
+        later = sum(seen.times.compute_seconds for stage, seen in self._seen.items() if stage)
+        return max(0.0, self._shortest - later)
+
+    @property
+    def _is_measured(self) -> bool:
+        num_stages = len(self._place.pipeline)
+        return len(self._seen) == num_stages and (self._shortest < math.inf or num_stages == 1)
+
+    def receive(self, message: Pace | StepReport, sender: NodeId | None) -> Refusal | None:
+        """Take the root's pace, or as the root what a stage of the cluster reports."""
+        pipeline = self._place.pipeline
+        if isinstance(message, Pace):
+            if sender not in (None, pipeline[0]):
+                return Refusal(f"only the root sets the pace, not {sender}")
+            self._follow(message.window, message.accumulate, message.is_synchronous)
+        elif self._controller is None or sender not in pipeline:
+            return Refusal(f"the report of {sender} on batch {message.batch} is not for this stage")
+        else:
+            self._learn(pipeline.index(sender), message)
+        return None
+
+    def note_idle(self, is_idle: bool) -> None:
+        """Take note of whether there was something to run."""
+        self._idle.note(is_idle, self._clock())
+
+    def note_sent(self, batch: BatchId) -> None:
+        """Take note that a batch leaves for the next stage."""
+        self._sent_at[batch] = self._clock()
+
+    def note_back(self, batch: BatchId, num_samples: int) -> None:
+        """Take note that its gradient is here; a smaller batch than others says nothing of them."""
+        now = self._clock()
+        seconds = now - self._sent_at.pop(batch, now)
+        if num_samples > self._num_samples:
+            self._num_samples, self._shortest = num_samples, math.inf
+        if num_samples == self._num_samples:
+            self._shortest = min(self._shortest, seconds)
+
+    def forget(self, batch: BatchId) -> None:
+        """Expect nothing more of a batch."""
+        self._sent_at.pop(batch, None)
+
+    def weight(self, lag: int) -> float:
+        """Return how much the gradient of a batch counts that is so late."""
+        policy = self._policy
+        return gradient_weight(lag, policy.lag_bound(self._schedule.version)) if policy is not None else 1.0
+
+    def send(self, report: StepReport) -> Iterator[Parcel]:
+        """Tell the hub of a batch, and now and then the root: often at first, while it knows nothing."""
+        now = self._clock()
+        report = replace(report, idle_share=self._idle.share(now), link_seconds=self.link_seconds)
+        yield Parcel(HUB, report)
+        self._num_reports += 1
+        if self._num_reports % _REPORT_BATCHES == 0 or self._num_reports in (1, 2, 4, 8):
+            self._idle = IdleTime(now)
+            if self._controller is not None:
+                self._learn(0, report)
+            elif self._policy is not None:
+                yield Parcel(self._place.pipeline[0], report)
+        elif self._controller is not None:
+            self._controller.observe(report.lag)
+
+    def end_update(self) -> Iterator[Parcel]:
+        """As the root, set a new pace if it is time for one."""
+        policy, last, num_updates = self._policy, self._last, self._schedule.version
+        if policy is None or last is None:
+            return
+        self._num_unpaced += last.accumulate
+        is_over = last.synchronous and not policy.is_synchronous(num_updates)
+        if self._num_unpaced < _REPORT_BATCHES and not is_over:
+            return
+        found = self._decide()
+        if (found.window, found.synchronous) != (last.window, last.synchronous):
+            pace = Pace(self._place.epoch, num_updates, found.window, found.accumulate, found.synchronous)
+            for node in self._place.pipeline[1:]:
+                yield Parcel(node, pace)
+
+    def _decide(self) -> Decision:
+        """Follow a new decision, and return it."""
+        assert self._controller is not None
+        stages: list[StageTimes] = []
+        idle_share = 0.0
+        if self._is_measured:
+            stages = [self._seen[stage].times for stage in range(len(self._place.pipeline))]
+            stages[0] = replace(stages[0], link_seconds=self.link_seconds)
+            slowest = max(self._seen.values(), key=lambda seen: seen.times.compute_seconds)
+            idle_share = slowest.idle_share
+        found = self._controller.decide(self._schedule.version, stages, idle_share)
+        self._last, self._num_unpaced = found, 0
+        self._follow(found.window, found.accumulate, found.synchronous)
+        return found
+
+    def _follow(self, window: int, accumulate: int, is_synchronous: bool) -> None:
+        """Work at this pace, within what the memory of this stage was planned for."""
+        most = self._policy.window_max if self._policy is not None else window
+        self._schedule.resize(min(window, most), accumulate, is_synchronous)
+
+    def _learn(self, stage: int, report: StepReport) -> None:
+        assert self._controller is not None
+        self._controller.observe(report.lag)
+        if len(self._place.pipeline) == 1:
+            self._num_samples = max(self._num_samples, report.num_samples)
+        seconds = report.forward_seconds + report.backward_seconds
+        # What a short batch takes says little; what others say is believed only within reason.
+        if not self._num_samples / 2 <= report.num_samples <= self._num_samples or not 0 <= seconds <= _DAY:
+            return
+        size = self._num_samples / max(report.num_samples, 1)
+        seen = self._seen.setdefault(stage, _StageSeen())
+        seen.forward.append(size * report.forward_seconds)
+        seen.backward.append(size * report.backward_seconds)
+        seen.times = StageTimes(median(seen.forward), median(seen.backward))
+        seen.idle_share = report.idle_share

@@ -1,0 +1,122 @@
+"""Carries out on a stage what averaging.tied decides, and tells which batches meet the weights they should.
+
+In lockstep a home waits for its step before the next forward, and stamps what it sends on with the steps it
+has made; the stages behind it wait for those. Ahead of lockstep nobody waits. Driven by peer.worker,
+peer.averager and peer.host.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from ravnest.averaging.tied import Addressed, Stamp, TiedOrder
+from ravnest.codec import decode, describe, encode
+from ravnest.config import WireFormat
+from ravnest.engine.stage import Stage
+from ravnest.errors import ProtocolError
+from ravnest.exchange import Parcel
+from ravnest.model.blueprint import Blueprint
+from ravnest.net.transport import Buffer
+from ravnest.peer.place import Place
+from ravnest.plan.types import NodeId
+from ravnest.protocol import Refusal, TensorSpec
+from ravnest.tying import TiedGradient, TiedStep, Tying
+
+
+class TiedWeights:
+    """The tied weights of one stage."""
+
+    def __init__(self, place: Place, blueprint: Blueprint, stage: Stage) -> None:
+        names = stage.shared.keys()
+        uses = {entry.name: entry.positions for entry in blueprint.state if entry.name in names}
+        interval = (blueprint.start, blueprint.stop)
+        self._order: TiedOrder[Tensor] = TiedOrder(place.epoch, place.node, place.pipeline, interval, uses)
+        self._node = place.node
+        self._names = frozenset(uses)
+        self._stage = stage
+        self._needed: dict[NodeId, int] = {}
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the weights whose home this stage is have had all that was trained."""
+        return self._order.is_settled
+
+    def may_forward(self, waits: bool) -> bool:
+        """Return whether a batch meets the weights that stages before had and, if it waits, the newest."""
+        is_newest = self.is_settled or not waits
+        return is_newest and self._order.has_seen(tuple(self._needed.items()))
+
+    def need(self, stamp: Stamp) -> None:
+        """Note the steps that a batch that came must see."""
+        self._needed |= {home: max(number, self._needed.get(home, 0)) for home, number in stamp}
+
+    def stamp(self, waits: bool) -> Stamp:
+        """Return the steps that the next stage must have made before a batch: its own if the home waits."""
+        return tuple((self._needed | dict(self._order.stamp if waits else ())).items())
+
+    def hello(self) -> list[Parcel]:
+        """Tell the others of the cluster, if something is tied."""
+        return self._carry_out(self._order.hello()) if self._names else []
+
+    def offer(self, rate: float, closes: bool) -> list[Parcel]:
+        """Take the gradients of tied weights out of the update about to be made."""
+        if not self._names:
+            return []
+        return self._carry_out(self._order.offer(rate, self._stage.take_shared_gradients(), closes))
+
+    def commit(self, changes: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[Parcel]]:
+        """Make the tied part of a round's changes; return the rest."""
+        tied = {name: change for name, change in changes.items() if name in self._names}
+        rest = {name: change for name, change in changes.items() if name not in self._names}
+        return rest, self._carry_out(self._order.change(tied))
+
+    def receive(
+        self, message: Tying[TensorSpec], buffers: Sequence[Buffer], sender: NodeId | None
+    ) -> list[Parcel] | Refusal:
+        """Take a message of another stage; return what to send."""
+        if sender is None or not self._names:
+            return Refusal("this stage holds no tied weight")
+        decoded: Tying[Tensor]
+        if isinstance(message, TiedGradient | TiedStep):
+            pairs = zip(message.values, buffers, strict=True)
+            values = tuple((name, self._read(name, spec, buffer)) for (name, spec), buffer in pairs)
+            decoded = _with_values(message, values)
+        else:
+            decoded = message
+        found = self._order.receive(sender, decoded)
+        return found if isinstance(found, Refusal) else self._carry_out(found)
+
+    def _read(self, name: str, spec: TensorSpec, buffer: Buffer) -> Tensor:
+        weight = self._stage.shared.get(name)
+        if weight is None or tuple(weight.shape) != spec.shape:
+            raise ProtocolError(f"{name[:80]!r} of shape {spec.shape} is no weight that this stage shares")
+        return decode(buffer, spec).to(weight.device)
+
+    def _carry_out(self, addressed: Addressed[Tensor]) -> list[Parcel]:
+        parcels = []
+        for receiver, message in addressed:
+            if receiver == self._node:
+                assert isinstance(message, TiedStep)
+                self._step(message)
+            elif isinstance(message, TiedGradient | TiedStep):
+                specs = tuple((name, describe(value, WireFormat.FP32)) for name, value in message.values)
+                # Exactly as they are: all must add the same.
+                buffers = tuple(encode(value, WireFormat.FP32) for _, value in message.values)
+                parcels.append(Parcel(receiver, _with_values(message, specs), buffers))
+            else:
+                parcels.append(Parcel(receiver, message))
+        return parcels
+
+    def _step(self, step: TiedStep[Tensor]) -> None:
+        """Make a step, weight by weight: one whose sum is not finite stays, in this stage as in all."""
+        for name, value in step.values:
+            if step.rate is None:
+                self._stage.add({name: value})
+            else:
+                self._stage.step_shared(name, value, step.rate)
+
+
+def _with_values(message: TiedGradient[Any] | TiedStep[Any], values: tuple[tuple[str, Any], ...]) -> Any:
+    return replace(message, values=values)

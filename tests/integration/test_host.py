@@ -1,0 +1,236 @@
+"""A host builds the stage it is ordered to: slower on an emulated device, in bf16 where the PC can."""
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ravnest.codec import describe, encode
+from ravnest.config import WireFormat
+from ravnest.engine.training import Training, write_training
+from ravnest.exchange import HUB
+from ravnest.model.capture import Captured, capture
+from ravnest.model.flat import to_safetensors
+from ravnest.model.line import slice_blueprint
+from ravnest.model.measure import count_flops, measure
+from ravnest.model.reading import write_blueprint
+from ravnest.peer import machine
+from ravnest.peer.host import Host, Limits
+from ravnest.plan.types import NodeId, Stage
+from ravnest.protocol import (
+    BatchId,
+    FieldParts,
+    LeaseGrant,
+    LeaseId,
+    PlanOrder,
+    RoundId,
+    RoundOpen,
+    StepReport,
+)
+from tests.support.timed_world import plain_settings
+
+WIDTH, NUM_SAMPLES = 64, 8
+LAYER_FLOPS = 2 * NUM_SAMPLES * WIDTH * WIDTH
+NODES = (NodeId("root"), NodeId("leaf"))
+
+
+@pytest.fixture(scope="module")
+def captured() -> Captured:
+    return capture_wide()
+
+
+def capture_wide() -> Captured:
+    torch.manual_seed(0)
+    layers = [layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]
+    model = nn.Sequential(*layers)
+    return capture(model, batch_of(0), lambda out, batch: F.mse_loss(out, batch["y"]), name="layers")
+
+
+def batch_of(seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(NUM_SAMPLES, WIDTH, generator=generator) for name in "xy"}
+
+
+class Pair:
+    """Two hosts of one cluster, one after the other, each with a clock that only waiting moves."""
+
+    def __init__(self, captured: Captured, accumulate: int = 1, recompute: bool = False, **options) -> None:
+        self.captured = captured
+        self.waits: dict[NodeId, list[float]] = {node: [] for node in NODES}
+        self.hosts: dict[NodeId, Host] = {}
+        self.reports: list[StepReport] = []
+        num_positions = captured.blueprint.num_positions
+        bounds = [0, num_positions // 2, num_positions]
+        limits = Limits(1e9, emulated_flops_per_second=options.pop("rate", None))
+        training = Training(plain_settings(captured), NUM_SAMPLES, precision=options.pop("precision", "fp32"))
+        for index, node in enumerate(NODES):
+            start, stop = bounds[index : index + 2]
+            blueprint = slice_blueprint(captured.blueprint, start, stop)
+            state = {entry.name: captured.state[entry.name].detach() for entry in blueprint.state}
+            names = frozenset(state)
+            parts = write_training(training, names) + b"\n" + write_blueprint(blueprint)
+            stage = Stage(node, start, stop, 4, recompute)
+            order = PlanOrder(1, 0, stage, NODES, (), (), accumulate)
+            waits = self.waits[node]
+            host = Host(limits, lambda waits=waits: sum(waits), waits.append, **options)
+            host.build(order, parts, to_safetensors(state, blueprint))
+            self.hosts[node] = host
+
+    def train(self, num_batches: int) -> None:
+        grant = LeaseGrant(1, LeaseId(0), False, BatchId(0), (NUM_SAMPLES,) * num_batches)
+        self.hosts[NODES[0]].receive(grant, ())
+        for number in range(num_batches):
+            for node, name in zip(NODES, "xy", strict=True):
+                tensor = batch_of(number)[name]
+                fields = FieldParts(1, BatchId(number), ((name, describe(tensor, WireFormat.FP32)),))
+                self.hosts[node].receive(fields, (encode(tensor, WireFormat.FP32),))
+        while any(self.work(node) for node in NODES):
+            pass
+
+    def work(self, node: NodeId) -> bool:
+        work = self.hosts[node].next_work()
+        for parcel in work or ():
+            if parcel.to != HUB:
+                self.hosts[parcel.to].receive(parcel.message, parcel.buffers, node)
+            elif isinstance(parcel.message, StepReport):
+                self.reports.append(parcel.message)
+        return work is not None
+
+    def versions(self) -> list[tuple[int, int]]:
+        workers = [host._worker for host in self.hosts.values()]
+        return [(worker.stage.version, worker._schedule.version) for worker in workers]
+
+
+def test_the_flops_of_a_stage_are_those_of_its_positions(captured: Captured) -> None:
+    whole = captured.blueprint
+    profile = measure(whole, NUM_SAMPLES)
+    middle = whole.num_positions // 2
+    for start, stop in ((0, middle), (middle, whole.num_positions)):
+        forward, inputs, weights = count_flops(slice_blueprint(whole, start, stop), NUM_SAMPLES)
+        assert forward == sum(profile.forward_flops[start:stop])
+        assert inputs + weights == sum(profile.backward_flops[start:stop])
+        assert inputs == (0.0 if start == 0 else 2 * LAYER_FLOPS)  # the data needs no gradient
+
+
+def test_an_emulated_device_takes_its_time_for_each_piece(captured: Captured) -> None:
+    pair = Pair(captured, rate=float(LAYER_FLOPS))
+    pair.train(1)
+    # Two layers each: forward, then backward; the gradient leaves after the part towards the inputs.
+    assert pair.waits[NODES[0]] == pytest.approx([2.0, 3.0])  # all towards the weights
+    assert pair.waits[NODES[1]] == pytest.approx([2.0, 2.0, 2.0])
+    leaf, root = pair.reports
+    assert (leaf.forward_seconds, leaf.backward_seconds) == pytest.approx((2.0, 4.0))
+    assert (root.forward_seconds, root.backward_seconds) == pytest.approx((2.0, 3.0))
+
+
+def test_a_short_backward_is_not_split_and_recomputing_costs_a_forward(captured: Captured) -> None:
+    pair = Pair(captured, rate=1e4 * LAYER_FLOPS)
+    pair.train(1)
+    assert pair.waits[NODES[1]] == pytest.approx([2e-4, 4e-4])
+    pair = Pair(captured, rate=float(LAYER_FLOPS), recompute=True)
+    pair.train(1)
+    assert pair.waits[NODES[0]] == pytest.approx([2.0, 5.0])
+    assert pair.waits[NODES[1]] == pytest.approx([2.0, 6.0])
+
+
+def test_a_real_device_never_waits(captured: Captured) -> None:
+    pair = Pair(captured)
+    pair.train(2)
+    assert pair.waits == {node: [] for node in NODES}
+
+
+def test_what_is_left_over_is_applied_before_the_last_round_and_before_a_snapshot(captured: Captured) -> None:
+    pair = Pair(captured, accumulate=3)
+    pair.train(4)
+    assert pair.versions() == [(1, 1)] * 2
+    for number, is_blocking in enumerate([False, True], 1):
+        open_round = RoundOpen(1, RoundId(number), 10.0, is_blocking, False, ())
+        pair.hosts[NODES[number - 1]].receive(open_round, ())
+    assert pair.versions() == [(1, 1)] * 2  # training goes on after these
+    pair = Pair(captured, accumulate=3)
+    pair.train(4)
+    pair.hosts[NODES[0]].receive(RoundOpen(1, RoundId(1), 10.0, True, True, ()), ())
+    assert pair.versions() == [(2, 2), (1, 1)]
+    before = pair.hosts[NODES[1]]._worker.stage.snapshot().state
+    version, _ = pair.hosts[NODES[1]].save()
+    assert version == 2
+    after = pair.hosts[NODES[1]]._worker.stage.snapshot().state
+    assert all(not torch.equal(before[name], after[name]) for name in before)
+    assert pair.hosts[NODES[1]].save()[0] == 2
+    assert pair.versions() == [(2, 2)] * 2
+
+
+def test_without_bf16_a_stage_computes_in_fp32_and_says_so_once(captured: Captured, caplog) -> None:
+    asked: list[str] = []
+
+    def probe(device: str) -> bool:
+        asked.append(device)
+        return False
+
+    with caplog.at_level(logging.WARNING, "ravnest.peer.host"):
+        pair = Pair(captured, precision="bf16", probe=probe)
+    assert asked == ["cpu", "cpu"]  # once in each of two peers
+    assert [record.getMessage().partition(":")[0] for record in caplog.records] == [
+        "this PC cannot compute in bf16, so its stage computes in fp32"
+    ] * 2
+    plain = Pair(captured, probe=probe)
+    assert len(asked) == 2  # fp32 needs no probe
+    pair.train(2)
+    plain.train(2)
+    assert [report.loss for report in pair.reports] == [report.loss for report in plain.reports]
+
+
+BF16_PROGRAM = """
+from ravnest.peer.machine import can_run_bf16
+from tests.integration.test_host import Pair, capture_wide
+
+assert can_run_bf16("cpu")
+whole = capture_wide()
+mixed, plain = Pair(whole, precision="bf16", probe=lambda device: True), Pair(whole)
+for pair in (mixed, plain):
+    pair.train(3)
+losses = [[r.loss for r in pair.reports if r.loss is not None] for pair in (mixed, plain)]
+print(*losses[0], *losses[1])
+state = mixed.hosts["leaf"]._worker.stage.snapshot().state
+print(*{str(tensor.dtype) for tensor in state.values()})
+"""
+
+
+def test_in_bf16_the_loss_is_almost_the_same_and_weights_stay_in_fp32() -> None:
+    """In a child process: oneDNN reads the instructions it may use once, before the first product."""
+    environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}
+    environment["PYTHONPATH"] = str(Path(__file__).parents[2])
+    command = [sys.executable, "-c", BF16_PROGRAM]
+    child = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert child.returncode == 0, child.stderr
+    losses, dtypes = child.stdout.splitlines()
+    found = [float(loss) for loss in losses.split()]
+    assert found[:3] != found[3:]
+    assert found[:3] == pytest.approx(found[3:], rel=0.02)
+    assert dtypes == "torch.float32"
+
+
+@pytest.mark.parametrize(
+    ("program", "is_able"),
+    [
+        ("raise SystemExit(0)", True),
+        ("raise SystemExit(1)", False),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGILL)", False),
+        ("input()", False),
+    ],
+)
+def test_the_probe_survives_what_bf16_does_to_its_child(monkeypatch, program: str, is_able: bool) -> None:
+    monkeypatch.setattr(machine, "_BF16_PROGRAM", program)
+    assert machine.can_run_bf16("cpu") is is_able
+
+
+def test_a_probe_that_hangs_is_a_no(monkeypatch) -> None:
+    monkeypatch.setattr(machine, "_BF16_PROGRAM", "import threading; threading.Event().wait()")
+    monkeypatch.setattr(machine, "_BF16_SECONDS", 0.5)
+    assert machine.can_run_bf16("cpu") is False

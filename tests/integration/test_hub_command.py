@@ -1,0 +1,117 @@
+"""`ravnest hub` and `ravnest join` as people start them, each in its own terminal; `status` and `stop`."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+RAVNEST = [sys.executable, "-m", "ravnest"]
+JOB = """
+import torch, torch.nn.functional as F, ravnest as rv
+torch.manual_seed(0)
+print("what a user's file prints is no answer")
+x = torch.randn(512, 8)
+model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 2))
+def make(epochs):
+    data = {"x": x, "y": (x.sum(1) > 0).long()}
+    return rv.Job(model, data, val_data=data, batch_size=32, epochs=epochs, name="sums", average_every=4,
+                  loss=lambda out, batch: F.cross_entropy(out, batch["y"]))
+short, long = make(20), make(100_000)
+"""
+
+pytestmark = pytest.mark.timeout(240)
+
+
+@contextmanager
+def started(*arguments: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """Start the command; make sure that it is gone afterwards."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen([*RAVNEST, *arguments], cwd=folder, **pipes)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@contextmanager
+def swarm(job: str, folder: Path) -> Iterator[tuple[subprocess.Popen[str], list[subprocess.Popen[str]]]]:
+    """A hub that waits for two peers, and the two, who have its invitation."""
+    (folder / "job.py").write_text(JOB)
+    options = ("--listen", "127.0.0.1:0", "--nodes", "2", "--folder", "run", "--json")
+    with started("hub", f"job.py:{job}", *options, folder=folder) as hub:
+        opened = json.loads(hub.stdout.readline())
+        assert opened["schema"] == "ravnest.hub/1"
+        assert opened["folder"] == "run"
+        lent = ("--memory", "2 GB", "--flops", "1 GFLOP/s", "--listen", "127.0.0.1:0")
+        join = ("join", opened["invitation"], *lent)
+        with started(*join, folder=folder) as one, started(*join, folder=folder) as other:
+            yield hub, [one, other]
+
+
+def ask(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*RAVNEST, *arguments], cwd=folder, capture_output=True, text=True)
+
+
+def wait_for(words: str, hub: subprocess.Popen[str]) -> None:
+    said = []
+    while words not in (line := hub.stderr.readline()):
+        said.append(line)
+        assert line, f"the hub ended before it said {words!r}: {said}"
+
+
+def test_two_who_join_train_the_job_of_a_hub_to_its_end(tmp_path: Path) -> None:
+    with swarm("short", tmp_path) as (hub, peers):
+        out, said = hub.communicate()
+        assert hub.returncode == 0, said
+        assert [peer.wait() for peer in peers] == [0, 0]
+    (line,) = out.splitlines()
+    done = json.loads(line)
+    assert (done["event"], done["metrics"]["epoch"]) == ("done", 20)
+    assert done["metrics"]["val_loss"] < 0.6
+    assert load_file(tmp_path / done["model"])["0.weight"].shape == (32, 8)
+    assert "what a user's file prints" in said
+    assert (tmp_path / "run/hub.json").stat().st_mode & 0o077 == 0
+    status = json.loads(ask("status", "run", "--json", folder=tmp_path).stdout)
+    assert (status["schema"], status["phase"]) == ("ravnest.status/1", "finished")
+    assert (status["is_running"], status["num_samples"]) == (False, 20 * 512)
+    ended = ask("stop", "run", folder=tmp_path)
+    assert (ended.returncode, "no hub is at work in run" in ended.stderr) == (1, True)
+
+
+def test_a_run_that_is_stopped_keeps_what_was_trained(tmp_path: Path) -> None:
+    with swarm("long", tmp_path) as (hub, peers):
+        wait_for("epoch 2:", hub)
+        status = json.loads(ask("status", "run", "--json", folder=tmp_path).stdout)
+        assert (status["phase"], status["is_running"]) == ("training", True)
+        assert {member["state"] for member in status["members"]} == {"training"}
+        doctor = ask("doctor", ask("token", "run", folder=tmp_path).stdout.strip(), folder=tmp_path)
+        assert (doctor.returncode, "accepts the token" in doctor.stdout) == (0, True), doctor.stdout
+        assert ask("stop", "run", folder=tmp_path).returncode == 0
+        out, said = hub.communicate()
+        assert hub.returncode == 0, said
+        assert [peer.wait() for peer in peers] == [0, 0]
+    assert "what was trained is kept" in said
+    done = json.loads(out.splitlines()[-1])
+    assert 2 <= done["metrics"]["epoch"] < 1000
+    assert load_file(tmp_path / "run/model.safetensors")
+
+
+def test_ctrl_c_before_anyone_came_ends_with_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text(JOB)
+    options = ("--listen", "127.0.0.1:0", "--folder", "run")
+    with started("hub", "job.py:short", *options, folder=tmp_path) as hub:
+        wait_for("ravnest join rvn1_", hub)
+        first = ask("token", "run", folder=tmp_path).stdout
+        os.kill(hub.pid, signal.SIGINT)
+        out, said = hub.communicate()
+    assert hub.returncode in (1, 130), said  # it may have been capturing still
+    assert (out, "Traceback" in said) == ("", False)
+    assert first.startswith("rvn1_")

@@ -1,0 +1,239 @@
+"""How real programs find each other: several addresses, doors, no doors, and the hub's relay in between."""
+
+import asyncio
+import os
+import signal
+import subprocess
+from collections.abc import Coroutine, Iterator
+from contextlib import AsyncExitStack, contextmanager
+from pathlib import Path
+from random import SystemRandom
+from typing import Any
+
+import msgspec
+import pytest
+from support.small_swarm import JOIN, PLAN, ROOT, check_books, joining, make_job
+
+import ravnest as rv
+from ravnest.hub.events import ClusterStarted, Left, News, PlanFormed
+from ravnest.net import relay
+from ravnest.net.addresses import split_address
+from ravnest.net.identity import Token, new_keys, write_token
+from ravnest.net.transport import Delivery, Service
+from ravnest.net.zeromq import ZeroMqTransport
+from ravnest.peer import meeting
+from ravnest.peer.meeting import Mate, Meetings
+
+HERE = "tcp://127.0.0.1:*"
+
+pytestmark = pytest.mark.timeout(240)
+
+
+@pytest.fixture
+def joined(monkeypatch: pytest.MonkeyPatch) -> list[None]:
+    """What the hub's relay has brought together."""
+    seen: list[None] = []
+    join = relay._join
+
+    async def note(one: relay.Stream, other: relay.Stream) -> None:
+        seen.append(None)
+        await join(one, other)
+
+    monkeypatch.setattr(relay, "_join", note)
+    return seen
+
+
+def num_stages(told: list[News]) -> list[int]:
+    plans = [news.plan for news in told if isinstance(news, PlanFormed)]
+    assert len(plans) == 1
+    return [len(cluster.stages) for cluster in plans[0].clusters]
+
+
+def test_two_peers_that_only_dial_out_train_through_the_relay(joined: list[None]) -> None:
+    told: list[News] = []
+    with rv.Hub("127.0.0.1:0", plan=PLAN, tell=told.append) as hub:
+        with joining(hub.token, ["--outbound-only"], ["--outbound-only", "--quiet"]) as peers:
+            hub.fit(make_job(), nodes=2)
+            said = peers[0].communicate(timeout=30)[1]
+        lines = said.splitlines()
+        assert lines[0] == "lends 1.5 MB of memory and 1 GFLOP/s (as claimed) as node0"
+        assert hub.token.addresses[0] in lines[1]
+        assert "runs no code from the job" in lines[2]
+        assert "nowhere, it only dials out" in lines[3]
+        assert lines[-1] == "ended: the job is done"
+        assert write_token(hub.token) not in said
+    assert num_stages(told) == [2]
+    check_books(told)
+    assert len(joined) == 1
+
+
+def test_dead_addresses_before_the_good_one_are_passed_over(joined: list[None]) -> None:
+    told: list[News] = []
+    dead = "127.0.0.1:9"
+    with rv.Hub("127.0.0.1:0", plan=PLAN, tell=told.append) as hub:
+        addresses = (f"tcp://{dead}", "tcp://no-such-host.invalid:7700", *hub.token.addresses)
+        token = msgspec.structs.replace(hub.token, addresses=addresses)
+        door = ["--listen", "127.0.0.1:0", "--public", dead]
+        with joining(token, door, door):
+            hub.fit(make_job(), nodes=2)
+    assert num_stages(told) == [2]
+    check_books(told)
+    assert not joined
+
+
+@contextmanager
+def networks(num: int) -> Iterator[list[tuple[str, str]]]:
+    """Make namespaces with a link to this one and no way to each other; give each one's name and our end."""
+    made: list[tuple[str, str]] = []
+    try:
+        for number in range(num):
+            name = f"rvn{os.getpid()}-{number}"
+            net = f"198.{18 + number}.{os.getpid() % 250}"
+            made.append((name, f"{net}.1"))
+            for command in (
+                f"ip netns add {name}",
+                f"ip link add {name} type veth peer name inside netns {name}",
+                f"ip address add {net}.1/30 dev {name}",
+                f"ip link set {name} up",
+                f"ip -netns {name} address add {net}.2/30 dev inside",
+                f"ip -netns {name} link set inside up",
+                f"ip -netns {name} link set lo up",
+            ):
+                subprocess.run(command.split(), check=True, capture_output=True)
+        yield made
+    finally:
+        for name, _ in made:
+            subprocess.run(["ip", "link", "delete", name], check=False, capture_output=True)
+            subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="namespaces are made by root")
+def test_peers_whose_networks_lead_only_to_the_hub_train_through_the_relay(joined: list[None]) -> None:
+    told: list[News] = []
+    with networks(2) as made, rv.Hub("0.0.0.0:0", plan=PLAN, tell=told.append) as hub:
+        port = hub.token.addresses[0].rpartition(":")[2]
+        token = msgspec.structs.replace(
+            hub.token, addresses=tuple(f"tcp://{here}:{port}" for _, here in made)
+        )
+        inside = [("ip", "netns", "exec", name) for name, _ in made]
+        with joining(token, (), (), prefix=inside) as peers:
+            hub.fit(make_job(), nodes=2)
+            said = peers[0].communicate(timeout=30)[1]
+        assert f"listens at tcp://198.18.{os.getpid() % 250}.2:" in said
+    assert num_stages(told) == [2]
+    check_books(told)
+    assert len(joined) >= 1
+
+
+def test_a_peer_taken_back_tells_the_hub_and_the_job_goes_on() -> None:
+    told: list[News] = []
+    victims: list[int] = []
+
+    def interrupt(news: News) -> None:
+        told.append(news)
+        if isinstance(news, ClusterStarted) and not victims:
+            victims.append(int(news.nodes[-1].removeprefix("node")))
+            peers[victims[0]].send_signal(signal.SIGINT)
+
+    with rv.Hub("127.0.0.1:0", plan=PLAN, tell=interrupt) as hub, joining(hub.token, *[[]] * 3) as peers:
+        hub.fit(make_job(), nodes=2)
+        victim = peers.pop(victims[0])
+        said = victim.communicate(timeout=30)[1]
+        assert victim.returncode == 130, said
+        assert "leaving: the hub is told" in said
+        assert "Traceback" not in said
+    left = [(news.node, news.reason) for news in told if isinstance(news, Left)]
+    assert left[0] == (f"node{victims[0]}", "its provider takes it back")
+    check_books(told)
+
+
+@pytest.mark.parametrize(
+    ("knows", "is_relayed"),
+    [((True, True), False), ((True, False), False), ((False, True), False), ((False, False), True)],
+)
+def test_two_peers_meet_straight_if_either_knows_where_and_at_the_relay_if_not(
+    knows: tuple[bool, bool], is_relayed: bool, joined: list[None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(meeting, "RELAY_AFTER_SECONDS", 0.5)
+    dead = ("tcp://127.0.0.1:9",)
+    ticket = bytes(16)
+
+    async def main() -> None:
+        bridge = relay.Relay()
+        bridge.add(ticket)
+        keys = [new_keys() for _ in range(2)]
+        async with AsyncExitStack() as stack:
+            place = "127.0.0.1", await stack.enter_async_context(bridge.listen(HERE))
+            ends = [
+                await stack.enter_async_context(ZeroMqTransport(each, SystemRandom(), HERE)) for each in keys
+            ]
+            tasks = await stack.enter_async_context(asyncio.TaskGroup())
+            started = []
+
+            def start(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+                started.append(tasks.create_task(work))
+                return started[-1]
+
+            meetings = []
+            for end, other, is_known in zip(ends, ends[::-1], knows, strict=True):
+                end.allow(each.public for each in keys)
+                door = split_address(end.address)
+                meetings.append(Meetings(end, door, is_reachable=True, start=start))
+                mate = Mate(other.peer, (other.address,) if is_known else dead, ticket)
+                meetings[-1].meet([mate], place)
+            for end, other in zip(ends, ends[::-1], strict=True):
+                await end.send(other.peer, Service.CONTROL, b"hello")
+            async with asyncio.timeout(20):
+                for end in ends:
+                    while not isinstance(await end.receive(), Delivery):
+                        pass
+            assert bool(joined) == is_relayed
+            for each in meetings:
+                each.close()
+            for task in started:
+                task.cancel()
+
+    asyncio.run(main())
+
+
+def join(*arguments: str, stdin: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
+    command = [*JOIN, "--memory", "1 GB", "--patience", "1 s", *arguments]
+    environment = {**os.environ, **variables}
+    return subprocess.run(command, env=environment, cwd=ROOT, input=stdin, capture_output=True, text=True)
+
+
+def test_a_hub_that_answers_nowhere_is_told_with_every_address_and_its_reason(tmp_path: Path) -> None:
+    addresses = ("tcp://127.0.0.1:9", "tcp://no-such-host.invalid:7700")
+    file = tmp_path / "token"
+    file.write_text(write_token(Token(addresses, new_keys().public, bytes(16))) + "\n")
+    ended = join("--token-file", str(file), "--emulate", "2 GFLOP/s")
+    assert ended.returncode == 4, ended.stderr
+    assert "(emulated)" in ended.stderr
+    last = ended.stderr.splitlines()[-1]
+    assert "at tcp://127.0.0.1:9 nobody answers at this address" in last
+    assert "at tcp://no-such-host.invalid:7700 no-such-host.invalid cannot be found" in last
+    assert "is it running" in last
+    assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ((), "no token: paste"),
+        (("rvn1_a", "--token-file", "-"), "leave one out"),
+        (("--token-file", "no/such/file"), "cannot be read"),
+        (("--token-file", "-"), "truncated"),
+        (("@", "--listen", "here"), "'here' is no address"),
+        (("@", "--public", "192.0.2.7:0"), "names no port"),
+        (("@", "--public", "0.0.0.0:7700"), "names no host"),
+        (("@", "--public", "192.0.2.7:99999"), "is no address"),
+        (("@", "--outbound-only", "--listen", "127.0.0.1:0"), "opens no door"),
+    ],
+)
+def test_a_wrong_option_is_a_sentence(arguments: tuple[str, ...], reason: str) -> None:
+    token = write_token(Token(("tcp://127.0.0.1:9",), new_keys().public, bytes(16)))
+    given = [token if each == "@" else each for each in arguments]
+    ended = join(*given, stdin="rvn1_a\n", RAVNEST_TOKEN="")
+    assert ended.returncode == 3, ended.stderr
+    assert reason in ended.stderr
+    assert "Traceback" not in ended.stderr

@@ -1,0 +1,70 @@
+"""A small job and peers as real programs, for tests that care how they reach each other."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import ravnest as rv
+from ravnest.hub.events import EpochDone, News
+from ravnest.job.swarm import LOCAL_PLAN
+from ravnest.net.identity import Token, write_token
+
+PLAN = replace(LOCAL_PLAN, overhead_bytes=0.0)  # so that memory is what the model needs, and no more
+NUM_SAMPLES = 256
+MEMORY_BYTES = 1_500_000  # the model needs two peers that lend so little
+JOIN = (sys.executable, "-m", "ravnest", "join", "--flops", "1 GFLOP/s", "--bandwidth", "1 GB/s")
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def make_job(epochs: int = 2) -> rv.Job:
+    torch.manual_seed(0)
+    inner = [layer for _ in range(6) for layer in (nn.Linear(128, 128), nn.ReLU())]
+    model = nn.Sequential(nn.Linear(16, 128), nn.ReLU(), *inner, nn.Linear(128, 4))
+    inputs = torch.randn(NUM_SAMPLES, 16, generator=torch.Generator().manual_seed(1))
+    return rv.Job(
+        model,
+        {"x": inputs, "y": inputs[:, :4].argmax(-1)},
+        batch_size=16,
+        epochs=epochs,
+        optimizer="adamw",
+        learning_rate=1e-3,
+        loss=lambda out, batch: F.cross_entropy(out, batch["y"]),
+    )
+
+
+def check_books(told: Sequence[News], epochs: int = 2) -> None:
+    """Every sample of every epoch was trained once."""
+    done = [(news.num_samples, news.num_dropped) for news in told if isinstance(news, EpochDone)]
+    assert done == [(NUM_SAMPLES, 0)] * epochs
+
+
+@contextmanager
+def joining(
+    token: Token, *options: Sequence[str], prefix: Sequence[Sequence[str]] = ()
+) -> Iterator[list[subprocess.Popen[str]]]:
+    """Start one peer per tuple of options; in the end they must have ended well."""
+    environment = {**os.environ, "RAVNEST_TOKEN": write_token(token), "OMP_NUM_THREADS": "1"}
+    running = []
+    try:
+        for number, each in enumerate(options):
+            before = prefix[number] if prefix else ()
+            command = [*before, *JOIN, "--name", f"node{number}", "--memory", f"{MEMORY_BYTES} B", *each]
+            running.append(
+                subprocess.Popen(command, env=environment, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+            )
+        yield running
+        for process in running:
+            said = process.communicate(timeout=30)[1]
+            assert process.returncode == 0, said
+    finally:
+        for process in running:
+            process.kill()
+            process.communicate()

@@ -1,0 +1,440 @@
+"""A hub and its peers in one process on virtual time: the programs themselves, without threads and sockets.
+
+What computes lives on the event loop and takes the virtual time it is told to. Keys, delays and the order of
+everything follow from the seed, so a run is the same each time. `python -m tests.support.system_world`
+writes the golden curves anew.
+"""
+
+import asyncio
+import itertools
+import json
+import logging
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+from random import Random
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from zmq.utils import z85
+
+import ravnest as rv
+from ravnest.config import PlanConfig
+from ravnest.errors import RavnestError
+from ravnest.exchange import Blobs, Parcel
+from ravnest.hub.events import (
+    EpochDone,
+    Evaluated,
+    Event,
+    News,
+    Order,
+    PlanFormed,
+    Received,
+    SendFields,
+    Tell,
+    WorkLost,
+)
+from ravnest.hub.server import Server
+from ravnest.job.result import Result
+from ravnest.job.swarm import LOCAL_PLAN, _assemble, _prepare
+from ravnest.net.identity import SECRET_BYTES, KeyPair, Token, load_keys
+from ravnest.net.memory import MemoryNetwork, MemoryTransport, Wire, run_virtual
+from ravnest.net.transport import PeerId
+from ravnest.peer.agent import Agent, Offer
+from ravnest.peer.compute import Bench, Item
+from ravnest.peer.host import Host, Limits
+from ravnest.plan.types import Node, NodeId, Plan
+from ravnest.protocol import LeaseDone, LeaseId, Refusal
+
+logger = logging.getLogger(__name__)
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "system.json"
+PLAN = replace(LOCAL_PLAN, overhead_bytes=0.0)  # so that memory is what the model needs, and no more
+KNOCK_SECONDS = 0.5
+SETTLE_SECONDS = 5.0
+SPEED = 2e7  # FLOP/s at a speed of 1
+
+
+class PatientTransport(MemoryTransport):
+    """Knocks again while nothing passes, as TCP does: a dial that meets an outage succeeds after it."""
+
+    def _meet(self, near: Any, address: str) -> None:
+        is_dead = self.network._dead & {self.peer, near.peer}
+        if near.is_closed or is_dead or self.network.carries(self.peer, near.peer):
+            super()._meet(near, address)
+        else:
+            self._loop.call_later(KNOCK_SECONDS, self._meet, near, address)
+
+
+class InlineCompute:
+    """Where the host of a peer lives on virtual time: one piece of work a turn, and it takes its time."""
+
+    def __init__(self, watch: Callable[[Item], None]) -> None:
+        self._watch = watch
+        self._items: deque[Item] = deque()
+        self._next: asyncio.Handle | None = None
+        self._spent = 0.0  # seconds, by the piece of work under way
+        self._is_busy = False
+        self._closed = asyncio.Event()
+
+    async def run(
+        self,
+        limits: Limits,
+        blobs: Blobs,
+        emit: Callable[[Parcel], None],
+        fail: Callable[[RavnestError], None],
+    ) -> None:
+        """See peer.compute.Compute."""
+        self._loop = asyncio.get_running_loop()
+        self._bench = Bench(Host(limits, self._clock, self._spend), blobs)
+        self._emit, self._fail = emit, fail
+        self._turn_at(self._loop.time())
+        await self._closed.wait()
+
+    def put(self, item: Item) -> None:
+        """Take an item, after the piece of work under way."""
+        self._watch(item)
+        self._items.append(item)
+        if not self._is_busy:
+            self._turn_at(self._loop.time())
+
+    def close(self) -> None:
+        """Do nothing more."""
+        self._closed.set()
+        if self._next is not None:
+            self._next.cancel()
+
+    def _clock(self) -> float:
+        return self._loop.time() + self._spent
+
+    def _spend(self, seconds: float) -> None:
+        self._spent += seconds
+
+    def _turn_at(self, when: float) -> None:
+        if self._next is not None:
+            self._next.cancel()
+        if not self._closed.is_set():
+            self._next = self._loop.call_at(when, self._turn)
+
+    def _turn(self) -> None:
+        """Do one thing, and what is next when its time has passed."""
+        self._is_busy, self._spent = False, 0.0
+        try:
+            is_idle = self._work()
+        except RavnestError as error:
+            self._fail(error)
+            self.close()
+            return
+        deadline = self._bench.host.deadline
+        if not is_idle:
+            self._is_busy = True
+            self._turn_at(self._clock())
+        elif deadline is not None:
+            self._turn_at(deadline)
+        self._spent = 0.0
+
+    def _work(self) -> bool:
+        """Do what was asked for, else what the host has to do; return whether it has nothing."""
+        if self._items:
+            self._send(self._bench.take(self._items.popleft()))
+            return False
+        self._send(self._bench.host.tick(self._clock()))
+        work = self._bench.host.next_work()
+        self._send(work or ())
+        return work is None
+
+    def _send(self, parcels: Iterable[Parcel]) -> None:
+        """Let each parcel leave at the time it is ready."""
+        for parcel in parcels:
+            self._loop.call_at(self._clock(), self._leave, parcel)
+
+    def _leave(self, parcel: Parcel) -> None:
+        if not self._closed.is_set():
+            self._emit(parcel)
+
+
+@dataclass(frozen=True)
+class Pc:
+    """What a peer of the world has."""
+
+    memory_bytes: float
+    speed: float = 1.0
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What became of a run: a result, or the reason it waits; news with their virtual times."""
+
+    result: Result | None
+    told: tuple[tuple[float, News], ...]
+    seconds: float
+    counts: Counter[int]  # how often each sample was trained
+    alive: tuple[NodeId, ...]
+
+    @property
+    def news(self) -> list[News]:
+        """What people were told."""
+        return [news for _, news in self.told]
+
+    def of(self, kind: type) -> list[Any]:
+        """Return the news of a kind."""
+        return [news for news in self.news if isinstance(news, kind)]
+
+    @property
+    def plan(self) -> Plan:
+        """The first plan."""
+        return self.of(PlanFormed)[0].plan
+
+    @property
+    def losses(self) -> list[float]:
+        """The training loss of each epoch."""
+        return [news.loss for news in sorted(self.of(EpochDone), key=lambda news: news.epoch)]
+
+    @property
+    def validation(self) -> list[float]:
+        """The validation loss after each epoch."""
+        return [news.loss for news in self.of(Evaluated)]
+
+
+class Ledger:
+    """Counts, beside the hub's books, how often each sample was trained by whoever still matters."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[int] = Counter()
+        self._leases: dict[LeaseId, list[int]] = {}
+
+    def note(self, event: Event, orders: Iterable[Order]) -> None:
+        """Look at what happened to the hub and what it ordered."""
+        match event:
+            case Received(_, LeaseDone(lease=lease)) if not any(isinstance(each, Refusal) for each in orders):
+                self.counts.update(self._leases.pop(lease))
+        for order in orders:
+            match order:
+                case SendFields(lease=lease, is_evaluation=False, samples=samples):
+                    self._leases[lease] = [sample for batch in samples for sample in batch]
+                case Tell(WorkLost()):
+                    self.counts.clear()
+
+
+Watch = Callable[["World", NodeId, Item], None]
+Hear = Callable[["World", News], None]
+
+
+@dataclass
+class World:
+    """One job's hub, and peers that come and go."""
+
+    job: rv.Job
+    pcs: Sequence[Pc]
+    plan: PlanConfig = PLAN
+    wire: Wire = field(default_factory=Wire)
+    seed: int = 0
+    limit_seconds: float = 600.0
+    microbatches: int = 1  # that a batch is cut into; 0: as the hub likes
+    watch: Watch = lambda *_: None
+    hear: Hear = lambda *_: None
+
+    def __post_init__(self) -> None:
+        self.network = MemoryNetwork(self.wire)
+        self.random = Random(self.seed)
+        self.ledger = Ledger()
+        self._told: list[tuple[float, News]] = []
+        self._bugs: list[Exception] = []
+        self._keys: dict[NodeId, KeyPair] = {}
+        self._tasks: dict[NodeId, asyncio.Task[None]] = {}
+
+    def run(self) -> Ended:
+        """Train the job to its end, or until the limit."""
+        with patch.multiple("ravnest.plan.cluster", _BUDGET=40, _QUICK_BUDGET=10):  # enough for six nodes
+            result = run_virtual(self._run())
+        if self._bugs:
+            raise self._bugs[0]
+        return Ended(result, tuple(self._told), self._told[-1][0], self.ledger.counts, self._alive_at_end)
+
+    @property
+    def now(self) -> float:
+        """Virtual seconds since the start."""
+        return asyncio.get_running_loop().time()
+
+    @property
+    def alive(self) -> tuple[NodeId, ...]:
+        """The peers whose process runs."""
+        return tuple(self._tasks)
+
+    def peer(self, name: str) -> PeerId:
+        """Return who a node is on the network."""
+        return self._keys[NodeId(name)].peer
+
+    def join(self, pc: Pc) -> NodeId:
+        """Start another peer."""
+        name = NodeId(f"node{len(self._keys)}")  # the hub is one of them
+        keys = self._keys[name] = make_keys(f"{self.seed} {name}")
+        self._tasks[name] = asyncio.create_task(self._live(name, keys, pc))
+        return name
+
+    def kill(self, name: NodeId, *, is_silent: bool = False) -> None:
+        """End a peer's process: kill -9, or a power cut, of which nobody hears."""
+        if task := self._tasks.pop(name, None):
+            self.network.kill(self.peer(name), is_silent=is_silent)
+            asyncio.get_running_loop().call_soon(task.cancel)
+
+    def isolate(self, name: NodeId, seconds: float) -> None:
+        """Let nothing pass to or from a peer for a while; then its connections are reset."""
+        self.network.partition([self.peer(name)])
+
+        def heal() -> None:
+            self.network.partition()
+            for other in self._keys:
+                self.network.cut(self.peer(name), self.peer(other))
+
+        asyncio.get_running_loop().call_later(seconds, heal)
+
+    def _tell(self, news: News) -> None:
+        self._told.append((self.now, news))
+        self.hear(self, news)
+
+    async def _run(self) -> Result | None:
+        keys = self._keys[NodeId("hub")] = make_keys(f"{self.seed} hub")
+        self._token = Token(("hub",), keys.public, bytes(SECRET_BYTES))
+        server = Server(self._token, self._tell, _inline, watch=self.ledger.note)
+        given = prepare(self.job, self.plan)
+        settings = replace(given.job.settings, expected_nodes=len(self.pcs), microbatches=self.microbatches)
+        job = replace(given.job, settings=settings)
+        async with PatientTransport(self.network, keys, self._draw(), "hub", admit=server.admit) as transport:
+            for pc in self.pcs:
+                self.join(pc)
+            try:
+                async with asyncio.timeout(self.limit_seconds):
+                    finish, contents = await server.run(transport, given.owner, job)
+            except TimeoutError:
+                return None
+            finally:
+                self._alive_at_end = self.alive
+                for name in self.alive:
+                    self.kill(name)
+        return _assemble(self.job, given.captured, finish, contents)
+
+    async def _live(self, name: NodeId, keys: KeyPair, pc: Pc) -> None:
+        node = Node(name, pc.memory_bytes, pc.speed * SPEED, 1e9, 1e9, self.wire.delay_seconds / 2)
+        # Preflight frees nothing and sees a whole batch, so it asks for more memory than the plan does.
+        limits = Limits(16 * pc.memory_bytes, emulated_flops_per_second=pc.speed * SPEED)
+        offer = Offer(node, limits, (name,))
+        compute = InlineCompute(lambda item: self.watch(self, name, item))
+        try:
+            async with PatientTransport(self.network, keys, self._draw(), name) as transport:
+                await Agent(self._token, keys, offer, compute).run(transport)
+        except RavnestError as error:
+            logger.info("%s ends: %s", name, error)
+        except Exception as error:  # a bug: the whole run shall fail of it
+            self._bugs.append(error)
+        self._tasks.pop(name, None)
+
+    def _draw(self) -> Random:
+        return Random(self.random.random())
+
+
+async def _inline(function: Callable[..., Any], *given: object) -> Any:
+    return function(*given)
+
+
+@cache
+def make_keys(name: str) -> KeyPair:
+    """Return the keys that a name stands for, always the same."""
+    return load_keys(z85.encode(sha256(name.encode()).digest()))
+
+
+@cache
+def prepare(job: rv.Job, plan: PlanConfig) -> Any:
+    """Capture and measure a job, once for all worlds."""
+    return _prepare(job, plan, 0, SETTLE_SECONDS)
+
+
+WIDTH, NUM_CLASSES, NUM_VALIDATION = 32, 4, 96
+SMALL, LARGE, LAME = Pc(90e3), Pc(135e3), Pc(7.5e3, 0.5)
+SIX = (SMALL, SMALL, SMALL, LARGE, LARGE, LAME)  # a cluster of three, one of two, and a spare
+
+
+def make_points(num_samples: int, seed: int) -> dict[str, Tensor]:
+    """Return points around one centre per class, near enough to each other to be told apart only mostly."""
+    centres = torch.randn(NUM_CLASSES, 16, generator=torch.Generator().manual_seed(7))
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(NUM_CLASSES, (num_samples,), generator=generator)
+    return {"x": centres[labels] + 1.2 * torch.randn(num_samples, 16, generator=generator), "y": labels}
+
+
+def make_images(num_samples: int, seed: int) -> dict[str, Tensor]:
+    """Return small images with one bright quarter per class."""
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(NUM_CLASSES, (num_samples,), generator=generator)
+    images = torch.randn(num_samples, 1, 8, 8, generator=generator)
+    for image, label in zip(images, labels.tolist(), strict=True):
+        row, column = 4 * (label // 2), 4 * (label % 2)
+        image[0, row : row + 4, column : column + 4] += 0.8
+    return {"x": images, "y": labels}
+
+
+def make_mlp(num_layers: int = 5, dropout: float = 0.1) -> nn.Module:
+    """Return layers of one width; with dropout every mask depends on the batch."""
+    torch.manual_seed(0)
+    layers: list[nn.Module] = [nn.Linear(16, WIDTH), nn.ReLU()]
+    for _ in range(num_layers):
+        layers += [nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Dropout(dropout)]
+    return nn.Sequential(*layers, nn.Linear(WIDTH, NUM_CLASSES))
+
+
+def make_cnn() -> nn.Module:
+    """Return a small digits network: convolutions with batch norm, dropout before the head."""
+    torch.manual_seed(0)
+    channels, layers = (1, 8, 16, 16), []
+    for before, after in itertools.pairwise(channels):
+        layers += [nn.Conv2d(before, after, 3, padding=1, bias=False), nn.BatchNorm2d(after), nn.ReLU()]
+    head = [nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Dropout(0.2), nn.Linear(64, NUM_CLASSES)]
+    return nn.Sequential(*layers, *head)
+
+
+def cross_entropy(out: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    return F.cross_entropy(out, batch["y"])
+
+
+@cache
+def make_job(kind: str, **options: Any) -> rv.Job:
+    """Return a job of a few epochs with validation; the same one for the same options."""
+    given = {"epochs": 3, "average_every": 4, "learning_rate": 1e-2, "optimizer": "adamw", **options}
+    make = make_images if kind == "cnn" else make_points
+    model = make_cnn() if kind == "cnn" else make_mlp(2 if kind == "tiny" else 5)
+    num_samples = given.pop("num_samples", 384)
+    validation = make(NUM_VALIDATION, 2) if given.pop("validates", True) else None
+    return rv.Job(
+        model, make(num_samples, 1), val_data=validation, batch_size=16, loss=cross_entropy, **given
+    )
+
+
+def golden_worlds() -> dict[str, World]:
+    """Return the runs whose losses are kept."""
+    images = [Pc(200e3, 5.0)] * 3 + [Pc(300e3, 5.0)] * 2 + [LAME]
+    little = [Pc(60e3)] * 3 + [Pc(120e3)] * 2 + [LAME]
+    return {
+        "mlp": World(make_job("mlp"), SIX),
+        "cnn": World(make_job("cnn", num_samples=256), images),
+        "microbatches": World(make_job("mlp", num_samples=128, epochs=2), little, microbatches=0),
+    }
+
+
+def write_golden() -> None:
+    """Write the golden curves anew."""
+    curves = {}
+    for name, world in golden_worlds().items():
+        ended = world.run()
+        curves[name] = {"losses": ended.losses, "validation": ended.validation}
+    GOLDEN.write_text(json.dumps(curves, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    write_golden()

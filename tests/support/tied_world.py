@@ -1,0 +1,180 @@
+"""Clusters of hosts in one process, and the hub's side of their rounds; a seed decides what happens when.
+
+Messages of one kind between two nodes arrive in order, all others in any.
+"""
+
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+from torch import Tensor
+
+from ravnest import wire
+from ravnest.codec import describe, encode
+from ravnest.config import WireFormat
+from ravnest.engine.optimizers import OptimizerSettings
+from ravnest.engine.training import Training, write_training
+from ravnest.exchange import HUB, Parcel
+from ravnest.model.capture import Captured
+from ravnest.model.flat import to_safetensors
+from ravnest.model.line import slice_blueprint
+from ravnest.model.reading import write_blueprint
+from ravnest.net.transport import Service
+from ravnest.peer.host import Host, Limits
+from ravnest.plan.rings import form_rings
+from ravnest.plan.types import Cluster, Node, NodeId, Stage
+from ravnest.protocol import (
+    BatchId,
+    FieldParts,
+    LeaseDone,
+    LeaseGrant,
+    LeaseId,
+    Message,
+    PlanOrder,
+    Refusal,
+    RoundCommit,
+    RoundId,
+    RoundOpen,
+    RoundReady,
+    SegmentId,
+    StepReport,
+)
+
+EPOCH = 3
+
+
+class TiedWorld:
+    """Each cluster is given by its cuts; node "c1.0" is the root of cluster 1."""
+
+    def __init__(
+        self,
+        captured: Captured,
+        settings: OptimizerSettings,
+        cuts: Sequence[Sequence[int]],
+        window: int = 1,
+        accumulate: int = 1,
+        seed: int = 0,
+        is_averaging_slow: bool = False,
+    ) -> None:
+        self.captured = captured
+        self.random = random.Random(seed)
+        self.is_averaging_slow = is_averaging_slow  # then it arrives when nothing else is left to do
+        self.at_hub: list[tuple[NodeId, Message]] = []
+        self.before: Callable[[NodeId, Message], None] = lambda *_: None
+        self.queues: dict[tuple, deque] = {}
+        num_positions = captured.blueprint.num_positions
+        clusters = tuple(
+            Cluster(
+                tuple(
+                    Stage(NodeId(f"c{number}.{place}"), start, stop, window)
+                    for place, (start, stop) in enumerate(pairwise([0, *given, num_positions]))
+                ),
+                accumulate,
+            )
+            for number, given in enumerate(cuts)
+        )
+        self.clusters = [tuple(stage.node for stage in cluster.stages) for cluster in clusters]
+        self.stages = {stage.node: stage for cluster in clusters for stage in cluster.stages}
+        nodes = {name: Node(name, 1e9, 1e9, 1e9, 1e9) for name in self.stages}
+        rings = [(SegmentId(k), ring) for k, ring in enumerate(form_rings(clusters, nodes))]
+        self.hosts = {name: Host(Limits(1e9), lambda: 0.0) for name in nodes}
+        self.training = Training(settings, batch_size=4)
+        for name in self.random.sample(sorted(nodes), len(nodes)):
+            pipeline = next(cluster for cluster in self.clusters if name in cluster)
+            own = tuple(pair for pair in rings if name in pair[1].owners)
+            self.build(PlanOrder(EPOCH, 0, self.stages[name], pipeline, own, (), accumulate))
+            self.run(num_steps=self.random.randrange(4))
+
+    def blueprint(self, name: NodeId):
+        stage = self.stages[name]
+        return slice_blueprint(self.captured.blueprint, stage.start, stage.stop)
+
+    def build(self, order: PlanOrder) -> None:
+        assert order.stage is not None
+        blueprint = self.blueprint(order.stage.node)
+        trained = frozenset(entry.name for entry in blueprint.state if entry.is_trainable)
+        parts = write_training(self.training, trained) + b"\n" + write_blueprint(blueprint)
+        self.hosts[order.stage.node].build(order, parts, to_safetensors(self.captured.state, blueprint))
+
+    def lease(self, batches: Sequence[dict[str, Tensor]], first: int, cluster: int = 0, is_evaluation=False):
+        """Grant a lease to a cluster and send its stages the fields they consume."""
+        sizes = tuple(len(next(iter(batch.values()))) for batch in batches)
+        root, *_ = self.clusters[cluster]
+        grant = LeaseGrant(EPOCH, LeaseId(first), is_evaluation, BatchId(first), sizes)
+        self.post(HUB, Parcel(root, grant))
+        for number, batch in enumerate(batches, first):
+            for name in self.clusters[cluster]:
+                blueprint = self.blueprint(name)
+                program = blueprint.evaluate if is_evaluation else blueprint.train
+                names = [field for _, field in program.fields]
+                specs = tuple((field, describe(batch[field], WireFormat.FP32)) for field in names)
+                buffers = tuple(encode(batch[field], WireFormat.FP32) for field in names)
+                if names:
+                    self.post(HUB, Parcel(name, FieldParts(EPOCH, BatchId(number), specs), buffers))
+
+    def open_round(self, number: int, is_blocking: bool) -> None:
+        for name in self.hosts:
+            self.post(HUB, Parcel(name, RoundOpen(EPOCH, RoundId(number), 1e9, is_blocking, is_blocking, ())))
+
+    def post(self, sender: NodeId, parcel: Parcel) -> None:
+        """Send a parcel as the network would: as a header and bytes."""
+        buffers = tuple(bytearray(buffer) for buffer in parcel.buffers)
+        message = wire.unpack(wire.pack(parcel.message, buffers), buffers)
+        if parcel.to != HUB:
+            queue = self.queues.setdefault((sender, parcel.to, parcel.service), deque())
+            queue.append((message, buffers))
+            return
+        self.at_hub.append((sender, message))
+        if isinstance(message, RoundReady):
+            votes = sum(each == RoundReady(message.round_id, by) for by, each in self.at_hub)
+            if votes == len(self.hosts):
+                for name in self.hosts:
+                    self.post(HUB, Parcel(name, RoundCommit(message.round_id)))
+
+    def run(self, num_steps: float = float("inf")) -> None:
+        """Deliver and work in random order until nothing is left to do."""
+        while num_steps > 0:
+            num_steps -= 1
+            waiting = [key for key, queue in self.queues.items() if queue]
+            soon = [key for key in waiting if not self.is_averaging_slow or key[2] is not Service.AVERAGING]
+            if soon and self.random.random() < 0.7:
+                self.deliver(self.random.choice(soon))
+            elif not any(self.work(name) for name in self.random.sample(sorted(self.hosts), len(self.hosts))):
+                if not waiting:
+                    return
+                self.deliver(self.random.choice(soon or waiting))
+
+    def deliver(self, key: tuple) -> None:
+        sender, name, _ = key
+        message, buffers = self.queues[key].popleft()
+        self.before(name, message)
+        found = self.hosts[name].receive(message, buffers, sender)
+        for parcel in () if isinstance(found, Refusal) else found:
+            self.post(name, parcel)
+
+    def work(self, name: NodeId) -> bool:
+        work = self.hosts[name].next_work()
+        for parcel in work or ():
+            self.post(name, parcel)
+        return work is not None
+
+    def losses(self) -> list[float]:
+        """Return the losses that leaves reported, by batch."""
+        reports = [each for _, each in self.at_hub if isinstance(each, StepReport) and each.loss is not None]
+        return [report.loss for report in sorted(reports, key=lambda report: report.batch)]
+
+    def num_trained(self) -> int:
+        return sum(each.num_samples for _, each in self.at_hub if isinstance(each, LeaseDone))
+
+    def copies(self, tied: str, cluster: int = 0) -> list[Tensor]:
+        """Return the copies of a tied weight, home first."""
+        states = [self.hosts[name]._stage.snapshot().state for name in self.clusters[cluster]]
+        return [state[tied] for state in states if tied in state]
+
+    def state(self, cluster: int = 0) -> dict[str, Tensor]:
+        """Return the whole state of a cluster."""
+        whole: dict[str, Tensor] = {}
+        for name in self.clusters[cluster]:
+            whole |= self.hosts[name]._stage.snapshot().state
+        return whole

@@ -1,0 +1,345 @@
+"""The whole system in one process on virtual time: the same seed gives the same bits, whoever dies.
+
+Golden curves: `python -m tests.support.system_world` writes tests/golden/system.json anew; when they move,
+the lab log says why.
+"""
+
+import asyncio
+import copy
+import itertools
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from random import Random
+
+import pytest
+import torch
+
+import ravnest as rv
+from ravnest.engine.sampler import permute
+from ravnest.hub.events import (
+    ClusterDissolved,
+    ClusterStarted,
+    EpochDone,
+    Evaluated,
+    Left,
+    News,
+    PlanFormed,
+    RoundEnded,
+    Waiting,
+    WorkLost,
+)
+from ravnest.hub.server import GRACE_SECONDS
+from ravnest.net.memory import Wire
+from ravnest.peer.compute import Build, Delivered, Item
+from ravnest.plan.types import NodeId
+from ravnest.protocol import (
+    Activation,
+    LeaseGrant,
+    RingPart,
+    RoundCommit,
+    RoundOpen,
+    SnapshotOrder,
+)
+from tests.support.system_world import (
+    GOLDEN,
+    NUM_VALIDATION,
+    PLAN,
+    SIX,
+    Ended,
+    Pc,
+    World,
+    cross_entropy,
+    golden_worlds,
+    make_job,
+    make_mlp,
+    make_points,
+)
+
+pytestmark = pytest.mark.timeout(120)  # a busy PC must not fail them
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> dict[str, Ended]:
+    return {name: world.run() for name, world in golden_worlds().items()}
+
+
+def check_books(ended: Ended, job: rv.Job) -> None:
+    """Every epoch counts each sample once, since training last began from the first weights."""
+    lost = [index for index, news in enumerate(ended.news) if isinstance(news, WorkLost)]
+    counted = [news for news in ended.news[lost[-1] if lost else 0 :] if isinstance(news, EpochDone)]
+    num_samples = len(job.samples)
+    assert sorted((news.epoch, news.num_samples, news.num_dropped) for news in counted) == [
+        (epoch + 1, num_samples, 0) for epoch in range(job.epochs)
+    ]
+    assert ended.counts == dict.fromkeys(range(num_samples), job.epochs)
+    evaluated = ended.of(Evaluated)
+    assert {news.num_samples for news in evaluated} <= {NUM_VALIDATION}
+    if job.val_data is not None:
+        assert evaluated[-1].epoch == job.epochs
+
+
+def check_result(ended: Ended, job: rv.Job) -> None:
+    """What the swarm says of the trained model is what it does here."""
+    assert ended.result is not None
+    model = copy.deepcopy(job.model)  # the job's own has the first weights
+    ended.result.load_into(model)
+    with torch.no_grad():
+        out = model.eval()(job.val_data["x"])
+    assert ended.validation[-1] == pytest.approx(float(cross_entropy(out, job.val_data)), rel=1e-4)
+
+
+def sizes(ended: Ended) -> list[int]:
+    return sorted(len(cluster.stages) for cluster in ended.plan.clusters)
+
+
+@pytest.mark.parametrize("kind", ["mlp", "cnn", "microbatches"])
+def test_six_peers_in_two_clusters_of_unlike_cuts_train_to_the_end(
+    undisturbed: dict[str, Ended], kind: str
+) -> None:
+    ended, job = undisturbed[kind], golden_worlds()[kind].job
+    assert sizes(ended) == [2, 3]
+    cuts = [{stage.start for stage in cluster.stages} for cluster in ended.plan.clusters]
+    assert cuts[0] != cuts[1]
+    assert len(ended.plan.spares) == 1
+    check_books(ended, job)
+    check_result(ended, job)
+    assert ended.validation[-1] < 1.38  # no better than nothing: ln 4
+    assert kind == "microbatches" or ended.losses[-1] < 0.8 * ended.losses[0]
+    rounds = ended.of(RoundEnded)
+    assert [news.reason for news in rounds if not news.is_committed] == []
+    assert len(rounds) >= 3
+    assert rounds[-1].is_final
+
+
+@pytest.mark.parametrize("kind", ["mlp", "cnn", "microbatches"])
+def test_the_same_seed_gives_the_same_bits_at_the_same_times(
+    undisturbed: dict[str, Ended], kind: str
+) -> None:
+    first, again = undisturbed[kind], golden_worlds()[kind].run()
+    assert again.told == first.told
+    assert first.result is not None
+    assert again.result is not None
+    assert again.result.state.keys() == first.result.state.keys()
+    for name, tensor in first.result.state.items():
+        assert torch.equal(again.result.state[name], tensor), name
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_other_delays_and_keys_train_as_well(undisturbed: dict[str, Ended], seed: int) -> None:
+    world = replace(golden_worlds()["cnn"], wire=Wire(0.005 * seed, 1e6), seed=seed)
+    ended = world.run()
+    assert ended.told != undisturbed["cnn"].told
+    check_books(ended, world.job)
+    assert ended.validation[-1] == pytest.approx(undisturbed["cnn"].validation[-1], rel=0.2)
+
+
+def test_the_losses_are_the_golden_ones(undisturbed: dict[str, Ended]) -> None:
+    golden = json.loads(GOLDEN.read_text(encoding="utf-8"))
+    found = {name: {"losses": e.losses, "validation": e.validation} for name, e in undisturbed.items()}
+    assert found.keys() == golden.keys()
+    for name, curves in golden.items():
+        for curve, values in curves.items():
+            assert found[name][curve] == pytest.approx(values, rel=1e-3), (name, curve)
+
+
+def test_one_batch_at_a_time_is_training_in_one_process() -> None:
+    model, data = make_mlp(dropout=0.0), make_points(160, 1)
+    options = {"batch_size": 16, "epochs": 2, "loss": cross_entropy, "seed": 5}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    job = rv.Job(model, data, optimizer=optimizer, **options)
+    ended = World(job, [Pc(45e3)] * 3, plan=replace(PLAN, max_window=1)).run()
+    assert sizes(ended) == [3]
+    assert {stage.window for cluster in ended.plan.clusters for stage in cluster.stages} == {1}
+
+    alone = make_mlp(dropout=0.0)
+    optimizer = torch.optim.AdamW(alone.parameters(), lr=1e-2)
+    losses = []
+    for epoch in range(2):
+        order, total = torch.from_numpy(permute(torch.arange(160).numpy(), 160, 5, epoch)), 0.0
+        for samples in order.split(16):
+            optimizer.zero_grad()
+            loss = cross_entropy(alone(data["x"][samples]), {"y": data["y"][samples]})
+            loss.backward()
+            optimizer.step()
+            total += float(loss.detach()) * 16
+        losses.append(total / 160)
+    assert ended.losses == pytest.approx(losses, rel=1e-6)
+    assert ended.result is not None
+    for name, tensor in alone.state_dict().items():
+        torch.testing.assert_close(ended.result.state[name], tensor, rtol=1e-6, atol=1e-7)
+
+
+MOMENTS = {
+    "formation": lambda item: isinstance(item, Build),
+    "training": lambda item: _is(item, Activation, is_evaluation=False),
+    "round": lambda item: _is(item, RoundOpen),
+    "ring": lambda item: _is(item, RingPart),
+    "commit": lambda item: _is(item, RoundCommit),
+    "evaluation": lambda item: (
+        _is(item, LeaseGrant, is_evaluation=True) or _is(item, Activation, is_evaluation=True)
+    ),
+    "keeping": lambda item: isinstance(item, SnapshotOrder),
+}
+
+
+def _is(item: Item, kind: type, **facts: object) -> bool:
+    if not isinstance(item, Delivered) or not isinstance(item.message, kind):
+        return False
+    return all(getattr(item.message, name) == value for name, value in facts.items())
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_peer_that_dies_costs_its_cluster_not_the_job(moment: str, seed: int) -> None:
+    is_silent = seed % 2 == 0
+    num_left = Random(f"{moment} {seed}").randint(1, {"keeping": 2, "formation": 5}.get(moment, 8))
+    victims: list[NodeId] = []
+
+    def watch(world: World, name: NodeId, item: Item) -> None:
+        nonlocal num_left
+        if MOMENTS[moment](item):
+            num_left -= 1
+            if num_left == 0:
+                victims.append(name)
+                world.kill(name, is_silent=is_silent)
+
+    job = make_job("mlp", epochs=2)
+    ended = World(job, SIX, seed=seed, watch=watch, limit_seconds=120).run()
+    assert len(victims) == 1
+    if moment not in ("formation", "keeping"):  # there it may be over before the death is noticed
+        assert [news.node for news in ended.of(Left)] == victims
+        assert len(ended.of(ClusterDissolved)) >= 1
+    check_books(ended, job)
+    check_result(ended, job)
+
+
+def test_what_was_averaged_survives_a_death() -> None:
+    def hear(world: World, news: News) -> None:
+        if isinstance(news, RoundEnded) and news.round_id == 3:
+            world.kill(started[-1].nodes[-1])
+        if isinstance(news, ClusterStarted):
+            started.append(news)
+
+    started: list[ClusterStarted] = []
+    job = make_job("mlp")
+    ended = World(job, SIX, hear=hear).run()
+    assert len(ended.of(ClusterDissolved)) == 1
+    assert len(ended.of(PlanFormed)) == 1
+    assert ended.of(WorkLost) == []
+    check_books(ended, job)
+    check_result(ended, job)
+    assert ended.losses[-1] < 0.8 * ended.losses[0]
+
+
+def test_when_nobody_can_hold_the_model_it_waits_and_says_so_until_somebody_can() -> None:
+    def hear(world: World, news: News) -> None:
+        if isinstance(news, EpochDone) and not killed:
+            killed.append(world.alive[0])
+            world.kill(world.alive[0])
+        if isinstance(news, Waiting):
+            asyncio.get_running_loop().call_later(30.0, world.join, Pc(80e3))
+
+    killed: list[NodeId] = []
+    job = make_job("mlp", epochs=2)
+    ended = World(job, [Pc(80e3)] * 3, hear=hear).run()
+    reasons = [news.reason for news in ended.of(Waiting)]
+    assert len(reasons) == 1
+    assert "needs" in reasons[0]
+    assert [news.num_samples for news in ended.of(WorkLost)] == [len(job.samples)]
+    check_books(ended, job)
+    check_result(ended, job)
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1.0, 3.0])
+@pytest.mark.parametrize("name", ["node2", "node5"])
+def test_an_outage_within_the_grace_loses_nothing(name: str, seconds: float) -> None:
+    def hear(world: World, news: News) -> None:
+        if isinstance(news, EpochDone) and news.epoch == 1:
+            world.isolate(NodeId(name), seconds)
+
+    assert seconds < GRACE_SECONDS
+    job = make_job("mlp")
+    ended = World(job, SIX, hear=hear).run()
+    assert ended.of(Left) == ended.of(WorkLost) == ended.of(ClusterDissolved) == []
+    assert len(ended.of(PlanFormed)) == 1
+    check_books(ended, job)
+    check_result(ended, job)
+
+
+def test_a_slow_peer_holds_others_back_no_longer_than_a_rounds_deadline() -> None:
+    def hear(world: World, news: News) -> None:
+        if isinstance(news, ClusterStarted) and not healthy:  # the first to start; it is the others' turn
+            healthy.extend(news.nodes)
+        elif isinstance(news, ClusterStarted):
+            for other in ("hub", *world.alive):
+                slow = Wire(0.01, 3e3)
+                world.network.set_wire(world.peer(news.nodes[-1]), world.peer(other), slow)
+
+    def watch(world: World, name: NodeId, item: Item) -> None:
+        if _is(item, RoundOpen):
+            deadlines.append(item.message.deadline_seconds)
+        if name in healthy and _is(item, Activation):
+            worked_at.append(world.now)
+
+    healthy: list[NodeId] = []
+    deadlines: list[float] = []
+    worked_at: list[float] = []
+    job = make_job("mlp", epochs=2, validates=False)
+    ended = World(job, SIX, hear=hear, watch=watch).run()
+    check_books(ended, job)
+    longest = max(after - before for before, after in itertools.pairwise(worked_at))
+    assert 1.0 < longest < max(deadlines) + 1.0
+
+
+TINY_SMALL, TINY_LARGE = Pc(40e3), Pc(90e3, 1.3)
+
+
+def random_deeds(world: World, random: Random) -> None:
+    """Let peers come, die and be cut off at random times."""
+    loop = asyncio.get_running_loop()
+
+    def act(deed: str) -> None:
+        if deed == "join":
+            world.join(random.choice((TINY_SMALL, TINY_LARGE)))
+        elif world.alive:
+            name = random.choice(world.alive)
+            if deed == "outage":
+                world.isolate(name, random.uniform(0.2, 9.0))
+            else:
+                world.kill(name, is_silent=deed == "power cut")
+
+    for _ in range(random.randint(2, 6)):
+        deed = random.choice(("reset", "power cut", "join", "join", "outage"))
+        loop.call_later(random.uniform(0.0, random.choice((1, 3, 15))), act, deed)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_whoever_comes_and_goes_the_job_ends_or_says_what_it_waits_for(seed: int) -> None:
+    random = Random(seed)
+    job = make_job("tiny", num_samples=192, epochs=2, average_every=2)
+    pcs = [random.choice((TINY_SMALL, TINY_LARGE)) for _ in range(random.randint(2, 6))]
+    begun: list[World] = []
+
+    def hear(world: World, _: News) -> None:
+        if not begun:
+            begun.append(world)
+            random_deeds(world, random)
+
+    wire = Wire(random.choice((0.002, 0.01, 0.1)))
+    ended = World(job, pcs, hear=hear, wire=wire, seed=seed, limit_seconds=120).run()
+    assert max(ended.counts.values(), default=0) <= job.epochs
+    if ended.result is None:
+        is_empty = not ended.alive
+        assert is_empty or isinstance(ended.news[-1], Waiting)
+    else:
+        check_books(ended, job)
+        check_result(ended, job)

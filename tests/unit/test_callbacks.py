@@ -1,0 +1,144 @@
+"""What is done with the news: numbers in files, lines now and then; nobody spoils it for the others."""
+
+import csv
+import logging
+import sys
+from pathlib import Path
+
+import pytest
+
+from ravnest.errors import ConfigError
+from ravnest.hub.events import (
+    EpochDone,
+    Evaluated,
+    Joined,
+    Left,
+    News,
+    PlanFormed,
+    RoundEnded,
+    Trained,
+    Waiting,
+)
+from ravnest.job import callbacks
+from ravnest.job.callbacks import Callbacks, CsvLog, Narrator, TensorBoard
+
+STORY: list[News] = [
+    Joined("a"),
+    Trained(64, 256, 1, 2.5),
+    Trained(128, 256, 1, None),
+    EpochDone(1, 128, 0, 2.25),
+    Evaluated(1, "A", 10, 1.5, (("acc", 0.5), ("bad", None))),
+    RoundEnded(1, True, False, ""),
+]
+
+
+def test_every_number_is_a_line_of_the_csv_by_the_samples_before_it(tmp_path: Path) -> None:
+    log = CsvLog(tmp_path / "log.csv")
+    for news in STORY:
+        log(news)
+    rows = list(csv.DictReader((tmp_path / "log.csv").read_text().splitlines()))
+    assert [(row["num_samples"], row["name"], row["value"]) for row in rows] == [
+        ("64", "loss", "2.5"),
+        ("128", "epoch_loss", "2.25"),
+        ("128", "val_loss", "1.5"),
+        ("128", "val_acc", "0.5"),
+    ]
+    assert all(float(row["seconds"]) >= 0 for row in rows)
+
+
+def test_a_csv_that_exists_is_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "log.csv").write_text("precious")
+    with pytest.raises(ConfigError, match=r"log.csv cannot be written"):
+        CsvLog(tmp_path / "log.csv")
+    assert (tmp_path / "log.csv").read_text() == "precious"
+
+
+def test_without_tensorboard_the_line_to_install_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(ConfigError, match="pip install tensorboard"):
+        TensorBoard(tmp_path)
+
+
+def test_tensorboard_gets_the_same_numbers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    written: list[tuple[str, float, int]] = []
+
+    class Writer:
+        def __init__(self, folder: str) -> None:
+            assert folder == str(tmp_path)
+
+        def add_scalar(self, name: str, value: float, step: int) -> None:
+            written.append((name, value, step))
+
+        def flush(self) -> None:
+            pass
+
+    module = type(sys)("torch.utils.tensorboard")
+    module.SummaryWriter = Writer
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    board = TensorBoard(tmp_path)
+    for news in STORY:
+        board(news)
+    assert written == [
+        ("loss", 2.5, 64),
+        ("epoch_loss", 2.25, 128),
+        ("val_loss", 1.5, 128),
+        ("val_acc", 0.5, 128),
+    ]
+
+
+def test_a_callback_that_fails_is_left_out_and_the_others_go_on(caplog: pytest.LogCaptureFixture) -> None:
+    heard: list[News] = []
+
+    def broken(news: News) -> None:
+        raise OSError("disk full")
+
+    tell = Callbacks([broken, heard.append], 0)
+    with caplog.at_level(logging.WARNING):
+        tell(STORY[0])
+        tell(STORY[1])
+    assert heard == STORY[:2]
+    assert caplog.text.count("the callback broken failed and is left out") == 1
+
+
+def test_people_are_told_how_many_are_missing_until_there_is_a_plan() -> None:
+    heard: list[News] = []
+    tell = Callbacks([heard.append], 2)
+    for news in (
+        Joined("a"),
+        Left("a", "gone"),
+        Joined("a"),
+        Joined("b"),
+        PlanFormed(None, 1, 1, 1, 1),
+        Left("b", ""),
+    ):
+        tell(news)
+    missing = [news.reason.split()[0] for news in heard if isinstance(news, Waiting)]
+    assert missing == ["1", "2", "1"]
+
+
+def test_nobody_is_missing_where_nobody_is_awaited() -> None:
+    heard: list[News] = []
+    tell = Callbacks([heard.append], 0)
+    tell(Left("a", "gone"))
+    assert not any(isinstance(news, Waiting) for news in heard)
+
+
+def test_progress_is_said_now_and_then_and_the_rest_always(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(callbacks.time, "perf_counter", lambda: now[0])
+    narrate = Narrator()
+    for step, news in enumerate(
+        (Trained(64, 256, 1, 2.5), Joined("a"), Trained(128, 256, 1, 2.0), Joined("b"))
+    ):
+        now[0] = 100.0 + step
+        narrate(news)
+    now[0] = 200.0
+    narrate(Trained(192, 256, 2, 1.0))
+    assert capsys.readouterr().err.splitlines() == [
+        "25% of the training, epoch 1, loss 2.5000",
+        "a joined",
+        "b joined",
+        "75% of the training, epoch 2, loss 1.0000",
+    ]

@@ -1,0 +1,120 @@
+"""The folder of a run: the same invitation again, for nobody else to read, and no two hubs in one."""
+
+import os
+import stat
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+
+from ravnest.errors import ConfigError
+from ravnest.job.folder import (
+    MODEL,
+    find_run,
+    free_run,
+    new_hub_file,
+    open_run,
+    read_hub_file,
+    set_aside,
+    write_hub_file,
+)
+
+
+def alive(**changes: object):
+    """The file of a hub that a process runs which is there: this test's parent."""
+    parent = psutil.Process(os.getppid())
+    return msgspec.structs.replace(
+        new_hub_file(), addresses=("tcp://127.0.0.1:7700",), pid=parent.pid, **changes
+    ), parent.create_time()
+
+
+def test_a_folder_opened_again_invites_with_the_same_token(tmp_path: Path) -> None:
+    first = open_run(tmp_path / "runs/gpt")
+    again = open_run(tmp_path / "runs/gpt")
+    assert (again.secret, again.secret_key) == (first.secret, first.secret_key)
+    assert open_run(tmp_path / "other").secret != first.secret
+
+
+def test_only_its_user_may_read_what_invites(tmp_path: Path) -> None:
+    open_run(tmp_path)
+    assert stat.S_IMODE((tmp_path / "hub.json").stat().st_mode) == 0o600
+
+
+def test_what_is_printed_of_it_holds_no_secret(tmp_path: Path) -> None:
+    file = open_run(tmp_path)
+    assert file.secret.hex() not in repr(file)
+    assert file.secret_key.decode() not in repr(file)
+
+
+def test_a_process_is_the_hub_only_if_it_started_then(tmp_path: Path) -> None:
+    file, started_at = alive()
+    assert msgspec.structs.replace(file, started_at=started_at).process.pid == os.getppid()
+    assert msgspec.structs.replace(file, started_at=started_at - 60).process is None
+    assert new_hub_file().process is None
+
+
+def test_a_folder_whose_hub_runs_is_refused(tmp_path: Path) -> None:
+    file, started_at = alive()
+    write_hub_file(tmp_path, msgspec.structs.replace(file, started_at=started_at))
+    with pytest.raises(ConfigError, match=r"a hub that runs now .*ravnest stop"):
+        open_run(tmp_path)
+
+
+def test_a_finished_run_is_not_overwritten(tmp_path: Path) -> None:
+    open_run(tmp_path)
+    (tmp_path / MODEL).write_bytes(b"precious")
+    with pytest.raises(ConfigError, match="holds a finished run"):
+        open_run(tmp_path)
+
+
+def test_a_place_that_is_no_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot be written"):
+        open_run(tmp_path / "file")
+    with pytest.raises(ConfigError, match="cannot be written"):
+        open_run(tmp_path / "file" / "below")
+
+
+def test_junk_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="holds no run"):
+        read_hub_file(tmp_path)
+    (tmp_path / "hub.json").write_bytes(b"\xff{")
+    with pytest.raises(ConfigError, match="damaged"):
+        read_hub_file(tmp_path)
+
+
+def test_new_runs_take_a_free_name_and_an_unfinished_one_is_taken_up_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert free_run("my job/2") == Path("runs/my-job-2")
+    open_run(free_run("gpt"))
+    assert free_run("gpt") == Path("runs/gpt")
+    Path("runs/gpt", MODEL).write_bytes(b"")
+    assert free_run("gpt") == Path("runs/gpt-2")
+    file, started_at = alive()
+    Path("runs/gpt-2").mkdir()
+    write_hub_file(Path("runs/gpt-2"), msgspec.structs.replace(file, started_at=started_at))
+    assert free_run("gpt") == Path("runs/gpt-3")
+
+
+def test_the_newest_run_is_meant_if_none_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="no run under runs/"):
+        find_run(None)
+    for age, name in enumerate(("new", "old")):
+        open_run(Path("runs", name))
+        os.utime(Path("runs", name, "hub.json"), (1000 - age, 1000 - age))
+    assert find_run(None) == Path("runs/new")
+    assert find_run("elsewhere") == Path("elsewhere")
+
+
+def test_the_log_of_an_earlier_training_is_kept_aside(tmp_path: Path) -> None:
+    set_aside(tmp_path)
+    for content in ("first", "second"):
+        (tmp_path / "hub.sqlite").write_text(content)
+        set_aside(tmp_path)
+    assert not (tmp_path / "hub.sqlite").exists()
+    kept = [(tmp_path / f"earlier-{number}/hub.sqlite").read_text() for number in (1, 2)]
+    assert kept == ["first", "second"]

@@ -1,0 +1,103 @@
+"""The panel: what it says, how often it is drawn, and that it is plain data too."""
+
+import json
+from dataclasses import replace
+from io import StringIO
+
+import pytest
+from rich.console import Console
+
+from ravnest.hub.events import Phase
+from ravnest.hub.state import Hub
+from ravnest.hub.status import ClusterStatus, MemberStatus, Said, Status, Watch
+from ravnest.showing.live import LiveView, show_status, status_to_dict
+
+STATUS = Status(
+    now=100.0,
+    phase=Phase.TRAINING,
+    job="digits [bold]",
+    members=(
+        MemberStatus("spare-pc", "spare"),
+        MemberStatus("leaf [red]", "training", "A", 1),
+        MemberStatus("root", "training", "A", 0),
+    ),
+    clusters=(ClusterStatus("A", ("root", "leaf [red]"), True),),
+    num_samples=300,
+    num_total=1200,
+    epoch=2,
+    num_updates=9,
+    samples_per_second=1234.0,
+    loss=0.125,
+    validation_epoch=1,
+    validation={"loss": 0.5, "acc": 0.75, "odd": None},
+    rounds_committed=3,
+    rounds_aborted=1,
+    recent=(Said(90.0, "root joined"), Said(99.9, "round 3 committed")),
+)
+
+
+def text_of(status: Status, width: int = 100) -> str:
+    console = Console(file=StringIO(), width=width)
+    console.print(show_status(status))
+    return console.file.getvalue()
+
+
+def test_the_panel_says_how_far_how_fast_and_who() -> None:
+    text = text_of(STATUS, width=120)
+    for words in (
+        *("digits [bold]", "1 clusters, 3 nodes", "training  epoch 2  25%", "loss 0.125", "val acc 0.75"),
+        *(
+            "1,234 samples/s",
+            "rounds 3 committed, 1 aborted",
+            "10 s ago  root joined",
+            "now  round 3 committed",
+        ),
+    ):
+        assert words in text, text
+    assert "odd" not in text
+    order = [text.index(name) for name in ("root  ", "leaf [red]", "spare-pc")]
+    assert order == sorted(order)
+
+
+def test_it_fits_a_narrow_terminal_and_many_nodes() -> None:
+    many = replace(STATUS, members=tuple(MemberStatus(f"pc-{k}", "waiting") for k in range(100)))
+    text = text_of(many, width=80)
+    assert max(map(len, text.splitlines())) <= 80
+    assert "and 76 more" in text
+    assert len(text.splitlines()) < 40
+
+
+def test_before_a_job_there_is_something_to_show_too() -> None:
+    assert "no job yet" in text_of(Watch(Hub()).status())
+
+
+def test_as_data_it_is_versioned_json() -> None:
+    data = json.loads(json.dumps(status_to_dict(STATUS)))
+    assert data["schema"] == "ravnest.status/1"
+    assert (data["phase"], data["members"][1]["stage"], data["validation"]["odd"]) == ("training", 1, None)
+
+
+def test_it_is_drawn_at_most_a_few_times_a_second_and_once_at_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    drawn, now = [], [0.0]
+    console = Console(file=StringIO(), force_terminal=True, width=80)
+    watch = Watch(Hub())
+    with LiveView(console, clock=lambda: now[0]) as view:
+        monkeypatch.setattr(view, "_draw", drawn.append)
+        for now[0] in (0.0, 0.1, 0.2, 0.26, 0.3, 5.0):
+            view.look(watch)
+        assert len(drawn) == 3
+    assert len(drawn) == 4
+
+
+def test_nothing_is_drawn_before_something_happens() -> None:
+    console = Console(file=StringIO(), force_terminal=True, width=80)
+    with LiveView(console):
+        pass
+    assert console.file.getvalue() == ""
+
+
+def test_without_colours_where_they_are_not_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert LiveView()._console.no_color

@@ -1,0 +1,61 @@
+"""How a stage keeps time: waiting on an emulated device, idle shares, the policy of a plan."""
+
+import pytest
+
+from ravnest.engine.optimizers import OptimizerSettings
+from ravnest.engine.training import Training
+from ravnest.peer.pacing import Device, IdleTime, make_policy
+from ravnest.plan.types import NodeId, Ring, Stage
+from ravnest.protocol import PlanOrder, SegmentId
+
+
+def test_work_that_is_done_too_soon_waits_for_the_rest():
+    waits: list[float] = []
+    device = Device(lambda: 10.0, waits.append)
+    device.stretch(9.5, 2.0)
+    device.stretch(9.5, 0.5)
+    device.stretch(9.5, 0.1)  # this PC is slower than that
+    device.stretch(9.5, 0.0)
+    assert waits == [1.5]
+
+
+def test_a_wait_that_ends_late_does_not_slow_the_device_down():
+    now = [0.0]
+
+    def wait(seconds: float) -> None:
+        now[0] += seconds + 0.25
+
+    device = Device(lambda: now[0], wait)
+    for _ in range(20):
+        device.stretch(now[0], 1.0)
+    assert now[0] == 20.25
+    now[0] += 5.0  # real work that takes longer owes nothing
+    device.stretch(20.25, 1.0)
+    device.stretch(now[0], 1.0)
+    assert now[0] == 26.5
+
+
+def test_idle_share_counts_time_with_nothing_to_run():
+    idle = IdleTime(10.0)
+    assert idle.share(10.0) == 0.0
+    idle.note(False, 11.0)
+    idle.note(True, 12.0)
+    idle.note(True, 13.0)  # still the same pause
+    idle.note(False, 14.0)
+    idle.note(False, 15.0)
+    assert idle.share(20.0) == pytest.approx(0.2)
+    idle.note(True, 20.0)
+    idle.note(False, 23.0)
+    assert idle.share(30.0) == pytest.approx(0.25)
+
+
+def test_the_policy_is_the_plans_and_updates_are_shared_by_clusters():
+    training = Training(OptimizerSettings((), 0.1), 64, planned_updates=1001, max_lag=2)
+    stage = Stage(NodeId("a"), 0, 4, 9, False)
+    order = PlanOrder(1, 0, stage, (NodeId("a"), NodeId("b")), (), (), 4)
+    policy = make_policy(training, order)
+    assert (policy.planned_updates, policy.max_lag, policy.window_max) == (1001, 2, 9)
+    assert (policy.accumulate_min, policy.accumulate_max) == (4, 4)
+    ring = Ring(0, 4, (NodeId("a"), NodeId("c"), NodeId("d")))
+    order = PlanOrder(1, 0, stage, (NodeId("a"), NodeId("b")), ((SegmentId(0), ring),), (), 4)
+    assert make_policy(training, order).planned_updates == 333

@@ -1,0 +1,345 @@
+"""What a hub keeps on disk: what comes back is what was put, and what is damaged, foreign or shut is told."""
+
+import errno
+import os
+import shutil
+import sqlite3
+from dataclasses import asdict
+
+import msgspec
+import pytest
+from support.hub_world import HubWorld, Trouble, blob, job, quick_plans
+
+from ravnest.errors import ConfigError
+from ravnest.exchange import HUB, Blobs, name_blob
+from ravnest.hub.events import Joined, Phase, PlanFormed, Received, RoundEnded, Stopped, Tick
+from ravnest.hub.state import Hub
+from ravnest.hub.status import ClusterStatus, MemberStatus, Status, Watch
+from ravnest.hub.store import SCHEMA, Store, apply_logged, read_event, read_status, replay, write_event
+from ravnest.protocol import BlobRequest, LeaseDone, Leave, StageParts
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quick_plans():
+    with quick_plans():
+        yield
+
+
+def log_of(folder):
+    with Store(folder) as store:
+        return list(store.events())
+
+
+def trained_world(**changes):
+    world = HubWorld(job(**changes))
+    world.join(*"abcde", memory_mb=250.0)
+    return world.run()
+
+
+# The log.
+
+
+def test_events_come_back_in_order_as_they_were(tmp_path):
+    world = trained_world()
+    with Store(tmp_path / "a new" / "folder") as store:
+        for event in world.log:
+            store.append(event)
+        assert list(store.events()) == world.log
+    assert log_of(tmp_path / "a new" / "folder") == world.log
+
+
+def test_only_what_changes_something_is_logged_and_the_replayed_hub_goes_on_alike(tmp_path):
+    world, hub = trained_world(), Hub()
+    with Store(tmp_path) as store:
+        for event, orders in zip(world.log, world.answers, strict=True):
+            assert apply_logged(hub, event, store.append) == orders
+        refused = apply_logged(hub, Received("ghost", Leave(0, "?"), 1e6), store.append)
+        assert len(refused) == 1
+        assert apply_logged(hub, Received("a", LeaseDone(9, 9, 9, None, ()), 1e6), store.append) != ()
+        again = replay(store)
+        assert list(store.events()) == world.log
+    assert again.now == hub.now == world.now
+    assert (again.phase, again.due) == (Phase.FINISHED, None)
+    event = Stopped("late", 1e6)
+    assert again.apply(event) == hub.apply(event)
+
+
+def test_an_event_outlives_the_process_that_logged_it(tmp_path):
+    with Store(tmp_path / "running") as store:
+        for number in range(100):
+            store.append(Tick(float(number)))
+        shutil.copytree(tmp_path / "running", tmp_path / "killed")  # what a kill -9 leaves
+    assert log_of(tmp_path / "killed") == [Tick(float(number)) for number in range(100)]
+
+
+@pytest.mark.parametrize("num_lost", [1, 100, 5000])
+def test_an_event_that_was_half_written_never_happened(tmp_path, num_lost):
+    with Store(tmp_path / "running") as store:
+        for number in range(100):
+            store.append(Tick(float(number)))
+        shutil.copytree(tmp_path / "running", tmp_path / "cut")
+    rest = tmp_path / "cut" / "hub.sqlite-wal"
+    rest.write_bytes(rest.read_bytes()[:-num_lost])
+    (tmp_path / "cut" / "hub.sqlite-shm").unlink()
+    kept = log_of(tmp_path / "cut")
+    assert kept == [Tick(float(number)) for number in range(len(kept))]
+    assert 90 < len(kept) < 100
+    assert read_status(tmp_path / "cut").now == len(kept) - 1
+
+
+def test_a_message_is_logged_as_it_travelled():
+    event = Received("a", StageParts(1, 2, blob("x"), blob("y")), 3.0)
+    kind, body = write_event(event)
+    assert read_event(kind, body) == event
+    assert kind == "Received"
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        ("Tick", b""),
+        ("Tick", msgspec.msgpack.encode({"now": "soon"})),
+        ("Received", msgspec.msgpack.encode(("a", b"junk", 1.0))),
+        ("Received", msgspec.msgpack.encode(("a", "junk", 1.0))),
+        ("Popen", msgspec.msgpack.encode({"args": "ls"})),
+    ],
+)
+def test_a_damaged_event_is_named(tmp_path, kind, body):
+    with Store(tmp_path) as store:
+        store.append(Tick(1.0))
+        store._database.execute("INSERT INTO events (kind, body) VALUES (?, ?)", (kind, body))
+        with pytest.raises(ConfigError, match="event 2 of its log is damaged"):
+            list(store.events())
+
+
+def test_facts_are_kept_and_replaced(tmp_path):
+    with Store(tmp_path) as store:
+        assert store.get_fact("config") is None
+        store.set_fact("config", "{}")
+        store.set_fact("config", '{"seed": 1}')
+    with Store(tmp_path, is_read_only=True) as store:
+        assert store.get_fact("config") == '{"seed": 1}'
+
+
+# Folders that are no good.
+
+
+def refusal(folder, **options):
+    with pytest.raises(ConfigError) as caught:
+        Store(folder, **options).open()
+    assert str(folder) in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_second_hub_in_the_same_folder_is_refused_and_readers_are_not(tmp_path):
+    with Store(tmp_path) as store:
+        store.append(Tick(1.0))
+        assert "another hub is running there" in refusal(tmp_path)
+        with Store(tmp_path, is_read_only=True) as reader:
+            store.append(Tick(2.0))
+            assert list(reader.events()) == [Tick(1.0), Tick(2.0)]
+            with pytest.raises(ConfigError, match="cannot be written"):
+                reader.append(Tick(3.0))
+    assert log_of(tmp_path) == [Tick(1.0), Tick(2.0)]
+
+
+def test_a_store_that_could_not_be_opened_leaves_no_lock(tmp_path):
+    (tmp_path / "hub.sqlite").write_text("no database, but long enough to be looked at" * 50)
+    assert "hub.sqlite is damaged or of another program" in refusal(tmp_path)
+    (tmp_path / "hub.sqlite").unlink()
+    assert log_of(tmp_path) == []
+
+
+def test_a_log_of_another_version_says_which_ravnest_reads_it(tmp_path):
+    log_of(tmp_path)
+    with sqlite3.connect(tmp_path / "hub.sqlite") as database:
+        database.execute(f"PRAGMA user_version = {SCHEMA + 1}")
+    database.close()
+    for is_read_only in (False, True):
+        text = refusal(tmp_path, is_read_only=is_read_only)
+        assert f"is of version {SCHEMA + 1}, this ravnest reads version {SCHEMA}" in text
+
+
+def test_a_database_of_another_program_is_left_alone(tmp_path):
+    with sqlite3.connect(tmp_path / "hub.sqlite") as database:
+        database.execute("CREATE TABLE recipes (name TEXT)")
+    database.close()
+    assert "of another program" in refusal(tmp_path)
+    assert "of another program" in refusal(tmp_path, is_read_only=True)
+
+
+def test_a_folder_that_is_a_file_or_is_not_there(tmp_path):
+    (tmp_path / "file").write_text("x")
+    assert "it cannot be written" in refusal(tmp_path / "file")
+    assert "there is no log of a hub" in refusal(tmp_path / "nothing", is_read_only=True)
+    assert not (tmp_path / "nothing").exists()
+
+
+def test_a_full_disk_is_told_and_what_was_logged_stays(tmp_path):
+    with Store(tmp_path) as store:
+        store.append(Tick(0.0))
+        (pages,) = store._database.execute("PRAGMA page_count").fetchone()
+        store._database.execute(f"PRAGMA max_page_count = {pages}")
+        with pytest.raises(ConfigError, match="the disk is full; make room and start the hub again"):
+            store.append(Stopped("why" * 10_000, 1.0))
+    assert log_of(tmp_path) == [Tick(0.0)]
+
+
+def test_a_log_on_a_disk_that_turned_read_only(tmp_path):
+    with Store(tmp_path) as store:
+        store._database.execute("PRAGMA query_only = 1")
+        with pytest.raises(ConfigError, match="it cannot be written; choose another folder"):
+            store.append(Tick(0.0))
+        with pytest.raises(ConfigError, match="it cannot be written"):
+            store.set_fact("key", "value")
+
+
+# Blobs.
+
+
+@pytest.mark.parametrize("content", [b"", b"x", bytes(range(256)) * 5000])
+def test_a_blob_comes_back_from_another_process_life(tmp_path, content):
+    with Store(tmp_path) as store:
+        ref = Blobs(store.blobs).keep(content)
+        assert ref == name_blob(content)
+    with Store(tmp_path) as store:
+        assert Blobs(store.blobs).kept(ref) == content
+        assert ref.blob in store.blobs
+        assert store.blobs.get("0" * 64) is None
+        assert "0" * 64 not in store.blobs
+
+
+def test_blobs_on_a_shelf_are_served_and_taken_as_in_memory(tmp_path):
+    content = bytes(range(256)) * 5000  # more than one piece
+    with Store(tmp_path / "here") as here, Store(tmp_path / "there") as there:
+        mine, theirs, found = Blobs(here.blobs), Blobs(there.blobs), []
+        parcels = theirs.want(mine.keep(content), HUB, found.append)
+        while parcels:
+            answer = mine.serve(HUB, parcels[0].message)
+            parcels = theirs.take(HUB, answer.message, answer.buffers[0])
+        assert found == [content]
+        assert theirs.want(name_blob(content), HUB, found.append) == []
+        assert found == [content] * 2
+        assert bytes(there.blobs.get(name_blob(content).blob)) == content
+
+
+def test_a_damaged_blob_is_refused_until_it_is_put_again(tmp_path):
+    with Store(tmp_path) as store:
+        ref = Blobs(store.blobs).keep(b"weights")
+        path = tmp_path / "blobs" / ref.blob
+        path.write_bytes(b"wEights")
+        with pytest.raises(ConfigError, match=f"{ref.blob} is damaged"):
+            Blobs(store.blobs).serve(HUB, BlobRequest(ref.blob, 0, 7))
+        Blobs(store.blobs).keep(b"weights")
+        assert Blobs(store.blobs).kept(ref) == b"weights"
+
+
+def test_half_a_blob_is_none(tmp_path, monkeypatch):
+    def fail(_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    ref = name_blob(b"weights")
+    with Store(tmp_path) as store:
+        monkeypatch.setattr(os, "fsync", fail)
+        with pytest.raises(ConfigError, match="the disk is full"):
+            Blobs(store.blobs).keep(b"weights")
+        assert ref.blob not in store.blobs
+        assert list((tmp_path / "blobs").iterdir()) == []
+        (tmp_path / "blobs" / "left.part").write_bytes(b"wei")  # by a hub that was killed
+    with Store(tmp_path) as store:
+        assert list((tmp_path / "blobs").iterdir()) == []
+
+
+# Status.
+
+
+def watched(world, folder):
+    """Log a world's history; return what somebody saw beside the hub, and what its folder says."""
+    hub = Hub()
+    watch = Watch(hub)
+    with Store(folder) as store:
+        for event in world.log:
+            watch.observe(event, apply_logged(hub, event, store.append))
+        return watch, read_status(folder)  # while the hub is still at it
+
+
+def test_the_status_of_a_run_from_its_folder_is_what_was_seen_live(tmp_path):
+    world = trained_world(num_samples=64, epochs=3)
+    watch, status = watched(world, tmp_path)
+    assert status == watch.status()
+    assert status == read_status(tmp_path)
+    assert status.phase is Phase.FINISHED
+    assert (status.job, status.epoch, status.num_samples, status.num_total) == ("even", 3, 192, 192)
+    assert status.num_updates == 48
+    assert (status.validation_epoch, set(status.validation)) == (3, {"loss", "acc"})
+    assert status.rounds_committed > 1
+    assert status.rounds_aborted == 0
+    assert status.recent[-1].text == "the job is done, and its weights are here"
+    assert [said.now for said in status.recent] == sorted(said.now for said in status.recent)
+    assert len(status.recent) == 20
+    assert not any("of the training" in said.text for said in status.recent)
+
+
+def test_rounds_that_did_not_happen_are_counted_apart(tmp_path):
+    world = HubWorld(job(), Trouble(gives_up=1.0))
+    world.join(*"abcde", memory_mb=250.0)
+    _, status = watched(world.run(), tmp_path)
+    assert (status.rounds_committed, status.rounds_aborted) == (0, len(world.told(RoundEnded)))
+
+
+def test_who_does_what(tmp_path):
+    world = HubWorld(job())
+    world.join(*"abcde", memory_mb=250.0)
+    world.run_until(lambda: len(world.told(Joined)) == 5)
+    _, status = watched(world, tmp_path / "1")
+    assert status.members == tuple(MemberStatus(name, "waiting") for name in "abcde")
+    assert (status.phase, status.clusters, status.loss) == (Phase.COLLECTING, (), None)
+    world.run_until(lambda: world.told(PlanFormed))
+    world.join("late")
+    world.run(until=world.now)
+    _, status = watched(world, tmp_path / "2")
+    assert {member.state for member in status.members} == {"getting ready", "spare"}
+    world.run_until(lambda: len(world.ledger) > 20)
+    world.kill("a")
+    world.run_until(lambda: "a" not in world.known)
+    _, status = watched(world, tmp_path / "3")
+    (cluster,) = world.hub.clusters
+    assert status.clusters == (ClusterStatus(cluster.name, cluster.nodes, True),)
+    root, spare = (next(x for x in status.members if x.name == name) for name in (cluster.root, "late"))
+    assert (root.state, root.cluster, root.stage) == ("training", cluster.name, 0)
+    assert (spare.state, spare.cluster, spare.stage) == ("spare", None, None)
+    assert "a" not in {member.name for member in status.members}
+    assert status.recent[-1].text.startswith("cluster ")
+    assert status.loss is not None
+
+
+def test_the_rate_is_of_the_last_minute(tmp_path):
+    world = HubWorld(job(num_samples=4000, epochs=1, num_validation=0))
+    world.join(*"abc")
+    world.run_until(lambda: world.now > 200)
+    watch, status = watched(world, tmp_path)
+    assert status.samples_per_second == pytest.approx(4 / 0.3, rel=0.05)
+    assert watch.status(now=status.now + 30).samples_per_second == pytest.approx(2 / 0.3, rel=0.1)
+    assert watch.status(now=status.now + 90).samples_per_second < 0.2
+    assert len(watch._marks) < 63
+
+
+def test_a_stopped_job_and_an_empty_folder(tmp_path):
+    world = HubWorld(job())
+    world.stop("Ctrl-C")
+    _, status = watched(world, tmp_path / "stopped")
+    assert [said.text for said in status.recent] == [
+        "the job is stopped (Ctrl-C); what was trained is kept",
+        "the job was stopped when no cluster had anything to keep",
+    ]
+    log_of(tmp_path / "empty")
+    status = read_status(tmp_path / "empty")
+    assert (status.phase, status.job, status.epoch, status.num_total) == (Phase.COLLECTING, "", 0, 0)
+    with pytest.raises(ConfigError, match="there is no log of a hub"):
+        read_status(tmp_path / "nothing")
+
+
+def test_a_status_becomes_json_and_back(tmp_path):
+    _, status = watched(trained_world(), tmp_path)
+    assert msgspec.json.decode(msgspec.json.encode(status), type=Status) == status
+    assert asdict(status)["phase"] == "finished"

@@ -1,0 +1,48 @@
+"""How a stage is trained travels as data: what is written is read, and nothing else is."""
+
+import msgspec
+import pytest
+
+from ravnest.config import WireFormat
+from ravnest.engine.optimizers import Adam, Group, Muon, OptimizerSettings
+from ravnest.engine.training import Training, read_training, write_training
+from ravnest.errors import UnsafeBlueprint
+
+OPTIMIZER = OptimizerSettings(
+    (Group(("a", "b"), Adam(), 0.1, True), Group(("c",), Muon())), 3e-3, 1.0, True, 100
+)
+TRAINING = Training(
+    OPTIMIZER, 64, WireFormat.BF16, WireFormat.INT8, precision="bf16", planned_updates=500, max_lag=2
+)
+
+
+def test_what_is_written_is_read():
+    assert read_training(write_training(TRAINING, frozenset("abc"))) == TRAINING
+    plain = Training(OPTIMIZER, 64)
+    read = read_training(write_training(plain, frozenset("abc")))
+    assert (read.precision, read.planned_updates, read.max_lag) == ("fp32", 0, None)
+
+
+def test_a_stage_learns_of_its_own_parameters_only():
+    read = read_training(write_training(TRAINING, frozenset("b")))
+    assert [group.names for group in read.optimizer.groups] == [("b",)]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"precision": "fp64"},
+        {"precision": None},
+        {"planned_updates": -1},
+        {"planned_updates": 1 << 60},
+        {"planned_updates": 1.5},
+        {"max_lag": -1},
+        {"max_lag": 1000},
+        {"batch_size": 0},
+        {"window": 3},
+    ],
+)
+def test_what_makes_no_sense_is_refused(change):
+    written = msgspec.json.decode(write_training(TRAINING, frozenset("abc")))
+    with pytest.raises(UnsafeBlueprint, match="training settings"):
+        read_training(msgspec.json.encode(written | change))
