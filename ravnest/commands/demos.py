@@ -77,14 +77,14 @@ def digits() -> Demo:
         model,
         train,
         val_data=validation,
-        batch_size=32,
-        epochs=10,
+        batch_size=24,
+        epochs=8,
         loss=lambda out, batch: F.cross_entropy(out, batch["y"]),
         metrics={"accuracy": _accuracy},
         average_every=16,
         name="digits",
     )
-    nodes = _nodes((2.3, 2.4, 2.5, 2.4, 2.3), (1.8, 1.5, 1.2, 2.4, 1.8))
+    nodes = _nodes((2.7, 2.8, 2.75, 2.85, 2.65), (1.8, 1.5, 1.2, 2.4, 1.8))
     return Demo(job, f"digits, {len(found.target):,} real images of 8 x 8 pixels", nodes)
 
 
