@@ -5,15 +5,15 @@ from collections import Counter
 from pathlib import Path
 
 PART_LINES = {
-    "ravnest": 1_400,
+    "ravnest": 1_500,
     "commands": 1_450,
     "plan": 3_150,
     "model": 4_900,
-    "engine": 1_550,
-    "averaging": 600,
-    "net": 2_000,
-    "hub": 1_900,
-    "peer": 1_200,
+    "engine": 1_600,
+    "averaging": 0_700,
+    "net": 2_050,
+    "hub": 2_950,
+    "peer": 2_150,
     "job": 1_800,
     "showing": 1_700,
 }
