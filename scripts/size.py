@@ -10,7 +10,7 @@ PART_LINES = {
     "plan": 3_150,
     "model": 4_900,
     "engine": 1_600,
-    "averaging": 0_700,
+    "averaging": 700,
     "net": 2_050,
     "hub": 2_950,
     "peer": 2_150,

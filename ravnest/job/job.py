@@ -45,7 +45,8 @@ class Job:
     `loss` and `metrics` take what the model returned and the batch, or its target when batches are tuples;
     without a loss the model returns it. `inputs` names the fields the model takes. `is_padded=False` promises
     that no sample is padded. `optimizer` is one of torch.optim (or several) over the model's parameters, or
-    the name of a recipe with its `learning_rate`; `clip` limits the norm of each tensor's gradient.
+    the name of a recipe with its `learning_rate`; `clip` limits the norm of each tensor's gradient. One
+    batch is one update; it travels through the stages as `microbatches`.
     """
 
     model: nn.Module = field(repr=False)
@@ -60,6 +61,7 @@ class Job:
     schedule: Schedule | Callable[[int], float] | None = field(default=None, repr=False, kw_only=True)
     clip: float | None = field(default=None, kw_only=True)
     average_every: int | str = field(default="auto", kw_only=True)
+    microbatches: int | str = field(default="auto", kw_only=True)
     precision: str = field(default="fp32", kw_only=True)
     seed: int = field(default=0, kw_only=True)
     inputs: Sequence[str] | None = field(default=None, kw_only=True)
@@ -131,6 +133,8 @@ class Job:
             _require(_is_whole(value, 1), name, value, "a whole number, 1 or more")
         is_every = self.average_every == "auto" or _is_whole(self.average_every, 1)
         _require(is_every, "average_every", self.average_every, '"auto" or batches, a whole number above 0')
+        is_many = self.microbatches == "auto" or _is_whole(self.microbatches, 1)
+        _require(is_many, "microbatches", self.microbatches, '"auto" or a whole number above 0')
         is_clip = self.clip is None or _is_positive(self.clip)
         _require(is_clip, "clip", self.clip, "a number above 0, or math.inf for no clipping")
         _require(self.precision in _PRECISIONS, "precision", self.precision, " or ".join(_PRECISIONS))

@@ -19,7 +19,7 @@ from ravnest.plan.types import NodeId
 HERE = "tcp://127.0.0.1:*"
 _RATE = "1 GB/s"
 _LATENCY = "100 us"
-_PATIENCE = "10 s"
+_PATIENCE = "60 s"
 _END_SECONDS = 5.0
 _MEMORY_SHARE = 0.5  # of what is free, for all peers together
 

@@ -70,6 +70,7 @@ _PORT = "0.0.0.0:7700"
 _SETTLE_SECONDS = 5.0  # without a number of nodes, form when nobody came for so long
 _LOCAL_SETTLE_SECONDS = 60.0  # peers on a busy PC start one after the other
 _UNSETTLED_SECONDS = 1e9
+_STATISTICS_SAMPLES = 16  # of a microbatch, where a batch norm takes its statistics from it
 _STOPPED = "Ctrl-C: what is under way is finished; Ctrl-C again ends now and loses it"
 
 
@@ -266,6 +267,7 @@ def _prepare(job: Job, plan: PlanConfig, num_nodes: int, settle_seconds: float) 
     num_batches = job.epochs * -(-num_samples // job.batch_size)
     optimizer = job.settings(captured, num_batches)
     config = replace(plan, optimizer=_recipe(job, optimizer), predict_weights=optimizer.predicts)
+    has_statistics = any(entry.is_written for entry in captured.blueprint.state)
     settings = JobSettings(
         num_samples=num_samples,
         num_validation=0 if job.val_samples is None else len(job.val_samples),
@@ -273,6 +275,8 @@ def _prepare(job: Job, plan: PlanConfig, num_nodes: int, settle_seconds: float) 
         epochs=job.epochs,
         rates=tuple(optimizer.learning_rate * factor for factor in factors(job.rates, num_batches)),
         seed=job.seed,
+        least_samples=_STATISTICS_SAMPLES if has_statistics else 1,
+        microbatches=job.microbatches if isinstance(job.microbatches, int) else 0,
         average_every=job.average_every if isinstance(job.average_every, int) else None,
         expected_nodes=num_nodes,
         settle_seconds=settle_seconds,
@@ -307,7 +311,7 @@ def _assemble(job: Job, captured: Captured, finish: Finish, contents: Sequence[b
     state: dict[str, Tensor] = {}
     for part, content in zip(finish.parts, contents, strict=True):
         stage = slice_blueprint(captured.blueprint, part.start, part.stop)
-        state |= from_safetensors(content, stage)
+        state = from_safetensors(content, stage) | state  # of tied weights the first stage's counts
     history = tuple(_report(entry) for entry in finish.history)
     return Result(job.model, captured.blueprint, state, history)
 

@@ -1,0 +1,46 @@
+"""`ravnest demo`: five made-up PCs form clusters of three and two, and learn what one process learns."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from ravnest.commands import demos
+from ravnest.hub.events import MakePlan
+from ravnest.hub.microbatches import make_plan
+from ravnest.job.swarm import LOCAL_PLAN, _prepare
+from ravnest.plan.types import Node, NodeId
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.mark.parametrize("make", [demos.digits, demos.text])
+def test_every_plan_of_a_demo_has_a_cluster_of_three_and_one_of_two(make) -> None:
+    demo = make()
+    given = _prepare(demo.job, replace(LOCAL_PLAN, overhead_bytes=0.0), 5, 1.0)
+    nodes = tuple(
+        Node(NodeId(f"node{index}"), each.memory_bytes, each.emulated_flops_per_second, 1e9, 1e9, 1e-4)
+        for index, each in enumerate(demo.nodes)
+    )
+    for order in (nodes, nodes[::-1], nodes[2:] + nodes[:2]):  # they join in any order
+        made = make_plan(given.job, MakePlan(1, order), 0.0)
+        assert sorted(len(cluster.stages) for cluster in made.plan.clusters) == [2, 3]
+
+
+def test_the_demo_learns_what_one_process_learns(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "ravnest", "demo", "--json", "--folder", "demo"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["schema"], found["nodes"]) == ("ravnest.demo/1", 5)
+    assert (found["clusters"], found["stages"]) == (2, [3, 2])
+    assert found["val_accuracy"] >= 0.98
+    assert found["val_accuracy"] >= found["single_process_accuracy"] - 0.01
+    assert found["rounds_committed"] > 2
+    assert found["largest_node_share"] < 0.7
+    assert min(found["samples_per_second"], found["single_process_samples_per_second"]) > 0
+    assert load_file(tmp_path / found["model_path"])
