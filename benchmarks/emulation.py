@@ -12,11 +12,17 @@ MICROBATCHES_PER_STAGE = 4  # in a batch: a lag of one update then leaves room f
 _SAMPLES = 512  # in a microbatch: 256 KB cross a cut
 
 
+def name_model(num_stages: int) -> str:
+    """Return the name of the model with a block for each stage."""
+    return f"thin-128x{num_stages}-b{_SAMPLES}"
+
+
 def emulate(
     shares: Sequence[float],
     link: LinkSpeed | None,
     num_updates: int,
     *,
+    num_microbatches: int | None = None,
     counts_bytes: bool = False,
     num_spares: int = 0,
     watch: Callable[[dict[Any, int], Record], None] | None = None,
@@ -25,8 +31,8 @@ def emulate(
     from ravnest.model.line import slice_blueprint
     from ravnest.model.measure import count_flops, measure
 
-    num_microbatches = MICROBATCHES_PER_STAGE * len(shares)
-    name = f"thin-128x{len(shares)}-b{_SAMPLES}"
+    num_microbatches = num_microbatches or MICROBATCHES_PER_STAGE * len(shares)
+    name = name_model(len(shares))
     made, job = build(name), make_job(name, num_microbatches, num_updates)
     blueprint = job.capture().blueprint
     cuts = find_cuts(made, measure(blueprint, _SAMPLES), range(1, len(shares)))
@@ -36,7 +42,6 @@ def emulate(
     setting = Setting(
         speeds + [1e9] * num_spares,
         cuts,
-        num_microbatches,
         is_emulated=True,
         link=link,
         counts_bytes=counts_bytes,

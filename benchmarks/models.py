@@ -65,6 +65,7 @@ def make_job(name: str, num_microbatches: int, num_updates: int, num_batches_kep
         made.blocks,
         {"x": inputs, "y": targets},
         batch_size=batch_size,
+        microbatches=num_microbatches,
         epochs=-(-num_updates // kept),
         loss=lambda out, batch: made.loss(out, batch["y"]),
         optimizer=torch.optim.AdamW(made.blocks.parameters(), lr=1e-4),

@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -19,7 +18,7 @@ import psutil
 
 from benchmarks.links import Links
 from ravnest.config import PlanConfig
-from ravnest.hub.events import JobSettings, PlanFormed
+from ravnest.hub.events import PlanFormed
 from ravnest.hub.state import Hub
 from ravnest.plan.assembly import assemble, build_clusters
 from ravnest.plan.cost import LineCost, NodeTable
@@ -39,9 +38,8 @@ class LinkSpeed:
 class Setting:
     """How a job is spread: claimed or emulated speed by stage, where to cut, over what."""
 
-    flops_per_second: Sequence[float]
+    flops_per_second: Sequence[float | None]  # None: measured
     cuts: Sequence[int]  # inner ones, as positions of the line
-    num_microbatches: int = 0  # that a batch travels as; 0: the hub chooses
     is_emulated: bool = False
     link: LinkSpeed | None = None
     counts_bytes: bool = False
@@ -165,11 +163,7 @@ def _fixed_plan(record: Record, setting: Setting) -> Iterator[None]:
         record.profile, record.config = profile, config
         return assemble(tuple(clusters), profile, swarm, config, seed, epoch)
 
-    settings = partial(JobSettings, microbatches=setting.num_microbatches)
-    with (
-        mock.patch("ravnest.hub.microbatches.form_plan", form),
-        mock.patch("ravnest.job.swarm.JobSettings", settings),
-    ):
+    with mock.patch("ravnest.hub.microbatches.form_plan", form):
         yield
 
 

@@ -10,19 +10,30 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from typing import Any
 
 SCHEDULES = ("gpipe", "1f1b")
 
 
 def samples_per_second(
-    model: str, cuts: Sequence[int], num_microbatches: int, num_updates: int, num_warm_up: int = 2
+    model: str,
+    cuts: Sequence[int],
+    num_microbatches: int,
+    num_updates: int,
+    num_warm_up: int = 2,
+    seconds: Sequence[float] = (),
 ) -> dict[str, float]:
-    """Return the rate of each schedule; `model` is one that `benchmarks.models.build` knows."""
+    """Return the rate of each schedule; `model` is one that `benchmarks.models.build` knows.
+
+    With `seconds` each stage is an emulated device that needs so long for a microbatch.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     numbers = ",".join(map(str, cuts))
-    arguments = [model, numbers, *map(str, (num_microbatches, num_updates, num_warm_up))]
+    program = (sys.executable, "-m", "benchmarks.baselines.gloo_pipeline")
+    counts = [*map(str, (num_microbatches, num_updates, num_warm_up))]
+    waits = list(seconds) or [0.0] * (len(cuts) + 1)
     environment = {
         **os.environ,
         "MASTER_ADDR": "127.0.0.1",
@@ -35,7 +46,7 @@ def samples_per_second(
     num_stages = len(cuts) + 1
     programs = [
         subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.baselines.gloo_pipeline", str(stage), *arguments],
+            [*program, str(stage), str(waits[stage]), model, numbers, *counts],
             env=environment,
             stdout=subprocess.PIPE if stage == num_stages - 1 else subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -53,7 +64,7 @@ def samples_per_second(
     return dict(zip(SCHEDULES, map(float, printed.split()), strict=True))
 
 
-def main(stage: int, model: str, cuts: Sequence[int], counts: Sequence[int]) -> None:
+def main(stage: int, seconds: float, model: str, cuts: Sequence[int], counts: Sequence[int]) -> None:
     """Run one stage through all schedules; the last one prints the rates."""
     import torch
     import torch.distributed as dist
@@ -68,6 +79,8 @@ def main(stage: int, model: str, cuts: Sequence[int], counts: Sequence[int]) -> 
     made = build(model)
     edges = [0, *cuts, len(made.blocks)]
     blocks = made.blocks[edges[stage] : edges[stage + 1]]
+    if seconds:
+        blocks = torch.nn.Sequential(blocks, _make_slow(seconds))
     size = num_microbatches * made.microbatch_size
     inputs, targets = made.data(size)
     is_first, is_last = stage == 0, stage == num_stages - 1
@@ -93,6 +106,28 @@ def main(stage: int, model: str, cuts: Sequence[int], counts: Sequence[int]) -> 
     dist.destroy_process_group()
 
 
+def _make_slow(seconds: float) -> Any:
+    """Return a layer that lets time pass: a third of it forward, the rest backward."""
+    import torch
+
+    class Wait(torch.autograd.Function):
+        @staticmethod
+        def forward(_: Any, values: torch.Tensor) -> torch.Tensor:
+            time.sleep(seconds / 3)
+            return values.view_as(values)
+
+        @staticmethod
+        def backward(_: Any, gradient: torch.Tensor) -> torch.Tensor:
+            time.sleep(2 * seconds / 3)
+            return gradient
+
+    class Slow(torch.nn.Module):
+        def forward(self, values: torch.Tensor) -> torch.Tensor:
+            return Wait.apply(values)
+
+    return Slow()
+
+
 if __name__ == "__main__":
-    _, which, name, given_cuts, *given = sys.argv
-    main(int(which), name, [int(cut) for cut in given_cuts.split(",") if cut], [int(each) for each in given])
+    _, which, wait, name, places, *given = sys.argv
+    main(int(which), float(wait), name, [int(cut) for cut in places.split(",") if cut], [*map(int, given)])

@@ -54,7 +54,7 @@ def _measure_swarm(name: str, num_updates: int, program_bytes: int) -> list[Figu
             with contextlib.suppress(OSError, KeyError):  # it may have ended
                 peaks[node].append((len(record.reports), _status(pid)["VmHWM"]))
 
-    record = train(job, Setting([3e10] * 3, cuts, NUM_MICROBATCHES, memory_bytes=LENT_BYTES), watch=watch)
+    record = train(job, Setting([3e10] * 3, cuts, memory_bytes=LENT_BYTES), watch=watch)
     assert record.profile is not None
     assert record.config is not None
     line = LineCost(record.profile, record.config, is_averaged=False)
@@ -125,7 +125,7 @@ def _status(pid: int | str) -> dict[str, int]:
 
 def _missed(figures: Figures) -> list[str]:
     missed = [
-        f"{stage['node']} used {stage['over_plan']:+.0%} of what the plan said, beyond {PLAN_TARGET:.0%}"
+        f"{stage['node']} used {stage['over_plan']:+.0%} against the plan, not within {PLAN_TARGET:.0%}"
         for stage in figures["stages"]
         if abs(stage["over_plan"]) > PLAN_TARGET
     ]

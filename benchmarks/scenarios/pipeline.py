@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.emulation import emulate
+from benchmarks.emulation import MICROBATCH_SECONDS, emulate, name_model
 from benchmarks.measure import say, spread, table
 from benchmarks.swarm import LinkSpeed, Record, Setting, process_seconds, train
 
@@ -36,8 +36,6 @@ COMPARED = {  # blocks of the stages, of 12; microbatches per update
     "3 unequal": ((2, 4, 6), 3),
     "4 equal": ((3, 3, 3, 3), 4),
     "4 unequal": ((2, 2, 6, 2), 4),
-    "4 equal, 8 microbatches": ((3, 3, 3, 3), 8),
-    "4 unequal, 8 microbatches": ((2, 2, 6, 2), 8),
 }
 MODEL = "mlp-256x12-b128"
 BYTES_PER_SAMPLE = 128 * 4 * 2  # of the emulated stages at a cut: an activation there, a gradient back
@@ -51,6 +49,7 @@ def run(quick: bool) -> tuple[Figures, str, list[str]]:
         "emulated": _emulated(),
         "wire": _wire(),
         "against_gloo": _against_gloo(),
+        "against_emulated_gloo": _against_emulated_gloo(),
         "digits": _digits(),
         "idle_peer_cpu_share": _idle(),
     }
@@ -135,13 +134,36 @@ def _against_gloo() -> Figures:
     }
 
 
+def _against_emulated_gloo() -> Figures:
+    """Compare with GPipe and 1F1B on emulated devices, where no stage takes time from another."""
+    from benchmarks.baselines.gloo_pipeline import samples_per_second
+
+    found: Figures = {}
+    for name in ("4 equal", "4 unequal"):
+        shares = EMULATED[name]
+        for num_microbatches in (len(shares), 2 * len(shares)):
+            num_updates = 160 // num_microbatches
+            waits = [MICROBATCH_SECONDS * share for share in shares]
+            cuts, model = range(1, len(shares)), name_model(len(shares))
+            rates = samples_per_second(model, cuts, num_microbatches, num_updates // 2, seconds=waits)
+            record, _ = emulate(shares, None, 2 * num_updates, num_microbatches=num_microbatches)
+            rates["ours"] = record.samples_per_second(0.3)
+            found[f"{name}, {num_microbatches} microbatches"] = {
+                "samples_per_second": {key: _short(rate) for key, rate in rates.items()},
+                "over_gpipe": _short(rates["ours"] / rates["gpipe"]),
+                "over_1f1b": _short(rates["ours"] / rates["1f1b"]),
+            }
+            say(f"emulated, {name}, {num_microbatches} microbatches: {rates}")
+    return found
+
+
 def _ours(cuts: Sequence[int], num_microbatches: int, num_updates: int) -> float:
     from benchmarks.models import build, find_cuts, make_job
     from ravnest.model.measure import measure
 
     made, job = build(MODEL), make_job(MODEL, num_microbatches, 2 * num_updates)
     profile = measure(job.capture().blueprint, made.microbatch_size)
-    setting = Setting([3e10] * (len(cuts) + 1), find_cuts(made, profile, cuts), num_microbatches)
+    setting = Setting([3e10] * (len(cuts) + 1), find_cuts(made, profile, cuts))
     return train(job, setting).samples_per_second(0.4)
 
 
@@ -149,7 +171,7 @@ def _digits() -> Figures:
     """Compare the digits CNN over three stages with a plain loop in one process, in turn."""
     turns: list[dict[str, float]] = []
     for _ in range(5):
-        record = train(_digits_job(num_epochs=12), Setting([3e10] * 3, cuts=[2, 3]))
+        record = train(_digits_job(num_epochs=12), Setting([None] * 3, cuts=[2, 3]))
         turns.append({"single": _digits_alone(num_epochs=8), "swarm": record.samples_per_second(0.3)})
         say(f"digits: {turns[-1]}, microbatches {record.cluster.accumulate}")
     return {
@@ -251,6 +273,16 @@ def _report(figures: Figures) -> str:
         ]
         for case, found in figures["against_gloo"].items()
     ]
+    emulated = [
+        [
+            case,
+            *(found["samples_per_second"][key] for key in ("ours", "gpipe", "1f1b")),
+            found["over_gpipe"],
+            found["over_1f1b"],
+        ]
+        for case, found in figures["against_emulated_gloo"].items()
+    ]
+    head = ["stages", "ours, samples/s", "GPipe", "1F1B", "ours / GPipe", "ours / 1F1B"]
     digits = figures["digits"]
     rest = [
         ["digits over three stages, samples/s", _show(digits["swarm_samples_per_second"])],
@@ -262,7 +294,8 @@ def _report(figures: Figures) -> str:
     ]
     return _METHOD.format(
         busy=table(["stages, links", "busy", "windows", "microbatches", "lag at the root"], busy),
-        against=table(["stages", "ours, samples/s", "GPipe", "1F1B", "ours / GPipe", "ours / 1F1B"], against),
+        against=table(head, against),
+        emulated=table(head, emulated),
         rest=table(["what", "measured"], rest),
     )
 
@@ -291,13 +324,17 @@ the limit of any schedule. Slow links are TCP connections through a process that
 ## Against GPipe and 1F1B
 
 `torch.distributed.pipelining` over gloo: the same 12 equal blocks (LayerNorm and an MLP, width 256, AdamW),
-cut at the same places, the same batch per update and microbatches of 128 samples. Real compute on this PC's
-cores, which all stages share. Five turns, the systems one after the other in each; median
-(smallest-largest). Unless said otherwise an update has as many microbatches as there are stages. The
-differences: ours does not wait for an update before it goes on, gets its data from the hub, encrypts, and has
-the hub as one more process; gloo's processes make their data themselves.
+cut at the same places, the same batch per update and microbatches of 128 samples, as many in an update as
+there are stages. Real compute on this PC's cores, which all stages share. Five turns, the systems one after
+the other in each; median (smallest-largest). The differences: ours does not wait for an update before it goes
+on, gets its data from the hub, encrypts, and has the hub as one more process; gloo's processes make their
+data themselves.
 
 {against}
+
+The same with emulated devices, as above and without slow links, where only the schedule counts; once each:
+
+{emulated}
 
 ## Overhead
 
