@@ -62,6 +62,7 @@ class PlanConfig:
     optimizer: Optimizer = Optimizer.MUON
     predict_weights: bool = True  # one more copy of the weights in every stage but the last
     max_lag: int = 2  # updates a batch may be late; batches are accumulated into an update to keep it
+    accumulates: bool = False  # updates are sums over batches: one more copy of the gradients
     recompute: Recompute = Recompute.AUTO
     activations: WireFormat = WireFormat.BF16
     gradients: WireFormat = WireFormat.BF16

@@ -1,35 +1,31 @@
 """What hub and peers do alike: address parcels, prove who was invited, pass blobs by their hash.
 
-A blob is asked for piece by piece from one node and believed only if its hash is right. Pure: parcels come
-out, whoever drives it sends them.
+A blob is asked for piece by piece from one node and believed only if its hash is right. A link is timed by
+asking for ever larger pieces of a blob that everybody has. Pure: parcels come out, who drives it sends them.
 """
 
 import hmac
 from collections.abc import Callable
 from dataclasses import dataclass
-from hashlib import blake2b, sha256
+from functools import cache
+from hashlib import blake2b, sha256, shake_128
+from math import inf
 from typing import Protocol
 
+from ravnest.blobs import BlobPart, BlobRef, BlobRequest
 from ravnest.net.identity import Token
 from ravnest.net.transport import Buffer, PublicKey, Service
 from ravnest.plan.types import NodeId
-from ravnest.protocol import (
-    Activation,
-    BlobPart,
-    BlobRef,
-    BlobRequest,
-    FieldParts,
-    Gradient,
-    Message,
-    Refusal,
-    Refused,
-    RingPart,
-)
+from ravnest.protocol import Activation, FieldParts, Gradient, Message, Refusal, Refused, RingPart
 from ravnest.tying import TiedGradient, TiedStep
 
 HUB = NodeId("hub")
 VERSION = "0.1"  # of what programs say to each other
 _PIECE_BYTES = 1 << 20
+# Pieces by which a link is timed: round trips, then more until it takes its time; twice, for TCP speeds up.
+_TIMED_BYTES = (1, 1, 1, 1 << 15, 1 << 18, 1 << 20, 1 << 20)
+_ENOUGH_SECONDS, _ENOUGH_ROUND_TRIPS = 0.1, 4
+_LEAST_SECONDS = 1e-3  # what took less could not be timed: the link is at least so fast
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +63,52 @@ class _Coming:
     source: NodeId
     content: bytearray
     done: Callable[[bytes | Refusal], None]
+    is_kept: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LinkTimes:
+    """How far away a node is, one way, and how fast it sends."""
+
+    latency_seconds: float
+    bytes_per_second: float
+
+
+@dataclass(slots=True)
+class _Timing:
+    clock: Callable[[], float]
+    done: Callable[[LinkTimes], None]
+    turn: int = 0
+    asked_at: float = 0.0
+    round_trip: float = inf
+    rate: float = 0.0
+
+    @property
+    def size(self) -> int:
+        return _TIMED_BYTES[self.turn]
+
+    def ask(self, source: NodeId) -> Parcel:
+        self.asked_at = self.clock()
+        return Parcel(source, BlobRequest(name_ballast().blob, 0, self.size))
+
+    def take(self) -> bool:
+        """Take note of the piece asked for; return whether enough is known."""
+        seconds = self.clock() - self.asked_at
+        if self.size == 1:
+            self.round_trip = min(self.round_trip, seconds)
+        else:
+            rate = self.size / max(seconds - self.round_trip, _LEAST_SECONDS)
+            is_repeated = self.size == _TIMED_BYTES[self.turn - 1]
+            self.rate = max(rate, self.rate) if is_repeated else rate
+        is_enough = seconds > max(_ENOUGH_SECONDS, _ENOUGH_ROUND_TRIPS * self.round_trip)
+        self.turn += 1
+        return self.turn == len(_TIMED_BYTES) or (self.rate > 0 and is_enough)
+
+
+@cache
+def ballast() -> bytes:
+    """Return the blob that everybody has, of bytes that no link can make fewer of."""
+    return shake_128(b"ballast").digest(_TIMED_BYTES[-1])
 
 
 class Shelf(Protocol):
@@ -87,6 +129,7 @@ class Blobs:
         memory: dict[str, Buffer] = {}
         self._kept: Shelf = memory if shelf is None else shelf
         self._coming: dict[str, _Coming] = {}
+        self._timings: dict[NodeId, _Timing] = {}
 
     def keep(self, content: bytes) -> BlobRef:
         """Keep a blob for whoever asks; return its name."""
@@ -103,23 +146,33 @@ class Blobs:
 
     def serve(self, sender: NodeId, request: BlobRequest) -> Parcel:
         """Answer a request with a piece, or with a refusal."""
-        content = self._kept.get(request.blob)
+        is_ballast = request.blob == name_ballast().blob
+        content = ballast() if is_ballast else self._kept.get(request.blob)
         if content is None or request.offset >= len(content):
             return Parcel(sender, Refused(f"blob {request.blob[:12]} has no byte {request.offset} here"))
         piece = memoryview(content)[request.offset : request.offset + request.size_bytes]
         return Parcel(sender, BlobPart(request.blob, request.offset, len(piece)), (piece,))
 
-    def want(self, ref: BlobRef, source: NodeId, done: Callable[[bytes | Refusal], None]) -> list[Parcel]:
+    def want(
+        self, ref: BlobRef, source: NodeId, done: Callable[[bytes | Refusal], None], *, keep: bool = True
+    ) -> list[Parcel]:
         """Ask a node for a blob; `done` gets it, now if it is here already, or why it never came."""
         if ref.blob in self._kept:
             done(self.kept(ref))
             return []
-        coming = _Coming(ref, source, bytearray(), done)
+        coming = _Coming(ref, source, bytearray(), done, keep)
         self._coming[ref.blob] = coming
         return [_next_request(coming)]
 
     def take(self, sender: NodeId, piece: BlobPart, buffer: Buffer) -> list[Parcel] | Refusal:
         """Take a piece; return the request for the next one."""
+        timing = self._timings.get(sender)
+        if timing is not None and (piece.blob, piece.size_bytes) == (name_ballast().blob, timing.size):
+            if not timing.take():
+                return [timing.ask(sender)]
+            del self._timings[sender]
+            timing.done(LinkTimes(timing.round_trip / 2, timing.rate))
+            return []
         coming = self._coming.get(piece.blob)
         if coming is None or sender != coming.source or piece.offset != len(coming.content):
             return Refusal(f"a piece of blob {piece.blob[:12]} that was not asked for")
@@ -129,10 +182,15 @@ class Blobs:
         del self._coming[piece.blob]
         content = bytes(coming.content)
         is_right = name_blob(content) == coming.ref
-        if is_right:
+        if is_right and coming.is_kept:
             self._kept[piece.blob] = content
         coming.done(content if is_right else Refusal(f"blob {piece.blob[:12]} of {sender} is damaged"))
         return []
+
+    def time(self, source: NodeId, clock: Callable[[], float], done: Callable[[LinkTimes], None]) -> Parcel:
+        """Find out how fast a node sends; `done` gets it, if the node answers."""
+        self._timings[source] = timing = _Timing(clock, done)
+        return timing.ask(source)
 
     def refuse(self, sender: NodeId, reason: str) -> None:
         """Give up what was asked of a node that does not have it."""
@@ -144,6 +202,12 @@ class Blobs:
 def name_blob(content: Buffer) -> BlobRef:
     """Return the name a blob has everywhere: the hash of its content, and its size."""
     return BlobRef(blake2b(content, digest_size=32).hexdigest(), len(content))
+
+
+@cache
+def name_ballast() -> BlobRef:
+    """Return the name of that blob."""
+    return name_blob(ballast())
 
 
 def _next_request(coming: _Coming) -> Parcel:

@@ -12,6 +12,7 @@ from typing import Annotated, Generic, NewType
 
 from msgspec import Meta
 
+from ravnest.blobs import BlobPart, BlobRef, BlobRequest, Fact, ProbeOrder, ProbeReport
 from ravnest.config import WireFormat
 from ravnest.plan.types import Node, NodeId, Ring, Stage
 from ravnest.tying import Tying, Value
@@ -22,7 +23,6 @@ RoundId = NewType("RoundId", int)
 SegmentId = NewType("SegmentId", int)
 
 Metrics = tuple[tuple[str, float | None], ...]  # None where a metric was no finite number
-BlobHash = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]  # BLAKE2b-256 of the content
 Count = Annotated[int, Meta(ge=1, le=2**20)]
 Proof = Annotated[bytes, Meta(min_length=32, max_length=32)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
@@ -71,6 +71,7 @@ class Hello:
     proof: Proof
     node: Node
     addresses: tuple[str, ...] = ()  # where others can dial it
+    guessed: tuple[Fact, ...] = ()  # what of the node nobody has stated, so that it is measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,14 +138,6 @@ class PlanOrder:
 
 
 @dataclass(frozen=True, slots=True)
-class BlobRef:
-    """Content by hash; knowing its size bounds what is fetched."""
-
-    blob: BlobHash
-    size_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class StageParts:
     """What a stage is made of. The hub orders it built; the peer answers what it then has, ready to train."""
 
@@ -152,24 +145,6 @@ class StageParts:
     version: int
     blueprint: BlobRef
     weights: BlobRef
-
-
-@dataclass(frozen=True, slots=True)
-class BlobRequest:
-    """Asks for a piece of a blob."""
-
-    blob: BlobHash
-    offset: int
-    size_bytes: Count
-
-
-@dataclass(frozen=True, slots=True)
-class BlobPart:
-    """That piece, in the buffer beside it; shorter at the end of the blob."""
-
-    blob: BlobHash
-    offset: int
-    size_bytes: Count
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,13 +168,11 @@ class LeaseGrant:
 
 @dataclass(frozen=True, slots=True)
 class LeaseDone:
-    """Trained, says the root; or evaluated, says the leaf, with the means. Dropped batches do not count."""
+    """Trained, says the root; samples of dropped batches do not count."""
 
     epoch: int
     lease: LeaseId
     num_samples: int
-    loss: float | None
-    metrics: Metrics
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,9 +319,9 @@ class Refusal:
 
 
 Joining = Hello | Welcome | Refused | Leave | Complaint | Stop
-Planning = PlanOrder | StageParts | SnapshotOrder | BlobRequest | BlobPart
-Training = LeaseGrant | LeaseDone | FieldParts | Activation | Gradient | DroppedBatch | StepReport
-Steering = Pace | LearningRate
+Planning = PlanOrder | StageParts | SnapshotOrder | BlobRequest | BlobPart | ProbeOrder | ProbeReport
+Training = LeaseGrant | LeaseDone | FieldParts | Activation | Gradient | DroppedBatch
+Steering = StepReport | Pace | LearningRate
 RoundOutcome = RoundCommit | RoundAbort
 Averaging = RoundOpen | RingPart[TensorSpec] | RoundReady | RoundOutcome | RoundQuery | Tying[TensorSpec]
 Message = Joining | Planning | Training | Steering | Averaging

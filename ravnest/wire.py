@@ -16,7 +16,7 @@ from typing import Annotated, Any, NewType, TypeVar, Union, assert_never, get_ar
 import msgspec
 from msgspec import Meta
 
-from ravnest import protocol, tying
+from ravnest import blobs, protocol, tying
 from ravnest.config import WireFormat
 from ravnest.errors import ProtocolError
 from ravnest.protocol import Message, TensorSpec
@@ -78,7 +78,7 @@ def announced(message: Message) -> tuple[TensorSpec, ...]:
             return tuple(spec for _, spec in message.fields)
         case protocol.RingPart():
             return (message.value,)
-        case protocol.BlobPart():
+        case blobs.BlobPart():
             return (TensorSpec("uint8", (message.size_bytes,), WireFormat.FP32),)
         case (
             protocol.Hello()
@@ -90,7 +90,9 @@ def announced(message: Message) -> tuple[TensorSpec, ...]:
             | protocol.PlanOrder()
             | protocol.StageParts()
             | protocol.SnapshotOrder()
-            | protocol.BlobRequest()
+            | blobs.BlobRequest()
+            | blobs.ProbeOrder()
+            | blobs.ProbeReport()
             | protocol.LeaseGrant()
             | protocol.LeaseDone()
             | protocol.DroppedBatch()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 PART_LINES = {
     "ravnest": 1_500,
-    "commands": 1_450,
+    "commands": 1_500,
     "plan": 3_150,
     "model": 4_900,
     "engine": 1_600,

@@ -24,6 +24,8 @@ _EVERYWHERE = "tcp://0.0.0.0:*"
 _ONLY_HERE = "tcp://127.0.0.1:*"  # where what comes through the relay is led to
 _VARIABLE = "RAVNEST_TOKEN"
 _SIGNAL_EXIT = 128
+_GUESSED = "of matrix products; the job's own work will tell"
+_USUAL_BYTES_PER_SECOND, _USUAL_LATENCY_SECONDS = 50e6 / 8, 0.01  # until the hub has measured the link
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,23 +43,29 @@ class _Doors:
 
 
 @dataclass(frozen=True, slots=True)
-class _Speed:
-    """How fast this PC is, and how that is known."""
+class _Stated:
+    """What its provider says of this PC; None is left to be measured. An emulated PC is as slow as that."""
 
-    flops_per_second: float
-    source: str
-    emulated: float | None = None
+    device: str
+    memory_bytes: float | None
+    flops_per_second: float | None
+    emulated_flops_per_second: float | None
+    bytes_per_second: float | None
+    latency_seconds: float | None
 
 
 @click.command()
 @click.argument("token", required=False)
 @click.option("--token-file", metavar="FILE", help=f"Read the token here, or from stdin (-); or {_VARIABLE}.")
 @click.option("--name", metavar="NAME", help="What others call this PC; its host name if left out.")
-@click.option("--memory", metavar="SIZE", help="Memory to lend, like '4 GB'; half of what is free now.")
+@click.option("--device", default="auto", show_default=True, help="cpu, cuda, cuda:1, mps, or the fastest.")
+@click.option(
+    "--memory", metavar="SIZE", help="Memory to lend, like '4 GB'; half of what is free (GPU: 80 %)."
+)
 @click.option("--flops", metavar="RATE", help="Speed to claim, like '50 GFLOP/s'; measured if left out.")
 @click.option("--emulate", metavar="RATE", help="Be as slow as a PC of this speed, like '2 GFLOP/s'.")
-@click.option("--bandwidth", metavar="RATE", default="50 Mbit/s", show_default=True, help="Up and down.")
-@click.option("--latency", metavar="TIME", default="10 ms", show_default=True, help="To others, one way.")
+@click.option("--bandwidth", metavar="RATE", help="Up and down, like '50 Mbit/s'; measured if left out.")
+@click.option("--latency", metavar="TIME", help="To others, one way, like '10 ms'; measured if left out.")
 @click.option("--listen", metavar="HOST:PORT", help="Where to listen for others; a free port if left out.")
 @click.option("--public", metavar="HOST:PORT", multiple=True, help="What a router forwards to that.")
 @click.option("--outbound-only", is_flag=True, help="Listen for nobody: only dial, or meet at the hub.")
@@ -67,11 +75,12 @@ def join(  # noqa: PLR0913 - click passes one argument per option
     token: str | None,
     token_file: str | None,
     name: str | None,
+    device: str,
     memory: str | None,
     flops: str | None,
     emulate: str | None,
-    bandwidth: str,
-    latency: str,
+    bandwidth: str | None,
+    latency: str | None,
     listen: str | None,
     public: tuple[str, ...],
     outbound_only: bool,
@@ -86,25 +95,28 @@ def join(  # noqa: PLR0913 - click passes one argument per option
 
     invitation = read_token(_find_token(token, token_file))
     doors = _choose_doors(listen, public, outbound_only)
-    rates = (
-        parse_quantity(bandwidth, Dimension.BYTES_PER_SECOND),
-        parse_quantity(latency, Dimension.SECONDS),
-        parse_quantity(patience, Dimension.SECONDS),
+    stated = _Stated(
+        device,
+        _read(memory, Dimension.BYTES),
+        _read(flops, Dimension.FLOPS_PER_SECOND),
+        _read(emulate, Dimension.FLOPS_PER_SECOND),
+        _read(bandwidth, Dimension.BYTES_PER_SECOND),
+        _read(latency, Dimension.SECONDS),
     )
-    memory_bytes = None if memory is None else parse_quantity(memory, Dimension.BYTES)
-    claimed = None if flops is None else parse_quantity(flops, Dimension.FLOPS_PER_SECOND)
-    emulated = None if emulate is None else parse_quantity(emulate, Dimension.FLOPS_PER_SECOND)
+    patience_seconds = parse_quantity(patience, Dimension.SECONDS)
     logging.basicConfig(level=logging.WARNING if quiet else logging.INFO, format="%(message)s")
     logging.getLogger("ravnest.net").setLevel(logging.WARNING)
-    speed = _find_speed(claimed, emulated)
-    offer = _make_offer(name, memory_bytes, speed, rates, doors)
+    offer = _make_offer(name, stated, doors, patience_seconds)
     if not quiet:
-        _show(invitation, offer, speed)
-    _warm_up()
+        _show(invitation, offer)
     code, reason = _take_part(invitation, offer, doors)
     if not quiet:
         click.echo(f"ended: {reason}", err=True)
     sys.exit(code)
+
+
+def _read(text: str | None, dimension: Dimension) -> float | None:
+    return None if text is None else parse_quantity(text, dimension)
 
 
 def _find_token(token: str | None, file: str | None) -> str:
@@ -136,70 +148,55 @@ def _choose_doors(listen: str | None, public: tuple[str, ...], outbound_only: bo
     return _Doors(_ONLY_HERE if outbound_only else door, forwarded, not outbound_only)
 
 
-def _find_speed(claimed: float | None, emulated: float | None) -> _Speed:
-    from ravnest.peer import machine
-
-    if emulated is not None:
-        return _Speed(claimed or emulated, "emulated", emulated)
-    if claimed is not None:
-        return _Speed(claimed, "as claimed")
-    return _Speed(machine.measure_flops_per_second(), "measured")
-
-
-def _make_offer(
-    name: str | None,
-    memory_bytes: float | None,
-    speed: _Speed,
-    rates: tuple[float, float, float],
-    doors: _Doors,
-) -> "Offer":
+def _make_offer(name: str | None, stated: _Stated, doors: _Doors, patience_seconds: float) -> "Offer":
     import platform
 
+    from ravnest.blobs import Fact
     from ravnest.peer import machine
     from ravnest.peer.agent import Offer
     from ravnest.peer.host import Limits
     from ravnest.plan.types import Node, NodeId
 
-    bandwidth, latency, patience = rates
-    memory = machine.free_memory_bytes() / 2 if memory_bytes is None else memory_bytes
+    device = machine.choose_device(stated.device)
+    memory, emulated = stated.memory_bytes, stated.emulated_flops_per_second
+    speed = emulated if stated.flops_per_second is None else stated.flops_per_second
+    rate, latency = stated.bytes_per_second, stated.latency_seconds
+    facts = {Fact.SPEED: speed, Fact.BANDWIDTH: rate, Fact.LATENCY: latency}
+    rate = _USUAL_BYTES_PER_SECOND if rate is None else rate
     node = Node(
         name=NodeId((name or platform.node() or "peer")[:_LONGEST_NAME]),
-        memory_bytes=memory,
-        flops_per_second=speed.flops_per_second,
-        upload_bytes_per_second=bandwidth,
-        download_bytes_per_second=bandwidth,
-        latency_seconds=latency,
+        memory_bytes=machine.lent_memory_bytes(device) if memory is None else memory,
+        flops_per_second=machine.measure_flops_per_second(device) if speed is None else speed,
+        upload_bytes_per_second=rate,
+        download_bytes_per_second=rate,
+        latency_seconds=_USUAL_LATENCY_SECONDS if latency is None else latency,
         is_reachable=doors.is_reachable,
     )
-    limits = Limits(
-        memory,
-        flops_per_batch=_LONGEST_BATCH_SECONDS * node.flops_per_second,
-        emulated_flops_per_second=speed.emulated,
-    )
-    return Offer(node, limits, (), patience)
+    most_flops = _LONGEST_BATCH_SECONDS * node.flops_per_second
+    limits = Limits(node.memory_bytes, most_flops, device, emulated)
+    guessed = tuple(fact for fact, value in facts.items() if value is None)
+    return Offer(node, limits, (), patience_seconds, guessed=guessed)
 
 
-def _show(token: "Token", offer: "Offer", speed: _Speed) -> None:
+def _show(token: "Token", offer: "Offer") -> None:
     """Say what is lent, and to whom."""
+    from ravnest.blobs import Fact
     from ravnest.net.identity import peer_of
     from ravnest.net.transport import PublicKey
 
     node = offer.node
     hub = peer_of(PublicKey(token.hub_key))[:8]
+    source = "emulated" if offer.limits.emulated_flops_per_second else "as claimed"
+    source = _GUESSED if Fact.SPEED in offer.guessed else source
+    device = "" if offer.limits.device == "cpu" else f" on {offer.limits.device}"
     lent = f"{show_bytes(node.memory_bytes)} of memory and {show_flops(node.flops_per_second)}"
     lines = (
-        f"lends {lent} ({speed.source}) as {node.name}",
+        f"lends {lent} ({source}){device} as {node.name}",
         f"to hub {hub} at {', '.join(token.addresses)}",
         "it runs no code from the job: stages come as lists of known operations; Ctrl-C takes the PC back",
     )
     for line in lines:
         click.echo(line, err=True)
-
-
-def _warm_up() -> None:
-    from ravnest.peer.machine import warm_up
-
-    warm_up()
 
 
 def _take_part(token: "Token", offer: "Offer", doors: _Doors) -> tuple[int, str]:
@@ -210,6 +207,9 @@ def _take_part(token: "Token", offer: "Offer", doors: _Doors) -> tuple[int, str]
     from ravnest.net.identity import new_keys
     from ravnest.net.zeromq import ZeroMqTransport
     from ravnest.peer.agent import Agent
+    from ravnest.peer.machine import warm_up
+
+    warm_up()
 
     async def run() -> tuple[int, str]:
         keys = new_keys()

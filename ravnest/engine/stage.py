@@ -128,6 +128,7 @@ class Stage:
         self._num_updates = start.version
         self._flights: dict[BatchId, _Flight] = {}
         self._sums: dict[str, Tensor] = {}
+        self._own_sums: set[str] = set()  # those of them that nobody else has
         self._num_batches, self._shares, self._first_size = 0, 0.0, 1  # shares: batches, by their samples
         self._lags: deque[int] = deque(maxlen=_LAGS_REMEMBERED)
 
@@ -203,9 +204,15 @@ class Stage:
         self._shares += share
         weight *= share
         for name, gradient in found.items():
-            # Not in place: autograd may give one tensor to two weights, or to an input that is being sent.
             part = gradient if weight == 1.0 else gradient * weight
-            self._sums[name] = self._sums[name] + part if name in self._sums else part
+            total = self._sums.get(name)
+            if total is None:
+                self._sums[name] = part
+            elif name in self._own_sums:
+                total.add_(part)
+            else:  # not in place: autograd may give one tensor to two weights, or to an input that is sent
+                self._sums[name] = total + part
+                self._own_sums.add(name)
         return None
 
     def forget(self, batch: BatchId) -> None:
@@ -222,7 +229,15 @@ class Stage:
     def take_shared_gradients(self) -> dict[str, Tensor]:
         """Take the mean gradients of tied weights out of the update, to be summed over all who hold them."""
         names = sorted(self._roles.shared & self._sums.keys())
-        return {name: _divide(self._sums.pop(name), self._shares) for name in names}
+        return {name: self._mean(name) for name in names}
+
+    def _mean(self, name: str) -> Tensor:
+        """Take a gradient out of the update under way."""
+        total, is_own = self._sums.pop(name), name in self._own_sums
+        self._own_sums.discard(name)
+        if self._shares == 1.0:
+            return total
+        return total.div_(self._shares) if is_own else total / self._shares
 
     def step_shared(self, name: str, gradient: Tensor, learning_rate: float) -> Refusal | None:
         """Apply the sum of all holders to a tied weight alone; the same numbers give the same bits in each.
@@ -240,8 +255,8 @@ class Stage:
     def update(self, learning_rate: float) -> Updated:
         """Apply the mean gradient of the batches since the last update."""
         num_batches, lag = self._num_batches, self.lag
-        gradients = {name: _divide(total, self._shares) for name, total in self._sums.items()}
-        self._sums, self._num_batches, self._shares = {}, 0, 0.0
+        gradients = {name: self._mean(name) for name in tuple(self._sums)}
+        self._num_batches, self._shares = 0, 0.0
         self._num_updates += 1
         if not gradients:
             reason = None if num_batches else "no batch was left to learn from"
@@ -267,18 +282,18 @@ class Stage:
         for name in changes.keys() & self._rest.keys():
             self._rest[name] = self._rest[name] + changes[name]
 
+    @property
+    def state(self) -> dict[str, Tensor]:
+        """The parameters and buffers as they are now; the next update may change them in place."""
+        return {**self._rest, **self._versions.weights}
+
     def snapshot(self) -> Snapshot:
         """Return copies of everything that training changes or needs."""
-        state = {**self._rest, **self._versions.weights}
-        return Snapshot(self._num_updates, _copy(state), _copy(self._optimizer.state()))
+        return Snapshot(self._num_updates, _copy(self.state), _copy(self._optimizer.state()))
 
 
 def _copy(tensors: Tensors) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
-
-
-def _divide(total: Tensor, count: float) -> Tensor:
-    return total if count == 1 else total / count
 
 
 def _detach(outcome: Outcome) -> Passed:

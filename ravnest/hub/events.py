@@ -6,19 +6,11 @@ Events carry the hub's own time, which never goes back, not even over a restart.
 from dataclasses import dataclass
 from enum import StrEnum
 
+from ravnest.blobs import BlobRef, Fact
 from ravnest.config import PlanConfig
-from ravnest.hub.planning import MakePlan, PlanMade
+from ravnest.hub.planning import MakePlan, Measured, PlanMade, Probed
 from ravnest.plan.types import ModelProfile, Node, NodeId, Plan
-from ravnest.protocol import (
-    BatchId,
-    BlobRef,
-    LeaseId,
-    Message,
-    Metrics,
-    Refusal,
-    RoundId,
-    StageParts,
-)
+from ravnest.protocol import BatchId, LeaseId, Message, Metrics, Refusal, RoundId, StageParts
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +75,7 @@ class PeerJoined:
     key: str
     addresses: tuple[str, ...]
     now: float
+    guessed: tuple[Fact, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +132,9 @@ class Stopped:
     now: float
 
 
-Event = JobGiven | PeerJoined | PeerLeft | Received | PlanMade | PartsMade | Collected | Tick | Stopped
+Event = (
+    JobGiven | PeerJoined | PeerLeft | Received | PlanMade | PartsMade | Collected | Tick | Stopped | Probed
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,6 +300,7 @@ class Stopping:
 
 News = (
     Joined
+    | Measured
     | Left
     | Waiting
     | PlanFormed

@@ -1,10 +1,14 @@
-"""When a plan is asked for, and whether the one that comes still fits who is here. Driven by hub.state."""
+"""When a plan is asked for, and whether the one that comes still fits who is here. Driven by hub.state.
+
+Whoever is not measured yet is waited for.
+"""
 
 import math
 
-from ravnest.hub.events import JobSettings, Tell, Waiting
+from ravnest.hub.events import JobGiven, JobSettings, MakeParts, Send, Tell, Waiting
 from ravnest.hub.members import Members
 from ravnest.hub.planning import MakePlan, PlanMade
+from ravnest.hub.probing import order_probes, probe_due
 
 _AGAIN_SECONDS = 5.0  # of quiet before another plan than the first: nobody says how many are left
 _NOBODY = "nobody is here; training begins when enough nodes have joined"
@@ -26,20 +30,23 @@ class Forming:
 
     def due(self, settings: JobSettings, members: Members) -> float | None:
         """Return when to look again, if nothing else happens."""
+        if members.guessing:
+            return probe_due(members)
         if not len(members) or self._was_asked:
             return None
         longest = _AGAIN_SECONDS if self._had_plan else math.inf
         return self._changed_at + min(settings.settle_seconds, longest)
 
-    def ask(self, settings: JobSettings, members: Members, now: float) -> list[MakePlan | Tell]:
-        """Return the order to plan, if it is time for one."""
-        due = self.due(settings, members)
-        is_enough = not self._had_plan and len(members) >= settings.expected_nodes > 0
-        if due is None or not (now >= due or is_enough):
-            return []
+    def ask(self, job: JobGiven, members: Members, now: float) -> list[MakePlan | MakeParts | Send | Tell]:
+        """Return the orders to measure who is new, and to plan if it is time for that."""
+        orders: list[MakePlan | MakeParts | Send | Tell] = [*order_probes(members, job.profile, now)]
+        due = self.due(job.settings, members)
+        is_enough = not self._had_plan and len(members) >= job.settings.expected_nodes > 0
+        if members.guessing or due is None or not (now >= due or is_enough):
+            return orders
         asked = members.ask_for_plan()
         self._was_asked, self._epoch = True, asked.epoch
-        return [asked]
+        return [*orders, asked]
 
     def take(self, made: PlanMade) -> bool:
         """Return whether a plan, or a shortage, is of those who are here."""

@@ -7,8 +7,9 @@ become spares under a newer plan number, so what they still send is late by numb
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from ravnest.hub.events import JobGiven, MakeParts, PartsMade, PlanFormed, Send
-from ravnest.hub.microbatches import profile_microbatch
+from ravnest.blobs import Fact
+from ravnest.hub.events import JobGiven, MakeParts, Order, PartsMade, PeerJoined, PlanFormed, Send
+from ravnest.hub.microbatches import configure_microbatch, profile_microbatch
 from ravnest.hub.planning import MakePlan
 from ravnest.plan.forecast import Forecast, forecast
 from ravnest.plan.types import Cluster, Node, NodeId, Plan, Stage, Swarm, cluster_name
@@ -23,6 +24,8 @@ class Member:
     key: str
     addresses: tuple[str, ...]
     epoch: int = 0
+    guessed: tuple[Fact, ...] = ()  # what of the node is still to be measured
+    probe_by: float | None = None  # until when that is waited for, once it is ordered
 
 
 @dataclass(slots=True)
@@ -138,10 +141,24 @@ class Members:
                 found.append((stage.node, names))
         return tuple(found)
 
-    def join(self, node: Node, key: str, addresses: tuple[str, ...]) -> list[Send]:
+    @property
+    def guessing(self) -> tuple[Member, ...]:
+        """Those of whom something is still to be measured."""
+        return tuple(member for member in self._members.values() if member.guessed)
+
+    def find(self, name: NodeId) -> Member | None:
+        """Return who goes by a name."""
+        return self._members.get(name)
+
+    def replace(self, member: Member) -> None:
+        """Know something else of a member."""
+        self._members[member.node.name] = member
+
+    def join(self, event: PeerJoined) -> list[Send]:
         """Take a peer in; while a plan holds it is a spare of it."""
-        self._members[node.name] = Member(node, key, addresses)
-        return self._order_spare(node.name) if self._clusters else []
+        name = event.node.name
+        self._members[name] = Member(event.node, event.key, event.addresses, guessed=event.guessed)
+        return self._order_spare(name) if self._clusters else []
 
     def leave(self, name: NodeId) -> tuple[ClusterState | None, list[Send]]:
         """Forget a peer; return the cluster that is dissolved by that, and what its other nodes are told."""
@@ -171,7 +188,8 @@ class Members:
         swarm = Swarm(tuple(member.node for member in self._members.values()))
         self._plan, self._microbatches = plan, microbatches
         profile = profile_microbatch(job, microbatches)
-        self._outlook = outlook = forecast(plan, profile, swarm, job.config)
+        config = configure_microbatch(job, microbatches)
+        self._outlook = outlook = forecast(plan, profile, swarm, config)
         for index, cluster in enumerate(plan.clusters):
             name = cluster_name(index)
             unready = {stage.node for stage in cluster.stages}
@@ -188,15 +206,20 @@ class Members:
             if self.cluster_of(name) is None:
                 orders += self._order_spare(name)
         for stage in (stage for each in self._clusters.values() for stage in each.cluster.stages):
-            interval = (stage.start, stage.stop)
-            if interval in self._parts:
-                orders.append(self._deliver(stage.node, self._parts[interval]))
-            elif interval not in self._asked:
-                self._asked.add(interval)
-                orders.append(MakeParts(*interval))
+            made = self.find_parts(stage.start, stage.stop)
+            orders += [self._deliver(stage.node, made)] if isinstance(made, PartsMade) else made
         return orders
 
-    def take_parts(self, made: PartsMade) -> list[Send] | str:
+    def find_parts(self, start: int, stop: int) -> PartsMade | list[MakeParts]:
+        """Return the parts of an interval, or the order to make them unless that is given already."""
+        interval = (start, stop)
+        if interval in self._parts:
+            return self._parts[interval]
+        is_new = interval not in self._asked
+        self._asked.add(interval)
+        return [MakeParts(start, stop)] if is_new else []
+
+    def take_parts(self, made: PartsMade) -> list[Order] | str:
         """Deliver parts to all stages that wait for them; return why not, if nobody asked."""
         interval = (made.start, made.stop)
         if interval not in self._asked:

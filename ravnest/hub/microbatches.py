@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from math import ceil
 
+from ravnest.config import PlanConfig
 from ravnest.errors import PlanError
 from ravnest.hub.events import JobGiven
 from ravnest.hub.planning import MakePlan, PlanMade
@@ -37,12 +38,18 @@ def profile_microbatch(job: JobGiven, microbatches: int) -> ModelProfile:
     return resize_batch(job.profile, -(-job.settings.batch_size // microbatches))
 
 
+def configure_microbatch(job: JobGiven, microbatches: int) -> PlanConfig:
+    """Return what the planner assumes when batches travel in so many pieces."""
+    return replace(job.config, accumulates=microbatches > 1)
+
+
 def make_plan(job: JobGiven, asked: MakePlan, now: float) -> PlanMade:
     """Plan, choose the microbatches that its windows ask for, and plan with these; or say what is short."""
-    settings, config, swarm = job.settings, job.config, Swarm(asked.nodes)
+    settings, swarm = job.settings, Swarm(asked.nodes)
 
     def form(count: int) -> tuple[Plan, int]:
-        return form_plan(profile_microbatch(job, count), swarm, config, settings.seed, asked.epoch), count
+        profile, config = profile_microbatch(job, count), configure_microbatch(job, count)
+        return form_plan(profile, swarm, config, settings.seed, asked.epoch), count
 
     try:
         if settings.microbatches:
@@ -51,7 +58,7 @@ def make_plan(job: JobGiven, asked: MakePlan, now: float) -> PlanMade:
             plan, count = _choose(form, _most(job, asked))
     except PlanError as shortage:
         return PlanMade(asked.epoch, None, 1, str(shortage), now)
-    return PlanMade(asked.epoch, _accumulate(plan, count, config.max_lag), count, "", now)
+    return PlanMade(asked.epoch, _accumulate(plan, count, job.config.max_lag), count, "", now)
 
 
 def _most(job: JobGiven, asked: MakePlan) -> int:

@@ -18,7 +18,9 @@ from ravnest.hub.events import (
     Waiting,
     WorkLost,
 )
-from ravnest.plan.types import cluster_name
+from ravnest.hub.planning import Measured
+from ravnest.plan.types import Node, cluster_name
+from ravnest.units import show_flops, show_rate, show_seconds
 
 
 def show_news(news: News) -> str:  # noqa: C901, PLR0912 - one short case for each
@@ -26,6 +28,8 @@ def show_news(news: News) -> str:  # noqa: C901, PLR0912 - one short case for ea
     match news:
         case Joined(node):
             return f"{node} joined"
+        case Measured(node, fault):
+            return f"{node.name} {fault or 'was measured'}: {_show_facts(node)}"
         case Left(node, reason):
             return f"{node} left: {reason}"
         case Waiting(reason):
@@ -63,6 +67,11 @@ def show_news(news: News) -> str:  # noqa: C901, PLR0912 - one short case for ea
             return f"the job is stopped ({reason}); what was trained is kept"
         case _:
             assert_never(news)
+
+
+def _show_facts(node: Node) -> str:
+    links = f"{show_rate(node.upload_bytes_per_second)} up, {show_rate(node.download_bytes_per_second)} down"
+    return f"{show_flops(node.flops_per_second)}, {links}, {show_seconds(node.latency_seconds)} away"
 
 
 def _show(value: float | None) -> str:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from ravnest import wire
+from ravnest.blobs import BlobPart, BlobRequest, ProbeOrder, ProbeReport
 from ravnest.errors import LinkError, ProtocolError, RavnestError
 from ravnest.exchange import Blobs, Parcel
 from ravnest.hub.door import Door
@@ -37,24 +38,15 @@ from ravnest.hub.events import (
 from ravnest.hub.microbatches import make_plan
 from ravnest.hub.owner import Owner
 from ravnest.hub.planning import MakePlan
+from ravnest.hub.probing import Reports
 from ravnest.hub.state import Hub
 from ravnest.hub.store import apply_logged
 from ravnest.net.identity import Token
 from ravnest.net.relay import Relay
-from ravnest.net.transport import (
-    Buffer,
-    Delivery,
-    LinkDown,
-    LinkUp,
-    PeerId,
-    Service,
-    Transport,
-)
+from ravnest.net.transport import Buffer, Delivery, LinkDown, LinkUp, PeerId, Service, Transport
 from ravnest.plan.types import NodeId
 from ravnest.protocol import (
     BatchId,
-    BlobPart,
-    BlobRequest,
     Complaint,
     FieldParts,
     Hello,
@@ -103,6 +95,7 @@ class Server:
         self._outboxes: dict[NodeId, asyncio.Queue[Parcel]] = {}
         self._background: set[asyncio.Task[None]] = set()
         self._absent: dict[PeerId, asyncio.TimerHandle] = {}
+        self._reports = Reports(self._blobs, self._post, self._apply)
         self._timer: asyncio.TimerHandle | None = None
 
     async def run(self, transport: Transport, owner: Owner, job: JobGiven) -> _Outcome:
@@ -198,7 +191,8 @@ class Server:
         name = known.node.name
         relay_port = self._relay.port if self._relay is not None else 0
         self._post(Parcel(name, Welcome(name, HEARTBEAT_SECONDS, relay_port)))
-        self._apply(PeerJoined(known.node, self._door.key(peer), known.addresses, self._loop.time()))
+        now = self._loop.time()
+        self._apply(PeerJoined(known.node, self._door.key(peer), known.addresses, now, known.guessed))
 
     async def _refuse(self, peer: PeerId, reason: str) -> None:
         try:
@@ -236,6 +230,8 @@ class Server:
                 self._post(parcel)
         elif isinstance(message, Refused):
             self._blobs.refuse(name, message.reason)
+        elif isinstance(message, ProbeReport):
+            self._reports.take(name, message, self._loop.time)
         else:
             self._apply(Received(name, message, self._loop.time()))
             if isinstance(message, Leave):
@@ -281,6 +277,8 @@ class Server:
         peer = self._door.find(to)
         if peer is not None and isinstance(message, PlanOrder):
             message = self._door.give_tickets(peer, message)
+        if isinstance(message, ProbeOrder):
+            self._reports.await_from(to)
         self._post(Parcel(to, message))
 
     def _start(self, work: Awaitable[None]) -> None:
@@ -300,7 +298,8 @@ class Server:
 
     async def _make_parts(self, order: MakeParts) -> None:
         parts = await self._in_background(self._owner.make_parts, order.start, order.stop)
-        blueprint, weights = self._blobs.keep(parts.blueprint), self._blobs.keep(parts.weights)
+        blueprint = self._blobs.keep(parts.blueprint)
+        weights = await self._in_background(self._blobs.keep, parts.weights)  # to hash them takes a while
         fields = (parts.train_fields, parts.evaluation_fields)
         self._apply(PartsMade(order.start, order.stop, blueprint, weights, *fields, self._loop.time()))
 

@@ -3,8 +3,7 @@
 A job's life: collect members until a plan exists, train and average, then a last round, a last evaluation,
 and the weights of one cluster are kept; a job that is stopped ends in the same way, only earlier. Whoever
 dies takes its cluster out; when nobody is left who knows what was trained, it begins again. A late or foreign
-message is refused and changes nothing. Driven by hub.server, which has an event in its log (hub.store) before
-it carries out the orders, and by sim.
+message is refused and changes nothing. Driven by hub.server, which logs events before it obeys, and by sim.
 """
 
 from typing import assert_never
@@ -38,7 +37,8 @@ from ravnest.hub.events import (
 from ravnest.hub.forming import Forming
 from ravnest.hub.keeping import Keeping
 from ravnest.hub.members import ClusterState, Members, is_sensible
-from ravnest.hub.planning import PlanMade
+from ravnest.hub.planning import PlanMade, Probed
+from ravnest.hub.probing import take_probe
 from ravnest.hub.rounds import Ended, Rounds
 from ravnest.hub.training import Training
 from ravnest.plan.types import NodeId
@@ -130,7 +130,7 @@ class Hub:
         assert self._books is not None, "nobody has a stage before there is a job"
         return self._books
 
-    def _take(self, event: Event) -> _Ordered:
+    def _take(self, event: Event) -> _Ordered:  # noqa: C901 - one short case for each
         match event:
             case JobGiven():
                 return self._begin(event)
@@ -144,8 +144,9 @@ class Hub:
             case PlanMade():
                 return self._adopt(event)
             case PartsMade():
-                delivered = self._members.take_parts(event)
-                return delivered if isinstance(delivered, str) else list(delivered)
+                return self._members.take_parts(event)
+            case Probed():
+                return take_probe(self._members, event)
             case Collected():
                 return self._finish(event.number)
             case Tick():
@@ -224,7 +225,7 @@ class Hub:
             return f"{name} cannot join: no machine is like {event.node}"
         gone = self._leave(name, "it came back as new") if name in self._members else []
         assert isinstance(gone, list)
-        sends = self._members.join(event.node, event.key, event.addresses)
+        sends = self._members.join(event)
         self._forming.note_change(self._now)
         if self._phase is Phase.FINISHED:
             sends = [Send(name, Stop("the job is done"))]
@@ -292,7 +293,7 @@ class Hub:
         if self._job is None:
             return orders
         if self._phase is Phase.COLLECTING:
-            orders += self._forming.ask(self._job.settings, self._members, self._now)
+            orders += self._forming.ask(self._job, self._members, self._now)
         if self._phase is Phase.TRAINING:
             orders += self._train(self._job)
         if self._phase is Phase.AVERAGING:

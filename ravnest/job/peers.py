@@ -31,6 +31,7 @@ class Hardware:
     memory_bytes: float
     flops_per_second: float | None = None
     emulated_flops_per_second: float | None = None
+    device: str = "cpu"
 
 
 def share_memory(num_peers: int) -> tuple[Hardware, ...]:
@@ -93,6 +94,7 @@ async def _start(token: str, name: NodeId, hardware: Hardware, num_peers: int) -
         "--memory": f"{hardware.memory_bytes} B",
         "--flops": f"{claimed} FLOP/s" if claimed else None,
         "--emulate": f"{emulated} FLOP/s" if emulated else None,
+        "--device": hardware.device,
         "--listen": HERE,
         "--bandwidth": _RATE,
         "--latency": _LATENCY,

@@ -33,8 +33,7 @@ from ravnest.net.transport import (
 
 logger = logging.getLogger(__name__)
 
-DIAL_SECONDS = 5.0
-FIRST_DIAL_SECONDS = 2.0  # where other addresses wait for their turn
+DIAL_SECONDS = 2.0  # well within the hub's grace for a lost peer; other addresses wait for their turn
 FIRST_PAUSE_SECONDS = 0.1
 LONGEST_PAUSE_SECONDS = 5.0
 HELD_SECONDS = 1.0  # a link that lived longer was a good one
@@ -293,9 +292,8 @@ class Endpoint:
             self._pause(neighbour)
             return
         dial.attempt = attempt
-        seconds = FIRST_DIAL_SECONDS * 2.0 ** min(dial.num_passes, 10) if dial.addresses[1:] else DIAL_SECONDS
-        reason = f"no answer within {min(seconds, DIAL_SECONDS):.0f} s"
-        dial.timer = self._loop.call_later(min(seconds, DIAL_SECONDS), self._lost, attempt, reason)
+        reason = f"no answer within {DIAL_SECONDS:.0f} s"
+        dial.timer = self._loop.call_later(DIAL_SECONDS, self._lost, attempt, reason)
         self._try_send(attempt, neighbour.link.hello(dial.greeting))
 
     def _pause(self, neighbour: Neighbour, *, was_up: bool = False) -> None:

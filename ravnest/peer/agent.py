@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ravnest import wire
+from ravnest.blobs import BlobPart, BlobRequest, Fact, ProbeOrder
 from ravnest.errors import LinkError, NotAdmitted, ProtocolError, RavnestError
 from ravnest.exchange import HUB, VERSION, Blobs, Parcel, prove
 from ravnest.net.addresses import dialled_from_here, is_loopback, split_address
@@ -28,13 +29,12 @@ from ravnest.net.transport import (
     Service,
     Transport,
 )
-from ravnest.peer.compute import Build, Compute, ComputeThread, Delivered
+from ravnest.peer.compute import Build, Compute, ComputeThread, Delivered, Probe
+from ravnest.peer.fetching import answer_probe, fetch
 from ravnest.peer.host import Limits
 from ravnest.peer.meeting import Mate, Meetings
 from ravnest.plan.types import Node, NodeId
 from ravnest.protocol import (
-    BlobPart,
-    BlobRequest,
     Complaint,
     FieldParts,
     Hello,
@@ -58,7 +58,7 @@ logger = logging.getLogger(__name__)
 
 PARTING_SECONDS = 2.0  # for the hub to hear that this peer goes
 
-_Order = Welcome | PlanOrder | StageParts | SnapshotOrder | Stop
+_Order = Welcome | PlanOrder | StageParts | SnapshotOrder | ProbeOrder | Stop
 _OfHub = _Order | LeaseGrant | FieldParts | LearningRate | RoundOpen | RoundCommit | RoundAbort
 
 
@@ -71,6 +71,7 @@ class Offer:
     addresses: tuple[str, ...]
     patience_seconds: float = 60.0  # without the hub, before it gives up
     door: str | None = None  # where it listens; others may not know
+    guessed: tuple[Fact, ...] = ()  # facts that the hub shall have measured
 
 
 class Agent:
@@ -105,7 +106,9 @@ class Agent:
         self._miss_hub()
         door = None if self._offer.door is None else split_address(dialled_from_here(self._offer.door))
         is_reachable = bool(self._offer.addresses)
-        self._meetings = Meetings(transport, door, is_reachable=is_reachable, start=self._start)
+        self._meetings = Meetings(
+            transport, door, is_reachable=is_reachable, start=self._start, give_up=self._lose_mate
+        )
         async with asyncio.TaskGroup() as self._tasks:
             self._start(self._listen())
             run = self._compute.run(self._offer.limits, self._blobs, self._post, self._fail)
@@ -166,12 +169,8 @@ class Agent:
                     self._find_hub()
                     if is_new:
                         self._say_hello()
-                case DialFailed(self._hub, reason, is_refusal, address):
-                    if is_refusal:
-                        self._end(NotAdmitted(f"the hub does not let this peer in: {reason}"))
-                    elif self._tried.get(address) != reason:
-                        self._tried[address] = reason
-                        logger.info("no way to the hub at %s yet: %s", address, reason)
+                case DialFailed():
+                    self._note_failure(event)
                 case LinkDown(self._hub, reason):
                     logger.warning("the hub is lost: %s; dialling it again", reason)
                     self._tried = {self._hub_address: reason}
@@ -182,13 +181,22 @@ class Agent:
                 case _:
                     logger.debug("%s", event)
 
+    def _note_failure(self, failed: DialFailed) -> None:
+        if failed.peer != self._hub:
+            self._meetings.notice_failure(failed.peer, failed.address, failed.reason)
+        elif failed.is_refusal:
+            self._end(NotAdmitted(f"the hub does not let this peer in: {failed.reason}"))
+        elif self._tried.get(failed.address) != failed.reason:
+            self._tried[failed.address] = failed.reason
+            logger.info("no way to the hub at %s yet: %s", failed.address, failed.reason)
+
     def _say_hello(self) -> None:
         """Ask to join; who is on the hub's own PC can be dialled there by others who are, too."""
         is_here = is_loopback(self._hub_address)
         known = (each for each in self._offer.addresses if is_here or not is_loopback(each))
         addresses = tuple(sorted(known, key=lambda each: not is_loopback(each)))
         proof = prove(self._token, self._keys.public)
-        self._post(Parcel(HUB, Hello(VERSION, proof, self._offer.node, addresses)))
+        self._post(Parcel(HUB, Hello(VERSION, proof, self._offer.node, addresses, self._offer.guessed)))
 
     def _miss_hub(self) -> None:
         self._patience = self._loop.call_later(self._offer.patience_seconds, self._give_up)
@@ -269,6 +277,8 @@ class Agent:
                 self._start(self._fetch_stage(message))
             case SnapshotOrder():
                 self._compute.put(message)
+            case ProbeOrder():
+                self._start(self._probe(message))
             case Stop(reason):
                 self._end(self._leaving or reason)
 
@@ -278,27 +288,36 @@ class Agent:
         keys = {contact.node: PublicKey(contact.key.encode()) for contact in order.contacts}
         self._peers = {**{node: peer_of(key) for node, key in keys.items()}, HUB: self._hub}
         self._transport.allow([PublicKey(self._token.hub_key), *keys.values()])
-        mates = (Mate(peer_of(keys[each.node]), each.addresses, each.ticket) for each in order.contacts)
-        self._meetings.meet(mates, self._relay)
+        mates = [Mate(peer_of(keys[x.node]), x.addresses, x.ticket, x.node) for x in order.contacts]
+        self._meetings.meet(mates, self._relay, order.pipeline)
         stage = order.stage
         part = "spare" if stage is None else f"positions {stage.start} to {stage.stop}"
         logger.info("plan %d: %s", order.epoch, part)
         self._compute.put(order)
+
+    def _lose_mate(self, reason: str) -> None:
+        if self._hub in self._transport.connected():  # else nobody could plan anew
+            self._fail(LinkError(reason))
 
     async def _fetch_stage(self, parts: StageParts) -> None:
         order = self._order
         assert order is not None
         contents = []
         for ref in (parts.blueprint, parts.weights):
-            arrived: asyncio.Future[bytes | Refusal] = self._loop.create_future()
-            self._post_all(self._blobs.want(ref, HUB, arrived.set_result))
-            content = await arrived
+            content = await fetch(ref, self._blobs, self._post)
             if isinstance(content, Refusal):
                 await self._leave(LinkError(f"the stage cannot be fetched: {content.reason}"))
                 return
             contents.append(content)
         if order is self._order:
             self._compute.put(Build(order, parts, *contents))
+
+    async def _probe(self, order: ProbeOrder) -> None:
+        found = await answer_probe(order, self._blobs, self._post)
+        if isinstance(found, Probe):
+            self._compute.put(found)
+        else:
+            self._post(Parcel(HUB, found))
 
     def _post_all(self, parcels: list[Parcel] | Refusal) -> Refusal | None:
         if isinstance(parcels, Refusal):

@@ -85,7 +85,7 @@ class Averager:
 
     def open(self, order: RoundOpen, weight: float) -> list[Parcel]:
         """Start a round with this many samples as the weight of what this stage has."""
-        state = self._stage.snapshot().state
+        state = self._stage.state
         members: dict[SegmentId, RingReduce[Tensor]] = {}
         self._copies, self._successors = {}, {}
         for segment, ring in self._rings.items():
@@ -145,7 +145,11 @@ class Averager:
         changes: dict[str, Tensor] = {}
         for segment, pieces in averages.items():
             ring = self._rings[segment]
-            change = (torch.cat(pieces) - self._copies[segment]).mul_(strength) if pieces else torch.empty(0)
+            change = (
+                (torch.cat(pieces) - self._copies[segment]).mul_(strength)
+                if pieces
+                else torch.empty(0, device=self._device)
+            )
             changes |= self._layout.segment(ring.start, ring.stop).views(change)
         self._round, self._copies = None, {}
         own, parcels = self._tied.commit(changes)

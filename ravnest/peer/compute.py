@@ -8,9 +8,10 @@ import asyncio
 import logging
 import queue
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
+from ravnest.blobs import ProbeReport
 from ravnest.errors import ProtocolError, RavnestError
 from ravnest.exchange import HUB, Blobs, Parcel
 from ravnest.net.transport import Buffer
@@ -32,6 +33,14 @@ class Build:
 
 
 @dataclass(frozen=True, slots=True)
+class Probe:
+    """Run this little stage to see how fast this PC is, and send the report with that."""
+
+    report: ProbeReport
+    blueprint: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Delivered:
     """A message for the stage, under this plan."""
 
@@ -41,7 +50,7 @@ class Delivered:
     epoch: int
 
 
-Item = Delivered | Build | PlanOrder | SnapshotOrder
+Item = Delivered | Build | Probe | PlanOrder | SnapshotOrder
 
 
 class Compute(Protocol):
@@ -83,6 +92,9 @@ class Bench:
                 self.host.build(item.order, item.blueprint, item.weights)
                 self._built = item.parts
                 return [Parcel(HUB, item.parts)]
+            case Probe():
+                speed = self.host.measure_speed(item.blueprint)
+                return [Parcel(HUB, replace(item.report, flops_per_second=speed))]
             case SnapshotOrder():
                 self._wanted = item
                 return self._save()

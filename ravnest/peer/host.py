@@ -27,6 +27,7 @@ from ravnest.peer.averager import Averager
 from ravnest.peer.machine import can_run_bf16
 from ravnest.peer.pacing import Device, make_policy
 from ravnest.peer.place import Place, find_roles
+from ravnest.peer.trial import time_batch
 from ravnest.peer.worker import Incoming, Worker
 from ravnest.plan.types import NodeId
 from ravnest.protocol import (
@@ -47,6 +48,7 @@ logger = logging.getLogger(__name__)
 _PREFLIGHT_TIMES = 4
 # Sending the gradient before the rest of a backward costs 0.1 ms per layer: too much for a short one.
 _SPLIT_SECONDS = 0.01
+_PROBE_SECONDS = 0.2  # for one run of a probe, on a usual PC
 _USUAL_FLOPS_PER_SECOND = {"cpu": 5e10}  # of one core; of anything else 200 times as much
 
 
@@ -61,6 +63,11 @@ class Limits:
     flops_per_batch: float = 1e15
     device: str = "cpu"
     emulated_flops_per_second: float | None = None
+
+
+def _read_parts(parts: bytes) -> tuple[Training, Blueprint]:
+    training, _, blueprint = parts.partition(b"\n")
+    return read_training(training), read_blueprint(blueprint)
 
 
 class Host:
@@ -90,8 +97,7 @@ class Host:
 
     def build(self, order: PlanOrder, parts: bytes, weights: bytes) -> None:
         """Make the stage of this order ready, or raise with the reason why this PC will not run it."""
-        training_text, _, blueprint_text = parts.partition(b"\n")
-        training, blueprint = read_training(training_text), read_blueprint(blueprint_text)
+        training, blueprint = _read_parts(parts)
         stage = order.stage
         assert stage is not None
         if (blueprint.start, blueprint.stop) != (stage.start, stage.stop):
@@ -130,6 +136,29 @@ class Host:
         self._averager = Averager(place, order.rings, layout, self._stage, tied, self._clock)
         self._late_round = None
         self._num_averaged = self._num_offered = 0
+
+    def measure_speed(self, parts: bytes) -> float | None:
+        """Return the FLOP/s that this PC reaches with a stage, built like any other; None if it cannot."""
+        limits = self._limits
+        try:
+            training, blueprint = _read_parts(parts)
+            flops = sum(count_flops(blueprint, training.batch_size))
+            rate = _USUAL_FLOPS_PER_SECOND.get(limits.device, 1e13)
+            share = min(1.0, _PROBE_SECONDS * rate / max(flops, 1.0))
+            num_samples = max(1, int(training.batch_size * share))
+            preflight(
+                blueprint,
+                num_samples,
+                max_bytes=_PREFLIGHT_TIMES * limits.memory_bytes,
+                max_flops=limits.flops_per_batch,
+            )
+            program = rebuild(blueprint, limits.device, autocast=self._autocast(training))
+            seconds = time_batch(program, num_samples, self._clock)
+        except (UnsafeBlueprint, RuntimeError) as error:  # torch says what it cannot run by the latter
+            logger.info("the speed of this PC is not measured by a piece of the model: %s", error)
+            return None
+        flops *= num_samples / training.batch_size
+        return flops / max(seconds, 1e-6) if flops else None
 
     def _autocast(self, training: Training) -> torch.dtype | None:
         """Return what the stage computes in, as far as this PC can."""
@@ -231,5 +260,4 @@ class Host:
         self._worker.close_update()
         if not self._worker.tied.is_settled:
             return None
-        snapshot = self._stage.snapshot()
-        return snapshot.version, to_safetensors(snapshot.state, self._blueprint)
+        return self._stage.version, to_safetensors(self._stage.state, self._blueprint)

@@ -2,11 +2,12 @@
 
 Each side dials where the other listens. If there is no link after a moment, or nobody listens, both go to the
 relay with the ticket the hub gave them: the smaller id awaits there, the other dials it as its last address.
+If nothing leads to a neighbour that work waits for, one of the two gives up, so that there is another plan.
 Driven by peer.agent.
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Collection, Coroutine, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from ravnest.net.relay import Place, await_through, dial_through
 from ravnest.net.transport import PeerId, Transport
 
 RELAY_AFTER_SECONDS = 3.0
+GIVE_UP_SECONDS, LATER_SECONDS = 20.0, 5.0  # the second to give up has heard of another plan before
 
 Start = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
 
@@ -25,24 +27,43 @@ class Mate:
     peer: PeerId
     addresses: tuple[str, ...]
     ticket: bytes = b""
+    name: str = ""
 
 
 class Meetings:
-    """The links one peer is to have. `door` is where it listens itself, seen from this PC."""
+    """The links one peer is to have. `door` is where it listens itself, seen from this PC.
 
-    def __init__(self, transport: Transport, door: Place | None, *, is_reachable: bool, start: Start) -> None:
+    `give_up` is told why, when there is no link to somebody who is needed; and again, while there is none.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        door: Place | None,
+        *,
+        is_reachable: bool,
+        start: Start,
+        give_up: Callable[[str], None],
+    ) -> None:
         self._transport = transport
         self._door = door
         self._is_reachable = is_reachable  # others know where it listens
         self._start = start
+        self._give_up = give_up
         self._loop = asyncio.get_running_loop()
         self._relay: Place | None = None
         self._mates: dict[PeerId, Mate] = {}
         self._timers: dict[PeerId, asyncio.TimerHandle] = {}
+        self._deadlines: dict[PeerId, asyncio.TimerHandle] = {}
+        self._tried: dict[PeerId, dict[str, str]] = {}  # addresses, and why there is no link
+        self._needed: Collection[str] = ()
         self._ways: dict[PeerId, asyncio.Task[None]] = {}  # through the relay
 
-    def meet(self, mates: Iterable[Mate], relay: Place | None) -> None:
-        """Get links to these, and no longer to others; ways that lead to them already stay."""
+    def meet(self, mates: Iterable[Mate], relay: Place | None, needed: Collection[str] = ()) -> None:
+        """Get links to these, and no longer to others; ways that lead to them already stay.
+
+        Work waits for those whose names are needed.
+        """
         before, self._mates = self._mates, {mate.peer: mate for mate in mates}
         if relay != self._relay:
             self._relay, before = relay, {}
@@ -50,7 +71,9 @@ class Meetings:
             if peer not in self._mates or before.get(peer) != self._mates[peer]:
                 self._ways.pop(peer).cancel()
         self.close()
+        self._tried, self._needed = {}, needed
         for mate in self._mates.values():
+            self._miss(mate)
             if mate.addresses and mate.peer not in self._ways:
                 self._transport.dial(mate.peer, mate.addresses)
             self._look_later(mate)
@@ -59,12 +82,39 @@ class Meetings:
         """Go through the relay if a link that was lost does not come back by itself."""
         if peer in self._mates:
             self._look_later(self._mates[peer])
+            self._miss(self._mates[peer])
+
+    def notice_failure(self, peer: PeerId, address: str, reason: str) -> None:
+        """Remember what was tried."""
+        self._tried.setdefault(peer, {})[address] = reason
 
     def close(self) -> None:
         """Wait for nothing any more; whoever gave `start` ends what was started."""
-        for timer in self._timers.values():
+        for timer in (*self._timers.values(), *self._deadlines.values()):
             timer.cancel()
-        self._timers = {}
+        self._timers, self._deadlines = {}, {}
+
+    def _miss(self, mate: Mate) -> None:
+        """Give up after a while; of two that can be reached alike, the smaller id first."""
+        if mate.name not in self._needed:
+            return
+        is_first = (self._is_reachable, self._transport.peer) < (bool(mate.addresses), mate.peer)
+        seconds = GIVE_UP_SECONDS + (0.0 if is_first else LATER_SECONDS)
+        if mate.peer in self._deadlines:
+            self._deadlines[mate.peer].cancel()
+        self._deadlines[mate.peer] = self._loop.call_later(seconds, self._say_missing, mate, seconds)
+
+    def _say_missing(self, mate: Mate, seconds: float) -> None:
+        if mate.peer in self._transport.connected():
+            return
+        self._miss(mate)
+        failed = self._tried.get(mate.peer, {})
+        tried = [f"{each} ({failed.get(each, 'no answer')})" for each in mate.addresses]
+        tried += ["the hub's relay"] if mate.peer in self._ways else []
+        told = ", ".join(tried) if tried else "nothing, for it told no address and there is no relay"
+        self._give_up(
+            f"no link to {mate.name} for {seconds:.0f} s, so the two cannot train side by side; tried {told}"
+        )
 
     def _look_later(self, mate: Mate) -> None:
         can_be_direct = mate.addresses or self._is_reachable

@@ -332,7 +332,7 @@ class Worker:
         lease.open.discard(batch)
         lease.num_samples += num_samples
         if not lease.open:
-            yield Parcel(HUB, LeaseDone(self._place.epoch, lease.number, lease.num_samples, None, ()))
+            yield Parcel(HUB, LeaseDone(self._place.epoch, lease.number, lease.num_samples))
 
     def _drop(self, dropped: Dropped) -> Iterator[Parcel]:
         """Tell everyone that a batch is lost, and go on."""

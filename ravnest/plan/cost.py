@@ -70,10 +70,15 @@ class LineCost:
         return np.asarray(resident + held + inputs + self.config.overhead_bytes)
 
     def _copies(self, versions: Ints) -> Floats:
-        """Copies of the parameters beyond optimizer state: weights, gradient, versions, averaging."""
+        """Copies of the parameters beyond optimizer state: weights, gradients, versions, averaging.
+
+        Gradients twice where an update is a sum: what a batch adds to it is looked at first.
+        """
         is_predicted = self.config.optimizer is Optimizer.MUON and self.config.predict_weights
         averaging = _AVERAGING_COPIES[self.config.deltas] if self.is_averaged else 0.0
-        return np.asarray(2.0 + averaging + versions + (is_predicted & (versions > 0)))
+        return np.asarray(
+            2.0 + self.config.accumulates + averaging + versions + (is_predicted & (versions > 0))
+        )
 
     @cached_property
     def link_share(self) -> float:

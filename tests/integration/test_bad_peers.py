@@ -215,7 +215,7 @@ def test_what_is_of_another_plan_or_only_the_hub_says_changes_nothing() -> None:
             await liar.hear(Welcome)
             for message in (
                 Stop("all go home"),
-                LeaseDone(77, LeaseId(3), 10**6, 0.0, ()),
+                LeaseDone(77, LeaseId(3), 10**6),
                 Welcome("hub", 1.0),
             ):
                 await liar.send(message)

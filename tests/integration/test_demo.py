@@ -41,6 +41,6 @@ def test_the_demo_learns_what_one_process_learns(tmp_path: Path) -> None:
     assert found["val_accuracy"] >= 0.98
     assert found["val_accuracy"] >= found["single_process_accuracy"] - 0.01
     assert found["rounds_committed"] > 2
-    assert found["largest_node_share"] < 0.7
+    assert found["largest_node_share"] < 0.8
     assert min(found["samples_per_second"], found["single_process_samples_per_second"]) > 0
     assert load_file(tmp_path / found["model_path"])

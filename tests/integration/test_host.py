@@ -20,7 +20,8 @@ from ravnest.model.flat import to_safetensors
 from ravnest.model.line import slice_blueprint
 from ravnest.model.measure import count_flops, measure
 from ravnest.model.reading import write_blueprint
-from ravnest.peer import machine
+from ravnest.peer import host as host_module
+from ravnest.peer import machine, place
 from ravnest.peer.host import Host, Limits
 from ravnest.plan.types import NodeId, Stage
 from ravnest.protocol import (
@@ -67,7 +68,8 @@ class Pair:
         self.reports: list[StepReport] = []
         num_positions = captured.blueprint.num_positions
         bounds = [0, num_positions // 2, num_positions]
-        limits = Limits(1e9, emulated_flops_per_second=options.pop("rate", None))
+        device = options.pop("device", "cpu")
+        limits = Limits(1e9, device=device, emulated_flops_per_second=options.pop("rate", None))
         training = Training(plain_settings(captured), NUM_SAMPLES, precision=options.pop("precision", "fp32"))
         for index, node in enumerate(NODES):
             start, stop = bounds[index : index + 2]
@@ -143,6 +145,132 @@ def test_a_real_device_never_waits(captured: Captured) -> None:
     pair = Pair(captured)
     pair.train(2)
     assert pair.waits == {node: [] for node in NODES}
+
+
+def test_a_stage_computes_on_the_device_its_provider_lends(captured: Captured, monkeypatch) -> None:
+    device, seen = "cpu:0", {"decode": set(), "rebuild": set(), "time": set()}
+    decode, rebuild = place.decode, host_module.rebuild
+
+    def note_decode(buffer: object, spec: object, where: str = "nowhere") -> torch.Tensor:
+        seen["decode"].add(where)
+        return decode(buffer, spec, where)
+
+    def note_rebuild(blueprint: object, where: str, **options: object) -> object:
+        seen["rebuild"].add(where)
+        return rebuild(blueprint, where, **options)
+
+    def note_time(program: object, *_: object) -> float:
+        seen["time"].add(str(program.setting.device))
+        return 1.0
+
+    monkeypatch.setattr(place, "decode", note_decode)
+    monkeypatch.setattr(host_module, "rebuild", note_rebuild)
+    monkeypatch.setattr(host_module, "time_batch", note_time)
+    pair = Pair(captured, device=device)
+    pair.train(2)  # fields, activations and gradients arrive
+    pair.hosts[NODES[0]].measure_speed(write_piece(captured, 0, 1))
+    assert seen == {"decode": {device}, "rebuild": {device}, "time": {device}}
+
+
+def write_piece(captured: Captured, start: int, stop: int) -> bytes:
+    training = Training(plain_settings(captured), NUM_SAMPLES)
+    piece = slice_blueprint(captured.blueprint, start, stop)
+    return (
+        write_training(training, frozenset(entry.name for entry in piece.state))
+        + b"\n"
+        + write_blueprint(piece)
+    )
+
+
+class Ticking:
+    """A clock by which everything between two looks at it takes the same time."""
+
+    def __init__(self, seconds: float) -> None:
+        self.now, self.seconds = 0.0, seconds
+
+    def __call__(self) -> float:
+        self.now += self.seconds
+        return self.now
+
+
+def test_the_speed_of_a_pc_is_that_of_a_piece_forward_and_backward(captured: Captured) -> None:
+    blueprint = captured.blueprint
+    for start in range(blueprint.num_positions):
+        flops = sum(count_flops(slice_blueprint(blueprint, start, start + 1), NUM_SAMPLES))
+        host = Host(Limits(1e9), Ticking(0.01))
+        speed = host.measure_speed(write_piece(captured, start, start + 1))
+        assert speed == (pytest.approx(flops / 0.01) if flops else None)
+        assert host.next_work() is None
+    whole = Host(Limits(1e9), Ticking(0.01)).measure_speed(write_piece(captured, 0, blueprint.num_positions))
+    assert whole == pytest.approx(sum(count_flops(blueprint, NUM_SAMPLES)) / 0.01)
+
+
+def test_a_probe_goes_back_to_all_that_a_stage_trains_and_to_what_came(
+    captured: Captured, monkeypatch
+) -> None:
+    wanted: list[int] = []
+    grad = torch.autograd.grad
+
+    def note(ends: object, sources: list[torch.Tensor], *rest: object, **options: object) -> object:
+        wanted.append(len(sources))
+        return grad(ends, sources, *rest, **options)
+
+    middle = slice_blueprint(captured.blueprint, 2, 4)
+    num_trained = sum(entry.is_trainable for entry in middle.state)
+    assert num_trained >= 2
+    monkeypatch.setattr(torch.autograd, "grad", note)
+    Host(Limits(1e9), Ticking(1.0)).measure_speed(write_piece(captured, 2, 4))
+    assert wanted[-2:] == [num_trained + len(middle.train.inputs)] * 2  # to warm up, and the one that counts
+
+
+def test_a_probe_ends_although_its_clock_stands_still(captured: Captured) -> None:
+    assert Host(Limits(1e9), lambda: 0.0).measure_speed(write_piece(captured, 0, 1)) > 0
+
+
+def test_a_piece_that_is_too_much_for_a_usual_pc_is_measured_on_fewer_samples(
+    captured: Captured, monkeypatch
+) -> None:
+    seen: list[int] = []
+
+    def note(program: object, num_samples: int, clock: object) -> float:
+        seen.append(num_samples)
+        return num_samples / NUM_SAMPLES
+
+    monkeypatch.setattr(host_module, "time_batch", note)
+    flops = sum(count_flops(captured.blueprint, NUM_SAMPLES))
+    for times, num_samples in ((1.0, NUM_SAMPLES), (4.0, NUM_SAMPLES // 4), (1e6, 1)):
+        monkeypatch.setattr(host_module, "_USUAL_FLOPS_PER_SECOND", {"cpu": flops / 0.2 / times})
+        speed = Host(Limits(1e9), lambda: 0.0).measure_speed(
+            write_piece(captured, 0, captured.blueprint.num_positions)
+        )
+        assert seen[-1] == num_samples
+        assert speed == pytest.approx(flops)
+
+
+@pytest.mark.parametrize("limits", [Limits(1000.0), Limits(1e9, flops_per_batch=10.0)])
+def test_a_probe_that_this_pc_will_not_run_says_nothing(captured: Captured, limits: Limits, caplog) -> None:
+    caplog.set_level(logging.INFO)
+    assert Host(limits, lambda: 0.0).measure_speed(write_piece(captured, 0, 1)) is None
+    assert Host(Limits(1e9), lambda: 0.0).measure_speed(b"no training\nno blueprint") is None
+    assert "is not measured by a piece of the model" in caplog.text
+
+
+def test_whatever_a_piece_consists_of_it_can_be_run_on_numbers_made_up() -> None:
+    class Small(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.norm = nn.Embedding(11, 8), nn.BatchNorm1d(8)
+            self.drop, self.head = nn.Dropout(0.5), nn.Linear(8, 5)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.drop(self.norm(self.table(x))))
+
+    batch = {"x": torch.randint(11, (NUM_SAMPLES,)), "y": torch.randint(5, (NUM_SAMPLES,))}
+    captured = capture(Small(), batch, lambda out, batch: F.cross_entropy(out, batch["y"]), name="small")
+    for start in range(captured.blueprint.num_positions):
+        piece = slice_blueprint(captured.blueprint, start, start + 1)
+        speed = Host(Limits(1e9), Ticking(0.01)).measure_speed(write_piece(captured, start, start + 1))
+        assert (speed is not None) is (sum(count_flops(piece, NUM_SAMPLES)) > 0)
 
 
 def test_what_is_left_over_is_applied_before_the_last_round_and_before_a_snapshot(captured: Captured) -> None:

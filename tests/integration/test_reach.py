@@ -12,10 +12,13 @@ from typing import Any
 
 import msgspec
 import pytest
-from support.small_swarm import JOIN, PLAN, ROOT, check_books, joining, make_job
+from support.small_swarm import BARE_JOIN, JOIN, PLAN, ROOT, check_books, joining, make_job
 
 import ravnest as rv
-from ravnest.hub.events import ClusterStarted, Left, News, PlanFormed
+from ravnest.hub import server
+from ravnest.hub.events import ClusterStarted, JobGiven, Left, News, PlanFormed
+from ravnest.hub.news import show_news
+from ravnest.hub.planning import MakePlan, Measured, PlanMade
 from ravnest.net import relay
 from ravnest.net.addresses import split_address
 from ravnest.net.identity import Token, new_keys, write_token
@@ -65,6 +68,44 @@ def test_two_peers_that_only_dial_out_train_through_the_relay(joined: list[None]
     assert num_stages(told) == [2]
     check_books(told)
     assert len(joined) == 1
+
+
+def test_peers_that_state_nothing_are_measured_and_planned_with_what_was_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told: list[News] = []
+    asked: list[MakePlan] = []
+    make_plan = server.make_plan
+
+    def note(job: JobGiven, order: MakePlan, now: float) -> PlanMade:
+        asked.append(order)
+        return make_plan(job, order, now)
+
+    monkeypatch.setattr(server, "make_plan", note)
+    options = ([], ["--flops", "3 GFLOP/s"])
+    with (
+        rv.Hub("127.0.0.1:0", plan=PLAN, tell=told.append) as hub,
+        joining(hub.token, *options, join=BARE_JOIN) as peers,
+    ):
+        hub.fit(make_job(), nodes=2)
+        said = peers[0].communicate(timeout=30)[1]
+    assert "the job's own work will tell" in said
+    check_books(told)
+    measured = {news.node.name: news for news in told if isinstance(news, Measured)}
+    assert sorted(measured) == ["node0", "node1"]
+    assert {news.fault for news in measured.values()} == {""}
+    assert {node.name: node for node in asked[0].nodes} == {
+        name: each.node for name, each in measured.items()
+    }
+    first, second = measured["node0"].node, measured["node1"].node
+    assert second.flops_per_second == 3e9
+    assert 1e6 < first.flops_per_second < 1e13
+    for node in (first, second):
+        assert 1e5 < node.upload_bytes_per_second < 2e9
+        assert 1e5 < node.download_bytes_per_second < 2e9
+        assert 0 < node.latency_seconds < 1
+        assert (node.upload_bytes_per_second, node.latency_seconds) != (50e6 / 8, 0.01)
+    assert show_news(measured["node0"]).startswith("node0 was measured: ")
 
 
 def test_dead_addresses_before_the_good_one_are_passed_over(joined: list[None]) -> None:
@@ -178,7 +219,7 @@ def test_two_peers_meet_straight_if_either_knows_where_and_at_the_relay_if_not(
             for end, other, is_known in zip(ends, ends[::-1], knows, strict=True):
                 end.allow(each.public for each in keys)
                 door = split_address(end.address)
-                meetings.append(Meetings(end, door, is_reachable=True, start=start))
+                meetings.append(Meetings(end, door, is_reachable=True, start=start, give_up=print))
                 mate = Mate(other.peer, (other.address,) if is_known else dead, ticket)
                 meetings[-1].meet([mate], place)
             for end, other in zip(ends, ends[::-1], strict=True):

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from support.hub_world import HubWorld, Trouble, check_replay, freeze, job, quick_plans
 from support.plan_world import check_laws, configs, profiles, swarms
 
+from ravnest.blobs import Fact
 from ravnest.hub import microbatches
 from ravnest.hub.events import PlanFormed, RoundEnded
 from ravnest.hub.planning import MakePlan
@@ -36,6 +37,7 @@ troubles = st.builds(
     gives_up=st.sampled_from([0.0, 0.1]),
     silent=st.sampled_from([0.0, 0.1]),
     detect_seconds=st.sampled_from([0.0, 1.0, 5.0]),
+    guessed=st.sampled_from([(), (Fact.SPEED,), tuple(Fact)]),
 )
 jobs = st.builds(
     job,

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ravnest.blobs import BlobHash, Fact, Rate, Span
 from ravnest.config import WireFormat
 from ravnest.errors import ProtocolError
-from ravnest.protocol import ITEM_BYTES, BlobHash, Count, Message, Port, Proof, TensorSpec, Ticket
+from ravnest.protocol import ITEM_BYTES, Count, Message, Port, Proof, TensorSpec, Ticket
 from ravnest.wire import MOST_HEADER_BYTES, WIRE_VERSION, announced, pack, unpack
 
 KINDS = {(get_origin(kind) or kind).__name__: get_origin(kind) or kind for kind in get_args(Message)}
@@ -27,6 +28,9 @@ scalars = {
     str: texts,
     type(None): st.none(),
     WireFormat: st.sampled_from(WireFormat),
+    Fact: st.sampled_from(Fact),
+    Rate: st.floats(0, 1e30, exclude_min=True),
+    Span: st.floats(0, 1e6),
     BlobHash: st.text("0123456789abcdef", min_size=64, max_size=64),
     Proof: st.binary(min_size=32, max_size=32),
     Count: st.integers(1, 2**20),

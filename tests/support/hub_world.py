@@ -16,6 +16,7 @@ from random import Random
 import pytest
 from support.plan_world import SIMPLE, even_model, first_answers, node
 
+from ravnest.blobs import Fact, ProbeOrder
 from ravnest.hub import microbatches
 from ravnest.hub.events import (
     Abandon,
@@ -38,7 +39,7 @@ from ravnest.hub.events import (
     WorkLost,
 )
 from ravnest.hub.microbatches import make_plan
-from ravnest.hub.planning import MakePlan
+from ravnest.hub.planning import MakePlan, Probed
 from ravnest.hub.state import Hub, Phase
 from ravnest.hub.store import read_event, write_event
 from ravnest.plan.cluster import form_plan
@@ -70,7 +71,8 @@ class Trouble:
     twice: float = 0.0
     dropped: float = 0.0  # of batches
     gives_up: float = 0.0  # of members of a round
-    silent: float = 0.0  # of members of a round
+    silent: float = 0.0  # of members of a round, and of those who are measured
+    guessed: tuple[Fact, ...] = ()  # by everybody who joins
     detect_seconds: float = 1.0
 
 
@@ -329,7 +331,8 @@ class HubWorld:
     def _join(self, name, memory_mb):
         peer = self.peers[name] = Peer(node(name, memory_mb))
         self.told_epoch.pop(name, None)
-        self.feed(PeerJoined(peer.node, f"key of {name}", (f"tcp://{name}",), self.now))
+        addresses, guessed = (f"tcp://{name}",), self.trouble.guessed
+        self.feed(PeerJoined(peer.node, f"key of {name}", addresses, self.now, guessed))
 
     def _die(self, name):
         peer = self.peers.get(name)
@@ -368,6 +371,8 @@ class HubWorld:
         if getattr(message, "epoch", None) not in (None, peer.order and peer.order.epoch):
             return
         match message:
+            case ProbeOrder():
+                self._report(name, peer)
             case StageParts():
                 self.say(name, replace(message, weights=blob(name)), seconds=1.0)
             case SnapshotOrder():
@@ -376,10 +381,20 @@ class HubWorld:
             case LeaseGrant():
                 self._work(peer.order, message)
             case RoundOpen() if not self._happens(self.trouble.silent):
-                reply = RoundReady(message.round_id, name)
-                if self._happens(self.trouble.gives_up):
-                    reply = RoundAbort(message.round_id, "no room")
-                self.say(name, reply, seconds=0.7)
+                gives_up = self._happens(self.trouble.gives_up)
+                abort, ready = RoundAbort(message.round_id, "no room"), RoundReady(message.round_id, name)
+                self.say(name, abort if gives_up else ready, seconds=0.7)
+
+    def _report(self, name, peer):
+        """Let the hub know what it and a peer have measured: half of what the peer says of itself."""
+
+        def report():
+            if peer.is_alive and self.peers[name] is peer:
+                facts = peer.node.flops_per_second / 2, 5e8, 6e8, 1e-6
+                self.feed(Probed(name, *facts, self.now))
+
+        if not self._happens(self.trouble.silent):
+            self.after(self._delay() + 1.0, report)
 
     def _work(self, order, grant):
         """Train or evaluate batch after batch, as long as all nodes of the cluster live."""
@@ -420,7 +435,7 @@ class HubWorld:
                 if not grant.is_evaluation or name == pipeline[-1]:
                     self.after(seconds, self._from_cluster, pipeline, name, report)
         if not grant.is_evaluation:
-            done = LeaseDone(grant.epoch, grant.lease, num_trained, None, ())
+            done = LeaseDone(grant.epoch, grant.lease, num_trained)
             seconds = root.busy_until - self.now
             self.after(seconds, self._from_cluster, pipeline, pipeline[0], done)
 

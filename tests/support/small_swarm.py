@@ -20,7 +20,8 @@ from ravnest.net.identity import Token, write_token
 PLAN = replace(LOCAL_PLAN, overhead_bytes=0.0)  # so that memory is what the model needs, and no more
 NUM_SAMPLES = 256
 MEMORY_BYTES = 1_500_000  # the model needs two peers that lend so little
-JOIN = (sys.executable, "-m", "ravnest", "join", "--flops", "1 GFLOP/s", "--bandwidth", "1 GB/s")
+BARE_JOIN = (sys.executable, "-m", "ravnest", "join")
+JOIN = (*BARE_JOIN, "--flops", "1 GFLOP/s", "--bandwidth", "1 GB/s", "--latency", "10 ms")
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -48,7 +49,10 @@ def check_books(told: Sequence[News], epochs: int = 2) -> None:
 
 @contextmanager
 def joining(
-    token: Token, *options: Sequence[str], prefix: Sequence[Sequence[str]] = ()
+    token: Token,
+    *options: Sequence[str],
+    prefix: Sequence[Sequence[str]] = (),
+    join: Sequence[str] = JOIN,
 ) -> Iterator[list[subprocess.Popen[str]]]:
     """Start one peer per tuple of options; in the end they must have ended well."""
     environment = {**os.environ, "RAVNEST_TOKEN": write_token(token), "OMP_NUM_THREADS": "1"}
@@ -56,7 +60,7 @@ def joining(
     try:
         for number, each in enumerate(options):
             before = prefix[number] if prefix else ()
-            command = [*before, *JOIN, "--name", f"node{number}", "--memory", f"{MEMORY_BYTES} B", *each]
+            command = [*before, *join, "--name", f"node{number}", "--memory", f"{MEMORY_BYTES} B", *each]
             running.append(
                 subprocess.Popen(command, env=environment, cwd=ROOT, stderr=subprocess.PIPE, text=True)
             )

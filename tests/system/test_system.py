@@ -10,12 +10,14 @@ import itertools
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from random import Random
 
 import pytest
 import torch
 
 import ravnest as rv
+from ravnest.blobs import Fact
 from ravnest.engine.sampler import permute
 from ravnest.hub.events import (
     ClusterDissolved,
@@ -29,8 +31,10 @@ from ravnest.hub.events import (
     Waiting,
     WorkLost,
 )
+from ravnest.hub.planning import Measured
 from ravnest.hub.server import GRACE_SECONDS
 from ravnest.net.memory import Wire
+from ravnest.peer.agent import Offer
 from ravnest.peer.compute import Build, Delivered, Item
 from ravnest.plan.types import NodeId
 from ravnest.protocol import (
@@ -106,10 +110,10 @@ def test_six_peers_in_two_clusters_of_unlike_cuts_train_to_the_end(
     undisturbed: dict[str, Ended], kind: str
 ) -> None:
     ended, job = undisturbed[kind], golden_worlds()[kind].job
-    assert sizes(ended) == [2, 3]
+    assert sizes(ended) == ([2, 2] if kind == "microbatches" else [2, 3])
     cuts = [{stage.start for stage in cluster.stages} for cluster in ended.plan.clusters]
     assert cuts[0] != cuts[1]
-    assert len(ended.plan.spares) == 1
+    assert len(ended.plan.spares) == 6 - sum(sizes(ended))
     check_books(ended, job)
     check_result(ended, job)
     assert ended.validation[-1] < 1.38  # no better than nothing: ln 4
@@ -298,6 +302,68 @@ def test_a_slow_peer_holds_others_back_no_longer_than_a_rounds_deadline() -> Non
     check_books(ended, job)
     longest = max(after - before for before, after in itertools.pairwise(worked_at))
     assert 1.0 < longest < max(deadlines) + 1.0
+
+
+def cut_link(world: World, one: NodeId, other: NodeId) -> None:
+    """Let nothing that is sent between two peers arrive before everything is over."""
+    world.network.set_wire(world.peer(one), world.peer(other), Wire(1e6))
+
+
+@pytest.mark.parametrize("num_spare", [0, 1])
+def test_two_neighbours_without_a_link_cost_one_of_them_not_the_job(num_spare: int) -> None:
+    def hear(world: World, news: News) -> None:
+        if isinstance(news, PlanFormed) and not pair:
+            pair.extend(stage.node for stage in news.plan.clusters[0].stages[:2])
+            cut_link(world, pair[0], pair[1])
+
+    pair: list[NodeId] = []
+    job = make_job("mlp", epochs=2)
+    ended = World(job, [Pc(80e3)] * (3 + num_spare), hear=hear, limit_seconds=120).run()
+    (left,) = ended.of(Left)
+    assert left.node in pair
+    (other,) = set(pair) - {left.node}
+    assert left.reason.startswith(
+        f"no link to {other} for 20 s, so the two cannot train side by side; tried "
+    )
+    assert f"{other} (no answer within 2 s)" in left.reason
+    (dissolved,) = ended.of(ClusterDissolved)
+    assert left.node in dissolved.reason
+    if num_spare:
+        check_books(ended, job)
+        check_result(ended, job)
+    else:
+        assert ended.result is None
+        assert "needs" in ended.of(Waiting)[-1].reason
+
+
+def test_clusters_without_a_link_between_them_train_on_each_by_itself() -> None:
+    def hear(world: World, news: News) -> None:
+        if isinstance(news, PlanFormed):
+            sides = [[stage.node for stage in cluster.stages] for cluster in news.plan.clusters]
+            for one, other in itertools.product(*sides):
+                cut_link(world, one, other)
+
+    job = make_job("mlp", epochs=2)
+    ended = World(job, SIX, hear=hear).run()
+    assert ended.seconds > 30
+    assert ended.of(Left) == ended.of(ClusterDissolved) == []
+    assert not any(news.is_committed for news in ended.of(RoundEnded))
+    check_books(ended, job)
+
+
+def test_a_peer_that_only_guesses_is_measured_on_its_way_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "tests.support.system_world.Offer", partial(Offer, guessed=(Fact.BANDWIDTH, Fact.LATENCY))
+    )
+    job = make_job("tiny", num_samples=64, epochs=1)
+    ended = World(job, [TINY_LARGE] * 2, wire=Wire(0.02, 2e6)).run()
+    check_books(ended, job)
+    measured = [news.node for news in ended.of(Measured)]
+    assert [node.name for node in measured] == ["node1", "node2"]
+    for node in measured:
+        assert node.latency_seconds == pytest.approx(0.02, rel=0.1)
+        assert node.upload_bytes_per_second == pytest.approx(2e6, rel=0.1)
+        assert node.download_bytes_per_second == pytest.approx(2e6, rel=0.1)
 
 
 TINY_SMALL, TINY_LARGE = Pc(40e3), Pc(90e3, 1.3)

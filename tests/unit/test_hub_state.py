@@ -723,12 +723,12 @@ def report(batch, epoch=1):
 @pytest.mark.parametrize(
     ("who", "message", "reason"),
     [
-        ("ghost", LeaseDone(1, 0, 8, None, ()), "LeaseDone from ghost, who is no member"),
-        ("root", LeaseDone(9, 0, 8, None, ()), "LeaseDone of plan 9 from b, who follows 1"),
-        ("leaf", LeaseDone(1, 0, 8, None, ()), "lease 0 is reported by c, who is not the root"),
-        ("root", LeaseDone(1, 0, 9, None, ()), "lease 0 has 8 samples, not 9"),
-        ("root", LeaseDone(1, 77, 8, None, ()), "lease 77 is not open for cluster A"),
-        ("spare", LeaseDone(1, 0, 8, None, ()), "LeaseDone from spare, who has no stage"),
+        ("ghost", LeaseDone(1, 0, 8), "LeaseDone from ghost, who is no member"),
+        ("root", LeaseDone(9, 0, 8), "LeaseDone of plan 9 from b, who follows 1"),
+        ("leaf", LeaseDone(1, 0, 8), "lease 0 is reported by c, who is not the root"),
+        ("root", LeaseDone(1, 0, 9), "lease 0 has 8 samples, not 9"),
+        ("root", LeaseDone(1, 77, 8), "lease 77 is not open for cluster A"),
+        ("spare", LeaseDone(1, 0, 8), "LeaseDone from spare, who has no stage"),
         ("leaf", report(77), "batch 77 of cluster A is not awaited"),
         ("leaf", DroppedBatch(1, 77, "?"), "batch 77 of cluster A is not under way"),
         ("leaf", StageParts(1, 0, blob("x"), blob("y")), "c has no stage to get ready"),
@@ -753,7 +753,7 @@ def test_a_cluster_speaks_only_for_itself():
     one, other = (cluster(world, name) for name in "AB")
     lease = next(lease for lease in world.open_leases if lease.holder == one.holder)
     for sender, message in [
-        (other.root, LeaseDone(1, lease.number, 8, None, ())),
+        (other.root, LeaseDone(1, lease.number, 8)),
         (other.leaf, report(lease.first_batch)),
         (other.leaf, DroppedBatch(1, lease.first_batch, "?")),
     ]:
