@@ -207,8 +207,9 @@ def _take_part(token: "Token", offer: "Offer", doors: _Doors) -> tuple[int, str]
     from ravnest.net.identity import new_keys
     from ravnest.net.zeromq import ZeroMqTransport
     from ravnest.peer.agent import Agent
-    from ravnest.peer.machine import warm_up
+    from ravnest.peer.machine import return_freed_memory, warm_up
 
+    return_freed_memory()
     warm_up()
 
     async def run() -> tuple[int, str]:
