@@ -182,6 +182,8 @@ class ZeroMqTransport(Endpoint):
         return self._accepted[envelope]
 
     async def _watch_dealer(self, connection: "_Dialled") -> None:
+        if connection.monitor.closed:  # what came first of all may have ended it
+            return
         event = parse_monitor_message(await connection.monitor.recv_multipart())
         self._lost(connection, _ENDS[zmq.Event(event["event"])])
 
