@@ -148,3 +148,22 @@ def test_what_is_late_repeated_or_not_for_this_stage_is_refused(captured: Captur
         leaf.receive(short, buffers)
     cluster.run()
     assert [type(message) for message in cluster.at_hub].count(LeaseDone) == 1
+
+
+def test_microbatches_of_unequal_size_make_the_update_of_their_batch(captured: Captured) -> None:
+    whole = batches_of(token_batch, 1, num_samples=8)[0]
+    parts = [{name: field[rows] for name, field in whole.items()} for rows in (slice(0, 5), slice(5, 8))]
+    trained = [tensor for tensor in captured.state.values() if tensor.requires_grad]
+    settings = from_torch(
+        torch.optim.SGD(trained, lr=0.1), captured.state
+    )  # a step is as long as its gradient
+    at_once = ClusterWorld(captured, [6, 15], settings)
+    in_parts = ClusterWorld(captured, [6, 15], settings, window=2, accumulate=2, synchronous=True)
+    at_once.lease([whole])
+    in_parts.lease(parts)
+    for cluster in (at_once, in_parts):
+        cluster.run()
+    expected, found = at_once.state(), in_parts.state()
+    for name, tensor in expected.items():
+        moved = (tensor - captured.state[name]).abs().max()
+        assert (found[name] - tensor).abs().max() <= 1e-2 * moved + 1e-7, name
