@@ -16,7 +16,7 @@ from ravnest.blobs import BlobPart, BlobRef, BlobRequest
 from ravnest.net.identity import Token
 from ravnest.net.transport import Buffer, PublicKey, Service
 from ravnest.plan.types import NodeId
-from ravnest.protocol import Activation, FieldParts, Gradient, Message, Refusal, Refused, RingPart
+from ravnest.protocol import Activation, AnchorPart, FieldParts, Gradient, Message, Refusal, Refused, RingPart
 from ravnest.tying import TiedGradient, TiedStep
 
 HUB = NodeId("hub")
@@ -44,7 +44,7 @@ class Parcel:
                 return Service.GRADIENT
             case Activation() | FieldParts():
                 return Service.ACTIVATION
-            case RingPart() | TiedGradient() | TiedStep():  # no batch waits for them
+            case RingPart() | AnchorPart() | TiedGradient() | TiedStep():  # no batch waits for them
                 return Service.AVERAGING
             case BlobPart():
                 return Service.BLOB

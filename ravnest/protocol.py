@@ -27,6 +27,7 @@ Count = Annotated[int, Meta(ge=1, le=2**20)]
 Proof = Annotated[bytes, Meta(min_length=32, max_length=32)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Ticket = Annotated[bytes, Meta(max_length=16)]
+Digest = Annotated[bytes, Meta(min_length=16, max_length=16)]
 
 FLOAT_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 ITEM_BYTES = FLOAT_BYTES | {"int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1}
@@ -261,14 +262,14 @@ class RoundOpen:
     is_blocking: bool
     is_final: bool
     left_out: tuple[NodeId, ...]
+    base: RoundId = RoundId(0)  # changes since its average go around; 0: since training began
 
 
 @dataclass(frozen=True, slots=True)
 class RingPart(Generic[Value]):
     """One chunk of one part of a segment on its way around the ring.
 
-    For the first n-1 hops `value` is a weighted sum and `weight` what went into it; from hop n on it is
-    the finished mean and the total weight.
+    For n-1 hops `value` is a weighted sum, `weight` what went into it; then the mean and the total weight.
     """
 
     round_id: RoundId
@@ -286,6 +287,7 @@ class RoundReady:
 
     round_id: RoundId
     member: NodeId
+    hashes: tuple[tuple[SegmentId, Digest], ...] = ()  # of the averages: alike in every owner
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,10 +299,11 @@ class RoundCommit:
 
 @dataclass(frozen=True, slots=True)
 class RoundAbort:
-    """The round never happened: drop everything."""
+    """The round never happened: drop everything. Without the `suspect`'s cluster it might have."""
 
     round_id: RoundId
     reason: str
+    suspect: NodeId | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,6 +315,26 @@ class RoundQuery:
 
 
 @dataclass(frozen=True, slots=True)
+class AnchorQuery:
+    """A member that missed rounds asks a neighbour in a ring for the average of round `base`."""
+
+    epoch: int
+    segment: SegmentId
+    base: RoundId
+
+
+@dataclass(frozen=True, slots=True)
+class AnchorPart(Generic[Value]):
+    """A piece of that average, from item `offset` on, as it is."""
+
+    epoch: int
+    segment: SegmentId
+    base: RoundId
+    offset: int
+    value: Value
+
+
+@dataclass(frozen=True, slots=True)
 class Refusal:
     """Why a state machine did not take a message; logged and shown, never sent."""
 
@@ -320,8 +343,8 @@ class Refusal:
 
 Joining = Hello | Welcome | Refused | Leave | Complaint | Stop
 Planning = PlanOrder | StageParts | SnapshotOrder | BlobRequest | BlobPart | ProbeOrder | ProbeReport
-Training = LeaseGrant | LeaseDone | FieldParts | Activation | Gradient | DroppedBatch
-Steering = StepReport | Pace | LearningRate
+Training = LeaseGrant | LeaseDone | FieldParts | Activation | Gradient | DroppedBatch | StepReport
 RoundOutcome = RoundCommit | RoundAbort
-Averaging = RoundOpen | RingPart[TensorSpec] | RoundReady | RoundOutcome | RoundQuery | Tying[TensorSpec]
-Message = Joining | Planning | Training | Steering | Averaging
+Voting = RoundOpen | RoundReady | RoundOutcome | RoundQuery | AnchorQuery
+Moving = RingPart[TensorSpec] | AnchorPart[TensorSpec] | Tying[TensorSpec]
+Message = Joining | Planning | Training | Pace | LearningRate | Voting | Moving

@@ -76,7 +76,7 @@ def announced(message: Message) -> tuple[TensorSpec, ...]:
             return tuple(spec for _, spec in message.values)
         case protocol.FieldParts():
             return tuple(spec for _, spec in message.fields)
-        case protocol.RingPart():
+        case protocol.RingPart() | protocol.AnchorPart():
             return (message.value,)
         case blobs.BlobPart():
             return (TensorSpec("uint8", (message.size_bytes,), WireFormat.FP32),)
@@ -104,6 +104,7 @@ def announced(message: Message) -> tuple[TensorSpec, ...]:
             | protocol.RoundCommit()
             | protocol.RoundAbort()
             | protocol.RoundQuery()
+            | protocol.AnchorQuery()
             | tying.TiedHolder()
             | tying.TiedCall()
         ):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ravnest.blobs import BlobHash, Fact, Rate, Span
 from ravnest.config import WireFormat
 from ravnest.errors import ProtocolError
-from ravnest.protocol import ITEM_BYTES, Count, Message, Port, Proof, TensorSpec, Ticket
+from ravnest.protocol import ITEM_BYTES, Count, Digest, Message, Port, Proof, TensorSpec, Ticket
 from ravnest.wire import MOST_HEADER_BYTES, WIRE_VERSION, announced, pack, unpack
 
 KINDS = {(get_origin(kind) or kind).__name__: get_origin(kind) or kind for kind in get_args(Message)}
@@ -33,6 +33,7 @@ scalars = {
     Span: st.floats(0, 1e6),
     BlobHash: st.text("0123456789abcdef", min_size=64, max_size=64),
     Proof: st.binary(min_size=32, max_size=32),
+    Digest: st.binary(min_size=16, max_size=16),
     Count: st.integers(1, 2**20),
     Port: st.integers(0, 65535),
     Ticket: st.binary(max_size=16),
