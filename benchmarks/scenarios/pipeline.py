@@ -64,8 +64,9 @@ def _check() -> Figures:
     record, _ = emulate((1.0, 0.5), SLOW_LINK, num_updates, num_spares=1)
     assert record.formed.plan.spares == ("node3",)
     num_microbatches = num_updates * record.cluster.accumulate
-    assert len({report.batch for *_, report in record.reports}) == num_microbatches
-    assert len(record.reports) == 2 * num_microbatches, "a stage reported a batch twice, or not at all"
+    losses = [report.batch for *_, report in record.reports if report.loss is not None]
+    assert len(losses) == num_microbatches, "the leaf reported a batch twice, or not at all"
+    assert len(set(losses)) == num_microbatches
     overhead = _overhead(record)
     rates = samples_per_second("mlp-64x3-b32", [1], num_microbatches=2, num_updates=2, num_warm_up=1)
     assert min(rates.values()) > 0

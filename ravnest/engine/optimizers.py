@@ -134,9 +134,10 @@ class Optimizer:
             names = [name for name in chunk if name in clipped]
             if not names:
                 continue
-            after = [parameters[name] if in_place else parameters[name].clone() for name in names]
-            work = _Work(names, after, [clipped[name] for name in names], learning_rate * group.rate)
-            _decay(group, work)
+            before = [parameters[name] for name in names]
+            work = _Work(names, before, [clipped[name] for name in names], learning_rate * group.rate)
+            _decay(group, work, in_place)
+            after = work.parameters
             start = [tensor.clone() for tensor in after] if self.settings.predicts and lag > 0 else []
             self._apply(group.rule, work)
             changed.update(zip(names, after, strict=True))
@@ -296,11 +297,16 @@ def _chunks(names: Iterable[str], parameters: Mapping[str, Tensor]) -> list[list
     return chunks
 
 
-def _decay(group: Group, work: _Work) -> None:
-    if group.weight_decay and group.is_decoupled:
-        torch._foreach_mul_(work.parameters, 1 - work.rate * group.weight_decay)
-    elif group.weight_decay:
+def _decay(group: Group, work: _Work, in_place: bool) -> None:
+    """Shrink the weights, or gradients instead; not in place, new tensors take the place of the weights."""
+    shrink = 1 - work.rate * group.weight_decay
+    if group.weight_decay and not group.is_decoupled:
         work.gradients = list(torch._foreach_add(work.gradients, work.parameters, alpha=group.weight_decay))
+        shrink = 1.0
+    if not in_place:
+        work.parameters = list(torch._foreach_mul(work.parameters, shrink))
+    elif shrink != 1.0:
+        torch._foreach_mul_(work.parameters, shrink)
 
 
 def _horizon(rule: Rule, lag: float) -> float:

@@ -6,7 +6,7 @@ peer.worker drives both and moves the tensors.
 """
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -98,6 +98,7 @@ class _Flight:
     graph: Graph
     outputs: dict[int, Tensor]
     loss: Tensor | None
+    sent: tuple[Tensor, ...] = ()  # gradients of the inputs, on their way
 
 
 class Stage:
@@ -184,7 +185,7 @@ class Stage:
         if flight.loss is not None and flight.loss.requires_grad:
             pairs.append((flight.loss, torch.ones_like(flight.loss)))
         found = flight.graph.backward_inputs([root for root, _ in pairs], [other for _, other in pairs])
-        flight.outputs, flight.loss = {}, None
+        flight.outputs, flight.loss, flight.sent = {}, None, tuple(found.values())
         if (value := find_not_finite(found)) is not None:
             self.forget(batch)
             return Dropped(batch, "backward", f"the gradient of value {value} is not finite")
@@ -203,14 +204,16 @@ class Stage:
         self._num_batches += 1
         self._shares += share
         weight *= share
+        alone = _find_alone(found, flight.sent)
         for name, gradient in found.items():
             part = gradient if weight == 1.0 else gradient * weight
             total = self._sums.get(name)
             if total is None:
                 self._sums[name] = part
+                self._own_sums |= {name} if name in alone or part is not gradient else set()
             elif name in self._own_sums:
                 total.add_(part)
-            else:  # not in place: autograd may give one tensor to two weights, or to an input that is sent
+            else:
                 self._sums[name] = total + part
                 self._own_sums.add(name)
         return None
@@ -290,6 +293,18 @@ class Stage:
     def snapshot(self) -> Snapshot:
         """Return copies of everything that training changes or needs."""
         return Snapshot(self._num_updates, _copy(self.state), _copy(self._optimizer.state()))
+
+
+def _find_alone(gradients: Tensors, sent: tuple[Tensor, ...]) -> set[str]:
+    """Return those that may be changed: autograd may give one tensor to two weights, or to an input."""
+    places = {name: gradient.untyped_storage() for name, gradient in gradients.items()}
+    uses = Counter(place.data_ptr() for place in places.values())
+    uses.update(gradient.untyped_storage().data_ptr() for gradient in sent)
+    return {
+        name
+        for name, place in places.items()
+        if uses[place.data_ptr()] == 1 and place.nbytes() == gradients[name].nbytes
+    }
 
 
 def _copy(tensors: Tensors) -> dict[str, Tensor]:

@@ -7,6 +7,7 @@ event loop that own the links. Dialled peers are dialled again whenever their li
 import asyncio
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from math import inf
 from random import Random
 from typing import Self
 
@@ -38,6 +39,7 @@ FIRST_PAUSE_SECONDS = 0.1
 LONGEST_PAUSE_SECONDS = 5.0
 HELD_SECONDS = 1.0  # a link that lived longer was a good one
 SEND_SECONDS = 60.0
+_SERVICES = tuple(Service)  # to go through an enumeration costs more
 
 Admit = Callable[[PeerId, bytes], str | None]  # who knocks, with what greeting -> why not
 
@@ -95,7 +97,7 @@ class Endpoint:
                 return waiting.event
             neighbour = self._neighbours.get(waiting.event.sender)
             if neighbour is not None and neighbour.link.inbox is waiting.inbox:  # else its sender is no more
-                waiting.inbox.take(waiting.event.service)
+                neighbour.link.take(waiting.event.service, self._loop.time())
                 self._wake(neighbour)
                 return waiting.event
 
@@ -234,7 +236,7 @@ class Endpoint:
     def _fill(self, neighbour: Neighbour) -> None:
         """Move what waits for credit into the outbox as far as there is any."""
         outbox = neighbour.link.outbox
-        for service, queue in zip(Service, neighbour.unsent, strict=True):
+        for service, queue in zip(_SERVICES, neighbour.unsent, strict=True):
             while queue and (queue[0].accepted.done() or outbox.has_room(service, queue[0].size_bytes)):
                 unsent = queue.popleft()
                 if not unsent.accepted.done():
@@ -251,8 +253,20 @@ class Endpoint:
         neighbour.is_awake = False
         while neighbour.connection is not None:
             frames = neighbour.link.next_frames(self._loop.time())
-            if frames is None or not self._try_send(neighbour.connection, frames):
+            if frames is None:
+                self._plan_ack(neighbour)
                 return
+            if not self._try_send(neighbour.connection, frames):
+                return
+
+    def _plan_ack(self, neighbour: Neighbour) -> None:
+        """Confirm in time what no message has confirmed before."""
+        if neighbour.link.owed_by < inf and neighbour.ack_timer is None:
+            neighbour.ack_timer = self._loop.call_at(neighbour.link.owed_by, self._ack, neighbour)
+
+    def _ack(self, neighbour: Neighbour) -> None:
+        neighbour.ack_timer = None
+        self._pump(neighbour)
 
     def _try_send(self, connection: Connection, frames: Frames) -> bool:
         try:
@@ -277,8 +291,10 @@ class Endpoint:
         neighbour.connection.close()
         neighbour.connection = None
         neighbour.link.disconnect()
-        if neighbour.timer is not None:
-            neighbour.timer.cancel()
+        for timer in (neighbour.timer, neighbour.ack_timer):
+            if timer is not None:
+                timer.cancel()
+        neighbour.ack_timer = None
         self._emit(LinkDown(neighbour.peer, reason))
 
     def _attempt(self, neighbour: Neighbour) -> None:

@@ -13,7 +13,7 @@ from msgspec import Meta
 from ravnest.errors import ProtocolError
 from ravnest.net.transport import Buffer, Service
 
-VERSION = 1
+VERSION = 2
 GREETING_BYTES = 4096
 
 Natural = Annotated[int, Meta(ge=0, lt=2**62)]
@@ -43,12 +43,16 @@ class Hello(msgspec.Struct, array_like=True, tag=0, frozen=True, forbid_unknown_
 
 
 class Chunk(msgspec.Struct, array_like=True, tag=1, frozen=True, forbid_unknown_fields=True):
-    """A piece of a message; at offset 0 `sizes` says what is to come: the header, then each buffer."""
+    """A piece of a message; at offset 0 `sizes` says what is to come: the header, then each buffer.
+
+    `positions` is an Ack that goes along.
+    """
 
     service: Service
     sequence: Natural
     offset: Natural
     sizes: tuple[Natural, ...]
+    positions: Positions = ()
 
 
 class Ack(msgspec.Struct, array_like=True, tag=2, frozen=True, forbid_unknown_fields=True):

@@ -26,9 +26,9 @@ class Inbox:
         """Take a chunk; raises ProtocolError when no honest neighbour can have sent it."""
         return self._lanes[chunk.service].accept(chunk, pieces)
 
-    def take(self, service: Service) -> None:
-        """Note that the program took the oldest message of a service."""
-        self._lanes[service].take()
+    def take(self, service: Service) -> int:
+        """Note that the program took the oldest message of a service; return its bytes."""
+        return self._lanes[service].take()
 
     def positions(self) -> tuple[Position, ...]:
         """Return how far every service has come."""
@@ -83,10 +83,12 @@ class _Lane:
         self._sequence += 1
         return message
 
-    def take(self) -> None:
+    def take(self) -> int:
         assert self._consumed < self._sequence, f"{self.service.name} has nothing to take"
-        self._held -= self._costs.popleft()
+        cost = self._costs.popleft()
+        self._held -= cost
         self._consumed += 1
+        return cost
 
     def _begin(self, sizes: tuple[int, ...]) -> "_Assembly":
         limits, size = self._limits, sum(sizes)

@@ -5,16 +5,21 @@ either side has forgotten the other (a new session), both start at zero. Driven 
 """
 
 from collections.abc import Sequence
+from math import inf
 from typing import assert_never
+
+import msgspec
 
 from ravnest.errors import ProtocolError
 from ravnest.net.frames import VERSION, Ack, Bye, Chunk, Frames, Head, Hello, Ping, encode
 from ravnest.net.inbox import Inbox, Message
-from ravnest.net.outbox import Outbox
-from ravnest.net.transport import Limits
+from ravnest.net.outbox import SMALLEST_WINDOW_BYTES, Outbox
+from ravnest.net.transport import Limits, Service
 
 TICK_SECONDS = 0.4  # a neighbour is heard of at least every second tick
 SILENCE_SECONDS = 1.4  # with a tick more, a dead neighbour is noticed within 2 s
+ACK_SECONDS = 0.01  # a confirmation may wait so long for a chunk to go along with
+ACK_BYTES = SMALLEST_WINDOW_BYTES // 2  # or for so many bytes: the other side has as many again to send
 
 
 class Link:
@@ -32,6 +37,8 @@ class Link:
         self._ticked_at = 0.0
         self._has_sent = False  # since the last tick
         self._is_ping_due = False
+        self._owed_bytes = 0  # arrived or taken, and not confirmed
+        self.owed_by = inf  # when they must be
 
     def hello(self, greeting: bytes = b"") -> Frames:
         """Return the first frame of a connection."""
@@ -46,6 +53,7 @@ class Link:
             self.inbox = Inbox(self._limits)
         self.outbox.resume(hello.positions if hello.known == self._session and not is_new else ())
         self.inbox.repeat()
+        self.owed_by = now
         self._their_session = hello.session
         self._heard_at = self._ticked_at = now
         self.is_up = True
@@ -60,6 +68,8 @@ class Link:
         self._heard_at = now
         match head:
             case Chunk():
+                self._owe(sum(piece.nbytes for piece in pieces), now)
+                self.outbox.acknowledge(head.positions, now)
                 return self.inbox.accept(head, pieces)
             case Ack():
                 self.outbox.acknowledge(head.positions, now)
@@ -71,8 +81,12 @@ class Link:
                 assert_never(head)
         return None
 
+    def take(self, service: Service, now: float) -> None:
+        """Note that the program took the oldest message of a service."""
+        self._owe(self.inbox.take(service), now)
+
     def next_frames(self, now: float) -> Frames | None:
-        """Return what to send next, if anything: confirmations, then the most urgent chunk."""
+        """Return what to send next, if anything: the most urgent chunk, or what must be confirmed."""
         if not self.is_up:
             return None
         frames = self._next_news(now)
@@ -94,9 +108,17 @@ class Link:
         self._has_sent = False
         return None
 
+    def _owe(self, num_bytes: int, now: float) -> None:
+        self._owed_bytes += num_bytes
+        due = now if self._owed_bytes >= ACK_BYTES else now + ACK_SECONDS
+        self.owed_by = min(self.owed_by, due)
+
     def _next_news(self, now: float) -> Frames | None:
-        news = self.inbox.news()
-        if news:
-            return [encode(Ack(news))]
         chunk = self.outbox.next_chunk(now)
-        return None if chunk is None else [encode(chunk[0]), *chunk[1]]
+        if chunk is None and now < self.owed_by:
+            return None
+        news = self.inbox.news()
+        self._owed_bytes, self.owed_by = 0, inf
+        if chunk is None:
+            return [encode(Ack(news))] if news else None
+        return [encode(msgspec.structs.replace(chunk[0], positions=news)), *chunk[1]]

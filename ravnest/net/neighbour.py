@@ -76,6 +76,7 @@ class Neighbour:
     connection: Connection | None = None
     dial: Dial | None = None
     timer: asyncio.TimerHandle | None = None
+    ack_timer: asyncio.TimerHandle | None = None
     up_since: float | None = None
     is_awake: bool = False
     unsent: tuple[deque[Unsent], ...] = field(default_factory=lambda: tuple(deque() for _ in Service))

@@ -2,19 +2,18 @@
 
 A node listens with one ROUTER and opens one DEALER per connection it dials; no socket reconnects by itself,
 so a connection is one ordered stream with an end that is seen. The handshake proves both keys; the id of a
-peer comes from its key and from nothing it says. Frames are never copied on the way out.
+peer comes from its key and from nothing it says. Large frames are never copied on the way out.
 """
 
 import asyncio
 import logging
 import socket as sockets
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from contextlib import suppress
 from random import Random
-from typing import Any, Self, cast
+from typing import Self
 
 import zmq
-import zmq.asyncio
 from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
@@ -30,6 +29,7 @@ logger = logging.getLogger(__name__)
 FLUSH_MILLISECONDS = 250  # how long a goodbye may take
 HANDSHAKE_MILLISECONDS = 5_000
 FRAMES_PER_TURN = 16  # then others on the loop get theirs
+_SHARED_BYTES = 65_536  # a copy of less costs less than to hear when the memory is free again
 _SLACK_BYTES = 1024  # a frame may be longer than a chunk by what the encryption adds
 _ZAP_ADDRESS = "inproc://zeromq.zap.01"
 _ENDS = {
@@ -40,6 +40,9 @@ _ENDS = {
     zmq.EVENT_CLOSED: "nobody answers at this address",
 }
 _WATCHED = sum(_ENDS)
+
+Take = Callable[[list[zmq.Frame]], None]
+_MORE = zmq.NOBLOCK | zmq.SNDMORE
 
 
 class ZeroMqTransport(Endpoint):
@@ -56,19 +59,19 @@ class ZeroMqTransport(Endpoint):
         super().__init__(keys, random, limits, admit)
         self._listen = listen
         self._accepted: dict[bytes, _Accepted] = {}
-        self._listening: list[zmq.asyncio.Socket] = []
+        self._open_ones: set[_Watched] = set()
         self._lookups: dict[str, int] = {}
 
     @property
     def address(self) -> str:
         """Where it listens, with the port that was chosen if the address left it open."""
-        return write_address(*split_address(self._router.get_string(zmq.LAST_ENDPOINT)))
+        return write_address(*split_address(self._router.socket.get_string(zmq.LAST_ENDPOINT)))
 
     async def __aenter__(self) -> Self:
         await super().__aenter__()
-        self._context = zmq.asyncio.Context()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._tasks = await asyncio.TaskGroup().__aenter__()
-        self._readers: set[asyncio.Task[None]] = set()
+        self._connecting: set[asyncio.Task[None]] = set()
         try:
             if self._listen is not None:
                 self._start_listening(self._listen)
@@ -82,27 +85,26 @@ class ZeroMqTransport(Endpoint):
         await self._shut()
 
     async def _shut(self) -> None:
-        for reader in self._readers:
-            reader.cancel()
+        for task in self._connecting:
+            task.cancel()
         try:
             await self._tasks.__aexit__(None, None, None)
         finally:
-            for socket in self._listening:
+            for socket in tuple(self._open_ones):
                 socket.close()
             # Ends when the goodbyes have left, at the latest after FLUSH_MILLISECONDS.
             await asyncio.to_thread(self._context.term)
 
     def _start_listening(self, address: str) -> None:
-        doorkeeper = self._context.socket(zmq.ROUTER)
-        self._listening.append(doorkeeper)
-        doorkeeper.bind(_ZAP_ADDRESS)
-        self._router = self._make_socket(zmq.ROUTER)
-        self._listening.append(self._router)
-        self._router.curve_server = True
-        self._router.zap_domain = b"ravnest"
-        self._router.router_mandatory = True
+        doorkeeper = self._watch(self._context.socket(zmq.ROUTER))
+        doorkeeper.socket.bind(_ZAP_ADDRESS)
+        router = self._make_socket(zmq.ROUTER)
+        self._router = self._watch(router)
+        router.curve_server = True
+        router.zap_domain = b"ravnest"
+        router.router_mandatory = True
         try:
-            self._router.bind(write_address(*split_address(address)))
+            router.bind(write_address(*split_address(address)))
         except LinkError as error:
             raise ConfigError(f"cannot listen: {error}") from None
         except zmq.ZMQError as error:
@@ -111,10 +113,15 @@ class ZeroMqTransport(Endpoint):
             else:
                 message = f"cannot listen at {address}: {error.strerror}"
             raise ConfigError(message) from None
-        self._spawn(self._keep_door(doorkeeper))
-        self._spawn(self._read(self._router, self._take_from_router))
+        doorkeeper.start(lambda question: self._keep_door(doorkeeper, question))
+        self._router.start(self._take_from_router)
 
-    def _make_socket(self, kind: int) -> zmq.asyncio.Socket:
+    def _watch(self, socket: "zmq.Socket[bytes]") -> "_Watched":
+        watched = _Watched(socket, self._loop, self._open_ones)
+        self._open_ones.add(watched)
+        return watched
+
+    def _make_socket(self, kind: int) -> "zmq.Socket[bytes]":
         socket = self._context.socket(kind)
         socket.curve_publickey = self._keys.public
         socket.curve_secretkey = self._keys.secret
@@ -132,8 +139,10 @@ class ZeroMqTransport(Endpoint):
         host, port = split_address(address)
         socket = self._make_socket(zmq.DEALER)
         socket.curve_serverkey = key
-        connection = _Dialled(peer, socket)
-        connection.reader = self._spawn(self._connect(connection, host, port))
+        connection = _Dialled(peer, self._watch(socket), self._watch(socket.get_monitor_socket(_WATCHED)))
+        task = connection.task = self._tasks.create_task(self._connect(connection, host, port))
+        self._connecting.add(task)
+        task.add_done_callback(self._connecting.discard)
         return connection
 
     async def _connect(self, connection: "_Dialled", host: str, port: int) -> None:
@@ -150,27 +159,18 @@ class ZeroMqTransport(Endpoint):
         def take(frames: list[zmq.Frame]) -> None:
             self._arrived(connection, [frame.buffer for frame in frames])
 
-        connection.connect(write_address(place, port))
-        async with asyncio.TaskGroup() as readers:
-            readers.create_task(self._read(connection.socket, take))
-            readers.create_task(self._watch_dealer(connection))
+        def end(frames: list[zmq.Frame]) -> None:
+            event = parse_monitor_message([frame.bytes for frame in frames])
+            self._lost(connection, _ENDS[zmq.Event(event["event"])])
 
-    async def _keep_door(self, doorkeeper: zmq.asyncio.Socket) -> None:
+        connection.connect(write_address(place, port), take, end)
+
+    def _keep_door(self, doorkeeper: "_Watched", question: list[zmq.Frame]) -> None:
         """Answer ZeroMQ's question (ZAP 1.0) whether the owner of a key may connect."""
-        while True:
-            envelope, _, version, number, *_, key = await doorkeeper.recv_multipart()
-            peer = peer_of(PublicKey(z85.encode(key)))
-            verdict = (b"200", b"OK") if self._may_connect(peer) else (b"400", b"not allowed")
-            answer = [envelope, b"", version, number, *verdict, peer.encode(), b""]
-            await doorkeeper.send_multipart(answer)
-
-    async def _read(self, socket: zmq.asyncio.Socket, take: Callable[[list[zmq.Frame]], None]) -> None:
-        num_taken = 0
-        while not socket.closed:
-            take(await socket.recv_multipart(copy=False))
-            num_taken += 1
-            if num_taken % FRAMES_PER_TURN == 0:
-                await self._next_turn()
+        envelope, _, version, number, *_, key = [frame.bytes for frame in question]
+        peer = peer_of(PublicKey(z85.encode(key)))
+        verdict = (b"200", b"OK") if self._may_connect(peer) else (b"400", b"not allowed")
+        doorkeeper.send([envelope, b"", version, number, *verdict, peer.encode(), b""])
 
     def _take_from_router(self, frames: list[zmq.Frame]) -> None:
         connection = self._accepted_from(frames[0].bytes, frames[1])
@@ -181,22 +181,64 @@ class ZeroMqTransport(Endpoint):
             self._accepted[envelope] = _Accepted(PeerId(str(frame["User-Id"])), envelope, self)
         return self._accepted[envelope]
 
-    async def _watch_dealer(self, connection: "_Dialled") -> None:
-        if connection.monitor.closed:  # what came first of all may have ended it
+
+class _Watched:
+    """A socket whose messages are taken as they come, some in a turn of the event loop."""
+
+    def __init__(
+        self, socket: "zmq.Socket[bytes]", loop: asyncio.AbstractEventLoop, others: "set[_Watched]"
+    ) -> None:
+        self.socket = socket
+        self._loop = loop
+        self._others = others  # that are open
+        self._take: Take | None = None
+        self._is_due = False
+
+    def start(self, take: Take) -> None:
+        """Take what has come, and all that comes."""
+        self._take = take
+        self._loop.add_reader(self.socket.FD, self._look)
+        self._plan()
+
+    def send(self, frames: Frames) -> None:
+        """Send now; nothing waits here, for the window of each link is the limit."""
+        if self.socket.closed:
+            raise LinkError(_ENDS[zmq.EVENT_DISCONNECTED])
+        last = len(frames) - 1
+        try:
+            for index, frame in enumerate(frames):
+                flags = zmq.NOBLOCK if index == last else _MORE
+                self.socket.send(frame, flags, copy=len(frame) < _SHARED_BYTES)
+        except zmq.ZMQError:  # no host, or no room because there is none
+            raise LinkError(_ENDS[zmq.EVENT_DISCONNECTED]) from None
+        self._plan()
+
+    def close(self) -> None:
+        """Take no more."""
+        self._others.discard(self)
+        if self.socket.closed:
             return
-        event = parse_monitor_message(await connection.monitor.recv_multipart())
-        self._lost(connection, _ENDS[zmq.Event(event["event"])])
+        if self._take is not None:
+            self._loop.remove_reader(self.socket.FD)
+        self.socket.close()
 
-    async def _next_turn(self) -> None:
-        turn = self._loop.create_future()
-        self._loop.call_soon(_end_turn, turn)
-        await turn
+    def _plan(self) -> None:
+        # The descriptor tells of changes only, and a call to the socket may swallow one.
+        if not self._is_due and self._take is not None:
+            self._is_due = True
+            self._loop.call_soon(self._look)
 
-    def _spawn(self, reader: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = self._tasks.create_task(reader)
-        self._readers.add(task)
-        task.add_done_callback(self._readers.discard)
-        return task
+    def _look(self) -> None:
+        self._is_due = False
+        for _ in range(FRAMES_PER_TURN):
+            if self.socket.closed or self._take is None:
+                return
+            try:
+                frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            self._take(frames)
+        self._plan()
 
 
 class _Dialled:
@@ -204,33 +246,35 @@ class _Dialled:
 
     is_dialled = True
 
-    def __init__(self, peer: PeerId, socket: zmq.asyncio.Socket) -> None:
+    def __init__(self, peer: PeerId, dealer: _Watched, monitor: _Watched) -> None:
         self.peer = peer
-        self.socket = socket
-        self.monitor = socket.get_monitor_socket(_WATCHED)
-        self.reader: asyncio.Task[None] | None = None
+        self.task: asyncio.Task[None] | None = None
+        self._dealer = dealer
+        self._monitor = monitor
         self._early: list[Frames] | None = []
 
-    def connect(self, address: str) -> None:
+    def connect(self, address: str, take: Take, end: Take) -> None:
         early, self._early = self._early or [], None
-        self.socket.connect(address)
+        self._dealer.socket.connect(address)
         with suppress(LinkError):  # if it ended at once, whoever watches it learns why
             for frames in early:
                 self.send(frames)
+        self._dealer.start(take)
+        self._monitor.start(end)
 
     def send(self, frames: Frames) -> None:
         if self._early is not None:
             self._early.append(frames)
             return
-        _send_now(self.socket, frames)
+        self._dealer.send(frames)
 
     def close(self) -> None:
-        if self.reader is not None:
-            self.reader.cancel()
-        if not self.socket.closed:
-            self.socket.disable_monitor()
-            self.monitor.close(linger=0)
-            self.socket.close()
+        if self.task is not None:
+            self.task.cancel()
+        if not self._dealer.socket.closed:
+            self._dealer.socket.disable_monitor()
+            self._monitor.close()
+            self._dealer.close()
 
 
 class _Accepted:
@@ -244,21 +288,8 @@ class _Accepted:
         self._owner = owner
 
     def send(self, frames: Frames) -> None:
-        _send_now(self._owner._router, [self._envelope, *frames])
+        self._owner._router.send([self._envelope, *frames])
 
     def close(self) -> None:
         # ZeroMQ cannot end one connection of a ROUTER: the other side does on our goodbye, or is ignored.
         self._owner._accepted.pop(self._envelope, None)
-
-
-def _end_turn(turn: asyncio.Future[None]) -> None:
-    if not turn.done():  # its reader was cancelled meanwhile
-        turn.set_result(None)
-
-
-def _send_now(socket: zmq.asyncio.Socket, frames: Frames) -> None:
-    if socket.closed:
-        raise LinkError(_ENDS[zmq.EVENT_DISCONNECTED])
-    done = cast("asyncio.Future[None]", socket.send_multipart(frames, zmq.NOBLOCK, copy=False))
-    if done.exception() is not None:  # no host, or no room because there is none
-        raise LinkError(_ENDS[zmq.EVENT_DISCONNECTED])

@@ -46,8 +46,8 @@ logger = logging.getLogger(__name__)
 
 # The plan knows better what is alive at once; the look before the first run adds up all that is ever made.
 _PREFLIGHT_TIMES = 4
-# Sending the gradient before the rest of a backward costs 0.1 ms per layer: too much for a short one.
-_SPLIT_SECONDS = 0.01
+# Sending the gradient before the rest of a backward costs 0.1 ms per weight: it may take a fiftieth of it.
+_SPLIT_SECONDS = 50 * 1e-4
 _PROBE_SECONDS = 0.2  # for one run of a probe, on a usual PC
 _USUAL_FLOPS_PER_SECOND = {"cpu": 5e10}  # of one core; of anything else 200 times as much
 
@@ -122,7 +122,8 @@ class Host:
         self._blueprint = blueprint
         rate = limits.emulated_flops_per_second or _USUAL_FLOPS_PER_SECOND.get(limits.device, 1e13)
         backward_seconds = 2 * footprint.forward_flops / rate
-        splits = not stage.recompute and backward_seconds > _SPLIT_SECONDS
+        num_weights = sum(entry.is_trainable for entry in blueprint.state)
+        splits = not stage.recompute and backward_seconds > num_weights * _SPLIT_SECONDS
         self._stage = Stage(
             program, Snapshot(0, state, {}), find_roles(blueprint), training.optimizer, splits
         )

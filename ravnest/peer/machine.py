@@ -19,8 +19,9 @@ from ravnest.peer.trial import synchronise
 _SIDES = {"cpu": 512}  # of the matrices; of anything else eight times as long
 _SHARES = {"cpu": 0.5, "cuda": 0.8}  # of what is free, to lend: on a GPU seldom anything else runs
 _MOST_SECONDS = 0.2
-_MMAP_THRESHOLD = -3  # as malloc.h of glibc numbers it
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # as malloc.h of glibc numbers them
 _LARGE_BYTES = 3 << 19  # at half a megabyte tensors of one trained 30 % slower, at this as fast as ever
+_KEPT_BYTES = 1 << 25  # of smaller ones: at glibc's 128 KB the same pages come and go with every batch
 _BF16_SECONDS = 60.0  # most of them to load torch
 _BF16_PROGRAM = """
 import sys, torch
@@ -35,7 +36,9 @@ def return_freed_memory() -> None:
     By itself the allocator of glibc keeps them once it has seen some, up to half as much again.
     """
     with contextlib.suppress(OSError, AttributeError):  # another system, another allocator
-        ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, _LARGE_BYTES)
+        library = ctypes.CDLL(None)
+        library.mallopt(_MMAP_THRESHOLD, _LARGE_BYTES)
+        library.mallopt(_TRIM_THRESHOLD, _KEPT_BYTES)
 
 
 def warm_up() -> None:

@@ -181,19 +181,24 @@ class Timekeeper:
         return gradient_weight(lag, policy.lag_bound(self._schedule.version)) if policy is not None else 1.0
 
     def send(self, report: StepReport) -> Iterator[Parcel]:
-        """Tell the hub of a batch, and now and then the root: often at first, while it knows nothing."""
-        now = self._clock()
-        report = replace(report, idle_share=self._idle.share(now), link_seconds=self.link_seconds)
-        yield Parcel(HUB, report)
+        """Tell hub and root of a batch now and then, often at first; the leaf tells the hub every loss."""
+        report = self._complete(report)
         self._num_reports += 1
-        if self._num_reports % _REPORT_BATCHES == 0 or self._num_reports in (1, 2, 4, 8):
-            self._idle = IdleTime(now)
+        is_due = self._num_reports % _REPORT_BATCHES == 0 or self._num_reports in (1, 2, 4, 8)
+        if is_due or self._place.after is None:
+            yield Parcel(HUB, report)
+        if is_due:
+            self._idle = IdleTime(self._clock())
             if self._controller is not None:
                 self._learn(0, report)
             elif self._policy is not None:
                 yield Parcel(self._place.pipeline[0], report)
         elif self._controller is not None:
             self._controller.observe(report.lag)
+
+    def _complete(self, report: StepReport) -> StepReport:
+        share = self._idle.share(self._clock())
+        return replace(report, idle_share=share, link_seconds=self.link_seconds)
 
     def end_update(self) -> Iterator[Parcel]:
         """As the root, set a new pace if it is time for one."""

@@ -10,7 +10,7 @@ import torch
 from ravnest.engine.stage import Updated
 from ravnest.engine.staleness import StalenessPolicy
 from ravnest.model.capture import Captured
-from ravnest.protocol import Pace, Refusal
+from ravnest.protocol import Pace, Refusal, StepReport
 from tests.support.timed_world import TimedWorld, capture_layers, layer_batch, plain_settings
 
 EQUAL = [(1.0, 1.0, 1.0)] * 4
@@ -96,6 +96,15 @@ def test_the_root_measures_links_and_tells_the_cluster_when_the_start_is_over(ca
     assert {report.link_seconds for report in world.reports[world.nodes[1]]} == {0.0}
     # Each other stage reports batches 1, 2, 4, 8, 16 and 32 to the root.
     assert sorted(report.batch for report in world.at_root) == sorted([0, 1, 3, 7, 15, 31] * 3)
+
+
+def test_the_leaf_tells_the_hub_of_every_batch_and_the_others_now_and_then(captured):
+    world = make_world(captured, EQUAL, 9, 4)
+    world.lease([layer_batch(seed) for seed in range(20)])
+    world.run()
+    told = [message for message in world.at_hub if isinstance(message, StepReport)]
+    assert sorted(report.batch for report in told if report.loss is not None) == [*range(20)]
+    assert sorted(report.batch for report in told if report.loss is None) == sorted([0, 1, 3, 7, 15] * 3)
 
 
 def test_a_narrow_window_shows_as_idle_time(captured):

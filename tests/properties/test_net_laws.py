@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ravnest.errors import ConfigError, ProtocolError
 from ravnest.net.frames import Chunk, Hello, Position, decode
 from ravnest.net.identity import Token, new_keys, read_token, write_token
-from ravnest.net.link import Link
+from ravnest.net.link import ACK_SECONDS, Link
 from ravnest.net.transport import Limits, Service
 
 CREDIT = 6000
@@ -54,7 +54,7 @@ class Side:
             self.sent[service].append((header, buffers))
 
     def emit(self, other: "Side") -> bool:
-        frames = self.link.next_frames(0.0)
+        frames = self.link.next_frames(0.0) or self.link.next_frames(ACK_SECONDS)
         if frames is not None:
             other.wire.append(views(frames))
         return frames is not None
@@ -73,7 +73,7 @@ class Side:
     def take(self, service: Service) -> None:
         if self.num_taken[service] < len(self.arrived[service]):
             self.num_taken[service] += 1
-            self.link.inbox.take(service)
+            self.link.take(service, 0.0)
 
     def untaken_bytes(self, service: Service) -> int:
         waiting = self.arrived[service][self.num_taken[service] :]

@@ -32,14 +32,14 @@ class TimedWorld(ClusterWorld):
     seconds: Sequence[tuple[float, float, float]] = ()
     delay_seconds: float = 0.0
     policy: StalenessPolicy | None = None
-    reports: dict[NodeId, list[StepReport]] = field(default_factory=dict)  # to the hub
+    reports: dict[NodeId, list[StepReport]] = field(default_factory=dict)  # of every batch
     paces: list[Pace] = field(default_factory=list)  # as the second stage got them
     at_root: list[StepReport] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.now: dict[NodeId, float] = {}
         self.work: dict[NodeId, list[tuple[float, float]]] = {}
-        self.ended: dict[NodeId, list[float]] = {}  # when batches were reported to the hub
+        self.ended: dict[NodeId, list[float]] = {}  # when batches were done
         self._idle: set[NodeId] = set()
         self._sender: NodeId | None = None
         super().__post_init__()
@@ -56,7 +56,16 @@ class TimedWorld(ClusterWorld):
 
         per_sample = [part / NUM_SAMPLES for part in self.seconds[place.index]]
         device = Device(lambda: self.now[node], wait, *per_sample)
-        return Worker(place, blueprint, stage, schedule, self.settings.learning_rate, device, self.policy)
+        worker = Worker(place, blueprint, stage, schedule, self.settings.learning_rate, device, self.policy)
+        complete = worker._time._complete
+
+        def note(report: StepReport) -> StepReport:
+            self.reports[node].append(complete(report))
+            self.ended[node].append(self.now[node])
+            return self.reports[node][-1]
+
+        worker._time._complete = note
+        return worker
 
     def post(self, parcel: Parcel) -> None:
         """Send a parcel: it arrives after the delay, with who sent it."""
@@ -64,9 +73,6 @@ class TimedWorld(ClusterWorld):
         message = wire.unpack(wire.pack(parcel.message, buffers), buffers)
         if parcel.to == HUB:
             self.at_hub.append(message)
-            if isinstance(message, StepReport) and self._sender is not None:
-                self.reports[self._sender].append(message)
-                self.ended[self._sender].append(self.now[self._sender])
             return
         self._count(parcel.to, message)
         sent_at = 0.0 if self._sender is None else self.now[self._sender] + self.delay_seconds

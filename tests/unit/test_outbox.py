@@ -5,9 +5,9 @@ from collections import deque
 import pytest
 
 from ravnest.errors import LinkError, ProtocolError
-from ravnest.net.frames import Chunk, Hello, Ping, Position, decode, encode
+from ravnest.net.frames import Ack, Chunk, Hello, Ping, Position, decode, encode
 from ravnest.net.inbox import Inbox
-from ravnest.net.link import SILENCE_SECONDS, TICK_SECONDS, Link
+from ravnest.net.link import ACK_BYTES, ACK_SECONDS, SILENCE_SECONDS, TICK_SECONDS, Link
 from ravnest.net.outbox import OVERHEAD_BYTES, Outbox
 from ravnest.net.transport import MIB, Limits, Service, as_views, check_limits
 
@@ -234,3 +234,46 @@ def test_a_heard_neighbour_stays():
 def test_only_a_chunk_carries_more_frames():
     with pytest.raises(ProtocolError, match="Ping came with 1 frames"):
         decode([memoryview(encode(Ping())), memoryview(b"x")])
+
+
+def heads(link: Link, now: float) -> list[Ack | Chunk]:
+    found = []
+    while frames := link.next_frames(now):
+        found.append(decode([memoryview(frame) for frame in frames]))
+    return found
+
+
+def test_a_confirmation_goes_along_with_what_is_sent():
+    link = connected()
+    link.receive(Chunk(Service.GRADIENT, 0, 0, (1,)), [memoryview(b"h")], 1.0)
+    assert heads(link, 1.0) == []
+    put(link.outbox, Service.CONTROL)
+    assert heads(link, 1.0) == [
+        Chunk(Service.CONTROL, 0, 0, (1,), (Position(Service.GRADIENT, 1, 0, 0),)),
+    ]
+    assert heads(link, 9.0) == []
+
+
+def test_a_confirmation_that_nothing_goes_along_with_is_sent_in_time():
+    link = connected()
+    link.receive(Chunk(Service.GRADIENT, 0, 0, (1,)), [memoryview(b"h")], 1.0)
+    link.receive(Chunk(Service.GRADIENT, 1, 0, (1,)), [memoryview(b"h")], 1.0 + ACK_SECONDS / 2)
+    assert link.owed_by == 1.0 + ACK_SECONDS
+    assert heads(link, link.owed_by) == [Ack((Position(Service.GRADIENT, 2, 0, 0),))]
+
+
+def test_what_gives_much_credit_back_is_confirmed_at_once():
+    link = Link(1, Limits())
+    link.connect(Hello(1, 2, 0, (), b""), 0.0)
+    heads(link, 0.0)
+    link.receive(
+        Chunk(Service.BLOB, 0, 0, (1, ACK_BYTES)), [memoryview(b"h"), memoryview(bytes(ACK_BYTES))], 1.0
+    )
+    assert heads(link, 1.0) == [Ack((Position(Service.BLOB, 1, 0, 0),))]
+    link.take(Service.BLOB, 2.0)
+    assert heads(link, 2.0) == [Ack((Position(Service.BLOB, 1, 0, 1),))]
+
+
+def test_a_lie_that_goes_along_with_a_chunk_is_refused():
+    with pytest.raises(ProtocolError, match="was sent"):
+        connected().receive(Chunk(Service.BLOB, 0, 0, (1,), (Position(Service.BLOB, 3, 0, 0),)), [], 0.0)
