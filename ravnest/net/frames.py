@@ -17,6 +17,7 @@ VERSION = 2
 GREETING_BYTES = 4096
 
 Natural = Annotated[int, Meta(ge=0, lt=2**62)]
+Moment = Annotated[int, Meta(gt=-(2**62), lt=2**62)]  # microseconds of a clock that only its owner knows
 Frames = list[Buffer]
 
 
@@ -45,20 +46,23 @@ class Hello(msgspec.Struct, array_like=True, tag=0, frozen=True, forbid_unknown_
 class Chunk(msgspec.Struct, array_like=True, tag=1, frozen=True, forbid_unknown_fields=True):
     """A piece of a message; at offset 0 `sizes` says what is to come: the header, then each buffer.
 
-    `positions` is an Ack that goes along.
+    `positions` and `behind` are an Ack that goes along.
     """
 
     service: Service
     sequence: Natural
     offset: Natural
     sizes: tuple[Natural, ...]
+    sent_at: Moment = 0
     positions: Positions = ()
+    behind: Moment = 0
 
 
 class Ack(msgspec.Struct, array_like=True, tag=2, frozen=True, forbid_unknown_fields=True):
-    """What arrived and what was taken since the last one."""
+    """What arrived and what was taken since the last one; how long the newest chunk took, by two clocks."""
 
     positions: Positions
+    behind: Moment = 0
 
 
 class Ping(msgspec.Struct, array_like=True, tag=3, frozen=True, forbid_unknown_fields=True):

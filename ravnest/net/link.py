@@ -39,6 +39,7 @@ class Link:
         self._is_ping_due = False
         self._owed_bytes = 0  # arrived or taken, and not confirmed
         self.owed_by = inf  # when they must be
+        self._behind = 0  # microseconds the newest chunk took, by two clocks that are not the same
 
     def hello(self, greeting: bytes = b"") -> Frames:
         """Return the first frame of a connection."""
@@ -69,10 +70,11 @@ class Link:
         match head:
             case Chunk():
                 self._owe(sum(piece.nbytes for piece in pieces), now)
-                self.outbox.acknowledge(head.positions, now)
+                self._behind = round(1e6 * now) - head.sent_at
+                self.outbox.acknowledge(head.positions, 1e-6 * head.behind, now)
                 return self.inbox.accept(head, pieces)
             case Ack():
-                self.outbox.acknowledge(head.positions, now)
+                self.outbox.acknowledge(head.positions, 1e-6 * head.behind, now)
             case Ping():
                 pass
             case Hello() | Bye():
@@ -114,11 +116,14 @@ class Link:
         self.owed_by = min(self.owed_by, due)
 
     def _next_news(self, now: float) -> Frames | None:
-        chunk = self.outbox.next_chunk(now)
+        chunk = self.outbox.next_chunk()
         if chunk is None and now < self.owed_by:
             return None
         news = self.inbox.news()
         self._owed_bytes, self.owed_by = 0, inf
         if chunk is None:
-            return [encode(Ack(news))] if news else None
-        return [encode(msgspec.structs.replace(chunk[0], positions=news)), *chunk[1]]
+            return [encode(Ack(news, self._behind))] if news else None
+        head = msgspec.structs.replace(
+            chunk[0], sent_at=round(1e6 * now), positions=news, behind=self._behind
+        )
+        return [encode(head), *chunk[1]]

@@ -8,6 +8,7 @@ big one, on a slow link either. Chunks are views of the caller's buffers. Driven
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import inf
 
 from ravnest.errors import ProtocolError
 from ravnest.net.frames import Chunk, Position
@@ -17,6 +18,8 @@ OVERHEAD_BYTES = 1024  # what a message costs beside its bytes, so that empty on
 CHUNKS_PER_WINDOW = 4
 SMALLEST_WINDOW_BYTES = 32 * 1024
 FIRST_WINDOW_BYTES = 64 * 1024
+WHILE_SECONDS = 60.0  # in which two clocks hardly drift apart
+GROWTH, SHRINKAGE = 0.5, 0.125  # of the window per journey, at most: what is heard is old, so gently
 QUEUE_SECONDS = 0.1  # how long our own bytes may queue in front of an urgent message
 
 
@@ -40,7 +43,7 @@ class Outbox:
         assert self.has_room(service, message.size), f"no credit for {message.size} bytes of {service.name}"
         self._lanes[service].put(message)
 
-    def next_chunk(self, now: float) -> tuple[Chunk, list[memoryview]] | None:
+    def next_chunk(self) -> tuple[Chunk, list[memoryview]] | None:
         """Return the next piece to send, the most urgent first; None when nothing may go now."""
         in_flight = 0
         for lane in self._lanes:
@@ -49,15 +52,15 @@ class Outbox:
                 continue
             if in_flight >= self._window.size_bytes:  # less urgent bytes do not hold back more urgent ones
                 return None
-            return lane.next_chunk(min(self._limits.chunk_bytes, self._window.chunk_bytes), now)
+            return lane.next_chunk(min(self._limits.chunk_bytes, self._window.chunk_bytes))
         return None
 
-    def acknowledge(self, positions: Iterable[Position], now: float) -> None:
-        """Release what arrived and give back the credit of what was taken."""
-        for position in positions:
-            in_flight = sum(lane.in_flight_bytes for lane in self._lanes)
-            for sent_at, size in self._lanes[position.service].acknowledge(position):
-                self._window.adjust(now - sent_at, size, in_flight, now)
+    def acknowledge(self, positions: Iterable[Position], behind: float, now: float) -> None:
+        """Release what arrived, the last of it `behind` seconds after it left; give back credit."""
+        in_flight = sum(lane.in_flight_bytes for lane in self._lanes)
+        arrived = sum(self._lanes[position.service].acknowledge(position) for position in positions)
+        if arrived:
+            self._window.adjust(behind, arrived, in_flight, now)
 
     def resume(self, positions: Iterable[Position]) -> None:
         """After a reconnect: go on from where the other side says it is."""
@@ -90,12 +93,11 @@ class _Message:
 
 @dataclass(slots=True)
 class _Sent:
-    """A chunk on the wire: where the stream stands when it has arrived, and when it left."""
+    """A chunk on the wire: where the stream stands when it has arrived."""
 
     sequence: int
     offset: int
     size: int
-    at: float
 
 
 class _Lane:
@@ -123,7 +125,7 @@ class _Lane:
         self._costs.append(message.size + OVERHEAD_BYTES)
         self.held_bytes += self._costs[-1]
 
-    def next_chunk(self, size_bytes: int, now: float) -> tuple[Chunk, list[memoryview]]:
+    def next_chunk(self, size_bytes: int) -> tuple[Chunk, list[memoryview]]:
         sequence, offset = self._next
         message = self._messages[sequence - self._first]
         views = message.cut(offset, size_bytes)
@@ -132,22 +134,20 @@ class _Lane:
         end = offset + size
         self._next = (sequence + 1, 0) if end == message.size else (sequence, end)
         self._furthest = max(self._furthest, self._next)
-        self._sent.append(_Sent(*self._next, size, now))
+        self._sent.append(_Sent(*self._next, size))
         self.in_flight_bytes += size
         return Chunk(self.service, sequence, offset, sizes), views
 
-    def acknowledge(self, position: Position) -> list[tuple[float, int]]:
-        """Return when the chunks that arrived had been sent, and their sizes."""
+    def acknowledge(self, position: Position) -> int:
+        """Return the bytes of the chunks that arrived."""
         self._check(position)
         arrived = (position.sequence, position.offset)
-        arrived_chunks = []
+        before = self.in_flight_bytes
         while self._sent and (self._sent[0].sequence, self._sent[0].offset) <= arrived:
-            sent = self._sent.popleft()
-            self.in_flight_bytes -= sent.size
-            arrived_chunks.append((sent.at, sent.size))
+            self.in_flight_bytes -= self._sent.popleft().size
         self._release(position)
         self._next = max(self._next, self._arrived)
-        return arrived_chunks
+        return before - self.in_flight_bytes
 
     def resume(self, position: Position) -> None:
         self._check(position)
@@ -180,23 +180,29 @@ class _Lane:
 
 
 class _Window:
-    """How many bytes may be on the wire: grows while answers come at once, shrinks when they queue."""
+    """How many bytes may be on the wire: so many that what we send queues for QUEUE_SECONDS, and no more.
+
+    Only the way there counts: an answer may have waited behind what the other side sends. It grows and
+    shrinks by how far the queue is from what it may be, so that links that share a way share it fairly.
+    """
 
     def __init__(self, largest_bytes: int) -> None:
         self._largest = largest_bytes
         self.size_bytes = min(FIRST_WINDOW_BYTES, largest_bytes)
-        self._quickest = float("inf")
-        self._shrunk_at = float("-inf")
+        self._quickest = (inf, inf)  # of this while and of the one before: clocks drift apart
+        self._while_ends = -inf
 
     @property
     def chunk_bytes(self) -> int:
         return max(1, self.size_bytes // CHUNKS_PER_WINDOW)
 
-    def adjust(self, delay: float, arrived_bytes: int, in_flight_bytes: int, now: float) -> None:
-        self._quickest = min(self._quickest, delay)
-        if delay - self._quickest < QUEUE_SECONDS:
-            if 2 * in_flight_bytes >= self.size_bytes:  # it was in use
-                self.size_bytes = min(self._largest, self.size_bytes + arrived_bytes)
-        elif now - self._shrunk_at >= delay:  # at most once per journey, or one queue counts many times
-            self.size_bytes = min(self._largest, max(SMALLEST_WINDOW_BYTES, self.size_bytes // 2))
-            self._shrunk_at = now
+    def adjust(self, behind: float, arrived_bytes: int, in_flight_bytes: int, now: float) -> None:
+        if now > self._while_ends:
+            self._quickest, self._while_ends = (behind, self._quickest[0]), now + WHILE_SECONDS
+        self._quickest = (min(self._quickest[0], behind), self._quickest[1])
+        queued = behind - min(self._quickest)
+        room = max(-1.0, 1.0 - queued / QUEUE_SECONDS)
+        if room < 0 or 2 * in_flight_bytes >= self.size_bytes:  # it grows only while it is in use
+            gain = GROWTH if room > 0 else SHRINKAGE
+            grown = self.size_bytes + int(gain * room * arrived_bytes)
+            self.size_bytes = min(self._largest, max(SMALLEST_WINDOW_BYTES, grown))

@@ -234,7 +234,7 @@ def test_a_lie_about_what_arrived_is_refused_or_harmless(queued, num_chunks, lie
         if is_hello:
             side.link.connect(Hello(1, 2, 1, lies, b""), 0.0)
         else:
-            side.link.outbox.acknowledge(lies, 0.0)
+            side.link.outbox.acknowledge(lies, 0.0, 0.0)
     except ProtocolError:
         return
     for _ in range(500):  # it never sends for ever
