@@ -20,6 +20,7 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.run stages
 	$(BIN)/python -m benchmarks.run memory
 	$(BIN)/python -m benchmarks.run pipeline
+	$(BIN)/python -m benchmarks.run allreduce
 
 clean:
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

@@ -44,6 +44,7 @@ class Setting:
     link: LinkSpeed | None = None
     counts_bytes: bool = False
     memory_bytes: float = 2e9
+    num_clusters: int = 1  # all cut alike
 
 
 @dataclass(slots=True)
@@ -55,6 +56,7 @@ class Record:
     num_bytes: list[tuple[float, int]] = field(default_factory=list)  # between peers, both ways
     profile: ModelProfile | None = None  # of a microbatch
     config: PlanConfig | None = None
+    metrics: dict[str, float] = field(default_factory=dict)  # of the result
 
     @property
     def leaf_times(self) -> list[tuple[float, int]]:
@@ -79,7 +81,7 @@ class Record:
 
     @property
     def cluster(self) -> Cluster:
-        """The only cluster of the plan."""
+        """The first cluster of the plan."""
         return self.formed.plan.clusters[0]
 
 
@@ -121,7 +123,7 @@ def train(
         stack.callback(ended.set)
         looking.start()
         stack.enter_context(swarm)
-        swarm.fit(job)
+        record.metrics.update(swarm.fit(job).metrics)
     return record
 
 
@@ -156,9 +158,11 @@ def _fixed_plan(record: Record, setting: Setting) -> Iterator[None]:
         if setting.link is not None:
             nodes = [_behind(node, setting.link) for node in nodes]
         swarm = Swarm(tuple(nodes))
-        line = LineCost(profile, config, is_averaged=False)
-        order = [list(reversed(range(len(setting.cuts) + 1)))]  # the others are spares
-        cuts = np.array([[profile.num_positions, *reversed(setting.cuts), 0]])
+        line = LineCost(profile, config, is_averaged=setting.num_clusters > 1)
+        num_stages = len(setting.cuts) + 1
+        firsts = range(0, setting.num_clusters * num_stages, num_stages)
+        order = [list(reversed(range(first, first + num_stages))) for first in firsts]  # others are spares
+        cuts = np.array([[profile.num_positions, *reversed(setting.cuts), 0]] * setting.num_clusters)
         clusters = build_clusters(line, NodeTable.of(swarm, config), swarm, order, cuts)
         record.profile, record.config = profile, config
         return assemble(tuple(clusters), profile, swarm, config, seed, epoch)

@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from ravnest.engine.training import AveragingRule
     from ravnest.job.callbacks import CsvLog, TensorBoard
     from ravnest.job.job import Job
     from ravnest.job.rates import constant, cosine, linear
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from ravnest.model.capture import capture, empty_weights
 
 __all__ = [
+    "AveragingRule",
     "CsvLog",
     "Hub",
     "Job",
@@ -27,6 +29,7 @@ __all__ = [
 ]
 
 _PLACES = {
+    "AveragingRule": "ravnest.engine.training",
     "CsvLog": "ravnest.job.callbacks",
     "Hub": "ravnest.job.swarm",
     "Job": "ravnest.job.job",

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ravnest.config import WireFormat
 from ravnest.errors import ProtocolError
-from ravnest.protocol import BLOCK_ITEMS, FLOAT_BYTES, ITEM_BYTES, SCALE_BYTES, Refusal, TensorSpec
+from ravnest.protocol import BLOCK_ITEMS, FLOAT_BYTES, ITEM_BYTES, SCALE_BYTES, TensorSpec
 
 _LARGEST_CODE = {WireFormat.INT8: 127, WireFormat.INT4: 7}
 _HALVES = {WireFormat.BF16: torch.bfloat16, WireFormat.FP16: torch.float16}
@@ -76,37 +76,45 @@ class Encoded:
 
 
 class ErrorFeedback:
-    """Adds what rounding lost of a named tensor to what is sent of it next; a round at a time.
+    """Adds what rounding lost of a vector to what is sent of it next; a round at a time.
 
-    The residual of int8 and int4 is kept as bf16; the other formats lose too little to keep one. One of these
-    serves one plan: names and sizes must not change.
+    A round encodes each item once, in whatever slices. What is owed is kept as bf16; fp32 owes nothing.
     """
 
-    def __init__(self, wire_format: WireFormat) -> None:
+    def __init__(self, wire_format: WireFormat, num_items: int, device: str = "cpu") -> None:
         self._wire_format = wire_format
-        self._residuals: dict[str, Tensor] = {}
-        self._pending: dict[str, Tensor] = {}
+        self._num_items = num_items if wire_format is not WireFormat.FP32 else 0
+        self._device = device
+        self._owed: Tensor | None = None
+        self._pending: Tensor | None = None
 
-    def encode(self, name: str, tensor: Tensor) -> Encoded | Refusal:
-        """Encode a tensor and what is still owed of it; refuse one that would spoil all that follow."""
-        residual = self._residuals.get(name)
-        owed = tensor.detach() if residual is None else tensor.detach() + residual.view(tensor.shape)
-        buffer = encode(owed, self._wire_format)
-        decoded = decode(buffer, describe(owed, self._wire_format), str(owed.device))
-        if not bool(decoded.float().sum().isfinite()):  # one NaN or infinity in it is enough for that
-            return Refusal(f"{name} is not finite, or too large to be added up, as {self._wire_format}")
-        if self._wire_format in _LARGEST_CODE:
-            self._pending[name] = (owed - decoded).to(torch.bfloat16)
+    def add_owed(self, where: slice, items: Tensor, factor: float = 1.0) -> None:
+        """Add what is owed of a slice to it, in place."""
+        if self._owed is not None:
+            owed = self._owed[where]  # of a slice that reaches beyond the vector, only so much
+            items[: len(owed)].add_(owed, alpha=factor)
+
+    def encode(self, where: slice, items: Tensor, unit: float = 1.0) -> Encoded:
+        """Encode a slice; what that loses is owed, in units of the vector."""
+        buffer = encode(items, self._wire_format)
+        if self._wire_format is WireFormat.FP32:
+            return Encoded(buffer, items)
+        decoded = decode(buffer, describe(items, self._wire_format), self._device)
+        if where.start < self._num_items:
+            if self._pending is None:
+                self._pending = torch.zeros(self._num_items, dtype=torch.bfloat16, device=self._device)
+            pending = self._pending[where]
+            torch.sub(items[: len(pending)], decoded[: len(pending)], out=items[: len(pending)])
+            pending.copy_(items[: len(pending)].mul_(unit))
         return Encoded(buffer, decoded)
 
     def commit(self) -> None:
         """The round happened: what it did not deliver is owed in the next."""
-        self._residuals |= self._pending
-        self._pending.clear()
+        self._owed, self._pending = self._pending, None
 
     def abort(self) -> None:
         """The round never happened: what was owed before it is still owed."""
-        self._pending.clear()
+        self._pending = None
 
 
 def _carrier(dtype: str, wire_format: WireFormat) -> torch.dtype | None:

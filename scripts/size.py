@@ -5,15 +5,15 @@ from collections import Counter
 from pathlib import Path
 
 PART_LINES = {
-    "ravnest": 1_500,
+    "ravnest": 1_550,
     "commands": 1_500,
     "plan": 3_150,
     "model": 4_900,
-    "engine": 1_600,
-    "averaging": 700,
-    "net": 2_050,
-    "hub": 2_950,
-    "peer": 2_150,
+    "engine": 1_660,
+    "averaging": 750,
+    "net": 2_130,
+    "hub": 3_080,
+    "peer": 2_600,
     "job": 1_800,
     "showing": 1_700,
 }

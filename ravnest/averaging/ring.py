@@ -3,57 +3,81 @@
 The vector is cut in as many parts as the ring has members, each part in chunks. The chunks of part i
 start at member i and travel on their own: for n-1 hops each member adds its weighted share, the last of
 them divides by the total weight once, and those same bits go round to all. Any delivery order between
-chunks is correct. Driven by averaging.round; the caller leaves `vector` unchanged until the round ends.
+chunks is correct. What a chunk is, and how it travels, is a Passing's. Driven by averaging.round.
 """
 
 import math
-from typing import Generic, Protocol, Self, TypeVar
+from collections.abc import Iterator, Sized
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any, Generic, Protocol, TypeVar
 
 from ravnest.protocol import Refusal, RingPart, RoundId, SegmentId
 
+_DIGEST_BYTES = 16
+_LEAST_CHUNK, _MOST_CHUNK = 1 << 14, 1 << 18  # items: at most a megabyte of float32
+_CHUNKS_PER_PART = 4  # so that they follow each other around the ring
+_BLOCK = 256  # items with one scale: none is cut without need
 
-class Vector(Protocol):
-    """What can be averaged: an array or tensor of one dimension."""
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, where: slice, /) -> Self: ...
-    def __add__(self, other: Self, /) -> Self: ...
-    def __mul__(self, factor: float, /) -> Self: ...
-    def __truediv__(self, divisor: float, /) -> Self: ...
-
-
-V = TypeVar("V", bound=Vector)
-
+V = TypeVar("V", bound=Sized)
 _Key = tuple[int, int]  # part, chunk
+
+
+class Passing(Protocol[V]):
+    """What one member does to the chunks that pass it; what it returns is what all receivers will see."""
+
+    @property
+    def edges(self) -> tuple[int, ...]:
+        """Where no chunk may reach across, in rising order; the last is the length of the vector."""
+
+    def fault(self, where: slice, value: V, weight: float, num_shares: int) -> str | None:
+        """Say why no honest member sends this, if so: the sum of so many shares, or of 0 the mean."""
+
+    def begin(self, where: slice, weight: float) -> V:
+        """Return this member's share, by its weight."""
+
+    def add(self, where: slice, value: V, weight: float) -> V:
+        """Return the sum of what came and this member's share."""
+
+    def finish(self, where: slice, value: V, weight: float, total: float) -> V:
+        """Return the mean, from the sum without this member's share and the weight of all."""
+
+    def keep(self, value: V) -> V:
+        """Return a mean as it is kept until the round ends."""
+
+    def content(self, value: V) -> Any:
+        """Return the bytes of a kept mean: the same in every member."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """A member's place in one ring of one round."""
+
+    round_id: RoundId
+    segment: SegmentId
+    position: int
+    num_members: int
 
 
 class RingReduce(Generic[V]):
     """One member's side of one ring. Feed it what arrives; send its successor what it returns."""
 
-    def __init__(
-        self,
-        round_id: RoundId,
-        segment: SegmentId,
-        position: int,
-        num_members: int,
-        vector: V,
-        weight: float,
-        chunk_size: int,
-    ) -> None:
-        assert 0 <= position < num_members, f"no place {position} in a ring of {num_members}"
+    def __init__(self, seat: Seat, passing: Passing[V], weight: float, chunk_size: int) -> None:
+        assert 0 <= seat.position < seat.num_members, f"no such place: {seat}"
         assert math.isfinite(weight), f"weight {weight} is no number of samples"
         assert weight >= 0, f"weight {weight} is no number of samples"
         assert chunk_size >= 1
-        self._round_id = round_id
-        self._segment = segment
-        self._position = position
-        self._num_members = num_members
-        self._vector = vector
+        self._seat = seat
+        self._passing = passing
         self._weight = weight
-        self._slices = _cut(len(vector), num_members, chunk_size)
+        self._slices = _cut(passing.edges, seat.num_members, chunk_size)
         self._awaited = {key: self._first_hops(key[0]) for key in self._slices}
+        self._own = [key for key in self._slices if key[0] == seat.position]
         self._finished: dict[_Key, V] = {}
+        self._hash = blake2b(digest_size=_DIGEST_BYTES)
+        self._unhashed = list(reversed(self._slices))
         self._failure: str | None = None
+        self._is_misled = False
 
     @property
     def done(self) -> bool:
@@ -61,9 +85,29 @@ class RingReduce(Generic[V]):
         return len(self._finished) == len(self._slices)
 
     @property
+    def num_missing(self) -> int:
+        """Chunks whose mean is not here yet."""
+        return len(self._slices) - len(self._finished)
+
+    @property
+    def num_late(self) -> int:
+        """Chunks of its own that the predecessor has not sent; one that sent them all waits itself."""
+        return sum(hops == 1 for hops in self._awaited.values())
+
+    @property
+    def num_own(self) -> int:
+        """Chunks that start their journey here."""
+        return len(self._own)
+
+    @property
     def failure(self) -> str | None:
         """Why this ring can never be done, if so."""
         return self._failure
+
+    @property
+    def is_misled(self) -> bool:
+        """Whether it failed by what its predecessor sent."""
+        return self._is_misled
 
     @property
     def pieces(self) -> tuple[V, ...]:
@@ -71,56 +115,67 @@ class RingReduce(Generic[V]):
         assert self.done, "the mean was asked for before the ring was done"
         return tuple(self._finished[key] for key in self._slices)
 
-    def start(self) -> tuple[RingPart[V], ...]:
-        """Return the chunks that start their journey here."""
-        own = [key for key in self._slices if key[0] == self._position]
-        if self._num_members == 1:
-            self._finish_alone(own)
-            return ()
-        return tuple(self._message(key, 1, self._weight, self._share(key)) for key in own)
+    @property
+    def digest(self) -> bytes:
+        """A hash of the mean, in the order of the vector; only when done."""
+        assert self.done, "the mean was asked for before the ring was done"
+        return self._hash.digest()
+
+    def start(self) -> Iterator[RingPart[V]]:
+        """Return the chunks that start their journey here, each made when it is asked for."""
+        for key in self._own:
+            if self._seat.num_members == 1:
+                self._finish(key, None, 0.0)
+            else:
+                value = self._passing.begin(self._slices[key], self._weight)
+                yield self._message(key, 1, self._weight, value)
 
     def receive(self, part: RingPart[V]) -> RingPart[V] | Refusal | None:
         """Take a chunk from the predecessor; return what goes on to the successor, if anything."""
         reason = self._reason_against(part)
         if reason is not None:
             return Refusal(reason)
-        key = (part.part, part.chunk)
-        if part.hops < self._num_members:
+        key, num_members = (part.part, part.chunk), self._seat.num_members
+        where, is_sum = self._slices[key], part.hops < num_members
+        fault = self._passing.fault(where, part.value, part.weight, part.hops if is_sum else 0)
+        if fault is not None:
+            self._failure, self._is_misled = f"segment {part.segment}: {fault}", True
+            return None
+        if is_sum:
             return self._add(key, part)
-        del self._awaited[key]
-        self._finished[key] = part.value
-        if part.hops == 2 * self._num_members - 2:  # the successor is where the mean came from
+        self._keep(key, part.value)
+        if part.hops == 2 * num_members - 2:  # the successor is where the mean came from
             return None
         return self._message(key, part.hops + 1, part.weight, part.value)
 
     def _add(self, key: _Key, part: RingPart[V]) -> RingPart[V] | None:
-        value = part.value + self._share(key)
-        weight = part.weight + self._weight
-        if part.hops < self._num_members - 1:
-            self._awaited[key] = part.hops + self._num_members
-            return self._message(key, part.hops + 1, weight, value)
-        del self._awaited[key]
-        if not 0 < weight < math.inf:
-            self._fail(weight)
+        if part.hops == self._seat.num_members - 1:
+            return self._finish(key, part.value, part.weight)
+        value = self._passing.add(self._slices[key], part.value, self._weight)
+        self._awaited[key] = part.hops + self._seat.num_members
+        return self._message(key, part.hops + 1, part.weight + self._weight, value)
+
+    def _finish(self, key: _Key, value: V | None, weight: float) -> RingPart[V] | None:
+        total, where = weight + self._weight, self._slices[key]
+        if not 0 < total < math.inf:
+            self._failure = f"segment {self._seat.segment}: no mean exists for a total weight of {total}"
             return None
-        mean = value / weight
-        self._finished[key] = mean
-        return self._message(key, part.hops + 1, weight, mean)
+        if value is None:
+            mean = self._passing.begin(where, 1.0)
+        else:
+            mean = self._passing.finish(where, value, self._weight, total)
+        self._keep(key, mean)
+        return self._message(key, self._seat.num_members, total, mean)
 
-    def _finish_alone(self, own: list[_Key]) -> None:
-        if self._weight == 0 and own:
-            self._fail(self._weight)
-            return
-        for key in own:
-            del self._awaited[key]
-            self._finished[key] = self._vector[self._slices[key]] * 1.0  # a copy
-
-    def _fail(self, weight: float) -> None:
-        self._failure = f"segment {self._segment}: no mean exists for a total weight of {weight}"
+    def _keep(self, key: _Key, mean: V) -> None:
+        del self._awaited[key]
+        self._finished[key] = self._passing.keep(mean)
+        while self._unhashed and self._unhashed[-1] in self._finished:  # as soon as possible: it takes time
+            self._hash.update(self._passing.content(self._finished[self._unhashed.pop()]))
 
     def _reason_against(self, part: RingPart[V]) -> str | None:
         name = f"segment {part.segment} part {part.part} chunk {part.chunk} hop {part.hops}"
-        if (part.round_id, part.segment) != (self._round_id, self._segment):
+        if (part.round_id, part.segment) != (self._seat.round_id, self._seat.segment):
             return f"{name} of round {part.round_id} belongs to another ring"
         awaited = self._awaited.get((part.part, part.chunk))
         if awaited is None or awaited != part.hops:
@@ -135,20 +190,26 @@ class RingReduce(Generic[V]):
 
     def _first_hops(self, part: int) -> int:
         """Return the hops after which a chunk first arrives here; its origin sees only the mean."""
-        return (self._position - part) % self._num_members or self._num_members
-
-    def _share(self, key: _Key) -> V:
-        return self._vector[self._slices[key]] * self._weight
+        return (self._seat.position - part) % self._seat.num_members or self._seat.num_members
 
     def _message(self, key: _Key, hops: int, weight: float, value: V) -> RingPart[V]:
-        return RingPart(self._round_id, self._segment, *key, hops, weight, value)
+        return RingPart(self._seat.round_id, self._seat.segment, *key, hops, weight, value)
 
 
-def _cut(length: int, num_parts: int, chunk_size: int) -> dict[_Key, slice]:
+def choose_chunk_size(length: int, num_members: int) -> int:
+    """Return how many items travel at once: alike in all members, several chunks to a part."""
+    wanted = -(-length // (num_members * _CHUNKS_PER_PART))
+    return min(max(-(-wanted // _BLOCK) * _BLOCK, _LEAST_CHUNK), _MOST_CHUNK)
+
+
+def _cut(edges: tuple[int, ...], num_parts: int, chunk_size: int) -> dict[_Key, slice]:
     """Cut [0, length) in near-equal parts and these in chunks, in the order of the vector."""
     slices: dict[_Key, slice] = {}
+    length = edges[-1]
     for part in range(num_parts):
-        start, stop = part * length // num_parts, (part + 1) * length // num_parts
-        for chunk, low in enumerate(range(start, stop, chunk_size)):
-            slices[part, chunk] = slice(low, min(low + chunk_size, stop))
+        low, stop, chunk = part * length // num_parts, (part + 1) * length // num_parts, 0
+        while low < stop:
+            high = min(low + chunk_size, stop, *(edge for edge in edges if edge > low))
+            slices[part, chunk] = slice(low, high)
+            low, chunk = high, chunk + 1
     return slices

@@ -7,11 +7,12 @@ without a logged decision aborts: nobody can have heard of a commit.
 Driven by peer.averager, hub.server and sim.
 """
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterator, Mapping, Sized
 from enum import StrEnum
 from typing import Generic, Self, TypeVar, assert_never
 
-from ravnest.averaging.ring import RingReduce, Vector
+from ravnest.averaging.ring import RingReduce
 from ravnest.plan.types import NodeId
 from ravnest.protocol import (
     Refusal,
@@ -25,7 +26,7 @@ from ravnest.protocol import (
     SegmentId,
 )
 
-V = TypeVar("V", bound=Vector)
+V = TypeVar("V", bound=Sized)
 
 
 class Phase(StrEnum):
@@ -38,7 +39,10 @@ class Phase(StrEnum):
 
 
 class Round(Generic[V]):
-    """A member's side. Parts go to each ring's successor, votes and aborts to the coordinator."""
+    """A member's side. Parts go to each ring's successor, votes and aborts to the coordinator.
+
+    `before` names each ring's predecessor, who is suspected when a ring fails or is late.
+    """
 
     def __init__(
         self,
@@ -46,11 +50,13 @@ class Round(Generic[V]):
         member: NodeId,
         rings: Mapping[SegmentId, RingReduce[V]],
         deadline: float,
+        before: Mapping[SegmentId, NodeId] | None = None,
     ) -> None:
         self._round_id = round_id
         self._member = member
         self._rings = dict(rings)
         self._deadline = deadline
+        self._before = before or {}
         self._phase = Phase.RUNNING
         self._outcome: RoundOutcome | None = None
         self._averages: dict[SegmentId, tuple[V, ...]] | None = None
@@ -65,12 +71,15 @@ class Round(Generic[V]):
         """The decision, once this member knows it."""
         return self._outcome
 
-    def start(self) -> tuple[RingPart[V] | RoundReady | RoundAbort, ...]:
-        """Start every ring at once; return the first messages."""
-        if self._phase is not Phase.RUNNING:  # gave up before it began
-            return ()
-        parts = [part for ring in self._rings.values() for part in ring.start()]
-        return (*parts, *self._settle())
+    def start(self) -> Iterator[RingPart[V] | RoundReady | RoundAbort]:
+        """Start every ring at once, their chunks in turn by size, each made when it is asked for."""
+        rings = [(ring.num_own, number, ring.start()) for number, ring in enumerate(self._rings.values())]
+        turns = sorted(((k + 0.5) / num, number) for num, number, _ in rings for k in range(num))
+        for _, number in turns:
+            if self._phase is not Phase.RUNNING:  # it gave up, or was told to
+                return
+            yield from itertools.islice(rings[number][2], 1)
+        yield from self._settle()
 
     def receive(
         self, message: RingPart[V] | RoundOutcome
@@ -91,16 +100,19 @@ class Round(Generic[V]):
         if now < self._deadline:
             return None
         if self._phase is Phase.RUNNING:
-            return self.give_up(f"{self._member} had not finished its rings at the deadline")
+            late = {segment: ring.num_late for segment, ring in self._rings.items() if ring.num_late}
+            suspect = self._before.get(max(late, key=late.__getitem__)) if late else None
+            waits = "" if suspect is None else f"; it waits for {suspect} most"
+            return self.give_up(f"{self._member} had not finished its rings at the deadline{waits}", suspect)
         if self._phase is Phase.READY:
             return RoundQuery(self._round_id, self._member)
         return None
 
-    def give_up(self, reason: str) -> RoundAbort | None:
+    def give_up(self, reason: str, suspect: NodeId | None = None) -> RoundAbort | None:
         """Abort by itself, to be told to the coordinator; None when it may not or need not."""
         if self._phase is not Phase.RUNNING:
             return None
-        abort = RoundAbort(self._round_id, reason)
+        abort = RoundAbort(self._round_id, reason, suspect)
         self._end(Phase.ABORTED, abort)
         return abort
 
@@ -131,14 +143,18 @@ class Round(Generic[V]):
 
     def _settle(self) -> tuple[RoundReady | RoundAbort, ...]:
         """Vote when all rings are done, give up when one never can be."""
-        for ring in self._rings.values():
+        if self._phase is not Phase.RUNNING:
+            return ()
+        for segment, ring in self._rings.items():
             if ring.failure is not None:
-                abort = self.give_up(ring.failure)
+                suspect = self._before.get(segment) if ring.is_misled else None
+                abort = self.give_up(ring.failure, suspect)
                 return () if abort is None else (abort,)
         if not all(ring.done for ring in self._rings.values()):
             return ()
         self._phase = Phase.READY
-        return (RoundReady(self._round_id, self._member),)
+        hashes = tuple((segment, ring.digest) for segment, ring in self._rings.items())
+        return (RoundReady(self._round_id, self._member, hashes),)
 
     def _take_outcome(self, outcome: RoundOutcome) -> tuple[()] | Refusal:
         match outcome, self._phase:
@@ -169,8 +185,10 @@ class RoundDecision:
         self._missing = dict.fromkeys(members)  # in the order of the plan, for stable reasons
         self._members = frozenset(members)
         self._deadline = deadline
+        self._hashes: dict[SegmentId, dict[bytes, list[NodeId]]] = {}
         self._pending: RoundOutcome | None = None
         self._outcome: RoundOutcome | None = None
+        self._suspects: tuple[NodeId, ...] = ()
 
     @classmethod
     def recover(cls, round_id: RoundId, members: tuple[NodeId, ...], logged: RoundOutcome | None) -> Self:
@@ -193,29 +211,48 @@ class RoundDecision:
         """The logged decision, final."""
         return self._outcome
 
+    @property
+    def missing(self) -> set[NodeId]:
+        """Who has not voted."""
+        return set(self._missing)
+
+    @property
+    def suspects(self) -> tuple[NodeId, ...]:
+        """Who kept the round from its commit, as far as votes tell: the silent, or who has another mean."""
+        return self._suspects
+
     def vote(self, ready: RoundReady) -> RoundOutcome | Refusal | None:
-        """Count a vote; return the commit to log when it was the last one missing."""
+        """Count a vote; return the decision to log when it was the last one missing."""
         if ready.round_id != self._round_id:
             return Refusal(f"round {ready.round_id} is not round {self._round_id}")
         if ready.member not in self._members:
             return Refusal(f"{ready.member} is no member of round {self._round_id}")
         if self._is_decided:
             return Refusal(f"{ready.member} votes after round {self._round_id} was decided")
-        self._missing.pop(ready.member, None)
-        return None if self._missing else self._decide(RoundCommit(self._round_id))
+        if ready.member in self._missing:
+            del self._missing[ready.member]
+            for segment, digest in ready.hashes:
+                self._hashes.setdefault(segment, {}).setdefault(digest, []).append(ready.member)
+        if self._missing:
+            return None
+        unlike = {segment: found for segment, found in self._hashes.items() if len(found) > 1}
+        return self._refuse(unlike) if unlike else self._decide(RoundCommit(self._round_id))
 
-    def give_up(self, member: NodeId, reason: str) -> RoundOutcome | Refusal | None:
+    def give_up(
+        self, member: NodeId, reason: str, suspect: NodeId | None = None
+    ) -> RoundOutcome | Refusal | None:
         """Abort because a member died or gave up; return the abort to log, None once decided."""
         if member not in self._members:
             return Refusal(f"{member} is no member of round {self._round_id}")
         if self._is_decided:
             return None
-        return self._decide(RoundAbort(self._round_id, f"{member}: {reason}"))
+        return self._decide(RoundAbort(self._round_id, f"{member}: {reason}", suspect))
 
     def expire(self, now: float) -> RoundOutcome | None:
         """Return the abort to log when the deadline has passed without all votes."""
         if self._is_decided or now < self._deadline:
             return None
+        self._suspects = tuple(self._missing)
         silent = ", ".join(self._missing)
         return self._decide(RoundAbort(self._round_id, f"no vote before the deadline from {silent}"))
 
@@ -236,6 +273,20 @@ class RoundDecision:
     @property
     def _is_decided(self) -> bool:
         return self._pending is not None or self._outcome is not None
+
+    def _refuse(self, unlike: dict[SegmentId, dict[bytes, list[NodeId]]]) -> RoundOutcome:
+        """Abort because owners of a segment hold different averages; the fewer are suspected, or all."""
+        suspects: dict[NodeId, None] = {}
+        for found in unlike.values():
+            groups = sorted(found.values(), key=len)
+            is_even = len(groups[-1]) == len(groups[-2])
+            suspects |= dict.fromkeys(name for group in groups[: None if is_even else -1] for name in group)
+        self._suspects = tuple(suspects)
+        segment, found = next(iter(unlike.items()))
+        shown = "; ".join(f"{', '.join(names)}: {digest.hex()[:8]}" for digest, names in found.items())
+        more = f", as in {len(unlike) - 1} more" if len(unlike) > 1 else ""
+        reason = f"the owners of segment {segment} hold different averages ({shown}){more}"
+        return self._decide(RoundAbort(self._round_id, reason))
 
     def _decide(self, outcome: RoundOutcome) -> RoundOutcome:
         self._pending = outcome

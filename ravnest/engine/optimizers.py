@@ -161,6 +161,17 @@ class Optimizer:
                 predicted.update(zip(names, moves, strict=True))
         return predicted
 
+    def moments(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the live first moments of the parameters whose rule has them."""
+        found: dict[str, Tensor] = {}
+        for group, chunk in self._chunks:
+            if isinstance(group.rule, Sgd) and not group.rule.momentum:
+                continue
+            slot = "exp_avg" if isinstance(group.rule, Adam) else "momentum_buffer"
+            work = _Work(chunk, [parameters[name] for name in chunk], [], 0.0)
+            found.update(zip(chunk, self._slots(slot, work), strict=True))
+        return found
+
     def state(self) -> dict[str, Tensor]:
         """Return the live state by "SLOT/NAME", with the slots of torch.optim; a step changes it."""
         steps = {f"step/{name}": torch.tensor(float(step)) for name, step in self._steps.items() if step}

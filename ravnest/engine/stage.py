@@ -286,6 +286,11 @@ class Stage:
             self._rest[name] = self._rest[name] + changes[name]
 
     @property
+    def moments(self) -> dict[str, Tensor]:
+        """The first moments of the optimizer, live: what is added to them counts in the next update."""
+        return self._optimizer.moments(self._versions.weights)
+
+    @property
     def state(self) -> dict[str, Tensor]:
         """The parameters and buffers as they are now; the next update may change them in place."""
         return {**self._rest, **self._versions.weights}

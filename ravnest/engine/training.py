@@ -13,10 +13,36 @@ from ravnest.errors import UnsafeBlueprint
 _MOST_BYTES = 4 << 20
 _MOST_UPDATES = 1 << 40
 _MOST_LAG = 64
+_MOST_OUTER = 10.0
 _RULES: dict[str, type[Rule]] = {"sgd": Sgd, "adam": Adam, "nadam": NAdam, "muon": Muon}
 
 
 Precision = Literal["fp32", "bf16"]
+
+
+@dataclass(frozen=True, slots=True)
+class AveragingRule:
+    """What a round does besides the plain mean: nothing, unless asked.
+
+    `momentum` averages first moments too. With `outer_rate` and `outer_momentum` the mean change is a step of
+    Nesterov's descent. `clip` shortens a contribution to so many times the length of the last mean change.
+    `trims` leaves the smallest and the largest of four clusters or more out of the mean of each number.
+    """
+
+    momentum: bool = False
+    outer_rate: float = 1.0
+    outer_momentum: float = 0.0
+    clip: float | None = None
+    trims: bool = False
+
+    def __post_init__(self) -> None:
+        for name, is_good, wanted in (
+            ("outer_rate", 0 < self.outer_rate <= _MOST_OUTER, f"above 0, at most {_MOST_OUTER:g}"),
+            ("outer_momentum", 0 <= self.outer_momentum < 1, "0 or more, below 1"),
+            ("clip", self.clip is None or self.clip > 0, "above 0, or None"),
+        ):
+            if not is_good:
+                raise ValueError(f"{name} is {getattr(self, name)}; give a number {wanted}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +60,8 @@ class Training:
     precision: Precision = "fp32"
     planned_updates: int = 0
     max_lag: int | None = None
+    deltas: WireFormat = WireFormat.FP32  # changes of weights, in rounds
+    averaging: AveragingRule = AveragingRule()
 
 
 class _Group(msgspec.Struct, forbid_unknown_fields=True):
@@ -57,6 +85,8 @@ class _Training(msgspec.Struct, forbid_unknown_fields=True):
     precision: Precision
     planned_updates: Annotated[int, Meta(ge=0, le=_MOST_UPDATES)]
     max_lag: Annotated[int, Meta(ge=0, le=_MOST_LAG)] | None
+    deltas: WireFormat
+    averaging: AveragingRule
 
 
 def write_training(training: Training, names: frozenset[str]) -> bytes:
@@ -87,6 +117,8 @@ def write_training(training: Training, names: frozenset[str]) -> bytes:
             precision=training.precision,
             planned_updates=training.planned_updates,
             max_lag=training.max_lag,
+            deltas=training.deltas,
+            averaging=training.averaging,
         )
     )
 
@@ -111,6 +143,8 @@ def read_training(data: bytes) -> Training:
         read.precision,
         read.planned_updates,
         read.max_lag,
+        read.deltas,
+        read.averaging,
     )
 
 

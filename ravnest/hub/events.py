@@ -26,7 +26,7 @@ class JobSettings:
     chunk_batches: int = 8  # per lease
     least_samples: int = 4  # of a microbatch, where it is chosen
     microbatches: int = 0  # a batch travels as so many; 0: chosen with the plan
-    average_every: int | None = None  # batches per cluster between rounds; None: from the plan's forecast
+    average_every: int | None = None  # batches per cluster between rounds; None: as often as they fit
     evaluate_every: int = 1  # epochs; 0: only at the end
     expected_nodes: int = 0  # with so many nodes form at once; 0: only by time
     settle_seconds: float = 5.0  # form when nobody came or went for so long
@@ -289,6 +289,9 @@ class RoundEnded:
     is_committed: bool
     is_final: bool
     reason: str
+    seconds: float = 0.0
+    left_out: tuple[str, ...] = ()  # clusters that train, but took no part
+    blamed: tuple[tuple[str, int], ...] = ()  # clusters, and how many of the next rounds are without them
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ A plan is formed from all members at once. A cluster that loses a node is dissol
 become spares under a newer plan number, so what they still send is late by number. Driven by hub.state.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from ravnest.blobs import Fact
@@ -113,13 +113,11 @@ class Members:
         """The clusters that train."""
         return tuple(each for each in self._clusters.values() if each.is_running)
 
-    @property
-    def left_out(self) -> tuple[NodeId, ...]:
-        """The owners in the plan's rings whose clusters do not train."""
+    def absent(self, names: Collection[NodeId]) -> tuple[NodeId, ...]:
+        """Return the owners in the plan's rings who are not among these."""
         assert self._plan is not None
-        training = {name for each in self.running for name in each.nodes}
         owners = (stage.node for cluster in self._plan.clusters for stage in cluster.stages)
-        return tuple(name for name in owners if name not in training)
+        return tuple(name for name in owners if name not in names)
 
     def epoch(self, name: NodeId) -> int:
         """Return the number of the plan that a member follows."""

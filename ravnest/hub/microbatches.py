@@ -20,6 +20,7 @@ from ravnest.plan.types import ModelProfile, Plan, Swarm
 MOST_OF_LEASE = 1024  # microbatches: what one message may list
 _LEAST_SECONDS = 3e-3  # of a microbatch, for the whole model on the fastest node: less is all overhead
 _USUAL_LAG = 0.75  # updates, where a batch can be cut so finely: a whole one costs 1 % of loss, this half
+_LEASE_BYTES = 1 << 20  # of samples: larger leases save few messages, and their root keeps them all
 _TRIES = 3  # smaller microbatches widen windows, and those ask for more of them
 
 
@@ -31,6 +32,14 @@ def cut_batches(num_samples: int, batch_size: int, microbatches: int) -> tuple[i
         count = min(microbatches, size)  # those of a short last batch still hold a sample each
         sizes += [size // count + (index < size % count) for index in range(count)]
     return tuple(sizes)
+
+
+def lease_batches(job: JobGiven, plan: Plan, microbatches: int) -> int:
+    """Return the batches of a lease: twice those in flight, so that no root runs out; more of small ones."""
+    widest = max(cluster.stages[0].window for cluster in plan.clusters)
+    batch_bytes = resize_batch(job.profile, job.settings.batch_size).crossing_bytes[0]
+    wanted = max(ceil(2 * widest / microbatches), int(_LEASE_BYTES // max(batch_bytes, 1.0)))
+    return min(job.settings.chunk_batches, wanted, max(1, MOST_OF_LEASE // microbatches))
 
 
 def profile_microbatch(job: JobGiven, microbatches: int) -> ModelProfile:

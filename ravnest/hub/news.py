@@ -61,8 +61,11 @@ def show_news(news: News) -> str:  # noqa: C901, PLR0912 - one short case for ea
         case Evaluated(epoch, _, num_samples, loss, metrics):
             shown = [f", {name} {_show(value)}" for name, value in metrics]
             return f"after epoch {epoch}: {num_samples} samples, loss {_show(loss)}{''.join(shown)}"
-        case RoundEnded(round_id, is_committed, _, reason):
-            return f"round {round_id} {'committed' if is_committed else f'aborted: {reason}'}"
+        case RoundEnded(round_id, is_committed, _, reason, seconds, left_out, blamed):
+            without = f" without {', '.join(left_out)}" if left_out else ""
+            outcome = f"committed in {show_seconds(seconds)}" if is_committed else f"aborted: {reason}"
+            next_ones = [f"; {cluster} is left out of the next {number}" for cluster, number in blamed]
+            return f"round {round_id}{without} {outcome}{''.join(next_ones)}"
         case Stopping(reason):
             return f"the job is stopped ({reason}); what was trained is kept"
         case _:

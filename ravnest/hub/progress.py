@@ -6,7 +6,9 @@ The records that hub.training keeps its books in.
 from dataclasses import dataclass, field
 
 from ravnest.engine.sampler import Lease
-from ravnest.protocol import BatchId, LeaseId, Metrics, StepReport
+from ravnest.protocol import BatchId, LeaseId, Metrics, RoundId, StepReport
+
+_NONE = RoundId(0)  # before the first round
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,4 +78,4 @@ class Progress:
     rates: dict[int, float] = field(default_factory=dict)  # by the update they hold from, as it was told
     num_trained: int = 0  # samples
     num_alone: int = 0  # of them since the last round
-    was_averaged: bool = False
+    base: RoundId = _NONE  # the round whose average it began from

@@ -5,14 +5,15 @@ is on disk when the vote that made it is: replaying the log decides the same. Dr
 """
 
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass
-from math import ceil
 
 from ravnest.averaging.round import RoundDecision
 from ravnest.config import Averaging, PlanConfig
+from ravnest.hub.attendance import Attendance, judge
 from ravnest.hub.events import JobGiven, RoundEnded, Send
-from ravnest.hub.members import Members
-from ravnest.plan.forecast import Forecast
+from ravnest.hub.members import ClusterState, Members
+from ravnest.hub.training import Training
 from ravnest.plan.types import NodeId
 from ravnest.protocol import (
     Refusal,
@@ -25,105 +26,114 @@ from ravnest.protocol import (
     RoundReady,
 )
 
-_LEAST_BATCHES = 8  # between rounds, where the forecast decides
-_LEAST_SECONDS = 10.0  # a member gets, and four times what the plan foresees
+_LEAST_BATCHES = 5  # per cluster between rounds, where the time they take decides
+_LEAST_SECONDS = 10.0  # a member gets, and four times what a round takes
 _PATIENCE = 1.25  # the hub waits longer for votes than members try
+_HEARING_SECONDS = 5.0  # within which all whose deadline it is say whom they waited for
+_MOST_TIMES = 4  # as long as foreseen, after rounds that were too short for all
 _LAST_TRIES = 3  # at the last round, before the result is one cluster's alone
 _REMEMBERED = 16  # rounds whose outcome a member may still ask for
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The outcome of a round, to be sent to all who took part."""
+    """What people are told of a round, and what all who took part are."""
 
     told: RoundEnded
     sends: tuple[Send, ...]
 
 
 class Rounds:
-    """Counts towards the next round, opens it, collects votes, tells the outcome."""
+    """Says when the next round comes and of whom, opens it, collects votes, tells the outcome."""
 
     def __init__(self) -> None:
         self._num_opened = 0
         self._decision: RoundDecision | None = None
-        self._members: tuple[NodeId, ...] = ()
-        self._deadline = 0.0
+        self._clusters: tuple[ClusterState, ...] = ()  # of the last round
+        self._left_out: tuple[str, ...] = ()  # of it, although they train
+        self._given_up: dict[NodeId, RoundAbort] = {}  # who will not vote any more, while others are heard
+        self._opened_at = self._members_by = self._deadline = 0.0
         self._is_final = False
-        self._num_tries = 0  # at the last round
         self._outcomes: deque[RoundOutcome] = deque(maxlen=_REMEMBERED)
-        self._num_batches = 0  # whole ones, trained by all clusters since a round was opened
-
-    @property
-    def is_open(self) -> bool:
-        """Whether a round is undecided."""
-        return self._decision is not None
-
-    @property
-    def deadline(self) -> float | None:
-        """When the open round expires."""
-        return self._deadline if self._decision else None
-
-    def count(self, num_batches: int) -> None:
-        """Note batches that some cluster trained."""
-        self._num_batches += num_batches
-
-    def is_due(self, members: Members, job: JobGiven) -> bool:
-        """Return whether the clusters have trained enough, on average, for the next round."""
-        num_clusters = len(members.running)
-        if self.is_open or num_clusters < 2:
-            return False
-        return self._num_batches >= num_clusters * _batches_between(members, job)
-
-    def is_last_due(self, members: Members) -> bool:
-        """Return whether the last round is still to be tried."""
-        return len(members.running) > 1 and self._num_tries < _LAST_TRIES
+        self.restart()
 
     def restart(self) -> None:
-        """Count from nothing: training begins again."""
-        self._num_tries = self._num_batches = 0
+        """Count from nothing: training begins, or begins again."""
+        self._attendance = Attendance()
+        self._num_tries = 0  # at the last round
+        self._is_due_again = False  # the last one was aborted, and may commit without who was to blame
+        self._num_late = 0  # rounds in a row that somebody could not end in time
+        self._seconds = 0.0  # that a round takes, as measured
+        self._num_updates = 0  # of all clusters, when a round was last due
+        self._due_at: float | None = None  # when that was, or training began
 
-    def open(self, members: Members, config: PlanConfig, is_final: bool, now: float) -> list[Send]:
-        """Order a round of all clusters that train."""
-        assert self._decision is None, "one round at a time"
-        seconds = min(_LEAST_SECONDS + 4 * _foreseen(members.outlook, config), config.max_round_seconds)
-        self._num_opened += 1
-        self._num_batches = 0
-        self._deadline = now + _PATIENCE * seconds
-        self._is_final = is_final
-        self._num_tries = self._num_tries + 1 if is_final else 0
-        self._members = tuple(name for cluster in members.running for name in cluster.nodes)
-        round_id = RoundId(self._num_opened)
-        self._decision = RoundDecision(round_id, self._members, self._deadline)
-        is_blocking = is_final or config.averaging is Averaging.BLOCKING
-        epoch = members.running[0].epoch
-        message = RoundOpen(epoch, round_id, seconds, is_blocking, is_final, members.left_out)
-        return [Send(name, message) for name in self._members]
+    @property
+    def due(self) -> float | None:
+        """When the open round expires; None when no round is open."""
+        return self._deadline if self._decision else None
 
-    def receive(self, sender: NodeId, message: RoundReady | RoundAbort) -> Ended | Refusal | None:
-        """Take a vote, or a member that gives up."""
+    def open_due(self, members: Members, training: Training, job: JobGiven, now: float) -> list[Send]:
+        """Order a round if the clusters have trained enough for it, or may try the last one again."""
+        running = members.running
+        if self._decision or len(running) < 2:
+            return []
+        is_again, self._is_due_again = self._is_due_again, False
+        if not is_again or len(self._attendance.present(running)) < 2:
+            if not self._is_time(members, training, job, now):
+                return []
+            self._attendance.begin_period()
+        self._num_updates, self._due_at = training.num_updates, now
+        clusters = self._attendance.present(running)
+        return self._open(clusters, members, training, job.config, now) if len(clusters) > 1 else []
+
+    def open_last(self, members: Members, training: Training, job: JobGiven, now: float) -> list[Send]:
+        """Order the last round, if it is still to be tried: first of all, then without who held it up."""
+        if self._decision or len(members.running) < 2 or self._num_tries == _LAST_TRIES:
+            return []
+        self._num_tries += 1
+        clusters = self._attendance.present(members.running)
+        if self._num_tries == 1 or len(clusters) < 2:
+            clusters = members.running
+        return self._open(clusters, members, training, job.config, now, is_final=True)
+
+    def receive(self, sender: NodeId, message: RoundReady | RoundAbort, now: float) -> Ended | Refusal | None:
+        """Take a vote, or a member that gives up; at the deadline all are heard before somebody is blamed."""
         if self._decision is None or message.round_id != self._num_opened:
             return Refusal(f"{type(message).__name__} of round {message.round_id}, which is not open")
+        if self._find(sender) is None:
+            return Refusal(f"{sender} is no member of round {message.round_id}")
         if isinstance(message, RoundAbort):
-            return self._settle(self._decision.give_up(sender, message.reason))
-        if message.member != sender:
+            if not self._given_up:
+                self._deadline = min(self._deadline, now + _HEARING_SECONDS)
+            self._given_up.setdefault(sender, message)
+        elif message.member != sender:
             return Refusal(f"{sender} votes for {message.member}")
-        return self._settle(self._decision.vote(message))
+        else:
+            outcome = self._decision.vote(message)
+            if isinstance(outcome, Refusal):
+                return outcome
+            if outcome is not None:
+                return self._settle(now, self._holders(self._decision.suspects))
+        # All have spoken, but for those who would not be believed; or it is about something else than time.
+        unheard = self._holders(self._decision.missing - self._given_up.keys())
+        is_heard = now < self._members_by or unheard <= set(self._suspects.values())
+        return self._give_up(now) if self._given_up and is_heard else None
 
-    def leave(self, name: NodeId, reason: str) -> Ended | None:
-        """Abort the open round if this node takes part in it."""
-        if self._decision is None or name not in self._members:
+    def leave(self, name: NodeId, reason: str, now: float) -> Ended | None:
+        """Abort the open round if this node takes part in it; others may try again at once."""
+        if self._decision is None or self._find(name) is None:
             return None
-        ended = self._settle(self._decision.give_up(name, reason))
-        assert not isinstance(ended, Refusal)
-        return ended
+        self._decision.give_up(name, reason)
+        return self._settle(now)
 
     def expire(self, now: float) -> Ended | None:
         """Abort the open round at its deadline."""
-        if self._decision is None:
+        if self._decision is None or now < self._deadline:
             return None
-        ended = self._settle(self._decision.expire(now))
-        assert not isinstance(ended, Refusal)
-        return ended
+        if self._given_up:
+            return self._give_up(now)
+        self._decision.expire(now)
+        return self._settle(now, self._holders(self._decision.suspects))
 
     def answer(self, sender: NodeId, query: RoundQuery) -> Send | Refusal:
         """Tell a member what became of a round."""
@@ -132,32 +142,93 @@ class Rounds:
                 return Send(sender, outcome)
         return Refusal(f"{sender} asks for round {query.round_id}, whose outcome is not known")
 
-    def _settle(self, outcome: RoundOutcome | Refusal | None) -> Ended | Refusal | None:
-        if outcome is None or isinstance(outcome, Refusal):
-            return outcome
+    def _is_time(self, members: Members, training: Training, job: JobGiven, now: float) -> bool:
+        """Return whether clusters have trained enough, on average, and the last round would be over."""
+        since = self._due_at = now if self._due_at is None else self._due_at
+        num_batches = (training.num_updates - self._num_updates) / len(members.running)
+        if job.settings.average_every is not None:
+            return num_batches >= job.settings.average_every
+        seconds = self._seconds or _foreseen(members, job.config)
+        share = job.config.averaging_share if job.config.averaging is Averaging.BLOCKING else 1.0
+        return num_batches >= _LEAST_BATCHES and now >= since + seconds / share
+
+    def _open(
+        self,
+        clusters: tuple[ClusterState, ...],
+        members: Members,
+        training: Training,
+        config: PlanConfig,
+        now: float,
+        is_final: bool = False,
+    ) -> list[Send]:
+        assert self._decision is None, "one round at a time"
+        expected = max(self._seconds, _foreseen(members, config))
+        seconds = (_LEAST_SECONDS + 4 * expected) * min(2**self._num_late, _MOST_TIMES)
+        seconds = min(seconds, config.max_round_seconds)
+        self._num_opened += 1
+        self._opened_at, self._members_by, self._deadline = now, now + seconds, now + _PATIENCE * seconds
+        self._is_final, self._clusters = is_final, clusters
+        self._left_out = tuple(each.name for each in members.running if each not in clusters)
+        names = tuple(name for cluster in clusters for name in cluster.nodes)
+        round_id = RoundId(self._num_opened)
+        self._decision = RoundDecision(round_id, names, self._deadline)
+        is_blocking = is_final or config.averaging is Averaging.BLOCKING
+        absent, base = members.absent(names), training.base(clusters)
+        message = RoundOpen(clusters[0].epoch, round_id, seconds, is_blocking, is_final, absent, base)
+        return [Send(name, message) for name in names]
+
+    @property
+    def _suspects(self) -> dict[str, str | None]:
+        """Whom the clusters of those who gave up waited for."""
+        found: dict[str, str | None] = {}
+        for name, abort in self._given_up.items():
+            cluster, suspect = self._find(name), self._find(abort.suspect)
+            assert cluster is not None
+            if suspect is not None or cluster.holder not in found:
+                found[cluster.holder] = suspect.holder if suspect else None
+        return found
+
+    def _give_up(self, now: float) -> Ended:
         assert self._decision is not None
-        self._decision.logged()
-        self._decision = None
+        sender, abort = next(iter(self._given_up.items()))
+        self._decision.give_up(sender, abort.reason, abort.suspect)
+        return self._settle(now, judge(self._suspects))
+
+    def _settle(self, now: float, blamed: Collection[str] = ()) -> Ended:
+        """End the round; after an abort those who are not to blame may try again at once."""
+        assert self._decision is not None
+        outcome = self._decision.logged()
+        self._decision, self._given_up = None, {}
         self._outcomes.append(outcome)
-        is_committed = isinstance(outcome, RoundCommit)
-        if is_committed and self._is_final:
-            self._num_tries = _LAST_TRIES
-        reason = "" if isinstance(outcome, RoundCommit) else outcome.reason
-        told = RoundEnded(outcome.round_id, is_committed, self._is_final, reason)
-        return Ended(told, tuple(Send(name, outcome) for name in self._members))
+        seconds, is_committed = now - self._opened_at, isinstance(outcome, RoundCommit)
+        self._is_due_again = not is_committed
+        if is_committed:
+            self._attendance.note_committed(self._clusters)
+            self._num_late = 0
+            self._seconds = (self._seconds + seconds) / 2 if self._seconds else seconds
+            self._num_tries = _LAST_TRIES if self._is_final else 0
+        elif now >= self._members_by:
+            self._num_late += 1
+        attendance, late = self._attendance, [each for each in self._clusters if each.holder in blamed]
+        told = RoundEnded(
+            outcome.round_id,
+            is_committed,
+            self._is_final,
+            "" if isinstance(outcome, RoundCommit) else outcome.reason,
+            seconds,
+            self._left_out,
+            tuple((each.name, attendance.note_late(each)) for each in late),
+        )
+        return Ended(told, tuple(Send(name, outcome) for each in self._clusters for name in each.nodes))
+
+    def _holders(self, names: Collection[NodeId]) -> frozenset[str]:
+        return frozenset(each.holder for each in self._clusters if not set(names).isdisjoint(each.nodes))
+
+    def _find(self, name: NodeId | None) -> ClusterState | None:
+        return next((each for each in self._clusters if name in each.nodes), None)
 
 
-def _batches_between(members: Members, job: JobGiven) -> int:
-    """Return the batches per cluster between rounds, so that these take their share of links or time."""
-    if job.settings.average_every is not None:
-        return job.settings.average_every
-    periods = [cluster.period_seconds for cluster in members.outlook.clusters]  # of microbatches
-    period = sum(periods) / len(periods)
-    seconds = _foreseen(members.outlook, job.config) / job.config.averaging_share
-    return max(_LEAST_BATCHES, ceil(seconds / (members.microbatches * period)))
-
-
-def _foreseen(outlook: Forecast, config: PlanConfig) -> float:
+def _foreseen(members: Members, config: PlanConfig) -> float:
     """Return the seconds a round takes; where training leaves nothing of a link, no number foresees them."""
-    seconds = outlook.round_seconds
+    seconds = members.outlook.round_seconds
     return seconds if 0 <= seconds < config.max_round_seconds else config.max_round_seconds

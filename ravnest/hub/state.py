@@ -37,6 +37,7 @@ from ravnest.hub.events import (
 from ravnest.hub.forming import Forming
 from ravnest.hub.keeping import Keeping
 from ravnest.hub.members import ClusterState, Members, is_sensible
+from ravnest.hub.microbatches import lease_batches
 from ravnest.hub.planning import PlanMade, Probed
 from ravnest.hub.probing import take_probe
 from ravnest.hub.rounds import Ended, Rounds
@@ -101,7 +102,7 @@ class Hub:
         """When the next Tick is needed, if nothing else happens."""
         if self._phase is Phase.COLLECTING:
             return self._forming.due(self._job.settings, self._members) if self._job else None
-        times = (self._rounds.deadline, self._stop_by if self._phase is Phase.TRAINING else None)
+        times = (self._rounds.due, self._stop_by if self._phase is Phase.TRAINING else None)
         return min((time for time in times if time is not None), default=None)
 
     def concerns(self, event: Event) -> bool:
@@ -170,7 +171,7 @@ class Hub:
             case Leave():
                 return self._leave(sender, message.reason)
             case RoundReady() | RoundAbort():
-                ended = self._rounds.receive(sender, message)
+                ended = self._rounds.receive(sender, message, self._now)
                 return self._end_round(ended) if isinstance(ended, Ended) else ended.reason if ended else []
             case RoundQuery():
                 answer = self._rounds.answer(sender, message)
@@ -194,9 +195,7 @@ class Hub:
             done = self._training.take_done(cluster, message)
             if isinstance(done, str):
                 return done
-            num_batches, news = done
-            self._rounds.count(num_batches)
-            return [Tell(self._training.trained), *self._tell_results(news)]
+            return [Tell(self._training.trained), *self._tell_results(done)]
         if isinstance(message, StepReport):
             results = self._training.take_report(cluster, message)
             return results if isinstance(results, str) else self._tell_results(results)
@@ -236,7 +235,7 @@ class Hub:
             return f"{name} is no member, so it cannot leave"
         cluster, sends = self._members.leave(name)
         self._forming.note_change(self._now)
-        ended = self._rounds.leave(name, reason)
+        ended = self._rounds.leave(name, reason, self._now)
         orders: list[Order] = [Tell(Left(name, reason))]
         if self._phase is Phase.FINISHED:
             return orders
@@ -258,7 +257,7 @@ class Hub:
         """Go back to collecting, with the first weights and all who are here; or end, if it is stopped."""
         orders: list[Order] = []
         for name in (name for cluster in self._members.clusters for name in cluster.nodes):
-            ended = self._rounds.leave(name, "training begins again")
+            ended = self._rounds.leave(name, "training begins again", self._now)
             orders += self._end_round(ended) if ended else []
         orders += self._members.dissolve(self._members.clusters)
         lost = self._training.restart()
@@ -284,7 +283,8 @@ class Hub:
     def _end_round(self, ended: Ended) -> list[Order]:
         if ended.told.is_committed:
             took_part = {send.to for send in ended.sends}
-            self._training.note_averaged(each for each in self._members.running if each.root in took_part)
+            clusters = (each for each in self._members.running if each.root in took_part)
+            self._training.note_averaged(clusters, ended.told.round_id)
         return [*ended.sends, Tell(ended.told)]
 
     def _advance(self) -> list[Order]:
@@ -314,7 +314,8 @@ class Hub:
             return [*told]
         formed = self._members.adopt(made.plan, made.microbatches, self._job)
         self._phase = Phase.TRAINING
-        self._training.restart(formed.microbatches)
+        count = formed.microbatches
+        self._training.restart(count, lease_batches(self._job, made.plan, count))
         return [Tell(formed), *self._members.announce()]
 
     def _train(self, job: JobGiven) -> list[Order]:
@@ -323,15 +324,14 @@ class Hub:
         orders: list[Order] = [*self._training.fill(self._members)]
         if self._training.is_finished:
             self._phase = Phase.AVERAGING
-        elif self._stop_by is None and self._rounds.is_due(self._members, job):
-            orders += self._rounds.open(self._members, job.config, is_final=False, now=self._now)
+        elif self._stop_by is None:
+            orders += self._rounds.open_due(self._members, self._training, job, self._now)
         return orders
 
     def _average(self, job: JobGiven) -> list[Order]:
-        if self._rounds.is_open:
-            return []
-        if self._rounds.is_last_due(self._members):
-            return [*self._rounds.open(self._members, job.config, is_final=True, now=self._now)]
+        orders = self._rounds.open_last(self._members, self._training, job, self._now)
+        if self._rounds.due is not None:
+            return [*orders]
         self._training.start_evaluation()
         self._phase = Phase.EVALUATING
         return []

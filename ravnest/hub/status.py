@@ -77,6 +77,8 @@ class Status:
     validation: dict[str, float | None]
     rounds_committed: int
     rounds_aborted: int
+    round_seconds: float | None  # of the last
+    left_out: tuple[str, ...]  # clusters, of the last
     recent: tuple[Said, ...]
 
 
@@ -89,6 +91,7 @@ class Watch:
         self._members: dict[NodeId, None] = {}
         self._evaluated: Evaluated | None = None
         self._num_rounds = {True: 0, False: 0}  # by whether they committed
+        self._round: RoundEnded | None = None
         self._recent: deque[Said] = deque(maxlen=_RECENT)
         self._marks: deque[tuple[float, int]] = deque()  # samples reported by then, about every second
 
@@ -127,6 +130,8 @@ class Watch:
             validation={"loss": evaluated.loss, **dict(evaluated.metrics)} if evaluated else {},
             rounds_committed=self._num_rounds[True],
             rounds_aborted=self._num_rounds[False],
+            round_seconds=self._round.seconds if self._round else None,
+            left_out=self._round.left_out if self._round else (),
             recent=tuple(self._recent),
         )
 
@@ -142,6 +147,7 @@ class Watch:
                 self._evaluated = news
             case RoundEnded():
                 self._num_rounds[news.is_committed] += 1
+                self._round = news
 
     def _say(self, text: str) -> None:
         self._recent.append(Said(self._hub.now, text))

@@ -14,7 +14,7 @@ from itertools import accumulate
 from ravnest.engine.sampler import Lease, LeaseBook
 from ravnest.hub.events import EpochDone, Evaluated, JobSettings, Send, SendFields, Trained
 from ravnest.hub.members import ClusterState, Members
-from ravnest.hub.microbatches import MOST_OF_LEASE, cut_batches
+from ravnest.hub.microbatches import cut_batches
 from ravnest.hub.progress import Awaited, Evaluation, Means, OpenLease, Progress
 from ravnest.protocol import (
     BatchId,
@@ -23,6 +23,7 @@ from ravnest.protocol import (
     LeaseDone,
     LeaseGrant,
     LeaseId,
+    RoundId,
     StepReport,
 )
 
@@ -39,13 +40,13 @@ class Training:
         self._next_batch = 0
         self.restart()
 
-    def restart(self, microbatches: int = 1) -> int:
+    def restart(self, microbatches: int = 1, chunk_batches: int = 1) -> int:
         """Begin again from the first weights; return the samples whose training is lost."""
         settings = self._settings
         lost, self._num_counted = self._num_counted, 0
         self._microbatches = microbatches
-        self._chunk_batches = min(settings.chunk_batches, max(1, MOST_OF_LEASE // microbatches))
-        chunk = self._chunk_batches * settings.batch_size
+        self._chunk_batches = chunk_batches
+        chunk = chunk_batches * settings.batch_size
         self._book = LeaseBook(settings.num_samples, chunk, settings.epochs, settings.seed)
         self._open: dict[LeaseId, OpenLease] = {}
         self._progress: dict[str, Progress] = {}
@@ -100,17 +101,20 @@ class Training:
     def knows(self, cluster: ClusterState) -> bool:
         """Return whether a cluster's weights hold something of what was trained."""
         progress = self._progress.get(cluster.holder)
-        return progress is not None and (progress.was_averaged or progress.num_trained > 0)
+        return progress is not None and (progress.base > 0 or progress.num_trained > 0)
 
     def most_trained(self, clusters: Iterable[ClusterState]) -> ClusterState:
-        """Return the cluster that knows most."""
-        return max(clusters, key=lambda each: (self.knows(each), self._of(each).num_trained))
+        """Return the cluster that knows most: of those in the newest average, one that trained most."""
+        return max(clusters, key=lambda each: (self._of(each).base, self._of(each).num_trained))
 
-    def note_averaged(self, clusters: Iterable[ClusterState]) -> None:
+    def base(self, clusters: Iterable[ClusterState]) -> RoundId:
+        """Return the newest round whose average one of these clusters has; 0: the first weights."""
+        return max(self._of(cluster).base for cluster in clusters)
+
+    def note_averaged(self, clusters: Iterable[ClusterState], round_id: RoundId) -> None:
         """Note that these clusters share what they know."""
         for cluster in clusters:
-            self._of(cluster).was_averaged = True
-            self._of(cluster).num_alone = 0
+            self._of(cluster).base, self._of(cluster).num_alone = round_id, 0
 
     def release(self, cluster: ClusterState) -> tuple[int, int]:
         """Take back what a dissolved cluster was at work on; return those samples, and what it alone knew."""
@@ -158,8 +162,8 @@ class Training:
                 orders += granted
         return orders
 
-    def take_done(self, cluster: ClusterState, done: LeaseDone) -> tuple[int, list[EpochDone]] | str:
-        """Count a lease that its root reports; return its batches and what is to be told, or why not."""
+    def take_done(self, cluster: ClusterState, done: LeaseDone) -> list[EpochDone] | str:
+        """Count a lease that its root reports; return what is to be told, or why not."""
         open_lease = self._open.get(done.lease)
         if open_lease is None or open_lease.holder != cluster.holder or open_lease.lease is None:
             return f"lease {done.lease} is not open for cluster {cluster.name}"
@@ -174,8 +178,7 @@ class Training:
         self._of(cluster).num_alone += done.num_samples
         self._dropped[lease.epoch] += num_samples - done.num_samples
         is_epoch = self._book.num_counted(lease.epoch) == self._settings.num_samples
-        num_batches = -(-num_samples // self._settings.batch_size)
-        return num_batches, [self._end_epoch(lease.epoch)] if is_epoch else []
+        return [self._end_epoch(lease.epoch)] if is_epoch else []
 
     def take_report(self, cluster: ClusterState, report: StepReport) -> list[Evaluated] | str:
         """Take what the leaf says of a batch; return what is to be told, or why not."""

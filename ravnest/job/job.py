@@ -19,6 +19,7 @@ from torch import nn
 from ravnest.config import Optimizer as Recipe
 from ravnest.engine.optimizers import OptimizerSettings
 from ravnest.engine.recipe import from_torch, make_settings
+from ravnest.engine.training import AveragingRule
 from ravnest.errors import ConfigError
 from ravnest.job.collate import Batch, show_thing
 from ravnest.job.data import Samples, loader_batch_size
@@ -46,7 +47,8 @@ class Job:
     without a loss the model returns it. `inputs` names the fields the model takes. `is_padded=False` promises
     that no sample is padded. `optimizer` is one of torch.optim (or several) over the model's parameters, or
     the name of a recipe with its `learning_rate`; `clip` limits the norm of each tensor's gradient. One
-    batch is one update; it travels through the stages as `microbatches`.
+    batch is one update; it travels through the stages as `microbatches`. Clusters average their weights
+    `average_every` batches, and by the `averaging_rule` more than those.
     """
 
     model: nn.Module = field(repr=False)
@@ -61,6 +63,7 @@ class Job:
     schedule: Schedule | Callable[[int], float] | None = field(default=None, repr=False, kw_only=True)
     clip: float | None = field(default=None, kw_only=True)
     average_every: int | str = field(default="auto", kw_only=True)
+    averaging_rule: AveragingRule = field(default=AveragingRule(), kw_only=True)
     microbatches: int | str = field(default="auto", kw_only=True)
     precision: str = field(default="fp32", kw_only=True)
     seed: int = field(default=0, kw_only=True)
@@ -133,6 +136,8 @@ class Job:
             _require(_is_whole(value, 1), name, value, "a whole number, 1 or more")
         is_every = self.average_every == "auto" or _is_whole(self.average_every, 1)
         _require(is_every, "average_every", self.average_every, '"auto" or batches, a whole number above 0')
+        is_rule = isinstance(self.averaging_rule, AveragingRule)
+        _require(is_rule, "averaging_rule", self.averaging_rule, "an rv.AveragingRule(...)")
         is_many = self.microbatches == "auto" or _is_whole(self.microbatches, 1)
         _require(is_many, "microbatches", self.microbatches, '"auto" or a whole number above 0')
         is_clip = self.clip is None or _is_positive(self.clip)

@@ -19,8 +19,8 @@ import msgspec
 import psutil  # type: ignore[import-untyped]
 from torch import Tensor
 
-from ravnest.config import Averaging, PlanConfig, WireFormat
 from ravnest.config import Optimizer as Recipe
+from ravnest.config import PlanConfig, WireFormat
 from ravnest.engine.optimizers import Adam, Muon, NAdam, OptimizerSettings, Sgd
 from ravnest.engine.training import Training
 from ravnest.errors import ConfigError, PlanError, RavnestError
@@ -59,12 +59,11 @@ from ravnest.plan.types import NodeId
 
 logger = logging.getLogger(__name__)
 
-SWARM_PLAN = PlanConfig(deltas=WireFormat.FP32)  # rounds carry weights whole for now
+SWARM_PLAN = PlanConfig()
 LOCAL_PLAN = PlanConfig(
     activations=WireFormat.FP32,  # on one PC bytes cost nothing
     gradients=WireFormat.FP32,
     deltas=WireFormat.FP32,
-    averaging=Averaging.BLOCKING,
 )
 _PORT = "0.0.0.0:7700"
 _SETTLE_SECONDS = 5.0  # without a number of nodes, form when nobody came for so long
@@ -261,6 +260,10 @@ def _prepare(job: Job, plan: PlanConfig, num_nodes: int, settle_seconds: float) 
     if num_samples < job.batch_size:
         problem = f"the train data has {num_samples} samples, fewer than batch_size {job.batch_size}"
         raise ConfigError(f"{problem}; give more data or a smaller batch_size")
+    if plan.deltas is WireFormat.FP16:
+        raise ConfigError(
+            "deltas is fp16, too narrow for sums over clusters; choose fp32, bf16, int8 or int4"
+        )
     captured = job.capture()
     for note in captured.notes:
         logger.warning("note: %s", note)
@@ -290,6 +293,8 @@ def _prepare(job: Job, plan: PlanConfig, num_nodes: int, settle_seconds: float) 
         precision="bf16" if job.precision == "bf16" else "fp32",
         planned_updates=num_batches,
         max_lag=config.max_lag,
+        deltas=config.deltas,
+        averaging=job.averaging_rule,
     )
     return _Given(captured, JobOwner(job, captured, training), JobGiven(profile, config, settings, now=0.0))
 

@@ -73,6 +73,7 @@ class MemoryNetwork:
         self._listeners: dict[str, MemoryTransport] = {}
         self._connections: dict[_Connection, None] = {}  # a set in order
         self._groups: tuple[frozenset[PeerId], ...] = ()
+        self._knocking: list[tuple[MemoryTransport, _Connection, str]] = []  # at who is cut off
         self._dead: set[PeerId] = set()
 
     def set_wire(self, one: PeerId, other: PeerId, wire: Wire) -> None:
@@ -84,8 +85,13 @@ class MemoryNetwork:
         self._end({one, other}.issuperset, reason)
 
     def partition(self, *groups: Collection[PeerId]) -> None:
-        """Let nothing pass between these groups (silently); with no group everything passes again."""
+        """Let nothing pass between these groups; what is sent waits, as with TCP, until there is no group."""
         self._groups = tuple(frozenset(group) for group in groups)
+        for connection in tuple(self._connections):
+            connection.go_on()
+        knocking, self._knocking = self._knocking, []
+        for one, near, address in knocking:
+            one._meet(near, address)
 
     def kill(self, peer: PeerId, *, is_silent: bool = False) -> None:
         """Take a process from the network: others see resets (kill -9), or nothing at all (power cut)."""
@@ -100,7 +106,11 @@ class MemoryNetwork:
 
     def carries(self, one: PeerId, other: PeerId) -> bool:
         """Whether anything passes between two peers now."""
-        return not self._dead & {one, other} and not any((one in g) != (other in g) for g in self._groups)
+        return not self.is_dead(one, other) and not any((one in g) != (other in g) for g in self._groups)
+
+    def is_dead(self, one: PeerId, other: PeerId) -> bool:
+        """Whether nothing will ever pass between two peers."""
+        return bool(self._dead & {one, other})
 
     def wire(self, one: PeerId, other: PeerId) -> Wire:
         """Return what lies between two peers."""
@@ -149,7 +159,10 @@ class MemoryTransport(Endpoint):
     def _meet(self, near: "_Connection", address: str) -> None:
         """Finish the handshake, a round trip after it began."""
         there = self.network._listeners.get(address)
-        if near.is_closed or not self.network.carries(self.peer, near.peer):
+        if near.is_closed or self.network.is_dead(self.peer, near.peer):
+            return
+        if not self.network.carries(self.peer, near.peer):
+            self.network._knocking.append((self, near, address))
             return
         if there is None or there.peer != near.peer:
             self._lost(near, "nobody answers at this address" if there is None else "it has another key")
@@ -169,6 +182,9 @@ class _Connection:
         self.is_closed = False
         self._far: _Connection | None = None
         self._early: list[Frames] = []
+        self._unsent: list[Frames] = []  # while the network is parted
+        self._untaken: list[list[memoryview]] = []
+        self._is_ending = False
         self._free_at = 0.0  # when the wire has taken what was sent before
         self._arrives_at = 0.0
 
@@ -186,6 +202,8 @@ class _Connection:
             return
         loop, network = self.owner._loop, self.owner.network
         if not network.carries(self.owner.peer, self.peer):
+            if not network.is_dead(self.owner.peer, self.peer):
+                self._unsent.append([bytes(frame) for frame in frames])
             return
         wire = network.wire(self.owner.peer, self.peer)
         copies = [memoryview(bytearray(frame)) for frame in frames]
@@ -195,8 +213,25 @@ class _Connection:
         loop.call_at(self._arrives_at, self._far.take, copies)
 
     def take(self, frames: list[memoryview]) -> None:
-        if not self.is_closed and self.owner.network.carries(self.owner.peer, self.peer):
+        if self.is_closed:
+            return
+        if self.owner.network.carries(self.owner.peer, self.peer):
             self.owner._arrived(self, frames)
+        elif not self.owner.network.is_dead(self.owner.peer, self.peer):
+            self._untaken.append(frames)
+
+    def go_on(self) -> None:
+        """Let pass what was held, in its order."""
+        if self.is_closed or not self.owner.network.carries(self.owner.peer, self.peer):
+            return
+        untaken, self._untaken = self._untaken, []
+        for frames in untaken:
+            self.owner._loop.call_soon(self.take, frames)
+        unsent, self._unsent = self._unsent, []
+        for held in unsent:
+            self.send(held)
+        if self._is_ending:
+            self.owner._loop.call_soon(self.notice_end)
 
     def end(self, reason: str) -> None:
         if not self.is_closed:
@@ -214,5 +249,6 @@ class _Connection:
             self.owner._loop.call_at(when, self._far.notice_end)
 
     def notice_end(self) -> None:
-        if self.owner.network.carries(self.owner.peer, self.peer):
+        self._is_ending = not self.owner.network.carries(self.owner.peer, self.peer)
+        if not self._is_ending:
             self.end("the connection was closed")

@@ -1,51 +1,53 @@
 """One stage's part in the rounds: copies its vectors, runs all its rings at once, merges what was agreed.
 
-A round works on copies taken between two pieces of work; training may go on meanwhile, and what it changed
-survives, because a commit adds (average - copy). Owned by the compute thread beside the worker. Driven by
-peer.host.
+A round works on copies taken between two pieces of work; training goes on meanwhile, and what it changed
+survives, because a commit adds to the live weights. Chunks that arrive wait for `next_work`, so that whoever
+drives this decides what comes first. A member that missed rounds gets the anchor from the owner before it in
+each ring. Owned by the compute thread beside the worker. Driven by peer.host.
 """
 
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
 
-import torch
 from torch import Tensor
 
-from ravnest.averaging.ring import RingReduce
+from ravnest.averaging.ring import RingReduce, Seat, choose_chunk_size
 from ravnest.averaging.round import Phase, Round
 from ravnest.codec import decode, describe, encode
 from ravnest.config import WireFormat
-from ravnest.engine.stage import Stage
+from ravnest.engine.training import Training
 from ravnest.errors import ProtocolError
 from ravnest.exchange import HUB, Parcel
+from ravnest.model.blueprint import Blueprint
 from ravnest.model.flat import Layout
 from ravnest.net.transport import Buffer
+from ravnest.peer.anchored import Anchored, Chunk
 from ravnest.peer.place import Place
-from ravnest.peer.tied import TiedWeights
+from ravnest.peer.worker import Worker
 from ravnest.plan.types import NodeId, Ring
 from ravnest.protocol import (
+    AnchorPart,
+    AnchorQuery,
     Refusal,
     RingPart,
     RoundAbort,
     RoundCommit,
     RoundId,
     RoundOpen,
-    RoundQuery,
-    RoundReady,
     SegmentId,
     TensorSpec,
 )
 
-_CHUNK_ITEMS = 1 << 18  # of float32: one megabyte, so that chunks follow each other around the ring
-_LATE_STRENGTH = 0.5  # of an average that arrives while training went on: full strength is unstable
+logger = logging.getLogger(__name__)
+
+_LATE_STRENGTH = 0.5  # of an average that is a whole round late: full strength is unstable
 _ASK_SECONDS = 1.0
 
-
-Value = TypeVar("Value")
-
-
-def _with_value(part: RingPart[TensorSpec] | RingPart[Tensor], value: Value) -> RingPart[Value]:
-    return RingPart(part.round_id, part.segment, part.part, part.chunk, part.hops, part.weight, value)
+Averaging = RingPart[TensorSpec] | RoundCommit | RoundAbort | AnchorQuery | AnchorPart[TensorSpec]
+_Arrived = tuple[RingPart[TensorSpec], Buffer, NodeId | None]
 
 
 class Averager:
@@ -55,117 +57,258 @@ class Averager:
         self,
         place: Place,
         rings: Sequence[tuple[SegmentId, Ring]],
-        layout: Layout,
-        stage: Stage,
-        tied: TiedWeights,
+        blueprint: Blueprint,
+        worker: Worker,
+        training: Training,
         clock: Callable[[], float],
     ) -> None:
-        self._node, self._device = place.node, place.device
+        self._place = place
         self._rings = dict(rings)
-        self._layout = layout
-        self._stage = stage
-        self._tied = tied
+        self._worker, self._stage = worker, worker.stage
         self._clock = clock
-        self._round: Round[Tensor] | None = None
-        self._round_id = RoundId(0)
-        self._copies: dict[SegmentId, Tensor] = {}
-        self._successors: dict[SegmentId, NodeId] = {}
-        self._is_blocking = False
-        self._early: list[tuple[RingPart[TensorSpec], Sequence[Buffer]]] = []
+        layout, state = Layout.of(blueprint), self._stage.state
+        written = frozenset(entry.name for entry in blueprint.state if entry.is_written)
+        self._segments = {
+            segment: Anchored(layout.segment(ring.start, ring.stop), written, training, place.device, state)
+            for segment, ring in self._rings.items()
+        }
+        # A tied weight's copies must make the same steps: their momenta stay as they are.
+        alone = frozenset(entry.name for entry in blueprint.state if len(entry.positions) == 1)
+        self._moving = alone if training.averaging.momentum else frozenset[str]()
+        self._base = self._round_id = RoundId(0)
+        self._order: RoundOpen | None = None  # of the round under way
+        self._round: Round[Chunk] | None = None  # of it, once the anchors are those of its base
+        self._starts: Iterator[Any] = iter(())
+        self._before: dict[SegmentId, NodeId] = {}
+        self._after: dict[SegmentId, NodeId] = {}
+        self._arrived: deque[_Arrived] = deque()
+        self._early: list[_Arrived] = []
+        self._asked: dict[tuple[NodeId, SegmentId], AnchorQuery] = {}  # who waits for an anchor
+        self._num_averaged = self._num_offered = 0  # samples trained when a round opened: committed, latest
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a round is under way."""
+        return self._order is not None
 
     @property
     def is_blocking(self) -> bool:
-        """Whether a round is open during which nothing may be trained."""
-        return self._is_blocking and self._round is not None
+        """Whether a round is under way during which nothing may be trained."""
+        return self._order is not None and self._order.is_blocking
 
     @property
     def deadline(self) -> float | None:
         """When `tick` is due next."""
-        return self._due if self._round is not None else None
+        return self._due if self._order is not None else None
 
-    def open(self, order: RoundOpen, weight: float) -> list[Parcel]:
-        """Start a round with this many samples as the weight of what this stage has."""
-        state = self._stage.state
-        members: dict[SegmentId, RingReduce[Tensor]] = {}
-        self._copies, self._successors = {}, {}
+    def open(self, order: RoundOpen) -> list[Parcel]:
+        """Begin a round; a member that missed its base asks for that first."""
+        if order.round_id <= self._round_id:  # a second copy
+            return []
+        self._end()
+        self._before, self._after = {}, {}
         for segment, ring in self._rings.items():
             owners = [owner for owner in ring.owners if owner not in order.left_out]
-            place = owners.index(self._node)
-            copy = self._layout.segment(ring.start, ring.stop).gather(state)
-            self._copies[segment] = copy
-            self._successors[segment] = owners[(place + 1) % len(owners)]
-            members[segment] = RingReduce(
-                order.round_id, segment, place, len(owners), copy, weight, _CHUNK_ITEMS
-            )
-        self._is_blocking = order.is_blocking
+            if self._place.node not in owners:
+                return []
+            place = owners.index(self._place.node)
+            self._before[segment] = owners[place - 1]
+            self._after[segment] = owners[(place + 1) % len(owners)]
+        self._order, self._round_id = order, order.round_id
         self._due = self._clock() + order.deadline_seconds
-        self._round_id = order.round_id
-        self._round = Round(order.round_id, self._node, members, self._due)
-        parcels = self._address(self._round.start())
-        early, self._early = self._early, []
-        for part, buffers in early:
-            found = self.receive(part, buffers)
-            parcels += [] if isinstance(found, Refusal) else found
-        return parcels
+        self._arrived = deque(each for each in self._early if each[0].round_id == order.round_id)
+        self._early = [each for each in self._early if each[0].round_id > order.round_id]
+        if order.base == self._base or not self._find_missing():
+            self._base = order.base
+            return self._begin(order)
+        return [
+            Parcel(self._before[segment], AnchorQuery(order.epoch, segment, order.base))
+            for segment in self._find_missing()
+        ]
+
+    def _find_missing(self) -> list[SegmentId]:
+        """Return the segments of which the anchor of another owner has not come whole."""
+        return [segment for segment, each in self._segments.items() if not each.is_complete]
+
+    def _begin(self, order: RoundOpen) -> list[Parcel]:
+        """Copy what this stage has and start all rings, weighted by the samples since the last average."""
+        self._num_offered = self._worker.num_trained
+        weight = 1.0 + self._num_offered - self._num_averaged  # and one, so that a mean exists
+        state, moments = self._stage.state, self._moments()
+        members: dict[SegmentId, RingReduce[Chunk]] = {}
+        faults = []
+        for segment, ring in self._rings.items():
+            owners = [owner for owner in ring.owners if owner not in order.left_out]
+            anchored = self._segments[segment]
+            fault = anchored.open(state, moments, weight, len(owners))
+            faults += [] if fault is None else [f"segment {segment}: {fault}"]
+            seat = Seat(order.round_id, segment, owners.index(self._place.node), len(owners))
+            chunk_size = choose_chunk_size(anchored.edges[-1], len(owners))
+            members[segment] = RingReduce(seat, anchored, weight, chunk_size)
+        self._round = Round(order.round_id, self._place.node, members, self._due, self._before)
+        if faults:
+            abort = self._round.give_up(faults[0], self._place.node)
+            return [*([] if abort is None else [Parcel(HUB, abort)]), *self._settle()]
+        self._starts = self._round.start()
+        return []
+
+    def _moments(self) -> dict[str, Tensor]:
+        if not self._moving:
+            return {}
+        return {name: moment for name, moment in self._stage.moments.items() if name in self._moving}
 
     def receive(
-        self, message: RingPart[TensorSpec] | RoundCommit | RoundAbort, buffers: Sequence[Buffer] = ()
+        self, message: Averaging, buffers: Sequence[Buffer] = (), sender: NodeId | None = None
     ) -> list[Parcel] | Refusal:
-        """Take a part of a ring or the decision; return what to send."""
-        if isinstance(message, RingPart) and message.round_id > self._round_id:
-            self._early.append((message, buffers))  # a neighbour heard of the round first
-            return []
-        if self._round is None:
-            return Refusal(f"{type(message).__name__} of round {message.round_id}, which is not open here")
+        """Take what concerns a round; return what to send at once."""
+        if isinstance(message, AnchorQuery):
+            return self._answer(message, sender)
+        if isinstance(message, AnchorPart):
+            return self._take_anchor(message, buffers[0], sender)
         if isinstance(message, RingPart):
-            if message.value.dtype != "float32" or len(message.value.shape) != 1:
-                raise ProtocolError(f"a ring part of {message.value.dtype} {message.value.shape}")
-            found = self._round.receive(_with_value(message, decode(buffers[0], message.value, self._device)))
+            return self._queue(message, buffers[0], sender)
+        order = self._order
+        if order is None or message.round_id != order.round_id:
+            return Refusal(f"{type(message).__name__} of round {message.round_id}, which is not open here")
+        if self._round is None:  # the anchors have not come
+            if isinstance(message, RoundAbort):
+                self._end()
+            return []
+        found = self._round.receive(message)
+        return found if isinstance(found, Refusal) else self._settle()
+
+    def _queue(
+        self, part: RingPart[TensorSpec], buffer: Buffer, sender: NodeId | None
+    ) -> list[Parcel] | Refusal:
+        if part.value.dtype != "float32" or len(part.value.shape) not in (1, 2):
+            raise ProtocolError(f"a ring part of {part.value.dtype} {part.value.shape}")
+        if part.round_id > self._round_id:
+            self._early.append((part, buffer, sender))  # a neighbour heard of the round first
+        elif self._order is None or part.round_id != self._round_id:
+            return Refusal(f"a ring part of round {part.round_id}, which is not open here")
         else:
-            found = self._round.receive(message)
+            self._arrived.append((part, buffer, sender))
+        return []
+
+    def next_work(self) -> list[Parcel] | None:
+        """Do one chunk's work; None when there is none to do."""
+        if self._round is None:
+            return None
+        for said in self._starts:
+            return [self._address(said), *self._settle()]
+        if not self._arrived:
+            return None
+        part, buffer, sender = self._arrived.popleft()
+        if sender is not None and sender != self._before.get(part.segment):
+            logger.debug("round %d: a ring part of %s, which is not before this stage", part.round_id, sender)
+            return []
+        items = decode(buffer, part.value, self._place.device)
+        found = self._round.receive(_with_value(part, Chunk(part.value, buffer, items)))
         if isinstance(found, Refusal):
-            return found
-        return [*self._address(found), *self._settle()]
+            logger.debug("round %d: %s", part.round_id, found.reason)
+            return []
+        return [*map(self._address, found), *self._settle()]
 
     def tick(self, now: float) -> list[Parcel]:
         """Give up at the deadline, or ask what became of the round."""
-        if self._round is None or now < self._due:
+        if self._order is None or now < self._due:
             return []
-        said = self._round.expire(now)
         self._due = now + _ASK_SECONDS
+        if self._round is None:
+            suspect = self._before[self._find_missing()[0]]
+            abort = RoundAbort(self._round_id, f"{suspect} has not sent its last average", suspect)
+            self._end()
+            return [Parcel(HUB, abort)]
+        said = self._round.expire(now)
         return [*self._settle(), *([] if said is None else [Parcel(HUB, said)])]
 
     def _settle(self) -> list[Parcel]:
         """End a round that is decided; merge what a commit agreed on, and tell who shares a weight of it."""
         assert self._round is not None
+        assert self._order is not None
         if self._round.phase not in (Phase.COMMITTED, Phase.ABORTED):
             return []
-        averages = self._round.take_averages() or {}
-        strength = 1.0 if self._is_blocking else _LATE_STRENGTH
+        averages = self._round.take_averages()
+        if averages is None:
+            self._end()
+            return []
+        state, moments = self._stage.state, self._moments()
+        strength, is_blocking = self._strength(), self._order.is_blocking
         changes: dict[str, Tensor] = {}
         for segment, pieces in averages.items():
-            ring = self._rings[segment]
-            change = (
-                (torch.cat(pieces) - self._copies[segment]).mul_(strength)
-                if pieces
-                else torch.empty(0, device=self._device)
-            )
-            changes |= self._layout.segment(ring.start, ring.stop).views(change)
-        self._round, self._copies = None, {}
-        own, parcels = self._tied.commit(changes)
+            changes |= self._segments[segment].commit(pieces, strength, state, moments, is_blocking)
+        self._base, self._num_averaged = self._round_id, self._num_offered
+        self._end()
+        own, parcels = self._worker.tied.commit(changes)
         self._stage.add(own)
+        return [*parcels, *self._answer_all()]
+
+    def _strength(self) -> float:
+        """Return how much of the way to the average is gone: less, the more was trained since the copy."""
+        assert self._order is not None
+        meanwhile = self._worker.num_trained - self._num_offered
+        if self._order.is_blocking or not meanwhile:
+            return 1.0
+        between = self._num_offered - self._num_averaged
+        return 1.0 - (1.0 - _LATE_STRENGTH) * min(1.0, meanwhile / max(between, 1))
+
+    def _end(self) -> None:
+        """Forget the round under way; what it has not committed never happened."""
+        self._order = self._round = None
+        self._starts = iter(())
+        self._arrived.clear()
+        for anchored in self._segments.values():
+            anchored.abort()
+
+    def _answer(self, query: AnchorQuery, sender: NodeId | None) -> list[Parcel] | Refusal:
+        """Send an owner that missed a round its average, now or when this member has it itself."""
+        ring = self._rings.get(query.segment)
+        if ring is None or sender not in ring.owners:
+            return Refusal(
+                f"{sender} asks for segment {query.segment}, which it does not share with this stage"
+            )
+        assert sender is not None
+        self._asked[sender, query.segment] = query
+        return self._answer_all()
+
+    def _answer_all(self) -> list[Parcel]:
+        parcels = []
+        for (sender, segment), query in [*self._asked.items()]:
+            if query.base > self._base:
+                continue
+            del self._asked[sender, segment]
+            for offset, items in self._segments[segment].pieces() if query.base == self._base else ():
+                spec = describe(items, WireFormat.FP32)
+                part = AnchorPart(query.epoch, segment, query.base, offset, spec)
+                parcels.append(Parcel(sender, part, (encode(items, WireFormat.FP32),)))
         return parcels
 
-    def _address(
-        self, messages: Sequence[RingPart[Tensor] | RoundReady | RoundAbort | RoundQuery]
-    ) -> list[Parcel]:
-        parcels = []
-        for message in messages:
-            if isinstance(message, RingPart):
-                spec = describe(message.value, WireFormat.FP32)
-                buffer = encode(message.value, WireFormat.FP32)
-                part = _with_value(message, spec)
-                parcels.append(Parcel(self._successors[message.segment], part, (buffer,)))
-            else:
-                parcels.append(Parcel(HUB, message))
-        return parcels
+    def _take_anchor(
+        self, part: AnchorPart[TensorSpec], buffer: Buffer, sender: NodeId | None
+    ) -> list[Parcel] | Refusal:
+        order = self._order
+        if order is None or self._round is not None or part.base != order.base:
+            return Refusal(f"an anchor of round {part.base}, which is not awaited here")
+        if part.segment not in self._segments or sender != self._before[part.segment]:
+            return Refusal(f"an anchor of segment {part.segment} from {sender}, who was not asked for it")
+        if part.value.dtype != "float32" or len(part.value.shape) != 1:
+            raise ProtocolError(f"a part of an anchor of {part.value.dtype} {part.value.shape}")
+        self._segments[part.segment].take(part.offset, decode(buffer, part.value, self._place.device))
+        if self._find_missing():
+            return []
+        for each in self._segments.values():
+            each.adopt()
+        self._base = order.base
+        return [*self._begin(order), *self._answer_all()]
+
+    def _address(self, message: Any) -> Parcel:
+        if not isinstance(message, RingPart):
+            return Parcel(HUB, message)
+        chunk: Chunk = message.value
+        return Parcel(
+            self._after[message.segment], _with_value(message, chunk.spec), (memoryview(chunk.buffer),)
+        )
+
+
+def _with_value(part: RingPart[Any], value: Any) -> RingPart[Any]:
+    return replace(part, value=value)

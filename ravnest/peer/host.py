@@ -17,7 +17,7 @@ from ravnest.engine.training import Training, read_training
 from ravnest.errors import UnsafeBlueprint
 from ravnest.exchange import Parcel
 from ravnest.model.blueprint import Blueprint
-from ravnest.model.flat import Layout, from_safetensors, to_safetensors
+from ravnest.model.flat import from_safetensors, to_safetensors
 from ravnest.model.measure import count_flops
 from ravnest.model.preflight import preflight
 from ravnest.model.reading import read_blueprint
@@ -31,6 +31,8 @@ from ravnest.peer.trial import time_batch
 from ravnest.peer.worker import Incoming, Worker
 from ravnest.plan.types import NodeId
 from ravnest.protocol import (
+    AnchorPart,
+    AnchorQuery,
     Message,
     PlanOrder,
     Refusal,
@@ -48,6 +50,7 @@ logger = logging.getLogger(__name__)
 _PREFLIGHT_TIMES = 4
 # Sending the gradient before the rest of a backward costs 0.1 ms per weight: it may take a fiftieth of it.
 _SPLIT_SECONDS = 50 * 1e-4
+_AVERAGING_SHARE = 0.5  # of the time that training takes, while both have work
 _PROBE_SECONDS = 0.2  # for one run of a probe, on a usual PC
 _USUAL_FLOPS_PER_SECOND = {"cpu": 5e10}  # of one core; of anything else 200 times as much
 
@@ -88,7 +91,7 @@ class Host:
         self._worker: Worker | None = None
         self._averager: Averager | None = None
         self._late_round: RoundOpen | None = None  # it begins when tied weights are settled
-        self._num_averaged = self._num_offered = 0
+        self._training_seconds = self._averaging_seconds = 0.0  # while a round is open
 
     @property
     def deadline(self) -> float | None:
@@ -133,10 +136,8 @@ class Host:
         device = self._device(blueprint, training.batch_size, splits, stage.recompute)
         rate, policy = training.optimizer.learning_rate, make_policy(training, order)
         self._worker = Worker(place, blueprint, self._stage, schedule, rate, device, policy)
-        layout, tied = Layout.of(blueprint), self._worker.tied
-        self._averager = Averager(place, order.rings, layout, self._stage, tied, self._clock)
+        self._averager = Averager(place, order.rings, blueprint, self._worker, training, self._clock)
         self._late_round = None
-        self._num_averaged = self._num_offered = 0
 
     def measure_speed(self, parts: bytes) -> float | None:
         """Return the FLOP/s that this PC reaches with a stage, built like any other; None if it cannot."""
@@ -206,17 +207,14 @@ class Host:
             return ()
         if isinstance(message, TiedHolder | TiedCall | TiedGradient | TiedStep):
             return self._share(message, buffers, sender)
-        if isinstance(message, RingPart | RoundCommit | RoundAbort):
-            found = self._averager.receive(message, buffers)
-            if isinstance(message, RoundCommit) and not isinstance(found, Refusal):
-                self._num_averaged = self._num_offered
-            return found
+        if isinstance(message, RingPart | RoundCommit | RoundAbort | AnchorQuery | AnchorPart):
+            return self._averager.receive(message, buffers, sender)
         if isinstance(message, Incoming):
             return self._worker.receive(message, buffers, sender) or ()
         return Refusal(f"{type(message).__name__} is not for a stage")
 
     def _open_round(self, order: RoundOpen) -> Iterable[Parcel]:
-        """Weigh what this stage has by its samples since the last round, and one, so that a mean exists."""
+        """Begin a round, as soon as all that was trained can be in it."""
         assert self._worker is not None
         assert self._averager is not None
         if order.is_final:
@@ -226,8 +224,8 @@ class Host:
             self._late_round = None if self._worker.tied.is_settled else order
             if self._late_round is not None:
                 return ()
-        self._num_offered = self._worker.num_trained
-        return self._averager.open(order, 1.0 + self._num_offered - self._num_averaged)
+        self._training_seconds = self._averaging_seconds = 0.0
+        return self._averager.open(order)
 
     def _share(
         self,
@@ -245,11 +243,35 @@ class Host:
         return [*found, *self._open_round(self._late_round)]
 
     def next_work(self) -> Iterator[Parcel] | None:
-        """Return the next piece of work; None when there is nothing to do."""
+        """Return the next piece of work; None when there is nothing to do.
+
+        Chunks of a round come first, until they have had their share of the time: one that waits keeps the
+        whole ring waiting, and training may have work without end.
+        """
         if self._worker is None or self._averager is None:
             return None
         is_blocked = self._averager.is_blocking or self._late_round is not None
-        return self._worker.flush() if is_blocked else self._worker.next_work()
+        is_first = self._averaging_seconds <= _AVERAGING_SHARE * self._training_seconds
+        averaging = self._average() if is_first or is_blocked else None
+        if averaging is not None:
+            return averaging
+        work = self._worker.flush() if is_blocked else self._worker.next_work()
+        if work is None:
+            return self._average()
+        return self._timed(work) if self._averager.is_open else work
+
+    def _average(self) -> Iterator[Parcel] | None:
+        """Do a chunk's work for a round, if there is any."""
+        assert self._averager is not None
+        began = self._clock()
+        parcels = self._averager.next_work()
+        self._averaging_seconds += self._clock() - began
+        return None if parcels is None else iter(parcels)
+
+    def _timed(self, work: Iterator[Parcel]) -> Iterator[Parcel]:
+        began = self._clock()
+        yield from work
+        self._training_seconds += self._clock() - began
 
     def tick(self, now: float) -> Iterable[Parcel]:
         """Let an open round notice its deadline."""

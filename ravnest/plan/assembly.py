@@ -15,7 +15,7 @@ from ravnest.plan.rings import form_rings
 from ravnest.plan.timing import Rows, timing
 from ravnest.plan.types import Backup, Cluster, ModelProfile, Node, NodeId, Plan, Stage, Swarm
 
-_QUEUES = 1.5  # batches in flight over those under way; less starves long clusters in simulation
+_QUEUES = 1.75  # batches in flight over those under way; less starves clusters in simulation
 
 
 def assemble(
@@ -47,7 +47,7 @@ def build_clusters(
 ) -> list[Cluster]:
     """Return clusters of these nodes (by place, from the end of the line) with these cuts [cluster, depth].
 
-    A window holds the batches that are under way when nothing waits, and half as many again: where several
+    A window holds the batches that are under way when nothing waits, and three quarters more: where several
     stages are almost equally slow, batches queue before each of them.
     """
     lengths = np.array([len(order) for order in orders], np.int64)

@@ -19,6 +19,7 @@ from rich.text import Text
 
 from ravnest.hub.events import News, Phase
 from ravnest.hub.status import Status, Watch
+from ravnest.units import show_seconds
 
 SCHEMA = "ravnest.status/1"
 _PAUSE_SECONDS = 0.25
@@ -53,7 +54,10 @@ def _show_progress(status: Status) -> RenderableType:
     if status.phase is Phase.TRAINING:
         facts.append(f"{status.samples_per_second:,.0f} samples/s")
     if status.rounds_committed or status.rounds_aborted:
-        facts.append(f"rounds {status.rounds_committed} committed, {status.rounds_aborted} aborted")
+        took = "" if status.round_seconds is None else f", the last in {show_seconds(status.round_seconds)}"
+        facts.append(f"rounds {status.rounds_committed} committed, {status.rounds_aborted} aborted{took}")
+    if status.left_out:
+        facts.append(f"without {', '.join(status.left_out)}")
     bar = Table.grid(expand=True)  # which ends its line, as a bar alone does not
     bar.add_row(ProgressBar(total=1.0, completed=done))
     return Group(bar, Text("  ".join(facts)))

@@ -273,6 +273,61 @@ def test_whatever_a_piece_consists_of_it_can_be_run_on_numbers_made_up() -> None
         assert (speed is not None) is (sum(count_flops(piece, NUM_SAMPLES)) > 0)
 
 
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Busy:
+    """Stands for a worker and an averager that always have work, or as often as told."""
+
+    is_blocking, is_open = False, True
+
+    def __init__(self, clock: Clock, seconds: float, num_pieces: float = float("inf")) -> None:
+        self.clock, self.seconds, self.num_pieces, self.spent = clock, seconds, num_pieces, 0.0
+
+    def next_work(self):
+        if self.num_pieces <= 0:
+            return None
+        self.num_pieces -= 1
+        return self._work()
+
+    def _work(self):
+        self.clock.now += self.seconds
+        self.spent += self.seconds
+        yield from ()
+
+    def flush(self):
+        return None
+
+
+class BusyAverager(Busy):
+    def next_work(self):
+        found = super().next_work()
+        return None if found is None else list(found)
+
+
+@pytest.mark.parametrize(("training", "averaging"), [(0.5, 0.001), (0.001, 0.5), (0.01, 0.01)])
+def test_neither_training_nor_averaging_starves_the_other(training: float, averaging: float) -> None:
+    clock = Clock()
+    host = Host(Limits(1e9), clock)
+    worker, averager = Busy(clock, training), BusyAverager(clock, averaging)
+    host._worker, host._averager = worker, averager
+    while clock.now < 100.0:
+        for _ in host.next_work():
+            pass
+    assert averager.spent == pytest.approx(worker.spent / 2, abs=1.0)
+    worker.num_pieces, before = 0, clock.now  # waits for other stages
+    for _ in range(100):
+        host.next_work()
+    assert clock.now == pytest.approx(before + 100 * averaging)
+    averager.num_pieces, averager.is_blocking = 3, True
+    worker.num_pieces = 5
+    assert [host.next_work() is not None for _ in range(4)] == [True] * 3 + [False]
+
+
 def test_what_is_left_over_is_applied_before_the_last_round_and_before_a_snapshot(captured: Captured) -> None:
     pair = Pair(captured, accumulate=3)
     pair.train(4)

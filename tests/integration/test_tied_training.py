@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from ravnest.engine.recipe import from_torch
+from ravnest.engine.training import AveragingRule
 from ravnest.exchange import HUB
 from ravnest.model.capture import Captured, capture
 from ravnest.model.rebuild import rebuild
@@ -124,7 +125,7 @@ def test_after_a_blocking_round_all_copies_are_the_plain_mean(captured: Captured
     def look(name: str, message: object) -> None:
         for cluster, (home, *_) in enumerate(world.clusters):
             averager = world.hosts[home]._averager
-            if averager._copies and cluster not in copied:
+            if averager._round is not None and cluster not in copied:
                 copied[cluster] = world.copies(TIED, cluster)[0]
 
     world.before = look
@@ -176,6 +177,18 @@ def test_a_round_in_the_middle_of_training_leaves_the_copies_equal(
             ready = sum(isinstance(m, RoundReady) and m.round_id == number for _, m in world.at_hub)
     world.run()
     assert world.num_trained() == 2 * 64
+    assert all(are_equal(world.copies(TIED, cluster)) for cluster in range(2))
+
+
+def test_averaged_momenta_leave_the_copies_of_a_tied_weight_equal(captured: Captured) -> None:
+    world = make_world(captured, [9], [6, 15], window=2, averaging=AveragingRule(momentum=True))
+    for number in (1, 2):
+        for cluster in range(2):
+            world.lease(batches_of(token_batch, 3), 100 * cluster + 10 * number, cluster)
+        world.run()
+        world.open_round(number, is_blocking=False)
+        world.run()
+    assert world.last_committed == 2
     assert all(are_equal(world.copies(TIED, cluster)) for cluster in range(2))
 
 

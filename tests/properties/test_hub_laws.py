@@ -36,6 +36,8 @@ troubles = st.builds(
     dropped=st.sampled_from([0.0, 0.1]),
     gives_up=st.sampled_from([0.0, 0.1]),
     silent=st.sampled_from([0.0, 0.1]),
+    wrong=st.sampled_from([0.0, 0.1]),
+    blames=st.sampled_from([0.0, 0.8]),
     detect_seconds=st.sampled_from([0.0, 1.0, 5.0]),
     guessed=st.sampled_from([(), (Fact.SPEED,), tuple(Fact)]),
 )

@@ -72,6 +72,8 @@ class Trouble:
     dropped: float = 0.0  # of batches
     gives_up: float = 0.0  # of members of a round
     silent: float = 0.0  # of members of a round, and of those who are measured
+    wrong: float = 0.0  # of members of a round, who hold another average than they should
+    blames: float = 0.0  # of those who give up; they name any member
     guessed: tuple[Fact, ...] = ()  # by everybody who joins
     detect_seconds: float = 1.0
 
@@ -104,6 +106,10 @@ def blob(name, version=0):
     return BlobRef(hashlib.blake2b(repr((name, version)).encode(), digest_size=32).hexdigest(), 100)
 
 
+def digest(*facts):
+    return hashlib.blake2b(repr(facts).encode(), digest_size=16).digest()
+
+
 class HubWorld:
     def __init__(self, given=None, trouble=None):
         self.given = given or job()
@@ -119,7 +125,10 @@ class HubWorld:
         self.samples, self.batches = {}, set()
         self.updates = {}  # of each cluster: the microbatches of each update, by size
         self.is_stopped, self.abandoned = False, None
-        self.in_round, self.knowing = set(), set()  # nodes asked; clusters that know what was trained
+        self.in_round, self.knowing = {}, set()  # nodes asked; clusters that know what was trained
+        self.bases = {}  # of clusters: the round whose average they have
+        self.has_wrong = False  # somebody in the open round
+        self.vote = self._vote  # a test may say otherwise: (seconds, message), or None
         self.is_collecting = True  # a test may say Collected itself
         self.muted = set()
         self.open_round = None
@@ -282,7 +291,8 @@ class HubWorld:
             case RoundOpen() as opened:
                 assert self.open_round in (None, opened.round_id), "never two rounds at once"
                 self.open_round = opened.round_id
-                self.in_round.add(order.to)
+                assert order.to not in opened.left_out
+                self.in_round[order.to] = opened
                 assert opened.is_blocking or not self.is_stopped, "only the last round comes after the stop"
                 assert opened.epoch == self.told_epoch[order.to]
             case LearningRate() as rate:
@@ -294,8 +304,11 @@ class HubWorld:
         if isinstance(news, RoundEnded):
             assert news.round_id == self.open_round
             took_part = {holder for holder, nodes in self.running.items() if nodes[0] in self.in_round}
-            self.knowing |= took_part if news.is_committed else set()
-            self.open_round, self.in_round = None, set()
+            if news.is_committed:
+                assert not self.has_wrong, "averages that differ do not commit"
+                self.knowing |= took_part
+                self.bases |= dict.fromkeys(took_part, news.round_id)
+            self.open_round, self.in_round, self.has_wrong = None, {}, False
         if isinstance(news, WorkLost):
             assert news.num_samples == sum(self.ledger.values())
             self.ledger.clear()
@@ -311,6 +324,7 @@ class HubWorld:
             assert len(self.ledger) >= self.given.settings.num_samples
         for cluster in self.hub.clusters:
             assert set(cluster.nodes) <= self.known
+        self._check_round(running.values())
         assert max(self.ledger.values(), default=1) == 1, "no sample is counted twice in an epoch"
         if self.is_finished:
             settings = self.given.settings
@@ -319,6 +333,17 @@ class HubWorld:
             assert not self.open_leases
             assert (self.finish is None) != (self.abandoned is None)
             assert self.finish is None or self.finish.parts[0].start == 0
+
+    def _check_round(self, running):
+        """Whole clusters take part, two or more; what they begin from, one of them has, and nothing newer."""
+        if self.open_round is None:
+            return
+        took_part = [each for each in running if each.root in self.in_round]
+        assert {name for each in took_part for name in each.nodes} == set(self.in_round)
+        assert len(took_part) > 1
+        (opened,) = set(self.in_round.values())
+        assert opened.base == max(self.bases.get(each.holder, 0) for each in took_part)
+        assert all(set(each.nodes) <= set(opened.left_out) for each in running if each not in took_part)
 
     # The peers' side.
 
@@ -380,10 +405,32 @@ class HubWorld:
                 self.say(name, parts, seconds=0.5)
             case LeaseGrant():
                 self._work(peer.order, message)
-            case RoundOpen() if not self._happens(self.trouble.silent):
-                gives_up = self._happens(self.trouble.gives_up)
-                abort, ready = RoundAbort(message.round_id, "no room"), RoundReady(message.round_id, name)
-                self.say(name, abort if gives_up else ready, seconds=0.7)
+            case RoundOpen():
+                self._answer_round(name, message)
+
+    def _answer_round(self, name, opened):
+        said = self.vote(name, opened)
+        if said is not None:
+            self.say(name, said[1], seconds=said[0])
+
+    def _vote(self, name, opened):
+        if self._happens(self.trouble.silent):
+            return None
+        if self._happens(self.trouble.gives_up):
+            suspect = self.random.choice([*self.peers, None]) if self._happens(self.trouble.blames) else None
+            seconds = opened.deadline_seconds if self._happens(self.trouble.blames) else 0.7
+            return seconds, RoundAbort(opened.round_id, "no room", suspect)
+        is_wrong = self._happens(self.trouble.wrong) and opened.round_id == self.open_round
+        self.has_wrong |= is_wrong
+        return 0.7, self.ready(name, opened.round_id, is_wrong)
+
+    def ready(self, name, round_id, is_wrong=False):
+        """The vote of a peer that holds what it should, or something of its own."""
+        hashes = tuple(
+            (segment, digest(round_id, segment, name if is_wrong else ""))
+            for segment, _ in self.peers[name].order.rings
+        )
+        return RoundReady(round_id, name, hashes)
 
     def _report(self, name, peer):
         """Let the hub know what it and a peer have measured: half of what the peer says of itself."""

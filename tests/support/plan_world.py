@@ -241,12 +241,14 @@ def slow_memory(stage, cluster, profile, config, is_averaged):
     if config.optimizer is Optimizer.MUON and config.predict_weights and versions:
         copies += 1
     if is_averaged:
-        copies += {"fp32": 1, "bf16": 2, "fp16": 2, "int8": 2.5, "int4": 2.5}[config.deltas]
-    total = config.overhead_bytes
+        copies += 2 + config.deltas.ratio + (0 if config.deltas == "fp32" else 1)
+    total = 0.0
     for k in range(stage.start, stage.stop):
         state = {"sgd": 0, "momentum": 1}.get(config.optimizer, 2) * profile.parameter_bytes[k]
         if config.optimizer is Optimizer.MUON:
             state -= profile.matrix_bytes[k]
         held = profile.saved_bytes[k] * (1 if stage.recompute else stage.window)
         total += copies * profile.parameter_bytes[k] + state + held
-    return total + (stage.window * profile.crossing_bytes[stage.start] if stage.recompute else 0.0)
+    total += stage.window * profile.crossing_bytes[stage.start] if stage.recompute else 0.0
+    total += 0 if stage.start else 4 * stage.window * profile.crossing_bytes[0]
+    return config.overhead_bytes + 1.05 * total

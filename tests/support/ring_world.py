@@ -4,14 +4,41 @@ from random import Random
 
 import numpy as np
 
-from ravnest.averaging.ring import RingReduce
+from ravnest.averaging.ring import RingReduce, Seat
 from ravnest.protocol import Refusal, RingPart
 
 
-def make_ring(vectors: list, weights: list[float], chunk_size: int) -> list[RingReduce]:
+class Plain:
+    """Passes numpy vectors on as they are; refuses what is not finite."""
+
+    def __init__(self, vector: np.ndarray, edges: tuple[int, ...] = ()) -> None:
+        self.vector, self.edges = vector, (*edges, len(vector))
+
+    def fault(self, where: slice, value: np.ndarray, weight: float, num_shares: int) -> str | None:
+        return None if np.isfinite(value).all() else "what came is not finite"
+
+    def begin(self, where: slice, weight: float) -> np.ndarray:
+        return self.vector[where] * weight
+
+    def add(self, where: slice, value: np.ndarray, weight: float) -> np.ndarray:
+        return value + self.begin(where, weight)
+
+    def finish(self, where: slice, value: np.ndarray, weight: float, total: float) -> np.ndarray:
+        return self.add(where, value, weight) / total
+
+    def keep(self, value: np.ndarray) -> np.ndarray:
+        return value
+
+    def content(self, value: np.ndarray) -> bytes:
+        return value.tobytes()
+
+
+def make_ring(
+    vectors: list, weights: list[float], chunk_size: int, edges: tuple[int, ...] = ()
+) -> list[RingReduce]:
     size = len(vectors)
     return [
-        RingReduce(1, 0, position, size, vector, weight, chunk_size)
+        RingReduce(Seat(1, 0, position, size), Plain(vector, edges), weight, chunk_size)
         for position, (vector, weight) in enumerate(zip(vectors, weights, strict=True))
     ]
 

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from random import Random
 
 import numpy as np
+from support.ring_world import Plain
 
-from ravnest.averaging.ring import RingReduce
+from ravnest.averaging.ring import RingReduce, Seat
 from ravnest.averaging.round import Phase, Round, RoundDecision
 from ravnest.protocol import (
     Refusal,
@@ -94,7 +95,10 @@ class RoundWorld:
         weight = self.weights[cluster_of(name)]
         rings = {
             segment: RingReduce(
-                ROUND, segment, ring.index(name), len(ring), self.vectors[segment, name], weight, 4
+                Seat(ROUND, segment, ring.index(name), len(ring)),
+                Plain(self.vectors[segment, name]),
+                weight,
+                4,
             )
             for segment, ring in self.rings.items()
             if name in ring
@@ -207,7 +211,7 @@ class RoundWorld:
         if isinstance(message, RoundQuery):
             self._reply(name, message)
             return
-        sent = member.start() if message == "start" else member.receive(message)
+        sent = tuple(member.start()) if message == "start" else member.receive(message)
         averages = member.take_averages()
         if averages is not None:
             assert name not in self.averages, "averages are given out once"

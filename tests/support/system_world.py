@@ -11,8 +11,9 @@ import json
 import logging
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from hashlib import sha256
 from pathlib import Path
 from random import Random
@@ -25,8 +26,9 @@ from torch import Tensor, nn
 from zmq.utils import z85
 
 import ravnest as rv
+from ravnest import wire
 from ravnest.config import PlanConfig
-from ravnest.errors import RavnestError
+from ravnest.errors import LinkError, RavnestError
 from ravnest.exchange import Blobs, Parcel
 from ravnest.hub.events import (
     EpochDone,
@@ -47,36 +49,59 @@ from ravnest.net.identity import SECRET_BYTES, KeyPair, Token, load_keys
 from ravnest.net.memory import MemoryNetwork, MemoryTransport, Wire, run_virtual
 from ravnest.net.transport import PeerId
 from ravnest.peer.agent import Agent, Offer
-from ravnest.peer.compute import Bench, Item
+from ravnest.peer.compute import Bench, Delivered, Item
 from ravnest.peer.host import Host, Limits
+from ravnest.plan.cluster import form_plan
 from ravnest.plan.types import Node, NodeId, Plan
-from ravnest.protocol import LeaseDone, LeaseId, Refusal
+from ravnest.protocol import LeaseDone, LeaseId, Message, Refusal, RoundCommit
 
 logger = logging.getLogger(__name__)
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "system.json"
 PLAN = replace(LOCAL_PLAN, overhead_bytes=0.0)  # so that memory is what the model needs, and no more
-KNOCK_SECONDS = 0.5
 SETTLE_SECONDS = 5.0
 SPEED = 2e7  # FLOP/s at a speed of 1
 
 
-class PatientTransport(MemoryTransport):
-    """Knocks again while nothing passes, as TCP does: a dial that meets an outage succeeds after it."""
+class Post(MemoryTransport):
+    """Shows the world each message on its way out; the world says after which seconds copies of it leave."""
 
-    def _meet(self, near: Any, address: str) -> None:
-        is_dead = self.network._dead & {self.peer, near.peer}
-        if near.is_closed or is_dead or self.network.carries(self.peer, near.peer):
-            super()._meet(near, address)
-        else:
-            self._loop.call_later(KNOCK_SECONDS, self._meet, near, address)
+    def __init__(self, world: "World", name: NodeId, keys: KeyPair, admit: Any = None) -> None:
+        super().__init__(world.network, keys, Random(world.random.random()), name, admit=admit)
+        self._world, self._name, self._peer = world, name, keys.peer
+        self._later: set[asyncio.Task[None]] = set()
+
+    @property
+    def peer(self) -> PeerId:
+        return self._peer  # asked for with every frame, and not quickly found
+
+    async def send(self, to: PeerId, service: Any, header: bytes, buffers: Sequence[Any] = ()) -> None:
+        for seconds in self._world.leave(self._name, to, header, buffers):
+            if seconds:
+                kept = [bytes(buffer) for buffer in buffers]
+                task = self._loop.create_task(self._send_later(seconds, to, service, header, kept))
+                self._later.add(task)
+                task.add_done_callback(self._later.discard)
+            else:
+                await super().send(to, service, header, buffers)
+
+    async def _send_later(self, seconds: float, to: PeerId, *message: Any) -> None:
+        await asyncio.sleep(seconds)
+        with suppress(LinkError):  # the other is gone by now
+            await super().send(to, *message)
+
+    async def __aexit__(self, *given: object) -> None:
+        for task in self._later:
+            task.cancel()
+        await super().__aexit__(*given)
 
 
 class InlineCompute:
     """Where the host of a peer lives on virtual time: one piece of work a turn, and it takes its time."""
 
-    def __init__(self, watch: Callable[[Item], None]) -> None:
-        self._watch = watch
+    def __init__(self, watch: Callable[[Item], None], note: Callable[[Item, Host], None]) -> None:
+        self._watch, self._note = watch, note
+        self._frozen_until = 0.0
         self._items: deque[Item] = deque()
         self._next: asyncio.Handle | None = None
         self._spent = 0.0  # seconds, by the piece of work under way
@@ -104,6 +129,11 @@ class InlineCompute:
         if not self._is_busy:
             self._turn_at(self._loop.time())
 
+    def freeze(self, seconds: float) -> None:
+        """Do nothing for a while."""
+        self._frozen_until = self._loop.time() + seconds
+        self._turn_at(self._frozen_until)
+
     def close(self) -> None:
         """Do nothing more."""
         self._closed.set()
@@ -120,7 +150,7 @@ class InlineCompute:
         if self._next is not None:
             self._next.cancel()
         if not self._closed.is_set():
-            self._next = self._loop.call_at(when, self._turn)
+            self._next = self._loop.call_at(max(when, self._frozen_until), self._turn)
 
     def _turn(self) -> None:
         """Do one thing, and what is next when its time has passed."""
@@ -142,7 +172,9 @@ class InlineCompute:
     def _work(self) -> bool:
         """Do what was asked for, else what the host has to do; return whether it has nothing."""
         if self._items:
-            self._send(self._bench.take(self._items.popleft()))
+            item = self._items.popleft()
+            self._send(self._bench.take(item))
+            self._note(item, self._bench.host)
             return False
         self._send(self._bench.host.tick(self._clock()))
         work = self._bench.host.next_work()
@@ -222,7 +254,26 @@ class Ledger:
                     self.counts.clear()
 
 
+class Anchors:
+    """What the owners of each segment hold after each round that committed, as digests by owner."""
+
+    def __init__(self) -> None:
+        self.held: dict[tuple[int, int], dict[NodeId, str]] = {}  # by round and segment
+
+    def note(self, name: NodeId, item: Item, host: Host) -> None:
+        """Look at a host that has just heard of a commit."""
+        averager = host._averager
+        if averager is None or not isinstance(item, Delivered) or not isinstance(item.message, RoundCommit):
+            return
+        if averager._base != item.message.round_id:
+            return
+        for segment, anchored in averager._segments.items():
+            digest = sha256(anchored._anchor.numpy().tobytes()).hexdigest()
+            self.held.setdefault((item.message.round_id, segment), {}).setdefault(name, digest)
+
+
 Watch = Callable[["World", NodeId, Item], None]
+Leaving = Callable[["World", NodeId, NodeId, Message], Sequence[float]]
 Hear = Callable[["World", News], None]
 
 
@@ -239,19 +290,24 @@ class World:
     microbatches: int = 1  # that a batch is cut into; 0: as the hub likes
     watch: Watch = lambda *_: None
     hear: Hear = lambda *_: None
+    leaving: Leaving | None = None  # sender, receiver, message: when copies of it leave
+    form_plan: Callable[..., Plan] = form_plan
 
     def __post_init__(self) -> None:
         self.network = MemoryNetwork(self.wire)
         self.random = Random(self.seed)
-        self.ledger = Ledger()
+        self.ledger, self.anchors = Ledger(), Anchors()
         self._told: list[tuple[float, News]] = []
         self._bugs: list[Exception] = []
         self._keys: dict[NodeId, KeyPair] = {}
+        self._names: dict[PeerId, NodeId] = {}
         self._tasks: dict[NodeId, asyncio.Task[None]] = {}
+        self._computes: dict[NodeId, InlineCompute] = {}
 
     def run(self) -> Ended:
         """Train the job to its end, or until the limit."""
-        with patch.multiple("ravnest.plan.cluster", _BUDGET=40, _QUICK_BUDGET=10):  # enough for six nodes
+        quickly = patch.multiple("ravnest.plan.cluster", _BUDGET=40, _QUICK_BUDGET=10)  # enough for six
+        with quickly, patch("ravnest.hub.microbatches.form_plan", self.form_plan):
             result = run_virtual(self._run())
         if self._bugs:
             raise self._bugs[0]
@@ -274,7 +330,7 @@ class World:
     def join(self, pc: Pc) -> NodeId:
         """Start another peer."""
         name = NodeId(f"node{len(self._keys)}")  # the hub is one of them
-        keys = self._keys[name] = make_keys(f"{self.seed} {name}")
+        keys = self._know(name)
         self._tasks[name] = asyncio.create_task(self._live(name, keys, pc))
         return name
 
@@ -284,29 +340,45 @@ class World:
             self.network.kill(self.peer(name), is_silent=is_silent)
             asyncio.get_running_loop().call_soon(task.cancel)
 
-    def isolate(self, name: NodeId, seconds: float) -> None:
-        """Let nothing pass to or from a peer for a while; then its connections are reset."""
+    def isolate(self, name: NodeId, seconds: float, *, resets: bool = True) -> None:
+        """Let nothing pass to or from a peer for a while; then its connections are reset, or go on."""
         self.network.partition([self.peer(name)])
 
         def heal() -> None:
             self.network.partition()
-            for other in self._keys:
+            for other in self._keys if resets else ():
                 self.network.cut(self.peer(name), self.peer(other))
 
         asyncio.get_running_loop().call_later(seconds, heal)
+
+    def freeze(self, name: NodeId, seconds: float) -> None:
+        """Stop a peer's process for a while: it neither computes nor talks."""
+        self._computes[name].freeze(seconds)
+        self.isolate(name, seconds, resets=False)
+
+    def leave(self, sender: NodeId, to: PeerId, header: bytes, buffers: Sequence[Any]) -> Sequence[float]:
+        """Return when copies of a message leave."""
+        if self.leaving is None:
+            return (0.0,)
+        return self.leaving(self, sender, self._names[to], wire.unpack(header, buffers))
+
+    def _know(self, name: NodeId) -> KeyPair:
+        keys = self._keys[name] = make_keys(f"{self.seed} {name}")
+        self._names[keys.peer] = name
+        return keys
 
     def _tell(self, news: News) -> None:
         self._told.append((self.now, news))
         self.hear(self, news)
 
     async def _run(self) -> Result | None:
-        keys = self._keys[NodeId("hub")] = make_keys(f"{self.seed} hub")
+        keys = self._know(NodeId("hub"))
         self._token = Token(("hub",), keys.public, bytes(SECRET_BYTES))
         server = Server(self._token, self._tell, _inline, watch=self.ledger.note)
         given = prepare(self.job, self.plan)
         settings = replace(given.job.settings, expected_nodes=len(self.pcs), microbatches=self.microbatches)
         job = replace(given.job, settings=settings)
-        async with PatientTransport(self.network, keys, self._draw(), "hub", admit=server.admit) as transport:
+        async with Post(self, NodeId("hub"), keys, server.admit) as transport:
             for pc in self.pcs:
                 self.join(pc)
             try:
@@ -325,18 +397,17 @@ class World:
         # Preflight frees nothing and sees a whole batch, so it asks for more memory than the plan does.
         limits = Limits(16 * pc.memory_bytes, emulated_flops_per_second=pc.speed * SPEED)
         offer = Offer(node, limits, (name,))
-        compute = InlineCompute(lambda item: self.watch(self, name, item))
+        compute = self._computes[name] = InlineCompute(
+            lambda item: self.watch(self, name, item), partial(self.anchors.note, name)
+        )
         try:
-            async with PatientTransport(self.network, keys, self._draw(), name) as transport:
+            async with Post(self, name, keys) as transport:
                 await Agent(self._token, keys, offer, compute).run(transport)
         except RavnestError as error:
             logger.info("%s ends: %s", name, error)
         except Exception as error:  # a bug: the whole run shall fail of it
             self._bugs.append(error)
         self._tasks.pop(name, None)
-
-    def _draw(self) -> Random:
-        return Random(self.random.random())
 
 
 async def _inline(function: Callable[..., Any], *given: object) -> Any:
@@ -356,7 +427,7 @@ def prepare(job: rv.Job, plan: PlanConfig) -> Any:
 
 
 WIDTH, NUM_CLASSES, NUM_VALIDATION = 32, 4, 96
-SMALL, LARGE, LAME = Pc(90e3), Pc(135e3), Pc(7.5e3, 0.5)
+SMALL, LARGE, LAME = Pc(130e3), Pc(195e3), Pc(7.5e3, 0.5)
 SIX = (SMALL, SMALL, SMALL, LARGE, LARGE, LAME)  # a cluster of three, one of two, and a spare
 
 
@@ -417,8 +488,8 @@ def make_job(kind: str, **options: Any) -> rv.Job:
 
 def golden_worlds() -> dict[str, World]:
     """Return the runs whose losses are kept."""
-    images = [Pc(200e3, 5.0)] * 3 + [Pc(300e3, 5.0)] * 2 + [LAME]
-    little = [Pc(60e3)] * 3 + [Pc(120e3)] * 2 + [LAME]
+    images = [Pc(340e3, 5.0)] * 3 + [Pc(510e3, 5.0)] * 2 + [LAME]
+    little = [Pc(90e3)] * 3 + [Pc(180e3)] * 2 + [LAME]
     return {
         "mlp": World(make_job("mlp"), SIX),
         "cnn": World(make_job("cnn", num_samples=256), images),

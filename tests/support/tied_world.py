@@ -56,11 +56,13 @@ class TiedWorld:
         accumulate: int = 1,
         seed: int = 0,
         is_averaging_slow: bool = False,
+        **averaging,
     ) -> None:
         self.captured = captured
         self.random = random.Random(seed)
         self.is_averaging_slow = is_averaging_slow  # then it arrives when nothing else is left to do
         self.at_hub: list[tuple[NodeId, Message]] = []
+        self.last_committed = RoundId(0)
         self.before: Callable[[NodeId, Message], None] = lambda *_: None
         self.queues: dict[tuple, deque] = {}
         num_positions = captured.blueprint.num_positions
@@ -79,7 +81,7 @@ class TiedWorld:
         nodes = {name: Node(name, 1e9, 1e9, 1e9, 1e9) for name in self.stages}
         rings = [(SegmentId(k), ring) for k, ring in enumerate(form_rings(clusters, nodes))]
         self.hosts = {name: Host(Limits(1e9), lambda: 0.0) for name in nodes}
-        self.training = Training(settings, batch_size=4)
+        self.training = Training(settings, batch_size=4, **averaging)
         for name in self.random.sample(sorted(nodes), len(nodes)):
             pipeline = next(cluster for cluster in self.clusters if name in cluster)
             own = tuple(pair for pair in rings if name in pair[1].owners)
@@ -113,9 +115,13 @@ class TiedWorld:
                 if names:
                     self.post(HUB, Parcel(name, FieldParts(EPOCH, BatchId(number), specs), buffers))
 
-    def open_round(self, number: int, is_blocking: bool) -> None:
-        for name in self.hosts:
-            self.post(HUB, Parcel(name, RoundOpen(EPOCH, RoundId(number), 1e9, is_blocking, is_blocking, ())))
+    def open_round(self, number: int, is_blocking: bool, left_out: tuple[NodeId, ...] = ()) -> None:
+        self.members = [name for name in self.hosts if name not in left_out]
+        order = RoundOpen(
+            EPOCH, RoundId(number), 1e9, is_blocking, is_blocking, left_out, self.last_committed
+        )
+        for name in self.members:
+            self.post(HUB, Parcel(name, order))
 
     def post(self, sender: NodeId, parcel: Parcel) -> None:
         """Send a parcel as the network would: as a header and bytes."""
@@ -127,9 +133,12 @@ class TiedWorld:
             return
         self.at_hub.append((sender, message))
         if isinstance(message, RoundReady):
-            votes = sum(each == RoundReady(message.round_id, by) for by, each in self.at_hub)
-            if votes == len(self.hosts):
-                for name in self.hosts:
+            votes = sum(
+                isinstance(each, RoundReady) and each.round_id == message.round_id for _, each in self.at_hub
+            )
+            if votes == len(self.members):
+                self.last_committed = message.round_id
+                for name in self.members:
                     self.post(HUB, Parcel(name, RoundCommit(message.round_id)))
 
     def run(self, num_steps: float = float("inf")) -> None:

@@ -18,6 +18,7 @@ import torch
 
 import ravnest as rv
 from ravnest.blobs import Fact
+from ravnest.config import Averaging
 from ravnest.engine.sampler import permute
 from ravnest.hub.events import (
     ClusterDissolved,
@@ -160,7 +161,7 @@ def test_one_batch_at_a_time_is_training_in_one_process() -> None:
     options = {"batch_size": 16, "epochs": 2, "loss": cross_entropy, "seed": 5}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     job = rv.Job(model, data, optimizer=optimizer, **options)
-    ended = World(job, [Pc(45e3)] * 3, plan=replace(PLAN, max_window=1)).run()
+    ended = World(job, [Pc(52e3)] * 3, plan=replace(PLAN, max_window=1)).run()
     assert sizes(ended) == [3]
     assert {stage.window for cluster in ended.plan.clusters for stage in cluster.stages} == {1}
 
@@ -250,11 +251,11 @@ def test_when_nobody_can_hold_the_model_it_waits_and_says_so_until_somebody_can(
             killed.append(world.alive[0])
             world.kill(world.alive[0])
         if isinstance(news, Waiting):
-            asyncio.get_running_loop().call_later(30.0, world.join, Pc(80e3))
+            asyncio.get_running_loop().call_later(30.0, world.join, Pc(90e3))
 
     killed: list[NodeId] = []
     job = make_job("mlp", epochs=2)
-    ended = World(job, [Pc(80e3)] * 3, hear=hear).run()
+    ended = World(job, [Pc(90e3)] * 3, hear=hear).run()
     reasons = [news.reason for news in ended.of(Waiting)]
     assert len(reasons) == 1
     assert "needs" in reasons[0]
@@ -279,7 +280,8 @@ def test_an_outage_within_the_grace_loses_nothing(name: str, seconds: float) -> 
     check_result(ended, job)
 
 
-def test_a_slow_peer_holds_others_back_no_longer_than_a_rounds_deadline() -> None:
+@pytest.mark.parametrize("averaging", Averaging)
+def test_a_slow_peer_holds_others_back_no_longer_than_a_rounds_deadline(averaging: Averaging) -> None:
     def hear(world: World, news: News) -> None:
         if isinstance(news, ClusterStarted) and not healthy:  # the first to start; it is the others' turn
             healthy.extend(news.nodes)
@@ -298,10 +300,13 @@ def test_a_slow_peer_holds_others_back_no_longer_than_a_rounds_deadline() -> Non
     deadlines: list[float] = []
     worked_at: list[float] = []
     job = make_job("mlp", epochs=2, validates=False)
-    ended = World(job, SIX, hear=hear, watch=watch).run()
+    ended = World(job, SIX, plan=replace(PLAN, averaging=averaging), hear=hear, watch=watch).run()
     check_books(ended, job)
     longest = max(after - before for before, after in itertools.pairwise(worked_at))
-    assert 1.0 < longest < max(deadlines) + 1.0
+    if averaging is Averaging.BLOCKING:
+        assert 1.0 < longest < max(deadlines) + 1.0
+    else:
+        assert longest < 1.0  # who trains on meanwhile is not held back at all
 
 
 def cut_link(world: World, one: NodeId, other: NodeId) -> None:
@@ -318,7 +323,7 @@ def test_two_neighbours_without_a_link_cost_one_of_them_not_the_job(num_spare: i
 
     pair: list[NodeId] = []
     job = make_job("mlp", epochs=2)
-    ended = World(job, [Pc(80e3)] * (3 + num_spare), hear=hear, limit_seconds=120).run()
+    ended = World(job, [Pc(90e3)] * (3 + num_spare), hear=hear, limit_seconds=120).run()
     (left,) = ended.of(Left)
     assert left.node in pair
     (other,) = set(pair) - {left.node}
@@ -359,14 +364,14 @@ def test_a_peer_that_only_guesses_is_measured_on_its_way_in(monkeypatch: pytest.
     ended = World(job, [TINY_LARGE] * 2, wire=Wire(0.02, 2e6)).run()
     check_books(ended, job)
     measured = [news.node for news in ended.of(Measured)]
-    assert [node.name for node in measured] == ["node1", "node2"]
+    assert {node.name for node in measured} == {"node1", "node2"}
     for node in measured:
         assert node.latency_seconds == pytest.approx(0.02, rel=0.1)
         assert node.upload_bytes_per_second == pytest.approx(2e6, rel=0.1)
         assert node.download_bytes_per_second == pytest.approx(2e6, rel=0.1)
 
 
-TINY_SMALL, TINY_LARGE = Pc(40e3), Pc(90e3, 1.3)
+TINY_SMALL, TINY_LARGE = Pc(50e3), Pc(130e3, 1.3)
 
 
 def random_deeds(world: World, random: Random) -> None:

@@ -4,6 +4,7 @@ import math
 import subprocess
 import sys
 from collections import namedtuple
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -13,10 +14,12 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import ravnest
+from ravnest.config import WireFormat
 from ravnest.engine.optimizers import Adam, Group
 from ravnest.errors import CaptureError, ConfigError
 from ravnest.job.job import Job
 from ravnest.job.loading import load_job
+from ravnest.job.swarm import LOCAL_PLAN, _prepare
 
 MODEL = nn.Linear(3, 2)
 OPTIMIZERS = "one of torch.optim, made from model.parameters(), or of sgd, momentum, adam, adamw, nadam, muon"
@@ -202,6 +205,7 @@ def test_other_settings():
     [
         ("epochs", [0, -1, 1.5, True, "2", None], "a whole number, 1 or more"),
         ("average_every", [0, 1.5, "often", None, True], '"auto" or batches, a whole number above 0'),
+        ("averaging_rule", [None, "momentum"], "an rv.AveragingRule(...)"),
         ("seed", [-1, 2**63, 0.5, None, True], "a whole number from 0 to 2**63 - 1"),
         ("clip", [0, -1, math.nan, "1", True], "a number above 0, or math.inf for no clipping"),
         ("precision", ["fp16", 32, None], "fp32 or bf16"),
@@ -402,3 +406,8 @@ def test_names_of_the_package_are_loaded_when_used():
 def test_a_place_is_a_file_and_a_name(place):
     with pytest.raises(ConfigError, match=r"write FILE\.py:NAME"):
         load_job(place)
+
+
+def test_changes_of_weights_do_not_travel_as_fp16():
+    with pytest.raises(ConfigError, match="deltas is fp16, too narrow"):
+        _prepare(job(batch_size=1), replace(LOCAL_PLAN, deltas=WireFormat.FP16), 1, 1.0)

@@ -32,6 +32,8 @@ STATUS = Status(
     validation={"loss": 0.5, "acc": 0.75, "odd": None},
     rounds_committed=3,
     rounds_aborted=1,
+    round_seconds=1.25,
+    left_out=("C",),
     recent=(Said(90.0, "root joined"), Said(99.9, "round 3 committed")),
 )
 
@@ -43,12 +45,13 @@ def text_of(status: Status, width: int = 100) -> str:
 
 
 def test_the_panel_says_how_far_how_fast_and_who() -> None:
-    text = text_of(STATUS, width=120)
+    text = text_of(STATUS, width=160)
     for words in (
         *("digits [bold]", "1 clusters, 3 nodes", "training  epoch 2  25%", "loss 0.125", "val acc 0.75"),
         *(
             "1,234 samples/s",
-            "rounds 3 committed, 1 aborted",
+            "rounds 3 committed, 1 aborted, the last in 1.25 s",
+            "without C",
             "10 s ago  root joined",
             "now  round 3 committed",
         ),

@@ -231,6 +231,55 @@ def test_a_partition_is_noticed_in_two_seconds_by_both_and_heals():
     assert header == b"kept"
 
 
+def test_what_is_sent_in_a_short_partition_arrives_after_it_over_the_same_link():
+    async def main():
+        async with Town(2) as (hub, node):
+            await next_of(node, LinkUp)
+            await node.send(hub.peer, Service.CONTROL, b"under way")
+            await asyncio.sleep(0.005)  # half of the way
+            hub.network.partition([hub.peer])
+            await node.send(hub.peer, Service.CONTROL, b"held")
+            await asyncio.sleep(1.0)
+            hub.network.partition()
+            await node.send(hub.peer, Service.CONTROL, b"after")
+            headers = [(await next_of(hub, Delivery)).header for _ in range(3)]
+            await asyncio.sleep(5.0)
+            return headers, hub.connected(), node.connected()
+
+    headers, *connected = run_virtual(main())
+    assert headers == [b"under way", b"held", b"after"]
+    assert connected == [{KEYS[1].peer}, {KEYS[0].peer}]
+
+
+def test_a_dial_that_meets_a_partition_succeeds_as_soon_as_it_ends():
+    async def main():
+        loop = asyncio.get_running_loop()
+        town = Town(2)
+        town.network.partition([KEYS[0].peer])
+        async with town as (_, node):
+            await asyncio.sleep(1.0)
+            town.network.partition()
+            await next_of(node, LinkUp)
+            return loop.time()
+
+    assert 1.0 < run_virtual(main()) < 1.1
+
+
+def test_the_end_of_a_connection_is_seen_after_the_partition():
+    async def main():
+        async with Town(2) as (hub, node):
+            await next_of(hub, LinkUp)
+            await next_of(node, LinkUp)
+            hub.network.partition([hub.peer])
+            node.drop(hub.peer, "enough")
+            await asyncio.sleep(1.0)
+            assert hub.connected()
+            hub.network.partition()
+            return (await next_of(hub, LinkDown)).reason
+
+    assert run_virtual(main()) == "the connection was closed"
+
+
 @pytest.mark.parametrize("is_silent", [False, True])
 def test_a_death_is_noticed_and_the_next_incarnation_is_new(is_silent):
     async def main():

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from support.ring_world import make_ring, mean_of, run_ring
 
-from ravnest.averaging.ring import RingReduce
+from ravnest.averaging.ring import choose_chunk_size
 from ravnest.protocol import Refusal, RingPart
 
 
@@ -20,7 +20,7 @@ def test_two_members_by_hand():
     assert out.value.tolist() == [1.0]  # what was received is not written to
     assert first.receive(back) is None
     assert not first.done
-    first_mean = first.receive(second.start()[0])
+    first_mean = first.receive(next(second.start()))
     assert first.done
     assert second.receive(first_mean) is None
     assert mean_of(first).tolist() == mean_of(second).tolist() == [4.0, 5.0]
@@ -34,7 +34,7 @@ def test_a_part_travels_in_chunks():
 def test_a_ring_of_one_keeps_its_own_vector():
     vector = np.array([0.1, 0.2, 0.3])
     (alone,) = make_ring([vector], [3.0], 2)
-    assert alone.start() == ()
+    assert list(alone.start()) == []
     assert mean_of(alone).tolist() == vector.tolist()
     assert not any(np.shares_memory(piece, vector) for piece in alone.pieces)
 
@@ -93,7 +93,7 @@ def test_the_mean_is_not_to_be_had_before_it_is_done():
 )
 def test_refusals(change, reason):
     members = make_ring([np.ones(12)] * 3, [1.0] * 3, 2)
-    part = members[0].start()[0]
+    part = next(members[0].start())
     refusal = members[1].receive(replace(part, **change))
     assert isinstance(refusal, Refusal)
     assert reason in refusal.reason
@@ -101,29 +101,47 @@ def test_refusals(change, reason):
     assert isinstance(members[1].receive(part), Refusal)  # but only once
 
 
-class Exact:
-    """The least a vector must be: no array library at all."""
-
-    def __init__(self, items):
-        self.items = list(items)
-
-    def __len__(self):
-        return len(self.items)
-
-    def __getitem__(self, where):
-        return Exact(self.items[where])
-
-    def __add__(self, other):
-        return Exact(x + y for x, y in zip(self.items, other.items, strict=True))
-
-    def __mul__(self, factor):
-        return Exact(x * factor for x in self.items)
-
-    def __truediv__(self, divisor):
-        return Exact(x / divisor for x in self.items)
+def test_no_chunk_reaches_across_an_edge():
+    vectors = [np.arange(20.0), np.arange(20.0) + 2]
+    members = make_ring(vectors, [1.0, 1.0], chunk_size=8, edges=(0, 3, 12, 12))
+    sizes = [len(part.value) for member in members for part in member.start()]
+    assert sizes == [3, 7, 2, 8]
+    members = make_ring(vectors, [1.0, 1.0], chunk_size=8, edges=(3, 12))
+    run_ring(members, Random(0))
+    assert mean_of(members[1]).tolist() == (np.arange(20.0) + 1).tolist()
 
 
-def test_any_vector_will_do():
-    members = [RingReduce(1, 0, x, 2, Exact([x, x + 2.0]), 1.0, 5) for x in range(2)]
-    run_ring(members, Random(1))
-    assert [piece.items for piece in members[0].pieces] == [[0.5], [2.5]]
+def test_a_part_that_is_not_finite_ends_the_ring_and_tells_who_sent_it():
+    members = make_ring([np.array([np.nan, 1.0])] * 2, [1.0, 1.0], 2)
+    assert members[1].receive(next(members[0].start())) is None
+    assert members[1].failure == "segment 0: what came is not finite"
+    assert members[1].is_misled
+
+
+def test_a_mean_has_the_same_hash_in_every_member_and_another_with_another_bit():
+    vectors = [np.arange(9.0), np.ones(9), np.zeros(9)]
+    digests = set()
+    for change in (0.0, 1e-9):
+        vectors[2][7] = change
+        members = make_ring(vectors, [1.0] * 3, 2)
+        run_ring(members, Random(1))
+        found = {member.digest for member in members}
+        assert len(found) == 1
+        digests |= found
+    assert {len(digest) for digest in digests} == {16}
+    assert len(digests) == 2
+
+
+def test_what_is_missing_is_counted():
+    members = make_ring([np.ones(8)] * 2, [1.0] * 2, 2)
+    assert [member.num_missing for member in members] == [4, 4]
+    run_ring(members, Random(0))
+    assert [member.num_missing for member in members] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("length", "num_members", "size"),
+    [(0, 2, 1 << 14), (1 << 20, 4, 1 << 16), (10**6, 3, 83456), (1 << 30, 2, 1 << 18)],
+)
+def test_chunks_are_many_but_not_small(length, num_members, size):
+    assert choose_chunk_size(length, num_members) == size

@@ -1,9 +1,12 @@
 """One round: a member's phases, the coordinator's log, refusals."""
 
+from hashlib import blake2b
+
 import numpy as np
 import pytest
+from support.ring_world import Plain
 
-from ravnest.averaging.ring import RingReduce
+from ravnest.averaging.ring import RingReduce, Seat
 from ravnest.averaging.round import Phase, Round, RoundDecision
 from ravnest.protocol import Refusal, RingPart, RoundAbort, RoundCommit, RoundQuery, RoundReady
 
@@ -13,16 +16,17 @@ QUERY = RoundQuery(3, "b")
 
 def lone_round(weight: float = 1.0) -> Round:
     """A member whose only ring has one member: ready as soon as it starts."""
-    return Round(3, "a", {8: RingReduce(3, 8, 0, 1, np.arange(3.0), weight, 2)}, deadline=10.0)
+    return Round(3, "a", {8: RingReduce(Seat(3, 8, 0, 1), Plain(np.arange(3.0)), weight, 2)}, deadline=10.0)
 
 
 def pair_round() -> Round:
-    return Round(3, "a", {8: RingReduce(3, 8, 0, 2, np.arange(4.0), 1.0, 2)}, deadline=10.0)
+    return Round(3, "a", {8: RingReduce(Seat(3, 8, 0, 2), Plain(np.arange(4.0)), 1.0, 2)}, deadline=10.0)
 
 
 def ready_round() -> Round:
     member = lone_round()
-    assert member.start() == (RoundReady(3, "a"),)
+    (vote,) = member.start()
+    assert vote == RoundReady(3, "a", ((8, vote.hashes[0][1]),))
     return member
 
 
@@ -53,11 +57,46 @@ def test_a_ring_passes_its_parts_and_votes_when_done():
     assert (out.segment, out.part, out.hops) == (8, 0, 1)
     (mean,) = member.receive(RingPart(3, 8, 1, 0, 1, 1.0, np.array([4.0, 5.0])))
     assert mean.value.tolist() == [3.0, 4.0]
-    assert member.receive(RingPart(3, 8, 0, 0, 2, 2.0, np.ones(2))) == (RoundReady(3, "a"),)
+    (vote,) = member.receive(RingPart(3, 8, 0, 0, 2, 2.0, np.ones(2)))
+    digest = blake2b(np.array([1.0, 1.0, 3.0, 4.0]).tobytes(), digest_size=16).digest()
+    assert vote == RoundReady(3, "a", ((8, digest),))
+
+
+def test_rings_start_in_turn_by_their_sizes():
+    rings = {
+        x: RingReduce(Seat(3, x, 0, 2), Plain(np.ones(size)), 1.0, 1) for x, size in enumerate([12, 4, 0])
+    }
+    starts = Round(3, "a", rings, deadline=10.0).start()
+    assert [part.segment for part in starts] == [0, 0, 1, 0, 0, 0, 1, 0]
+
+
+def test_a_chunk_is_made_when_it_is_asked_for_and_none_after_an_abort():
+    member = Round(3, "a", {8: RingReduce(Seat(3, 8, 0, 2), Plain(np.ones(8)), 1.0, 1)}, deadline=10.0)
+    starts = member.start()
+    next(starts)
+    member.receive(ABORT)
+    assert list(starts) == []
+
+
+def test_a_part_that_is_not_finite_names_who_sent_it():
+    ring = RingReduce(Seat(3, 8, 0, 2), Plain(np.ones(2)), 1.0, 2)
+    member = Round(3, "a", {8: ring}, deadline=10.0, before={8: "z"})
+    list(member.start())
+    assert member.receive(RingPart(3, 8, 1, 0, 1, 1.0, np.full(1, np.inf))) == (
+        RoundAbort(3, "segment 8: what came is not finite", "z"),
+    )
+    assert member.phase is Phase.ABORTED
+
+
+def test_at_the_deadline_it_names_whom_it_waits_for_most():
+    rings = {x: RingReduce(Seat(3, x, 0, 2), Plain(np.ones(2 + 2 * x)), 1.0, 1) for x in range(2)}
+    member = Round(3, "a", rings, deadline=10.0, before={0: "y", 1: "z"})
+    list(member.start())
+    assert member.expire(10.0).suspect == "z"
 
 
 def test_all_rings_must_be_done():
-    rings = {x: RingReduce(3, x, 0, 1 + x, np.ones(2), 1.0, 2) for x in range(2)}
+    rings = {x: RingReduce(Seat(3, x, 0, 1 + x), Plain(np.ones(2)), 1.0, 2) for x in range(2)}
     member = Round(3, "a", rings, deadline=10.0)
     assert [type(message) for message in member.start()] == [RingPart]
     assert member.phase is Phase.RUNNING
@@ -65,14 +104,14 @@ def test_all_rings_must_be_done():
 
 def test_before_voting_it_may_give_up():
     member = pair_round()
-    member.start()
+    list(member.start())
     assert member.expire(9.9) is None
     abort = member.expire(10.0)
     assert abort.reason == "a had not finished its rings at the deadline"
     assert member.phase is Phase.ABORTED
     assert member.answer(QUERY) == abort
     assert member.expire(11.0) is None
-    assert member.start() == ()
+    assert list(member.start()) == []
 
 
 def test_after_voting_it_may_only_ask():

@@ -5,14 +5,22 @@ import pytest
 
 from ravnest.config import WireFormat
 from ravnest.engine.optimizers import Adam, Group, Muon, OptimizerSettings
-from ravnest.engine.training import Training, read_training, write_training
+from ravnest.engine.training import AveragingRule, Training, read_training, write_training
 from ravnest.errors import UnsafeBlueprint
 
 OPTIMIZER = OptimizerSettings(
     (Group(("a", "b"), Adam(), 0.1, True), Group(("c",), Muon())), 3e-3, 1.0, True, 100
 )
 TRAINING = Training(
-    OPTIMIZER, 64, WireFormat.BF16, WireFormat.INT8, precision="bf16", planned_updates=500, max_lag=2
+    OPTIMIZER,
+    64,
+    WireFormat.BF16,
+    WireFormat.INT8,
+    precision="bf16",
+    planned_updates=500,
+    max_lag=2,
+    deltas=WireFormat.INT4,
+    averaging=AveragingRule(True, 0.9, 0.5, 3.0, True),
 )
 
 
@@ -21,6 +29,7 @@ def test_what_is_written_is_read():
     plain = Training(OPTIMIZER, 64)
     read = read_training(write_training(plain, frozenset("abc")))
     assert (read.precision, read.planned_updates, read.max_lag) == ("fp32", 0, None)
+    assert (read.deltas, read.averaging) == ("fp32", AveragingRule())
 
 
 def test_a_stage_learns_of_its_own_parameters_only():
@@ -40,6 +49,11 @@ def test_a_stage_learns_of_its_own_parameters_only():
         {"max_lag": 1000},
         {"batch_size": 0},
         {"window": 3},
+        {"deltas": "int2"},
+        {"averaging": {"momentum": 1}},
+        {"averaging": {"outer_rate": -1.0}},
+        {"averaging": {"outer_momentum": 1.0}},
+        {"averaging": {"clip": 0.0}},
     ],
 )
 def test_what_makes_no_sense_is_refused(change):

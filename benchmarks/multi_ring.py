@@ -1,0 +1,78 @@
+"""Our side of a comparison: what peer.averager does with a round, without training beside it."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from benchmarks.shapes import Floats, Outgoing, Shape
+from ravnest.averaging.ring import RingReduce, Seat, choose_chunk_size
+from ravnest.averaging.round import Phase, Round
+from ravnest.codec import decode
+from ravnest.config import WireFormat
+from ravnest.engine.optimizers import OptimizerSettings
+from ravnest.engine.training import Training
+from ravnest.model.flat import FlatEntry, Layout
+from ravnest.peer.anchored import Anchored, Chunk
+from ravnest.plan.types import NodeId
+from ravnest.protocol import Refusal, RingPart, RoundCommit, RoundId, RoundReady, SegmentId
+from ravnest.wire import pack, unpack
+
+
+class MultiRing:
+    """All rings of a node at once."""
+
+    def __init__(self, node: NodeId, shape: Shape, vector: Floats, wire_format: WireFormat) -> None:
+        training = Training(OptimizerSettings((), 0.0), 1, deltas=wire_format)
+        first, weight = shape.stages[node][1].start, shape.weights[node]
+        self._id = RoundId(1)
+        self._successors: dict[SegmentId, NodeId] = {}
+        rings: dict[SegmentId, RingReduce[Any]] = {}
+        for number, ring in enumerate(shape.rings):
+            if node not in ring.owners:
+                continue
+            segment, place, count = SegmentId(number), ring.owners.index(node), len(ring.owners)
+            low, high = (
+                (position - first) * shape.items_per_position for position in (ring.start, ring.stop)
+            )
+            layout = Layout(ring.start, ring.stop, (FlatEntry("w", (high - low,), "float32", 0, ring.start),))
+            anchored = Anchored(layout, (), training, "cpu", {"w": torch.zeros(high - low)})
+            fault = anchored.open({"w": torch.from_numpy(vector[low:high])}, {}, weight)
+            assert fault is None, fault
+            seat = Seat(self._id, segment, place, count)
+            rings[segment] = RingReduce(seat, anchored, weight, choose_chunk_size(high - low, count))
+            self._successors[segment] = ring.owners[(place + 1) % count]
+        self._round: Round[Any] = Round(self._id, node, rings, deadline=float("inf"))
+
+    @property
+    def done(self) -> bool:
+        return self._round.phase is Phase.READY
+
+    @property
+    def result(self) -> Floats:
+        self._round.receive(RoundCommit(self._id))
+        averages = self._round.take_averages()
+        assert averages is not None
+        chunks = [chunk for pieces in averages.values() for chunk in pieces]
+        found: Floats = torch.cat([decode(chunk.buffer, chunk.spec) for chunk in chunks]).numpy()
+        return found
+
+    def start(self) -> Iterable[Outgoing]:
+        return self._address(self._round.start())
+
+    def receive(self, header: bytes, buffer: memoryview) -> Iterable[Outgoing]:
+        part: Any = unpack(header, (buffer,))
+        value = Chunk(part.value, buffer, decode(buffer, part.value))
+        found = self._round.receive(replace(part, value=value))
+        assert not isinstance(found, Refusal), found
+        return self._address(found)
+
+    def _address(self, messages: Iterable[Any]) -> Iterator[Outgoing]:
+        for part in messages:
+            if isinstance(part, RingPart):
+                chunk: Chunk = part.value
+                header = pack(replace(part, value=chunk.spec), (chunk.buffer,))
+                yield self._successors[part.segment], header, memoryview(chunk.buffer)
+            else:
+                assert isinstance(part, RoundReady), part

@@ -1,0 +1,96 @@
+"""Rounds of real programs: one that freezes is left out of a round, and of no more than that."""
+
+import os
+import signal
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import ravnest as rv
+from ravnest.hub.events import (
+    ClusterDissolved,
+    ClusterStarted,
+    EpochDone,
+    Left,
+    News,
+    PlanFormed,
+    RoundEnded,
+)
+from ravnest.job.peers import Hardware
+from ravnest.job.swarm import LOCAL_PLAN, Hub, local
+from ravnest.plan.rings import form_rings
+from ravnest.plan.types import Cluster, ModelProfile, Plan, Stage, Swarm, cluster_name
+
+PLAN = replace(LOCAL_PLAN, overhead_bytes=0.0)
+NUM_SAMPLES, EPOCHS, NUM_CLUSTERS = 1536, 2, 3
+
+
+def form_alone(profile: ModelProfile, swarm: Swarm, _: object, seed: int, epoch: int) -> Plan:
+    """Return a plan of one cluster for each node."""
+    clusters = tuple(Cluster((Stage(node.name, 0, profile.num_positions),)) for node in swarm.nodes)
+    return Plan(epoch, seed, clusters, form_rings(clusters, {node.name: node for node in swarm.nodes}), ())
+
+
+def make_job() -> rv.Job:
+    torch.manual_seed(0)
+    inner = [layer for _ in range(6) for layer in (nn.Linear(128, 128), nn.ReLU())]
+    model = nn.Sequential(nn.Linear(16, 128), nn.ReLU(), *inner, nn.Linear(128, 4))
+    inputs = torch.randn(NUM_SAMPLES, 16, generator=torch.Generator().manual_seed(1))
+    return rv.Job(
+        model,
+        {"x": inputs, "y": inputs[:, :4].argmax(-1)},
+        batch_size=16,
+        epochs=EPOCHS,
+        average_every=4,
+        optimizer="adamw",
+        learning_rate=1e-3,
+        loss=lambda out, batch: F.cross_entropy(out, batch["y"]),
+    )
+
+
+def test_a_peer_that_freezes_in_a_round_is_left_out_of_it_and_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # The hub shall end the round long before it takes who is silent for dead.
+    monkeypatch.setattr("ravnest.hub.rounds._LEAST_SECONDS", 1.0)
+    monkeypatch.setattr("ravnest.hub.server.GRACE_SECONDS", 60.0)
+    monkeypatch.setattr("ravnest.hub.microbatches.form_plan", form_alone)
+    told: list[News] = []
+    frozen: list[int] = []
+
+    def tell(news: News) -> None:
+        told.append(news)
+        is_running = len(news_of(told, ClusterStarted)) == NUM_CLUSTERS
+        if isinstance(news, RoundEnded) and is_running and not news.is_final and not frozen:
+            victim = news_of(told, PlanFormed)[0].plan.clusters[-1].stages[-1].node
+            frozen.append(swarm.processes[victim])
+            os.kill(frozen[0], signal.SIGSTOP)
+        elif isinstance(news, RoundEnded) and news.is_committed and news.left_out:
+            os.kill(frozen[0], signal.SIGCONT)
+
+    swarm: Hub = local([Hardware(8e6, emulated_flops_per_second=1e8)] * NUM_CLUSTERS, plan=PLAN, tell=tell)
+    with swarm:
+        try:
+            result = swarm.fit(make_job())
+        finally:
+            with suppress(ProcessLookupError, IndexError):  # it has ended, as it should
+                os.kill(frozen[0], signal.SIGCONT)
+    assert news_of(told, Left) == news_of(told, ClusterDissolved) == []
+    rounds, left_out = news_of(told, RoundEnded), cluster_name(NUM_CLUSTERS - 1)
+    assert {name for news in rounds for name, _ in news.blamed} == {left_out}
+    without = [news for news in rounds if news.left_out == (left_out,)]
+    assert without[0].is_committed  # at once, by the others
+    later = rounds[rounds.index(without[-1]) + 1 :]
+    assert any(news.is_committed and not news.is_final for news in later)  # with it
+    done = [(news.num_samples, news.num_dropped) for news in news_of(told, EpochDone)]
+    assert done == [(NUM_SAMPLES, 0)] * EPOCHS
+    assert result.state
+
+
+def news_of(told: list[News], kind: type) -> list[Any]:
+    return [news for news in told if isinstance(news, kind)]

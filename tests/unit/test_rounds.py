@@ -1,0 +1,459 @@
+"""When rounds come, of whom, and who is left out: the hub's side, with scripted members."""
+
+from dataclasses import replace
+
+import pytest
+from support.hub_world import HubWorld, Trouble, check_replay, job
+
+from ravnest.config import Averaging
+from ravnest.hub.attendance import judge
+from ravnest.hub.events import PlanFormed, Received, RoundEnded, Send
+from ravnest.hub.news import show_news
+from ravnest.plan.rings import form_rings
+from ravnest.plan.types import Cluster, Plan, Stage
+from ravnest.protocol import RoundAbort, RoundCommit, RoundOpen, StageParts
+
+
+@pytest.fixture(autouse=True)
+def _a_cluster_of_each_node(monkeypatch):
+    monkeypatch.setattr("ravnest.hub.microbatches.form_plan", plan_alone)
+
+
+def plan_alone(_, swarm, config, seed, epoch):
+    clusters = tuple(Cluster((Stage(each.name, 0, 6),)) for each in swarm.nodes)
+    return Plan(epoch, seed, clusters, form_rings(clusters, {each.name: each for each in swarm.nodes}), ())
+
+
+def long_job(**changes):
+    settings = {"num_samples": 4000, "num_validation": 0, "epochs": 1, "average_every": 2}
+    return job(**(settings | {"chunk_batches": 1, "microbatches": 1} | changes))
+
+
+def clusters_of(num_clusters, *, given=None, trouble=None, **changes):
+    """A world that has just begun to train with so many clusters of one node each."""
+    world = HubWorld(given or long_job(**changes), trouble)
+    world.join(*"abcdefgh"[:num_clusters], memory_mb=1000.0)
+    world.run_until(lambda: sum(each.is_running for each in world.hub.clusters) == num_clusters)
+    return world
+
+
+def opened(world):
+    """The rounds so far: number, who was asked, what they were told."""
+    found = {}
+    for order in (order for answer in world.answers for order in answer):
+        if isinstance(order, Send) and isinstance(order.message, RoundOpen):
+            _, names = found.setdefault(order.message.round_id, (order.message, []))
+            names.append(order.to)
+    return [(message, "".join(sorted(names))) for message, names in found.values()]
+
+
+def attending(world, num_rounds=None):
+    return [names for _, names in opened(world)][:num_rounds]
+
+
+def outcomes(world):
+    return [ended.is_committed for ended in world.told(RoundEnded)]
+
+
+def blamed(world):
+    return [each for ended in world.told(RoundEnded) for each in ended.blamed]
+
+
+def late(*names):
+    """Members that are late by themselves: the others wait in vain, and say for whom."""
+
+    def vote(world, name, order):
+        present = [each for each in names if each not in order.left_out]
+        if not present:
+            return 0.7, world.ready(name, order.round_id)
+        if name in present:
+            return None
+        reason = f"{name} had not finished its rings at the deadline"
+        seconds = order.deadline_seconds + 0.5 * "abcdefgh".index(name)  # its thread was busy
+        return seconds, RoundAbort(order.round_id, reason, present[0])
+
+    return vote
+
+
+def script(world, vote):
+    world.vote = lambda name, order: vote(world, name, order)
+
+
+def run_rounds(world, num_rounds):
+    return world.run_until(lambda: len(world.told(RoundEnded)) >= num_rounds)
+
+
+# Left out, and back.
+
+
+def test_who_held_up_a_round_is_left_out_of_the_next_try_at_once_and_asked_again_after_it():
+    world = clusters_of(3)
+    script(world, late("b"))
+    run_rounds(world, 1)
+    aborted_at = world.now
+    run_rounds(world, 2)
+    script(world, world.__class__._vote)
+    run_rounds(world, 3)
+    assert attending(world, 3) == ["abc", "ac", "abc"]
+    assert outcomes(world) == [False, True, True]
+    assert blamed(world) == [(cluster_of(world, "b").name, 1)]
+    again = next(event for event, answer in zip(world.log, world.answers, strict=True) if opens(answer, 2))
+    assert again.now == aborted_at
+    seconds = opened(world)[0][0].deadline_seconds
+    assert world.told(RoundEnded)[0].seconds == pytest.approx(seconds + 1.0)  # c is heard; b needs not be
+    (second, _) = opened(world)[1]
+    assert second.left_out == ("b",)
+    assert world.told(RoundEnded)[1].left_out == (cluster_of(world, "b").name,)
+    assert world.told(RoundEnded)[2].left_out == ()
+    check_replay(world)
+
+
+def cluster_of(world, name):
+    return next(each for each in world.hub.clusters if name in each.nodes)
+
+
+def opens(answer, round_id):
+    messages = [order.message for order in answer if isinstance(order, Send)]
+    return any(isinstance(each, RoundOpen) and each.round_id == round_id for each in messages)
+
+
+def test_late_again_and_again_it_is_left_out_for_longer_but_never_for_good():
+    world = clusters_of(3, num_samples=12000)
+    script(world, late("b"))
+    run_rounds(world, 37)
+    asked = ["b" in names for names in attending(world)]
+    absences = [len(part) for part in "".join(".x"[each] for each in asked).split("x")[1:]]
+    assert absences[:6] == [1, 2, 4, 8, 8, 8]
+    assert [number for _, number in blamed(world)] == [1, 2, 4, 8, 8, 8][: len(blamed(world))]
+    assert all(each is not is_asked for each, is_asked in zip(outcomes(world), asked, strict=False))
+    script(world, world.__class__._vote)
+    num_before = len(attending(world))
+    world.run_until(lambda: any("b" in names for names in attending(world)[num_before:]))
+    assert len(attending(world)) <= num_before + 9
+    run_rounds(world, len(attending(world)))
+    assert outcomes(world)[-1]
+    script(world, late("b"))
+    num_told = len(blamed(world))
+    world.run_until(lambda: len(blamed(world)) > num_told)
+    assert blamed(world)[-1][1] == 1  # what it was blamed for before is forgotten
+
+
+@pytest.mark.parametrize("averaging", Averaging)
+def test_two_clusters_that_never_agree_try_ever_less_often(averaging):
+    given = long_job(num_samples=3200)
+    world = clusters_of(2, given=replace(given, config=replace(given.config, averaging=averaging)))
+    script(world, lambda _, name, order: (0.1, RoundAbort(order.round_id, "cut", name)))
+    world.run()
+    assert world.is_finished
+    regular = [order for order, _ in opened(world) if not order.is_final]
+    num_periods = 800 // 2 // 2
+    assert num_periods / 8 - 2 <= len(regular) <= num_periods / 8 + 6
+    assert [order.is_final for order, _ in opened(world)][-3:] == [True] * 3
+    check_replay(world)
+
+
+def test_one_that_says_nothing_is_not_waited_for_for_ever():
+    world = clusters_of(3)
+
+    def vote(world, name, order):
+        if name == "c":
+            return None
+        if name == "b" or "c" in order.left_out:
+            return 0.7, world.ready(name, order.round_id)
+        return order.deadline_seconds, RoundAbort(order.round_id, "late", "b")
+
+    script(world, vote)
+    run_rounds(world, 1)
+    seconds = opened(world)[0][0].deadline_seconds
+    assert world.told(RoundEnded)[0].seconds == pytest.approx(1.25 * seconds)
+    assert blamed(world) == [("B", 1)]  # nobody said anything else
+
+
+def test_a_hearing_is_short_although_rounds_are_long():
+    world = clusters_of(2)
+    world.hub._members._outlook = replace(world.hub._members.outlook, round_seconds=30.0)
+    script(
+        world,
+        lambda _, name, order: (
+            (order.deadline_seconds, RoundAbort(order.round_id, "late")) if name == "a" else None
+        ),
+    )
+    run_rounds(world, 1)
+    assert opened(world)[0][0].deadline_seconds == 130.0
+    assert world.told(RoundEnded)[0].seconds == pytest.approx(135.0)
+
+
+def test_who_is_cut_off_blames_others_and_is_not_believed():
+    world = clusters_of(4)
+    waits = {"a": None, "b": "a", "c": "b", "d": None}  # b is cut off: c waits for it, and it for a
+
+    def vote(world, name, order):
+        if "b" in order.left_out:
+            return 0.7, world.ready(name, order.round_id)
+        return order.deadline_seconds, RoundAbort(order.round_id, "late", waits[name])
+
+    script(world, vote)
+    run_rounds(world, 2)
+    assert attending(world, 2) == ["abcd", "acd"]
+
+
+@pytest.mark.parametrize(
+    ("suspects", "guilty"),
+    [
+        ({"B": "A"}, "A"),
+        ({"B": "A", "C": None}, "A"),
+        ({"A": "D", "B": "A"}, "A"),
+        ({"A": "B", "B": "A"}, "AB"),
+        ({"A": "B", "B": "A", "C": "A"}, "A"),
+        ({"A": "B", "B": "A", "C": None}, "AB"),
+        ({"A": "A", "B": "A"}, "A"),
+        ({"A": "C", "B": "D"}, "CD"),
+        ({"A": None, "B": None}, "AB"),
+    ],
+)
+def test_whom_to_blame(suspects, guilty):
+    assert judge(suspects) == set(guilty)
+
+
+def test_what_a_member_sees_before_its_deadline_needs_no_hearing():
+    world = clusters_of(3)
+    script(
+        world,
+        lambda world, name, order: (
+            (0.2, RoundAbort(order.round_id, "not a number", "c"))
+            if name == "a" and "c" not in order.left_out
+            else (0.7, world.ready(name, order.round_id))
+        ),
+    )
+    run_rounds(world, 2)
+    assert attending(world, 2) == ["abc", "ab"]
+    first = next(event for event, answer in zip(world.log, world.answers, strict=True) if opens(answer, 2))
+    assert isinstance(first, Received)
+    assert first.message == RoundAbort(1, "not a number", "c")
+    orders = [order for answer in world.answers for order in answer if isinstance(order, Send)]
+    told = {order.to: order.message for order in orders if isinstance(order.message, RoundAbort)}
+    assert told == dict.fromkeys("abc", RoundAbort(1, "a: not a number", "c"))
+
+
+def test_the_silent_are_left_out_at_the_hubs_deadline():
+    world = clusters_of(3)
+    script(
+        world,
+        lambda world, name, order: (
+            None if name == "c" and not order.left_out else (0.7, world.ready(name, order.round_id))
+        ),
+    )
+    run_rounds(world, 2)
+    assert attending(world, 2) == ["abc", "ab"]
+    assert world.told(RoundEnded)[0].reason == "no vote before the deadline from c"
+
+
+def test_those_left_when_one_dies_in_a_round_try_again_at_once():
+    world = clusters_of(3, trouble=Trouble(detect_seconds=0.1))
+    world.run_until(lambda: world.open_round)
+    world.kill("b")
+    run_rounds(world, 2)
+    assert attending(world, 2) == ["abc", "ac"]
+    assert outcomes(world) == [False, True]
+    assert blamed(world) == []
+
+
+def test_one_that_dies_while_it_is_heard_is_not_blamed():
+    world = clusters_of(4, trouble=Trouble(detect_seconds=0.1))
+    script(world, late("b"))
+    world.run_until(lambda: isinstance(getattr(world.log[-1], "message", None), RoundAbort))
+    assert world.told(RoundEnded) == []
+    world.kill("b")
+    run_rounds(world, 2)
+    assert attending(world, 2) == ["abcd", "acd"]
+    assert blamed(world) == []
+
+
+def test_a_deadline_grows_when_nobody_keeps_it_and_only_so_far():
+    world = clusters_of(2, num_samples=8000)
+    script(world, lambda *_: None)
+    run_rounds(world, 5)
+    seconds = [order.deadline_seconds for order, _ in opened(world)][:5]
+    assert seconds == pytest.approx([seconds[0] * each for each in (1, 2, 4, 4, 4)])
+    script(world, world.__class__._vote)
+    run_rounds(world, 7)
+    assert opened(world)[-1][0].deadline_seconds == pytest.approx(seconds[0], rel=0.5)
+
+
+# What is averaged.
+
+
+def test_owners_that_hold_different_averages_are_named_and_the_fewer_left_out():
+    world = clusters_of(3)
+    script(
+        world,
+        lambda world, name, order: (
+            0.7,
+            world.ready(name, order.round_id, is_wrong=name == "b" and order.round_id == 1),
+        ),
+    )
+    run_rounds(world, 3)
+    assert attending(world, 3) == ["abc", "ac", "abc"]
+    assert outcomes(world) == [False, True, True]
+    reason = world.told(RoundEnded)[0].reason
+    assert reason.startswith("the owners of segment 0 hold different averages (")
+    for name in "abc":
+        assert name in reason.partition("(")[2]
+    assert {message.round_id for message in sent_commits(world)} == {2, 3}
+
+
+def sent_commits(world):
+    orders = [order for answer in world.answers for order in answer if isinstance(order, Send)]
+    return [order.message for order in orders if isinstance(order.message, RoundCommit)]
+
+
+def test_two_that_differ_are_both_named_and_neither_is_believed():
+    world = clusters_of(2)
+    script(world, lambda world, name, order: (0.7, world.ready(name, order.round_id, is_wrong=name == "b")))
+    run_rounds(world, 1)
+    assert outcomes(world) == [False]
+    assert [name for name, _ in blamed(world)] == ["A", "B"]
+
+
+def test_changes_are_since_the_newest_average_that_somebody_has():
+    world = clusters_of(3, trouble=Trouble(detect_seconds=0.1))
+    run_rounds(world, 1)
+    script(world, late("c"))
+    run_rounds(world, 3)
+    assert attending(world, 3) == ["abc", "abc", "ab"]
+    script(world, world.__class__._vote)
+    run_rounds(world, 4)
+    assert [order.base for order, _ in opened(world)][:4] == [0, 1, 1, 3]
+    world.kill("a")  # with an average that b and c have too
+    world.run_until(lambda: attending(world)[-1] == "bc")
+    committed = [news.round_id for news in world.told(RoundEnded) if news.is_committed]
+    assert opened(world)[-1][0].base == committed[-1]
+
+
+def test_an_average_that_died_with_who_had_it_is_no_base():
+    world = clusters_of(4, trouble=Trouble(detect_seconds=0.1))
+    run_rounds(world, 1)
+    script(world, late("c", "d"))
+    run_rounds(world, 4)  # of all, without c, without d
+    assert attending(world, 4) == ["abcd", "abcd", "abd", "ab"]
+    assert outcomes(world) == [True, False, False, True]
+    script(world, world.__class__._vote)
+    world.kill("a")
+    world.kill("b")
+    world.run_until(lambda: attending(world)[-1] == "cd")
+    assert opened(world)[-1][0].base == 1
+
+
+def test_a_new_plan_begins_from_the_first_weights():
+    world = clusters_of(2, trouble=Trouble(detect_seconds=0.1))
+    run_rounds(world, 2)
+    world.kill("a")
+    world.kill("b")
+    world.run_until(lambda: not world.hub.clusters)
+    world.join("x", "y", memory_mb=1000.0)
+    num_before = len(opened(world))
+    run_rounds(world, num_before + 1)
+    order, names = opened(world)[num_before]
+    assert (order.base, names) == (0, "xy")
+
+
+def test_the_result_is_of_a_cluster_that_was_in_the_last_average():
+    world = clusters_of(3, num_samples=160)
+    script(world, late("a"))
+    world.run()
+    assert world.is_finished
+    assert attending(world)[-2:] == ["abc", "bc"]  # all are asked once more at the end
+    assert outcomes(world)[-2:] == [False, True]
+    assert {part.node for part in world.finish.parts} < {"b", "c"}
+
+
+def test_at_the_end_all_are_asked_once_more_however_late_they_were():
+    world = clusters_of(3)
+    script(world, late("b"))
+    world.run_until(lambda: ("B", 4) in blamed(world))
+    script(world, world.__class__._vote)
+    world.stop()
+    world.run_until(lambda: opened(world)[-1][0].is_final)
+    assert attending(world)[-2:] == ["ac", "abc"]
+
+
+# When they come.
+
+
+def distances(world):
+    """Updates of all clusters between the openings of rounds."""
+    found, num_updates = [], 0
+    for event, answer in zip(world.log, world.answers, strict=True):
+        if isinstance(event, Received) and hasattr(event.message, "lag"):
+            num_updates += 1
+        if any(isinstance(each, Send) and isinstance(each.message, RoundOpen) for each in answer):
+            found.append(num_updates)
+    return [after - before for before, after in zip([0, *found], found, strict=False)]
+
+
+@pytest.mark.parametrize("average_every", [1, 3, 8])
+def test_so_many_batches_of_each_cluster_lie_between_rounds_whatever_a_lease_holds(average_every):
+    world = clusters_of(2, average_every=average_every, chunk_batches=8)
+    run_rounds(world, 6)
+    # Two clusters report each 0.3 s, and a round takes 0.7 s.
+    least = {4, 5, 6} if average_every == 1 else {2 * average_every}
+    assert set(distances(world)[1:6]) <= least
+
+
+def test_as_often_as_they_fit_but_not_for_less_than_five_batches():
+    world = clusters_of(2, average_every=None)
+    run_rounds(world, 4)
+    assert distances(world)[:4] == [10] * 4
+    script(world, lambda world, name, order: (6.0, world.ready(name, order.round_id)))
+    run_rounds(world, 12)
+    assert set(distances(world)[8:]) <= {38, 40, 42}  # 6 s at 0.3 s a batch, two clusters
+
+
+def test_the_forecast_says_when_the_first_may_come():
+    world = HubWorld(long_job(average_every=None))
+    world.join(*"ab", memory_mb=1000.0)
+    world.run_until(lambda: world.told(PlanFormed))
+    world.hub._members._outlook = replace(world.hub._members.outlook, round_seconds=12.0)
+    world.run_until(lambda: all(each.is_running for each in world.hub.clusters))
+    started_at = world.now
+    world.run_until(lambda: world.open_round)
+    assert 12.0 <= world.now - started_at <= 12.5
+    assert opened(world)[0][0].deadline_seconds == 10.0 + 4 * 12.0
+
+
+def test_blocking_rounds_take_no_more_than_their_share_of_the_time():
+    given = long_job(average_every=None)
+    config = replace(given.config, averaging=Averaging.BLOCKING, averaging_share=0.1)
+    world = clusters_of(2, given=replace(given, config=config))
+    run_rounds(world, 1)
+    seconds = world.told(RoundEnded)[0].seconds
+    world.run_until(lambda: world.open_round)
+    first = world.now
+    run_rounds(world, 2)
+    world.run_until(lambda: world.open_round)
+    assert 10 * seconds <= world.now - first <= 10 * seconds + 0.5
+
+
+def test_what_people_are_told():
+    assert show_news(RoundEnded(3, True, False, "", 1.25)) == "round 3 committed in 1.25 s"
+    assert show_news(RoundEnded(3, True, True, "", 1.25, ("C",))) == "round 3 without C committed in 1.25 s"
+    assert show_news(RoundEnded(3, False, False, "b: died", 1.0)) == "round 3 aborted: b: died"
+    late = RoundEnded(3, False, False, "b: late", 1.0, ("C",), (("B", 1), ("D", 4)))
+    told = "round 3 without C aborted: b: late; B is left out of the next 1; D is left out of the next 4"
+    assert show_news(late) == told
+
+
+def test_a_late_suspicion_of_another_round_or_a_stranger_changes_nothing():
+    world = clusters_of(3)
+    run_rounds(world, 1)
+    for sender, message in (("a", RoundAbort(1, "late", "b")), ("a", RoundAbort(9, "late", "b"))):
+        (refusal,) = world.feed(Received(sender, message, world.now))
+        assert "which is not open" in refusal.reason
+    assert blamed(world) == []
+    world.join("z", memory_mb=1000.0)
+    world.run_until(lambda: "z" in world.peers and world.open_round)
+    (refusal,) = world.feed(Received("z", RoundAbort(world.open_round, "late", "b"), world.now))
+    assert "z is no member of round 2" in refusal.reason
+    world.feed(Received("a", RoundAbort(2, "late", "z"), world.now))  # whoever that is
+    assert [name for name, _ in blamed(world)] == [cluster_of(world, "a").name]
+    assert not isinstance(world.answers[-1][0], StageParts)
