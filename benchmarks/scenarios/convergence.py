@@ -13,7 +13,7 @@ from benchmarks.swarm import Setting, train
 Figures = dict[str, Any]
 
 NUM_CLUSTERS, NUM_STAGES = (1, 2, 4), (1, 2, 4)
-NUM_UPDATES, BATCH_SIZE, LENGTH = 400, 16, 32
+NUM_UPDATES, BATCH_SIZE, LENGTH = 1600, 16, 32
 NUM_VALIDATION = 1024
 RATE = 8e-3
 TARGET = 0.025

@@ -1,7 +1,6 @@
 """The pipeline against its own limit, against GPipe and 1F1B, against one process; idle cost and bytes."""
 
 import contextlib
-import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -87,14 +86,9 @@ def _emulated() -> Figures:
 
 
 def _shape(record: Record) -> Figures:
-    """Return what a plan chose, and the lag that came of it."""
+    """Return what a plan chose."""
     cluster = record.cluster
-    lags = [report.lag for _, node, report in record.reports if node == cluster.stages[0].node]
-    return {
-        "windows": [stage.window for stage in cluster.stages],
-        "microbatches": cluster.accumulate,
-        "root_lag": _short(statistics.mean(lags[len(lags) // 3 :])),
-    }
+    return {"windows": [stage.window for stage in cluster.stages], "microbatches": cluster.accumulate}
 
 
 def _wire() -> Figures:
@@ -262,7 +256,7 @@ def _missed(figures: Figures) -> list[str]:
 
 def _report(figures: Figures) -> str:
     busy = [
-        [case, found["busy"], found["windows"], found["microbatches"], found["root_lag"]]
+        [case, found["busy"], found["windows"], found["microbatches"]]
         for case, found in figures["emulated"].items()
     ]
     against = [
@@ -294,7 +288,7 @@ def _report(figures: Figures) -> str:
         ["bytes on the wire over those of the tensors", f"+{figures['wire']['overhead']:.2%}"],
     ]
     return _METHOD.format(
-        busy=table(["stages, links", "busy", "windows", "microbatches", "lag at the root"], busy),
+        busy=table(["stages, links", "busy", "windows", "microbatches"], busy),
         against=table(head, against),
         emulated=table(head, emulated),
         rest=table(["what", "measured"], rest),

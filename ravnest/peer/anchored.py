@@ -95,6 +95,11 @@ class Anchored:
         return None
 
     @property
+    def num_items(self) -> int:
+        """Weights and statistics in it."""
+        return self._num_state
+
+    @property
     def edges(self) -> tuple[int, ...]:
         """Where the vector changes its kind: weights, statistics, momenta."""
         assert self._vector is not None

@@ -10,6 +10,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 from torch import Tensor
@@ -45,6 +46,7 @@ logger = logging.getLogger(__name__)
 
 _LATE_STRENGTH = 0.5  # of an average that is a whole round late: full strength is unstable
 _ASK_SECONDS = 1.0
+_EARLY_TIMES = 8  # the numbers of a stage: what honest neighbours may send before this one hears of a round
 
 Averaging = RingPart[TensorSpec] | RoundCommit | RoundAbort | AnchorQuery | AnchorPart[TensorSpec]
 _Arrived = tuple[RingPart[TensorSpec], Buffer, NodeId | None]
@@ -83,6 +85,7 @@ class Averager:
         self._after: dict[SegmentId, NodeId] = {}
         self._arrived: deque[_Arrived] = deque()
         self._early: list[_Arrived] = []
+        self._most_early = _EARLY_TIMES * sum(each.num_items + 1 for each in self._segments.values())
         self._asked: dict[tuple[NodeId, SegmentId], AnchorQuery] = {}  # who waits for an anchor
         self._num_averaged = self._num_offered = 0  # samples trained when a round opened: committed, latest
 
@@ -182,8 +185,11 @@ class Averager:
     ) -> list[Parcel] | Refusal:
         if part.value.dtype != "float32" or len(part.value.shape) not in (1, 2):
             raise ProtocolError(f"a ring part of {part.value.dtype} {part.value.shape}")
-        if part.round_id > self._round_id:
-            self._early.append((part, buffer, sender))  # a neighbour heard of the round first
+        if part.round_id > self._round_id:  # a neighbour heard of the round first
+            held = sum(prod(each.value.shape) for each, _, _ in self._early)
+            if held + prod(part.value.shape) > self._most_early:
+                return Refusal(f"{sender} sends more of round {part.round_id} than a round has")
+            self._early.append((part, buffer, sender))
         elif self._order is None or part.round_id != self._round_id:
             return Refusal(f"a ring part of round {part.round_id}, which is not open here")
         else:

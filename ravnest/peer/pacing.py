@@ -24,7 +24,7 @@ from ravnest.peer.place import Place
 from ravnest.plan.types import NodeId
 from ravnest.protocol import BatchId, Pace, PlanOrder, Refusal, StepReport
 
-_REPORT_BATCHES = 16  # between two reports of a stage to its root, and between two decisions there
+_REPORT_BATCHES = 17  # between reports to the root, and its decisions; prime, to be in step with no update
 _REMEMBERED = 5  # reports of a stage
 _DAY = 86_400.0
 

@@ -13,7 +13,17 @@ from ravnest.engine.optimizers import Group, OptimizerSettings, Sgd
 from ravnest.engine.recipe import from_torch
 from ravnest.engine.training import AveragingRule
 from ravnest.model.capture import Captured, capture
-from ravnest.protocol import AnchorPart, AnchorQuery, RingPart, RoundAbort, RoundReady
+from ravnest.protocol import (
+    AnchorPart,
+    AnchorQuery,
+    Refusal,
+    RingPart,
+    RoundAbort,
+    RoundId,
+    RoundReady,
+    SegmentId,
+    TensorSpec,
+)
 from tests.support.tied_world import TiedWorld
 
 CUTS = ([2], [1, 3], [4])
@@ -286,6 +296,18 @@ def test_a_part_from_anyone_but_the_owner_before_is_ignored(captured: Captured) 
     for name in names_of(captured):
         mean = sum(state[name] for state in states) / 3
         torch.testing.assert_close(world.state(1)[name], mean, rtol=1e-5, atol=1e-6)
+
+
+def test_nobody_fills_the_memory_with_rounds_to_come(captured: Captured) -> None:
+    host = next(iter(make_world(captured).hosts.values()))
+    spec = TensorSpec("float32", (1000,), WireFormat.FP32)
+    for number in range(1000):
+        part = RingPart(RoundId(9 + number), SegmentId(0), 0, 0, 1, 1.0, spec)
+        found = host.receive(part, (memoryview(bytearray(4000)),), "c1.0")
+        if isinstance(found, Refusal):
+            break
+    assert 0 < number < 100
+    assert "more of round" in found.reason
 
 
 def test_at_its_deadline_a_member_names_whom_it_waits_for(captured: Captured) -> None:

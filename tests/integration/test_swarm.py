@@ -34,8 +34,8 @@ from ravnest.net.zeromq import ZeroMqTransport
 WIDTH, NUM_CLASSES, NUM_TRAIN, NUM_VALIDATION = 128, 4, 768, 200
 PLAN = replace(LOCAL_PLAN, overhead_bytes=0.0)  # so that memory is what the model needs, and no more
 SPEED = 1e9
-SMALL = Hardware(1.3e6, SPEED)  # the model does not fit into one of these
-LARGE = Hardware(2.2e6, SPEED)
+SMALL = Hardware(1.7e6, SPEED)  # the model does not fit into one of these
+LARGE = Hardware(3.0e6, SPEED)
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -248,6 +248,7 @@ def test_a_trimmed_mean_leaves_out_the_smallest_and_the_largest_of_four_or_more(
     assert len({owners.anchor(number).numpy().tobytes() for number in range(size)}) == 1
 
 
+@settings(max_examples=30)
 @given(formats, seeds)
 def test_what_rounding_loses_of_a_trimmed_mean_comes_with_the_next(wire_format, seed):
     owners = Owners(wire_format, 4, 200, seed, trims=True)
