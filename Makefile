@@ -21,6 +21,7 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.run memory
 	$(BIN)/python -m benchmarks.run pipeline
 	$(BIN)/python -m benchmarks.run allreduce
+	$(BIN)/python -m benchmarks.run convergence
 
 clean:
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

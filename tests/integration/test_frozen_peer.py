@@ -3,15 +3,10 @@
 import os
 import signal
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
-import torch.nn.functional as F
-from torch import nn
 
-import ravnest as rv
 from ravnest.hub.events import (
     ClusterDissolved,
     ClusterStarted,
@@ -22,11 +17,11 @@ from ravnest.hub.events import (
     RoundEnded,
 )
 from ravnest.job.peers import Hardware
-from ravnest.job.swarm import LOCAL_PLAN, Hub, local
+from ravnest.job.swarm import Hub, local
 from ravnest.plan.rings import form_rings
 from ravnest.plan.types import Cluster, ModelProfile, Plan, Stage, Swarm, cluster_name
+from tests.support.small_swarm import PLAN, make_job
 
-PLAN = replace(LOCAL_PLAN, overhead_bytes=0.0)
 NUM_SAMPLES, EPOCHS, NUM_CLUSTERS = 1536, 2, 3
 
 
@@ -34,23 +29,6 @@ def form_alone(profile: ModelProfile, swarm: Swarm, _: object, seed: int, epoch:
     """Return a plan of one cluster for each node."""
     clusters = tuple(Cluster((Stage(node.name, 0, profile.num_positions),)) for node in swarm.nodes)
     return Plan(epoch, seed, clusters, form_rings(clusters, {node.name: node for node in swarm.nodes}), ())
-
-
-def make_job() -> rv.Job:
-    torch.manual_seed(0)
-    inner = [layer for _ in range(6) for layer in (nn.Linear(128, 128), nn.ReLU())]
-    model = nn.Sequential(nn.Linear(16, 128), nn.ReLU(), *inner, nn.Linear(128, 4))
-    inputs = torch.randn(NUM_SAMPLES, 16, generator=torch.Generator().manual_seed(1))
-    return rv.Job(
-        model,
-        {"x": inputs, "y": inputs[:, :4].argmax(-1)},
-        batch_size=16,
-        epochs=EPOCHS,
-        average_every=4,
-        optimizer="adamw",
-        learning_rate=1e-3,
-        loss=lambda out, batch: F.cross_entropy(out, batch["y"]),
-    )
 
 
 def test_a_peer_that_freezes_in_a_round_is_left_out_of_it_and_goes_on(
@@ -76,7 +54,7 @@ def test_a_peer_that_freezes_in_a_round_is_left_out_of_it_and_goes_on(
     swarm: Hub = local([Hardware(8e6, emulated_flops_per_second=1e8)] * NUM_CLUSTERS, plan=PLAN, tell=tell)
     with swarm:
         try:
-            result = swarm.fit(make_job())
+            result = swarm.fit(make_job(EPOCHS, NUM_SAMPLES, average_every=4))
         finally:
             with suppress(ProcessLookupError, IndexError):  # it has ended, as it should
                 os.kill(frozen[0], signal.SIGCONT)

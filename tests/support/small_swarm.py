@@ -25,16 +25,17 @@ JOIN = (*BARE_JOIN, "--flops", "1 GFLOP/s", "--bandwidth", "1 GB/s", "--latency"
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def make_job(epochs: int = 2) -> rv.Job:
+def make_job(epochs: int = 2, num_samples: int = NUM_SAMPLES, average_every: int | str = "auto") -> rv.Job:
     torch.manual_seed(0)
     inner = [layer for _ in range(6) for layer in (nn.Linear(128, 128), nn.ReLU())]
     model = nn.Sequential(nn.Linear(16, 128), nn.ReLU(), *inner, nn.Linear(128, 4))
-    inputs = torch.randn(NUM_SAMPLES, 16, generator=torch.Generator().manual_seed(1))
+    inputs = torch.randn(num_samples, 16, generator=torch.Generator().manual_seed(1))
     return rv.Job(
         model,
         {"x": inputs, "y": inputs[:, :4].argmax(-1)},
         batch_size=16,
         epochs=epochs,
+        average_every=average_every,
         optimizer="adamw",
         learning_rate=1e-3,
         loss=lambda out, batch: F.cross_entropy(out, batch["y"]),

@@ -4,12 +4,11 @@ training goes on, and a later round commits.
 """
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 import pytest
-import torch
 
 from ravnest.config import Averaging
 from ravnest.hub.events import EpochDone, Left, RoundEnded
@@ -23,14 +22,6 @@ pytestmark = pytest.mark.timeout(120)  # a busy PC must not fail them
 FIRST = 2  # the round in which faults begin: the first whose base is an average
 ARRIVES_SECONDS = 0.05  # by then a small message is there
 NUM_CLUSTERS = 3
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def form_three(profile: ModelProfile, swarm: Swarm, _: object, seed: int, epoch: int = 0) -> Plan:

@@ -8,7 +8,6 @@ import asyncio
 import copy
 import itertools
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from random import Random
@@ -62,14 +61,6 @@ from tests.support.system_world import (
 )
 
 pytestmark = pytest.mark.timeout(120)  # a busy PC must not fail them
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
