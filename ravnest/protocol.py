@@ -12,21 +12,21 @@ from typing import Annotated, Generic, NewType
 
 from msgspec import Meta
 
-from ravnest.blobs import BlobPart, BlobRef, BlobRequest, Fact, ProbeOrder, ProbeReport
+from ravnest.blobs import BlobPart, BlobRequest, Fact, ProbeOrder, ProbeReport
 from ravnest.config import WireFormat
-from ravnest.plan.types import Node, NodeId, Ring, Stage
+from ravnest.plan.types import Node, NodeId
+from ravnest.staging import RoundId as RoundId
+from ravnest.staging import SegmentId as SegmentId
+from ravnest.staging import Staging
 from ravnest.tying import Tying, Value
 
 BatchId = NewType("BatchId", int)
 LeaseId = NewType("LeaseId", int)
-RoundId = NewType("RoundId", int)
-SegmentId = NewType("SegmentId", int)
 
 Metrics = tuple[tuple[str, float | None], ...]  # None where a metric was no finite number
 Count = Annotated[int, Meta(ge=1, le=2**20)]
 Proof = Annotated[bytes, Meta(min_length=32, max_length=32)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
-Ticket = Annotated[bytes, Meta(max_length=16)]
 Digest = Annotated[bytes, Meta(min_length=16, max_length=16)]
 
 FLOAT_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
@@ -73,6 +73,7 @@ class Hello:
     node: Node
     addresses: tuple[str, ...] = ()  # where others can dial it
     guessed: tuple[Fact, ...] = ()  # what of the node nobody has stated, so that it is measured
+    epoch: int = 0  # of the stage that it holds, if the hub has met it before
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +98,7 @@ class Leave:
 
     epoch: int
     reason: str
+    can_hand_over: bool = False  # it stays until the hub says Stop, so that nothing is lost
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,47 +115,6 @@ class Stop:
     """The hub ends the job, and says why."""
 
     reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Contact:
-    """How to reach a peer; without an address it dials, or the hub relays for the ticket's two holders."""
-
-    node: NodeId
-    key: str
-    addresses: tuple[str, ...]
-    ticket: Ticket = b""
-
-
-@dataclass(frozen=True, slots=True)
-class PlanOrder:
-    """One peer's part of a plan: its stage, its cluster in order, its rings. A spare has none of them."""
-
-    epoch: int
-    seed: int
-    stage: Stage | None
-    pipeline: tuple[NodeId, ...]
-    rings: tuple[tuple[SegmentId, Ring], ...]
-    contacts: tuple[Contact, ...]
-    accumulate: int = 1  # batches per update
-
-
-@dataclass(frozen=True, slots=True)
-class StageParts:
-    """What a stage is made of. The hub orders it built; the peer answers what it then has, ready to train."""
-
-    epoch: int
-    version: int
-    blueprint: BlobRef
-    weights: BlobRef
-
-
-@dataclass(frozen=True, slots=True)
-class SnapshotOrder:
-    """The hub wants a stage kept: the peer answers with StageParts and serves those blobs until the next."""
-
-    epoch: int
-    number: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,6 +224,7 @@ class RoundOpen:
     is_final: bool
     left_out: tuple[NodeId, ...]
     base: RoundId = RoundId(0)  # changes since its average go around; 0: since training began
+    is_anchor: bool = False  # no cluster has such an average: the receiver's weights now are it
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,7 +280,7 @@ class RoundQuery:
 class AnchorQuery:
     """A member that missed rounds asks a neighbour in a ring for the average of round `base`."""
 
-    epoch: int
+    plan: int
     segment: SegmentId
     base: RoundId
 
@@ -327,7 +289,7 @@ class AnchorQuery:
 class AnchorPart(Generic[Value]):
     """A piece of that average, from item `offset` on, as it is."""
 
-    epoch: int
+    plan: int
     segment: SegmentId
     base: RoundId
     offset: int
@@ -342,7 +304,7 @@ class Refusal:
 
 
 Joining = Hello | Welcome | Refused | Leave | Complaint | Stop
-Planning = PlanOrder | StageParts | SnapshotOrder | BlobRequest | BlobPart | ProbeOrder | ProbeReport
+Planning = Staging | BlobRequest | BlobPart | ProbeOrder | ProbeReport
 Training = LeaseGrant | LeaseDone | FieldParts | Activation | Gradient | DroppedBatch | StepReport
 RoundOutcome = RoundCommit | RoundAbort
 Voting = RoundOpen | RoundReady | RoundOutcome | RoundQuery | AnchorQuery

@@ -16,7 +16,7 @@ from typing import Annotated, Any, NewType, TypeVar, Union, assert_never, get_ar
 import msgspec
 from msgspec import Meta
 
-from ravnest import blobs, protocol, tying
+from ravnest import blobs, protocol, staging, tying
 from ravnest.config import WireFormat
 from ravnest.errors import ProtocolError
 from ravnest.protocol import Message, TensorSpec
@@ -87,9 +87,15 @@ def announced(message: Message) -> tuple[TensorSpec, ...]:
             | protocol.Leave()
             | protocol.Complaint()
             | protocol.Stop()
-            | protocol.PlanOrder()
-            | protocol.StageParts()
-            | protocol.SnapshotOrder()
+            | staging.PlanOrder()
+            | staging.RingOrder()
+            | staging.StageParts()
+            | staging.StageReady()
+            | staging.StageMissing()
+            | staging.SnapshotOrder()
+            | staging.SnapshotMade()
+            | staging.BackupOrder()
+            | staging.BackupKept()
             | blobs.BlobRequest()
             | blobs.ProbeOrder()
             | blobs.ProbeReport()
