@@ -18,7 +18,7 @@ import psutil
 
 from benchmarks.links import Links
 from ravnest.config import PlanConfig
-from ravnest.hub.events import PlanFormed
+from ravnest.hub.news import PlanFormed
 from ravnest.hub.state import Hub
 from ravnest.plan.assembly import assemble, build_clusters
 from ravnest.plan.cost import LineCost, NodeTable

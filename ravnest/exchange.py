@@ -57,12 +57,15 @@ def prove(token: Token, key: PublicKey) -> bytes:
     return hmac.digest(token.secret, b"ravnest join" + token.hub_key + key, sha256)
 
 
+Done = Callable[[bytes | Refusal], None]
+
+
 @dataclass(slots=True)
 class _Coming:
     ref: BlobRef
     source: NodeId
     content: bytearray
-    done: Callable[[bytes | Refusal], None]
+    waiting: list[Done]
     is_kept: bool
 
 
@@ -137,6 +140,9 @@ class Blobs:
         self._kept[ref.blob] = content
         return ref
 
+    def __contains__(self, ref: BlobRef) -> bool:
+        return ref.blob in self._kept
+
     def kept(self, ref: BlobRef) -> bytes:
         """Return a blob that is here."""
         content = self._kept.get(ref.blob)
@@ -149,20 +155,34 @@ class Blobs:
         is_ballast = request.blob == name_ballast().blob
         content = ballast() if is_ballast else self._kept.get(request.blob)
         if content is None or request.offset >= len(content):
-            return Parcel(sender, Refused(f"blob {request.blob[:12]} has no byte {request.offset} here"))
+            reason = f"blob {request.blob[:12]} has no byte {request.offset} here"
+            return Parcel(sender, Refused(reason, request.blob))
         piece = memoryview(content)[request.offset : request.offset + request.size_bytes]
         return Parcel(sender, BlobPart(request.blob, request.offset, len(piece)), (piece,))
 
-    def want(
-        self, ref: BlobRef, source: NodeId, done: Callable[[bytes | Refusal], None], *, keep: bool = True
-    ) -> list[Parcel]:
+    def want(self, ref: BlobRef, source: NodeId, done: Done, *, keep: bool = True) -> list[Parcel]:
         """Ask a node for a blob; `done` gets it, now if it is here already, or why it never came."""
         if ref.blob in self._kept:
             done(self.kept(ref))
             return []
-        coming = _Coming(ref, source, bytearray(), done, keep)
+        before = self._coming.get(ref.blob)
+        if before is not None and before.source == source:
+            before.waiting.append(done)
+            before.is_kept |= keep
+            return []
+        waiting = [] if before is None else before.waiting  # on another source, who may be gone
+        coming = _Coming(ref, source, bytearray(), [*waiting, done], keep)
         self._coming[ref.blob] = coming
         return [_next_request(coming)]
+
+    def forget(self, ref: BlobRef, done: Done) -> None:
+        """Tell `done` nothing more; what nobody waits for is not fetched any further."""
+        coming = self._coming.get(ref.blob)
+        if coming is None or done not in coming.waiting:
+            return
+        coming.waiting.remove(done)
+        if not coming.waiting:
+            del self._coming[ref.blob]
 
     def take(self, sender: NodeId, piece: BlobPart, buffer: Buffer) -> list[Parcel] | Refusal:
         """Take a piece; return the request for the next one."""
@@ -184,7 +204,7 @@ class Blobs:
         is_right = name_blob(content) == coming.ref
         if is_right and coming.is_kept:
             self._kept[piece.blob] = content
-        coming.done(content if is_right else Refusal(f"blob {piece.blob[:12]} of {sender} is damaged"))
+        _tell(coming, content if is_right else Refusal(f"blob {piece.blob[:12]} of {sender} is damaged"))
         return []
 
     def time(self, source: NodeId, clock: Callable[[], float], done: Callable[[LinkTimes], None]) -> Parcel:
@@ -192,11 +212,12 @@ class Blobs:
         self._timings[source] = timing = _Timing(clock, done)
         return timing.ask(source)
 
-    def refuse(self, sender: NodeId, reason: str) -> None:
-        """Give up what was asked of a node that does not have it."""
-        for coming in [coming for coming in self._coming.values() if coming.source == sender]:
+    def refuse(self, sender: NodeId, reason: str, blob: str = "") -> None:
+        """Give up a blob that was asked of a node that does not have it, or all that were."""
+        asked = [coming for coming in self._coming.values() if coming.source == sender]
+        for coming in [coming for coming in asked if blob in ("", coming.ref.blob)]:
             del self._coming[coming.ref.blob]
-            coming.done(Refusal(f"{sender} says: {reason}"))
+            _tell(coming, Refusal(f"{sender} says: {reason}"))
 
 
 def name_blob(content: Buffer) -> BlobRef:
@@ -208,6 +229,11 @@ def name_blob(content: Buffer) -> BlobRef:
 def name_ballast() -> BlobRef:
     """Return the name of that blob."""
     return name_blob(ballast())
+
+
+def _tell(coming: _Coming, found: bytes | Refusal) -> None:
+    for done in coming.waiting:
+        done(found)
 
 
 def _next_request(coming: _Coming) -> Parcel:

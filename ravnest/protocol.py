@@ -15,9 +15,9 @@ from msgspec import Meta
 from ravnest.blobs import BlobPart, BlobRequest, Fact, ProbeOrder, ProbeReport
 from ravnest.config import WireFormat
 from ravnest.plan.types import Node, NodeId
+from ravnest.staging import FIRST_WEIGHTS, Staging
 from ravnest.staging import RoundId as RoundId
 from ravnest.staging import SegmentId as SegmentId
-from ravnest.staging import Staging
 from ravnest.tying import Tying, Value
 
 BatchId = NewType("BatchId", int)
@@ -90,6 +90,7 @@ class Refused:
     """What was asked for is not given: a peer cannot join, a blob is not here."""
 
     reason: str
+    blob: str = ""  # which
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +224,7 @@ class RoundOpen:
     is_blocking: bool
     is_final: bool
     left_out: tuple[NodeId, ...]
-    base: RoundId = RoundId(0)  # changes since its average go around; 0: since training began
+    base: RoundId = FIRST_WEIGHTS  # changes since its average go around; 0: since training began
     is_anchor: bool = False  # no cluster has such an average: the receiver's weights now are it
 
 

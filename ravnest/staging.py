@@ -15,6 +15,7 @@ from ravnest.plan.types import NodeId, Ring, Stage
 
 RoundId = NewType("RoundId", int)
 SegmentId = NewType("SegmentId", int)
+FIRST_WEIGHTS = RoundId(0)  # what all clusters have before the first round
 Ticket = Annotated[bytes, Meta(max_length=16)]
 Rings = tuple[tuple[SegmentId, Ring], ...]
 
@@ -76,7 +77,7 @@ class StageParts:
     blueprint: BlobRef
     sources: tuple[Source, ...]
     keeps: bool = False
-    base: RoundId | None = RoundId(0)  # the round these weights are the average of; None: of none
+    base: RoundId | None = FIRST_WEIGHTS  # the round these weights are the average of; None: of none
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +102,7 @@ class SnapshotOrder:
 
     epoch: int
     number: int
+    is_final: bool = True  # training does not go on: what an update lacks only batches for is applied first
 
 
 @dataclass(frozen=True, slots=True)

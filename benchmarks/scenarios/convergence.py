@@ -107,7 +107,7 @@ def _alone(batch_size: int, num_updates: int) -> float:
 def _swarm(clusters: int, stages: int, num_updates: int = NUM_UPDATES, deltas: str = "fp32") -> Figures:
     """Train with the default settings of one PC; each cluster makes `num_updates` of BATCH_SIZE samples."""
     from ravnest.config import WireFormat
-    from ravnest.hub.events import RoundEnded
+    from ravnest.hub.news import RoundEnded
     from ravnest.job.swarm import LOCAL_PLAN
 
     job = _job(BATCH_SIZE, clusters * num_updates)

@@ -3,7 +3,8 @@
 The first stage of the line that holds one is its home. After an update the home calls for what the others
 have gathered, adds it up, and numbers the step that all of them then make: copies differ only in how far they
 are. While a call is open, gradients are gathered for the next: nobody waits, and a slow link makes steps
-rarer, not memory larger. Rounds concern the home; what they change is a step too. Driven by peer.tied.
+rarer, not memory larger. Rounds concern the home; what they change is a step too. After stages were rebuilt
+copies may differ: then a home's first step says what it has. Driven by peer.tied.
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,6 +41,7 @@ class TiedOrder(Generic[V]):
         pipeline: tuple[NodeId, ...],
         interval: tuple[int, int],
         uses: Mapping[str, tuple[int, ...]],
+        is_rebuilt: bool = False,
     ) -> None:
         self._epoch = epoch
         self._node = node
@@ -47,14 +49,14 @@ class TiedOrder(Generic[V]):
         self._holders: dict[NodeId, tuple[int, int]] = {node: interval}
         self._uses = uses
         self._homes = frozenset(name for name, places in uses.items() if _is_in(places[0], interval))
+        self._unknown = set(uses) - self._homes if is_rebuilt else set()  # until their homes have said
         self._gathered: dict[str, tuple[V, int]] = {}
         # As a home.
         self._number = 0  # steps made
         self._num_calls = 0
         self._rate = 0.0
-        self._is_due = self._closes = (
-            False  # gradients came since the last call; it must leave nothing behind
-        )
+        # Gradients came since the last call; the next must leave nothing behind.
+        self._is_due = self._closes = False
         self._open: dict[NodeId, Mapping[str, V]] | None = None  # what each has given to the call under way
         self._changes: list[Mapping[str, V]] = []  # until all holders are known
         # As a follower, by home.
@@ -63,9 +65,19 @@ class TiedOrder(Generic[V]):
         self._early: dict[NodeId, dict[int, TiedStep[V]]] = {}
 
     @property
+    def homes(self) -> frozenset[str]:
+        """The weights whose home this is."""
+        return self._homes
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether this stage knows all its weights, and may use them."""
+        return not self._unknown
+
+    @property
     def is_settled(self) -> bool:
         """Whether nothing that this home has heard of is still to be done to its weights."""
-        return not self._is_due and self._open is None and not self._changes
+        return self.is_ready and not self._is_due and self._open is None and not self._changes
 
     @property
     def stamp(self) -> Stamp:
@@ -99,9 +111,8 @@ class TiedOrder(Generic[V]):
     def receive(self, sender: NodeId, message: Tying[V]) -> Addressed[V] | Refusal:
         """Take a message; return what to send and, addressed to this node, the steps to make here."""
         if message.epoch != self._epoch or sender not in self._others:
-            return Refusal(
-                f"{type(message).__name__} of {sender}, plan {message.epoch}, is not for this stage"
-            )
+            kind = type(message).__name__
+            return Refusal(f"{kind} of {sender}, epoch {message.epoch}, is not for this stage")
         match message:
             case TiedHolder():
                 return self._meet(sender, message)
@@ -199,7 +210,7 @@ class TiedOrder(Generic[V]):
         self._number += 1
         made: Addressed[V] = []
         for holder, names in ((self._node, tuple(self._homes)), *followers.items()):
-            shared = tuple((name, value) for name, value in values.items() if name in names)
+            shared = tuple((key, value) for key, value in values.items() if self._weight(key) in names)
             made.append((holder, TiedStep(self._epoch, self._number, rate, shared)))
         return made
 
@@ -209,21 +220,25 @@ class TiedOrder(Generic[V]):
         if step.number <= made or step.number in early:
             return Refusal(f"step {step.number} of {sender} came before")
         if step.number > made + _MOST_EARLY:
-            raise ProtocolError(
-                f"{sender} makes step {step.number}; here {made} were made: it is too far ahead"
-            )
+            raise ProtocolError(f"{sender} makes step {step.number}, too far ahead of {made} made here")
         self._check(sender, [name for name, _ in step.values])
         early[step.number] = step
         due: Addressed[V] = []
         while self._made[sender] + 1 in early:
             self._made[sender] += 1
-            due.append((self._node, early.pop(self._made[sender])))
+            due_now = early.pop(self._made[sender])
+            due.append((self._node, due_now))
+            self._unknown -= {name for name, _ in due_now.values}
         return due
 
     def _check(self, sender: NodeId, names: Sequence[str]) -> None:
-        wrong = [name for name in names if name in self._homes or name not in self._uses]
-        if wrong:
-            raise ProtocolError(f"{sender} calls {wrong[0][:80]!r} its own, which this stage does not share")
+        for key in names:
+            if self._weight(key) in self._homes or self._weight(key) not in self._uses:
+                raise ProtocolError(f"{sender} calls {key[:80]!r} its own, which this stage does not share")
+
+    def _weight(self, key: str) -> str:
+        """Return the weight that a value concerns: itself, or its optimizer's state by "SLOT/NAME"."""
+        return key if key in self._uses else key.partition("/")[2]
 
 
 def _is_in(position: int, interval: tuple[int, int]) -> bool:

@@ -13,7 +13,7 @@ from ravnest.errors import ConfigError
 
 if TYPE_CHECKING:
     from ravnest.commands.demos import Demo
-    from ravnest.hub.events import News
+    from ravnest.hub.news import News
     from ravnest.job.result import Result
     from ravnest.plan.types import Plan
 
@@ -32,7 +32,7 @@ class _Notes:
     left: list[str] = field(default_factory=list)
 
     def __call__(self, news: "News") -> None:
-        from ravnest.hub.events import ClusterStarted, PlanFormed, RoundEnded, Trained
+        from ravnest.hub.news import ClusterStarted, PlanFormed, RoundEnded, Trained
 
         now = time.perf_counter()  # noqa: TID251 - this is the measurement
         match news:

@@ -19,6 +19,7 @@ _SCHEMA = "ravnest.hub/1"
 @click.option("--local", "num_local", type=int, default=0, metavar="N", help="Also start N peers here.")
 @click.option("--folder", metavar="DIR", help="For identity, log and result; runs/NAME if left out.")
 @click.option("--out", metavar="FILE", help="Weights; model.safetensors in the folder if left out.")
+@click.option("--resume", is_flag=True, help="Go on from the last checkpoint in the folder.")
 @click.option("--quiet", is_flag=True, help="Say only how to join, and what went wrong.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON lines (ravnest.hub/1): open, then done.")
 def hub(  # noqa: PLR0913 - click passes one argument per option
@@ -29,6 +30,7 @@ def hub(  # noqa: PLR0913 - click passes one argument per option
     num_local: int,
     folder: str | None,
     out: str | None,
+    resume: bool,
     quiet: bool,
     as_json: bool,
 ) -> None:
@@ -56,7 +58,7 @@ def hub(  # noqa: PLR0913 - click passes one argument per option
         peers = share_memory(num_local) if num_local else ()
         with Hub(listen, public=public, folder=where, peers=peers, tell=view.tell, look=view.look) as opened:
             _invite(opened.invitation, where, view if as_json else None)
-            result = opened.fit(job, nodes=nodes, out=file)
+            result = opened.fit(job, nodes=nodes, out=file, resume="auto" if resume else None)
     report(result, file or where / MODEL, _SCHEMA, as_json)
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TextIO
 import click
 
 if TYPE_CHECKING:
-    from ravnest.hub.events import News
+    from ravnest.hub.news import News
     from ravnest.hub.status import Watch
     from ravnest.job.result import Result
 

@@ -91,6 +91,11 @@ class Snapshot:
     state: dict[str, Tensor]
     optimizer: dict[str, Tensor]
 
+    def copy(self) -> "Snapshot":
+        """Return one that nothing changes any more."""
+        parts = ({k: v.clone() for k, v in part.items()} for part in (self.state, self.optimizer))
+        return Snapshot(self.version, *parts)
+
 
 @dataclass(slots=True)
 class _Flight:
@@ -295,9 +300,17 @@ class Stage:
         """The parameters and buffers as they are now; the next update may change them in place."""
         return {**self._rest, **self._versions.weights}
 
-    def snapshot(self) -> Snapshot:
-        """Return copies of everything that training changes or needs."""
-        return Snapshot(self._num_updates, _copy(self.state), _copy(self._optimizer.state()))
+    def snapshot(self, copies: bool = True) -> Snapshot:
+        """Return everything that training changes or needs; without a copy, the next update changes it."""
+        state = {name: tensor.detach() for name, tensor in self.state.items()}
+        found = Snapshot(self._num_updates, state, self._optimizer.state())
+        return found.copy() if copies else found
+
+    def adopt(self, state: Tensors, slots: Tensors) -> None:
+        """Take over weights exactly as another stage has them, with their optimizer's state."""
+        self._versions.replace({**self._versions.weights, **state}, {**self._versions.seen, **state})
+        others = {k: v for k, v in self._optimizer.state().items() if k.partition("/")[2] not in state}
+        self._optimizer.load({**others, **slots})
 
 
 def _find_alone(gradients: Tensors, sent: tuple[Tensor, ...]) -> set[str]:
@@ -310,10 +323,6 @@ def _find_alone(gradients: Tensors, sent: tuple[Tensor, ...]) -> set[str]:
         for name, place in places.items()
         if uses[place.data_ptr()] == 1 and place.nbytes() == gradients[name].nbytes
     }
-
-
-def _copy(tensors: Tensors) -> dict[str, Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
 def _detach(outcome: Outcome) -> Passed:

@@ -15,7 +15,8 @@ from ravnest.net.identity import Token, peer_of
 from ravnest.net.relay import TICKET_BYTES, Relay
 from ravnest.net.transport import PeerId, PublicKey
 from ravnest.plan.types import NodeId
-from ravnest.protocol import Complaint, Hello, PlanOrder
+from ravnest.protocol import Complaint, Hello
+from ravnest.staging import PlanOrder, RingOrder
 
 _KEY_BYTES = 40
 _PROOF_BYTES = 32
@@ -79,7 +80,7 @@ class Door:
         self._know(peer, {})
         return self.names.pop(peer, None)
 
-    def give_tickets(self, peer: PeerId, order: PlanOrder) -> PlanOrder:
+    def give_tickets(self, peer: PeerId, order: PlanOrder | RingOrder) -> PlanOrder | RingOrder:
         """Return a peer's order with the tickets for its neighbours; those of its last order are void."""
         keys = [PublicKey(each.key.encode()) for each in order.contacts]
         tickets = [self._derive(self._keys[peer], key) for key in keys]

@@ -8,9 +8,11 @@ from enum import StrEnum
 
 from ravnest.blobs import BlobRef, Fact
 from ravnest.config import PlanConfig
-from ravnest.hub.planning import MakePlan, Measured, PlanMade, Probed
-from ravnest.plan.types import ModelProfile, Node, NodeId, Plan
-from ravnest.protocol import BatchId, LeaseId, Message, Metrics, Refusal, RoundId, StageParts
+from ravnest.hub.news import EpochDone, Evaluated, News
+from ravnest.hub.planning import MakePlan, PlanMade, Probed
+from ravnest.hub.progress import Books
+from ravnest.plan.types import ModelProfile, Node, NodeId
+from ravnest.protocol import BatchId, LeaseId, Message, Refusal
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,7 @@ class JobSettings:
     microbatches: int = 0  # a batch travels as so many; 0: chosen with the plan
     average_every: int | None = None  # batches per cluster between rounds; None: as often as they fit
     evaluate_every: int = 1  # epochs; 0: only at the end
+    checkpoint_every: float | None = None  # seconds; None: never
     expected_nodes: int = 0  # with so many nodes form at once; 0: only by time
     settle_seconds: float = 5.0  # form when nobody came or went for so long
 
@@ -65,6 +68,7 @@ class JobGiven:
     config: PlanConfig
     settings: JobSettings
     now: float
+    books: Books | None = None  # of the checkpoint it goes on from
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +89,7 @@ class PeerLeft:
     node: NodeId
     reason: str
     now: float
+    since: float | None = None  # it was last heard of
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,10 +116,11 @@ class PartsMade:
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """All that the Collect of this number names is here."""
+    """All that the Collect of this number names is here, and on disk if it is a checkpoint; or why not."""
 
     number: int
     now: float
+    fault: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,151 +178,24 @@ class KeptPart:
     start: int
     stop: int
     node: NodeId
-    parts: StageParts
+    weights: BlobRef
 
 
 @dataclass(frozen=True, slots=True)
 class Collect:
-    """An order: fetch these blobs from their nodes, then say Collected."""
+    """An order: fetch these blobs from their nodes, then say Collected; with books, write a checkpoint."""
 
     number: int
     parts: tuple[KeptPart, ...]
+    books: Books | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Joined:
-    """For people: a peer came."""
+class Dismiss:
+    """An order: tell a peer that is no member any more that it may go."""
 
-    node: NodeId
-
-
-@dataclass(frozen=True, slots=True)
-class Left:
-    """For people: a peer went."""
-
-    node: NodeId
+    to: NodeId
     reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Waiting:
-    """For people: why no plan exists yet."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class PlanFormed:
-    """For people: a plan, and what it promises."""
-
-    plan: Plan
-    samples_per_second: float
-    round_seconds: float
-    batch_size: int  # samples per update
-    microbatches: int  # that a batch travels as
-
-
-@dataclass(frozen=True, slots=True)
-class ClusterStarted:
-    """For people: a cluster trains."""
-
-    cluster: str
-    nodes: tuple[NodeId, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ClusterDissolved:
-    """For people: a cluster is given up; others train the samples it was at."""
-
-    cluster: str
-    reason: str
-    num_given_back: int
-    num_lost: int  # samples it trained since the last round, which nobody else knows of
-
-
-@dataclass(frozen=True, slots=True)
-class WorkLost:
-    """For people: nobody is left who knows what was trained on so many samples; they are trained again."""
-
-    num_samples: int
-
-
-@dataclass(frozen=True, slots=True)
-class BatchDropped:
-    """For people: a batch was lost in a stage."""
-
-    batch: BatchId
-    node: NodeId
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Trained:
-    """For people: how much of the job is trained after one more lease, and the last loss a leaf told."""
-
-    num_samples: int
-    num_total: int
-    epoch: int
-    loss: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class EpochDone:
-    """For people: every sample of an epoch is counted; dropped ones were tried and lost."""
-
-    epoch: int
-    num_samples: int
-    num_dropped: int
-    loss: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class Evaluated:
-    """For people: the means over the validation samples after so many epochs."""
-
-    epoch: int
-    cluster: str
-    num_samples: int
-    loss: float | None
-    metrics: Metrics
-
-
-@dataclass(frozen=True, slots=True)
-class RoundEnded:
-    """For people: a round happened, or why it did not."""
-
-    round_id: RoundId
-    is_committed: bool
-    is_final: bool
-    reason: str
-    seconds: float = 0.0
-    left_out: tuple[str, ...] = ()  # clusters that train, but took no part
-    blamed: tuple[tuple[str, int], ...] = ()  # clusters, and how many of the next rounds are without them
-
-
-@dataclass(frozen=True, slots=True)
-class Stopping:
-    """For people: the job ends early, and why."""
-
-    reason: str
-
-
-News = (
-    Joined
-    | Measured
-    | Left
-    | Waiting
-    | PlanFormed
-    | ClusterStarted
-    | ClusterDissolved
-    | WorkLost
-    | BatchDropped
-    | Trained
-    | EpochDone
-    | Evaluated
-    | RoundEnded
-    | Stopping
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,4 +220,4 @@ class Abandon:
     reason: str
 
 
-Order = Send | MakePlan | MakeParts | SendFields | Collect | Tell | Finish | Abandon | Refusal
+Order = Send | Dismiss | MakePlan | MakeParts | SendFields | Collect | Tell | Finish | Abandon | Refusal

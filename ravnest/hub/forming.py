@@ -1,16 +1,18 @@
-"""When a plan is asked for, and whether the one that comes still fits who is here. Driven by hub.state.
+"""When a plan or a repair is asked for, and whether what comes fits who is here. Driven by hub.state.
 
 Whoever is not measured yet is waited for.
 """
 
 import math
 
-from ravnest.hub.events import JobGiven, JobSettings, MakeParts, Send, Tell, Waiting
+from ravnest.hub.events import JobGiven, JobSettings, MakeParts, Send, Tell
 from ravnest.hub.members import Members
+from ravnest.hub.news import Waiting
 from ravnest.hub.planning import MakePlan, PlanMade
 from ravnest.hub.probing import order_probes, probe_due
 
 _AGAIN_SECONDS = 5.0  # of quiet before another plan than the first: nobody says how many are left
+_JOIN_SECONDS = 2.0  # of quiet before those who came are used: they seldom come alone
 _NOBODY = "nobody is here; training begins when enough nodes have joined"
 
 
@@ -43,6 +45,26 @@ class Forming:
         due = self.due(job.settings, members)
         is_enough = not self._had_plan and len(members) >= job.settings.expected_nodes > 0
         if members.guessing or due is None or not (now >= due or is_enough):
+            return orders
+        asked = members.ask_for_plan()
+        self._was_asked, self._epoch = True, asked.epoch
+        return [*orders, asked]
+
+    def mending_due(self, members: Members, is_urgent: bool) -> float | None:
+        """Return when to ask for a repair, if nothing else happens."""
+        if members.guessing and not is_urgent:
+            return probe_due(members)
+        return None if self._was_asked else self._changed_at + (0.0 if is_urgent else _JOIN_SECONDS)
+
+    def mend(
+        self, job: JobGiven, members: Members, now: float, is_urgent: bool
+    ) -> list[MakePlan | MakeParts | Send | Tell]:
+        """Return the orders to measure who is new, and to repair the plan if it is time for that."""
+        orders: list[MakePlan | MakeParts | Send | Tell] = [*order_probes(members, job.profile, now)]
+        if self._was_asked or (members.guessing and not is_urgent):
+            return orders
+        due = self.mending_due(members, is_urgent)
+        if due is None or now < due:
             return orders
         asked = members.ask_for_plan()
         self._was_asked, self._epoch = True, asked.epoch

@@ -1,21 +1,33 @@
-"""The result: one cluster's state, asked of its nodes, and of another cluster's when that one dies.
+"""One cluster's state, asked of its nodes: now and then as a checkpoint, and at the end as the result.
 
-Driven by hub.state.
+When that cluster breaks another one is asked, or the checkpoint waits for the next time. Driven by hub.state.
 """
 
 from ravnest.hub.events import Collect, KeptPart, Send
 from ravnest.hub.members import ClusterState
+from ravnest.hub.progress import Books
 from ravnest.plan.types import NodeId
-from ravnest.protocol import SnapshotOrder, StageParts
+from ravnest.staging import SnapshotMade, SnapshotOrder
+
+_PAUSE = 10  # times what a checkpoint takes lies between two: a slow way home is not kept busy by them
 
 
 class Keeping:
-    """Numbered attempts to have one cluster's state kept."""
+    """Numbered attempts to have one cluster's state kept, and the numbers of all snapshots."""
 
     def __init__(self) -> None:
         self._keeper: ClusterState | None = None
-        self._kept: dict[NodeId, StageParts] = {}
-        self._number = 0
+        self._kept: dict[NodeId, SnapshotMade] = {}
+        self._books: Books | None = None  # of the checkpoint under way
+        self._every = 0.0
+        self._started_at = 0.0
+        self._next_at: float | None = None
+        self._attempt = self._last_number = 0
+
+    def number(self, count: int = 1) -> int:
+        """Return the first of so many numbers that no snapshot has had."""
+        self._last_number += count
+        return self._last_number - count + 1
 
     @property
     def is_under_way(self) -> bool:
@@ -23,35 +35,66 @@ class Keeping:
         return self._keeper is not None
 
     @property
+    def has_result_under_way(self) -> bool:
+        """Whether that is for the result."""
+        return self.is_under_way and self._books is None
+
+    @property
     def parts(self) -> tuple[KeptPart, ...]:
         """What all nodes of the cluster answered, in the order of the line."""
         assert self._keeper is not None
         stages = self._keeper.cluster.stages
-        return tuple(KeptPart(each.start, each.stop, each.node, self._kept[each.node]) for each in stages)
+        refs = (self._kept[stage.node].weights for stage in stages)
+        return tuple(KeptPart(x.start, x.stop, x.node, ref) for x, ref in zip(stages, refs, strict=True))
 
-    def start(self, cluster: ClusterState) -> list[Send]:
-        """Ask every node of a cluster for its state."""
-        self._keeper, self._kept = cluster, {}
-        self._number += 1
-        return [Send(name, SnapshotOrder(cluster.epoch, self._number)) for name in cluster.nodes]
+    def due(self, every: float | None) -> float | None:
+        """Return when the next checkpoint is to be made, if there are any."""
+        return None if every is None or self.is_under_way else self._next_at
+
+    def is_time(self, every: float | None, now: float) -> bool:
+        """Return whether to make one; the first comes a whole period after training began."""
+        if every is None or self.is_under_way:
+            return False
+        self._every = every
+        if self._next_at is None:
+            self._next_at = now + every
+        return now >= self._next_at
+
+    def start(self, cluster: ClusterState, now: float, books: Books | None = None) -> list[Send]:
+        """Ask every node of a cluster for its state; with books it is a checkpoint."""
+        self._keeper, self._kept, self._books = cluster, {}, books
+        self._started_at, self._attempt = now, self.number()
+        return [Send(name, SnapshotOrder(cluster.epoch, self._attempt)) for name in cluster.nodes]
 
     def lose(self, cluster: ClusterState) -> None:
-        """Note that a cluster is no more."""
+        """Note that a cluster is no more as it was."""
         if self._keeper is cluster:
             self._keeper = None
 
-    def awaits(self, sender: NodeId, cluster: ClusterState) -> bool:
-        """Return whether this node of this cluster is still to answer."""
-        return self._keeper is cluster and sender not in self._kept
+    def awaits(self, sender: NodeId, made: SnapshotMade) -> bool:
+        """Return whether this is what this node is still to answer."""
+        return (
+            self._keeper is not None
+            and made.number == self._attempt
+            and sender in self._keeper.nodes
+            and sender not in self._kept
+        )
 
-    def take(self, sender: NodeId, parts: StageParts) -> list[Collect]:
+    def take(self, sender: NodeId, made: SnapshotMade) -> list[Collect]:
         """Take a node's answer; with the last one, order all of them fetched."""
-        self._kept[sender] = parts
-        return [Collect(self._number, self.parts)] if self._is_complete else []
+        self._kept[sender] = made
+        return [Collect(self._attempt, self.parts, self._books)] if self._is_complete else []
 
     def has_asked_for(self, number: int) -> bool:
         """Return whether this is the Collect whose end is awaited."""
-        return self._is_complete and number == self._number
+        return self._is_complete and number == self._attempt
+
+    def end(self, now: float) -> tuple[Books, float]:
+        """End a checkpoint, kept or not; return what was trained then, and the seconds it took."""
+        assert self._books is not None
+        seconds = now - self._started_at
+        self._keeper, self._next_at = None, now + max(self._every, _PAUSE * seconds)
+        return self._books, seconds
 
     @property
     def _is_complete(self) -> bool:

@@ -1,19 +1,31 @@
 """Who is here, and which clusters the current plan makes of them.
 
-A plan is formed from all members at once. A cluster that loses a node is dissolved: those of it who are left
-become spares under a newer plan number, so what they still send is late by number. Driven by hub.state.
+A first plan is formed from all members at once; later ones are repairs. Clusters that a newer plan leaves as
+they are train on; the others are built anew under its number, of what their nodes hold and of what others
+have (hub.sourcing), so what they still send of before is late by number. Driven by hub.state.
 """
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from ravnest.blobs import Fact
-from ravnest.hub.events import JobGiven, MakeParts, Order, PartsMade, PeerJoined, PlanFormed, Send
+from ravnest.hub.events import JobGiven, MakeParts, PartsMade, PeerJoined, Send
 from ravnest.hub.microbatches import configure_microbatch, profile_microbatch
 from ravnest.hub.planning import MakePlan
 from ravnest.plan.forecast import Forecast, forecast
-from ravnest.plan.types import Cluster, Node, NodeId, Plan, Stage, Swarm, cluster_name
-from ravnest.protocol import Contact, PlanOrder, SegmentId, StageParts
+from ravnest.plan.types import Cluster, Node, NodeId, Plan, Ring, Stage, Swarm, cluster_name
+from ravnest.staging import Contact, PlanOrder, RingOrder, Rings, SegmentId
+
+Extras = Mapping[NodeId, Collection[NodeId]]  # whom a node meets beside its cluster and its rings
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """State that a node has: of these positions, as a cluster had them."""
+
+    start: int
+    stop: int
+    holder: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,27 +38,28 @@ class Member:
     epoch: int = 0
     guessed: tuple[Fact, ...] = ()  # what of the node is still to be measured
     probe_by: float | None = None  # until when that is waited for, once it is ordered
+    held: Held | None = None
+    leaves_by: float | None = None  # once it wants to
+    leaves_for: str = ""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class ClusterState:
-    """A cluster of the current plan: it gets ready, then it trains."""
+    """A cluster of the current plan: it gets ready, then it trains, until somebody of it is missing."""
 
     name: str
     epoch: int
     cluster: Cluster
     unready: set[NodeId]
+    holder: str  # its name in the lease book, never used again
     version: int = 0
+    broken_at: float | None = None  # since when it stands still; until it trains, for one that is mended
+    is_broken: bool = False
 
     @property
     def is_running(self) -> bool:
-        """Whether all its stages are built."""
-        return not self.unready
-
-    @property
-    def holder(self) -> str:
-        """Its name in the lease book, never used again."""
-        return f"{self.name}{self.epoch}"
+        """Whether all its stages are built and there."""
+        return not self.unready and not self.is_broken
 
     @property
     def nodes(self) -> tuple[NodeId, ...]:
@@ -64,6 +77,15 @@ class ClusterState:
         return self.cluster.stages[-1].node
 
 
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What a new plan does: clusters to be built, those they take the place of, whether rings are others."""
+
+    built: tuple[ClusterState, ...]
+    ended: tuple[ClusterState, ...]
+    has_new_rings: bool
+
+
 def is_sensible(node: Node) -> bool:
     """Return whether a plan can be made with what a peer says of its machine."""
     rates = (node.flops_per_second, node.upload_bytes_per_second, node.download_bytes_per_second)
@@ -75,13 +97,16 @@ class Members:
 
     def __init__(self) -> None:
         self._members: dict[NodeId, Member] = {}
-        self._clusters: dict[str, ClusterState] = {}
+        self._clusters: tuple[ClusterState, ...] = ()
         self._last_epoch = 0
         self._plan: Plan | None = None
+        self._rings_since = 0  # the plan whose rings hold
+        self._planned: dict[NodeId, Node] = {}  # as the plan knew them
         self._outlook: Forecast | None = None
         self._microbatches = 1
         self._parts: dict[tuple[int, int], PartsMade] = {}
         self._asked: set[tuple[int, int]] = set()
+        self._stale: set[tuple[int, int]] = set()  # parts with weights that are older than a checkpoint
 
     def __contains__(self, name: NodeId) -> bool:
         return name in self._members
@@ -99,19 +124,33 @@ class Members:
         return self._outlook
 
     @property
+    def rings(self) -> tuple[Ring, ...]:
+        """In which clusters average."""
+        return self._plan.rings if self._plan is not None and self._clusters else ()
+
+    @property
     def microbatches(self) -> int:
         """Into how many microbatches the current plan cuts a batch."""
         return self._microbatches
 
     @property
     def clusters(self) -> tuple[ClusterState, ...]:
-        """The clusters that get ready or train."""
-        return tuple(self._clusters.values())
+        """The clusters that get ready, train, or wait to be mended."""
+        return self._clusters
 
     @property
     def running(self) -> tuple[ClusterState, ...]:
         """The clusters that train."""
-        return tuple(each for each in self._clusters.values() if each.is_running)
+        return tuple(each for each in self._clusters if each.is_running)
+
+    @property
+    def leaving(self) -> tuple[Member, ...]:
+        """Those who go as soon as nobody needs them."""
+        return tuple(member for member in self._members.values() if member.leaves_by is not None)
+
+    def is_draining(self, cluster: ClusterState) -> bool:
+        """Return whether somebody of a cluster wants to go, so that it takes nothing new."""
+        return any(member.node.name in cluster.nodes for member in self.leaving)
 
     def absent(self, names: Collection[NodeId]) -> tuple[NodeId, ...]:
         """Return the owners in the plan's rings who are not among these."""
@@ -125,7 +164,7 @@ class Members:
 
     def cluster_of(self, name: NodeId) -> ClusterState | None:
         """Return the cluster a node has a stage in."""
-        return next((each for each in self._clusters.values() if name in each.nodes), None)
+        return next((each for each in self._clusters if name in each.nodes), None)
 
     def fields(
         self, cluster: ClusterState, is_evaluation: bool
@@ -153,118 +192,151 @@ class Members:
         self._members[member.node.name] = member
 
     def join(self, event: PeerJoined) -> list[Send]:
-        """Take a peer in; while a plan holds it is a spare of it."""
+        """Take a peer in; while a plan holds it is a spare of it, until the next one."""
         name = event.node.name
         self._members[name] = Member(event.node, event.key, event.addresses, guessed=event.guessed)
-        return self._order_spare(name) if self._clusters else []
+        return self._order_spare(name, {}) if self._clusters else []
 
-    def leave(self, name: NodeId) -> tuple[ClusterState | None, list[Send]]:
-        """Forget a peer; return the cluster that is dissolved by that, and what its other nodes are told."""
-        cluster = self.cluster_of(name)
+    def leave(self, name: NodeId) -> ClusterState | None:
+        """Forget a peer; return the cluster that it is missing in."""
         del self._members[name]
-        return cluster, self.dissolve([cluster]) if cluster else []
+        return self.cluster_of(name)
 
     def dissolve(self, clusters: Iterable[ClusterState]) -> list[Send]:
         """Make spares of the nodes of these clusters."""
         sends: list[Send] = []
-        for cluster in clusters:
-            del self._clusters[cluster.name]
+        for cluster in tuple(clusters):
+            self._clusters = tuple(each for each in self._clusters if each is not cluster)
             self._last_epoch += 1
             for name in cluster.nodes:
                 if name in self._members:
-                    sends += self._order_spare(name)
+                    sends += self._order_spare(name, {})
         return sends
 
     def ask_for_plan(self) -> MakePlan:
-        """Return the order to plan with all members."""
-        assert not self._clusters, "a plan is formed when no cluster is left"
+        """Return the order to plan with all members, or to repair the plan there is."""
         self._last_epoch += 1
-        return MakePlan(self._last_epoch, tuple(member.node for member in self._members.values()))
+        nodes = tuple(m.node for m in self._members.values() if not m.guessed and m.leaves_by is None)
+        if not self._clusters:
+            return MakePlan(self._last_epoch, nodes)
+        here = {node.name for node in nodes}
+        gone = tuple(node for name, node in self._planned.items() if name not in here)
+        return MakePlan(self._last_epoch, nodes, self._plan, gone, self._microbatches)
 
-    def adopt(self, plan: Plan, microbatches: int, job: JobGiven) -> PlanFormed:
+    def adopt(self, plan: Plan, microbatches: int, job: JobGiven) -> Change:
         """Take a plan that was made of the members as they are; nobody is told yet."""
-        swarm = Swarm(tuple(member.node for member in self._members.values()))
-        self._plan, self._microbatches = plan, microbatches
-        profile = profile_microbatch(job, microbatches)
-        config = configure_microbatch(job, microbatches)
-        self._outlook = outlook = forecast(plan, profile, swarm, config)
+        names = {*plan.spares, *(stage.node for each in plan.clusters for stage in each.stages)}
+        planned = {name: self._members[name].node for name in self._members if name in names}
+        self._planned, self._microbatches = planned, microbatches
+        profile, config = profile_microbatch(job, microbatches), configure_microbatch(job, microbatches)
+        self._outlook = forecast(plan, profile, Swarm(tuple(planned.values())), config)
+        before, self._clusters = self._clusters, ()
+        built: list[ClusterState] = []
         for index, cluster in enumerate(plan.clusters):
             name = cluster_name(index)
-            unready = {stage.node for stage in cluster.stages}
-            self._clusters[name] = ClusterState(name, plan.epoch, cluster, unready)
-        size = job.settings.batch_size
-        return PlanFormed(plan, outlook.samples_per_second, outlook.round_seconds, size, microbatches)
+            state = next((x for x in before if x.is_running and x.cluster == cluster), None)
+            if state is None:
+                unready = {stage.node for stage in cluster.stages}
+                state = ClusterState(name, plan.epoch, cluster, unready, f"{name}{plan.epoch}")
+                built.append(state)
+            state.name = name
+            self._clusters += (state,)
+        ended = tuple(each for each in before if each not in self._clusters)
+        has_new_rings = self._plan is None or self._plan.rings != plan.rings or not before
+        self._rings_since = plan.epoch if has_new_rings else self._rings_since
+        self._plan = plan
+        return Change(tuple(built), ended, has_new_rings)
 
-    def announce(self) -> list[Send | MakeParts]:
-        """Tell every member its part of a new plan, and have made what its stages need."""
-        orders: list[Send | MakeParts] = []
-        for cluster in self._clusters.values():
-            orders += [self._order_stage(cluster, stage) for stage in cluster.cluster.stages]
-        for name in self._members:
-            if self.cluster_of(name) is None:
-                orders += self._order_spare(name)
-        for stage in (stage for each in self._clusters.values() for stage in each.cluster.stages):
-            made = self.find_parts(stage.start, stage.stop)
-            orders += [self._deliver(stage.node, made)] if isinstance(made, PartsMade) else made
-        return orders
+    def announce(self, change: Change, extras: Extras) -> list[Send]:
+        """Tell every member its part of a new plan, but for those who have no other than before."""
+        sends = []
+        for cluster in self._clusters:
+            for stage in cluster.cluster.stages:
+                if cluster in change.built:
+                    sends.append(self._order_stage(cluster, stage, extras))
+                elif change.has_new_rings or stage.node in extras:
+                    sends.append(self._order_rings(cluster, stage.node, extras))
+        was_busy = {name for cluster in change.ended for name in cluster.nodes}
+        for member in tuple(self._members.values()):
+            name = member.node.name
+            if self.cluster_of(name) is not None:
+                continue
+            if member.held is not None and (name in extras or member.leaves_by is not None):
+                sends.append(Send(name, RingOrder(member.epoch, 0, (), self._contacts(name, (), extras))))
+            elif not member.epoch or name in was_busy or name in extras:
+                sends += self._order_spare(name, extras)
+        return sends
 
-    def find_parts(self, start: int, stop: int) -> PartsMade | list[MakeParts]:
+    def retire(self, is_needed: Callable[[NodeId], bool]) -> list[Send]:
+        """Make spares of those who have no stage any more, and what they held, others have."""
+        left = [m.node.name for m in self._members.values() if m.held is not None and m.leaves_by is None]
+        done = [name for name in left if self.cluster_of(name) is None and not is_needed(name)]
+        return [send for name in done for send in self._order_spare(name, {})]
+
+    def find_parts(self, start: int, stop: int, is_newest: bool = False) -> PartsMade | list[MakeParts]:
         """Return the parts of an interval, or the order to make them unless that is given already."""
         interval = (start, stop)
-        if interval in self._parts:
+        if interval in self._parts and not (is_newest and interval in self._stale):
             return self._parts[interval]
         is_new = interval not in self._asked
         self._asked.add(interval)
         return [MakeParts(start, stop)] if is_new else []
 
-    def take_parts(self, made: PartsMade) -> list[Order] | str:
-        """Deliver parts to all stages that wait for them; return why not, if nobody asked."""
+    def take_parts(self, made: PartsMade) -> str | None:
+        """Know the parts of an interval; return why not, if nobody asked."""
         interval = (made.start, made.stop)
         if interval not in self._asked:
             return f"nobody asked for the parts of positions {made.start} to {made.stop}"
         self._asked.remove(interval)
+        self._stale.discard(interval)
         self._parts[interval] = made
-        stages = (stage for each in self._clusters.values() for stage in each.cluster.stages)
-        return [self._deliver(each.node, made) for each in stages if (each.start, each.stop) == interval]
+        return None
 
-    def take_ready(self, sender: NodeId, parts: StageParts) -> ClusterState | str:
+    def note_checkpoint(self) -> None:
+        """From now on the hub has newer weights than those in the parts that were made."""
+        self._stale = {*self._parts, *self._asked}
+
+    def take_ready(self, sender: NodeId) -> ClusterState | str:
         """Note that a stage is built; return its cluster, or why that was not awaited."""
         cluster = self.cluster_of(sender)
         if cluster is None or sender not in cluster.unready:
             return f"{sender} has no stage to get ready"
         stage = next(stage for stage in cluster.cluster.stages if stage.node == sender)
-        made = self._parts.get((stage.start, stage.stop))
-        if made is None or parts.blueprint != made.blueprint:
-            return f"{sender} built another stage than it was given"
         cluster.unready.remove(sender)
-        cluster.version = max(cluster.version, parts.version)
+        held = Held(stage.start, stage.stop, cluster.holder)
+        self._members[sender] = replace(self._members[sender], held=held)
         return cluster
 
-    def _deliver(self, name: NodeId, made: PartsMade) -> Send:
-        return Send(name, StageParts(self._members[name].epoch, 0, made.blueprint, made.weights))
-
-    def _order_spare(self, name: NodeId) -> list[Send]:
+    def _order_spare(self, name: NodeId, extras: Extras) -> list[Send]:
         assert self._plan is not None
-        self._follow(name)
-        return [Send(name, PlanOrder(self._last_epoch, self._plan.seed, None, (), (), ()))]
+        self._follow(name, self._last_epoch)
+        self._members[name] = replace(self._members[name], held=None)
+        contacts = self._contacts(name, (), extras)
+        order = PlanOrder(self._last_epoch, self._rings_since, self._plan.seed, None, (), (), contacts)
+        return [Send(name, order)]
 
-    def _order_stage(self, cluster: ClusterState, stage: Stage) -> Send:
+    def _order_stage(self, cluster: ClusterState, stage: Stage, extras: Extras) -> Send:
         assert self._plan is not None
-        self._follow(stage.node)
-        rings = tuple(
-            (SegmentId(index), ring)
-            for index, ring in enumerate(self._plan.rings)
-            if stage.node in ring.owners
-        )
-        known = dict.fromkeys((*cluster.nodes, *(name for _, ring in rings for name in ring.owners)))
-        contacts = tuple(self._contact(name) for name in known if name != stage.node)
-        accumulate = cluster.cluster.accumulate
-        order = PlanOrder(cluster.epoch, self._plan.seed, stage, cluster.nodes, rings, contacts, accumulate)
+        self._follow(stage.node, cluster.epoch)
+        rings, contacts = self._rings(stage.node), self._contacts(stage.node, cluster.nodes, extras)
+        since, seed, accumulate = self._rings_since, self._plan.seed, cluster.cluster.accumulate
+        order = PlanOrder(cluster.epoch, since, seed, stage, cluster.nodes, rings, contacts, accumulate)
         return Send(stage.node, order)
 
-    def _contact(self, name: NodeId) -> Contact:
-        member = self._members[name]
-        return Contact(name, member.key, member.addresses)
+    def _order_rings(self, cluster: ClusterState, name: NodeId, extras: Extras) -> Send:
+        contacts = self._contacts(name, cluster.nodes, extras)
+        return Send(name, RingOrder(cluster.epoch, self._rings_since, self._rings(name), contacts))
 
-    def _follow(self, name: NodeId) -> None:
-        self._members[name] = replace(self._members[name], epoch=self._last_epoch)
+    def _rings(self, name: NodeId) -> Rings:
+        assert self._plan is not None
+        numbered = enumerate(self._plan.rings)
+        return tuple((SegmentId(index), ring) for index, ring in numbered if name in ring.owners)
+
+    def _contacts(self, name: NodeId, nodes: tuple[NodeId, ...], extras: Extras) -> tuple[Contact, ...]:
+        owners = (owner for _, ring in self._rings(name) for owner in ring.owners)
+        known = dict.fromkeys((*nodes, *owners, *extras.get(name, ())))
+        members = (self._members[each] for each in known if each != name and each in self._members)
+        return tuple(Contact(each.node.name, each.key, each.addresses) for each in members)
+
+    def _follow(self, name: NodeId, epoch: int) -> None:
+        self._members[name] = replace(self._members[name], epoch=epoch)

@@ -15,6 +15,7 @@ from ravnest.hub.events import JobGiven
 from ravnest.hub.planning import MakePlan, PlanMade
 from ravnest.plan.cluster import form_plan
 from ravnest.plan.profiles import resize_batch
+from ravnest.plan.repair import node_joined, node_left
 from ravnest.plan.types import ModelProfile, Plan, Swarm
 
 MOST_OF_LEASE = 1024  # microbatches: what one message may list
@@ -54,6 +55,8 @@ def configure_microbatch(job: JobGiven, microbatches: int) -> PlanConfig:
 
 def make_plan(job: JobGiven, asked: MakePlan, now: float) -> PlanMade:
     """Plan, choose the microbatches that its windows ask for, and plan with these; or say what is short."""
+    if asked.repairs is not None:
+        return _repair(job, asked, asked.repairs, now)
     settings, swarm = job.settings, Swarm(asked.nodes)
 
     def form(count: int) -> tuple[Plan, int]:
@@ -68,6 +71,27 @@ def make_plan(job: JobGiven, asked: MakePlan, now: float) -> PlanMade:
     except PlanError as shortage:
         return PlanMade(asked.epoch, None, 1, str(shortage), now)
     return PlanMade(asked.epoch, _accumulate(plan, count, job.config.max_lag), count, "", now)
+
+
+def _repair(job: JobGiven, asked: MakePlan, plan: Plan, now: float) -> PlanMade:
+    """Let one after the other go, then come; batches travel as before."""
+    profile = profile_microbatch(job, asked.microbatches)
+    config = configure_microbatch(job, asked.microbatches)
+    here = [*asked.gone, *asked.nodes]
+    reasons: list[str] = []
+    for node in asked.gone:
+        before = Swarm(tuple(here))
+        here.remove(node)
+        repair = node_left(plan, node.name, profile, Swarm(tuple(here)), config, before)
+        plan, reasons = repair.plan, [*reasons, repair.reason]
+    for node in asked.nodes:
+        if node.name not in (*plan.spares, *(stage.node for each in plan.clusters for stage in each.stages)):
+            repair = node_joined(plan, node.name, profile, Swarm(tuple(here)), config)
+            plan, reasons = repair.plan, [*reasons, repair.reason]
+    if not plan.clusters:
+        return PlanMade(asked.epoch, None, asked.microbatches, reasons[-1], now)
+    mended = _accumulate(replace(plan, epoch=asked.epoch), asked.microbatches, job.config.max_lag)
+    return PlanMade(asked.epoch, mended, asked.microbatches, "", now, "; ".join(reasons))
 
 
 def _most(job: JobGiven, asked: MakePlan) -> int:

@@ -1,26 +1,221 @@
-"""News as one line each, for people without a dashboard."""
+"""What people are told: records that can be logged, and each of them as one line."""
 
+from dataclasses import dataclass
 from typing import assert_never
 
-from ravnest.hub.events import (
-    BatchDropped,
-    ClusterDissolved,
-    ClusterStarted,
-    EpochDone,
-    Evaluated,
-    Joined,
-    Left,
-    News,
-    PlanFormed,
-    RoundEnded,
-    Stopping,
-    Trained,
-    Waiting,
-    WorkLost,
-)
-from ravnest.hub.planning import Measured
-from ravnest.plan.types import Node, cluster_name
+from ravnest.exchange import HUB
+from ravnest.plan.types import Node, NodeId, Plan, cluster_name
+from ravnest.protocol import BatchId, Metrics, RoundId
 from ravnest.units import show_flops, show_rate, show_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """A peer came."""
+
+    node: NodeId
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What is believed of a peer's speed and links; the fault is why that was not measured."""
+
+    node: Node
+    fault: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """A peer's link is lost; it is waited for."""
+
+    node: NodeId
+    reason: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """A peer went."""
+
+    node: NodeId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Leaving:
+    """A peer goes as soon as others have what it has."""
+
+    node: NodeId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """Why no plan exists yet."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PlanFormed:
+    """A plan, and what it promises."""
+
+    plan: Plan
+    samples_per_second: float
+    round_seconds: float
+    batch_size: int  # samples per update
+    microbatches: int  # that a batch travels as
+
+
+@dataclass(frozen=True, slots=True)
+class Repaired:
+    """How it goes on."""
+
+    plan: Plan
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterStarted:
+    """A cluster trains."""
+
+    cluster: str
+    nodes: tuple[NodeId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterBroken:
+    """A cluster stands still, for somebody is missing; what it was at is trained again."""
+
+    cluster: str
+    reason: str
+    num_given_back: int
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """A cluster trains again, or trains in another shape."""
+
+    cluster: str
+    seconds: float  # that it stood still
+    sources: tuple[NodeId, ...]  # who gave what was missing
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterDissolved:
+    """A cluster is given up; others train the samples it was at."""
+
+    cluster: str
+    reason: str
+    num_given_back: int
+    num_lost: int  # samples it trained since the last round, which nobody else knows of
+
+
+@dataclass(frozen=True, slots=True)
+class WorkLost:
+    """Nobody is left who knows what was trained on so many samples; they are trained again."""
+
+    num_samples: int
+
+
+@dataclass(frozen=True, slots=True)
+class BatchDropped:
+    """A batch was lost in a stage."""
+
+    batch: BatchId
+    node: NodeId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """How much of the job is trained after one more lease, and the last loss a leaf told."""
+
+    num_samples: int
+    num_total: int
+    epoch: int
+    loss: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class EpochDone:
+    """Every sample of an epoch is counted; dropped ones were tried and lost."""
+
+    epoch: int
+    num_samples: int
+    num_dropped: int
+    loss: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """The means over the validation samples after so many epochs."""
+
+    epoch: int
+    cluster: str
+    num_samples: int
+    loss: float | None
+    metrics: Metrics
+
+
+@dataclass(frozen=True, slots=True)
+class RoundEnded:
+    """A round happened, or why it did not."""
+
+    round_id: RoundId
+    is_committed: bool
+    is_final: bool
+    reason: str
+    seconds: float = 0.0
+    left_out: tuple[str, ...] = ()  # clusters that train, but took no part
+    blamed: tuple[tuple[str, int], ...] = ()  # clusters, and how many of the next rounds are without them
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpointed:
+    """What was trained so far is on disk."""
+
+    num_samples: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class NotCheckpointed:
+    """It is not, and why; training goes on."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stopping:
+    """The job ends early, and why."""
+
+    reason: str
+
+
+News = (
+    Joined
+    | Measured
+    | Missing
+    | Left
+    | Leaving
+    | Waiting
+    | PlanFormed
+    | Repaired
+    | ClusterStarted
+    | ClusterBroken
+    | Recovered
+    | ClusterDissolved
+    | WorkLost
+    | BatchDropped
+    | Trained
+    | EpochDone
+    | Evaluated
+    | RoundEnded
+    | Checkpointed
+    | NotCheckpointed
+    | Stopping
+)
 
 
 def show_news(news: News) -> str:  # noqa: C901, PLR0912 - one short case for each
@@ -30,6 +225,8 @@ def show_news(news: News) -> str:  # noqa: C901, PLR0912 - one short case for ea
             return f"{node} joined"
         case Measured(node, fault):
             return f"{node.name} {fault or 'was measured'}: {_show_facts(node)}"
+        case Missing(node, reason, seconds):
+            return f"{node} is missing: {reason}; it has {show_seconds(seconds)} to come back"
         case Left(node, reason):
             return f"{node} left: {reason}"
         case Waiting(reason):
@@ -49,6 +246,20 @@ def show_news(news: News) -> str:  # noqa: C901, PLR0912 - one short case for ea
             return f"cluster {cluster} trains"
         case ClusterDissolved(cluster, reason, num_given_back, num_lost):
             return f"cluster {cluster} ends ({reason}); {num_given_back} samples given back, {num_lost} lost"
+        case ClusterBroken(cluster, reason, num_given_back):
+            return f"cluster {cluster} stands still ({reason}); {num_given_back} samples are trained again"
+        case Leaving(node, reason):
+            return f"{node} leaves: {reason}; what it has is handed over"
+        case Repaired(plan, reason):
+            return f"plan {plan.epoch}: {reason}"
+        case Recovered(cluster, seconds, sources):
+            names = ["the last checkpoint" if name == HUB else name for name in sources]
+            given = f", with what {' and '.join(names)} had" if names else ""
+            return f"cluster {cluster} trains again after {show_seconds(seconds)}{given}"
+        case Checkpointed(num_samples, seconds):
+            return f"checkpoint kept in {show_seconds(seconds)}: {num_samples} samples trained"
+        case NotCheckpointed(reason):
+            return f"no checkpoint was kept, training goes on: {reason}"
         case WorkLost(num_samples):
             return f"training begins again: nobody has what {num_samples} samples taught"
         case BatchDropped(batch, node, reason):

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from ravnest.hub.progress import Books
 from ravnest.protocol import TensorSpec
 
 Fields = tuple[tuple[tuple[str, TensorSpec], ...], tuple[memoryview, ...]]
@@ -24,6 +25,9 @@ class Owner(Protocol):
 
     def make_parts(self, start: int, stop: int) -> Parts:
         """Cut the stage [start, stop) of the line."""
+
+    def keep(self, number: int, parts: Sequence[tuple[int, int, bytes]], books: Books) -> str:
+        """Write a checkpoint, the state of each interval of the line; return why not, if it cannot be."""
 
     def read_fields(self, is_evaluation: bool, samples: Sequence[int], names: Sequence[str]) -> Fields:
         """Return these fields of a batch as they travel."""

@@ -7,10 +7,13 @@ from ravnest.plan.types import Node, NodeId, Plan
 
 @dataclass(frozen=True, slots=True)
 class MakePlan:
-    """An order: form a plan of this number with these nodes, then say PlanMade."""
+    """An order: form a plan of this number with these nodes, or repair one; then say PlanMade."""
 
     epoch: int
     nodes: tuple[Node, ...]
+    repairs: Plan | None = None
+    gone: tuple[Node, ...] = ()  # who is in that plan, and no longer here
+    microbatches: int = 0  # of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +25,7 @@ class PlanMade:
     microbatches: int
     shortage: str
     now: float
+    reason: str = ""  # what a repair does
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +38,3 @@ class Probed:
     download_bytes_per_second: float | None
     latency_seconds: float | None
     now: float
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """For people: what is believed of a peer's speed and links; the fault is why that was not measured."""
-
-    node: Node
-    fault: str = ""

@@ -13,7 +13,8 @@ from ravnest.blobs import Fact, ProbeOrder, ProbeReport
 from ravnest.exchange import Blobs, LinkTimes, Parcel
 from ravnest.hub.events import MakeParts, Order, PartsMade, Send, Tell
 from ravnest.hub.members import Member, Members, is_sensible
-from ravnest.hub.planning import Measured, Probed
+from ravnest.hub.news import Measured
+from ravnest.hub.planning import Probed
 from ravnest.plan.types import ModelProfile, NodeId
 
 PROBE_SECONDS = 15.0

@@ -5,7 +5,7 @@ The records that hub.training keeps its books in.
 
 from dataclasses import dataclass, field
 
-from ravnest.engine.sampler import Lease
+from ravnest.engine.sampler import Lease, LeaseState
 from ravnest.protocol import BatchId, LeaseId, Metrics, RoundId, StepReport
 
 _NONE = RoundId(0)  # before the first round
@@ -78,4 +78,15 @@ class Progress:
     rates: dict[int, float] = field(default_factory=dict)  # by the update they hold from, as it was told
     num_trained: int = 0  # samples
     num_alone: int = 0  # of them since the last round
-    base: RoundId = _NONE  # the round whose average it began from
+    base: RoundId | None = _NONE  # the round whose average it began from; None: it has no such average
+
+
+@dataclass(frozen=True, slots=True)
+class Books:
+    """What was trained when a checkpoint was made; leases under way are given back."""
+
+    num_counted: int
+    num_reported: int
+    num_updates: int
+    num_evaluated: int  # passes over the data after which it was evaluated
+    leases: LeaseState

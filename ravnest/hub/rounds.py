@@ -6,13 +6,14 @@ is on disk when the vote that made it is: replaying the log decides the same. Dr
 
 from collections import deque
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ravnest.averaging.round import RoundDecision
 from ravnest.config import Averaging, PlanConfig
 from ravnest.hub.attendance import Attendance, judge
-from ravnest.hub.events import JobGiven, RoundEnded, Send
+from ravnest.hub.events import JobGiven, Send
 from ravnest.hub.members import ClusterState, Members
+from ravnest.hub.news import RoundEnded
 from ravnest.hub.training import Training
 from ravnest.plan.types import NodeId
 from ravnest.protocol import (
@@ -126,6 +127,13 @@ class Rounds:
         self._decision.give_up(name, reason)
         return self._settle(now)
 
+    def cancel(self, reason: str, now: float) -> Ended | None:
+        """Abort the open round: its rings are no more."""
+        if self._decision is None:
+            return None
+        self._decision.give_up(self._clusters[0].root, reason)
+        return self._settle(now)
+
     def expire(self, now: float) -> Ended | None:
         """Abort the open round at its deadline."""
         if self._decision is None or now < self._deadline:
@@ -174,8 +182,14 @@ class Rounds:
         self._decision = RoundDecision(round_id, names, self._deadline)
         is_blocking = is_final or config.averaging is Averaging.BLOCKING
         absent, base = members.absent(names), training.base(clusters)
-        message = RoundOpen(clusters[0].epoch, round_id, seconds, is_blocking, is_final, absent, base)
-        return [Send(name, message) for name in names]
+        first = training.most_trained(clusters) if base is None else None  # whose weights are the anchor
+        base = round_id if base is None else base
+        sends = []
+        for cluster in clusters:
+            opened = RoundOpen(cluster.epoch, round_id, seconds, is_blocking, is_final, absent, base)
+            opened = replace(opened, is_anchor=cluster is first)
+            sends += [Send(name, opened) for name in cluster.nodes]
+        return sends
 
     @property
     def _suspects(self) -> dict[str, str | None]:

@@ -18,14 +18,12 @@ from ravnest.hub.door import Door
 from ravnest.hub.events import (
     Abandon,
     Collect,
-    Collected,
+    Dismiss,
     Event,
     Finish,
     JobGiven,
     MakeParts,
-    News,
     Order,
-    PartsMade,
     PeerJoined,
     PeerLeft,
     Received,
@@ -36,33 +34,32 @@ from ravnest.hub.events import (
     Tick,
 )
 from ravnest.hub.microbatches import make_plan
+from ravnest.hub.news import Missing, News
 from ravnest.hub.owner import Owner
 from ravnest.hub.planning import MakePlan
 from ravnest.hub.probing import Reports
 from ravnest.hub.state import Hub
 from ravnest.hub.store import apply_logged
+from ravnest.hub.supply import Supply
 from ravnest.net.identity import Token
 from ravnest.net.relay import Relay
 from ravnest.net.transport import Buffer, Delivery, LinkDown, LinkUp, PeerId, Service, Transport
 from ravnest.plan.types import NodeId
 from ravnest.protocol import (
-    BatchId,
     Complaint,
-    FieldParts,
     Hello,
-    Leave,
     Message,
-    PlanOrder,
     Refusal,
     Refused,
     Stop,
     Welcome,
 )
+from ravnest.staging import PlanOrder, RingOrder
 
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_SECONDS = 1.0
-GRACE_SECONDS = 5.0  # a peer whose link is lost may come back
+GRACE_SECONDS = 3.0  # a peer whose link is lost may come back
 PART_SECONDS = 5.0  # at the end, for all to leave
 _Outcome = tuple[Finish, list[bytes]]
 
@@ -95,16 +92,18 @@ class Server:
         self._outboxes: dict[NodeId, asyncio.Queue[Parcel]] = {}
         self._background: set[asyncio.Task[None]] = set()
         self._absent: dict[PeerId, asyncio.TimerHandle] = {}
+        self._dismissed: set[PeerId | None] = set()
         self._reports = Reports(self._blobs, self._post, self._apply)
         self._timer: asyncio.TimerHandle | None = None
 
     async def run(self, transport: Transport, owner: Owner, job: JobGiven) -> _Outcome:
         """Train the job to its end; return what was kept and the weights of each part."""
         self._transport = transport
-        self._owner, self._job = owner, job
+        self._job = job
         self._loop = asyncio.get_running_loop()
         self._result: asyncio.Future[_Outcome | RavnestError] = self._loop.create_future()
         self._parting: asyncio.Future[None] | None = None
+        self._supply = Supply(owner, self._blobs, self._post, self._apply, self._in_background, self._lose)
         async with asyncio.TaskGroup() as self._tasks:
             self._start(self._listen())
             self._apply(replace(job, now=self._loop.time()))
@@ -158,7 +157,10 @@ class Server:
     def _miss(self, peer: PeerId, reason: str) -> None:
         """Give a peer whose link is lost a moment to come back."""
         if self._parting is None:
-            self._absent[peer] = self._loop.call_later(GRACE_SECONDS, self._forget, peer, reason)
+            if peer not in self._dismissed:
+                self._tell(Missing(self._door.names[peer], reason, GRACE_SECONDS))
+            since = self._loop.time()
+            self._absent[peer] = self._loop.call_later(GRACE_SECONDS, self._forget, peer, reason, since)
             return
         self._door.forget(peer)
         if not self._door.names and not self._parting.done():
@@ -205,14 +207,20 @@ class Server:
         self._door.ban(peer, reason)
         self._forget(peer, reason)
 
-    def _forget(self, peer: PeerId, reason: str) -> None:
+    def _forget(self, peer: PeerId, reason: str, since: float | None = None) -> None:
         """Let a peer go; if it comes back it is a new one."""
         name = self._door.forget(peer)
         if peer in self._absent:
             self._absent.pop(peer).cancel()
         self._transport.drop(peer, reason)
         if name is not None:
-            self._apply(PeerLeft(name, reason, self._loop.time()))
+            self._blobs.refuse(name, reason)
+            self._apply(PeerLeft(name, reason, self._loop.time(), since))
+
+    def _lose(self, name: NodeId, reason: str) -> None:
+        peer = self._door.find(name)
+        if peer is not None:
+            self._forget(peer, reason)
 
     def _hear_complaint(self, sender: PeerId, name: NodeId, complaint: Complaint) -> None:
         guilty = self._door.judge(sender, complaint)
@@ -234,8 +242,6 @@ class Server:
             self._reports.take(name, message, self._loop.time)
         else:
             self._apply(Received(name, message, self._loop.time()))
-            if isinstance(message, Leave):
-                self._post(Parcel(name, Stop("goodbye")))  # so it knows that it was heard
 
     def _apply(self, event: Event) -> None:
         """Let the state decide, carry out its orders, and come back when it is due."""
@@ -256,14 +262,13 @@ class Server:
         match order:
             case Send(to, message):
                 self._send(to, message)
+            case Dismiss(to, reason):
+                self._dismissed |= {self._door.find(to)}
+                self._post(Parcel(to, Stop(reason)))
             case MakePlan():
                 self._start(self._make_plan(order))
-            case MakeParts():
-                self._start(self._make_parts(order))
-            case SendFields():
-                self._start(self._send_fields(order))
-            case Collect():
-                self._start(self._collect(order))
+            case MakeParts() | SendFields() | Collect():
+                self._start(self._supply.carry_out(order))
             case Tell(news):
                 self._tell(news)
             case Finish():
@@ -275,7 +280,7 @@ class Server:
 
     def _send(self, to: NodeId, message: Message) -> None:
         peer = self._door.find(to)
-        if peer is not None and isinstance(message, PlanOrder):
+        if peer is not None and isinstance(message, PlanOrder | RingOrder):
             message = self._door.give_tickets(peer, message)
         if isinstance(message, ProbeOrder):
             self._reports.await_from(to)
@@ -296,37 +301,9 @@ class Server:
         made = await self._in_background(make_plan, self._job, order, 0.0)
         self._apply(replace(made, now=self._loop.time()))
 
-    async def _make_parts(self, order: MakeParts) -> None:
-        parts = await self._in_background(self._owner.make_parts, order.start, order.stop)
-        blueprint = self._blobs.keep(parts.blueprint)
-        weights = await self._in_background(self._blobs.keep, parts.weights)  # to hash them takes a while
-        fields = (parts.train_fields, parts.evaluation_fields)
-        self._apply(PartsMade(order.start, order.stop, blueprint, weights, *fields, self._loop.time()))
-
-    async def _send_fields(self, order: SendFields) -> None:
-        for number, samples in enumerate(order.samples, order.first_batch):
-            for node, names in order.consumers:
-                read = self._owner.read_fields
-                specs, buffers = await self._in_background(read, order.is_evaluation, samples, names)
-                self._post(Parcel(node, FieldParts(order.epoch, BatchId(number), specs), buffers))
-
-    async def _collect(self, order: Collect) -> None:
-        """Fetch the weights of the result from who has them."""
-        for part in order.parts:
-            arrived: asyncio.Future[bytes | Refusal] = self._loop.create_future()
-            for parcel in self._blobs.want(part.parts.weights, part.node, arrived.set_result):
-                self._post(parcel)
-            found = await arrived
-            if isinstance(found, Refusal):
-                peer = self._door.find(part.node)
-                if peer is not None:
-                    self._forget(peer, f"its weights cannot be fetched: {found.reason}")
-                return
-        self._apply(Collected(order.number, self._loop.time()))
-
     def _finish(self, order: Finish) -> None:
         if not self._result.done():
-            contents = [self._blobs.kept(part.parts.weights) for part in order.parts]
+            contents = [self._blobs.kept(part.weights) for part in order.parts]
             self._result.set_result((order, contents))
 
     def _post(self, parcel: Parcel) -> None:

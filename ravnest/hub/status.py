@@ -7,23 +7,9 @@ hub.store.
 from collections import deque
 from dataclasses import dataclass
 
-from ravnest.hub.events import (
-    Abandon,
-    Evaluated,
-    Event,
-    Finish,
-    JobGiven,
-    Joined,
-    Left,
-    News,
-    Order,
-    Phase,
-    RoundEnded,
-    Tell,
-    Trained,
-)
+from ravnest.hub.events import Abandon, Event, Finish, JobGiven, Order, Phase, Tell
 from ravnest.hub.members import ClusterState
-from ravnest.hub.news import show_news
+from ravnest.hub.news import Evaluated, Joined, Left, News, RoundEnded, Trained, show_news
 from ravnest.hub.state import Hub
 from ravnest.plan.types import NodeId
 

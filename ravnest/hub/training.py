@@ -9,19 +9,18 @@ Driven by hub.state.
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from itertools import accumulate
 
 from ravnest.engine.sampler import Lease, LeaseBook
-from ravnest.hub.events import EpochDone, Evaluated, JobSettings, Send, SendFields, Trained
+from ravnest.hub.events import JobSettings, Send, SendFields
+from ravnest.hub.granting import grant, tell_rates
 from ravnest.hub.members import ClusterState, Members
 from ravnest.hub.microbatches import cut_batches
-from ravnest.hub.progress import Awaited, Evaluation, Means, OpenLease, Progress
+from ravnest.hub.news import EpochDone, Evaluated, Trained
+from ravnest.hub.progress import Awaited, Books, Evaluation, Means, OpenLease, Progress
 from ravnest.protocol import (
     BatchId,
     DroppedBatch,
-    LearningRate,
     LeaseDone,
-    LeaseGrant,
     LeaseId,
     RoundId,
     StepReport,
@@ -34,31 +33,52 @@ class Training:
     """Hands out leases, counts what comes back, evaluates between epochs and at the end."""
 
     def __init__(self, settings: JobSettings) -> None:
-        self._settings = settings
-        self._num_counted = 0
+        self.settings = self._settings = settings
+        self.num_counted = 0  # samples trained so far, over all epochs
         self._next_lease = 0
         self._next_batch = 0
         self.restart()
 
-    def restart(self, microbatches: int = 1, chunk_batches: int = 1) -> int:
-        """Begin again from the first weights; return the samples whose training is lost."""
+    def restart(self, books: Books | None = None) -> int:
+        """Begin from the first weights, or from a checkpoint; return the samples whose training is lost."""
         settings = self._settings
-        lost, self._num_counted = self._num_counted, 0
-        self._microbatches = microbatches
-        self._chunk_batches = chunk_batches
-        chunk = chunk_batches * settings.batch_size
-        self._book = LeaseBook(settings.num_samples, chunk, settings.epochs, settings.seed)
+        chunk = settings.chunk_batches * settings.batch_size
+        lost, self.num_counted = self.num_counted, books.num_counted if books else 0
+        self._microbatches, self._chunk_batches = 1, settings.chunk_batches
+        if books is None:
+            self._book = LeaseBook(settings.num_samples, chunk, settings.epochs, settings.seed)
+        else:
+            self._book = LeaseBook.restore(books.leases)
+            self._chunk_batches = books.leases["chunk_size"] // settings.batch_size
         self._open: dict[LeaseId, OpenLease] = {}
         self._progress: dict[str, Progress] = {}
         self._awaited: dict[BatchId, Awaited] = {}
         self._means: defaultdict[int, Means] = defaultdict(Means)
         self._dropped: Counter[int] = Counter()
         self._evaluation: Evaluation | None = None
-        self._evaluated = 0
-        self._num_reported = self._num_updates = 0
+        self._evaluated = books.num_evaluated if books else 0
+        self.num_reported = books.num_reported if books else 0  # samples whose loss is known
+        self.num_updates = books.num_updates if books else 0  # of all clusters together
         self._loss: float | None = None
         self._is_stopped = False
-        return lost
+        self.history: list[EpochDone | Evaluated] = []
+        return lost - self.num_counted
+
+    def cut(self, microbatches: int, chunk_batches: int) -> None:
+        """Follow a first plan: batches travel in so many pieces, and so many of them are leased at once."""
+        self._microbatches = microbatches
+        if not self.num_counted:
+            self._chunk_batches = chunk_batches
+            chunk, settings = chunk_batches * self._settings.batch_size, self._settings
+            self._book = LeaseBook(settings.num_samples, chunk, settings.epochs, settings.seed)
+
+    @property
+    def books(self) -> Books:
+        """What is trained, for a checkpoint."""
+        leases = self._book.state()
+        again = sorted([*((epoch, chunk) for _, epoch, chunk, _ in leases["open"]), *leases["requeued"]])
+        leases["open"], leases["requeued"] = [], again
+        return Books(self.num_counted, self.num_reported, self.num_updates, self._evaluated, leases)
 
     @property
     def is_finished(self) -> bool:
@@ -68,31 +88,16 @@ class Training:
         )
 
     @property
-    def num_reported(self) -> int:
-        """Samples whose loss is known, leases under way included."""
-        return self._num_reported
-
-    @property
-    def num_updates(self) -> int:
-        """Updates of all clusters together."""
-        return self._num_updates
-
-    @property
     def trained(self) -> Trained:
         """How far the job is."""
         size, epochs = self._settings.num_samples, self._settings.epochs
-        epoch = min(self._num_counted // size + 1, epochs)
-        return Trained(self._num_counted, epochs * size, epoch, self._loss)
+        epoch = min(self.num_counted // size + 1, epochs)
+        return Trained(self.num_counted, epochs * size, epoch, self._loss)
 
     @property
     def open_leases(self) -> tuple[OpenLease, ...]:
         """What clusters are at work on, oldest first."""
         return tuple(self._open.values())
-
-    @property
-    def num_counted(self) -> int:
-        """Samples trained so far, over all epochs."""
-        return self._num_counted
 
     def version(self, cluster: ClusterState) -> int:
         """Return the updates a cluster has made, as far as its leaf has said."""
@@ -101,15 +106,34 @@ class Training:
     def knows(self, cluster: ClusterState) -> bool:
         """Return whether a cluster's weights hold something of what was trained."""
         progress = self._progress.get(cluster.holder)
-        return progress is not None and (progress.base > 0 or progress.num_trained > 0)
+        return progress is not None and bool(progress.base or progress.num_trained > 0)
+
+    def rank(self, cluster: ClusterState) -> tuple[int, int]:
+        """Return how much a cluster knows: most of all, which average it has."""
+        progress = self._of(cluster)
+        return -1 if progress.base is None else progress.base, progress.num_trained
 
     def most_trained(self, clusters: Iterable[ClusterState]) -> ClusterState:
         """Return the cluster that knows most: of those in the newest average, one that trained most."""
-        return max(clusters, key=lambda each: (self._of(each).base, self._of(each).num_trained))
+        return max(clusters, key=self.rank)
 
-    def base(self, clusters: Iterable[ClusterState]) -> RoundId:
-        """Return the newest round whose average one of these clusters has; 0: the first weights."""
-        return max(self._of(cluster).base for cluster in clusters)
+    def base(self, clusters: Iterable[ClusterState]) -> RoundId | None:
+        """Return the newest round whose average one of these clusters has, if any; 0: the first weights."""
+        bases = (self._of(cluster).base for cluster in clusters)
+        return max((base for base in bases if base is not None), default=None)
+
+    def forget_averages(self) -> None:
+        """Note that nobody keeps the average of a round any more."""
+        for progress in self._progress.values():
+            progress.base = None
+
+    def inherit(self, cluster: ClusterState, holder: str, is_whole: bool) -> None:
+        """Let a cluster go on from where another was; it has that one's average if it has all of it."""
+        before = self._progress.get(holder) or Progress(0, self._position)
+        after = Progress(before.version, self._position, num_trained=before.num_trained)
+        after.base = before.base if is_whole else None
+        after.num_alone = before.num_alone if is_whole else 0
+        cluster.version, self._progress[cluster.holder] = before.version, after
 
     def note_averaged(self, clusters: Iterable[ClusterState], round_id: RoundId) -> None:
         """Note that these clusters share what they know."""
@@ -118,17 +142,24 @@ class Training:
 
     def release(self, cluster: ClusterState) -> tuple[int, int]:
         """Take back what a dissolved cluster was at work on; return those samples, and what it alone knew."""
+        given_back = self.give_back(cluster)
+        return given_back, self._progress.pop(cluster.holder, Progress(0)).num_alone
+
+    def give_back(self, cluster: ClusterState) -> int:
+        """Take back what a cluster that stands still was at work on; return those samples."""
         self._book.release(cluster.holder)
         given_back = [lease for lease in self._open.values() if lease.holder == cluster.holder]
         for lease in given_back:
             self._close(lease)
         self._awaited = {key: of for key, of in self._awaited.items() if of.holder != cluster.holder}
-        lost = self._of(cluster).num_alone
-        del self._progress[cluster.holder]
         if self._evaluation and self._evaluation.holder == cluster.holder:
             again = Evaluation(self._evaluation.epoch, self._evaluation.is_last)
             self._evaluation = None if self._is_stopped and not again.is_last else again
-        return sum(sum(lease.num_samples) for lease in given_back if lease.lease), lost
+        return sum(sum(lease.num_samples) for lease in given_back if lease.lease)
+
+    def is_busy(self, cluster: ClusterState) -> bool:
+        """Return whether a cluster is at work on something."""
+        return any(lease.holder == cluster.holder for lease in self._open.values())
 
     def stop(self) -> None:
         """Lease nothing more; what is under way goes on."""
@@ -148,13 +179,15 @@ class Training:
         """Evaluate what all epochs made, if there is something to evaluate with."""
         assert self.is_finished, "the last evaluation comes when all is trained"
         if self._settings.num_validation:
-            passes = -(-self._num_counted // self._settings.num_samples)
+            passes = -(-self.num_counted // self._settings.num_samples)
             self._evaluation = Evaluation(passes, is_last=True)
 
     def fill(self, members: Members) -> list[Send | SendFields]:
         """Grant leases until every cluster that may has two."""
         orders: list[Send | SendFields] = []
         for cluster in members.running:
+            if members.is_draining(cluster):
+                continue
             while sum(lease.holder == cluster.holder for lease in self._open.values()) < _OPEN_LEASES:
                 granted = self._grant(cluster, members)
                 if not granted:
@@ -173,7 +206,7 @@ class Training:
         reason = self._book.complete(lease.number, cluster.holder)
         assert reason is None, reason
         self._close(open_lease)
-        self._num_counted += num_samples
+        self.num_counted += num_samples
         self._of(cluster).num_trained += done.num_samples
         self._of(cluster).num_alone += done.num_samples
         self._dropped[lease.epoch] += num_samples - done.num_samples
@@ -185,11 +218,11 @@ class Training:
         awaited = self._awaited.get(report.batch)
         if awaited is not None and awaited.holder == cluster.holder:
             del self._awaited[report.batch]
-            self._num_reported += awaited.num_samples
+            self.num_reported += awaited.num_samples
             self._loss = report.loss
             progress = self._of(cluster)
             if report.version > progress.version:
-                self._num_updates += report.version - progress.version
+                self.num_updates += report.version - progress.version
                 progress.version, progress.position = report.version, self._position
             self._means[awaited.epoch].add(report)
             return []
@@ -214,7 +247,7 @@ class Training:
 
     @property
     def _position(self) -> int:
-        return self._settings.position(self._num_reported)
+        return self._settings.position(self.num_reported)
 
     def _of(self, cluster: ClusterState) -> Progress:
         return self._progress.setdefault(cluster.holder, Progress(cluster.version, self._position))
@@ -259,7 +292,7 @@ class Training:
             self._awaited[BatchId(batch)] = Awaited(cluster.holder, lease.epoch, size)
         return [
             *self._set_rates(cluster, len(members.running)),
-            *self._order(cluster, opened, samples, members),
+            *grant(cluster, opened, samples, members),
         ]
 
     def _grant_evaluation(
@@ -275,7 +308,7 @@ class Training:
         num_samples = min(num_left, self._chunk_batches * self._settings.batch_size)
         samples = range(evaluation.next_sample, evaluation.next_sample + num_samples)
         evaluation.next_sample += num_samples
-        return self._order(cluster, self._open_lease(cluster, None, num_samples), samples, members)
+        return grant(cluster, self._open_lease(cluster, None, num_samples), samples, members)
 
     def _is_time_for(self, evaluation: Evaluation) -> bool:
         return evaluation.is_last or self._upcoming_epoch >= evaluation.epoch
@@ -309,30 +342,6 @@ class Training:
         self._open[number] = OpenLease(number, cluster.holder, lease, first, sizes)
         return self._open[number]
 
-    def _order(
-        self, cluster: ClusterState, lease: OpenLease, samples: Sequence[int], members: Members
-    ) -> list[Send | SendFields]:
-        is_evaluation, stops = lease.lease is None, accumulate(lease.num_samples)
-        batches = tuple(
-            tuple(samples[stop - size : stop]) for stop, size in zip(stops, lease.num_samples, strict=True)
-        )
-        consumers = members.fields(cluster, is_evaluation)
-        grant = LeaseGrant(cluster.epoch, lease.number, is_evaluation, lease.first_batch, lease.num_samples)
-        fields = SendFields(cluster.epoch, lease.number, is_evaluation, lease.first_batch, batches, consumers)
-        return [Send(cluster.root, grant), fields]
-
     def _set_rates(self, cluster: ClusterState, num_clusters: int) -> list[Send]:
-        """Return the rates of the updates that two leases make from now on, where the cluster has others."""
-        settings, progress = self._settings, self._of(cluster)
-        latest = max((update for update in progress.rates if update <= progress.version), default=0)
-        progress.rates = {update: rate for update, rate in progress.rates.items() if update >= latest}
-        told = progress.rates.get(latest)
-        sends = []
-        for ahead in range(_OPEN_LEASES * self._chunk_batches):
-            update = progress.version + ahead
-            rate = settings.rate(progress.position + ahead * num_clusters)
-            if progress.rates.get(update, told) != rate:
-                progress.rates[update] = rate
-                sends += [Send(node, LearningRate(cluster.epoch, update, rate)) for node in cluster.nodes]
-            told = rate
-        return sends
+        num_updates = _OPEN_LEASES * self._chunk_batches
+        return tell_rates(self._settings, cluster, self._of(cluster), num_updates, num_clusters)

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ravnest.errors import ConfigError
-from ravnest.hub.events import EpochDone, Evaluated, Joined, Left, News, PlanFormed, Trained, Waiting
-from ravnest.hub.news import show_news
+from ravnest.hub.news import EpochDone, Evaluated, Joined, Left, News, PlanFormed, Trained, Waiting, show_news
 
 logger = logging.getLogger(__name__)
 

@@ -12,6 +12,7 @@ import msgspec
 import psutil  # type: ignore[import-untyped]
 
 from ravnest.errors import ConfigError, RavnestError
+from ravnest.job.checkpoints import CHECKPOINTS
 from ravnest.net.identity import SECRET_BYTES, KeyPair, Token, load_keys, new_keys, write_token
 
 RUNS = Path("runs")
@@ -83,13 +84,14 @@ def open_run(folder: Path) -> HubFile:
     return found
 
 
-def set_aside(folder: Path) -> None:
-    """Move the log of an earlier training out of the way; it is kept."""
-    logs = [file for file in folder.glob("hub.sqlite*") if file.is_file()]
-    if logs:
+def set_aside(folder: Path, with_checkpoints: bool = True) -> None:
+    """Move what an earlier training left out of the way; it is kept."""
+    found = [file for file in folder.glob("hub.sqlite*") if file.is_file()]
+    found += [place for place in folder.glob(CHECKPOINTS) if with_checkpoints]
+    if found:
         number = next(number for number in range(1, 10_000) if not (folder / f"earlier-{number}").exists())
         (folder / f"earlier-{number}").mkdir()
-        for file in logs:
+        for file in found:
             file.replace(folder / f"earlier-{number}" / file.name)
 
 

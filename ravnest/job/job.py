@@ -27,13 +27,14 @@ from ravnest.job.rates import Schedule, constant, cosine, read_schedule
 from ravnest.model.capture import Captured, capture
 from ravnest.model.measure import find_matrices
 from ravnest.model.whole import Metric
-from ravnest.units import show_value
+from ravnest.units import Dimension, parse_quantity, show_value
 
 TorchOptimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
 _NAME = re.compile(r"(?=\S)[\w.:/+()@,' -]{1,64}(?<=\S)")
 _PRECISIONS = ("fp32", "bf16")
 _OPTIMIZERS = f"one of torch.optim, made from model.parameters(), or of {', '.join(Recipe)}"
+_TIMES = 'a time like "5 min", or None for no checkpoints'
 _RATES = {"sgd": 1e-2, "momentum": 1e-2, "adam": 1e-3, "adamw": 1e-3, "nadam": 2e-3, "muon": 4e-3}
 
 
@@ -48,7 +49,8 @@ class Job:
     that no sample is padded. `optimizer` is one of torch.optim (or several) over the model's parameters, or
     the name of a recipe with its `learning_rate`; `clip` limits the norm of each tensor's gradient. One
     batch is one update; it travels through the stages as `microbatches`. Clusters average their weights
-    `average_every` batches, and by the `averaging_rule` more than those.
+    `average_every` batches, and by the `averaging_rule` more than those. What was trained is kept
+    `checkpoint_every` so often, like "5 min"; None: never.
     """
 
     model: nn.Module = field(repr=False)
@@ -64,6 +66,7 @@ class Job:
     clip: float | None = field(default=None, kw_only=True)
     average_every: int | str = field(default="auto", kw_only=True)
     averaging_rule: AveragingRule = field(default=AveragingRule(), kw_only=True)
+    checkpoint_every: str | None = field(default="1 min", kw_only=True)
     microbatches: int | str = field(default="auto", kw_only=True)
     precision: str = field(default="fp32", kw_only=True)
     seed: int = field(default=0, kw_only=True)
@@ -80,7 +83,12 @@ class Job:
         self._fill_in("name", type(self.model).__name__[:64] if self.name is None else self.name)
         is_name = isinstance(self.name, str) and _NAME.fullmatch(self.name)
         _require(is_name, "name", self.name, "1 to 64 letters, digits, inner spaces and . : / + ( ) @ , ' -")
-        _ = self.samples, self.val_samples, self.rates  # what is of no known form is told here
+        _ = (
+            self.samples,
+            self.val_samples,
+            self.rates,
+            self.checkpoint_seconds,
+        )  # what is of no known form is told here
 
     def first_batch(self) -> Batch:
         """Return the first batch of the train data; it is read once and kept."""
@@ -120,6 +128,19 @@ class Job:
         if self.val_data is None:
             return None
         return Samples(self.val_data, self.batch_size, what="validation data", is_padded=self.is_padded)
+
+    @cached_property
+    def checkpoint_seconds(self) -> float | None:
+        """The time between two checkpoints, if there are any."""
+        if self.checkpoint_every is None:
+            return None
+        _require(isinstance(self.checkpoint_every, str), "checkpoint_every", self.checkpoint_every, _TIMES)
+        try:
+            seconds = parse_quantity(self.checkpoint_every, Dimension.SECONDS)
+        except ConfigError as error:
+            raise ConfigError(f"checkpoint_every: {error}") from None
+        _require(seconds >= 1, "checkpoint_every", self.checkpoint_every, "a second or more")
+        return seconds
 
     @cached_property
     def rates(self) -> Schedule:

@@ -10,47 +10,29 @@ import logging
 import os
 import random
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 import msgspec
 import psutil  # type: ignore[import-untyped]
-from torch import Tensor
 
-from ravnest.config import Optimizer as Recipe
 from ravnest.config import PlanConfig, WireFormat
-from ravnest.engine.optimizers import Adam, Muon, NAdam, OptimizerSettings, Sgd
-from ravnest.engine.training import Training
 from ravnest.errors import ConfigError, PlanError, RavnestError
-from ravnest.hub.events import (
-    EpochDone,
-    Evaluated,
-    Event,
-    Finish,
-    JobGiven,
-    JobSettings,
-    News,
-    Order,
-    Waiting,
-)
+from ravnest.hub.events import Event, Order
+from ravnest.hub.news import News, Waiting
 from ravnest.hub.server import Server
 from ravnest.hub.status import Watch
 from ravnest.hub.store import Store
 from ravnest.job.callbacks import Callback, Callbacks, Narrator
+from ravnest.job.checkpoints import Checkpoint, Checkpoints, open_checkpoints
 from ravnest.job.folder import MODEL, HubFile, new_hub_file, open_run, set_aside, write_hub_file
 from ravnest.job.interrupts import Interrupts
 from ravnest.job.job import Job
 from ravnest.job.listening import claim_door
-from ravnest.job.owner import JobOwner
 from ravnest.job.peers import HERE, Hardware, LocalPeers, share_memory
-from ravnest.job.rates import factors
+from ravnest.job.preparing import assemble_result, prepare
 from ravnest.job.result import Result, check_place
-from ravnest.model.capture import Captured
-from ravnest.model.flat import from_safetensors
-from ravnest.model.line import slice_blueprint
-from ravnest.model.measure import measure
 from ravnest.net.addresses import dialled_from_elsewhere, read_address
 from ravnest.net.identity import Token
 from ravnest.net.relay import Relay
@@ -69,7 +51,6 @@ _PORT = "0.0.0.0:7700"
 _SETTLE_SECONDS = 5.0  # without a number of nodes, form when nobody came for so long
 _LOCAL_SETTLE_SECONDS = 60.0  # peers on a busy PC start one after the other
 _UNSETTLED_SECONDS = 1e9
-_STATISTICS_SAMPLES = 16  # of a microbatch, where a batch norm takes its statistics from it
 _STOPPED = "Ctrl-C: what is under way is finished; Ctrl-C again ends now and loses it"
 
 
@@ -141,28 +122,43 @@ class Hub:
         nodes: int | None = None,
         out: str | os.PathLike[str] | None = None,
         callbacks: Sequence[Callback] = (),
+        resume: str | None = None,
     ) -> Result:
         """Train a job to its end; Ctrl-C once ends it early and keeps what was trained.
 
         It begins when so many `nodes` are here, or with 0 when nobody came for some seconds and their memory
-        will do. The weights go to `out`, a safetensors file or a folder, or into the hub's folder.
+        will do. The weights go to `out`, a safetensors file or a folder, or into the hub's folder. There, or
+        in `out` if that is a folder, are checkpoints; with `resume="auto"` it goes on from the last one.
         """
+        if resume not in (None, "auto"):
+            raise ConfigError(f'resume is {resume!r}; give "auto", or leave it out to begin anew')
         place = out if out is not None or self._folder is None else self._folder / MODEL
         file = None if place is None else check_place(place)
         nodes = len(self._peers.hardware) if nodes is None else nodes
         if isinstance(nodes, bool) or nodes < 0:
             raise ConfigError(f"nodes is {nodes}; give a whole number, 0 or more")
         self._note(job.name or "")
-        if self._folder is not None:
-            set_aside(self._folder)
-        with Interrupts() as interrupts:
-            result = interrupts.run(lambda: self._fit(job, nodes, callbacks, interrupts))
+        with open_checkpoints(self._folder or (None if out is None else Path(out))) as keeper:
+            start = keeper.find() if resume else None
+            for fault in keeper.faults:
+                logger.warning("%s", fault)
+            if self._folder is not None:
+                set_aside(self._folder, with_checkpoints=start is None)
+            with Interrupts() as interrupts:
+                work = lambda: self._fit(job, nodes, callbacks, interrupts, keeper, start)  # noqa: E731
+                result = interrupts.run(work)
         if file is not None:
             result.export(file)
         return result
 
     async def _fit(
-        self, job: Job, nodes: int, callbacks: Sequence[Callback], interrupts: Interrupts
+        self,
+        job: Job,
+        nodes: int,
+        callbacks: Sequence[Callback],
+        interrupts: Interrupts,
+        keeper: Checkpoints,
+        start: Checkpoint | None,
     ) -> Result:
         hear = Callbacks([self._tell, *callbacks], nodes if self._is_open_to_others else 0)
         keys, pauses = self._open_file.keys, random.SystemRandom()
@@ -173,7 +169,9 @@ class Hub:
             self._watch = Watch(server.hub)
             # Peers get ready meanwhile; a hub that captures would be too busy to answer them.
             await open_things.enter_async_context(self._peers.running(self.invitation))
-            given = await asyncio.to_thread(_prepare, job, self._plan, nodes, self._settle_seconds(nodes))
+            settle = self._settle_seconds(nodes)
+            given = await asyncio.to_thread(prepare, job, self._plan, nodes, settle, keeper, start)
+            hear.add(given.owner.note)
             transport = ZeroMqTransport(keys, pauses, self._door, admit=server.admit)
             await open_things.enter_async_context(transport)
             if relay is not None:
@@ -181,7 +179,7 @@ class Hub:
             async with self._watched(server, hear):
                 interrupts.stop = lambda: server.stop(_STOPPED)
                 finish, contents = await server.run(transport, given.owner, given.job)
-        return _assemble(job, given.captured, finish, contents)
+        return assemble_result(given, finish, contents)
 
     def _see(self, event: Event, orders: tuple[Order, ...]) -> None:
         self._watch.observe(event, orders)
@@ -245,87 +243,3 @@ def local(
     hub = Hub(HERE, folder=folder, plan=plan, peers=peers, tell=tell, look=look)
     hub._is_open_to_others = False
     return hub
-
-
-@dataclass(frozen=True, slots=True)
-class _Given:
-    captured: Captured
-    owner: JobOwner
-    job: JobGiven
-
-
-def _prepare(job: Job, plan: PlanConfig, num_nodes: int, settle_seconds: float) -> _Given:
-    """Capture and measure the model; this takes seconds and runs the requester's code."""
-    num_samples = len(job.samples)
-    if num_samples < job.batch_size:
-        problem = f"the train data has {num_samples} samples, fewer than batch_size {job.batch_size}"
-        raise ConfigError(f"{problem}; give more data or a smaller batch_size")
-    if plan.deltas is WireFormat.FP16:
-        raise ConfigError(
-            "deltas is fp16, too narrow for sums over clusters; choose fp32, bf16, int8 or int4"
-        )
-    captured = job.capture()
-    for note in captured.notes:
-        logger.warning("note: %s", note)
-    num_batches = job.epochs * -(-num_samples // job.batch_size)
-    optimizer = job.settings(captured, num_batches)
-    config = replace(plan, optimizer=_recipe(job, optimizer), predict_weights=optimizer.predicts)
-    has_statistics = any(entry.is_written for entry in captured.blueprint.state)
-    settings = JobSettings(
-        num_samples=num_samples,
-        num_validation=0 if job.val_samples is None else len(job.val_samples),
-        batch_size=job.batch_size,
-        epochs=job.epochs,
-        rates=tuple(optimizer.learning_rate * factor for factor in factors(job.rates, num_batches)),
-        seed=job.seed,
-        least_samples=_STATISTICS_SAMPLES if has_statistics else 1,
-        microbatches=job.microbatches if isinstance(job.microbatches, int) else 0,
-        average_every=job.average_every if isinstance(job.average_every, int) else None,
-        expected_nodes=num_nodes,
-        settle_seconds=settle_seconds,
-    )
-    profile = measure(captured.blueprint, job.batch_size)
-    training = Training(
-        optimizer,
-        job.batch_size,
-        config.activations,
-        config.gradients,
-        precision="bf16" if job.precision == "bf16" else "fp32",
-        planned_updates=num_batches,
-        max_lag=config.max_lag,
-        deltas=config.deltas,
-        averaging=job.averaging_rule,
-    )
-    return _Given(captured, JobOwner(job, captured, training), JobGiven(profile, config, settings, now=0.0))
-
-
-def _recipe(job: Job, settings: OptimizerSettings) -> Recipe:
-    """Return what the planner takes the optimizer for: the hungriest of those that are used."""
-    if isinstance(job.optimizer, Recipe):
-        return job.optimizer
-    rules = [group.rule for group in settings.groups]
-    if any(isinstance(rule, Adam) for rule in rules):
-        return Recipe.NADAM if any(isinstance(rule, NAdam) for rule in rules) else Recipe.ADAM
-    if any(isinstance(rule, Muon) for rule in rules):
-        return Recipe.MUON
-    has_momentum = any(isinstance(rule, Sgd) and rule.momentum for rule in rules)
-    return Recipe.MOMENTUM if has_momentum else Recipe.SGD
-
-
-def _assemble(job: Job, captured: Captured, finish: Finish, contents: Sequence[bytes]) -> Result:
-    state: dict[str, Tensor] = {}
-    for part, content in zip(finish.parts, contents, strict=True):
-        stage = slice_blueprint(captured.blueprint, part.start, part.stop)
-        state = from_safetensors(content, stage) | state  # of tied weights the first stage's counts
-    history = tuple(_report(entry) for entry in finish.history)
-    return Result(job.model, captured.blueprint, state, history)
-
-
-def _report(entry: EpochDone | Evaluated) -> dict[str, float]:
-    if isinstance(entry, EpochDone):
-        numbers = {"num_samples": entry.num_samples, "num_dropped": entry.num_dropped, "loss": entry.loss}
-    else:
-        found = {"loss": entry.loss, **dict(entry.metrics)}
-        numbers = {f"val_{name}": value for name, value in found.items()}
-    given = {name: float(value) for name, value in numbers.items() if value is not None}
-    return {"epoch": float(entry.epoch), **given}

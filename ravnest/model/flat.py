@@ -11,6 +11,7 @@ from itertools import accumulate
 from math import prod
 from typing import Self, TypedDict
 
+import msgspec
 import safetensors
 import torch
 from safetensors.torch import save
@@ -20,6 +21,7 @@ from ravnest.errors import WeightsError
 from ravnest.model.blueprint import BUFFER, CONSTANT, FLOATING, PARAMETER, Blueprint, StateEntry
 
 LOSS_PREFIX = "job_loss."  # of state that is the loss's, not the model's
+OPTIMIZER_PREFIX = "optimizer/"  # in a snapshot, before "SLOT/NAME"
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +150,42 @@ def from_safetensors(data: bytes, blueprint: Blueprint) -> dict[str, Tensor]:
     return {name: tensors[name] for name in expected}
 
 
+def to_snapshot(state: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]) -> bytes:
+    """Return a stage's tensors and its optimizer's, by "SLOT/NAME", as a safetensors file.
+
+    No two of them may share memory.
+    """
+    moments = {OPTIMIZER_PREFIX + key: tensor for key, tensor in optimizer.items()}
+    return save({name: tensor.detach().cpu().contiguous() for name, tensor in {**state, **moments}.items()})
+
+
+def read_snapshot(
+    data: bytes | bytearray | memoryview, entries: Iterable[StateEntry]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return what a snapshot has of these tensors, and of their optimizer's state by "SLOT/NAME".
+
+    It may be of another cut: what else is in it is not read. What is read must be as the entries say.
+    """
+    wanted = {entry.name: entry for entry in entries}
+    state: dict[str, Tensor] = {}
+    optimizer: dict[str, Tensor] = {}
+    header, content = _open(data)
+    for key, raw in header.items():
+        if key in wanted:
+            state[key] = _read_one(raw, content, wanted[key])
+        elif key.startswith(OPTIMIZER_PREFIX):
+            slot, _, name = key.removeprefix(OPTIMIZER_PREFIX).partition("/")
+            if name in wanted:
+                dtype, shape = (
+                    ("float32", ()) if slot in _SCALARS else (wanted[name].dtype, wanted[name].shape)
+                )
+                entry = StateEntry(key, PARAMETER, dtype, shape, wanted[name].positions)
+                optimizer[f"{slot}/{name}"] = tensor = _read_one(raw, content, entry)
+                if slot in _SCALARS and not 0 <= float(tensor) <= _MOST_STEPS:
+                    raise WeightsError(f"{key!r} is {float(tensor)}, which no count is; {_WAY_OUT}")
+    return state, optimizer
+
+
 def merge_stages(parts: Iterable[Mapping[str, Tensor]], blueprint: Blueprint) -> dict[str, Tensor]:
     """Return the model's state_dict (not the loss's) from its stages in line order.
 
@@ -184,6 +222,9 @@ _DTYPES = {
     "U8": "uint8",
     "BOOL": "bool",
 }
+_SCALARS = ("step", "mu_product")
+_MOST_STEPS = 2.0**53
+_SNAPSHOT_HEADER_BYTES = 8 << 20  # of some 10,000 parameters with their optimizer's state
 _LENGTH_BYTES = 8  # a file begins with the length of its header
 _HEADER_BYTES = 65_536  # room for what others note in a header
 _ENTRY_BYTES = 256  # dtype, shape and place of one tensor
@@ -214,6 +255,46 @@ def _read(data: bytes, expected: Mapping[str, StateEntry]) -> list[tuple[str, _C
     except safetensors.SafetensorError as error:
         raise WeightsError(f"the weights are damaged: {error}; fetch them again") from error
     return contents
+
+
+class _Place(msgspec.Struct):
+    dtype: str
+    shape: list[int]
+    data_offsets: tuple[int, int]
+
+
+def _open(data: bytes | bytearray | memoryview) -> tuple[dict[str, msgspec.Raw], memoryview]:
+    """Return the header of a snapshot, each entry unread, and what is behind it."""
+    whole = memoryview(data)
+    length = int.from_bytes(whole[:_LENGTH_BYTES], "little")
+    stop = _LENGTH_BYTES + length
+    if length > _SNAPSHOT_HEADER_BYTES or whole.nbytes < max(stop, _LENGTH_BYTES):
+        raise WeightsError(f"a snapshot of {whole.nbytes} bytes is no safetensors file; {_WAY_OUT}")
+    try:
+        header = msgspec.json.decode(whole[_LENGTH_BYTES:stop], type=dict[str, msgspec.Raw])
+    except (msgspec.MsgspecError, ValueError, RecursionError) as problem:
+        raise WeightsError(f"a snapshot is damaged: {problem!s:.200}; fetch it again") from None
+    return header, whole[stop:]
+
+
+def _read_one(raw: msgspec.Raw, content: memoryview, entry: StateEntry) -> Tensor:
+    try:
+        place = msgspec.json.decode(raw, type=_Place)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as problem:
+        raise WeightsError(f"{entry.name!r} of a snapshot is damaged: {problem!s:.200}") from None
+    found = _describe(_DTYPES.get(place.dtype, place.dtype[:20]), place.shape)
+    if found != _describe(entry.dtype, entry.shape):
+        raise WeightsError(_mismatch(entry, found))
+    dtype = getattr(torch, entry.dtype)
+    start, stop = place.data_offsets
+    if not 0 <= start <= stop <= content.nbytes or stop - start != prod(entry.shape) * dtype.itemsize:
+        raise WeightsError(f"{entry.name!r} of a snapshot lies at bytes {start} to {stop}; fetch it again")
+    if start == stop:
+        return torch.empty(entry.shape, dtype=dtype)
+    data = bytearray(content[start:stop])
+    if dtype is torch.bool:  # torch's kernels trust that there are only two
+        return torch.frombuffer(data, dtype=torch.uint8).ne(0).reshape(entry.shape)
+    return torch.frombuffer(data, dtype=dtype).reshape(entry.shape)
 
 
 def _check(entry: StateEntry, state: Mapping[str, Tensor]) -> None:

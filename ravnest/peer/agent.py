@@ -1,20 +1,20 @@
 """A provider's peer from joining to leaving: one event loop that talks; what computes is in peer.compute.
 
 It joins the hub, follows the plan it is given, fetches its stage, and then moves parcels between its host and
-its neighbours. It is the one gate that drops messages of another plan or from nobody in it. Driven by the
-command `ravnest join`.
+its neighbours. It is the one gate that drops messages of another epoch or from nobody in the plan. Driven by
+the command `ravnest join`.
 """
 
 import asyncio
 import logging
 from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ravnest import wire
 from ravnest.blobs import BlobPart, BlobRequest, Fact, ProbeOrder
 from ravnest.errors import LinkError, NotAdmitted, ProtocolError, RavnestError
-from ravnest.exchange import HUB, VERSION, Blobs, Parcel, prove
+from ravnest.exchange import HUB, VERSION, Parcel, prove
 from ravnest.net.addresses import dialled_from_here, is_loopback, split_address
 from ravnest.net.identity import KeyPair, Token, peer_of
 from ravnest.net.relay import Place
@@ -29,10 +29,11 @@ from ravnest.net.transport import (
     Service,
     Transport,
 )
-from ravnest.peer.compute import Build, Compute, ComputeThread, Delivered, Probe
-from ravnest.peer.fetching import answer_probe, fetch
+from ravnest.peer.compute import Compute, ComputeThread, Delivered
+from ravnest.peer.fetching import Fetcher
 from ravnest.peer.host import Limits
 from ravnest.peer.meeting import Mate, Meetings
+from ravnest.peer.posting import Posting
 from ravnest.plan.types import Node, NodeId
 from ravnest.protocol import (
     Complaint,
@@ -42,23 +43,22 @@ from ravnest.protocol import (
     LeaseGrant,
     Leave,
     Message,
-    PlanOrder,
     Refusal,
     Refused,
     RoundAbort,
     RoundCommit,
     RoundOpen,
-    SnapshotOrder,
-    StageParts,
     Stop,
     Welcome,
 )
+from ravnest.staging import BackupOrder, PlanOrder, RingOrder, SnapshotOrder, StageParts, StageReady
 
 logger = logging.getLogger(__name__)
 
 PARTING_SECONDS = 2.0  # for the hub to hear that this peer goes
+HANDOVER_SECONDS = 10.0  # for the hub to let it go, with nothing lost
 
-_Order = Welcome | PlanOrder | StageParts | SnapshotOrder | ProbeOrder | Stop
+_Order = Welcome | PlanOrder | RingOrder | StageParts | SnapshotOrder | BackupOrder | ProbeOrder | Stop
 _OfHub = _Order | LeaseGrant | FieldParts | LearningRate | RoundOpen | RoundCommit | RoundAbort
 
 
@@ -83,15 +83,15 @@ class Agent:
         self._offer = offer
         self._compute = compute or ComputeThread()
         self._hub = peer_of(PublicKey(token.hub_key))
-        self._blobs = Blobs()
-        self._is_joined = False
+        self._fetcher = Fetcher(self._start, lambda: self._peers, self._post, self._compute.put, self._fail)
+        self._blobs = self._fetcher.blobs
         self._leaving: str | RavnestError | None = None  # why, once it wants to
         self._hub_address = ""  # the one that answered
         self._relay: Place | None = None
         self._tried: dict[str, str] = {}  # the hub's addresses, and why there is no link
         self._order: PlanOrder | None = None
+        self._held_epoch = 0  # of the stage that is built, or held
         self._peers: dict[NodeId, PeerId] = {HUB: self._hub}
-        self._outboxes: dict[NodeId, asyncio.Queue[Parcel]] = {}
         self._background: set[asyncio.Task[None]] = set()
         self._patience: asyncio.TimerHandle | None = None
 
@@ -109,6 +109,11 @@ class Agent:
         self._meetings = Meetings(
             transport, door, is_reachable=is_reachable, start=self._start, give_up=self._lose_mate
         )
+        self._posting = Posting(transport, self._start, lambda: self._peers, self._fail)
+        with self._fetcher.shelf:
+            return await self._take_part()
+
+    async def _take_part(self) -> str:
         async with asyncio.TaskGroup() as self._tasks:
             self._start(self._listen())
             run = self._compute.run(self._offer.limits, self._blobs, self._post, self._fail)
@@ -127,8 +132,13 @@ class Agent:
         return ended
 
     def leave(self, reason: str) -> None:
-        """Tell the hub that the provider takes this PC back, and end."""
-        self._start(self._leave(reason))
+        """Tell the hub that the provider takes this PC back, and end when it has; a second time, at once."""
+        if self._leaving is not None:
+            self._end(reason)
+        elif self._hub in self._transport.connected():
+            self._start(self._hand_over(reason))
+        else:
+            self._start(self._leave(reason))
 
     def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = self._tasks.create_task(work)
@@ -142,6 +152,13 @@ class Agent:
 
     def _fail(self, error: RavnestError) -> None:
         self._start(self._leave(error))
+
+    async def _hand_over(self, reason: str) -> None:
+        """Go on as before until the hub has found who takes over, but not for long."""
+        self._leaving = reason
+        self._post(Parcel(HUB, Leave(self._epoch, reason, can_hand_over=True)))
+        await asyncio.wait([self._ended], timeout=HANDOVER_SECONDS)
+        self._end(reason)
 
     async def _leave(self, why: str | RavnestError) -> None:
         """Tell the hub why this peer goes, and go when it has heard."""
@@ -167,6 +184,7 @@ class Agent:
                 case LinkUp(self._hub, is_new, address):
                     self._hub_address = address or self._hub_address
                     self._find_hub()
+                    self._posting.find_hub(is_new)
                     if is_new:
                         self._say_hello()
                 case DialFailed():
@@ -174,6 +192,7 @@ class Agent:
                 case LinkDown(self._hub, reason):
                     logger.warning("the hub is lost: %s; dialling it again", reason)
                     self._tried = {self._hub_address: reason}
+                    self._posting.miss_hub()
                     self._miss_hub()
                 case LinkDown(peer, reason):
                     logger.info("a neighbour is lost: %s; dialling it again", reason)
@@ -196,7 +215,10 @@ class Agent:
         known = (each for each in self._offer.addresses if is_here or not is_loopback(each))
         addresses = tuple(sorted(known, key=lambda each: not is_loopback(each)))
         proof = prove(self._token, self._keys.public)
-        self._post(Parcel(HUB, Hello(VERSION, proof, self._offer.node, addresses, self._offer.guessed)))
+        hello = Hello(
+            VERSION, proof, self._offer.node, addresses, self._offer.guessed, epoch=self._held_epoch
+        )
+        self._post(Parcel(HUB, hello))
 
     def _miss_hub(self) -> None:
         self._patience = self._loop.call_later(self._offer.patience_seconds, self._give_up)
@@ -246,102 +268,78 @@ class Agent:
             return Refusal("the sender is not in the plan")
         named = getattr(message, "epoch", epoch)
         if named != epoch and not isinstance(message, PlanOrder):
-            return Refusal(f"it is of plan {named}, here is plan {epoch}")
+            return Refusal(f"it is of epoch {named}, here is {epoch}")
         if isinstance(message, _OfHub) and node != HUB:
             return Refusal(f"only the hub says that, not {node}")
         if isinstance(message, BlobRequest):
             self._post(self._blobs.serve(node, message))
         elif isinstance(message, BlobPart):
-            return self._post_all(self._blobs.take(node, message, buffers[0]))
-        elif isinstance(message, Refused) and not self._is_joined:
+            return self._take_piece(node, message, buffers[0])
+        elif isinstance(message, Refused) and node == HUB and not message.blob:
             self._end(NotAdmitted(f"the hub does not let this peer in: {message.reason}"))
         elif isinstance(message, Refused):
-            self._blobs.refuse(node, message.reason)
+            self._blobs.refuse(node, message.reason, message.blob)
         elif isinstance(message, _Order):
             self._follow(message)
         else:
             self._compute.put(Delivered(message, buffers, node, epoch))
         return None
 
+    def _take_piece(self, node: NodeId, piece: BlobPart, buffer: Buffer) -> Refusal | None:
+        found = self._blobs.take(node, piece, buffer)
+        for parcel in [] if isinstance(found, Refusal) else found:
+            self._post(parcel)
+        return found if isinstance(found, Refusal) else None
+
     def _follow(self, message: _Order) -> None:
         """Do what the hub says."""
         match message:
             case Welcome(node):
-                self._is_joined = True
                 if message.relay_port:
                     self._relay = (split_address(self._hub_address)[0], message.relay_port)
                 logger.info("joined as %s", node)
             case PlanOrder():
-                self._meet(message)
-            case StageParts():
-                self._start(self._fetch_stage(message))
+                self._follow_plan(message)
+            case RingOrder():
+                self._follow_rings(message)
+            case StageParts() | BackupOrder() | ProbeOrder():
+                self._fetcher.follow(message, lambda: self._order)
             case SnapshotOrder():
                 self._compute.put(message)
-            case ProbeOrder():
-                self._start(self._probe(message))
             case Stop(reason):
                 self._end(self._leaving or reason)
 
+    def _follow_plan(self, order: PlanOrder) -> None:
+        """Begin anew in another place: nothing of the one before is fetched any more, or answered."""
+        self._fetcher.forget(StageParts)
+        if order.stage is None:
+            self._held_epoch = 0
+        self._meet(order)
+        stage = order.stage
+        part = "spare" if stage is None else f"positions {stage.start} to {stage.stop}"
+        logger.info("plan %d: %s", order.plan, part)
+        self._compute.put(order)
+
+    def _follow_rings(self, order: RingOrder) -> None:
+        """Train on among the same neighbours, and average with others."""
+        if self._order is not None and order.plan > self._order.plan:
+            self._meet(replace(self._order, plan=order.plan, rings=order.rings, contacts=order.contacts))
+            self._compute.put(order)
+
     def _meet(self, order: PlanOrder) -> None:
-        """Know the neighbours of a new plan, and no others."""
+        """Know the neighbours of a plan, and no others."""
         self._order = order
         keys = {contact.node: PublicKey(contact.key.encode()) for contact in order.contacts}
         self._peers = {**{node: peer_of(key) for node, key in keys.items()}, HUB: self._hub}
         self._transport.allow([PublicKey(self._token.hub_key), *keys.values()])
         mates = [Mate(peer_of(keys[x.node]), x.addresses, x.ticket, x.node) for x in order.contacts]
         self._meetings.meet(mates, self._relay, order.pipeline)
-        stage = order.stage
-        part = "spare" if stage is None else f"positions {stage.start} to {stage.stop}"
-        logger.info("plan %d: %s", order.epoch, part)
-        self._compute.put(order)
 
     def _lose_mate(self, reason: str) -> None:
         if self._hub in self._transport.connected():  # else nobody could plan anew
             self._fail(LinkError(reason))
 
-    async def _fetch_stage(self, parts: StageParts) -> None:
-        order = self._order
-        assert order is not None
-        contents = []
-        for ref in (parts.blueprint, parts.weights):
-            content = await fetch(ref, self._blobs, self._post)
-            if isinstance(content, Refusal):
-                await self._leave(LinkError(f"the stage cannot be fetched: {content.reason}"))
-                return
-            contents.append(content)
-        if order is self._order:
-            self._compute.put(Build(order, parts, *contents))
-
-    async def _probe(self, order: ProbeOrder) -> None:
-        found = await answer_probe(order, self._blobs, self._post)
-        if isinstance(found, Probe):
-            self._compute.put(found)
-        else:
-            self._post(Parcel(HUB, found))
-
-    def _post_all(self, parcels: list[Parcel] | Refusal) -> Refusal | None:
-        if isinstance(parcels, Refusal):
-            return parcels
-        for parcel in parcels:
-            self._post(parcel)
-        return None
-
     def _post(self, parcel: Parcel) -> None:
-        """Queue a parcel for its receiver; each has a queue of its own, so a slow one delays no other."""
-        if parcel.to not in self._outboxes:
-            self._outboxes[parcel.to] = asyncio.Queue()
-            self._start(self._send_all(parcel.to))
-        self._outboxes[parcel.to].put_nowait(parcel)
-
-    async def _send_all(self, node: NodeId) -> None:
-        while True:
-            parcel = await self._outboxes[node].get()
-            peer, order = self._peers.get(node), self._order
-            if peer is None:
-                continue  # of an older plan
-            try:
-                header = wire.pack(parcel.message, parcel.buffers)
-                await self._transport.send(peer, parcel.service, header, parcel.buffers)
-            except LinkError as error:
-                if order is self._order:  # its batch is lost and nobody knows: the hub must plan anew
-                    await self._leave(error)
+        if isinstance(parcel.message, StageReady):
+            self._held_epoch = parcel.message.epoch
+        self._posting.post(parcel)

@@ -44,7 +44,10 @@ class Chunk:
 
 
 class Anchored:
-    """A segment of one stage; `state` is what training begins with, `written` what a forward writes."""
+    """A segment of one stage; `state` is what training begins with, `written` what a forward writes.
+
+    `outer` is the outer momentum to go on with.
+    """
 
     def __init__(
         self,
@@ -53,16 +56,18 @@ class Anchored:
         training: Training,
         device: str,
         state: Mapping[str, Tensor],
+        outer: Mapping[str, Tensor] | None = None,
     ) -> None:
         trained = [entry for entry in layout.entries if entry.name not in written]
         self._layout = _arrange(layout, [*trained, *(e for e in layout.entries if e.name in written)])
         self._moments = _arrange(layout, ())
-        self._num_trained = sum(entry.size for entry in trained)
+        self._trained = _arrange(layout, trained)
+        self._num_trained = self._trained.size
         self._num_state = self._layout.size
         self._rule, self._wire_format, self._device = training.averaging, training.deltas, device
-        self._anchor = self._layout.gather(state).to(device)
-        self._outer = torch.zeros(self._num_trained if self._rule.outer_momentum else 0, device=device)
-        self._feedback = ErrorFeedback(self._wire_format, self._num_trained, device)
+        self.reset(state)
+        if outer and len(self._outer):
+            self._trained.gather(outer, self._outer)
         self._coming: Tensor | None = None  # another owner's anchor, as far as it came
         self._num_came = 0
         self._vector: Tensor | None = None  # the change and the momenta, while a round is open
@@ -71,6 +76,22 @@ class Anchored:
         self._last_norm = math.inf  # of the last mean, for clipping
         self._clip = 1.0
         self._limit = math.inf
+
+    def reset(self, state: Mapping[str, Tensor]) -> None:
+        """Make this state the anchor, as if training began with it."""
+        self._anchor = self._layout.gather(state).to(self._device)
+        self._outer = torch.zeros(self._num_trained if self._rule.outer_momentum else 0, device=self._device)
+        self._feedback = ErrorFeedback(self._wire_format, self._num_trained, self._device)
+
+    @property
+    def anchors(self) -> dict[str, Tensor]:
+        """The anchor by name."""
+        return self._layout.views(self._anchor)
+
+    @property
+    def outer(self) -> dict[str, Tensor]:
+        """The outer momentum by name, if there is one."""
+        return self._trained.views(self._outer) if len(self._outer) else {}
 
     @torch.no_grad()
     def open(

@@ -7,7 +7,7 @@ each ring. Owned by the compute thread beside the worker. Driven by peer.host.
 """
 
 import logging
-from collections import deque
+from collections import ChainMap, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from math import prod
@@ -17,8 +17,7 @@ from torch import Tensor
 
 from ravnest.averaging.ring import RingReduce, Seat, choose_chunk_size
 from ravnest.averaging.round import Phase, Round
-from ravnest.codec import decode, describe, encode
-from ravnest.config import WireFormat
+from ravnest.codec import decode
 from ravnest.engine.training import Training
 from ravnest.errors import ProtocolError
 from ravnest.exchange import HUB, Parcel
@@ -27,8 +26,9 @@ from ravnest.model.flat import Layout
 from ravnest.net.transport import Buffer
 from ravnest.peer.anchored import Anchored, Chunk
 from ravnest.peer.place import Place
+from ravnest.peer.standing import Askers, Standing
 from ravnest.peer.worker import Worker
-from ravnest.plan.types import NodeId, Ring
+from ravnest.plan.types import NodeId
 from ravnest.protocol import (
     AnchorPart,
     AnchorQuery,
@@ -41,6 +41,7 @@ from ravnest.protocol import (
     SegmentId,
     TensorSpec,
 )
+from ravnest.staging import PlanOrder, RingOrder
 
 logger = logging.getLogger(__name__)
 
@@ -53,31 +54,29 @@ _Arrived = tuple[RingPart[TensorSpec], Buffer, NodeId | None]
 
 
 class Averager:
-    """Takes part in one round at a time; `clock` tells seconds."""
+    """Takes part in one round at a time; `clock` tells seconds, `standing` what there was before."""
 
     def __init__(
         self,
         place: Place,
-        rings: Sequence[tuple[SegmentId, Ring]],
+        order: PlanOrder,
         blueprint: Blueprint,
         worker: Worker,
         training: Training,
         clock: Callable[[], float],
+        standing: Standing,
     ) -> None:
         self._place = place
-        self._rings = dict(rings)
         self._worker, self._stage = worker, worker.stage
         self._clock = clock
-        layout, state = Layout.of(blueprint), self._stage.state
-        written = frozenset(entry.name for entry in blueprint.state if entry.is_written)
-        self._segments = {
-            segment: Anchored(layout.segment(ring.start, ring.stop), written, training, place.device, state)
-            for segment, ring in self._rings.items()
-        }
+        self._training, self._layout = training, Layout.of(blueprint)
+        self._written = frozenset(entry.name for entry in blueprint.state if entry.is_written)
+        self._follow(order, standing)
         # A tied weight's copies must make the same steps: their momenta stay as they are.
         alone = frozenset(entry.name for entry in blueprint.state if len(entry.positions) == 1)
         self._moving = alone if training.averaging.momentum else frozenset[str]()
-        self._base = self._round_id = RoundId(0)
+        self._base = standing.base
+        self._round_id = standing.base or RoundId(0)
         self._order: RoundOpen | None = None  # of the round under way
         self._round: Round[Chunk] | None = None  # of it, once the anchors are those of its base
         self._starts: Iterator[Any] = iter(())
@@ -85,9 +84,42 @@ class Averager:
         self._after: dict[SegmentId, NodeId] = {}
         self._arrived: deque[_Arrived] = deque()
         self._early: list[_Arrived] = []
+        self._askers = Askers()
+        # Samples trained when a round opened: the last that committed, the latest.
+        self._num_averaged = self._num_offered = -standing.num_samples
+
+    def _follow(self, order: PlanOrder | RingOrder, standing: Standing) -> None:
+        """Have these segments, with the anchors there were; without any, what the stage has is it."""
+        self._plan, self._rings = order.plan, dict(order.rings)
+        state = {**self._stage.state, **standing.anchors}
+        given = (self._written, self._training, self._place.device, state, standing.outer)
+        self._segments = {
+            segment: Anchored(self._layout.segment(ring.start, ring.stop), *given)
+            for segment, ring in self._rings.items()
+        }
         self._most_early = _EARLY_TIMES * sum(each.num_items + 1 for each in self._segments.values())
-        self._asked: dict[tuple[NodeId, SegmentId], AnchorQuery] = {}  # who waits for an anchor
-        self._num_averaged = self._num_offered = 0  # samples trained when a round opened: committed, latest
+
+    @property
+    def standing(self) -> Standing:
+        """What this stage would go on with, elsewhere or in other rings."""
+        if self._base is None:
+            return Standing(None)
+        segments = self._segments.values()
+        anchors = ChainMap(*(each.anchors for each in segments))
+        outer = ChainMap(*(each.outer for each in segments))
+        return Standing(self._base, anchors, outer, self._worker.num_trained - self._num_averaged)
+
+    def rearrange(self, order: RingOrder) -> list[Parcel]:
+        """Average in other rings from now on; a round that is open in the old ones never happened here."""
+        if order.plan <= self._plan:  # a second copy
+            return []
+        self._end()
+        before = self.standing
+        self._follow(order, before)
+        if any(name not in before.anchors for each in self._segments.values() for name in each.anchors):
+            self._base = None  # it was in no ring
+        found = [self._answer(query, sender) for sender, query in self._askers.take()]
+        return [parcel for each in found if not isinstance(each, Refusal) for parcel in each]
 
     @property
     def is_open(self) -> bool:
@@ -121,11 +153,14 @@ class Averager:
         self._due = self._clock() + order.deadline_seconds
         self._arrived = deque(each for each in self._early if each[0].round_id == order.round_id)
         self._early = [each for each in self._early if each[0].round_id > order.round_id]
-        if order.base == self._base or not self._find_missing():
+        if order.is_anchor:
+            for each in self._segments.values():
+                each.reset(self._stage.state)
+        if order.is_anchor or order.base == self._base or not self._find_missing():
             self._base = order.base
-            return self._begin(order)
+            return [*self._begin(order), *self._answer_all()]
         return [
-            Parcel(self._before[segment], AnchorQuery(order.epoch, segment, order.base))
+            Parcel(self._before[segment], AnchorQuery(self._plan, segment, order.base))
             for segment in self._find_missing()
         ]
 
@@ -267,33 +302,27 @@ class Averager:
             anchored.abort()
 
     def _answer(self, query: AnchorQuery, sender: NodeId | None) -> list[Parcel] | Refusal:
-        """Send an owner that missed a round its average, now or when this member has it itself."""
+        """Send an owner that missed a round its average, once this member has it and knows of the plan."""
         ring = self._rings.get(query.segment)
-        if ring is None or sender not in ring.owners:
+        if query.plan < self._plan:
+            return Refusal(f"{sender} asks for an anchor of plan {query.plan}, here is plan {self._plan}")
+        if query.plan == self._plan and (ring is None or sender not in ring.owners):
             return Refusal(
                 f"{sender} asks for segment {query.segment}, which it does not share with this stage"
             )
         assert sender is not None
-        self._asked[sender, query.segment] = query
+        self._askers.add(sender, query)
         return self._answer_all()
 
     def _answer_all(self) -> list[Parcel]:
-        parcels = []
-        for (sender, segment), query in [*self._asked.items()]:
-            if query.base > self._base:
-                continue
-            del self._asked[sender, segment]
-            for offset, items in self._segments[segment].pieces() if query.base == self._base else ():
-                spec = describe(items, WireFormat.FP32)
-                part = AnchorPart(query.epoch, segment, query.base, offset, spec)
-                parcels.append(Parcel(sender, part, (encode(items, WireFormat.FP32),)))
-        return parcels
+        return self._askers.answer(self._plan, self._base, self._segments)
 
     def _take_anchor(
         self, part: AnchorPart[TensorSpec], buffer: Buffer, sender: NodeId | None
     ) -> list[Parcel] | Refusal:
         order = self._order
-        if order is None or self._round is not None or part.base != order.base:
+        is_awaited = order is not None and self._round is None and part.base == order.base
+        if order is None or not is_awaited or part.plan != self._plan:
             return Refusal(f"an anchor of round {part.base}, which is not awaited here")
         if part.segment not in self._segments or sender != self._before[part.segment]:
             return Refusal(f"an anchor of segment {part.segment} from {sender}, who was not asked for it")

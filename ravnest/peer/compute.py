@@ -1,23 +1,29 @@
 """The compute thread: it owns the host, does one piece of work after the other, and waits when there is none.
 
-What it is told goes in by a queue; parcels come out through `emit`, each as soon as it is ready. A test may
-put another Compute in its place that works on virtual time. Driven by peer.agent.
+What it is told goes in by a queue; parcels come out through `emit`, each as soon as it is ready. Of a
+snapshot it only makes the copy: another thread writes it down. A test may put another Compute in its place
+that works on virtual time. Driven by peer.agent.
 """
 
 import asyncio
 import logging
 import queue
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 from ravnest.blobs import ProbeReport
+from ravnest.engine.stage import Snapshot
 from ravnest.errors import ProtocolError, RavnestError
 from ravnest.exchange import HUB, Blobs, Parcel
+from ravnest.model.flat import to_snapshot
 from ravnest.net.transport import Buffer
 from ravnest.peer.host import Host, Limits
 from ravnest.plan.types import NodeId
-from ravnest.protocol import Complaint, Message, PlanOrder, Refusal, SnapshotOrder, StageParts
+from ravnest.protocol import Complaint, Message, Refusal
+from ravnest.staging import PlanOrder, RingOrder, SnapshotMade, SnapshotOrder, StageParts
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +35,7 @@ class Build:
     order: PlanOrder
     parts: StageParts
     blueprint: bytes
-    weights: bytes
+    contents: tuple[Buffer, ...]  # of the sources
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +56,17 @@ class Delivered:
     epoch: int
 
 
-Item = Delivered | Build | Probe | PlanOrder | SnapshotOrder
+Later = Callable[[], Parcel]  # work for another thread, and what is then to be sent
+
+
+@dataclass(frozen=True, slots=True)
+class Aside:
+    """Do this beside the stage's own work."""
+
+    work: Later
+
+
+Item = Delivered | Build | Probe | Aside | PlanOrder | RingOrder | SnapshotOrder
 
 
 class Compute(Protocol):
@@ -73,28 +89,31 @@ class Compute(Protocol):
 
 
 class Bench:
-    """A host and what is done with it, one thing at a time."""
+    """A host and what is done with it, one thing at a time; `start` has work done elsewhere."""
 
-    def __init__(self, host: Host, blobs: Blobs) -> None:
+    def __init__(self, host: Host, blobs: Blobs, start: Callable[[Later], object] | None = None) -> None:
         self.host = host
         self._blobs = blobs
-        self._built: StageParts | None = None
+        self._start = start
         self._wanted: SnapshotOrder | None = None  # until the stage can be saved
 
     def take(self, item: Item) -> Iterable[Parcel]:
         """Do what an item asks for; return what is to be sent."""
         match item:
             case PlanOrder():
-                self.host.clear()
+                self.host.follow(item)
                 self._wanted = None
                 return ()
+            case RingOrder():
+                return self.host.rearrange(item)
             case Build():
-                self.host.build(item.order, item.blueprint, item.weights)
-                self._built = item.parts
-                return [Parcel(HUB, item.parts)]
+                built = self.host.build(item.order, item.parts, item.blueprint, item.contents)
+                return [Parcel(HUB, built)]
             case Probe():
                 speed = self.host.measure_speed(item.blueprint)
                 return [Parcel(HUB, replace(item.report, flops_per_second=speed))]
+            case Aside():
+                return self._do_aside(item.work)
             case SnapshotOrder():
                 self._wanted = item
                 return self._save()
@@ -110,13 +129,23 @@ class Bench:
 
     def _save(self) -> Iterable[Parcel]:
         """Keep the stage if the hub has asked for it and other stages hold nothing of it back."""
-        saved = None if self._wanted is None else self.host.save()
-        if saved is None or self._wanted is None:
+        order = self._wanted
+        saved = None if order is None else self.host.save(order.is_final)
+        if order is None or saved is None:
             return []
-        assert self._built is not None
-        order, self._wanted = self._wanted, None
-        ref = self._blobs.keep(saved[1])
-        return [Parcel(HUB, StageParts(order.epoch, saved[0], self._built.blueprint, ref))]
+        self._wanted = None
+        return self._do_aside(partial(_keep, order, saved, self._blobs))
+
+    def _do_aside(self, work: Later) -> Iterable[Parcel]:
+        if self._start is None:
+            return [work()]
+        self._start(work)
+        return []
+
+
+def _keep(order: SnapshotOrder, saved: Snapshot, blobs: Blobs) -> Parcel:
+    ref = blobs.keep(to_snapshot(saved.state, saved.optimizer))
+    return Parcel(HUB, SnapshotMade(order.epoch, order.number, saved.version, ref))
 
 
 class ComputeThread:
@@ -147,13 +176,24 @@ class ComputeThread:
             for parcel in parcels:
                 loop.call_soon_threadsafe(emit, parcel)
 
+        async def keep(later: Later) -> None:
+            emit(await loop.run_in_executor(writer, later))
+
+        def start(later: Later) -> None:
+            keeping.create_task(keep(later))
+
         def work() -> None:
+            bench = Bench(
+                Host(limits, loop.time), blobs, lambda later: loop.call_soon_threadsafe(start, later)
+            )
             try:
-                self._work(Bench(Host(limits, loop.time), blobs), loop.time, send)
+                self._work(bench, loop.time, send)
             except RavnestError as error:
                 loop.call_soon_threadsafe(fail, error)
 
-        await asyncio.to_thread(work)
+        with ThreadPoolExecutor(1) as writer:  # one: snapshots are kept in the order they were made
+            async with asyncio.TaskGroup() as keeping:
+                await asyncio.to_thread(work)
 
     def _work(
         self, bench: Bench, clock: Callable[[], float], send: Callable[[Iterable[Parcel]], None]

@@ -1,35 +1,126 @@
-"""What a peer gets from the hub: blobs, and how long they take, which tells how far and how fast the link is.
+"""What a peer gets from others: blobs, and how long they take, which tells how far and how fast a link is.
 
-Driven by peer.agent.
+A newer order of a kind ends what is fetched for an older one. Driven by peer.agent.
 """
 
 import asyncio
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Collection, Coroutine
+from functools import partial
+from typing import Any
 
 from ravnest.blobs import BlobRef, ProbeOrder, ProbeReport
+from ravnest.errors import LinkError
 from ravnest.exchange import HUB, Blobs, LinkTimes, Parcel
-from ravnest.peer.compute import Probe
+from ravnest.net.transport import Buffer
+from ravnest.peer.compute import Aside, Build, Item, Probe
+from ravnest.peer.shelf import Shelf
+from ravnest.plan.types import NodeId
 from ravnest.protocol import Refusal
+from ravnest.staging import BackupKept, BackupOrder, PlanOrder, Source, StageMissing, StageParts
 
-Post = Callable[[Parcel], None]
-
-
-async def fetch(ref: BlobRef, blobs: Blobs, post: Post) -> bytes | Refusal:
-    """Return a blob of the hub's, or why there is none."""
-    arrived: asyncio.Future[bytes | Refusal] = asyncio.get_running_loop().create_future()
-    for parcel in blobs.want(ref, HUB, arrived.set_result, keep=False):
-        post(parcel)
-    return await arrived
+logger = logging.getLogger(__name__)
 
 
-async def answer_probe(order: ProbeOrder, blobs: Blobs, post: Post) -> Probe | ProbeReport:
-    """Measure what the hub wants to know of the link; return that, with the stage to run if there is one."""
-    loop = asyncio.get_running_loop()
-    report = ProbeReport()
-    if order.times_link:
-        timed: asyncio.Future[LinkTimes] = loop.create_future()
-        post(blobs.time(HUB, loop.time, timed.set_result))
-        link = await timed
-        report = ProbeReport(None, link.bytes_per_second, link.latency_seconds)
-    content = None if order.blueprint is None else await fetch(order.blueprint, blobs, post)
-    return Probe(report, content) if isinstance(content, bytes) else report
+class _Missing(Exception):  # noqa: N818 - what happened, not that it is an error
+    """A source gives nothing; it ends what is fetched beside it."""
+
+
+class Fetcher:
+    """Carries out orders to get something; `known` are who can be asked, what comes is `put` to be used."""
+
+    def __init__(
+        self,
+        start: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
+        known: Callable[[], Collection[NodeId]],
+        post: Callable[[Parcel], None],
+        put: Callable[[Item], None],
+        fail: Callable[[LinkError], None],
+    ) -> None:
+        self.shelf = Shelf()
+        self.blobs = Blobs(self.shelf)
+        self._start, self._known, self._post, self._put, self._fail = start, known, post, put, fail
+        self._tasks: dict[type, asyncio.Task[None]] = {}  # by the kind of order
+
+    def follow(
+        self, message: StageParts | BackupOrder | ProbeOrder, plan: Callable[[], PlanOrder | None]
+    ) -> None:
+        """Get what an order is about, and no longer what the last of its kind was; `plan` is the newest."""
+        if isinstance(message, ProbeOrder):
+            self._start(self._probe(message))
+            return
+        self.forget(type(message))
+        if isinstance(message, StageParts):
+            work = self._get_stage(message, plan)
+        else:
+            work = self._get_backup(message)
+        self._tasks[type(message)] = self._start(work)
+
+    def forget(self, kind: type) -> None:
+        """Get nothing more for an order of this kind."""
+        if task := self._tasks.pop(kind, None):
+            task.cancel()
+
+    async def _get_stage(self, parts: StageParts, plan: Callable[[], PlanOrder | None]) -> None:
+        """Fetch all that a stage is made of at once, and have it built."""
+        wanted = (Source(HUB, parts.blueprint), *parts.sources)
+        missing: list[BaseException] = []
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._demand(source)) for source in wanted]
+        except* _Missing as found:
+            missing += found.exceptions
+        if not missing:
+            blueprint, *contents = (task.result() for task in tasks)
+            order = plan()
+            assert order is not None
+            self._put(Build(order, parts, bytes(blueprint), tuple(contents)))
+            return
+        node, reason = missing[0].args
+        if node == HUB:
+            self._fail(LinkError(f"the stage cannot be fetched: {reason}"))
+        else:
+            self._post(Parcel(HUB, StageMissing(parts.epoch, node, reason)))
+
+    async def _demand(self, source: Source) -> Buffer:
+        content = await self._fetch(source.weights, source.node)
+        if isinstance(content, Refusal):
+            raise _Missing(source.node, content.reason)
+        return content
+
+    async def _fetch(self, ref: BlobRef, source: NodeId = HUB) -> bytes | Refusal:
+        if source not in self._known() and ref not in self.blobs:
+            return Refusal(f"blob {ref.blob[:12]} is not here, and {source} cannot be asked for it")
+        arrived: asyncio.Future[bytes | Refusal] = asyncio.get_running_loop().create_future()
+        try:
+            for parcel in self.blobs.want(ref, source, arrived.set_result, keep=False):
+                self._post(parcel)
+            return await arrived
+        finally:
+            self.blobs.forget(ref, arrived.set_result)
+
+    async def _get_backup(self, order: BackupOrder) -> None:
+        content = await self._fetch(order.source.weights, order.source.node)
+        if isinstance(content, Refusal):
+            logger.debug("backup %d is not kept: %s", order.number, content.reason)
+        else:
+            self._put(Aside(partial(self._keep_backup, order, content)))
+
+    def _keep_backup(self, order: BackupOrder, content: bytes) -> Parcel:
+        self.shelf.keep_backup(content)
+        return Parcel(HUB, BackupKept(order.plan, order.number))
+
+    async def _probe(self, order: ProbeOrder) -> None:
+        """Measure what the hub wants to know of the link, and have run what it wants run."""
+        loop = asyncio.get_running_loop()
+        report = ProbeReport()
+        if order.times_link:
+            timed: asyncio.Future[LinkTimes] = loop.create_future()
+            self._post(self.blobs.time(HUB, loop.time, timed.set_result))
+            link = await timed
+            report = ProbeReport(None, link.bytes_per_second, link.latency_seconds)
+        content = None if order.blueprint is None else await self._fetch(order.blueprint)
+        if isinstance(content, bytes):
+            self._put(Probe(report, content))
+        else:
+            self._post(Parcel(HUB, report))

@@ -1,7 +1,8 @@
 """What the compute thread owns: the stage of the current plan with its worker and its averager.
 
-Orders and messages go in, parcels come out; it is built anew for every plan. Nothing in it waits, but an
-emulated device for its time. Driven by peer.compute, which gives it one thread.
+Orders and messages go in, parcels come out. When its cluster changes, the stage ends and what it has is held
+until another is built. Nothing in it waits, but an emulated device for its time. Driven by peer.compute,
+which gives it one thread.
 """
 
 import logging
@@ -17,13 +18,13 @@ from ravnest.engine.training import Training, read_training
 from ravnest.errors import UnsafeBlueprint
 from ravnest.exchange import Parcel
 from ravnest.model.blueprint import Blueprint
-from ravnest.model.flat import from_safetensors, to_safetensors
 from ravnest.model.measure import count_flops
 from ravnest.model.preflight import preflight
 from ravnest.model.reading import read_blueprint
 from ravnest.model.rebuild import rebuild
 from ravnest.net.transport import Buffer
 from ravnest.peer.averager import Averager
+from ravnest.peer.building import Held, assemble
 from ravnest.peer.machine import can_run_bf16
 from ravnest.peer.pacing import Device, make_policy
 from ravnest.peer.place import Place, find_roles
@@ -34,7 +35,6 @@ from ravnest.protocol import (
     AnchorPart,
     AnchorQuery,
     Message,
-    PlanOrder,
     Refusal,
     RingPart,
     RoundAbort,
@@ -42,6 +42,7 @@ from ravnest.protocol import (
     RoundOpen,
     TensorSpec,
 )
+from ravnest.staging import PlanOrder, RingOrder, StageMissing, StageParts, StageReady
 from ravnest.tying import TiedCall, TiedGradient, TiedHolder, TiedStep
 
 logger = logging.getLogger(__name__)
@@ -90,6 +91,7 @@ class Host:
         self._has_bf16: bool | None = None  # not probed yet
         self._worker: Worker | None = None
         self._averager: Averager | None = None
+        self._held: Held | None = None  # of the stage before, until the next is built
         self._late_round: RoundOpen | None = None  # it begins when tied weights are settled
         self._training_seconds = self._averaging_seconds = 0.0  # while a round is open
 
@@ -98,9 +100,14 @@ class Host:
         """When `tick` is due, if nothing else happens before."""
         return None if self._averager is None else self._averager.deadline
 
-    def build(self, order: PlanOrder, parts: bytes, weights: bytes) -> None:
-        """Make the stage of this order ready, or raise with the reason why this PC will not run it."""
-        training, blueprint = _read_parts(parts)
+    def build(
+        self, order: PlanOrder, parts: StageParts, blueprint_content: bytes, contents: Sequence[Buffer]
+    ) -> StageReady | StageMissing:
+        """Make the stage of this order ready; contents are those of the sources.
+
+        Return which source cannot be used, or raise with the reason why this PC will not run the stage.
+        """
+        training, blueprint = _read_parts(blueprint_content)
         stage = order.stage
         assert stage is not None
         if (blueprint.start, blueprint.stop) != (stage.start, stage.stop):
@@ -115,29 +122,27 @@ class Host:
             max_bytes=_PREFLIGHT_TIMES * limits.memory_bytes,
             max_flops=limits.flops_per_batch,
         )
-        state = {
-            name: tensor.to(self._limits.device)
-            for name, tensor in from_safetensors(weights, blueprint).items()
-        }
+        begun = assemble(blueprint, parts, contents, self._held, limits.device)
+        if isinstance(begun, StageMissing):
+            return begun
+        snapshot, standing = begun
         program = rebuild(
             blueprint, limits.device, autocast=self._autocast(training), recompute=stage.recompute
         )
-        self._blueprint = blueprint
         rate = limits.emulated_flops_per_second or _USUAL_FLOPS_PER_SECOND.get(limits.device, 1e13)
         backward_seconds = 2 * footprint.forward_flops / rate
         num_weights = sum(entry.is_trainable for entry in blueprint.state)
         splits = not stage.recompute and backward_seconds > num_weights * _SPLIT_SECONDS
-        self._stage = Stage(
-            program, Snapshot(0, state, {}), find_roles(blueprint), training.optimizer, splits
-        )
+        running = Stage(program, snapshot, find_roles(blueprint), training.optimizer, splits)
         formats = (training.activations, training.gradients)
         place = Place(order.epoch, order.seed, stage.node, order.pipeline, *formats, limits.device)
-        schedule = StageSchedule(stage.window, order.accumulate)
+        schedule = StageSchedule(stage.window, order.accumulate, version=parts.version)
         device = self._device(blueprint, training.batch_size, splits, stage.recompute)
         rate, policy = training.optimizer.learning_rate, make_policy(training, order)
-        self._worker = Worker(place, blueprint, self._stage, schedule, rate, device, policy)
-        self._averager = Averager(place, order.rings, blueprint, self._worker, training, self._clock)
-        self._late_round = None
+        self._worker = Worker(place, blueprint, running, schedule, rate, device, policy)
+        self._averager = Averager(place, order, blueprint, self._worker, training, self._clock, standing)
+        self._held = self._late_round = None
+        return StageReady(parts.epoch)
 
     def measure_speed(self, parts: bytes) -> float | None:
         """Return the FLOP/s that this PC reaches with a stage, built like any other; None if it cannot."""
@@ -189,9 +194,19 @@ class Host:
             self._clock, self._wait, forward * per_sample, inputs * per_sample, weights * per_sample
         )
 
-    def clear(self) -> None:
-        """Forget the stage: the plan has none for this node."""
-        self._worker = self._averager = None
+    def follow(self, order: PlanOrder) -> None:
+        """End the stage; hold what it has, unless the plan has none for this node."""
+        if order.stage is None:
+            self._held = None
+        elif self._worker is not None and self._averager is not None:
+            self._worker.close_update()
+            self._held = Held(self._worker.stage.snapshot(copies=False), self._averager.standing)
+        self._worker = self._averager = self._late_round = None
+
+    def rearrange(self, order: RingOrder) -> list[Parcel]:
+        """Train on, and average in other rings."""
+        self._late_round = None
+        return [] if self._averager is None else self._averager.rearrange(order)
 
     def receive(
         self, message: Message, buffers: Sequence[Buffer], sender: NodeId | None = None
@@ -277,10 +292,13 @@ class Host:
         """Let an open round notice its deadline."""
         return () if self._averager is None else self._averager.tick(now)
 
-    def save(self) -> tuple[int, bytes] | None:
-        """Return the version of the stage and its state as safetensors; None while tied weights wait."""
-        assert self._worker is not None
-        self._worker.close_update()
-        if not self._worker.tied.is_settled:
-            return None
-        return self._stage.version, to_safetensors(self._stage.state, self._blueprint)
+    def save(self, is_final: bool = True) -> Snapshot | None:
+        """Return a copy of the stage, or of what is held of one; None while tied weights wait, or of nothing.
+
+        After the final one nothing is trained: what is summed up is applied first.
+        """
+        if self._worker is None:
+            return None if self._held is None else self._held.snapshot.copy()
+        if is_final:
+            self._worker.close_update()
+        return self._worker.stage.snapshot() if self._worker.tied.is_settled else None

@@ -22,7 +22,8 @@ from ravnest.engine.training import Training
 from ravnest.exchange import HUB, Parcel
 from ravnest.peer.place import Place
 from ravnest.plan.types import NodeId
-from ravnest.protocol import BatchId, Pace, PlanOrder, Refusal, StepReport
+from ravnest.protocol import BatchId, Pace, Refusal, StepReport
+from ravnest.staging import PlanOrder
 
 _REPORT_BATCHES = 17  # between reports to the root, and its decisions; prime, to be in step with no update
 _REMEMBERED = 5  # reports of a stage

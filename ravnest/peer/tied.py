@@ -1,21 +1,23 @@
 """Carries out on a stage what averaging.tied decides, and tells which batches meet the weights they should.
 
 In lockstep a home waits for its step before the next forward, and stamps what it sends on with the steps it
-has made; the stages behind it wait for those. Ahead of lockstep nobody waits. Driven by peer.worker,
-peer.averager and peer.host.
+has made; the stages behind it wait for those. Ahead of lockstep nobody waits. A stage that does not begin
+with version 0 may differ from others that hold its weights: the home's count, with its optimizer's state.
+Driven by peer.worker, peer.averager and peer.host.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ravnest.averaging.tied import Addressed, Stamp, TiedOrder
 from ravnest.codec import decode, describe, encode
 from ravnest.config import WireFormat
 from ravnest.engine.stage import Stage
-from ravnest.errors import ProtocolError
+from ravnest.errors import ProtocolError, WeightsError
 from ravnest.exchange import Parcel
 from ravnest.model.blueprint import Blueprint
 from ravnest.net.transport import Buffer
@@ -32,7 +34,10 @@ class TiedWeights:
         names = stage.shared.keys()
         uses = {entry.name: entry.positions for entry in blueprint.state if entry.name in names}
         interval = (blueprint.start, blueprint.stop)
-        self._order: TiedOrder[Tensor] = TiedOrder(place.epoch, place.node, place.pipeline, interval, uses)
+        self._is_rebuilt = stage.version > 0  # in all stages of a cluster, or in none
+        self._order: TiedOrder[Tensor] = TiedOrder(
+            place.epoch, place.node, place.pipeline, interval, uses, self._is_rebuilt
+        )
         self._node = place.node
         self._names = frozenset(uses)
         self._stage = stage
@@ -46,7 +51,7 @@ class TiedWeights:
     def may_forward(self, waits: bool) -> bool:
         """Return whether a batch meets the weights that stages before had and, if it waits, the newest."""
         is_newest = self.is_settled or not waits
-        return is_newest and self._order.has_seen(tuple(self._needed.items()))
+        return is_newest and self._order.is_ready and self._order.has_seen(tuple(self._needed.items()))
 
     def need(self, stamp: Stamp) -> None:
         """Note the steps that a batch that came must see."""
@@ -57,8 +62,16 @@ class TiedWeights:
         return tuple((self._needed | dict(self._order.stamp if waits else ())).items())
 
     def hello(self) -> list[Parcel]:
-        """Tell the others of the cluster, if something is tied."""
-        return self._carry_out(self._order.hello()) if self._names else []
+        """Tell the others of the cluster, if something is tied; and what it is, if they may not know."""
+        if not self._names:
+            return []
+        said = self._order.hello()
+        if self._is_rebuilt:
+            found, homes = self._stage.snapshot(copies=False), self._order.homes
+            state = {name: found.state[name] for name in sorted(homes)}
+            slots = {key: each for key, each in found.optimizer.items() if key.partition("/")[2] in homes}
+            said += self._order.change(state | slots)
+        return self._carry_out(said)
 
     def offer(self, rate: float, closes: bool) -> list[Parcel]:
         """Take the gradients of tied weights out of the update about to be made."""
@@ -81,18 +94,27 @@ class TiedWeights:
         decoded: Tying[Tensor]
         if isinstance(message, TiedGradient | TiedStep):
             pairs = zip(message.values, buffers, strict=True)
-            values = tuple((name, self._read(name, spec, buffer)) for (name, spec), buffer in pairs)
+            is_state = isinstance(message, TiedStep) and self._says_state(message.number)
+            values = tuple((key, self._read(key, spec, buffer, is_state)) for (key, spec), buffer in pairs)
             decoded = _with_values(message, values)
         else:
             decoded = message
         found = self._order.receive(sender, decoded)
         return found if isinstance(found, Refusal) else self._carry_out(found)
 
-    def _read(self, name: str, spec: TensorSpec, buffer: Buffer) -> Tensor:
-        weight = self._stage.shared.get(name)
-        if weight is None or tuple(weight.shape) != spec.shape:
-            raise ProtocolError(f"{name[:80]!r} of shape {spec.shape} is no weight that this stage shares")
-        return decode(buffer, spec).to(weight.device)
+    def _says_state(self, number: int) -> bool:
+        return self._is_rebuilt and number == 1
+
+    def _read(self, key: str, spec: TensorSpec, buffer: Buffer, is_state: bool) -> Tensor:
+        is_slot = is_state and key not in self._names
+        weight = self._stage.shared.get(key.partition("/")[2] if is_slot else key)
+        if weight is None or spec.shape not in (tuple(weight.shape), *([()] if is_slot else ())):
+            raise ProtocolError(f"{key[:80]!r} of shape {spec.shape} is no weight that this stage shares")
+        value = decode(buffer, spec).to(weight.device)
+        dtype = torch.float32 if is_slot and not spec.shape else weight.dtype
+        if is_state and (value.dtype != dtype or not value.isfinite().all()):
+            raise ProtocolError(f"{key[:80]!r} came as what its home has, but is no finite {dtype}")
+        return value
 
     def _carry_out(self, addressed: Addressed[Tensor]) -> list[Parcel]:
         parcels = []
@@ -111,11 +133,23 @@ class TiedWeights:
 
     def _step(self, step: TiedStep[Tensor]) -> None:
         """Make a step, weight by weight: one whose sum is not finite stays, in this stage as in all."""
+        if self._says_state(step.number):
+            self._adopt(step)
+            return
         for name, value in step.values:
             if step.rate is None:
                 self._stage.add({name: value})
             else:
                 self._stage.step_shared(name, value, step.rate)
+
+    def _adopt(self, step: TiedStep[Tensor]) -> None:
+        state = {key: value for key, value in step.values if key in self._names}
+        if state.keys() <= self._order.homes:  # the own: batches in flight hold it
+            return
+        try:
+            self._stage.adopt(state, {key: value for key, value in step.values if key not in state})
+        except WeightsError as error:
+            raise ProtocolError(str(error)) from None
 
 
 def _with_values(message: TiedGradient[Any] | TiedStep[Any], values: tuple[tuple[str, Any], ...]) -> Any:

@@ -17,7 +17,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from ravnest.hub.events import News, Phase
+from ravnest.hub.events import Phase
+from ravnest.hub.news import News
 from ravnest.hub.status import Status, Watch
 from ravnest.units import show_seconds
 

@@ -215,7 +215,7 @@ def test_two_who_missed_rounds_wait_for_each_other_no_longer_than_for_the_third(
 
 def spoil(world: TiedWorld, name: str, value: float) -> None:
     """Let a node's weights be this number."""
-    stage = world.hosts[name]._stage
+    stage = world.hosts[name]._worker.stage
     some = next(iter(stage._versions.weights))
     stage.add({some: torch.full_like(stage.state[some], value)})
 
@@ -388,5 +388,5 @@ def test_a_liar_within_range_is_trimmed_away_among_four(captured: Captured) -> N
 def moments_of(world: TiedWorld, cluster: int) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     for name in world.clusters[cluster]:
-        found |= {key: tensor.clone() for key, tensor in world.hosts[name]._stage.moments.items()}
+        found |= {key: tensor.clone() for key, tensor in world.hosts[name]._worker.stage.moments.items()}
     return found

@@ -19,7 +19,8 @@ import ravnest as rv
 from ravnest import wire
 from ravnest.config import WireFormat
 from ravnest.errors import ConfigError
-from ravnest.hub.events import Event, Joined, Left, News, PeerJoined, Received
+from ravnest.hub.events import Event, PeerJoined, Received
+from ravnest.hub.news import Joined, Left, News
 from ravnest.hub.owner import Parts
 from ravnest.hub.server import Server
 from ravnest.net.identity import SECRET_BYTES, Token, new_keys, peer_of, write_token
@@ -33,12 +34,12 @@ from ravnest.protocol import (
     Gradient,
     LeaseDone,
     LeaseId,
-    PlanOrder,
     Refused,
     Stop,
     TensorSpec,
     Welcome,
 )
+from ravnest.staging import PlanOrder
 
 HERE = "tcp://127.0.0.1:*"
 

@@ -14,7 +14,7 @@ from ravnest.config import Optimizer as OptimizerName
 from ravnest.engine.recipe import make_settings
 from ravnest.engine.staleness import StalenessPolicy
 from ravnest.exchange import Parcel
-from ravnest.hub.events import News, PlanFormed
+from ravnest.hub.news import News, PlanFormed
 from ravnest.job.rates import cosine, factors
 from ravnest.job.swarm import Hardware, local
 from ravnest.model.capture import Captured, capture

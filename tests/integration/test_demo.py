@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 from ravnest.commands import demos
 from ravnest.hub.events import MakePlan
 from ravnest.hub.microbatches import make_plan
-from ravnest.job.swarm import LOCAL_PLAN, _prepare
+from ravnest.job.preparing import prepare
+from ravnest.job.swarm import LOCAL_PLAN
 from ravnest.plan.types import Node, NodeId
 
 pytestmark = pytest.mark.timeout(300)
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.timeout(300)
 @pytest.mark.parametrize("make", [demos.digits, demos.text])
 def test_every_plan_of_a_demo_has_a_cluster_of_three_and_one_of_two(make) -> None:
     demo = make()
-    given = _prepare(demo.job, replace(LOCAL_PLAN, overhead_bytes=0.0), 5, 1.0)
+    given = prepare(demo.job, replace(LOCAL_PLAN, overhead_bytes=0.0), 5, 1.0)
     nodes = tuple(
         Node(NodeId(f"node{index}"), each.memory_bytes, each.emulated_flops_per_second, 1e9, 1e9, 1e-4)
         for index, each in enumerate(demo.nodes)

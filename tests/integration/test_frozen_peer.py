@@ -7,15 +7,7 @@ from typing import Any
 
 import pytest
 
-from ravnest.hub.events import (
-    ClusterDissolved,
-    ClusterStarted,
-    EpochDone,
-    Left,
-    News,
-    PlanFormed,
-    RoundEnded,
-)
+from ravnest.hub.news import ClusterDissolved, ClusterStarted, EpochDone, Left, News, PlanFormed, RoundEnded
 from ravnest.job.peers import Hardware
 from ravnest.job.swarm import Hub, local
 from ravnest.plan.rings import form_rings

@@ -14,7 +14,7 @@ from torch import nn
 from ravnest.codec import describe, encode
 from ravnest.config import WireFormat
 from ravnest.engine.training import Training, write_training
-from ravnest.exchange import HUB
+from ravnest.exchange import HUB, name_blob
 from ravnest.model.capture import Captured, capture
 from ravnest.model.flat import to_safetensors
 from ravnest.model.line import slice_blueprint
@@ -29,11 +29,11 @@ from ravnest.protocol import (
     FieldParts,
     LeaseGrant,
     LeaseId,
-    PlanOrder,
     RoundId,
     RoundOpen,
     StepReport,
 )
+from ravnest.staging import PlanOrder, Source, StageParts, StageReady
 from tests.support.timed_world import plain_settings
 
 WIDTH, NUM_SAMPLES = 64, 8
@@ -76,12 +76,14 @@ class Pair:
             blueprint = slice_blueprint(captured.blueprint, start, stop)
             state = {entry.name: captured.state[entry.name].detach() for entry in blueprint.state}
             names = frozenset(state)
-            parts = write_training(training, names) + b"\n" + write_blueprint(blueprint)
+            content = write_training(training, names) + b"\n" + write_blueprint(blueprint)
+            weights = to_safetensors(state, blueprint)
+            parts = StageParts(1, 0, name_blob(content), (Source(HUB, name_blob(weights)),))
             stage = Stage(node, start, stop, 4, recompute)
-            order = PlanOrder(1, 0, stage, NODES, (), (), accumulate)
+            order = PlanOrder(1, 1, 0, stage, NODES, (), (), accumulate)
             waits = self.waits[node]
             host = Host(limits, lambda waits=waits: sum(waits), waits.append, **options)
-            host.build(order, parts, to_safetensors(state, blueprint))
+            assert host.build(order, parts, content, (weights,)) == StageReady(1)
             self.hosts[node] = host
 
     def train(self, num_batches: int) -> None:
@@ -341,11 +343,11 @@ def test_what_is_left_over_is_applied_before_the_last_round_and_before_a_snapsho
     pair.hosts[NODES[0]].receive(RoundOpen(1, RoundId(1), 10.0, True, True, ()), ())
     assert pair.versions() == [(2, 2), (1, 1)]
     before = pair.hosts[NODES[1]]._worker.stage.snapshot().state
-    version, _ = pair.hosts[NODES[1]].save()
-    assert version == 2
+    assert pair.hosts[NODES[1]].save(is_final=False).version == 1
+    assert pair.hosts[NODES[1]].save().version == 2
     after = pair.hosts[NODES[1]]._worker.stage.snapshot().state
     assert all(not torch.equal(before[name], after[name]) for name in before)
-    assert pair.hosts[NODES[1]].save()[0] == 2
+    assert pair.hosts[NODES[1]].save().version == 2
     assert pair.versions() == [(2, 2)] * 2
 
 

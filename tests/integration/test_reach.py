@@ -16,9 +16,9 @@ from support.small_swarm import BARE_JOIN, JOIN, PLAN, ROOT, check_books, joinin
 
 import ravnest as rv
 from ravnest.hub import server
-from ravnest.hub.events import ClusterStarted, JobGiven, Left, News, PlanFormed
-from ravnest.hub.news import show_news
-from ravnest.hub.planning import MakePlan, Measured, PlanMade
+from ravnest.hub.events import JobGiven
+from ravnest.hub.news import ClusterStarted, Left, Measured, News, PlanFormed, show_news
+from ravnest.hub.planning import MakePlan, PlanMade
 from ravnest.net import relay
 from ravnest.net.addresses import split_address
 from ravnest.net.identity import Token, new_keys, write_token

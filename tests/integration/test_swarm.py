@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import ravnest as rv
 from ravnest.errors import PlanError
-from ravnest.hub.events import (
+from ravnest.hub.news import (
     ClusterDissolved,
     ClusterStarted,
     EpochDone,

@@ -228,7 +228,7 @@ def test_a_stage_is_saved_when_the_last_tied_gradient_has_come(captured: Capture
         world.run(num_steps=1)
     assert home.save() is None
     world.run()
-    assert [saved and saved[0] for saved in (home.save(), leaf.save())] == [1, 1]
+    assert [saved and saved.version for saved in (home.save(), leaf.save())] == [1, 1]
     assert are_equal(world.copies(TIED))
     model, _ = train_alone(captured, batches[:1])
     assert torch.equal(world.copies(TIED)[0], model.tokens.weight)

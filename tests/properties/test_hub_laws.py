@@ -12,7 +12,7 @@ from support.plan_world import check_laws, configs, profiles, swarms
 
 from ravnest.blobs import Fact
 from ravnest.hub import microbatches
-from ravnest.hub.events import PlanFormed, RoundEnded
+from ravnest.hub.news import PlanFormed, RoundEnded
 from ravnest.hub.planning import MakePlan
 from ravnest.hub.state import Hub
 from ravnest.hub.store import Store, apply_logged, replay
@@ -40,6 +40,8 @@ troubles = st.builds(
     blames=st.sampled_from([0.0, 0.8]),
     detect_seconds=st.sampled_from([0.0, 1.0, 5.0]),
     guessed=st.sampled_from([(), (Fact.SPEED,), tuple(Fact)]),
+    misses=st.sampled_from([0.0, 0.3]),
+    no_room=st.sampled_from([0.0, 0.5]),
 )
 jobs = st.builds(
     job,
@@ -53,16 +55,18 @@ jobs = st.builds(
     evaluate_every=st.integers(0, 2),
     expected_nodes=st.sampled_from([0, 4]),
     rates=st.sampled_from([(0.1,), (0.1, 0.2, 0.3, 0.2)]),
+    checkpoint_every=st.sampled_from([None, 3.0, 10.0]),
 )
 moments = st.one_of(st.just(0.0), st.floats(0.0, 40.0))
 joins = st.dictionaries(
     st.sampled_from(NAMES), st.tuples(moments, st.sampled_from([250.0, 150.0])), min_size=2
 )
 deaths = st.lists(st.tuples(st.sampled_from(NAMES), moments), max_size=6)
+departures = st.lists(st.tuples(st.sampled_from(NAMES), moments), max_size=3)
 returns = st.lists(st.tuples(st.sampled_from(NAMES), moments), max_size=2)
 
 
-def run_history(given_job, trouble, joined, died, returned, stopped=None):
+def run_history(given_job, trouble, joined, died, returned, stopped=None, departed=()):
     world = HubWorld(given_job, trouble)
     for name, (moment, memory_mb) in joined.items():
         world.join(name, memory_mb=memory_mb, at=moment)
@@ -70,6 +74,8 @@ def run_history(given_job, trouble, joined, died, returned, stopped=None):
         world.join(name, at=moment)
     for name, moment in died:
         world.kill(name, at=moment)
+    for name, moment in departed:
+        world.leave(name, at=moment)
     world.join(*RESCUE, at=LATE)  # enough to hold the model, and they live
     if stopped is not None:
         world.at(stopped, world.stop)
@@ -77,11 +83,11 @@ def run_history(given_job, trouble, joined, died, returned, stopped=None):
 
 
 @settings(max_examples=80)
-@given(jobs, troubles, joins, deaths, returns)
+@given(jobs, troubles, joins, deaths, returns, departures)
 def test_every_history_with_enough_memory_in_the_end_finishes_with_balanced_books(
-    given_job, trouble, joined, died, returned
+    given_job, trouble, joined, died, returned, departed
 ):
-    world = run_history(given_job, trouble, joined, died, returned)
+    world = run_history(given_job, trouble, joined, died, returned, departed=departed)
     assert world.is_finished
     assert world.finish is not None
     assert set(world.ledger.values()) == {1}
@@ -158,11 +164,11 @@ def test_a_plan_in_microbatches_is_a_plan(profile, swarm, config, batch_size, as
 
 
 @settings(max_examples=40)
-@given(jobs, troubles, joins, deaths, returns)
+@given(jobs, troubles, joins, deaths, returns, departures)
 def test_replaying_the_log_gives_the_same_orders_and_the_same_state(
-    given_job, trouble, joined, died, returned
+    given_job, trouble, joined, died, returned, departed
 ):
-    check_replay(run_history(given_job, trouble, joined, died, returned))
+    check_replay(run_history(given_job, trouble, joined, died, returned, departed=departed))
 
 
 @settings(max_examples=60)

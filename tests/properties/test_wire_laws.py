@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from ravnest.blobs import BlobHash, Fact, Rate, Span
 from ravnest.config import WireFormat
 from ravnest.errors import ProtocolError
-from ravnest.protocol import ITEM_BYTES, Count, Digest, Message, Port, Proof, TensorSpec, Ticket
+from ravnest.protocol import ITEM_BYTES, Count, Digest, Message, Port, Proof, TensorSpec
+from ravnest.staging import Ticket
 from ravnest.wire import MOST_HEADER_BYTES, WIRE_VERSION, announced, pack, unpack
 
 KINDS = {(get_origin(kind) or kind).__name__: get_origin(kind) or kind for kind in get_args(Message)}

@@ -16,12 +16,15 @@ from random import Random
 import pytest
 from support.plan_world import SIMPLE, even_model, first_answers, node
 
-from ravnest.blobs import Fact, ProbeOrder
+from ravnest.blobs import BlobRef, Fact, ProbeOrder
+from ravnest.engine.sampler import LeaseBook
+from ravnest.exchange import HUB
 from ravnest.hub import microbatches
 from ravnest.hub.events import (
     Abandon,
     Collect,
     Collected,
+    Dismiss,
     Finish,
     JobGiven,
     JobSettings,
@@ -30,33 +33,38 @@ from ravnest.hub.events import (
     PeerJoined,
     PeerLeft,
     Received,
-    RoundEnded,
     Send,
     SendFields,
     Stopped,
     Tell,
     Tick,
-    WorkLost,
 )
 from ravnest.hub.microbatches import make_plan
+from ravnest.hub.news import Checkpointed, Joined, Left, RoundEnded, WorkLost
 from ravnest.hub.planning import MakePlan, Probed
 from ravnest.hub.state import Hub, Phase
 from ravnest.hub.store import read_event, write_event
 from ravnest.plan.cluster import form_plan
 from ravnest.protocol import (
-    BlobRef,
     DroppedBatch,
     LearningRate,
     LeaseDone,
     LeaseGrant,
-    PlanOrder,
+    Leave,
     Refusal,
     RoundAbort,
     RoundOpen,
     RoundReady,
-    SnapshotOrder,
-    StageParts,
     StepReport,
+)
+from ravnest.staging import (
+    PlanOrder,
+    RingOrder,
+    SnapshotMade,
+    SnapshotOrder,
+    StageMissing,
+    StageParts,
+    StageReady,
 )
 
 LONGEST = 100_000.0  # of a history; one that runs longer is stuck
@@ -75,6 +83,8 @@ class Trouble:
     wrong: float = 0.0  # of members of a round, who hold another average than they should
     blames: float = 0.0  # of those who give up; they name any member
     guessed: tuple[Fact, ...] = ()  # by everybody who joins
+    misses: float = 0.0  # of those who are to build a stage: a source does not give what it has
+    no_room: float = 0.0  # of checkpoints
     detect_seconds: float = 1.0
 
 
@@ -86,6 +96,9 @@ class Peer:
     num_trained: int = 0  # batches of its cluster, kept at the leaf
     busy_until: float = 0.0  # of its cluster, kept at the root
     heard_at: float = 0.0
+    held: frozenset = frozenset()  # positions whose state it has
+    rings: tuple = ()
+    is_leaving: bool = False
 
 
 def job(**changes):
@@ -122,11 +135,14 @@ class HubWorld:
         self.peers, self.known, self.told_epoch = {}, set(), {}
         self.queue, self.order_of = [], count()
         self.ledger = Counter()
+        self.snapshots = {}  # by hash: the positions in it
+        self.checkpoint, self.saved = 0, Counter()
         self.samples, self.batches = {}, set()
         self.updates = {}  # of each cluster: the microbatches of each update, by size
         self.is_stopped, self.abandoned = False, None
         self.in_round, self.knowing = {}, set()  # nodes asked; clusters that know what was trained
-        self.bases = {}  # of clusters: the round whose average they have
+        self.bases = {}  # of nodes: the round whose average they have
+        self.with_rings = {}
         self.has_wrong = False  # somebody in the open round
         self.vote = self._vote  # a test may say otherwise: (seconds, message), or None
         self.is_collecting = True  # a test may say Collected itself
@@ -143,6 +159,17 @@ class HubWorld:
 
     def kill(self, name, at=None):
         self.after((at or self.now) - self.now, self._die, name)
+
+    def leave(self, name, at=None):
+        """Let a provider take its PC back politely."""
+        self.after((at or self.now) - self.now, self._leave, name)
+
+    def _leave(self, name):
+        peer = self.peers.get(name)
+        if peer is not None and peer.is_alive and not peer.is_leaving:
+            peer.is_leaving = True
+            self.say(name, Leave(peer.order.epoch if peer.order else 0, "Ctrl-C", can_hand_over=True))
+            self.after(10.5, self._die, name)
 
     def stop(self, reason="enough"):
         return self.feed(Stopped(reason, self.now))
@@ -244,12 +271,17 @@ class HubWorld:
                 self.at(peer.heard_at, self._deliver, peer, order.message)
             case MakePlan():
                 self.after(self._delay(), lambda: self.feed(make_plan(self.given, order, self.now)))
+            case Dismiss():
+                if order.to in self.peers:
+                    self.peers[order.to].is_alive = False
             case MakeParts():
+                weights = blob(("hub", order.start, order.stop), self.checkpoint)
+                self.snapshots[weights.blob] = frozenset(range(order.start, order.stop))
                 made = PartsMade(
                     order.start,
                     order.stop,
                     blob((order.start, order.stop)),
-                    blob("weights"),
+                    weights,
                     ("x",) * (order.start == 0) + ("y",) * (order.stop == 6),
                     ("x",) * (order.start == 0) + ("y", "mask") * (order.stop == 6),
                     0.0,
@@ -261,6 +293,8 @@ class HubWorld:
                 fields = [each for _, names in order.consumers for each in names]
                 assert fields == (["x", "y", "mask"] if order.is_evaluation else ["x", "y"])
                 assert {name for name, _ in order.consumers} <= self.known
+            case Collect() if order.books is not None:
+                self.after(self._delay(), self._keep_checkpoint, order)
             case Collect() if self.is_collecting:
                 self.after(self._delay(), lambda: self.feed(Collected(order.number, self.now)))
             case Tell():
@@ -274,11 +308,21 @@ class HubWorld:
                 assert self.finish is None
                 self.abandoned = order
 
+    def _keep_checkpoint(self, order):
+        fault = "the disk is full" if self._happens(self.trouble.no_room) else ""
+        before = len(self.told(Checkpointed))
+        self.feed(Collected(order.number, self.now, fault))
+        if len(self.told(Checkpointed)) > before:
+            self.checkpoint, self.saved = order.number, counted(self.given.settings, order.books)
+
     def _check_sent(self, order):
         assert order.to in self.known
         match order.message:
             case PlanOrder():
                 assert order.message.epoch > self.told_epoch.get(order.to, 0)
+                self.with_rings[order.to] = bool(order.message.rings)
+                if not order.message.rings:
+                    self.bases.pop(order.to, None)
                 self.told_epoch[order.to] = order.message.epoch
             case LeaseGrant() as grant:
                 new = set(range(grant.first_batch, grant.first_batch + len(grant.num_samples)))
@@ -295,23 +339,37 @@ class HubWorld:
                 self.in_round[order.to] = opened
                 assert opened.is_blocking or not self.is_stopped, "only the last round comes after the stop"
                 assert opened.epoch == self.told_epoch[order.to]
+            case RingOrder() as rings:
+                self.with_rings[order.to] = bool(rings.rings)
+                if not rings.rings:
+                    self.bases.pop(order.to, None)
+            case StageParts() as parts:
+                if self.with_rings[order.to] and (parts.base is not None or parts.sources):
+                    self.bases[order.to] = parts.base
+                for source in parts.sources:
+                    if source.node == HUB and self.ledger:
+                        assert self.checkpoint, "first weights where others have learned"
             case LearningRate() as rate:
                 assert rate.epoch == self.told_epoch[order.to]
                 self.rates[order.to] += 1
 
     def _hear(self, news):
         self.news.append(news)
+        if isinstance(news, Left):
+            self.known.discard(news.node)
+        if isinstance(news, Joined):
+            self.known.add(news.node)
         if isinstance(news, RoundEnded):
             assert news.round_id == self.open_round
             took_part = {holder for holder, nodes in self.running.items() if nodes[0] in self.in_round}
             if news.is_committed:
                 assert not self.has_wrong, "averages that differ do not commit"
                 self.knowing |= took_part
-                self.bases |= dict.fromkeys(took_part, news.round_id)
+                self.bases |= dict.fromkeys(self.in_round, news.round_id)
             self.open_round, self.in_round, self.has_wrong = None, {}, False
         if isinstance(news, WorkLost):
-            assert news.num_samples == sum(self.ledger.values())
-            self.ledger.clear()
+            assert news.num_samples == sum(self.ledger.values()) - sum(self.saved.values())
+            self.ledger = Counter(self.saved)
 
     def check(self):
         running = {each.holder: each for each in self.hub.clusters if each.is_running}
@@ -323,7 +381,7 @@ class HubWorld:
         if any(is_evaluation for _, is_evaluation in kinds) and not self.is_stopped:
             assert len(self.ledger) >= self.given.settings.num_samples
         for cluster in self.hub.clusters:
-            assert set(cluster.nodes) <= self.known
+            assert cluster.is_broken or self.is_finished or set(cluster.nodes) <= self.known
         self._check_round(running.values())
         assert max(self.ledger.values(), default=1) == 1, "no sample is counted twice in an epoch"
         if self.is_finished:
@@ -341,8 +399,13 @@ class HubWorld:
         took_part = [each for each in running if each.root in self.in_round]
         assert {name for each in took_part for name in each.nodes} == set(self.in_round)
         assert len(took_part) > 1
-        (opened,) = set(self.in_round.values())
-        assert opened.base == max(self.bases.get(each.holder, 0) for each in took_part)
+        assert len({replace(each, epoch=0, is_anchor=False) for each in self.in_round.values()}) == 1
+        opened = self.in_round[took_part[0].root]
+        bases = [{self.bases.get(name) for name in each.nodes} for each in took_part]
+        known = [base for found in bases for base in found if len(found) == 1 and base is not None]
+        assert opened.base == max(known, default=opened.round_id), "what one cluster has, and nothing newer"
+        anchors = {name for name, each in self.in_round.items() if each.is_anchor}
+        assert not anchors if known else anchors in [set(each.nodes) for each in took_part]
         assert all(set(each.nodes) <= set(opened.left_out) for each in running if each not in took_part)
 
     # The peers' side.
@@ -392,21 +455,45 @@ class HubWorld:
         if isinstance(message, PlanOrder):
             if peer.order is None or message.epoch > peer.order.epoch:
                 peer.order, peer.num_trained, peer.busy_until = message, 0, self.now
+                peer.rings = message.rings
+                peer.held = peer.held if message.stage else frozenset()
             return
         if getattr(message, "epoch", None) not in (None, peer.order and peer.order.epoch):
             return
         match message:
             case ProbeOrder():
                 self._report(name, peer)
+            case RingOrder():
+                peer.rings = message.rings
             case StageParts():
-                self.say(name, replace(message, weights=blob(name)), seconds=1.0)
+                self.after(self._delay(), self._build, name, peer, message)
             case SnapshotOrder():
-                parts = StageParts(message.epoch, 1000, blob("kept"), blob(name, message.number))
-                self.say(name, parts, seconds=0.5)
+                weights = blob(name, message.number)
+                assert peer.held, "a snapshot of nothing"
+                self.snapshots[weights.blob] = peer.held
+                self.say(name, SnapshotMade(message.epoch, message.number, 1000, weights), seconds=0.5)
             case LeaseGrant():
                 self._work(peer.order, message)
             case RoundOpen():
                 self._answer_round(name, message)
+
+    def _build(self, name, peer, parts):
+        """Build a stage of what is kept and what sources have; who gave nothing is named."""
+        if peer.order.epoch != parts.epoch or self.peers[name] is not peer:
+            return
+        sources = [source.node for source in parts.sources if source.node != HUB]
+        if sources and self._happens(self.trouble.misses):
+            missing = StageMissing(parts.epoch, self.random.choice(sources), "it refuses")
+            self.say(name, missing, seconds=0.2)
+            return
+        if any(not self.peers[source].is_alive for source in sources):
+            return  # it waits for ever; there will be another plan
+        found = peer.held if parts.keeps else frozenset()
+        found = found.union(*(self.snapshots[source.weights.blob] for source in parts.sources))
+        needed = frozenset(range(peer.order.stage.start, peer.order.stage.stop))
+        assert needed <= found, f"{name} lacks {needed - found}"
+        peer.held = needed
+        self.say(name, StageReady(parts.epoch), seconds=1.0)
 
     def _answer_round(self, name, opened):
         said = self.vote(name, opened)
@@ -428,7 +515,7 @@ class HubWorld:
         """The vote of a peer that holds what it should, or something of its own."""
         hashes = tuple(
             (segment, digest(round_id, segment, name if is_wrong else ""))
-            for segment, _ in self.peers[name].order.rings
+            for segment, _ in self.peers[name].rings
         )
         return RoundReady(round_id, name, hashes)
 
@@ -490,6 +577,15 @@ class HubWorld:
         peers = [self.peers[each] for each in pipeline]
         if all(peer.is_alive and peer.order and peer.order.epoch == message.epoch for peer in peers):
             self.say(name, message)
+
+
+def counted(settings, books):
+    """The samples that a checkpoint's books count, by what they would still hand out."""
+    book, left = LeaseBook.restore(books.leases), set()
+    while lease := book.lease("anybody"):
+        left |= {(lease.epoch, int(index)) for index in book.samples(lease)}
+    whole = ((epoch, sample) for epoch in range(settings.epochs) for sample in range(settings.num_samples))
+    return Counter(each for each in whole if each not in left)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import ravnest as rv
-from ravnest.hub.events import EpochDone, News
+from ravnest.hub.news import EpochDone, News
 from ravnest.job.swarm import LOCAL_PLAN
 from ravnest.net.identity import Token, write_token
 

@@ -30,21 +30,14 @@ from ravnest import wire
 from ravnest.config import PlanConfig
 from ravnest.errors import LinkError, RavnestError
 from ravnest.exchange import Blobs, Parcel
-from ravnest.hub.events import (
-    EpochDone,
-    Evaluated,
-    Event,
-    News,
-    Order,
-    PlanFormed,
-    Received,
-    SendFields,
-    Tell,
-    WorkLost,
-)
+from ravnest.hub.events import Event, Order, Received, SendFields, Tell
+from ravnest.hub.news import EpochDone, Evaluated, News, PlanFormed, WorkLost
 from ravnest.hub.server import Server
+from ravnest.job.owner import JobOwner
+from ravnest.job.preparing import Given, assemble_result
+from ravnest.job.preparing import prepare as prepare_job
 from ravnest.job.result import Result
-from ravnest.job.swarm import LOCAL_PLAN, _assemble, _prepare
+from ravnest.job.swarm import LOCAL_PLAN
 from ravnest.net.identity import SECRET_BYTES, KeyPair, Token, load_keys
 from ravnest.net.memory import MemoryNetwork, MemoryTransport, Wire, run_virtual
 from ravnest.net.transport import PeerId
@@ -287,6 +280,7 @@ class World:
     wire: Wire = field(default_factory=Wire)
     seed: int = 0
     limit_seconds: float = 600.0
+    checkpoint_every: float | None = None
     microbatches: int = 1  # that a batch is cut into; 0: as the hub likes
     watch: Watch = lambda *_: None
     hear: Hear = lambda *_: None
@@ -369,15 +363,16 @@ class World:
 
     def _tell(self, news: News) -> None:
         self._told.append((self.now, news))
+        self.given.owner.note(news)
         self.hear(self, news)
 
     async def _run(self) -> Result | None:
         keys = self._know(NodeId("hub"))
         self._token = Token(("hub",), keys.public, bytes(SECRET_BYTES))
+        given = self.given = prepare(self.job, self.plan)
         server = Server(self._token, self._tell, _inline, watch=self.ledger.note)
-        given = prepare(self.job, self.plan)
         settings = replace(given.job.settings, expected_nodes=len(self.pcs), microbatches=self.microbatches)
-        job = replace(given.job, settings=settings)
+        job = replace(given.job, settings=replace(settings, checkpoint_every=self.checkpoint_every))
         async with Post(self, NodeId("hub"), keys, server.admit) as transport:
             for pc in self.pcs:
                 self.join(pc)
@@ -390,7 +385,7 @@ class World:
                 self._alive_at_end = self.alive
                 for name in self.alive:
                     self.kill(name)
-        return _assemble(self.job, given.captured, finish, contents)
+        return assemble_result(given, finish, contents)
 
     async def _live(self, name: NodeId, keys: KeyPair, pc: Pc) -> None:
         node = Node(name, pc.memory_bytes, pc.speed * SPEED, 1e9, 1e9, self.wire.delay_seconds / 2)
@@ -421,9 +416,15 @@ def make_keys(name: str) -> KeyPair:
 
 
 @cache
-def prepare(job: rv.Job, plan: PlanConfig) -> Any:
-    """Capture and measure a job, once for all worlds."""
-    return _prepare(job, plan, 0, SETTLE_SECONDS)
+def _prepare_once(job: rv.Job, plan: PlanConfig) -> Given:
+    return prepare_job(job, plan, 0, SETTLE_SECONDS)
+
+
+def prepare(job: rv.Job, plan: PlanConfig) -> Given:
+    """Capture and measure a job, once for all worlds; each has an owner of its own."""
+    given = _prepare_once(job, plan)
+    owner = JobOwner(job, given.captured, given.owner._training, given.owner.fingerprint)
+    return replace(given, owner=owner)
 
 
 WIDTH, NUM_CLASSES, NUM_VALIDATION = 32, 4, 96

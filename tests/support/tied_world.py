@@ -15,7 +15,7 @@ from ravnest.codec import describe, encode
 from ravnest.config import WireFormat
 from ravnest.engine.optimizers import OptimizerSettings
 from ravnest.engine.training import Training, write_training
-from ravnest.exchange import HUB, Parcel
+from ravnest.exchange import HUB, Parcel, name_blob
 from ravnest.model.capture import Captured
 from ravnest.model.flat import to_safetensors
 from ravnest.model.line import slice_blueprint
@@ -31,7 +31,6 @@ from ravnest.protocol import (
     LeaseGrant,
     LeaseId,
     Message,
-    PlanOrder,
     Refusal,
     RoundCommit,
     RoundId,
@@ -40,8 +39,10 @@ from ravnest.protocol import (
     SegmentId,
     StepReport,
 )
+from ravnest.staging import PlanOrder, Source, StageParts
 
 EPOCH = 3
+PLAN = 7
 
 
 class TiedWorld:
@@ -65,45 +66,74 @@ class TiedWorld:
         self.last_committed = RoundId(0)
         self.before: Callable[[NodeId, Message], None] = lambda *_: None
         self.queues: dict[tuple, deque] = {}
-        num_positions = captured.blueprint.num_positions
+        self.epoch, self.plan = EPOCH, PLAN
+        self.window, self.accumulate = window, accumulate
+        self.hosts: dict[NodeId, Host] = {}
+        self.training = Training(settings, batch_size=4, **averaging)
+        self.arrange(cuts)
+        for name in self.random.sample(sorted(self.stages), len(self.stages)):
+            self.build(name)
+            self.run(num_steps=self.random.randrange(4))
+
+    def arrange(self, cuts: Sequence[Sequence[int]]) -> None:
+        """Plan these clusters; nobody is told."""
+        num_positions = self.captured.blueprint.num_positions
         clusters = tuple(
             Cluster(
                 tuple(
-                    Stage(NodeId(f"c{number}.{place}"), start, stop, window)
+                    Stage(NodeId(f"c{number}.{place}"), start, stop, self.window)
                     for place, (start, stop) in enumerate(pairwise([0, *given, num_positions]))
                 ),
-                accumulate,
+                self.accumulate,
             )
             for number, given in enumerate(cuts)
         )
         self.clusters = [tuple(stage.node for stage in cluster.stages) for cluster in clusters]
         self.stages = {stage.node: stage for cluster in clusters for stage in cluster.stages}
         nodes = {name: Node(name, 1e9, 1e9, 1e9, 1e9) for name in self.stages}
-        rings = [(SegmentId(k), ring) for k, ring in enumerate(form_rings(clusters, nodes))]
-        self.hosts = {name: Host(Limits(1e9), lambda: 0.0) for name in nodes}
-        self.training = Training(settings, batch_size=4, **averaging)
-        for name in self.random.sample(sorted(nodes), len(nodes)):
-            pipeline = next(cluster for cluster in self.clusters if name in cluster)
-            own = tuple(pair for pair in rings if name in pair[1].owners)
-            self.build(PlanOrder(EPOCH, 0, self.stages[name], pipeline, own, (), accumulate))
-            self.run(num_steps=self.random.randrange(4))
+        self.rings = tuple((SegmentId(k), ring) for k, ring in enumerate(form_rings(clusters, nodes)))
+        self.hosts = {name: self.hosts.get(name) or Host(Limits(1e9), lambda: 0.0) for name in nodes}
 
     def blueprint(self, name: NodeId):
         stage = self.stages[name]
         return slice_blueprint(self.captured.blueprint, stage.start, stage.stop)
 
-    def build(self, order: PlanOrder) -> None:
-        assert order.stage is not None
-        blueprint = self.blueprint(order.stage.node)
+    def order(self, name: NodeId) -> PlanOrder:
+        """Return a node's part of the plan."""
+        pipeline = next(cluster for cluster in self.clusters if name in cluster)
+        own = self.rings_of(name)
+        return PlanOrder(self.epoch, self.plan, 0, self.stages[name], pipeline, own, (), self.accumulate)
+
+    def rings_of(self, name: NodeId):
+        return tuple(pair for pair in self.rings if name in pair[1].owners)
+
+    def build(self, name: NodeId, *given, **options):
+        """Have a stage built; without sources, from what was captured."""
+        return self.hosts[name].build(*self.parts(name, *given, **options))
+
+    def parts(
+        self,
+        name: NodeId,
+        version: int = 0,
+        sources: Sequence[tuple[NodeId, bytes]] | None = None,
+        keeps: bool = False,
+        base: int | None = 0,
+    ):
+        """Return what a stage is built from."""
+        blueprint = self.blueprint(name)
         trained = frozenset(entry.name for entry in blueprint.state if entry.is_trainable)
-        parts = write_training(self.training, trained) + b"\n" + write_blueprint(blueprint)
-        self.hosts[order.stage.node].build(order, parts, to_safetensors(self.captured.state, blueprint))
+        content = write_training(self.training, trained) + b"\n" + write_blueprint(blueprint)
+        if sources is None:
+            sources = [(HUB, to_safetensors(self.captured.state, blueprint))]
+        named = tuple(Source(node, name_blob(given)) for node, given in sources)
+        parts = StageParts(self.epoch, version, name_blob(content), named, keeps, base)
+        return self.order(name), parts, content, tuple(given for _, given in sources)
 
     def lease(self, batches: Sequence[dict[str, Tensor]], first: int, cluster: int = 0, is_evaluation=False):
         """Grant a lease to a cluster and send its stages the fields they consume."""
         sizes = tuple(len(next(iter(batch.values()))) for batch in batches)
         root, *_ = self.clusters[cluster]
-        grant = LeaseGrant(EPOCH, LeaseId(first), is_evaluation, BatchId(first), sizes)
+        grant = LeaseGrant(self.epoch, LeaseId(first), is_evaluation, BatchId(first), sizes)
         self.post(HUB, Parcel(root, grant))
         for number, batch in enumerate(batches, first):
             for name in self.clusters[cluster]:
@@ -113,14 +143,23 @@ class TiedWorld:
                 specs = tuple((field, describe(batch[field], WireFormat.FP32)) for field in names)
                 buffers = tuple(encode(batch[field], WireFormat.FP32) for field in names)
                 if names:
-                    self.post(HUB, Parcel(name, FieldParts(EPOCH, BatchId(number), specs), buffers))
+                    self.post(HUB, Parcel(name, FieldParts(self.epoch, BatchId(number), specs), buffers))
 
-    def open_round(self, number: int, is_blocking: bool, left_out: tuple[NodeId, ...] = ()) -> None:
+    def open_round(
+        self,
+        number: int,
+        is_blocking: bool,
+        left_out: tuple[NodeId, ...] = (),
+        base: int | None = None,
+        anchors: Sequence[NodeId] = (),
+    ) -> None:
+        """Open a round of changes since `base`, else since the last that committed."""
         self.members = [name for name in self.hosts if name not in left_out]
-        order = RoundOpen(
-            EPOCH, RoundId(number), 1e9, is_blocking, is_blocking, left_out, self.last_committed
-        )
+        base = RoundId(self.last_committed if base is None else base)
         for name in self.members:
+            order = RoundOpen(
+                self.epoch, RoundId(number), 1e9, is_blocking, is_blocking, left_out, base, name in anchors
+            )
             self.post(HUB, Parcel(name, order))
 
     def post(self, sender: NodeId, parcel: Parcel) -> None:
@@ -178,12 +217,12 @@ class TiedWorld:
 
     def copies(self, tied: str, cluster: int = 0) -> list[Tensor]:
         """Return the copies of a tied weight, home first."""
-        states = [self.hosts[name]._stage.snapshot().state for name in self.clusters[cluster]]
+        states = [self.hosts[name]._worker.stage.snapshot().state for name in self.clusters[cluster]]
         return [state[tied] for state in states if tied in state]
 
     def state(self, cluster: int = 0) -> dict[str, Tensor]:
         """Return the whole state of a cluster."""
         whole: dict[str, Tensor] = {}
         for name in self.clusters[cluster]:
-            whole |= self.hosts[name]._stage.snapshot().state
+            whole |= self.hosts[name]._worker.stage.snapshot().state
         return whole

@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 
 from ravnest.config import Averaging
-from ravnest.hub.events import EpochDone, Left, RoundEnded
+from ravnest.hub.news import EpochDone, Left, RoundEnded
 from ravnest.plan.rings import form_rings
 from ravnest.plan.types import Cluster, ModelProfile, NodeId, Plan, Stage, Swarm, cluster_name
 from ravnest.protocol import Message, RingPart, RoundCommit, RoundOpen, RoundReady

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ravnest.errors import ConfigError
-from ravnest.hub.events import (
+from ravnest.hub.news import (
     EpochDone,
     Evaluated,
     Joined,

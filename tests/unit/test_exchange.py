@@ -2,6 +2,7 @@
 
 import pytest
 
+from ravnest.blobs import BlobPart, BlobRef, BlobRequest
 from ravnest.config import WireFormat
 from ravnest.exchange import HUB, Blobs, Parcel, prove
 from ravnest.net.identity import Token, new_keys
@@ -10,9 +11,6 @@ from ravnest.plan.types import NodeId
 from ravnest.protocol import (
     Activation,
     BatchId,
-    BlobPart,
-    BlobRef,
-    BlobRequest,
     Gradient,
     Message,
     Refusal,
@@ -106,8 +104,51 @@ def test_what_is_not_here_is_refused_and_whoever_waits_is_told() -> None:
     (request,) = there.want(BlobRef("1" * 64, 4), HUB, found.append)
     answer = here.serve(PEER, request.message)
     assert isinstance(answer.message, Refused)
-    there.refuse(OTHER, "not mine to say")
+    there.refuse(OTHER, "not mine to say", answer.message.blob)
+    there.refuse(HUB, "of something else", "2" * 64)
     assert found == []
-    there.refuse(HUB, answer.message.reason)
+    there.refuse(HUB, answer.message.reason, answer.message.blob)
     assert isinstance(found[0], Refusal)
     assert "no byte 0" in found[0].reason
+
+
+def test_two_who_want_the_same_blob_both_get_it_from_one_request() -> None:
+    here, there, found = Blobs(), Blobs(), []
+    ref = here.keep(b"content")
+    (request,) = there.want(ref, PEER, lambda got: found.append(("first", got)), keep=False)
+    assert there.want(ref, PEER, lambda got: found.append(("second", got)), keep=False) == []
+    answer = here.serve(PEER, request.message)
+    assert there.take(PEER, answer.message, answer.buffers[0]) == []
+    assert found == [("first", b"content"), ("second", b"content")]
+    assert ref not in there
+
+
+def test_a_blob_that_never_came_from_one_node_comes_from_another_for_all_who_wait() -> None:
+    here, there, found = Blobs(), Blobs(), []
+    ref = here.keep(b"content")
+    there.want(ref, OTHER, found.append, keep=False)
+    (request,) = there.want(ref, PEER, found.append)
+    assert request.to == PEER
+    answer = here.serve(PEER, request.message)
+    assert isinstance(there.take(OTHER, answer.message, answer.buffers[0]), Refusal)
+    there.refuse(OTHER, "gone", ref.blob)
+    there.take(PEER, answer.message, answer.buffers[0])
+    assert found == [b"content"] * 2
+    assert ref in there
+
+
+def test_what_is_forgotten_is_refused_when_it_comes_unless_another_waits() -> None:
+    here, there, found, others = Blobs(), Blobs(), [], []
+    ref = here.keep(b"content")
+    (request,) = there.want(ref, PEER, found.append)
+    there.want(ref, PEER, others.append)
+    answer = here.serve(PEER, request.message)
+    there.forget(ref, found.append)
+    there.take(PEER, answer.message, answer.buffers[0])
+    assert (found, others) == ([], [b"content"])
+    there = Blobs()
+    there.want(ref, PEER, found.append)
+    there.forget(ref, found.append)
+    there.forget(ref, found.append)
+    assert isinstance(there.take(PEER, answer.message, answer.buffers[0]), Refusal)
+    assert found == []

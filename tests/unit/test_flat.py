@@ -16,7 +16,9 @@ from ravnest.model.flat import (
     Layout,
     from_safetensors,
     merge_stages,
+    read_snapshot,
     to_safetensors,
+    to_snapshot,
 )
 from ravnest.model.line import slice_blueprint
 
@@ -215,6 +217,90 @@ def test_a_header_made_to_fill_the_memory_is_not_read() -> None:
         from_safetensors(data, blueprint(parameter("w", (2,), 0)))
     assert tracemalloc.get_traced_memory()[1] < 100_000
     tracemalloc.stop()
+
+
+def moments(*names: str) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return {f"exp_avg/{name}": torch.randn(2, generator=generator) for name in names} | {
+        f"step/{name}": torch.tensor(4.0) for name in names
+    }
+
+
+def test_a_snapshot_of_another_cut_is_read_by_name_with_the_state_of_its_optimizer() -> None:
+    state = tensors(WHOLE)
+    data = to_snapshot(state, moments("scale", "norm.weight"))
+    wanted = [entry for entry in WHOLE.state if entry.name in ("scale", "head")]
+    for given in (data, bytearray(data), memoryview(data)):
+        found, slots = read_snapshot(given, wanted)
+        assert found.keys() == {"scale", "head"}
+        assert all(torch.equal(found[name], state[name]) for name in found)
+        assert found["head"].dtype == torch.bfloat16
+        assert slots.keys() == {"exp_avg/scale", "step/scale"}
+        assert torch.equal(slots["exp_avg/scale"], moments("scale")["exp_avg/scale"])
+        found["scale"].zero_()  # it belongs to whoever reads it
+    assert read_snapshot(data, [parameter("elsewhere", (2,), 0)]) == ({}, {})
+    assert read_snapshot(to_snapshot({}, {}), wanted) == ({}, {})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"w": torch.zeros(3)}, "'w' should be float32 [2], is float32 [3]"),
+        ({"w": torch.zeros(2).half()}, "is float16 [2]"),
+        ({"w": torch.zeros(2, dtype=torch.complex64)}, "is C64 [2]"),
+        (
+            {"optimizer/exp_avg/w": torch.zeros(1)},
+            "'optimizer/exp_avg/w' should be float32 [2], is float32 [1]",
+        ),
+        ({"optimizer/exp_avg/w": torch.zeros(2).double()}, "is float64 [2]"),
+        ({"optimizer/step/w": torch.zeros(2)}, "should be float32 [], is float32 [2]"),
+        ({"optimizer/step/w": torch.tensor(-1.0)}, "which no count is"),
+        ({"optimizer/step/w": torch.tensor(float("nan"))}, "which no count is"),
+    ],
+)
+def test_what_is_used_of_a_snapshot_must_be_as_the_model_says(
+    change: dict[str, Tensor], message: str
+) -> None:
+    data = save({"w": torch.zeros(2), **change})
+    with pytest.raises(WeightsError) as caught:
+        read_snapshot(data, [parameter("w", (2,), 0)])
+    assert message in str(caught.value)
+    assert read_snapshot(data, [parameter("other", (2,), 0)]) == ({}, {})
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\x00" * 7,
+        b"\xff" * 64,
+        (2**63).to_bytes(8, "little") + b"{}",
+        with_header(b"{" + b" " * (9 << 20) + b"}"),
+        with_header(b"[" * 60_000),
+        with_header(b'{"w":' + b"[" * 60_000),
+        with_header(b'{"w"'),
+        with_header(b"[]"),
+        with_header(entry_header(shape=[2**62, 2**62])),
+        with_header(entry_header(), b"1234567"),
+        with_header(entry_header(data_offsets=[4, 12]), b"x" * 11),
+        with_header(entry_header(data_offsets=[8, 0]), b"x" * 8),
+        with_header(entry_header(data_offsets=[-8, 0]), b"x" * 8),
+        with_header(entry_header(data_offsets=[0, 4]), b"x" * 8),
+        with_header(entry_header(dtype="F4"), b"x" * 8),
+        with_header(entry_header(dtype=7), b"x" * 8),
+        with_header({"w": "F32"}, b"x" * 8),
+    ],
+)
+def test_a_damaged_or_lying_snapshot_is_refused(data: bytes) -> None:
+    with pytest.raises(WeightsError):
+        read_snapshot(data, [parameter("w", (2,), 0)])
+
+
+def test_bools_of_a_snapshot_are_zeros_and_ones() -> None:
+    entry = StateEntry("mask", CONSTANT, "bool", (3,), (0,))
+    header = {"mask": {"dtype": "BOOL", "shape": [3], "data_offsets": [0, 3]}}
+    found, _ = read_snapshot(with_header(header, b"\0\1\7"), [entry])
+    assert found["mask"].view(torch.uint8).tolist() == [0, 1, 1]
 
 
 class Tied(nn.Module):

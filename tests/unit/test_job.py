@@ -19,7 +19,8 @@ from ravnest.engine.optimizers import Adam, Group
 from ravnest.errors import CaptureError, ConfigError
 from ravnest.job.job import Job
 from ravnest.job.loading import load_job
-from ravnest.job.swarm import LOCAL_PLAN, _prepare
+from ravnest.job.preparing import prepare
+from ravnest.job.swarm import LOCAL_PLAN
 
 MODEL = nn.Linear(3, 2)
 OPTIMIZERS = "one of torch.optim, made from model.parameters(), or of sgd, momentum, adam, adamw, nadam, muon"
@@ -410,4 +411,4 @@ def test_a_place_is_a_file_and_a_name(place):
 
 def test_changes_of_weights_do_not_travel_as_fp16():
     with pytest.raises(ConfigError, match="deltas is fp16, too narrow"):
-        _prepare(job(batch_size=1), replace(LOCAL_PLAN, deltas=WireFormat.FP16), 1, 1.0)
+        prepare(job(batch_size=1), replace(LOCAL_PLAN, deltas=WireFormat.FP16), 1, 1.0)

@@ -6,7 +6,8 @@ from ravnest.engine.optimizers import OptimizerSettings
 from ravnest.engine.training import Training
 from ravnest.peer.pacing import Device, IdleTime, make_policy
 from ravnest.plan.types import NodeId, Ring, Stage
-from ravnest.protocol import PlanOrder, SegmentId
+from ravnest.protocol import SegmentId
+from ravnest.staging import PlanOrder
 
 
 def test_work_that_is_done_too_soon_waits_for_the_rest():

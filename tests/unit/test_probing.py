@@ -12,9 +12,9 @@ from ravnest.blobs import BlobPart, BlobRequest, Fact, ProbeOrder, ProbeReport
 from ravnest.commands.join import _Doors, _make_offer, _Stated
 from ravnest.errors import ConfigError
 from ravnest.exchange import HUB, Blobs, LinkTimes, Parcel, ballast, name_ballast
-from ravnest.hub.events import MakeParts, PlanFormed, Send
-from ravnest.hub.news import show_news
-from ravnest.hub.planning import MakePlan, Measured, Probed
+from ravnest.hub.events import MakeParts, Send
+from ravnest.hub.news import Measured, PlanFormed, show_news
+from ravnest.hub.planning import MakePlan, Probed
 from ravnest.hub.probing import PROBE_SECONDS, Reports
 from ravnest.hub.state import Phase
 from ravnest.peer import machine
@@ -163,7 +163,7 @@ def test_who_comes_while_others_train_is_measured_before_the_next_plan() -> None
     world.trouble.guessed = ALL
     world.join("c", memory_mb=250.0)
     world.run(until=world.now + 1.0)
-    assert not sent(world)
+    assert [to for to, _ in sent(world)] == ["c"]
     for name in "ab":
         world.kill(name)
     world.join("d", memory_mb=250.0)

@@ -7,11 +7,12 @@ from support.hub_world import HubWorld, Trouble, check_replay, job
 
 from ravnest.config import Averaging
 from ravnest.hub.attendance import judge
-from ravnest.hub.events import PlanFormed, Received, RoundEnded, Send
-from ravnest.hub.news import show_news
+from ravnest.hub.events import Received, Send
+from ravnest.hub.news import PlanFormed, RoundEnded, show_news
 from ravnest.plan.rings import form_rings
 from ravnest.plan.types import Cluster, Plan, Stage
-from ravnest.protocol import RoundAbort, RoundCommit, RoundOpen, StageParts
+from ravnest.protocol import RoundAbort, RoundCommit, RoundOpen
+from ravnest.staging import StageParts
 
 
 @pytest.fixture(autouse=True)
@@ -63,7 +64,7 @@ def late(*names):
     """Members that are late by themselves: the others wait in vain, and say for whom."""
 
     def vote(world, name, order):
-        present = [each for each in names if each not in order.left_out]
+        present = [each for each in names if each in world.known and each not in order.left_out]
         if not present:
             return 0.7, world.ready(name, order.round_id)
         if name in present:

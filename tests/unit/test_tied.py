@@ -158,3 +158,34 @@ def test_nobody_else_calls_or_steps_a_home_s_weight() -> None:
         home.receive("leaf", TiedGradient(1, 1, (("v", 1.0),)))
     with pytest.raises(ProtocolError, match="and now"):
         home.receive("leaf", TiedHolder(1, 7, 12, False))
+
+
+def rebuilt(node: str) -> TiedOrder[float]:
+    return TiedOrder(1, node, NODES, PLACES[node], {"w": (0, 11)}, is_rebuilt=True)
+
+
+def test_after_a_rebuild_the_first_step_says_what_the_home_has_before_any_other() -> None:
+    home = rebuilt("root")
+    assert home.is_ready
+    assert home.change({"w": 5.0, "exp_avg/w": 2.0, "step/w": 7.0}) == []
+    assert not home.is_settled
+    assert home.offer(0.5, {"w": 3.0}) == []
+    made = home.receive("leaf", holder("leaf"))
+    values = (("w", 5.0), ("exp_avg/w", 2.0), ("step/w", 7.0))
+    assert made[:2] == [(node, TiedStep(1, 1, None, values)) for node in ("root", "leaf")]
+    assert [type(message) for _, message in made[2:]] == [TiedCall]
+
+
+def test_after_a_rebuild_a_follower_is_ready_when_it_has_heard_the_home() -> None:
+    leaf = rebuilt("leaf")
+    assert leaf.homes == frozenset()
+    assert not leaf.is_ready
+    later = TiedStep(1, 2, 0.5, (("w", 1.0),))
+    first = TiedStep(1, 1, None, (("w", 5.0), ("exp_avg/w", 2.0)))
+    assert leaf.receive("root", later) == []
+    assert not leaf.is_ready
+    with pytest.raises(ProtocolError, match="does not share"):
+        leaf.receive("root", TiedStep(1, 1, None, (("exp_avg/other", 5.0),)))
+    assert leaf.receive("root", first) == [("leaf", first), ("leaf", later)]
+    assert leaf.is_ready
+    assert leaf.is_settled

@@ -15,12 +15,10 @@ from ravnest.protocol import (
     BatchId,
     BlobPart,
     BlobRequest,
-    Contact,
     DroppedBatch,
     Hello,
     LeaseGrant,
     LeaseId,
-    PlanOrder,
     RingPart,
     RoundAbort,
     RoundCommit,
@@ -30,6 +28,7 @@ from ravnest.protocol import (
     Stop,
     TensorSpec,
 )
+from ravnest.staging import Contact, PlanOrder
 from ravnest.wire import MOST_HEADER_BYTES, WIRE_VERSION, announced, pack, unpack
 
 HASH = "0123456789abcdef" * 4

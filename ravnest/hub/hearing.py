@@ -1,0 +1,82 @@
+"""What stages say, each under the plan it follows: ready, done, dropped, kept, missing.
+
+Driven by hub.state.
+"""
+
+from typing import assert_never
+
+from ravnest.hub.events import Order, Tell
+from ravnest.hub.forming import Forming
+from ravnest.hub.keeping import Keeping
+from ravnest.hub.members import ClusterState, Members
+from ravnest.hub.mending import Mending
+from ravnest.hub.news import BatchDropped, EpochDone, Evaluated
+from ravnest.hub.training import Training
+from ravnest.plan.types import NodeId
+from ravnest.protocol import DroppedBatch, LeaseDone, StepReport
+from ravnest.staging import SnapshotMade, StageMissing, StageReady
+
+OfStages = StageReady | StageMissing | SnapshotMade | LeaseDone | StepReport | DroppedBatch
+_Ordered = list[Order] | str  # orders, or why the message is refused
+
+
+class Hearing:
+    """Passes on what a stage says to who waits for it."""
+
+    def __init__(self, members: Members, keeping: Keeping, mending: Mending, forming: Forming) -> None:
+        self._members, self._keeping = members, keeping
+        self._mending, self._forming = mending, forming
+
+    def hear(self, sender: NodeId, message: OfStages, training: Training, now: float) -> _Ordered:
+        """Take what a member says of its stage, or of the one it had."""
+        cluster, name = self._members.cluster_of(sender), type(message).__name__
+        if message.epoch != self._members.epoch(sender):
+            return f"{name} of plan {message.epoch} from {sender}, who follows {self._members.epoch(sender)}"
+        if isinstance(message, SnapshotMade):
+            if self._keeping.awaits(sender, message):
+                return [*self._keeping.take(sender, message)]
+            return self._mending.take_snapshot(sender, message)
+        if cluster is None:
+            return f"{name} from {sender}, who has no stage"
+        match message:
+            case StageReady():
+                return self._mending.take_ready(sender, now)
+            case StageMissing():
+                return self._take_missing(sender, cluster, message, training, now)
+            case LeaseDone():
+                return self._take_done(sender, cluster, message, training)
+            case StepReport():
+                results = training.take_report(cluster, message)
+                return results if isinstance(results, str) else _tell(results, training)
+            case DroppedBatch():
+                results = training.take_dropped(cluster, message)
+                told: list[Order] = [Tell(BatchDropped(message.batch, sender, message.reason))]
+                return results if isinstance(results, str) else [*told, *_tell(results, training)]
+            case _:
+                assert_never(message)
+
+    def _take_done(
+        self, sender: NodeId, cluster: ClusterState, done: LeaseDone, training: Training
+    ) -> _Ordered:
+        if sender != cluster.root:
+            return f"lease {done.lease} is reported by {sender}, who is not the root"
+        results = training.take_done(cluster, done)
+        return results if isinstance(results, str) else [Tell(training.trained), *_tell(results, training)]
+
+    def _take_missing(
+        self, sender: NodeId, cluster: ClusterState, missing: StageMissing, training: Training, now: float
+    ) -> _Ordered:
+        """Look for somebody else who has what a stage lacks."""
+        if sender not in cluster.unready:
+            return f"{sender} has no stage to get ready"
+        reason = self._mending.take_missing(sender, missing)
+        if reason is not None:
+            return reason
+        self._forming.note_change(now)
+        told = f"{sender} cannot get what {missing.node} has: {missing.reason}"
+        return self._mending.lose(cluster, told, training, now)
+
+
+def _tell(results: list[EpochDone] | list[Evaluated], training: Training) -> list[Order]:
+    training.history += results
+    return [Tell(result) for result in results]

@@ -1,0 +1,188 @@
+"""Keeps clusters whole while they train: who is lost is replaced, who leaves hands over, who comes is used.
+
+A cluster that somebody is missing in stands still, and what it was at is leased again; then a repaired plan
+says who goes on, and hub.sourcing with what. Who leaves stays until nobody needs what it has, for a while.
+Driven by hub.state.
+"""
+
+from dataclasses import replace
+
+from ravnest.hub.events import Collected, Dismiss, JobGiven, Order, PartsMade, Tell
+from ravnest.hub.keeping import Keeping
+from ravnest.hub.members import ClusterState, Members
+from ravnest.hub.microbatches import lease_batches
+from ravnest.hub.news import (
+    Checkpointed,
+    ClusterBroken,
+    ClusterDissolved,
+    ClusterStarted,
+    Leaving,
+    NotCheckpointed,
+    PlanFormed,
+    Recovered,
+)
+from ravnest.hub.planning import PlanMade
+from ravnest.hub.progress import Books
+from ravnest.hub.sourcing import Sourcing
+from ravnest.hub.training import Training
+from ravnest.plan.types import NodeId
+from ravnest.staging import SnapshotMade, StageMissing
+
+_HANDOVER_SECONDS = 10.0
+_DRAIN_SECONDS = 5.0  # of them, for what is under way
+
+
+class Mending:
+    """Has stages built for every plan, the first one too."""
+
+    def __init__(self, members: Members, keeping: Keeping) -> None:
+        self._members = members
+        self._keeping = keeping
+        self._sourcing = Sourcing()
+        self.saved: Books | None = None  # of the last checkpoint
+
+    @property
+    def is_urgent(self) -> bool:
+        """Whether a plan is needed now: a cluster stands still, or somebody waits to leave."""
+        hosts = {name for cluster in self._members.clusters for name in cluster.nodes}
+        return any(each.is_broken for each in self._members.clusters) or any(
+            member.node.name in hosts for member in self._members.leaving
+        )
+
+    def is_draining(self, training: Training, now: float) -> bool:
+        """Return whether a cluster that somebody leaves is still at work, and has time for it."""
+        return any(
+            each.leaves_by is not None
+            and now < each.leaves_by - _HANDOVER_SECONDS + _DRAIN_SECONDS
+            and (cluster := self._members.cluster_of(each.node.name)) is not None
+            and cluster.is_running
+            and training.is_busy(cluster)
+            for each in self._members.leaving
+        )
+
+    def due(self, now: float) -> float | None:
+        """Return when somebody who leaves is no longer waited for."""
+        times = []
+        for member in self._members.leaving:
+            assert member.leaves_by is not None
+            drained_by = member.leaves_by - _HANDOVER_SECONDS + _DRAIN_SECONDS
+            times += [drained_by] if now < drained_by else [member.leaves_by]
+        return min(times, default=None)
+
+    def lose(self, cluster: ClusterState, reason: str, training: Training, now: float) -> list[Order]:
+        """Let a cluster stand still that somebody is missing in."""
+        if cluster.is_broken:
+            return []
+        was_running, cluster.is_broken = cluster.is_running, True
+        if cluster.broken_at is None:
+            cluster.broken_at = now
+        self._keeping.lose(cluster)
+        given_back = training.give_back(cluster)
+        return [Tell(ClusterBroken(cluster.name, reason, given_back))] if was_running else []
+
+    def part(self, name: NodeId, reason: str, now: float) -> list[Order]:
+        """Let somebody go as soon as nothing is lost by it."""
+        member = self._members.find(name)
+        assert member is not None
+        if member.leaves_by is not None:
+            return []
+        leaves_by = now + _HANDOVER_SECONDS
+        self._members.replace(replace(member, leaves_by=leaves_by, leaves_for=reason))
+        return [Tell(Leaving(name, reason))]
+
+    def form(self, job: JobGiven, made: PlanMade, training: Training) -> list[Order]:
+        """Follow a first plan: its stages are built of what the hub has."""
+        assert made.plan is not None
+        count, members = made.microbatches, self._members
+        change = members.adopt(made.plan, count, job)
+        training.cut(count, lease_batches(job, made.plan, count))
+        outlook, size = members.outlook, job.settings.batch_size
+        told = PlanFormed(made.plan, outlook.samples_per_second, outlook.round_seconds, size, count)
+        self._sourcing.begin_first(change)
+        return [Tell(told), *members.announce(change, {}), *self._sourcing.order(members)]
+
+    def repair(self, job: JobGiven, made: PlanMade, training: Training) -> list[Order] | None:
+        """Follow a repaired plan: stages are built of what others have; None: nobody has all of it."""
+        assert made.plan is not None
+        members, had_rings = self._members, bool(self._members.rings)
+        change = members.adopt(made.plan, made.microbatches, job)
+        if not had_rings:  # who trains alone keeps no average
+            training.forget_averages()
+        was_broken = {each.holder: each.broken_at for each in change.ended if each.broken_at is not None}
+        origins = self._sourcing.begin(change, members, training.rank)
+        if self._sourcing.needs_hub and training.num_counted and self.saved is None:
+            return None
+        for origin in origins:
+            training.inherit(origin.cluster, origin.holder, origin.is_whole)
+            origin.cluster.broken_at = was_broken.get(origin.holder)
+        if training.num_counted and not any(map(training.knows, members.clusters)):
+            return None
+        orders: list[Order] = []
+        followed = {origin.holder for origin in origins}
+        for cluster in change.ended:
+            self._keeping.lose(cluster)
+            given_back, lost = training.release(cluster)
+            if cluster.holder not in followed:
+                told = ClusterDissolved(cluster.name, "the plan goes on without it", given_back, lost)
+                orders.append(Tell(told))
+        pairs = self._sourcing.pairs
+        orders += members.announce(change, pairs)
+        asked = self._sourcing.ask(members, self._keeping.number)
+        return [*orders, *asked, *self._sourcing.order(members)]
+
+    def take_checkpoint(self, collected: Collected, now: float) -> list[Order]:
+        """Go on from what is on disk now, if it comes to that."""
+        books, seconds = self._keeping.end(now)
+        if collected.fault:
+            return [Tell(NotCheckpointed(collected.fault))]
+        self.saved = books
+        self._members.note_checkpoint()
+        return [Tell(Checkpointed(books.num_counted, seconds))]
+
+    def take_parts(self, made: PartsMade) -> list[Order] | str:
+        """Take what the requester's side made of an interval."""
+        reason = self._members.take_parts(made)
+        return reason if reason is not None else [*self._sourcing.order(self._members)]
+
+    def take_snapshot(self, sender: NodeId, made: SnapshotMade) -> list[Order] | str:
+        """Take a snapshot that somebody waits for."""
+        reason = self._sourcing.take(sender, made)
+        return reason if reason is not None else [*self._sourcing.order(self._members)]
+
+    def take_ready(self, sender: NodeId, now: float) -> list[Order] | str:
+        """Take note of a stage that is built; with its last one a cluster trains."""
+        cluster = self._members.take_ready(sender)
+        if isinstance(cluster, str):
+            return cluster
+        orders: list[Order] = [*self._members.retire(self._sourcing.is_source)]
+        if not cluster.is_running:
+            return orders
+        orders.append(Tell(ClusterStarted(cluster.name, cluster.nodes)))
+        if cluster.broken_at is not None:
+            givers = self._sourcing.givers(cluster)
+            orders.append(Tell(Recovered(cluster.name, now - cluster.broken_at, givers)))
+            cluster.broken_at = None
+        return orders
+
+    def take_missing(self, sender: NodeId, missing: StageMissing) -> str | None:
+        """Use somebody's state no more who does not give it; return why that is not believed."""
+        if missing.node != sender and not self._sourcing.is_source(missing.node):
+            return f"{sender} misses what {missing.node} was not to give"
+        self._sourcing.fail(missing.node, self._members)
+        return None
+
+    def let_go(self, now: float) -> list[tuple[NodeId, str]]:
+        """Return who leaves and is needed no longer, or was waited for long enough, and why it leaves."""
+        gone = []
+        for member in self._members.leaving:
+            assert member.leaves_by is not None
+            name = member.node.name
+            is_needed = self._members.cluster_of(name) is not None or self._sourcing.is_source(name)
+            if now >= member.leaves_by or not is_needed:
+                gone.append((name, member.leaves_for))
+        return gone
+
+
+def dismiss(name: NodeId) -> list[Order]:
+    """Return the orders for somebody who has handed over what it had."""
+    return [Dismiss(name, "goodbye")]

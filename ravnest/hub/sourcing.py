@@ -1,0 +1,214 @@
+"""Where the state of a stage comes from that is built: its node, others who hold it, a backup, the hub.
+
+What a node holds it keeps. The rest it gets from snapshots, asked of those who have it: first of who is or
+was in the same cluster, then of a cluster that trains, then of whoever holds or backs it up, and at last from
+the hub, which has the last checkpoint or the first weights. Driven by hub.state.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from ravnest.blobs import BlobRef
+from ravnest.exchange import HUB
+from ravnest.hub.events import MakeParts, PartsMade, Send
+from ravnest.hub.members import Change, ClusterState, Held, Member, Members
+from ravnest.plan.types import NodeId, Stage
+from ravnest.protocol import RoundId
+from ravnest.staging import SnapshotMade, SnapshotOrder, Source, StageParts
+
+
+@dataclass(slots=True)
+class _Need:
+    """A stage that is to be built, and whose snapshots it needs; HUB is the hub itself."""
+
+    cluster: ClusterState
+    stage: Stage
+    keeps: bool
+    nodes: tuple[NodeId, ...]
+    is_ordered: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What a cluster goes on from: the one it was, or one that trains; and whether it keeps all of it."""
+
+    cluster: ClusterState
+    holder: str
+    is_whole: bool
+
+
+class Sourcing:
+    """Finds the ways of state for every plan anew, asks for snapshots, and orders stages built."""
+
+    def __init__(self) -> None:
+        self._needs: dict[NodeId, _Need] = {}
+        self._base: RoundId | None = None
+        self._asked: dict[int, NodeId] = {}
+        self._snapshots: dict[NodeId, BlobRef] = {}
+        self._backups: dict[NodeId, tuple[Held, BlobRef]] = {}
+        self._useless: set[tuple[NodeId, Held]] = set()  # who does not give what it holds
+
+    @property
+    def needs_hub(self) -> bool:
+        """Whether nobody but the hub has some of what is to be built."""
+        return any(HUB in need.nodes for need in self._needs.values())
+
+    def begin_first(self, change: Change) -> None:
+        """Build stages of what the hub has, alike in all clusters."""
+        stages = [(cluster, stage) for cluster in change.built for stage in cluster.cluster.stages]
+        self._start({stage.node: _Need(cluster, stage, False, (HUB,)) for cluster, stage in stages})
+        self._base = RoundId(0)
+
+    def begin(
+        self, change: Change, members: Members, rank: Callable[[ClusterState], tuple[int, int]]
+    ) -> tuple[Origin, ...]:
+        """Find sources for the stages to be built; `rank` says which cluster that trains knows most."""
+        self._base = None
+        origins: list[Origin] = []
+        needs: dict[NodeId, _Need] = {}
+        trained = [each for each in members.running if each not in change.built]
+        best = max(trained, key=rank) if trained else None
+        for cluster in change.built:
+            holder = _find_holder(cluster, members)
+            found = [self._find(cluster, stage, members, holder, best) for stage in cluster.cluster.stages]
+            needs |= {need.stage.node: need for need in found}
+            is_whole = bool(holder) and not any(need.nodes for need in found)
+            origins.append(Origin(cluster, holder or (best.holder if best else ""), is_whole))
+        self._start(needs)
+        return tuple(origins)
+
+    def _start(self, needs: dict[NodeId, _Need]) -> None:
+        self._needs, self._asked, self._snapshots = needs, {}, {}
+
+    def _find(
+        self,
+        cluster: ClusterState,
+        stage: Stage,
+        members: Members,
+        holder: str,
+        best: ClusterState | None,
+    ) -> _Need:
+        found: dict[NodeId, None] = {}
+        own = self._usable(members.find(stage.node))
+        for position in range(stage.start, stage.stop):
+            if own is None or not own.start <= position < own.stop:
+                found[self._find_node(position, members, holder, best)] = None
+        return _Need(cluster, stage, own is not None, tuple(found))
+
+    def _find_node(self, position: int, members: Members, holder: str, best: ClusterState | None) -> NodeId:
+        """Return who has the state of a position, and is to give it."""
+        holding = {}
+        for name in members:
+            held = self._usable(members.find(name))
+            if held is not None and held.start <= position < held.stop:
+                holding[name] = held
+        same = [name for name, held in holding.items() if held.holder == holder]
+        training = [best.cluster.owner(position)] if best else []
+        kept = [
+            name
+            for name, (held, _) in self._backups.items()
+            if name in members and held.start <= position < held.stop
+        ]
+        others = (*same, *(name for name in training if name in holding), *holding, *kept)
+        return next(iter(others), HUB)
+
+    def _usable(self, member: Member | None) -> Held | None:
+        held = member.held if member else None
+        return None if member is None or held is None or (member.node.name, held) in self._useless else held
+
+    @property
+    def pairs(self) -> dict[NodeId, set[NodeId]]:
+        """Who meets whom to give and take."""
+        found = defaultdict(set)
+        for need in self._needs.values():
+            for node in need.nodes:
+                if node not in (HUB, need.stage.node):
+                    found[node].add(need.stage.node)
+                    found[need.stage.node].add(node)
+        return dict(found)
+
+    def ask(self, members: Members, number: Callable[[], int]) -> list[Send]:
+        """Ask all who have something for a snapshot, each by a number of its own."""
+        nodes = dict.fromkeys(node for need in self._needs.values() for node in need.nodes if node != HUB)
+        given = [node for node in nodes if self._keeps_backup(node, members)]
+        self._snapshots = {node: self._backups[node][1] for node in given}
+        self._asked = {number(): node for node in nodes if node not in given}
+        return [Send(node, SnapshotOrder(members.epoch(node), n)) for n, node in self._asked.items()]
+
+    def _keeps_backup(self, node: NodeId, members: Members) -> bool:
+        """Return whether a source is one for its backup: it holds nothing of its own."""
+        return node in self._backups and self._usable(members.find(node)) is None
+
+    def take(self, sender: NodeId, made: SnapshotMade) -> str | None:
+        """Take a snapshot; return why not, if nobody asked."""
+        if self._asked.get(made.number) != sender:
+            return f"nobody asked {sender} for snapshot {made.number}"
+        del self._asked[made.number]
+        self._snapshots[sender] = made.weights
+        return None
+
+    def fail(self, name: NodeId, members: Members) -> None:
+        """Note that somebody does not give what it holds, or does not hold it."""
+        held = self._usable(members.find(name))
+        if held is not None:
+            self._useless.add((name, held))
+        self._backups.pop(name, None)
+
+    def note_backup(self, spare: NodeId, held: Held, weights: BlobRef) -> None:
+        """A spare keeps a snapshot."""
+        self._backups[spare] = (held, weights)
+
+    def order(self, members: Members) -> list[Send | MakeParts]:
+        """Order every stage built whose parts and snapshots are all there."""
+        orders: list[Send | MakeParts] = []
+        for need in self._needs.values():
+            if need.is_ordered or need.cluster.is_broken or not need.cluster.unready:
+                continue
+            stage, is_hubs = need.stage, HUB in need.nodes
+            made = members.find_parts(stage.start, stage.stop, is_newest=is_hubs)
+            if not isinstance(made, PartsMade):
+                orders += made
+            elif all(node in self._snapshots for node in need.nodes if node != HUB):
+                need.is_ordered = True
+                self._shrink(members, need)
+                orders.append(self._deliver(need, made))
+        return orders
+
+    def _deliver(self, need: _Need, made: PartsMade) -> Send:
+        refs = {**self._snapshots, HUB: made.weights}
+        sources = tuple(Source(node, refs[node]) for node in need.nodes)
+        epoch, version = need.cluster.epoch, need.cluster.version
+        parts = StageParts(epoch, version, made.blueprint, sources, need.keeps, self._base)
+        return Send(need.stage.node, parts)
+
+    def _shrink(self, members: Members, need: _Need) -> None:
+        """From now on a node holds what both its last stage and the new one have."""
+        member = members.find(need.stage.node)
+        if member is None or member.held is None:
+            return
+        start, stop = max(member.held.start, need.stage.start), min(member.held.stop, need.stage.stop)
+        held = replace(member.held, start=start, stop=stop) if start < stop else None
+        members.replace(replace(member, held=held))
+
+    def is_source(self, name: NodeId) -> bool:
+        """Return whether somebody still needs what a node has."""
+        return any(
+            name in need.nodes and need.stage.node in need.cluster.unready for need in self._needs.values()
+        )
+
+    def givers(self, cluster: ClusterState) -> tuple[NodeId, ...]:
+        """Return who gave what a cluster lacked."""
+        needs = (need for need in self._needs.values() if need.cluster is cluster)
+        return tuple(dict.fromkeys(node for need in needs for node in need.nodes))
+
+
+def _find_holder(cluster: ClusterState, members: Members) -> str:
+    """Return the name of the cluster that most of this one was in."""
+    counts: Counter[str] = Counter()
+    for stage in cluster.cluster.stages:
+        member = members.find(stage.node)
+        if member is not None and member.held is not None:
+            held = member.held
+            counts[held.holder] += max(0, min(held.stop, stage.stop) - max(held.start, stage.start))
+    return max(counts, key=lambda holder: counts[holder], default="") if counts.total() else ""

@@ -1,0 +1,85 @@
+"""What passes between the requester's side and the swarm: parts of stages, fields of batches, kept state.
+
+Its work takes a while and runs beside the messages. Driven by hub.server.
+"""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, assert_never
+
+from ravnest.exchange import Blobs, Parcel
+from ravnest.hub.events import Collect, Collected, Event, KeptPart, MakeParts, PartsMade, SendFields
+from ravnest.hub.owner import Owner
+from ravnest.plan.types import NodeId
+from ravnest.protocol import BatchId, FieldParts, Refusal
+
+
+class Supply:
+    """Carries out orders that concern the owner; `in_background` runs a function where it delays nobody."""
+
+    def __init__(
+        self,
+        owner: Owner,
+        blobs: Blobs,
+        post: Callable[[Parcel], None],
+        apply: Callable[[Event], None],
+        in_background: Callable[..., Any],
+        lose: Callable[[NodeId, str], None],
+    ) -> None:
+        self._owner, self._blobs = owner, blobs
+        self._post, self._apply, self._in_background = post, apply, in_background
+        self._lose = lose
+        self._loop = asyncio.get_running_loop()
+
+    async def carry_out(self, order: MakeParts | SendFields | Collect) -> None:
+        """Do what is ordered, and say when it is done."""
+        match order:
+            case MakeParts():
+                await self._make_parts(order)
+            case SendFields():
+                await self._send_fields(order)
+            case Collect():
+                await self._collect(order)
+            case _:
+                assert_never(order)
+
+    async def _make_parts(self, order: MakeParts) -> None:
+        parts = await self._in_background(self._owner.make_parts, order.start, order.stop)
+        blueprint = self._blobs.keep(parts.blueprint)
+        weights = await self._in_background(self._blobs.keep, parts.weights)  # to hash them takes a while
+        fields = (parts.train_fields, parts.evaluation_fields)
+        self._apply(PartsMade(order.start, order.stop, blueprint, weights, *fields, self._loop.time()))
+
+    async def _send_fields(self, order: SendFields) -> None:
+        for number, samples in enumerate(order.samples, order.first_batch):
+            for node, names in order.consumers:
+                read = self._owner.read_fields
+                specs, buffers = await self._in_background(read, order.is_evaluation, samples, names)
+                self._post(Parcel(node, FieldParts(order.epoch, BatchId(number), specs), buffers))
+
+    async def _collect(self, order: Collect) -> None:
+        """Fetch the state of a cluster; a checkpoint may fail, of a result others have copies."""
+        contents, books = [], order.books
+        for part in order.parts:
+            found = await self._fetch(part, is_kept=books is None)
+            if isinstance(found, Refusal):
+                self._fail(order, part, found.reason)
+                return
+            contents.append(found)
+        fault = ""
+        if books is not None:
+            parts = [(x.start, x.stop, content) for x, content in zip(order.parts, contents, strict=True)]
+            fault = await self._in_background(self._owner.keep, order.number, parts, books)
+        self._apply(Collected(order.number, self._loop.time(), fault))
+
+    def _fail(self, order: Collect, part: KeptPart, reason: str) -> None:
+        if order.books is not None:
+            self._apply(Collected(order.number, self._loop.time(), f"{part.node}: {reason}"))
+        else:
+            self._lose(part.node, f"its weights cannot be fetched: {reason}")
+
+    async def _fetch(self, part: KeptPart, is_kept: bool) -> bytes | Refusal:
+        arrived: asyncio.Future[bytes | Refusal] = self._loop.create_future()
+        for parcel in self._blobs.want(part.weights, part.node, arrived.set_result, keep=is_kept):
+            self._post(parcel)
+        return await arrived

@@ -1,0 +1,378 @@
+"""A peer's event loop and a hub played by hand, on virtual time: fetching, leaving, a hub that is away."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from random import Random
+
+import pytest
+
+from ravnest import wire
+from ravnest.blobs import BlobPart, BlobRequest
+from ravnest.errors import LinkError, NotAdmitted
+from ravnest.exchange import HUB, Blobs, Parcel, name_blob
+from ravnest.net.identity import Token, new_keys
+from ravnest.net.memory import MemoryNetwork, MemoryTransport, run_virtual
+from ravnest.net.transport import Delivery, Service
+from ravnest.peer.agent import HANDOVER_SECONDS, Agent, Offer
+from ravnest.peer.compute import Aside, Build, Item
+from ravnest.peer.host import Limits
+from ravnest.plan.types import Node, NodeId, Ring, Stage
+from ravnest.protocol import (
+    Activation,
+    BatchId,
+    Hello,
+    LeaseDone,
+    LeaseId,
+    Leave,
+    Message,
+    Refused,
+    SegmentId,
+    StepReport,
+    Stop,
+    Welcome,
+)
+from ravnest.staging import (
+    BackupKept,
+    BackupOrder,
+    Contact,
+    PlanOrder,
+    RingOrder,
+    SnapshotOrder,
+    Source,
+    StageMissing,
+    StageParts,
+    StageReady,
+)
+
+ME, OTHER = NodeId("me"), NodeId("other")
+BLUEPRINT, WEIGHTS, MINE = b"blueprint", b"weights" * 400_000, b"mine"
+STAGE = Stage(ME, 0, 4, 1)
+REPORT = StepReport(1, BatchId(0), 0, 0, 1, 0.0, 0.0, 0.0, 0.0, 0.5, ())
+
+
+class Noted:
+    """Stands for the compute thread, and remembers what it is told."""
+
+    def __init__(self) -> None:
+        self.items: list[Item] = []
+        self.closed = asyncio.Event()
+
+    def put(self, item: Item) -> None:
+        self.items.append(item)
+        if isinstance(item, Aside):
+            self.emit(item.work())
+
+    async def run(self, limits, blobs, emit, fail) -> None:
+        self.blobs, self.emit, self.fail = blobs, emit, fail
+        await self.closed.wait()
+
+    def close(self) -> None:
+        self.closed.set()
+
+    def of(self, kind: type) -> list:
+        return [item for item in self.items if isinstance(item, kind)]
+
+
+class Scene:
+    """A hub and another peer, played by hand, and the agent between them."""
+
+    def __init__(self) -> None:
+        self.network, self.random = MemoryNetwork(), Random(1)
+        self.keys = {name: new_keys() for name in (HUB, ME, OTHER)}
+        self.nodes: dict[NodeId, MemoryTransport] = {}
+        self.blobs = {HUB: Blobs(), OTHER: Blobs()}
+        self.compute = Noted()
+        self.stack = AsyncExitStack()
+
+    async def open(self, name: NodeId) -> MemoryTransport:
+        node = MemoryTransport(self.network, self.keys[name], self.random, name, admit=lambda *_: None)
+        node.allow(keys.public for keys in self.keys.values())
+        self.nodes[name] = await self.stack.enter_async_context(node)
+        return node
+
+    async def say(self, message: Message, sender: NodeId = HUB, buffers: tuple = ()) -> None:
+        header = wire.pack(message, buffers)
+        await self.nodes[sender].send(self.keys[ME].peer, Service.CONTROL, header, buffers)
+
+    async def hear(self, kind: type, receiver: NodeId = HUB):
+        """Return the next message of a kind; requests for blobs are answered meanwhile."""
+        async with asyncio.timeout(100):
+            while True:
+                event = await self.nodes[receiver].receive()
+                if not isinstance(event, Delivery):
+                    continue
+                message = wire.unpack(event.header, event.buffers)
+                if isinstance(message, kind):
+                    return message
+                if isinstance(message, BlobRequest):
+                    parcel = self.blobs[receiver].serve(ME, message)
+                    await self.say(parcel.message, receiver, parcel.buffers)
+
+    async def settle(self, seconds: float = 1.0) -> None:
+        """Let the other answer what it is asked for a while."""
+        try:
+            async with asyncio.timeout(seconds):
+                await asyncio.gather(self.hear(Stop, OTHER), self.hear(Stop, HUB))
+        except TimeoutError:
+            pass
+
+    def order(self, epoch: int, **change) -> PlanOrder:
+        contact = Contact(OTHER, self.keys[OTHER].public.decode(), (OTHER,))
+        given = {"stage": STAGE, "pipeline": (ME,), "rings": (), "contacts": (contact,), **change}
+        return PlanOrder(epoch, epoch, 0, **given)
+
+    def parts(self, epoch: int, *sources: tuple[NodeId, bytes]) -> StageParts:
+        named = tuple(Source(node, name_blob(content)) for node, content in sources)
+        return StageParts(epoch, 5, self.blobs[HUB].keep(BLUEPRINT), named)
+
+
+def play(script: Callable[[Scene, Agent, "asyncio.Task[str]"], Awaitable[None]]) -> str | BaseException:
+    """Let an agent join, then what the script says; return how it ended."""
+
+    async def main() -> str | BaseException:
+        scene = Scene()
+        async with scene.stack:
+            await scene.open(HUB)
+            await scene.open(OTHER)
+            keys = scene.keys
+            transport = await scene.stack.enter_async_context(
+                MemoryTransport(scene.network, keys[ME], Random(2), ME)
+            )
+            node = Node(ME, 1e9, 1e9, 1e9, 1e9)
+            token = Token((HUB,), keys[HUB].public, bytes(16))
+            agent = Agent(token, keys[ME], Offer(node, Limits(1e9), (ME,)), scene.compute)
+            running = asyncio.create_task(agent.run(transport))
+            assert (await scene.hear(Hello)).epoch == 0
+            await scene.say(Welcome(ME, 1.0))
+            await scene.say(scene.order(1))
+            await script(scene, agent, running)
+            if not running.done():
+                await scene.say(Stop("over"))
+            (ended,) = await asyncio.gather(running, return_exceptions=True)
+            return ended
+
+    return run_virtual(main())
+
+
+def test_all_that_a_stage_is_made_of_is_fetched_at_once_from_whoever_has_it() -> None:
+    async def script(scene: Scene, agent: Agent, _) -> None:
+        own = agent._blobs.keep(MINE)
+        assert own == name_blob(MINE)
+        scene.blobs[OTHER].keep(WEIGHTS)
+        scene.blobs[HUB].keep(b"from the hub")
+        sources = ((OTHER, WEIGHTS), (ME, MINE), (HUB, b"from the hub"))
+        await scene.say(scene.parts(1, *sources))
+        await scene.hear(BlobRequest, OTHER)  # before the hub has answered anything
+        await scene.hear(BlobRequest)
+        assert not scene.compute.of(Build)
+        await scene.say(scene.parts(1, *sources))  # the same order again
+        await scene.settle()
+        (build,) = scene.compute.of(Build)
+        assert (build.blueprint, build.contents) == (BLUEPRINT, (WEIGHTS, MINE, b"from the hub"))
+        assert build.parts.version == 5
+
+    assert play(script) == "over"
+
+
+@pytest.mark.parametrize("fault", ["absent", "damaged", "unknown", "not here"])
+def test_a_source_that_gives_nothing_is_named_and_the_peer_stays(fault: str) -> None:
+    async def script(scene: Scene, *_) -> None:
+        sources = {"unknown": (NodeId("who"), b"x"), "not here": (ME, b"x")}
+        source = sources.get(fault, (OTHER, b"four"))
+        await scene.say(scene.parts(1, source, (OTHER, b"of another, that never comes")))
+        if fault in ("absent", "damaged"):
+            request = await scene.hear(BlobRequest, OTHER)
+            while request.blob != name_blob(b"four").blob:
+                request = await scene.hear(BlobRequest, OTHER)
+            if fault == "absent":
+                await scene.say(Refused("it is gone", request.blob), OTHER)
+            else:
+                await scene.say(BlobPart(request.blob, 0, 4), OTHER, (b"evil",))
+        missing = await scene.hear(StageMissing)
+        assert (missing.epoch, missing.node) == (1, source[0])
+        scene.blobs[OTHER].keep(b"good")
+        await scene.say(scene.parts(1, (OTHER, b"good")))
+        await scene.settle()
+        assert [build.contents for build in scene.compute.of(Build)] == [(b"good",)]
+
+    assert play(script) == "over"
+
+
+def test_a_hub_that_does_not_give_the_blueprint_is_left() -> None:
+    async def script(scene: Scene, _, running) -> None:
+        parts = scene.parts(1)
+        scene.blobs[HUB] = Blobs()
+        await scene.say(parts)
+        leave = await scene.hear(Leave)
+        assert not leave.can_hand_over
+        await asyncio.wait([running])
+
+    ended = play(script)
+    assert isinstance(ended, LinkError)
+    assert "the stage cannot be fetched: hub says" in str(ended)
+
+
+def test_a_hub_that_does_not_let_a_peer_in_again_is_left() -> None:
+    async def script(scene: Scene, _, running) -> None:
+        await scene.say(Refused("from another peer"), OTHER)
+        await asyncio.sleep(0.5)
+        assert not running.done()
+        await scene.say(Refused("it came back with another version"))
+        await asyncio.wait([running])
+
+    ended = play(script)
+    assert isinstance(ended, NotAdmitted)
+    assert "another version" in str(ended)
+
+
+def test_a_newer_plan_ends_what_is_fetched_and_what_comes_late_of_it_is_refused() -> None:
+    async def script(scene: Scene, agent: Agent, _) -> None:
+        await scene.say(scene.parts(1, (OTHER, b"late")))
+        request = await scene.hear(BlobRequest, OTHER)
+        await scene.settle(0.5)
+        await scene.say(scene.order(2))
+        await asyncio.sleep(0.1)
+        assert not agent._blobs._coming
+        await scene.say(BlobPart(request.blob, 0, 4), OTHER, (b"late",))
+        await scene.say(scene.parts(1, (HUB, b"old")))  # of the plan before
+        await scene.settle()
+        assert not scene.compute.of(Build)
+        assert [order.epoch for order in scene.compute.of(PlanOrder)] == [1, 2]
+        scene.blobs[OTHER].keep(b"late")
+        await scene.say(scene.parts(2, (OTHER, b"late")))
+        await scene.settle()
+        assert [build.order.epoch for build in scene.compute.of(Build)] == [2]
+
+    assert play(script) == "over"
+
+
+def test_other_rings_cut_no_link_and_a_stage_under_way_is_built_for_them() -> None:
+    rings = ((SegmentId(4), Ring(0, 4, (ME, OTHER))),)
+
+    async def script(scene: Scene, agent: Agent, _) -> None:
+        await asyncio.sleep(1.0)
+        await scene.say(scene.parts(1, (OTHER, b"late")))
+        await scene.hear(BlobRequest, OTHER)
+        link = agent._transport._neighbours[scene.keys[OTHER].peer].connection
+        assert link is not None
+        order = scene.order(1)
+        await scene.say(RingOrder(1, 8, rings, order.contacts))
+        await scene.say(RingOrder(1, 7, (), ()))  # an older one
+        scene.blobs[OTHER].keep(b"late")
+        await asyncio.sleep(0.5)
+        await scene.say(BlobPart(name_blob(b"late").blob, 0, 4), OTHER, (b"late",))
+        await scene.settle()
+        assert agent._transport._neighbours[scene.keys[OTHER].peer].connection is link
+        (build,) = scene.compute.of(Build)
+        assert (build.order.epoch, build.order.plan, build.order.rings) == (1, 8, rings)
+        assert [order.plan for order in scene.compute.of(RingOrder)] == [8]
+        await scene.say(RingOrder(1, 9, (), ()))
+        await asyncio.sleep(0.5)
+        assert scene.keys[OTHER].peer not in agent._transport._neighbours
+
+    assert play(script) == "over"
+
+
+def test_who_leaves_goes_on_until_the_hub_lets_it_go() -> None:
+    async def script(scene: Scene, agent: Agent, running) -> None:
+        await asyncio.sleep(0.1)
+        agent.leave("its provider takes it back")
+        leave = await scene.hear(Leave)
+        assert leave == Leave(1, "its provider takes it back", can_hand_over=True)
+        await asyncio.sleep(HANDOVER_SECONDS / 2)
+        await scene.say(scene.order(2))
+        await scene.say(SnapshotOrder(2, 1))
+        await asyncio.sleep(0.5)
+        assert scene.compute.of(SnapshotOrder) == [SnapshotOrder(2, 1)]
+        assert not running.done()
+
+    assert play(script) == "its provider takes it back"
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_who_leaves_waits_ten_seconds_at_most_and_not_when_told_twice(again: bool) -> None:
+    async def script(scene: Scene, agent: Agent, running) -> None:
+        began = asyncio.get_running_loop().time()
+        agent.leave("back")
+        await scene.hear(Leave)
+        if again:
+            agent.leave("back")
+        await asyncio.wait([running])
+        seconds = asyncio.get_running_loop().time() - began
+        assert seconds < 1.0 if again else HANDOVER_SECONDS <= seconds < HANDOVER_SECONDS + 1
+
+    assert play(script) == "back"
+
+
+def test_parcels_wait_for_a_hub_that_comes_back() -> None:
+    async def script(scene: Scene, *_) -> None:
+        scene.network.partition([scene.keys[HUB].peer])
+        await asyncio.sleep(5.0)
+        for number in range(3):
+            scene.compute.emit(Parcel(HUB, LeaseDone(1, LeaseId(number), 4)))
+        for _ in range(3000):
+            scene.compute.emit(Parcel(HUB, REPORT))
+        scene.compute.emit(Parcel(HUB, StageReady(1)))
+        await asyncio.sleep(10.0)
+        scene.network.partition()
+        done = [(await scene.hear(LeaseDone)).lease for _ in range(3)]
+        assert done == [0, 1, 2]
+        await scene.hear(StageReady)
+
+    assert play(script) == "over"
+
+
+def test_a_hub_that_comes_back_as_another_hears_what_is_held_and_nothing_old() -> None:
+    async def script(scene: Scene, *_) -> None:
+        scene.compute.emit(Parcel(HUB, StageReady(1)))
+        await scene.hear(StageReady)
+        await scene.nodes[HUB].__aexit__()
+        await asyncio.sleep(5.0)
+        scene.compute.emit(Parcel(HUB, LeaseDone(1, LeaseId(7), 4)))
+        await asyncio.sleep(5.0)
+        await scene.open(HUB)
+        first = await scene.hear(object)
+        assert isinstance(first, Hello)
+        assert first.epoch == 1
+        await scene.say(Welcome(ME, 1.0))
+        scene.compute.emit(Parcel(HUB, LeaseDone(1, LeaseId(8), 4)))
+        assert (await scene.hear(LeaseDone)).lease == 8
+
+    assert play(script) == "over"
+
+
+def test_a_neighbour_that_is_lost_takes_nobody_with_it(monkeypatch) -> None:
+    async def script(scene: Scene, agent: Agent, running) -> None:
+        await scene.say(scene.order(2))
+        await asyncio.sleep(1.0)
+        await scene.nodes[OTHER].__aexit__()
+        spec = ((0, wire.TensorSpec("uint8", (60 << 20,), "fp32")),)
+        for number in range(3):  # more than there is credit for
+            message = Activation(2, BatchId(number), False, 4, spec)
+            scene.compute.emit(Parcel(OTHER, message, (memoryview(bytes(60 << 20)),)))
+        await asyncio.sleep(200.0)
+        assert not running.done()
+
+    assert play(script) == "over"
+
+
+def test_a_spare_keeps_one_backup_and_serves_it() -> None:
+    async def script(scene: Scene, agent: Agent, _) -> None:
+        await scene.say(scene.order(2, stage=None, pipeline=()))
+        for number, content in ((1, b"first"), (2, b"second")):
+            source = Source(OTHER, scene.blobs[OTHER].keep(content))
+            await scene.say(BackupOrder(2, number, source))
+            await scene.settle(0.5) if number == 1 else None
+            if number == 2:
+                asyncio.get_running_loop().create_task(scene.settle(0.5))
+        kept = await scene.hear(BackupKept)
+        assert kept == BackupKept(2, 2)
+        assert name_blob(b"second") in agent._blobs
+        assert name_blob(b"first") not in agent._blobs
+        lost = Source(OTHER, name_blob(b"nobody has this"))
+        await scene.say(BackupOrder(2, 3, lost))
+        await scene.settle()
+        assert name_blob(b"second") in agent._blobs
+
+    assert play(script) == "over"

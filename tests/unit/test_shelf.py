@@ -1,0 +1,86 @@
+"""A shelf keeps the newest snapshots in files that go with it, or in memory where there is no disk."""
+
+import logging
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from ravnest.blobs import BlobRequest
+from ravnest.exchange import Blobs, name_blob
+from ravnest.peer.shelf import Shelf
+from ravnest.plan.types import NodeId
+
+PEER = NodeId("peer")
+
+
+def files(folder: Path) -> set[str]:
+    return {path.name for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch) -> Path:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def test_it_keeps_the_newest_three_of_its_own_and_the_newest_backup(folder: Path) -> None:
+    with Shelf() as shelf:
+        blobs = Blobs(shelf)
+        refs = [blobs.keep(bytes([number]) * 1000) for number in range(5)]
+        shelf.keep_backup(b"one")
+        shelf.keep_backup(b"two")
+        kept = {*(ref.blob for ref in refs[2:]), name_blob(b"two").blob}
+        assert files(folder) == kept
+        assert [ref in blobs for ref in refs] == [False, False, True, True, True]
+        assert name_blob(b"one") not in blobs
+        assert blobs.kept(refs[4]) == b"\4" * 1000
+        blobs.keep(b"\2" * 1000)  # the same again is the newest
+        blobs.keep(b"new")
+        assert [ref in blobs for ref in refs] == [False, False, True, False, True]
+        piece = blobs.serve(PEER, BlobRequest(refs[2].blob, 10, 5))
+        for number in range(3):
+            blobs.keep(b"newer %d" % number)
+        assert bytes(piece.buffers[0]) == b"\2" * 5  # on its way, though its file is gone
+        assert refs[2].blob not in files(folder)
+    assert files(folder) == set()
+    assert not any(folder.iterdir())
+
+
+def test_a_backup_that_is_an_own_snapshot_outlives_it(folder: Path) -> None:
+    with Shelf() as shelf:
+        blobs = Blobs(shelf)
+        own = blobs.keep(b"own")
+        shelf.keep_backup(b"own")
+        for number in range(3):
+            blobs.keep(b"newer %d" % number)
+        assert blobs.kept(own) == b"own"
+        assert own.blob in files(folder)
+        shelf.keep_backup(b"another")
+        assert own not in blobs
+        assert own.blob not in files(folder)
+
+
+@pytest.mark.parametrize("fault", ["no folder", "full"])
+def test_without_a_disk_it_keeps_them_in_memory_and_says_so_once(
+    folder: Path, monkeypatch, caplog, fault: str
+) -> None:
+    def fail(path: Path, content: bytes) -> None:
+        path.touch()
+        raise OSError(28, "No space left on device")
+
+    if fault == "full":
+        monkeypatch.setattr(Path, "write_bytes", fail)
+    else:
+        monkeypatch.setattr(
+            tempfile, "TemporaryDirectory", lambda **_: (_ for _ in ()).throw(OSError("read-only"))
+        )
+    with caplog.at_level(logging.WARNING, "ravnest.peer.shelf"), Shelf() as shelf:
+        blobs = Blobs(shelf)
+        refs = [blobs.keep(bytes([number]) * 10) for number in range(5)]
+        shelf.keep_backup(b"backup")
+        assert [ref in blobs for ref in refs] == [False, False, True, True, True]
+        assert blobs.kept(refs[3]) == b"\3" * 10
+        assert files(folder) == set()
+    assert len(caplog.records) == 1
+    assert "snapshots stay in memory" in caplog.text
