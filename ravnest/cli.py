@@ -16,6 +16,7 @@ from ravnest.commands.doctor import doctor, env
 from ravnest.commands.hub import hub
 from ravnest.commands.inspect import inspect
 from ravnest.commands.join import join
+from ravnest.commands.pause import finish, pause, resume
 from ravnest.commands.plan import plan
 from ravnest.commands.status import status
 from ravnest.commands.stop import stop
@@ -79,9 +80,10 @@ def program() -> None:
     \b
     Exit codes: 0 fine, 1 failed, 2 wrong usage, 3 a file or value is not
     usable, 4 the hub cannot be reached, 5 it refuses, 6 the nodes cannot
-    hold the model, 130 stopped by Ctrl-C.
+    hold the model, 7 stopped by a guard, 130 stopped by Ctrl-C.
     """
 
 
-for _command in (demo, plan, inspect, train, hub, join, status, stop, token, doctor, env):
+_COMMANDS = (demo, plan, inspect, train, hub, join, pause, resume, finish, status, stop, token, doctor, env)
+for _command in _COMMANDS:
     program.add_command(_command)

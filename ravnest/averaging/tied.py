@@ -48,8 +48,8 @@ class TiedOrder(Generic[V]):
         self._others = tuple(other for other in pipeline if other != node)
         self._holders: dict[NodeId, tuple[int, int]] = {node: interval}
         self._uses = uses
-        self._homes = frozenset(name for name, places in uses.items() if _is_in(places[0], interval))
-        self._unknown = set(uses) - self._homes if is_rebuilt else set()  # until their homes have said
+        self.homes = frozenset(name for name, places in uses.items() if _is_in(places[0], interval))
+        self._unknown = set(uses) - self.homes if is_rebuilt else set()  # until their homes have said
         self._gathered: dict[str, tuple[V, int]] = {}
         # As a home.
         self._number = 0  # steps made
@@ -65,11 +65,6 @@ class TiedOrder(Generic[V]):
         self._early: dict[NodeId, dict[int, TiedStep[V]]] = {}
 
     @property
-    def homes(self) -> frozenset[str]:
-        """The weights whose home this is."""
-        return self._homes
-
-    @property
     def is_ready(self) -> bool:
         """Whether this stage knows all its weights, and may use them."""
         return not self._unknown
@@ -82,7 +77,7 @@ class TiedOrder(Generic[V]):
     @property
     def stamp(self) -> Stamp:
         """The steps made here as a home: whoever sees them all has the same weights."""
-        return ((self._node, self._number),) if self._homes else ()
+        return ((self._node, self._number),) if self.homes else ()
 
     def has_seen(self, stamp: Stamp) -> bool:
         """Return whether all these steps were made here, as far as they concern this stage."""
@@ -98,7 +93,7 @@ class TiedOrder(Generic[V]):
         for name, gradient in gradients.items():
             total, count = self._gathered.get(name, (None, 0))
             self._gathered[name] = (gradient if total is None else total + gradient, count + 1)
-        if self._homes:
+        if self.homes:
             self._rate, self._is_due, self._closes = rate, True, self._closes or closes
         return self._call()
 
@@ -142,7 +137,7 @@ class TiedOrder(Generic[V]):
         """Return who holds which of the weights whose home this is, leaf first; None: not all have come."""
         holders = sorted(self._holders.items(), key=lambda item: item[1], reverse=True)
         found: dict[NodeId, tuple[str, ...]] = {}
-        missing = {(name, place) for name in self._homes for place in self._uses[name]}
+        missing = {(name, place) for name in self.homes for place in self._uses[name]}
         for holder, interval in holders:
             held = {(name, place) for name, place in missing if _is_in(place, interval)}
             missing -= held
@@ -155,7 +150,7 @@ class TiedOrder(Generic[V]):
         if not self._is_due or self._open is not None or followers is None:
             return []
         self._num_calls += 1
-        self._open = {self._node: self._take(self._homes)}
+        self._open = {self._node: self._take(self.homes)}
         closes, self._is_due, self._closes = self._closes, False, False
         return [
             (follower, TiedCall(self._epoch, self._num_calls, names, closes))
@@ -209,7 +204,7 @@ class TiedOrder(Generic[V]):
         """Number the next step, for this stage and all that follow."""
         self._number += 1
         made: Addressed[V] = []
-        for holder, names in ((self._node, tuple(self._homes)), *followers.items()):
+        for holder, names in ((self._node, tuple(self.homes)), *followers.items()):
             shared = tuple((key, value) for key, value in values.items() if self._weight(key) in names)
             made.append((holder, TiedStep(self._epoch, self._number, rate, shared)))
         return made
@@ -233,7 +228,7 @@ class TiedOrder(Generic[V]):
 
     def _check(self, sender: NodeId, names: Sequence[str]) -> None:
         for key in names:
-            if self._weight(key) in self._homes or self._weight(key) not in self._uses:
+            if self._weight(key) in self.homes or self._weight(key) not in self._uses:
                 raise ProtocolError(f"{sender} calls {key[:80]!r} its own, which this stage does not share")
 
     def _weight(self, key: str) -> str:

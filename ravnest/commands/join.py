@@ -3,29 +3,30 @@
 import logging
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from ravnest.errors import ConfigError
-from ravnest.units import Dimension, parse_quantity, show_bytes, show_flops
+from ravnest.units import Dimension, parse_quantity, show_bytes, show_flops, show_rate, show_value
 
 if TYPE_CHECKING:
+    from ravnest.commands.lending import Terms
     from ravnest.net.identity import Token
-    from ravnest.peer.agent import Agent, Offer
+    from ravnest.peer.agent import Offer
+    from ravnest.peer.hours import Hours
 
 _LONGEST_NAME = 40
 _LONGEST_BATCH_SECONDS = 600.0  # a stage that would need longer for one batch is not run here
 _EVERYWHERE = "tcp://0.0.0.0:*"
 _ONLY_HERE = "tcp://127.0.0.1:*"  # where what comes through the relay is led to
 _VARIABLE = "RAVNEST_TOKEN"
-_SIGNAL_EXIT = 128
 _GUESSED = "of matrix products; the job's own work will tell"
 _USUAL_BYTES_PER_SECOND, _USUAL_LATENCY_SECONDS = 50e6 / 8, 0.01  # until the hub has measured the link
+_SLOWEST_UPLOAD = 100e3 / 8  # signs of life alone take a tenth of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,10 @@ class _Stated:
     emulated_flops_per_second: float | None
     bytes_per_second: float | None
     latency_seconds: float | None
+    gpu_memory_bytes: float | None = None
+    upload_bytes_per_second: float | None = None
+    hours: tuple["Hours", ...] = ()
+    runs_on_battery: bool = False
 
 
 @click.command()
@@ -62,6 +67,11 @@ class _Stated:
 @click.option(
     "--memory", metavar="SIZE", help="Memory to lend, like '4 GB'; half of what is free (GPU: 80 %)."
 )
+@click.option("--gpu-memory", metavar="SIZE", help="Memory of the GPU to lend; --memory is then the PC's.")
+@click.option("--cpu", metavar="SHARE", help="Cores to lend, like '50 %' of them, or '2'; all if left out.")
+@click.option("--upload", metavar="RATE", help="Most to send, over all links, like '20 Mbit/s'.")
+@click.option("--hours", metavar="SPAN", multiple=True, help="When to lend, like 22:00-07:00; else always.")
+@click.option("--on-battery", metavar="stop|go", default="stop", show_default=True, help="Lend it then?")
 @click.option("--flops", metavar="RATE", help="Speed to claim, like '50 GFLOP/s'; measured if left out.")
 @click.option("--emulate", metavar="RATE", help="Be as slow as a PC of this speed, like '2 GFLOP/s'.")
 @click.option("--bandwidth", metavar="RATE", help="Up and down, like '50 Mbit/s'; measured if left out.")
@@ -77,6 +87,11 @@ def join(  # noqa: PLR0913 - click passes one argument per option
     name: str | None,
     device: str,
     memory: str | None,
+    gpu_memory: str | None,
+    cpu: str | None,
+    upload: str | None,
+    hours: tuple[str, ...],
+    on_battery: str,
     flops: str | None,
     emulate: str | None,
     bandwidth: str | None,
@@ -89,9 +104,12 @@ def join(  # noqa: PLR0913 - click passes one argument per option
 ) -> None:
     """Lend this PC to the swarm that TOKEN invites to, until its job is done or Ctrl-C.
 
-    Ends with 4 if the hub cannot be reached, with 5 if it refuses the token. It runs no code from the job.
+    Ends with 4 if the hub cannot be reached, with 5 if it refuses the token, with 7 if the program takes more
+    memory than it lends. It runs no code from the job. See `ravnest pause` too.
     """
     from ravnest.net.identity import read_token
+    from ravnest.peer.hours import read_hours
+    from ravnest.peer.limits import limit_cpu
 
     invitation = read_token(_find_token(token, token_file))
     doors = _choose_doors(listen, public, outbound_only)
@@ -102,21 +120,44 @@ def join(  # noqa: PLR0913 - click passes one argument per option
         _read(emulate, Dimension.FLOPS_PER_SECOND),
         _read(bandwidth, Dimension.BYTES_PER_SECOND),
         _read(latency, Dimension.SECONDS),
+        _read(gpu_memory, Dimension.BYTES),
+        _read_upload(upload),
+        tuple(map(read_hours, hours)),
+        _read_choice(on_battery),
     )
-    patience_seconds = parse_quantity(patience, Dimension.SECONDS)
+    patience_seconds = _read(patience, Dimension.SECONDS) or 0.0
     logging.basicConfig(level=logging.WARNING if quiet else logging.INFO, format="%(message)s")
     logging.getLogger("ravnest.net").setLevel(logging.WARNING)
+    cores = "" if cpu is None else limit_cpu(cpu)
     offer = _make_offer(name, stated, doors, patience_seconds)
     if not quiet:
-        _show(invitation, offer)
-    code, reason = _take_part(invitation, offer, doors)
+        _show(invitation, offer, _show_limits(stated, cores))
+    code, reason = _take_part(invitation, offer, doors, stated)
     if not quiet:
         click.echo(f"ended: {reason}", err=True)
     sys.exit(code)
 
 
 def _read(text: str | None, dimension: Dimension) -> float | None:
-    return None if text is None else parse_quantity(text, dimension)
+    value = None if text is None else parse_quantity(text, dimension)
+    if value is not None and (value < 0 or (value == 0 and dimension is not Dimension.SECONDS)):
+        raise ConfigError(f"{text!r} is too little; give something like {dimension.value!r}")
+    return value
+
+
+def _read_upload(text: str | None) -> float | None:
+    rate = _read(text, Dimension.BYTES_PER_SECOND)
+    if rate is not None and rate < _SLOWEST_UPLOAD:
+        raise ConfigError(
+            f"--upload {text} is too slow to take part; give {show_rate(_SLOWEST_UPLOAD)} or more"
+        )
+    return rate
+
+
+def _read_choice(on_battery: str) -> bool:
+    if on_battery not in ("stop", "go"):
+        raise ConfigError(f"--on-battery {show_value(on_battery)} is neither; give stop or go")
+    return on_battery == "go"
 
 
 def _find_token(token: str | None, file: str | None) -> str:
@@ -155,10 +196,15 @@ def _make_offer(name: str | None, stated: _Stated, doors: _Doors, patience_secon
     from ravnest.peer import machine
     from ravnest.peer.agent import Offer
     from ravnest.peer.host import Limits
+    from ravnest.peer.limits import check_gpu_memory
     from ravnest.plan.types import Node, NodeId
 
     device = machine.choose_device(stated.device)
-    memory, emulated = stated.memory_bytes, stated.emulated_flops_per_second
+    emulated = stated.emulated_flops_per_second
+    memory = stated.memory_bytes
+    if stated.gpu_memory_bytes is not None:
+        check_gpu_memory(device, stated.gpu_memory_bytes)
+        memory = stated.gpu_memory_bytes
     speed = emulated if stated.flops_per_second is None else stated.flops_per_second
     rate, latency = stated.bytes_per_second, stated.latency_seconds
     facts = {Fact.SPEED: speed, Fact.BANDWIDTH: rate, Fact.LATENCY: latency}
@@ -167,7 +213,7 @@ def _make_offer(name: str | None, stated: _Stated, doors: _Doors, patience_secon
         name=NodeId((name or platform.node() or "peer")[:_LONGEST_NAME]),
         memory_bytes=machine.lent_memory_bytes(device) if memory is None else memory,
         flops_per_second=machine.measure_flops_per_second(device) if speed is None else speed,
-        upload_bytes_per_second=rate,
+        upload_bytes_per_second=min(rate, stated.upload_bytes_per_second or rate),
         download_bytes_per_second=rate,
         latency_seconds=_USUAL_LATENCY_SECONDS if latency is None else latency,
         is_reachable=doors.is_reachable,
@@ -178,7 +224,22 @@ def _make_offer(name: str | None, stated: _Stated, doors: _Doors, patience_secon
     return Offer(node, limits, (), patience_seconds, guessed=guessed)
 
 
-def _show(token: "Token", offer: "Offer") -> None:
+def _show_limits(stated: _Stated, cores: str) -> str:
+    """Return in words what is held to besides memory."""
+    from ravnest.peer.hours import show_hours
+    from ravnest.peer.machine import has_battery
+
+    upload = stated.upload_bytes_per_second
+    limits = (
+        cores,
+        f"{show_rate(upload)} of upload" if upload else "",
+        show_hours(stated.hours),
+        "not on battery" if has_battery() and not stated.runs_on_battery else "",
+    )
+    return ", ".join(filter(None, limits))
+
+
+def _show(token: "Token", offer: "Offer", limits: str) -> None:
     """Say what is lent, and to whom."""
     from ravnest.blobs import Fact
     from ravnest.net.identity import peer_of
@@ -191,7 +252,8 @@ def _show(token: "Token", offer: "Offer") -> None:
     device = "" if offer.limits.device == "cpu" else f" on {offer.limits.device}"
     lent = f"{show_bytes(node.memory_bytes)} of memory and {show_flops(node.flops_per_second)}"
     lines = (
-        f"lends {lent} ({source}){device} as {node.name}",
+        f"lends {lent} ({source}){device} as {node.name}"
+        + (f", and no more than: {limits}" if limits else ""),
         f"to hub {hub} at {', '.join(token.addresses)}",
         "it runs no code from the job: stages come as lists of known operations; Ctrl-C takes the PC back",
     )
@@ -199,57 +261,45 @@ def _show(token: "Token", offer: "Offer") -> None:
         click.echo(line, err=True)
 
 
-def _take_part(token: "Token", offer: "Offer", doors: _Doors) -> tuple[int, str]:
+def _take_part(token: "Token", offer: "Offer", doors: _Doors, stated: _Stated) -> tuple[int, str]:
     """Return the exit code and why it ended."""
     import asyncio
     import random
 
+    from ravnest.commands.lending import Lending
     from ravnest.net.identity import new_keys
+    from ravnest.net.transport import Limits
     from ravnest.net.zeromq import ZeroMqTransport
     from ravnest.peer.agent import Agent
     from ravnest.peer.machine import return_freed_memory, warm_up
 
     return_freed_memory()
     warm_up()
+    lending = Lending(_make_terms(offer, stated))
+    limits = Limits(upload_bytes_per_second=stated.upload_bytes_per_second or inf)
 
-    async def run() -> tuple[int, str]:
+    async def once() -> str:
         keys = new_keys()
-        pauses = random.SystemRandom()
-        async with ZeroMqTransport(keys, pauses, doors.listen) as transport:
+        async with ZeroMqTransport(keys, random.SystemRandom(), doors.listen, limits) as transport:
             addresses = doors.addresses(transport.address)
             told = ", ".join(addresses) if addresses else "nowhere, it only dials out"
             logging.info("listens at %s", told)
             agent = Agent(token, keys, replace(offer, addresses=addresses, door=transport.address))
-            with _polite(agent) as signals:
-                reason = await agent.run(transport)
-            return (_SIGNAL_EXIT + signals[0] if signals else 0), reason
+            return await lending.attend(agent, transport)
 
-    return asyncio.run(run())
+    return asyncio.run(lending.run(once))
 
 
-@contextmanager
-def _polite(agent: "Agent") -> Iterator[list[int]]:
-    """Leave when the provider says so, and tell the hub; gives the signals that came."""
-    import asyncio
-    import signal
-    from types import FrameType
+def _make_terms(offer: "Offer", stated: _Stated) -> "Terms":
+    """Hold a GPU to what it lends, and have the rest looked after."""
+    from ravnest.commands.lending import Terms
+    from ravnest.config import PlanConfig
+    from ravnest.peer.limits import MemoryWatch, limit_gpu_memory
 
-    loop = asyncio.get_running_loop()
-    came: list[int] = []
-
-    def leave() -> None:
-        click.echo("leaving: the hub is told, the others go on; Ctrl-C again ends at once", err=True)
-        agent.leave("its provider takes it back")
-
-    def note(number: int, _: FrameType | None) -> None:
-        came.append(number)
-        signal.signal(number, before[number])
-        loop.call_soon_threadsafe(leave)
-
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    before: dict[int, Any] = {number: signal.signal(number, note) for number in numbers}
-    try:
-        yield came
-    finally:
-        for number, action in before.items():
-            signal.signal(number, action)
+    device, lent = offer.limits.device, offer.limits.memory_bytes
+    watched: float | None = lent if device == "cpu" else None
+    if device.startswith("cuda"):
+        limit_gpu_memory(device, lent)
+        watched = stated.memory_bytes if stated.gpu_memory_bytes is not None else None
+    memory = None if watched is None else MemoryWatch(watched, PlanConfig().overhead_bytes)
+    return Terms(offer.node.name, stated.hours, stated.runs_on_battery, memory)

@@ -62,8 +62,8 @@ class Door:
         """Return the public key of a peer that was admitted."""
         return self._keys[peer].decode()
 
-    def introduce(self, peer: PeerId, hello: Hello) -> Hello | str:
-        """Name a peer like nobody else and return what is believed of it; or why it cannot join."""
+    def introduce(self, peer: PeerId, hello: Hello, before: NodeId | None = None) -> Hello | str:
+        """Name a peer as before, or like nobody else; return what is believed of it, or why it must go."""
         if hello.version != VERSION:
             return f"it speaks version {hello.version} of ravnest, this hub {VERSION}: update the older one"
         if not is_sensible(hello.node):
@@ -71,7 +71,7 @@ class Door:
         plain = "".join(letter for letter in hello.node.name if letter.isprintable())[:_LONGEST_NAME]
         names = (f"{plain or 'peer'}{'-' * bool(size)}{peer[:size]}" for size in count(0, 4))
         taken = {HUB, *self.names.values()}
-        name = self.names[peer] = next(NodeId(each) for each in names if each not in taken)
+        name = self.names[peer] = before or next(NodeId(each) for each in names if each not in taken)
         addresses = tuple(each for each in hello.addresses if len(each) <= _LONGEST_ADDRESS)
         return replace(hello, node=replace(hello.node, name=name), addresses=addresses[:_MOST_ADDRESSES])
 

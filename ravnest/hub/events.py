@@ -83,6 +83,23 @@ class PeerJoined:
 
 
 @dataclass(frozen=True, slots=True)
+class Restarted:
+    """The hub goes on from its log: all who were there are to come back; the checkpoint on disk, if any."""
+
+    books: Books | None
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
+class PeerReturned:
+    """Somebody who was there when the hub went comes back, with what it had."""
+
+    node: NodeId
+    addresses: tuple[str, ...]
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
 class PeerLeft:
     """A peer is gone: its link broke, it is silent, it sent garbage."""
 
@@ -139,7 +156,18 @@ class Stopped:
 
 
 Event = (
-    JobGiven | PeerJoined | PeerLeft | Received | PlanMade | PartsMade | Collected | Tick | Stopped | Probed
+    JobGiven
+    | Restarted
+    | PeerJoined
+    | PeerReturned
+    | PeerLeft
+    | Received
+    | PlanMade
+    | PartsMade
+    | Collected
+    | Tick
+    | Stopped
+    | Probed
 )
 
 

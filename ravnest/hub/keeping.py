@@ -64,7 +64,8 @@ class Keeping:
         """Ask every node of a cluster for its state; with books it is a checkpoint."""
         self._keeper, self._kept, self._books = cluster, {}, books
         self._started_at, self._attempt = now, self.number()
-        return [Send(name, SnapshotOrder(cluster.epoch, self._attempt)) for name in cluster.nodes]
+        order = SnapshotOrder(cluster.epoch, self._attempt, is_final=books is None)
+        return [Send(name, order) for name in cluster.nodes]
 
     def lose(self, cluster: ClusterState) -> None:
         """Note that a cluster is no more as it was."""

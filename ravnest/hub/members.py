@@ -13,7 +13,7 @@ from ravnest.hub.events import JobGiven, MakeParts, PartsMade, PeerJoined, Send
 from ravnest.hub.microbatches import configure_microbatch, profile_microbatch
 from ravnest.hub.planning import MakePlan
 from ravnest.plan.forecast import Forecast, forecast
-from ravnest.plan.types import Cluster, Node, NodeId, Plan, Ring, Stage, Swarm, cluster_name
+from ravnest.plan.types import Backup, Cluster, Node, NodeId, Plan, Ring, Stage, Swarm, cluster_name
 from ravnest.staging import Contact, PlanOrder, RingOrder, Rings, SegmentId
 
 Extras = Mapping[NodeId, Collection[NodeId]]  # whom a node meets beside its cluster and its rings
@@ -41,6 +41,7 @@ class Member:
     held: Held | None = None
     leaves_by: float | None = None  # once it wants to
     leaves_for: str = ""
+    back_by: float | None = None  # while the hub, which was away, waits for it
 
 
 @dataclass(slots=True, eq=False)
@@ -148,9 +149,25 @@ class Members:
         """Those who go as soon as nobody needs them."""
         return tuple(member for member in self._members.values() if member.leaves_by is not None)
 
+    @property
+    def missing(self) -> tuple[Member, ...]:
+        """Those who are to come back to a hub that was away."""
+        return tuple(member for member in self._members.values() if member.back_by is not None)
+
+    def miss_all(self, back_by: float) -> None:
+        """Wait for everybody, after the hub was away; what was made for stages is lost with its memory."""
+        for name, member in self._members.items():
+            self._members[name] = replace(member, back_by=back_by, probe_by=None)
+        self._parts, self._asked, self._stale = {}, set(), set()
+
     def is_draining(self, cluster: ClusterState) -> bool:
         """Return whether somebody of a cluster wants to go, so that it takes nothing new."""
         return any(member.node.name in cluster.nodes for member in self.leaving)
+
+    @property
+    def backups(self) -> tuple[Backup, ...]:
+        """Which spares keep snapshots of which nodes."""
+        return self._plan.backups if self._plan is not None and self._clusters else ()
 
     def absent(self, names: Collection[NodeId]) -> tuple[NodeId, ...]:
         """Return the owners in the plan's rings who are not among these."""
@@ -216,11 +233,12 @@ class Members:
     def ask_for_plan(self) -> MakePlan:
         """Return the order to plan with all members, or to repair the plan there is."""
         self._last_epoch += 1
-        nodes = tuple(m.node for m in self._members.values() if not m.guessed and m.leaves_by is None)
+        here = (m for m in self._members.values() if not m.guessed and m.leaves_by is None)
+        nodes = tuple(member.node for member in here if member.back_by is None)
         if not self._clusters:
             return MakePlan(self._last_epoch, nodes)
-        here = {node.name for node in nodes}
-        gone = tuple(node for name, node in self._planned.items() if name not in here)
+        names = {node.name for node in nodes}
+        gone = tuple(node for name, node in self._planned.items() if name not in names)
         return MakePlan(self._last_epoch, nodes, self._plan, gone, self._microbatches)
 
     def adopt(self, plan: Plan, microbatches: int, job: JobGiven) -> Change:

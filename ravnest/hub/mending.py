@@ -7,6 +7,7 @@ Driven by hub.state.
 
 from dataclasses import replace
 
+from ravnest.hub.backing import Backing
 from ravnest.hub.events import Collected, Dismiss, JobGiven, Order, PartsMade, Tell
 from ravnest.hub.keeping import Keeping
 from ravnest.hub.members import ClusterState, Members
@@ -30,6 +31,7 @@ from ravnest.staging import SnapshotMade, StageMissing
 
 _HANDOVER_SECONDS = 10.0
 _DRAIN_SECONDS = 5.0  # of them, for what is under way
+_BACK_SECONDS = 20.0  # for peers to find a hub that was away
 
 
 class Mending:
@@ -39,6 +41,7 @@ class Mending:
         self._members = members
         self._keeping = keeping
         self._sourcing = Sourcing()
+        self.backing = Backing(members, self._sourcing, keeping.number)
         self.saved: Books | None = None  # of the last checkpoint
 
     @property
@@ -49,9 +52,9 @@ class Mending:
             member.node.name in hosts for member in self._members.leaving
         )
 
-    def is_draining(self, training: Training, now: float) -> bool:
-        """Return whether a cluster that somebody leaves is still at work, and has time for it."""
-        return any(
+    def is_waiting(self, training: Training, now: float) -> bool:
+        """Return whether a plan has time: somebody is to come back, or a cluster finishes what it is at."""
+        return bool(self._members.missing) or any(
             each.leaves_by is not None
             and now < each.leaves_by - _HANDOVER_SECONDS + _DRAIN_SECONDS
             and (cluster := self._members.cluster_of(each.node.name)) is not None
@@ -62,9 +65,11 @@ class Mending:
 
     def due(self, now: float) -> float | None:
         """Return when somebody who leaves is no longer waited for."""
-        times = []
+        times = [member.back_by for member in self._members.missing if member.back_by is not None]
         for member in self._members.leaving:
             assert member.leaves_by is not None
+            if member.back_by is not None:
+                continue
             drained_by = member.leaves_by - _HANDOVER_SECONDS + _DRAIN_SECONDS
             times += [drained_by] if now < drained_by else [member.leaves_by]
         return min(times, default=None)
@@ -79,6 +84,14 @@ class Mending:
         self._keeping.lose(cluster)
         given_back = training.give_back(cluster)
         return [Tell(ClusterBroken(cluster.name, reason, given_back))] if was_running else []
+
+    def restart(self, books: Books | None, training: Training, now: float) -> list[Order]:
+        """Go on after the hub was away: everything stands still until all are back, or long enough."""
+        self.saved = books
+        self._members.miss_all(now + _BACK_SECONDS)
+        training.stand_still(self._members.clusters)
+        lost = [self.lose(each, "the hub was away", training, now) for each in self._members.clusters]
+        return [order for orders in lost for order in orders]
 
     def part(self, name: NodeId, reason: str, now: float) -> list[Order]:
         """Let somebody go as soon as nothing is lost by it."""
@@ -99,7 +112,15 @@ class Mending:
         outlook, size = members.outlook, job.settings.batch_size
         told = PlanFormed(made.plan, outlook.samples_per_second, outlook.round_seconds, size, count)
         self._sourcing.begin_first(change)
-        return [Tell(told), *members.announce(change, {}), *self._sourcing.order(members)]
+        return [Tell(told), *members.announce(change, self._meetings()), *self._sourcing.order(members)]
+
+    def _meetings(self) -> dict[NodeId, set[NodeId]]:
+        """Return who meets whom beside its own cluster and rings: to give and take, and for backups."""
+        found = self._sourcing.pairs
+        for backup in self._members.backups:
+            found.setdefault(backup.node, set()).add(backup.spare)
+            found.setdefault(backup.spare, set()).add(backup.node)
+        return found
 
     def repair(self, job: JobGiven, made: PlanMade, training: Training) -> list[Order] | None:
         """Follow a repaired plan: stages are built of what others have; None: nobody has all of it."""
@@ -107,7 +128,7 @@ class Mending:
         members, had_rings = self._members, bool(self._members.rings)
         change = members.adopt(made.plan, made.microbatches, job)
         if not had_rings:  # who trains alone keeps no average
-            training.forget_averages()
+            training.forget_averages(members.clusters)
         was_broken = {each.holder: each.broken_at for each in change.ended if each.broken_at is not None}
         origins = self._sourcing.begin(change, members, training.rank)
         if self._sourcing.needs_hub and training.num_counted and self.saved is None:
@@ -125,8 +146,7 @@ class Mending:
             if cluster.holder not in followed:
                 told = ClusterDissolved(cluster.name, "the plan goes on without it", given_back, lost)
                 orders.append(Tell(told))
-        pairs = self._sourcing.pairs
-        orders += members.announce(change, pairs)
+        orders += members.announce(change, self._meetings())
         asked = self._sourcing.ask(members, self._keeping.number)
         return [*orders, *asked, *self._sourcing.order(members)]
 
@@ -146,6 +166,9 @@ class Mending:
 
     def take_snapshot(self, sender: NodeId, made: SnapshotMade) -> list[Order] | str:
         """Take a snapshot that somebody waits for."""
+        backed = self.backing.take(sender, made)
+        if backed is not None:
+            return [*backed]
         reason = self._sourcing.take(sender, made)
         return reason if reason is not None else [*self._sourcing.order(self._members)]
 
@@ -173,12 +196,17 @@ class Mending:
 
     def let_go(self, now: float) -> list[tuple[NodeId, str]]:
         """Return who leaves and is needed no longer, or was waited for long enough, and why it leaves."""
-        gone = []
+        gone = [
+            (member.node.name, "it did not come back to the hub")
+            for member in self._members.missing
+            if member.back_by is not None and now >= member.back_by
+        ]
         for member in self._members.leaving:
             assert member.leaves_by is not None
             name = member.node.name
             is_needed = self._members.cluster_of(name) is not None or self._sourcing.is_source(name)
-            if now >= member.leaves_by or not is_needed:
+            is_over = now >= member.leaves_by or not is_needed
+            if is_over and member.back_by is None:
                 gone.append((name, member.leaves_for))
         return gone
 

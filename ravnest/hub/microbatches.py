@@ -55,6 +55,8 @@ def configure_microbatch(job: JobGiven, microbatches: int) -> PlanConfig:
 
 def make_plan(job: JobGiven, asked: MakePlan, now: float) -> PlanMade:
     """Plan, choose the microbatches that its windows ask for, and plan with these; or say what is short."""
+    if not asked.nodes:  # they are still to be measured, or to come back
+        return PlanMade(asked.epoch, None, 1, "", now)
     if asked.repairs is not None:
         return _repair(job, asked, asked.repairs, now)
     settings, swarm = job.settings, Swarm(asked.nodes)
@@ -89,7 +91,7 @@ def _repair(job: JobGiven, asked: MakePlan, plan: Plan, now: float) -> PlanMade:
             repair = node_joined(plan, node.name, profile, Swarm(tuple(here)), config)
             plan, reasons = repair.plan, [*reasons, repair.reason]
     if not plan.clusters:
-        return PlanMade(asked.epoch, None, asked.microbatches, reasons[-1], now)
+        return PlanMade(asked.epoch, None, asked.microbatches, "", now)  # what is short a first plan says
     mended = _accumulate(replace(plan, epoch=asked.epoch), asked.microbatches, job.config.max_lag)
     return PlanMade(asked.epoch, mended, asked.microbatches, "", now, "; ".join(reasons))
 

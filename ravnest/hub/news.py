@@ -25,6 +25,21 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True)
+class Resumed:
+    """The hub goes on from its log, or from a checkpoint."""
+
+    num_samples: int
+    num_peers: int  # to be met again
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """A peer has found the hub again, with what it had."""
+
+    node: NodeId
+
+
+@dataclass(frozen=True, slots=True)
 class Missing:
     """A peer's link is lost; it is waited for."""
 
@@ -196,6 +211,8 @@ class Stopping:
 News = (
     Joined
     | Measured
+    | Resumed
+    | Returned
     | Missing
     | Left
     | Leaving
@@ -225,6 +242,11 @@ def show_news(news: News) -> str:  # noqa: C901, PLR0912 - one short case for ea
             return f"{node} joined"
         case Measured(node, fault):
             return f"{node.name} {fault or 'was measured'}: {_show_facts(node)}"
+        case Resumed(num_samples, num_peers):
+            met = f"; waiting for {num_peers} peers to come back" if num_peers else ""
+            return f"the hub goes on: {num_samples} samples are trained{met}"
+        case Returned(node):
+            return f"{node} is back, with what it had"
         case Missing(node, reason, seconds):
             return f"{node} is missing: {reason}; it has {show_seconds(seconds)} to come back"
         case Left(node, reason):

@@ -26,7 +26,9 @@ from ravnest.hub.events import (
     Order,
     PeerJoined,
     PeerLeft,
+    PeerReturned,
     Received,
+    Restarted,
     Send,
     SendFields,
     Stopped,
@@ -79,6 +81,7 @@ class Server:
         relay: Relay | None = None,
         log: Callable[[Event], None] | None = None,
         watch: Callable[[Event, tuple[Order, ...]], None] | None = None,
+        hub: Hub | None = None,
     ) -> None:
         self._door = Door(token, relay)
         self.admit = self._door.admit
@@ -87,7 +90,7 @@ class Server:
         self._log = log
         self._watch = watch
         self._in_background = in_background  # runs a function of the owner's where it delays no message
-        self.hub = Hub()  # for who watches, too
+        self.hub = Hub() if hub is None else hub  # for who watches, too; one with a past goes on
         self._blobs = Blobs()
         self._outboxes: dict[NodeId, asyncio.Queue[Parcel]] = {}
         self._background: set[asyncio.Task[None]] = set()
@@ -103,10 +106,14 @@ class Server:
         self._loop = asyncio.get_running_loop()
         self._result: asyncio.Future[_Outcome | RavnestError] = self._loop.create_future()
         self._parting: asyncio.Future[None] | None = None
-        self._supply = Supply(owner, self._blobs, self._post, self._apply, self._in_background, self._lose)
+        self._ahead = max(0.0, self.hub.now - self._loop.time())  # a hub's time never goes back
+        around = (self._post, self._apply, self._in_background, self._lose, self._time)
+        self._supply = Supply(owner, self._blobs, *around)
+        is_new = self.hub.books is None
         async with asyncio.TaskGroup() as self._tasks:
             self._start(self._listen())
-            self._apply(replace(job, now=self._loop.time()))
+            now = self._time()
+            self._apply(replace(job, now=now) if is_new else Restarted(job.books, now))
             try:
                 outcome = await self._result
             finally:
@@ -120,9 +127,12 @@ class Server:
             raise outcome
         return outcome
 
+    def _time(self) -> float:
+        return self._loop.time() + self._ahead
+
     def stop(self, reason: str) -> None:
         """End the job early; what was trained is kept."""
-        self._apply(Stopped(reason, self._loop.time()))
+        self._apply(Stopped(reason, self._time()))
 
     def fail(self, error: RavnestError) -> None:
         """End the job with an error."""
@@ -159,7 +169,7 @@ class Server:
         if self._parting is None:
             if peer not in self._dismissed:
                 self._tell(Missing(self._door.names[peer], reason, GRACE_SECONDS))
-            since = self._loop.time()
+            since = self._time()
             self._absent[peer] = self._loop.call_later(GRACE_SECONDS, self._forget, peer, reason, since)
             return
         self._door.forget(peer)
@@ -186,15 +196,19 @@ class Server:
         """Take a peer in under a name that nobody else has."""
         if peer in self._door.names:
             return
-        known = self._door.introduce(peer, hello)
+        key = self._door.key(peer)
+        before = self.hub.find_missing(key, hello.epoch)
+        known = self._door.introduce(peer, hello, before)
         if isinstance(known, str):
             self._start(self._refuse(peer, known))
             return
-        name = known.node.name
+        name, now = known.node.name, self._time()
         relay_port = self._relay.port if self._relay is not None else 0
         self._post(Parcel(name, Welcome(name, HEARTBEAT_SECONDS, relay_port)))
-        now = self._loop.time()
-        self._apply(PeerJoined(known.node, self._door.key(peer), known.addresses, now, known.guessed))
+        if before is not None:
+            self._apply(PeerReturned(name, known.addresses, now))
+        else:
+            self._apply(PeerJoined(known.node, key, known.addresses, now, known.guessed))
 
     async def _refuse(self, peer: PeerId, reason: str) -> None:
         try:
@@ -215,7 +229,7 @@ class Server:
         self._transport.drop(peer, reason)
         if name is not None:
             self._blobs.refuse(name, reason)
-            self._apply(PeerLeft(name, reason, self._loop.time(), since))
+            self._apply(PeerLeft(name, reason, self._time(), since))
 
     def _lose(self, name: NodeId, reason: str) -> None:
         peer = self._door.find(name)
@@ -237,11 +251,11 @@ class Server:
             for parcel in [] if isinstance(found, Refusal) else found:
                 self._post(parcel)
         elif isinstance(message, Refused):
-            self._blobs.refuse(name, message.reason)
+            self._blobs.refuse(name, message.reason, message.blob)
         elif isinstance(message, ProbeReport):
-            self._reports.take(name, message, self._loop.time)
+            self._reports.take(name, message, self._time)
         else:
-            self._apply(Received(name, message, self._loop.time()))
+            self._apply(Received(name, message, self._time()))
 
     def _apply(self, event: Event) -> None:
         """Let the state decide, carry out its orders, and come back when it is due."""
@@ -253,10 +267,10 @@ class Server:
         if self._timer is not None:
             self._timer.cancel()
         due = self.hub.due
-        self._timer = None if due is None else self._loop.call_at(due, self._tick)
+        self._timer = None if due is None else self._loop.call_at(due - self._ahead, self._tick)
 
     def _tick(self) -> None:
-        self._apply(Tick(self._loop.time()))
+        self._apply(Tick(self._time()))
 
     def _carry_out(self, order: Order) -> None:
         match order:
@@ -299,7 +313,7 @@ class Server:
 
     async def _make_plan(self, order: MakePlan) -> None:
         made = await self._in_background(make_plan, self._job, order, 0.0)
-        self._apply(replace(made, now=self._loop.time()))
+        self._apply(replace(made, now=self._time()))
 
     def _finish(self, order: Finish) -> None:
         if not self._result.done():

@@ -134,7 +134,8 @@ class Sourcing:
         given = [node for node in nodes if self._keeps_backup(node, members)]
         self._snapshots = {node: self._backups[node][1] for node in given}
         self._asked = {number(): node for node in nodes if node not in given}
-        return [Send(node, SnapshotOrder(members.epoch(node), n)) for n, node in self._asked.items()]
+        orders = {n: SnapshotOrder(members.epoch(x), n, is_final=False) for n, x in self._asked.items()}
+        return [Send(self._asked[number], order) for number, order in orders.items()]
 
     def _keeps_backup(self, node: NodeId, members: Members) -> bool:
         """Return whether a source is one for its backup: it holds nothing of its own."""

@@ -9,8 +9,8 @@ nothing. Driven by hub.server, which logs events before it obeys, and by sim.
 
 from typing import assert_never
 
+from ravnest.hub.crew import Crew, Ordered
 from ravnest.hub.events import (
-    Abandon,
     Collected,
     Event,
     Finish,
@@ -19,29 +19,25 @@ from ravnest.hub.events import (
     PartsMade,
     PeerJoined,
     PeerLeft,
+    PeerReturned,
     Phase,
     Received,
+    Restarted,
     Send,
     Stopped,
     Tell,
     Tick,
 )
-from ravnest.hub.forming import Forming
-from ravnest.hub.hearing import Hearing, OfStages
-from ravnest.hub.keeping import Keeping
-from ravnest.hub.members import ClusterState, Members, is_sensible
-from ravnest.hub.mending import Mending, dismiss
+from ravnest.hub.hearing import OfStages
+from ravnest.hub.members import ClusterState
+from ravnest.hub.mending import dismiss
 from ravnest.hub.news import (
-    ClusterDissolved,
-    Joined,
-    Left,
     Repaired,
     Stopping,
-    WorkLost,
 )
 from ravnest.hub.planning import PlanMade, Probed
 from ravnest.hub.probing import take_probe
-from ravnest.hub.rounds import Ended, Rounds
+from ravnest.hub.rounds import Ended
 from ravnest.hub.training import Training
 from ravnest.plan.types import NodeId
 from ravnest.protocol import (
@@ -55,28 +51,14 @@ from ravnest.protocol import (
     StepReport,
     Stop,
 )
-from ravnest.staging import SnapshotMade, StageMissing, StageReady
+from ravnest.staging import BackupKept, SnapshotMade, StageMissing, StageReady
 
 _STOP_SECONDS = 30.0  # for what is under way when the job is stopped
-_Ordered = list[Order] | str  # orders, or why the event is refused
-_OfMembers = Leave | RoundReady | RoundAbort | RoundQuery | OfStages
+_OfMembers = Leave | BackupKept | RoundReady | RoundAbort | RoundQuery | OfStages
 
 
-class Hub:
+class Hub(Crew):
     """Feed it every event, in order; carry out what it returns, in order."""
-
-    def __init__(self) -> None:
-        self.now = 0.0  # of the last event; a program that goes on after a restart counts on from it
-        self.phase = Phase.COLLECTING
-        self._job: JobGiven | None = None
-        self._members = Members()
-        self._rounds = Rounds()
-        self.books: Training | None = None  # from the job on
-        self._forming = Forming()
-        self._keeping = Keeping()
-        self._mending = Mending(self._members, self._keeping)
-        self._hearing = Hearing(self._members, self._keeping, self._mending, self._forming)
-        self._stop_by: float | None = None  # once it is stopped
 
     @property
     def clusters(self) -> tuple[ClusterState, ...]:
@@ -95,16 +77,12 @@ class Hub:
             times.append(self._rounds.due)
         if self.phase is Phase.TRAINING:
             times += [self._stop_by, self._keeping.due(self._checkpoint_every), self._mending_due]
+            times += [self._mending.backing.due if self._stop_by is None else None]
         return min((time for time in times if time is not None), default=None)
 
     @property
-    def _can_mend(self) -> bool:
-        """Whether clusters are repaired: until the end, or until somebody has what is to be kept."""
-        return self.phase is Phase.TRAINING and (self._stop_by is None or not self._members.running)
-
-    @property
     def _mending_due(self) -> float | None:
-        if not self._can_mend or self._mending.is_draining(self._training, self.now):
+        if not self._can_mend or self._mending.is_waiting(self._training, self.now):
             return None
         return self._forming.mending_due(self._members, self._mending.is_urgent)
 
@@ -134,15 +112,14 @@ class Hub:
         orders = [*taken, *self._advance()]
         return tuple(order for order in orders if not isinstance(order, Send) or order.to in self._members)
 
-    @property
-    def _training(self) -> Training:
-        assert self.books is not None, "nobody has a stage before there is a job"
-        return self.books
-
-    def _take(self, event: Event) -> _Ordered:  # noqa: C901 - one short case for each
+    def _take(self, event: Event) -> Ordered:  # noqa: C901, PLR0912 - one short case for each
         match event:
             case JobGiven():
                 return self._begin(event)
+            case Restarted():
+                return self._restart(event)
+            case PeerReturned():
+                return self._take_back(event)
             case PeerJoined():
                 return self._join(event)
             case PeerLeft():
@@ -166,14 +143,14 @@ class Hub:
             case _:
                 assert_never(event)
 
-    def _begin(self, job: JobGiven) -> _Ordered:
+    def _begin(self, job: JobGiven) -> Ordered:
         if self._job:
             return f"the hub has a job already: {self._job.profile.name}"
         self._job, self.books, self._mending.saved = job, Training(job.settings), job.books
         self.books.restart(job.books)
         return []
 
-    def _receive(self, sender: NodeId, message: _OfMembers) -> _Ordered:
+    def _receive(self, sender: NodeId, message: _OfMembers) -> Ordered:
         if sender not in self._members:
             return f"{type(message).__name__} from {sender}, who is no member"
         match message:
@@ -185,78 +162,15 @@ class Hub:
             case RoundQuery():
                 answer = self._rounds.answer(sender, message)
                 return answer.reason if isinstance(answer, Refusal) else [answer]
+            case BackupKept():
+                reason = self._mending.backing.note_kept(sender, message)
+                return [] if reason is None else reason
             case StageReady() | StageMissing() | SnapshotMade() | LeaseDone() | StepReport() | DroppedBatch():
                 return self._hearing.hear(sender, message, self._training, self.now)
             case _:
                 assert_never(message)
 
-    def _join(self, event: PeerJoined) -> _Ordered:
-        name = event.node.name
-        if not is_sensible(event.node):
-            return f"{name} cannot join: no machine is like {event.node}"
-        gone = self._leave(name, "it came back as new") if name in self._members else []
-        assert isinstance(gone, list)
-        gone = [order for order in gone if not isinstance(order, Send) or order.to != name]
-        sends = self._members.join(event)
-        self._forming.note_change(self.now)
-        if self.phase is Phase.FINISHED:
-            sends = [Send(name, Stop("the job is done"))]
-        return [*gone, Tell(Joined(name)), *sends]
-
-    def _part(self, name: NodeId, leave: Leave) -> _Ordered:
-        """Let somebody go: at once, or when others have what it has."""
-        is_needed = self._members.cluster_of(name) is not None
-        if leave.can_hand_over and is_needed and self._can_mend:
-            self._forming.note_change(self.now)
-            return self._mending.part(name, leave.reason, self.now)
-        gone = self._leave(name, leave.reason)
-        return gone if isinstance(gone, str) else [*gone, *dismiss(name)]
-
-    def _leave(self, name: NodeId, reason: str, since: float | None = None) -> _Ordered:
-        if name not in self._members:
-            return f"{name} is no member, so it cannot leave"
-        cluster, ended = self._members.leave(name), self._rounds.leave(name, reason, self.now)
-        self._forming.note_change(self.now)
-        orders: list[Order] = [Tell(Left(name, reason))]
-        if self.phase is Phase.FINISHED:
-            return orders
-        orders += self._end_round(ended) if ended else []
-        if cluster is not None and self._can_mend:
-            since = self.now if since is None else since
-            orders += self._mending.lose(cluster, f"{name}: {reason}", self._training, since)
-        elif cluster is not None:
-            orders += self._give_up(cluster, f"{name}: {reason}")
-        is_empty = self._job is not None and self.phase is Phase.COLLECTING and not len(self._members)
-        return [*orders, *(self._forming.tell_shortage() if is_empty else [])]
-
-    def _give_up(self, cluster: ClusterState, reason: str) -> list[Order]:
-        given_back, lost = self._training.release(cluster)
-        orders: list[Order] = [*self._members.dissolve([cluster])]
-        orders.append(Tell(ClusterDissolved(cluster.name, reason, given_back, lost)))
-        self._keeping.lose(cluster)
-        is_new = not self._training.num_counted
-        if any(is_new or self._training.knows(each) for each in self._members.running):
-            return orders
-        return orders + self._start_over()
-
-    def _start_over(self) -> list[Order]:
-        """Go back to collecting, with what the hub has and all who are here; or end, if it is stopped."""
-        ended = self._rounds.cancel("training begins again", self.now)
-        orders: list[Order] = self._end_round(ended) if ended else []
-        for cluster in self._members.clusters:
-            self._keeping.lose(cluster)
-        orders += self._members.dissolve(self._members.clusters)
-        lost = self._training.restart(self._mending.saved)
-        self._rounds.restart()
-        self._forming.note_change(self.now)
-        self.phase = Phase.COLLECTING
-        if self._stop_by is None:
-            return orders + ([Tell(WorkLost(lost))] if lost else [])
-        self.phase = Phase.FINISHED
-        orders += [Send(name, Stop("the job was stopped")) for name in self._members]
-        return [*orders, Abandon("the job was stopped when no cluster had anything to keep")]
-
-    def _stop(self, reason: str) -> _Ordered:
+    def _stop(self, reason: str) -> Ordered:
         """End as if all was trained, as soon as what is under way is; at once if nobody trains yet."""
         if self._job is None or self.phase is Phase.FINISHED or self._stop_by is not None:
             return f"there is no job to stop ({reason}), or it ends already"
@@ -266,13 +180,6 @@ class Hub:
             return [told, *self._start_over()]
         self._training.stop()
         return [told]
-
-    def _end_round(self, ended: Ended) -> list[Order]:
-        if ended.told.is_committed:
-            took_part = {send.to for send in ended.sends}
-            clusters = (each for each in self._members.running if each.root in took_part)
-            self._training.note_averaged(clusters, ended.told.round_id)
-        return [*ended.sends, Tell(ended.told)]
 
     def _advance(self) -> list[Order]:
         """Go on as far as nobody has to be waited for."""
@@ -296,7 +203,7 @@ class Hub:
             orders += self._keeping.start(self._training.most_trained(self._members.running), self.now)
         return orders
 
-    def _adopt(self, made: PlanMade) -> _Ordered:
+    def _adopt(self, made: PlanMade) -> Ordered:
         """Follow a plan, unless somebody came or went while it was made: another one is on its way then."""
         if self.phase not in (Phase.COLLECTING, Phase.TRAINING) or not self._forming.take(made):
             return f"plan {made.epoch} comes too late: others are here now"
@@ -323,12 +230,13 @@ class Hub:
         if self._training.is_finished and self._members.running:
             self.phase = Phase.AVERAGING
         elif self._stop_by is None:
+            orders += self._mending.backing.order(self.now)
             if not self._mending.is_urgent:  # else the rings are soon others
                 orders += self._rounds.open_due(self._members, self._training, job, self.now)
             if self._keeping.is_time(self._checkpoint_every, self.now):
                 keeper = self._training.most_trained(self._members.running)
                 orders += self._keeping.start(keeper, self.now, self._training.books)
-        if self._can_mend and not self._mending.is_draining(self._training, self.now):
+        if self._can_mend and not self._mending.is_waiting(self._training, self.now):
             orders += self._forming.mend(job, self._members, self.now, self._mending.is_urgent)
         return orders
 
@@ -340,7 +248,7 @@ class Hub:
         self.phase = Phase.EVALUATING
         return []
 
-    def _take_collected(self, collected: Collected) -> _Ordered:
+    def _take_collected(self, collected: Collected) -> Ordered:
         """Go on when something is kept: a checkpoint, or the result."""
         if not self._keeping.has_asked_for(collected.number):
             return f"nobody asked to collect number {collected.number}"

@@ -72,7 +72,7 @@ class Watch:
     """Let it see every event of a hub, with the orders, after the hub has applied it."""
 
     def __init__(self, hub: Hub) -> None:
-        self._hub = hub
+        self.hub = hub
         self._job = ""
         self._members: dict[NodeId, None] = {}
         self._evaluated: Evaluated | None = None
@@ -97,15 +97,15 @@ class Watch:
 
     def status(self, now: float | None = None) -> Status:
         """Return where the run stands, at this time of the hub or at its last event."""
-        now = self._hub.now if now is None else now
-        books, evaluated = self._hub.books, self._evaluated
+        now = self.hub.now if now is None else now
+        books, evaluated = self.hub.books, self._evaluated
         trained = books.trained if books else Trained(0, 0, 0, None)
         return Status(
             now=now,
-            phase=self._hub.phase,
+            phase=self.hub.phase,
             job=self._job,
             members=tuple(self._member(name) for name in self._members),
-            clusters=tuple(ClusterStatus(x.name, x.nodes, x.is_running) for x in self._hub.clusters),
+            clusters=tuple(ClusterStatus(x.name, x.nodes, x.is_running) for x in self.hub.clusters),
             num_samples=trained.num_samples,
             num_total=trained.num_total,
             epoch=trained.epoch,
@@ -136,11 +136,11 @@ class Watch:
                 self._round = news
 
     def _say(self, text: str) -> None:
-        self._recent.append(Said(self._hub.now, text))
+        self._recent.append(Said(self.hub.now, text))
 
     def _mark(self) -> None:
-        books, now = self._hub.books, self._hub.now
-        if books is None or self._hub.phase is Phase.COLLECTING:
+        books, now = self.hub.books, self.hub.now
+        if books is None or self.hub.phase is Phase.COLLECTING:
             self._marks.clear()  # what was trained before is lost
         elif not self._marks or now >= self._marks[-1][0] + 1.0:
             self._marks.append((now, books.num_reported))
@@ -148,15 +148,15 @@ class Watch:
                 self._marks.popleft()
 
     def _rate(self, now: float) -> float:
-        if self._hub.books is None or not self._marks:
+        if self.hub.books is None or not self._marks:
             return 0.0
         old = [mark for mark in self._marks if mark[0] <= now - _RATE_SECONDS]
         since, reported = old[-1] if old else self._marks[0]
-        return (self._hub.books.num_reported - reported) / (now - since) if now > since else 0.0
+        return (self.hub.books.num_reported - reported) / (now - since) if now > since else 0.0
 
     def _member(self, name: NodeId) -> MemberStatus:
-        cluster: ClusterState | None = next((x for x in self._hub.clusters if name in x.nodes), None)
+        cluster: ClusterState | None = next((x for x in self.hub.clusters if name in x.nodes), None)
         if cluster is None:
-            return MemberStatus(name, "spare" if self._hub.clusters else "waiting")
+            return MemberStatus(name, "spare" if self.hub.clusters else "waiting")
         state = "training" if cluster.is_running else "getting ready"
         return MemberStatus(name, state, cluster.name, cluster.nodes.index(name))

@@ -205,14 +205,19 @@ def replay(store: Store) -> Hub:
     return hub
 
 
-def read_status(folder: Path) -> Status:
-    """Return where the run of this folder stands, whether its hub is running or not."""
+def read_watch(folder: Path) -> Watch:
+    """Return the hub of this folder's log, as somebody saw it who watched all the time."""
     hub = Hub()
     watch = Watch(hub)
     with Store(folder, is_read_only=True) as store:
         for event in store.events():
             watch.observe(event, hub.apply(event))
-    return watch.status()
+    return watch
+
+
+def read_status(folder: Path) -> Status:
+    """Return where the run of this folder stands, whether its hub is running or not."""
+    return read_watch(folder).status()
 
 
 def _read_only(path: Path) -> sqlite3.Connection:

@@ -25,10 +25,11 @@ class Supply:
         apply: Callable[[Event], None],
         in_background: Callable[..., Any],
         lose: Callable[[NodeId, str], None],
+        time: Callable[[], float],
     ) -> None:
         self._owner, self._blobs = owner, blobs
         self._post, self._apply, self._in_background = post, apply, in_background
-        self._lose = lose
+        self._lose, self._time = lose, time
         self._loop = asyncio.get_running_loop()
 
     async def carry_out(self, order: MakeParts | SendFields | Collect) -> None:
@@ -48,7 +49,7 @@ class Supply:
         blueprint = self._blobs.keep(parts.blueprint)
         weights = await self._in_background(self._blobs.keep, parts.weights)  # to hash them takes a while
         fields = (parts.train_fields, parts.evaluation_fields)
-        self._apply(PartsMade(order.start, order.stop, blueprint, weights, *fields, self._loop.time()))
+        self._apply(PartsMade(order.start, order.stop, blueprint, weights, *fields, self._time()))
 
     async def _send_fields(self, order: SendFields) -> None:
         for number, samples in enumerate(order.samples, order.first_batch):
@@ -70,11 +71,11 @@ class Supply:
         if books is not None:
             parts = [(x.start, x.stop, content) for x, content in zip(order.parts, contents, strict=True)]
             fault = await self._in_background(self._owner.keep, order.number, parts, books)
-        self._apply(Collected(order.number, self._loop.time(), fault))
+        self._apply(Collected(order.number, self._time(), fault))
 
     def _fail(self, order: Collect, part: KeptPart, reason: str) -> None:
         if order.books is not None:
-            self._apply(Collected(order.number, self._loop.time(), f"{part.node}: {reason}"))
+            self._apply(Collected(order.number, self._time(), f"{part.node}: {reason}"))
         else:
             self._lose(part.node, f"its weights cannot be fetched: {reason}")
 

@@ -122,18 +122,24 @@ class Training:
         bases = (self._of(cluster).base for cluster in clusters)
         return max((base for base in bases if base is not None), default=None)
 
-    def forget_averages(self) -> None:
-        """Note that nobody keeps the average of a round any more."""
-        for progress in self._progress.values():
+    def forget_averages(self, clusters: Iterable[ClusterState]) -> None:
+        """Note that none of these, nor those before them, keeps the average of a round any more."""
+        for progress in (*map(self._of, clusters), *self._progress.values()):
             progress.base = None
+
+    def stand_still(self, clusters: Iterable[ClusterState]) -> None:
+        """Note that the hub was away: nobody knows which average who has, and nothing is evaluated."""
+        self._evaluation = None
+        self.forget_averages(clusters)
 
     def inherit(self, cluster: ClusterState, holder: str, is_whole: bool) -> None:
         """Let a cluster go on from where another was; it has that one's average if it has all of it."""
-        before = self._progress.get(holder) or Progress(0, self._position)
-        after = Progress(before.version, self._position, num_trained=before.num_trained)
+        before = self._progress.get(holder) or Progress(0, self._position, base=None)
+        version = max(1, before.version)  # 0 is for what the hub gave, the same in all stages
+        after = Progress(version, self._position, num_trained=before.num_trained)
         after.base = before.base if is_whole else None
         after.num_alone = before.num_alone if is_whole else 0
-        cluster.version, self._progress[cluster.holder] = before.version, after
+        cluster.version, self._progress[cluster.holder] = version, after
 
     def note_averaged(self, clusters: Iterable[ClusterState], round_id: RoundId) -> None:
         """Note that these clusters share what they know."""

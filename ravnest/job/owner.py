@@ -56,6 +56,11 @@ class JobOwner:
         if isinstance(news, EpochDone | Evaluated):
             self.history.append(_report(news))
 
+    def retell(self, told: Sequence[EpochDone | Evaluated]) -> None:
+        """Know what was told in a log, where that is more than in a checkpoint."""
+        if len(told) > len(self.history):
+            self.history = [_report(each) for each in told]
+
     def make_parts(self, start: int, stop: int) -> Parts:
         """Cut the stage [start, stop) of the line."""
         stage = slice_blueprint(self._captured.blueprint, start, stop)

@@ -10,6 +10,7 @@ import logging
 import os
 import random
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -22,16 +23,17 @@ from ravnest.errors import ConfigError, PlanError, RavnestError
 from ravnest.hub.events import Event, Order
 from ravnest.hub.news import News, Waiting
 from ravnest.hub.server import Server
+from ravnest.hub.state import Hub as StateOfHub
 from ravnest.hub.status import Watch
-from ravnest.hub.store import Store
+from ravnest.hub.store import Store, read_watch
 from ravnest.job.callbacks import Callback, Callbacks, Narrator
-from ravnest.job.checkpoints import Checkpoint, Checkpoints, open_checkpoints
+from ravnest.job.checkpoints import open_checkpoints
 from ravnest.job.folder import MODEL, HubFile, new_hub_file, open_run, set_aside, write_hub_file
 from ravnest.job.interrupts import Interrupts
 from ravnest.job.job import Job
 from ravnest.job.listening import claim_door
 from ravnest.job.peers import HERE, Hardware, LocalPeers, share_memory
-from ravnest.job.preparing import assemble_result, prepare
+from ravnest.job.preparing import Given, assemble_result, prepare
 from ravnest.job.result import Result, check_place
 from ravnest.net.addresses import dialled_from_elsewhere, read_address
 from ravnest.net.identity import Token
@@ -142,36 +144,33 @@ class Hub:
             start = keeper.find() if resume else None
             for fault in keeper.faults:
                 logger.warning("%s", fault)
-            if self._folder is not None:
-                set_aside(self._folder, with_checkpoints=start is None)
+            setup = partial(prepare, job, self._plan, nodes, self._settle_seconds(nodes), keeper, start)
             with Interrupts() as interrupts:
-                work = lambda: self._fit(job, nodes, callbacks, interrupts, keeper, start)  # noqa: E731
-                result = interrupts.run(work)
+                hear = Callbacks([self._tell, *callbacks], nodes if self._is_open_to_others else 0)
+                result = interrupts.run(lambda: self._fit(setup, hear, interrupts, resume is not None))
         if file is not None:
             result.export(file)
         return result
 
     async def _fit(
-        self,
-        job: Job,
-        nodes: int,
-        callbacks: Sequence[Callback],
-        interrupts: Interrupts,
-        keeper: Checkpoints,
-        start: Checkpoint | None,
+        self, setup: Callable[[], Given], hear: Callbacks, interrupts: Interrupts, resumes: bool
     ) -> Result:
-        hear = Callbacks([self._tell, *callbacks], nodes if self._is_open_to_others else 0)
         keys, pauses = self._open_file.keys, random.SystemRandom()
         async with contextlib.AsyncExitStack() as open_things:
-            relay = Relay() if self._is_open_to_others else None
-            log = None if self._folder is None else open_things.enter_context(Store(self._folder)).append
-            server = Server(self.token, hear, relay=relay, log=log, watch=self._see)
-            self._watch = Watch(server.hub)
             # Peers get ready meanwhile; a hub that captures would be too busy to answer them.
             await open_things.enter_async_context(self._peers.running(self.invitation))
-            settle = self._settle_seconds(nodes)
-            given = await asyncio.to_thread(prepare, job, self._plan, nodes, settle, keeper, start)
+            given = await asyncio.to_thread(setup)
             hear.add(given.owner.note)
+            past = self._find_past(given) if resumes else None
+            self._watch = Watch(StateOfHub()) if past is None else past
+            relay = Relay() if self._is_open_to_others else None
+            log = None
+            if self._folder is not None:
+                if past is None:
+                    set_aside(self._folder, with_checkpoints=given.job.books is None)
+                log = open_things.enter_context(Store(self._folder)).append
+            hub = self._watch.hub
+            server = Server(self.token, hear, relay=relay, log=log, watch=self._see, hub=hub)
             transport = ZeroMqTransport(keys, pauses, self._door, admit=server.admit)
             await open_things.enter_async_context(transport)
             if relay is not None:
@@ -180,6 +179,20 @@ class Hub:
                 interrupts.stop = lambda: server.stop(_STOPPED)
                 finish, contents = await server.run(transport, given.owner, given.job)
         return assemble_result(given, finish, contents)
+
+    def _find_past(self, given: Given) -> Watch | None:
+        """Return the hub of the folder's log if it was at this job; peers of its own are gone with it."""
+        if self._folder is None or not self._is_open_to_others:
+            return None
+        try:
+            past = read_watch(self._folder)
+        except ConfigError as error:
+            logger.info("the log is not gone on with: %s", error)
+            return None
+        if not past.hub.is_at(given.job) or past.hub.books is None:
+            return None
+        given.owner.retell(past.hub.books.history)
+        return past
 
     def _see(self, event: Event, orders: tuple[Order, ...]) -> None:
         self._watch.observe(event, orders)

@@ -31,15 +31,13 @@ from ravnest.net.transport import (
     as_views,
     check_limits,
 )
+from ravnest.net.upload import Upload
 
 logger = logging.getLogger(__name__)
 
 DIAL_SECONDS = 2.0  # well within the hub's grace for a lost peer; other addresses wait for their turn
-FIRST_PAUSE_SECONDS = 0.1
-LONGEST_PAUSE_SECONDS = 5.0
 HELD_SECONDS = 1.0  # a link that lived longer was a good one
 SEND_SECONDS = 60.0
-_SERVICES = tuple(Service)  # to go through an enumeration costs more
 
 Admit = Callable[[PeerId, bytes], str | None]  # who knocks, with what greeting -> why not
 
@@ -59,6 +57,8 @@ class Endpoint:
         self._neighbours: dict[PeerId, Neighbour] = {}
         self._events: asyncio.PriorityQueue[Waiting] = asyncio.PriorityQueue()
         self._num_events = 0
+        self._upload = Upload(self._limits.upload_bytes_per_second)
+        self._more_timer: asyncio.TimerHandle | None = None
 
     @property
     def peer(self) -> PeerId:
@@ -127,9 +127,7 @@ class Endpoint:
             return
         if neighbour.dial is not None:
             self._stop_dialling(neighbour.dial)
-        for unsent in (entry for queue in neighbour.unsent for entry in queue):
-            if not unsent.accepted.done():
-                unsent.accepted.set_exception(LinkError(f"{peer} was dropped: {reason}"))
+        neighbour.fail(LinkError(f"{peer} was dropped: {reason}"))
         if neighbour.connection is not None:
             self._say_bye(neighbour.connection, reason)
             self._put_down(neighbour, reason)
@@ -234,14 +232,7 @@ class Endpoint:
         self._wake(neighbour)
 
     def _fill(self, neighbour: Neighbour) -> None:
-        """Move what waits for credit into the outbox as far as there is any."""
-        outbox = neighbour.link.outbox
-        for service, queue in zip(_SERVICES, neighbour.unsent, strict=True):
-            while queue and (queue[0].accepted.done() or outbox.has_room(service, queue[0].size_bytes)):
-                unsent = queue.popleft()
-                if not unsent.accepted.done():
-                    outbox.put(service, unsent.header, unsent.buffers)
-                    unsent.accepted.set_result(None)
+        neighbour.fill()
         self._wake(neighbour)
 
     def _wake(self, neighbour: Neighbour) -> None:
@@ -252,12 +243,25 @@ class Endpoint:
     def _pump(self, neighbour: Neighbour) -> None:
         neighbour.is_awake = False
         while neighbour.connection is not None:
-            frames = neighbour.link.next_frames(self._loop.time())
+            now = self._loop.time()
+            wait = self._upload.wait_seconds(now)
+            frames = neighbour.link.next_frames(now, is_held=wait > 0)
             if frames is None:
                 self._plan_ack(neighbour)
+                if wait > 0 and self._more_timer is None:
+                    self._more_timer = self._loop.call_later(wait, self._send_more)
                 return
+            if wait == 0 and len(frames) > 1:
+                neighbour.fed_at = now
             if not self._try_send(neighbour.connection, frames):
                 return
+
+    def _send_more(self) -> None:
+        """Spend what may leave again: on the most urgent of all links, and on them in turn."""
+        self._more_timer = None
+        waiting = sorted(self._neighbours.values(), key=lambda each: (each.link.outbox.urgency, each.fed_at))
+        for neighbour in waiting:
+            self._pump(neighbour)
 
     def _plan_ack(self, neighbour: Neighbour) -> None:
         """Confirm in time what no message has confirmed before."""
@@ -269,6 +273,7 @@ class Endpoint:
         self._pump(neighbour)
 
     def _try_send(self, connection: Connection, frames: Frames) -> bool:
+        self._upload.pay(frames, self._loop.time())
         try:
             connection.send(frames)
         except LinkError as error:
@@ -313,19 +318,14 @@ class Endpoint:
         self._try_send(attempt, neighbour.link.hello(dial.greeting))
 
     def _pause(self, neighbour: Neighbour, *, was_up: bool = False) -> None:
-        """Dial the next address, after the last of them with a pause that doubles until a link has held."""
+        """Dial again after a pause, which doubles until a link has held."""
         dial = neighbour.dial
         if dial is None:
             return
         if neighbour.up_since is not None and self._loop.time() - neighbour.up_since > HELD_SECONDS:
             dial.num_failures = 0
         neighbour.up_since = None
-        pause = min(LONGEST_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2.0 ** min(dial.num_passes, 10))
-        dial.num_failures += 1
-        if not was_up:
-            dial.turn = (dial.turn + 1) % len(dial.addresses)
-            if dial.num_failures % len(dial.addresses):
-                pause = 0.0
+        pause = dial.fail(was_up=was_up)
         dial.timer = self._loop.call_later(pause * self._random.uniform(0.5, 1.0), self._attempt, neighbour)
 
     def _stop_dialling(self, dial: Dial) -> None:

@@ -87,11 +87,11 @@ class Link:
         """Note that the program took the oldest message of a service."""
         self._owe(self.inbox.take(service), now)
 
-    def next_frames(self, now: float) -> Frames | None:
+    def next_frames(self, now: float, *, is_held: bool = False) -> Frames | None:
         """Return what to send next, if anything: the most urgent chunk, or what must be confirmed."""
         if not self.is_up:
             return None
-        frames = self._next_news(now)
+        frames = self._next_news(now, is_held)
         if frames is not None:
             self._has_sent = True
         elif self._is_ping_due:
@@ -115,8 +115,8 @@ class Link:
         due = now if self._owed_bytes >= ACK_BYTES else now + ACK_SECONDS
         self.owed_by = min(self.owed_by, due)
 
-    def _next_news(self, now: float) -> Frames | None:
-        chunk = self.outbox.next_chunk()
+    def _next_news(self, now: float, is_held: bool) -> Frames | None:
+        chunk = self.outbox.next_chunk(is_held=is_held)
         if chunk is None and now < self.owed_by:
             return None
         news = self.inbox.news()

@@ -1,14 +1,19 @@
-"""What an endpoint knows of one peer, and what it needs of a connection. Records only."""
+"""What an endpoint knows of one peer, and what it needs of a connection. It does no I/O."""
 
 import asyncio
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from ravnest.errors import LinkError
 from ravnest.net.frames import Frames
 from ravnest.net.inbox import Inbox
 from ravnest.net.link import Link
 from ravnest.net.transport import Event, PeerId, PublicKey, Service
+
+FIRST_PAUSE_SECONDS = 0.1
+LONGEST_PAUSE_SECONDS = 5.0
+_SERVICES = tuple(Service)  # to go through an enumeration costs more
 
 
 class Connection(Protocol):
@@ -66,6 +71,15 @@ class Dial:
         """How often all of them have failed."""
         return self.num_failures // len(self.addresses)
 
+    def fail(self, *, was_up: bool) -> float:
+        """Turn to the next address; return the pause before, which after the last of them doubles."""
+        pause = min(LONGEST_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2.0 ** min(self.num_passes, 10))
+        self.num_failures += 1
+        if was_up:
+            return pause
+        self.turn = (self.turn + 1) % len(self.addresses)
+        return 0.0 if self.num_failures % len(self.addresses) else pause
+
 
 @dataclass(slots=True, eq=False)
 class Neighbour:
@@ -78,5 +92,22 @@ class Neighbour:
     timer: asyncio.TimerHandle | None = None
     ack_timer: asyncio.TimerHandle | None = None
     up_since: float | None = None
+    fed_at: float = 0.0  # when what is not urgent last went to it
     is_awake: bool = False
     unsent: tuple[deque[Unsent], ...] = field(default_factory=lambda: tuple(deque() for _ in Service))
+
+    def fill(self) -> None:
+        """Move what waits for credit into the outbox as far as there is any."""
+        outbox = self.link.outbox
+        for service, queue in zip(_SERVICES, self.unsent, strict=True):
+            while queue and (queue[0].accepted.done() or outbox.has_room(service, queue[0].size_bytes)):
+                unsent = queue.popleft()
+                if not unsent.accepted.done():
+                    outbox.put(service, unsent.header, unsent.buffers)
+                    unsent.accepted.set_result(None)
+
+    def fail(self, error: LinkError) -> None:
+        """Tell those who wait for credit that there will be none."""
+        for unsent in (entry for queue in self.unsent for entry in queue):
+            if not unsent.accepted.done():
+                unsent.accepted.set_exception(error)

@@ -13,6 +13,7 @@ from math import inf
 from ravnest.errors import ProtocolError
 from ravnest.net.frames import Chunk, Position
 from ravnest.net.transport import Limits, Service
+from ravnest.net.upload import affordable_chunk_bytes
 
 OVERHEAD_BYTES = 1024  # what a message costs beside its bytes, so that empty ones are bounded too
 CHUNKS_PER_WINDOW = 4
@@ -28,6 +29,8 @@ class Outbox:
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
+        affordable = affordable_chunk_bytes(limits.upload_bytes_per_second)
+        self._chunk_bytes = int(min(limits.chunk_bytes, affordable))
         self._lanes = tuple(_Lane(service) for service in Service)
         self._window = _Window(limits.window_bytes)
 
@@ -43,16 +46,25 @@ class Outbox:
         assert self.has_room(service, message.size), f"no credit for {message.size} bytes of {service.name}"
         self._lanes[service].put(message)
 
-    def next_chunk(self) -> tuple[Chunk, list[memoryview]] | None:
-        """Return the next piece to send, the most urgent first; None when nothing may go now."""
+    @property
+    def urgency(self) -> int:
+        """The service whose turn it is; after the last of them if nothing waits."""
+        return next((lane.service for lane in self._lanes if not lane.is_idle), len(self._lanes))
+
+    def next_chunk(self, *, is_held: bool = False) -> tuple[Chunk, list[memoryview]] | None:
+        """Return the next piece to send, the most urgent first; None when nothing may go now.
+
+        What is held may send control messages only.
+        """
         in_flight = 0
         for lane in self._lanes:
             in_flight += lane.in_flight_bytes
             if lane.is_idle:
                 continue
-            if in_flight >= self._window.size_bytes:  # less urgent bytes do not hold back more urgent ones
+            # Less urgent bytes do not hold back more urgent ones.
+            if in_flight >= self._window.size_bytes or (is_held and lane.service is not Service.CONTROL):
                 return None
-            return lane.next_chunk(min(self._limits.chunk_bytes, self._window.chunk_bytes))
+            return lane.next_chunk(min(self._chunk_bytes, self._window.chunk_bytes))
         return None
 
     def acknowledge(self, positions: Iterable[Position], behind: float, now: float) -> None:

@@ -7,6 +7,7 @@ order within its service. Implemented by zeromq (real sockets) and memory (virtu
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from math import inf
 from typing import NewType, Protocol
 
 from ravnest.errors import LinkError
@@ -30,7 +31,7 @@ class Service(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a message may measure, and how much of each service may be on its way or unread over there."""
+    """What a message may measure, how much of each service may be on its way or unread there, how fast."""
 
     header_bytes: int = 64 * 1024
     num_buffers: int = 256
@@ -40,6 +41,7 @@ class Limits:
         4 * MIB
     )  # handed to the wire and not yet confirmed; what an urgent message waits behind
     credit_bytes: tuple[int, ...] = (4 * MIB, 64 * MIB, 64 * MIB, 64 * MIB, 32 * MIB)  # by Service
+    upload_bytes_per_second: float = inf  # over all links together
 
 
 @dataclass(frozen=True, slots=True)

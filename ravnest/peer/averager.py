@@ -76,7 +76,7 @@ class Averager:
         alone = frozenset(entry.name for entry in blueprint.state if len(entry.positions) == 1)
         self._moving = alone if training.averaging.momentum else frozenset[str]()
         self._base = standing.base
-        self._round_id = standing.base or RoundId(0)
+        self._round_id = RoundId(0)
         self._order: RoundOpen | None = None  # of the round under way
         self._round: Round[Chunk] | None = None  # of it, once the anchors are those of its base
         self._starts: Iterator[Any] = iter(())

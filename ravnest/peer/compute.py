@@ -95,14 +95,14 @@ class Bench:
         self.host = host
         self._blobs = blobs
         self._start = start
-        self._wanted: SnapshotOrder | None = None  # until the stage can be saved
+        self._wanted: list[SnapshotOrder] = []  # until the stage can be saved
 
     def take(self, item: Item) -> Iterable[Parcel]:
         """Do what an item asks for; return what is to be sent."""
         match item:
             case PlanOrder():
                 self.host.follow(item)
-                self._wanted = None
+                self._wanted = []
                 return ()
             case RingOrder():
                 return self.host.rearrange(item)
@@ -115,7 +115,7 @@ class Bench:
             case Aside():
                 return self._do_aside(item.work)
             case SnapshotOrder():
-                self._wanted = item
+                self._wanted.append(item)
                 return self._save()
             case Delivered():
                 try:
@@ -129,12 +129,14 @@ class Bench:
 
     def _save(self) -> Iterable[Parcel]:
         """Keep the stage if the hub has asked for it and other stages hold nothing of it back."""
-        order = self._wanted
-        saved = None if order is None else self.host.save(order.is_final)
-        if order is None or saved is None:
+        is_final = any(order.is_final for order in self._wanted)
+        saved = self.host.save(is_final) if self._wanted else None
+        if saved is None:
             return []
-        self._wanted = None
-        return self._do_aside(partial(_keep, order, saved, self._blobs))
+        orders, self._wanted = self._wanted, []
+        return [
+            parcel for order in orders for parcel in self._do_aside(partial(_keep, order, saved, self._blobs))
+        ]
 
     def _do_aside(self, work: Later) -> Iterable[Parcel]:
         if self._start is None:

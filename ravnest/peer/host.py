@@ -301,4 +301,6 @@ class Host:
             return None if self._held is None else self._held.snapshot.copy()
         if is_final:
             self._worker.close_update()
-        return self._worker.stage.snapshot() if self._worker.tied.is_settled else None
+        # Training may never let all of them settle at once, and the next snapshot has what this one lacks.
+        tied = self._worker.tied
+        return self._worker.stage.snapshot() if (tied.is_settled if is_final else tied.is_ready) else None

@@ -5,9 +5,11 @@ Asked by `ravnest join`.
 
 import contextlib
 import ctypes
+import gc
 import subprocess
 import sys
 import time
+from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 import torch
@@ -94,3 +96,32 @@ def can_run_bf16(device: str) -> bool:
     except (OSError, subprocess.TimeoutExpired):
         return False
     return done.returncode == 0
+
+
+def taken_memory_bytes() -> float:
+    """Return what this program takes of the PC's memory now."""
+    return float(psutil.Process().memory_info().rss)
+
+
+def release_memory() -> None:
+    """Give back what torch keeps of a GPU for later, while this PC is not lent."""
+    gc.collect()
+    torch.cuda.empty_cache()  # does nothing where there is none
+
+
+def has_battery() -> bool:
+    """Return whether this PC is known to have a battery."""
+    return _find_battery() is not None
+
+
+def is_on_battery() -> bool:
+    """Return whether this PC has a battery and lives on it now."""
+    battery = _find_battery()
+    return battery is not None and battery.power_plugged is False
+
+
+def _find_battery() -> Any:
+    try:
+        return psutil.sensors_battery()
+    except (AttributeError, OSError):  # a system that cannot tell
+        return None

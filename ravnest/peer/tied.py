@@ -48,10 +48,15 @@ class TiedWeights:
         """Whether the weights whose home this stage is have had all that was trained."""
         return self._order.is_settled
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether this stage knows its weights, though not all that was trained is in them."""
+        return self._order.is_ready
+
     def may_forward(self, waits: bool) -> bool:
         """Return whether a batch meets the weights that stages before had and, if it waits, the newest."""
         is_newest = self.is_settled or not waits
-        return is_newest and self._order.is_ready and self._order.has_seen(tuple(self._needed.items()))
+        return is_newest and self.is_ready and self._order.has_seen(tuple(self._needed.items()))
 
     def need(self, stamp: Stamp) -> None:
         """Note the steps that a batch that came must see."""

@@ -405,7 +405,7 @@ def test_a_query_waits_for_its_plan_and_an_older_one_is_refused(captured: Captur
     assert isinstance(host.receive(AnchorQuery(PLAN - 1, segment, RoundId(0)), (), "c1.0"), Refusal)
     assert isinstance(host.receive(AnchorQuery(PLAN, SegmentId(99), RoundId(0)), (), "c1.0"), Refusal)
     assert host.receive(AnchorQuery(PLAN + 2, segment, RoundId(0)), (), "c1.1") == []
-    found = host.rearrange(RingOrder(world.epoch, PLAN + 1, world.rings_of("c0.0"), ()))
+    found = Bench(host, Blobs()).take(RingOrder(world.epoch, PLAN + 1, world.rings_of("c0.0"), ()))
     assert found
     assert all(parcel.to == "c1.0" and parcel.message.plan == PLAN + 1 for parcel in found)
     assert isinstance(host.receive(AnchorQuery(PLAN, segment, RoundId(0)), (), "c1.0"), Refusal)

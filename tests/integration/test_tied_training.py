@@ -5,10 +5,12 @@ import torch
 
 from ravnest.engine.recipe import from_torch
 from ravnest.engine.training import AveragingRule
-from ravnest.exchange import HUB
+from ravnest.exchange import HUB, Blobs
 from ravnest.model.capture import Captured, capture
 from ravnest.model.rebuild import rebuild
+from ravnest.peer.compute import Bench
 from ravnest.protocol import Activation, DroppedBatch, RoundAbort, RoundId, RoundOpen, RoundReady
+from ravnest.staging import SnapshotOrder
 from ravnest.tying import TiedGradient
 from tests.support.model_zoo import OwnGPT, token_batch, token_loss
 from tests.support.tied_world import EPOCH, TiedWorld
@@ -227,7 +229,11 @@ def test_a_stage_is_saved_when_the_last_tied_gradient_has_come(captured: Capture
     while world.num_trained() == 0:
         world.run(num_steps=1)
     assert home.save() is None
+    assert home.save(is_final=False).version == 1  # training need not stop for it
+    bench = Bench(home, Blobs())
+    assert bench.take(SnapshotOrder(EPOCH, 1)) == bench.take(SnapshotOrder(EPOCH, 2)) == []
     world.run()
+    assert [parcel.message.number for parcel in bench.take(SnapshotOrder(EPOCH, 3))] == [1, 2, 3]
     assert [saved and saved.version for saved in (home.save(), leaf.save())] == [1, 1]
     assert are_equal(world.copies(TIED))
     model, _ = train_alone(captured, batches[:1])

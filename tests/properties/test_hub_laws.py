@@ -63,10 +63,11 @@ joins = st.dictionaries(
 )
 deaths = st.lists(st.tuples(st.sampled_from(NAMES), moments), max_size=6)
 departures = st.lists(st.tuples(st.sampled_from(NAMES), moments), max_size=3)
+restarts = st.lists(st.floats(1.0, 40.0), max_size=2)
 returns = st.lists(st.tuples(st.sampled_from(NAMES), moments), max_size=2)
 
 
-def run_history(given_job, trouble, joined, died, returned, stopped=None, departed=()):
+def run_history(given_job, trouble, joined, died, returned, stopped=None, departed=(), restarted=()):
     world = HubWorld(given_job, trouble)
     for name, (moment, memory_mb) in joined.items():
         world.join(name, memory_mb=memory_mb, at=moment)
@@ -76,6 +77,8 @@ def run_history(given_job, trouble, joined, died, returned, stopped=None, depart
         world.kill(name, at=moment)
     for name, moment in departed:
         world.leave(name, at=moment)
+    for moment in restarted:
+        world.restart(at=moment)
     world.join(*RESCUE, at=LATE)  # enough to hold the model, and they live
     if stopped is not None:
         world.at(stopped, world.stop)
@@ -83,11 +86,11 @@ def run_history(given_job, trouble, joined, died, returned, stopped=None, depart
 
 
 @settings(max_examples=80)
-@given(jobs, troubles, joins, deaths, returns, departures)
+@given(jobs, troubles, joins, deaths, returns, departures, restarts)
 def test_every_history_with_enough_memory_in_the_end_finishes_with_balanced_books(
-    given_job, trouble, joined, died, returned, departed
+    given_job, trouble, joined, died, returned, departed, restarted
 ):
-    world = run_history(given_job, trouble, joined, died, returned, departed=departed)
+    world = run_history(given_job, trouble, joined, died, returned, None, departed, restarted)
     assert world.is_finished
     assert world.finish is not None
     assert set(world.ledger.values()) == {1}
@@ -99,11 +102,11 @@ def test_every_history_with_enough_memory_in_the_end_finishes_with_balanced_book
 
 
 @settings(max_examples=60)
-@given(jobs, troubles, joins, deaths, returns, st.floats(0.0, LATE))
+@given(jobs, troubles, joins, deaths, returns, st.floats(0.0, LATE), restarts)
 def test_a_stopped_job_is_kept_if_somebody_can_and_leases_nothing_more(
-    given_job, trouble, joined, died, returned, stopped
+    given_job, trouble, joined, died, returned, stopped, restarted
 ):
-    world = run_history(given_job, trouble, joined, died, returned, stopped)
+    world = run_history(given_job, trouble, joined, died, returned, stopped, restarted=restarted)
     assert world.is_finished
     assert (world.finish is None) != (world.abandoned is None)  # the world checks that it had to be
     check_replay(world)
@@ -164,11 +167,11 @@ def test_a_plan_in_microbatches_is_a_plan(profile, swarm, config, batch_size, as
 
 
 @settings(max_examples=40)
-@given(jobs, troubles, joins, deaths, returns, departures)
+@given(jobs, troubles, joins, deaths, returns, departures, restarts)
 def test_replaying_the_log_gives_the_same_orders_and_the_same_state(
-    given_job, trouble, joined, died, returned, departed
+    given_job, trouble, joined, died, returned, departed, restarted
 ):
-    check_replay(run_history(given_job, trouble, joined, died, returned, departed=departed))
+    check_replay(run_history(given_job, trouble, joined, died, returned, None, departed, restarted))
 
 
 @settings(max_examples=60)

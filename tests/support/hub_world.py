@@ -32,7 +32,9 @@ from ravnest.hub.events import (
     PartsMade,
     PeerJoined,
     PeerLeft,
+    PeerReturned,
     Received,
+    Restarted,
     Send,
     SendFields,
     Stopped,
@@ -58,6 +60,8 @@ from ravnest.protocol import (
     StepReport,
 )
 from ravnest.staging import (
+    BackupKept,
+    BackupOrder,
     PlanOrder,
     RingOrder,
     SnapshotMade,
@@ -136,7 +140,8 @@ class HubWorld:
         self.queue, self.order_of = [], count()
         self.ledger = Counter()
         self.snapshots = {}  # by hash: the positions in it
-        self.checkpoint, self.saved = 0, Counter()
+        self.checkpoint, self.saved, self.books = 0, Counter(), None
+        self.session = 0
         self.samples, self.batches = {}, set()
         self.updates = {}  # of each cluster: the microbatches of each update, by size
         self.is_stopped, self.abandoned = False, None
@@ -170,6 +175,47 @@ class HubWorld:
             peer.is_leaving = True
             self.say(name, Leave(peer.order.epoch if peer.order else 0, "Ctrl-C", can_hand_over=True))
             self.after(10.5, self._die, name)
+
+    def restart(self, at=None):
+        """Kill the hub; one that has only its log and its checkpoint comes back, and all who live find it."""
+        self.after((at or self.now) - self.now, self._restart)
+
+    def _restart(self):
+        if self.is_finished:
+            return
+        self.hub, self.session = Hub(), self.session + 1
+        for event, orders in zip(self.log, self.answers, strict=True):
+            if not isinstance(orders[0] if orders else None, Refusal):
+                self.hub.apply(read_event(*write_event(event)))
+        self.bases = {}
+        self.feed(Restarted(self.books, self.now))
+        assert self.open_round is None
+        for name in [name for name, peer in self.peers.items() if peer.is_alive]:
+            self.after(self.random.choice([0.5, 3.0, 25.0]), self._in_session(), self._return, name)
+
+    def _return(self, name):
+        """Let a peer find the hub again: it goes on under its name, or joins anew."""
+        peer = self.peers[name]
+        if not peer.is_alive or (name in self.known and not self._is_missing(name)):
+            return
+        epoch = peer.order.epoch if peer.order and peer.held else 0
+        if self.hub.find_missing(f"key of {name}", epoch) == name:
+            self.feed(PeerReturned(name, (f"tcp://{name}",), self.now))
+        else:
+            self._join(name, peer.node.memory_bytes / 1e6)
+
+    def _is_missing(self, name):
+        return any(member.node.name == name for member in self.hub._members.missing)
+
+    def _in_session(self):
+        """What was under way when a hub died never comes."""
+        session = self.session
+
+        def act(action, *arguments):
+            if session == self.session:
+                action(*arguments)
+
+        return act
 
     def stop(self, reason="enough"):
         return self.feed(Stopped(reason, self.now))
@@ -248,7 +294,7 @@ class HubWorld:
     def _check_abandoned(self, event):
         """Nobody could have kept what was trained, but for those who went with this event."""
         gone = {PeerLeft: lambda: event.node, PeerJoined: lambda: event.node.name, Stopped: lambda: None}
-        name = gone.get(type(event), lambda: event.sender)()
+        name = gone.get(type(event), lambda: getattr(event, "sender", None))()
         left = {holder for holder, nodes in self.running.items() if name not in nodes}
         assert not left & self.knowing
         assert not left or self.ledger
@@ -268,9 +314,10 @@ class HubWorld:
                 self._check_sent(order)
                 peer = self.peers[order.to]
                 peer.heard_at = max(peer.heard_at, self.now + self._delay())  # a link keeps the order
-                self.at(peer.heard_at, self._deliver, peer, order.message)
+                self.at(peer.heard_at, self._in_session(), self._deliver, peer, order.message)
             case MakePlan():
-                self.after(self._delay(), lambda: self.feed(make_plan(self.given, order, self.now)))
+                made = lambda: self.feed(make_plan(self.given, order, self.now))  # noqa: E731
+                self.after(self._delay(), self._in_session(), made)
             case Dismiss():
                 if order.to in self.peers:
                     self.peers[order.to].is_alive = False
@@ -286,7 +333,7 @@ class HubWorld:
                     ("x",) * (order.start == 0) + ("y", "mask") * (order.stop == 6),
                     0.0,
                 )
-                self.after(self._delay(), lambda: self.feed(replace(made, now=self.now)))
+                self.after(self._delay(), self._in_session(), lambda: self.feed(replace(made, now=self.now)))
             case SendFields():
                 assert order.lease not in self.samples
                 self.samples[order.lease] = order.samples
@@ -294,9 +341,10 @@ class HubWorld:
                 assert fields == (["x", "y", "mask"] if order.is_evaluation else ["x", "y"])
                 assert {name for name, _ in order.consumers} <= self.known
             case Collect() if order.books is not None:
-                self.after(self._delay(), self._keep_checkpoint, order)
+                self.after(self._delay(), self._in_session(), self._keep_checkpoint, order)
             case Collect() if self.is_collecting:
-                self.after(self._delay(), lambda: self.feed(Collected(order.number, self.now)))
+                collected = lambda: self.feed(Collected(order.number, self.now))  # noqa: E731
+                self.after(self._delay(), self._in_session(), collected)
             case Tell():
                 self._hear(order.news)
             case Finish():
@@ -313,7 +361,8 @@ class HubWorld:
         before = len(self.told(Checkpointed))
         self.feed(Collected(order.number, self.now, fault))
         if len(self.told(Checkpointed)) > before:
-            self.checkpoint, self.saved = order.number, counted(self.given.settings, order.books)
+            self.checkpoint, self.books = order.number, order.books
+            self.saved = counted(self.given.settings, order.books)
 
     def _check_sent(self, order):
         assert order.to in self.known
@@ -442,7 +491,7 @@ class HubWorld:
             return
         copies = 2 if self._happens(self.trouble.twice) else 1
         for _ in range(copies):
-            self.after(self._delay(), self._arrive, name, peer, message)
+            self.after(self._delay(), self._in_session(), self._arrive, name, peer, message)
 
     def _arrive(self, name, peer, message):
         if self.peers[name] is peer:  # another with its name has another key
@@ -467,6 +516,8 @@ class HubWorld:
                 peer.rings = message.rings
             case StageParts():
                 self.after(self._delay(), self._build, name, peer, message)
+            case BackupOrder():
+                self.say(name, BackupKept(message.plan, message.number), seconds=0.5)
             case SnapshotOrder():
                 weights = blob(name, message.number)
                 assert peer.held, "a snapshot of nothing"

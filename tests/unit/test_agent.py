@@ -14,6 +14,7 @@ from ravnest.exchange import HUB, Blobs, Parcel, name_blob
 from ravnest.net.identity import Token, new_keys
 from ravnest.net.memory import MemoryNetwork, MemoryTransport, run_virtual
 from ravnest.net.transport import Delivery, Service
+from ravnest.net.transport import Limits as LinkLimits
 from ravnest.peer.agent import HANDOVER_SECONDS, Agent, Offer
 from ravnest.peer.compute import Aside, Build, Item
 from ravnest.peer.host import Limits
@@ -21,6 +22,7 @@ from ravnest.plan.types import Node, NodeId, Ring, Stage
 from ravnest.protocol import (
     Activation,
     BatchId,
+    DroppedBatch,
     Hello,
     LeaseDone,
     LeaseId,
@@ -127,7 +129,9 @@ class Scene:
         return StageParts(epoch, 5, self.blobs[HUB].keep(BLUEPRINT), named)
 
 
-def play(script: Callable[[Scene, Agent, "asyncio.Task[str]"], Awaitable[None]]) -> str | BaseException:
+def play(
+    script: Callable[[Scene, Agent, "asyncio.Task[str]"], Awaitable[None]], limits: LinkLimits | None = None
+) -> str | BaseException:
     """Let an agent join, then what the script says; return how it ended."""
 
     async def main() -> str | BaseException:
@@ -137,11 +141,12 @@ def play(script: Callable[[Scene, Agent, "asyncio.Task[str]"], Awaitable[None]])
             await scene.open(OTHER)
             keys = scene.keys
             transport = await scene.stack.enter_async_context(
-                MemoryTransport(scene.network, keys[ME], Random(2), ME)
+                MemoryTransport(scene.network, keys[ME], Random(2), ME, limits)
             )
             node = Node(ME, 1e9, 1e9, 1e9, 1e9)
             token = Token((HUB,), keys[HUB].public, bytes(16))
-            agent = Agent(token, keys[ME], Offer(node, Limits(1e9), (ME,)), scene.compute)
+            offer = Offer(node, Limits(1e9), (ME,), patience_seconds=1000.0)
+            agent = Agent(token, keys[ME], offer, scene.compute)
             running = asyncio.create_task(agent.run(transport))
             assert (await scene.hear(Hello)).epoch == 0
             await scene.say(Welcome(ME, 1.0))
@@ -323,13 +328,29 @@ def test_parcels_wait_for_a_hub_that_comes_back() -> None:
     assert play(script) == "over"
 
 
+def test_more_than_a_link_holds_waits_for_the_hub_longer_than_a_link_would() -> None:
+    async def script(scene: Scene, _, running) -> None:
+        scene.network.partition([scene.keys[HUB].peer])
+        await asyncio.sleep(5.0)
+        for number in range(100):
+            scene.compute.emit(Parcel(HUB, DroppedBatch(1, BatchId(number), "x" * 290)))
+        await asyncio.sleep(300.0)
+        assert not running.done()
+        scene.network.partition()
+        for number in range(100):
+            assert (await scene.hear(DroppedBatch)).batch == number
+
+    assert play(script, LinkLimits(credit_bytes=(10_000,) * 5)) == "over"
+
+
 def test_a_hub_that_comes_back_as_another_hears_what_is_held_and_nothing_old() -> None:
     async def script(scene: Scene, *_) -> None:
         scene.compute.emit(Parcel(HUB, StageReady(1)))
         await scene.hear(StageReady)
         await scene.nodes[HUB].__aexit__()
         await asyncio.sleep(5.0)
-        scene.compute.emit(Parcel(HUB, LeaseDone(1, LeaseId(7), 4)))
+        for number in range(100):  # more than a link holds
+            scene.compute.emit(Parcel(HUB, DroppedBatch(1, BatchId(number), "x" * 290)))
         await asyncio.sleep(5.0)
         await scene.open(HUB)
         first = await scene.hear(object)
@@ -337,9 +358,9 @@ def test_a_hub_that_comes_back_as_another_hears_what_is_held_and_nothing_old() -
         assert first.epoch == 1
         await scene.say(Welcome(ME, 1.0))
         scene.compute.emit(Parcel(HUB, LeaseDone(1, LeaseId(8), 4)))
-        assert (await scene.hear(LeaseDone)).lease == 8
+        assert (await scene.hear(object)).lease == 8
 
-    assert play(script) == "over"
+    assert play(script, LinkLimits(credit_bytes=(10_000,) * 5)) == "over"
 
 
 def test_a_neighbour_that_is_lost_takes_nobody_with_it(monkeypatch) -> None:

@@ -166,3 +166,23 @@ def test_contributions_side_by_side_are_as_many_as_hops_and_each_in_range() -> N
     assert "mean change of 1e+06" in member.fault(WEIGHTS, both, weight=8.0, num_shares=2)
     member.open(state_of(1.0, 2.0), {}, 3.0, num_owners=3)  # too few to trim
     assert member.begin(WEIGHTS, 3.0).items.tolist() == [3.0, 6.0]
+
+
+def test_an_anchor_is_carried_by_name_and_begun_anew() -> None:
+    member = make(WireFormat.INT4, outer_momentum=0.5)
+    member.open(state_of(7.0, 0.25), {}, 4.0)
+    member.begin(WEIGHTS, 4.0)  # 1 of it is lost, and owed
+    commit(member, (7.0, 0.0), 2.0, state_of(7.0, 0.25))
+    assert {name: each.tolist() for name, each in member.outer.items()} == {"w": [7.0, 0.0]}
+    assert member.anchors["w"].tolist() == [10.5, 0.0]
+    training = Training(OptimizerSettings((), 0.1), 1, averaging=AveragingRule(outer_momentum=0.5))
+    layout = Layout(0, 1, LAYOUT.entries[::-1])
+    other = Anchored(layout, {"s"}, training, "cpu", member.anchors, member.outer)
+    assert {name: each.tolist() for name, each in other.anchors.items()} == {"w": [10.5, 0.0], "s": [3.0]}
+    assert other.outer["w"].tolist() == [7.0, 0.0]
+    member.reset(state_of(1.0, 2.0, 3.0))
+    assert {name: each.tolist() for name, each in member.anchors.items()} == {"w": [1.0, 2.0], "s": [3.0]}
+    assert not member.outer["w"].any()
+    member.open(state_of(1.0, 2.0), {}, 4.0)
+    assert not member._share(WEIGHTS, 4.0).any()  # nothing is owed
+    assert make().outer == {}

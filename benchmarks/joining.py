@@ -1,0 +1,80 @@
+"""Peers that are started and hit one by one: `ravnest join`, forked from a process that has torch loaded.
+
+To start one so costs a tenth of a second where a fresh interpreter needs seconds of a core. They emulate
+their device, so that many have room on one PC.
+"""
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Mapping, Sequence
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+
+_PRELOADED = ["torch", "ravnest.cli", "ravnest.net.zeromq", "ravnest.peer.agent", "ravnest.peer.machine"]
+_END_SECONDS = 30.0
+
+
+class Peers:
+    """Emulated PCs that join one hub; what they say lies in a folder."""
+
+    def __init__(
+        self, invitation: str, folder: Path, *, flops_per_second: float, memory_bytes: float
+    ) -> None:
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(_PRELOADED)
+        self._invitation = invitation
+        self._folder = folder
+        self._device = ["--emulate", f"{flops_per_second} FLOP/s", "--memory", f"{memory_bytes} B"]
+        self._processes: dict[str, ForkServerProcess] = {}
+
+    @property
+    def alive(self) -> Mapping[str, int]:
+        """The process ids of those that run, by name."""
+        return {name: each.pid for name, each in self._processes.items() if each.pid and each.is_alive()}
+
+    def start(self, name: str, *, space: str = "", door: str = "127.0.0.1:0") -> None:
+        """Start one, in a network namespace if one is named."""
+        link = ["--bandwidth", "1 GB/s", "--latency", "100 us", "--listen", door]
+        words = ["join", "--name", name, *self._device, *link]
+        given = (words, self._invitation, str(self._folder / f"{name}.txt"), space)
+        process = self._context.Process(target=_join, args=given, daemon=True)
+        process.start()
+        self._processes[name] = process
+
+    def send(self, name: str, number: signal.Signals) -> None:
+        """Send a signal to one."""
+        pid = self._processes[name].pid
+        assert pid is not None
+        os.kill(pid, number)
+
+    def said(self, name: str) -> str:
+        """Return what one wrote to stderr."""
+        return (self._folder / f"{name}.txt").read_text()
+
+    def end(self, name: str) -> int | None:
+        """Wait for the end of one; return its exit code."""
+        self._processes[name].join(_END_SECONDS)
+        return self._processes[name].exitcode
+
+    def close(self) -> None:
+        """End those that are left."""
+        for process in self._processes.values():
+            process.kill()
+            process.join()
+
+
+def _join(words: Sequence[str], token: str, path: str, space: str) -> None:
+    with open(path, "w") as file:
+        os.dup2(file.fileno(), 2)
+    if space:
+        from benchmarks.namespaces import enter
+
+        enter(space)
+    os.environ["RAVNEST_TOKEN"] = token
+    import torch
+
+    from ravnest.cli import program
+
+    torch.set_num_threads(1)
+    program(words, prog_name="ravnest")

@@ -1,0 +1,188 @@
+"""A peer is killed: how soon that is seen and training resumes, how fast it then is, what is done again."""
+
+import os
+import signal
+import threading
+import time
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+from unittest import mock
+
+from benchmarks.measure import say, spread, table
+from benchmarks.models import build, find_cuts, make_job
+from benchmarks.swarm import Record, Setting, train
+from ravnest.hub.news import ClusterBroken, ClusterDissolved, Left, Missing, Recovered
+from ravnest.hub.state import Hub
+
+Figures = dict[str, Any]
+
+DETECTED_SECONDS, RESUMED_SECONDS, RATE_SHARE = 2.0, 10.0, 0.95
+TURNS = 3
+NUM_STAGES = 3
+ROLES = {"root": 0, "middle": 1, "leaf": -1}
+SHAPES = {"two clusters and a spare": (2, 1), "one cluster alone": (1, 0)}
+_MODEL = "thin-128x3-b256"  # 128 KB cross a cut
+_MICROBATCH_SECONDS = 0.08
+_NUM_MICROBATCHES = 4
+_BEFORE_SECONDS, _SETTLE_SECONDS, _MEASURED_SECONDS = 4.0, 3.0, 10.0
+
+
+def run(quick: bool) -> tuple[Figures, str, list[str]]:
+    shapes = {"one cluster alone": (1, 0)} if quick else SHAPES
+    roles = {"leaf": -1} if quick else ROLES
+    found: dict[str, list[Figures]] = {}
+    for shape, (num_clusters, num_spares) in shapes.items():
+        for role, place in roles.items():
+            turns = [_kill_one(num_clusters, num_spares, place) for _ in range(1 if quick else TURNS)]
+            found[f"{shape}, {role}"] = turns
+            say(f"{shape}, {role}: {turns}")
+    if quick:
+        (turn,) = found["one cluster alone, leaf"]
+        assert 0 < turn["detected_seconds"] < turn["resumed_seconds"], turn
+        assert 0 < turn["again"] <= turn["in_flight"], turn
+        return found, "", []
+    return found, _report(found), _missed(found)
+
+
+@dataclass
+class _Death:
+    """Kills one peer after a while, notes what follows, and ends the job when enough was seen."""
+
+    place: int
+    hub: Hub | None = None
+    killed_at: float = 0.0
+    victim: str = ""
+    in_flight: int = 0
+    predicted: float = 0.0
+    resumed_at: float = 0.0
+    ended_at: float = 0.0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def watch(self, processes: dict[Any, int], record: Record) -> None:
+        """Do what is due; called now and then, and with all news."""
+        with self.lock:
+            now = time.perf_counter()
+            if not self.killed_at:
+                self._kill(processes, record, now)
+            elif not self.resumed_at:
+                self._note_resumed(record)
+            elif not self.ended_at and now > self.resumed_at + _SETTLE_SECONDS + _MEASURED_SECONDS:
+                self.ended_at = now
+                os.kill(os.getpid(), signal.SIGINT)  # as Ctrl-C: what was trained is kept
+
+    def _kill(self, processes: dict[Any, int], record: Record, now: float) -> None:
+        times = record.leaf_times
+        if self.hub is None or not times or now < times[0][0] + _BEFORE_SECONDS:
+            return
+        cluster, books = self.hub.clusters[0], self.hub.books
+        assert books is not None
+        self.victim = cluster.nodes[self.place]
+        leases = [lease for lease in books.open_leases if lease.holder == cluster.holder]
+        self.in_flight = sum(sum(lease.num_samples) for lease in leases)
+        os.kill(processes[self.victim], signal.SIGKILL)
+        self.killed_at = time.perf_counter()
+
+    def _note_resumed(self, record: Record) -> None:
+        for at, news in record.news:
+            if at > self.killed_at and isinstance(news, Recovered | ClusterDissolved):
+                assert self.hub is not None
+                self.resumed_at = at
+                self.predicted = self.hub._members.outlook.samples_per_second
+
+
+def _kill_one(num_clusters: int, num_spares: int, place: int) -> Figures:
+    death = _Death(place)
+    job, setting = _emulate(num_clusters, num_spares)
+    apply = Hub.apply
+
+    def listen(hub: Hub, event: Any) -> Any:
+        death.hub = hub
+        return apply(hub, event)
+
+    with mock.patch.object(Hub, "apply", listen):
+        record = train(job, setting, watch=death.watch)
+    return _read(death, record)
+
+
+def _emulate(num_clusters: int, num_spares: int) -> tuple[Any, Setting]:
+    """Return a job without end, and devices that take as long for a stage each."""
+    from ravnest.model.line import slice_blueprint
+    from ravnest.model.measure import count_flops, measure
+
+    made, job = build(_MODEL), make_job(_MODEL, _NUM_MICROBATCHES, num_updates=1_000_000)
+    blueprint = job.capture().blueprint
+    cuts = find_cuts(made, measure(blueprint, made.microbatch_size), range(1, NUM_STAGES))
+    edges = pairwise([0, *cuts, blueprint.num_positions])
+    work = [sum(count_flops(slice_blueprint(blueprint, *edge), made.microbatch_size)) for edge in edges]
+    speeds = [flops / _MICROBATCH_SECONDS for flops in work]
+    speeds = [*speeds * num_clusters, *[max(speeds)] * num_spares]
+    return job, Setting(speeds, cuts, is_emulated=True, num_clusters=num_clusters)
+
+
+def _read(death: _Death, record: Record) -> Figures:
+    after = [(at, news) for at, news in record.news if at > death.killed_at]
+    noticed = min(at for at, news in after if isinstance(news, Missing | Left))
+    since, until = death.resumed_at + _SETTLE_SECONDS, death.ended_at
+    num_samples = sum(size for at, size in record.leaf_times if since < at <= until)
+    return {
+        "detected_seconds": _short(noticed - death.killed_at),
+        "resumed_seconds": _short(death.resumed_at - death.killed_at),
+        "rate_share": _short(num_samples / (until - since) / death.predicted),
+        "again": sum(news.num_given_back for _, news in after if isinstance(news, ClusterBroken)),
+        "in_flight": death.in_flight,
+    }
+
+
+def _missed(found: dict[str, list[Figures]]) -> list[str]:
+    missed = []
+    for name, turns in found.items():
+        worst = {key: max(turn[key] for turn in turns) for key in ("detected_seconds", "resumed_seconds")}
+        slowest = min(turn["rate_share"] for turn in turns)
+        if worst["detected_seconds"] > DETECTED_SECONDS:
+            missed.append(f"{name}: seen after {worst['detected_seconds']} s, not {DETECTED_SECONDS:g}")
+        if worst["resumed_seconds"] > RESUMED_SECONDS:
+            missed.append(f"{name}: resumed after {worst['resumed_seconds']} s, not {RESUMED_SECONDS:g}")
+        if slowest < RATE_SHARE:
+            missed.append(f"{name}: {slowest:.1%} of the new plan's rate, not {RATE_SHARE:.0%}")
+        if any(turn["again"] > turn["in_flight"] for turn in turns):
+            missed.append(f"{name}: more samples were trained again than were in flight")
+    return missed
+
+
+def _report(found: dict[str, list[Figures]]) -> str:
+    head = ["killed", "seen after s", "resumed after s", "rate / predicted", "samples again / in flight"]
+    rows = []
+    for name, turns in found.items():
+        ranges = [_range([turn[key] for turn in turns]) for key in _MEASURED]
+        rows.append([name, *ranges, ", ".join(f"{turn['again']} / {turn['in_flight']}" for turn in turns)])
+    return _METHOD.format(
+        microbatch=1000 * _MICROBATCH_SECONDS,
+        before=_BEFORE_SECONDS,
+        measured=_MEASURED_SECONDS,
+        settle=_SETTLE_SECONDS,
+        turns=TURNS,
+        rows=table(head, rows),
+    )
+
+
+def _range(values: list[float]) -> str:
+    found = spread(values)
+    return f"{found['median']} ({found['min']}-{found['max']})"
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.4g}")
+
+
+_MEASURED = ("detected_seconds", "resumed_seconds", "rate_share")
+_METHOD = """\
+Stages on emulated devices (compute is a timed wait of {microbatch:g} ms per microbatch of 256 samples, 4 of
+them in a batch), each in a real `ravnest join`; three stages in a cluster. {before:g} s after training began
+one peer of the first cluster gets kill -9. Seen: the hub says that it is missing. Resumed: the cluster trains
+again; the grace the hub gives to who may come back is in it. The rate is that of all clusters over
+{measured:g} s, from {settle:g} s after that; predicted is what the repaired plan promises. In flight are the
+samples leased to the cluster when the peer was killed. Median and range of {turns} turns.
+
+{rows}
+"""

@@ -1,0 +1,73 @@
+"""`ravnest pause`, `resume` and `finish`: take this PC back from `ravnest join`, for a while or for good."""
+
+import click
+
+from ravnest.commands.files import to_json
+from ravnest.errors import RavnestError
+
+_AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object (ravnest.lending/1).")
+
+
+@click.command()
+@click.argument("name", required=False)
+@_AS_JSON
+def pause(name: str | None, as_json: bool) -> None:
+    """Take this PC back for a while: all that is lent from it, or only NAME.
+
+    Its work is handed over, nothing is lost; `ravnest resume` lends it again. Ends with 1 if nothing is lent.
+    """
+    _tell("pause", name, as_json)
+
+
+@click.command()
+@click.argument("name", required=False)
+@_AS_JSON
+def resume(name: str | None, as_json: bool) -> None:
+    """Lend this PC again after `ravnest pause`: all that was lent from it, or only NAME.
+
+    Ends with 1 if no `ravnest join` waits for that.
+    """
+    _tell("resume", name, as_json)
+
+
+@click.command()
+@click.argument("name", required=False)
+@_AS_JSON
+def finish(name: str | None, as_json: bool) -> None:
+    """Take this PC back for good, as one Ctrl-C would: all that is lent from it, or only NAME.
+
+    Its work is handed over, nothing is lost. Ends with 1 if nothing is lent.
+    """
+    _tell("finish", name, as_json)
+
+
+def _tell(word: str, name: str | None, as_json: bool) -> None:
+    import signal
+
+    import psutil  # type: ignore[import-untyped]
+
+    from ravnest.commands.lending import PAUSE, RESUME, find_running
+
+    number = {"pause": PAUSE, "resume": RESUME, "finish": signal.SIGTERM}[word]
+    if number is None:
+        raise RavnestError(
+            f"this system cannot {word} a program that runs; Ctrl-C ends it, and join it again"
+        )
+    running = find_running()
+    chosen = [each for each in running if name in (None, each.name)]
+    if not chosen:
+        others = ", ".join(sorted({each.name for each in running}))
+        here = f"it is lent as {others}" if others else "see that `ravnest join` runs, and as the same user"
+        raise RavnestError(f"nothing is lent from this PC{f' as {name}' if name else ''}; {here}")
+    told = []
+    for each in chosen:
+        try:
+            each.process.send_signal(number)
+            told.append({"name": each.name, "process": each.process.pid})
+        except psutil.NoSuchProcess:
+            click.echo(f"{each.name} (process {each.process.pid}) has just ended", err=True)
+    if as_json:
+        click.echo(to_json({"schema": "ravnest.lending/1", "told": word, "peers": told}))
+    else:
+        for peer in told:
+            click.echo(f"{peer['name']} (process {peer['process']}) was told to {word}", err=True)

@@ -1,0 +1,93 @@
+"""What a provider lends and no more: cores, memory of a GPU, memory of the PC. Asked by `ravnest join`."""
+
+import math
+import os
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ravnest.errors import ConfigError
+from ravnest.units import show_bytes, show_value
+
+_SHARE = re.compile(r"\s*(\d{1,4}(?:\.\d{1,6})?)\s*(%?)\s*", re.ASCII)
+_NICENESS = 10  # others go first; with more, the PC's own work could make it miss a sign of life
+_MOST_LOOKS = 3  # at too much memory in a row: a moment of it is no reason to go
+
+
+def count_cores() -> int:
+    """Return how many cores this program may use."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
+def read_cores(text: str, num_cores: int) -> int:
+    """Return the whole cores in '50 %' of those here, or in '2'; part of a core counts as one."""
+    match = _SHARE.fullmatch(text)
+    number = float(match[1]) if match else 0.0
+    cores = number / 100 * num_cores if match and match[2] else number
+    if not 0 < cores <= num_cores:
+        raise ConfigError(
+            f"--cpu {show_value(text)} is no part of this PC's {num_cores} cores; "
+            f"give a share like '50 %' or a number of cores like '1'"
+        )
+    return math.ceil(cores - 1e-9)
+
+
+def limit_cpu(text: str) -> str:
+    """Keep this program to some cores, behind all other programs; return in words what came of it."""
+    num_cores = read_cores(text, count_cores())
+    torch.set_num_threads(num_cores)
+    if sys.platform != "linux":
+        return f"{num_cores} threads (this system does not keep them to some cores)"
+    known = sorted(os.sched_getaffinity(0))
+    first = os.getpid() % len(known)  # two peers on one PC seldom get the same ones
+    cores = (known[first:] + known[:first])[:num_cores]
+    for thread in Path("/proc/self/task").iterdir():  # those to come inherit it from the one that makes them
+        os.sched_setaffinity(int(thread.name), cores)
+        os.setpriority(os.PRIO_PROCESS, int(thread.name), _NICENESS)
+    return f"{num_cores} of {len(known)} cores, behind all other programs"
+
+
+def check_gpu_memory(device: str, size_bytes: float) -> None:
+    """Raise the sentence that says why so much of a device's memory cannot be lent."""
+    if torch.device(device).type != "cuda":
+        raise ConfigError(
+            f"--gpu-memory has no meaning on {device}, which computes in the PC's own memory; give --memory"
+        )
+    total = torch.cuda.mem_get_info(device)[1]
+    if not 0 < size_bytes <= total:
+        raise ConfigError(
+            f"--gpu-memory {show_bytes(size_bytes)} is no part of the {show_bytes(total)} that {device} has; "
+            "give a size like '4 GB'"
+        )
+
+
+def limit_gpu_memory(device: str, size_bytes: float) -> None:
+    """Have torch refuse to take more of a GPU than is lent."""
+    total = torch.cuda.mem_get_info(device)[1]
+    torch.cuda.set_per_process_memory_fraction(min(1.0, size_bytes / total), device)
+
+
+@dataclass(slots=True)
+class MemoryWatch:
+    """Looks at what the program takes of the PC's memory; too much, a few times in a row, is too much."""
+
+    lent_bytes: float
+    own_bytes: float  # of the program itself
+    num_over: int = 0
+
+    def look(self, taken_bytes: float) -> str | None:
+        """Return what is wrong with what is taken now."""
+        if taken_bytes <= self.lent_bytes + self.own_bytes:
+            self.num_over = 0
+            return None
+        self.num_over += 1
+        allowed = f"{show_bytes(self.lent_bytes)} it lends and {show_bytes(self.own_bytes)} for the program"
+        return f"it takes {show_bytes(taken_bytes)} of memory, more than the {allowed}"
+
+    @property
+    def must_leave(self) -> bool:
+        """Whether it was too much for too long."""
+        return self.num_over >= _MOST_LOOKS

@@ -1,0 +1,174 @@
+"""Faults that real peers suffer while a hub here trains with them, each at a moment named by what happens.
+
+A `Story` hears all news, events and orders of the hub; its steps wait for one of them, each in its turn.
+"""
+
+import contextlib
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import ravnest as rv
+from benchmarks.joining import Peers
+from ravnest.hub.events import Event, Order, Tell
+from ravnest.hub.news import ClusterDissolved, EpochDone, Evaluated, News, Recovered, Trained, show_news
+from ravnest.hub.status import ClusterStatus, Watch
+from ravnest.job.result import Result
+from tests.support.small_swarm import PLAN as SMALL_PLAN
+
+PLAN = replace(SMALL_PLAN, max_stages=3)
+NUM_SAMPLES, NUM_VALIDATION, EPOCHS = 1024, 256, 8
+FLOPS_PER_SECOND = 1e8  # of an emulated device: a batch takes a stage of three 40 ms
+MEMORY_BYTES = 2.3e6  # a third of what the model needs
+
+
+def make_job(**options: Any) -> rv.Job:
+    """Return a job that three of these peers can do, and that is still learning when it ends."""
+    torch.manual_seed(0)
+    inner = [layer for _ in range(6) for layer in (nn.Linear(128, 128), nn.ReLU())]
+    given = {"epochs": EPOCHS, "average_every": 8, "checkpoint_every": "1 s", **options}
+    return rv.Job(
+        nn.Sequential(nn.Linear(16, 128), nn.ReLU(), *inner, nn.Linear(128, 4)),
+        _make_data(NUM_SAMPLES, 1),
+        val_data=_make_data(NUM_VALIDATION, 2),
+        batch_size=32,
+        microbatches=2,
+        loss=lambda out, batch: F.cross_entropy(out, batch["y"]),
+        optimizer="adamw",
+        learning_rate=1e-3,
+        inputs=["x"],
+        **given,
+    )
+
+
+def _make_data(num_samples: int, seed: int) -> dict[str, Tensor]:
+    """Return points around one centre per class, too near each other to be told apart always."""
+    centres = torch.randn(4, 16, generator=torch.Generator().manual_seed(7))
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(4, (num_samples,), generator=generator)
+    return {"x": centres[labels] + 1.5 * torch.randn(num_samples, 16, generator=generator), "y": labels}
+
+
+@dataclass(frozen=True)
+class Step:
+    """What is done when something is heard."""
+
+    when: Callable[[Any], bool]
+    act: Callable[["Story"], object]
+
+
+@dataclass
+class Story:
+    """Steps that wait for their turn, and everything that was told, with the time."""
+
+    steps: list[Step]
+    told: list[tuple[float, News]] = field(default_factory=list)
+    began_at: float = field(default_factory=time.monotonic)
+    faults: list[tuple[float, str]] = field(default_factory=list)
+    watch: Watch | None = None
+    peers: Peers | None = None
+
+    def hear(self, thing: Any) -> None:
+        """Take the next step if this is what it waits for."""
+        if self.steps and self.steps[0].when(thing):
+            self.steps.pop(0).act(self)
+
+    def tell(self, news: News) -> None:
+        """Hear news."""
+        self.told.append((time.monotonic(), news))
+        if not isinstance(news, Trained | Evaluated):
+            self._say(show_news(news))
+        self.hear(news)
+
+    def see(self, event: Event, orders: tuple[Order, ...]) -> None:
+        """Hear an event and what is ordered, but for news."""
+        for thing in (event, *orders):
+            if not isinstance(thing, Tell):
+                self.hear(thing)
+
+    @property
+    def clusters(self) -> tuple[ClusterStatus, ...]:
+        """The clusters, as they are now."""
+        assert self.watch is not None
+        return self.watch.status().clusters
+
+    def node(self, role: int, cluster: int = 0) -> str:
+        """Return who has a place in the line of a cluster; -1 is the leaf."""
+        return self.clusters[cluster].nodes[role]
+
+    def spare(self) -> str:
+        """Return somebody who is here and in no cluster."""
+        assert self.watch is not None
+        return next(each.name for each in self.watch.status().members if each.cluster is None)
+
+    def send(self, name: str, number: signal.Signals) -> None:
+        """Send a signal to a peer, and remember when."""
+        assert self.peers is not None
+        self.faults.append((time.monotonic(), f"{number.name} to {name}"))
+        self._say(f"{number.name} to {name}")
+        self.peers.send(name, number)
+
+    def _say(self, text: str) -> None:
+        """Write what is seen with `-s`, and when a test fails."""
+        sys.stderr.write(f"{time.monotonic() - self.began_at:6.2f} {text}\n")
+
+    def of(self, *kinds: type) -> list[Any]:
+        """Return the news of these kinds."""
+        return [news for _, news in self.told if isinstance(news, kinds)]
+
+    def recovery_seconds(self) -> list[tuple[str, float]]:
+        """Return, for each fault, how long it took until a cluster was whole again or given up."""
+        ends = [at for at, news in self.told if isinstance(news, Recovered | ClusterDissolved)]
+        pairs = [(what, at, next((end for end in ends if end > at), None)) for at, what in self.faults]
+        return [(what, end - at) for what, at, end in pairs if end is not None]
+
+
+@contextlib.contextmanager
+def swarm(story: Story, folder: Path, num_peers: int, **options: Any) -> Iterator[rv.Hub]:
+    """Open a hub whose peers are started with it; what happens to it, the story hears."""
+    hub = rv.Hub("127.0.0.1:0", plan=PLAN, tell=story.tell, **options)
+    with hub:
+        see = hub._see
+
+        def listen(event: Event, orders: tuple[Order, ...]) -> None:
+            see(event, orders)
+            story.watch = hub._watch
+            story.see(event, orders)
+
+        hub._see = listen  # type: ignore[method-assign]
+        device = {"flops_per_second": FLOPS_PER_SECOND, "memory_bytes": MEMORY_BYTES}
+        story.peers = Peers(hub.invitation, folder, **device)
+        try:
+            for number in range(num_peers):
+                story.peers.start(f"node{number}")
+            yield hub
+        finally:
+            story.peers.close()
+
+
+def check(story: Story, result: Result, epochs: int = EPOCHS) -> float:
+    """Check that all steps were taken and every sample counted once in each epoch; return the last loss."""
+    assert not story.steps, "the run ended before all faults had happened"
+    done = sorted((news.epoch, news.num_samples, news.num_dropped) for news in story.of(EpochDone))
+    assert done == [(epoch + 1, NUM_SAMPLES, 0) for epoch in range(epochs)]
+    return float(result.metrics["val_loss"])
+
+
+def is_news(kind: type, count: int = 1) -> Callable[[Any], bool]:
+    """Return what waits for so many news (or events, or orders) of a kind."""
+    seen = 0
+
+    def is_it(thing: Any) -> bool:
+        nonlocal seen
+        seen += isinstance(thing, kind)
+        return isinstance(thing, kind) and seen >= count
+
+    return is_it
