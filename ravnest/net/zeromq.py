@@ -43,6 +43,7 @@ _WATCHED = sum(_ENDS)
 
 Take = Callable[[list[zmq.Frame]], None]
 _MORE = zmq.NOBLOCK | zmq.SNDMORE
+_EVENTS, _READABLE = int(zmq.EVENTS), int(zmq.POLLIN)
 
 
 class ZeroMqTransport(Endpoint):
@@ -232,6 +233,8 @@ class _Watched:
         self._is_due = False
         for _ in range(FRAMES_PER_TURN):
             if self.socket.closed or self._take is None:
+                return
+            if not int(self.socket.getsockopt(_EVENTS)) & _READABLE:  # else an exception, at twice the cost
                 return
             try:
                 frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
