@@ -9,7 +9,7 @@ PART_LINES = {
     "commands": 1_500,
     "plan": 3_150,
     "model": 4_900,
-    "engine": 1_660,
+    "engine": 1_700,
     "averaging": 750,
     "net": 2_130,
     "hub": 3_080,

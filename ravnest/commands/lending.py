@@ -183,6 +183,7 @@ def registered(name: str) -> Iterator[None]:
     import psutil
 
     file = _folder() / f"{os.getpid()}.json"
+    find_running()  # and forget who is no more
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps({"name": name, "started_at": psutil.Process().create_time()}))

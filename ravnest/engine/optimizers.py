@@ -8,11 +8,12 @@ ones in one call, large ones without a second copy. Driven by engine.stage; engi
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from ravnest.engine.rules import Adam, FusedAdam, Group, Muon, NAdam, OptimizerSettings, Rule, Sgd
 from ravnest.errors import WeightsError
 from ravnest.protocol import Refusal
 
@@ -21,70 +22,6 @@ _ITERATION = (3.4445, -4.7750, 2.0315)  # of Newton and Schulz: lifts small sing
 _NUM_ITERATIONS = 5
 
 Key = TypeVar("Key")
-
-
-@dataclass(frozen=True, slots=True)
-class Sgd:
-    """Plain descent, with momentum and Nesterov's look-ahead if asked."""
-
-    momentum: float = 0.0
-    nesterov: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Adam:
-    """Adam; with decoupled weight decay it is AdamW."""
-
-    beta1: float = 0.9
-    beta2: float = 0.999
-    epsilon: float = 1e-8
-
-
-@dataclass(frozen=True, slots=True)
-class NAdam(Adam):
-    """Adam with Nesterov's look-ahead, which gives the fresh gradient more weight."""
-
-    momentum_decay: float = 4e-3
-
-
-@dataclass(frozen=True, slots=True)
-class Muon:
-    """Momentum made orthogonal by Newton-Schulz, for matrices and for filters flattened to matrices.
-
-    `matches_adam` gives updates the size of Adam's, so that both share one learning rate. `precision`
-    "auto" is float32 on a CPU, where bfloat16 may be fifty times slower, and bfloat16 elsewhere.
-    """
-
-    momentum: float = 0.95
-    nesterov: bool = True
-    epsilon: float = 1e-7
-    matches_adam: bool = False
-    precision: Literal["auto", "bfloat16", "float32"] = "bfloat16"
-
-
-Rule = Sgd | Adam | Muon
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """Parameters that one rule updates; `rate` is their part of the learning rate that the hub gives."""
-
-    names: tuple[str, ...]
-    rule: Rule
-    weight_decay: float = 0.0
-    is_decoupled: bool = False  # decay shrinks the weights, instead of being added to the gradient
-    rate: float = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class OptimizerSettings:
-    """How a model is trained, by name: each stage uses what concerns its parameters. In no group: frozen."""
-
-    groups: tuple[Group, ...]
-    learning_rate: float
-    clip: float | None = None  # largest norm of one tensor's gradient
-    predicts: bool = False  # forward sees the weights expected when its gradient will be applied
-    lag_updates: int = 0  # so long lag lowers the learning rate, less and less
 
 
 @dataclass(slots=True)
@@ -230,6 +167,9 @@ class Optimizer:
     def _apply_adam(self, rule: Adam, work: _Work) -> None:
         means, squares = self._slots("exp_avg", work), self._slots("exp_avg_sq", work)
         steps = [self._steps[name] for name in work.names]
+        if isinstance(rule, FusedAdam):
+            _apply_fused(rule, work, means, squares, steps)
+            return
         torch._foreach_lerp_(means, work.gradients, 1 - rule.beta1)
         torch._foreach_mul_(squares, rule.beta2)
         torch._foreach_addcmul_(squares, work.gradients, work.gradients, 1 - rule.beta2)
@@ -318,6 +258,18 @@ def _decay(group: Group, work: _Work, in_place: bool) -> None:
         work.parameters = list(torch._foreach_mul(work.parameters, shrink))
     elif shrink != 1.0:
         torch._foreach_mul_(work.parameters, shrink)
+
+
+def _apply_fused(
+    rule: Adam, work: _Work, means: list[Tensor], squares: list[Tensor], steps: list[int]
+) -> None:
+    counts = [torch.tensor(float(step), device=mean.device) for step, mean in zip(steps, means, strict=True)]
+    # The kernel goes through memory as it lies: gradients must lie like their parameters.
+    pairs = zip(work.gradients, work.parameters, strict=True)
+    gradients = [one if one.stride() == to.stride() else to.clone().copy_(one) for one, to in pairs]
+    options: dict[str, Any] = {"beta1": rule.beta1, "beta2": rule.beta2, "eps": rule.epsilon, "lr": work.rate}
+    options |= {"weight_decay": 0.0, "amsgrad": False, "maximize": False}
+    torch._fused_adam_(work.parameters, gradients, means, squares, [], counts, **options)
 
 
 def _horizon(rule: Rule, lag: float) -> float:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ravnest.config import Optimizer as OptimizerName
-from ravnest.engine.optimizers import Adam, Group, Muon, NAdam, OptimizerSettings, Rule, Sgd
+from ravnest.engine.rules import Adam, FusedAdam, Group, Muon, NAdam, OptimizerSettings, Rule, Sgd
 from ravnest.errors import ConfigError
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -121,4 +121,4 @@ def _read_rule(kind: str, options: Options) -> Rule:
     beta1, beta2 = (float(beta) for beta in options["betas"])
     if kind == "NAdam":
         return NAdam(beta1, beta2, float(options["eps"]), float(options["momentum_decay"]))
-    return Adam(beta1, beta2, float(options["eps"]))
+    return (FusedAdam if options.get("fused") else Adam)(beta1, beta2, float(options["eps"]))

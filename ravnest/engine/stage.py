@@ -14,7 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ravnest.engine.optimizers import Optimizer, OptimizerSettings, find_not_finite
+from ravnest.engine.optimizers import Optimizer, find_not_finite
+from ravnest.engine.rules import OptimizerSettings
 from ravnest.engine.versions import Graph, Versions
 from ravnest.errors import ProtocolError
 from ravnest.protocol import BatchId, Refusal

@@ -7,14 +7,14 @@ import msgspec
 from msgspec import Meta
 
 from ravnest.config import WireFormat
-from ravnest.engine.optimizers import Adam, Group, Muon, NAdam, OptimizerSettings, Rule, Sgd
+from ravnest.engine.rules import Adam, FusedAdam, Group, Muon, NAdam, OptimizerSettings, Rule, Sgd
 from ravnest.errors import UnsafeBlueprint
 
 _MOST_BYTES = 4 << 20
 _MOST_UPDATES = 1 << 40
 _MOST_LAG = 64
 _MOST_OUTER = 10.0
-_RULES: dict[str, type[Rule]] = {"sgd": Sgd, "adam": Adam, "nadam": NAdam, "muon": Muon}
+_RULES: dict[str, type[Rule]] = {"sgd": Sgd, "adam": Adam, "fused": FusedAdam, "nadam": NAdam, "muon": Muon}
 
 
 Precision = Literal["fp32", "bf16"]

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from ravnest.config import Optimizer as Recipe
-from ravnest.engine.optimizers import OptimizerSettings
 from ravnest.engine.recipe import from_torch, make_settings
+from ravnest.engine.rules import OptimizerSettings
 from ravnest.engine.training import AveragingRule
 from ravnest.errors import ConfigError
 from ravnest.job.collate import Batch, show_thing

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ravnest.config import Optimizer as Recipe
 from ravnest.config import PlanConfig, WireFormat
-from ravnest.engine.optimizers import Adam, Muon, NAdam, OptimizerSettings, Sgd
+from ravnest.engine.rules import Adam, Muon, NAdam, OptimizerSettings, Sgd
 from ravnest.engine.training import Training
 from ravnest.errors import ConfigError
 from ravnest.hub.events import Finish, JobGiven, JobSettings

@@ -9,6 +9,7 @@ from ravnest.config import Optimizer as OptimizerName
 from ravnest.engine import optimizers
 from ravnest.engine.optimizers import (
     Adam,
+    FusedAdam,
     Group,
     Muon,
     NAdam,
@@ -32,6 +33,11 @@ KINDS = {
     "adam": (torch.optim.Adam, {"lr": 1e-2}),
     "adam decay": (torch.optim.Adam, {"lr": 1e-2, "weight_decay": 0.1, "betas": (0.8, 0.95)}),
     "adamw": (torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-6}),
+    "fused adam": (torch.optim.Adam, {"lr": 1e-2, "weight_decay": 0.1, "fused": True}),
+    "fused adamw": (
+        torch.optim.AdamW,
+        {"lr": 1e-2, "weight_decay": 0.1, "betas": (0.8, 0.95), "fused": True},
+    ),
     "nadam": (torch.optim.NAdam, {"lr": 1e-2}),
     "nadam decay": (torch.optim.NAdam, {"lr": 1e-2, "weight_decay": 0.1, "momentum_decay": 0.01}),
     "nadamw": (torch.optim.NAdam, {"lr": 1e-2, "weight_decay": 0.1, "decoupled_weight_decay": True}),
@@ -100,7 +106,7 @@ def test_equals_torch_bit_for_bit(name, in_place):
         assert torch.equal(parameters[name], tensor), name
 
 
-@pytest.mark.parametrize("name", ["momentum", "adamw", "nadam"])
+@pytest.mark.parametrize("name", ["momentum", "adamw", "fused adamw", "nadam"])
 def test_a_parameter_without_gradient_waits_with_its_own_step_count(name):
     kind, options = KINDS[name]
     reference, truth, ours, parameters = both(kind, options)
@@ -112,6 +118,20 @@ def test_a_parameter_without_gradient_waits_with_its_own_step_count(name):
         parameters = ours.step(parameters, gradients, options["lr"])
     for name, tensor in truth.items():
         assert torch.equal(parameters[name], tensor), name
+
+
+def test_the_fused_kernel_takes_gradients_that_lie_otherwise():
+    straight, across = draw(), draw()
+    settings = OptimizerSettings((Group(tuple(SHAPES), FusedAdam(), 0.1, is_decoupled=True),), 1e-2)
+    one, other = Optimizer(settings, straight), Optimizer(settings, across)
+    for step in range(2):
+        gradients = draw(seed=1 + step)
+        straight = one.step(straight, gradients, 1e-2)
+        turned = {
+            name: tensor.transpose(0, -1).contiguous().transpose(0, -1) for name, tensor in gradients.items()
+        }
+        across = other.step(across, turned, 1e-2)
+    assert all(torch.equal(straight[name], across[name]) for name in SHAPES)
 
 
 def test_small_chunks_give_the_same_bits(monkeypatch):
@@ -202,9 +222,10 @@ def test_prediction_repeats_the_last_move_with_falling_strength():
     assert ours.predict(after, 2)["w"] is after["w"]
 
 
+@pytest.mark.parametrize("rule", [Adam(), FusedAdam()])
 @pytest.mark.parametrize("in_place", [True, False])
-def test_decay_is_not_predicted(in_place):
-    settings = OptimizerSettings((Group(("w",), Adam(), 0.5, is_decoupled=True),), 0.1, predicts=True)
+def test_decay_is_not_predicted(in_place, rule):
+    settings = OptimizerSettings((Group(("w",), rule, 0.5, is_decoupled=True),), 0.1, predicts=True)
     parameters = {"w": torch.tensor([10.0])}
     ours = Optimizer(settings, parameters)
     after = ours.step(parameters, {"w": torch.zeros(1)}, 0.1, lag=3, in_place=in_place)

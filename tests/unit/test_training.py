@@ -4,12 +4,16 @@ import msgspec
 import pytest
 
 from ravnest.config import WireFormat
-from ravnest.engine.optimizers import Adam, Group, Muon, OptimizerSettings
+from ravnest.engine.optimizers import Adam, FusedAdam, Group, Muon, OptimizerSettings
 from ravnest.engine.training import AveragingRule, Training, read_training, write_training
 from ravnest.errors import UnsafeBlueprint
 
 OPTIMIZER = OptimizerSettings(
-    (Group(("a", "b"), Adam(), 0.1, True), Group(("c",), Muon())), 3e-3, 1.0, True, 100
+    (Group(("a", "b"), Adam(), 0.1, True), Group(("c",), Muon()), Group(("d",), FusedAdam())),
+    3e-3,
+    1.0,
+    True,
+    100,
 )
 TRAINING = Training(
     OPTIMIZER,
@@ -25,9 +29,9 @@ TRAINING = Training(
 
 
 def test_what_is_written_is_read():
-    assert read_training(write_training(TRAINING, frozenset("abc"))) == TRAINING
+    assert read_training(write_training(TRAINING, frozenset("abcd"))) == TRAINING
     plain = Training(OPTIMIZER, 64)
-    read = read_training(write_training(plain, frozenset("abc")))
+    read = read_training(write_training(plain, frozenset("abcd")))
     assert (read.precision, read.planned_updates, read.max_lag) == ("fp32", 0, None)
     assert (read.deltas, read.averaging) == ("fp32", AveragingRule())
 
@@ -57,6 +61,6 @@ def test_a_stage_learns_of_its_own_parameters_only():
     ],
 )
 def test_what_makes_no_sense_is_refused(change):
-    written = msgspec.json.decode(write_training(TRAINING, frozenset("abc")))
+    written = msgspec.json.decode(write_training(TRAINING, frozenset("abcd")))
     with pytest.raises(UnsafeBlueprint, match="training settings"):
         read_training(msgspec.json.encode(written | change))

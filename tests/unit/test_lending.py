@@ -1,0 +1,381 @@
+"""The life of `ravnest join` on virtual time: hours, battery, memory, what its provider says; and the limits."""
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from click.testing import CliRunner
+
+from ravnest.cli import program
+from ravnest.commands import lending
+from ravnest.commands.join import _Doors, _make_offer, _make_terms, _show_limits, _Stated
+from ravnest.commands.lending import PAUSE, RESUME, Lending, Terms, find_running, registered
+from ravnest.errors import ConfigError, LinkError
+from ravnest.net.identity import Token, new_keys, write_token
+from ravnest.net.memory import run_virtual
+from ravnest.peer import limits, machine
+from ravnest.peer.hours import Hours, read_hours
+from ravnest.peer.limits import MemoryWatch, read_cores
+
+pytestmark = pytest.mark.skipif(PAUSE is None, reason="this system has no such signals")
+DAY = 86_400.0
+NIGHT = Hours(22 * 60, 7 * 60)
+TAKEN_BACK = "its provider takes it back"
+
+
+class Visit:
+    """Stands for an agent: takes part until it leaves, or its job is done."""
+
+    def __init__(self) -> None:
+        self.reasons: list[str] = []
+
+    async def run(self, _: object) -> str:
+        self._ended = asyncio.get_running_loop().create_future()
+        return await self._ended
+
+    def leave(self, reason: str) -> None:
+        self.reasons.append(reason)
+        asyncio.get_running_loop().call_later(5.0, self.end, reason)  # to hand over takes a while
+
+    def end(self, reason: str) -> None:
+        if not self._ended.done():
+            self._ended.set_result(reason)
+
+
+class Scene:
+    """A provider's PC whose clock begins at noon; `at` says what happens when."""
+
+    def __init__(self, **terms: object) -> None:
+        defaults = {"name": "pc", "hours": (), "runs_on_battery": False, "memory": None}
+        self.lending = Lending(Terms(**{**defaults, **terms}))
+        self.visits: list[Visit] = []
+        self.times: list[tuple[float, float]] = []  # of joining and leaving, in hours
+        self.events: list[tuple[float, object]] = []
+
+    def at(self, seconds: float, work: object) -> None:
+        self.events.append((seconds, work))
+
+    def run(self) -> tuple[int, str]:
+        async def main() -> tuple[int, str]:
+            for seconds, work in self.events:
+                asyncio.get_running_loop().call_later(seconds, work)
+            return await self.lending.run(self._take_part)
+
+        return run_virtual(main())
+
+    async def _take_part(self) -> str:
+        loop = asyncio.get_running_loop()
+        self.visits.append(Visit())
+        came = loop.time()
+        try:
+            return await self.lending.attend(self.visits[-1], None)
+        finally:
+            self.times.append((round(came / 3600, 1), round(loop.time() / 3600, 1)))
+
+    def finish(self) -> None:
+        self.visits[-1].end("the job is done")
+
+
+def raise_signal(number: int) -> object:
+    return lambda: signal.raise_signal(number)
+
+
+@pytest.fixture(autouse=True)
+def pc(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, object]:
+    """What this PC is like: no battery, noon at the start, a folder of its own."""
+    facts: dict[str, object] = {"battery": False, "memory": 0.0}
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setattr(lending, "LOOK_SECONDS", 20.0)
+    monkeypatch.setattr(
+        lending, "_minute", lambda: int(asyncio.get_running_loop().time() / 60 + 12 * 60) % (24 * 60)
+    )
+    monkeypatch.setattr(machine, "is_on_battery", lambda: facts["battery"])
+    monkeypatch.setattr(machine, "taken_memory_bytes", lambda: facts["memory"])
+    return facts
+
+
+def test_without_terms_it_takes_part_until_the_job_is_done() -> None:
+    scene = Scene()
+    scene.at(100.0, scene.finish)
+    assert scene.run() == (0, "the job is done")
+    assert [visit.reasons for visit in scene.visits] == [[]]
+
+
+def test_it_joins_at_its_hours_leaves_after_them_and_comes_back_the_next_day(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    scene = Scene(hours=(NIGHT,))
+    scene.at(1.5 * DAY, scene.finish)
+    assert scene.run() == (0, "the job is done")
+    assert scene.times == [(10.0, 19.0), (34.0, 36.0)]
+    assert scene.visits[0].reasons == ["it is only lent from 22:00 to 07:00"]
+    waits = [line for line in caplog.messages if line.startswith("waits: ")]
+    assert waits[0] == "waits: it is only lent from 22:00 to 07:00; it joins at 22:00, Ctrl-C ends it"
+    assert len(waits) == 2
+
+
+@pytest.mark.parametrize("runs_on_battery", [False, True])
+def test_on_battery_it_stops_unless_told_to_go_on(pc: dict[str, object], runs_on_battery: bool) -> None:
+    scene = Scene(runs_on_battery=runs_on_battery)
+    scene.at(3600.0, lambda: pc.update(battery=True))
+    scene.at(7200.0, lambda: pc.update(battery=False))
+    scene.at(10_800.0, scene.finish)
+    assert scene.run() == (0, "the job is done")
+    assert scene.times == ([(0.0, 3.0)] if runs_on_battery else [(0.0, 1.0), (2.0, 3.0)])
+
+
+def test_paused_it_leaves_once_and_joins_again_when_resumed(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    scene = Scene()
+    for seconds in (3600.0, 3601.0, 3700.0):
+        scene.at(seconds, raise_signal(PAUSE))
+    scene.at(7200.0, raise_signal(RESUME))
+    scene.at(7300.0, raise_signal(RESUME))
+    scene.at(10_800.0, scene.finish)
+    assert scene.run() == (0, "the job is done")
+    assert scene.times == [(0.0, 1.0), (2.0, 3.0)]
+    assert [visit.reasons for visit in scene.visits] == [["its provider paused it"], []]
+    assert (
+        "waits: its provider paused it; it joins after: ravnest resume pc, Ctrl-C ends it" in caplog.messages
+    )
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_taken_back_it_leaves_politely_and_ends(number: int, code: int) -> None:
+    scene = Scene()
+    before = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, PAUSE, RESUME)]
+    scene.at(100.0, raise_signal(number))
+    assert scene.run() == (code, TAKEN_BACK)
+    assert scene.visits[0].reasons == [TAKEN_BACK]
+    assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, PAUSE, RESUME)] == before
+
+
+def test_taken_back_while_it_leaves_for_a_pause_it_ends_and_hands_over_in_peace() -> None:
+    scene = Scene()
+    scene.at(100.0, raise_signal(PAUSE))
+    scene.at(101.0, raise_signal(signal.SIGTERM))
+    assert scene.run() == (143, "its provider paused it")
+    assert len(scene.visits[0].reasons) == 1  # a second time would end it at once
+
+
+def test_taken_back_while_it_waits_it_ends_without_joining() -> None:
+    scene = Scene(hours=(NIGHT,))
+    scene.at(100.0, raise_signal(signal.SIGINT))
+    assert scene.run() == (130, TAKEN_BACK)
+    assert not scene.visits
+
+
+def test_what_grows_beyond_what_it_lends_is_warned_of_and_then_leaves(
+    pc: dict[str, object], caplog: pytest.LogCaptureFixture
+) -> None:
+    scene = Scene(memory=MemoryWatch(2e9, 5e8))
+    scene.at(50.0, lambda: pc.update(memory=2.6e9))  # a moment too much
+    scene.at(90.0, lambda: pc.update(memory=2.4e9))
+    scene.at(150.0, lambda: pc.update(memory=3e9))
+    code, reason = scene.run()
+    allowed = "more than the 2 GB it lends and 500 MB for the program"
+    assert (code, reason) == (7, f"it takes 3 GB of memory, {allowed}")
+    assert scene.visits[0].reasons == [reason]
+    warned = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    assert warned == [
+        f"it takes {size} of memory, {allowed}; it leaves if that stays so" for size in ("2.6 GB", "3 GB")
+    ]
+
+
+def test_what_ends_the_agent_ends_the_command() -> None:
+    scene = Scene()
+    scene.at(10.0, lambda: scene.visits[0]._ended.set_exception(LinkError("the hub cannot be reached")))
+    with pytest.raises(LinkError):
+        scene.run()
+    assert not find_running()
+
+
+def test_a_running_one_is_found_and_the_dead_are_forgotten(tmp_path: Path) -> None:
+    folder = tmp_path / "ravnest" / "peers"
+    assert find_running() == []
+    with registered("pc"):
+        (found,) = find_running()
+        assert (found.name, found.process.pid) == ("pc", os.getpid())
+        mine = folder / f"{os.getpid()}.json"
+        child = subprocess.Popen([sys.executable, "-c", ""])
+        child.wait()
+        told = json.loads(mine.read_text())
+        (folder / f"{child.pid}.json").write_text(mine.read_text())
+        (folder / "junk.json").write_text("[")
+        (folder / f"{os.getppid()}.json").write_text(json.dumps({**told, "started_at": 1.0}))  # another since
+        assert [each.process.pid for each in find_running()] == [os.getpid()]
+        assert [file.name for file in folder.iterdir()] == [mine.name]
+    assert list(folder.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_written_is_told_and_no_reason_to_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    with registered("pc"):
+        assert "ravnest pause will not find it" in caplog.text
+
+
+def test_commands_tell_the_one_that_is_named_or_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[int] = []
+    monkeypatch.setattr(psutil.Process, "send_signal", lambda _, number: sent.append(number))
+    with registered("pc"):
+        for word, *name in (("pause",), ("resume", "pc"), ("finish",)):
+            done = CliRunner().invoke(program, [word, *name])
+            assert (done.exit_code, done.stdout) == (0, "")
+            assert done.stderr == f"pc (process {os.getpid()}) was told to {word}\n"
+        done = CliRunner().invoke(program, ["pause", "--json"])
+        assert json.loads(done.stdout) == {
+            "schema": "ravnest.lending/1",
+            "told": "pause",
+            "peers": [{"name": "pc", "process": os.getpid()}],
+        }
+        assert sent == [PAUSE, RESUME, signal.SIGTERM, PAUSE]
+        done = CliRunner().invoke(program, ["pause", "laptop"])
+        assert done.exit_code == 1
+        assert "nothing is lent from this PC as laptop; it is lent as pc" in done.stderr
+    done = CliRunner().invoke(program, ["finish"])
+    assert (done.exit_code, "see that `ravnest join` runs" in done.stderr) == (1, True)
+
+
+@pytest.mark.parametrize(
+    ("text", "num_cores", "found"),
+    [
+        ("50 %", 8, 4),
+        ("50%", 1, 1),
+        ("25 %", 6, 2),
+        ("100 %", 3, 3),
+        ("2", 8, 2),
+        ("1.5", 8, 2),
+        ("0.1 %", 8, 1),
+    ],
+)
+def test_cores_are_a_share_or_a_number(text: str, num_cores: int, found: int) -> None:
+    assert read_cores(text, num_cores) == found
+
+
+@pytest.mark.parametrize(
+    "text", ["", "0", "0 %", "101 %", "9", "-1", "half", "1e9", "50 % of it", "nan", "٣"]
+)
+def test_what_is_no_part_of_the_cores_is_told(text: str) -> None:
+    with pytest.raises(ConfigError, match="no part of this PC's 8 cores; give a share like '50 %'"):
+        read_cores(text, 8)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "22:00", "22-7", "24:00-07:00", "22:60-07:00", "22:00-24:01", "7:00-7:00", "٢:00-7:00"]
+)
+def test_what_is_no_span_of_the_day_is_told(text: str) -> None:
+    with pytest.raises(
+        ConfigError, match=r"--hours .* (write it like 22:00-07:00|for the whole day leave it out)"
+    ):
+        read_hours(text)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux keeps programs to cores")
+def test_every_thread_is_kept_to_the_cores_that_are_lent() -> None:
+    check = """
+import os, torch
+from ravnest.peer.limits import limit_cpu
+torch.ones(300, 300) @ torch.ones(300, 300)
+known = os.sched_getaffinity(0)
+said = limit_cpu("1")
+threads = [int(each) for each in os.listdir("/proc/self/task")]
+assert {len(os.sched_getaffinity(each)) for each in threads} == {1}
+assert min(os.getpriority(os.PRIO_PROCESS, each) for each in threads) >= 10
+assert torch.get_num_threads() == 1
+assert said == f"1 of {len(known)} cores, behind all other programs", said
+"""
+    subprocess.run([sys.executable, "-c", check], check=True)
+
+
+def stated(**more: object) -> _Stated:
+    return _Stated(
+        **{
+            "device": "cpu",
+            "memory_bytes": 1e9,
+            "flops_per_second": 1e9,
+            "emulated_flops_per_second": None,
+            "bytes_per_second": 5e6,
+            "latency_seconds": 0.01,
+            **more,
+        }
+    )
+
+
+def offer(said: _Stated) -> object:
+    return _make_offer("pc", said, _Doors("", (), True), 60.0)
+
+
+def test_a_limited_upload_is_what_the_planner_hears() -> None:
+    node = offer(stated(upload_bytes_per_second=1e6)).node
+    assert (node.upload_bytes_per_second, node.download_bytes_per_second) == (1e6, 5e6)
+    assert offer(stated(upload_bytes_per_second=9e6)).node.upload_bytes_per_second == 5e6
+
+
+def test_what_is_lent_of_a_gpu_is_held_by_torch_and_of_the_pc_by_a_watch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shares = []
+    monkeypatch.setattr(machine, "choose_device", lambda asked: asked)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (6e9, 8e9))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *given: shares.append(given))
+    said = stated(device="cuda:0", memory_bytes=3e9, gpu_memory_bytes=2e9)
+    made = offer(said)
+    assert made.node.memory_bytes == made.limits.memory_bytes == 2e9
+    assert _make_terms(made, said).memory == MemoryWatch(3e9, 5e8)
+    alone = stated(device="cuda:0", memory_bytes=4e9)
+    assert _make_terms(offer(alone), alone).memory is None
+    assert shares == [(0.25, "cuda:0"), (0.5, "cuda:0")]
+    on_cpu = stated()
+    assert _make_terms(offer(on_cpu), on_cpu).memory == MemoryWatch(1e9, 5e8)
+    for wrong in (stated(gpu_memory_bytes=1e9), stated(device="cuda:0", gpu_memory_bytes=9e9)):
+        with pytest.raises(ConfigError, match="--gpu-memory .* give"):
+            offer(wrong)
+
+
+def test_what_is_held_to_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "has_battery", lambda: True)
+    said = stated(upload_bytes_per_second=2.5e6, hours=(NIGHT, Hours(720, 780)))
+    expected = (
+        "1 of 2 cores, 20 Mbit/s of upload, from 22:00 to 07:00 and from 12:00 to 13:00, not on battery"
+    )
+    assert _show_limits(said, "1 of 2 cores") == expected
+    monkeypatch.setattr(machine, "has_battery", lambda: False)
+    assert _show_limits(stated(), "") == ""
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "reason"),
+    [
+        ("--memory", "lots", "write it like '8 GB'"),
+        ("--memory", "0 GB", "is too little; give something like '8 GB'"),
+        ("--gpu-memory", "-1 GB", "is too little; give something like '8 GB'"),
+        ("--gpu-memory", "1 GB", "has no meaning on cpu"),
+        ("--cpu", "all", "give a share like '50 %'"),
+        ("--upload", "fast", "write it like '50 Mbit/s'"),
+        ("--upload", "1 kbit/s", "give 100 kbit/s or more"),
+        ("--hours", "at night", "write it like 22:00-07:00"),
+        ("--on-battery", "maybe", "give stop or go"),
+    ],
+)
+def test_garbage_is_a_sentence_that_says_what_to_give(
+    option: str, value: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "limit_cpu", lambda text: str(read_cores(text, 2)))
+    token = write_token(Token(("tcp://127.0.0.1:9",), new_keys().public, bytes(16)))
+    done = CliRunner().invoke(
+        program, ["join", token, "--device", "cpu", "--flops", "1 GFLOP/s", option, value]
+    )
+    assert (done.exit_code, reason in done.stderr) == (3, True), done.output
+    assert done.stderr.startswith("error: ")
