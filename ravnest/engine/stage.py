@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ravnest.engine.optimizers import Optimizer, find_not_finite
+from ravnest.engine.optimizers import Optimizer, find_norms, find_not_finite
 from ravnest.engine.rules import OptimizerSettings
 from ravnest.engine.versions import Graph, Versions
 from ravnest.errors import ProtocolError
@@ -136,6 +136,7 @@ class Stage:
         self._flights: dict[BatchId, _Flight] = {}
         self._sums: dict[str, Tensor] = {}
         self._own_sums: set[str] = set()  # those of them that nobody else has
+        self._bounds: dict[str, float] = {}  # of their norms: a sum is no longer than its parts together
         self._num_batches, self._shares, self._first_size = 0, 0.0, 1  # shares: batches, by their samples
         self._lags: deque[int] = deque(maxlen=_LAGS_REMEMBERED)
 
@@ -202,7 +203,8 @@ class Stage:
         flight = self._flights[batch]
         found = flight.graph.backward_weights()
         self.forget(batch)
-        if (name := find_not_finite(found)) is not None:
+        norms = find_norms(list(found.values()))
+        if (name := find_not_finite(found, norms)) is not None:
             return Dropped(batch, "backward", f"the gradient of {name!r} is not finite")
         self._lags.append(self._num_updates - flight.num_updates)
         self._first_size = self._first_size if self._num_batches else num_samples
@@ -211,7 +213,8 @@ class Stage:
         self._shares += share
         weight *= share
         alone = _find_alone(found, flight.sent)
-        for name, gradient in found.items():
+        for (name, gradient), norm in zip(found.items(), norms, strict=True):
+            self._bounds[name] = self._bounds.get(name, 0.0) + weight * norm
             part = gradient if weight == 1.0 else gradient * weight
             total = self._sums.get(name)
             if total is None:
@@ -264,15 +267,19 @@ class Stage:
     def update(self, learning_rate: float) -> Updated:
         """Apply the mean gradient of the batches since the last update."""
         num_batches, lag = self._num_batches, self.lag
+        bounds = {name: bound / self._shares for name, bound in self._bounds.items()}
         gradients = {name: self._mean(name) for name in tuple(self._sums)}
         self._num_batches, self._shares = 0, 0.0
+        self._bounds.clear()
         self._num_updates += 1
         if not gradients:
             reason = None if num_batches else "no batch was left to learn from"
             return Updated(self._num_updates, num_batches, lag, reason)
         versions = self._versions
         in_place = not versions.is_held(gradients)
-        after = self._optimizer.step(versions.weights, gradients, learning_rate, lag, in_place=in_place)
+        after = self._optimizer.step(
+            versions.weights, gradients, learning_rate, lag, in_place=in_place, bounds=bounds
+        )
         if isinstance(after, Refusal):
             return Updated(self._num_updates, num_batches, lag, after.reason)
         versions.replace(after, self._optimizer.predict(after, lag))

@@ -532,6 +532,19 @@ def test_weights_and_inputs_with_one_gradient_do_not_disturb_each_other(splits, 
     torch.testing.assert_close(after["b"], torch.tensor(moved))
 
 
+def test_the_mean_of_many_batches_is_clipped_though_each_is_short():
+    roles = Roles(frozenset({"a", "b"}), inputs=frozenset({1}))
+    state = {"a": torch.zeros(2), "b": torch.zeros(2)}
+    settings = OptimizerSettings((Group(("a", "b"), Sgd()),), 1.0, clip=0.5)
+    stage = Stage(Sum(), Snapshot(0, state, {}), roles, settings)
+    for number in range(3):
+        stage.forward(number, {1: torch.zeros(2)}, {})
+        stage.backward_inputs(number, {2: torch.tensor([0.24, 0.32])})
+        stage.backward_weights(number, 2.0)
+    stage.update(1.0)
+    torch.testing.assert_close(stage.snapshot().state["a"], torch.tensor([-0.3, -0.4]))
+
+
 def test_a_sum_that_is_not_finite_leaves_a_tied_weight_as_it_is():
     model = subject("own_gpt")
     names = [entry.name for entry in model.captured.blueprint.state if entry.is_trainable]

@@ -207,6 +207,20 @@ def test_each_tensor_is_clipped_by_itself():
     torch.testing.assert_close(after["short"], torch.tensor([-0.6, 0.0, 0.0]))
 
 
+@pytest.mark.parametrize(("bound", "moved"), [(0.99, -2.0), (0.9999, -1.0), (math.nan, -1.0), (1e9, -1.0)])
+def test_only_gradients_that_may_be_too_long_are_measured(bound, moved):
+    ours = Optimizer(OptimizerSettings((Group(("w",), Sgd()),), 1.0, clip=1.0), {"w": torch.zeros(1)})
+    # Two is over every bound, so what comes out tells who looked.
+    after = ours.step({"w": torch.zeros(1)}, {"w": torch.full((1,), 2.0)}, 1.0, bounds={"w": bound})
+    assert after["w"].item() == moved
+
+
+def test_a_bound_that_half_precision_does_not_hold_is_no_bound():
+    ours = Optimizer(OptimizerSettings((Group(("w",), Sgd()),), 1.0), {"w": torch.zeros(1)})
+    bad = {"w": torch.tensor([math.inf])}
+    assert isinstance(ours.step({"w": torch.zeros(1)}, bad, 1.0, bounds={"w": 7e4}), Refusal)
+
+
 # --- prediction
 
 
