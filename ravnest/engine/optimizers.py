@@ -271,7 +271,8 @@ def _decay(group: Group, work: _Work, in_place: bool) -> None:
 def _apply_fused(
     rule: Adam, work: _Work, means: list[Tensor], squares: list[Tensor], steps: list[int]
 ) -> None:
-    counts = [torch.tensor(float(step), device=mean.device) for step, mean in zip(steps, means, strict=True)]
+    numbers = {step: torch.tensor(float(step), device=means[0].device) for step in set(steps)}
+    counts = [numbers[step] for step in steps]
     # The kernel goes through memory as it lies: gradients must lie like their parameters.
     pairs = zip(work.gradients, work.parameters, strict=True)
     gradients = [one if one.stride() == to.stride() else to.clone().copy_(one) for one, to in pairs]

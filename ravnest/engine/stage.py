@@ -212,7 +212,7 @@ class Stage:
         self._num_batches += 1
         self._shares += share
         weight *= share
-        alone = _find_alone(found, flight.sent)
+        alone = _find_alone(found, flight.sent) if found.keys() - self._own_sums else set()
         for (name, gradient), norm in zip(found.items(), norms, strict=True):
             self._bounds[name] = self._bounds.get(name, 0.0) + weight * norm
             part = gradient if weight == 1.0 else gradient * weight
