@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test check bench clean
+.PHONY: demo test check bench soak clean
 
 demo: $(READY)
 	@scripts/demo
@@ -22,6 +22,10 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.run pipeline
 	$(BIN)/python -m benchmarks.run allreduce
 	$(BIN)/python -m benchmarks.run convergence
+	$(BIN)/python -m benchmarks.run recovery
+
+soak: $(READY)
+	$(BIN)/python -m benchmarks.run soak
 
 clean:
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

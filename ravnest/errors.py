@@ -37,6 +37,12 @@ class WeightsError(RavnestError):
     exit_code = 3
 
 
+class GuardError(RavnestError):
+    """Training went wrong again and again, and was ended. Caught by the cli."""
+
+    exit_code = 7
+
+
 class ProtocolError(RavnestError):
     """A message that does not fit what was agreed. The peer that sent it is dropped."""
 

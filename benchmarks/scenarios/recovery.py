@@ -4,7 +4,7 @@ import os
 import signal
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 from unittest import mock
@@ -12,7 +12,7 @@ from unittest import mock
 from benchmarks.measure import say, spread, table
 from benchmarks.models import build, find_cuts, make_job
 from benchmarks.swarm import Record, Setting, train
-from ravnest.hub.news import ClusterBroken, ClusterDissolved, Left, Missing, Recovered
+from ravnest.hub.news import Checkpointed, ClusterBroken, ClusterDissolved, Left, Missing, Recovered
 from ravnest.hub.state import Hub
 
 Figures = dict[str, Any]
@@ -73,7 +73,8 @@ class _Death:
 
     def _kill(self, processes: dict[Any, int], record: Record, now: float) -> None:
         times = record.leaf_times
-        if self.hub is None or not times or now < times[0][0] + _BEFORE_SECONDS:
+        is_kept = any(isinstance(news, Checkpointed) and news.num_samples for _, news in record.news)
+        if self.hub is None or not is_kept or now < times[0][0] + _BEFORE_SECONDS:
             return
         cluster, books = self.hub.clusters[0], self.hub.books
         assert books is not None
@@ -117,6 +118,7 @@ def _emulate(num_clusters: int, num_spares: int) -> tuple[Any, Setting]:
     work = [sum(count_flops(slice_blueprint(blueprint, *edge), made.microbatch_size)) for edge in edges]
     speeds = [flops / _MICROBATCH_SECONDS for flops in work]
     speeds = [*speeds * num_clusters, *[max(speeds)] * num_spares]
+    job = replace(job, checkpoint_every="2 s")  # who is alone has nobody else to get a stage from
     return job, Setting(speeds, cuts, is_emulated=True, num_clusters=num_clusters)
 
 

@@ -1,7 +1,9 @@
 """`ravnest demo`: train something real with made-up PCs on this one, and compare with a single process."""
 
+import os
+import signal
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,12 +14,16 @@ from ravnest.commands.view import choose_view
 from ravnest.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
     from ravnest.commands.demos import Demo
     from ravnest.hub.news import News
     from ravnest.job.result import Result
-    from ravnest.plan.types import Plan
+    from ravnest.plan.types import NodeId, Plan
 
 _MOST_NODES = 16
+_KILLED_AFTER = 0.4  # of the training
+_LEAST_TO_KILL = 3  # nodes: two hold the model
 
 
 @dataclass(slots=True)
@@ -29,21 +35,40 @@ class _Notes:
     num_samples: int = 0
     started_at: float = 0.0
     ended_at: float = 0.0
-    left: list[str] = field(default_factory=list)
+    processes: "Callable[[], Mapping[NodeId, int]] | None" = None  # of whom one is killed
+    killed: "NodeId | None" = None
+    killed_at: float = 0.0
+    recovery_seconds: float | None = None
+    num_again: int = 0  # samples
 
     def __call__(self, news: "News") -> None:
-        from ravnest.hub.news import ClusterStarted, PlanFormed, RoundEnded, Trained
+        from ravnest.hub.news import ClusterBroken, ClusterStarted, PlanFormed, Recovered, RoundEnded, Trained
 
         now = time.perf_counter()  # noqa: TID251 - this is the measurement
         match news:
             case PlanFormed(plan):
-                self.plan = plan
+                self.plan = self.plan or plan
             case ClusterStarted():
                 self.started_at = self.started_at or now
             case Trained():
                 self.num_samples, self.ended_at = news.num_samples, now
+                if news.num_samples >= _KILLED_AFTER * news.num_total and self.killed is None:
+                    self._kill(now)
             case RoundEnded():
                 self.rounds_committed += news.is_committed
+            case ClusterBroken():
+                self.num_again += news.num_given_back
+            case Recovered():
+                self.recovery_seconds = now - self.killed_at
+
+    def _kill(self, now: float) -> None:
+        """Cut the power of one PC, a middle one if there is any."""
+        if self.processes is None or self.plan is None:
+            return
+        largest = max(self.plan.clusters, key=lambda cluster: len(cluster.stages))
+        self.killed, self.killed_at = largest.stages[len(largest.stages) // 2].node, now
+        click.echo(f"{self.killed} is killed now, on purpose (kill -9)", err=True)
+        os.kill(self.processes()[self.killed], signal.SIGKILL)
 
     @property
     def samples_per_second(self) -> float:
@@ -53,13 +78,15 @@ class _Notes:
 @click.command()
 @click.option("--text", "is_text", is_flag=True, help="A small GPT on the sources of Python itself.")
 @click.option("--nodes", type=int, default=5, show_default=True, metavar="N", help="Made-up PCs, 2 to 16.")
+@click.option("--kill/--no-kill", default=True, help="Kill a PC on purpose, if there are three or more.")
 @click.option("--folder", metavar="DIR", help="For log and weights; runs/demo if left out.")
 @click.option("--quiet", is_flag=True, help="Print the comparison only.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object (ravnest.demo/1).")
-def demo(is_text: bool, nodes: int, folder: str | None, quiet: bool, as_json: bool) -> None:
+def demo(is_text: bool, nodes: int, kill: bool, folder: str | None, quiet: bool, as_json: bool) -> None:
     """Train a model that none of five made-up PCs could hold, and compare with one process.
 
-    The PCs are programs on this one, with unequal emulated speeds. They form two clusters, which average.
+    The PCs are programs on this one, with unequal emulated speeds. They form two clusters, which average. In
+    the middle of it one of them is killed, and the others go on.
     """
     if not 2 <= nodes <= _MOST_NODES:
         raise ConfigError(f"--nodes {nodes}: choose from 2 to {_MOST_NODES}")
@@ -81,6 +108,7 @@ def demo(is_text: bool, nodes: int, folder: str | None, quiet: bool, as_json: bo
         choose_view(quiet) as view,
         local(hardware, folder=place, plan=plan, tell=view.tell, look=view.look) as swarm,
     ):
+        notes.processes = (lambda: swarm.processes) if kill and nodes >= _LEAST_TO_KILL else None
         result = swarm.fit(chosen.job, callbacks=[notes])
     click.echo("the same training in one process", err=True)
     alone = train_alone(chosen.job, result.blueprint)
@@ -119,6 +147,9 @@ def _compare(result: "Result", notes: _Notes) -> dict[str, object]:
         "clusters": len(notes.plan.clusters),
         "stages": sorted((len(cluster.stages) for cluster in notes.plan.clusters), reverse=True),
         "rounds_committed": notes.rounds_committed,
+        "killed": notes.killed,
+        "recovery_seconds": notes.recovery_seconds,
+        "samples_trained_again": notes.num_again,
         "largest_node_share": max(size(stage.start, stage.stop) for stage in stages) / whole,
     }
 
@@ -133,6 +164,7 @@ def _show(numbers: dict[str, object], chosen: "Demo") -> str:
         f"{'one process':22} accuracy {numbers['single_process_accuracy']:.1%}  "
         f"loss {numbers['single_process_loss']:.3f}  "
         f"{numbers['single_process_samples_per_second']:7,.0f} samples/s  at this PC's full speed",
+        *_show_recovery(numbers),
         f"{numbers['rounds_committed']} rounds of averaging. A model this small needs no swarm,",
         "and the PCs are slow on purpose: compare what was learned, not how fast.",
         f"saved {numbers['model_path']}",
@@ -142,3 +174,14 @@ def _show(numbers: dict[str, object], chosen: "Demo") -> str:
     else:
         lines.append("next: ravnest demo --text, or train your own model: see README.md")
     return "\n".join(lines)
+
+
+def _show_recovery(numbers: dict[str, object]) -> list[str]:
+    if numbers["killed"] is None:
+        return []
+    seconds = numbers["recovery_seconds"]
+    how = (
+        "its cluster was given up" if seconds is None else f"its cluster trained again {seconds:.1f} s later"
+    )
+    again = f"{numbers['samples_trained_again']} samples were begun anew"
+    return [f"{numbers['killed']} was killed on purpose: {how}, {again}."]

@@ -89,6 +89,7 @@ def digits() -> Demo:
         loss=lambda out, batch: F.cross_entropy(out, batch["y"]),
         metrics={"accuracy": _accuracy},
         average_every=32,
+        checkpoint_every="5 s",
         microbatches=4,  # so that five programs on two cores keep up with the PCs they stand for
         name="digits",
     )
@@ -113,6 +114,7 @@ def text() -> Demo:
         metrics={"accuracy": _accuracy},
         schedule=cosine(warmup=0.05),
         average_every=16,
+        checkpoint_every="5 s",
         microbatches=4,
         name="text",
     )

@@ -26,6 +26,7 @@ _ONLY_HERE = "tcp://127.0.0.1:*"  # where what comes through the relay is led to
 _VARIABLE = "RAVNEST_TOKEN"
 _GUESSED = "of matrix products; the job's own work will tell"
 _USUAL_BYTES_PER_SECOND, _USUAL_LATENCY_SECONDS = 50e6 / 8, 0.01  # until the hub has measured the link
+_OWN_GROWTH = 1.25  # of the program itself, from its start to its work; torch for GPUs starts with 630 MB
 _SLOWEST_UPLOAD = 100e3 / 8  # signs of life alone take a tenth of it
 
 
@@ -277,9 +278,9 @@ def _take_part(token: "Token", offer: "Offer", doors: _Doors, stated: _Stated) -
     warm_up()
     lending = Lending(_make_terms(offer, stated))
     limits = Limits(upload_bytes_per_second=stated.upload_bytes_per_second or inf)
+    keys = new_keys()  # the hub knows who comes back
 
     async def once() -> str:
-        keys = new_keys()
         async with ZeroMqTransport(keys, random.SystemRandom(), doors.listen, limits) as transport:
             addresses = doors.addresses(transport.address)
             told = ", ".join(addresses) if addresses else "nowhere, it only dials out"
@@ -295,11 +296,13 @@ def _make_terms(offer: "Offer", stated: _Stated) -> "Terms":
     from ravnest.commands.lending import Terms
     from ravnest.config import PlanConfig
     from ravnest.peer.limits import MemoryWatch, limit_gpu_memory
+    from ravnest.peer.machine import taken_memory_bytes
 
     device, lent = offer.limits.device, offer.limits.memory_bytes
     watched: float | None = lent if device == "cpu" else None
     if device.startswith("cuda"):
         limit_gpu_memory(device, lent)
         watched = stated.memory_bytes if stated.gpu_memory_bytes is not None else None
-    memory = None if watched is None else MemoryWatch(watched, PlanConfig().overhead_bytes)
+    own = max(PlanConfig().overhead_bytes, _OWN_GROWTH * taken_memory_bytes())
+    memory = None if watched is None else MemoryWatch(watched, own)
     return Terms(offer.node.name, stated.hours, stated.runs_on_battery, memory)

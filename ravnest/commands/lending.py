@@ -67,8 +67,10 @@ class Lending:
                 reason = _TAKEN_BACK if self._ended_by else await take_part()
                 if self._ended_by:
                     return _SIGNAL_EXIT + self._ended_by, reason
-                if self._leaving is None or self._is_too_large:
-                    return (_GUARD_EXIT if self._leaving else 0), reason
+                if self._leaving is None:
+                    return 0, reason
+                if self._terms.memory is not None and self._terms.memory.must_leave:
+                    return _GUARD_EXIT, reason
 
     async def attend(self, agent: "Agent", transport: "Transport") -> str:
         """Run an agent to its end, and have it leave when this PC may no longer be lent."""
@@ -79,10 +81,6 @@ class Lending:
         finally:
             self._agent = None
             self._timer.cancel()
-
-    @property
-    def _is_too_large(self) -> bool:
-        return self._terms.memory is not None and self._terms.memory.must_leave
 
     def _look(self) -> None:
         self._timer.cancel()
@@ -110,11 +108,9 @@ class Lending:
 
         memory = self._terms.memory
         problem = None if memory is None else memory.look(taken_memory_bytes())
-        if memory is None or problem is None or memory.must_leave:
-            return problem
-        if memory.num_over == 1:
+        if memory is not None and memory.num_over == 1:
             logger.warning("%s; it leaves if that stays so", problem)
-        return None
+        return problem if memory is not None and memory.must_leave else None
 
     async def _wait(self) -> None:
         """Return when this PC may be lent, or never again."""
@@ -169,14 +165,6 @@ def _minute() -> int:
     return now.tm_hour * 60 + now.tm_min
 
 
-@dataclass(frozen=True, slots=True)
-class Running:
-    """A `ravnest join` on this PC."""
-
-    name: str
-    process: "psutil.Process"
-
-
 @contextlib.contextmanager
 def registered(name: str) -> Iterator[None]:
     """Have this process found by `find_running` while the context is open."""
@@ -196,8 +184,8 @@ def registered(name: str) -> Iterator[None]:
             file.unlink(missing_ok=True)
 
 
-def find_running() -> list[Running]:
-    """Return what this user lends from this PC now; what dead processes left behind is removed."""
+def find_running() -> list[tuple[str, "psutil.Process"]]:
+    """Return what this user lends from this PC now, by name; what dead processes left behind is removed."""
     import psutil
 
     found = []
@@ -208,7 +196,7 @@ def find_running() -> list[Running]:
             is_same = abs(process.create_time() - told["started_at"]) < _SAME_PROCESS_SECONDS
             if not is_same or process.status() == psutil.STATUS_ZOMBIE:
                 raise psutil.NoSuchProcess(process.pid)
-            found.append(Running(str(told["name"]), process))
+            found.append((str(told["name"]), process))
         except (psutil.NoSuchProcess, ValueError, KeyError, TypeError):
             with contextlib.suppress(OSError):
                 file.unlink(missing_ok=True)

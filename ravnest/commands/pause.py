@@ -54,18 +54,18 @@ def _tell(word: str, name: str | None, as_json: bool) -> None:
             f"this system cannot {word} a program that runs; Ctrl-C ends it, and join it again"
         )
     running = find_running()
-    chosen = [each for each in running if name in (None, each.name)]
+    chosen = [(known, process) for known, process in running if name in (None, known)]
     if not chosen:
-        others = ", ".join(sorted({each.name for each in running}))
+        others = ", ".join(sorted({known for known, _ in running}))
         here = f"it is lent as {others}" if others else "see that `ravnest join` runs, and as the same user"
         raise RavnestError(f"nothing is lent from this PC{f' as {name}' if name else ''}; {here}")
     told = []
-    for each in chosen:
+    for known, process in chosen:
         try:
-            each.process.send_signal(number)
-            told.append({"name": each.name, "process": each.process.pid})
+            process.send_signal(number)
+            told.append({"name": known, "process": process.pid})
         except psutil.NoSuchProcess:
-            click.echo(f"{each.name} (process {each.process.pid}) has just ended", err=True)
+            click.echo(f"{known} (process {process.pid}) has just ended", err=True)
     if as_json:
         click.echo(to_json({"schema": "ravnest.lending/1", "told": word, "peers": told}))
     else:

@@ -5,11 +5,11 @@ is to be sent. Driven by hub.mending.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ravnest.blobs import BlobRef
 from ravnest.hub.events import Send
-from ravnest.hub.members import Held, Members
+from ravnest.hub.members import ClusterState, Held, Members
 from ravnest.hub.sourcing import Sourcing
 from ravnest.plan.types import NodeId
 from ravnest.staging import BackupKept, BackupOrder, SnapshotMade, SnapshotOrder, Source
@@ -24,6 +24,7 @@ class _Way:
     node: NodeId
     spare: NodeId
     held: Held
+    known: int  # samples it had learned from
     weights: BlobRef | None = None
 
 
@@ -40,7 +41,7 @@ class Backing:
         """When the next snapshots are to be asked for, if anybody has a backup."""
         return self._next_at if self._members.backups else None
 
-    def order(self, now: float) -> list[Send]:
+    def order(self, known: Callable[[ClusterState], int], now: float) -> list[Send]:
         """Ask for the snapshots that are due."""
         if self._next_at is None or not self._members.backups:
             self._next_at = now + _EVERY_SECONDS
@@ -49,9 +50,10 @@ class Backing:
         self._next_at, self._ways = now + _EVERY_SECONDS, {}
         for backup in self._members.backups:
             node, cluster = self._members.find(backup.node), self._members.cluster_of(backup.node)
-            is_well = cluster is not None and cluster.is_running and backup.spare in self._members
-            if is_well and node is not None and node.held is not None:
-                self._ways[self._number()] = _Way(backup.node, backup.spare, node.held)
+            if cluster is None or not cluster.is_running or backup.spare not in self._members:
+                continue
+            if node is not None and node.held is not None:
+                self._ways[self._number()] = _Way(backup.node, backup.spare, node.held, known(cluster))
         epochs = {way.node: self._members.epoch(way.node) for way in self._ways.values()}
         orders = {n: SnapshotOrder(epochs[way.node], n, is_final=False) for n, way in self._ways.items()}
         return [Send(self._ways[number].node, order) for number, order in orders.items()]
@@ -61,7 +63,7 @@ class Backing:
         way = self._ways.get(made.number)
         if way is None or way.node != sender or way.weights is not None:
             return None
-        self._ways[made.number] = _Way(way.node, way.spare, way.held, made.weights)
+        self._ways[made.number] = replace(way, weights=made.weights)
         return [Send(way.spare, BackupOrder(0, made.number, Source(sender, made.weights)))]
 
     def note_kept(self, sender: NodeId, kept: BackupKept) -> str | None:
@@ -70,5 +72,5 @@ class Backing:
         if way is None or way.spare != sender or way.weights is None:
             return f"nobody asked {sender} to keep snapshot {kept.number}"
         del self._ways[kept.number]
-        self._sourcing.note_backup(sender, way.held, way.weights)
+        self._sourcing.note_backup(sender, way.held, way.weights, way.known)
         return None

@@ -18,16 +18,18 @@ from ravnest.hub.events import (
     Tell,
 )
 from ravnest.hub.forming import Forming
+from ravnest.hub.guarding import Alarm, Guard
 from ravnest.hub.hearing import Hearing
 from ravnest.hub.keeping import Keeping
 from ravnest.hub.members import ClusterState, Members, is_sensible
 from ravnest.hub.mending import Mending, dismiss
-from ravnest.hub.news import ClusterDissolved, Joined, Left, Resumed, Returned, WorkLost
+from ravnest.hub.news import ClusterDissolved, Joined, Left, Resumed, Returned, WentWrong, WorkLost
 from ravnest.hub.rounds import Ended, Rounds
 from ravnest.hub.training import Training
 from ravnest.plan.types import NodeId
 from ravnest.protocol import Leave, Stop
 
+_MOST_ALARMS = 3
 Ordered = list[Order] | str  # orders, or why the event is refused
 
 
@@ -44,8 +46,10 @@ class Crew:
         self._forming = Forming()
         self._keeping = Keeping()
         self._mending = Mending(self._members, self._keeping)
-        self._hearing = Hearing(self._members, self._keeping, self._mending, self._forming)
         self._stop_by: float | None = None  # once it is stopped
+        self._guard = Guard()
+        self._hearing = Hearing(self._members, self._keeping, self._mending, self._forming, self._guard)
+        self._num_alarms = 0  # since the last checkpoint
 
     @property
     def _can_mend(self) -> bool:
@@ -139,6 +143,20 @@ class Crew:
             return orders
         return orders + self._start_over()
 
+    def _roll_back(self, alarm: Alarm) -> list[Order]:
+        """Go back to the last checkpoint, if there is one; too often in a row is the end."""
+        self._num_alarms += 1
+        self._guard.restart()
+        has_checkpoint = self._mending.saved is not None
+        told = Tell(WentWrong(alarm.reason, alarm.suspect, has_checkpoint))
+        if self._num_alarms <= _MOST_ALARMS:
+            return [told, *(self._start_over() if has_checkpoint else [])]
+        self.phase = Phase.FINISHED
+        stops = [Send(name, Stop("the job was ended by its guard")) for name in self._members]
+        told_why = f"{alarm.reason}, seen first at {alarm.suspect}, for the {self._num_alarms}th time"
+        advice = "lower the learning rate, or look at the data; the last good checkpoint is kept"
+        return [told, *stops, Abandon(f"training is ended: {told_why}; {advice}", is_guarded=True)]
+
     def _start_over(self) -> list[Order]:
         """Go back to collecting, with what the hub has and all who are here; or end, if it is stopped."""
         ended = self._rounds.cancel("training begins again", self.now)
@@ -148,6 +166,7 @@ class Crew:
         orders += self._members.dissolve(self._members.clusters)
         lost = self._training.restart(self._mending.saved)
         self._rounds.restart()
+        self._guard.restart()
         self._forming.note_change(self.now)
         self.phase = Phase.COLLECTING
         if self._stop_by is None:

@@ -246,6 +246,7 @@ class Abandon:
     """An order: the job is over and there is nothing to keep; say why."""
 
     reason: str
+    is_guarded: bool = False  # what was trained went wrong; a checkpoint may be on disk
 
 
 Order = Send | Dismiss | MakePlan | MakeParts | SendFields | Collect | Tell | Finish | Abandon | Refusal

@@ -7,6 +7,7 @@ from typing import assert_never
 
 from ravnest.hub.events import Order, Tell
 from ravnest.hub.forming import Forming
+from ravnest.hub.guarding import Guard
 from ravnest.hub.keeping import Keeping
 from ravnest.hub.members import ClusterState, Members
 from ravnest.hub.mending import Mending
@@ -23,9 +24,11 @@ _Ordered = list[Order] | str  # orders, or why the message is refused
 class Hearing:
     """Passes on what a stage says to who waits for it."""
 
-    def __init__(self, members: Members, keeping: Keeping, mending: Mending, forming: Forming) -> None:
+    def __init__(
+        self, members: Members, keeping: Keeping, mending: Mending, forming: Forming, guard: Guard
+    ) -> None:
         self._members, self._keeping = members, keeping
-        self._mending, self._forming = mending, forming
+        self._mending, self._forming, self._guard = mending, forming, guard
 
     def hear(self, sender: NodeId, message: OfStages, training: Training, now: float) -> _Ordered:
         """Take what a member says of its stage, or of the one it had."""
@@ -46,14 +49,29 @@ class Hearing:
             case LeaseDone():
                 return self._take_done(sender, cluster, message, training)
             case StepReport():
-                results = training.take_report(cluster, message)
-                return results if isinstance(results, str) else _tell(results, training)
+                return self._take_report(cluster, message, training)
             case DroppedBatch():
-                results = training.take_dropped(cluster, message)
-                told: list[Order] = [Tell(BatchDropped(message.batch, sender, message.reason))]
-                return results if isinstance(results, str) else [*told, *_tell(results, training)]
+                return self._take_dropped(sender, cluster, message, training)
             case _:
                 assert_never(message)
+
+    def _take_report(self, cluster: ClusterState, report: StepReport, training: Training) -> _Ordered:
+        is_training = training.awaits(report.batch)
+        results = training.take_report(cluster, report)
+        if isinstance(results, str):
+            return results
+        if is_training:
+            self._guard.note_loss(cluster.holder, cluster.name, report.loss)
+        return _tell(results, training)
+
+    def _take_dropped(
+        self, sender: NodeId, cluster: ClusterState, dropped: DroppedBatch, training: Training
+    ) -> _Ordered:
+        results = training.take_dropped(cluster, dropped)
+        if isinstance(results, str):
+            return results
+        self._guard.note_dropped(cluster.holder, sender)
+        return [Tell(BatchDropped(dropped.batch, sender, dropped.reason)), *_tell(results, training)]
 
     def _take_done(
         self, sender: NodeId, cluster: ClusterState, done: LeaseDone, training: Training

@@ -60,6 +60,10 @@ class Keeping:
             self._next_at = now + every
         return now >= self._next_at
 
+    def postpone(self, now: float) -> None:
+        """Make no checkpoint this time."""
+        self._next_at = now + self._every
+
     def start(self, cluster: ClusterState, now: float, books: Books | None = None) -> list[Send]:
         """Ask every node of a cluster for its state; with books it is a checkpoint."""
         self._keeper, self._kept, self._books = cluster, {}, books

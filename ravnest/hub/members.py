@@ -265,8 +265,13 @@ class Members:
         self._plan = plan
         return Change(tuple(built), ended, has_new_rings)
 
-    def announce(self, change: Change, extras: Extras) -> list[Send]:
-        """Tell every member its part of a new plan, but for those who have no other than before."""
+    def announce(
+        self, change: Change, extras: Extras, is_giver: Callable[[NodeId], bool] = lambda _: False
+    ) -> list[Send]:
+        """Tell every member its part of a new plan, but for those who have no other than before.
+
+        Who has no stage any more, but gives what it holds to others, is told only whom it meets.
+        """
         sends = []
         for cluster in self._clusters:
             for stage in cluster.cluster.stages:
@@ -279,7 +284,7 @@ class Members:
             name = member.node.name
             if self.cluster_of(name) is not None:
                 continue
-            if member.held is not None and (name in extras or member.leaves_by is not None):
+            if member.held is not None and (is_giver(name) or member.leaves_by is not None):
                 sends.append(Send(name, RingOrder(member.epoch, 0, (), self._contacts(name, (), extras))))
             elif not member.epoch or name in was_busy or name in extras:
                 sends += self._order_spare(name, extras)

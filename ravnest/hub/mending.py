@@ -130,7 +130,9 @@ class Mending:
         if not had_rings:  # who trains alone keeps no average
             training.forget_averages(members.clusters)
         was_broken = {each.holder: each.broken_at for each in change.ended if each.broken_at is not None}
-        origins = self._sourcing.begin(change, members, training.rank)
+        kept = -1 if self.saved is None else self.saved.num_counted
+        kept = 0 if kept < 0 and not training.num_counted else kept
+        origins = self._sourcing.begin(change, members, training.known, kept)
         if self._sourcing.needs_hub and training.num_counted and self.saved is None:
             return None
         for origin in origins:
@@ -146,7 +148,7 @@ class Mending:
             if cluster.holder not in followed:
                 told = ClusterDissolved(cluster.name, "the plan goes on without it", given_back, lost)
                 orders.append(Tell(told))
-        orders += members.announce(change, self._meetings())
+        orders += members.announce(change, self._meetings(), self._sourcing.is_source)
         asked = self._sourcing.ask(members, self._keeping.number)
         return [*orders, *asked, *self._sourcing.order(members)]
 

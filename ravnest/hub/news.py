@@ -202,6 +202,15 @@ class NotCheckpointed:
 
 
 @dataclass(frozen=True, slots=True)
+class WentWrong:
+    """Training went wrong: it goes back to the last checkpoint, or on where there is none."""
+
+    reason: str
+    suspect: str
+    goes_back: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Stopping:
     """The job ends early, and why."""
 
@@ -231,6 +240,7 @@ News = (
     | RoundEnded
     | Checkpointed
     | NotCheckpointed
+    | WentWrong
     | Stopping
 )
 
@@ -299,6 +309,11 @@ def show_news(news: News) -> str:  # noqa: C901, PLR0912 - one short case for ea
             outcome = f"committed in {show_seconds(seconds)}" if is_committed else f"aborted: {reason}"
             next_ones = [f"; {cluster} is left out of the next {number}" for cluster, number in blamed]
             return f"round {round_id}{without} {outcome}{''.join(next_ones)}"
+        case WentWrong(reason, suspect, goes_back):
+            ending = (
+                "it goes back to the last checkpoint" if goes_back else "there is no checkpoint to go back to"
+            )
+            return f"training went wrong, {suspect} was seen first: {reason}; {ending}"
         case Stopping(reason):
             return f"the job is stopped ({reason}); what was trained is kept"
         case _:

@@ -78,6 +78,7 @@ class Progress:
     rates: dict[int, float] = field(default_factory=dict)  # by the update they hold from, as it was told
     num_trained: int = 0  # samples
     num_alone: int = 0  # of them since the last round
+    num_known: int = 0  # samples of all clusters that its weights have learned from
     base: RoundId | None = _NONE  # the round whose average it began from; None: it has no such average
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from ravnest import wire
 from ravnest.blobs import BlobPart, BlobRequest, ProbeOrder, ProbeReport
-from ravnest.errors import LinkError, ProtocolError, RavnestError
+from ravnest.errors import GuardError, LinkError, ProtocolError, RavnestError
 from ravnest.exchange import Blobs, Parcel
 from ravnest.hub.door import Door
 from ravnest.hub.events import (
@@ -287,8 +287,8 @@ class Server:
                 self._tell(news)
             case Finish():
                 self._finish(order)
-            case Abandon(reason):
-                self.fail(RavnestError(reason))
+            case Abandon(reason, is_guarded):
+                self.fail(GuardError(reason) if is_guarded else RavnestError(reason))
             case Refusal(reason):
                 logger.debug("refused: %s", reason)
 

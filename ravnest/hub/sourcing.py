@@ -1,8 +1,8 @@
 """Where the state of a stage comes from that is built: its node, others who hold it, a backup, the hub.
 
-What a node holds it keeps. The rest it gets from snapshots, asked of those who have it: first of who is or
-was in the same cluster, then of a cluster that trains, then of whoever holds or backs it up, and at last from
-the hub, which has the last checkpoint or the first weights. Driven by hub.state.
+What a node holds it keeps. The rest it gets from snapshots, asked of those who have it: of who is or was in
+the same cluster; else of a cluster that trains, of a backup, or from the hub, which has the last checkpoint,
+whichever is not far behind the best of them. Driven by hub.mending.
 """
 
 from collections import Counter, defaultdict
@@ -17,6 +17,8 @@ from ravnest.plan.types import NodeId, Stage
 from ravnest.protocol import RoundId
 from ravnest.staging import SnapshotMade, SnapshotOrder, Source, StageParts
 
+_ENOUGH = 0.9  # of what the best source has learned from
+
 
 @dataclass(slots=True)
 class _Need:
@@ -27,6 +29,13 @@ class _Need:
     keeps: bool
     nodes: tuple[NodeId, ...]
     is_ordered: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Backup:
+    held: Held
+    weights: BlobRef
+    known: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +55,9 @@ class Sourcing:
         self._base: RoundId | None = None
         self._asked: dict[int, NodeId] = {}
         self._snapshots: dict[NodeId, BlobRef] = {}
-        self._backups: dict[NodeId, tuple[Held, BlobRef]] = {}
+        self._backups: dict[NodeId, _Backup] = {}
+        self._best: ClusterState | None = None  # of those that train, the one that knows most
+        self._best_known = self._kept = -1  # samples; -1: nobody has anything
         self._useless: set[tuple[NodeId, Held]] = set()  # who does not give what it holds
 
     @property
@@ -61,17 +72,19 @@ class Sourcing:
         self._base = RoundId(0)
 
     def begin(
-        self, change: Change, members: Members, rank: Callable[[ClusterState], tuple[int, int]]
+        self, change: Change, members: Members, known: Callable[[ClusterState], int], kept: int
     ) -> tuple[Origin, ...]:
-        """Find sources for the stages to be built; `rank` says which cluster that trains knows most."""
-        self._base = None
+        """Find sources for the stages to be built, by what clusters know and what the hub has kept."""
+        self._base, self._kept = None, kept
         origins: list[Origin] = []
         needs: dict[NodeId, _Need] = {}
         trained = [each for each in members.running if each not in change.built]
-        best = max(trained, key=rank) if trained else None
+        best = max(trained, key=known) if trained else None
+        self._best = best
+        self._best_known = known(best) if best else -1
         for cluster in change.built:
             holder = _find_holder(cluster, members)
-            found = [self._find(cluster, stage, members, holder, best) for stage in cluster.cluster.stages]
+            found = [self._find(cluster, stage, members, holder) for stage in cluster.cluster.stages]
             needs |= {need.stage.node: need for need in found}
             is_whole = bool(holder) and not any(need.nodes for need in found)
             origins.append(Origin(cluster, holder or (best.holder if best else ""), is_whole))
@@ -81,37 +94,33 @@ class Sourcing:
     def _start(self, needs: dict[NodeId, _Need]) -> None:
         self._needs, self._asked, self._snapshots = needs, {}, {}
 
-    def _find(
-        self,
-        cluster: ClusterState,
-        stage: Stage,
-        members: Members,
-        holder: str,
-        best: ClusterState | None,
-    ) -> _Need:
+    def _find(self, cluster: ClusterState, stage: Stage, members: Members, holder: str) -> _Need:
         found: dict[NodeId, None] = {}
         own = self._usable(members.find(stage.node))
         for position in range(stage.start, stage.stop):
             if own is None or not own.start <= position < own.stop:
-                found[self._find_node(position, members, holder, best)] = None
+                found[self._find_node(position, members, holder)] = None
         return _Need(cluster, stage, own is not None, tuple(found))
 
-    def _find_node(self, position: int, members: Members, holder: str, best: ClusterState | None) -> NodeId:
-        """Return who has the state of a position, and is to give it."""
+    def _find_node(self, position: int, members: Members, holder: str) -> NodeId:
+        """Return who has the state of a position, and is to give it: who is not far behind, peers first."""
         holding = {}
         for name in members:
             held = self._usable(members.find(name))
             if held is not None and held.start <= position < held.stop:
                 holding[name] = held
         same = [name for name, held in holding.items() if held.holder == holder]
-        training = [best.cluster.owner(position)] if best else []
-        kept = [
-            name
-            for name, (held, _) in self._backups.items()
-            if name in members and held.start <= position < held.stop
+        if same:
+            return same[0]
+        found = [(self._best_known, name) for name in holding if self._best and name in self._best.nodes]
+        found += [
+            (backup.known, name)
+            for name, backup in self._backups.items()
+            if name in members and backup.held.start <= position < backup.held.stop
         ]
-        others = (*same, *(name for name in training if name in holding), *holding, *kept)
-        return next(iter(others), HUB)
+        found += [(self._kept, HUB)] if self._kept >= 0 else [(0, name) for name in holding]
+        enough = _ENOUGH * max((known for known, _ in found), default=0)
+        return next((name for known, name in found if known >= enough), HUB)
 
     def _usable(self, member: Member | None) -> Held | None:
         held = member.held if member else None
@@ -132,7 +141,7 @@ class Sourcing:
         """Ask all who have something for a snapshot, each by a number of its own."""
         nodes = dict.fromkeys(node for need in self._needs.values() for node in need.nodes if node != HUB)
         given = [node for node in nodes if self._keeps_backup(node, members)]
-        self._snapshots = {node: self._backups[node][1] for node in given}
+        self._snapshots = {node: self._backups[node].weights for node in given}
         self._asked = {number(): node for node in nodes if node not in given}
         orders = {n: SnapshotOrder(members.epoch(x), n, is_final=False) for n, x in self._asked.items()}
         return [Send(self._asked[number], order) for number, order in orders.items()]
@@ -156,9 +165,9 @@ class Sourcing:
             self._useless.add((name, held))
         self._backups.pop(name, None)
 
-    def note_backup(self, spare: NodeId, held: Held, weights: BlobRef) -> None:
-        """A spare keeps a snapshot."""
-        self._backups[spare] = (held, weights)
+    def note_backup(self, spare: NodeId, held: Held, weights: BlobRef, known: int) -> None:
+        """A spare keeps a snapshot, of weights that had learned from so many samples."""
+        self._backups[spare] = _Backup(held, weights, known)
 
     def order(self, members: Members) -> list[Send | MakeParts]:
         """Order every stage built whose parts and snapshots are all there."""

@@ -226,19 +226,28 @@ class Hub(Crew):
             if not self._members.running:
                 return self._start_over()
             self._training.give_up_leases()
+        if self._guard.alarm is not None and self._stop_by is None:
+            return self._roll_back(self._guard.alarm)
         orders: list[Order] = [*self._training.fill(self._members)]
         if self._training.is_finished and self._members.running:
             self.phase = Phase.AVERAGING
         elif self._stop_by is None:
-            orders += self._mending.backing.order(self.now)
+            orders += self._mending.backing.order(self._training.known, self.now)
             if not self._mending.is_urgent:  # else the rings are soon others
                 orders += self._rounds.open_due(self._members, self._training, job, self.now)
             if self._keeping.is_time(self._checkpoint_every, self.now):
-                keeper = self._training.most_trained(self._members.running)
-                orders += self._keeping.start(keeper, self.now, self._training.books)
+                orders += self._keep()
         if self._can_mend and not self._mending.is_waiting(self._training, self.now):
             orders += self._forming.mend(job, self._members, self.now, self._mending.is_urgent)
         return orders
+
+    def _keep(self) -> list[Send]:
+        """Begin a checkpoint, of what is worth keeping."""
+        if not self._guard.is_calm:
+            self._keeping.postpone(self.now)
+            return []
+        keeper = self._training.most_trained(self._members.running)
+        return self._keeping.start(keeper, self.now, self._training.books)
 
     def _average(self, job: JobGiven) -> list[Order]:
         orders = self._rounds.open_last(self._members, self._training, job, self.now)
@@ -253,6 +262,7 @@ class Hub(Crew):
         if not self._keeping.has_asked_for(collected.number):
             return f"nobody asked to collect number {collected.number}"
         if self.phase is not Phase.KEEPING:
+            self._num_alarms = 0 if not collected.fault else self._num_alarms
             return self._mending.take_checkpoint(collected, self.now)
         self.phase = Phase.FINISHED
         stops: list[Order] = [Send(name, Stop("the job is done")) for name in self._members]

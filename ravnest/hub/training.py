@@ -113,6 +113,10 @@ class Training:
         progress = self._of(cluster)
         return -1 if progress.base is None else progress.base, progress.num_trained
 
+    def known(self, cluster: ClusterState) -> int:
+        """Return how many samples, of all clusters, one's weights have learned from."""
+        return self._of(cluster).num_known
+
     def most_trained(self, clusters: Iterable[ClusterState]) -> ClusterState:
         """Return the cluster that knows most: of those in the newest average, one that trained most."""
         return max(clusters, key=self.rank)
@@ -137,14 +141,17 @@ class Training:
         before = self._progress.get(holder) or Progress(0, self._position, base=None)
         version = max(1, before.version)  # 0 is for what the hub gave, the same in all stages
         after = Progress(version, self._position, num_trained=before.num_trained)
-        after.base = before.base if is_whole else None
+        after.base, after.num_known = before.base if is_whole else None, before.num_known
         after.num_alone = before.num_alone if is_whole else 0
         cluster.version, self._progress[cluster.holder] = version, after
 
     def note_averaged(self, clusters: Iterable[ClusterState], round_id: RoundId) -> None:
         """Note that these clusters share what they know."""
-        for cluster in clusters:
-            self._of(cluster).base, self._of(cluster).num_alone = round_id, 0
+        shared = [self._of(cluster) for cluster in clusters]
+        known = max((each.num_known - each.num_alone for each in shared), default=0)
+        known += sum(each.num_alone for each in shared)
+        for each in shared:
+            each.base, each.num_alone, each.num_known = round_id, 0, known
 
     def release(self, cluster: ClusterState) -> tuple[int, int]:
         """Take back what a dissolved cluster was at work on; return those samples, and what it alone knew."""
@@ -162,6 +169,10 @@ class Training:
             again = Evaluation(self._evaluation.epoch, self._evaluation.is_last)
             self._evaluation = None if self._is_stopped and not again.is_last else again
         return sum(sum(lease.num_samples) for lease in given_back if lease.lease)
+
+    def awaits(self, batch: BatchId) -> bool:
+        """Return whether a batch is trained whose loss was not told yet."""
+        return batch in self._awaited
 
     def is_busy(self, cluster: ClusterState) -> bool:
         """Return whether a cluster is at work on something."""
@@ -213,8 +224,10 @@ class Training:
         assert reason is None, reason
         self._close(open_lease)
         self.num_counted += num_samples
-        self._of(cluster).num_trained += done.num_samples
-        self._of(cluster).num_alone += done.num_samples
+        progress = self._of(cluster)
+        progress.num_trained += done.num_samples
+        progress.num_alone += done.num_samples
+        progress.num_known += done.num_samples
         self._dropped[lease.epoch] += num_samples - done.num_samples
         is_epoch = self._book.num_counted(lease.epoch) == self._settings.num_samples
         return [self._end_epoch(lease.epoch)] if is_epoch else []

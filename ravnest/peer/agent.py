@@ -321,9 +321,13 @@ class Agent:
         self._compute.put(order)
 
     def _follow_rings(self, order: RingOrder) -> None:
-        """Train on among the same neighbours, and average with others."""
-        if self._order is not None and order.plan > self._order.plan:
-            self._meet(replace(self._order, plan=order.plan, rings=order.rings, contacts=order.contacts))
+        """Train on among the same neighbours, with other contacts, and average in other rings if they are."""
+        if self._order is None:
+            return
+        is_new = order.plan > self._order.plan
+        rings = {"plan": order.plan, "rings": order.rings} if is_new else {}
+        self._meet(replace(self._order, contacts=order.contacts, **rings))  # type: ignore[arg-type]
+        if is_new:
             self._compute.put(order)
 
     def _meet(self, order: PlanOrder) -> None:

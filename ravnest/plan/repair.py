@@ -19,6 +19,8 @@ from ravnest.units import show_bytes
 
 _GOOD_ENOUGH = 0.9  # of what the best way brings
 _WORTH_A_CHANGE = 0.1  # of what a cluster brings: below it a slow node is left alone
+_WORTH_A_PLACE = 0.2  # of what a cluster brings: below it who joins is a spare, and nobody stands still
+_MOST_ENLARGED = 2  # clusters that are tried with one node more, the slowest
 _WORTH_A_CLUSTER = 0.01  # of the swarm's rate, or half a usual cluster where that is less
 
 
@@ -64,6 +66,9 @@ def node_joined(plan: Plan, name: NodeId, profile: ModelProfile, swarm: Swarm, c
         after = scene.assemble(plan.clusters)
         if name in scene.hosts:
             return scene.report(after, "it hosts a stage already")
+        larger = _enlarge(scene, plan, name, profile, swarm, config)
+        if larger is not None:
+            return larger
         duty = _duty(after, name)
         return scene.report(after, f"it is a spare and backs up {duty}" if duty else "it is a spare")
     action = f"{show_forming(cluster)} cluster {cluster_name(len(plan.clusters))}"
@@ -177,6 +182,31 @@ def _choose(ways: Sequence[Way]) -> Way:
     enough = given_up + _GOOD_ENOUGH * (best - given_up)
     good = [way for way in ways if _rate(way) >= enough]
     return min(good, key=lambda way: (way.moved_bytes, -_rate(way), way.action))
+
+
+def _enlarge(
+    scene: "_Scene", plan: Plan, name: NodeId, profile: ModelProfile, swarm: Swarm, config: PlanConfig
+) -> Repair | None:
+    """Find the cluster that gains most by one more node, if that is worth moving parameters for."""
+    clusters = forecast(plan, profile, swarm, config).clusters
+    slowest = sorted(range(len(clusters)), key=lambda number: clusters[number].samples_per_second)
+    best: tuple[float, tuple[Cluster, ...], int] | None = None
+    for number in slowest[:_MOST_ENLARGED]:
+        mending = Mending(plan, hosts_of(plan.clusters[number])[0], profile, swarm, config)
+        names, keep = mending.names, mending.keep()
+        given_up = _rate(mending.dissolve())
+        places = sorted({0, len(names) // 2, len(names)})  # others differ little
+        ways = [mending.cut_anew([*names[:at], name, *names[at:]]) for at in places]
+        way = max((way for way in ways if way), key=_rate, default=None)
+        if way is None or way.cluster is None or keep is None:
+            continue
+        gain, worth = _rate(way) - _rate(keep), _rate(keep) - given_up
+        if gain >= _WORTH_A_PLACE * worth and (best is None or gain > best[0]):
+            best = gain, (*plan.clusters[:number], way.cluster, *plan.clusters[number + 1 :]), number
+    if best is None:
+        return None
+    action = f"it takes a place in cluster {cluster_name(best[2])}, which is cut anew"
+    return scene.report(scene.assemble(best[1]), action)
 
 
 def _worthwhile_cluster(

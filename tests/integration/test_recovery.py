@@ -1,28 +1,51 @@
 """Real peers die, freeze and leave at named moments; the run finishes, and each sample is counted once."""
 
+import json
+import os
+import re
 import signal
+import socket
+import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks.joining import Peers
 from ravnest.hub.events import Collect, Received, Send
 from ravnest.hub.news import (
+    Checkpointed,
     ClusterBroken,
     ClusterDissolved,
     Joined,
     Leaving,
     Left,
+    NotCheckpointed,
     Recovered,
     Trained,
     WorkLost,
 )
 from ravnest.job.result import Result
 from ravnest.protocol import RoundOpen, RoundReady
-from tests.support.faults import Step, Story, check, is_news, make_job, swarm
+from tests.support.faults import (
+    EPOCHS,
+    FLOPS_PER_SECOND,
+    NUM_SAMPLES,
+    Step,
+    Story,
+    cable,
+    call,
+    check,
+    is_news,
+    make_job,
+    swarm,
+)
+from tests.support.small_swarm import BARE_JOIN, ROOT
 
+IS_ROOT = hasattr(os, "geteuid") and os.geteuid() == 0
 NUM_PEERS = 7  # two clusters of three, and a spare
 LOSS_RATIO = 1.5  # over the worst of two undisturbed runs
 
@@ -160,3 +183,100 @@ def test_who_leaves_politely_loses_nothing_and_who_thaws_joins_anew(
     assert story.peers is not None
     assert story.peers.end(gone[0]) == 130
     assert story.peers.end(gone[1]) == 0
+
+
+@pytest.mark.skipif(not IS_ROOT, reason="cables are laid by root")
+def test_a_link_gets_slow_and_then_its_cable_is_cut_and_healed_after_the_grace(
+    tmp_path: Path, undisturbed: float
+) -> None:
+    def is_far(kind: type) -> Callable[[Any], bool]:
+        return lambda thing: isinstance(thing, kind) and thing.node == "far"
+
+    with cable() as far:
+        bucket = "root tbf rate 2mbit burst 32kb latency 50ms"
+        story = Story(
+            [
+                Step(has_begun, lambda _: call(f"tc qdisc add dev {far[0]} {bucket}")),
+                Step(is_news(Trained, 4), lambda _: call(f"ip link set {far[0]} down")),
+                Step(is_far(Left), lambda _: call(f"ip link set {far[0]} up")),
+                Step(is_far(Joined), lambda _: None),
+            ]
+        )
+        with swarm(story, tmp_path, 5, far) as hub:  # with six nobody is spare
+            result = hub.fit(make_job(), nodes=6)
+    assert check(story, result) < LOSS_RATIO * undisturbed
+    assert [news.node for news in story.of(Left)] == ["far"]
+    assert story.of(Recovered)
+
+
+@pytest.mark.skipif(not IS_ROOT, reason="a small disk is mounted by root")
+def test_a_full_disk_costs_checkpoints_but_not_the_run(tmp_path: Path, undisturbed: float) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    call(f"mount -t tmpfs -o size=8m tmpfs {disk}")
+    try:
+        full = disk / "full"
+
+        def fill(_: Story) -> None:
+            with suppress(OSError), full.open("wb", buffering=0) as file:
+                while file.write(bytes(65536)):
+                    pass
+
+        story = Story(
+            [
+                Step(is_news(Checkpointed), fill),
+                Step(is_news(NotCheckpointed), lambda _: full.unlink()),
+                Step(is_news(Checkpointed), lambda _: None),
+            ]
+        )
+        with swarm(story, tmp_path, 3) as hub:
+            result = hub.fit(make_job(), nodes=3, out=disk)
+        assert check(story, result) < LOSS_RATIO * undisturbed
+        assert "is full; make room" in story.of(NotCheckpointed)[0].reason
+        assert (disk / "model.safetensors").is_file()
+    finally:
+        call(f"umount {disk}")
+
+
+JOB = """
+from tests.support.faults import make_job
+job = make_job()
+"""
+
+
+def test_a_hub_that_is_killed_goes_on_from_its_folder(tmp_path: Path, undisturbed: float) -> None:
+    with socket.socket() as door:
+        door.bind(("127.0.0.1", 0))
+        port = door.getsockname()[1]
+    (tmp_path / "job.py").write_text(JOB)
+    options = ("--listen", f"127.0.0.1:{port}", "--nodes", "3", "--folder", "run", "--json")
+    command = [*BARE_JOIN[:3], "hub", "job.py:job", *options]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    said: list[str] = []
+    with subprocess.Popen(command, cwd=tmp_path, env=environment, **pipes) as hub:
+        invitation = json.loads(hub.stdout.readline())["invitation"]
+        peers = Peers(invitation, tmp_path, flops_per_second=FLOPS_PER_SECOND, memory_bytes=1e9)
+        for number in range(3):
+            peers.start(f"node{number}")
+        for line in hub.stderr:
+            said.append(line)
+            if "checkpoint kept" in line and any("epoch 2:" in each for each in said):
+                break
+        hub.kill()
+    try:
+        with subprocess.Popen([*command, "--resume"], cwd=tmp_path, env=environment, **pipes) as hub:
+            out, rest = hub.communicate()
+            assert hub.returncode == 0, rest
+    finally:
+        peers.close()
+    sys.stderr.write("".join(said) + "--- killed and started again\n" + rest)
+    ended = json.loads(out.splitlines()[-1])
+    assert ended["metrics"]["epoch"] == EPOCHS
+    assert ended["metrics"]["val_loss"] < LOSS_RATIO * undisturbed
+    first, second = (
+        re.findall(r"^epoch (\d+): (\d+) samples,", text, re.M) for text in ("".join(said), rest)
+    )
+    assert {count for _, count in [*first, *second]} == {str(NUM_SAMPLES)}
+    assert {int(epoch) for epoch, _ in [*first, *second]} == set(range(1, EPOCHS + 1))
+    assert len(second) < EPOCHS  # it did not begin anew

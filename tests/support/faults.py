@@ -4,7 +4,9 @@ A `Story` hears all news, events and orders of the hub; its steps wait for one o
 """
 
 import contextlib
+import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -22,10 +25,11 @@ from ravnest.hub.events import Event, Order, Tell
 from ravnest.hub.news import ClusterDissolved, EpochDone, Evaluated, News, Recovered, Trained, show_news
 from ravnest.hub.status import ClusterStatus, Watch
 from ravnest.job.result import Result
+from ravnest.net.identity import write_token
 from tests.support.small_swarm import PLAN as SMALL_PLAN
 
 PLAN = replace(SMALL_PLAN, max_stages=3)
-NUM_SAMPLES, NUM_VALIDATION, EPOCHS = 1024, 256, 8
+NUM_SAMPLES, NUM_VALIDATION, EPOCHS = 1024, 256, 5
 FLOPS_PER_SECOND = 1e8  # of an emulated device: a batch takes a stage of three 40 ms
 MEMORY_BYTES = 2.3e6  # a third of what the model needs
 
@@ -132,9 +136,35 @@ class Story:
 
 
 @contextlib.contextmanager
-def swarm(story: Story, folder: Path, num_peers: int, **options: Any) -> Iterator[rv.Hub]:
-    """Open a hub whose peers are started with it; what happens to it, the story hears."""
-    hub = rv.Hub("127.0.0.1:0", plan=PLAN, tell=story.tell, **options)
+def cable() -> Iterator[tuple[str, str]]:
+    """Lay a cable to a new network namespace; give its name, which our end has too, and our address."""
+    name, net = f"rvc{os.getpid()}", f"198.19.{os.getpid() % 250}"
+    try:
+        for words in (
+            f"ip netns add {name}",
+            f"ip link add {name} type veth peer name inside netns {name}",
+            f"ip address add {net}.1/30 dev {name}",
+            f"ip link set {name} up",
+            f"ip -netns {name} address add {net}.2/30 dev inside",
+            f"ip -netns {name} link set inside up",
+            f"ip -netns {name} link set lo up",
+        ):
+            call(words)
+        yield name, f"{net}.1"
+    finally:
+        for words in (f"ip link delete {name}", f"ip netns delete {name}"):
+            subprocess.run(words.split(), check=False, capture_output=True)
+
+
+def call(words: str) -> None:
+    """Run a command that must succeed."""
+    subprocess.run(words.split(), check=True, capture_output=True)
+
+
+@contextlib.contextmanager
+def swarm(story: Story, folder: Path, num_peers: int, far: tuple[str, str] | None = None) -> Iterator[rv.Hub]:
+    """Open a hub whose peers are started with it, one of them at the far end of a cable if there is one."""
+    hub = rv.Hub("0.0.0.0:0" if far else "127.0.0.1:0", plan=PLAN, tell=story.tell)
     with hub:
         see = hub._see
 
@@ -145,11 +175,19 @@ def swarm(story: Story, folder: Path, num_peers: int, **options: Any) -> Iterato
 
         hub._see = listen  # type: ignore[method-assign]
         device = {"flops_per_second": FLOPS_PER_SECOND, "memory_bytes": MEMORY_BYTES}
-        story.peers = Peers(hub.invitation, folder, **device)
+        token, port = hub.token, hub.token.addresses[0].rpartition(":")[2]
+        if far:
+            ways = (f"tcp://127.0.0.1:{port}", f"tcp://{far[1]}:{port}")
+            token = msgspec.structs.replace(token, addresses=ways)
+        story.peers = Peers(write_token(token), folder, **device)
         try:
             for number in range(num_peers):
                 story.peers.start(f"node{number}")
+            if far:
+                story.peers.start("far", space=f"/var/run/netns/{far[0]}", door="0.0.0.0:0")
             yield hub
+            for name in story.peers.alive:
+                story.peers.end(name)
         finally:
             story.peers.close()
 
@@ -158,7 +196,7 @@ def check(story: Story, result: Result, epochs: int = EPOCHS) -> float:
     """Check that all steps were taken and every sample counted once in each epoch; return the last loss."""
     assert not story.steps, "the run ended before all faults had happened"
     done = sorted((news.epoch, news.num_samples, news.num_dropped) for news in story.of(EpochDone))
-    assert done == [(epoch + 1, NUM_SAMPLES, 0) for epoch in range(epochs)]
+    assert done == [(epoch + 1, NUM_SAMPLES, 0) for epoch in range(epochs)], done
     return float(result.metrics["val_loss"])
 
 

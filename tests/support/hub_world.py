@@ -603,7 +603,7 @@ class HubWorld:
                 leaf.num_trained += 1
             metrics = (("acc", 0.5),)
             for name in pipeline:
-                loss = float(batch) if name == pipeline[-1] else None
+                loss = float(min(batch, 100)) if name == pipeline[-1] else None
                 report = StepReport(
                     grant.epoch,
                     batch,

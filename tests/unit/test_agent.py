@@ -263,7 +263,7 @@ def test_other_rings_cut_no_link_and_a_stage_under_way_is_built_for_them() -> No
         assert link is not None
         order = scene.order(1)
         await scene.say(RingOrder(1, 8, rings, order.contacts))
-        await scene.say(RingOrder(1, 7, (), ()))  # an older one
+        await scene.say(RingOrder(1, 7, (), order.contacts))  # of older rings: only its contacts count
         scene.blobs[OTHER].keep(b"late")
         await asyncio.sleep(0.5)
         await scene.say(BlobPart(name_blob(b"late").blob, 0, 4), OTHER, (b"late",))

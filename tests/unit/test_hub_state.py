@@ -394,11 +394,16 @@ def test_who_comes_later_is_a_spare():
     world.run_until(lambda: world.told(EpochDone))
     world.join("late")
     finishes(world)
-    assert sent(world, PlanOrder, "late") == [PlanOrder(1, 1, 0, None, (), (), ())]
     (repaired,) = world.told(Repaired)
-    assert repaired.reason.startswith("late joined: it is a spare and backs up ")
+    assert repaired.reason.startswith("late joined: it is a spare and backs up a;")
+    contact = Contact("a", "key of a", ("tcp://a",))
+    first, second = sent(world, PlanOrder, "late")
+    assert first == PlanOrder(1, 1, 0, None, (), (), ())
+    assert second == PlanOrder(2, 1, 0, None, (), (), (contact,))
     assert len(sent(world, StageParts)) == 3, "nobody else is disturbed"
-    assert sent(world, RingOrder) == []
+    (met,) = sent(world, RingOrder)
+    assert (met.plan, met.rings) == (1, ())
+    assert "late" in {each.node for each in met.contacts}
 
 
 def test_peers_may_come_before_the_job():

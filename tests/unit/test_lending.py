@@ -1,4 +1,4 @@
-"""The life of `ravnest join` on virtual time: hours, battery, memory, what its provider says; and the limits."""
+"""The life of `ravnest join` on virtual time: hours, battery, memory, what its provider says; its limits."""
 
 import asyncio
 import json
@@ -19,8 +19,10 @@ from ravnest.commands import lending
 from ravnest.commands.join import _Doors, _make_offer, _make_terms, _show_limits, _Stated
 from ravnest.commands.lending import PAUSE, RESUME, Lending, Terms, find_running, registered
 from ravnest.errors import ConfigError, LinkError
+from ravnest.net import zeromq
 from ravnest.net.identity import Token, new_keys, write_token
 from ravnest.net.memory import run_virtual
+from ravnest.net.transport import Limits
 from ravnest.peer import limits, machine
 from ravnest.peer.hours import Hours, read_hours
 from ravnest.peer.limits import MemoryWatch, read_cores
@@ -29,6 +31,7 @@ pytestmark = pytest.mark.skipif(PAUSE is None, reason="this system has no such s
 DAY = 86_400.0
 NIGHT = Hours(22 * 60, 7 * 60)
 TAKEN_BACK = "its provider takes it back"
+TOKEN = write_token(Token(("tcp://127.0.0.1:9",), new_keys().public, bytes(16)))
 
 
 class Visit:
@@ -43,6 +46,7 @@ class Visit:
 
     def leave(self, reason: str) -> None:
         self.reasons.append(reason)
+        self.left_at = asyncio.get_running_loop().time()
         asyncio.get_running_loop().call_later(5.0, self.end, reason)  # to hand over takes a while
 
     def end(self, reason: str) -> None:
@@ -153,10 +157,19 @@ def test_paused_it_leaves_once_and_joins_again_when_resumed(caplog: pytest.LogCa
 def test_taken_back_it_leaves_politely_and_ends(number: int, code: int) -> None:
     scene = Scene()
     before = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, PAUSE, RESUME)]
-    scene.at(100.0, raise_signal(number))
+    scene.at(105.0, raise_signal(number))
     assert scene.run() == (code, TAKEN_BACK)
-    assert scene.visits[0].reasons == [TAKEN_BACK]
+    assert (scene.visits[0].reasons, scene.visits[0].left_at) == ([TAKEN_BACK], 105.0)
     assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, PAUSE, RESUME)] == before
+
+
+def test_taken_back_twice_it_ends_at_once() -> None:
+    scene = Scene()
+    scene.at(100.0, raise_signal(signal.SIGINT))
+    scene.at(101.0, raise_signal(signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        scene.run()
+    assert scene.visits[0].reasons == [TAKEN_BACK]
 
 
 def test_taken_back_while_it_leaves_for_a_pause_it_ends_and_hands_over_in_peace() -> None:
@@ -203,8 +216,8 @@ def test_a_running_one_is_found_and_the_dead_are_forgotten(tmp_path: Path) -> No
     folder = tmp_path / "ravnest" / "peers"
     assert find_running() == []
     with registered("pc"):
-        (found,) = find_running()
-        assert (found.name, found.process.pid) == ("pc", os.getpid())
+        ((name, process),) = find_running()
+        assert (name, process.pid) == ("pc", os.getpid())
         mine = folder / f"{os.getpid()}.json"
         child = subprocess.Popen([sys.executable, "-c", ""])
         child.wait()
@@ -212,7 +225,7 @@ def test_a_running_one_is_found_and_the_dead_are_forgotten(tmp_path: Path) -> No
         (folder / f"{child.pid}.json").write_text(mine.read_text())
         (folder / "junk.json").write_text("[")
         (folder / f"{os.getppid()}.json").write_text(json.dumps({**told, "started_at": 1.0}))  # another since
-        assert [each.process.pid for each in find_running()] == [os.getpid()]
+        assert [process.pid for _, process in find_running()] == [os.getpid()]
         assert [file.name for file in folder.iterdir()] == [mine.name]
     assert list(folder.iterdir()) == []
 
@@ -282,23 +295,6 @@ def test_what_is_no_span_of_the_day_is_told(text: str) -> None:
         read_hours(text)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux keeps programs to cores")
-def test_every_thread_is_kept_to_the_cores_that_are_lent() -> None:
-    check = """
-import os, torch
-from ravnest.peer.limits import limit_cpu
-torch.ones(300, 300) @ torch.ones(300, 300)
-known = os.sched_getaffinity(0)
-said = limit_cpu("1")
-threads = [int(each) for each in os.listdir("/proc/self/task")]
-assert {len(os.sched_getaffinity(each)) for each in threads} == {1}
-assert min(os.getpriority(os.PRIO_PROCESS, each) for each in threads) >= 10
-assert torch.get_num_threads() == 1
-assert said == f"1 of {len(known)} cores, behind all other programs", said
-"""
-    subprocess.run([sys.executable, "-c", check], check=True)
-
-
 def stated(**more: object) -> _Stated:
     return _Stated(
         **{
@@ -324,7 +320,7 @@ def test_a_limited_upload_is_what_the_planner_hears() -> None:
 
 
 def test_what_is_lent_of_a_gpu_is_held_by_torch_and_of_the_pc_by_a_watch(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, pc: dict[str, object]
 ) -> None:
     shares = []
     monkeypatch.setattr(machine, "choose_device", lambda asked: asked)
@@ -339,9 +335,27 @@ def test_what_is_lent_of_a_gpu_is_held_by_torch_and_of_the_pc_by_a_watch(
     assert shares == [(0.25, "cuda:0"), (0.5, "cuda:0")]
     on_cpu = stated()
     assert _make_terms(offer(on_cpu), on_cpu).memory == MemoryWatch(1e9, 5e8)
+    pc["memory"] = 8e8  # a large program is no stage that grows
+    assert _make_terms(offer(on_cpu), on_cpu).memory == MemoryWatch(1e9, 1e9)
     for wrong in (stated(gpu_memory_bytes=1e9), stated(device="cuda:0", gpu_memory_bytes=9e9)):
-        with pytest.raises(ConfigError, match="--gpu-memory .* give"):
+        with pytest.raises(ConfigError, match=r"--gpu-memory .* give"):
             offer(wrong)
+
+
+def test_the_links_of_a_real_join_are_held_to_the_upload(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[Limits] = []
+
+    def make_transport(*given: object) -> object:
+        found.extend(each for each in given if isinstance(each, Limits))
+        raise LinkError("far enough")
+
+    monkeypatch.setattr(zeromq, "ZeroMqTransport", make_transport)
+    for needless in ("return_freed_memory", "warm_up"):
+        monkeypatch.setattr(machine, needless, lambda: None)
+    more = ["--memory", "1 GB", "--flops", "1 GFLOP/s", "--upload", "20 Mbit/s", "--quiet"]
+    done = CliRunner().invoke(program, ["join", TOKEN, "--device", "cpu", *more])
+    assert (done.exit_code, done.stderr) == (4, "error: far enough\n")
+    assert [each.upload_bytes_per_second for each in found] == [2.5e6]
 
 
 def test_what_is_held_to_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -373,9 +387,8 @@ def test_garbage_is_a_sentence_that_says_what_to_give(
     option: str, value: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limits, "limit_cpu", lambda text: str(read_cores(text, 2)))
-    token = write_token(Token(("tcp://127.0.0.1:9",), new_keys().public, bytes(16)))
     done = CliRunner().invoke(
-        program, ["join", token, "--device", "cpu", "--flops", "1 GFLOP/s", option, value]
+        program, ["join", TOKEN, "--device", "cpu", "--flops", "1 GFLOP/s", option, value]
     )
     assert (done.exit_code, reason in done.stderr) == (3, True), done.output
     assert done.stderr.startswith("error: ")

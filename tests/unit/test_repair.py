@@ -222,7 +222,7 @@ def test_a_cluster_counts_as_much_in_a_large_swarm():
 def test_a_joined_node_becomes_a_spare_with_a_duty():
     swarm = swarm_of(node("ana", 200), node("bob", 200))
     plan = plan_of(swarm, ("ana", "bob"))
-    now = swarm_of(*swarm.nodes, node("carl", 150))
+    now = swarm_of(*swarm.nodes, node("carl", 150, gflops=5))
     repair = node_joined(plan, "carl", MODEL, now, SIMPLE)
     assert repair.reason == (
         "carl joined: it is a spare and backs up ana; nothing moves, still 111 samples/s"
@@ -238,7 +238,7 @@ def test_a_joined_node_becomes_a_spare_with_a_duty():
 def test_a_snapshot_stays_with_the_spare_that_keeps_it():
     swarm = swarm_of(node("ana", 130), node("spare", 200))
     plan = plan_of(swarm, ("ana",))
-    repair = node_joined(plan, "snug", MODEL, swarm_of(*swarm.nodes, node("snug", 150)), SIMPLE)
+    repair = node_joined(plan, "snug", MODEL, swarm_of(*swarm.nodes, node("snug", 150, gflops=5)), SIMPLE)
     assert repair.plan.backups == (Backup("spare", "ana"),)
     assert repair.reason.startswith("snug joined: it is a spare; nothing moves")
 
@@ -258,10 +258,32 @@ def test_spares_form_a_cluster_once_they_can():
 def test_a_lone_cluster_without_room_for_averaging_stays_alone():
     swarm = swarm_of(node("ana", 150))
     plan = plan_of(swarm, ("ana",))
-    now = swarm_of(*swarm.nodes, node("bob", 1000))
+    now = swarm_of(*swarm.nodes, node("bob", 1000, gflops=5))
     repair = node_joined(plan, "bob", MODEL, now, SIMPLE)
     assert repair.reason.startswith("bob joined: it is a spare and backs up ana")
     assert len(repair.plan.clusters) == 1
+
+
+def test_a_joined_node_takes_a_place_where_that_is_worth_it():
+    swarm = swarm_of(node("ana", 200), node("bob", 200))
+    plan = plan_of(swarm, ("ana", "bob"))
+    now = swarm_of(*swarm.nodes, node("carl", 150))
+    repair = node_joined(plan, "carl", MODEL, now, SIMPLE)
+    check_laws(repair.plan, MODEL, now, SIMPLE)
+    assert repair.reason == (
+        "carl joined: it takes a place in cluster A, which is cut anew; 30 MB move, 111 -> 167 samples/s"
+    )
+    assert set(layout(repair.plan)) == {"ana", "bob", "carl"}
+
+
+def test_the_slowest_cluster_is_enlarged_and_no_other_is_touched():
+    names = ("ana", "bob", "cleo", "dora", "eli")
+    swarm = swarm_of(*(node(name, 300) for name in names))
+    plan = plan_of(swarm, names[:3], names[3:])
+    now = swarm_of(*swarm.nodes, node("fay", 120))
+    repair = node_joined(plan, "fay", MODEL, now, SIMPLE)
+    assert repair.plan.clusters[0] == plan.clusters[0]
+    assert set(layout(repair.plan, 1)) == {"dora", "eli", "fay"}
 
 
 def test_a_cluster_that_would_hold_the_others_back_is_not_formed():

@@ -99,6 +99,7 @@ def test_all_links_together_send_at_the_rate_and_not_slower() -> None:
             for start, stop in spans:
                 sent = sum(size for at, size, _ in town.sender.sent if start <= at < stop)
                 assert sent <= RATE * (stop - start + BURST_SECONDS) + 2 * most
+            assert max(size for _, size, _ in town.sender.sent) < most + 200  # with its head
             seconds = asyncio.get_running_loop().time()
             assert sum(size for _, size, _ in town.sender.sent) > 0.95 * RATE * seconds
 

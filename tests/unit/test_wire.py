@@ -66,6 +66,7 @@ def test_the_order_of_a_stage_in_a_hundred_clusters_fits_in_a_header() -> None:
     nodes = [NodeId(f"volunteer-{number:05}") for number in range(300)]
     order = PlanOrder(
         epoch=12,
+        plan=13,
         seed=2**40,
         stage=Stage(nodes[0], 3, 9, window=5),
         pipeline=tuple(nodes[:12]),
@@ -185,7 +186,7 @@ def test_a_long_or_odd_reason_is_cut_rather_than_not_sent() -> None:
         BlobRequest("not a hash", 0, 1),
         Hello("0.1", b"short", Node(NodeId("a"), 1.0, 1.0, 1.0, 1.0)),
         LeaseGrant(1, LeaseId(1), False, BatchId(1), (1,) * 2000),
-        PlanOrder(1, 0, None, (NodeId("x" * 300),) * 1000, (), ()),
+        PlanOrder(1, 1, 0, None, (NodeId("x" * 300),) * 1000, (), ()),
     ],
 )
 def test_a_message_that_would_be_refused_is_not_sent(message) -> None:
@@ -204,9 +205,9 @@ def test_a_dropped_batch_says_why() -> None:
 
 
 def test_every_message_has_a_record_and_a_number_to_drop_it_by() -> None:
-    without = {"Hello", "Welcome", "Refused", "Stop", "BlobRequest", "BlobPart", "ProbeOrder", "ProbeReport"}
+    without = {"Welcome", "Refused", "Stop", "BlobRequest", "BlobPart", "ProbeOrder", "ProbeReport"}
     for name, record in wire._records().items():
-        numbers = {"epoch", "round_id"} & set(record.__struct_fields__)
+        numbers = {"epoch", "round_id", "plan"} & set(record.__struct_fields__)
         assert bool(numbers) is (name not in without), name
 
 

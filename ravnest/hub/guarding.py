@@ -1,0 +1,91 @@
+"""Notices when training goes wrong: a loss that leaps and stays up, or batch after batch that is no number.
+
+It looks at each cluster's last losses by their median, so that one hard batch is no alarm, and at who dropped
+the others. What is asked of an alarm is that nobody would doubt it; small troubles training heals by itself.
+Driven by hub.state.
+"""
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import fmean, median, pstdev
+
+from ravnest.plan.types import NodeId
+
+_WINDOW = 32  # batches of a cluster
+_STORM = 0.5  # of them dropped
+_DEVIATIONS, _OF_BEST, _OF_FALL = 10.0, 0.5, 0.25  # above the best median: all of them are passed in a leap
+
+
+@dataclass(frozen=True, slots=True)
+class Alarm:
+    """What is wrong, and where it was seen first."""
+
+    reason: str
+    suspect: str  # a node that drops batches, or a cluster whose loss leaps
+
+
+@dataclass(slots=True)
+class _Record:
+    losses: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW))
+    is_dropped: deque[bool] = field(default_factory=lambda: deque(maxlen=_WINDOW))
+    droppers: Counter[NodeId] = field(default_factory=Counter)
+
+
+class Guard:
+    """Clusters by their holders; what was best is the best of all of them."""
+
+    def __init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget all: training begins, or goes back."""
+        self._records: defaultdict[str, _Record] = defaultdict(_Record)
+        self._first: float | None = None  # median
+        self._best, self._spread = 0.0, 0.0  # the lowest median, and how far losses were from their mean then
+        self._num_calm = 0
+        self.alarm: Alarm | None = None
+
+    @property
+    def is_calm(self) -> bool:
+        """Whether what is trained now is worth keeping: no cluster is half way to an alarm."""
+        return self.alarm is None and all(
+            not self._is_high(record.losses, 0.5) and sum(record.is_dropped) < _STORM * _WINDOW / 2
+            for record in self._records.values()
+        )
+
+    def note_loss(self, holder: str, cluster: str, loss: float | None) -> None:
+        """Take what a leaf says of a batch."""
+        if loss is None:
+            return
+        record = self._records[holder]
+        record.losses.append(loss)
+        record.is_dropped.append(False)
+        if len(record.losses) < _WINDOW:
+            return
+        middle = median(record.losses)
+        if self._first is None or middle < self._best:
+            self._first = middle if self._first is None else self._first
+            self._best, self._spread = middle, pstdev(record.losses)
+        elif self._is_high(record.losses, 1.0):
+            told = f"the loss of cluster {cluster} is {fmean(record.losses):.3g}, and was {self._best:.3g}"
+            self.alarm = self.alarm or Alarm(told, f"cluster {cluster}")
+
+    def note_dropped(self, holder: str, node: NodeId) -> None:
+        """Take note of a batch that was no number in a node's stage."""
+        record = self._records[holder]
+        record.is_dropped.append(True)
+        record.droppers[node] += 1
+        num_dropped = sum(record.is_dropped)
+        if len(record.is_dropped) == _WINDOW and num_dropped > _STORM * _WINDOW:
+            suspect = max(record.droppers, key=lambda name: record.droppers[name])
+            told = f"{num_dropped} of the last {_WINDOW} batches were dropped"
+            self.alarm = self.alarm or Alarm(told, suspect)
+
+    def _is_high(self, losses: Sequence[float], share: float) -> bool:
+        if self._first is None or len(losses) < _WINDOW:
+            return False
+        leap = max(
+            _DEVIATIONS * self._spread, _OF_BEST * abs(self._best), _OF_FALL * (self._first - self._best)
+        )
+        return median(losses) > self._best + share * leap
