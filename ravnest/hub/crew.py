@@ -146,11 +146,13 @@ class Crew:
     def _roll_back(self, alarm: Alarm) -> list[Order]:
         """Go back to the last checkpoint, if there is one; too often in a row is the end."""
         self._num_alarms += 1
-        self._guard.restart()
+        self._guard.go_back()
         has_checkpoint = self._mending.saved is not None
         told = Tell(WentWrong(alarm.reason, alarm.suspect, has_checkpoint))
         if self._num_alarms <= _MOST_ALARMS:
             return [told, *(self._start_over() if has_checkpoint else [])]
+        self._training.stop()
+        self._training.give_up_leases()
         self.phase = Phase.FINISHED
         stops = [Send(name, Stop("the job was ended by its guard")) for name in self._members]
         told_why = f"{alarm.reason}, seen first at {alarm.suspect}, for the {self._num_alarms}th time"
@@ -166,7 +168,7 @@ class Crew:
         orders += self._members.dissolve(self._members.clusters)
         lost = self._training.restart(self._mending.saved)
         self._rounds.restart()
-        self._guard.restart()
+        self._guard.go_back()
         self._forming.note_change(self.now)
         self.phase = Phase.COLLECTING
         if self._stop_by is None:

@@ -36,14 +36,13 @@ class Guard:
     """Clusters by their holders; what was best is the best of all of them."""
 
     def __init__(self) -> None:
-        self.restart()
-
-    def restart(self) -> None:
-        """Forget all: training begins, or goes back."""
-        self._records: defaultdict[str, _Record] = defaultdict(_Record)
         self._first: float | None = None  # median
         self._best, self._spread = 0.0, 0.0  # the lowest median, and how far losses were from their mean then
-        self._num_calm = 0
+        self.go_back()
+
+    def go_back(self) -> None:
+        """Forget what went wrong, when training goes back, and not how good it was."""
+        self._records: defaultdict[str, _Record] = defaultdict(_Record)
         self.alarm: Alarm | None = None
 
     @property

@@ -129,7 +129,6 @@ class Mending:
         change = members.adopt(made.plan, made.microbatches, job)
         if not had_rings:  # who trains alone keeps no average
             training.forget_averages(members.clusters)
-        was_broken = {each.holder: each.broken_at for each in change.ended if each.broken_at is not None}
         kept = -1 if self.saved is None else self.saved.num_counted
         kept = 0 if kept < 0 and not training.num_counted else kept
         origins = self._sourcing.begin(change, members, training.known, kept)
@@ -137,7 +136,8 @@ class Mending:
             return None
         for origin in origins:
             training.inherit(origin.cluster, origin.holder, origin.is_whole)
-            origin.cluster.broken_at = was_broken.get(origin.holder)
+            times = (x.broken_at for x in change.ended if not set(x.nodes).isdisjoint(origin.cluster.nodes))
+            origin.cluster.broken_at = min((each for each in times if each is not None), default=None)
         if training.num_counted and not any(map(training.knows, members.clusters)):
             return None
         orders: list[Order] = []

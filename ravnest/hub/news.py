@@ -293,7 +293,7 @@ def show_news(news: News) -> str:  # noqa: C901, PLR0912 - one short case for ea
         case NotCheckpointed(reason):
             return f"no checkpoint was kept, training goes on: {reason}"
         case WorkLost(num_samples):
-            return f"training begins again: nobody has what {num_samples} samples taught"
+            return f"training goes back: nobody has what the last {num_samples} samples taught"
         case BatchDropped(batch, node, reason):
             return f"batch {batch} dropped by {node}: {reason}"
         case Trained(num_samples, num_total, epoch, loss):

@@ -29,7 +29,7 @@ from ravnest.hub.news import (
     WorkLost,
 )
 from ravnest.job.result import Result
-from ravnest.protocol import RoundOpen, RoundReady
+from ravnest.protocol import RoundCommit, RoundOpen, RoundReady
 from tests.support.faults import (
     EPOCHS,
     FLOPS_PER_SECOND,
@@ -60,10 +60,6 @@ def _short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> float:
     """The worst loss of runs without a fault."""
-    import os  # DEV
-
-    if os.environ.get("DEV"):
-        return 0.3  # DEV
     losses = []
     for seed in range(2):
         story = Story([])
@@ -96,6 +92,10 @@ def has_begun(thing: Any) -> bool:
     return isinstance(thing, Trained) and thing.num_samples >= 0.1 * thing.num_total
 
 
+def is_sent(kind: type) -> Callable[[Any], bool]:
+    return lambda thing: isinstance(thing, Send) and isinstance(thing.message, kind)
+
+
 is_whole = (Recovered, ClusterDissolved)
 
 
@@ -103,7 +103,8 @@ def test_spare_root_middle_and_leaf_die_one_after_the_other(tmp_path: Path, undi
     story = Story(
         [
             Step(has_begun, lambda story: story.send(story.spare(), signal.SIGKILL)),
-            Step(is_news(Left), kill(0)),
+            Step(is_news(Left), lambda _: None),
+            Step(is_sent(RoundCommit), kill(0)),
             Step(is_news(is_whole), kill(1, -1)),
             Step(is_news(is_whole), kill(-1)),
             Step(is_news(is_whole), lambda _: None),
@@ -128,15 +129,13 @@ def test_two_die_at_once_and_a_third_while_that_is_mended(tmp_path: Path, undist
 def test_deaths_in_a_round_at_a_vote_and_while_a_checkpoint_is_fetched(
     tmp_path: Path, undisturbed: float
 ) -> None:
-    def is_open(thing: Any) -> bool:
-        return isinstance(thing, Send) and isinstance(thing.message, RoundOpen) and thing.message.round_id > 2
-
     def is_vote(thing: Any) -> bool:
         return isinstance(thing, Received) and isinstance(thing.message, RoundReady)
 
     story = Story(
         [
-            Step(is_open, kill(-1)),
+            Step(has_begun, lambda _: None),
+            Step(is_sent(RoundOpen), kill(-1)),
             Step(is_news(is_whole), lambda _: None),
             Step(is_vote, kill(0)),
             Step(is_news(is_whole), lambda _: None),

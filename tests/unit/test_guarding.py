@@ -1,0 +1,120 @@
+"""The guard: what it calls wrong, what it leaves alone, and what the hub does about it."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.hub_world import HubWorld, check_replay, job, quick_plans
+
+from ravnest.hub.guarding import Guard
+from ravnest.hub.news import Checkpointed, ClusterStarted, PlanFormed, WentWrong, WorkLost
+from ravnest.hub.state import Phase
+
+
+def fed(*losses):
+    guard = Guard()
+    for loss in losses:
+        guard.note_loss("A1", "A", loss)
+    return guard
+
+
+def falling(count, first=2.3):
+    return [first * 0.99**number for number in range(count)]
+
+
+@given(st.lists(st.floats(0.0, 10.0), max_size=31), st.floats(10.0, 1e6))
+def test_one_hard_batch_or_a_few_are_no_alarm(noise, peak):
+    guard = fed(*falling(200), *noise[:8], peak, *falling(40, 0.3))
+    assert guard.alarm is None
+
+
+@given(st.floats(-5.0, 5.0), st.lists(st.floats(-0.1, 0.1), min_size=100, max_size=200))
+def test_a_loss_that_wavers_is_no_alarm(level, noise):
+    assert fed(*(level + each for each in noise)).alarm is None
+
+
+def test_a_loss_that_leaps_and_stays_up_is_one_and_names_the_cluster():
+    guard = fed(*falling(200))
+    assert guard.is_calm
+    for _ in range(31):
+        guard.note_loss("B2", "B", 9.0)
+    assert guard.alarm is None, "not before a whole window is high"
+    guard.note_loss("B2", "B", 9.0)
+    assert guard.alarm.suspect == "cluster B"
+    assert guard.alarm.reason == "the loss of cluster B is 9, and was 0.364"
+
+
+def test_half_way_to_an_alarm_nothing_is_worth_keeping():
+    guard = fed(*falling(200), *[0.65] * 20)
+    assert guard.alarm is None
+    assert not guard.is_calm
+
+
+def test_a_storm_of_dropped_batches_names_who_dropped_most():
+    guard = fed(*falling(64))
+    for number in range(17):
+        assert guard.alarm is None
+        guard.note_dropped("A1", "bob" if number % 3 else "ana")
+    assert guard.alarm.suspect == "bob"
+    assert guard.alarm.reason == "17 of the last 32 batches were dropped"
+
+
+def test_what_is_no_number_does_not_count():
+    assert fed(*[None] * 100).alarm is None
+    assert not math.isnan(fed(*falling(40))._best)
+
+
+@pytest.fixture
+def world():
+    with quick_plans():
+        world = HubWorld(job(num_samples=4000, epochs=1, num_validation=0, checkpoint_every=5.0))
+        world.join("a", memory_mb=250.0)
+        yield world
+
+
+def spoil(world, until):
+    """Let leaves tell losses that nobody would doubt are wrong."""
+    before, world.loss = world.loss, lambda _: 1e6
+    world.run_until(until)
+    world.loss = before
+
+
+def test_it_goes_back_to_the_last_checkpoint_and_trains_on(world):
+    world.run_until(lambda: world.told(Checkpointed))
+    before = sum(world.ledger.values())
+    world.run(until=world.now + 3.0)
+    spoil(world, lambda: world.told(WentWrong))
+    (wrong,) = world.told(WentWrong)
+    assert wrong.suspect == "cluster A"
+    assert wrong.goes_back
+    assert world.told(WorkLost)
+    assert sum(world.ledger.values()) >= before
+    world.run_until(lambda: len(world.told(PlanFormed)) == 2)
+    world.run()
+    assert world.is_finished
+    assert set(world.ledger.values()) == {1}
+    check_replay(world)
+
+
+def test_without_a_checkpoint_it_says_so_and_trains_on():
+    with quick_plans():
+        world = HubWorld(job(num_samples=4000, epochs=1, num_validation=0))
+        world.join("a", memory_mb=250.0)
+        world.run_until(lambda: world.told(ClusterStarted))
+        world.run(until=world.now + 12.0)
+        spoil(world, lambda: world.told(WentWrong))
+        assert not world.told(WentWrong)[0].goes_back
+        assert not world.told(WorkLost)
+        world.run()
+        assert world.is_finished
+
+
+def test_again_and_again_is_the_end(world):
+    world.run_until(lambda: len(world.told(Checkpointed)) == 3)
+    world.trouble.no_room = 1.0  # else the next checkpoint would say that all is well
+    spoil(world, lambda: world.abandoned is not None)
+    assert len(world.told(WentWrong)) == 4
+    assert world.abandoned.is_guarded
+    assert "lower the learning rate" in world.abandoned.reason
+    assert world.hub.phase is Phase.FINISHED

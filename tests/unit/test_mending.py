@@ -1,0 +1,199 @@
+"""Clusters that lose, gain and hand over nodes while they train: who gives what to whom, and what is lost."""
+
+import pytest
+from support.hub_world import HubWorld, Trouble, check_replay, job, quick_plans
+
+from ravnest.exchange import HUB
+from ravnest.hub.events import Collect, Dismiss, PeerLeft, Send
+from ravnest.hub.news import (
+    Checkpointed,
+    ClusterBroken,
+    ClusterDissolved,
+    ClusterStarted,
+    Leaving,
+    Left,
+    NotCheckpointed,
+    Recovered,
+    Repaired,
+    Resumed,
+    Returned,
+    WorkLost,
+)
+from ravnest.hub.state import Phase
+from ravnest.staging import BackupOrder, PlanOrder, RingOrder, SnapshotOrder, StageParts
+
+
+@pytest.fixture(autouse=True)
+def _quick_plans():
+    with quick_plans():
+        yield
+
+
+def world_of(names, memory_mb=150.0, trouble=None, **changes):
+    world = HubWorld(job(**({"epochs": 4, "num_validation": 0} | changes)), trouble)
+    world.join(*names, memory_mb=memory_mb)
+    world.run_until(lambda: len(world.ledger) > 20)
+    return world
+
+
+def sent(world, kind, to=None):
+    orders = [order for orders in world.answers for order in orders if isinstance(order, Send)]
+    return [x.message for x in orders if isinstance(x.message, kind) and to in (None, x.to)]
+
+
+def finishes(world):
+    world.run()
+    assert world.is_finished
+    assert set(world.ledger.values()) == {1}
+    check_replay(world)
+    return world
+
+
+def test_who_leaves_politely_hands_over_and_nothing_is_lost_or_done_twice():
+    world = world_of("abcd")
+    root = world.hub.clusters[0].root
+    (spare,) = set("abcd") - set(world.hub.clusters[0].nodes)
+    num_granted = len(world.batches)
+    world.leave(root)
+    world.run_until(lambda: world.told(Left))
+    assert [news.node for news in world.told(Leaving)] == [root]
+    assert world.told(ClusterBroken) == world.told(ClusterDissolved) == world.told(Recovered) == []
+    assert Dismiss(root, "goodbye") in [order for orders in world.answers for order in orders]
+    parts = sent(world, StageParts, spare)[-1]
+    assert [source.node for source in parts.sources] == [root]
+    assert not parts.keeps
+    others = [name for name in world.hub.clusters[0].nodes if name != spare]
+    assert all(sent(world, StageParts, name)[-1].keeps for name in others)
+    assert all(not sent(world, StageParts, name)[-1].sources for name in others)
+    finishes(world)
+    batches = world.given.settings.epochs * world.given.settings.batches_per_epoch
+    assert len(world.batches) == batches, "no batch was handed out twice"
+    assert num_granted < batches
+
+
+def test_who_leaves_is_waited_for_no_longer_than_it_waits_itself():
+    world = world_of("abcd")
+    root = world.hub.clusters[0].root
+    world.leave(root)
+    world.muted = {*"abcd"}  # nobody says that a lease is done
+    world.run(until=world.now + 4.9)
+    assert not world.told(Repaired)[-1:] or world.told(Repaired)[-1].plan.epoch == 1
+    world.run_until(lambda: any(news.node == root for news in world.told(Left)))
+    assert world.now < 60
+    world.muted = set()
+    finishes(world)
+
+
+def test_who_only_is_a_spare_leaves_at_once():
+    world = world_of("abcd")
+    (spare,) = set("abcd") - set(world.hub.clusters[0].nodes)
+    world.leave(spare)
+    world.run_until(lambda: world.told(Left))
+    assert world.told(Leaving) == []
+    finishes(world)
+
+
+def test_a_lone_cluster_without_a_checkpoint_begins_again_and_with_one_goes_on():
+    world = world_of("abcd")
+    world.kill(world.hub.clusters[0].leaf)
+    finishes(world)
+    assert len(world.told(WorkLost)) == 1
+    world = world_of("abcd", checkpoint_every=1.0)
+    world.run_until(lambda: world.told(Checkpointed))
+    leaf = world.hub.clusters[0].leaf
+    world.kill(leaf)
+    finishes(world)
+    assert world.told(WorkLost) == []
+    (recovered,) = world.told(Recovered)
+    assert recovered.sources == (HUB,)
+    assert 1.0 <= recovered.seconds < 5.0
+
+
+def test_a_backup_needs_nothing_of_anybody():
+    world = world_of("abcd", num_samples=2000, epochs=1)
+    world.run_until(lambda: sent(world, BackupOrder))
+    world.run(until=world.now + 1.0)
+    (backup,) = world.hub._members.backups
+    assert [x.source.node for x in sent(world, BackupOrder, backup.spare)] == [backup.node]
+    world.kill(backup.node)
+    world.run_until(lambda: world.told(Recovered))
+    assert world.told(Recovered)[0].sources == (backup.spare,)
+    finishes(world)
+    assert world.told(WorkLost) == []
+
+
+def test_other_clusters_train_on_in_new_rings():
+    world = world_of("abcde", memory_mb=250.0, trouble=Trouble(detect_seconds=0.1))
+    broken, other = world.hub.clusters
+    epoch = other.epoch
+    world.feed(PeerLeft(broken.nodes[1], "gone", world.now))
+    world.run_until(lambda: world.told(Recovered))
+    assert other in world.hub.clusters
+    assert other.epoch == epoch
+    assert not world.told(ClusterDissolved)
+    assert [order.epoch for order in sent(world, PlanOrder, other.root)] == [epoch]
+    assert sent(world, RingOrder, other.root)[-1].plan == world.told(Repaired)[0].plan.epoch
+    finishes(world)
+
+
+def test_who_does_not_give_is_asked_no_more():
+    world = world_of("abcde", memory_mb=250.0, trouble=Trouble(misses=1.0), checkpoint_every=1.0)
+    world.run_until(lambda: world.told(Checkpointed))
+    world.kill(world.hub.clusters[0].nodes[1])
+    finishes(world)
+    assert HUB in world.told(Recovered)[-1].sources, "in the end the hub has it"
+
+
+def test_a_disk_that_is_full_costs_a_checkpoint_and_no_more():
+    world = world_of("abc", trouble=Trouble(no_room=1.0), checkpoint_every=1.0)
+    finishes(world)
+    assert not world.told(Checkpointed)
+    assert {news.reason for news in world.told(NotCheckpointed)} == {"the disk is full"}
+
+
+def test_a_checkpoint_is_dropped_when_its_cluster_breaks_and_the_next_one_comes():
+    world = world_of("abcd", checkpoint_every=1.0)
+    world.run_until(lambda: sent(world, SnapshotOrder))
+    world.feed(PeerLeft(world.hub.clusters[0].leaf, "gone", world.now))
+    finishes(world)
+    collected = [order for orders in world.answers for order in orders if isinstance(order, Collect)]
+    assert len([order for order in collected if order.books]) == len(world.told(Checkpointed))
+    assert len(world.told(Checkpointed)) > 1
+
+
+def test_a_hub_that_was_away_meets_all_again_and_nobody_fetches_anything():
+    world = world_of("abcde", memory_mb=250.0)
+    world.random.choice = lambda _: 0.5  # all come back soon
+    before, counted = world.hub.clusters, sum(world.ledger.values())
+    world.restart()
+    world.run_until(lambda: len(world.told(ClusterStarted)) == 4)
+    (resumed,) = world.told(Resumed)
+    assert resumed.num_peers == 5
+    assert resumed.num_samples >= counted
+    assert {news.node for news in world.told(Returned)} == {*"abcde"}
+    assert [each.nodes for each in world.hub.clusters] == [each.nodes for each in before]
+    assert all(parts.keeps and not parts.sources for parts in sent(world, StageParts)[5:])
+    assert world.told(WorkLost) == world.told(Left) == []
+    finishes(world)
+
+
+def test_who_does_not_find_the_hub_again_is_replaced():
+    world = world_of("abcd", checkpoint_every=1.0)
+    world.run_until(lambda: world.told(Checkpointed))
+    leaf = world.hub.clusters[0].leaf
+    world.kill(leaf)
+    world.random.choice = lambda _: 0.5
+    world.restart()
+    world.run_until(lambda: world.told(Recovered))
+    (left,) = [news for news in world.told(Left) if news.node == leaf]
+    assert left.reason in ("it did not come back to the hub", "silent")
+    finishes(world)
+
+
+def test_a_hub_that_was_away_in_the_end_ends_the_job():
+    world = world_of("abcde", memory_mb=250.0, epochs=1, num_validation=23)
+    world.random.choice = lambda _: 0.5
+    world.run_until(lambda: world.hub.phase is Phase.EVALUATING)
+    world.restart()
+    finishes(world)
+    assert world.finish is not None
