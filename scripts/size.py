@@ -5,16 +5,16 @@ from collections import Counter
 from pathlib import Path
 
 PART_LINES = {
-    "ravnest": 1_550,
-    "commands": 1_500,
-    "plan": 3_150,
+    "ravnest": 1_700,
+    "commands": 1_800,
+    "plan": 3_200,
     "model": 4_900,
-    "engine": 1_700,
+    "engine": 1_710,
     "averaging": 750,
-    "net": 2_130,
-    "hub": 3_080,
-    "peer": 2_600,
-    "job": 1_800,
+    "net": 2_300,
+    "hub": 4_400,
+    "peer": 3_400,
+    "job": 2_450,
     "showing": 1_700,
 }
 FILE_LINES = 350

@@ -17,6 +17,7 @@ from torch import Tensor
 from ravnest.engine.optimizers import Optimizer, find_norms, find_not_finite
 from ravnest.engine.rules import OptimizerSettings
 from ravnest.engine.versions import Graph, Versions
+from ravnest.engine.versions import Snapshot as Snapshot
 from ravnest.errors import ProtocolError
 from ravnest.protocol import BatchId, Refusal
 
@@ -82,20 +83,6 @@ class Updated:
     num_batches: int
     lag: float
     refusal: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """A stage's parameters and buffers, and its optimizer's state, at one version."""
-
-    version: int
-    state: dict[str, Tensor]
-    optimizer: dict[str, Tensor]
-
-    def copy(self) -> "Snapshot":
-        """Return one that nothing changes any more."""
-        parts = ({k: v.clone() for k, v in part.items()} for part in (self.state, self.optimizer))
-        return Snapshot(self.version, *parts)
 
 
 @dataclass(slots=True)

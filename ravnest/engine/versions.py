@@ -7,6 +7,7 @@ for, then those of the weights, started where they branch off. Driven by engine.
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,6 +16,20 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from ravnest.protocol import BatchId
 
 Weights = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A stage's parameters and buffers, and its optimizer's state, at one version."""
+
+    version: int
+    state: dict[str, Tensor]
+    optimizer: dict[str, Tensor]
+
+    def copy(self) -> "Snapshot":
+        """Return one that nothing changes any more."""
+        parts = ({k: v.clone() for k, v in part.items()} for part in (self.state, self.optimizer))
+        return Snapshot(self.version, *parts)
 
 
 class Versions:

@@ -6,91 +6,21 @@ have (hub.sourcing), so what they still send of before is late by number. Driven
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from ravnest.blobs import Fact
+from ravnest.hub.clusters import Change as Change
+from ravnest.hub.clusters import ClusterState as ClusterState
+from ravnest.hub.clusters import Held as Held
+from ravnest.hub.clusters import Member as Member
+from ravnest.hub.clusters import is_sensible as is_sensible
 from ravnest.hub.events import JobGiven, MakeParts, PartsMade, PeerJoined, Send
 from ravnest.hub.microbatches import configure_microbatch, profile_microbatch
 from ravnest.hub.planning import MakePlan
 from ravnest.plan.forecast import Forecast, forecast
-from ravnest.plan.types import Backup, Cluster, Node, NodeId, Plan, Ring, Stage, Swarm, cluster_name
+from ravnest.plan.types import Backup, Node, NodeId, Plan, Ring, Stage, Swarm, cluster_name
 from ravnest.staging import Contact, PlanOrder, RingOrder, Rings, SegmentId
 
 Extras = Mapping[NodeId, Collection[NodeId]]  # whom a node meets beside its cluster and its rings
-
-
-@dataclass(frozen=True, slots=True)
-class Held:
-    """State that a node has: of these positions, as a cluster had them."""
-
-    start: int
-    stop: int
-    holder: str
-
-
-@dataclass(frozen=True, slots=True)
-class Member:
-    """A peer that has joined, and the plan it was told to follow."""
-
-    node: Node
-    key: str
-    addresses: tuple[str, ...]
-    epoch: int = 0
-    guessed: tuple[Fact, ...] = ()  # what of the node is still to be measured
-    probe_by: float | None = None  # until when that is waited for, once it is ordered
-    held: Held | None = None
-    leaves_by: float | None = None  # once it wants to
-    leaves_for: str = ""
-    back_by: float | None = None  # while the hub, which was away, waits for it
-
-
-@dataclass(slots=True, eq=False)
-class ClusterState:
-    """A cluster of the current plan: it gets ready, then it trains, until somebody of it is missing."""
-
-    name: str
-    epoch: int
-    cluster: Cluster
-    unready: set[NodeId]
-    holder: str  # its name in the lease book, never used again
-    version: int = 0
-    broken_at: float | None = None  # since when it stands still; until it trains, for one that is mended
-    is_broken: bool = False
-
-    @property
-    def is_running(self) -> bool:
-        """Whether all its stages are built and there."""
-        return not self.unready and not self.is_broken
-
-    @property
-    def nodes(self) -> tuple[NodeId, ...]:
-        """Its nodes in pipeline order."""
-        return tuple(stage.node for stage in self.cluster.stages)
-
-    @property
-    def root(self) -> NodeId:
-        """Where batches enter."""
-        return self.cluster.stages[0].node
-
-    @property
-    def leaf(self) -> NodeId:
-        """Where the loss is."""
-        return self.cluster.stages[-1].node
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """What a new plan does: clusters to be built, those they take the place of, whether rings are others."""
-
-    built: tuple[ClusterState, ...]
-    ended: tuple[ClusterState, ...]
-    has_new_rings: bool
-
-
-def is_sensible(node: Node) -> bool:
-    """Return whether a plan can be made with what a peer says of its machine."""
-    rates = (node.flops_per_second, node.upload_bytes_per_second, node.download_bytes_per_second)
-    return min(*rates, node.uptime_seconds) > 0 and min(node.memory_bytes, node.latency_seconds) >= 0
 
 
 class Members:

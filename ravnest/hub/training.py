@@ -17,14 +17,7 @@ from ravnest.hub.members import ClusterState, Members
 from ravnest.hub.microbatches import cut_batches
 from ravnest.hub.news import EpochDone, Evaluated, Trained
 from ravnest.hub.progress import Awaited, Books, Evaluation, Means, OpenLease, Progress
-from ravnest.protocol import (
-    BatchId,
-    DroppedBatch,
-    LeaseDone,
-    LeaseId,
-    RoundId,
-    StepReport,
-)
+from ravnest.protocol import BatchId, DroppedBatch, LeaseDone, LeaseId, RoundId, StepReport
 
 _OPEN_LEASES = 2  # per cluster: one under way, one ready behind it
 
@@ -99,27 +92,18 @@ class Training:
         """What clusters are at work on, oldest first."""
         return tuple(self._open.values())
 
-    def version(self, cluster: ClusterState) -> int:
-        """Return the updates a cluster has made, as far as its leaf has said."""
-        return self._of(cluster).version
-
     def knows(self, cluster: ClusterState) -> bool:
         """Return whether a cluster's weights hold something of what was trained."""
         progress = self._progress.get(cluster.holder)
         return progress is not None and bool(progress.base or progress.num_trained > 0)
-
-    def rank(self, cluster: ClusterState) -> tuple[int, int]:
-        """Return how much a cluster knows: most of all, which average it has."""
-        progress = self._of(cluster)
-        return -1 if progress.base is None else progress.base, progress.num_trained
 
     def known(self, cluster: ClusterState) -> int:
         """Return how many samples, of all clusters, one's weights have learned from."""
         return self._of(cluster).num_known
 
     def most_trained(self, clusters: Iterable[ClusterState]) -> ClusterState:
-        """Return the cluster that knows most: of those in the newest average, one that trained most."""
-        return max(clusters, key=self.rank)
+        """Return the cluster that knows most, and of equals the one that trained most itself."""
+        return max(clusters, key=lambda each: (self.known(each), self._of(each).num_trained))
 
     def base(self, clusters: Iterable[ClusterState]) -> RoundId | None:
         """Return the newest round whose average one of these clusters has, if any; 0: the first weights."""
@@ -163,7 +147,7 @@ class Training:
         self._book.release(cluster.holder)
         given_back = [lease for lease in self._open.values() if lease.holder == cluster.holder]
         for lease in given_back:
-            self._close(lease)
+            del self._open[lease.number]
         self._awaited = {key: of for key, of in self._awaited.items() if of.holder != cluster.holder}
         if self._evaluation and self._evaluation.holder == cluster.holder:
             again = Evaluation(self._evaluation.epoch, self._evaluation.is_last)
@@ -189,7 +173,7 @@ class Training:
         assert self._is_stopped
         for lease in self.open_leases:
             self._book.release(lease.holder)
-            self._close(lease)
+            del self._open[lease.number]
         self._evaluation = None
 
     def start_evaluation(self) -> None:
@@ -222,7 +206,7 @@ class Training:
             return f"lease {done.lease} has {num_samples} samples, not {done.num_samples}"
         reason = self._book.complete(lease.number, cluster.holder)
         assert reason is None, reason
-        self._close(open_lease)
+        del self._open[open_lease.number]
         self.num_counted += num_samples
         progress = self._of(cluster)
         progress.num_trained += done.num_samples
@@ -275,9 +259,6 @@ class Training:
         held = (lease for lease in self._open.values() if lease.holder == cluster.holder)
         return next((lease for lease in held if batch in lease.batches), None)
 
-    def _close(self, lease: OpenLease) -> None:
-        del self._open[lease.number]
-
     def _end_epoch(self, epoch: int) -> EpochDone:
         loss, _ = self._means.pop(epoch, Means()).read()
         self._awaited = {key: of for key, of in self._awaited.items() if of.epoch != epoch}
@@ -290,7 +271,7 @@ class Training:
         assert evaluation is not None
         lease.ended.add(batch)
         if len(lease.ended) == len(lease.num_samples):
-            self._close(lease)
+            del self._open[lease.number]
         is_last = evaluation.next_sample == self._settings.num_validation
         if not is_last or any(other.lease is None for other in self._open.values()):
             return []

@@ -89,6 +89,11 @@ def read_schedule(given: object) -> Schedule:
     return own
 
 
+_MOST_FACTORS = 1 << 16  # of a longer run they are told for several updates at a time
+
+
 def factors(schedule: Schedule, total_updates: int) -> tuple[float, ...]:
-    """Return the factor of every update of a run: what travels in place of a schedule."""
-    return tuple(schedule.factor(update, total_updates) for update in range(total_updates))
+    """Return the factor of every update of a run, or of many spread evenly: what travels for a schedule."""
+    count = min(total_updates, _MOST_FACTORS)
+    updates = (index * total_updates // count for index in range(count))
+    return tuple(schedule.factor(update, total_updates) for update in updates)
