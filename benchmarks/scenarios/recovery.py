@@ -25,7 +25,7 @@ SHAPES = {"two clusters and a spare": (2, 1), "one cluster alone": (1, 0)}
 _MODEL = "thin-128x3-b256"  # 128 KB cross a cut
 _MICROBATCH_SECONDS = 0.08
 _NUM_MICROBATCHES = 4
-_BEFORE_SECONDS, _SETTLE_SECONDS, _MEASURED_SECONDS = 4.0, 3.0, 10.0
+_BEFORE_SECONDS, _SETTLE_SECONDS, _MEASURED_SECONDS = 4.0, 2.0, 8.0
 
 
 def run(quick: bool) -> tuple[Figures, str, list[str]]:

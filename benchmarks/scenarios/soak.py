@@ -44,7 +44,7 @@ FAULT_SECONDS = 20.0
 STUCK_SECONDS, GROWTH, NUM_WINDOWS = 60.0, 0.05, 6
 FAULTS = {signal.SIGKILL: 3, signal.SIGSTOP: 1, signal.SIGINT: 1}  # how often each of them
 NUM_SAMPLES, WIDTH = 4096, 128
-FLOPS_PER_SECOND, MEMORY_BYTES = 4e7, 2.6e6  # a microbatch takes a stage of three about 0.15 s
+FLOPS_PER_SECOND, MEMORY_BYTES = 4e7, 2.3e6  # a microbatch takes a stage of three about 0.15 s
 _SAMPLE_SECONDS = 2.0
 
 
@@ -115,7 +115,7 @@ def _make_job(rv: Any) -> Any:
         microbatches=2,
         epochs=10_000,
         loss=lambda out, batch: F.mse_loss(out, batch["y"]),
-        optimizer=torch.optim.SGD(model.parameters(), lr=2e-3),
+        optimizer=torch.optim.AdamW(model.parameters(), lr=3e-5),
         inputs=["x"],
         average_every=16,
         checkpoint_every="20 s",
