@@ -247,7 +247,7 @@ class Endpoint:
             wait = self._upload.wait_seconds(now)
             frames = neighbour.link.next_frames(now, is_held=wait > 0)
             if frames is None:
-                self._plan_ack(neighbour)
+                self._plan_pump(neighbour)
                 if wait > 0 and self._more_timer is None:
                     self._more_timer = self._loop.call_later(wait, self._send_more)
                 return
@@ -263,14 +263,12 @@ class Endpoint:
         for neighbour in waiting:
             self._pump(neighbour)
 
-    def _plan_ack(self, neighbour: Neighbour) -> None:
-        """Confirm in time what no message has confirmed before."""
-        if neighbour.link.owed_by < inf and neighbour.ack_timer is None:
-            neighbour.ack_timer = self._loop.call_at(neighbour.link.owed_by, self._ack, neighbour)
-
-    def _ack(self, neighbour: Neighbour) -> None:
-        neighbour.ack_timer = None
-        self._pump(neighbour)
+    def _plan_pump(self, neighbour: Neighbour) -> None:
+        """Come back when what may not go yet may, or must be confirmed."""
+        if neighbour.pump_timer is not None:
+            neighbour.pump_timer.cancel()
+        due = neighbour.link.due
+        neighbour.pump_timer = self._loop.call_at(due, self._pump, neighbour) if due < inf else None
 
     def _try_send(self, connection: Connection, frames: Frames) -> bool:
         self._upload.pay(frames, self._loop.time())
@@ -296,10 +294,10 @@ class Endpoint:
         neighbour.connection.close()
         neighbour.connection = None
         neighbour.link.disconnect()
-        for timer in (neighbour.timer, neighbour.ack_timer):
+        for timer in (neighbour.timer, neighbour.pump_timer):
             if timer is not None:
                 timer.cancel()
-        neighbour.ack_timer = None
+        neighbour.pump_timer = None
         self._emit(LinkDown(neighbour.peer, reason))
 
     def _attempt(self, neighbour: Neighbour) -> None:

@@ -13,8 +13,9 @@ import msgspec
 from ravnest.errors import ProtocolError
 from ravnest.net.frames import VERSION, Ack, Bye, Chunk, Frames, Head, Hello, Ping, encode
 from ravnest.net.inbox import Inbox, Message
-from ravnest.net.outbox import SMALLEST_WINDOW_BYTES, Outbox
+from ravnest.net.outbox import Outbox
 from ravnest.net.transport import Limits, Service
+from ravnest.net.window import SMALLEST_WINDOW_BYTES
 
 TICK_SECONDS = 0.4  # a neighbour is heard of at least every second tick
 SILENCE_SECONDS = 1.4  # with a tick more, a dead neighbour is noticed within 2 s
@@ -40,6 +41,11 @@ class Link:
         self._owed_bytes = 0  # arrived or taken, and not confirmed
         self.owed_by = inf  # when they must be
         self._behind = 0  # microseconds the newest chunk took, by two clocks that are not the same
+
+    @property
+    def due(self) -> float:
+        """When to ask for frames again, if nothing happens before."""
+        return min(self.owed_by, self.outbox.ready_at) if self.is_up else inf
 
     def hello(self, greeting: bytes = b"") -> Frames:
         """Return the first frame of a connection."""
@@ -116,7 +122,7 @@ class Link:
         self.owed_by = min(self.owed_by, due)
 
     def _next_news(self, now: float, is_held: bool) -> Frames | None:
-        chunk = self.outbox.next_chunk(is_held=is_held)
+        chunk = self.outbox.next_chunk(now, is_held=is_held)
         if chunk is None and now < self.owed_by:
             return None
         news = self.inbox.news()

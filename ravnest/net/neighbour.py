@@ -90,7 +90,7 @@ class Neighbour:
     connection: Connection | None = None
     dial: Dial | None = None
     timer: asyncio.TimerHandle | None = None
-    ack_timer: asyncio.TimerHandle | None = None
+    pump_timer: asyncio.TimerHandle | None = None
     up_since: float | None = None
     fed_at: float = 0.0  # when what is not urgent last went to it
     is_awake: bool = False

@@ -1,8 +1,8 @@
 """What waits to go to one neighbour, as a state machine that does no I/O.
 
 Each service is a stream of messages cut in chunks; the most urgent service goes first. What is on the wire
-is limited by a window that shrinks when answers come late, so an urgent message never waits long behind a
-big one, on a slow link either. Chunks are views of the caller's buffers. Driven by link.
+is limited by a window, so an urgent message never waits long behind a big one, on a slow link either. Chunks
+are views of the caller's buffers. Driven by link.
 """
 
 from collections import deque
@@ -14,14 +14,9 @@ from ravnest.errors import ProtocolError
 from ravnest.net.frames import Chunk, Position
 from ravnest.net.transport import Limits, Service
 from ravnest.net.upload import affordable_chunk_bytes
+from ravnest.net.window import Departure, Window
 
 OVERHEAD_BYTES = 1024  # what a message costs beside its bytes, so that empty ones are bounded too
-CHUNKS_PER_WINDOW = 4
-SMALLEST_WINDOW_BYTES = 32 * 1024
-FIRST_WINDOW_BYTES = 64 * 1024
-WHILE_SECONDS = 60.0  # in which two clocks hardly drift apart
-GROWTH, SHRINKAGE = 0.5, 0.125  # of the window per journey, at most: what is heard is old, so gently
-QUEUE_SECONDS = 0.1  # how long our own bytes may queue in front of an urgent message
 
 
 class Outbox:
@@ -32,7 +27,8 @@ class Outbox:
         affordable = affordable_chunk_bytes(limits.upload_bytes_per_second)
         self._chunk_bytes = int(min(limits.chunk_bytes, affordable))
         self._lanes = tuple(_Lane(service) for service in Service)
-        self._window = _Window(limits.window_bytes)
+        self._window = Window(limits.window_bytes)
+        self.ready_at = inf  # when a chunk that may not go yet may go
 
     def has_room(self, service: Service, size_bytes: int) -> bool:
         """Whether the service has credit for a message; one message of any size always fits alone."""
@@ -51,12 +47,12 @@ class Outbox:
         """The service whose turn it is; after the last of them if nothing waits."""
         return next((lane.service for lane in self._lanes if not lane.is_idle), len(self._lanes))
 
-    def next_chunk(self, *, is_held: bool = False) -> tuple[Chunk, list[memoryview]] | None:
+    def next_chunk(self, now: float, *, is_held: bool = False) -> tuple[Chunk, list[memoryview]] | None:
         """Return the next piece to send, the most urgent first; None when nothing may go now.
 
         What is held may send control messages only.
         """
-        in_flight = 0
+        in_flight, self.ready_at = 0, inf
         for lane in self._lanes:
             in_flight += lane.in_flight_bytes
             if lane.is_idle:
@@ -64,27 +60,35 @@ class Outbox:
             # Less urgent bytes do not hold back more urgent ones.
             if in_flight >= self._window.size_bytes or (is_held and lane.service is not Service.CONTROL):
                 return None
-            return lane.next_chunk(min(self._chunk_bytes, self._window.chunk_bytes))
+            if in_flight and now < self._window.free_at:
+                self.ready_at = self._window.free_at
+                return None
+            chunk = lane.next_chunk(min(self._chunk_bytes, self._window.chunk_bytes))
+            lane.departures.append(Departure(now, sum(each.in_flight_bytes for each in self._lanes)))
+            self._window.pace(sum(view.nbytes for view in chunk[1]), now)
+            return chunk
         return None
 
     def acknowledge(self, positions: Iterable[Position], behind: float, now: float) -> None:
         """Release what arrived, the last of it `behind` seconds after it left; give back credit."""
-        in_flight = sum(lane.in_flight_bytes for lane in self._lanes)
-        arrived = sum(self._lanes[position.service].acknowledge(position) for position in positions)
+        arrivals = [self._lanes[position.service].acknowledge(position) for position in positions]
+        arrived = sum(size for size, _ in arrivals)
         if arrived:
-            self._window.adjust(behind, arrived, in_flight, now)
+            newest = max((each for _, each in arrivals if each is not None), key=lambda each: each.at)
+            waiting = sum(lane.held_bytes for lane in self._lanes)
+            self._window.adjust(newest, behind, arrived, waiting, now)
 
     def resume(self, positions: Iterable[Position]) -> None:
         """After a reconnect: go on from where the other side says it is."""
         known = {position.service: position for position in positions}
         for lane in self._lanes:
             lane.resume(known.get(lane.service, Position(lane.service, 0, 0, 0)))
-        self._window = _Window(self._limits.window_bytes)
+        self._window = Window(self._limits.window_bytes)
 
     def reset(self) -> None:
         """Forget everything: the other side is not who it was."""
         self._lanes = tuple(_Lane(service) for service in Service)
-        self._window = _Window(self._limits.window_bytes)
+        self._window = Window(self._limits.window_bytes)
 
 
 @dataclass(slots=True)
@@ -127,6 +131,7 @@ class _Lane:
         self._furthest = (0, 0)  # sent over any connection; more may have arrived than a hello said
         self._arrived = (0, 0)
         self._sent: deque[_Sent] = deque()
+        self.departures: deque[Departure] = deque()  # of these
 
     @property
     def is_idle(self) -> bool:
@@ -150,22 +155,24 @@ class _Lane:
         self.in_flight_bytes += size
         return Chunk(self.service, sequence, offset, sizes), views
 
-    def acknowledge(self, position: Position) -> int:
-        """Return the bytes of the chunks that arrived."""
+    def acknowledge(self, position: Position) -> tuple[int, Departure | None]:
+        """Return the bytes of the chunks that arrived, and when the last of them left."""
         self._check(position)
         arrived = (position.sequence, position.offset)
-        before = self.in_flight_bytes
+        before, departure = self.in_flight_bytes, None
         while self._sent and (self._sent[0].sequence, self._sent[0].offset) <= arrived:
             self.in_flight_bytes -= self._sent.popleft().size
+            departure = self.departures.popleft()
         self._release(position)
         self._next = max(self._next, self._arrived)
-        return before - self.in_flight_bytes
+        return before - self.in_flight_bytes, departure
 
     def resume(self, position: Position) -> None:
         self._check(position)
         self._release(position)
         self._next = self._arrived
         self._sent.clear()
+        self.departures.clear()
         self.in_flight_bytes = 0
 
     def _check(self, position: Position) -> None:
@@ -189,32 +196,3 @@ class _Lane:
         while self._consumed < position.consumed:
             self.held_bytes -= self._costs.popleft()
             self._consumed += 1
-
-
-class _Window:
-    """How many bytes may be on the wire: so many that what we send queues for QUEUE_SECONDS, and no more.
-
-    Only the way there counts: an answer may have waited behind what the other side sends. It grows and
-    shrinks by how far the queue is from what it may be, so that links that share a way share it fairly.
-    """
-
-    def __init__(self, largest_bytes: int) -> None:
-        self._largest = largest_bytes
-        self.size_bytes = min(FIRST_WINDOW_BYTES, largest_bytes)
-        self._quickest = (inf, inf)  # of this while and of the one before: clocks drift apart
-        self._while_ends = -inf
-
-    @property
-    def chunk_bytes(self) -> int:
-        return max(1, self.size_bytes // CHUNKS_PER_WINDOW)
-
-    def adjust(self, behind: float, arrived_bytes: int, in_flight_bytes: int, now: float) -> None:
-        if now > self._while_ends:
-            self._quickest, self._while_ends = (behind, self._quickest[0]), now + WHILE_SECONDS
-        self._quickest = (min(self._quickest[0], behind), self._quickest[1])
-        queued = behind - min(self._quickest)
-        room = max(-1.0, 1.0 - queued / QUEUE_SECONDS)
-        if room < 0 or 2 * in_flight_bytes >= self.size_bytes:  # it grows only while it is in use
-            gain = GROWTH if room > 0 else SHRINKAGE
-            grown = self.size_bytes + int(gain * room * arrived_bytes)
-            self.size_bytes = min(self._largest, max(SMALLEST_WINDOW_BYTES, grown))
