@@ -9,12 +9,12 @@ chunks is correct. What a chunk is, and how it travels, is a Passing's. Driven b
 import math
 from collections.abc import Iterator, Sized
 from dataclasses import dataclass
-from hashlib import blake2b
+from hashlib import sha256
 from typing import Any, Generic, Protocol, TypeVar
 
 from ravnest.protocol import Refusal, RingPart, RoundId, SegmentId
 
-_DIGEST_BYTES = 16
+_DIGEST_BYTES = 16  # of 32: nobody gains by a collision with an average all others hold
 _LEAST_CHUNK, _MOST_CHUNK = 1 << 14, 1 << 18  # items: at most a megabyte of float32
 _CHUNKS_PER_PART = 4  # so that they follow each other around the ring
 _BLOCK = 256  # items with one scale: none is cut without need
@@ -74,7 +74,7 @@ class RingReduce(Generic[V]):
         self._awaited = {key: self._first_hops(key[0]) for key in self._slices}
         self._own = [key for key in self._slices if key[0] == seat.position]
         self._finished: dict[_Key, V] = {}
-        self._hash = blake2b(digest_size=_DIGEST_BYTES)
+        self._hash = sha256()  # processors have instructions for it: twice as fast as blake2b
         self._unhashed = list(reversed(self._slices))
         self._failure: str | None = None
         self._is_misled = False
@@ -119,7 +119,7 @@ class RingReduce(Generic[V]):
     def digest(self) -> bytes:
         """A hash of the mean, in the order of the vector; only when done."""
         assert self.done, "the mean was asked for before the ring was done"
-        return self._hash.digest()
+        return self._hash.digest()[:_DIGEST_BYTES]
 
     def start(self) -> Iterator[RingPart[V]]:
         """Return the chunks that start their journey here, each made when it is asked for."""
