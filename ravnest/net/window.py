@@ -12,7 +12,7 @@ from math import inf
 
 SMALLEST_WINDOW_BYTES = 32 * 1024
 FIRST_WINDOW_BYTES = 64 * 1024
-SMALLEST_CHUNK_BYTES = 8 * 1024
+SMALLEST_CHUNK_BYTES = 16 * 1024
 CHUNKS_PER_WINDOW = 8
 QUEUE_BYTES = 64 * 1024  # of ours that may queue, when what waits would take a second
 QUEUE_SHARES = (0.5, 2.0)  # of that at least and at most, when it would take less or more
