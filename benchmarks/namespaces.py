@@ -14,6 +14,7 @@ from typing import Self
 
 INTERFACE = "up0"
 _CLONE_NEWNET = 0x40000000
+_NETWORK = "10.99.0.0/16"
 _PACKET_SHARE = 1448 / 1514  # of an Ethernet frame that is TCP's payload; buckets count whole frames
 _BURST_BYTES = 256 * 1024  # a few packets as large as the kernel makes them, or cutting them costs CPU
 _QUEUE_SECONDS = 0.05  # what may wait at a slow end, as in a small router
@@ -79,6 +80,8 @@ class Namespaces:
             _ip("-n", switch, "link", "set", port, "master", "bridge", "up")
             for link in (INTERFACE, "lo"):
                 _ip("-n", space, "link", "set", link, "up")
+            # What a system has by default may be bbr, which shares badly where distances are microseconds.
+            _ip("-n", space, "route", "replace", _NETWORK, "dev", INTERFACE, "congctl", "cubic")
             _limit(space, INTERFACE, rate.upload)
             _limit(switch, port, rate.download)
 
