@@ -196,6 +196,7 @@ class Server:
         """Take a peer in under a name that nobody else has."""
         if peer in self._door.names:
             return
+        self._dismissed.discard(peer)
         key = self._door.key(peer)
         before = self.hub.find_missing(key, hello.epoch)
         known = self._door.introduce(peer, hello, before)

@@ -99,6 +99,7 @@ async def _start(token: str, name: NodeId, hardware: Hardware, num_peers: int) -
         "--bandwidth": _RATE,
         "--latency": _LATENCY,
         "--patience": _PATIENCE,
+        "--on-battery": "go",  # whoever starts them here knows
     }
     arguments = [part for key, value in options.items() if value is not None for part in (key, value)]
     threads = str(max(1, (os.cpu_count() or 1) // num_peers))

@@ -20,7 +20,7 @@ from ravnest.net.identity import Token, write_token
 PLAN = replace(LOCAL_PLAN, overhead_bytes=0.0)  # so that memory is what the model needs, and no more
 NUM_SAMPLES = 256
 MEMORY_BYTES = 1_500_000  # the model needs two peers that lend so little
-BARE_JOIN = (sys.executable, "-m", "ravnest", "join")
+BARE_JOIN = (sys.executable, "-m", "ravnest", "join", "--on-battery", "go")
 JOIN = (*BARE_JOIN, "--flops", "1 GFLOP/s", "--bandwidth", "1 GB/s", "--latency", "10 ms")
 ROOT = Path(__file__).resolve().parents[2]
 
