@@ -31,7 +31,6 @@ from ravnest.hub.news import (
     Recovered,
     RoundEnded,
     Trained,
-    Waiting,
     WorkLost,
     show_news,
 )
@@ -268,7 +267,7 @@ def summarise(seen: Seen, seconds: float) -> Figures:
         "recovered": len(recovered),
         "recovery seconds": spread(recovered) if recovered else {},
         "clusters dissolved": len(_of(seen, ClusterDissolved)),
-        "begun again": len(_of(seen, WorkLost, Waiting)),
+        "begun again": len(_of(seen, WorkLost)),
         "rounds committed": rounds[True],
         "rounds aborted": rounds[False],
         "samples trained": seen.samples[-1][1] if seen.samples else 0,

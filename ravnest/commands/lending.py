@@ -174,7 +174,10 @@ def registered(name: str) -> Iterator[None]:
     find_running()  # and forget who is no more
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps({"name": name, "started_at": psutil.Process().create_time()}))
+        whole = json.dumps({"name": name, "started_at": psutil.Process().create_time()})
+        unfinished = file.with_suffix(".unfinished")
+        unfinished.write_text(whole)
+        unfinished.replace(file)  # so that nobody reads half of it, and removes it for that
     except OSError as error:
         logger.warning("ravnest pause will not find it: %s cannot be written: %s", file, error.strerror)
     try:
@@ -197,6 +200,8 @@ def find_running() -> list[tuple[str, "psutil.Process"]]:
             if not is_same or process.status() == psutil.STATUS_ZOMBIE:
                 raise psutil.NoSuchProcess(process.pid)
             found.append((str(told["name"]), process))
+        except FileNotFoundError:
+            continue  # another one that starts now was quicker to forget it
         except (psutil.NoSuchProcess, ValueError, KeyError, TypeError):
             with contextlib.suppress(OSError):
                 file.unlink(missing_ok=True)

@@ -6,7 +6,7 @@ Driven by hub.state.
 """
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median, pstdev
 
@@ -52,6 +52,11 @@ class Guard:
             not self._is_high(record.losses, 0.5) and sum(record.is_dropped) < _STORM * _WINDOW / 2
             for record in self._records.values()
         )
+
+    def forget_others(self, holders: Collection[str]) -> None:
+        """Look no longer at clusters that are no more: their losses would stay as they were."""
+        for holder in self._records.keys() - set(holders):
+            del self._records[holder]
 
     def note_loss(self, holder: str, cluster: str, loss: float | None) -> None:
         """Take what a leaf says of a batch."""

@@ -79,7 +79,7 @@ class Mending:
         if cluster.is_broken:
             return []
         was_running, cluster.is_broken = cluster.is_running, True
-        if cluster.broken_at is None:
+        if cluster.broken_at is None and was_running:
             cluster.broken_at = now
         self._keeping.lose(cluster)
         given_back = training.give_back(cluster)

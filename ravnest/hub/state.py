@@ -243,6 +243,7 @@ class Hub(Crew):
 
     def _keep(self) -> list[Send]:
         """Begin a checkpoint, of what is worth keeping."""
+        self._guard.forget_others([cluster.holder for cluster in self._members.running])
         if not self._guard.is_calm:
             self._keeping.postpone(self.now)
             return []

@@ -189,7 +189,8 @@ def _enlarge(
 ) -> Repair | None:
     """Find the cluster that gains most by one more node, if that is worth moving parameters for."""
     clusters = forecast(plan, profile, swarm, config).clusters
-    slowest = sorted(range(len(clusters)), key=lambda number: clusters[number].samples_per_second)
+    roomy = [k for k, cluster in enumerate(plan.clusters) if len(cluster.stages) < config.max_stages]
+    slowest = sorted(roomy, key=lambda number: clusters[number].samples_per_second)
     best: tuple[float, tuple[Cluster, ...], int] | None = None
     for number in slowest[:_MOST_ENLARGED]:
         mending = Mending(plan, hosts_of(plan.clusters[number])[0], profile, swarm, config)

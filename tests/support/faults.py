@@ -30,7 +30,7 @@ from tests.support.small_swarm import PLAN as SMALL_PLAN
 
 PLAN = replace(SMALL_PLAN, max_stages=3)
 NUM_SAMPLES, NUM_VALIDATION, EPOCHS = 1024, 256, 5
-FLOPS_PER_SECOND = 1.5e8  # of an emulated device: a batch takes a stage of three 40 ms
+FLOPS_PER_SECOND = 1.5e8  # of an emulated device: a microbatch takes a stage of three 20 ms
 MEMORY_BYTES = 2.3e6  # a third of what the model needs
 
 

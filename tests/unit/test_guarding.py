@@ -51,6 +51,15 @@ def test_half_way_to_an_alarm_nothing_is_worth_keeping():
     assert not guard.is_calm
 
 
+def test_a_cluster_that_is_no_more_does_not_keep_others_from_being_kept():
+    guard = fed(*[2.0] * 40)
+    for loss in falling(400):
+        guard.note_loss("B2", "B", loss)
+    assert not guard.is_calm, "cluster A stands where it stood"
+    guard.forget_others(["B2"])
+    assert guard.is_calm
+
+
 def test_a_storm_of_dropped_batches_names_who_dropped_most():
     guard = fed(*falling(64))
     for number in range(17):

@@ -276,6 +276,14 @@ def test_a_joined_node_takes_a_place_where_that_is_worth_it():
     assert set(layout(repair.plan)) == {"ana", "bob", "carl"}
 
 
+def test_a_cluster_of_as_many_stages_as_there_may_be_is_left_alone():
+    swarm = swarm_of(node("ana", 200), node("bob", 200))
+    plan = plan_of(swarm, ("ana", "bob"))
+    now = swarm_of(*swarm.nodes, node("carl", 150))
+    repair = node_joined(plan, "carl", MODEL, now, replace(SIMPLE, max_stages=2))
+    assert repair.plan.clusters == plan.clusters
+
+
 def test_the_slowest_cluster_is_enlarged_and_no_other_is_touched():
     names = ("ana", "bob", "cleo", "dora", "eli")
     swarm = swarm_of(*(node(name, 300) for name in names))

@@ -297,7 +297,7 @@ def test_who_does_what(tmp_path):
     assert status.members == tuple(MemberStatus(name, "waiting") for name in "abcde")
     assert (status.phase, status.clusters, status.loss) == (Phase.COLLECTING, (), None)
     world.run_until(lambda: world.told(PlanFormed))
-    world.join("late")
+    world.join("late", memory_mb=1.0)  # too little for any stage
     world.run(until=world.now)
     _, status = watched(world, tmp_path / "2")
     assert {member.state for member in status.members} == {"getting ready", "spare"}
