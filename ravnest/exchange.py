@@ -5,12 +5,12 @@ asking for ever larger pieces of a blob that everybody has. Pure: parcels come o
 """
 
 import hmac
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 from hashlib import blake2b, sha256, shake_128
 from math import inf
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from ravnest.blobs import BlobPart, BlobRef, BlobRequest
 from ravnest.net.identity import Token
@@ -22,6 +22,7 @@ from ravnest.tying import TiedGradient, TiedStep
 HUB = NodeId("hub")
 VERSION = "0.1"  # of what programs say to each other
 _PIECE_BYTES = 1 << 20
+_HASH_BYTES = 32
 # Pieces by which a link is timed: round trips, then more until it takes its time; twice, for TCP speeds up.
 _TIMED_BYTES = (1, 1, 1, 1 << 15, 1 << 18, 1 << 20, 1 << 20)
 _ENOUGH_SECONDS, _ENOUGH_ROUND_TRIPS = 0.1, 4
@@ -125,6 +126,14 @@ class Shelf(Protocol):
     def __contains__(self, blob: object, /) -> bool: ...
 
 
+@runtime_checkable
+class PieceShelf(Shelf, Protocol):
+    """One that need not have a blob in memory to keep it."""
+
+    def put_pieces(self, make: Callable[[], Iterable[Buffer]], /) -> BlobRef:
+        """Keep a blob; return its name."""
+
+
 class Blobs:
     """The blobs one program keeps, in memory or on its shelf, and those on their way to it."""
 
@@ -139,6 +148,12 @@ class Blobs:
         ref = name_blob(content)
         self._kept[ref.blob] = content
         return ref
+
+    def keep_pieces(self, make: Callable[[], Iterable[Buffer]]) -> BlobRef:
+        """Keep a blob that is made piece by piece; a shelf that can writes each down at once."""
+        if isinstance(self._kept, PieceShelf):
+            return self._kept.put_pieces(make)
+        return self.keep(b"".join(make()))
 
     def __contains__(self, ref: BlobRef) -> bool:
         return ref.blob in self._kept
@@ -222,7 +237,17 @@ class Blobs:
 
 def name_blob(content: Buffer) -> BlobRef:
     """Return the name a blob has everywhere: the hash of its content, and its size."""
-    return BlobRef(blake2b(content, digest_size=32).hexdigest(), len(content))
+    return BlobRef(blake2b(content, digest_size=_HASH_BYTES).hexdigest(), len(content))
+
+
+def name_pieces(pieces: Iterable[Buffer], write: Callable[[Buffer], object]) -> BlobRef:
+    """Return the name of a blob that passes by, piece by piece."""
+    digest, num_bytes = blake2b(digest_size=_HASH_BYTES), 0
+    for piece in pieces:
+        digest.update(piece)
+        num_bytes += memoryview(piece).nbytes
+        write(piece)
+    return BlobRef(digest.hexdigest(), num_bytes)
 
 
 @cache

@@ -14,7 +14,10 @@ from ravnest.hub.sourcing import Sourcing
 from ravnest.plan.types import NodeId
 from ravnest.staging import BackupKept, BackupOrder, SnapshotMade, SnapshotOrder, Source
 
-_EVERY_SECONDS = 30.0
+_EVERY_SECONDS, _PAUSE = 30.0, 10  # and that many times what they take, so that no link is busy with them
+    30.0,
+    10,
+)  # and that many times what they take, so that no disk or link is busy with it
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,20 +37,20 @@ class Backing:
     def __init__(self, members: Members, sourcing: Sourcing, number: Callable[[], int]) -> None:
         self._members, self._sourcing, self._number = members, sourcing, number
         self._ways: dict[int, _Way] = {}
-        self._next_at: float | None = None
+        self._asked_at, self._next_at = 0.0, -1.0
 
     @property
     def due(self) -> float | None:
         """When the next snapshots are to be asked for, if anybody has a backup."""
-        return self._next_at if self._members.backups else None
+        return self._next_at if self._members.backups and self._next_at >= 0 else None
 
     def order(self, known: Callable[[ClusterState], int], now: float) -> list[Send]:
         """Ask for the snapshots that are due."""
-        if self._next_at is None or not self._members.backups:
+        if self._next_at < 0 or not self._members.backups:
             self._next_at = now + _EVERY_SECONDS
         if now < self._next_at:
             return []
-        self._next_at, self._ways = now + _EVERY_SECONDS, {}
+        self._asked_at, self._next_at, self._ways = now, now + _EVERY_SECONDS, {}
         for backup in self._members.backups:
             node, cluster = self._members.find(backup.node), self._members.cluster_of(backup.node)
             if cluster is None or not cluster.is_running or backup.spare not in self._members:
@@ -66,11 +69,12 @@ class Backing:
         self._ways[made.number] = replace(way, weights=made.weights)
         return [Send(way.spare, BackupOrder(0, made.number, Source(sender, made.weights)))]
 
-    def note_kept(self, sender: NodeId, kept: BackupKept) -> str | None:
+    def note_kept(self, sender: NodeId, kept: BackupKept, now: float) -> str | None:
         """Know who has a snapshot now; return why not, if it was not to."""
         way = self._ways.get(kept.number)
         if way is None or way.spare != sender or way.weights is None:
             return f"nobody asked {sender} to keep snapshot {kept.number}"
         del self._ways[kept.number]
+        self._next_at = max(self._next_at, now + _PAUSE * (now - self._asked_at))
         self._sourcing.note_backup(sender, way.held, way.weights, way.known)
         return None

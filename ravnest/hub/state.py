@@ -163,7 +163,7 @@ class Hub(Crew):
                 answer = self._rounds.answer(sender, message)
                 return answer.reason if isinstance(answer, Refusal) else [answer]
             case BackupKept():
-                reason = self._mending.backing.note_kept(sender, message)
+                reason = self._mending.backing.note_kept(sender, message, self.now)
                 return [] if reason is None else reason
             case StageReady() | StageMissing() | SnapshotMade() | LeaseDone() | StepReport() | DroppedBatch():
                 return self._hearing.hear(sender, message, self._training, self.now)

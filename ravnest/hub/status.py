@@ -158,5 +158,6 @@ class Watch:
         cluster: ClusterState | None = next((x for x in self.hub.clusters if name in x.nodes), None)
         if cluster is None:
             return MemberStatus(name, "spare" if self.hub.clusters else "waiting")
-        state = "training" if cluster.is_running else "getting ready"
+        state = "standing still" if cluster.is_broken else "getting ready"
+        state = "training" if cluster.is_running else state
         return MemberStatus(name, state, cluster.name, cluster.nodes.index(name))

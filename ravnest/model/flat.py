@@ -5,7 +5,7 @@ the vectors of a cluster's stages, joined, are the vector of the model, wherever
 weight belongs to its home alone; stages that use it elsewhere follow. Peers average and keep; no file I/O.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
@@ -151,12 +151,33 @@ def from_safetensors(data: bytes, blueprint: Blueprint) -> dict[str, Tensor]:
 
 
 def to_snapshot(state: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]) -> bytes:
-    """Return a stage's tensors and its optimizer's, by "SLOT/NAME", as a safetensors file.
+    """Return a stage's tensors and its optimizer's, by "SLOT/NAME", as a safetensors file."""
+    return b"".join(snapshot_pieces(state, optimizer))
 
-    No two of them may share memory.
+
+def snapshot_pieces(
+    state: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]
+) -> Iterator[bytes | memoryview]:
+    """Yield that file piece by piece, so that nobody needs memory for another copy of a stage.
+
+    Of tensors that training changes meanwhile, a piece may be before an update and the next one after it.
     """
     moments = {OPTIMIZER_PREFIX + key: tensor for key, tensor in optimizer.items()}
-    return save({name: tensor.detach().cpu().contiguous() for name, tensor in {**state, **moments}.items()})
+    tensors = {**state, **moments}
+    names = {dtype: name for name, dtype in _DTYPES.items()}
+    places, start = {}, 0
+    for name, tensor in tensors.items():
+        stop = start + tensor.numel() * tensor.element_size()
+        dtype = names[str(tensor.dtype).removeprefix("torch.")]
+        places[name] = _Place(dtype, list(tensor.shape), (start, stop))
+        start = stop
+    header = msgspec.json.encode(places)
+    header += b" " * (-len(header) % _LENGTH_BYTES)
+    yield len(header).to_bytes(_LENGTH_BYTES, "little") + header
+    for tensor in tensors.values():
+        if tensor.numel():
+            flat = tensor.detach().reshape(-1).cpu().contiguous()
+            yield memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def read_snapshot(

@@ -1,8 +1,8 @@
 """The compute thread: it owns the host, does one piece of work after the other, and waits when there is none.
 
 What it is told goes in by a queue; parcels come out through `emit`, each as soon as it is ready. Of a
-snapshot it only makes the copy: another thread writes it down. A test may put another Compute in its place
-that works on virtual time. Driven by peer.agent.
+snapshot it only names the tensors: another thread writes them down. A test may put another Compute in its
+place that works on virtual time. Driven by peer.agent.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from ravnest.blobs import ProbeReport
 from ravnest.engine.stage import Snapshot
 from ravnest.errors import ProtocolError, RavnestError
 from ravnest.exchange import HUB, Blobs, Parcel
-from ravnest.model.flat import to_snapshot
+from ravnest.model.flat import snapshot_pieces
 from ravnest.net.transport import Buffer
 from ravnest.peer.host import Host, Limits
 from ravnest.plan.types import NodeId
@@ -146,7 +146,7 @@ class Bench:
 
 
 def _keep(order: SnapshotOrder, saved: Snapshot, blobs: Blobs) -> Parcel:
-    ref = blobs.keep(to_snapshot(saved.state, saved.optimizer))
+    ref = blobs.keep_pieces(lambda: snapshot_pieces(saved.state, saved.optimizer))
     return Parcel(HUB, SnapshotMade(order.epoch, order.number, saved.version, ref))
 
 

@@ -293,14 +293,17 @@ class Host:
         return () if self._averager is None else self._averager.tick(now)
 
     def save(self, is_final: bool = True) -> Snapshot | None:
-        """Return a copy of the stage, or of what is held of one; None while tied weights wait, or of nothing.
+        """Return the stage, or what is held of one; None while tied weights wait, or where there is none.
 
-        After the final one nothing is trained: what is summed up is applied first.
+        It is no copy, which a PC may have no memory for: while somebody writes it down training may change
+        it, so that parts of it are some updates apart, as stages are anyway. After the final one nothing is
+        trained: what is summed up is applied first.
         """
         if self._worker is None:
-            return None if self._held is None else self._held.snapshot.copy()
+            return None if self._held is None else self._held.snapshot
         if is_final:
             self._worker.close_update()
         # Training may never let all of them settle at once, and the next snapshot has what this one lacks.
         tied = self._worker.tied
-        return self._worker.stage.snapshot() if (tied.is_settled if is_final else tied.is_ready) else None
+        is_time = tied.is_settled if is_final else tied.is_ready
+        return self._worker.stage.snapshot(copies=False) if is_time else None

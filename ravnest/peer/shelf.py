@@ -8,11 +8,13 @@ and peer.compute, through exchange.Blobs.
 import logging
 import mmap
 import tempfile
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
-from ravnest.exchange import name_blob
+from ravnest.blobs import BlobRef
+from ravnest.exchange import name_blob, name_pieces
 from ravnest.net.transport import Buffer
 
 logger = logging.getLogger(__name__)
@@ -48,8 +50,27 @@ class Shelf:
 
     def __setitem__(self, blob: str, content: bytes) -> None:
         """Keep a snapshot made here, and not the fourth before it."""
-        kept = self._own.pop(blob, None) or self._write(blob, content)
-        self._own[blob] = kept
+        self._add(blob, self._own[blob] if blob in self._own else self._write(blob, content))
+
+    def put_pieces(self, make: Callable[[], Iterable[Buffer]]) -> BlobRef:
+        """Keep a snapshot made here that is written down as it is made; return its name."""
+        try:
+            path = Path(self._place, "unfinished")
+            with path.open("wb") as file:
+                ref = name_pieces(make(), file.write)
+            path.replace(path.with_name(ref.blob))
+            self._add(ref.blob, self._map(ref.blob))
+        except (OSError, ValueError) as error:
+            self._warn(error)
+            content = b"".join(make())
+            ref = name_blob(content)
+            self._add(ref.blob, content)
+        return ref
+
+    def _add(self, blob: str, content: Buffer) -> None:
+        if blob in self._own:
+            del self._own[blob]  # it is the newest again
+        self._own[blob] = content
         for old in [*self._own][:-_NUM_OWN]:
             del self._own[old]
             self._remove(old)
@@ -63,18 +84,27 @@ class Shelf:
 
     def _write(self, blob: str, content: bytes) -> Buffer:
         try:
-            if self._folder is None:
-                raise FileNotFoundError(f"no folder could be made in {tempfile.gettempdir()}")
-            path = Path(self._folder.name, blob)
-            path.write_bytes(content)
-            with path.open("rb") as file:
-                return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+            Path(self._place, blob).write_bytes(content)
+            return self._map(blob)
         except (OSError, ValueError) as error:  # ValueError: what is empty cannot be mapped
-            if not self._has_warned:
-                logger.warning("snapshots stay in memory, for the disk does not take them: %s", error)
-            self._has_warned = True
+            self._warn(error)
             self._remove(blob)
             return content
+
+    @property
+    def _place(self) -> str:
+        if self._folder is None:
+            raise FileNotFoundError(f"no folder could be made in {tempfile.gettempdir()}")
+        return self._folder.name
+
+    def _map(self, blob: str) -> Buffer:
+        with Path(self._place, blob).open("rb") as file:
+            return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+
+    def _warn(self, error: Exception) -> None:
+        if not self._has_warned:
+            logger.warning("snapshots stay in memory, for the disk does not take them: %s", error)
+        self._has_warned = True
 
     def _remove(self, blob: str) -> None:
         """Remove a file that nobody needs; pieces of it on their way stay as they are."""

@@ -378,3 +378,21 @@ def test_the_stages_that_the_line_cuts_make_the_captured_model(captured: Capture
         for name in captured.state
         if name != "mask"
     )
+
+
+def test_a_snapshot_is_a_safetensors_file_whatever_is_in_it() -> None:
+    state = {
+        "weight": torch.arange(6.0).reshape(2, 3).t(),  # not in the order of its memory
+        "half": torch.ones(3, dtype=torch.bfloat16),
+        "mask": torch.tensor([True, False]),
+        "count": torch.tensor(7),
+        "none": torch.empty(0, 4),
+    }
+    slots = {"exp_avg/weight": torch.full((3, 2), 0.5), "step/weight": torch.tensor(3.0)}
+    data = to_snapshot(state, slots)
+    found = load(data)
+    expected = state | {f"optimizer/{key}": value for key, value in slots.items()}
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor), name

@@ -84,3 +84,27 @@ def test_without_a_disk_it_keeps_them_in_memory_and_says_so_once(
         assert files(folder) == set()
     assert len(caplog.records) == 1
     assert "snapshots stay in memory" in caplog.text
+
+
+def test_what_is_made_piece_by_piece_is_kept_like_what_is_whole(folder: Path) -> None:
+    with Shelf() as shelf:
+        ref = shelf.put_pieces(lambda: [b"abc", memoryview(b"defg"), b""])
+        assert ref == name_blob(b"abcdefg")
+        assert bytes(shelf.get(ref.blob)) == b"abcdefg"
+        assert files(folder) == {ref.blob}
+        again = shelf.put_pieces(lambda: [b"abcdefg"])
+        assert again == ref
+        others = [shelf.put_pieces(lambda number=number: [bytes([number])]) for number in range(3)]
+        assert ref.blob not in shelf
+        assert all(each.blob in shelf for each in others)
+
+
+def test_pieces_that_the_disk_does_not_take_stay_in_memory(monkeypatch, caplog) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with Shelf() as shelf:
+        monkeypatch.setattr("ravnest.peer.shelf.name_pieces", full)
+        ref = shelf.put_pieces(lambda: iter([b"abc", b"d"]))
+        assert shelf.get(ref.blob) == b"abcd"
+    assert "No space left on device" in caplog.text
