@@ -15,9 +15,6 @@ from ravnest.plan.types import NodeId
 from ravnest.staging import BackupKept, BackupOrder, SnapshotMade, SnapshotOrder, Source
 
 _EVERY_SECONDS, _PAUSE = 30.0, 10  # and that many times what they take, so that no link is busy with them
-    30.0,
-    10,
-)  # and that many times what they take, so that no disk or link is busy with it
 
 
 @dataclass(frozen=True, slots=True)
