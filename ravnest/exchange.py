@@ -190,6 +190,11 @@ class Blobs:
         self._coming[ref.blob] = coming
         return [_next_request(coming)]
 
+    def num_come(self, ref: BlobRef) -> int:
+        """Return how many bytes of a blob have come so far."""
+        coming = self._coming.get(ref.blob)
+        return 0 if coming is None else len(coming.content)
+
     def forget(self, ref: BlobRef, done: Done) -> None:
         """Tell `done` nothing more; what nobody waits for is not fetched any further."""
         coming = self._coming.get(ref.blob)

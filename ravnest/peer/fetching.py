@@ -21,6 +21,8 @@ from ravnest.staging import BackupKept, BackupOrder, PlanOrder, Source, StageMis
 
 logger = logging.getLogger(__name__)
 
+_QUIET_SECONDS = 30.0  # after which who sends nothing is given up
+
 
 class _Missing(Exception):  # noqa: N818 - what happened, not that it is an error
     """A source gives nothing; it ends what is fetched beside it."""
@@ -95,7 +97,12 @@ class Fetcher:
         try:
             for parcel in self.blobs.want(ref, source, arrived.set_result, keep=False):
                 self._post(parcel)
-            return await arrived
+            num_come = 0
+            while not (await asyncio.wait([arrived], timeout=_QUIET_SECONDS))[0]:
+                if source != HUB and self.blobs.num_come(ref) == num_come:  # the hub has patience of its own
+                    return Refusal(f"{source} has sent nothing of it for {_QUIET_SECONDS:.0f} s")
+                num_come = self.blobs.num_come(ref)
+            return arrived.result()
         finally:
             self.blobs.forget(ref, arrived.set_result)
 

@@ -279,6 +279,17 @@ def test_other_rings_cut_no_link_and_a_stage_under_way_is_built_for_them() -> No
     assert play(script) == "over"
 
 
+def test_a_source_that_goes_silent_is_named() -> None:
+    async def script(scene: Scene, _agent: Agent, _) -> None:
+        await asyncio.sleep(1.0)
+        await scene.say(scene.parts(1, (OTHER, b"late")))
+        await scene.hear(BlobRequest, OTHER)
+        missing = await scene.hear(StageMissing)
+        assert missing == StageMissing(1, OTHER, f"{OTHER} has sent nothing of it for 30 s")
+
+    assert play(script) == "over"
+
+
 def test_who_leaves_goes_on_until_the_hub_lets_it_go() -> None:
     async def script(scene: Scene, agent: Agent, running) -> None:
         await asyncio.sleep(0.1)
