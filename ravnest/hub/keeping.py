@@ -9,6 +9,7 @@ from ravnest.hub.progress import Books
 from ravnest.plan.types import NodeId
 from ravnest.staging import SnapshotMade, SnapshotOrder
 
+_ANSWER_SECONDS = 120.0  # for the nodes of a cluster to have written their state down
 _PAUSE = 10  # times what a checkpoint takes lies between two: a slow way home is not kept busy by them
 
 
@@ -48,7 +49,9 @@ class Keeping:
         return tuple(KeptPart(x.start, x.stop, x.node, ref) for x, ref in zip(stages, refs, strict=True))
 
     def due(self, every: float | None) -> float | None:
-        """Return when the next checkpoint is to be made, if there are any."""
+        """Return when the next checkpoint is to be made, or the one under way given up, if there are any."""
+        if self.is_under_way and self._books is not None and not self._is_complete:
+            return self._started_at + _ANSWER_SECONDS
         return None if every is None or self.is_under_way else self._next_at
 
     def is_time(self, every: float | None, now: float) -> bool:
@@ -59,6 +62,16 @@ class Keeping:
         if self._next_at is None:
             self._next_at = now + every
         return now >= self._next_at
+
+    def expire(self, now: float) -> str | None:
+        """Give up a checkpoint that somebody does not answer for; return who."""
+        if self._keeper is None or self._books is None or self._is_complete:
+            return None
+        if now < self._started_at + _ANSWER_SECONDS:
+            return None
+        silent = [name for name in self._keeper.nodes if name not in self._kept]
+        self.end(now)
+        return f"{' and '.join(silent)} did not answer within {_ANSWER_SECONDS:.0f} s"
 
     def postpone(self, now: float) -> None:
         """Make no checkpoint this time."""

@@ -32,6 +32,7 @@ from ravnest.hub.hearing import OfStages
 from ravnest.hub.members import ClusterState
 from ravnest.hub.mending import dismiss
 from ravnest.hub.news import (
+    NotCheckpointed,
     Repaired,
     Stopping,
 )
@@ -235,6 +236,8 @@ class Hub(Crew):
             orders += self._mending.backing.order(self._training.known, self.now)
             if not self._mending.is_urgent:  # else the rings are soon others
                 orders += self._rounds.open_due(self._members, self._training, job, self.now)
+            silence = self._keeping.expire(self.now)
+            orders += [Tell(NotCheckpointed(silence))] if silence else []
             if self._keeping.is_time(self._checkpoint_every, self.now):
                 orders += self._keep()
         if self._can_mend and not self._mending.is_waiting(self._training, self.now):

@@ -20,7 +20,7 @@ from ravnest.hub.news import (
     WorkLost,
 )
 from ravnest.hub.state import Phase
-from ravnest.staging import BackupOrder, PlanOrder, RingOrder, SnapshotOrder, StageParts
+from ravnest.staging import BackupOrder, PlanOrder, RingOrder, SnapshotMade, SnapshotOrder, StageParts
 
 
 @pytest.fixture(autouse=True)
@@ -149,6 +149,20 @@ def test_a_disk_that_is_full_costs_a_checkpoint_and_no_more():
     finishes(world)
     assert not world.told(Checkpointed)
     assert {news.reason for news in world.told(NotCheckpointed)} == {"the disk is full"}
+
+
+def test_a_checkpoint_that_nobody_answers_for_is_given_up_and_the_next_one_comes():
+    world = world_of("abc", checkpoint_every=1.0, num_samples=4000, epochs=1)
+    leaf, speak = world.hub.clusters[0].leaf, world._speak
+    world._speak = lambda name, peer, message: (
+        None if name == leaf and isinstance(message, SnapshotMade) else speak(name, peer, message)
+    )
+    world.run_until(lambda: world.told(NotCheckpointed))
+    (told,) = world.told(NotCheckpointed)
+    assert told.reason == f"{leaf} did not answer within 120 s"
+    world._speak = speak
+    world.run_until(lambda: world.told(Checkpointed))
+    finishes(world)
 
 
 def test_a_checkpoint_is_dropped_when_its_cluster_breaks_and_the_next_one_comes():
