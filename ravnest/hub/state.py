@@ -31,11 +31,7 @@ from ravnest.hub.events import (
 from ravnest.hub.hearing import OfStages
 from ravnest.hub.members import ClusterState
 from ravnest.hub.mending import dismiss
-from ravnest.hub.news import (
-    NotCheckpointed,
-    Repaired,
-    Stopping,
-)
+from ravnest.hub.news import NotCheckpointed, Repaired, Stopping
 from ravnest.hub.planning import PlanMade, Probed
 from ravnest.hub.probing import take_probe
 from ravnest.hub.rounds import Ended
