@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ravnest.hub.news import ClusterDissolved, ClusterStarted, EpochDone, Left, News, PlanFormed, RoundEnded
+from ravnest.hub.news import ClusterBroken, ClusterStarted, EpochDone, Left, News, PlanFormed, RoundEnded
 from ravnest.job.peers import Hardware
 from ravnest.job.swarm import Hub, local
 from ravnest.plan.rings import form_rings
@@ -50,7 +50,7 @@ def test_a_peer_that_freezes_in_a_round_is_left_out_of_it_and_goes_on(
         finally:
             with suppress(ProcessLookupError, IndexError):  # it has ended, as it should
                 os.kill(frozen[0], signal.SIGCONT)
-    assert news_of(told, Left) == news_of(told, ClusterDissolved) == []
+    assert news_of(told, Left) == news_of(told, ClusterBroken) == []
     rounds, left_out = news_of(told, RoundEnded), cluster_name(NUM_CLUSTERS - 1)
     assert {name for news in rounds for name, _ in news.blamed} == {left_out}
     without = [news for news in rounds if news.left_out == (left_out,)]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import ravnest as rv
 from ravnest.errors import PlanError
 from ravnest.hub.news import (
-    ClusterDissolved,
+    ClusterBroken,
     ClusterStarted,
     EpochDone,
     Evaluated,
@@ -139,7 +139,7 @@ def test_a_peer_killed_in_the_middle_costs_its_cluster_not_the_job() -> None:
     with swarm:
         result = swarm.fit(make_job(epochs=10))
     assert len(sizes(told)) > 1
-    assert sum(isinstance(news, ClusterDissolved) for news in told) == 1
+    assert sum(isinstance(news, ClusterBroken) for news in told) == 1
     check_books(told, epochs=10)
     check_result(result)
 
