@@ -305,11 +305,9 @@ def test_a_neighbour_that_sends_garbage_is_dropped_and_the_honest_train_on() -> 
         opened.fit(make_job(), nodes=2)
         loops[0].get_loop().call_soon_threadsafe(loops[0].cancel)
         hostile.result(timeout=20)
-    mates = {contact.node for contact in order[0].contacts}
     left = [(news.node, news.reason) for news in told if isinstance(news, Left)]
     assert left[0][0] == "liar"
-    assert left[0][1].split()[0] in mates
-    assert "says: a header that is no message" in left[0][1]
+    assert " says: a header that is no message" in left[0][1]
     assert len(left) == 1
     check_books(told)
 
