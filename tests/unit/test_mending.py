@@ -53,9 +53,10 @@ def test_who_leaves_politely_hands_over_and_nothing_is_lost_or_done_twice():
     world = world_of("abcd")
     root = world.hub.clusters[0].root
     (spare,) = set("abcd") - set(world.hub.clusters[0].nodes)
-    num_granted = len(world.batches)
+    num_granted, asked_at = len(world.batches), world.now
     world.leave(root)
     world.run_until(lambda: world.told(Left))
+    assert world.now < asked_at + 9.0, "it is let go as soon as others have what it has"
     assert [news.node for news in world.told(Leaving)] == [root]
     assert world.told(ClusterBroken) == world.told(ClusterDissolved) == world.told(Recovered) == []
     assert Dismiss(root, "goodbye") in [order for orders in world.answers for order in orders]
@@ -100,12 +101,16 @@ def test_a_lone_cluster_without_a_checkpoint_begins_again_and_with_one_goes_on()
     assert len(world.told(WorkLost)) == 1
     world = world_of("abcd", checkpoint_every=1.0)
     world.run_until(lambda: world.told(Checkpointed))
+    assert not any(order.is_final for order in sent(world, SnapshotOrder)), "training goes on"
     leaf = world.hub.clusters[0].leaf
     world.kill(leaf)
     finishes(world)
     assert world.told(WorkLost) == []
     (recovered,) = world.told(Recovered)
     assert recovered.sources == (HUB,)
+    given = [source.weights for parts in sent(world, StageParts) for source in parts.sources]
+    assert given[-1] not in given[:-1], "the checkpoint, not the first weights of that stage again"
+    assert sent(world, SnapshotOrder)[-1].is_final
     assert 1.0 <= recovered.seconds < 5.0
 
 
