@@ -25,6 +25,7 @@ SHAPES = {"two clusters and a spare": (2, 1), "one cluster alone": (1, 0)}
 _MODEL = "thin-128x3-b256"  # 128 KB cross a cut
 _MICROBATCH_SECONDS = 0.12
 _NUM_MICROBATCHES = 12  # in a batch: a lag of one update then keeps three stages busy
+_NUM_UPDATES = 39  # more than are seen, and so few that at most the first one is synchronous
 _WARM_UP_SECONDS = 2.0
 _BEFORE_SECONDS, _SETTLE_SECONDS, _MEASURED_SECONDS = 6.0, 2.0, 8.0
 
@@ -108,11 +109,11 @@ def _kill_one(num_clusters: int, num_spares: int, place: int) -> Figures:
 
 
 def _emulate(num_clusters: int, num_spares: int) -> tuple[Any, Setting]:
-    """Return a job without end, and devices that take as long for a stage each."""
+    """Return a job that is longer than what is measured, and devices that take as long for a stage each."""
     from ravnest.model.line import slice_blueprint
     from ravnest.model.measure import count_flops, measure
 
-    made, job = build(_MODEL), make_job(_MODEL, _NUM_MICROBATCHES, num_updates=1_000_000)
+    made, job = build(_MODEL), make_job(_MODEL, _NUM_MICROBATCHES, _NUM_UPDATES)
     blueprint = job.capture().blueprint
     cuts = find_cuts(made, measure(blueprint, made.microbatch_size), range(1, NUM_STAGES))
     edges = pairwise([0, *cuts, blueprint.num_positions])
