@@ -47,6 +47,7 @@ class Crew:
         self._keeping = Keeping()
         self._mending = Mending(self._members, self._keeping)
         self._stop_by: float | None = None  # once it is stopped
+        self._end_by: float | None = None  # once all is trained, and a cluster stands still
         self._guard = Guard()
         self._hearing = Hearing(self._members, self._keeping, self._mending, self._forming, self._guard)
         self._num_alarms = 0  # since the last checkpoint
@@ -74,12 +75,21 @@ class Crew:
         found = (each for each in self._members.missing if each.key == key)
         return next((x.node.name for x in found if x.held is None or x.epoch == epoch), None)
 
+    def find_parting(self, name: NodeId) -> str:
+        """Return whether somebody is missing or leaving, in one word."""
+        member = self._members.find(name)
+        if member is None or member.back_by is not None:
+            return "missing"
+        return "leaving" if member.leaves_by is not None else ""
+
     def _restart(self, event: Restarted) -> Ordered:
         if self._job is None or self.phase is Phase.FINISHED:
             return "there is nothing to go on with"
         ended = self._rounds.cancel("the hub was away", self.now)
         orders: list[Order] = [Tell(Resumed(self._training.num_counted, len(self._members)))]
         orders += self._end_round(ended) if ended else []
+        self._mending.forget_held()
+        self._end_by = None
         orders += self._mending.restart(event.books, self._training, self.now)
         self._rounds.restart()
         self._forming.note_change(self.now)
@@ -120,6 +130,7 @@ class Crew:
         if name not in self._members:
             return f"{name} is no member, so it cannot leave"
         cluster, ended = self._members.leave(name), self._rounds.leave(name, reason, self.now)
+        self._hearing.speeds.forget(name)
         self._forming.note_change(self.now)
         orders: list[Order] = [Tell(Left(name, reason))]
         if self.phase is Phase.FINISHED:
@@ -167,6 +178,8 @@ class Crew:
             self._keeping.lose(cluster)
         orders += self._members.dissolve(self._members.clusters)
         lost = self._training.restart(self._mending.saved)
+        self._mending.forget_held()
+        self._end_by = None
         self._rounds.restart()
         self._guard.go_back()
         self._forming.note_change(self.now)

@@ -72,9 +72,12 @@ class Forming:
 
     def take(self, made: PlanMade) -> bool:
         """Return whether a plan, or a shortage, is of those who are here."""
-        fits = self._was_asked and made.epoch == self._epoch
-        self._had_plan |= fits and made.plan is not None
-        return fits
+        self._had_plan |= self.fits(made) and made.plan is not None
+        return self.fits(made)
+
+    def fits(self, made: PlanMade) -> bool:
+        """Return whether nobody came, went or changed since a plan was asked for."""
+        return self._was_asked and made.epoch == self._epoch
 
     def tell_shortage(self, shortage: str = _NOBODY) -> list[Tell]:
         """Say once why there is no plan."""

@@ -3,6 +3,7 @@
 Driven by hub.state.
 """
 
+from dataclasses import replace
 from typing import assert_never
 
 from ravnest.hub.events import Order, Tell
@@ -11,7 +12,8 @@ from ravnest.hub.guarding import Guard
 from ravnest.hub.keeping import Keeping
 from ravnest.hub.members import ClusterState, Members
 from ravnest.hub.mending import Mending
-from ravnest.hub.news import BatchDropped, EpochDone, Evaluated
+from ravnest.hub.news import BatchDropped, EpochDone, Evaluated, SpeedChanged
+from ravnest.hub.speeds import Speeds
 from ravnest.hub.training import Training
 from ravnest.plan.types import NodeId
 from ravnest.protocol import DroppedBatch, LeaseDone, StepReport
@@ -29,6 +31,7 @@ class Hearing:
     ) -> None:
         self._members, self._keeping = members, keeping
         self._mending, self._forming, self._guard = mending, forming, guard
+        self.speeds = Speeds()
 
     def hear(self, sender: NodeId, message: OfStages, training: Training, now: float) -> _Ordered:
         """Take what a member says of its stage, or of the one it had."""
@@ -49,20 +52,34 @@ class Hearing:
             case LeaseDone():
                 return self._take_done(sender, cluster, message, training)
             case StepReport():
-                return self._take_report(cluster, message, training)
+                return self._take_report(sender, cluster, message, training, now)
             case DroppedBatch():
                 return self._take_dropped(sender, cluster, message, training)
             case _:
                 assert_never(message)
 
-    def _take_report(self, cluster: ClusterState, report: StepReport, training: Training) -> _Ordered:
+    def _take_report(
+        self, sender: NodeId, cluster: ClusterState, report: StepReport, training: Training, now: float
+    ) -> _Ordered:
+        if sender != cluster.leaf:
+            return self._note_speed(sender, report, now)
         is_training = training.awaits(report.batch)
         results = training.take_report(cluster, report)
         if isinstance(results, str):
             return results
         if is_training:
             self._guard.note_loss(cluster.holder, cluster.name, report.loss)
-        return _tell(results, training)
+        return [*_tell(results, training), *self._note_speed(sender, report, now)]
+
+    def _note_speed(self, name: NodeId, report: StepReport, now: float) -> list[Order]:
+        """Plan with the speed that a node has by now, if that is another than it was."""
+        times, member = self.speeds.note(name, report, now), self._members.find(name)
+        if times is None or member is None:
+            return []
+        node = replace(member.node, flops_per_second=member.node.flops_per_second * times)
+        self._members.replace(replace(member, node=node))
+        self._forming.note_change(now)
+        return [Tell(SpeedChanged(name, times))]
 
     def _take_dropped(
         self, sender: NodeId, cluster: ClusterState, dropped: DroppedBatch, training: Training

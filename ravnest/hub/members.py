@@ -29,6 +29,7 @@ class Members:
     def __init__(self) -> None:
         self._members: dict[NodeId, Member] = {}
         self._clusters: tuple[ClusterState, ...] = ()
+        self._draining: tuple[ClusterState, ...] = ()
         self._last_epoch = 0
         self._plan: Plan | None = None
         self._rings_since = 0  # the plan whose rings hold
@@ -91,8 +92,12 @@ class Members:
         self._parts, self._asked, self._stale = {}, set(), set()
 
     def is_draining(self, cluster: ClusterState) -> bool:
-        """Return whether somebody of a cluster wants to go, so that it takes nothing new."""
-        return any(member.node.name in cluster.nodes for member in self.leaving)
+        """Return whether a cluster takes nothing new: somebody of it wants to go, or it is cut anew soon."""
+        return cluster in self._draining or any(member.node.name in cluster.nodes for member in self.leaving)
+
+    def drain(self, clusters: Iterable[ClusterState]) -> None:
+        """Let these clusters, and no others, finish what they are at."""
+        self._draining = tuple(clusters)
 
     @property
     def backups(self) -> tuple[Backup, ...]:
@@ -169,7 +174,8 @@ class Members:
             return MakePlan(self._last_epoch, nodes)
         names = {node.name for node in nodes}
         gone = tuple(node for name, node in self._planned.items() if name not in names)
-        return MakePlan(self._last_epoch, nodes, self._plan, gone, self._microbatches)
+        changed = tuple(node for name, node in self._planned.items() if name in names and node not in nodes)
+        return MakePlan(self._last_epoch, nodes, self._plan, gone, changed, self._microbatches)
 
     def adopt(self, plan: Plan, microbatches: int, job: JobGiven) -> Change:
         """Take a plan that was made of the members as they are; nobody is told yet."""

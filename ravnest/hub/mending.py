@@ -5,6 +5,7 @@ says who goes on, and hub.sourcing with what. Who leaves stays until nobody need
 Driven by hub.state.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from ravnest.hub.backing import Backing
@@ -43,6 +44,8 @@ class Mending:
         self._sourcing = Sourcing()
         self.backing = Backing(members, self._sourcing, keeping.number)
         self.saved: Books | None = None  # of the last checkpoint
+        self._held: PlanMade | None = None  # until the clusters that it changes have finished something
+        self._held_until = 0.0
 
     @property
     def is_urgent(self) -> bool:
@@ -66,6 +69,7 @@ class Mending:
     def due(self, now: float) -> float | None:
         """Return when somebody who leaves is no longer waited for."""
         times = [member.back_by for member in self._members.missing if member.back_by is not None]
+        times += [self._held_until] if self._held is not None else []
         for member in self._members.leaving:
             assert member.leaves_by is not None
             if member.back_by is not None:
@@ -113,6 +117,34 @@ class Mending:
         told = PlanFormed(made.plan, outlook.samples_per_second, outlook.round_seconds, size, count)
         self._sourcing.begin_first(change)
         return [Tell(told), *members.announce(change, self._meetings()), *self._sourcing.order(members)]
+
+    def hold(self, made: PlanMade, training: Training, now: float) -> bool:
+        """Keep a plan that has time until what its clusters are at is done; return whether that is so."""
+        assert made.plan is not None
+        changed = [each for each in self._members.running if each.cluster not in made.plan.clusters]
+        if self.is_urgent or not any(map(training.is_busy, changed)):
+            return False
+        self._held, self._held_until = made, now + _DRAIN_SECONDS
+        self._members.drain(changed)
+        return True
+
+    def let_follow(self, training: Training, fits: Callable[[PlanMade], bool], now: float) -> PlanMade | None:
+        """Return the plan that was held, when it is time for it; forget it if others are here by now."""
+        held = self._held
+        if held is None:
+            return None
+        is_busy = any(
+            training.is_busy(each) for each in self._members.running if self._members.is_draining(each)
+        )
+        if fits(held) and is_busy and now < self._held_until:
+            return None
+        self.forget_held()
+        return held if fits(held) else None
+
+    def forget_held(self) -> None:
+        """Let clusters go on as they are."""
+        self._held = None
+        self._members.drain(())
 
     def _meetings(self) -> dict[NodeId, set[NodeId]]:
         """Return who meets whom beside its own cluster and rings: to give and take, and for backups."""

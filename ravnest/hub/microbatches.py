@@ -15,7 +15,7 @@ from ravnest.hub.events import JobGiven
 from ravnest.hub.planning import MakePlan, PlanMade
 from ravnest.plan.cluster import form_plan
 from ravnest.plan.profiles import resize_batch
-from ravnest.plan.repair import node_joined, node_left
+from ravnest.plan.repair import node_joined, node_left, node_slowed
 from ravnest.plan.types import ModelProfile, Plan, Swarm
 
 MOST_OF_LEASE = 1024  # microbatches: what one message may list
@@ -76,7 +76,7 @@ def make_plan(job: JobGiven, asked: MakePlan, now: float) -> PlanMade:
 
 
 def _repair(job: JobGiven, asked: MakePlan, plan: Plan, now: float) -> PlanMade:
-    """Let one after the other go, then come; batches travel as before."""
+    """Let one after the other go, change, then come; batches travel as before."""
     profile = profile_microbatch(job, asked.microbatches)
     config = configure_microbatch(job, asked.microbatches)
     here = [*asked.gone, *asked.nodes]
@@ -85,6 +85,10 @@ def _repair(job: JobGiven, asked: MakePlan, plan: Plan, now: float) -> PlanMade:
         before = Swarm(tuple(here))
         here.remove(node)
         repair = node_left(plan, node.name, profile, Swarm(tuple(here)), config, before)
+        plan, reasons = repair.plan, [*reasons, repair.reason]
+    for known in asked.changed:
+        before = Swarm(tuple(known if node.name == known.name else node for node in here))
+        repair = node_slowed(plan, known.name, profile, Swarm(tuple(here)), config, before)
         plan, reasons = repair.plan, [*reasons, repair.reason]
     for node in asked.nodes:
         if node.name not in (*plan.spares, *(stage.node for each in plan.clusters for stage in each.stages)):

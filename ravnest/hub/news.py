@@ -65,6 +65,14 @@ class Leaving:
 
 
 @dataclass(frozen=True, slots=True)
+class SpeedChanged:
+    """A peer computes so many times as fast as before, for a while already."""
+
+    node: NodeId
+    times: float
+
+
+@dataclass(frozen=True, slots=True)
 class Waiting:
     """Why no plan exists yet."""
 
@@ -225,6 +233,7 @@ News = (
     | Missing
     | Left
     | Leaving
+    | SpeedChanged
     | Waiting
     | PlanFormed
     | Repaired
@@ -282,12 +291,12 @@ def show_news(news: News) -> str:  # noqa: C901, PLR0912 - one short case for ea
             return f"cluster {cluster} stands still ({reason}); {num_given_back} samples are trained again"
         case Leaving(node, reason):
             return f"{node} leaves: {reason}; what it has is handed over"
+        case SpeedChanged(node, times):
+            return f"{node} is {_show_times(times)} as before, for a while now"
         case Repaired(plan, reason):
             return f"plan {plan.epoch}: {reason}"
         case Recovered(cluster, seconds, sources):
-            names = ["the last checkpoint" if name == HUB else name for name in sources]
-            given = f", with what {' and '.join(names)} had" if names else ""
-            return f"cluster {cluster} trains again after {show_seconds(seconds)}{given}"
+            return f"cluster {cluster} trains again after {show_seconds(seconds)}{_show_sources(sources)}"
         case Checkpointed(num_samples, seconds):
             return f"checkpoint kept in {show_seconds(seconds)}: {num_samples} samples trained"
         case NotCheckpointed(reason):
@@ -310,9 +319,8 @@ def show_news(news: News) -> str:  # noqa: C901, PLR0912 - one short case for ea
             next_ones = [f"; {cluster} is left out of the next {number}" for cluster, number in blamed]
             return f"round {round_id}{without} {outcome}{''.join(next_ones)}"
         case WentWrong(reason, suspect, goes_back):
-            ending = (
-                "it goes back to the last checkpoint" if goes_back else "there is no checkpoint to go back to"
-            )
+            ending = "it goes back to the last checkpoint"
+            ending = ending if goes_back else "there is no checkpoint to go back to"
             return f"training went wrong, {suspect} was seen first: {reason}; {ending}"
         case Stopping(reason):
             return f"the job is stopped ({reason}); what was trained is kept"
@@ -323,6 +331,15 @@ def show_news(news: News) -> str:  # noqa: C901, PLR0912 - one short case for ea
 def _show_facts(node: Node) -> str:
     links = f"{show_rate(node.upload_bytes_per_second)} up, {show_rate(node.download_bytes_per_second)} down"
     return f"{show_flops(node.flops_per_second)}, {links}, {show_seconds(node.latency_seconds)} away"
+
+
+def _show_sources(sources: tuple[NodeId, ...]) -> str:
+    names = ["the last checkpoint" if name == HUB else name for name in sources]
+    return f", with what {' and '.join(names)} had" if names else ""
+
+
+def _show_times(times: float) -> str:
+    return f"{1 / times:.1f} times as slow" if times < 1 else f"{times:.1f} times as fast"
 
 
 def _show(value: float | None) -> str:

@@ -13,6 +13,7 @@ class MakePlan:
     nodes: tuple[Node, ...]
     repairs: Plan | None = None
     gone: tuple[Node, ...] = ()  # who is in that plan, and no longer here
+    changed: tuple[Node, ...] = ()  # who is another than that plan knows, as it knows them
     microbatches: int = 0  # of it
 
 

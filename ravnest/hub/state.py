@@ -51,6 +51,7 @@ from ravnest.protocol import (
 from ravnest.staging import BackupKept, SnapshotMade, StageMissing, StageReady
 
 _STOP_SECONDS = 30.0  # for what is under way when the job is stopped
+_END_SECONDS = 30.0  # for clusters that stand still when all is trained: they know what others do not
 _OfMembers = Leave | BackupKept | RoundReady | RoundAbort | RoundQuery | OfStages
 
 
@@ -73,7 +74,12 @@ class Hub(Crew):
         elif self.phase is not Phase.FINISHED:
             times.append(self._rounds.due)
         if self.phase is Phase.TRAINING:
-            times += [self._stop_by, self._keeping.due(self._checkpoint_every), self._mending_due]
+            times += [
+                self._stop_by,
+                self._end_by,
+                self._keeping.due(self._checkpoint_every),
+                self._mending_due,
+            ]
             times += [self._mending.backing.due if self._stop_by is None else None]
         return min((time for time in times if time is not None), default=None)
 
@@ -93,8 +99,7 @@ class Hub(Crew):
         if not isinstance(event, Received):
             return True
         if isinstance(event.message, StepReport):
-            cluster = self._members.cluster_of(event.sender)
-            return cluster is not None and event.sender == cluster.leaf
+            return self._members.cluster_of(event.sender) is not None
         return isinstance(event.message, _OfMembers)
 
     def apply(self, event: Event) -> tuple[Order, ...]:
@@ -211,6 +216,13 @@ class Hub(Crew):
             return [*told, *(self._mending.form(self._job, made, self._training) if made.plan else [])]
         if made.plan is None:
             return [*told, *self._start_over()]
+        return told if self._mending.hold(made, self._training, self.now) else told + self._follow(made)
+
+    def _follow(self, made: PlanMade) -> list[Order]:
+        """Go on with a repaired plan."""
+        assert self._job is not None
+        assert made.plan is not None
+        told: list[Order] = []
         if made.plan.rings != self._members.rings:
             ended = self._rounds.cancel("the rings are others now", self.now)
             told += self._end_round(ended) if ended else []
@@ -225,9 +237,14 @@ class Hub(Crew):
             self._training.give_up_leases()
         if self._guard.alarm is not None and self._stop_by is None:
             return self._roll_back(self._guard.alarm)
-        orders: list[Order] = [*self._training.fill(self._members)]
-        if self._training.is_finished and self._members.running:
+        held = self._mending.let_follow(self._training, self._forming.fits, self.now)
+        orders = self._follow(held) if held is not None else []
+        if self.phase is not Phase.TRAINING:
+            return orders
+        orders += self._training.fill(self._members)
+        if self._training.is_finished and self._members.running and self._may_end():
             self.phase = Phase.AVERAGING
+            self._mending.forget_held()
         elif self._stop_by is None:
             orders += self._mending.backing.order(self._training.known, self.now)
             if not self._mending.is_urgent:  # else the rings are soon others
@@ -239,6 +256,13 @@ class Hub(Crew):
         if self._can_mend and not self._mending.is_waiting(self._training, self.now):
             orders += self._forming.mend(job, self._members, self.now, self._mending.is_urgent)
         return orders
+
+    def _may_end(self) -> bool:
+        """Return whether all clusters can take part in the last round, or were waited for long enough."""
+        if self._stop_by is not None or all(each.is_running for each in self._members.clusters):
+            return True
+        self._end_by = self.now + _END_SECONDS if self._end_by is None else self._end_by
+        return self.now >= self._end_by
 
     def _keep(self) -> list[Send]:
         """Begin a checkpoint, of what is worth keeping."""

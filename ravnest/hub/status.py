@@ -19,7 +19,7 @@ _RATE_SECONDS = 60.0  # that the rate is a mean over
 
 @dataclass(frozen=True, slots=True)
 class MemberStatus:
-    """A peer that is here: waiting for a plan, spare, getting ready or training."""
+    """A peer: waiting for a plan, spare, getting ready, training, standing still, leaving or missing."""
 
     name: NodeId
     state: str
@@ -156,8 +156,9 @@ class Watch:
 
     def _member(self, name: NodeId) -> MemberStatus:
         cluster: ClusterState | None = next((x for x in self.hub.clusters if name in x.nodes), None)
+        parting = self.hub.find_parting(name)
         if cluster is None:
-            return MemberStatus(name, "spare" if self.hub.clusters else "waiting")
+            return MemberStatus(name, parting or ("spare" if self.hub.clusters else "waiting"))
         state = "standing still" if cluster.is_broken else "getting ready"
-        state = "training" if cluster.is_running else state
+        state = parting or ("training" if cluster.is_running else state)
         return MemberStatus(name, state, cluster.name, cluster.nodes.index(name))

@@ -26,6 +26,7 @@ from ravnest.protocol import BatchId, Pace, Refusal, StepReport
 from ravnest.staging import PlanOrder
 
 _REPORT_BATCHES = 17  # between reports to the root, and its decisions; prime, to be in step with no update
+_REPORT_SECONDS = 5.0  # between reports to the hub, at most: a slow stage is to be noticed
 _REMEMBERED = 5  # reports of a stage
 _DAY = 86_400.0
 
@@ -118,6 +119,7 @@ class Timekeeper:
         self._policy = policy
         self._idle = IdleTime(clock())
         self._num_reports = 0
+        self._told_at = clock()  # the hub
         self._sent_at: dict[BatchId, float] = {}
         self._shortest = math.inf  # seconds a full batch was away; the least ever, so nothing queued then
         self._num_samples = 0  # of a full batch
@@ -186,7 +188,9 @@ class Timekeeper:
         report = self._complete(report)
         self._num_reports += 1
         is_due = self._num_reports % _REPORT_BATCHES == 0 or self._num_reports in (1, 2, 4, 8)
-        if is_due or self._place.after is None:
+        is_time = self._clock() >= self._told_at + _REPORT_SECONDS
+        if is_due or is_time or self._place.after is None:
+            self._told_at = self._clock()
             yield Parcel(HUB, report)
         if is_due:
             self._idle = IdleTime(self._clock())

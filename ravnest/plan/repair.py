@@ -83,8 +83,10 @@ def node_slowed(
     config: PlanConfig,
     before: Swarm | None = None,
 ) -> Repair:
-    """Go on with a node that is slower, or smaller, than planned; `before` has its old facts."""
-    scene = _Scene(plan, profile, swarm, config, f"{name} slowed down", before)
+    """Go on with a node that is slower, smaller or faster than planned; `before` has its old facts."""
+    is_faster = before is not None and _speed(before, name) < _speed(swarm, name)
+    event = f"{name} {'is faster now' if is_faster else 'slowed down'}"
+    scene = _Scene(plan, profile, swarm, config, event, before)
     if name not in scene.hosts:
         after = scene.assemble(plan.clusters)
         return scene.report(after, _spare_slowed(plan, after, name))
@@ -227,6 +229,10 @@ def _worthwhile_cluster(
 
 def _hosts(plan: Plan) -> set[NodeId]:
     return {name for cluster in plan.clusters for name in hosts_of(cluster)}
+
+
+def _speed(swarm: Swarm, name: NodeId) -> float:
+    return next(node.flops_per_second for node in swarm.nodes if node.name == name)
 
 
 def _rate(way: Way) -> float:

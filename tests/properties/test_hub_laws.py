@@ -64,10 +64,13 @@ joins = st.dictionaries(
 deaths = st.lists(st.tuples(st.sampled_from(NAMES), moments), max_size=6)
 departures = st.lists(st.tuples(st.sampled_from(NAMES), moments), max_size=3)
 restarts = st.lists(st.floats(1.0, 40.0), max_size=2)
+slowings = st.lists(st.tuples(st.sampled_from(NAMES), st.sampled_from([0.5, 2.0, 5.0]), moments), max_size=2)
 returns = st.lists(st.tuples(st.sampled_from(NAMES), moments), max_size=2)
 
 
-def run_history(given_job, trouble, joined, died, returned, stopped=None, departed=(), restarted=()):
+def run_history(
+    given_job, trouble, joined, died, returned, stopped=None, departed=(), restarted=(), slowed=()
+):
     world = HubWorld(given_job, trouble)
     for name, (moment, memory_mb) in joined.items():
         world.join(name, memory_mb=memory_mb, at=moment)
@@ -79,6 +82,8 @@ def run_history(given_job, trouble, joined, died, returned, stopped=None, depart
         world.leave(name, at=moment)
     for moment in restarted:
         world.restart(at=moment)
+    for name, times, moment in slowed:
+        world.slow(name, times, at=moment)
     world.join(*RESCUE, at=LATE)  # enough to hold the model, and they live
     if stopped is not None:
         world.at(stopped, world.stop)
@@ -86,11 +91,11 @@ def run_history(given_job, trouble, joined, died, returned, stopped=None, depart
 
 
 @settings(max_examples=80)
-@given(jobs, troubles, joins, deaths, returns, departures, restarts)
+@given(jobs, troubles, joins, deaths, returns, departures, restarts, slowings)
 def test_every_history_with_enough_memory_in_the_end_finishes_with_balanced_books(
-    given_job, trouble, joined, died, returned, departed, restarted
+    given_job, trouble, joined, died, returned, departed, restarted, slowed
 ):
-    world = run_history(given_job, trouble, joined, died, returned, None, departed, restarted)
+    world = run_history(given_job, trouble, joined, died, returned, None, departed, restarted, slowed)
     assert world.is_finished
     assert world.finish is not None
     assert set(world.ledger.values()) == {1}
@@ -167,11 +172,11 @@ def test_a_plan_in_microbatches_is_a_plan(profile, swarm, config, batch_size, as
 
 
 @settings(max_examples=40)
-@given(jobs, troubles, joins, deaths, returns, departures, restarts)
+@given(jobs, troubles, joins, deaths, returns, departures, restarts, slowings)
 def test_replaying_the_log_gives_the_same_orders_and_the_same_state(
-    given_job, trouble, joined, died, returned, departed, restarted
+    given_job, trouble, joined, died, returned, departed, restarted, slowed
 ):
-    check_replay(run_history(given_job, trouble, joined, died, returned, None, departed, restarted))
+    check_replay(run_history(given_job, trouble, joined, died, returned, None, departed, restarted, slowed))
 
 
 @settings(max_examples=60)

@@ -103,6 +103,7 @@ class Peer:
     held: frozenset = frozenset()  # positions whose state it has
     rings: tuple = ()
     is_leaving: bool = False
+    slowness: float = 1.0  # times as long as at first
 
 
 def job(**changes):
@@ -176,6 +177,14 @@ class HubWorld:
             peer.is_leaving = True
             self.say(name, Leave(peer.order.epoch if peer.order else 0, "Ctrl-C", can_hand_over=True))
             self.after(10.5, self._die, name)
+
+    def slow(self, name, times, at=None):
+        """Let a peer take so many times as long for its work as at first."""
+        self.after((at or self.now) - self.now, self._slow, name, times)
+
+    def _slow(self, name, times):
+        if name in self.peers:
+            self.peers[name].slowness = times
 
     def restart(self, at=None):
         """Kill the hub; one that has only its log and its checkpoint comes back, and all who live find it."""
@@ -588,10 +597,11 @@ class HubWorld:
         pipeline, accumulate = order.pipeline, order.accumulate
         num_trained, leaf, root = 0, self.peers[pipeline[-1]], self.peers[pipeline[0]]
         start = max(self.now, root.busy_until)
-        root.busy_until = start + 0.3 * len(grant.num_samples)
+        pace = 0.3 * max(self.peers[name].slowness for name in pipeline)
+        root.busy_until = start + pace * len(grant.num_samples)
         for index, num_samples in enumerate(grant.num_samples):
             batch = grant.first_batch + index
-            seconds = start - self.now + 0.3 * (index + 1)
+            seconds = start - self.now + pace * (index + 1)
             if self._happens(self.trouble.dropped):
                 dropped = DroppedBatch(grant.epoch, batch, "not a number")
                 self.after(seconds, self._from_cluster, pipeline, self.random.choice(pipeline), dropped)
@@ -612,8 +622,8 @@ class HubWorld:
                     leaf.num_trained // accumulate,
                     0,
                     num_samples,
-                    0.1,
-                    0.1,
+                    0.1 * self.peers[name].slowness,
+                    0.1 * self.peers[name].slowness,
                     0.0,
                     0.0,
                     loss,

@@ -17,6 +17,8 @@ from ravnest.hub.news import (
     Repaired,
     Resumed,
     Returned,
+    RoundEnded,
+    SpeedChanged,
     WorkLost,
 )
 from ravnest.hub.state import Phase
@@ -215,4 +217,66 @@ def test_a_hub_that_was_away_in_the_end_ends_the_job():
     world.run_until(lambda: world.hub.phase is Phase.EVALUATING)
     world.restart()
     finishes(world)
+    assert world.finish is not None
+
+
+def test_a_node_that_has_become_slow_gives_work_to_the_others_and_nothing_is_done_twice():
+    world = world_of("abc", memory_mb=250.0, num_samples=200)
+    slow = world.hub.clusters[0].nodes[1]
+    before = {stage.node: stage.stop - stage.start for stage in world.hub.clusters[0].cluster.stages}
+    world.slow(slow, 4.0)
+    world.run_until(lambda: world.told(Repaired))
+    (changed,) = world.told(SpeedChanged)
+    assert (changed.node, changed.times) == (slow, pytest.approx(0.25))
+    assert f"{slow} slowed down: " in world.told(Repaired)[0].reason
+    after = {stage.node: stage.stop - stage.start for stage in world.hub.clusters[0].cluster.stages}
+    assert after.get(slow, 0) < before[slow]
+    assert world.open_leases == (), "it has finished what it was at"
+    finishes(world)
+    assert world.told(ClusterBroken) == []
+    assert len(world.told(Repaired)) == 1, "plans do not flap"
+
+
+def test_what_a_cluster_is_at_for_long_is_not_waited_for():
+    world = world_of("abc", memory_mb=250.0, num_samples=200, chunk_batches=40)
+    world.slow(world.hub.clusters[0].nodes[1], 8.0)
+    world.run_until(lambda: world.told(SpeedChanged))
+    since = world.now
+    world.run_until(lambda: world.told(Repaired))
+    assert world.now - since < 8.0
+    assert world.open_leases == (), "others do it again"
+    finishes(world)
+
+
+def test_a_cluster_that_is_to_be_cut_anew_goes_on_when_the_plan_is_another_by_then():
+    world = world_of("abc", memory_mb=250.0, num_samples=200, chunk_batches=40)
+    slow, other = world.hub.clusters[0].nodes[1], world.hub.clusters[0].nodes[0]
+    world.slow(slow, 8.0)
+    world.run_until(lambda: world.told(SpeedChanged))
+    world.run(until=world.now + 3.0)  # the plan is made, and held
+    assert not world.told(Repaired)
+    world.kill(other)
+    world.run_until(lambda: world.told(Repaired))
+    assert f"{other} left" in world.told(Repaired)[0].reason
+    finishes(world)
+
+
+def test_clusters_that_stand_still_when_all_is_trained_take_part_in_the_last_round():
+    world = HubWorld(job(num_validation=0, average_every=1000))
+    world.join(*"abcde", memory_mb=250.0)
+    world.run_until(lambda: world.hub.phase is Phase.AVERAGING)
+    world.restart()
+    finishes(world)
+    last = world.told(RoundEnded)[-1]
+    assert (last.is_committed, last.is_final, last.left_out) == (True, True, ())
+    assert {world.hub.books.known(each) for each in world.hub.clusters} == {100}
+
+
+def test_who_never_gets_ready_in_the_end_is_not_waited_for_for_ever():
+    world = HubWorld(job(num_validation=0, average_every=1000))
+    world.join(*"abcde", memory_mb=250.0)
+    world.run_until(lambda: world.hub.phase is Phase.AVERAGING)
+    world.muted.add(world.hub.clusters[0].leaf)
+    world.restart()
+    world.run()
     assert world.finish is not None

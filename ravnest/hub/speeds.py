@@ -1,0 +1,72 @@
+"""Who has become slower, or faster, than the plan knows: for long, not for a moment.
+
+A node is compared with itself since its stage was built, and with the others: what slows all of them down, as
+on a PC that they share, is nobody's fault. Driven by hub.hearing.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+from statistics import median
+
+from ravnest.plan.types import NodeId
+from ravnest.protocol import StepReport
+
+_OTHER_TIMES = 1.5  # as slow, or as fast
+_LONG_SECONDS = 20.0
+_COLD, _USUAL, _RECENT = 2, 5, 3  # reports: the first ones, which say little; what is usual; what is now
+_DAY = 86_400.0
+
+
+@dataclass(slots=True)
+class _Speed:
+    """Seconds per sample of one stage."""
+
+    epoch: int
+    first: list[float] = field(default_factory=list)
+    recent: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
+    other_since: float | None = None  # how long it is not as usual
+
+    def add(self, seconds: float) -> None:
+        if len(self.first) < _COLD + _USUAL:
+            self.first.append(seconds)
+        else:
+            self.recent.append(seconds)
+
+    @property
+    def times(self) -> float | None:
+        """How many times as fast as usual it is, once that can be said."""
+        is_known = len(self.recent) == _RECENT
+        return median(self.first[_COLD:]) / median(self.recent) if is_known else None
+
+
+class Speeds:
+    """Hears what stages report of their work."""
+
+    def __init__(self) -> None:
+        self._speeds: dict[NodeId, _Speed] = {}
+
+    def forget(self, name: NodeId) -> None:
+        """Somebody went."""
+        self._speeds.pop(name, None)
+
+    def note(self, name: NodeId, report: StepReport, now: float) -> float | None:
+        """Take a report; return how many times as fast its node is by now, if it is so for long."""
+        seconds = report.forward_seconds + report.backward_seconds
+        if report.num_samples < 1 or not 0 < seconds <= _DAY:
+            return None  # an evaluation, or nonsense
+        speed = self._speeds.get(name)
+        if speed is None or speed.epoch != report.epoch:
+            speed = self._speeds[name] = _Speed(report.epoch)
+        speed.add(seconds / report.num_samples)
+        if speed.times is None:
+            return None
+        others = [x.times for other, x in self._speeds.items() if other != name and x.times is not None]
+        times = speed.times / (median(others) if others else 1.0)
+        if 1 / _OTHER_TIMES < times < _OTHER_TIMES:
+            speed.other_since = None
+            return None
+        since = speed.other_since = now if speed.other_since is None else speed.other_since
+        if now < since + _LONG_SECONDS:
+            return None
+        del self._speeds[name]  # what is usual is another now
+        return times
