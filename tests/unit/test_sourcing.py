@@ -1,0 +1,178 @@
+"""Whose state a stage is built of: clusters are changed by hand, and the orders to build are looked at."""
+
+import pytest
+from support.hub_scene import HALVES, HubScene
+from support.hub_world import blob
+
+from ravnest.exchange import HUB
+from ravnest.hub.members import Held
+from ravnest.staging import SnapshotMade
+
+
+def backed_up(scene, known, spare="t"):
+    scene.sourcing.note_backup(spare, Held(0, 3, "A1"), blob(f"backup of {spare}"), known)
+
+
+@pytest.fixture
+def scene():
+    """Cluster A of a and b has lost a, whose place s is to take; cluster B of c and d trains on."""
+    scene = HubScene("abcdst", ("ab", HALVES), ("cd", HALVES))
+    scene.lose("a")
+    return scene
+
+
+AFTER = ("sb", HALVES), ("cd", HALVES)
+
+
+@pytest.mark.parametrize(
+    ("trained", "backup", "kept", "giver"),
+    [
+        (100, None, -1, "c"),
+        (91, None, 100, "c"),
+        (89, None, 100, HUB),
+        (89, 91, 100, "t"),
+        (91, 100, 100, "c"),
+        (89, 89, 100, HUB),
+        (50, 100, 90, "t"),
+        (50, 100, -1, "t"),
+        (100, 50, 50, "c"),
+        (0, None, -1, "c"),
+        (0, None, 0, "c"),
+    ],
+)
+def test_who_is_not_a_tenth_behind_the_best_gives_a_cluster_before_a_backup_before_the_hub(
+    scene, trained, backup, kept, giver
+):
+    if backup is not None:
+        backed_up(scene, backup)
+    (origin,) = scene.change(*AFTER, known={"c": trained}, kept=kept)
+    assert scene.sourcing.needs_hub == (giver == HUB)
+    assert scene.build() == {"s": [giver], "b": []}
+    assert (origin.holder, origin.is_whole) == ("A1", False)
+
+
+def test_of_those_that_train_the_one_that_knows_most_gives():
+    scene = HubScene("abcdefs", ("ab", HALVES), ("cd", HALVES), ("ef", HALVES))
+    scene.lose("a")
+    scene.change(("sb", HALVES), ("cd", HALVES), ("ef", HALVES), known={"c": 10, "e": 11})
+    assert scene.build() == {"s": ["e"], "b": []}
+
+
+def test_who_was_in_the_same_cluster_gives_before_one_that_knows_more():
+    scene = HubScene("abcds", ("ab", HALVES), ("cd", HALVES))
+    thirds = (0, 2), (2, 4), (4, 6)
+    (origin,) = scene.change(("sab", thirds), ("cd", HALVES), known={"c": 100}, kept=100)
+    assert scene.build() == {"s": ["a"], "a": ["b"], "b": []}
+    assert (origin.holder, origin.is_whole) == ("A1", False)
+
+
+def test_a_cluster_of_newcomers_begins_where_the_best_one_is():
+    scene = HubScene("abst", ("ab", HALVES))
+    (origin,) = scene.change(("ab", HALVES), ("st", HALVES), known={"a": 7}, kept=0)
+    assert scene.build() == {"s": ["a"], "t": ["b"]}
+    assert (origin.holder, origin.is_whole) == ("A1", False)
+
+
+@pytest.mark.parametrize(("cut", "holder"), [(2, "A1"), (1, "B1")])
+def test_a_cluster_is_the_one_that_most_of_it_was_in(cut, holder):
+    scene = HubScene("abcd", ("ab", HALVES), ("cd", HALVES))
+    scene.lose("b")
+    scene.lose("d")
+    (origin,) = scene.change(("ac", ((0, cut), (cut, 6))), kept=3)
+    assert (origin.holder, origin.is_whole) == (holder, False)
+
+
+def test_a_cluster_that_only_stood_still_keeps_all_it_has():
+    scene = HubScene("ab", ("ab", HALVES))
+    scene.members.clusters[0].is_broken = True
+    (origin,) = scene.change(("ab", HALVES), kept=5)
+    assert (origin.holder, origin.is_whole) == ("A1", True)
+    assert scene.ask() == {}
+    orders = scene.order()
+    assert {name: (parts.keeps, parts.sources, parts.base) for name, parts in orders.items()} == {
+        "a": (True, (), None),
+        "b": (True, (), None),
+    }
+
+
+def test_who_does_not_give_what_it_holds_is_asked_no_more_until_it_holds_something_else(scene):
+    scene.change(*AFTER, known={"c": 100}, kept=10)
+    scene.sourcing.fail("c", scene.members)
+    scene.change(*AFTER, known={"c": 100}, kept=10)
+    assert scene.build() == {"s": [HUB], "b": []}
+    scene.change(("sb", HALVES), ("c", ((0, 6),)), kept=10)
+    scene.members.take_ready("c")
+    scene.change(("tb", HALVES), ("c", ((0, 6),)), known={"c": 100}, kept=10)
+    assert scene.build() == {"t": ["c"], "b": []}
+
+
+def test_a_backup_that_cannot_be_used_is_not_used_again(scene):
+    backed_up(scene, 100)
+    scene.change(*AFTER, known={"c": 50}, kept=95)
+    assert scene.build() == {"s": ["t"], "b": []}
+    scene.sourcing.fail("t", scene.members)
+    scene.change(*AFTER, known={"c": 50}, kept=95)
+    assert scene.build() == {"s": [HUB], "b": []}
+
+
+def test_a_backup_is_there_already_and_only_of_who_is_still_here(scene):
+    backed_up(scene, 100)
+    scene.change(*AFTER, kept=50)
+    assert scene.ask() == {}
+    (source,) = scene.order()["s"].sources
+    assert (source.node, source.weights) == ("t", blob("backup of t"))
+    scene.members.leave("t")
+    scene.change(*AFTER, kept=50)
+    assert scene.build()["s"] == [HUB]
+
+
+def test_who_keeps_a_backup_and_holds_a_stage_is_asked_for_what_it_holds(scene):
+    backed_up(scene, 1, spare="c")
+    scene.change(*AFTER, known={"c": 100})
+    assert scene.ask() == {1: "c"}
+
+
+def test_stages_of_a_cluster_that_broke_meanwhile_are_not_built(scene):
+    scene.change(*AFTER, known={"c": 100})
+    asked = scene.ask()
+    scene.members.clusters[0].is_broken = True
+    assert scene.order() == {}
+    for number, name in asked.items():
+        scene.sourcing.take(name, SnapshotMade(1, number, 1, blob(name)))
+    assert scene.order() == {}
+    assert scene.members.find("b").held == Held(3, 6, "A1")
+
+
+def test_a_stage_is_built_when_all_it_needs_is_there_and_once(scene):
+    scene.change(*AFTER, known={"c": 100})
+    (number,) = scene.ask()
+    assert list(scene.order()) == ["b"]
+    reason = scene.sourcing.take("d", SnapshotMade(1, number, 1, blob("d")))
+    assert reason == f"nobody asked d for snapshot {number}"
+    assert scene.sourcing.take("c", SnapshotMade(1, number, 1, blob("c"))) is None
+    assert list(scene.order()) == ["s"]
+    assert scene.order() == {}
+    assert scene.sourcing.take("c", SnapshotMade(1, number, 1, blob("c"))) is not None
+
+
+def test_who_gives_is_needed_until_all_it_gives_to_are_built(scene):
+    scene.change(*AFTER, known={"c": 100})
+    assert scene.sourcing.is_source("c")
+    assert not scene.sourcing.is_source("d")
+    assert scene.sourcing.pairs == {"c": {"s"}, "s": {"c"}}
+    cluster = scene.members.clusters[0]
+    assert scene.sourcing.givers(cluster) == ("c",)
+    assert scene.sourcing.givers(scene.members.clusters[1]) == ()
+    scene.members.take_ready("b")
+    assert scene.sourcing.is_source("c")
+    scene.members.take_ready("s")
+    assert not scene.sourcing.is_source("c")
+
+
+def test_what_a_node_does_not_host_any_more_it_no_longer_holds():
+    scene = HubScene("abcd", ("ab", HALVES), ("cd", HALVES))
+    scene.lose("b")
+    scene.change(("ca", ((0, 1), (1, 6))))
+    scene.build()
+    assert scene.members.find("a").held == Held(1, 3, "A1")
+    assert scene.members.find("c").held == Held(0, 1, "B1")
