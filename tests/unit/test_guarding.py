@@ -45,6 +45,12 @@ def test_a_loss_that_leaps_and_stays_up_is_one_and_names_the_cluster():
     assert guard.alarm.reason == "the loss of cluster B is 9, and was 0.364"
 
 
+def test_a_leap_back_by_little_of_the_way_fallen_so_far_is_none():
+    fallen = [10.0] * 32 + [1.01] * 64 + [1.0] * 64
+    assert fed(*fallen, *[3.2] * 32).alarm is None
+    assert fed(*fallen, *[3.3] * 32).alarm is not None, "more than a quarter of the way"
+
+
 def test_half_way_to_an_alarm_nothing_is_worth_keeping():
     guard = fed(*falling(200), *[0.65] * 20)
     assert guard.alarm is None

@@ -22,6 +22,7 @@ from ravnest.hub.news import (
     WorkLost,
 )
 from ravnest.hub.state import Phase
+from ravnest.protocol import RoundOpen
 from ravnest.staging import BackupOrder, PlanOrder, RingOrder, SnapshotMade, SnapshotOrder, StageParts
 
 
@@ -140,6 +141,30 @@ def test_other_clusters_train_on_in_new_rings():
     assert not world.told(ClusterDissolved)
     assert [order.epoch for order in sent(world, PlanOrder, other.root)] == [epoch]
     assert sent(world, RingOrder, other.root)[-1].plan == world.told(Repaired)[0].plan.epoch
+    finishes(world)
+
+
+def test_no_round_is_opened_while_somebody_waits_to_leave():
+    world = world_of("abcde", memory_mb=250.0, epochs=40, average_every=1)
+    world.leave(world.hub.clusters[0].root)
+    world.run_until(lambda: world.told(Leaving))
+    num_rounds, num_plans = len(sent(world, RoundOpen)), len(world.told(Repaired))
+    world.run_until(lambda: len(world.told(Repaired)) > num_plans)
+    assert len(sent(world, RoundOpen)) == num_rounds, "its rings are soon others"
+    world.run_until(lambda: len(sent(world, RoundOpen)) > num_rounds)
+
+
+def test_a_stage_that_is_mended_counts_updates_on_and_never_from_none():
+    world = HubWorld(job(epochs=4, num_validation=0), Trouble(detect_seconds=0.1))
+    world.join(*"abcde", memory_mb=250.0)
+    world.run_until(lambda: world.told(ClusterStarted))
+    assert {parts.version for parts in sent(world, StageParts)} == {0}
+    world.kill(world.hub.clusters[0].nodes[1])
+    world.run_until(lambda: world.told(Repaired))
+    mended = world.hub.clusters[0]
+    world.run_until(lambda: mended.is_running)
+    parts = [sent(world, StageParts, name)[-1] for name in mended.nodes]
+    assert {(each.epoch, each.version) for each in parts} == {(mended.epoch, 1)}, "0 is for first weights"
     finishes(world)
 
 
