@@ -54,9 +54,8 @@ class Backing:
                 continue
             if node is not None and node.held is not None:
                 self._ways[self._number()] = _Way(backup.node, backup.spare, node.held, known(cluster))
-        epochs = {way.node: self._members.epoch(way.node) for way in self._ways.values()}
-        orders = {n: SnapshotOrder(epochs[way.node], n, is_final=False) for n, way in self._ways.items()}
-        return [Send(self._ways[number].node, order) for number, order in orders.items()]
+        ways, epoch = self._ways.items(), self._members.epoch
+        return [Send(way.node, SnapshotOrder(epoch(way.node), n, is_final=False)) for n, way in ways]
 
     def take(self, sender: NodeId, made: SnapshotMade) -> list[Send] | None:
         """Have a spare fetch a snapshot that was asked for; None if it was not."""

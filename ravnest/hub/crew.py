@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from ravnest.hub.events import (
     Abandon,
+    Dismiss,
     JobGiven,
     Order,
     PeerJoined,
@@ -22,7 +23,7 @@ from ravnest.hub.guarding import Alarm, Guard
 from ravnest.hub.hearing import Hearing
 from ravnest.hub.keeping import Keeping
 from ravnest.hub.members import ClusterState, Members, is_sensible
-from ravnest.hub.mending import Mending, dismiss
+from ravnest.hub.mending import Mending
 from ravnest.hub.news import ClusterDissolved, Joined, Left, Resumed, Returned, WentWrong, WorkLost
 from ravnest.hub.rounds import Ended, Rounds
 from ravnest.hub.training import Training
@@ -124,7 +125,7 @@ class Crew:
             self._forming.note_change(self.now)
             return self._mending.part(name, leave.reason, self.now)
         gone = self._leave(name, leave.reason)
-        return gone if isinstance(gone, str) else [*gone, *dismiss(name)]
+        return gone if isinstance(gone, str) else [*gone, Dismiss(name, "goodbye")]
 
     def _leave(self, name: NodeId, reason: str, since: float | None = None) -> Ordered:
         if name not in self._members:

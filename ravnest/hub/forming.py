@@ -61,9 +61,7 @@ class Forming:
     ) -> list[MakePlan | MakeParts | Send | Tell]:
         """Return the orders to measure who is new, and to repair the plan if it is time for that."""
         orders: list[MakePlan | MakeParts | Send | Tell] = [*order_probes(members, job.profile, now)]
-        if self._was_asked or (members.guessing and not is_urgent):
-            return orders
-        due = self.mending_due(members, is_urgent)
+        due = None if members.guessing and not is_urgent else self.mending_due(members, is_urgent)
         if due is None or now < due:
             return orders
         asked = members.ask_for_plan()

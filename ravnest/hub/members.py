@@ -268,15 +268,14 @@ class Members:
 
     def _order_spare(self, name: NodeId, extras: Extras) -> list[Send]:
         assert self._plan is not None
-        self._follow(name, self._last_epoch)
-        self._members[name] = replace(self._members[name], held=None)
+        self._members[name] = replace(self._members[name], epoch=self._last_epoch, held=None)
         contacts = self._contacts(name, (), extras)
         order = PlanOrder(self._last_epoch, self._rings_since, self._plan.seed, None, (), (), contacts)
         return [Send(name, order)]
 
     def _order_stage(self, cluster: ClusterState, stage: Stage, extras: Extras) -> Send:
         assert self._plan is not None
-        self._follow(stage.node, cluster.epoch)
+        self._members[stage.node] = replace(self._members[stage.node], epoch=cluster.epoch)
         rings, contacts = self._rings(stage.node), self._contacts(stage.node, cluster.nodes, extras)
         since, seed, accumulate = self._rings_since, self._plan.seed, cluster.cluster.accumulate
         order = PlanOrder(cluster.epoch, since, seed, stage, cluster.nodes, rings, contacts, accumulate)
@@ -296,6 +295,3 @@ class Members:
         known = dict.fromkeys((*nodes, *owners, *extras.get(name, ())))
         members = (self._members[each] for each in known if each != name and each in self._members)
         return tuple(Contact(each.node.name, each.key, each.addresses) for each in members)
-
-    def _follow(self, name: NodeId, epoch: int) -> None:
-        self._members[name] = replace(self._members[name], epoch=epoch)

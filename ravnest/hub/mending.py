@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from ravnest.hub.backing import Backing
-from ravnest.hub.events import Collected, Dismiss, JobGiven, Order, PartsMade, Tell
+from ravnest.hub.events import Collected, JobGiven, Order, PartsMade, Tell
 from ravnest.hub.keeping import Keeping
 from ravnest.hub.members import ClusterState, Members
 from ravnest.hub.microbatches import lease_batches
@@ -161,8 +161,7 @@ class Mending:
         change = members.adopt(made.plan, made.microbatches, job)
         if not had_rings:  # who trains alone keeps no average
             training.forget_averages(members.clusters)
-        kept = -1 if self.saved is None else self.saved.num_counted
-        kept = 0 if kept < 0 and not training.num_counted else kept
+        kept = self.saved.num_counted if self.saved else -1 if training.num_counted else 0
         origins = self._sourcing.begin(change, members, training.known, kept)
         if self._sourcing.needs_hub and training.num_counted and self.saved is None:
             return None
@@ -243,8 +242,3 @@ class Mending:
             if is_over and member.back_by is None:
                 gone.append((name, member.leaves_for))
         return gone
-
-
-def dismiss(name: NodeId) -> list[Order]:
-    """Return the orders for somebody who has handed over what it had."""
-    return [Dismiss(name, "goodbye")]

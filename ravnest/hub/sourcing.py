@@ -78,15 +78,13 @@ class Sourcing:
         self._base, self._kept = None, kept
         origins: list[Origin] = []
         needs: dict[NodeId, _Need] = {}
-        trained = [each for each in members.running if each not in change.built]
-        best = max(trained, key=known) if trained else None
-        self._best = best
+        self._best = best = max(members.running, key=known, default=None)
         self._best_known = known(best) if best else -1
         for cluster in change.built:
             holder = _find_holder(cluster, members)
             found = [self._find(cluster, stage, members, holder) for stage in cluster.cluster.stages]
             needs |= {need.stage.node: need for need in found}
-            is_whole = bool(holder) and not any(need.nodes for need in found)
+            is_whole = not any(need.nodes for need in found)
             origins.append(Origin(cluster, holder or (best.holder if best else ""), is_whole))
         self._start(needs)
         return tuple(origins)
@@ -132,7 +130,7 @@ class Sourcing:
         found = defaultdict(set)
         for need in self._needs.values():
             for node in need.nodes:
-                if node not in (HUB, need.stage.node):
+                if node != HUB:
                     found[node].add(need.stage.node)
                     found[need.stage.node].add(node)
         return dict(found)
@@ -143,8 +141,7 @@ class Sourcing:
         given = [node for node in nodes if self._keeps_backup(node, members)]
         self._snapshots = {node: self._backups[node].weights for node in given}
         self._asked = {number(): node for node in nodes if node not in given}
-        orders = {n: SnapshotOrder(members.epoch(x), n, is_final=False) for n, x in self._asked.items()}
-        return [Send(self._asked[number], order) for number, order in orders.items()]
+        return [Send(x, SnapshotOrder(members.epoch(x), n, is_final=False)) for n, x in self._asked.items()]
 
     def _keeps_backup(self, node: NodeId, members: Members) -> bool:
         """Return whether a source is one for its backup: it holds nothing of its own."""

@@ -12,6 +12,7 @@ from typing import assert_never
 from ravnest.hub.crew import Crew, Ordered
 from ravnest.hub.events import (
     Collected,
+    Dismiss,
     Event,
     Finish,
     JobGiven,
@@ -30,7 +31,6 @@ from ravnest.hub.events import (
 )
 from ravnest.hub.hearing import OfStages
 from ravnest.hub.members import ClusterState
-from ravnest.hub.mending import dismiss
 from ravnest.hub.news import NotCheckpointed, Repaired, Stopping
 from ravnest.hub.planning import PlanMade, Probed
 from ravnest.hub.probing import take_probe
@@ -193,7 +193,7 @@ class Hub(Crew):
         for name, reason in self._mending.let_go(self.now):
             left = self._leave(name, reason)
             assert isinstance(left, list)
-            orders += [*left, *dismiss(name)]
+            orders += [*left, Dismiss(name, "goodbye")]
         if self.phase is Phase.TRAINING:
             orders += self._train(self._job)
         if self.phase is Phase.AVERAGING:

@@ -290,10 +290,7 @@ class Training:
         opened = self._open_lease(cluster, lease, len(samples))
         for batch, size in zip(opened.batches, opened.num_samples, strict=True):
             self._awaited[BatchId(batch)] = Awaited(cluster.holder, lease.epoch, size)
-        return [
-            *self._set_rates(cluster, len(members.running)),
-            *grant(cluster, opened, samples, members),
-        ]
+        return [*self._set_rates(cluster, len(members.running)), *grant(cluster, opened, samples, members)]
 
     def _grant_evaluation(
         self, evaluation: Evaluation, cluster: ClusterState, members: Members
