@@ -4,7 +4,7 @@ import pytest
 from support.hub_world import HubWorld, Trouble, check_replay, job, quick_plans
 
 from ravnest.exchange import HUB
-from ravnest.hub.events import Collect, Dismiss, PeerLeft, Send
+from ravnest.hub.events import Collect, Dismiss, PeerLeft, Received, Send
 from ravnest.hub.news import (
     Checkpointed,
     ClusterBroken,
@@ -23,7 +23,15 @@ from ravnest.hub.news import (
 )
 from ravnest.hub.state import Phase
 from ravnest.protocol import RoundOpen
-from ravnest.staging import BackupOrder, PlanOrder, RingOrder, SnapshotMade, SnapshotOrder, StageParts
+from ravnest.staging import (
+    BackupOrder,
+    PlanOrder,
+    RingOrder,
+    SnapshotMade,
+    SnapshotOrder,
+    StageMissing,
+    StageParts,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +67,7 @@ def test_who_leaves_politely_hands_over_and_nothing_is_lost_or_done_twice():
     num_granted, asked_at = len(world.batches), world.now
     world.leave(root)
     world.run_until(lambda: world.told(Left))
-    assert world.now < asked_at + 9.0, "it is let go as soon as others have what it has"
+    assert world.now < asked_at + 4.0, "it is let go as soon as others have what it has"
     assert [news.node for news in world.told(Leaving)] == [root]
     assert world.told(ClusterBroken) == world.told(ClusterDissolved) == world.told(Recovered) == []
     assert Dismiss(root, "goodbye") in [order for orders in world.answers for order in orders]
@@ -79,9 +87,13 @@ def test_who_leaves_is_waited_for_no_longer_than_it_waits_itself():
     world = world_of("abcd")
     root = world.hub.clusters[0].root
     world.leave(root)
+    world.run_until(lambda: world.told(Leaving))
+    asked_at = world.now
     world.muted = {*"abcd"}  # nobody says that a lease is done
-    world.run(until=world.now + 4.9)
-    assert not world.told(Repaired)[-1:] or world.told(Repaired)[-1].plan.epoch == 1
+    world.run(until=asked_at + 4.9)
+    assert not world.told(Repaired)
+    world.run(until=asked_at + 5.1)
+    assert world.told(Repaired), "what is under way is given up after five seconds"
     world.run_until(lambda: any(news.node == root for news in world.told(Left)))
     assert world.now < 60
     world.muted = set()
@@ -128,6 +140,39 @@ def test_a_backup_needs_nothing_of_anybody():
     assert world.told(Recovered)[0].sources == (backup.spare,)
     finishes(world)
     assert world.told(WorkLost) == []
+
+
+def test_a_spare_and_the_node_it_keeps_a_backup_of_know_each_other():
+    world = world_of("abcd")
+    (backup,) = world.hub._members.backups
+    for name, other in ((backup.spare, backup.node), (backup.node, backup.spare)):
+        contacts = {contact.node: contact for contact in sent(world, PlanOrder, name)[-1].contacts}
+        assert contacts[other].addresses == (f"tcp://{other}",)
+
+
+def test_how_long_a_cluster_stood_still_is_counted_anew_each_time():
+    world = world_of("abcde", checkpoint_every=1.0, epochs=12)
+    for number in (1, 2):
+        world.run_until(lambda: world.told(Checkpointed) and world.hub.clusters[0].is_running)
+        world.run(until=world.now + 5.0)
+        world.kill(world.hub.clusters[0].leaf)
+        world.run_until(lambda number=number: len(world.told(Recovered)) == number)
+        assert 1.0 <= world.told(Recovered)[-1].seconds < 5.0
+
+
+def test_who_has_not_what_it_is_to_keep_says_so_and_others_give_it():
+    world = world_of("abcde", memory_mb=250.0, trouble=Trouble(detect_seconds=0.1))
+    broken, other = world.hub.clusters
+    world.feed(PeerLeft(broken.leaf, "gone", world.now))
+    world.run_until(lambda: sent(world, StageParts, broken.root)[-1].epoch > broken.epoch)
+    parts = sent(world, StageParts, broken.root)[-1]
+    assert (parts.keeps, parts.sources) == (True, ())
+    world.feed(Received(broken.root, StageMissing(parts.epoch, broken.root, "it is gone"), world.now))
+    world.run_until(lambda: sent(world, StageParts, broken.root)[-1].epoch > parts.epoch)
+    parts = sent(world, StageParts, broken.root)[-1]
+    assert not parts.keeps
+    assert {source.node for source in parts.sources} <= {*other.nodes}
+    finishes(world)
 
 
 def test_other_clusters_train_on_in_new_rings():
