@@ -207,6 +207,8 @@ class Mending:
 
     def take_ready(self, sender: NodeId, now: float) -> list[Order] | str:
         """Take note of a stage that is built; with its last one a cluster trains."""
+        if not self._sourcing.has_ordered(sender):
+            return f"{sender} is ready with a stage that nobody told it to build"
         cluster = self._members.take_ready(sender)
         if isinstance(cluster, str):
             return cluster

@@ -170,7 +170,7 @@ class Sourcing:
         """Order every stage built whose parts and snapshots are all there."""
         orders: list[Send | MakeParts] = []
         for need in self._needs.values():
-            if need.is_ordered or need.cluster.is_broken or not need.cluster.unready:
+            if need.is_ordered or need.cluster.is_broken:
                 continue
             stage, is_hubs = need.stage, HUB in need.nodes
             made = members.find_parts(stage.start, stage.stop, is_newest=is_hubs)
@@ -197,6 +197,10 @@ class Sourcing:
         start, stop = max(member.held.start, need.stage.start), min(member.held.stop, need.stage.stop)
         held = replace(member.held, start=start, stop=stop) if start < stop else None
         members.replace(replace(member, held=held))
+
+    def has_ordered(self, name: NodeId) -> bool:
+        """Return whether a node was told to build its stage."""
+        return name in self._needs and self._needs[name].is_ordered
 
     def is_source(self, name: NodeId) -> bool:
         """Return whether somebody still needs what a node has."""

@@ -13,6 +13,7 @@ from ravnest.hub.news import (
     Leaving,
     Left,
     NotCheckpointed,
+    PlanFormed,
     Recovered,
     Repaired,
     Resumed,
@@ -31,6 +32,7 @@ from ravnest.staging import (
     SnapshotOrder,
     StageMissing,
     StageParts,
+    StageReady,
 )
 
 
@@ -186,6 +188,16 @@ def test_other_clusters_train_on_in_new_rings():
     assert not world.told(ClusterDissolved)
     assert [order.epoch for order in sent(world, PlanOrder, other.root)] == [epoch]
     assert sent(world, RingOrder, other.root)[-1].plan == world.told(Repaired)[0].plan.epoch
+    finishes(world)
+
+
+def test_who_is_ready_before_it_was_told_to_build_is_refused():
+    world = HubWorld(job(num_validation=0))
+    world.join("a", memory_mb=1000.0)
+    world.run_until(lambda: world.told(PlanFormed))
+    (refusal,) = world.feed(Received("a", StageReady(1), world.now))
+    assert refusal.reason == "a is ready with a stage that nobody told it to build"
+    assert not world.told(ClusterStarted)
     finishes(world)
 
 
