@@ -120,8 +120,7 @@ class Crew:
 
     def _part(self, name: NodeId, leave: Leave) -> Ordered:
         """Let somebody go: at once, or when others have what it has."""
-        is_needed = self._members.cluster_of(name) is not None
-        if leave.can_hand_over and is_needed and self._can_mend:
+        if leave.can_hand_over and self._can_mend and self._mending.needs(name):
             self._forming.note_change(self.now)
             return self._mending.part(name, leave.reason, self.now)
         gone = self._leave(name, leave.reason)

@@ -97,6 +97,10 @@ class Mending:
         lost = [self.lose(each, "the hub was away", training, now) for each in self._members.clusters]
         return [order for orders in lost for order in orders]
 
+    def needs(self, name: NodeId) -> bool:
+        """Return whether a node has a stage, or what others are still to get."""
+        return self._members.cluster_of(name) is not None or self._sourcing.is_source(name)
+
     def part(self, name: NodeId, reason: str, now: float) -> list[Order]:
         """Let somebody go as soon as nothing is lost by it."""
         member = self._members.find(name)
@@ -239,8 +243,7 @@ class Mending:
         for member in self._members.leaving:
             assert member.leaves_by is not None
             name = member.node.name
-            is_needed = self._members.cluster_of(name) is not None or self._sourcing.is_source(name)
-            is_over = now >= member.leaves_by or not is_needed
+            is_over = now >= member.leaves_by or not self.needs(name)
             if is_over and member.back_by is None:
                 gone.append((name, member.leaves_for))
         return gone
