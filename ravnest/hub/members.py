@@ -104,6 +104,12 @@ class Members:
         """Which spares keep snapshots of which nodes."""
         return self._plan.backups if self._plan is not None and self._clusters else ()
 
+    @property
+    def holders(self) -> set[str]:
+        """The names of clusters that are here, or whose state somebody holds."""
+        held = (member.held.holder for member in self._members.values() if member.held is not None)
+        return {*held, *(cluster.holder for cluster in self._clusters)}
+
     def absent(self, names: Collection[NodeId]) -> tuple[NodeId, ...]:
         """Return the owners in the plan's rings who are not among these."""
         assert self._plan is not None

@@ -25,7 +25,7 @@ from ravnest.hub.news import (
 )
 from ravnest.hub.planning import PlanMade
 from ravnest.hub.progress import Books
-from ravnest.hub.sourcing import Sourcing
+from ravnest.hub.sourcing import Sourcing, find_holder
 from ravnest.hub.training import Training
 from ravnest.plan.types import NodeId
 from ravnest.staging import SnapshotMade, StageMissing
@@ -176,13 +176,14 @@ class Mending:
         if training.num_counted and not any(map(training.knows, members.clusters)):
             return None
         orders: list[Order] = []
-        followed = {origin.holder for origin in origins}
+        followed = {origin.holder for origin in origins} - {""}
         for cluster in change.ended:
             self._keeping.lose(cluster)
             given_back, lost = training.release(cluster)
-            if cluster.holder not in followed:
+            if find_holder(cluster, members) not in followed:
                 told = ClusterDissolved(cluster.name, "the plan goes on without it", given_back, lost)
                 orders.append(Tell(told))
+        training.forget_others(members.holders)
         orders += members.announce(change, self._meetings(), self._sourcing.is_source)
         asked = self._sourcing.ask(members, self._keeping.number)
         return [*orders, *asked, *self._sourcing.order(members)]

@@ -81,7 +81,7 @@ class Sourcing:
         self._best = best = max(members.running, key=known, default=None)
         self._best_known = known(best) if best else -1
         for cluster in change.built:
-            holder = _find_holder(cluster, members)
+            holder = find_holder(cluster, members)
             found = [self._find(cluster, stage, members, holder) for stage in cluster.cluster.stages]
             needs |= {need.stage.node: need for need in found}
             is_whole = not any(need.nodes for need in found)
@@ -214,8 +214,8 @@ class Sourcing:
         return tuple(dict.fromkeys(node for need in needs for node in need.nodes))
 
 
-def _find_holder(cluster: ClusterState, members: Members) -> str:
-    """Return the name of the cluster that most of this one was in."""
+def find_holder(cluster: ClusterState, members: Members) -> str:
+    """Return the name of the cluster whose state most of this one's nodes hold; none if they hold nothing."""
     counts: Counter[str] = Counter()
     for stage in cluster.cluster.stages:
         member = members.find(stage.node)

@@ -8,7 +8,7 @@ Driven by hub.state.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from ravnest.engine.sampler import Lease, LeaseBook
 from ravnest.hub.events import JobSettings, Send, SendFields
@@ -138,9 +138,14 @@ class Training:
             each.base, each.num_alone, each.num_known = round_id, 0, known
 
     def release(self, cluster: ClusterState) -> tuple[int, int]:
-        """Take back what a dissolved cluster was at work on; return those samples, and what it alone knew."""
-        given_back = self.give_back(cluster)
-        return given_back, self._progress.pop(cluster.holder, Progress(0)).num_alone
+        """Take back what a cluster that ends was at work on; return those samples, and what it alone knew."""
+        given_back, progress = self.give_back(cluster), self._of(cluster)
+        progress.base = None  # its nodes may be given other weights before somebody goes on from it
+        return given_back, progress.num_alone
+
+    def forget_others(self, holders: Collection[str]) -> None:
+        """Forget how far clusters were that are no more, and whose state nobody holds."""
+        self._progress = {each: far for each, far in self._progress.items() if each in holders}
 
     def give_back(self, cluster: ClusterState) -> int:
         """Take back what a cluster that stands still was at work on; return those samples."""

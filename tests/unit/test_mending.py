@@ -23,7 +23,7 @@ from ravnest.hub.news import (
     WorkLost,
 )
 from ravnest.hub.state import Phase
-from ravnest.protocol import RoundOpen
+from ravnest.protocol import Leave, RoundOpen
 from ravnest.staging import (
     BackupOrder,
     PlanOrder,
@@ -102,6 +102,19 @@ def test_who_leaves_is_waited_for_no_longer_than_it_waits_itself():
     finishes(world)
 
 
+def test_who_asks_to_leave_twice_is_not_waited_for_longer():
+    world = world_of("abcd")
+    root, asked_at = world.hub.clusters[0].root, world.now
+    world.muted = {*"abcd"} - {root}  # nobody takes over
+    for seconds in (0.0, 3.0, 6.0):
+        leave = Leave(world.told_epoch[root], "Ctrl-C", can_hand_over=True)
+        world.at(asked_at + seconds, world.feed, Received(root, leave, asked_at + seconds))
+    world.run_until(lambda: world.told(Left))
+    assert world.now == pytest.approx(asked_at + 10.0)
+    assert len(world.told(Leaving)) == 1
+    assert not world.told(WorkLost)
+
+
 def test_who_only_is_a_spare_leaves_at_once():
     world = world_of("abcd")
     (spare,) = set("abcd") - set(world.hub.clusters[0].nodes)
@@ -150,6 +163,24 @@ def test_a_spare_and_the_node_it_keeps_a_backup_of_know_each_other():
     for name, other in ((backup.spare, backup.node), (backup.node, backup.spare)):
         contacts = {contact.node: contact for contact in sent(world, PlanOrder, name)[-1].contacts}
         assert contacts[other].addresses == (f"tcp://{other}",)
+
+
+@pytest.mark.parametrize("is_polite", [True, False])
+def test_another_plan_while_a_cluster_is_built_loses_nothing(is_polite):
+    world = world_of("abcd", checkpoint_every=1.0)
+    world.run_until(lambda: world.told(Checkpointed))
+    build, counted = world._build, world.hub.books.num_counted
+    world._build = lambda *facts: world.after(5.0, build, *facts)  # what is to be fetched is large
+    (world.leave if is_polite else world.kill)(world.hub.clusters[0].root)
+    world.run_until(lambda: world.told(Repaired))
+    first, version = world.hub.clusters[0], world.hub.clusters[0].version
+    world.join("z")
+    world.run_until(lambda: world.hub.clusters[0] is not first)
+    assert world.hub.clusters[0].version == version > 1, "it counts on from what its nodes hold"
+    world.run_until(lambda: world.hub.clusters[0].is_running)
+    assert world.told(WorkLost) == world.told(ClusterDissolved) == []
+    assert world.hub.books.known(world.hub.clusters[0]) >= counted
+    finishes(world)
 
 
 def test_how_long_a_cluster_stood_still_is_counted_anew_each_time():
