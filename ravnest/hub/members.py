@@ -253,7 +253,7 @@ class Members:
         if interval not in self._asked:
             return f"nobody asked for the parts of positions {made.start} to {made.stop}"
         self._asked.remove(interval)
-        self._stale.discard(interval)
+        self._stale -= {interval} & self._parts.keys()  # else it was asked for before the checkpoint
         self._parts[interval] = made
         return None
 

@@ -25,7 +25,7 @@ class HubScene:
                 self.members.take_ready(name)
 
     def adopt(self, *clusters, backups=()):
-        self.epoch += 1
+        self.epoch = self.members.ask_for_plan().epoch
         made = tuple(
             Cluster(tuple(Stage(name, *interval) for name, interval in zip(names, intervals, strict=True)))
             for names, intervals in clusters
