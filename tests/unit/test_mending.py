@@ -1,7 +1,7 @@
 """Clusters that lose, gain and hand over nodes while they train: who gives what to whom, and what is lost."""
 
 import pytest
-from support.hub_world import HubWorld, Trouble, check_replay, job, quick_plans
+from support.hub_world import HubWorld, Trouble, blob, check_replay, job, quick_plans
 
 from ravnest.exchange import HUB
 from ravnest.hub.events import Collect, Dismiss, PeerLeft, Received, Send
@@ -288,7 +288,11 @@ def test_a_checkpoint_that_nobody_answers_for_is_given_up_and_the_next_one_comes
 def test_a_checkpoint_is_dropped_when_its_cluster_breaks_and_the_next_one_comes():
     world = world_of("abcd", checkpoint_every=1.0)
     world.run_until(lambda: sent(world, SnapshotOrder))
-    world.feed(PeerLeft(world.hub.clusters[0].leaf, "gone", world.now))
+    cluster, asked = world.hub.clusters[0], sent(world, SnapshotOrder)[0]
+    world.feed(PeerLeft(cluster.leaf, "gone", world.now))
+    made = SnapshotMade(asked.epoch, asked.number, 1, blob("late"))
+    (refusal,) = world.feed(Received(cluster.root, made, world.now))
+    assert refusal.reason == f"nobody asked {cluster.root} for snapshot {asked.number}"
     finishes(world)
     collected = [order for orders in world.answers for order in orders if isinstance(order, Collect)]
     assert len([order for order in collected if order.books]) == len(world.told(Checkpointed))
