@@ -56,10 +56,10 @@ def test_snapshots_come_every_half_minute_the_first_ones_too(spares):
 def test_without_backups_nobody_is_asked_and_half_a_minute_begins_when_there_are_some(spares):
     spares.scene.adopt(*CLUSTERS)
     assert spares.backing.due is None
-    assert spares.order(200.0) == {}
+    assert spares.order(200.0) == spares.order(210.0) == {}
     spares.scene.adopt(*CLUSTERS, backups=(Backup("s", "a"),))
-    assert spares.order(229.9) == {}
-    assert spares.order(230.0) == {1: "a"}
+    assert spares.order(239.9) == {}
+    assert spares.order(240.0) == {1: "a"}
 
 
 def test_between_two_that_are_slow_lies_ten_times_what_they_take(spares):
