@@ -6,6 +6,7 @@ import pytest
 from support.hub_world import HubWorld, Trouble, job, quick_plans
 from support.plan_world import node
 
+from ravnest.blobs import Fact
 from ravnest.hub.events import PeerJoined, PeerLeft, PeerReturned, Restarted, Send
 from ravnest.hub.news import ClusterStarted, Joined, Left, PlanFormed, Recovered, Repaired, Waiting
 from ravnest.hub.planning import MakePlan, PlanMade
@@ -92,6 +93,16 @@ def test_who_comes_is_used_after_two_quiet_seconds_and_who_dies_is_replaced_at_o
     assert world.now == pytest.approx(joined_at + 3.5)
     world.feed(PeerLeft(world.hub.clusters[0].root, "gone", world.now))
     assert asked(world)[2:] == [world.now]
+
+
+def test_nobody_is_measured_before_a_cluster_that_stands_still_is_mended():
+    world = trained("abcd")
+    world.trouble.guessed, world.trouble.silent = (Fact.SPEED,), 1.0
+    world._join("z", 150.0)
+    world.run(until=world.now + 3.0)
+    assert len(asked(world)) == 1, "who is new is measured first"
+    world.feed(PeerLeft(world.hub.clusters[0].root, "gone", world.now))
+    assert asked(world)[1:] == [world.now]
 
 
 def test_a_plan_of_others_than_are_here_comes_too_late():

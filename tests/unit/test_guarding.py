@@ -51,6 +51,18 @@ def test_a_leap_back_by_little_of_the_way_fallen_so_far_is_none():
     assert fed(*fallen, *[3.3] * 32).alarm is not None, "more than a quarter of the way"
 
 
+@pytest.mark.parametrize(
+    ("losses", "highest"),
+    [
+        ([1.01] * 64 + [1.0] * 64, 1.5),  # half of the best
+        ([0.5, 1.5] * 32, 6.0),  # ten times as far as they were from their mean
+    ],
+)
+def test_a_leap_is_more_than_half_of_the_best_and_ten_deviations(losses, highest):
+    assert fed(*losses, *[highest - 0.05] * 32).alarm is None
+    assert fed(*losses, *[highest + 0.05] * 32).alarm is not None
+
+
 def test_half_way_to_an_alarm_nothing_is_worth_keeping():
     guard = fed(*falling(200), *[0.65] * 20)
     assert guard.alarm is None
@@ -73,6 +85,20 @@ def test_a_storm_of_dropped_batches_names_who_dropped_most():
         guard.note_dropped("A1", "bob" if number % 3 else "ana")
     assert guard.alarm.suspect == "bob"
     assert guard.alarm.reason == "17 of the last 32 batches were dropped"
+
+
+def test_half_way_to_a_storm_nothing_is_worth_keeping():
+    guard = fed(*falling(64))
+    for _ in range(7):
+        guard.note_dropped("A1", "bob")
+    assert guard.is_calm
+    guard.note_dropped("A1", "bob")
+    assert not guard.is_calm
+    for loss in falling(24, 0.5):
+        guard.note_loss("A1", "A", loss)
+    assert not guard.is_calm
+    guard.note_loss("A1", "A", 0.5)
+    assert guard.is_calm, "the first of them is 32 batches ago"
 
 
 def test_what_is_no_number_does_not_count():
