@@ -7,7 +7,8 @@ from support.hub_world import HubWorld, Trouble, job, quick_plans
 from support.plan_world import node
 
 from ravnest.blobs import Fact
-from ravnest.hub.events import PeerJoined, PeerLeft, PeerReturned, Restarted, Send
+from ravnest.hub.events import PeerJoined, PeerLeft, PeerReturned, Restarted, Send, Tell
+from ravnest.hub.forming import Forming
 from ravnest.hub.news import ClusterStarted, Joined, Left, PlanFormed, Recovered, Repaired, Waiting
 from ravnest.hub.planning import MakePlan, PlanMade
 from ravnest.hub.state import Hub
@@ -117,13 +118,12 @@ def test_a_plan_of_others_than_are_here_comes_too_late():
 
 
 def test_what_is_short_is_said_once():
-    world = HubWorld(job())
-    world.join("a", memory_mb=10.0)
-    world.run(until=20.0)
-    world.join("b", memory_mb=10.0)
-    world.run(until=40.0)
-    reasons = [news.reason for news in world.told(Waiting)]
-    assert len(reasons) == len(set(reasons)) > 0
+    forming = Forming()
+    assert forming.tell_shortage("12 MB are short") == [Tell(Waiting("12 MB are short"))]
+    assert forming.tell_shortage("12 MB are short") == []
+    assert forming.tell_shortage("9 MB are short") == [Tell(Waiting("9 MB are short"))]
+    assert forming.tell_shortage("") == []
+    assert forming.tell_shortage("9 MB are short") == [Tell(Waiting("9 MB are short"))]
 
 
 def test_who_begins_again_does_not_wait_for_as_many_as_were_expected_first():

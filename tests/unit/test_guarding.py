@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.hub_world import HubWorld, check_replay, job, quick_plans
 
-from ravnest.hub.guarding import Guard
+from ravnest.hub.events import Collected
+from ravnest.hub.guarding import Alarm, Guard
 from ravnest.hub.news import Checkpointed, ClusterStarted, PlanFormed, WentWrong, WorkLost
 from ravnest.hub.state import Phase
 
@@ -136,6 +137,17 @@ def test_it_goes_back_to_the_last_checkpoint_and_trains_on(world):
     assert world.is_finished
     assert set(world.ledger.values()) == {1}
     check_replay(world)
+
+
+def test_a_checkpoint_under_way_is_not_of_what_went_wrong(world):
+    world.run_until(lambda: world.told(Checkpointed))
+    collects = []
+    world._keep_checkpoint = collects.append
+    world.run_until(lambda: collects)
+    world.hub._guard.alarm = Alarm("the loss leaps", "cluster A")
+    world.run_until(lambda: world.told(WentWrong))
+    (refusal,) = world.feed(Collected(collects[0].number, world.now))
+    assert refusal.reason == f"nobody asked to collect number {collects[0].number}"
 
 
 def test_without_a_checkpoint_it_says_so_and_trains_on():
