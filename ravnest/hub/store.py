@@ -1,4 +1,4 @@
-"""What a hub keeps on disk: the log of its events, blobs by hash, a few facts; a folder for each run.
+"""What a hub keeps on disk: the log of its events; a folder for each run.
 
 The log is SQLite: what was appended outlives a kill -9 of the hub, and others may read while it writes. A
 power cut may cost the last moments, never the order. A hub that goes on from its log counts its time on from
@@ -7,10 +7,7 @@ power cut may cost the last moments, never the order. A hub that goes on from it
 
 import contextlib
 import errno
-import mmap
-import os
 import sqlite3
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
@@ -20,7 +17,6 @@ import msgspec
 
 from ravnest import wire
 from ravnest.errors import ConfigError, ProtocolError
-from ravnest.exchange import name_blob
 from ravnest.hub.events import Event, Order, Received
 from ravnest.hub.state import Hub
 from ravnest.hub.status import Status, Watch
@@ -28,12 +24,10 @@ from ravnest.plan.types import NodeId
 from ravnest.protocol import Refusal
 
 SCHEMA = 1  # of the log; it changes with whatever makes old events unreadable or differently meant
-_LOG, _LOCK, _BLOBS = "hub.sqlite", "hub.lock", "blobs"
-_PART = ".part"
+_LOG, _LOCK = "hub.sqlite", "hub.lock"
 _TABLES = f"""
 BEGIN;
 CREATE TABLE events (number INTEGER PRIMARY KEY, kind TEXT NOT NULL, body BLOB NOT NULL);
-CREATE TABLE facts (key TEXT PRIMARY KEY, value TEXT NOT NULL);
 PRAGMA user_version = {SCHEMA};
 COMMIT;
 """
@@ -67,41 +61,6 @@ def read_event(kind: str, body: bytes) -> Event:
     return event
 
 
-class BlobFolder:
-    """Blobs as files named by their hash: a Shelf for exchange.Blobs. Files may be put from any thread."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._mapped: dict[str, memoryview] = {}  # whose hash was found right
-
-    def get(self, blob: str) -> memoryview | None:
-        """Return a blob that is here; its hash is proved when it is first asked for."""
-        if blob not in self._mapped:
-            with _explained(self._folder):
-                content = _map(self._folder / blob)
-            if content is None:
-                return None
-            if name_blob(content).blob != blob:
-                raise ConfigError(f"{self._folder / blob} is damaged: its content is not what its name says")
-            self._mapped[blob] = content
-        return self._mapped[blob]
-
-    def __setitem__(self, blob: str, content: bytes) -> None:
-        if blob in self._mapped:
-            return
-        with _explained(self._folder), contextlib.ExitStack() as written:
-            number, name = tempfile.mkstemp(suffix=_PART, dir=self._folder)
-            written.callback(Path(name).unlink, missing_ok=True)
-            with open(number, "wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(number)
-            Path(name).replace(self._folder / blob)  # so that a name has its whole content or none
-
-    def __contains__(self, blob: object) -> bool:
-        return (self._folder / str(blob)).is_file()
-
-
 class Store:
     """The folder of one hub. Use it as a context manager, or `open` and `close` it; one writes, many read."""
 
@@ -109,7 +68,6 @@ class Store:
         self._folder = folder
         self._is_read_only = is_read_only
         self._connections = contextlib.ExitStack()
-        self.blobs = BlobFolder(folder / _BLOBS)
 
     def open(self) -> Self:
         """Open the log, or begin one, or raise ConfigError with what is wrong with the folder."""
@@ -150,26 +108,12 @@ class Store:
                     reason = f"event {number} of its log is damaged: {problem!s:.200}"
                     raise ConfigError(f"{self._folder}: {reason}") from None
 
-    def set_fact(self, key: str, value: str) -> None:
-        """Note something of the run."""
-        with _explained(self._folder):
-            self._database.execute("INSERT OR REPLACE INTO facts VALUES (?, ?)", (key, value))
-
-    def get_fact(self, key: str) -> str | None:
-        """Return what was noted."""
-        with _explained(self._folder):
-            row = self._database.execute("SELECT value FROM facts WHERE key = ?", (key,)).fetchone()
-        return None if row is None else str(row[0])
-
     def _open_to_write(self, opened: contextlib.ExitStack) -> None:
-        blobs = self._folder / _BLOBS
-        blobs.mkdir(parents=True, exist_ok=True)
+        self._folder.mkdir(parents=True, exist_ok=True)
         # Not a lock on the log itself, which would keep readers out; the system frees it when we die.
         lock = sqlite3.connect(self._folder / _LOCK, timeout=0.0, isolation_level=None)
         opened.callback(lock.close)
         lock.execute("BEGIN EXCLUSIVE")
-        for part in blobs.glob(f"*{_PART}"):
-            part.unlink()
         self._database = sqlite3.connect(self._folder / _LOG, isolation_level=None)
         opened.callback(self._database.close)
         self._database.execute("PRAGMA journal_mode = WAL")
@@ -230,16 +174,6 @@ def _read_only(path: Path) -> sqlite3.Connection:
         database.close()
         database = sqlite3.connect(f"{path.absolute().as_uri()}?immutable=1", uri=True, isolation_level=None)
     return database
-
-
-def _map(path: Path) -> memoryview | None:
-    if not path.is_file():
-        return None
-    with path.open("rb") as file:
-        is_empty = not os.fstat(file.fileno()).st_size
-        return (
-            memoryview(b"") if is_empty else memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-        )
 
 
 @contextlib.contextmanager

@@ -1,7 +1,5 @@
 """What a hub keeps on disk: what comes back is what was put, and what is damaged, foreign or shut is told."""
 
-import errno
-import os
 import shutil
 import sqlite3
 from dataclasses import asdict
@@ -11,13 +9,12 @@ import pytest
 from support.hub_world import HubWorld, Trouble, blob, job, quick_plans
 
 from ravnest.errors import ConfigError
-from ravnest.exchange import HUB, Blobs, name_blob
 from ravnest.hub.events import Phase, Received, Stopped, Tick
 from ravnest.hub.news import Joined, PlanFormed, RoundEnded
 from ravnest.hub.state import Hub
 from ravnest.hub.status import ClusterStatus, MemberStatus, Status, Watch
 from ravnest.hub.store import SCHEMA, Store, apply_logged, read_event, read_status, replay, write_event
-from ravnest.protocol import BlobRequest, LeaseDone, Leave
+from ravnest.protocol import LeaseDone, Leave
 from ravnest.staging import SnapshotMade
 
 
@@ -114,15 +111,6 @@ def test_a_damaged_event_is_named(tmp_path, kind, body):
             list(store.events())
 
 
-def test_facts_are_kept_and_replaced(tmp_path):
-    with Store(tmp_path) as store:
-        assert store.get_fact("config") is None
-        store.set_fact("config", "{}")
-        store.set_fact("config", '{"seed": 1}')
-    with Store(tmp_path, is_read_only=True) as store:
-        assert store.get_fact("config") == '{"seed": 1}'
-
-
 # Folders that are no good.
 
 
@@ -192,64 +180,6 @@ def test_a_log_on_a_disk_that_turned_read_only(tmp_path):
         store._database.execute("PRAGMA query_only = 1")
         with pytest.raises(ConfigError, match="it cannot be written; choose another folder"):
             store.append(Tick(0.0))
-        with pytest.raises(ConfigError, match="it cannot be written"):
-            store.set_fact("key", "value")
-
-
-# Blobs.
-
-
-@pytest.mark.parametrize("content", [b"", b"x", bytes(range(256)) * 5000])
-def test_a_blob_comes_back_from_another_process_life(tmp_path, content):
-    with Store(tmp_path) as store:
-        ref = Blobs(store.blobs).keep(content)
-        assert ref == name_blob(content)
-    with Store(tmp_path) as store:
-        assert Blobs(store.blobs).kept(ref) == content
-        assert ref.blob in store.blobs
-        assert store.blobs.get("0" * 64) is None
-        assert "0" * 64 not in store.blobs
-
-
-def test_blobs_on_a_shelf_are_served_and_taken_as_in_memory(tmp_path):
-    content = bytes(range(256)) * 5000  # more than one piece
-    with Store(tmp_path / "here") as here, Store(tmp_path / "there") as there:
-        mine, theirs, found = Blobs(here.blobs), Blobs(there.blobs), []
-        parcels = theirs.want(mine.keep(content), HUB, found.append)
-        while parcels:
-            answer = mine.serve(HUB, parcels[0].message)
-            parcels = theirs.take(HUB, answer.message, answer.buffers[0])
-        assert found == [content]
-        assert theirs.want(name_blob(content), HUB, found.append) == []
-        assert found == [content] * 2
-        assert bytes(there.blobs.get(name_blob(content).blob)) == content
-
-
-def test_a_damaged_blob_is_refused_until_it_is_put_again(tmp_path):
-    with Store(tmp_path) as store:
-        ref = Blobs(store.blobs).keep(b"weights")
-        path = tmp_path / "blobs" / ref.blob
-        path.write_bytes(b"wEights")
-        with pytest.raises(ConfigError, match=f"{ref.blob} is damaged"):
-            Blobs(store.blobs).serve(HUB, BlobRequest(ref.blob, 0, 7))
-        Blobs(store.blobs).keep(b"weights")
-        assert Blobs(store.blobs).kept(ref) == b"weights"
-
-
-def test_half_a_blob_is_none(tmp_path, monkeypatch):
-    def fail(_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    ref = name_blob(b"weights")
-    with Store(tmp_path) as store:
-        monkeypatch.setattr(os, "fsync", fail)
-        with pytest.raises(ConfigError, match="the disk is full"):
-            Blobs(store.blobs).keep(b"weights")
-        assert ref.blob not in store.blobs
-        assert list((tmp_path / "blobs").iterdir()) == []
-        (tmp_path / "blobs" / "left.part").write_bytes(b"wei")  # by a hub that was killed
-    with Store(tmp_path) as store:
-        assert list((tmp_path / "blobs").iterdir()) == []
 
 
 # Status.
