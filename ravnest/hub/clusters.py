@@ -5,6 +5,16 @@ from dataclasses import dataclass
 from ravnest.blobs import Fact
 from ravnest.plan.types import Cluster, Node, NodeId
 
+# Wider than any machine is; the planner divides and multiplies these, and what overflows ends the hub.
+_FACTS = {
+    "memory_bytes": (0.0, 1e18),
+    "flops_per_second": (1.0, 1e21),
+    "upload_bytes_per_second": (1.0, 1e15),
+    "download_bytes_per_second": (1.0, 1e15),
+    "latency_seconds": (0.0, 1e3),
+    "uptime_seconds": (1.0, 1e12),
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Held:
@@ -76,5 +86,4 @@ class Change:
 
 def is_sensible(node: Node) -> bool:
     """Return whether a plan can be made with what a peer says of its machine."""
-    rates = (node.flops_per_second, node.upload_bytes_per_second, node.download_bytes_per_second)
-    return min(*rates, node.uptime_seconds) > 0 and min(node.memory_bytes, node.latency_seconds) >= 0
+    return all(least <= getattr(node, fact) <= most for fact, (least, most) in _FACTS.items())

@@ -12,7 +12,7 @@ from typing import Any
 from ravnest.blobs import Fact, ProbeOrder, ProbeReport
 from ravnest.exchange import Blobs, LinkTimes, Parcel
 from ravnest.hub.events import MakeParts, Order, PartsMade, Send, Tell
-from ravnest.hub.members import Member, Members, is_sensible
+from ravnest.hub.members import Member, Members
 from ravnest.hub.news import Measured
 from ravnest.hub.planning import Probed
 from ravnest.plan.types import ModelProfile, NodeId
@@ -73,7 +73,7 @@ def take_probe(members: Members, probed: Probed) -> list[Order] | str:
     }
     facts = {name: fact for each in member.guessed for name, fact in found[each].items()}
     values: dict[str, Any] = {name: value for name, (value, _) in facts.items() if value is not None}
-    if not all(map(isfinite, values.values())) or not is_sensible(replace(member.node, **values)):
+    if not all(isfinite(x) and (x > 0 or facts[name][1][0] == 0 == x) for name, x in values.items()):
         return f"no machine is like what was measured of {probed.node}: {values}"
     bounded = {name: min(max(value, facts[name][1][0]), facts[name][1][1]) for name, value in values.items()}
     node = replace(member.node, **bounded)

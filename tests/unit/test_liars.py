@@ -1,9 +1,12 @@
 """Members that lie to the hub: what they say is refused, or harms nobody but themselves."""
 
+from dataclasses import replace
+
 import pytest
 from support.hub_world import HubWorld, check_replay, job, quick_plans
+from support.plan_world import node
 
-from ravnest.hub.events import Received
+from ravnest.hub.events import PeerJoined, Received
 from ravnest.staging import StageReady
 
 
@@ -34,3 +37,22 @@ def test_a_stage_that_nobody_was_given_is_not_ready():
     world.run()
     assert world.is_finished
     check_replay(world)
+
+
+@pytest.mark.parametrize(
+    "fact",
+    [
+        {"latency_seconds": 1e300},
+        {"uptime_seconds": 1e-300},
+        {"flops_per_second": 5e-324},
+        {"upload_bytes_per_second": 1.7e308},
+        {"memory_bytes": 1e300},
+    ],
+)
+def test_a_machine_whose_numbers_no_plan_can_be_made_with_does_not_join(fact):
+    world = world_of("abc")
+    world.run_until(lambda: len(world.known) == 3)
+    (refused,) = world.feed(PeerJoined(replace(node("liar", 150.0), **fact), "key", (), world.now))
+    assert "no machine is like" in refused.reason
+    world.run()
+    assert world.is_finished
