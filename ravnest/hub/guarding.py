@@ -8,7 +8,7 @@ Driven by hub.state.
 from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from statistics import fmean, median, pstdev
+from statistics import median, pstdev
 
 from ravnest.plan.types import NodeId
 
@@ -72,7 +72,7 @@ class Guard:
             self._first = middle if self._first is None else self._first
             self._best, self._spread = middle, pstdev(record.losses)
         elif self._is_high(record.losses, 1.0):
-            told = f"the loss of cluster {cluster} is {fmean(record.losses):.3g}, and was {self._best:.3g}"
+            told = f"the loss of cluster {cluster} is {middle:.3g}, and was {self._best:.3g}"
             self.alarm = self.alarm or Alarm(told, f"cluster {cluster}")
 
     def note_dropped(self, holder: str, node: NodeId) -> None:

@@ -9,6 +9,7 @@ from ravnest.engine.sampler import Lease, LeaseState
 from ravnest.protocol import BatchId, LeaseId, Metrics, RoundId, StepReport
 
 _NONE = RoundId(0)  # before the first round
+_MOST_METRICS = 256  # more names than these are somebody's who makes them up
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +44,14 @@ class Means:
 
     sums: dict[str, tuple[float, int]] = field(default_factory=dict)
 
-    def add(self, report: StepReport) -> None:
-        """Take what a leaf says of a microbatch."""
-        for name, value in (("loss", report.loss), *report.metrics):
+    def add(self, report: StepReport, num_samples: int) -> None:
+        """Take what a leaf says of a microbatch of so many samples."""
+        for name, value in (("loss", report.loss), *report.metrics[:_MOST_METRICS]):
+            if name not in self.sums and len(self.sums) > _MOST_METRICS:
+                continue
             total, weight = self.sums.get(name, (0.0, 0))
             if value is not None:
-                total, weight = total + value * report.num_samples, weight + report.num_samples
+                total, weight = total + value * num_samples, weight + num_samples
             self.sums[name] = (total, weight)
 
     def read(self) -> tuple[float | None, Metrics]:

@@ -223,6 +223,8 @@ class Training:
 
     def take_report(self, cluster: ClusterState, report: StepReport) -> list[Evaluated] | str:
         """Take what the leaf says of a batch; return what is to be told, or why not."""
+        if report.version > self._next_batch + 1:  # an update is of a batch at least
+            return f"cluster {cluster.name} cannot have made {report.version} updates"
         awaited = self._awaited.get(report.batch)
         if awaited is not None and awaited.holder == cluster.holder:
             del self._awaited[report.batch]
@@ -232,14 +234,15 @@ class Training:
             if report.version > progress.version:
                 self.num_updates += report.version - progress.version
                 progress.version, progress.position = report.version, self._position
-            self._means[awaited.epoch].add(report)
+            self._means[awaited.epoch].add(report, awaited.num_samples)
             return []
         lease = self._find(cluster, report.batch)
         evaluation = self._evaluation
         if lease is None or lease.lease or report.batch in lease.ended or evaluation is None:
             return f"batch {report.batch} of cluster {cluster.name} is not awaited"
-        evaluation.means.add(report)
-        evaluation.num_samples += report.num_samples
+        num_samples = lease.num_samples[report.batch - lease.first_batch]
+        evaluation.means.add(report, num_samples)
+        evaluation.num_samples += num_samples
         return self._end_evaluation_batch(cluster, lease, report.batch)
 
     def take_dropped(self, cluster: ClusterState, dropped: DroppedBatch) -> list[Evaluated] | str:

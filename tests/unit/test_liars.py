@@ -7,6 +7,9 @@ from support.hub_world import HubWorld, check_replay, job, quick_plans
 from support.plan_world import node
 
 from ravnest.hub.events import PeerJoined, Received
+from ravnest.hub.guarding import Guard
+from ravnest.hub.news import EpochDone, Evaluated
+from ravnest.protocol import StepReport
 from ravnest.staging import StageReady
 
 
@@ -56,3 +59,54 @@ def test_a_machine_whose_numbers_no_plan_can_be_made_with_does_not_join(fact):
     assert "no machine is like" in refused.reason
     world.run()
     assert world.is_finished
+
+
+def report(cluster, batch, **said):
+    facts = {"version": 0, "num_samples": 4, "loss": 1.0, "metrics": ()} | said
+    return StepReport(
+        cluster.epoch,
+        batch,
+        facts["version"],
+        0,
+        facts["num_samples"],
+        0.1,
+        0.1,
+        0.0,
+        0.0,
+        facts["loss"],
+        facts["metrics"],
+    )
+
+
+def test_a_leaf_that_counts_more_updates_than_there_were_batches_is_refused():
+    world = world_of("abc", rates=(0.1, 0.01))
+    world.run_until(lambda: world.open_leases)
+    (cluster,), batch = world.hub.clusters, world.open_leases[0].first_batch
+    most = 2**63 - 1  # what comes after it cannot be told in any message
+    assert "cannot have made" in lie(world, cluster.leaf, report(cluster, batch, version=most))
+    assert lie(world, cluster.leaf, report(cluster, batch, version=1)) is None
+    world.run()
+    assert world.is_finished
+    check_replay(world)
+
+
+def test_a_leaf_neither_weighs_its_losses_nor_makes_up_metrics_without_end():
+    world = world_of("abc", num_validation=4, epochs=1)
+    heavy = {"num_samples": 2**62, "metrics": tuple((f"made up {number}", 1.0) for number in range(900))}
+    world.run_until(lambda: world.open_leases)
+    (cluster,), batch = world.hub.clusters, world.open_leases[0].first_batch
+    assert lie(world, cluster.leaf, report(cluster, batch, loss=1e6, **heavy)) is None
+    world.run_until(lambda: any(lease.lease is None for lease in world.open_leases))
+    lie(world, cluster.leaf, report(cluster, world.open_leases[0].first_batch, **heavy))
+    world.run()
+    ((trained,), (evaluated,)) = world.told(EpochDone), world.told(Evaluated)
+    assert trained.loss < 1e6
+    assert evaluated.num_samples == 4
+    assert len(evaluated.metrics) < 300
+
+
+def test_losses_too_large_to_be_summed_up_are_an_alarm_and_no_crash():
+    guard = Guard()
+    for loss in [1.0] * 32 + [1.7e308] * 32:
+        guard.note_loss("A1", "A", loss)
+    assert guard.alarm is not None
