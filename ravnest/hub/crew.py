@@ -83,6 +83,10 @@ class Crew:
             return "missing"
         return "leaving" if member.leaves_by is not None else ""
 
+    def find_others(self, key: str) -> set[NodeId]:
+        """Return the names of all members with another key."""
+        return {name for name in self._members if (x := self._members.find(name)) and x.key != key}
+
     def _restart(self, event: Restarted) -> Ordered:
         if self._job is None or self.phase is Phase.FINISHED:
             return "there is nothing to go on with"

@@ -5,6 +5,7 @@ What a peer says of itself is believed only within bounds: others are told its n
 
 import hmac
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import replace
 from hashlib import sha256
 from itertools import count
@@ -62,15 +63,20 @@ class Door:
         """Return the public key of a peer that was admitted."""
         return self._keys[peer].decode()
 
-    def introduce(self, peer: PeerId, hello: Hello, before: NodeId | None = None) -> Hello | str:
-        """Name a peer as before, or like nobody else; return what is believed of it, or why it must go."""
+    def introduce(
+        self, peer: PeerId, hello: Hello, before: NodeId | None, others: Collection[NodeId]
+    ) -> Hello | str:
+        """Name a peer as before, or like nobody else; return what is believed of it, or why it must go.
+
+        `others` are members with other keys, who need not be here: a hub that was away waits for them.
+        """
         if hello.version != VERSION:
             return f"it speaks version {hello.version} of ravnest, this hub {VERSION}: update the older one"
         if not is_sensible(hello.node):
             return "no machine is like what it says of itself: check what --memory, --flops and others claim"
         plain = "".join(letter for letter in hello.node.name if letter.isprintable())[:_LONGEST_NAME]
         names = (f"{plain or 'peer'}{'-' * bool(size)}{peer[:size]}" for size in count(0, 4))
-        taken = {HUB, *self.names.values()}
+        taken = {HUB, *self.names.values(), *others}
         name = self.names[peer] = before or next(NodeId(each) for each in names if each not in taken)
         addresses = tuple(each for each in hello.addresses if len(each) <= _LONGEST_ADDRESS)
         return replace(hello, node=replace(hello.node, name=name), addresses=addresses[:_MOST_ADDRESSES])

@@ -199,7 +199,7 @@ class Server:
         self._dismissed.discard(peer)
         key = self._door.key(peer)
         before = self.hub.find_missing(key, hello.epoch)
-        known = self._door.introduce(peer, hello, before)
+        known = self._door.introduce(peer, hello, before, self.hub.find_others(key))
         if isinstance(known, str):
             self._start(self._refuse(peer, known))
             return

@@ -6,10 +6,13 @@ import pytest
 from support.hub_world import HubWorld, check_replay, job, quick_plans
 from support.plan_world import node
 
+from ravnest.exchange import VERSION
+from ravnest.hub.door import Door
 from ravnest.hub.events import PeerJoined, Received
 from ravnest.hub.guarding import Guard
 from ravnest.hub.news import EpochDone, Evaluated
-from ravnest.protocol import StepReport
+from ravnest.net.identity import Token, new_keys
+from ravnest.protocol import Hello, StepReport
 from ravnest.staging import StageReady
 
 
@@ -110,3 +113,16 @@ def test_losses_too_large_to_be_summed_up_are_an_alarm_and_no_crash():
     for loss in [1.0] * 32 + [1.7e308] * 32:
         guard.note_loss("A1", "A", loss)
     assert guard.alarm is not None
+
+
+def test_nobody_takes_the_name_of_somebody_a_hub_that_was_away_waits_for():
+    world = world_of("abc", epochs=4)
+    world.run_until(lambda: len(world.ledger) > 20)
+    world.restart()
+    world.run_until(lambda: world.hub._members.missing)
+    door = Door(Token((), new_keys().public, b"s" * 16), None)
+    hello = Hello(VERSION, bytes(32), node("a", 150.0))
+    newcomer = door.introduce("newcomer", hello, None, world.hub.find_others("another key"))
+    assert newcomer.node.name == "a-newc"
+    forgetful = door.introduce("peer of a", hello, None, world.hub.find_others("key of a"))
+    assert forgetful.node.name == "a", "who has lost its state comes back as new, under its own name"
