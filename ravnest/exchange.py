@@ -216,8 +216,9 @@ class Blobs:
         coming = self._coming.get(piece.blob)
         if coming is None or sender != coming.source or piece.offset != len(coming.content):
             return Refusal(f"a piece of blob {piece.blob[:12]} that was not asked for")
+        is_short = piece.size_bytes < min(_PIECE_BYTES, coming.ref.size_bytes - piece.offset)
         coming.content += buffer
-        if len(coming.content) < coming.ref.size_bytes:
+        if len(coming.content) < coming.ref.size_bytes and not is_short:  # who sends crumbs never ends
             return [_next_request(coming)]
         del self._coming[piece.blob]
         content = bytes(coming.content)

@@ -13,6 +13,8 @@ from ravnest.hub.owner import Owner
 from ravnest.plan.types import NodeId
 from ravnest.protocol import BatchId, FieldParts, Refusal
 
+_QUIET_SECONDS = 60.0  # after which who sends nothing is given up
+
 
 class Supply:
     """Carries out orders that concern the owner; `in_background` runs a function where it delays nobody."""
@@ -83,4 +85,10 @@ class Supply:
         arrived: asyncio.Future[bytes | Refusal] = self._loop.create_future()
         for parcel in self._blobs.want(part.weights, part.node, arrived.set_result, keep=is_kept):
             self._post(parcel)
-        return await arrived
+        num_come = 0
+        while not (await asyncio.wait([arrived], timeout=_QUIET_SECONDS))[0]:
+            if self._blobs.num_come(part.weights) == num_come:
+                self._blobs.forget(part.weights, arrived.set_result)
+                return Refusal(f"it has sent nothing of it for {_QUIET_SECONDS:.0f} s")
+            num_come = self._blobs.num_come(part.weights)
+        return arrived.result()

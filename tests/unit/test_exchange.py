@@ -99,6 +99,13 @@ def test_pieces_that_nobody_asked_for_are_refused() -> None:
     assert found == []
 
 
+def test_who_sends_less_than_was_asked_for_is_asked_no_more() -> None:
+    blobs, found = Blobs(), []
+    blobs.want(BlobRef(HASH, 2**60), PEER, found.append)
+    assert blobs.take(PEER, BlobPart(HASH, 0, 1), b"x") == []
+    assert "damaged" in found[0].reason
+
+
 def test_what_is_not_here_is_refused_and_whoever_waits_is_told() -> None:
     here, there, found = Blobs(), Blobs(), []
     (request,) = there.want(BlobRef("1" * 64, 4), HUB, found.append)

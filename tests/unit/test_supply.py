@@ -1,0 +1,63 @@
+"""What the hub fetches from peers that answer, that answer slowly, and that do not answer at all."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from ravnest.exchange import Blobs
+from ravnest.hub.events import Collect, Collected, KeptPart
+from ravnest.hub.progress import Books
+from ravnest.hub.supply import Supply
+from ravnest.net.memory import run_virtual
+from ravnest.plan.types import NodeId
+
+PEER = NodeId("peer")
+CONTENT = bytes(range(256)) * (3 << 12)  # three pieces
+BOOKS = Books(0, 0, 0, 0, {})
+
+
+def collect(seconds_per_piece: float | None, books: Books | None) -> tuple[list, list]:
+    """Have a peer's state fetched; return what the hub is told, and whom it loses."""
+    there, here = Blobs(), Blobs()
+    ref = there.keep(CONTENT)
+    applied: list[Collected] = []
+    lost: list[tuple[NodeId, str]] = []
+
+    async def in_background(work, *arguments):
+        return work(*arguments)
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+
+        def answer(parcel) -> None:
+            piece = there.serve(PEER, parcel.message)
+            for request in here.take(PEER, piece.message, piece.buffers[0]):
+                post(request)
+
+        def post(parcel) -> None:
+            if seconds_per_piece is not None:
+                loop.call_later(seconds_per_piece, answer, parcel)
+
+        owner = SimpleNamespace(keep=lambda *_: "")
+        around = (post, applied.append, in_background, lambda *who: lost.append(who), loop.time)
+        async with asyncio.timeout(1000):
+            await Supply(owner, here, *around).carry_out(Collect(7, (KeptPart(0, 6, PEER, ref),), books))
+
+    run_virtual(main())
+    return [(each.number, each.fault) for each in applied], lost
+
+
+@pytest.mark.parametrize("seconds_per_piece", [0.0, 50.0])
+def test_what_comes_in_time_is_collected(seconds_per_piece: float) -> None:
+    assert collect(seconds_per_piece, BOOKS) == collect(seconds_per_piece, None) == ([(7, "")], [])
+
+
+def test_a_checkpoint_whose_peer_sends_nothing_has_failed() -> None:
+    told = "peer: it has sent nothing of it for 60 s"
+    assert collect(None, BOOKS) == ([(7, told)], [])
+
+
+def test_who_does_not_send_the_result_goes_so_that_another_cluster_is_asked() -> None:
+    told = "its weights cannot be fetched: it has sent nothing of it for 60 s"
+    assert collect(None, None) == ([], [(PEER, told)])
