@@ -33,6 +33,7 @@ class JobSettings:
     checkpoint_every: float | None = None  # seconds; None: never
     expected_nodes: int = 0  # with so many nodes form at once; 0: only by time
     settle_seconds: float = 5.0  # form when nobody came or went for so long
+    most_snapshot_bytes: int = 2**62  # of a stage, however it is cut
 
     @property
     def batches_per_epoch(self) -> int:

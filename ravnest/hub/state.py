@@ -49,6 +49,7 @@ from ravnest.protocol import (
     Stop,
 )
 from ravnest.staging import BackupKept, SnapshotMade, StageMissing, StageReady
+from ravnest.units import show_bytes
 
 _STOP_SECONDS = 30.0  # for what is under way when the job is stopped
 _END_SECONDS = 30.0  # for clusters that stand still when all is trained: they know what others do not
@@ -167,6 +168,11 @@ class Hub(Crew):
             case BackupKept():
                 reason = self._mending.backing.note_kept(sender, message, self.now)
                 return [] if reason is None else reason
+            case SnapshotMade(epoch) if (
+                message.weights.size_bytes > self._training.settings.most_snapshot_bytes
+            ):
+                size = show_bytes(message.weights.size_bytes)
+                return self._part(sender, Leave(epoch, f"no stage has a snapshot of {size}"))
             case StageReady() | StageMissing() | SnapshotMade() | LeaseDone() | StepReport() | DroppedBatch():
                 return self._hearing.hear(sender, message, self._training, self.now)
             case _:

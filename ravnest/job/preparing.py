@@ -29,6 +29,7 @@ from ravnest.model.measure import measure
 logger = logging.getLogger(__name__)
 
 _STATISTICS_SAMPLES = 16  # of a microbatch, where a batch norm takes its statistics from it
+_SNAPSHOT_TIMES = 4  # as large as its state: optimizers keep two numbers for each
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +103,7 @@ def _settings(job: Job, captured: Captured, rate: float, num_batches: int) -> Jo
         microbatches=job.microbatches if isinstance(job.microbatches, int) else 0,
         average_every=job.average_every if isinstance(job.average_every, int) else None,
         checkpoint_every=job.checkpoint_seconds,
+        most_snapshot_bytes=sum(_SNAPSHOT_TIMES * x.size_bytes + 4096 for x in captured.blueprint.state),
     )
 
 

@@ -6,14 +6,15 @@ import pytest
 from support.hub_world import HubWorld, check_replay, job, quick_plans
 from support.plan_world import node
 
+from ravnest.blobs import BlobRef
 from ravnest.exchange import VERSION
 from ravnest.hub.door import Door
 from ravnest.hub.events import PeerJoined, Received
 from ravnest.hub.guarding import Guard
-from ravnest.hub.news import EpochDone, Evaluated
+from ravnest.hub.news import EpochDone, Evaluated, Left
 from ravnest.net.identity import Token, new_keys
 from ravnest.protocol import Hello, StepReport
-from ravnest.staging import StageReady
+from ravnest.staging import SnapshotMade, StageReady
 
 
 @pytest.fixture(autouse=True)
@@ -126,3 +127,16 @@ def test_nobody_takes_the_name_of_somebody_a_hub_that_was_away_waits_for():
     assert newcomer.node.name == "a-newc"
     forgetful = door.introduce("peer of a", hello, None, world.hub.find_others("key of a"))
     assert forgetful.node.name == "a", "who has lost its state comes back as new, under its own name"
+
+
+def test_who_claims_a_snapshot_larger_than_the_model_goes_and_nobody_fetches_it():
+    world = world_of("abcd", checkpoint_every=2.0, most_snapshot_bytes=1000, epochs=4)
+    world.run_until(lambda: world.hub._keeping.is_under_way)
+    liar = world.hub.clusters[0].root
+    lie(world, liar, SnapshotMade(world.hub.clusters[0].epoch, 1, 1, BlobRef("0" * 64, 2**60)))
+    assert [(news.node, news.reason) for news in world.told(Left)] == [
+        (liar, "no stage has a snapshot of 1153 PB")
+    ]
+    world.kill(liar)
+    world.run()
+    assert world.is_finished
