@@ -12,6 +12,8 @@ from ravnest.staging import SnapshotMade, SnapshotOrder
 _ANSWER_SECONDS = 120.0  # for the nodes of a cluster to have written their state down
 _PAUSE = 10  # times what a checkpoint takes lies between two: a slow way home is not kept busy by them
 
+SILENT = f"did not answer within {_ANSWER_SECONDS:.0f} s"
+
 
 class Keeping:
     """Numbered attempts to have one cluster's state kept, and the numbers of all snapshots."""
@@ -48,11 +50,20 @@ class Keeping:
         refs = (self._kept[stage.node].weights for stage in stages)
         return tuple(KeptPart(x.start, x.stop, x.node, ref) for x, ref in zip(stages, refs, strict=True))
 
+    @property
+    def answer_by(self) -> float | None:
+        """When those who have not answered are waited for no longer, if there are any."""
+        return None if self._keeper is None or self._is_complete else self._started_at + _ANSWER_SECONDS
+
+    def find_silent(self, now: float) -> tuple[NodeId, ...]:
+        """Return who has not answered in time."""
+        if self._keeper is None or self.answer_by is None or now < self.answer_by:
+            return ()
+        return tuple(name for name in self._keeper.nodes if name not in self._kept)
+
     def due(self, every: float | None) -> float | None:
         """Return when the next checkpoint is to be made, or the one under way given up, if there are any."""
-        if self.is_under_way and self._books is not None and not self._is_complete:
-            return self._started_at + _ANSWER_SECONDS
-        return None if every is None or self.is_under_way else self._next_at
+        return self.answer_by if every is None or self.is_under_way else self._next_at
 
     def is_time(self, every: float | None, now: float) -> bool:
         """Return whether to make one; the first comes a whole period after training began."""
@@ -64,14 +75,12 @@ class Keeping:
         return now >= self._next_at
 
     def expire(self, now: float) -> str | None:
-        """Give up a checkpoint that somebody does not answer for; return who."""
-        if self._keeper is None or self._books is None or self._is_complete:
+        """Give up a checkpoint that somebody does not answer for; return who does not."""
+        silent = self.find_silent(now)
+        if not silent or self._books is None:
             return None
-        if now < self._started_at + _ANSWER_SECONDS:
-            return None
-        silent = [name for name in self._keeper.nodes if name not in self._kept]
         self.end(now)
-        return f"{' and '.join(silent)} did not answer within {_ANSWER_SECONDS:.0f} s"
+        return f"{' and '.join(silent)} {SILENT}"
 
     def postpone(self, now: float) -> None:
         """Make no checkpoint this time."""

@@ -30,6 +30,7 @@ from ravnest.hub.events import (
     Tick,
 )
 from ravnest.hub.hearing import OfStages
+from ravnest.hub.keeping import SILENT
 from ravnest.hub.members import ClusterState
 from ravnest.hub.news import NotCheckpointed, Repaired, Stopping
 from ravnest.hub.planning import PlanMade, Probed
@@ -74,6 +75,8 @@ class Hub(Crew):
             times.append(self._forming.due(self._job.settings, self._members))
         elif self.phase is not Phase.FINISHED:
             times.append(self._rounds.due)
+        if self.phase is Phase.KEEPING:
+            times.append(self._keeping.answer_by)
         if self.phase is Phase.TRAINING:
             times += [
                 self._stop_by,
@@ -196,7 +199,8 @@ class Hub(Crew):
             return orders
         if self.phase is Phase.COLLECTING:
             orders += self._forming.ask(self._job, self._members, self.now)
-        for name, reason in self._mending.let_go(self.now):
+        silent = self._keeping.find_silent(self.now) if self.phase is Phase.KEEPING else ()
+        for name, reason in (*self._mending.let_go(self.now), *((name, f"it {SILENT}") for name in silent)):
             left = self._leave(name, reason)
             assert isinstance(left, list)
             orders += [*left, Dismiss(name, "goodbye")]

@@ -9,12 +9,12 @@ from support.plan_world import node
 from ravnest.blobs import BlobRef
 from ravnest.exchange import VERSION
 from ravnest.hub.door import Door
-from ravnest.hub.events import PeerJoined, Received
+from ravnest.hub.events import PeerJoined, Phase, Received, Send
 from ravnest.hub.guarding import Guard
 from ravnest.hub.news import EpochDone, Evaluated, Left
 from ravnest.net.identity import Token, new_keys
 from ravnest.protocol import Hello, StepReport
-from ravnest.staging import SnapshotMade, StageReady
+from ravnest.staging import SnapshotMade, SnapshotOrder, StageReady
 
 
 @pytest.fixture(autouse=True)
@@ -140,3 +140,16 @@ def test_who_claims_a_snapshot_larger_than_the_model_goes_and_nobody_fetches_it(
     world.kill(liar)
     world.run()
     assert world.is_finished
+
+
+def test_who_keeps_silent_about_the_result_goes_and_another_cluster_has_it():
+    world = world_of("abcdef")
+    world.run_until(lambda: world.hub.phase is Phase.KEEPING)
+    asked = [order for order in world.answers[-1] if isinstance(order, Send)]
+    silent = world.muted = {order.to for order in asked if isinstance(order.message, SnapshotOrder)}
+    world.run()
+    assert world.is_finished
+    assert {news.node for news in world.told(Left)} == silent
+    assert {news.reason for news in world.told(Left)} == {"it did not answer within 120 s"}
+    assert silent.isdisjoint(part.node for part in world.finish.parts)
+    check_replay(world)
