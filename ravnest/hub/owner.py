@@ -26,6 +26,9 @@ class Owner(Protocol):
     def make_parts(self, start: int, stop: int) -> Parts:
         """Cut the stage [start, stop) of the line."""
 
+    def find_fault(self, start: int, stop: int, content: bytes) -> str:
+        """Return why this is not the state of the stage [start, stop), if so."""
+
     def keep(self, number: int, parts: Sequence[tuple[int, int, bytes]], books: Books) -> str:
         """Write a checkpoint, the state of each interval of the line; return why not, if it cannot be."""
 

@@ -68,6 +68,10 @@ class Supply:
             if isinstance(found, Refusal):
                 self._fail(order, part, found.reason)
                 return
+            # What is kept once is gone on from, so nobody's word is taken for what it is.
+            if fault := await self._in_background(self._owner.find_fault, part.start, part.stop, found):
+                self._fail(order, part, fault)
+                return
             contents.append(found)
         fault = ""
         if books is not None:
@@ -79,7 +83,7 @@ class Supply:
         if order.books is not None:
             self._apply(Collected(order.number, self._time(), f"{part.node}: {reason}"))
         else:
-            self._lose(part.node, f"its weights cannot be fetched: {reason}")
+            self._lose(part.node, f"its weights cannot be had: {reason}")
 
     async def _fetch(self, part: KeptPart, is_kept: bool) -> bytes | Refusal:
         arrived: asyncio.Future[bytes | Refusal] = self._loop.create_future()

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from ravnest.codec import describe, encode
 from ravnest.config import WireFormat
+from ravnest.engine.optimizers import find_not_finite
 from ravnest.engine.training import Training, write_training
-from ravnest.errors import RavnestError
+from ravnest.errors import RavnestError, WeightsError
 from ravnest.hub.news import EpochDone, Evaluated, News
 from ravnest.hub.owner import Fields, Parts
 from ravnest.hub.progress import Books
@@ -78,6 +79,20 @@ class JobOwner:
             train_fields=_fields(stage.train),
             evaluation_fields=_fields(stage.evaluate),
         )
+
+    def find_fault(self, start: int, stop: int, content: bytes) -> str:
+        """Return why this is not the state of the stage [start, stop), if so."""
+        entries = slice_blueprint(self._captured.blueprint, start, stop).state
+        try:
+            state, slots = read_snapshot(content, entries)
+        except WeightsError as error:
+            return str(error)
+        changing = {entry.name for entry in entries if entry.is_trainable or entry.is_written}
+        if lacks := changing - state.keys():
+            return f"it lacks {min(lacks)!r} and {len(lacks) - 1} more of its tensors"
+        numbers = {name: state[name] for name in changing} | slots
+        key = find_not_finite({key: x for key, x in numbers.items() if x.is_floating_point()})
+        return "" if key is None else f"{key!r} is not finite"
 
     def keep(self, number: int, parts: Sequence[tuple[int, int, bytes]], books: Books) -> str:
         """Write a checkpoint; from then on stages are made of it."""

@@ -14,6 +14,7 @@ from random import Random
 
 import pytest
 import torch
+from safetensors.torch import load, save
 
 import ravnest as rv
 from ravnest.blobs import Fact
@@ -53,6 +54,7 @@ from tests.support.system_world import (
     make_job,
     make_mlp,
     make_points,
+    prepare,
 )
 
 pytestmark = pytest.mark.timeout(120)  # a busy PC must not fail them
@@ -399,3 +401,16 @@ def test_whoever_comes_and_goes_the_job_ends_or_says_what_it_waits_for(seed: int
     else:
         check_books(ended, job)
         check_result(ended, job)
+
+
+def test_state_that_lacks_something_or_is_not_finite_is_found_out() -> None:
+    owner = prepare(make_job("mlp"), PLAN).owner
+    weights = owner.make_parts(0, 2).weights
+    tensors = load(weights)
+    name = next(iter(tensors))
+    assert owner.find_fault(0, 2, weights) == ""
+    assert "is not finite" in owner.find_fault(0, 2, save(tensors | {name: tensors[name] * torch.nan}))
+    assert "float64" in owner.find_fault(0, 2, save(tensors | {name: tensors[name].double()}))
+    others = {key: tensor for key, tensor in tensors.items() if key != name}
+    assert f"it lacks {name!r}" in owner.find_fault(0, 2, save(others))
+    assert "no safetensors" in owner.find_fault(0, 2, b"junk")

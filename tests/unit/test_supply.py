@@ -17,7 +17,7 @@ CONTENT = bytes(range(256)) * (3 << 12)  # three pieces
 BOOKS = Books(0, 0, 0, 0, {})
 
 
-def collect(seconds_per_piece: float | None, books: Books | None) -> tuple[list, list]:
+def collect(seconds_per_piece: float | None, books: Books | None, fault: str = "") -> tuple[list, list]:
     """Have a peer's state fetched; return what the hub is told, and whom it loses."""
     there, here = Blobs(), Blobs()
     ref = there.keep(CONTENT)
@@ -39,7 +39,7 @@ def collect(seconds_per_piece: float | None, books: Books | None) -> tuple[list,
             if seconds_per_piece is not None:
                 loop.call_later(seconds_per_piece, answer, parcel)
 
-        owner = SimpleNamespace(keep=lambda *_: "")
+        owner = SimpleNamespace(keep=lambda *_: "", find_fault=lambda *_: fault)
         around = (post, applied.append, in_background, lambda *who: lost.append(who), loop.time)
         async with asyncio.timeout(1000):
             await Supply(owner, here, *around).carry_out(Collect(7, (KeptPart(0, 6, PEER, ref),), books))
@@ -59,5 +59,11 @@ def test_a_checkpoint_whose_peer_sends_nothing_has_failed() -> None:
 
 
 def test_who_does_not_send_the_result_goes_so_that_another_cluster_is_asked() -> None:
-    told = "its weights cannot be fetched: it has sent nothing of it for 60 s"
+    told = "its weights cannot be had: it has sent nothing of it for 60 s"
     assert collect(None, None) == ([], [(PEER, told)])
+
+
+def test_what_is_no_state_of_the_stage_is_neither_a_checkpoint_nor_the_result() -> None:
+    fault = "'w' is not finite"
+    assert collect(0.0, BOOKS, fault) == ([(7, f"peer: {fault}")], [])
+    assert collect(0.0, None, fault) == ([], [(PEER, f"its weights cannot be had: {fault}")])
