@@ -165,6 +165,11 @@ class Blobs:
             raise KeyError(ref.blob)
         return bytes(content)
 
+    def drop(self, ref: BlobRef) -> None:
+        """Keep a blob in memory no longer; pieces of it on their way stay as they are."""
+        if isinstance(self._kept, dict):
+            self._kept.pop(ref.blob, None)
+
     def serve(self, sender: NodeId, request: BlobRequest) -> Parcel:
         """Answer a request with a piece, or with a refusal."""
         is_ballast = request.blob == name_ballast().blob

@@ -83,6 +83,10 @@ class Crew:
             return "missing"
         return "leaving" if member.leaves_by is not None else ""
 
+    def needs_parts(self, interval: tuple[int, int]) -> bool:
+        """Return whether the weights of an interval are worth keeping, for somebody may ask for them."""
+        return self._members.needs_parts(interval)
+
     def find_others(self, key: str) -> set[NodeId]:
         """Return the names of all members with another key."""
         return {name for name in self._members if (x := self._members.find(name)) and x.key != key}

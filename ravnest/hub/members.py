@@ -186,6 +186,8 @@ class Members:
     def adopt(self, plan: Plan, microbatches: int, job: JobGiven) -> Change:
         """Take a plan that was made of the members as they are; nobody is told yet."""
         names = {*plan.spares, *(stage.node for each in plan.clusters for stage in each.stages)}
+        intervals = {(stage.start, stage.stop) for each in plan.clusters for stage in each.stages}
+        self._parts = {each: made for each, made in self._parts.items() if each in intervals}
         planned = {name: self._members[name].node for name in self._members if name in names}
         self._planned, self._microbatches = planned, microbatches
         profile, config = profile_microbatch(job, microbatches), configure_microbatch(job, microbatches)
@@ -246,6 +248,10 @@ class Members:
         is_new = interval not in self._asked
         self._asked.add(interval)
         return [MakeParts(start, stop)] if is_new else []
+
+    def needs_parts(self, interval: tuple[int, int]) -> bool:
+        """Return whether the parts of an interval are those of a stage, as far as is known."""
+        return interval in self._parts or interval in self._asked
 
     def take_parts(self, made: PartsMade) -> str | None:
         """Know the parts of an interval; return why not, if nobody asked."""

@@ -107,7 +107,7 @@ class Server:
         self._result: asyncio.Future[_Outcome | RavnestError] = self._loop.create_future()
         self._parting: asyncio.Future[None] | None = None
         self._ahead = max(0.0, self.hub.now - self._loop.time())  # a hub's time never goes back
-        around = (self._post, self._apply, self._in_background, self._lose, self._time)
+        around = (self._post, self._apply, self._in_background, self._lose, self._time, self.hub.needs_parts)
         self._supply = Supply(owner, self._blobs, *around)
         is_new = self.hub.books is None
         async with asyncio.TaskGroup() as self._tasks:

@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, assert_never
 
+from ravnest.blobs import BlobRef
 from ravnest.exchange import Blobs, Parcel
 from ravnest.hub.events import Collect, Collected, Event, KeptPart, MakeParts, PartsMade, SendFields
 from ravnest.hub.owner import Owner
@@ -28,10 +29,12 @@ class Supply:
         in_background: Callable[..., Any],
         lose: Callable[[NodeId, str], None],
         time: Callable[[], float],
+        is_needed: Callable[[tuple[int, int]], bool],
     ) -> None:
         self._owner, self._blobs = owner, blobs
         self._post, self._apply, self._in_background = post, apply, in_background
-        self._lose, self._time = lose, time
+        self._lose, self._time, self._is_needed = lose, time, is_needed
+        self._made: dict[tuple[int, int], list[BlobRef]] = {}  # weights by interval, the oldest first
         self._loop = asyncio.get_running_loop()
 
     async def carry_out(self, order: MakeParts | SendFields | Collect) -> None:
@@ -51,7 +54,17 @@ class Supply:
         blueprint = self._blobs.keep(parts.blueprint)
         weights = await self._in_background(self._blobs.keep, parts.weights)  # to hash them takes a while
         fields = (parts.train_fields, parts.evaluation_fields)
+        self._made.setdefault((order.start, order.stop), []).append(weights)
         self._apply(PartsMade(order.start, order.stop, blueprint, weights, *fields, self._time()))
+        self._forget_old()
+
+    def _forget_old(self) -> None:
+        """Keep the weights of stages that are, and the ones before: perhaps they are on their way."""
+        before = {ref for made in self._made.values() for ref in made}
+        found = {interval: made[-2:] for interval, made in self._made.items() if self._is_needed(interval)}
+        self._made = found
+        for ref in before.difference(*found.values()):
+            self._blobs.drop(ref)
 
     async def _send_fields(self, order: SendFields) -> None:
         for number, samples in enumerate(order.samples, order.first_batch):

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from ravnest.exchange import Blobs
-from ravnest.hub.events import Collect, Collected, KeptPart
+from ravnest.hub.events import Collect, Collected, KeptPart, MakeParts
+from ravnest.hub.owner import Parts
 from ravnest.hub.progress import Books
 from ravnest.hub.supply import Supply
 from ravnest.net.memory import run_virtual
@@ -40,7 +41,7 @@ def collect(seconds_per_piece: float | None, books: Books | None, fault: str = "
                 loop.call_later(seconds_per_piece, answer, parcel)
 
         owner = SimpleNamespace(keep=lambda *_: "", find_fault=lambda *_: fault)
-        around = (post, applied.append, in_background, lambda *who: lost.append(who), loop.time)
+        around = (post, applied.append, in_background, lambda *who: lost.append(who), loop.time, bool)
         async with asyncio.timeout(1000):
             await Supply(owner, here, *around).carry_out(Collect(7, (KeptPart(0, 6, PEER, ref),), books))
 
@@ -67,3 +68,29 @@ def test_what_is_no_state_of_the_stage_is_neither_a_checkpoint_nor_the_result() 
     fault = "'w' is not finite"
     assert collect(0.0, BOOKS, fault) == ([(7, f"peer: {fault}")], [])
     assert collect(0.0, None, fault) == ([], [(PEER, f"its weights cannot be had: {fault}")])
+
+
+def test_weights_of_stages_that_are_no_more_are_not_kept() -> None:
+    blobs, refs, needed = Blobs(), [], {(0, 2), (2, 6)}
+    versions = iter(range(100))
+
+    def make_parts(start: int, stop: int) -> Parts:
+        return Parts(b"blueprint", b"%d to %d, %d" % (start, stop, next(versions)), (), ())
+
+    async def in_background(work, *arguments):
+        return work(*arguments)
+
+    async def main() -> None:
+        around = (refs.append, in_background, bool, lambda: 0.0, needed.__contains__)
+        supply = Supply(SimpleNamespace(make_parts=make_parts), blobs, bool, *around)
+        for _ in range(3):
+            await supply.carry_out(MakeParts(0, 2))
+        await supply.carry_out(MakeParts(2, 6))
+        assert [made.weights in blobs for made in refs] == [False, True, True, True]
+        needed.remove((0, 2))
+        needed.add((0, 3))
+        await supply.carry_out(MakeParts(0, 3))
+        assert [made.weights in blobs for made in refs] == [False, False, False, True, True]
+        assert refs[0].blueprint in blobs
+
+    run_virtual(main())
