@@ -2,7 +2,8 @@
 
 The log is SQLite: what was appended outlives a kill -9 of the hub, and others may read while it writes. A
 power cut may cost the last moments, never the order. A hub that goes on from its log counts its time on from
-`Hub.now`, so that it never goes back. Nothing here decides; driven by hub.server and hub.status.
+`Hub.now`, so that it never goes back. Beside the log is a state, saved now and then: only what came after it
+is replayed. Nothing here decides; driven by hub.server and hub.status.
 """
 
 import contextlib
@@ -17,7 +18,9 @@ import msgspec
 
 from ravnest import wire
 from ravnest.errors import ConfigError, ProtocolError
+from ravnest.exchange import name_blob
 from ravnest.hub.events import Event, Order, Received
+from ravnest.hub.saving import code_hash, load_state, save_state
 from ravnest.hub.state import Hub
 from ravnest.hub.status import Status, Watch
 from ravnest.plan.types import NodeId
@@ -31,6 +34,8 @@ CREATE TABLE events (number INTEGER PRIMARY KEY, kind TEXT NOT NULL, body BLOB N
 PRAGMA user_version = {SCHEMA};
 COMMIT;
 """
+_STATES = "CREATE TABLE IF NOT EXISTS states (id INTEGER PRIMARY KEY, number INTEGER, seal TEXT, body BLOB)"
+_SAVED_EVERY = 20_000  # events: replaying so many takes seconds
 _KINDS = {kind.__name__: kind for kind in Event.__args__}
 _FULL = "the disk is full; make room and start the hub again: what it has logged is kept"
 _CLOSED = "it cannot be written; choose another folder, or change its permissions"
@@ -68,6 +73,7 @@ class Store:
         self._folder = folder
         self._is_read_only = is_read_only
         self._connections = contextlib.ExitStack()
+        self._number = self._saved = 0  # of the last event, and of the last that is in a saved state
 
     def open(self) -> Self:
         """Open the log, or begin one, or raise ConfigError with what is wrong with the folder."""
@@ -78,6 +84,10 @@ class Store:
             else:
                 self._open_to_write(opened)
             self._check_schema()
+            if not self._is_read_only:
+                self._database.execute(_STATES)
+            (self._number,) = self._database.execute("SELECT coalesce(max(number), 0) FROM events").fetchone()
+            self._saved = self._number
             self._connections = opened.pop_all()
         return self
 
@@ -96,12 +106,40 @@ class Store:
     def append(self, event: Event) -> None:
         """Log an event; when this returns, it outlives the hub's process."""
         with _explained(self._folder):
-            self._database.execute("INSERT INTO events (kind, body) VALUES (?, ?)", write_event(event))
+            added = self._database.execute(
+                "INSERT INTO events (kind, body) VALUES (?, ?)", write_event(event)
+            )
+            self._number = added.lastrowid or 0
 
-    def events(self) -> Iterator[Event]:
-        """Read the log from its beginning."""
+    def save(self, watch: Watch) -> None:
+        """Save now and then what all events so far have made, for whoever would replay them."""
+        if self._number < self._saved + _SAVED_EVERY:
+            return
+        self._saved = self._number
+        with _explained(self._folder), contextlib.suppress(TypeError, OverflowError):  # the log has it all
+            body = save_state(watch)
+            row = (self._number, _seal(body), body)
+            self._database.execute("INSERT OR REPLACE INTO states VALUES (0, ?, ?, ?)", row)
+
+    def load(self) -> tuple[Watch, int]:
+        """Return the state that was saved last, if this very code did, and the number of its last event."""
         with _explained(self._folder):
-            for number, kind, body in self._database.execute("SELECT * FROM events ORDER BY number"):
+            tables = self._database.execute("SELECT count(*) FROM sqlite_master WHERE name = 'states'")
+            rows = (
+                self._database.execute("SELECT number, seal, body FROM states")
+                if tables.fetchone()[0]
+                else ()
+            )
+            for number, seal, body in rows:
+                if seal == _seal(body):
+                    return load_state(body), number
+        return Watch(Hub()), 0
+
+    def events(self, after: int = 0) -> Iterator[Event]:
+        """Read the log from its beginning, or what came after an event."""
+        chosen = "SELECT * FROM events WHERE number > ? ORDER BY number"
+        with _explained(self._folder):
+            for number, kind, body in self._database.execute(chosen, (after,)):
                 try:
                     yield read_event(kind, body)
                 except (msgspec.MsgspecError, ValueError, ProtocolError) as problem:
@@ -151,17 +189,20 @@ def replay(store: Store) -> Hub:
 
 def read_watch(folder: Path) -> Watch:
     """Return the hub of this folder's log, as somebody saw it who watched all the time."""
-    hub = Hub()
-    watch = Watch(hub)
     with Store(folder, is_read_only=True) as store:
-        for event in store.events():
-            watch.observe(event, hub.apply(event))
+        watch, number = store.load()
+        for event in store.events(after=number):
+            watch.observe(event, watch.hub.apply(event))
     return watch
 
 
 def read_status(folder: Path) -> Status:
     """Return where the run of this folder stands, whether its hub is running or not."""
     return read_watch(folder).status()
+
+
+def _seal(body: bytes) -> str:
+    return name_blob(code_hash().encode() + body).blob
 
 
 def _read_only(path: Path) -> sqlite3.Connection:

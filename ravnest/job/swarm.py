@@ -86,6 +86,7 @@ class Hub:
         self._look = look
         self._is_open_to_others = True
         self._file: HubFile | None = None
+        self._store: Store | None = None
 
     def __enter__(self) -> Self:
         self._door = claim_door(self._door)
@@ -164,11 +165,12 @@ class Hub:
             past = self._find_past(given) if resumes else None
             self._watch = Watch(StateOfHub()) if past is None else past
             relay = Relay() if self._is_open_to_others else None
-            log = None
+            log = self._store = None
             if self._folder is not None:
                 if past is None:
                     set_aside(self._folder, with_checkpoints=given.job.books is None)
-                log = open_things.enter_context(Store(self._folder)).append
+                self._store = open_things.enter_context(Store(self._folder))
+                log = self._store.append
             hub = self._watch.hub
             server = Server(self.token, hear, relay=relay, log=log, watch=self._see, hub=hub)
             transport = ZeroMqTransport(keys, pauses, self._door, admit=server.admit)
@@ -196,6 +198,8 @@ class Hub:
 
     def _see(self, event: Event, orders: tuple[Order, ...]) -> None:
         self._watch.observe(event, orders)
+        if self._store is not None:
+            self._store.save(self._watch)
         if self._look is not None:
             self._look(self._watch)
 

@@ -6,14 +6,25 @@ from dataclasses import asdict
 
 import msgspec
 import pytest
-from support.hub_world import HubWorld, Trouble, blob, job, quick_plans
+from support.hub_world import HubWorld, Trouble, blob, check_replay, freeze, job, quick_plans
 
 from ravnest.errors import ConfigError
+from ravnest.hub import store as store_of
 from ravnest.hub.events import Phase, Received, Stopped, Tick
 from ravnest.hub.news import Joined, PlanFormed, RoundEnded
+from ravnest.hub.saving import load_state, save_state
 from ravnest.hub.state import Hub
 from ravnest.hub.status import ClusterStatus, MemberStatus, Status, Watch
-from ravnest.hub.store import SCHEMA, Store, apply_logged, read_event, read_status, replay, write_event
+from ravnest.hub.store import (
+    SCHEMA,
+    Store,
+    apply_logged,
+    read_event,
+    read_status,
+    read_watch,
+    replay,
+    write_event,
+)
 from ravnest.protocol import LeaseDone, Leave
 from ravnest.staging import SnapshotMade
 
@@ -180,6 +191,75 @@ def test_a_log_on_a_disk_that_turned_read_only(tmp_path):
         store._database.execute("PRAGMA query_only = 1")
         with pytest.raises(ConfigError, match="it cannot be written; choose another folder"):
             store.append(Tick(0.0))
+
+
+# The state beside the log.
+
+
+def saved_run(folder, monkeypatch, every=7):
+    """Log a history with deaths, saving every few events; return what watched it."""
+    monkeypatch.setattr(store_of, "_SAVED_EVERY", every)
+    world = HubWorld(job(epochs=3, checkpoint_every=5.0), Trouble(seed=3, latency=0.3, dropped=0.05))
+    world.join(*"abcdef", memory_mb=150.0)
+    world.kill("b", at=12.0)
+    world.leave("c", at=20.0)
+    world.run()
+    watch = Watch(Hub())
+    with Store(folder) as store:
+        for event in world.log:
+            watch.observe(event, apply_logged(watch.hub, event, store.append))
+            store.save(watch)
+    return watch
+
+
+def count_replayed(folder, monkeypatch):
+    """Return what is read of a folder, and how many events of its log that took."""
+    replayed = []
+    monkeypatch.setattr(store_of, "read_event", lambda *row: replayed.append(row) or read_event(*row))
+    return read_watch(folder), len(replayed)
+
+
+def test_a_saved_state_and_what_came_after_it_are_the_whole_log(tmp_path, monkeypatch):
+    live = saved_run(tmp_path, monkeypatch)
+    found, num_replayed = count_replayed(tmp_path, monkeypatch)
+    assert num_replayed < 7
+    assert freeze(found) == freeze(live)
+    with Store(tmp_path) as store:
+        assert freeze(found.hub) == freeze(replay(store))
+
+
+def test_a_hub_goes_on_from_any_saved_state_as_if_it_had_never_ended():
+    world = HubWorld(job(epochs=3, checkpoint_every=5.0), Trouble(seed=5, latency=0.3))
+    world.join(*"abcdef", memory_mb=150.0)
+    world.kill("a", at=15.0)
+    for seconds in range(5, 60):
+        world.run(until=float(seconds))
+        world.hub = load_state(save_state(world.hub))
+    assert world.run().is_finished
+    check_replay(world)
+
+
+@pytest.mark.parametrize("change", ["another code", "damaged", "no table"])
+def test_a_state_that_does_not_fit_is_left_alone_and_the_log_replayed(tmp_path, monkeypatch, change):
+    live = saved_run(tmp_path, monkeypatch)
+    if change == "another code":
+        monkeypatch.setattr(store_of, "code_hash", lambda: "another")
+    else:
+        with Store(tmp_path) as store:
+            spoil = "DROP TABLE states" if change == "no table" else "UPDATE states SET body = zeroblob(9)"
+            store._database.execute(spoil)
+    found, num_replayed = count_replayed(tmp_path, monkeypatch)
+    assert num_replayed > 50
+    assert freeze(found) == freeze(live)
+
+
+def test_only_records_of_this_package_are_saved_or_made():
+    with pytest.raises(TypeError, match="no class of this package"):
+        save_state([sqlite3.Row])
+    for name in ("os:system", "ravnest.hub.store:read_event", "subprocess:Popen"):
+        content = msgspec.msgpack.encode(([0], [("object", [name])]))
+        with pytest.raises(ValueError, match="no class of this package"):
+            load_state(content)
 
 
 # Status.
