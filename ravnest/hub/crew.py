@@ -139,6 +139,7 @@ class Crew:
             return f"{name} is no member, so it cannot leave"
         cluster, ended = self._members.leave(name), self._rounds.leave(name, reason, self.now)
         self._hearing.speeds.forget(name)
+        self._mending.forget(name)
         self._forming.note_change(self.now)
         orders: list[Order] = [Tell(Left(name, reason))]
         if self.phase is Phase.FINISHED:

@@ -6,8 +6,10 @@ Driven by hub.state.
 """
 
 from collections.abc import Callable
+from collections import Counter
 from dataclasses import replace
 
+from ravnest.exchange import HUB
 from ravnest.hub.backing import Backing
 from ravnest.hub.events import Collected, JobGiven, Order, PartsMade, Tell
 from ravnest.hub.keeping import Keeping
@@ -32,6 +34,7 @@ from ravnest.staging import SnapshotMade, StageMissing
 
 _HANDOVER_SECONDS = 10.0
 _DRAIN_SECONDS = 5.0  # of them, for what is under way
+_MOST_MISSED = 3  # sources in a row, before who cannot use them is sent away
 _BACK_SECONDS = 20.0  # for peers to find a hub that was away
 
 
@@ -46,6 +49,7 @@ class Mending:
         self.saved: Books | None = None  # of the last checkpoint
         self._held: PlanMade | None = None  # until the clusters that it changes have finished something
         self._held_until = 0.0
+        self._num_missed: Counter[NodeId] = Counter()  # sources that a node could not use, in a row
 
     @property
     def is_urgent(self) -> bool:
@@ -217,6 +221,7 @@ class Mending:
         cluster = self._members.take_ready(sender)
         if isinstance(cluster, str):
             return cluster
+        del self._num_missed[sender]
         orders: list[Order] = [*self._members.retire(self._sourcing.is_source)]
         if not cluster.is_running:
             return orders
@@ -229,10 +234,20 @@ class Mending:
 
     def take_missing(self, sender: NodeId, missing: StageMissing) -> str | None:
         """Use somebody's state no more who does not give it; return why that is not believed."""
-        if missing.node != sender and not self._sourcing.is_source(missing.node):
+        if missing.node == HUB or (missing.node != sender and not self._sourcing.is_source(missing.node)):
             return f"{sender} misses what {missing.node} was not to give"
-        self._sourcing.fail(missing.node, self._members)
+        self._num_missed[sender] += 1
+        self._sourcing.fail(missing.node, sender, self._members)
         return None
+
+    def misses_all(self, sender: NodeId) -> bool:
+        """Return whether the fault is rather a node's own than that of all who gave it something."""
+        return self._num_missed[sender] >= _MOST_MISSED
+
+    def forget(self, name: NodeId) -> None:
+        """Note that somebody has gone."""
+        self._sourcing.forget(name)
+        del self._num_missed[name]
 
     def let_go(self, now: float) -> list[tuple[NodeId, str]]:
         """Return who leaves and is needed no longer, or was waited for long enough, and why it leaves."""

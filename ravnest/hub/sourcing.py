@@ -58,7 +58,7 @@ class Sourcing:
         self._backups: dict[NodeId, _Backup] = {}
         self._best: ClusterState | None = None  # of those that train, the one that knows most
         self._best_known = self._kept = -1  # samples; -1: nobody has anything
-        self._useless: set[tuple[NodeId, Held]] = set()  # who does not give what it holds
+        self._useless: dict[tuple[NodeId, Held], NodeId] = {}  # who does not give what it holds, says whom
 
     @property
     def needs_hub(self) -> bool:
@@ -118,7 +118,9 @@ class Sourcing:
         ]
         found += [(self._kept, HUB)] if self._kept >= 0 else [(0, name) for name in holding]
         enough = _ENOUGH * max((known for known, _ in found), default=0)
-        return next((name for known, name in found if known >= enough), HUB)
+        # Who is said not to give what it trains with is asked again, before all that was trained is lost.
+        last = self._best.cluster.owner(position) if self._best is not None and self._kept < 0 else HUB
+        return next((name for known, name in found if known >= enough), last)
 
     def _usable(self, member: Member | None) -> Held | None:
         held = member.held if member else None
@@ -155,11 +157,17 @@ class Sourcing:
         self._snapshots[sender] = made.weights
         return None
 
-    def fail(self, name: NodeId, members: Members) -> None:
+    def forget(self, name: NodeId) -> None:
+        """Note that somebody has gone, with what it kept and what it said of others."""
+        self._backups.pop(name, None)
+        left = {key: accuser for key, accuser in self._useless.items() if name not in (key[0], accuser)}
+        self._useless = left
+
+    def fail(self, name: NodeId, accuser: NodeId, members: Members) -> None:
         """Note that somebody does not give what it holds, or does not hold it."""
         held = self._usable(members.find(name))
         if held is not None:
-            self._useless.add((name, held))
+            self._useless[name, held] = accuser
         self._backups.pop(name, None)
 
     def note_backup(self, spare: NodeId, held: Held, weights: BlobRef, known: int) -> None:

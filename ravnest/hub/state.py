@@ -176,6 +176,10 @@ class Hub(Crew):
             ):
                 size = show_bytes(message.weights.size_bytes)
                 return self._part(sender, Leave(epoch, f"no stage has a snapshot of {size}"))
+            case StageMissing(epoch) if self._mending.misses_all(sender):
+                return self._part(
+                    sender, Leave(epoch, f"it can use nothing that others give it: {message.reason}")
+                )
             case StageReady() | StageMissing() | SnapshotMade() | LeaseDone() | StepReport() | DroppedBatch():
                 return self._hearing.hear(sender, message, self._training, self.now)
             case _:

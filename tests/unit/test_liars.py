@@ -7,14 +7,14 @@ from support.hub_world import HubWorld, check_replay, job, quick_plans
 from support.plan_world import node
 
 from ravnest.blobs import BlobRef
-from ravnest.exchange import VERSION
+from ravnest.exchange import HUB, VERSION
 from ravnest.hub.door import Door
 from ravnest.hub.events import PeerJoined, Phase, Received, Send
 from ravnest.hub.guarding import Guard
-from ravnest.hub.news import EpochDone, Evaluated, Left
+from ravnest.hub.news import EpochDone, Evaluated, Left, WorkLost
 from ravnest.net.identity import Token, new_keys
 from ravnest.protocol import Hello, StepReport
-from ravnest.staging import SnapshotMade, SnapshotOrder, StageReady
+from ravnest.staging import SnapshotMade, SnapshotOrder, StageMissing, StageReady
 
 
 @pytest.fixture(autouse=True)
@@ -152,4 +152,32 @@ def test_who_keeps_silent_about_the_result_goes_and_another_cluster_has_it():
     assert {news.node for news in world.told(Left)} == silent
     assert {news.reason for news in world.told(Left)} == {"it did not answer within 120 s"}
     assert silent.isdisjoint(part.node for part in world.finish.parts)
+    check_replay(world)
+
+
+def find_fault(world, liar):
+    """Let a peer name a source that it could not use, whenever it is to build a stage after the first."""
+    build = world._build
+
+    def lie_or_build(name, peer, parts):
+        others = [source.node for source in parts.sources if source.node != HUB]
+        if name == liar and world.ledger:
+            world.say(name, StageMissing(parts.epoch, others[0] if others else HUB, "damaged"), seconds=0.2)
+        else:
+            build(name, peer, parts)
+
+    world._build = lie_or_build
+
+
+def test_who_finds_fault_with_every_source_goes_and_the_others_are_believed_again():
+    world = world_of("abcdefg", epochs=6, checkpoint_every=None)
+    world.run_until(lambda: len(world.ledger) > 60)
+    (spare,) = set("abcdefg") - {name for cluster in world.hub.clusters for name in cluster.nodes}
+    find_fault(world, spare)
+    world.kill(world.hub.clusters[0].root)
+    world.run()
+    assert world.is_finished
+    assert spare in [news.node for news in world.told(Left)]
+    assert not world.told(WorkLost)
+    assert not world.hub._mending._sourcing._useless
     check_replay(world)
