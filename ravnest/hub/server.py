@@ -45,7 +45,7 @@ from ravnest.hub.store import apply_logged
 from ravnest.hub.supply import Supply
 from ravnest.net.identity import Token
 from ravnest.net.relay import Relay
-from ravnest.net.transport import Buffer, Delivery, LinkDown, LinkUp, PeerId, Service, Transport
+from ravnest.net.transport import MIB, Buffer, Delivery, Limits, LinkDown, LinkUp, PeerId, Service, Transport
 from ravnest.plan.types import NodeId
 from ravnest.protocol import (
     Complaint,
@@ -63,6 +63,8 @@ logger = logging.getLogger(__name__)
 HEARTBEAT_SECONDS = 1.0
 GRACE_SECONDS = 3.0  # a peer whose link is lost may come back
 PART_SECONDS = 5.0  # at the end, for all to leave
+LIMITS = Limits(incoming_bytes=2 * MIB)  # peers send words and pieces of blobs, never a tensor
+_MOST_WAITING = 10_000  # parcels for one peer: a lease's are hundreds, and one piece is asked for at a time
 _Outcome = tuple[Finish, list[bytes]]
 
 
@@ -189,6 +191,8 @@ class Server:
             self._hear_complaint(delivery.sender, name, message)
         elif name is None:
             logger.debug("%s from %s, which has not joined", type(message).__name__, delivery.sender)
+        elif name in self._outboxes and self._outboxes[name].qsize() > _MOST_WAITING:
+            self._ban(delivery.sender, "it asks for more than it takes")
         else:
             self._take(name, message, delivery.buffers)
 

@@ -22,7 +22,7 @@ from ravnest.config import PlanConfig, WireFormat
 from ravnest.errors import ConfigError, PlanError, RavnestError
 from ravnest.hub.events import Event, Order
 from ravnest.hub.news import News, Waiting
-from ravnest.hub.server import Server
+from ravnest.hub.server import LIMITS, Server
 from ravnest.hub.state import Hub as StateOfHub
 from ravnest.hub.status import Watch
 from ravnest.hub.store import Store, read_watch
@@ -173,7 +173,7 @@ class Hub:
                 log = self._store.append
             hub = self._watch.hub
             server = Server(self.token, hear, relay=relay, log=log, watch=self._see, hub=hub)
-            transport = ZeroMqTransport(keys, pauses, self._door, admit=server.admit)
+            transport = ZeroMqTransport(keys, pauses, self._door, LIMITS, admit=server.admit)
             await open_things.enter_async_context(transport)
             if relay is not None:
                 await open_things.enter_async_context(relay.listen(self._door))

@@ -96,10 +96,9 @@ class _Lane:
             raise ProtocolError(
                 f"{self.service.name}: a message of {len(sizes)} parts, header {sizes[:1]}, is refused"
             )
-        if size > limits.message_bytes:
-            raise ProtocolError(
-                f"{self.service.name}: a message of {size} bytes is over {limits.message_bytes}"
-            )
+        most = min(limits.message_bytes, limits.incoming_bytes)
+        if size > most:
+            raise ProtocolError(f"{self.service.name}: a message of {size} bytes is over {most}")
         if self._held and self._held + size + OVERHEAD_BYTES > self._credit:
             raise ProtocolError(f"{self.service.name}: {size} bytes more than the credit of {self._credit}")
         self._costs.append(size + OVERHEAD_BYTES)

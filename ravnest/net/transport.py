@@ -36,6 +36,7 @@ class Limits:
     header_bytes: int = 64 * 1024
     num_buffers: int = 256
     message_bytes: int = 2048 * MIB
+    incoming_bytes: int = 2048 * MIB  # of a message that is taken, where less is sent than may be
     chunk_bytes: int = MIB
     window_bytes: int = (
         4 * MIB

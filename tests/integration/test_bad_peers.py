@@ -17,12 +17,14 @@ from support.stranger import stranger
 
 import ravnest as rv
 from ravnest import wire
+from ravnest.blobs import BlobRequest
 from ravnest.config import WireFormat
 from ravnest.errors import ConfigError
+from ravnest.exchange import name_ballast
 from ravnest.hub.events import Event, PeerJoined, Received
 from ravnest.hub.news import Joined, Left, News
 from ravnest.hub.owner import Parts
-from ravnest.hub.server import Server
+from ravnest.hub.server import LIMITS, Server
 from ravnest.net.identity import SECRET_BYTES, Token, new_keys, peer_of, write_token
 from ravnest.net.relay import Relay
 from ravnest.net.transport import DialFailed, LinkDown, LinkUp, PublicKey
@@ -77,7 +79,7 @@ async def hub(expected_nodes: int = 9) -> AsyncIterator[World]:
         log=logged.append,
         watch=lambda event, _: watched.append(event),
     )
-    async with ZeroMqTransport(keys, SystemRandom(), HERE, admit=server.admit) as transport:
+    async with ZeroMqTransport(keys, SystemRandom(), HERE, LIMITS, admit=server.admit) as transport:
         world = World(Token((transport.address,), keys.public, secret), relay, server)
         world.told, world.logged, world.watched = told, logged, watched
         given = job(expected_nodes=expected_nodes, settle_seconds=1e6)
@@ -320,5 +322,35 @@ def test_a_taken_port_is_a_wrong_value_that_names_it() -> None:
                 async with ZeroMqTransport(new_keys(), SystemRandom(), address):
                     pass
             assert refused.value.exit_code == 3
+
+    run(main)
+
+
+def test_who_sends_a_hub_a_tensor_has_its_link_ended() -> None:
+    async def main() -> None:
+        async with hub() as world, stranger(world.token) as liar:
+            await liar.join("liar")
+            await liar.hear(Welcome)
+            spec = TensorSpec("uint8", (3 << 20,), WireFormat.FP32)
+            content = [bytes(3 << 20)]
+            await liar.send(Gradient(1, BatchId(1), ((0, spec),)), content)
+            lost = await liar.next_event(LinkDown)
+            assert "is over 2097152" in lost.reason
+
+    run(main)
+
+
+def test_who_asks_for_more_than_it_takes_is_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ravnest.hub.server._MOST_WAITING", 3)
+
+    async def main() -> None:
+        async with hub() as world, stranger(world.token) as liar:
+            await liar.join("liar")
+            await liar.hear(Welcome)
+            ref = name_ballast()
+            for _ in range(200):  # nothing of it is ever taken
+                await liar.send(BlobRequest(ref.blob, 0, ref.size_bytes))
+            await liar.next_event(LinkDown)
+            assert world.left() == [("liar", "it asks for more than it takes")]
 
     run(main)
