@@ -12,7 +12,7 @@ from typing import Any
 
 from ravnest import wire
 from ravnest.blobs import BlobPart, BlobRequest, ProbeOrder, ProbeReport
-from ravnest.errors import GuardError, LinkError, ProtocolError, RavnestError
+from ravnest.errors import ConfigError, GuardError, LinkError, ProtocolError, RavnestError
 from ravnest.exchange import Blobs, Parcel
 from ravnest.hub.door import Door
 from ravnest.hub.events import (
@@ -47,15 +47,7 @@ from ravnest.net.identity import Token
 from ravnest.net.relay import Relay
 from ravnest.net.transport import MIB, Buffer, Delivery, Limits, LinkDown, LinkUp, PeerId, Service, Transport
 from ravnest.plan.types import NodeId
-from ravnest.protocol import (
-    Complaint,
-    Hello,
-    Message,
-    Refusal,
-    Refused,
-    Stop,
-    Welcome,
-)
+from ravnest.protocol import Complaint, Hello, Message, Refusal, Refused, Stop, Welcome
 from ravnest.staging import PlanOrder, RingOrder
 
 logger = logging.getLogger(__name__)
@@ -100,6 +92,7 @@ class Server:
         self._dismissed: set[PeerId | None] = set()
         self._reports = Reports(self._blobs, self._post, self._apply)
         self._timer: asyncio.TimerHandle | None = None
+        self._has_lost_log = False
 
     async def run(self, transport: Transport, owner: Owner, job: JobGiven) -> _Outcome:
         """Train the job to its end; return what was kept and the weights of each part."""
@@ -264,7 +257,14 @@ class Server:
 
     def _apply(self, event: Event) -> None:
         """Let the state decide, carry out its orders, and come back when it is due."""
-        orders = self.hub.apply(event) if self._log is None else apply_logged(self.hub, event, self._log)
+        if self._has_lost_log:
+            return
+        try:
+            orders = self.hub.apply(event) if self._log is None else apply_logged(self.hub, event, self._log)
+        except ConfigError as error:  # also from a timer, which nobody awaits
+            self._has_lost_log = True  # what would be logged after a gap could not be replayed
+            self.fail(error)
+            return
         for order in orders:
             self._carry_out(order)
         if self._watch is not None:

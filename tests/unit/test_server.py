@@ -1,0 +1,38 @@
+"""The hub's program on virtual time, with a log that fails."""
+
+import asyncio
+from random import Random
+
+import pytest
+from support.hub_world import job
+from support.plan_world import node
+
+from ravnest.errors import ConfigError
+from ravnest.hub.events import Event, PeerJoined, Tick
+from ravnest.hub.server import Server
+from ravnest.net.identity import Token, new_keys
+from ravnest.net.memory import MemoryNetwork, MemoryTransport, run_virtual
+
+
+def test_a_log_that_fails_at_a_tick_ends_the_job_and_nothing_is_logged_after_the_gap() -> None:
+    logged: list[Event] = []
+
+    def log(event: Event) -> None:
+        if isinstance(event, Tick):
+            raise ConfigError("the disk is full")
+        logged.append(event)
+
+    async def main() -> None:
+        keys = new_keys()
+        server = Server(Token((), keys.public, b"s" * 16), bool, log=log)
+        async with MemoryTransport(MemoryNetwork(), keys, Random(1), "hub", admit=server.admit) as transport:
+            loop = asyncio.get_running_loop()
+            for seconds in (1.0, 100.0):
+                joined = PeerJoined(node(f"after {seconds}", 1.0), "key", (), seconds)
+                loop.call_later(seconds, server._apply, joined)
+            with pytest.raises(ConfigError, match="the disk is full"):
+                await server.run(transport, None, job(settle_seconds=5.0))
+            await asyncio.wait([loop.create_future()], timeout=200.0)
+
+    run_virtual(main())
+    assert [event.node.name for event in logged[1:]] == ["after 1.0"]
