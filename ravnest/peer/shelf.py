@@ -62,6 +62,7 @@ class Shelf:
             self._add(ref.blob, self._map(ref.blob))
         except (OSError, ValueError) as error:
             self._warn(error)
+            self._remove("unfinished")
             content = b"".join(make())
             ref = name_blob(content)
             self._add(ref.blob, content)
@@ -98,8 +99,13 @@ class Shelf:
         return self._folder.name
 
     def _map(self, blob: str) -> Buffer:
-        with Path(self._place, blob).open("rb") as file:
-            return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+        """Return a file's content; where systems allow it its name goes now, so a killed peer leaves none."""
+        path = Path(self._place, blob)
+        with path.open("rb") as file:
+            mapped = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+        with suppress(OSError):
+            path.unlink()
+        return mapped
 
     def _warn(self, error: Exception) -> None:
         if not self._has_warned:
