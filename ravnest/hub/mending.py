@@ -5,8 +5,8 @@ says who goes on, and hub.sourcing with what. Who leaves stays until nobody need
 Driven by hub.state.
 """
 
-from collections.abc import Callable
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 
 from ravnest.exchange import HUB

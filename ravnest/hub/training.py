@@ -28,8 +28,7 @@ class Training:
     def __init__(self, settings: JobSettings) -> None:
         self.settings = self._settings = settings
         self.num_counted = 0  # samples trained so far, over all epochs
-        self._next_lease = 0
-        self._next_batch = 0
+        self._next_lease = self._next_batch = 0
         self.restart()
 
     def restart(self, books: Books | None = None) -> int:
@@ -303,9 +302,8 @@ class Training:
     def _grant_evaluation(
         self, evaluation: Evaluation, cluster: ClusterState, members: Members
     ) -> list[Send | SendFields]:
-        is_trained = evaluation.is_last or (
-            self._book.num_counted(evaluation.epoch - 1) == self._settings.num_samples
-        )
+        num_counted = self._book.num_counted(evaluation.epoch - 1)
+        is_trained = evaluation.is_last or num_counted == self._settings.num_samples
         is_busy = any(lease.holder == cluster.holder and lease.lease for lease in self._open.values())
         num_left = self._settings.num_validation - evaluation.next_sample
         if is_busy or not is_trained or not num_left:

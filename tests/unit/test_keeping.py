@@ -108,8 +108,8 @@ def test_the_result_takes_the_place_of_a_checkpoint_and_is_not_given_up(keeping,
     assert (names, is_final) == ("cd", {True})
     assert number > first
     assert keeping.has_result_under_way
-    assert keeping.due(60.0) is None
-    assert keeping.expire(9999.0) is None
+    assert keeping.expire(9999.0) is None, "its silent ones are"
+    assert keeping.find_silent(9999.0) == ("c", "d")
     assert answer(keeping, "a", first) is None
 
 

@@ -40,7 +40,7 @@ def test_a_stage_that_nobody_was_given_is_not_ready():
     world.run_until(lambda: world.hub.clusters)
     (cluster,) = world.hub.clusters
     for name in cluster.nodes:
-        assert "was not given yet" in lie(world, name, StageReady(cluster.epoch))
+        assert "nobody told it to build" in lie(world, name, StageReady(cluster.epoch))
     world.run()
     assert world.is_finished
     check_replay(world)

@@ -97,7 +97,7 @@ def test_a_cluster_that_only_stood_still_keeps_all_it_has():
 
 def test_who_does_not_give_what_it_holds_is_asked_no_more_until_it_holds_something_else(scene):
     scene.change(*AFTER, known={"c": 100}, kept=10)
-    scene.sourcing.fail("c", scene.members)
+    scene.sourcing.fail("c", "a", scene.members)
     scene.change(*AFTER, known={"c": 100}, kept=10)
     assert scene.build() == {"s": [HUB], "b": []}
     scene.change(("sb", HALVES), ("c", ((0, 6),)), kept=10)
@@ -110,7 +110,7 @@ def test_a_backup_that_cannot_be_used_is_not_used_again(scene):
     backed_up(scene, 100)
     scene.change(*AFTER, known={"c": 50}, kept=95)
     assert scene.build() == {"s": ["t"], "b": []}
-    scene.sourcing.fail("t", scene.members)
+    scene.sourcing.fail("t", "a", scene.members)
     scene.change(*AFTER, known={"c": 50}, kept=95)
     assert scene.build() == {"s": [HUB], "b": []}
 
