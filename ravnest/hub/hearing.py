@@ -14,12 +14,14 @@ from ravnest.hub.members import ClusterState, Members
 from ravnest.hub.mending import Mending
 from ravnest.hub.news import BatchDropped, EpochDone, Evaluated, SpeedChanged
 from ravnest.hub.speeds import Speeds
+from ravnest.hub.stalls import Stalls
 from ravnest.hub.training import Training
 from ravnest.plan.types import NodeId
 from ravnest.protocol import DroppedBatch, LeaseDone, StepReport
 from ravnest.staging import SnapshotMade, StageMissing, StageReady
 
-OfStages = StageReady | StageMissing | SnapshotMade | LeaseDone | StepReport | DroppedBatch
+_OfCluster = StageReady | StageMissing | LeaseDone | StepReport | DroppedBatch
+OfStages = _OfCluster | SnapshotMade
 _Ordered = list[Order] | str  # orders, or why the message is refused
 
 
@@ -32,6 +34,7 @@ class Hearing:
         self._members, self._keeping = members, keeping
         self._mending, self._forming, self._guard = mending, forming, guard
         self.speeds = Speeds()
+        self.stalls = Stalls(members, keeping.number, mending.find_lazy)
 
     def hear(self, sender: NodeId, message: OfStages, training: Training, now: float) -> _Ordered:
         """Take what a member says of its stage, or of the one it had."""
@@ -39,11 +42,21 @@ class Hearing:
         if message.epoch != self._members.epoch(sender):
             return f"{name} of plan {message.epoch} from {sender}, who follows {self._members.epoch(sender)}"
         if isinstance(message, SnapshotMade):
+            if self.stalls.take(sender, message):
+                return []
             if self._keeping.awaits(sender, message):
                 return [*self._keeping.take(sender, message)]
             return self._mending.take_snapshot(sender, message)
         if cluster is None:
             return f"{name} from {sender}, who has no stage"
+        ordered = self._take(sender, cluster, message, training, now)
+        if not isinstance(ordered, str):
+            self.stalls.hear(cluster, now)
+        return ordered
+
+    def _take(
+        self, sender: NodeId, cluster: ClusterState, message: _OfCluster, training: Training, now: float
+    ) -> _Ordered:
         match message:
             case StageReady():
                 return self._mending.take_ready(sender, now)

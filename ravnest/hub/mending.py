@@ -240,6 +240,11 @@ class Mending:
         self._sourcing.fail(missing.node, sender, self._members)
         return None
 
+    def find_lazy(self, cluster: ClusterState) -> list[NodeId]:
+        """Return who a cluster that gets ready waits for: who is told to build, or who is to give."""
+        building = [name for name in cluster.unready if self._sourcing.has_ordered(name)]
+        return sorted(building) or self._sourcing.unanswered
+
     def misses_all(self, sender: NodeId) -> bool:
         """Return whether the fault is rather a node's own than that of all who gave it something."""
         return self._num_missed[sender] >= _MOST_MISSED

@@ -206,6 +206,11 @@ class Sourcing:
         held = replace(member.held, start=start, stop=stop) if start < stop else None
         members.replace(replace(member, held=held))
 
+    @property
+    def unanswered(self) -> list[NodeId]:
+        """Who was asked for a snapshot and has not made it."""
+        return [*self._asked.values()]
+
     def has_ordered(self, name: NodeId) -> bool:
         """Return whether a node was told to build its stage."""
         return name in self._needs and self._needs[name].is_ordered

@@ -36,6 +36,7 @@ from ravnest.hub.news import NotCheckpointed, Repaired, Stopping
 from ravnest.hub.planning import PlanMade, Probed
 from ravnest.hub.probing import take_probe
 from ravnest.hub.rounds import Ended
+from ravnest.hub.stalls import IDLE
 from ravnest.hub.training import Training
 from ravnest.plan.types import NodeId
 from ravnest.protocol import (
@@ -77,6 +78,8 @@ class Hub(Crew):
             times.append(self._rounds.due)
         if self.phase is Phase.KEEPING:
             times.append(self._keeping.answer_by)
+        elif self.phase in (Phase.TRAINING, Phase.EVALUATING):
+            times.append(self._hearing.stalls.due)
         if self.phase is Phase.TRAINING:
             times += [
                 self._stop_by,
@@ -203,11 +206,13 @@ class Hub(Crew):
             return orders
         if self.phase is Phase.COLLECTING:
             orders += self._forming.ask(self._job, self._members, self.now)
-        silent = self._keeping.find_silent(self.now) if self.phase is Phase.KEEPING else ()
-        for name, reason in (*self._mending.let_go(self.now), *((name, f"it {SILENT}") for name in silent)):
+        is_at_work = self.phase in (Phase.TRAINING, Phase.EVALUATING)
+        idle, stuck = self._hearing.stalls.find_idle(self.now) if is_at_work else ([], [])
+        for name, reason, word in self._find_parting(idle):
             left = self._leave(name, reason)
             assert isinstance(left, list)
-            orders += [*left, Dismiss(name, "goodbye")]
+            orders += [*left, Dismiss(name, word)]
+        orders += self._rebuild(stuck)
         if self.phase is Phase.TRAINING:
             orders += self._train(self._job)
         if self.phase is Phase.AVERAGING:
@@ -217,7 +222,32 @@ class Hub(Crew):
             self.phase = Phase.KEEPING if self._training.is_finished else self.phase
         if self.phase is Phase.KEEPING and not self._keeping.has_result_under_way:
             orders += self._keeping.start(self._training.most_trained(self._members.running), self.now)
+        if self.phase in (Phase.TRAINING, Phase.EVALUATING):  # whoever has work by now
+            orders += self._ask_silent(self._job)
         return orders
+
+    def _find_parting(self, idle: list[NodeId]) -> list[tuple[NodeId, str, str]]:
+        """Return who goes now, why, and what it is told."""
+        silent = self._keeping.find_silent(self.now) if self.phase is Phase.KEEPING else ()
+        return [
+            *((name, reason, "goodbye") for name, reason in self._mending.let_go(self.now)),
+            *((name, f"it {SILENT}", "goodbye") for name in silent),
+            *((name, IDLE, f"{IDLE}; start it again") for name in idle),
+        ]
+
+    def _rebuild(self, stuck: list[ClusterState]) -> list[Order]:
+        """Give work back, and build anew, where all answer and nothing moves."""
+        orders: list[Order] = []
+        for cluster in (each for each in stuck if each in self._members.running):
+            self._forming.note_change(self.now)
+            why = "it has work, and nothing moves"
+            lost = self._mending.lose(cluster, why, self._training, self.now) if self._can_mend else None
+            orders += self._give_up(cluster, why) if lost is None else lost
+        return orders
+
+    def _ask_silent(self, job: JobGiven) -> list[Send]:
+        rate = self._members.outlook.samples_per_second / max(1, len(self._members.clusters))
+        return self._hearing.stalls.ask(self._training.is_busy, job.settings, rate, self.now)
 
     def _adopt(self, made: PlanMade) -> Ordered:
         """Follow a plan, unless somebody came or went while it was made: another one is on its way then."""

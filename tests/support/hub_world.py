@@ -116,6 +116,7 @@ def job(**changes):
         "chunk_batches": 2,
         "average_every": 3,
         "settle_seconds": 5.0,
+        "most_snapshot_bytes": 10_000_000,
     }
     return JobGiven(even_model(6), SIMPLE, JobSettings(**(settings | changes)), 0.0)
 

@@ -1,0 +1,104 @@
+"""Peers whose links live and whose stages do nothing: they go, and the others train on."""
+
+import pytest
+from support.hub_world import HubWorld, check_replay, job, quick_plans
+
+from ravnest.hub.news import Checkpointed, ClusterBroken, Left, Recovered
+from ravnest.staging import SnapshotOrder
+
+
+@pytest.fixture(autouse=True)
+def _quick_plans():
+    with quick_plans():
+        yield
+
+
+def world_of(names, memory_mb=150.0, **changes):
+    world = HubWorld(job(**({"num_validation": 0} | changes)))
+    world.join(*names, memory_mb=memory_mb)
+    world.run_until(lambda: len(world.ledger) > 20)
+    return world
+
+
+def finishes(world):
+    world.run()
+    assert world.finish is not None
+    assert set(world.ledger.values()) == {1}
+    check_replay(world)
+
+
+@pytest.mark.parametrize("place", [0, 1, -1])
+def test_a_stage_that_hangs_is_taken_over(place):
+    world = world_of("abcd")
+    idle, since = world.hub.clusters[0].nodes[place], world.now
+    world.muted.add(idle)
+    for node in world.hub.clusters[0].nodes:  # the others wait for it
+        world.peers[node].busy_until = 1e9
+    world._from_cluster = lambda *_: None
+    world.run_until(lambda: world.told(Left))
+    (left,) = world.told(Left)
+    assert left.node == idle
+    assert "it does no work" in left.reason
+    assert 110 < world.now - since < 140
+    del world._from_cluster
+    finishes(world)
+
+
+def test_a_cluster_in_which_all_answer_but_nothing_moves_is_built_anew():
+    world = world_of("abcd")
+    world._from_cluster = lambda *_: None
+    world.run_until(lambda: world.told(ClusterBroken))
+    assert "nothing moves" in world.told(ClusterBroken)[0].reason
+    del world._from_cluster
+    finishes(world)
+    assert world.told(Left) == []
+    assert len(world.told(Recovered)) == 1
+
+
+def test_who_hangs_in_the_last_evaluation_is_not_waited_for_for_ever():
+    world = HubWorld(job(num_validation=23))
+    world.join(*"abcde", memory_mb=250.0)
+    world.run_until(lambda: world.hub.phase.name == "EVALUATING")
+    evaluating = next(each for each in world.hub.clusters if world.hub.books.is_busy(each))
+    world.muted.add(evaluating.leaf)
+    finishes(world)
+    assert [news.node for news in world.told(Left)] == [evaluating.leaf]
+
+
+def test_who_works_is_never_asked_however_long_it_takes():
+    world = world_of("abc", num_samples=60, checkpoint_every=None)
+    for name in "abc":
+        world.slow(name, 100.0)  # half a minute for each batch
+    finishes(world)
+    orders = [order for orders in world.answers for order in orders]
+    asked = [order for order in orders if isinstance(getattr(order, "message", None), SnapshotOrder)]
+    assert all(order.message.is_final for order in asked)
+
+
+def test_who_never_gets_ready_goes():
+    world = world_of("abcd", checkpoint_every=3.0)
+    world.run_until(lambda: world.told(Checkpointed))
+    cluster, since = world.hub.clusters[0], world.now
+    (spare,) = set("abcd") - set(cluster.nodes)
+    world.muted.add(spare)
+    world.kill(cluster.nodes[1])
+    world.run_until(lambda: len(world.told(Left)) == 2)
+    assert (world.told(Left)[1].node, "it does no work" in world.told(Left)[1].reason) == (spare, True)
+    assert world.now - since > 300, "it may have been fetching something large"
+    world.join("x")
+    finishes(world)
+
+
+def test_who_never_gives_what_others_need_goes():
+    world = HubWorld(job(num_validation=0, average_every=1, epochs=6))
+    world.join(*"abcdefg", memory_mb=150.0)
+    world.run_until(lambda: world.hub.clusters and world.hub.books.base(world.hub.clusters))
+    first, second = world.hub.clusters
+    world.kill(first.nodes[1])
+    world.run_until(lambda: world.told(ClusterBroken))
+    world.muted |= set(second.nodes)
+    world.run_until(lambda: len(world.told(Left)) > 1)
+    gone = {news.node for news in world.told(Left)} - {first.nodes[1]}
+    assert gone <= set(second.nodes)
+    world.muted.clear()
+    finishes(world)
