@@ -11,7 +11,14 @@ from collections.abc import Mapping, Sequence
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
-_PRELOADED = ["torch", "ravnest.cli", "ravnest.net.zeromq", "ravnest.peer.agent", "ravnest.peer.machine"]
+_PRELOADED = [
+    "torch",
+    "torch._dynamo",
+    "ravnest.cli",
+    "ravnest.net.zeromq",
+    "ravnest.peer.agent",
+    "ravnest.peer.machine",
+]
 _END_SECONDS = 30.0
 
 
