@@ -1,6 +1,41 @@
-"""One hypothesis profile for all laws: the same examples on every machine, and no clock."""
+"""One hypothesis profile for all laws: the same examples on every machine, and no clock.
 
+Tests that need root are skipped where that cannot be had, unless RAVNEST_NEEDS_FAULTS says that it must.
+"""
+
+import functools
+import os
+import shutil
+import subprocess
+
+import pytest
 from hypothesis import settings
 
 settings.register_profile("ravnest", deadline=None, derandomize=True, max_examples=150)
 settings.load_profile("ravnest")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "needs_root: makes networks and mounts disks")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("needs_root") is None:
+        return
+    missing = find_missing()
+    if missing and os.environ.get("RAVNEST_NEEDS_FAULTS"):
+        pytest.fail(f"{missing}; RAVNEST_NEEDS_FAULTS is set, so this is not skipped", pytrace=False)
+    if missing:
+        pytest.skip(missing)
+
+
+@functools.cache
+def find_missing() -> str:
+    """Return what networks and disks cannot be made without, as a sentence; nothing if all of it is here."""
+    programs = [each for each in ("ip", "tc", "mount", "unshare") if shutil.which(each) is None]
+    if programs:
+        return f"networks and disks are made with {' and '.join(programs)}, which this PC lacks"
+    tried = subprocess.run(["unshare", "--net", "--mount", "true"], capture_output=True, check=False)
+    if tried.returncode:
+        return "networks and disks are made by root, with the right to make namespaces; run this as root"
+    return ""

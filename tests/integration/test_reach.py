@@ -4,14 +4,15 @@ import asyncio
 import os
 import signal
 import subprocess
-from collections.abc import Coroutine, Iterator
-from contextlib import AsyncExitStack, contextmanager
+from collections.abc import Coroutine
+from contextlib import AsyncExitStack
 from pathlib import Path
 from random import SystemRandom
 from typing import Any
 
 import msgspec
 import pytest
+from support.as_root import networks
 from support.small_swarm import BARE_JOIN, JOIN, PLAN, ROOT, check_books, joining, make_job
 
 import ravnest as rv
@@ -122,33 +123,7 @@ def test_dead_addresses_before_the_good_one_are_passed_over(joined: list[None]) 
     assert not joined
 
 
-@contextmanager
-def networks(num: int) -> Iterator[list[tuple[str, str]]]:
-    """Make namespaces with a link to this one and no way to each other; give each one's name and our end."""
-    made: list[tuple[str, str]] = []
-    try:
-        for number in range(num):
-            name = f"rvn{os.getpid()}-{number}"
-            net = f"198.{18 + number}.{os.getpid() % 250}"
-            made.append((name, f"{net}.1"))
-            for command in (
-                f"ip netns add {name}",
-                f"ip link add {name} type veth peer name inside netns {name}",
-                f"ip address add {net}.1/30 dev {name}",
-                f"ip link set {name} up",
-                f"ip -netns {name} address add {net}.2/30 dev inside",
-                f"ip -netns {name} link set inside up",
-                f"ip -netns {name} link set lo up",
-            ):
-                subprocess.run(command.split(), check=True, capture_output=True)
-        yield made
-    finally:
-        for name, _ in made:
-            subprocess.run(["ip", "link", "delete", name], check=False, capture_output=True)
-            subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
-
-
-@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="namespaces are made by root")
+@pytest.mark.needs_root
 def test_peers_whose_networks_lead_only_to_the_hub_train_through_the_relay(joined: list[None]) -> None:
     told: list[News] = []
     with networks(2) as made, rv.Hub("0.0.0.0:0", plan=PLAN, tell=told.append) as hub:

@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +29,13 @@ from ravnest.hub.news import (
 )
 from ravnest.job.result import Result
 from ravnest.protocol import RoundCommit, RoundOpen, RoundReady
+from tests.support.as_root import call, fill, networks, small_disk
 from tests.support.faults import (
     EPOCHS,
     FLOPS_PER_SECOND,
     NUM_SAMPLES,
     Step,
     Story,
-    cable,
-    call,
     check,
     is_news,
     make_job,
@@ -45,7 +43,6 @@ from tests.support.faults import (
 )
 from tests.support.small_swarm import BARE_JOIN, ROOT
 
-IS_ROOT = hasattr(os, "geteuid") and os.geteuid() == 0
 NUM_PEERS = 7  # two clusters of three, and a spare
 LOSS_RATIO = 1.5  # over the worst of two undisturbed runs
 
@@ -184,14 +181,14 @@ def test_who_leaves_politely_loses_nothing_and_who_thaws_joins_anew(
     assert story.peers.end(gone[1]) == 0
 
 
-@pytest.mark.skipif(not IS_ROOT, reason="cables are laid by root")
+@pytest.mark.needs_root
 def test_a_link_gets_slow_and_then_its_cable_is_cut_and_healed_after_the_grace(
     tmp_path: Path, undisturbed: float
 ) -> None:
     def is_far(kind: type) -> Callable[[Any], bool]:
         return lambda thing: isinstance(thing, kind) and thing.node == "far"
 
-    with cable() as far:
+    with networks(1) as (far,):
         bucket = "root tbf rate 2mbit burst 32kb latency 50ms"
         story = Story(
             [
@@ -208,23 +205,13 @@ def test_a_link_gets_slow_and_then_its_cable_is_cut_and_healed_after_the_grace(
     assert story.of(Recovered)
 
 
-@pytest.mark.skipif(not IS_ROOT, reason="a small disk is mounted by root")
+@pytest.mark.needs_root
 def test_a_full_disk_costs_checkpoints_but_not_the_run(tmp_path: Path, undisturbed: float) -> None:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    call(f"mount -t tmpfs -o size=8m tmpfs {disk}")
-    try:
-        full = disk / "full"
-
-        def fill(_: Story) -> None:
-            with suppress(OSError), full.open("wb", buffering=0) as file:
-                while file.write(bytes(65536)):
-                    pass
-
+    with small_disk(tmp_path / "disk", "8m") as disk:
         story = Story(
             [
-                Step(is_news(Checkpointed), fill),
-                Step(is_news(NotCheckpointed), lambda _: full.unlink()),
+                Step(is_news(Checkpointed), lambda _: fill(disk)),
+                Step(is_news(NotCheckpointed), lambda _: (disk / "full").unlink()),
                 Step(is_news(Checkpointed), lambda _: None),
             ]
         )
@@ -233,8 +220,6 @@ def test_a_full_disk_costs_checkpoints_but_not_the_run(tmp_path: Path, undisturb
         assert check(story, result, epochs=3) < LOSS_RATIO * undisturbed
         assert "is full; make room" in story.of(NotCheckpointed)[0].reason
         assert (disk / "model.safetensors").is_file()
-    finally:
-        call(f"umount {disk}")
 
 
 JOB = """

@@ -4,9 +4,7 @@ A `Story` hears all news, events and orders of the hub; its steps wait for one o
 """
 
 import contextlib
-import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -133,32 +131,6 @@ class Story:
         ends = [at for at, news in self.told if isinstance(news, Recovered | ClusterDissolved)]
         pairs = [(what, at, next((end for end in ends if end > at), None)) for at, what in self.faults]
         return [(what, end - at) for what, at, end in pairs if end is not None]
-
-
-@contextlib.contextmanager
-def cable() -> Iterator[tuple[str, str]]:
-    """Lay a cable to a new network namespace; give its name, which our end has too, and our address."""
-    name, net = f"rvc{os.getpid()}", f"198.19.{os.getpid() % 250}"
-    try:
-        for words in (
-            f"ip netns add {name}",
-            f"ip link add {name} type veth peer name inside netns {name}",
-            f"ip address add {net}.1/30 dev {name}",
-            f"ip link set {name} up",
-            f"ip -netns {name} address add {net}.2/30 dev inside",
-            f"ip -netns {name} link set inside up",
-            f"ip -netns {name} link set lo up",
-        ):
-            call(words)
-        yield name, f"{net}.1"
-    finally:
-        for words in (f"ip link delete {name}", f"ip netns delete {name}"):
-            subprocess.run(words.split(), check=False, capture_output=True)
-
-
-def call(words: str) -> None:
-    """Run a command that must succeed."""
-    subprocess.run(words.split(), check=True, capture_output=True)
 
 
 @contextlib.contextmanager

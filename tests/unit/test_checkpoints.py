@@ -23,6 +23,7 @@ from ravnest.job.checkpoints import CheckpointError, Checkpoints
 from ravnest.job.manifest import FORMAT, MANIFEST, find_difference, hash_state, parse_manifest
 from ravnest.model.blueprint import PARAMETER, StateEntry
 from ravnest.protocol import ITEM_BYTES
+from tests.support.as_root import let_write, small_disk
 from tests.support.saved_run import JOB, books_of, check_content, parts_of
 
 
@@ -519,22 +520,11 @@ def test_an_empty_file_is_damage(tmp_path: Path) -> None:
     assert kept.find() is None
 
 
-@contextlib.contextmanager
-def small_disk(place: Path) -> Iterator[Path]:
-    place.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(place)]
-    if shutil.which("mount") is None or subprocess.run(command, capture_output=True, check=False).returncode:
-        pytest.skip("a file system of its own cannot be mounted here")
-    try:
-        yield place
-    finally:
-        subprocess.run(["umount", "-l", str(place)], check=True)
-
-
 def big_parts(size_bytes: int) -> list[tuple[int, int, bytes]]:
     return [(0, 2, save({"w": np.zeros(size_bytes, np.uint8)})), parts_of(0)[1]]
 
 
+@pytest.mark.needs_root
 def test_a_full_disk_leaves_what_was_there(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk") as disk:
         kept = Checkpoints(disk)
@@ -552,11 +542,12 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path) -> None:
         assert kept.find().number == 2
 
 
+@pytest.mark.needs_root
 def test_a_read_only_disk_is_told_and_can_be_read(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk") as disk:
         kept = Checkpoints(disk, keep=1)
         write(kept, 1)
-        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+        let_write(disk, is_allowed=False)
         with pytest.raises(CheckpointError, match=r"000002 was not written: .*Read-only file system"):
             write(kept, 2)
         check_content(kept.find(), 1)
@@ -564,17 +555,34 @@ def test_a_read_only_disk_is_told_and_can_be_read(tmp_path: Path) -> None:
             write(Checkpoints(disk / "deeper"), 1)
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="nothing is closed to root")
-def test_a_folder_of_somebody_else_is_told(tmp_path: Path) -> None:
-    kept = Checkpoints(tmp_path)
-    write(kept, 1)
-    (tmp_path / "checkpoints").chmod(0o555)
+@contextlib.contextmanager
+def somebody_else() -> Iterator[None]:
+    """Let root, to whom nothing is closed, be nobody for a while."""
+    is_root = os.geteuid() == 0
+    if is_root:
+        os.seteuid(65534)
     try:
-        with pytest.raises(CheckpointError, match=r"cannot be written \(Permission denied\)"):
+        yield
+    finally:
+        if is_root:
+            os.seteuid(0)
+
+
+def test_a_folder_of_somebody_else_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # the folders above are closed to others
+    kept = Checkpoints(Path())
+    write(kept, 1)
+    tmp_path.chmod(0o755)
+    Path("checkpoints").chmod(0o555)
+    try:
+        with (
+            somebody_else(),
+            pytest.raises(CheckpointError, match=r"cannot be written \(Permission denied\)"),
+        ):
             write(kept, 2)
         check_content(kept.find(), 1)
     finally:
-        (tmp_path / "checkpoints").chmod(0o755)
+        Path("checkpoints").chmod(0o755)
 
 
 def test_it_needs_no_torch() -> None:
