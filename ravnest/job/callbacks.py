@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from ravnest.errors import ConfigError
-from ravnest.hub.news import EpochDone, Evaluated, Joined, Left, News, PlanFormed, Trained, Waiting, show_news
+from ravnest.hub.news import EpochDone, Evaluated, Joined, Left, News, PlanFormed, Resumed, Trained, Waiting
+from ravnest.hub.news import show_news as show
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ class Callbacks:
                 self._num_missing -= 1 if isinstance(news, Joined) else -1
                 if self._num_missing > 0:
                     self._pass_on(Waiting(f"{self._num_missing} more of the awaited nodes have to join"))
-            case PlanFormed():
+            case PlanFormed() | Resumed():  # who is known already comes back, or is not waited for long
                 self._num_missing = None
 
     def _pass_on(self, news: News) -> None:
@@ -66,7 +67,7 @@ class Narrator:
         if isinstance(news, Trained) and now < self._said_at + _PAUSE_SECONDS:
             return
         self._said_at = now
-        sys.stderr.write(show_news(news) + "\n")
+        sys.stderr.write(show(news) + "\n")
 
 
 class _Numbers:

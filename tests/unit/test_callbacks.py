@@ -15,6 +15,7 @@ from ravnest.hub.news import (
     Left,
     News,
     PlanFormed,
+    Resumed,
     RoundEnded,
     Trained,
     Waiting,
@@ -114,6 +115,14 @@ def test_people_are_told_how_many_are_missing_until_there_is_a_plan() -> None:
         tell(news)
     missing = [news.reason.split()[0] for news in heard if isinstance(news, Waiting)]
     assert missing == ["1", "2", "1"]
+
+
+def test_nobody_is_missing_when_a_run_goes_on() -> None:
+    heard: list[News] = []
+    tell = Callbacks([heard.append], 2)
+    for news in (Resumed(10, 2), Left("a", "it came back as new"), Joined("a")):
+        tell(news)
+    assert not any(isinstance(news, Waiting) for news in heard)
 
 
 def test_nobody_is_missing_where_nobody_is_awaited() -> None:
