@@ -106,9 +106,10 @@ class Server:
         self._supply = Supply(owner, self._blobs, *around)
         is_new = self.hub.books is None
         async with asyncio.TaskGroup() as self._tasks:
-            self._start(self._listen())
             now = self._time()
             self._apply(replace(job, now=now) if is_new else Restarted(job.books, now))
+            if not self._has_lost_log:
+                self._start(self._listen())
             try:
                 outcome = await self._result
             finally:
@@ -135,7 +136,9 @@ class Server:
             self._result.set_result(error)
 
     async def _part(self) -> None:
-        """Tell everyone that it is over, and wait until they have left."""
+        """Tell everyone that it is over, and wait until they have left; who is to go on is told nothing."""
+        if self._has_lost_log:
+            return
         for peer in self._door.names.keys() - self._transport.connected():
             self._door.forget(peer)
         self._parting = self._loop.create_future()

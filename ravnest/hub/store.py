@@ -37,10 +37,12 @@ COMMIT;
 _STATES = "CREATE TABLE IF NOT EXISTS states (id INTEGER PRIMARY KEY, number INTEGER, seal TEXT, body BLOB)"
 _SAVED_EVERY = 20_000  # events: replaying so many takes seconds
 _KINDS = {kind.__name__: kind for kind in Event.__args__}
-_FULL = "the disk is full; make room and start the hub again: what it has logged is kept"
+_AGAIN = "start the hub again with --resume: what it has logged is kept, and peers wait a minute for it"
+_FULL = f"the disk is full; make room and {_AGAIN}"
 _CLOSED = "it cannot be written; choose another folder, or change its permissions"
 _ADVICE = {
     "is full": _FULL,
+    "disk I/O": f"the disk does not do what it should; have a look at it and {_AGAIN}",
     "readonly": _CLOSED,
     "unable to open": _CLOSED,
     "not a database": f"{_LOG} is damaged or of another program; move it away, or choose another folder",

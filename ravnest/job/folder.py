@@ -18,6 +18,7 @@ from ravnest.net.identity import SECRET_BYTES, KeyPair, Token, load_keys, new_ke
 RUNS = Path("runs")
 MODEL = "model.safetensors"
 _FILE = "hub.json"
+_WAY_OUT = "give a folder that can be made, is yours and has room"
 _SAME_PROCESS_SECONDS = 2.0  # systems round the time a process was started at
 
 
@@ -79,8 +80,7 @@ def open_run(folder: Path) -> HubFile:
             raise ConfigError(f"{folder} holds a finished run; give another folder, or move it away")
         write_hub_file(folder, found)
     except OSError as error:
-        problem = f"the folder {folder} cannot be written: {error.strerror or error}"
-        raise ConfigError(f"{problem}; give a folder that can be made and is yours") from None
+        raise ConfigError(f"the folder {folder} cannot be written: {error.strerror}; {_WAY_OUT}") from None
     return found
 
 
@@ -98,11 +98,14 @@ def set_aside(folder: Path, with_checkpoints: bool = True) -> None:
 def write_hub_file(folder: Path, content: HubFile) -> None:
     """Write hub.json whole or not at all, for nobody else to read."""
     unfinished = folder / f".{_FILE}.{os.getpid()}.unfinished"
-    unfinished.unlink(missing_ok=True)
-    descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(msgspec.json.encode(content))
-    unfinished.replace(folder / _FILE)
+    try:
+        unfinished.unlink(missing_ok=True)
+        descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(msgspec.json.encode(content))
+        unfinished.replace(folder / _FILE)
+    except OSError as error:
+        raise ConfigError(f"the folder {folder} cannot be written: {error.strerror}; {_WAY_OUT}") from None
 
 
 def read_hub_file(folder: Path) -> HubFile:

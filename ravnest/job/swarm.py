@@ -101,7 +101,8 @@ class Hub:
     ) -> None:
         self._peers.kill()
         if self._file and self._folder:
-            write_hub_file(self._folder, msgspec.structs.replace(self._file, pid=0))
+            with contextlib.suppress(ConfigError):  # its process has gone, anybody can see that
+                write_hub_file(self._folder, msgspec.structs.replace(self._file, pid=0))
 
     @property
     def token(self) -> Token:

@@ -70,6 +70,8 @@ def test_a_finished_run_is_not_overwritten(tmp_path: Path) -> None:
 
 def test_a_place_that_is_no_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"file cannot be written: Not a directory; give .* has room"):
+        write_hub_file(tmp_path / "file", new_hub_file())
     with pytest.raises(ConfigError, match="cannot be written"):
         open_run(tmp_path / "file")
     with pytest.raises(ConfigError, match="cannot be written"):

@@ -1,0 +1,132 @@
+"""A hub is killed, its disk fills up or may not be written: it says so, and goes on from its folder."""
+
+import asyncio
+import json
+import re
+import sys
+from pathlib import Path
+from random import SystemRandom
+from unittest.mock import Mock
+
+import pytest
+
+import ravnest as rv
+from benchmarks.joining import Peers
+from ravnest.errors import ConfigError
+from ravnest.hub.events import Event
+from ravnest.hub.news import Checkpointed, EpochDone, NotCheckpointed
+from ravnest.hub.server import Server
+from ravnest.net.identity import Token, new_keys
+from ravnest.net.zeromq import ZeroMqTransport
+from ravnest.protocol import RoundReady
+from tests.support.as_root import fill, let_write, small_disk
+from tests.support.faults import (
+    FLOPS_PER_SECOND,
+    NUM_SAMPLES,
+    Step,
+    Story,
+    check,
+    is_news,
+    make_job,
+    swarm,
+)
+from tests.support.hub_program import Fault, HubProgram, kill_itself
+from tests.support.hub_world import job
+
+HERE = "tcp://127.0.0.1:*"
+MEMORY_BYTES = 503.5e6  # the program's own, and a little more than half the model
+NUM_PEERS = 4  # two clusters of two
+
+pytestmark = pytest.mark.timeout(240)
+
+
+@pytest.mark.needs_root
+def test_a_hub_is_killed_in_a_round_and_later_its_disk_is_full(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "run", "16m") as folder:
+        hub = HubProgram(tmp_path, folder, NUM_PEERS, epochs=4)
+        peers = Peers(hub.invite(), tmp_path, flops_per_second=FLOPS_PER_SECOND, memory_bytes=MEMORY_BYTES)
+        try:
+            for number in range(NUM_PEERS):
+                peers.start(f"node{number}")
+            killed = hub.run(fault=Fault(RoundReady, kill_itself, after=EpochDone))
+            filled = hub.run("--resume", fault=Fault(EpochDone, fill))
+            assert len(peers.alive) == NUM_PEERS  # they wait for a hub that says it can go on
+            (folder / "full").unlink()
+            ended = hub.run("--resume")
+        finally:
+            peers.close()
+        said = [killed.said, filled.said, ended.said]
+        sys.stderr.write("--- started again\n".join(said))
+        assert [killed.code, filled.code, ended.code] == [-9, 3, 0]
+        full = filled.said.splitlines()[-1]
+        assert full.startswith(f"error: {folder}: the disk is full; make room and start the hub again")
+        assert "Traceback" not in filled.said
+        for text in (filled.said, ended.said):
+            assert text.count("is back, with what it had") == NUM_PEERS
+            assert len(re.findall(r"trains again after \d", text)) == 2
+        epochs = re.findall(r"^epoch (\d+): (\d+) samples, loss ([\d.]+)", "".join(said), re.M)
+        assert [(int(epoch), int(count)) for epoch, count, _ in epochs] == [
+            (epoch + 1, NUM_SAMPLES) for epoch in range(4)
+        ]
+        done = json.loads(ended.answers.splitlines()[-1])
+        assert done["metrics"]["val_loss"] < 0.5 * float(epochs[0][-1])
+        assert (folder / "model.safetensors").is_file()
+
+
+@pytest.mark.needs_root
+def test_a_disk_that_takes_no_checkpoints_does_not_end_the_run(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "8m") as disk:
+        story = Story(
+            [
+                Step(is_news(Checkpointed), lambda _: fill(disk)),
+                Step(is_news(NotCheckpointed), lambda _: (disk / "full").unlink()),
+                Step(is_news(Checkpointed), lambda _: let_write(disk, is_allowed=False)),
+                Step(is_news(NotCheckpointed), lambda _: let_write(disk, is_allowed=True)),
+                Step(is_news(Checkpointed), lambda _: None),
+            ]
+        )
+        with swarm(story, tmp_path, 3) as hub:
+            result = hub.fit(make_job(epochs=4), nodes=3, out=disk)
+        assert check(story, result, epochs=4) < 0.5 * story.of(EpochDone)[0].loss
+        is_full, is_closed = [news.reason for news in story.of(NotCheckpointed)]
+        assert "is full; make room" in is_full
+        assert "cannot be written (Read-only file system)" in is_closed
+        assert (disk / "model.safetensors").is_file()
+
+
+@pytest.mark.needs_root
+def test_a_folder_that_may_not_be_written_is_refused_before_anything_is_trained(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk") as disk:
+        with rv.Hub("127.0.0.1:0", folder=disk / "begun"):
+            pass
+        let_write(disk, is_allowed=False)
+        for folder in (disk / "new", disk / "begun"):
+            told = f"the folder {folder} cannot be written: Read-only file system; give a folder"
+            with pytest.raises(ConfigError, match=re.escape(told)), rv.Hub("127.0.0.1:0", folder=folder):
+                pass
+        with rv.Hub("127.0.0.1:0") as hub:
+            for out in (disk, disk / "new", disk / "model.safetensors"):
+                with pytest.raises(ConfigError, match="cannot be written; give a folder that exists and is"):
+                    hub.fit(make_job(), out=out)
+
+
+@pytest.mark.parametrize("num_logged", [0, 1])
+def test_a_hub_whose_log_takes_no_more_ends_with_the_reason_whatever_it_was_at(num_logged: int) -> None:
+    logged: list[Event] = []
+
+    def log(event: Event) -> None:
+        if len(logged) == num_logged:
+            raise ConfigError("the disk is full")
+        logged.append(event)
+
+    async def main() -> None:
+        keys = new_keys()
+        server = Server(Token((), keys.public, bytes(16)), print, log=log)
+        async with ZeroMqTransport(keys, SystemRandom(), HERE, admit=server.admit) as transport:
+            asyncio.get_running_loop().call_later(0.0, server.stop, "a callback, from which nobody hears")
+            async with asyncio.timeout(20):
+                await server.run(transport, Mock(), job())
+
+    with pytest.raises(ConfigError, match="the disk is full"):
+        asyncio.run(main())
+    assert len(logged) == num_logged

@@ -1,0 +1,110 @@
+"""`ravnest hub` as a program of its own that suffers a fault at a moment named by what happens in it.
+
+It is forked from a process that has torch loaded, and its folder is known before it is started, so that peers
+can be told where it will be.
+"""
+
+import multiprocessing
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ravnest.hub.events import Event, Order, Tell
+from ravnest.job.folder import open_run
+
+JOB = """
+from tests.support.faults import make_job
+job = make_job(**{options})
+"""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What happens to a hub when it has taken so many things of a kind, since it did those of another."""
+
+    kind: type
+    act: Callable[[Path], object]
+    count: int = 1
+    after: type | None = None
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a hub ended: by which exit code or signal, after how long, and what it wrote."""
+
+    code: int
+    seconds: float
+    answers: str
+    said: str
+
+
+def kill_itself(_: Path) -> None:
+    """Die without a word."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class HubProgram:
+    """A hub for a job of `tests.support.faults`, in a folder that it goes on in."""
+
+    def __init__(self, place: Path, folder: Path, nodes: int, **job: Any) -> None:
+        self._place, self._folder = place, folder
+        with socket.socket() as door:
+            door.bind(("127.0.0.1", 0))
+            self._door = f"127.0.0.1:{door.getsockname()[1]}"
+        (place / "job.py").write_text(JOB.format(options=job))
+        place_of_job = f"{place / 'job.py'}:job"
+        options = ("--listen", self._door, "--nodes", str(nodes), "--folder", str(folder), "--json")
+        self._words = ("hub", place_of_job, *options)
+        self._context = multiprocessing.get_context("forkserver")
+
+    def invite(self) -> str:
+        """Return the invitation of the hub that will be started."""
+        found = open_run(self._folder)
+        return msgspec.structs.replace(found, addresses=(f"tcp://{self._door}",)).invitation
+
+    def run(self, *options: str, fault: Fault | None = None) -> Ended:
+        """Run it until it ends."""
+        files = [self._place / "hub-answers.txt", self._place / "hub-said.txt"]
+        given = ((*self._words, *options), files, self._folder, fault)
+        process = self._context.Process(target=_run, args=given, daemon=True)
+        began_at = time.monotonic()
+        process.start()
+        process.join()
+        assert process.exitcode is not None
+        texts = [file.read_text() for file in files]
+        return Ended(process.exitcode, time.monotonic() - began_at, *texts)
+
+
+def _run(words: tuple[str, ...], files: list[Path], folder: Path, fault: Fault | None) -> None:
+    for number, path in enumerate(files, 1):
+        with path.open("w") as file:
+            os.dup2(file.fileno(), number)
+    from ravnest.cli import program
+    from ravnest.job.swarm import Hub
+
+    if fault is not None:
+        Hub._see = _suffering(fault, folder, Hub._see)  # type: ignore[method-assign]
+    program(words, prog_name="ravnest")
+
+
+def _suffering(fault: Fault, folder: Path, see: Callable[..., None]) -> Callable[..., None]:
+    num_seen, has_begun = 0, fault.after is None
+
+    def listen(hub: Any, event: Event, orders: tuple[Order, ...]) -> None:
+        nonlocal num_seen, has_begun
+        see(hub, event, orders)
+        for thing in (event, *orders):
+            inner = thing.news if isinstance(thing, Tell) else getattr(thing, "message", thing)
+            has_begun = has_begun or isinstance(inner, fault.after or ())
+            num_seen += has_begun and isinstance(inner, fault.kind)
+            if num_seen == fault.count and isinstance(inner, fault.kind):
+                fault.act(folder)
+
+    return listen
