@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import ravnest as rv
 from benchmarks.joining import Peers
 from ravnest.hub.events import Event, Order, Tell
-from ravnest.hub.news import ClusterDissolved, EpochDone, Evaluated, News, Recovered, Trained, show_news
+from ravnest.hub.news import ClusterDissolved, ClusterStarted, EpochDone, Evaluated, News, Trained, show_news
 from ravnest.hub.status import ClusterStatus, Watch
 from ravnest.job.result import Result
 from ravnest.net.identity import write_token
@@ -114,9 +114,13 @@ class Story:
     def send(self, name: str, number: signal.Signals) -> None:
         """Send a signal to a peer, and remember when."""
         assert self.peers is not None
-        self.faults.append((time.monotonic(), f"{number.name} to {name}"))
-        self._say(f"{number.name} to {name}")
+        self.note(f"{number.name} to {name}")
         self.peers.send(name, number)
+
+    def note(self, fault: str) -> None:
+        """Remember when a fault happens."""
+        self.faults.append((time.monotonic(), fault))
+        self._say(fault)
 
     def _say(self, text: str) -> None:
         """Write what is seen with `-s`, and when a test fails."""
@@ -128,13 +132,19 @@ class Story:
 
     def recovery_seconds(self) -> list[tuple[str, float]]:
         """Return, for each fault, how long it took until a cluster was whole again or given up."""
-        ends = [at for at, news in self.told if isinstance(news, Recovered | ClusterDissolved)]
+        ends = [at for at, news in self.told if isinstance(news, ClusterStarted | ClusterDissolved)]
         pairs = [(what, at, next((end for end in ends if end > at), None)) for at, what in self.faults]
         return [(what, end - at) for what, at, end in pairs if end is not None]
 
 
 @contextlib.contextmanager
-def swarm(story: Story, folder: Path, num_peers: int, far: tuple[str, str] | None = None) -> Iterator[rv.Hub]:
+def swarm(
+    story: Story,
+    folder: Path,
+    num_peers: int,
+    far: tuple[str, str] | None = None,
+    memory_bytes: float = MEMORY_BYTES,
+) -> Iterator[rv.Hub]:
     """Open a hub whose peers are started with it, one of them at the far end of a cable if there is one."""
     hub = rv.Hub("0.0.0.0:0" if far else "127.0.0.1:0", plan=PLAN, tell=story.tell)
     with hub:
@@ -146,7 +156,7 @@ def swarm(story: Story, folder: Path, num_peers: int, far: tuple[str, str] | Non
             story.see(event, orders)
 
         hub._see = listen  # type: ignore[method-assign]
-        device = {"flops_per_second": FLOPS_PER_SECOND, "memory_bytes": MEMORY_BYTES}
+        device = {"flops_per_second": FLOPS_PER_SECOND, "memory_bytes": memory_bytes}
         token, port = hub.token, hub.token.addresses[0].rpartition(":")[2]
         if far:
             ways = (f"tcp://127.0.0.1:{port}", f"tcp://{far[1]}:{port}")
