@@ -7,6 +7,7 @@ safetensors file or a folder of Hugging Face. Driven by the requester's script.
 import contextlib
 import inspect
 import os
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -103,6 +104,17 @@ class Result:
         """Return everything the model's state_dict has, but for what has no values."""
         found = {name: self._trained.get(name, value) for name, value in self.model.state_dict().items()}
         return {name: value.detach() for name, value in found.items() if not getattr(value, "is_meta", True)}
+
+
+def keep_weights(result: Result, file: Path) -> None:
+    """Write the weights of a training where they are to go; where that fails they are not lost with it."""
+    try:
+        result.export(file)
+    except ConfigError as error:
+        with contextlib.suppress(ConfigError, OSError):
+            place = Path(tempfile.mkdtemp(prefix="ravnest-"), file.name)
+            error = ConfigError(f"{error}; meanwhile the weights are in {result.export(place)}")
+        raise error from None
 
 
 def check_place(place: str | os.PathLike[str]) -> Path:

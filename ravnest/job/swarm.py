@@ -34,7 +34,7 @@ from ravnest.job.job import Job
 from ravnest.job.listening import claim_door
 from ravnest.job.peers import HERE, Hardware, LocalPeers, share_memory
 from ravnest.job.preparing import Given, assemble_result, prepare
-from ravnest.job.result import Result, check_place
+from ravnest.job.result import Result, check_place, keep_weights
 from ravnest.net.addresses import dialled_from_elsewhere, read_address
 from ravnest.net.identity import Token
 from ravnest.net.relay import Relay
@@ -151,7 +151,7 @@ class Hub:
                 hear = Callbacks([self._tell, *callbacks], nodes if self._is_open_to_others else 0)
                 result = interrupts.run(lambda: self._fit(setup, hear, interrupts, resume is not None))
         if file is not None:
-            result.export(file)
+            keep_weights(result, file)
         return result
 
     async def _fit(

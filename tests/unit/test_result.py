@@ -2,6 +2,7 @@
 
 import os
 import stat
+import tempfile
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,7 @@ from torch import nn
 
 from ravnest.errors import ConfigError, WeightsError
 from ravnest.job.job import Job
-from ravnest.job.result import Result
+from ravnest.job.result import Result, keep_weights
 
 
 class Net(nn.Module):
@@ -41,6 +42,18 @@ def trained():
     assert "job_loss.weight" in state
     assert "last.weight" not in state
     return Result(job.model, captured.blueprint, state)
+
+
+def test_weights_that_find_no_room_in_the_end_are_kept_elsewhere(trained, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    place = tmp_path / "gone" / "net.safetensors"
+    with pytest.raises(ConfigError, match=r"gone/net.safetensors cannot be written: No such file") as caught:
+        keep_weights(trained, place)
+    saved = str(caught.value).rpartition("meanwhile the weights are in ")[2]
+    assert "first.weight" in load_file(saved)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+    with pytest.raises(ConfigError, match=r"has room for \S+ k?B$"):
+        keep_weights(trained, place)
 
 
 def test_metrics_are_the_last_values():
