@@ -1,8 +1,8 @@
 """Where the state of a stage comes from that is built: its node, others who hold it, a backup, the hub.
 
 What a node holds it keeps. The rest it gets from snapshots, asked of those who have it: of who is or was in
-the same cluster; else of a cluster that trains, of a backup, or from the hub, which has the last checkpoint,
-whichever is not far behind the best of them. Driven by hub.mending.
+the same cluster; else of another one that trains or stands still, of a backup, or from the hub, which has
+the last checkpoint, whichever is not far behind the best of them. Driven by hub.mending.
 """
 
 from collections import Counter, defaultdict
@@ -57,7 +57,8 @@ class Sourcing:
         self._snapshots: dict[NodeId, BlobRef] = {}
         self._backups: dict[NodeId, _Backup] = {}
         self._best: ClusterState | None = None  # of those that train, the one that knows most
-        self._best_known = self._kept = -1  # samples; -1: nobody has anything
+        self._known: dict[str, int] = {}  # samples, by holder: those that train, and that stood still
+        self._kept = -1  # samples; -1: the hub has nothing
         self._useless: dict[tuple[NodeId, Held], NodeId] = {}  # who does not give what it holds, says whom
 
     @property
@@ -79,7 +80,7 @@ class Sourcing:
         origins: list[Origin] = []
         needs: dict[NodeId, _Need] = {}
         self._best = best = max(members.running, key=known, default=None)
-        self._best_known = known(best) if best else -1
+        self._known |= {each.holder: known(each) for each in (*members.running, *change.ended)}
         for cluster in change.built:
             holder = find_holder(cluster, members)
             found = [self._find(cluster, stage, members, holder) for stage in cluster.cluster.stages]
@@ -110,7 +111,9 @@ class Sourcing:
         same = [name for name, held in holding.items() if held.holder == holder]
         if same:
             return same[0]
-        found = [(self._best_known, name) for name in holding if self._best and name in self._best.nodes]
+        known = self._known
+        found = [(known[held.holder], name) for name, held in holding.items() if held.holder in known]
+        found.sort(key=lambda each: -each[0])
         found += [
             (backup.known, name)
             for name, backup in self._backups.items()

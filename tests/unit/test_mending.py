@@ -257,6 +257,21 @@ def test_a_stage_that_is_mended_counts_updates_on_and_never_from_none():
     finishes(world)
 
 
+def test_clusters_that_break_at_once_give_each_other_what_the_checkpoint_has_not():
+    world = world_of("abcdef", memory_mb=250.0, num_samples=400, checkpoint_every=2.0)
+    world.run_until(lambda: world.told(Checkpointed))
+    saved = world.hub._mending.saved.num_counted
+    world.run_until(lambda: world.hub.books.num_counted > 1.5 * saved + 20)
+    assert world.hub._mending.saved.num_counted == saved, "the next checkpoint is not there yet"
+    one, other = world.hub.clusters
+    for node in (one.root, other.leaf):
+        world.kill(node)
+    finishes(world)
+    assert len(world.told(ClusterBroken)) >= 2
+    assert all(HUB not in news.sources for news in world.told(Recovered))
+    assert world.told(WorkLost) == []
+
+
 def test_who_does_not_give_is_asked_no_more():
     world = world_of("abcde", memory_mb=250.0, trouble=Trouble(misses=1.0), checkpoint_every=1.0)
     world.run_until(lambda: world.told(Checkpointed))
