@@ -252,12 +252,14 @@ def name_blob(content: Buffer) -> BlobRef:
 
 
 def name_pieces(pieces: Iterable[Buffer], write: Callable[[Buffer], object]) -> BlobRef:
-    """Return the name of a blob that passes by, piece by piece."""
+    """Return the name of a blob that passes by, piece by piece; somebody may be changing them meanwhile."""
     digest, num_bytes = blake2b(digest_size=_HASH_BYTES), 0
-    for piece in pieces:
-        digest.update(piece)
-        num_bytes += memoryview(piece).nbytes
-        write(piece)
+    for piece in (memoryview(each) for each in pieces):
+        for start in range(0, len(piece), _PIECE_BYTES):
+            settled = bytes(piece[start : start + _PIECE_BYTES])  # or other bytes are named than written
+            digest.update(settled)
+            write(settled)
+        num_bytes += len(piece)
     return BlobRef(digest.hexdigest(), num_bytes)
 
 

@@ -4,9 +4,9 @@ import pytest
 
 from ravnest.blobs import BlobPart, BlobRef, BlobRequest
 from ravnest.config import WireFormat
-from ravnest.exchange import HUB, Blobs, Parcel, prove
+from ravnest.exchange import HUB, Blobs, Parcel, name_blob, name_pieces, prove
 from ravnest.net.identity import Token, new_keys
-from ravnest.net.transport import Service
+from ravnest.net.transport import Buffer, Service
 from ravnest.plan.types import NodeId
 from ravnest.protocol import (
     Activation,
@@ -74,6 +74,19 @@ def fetch(content: bytes, served: bytes | None = None) -> tuple[list[bytes | Ref
 def test_a_blob_arrives_whole(size: int, num_pieces: int) -> None:
     content = bytes(range(256)) * (size // 256) + b"x" * (size % 256)
     assert fetch(content) == ([content], num_pieces)
+
+
+@pytest.mark.parametrize("size", [3, (1 << 20) + 3])
+def test_pieces_that_are_changed_while_they_pass_are_named_as_they_are_written(size: int) -> None:
+    weights, written = bytearray(size), bytearray()
+
+    def write(piece: Buffer) -> None:
+        weights[:] = bytes([weights[0] + 1]) * size  # an update of what is trained
+        written.extend(piece)
+
+    ref = name_pieces([b"header", memoryview(weights)], write)
+    assert ref == name_blob(bytes(written))
+    assert len(written) == size + 6
 
 
 def test_a_damaged_blob_is_told_and_not_kept() -> None:
