@@ -34,7 +34,7 @@ class Forming:
         """Return when to look again, if nothing else happens."""
         if members.guessing:
             return probe_due(members)
-        if not len(members) or self._was_asked:
+        if not len(members) or self._was_asked or members.missing:
             return None
         longest = _AGAIN_SECONDS if self._had_plan else math.inf
         return self._changed_at + min(settings.settle_seconds, longest)

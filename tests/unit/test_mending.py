@@ -10,6 +10,7 @@ from ravnest.hub.news import (
     ClusterBroken,
     ClusterDissolved,
     ClusterStarted,
+    Joined,
     Leaving,
     Left,
     NotCheckpointed,
@@ -342,6 +343,18 @@ def test_who_does_not_find_the_hub_again_is_replaced():
     world.run_until(lambda: world.told(Recovered))
     (left,) = [news for news in world.told(Left) if news.node == leaf]
     assert left.reason in ("it did not come back to the hub", "silent")
+    finishes(world)
+
+
+def test_a_hub_that_was_away_before_there_was_a_plan_waits_for_those_it_knows():
+    world = HubWorld(job(expected_nodes=4, settle_seconds=1e6))
+    world.join("a", "b")
+    world.run_until(lambda: len(world.told(Joined)) == 2)
+    world.random.choice = lambda _: 3.0  # after the others have come
+    world.restart()
+    world.join("c", "d", at=world.now + 1.0)
+    world.run_until(lambda: world.told(PlanFormed))
+    assert {news.node for news in world.told(Returned)} == {"a", "b"}
     finishes(world)
 
 
