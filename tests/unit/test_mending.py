@@ -358,6 +358,18 @@ def test_a_hub_that_was_away_before_there_was_a_plan_waits_for_those_it_knows():
     finishes(world)
 
 
+def test_people_are_not_told_that_a_cluster_ends_when_another_dies_while_it_is_mended():
+    world = world_of("abcdefg", memory_mb=250.0)
+    world.kill(world.hub.clusters[0].root)
+    world.run_until(lambda: world.told(Repaired))
+    mended = world.hub.clusters[0]
+    assert not mended.is_running
+    world.feed(PeerLeft(mended.root, "gone too", world.now))
+    world.run_until(lambda: world.told(Recovered))
+    assert world.told(ClusterDissolved) == []
+    finishes(world)
+
+
 def test_a_hub_that_was_away_in_the_end_ends_the_job():
     world = world_of("abcde", memory_mb=250.0, epochs=1, num_validation=23)
     world.random.choice = lambda _: 0.5
