@@ -81,6 +81,7 @@ class Sourcing:
         needs: dict[NodeId, _Need] = {}
         self._best = best = max(members.running, key=known, default=None)
         self._known |= {each.holder: known(each) for each in (*members.running, *change.ended)}
+        self._known = {each: self._known[each] for each in self._known.keys() & members.holders}
         for cluster in change.built:
             holder = find_holder(cluster, members)
             found = [self._find(cluster, stage, members, holder) for stage in cluster.cluster.stages]
