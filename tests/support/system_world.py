@@ -38,6 +38,10 @@ from ravnest.job.preparing import Given, assemble_result
 from ravnest.job.preparing import prepare as prepare_job
 from ravnest.job.result import Result
 from ravnest.job.swarm import LOCAL_PLAN
+from ravnest.model.blueprint import Blueprint
+from ravnest.model.measure import count_flops
+from ravnest.model.preflight import Footprint, preflight
+from ravnest.model.reading import read_blueprint, write_blueprint
 from ravnest.net.identity import SECRET_BYTES, KeyPair, Token, load_keys
 from ravnest.net.memory import MemoryNetwork, MemoryTransport, Wire, run_virtual
 from ravnest.net.transport import PeerId
@@ -301,7 +305,8 @@ class World:
     def run(self) -> Ended:
         """Train the job to its end, or until the limit."""
         quickly = patch.multiple("ravnest.plan.cluster", _BUDGET=40, _QUICK_BUDGET=10)  # enough for six
-        with quickly, patch("ravnest.hub.microbatches.form_plan", self.form_plan):
+        once = patch.multiple("ravnest.peer.host", preflight=_preflight, count_flops=_count_flops)
+        with quickly, once, patch("ravnest.hub.microbatches.form_plan", self.form_plan):
             result = run_virtual(self._run())
         if self._bugs:
             raise self._bugs[0]
@@ -413,6 +418,25 @@ async def _inline(function: Callable[..., Any], *given: object) -> Any:
 def make_keys(name: str) -> KeyPair:
     """Return the keys that a name stands for, always the same."""
     return load_keys(z85.encode(sha256(name.encode()).digest()))
+
+
+def _preflight(blueprint: Blueprint, batch_size: int, **limits: float) -> Footprint:
+    return _preflight_once(write_blueprint(blueprint), batch_size, **limits)
+
+
+def _count_flops(blueprint: Blueprint, batch_size: int) -> tuple[float, float, float]:
+    return _count_flops_once(write_blueprint(blueprint), batch_size)
+
+
+# Every world builds the same few stages again and again, and these two take longest of it.
+@cache
+def _preflight_once(content: bytes, batch_size: int, **limits: float) -> Footprint:
+    return preflight(read_blueprint(content), batch_size, **limits)
+
+
+@cache
+def _count_flops_once(content: bytes, batch_size: int) -> tuple[float, float, float]:
+    return count_flops(read_blueprint(content), batch_size)
 
 
 @cache
