@@ -14,6 +14,8 @@ from hypothesis import settings
 settings.register_profile("ravnest", deadline=None, derandomize=True, max_examples=150)
 settings.load_profile("ravnest")
 
+LONG = {"properties", "stages", "integration"}  # many examples, captures, processes
+
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "needs_root: makes networks and mounts disks")
@@ -39,3 +41,10 @@ def find_missing() -> str:
     if tried.returncode:
         return "networks and disks are made by root, with the right to make namespaces; run this as root"
     return ""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give some tests more time than the others: a busy PC must not fail them."""
+    for item in items:
+        if item.path.parent.name in LONG and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(120))

@@ -19,7 +19,7 @@ from ravnest.peer.compute import Aside, Bench, Build, ComputeThread
 from ravnest.peer.host import Limits
 from ravnest.protocol import AnchorPart, AnchorQuery, BatchId, DroppedBatch, Refusal, RoundId, SegmentId, Stop
 from ravnest.staging import RingOrder, SnapshotMade, SnapshotOrder, StageMissing, StageReady
-from tests.integration.test_averaging import Net, anchors_of, batch_of, loss, names_of, train
+from tests.stages.test_averaging import Net, anchors_of, batch_of, loss, names_of, train
 from tests.support.model_zoo import OwnGPT, token_batch, token_loss
 from tests.support.tied_world import EPOCH, PLAN, TiedWorld
 from tests.support.worker_world import batches_of

@@ -373,7 +373,7 @@ def test_without_bf16_a_stage_computes_in_fp32_and_says_so_once(captured: Captur
 
 BF16_PROGRAM = """
 from ravnest.peer.machine import can_run_bf16
-from tests.integration.test_host import Pair, capture_wide
+from tests.stages.test_host import Pair, capture_wide
 
 assert can_run_bf16("cpu")
 whole = capture_wide()
