@@ -1,0 +1,103 @@
+"""Everything that must pass, in lanes side by side: two compute, one mostly waits for processes, one soaks.
+
+A lane runs its commands one after the other and shows what each said when it ended. The first that fails ends
+all lanes.
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+Command = Sequence[str]
+
+PYTEST = (sys.executable, "-m", "pytest", "-p", "no:cacheprovider")  # they would share one cache
+DECIDING = ("tests/unit", "tests/properties")
+WAITING = ("tests/integration",)
+
+
+def benchmark(name: str) -> Command:
+    return (sys.executable, "-m", "benchmarks.run", name, "--quick", "--json")
+
+
+LANES: dict[str, list[Command]] = {
+    "decides": [("scripts/check",), (*PYTEST, *DECIDING), benchmark("plan"), benchmark("noise")],
+    "computes": [(*PYTEST, *(f"--ignore={each}" for each in DECIDING + WAITING)), benchmark("stages")],
+    "waits": [(*PYTEST, *WAITING), *map(benchmark, ("memory", "pipeline", "allreduce", "recovery"))],
+    "soaks": [benchmark("soak")],
+}
+
+
+class Lanes:
+    """What runs now, and why it ended; what each command says lies in a folder until then."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._lock = threading.Lock()
+        self._running: dict[str, subprocess.Popen[bytes]] = {}
+        self._is_over = False
+        self.failed = ""
+
+    def run(self, name: str, commands: Sequence[Command]) -> None:
+        """Run the commands of a lane until one fails."""
+        for command in commands:
+            began_at = time.monotonic()
+            path = self._folder / f"{name}.txt"
+            if not self._start(name, command, path):
+                return
+            exit_code = self._running[name].wait()
+            words = " ".join(command).removeprefix(f"{sys.executable} -m ")
+            ended = f"{name}: {words}: exit code {exit_code} after {time.monotonic() - began_at:.0f} s"
+            with self._lock:
+                del self._running[name]
+                print(f"{path.read_text(errors='replace')}{ended}", flush=True)
+                if exit_code and not self._is_over:
+                    self.failed = ended
+            if exit_code:
+                self.end()
+
+    def _start(self, name: str, command: Command, path: Path) -> bool:
+        with self._lock, path.open("wb") as file:
+            if not self._is_over:
+                self._running[name] = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                    # Lanes share two cores: a second thread of one would only take time from another.
+                    env={"OMP_NUM_THREADS": "1", **os.environ},
+                    start_new_session=True,  # so that what a command started ends with it
+                )
+            return not self._is_over
+
+    def end(self) -> None:
+        """End what runs, and start nothing more."""
+        with self._lock:
+            self._is_over = True
+            for process in self._running.values():
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+
+
+def main() -> int:
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(LANES)) as pool:
+        print(f"{len(LANES)} lanes; what they say so far is in {folder}", flush=True)
+        lanes = Lanes(Path(folder))
+        try:
+            list(pool.map(lanes.run, LANES, LANES.values()))
+        finally:
+            lanes.end()
+    print(f"failed: {lanes.failed}" if lanes.failed else "everything passed", flush=True)
+    return 1 if lanes.failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
