@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
-_PRELOADED = [
+PRELOADED = [
     "torch",
     "torch._dynamo",
     "ravnest.cli",
@@ -29,7 +29,7 @@ class Peers:
         self, invitation: str, folder: Path, *, flops_per_second: float, memory_bytes: float
     ) -> None:
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(_PRELOADED)
+        self._context.set_forkserver_preload(PRELOADED)
         self._invitation = invitation
         self._folder = folder
         self._device = ["--emulate", f"{flops_per_second} FLOP/s", "--memory", f"{memory_bytes} B"]

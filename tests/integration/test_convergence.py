@@ -1,5 +1,6 @@
 """Four stages that never wait for each other reach the loss of synchronous training at equal samples."""
 
+import asyncio
 import sysconfig
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from ravnest.model.capture import Captured, capture
 from ravnest.model.line import slice_blueprint
 from ravnest.model.measure import find_matrices
 from ravnest.protocol import LearningRate, Pace, StepReport
+from tests.support.forked import fork
 from tests.support.model_zoo import Block, token_loss
 from tests.support.small_swarm import PLAN
 from tests.support.worker_world import ClusterWorld
@@ -131,7 +133,8 @@ def test_stages_that_run_ahead_reach_the_synchronous_loss_within_one_percent() -
 
 
 @pytest.mark.timeout(300)
-def test_four_processes_reach_the_loss_of_one_within_one_percent() -> None:
+def test_four_processes_reach_the_loss_of_one_within_one_percent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", fork)
     batches = draw_batches(NUM_UPDATES, BATCH_SIZE, is_held_out=False)
     torch.manual_seed(0)
     job = rv.Job(

@@ -30,6 +30,7 @@ from ravnest.job.result import Result
 from ravnest.job.swarm import LOCAL_PLAN, Hub, local
 from ravnest.net.identity import SECRET_BYTES, Token, new_keys, write_token
 from ravnest.net.zeromq import ZeroMqTransport
+from tests.support.forked import fork
 
 WIDTH, NUM_CLASSES, NUM_TRAIN, NUM_VALIDATION = 128, 4, 768, 200
 PLAN = replace(LOCAL_PLAN, overhead_bytes=0.0)  # so that memory is what the model needs, and no more
@@ -38,6 +39,11 @@ SMALL = Hardware(1.7e6, SPEED)  # the model does not fit into one of these
 LARGE = Hardware(3.0e6, SPEED)
 
 pytestmark = pytest.mark.timeout(240)
+
+
+@pytest.fixture(autouse=True)
+def forks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", fork)
 
 
 def make_model() -> nn.Module:

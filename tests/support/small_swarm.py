@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,11 +17,13 @@ import ravnest as rv
 from ravnest.hub.news import EpochDone, News
 from ravnest.job.swarm import LOCAL_PLAN
 from ravnest.net.identity import Token, write_token
+from tests.support.forked import Forked
 
 PLAN = replace(LOCAL_PLAN, overhead_bytes=0.0)  # so that memory is what the model needs, and no more
 NUM_SAMPLES = 256
 MEMORY_BYTES = 1_500_000  # the model needs two peers that lend so little
-BARE_JOIN = (sys.executable, "-m", "ravnest", "join", "--on-battery", "go")
+PROGRAM = (sys.executable, "-m", "ravnest")
+BARE_JOIN = (*PROGRAM, "join", "--on-battery", "go")
 JOIN = (*BARE_JOIN, "--flops", "1 GFLOP/s", "--bandwidth", "1 GB/s", "--latency", "10 ms")
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -54,22 +57,26 @@ def joining(
     *options: Sequence[str],
     prefix: Sequence[Sequence[str]] = (),
     join: Sequence[str] = JOIN,
-) -> Iterator[list[subprocess.Popen[str]]]:
-    """Start one peer per tuple of options; in the end they must have ended well."""
+) -> Iterator[list[Forked | subprocess.Popen[str]]]:
+    """Start one peer per tuple of options, forked if it needs no prefix; they must end well."""
     environment = {**os.environ, "RAVNEST_TOKEN": write_token(token), "OMP_NUM_THREADS": "1"}
-    running = []
-    try:
-        for number, each in enumerate(options):
-            before = prefix[number] if prefix else ()
-            command = [*before, *join, "--name", f"node{number}", "--memory", f"{MEMORY_BYTES} B", *each]
-            running.append(
-                subprocess.Popen(command, env=environment, cwd=ROOT, stderr=subprocess.PIPE, text=True)
-            )
-        yield running
-        for process in running:
-            said = process.communicate(timeout=30)[1]
-            assert process.returncode == 0, said
-    finally:
-        for process in running:
-            process.kill()
-            process.communicate()
+    running: list[Forked | subprocess.Popen[str]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            for number, each in enumerate(options):
+                words = [*join, "--name", f"node{number}", "--memory", f"{MEMORY_BYTES} B", *each]
+                if prefix:
+                    command = [*prefix[number], *words]
+                    pipes = {"stderr": subprocess.PIPE, "text": True}
+                    running.append(subprocess.Popen(command, env=environment, cwd=ROOT, **pipes))
+                else:
+                    said = Path(folder, f"node{number}.txt")
+                    running.append(Forked(words[len(PROGRAM) :], environment, said))
+            yield running
+            for process in running:
+                said = process.communicate(timeout=30)[1]
+                assert process.returncode == 0, said
+        finally:
+            for process in running:
+                process.kill()
+                process.communicate()
