@@ -5,6 +5,7 @@ import logging
 import pytest
 import torch
 import torch.nn.functional as F
+from support.stage_runner import subject
 from torch import nn
 
 from ravnest.model import line
@@ -81,8 +82,7 @@ def test_a_stage_of_a_stage_is_the_stage_of_the_whole(family: str) -> None:
     if family == "meaning":
         blueprint = captured(Meaning(64), 64, 64).blueprint
     else:
-        entry = FAMILIES[family]
-        blueprint = capture(entry.model(), entry.batch(), entry.loss, self_test=False).blueprint
+        blueprint = subject(family).captured.blueprint
     end = blueprint.num_positions
     for start, stop in ((0, end - 1), (1, end), (end // 3, end - 1)):
         outer = slice_blueprint(blueprint, start, stop)

@@ -14,10 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.stage_runner import subject
 
-from ravnest.model.capture import capture
 from ravnest.model.reading import write_blueprint
-from tests.support.model_zoo import FAMILIES
 
 ROOT = Path(__file__).parents[2]
 NUM_PER_FAMILY = 60
@@ -104,9 +103,7 @@ def alter(document: dict, source: random.Random) -> None:
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("family", ["own_gpt", "resnet", "unet", "lstm"])
 def test_altered_blueprints_never_take_the_peer_with_them(family: str, stage_process: StageProcess) -> None:
-    entry = FAMILIES[family]
-    captured = capture(entry.model(), entry.batch(), entry.loss, self_test=False)
-    good = write_blueprint(captured.blueprint).decode()
+    good = write_blueprint(subject(family).captured.blueprint).decode()
     assert stage_process.try_blueprint(good) == "ran"
     source = random.Random(7)
     outcomes: Counter[str] = Counter()
