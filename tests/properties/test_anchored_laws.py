@@ -149,6 +149,7 @@ def test_what_was_delivered_is_what_was_owed_but_for_one_residual(
     assert float((owed - delivered).abs().max()) <= debt + noise
 
 
+@settings(max_examples=60)
 @given(formats, sizes, seeds)
 def test_after_an_abort_the_next_round_is_as_if_it_had_not_been(wire_format, size, seed):
     results = []
