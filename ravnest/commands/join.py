@@ -110,7 +110,6 @@ def join(  # noqa: PLR0913 - click passes one argument per option
     """
     from ravnest.net.identity import read_token
     from ravnest.peer.hours import read_hours
-    from ravnest.peer.limits import limit_cpu
 
     invitation = read_token(_find_token(token, token_file))
     doors = _choose_doors(listen, public, outbound_only)
@@ -127,6 +126,8 @@ def join(  # noqa: PLR0913 - click passes one argument per option
         _read_choice(on_battery),
     )
     patience_seconds = _read(patience, Dimension.SECONDS) or 0.0
+    from ravnest.peer.limits import limit_cpu  # it loads torch, for which a wrong option need not wait
+
     logging.basicConfig(level=logging.WARNING if quiet else logging.INFO, format="%(message)s")
     logging.getLogger("ravnest.net").setLevel(logging.WARNING)
     cores = "" if cpu is None else limit_cpu(cpu)

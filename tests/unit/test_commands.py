@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from ravnest.cli import program
 from ravnest.job.folder import new_hub_file, open_run, read_hub_file, write_hub_file
-from ravnest.net.identity import write_token
+from ravnest.net.identity import Token, new_keys, write_token
 
 JOB = """
 import torch, torch.nn.functional as F, ravnest as rv
@@ -214,5 +214,16 @@ def test_help_of_every_command_needs_no_torch() -> None:
         f"for name in {names!r}:\n    done = CliRunner().invoke(program, [name, '--help'])\n"
         "    assert done.exit_code == 0 and '--json' in done.output or name in ('join',), name\n"
         "assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", check], check=True)
+
+
+def test_a_wrong_option_of_join_is_told_before_torch_is_loaded() -> None:
+    token = write_token(Token(("tcp://127.0.0.1:9",), new_keys().public, bytes(16)))
+    check = (
+        "import sys\nfrom click.testing import CliRunner\nfrom ravnest.cli import program\n"
+        f"done = CliRunner().invoke(program, ['join', {token!r}, '--patience', 'long'])\n"
+        "assert \"'long' is not a number\" in done.stderr, done.output\n"
+        "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", check], check=True)
