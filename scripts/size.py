@@ -12,7 +12,7 @@ PART_LINES = {
     "engine": 1_710,
     "averaging": 750,
     "net": 2_300,
-    "hub": 4_900,
+    "hub": 5_000,
     "peer": 3_400,
     "job": 2_450,
     "showing": 1_700,
