@@ -14,7 +14,7 @@ PART_LINES = {
     "net": 2_300,
     "hub": 5_000,
     "peer": 3_400,
-    "job": 2_450,
+    "job": 2_480,
     "showing": 1_700,
 }
 FILE_LINES = 350

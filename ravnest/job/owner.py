@@ -53,9 +53,12 @@ class JobOwner:
         self._optimizer: dict[str, Tensor] = {}
 
     def note(self, news: News) -> None:
-        """Keep what is reported of an epoch or an evaluation."""
+        """Keep what is reported of an epoch or an evaluation; what is trained again is reported again."""
         if isinstance(news, EpochDone | Evaluated):
-            self.history.append(_report(news))
+            # An evaluation comes late, when others have told of the next epoch: it takes back only its like.
+            again = [each for each in self.history if each["epoch"] >= news.epoch]
+            again = [each for each in again if isinstance(news, EpochDone) or "num_samples" not in each]
+            self.history = [each for each in self.history if each not in again] + [_report(news)]
 
     def retell(self, told: Sequence[EpochDone | Evaluated]) -> None:
         """Know what was told in a log, where that is more than in a checkpoint."""

@@ -1,0 +1,43 @@
+"""What the requester's side remembers of a training."""
+
+from types import SimpleNamespace
+
+from ravnest.hub.news import EpochDone, Evaluated, Joined
+from ravnest.job.owner import JobOwner
+
+
+def note(*told):
+    owner = JobOwner(None, SimpleNamespace(state={}), None, None)
+    for news in told:
+        owner.note(news)
+    return [
+        (report["epoch"], "val_loss" in report, report.get("loss", report.get("val_loss")))
+        for report in owner.history
+    ]
+
+
+def trained(epoch, loss):
+    return EpochDone(epoch, 10, 0, loss)
+
+
+def evaluated(epoch, loss):
+    return Evaluated(epoch, "A", 10, loss, ())
+
+
+def test_epochs_and_evaluations_are_kept_in_the_order_they_were_told():
+    told = note(
+        trained(1, 5.0), Joined("a"), trained(2, 4.0), evaluated(1, 4.5), trained(3, 3.0), evaluated(2, 3.5)
+    )
+    assert told == [(1, False, 5.0), (2, False, 4.0), (1, True, 4.5), (3, False, 3.0), (2, True, 3.5)]
+
+
+def test_what_is_trained_again_is_told_once():
+    told = note(
+        trained(1, 5.0),
+        evaluated(1, 4.5),
+        trained(2, 4.0),
+        evaluated(2, 9.0),
+        trained(2, 3.9),
+        evaluated(2, 3.5),
+    )
+    assert told == [(1, False, 5.0), (1, True, 4.5), (2, False, 3.9), (2, True, 3.5)]
