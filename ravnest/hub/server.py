@@ -58,6 +58,7 @@ PART_SECONDS = 5.0  # at the end, for all to leave
 LIMITS = Limits(incoming_bytes=2 * MIB)  # peers send words and pieces of blobs, never a tensor
 _MOST_WAITING = 10_000  # parcels for one peer: a lease's are hundreds, and one piece is asked for at a time
 _Outcome = tuple[Finish, list[bytes]]
+_Outbox = asyncio.Queue[Parcel | None]
 
 
 class Server:
@@ -86,7 +87,7 @@ class Server:
         self._in_background = in_background  # runs a function of the owner's where it delays no message
         self.hub = Hub() if hub is None else hub  # for who watches, too; one with a past goes on
         self._blobs = Blobs()
-        self._outboxes: dict[NodeId, asyncio.Queue[Parcel]] = {}
+        self._outboxes: dict[NodeId, _Outbox] = {}
         self._background: set[asyncio.Task[None]] = set()
         self._absent: dict[PeerId, asyncio.TimerHandle] = {}
         self._dismissed: set[PeerId | None] = set()
@@ -229,12 +230,13 @@ class Server:
             self._absent.pop(peer).cancel()
         self._transport.drop(peer, reason)
         if name is not None:
+            if outbox := self._outboxes.pop(name, None):
+                outbox.put_nowait(None)  # so that nothing is left of who has gone
             self._blobs.refuse(name, reason)
             self._apply(PeerLeft(name, reason, self._time(), since))
 
     def _lose(self, name: NodeId, reason: str) -> None:
-        peer = self._door.find(name)
-        if peer is not None:
+        if (peer := self._door.find(name)) is not None:
             self._forget(peer, reason)
 
     def _hear_complaint(self, sender: PeerId, name: NodeId, complaint: Complaint) -> None:
@@ -329,17 +331,18 @@ class Server:
             self._result.set_result((order, contents))
 
     def _post(self, parcel: Parcel) -> None:
+        if self._door.find(parcel.to) is None:
+            return  # it has gone
         if parcel.to not in self._outboxes:
-            self._outboxes[parcel.to] = asyncio.Queue()
-            self._start(self._send_all(parcel.to))
+            outbox = self._outboxes[parcel.to] = asyncio.Queue()
+            self._start(self._send_all(parcel.to, outbox))
         self._outboxes[parcel.to].put_nowait(parcel)
 
-    async def _send_all(self, node: NodeId) -> None:
-        while True:
-            parcel = await self._outboxes[node].get()
-            peer = self._door.find(node)
-            if peer is None:
-                continue  # it has gone
+    async def _send_all(self, node: NodeId, outbox: _Outbox) -> None:
+        while self._outboxes.get(node) is outbox:
+            parcel, peer = await outbox.get(), self._door.find(node)
+            if parcel is None or peer is None:
+                continue
             try:
                 header = wire.pack(parcel.message, parcel.buffers)
                 await self._transport.send(peer, parcel.service, header, parcel.buffers)

@@ -368,6 +368,8 @@ class World:
 
     def _tell(self, news: News) -> None:
         self._told.append((self.now, news))
+        here = set(self._server._door.names.values())
+        assert self._server._outboxes.keys() <= here, "nothing is left of who has gone"
         self.given.owner.note(news)
         self.hear(self, news)
 
@@ -375,7 +377,7 @@ class World:
         keys = self._know(NodeId("hub"))
         self._token = Token(("hub",), keys.public, bytes(SECRET_BYTES))
         given = self.given = prepare(self.job, self.plan)
-        server = Server(self._token, self._tell, _inline, watch=self.ledger.note)
+        server = self._server = Server(self._token, self._tell, _inline, watch=self.ledger.note)
         settings = replace(given.job.settings, expected_nodes=len(self.pcs), microbatches=self.microbatches)
         job = replace(given.job, settings=replace(settings, checkpoint_every=self.checkpoint_every))
         async with Post(self, NodeId("hub"), keys, server.admit) as transport:
