@@ -98,13 +98,17 @@ def test_the_root_measures_links_and_tells_the_cluster_when_the_start_is_over(ca
     assert sorted(report.batch for report in world.at_root) == sorted([0, 1, 3, 7, 16, 33] * 3)
 
 
-def test_the_leaf_tells_the_hub_of_every_batch_and_the_others_now_and_then(captured):
-    world = make_world(captured, EQUAL, 9, 4)
+@pytest.mark.parametrize(
+    ("share", "others"),
+    [(0.01, [0, 1, 3, 7, 16]), (10.0, [*range(20)])],  # by batches; and after five seconds at the latest
+)
+def test_the_leaf_tells_the_hub_of_every_batch_and_the_others_now_and_then(captured, share, others):
+    world = make_world(captured, [(share, share, share)] * 4, 9, 4)
     world.lease([layer_batch(seed) for seed in range(20)])
     world.run()
     told = [message for message in world.at_hub if isinstance(message, StepReport)]
     assert sorted(report.batch for report in told if report.loss is not None) == [*range(20)]
-    assert sorted(report.batch for report in told if report.loss is None) == sorted([0, 1, 3, 7, 16] * 3)
+    assert sorted(report.batch for report in told if report.loss is None) == sorted(others * 3)
 
 
 def test_a_narrow_window_shows_as_idle_time(captured):
