@@ -108,9 +108,10 @@ def _compare(nodes: Any, systems: Sequence[str] | Mapping[str, Any], once: Seque
     seconds: dict[str, list[float]] = {system: [] for system in systems}
     loads, order = [], list(systems)
     first = order[0]
-    nodes.average(first)  # links and memory are warm then
     for turn in range(NUM_TURNS):
         for system in (each for each in order if turn == 0 or each not in once):
+            if system not in once:
+                nodes.average(system)  # links remember the traffic of whoever was before
             took = nodes.average(system)
             seconds[system].append(took.seconds)
             loads += [took.cpu_seconds / took.seconds] if system == first else []
@@ -247,9 +248,10 @@ baselines use the same transport and chunks of one megabyte, each chunk on its w
 one ring of whole models through one node per cluster, a parameter server on a machine of its own with the
 best link of all, a hierarchy of two levels, and a butterfly (every owner of a segment adds up one part and
 sends the mean to all). Hierarchy and butterfly are given our segments. gloo is torch's all_reduce, one group
-per segment, all at once, over plain TCP. {num_turns} turns, the systems one after the other in each (ring of
-whole models and server only in the first, on slow links): seconds, median (smallest-largest). Another system
-counts as faster when it is by more than {slower}.
+per segment, all at once, over plain TCP. {num_turns} turns, the systems one after the other in each, every
+one once before it is measured, as links adapt to the traffic of the last (ring of whole models and server, on
+slow links, only once in all): seconds, median (smallest-largest). Another system counts as faster when it is
+by more than {slower}.
 
 ## Equal links
 

@@ -6,14 +6,15 @@ on a PC that they share, is nobody's fault. Driven by hub.hearing.
 
 from collections import deque
 from dataclasses import dataclass, field
-from statistics import median
+from statistics import fmean, median
 
 from ravnest.plan.types import NodeId
 from ravnest.protocol import StepReport
 
 _OTHER_TIMES = 1.5  # as slow, or as fast
 _LONG_SECONDS = 20.0
-_COLD, _USUAL, _RECENT = 2, 5, 3  # reports: the first ones, which say little; what is usual; what is now
+_READING_SECONDS = 5.0  # a mean over them: what a busy PC takes away it takes from some batches, and in lumps
+_COLD, _USUAL, _RECENT = 1, 3, 2  # readings: the first one, which says little; what is usual; what is now
 _DAY = 86_400.0
 
 
@@ -22,21 +23,31 @@ class _Speed:
     """Seconds per sample of one stage."""
 
     epoch: int
+    since: float  # of the reading that is made
+    seconds: float = 0.0
+    num_samples: int = 0
     first: list[float] = field(default_factory=list)
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
     other_since: float | None = None  # how long it is not as usual
 
-    def add(self, seconds: float) -> None:
+    def add(self, seconds: float, num_samples: int, now: float) -> bool:
+        """Take what some work took; return whether a reading is complete."""
+        self.seconds, self.num_samples = self.seconds + seconds, self.num_samples + num_samples
+        if now < self.since + _READING_SECONDS:
+            return False
+        reading = self.seconds / self.num_samples
+        self.since, self.seconds, self.num_samples = now, 0.0, 0
         if len(self.first) < _COLD + _USUAL:
-            self.first.append(seconds)
+            self.first.append(reading)
         else:
-            self.recent.append(seconds)
+            self.recent.append(reading)
+        return True
 
     @property
     def times(self) -> float | None:
         """How many times as fast as usual it is, once that can be said."""
         is_known = len(self.recent) == _RECENT
-        return median(self.first[_COLD:]) / median(self.recent) if is_known else None
+        return median(self.first[_COLD:]) / fmean(self.recent) if is_known else None
 
 
 class Speeds:
@@ -56,9 +67,8 @@ class Speeds:
             return None  # an evaluation, or nonsense
         speed = self._speeds.get(name)
         if speed is None or speed.epoch != report.epoch:
-            speed = self._speeds[name] = _Speed(report.epoch)
-        speed.add(seconds / report.num_samples)
-        if speed.times is None:
+            speed = self._speeds[name] = _Speed(report.epoch, now)
+        if not speed.add(seconds, report.num_samples, now) or speed.times is None:
             return None
         others = [x.times for other, x in self._speeds.items() if other != name and x.times is not None]
         times = speed.times / (median(others) if others else 1.0)

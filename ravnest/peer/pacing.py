@@ -120,6 +120,7 @@ class Timekeeper:
         self._idle = IdleTime(clock())
         self._num_reports = 0
         self._told_at = clock()  # the hub
+        self._work = (0.0, 0.0, 0)  # since then: seconds forward and backward, samples
         self._sent_at: dict[BatchId, float] = {}
         self._shortest = math.inf  # seconds a full batch was away; the least ever, so nothing queued then
         self._num_samples = 0  # of a full batch
@@ -184,14 +185,23 @@ class Timekeeper:
         return gradient_weight(lag, policy.lag_bound(self._schedule.version)) if policy is not None else 1.0
 
     def send(self, report: StepReport) -> Iterator[Parcel]:
-        """Tell hub and root of a batch now and then, often at first; the leaf tells the hub every loss."""
+        """Tell hub and root of a batch now and then, often at first; the leaf tells the hub every loss.
+
+        The hub hears the mean seconds since it was last told, so that it sees what a busy PC takes away.
+        """
         report = self._complete(report)
         self._num_reports += 1
         is_due = self._num_reports % _REPORT_BATCHES == 0 or self._num_reports in (1, 2, 4, 8)
+        forward, backward, num_samples = self._work
+        forward, backward = forward + report.forward_seconds, backward + report.backward_seconds
+        self._work = (forward, backward, num_samples + report.num_samples)
         is_time = self._clock() >= self._told_at + _REPORT_SECONDS
         if is_due or is_time or self._place.after is None:
-            self._told_at = self._clock()
-            yield Parcel(HUB, report)
+            share = report.num_samples / max(1, self._work[2])
+            self._told_at, self._work = self._clock(), (0.0, 0.0, 0)
+            yield Parcel(
+                HUB, replace(report, forward_seconds=share * forward, backward_seconds=share * backward)
+            )
         if is_due:
             self._idle = IdleTime(self._clock())
             if self._controller is not None:

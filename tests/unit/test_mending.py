@@ -380,7 +380,8 @@ def test_a_hub_that_was_away_in_the_end_ends_the_job():
 
 
 def test_a_node_that_has_become_slow_gives_work_to_the_others_and_nothing_is_done_twice():
-    world = world_of("abc", memory_mb=250.0, num_samples=200)
+    world = world_of("abc", memory_mb=250.0, num_samples=300)
+    world.run(until=world.now + 30.0)  # so that what is usual is known
     slow = world.hub.clusters[0].nodes[1]
     before = {stage.node: stage.stop - stage.start for stage in world.hub.clusters[0].cluster.stages}
     world.slow(slow, 4.0)
@@ -397,7 +398,8 @@ def test_a_node_that_has_become_slow_gives_work_to_the_others_and_nothing_is_don
 
 
 def test_what_a_cluster_is_at_for_long_is_not_waited_for():
-    world = world_of("abc", memory_mb=250.0, num_samples=200, chunk_batches=40)
+    world = world_of("abc", memory_mb=250.0, num_samples=300, chunk_batches=40)
+    world.run(until=world.now + 30.0)  # so that what is usual is known
     world.slow(world.hub.clusters[0].nodes[1], 8.0)
     world.run_until(lambda: world.told(SpeedChanged))
     since = world.now
@@ -408,7 +410,8 @@ def test_what_a_cluster_is_at_for_long_is_not_waited_for():
 
 
 def test_a_cluster_that_is_to_be_cut_anew_goes_on_when_the_plan_is_another_by_then():
-    world = world_of("abc", memory_mb=250.0, num_samples=200, chunk_batches=40)
+    world = world_of("abc", memory_mb=250.0, num_samples=300, chunk_batches=40)
+    world.run(until=world.now + 30.0)  # so that what is usual is known
     slow, other = world.hub.clusters[0].nodes[1], world.hub.clusters[0].nodes[0]
     world.slow(slow, 8.0)
     world.run_until(lambda: world.told(SpeedChanged))
