@@ -9,6 +9,7 @@ nothing. Driven by hub.server, which logs events before it obeys, and by sim.
 
 from typing import assert_never
 
+from ravnest.config import Averaging
 from ravnest.hub.crew import Crew, Ordered
 from ravnest.hub.events import (
     Collected,
@@ -246,6 +247,9 @@ class Hub(Crew):
         return orders
 
     def _ask_silent(self, job: JobGiven) -> list[Send]:
+        if self._rounds.due is not None and job.config.averaging is Averaging.BLOCKING:
+            for cluster in self._members.running:  # which stand still for it, until its own deadline
+                self._hearing.stalls.hear(cluster, self.now)
         rate = self._members.outlook.samples_per_second / max(1, len(self._members.clusters))
         return self._hearing.stalls.ask(self._training.is_busy, job.settings, rate, self.now)
 

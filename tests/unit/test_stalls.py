@@ -1,8 +1,11 @@
 """Peers whose links live and whose stages do nothing: they go, and the others train on."""
 
+from dataclasses import replace
+
 import pytest
 from support.hub_world import HubWorld, check_replay, job, quick_plans
 
+from ravnest.config import Averaging
 from ravnest.hub.news import Checkpointed, ClusterBroken, Left, Recovered
 from ravnest.staging import SnapshotOrder
 
@@ -102,3 +105,17 @@ def test_who_never_gives_what_others_need_goes():
     assert gone <= set(second.nodes)
     world.muted.clear()
     finishes(world)
+
+
+def test_who_waits_for_a_long_round_does_work():
+    given = job(num_validation=0, average_every=2, num_samples=200)
+    config = replace(given.config, averaging=Averaging.BLOCKING, max_round_seconds=1000.0)
+    world = HubWorld(replace(given, config=config))
+    world.join(*"abcd", memory_mb=650.0)
+    world.vote = lambda name, opened: (400.0, world.ready(name, opened.round_id))
+    world.run_until(lambda: world.open_round is not None)
+    world._from_cluster = lambda *_: None
+    opened_at = world.now
+    world.run(until=opened_at + 390.0)
+    assert world.told(Left) == []
+    assert world.told(ClusterBroken) == []
