@@ -6,6 +6,7 @@ import pytest
 from support.hub_world import HubWorld, check_replay, job, quick_plans
 
 from ravnest.config import Averaging
+from ravnest.hub import rounds
 from ravnest.hub.news import Checkpointed, ClusterBroken, Left, Recovered
 from ravnest.staging import SnapshotOrder
 
@@ -107,7 +108,8 @@ def test_who_never_gives_what_others_need_goes():
     finishes(world)
 
 
-def test_who_waits_for_a_long_round_does_work():
+def test_who_waits_for_a_long_round_does_work(monkeypatch):
+    monkeypatch.setattr(rounds, "_LEAST_SECONDS", 300.0)  # as for a large model on slow links
     given = job(num_validation=0, average_every=2, num_samples=200)
     config = replace(given.config, averaging=Averaging.BLOCKING, max_round_seconds=1000.0)
     world = HubWorld(replace(given, config=config))
