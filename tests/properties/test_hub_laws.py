@@ -65,11 +65,12 @@ deaths = st.lists(st.tuples(st.sampled_from(NAMES), moments), max_size=6)
 departures = st.lists(st.tuples(st.sampled_from(NAMES), moments), max_size=3)
 restarts = st.lists(st.floats(1.0, 40.0), max_size=2)
 slowings = st.lists(st.tuples(st.sampled_from(NAMES), st.sampled_from([0.5, 2.0, 5.0]), moments), max_size=2)
+hangs = st.lists(st.tuples(st.sampled_from(NAMES), moments), max_size=1)
 returns = st.lists(st.tuples(st.sampled_from(NAMES), moments), max_size=2)
 
 
 def run_history(
-    given_job, trouble, joined, died, returned, stopped=None, departed=(), restarted=(), slowed=()
+    given_job, trouble, joined, died, returned, stopped=None, departed=(), restarted=(), slowed=(), hung=()
 ):
     world = HubWorld(given_job, trouble)
     for name, (moment, memory_mb) in joined.items():
@@ -84,6 +85,8 @@ def run_history(
         world.restart(at=moment)
     for name, times, moment in slowed:
         world.slow(name, times, at=moment)
+    for name, moment in hung:
+        world.at(moment, world.muted.add, name)  # it lives, and does nothing
     world.join(*RESCUE, at=LATE)  # enough to hold the model, and they live
     if stopped is not None:
         world.at(stopped, world.stop)
@@ -91,11 +94,11 @@ def run_history(
 
 
 @settings(max_examples=80)
-@given(jobs, troubles, joins, deaths, returns, departures, restarts, slowings)
+@given(jobs, troubles, joins, deaths, returns, departures, restarts, slowings, hangs)
 def test_every_history_with_enough_memory_in_the_end_finishes_with_balanced_books(
-    given_job, trouble, joined, died, returned, departed, restarted, slowed
+    given_job, trouble, joined, died, returned, departed, restarted, slowed, hung
 ):
-    world = run_history(given_job, trouble, joined, died, returned, None, departed, restarted, slowed)
+    world = run_history(given_job, trouble, joined, died, returned, None, departed, restarted, slowed, hung)
     assert world.is_finished
     assert world.finish is not None
     assert set(world.ledger.values()) == {1}
