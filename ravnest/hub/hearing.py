@@ -10,7 +10,7 @@ from ravnest.hub.events import Order, Tell
 from ravnest.hub.forming import Forming
 from ravnest.hub.guarding import Guard
 from ravnest.hub.keeping import Keeping
-from ravnest.hub.members import ClusterState, Members
+from ravnest.hub.members import ClusterState, Members, is_sensible
 from ravnest.hub.mending import Mending
 from ravnest.hub.news import BatchDropped, EpochDone, Evaluated, SpeedChanged
 from ravnest.hub.speeds import Speeds
@@ -90,6 +90,8 @@ class Hearing:
         if times is None or member is None:
             return []
         node = replace(member.node, flops_per_second=member.node.flops_per_second * times)
+        if not is_sensible(node):  # who says so would overflow the planner
+            return []
         self._members.replace(replace(member, node=node))
         self._forming.note_change(now)
         return [Tell(SpeedChanged(name, times))]

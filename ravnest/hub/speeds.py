@@ -15,7 +15,7 @@ _OTHER_TIMES = 1.5  # as slow, or as fast
 _LONG_SECONDS = 20.0
 _READING_SECONDS = 5.0  # a mean over them: what a busy PC takes away it takes from some batches, and in lumps
 _COLD, _USUAL, _RECENT = 1, 3, 2  # readings: the first one, which says little; what is usual; what is now
-_DAY = 86_400.0
+_LEAST_SECONDS, _MOST_SECONDS = 1e-9, 86_400.0  # of a piece of work: nothing else is believed
 
 
 @dataclass(slots=True)
@@ -63,7 +63,7 @@ class Speeds:
     def note(self, name: NodeId, report: StepReport, now: float) -> float | None:
         """Take a report; return how many times as fast its node is by now, if it is so for long."""
         seconds = report.forward_seconds + report.backward_seconds
-        if report.num_samples < 1 or not 0 < seconds <= _DAY:
+        if report.num_samples < 1 or not _LEAST_SECONDS <= seconds <= _MOST_SECONDS:
             return None  # an evaluation, or nonsense
         speed = self._speeds.get(name)
         if speed is None or speed.epoch != report.epoch:

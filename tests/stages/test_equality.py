@@ -25,14 +25,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 families = pytest.mark.parametrize("family", FAMILIES)
 
 
-@pytest.fixture(scope="module")
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def cuts_of(model: Subject, num_stages: int) -> list[int]:
     """Return unequal cuts into this many stages."""
     cuts: list[int] = []

@@ -12,14 +12,6 @@ RATE = 1e-3
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.fixture(scope="module")
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def optimizers_of(hosts: Hosts) -> list[torch.optim.Optimizer]:
     return [
         torch.optim.AdamW(list(host.trainable.values()), lr=RATE) for host in hosts.hosts if host.trainable

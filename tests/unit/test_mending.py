@@ -442,3 +442,16 @@ def test_who_never_gets_ready_in_the_end_is_not_waited_for_for_ever():
     world.restart()
     world.run()
     assert world.finish is not None
+
+
+def test_nobody_is_believed_to_be_faster_than_any_machine():
+    world = world_of("abc", memory_mb=250.0, num_samples=300)
+    world.run(until=world.now + 30.0)
+    liar = world.hub.clusters[0].nodes[1]
+    before = world.hub._members.find(liar).node
+    world.slow(liar, 1e-8)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ravnest.hub.clusters._FACTS", {"flops_per_second": (1.0, 1e15)})
+        finishes(world)
+    assert world.told(SpeedChanged) == []
+    assert world.hub._members.find(liar).node == before

@@ -99,7 +99,7 @@ def test_a_cold_start_is_not_what_is_usual():
     assert tell(speeds, "a", 1.0, range(5, 200)) is None
 
 
-@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf"), 1e9])
+@pytest.mark.parametrize("seconds", [0.0, -1.0, 5e-324, float("nan"), float("inf"), 1e9])
 def test_nonsense_says_nothing(seconds):
     speeds = usual("a")
     assert tell(speeds, "a", seconds, range(START, START + 100)) is None
