@@ -16,7 +16,7 @@ from ravnest.plan.assembly import assemble, build_clusters
 from ravnest.plan.cost import LineCost, NodeTable
 from ravnest.plan.types import ModelProfile, Swarm
 
-TRAINED, TRAINED_CUTS, MICROBATCH_SECONDS = "thin-1024x6-b16", ((3,), (2, 4)), 0.04  # 25 MB in six blocks
+TRAINED, TRAINED_CUTS, MICROBATCH_SECONDS = "thin-1024x6-b16", ((3,), (2, 4)), 0.1  # 25 MB in six blocks
 SLOW_LINK = (6.25e6, 0.005)  # bytes per second and seconds one way, between any two peers
 
 
@@ -25,7 +25,7 @@ def compare(num_turns: int) -> dict[str, Any]:
     rates: dict[str, list[float]] = {"with": [], "without": []}
     num_rounds, seconds = [], []
     for _ in range(num_turns):
-        for name, every in (("with", 5), ("without", 10**6)):
+        for name, every in (("with", 2), ("without", 10**6)):
             record = _train(every)
             rates[name].append(_rate(record))
             ended = [news for _, news in record.news if type(news).__name__ == "RoundEnded"]
@@ -48,7 +48,7 @@ def _train(average_every: int) -> Any:
     from ravnest.model.measure import count_flops, measure
 
     made = build(TRAINED)
-    job = replace(make_job(TRAINED, 8, num_updates=60), average_every=average_every)
+    job = replace(make_job(TRAINED, 8, num_updates=36), average_every=average_every)
     blueprint = job.capture().blueprint
     profile = measure(blueprint, made.microbatch_size)
     cuts = [find_cuts(made, profile, inner) for inner in TRAINED_CUTS]

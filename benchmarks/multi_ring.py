@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from benchmarks.shapes import Floats, Outgoing, Shape
-from ravnest.averaging.ring import RingReduce, Seat, choose_chunk_size
+from ravnest.averaging.ring import RingReduce, Seat, choose_chunk_size, choose_least_chunk
 from ravnest.averaging.round import Phase, Round
 from ravnest.codec import decode
 from ravnest.config import WireFormat
@@ -23,10 +23,13 @@ from ravnest.wire import pack, unpack
 class MultiRing:
     """All rings of a node at once."""
 
-    def __init__(self, node: NodeId, shape: Shape, vector: Floats, wire_format: WireFormat) -> None:
+    def __init__(
+        self, node: NodeId, shape: Shape, vector: Floats, wire_format: WireFormat, slowest: float
+    ) -> None:
         training = Training(OptimizerSettings((), 0.0), 1, deltas=wire_format)
         first, weight = shape.stages[node][1].start, shape.weights[node]
         self._id = RoundId(1)
+        least = choose_least_chunk(slowest, wire_format)
         self._successors: dict[SegmentId, NodeId] = {}
         rings: dict[SegmentId, RingReduce[Any]] = {}
         for number, ring in enumerate(shape.rings):
@@ -41,7 +44,7 @@ class MultiRing:
             fault = anchored.open({"w": torch.from_numpy(vector[low:high])}, {}, weight)
             assert fault is None, fault
             seat = Seat(self._id, segment, place, count)
-            rings[segment] = RingReduce(seat, anchored, weight, choose_chunk_size(high - low, count))
+            rings[segment] = RingReduce(seat, anchored, weight, choose_chunk_size(high - low, count, least))
             self._successors[segment] = ring.owners[(place + 1) % count]
         self._round: Round[Any] = Round(self._id, node, rings, deadline=float("inf"))
 

@@ -7,6 +7,7 @@ every mean it owns; all processes read the same clock.
 
 import asyncio
 import itertools
+import math
 import multiprocessing
 import os
 import tempfile
@@ -31,6 +32,7 @@ from ravnest.config import WireFormat
 from ravnest.net.identity import KeyPair, new_keys
 from ravnest.net.transport import Delivery, PeerId, Service
 from ravnest.net.zeromq import ZeroMqTransport
+from ravnest.peer.machine import return_freed_memory
 from ravnest.plan.types import NodeId
 
 OURS, GLOO = "multi-ring", "gloo"
@@ -60,6 +62,7 @@ class Seat:
     host: str
     namespace: str | None
     meeting: str  # a file, for gloo
+    slowest: float  # bytes per second of any link
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +82,8 @@ class Nodes:
         self._shape = shape
         self._rates = rates
         self._relay_rate = relay_rate
+        both = [rate for each in (rates or {}).values() for rate in (each.upload, each.download)]
+        self._slowest = min(both, default=relay_rate or math.inf)
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
@@ -93,7 +98,8 @@ class Nodes:
                 here, there = context.Pipe()
                 host = self._spaces.address(node) if self._spaces else "127.0.0.1"
                 path = self._spaces.path(node) if self._spaces else None
-                seat = Seat(node, self._shape, pair, host, path, os.path.join(folder, "meeting"))
+                meeting = os.path.join(folder, "meeting")
+                seat = Seat(node, self._shape, pair, host, path, meeting, self._slowest)
                 process = context.Process(target=_serve, args=(there, seat), daemon=True)
                 process.start()
                 there.close()
@@ -111,6 +117,7 @@ class Nodes:
         """Let every node average once; raises if one does not end with the mean."""
         self._ask_all(("prepare", system))
         found = self._ask_all(("go",))
+        self._ask_all(("check",))
         seconds = max(end for _, end, _ in found) - min(start for start, *_ in found)
         return Turn(seconds, sum(cpu for *_, cpu in found))
 
@@ -177,6 +184,7 @@ def _serve(pipe: Connection, seat: Seat) -> None:
     if seat.namespace is not None:
         enter(seat.namespace)
     torch.set_num_threads(1)
+    return_freed_memory()  # as a peer does
     try:
         asyncio.run(_Member(pipe, seat).serve())
     except (EOFError, ConnectionError):  # the parent has what it wanted
@@ -227,7 +235,8 @@ class _Member:
         elif node == SERVER:
             return
         elif system == OURS or system in FORMATS:
-            self._machine = MultiRing(node, shape, self._vector, FORMATS.get(system, WireFormat.FP32))
+            wire_format = FORMATS.get(system, WireFormat.FP32)
+            self._machine = MultiRing(node, shape, self._vector, wire_format, self._seat.slowest)
         elif self._gloo is None:
             interface = INTERFACE if self._seat.namespace else "lo"
             self._gloo = await asyncio.to_thread(Gloo.join, node, shape, self._seat.meeting, interface)
@@ -238,17 +247,18 @@ class _Member:
             await self._exchange(self._machine)
         elif self._seat.node != SERVER:
             assert self._gloo is not None
-            mean = await asyncio.to_thread(self._gloo.average, self._vector)
+            self._gloo_mean = await asyncio.to_thread(self._gloo.average, self._vector)
         ended, cpu = time.monotonic(), time.process_time() - cpu
+        return started, ended if self._seat.node != SERVER else started, cpu
+
+    async def _check(self) -> None:
+        """Compare with the mean: when all are done, for a node that has all may still owe others much."""
         if self._seat.node != SERVER:
-            found = self._machine.result if self._machine else mean
+            found = self._machine.result if self._machine else self._gloo_mean
             tolerance = _TOLERANCES.get(FORMATS.get(self._system, WireFormat.FP32), 1e-4)
             off = self._seat.shape.fault(self._seat.node, found, tolerance)
             assert off is None, f"{self._system}: the mean of {self._seat.node} is {off:.2g} off"
-        else:
-            ended = started
         self._machine = None
-        return started, ended, cpu
 
     async def _exchange(self, machine: Machine) -> None:
         for first in machine.start():

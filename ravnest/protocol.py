@@ -226,6 +226,7 @@ class RoundOpen:
     left_out: tuple[NodeId, ...]
     base: RoundId = FIRST_WEIGHTS  # changes since its average go around; 0: since training began
     is_anchor: bool = False  # no cluster has such an average: the receiver's weights now are it
+    least_chunk: int = 0  # items that go around at once, at least: fewer would only be more work
 
 
 @dataclass(frozen=True, slots=True)

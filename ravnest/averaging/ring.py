@@ -1,22 +1,26 @@
 """The weighted mean over one ring, as a state machine that does no I/O.
 
-The vector is cut in as many parts as the ring has members, each part in chunks. The chunks of part i
-start at member i and travel on their own: for n-1 hops each member adds its weighted share, the last of
-them divides by the total weight once, and those same bits go round to all. Any delivery order between
-chunks is correct. What a chunk is, and how it travels, is a Passing's. Driven by averaging.round.
+The vector is cut in as many parts as the ring has members, or fewer if it is short, each part in chunks.
+Parts start at different members, and their chunks travel on their own: for n-1 hops each member adds its
+weighted share, the last of them divides by the total weight once, and those same bits go round to all. Any
+delivery order between chunks is correct. What a chunk is, and how it travels, is a Passing's. Driven by
+averaging.round.
 """
 
 import math
 from collections.abc import Iterator, Sized
 from dataclasses import dataclass
-from hashlib import sha256
 from typing import Any, Generic, Protocol, TypeVar
 
-from ravnest.protocol import Refusal, RingPart, RoundId, SegmentId
+from blake3 import blake3
+
+from ravnest.config import WireFormat
+from ravnest.protocol import FLOAT_BYTES, Refusal, RingPart, RoundId, SegmentId
 
 _DIGEST_BYTES = 16  # of 32: nobody gains by a collision with an average all others hold
 _LEAST_CHUNK, _MOST_CHUNK = 1 << 14, 1 << 18  # items: at most a megabyte of float32
 _CHUNKS_PER_PART = 4  # so that they follow each other around the ring
+_CHUNK_SECONDS = 0.01  # that a chunk may take on a link without holding up the next hop
 _BLOCK = 256  # items with one scale: none is cut without need
 
 V = TypeVar("V", bound=Sized)
@@ -37,7 +41,7 @@ class Passing(Protocol[V]):
         """Return this member's share, by its weight."""
 
     def add(self, where: slice, value: V, weight: float) -> V:
-        """Return the sum of what came and this member's share."""
+        """Return the sum of what came, whose memory it may use, and this member's share."""
 
     def finish(self, where: slice, value: V, weight: float, total: float) -> V:
         """Return the mean, from the sum without this member's share and the weight of all."""
@@ -70,12 +74,12 @@ class RingReduce(Generic[V]):
         self._seat = seat
         self._passing = passing
         self._weight = weight
-        self._slices = _cut(passing.edges, seat.num_members, chunk_size)
+        self._num_parts = max(1, min(seat.num_members, -(-passing.edges[-1] // chunk_size)))
+        self._slices = _cut(passing.edges, self._num_parts, chunk_size)
         self._awaited = {key: self._first_hops(key[0]) for key in self._slices}
-        self._own = [key for key in self._slices if key[0] == seat.position]
+        self._own = [key for key in self._slices if self._origin(key[0]) == seat.position]
         self._finished: dict[_Key, V] = {}
-        self._hash = sha256()  # processors have instructions for it: twice as fast as blake2b
-        self._unhashed = list(reversed(self._slices))
+        self._digests: dict[_Key, bytes] = {}
         self._failure: str | None = None
         self._is_misled = False
 
@@ -119,7 +123,7 @@ class RingReduce(Generic[V]):
     def digest(self) -> bytes:
         """A hash of the mean, in the order of the vector; only when done."""
         assert self.done, "the mean was asked for before the ring was done"
-        return self._hash.digest()[:_DIGEST_BYTES]
+        return blake3(b"".join(self._digests[key] for key in self._slices)).digest(_DIGEST_BYTES)
 
     def start(self) -> Iterator[RingPart[V]]:
         """Return the chunks that start their journey here, each made when it is asked for."""
@@ -169,9 +173,8 @@ class RingReduce(Generic[V]):
 
     def _keep(self, key: _Key, mean: V) -> None:
         del self._awaited[key]
-        self._finished[key] = self._passing.keep(mean)
-        while self._unhashed and self._unhashed[-1] in self._finished:  # as soon as possible: it takes time
-            self._hash.update(self._passing.content(self._finished[self._unhashed.pop()]))
+        kept = self._finished[key] = self._passing.keep(mean)
+        self._digests[key] = blake3(self._passing.content(kept)).digest()  # now: it is in the cache still
 
     def _reason_against(self, part: RingPart[V]) -> str | None:
         name = f"segment {part.segment} part {part.part} chunk {part.chunk} hop {part.hops}"
@@ -188,17 +191,28 @@ class RingReduce(Generic[V]):
             return f"{name} has weight {part.weight}, which is no number of samples"
         return None
 
+    def _origin(self, part: int) -> int:
+        """Return where a part starts: short vectors of different segments give nobody more to send."""
+        step = part * self._seat.num_members // self._num_parts
+        return (self._seat.segment + step) % self._seat.num_members
+
     def _first_hops(self, part: int) -> int:
         """Return the hops after which a chunk first arrives here; its origin sees only the mean."""
-        return (self._seat.position - part) % self._seat.num_members or self._seat.num_members
+        return (self._seat.position - self._origin(part)) % self._seat.num_members or self._seat.num_members
 
     def _message(self, key: _Key, hops: int, weight: float, value: V) -> RingPart[V]:
         return RingPart(self._seat.round_id, self._seat.segment, *key, hops, weight, value)
 
 
-def choose_chunk_size(length: int, num_members: int) -> int:
-    """Return how many items travel at once: alike in all members, several chunks to a part."""
-    wanted = -(-length // (num_members * _CHUNKS_PER_PART))
+def choose_least_chunk(bytes_per_second: float, wire_format: WireFormat) -> int:
+    """Return how many items pass the slowest link in next to no time: fewer at once are only more work."""
+    items = _CHUNK_SECONDS * bytes_per_second / (FLOAT_BYTES["float32"] * wire_format.ratio)
+    return int(min(items, _MOST_CHUNK))
+
+
+def choose_chunk_size(length: int, num_members: int, least: int = 0) -> int:
+    """Return how many items travel at once: alike in all members, several chunks to a part if it is long."""
+    wanted = max(-(-length // (num_members * _CHUNKS_PER_PART)), least)
     return min(max(-(-wanted // _BLOCK) * _BLOCK, _LEAST_CHUNK), _MOST_CHUNK)
 
 

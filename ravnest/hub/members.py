@@ -116,6 +116,11 @@ class Members:
         owners = (stage.node for cluster in self._plan.clusters for stage in cluster.stages)
         return tuple(name for name in owners if name not in names)
 
+    def slowest_link(self, names: Collection[NodeId]) -> float:
+        """Return the bytes per second that the slowest of these sends or receives."""
+        nodes = [self._members[name].node for name in names]
+        return min(min(each.upload_bytes_per_second, each.download_bytes_per_second) for each in nodes)
+
     def epoch(self, name: NodeId) -> int:
         """Return the number of the plan that a member follows."""
         return self._members[name].epoch

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
+from ravnest.averaging.ring import choose_least_chunk
 from ravnest.averaging.round import RoundDecision
 from ravnest.config import Averaging, PlanConfig
 from ravnest.hub.attendance import Attendance, judge
@@ -184,10 +185,11 @@ class Rounds:
         absent, base = members.absent(names), training.base(clusters)
         first = training.most_trained(clusters) if base is None else None  # whose weights are the anchor
         base = round_id if base is None else base
+        least = choose_least_chunk(members.slowest_link(names), config.deltas)
         sends = []
         for cluster in clusters:
             opened = RoundOpen(cluster.epoch, round_id, seconds, is_blocking, is_final, absent, base)
-            opened = replace(opened, is_anchor=cluster is first)
+            opened = replace(opened, is_anchor=cluster is first, least_chunk=least)
             sends += [Send(name, opened) for name in cluster.nodes]
         return sends
 

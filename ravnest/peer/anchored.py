@@ -139,10 +139,11 @@ class Anchored:
         if value.spec != spec:
             came = f"{value.spec.wire_format} {value.spec.shape}"
             return f"a part came as {came}, not as {spec.wire_format} {spec.shape}"
-        if not math.isfinite(_largest(items.flatten())):
+        largest = _largest(items.flatten())
+        if not math.isfinite(largest):
             return "what came is not finite"
         weight = weight if num_shares and not has_rows else 1.0
-        largest = _largest(items[:, :-1].flatten() if has_rows else items)
+        largest = _largest(items[:, :-1].flatten()) if has_rows else largest
         if where.start < self._num_trained and largest > self._limit * weight:
             change = largest / weight if weight else math.inf
             return f"a mean change of {change:.3g} came, where at most {self._limit:.3g} is in range"
@@ -152,14 +153,14 @@ class Anchored:
         """Return the own share, encoded."""
         if self._is_trimmed:
             return self._side_by_side(where, weight, ())
-        return self._encode(where, self._share(where, weight))
+        return self._encode(where, self._add_share(where, None, weight))
 
     def add(self, where: slice, value: Chunk, weight: float) -> Chunk:
         """Return the sum with the own share, encoded again."""
         assert value.items is not None
         if self._is_trimmed:
             return self._side_by_side(where, weight, (value.items,))
-        return self._encode(where, self._share(where, weight).add_(value.items))
+        return self._encode(where, self._add_share(where, value.items, weight))
 
     def finish(self, where: slice, value: Chunk, weight: float, total: float) -> Chunk:
         """Return the mean, encoded once for all."""
@@ -170,7 +171,7 @@ class Anchored:
             mean = _trimmed_mean(rows).mul_(total)
             self._add_owed(where, mean)
         else:
-            mean = self._share(where, weight).add_(value.items)
+            mean = self._add_share(where, value.items, weight)
         return self._encode(where, mean.div_(total), total)
 
     @property
@@ -196,12 +197,14 @@ class Anchored:
         """Return the bytes of a mean."""
         return value.buffer
 
-    def _share(self, where: slice, weight: float) -> Tensor:
+    def _add_share(self, where: slice, items: Tensor | None, weight: float) -> Tensor:
+        """Return the own share, or add it to what came: in the memory that came, which nobody else reads."""
         assert self._vector is not None
-        is_trained = where.start < self._num_trained
-        share = self._vector[where] * (weight * self._clip if is_trained else weight)
-        self._add_owed(where, share)
-        return share
+        factor = weight * self._clip if where.start < self._num_trained else weight
+        own = self._vector[where]
+        found = own * factor if items is None else items.add_(own, alpha=factor)
+        self._add_owed(where, found)
+        return found
 
     def _add_owed(self, where: slice, items: Tensor) -> None:
         # Of samples that are fewer now, no more may be owed than they bring.

@@ -181,7 +181,7 @@ class Averager:
             fault = anchored.open(state, moments, weight, len(owners))
             faults += [] if fault is None else [f"segment {segment}: {fault}"]
             seat = Seat(order.round_id, segment, owners.index(self._place.node), len(owners))
-            chunk_size = choose_chunk_size(anchored.edges[-1], len(owners))
+            chunk_size = choose_chunk_size(anchored.edges[-1], len(owners), order.least_chunk)
             members[segment] = RingReduce(seat, anchored, weight, chunk_size)
         self._round = Round(order.round_id, self._place.node, members, self._due, self._before)
         if faults:

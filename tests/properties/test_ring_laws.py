@@ -28,7 +28,7 @@ def draw_inputs(size: int, length: int, seed: int):
 def test_every_member_gets_the_weighted_mean(size, length, chunk_size, seed):
     vectors, weights = draw_inputs(size, length, seed)
     copies = [vector.copy() for vector in vectors]
-    members = make_ring(vectors, weights, chunk_size)
+    members = make_ring(vectors, weights, chunk_size, segment=seed % 9)
     run_ring(members, Random(seed))
     assert all(member.done and member.failure is None for member in members)
     means = [mean_of(member) for member in members]
@@ -40,7 +40,7 @@ def test_every_member_gets_the_weighted_mean(size, length, chunk_size, seed):
 @given(sizes, lengths, chunk_sizes, seeds)
 def test_traffic_is_2n_minus_2_parts_of_at_most_a_chunk(size, length, chunk_size, seed):
     vectors, weights = draw_inputs(size, length, seed)
-    delivered = run_ring(make_ring(vectors, weights, chunk_size), Random(seed))
+    delivered = run_ring(make_ring(vectors, weights, chunk_size, segment=seed % 9), Random(seed))
     assert sum(len(part.value) for _, part in delivered) == 2 * (size - 1) * length
     assert all(1 <= len(part.value) <= chunk_size for _, part in delivered)
 
@@ -50,7 +50,7 @@ def test_delivery_order_does_not_change_a_bit(size, length, chunk_size, seed):
     vectors, weights = draw_inputs(size, length, seed)
     results = []
     for order in range(3):
-        members = make_ring(vectors, weights, chunk_size)
+        members = make_ring(vectors, weights, chunk_size, segment=seed % 9)
         run_ring(members, Random(seed + order))
         results.append(mean_of(members[0]).tobytes())
     assert len(set(results)) == 1
@@ -78,7 +78,7 @@ def spoil(part, random: Random):
 def test_junk_and_second_copies_never_change_the_result(size, length, chunk_size, seed):
     vectors, weights = draw_inputs(size, length, seed)
     random = Random(seed)
-    members = make_ring(vectors, weights, chunk_size)
+    members = make_ring(vectors, weights, chunk_size, segment=seed % 9)
     delivered = []
 
     def meddle(receiver, part):
@@ -89,7 +89,7 @@ def test_junk_and_second_copies_never_change_the_result(size, length, chunk_size
         delivered.append((receiver, part))  # taken right after this call
 
     run_ring(members, random, meddle)
-    quiet = make_ring(vectors, weights, chunk_size)
+    quiet = make_ring(vectors, weights, chunk_size, segment=seed % 9)
     run_ring(quiet, Random(0))
     expected = mean_of(quiet[0]).tobytes()
     assert all(mean_of(member).tobytes() == expected for member in members)

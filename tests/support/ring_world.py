@@ -34,11 +34,11 @@ class Plain:
 
 
 def make_ring(
-    vectors: list, weights: list[float], chunk_size: int, edges: tuple[int, ...] = ()
+    vectors: list, weights: list[float], chunk_size: int, edges: tuple[int, ...] = (), segment: int = 0
 ) -> list[RingReduce]:
     size = len(vectors)
     return [
-        RingReduce(Seat(1, 0, position, size), Plain(vector, edges), weight, chunk_size)
+        RingReduce(Seat(1, segment, position, size), Plain(vector, edges), weight, chunk_size)
         for position, (vector, weight) in enumerate(zip(vectors, weights, strict=True))
     ]
 

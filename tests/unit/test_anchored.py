@@ -108,7 +108,7 @@ def test_of_fewer_samples_less_is_owed() -> None:
         assert member.begin(WEIGHTS, 4.0).items.tolist() == [28.0, 0.0]  # 1 of it is lost
         commit(member, (7.0, 0.0), 0.0, state_of(7.0, 0.25))
         member.open(state_of(7.0, 0.0), {}, weight)
-        owed[weight] = float(member._share(WEIGHTS, weight)[1])
+        owed[weight] = float(member._add_share(WEIGHTS, None, weight)[1])
     assert owed == {1.0: 0.25, 4.0: 1.0, 8.0: 1.0}
 
 
@@ -184,5 +184,5 @@ def test_an_anchor_is_carried_by_name_and_begun_anew() -> None:
     assert {name: each.tolist() for name, each in member.anchors.items()} == {"w": [1.0, 2.0], "s": [3.0]}
     assert not member.outer["w"].any()
     member.open(state_of(1.0, 2.0), {}, 4.0)
-    assert not member._share(WEIGHTS, 4.0).any()  # nothing is owed
+    assert not member._add_share(WEIGHTS, None, 4.0).any()  # nothing is owed
     assert make().outer == {}

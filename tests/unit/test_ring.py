@@ -1,5 +1,6 @@
 """One ring: small cases by hand, failures and refusals."""
 
+import math
 from dataclasses import replace
 from random import Random
 
@@ -7,12 +8,13 @@ import numpy as np
 import pytest
 from support.ring_world import make_ring, mean_of, run_ring
 
-from ravnest.averaging.ring import choose_chunk_size
+from ravnest.averaging.ring import choose_chunk_size, choose_least_chunk
+from ravnest.config import WireFormat
 from ravnest.protocol import Refusal, RingPart
 
 
 def test_two_members_by_hand():
-    first, second = make_ring([np.array([1.0, 2.0]), np.array([5.0, 6.0])], [1.0, 3.0], 10)
+    first, second = make_ring([np.array([1.0, 2.0]), np.array([5.0, 6.0])], [1.0, 3.0], 1)
     (out,) = first.start()
     assert out == RingPart(1, 0, part=0, chunk=0, hops=1, weight=1.0, value=np.array([1.0]))
     back = second.receive(out)
@@ -24,6 +26,20 @@ def test_two_members_by_hand():
     assert first.done
     assert second.receive(first_mean) is None
     assert mean_of(first).tolist() == mean_of(second).tolist() == [4.0, 5.0]
+
+
+def test_a_vector_shorter_than_a_chunk_starts_at_one_member_which_differs_by_segment():
+    starts = []
+    for segment in range(4):
+        members = make_ring([np.ones(5)] * 4, [1.0] * 4, 5, segment=segment)
+        starts.append([len(list(member.start())) for member in members])
+    assert starts == np.eye(4).tolist()
+
+
+def test_two_chunks_in_a_ring_of_four_give_everybody_as_much_to_send():
+    members = make_ring([np.ones(10)] * 4, [1.0] * 4, 5)
+    delivered = run_ring(members, Random(0))
+    assert sorted(receiver for receiver, _ in delivered) == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
 
 
 def test_a_part_travels_in_chunks():
@@ -61,7 +77,7 @@ def test_no_weight_at_all_fails_with_a_reason(size):
 
 
 def test_weights_that_overflow_fail_with_a_reason():
-    members = make_ring([np.zeros(2)] * 2, [1.5e308] * 2, 2)
+    members = make_ring([np.zeros(2)] * 2, [1.5e308] * 2, 1)
     run_ring(members, Random(0))
     assert all("total weight of inf" in member.failure for member in members)
 
@@ -145,3 +161,17 @@ def test_what_is_missing_is_counted():
 )
 def test_chunks_are_many_but_not_small(length, num_members, size):
     assert choose_chunk_size(length, num_members) == size
+
+
+def test_on_faster_links_chunks_are_larger_but_never_over_the_most():
+    assert choose_chunk_size(1 << 20, 4, 100_000) == 100_096  # whole blocks
+    assert choose_chunk_size(1 << 20, 4, 1 << 30) == 1 << 18
+    assert choose_chunk_size(1 << 24, 4, 100_000) == 1 << 18
+
+
+@pytest.mark.parametrize(
+    ("rate", "wire_format", "items"),
+    [(4e6, WireFormat.FP32, 10_000), (4e6, WireFormat.BF16, 20_000), (math.inf, WireFormat.INT4, 1 << 18)],
+)
+def test_the_least_chunk_is_what_passes_in_a_hundredth_of_a_second(rate, wire_format, items):
+    assert choose_least_chunk(rate, wire_format) == items

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from support import plan_world
 from support.hub_world import HubWorld, Trouble, check_replay, job
 
 from ravnest.config import Averaging
@@ -107,6 +108,23 @@ def test_who_held_up_a_round_is_left_out_of_the_next_try_at_once_and_asked_again
     assert world.told(RoundEnded)[1].left_out == (cluster_of(world, "b").name,)
     assert world.told(RoundEnded)[2].left_out == ()
     check_replay(world)
+
+
+def test_a_round_is_cut_for_the_slowest_link_of_those_who_take_part(monkeypatch):
+    links = {"a": (4e6, 9e6), "b": (9e6, 2e6), "c": (1e6, 1e6)}
+
+    def with_links(name, memory_mb):
+        upload, download = links[name]
+        rates = {"upload_bytes_per_second": upload, "download_bytes_per_second": download}
+        return plan_world.node(name, memory_mb, **rates)
+
+    monkeypatch.setattr("support.hub_world.node", with_links)
+    world = clusters_of(3)
+    script(world, late("c"))
+    run_rounds(world, 2)
+    bytes_per_item = 4 * world.given.config.deltas.ratio
+    found = [order.least_chunk * bytes_per_item for order, _ in opened(world)[:2]]
+    assert found == pytest.approx([1e4, 2e4], rel=0.01)
 
 
 def cluster_of(world, name):
