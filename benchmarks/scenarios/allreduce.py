@@ -242,14 +242,15 @@ def _short(value: float) -> float:
 
 
 _METHOD = """\
-Real processes, one per node, that average fp32 vectors by weight and check the mean they end with. Ours is
-what a peer runs: `averaging.round` and `averaging.ring` with `peer.anchored` over ZeroMQ with CURVE. The
-baselines use the same transport and chunks of one megabyte, each chunk on its way as soon as it can be:
-one ring of whole models through one node per cluster, a parameter server on a machine of its own with the
-best link of all, a hierarchy of two levels, and a butterfly (every owner of a segment adds up one part and
-sends the mean to all). Hierarchy and butterfly are given our segments. gloo is torch's all_reduce, one group
-per segment, all at once, over plain TCP. {num_turns} turns, the systems one after the other in each, every
-one once before it is measured, as links adapt to the traffic of the last (ring of whole models and server, on
+Real processes, one per node, that average fp32 vectors by weight; when the last of them has its mean, each
+checks what it has. Ours is what a peer runs: `averaging.round` and `averaging.ring` with `peer.anchored` over
+ZeroMQ with CURVE, which also tests that everything that comes is in range, and hashes every mean. The
+baselines use the same transport and chunks of one megabyte, each chunk on its way as soon as it can be: one
+ring of whole models through one node per cluster, a parameter server on a machine of its own with the best
+link of all, a hierarchy of two levels, and a butterfly (every owner of a segment adds up one part and sends
+the mean to all). Hierarchy and butterfly are given our segments. gloo is torch's all_reduce, one group per
+segment, all at once, over plain TCP. {num_turns} turns, the systems one after the other in each, every one
+once before it is measured, as links adapt to the traffic of the last (ring of whole models and server, on
 slow links, only once in all): seconds, median (smallest-largest). Another system counts as faster when it is
 by more than {slower}.
 
@@ -273,15 +274,16 @@ Uploads of 25 to 100 Mbit/s, downloads of 40 to 100, dealt out in turn. The fore
 
 ## Loopback
 
-No link limits; the CPU does: ours and the baselines encrypt, gloo does not. More clusters have fewer
-parameters here, to keep within the time and memory of one PC.
+No link limits; the cores do, which all nodes share: ours and the baselines encrypt, gloo does not; only ours
+checks and hashes. More clusters have fewer parameters here, to keep within the time and memory of one PC.
 
 {loopback}
 
 ## Training beside rounds
 
-Two clusters of two and three stages on emulated devices (40 ms per microbatch and stage), 25 MB of
-parameters, links of 50 Mbit/s and 5 ms: rounds after every five batches against none at all.
+Two clusters of two and three stages on emulated devices (100 ms per microbatch and stage, so that five of
+them leave the CPU room), 25 MB of parameters as fp32, links of 50 Mbit/s and 5 ms: a round after every two
+batches, which is nearly always, against none at all.
 
 {training}
 """

@@ -105,11 +105,12 @@ class Anchored:
         change, self._vector, self._weight = vector[: self._num_state], vector, weight
         self._layout.gather(state, change).sub_(self._anchor)
         self._moments.gather(moments, vector[self._num_state :])
-        if not math.isfinite(_largest(vector)):
+        largest, trained = _largest(vector), slice(self._num_trained)
+        if not math.isfinite(largest):
             return "its own weights or momenta are not finite"
-        trained = slice(self._num_trained)
-        largest = max(_largest(self._anchor[trained]), _largest(change[trained]))
-        self._limit = _RANGE * (1.0 + largest)
+        if self._num_trained < len(vector):
+            largest = _largest(change[trained])
+        self._limit = _RANGE * (1.0 + max(largest, _largest(self._anchor[trained])))
         if self._rule.clip is not None:
             norm = float(change[trained].norm())
             self._clip = min(1.0, self._rule.clip * self._last_norm / norm) if norm else 1.0
