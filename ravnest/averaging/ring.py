@@ -94,9 +94,13 @@ class RingReduce(Generic[V]):
         return len(self._slices) - len(self._finished)
 
     @property
-    def num_late(self) -> int:
-        """Chunks of its own that the predecessor has not sent; one that sent them all waits itself."""
-        return sum(hops == 1 for hops in self._awaited.values())
+    def first_missing(self) -> tuple[int, int] | None:
+        """After how many hops the first chunk that is missing should have come, and less how many are.
+
+        Whoever waits behind others waits for a later hop: the first of all knows who did not pass it on.
+        """
+        hops = min(self._awaited.values(), default=None)
+        return None if hops is None else (hops, -sum(each == hops for each in self._awaited.values()))
 
     @property
     def num_own(self) -> int:

@@ -100,19 +100,21 @@ class Round(Generic[V]):
         if now < self._deadline:
             return None
         if self._phase is Phase.RUNNING:
-            late = {segment: ring.num_late for segment, ring in self._rings.items() if ring.num_late}
-            suspect = self._before.get(max(late, key=late.__getitem__)) if late else None
+            missing = ((ring.first_missing, segment) for segment, ring in self._rings.items())
+            (hops, _), segment = min((first, segment) for first, segment in missing if first is not None)
+            suspect = self._before.get(segment)
             waits = "" if suspect is None else f"; it waits for {suspect} most"
-            return self.give_up(f"{self._member} had not finished its rings at the deadline{waits}", suspect)
+            reason = f"{self._member} had not finished its rings at the deadline{waits}"
+            return self.give_up(reason, suspect, hops)
         if self._phase is Phase.READY:
             return RoundQuery(self._round_id, self._member)
         return None
 
-    def give_up(self, reason: str, suspect: NodeId | None = None) -> RoundAbort | None:
+    def give_up(self, reason: str, suspect: NodeId | None = None, hops: int = 1) -> RoundAbort | None:
         """Abort by itself, to be told to the coordinator; None when it may not or need not."""
         if self._phase is not Phase.RUNNING:
             return None
-        abort = RoundAbort(self._round_id, reason, suspect)
+        abort = RoundAbort(self._round_id, reason, suspect, hops)
         self._end(Phase.ABORTED, abort)
         return abort
 

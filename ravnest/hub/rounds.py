@@ -118,7 +118,7 @@ class Rounds:
                 return self._settle(now, self._holders(self._decision.suspects))
         # All have spoken, but for those who would not be believed; or it is about something else than time.
         unheard = self._holders(self._decision.missing - self._given_up.keys())
-        is_heard = now < self._members_by or unheard <= set(self._suspects.values())
+        is_heard = now < self._members_by or unheard <= set(self._suspects(most_hops=1).values())
         return self._give_up(now) if self._given_up and is_heard else None
 
     def leave(self, name: NodeId, reason: str, now: float) -> Ended | None:
@@ -193,12 +193,12 @@ class Rounds:
             sends += [Send(name, opened) for name in cluster.nodes]
         return sends
 
-    @property
-    def _suspects(self) -> dict[str, str | None]:
-        """Whom the clusters of those who gave up waited for."""
+    def _suspects(self, most_hops: int) -> dict[str, str | None]:
+        """Whom the clusters of those who gave up waited for; who waits for a later hop knows of nobody."""
         found: dict[str, str | None] = {}
         for name, abort in self._given_up.items():
-            cluster, suspect = self._find(name), self._find(abort.suspect)
+            suspect = self._find(abort.suspect) if abort.hops <= most_hops else None
+            cluster = self._find(name)
             assert cluster is not None
             if suspect is not None or cluster.holder not in found:
                 found[cluster.holder] = suspect.holder if suspect else None
@@ -208,7 +208,8 @@ class Rounds:
         assert self._decision is not None
         sender, abort = next(iter(self._given_up.items()))
         self._decision.give_up(sender, abort.reason, abort.suspect)
-        return self._settle(now, judge(self._suspects))
+        first = min(each.hops for each in self._given_up.values())
+        return self._settle(now, judge(self._suspects(first)))
 
     def _settle(self, now: float, blamed: Collection[str] = ()) -> Ended:
         """End the round; after an abort those who are not to blame may try again at once."""

@@ -56,6 +56,22 @@ def test_delivery_order_does_not_change_a_bit(size, length, chunk_size, seed):
     assert len(set(results)) == 1
 
 
+@given(st.integers(2, 7), lengths.filter(bool), chunk_sizes, seeds)
+def test_who_is_behind_a_cut_link_waits_for_the_earliest_hop(size, length, chunk_size, seed):
+    vectors, weights = draw_inputs(size, length, seed)
+    members, silent = make_ring(vectors, weights, chunk_size, segment=seed % 9), seed % size
+    under_way = [(k, part) for k, member in enumerate(members) for part in member.start()]
+    while under_way:
+        sender, part = under_way.pop(Random(seed).randrange(len(under_way)))
+        if sender != silent:
+            receiver = (sender + 1) % size
+            passed_on = members[receiver].receive(part)
+            under_way += [] if passed_on is None else [(receiver, passed_on)]
+    waits = {k: member.first_missing[0] for k, member in enumerate(members) if member.first_missing}
+    behind = (silent + 1) % size
+    assert all(waits[behind] < hops for k, hops in waits.items() if k != behind)
+
+
 def spoil(part, random: Random):
     """Change what a receiver can see to be wrong."""
     return replace(

@@ -95,6 +95,19 @@ def test_at_the_deadline_it_names_whom_it_waits_for_most():
     assert member.expire(10.0).suspect == "z"
 
 
+def test_at_the_deadline_it_names_who_should_have_sent_the_first_that_is_missing():
+    rings = {x: RingReduce(Seat(3, x, 2, 3), Plain(np.ones(9)), 1.0, 9) for x in (0, 1, 2)}
+    member = Round(3, "a", rings, deadline=10.0, before={0: "x", 1: "y", 2: "z"})
+    list(
+        member.start()
+    )  # the chunk of segment 0 comes second to this member, that of 1 first, that of 2 starts here
+    assert member.expire(10.0) == RoundAbort(
+        3, "a had not finished its rings at the deadline; it waits for y most", "y", hops=1
+    )
+    member = Round(3, "a", {0: rings[0]}, deadline=10.0, before={0: "x"})
+    assert member.expire(10.0).hops == 2
+
+
 def test_all_rings_must_be_done():
     rings = {x: RingReduce(Seat(3, x, 0, 1 + x), Plain(np.ones(2)), 1.0, 2) for x in range(2)}
     member = Round(3, "a", rings, deadline=10.0)

@@ -110,6 +110,23 @@ def test_who_held_up_a_round_is_left_out_of_the_next_try_at_once_and_asked_again
     check_replay(world)
 
 
+def test_of_those_who_wait_for_each_other_the_one_behind_the_cut_link_is_believed():
+    """Of a ring a, b, c, d the link from b to c is cut: c misses what comes first, d what c would pass on."""
+    world = clusters_of(4)
+    waits = {"c": ("b", 2, 3.0), "d": ("c", 3, 0.0), "a": ("d", 4, 1.0)}
+
+    def vote(world, name, order):
+        if order.round_id > 1 or name == "b":
+            return 0.5, world.ready(name, order.round_id)
+        suspect, hops, pause = waits[name]
+        return order.deadline_seconds + pause, RoundAbort(order.round_id, "late", suspect, hops)
+
+    script(world, vote)
+    run_rounds(world, 2)
+    assert attending(world, 2) == ["abcd", "acd"]
+    assert blamed(world) == [(cluster_of(world, "b").name, 1)]
+
+
 def test_a_round_is_cut_for_the_slowest_link_of_those_who_take_part(monkeypatch):
     links = {"a": (4e6, 9e6), "b": (9e6, 2e6), "c": (1e6, 1e6)}
 
