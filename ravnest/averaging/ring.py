@@ -20,7 +20,7 @@ from ravnest.protocol import FLOAT_BYTES, Refusal, RingPart, RoundId, SegmentId
 _DIGEST_BYTES = 16  # of 32: nobody gains by a collision with an average all others hold
 _LEAST_CHUNK, _MOST_CHUNK = 1 << 14, 1 << 18  # items: at most a megabyte of float32
 _CHUNKS_PER_PART = 4  # so that they follow each other around the ring
-_CHUNK_SECONDS = 0.01  # that a chunk may take on a link without holding up the next hop
+_CHUNK_SECONDS = 0.02  # that a chunk may take on a link without holding up the next hop
 _BLOCK = 256  # items with one scale: none is cut without need
 
 V = TypeVar("V", bound=Sized)

@@ -141,7 +141,7 @@ def test_a_round_is_cut_for_the_slowest_link_of_those_who_take_part(monkeypatch)
     run_rounds(world, 2)
     bytes_per_item = 4 * world.given.config.deltas.ratio
     found = [order.least_chunk * bytes_per_item for order, _ in opened(world)[:2]]
-    assert found == pytest.approx([1e4, 2e4], rel=0.01)
+    assert found == pytest.approx([2e4, 4e4], rel=0.01)
 
 
 def cluster_of(world, name):
