@@ -268,7 +268,7 @@ class RoundAbort:
     round_id: RoundId
     reason: str
     suspect: NodeId | None = None
-    hops: int = 1  # after which it was to come from the suspect: who waits behind another waits for more
+    hops: Count = 1  # after which it was to come from the suspect: who waits behind another waits for more
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,6 +101,7 @@ def test_a_header_says_who_it_is_for_people_with_a_hex_dump() -> None:
         (header("RoundCommit", 2**63), "Expected `int` <= 9223372036854775807"),
         (header("RoundAbort", 1, "x" * 301, None, 1), "length <= 300"),
         (header("RoundAbort", 1, b"why", None, 1), "Expected `str`, got `bytes`"),
+        (header("RoundAbort", 1, "why", None, 0), ">= 1"),
         (header("Pace", 1, 1, 0, 1, False), "Expected `int` >= 1"),
         (header("LearningRate", 1, 1, math.nan), "Expected `float`"),
         (header("LearningRate", 1, 1, -math.inf), "Expected `float`"),
