@@ -1,6 +1,7 @@
 """Rounds of real hosts with unlike cuts: the mean by name, data-parallel descent, catching up, guards."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -308,6 +309,30 @@ def test_nobody_fills_the_memory_with_rounds_to_come(captured: Captured) -> None
             break
     assert 0 < number < 100
     assert "more of round" in found.reason
+
+
+def test_a_round_goes_around_in_chunks_as_large_as_the_hub_says(
+    captured: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ravnest.averaging.ring._LEAST_CHUNK", 1)
+    monkeypatch.setattr("ravnest.averaging.ring._BLOCK", 1)
+    longest = []
+    for least_chunk in (0, 10**6):
+        world = make_world(captured, [2], [4], [3])
+        post, sizes = world.post, []
+
+        def count(sender: str, parcel: Any, post: Any = post, sizes: list[int] = sizes) -> None:
+            if isinstance(parcel.message, RingPart):
+                sizes.append(parcel.message.value.shape[0])
+            post(sender, parcel)
+
+        monkeypatch.setattr(world, "post", count)
+        world.open_round(1, True, least_chunk=least_chunk)
+        world.run()
+        longest.append((max(sizes), len(sizes)))
+    (size, count_small), (whole, count_large) = longest
+    assert size < whole
+    assert count_small > 3 * count_large
 
 
 def test_at_its_deadline_a_member_names_whom_it_waits_for(captured: Captured) -> None:

@@ -152,14 +152,14 @@ class TiedWorld:
         left_out: tuple[NodeId, ...] = (),
         base: int | None = None,
         anchors: Sequence[NodeId] = (),
+        least_chunk: int = 0,
     ) -> None:
         """Open a round of changes since `base`, else since the last that committed."""
         self.members = [name for name in self.hosts if name not in left_out]
         base = RoundId(self.last_committed if base is None else base)
         for name in self.members:
-            order = RoundOpen(
-                self.epoch, RoundId(number), 1e9, is_blocking, is_blocking, left_out, base, name in anchors
-            )
+            facts = (self.epoch, RoundId(number), 1e9, is_blocking, is_blocking, left_out)
+            order = RoundOpen(*facts, base, name in anchors, least_chunk)
             self.post(HUB, Parcel(name, order))
 
     def post(self, sender: NodeId, parcel: Parcel) -> None:
