@@ -208,8 +208,8 @@ class Rounds:
         assert self._decision is not None
         sender, abort = next(iter(self._given_up.items()))
         self._decision.give_up(sender, abort.reason, abort.suspect)
-        first = min(each.hops for each in self._given_up.values())
-        return self._settle(now, judge(self._suspects(first)))
+        hops = (each.hops for each in self._given_up.values() if each.suspect is not None)
+        return self._settle(now, judge(self._suspects(min(hops, default=1))))
 
     def _settle(self, now: float, blamed: Collection[str] = ()) -> Ended:
         """End the round; after an abort those who are not to blame may try again at once."""
