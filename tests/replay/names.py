@@ -1,0 +1,111 @@
+"""How the words of the recordings are called in today's code, and what is replayed.
+
+Recordings keep for ever the words of the day on which they were made. A rename in the code is one line in one
+of the tables below; no recording changes. A record that moves to another module changes nothing here, for
+records are found from the two unions by their type hints.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ravnest.hub.events import Event, Order
+from ravnest.hub.state import Hub
+
+# Every table reads: recorded name -> present name.
+CLASSES: dict[str, str] = {
+    # e.g. "Tell": "Notify"
+}
+# Fields are found by the recorded name of their class.
+FIELDS: dict[tuple[str, str], str] = {
+    # e.g. ("StageReady", "epoch"): "build_id"
+}
+# Values of enums are found by the recorded name of their enum.
+VALUES: dict[tuple[str, str], str] = {
+    # e.g. ("Fact", "speed"): "compute_speed"
+}
+# Phrases in sentences that people read: reasons of refusals and of notices.
+SENTENCES: dict[str, str] = {
+    # e.g. "StageReady of plan": "StageBuilt of build"
+}
+# Fields that only today's code has, by the recorded name of their class and their present name. They are
+# built with this value, and have to have it in every order.
+ADDED: dict[tuple[str, str], Any] = {
+    # e.g. ("Send", "is_urgent"): False
+}
+
+# Recorded fields whose order means nothing: the hub's own differs from process to process, for it is that of
+# a set of names. They are recorded and compared in the order of their texts.
+UNORDERED: set[tuple[str, str]] = {("PlanOrder", "contacts"), ("RingOrder", "contacts")}
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """The tables, read in both directions; a name that is in none of them is the same in both."""
+
+    classes: Mapping[str, str] = field(default_factory=dict)
+    fields: Mapping[tuple[str, str], str] = field(default_factory=dict)
+    values: Mapping[tuple[str, str], str] = field(default_factory=dict)
+    sentences: Mapping[str, str] = field(default_factory=dict)
+    added: Mapping[tuple[str, str], Any] = field(default_factory=dict)
+    unordered: Collection[tuple[str, str]] = ()
+
+    def present_class(self, recorded: str) -> str:
+        """Return how the code calls a recorded class."""
+        return self.classes.get(recorded, recorded)
+
+    def recorded_class(self, present: str) -> str:
+        """Return how recordings call a class of the code."""
+        return next((old for old, new in self.classes.items() if new == present), present)
+
+    def present_field(self, recorded_class: str, recorded: str) -> str:
+        """Return how the code calls a recorded field."""
+        return self.fields.get((recorded_class, recorded), recorded)
+
+    def recorded_field(self, recorded_class: str, present: str) -> str:
+        """Return how recordings call a field of the code."""
+        found = (x for (owner, x), new in self.fields.items() if (owner, new) == (recorded_class, present))
+        return next(found, present)
+
+    def present_value(self, recorded_class: str, recorded: Any) -> Any:
+        """Return the value that a recorded value of an enum has in the code."""
+        return self.values.get((recorded_class, recorded), recorded)
+
+    def recorded_value(self, recorded_class: str, present: Any) -> Any:
+        """Return the value that an enum's value has in recordings."""
+        found = (x for (owner, x), new in self.values.items() if (owner, new) == (recorded_class, present))
+        return next(found, present)
+
+    def recorded_text(self, present: str) -> str:
+        """Return a text of the code in the words of the recordings."""
+        for old, new in self.sentences.items():
+            present = present.replace(new, old)
+        return present
+
+
+NAMES = Names(CLASSES, FIELDS, VALUES, SENTENCES, ADDED, UNORDERED)
+EVENTS, ORDERS = Event, Order
+
+
+class Coordinator:
+    """What is replayed, behind the few calls that a replay makes; the first event gives the job."""
+
+    def __init__(self) -> None:
+        self._hub = Hub()
+
+    @property
+    def due(self) -> float | None:
+        """When the next tick is needed."""
+        return self._hub.due
+
+    def concerns(self, event: Any) -> bool:
+        """Return whether an event may change something: only then is it logged, unless it is refused."""
+        return self._hub.concerns(event)
+
+    def apply(self, event: Any) -> tuple[Any, ...]:
+        """Take an event; return the orders."""
+        return self._hub.apply(event)
+
+    def find_missing(self, key: str, epoch: int) -> str | None:
+        """Return under what name somebody with this key is waited for, if it has the stage of this epoch."""
+        return self._hub.find_missing(key, epoch)
