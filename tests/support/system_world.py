@@ -289,6 +289,7 @@ class World:
     watch: Watch = lambda *_: None
     hear: Hear = lambda *_: None
     leaving: Leaving | None = None  # sender, receiver, message: when copies of it leave
+    log: Callable[[Event], None] | None = None  # of the hub
     form_plan: Callable[..., Plan] = form_plan
 
     def __post_init__(self) -> None:
@@ -377,7 +378,7 @@ class World:
         keys = self._know(NodeId("hub"))
         self._token = Token(("hub",), keys.public, bytes(SECRET_BYTES))
         given = self.given = prepare(self.job, self.plan)
-        server = self._server = Server(self._token, self._tell, _inline, watch=self.ledger.note)
+        server = self._server = Server(self._token, self._tell, _inline, log=self.log, watch=self.ledger.note)
         settings = replace(given.job.settings, expected_nodes=len(self.pcs), microbatches=self.microbatches)
         job = replace(given.job, settings=replace(settings, checkpoint_every=self.checkpoint_every))
         async with Post(self, NodeId("hub"), keys, server.admit) as transport:
