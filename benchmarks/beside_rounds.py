@@ -12,7 +12,7 @@ import numpy as np
 from benchmarks import swarm as swarms
 from benchmarks.measure import spread
 from ravnest.config import PlanConfig
-from ravnest.plan.assembly import assemble, build_clusters
+from ravnest.plan.assembly import assemble_plan, build_clusters
 from ravnest.plan.cost import LineCost, NodeTable
 from ravnest.plan.types import ModelProfile, Swarm
 
@@ -44,8 +44,8 @@ def compare(num_turns: int) -> dict[str, Any]:
 def _train(average_every: int) -> Any:
     """Train on emulated devices, so that stages take no CPU from each other or from averaging."""
     from benchmarks.models import build, find_cuts, make_job
-    from ravnest.model.line import slice_blueprint
-    from ravnest.model.measure import count_flops, measure
+    from ravnest.model.profile import count_flops, measure
+    from ravnest.model.slicing import slice_blueprint
 
     made = build(TRAINED)
     job = replace(make_job(TRAINED, 8, num_updates=36), average_every=average_every)
@@ -79,9 +79,9 @@ def _clusters(record: Any, setting: Any, cuts: Sequence[Sequence[int]]) -> Itera
             rows[row, : len(edges)] = edges
         clusters = build_clusters(line, NodeTable.of(swarm, config), swarm, orders, rows)
         record.profile, record.config = profile, config
-        return assemble(tuple(clusters), profile, swarm, config, seed, epoch)
+        return assemble_plan(tuple(clusters), profile, swarm, config, seed, epoch)
 
-    with mock.patch("ravnest.hub.microbatches.form_plan", form):
+    with mock.patch("ravnest.hub.coordinator.planner.form_plan", form):
         yield
 
 

@@ -14,10 +14,10 @@ from pathlib import Path
 PRELOADED = [
     "torch",
     "torch._dynamo",
-    "ravnest.cli",
+    "ravnest.cli.main",
     "ravnest.net.zeromq",
     "ravnest.peer.agent",
-    "ravnest.peer.machine",
+    "ravnest.peer.capabilities",
 ]
 _END_SECONDS = 30.0
 
@@ -81,7 +81,7 @@ def _join(words: Sequence[str], token: str, path: str, space: str) -> None:
     os.environ["RAVNEST_TOKEN"] = token
     import torch
 
-    from ravnest.cli import program
+    from ravnest.cli.main import program
 
     torch.set_num_threads(1)
     program(words, prog_name="ravnest")

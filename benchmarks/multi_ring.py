@@ -7,17 +7,18 @@ from typing import Any
 import torch
 
 from benchmarks.shapes import Floats, Outgoing, Shape
-from ravnest.averaging.ring import RingReduce, Seat, choose_chunk_size, choose_least_chunk
-from ravnest.averaging.round import Phase, Round
-from ravnest.codec import decode
+from ravnest.averaging.ring import RingPosition, RingReduce, choose_chunk_size, choose_least_chunk
+from ravnest.averaging.round import Round, RoundPhase
+from ravnest.codec import decode_tensor
 from ravnest.config import WireFormat
 from ravnest.engine.optimizers import OptimizerSettings
-from ravnest.engine.training import Training
-from ravnest.model.flat import FlatEntry, Layout
-from ravnest.peer.anchored import Anchored, Chunk
-from ravnest.plan.types import NodeId
-from ravnest.protocol import Refusal, RingPart, RoundCommit, RoundId, RoundReady, SegmentId
-from ravnest.wire import pack, unpack
+from ravnest.engine.train_config import TrainConfig
+from ravnest.ids import NodeId, RoundId, SegmentId
+from ravnest.model.state_dict import FlatEntry, Layout
+from ravnest.peer.segment_state import EncodedChunk, SegmentState
+from ravnest.protocol.averaging import RingPart, RoundCommit, RoundReady
+from ravnest.protocol.messages import Refusal
+from ravnest.protocol.wire import pack, unpack
 
 
 class MultiRing:
@@ -26,7 +27,7 @@ class MultiRing:
     def __init__(
         self, node: NodeId, shape: Shape, vector: Floats, wire_format: WireFormat, slowest: float
     ) -> None:
-        training = Training(OptimizerSettings((), 0.0), 1, deltas=wire_format)
+        training = TrainConfig(OptimizerSettings((), 0.0), 1, deltas=wire_format)
         first, weight = shape.stages[node][1].start, shape.weights[node]
         self._id = RoundId(1)
         least = choose_least_chunk(slowest, wire_format)
@@ -40,17 +41,17 @@ class MultiRing:
                 (position - first) * shape.items_per_position for position in (ring.start, ring.stop)
             )
             layout = Layout(ring.start, ring.stop, (FlatEntry("w", (high - low,), "float32", 0, ring.start),))
-            anchored = Anchored(layout, (), training, "cpu", {"w": torch.zeros(high - low)})
+            anchored = SegmentState(layout, (), training, "cpu", {"w": torch.zeros(high - low)})
             fault = anchored.open({"w": torch.from_numpy(vector[low:high])}, {}, weight)
             assert fault is None, fault
-            seat = Seat(self._id, segment, place, count)
+            seat = RingPosition(self._id, segment, place, count)
             rings[segment] = RingReduce(seat, anchored, weight, choose_chunk_size(high - low, count, least))
             self._successors[segment] = ring.owners[(place + 1) % count]
         self._round: Round[Any] = Round(self._id, node, rings, deadline=float("inf"))
 
     @property
     def done(self) -> bool:
-        return self._round.phase is Phase.READY
+        return self._round.phase is RoundPhase.READY
 
     @property
     def result(self) -> Floats:
@@ -58,7 +59,7 @@ class MultiRing:
         averages = self._round.take_averages()
         assert averages is not None
         chunks = [chunk for pieces in averages.values() for chunk in pieces]
-        found: Floats = torch.cat([decode(chunk.buffer, chunk.spec) for chunk in chunks]).numpy()
+        found: Floats = torch.cat([decode_tensor(chunk.buffer, chunk.spec) for chunk in chunks]).numpy()
         return found
 
     def start(self) -> Iterable[Outgoing]:
@@ -66,7 +67,7 @@ class MultiRing:
 
     def receive(self, header: bytes, buffer: memoryview) -> Iterable[Outgoing]:
         part: Any = unpack(header, (buffer,))
-        value = Chunk(part.value, buffer, decode(buffer, part.value))
+        value = EncodedChunk(part.value, buffer, decode_tensor(buffer, part.value))
         found = self._round.receive(replace(part, value=value))
         assert not isinstance(found, Refusal), found
         return self._address(found)
@@ -74,7 +75,7 @@ class MultiRing:
     def _address(self, messages: Iterable[Any]) -> Iterator[Outgoing]:
         for part in messages:
             if isinstance(part, RingPart):
-                chunk: Chunk = part.value
+                chunk: EncodedChunk = part.value
                 header = pack(replace(part, value=chunk.spec), (chunk.buffer,))
                 yield self._successors[part.segment], header, memoryview(chunk.buffer)
             else:

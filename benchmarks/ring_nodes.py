@@ -29,11 +29,11 @@ from benchmarks.multi_ring import MultiRing
 from benchmarks.namespaces import INTERFACE, Namespaces, Rate, enter
 from benchmarks.shapes import Floats, Outgoing, Shape
 from ravnest.config import WireFormat
+from ravnest.ids import NodeId
 from ravnest.net.identity import KeyPair, new_keys
 from ravnest.net.transport import Delivery, PeerId, Service
 from ravnest.net.zeromq import ZeroMqTransport
-from ravnest.peer.machine import return_freed_memory
-from ravnest.plan.types import NodeId
+from ravnest.peer.capabilities import return_freed_memory
 
 OURS, GLOO = "multi-ring", "gloo"
 _FAILED = "failed:"

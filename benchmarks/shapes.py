@@ -8,8 +8,9 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from ravnest.plan.rings import form_rings
-from ravnest.plan.types import Cluster, Node, NodeId, Plan, Ring, Stage
+from ravnest.ids import NodeId
+from ravnest.plan.assembly import form_rings
+from ravnest.plan.types import Cluster, Node, Plan, Ring, Stage
 
 Floats: TypeAlias = npt.NDArray[np.float32]
 Outgoing = tuple[NodeId, bytes, memoryview]  # to whom, header, values

@@ -18,12 +18,13 @@ import psutil
 
 from benchmarks.links import Links
 from ravnest.config import PlanConfig
-from ravnest.hub.news import PlanFormed
-from ravnest.hub.state import Hub
-from ravnest.plan.assembly import assemble, build_clusters
+from ravnest.hub.coordinator.coordinator import Coordinator
+from ravnest.hub.coordinator.notices import PlanFormed
+from ravnest.ids import NodeId
+from ravnest.plan.assembly import assemble_plan, build_clusters
 from ravnest.plan.cost import LineCost, NodeTable
-from ravnest.plan.types import Cluster, ModelProfile, Node, NodeId, Plan, Swarm
-from ravnest.protocol import StepReport
+from ravnest.plan.types import Cluster, ModelProfile, Node, Plan, Swarm
+from ravnest.protocol.training import StepReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +93,8 @@ def train(
     watch: Callable[[dict[NodeId, int], Record], None] | None = None,
 ) -> Record:
     """Train a job over the stages of a setting; `watch` gets the peers' processes every 0.1 s and at news."""
-    from ravnest.job.swarm import LOCAL_PLAN, Hardware, local
+    from ravnest.requester.local_peers import Hardware
+    from ravnest.requester.session import LOCAL_PLAN, local
 
     record, ended = Record(), threading.Event()
     hardware = [
@@ -137,15 +139,15 @@ def process_seconds(pid: int) -> float:
 @contextlib.contextmanager
 def _listening(record: Record) -> Iterator[None]:
     """Note every report that reaches the hub."""
-    apply = Hub.apply
+    apply = Coordinator.apply
 
-    def listen(hub: Hub, event: Any) -> Any:
+    def listen(hub: Coordinator, event: Any) -> Any:
         message = getattr(event, "message", None)
         if isinstance(message, StepReport):
             record.reports.append((time.perf_counter(), event.sender, message))
         return apply(hub, event)
 
-    with mock.patch.object(Hub, "apply", listen):
+    with mock.patch.object(Coordinator, "apply", listen):
         yield
 
 
@@ -165,9 +167,9 @@ def _fixed_plan(record: Record, setting: Setting) -> Iterator[None]:
         cuts = np.array([[profile.num_positions, *reversed(setting.cuts), 0]] * setting.num_clusters)
         clusters = build_clusters(line, NodeTable.of(swarm, config), swarm, order, cuts)
         record.profile, record.config = profile, config
-        return assemble(tuple(clusters), profile, swarm, config, seed, epoch)
+        return assemble_plan(tuple(clusters), profile, swarm, config, seed, epoch)
 
-    with mock.patch("ravnest.hub.microbatches.form_plan", form):
+    with mock.patch("ravnest.hub.coordinator.planner.form_plan", form):
         yield
 
 
@@ -185,7 +187,7 @@ def _behind(node: Node, link: LinkSpeed) -> Node:
 @contextlib.contextmanager
 def _over_links(record: Record, link: LinkSpeed | None) -> Iterator[None]:
     """Let the hub name addresses to peers that lead over slow links; they dial each other there."""
-    from ravnest.hub.server import Server
+    from ravnest.hub.service.server import Server
 
     welcome = Server._welcome
     addresses: list[str] = []

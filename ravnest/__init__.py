@@ -7,12 +7,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ravnest.engine.training import AveragingRule
-    from ravnest.job.callbacks import CsvLog, TensorBoard
-    from ravnest.job.job import Job
-    from ravnest.job.rates import constant, cosine, linear
-    from ravnest.job.swarm import Hub, local
+    from ravnest.engine.train_config import AveragingRule
     from ravnest.model.capture import capture, empty_weights
+    from ravnest.requester.callbacks import CsvLog, TensorBoard
+    from ravnest.requester.job import Job
+    from ravnest.requester.lr_schedules import constant, cosine, linear
+    from ravnest.requester.session import Hub, local
 
 __all__ = [
     "AveragingRule",
@@ -29,17 +29,17 @@ __all__ = [
 ]
 
 _PLACES = {
-    "AveragingRule": "ravnest.engine.training",
-    "CsvLog": "ravnest.job.callbacks",
-    "Hub": "ravnest.job.swarm",
-    "Job": "ravnest.job.job",
-    "TensorBoard": "ravnest.job.callbacks",
+    "AveragingRule": "ravnest.engine.train_config",
+    "CsvLog": "ravnest.requester.callbacks",
+    "Hub": "ravnest.requester.session",
+    "Job": "ravnest.requester.job",
+    "TensorBoard": "ravnest.requester.callbacks",
     "capture": "ravnest.model.capture",
-    "constant": "ravnest.job.rates",
-    "cosine": "ravnest.job.rates",
+    "constant": "ravnest.requester.lr_schedules",
+    "cosine": "ravnest.requester.lr_schedules",
     "empty_weights": "ravnest.model.capture",
-    "linear": "ravnest.job.rates",
-    "local": "ravnest.job.swarm",
+    "linear": "ravnest.requester.lr_schedules",
+    "local": "ravnest.requester.session",
 }
 
 

@@ -1,5 +1,5 @@
 """`python -m ravnest` is the same as `ravnest`."""
 
-from ravnest.cli import main
+from ravnest.cli.main import main
 
 main()

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ravnest.config import WireFormat
 from ravnest.errors import ProtocolError
-from ravnest.protocol import BLOCK_ITEMS, FLOAT_BYTES, ITEM_BYTES, SCALE_BYTES, TensorSpec
+from ravnest.protocol.tensors import BLOCK_ITEMS, FLOAT_BYTES, ITEM_BYTES, SCALE_BYTES, TensorSpec
 
 _LARGEST_CODE = {WireFormat.INT8: 127, WireFormat.INT4: 7}
 _HALVES = {WireFormat.BF16: torch.bfloat16, WireFormat.FP16: torch.float16}
@@ -36,7 +36,7 @@ def encoded_bytes(dtype: torch.dtype, shape: tuple[int, ...], wire_format: WireF
     return TensorSpec(_NAMES[dtype], shape, wire_format).num_bytes
 
 
-def encode(tensor: Tensor, wire_format: WireFormat) -> memoryview:
+def encode_tensor(tensor: Tensor, wire_format: WireFormat) -> memoryview:
     """Return the bytes to send: the tensor's own memory where possible, so leave it unchanged until sent."""
     if tensor.numel() == 0:
         return memoryview(bytearray())
@@ -46,7 +46,7 @@ def encode(tensor: Tensor, wire_format: WireFormat) -> memoryview:
     return data.cpu().numpy().data
 
 
-def decode(buffer: memoryview | bytes | bytearray, spec: TensorSpec, device: str = "cpu") -> Tensor:
+def decode_tensor(buffer: memoryview | bytes | bytearray, spec: TensorSpec, device: str = "cpu") -> Tensor:
     """Return the tensor that a peer sent, as the receiver expects it.
 
     What needs no conversion is not copied: the tensor then is the buffer's memory, if that is writable.
@@ -96,10 +96,10 @@ class ErrorFeedback:
 
     def encode(self, where: slice, items: Tensor, unit: float = 1.0) -> Encoded:
         """Encode a slice; what that loses is owed, in units of the vector."""
-        buffer = encode(items, self._wire_format)
+        buffer = encode_tensor(items, self._wire_format)
         if self._wire_format is WireFormat.FP32:
             return Encoded(buffer, items)
-        decoded = decode(buffer, describe(items, self._wire_format), self._device)
+        decoded = decode_tensor(buffer, describe(items, self._wire_format), self._device)
         if where.start < self._num_items:
             if self._pending is None:
                 self._pending = torch.zeros(self._num_items, dtype=torch.bfloat16, device=self._device)

@@ -29,7 +29,7 @@ class WireFormat(StrEnum):
         return (bytes_per_value + scale_bytes) / 4
 
 
-class Optimizer(StrEnum):
+class OptimizerKind(StrEnum):
     """What updates a stage; `muon` is the default recipe (Muon on matrices, NAdam on the rest)."""
 
     SGD = "sgd"
@@ -59,7 +59,7 @@ class Averaging(StrEnum):
 class PlanConfig:
     """What the planner may assume and how it weighs things."""
 
-    optimizer: Optimizer = Optimizer.MUON
+    optimizer: OptimizerKind = OptimizerKind.MUON
     predict_weights: bool = True  # one more copy of the weights in every stage but the last
     max_lag: int = 2  # updates a batch may be late; batches are accumulated into an update to keep it
     accumulates: bool = False  # updates are sums over batches: one more copy of the gradients

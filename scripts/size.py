@@ -1,41 +1,30 @@
-"""The size budget: each part of the package and each file stays small enough to read (decision 8)."""
+"""Prints lines per package; a file or a class that is too long to be one idea fails (STYLE section 9)."""
 
+import ast
 import sys
 from collections import Counter
 from pathlib import Path
 
-PART_LINES = {
-    "ravnest": 1_730,
-    "commands": 1_850,
-    "plan": 3_200,
-    "model": 4_900,
-    "engine": 1_710,
-    "averaging": 770,
-    "net": 2_300,
-    "hub": 5_000,
-    "peer": 3_400,
-    "job": 2_480,
-    "showing": 1_700,
-}
-FILE_LINES = 350
+FILE_LINES = 600
+CLASS_LINES = 400
 
 
 def main() -> int:
     root = Path(__file__).resolve().parents[1] / "ravnest"
-    sizes = {path: len(path.read_text().splitlines()) for path in sorted(root.rglob("*.py"))}
-    faults = [
-        f"{path.relative_to(root.parent)} has {lines} lines, over {FILE_LINES}: is there a second idea in it?"
-        for path, lines in sizes.items()
-        if lines > FILE_LINES
-    ]
-    parts: Counter[str] = Counter()
-    for path, lines in sizes.items():
-        parts[path.parent.name] += lines
-    for part, lines in parts.items():
-        if lines > PART_LINES.get(part, 0):
-            faults.append(f"{part} has {lines} lines, more than {PART_LINES.get(part, 0)}: delete something")
-    shown = ", ".join(f"{part} {lines}" for part, lines in parts.items())
-    print("\n".join(faults) or f"size: {sum(sizes.values())} lines in {len(sizes)} files ({shown})")
+    packages: Counter[str] = Counter()
+    faults = []
+    for path in sorted(root.rglob("*.py")):
+        text, shown = path.read_text(), path.relative_to(root.parent)
+        lines = len(text.splitlines())
+        packages[".".join(path.parent.relative_to(root).parts) or "ravnest"] += lines
+        if lines > FILE_LINES:
+            faults.append(f"{shown} has {lines} lines, over {FILE_LINES}: is there a second idea in it?")
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ClassDef) and (long := node.end_lineno - node.lineno + 1) > CLASS_LINES:  # type: ignore[operator]
+                faults.append(f"{shown}: class {node.name} has {long} lines, over {CLASS_LINES}")
+    shown = ", ".join(f"{package} {lines}" for package, lines in sorted(packages.items()))
+    num_files = len(list(root.rglob("*.py")))
+    print("\n".join(faults) or f"size: {packages.total()} lines in {num_files} files ({shown})")
     return 1 if faults else 0
 
 

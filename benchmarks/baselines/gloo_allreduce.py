@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.shapes import Floats, Shape
-from ravnest.plan.types import NodeId
+from ravnest.ids import NodeId
 
 
 @dataclass(frozen=True, slots=True)

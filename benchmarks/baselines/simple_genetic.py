@@ -10,8 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ravnest.config import PlanConfig
-from ravnest.plan.cost import Floats, LineCost, NodeTable
-from ravnest.plan.timing import Rows, timing
+from ravnest.plan.cost import Floats, LineCost, NodeTable, Rows, timing
 from ravnest.plan.types import ModelProfile
 
 _MOST_CLUSTERS = 5

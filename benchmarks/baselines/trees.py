@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from benchmarks.shapes import Floats, Outgoing, Shape, cut
-from ravnest.plan.types import NodeId
+from ravnest.ids import NodeId
 
 SERVER = NodeId("server")
 

@@ -7,8 +7,9 @@ from benchmarks.measure import say, spread, table
 from benchmarks.namespaces import Rate, may_be_used
 from benchmarks.shapes import NUM_POSITIONS, Shape, make_shape
 from ravnest.config import Averaging, PlanConfig, WireFormat
+from ravnest.ids import NodeId
 from ravnest.plan.forecast import forecast
-from ravnest.plan.types import ModelProfile, Node, NodeId, Swarm
+from ravnest.plan.types import ModelProfile, Node, Swarm
 
 Figures = dict[str, Any]
 

@@ -79,8 +79,8 @@ def _job(batch_size: int, num_updates: int) -> Any:
     import torch.nn.functional as F
 
     import ravnest as rv
-    from ravnest.commands.demos import Gpt
-    from ravnest.job.rates import cosine
+    from ravnest.cli.demo_jobs import Gpt
+    from ravnest.requester.lr_schedules import cosine
 
     torch.manual_seed(0)
     return rv.Job(
@@ -110,10 +110,10 @@ def _draw_pieces(count: int, *, is_held_out: bool) -> dict[str, Any]:
 
 def _alone(batch_size: int, num_updates: int) -> float:
     """Return the validation loss of the same recipe in one process, with nothing late."""
-    from ravnest.commands.alone import train_alone
+    from ravnest.cli.plain_loop import train_plain_loop
 
     job = _job(batch_size, num_updates)
-    loss = train_alone(job, job.capture().blueprint).metrics["val_loss"]
+    loss = train_plain_loop(job, job.capture().blueprint).metrics["val_loss"]
     say(f"one process, batches of {batch_size}, {num_updates} updates: {loss:.4f}")
     return loss
 
@@ -121,8 +121,8 @@ def _alone(batch_size: int, num_updates: int) -> float:
 def _swarm(clusters: int, stages: int, num_updates: int = NUM_UPDATES, deltas: str = "fp32") -> Figures:
     """Train with the default settings of one PC; each cluster makes `num_updates` of BATCH_SIZE samples."""
     from ravnest.config import WireFormat
-    from ravnest.hub.news import RoundEnded
-    from ravnest.job.swarm import LOCAL_PLAN
+    from ravnest.hub.coordinator.notices import RoundEnded
+    from ravnest.requester.session import LOCAL_PLAN
 
     job = _job(BATCH_SIZE, clusters * num_updates)
     setting = Setting([3e10] * (clusters * stages), cuts=_equal_cuts(job, stages), num_clusters=clusters)
@@ -142,7 +142,7 @@ def _equal_cuts(job: Any, stages: int) -> list[int]:
     """Return the positions that give every stage the same work."""
     import numpy as np
 
-    from ravnest.model.measure import measure
+    from ravnest.model.profile import measure
 
     profile = measure(job.capture().blueprint, BATCH_SIZE)
     work = np.cumsum(np.add(profile.forward_flops, profile.backward_flops))
@@ -167,23 +167,27 @@ def _short(value: float) -> float:
 
 def _draw(alone: dict[int, float], grid: dict[tuple[int, int], Figures]) -> str:
     """Return a picture: loss over synchronous training, a group of bars for each number of clusters."""
-    from ravnest.showing.svg import box, label, path
+    from ravnest.views.plan_picture import draw_box, draw_label, draw_path
 
     wide, high, top = 60.0, 200.0, 0.04
-    parts = [label(10, 20, "validation loss over synchronous training at equal samples", "head")]
+    parts = [draw_label(10, 20, "validation loss over synchronous training at equal samples", "head")]
     for share in (0.0, 0.01, 0.02, TARGET, 0.03, 0.04):
         y = 40 + high * (1 - share / top)
-        parts += [path(f"M50 {y:.1f}H{70 + 4 * wide * len(alone)}", "target" if share == TARGET else "line")]
-        parts += [label(8, y + 4, f"{share:.1%}")]
+        parts += [
+            draw_path(f"M50 {y:.1f}H{70 + 4 * wide * len(alone)}", "target" if share == TARGET else "line")
+        ]
+        parts += [draw_label(8, y + 4, f"{share:.1%}")]
     for group, clusters in enumerate(alone):
         for place, stages in enumerate(NUM_STAGES):
             share = grid[clusters, stages]["over_synchronous"]
             size = high * min(max(share, 0.0), top) / top
             x = 70 + group * 4 * wide + place * wide
-            parts.append(box(x, 40 + high - size, wide - 12, size, f"bar{place}"))
-            parts.append(label(x, 34 + high - size, f"{share:+.1%}"))
-            parts.append(label(x, 256, f"P = {stages}"))
-        parts.append(label(70 + group * 4 * wide + wide, 276, f"{clusters} cluster{'s' * (clusters > 1)}"))
+            parts.append(draw_box(x, 40 + high - size, wide - 12, size, f"bar{place}"))
+            parts.append(draw_label(x, 34 + high - size, f"{share:+.1%}"))
+            parts.append(draw_label(x, 256, f"P = {stages}"))
+        parts.append(
+            draw_label(70 + group * 4 * wide + wide, 276, f"{clusters} cluster{'s' * (clusters > 1)}")
+        )
     style = (
         "text{font:12px sans-serif;fill:#333}.head{font-weight:bold}.line{stroke:#ddd}.target{stroke:#c33}"
         ".bar0{fill:#9ecae1}.bar1{fill:#4292c6}.bar2{fill:#08519c}"

@@ -41,7 +41,7 @@ def run(quick: bool) -> tuple[Figures, str, list[str]]:
 def _measure_swarm(name: str, num_updates: int, program_bytes: int) -> list[Figures]:
     """Train over three stages of a third of the blocks each; return what each planned and used."""
     from benchmarks.models import build, find_cuts, make_job
-    from ravnest.model.measure import measure
+    from ravnest.model.profile import measure
 
     made, job = build(name), make_job(name, NUM_MICROBATCHES, num_updates, num_batches_kept=4)
     third = len(made.blocks) // 3

@@ -7,9 +7,9 @@ import numpy as np
 
 from benchmarks.measure import say, spread, table
 from ravnest.config import PlanConfig
-from ravnest.plan.assembly import assemble
-from ravnest.plan.cluster import cut_clusters, form_plan
+from ravnest.plan.assembly import assemble_plan
 from ravnest.plan.forecast import forecast
+from ravnest.plan.formation import cut_clusters, form_plan
 from ravnest.plan.populations import population
 from ravnest.plan.profiles import builtin_profile
 from ravnest.plan.repair import node_slowed
@@ -50,7 +50,7 @@ def _shares(
     place = {node.name: k for k, node in enumerate(truth.nodes)}
     orders = tuple(tuple(place[s.node] for s in reversed(cluster.stages)) for cluster in plan.clusters)
     clusters = cut_clusters(profile, truth, config, orders, is_averaged=len(orders) > 1)
-    recut = assemble(clusters, profile, truth, config, seed=0, epoch=2)
+    recut = assemble_plan(clusters, profile, truth, config, seed=0, plan_id=2)
     plans = {
         "as_made": plan,
         "recut": recut,

@@ -63,7 +63,7 @@ def _check() -> Figures:
     record, _ = emulate((1.0, 0.5), SLOW_LINK, num_updates, num_spares=1)
     assert record.formed.plan.spares == ("node3",)
     num_microbatches = num_updates * record.cluster.accumulate
-    losses = [report.batch for *_, report in record.reports if report.loss is not None]
+    losses = [report.microbatch for *_, report in record.reports if report.loss is not None]
     assert len(losses) == num_microbatches, "the leaf reported a batch twice, or not at all"
     assert len(set(losses)) == num_microbatches
     overhead = _overhead(record)
@@ -154,7 +154,7 @@ def _against_emulated_gloo() -> Figures:
 
 def _ours(cuts: Sequence[int], num_microbatches: int, num_updates: int) -> float:
     from benchmarks.models import build, find_cuts, make_job
-    from ravnest.model.measure import measure
+    from ravnest.model.profile import measure
 
     made, job = build(MODEL), make_job(MODEL, num_microbatches, 2 * num_updates)
     profile = measure(job.capture().blueprint, made.microbatch_size)

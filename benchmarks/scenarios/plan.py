@@ -7,10 +7,10 @@ from benchmarks.baselines.bound import UpperBound
 from benchmarks.measure import cpu_seconds, in_fresh_process, say, spread, table
 from ravnest.config import PlanConfig
 from ravnest.errors import PlanError
-from ravnest.plan.cluster import form_plan
-from ravnest.plan.coarse import coarsen_to
+from ravnest.plan.coarsening import coarsen_to
 from ravnest.plan.cost import LineCost, NodeTable
 from ravnest.plan.forecast import forecast
+from ravnest.plan.formation import form_plan
 from ravnest.plan.populations import population
 from ravnest.plan.profiles import builtin_profile
 from ravnest.plan.types import ModelProfile, Swarm

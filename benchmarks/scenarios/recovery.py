@@ -12,8 +12,15 @@ from unittest import mock
 from benchmarks.measure import say, spread, table
 from benchmarks.models import build, find_cuts, make_job
 from benchmarks.swarm import Record, Setting, train
-from ravnest.hub.news import Checkpointed, ClusterBroken, ClusterDissolved, Left, Missing, Recovered
-from ravnest.hub.state import Hub
+from ravnest.hub.coordinator.coordinator import Coordinator
+from ravnest.hub.coordinator.notices import (
+    Checkpointed,
+    ClusterBroken,
+    ClusterDissolved,
+    Left,
+    Missing,
+    Recovered,
+)
 
 Figures = dict[str, Any]
 
@@ -52,7 +59,7 @@ class _Death:
     """Kills one peer after a while, notes what follows, and ends the job when enough was seen."""
 
     place: int
-    hub: Hub | None = None
+    hub: Coordinator | None = None
     killed_at: float = 0.0
     victim: str = ""
     in_flight: int = 0
@@ -81,7 +88,7 @@ class _Death:
         cluster, books = self.hub.clusters[0], self.hub.books
         assert books is not None
         self.victim = cluster.nodes[self.place]
-        leases = [lease for lease in books.open_leases if lease.holder == cluster.holder]
+        leases = [lease for lease in books.open_leases if lease.cluster_id == cluster.cluster_id]
         self.in_flight = sum(sum(lease.num_samples) for lease in leases)
         os.kill(processes[self.victim], signal.SIGKILL)
         self.killed_at = time.perf_counter()
@@ -97,21 +104,21 @@ class _Death:
 def _kill_one(num_clusters: int, num_spares: int, place: int) -> Figures:
     death = _Death(place)
     job, setting = _emulate(num_clusters, num_spares)
-    apply = Hub.apply
+    apply = Coordinator.apply
 
-    def listen(hub: Hub, event: Any) -> Any:
+    def listen(hub: Coordinator, event: Any) -> Any:
         death.hub = hub
         return apply(hub, event)
 
-    with mock.patch.object(Hub, "apply", listen):
+    with mock.patch.object(Coordinator, "apply", listen):
         record = train(job, setting, watch=death.watch)
     return _read(death, record)
 
 
 def _emulate(num_clusters: int, num_spares: int) -> tuple[Any, Setting]:
     """Return a job that is longer than what is measured, and devices that take as long for a stage each."""
-    from ravnest.model.line import slice_blueprint
-    from ravnest.model.measure import count_flops, measure
+    from ravnest.model.profile import count_flops, measure
+    from ravnest.model.slicing import slice_blueprint
 
     made, job = build(_MODEL), make_job(_MODEL, _NUM_MICROBATCHES, _NUM_UPDATES)
     blueprint = job.capture().blueprint

@@ -21,18 +21,18 @@ import psutil
 
 from benchmarks.joining import Peers
 from benchmarks.measure import say, spread, table
-from ravnest.hub.news import (
+from ravnest.hub.coordinator.notices import (
     ClusterBroken,
     ClusterDissolved,
     EpochDone,
     Joined,
     Left,
-    News,
+    Notice,
     Recovered,
     RoundEnded,
     Trained,
     WorkLost,
-    show_news,
+    show_notice,
 )
 
 Figures = dict[str, Any]
@@ -54,7 +54,7 @@ class Seen:
     samples: list[tuple[float, int]] = field(default_factory=list)  # counted so far
     losses: list[tuple[float, float]] = field(default_factory=list)
     memory: dict[str, list[tuple[float, int]]] = field(default_factory=dict)
-    news: list[News] = field(default_factory=list)
+    news: list[Notice] = field(default_factory=list)
     done: Counter[str] = field(default_factory=Counter)  # to peers
     cpu_seconds: float = 0.0
 
@@ -71,7 +71,7 @@ def run(quick: bool) -> tuple[Figures, str, list[str]]:
 def soak(seconds: float) -> Seen:
     """Train for so long while peers come and go; return what was seen."""
     import ravnest as rv
-    from ravnest.job.swarm import LOCAL_PLAN
+    from ravnest.requester.session import LOCAL_PLAN
 
     seen, ended = Seen(), threading.Event()
     plan = replace(LOCAL_PLAN, overhead_bytes=0.0, max_stages=4)
@@ -135,7 +135,7 @@ class _Chaos:
         self._num_samples, self._loss = 0, 0.0
         self.peers: Peers | None = None
 
-    def hear(self, news: News) -> None:
+    def hear(self, news: Notice) -> None:
         """Note what the hub says."""
         if isinstance(news, Trained):
             self._began_at = self._began_at or time.monotonic()
@@ -145,7 +145,7 @@ class _Chaos:
             return
         self._seen.news.append(news)
         if not isinstance(news, RoundEnded | EpochDone):
-            say(f"{self._now():7.1f} {show_news(news)}")
+            say(f"{self._now():7.1f} {show_notice(news)}")
 
     def start_one(self) -> None:
         """Start a peer with a name that nobody had."""

@@ -71,7 +71,7 @@ def _steps(device: str, autocast: bool, compiled: bool) -> tuple[Callable[[], No
     import torch
 
     from ravnest.model.capture import capture
-    from ravnest.model.rebuild import rebuild
+    from ravnest.model.stage_program import build_stage_program
     from tests.support.model_zoo import OwnGPT, token_batch, token_loss
 
     torch.manual_seed(0)
@@ -81,7 +81,7 @@ def _steps(device: str, autocast: bool, compiled: bool) -> tuple[Callable[[], No
     model.to(device).train()
     fields = {name: field.to(device) for name, field in batch.items()}
     dtype = torch.bfloat16 if autocast else None
-    stage = rebuild(captured.blueprint, device, autocast=dtype, compiled=compiled)
+    stage = build_stage_program(captured.blueprint, device, autocast=dtype, compiled=compiled)
     state = {name: tensor.detach().to(device).clone() for name, tensor in captured.state.items()}
     for entry in captured.blueprint.state:
         state[entry.name].requires_grad_(entry.is_trainable)
@@ -106,7 +106,7 @@ def _compiled(quick: bool) -> dict[str, object]:
     import torch
 
     from ravnest.model.capture import capture
-    from ravnest.model.rebuild import rebuild
+    from ravnest.model.stage_program import build_stage_program
     from tests.support.model_zoo import OwnGPT, token_batch, token_loss
 
     torch.manual_seed(0)
@@ -115,7 +115,7 @@ def _compiled(quick: bool) -> dict[str, object]:
     captured = capture(model, batch, token_loss)
     losses, started = [], time.perf_counter()
     for compiled in (False, True):
-        stage = rebuild(captured.blueprint, compiled=compiled)
+        stage = build_stage_program(captured.blueprint, compiled=compiled)
         loss = stage.forward(captured.state, {}, batch, key=(1, 1)).results["loss"]
         loss.backward()
         losses.append(float(loss.detach()))
@@ -130,10 +130,10 @@ def _capture_llama(width: int, layers: int) -> dict[str, float]:
     import torch
     import transformers
 
+    from ravnest.model.blueprint_json import read_blueprint, write_blueprint
     from ravnest.model.capture import capture, empty_weights
-    from ravnest.model.line import slice_blueprint
-    from ravnest.model.measure import measure
-    from ravnest.model.reading import read_blueprint, write_blueprint
+    from ravnest.model.profile import measure
+    from ravnest.model.slicing import slice_blueprint
 
     logging.disable(logging.WARNING)
     found: dict[str, float] = {}
@@ -172,9 +172,9 @@ def _on_cuda() -> dict[str, dict[str, object]]:
     import torch
 
     from ravnest.errors import CaptureError
+    from ravnest.model.blueprint_json import read_blueprint, write_blueprint
     from ravnest.model.capture import capture
-    from ravnest.model.reading import read_blueprint, write_blueprint
-    from ravnest.model.rebuild import rebuild
+    from ravnest.model.stage_program import build_stage_program
     from tests.support.model_zoo import FAMILIES as ENTRIES
     from tests.support.model_zoo import fields_of
 
@@ -192,7 +192,7 @@ def _on_cuda() -> dict[str, dict[str, object]]:
         for device in ("cpu", "cuda"):
             state = {key: tensor.detach().to(device, copy=True) for key, tensor in captured.state.items()}
             fields = {key: field.to(device) for key, field in fields_of(entry.batch()).items()}
-            stage = rebuild(blueprint, device)
+            stage = build_stage_program(blueprint, device)
             losses[device] = float(stage.forward(state, {}, fields, training=False).results["loss"])
             first, again, other = (
                 float(stage.forward(state, {}, fields, key=key).results["loss"])
@@ -216,7 +216,7 @@ def _gpt2_medium() -> dict[str, object]:
     import transformers
 
     from ravnest.model.capture import capture, empty_weights
-    from ravnest.model.rebuild import rebuild
+    from ravnest.model.stage_program import build_stage_program
 
     config = transformers.GPT2Config(n_embd=1024, n_layer=24, n_head=16, use_cache=False)
     ids = torch.randint(0, 50257, (8, 1024))
@@ -236,7 +236,7 @@ def _gpt2_medium() -> dict[str, object]:
         loss.backward()
 
     def stage_step(**options: bool) -> Callable[[], None]:
-        stage = rebuild(captured.blueprint, "cuda", autocast=torch.bfloat16, **options)
+        stage = build_stage_program(captured.blueprint, "cuda", autocast=torch.bfloat16, **options)
 
         def run_stage() -> None:
             for tensor in state.values():

@@ -15,7 +15,10 @@ from typing import Any, Generic, Protocol, TypeVar
 from blake3 import blake3
 
 from ravnest.config import WireFormat
-from ravnest.protocol import FLOAT_BYTES, Refusal, RingPart, RoundId, SegmentId
+from ravnest.ids import RoundId, SegmentId
+from ravnest.protocol.averaging import RingPart
+from ravnest.protocol.messages import Refusal
+from ravnest.protocol.tensors import FLOAT_BYTES
 
 _DIGEST_BYTES = 16  # of 32: nobody gains by a collision with an average all others hold
 _LEAST_CHUNK, _MOST_CHUNK = 1 << 14, 1 << 18  # items: at most a megabyte of float32
@@ -23,38 +26,38 @@ _CHUNKS_PER_PART = 4  # so that they follow each other around the ring
 _CHUNK_SECONDS = 0.02  # that a chunk may take on a link without holding up the next hop
 _BLOCK = 256  # items with one scale: none is cut without need
 
-V = TypeVar("V", bound=Sized)
+_V = TypeVar("_V", bound=Sized)
 _Key = tuple[int, int]  # part, chunk
 
 
-class Passing(Protocol[V]):
+class Reducer(Protocol[_V]):
     """What one member does to the chunks that pass it; what it returns is what all receivers will see."""
 
     @property
     def edges(self) -> tuple[int, ...]:
         """Where no chunk may reach across, in rising order; the last is the length of the vector."""
 
-    def fault(self, where: slice, value: V, weight: float, num_shares: int) -> str | None:
+    def fault(self, where: slice, value: _V, weight: float, num_shares: int) -> str | None:
         """Say why no honest member sends this, if so: the sum of so many shares, or of 0 the mean."""
 
-    def begin(self, where: slice, weight: float) -> V:
+    def begin(self, where: slice, weight: float) -> _V:
         """Return this member's share, by its weight."""
 
-    def add(self, where: slice, value: V, weight: float) -> V:
+    def add(self, where: slice, value: _V, weight: float) -> _V:
         """Return the sum of what came, whose memory it may use, and this member's share."""
 
-    def finish(self, where: slice, value: V, weight: float, total: float) -> V:
+    def finish(self, where: slice, value: _V, weight: float, total: float) -> _V:
         """Return the mean, from the sum without this member's share and the weight of all."""
 
-    def keep(self, value: V) -> V:
+    def keep(self, value: _V) -> _V:
         """Return a mean as it is kept until the round ends."""
 
-    def content(self, value: V) -> Any:
+    def content(self, value: _V) -> Any:
         """Return the bytes of a kept mean: the same in every member."""
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class RingPosition:
     """A member's place in one ring of one round."""
 
     round_id: RoundId
@@ -63,10 +66,10 @@ class Seat:
     num_members: int
 
 
-class RingReduce(Generic[V]):
+class RingReduce(Generic[_V]):
     """One member's side of one ring. Feed it what arrives; send its successor what it returns."""
 
-    def __init__(self, seat: Seat, passing: Passing[V], weight: float, chunk_size: int) -> None:
+    def __init__(self, seat: RingPosition, passing: Reducer[_V], weight: float, chunk_size: int) -> None:
         assert 0 <= seat.position < seat.num_members, f"no such place: {seat}"
         assert math.isfinite(weight), f"weight {weight} is no number of samples"
         assert weight >= 0, f"weight {weight} is no number of samples"
@@ -78,7 +81,7 @@ class RingReduce(Generic[V]):
         self._slices = _cut(passing.edges, self._num_parts, chunk_size)
         self._awaited = {key: self._first_hops(key[0]) for key in self._slices}
         self._own = [key for key in self._slices if self._origin(key[0]) == seat.position]
-        self._finished: dict[_Key, V] = {}
+        self._finished: dict[_Key, _V] = {}
         self._digests: dict[_Key, bytes] = {}
         self._failure: str | None = None
         self._is_misled = False
@@ -118,7 +121,7 @@ class RingReduce(Generic[V]):
         return self._is_misled
 
     @property
-    def pieces(self) -> tuple[V, ...]:
+    def pieces(self) -> tuple[_V, ...]:
         """The mean, cut in consecutive pieces; only when done."""
         assert self.done, "the mean was asked for before the ring was done"
         return tuple(self._finished[key] for key in self._slices)
@@ -129,7 +132,7 @@ class RingReduce(Generic[V]):
         assert self.done, "the mean was asked for before the ring was done"
         return blake3(b"".join(self._digests[key] for key in self._slices)).digest(_DIGEST_BYTES)
 
-    def start(self) -> Iterator[RingPart[V]]:
+    def start(self) -> Iterator[RingPart[_V]]:
         """Return the chunks that start their journey here, each made when it is asked for."""
         for key in self._own:
             if self._seat.num_members == 1:
@@ -138,7 +141,7 @@ class RingReduce(Generic[V]):
                 value = self._passing.begin(self._slices[key], self._weight)
                 yield self._message(key, 1, self._weight, value)
 
-    def receive(self, part: RingPart[V]) -> RingPart[V] | Refusal | None:
+    def receive(self, part: RingPart[_V]) -> RingPart[_V] | Refusal | None:
         """Take a chunk from the predecessor; return what goes on to the successor, if anything."""
         reason = self._reason_against(part)
         if reason is not None:
@@ -156,14 +159,14 @@ class RingReduce(Generic[V]):
             return None
         return self._message(key, part.hops + 1, part.weight, part.value)
 
-    def _add(self, key: _Key, part: RingPart[V]) -> RingPart[V] | None:
+    def _add(self, key: _Key, part: RingPart[_V]) -> RingPart[_V] | None:
         if part.hops == self._seat.num_members - 1:
             return self._finish(key, part.value, part.weight)
         value = self._passing.add(self._slices[key], part.value, self._weight)
         self._awaited[key] = part.hops + self._seat.num_members
         return self._message(key, part.hops + 1, part.weight + self._weight, value)
 
-    def _finish(self, key: _Key, value: V | None, weight: float) -> RingPart[V] | None:
+    def _finish(self, key: _Key, value: _V | None, weight: float) -> RingPart[_V] | None:
         total, where = weight + self._weight, self._slices[key]
         if not 0 < total < math.inf:
             self._failure = f"segment {self._seat.segment}: no mean exists for a total weight of {total}"
@@ -175,12 +178,12 @@ class RingReduce(Generic[V]):
         self._keep(key, mean)
         return self._message(key, self._seat.num_members, total, mean)
 
-    def _keep(self, key: _Key, mean: V) -> None:
+    def _keep(self, key: _Key, mean: _V) -> None:
         del self._awaited[key]
         kept = self._finished[key] = self._passing.keep(mean)
         self._digests[key] = blake3(self._passing.content(kept)).digest()  # now: it is in the cache still
 
-    def _reason_against(self, part: RingPart[V]) -> str | None:
+    def _reason_against(self, part: RingPart[_V]) -> str | None:
         name = f"segment {part.segment} part {part.part} chunk {part.chunk} hop {part.hops}"
         if (part.round_id, part.segment) != (self._seat.round_id, self._seat.segment):
             return f"{name} of round {part.round_id} belongs to another ring"
@@ -204,7 +207,7 @@ class RingReduce(Generic[V]):
         """Return the hops after which a chunk first arrives here; its origin sees only the mean."""
         return (self._seat.position - self._origin(part)) % self._seat.num_members or self._seat.num_members
 
-    def _message(self, key: _Key, hops: int, weight: float, value: V) -> RingPart[V]:
+    def _message(self, key: _Key, hops: int, weight: float, value: _V) -> RingPart[_V]:
         return RingPart(self._seat.round_id, self._seat.segment, *key, hops, weight, value)
 
 

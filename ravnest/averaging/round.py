@@ -13,23 +13,14 @@ from enum import StrEnum
 from typing import Generic, Self, TypeVar, assert_never
 
 from ravnest.averaging.ring import RingReduce
-from ravnest.plan.types import NodeId
-from ravnest.protocol import (
-    Refusal,
-    RingPart,
-    RoundAbort,
-    RoundCommit,
-    RoundId,
-    RoundOutcome,
-    RoundQuery,
-    RoundReady,
-    SegmentId,
-)
+from ravnest.ids import NodeId, RoundId, SegmentId
+from ravnest.protocol.averaging import RingPart, RoundAbort, RoundCommit, RoundOutcome, RoundQuery, RoundReady
+from ravnest.protocol.messages import Refusal
 
-V = TypeVar("V", bound=Sized)
+_V = TypeVar("_V", bound=Sized)
 
 
-class Phase(StrEnum):
+class RoundPhase(StrEnum):
     """Where a member stands in a round."""
 
     RUNNING = "running"
@@ -38,7 +29,7 @@ class Phase(StrEnum):
     ABORTED = "aborted"
 
 
-class Round(Generic[V]):
+class Round(Generic[_V]):
     """A member's side. Parts go to each ring's successor, votes and aborts to the coordinator.
 
     `before` names each ring's predecessor, who is suspected when a ring fails or is late.
@@ -48,7 +39,7 @@ class Round(Generic[V]):
         self,
         round_id: RoundId,
         member: NodeId,
-        rings: Mapping[SegmentId, RingReduce[V]],
+        rings: Mapping[SegmentId, RingReduce[_V]],
         deadline: float,
         before: Mapping[SegmentId, NodeId] | None = None,
     ) -> None:
@@ -57,12 +48,12 @@ class Round(Generic[V]):
         self._rings = dict(rings)
         self._deadline = deadline
         self._before = before or {}
-        self._phase = Phase.RUNNING
+        self._phase = RoundPhase.RUNNING
         self._outcome: RoundOutcome | None = None
-        self._averages: dict[SegmentId, tuple[V, ...]] | None = None
+        self._averages: dict[SegmentId, tuple[_V, ...]] | None = None
 
     @property
-    def phase(self) -> Phase:
+    def phase(self) -> RoundPhase:
         """Where this member stands; committed and aborted are final."""
         return self._phase
 
@@ -71,19 +62,19 @@ class Round(Generic[V]):
         """The decision, once this member knows it."""
         return self._outcome
 
-    def start(self) -> Iterator[RingPart[V] | RoundReady | RoundAbort]:
+    def start(self) -> Iterator[RingPart[_V] | RoundReady | RoundAbort]:
         """Start every ring at once, their chunks in turn by size, each made when it is asked for."""
         rings = [(ring.num_own, number, ring.start()) for number, ring in enumerate(self._rings.values())]
         turns = sorted(((k + 0.5) / num, number) for num, number, _ in rings for k in range(num))
         for _, number in turns:
-            if self._phase is not Phase.RUNNING:  # it gave up, or was told to
+            if self._phase is not RoundPhase.RUNNING:  # it gave up, or was told to
                 return
             yield from itertools.islice(rings[number][2], 1)
         yield from self._settle()
 
     def receive(
-        self, message: RingPart[V] | RoundOutcome
-    ) -> tuple[RingPart[V] | RoundReady | RoundAbort, ...] | Refusal:
+        self, message: RingPart[_V] | RoundOutcome
+    ) -> tuple[RingPart[_V] | RoundReady | RoundAbort, ...] | Refusal:
         """Take a part or the decision; return what to send."""
         if message.round_id != self._round_id:
             return Refusal(f"round {message.round_id} is not round {self._round_id}, which runs here")
@@ -99,23 +90,23 @@ class Round(Generic[V]):
         """Give up at the deadline, or ask what became of the round if this member has voted."""
         if now < self._deadline:
             return None
-        if self._phase is Phase.RUNNING:
+        if self._phase is RoundPhase.RUNNING:
             missing = ((ring.first_missing, segment) for segment, ring in self._rings.items())
             (hops, _), segment = min((first, segment) for first, segment in missing if first is not None)
             suspect = self._before.get(segment)
             waits = "" if suspect is None else f"; it waits for {suspect} most"
             reason = f"{self._member} had not finished its rings at the deadline{waits}"
             return self.give_up(reason, suspect, hops)
-        if self._phase is Phase.READY:
+        if self._phase is RoundPhase.READY:
             return RoundQuery(self._round_id, self._member)
         return None
 
     def give_up(self, reason: str, suspect: NodeId | None = None, hops: int = 1) -> RoundAbort | None:
         """Abort by itself, to be told to the coordinator; None when it may not or need not."""
-        if self._phase is not Phase.RUNNING:
+        if self._phase is not RoundPhase.RUNNING:
             return None
         abort = RoundAbort(self._round_id, reason, suspect, hops)
-        self._end(Phase.ABORTED, abort)
+        self._end(RoundPhase.ABORTED, abort)
         return abort
 
     def answer(self, query: RoundQuery) -> RoundOutcome | Refusal:
@@ -126,13 +117,13 @@ class Round(Generic[V]):
             return Refusal(f"round {query.round_id} is undecided as far as {self._member} knows")
         return self._outcome
 
-    def take_averages(self) -> dict[SegmentId, tuple[V, ...]] | None:
+    def take_averages(self) -> dict[SegmentId, tuple[_V, ...]] | None:
         """Give out the averages of a committed round, once; each is cut in consecutive pieces."""
         averages, self._averages = self._averages, None
         return averages
 
-    def _take_part(self, part: RingPart[V]) -> tuple[RingPart[V] | RoundReady | RoundAbort, ...] | Refusal:
-        if self._phase is not Phase.RUNNING:
+    def _take_part(self, part: RingPart[_V]) -> tuple[RingPart[_V] | RoundReady | RoundAbort, ...] | Refusal:
+        if self._phase is not RoundPhase.RUNNING:
             return Refusal(f"round {part.round_id} is {self._phase} here: it takes no more parts")
         ring = self._rings.get(part.segment)
         if ring is None:
@@ -145,7 +136,7 @@ class Round(Generic[V]):
 
     def _settle(self) -> tuple[RoundReady | RoundAbort, ...]:
         """Vote when all rings are done, give up when one never can be."""
-        if self._phase is not Phase.RUNNING:
+        if self._phase is not RoundPhase.RUNNING:
             return ()
         for segment, ring in self._rings.items():
             if ring.failure is not None:
@@ -154,25 +145,25 @@ class Round(Generic[V]):
                 return () if abort is None else (abort,)
         if not all(ring.done for ring in self._rings.values()):
             return ()
-        self._phase = Phase.READY
+        self._phase = RoundPhase.READY
         hashes = tuple((segment, ring.digest) for segment, ring in self._rings.items())
         return (RoundReady(self._round_id, self._member, hashes),)
 
     def _take_outcome(self, outcome: RoundOutcome) -> tuple[()] | Refusal:
         match outcome, self._phase:
-            case RoundCommit(), Phase.READY:
+            case RoundCommit(), RoundPhase.READY:
                 self._averages = {segment: ring.pieces for segment, ring in self._rings.items()}
-                self._end(Phase.COMMITTED, outcome)
-            case RoundAbort(), Phase.RUNNING | Phase.READY:
-                self._end(Phase.ABORTED, outcome)
-            case (RoundCommit(), Phase.COMMITTED) | (RoundAbort(), Phase.ABORTED):
+                self._end(RoundPhase.COMMITTED, outcome)
+            case RoundAbort(), RoundPhase.RUNNING | RoundPhase.READY:
+                self._end(RoundPhase.ABORTED, outcome)
+            case (RoundCommit(), RoundPhase.COMMITTED) | (RoundAbort(), RoundPhase.ABORTED):
                 pass  # heard before
             case _:
                 told = type(outcome).__name__
                 return Refusal(f"{told} of round {outcome.round_id}, which is {self._phase} here")
         return ()
 
-    def _end(self, phase: Phase, outcome: RoundOutcome) -> None:
+    def _end(self, phase: RoundPhase, outcome: RoundOutcome) -> None:
         self._phase = phase
         self._outcome = outcome
         self._rings.clear()

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from typing import Generic, Protocol, Self, TypeVar, assert_never
 
 from ravnest.errors import ProtocolError
-from ravnest.plan.types import NodeId
-from ravnest.protocol import Refusal
-from ravnest.tying import TiedCall, TiedGradient, TiedHolder, TiedStep, Tying
+from ravnest.ids import NodeId
+from ravnest.protocol.messages import Refusal
+from ravnest.protocol.tied import TiedCall, TiedGradient, TiedHolder, TiedMessage, TiedStep
 
 _MOST_EARLY = 16  # steps that came before those due: a home makes no update without us, only rounds' changes
 
@@ -27,42 +27,42 @@ class Summable(Protocol):
     def __truediv__(self, divisor: int, /) -> Self: ...
 
 
-V = TypeVar("V", bound=Summable)
-Addressed = list[tuple[NodeId, Tying[V]]]  # to this node itself: a step to be made here
+_V = TypeVar("_V", bound=Summable)
+Addressed = list[tuple[NodeId, TiedMessage[_V]]]  # to this node itself: a step to be made here
 
 
-class TiedOrder(Generic[V]):
+class TiedOrder(Generic[_V]):
     """One stage's side: `uses` are the positions of the line that use each of its tied weights."""
 
     def __init__(
         self,
-        epoch: int,
+        build_id: int,
         node: NodeId,
         pipeline: tuple[NodeId, ...],
         interval: tuple[int, int],
         uses: Mapping[str, tuple[int, ...]],
         is_rebuilt: bool = False,
     ) -> None:
-        self._epoch = epoch
+        self._build_id = build_id
         self._node = node
         self._others = tuple(other for other in pipeline if other != node)
         self._holders: dict[NodeId, tuple[int, int]] = {node: interval}
         self._uses = uses
         self.homes = frozenset(name for name, places in uses.items() if _is_in(places[0], interval))
         self._unknown = set(uses) - self.homes if is_rebuilt else set()  # until their homes have said
-        self._gathered: dict[str, tuple[V, int]] = {}
+        self._gathered: dict[str, tuple[_V, int]] = {}
         # As a home.
         self._number = 0  # steps made
         self._num_calls = 0
         self._rate = 0.0
         # Gradients came since the last call; the next must leave nothing behind.
-        self._is_due = self._closes = False
-        self._open: dict[NodeId, Mapping[str, V]] | None = None  # what each has given to the call under way
-        self._changes: list[Mapping[str, V]] = []  # until all holders are known
+        self._is_due = self._is_closing = False
+        self._open: dict[NodeId, Mapping[str, _V]] | None = None  # what each has given to the call under way
+        self._changes: list[Mapping[str, _V]] = []  # until all holders are known
         # As a follower, by home.
         self._answered: dict[NodeId, int] = {}
         self._made: dict[NodeId, int] = {}
-        self._early: dict[NodeId, dict[int, TiedStep[V]]] = {}
+        self._early: dict[NodeId, dict[int, TiedStep[_V]]] = {}
 
     @property
     def is_ready(self) -> bool:
@@ -83,31 +83,31 @@ class TiedOrder(Generic[V]):
         """Return whether all these steps were made here, as far as they concern this stage."""
         return all(self._made.get(home, number) >= number for home, number in stamp)
 
-    def hello(self) -> Addressed[V]:
+    def hello(self) -> Addressed[_V]:
         """Tell all others that this stage is ready."""
         start, stop = self._holders[self._node]
-        return [(other, TiedHolder(self._epoch, start, stop, False)) for other in self._others]
+        return [(other, TiedHolder(self._build_id, start, stop, False)) for other in self._others]
 
-    def offer(self, rate: float, gradients: Mapping[str, V], closes: bool = False) -> Addressed[V]:
+    def offer(self, rate: float, gradients: Mapping[str, _V], is_closing: bool = False) -> Addressed[_V]:
         """Gather the mean gradients of an update; a home calls for those of the others."""
         for name, gradient in gradients.items():
             total, count = self._gathered.get(name, (None, 0))
             self._gathered[name] = (gradient if total is None else total + gradient, count + 1)
         if self.homes:
-            self._rate, self._is_due, self._closes = rate, True, self._closes or closes
+            self._rate, self._is_due, self._is_closing = rate, True, self._is_closing or is_closing
         return self._call()
 
-    def change(self, changes: Mapping[str, V]) -> Addressed[V]:
+    def change(self, changes: Mapping[str, _V]) -> Addressed[_V]:
         """Add what a round changed in the weights whose home this is."""
         if changes:
             self._changes.append(changes)
         return self._pass_changes()
 
-    def receive(self, sender: NodeId, message: Tying[V]) -> Addressed[V] | Refusal:
+    def receive(self, sender: NodeId, message: TiedMessage[_V]) -> Addressed[_V] | Refusal:
         """Take a message; return what to send and, addressed to this node, the steps to make here."""
-        if message.epoch != self._epoch or sender not in self._others:
+        if message.build_id != self._build_id or sender not in self._others:
             kind = type(message).__name__
-            return Refusal(f"{kind} of {sender}, epoch {message.epoch}, is not for this stage")
+            return Refusal(f"{kind} of {sender}, build_id {message.build_id}, is not for this stage")
         match message:
             case TiedHolder():
                 return self._meet(sender, message)
@@ -119,7 +119,7 @@ class TiedOrder(Generic[V]):
                 return self._follow(sender, message)
         assert_never(message)
 
-    def _meet(self, sender: NodeId, message: TiedHolder) -> Addressed[V] | Refusal:
+    def _meet(self, sender: NodeId, message: TiedHolder) -> Addressed[_V] | Refusal:
         interval = (message.start, message.stop)
         if not self._uses:
             return Refusal("this stage holds no tied weight")
@@ -129,8 +129,8 @@ class TiedOrder(Generic[V]):
         if any(_is_in(places[0], interval) for places in self._uses.values()):
             self._made.setdefault(sender, 0)
         start, stop = self._holders[self._node]
-        answer = TiedHolder(self._epoch, start, stop, True)
-        said: Addressed[V] = [] if message.is_answer else [(sender, answer)]
+        answer = TiedHolder(self._build_id, start, stop, True)
+        said: Addressed[_V] = [] if message.is_answer else [(sender, answer)]
         return [*said, *self._pass_changes(), *self._call()]
 
     def _followers(self) -> dict[NodeId, tuple[str, ...]] | None:
@@ -145,31 +145,31 @@ class TiedOrder(Generic[V]):
                 found[holder] = tuple(sorted({name for name, _ in held}))
         return None if missing else found
 
-    def _call(self) -> Addressed[V]:
+    def _call(self) -> Addressed[_V]:
         followers = self._followers()
         if not self._is_due or self._open is not None or followers is None:
             return []
         self._num_calls += 1
         self._open = {self._node: self._take(self.homes)}
-        closes, self._is_due, self._closes = self._closes, False, False
+        is_closing, self._is_due, self._is_closing = self._is_closing, False, False
         return [
-            (follower, TiedCall(self._epoch, self._num_calls, names, closes))
+            (follower, TiedCall(self._build_id, self._num_calls, names, is_closing))
             for follower, names in followers.items()
         ]
 
-    def _take(self, names: Sequence[str] | frozenset[str]) -> dict[str, V]:
+    def _take(self, names: Sequence[str] | frozenset[str]) -> dict[str, _V]:
         taken = {name: self._gathered.pop(name) for name in sorted(names) if name in self._gathered}
         return {name: total if count == 1 else total / count for name, (total, count) in taken.items()}
 
-    def _answer(self, sender: NodeId, call: TiedCall) -> Addressed[V] | Refusal:
+    def _answer(self, sender: NodeId, call: TiedCall) -> Addressed[_V] | Refusal:
         if call.number <= self._answered.get(sender, 0):
             return Refusal(f"call {call.number} of {sender} was answered before")
         self._check(sender, call.names)
         self._answered[sender] = call.number
         values = tuple(self._take(call.names).items())
-        return [(sender, TiedGradient(self._epoch, call.number, values))]
+        return [(sender, TiedGradient(self._build_id, call.number, values))]
 
-    def _collect(self, sender: NodeId, message: TiedGradient[V]) -> Addressed[V] | Refusal:
+    def _collect(self, sender: NodeId, message: TiedGradient[_V]) -> Addressed[_V] | Refusal:
         followers = self._followers()
         if self._open is None or followers is None or message.number != self._num_calls:
             return Refusal(f"{sender} answers call {message.number}, which is not open")
@@ -185,13 +185,13 @@ class TiedOrder(Generic[V]):
             return []
         # Leaf first, home last: the order in which one process adds up the gradients of a tied weight.
         given, self._open = [self._open[holder] for holder in (*followers, self._node)], None
-        totals: dict[str, V] = {}
+        totals: dict[str, _V] = {}
         for gradients in given:
             for name, value in gradients.items():
                 totals[name] = totals[name] + value if name in totals else value
         return [*self._make(followers, self._rate, totals), *self._call()]
 
-    def _pass_changes(self) -> Addressed[V]:
+    def _pass_changes(self) -> Addressed[_V]:
         followers = self._followers()
         if followers is None:
             return []
@@ -199,17 +199,17 @@ class TiedOrder(Generic[V]):
         return [step for change in changes for step in self._make(followers, None, change)]
 
     def _make(
-        self, followers: Mapping[NodeId, tuple[str, ...]], rate: float | None, values: Mapping[str, V]
-    ) -> Addressed[V]:
+        self, followers: Mapping[NodeId, tuple[str, ...]], rate: float | None, values: Mapping[str, _V]
+    ) -> Addressed[_V]:
         """Number the next step, for this stage and all that follow."""
         self._number += 1
-        made: Addressed[V] = []
+        made: Addressed[_V] = []
         for holder, names in ((self._node, tuple(self.homes)), *followers.items()):
             shared = tuple((key, value) for key, value in values.items() if self._weight(key) in names)
-            made.append((holder, TiedStep(self._epoch, self._number, rate, shared)))
+            made.append((holder, TiedStep(self._build_id, self._number, rate, shared)))
         return made
 
-    def _follow(self, sender: NodeId, step: TiedStep[V]) -> Addressed[V] | Refusal:
+    def _follow(self, sender: NodeId, step: TiedStep[_V]) -> Addressed[_V] | Refusal:
         made = self._made.setdefault(sender, 0)
         early = self._early.setdefault(sender, {})
         if step.number <= made or step.number in early:
@@ -218,7 +218,7 @@ class TiedOrder(Generic[V]):
             raise ProtocolError(f"{sender} makes step {step.number}, too far ahead of {made} made here")
         self._check(sender, [name for name, _ in step.values])
         early[step.number] = step
-        due: Addressed[V] = []
+        due: Addressed[_V] = []
         while self._made[sender] + 1 in early:
             self._made[sender] += 1
             due_now = early.pop(self._made[sender])

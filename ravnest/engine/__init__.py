@@ -1,1 +1,1 @@
-"""Train without waiting: what a stage does next, how stale it may get, which samples it sees."""
+"""Train without waiting."""

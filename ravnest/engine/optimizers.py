@@ -1,21 +1,85 @@
-"""SGD, Adam, AdamW, NAdam and Muon on named tensors; at lag 0 each equals torch.optim step for step.
-
-State is kept by name, so it is saved, averaged and moved to another stage with its parameter. A step writes
-in place, or leaves the old tensors to the batches that need them. Tensors are worked on in chunks: many small
-ones in one call, large ones without a second copy. Driven by engine.stage; engine.recipe makes the settings.
-"""
+"""How parameters are updated, as data: a rule for each group of them. Applied by engine.optimizers."""
 
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
-from ravnest.engine.rules import Adam, FusedAdam, Group, Muon, NAdam, OptimizerSettings, Rule, Sgd
 from ravnest.errors import WeightsError
-from ravnest.protocol import Refusal
+from ravnest.protocol.messages import Refusal
+
+
+@dataclass(frozen=True, slots=True)
+class Sgd:
+    """Plain descent, with momentum and Nesterov's look-ahead if asked."""
+
+    momentum: float = 0.0
+    nesterov: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Adam:
+    """Adam; with decoupled weight decay it is AdamW."""
+
+    beta1: float = 0.9
+    beta2: float = 0.999
+    epsilon: float = 1e-8
+
+
+@dataclass(frozen=True, slots=True)
+class FusedAdam(Adam):
+    """Adam by torch's fused kernel: less than half the time on a CPU, but the last bits are other ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class NAdam(Adam):
+    """Adam with Nesterov's look-ahead, which gives the fresh gradient more weight."""
+
+    momentum_decay: float = 4e-3
+
+
+@dataclass(frozen=True, slots=True)
+class Muon:
+    """Momentum made orthogonal by Newton-Schulz, for matrices and for filters flattened to matrices.
+
+    `matches_adam` gives updates the size of Adam's, so that both share one learning rate. `precision`
+    "auto" is float32 on a CPU, where bfloat16 may be fifty times slower, and bfloat16 elsewhere.
+    """
+
+    momentum: float = 0.95
+    nesterov: bool = True
+    epsilon: float = 1e-7
+    matches_adam: bool = False
+    precision: Literal["auto", "bfloat16", "float32"] = "bfloat16"
+
+
+OptimizerRule = Sgd | Adam | Muon
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Parameters that one rule updates; `rate` is their part of the learning rate that the hub gives."""
+
+    names: tuple[str, ...]
+    rule: OptimizerRule
+    weight_decay: float = 0.0
+    is_decoupled: bool = False  # decay shrinks the weights, instead of being added to the gradient
+    rate: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerSettings:
+    """How a model is trained, by name: each stage uses what concerns its parameters. In no group: frozen."""
+
+    groups: tuple[Group, ...]
+    learning_rate: float
+    clip: float | None = None  # largest norm of one tensor's gradient
+    has_prediction: bool = False  # forward sees the weights expected when its gradient will be applied
+    lag_updates: int = 0  # so long lag lowers the learning rate, less and less
+
 
 _CHUNK_ITEMS = 1 << 18  # measured: larger ones take up to 1.8 times as long on a CPU
 _LARGEST = 1e4  # of norms, within what half precision holds
@@ -63,7 +127,7 @@ class Optimizer:
     ) -> dict[str, Tensor] | Refusal:
         """Return all parameters after one update, or why it was refused and nothing changed.
 
-        `lag` is the mean over the batches that took part. `bounds` are known ones of the gradients' norms.
+        `lag` is the mean over the microbatches in it. `bounds` are known ones of the gradients' norms.
         """
         clipped = self._clip(
             {name: gradients[name] for name in gradients if name in self.names}, bounds or {}
@@ -80,7 +144,7 @@ class Optimizer:
             work = _Work(names, before, [clipped[name] for name in names], learning_rate * group.rate)
             _decay(group, work, in_place)
             after = work.parameters
-            start = [tensor.clone() for tensor in after] if self.settings.predicts and lag > 0 else []
+            start = [tensor.clone() for tensor in after] if self.settings.has_prediction and lag > 0 else []
             self._apply(group.rule, work)
             changed.update(zip(names, after, strict=True))
             if start:
@@ -150,7 +214,7 @@ class Optimizer:
         share = max(self._steps.values(), default=0) / max(self.settings.lag_updates, 1)
         return float(lag ** (share - 1)) if lag > 1 and self.settings.lag_updates and share < 1 else 1.0
 
-    def _apply(self, rule: Rule, work: _Work) -> None:
+    def _apply(self, rule: OptimizerRule, work: _Work) -> None:
         for name in work.names:
             self._steps[name] += 1
         if isinstance(rule, Sgd):
@@ -281,7 +345,7 @@ def _apply_fused(
     torch._fused_adam_(work.parameters, gradients, means, squares, [], counts, **options)
 
 
-def _horizon(rule: Rule, lag: float) -> float:
+def _horizon(rule: OptimizerRule, lag: float) -> float:
     """Return how often the last move will be repeated: the sum of momentum^1 ... momentum^lag."""
     momentum = rule.beta1 if isinstance(rule, Adam) else rule.momentum
     return momentum * (1.0 - float(momentum**lag)) / (1.0 - momentum)

@@ -10,8 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ravnest.config import Optimizer as OptimizerName
-from ravnest.engine.rules import Adam, FusedAdam, Group, Muon, NAdam, OptimizerSettings, Rule, Sgd
+from ravnest.config import OptimizerKind as OptimizerName
+from ravnest.engine.optimizers import (
+    Adam,
+    FusedAdam,
+    Group,
+    Muon,
+    NAdam,
+    OptimizerRule,
+    OptimizerSettings,
+    Sgd,
+)
 from ravnest.errors import ConfigError
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -52,10 +61,10 @@ def make_settings(
             rest = {name: shape for name, shape in shapes.items() if name not in matrices}
             muon = Muon(momentum=0.95, matches_adam=True, precision="auto")
             groups = (*_decay(wide, muon), *_decay(rest, NAdam(beta1=0.95, beta2=0.99)))
-            return OptimizerSettings(groups, learning_rate, clip=1.0, predicts=True)
+            return OptimizerSettings(groups, learning_rate, clip=1.0, has_prediction=True)
 
 
-def _decay(shapes: Shapes, rule: Rule) -> tuple[Group, ...]:
+def _decay(shapes: Shapes, rule: OptimizerRule) -> tuple[Group, ...]:
     """Return groups in which biases and the gains of norms do not decay."""
     wide = tuple(name for name, shape in shapes.items() if len(shape) > 1)
     thin = tuple(name for name, shape in shapes.items() if len(shape) <= 1)
@@ -108,7 +117,7 @@ def _read_group(kind: str, options: Options, names: Mapping[int, str], first_rat
     )
 
 
-def _read_rule(kind: str, options: Options) -> Rule:
+def _read_rule(kind: str, options: Options) -> OptimizerRule:
     if kind == "SGD":
         return Sgd(float(options["momentum"]), bool(options["nesterov"]))
     if kind == "Muon":

@@ -1,15 +1,15 @@
 """What a stage does next: the zero-bubble rule, without tensors and without a clock.
 
-A stage never waits for one particular batch. It runs whatever has arrived, gradients first (they free
+A stage never waits for one particular microbatch. It runs whatever has arrived, gradients first (they free
 memory and lower lag), then inputs while the window allows. The window slides over the order of
-admission, so one late gradient holds back new batches and lag stays bounded in any order of return.
+admission, so one late gradient holds back new microbatches and lag stays bounded in any order of return.
 Driven by peer.worker with real compute and by sim with costs.
 """
 
 from dataclasses import dataclass
 from enum import StrEnum
 
-from ravnest.protocol import BatchId
+from ravnest.ids import MicrobatchId
 
 
 class Work(StrEnum):
@@ -21,10 +21,10 @@ class Work(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One piece of work; `lag` counts the updates made since this batch went forward."""
+    """One piece of work; `lag` counts the updates made since this microbatch went forward."""
 
     work: Work
-    batch: BatchId
+    microbatch: MicrobatchId
     lag: int = 0
     is_update: bool = False  # this backward completes an update: step after it
 
@@ -36,17 +36,17 @@ class _Flight:
 
 
 class StageSchedule:
-    """Orders the work of one stage and remembers which weight version each batch saw."""
+    """Orders the work of one stage and remembers which weight version each microbatch saw."""
 
     def __init__(self, window: int, accumulate: int = 1, synchronous: bool = False, version: int = 0) -> None:
         self._version = version
         self._num_backwards = 0  # in the update under way
         self._next_place = 0
         self._is_draining = False
-        # Dictionaries keep the order of arrival and let a batch be forgotten from the middle.
-        self._inputs: dict[BatchId, None] = {}
-        self._gradients: dict[BatchId, None] = {}
-        self._in_flight: dict[BatchId, _Flight] = {}
+        # Dictionaries keep the order of arrival and let a microbatch be forgotten from the middle.
+        self._inputs: dict[MicrobatchId, None] = {}
+        self._gradients: dict[MicrobatchId, None] = {}
+        self._in_flight: dict[MicrobatchId, _Flight] = {}
         self.resize(window, accumulate, synchronous)
 
     @property
@@ -66,25 +66,25 @@ class StageSchedule:
 
     @property
     def is_lockstep(self) -> bool:
-        """Whether no batch sees weights older than those its update changes."""
+        """Whether no microbatch sees weights older than those its update changes."""
         return self._is_synchronous or self._window == 1
 
-    def offer_input(self, batch: BatchId) -> str | None:
-        """Queue a batch for its forward; return why not, if refused."""
+    def offer_input(self, microbatch: MicrobatchId) -> str | None:
+        """Queue a microbatch for its forward; return why not, if refused."""
         if self._is_draining:
-            return f"batch {batch} comes too late: this stage is draining"
-        if batch in self._inputs or batch in self._in_flight:
-            return f"batch {batch} is here already: the second copy is dropped"
-        self._inputs[batch] = None
+            return f"microbatch {microbatch} comes too late: this stage is draining"
+        if microbatch in self._inputs or microbatch in self._in_flight:
+            return f"microbatch {microbatch} is here already: the second copy is dropped"
+        self._inputs[microbatch] = None
         return None
 
-    def offer_gradient(self, batch: BatchId) -> str | None:
-        """Queue a batch for its backward; return why not, if refused."""
-        if batch not in self._in_flight:
-            return f"batch {batch} is not in flight here: its gradient is dropped"
-        if batch in self._gradients:
-            return f"batch {batch} has its gradient already: the second copy is dropped"
-        self._gradients[batch] = None
+    def offer_gradient(self, microbatch: MicrobatchId) -> str | None:
+        """Queue a microbatch for its backward; return why not, if refused."""
+        if microbatch not in self._in_flight:
+            return f"microbatch {microbatch} is not in flight here: its gradient is dropped"
+        if microbatch in self._gradients:
+            return f"microbatch {microbatch} has its gradient already: the second copy is dropped"
+        self._gradients[microbatch] = None
         return None
 
     def next(self, may_forward: bool = True) -> Task | None:
@@ -95,15 +95,15 @@ class StageSchedule:
             return self._start_forward(next(iter(self._inputs)))
         return None
 
-    def forget(self, batch: BatchId) -> str | None:
-        """Drop a batch that is lost or re-run elsewhere, wherever it is; its place becomes free."""
-        if batch in self._inputs:
-            del self._inputs[batch]
+    def forget(self, microbatch: MicrobatchId) -> str | None:
+        """Drop a microbatch that is lost or re-run elsewhere, wherever it is; its place becomes free."""
+        if microbatch in self._inputs:
+            del self._inputs[microbatch]
             return None
-        if batch not in self._in_flight:
-            return f"batch {batch} is not here: nothing to forget"
-        self._gradients.pop(batch, None)
-        gone = self._in_flight.pop(batch)
+        if microbatch not in self._in_flight:
+            return f"microbatch {microbatch} is not here: nothing to forget"
+        self._gradients.pop(microbatch, None)
+        gone = self._in_flight.pop(microbatch)
         # It will never cause an update, so those behind it move up without loosening the bound.
         self._next_place -= 1
         for flight in self._in_flight.values():
@@ -113,8 +113,8 @@ class StageSchedule:
 
     def resize(self, window: int, accumulate: int, synchronous: bool) -> None:
         """Change the bounds; what is in flight stays, new forwards wait until it fits."""
-        assert window >= 1, f"a window of {window} lets no batch in"
-        assert accumulate >= 1, f"an update needs a batch, not {accumulate}"
+        assert window >= 1, f"a window of {window} lets no microbatch in"
+        assert accumulate >= 1, f"an update needs a microbatch, not {accumulate}"
         self._window = window
         self._accumulate = accumulate
         self._is_synchronous = synchronous
@@ -131,7 +131,7 @@ class StageSchedule:
         self._num_backwards = 0
         return is_open
 
-    def drain(self) -> tuple[BatchId, ...]:
+    def drain(self) -> tuple[MicrobatchId, ...]:
         """Admit no more forwards, finish what is in flight; return the inputs that never ran."""
         self._is_draining = True
         unused = tuple(self._inputs)
@@ -148,19 +148,19 @@ class StageSchedule:
         num_started = self._num_backwards + len(self._in_flight)
         return not self._is_synchronous or num_started < self._accumulate
 
-    def _start_forward(self, batch: BatchId) -> Task:
-        del self._inputs[batch]
-        self._in_flight[batch] = _Flight(self._next_place, self._version)
+    def _start_forward(self, microbatch: MicrobatchId) -> Task:
+        del self._inputs[microbatch]
+        self._in_flight[microbatch] = _Flight(self._next_place, self._version)
         self._next_place += 1
-        return Task(Work.FORWARD, batch)
+        return Task(Work.FORWARD, microbatch)
 
-    def _start_backward(self, batch: BatchId) -> Task:
-        del self._gradients[batch]
-        lag = self._version - self._in_flight.pop(batch).version
+    def _start_backward(self, microbatch: MicrobatchId) -> Task:
+        del self._gradients[microbatch]
+        lag = self._version - self._in_flight.pop(microbatch).version
         self._num_backwards += 1
         # At least: a smaller `accumulate` may have come in the middle of the update.
         is_update = self._num_backwards >= self._accumulate
         if is_update:
             self._version += 1
             self._num_backwards = 0
-        return Task(Work.BACKWARD, batch, lag, is_update)
+        return Task(Work.BACKWARD, microbatch, lag, is_update)

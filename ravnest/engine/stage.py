@@ -1,6 +1,6 @@
-"""One stage at work: forward, backward, update, for many batches in flight on weights of different versions.
+"""One stage at work: forward, backward, update, with many microbatches in flight.
 
-The backward of a batch uses the weights its forward saw, whatever was updated since. A batch whose numbers
+The backward of a microbatch uses the weights its forward saw, whatever was updated since. If numbers of one
 are not finite is dropped, and nothing of it is applied. What to do when is decided by engine.schedule;
 peer.worker drives both and moves the tensors.
 """
@@ -14,22 +14,21 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ravnest.engine.optimizers import Optimizer, find_norms, find_not_finite
-from ravnest.engine.rules import OptimizerSettings
-from ravnest.engine.versions import Graph, Versions
-from ravnest.engine.versions import Snapshot as Snapshot
+from ravnest.engine.optimizers import Optimizer, OptimizerSettings, find_norms, find_not_finite
+from ravnest.engine.weight_versions import Graph, Snapshot, Versions
 from ravnest.errors import ProtocolError
-from ravnest.protocol import BatchId, Refusal
+from ravnest.ids import MicrobatchId
+from ravnest.protocol.messages import Refusal
 
-_LAGS_REMEMBERED = 32  # batches: prediction follows a new window soon, and ends exactly when lag does
+_LAGS_REMEMBERED = 32  # microbatches: prediction follows a new window soon, and ends exactly when lag does
 
-BatchKey = tuple[int, int]
+RandomKey = tuple[int, int]
 Tensors = Mapping[str, Tensor]
 Values = Mapping[Any, Tensor]  # by value id, a whole number; model gives it a type of its own
 
 
-class Outcome(Protocol):
-    """What a program makes of a batch: values for the next stage; loss and metrics in the last one."""
+class ForwardOutcome(Protocol):
+    """What a program makes of a microbatch: values for the next stage; loss and metrics in the last one."""
 
     @property
     def outputs(self) -> Values: ...
@@ -37,12 +36,12 @@ class Outcome(Protocol):
     def results(self) -> Tensors: ...
 
 
-class Program(Protocol):
+class RunnableStage(Protocol):
     """A rebuilt stage, as model.rebuild makes it."""
 
     def forward(
-        self, state: Tensors, inputs: Values, fields: Tensors, *, training: bool, key: BatchKey | None
-    ) -> Outcome: ...
+        self, state: Tensors, inputs: Values, fields: Tensors, *, training: bool, key: RandomKey | None
+    ) -> ForwardOutcome: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,28 +58,28 @@ class Roles:
 
 
 @dataclass(frozen=True, slots=True)
-class Passed:
-    """What a batch leaves behind, free of its graph: values to send; loss and metrics in the last stage."""
+class PassedOn:
+    """What a microbatch leaves behind: values to send; loss and metrics in the last stage."""
 
     outputs: dict[int, Tensor]
     results: dict[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Dropped:
-    """A batch that was given up because of a number; the hub is told and training goes on."""
+class DroppedWork:
+    """A microbatch that was given up because of a number; the hub is told and training goes on."""
 
-    batch: BatchId
+    microbatch: MicrobatchId
     where: str  # forward, backward
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Updated:
-    """One update: the version it made, the batches in it, their mean lag; why nothing changed, if so."""
+    """One update: the version it made, the microbatches in it, their mean lag; why nothing changed, if so."""
 
     version: int
-    num_batches: int
+    num_microbatches: int
     lag: float
     refusal: str | None = None
 
@@ -94,24 +93,24 @@ class _Flight:
     sent: tuple[Tensor, ...] = ()  # gradients of the inputs, on their way
 
 
-class Stage:
-    """The state of one stage, taken over from a snapshot, and the batches in flight on it.
+class StageEngine:
+    """The state of one stage, taken over from a snapshot, and the microbatches in flight on it.
 
-    `splits` has the gradients of the inputs ready before those of the weights. It costs 0.1 ms per layer, and
+    `is_split`: gradients of inputs are ready before those of weights. It costs 0.1 ms per layer, and
     where activations are recomputed or the stage is compiled a second run: leave it off there.
     """
 
     def __init__(
         self,
-        program: Program,
+        program: RunnableStage,
         start: Snapshot,
         roles: Roles,
         settings: OptimizerSettings,
-        splits: bool = True,
+        is_split: bool = True,
     ) -> None:
         self._program = program
         self._roles = roles
-        self._splits = splits
+        self._is_split = is_split
         state = {name: tensor.detach() for name, tensor in start.state.items()}
         self._optimizer = Optimizer(settings, {name: state[name] for name in roles.trainable})
         self._optimizer.load(start.optimizer)
@@ -120,11 +119,15 @@ class Stage:
         )
         self._rest = state
         self._num_updates = start.version
-        self._flights: dict[BatchId, _Flight] = {}
+        self._flights: dict[MicrobatchId, _Flight] = {}
         self._sums: dict[str, Tensor] = {}
         self._own_sums: set[str] = set()  # those of them that nobody else has
         self._bounds: dict[str, float] = {}  # of their norms: a sum is no longer than its parts together
-        self._num_batches, self._shares, self._first_size = 0, 0.0, 1  # shares: batches, by their samples
+        self._num_microbatches, self._shares, self._first_size = (
+            0,
+            0.0,
+            1,
+        )  # shares: microbatches, by their samples
         self._lags: deque[int] = deque(maxlen=_LAGS_REMEMBERED)
 
     @property
@@ -139,38 +142,38 @@ class Stage:
 
     @property
     def lag(self) -> float:
-        """Mean lag of the last batches."""
+        """Mean lag of the last microbatches."""
         return sum(self._lags) / len(self._lags) if self._lags else 0.0
 
     def forward(
-        self, batch: BatchId, inputs: Values, fields: Tensors, key: BatchKey | None = None
-    ) -> Passed | Dropped:
-        """Run a batch on the weights as they are expected when its gradient comes back."""
-        assert batch not in self._flights, f"batch {batch} is in flight already"
+        self, microbatch: MicrobatchId, inputs: Values, fields: Tensors, key: RandomKey | None = None
+    ) -> PassedOn | DroppedWork:
+        """Run a microbatch on the weights as they are expected when its gradient comes back."""
+        assert microbatch not in self._flights, f"microbatch {microbatch} is in flight already"
         weights = self._versions.seen
         leaves = {
             value: tensor.detach().requires_grad_(value in self._roles.inputs)
             for value, tensor in inputs.items()
         }
-        # Copies: batches in flight may need the buffers as they were, and this one may be dropped.
+        # Copies: microbatches in flight may need the buffers as they were, and this one may be dropped.
         buffers = {name: self._rest[name].clone() for name in self._roles.written}
         with torch.enable_grad():
             outcome = self._program.forward(
                 {**self._rest, **buffers, **weights}, leaves, fields, training=True, key=key
             )
         if reason := _find_fault(outcome):
-            return Dropped(batch, "forward", reason)
+            return DroppedWork(microbatch, "forward", reason)
         self._rest.update(buffers)
         wanted = {value: leaf for value, leaf in leaves.items() if leaf.requires_grad}
         outputs = {value: tensor for value, tensor in outcome.outputs.items() if tensor.requires_grad}
-        graph = Graph(wanted, weights, self._splits)
-        self._flights[batch] = _Flight(self._num_updates, graph, outputs, outcome.results.get("loss"))
-        self._versions.hold(batch)
+        graph = Graph(wanted, weights, self._is_split)
+        self._flights[microbatch] = _Flight(self._num_updates, graph, outputs, outcome.results.get("loss"))
+        self._versions.hold(microbatch)
         return _detach(outcome)
 
-    def backward_inputs(self, batch: BatchId, gradients: Values) -> dict[int, Tensor] | Dropped:
+    def backward_inputs(self, microbatch: MicrobatchId, gradients: Values) -> dict[int, Tensor] | DroppedWork:
         """Take the gradients of what was sent on, return those of what was received."""
-        flight = self._flights[batch]
+        flight = self._flights[microbatch]
         pairs = [
             (tensor, _fit(value, gradients[value], tensor))
             for value, tensor in flight.outputs.items()
@@ -181,22 +184,24 @@ class Stage:
         found = flight.graph.backward_inputs([root for root, _ in pairs], [other for _, other in pairs])
         flight.outputs, flight.loss, flight.sent = {}, None, tuple(found.values())
         if (value := find_not_finite(found)) is not None:
-            self.forget(batch)
-            return Dropped(batch, "backward", f"the gradient of value {value} is not finite")
+            self.forget(microbatch)
+            return DroppedWork(microbatch, "backward", f"the gradient of value {value} is not finite")
         return found
 
-    def backward_weights(self, batch: BatchId, weight: float = 1.0, num_samples: int = 1) -> Dropped | None:
-        """Add the batch to the update under way, by its samples; a straggler may weigh less."""
-        flight = self._flights[batch]
+    def backward_weights(
+        self, microbatch: MicrobatchId, weight: float = 1.0, num_samples: int = 1
+    ) -> DroppedWork | None:
+        """Add the microbatch to the update under way, by its samples; a straggler may weigh less."""
+        flight = self._flights[microbatch]
         found = flight.graph.backward_weights()
-        self.forget(batch)
+        self.forget(microbatch)
         norms = find_norms(list(found.values()))
         if (name := find_not_finite(found, norms)) is not None:
-            return Dropped(batch, "backward", f"the gradient of {name!r} is not finite")
+            return DroppedWork(microbatch, "backward", f"the gradient of {name!r} is not finite")
         self._lags.append(self._num_updates - flight.num_updates)
-        self._first_size = self._first_size if self._num_batches else num_samples
-        share = num_samples / self._first_size  # one, exactly, for batches of equal size
-        self._num_batches += 1
+        self._first_size = self._first_size if self._num_microbatches else num_samples
+        share = num_samples / self._first_size  # one, exactly, for microbatches of equal size
+        self._num_microbatches += 1
         self._shares += share
         weight *= share
         alone = _find_alone(found, flight.sent) if found.keys() - self._own_sums else set()
@@ -214,10 +219,10 @@ class Stage:
                 self._own_sums.add(name)
         return None
 
-    def forget(self, batch: BatchId) -> None:
-        """Free what a batch holds, if it is in flight."""
-        self._flights.pop(batch, None)
-        self._versions.release(batch)
+    def forget(self, microbatch: MicrobatchId) -> None:
+        """Free what a microbatch holds, if it is in flight."""
+        self._flights.pop(microbatch, None)
+        self._versions.release(microbatch)
 
     @property
     def shared(self) -> dict[str, Tensor]:
@@ -252,35 +257,35 @@ class Stage:
         return None
 
     def update(self, learning_rate: float) -> Updated:
-        """Apply the mean gradient of the batches since the last update."""
-        num_batches, lag = self._num_batches, self.lag
+        """Apply the mean gradient of the microbatches since the last update."""
+        num_microbatches, lag = self._num_microbatches, self.lag
         bounds = {name: bound / self._shares for name, bound in self._bounds.items()}
         gradients = {name: self._mean(name) for name in tuple(self._sums)}
-        self._num_batches, self._shares = 0, 0.0
+        self._num_microbatches, self._shares = 0, 0.0
         self._bounds.clear()
         self._num_updates += 1
         if not gradients:
-            reason = None if num_batches else "no batch was left to learn from"
-            return Updated(self._num_updates, num_batches, lag, reason)
+            reason = None if num_microbatches else "no microbatch was left to learn from"
+            return Updated(self._num_updates, num_microbatches, lag, reason)
         versions = self._versions
         in_place = not versions.is_held(gradients)
         after = self._optimizer.step(
             versions.weights, gradients, learning_rate, lag, in_place=in_place, bounds=bounds
         )
         if isinstance(after, Refusal):
-            return Updated(self._num_updates, num_batches, lag, after.reason)
+            return Updated(self._num_updates, num_microbatches, lag, after.reason)
         versions.replace(after, self._optimizer.predict(after, lag))
-        return Updated(self._num_updates, num_batches, lag)
+        return Updated(self._num_updates, num_microbatches, lag)
 
-    def evaluate(self, inputs: Values, fields: Tensors, key: BatchKey | None = None) -> Passed:
-        """Run a batch as in evaluation, on the current weights, and change nothing."""
+    def evaluate(self, inputs: Values, fields: Tensors, key: RandomKey | None = None) -> PassedOn:
+        """Run a microbatch as in evaluation, on the current weights, and change nothing."""
         buffers = {name: self._rest[name].clone() for name in self._roles.written}
         state = {**self._rest, **buffers, **self._versions.weights}
         with torch.no_grad():
             return _detach(self._program.forward(state, inputs, fields, training=False, key=key))
 
     def add(self, changes: Tensors) -> None:
-        """Add to parameters and buffers, as a round does; batches in flight keep what they saw."""
+        """Add to parameters and buffers, as a round does; microbatches in flight keep what they saw."""
         self._versions.add({name: changes[name] for name in changes if name in self._versions.weights})
         for name in changes.keys() & self._rest.keys():
             self._rest[name] = self._rest[name] + changes[name]
@@ -320,9 +325,9 @@ def _find_alone(gradients: Tensors, sent: tuple[Tensor, ...]) -> set[str]:
     }
 
 
-def _detach(outcome: Outcome) -> Passed:
+def _detach(outcome: ForwardOutcome) -> PassedOn:
     outputs = {value: tensor.detach() for value, tensor in outcome.outputs.items()}
-    return Passed(outputs, {name: tensor.detach() for name, tensor in outcome.results.items()})
+    return PassedOn(outputs, {name: tensor.detach() for name, tensor in outcome.results.items()})
 
 
 def _fit(value: int, gradient: Tensor, output: Tensor) -> Tensor:
@@ -332,7 +337,7 @@ def _fit(value: int, gradient: Tensor, output: Tensor) -> Tensor:
     return gradient.to(output.dtype)
 
 
-def _find_fault(outcome: Outcome) -> str | None:
+def _find_fault(outcome: ForwardOutcome) -> str | None:
     for value, tensor in outcome.outputs.items():
         # Not below: minus infinity is how masks say "never".
         if tensor.is_floating_point() and tensor.numel() and not tensor.detach().max().item() < math.inf:

@@ -1,6 +1,6 @@
 """How stale training may get: sets the window and the accumulation of a cluster.
 
-Lag is counted in updates, so the cheap lever is more batches per update; the window is throttled only
+Lag is counted in updates, so the cheap lever is more microbatches per update; the window is throttled only
 where that cannot rise. The bound T(k) = max(1, c*k^(1/4)) grows with the updates k; measured lag and
 idleness trim the window beneath it. Early lag hurts most, hence a short synchronous start.
 Driven by the peer that hosts a cluster's root, with the lags that all its stages report.
@@ -30,7 +30,7 @@ class StalenessPolicy:
     growth: float | None = None  # c of the bound; None: 0.5, and 1 for long runs
     synchronous_share: float = 0.05  # of the planned updates
     synchronous_max_updates: int = 200
-    queues: float = 1.5  # batches in flight over those under way: almost equal stages let them queue
+    queues: float = 1.5  # microbatches in flight over those under way: almost equal stages let them queue
     spare_batches: int = 2  # and so many more
     idle_share_max: float = 0.05
     feedback_updates: int = 50
@@ -56,7 +56,7 @@ class StalenessPolicy:
 
 @dataclass(frozen=True, slots=True)
 class StageTimes:
-    """Measured seconds of one batch in a stage and on the links that leave it."""
+    """Measured seconds of one microbatch in a stage and on the links that leave it."""
 
     forward_seconds: float
     backward_seconds: float
@@ -64,7 +64,7 @@ class StageTimes:
 
     @property
     def compute_seconds(self) -> float:
-        """How long a batch keeps the stage busy."""
+        """How long a microbatch keeps the stage busy."""
         return self.forward_seconds + self.backward_seconds
 
 
@@ -80,7 +80,7 @@ class Decision:
 
 
 def window_needed(stages: Sequence[StageTimes], queues: float = 1.0, spare_batches: int = 0) -> int:
-    """Return how many batches in flight keep the slowest stage busy; a single stage lets none queue."""
+    """Return how many microbatches in flight keep the slowest stage busy; a single stage lets none queue."""
     slowest = max(stage.compute_seconds for stage in stages)
     if slowest <= 0:  # nothing measured yet
         return len(stages)
@@ -169,8 +169,8 @@ def _percentile_99(lags: Counter[int]) -> int:
 def _explain(window: int, needed: int, accumulate: int, bound: int) -> str:
     held = f"{accumulate} per update hold the lag at {bound}"
     if window < needed:
-        return f"window {window} of the {needed} batches that keep the slowest stage busy: {held}"
-    return f"{window} batches in flight keep the slowest stage busy: {held}"
+        return f"window {window} of the {needed} microbatches that keep the slowest stage busy: {held}"
+    return f"{window} microbatches in flight keep the slowest stage busy: {held}"
 
 
 def _explain_feedback(old: int, new: int, lag: int, bound: int, idle_share: float) -> str:

@@ -1,1 +1,1 @@
-"""A model as stages: capture it, cut it, send it as data, rebuild it."""
+"""A model as stages."""

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NewType
 
-from ravnest.protocol import FLOAT_BYTES, ITEM_BYTES
+from ravnest.protocol.tensors import FLOAT_BYTES, ITEM_BYTES
 
 ValueId = NewType("ValueId", int)
 

@@ -21,16 +21,16 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ravnest.errors import CaptureError, UnsafeBlueprint
+from ravnest.model.aliasing import Storages
 from ravnest.model.blueprint import CONSTANT, Blueprint, StateEntry
+from ravnest.model.blueprint_json import read_blueprint, write_blueprint
+from ravnest.model.capture_errors import refuse_error
+from ravnest.model.export_hazards import traps
 from ravnest.model.huggingface import plain_transformers
-from ravnest.model.line import find_positions
-from ravnest.model.reading import read_blueprint, write_blueprint
-from ravnest.model.refusals import refuse_error
-from ravnest.model.selftest import as_it_was, compare, try_module
-from ravnest.model.storage import Storages
+from ravnest.model.model_with_loss import BatchFields, Metric, ModelWithLoss, name_fields
+from ravnest.model.slicing import find_positions
 from ravnest.model.trace import Traced, trace
-from ravnest.model.traps import traps
-from ravnest.model.whole import Batch, Metric, Whole, name_fields
+from ravnest.model.verify import as_it_was, compare, try_module
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Captured:
 
 def capture(
     model: nn.Module,
-    batch: Batch,
+    batch: BatchFields,
     loss: Metric | None = None,
     metrics: Mapping[str, Metric] | None = None,
     *,
@@ -64,7 +64,9 @@ def capture(
     fields the model takes. `is_padded=False` promises that no sample is padded: causal masks cost nothing.
     """
     fields = _beside(model, name_fields(batch, is_padded))
-    whole = Whole(model, fields, loss, metrics or {}, is_tuple=not isinstance(batch, Mapping), inputs=inputs)
+    whole = ModelWithLoss(
+        model, fields, loss, metrics or {}, is_tuple=not isinstance(batch, Mapping), inputs=inputs
+    )
     _check_module(whole)
     is_empty = any(parameter.is_meta for parameter in model.parameters())
     has_mask = "attention_mask" in fields or "position_ids" in fields
@@ -117,7 +119,7 @@ def _beside(model: nn.Module, fields: dict[str, torch.Tensor]) -> dict[str, torc
     return {name: field.to(device) for name, field in fields.items()}
 
 
-def _check_module(whole: Whole) -> None:
+def _check_module(whole: ModelWithLoss) -> None:
     """Refuse what a module can have that no program has."""
     script = torch.jit.ScriptModule  # noqa: TID251 - named here, never run
     if any(isinstance(module, script) for module in whole.modules()):
@@ -142,7 +144,9 @@ def _check_module(whole: Whole) -> None:
             )
 
 
-def _export(whole: Whole, fields: Mapping[str, torch.Tensor], is_empty: bool, *, training: bool) -> Traced:
+def _export(
+    whole: ModelWithLoss, fields: Mapping[str, torch.Tensor], is_empty: bool, *, training: bool
+) -> Traced:
     """Export the model as in training or as in evaluation."""
     given = {name: _own_field(field) for name, field in fields.items()}
     fakes = _fake_parameters(whole) if is_empty else contextlib.nullcontext()
@@ -177,7 +181,7 @@ def _quiet() -> Iterator[None]:
         logging.disable(level)
 
 
-def _try_other_size(whole: Whole, fields: Mapping[str, torch.Tensor]) -> Exception | None:
+def _try_other_size(whole: ModelWithLoss, fields: Mapping[str, torch.Tensor]) -> Exception | None:
     """Return what the module says to a batch of another size: its traceback names the line at fault."""
     other = {name: torch.cat([field, field[:1]]) for name, field in fields.items()}
     try:
@@ -197,7 +201,7 @@ def _own_field(field: torch.Tensor) -> torch.Tensor:
 
 
 def _join(
-    name: str, whole: Whole, train: Traced, evaluate: Traced
+    name: str, whole: ModelWithLoss, train: Traced, evaluate: Traced
 ) -> tuple[Blueprint, dict[str, torch.Tensor]]:
     """Make one blueprint of the two programs."""
     if not train.program.values[dict(train.program.results)["loss"]].has_gradient:
@@ -295,7 +299,7 @@ def _check_memory(
 _WORD = re.compile(r"(?!__)[A-Za-z0-9_]+")
 
 
-def _check_names(whole: Whole, blueprint: Blueprint) -> None:
+def _check_names(whole: ModelWithLoss, blueprint: Blueprint) -> None:
     """Say what to rename: names travel, so they are plain."""
     for program in (blueprint.train, blueprint.evaluate):
         for kind, names in (("field", program.fields), ("metric", [pair[::-1] for pair in program.results])):
@@ -312,7 +316,7 @@ def _check_names(whole: Whole, blueprint: Blueprint) -> None:
 
 
 @contextlib.contextmanager
-def _fake_parameters(whole: Whole) -> Iterator[FakeTensorMode]:
+def _fake_parameters(whole: ModelWithLoss) -> Iterator[FakeTensorMode]:
     """Let parameters without values stand on the CPU while the model is exported."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     held = [(module, dict(module._parameters)) for module in whole.modules()]

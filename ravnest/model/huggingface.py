@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from ravnest.model.traps import replaced
+from ravnest.model.export_hazards import replaced
 
 
 @contextlib.contextmanager

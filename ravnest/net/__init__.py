@@ -1,1 +1,1 @@
-"""Move messages: each exactly once, in order per service, the urgent first, only between known keys."""
+"""Move messages."""

@@ -1,37 +1,144 @@
-"""One node's links to its neighbours: the part of a transport that does not depend on how frames travel.
-
-An implementation opens connections and reports what arrives on them; everything here is callbacks on the
-event loop that own the links. Dialled peers are dialled again whenever their link is lost.
-"""
+"""What an endpoint knows of one peer, and what it needs of a connection. It does no I/O."""
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from math import inf
 from random import Random
-from typing import Self
+from typing import Protocol, Self
 
 from ravnest.errors import LinkError, ProtocolError
-from ravnest.net.frames import GREETING_BYTES, VERSION, Bye, Frames, Hello, decode, encode
+from ravnest.net.congestion import Upload
+from ravnest.net.frames import (
+    FRAME_VERSION,
+    GREETING_BYTES,
+    Bye,
+    Frames,
+    Greeting,
+    decode_frame,
+    encode_frame,
+)
 from ravnest.net.identity import KeyPair, peer_of
-from ravnest.net.inbox import Inbox
 from ravnest.net.link import TICK_SECONDS, Link
-from ravnest.net.neighbour import Connection, Dial, Neighbour, Unsent, Waiting
+from ravnest.net.streams import ReceiveStream
 from ravnest.net.transport import (
-    Buffer,
     Delivery,
     DialFailed,
-    Event,
-    Limits,
     LinkDown,
     LinkUp,
     PeerId,
     PublicKey,
     Service,
+    TransportEvent,
+    TransportLimits,
     as_views,
     check_limits,
 )
-from ravnest.net.upload import Upload
+from ravnest.protocol.tensors import Buffer
+
+FIRST_PAUSE_SECONDS = 0.1
+LONGEST_PAUSE_SECONDS = 5.0
+_SERVICES = tuple(Service)  # to go through an enumeration costs more
+
+
+class Connection(Protocol):
+    """One ordered way to a peer whose key was proven. Carries nothing once closed."""
+
+    peer: PeerId
+    is_dialled: bool
+
+    def send(self, frames: Frames) -> None:
+        """Pass on without waiting; LinkError when the connection is gone."""
+
+    def close(self) -> None:
+        """Let go of it; safe to call twice."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class UnreadEvent:
+    """An event the program has not taken yet, and who wants to know when it does."""
+
+    priority: int
+    number: int
+    event: TransportEvent = field(compare=False)
+    inbox: ReceiveStream | None = field(compare=False)
+
+
+@dataclass(slots=True, eq=False)
+class Unsent:
+    """A message that waits for credit."""
+
+    header: bytes
+    buffers: tuple[memoryview, ...]
+    size_bytes: int
+    accepted: asyncio.Future[None]
+
+
+@dataclass(slots=True, eq=False)
+class Dial:
+    """Where a neighbour is dialled, and how that goes."""
+
+    key: PublicKey
+    addresses: tuple[str, ...]
+    greeting: bytes
+    turn: int = 0  # of the addresses
+    num_failures: int = 0
+    attempt: Connection | None = None
+    timer: asyncio.TimerHandle | None = None
+
+    @property
+    def address(self) -> str:
+        """The one whose turn it is."""
+        return self.addresses[self.turn]
+
+    @property
+    def num_passes(self) -> int:
+        """How often all of them have failed."""
+        return self.num_failures // len(self.addresses)
+
+    def fail(self, *, was_up: bool) -> float:
+        """Turn to the next address; return the pause before, which after the last of them doubles."""
+        pause = min(LONGEST_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2.0 ** min(self.num_passes, 10))
+        self.num_failures += 1
+        if was_up:
+            return pause
+        self.turn = (self.turn + 1) % len(self.addresses)
+        return 0.0 if self.num_failures % len(self.addresses) else pause
+
+
+@dataclass(slots=True, eq=False)
+class Neighbour:
+    """All there is about one peer."""
+
+    peer: PeerId
+    link: Link
+    connection: Connection | None = None
+    dial: Dial | None = None
+    timer: asyncio.TimerHandle | None = None
+    pump_timer: asyncio.TimerHandle | None = None
+    up_since: float | None = None
+    fed_at: float = 0.0  # when what is not urgent last went to it
+    is_awake: bool = False
+    unsent: tuple[deque[Unsent], ...] = field(default_factory=lambda: tuple(deque() for _ in Service))
+
+    def fill(self) -> None:
+        """Move what waits for credit into the outbox as far as there is any."""
+        outbox = self.link.outbox
+        for service, queue in zip(_SERVICES, self.unsent, strict=True):
+            while queue and (queue[0].accepted.done() or outbox.has_room(service, queue[0].size_bytes)):
+                unsent = queue.popleft()
+                if not unsent.accepted.done():
+                    outbox.put(service, unsent.header, unsent.buffers)
+                    unsent.accepted.set_result(None)
+
+    def fail(self, error: LinkError) -> None:
+        """Tell those who wait for credit that there will be none."""
+        for unsent in (entry for queue in self.unsent for entry in queue):
+            if not unsent.accepted.done():
+                unsent.accepted.set_exception(error)
+
 
 logger = logging.getLogger(__name__)
 
@@ -46,16 +153,16 @@ class Endpoint:
     """Links by peer, messages in and out. Subclasses say how to open a connection."""
 
     def __init__(
-        self, keys: KeyPair, random: Random, limits: Limits | None = None, admit: Admit | None = None
+        self, keys: KeyPair, random: Random, limits: TransportLimits | None = None, admit: Admit | None = None
     ) -> None:
         self._keys = keys
         self._random = random
-        self._limits = limits or Limits()
+        self._limits = limits or TransportLimits()
         self._admit = admit
         self._allowed: dict[PeerId, PublicKey] = {}
         self._admitted: set[PeerId] = set()
         self._neighbours: dict[PeerId, Neighbour] = {}
-        self._events: asyncio.PriorityQueue[Waiting] = asyncio.PriorityQueue()
+        self._events: asyncio.PriorityQueue[UnreadEvent] = asyncio.PriorityQueue()
         self._num_events = 0
         self._upload = Upload(self._limits.upload_bytes_per_second)
         self._more_timer: asyncio.TimerHandle | None = None
@@ -90,7 +197,7 @@ class Endpoint:
             if unsent in neighbour.unsent[service]:
                 neighbour.unsent[service].remove(unsent)
 
-    async def receive(self) -> Event:
+    async def receive(self) -> TransportEvent:
         while True:
             waiting = await self._events.get()
             if not isinstance(waiting.event, Delivery):
@@ -147,10 +254,10 @@ class Endpoint:
         """Take what came over a connection; a neighbour that talks nonsense is dropped with the reason."""
         neighbour = self._neighbours.get(connection.peer)
         try:
-            head = decode(frames)
+            head = decode_frame(frames)
             if isinstance(head, Bye):
                 self._lost(connection, f"{connection.peer} says: {head.reason}", is_refusal=True)
-            elif isinstance(head, Hello):
+            elif isinstance(head, Greeting):
                 self._greeted(connection, head)
             elif neighbour is None or neighbour.connection is not connection:
                 self._refuse(connection, "say hello first")
@@ -178,7 +285,7 @@ class Endpoint:
                 self._emit(DialFailed(connection.peer, reason, is_refusal, dial.address))
                 self._pause(neighbour)
 
-    def _greeted(self, connection: Connection, hello: Hello) -> None:
+    def _greeted(self, connection: Connection, hello: Greeting) -> None:
         reason = self._reason_against(connection, hello)
         if reason is not None:
             self._refuse(connection, reason)
@@ -204,10 +311,10 @@ class Endpoint:
             self._try_send(connection, neighbour.link.hello())
         self._fill(neighbour)
 
-    def _reason_against(self, connection: Connection, hello: Hello) -> str | None:
+    def _reason_against(self, connection: Connection, hello: Greeting) -> str | None:
         peer = connection.peer
-        if hello.version != VERSION:
-            return f"it speaks protocol {hello.version}, this side {VERSION}: update the older one"
+        if hello.version != FRAME_VERSION:
+            return f"it speaks protocol {hello.version}, this side {FRAME_VERSION}: update the older one"
         if peer not in self._allowed and peer not in self._admitted:
             reason = (
                 self._admit(peer, hello.greeting) if self._admit else "its key is not among the allowed ones"
@@ -285,7 +392,7 @@ class Endpoint:
 
     def _say_bye(self, connection: Connection, reason: str) -> None:
         try:
-            connection.send([encode(Bye(reason[:500]))])
+            connection.send([encode_frame(Bye(reason[:500]))])
         except LinkError:
             logger.debug("%s is gone already: %s", connection.peer, reason)
 
@@ -340,9 +447,9 @@ class Endpoint:
             self._neighbours[peer] = Neighbour(peer, Link(self._random.randrange(1, 2**62), self._limits))
         return self._neighbours[peer]
 
-    def _emit(self, event: Event, inbox: Inbox | None = None) -> None:
+    def _emit(self, event: TransportEvent, inbox: ReceiveStream | None = None) -> None:
         if not isinstance(event, Delivery):
             logger.info("%s", event)
         self._num_events += 1
         priority = event.service if isinstance(event, Delivery) else -1
-        self._events.put_nowait(Waiting(priority, self._num_events, event, inbox))
+        self._events.put_nowait(UnreadEvent(priority, self._num_events, event, inbox))

@@ -11,9 +11,10 @@ import msgspec
 from msgspec import Meta
 
 from ravnest.errors import ProtocolError
-from ravnest.net.transport import Buffer, Service
+from ravnest.net.transport import Service
+from ravnest.protocol.tensors import Buffer
 
-VERSION = 2
+FRAME_VERSION = 2
 GREETING_BYTES = 4096
 
 Natural = Annotated[int, Meta(ge=0, lt=2**62)]
@@ -21,7 +22,7 @@ Moment = Annotated[int, Meta(gt=-(2**62), lt=2**62)]  # microseconds of a clock 
 Frames = list[Buffer]
 
 
-class Position(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+class StreamPosition(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
     """How far a service's stream has come: whole messages, bytes of the next, messages the program took."""
 
     service: Service
@@ -30,16 +31,16 @@ class Position(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fiel
     consumed: Natural
 
 
-Positions = Annotated[tuple[Position, ...], Meta(max_length=len(Service))]
+StreamPositions = Annotated[tuple[StreamPosition, ...], Meta(max_length=len(Service))]
 
 
-class Hello(msgspec.Struct, array_like=True, tag=0, frozen=True, forbid_unknown_fields=True):
+class Greeting(msgspec.Struct, array_like=True, tag=0, frozen=True, forbid_unknown_fields=True):
     """The first frame each way. A `session` ends when its owner forgets all; `known` is the receiver's."""
 
     version: int
     session: Natural
     known: Natural
-    positions: Positions
+    positions: StreamPositions
     greeting: Annotated[bytes, Meta(max_length=GREETING_BYTES)]
 
 
@@ -54,14 +55,14 @@ class Chunk(msgspec.Struct, array_like=True, tag=1, frozen=True, forbid_unknown_
     offset: Natural
     sizes: tuple[Natural, ...]
     sent_at: Moment = 0
-    positions: Positions = ()
+    positions: StreamPositions = ()
     behind: Moment = 0
 
 
 class Ack(msgspec.Struct, array_like=True, tag=2, frozen=True, forbid_unknown_fields=True):
     """What arrived and what was taken since the last one; how long the newest chunk took, by two clocks."""
 
-    positions: Positions
+    positions: StreamPositions
     behind: Moment = 0
 
 
@@ -75,13 +76,13 @@ class Bye(msgspec.Struct, array_like=True, tag=4, frozen=True, forbid_unknown_fi
     reason: Annotated[str, Meta(max_length=500)]
 
 
-Head = Hello | Chunk | Ack | Ping | Bye
+Head = Greeting | Chunk | Ack | Ping | Bye
 
-encode = msgspec.msgpack.Encoder().encode
+encode_frame = msgspec.msgpack.Encoder().encode
 _decoder = msgspec.msgpack.Decoder(Head)
 
 
-def decode(frames: Sequence[memoryview]) -> Head:
+def decode_frame(frames: Sequence[memoryview]) -> Head:
     """Read the first frame; only a chunk may have more."""
     try:
         head: Head = _decoder.decode(frames[0])

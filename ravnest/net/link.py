@@ -11,11 +11,10 @@ from typing import assert_never
 import msgspec
 
 from ravnest.errors import ProtocolError
-from ravnest.net.frames import VERSION, Ack, Bye, Chunk, Frames, Head, Hello, Ping, encode
-from ravnest.net.inbox import Inbox, Message
-from ravnest.net.outbox import Outbox
-from ravnest.net.transport import Limits, Service
-from ravnest.net.window import SMALLEST_WINDOW_BYTES
+from ravnest.net.congestion import SMALLEST_WINDOW_BYTES
+from ravnest.net.frames import FRAME_VERSION, Ack, Bye, Chunk, Frames, Greeting, Head, Ping, encode_frame
+from ravnest.net.streams import InboundMessage, ReceiveStream, SendStream
+from ravnest.net.transport import Service, TransportLimits
 
 TICK_SECONDS = 0.4  # a neighbour is heard of at least every second tick
 SILENCE_SECONDS = 1.4  # with a tick more, a dead neighbour is noticed within 2 s
@@ -26,10 +25,10 @@ ACK_BYTES = SMALLEST_WINDOW_BYTES // 2  # or for so many bytes: the other side h
 class Link:
     """Sends and receives for one neighbour. `session` is a random number, drawn when the link is made."""
 
-    def __init__(self, session: int, limits: Limits) -> None:
+    def __init__(self, session: int, limits: TransportLimits) -> None:
         assert session > 0
-        self.outbox = Outbox(limits)
-        self.inbox = Inbox(limits)
+        self.outbox = SendStream(limits)
+        self.inbox = ReceiveStream(limits)
         self.is_up = False
         self._session = session
         self._limits = limits
@@ -49,15 +48,19 @@ class Link:
 
     def hello(self, greeting: bytes = b"") -> Frames:
         """Return the first frame of a connection."""
-        return [encode(Hello(VERSION, self._session, self._their_session, self.inbox.positions(), greeting))]
+        return [
+            encode_frame(
+                Greeting(FRAME_VERSION, self._session, self._their_session, self.inbox.positions(), greeting)
+            )
+        ]
 
-    def connect(self, hello: Hello, now: float) -> bool:
+    def connect(self, hello: Greeting, now: float) -> bool:
         """Go on over a new connection; return whether the neighbour is a new one."""
         is_new = hello.session != self._their_session
         if is_new:
             if self._their_session:
                 self.outbox.reset()
-            self.inbox = Inbox(self._limits)
+            self.inbox = ReceiveStream(self._limits)
         self.outbox.resume(hello.positions if hello.known == self._session and not is_new else ())
         self.inbox.repeat()
         self.owed_by = now
@@ -70,7 +73,7 @@ class Link:
         """Stop until the next hello."""
         self.is_up = False
 
-    def receive(self, head: Head, pieces: Sequence[memoryview], now: float) -> Message | None:
+    def receive(self, head: Head, pieces: Sequence[memoryview], now: float) -> InboundMessage | None:
         """Take what came over the connection; return a message that is whole."""
         self._heard_at = now
         match head:
@@ -83,7 +86,7 @@ class Link:
                 self.outbox.acknowledge(head.positions, 1e-6 * head.behind, now)
             case Ping():
                 pass
-            case Hello() | Bye():
+            case Greeting() | Bye():
                 raise ProtocolError(f"a {type(head).__name__} in the middle of a connection")
             case _:
                 assert_never(head)
@@ -101,7 +104,7 @@ class Link:
         if frames is not None:
             self._has_sent = True
         elif self._is_ping_due:
-            frames = [encode(Ping())]
+            frames = [encode_frame(Ping())]
         self._is_ping_due = False
         return frames
 
@@ -128,8 +131,8 @@ class Link:
         news = self.inbox.news()
         self._owed_bytes, self.owed_by = 0, inf
         if chunk is None:
-            return [encode(Ack(news, self._behind))] if news else None
+            return [encode_frame(Ack(news, self._behind))] if news else None
         head = msgspec.structs.replace(
             chunk[0], sent_at=round(1e6 * now), positions=news, behind=self._behind
         )
-        return [encode(head), *chunk[1]]
+        return [encode_frame(head), *chunk[1]]

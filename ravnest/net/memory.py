@@ -16,7 +16,7 @@ from ravnest.errors import ConfigError, LinkError
 from ravnest.net.endpoint import Admit, Endpoint
 from ravnest.net.frames import Frames
 from ravnest.net.identity import KeyPair
-from ravnest.net.transport import Limits, PeerId, PublicKey
+from ravnest.net.transport import PeerId, PublicKey, TransportLimits
 
 T = TypeVar("T")
 
@@ -131,7 +131,7 @@ class MemoryTransport(Endpoint):
         keys: KeyPair,
         random: Random,
         listen: str | None = None,
-        limits: Limits | None = None,
+        limits: TransportLimits | None = None,
         admit: Admit | None = None,
     ) -> None:
         super().__init__(keys, random, limits, admit)

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
 from ravnest.errors import ConfigError
-from ravnest.net.addresses import is_everywhere, split_address
+from ravnest.net.identity import is_everywhere, split_address
 
 TICKET_BYTES = 16
 OPENING_SECONDS = 5.0
@@ -26,7 +26,7 @@ _AWAITS = b"A"
 _DIALS = b"D"
 
 Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
-Place = tuple[str, int]  # host and port
+RelayAddress = tuple[str, int]  # host and port
 
 
 class Relay:
@@ -95,7 +95,7 @@ class Relay:
             stream[1].close()
 
 
-async def await_through(relay: Place, ticket: bytes, door: Place) -> None:
+async def await_through(relay: RelayAddress, ticket: bytes, door: RelayAddress) -> None:
     """Lead every stream of the ticket's other holder to where we listen, for as long as this runs."""
     room = asyncio.Semaphore(MAX_STREAMS_OF_ONE)
     async with asyncio.TaskGroup() as streams:
@@ -110,7 +110,7 @@ async def await_through(relay: Place, ticket: bytes, door: Place) -> None:
 
 
 @asynccontextmanager
-async def dial_through(relay: Place, ticket: bytes) -> AsyncIterator[str]:
+async def dial_through(relay: RelayAddress, ticket: bytes) -> AsyncIterator[str]:
     """Give an address to dial that leads to the ticket's other holder."""
 
     async def lead_out(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -126,7 +126,7 @@ async def dial_through(relay: Place, ticket: bytes) -> AsyncIterator[str]:
         server.close()
 
 
-async def _await_one(relay: Place, ticket: bytes) -> tuple[Stream, bytes] | None:
+async def _await_one(relay: RelayAddress, ticket: bytes) -> tuple[Stream, bytes] | None:
     """Return the next stream of the other holder with its first bytes; None if the relay ended it."""
     with suppress(OSError, TimeoutError):
         far = await _open(relay, ticket + _AWAITS)
@@ -140,7 +140,7 @@ async def _await_one(relay: Place, ticket: bytes) -> tuple[Stream, bytes] | None
     return None
 
 
-async def _lead_in(far: Stream, first: bytes, door: Place) -> None:
+async def _lead_in(far: Stream, first: bytes, door: RelayAddress) -> None:
     try:
         with suppress(OSError, TimeoutError):
             async with asyncio.timeout(OPENING_SECONDS):
@@ -151,7 +151,7 @@ async def _lead_in(far: Stream, first: bytes, door: Place) -> None:
         far[1].close()
 
 
-async def _open(relay: Place, opening: bytes) -> Stream:
+async def _open(relay: RelayAddress, opening: bytes) -> Stream:
     async with asyncio.timeout(OPENING_SECONDS):
         stream = await asyncio.open_connection(*relay, limit=_PIECE_BYTES)
         _keep_alive(stream[1])

@@ -11,10 +11,10 @@ from math import inf
 from typing import NewType, Protocol
 
 from ravnest.errors import LinkError
+from ravnest.protocol.tensors import Buffer
 
 PeerId = NewType("PeerId", str)  # a short hash of the public key: identity.peer_of
 PublicKey = NewType("PublicKey", bytes)
-Buffer = bytes | bytearray | memoryview
 
 MIB = 1024 * 1024
 
@@ -30,7 +30,7 @@ class Service(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class TransportLimits:
     """What a message may measure, how much of each service may be on its way or unread there, how fast."""
 
     header_bytes: int = 64 * 1024
@@ -82,7 +82,7 @@ class DialFailed:
     address: str = ""  # where
 
 
-Event = Delivery | LinkUp | LinkDown | DialFailed
+TransportEvent = Delivery | LinkUp | LinkDown | DialFailed
 
 
 class Transport(Protocol):
@@ -100,7 +100,7 @@ class Transport(Protocol):
         peer that is not allowed, a message over the limits, or no credit before the deadline.
         """
 
-    async def receive(self) -> Event:
+    async def receive(self) -> TransportEvent:
         """Return what happened next: link events first, then the most urgent message. Gives credit back."""
 
     def allow(self, keys: Iterable[PublicKey]) -> None:
@@ -122,7 +122,7 @@ def as_views(buffers: Sequence[Buffer]) -> tuple[memoryview, ...]:
     return tuple(view.cast("B") if view.nbytes else memoryview(b"") for view in views)
 
 
-def check_limits(header: bytes, buffers: Sequence[memoryview], limits: Limits) -> int:
+def check_limits(header: bytes, buffers: Sequence[memoryview], limits: TransportLimits) -> int:
     """Return the message's size in bytes, or raise LinkError with the limit it breaks."""
     size = len(header) + sum(buffer.nbytes for buffer in buffers)
     if len(header) > limits.header_bytes:

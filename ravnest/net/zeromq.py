@@ -18,11 +18,10 @@ from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
 from ravnest.errors import ConfigError, LinkError
-from ravnest.net.addresses import split_address, write_address
 from ravnest.net.endpoint import Admit, Endpoint
 from ravnest.net.frames import Frames
-from ravnest.net.identity import KeyPair, peer_of
-from ravnest.net.transport import Limits, PeerId, PublicKey
+from ravnest.net.identity import KeyPair, peer_of, split_address, write_address
+from ravnest.net.transport import PeerId, PublicKey, TransportLimits
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +53,7 @@ class ZeroMqTransport(Endpoint):
         keys: KeyPair,
         random: Random,
         listen: str | None = None,
-        limits: Limits | None = None,
+        limits: TransportLimits | None = None,
         admit: Admit | None = None,
     ) -> None:
         super().__init__(keys, random, limits, admit)

@@ -1,1 +1,1 @@
-"""The program a provider runs: it hosts, trains and averages one stage."""
+"""The program a provider runs."""

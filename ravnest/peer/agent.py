@@ -1,7 +1,7 @@
 """A provider's peer from joining to leaving: one event loop that talks; what computes is in peer.compute.
 
 It joins the hub, follows the plan it is given, fetches its stage, and then moves parcels between its host and
-its neighbours. It is the one gate that drops messages of another epoch or from nobody in the plan. Driven by
+its neighbours. It drops messages of another build or from nobody in the plan. Driven by
 the command `ravnest join`.
 """
 
@@ -11,15 +11,11 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ravnest import wire
-from ravnest.blobs import BlobPart, BlobRequest, Fact, ProbeOrder
 from ravnest.errors import LinkError, NotAdmitted, ProtocolError, RavnestError
-from ravnest.exchange import HUB, VERSION, Parcel, prove
-from ravnest.net.addresses import dialled_from_here, is_loopback, split_address
-from ravnest.net.identity import KeyPair, Token, peer_of
-from ravnest.net.relay import Place
+from ravnest.ids import HUB, NodeId
+from ravnest.net.identity import KeyPair, Token, dialled_from_here, is_loopback, peer_of, split_address
+from ravnest.net.relay import RelayAddress
 from ravnest.net.transport import (
-    Buffer,
     Delivery,
     DialFailed,
     LinkDown,
@@ -30,28 +26,27 @@ from ravnest.net.transport import (
     Transport,
 )
 from ravnest.peer.compute import Compute, ComputeThread, Delivered
-from ravnest.peer.fetching import Fetcher
-from ravnest.peer.host import Limits
-from ravnest.peer.meeting import Mate, Meetings
-from ravnest.peer.posting import Posting
-from ravnest.plan.types import Node, NodeId
-from ravnest.protocol import (
-    Complaint,
-    FieldParts,
-    Hello,
-    LearningRate,
-    LeaseGrant,
-    Leave,
-    Message,
-    Refusal,
-    Refused,
-    RoundAbort,
-    RoundCommit,
-    RoundOpen,
-    Stop,
-    Welcome,
+from ravnest.peer.connections import Acquaintance, Connections
+from ravnest.peer.fetcher import Fetcher
+from ravnest.peer.outbox import Outbox
+from ravnest.peer.stage_host import ProviderLimits
+from ravnest.plan.types import Node
+from ravnest.protocol import wire
+from ravnest.protocol.averaging import RoundAbort, RoundCommit, RoundOpen
+from ravnest.protocol.blobs import BlobPart, BlobRequest
+from ravnest.protocol.membership import Complaint, Fact, Hello, Leave, ProbeOrder, Refused, Stop, Welcome
+from ravnest.protocol.messages import Message, Refusal
+from ravnest.protocol.placement import (
+    BackupOrder,
+    PlanOrder,
+    RingOrder,
+    SnapshotOrder,
+    StageParts,
+    StageReady,
 )
-from ravnest.staging import BackupOrder, PlanOrder, RingOrder, SnapshotOrder, StageParts, StageReady
+from ravnest.protocol.tensors import Buffer
+from ravnest.protocol.training import FieldParts, LearningRate, LeaseGrant
+from ravnest.transfer.blobs import PROTOCOL_VERSION, Outgoing, prove
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +62,7 @@ class Offer:
     """What a provider brings: facts for the planner, limits, where others dial it, how long it waits."""
 
     node: Node
-    limits: Limits
+    limits: ProviderLimits
     addresses: tuple[str, ...]
     patience_seconds: float = 60.0  # without the hub, before it gives up
     door: str | None = None  # where it listens; others may not know
@@ -87,10 +82,10 @@ class Agent:
         self._blobs = self._fetcher.blobs
         self._leaving: str | RavnestError | None = None  # why, once it wants to
         self._hub_address = ""  # the one that answered
-        self._relay: Place | None = None
+        self._relay: RelayAddress | None = None
         self._tried: dict[str, str] = {}  # the hub's addresses, and why there is no link
         self._order: PlanOrder | None = None
-        self._held_epoch = 0  # of the stage that is built, or held
+        self._held_build_id = 0  # of the stage that is built, or held
         self._peers: dict[NodeId, PeerId] = {HUB: self._hub}
         self._background: set[asyncio.Task[None]] = set()
         self._patience: asyncio.TimerHandle | None = None
@@ -106,10 +101,10 @@ class Agent:
         self._miss_hub()
         door = None if self._offer.door is None else split_address(dialled_from_here(self._offer.door))
         is_reachable = bool(self._offer.addresses)
-        self._meetings = Meetings(
+        self._meetings = Connections(
             transport, door, is_reachable=is_reachable, start=self._start, give_up=self._lose_mate
         )
-        self._posting = Posting(transport, self._start, lambda: self._peers, self._fail)
+        self._posting = Outbox(transport, self._start, lambda: self._peers, self._fail)
         with self._fetcher.shelf:
             return await self._take_part()
 
@@ -156,14 +151,14 @@ class Agent:
     async def _hand_over(self, reason: str) -> None:
         """Go on as before until the hub has found who takes over, but not for long."""
         self._leaving = reason
-        self._post(Parcel(HUB, Leave(self._epoch, reason, can_hand_over=True)))
+        self._post(Outgoing(HUB, Leave(self._build_id, reason, can_hand_over=True)))
         await asyncio.wait([self._ended], timeout=HANDOVER_SECONDS)
         self._end(reason)
 
     async def _leave(self, why: str | RavnestError) -> None:
         """Tell the hub why this peer goes, and go when it has heard."""
         self._leaving = why
-        message = wire.pack(Leave(self._epoch, str(why)))
+        message = wire.pack(Leave(self._build_id, str(why)))
         try:
             await self._transport.send(self._hub, Service.CONTROL, message)
         except LinkError as lost:
@@ -173,8 +168,8 @@ class Agent:
         self._end(why)
 
     @property
-    def _epoch(self) -> int:
-        return self._order.epoch if self._order is not None else 0
+    def _build_id(self) -> int:
+        return self._order.build_id if self._order is not None else 0
 
     async def _listen(self) -> None:
         while True:
@@ -216,9 +211,14 @@ class Agent:
         addresses = tuple(sorted(known, key=lambda each: not is_loopback(each)))
         proof = prove(self._token, self._keys.public)
         hello = Hello(
-            VERSION, proof, self._offer.node, addresses, self._offer.guessed, epoch=self._held_epoch
+            PROTOCOL_VERSION,
+            proof,
+            self._offer.node,
+            addresses,
+            self._offer.guessed,
+            build_id=self._held_build_id,
         )
-        self._post(Parcel(HUB, hello))
+        self._post(Outgoing(HUB, hello))
 
     def _miss_hub(self) -> None:
         self._patience = self._loop.call_later(self._offer.patience_seconds, self._give_up)
@@ -257,18 +257,18 @@ class Agent:
         self._transport.drop(sender, str(error))
         node = self._node(sender)
         if node is not None:
-            self._post(Parcel(HUB, Complaint(self._epoch, node, str(error))))
+            self._post(Outgoing(HUB, Complaint(self._build_id, node, str(error))))
 
     def _node(self, sender: PeerId) -> NodeId | None:
         return next((node for node, peer in self._peers.items() if peer == sender), None)
 
     def _take(self, sender: PeerId, message: Message, buffers: Sequence[Buffer]) -> Refusal | None:
-        node, epoch = self._node(sender), self._epoch
+        node, build_id = self._node(sender), self._build_id
         if node is None:
             return Refusal("the sender is not in the plan")
-        named = getattr(message, "epoch", epoch)
-        if named != epoch and not isinstance(message, PlanOrder):
-            return Refusal(f"it is of epoch {named}, here is {epoch}")
+        named = getattr(message, "build_id", build_id)
+        if named != build_id and not isinstance(message, PlanOrder):
+            return Refusal(f"it is of build_id {named}, here is {build_id}")
         if isinstance(message, _OfHub) and node != HUB:
             return Refusal(f"only the hub says that, not {node}")
         if isinstance(message, BlobRequest):
@@ -282,7 +282,7 @@ class Agent:
         elif isinstance(message, _Order):
             self._follow(message)
         else:
-            self._compute.put(Delivered(message, buffers, node, epoch))
+            self._compute.put(Delivered(message, buffers, node, build_id))
         return None
 
     def _take_piece(self, node: NodeId, piece: BlobPart, buffer: Buffer) -> Refusal | None:
@@ -313,19 +313,19 @@ class Agent:
         """Begin anew in another place: nothing of the one before is fetched any more, or answered."""
         self._fetcher.forget(StageParts)
         if order.stage is None:
-            self._held_epoch = 0
+            self._held_build_id = 0
         self._meet(order)
         stage = order.stage
         part = "spare" if stage is None else f"positions {stage.start} to {stage.stop}"
-        logger.info("plan %d: %s", order.plan, part)
+        logger.info("plan %d: %s", order.plan_id, part)
         self._compute.put(order)
 
     def _follow_rings(self, order: RingOrder) -> None:
         """Train on among the same neighbours, with other contacts, and average in other rings if they are."""
         if self._order is None:
             return
-        is_new = order.plan > self._order.plan
-        rings = {"plan": order.plan, "rings": order.rings} if is_new else {}
+        is_new = order.plan_id > self._order.plan_id
+        rings = {"plan_id": order.plan_id, "rings": order.rings} if is_new else {}
         self._meet(replace(self._order, contacts=order.contacts, **rings))  # type: ignore[arg-type]
         if is_new:
             self._compute.put(order)
@@ -336,14 +336,14 @@ class Agent:
         keys = {contact.node: PublicKey(contact.key.encode()) for contact in order.contacts}
         self._peers = {**{node: peer_of(key) for node, key in keys.items()}, HUB: self._hub}
         self._transport.allow([PublicKey(self._token.hub_key), *keys.values()])
-        mates = [Mate(peer_of(keys[x.node]), x.addresses, x.ticket, x.node) for x in order.contacts]
+        mates = [Acquaintance(peer_of(keys[x.node]), x.addresses, x.ticket, x.node) for x in order.contacts]
         self._meetings.meet(mates, self._relay, order.pipeline)
 
     def _lose_mate(self, reason: str) -> None:
         if self._hub in self._transport.connected():  # else nobody could plan anew
             self._fail(LinkError(reason))
 
-    def _post(self, parcel: Parcel) -> None:
+    def _post(self, parcel: Outgoing) -> None:
         if isinstance(parcel.message, StageReady):
-            self._held_epoch = parcel.message.epoch
+            self._held_build_id = parcel.message.build_id
         self._posting.post(parcel)

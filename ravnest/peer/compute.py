@@ -14,16 +14,16 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
-from ravnest.blobs import ProbeReport
-from ravnest.engine.stage import Snapshot
+from ravnest.engine.weight_versions import Snapshot
 from ravnest.errors import ProtocolError, RavnestError
-from ravnest.exchange import HUB, Blobs, Parcel
-from ravnest.model.flat import snapshot_pieces
-from ravnest.net.transport import Buffer
-from ravnest.peer.host import Host, Limits
-from ravnest.plan.types import NodeId
-from ravnest.protocol import Complaint, Message, Refusal
-from ravnest.staging import PlanOrder, RingOrder, SnapshotMade, SnapshotOrder, StageParts
+from ravnest.ids import HUB, NodeId
+from ravnest.model.state_dict import snapshot_pieces
+from ravnest.peer.stage_host import ProviderLimits, StageHost
+from ravnest.protocol.membership import Complaint, ProbeReport
+from ravnest.protocol.messages import Message, Refusal
+from ravnest.protocol.placement import PlanOrder, RingOrder, SnapshotMade, SnapshotOrder, StageParts
+from ravnest.protocol.tensors import Buffer
+from ravnest.transfer.blobs import Blobs, Outgoing
 
 logger = logging.getLogger(__name__)
 
@@ -53,10 +53,10 @@ class Delivered:
     message: Message
     buffers: Sequence[Buffer]
     sender: NodeId
-    epoch: int
+    build_id: int
 
 
-Later = Callable[[], Parcel]  # work for another thread, and what is then to be sent
+Later = Callable[[], Outgoing]  # work for another thread, and what is then to be sent
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +77,9 @@ class Compute(Protocol):
 
     async def run(
         self,
-        limits: Limits,
+        limits: ProviderLimits,
         blobs: Blobs,
-        emit: Callable[[Parcel], None],
+        emit: Callable[[Outgoing], None],
         fail: Callable[[RavnestError], None],
     ) -> None:
         """Work until closed; `emit` and `fail` are called on the event loop."""
@@ -88,16 +88,16 @@ class Compute(Protocol):
         """Let `run` end after the piece of work under way."""
 
 
-class Bench:
+class ComputeLoop:
     """A host and what is done with it, one thing at a time; `start` has work done elsewhere."""
 
-    def __init__(self, host: Host, blobs: Blobs, start: Callable[[Later], object] | None = None) -> None:
+    def __init__(self, host: StageHost, blobs: Blobs, start: Callable[[Later], object] | None = None) -> None:
         self.host = host
         self._blobs = blobs
         self._start = start
         self._wanted: list[SnapshotOrder] = []  # until the stage can be saved
 
-    def take(self, item: Item) -> Iterable[Parcel]:
+    def take(self, item: Item) -> Iterable[Outgoing]:
         """Do what an item asks for; return what is to be sent."""
         match item:
             case PlanOrder():
@@ -108,10 +108,10 @@ class Bench:
                 return self.host.rearrange(item)
             case Build():
                 built = self.host.build(item.order, item.parts, item.blueprint, item.contents)
-                return [Parcel(HUB, built)]
+                return [Outgoing(HUB, built)]
             case Probe():
                 speed = self.host.measure_speed(item.blueprint)
-                return [Parcel(HUB, replace(item.report, flops_per_second=speed))]
+                return [Outgoing(HUB, replace(item.report, flops_per_second=speed))]
             case Aside():
                 return self._do_aside(item.work)
             case SnapshotOrder():
@@ -121,13 +121,13 @@ class Bench:
                 try:
                     found = self.host.receive(item.message, item.buffers, item.sender)
                 except ProtocolError as error:
-                    return [Parcel(HUB, Complaint(item.epoch, item.sender, str(error)))]
+                    return [Outgoing(HUB, Complaint(item.build_id, item.sender, str(error)))]
                 if isinstance(found, Refusal):
                     logger.debug("%s: %s", type(item.message).__name__, found.reason)
                     return ()
                 return [*found, *self._save()]
 
-    def _save(self) -> Iterable[Parcel]:
+    def _save(self) -> Iterable[Outgoing]:
         """Keep the stage if the hub has asked for it and other stages hold nothing of it back."""
         is_final = any(order.is_final for order in self._wanted)
         saved = self.host.save(is_final) if self._wanted else None
@@ -138,16 +138,16 @@ class Bench:
             parcel for order in orders for parcel in self._do_aside(partial(_keep, order, saved, self._blobs))
         ]
 
-    def _do_aside(self, work: Later) -> Iterable[Parcel]:
+    def _do_aside(self, work: Later) -> Iterable[Outgoing]:
         if self._start is None:
             return [work()]
         self._start(work)
         return []
 
 
-def _keep(order: SnapshotOrder, saved: Snapshot, blobs: Blobs) -> Parcel:
+def _keep(order: SnapshotOrder, saved: Snapshot, blobs: Blobs) -> Outgoing:
     ref = blobs.keep_pieces(lambda: snapshot_pieces(saved.state, saved.optimizer))
-    return Parcel(HUB, SnapshotMade(order.epoch, order.number, saved.version, ref))
+    return Outgoing(HUB, SnapshotMade(order.build_id, order.number, saved.version, ref))
 
 
 class ComputeThread:
@@ -166,15 +166,15 @@ class ComputeThread:
 
     async def run(
         self,
-        limits: Limits,
+        limits: ProviderLimits,
         blobs: Blobs,
-        emit: Callable[[Parcel], None],
+        emit: Callable[[Outgoing], None],
         fail: Callable[[RavnestError], None],
     ) -> None:
         """Work in a thread until closed."""
         loop = asyncio.get_running_loop()
 
-        def send(parcels: Iterable[Parcel]) -> None:
+        def send(parcels: Iterable[Outgoing]) -> None:
             for parcel in parcels:
                 loop.call_soon_threadsafe(emit, parcel)
 
@@ -185,8 +185,8 @@ class ComputeThread:
             keeping.create_task(keep(later))
 
         def work() -> None:
-            bench = Bench(
-                Host(limits, loop.time), blobs, lambda later: loop.call_soon_threadsafe(start, later)
+            bench = ComputeLoop(
+                StageHost(limits, loop.time), blobs, lambda later: loop.call_soon_threadsafe(start, later)
             )
             try:
                 self._work(bench, loop.time, send)
@@ -198,7 +198,7 @@ class ComputeThread:
                 await asyncio.to_thread(work)
 
     def _work(
-        self, bench: Bench, clock: Callable[[], float], send: Callable[[Iterable[Parcel]], None]
+        self, bench: ComputeLoop, clock: Callable[[], float], send: Callable[[Iterable[Outgoing]], None]
     ) -> None:
         host, is_idle = bench.host, False
         while True:

@@ -1,6 +1,6 @@
 """How a stage keeps time: how long its work takes, how long it idles, how far ahead its cluster may run.
 
-The root of a cluster hears from every stage now and then, measures how long a batch is away, and lets
+The root of a cluster hears from every stage now and then, measures how long a microbatch is away, and lets
 engine.staleness decide; every stage follows its Pace. Driven by peer.worker.
 """
 
@@ -18,12 +18,13 @@ from ravnest.engine.staleness import (
     StalenessPolicy,
     gradient_weight,
 )
-from ravnest.engine.training import Training
-from ravnest.exchange import HUB, Parcel
-from ravnest.peer.place import Place
-from ravnest.plan.types import NodeId
-from ravnest.protocol import BatchId, Pace, Refusal, StepReport
-from ravnest.staging import PlanOrder
+from ravnest.engine.train_config import TrainConfig
+from ravnest.ids import HUB, MicrobatchId, NodeId
+from ravnest.peer.stage_position import StagePosition
+from ravnest.protocol.messages import Refusal
+from ravnest.protocol.placement import PlanOrder
+from ravnest.protocol.training import Pace, StepReport
+from ravnest.transfer.blobs import Outgoing
 
 _REPORT_BATCHES = 17  # between reports to the root, and its decisions; prime, to be in step with no update
 _REPORT_SECONDS = 5.0  # between reports to the hub, at most: a slow stage is to be noticed
@@ -31,7 +32,7 @@ _REMEMBERED = 5  # reports of a stage
 _DAY = 86_400.0
 
 
-def make_policy(training: Training, order: PlanOrder) -> StalenessPolicy:
+def make_policy(training: TrainConfig, order: PlanOrder) -> StalenessPolicy:
     """Return what bounds the staleness of one stage: accumulation is the plan's, the rest is measured."""
     assert order.stage is not None
     num_clusters = max((len(ring.owners) for _, ring in order.rings), default=1)
@@ -108,7 +109,7 @@ class Timekeeper:
 
     def __init__(
         self,
-        place: Place,
+        place: StagePosition,
         schedule: StageSchedule,
         clock: Callable[[], float],
         policy: StalenessPolicy | None,
@@ -121,20 +122,22 @@ class Timekeeper:
         self._num_reports = 0
         self._told_at = clock()  # the hub
         self._work = (0.0, 0.0, 0)  # since then: seconds forward and backward, samples
-        self._sent_at: dict[BatchId, float] = {}
-        self._shortest = math.inf  # seconds a full batch was away; the least ever, so nothing queued then
-        self._num_samples = 0  # of a full batch
+        self._sent_at: dict[MicrobatchId, float] = {}
+        self._shortest = (
+            math.inf
+        )  # seconds a full microbatch was away; the least ever, so nothing queued then
+        self._num_samples = 0  # of a full microbatch
         self._seen: dict[int, _StageSeen] = {}  # by stage
         self._controller: StalenessController | None = None
         self._last: Decision | None = None
-        self._num_unpaced = 0  # batches since the last decision
+        self._num_unpaced = 0  # microbatches since the last decision
         if policy is not None and place.before is None:
             self._controller = StalenessController(policy)
             self._decide()
 
     @property
     def link_seconds(self) -> float:
-        """How long a batch spends on the links of the cluster when nothing queues; only the root knows."""
+        """How long a microbatch spends on the cluster's links when nothing queues; only the root knows."""
         if not self._is_measured or self._place.after is None:
             return 0.0
         later = sum(seen.times.compute_seconds for stage, seen in self._seen.items() if stage)
@@ -153,7 +156,7 @@ class Timekeeper:
                 return Refusal(f"only the root sets the pace, not {sender}")
             self._follow(message.window, message.accumulate, message.is_synchronous)
         elif self._controller is None or sender not in pipeline:
-            return Refusal(f"the report of {sender} on batch {message.batch} is not for this stage")
+            return Refusal(f"the report of {sender} on microbatch {message.microbatch} is not for this stage")
         else:
             self._learn(pipeline.index(sender), message)
         return None
@@ -162,30 +165,30 @@ class Timekeeper:
         """Take note of whether there was something to run."""
         self._idle.note(is_idle, self._clock())
 
-    def note_sent(self, batch: BatchId) -> None:
-        """Take note that a batch leaves for the next stage."""
-        self._sent_at[batch] = self._clock()
+    def note_sent(self, microbatch: MicrobatchId) -> None:
+        """Take note that a microbatch leaves for the next stage."""
+        self._sent_at[microbatch] = self._clock()
 
-    def note_back(self, batch: BatchId, num_samples: int) -> None:
-        """Take note that its gradient is here; a smaller batch than others says nothing of them."""
+    def note_back(self, microbatch: MicrobatchId, num_samples: int) -> None:
+        """Take note that its gradient is here; a smaller microbatch than others says nothing of them."""
         now = self._clock()
-        seconds = now - self._sent_at.pop(batch, now)
+        seconds = now - self._sent_at.pop(microbatch, now)
         if num_samples > self._num_samples:
             self._num_samples, self._shortest = num_samples, math.inf
         if num_samples == self._num_samples:
             self._shortest = min(self._shortest, seconds)
 
-    def forget(self, batch: BatchId) -> None:
-        """Expect nothing more of a batch."""
-        self._sent_at.pop(batch, None)
+    def forget(self, microbatch: MicrobatchId) -> None:
+        """Expect nothing more of a microbatch."""
+        self._sent_at.pop(microbatch, None)
 
     def weight(self, lag: int) -> float:
-        """Return how much the gradient of a batch counts that is so late."""
+        """Return how much the gradient of a microbatch counts that is so late."""
         policy = self._policy
         return gradient_weight(lag, policy.lag_bound(self._schedule.version)) if policy is not None else 1.0
 
-    def send(self, report: StepReport) -> Iterator[Parcel]:
-        """Tell hub and root of a batch now and then, often at first; the leaf tells the hub every loss.
+    def send(self, report: StepReport) -> Iterator[Outgoing]:
+        """Tell hub and root of a microbatch now and then, often at first; the leaf tells the hub every loss.
 
         The hub hears the mean seconds since it was last told, so that it sees what a busy PC takes away.
         """
@@ -199,7 +202,7 @@ class Timekeeper:
         if is_due or is_time or self._place.after is None:
             share = report.num_samples / max(1, self._work[2])
             self._told_at, self._work = self._clock(), (0.0, 0.0, 0)
-            yield Parcel(
+            yield Outgoing(
                 HUB, replace(report, forward_seconds=share * forward, backward_seconds=share * backward)
             )
         if is_due:
@@ -207,7 +210,7 @@ class Timekeeper:
             if self._controller is not None:
                 self._learn(0, report)
             elif self._policy is not None:
-                yield Parcel(self._place.pipeline[0], report)
+                yield Outgoing(self._place.pipeline[0], report)
         elif self._controller is not None:
             self._controller.observe(report.lag)
 
@@ -215,7 +218,7 @@ class Timekeeper:
         share = self._idle.share(self._clock())
         return replace(report, idle_share=share, link_seconds=self.link_seconds)
 
-    def end_update(self) -> Iterator[Parcel]:
+    def end_update(self) -> Iterator[Outgoing]:
         """As the root, set a new pace if it is time for one."""
         policy, last, num_updates = self._policy, self._last, self._schedule.version
         if policy is None or last is None:
@@ -226,9 +229,9 @@ class Timekeeper:
             return
         found = self._decide()
         if (found.window, found.synchronous) != (last.window, last.synchronous):
-            pace = Pace(self._place.epoch, num_updates, found.window, found.accumulate, found.synchronous)
+            pace = Pace(self._place.build_id, num_updates, found.window, found.accumulate, found.synchronous)
             for node in self._place.pipeline[1:]:
-                yield Parcel(node, pace)
+                yield Outgoing(node, pace)
 
     def _decide(self) -> Decision:
         """Follow a new decision, and return it."""
@@ -256,7 +259,7 @@ class Timekeeper:
         if len(self._place.pipeline) == 1:
             self._num_samples = max(self._num_samples, report.num_samples)
         seconds = report.forward_seconds + report.backward_seconds
-        # What a short batch takes says little; what others say is believed only within reason.
+        # What a short microbatch takes says little; what others say is believed only within reason.
         if not self._num_samples / 2 <= report.num_samples <= self._num_samples or not 0 <= seconds <= _DAY:
             return
         size = self._num_samples / max(report.num_samples, 1)

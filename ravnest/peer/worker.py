@@ -1,4 +1,4 @@
-"""One stage between its neighbours: it collects what a batch needs, runs it, and addresses what comes out.
+"""One stage between its neighbours: collects what a microbatch needs, runs it, addresses what comes out.
 
 The whole of it belongs to the compute thread: messages go in, a piece of work yields parcels, each as soon as
 it is ready, so the gradient of the inputs leaves before that of the weights is computed. What
@@ -14,41 +14,47 @@ from typing import assert_never
 from torch import Tensor
 
 from ravnest.engine.schedule import StageSchedule, Task, Work
-from ravnest.engine.stage import Dropped, Passed, Stage
+from ravnest.engine.stage import DroppedWork, PassedOn, StageEngine
 from ravnest.engine.staleness import StalenessPolicy
 from ravnest.errors import ProtocolError
-from ravnest.exchange import HUB, Parcel
+from ravnest.ids import HUB, LeaseId, MicrobatchId, NodeId
 from ravnest.model.blueprint import Blueprint, ValueId
-from ravnest.net.transport import Buffer
 from ravnest.peer.pacing import Device, Timekeeper
-from ravnest.peer.place import Place, decode_fields, decode_values, encode_values, read_results
-from ravnest.peer.tied import TiedWeights
-from ravnest.plan.types import NodeId
-from ravnest.protocol import (
+from ravnest.peer.stage_position import (
+    StagePosition,
+    decode_fields,
+    decode_values,
+    encode_values,
+    read_results,
+)
+from ravnest.peer.tied_weights import TiedWeights
+from ravnest.protocol.messages import Refusal
+from ravnest.protocol.tensors import Buffer
+from ravnest.protocol.training import (
     Activation,
-    BatchId,
-    DroppedBatch,
+    DroppedMicrobatch,
     FieldParts,
     Gradient,
     LearningRate,
     LeaseDone,
     LeaseGrant,
-    LeaseId,
     Metrics,
     Pace,
-    Refusal,
     StepReport,
 )
+from ravnest.transfer.blobs import Outgoing
 
 logger = logging.getLogger(__name__)
 
-Incoming = LeaseGrant | FieldParts | Activation | Gradient | DroppedBatch | Pace | LearningRate | StepReport
+Incoming = (
+    LeaseGrant | FieldParts | Activation | Gradient | DroppedMicrobatch | Pace | LearningRate | StepReport
+)
 _REFUSALS_PER_LINE = 100  # of updates, in the log
 
 
 @dataclass(slots=True)
 class _Arriving:
-    """What has come of a batch so far."""
+    """What has come of a microbatch so far."""
 
     fields: dict[str, Tensor] = field(default_factory=dict)
     inputs: dict[ValueId, Tensor] | None = None
@@ -58,7 +64,7 @@ class _Arriving:
 
 @dataclass(slots=True)
 class _Running:
-    """What is known of a batch between its forward and its backward."""
+    """What is known of a microbatch between its forward and its backward."""
 
     num_samples: int
     forward_seconds: float
@@ -69,7 +75,7 @@ class _Running:
 @dataclass(slots=True)
 class _Lease:
     number: LeaseId
-    open: set[BatchId]
+    open: set[MicrobatchId]
     num_samples: int = 0
 
 
@@ -78,9 +84,9 @@ class Worker:
 
     def __init__(
         self,
-        place: Place,
+        place: StagePosition,
         blueprint: Blueprint,
-        stage: Stage,
+        stage: StageEngine,
         schedule: StageSchedule,
         learning_rate: float,
         device: Device,
@@ -94,36 +100,36 @@ class Worker:
         self._device = device
         self._clock = device.clock
         self._time = Timekeeper(place, schedule, device.clock, policy)
-        self._arriving: dict[BatchId, _Arriving] = {}
-        self._ready: dict[BatchId, _Arriving] = {}
-        self._evaluations: deque[BatchId] = deque()
-        self._gradients: dict[BatchId, dict[ValueId, Tensor]] = {}
-        self._running: dict[BatchId, _Running] = {}
-        self._leases: dict[BatchId, _Lease] = {}
+        self._arriving: dict[MicrobatchId, _Arriving] = {}
+        self._ready: dict[MicrobatchId, _Arriving] = {}
+        self._evaluations: deque[MicrobatchId] = deque()
+        self._gradients: dict[MicrobatchId, dict[ValueId, Tensor]] = {}
+        self._running: dict[MicrobatchId, _Running] = {}
+        self._leases: dict[MicrobatchId, _Lease] = {}
         self._num_trained = self._num_refused = 0
         self.tied = TiedWeights(place, blueprint, stage)
-        self._waiting: list[Parcel] = self.tied.hello()  # to be sent before any work
+        self._waiting: list[Outgoing] = self.tied.hello()  # to be sent before any work
 
     def receive(
         self, message: Incoming, buffers: Sequence[Buffer] = (), sender: NodeId | None = None
     ) -> Refusal | None:
         """Take a message; return why not, if it is late or repeated. ProtocolError means a wrong peer."""
-        if message.epoch != self._place.epoch:
-            return Refusal(f"{type(message).__name__} of plan {message.epoch}, not {self._place.epoch}")
+        if message.build_id != self._place.build_id:
+            return Refusal(f"{type(message).__name__} of plan {message.build_id}, not {self._place.build_id}")
         match message:
             case LeaseGrant():
                 return self._start_lease(message)
             case FieldParts():
-                arriving = self._arriving.setdefault(message.batch, _Arriving())
+                arriving = self._arriving.setdefault(message.microbatch, _Arriving())
                 arriving.fields |= decode_fields(message.fields, buffers, self._place.device)
-                return self._admit(message.batch)
+                return self._admit(message.microbatch)
             case Activation():
                 return self._take_activation(message, buffers)
             case Gradient():
                 return self._take_gradient(message, buffers)
-            case DroppedBatch():
-                self._forget(message.batch)
-                self._waiting.extend(self._finish(message.batch, 0))
+            case DroppedMicrobatch():
+                self._forget(message.microbatch)
+                self._waiting.extend(self._finish(message.microbatch, 0))
                 return None
             case Pace() | StepReport():
                 return self._time.receive(message, sender)
@@ -132,7 +138,7 @@ class Worker:
                 return None
         assert_never(message)
 
-    def next_work(self) -> Iterator[Parcel] | None:
+    def next_work(self) -> Iterator[Outgoing] | None:
         """Return the next piece of work, done as it is iterated over; None when nothing is runnable."""
         if self._waiting:
             return self.flush()
@@ -140,15 +146,15 @@ class Worker:
         self._time.note_idle(task is None and not self._evaluations)
         if task is None:
             return self._next_evaluation() if self._evaluations else None
-        return self._forward(task.batch) if task.work is Work.FORWARD else self._backward(task)
+        return self._forward(task.microbatch) if task.work is Work.FORWARD else self._backward(task)
 
-    def flush(self) -> Iterator[Parcel] | None:
+    def flush(self) -> Iterator[Outgoing] | None:
         """Return what is to be sent whether there is work or not."""
         waiting, self._waiting = self._waiting, []
         return iter(waiting) if waiting else None
 
     @property
-    def stage(self) -> Stage:
+    def stage(self) -> StageEngine:
         """The stage it trains."""
         return self._stage
 
@@ -158,97 +164,103 @@ class Worker:
         return self._num_trained
 
     def close_update(self) -> None:
-        """Apply what is summed up, if no batch is in flight."""
+        """Apply what is summed up, if no microbatch is in flight."""
         if self._schedule.is_empty and self._schedule.close_update():
-            self._update(closes=True)
+            self._update(is_closing=True)
 
     def _start_lease(self, grant: LeaseGrant) -> Refusal | None:
         if self._place.before is not None:
             return Refusal(f"lease {grant.lease} came to stage {self._place.index}; leases go to the root")
-        batches = [BatchId(grant.first_batch + index) for index in range(len(grant.num_samples))]
-        lease = _Lease(grant.lease, set(batches))
-        for batch, num_samples in zip(batches, grant.num_samples, strict=True):
+        microbatches = [
+            MicrobatchId(grant.first_microbatch + index) for index in range(len(grant.num_samples))
+        ]
+        lease = _Lease(grant.lease, set(microbatches))
+        for microbatch, num_samples in zip(microbatches, grant.num_samples, strict=True):
             if not grant.is_evaluation:
-                self._leases[batch] = lease
-            arriving = self._arriving.setdefault(batch, _Arriving())
+                self._leases[microbatch] = lease
+            arriving = self._arriving.setdefault(microbatch, _Arriving())
             arriving.inputs, arriving.num_samples = {}, num_samples
             arriving.is_evaluation = grant.is_evaluation
-            if refusal := self._admit(batch):
+            if refusal := self._admit(microbatch):
                 return refusal
         return None
 
     def _take_activation(self, message: Activation, buffers: Sequence[Buffer]) -> Refusal | None:
-        arriving = self._arriving.setdefault(message.batch, _Arriving())
+        arriving = self._arriving.setdefault(message.microbatch, _Arriving())
         if arriving.inputs is not None:
-            return Refusal(f"batch {message.batch} has arrived before: the second copy is dropped")
+            return Refusal(f"microbatch {message.microbatch} has arrived before: the second copy is dropped")
         program = self._blueprint.program(message.is_evaluation)
         found = decode_values(message, buffers, program, message.num_samples, self._place.device)
         if found.keys() != set(program.inputs):
-            raise ProtocolError(f"batch {message.batch} comes with values {sorted(found)}, not those awaited")
+            raise ProtocolError(
+                f"microbatch {message.microbatch} comes with values {sorted(found)}, not those awaited"
+            )
         arriving.inputs = found
         arriving.num_samples, arriving.is_evaluation = message.num_samples, message.is_evaluation
         self.tied.need(message.after)
-        return self._admit(message.batch)
+        return self._admit(message.microbatch)
 
     def _take_gradient(self, message: Gradient, buffers: Sequence[Buffer]) -> Refusal | None:
-        running, program = self._running.get(message.batch), self._blueprint.train
+        running, program = self._running.get(message.microbatch), self._blueprint.train
         if running is None:
-            return Refusal(f"batch {message.batch} is not in flight here: its gradient is dropped")
+            return Refusal(f"microbatch {message.microbatch} is not in flight here: its gradient is dropped")
         found = decode_values(message, buffers, program, running.num_samples, self._place.device)
-        if reason := self._schedule.offer_gradient(message.batch):
+        if reason := self._schedule.offer_gradient(message.microbatch):
             return Refusal(reason)
-        self._time.note_back(message.batch, running.num_samples)
-        self._gradients[message.batch] = found
+        self._time.note_back(message.microbatch, running.num_samples)
+        self._gradients[message.microbatch] = found
         return None
 
-    def _admit(self, batch: BatchId) -> Refusal | None:
-        """Hand a batch to the schedule as soon as all of it is here."""
-        arriving = self._arriving[batch]
+    def _admit(self, microbatch: MicrobatchId) -> Refusal | None:
+        """Hand a microbatch to the schedule as soon as all of it is here."""
+        arriving = self._arriving[microbatch]
         if arriving.is_evaluation is None:
             return None
         program = self._blueprint.program(arriving.is_evaluation)
         if arriving.inputs is None or any(name not in arriving.fields for _, name in program.fields):
             return None
-        del self._arriving[batch]
+        del self._arriving[microbatch]
         if arriving.is_evaluation:
-            self._evaluations.append(batch)
-        elif reason := self._schedule.offer_input(batch):
+            self._evaluations.append(microbatch)
+        elif reason := self._schedule.offer_input(microbatch):
             return Refusal(reason)
-        self._ready[batch] = arriving
+        self._ready[microbatch] = arriving
         return None
 
-    def _forward(self, batch: BatchId) -> Iterator[Parcel]:
-        ready, started = self._ready.pop(batch), self._clock()
+    def _forward(self, microbatch: MicrobatchId) -> Iterator[Outgoing]:
+        ready, started = self._ready.pop(microbatch), self._clock()
         assert ready.inputs is not None
-        passed = self._stage.forward(batch, ready.inputs, ready.fields, key=(self._place.seed, batch))
+        passed = self._stage.forward(
+            microbatch, ready.inputs, ready.fields, key=(self._place.seed, microbatch)
+        )
         self._device.stretch(started, self._device.forward_seconds * ready.num_samples)
-        if isinstance(passed, Dropped):
+        if isinstance(passed, DroppedWork):
             yield from self._drop(passed)
             return
-        running = self._running[batch] = _Running(ready.num_samples, self._clock() - started)
+        running = self._running[microbatch] = _Running(ready.num_samples, self._clock() - started)
         if self._place.after is not None:
-            parcel = self._pass_on(batch, ready, passed)
-            self._time.note_sent(batch)
+            parcel = self._pass_on(microbatch, ready, passed)
+            self._time.note_sent(microbatch)
             yield parcel
             return
         running.loss, running.metrics = read_results(passed)
-        self._gradients[batch] = {}
-        self._schedule.offer_gradient(batch)
+        self._gradients[microbatch] = {}
+        self._schedule.offer_gradient(microbatch)
 
-    def _backward(self, task: Task) -> Iterator[Parcel]:
-        batch, started, device = task.batch, self._clock(), self._device
-        running = self._running[batch]
-        gradients = self._stage.backward_inputs(batch, self._gradients.pop(batch))
+    def _backward(self, task: Task) -> Iterator[Outgoing]:
+        microbatch, started, device = task.microbatch, self._clock(), self._device
+        running = self._running[microbatch]
+        gradients = self._stage.backward_inputs(microbatch, self._gradients.pop(microbatch))
         device.stretch(started, device.inputs_seconds * running.num_samples)
-        dropped = gradients if isinstance(gradients, Dropped) else None
-        if not isinstance(gradients, Dropped):
+        dropped = gradients if isinstance(gradients, DroppedWork) else None
+        if not isinstance(gradients, DroppedWork):
             if self._place.before is not None:
                 values = [(ValueId(value), gradient) for value, gradient in gradients.items()]
                 specs, buffers = encode_values(values, self._place.gradients)
-                yield Parcel(self._place.before, Gradient(self._place.epoch, batch, specs), buffers)
+                yield Outgoing(self._place.before, Gradient(self._place.build_id, microbatch, specs), buffers)
             halfway = self._clock()
             weight = self._time.weight(task.lag)
-            dropped = self._stage.backward_weights(batch, weight, running.num_samples)
+            dropped = self._stage.backward_weights(microbatch, weight, running.num_samples)
             device.stretch(halfway, device.weights_seconds * running.num_samples)
         if task.is_update:
             self._update()
@@ -256,14 +268,14 @@ class Worker:
             yield from self._drop(dropped)
             return
         self._num_trained += running.num_samples
-        yield from self._report(task, self._running.pop(batch), self._clock() - started)
-        yield from self._finish(batch, running.num_samples)
+        yield from self._report(task, self._running.pop(microbatch), self._clock() - started)
+        yield from self._finish(microbatch, running.num_samples)
         if task.is_update:
             yield from self._time.end_update()
 
-    def _update(self, closes: bool = False) -> None:
+    def _update(self, is_closing: bool = False) -> None:
         rate = self._rate()
-        self._waiting += self.tied.offer(rate, closes)
+        self._waiting += self.tied.offer(rate, is_closing)
         updated = self._stage.update(rate)
         if updated.refusal is None:
             return
@@ -279,39 +291,41 @@ class Worker:
         self._rates = {update: rate for update, rate in self._rates.items() if update >= due}
         return self._rates[due]
 
-    def _next_evaluation(self) -> Iterator[Parcel] | None:
-        """Evaluate what all batches before have made, of tied weights in all stages."""
+    def _next_evaluation(self) -> Iterator[Outgoing] | None:
+        """Evaluate what all microbatches before have made, of tied weights in all stages."""
         self.close_update()
         if self._waiting or not self.tied.may_forward(waits=True):
             return self.flush()
         return self._evaluate(self._evaluations.popleft())
 
-    def _evaluate(self, batch: BatchId) -> Iterator[Parcel]:
-        ready, started = self._ready.pop(batch), self._clock()
+    def _evaluate(self, microbatch: MicrobatchId) -> Iterator[Outgoing]:
+        ready, started = self._ready.pop(microbatch), self._clock()
         assert ready.inputs is not None
         passed = self._stage.evaluate(ready.inputs, ready.fields)
         self._device.stretch(started, self._device.forward_seconds * ready.num_samples)
         if self._place.after is not None:
-            yield self._pass_on(batch, ready, passed)
+            yield self._pass_on(microbatch, ready, passed)
             return
         loss, metrics = read_results(passed)
-        epoch, version = self._place.epoch, self._stage.version
-        report = StepReport(epoch, batch, version, 0, ready.num_samples, 0.0, 0.0, 0.0, 0.0, loss, metrics)
-        yield Parcel(HUB, report)
+        build_id, version = self._place.build_id, self._stage.version
+        report = StepReport(
+            build_id, microbatch, version, 0, ready.num_samples, 0.0, 0.0, 0.0, 0.0, loss, metrics
+        )
+        yield Outgoing(HUB, report)
 
-    def _pass_on(self, batch: BatchId, ready: _Arriving, passed: Passed) -> Parcel:
+    def _pass_on(self, microbatch: MicrobatchId, ready: _Arriving, passed: PassedOn) -> Outgoing:
         assert self._place.after is not None
         values = [(ValueId(value), tensor) for value, tensor in passed.outputs.items()]
         specs, buffers = encode_values(values, self._place.activations)
         is_evaluation = bool(ready.is_evaluation)
         stamp = self.tied.stamp(is_evaluation or self._schedule.is_lockstep)
-        message = Activation(self._place.epoch, batch, is_evaluation, ready.num_samples, specs, stamp)
-        return Parcel(self._place.after, message, buffers)
+        message = Activation(self._place.build_id, microbatch, is_evaluation, ready.num_samples, specs, stamp)
+        return Outgoing(self._place.after, message, buffers)
 
-    def _report(self, task: Task, running: _Running, backward_seconds: float) -> Iterator[Parcel]:
+    def _report(self, task: Task, running: _Running, backward_seconds: float) -> Iterator[Outgoing]:
         report = StepReport(
-            epoch=self._place.epoch,
-            batch=task.batch,
+            build_id=self._place.build_id,
+            microbatch=task.microbatch,
             version=self._stage.version,
             lag=task.lag,
             num_samples=running.num_samples,
@@ -324,27 +338,29 @@ class Worker:
         )
         return self._time.send(report)
 
-    def _finish(self, batch: BatchId, num_samples: int) -> Iterator[Parcel]:
-        """Count a batch in its lease; the root reports the lease when nothing of it is open."""
-        lease = self._leases.pop(batch, None)
+    def _finish(self, microbatch: MicrobatchId, num_samples: int) -> Iterator[Outgoing]:
+        """Count a microbatch in its lease; the root reports the lease when nothing of it is open."""
+        lease = self._leases.pop(microbatch, None)
         if lease is None:
             return
-        lease.open.discard(batch)
+        lease.open.discard(microbatch)
         lease.num_samples += num_samples
         if not lease.open:
-            yield Parcel(HUB, LeaseDone(self._place.epoch, lease.number, lease.num_samples))
+            yield Outgoing(HUB, LeaseDone(self._place.build_id, lease.number, lease.num_samples))
 
-    def _drop(self, dropped: Dropped) -> Iterator[Parcel]:
-        """Tell everyone that a batch is lost, and go on."""
-        message = DroppedBatch(self._place.epoch, dropped.batch, f"{dropped.where}: {dropped.reason}")
+    def _drop(self, dropped: DroppedWork) -> Iterator[Outgoing]:
+        """Tell everyone that a microbatch is lost, and go on."""
+        message = DroppedMicrobatch(
+            self._place.build_id, dropped.microbatch, f"{dropped.where}: {dropped.reason}"
+        )
         for node in (HUB, *(node for node in self._place.pipeline if node != self._place.node)):
-            yield Parcel(node, message)
-        self._forget(dropped.batch)
-        yield from self._finish(dropped.batch, 0)
+            yield Outgoing(node, message)
+        self._forget(dropped.microbatch)
+        yield from self._finish(dropped.microbatch, 0)
 
-    def _forget(self, batch: BatchId) -> None:
-        self._schedule.forget(batch)
-        self._stage.forget(batch)
-        self._time.forget(batch)
+    def _forget(self, microbatch: MicrobatchId) -> None:
+        self._schedule.forget(microbatch)
+        self._stage.forget(microbatch)
+        self._time.forget(microbatch)
         for known in (self._arriving, self._ready, self._gradients, self._running):
-            known.pop(batch, None)
+            known.pop(microbatch, None)

@@ -1,1 +1,1 @@
-"""Who does what: clusters, stages, segments and rings. Pure decisions on facts."""
+"""Who does what."""

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from ravnest.config import Averaging, PlanConfig
-from ravnest.plan.cost import Floats, LineCost, NodeTable
-from ravnest.plan.timing import Rows, Timing, timing
-from ravnest.plan.types import Cluster, ModelProfile, NodeId, Plan, Stage, Swarm
+from ravnest.ids import NodeId
+from ravnest.plan.cost import Floats, LineCost, NodeTable, Rows, Timing, timing
+from ravnest.plan.types import Cluster, ModelProfile, Plan, Stage, Swarm
 
-LIMITS = ("compute", "send", "receive", "relay", "latency", "memory")
+BOTTLENECKS = ("compute", "send", "receive", "relay", "latency", "memory")
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +140,7 @@ def _cluster_forecast(
                 send_seconds=float(times.send[k, depth]),
                 receive_seconds=float(times.receive[k, depth]),
                 busy_share=float(times.compute[k, depth]) * rate / samples_per_batch,
-                limited_by=LIMITS[int(usage[k, depth].argmax())],
+                limited_by=BOTTLENECKS[int(usage[k, depth].argmax())],
             )
         )
     lag = -(-(cluster.stages[0].window - 1) // cluster.accumulate)
@@ -160,7 +160,7 @@ def _bottleneck(plan: Plan, line: LineCost, usage: Floats, seconds: Floats) -> B
         gain = float(hold_back(line, faster)[1].sum() - total)
         if best is None or gain > best.gain_samples_per_second:
             node = cluster.stages[len(cluster.stages) - 1 - int(depth)].node
-            best = Bottleneck(k, node, LIMITS[int(limit)], gain)
+            best = Bottleneck(k, node, BOTTLENECKS[int(limit)], gain)
     assert best is not None
     return best
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ravnest.plan.seeds import Order
+from ravnest.plan.seeds import NodeOrder
 
 _ALTERNATIVES = (2, 8)  # fewest and most for each cluster or pair
 
@@ -19,11 +19,11 @@ class Proposal:
     """Replace the clusters at these places by these orders; an order more is a new cluster."""
 
     places: tuple[int, ...]
-    orders: tuple[Order, ...]
+    orders: tuple[NodeOrder, ...]
 
 
 def propose(
-    clusters: Sequence[Order],
+    clusters: Sequence[NodeOrder],
     slowest: Sequence[int],
     spares: Sequence[int],
     max_stages: int,
@@ -61,7 +61,7 @@ def propose(
 
 
 def _pair(
-    clusters: Sequence[Order],
+    clusters: Sequence[NodeOrder],
     slowest: Sequence[int],
     one: int,
     other: int,
@@ -82,7 +82,7 @@ def _pair(
 
 
 def _deal(
-    clusters: Sequence[Order], one: int, other: int, max_stages: int, rng: np.random.Generator
+    clusters: Sequence[NodeOrder], one: int, other: int, max_stages: int, rng: np.random.Generator
 ) -> Proposal | None:
     """Shuffle the nodes of two clusters and deal them anew: what no exchange of one node reaches."""
     nodes: list[int] = rng.permutation(clusters[one] + clusters[other]).tolist()
@@ -92,7 +92,7 @@ def _deal(
     return Proposal((one, other), (tuple(nodes[:size]), tuple(nodes[size:])))
 
 
-def _split(order: Order, place: int, rng: np.random.Generator) -> Proposal | None:
+def _split(order: NodeOrder, place: int, rng: np.random.Generator) -> Proposal | None:
     """Shuffle the nodes of a cluster and make two of it."""
     if len(order) < 2:
         return None
@@ -102,7 +102,7 @@ def _split(order: Order, place: int, rng: np.random.Generator) -> Proposal | Non
 
 
 def _single(
-    order: Order, slowest: int, place: int, spare: int | None, roll: Sequence[float], max_stages: int
+    order: NodeOrder, slowest: int, place: int, spare: int | None, roll: Sequence[float], max_stages: int
 ) -> Proposal | None:
     """Swap in or add a spare, drop a node, or change the order."""
     size = len(order)
@@ -121,13 +121,13 @@ def _single(
     return Proposal((place,), (_insert(_drop(order, i), j, order[i]),))
 
 
-def _put(order: Order, at: int, node: int) -> Order:
+def _put(order: NodeOrder, at: int, node: int) -> NodeOrder:
     return (*order[:at], node, *order[at + 1 :])
 
 
-def _insert(order: Order, at: int, node: int) -> Order:
+def _insert(order: NodeOrder, at: int, node: int) -> NodeOrder:
     return (*order[:at], node, *order[at:])
 
 
-def _drop(order: Order, at: int) -> Order:
+def _drop(order: NodeOrder, at: int) -> NodeOrder:
     return order[:at] + order[at + 1 :]

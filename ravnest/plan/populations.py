@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ravnest.errors import ConfigError
-from ravnest.plan.types import DAY_SECONDS, Node, NodeId, Swarm
+from ravnest.ids import NodeId
+from ravnest.plan.types import DAY_SECONDS, Node, Swarm
 from ravnest.units import show_value
 
 _Floats = NDArray[np.float64]

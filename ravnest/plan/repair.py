@@ -10,11 +10,19 @@ from dataclasses import dataclass, replace
 
 from ravnest.config import PlanConfig
 from ravnest.errors import PlanError
-from ravnest.plan.assembly import assemble
-from ravnest.plan.cluster import form_plan
+from ravnest.ids import NodeId
+from ravnest.plan.assembly import assemble_plan
 from ravnest.plan.forecast import forecast
-from ravnest.plan.mending import Bench, Holdings, Mending, Way, hosts_of, show_forming
-from ravnest.plan.types import Cluster, ModelProfile, NodeId, Plan, Swarm, cluster_name
+from ravnest.plan.formation import form_plan
+from ravnest.plan.repair_options import (
+    ClusterEvaluator,
+    Holdings,
+    RepairOption,
+    RepairOptions,
+    hosts_of,
+    show_forming,
+)
+from ravnest.plan.types import Cluster, ModelProfile, Plan, Swarm, cluster_name
 from ravnest.units import show_bytes
 
 _GOOD_ENOUGH = 0.9  # of what the best way brings
@@ -52,7 +60,7 @@ def node_left(
     if name not in scene.hosts:
         after = scene.assemble(plan.clusters)
         return scene.report(after, _spare_left(plan, after, name))
-    mending = Mending(plan, name, profile, swarm, config)
+    mending = RepairOptions(plan, name, profile, swarm, config)
     return scene.mend(mending, _ways_without(mending, name))
 
 
@@ -90,7 +98,7 @@ def node_slowed(
     if name not in scene.hosts:
         after = scene.assemble(plan.clusters)
         return scene.report(after, _spare_slowed(plan, after, name))
-    mending = Mending(plan, name, profile, swarm, config)
+    mending = RepairOptions(plan, name, profile, swarm, config)
     same = [mending.tune(), mending.cut_anew(mending.names)]
     ways = [way for way in same if way] + _ways_without(mending, name)
     keep = mending.keep()
@@ -121,7 +129,7 @@ class _Scene:
         self._event = event
         self._before = before
 
-    def mend(self, mending: Mending, ways: Sequence[Way]) -> Repair:
+    def mend(self, mending: RepairOptions, ways: Sequence[RepairOption]) -> Repair:
         """Choose among the ways; without any, among giving the cluster up and a new one of the spares."""
         others = mending.bench.others
         if not ways:
@@ -139,7 +147,7 @@ class _Scene:
         plan = self._plan
         lead = "cluster A is dissolved, " if plan.clusters else ""
         try:
-            after = form_plan(self._profile, self._swarm, self._config, plan.seed, plan.epoch + 1)
+            after = form_plan(self._profile, self._swarm, self._config, plan.seed, plan.plan_id + 1)
         except PlanError as shortage:
             after = self.assemble(())
             return Repair(after, f"{self._event}: {lead}no cluster is possible; {shortage}", 0.0)
@@ -152,10 +160,10 @@ class _Scene:
     def assemble(self, clusters: tuple[Cluster, ...]) -> Plan:
         """Return the plan of these clusters: the next one, or the same one if nothing is different."""
         plan = self._plan
-        after = assemble(
-            clusters, self._profile, self._swarm, self._config, plan.seed, plan.epoch + 1, plan.backups
+        after = assemble_plan(
+            clusters, self._profile, self._swarm, self._config, plan.seed, plan.plan_id + 1, plan.backups
         )
-        return plan if replace(after, epoch=plan.epoch) == plan else after
+        return plan if replace(after, plan_id=plan.plan_id) == plan else after
 
     def report(self, after: Plan, action: str) -> Repair:
         """Return the repair with its reason."""
@@ -172,13 +180,13 @@ class _Scene:
         return f"{rate:.3g}" if rate < 999.5 else f"{rate:.0f}"
 
 
-def _ways_without(mending: Mending, name: NodeId) -> list[Way]:
+def _ways_without(mending: RepairOptions, name: NodeId) -> list[RepairOption]:
     """Return the ways to go on without one node of a cluster."""
     rest = mending.absorb() or mending.cut_anew([other for other in mending.names if other != name])
     return mending.substitute() + ([rest] if rest else [])
 
 
-def _choose(ways: Sequence[Way]) -> Way:
+def _choose(ways: Sequence[RepairOption]) -> RepairOption:
     """Return the way that moves least among the good ones; the last way gives the cluster up."""
     best, given_up = max(map(_rate, ways)), _rate(ways[-1])
     enough = given_up + _GOOD_ENOUGH * (best - given_up)
@@ -195,7 +203,7 @@ def _enlarge(
     slowest = sorted(roomy, key=lambda number: clusters[number].samples_per_second)
     best: tuple[float, tuple[Cluster, ...], int] | None = None
     for number in slowest[:_MOST_ENLARGED]:
-        mending = Mending(plan, hosts_of(plan.clusters[number])[0], profile, swarm, config)
+        mending = RepairOptions(plan, hosts_of(plan.clusters[number])[0], profile, swarm, config)
         names, keep = mending.names, mending.keep()
         given_up = _rate(mending.dissolve())
         places = sorted({0, len(names) // 2, len(names)})  # others differ little
@@ -216,7 +224,7 @@ def _worthwhile_cluster(
     plan: Plan, profile: ModelProfile, swarm: Swarm, config: PlanConfig
 ) -> Cluster | None:
     """Return a cluster of spares that raises the rate enough to be formed."""
-    bench = Bench(profile, swarm, config, plan.clusters)
+    bench = ClusterEvaluator(profile, swarm, config, plan.clusters)
     if len(plan.clusters) == 1 and not bench.others_fit.all():
         return None  # a lone cluster keeps no copies for averaging, and may have no room for them
     cluster = bench.gather(plan.seed)
@@ -235,11 +243,11 @@ def _speed(swarm: Swarm, name: NodeId) -> float:
     return next(node.flops_per_second for node in swarm.nodes if node.name == name)
 
 
-def _rate(way: Way) -> float:
+def _rate(way: RepairOption) -> float:
     return way.samples_per_second
 
 
-def _gain_text(best: Way, gain: float, worth: float) -> str:
+def _gain_text(best: RepairOption, gain: float, worth: float) -> str:
     if gain <= 0.0:
         return "no change would gain anything"
     return (

@@ -13,7 +13,7 @@ import numpy as np
 
 from ravnest.plan.cost import Floats, Ints, LineCost, NodeTable
 from ravnest.plan.moves import Proposal, propose
-from ravnest.plan.seeds import Covering, Order, Seeds, Taste
+from ravnest.plan.seeds import Covering, NodeOrder, Seeds, Taste
 from ravnest.plan.split import Splitter
 
 _POPULATION = (2, 8)  # fewest, most genomes: a large grouping has its variety inside
@@ -26,7 +26,7 @@ _GENERATIONS = (30, 80)  # fewest for large swarms, most for small ones, where t
 class Genome:
     """One grouping of the nodes; its ceiling is a level of the seeds, its rate in batches per second."""
 
-    clusters: list[Order]
+    clusters: list[NodeOrder]
     ceiling: int
     rate: float = 0.0
 
@@ -59,7 +59,7 @@ class Search:
         self._num_generations = int(np.clip(1500 // len(nodes), *_GENERATIONS))
         self._num_genomes = int(np.clip(1000 // len(nodes), *_POPULATION))
         self._ratio = line.config.speed_ratio
-        self._known: dict[Order, tuple[float, int]] = {}
+        self._known: dict[NodeOrder, tuple[float, int]] = {}
 
     def run(self, budget: int, ceilings: Sequence[int]) -> Genome | None:
         """Return the best genome found after evaluating about `budget` clusters, if any cluster works."""
@@ -78,11 +78,11 @@ class Search:
             stale = 0 if population[0].rate > best * (1 + 1e-9) else stale + (10 if is_exhausted else 1)
         return self._trim(population[0]) if population else None
 
-    def seconds(self, orders: Sequence[Order]) -> list[float]:
+    def seconds(self, orders: Sequence[NodeOrder]) -> list[float]:
         """Return the seconds per batch of each cluster."""
         return [period for period, _ in self._evaluate(orders)]
 
-    def _evaluate(self, orders: Sequence[Order]) -> list[tuple[float, int]]:
+    def _evaluate(self, orders: Sequence[NodeOrder]) -> list[tuple[float, int]]:
         unknown = [order for order in dict.fromkeys(orders) if order not in self._known]
         if unknown:
             splits = self.splitter.solve(unknown)
@@ -107,12 +107,12 @@ class Search:
     def _taste(self) -> Taste:
         return Taste(bool(self._rng.random() < 0.5), jitter=float(self._rng.choice([0.0, 0.05, 0.1, 0.2])))
 
-    def _finish(self, coverings: Sequence[Covering]) -> list[list[Order]]:
+    def _finish(self, coverings: Sequence[Covering]) -> list[list[NodeOrder]]:
         """Run coverings to their end, side by side: one large batch is much cheaper than many small ones."""
-        made: list[list[Order]] = [[] for _ in coverings]
+        made: list[list[NodeOrder]] = [[] for _ in coverings]
         answers: dict[int, list[float]] = {k: [] for k in range(len(coverings))}
         while answers:
-            asked: dict[int, list[Order]] = {}
+            asked: dict[int, list[NodeOrder]] = {}
             for k, answer in answers.items():
                 try:
                     asked[k] = coverings[k].send(answer) if answer else next(coverings[k])
@@ -165,7 +165,7 @@ class Search:
             self._rng.choice([0, 0, -1, 1] if self._num_genomes <= 2 else [0, 0, 0, -1, 1, 4])
         )
 
-    def _free(self, clusters: Sequence[Order]) -> Ints:
+    def _free(self, clusters: Sequence[NodeOrder]) -> Ints:
         is_free = np.ones(len(self.splitter.nodes), bool)
         is_free[[node for order in clusters for node in order]] = False
         return np.flatnonzero(is_free)
@@ -218,7 +218,7 @@ class Search:
                 genome.clusters[place] = order
             genome.clusters += best.orders[len(best.places) :]
 
-    def _worth(self, orders: Sequence[Order], ceiling: float) -> float:
+    def _worth(self, orders: Sequence[NodeOrder], ceiling: float) -> float:
         """Batches per second under the ceiling; above it a steep slope leads back, not a cliff."""
         worth = 0.0
         for order in orders:

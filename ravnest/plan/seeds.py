@@ -15,7 +15,7 @@ import numpy as np
 from ravnest.plan.cost import Bools, Floats, Floats32, Ints, LineCost, NodeTable
 from ravnest.plan.split import Splitter
 
-Order = tuple[int, ...]  # the nodes of a cluster, from the end of the line to its front
+NodeOrder = tuple[int, ...]  # the nodes of a cluster, from the end of the line to its front
 
 _LEVEL_RATIO = 1.1  # between the target periods of neighbouring levels
 _LOG_RATIO = float(np.log(_LEVEL_RATIO))
@@ -34,7 +34,7 @@ class Taste:
     jitter: float = 0.0  # relative noise on the capacities
 
 
-Covering = Generator[list[Order], list[float], list[Order]]
+Covering = Generator[list[NodeOrder], list[float], list[NodeOrder]]
 
 
 class Seeds:
@@ -105,7 +105,7 @@ class Seeds:
         """
         is_free = np.zeros(len(self._bandwidth), bool)
         is_free[free] = True
-        clusters: list[Order] = []
+        clusters: list[NodeOrder] = []
         for level in levels:
             target, capacity = self.period(level), self._capacity(level)
             if taste.jitter:
@@ -161,7 +161,7 @@ class Seeds:
 
     def _fill(
         self, able: Ints, capacity: Floats, target: float, goal: float, taste: Taste
-    ) -> Iterator[Order]:
+    ) -> Iterator[NodeOrder]:
         """Fill one cluster after another until the nodes are used up."""
         stock = _Stock(able, capacity[:, able], ~self.splitter.nodes.reachable[able], taste.hidden_first)
         stock.may_relay = target >= self.splitter.relay_floor
@@ -188,7 +188,7 @@ class Seeds:
         ids = stock.ids
         return ids[last], [ids[k] for k in inner], None if first is None else ids[first]
 
-    def _arrange(self, last: int, inner: list[int], first: int | None) -> Order:
+    def _arrange(self, last: int, inner: list[int], first: int | None) -> NodeOrder:
         """Order a cluster: small memories late in the line, nodes nobody can dial not side by side."""
         nodes = self.splitter.nodes
         inner = sorted(inner, key=lambda node: (nodes.memory[node], self._bandwidth[node], node))

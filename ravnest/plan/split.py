@@ -11,8 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ravnest.errors import ConfigError
-from ravnest.plan.cost import Bools, Floats, Floats32, Ints, LineCost, NodeTable, StageCosts
-from ravnest.plan.timing import Rows, timing
+from ravnest.plan.cost import Bools, Floats, Floats32, Ints, LineCost, NodeTable, Rows, StageCosts, timing
 from ravnest.plan.types import ModelProfile
 
 

@@ -5,9 +5,8 @@ cuts, a ring the owners of one segment. Everything that plans, predicts, draws o
 """
 
 from dataclasses import dataclass
-from typing import NewType
 
-NodeId = NewType("NodeId", str)
+from ravnest.ids import NodeId
 
 DAY_SECONDS = 86_400.0
 
@@ -105,7 +104,7 @@ class Backup:
 class Plan:
     """The numbered answer to "who does what"; the same facts and seed give the same plan."""
 
-    epoch: int
+    plan_id: int
     seed: int
     clusters: tuple[Cluster, ...]
     rings: tuple[Ring, ...]

@@ -16,32 +16,24 @@ from support.small_swarm import JOIN, MEMORY_BYTES, PLAN, ROOT, check_books, joi
 from support.stranger import stranger
 
 import ravnest as rv
-from ravnest import wire
-from ravnest.blobs import BlobRequest
 from ravnest.config import WireFormat
 from ravnest.errors import ConfigError
-from ravnest.exchange import name_ballast
-from ravnest.hub.events import Event, PeerJoined, Received
-from ravnest.hub.news import Joined, Left, News
-from ravnest.hub.owner import Parts
-from ravnest.hub.server import LIMITS, Server
+from ravnest.hub.coordinator.events import Event, PeerJoined, Received
+from ravnest.hub.coordinator.notices import Joined, Left, Notice
+from ravnest.hub.service.owner import Parts
+from ravnest.hub.service.server import HUB_LIMITS, Server
+from ravnest.ids import LeaseId, MicrobatchId
 from ravnest.net.identity import SECRET_BYTES, Token, new_keys, peer_of, write_token
 from ravnest.net.relay import Relay
 from ravnest.net.transport import DialFailed, LinkDown, LinkUp, PublicKey
 from ravnest.net.zeromq import ZeroMqTransport
-from ravnest.protocol import (
-    Activation,
-    BatchId,
-    Complaint,
-    Gradient,
-    LeaseDone,
-    LeaseId,
-    Refused,
-    Stop,
-    TensorSpec,
-    Welcome,
-)
-from ravnest.staging import PlanOrder
+from ravnest.protocol import wire
+from ravnest.protocol.blobs import BlobRequest
+from ravnest.protocol.membership import Complaint, Refused, Stop, Welcome
+from ravnest.protocol.placement import PlanOrder
+from ravnest.protocol.tensors import TensorSpec
+from ravnest.protocol.training import Activation, Gradient, LeaseDone
+from ravnest.transfer.blobs import name_ballast
 
 HERE = "tcp://127.0.0.1:*"
 
@@ -55,7 +47,7 @@ class World:
         self.token = token
         self.server = server
         self.relay = relay
-        self.told: list[News] = []
+        self.told: list[Notice] = []
         self.logged: list[Event] = []
         self.watched: list[Event] = []
 
@@ -69,7 +61,7 @@ class World:
 @asynccontextmanager
 async def hub(expected_nodes: int = 9) -> AsyncIterator[World]:
     keys, secret, relay = new_keys(), os.urandom(SECRET_BYTES), Relay()
-    told: list[News] = []
+    told: list[Notice] = []
     logged: list[Event] = []
     watched: list[Event] = []
     server = Server(
@@ -79,7 +71,7 @@ async def hub(expected_nodes: int = 9) -> AsyncIterator[World]:
         log=logged.append,
         watch=lambda event, _: watched.append(event),
     )
-    async with ZeroMqTransport(keys, SystemRandom(), HERE, LIMITS, admit=server.admit) as transport:
+    async with ZeroMqTransport(keys, SystemRandom(), HERE, HUB_LIMITS, admit=server.admit) as transport:
         world = World(Token((transport.address,), keys.public, secret), relay, server)
         world.told, world.logged, world.watched = told, logged, watched
         given = job(expected_nodes=expected_nodes, settle_seconds=1e6)
@@ -102,7 +94,7 @@ def run(main: Callable[[], Awaitable[None]]) -> None:
 
 
 SPEC = TensorSpec("float32", (4,), WireFormat.FP32)
-GRADIENT = Gradient(1, BatchId(1), ((0, SPEC),))
+GRADIENT = Gradient(1, MicrobatchId(1), ((0, SPEC),))
 
 
 @pytest.mark.parametrize(
@@ -164,7 +156,7 @@ def test_another_version_is_refused_even_if_it_does_not_wait_for_the_answer() ->
 
 
 def test_the_command_says_what_to_do_about_another_version() -> None:
-    program = "import ravnest.peer.agent as a; a.VERSION = '9.9'; from ravnest.cli import main; main()"
+    program = "import ravnest.peer.agent as a; a.VERSION = '9.9'; from ravnest.cli.main import main; main()"
     command = [sys.executable, "-c", program, *JOIN[3:], "--memory", "1 GB", "--quiet"]
 
     async def main() -> None:
@@ -222,7 +214,7 @@ def test_what_is_of_another_plan_or_only_the_hub_says_changes_nothing() -> None:
                 Welcome("hub", 1.0),
             ):
                 await liar.send(message)
-            activation = Activation(99, BatchId(7), False, 1, ((0, SPEC),))
+            activation = Activation(99, MicrobatchId(7), False, 1, ((0, SPEC),))
             await liar.send(activation, [bytes(16)])
             async with stranger(world.token) as good:
                 await good.join("good")
@@ -252,7 +244,7 @@ def test_two_neighbours_have_one_ticket_and_a_stranger_to_the_plan_none() -> Non
             assert len(tickets[0]) == 16
             assert list(world.relay._awaiting) == [tickets[0]]
             # A complaint parts them, and their ticket is void.
-            await one.send(Complaint(orders[0].epoch, orders[0].contacts[0].node, "it sends nonsense"))
+            await one.send(Complaint(orders[0].build_id, orders[0].contacts[0].node, "it sends nonsense"))
             await two.next_event(LinkDown)
             assert world.left()[0] == (orders[0].contacts[0].node, "node0 says: it sends nonsense")
             assert list(world.relay._awaiting) == []
@@ -267,7 +259,7 @@ def test_two_neighbours_have_one_ticket_and_a_stranger_to_the_plan_none() -> Non
 
 
 def test_a_neighbour_that_sends_garbage_is_dropped_and_the_honest_train_on() -> None:
-    told: list[News] = []
+    told: list[Notice] = []
     order: list[PlanOrder] = []
 
     async def be_hostile(token: Token) -> None:
@@ -282,8 +274,8 @@ def test_a_neighbour_that_sends_garbage_is_dropped_and_the_honest_train_on() -> 
                 mate = peer_of(key)
                 liar.transport.dial(mate, contact.addresses)
                 await liar.send(Stop("all go home"), to=mate)
-                await liar.send(replace(plan, epoch=plan.epoch + 7, contacts=()), to=mate)
-                await liar.send(replace(GRADIENT, epoch=plan.epoch + 7), [bytes(16)], to=mate)
+                await liar.send(replace(plan, build_id=plan.build_id + 7, contacts=()), to=mate)
+                await liar.send(replace(GRADIENT, build_id=plan.build_id + 7), [bytes(16)], to=mate)
                 await liar.send_raw(b"\x01" + Random(3).randbytes(100), to=mate)
             await liar.next_event(LinkDown)
             await asyncio.Event().wait()
@@ -293,7 +285,7 @@ def test_a_neighbour_that_sends_garbage_is_dropped_and_the_honest_train_on() -> 
         pool = stack.enter_context(ThreadPoolExecutor(1))
         loops: list[asyncio.Task[None]] = []
 
-        def hear(news: News) -> None:
+        def hear(news: Notice) -> None:
             told.append(news)
             if news == Joined("liar"):  # it comes first, so that the first plan has it
                 stack.enter_context(joining(opened.token, [], []))
@@ -333,7 +325,7 @@ def test_who_sends_a_hub_a_tensor_has_its_link_ended() -> None:
             await liar.hear(Welcome)
             spec = TensorSpec("uint8", (3 << 20,), WireFormat.FP32)
             content = [bytes(3 << 20)]
-            await liar.send(Gradient(1, BatchId(1), ((0, spec),)), content)
+            await liar.send(Gradient(1, MicrobatchId(1), ((0, spec),)), content)
             lost = await liar.next_event(LinkDown)
             assert "is over 2097152" in lost.reason
 
@@ -341,7 +333,7 @@ def test_who_sends_a_hub_a_tensor_has_its_link_ended() -> None:
 
 
 def test_who_asks_for_more_than_it_takes_is_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ravnest.hub.server._MOST_WAITING", 3)
+    monkeypatch.setattr("ravnest.hub.service.server._MOST_WAITING", 3)
 
     async def main() -> None:
         async with hub() as world, stranger(world.token) as liar:

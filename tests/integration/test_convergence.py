@@ -10,18 +10,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import ravnest as rv
-from ravnest.commands.alone import train_alone
-from ravnest.config import Optimizer as OptimizerName
+from ravnest.cli.plain_loop import train_plain_loop
+from ravnest.config import OptimizerKind as OptimizerName
 from ravnest.engine.recipe import make_settings
 from ravnest.engine.staleness import StalenessPolicy
-from ravnest.exchange import Parcel
-from ravnest.hub.news import News, PlanFormed
-from ravnest.job.rates import cosine, factors
-from ravnest.job.swarm import Hardware, local
+from ravnest.hub.coordinator.notices import Notice, PlanFormed
 from ravnest.model.capture import Captured, capture
-from ravnest.model.line import slice_blueprint
-from ravnest.model.measure import find_matrices
-from ravnest.protocol import LearningRate, Pace, StepReport
+from ravnest.model.profile import find_matrices
+from ravnest.model.slicing import slice_blueprint
+from ravnest.protocol.training import LearningRate, Pace, StepReport
+from ravnest.requester.local_peers import Hardware
+from ravnest.requester.lr_schedules import cosine, factors
+from ravnest.requester.session import local
+from ravnest.transfer.blobs import Outgoing
 from tests.support.forked import fork
 from tests.support.model_zoo import Block, token_loss
 from tests.support.small_swarm import PLAN
@@ -78,7 +79,7 @@ def make_world(captured: Captured, num_stages: int, window: int, accumulate: int
     world = ClusterWorld(captured, cuts, settings, window, accumulate, synchronous=True)
     for update, factor in enumerate(factors(cosine(warmup=0.05), NUM_UPDATES)):
         for node in world.nodes:
-            world.post(Parcel(node, LearningRate(1, update, RATE * factor)))
+            world.post(Outgoing(node, LearningRate(1, update, RATE * factor)))
     return world
 
 
@@ -119,7 +120,7 @@ def test_stages_that_run_ahead_reach_the_synchronous_loss_within_one_percent() -
     start = POLICY.synchronous_updates * MICROBATCHES
     train(ahead, small[:start])
     for node in ahead.nodes:
-        ahead.post(Parcel(node, Pace(1, POLICY.synchronous_updates, WINDOW, MICROBATCHES, False)))
+        ahead.post(Outgoing(node, Pace(1, POLICY.synchronous_updates, WINDOW, MICROBATCHES, False)))
     train(ahead, small[start:], first=start)
     lags = [report.lag for report in ahead.at_hub if isinstance(report, StepReport)]
     asynchronous = evaluate(ahead)
@@ -146,12 +147,12 @@ def test_four_processes_reach_the_loss_of_one_within_one_percent(monkeypatch: py
         loss=lambda out, batch: F.cross_entropy(out.flatten(0, 1), batch["y"].flatten()),
         learning_rate=8e-3,
     )
-    told: list[News] = []
+    told: list[Notice] = []
     with local([Hardware(6.5e6, 1e9)] * NUM_STAGES, plan=PLAN, tell=told.append) as swarm:
         result = swarm.fit(job)
     (cluster,) = next(news.plan.clusters for news in told if isinstance(news, PlanFormed))
     assert len(cluster.stages) == NUM_STAGES
-    alone = train_alone(job, job.capture().blueprint).metrics["val_loss"]
+    alone = train_plain_loop(job, job.capture().blueprint).metrics["val_loss"]
     assert alone < 2.2
     # Measured 0.998 to 1.001: what is late depends on the machine.
     assert result.metrics["val_loss"] <= 1.01 * alone

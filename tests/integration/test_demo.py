@@ -9,17 +9,18 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from ravnest.commands import demos
-from ravnest.hub.events import MakePlan
-from ravnest.hub.microbatches import make_plan
-from ravnest.job.preparing import prepare
-from ravnest.job.swarm import LOCAL_PLAN
-from ravnest.plan.types import Node, NodeId
+from ravnest.cli import demo_jobs
+from ravnest.hub.coordinator.events import MakePlan
+from ravnest.hub.coordinator.planner import make_plan
+from ravnest.ids import NodeId
+from ravnest.plan.types import Node
+from ravnest.requester.prepare import prepare
+from ravnest.requester.session import LOCAL_PLAN
 
 pytestmark = pytest.mark.timeout(300)
 
 
-@pytest.mark.parametrize("make", [demos.digits, demos.text])
+@pytest.mark.parametrize("make", [demo_jobs.digits, demo_jobs.text])
 def test_every_plan_of_a_demo_has_a_cluster_of_three_and_one_of_two(make) -> None:
     demo = make()
     given = prepare(demo.job, replace(LOCAL_PLAN, overhead_bytes=0.0), 5, 1.0)

@@ -7,11 +7,19 @@ from typing import Any
 
 import pytest
 
-from ravnest.hub.news import ClusterBroken, ClusterStarted, EpochDone, Left, News, PlanFormed, RoundEnded
-from ravnest.job.peers import Hardware
-from ravnest.job.swarm import Hub, local
-from ravnest.plan.rings import form_rings
+from ravnest.hub.coordinator.notices import (
+    ClusterBroken,
+    ClusterStarted,
+    EpochDone,
+    Left,
+    Notice,
+    PlanFormed,
+    RoundEnded,
+)
+from ravnest.plan.assembly import form_rings
 from ravnest.plan.types import Cluster, ModelProfile, Plan, Stage, Swarm, cluster_name
+from ravnest.requester.local_peers import Hardware
+from ravnest.requester.session import Hub, local
 from tests.support.small_swarm import PLAN, make_job
 
 NUM_SAMPLES, EPOCHS, NUM_CLUSTERS = 1536, 2, 3
@@ -27,13 +35,13 @@ def test_a_peer_that_freezes_in_a_round_is_left_out_of_it_and_goes_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # The hub shall end the round long before it takes who is silent for dead.
-    monkeypatch.setattr("ravnest.hub.rounds._LEAST_SECONDS", 1.0)
-    monkeypatch.setattr("ravnest.hub.server.GRACE_SECONDS", 60.0)
-    monkeypatch.setattr("ravnest.hub.microbatches.form_plan", form_alone)
-    told: list[News] = []
+    monkeypatch.setattr("ravnest.hub.coordinator.rounds._LEAST_SECONDS", 1.0)
+    monkeypatch.setattr("ravnest.hub.service.server.GRACE_SECONDS", 60.0)
+    monkeypatch.setattr("ravnest.hub.coordinator.planner.form_plan", form_alone)
+    told: list[Notice] = []
     frozen: list[int] = []
 
-    def tell(news: News) -> None:
+    def tell(news: Notice) -> None:
         told.append(news)
         is_running = len(news_of(told, ClusterStarted)) == NUM_CLUSTERS
         if isinstance(news, RoundEnded) and is_running and not news.is_final and not frozen:
@@ -62,5 +70,5 @@ def test_a_peer_that_freezes_in_a_round_is_left_out_of_it_and_goes_on(
     assert result.state
 
 
-def news_of(told: list[News], kind: type) -> list[Any]:
+def news_of(told: list[Notice], kind: type) -> list[Any]:
     return [news for news in told if isinstance(news, kind)]

@@ -13,12 +13,12 @@ import pytest
 import ravnest as rv
 from benchmarks.joining import Peers
 from ravnest.errors import ConfigError
-from ravnest.hub.events import Event
-from ravnest.hub.news import Checkpointed, EpochDone, NotCheckpointed
-from ravnest.hub.server import Server
+from ravnest.hub.coordinator.events import Event
+from ravnest.hub.coordinator.notices import Checkpointed, EpochDone, NotCheckpointed
+from ravnest.hub.service.server import Server
 from ravnest.net.identity import Token, new_keys
 from ravnest.net.zeromq import ZeroMqTransport
-from ravnest.protocol import RoundReady
+from ravnest.protocol.averaging import RoundReady
 from tests.support.as_root import fill, let_write, small_disk
 from tests.support.faults import (
     FLOPS_PER_SECOND,

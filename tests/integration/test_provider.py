@@ -15,11 +15,11 @@ import pytest
 from support.small_swarm import JOIN, PLAN, ROOT, check_books, joining, make_job
 
 import ravnest as rv
-from ravnest.commands.lending import PAUSE
-from ravnest.hub.news import Joined, Left, News
+from ravnest.cli.lending_loop import PAUSE
+from ravnest.hub.coordinator.notices import Joined, Left, Notice
+from ravnest.net.congestion import UPLOAD_BURST_SECONDS, affordable_chunk_bytes
 from ravnest.net.identity import Token, new_keys, write_token
-from ravnest.net.transport import Delivery, Limits, Service
-from ravnest.net.upload import BURST_SECONDS, affordable_chunk_bytes
+from ravnest.net.transport import Delivery, Service, TransportLimits
 from ravnest.net.zeromq import ZeroMqTransport
 from ravnest.peer.hours import DAY_MINUTES, show_minute
 
@@ -66,7 +66,7 @@ def test_over_real_sockets_all_links_together_send_at_the_rate() -> None:
     keys = [new_keys() for _ in range(3)]
 
     async def main() -> None:
-        limits = Limits(upload_bytes_per_second=RATE)
+        limits = TransportLimits(upload_bytes_per_second=RATE)
         async with (
             Counting(keys[0], Random(0), None, limits) as sender,
             ZeroMqTransport(keys[1], Random(1), HERE) as one,
@@ -82,7 +82,7 @@ def test_over_real_sockets_all_links_together_send_at_the_rate() -> None:
                     while not isinstance(await other.receive(), Delivery):
                         pass
             assert sum(size for _, size in sender.sent) > RATE
-            slack = BURST_SECONDS * RATE + 2 * affordable_chunk_bytes(RATE)
+            slack = UPLOAD_BURST_SECONDS * RATE + 2 * affordable_chunk_bytes(RATE)
             for first, (began, _) in enumerate(sender.sent):
                 total = 0
                 for now, size in sender.sent[first:]:
@@ -132,10 +132,10 @@ def test_outside_its_hours_a_pc_waits_and_hears_what_its_provider_says() -> None
 
 @pytest.mark.skipif(PAUSE is None, reason="this system has no such signals")
 def test_a_paused_pc_leaves_the_swarm_comes_back_and_trains_within_its_limits() -> None:
-    told: list[News] = []
+    told: list[Notice] = []
     pauses: list[threading.Thread] = []
 
-    def note(news: News) -> None:
+    def note(news: Notice) -> None:
         told.append(news)
         word = {Joined: "pause", Left: "resume"}.get(type(news))
         if word is not None and [type(each) for each in told].count(type(news)) == 1:

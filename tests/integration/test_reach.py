@@ -16,17 +16,15 @@ from support.as_root import networks
 from support.small_swarm import BARE_JOIN, JOIN, PLAN, ROOT, check_books, joining, make_job
 
 import ravnest as rv
-from ravnest.hub import server
-from ravnest.hub.events import JobGiven
-from ravnest.hub.news import ClusterStarted, Left, Measured, News, PlanFormed, show_news
-from ravnest.hub.planning import MakePlan, PlanMade
+from ravnest.hub.coordinator.events import JobGiven, MakePlan, PlanMade
+from ravnest.hub.coordinator.notices import ClusterStarted, Left, Measured, Notice, PlanFormed, show_notice
+from ravnest.hub.service import server
 from ravnest.net import relay
-from ravnest.net.addresses import split_address
-from ravnest.net.identity import Token, new_keys, write_token
+from ravnest.net.identity import Token, new_keys, split_address, write_token
 from ravnest.net.transport import Delivery, Service
 from ravnest.net.zeromq import ZeroMqTransport
-from ravnest.peer import meeting
-from ravnest.peer.meeting import Mate, Meetings
+from ravnest.peer import connections
+from ravnest.peer.connections import Acquaintance, Connections
 
 HERE = "tcp://127.0.0.1:*"
 
@@ -47,14 +45,14 @@ def joined(monkeypatch: pytest.MonkeyPatch) -> list[None]:
     return seen
 
 
-def num_stages(told: list[News]) -> list[int]:
+def num_stages(told: list[Notice]) -> list[int]:
     plans = [news.plan for news in told if isinstance(news, PlanFormed)]
     assert len(plans) == 1
     return [len(cluster.stages) for cluster in plans[0].clusters]
 
 
 def test_two_peers_that_only_dial_out_train_through_the_relay(joined: list[None]) -> None:
-    told: list[News] = []
+    told: list[Notice] = []
     with rv.Hub("127.0.0.1:0", plan=PLAN, tell=told.append) as hub:
         with joining(hub.token, ["--outbound-only"], ["--outbound-only", "--quiet"]) as peers:
             hub.fit(make_job(), nodes=2)
@@ -74,7 +72,7 @@ def test_two_peers_that_only_dial_out_train_through_the_relay(joined: list[None]
 def test_peers_that_state_nothing_are_measured_and_planned_with_what_was_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    told: list[News] = []
+    told: list[Notice] = []
     asked: list[MakePlan] = []
     make_plan = server.make_plan
 
@@ -106,11 +104,11 @@ def test_peers_that_state_nothing_are_measured_and_planned_with_what_was_found(
         assert 1e5 < node.download_bytes_per_second < 2e9
         assert 0 < node.latency_seconds < 1
         assert (node.upload_bytes_per_second, node.latency_seconds) != (50e6 / 8, 0.01)
-    assert show_news(measured["node0"]).startswith("node0 was measured: ")
+    assert show_notice(measured["node0"]).startswith("node0 was measured: ")
 
 
 def test_dead_addresses_before_the_good_one_are_passed_over(joined: list[None]) -> None:
-    told: list[News] = []
+    told: list[Notice] = []
     dead = "127.0.0.1:9"
     with rv.Hub("127.0.0.1:0", plan=PLAN, tell=told.append) as hub:
         addresses = (f"tcp://{dead}", "tcp://no-such-host.invalid:7700", *hub.token.addresses)
@@ -125,7 +123,7 @@ def test_dead_addresses_before_the_good_one_are_passed_over(joined: list[None]) 
 
 @pytest.mark.needs_root
 def test_peers_whose_networks_lead_only_to_the_hub_train_through_the_relay(joined: list[None]) -> None:
-    told: list[News] = []
+    told: list[Notice] = []
     with networks(2) as made, rv.Hub("0.0.0.0:0", plan=PLAN, tell=told.append) as hub:
         port = hub.token.addresses[0].rpartition(":")[2]
         token = msgspec.structs.replace(
@@ -142,10 +140,10 @@ def test_peers_whose_networks_lead_only_to_the_hub_train_through_the_relay(joine
 
 
 def test_a_peer_taken_back_tells_the_hub_and_the_job_goes_on() -> None:
-    told: list[News] = []
+    told: list[Notice] = []
     victims: list[int] = []
 
-    def interrupt(news: News) -> None:
+    def interrupt(news: Notice) -> None:
         told.append(news)
         if isinstance(news, ClusterStarted) and not victims:
             victims.append(int(news.nodes[-1].removeprefix("node")))
@@ -170,7 +168,7 @@ def test_a_peer_taken_back_tells_the_hub_and_the_job_goes_on() -> None:
 def test_two_peers_meet_straight_if_either_knows_where_and_at_the_relay_if_not(
     knows: tuple[bool, bool], is_relayed: bool, joined: list[None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(meeting, "RELAY_AFTER_SECONDS", 0.5)
+    monkeypatch.setattr(connections, "RELAY_AFTER_SECONDS", 0.5)
     dead = ("tcp://127.0.0.1:9",)
     ticket = bytes(16)
 
@@ -194,8 +192,8 @@ def test_two_peers_meet_straight_if_either_knows_where_and_at_the_relay_if_not(
             for end, other, is_known in zip(ends, ends[::-1], knows, strict=True):
                 end.allow(each.public for each in keys)
                 door = split_address(end.address)
-                meetings.append(Meetings(end, door, is_reachable=True, start=start, give_up=print))
-                mate = Mate(other.peer, (other.address,) if is_known else dead, ticket)
+                meetings.append(Connections(end, door, is_reachable=True, start=start, give_up=print))
+                mate = Acquaintance(other.peer, (other.address,) if is_known else dead, ticket)
                 meetings[-1].meet([mate], place)
             for end, other in zip(ends, ends[::-1], strict=True):
                 await end.send(other.peer, Service.CONTROL, b"hello")

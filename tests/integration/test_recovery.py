@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from ravnest.hub.events import Collect, Received, Send
-from ravnest.hub.news import (
+from ravnest.hub.coordinator.events import Collect, Received, Send
+from ravnest.hub.coordinator.notices import (
     Checkpointed,
     ClusterBroken,
     ClusterDissolved,
@@ -24,9 +24,9 @@ from ravnest.hub.news import (
     Trained,
     WorkLost,
 )
-from ravnest.job.result import Result
-from ravnest.protocol import RoundCommit, RoundOpen, RoundReady
-from ravnest.staging import PlanOrder
+from ravnest.protocol.averaging import RoundCommit, RoundOpen, RoundReady
+from ravnest.protocol.placement import PlanOrder
+from ravnest.requester.result import Result
 from tests.support.as_root import call, networks
 from tests.support.faults import EPOCHS, NUM_SAMPLES, Step, Story, check, is_news, make_job, swarm
 
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.timeout(240)
 
 @pytest.fixture(autouse=True)
 def _short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ravnest.hub.server.GRACE_SECONDS", 1.0)
+    monkeypatch.setattr("ravnest.hub.service.server.GRACE_SECONDS", 1.0)
 
 
 @pytest.fixture(scope="module")

@@ -15,21 +15,21 @@ from torch import Tensor, nn
 
 import ravnest as rv
 from ravnest.errors import PlanError
-from ravnest.hub.news import (
+from ravnest.hub.coordinator.notices import (
     ClusterBroken,
     ClusterStarted,
     EpochDone,
     Evaluated,
-    News,
+    Notice,
     PlanFormed,
     RoundEnded,
 )
-from ravnest.hub.server import Server
-from ravnest.job.peers import Hardware
-from ravnest.job.result import Result
-from ravnest.job.swarm import LOCAL_PLAN, Hub, local
+from ravnest.hub.service.server import Server
 from ravnest.net.identity import SECRET_BYTES, Token, new_keys, write_token
 from ravnest.net.zeromq import ZeroMqTransport
+from ravnest.requester.local_peers import Hardware
+from ravnest.requester.result import Result
+from ravnest.requester.session import LOCAL_PLAN, Hub, local
 from tests.support.forked import fork
 
 WIDTH, NUM_CLASSES, NUM_TRAIN, NUM_VALIDATION = 128, 4, 768, 200
@@ -77,7 +77,7 @@ def make_job(**options: object) -> rv.Job:
     )
 
 
-def check_books(told: list[News], epochs: int) -> None:
+def check_books(told: list[Notice], epochs: int) -> None:
     """Every epoch counts each sample once, and the loss falls."""
     # An epoch may be done before the one before it: its last lease may lie with a slow cluster.
     done = sorted((news for news in told if isinstance(news, EpochDone)), key=lambda news: news.epoch)
@@ -103,14 +103,14 @@ def check_result(result: Result) -> None:
     assert result.metrics["val_acc"] > 0.8
 
 
-def sizes(told: list[News]) -> list[int]:
+def sizes(told: list[Notice]) -> list[int]:
     plans = [news.plan for news in told if isinstance(news, PlanFormed)]
     assert len(plans) == 1
     return sorted(len(cluster.stages) for cluster in plans[0].clusters)
 
 
 def test_three_stages_train_a_model_that_none_of_them_could_hold() -> None:
-    told: list[News] = []
+    told: list[Notice] = []
     with local([SMALL] * 3, plan=PLAN, tell=told.append) as swarm:
         result = swarm.fit(make_job())
     assert sizes(told) == [3]
@@ -119,7 +119,7 @@ def test_three_stages_train_a_model_that_none_of_them_could_hold() -> None:
 
 
 def test_two_clusters_of_unlike_cuts_average_and_agree() -> None:
-    told: list[News] = []
+    told: list[Notice] = []
     with local([SMALL] * 3 + [LARGE] * 2, plan=PLAN, tell=told.append) as swarm:
         result = swarm.fit(make_job(epochs=10))  # long enough for the slower start of the other cluster
     assert len(sizes(told)) > 1
@@ -133,9 +133,9 @@ def test_two_clusters_of_unlike_cuts_average_and_agree() -> None:
 
 
 def test_a_peer_killed_in_the_middle_costs_its_cluster_not_the_job() -> None:
-    told: list[News] = []
+    told: list[Notice] = []
 
-    def kill_one(news: News) -> None:
+    def kill_one(news: Notice) -> None:
         told.append(news)
         if isinstance(news, RoundEnded) and news.round_id == 1:
             victim = next(news.nodes[-1] for news in told if isinstance(news, ClusterStarted))
@@ -169,7 +169,7 @@ class Tied(nn.Module):
 
 @pytest.mark.parametrize("has_validation", [True, False])
 def test_a_weight_tied_across_two_stages_is_trained_in_both(has_validation: bool) -> None:
-    told: list[News] = []
+    told: list[Notice] = []
     torch.manual_seed(0)
     start = Tied()
     job = rv.Job(

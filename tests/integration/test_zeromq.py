@@ -14,13 +14,12 @@ import zmq
 import zmq.asyncio
 
 from ravnest.errors import ConfigError, LinkError
-from ravnest.net.addresses import split_address
+from ravnest.net.congestion import CHUNKS_PER_WINDOW
 from ravnest.net.endpoint import Endpoint
-from ravnest.net.frames import VERSION, Chunk, Hello, decode, encode
-from ravnest.net.identity import KeyPair, load_keys, new_keys
+from ravnest.net.frames import FRAME_VERSION, Chunk, Greeting, decode_frame, encode_frame
+from ravnest.net.identity import KeyPair, load_keys, new_keys, split_address
 from ravnest.net.relay import Relay, await_through, dial_through
 from ravnest.net.transport import MIB, Delivery, DialFailed, LinkDown, LinkUp, Service
-from ravnest.net.window import CHUNKS_PER_WINDOW
 from ravnest.net.zeromq import ZeroMqTransport
 
 ANY_PORT = "tcp://127.0.0.1:*"
@@ -38,7 +37,7 @@ class Recorder(ZeroMqTransport):
     def _arrived(self, connection, frames):
         super()._arrived(connection, frames)
         try:
-            self.heads.append(decode(frames))
+            self.heads.append(decode_frame(frames))
         except Exception:
             self.heads.append(None)
         self.on_head(self.heads[-1])
@@ -232,7 +231,7 @@ async def raw_peer(keys: KeyPair, hub: ZeroMqTransport):
         KEYS[0].public,
     )
     socket.connect(hub.address)
-    await socket.send(encode(Hello(VERSION, 5, 0, (), b"")))
+    await socket.send(encode_frame(Greeting(FRAME_VERSION, 5, 0, (), b"")))
     try:
         yield socket
     finally:
@@ -244,11 +243,11 @@ async def raw_peer(keys: KeyPair, hub: ZeroMqTransport):
     [
         ([b"\xc1 garbage"], "unreadable frame"),
         ([b""], "unreadable frame"),
-        ([encode(Chunk(Service.BLOB, 7, 0, (0,)))], "missing"),
-        ([encode(Chunk(Service.BLOB, 0, 0, (0, 2**40)))], "is over"),
-        ([encode(Hello(VERSION, 5, 0, (), b""))], "second hello"),
-        ([encode(Hello(VERSION, 5, 0, (), b"")), b"more"], "frames it should not have"),
-        ([encode(Chunk(Service.BLOB, 0, 0, (0, 3 * MIB))), bytes(2 * MIB)], "closed"),
+        ([encode_frame(Chunk(Service.BLOB, 7, 0, (0,)))], "missing"),
+        ([encode_frame(Chunk(Service.BLOB, 0, 0, (0, 2**40)))], "is over"),
+        ([encode_frame(Greeting(FRAME_VERSION, 5, 0, (), b""))], "second hello"),
+        ([encode_frame(Greeting(FRAME_VERSION, 5, 0, (), b"")), b"more"], "frames it should not have"),
+        ([encode_frame(Chunk(Service.BLOB, 0, 0, (0, 3 * MIB))), bytes(2 * MIB)], "closed"),
     ],
 )
 def test_who_sends_garbage_is_dropped_with_a_reason_and_the_others_go_on(junk, reason):
@@ -273,7 +272,7 @@ def test_a_hub_of_another_version_is_named():
             await other.recv()
             await next_of(hub, LinkUp)
             hub.drop(KEYS[2].peer, "make room")
-            await other.send(encode(Hello(VERSION + 1, 6, 0, (), b"")))
+            await other.send(encode_frame(Greeting(FRAME_VERSION + 1, 6, 0, (), b"")))
             async with asyncio.timeout(5):
                 answers = [await other.recv() for _ in range(3)]
             assert b"update the older one" in answers[-1]

@@ -7,14 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.ring_world import run_ring
 
-from ravnest.averaging.ring import RingReduce, Seat
-from ravnest.codec import decode
+from ravnest.averaging.ring import RingPosition, RingReduce
+from ravnest.codec import decode_tensor
 from ravnest.config import WireFormat
 from ravnest.engine.optimizers import OptimizerSettings
-from ravnest.engine.training import AveragingRule, Training
-from ravnest.model.flat import FlatEntry, Layout
-from ravnest.peer.anchored import Anchored
-from ravnest.protocol import RoundId, SegmentId
+from ravnest.engine.train_config import AveragingRule, TrainConfig
+from ravnest.ids import RoundId, SegmentId
+from ravnest.model.state_dict import FlatEntry, Layout
+from ravnest.peer.segment_state import SegmentState
 
 # What one encoding may lose, as a part of the largest number: half a step.
 ROUNDING = {
@@ -38,11 +38,11 @@ class Owners:
         self.length = length
         statistics = FlatEntry("s", (7,), "float32", 0, 0)  # before the weights, in the order of the line
         layout = Layout(0, 1, (statistics, FlatEntry("w", (length,), "float32", 7, 0)))
-        training = Training(
+        training = TrainConfig(
             OptimizerSettings((), 0.1), 1, deltas=wire_format, averaging=AveragingRule(**rule)
         )
         start = {"w": self.draw(), "s": torch.ones(7)}
-        self.members = [Anchored(layout, {"s"}, training, "cpu", start) for _ in range(size)]
+        self.members = [SegmentState(layout, {"s"}, training, "cpu", start) for _ in range(size)]
         self.live = [{name: tensor.clone() for name, tensor in start.items()} for _ in range(size)]
         self.moments = [{"w": self.draw()} for _ in range(size)]
 
@@ -63,7 +63,7 @@ class Owners:
             assert (
                 anchored.open(self.live[number], self.moments[number], weights[number], len(chosen)) is None
             )
-            seat = Seat(RoundId(1), SegmentId(0), place, len(chosen))
+            seat = RingPosition(RoundId(1), SegmentId(0), place, len(chosen))
             rings.append(RingReduce(seat, anchored, weights[number], chunk_size))
         run_ring(rings, self.random)
         assert all(ring.done for ring in rings)
@@ -193,7 +193,7 @@ def test_outer_descent_moves_anchors_and_live_weights_alike(wire_format, size, s
 
 
 def _read(piece) -> torch.Tensor:
-    return decode(piece.buffer, piece.spec)
+    return decode_tensor(piece.buffer, piece.spec)
 
 
 @given(formats, sizes, seeds)
@@ -231,7 +231,7 @@ def test_momenta_are_averaged_and_owe_nothing(wire_format, size, seed):
 
 @given(st.integers(3, 6), st.integers(1, 300), seeds, st.booleans())
 def test_a_trimmed_mean_leaves_out_the_smallest_and_the_largest_of_four_or_more(size, length, seed, lies):
-    owners = Owners(WireFormat.FP32, size, length, seed, trims=True)
+    owners = Owners(WireFormat.FP32, size, length, seed, is_trimmed=True)
     weights = draw_weights(owners.random, size)
     before = owners.weights_of()
     owners.train()
@@ -252,7 +252,7 @@ def test_a_trimmed_mean_leaves_out_the_smallest_and_the_largest_of_four_or_more(
 @settings(max_examples=30)
 @given(formats, seeds)
 def test_what_rounding_loses_of_a_trimmed_mean_comes_with_the_next(wire_format, seed):
-    owners = Owners(wire_format, 4, 200, seed, trims=True)
+    owners = Owners(wire_format, 4, 200, seed, is_trimmed=True)
     start, steps = owners.weights_of(), owners.draw(0.1)
     for _ in range(8):
         for state in owners.live:  # all alike: the mean is what each has trained

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from ravnest.errors import UnsafeBlueprint
 from ravnest.model.blueprint import (
     FLOATING,
-    ITEM_BYTES,
     Blueprint,
     Op,
     Program,
@@ -23,8 +22,9 @@ from ravnest.model.blueprint import (
     TensorType,
     ValueId,
 )
+from ravnest.model.blueprint_json import read_blueprint, write_blueprint
 from ravnest.model.operators import operators
-from ravnest.model.reading import read_blueprint, write_blueprint
+from ravnest.protocol.tensors import ITEM_BYTES
 from tests.support.sample_blueprints import middle_stage, perceptron
 
 LIMIT = 2**48

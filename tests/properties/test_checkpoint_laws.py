@@ -16,11 +16,18 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from safetensors.numpy import save
 
-from ravnest.engine.sampler import LeaseBook
-from ravnest.exchange import name_blob
-from ravnest.job import checkpoints
-from ravnest.job.checkpoints import CheckpointError, Checkpoints
-from ravnest.job.manifest import MANIFEST, Manifest, PartEntry, parse_manifest, seal_manifest
+from ravnest.hub.coordinator.leases import LeaseBook
+from ravnest.requester import checkpoint_store
+from ravnest.requester.checkpoint_store import (
+    MANIFEST,
+    CheckpointError,
+    Checkpoints,
+    Manifest,
+    PartEntry,
+    parse_manifest,
+    seal_manifest,
+)
+from ravnest.transfer.blobs import name_blob
 from tests.support.saved_run import JOB, books_of, check_content, parts_of
 
 FILES = [MANIFEST, "part-0.safetensors", "part-1.safetensors"]
@@ -131,7 +138,7 @@ class Disk:
     def install(self, patch: pytest.MonkeyPatch) -> None:
         for name in ("mkdir", "replace", "fsync", "unlink", "rmdir"):
             patch.setattr(os, name, self._guard(getattr(os, name)))
-        patch.setattr(checkpoints, "open", self._open, raising=False)
+        patch.setattr(checkpoint_store, "open", self._open, raising=False)
 
     def _guard(self, act: Callable[..., object]) -> Callable[..., object]:
         def guarded(*arguments: object, **options: object) -> object:
@@ -290,7 +297,7 @@ def test_what_is_accepted_is_what_the_library_reads(changes: list[tuple[int, int
         if place < len(data):
             data[place] = value
     try:
-        found = checkpoints._read_part(memoryview(bytes(data)), "it")
+        found = checkpoint_store._read_part(memoryview(bytes(data)), "it")
     except ValueError:
         return
     truth = {
@@ -304,7 +311,7 @@ def test_junk_is_neither_part_nor_manifest(junk: bytes) -> None:
     with pytest.raises(ValueError, match=r"manifest\.json cannot be used"):
         parse_manifest(junk, 1)
     with pytest.raises(ValueError, match="is no safetensors file"):
-        checkpoints._read_part(memoryview(junk), "it")
+        checkpoint_store._read_part(memoryview(junk), "it")
 
 
 @given(st.lists(st.sampled_from(["lease", "complete", "release"]), max_size=40), st.integers(1, 25))
@@ -317,7 +324,7 @@ def test_books_of_any_history_are_kept_and_a_wrong_count_is_not(steps: list[str]
             book.release(f"c{number % 2}")
         elif book.open_leases:
             lease = book.open_leases[number % len(book.open_leases)]
-            book.complete(lease.number, lease.holder)
+            book.complete(lease.number, lease.cluster_id)
     for holder in ("c0", "c1"):
         book.release(holder)
     counted = sum(book.num_counted(epoch) for epoch in range(JOB.epochs))

@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from ravnest.codec import ErrorFeedback, decode, describe, encode
+from ravnest.codec import ErrorFeedback, decode_tensor, describe, encode_tensor
 from ravnest.config import WireFormat
 from ravnest.errors import ProtocolError
-from ravnest.protocol import BLOCK_ITEMS, FLOAT_BYTES, ITEM_BYTES, TensorSpec
+from ravnest.protocol.tensors import BLOCK_ITEMS, FLOAT_BYTES, ITEM_BYTES, TensorSpec
 
 LARGEST_CODE = {WireFormat.INT8: 127, WireFormat.INT4: 7}
 block_formats = st.sampled_from(list(LARGEST_CODE))
@@ -43,9 +43,9 @@ def scales_in(buffer: memoryview, num_items: int) -> torch.Tensor:
 def test_a_block_rounds_each_item_by_at_most_half_a_scale(tensor, wire_format):
     if tensor.numel() == 0:
         return
-    buffer = encode(tensor, wire_format)
+    buffer = encode_tensor(tensor, wire_format)
     items, scales = tensor.reshape(-1).double(), scales_in(buffer, tensor.numel()).double()
-    arrived = decode(buffer, describe(tensor, wire_format)).reshape(-1).double()
+    arrived = decode_tensor(buffer, describe(tensor, wire_format)).reshape(-1).double()
     assert ((arrived - items).abs() <= scales * 0.5001).all()
     for low in range(0, len(items), BLOCK_ITEMS):
         largest = items[low : low + BLOCK_ITEMS].abs().max()
@@ -55,15 +55,15 @@ def test_a_block_rounds_each_item_by_at_most_half_a_scale(tensor, wire_format):
 
 @given(tensors(), formats)
 def test_encoding_what_was_decoded_gives_the_same_bytes(tensor, wire_format):
-    buffer = encode(tensor, wire_format)
-    again = encode(decode(bytes(buffer), describe(tensor, wire_format)), wire_format)
+    buffer = encode_tensor(tensor, wire_format)
+    again = encode_tensor(decode_tensor(bytes(buffer), describe(tensor, wire_format)), wire_format)
     assert bytes(again) == bytes(buffer)
 
 
 @given(tensors(), st.sampled_from([WireFormat.BF16, WireFormat.FP16]))
 def test_halves_round_to_the_nearest(tensor, wire_format):
     half = {WireFormat.BF16: torch.bfloat16, WireFormat.FP16: torch.float16}[wire_format]
-    arrived = decode(encode(tensor, wire_format), describe(tensor, wire_format))
+    arrived = decode_tensor(encode_tensor(tensor, wire_format), describe(tensor, wire_format))
     assert arrived.equal(tensor.to(half).float())
 
 
@@ -73,14 +73,14 @@ def test_any_bytes_of_the_right_number_are_a_tensor_and_no_others(shape, wire_fo
     junk = np.random.default_rng(seed).bytes(spec.num_bytes + 1)
     if dtype == "bool":
         junk = bytes(byte & 1 for byte in junk)
-    arrived = decode(junk[:-1], spec)
+    arrived = decode_tensor(junk[:-1], spec)
     assert tuple(arrived.shape) == shape
     assert str(arrived.dtype) == f"torch.{dtype}"
     if dtype not in FLOAT_BYTES or wire_format is WireFormat.FP32:
-        assert bytes(encode(arrived, wire_format)) == junk[:-1]
+        assert bytes(encode_tensor(arrived, wire_format)) == junk[:-1]
     for wrong in (junk, junk[: spec.num_bytes - 1] if spec.num_bytes else b"xx"):
         with pytest.raises(ProtocolError):
-            decode(wrong, spec)
+            decode_tensor(wrong, spec)
 
 
 def send(feedback: ErrorFeedback, delta: torch.Tensor) -> torch.Tensor:

@@ -10,20 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ravnest.errors import WeightsError
-from ravnest.model.blueprint import (
-    BUFFER,
-    CONSTANT,
-    PARAMETER,
-    Blueprint,
-    Program,
-    StateEntry,
-)
-from ravnest.model.flat import (
-    Layout,
-    from_safetensors,
-    merge_stages,
-    to_safetensors,
-)
+from ravnest.model.blueprint import BUFFER, CONSTANT, PARAMETER, Blueprint, Program, StateEntry
+from ravnest.model.state_dict import Layout, from_safetensors, merge_stages, to_safetensors
 
 NOTHING = Program({}, (), (), (), (), (), ())
 NUM_POSITIONS = 6

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from support.hub_world import HubWorld, Trouble, check_replay, freeze, job, quick_plans
 from support.plan_world import check_laws, configs, profiles, swarms
 
-from ravnest.blobs import Fact
-from ravnest.hub import microbatches
-from ravnest.hub.news import PlanFormed, RoundEnded
-from ravnest.hub.planning import MakePlan
-from ravnest.hub.state import Hub
-from ravnest.hub.store import Store, apply_logged, replay
+from ravnest.hub.coordinator import planner
+from ravnest.hub.coordinator.coordinator import Coordinator
+from ravnest.hub.coordinator.events import MakePlan
+from ravnest.hub.coordinator.notices import PlanFormed, RoundEnded
+from ravnest.hub.service.event_log import EventLog, apply_logged, replay
+from ravnest.protocol.membership import Fact
 
 NAMES = "abcdefgh"
 RESCUE = ("x", "y", "z")
@@ -163,11 +163,11 @@ def test_every_update_is_of_one_batch(given_job, names, died):
 def test_a_plan_in_microbatches_is_a_plan(profile, swarm, config, batch_size, asked):
     given_job = job(batch_size=batch_size, microbatches=asked)
     given_job = replace(given_job, profile=profile, config=config)
-    formed = microbatches.make_plan(given_job, MakePlan(1, swarm.nodes), 0.0)
+    formed = planner.make_plan(given_job, MakePlan(1, swarm.nodes), 0.0)
     if formed.plan is None:
         assert formed.shortage
         return
-    cut_profile = microbatches.profile_microbatch(given_job, formed.microbatches)
+    cut_profile = planner.profile_microbatch(given_job, formed.microbatches)
     assert cut_profile.samples_per_batch == -(-batch_size // formed.microbatches)
     assert {cluster.accumulate for cluster in formed.plan.clusters} == {formed.microbatches}
     assert formed.microbatches == min(asked, batch_size) if asked else formed.microbatches <= batch_size
@@ -207,8 +207,8 @@ def test_a_hub_replayed_from_its_folder_goes_on_alike(trouble, died, moment, sto
         world.at(stopped, world.stop)
     world.run(until=moment)
     num_before = len(world.log)
-    with TemporaryDirectory() as folder, Store(Path(folder)) as store:
-        hub = Hub()
+    with TemporaryDirectory() as folder, EventLog(Path(folder)) as store:
+        hub = Coordinator()
         for event in world.log:
             apply_logged(hub, event, store.append)
         again = replay(store)

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ravnest.net.upload import BURST_SECONDS, Upload
+from ravnest.net.congestion import UPLOAD_BURST_SECONDS, Upload
 from ravnest.peer.hours import DAY_MINUTES, Hours, may_run, next_start, read_hours, show_minute
 
 MINUTES = st.integers(0, DAY_MINUTES - 1)
@@ -64,6 +64,6 @@ def test_what_waits_its_turn_never_sends_more_than_the_rate(
             assert upload.wait_seconds(now) == 0
             for first, (began, _) in enumerate(sent):
                 before = sum(size for _, size in sent[first:])
-                assert before <= rate * (now - began + BURST_SECONDS) + 2 + 1e-6 * before
+                assert before <= rate * (now - began + UPLOAD_BURST_SECONDS) + 2 + 1e-6 * before
         upload.pay([bytes(size)], now)
         sent.append((now, size))

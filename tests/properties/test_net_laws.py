@@ -9,14 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ravnest.errors import ConfigError, ProtocolError
-from ravnest.net.frames import Chunk, Hello, Position, decode
+from ravnest.net.frames import Chunk, Greeting, StreamPosition, decode_frame
 from ravnest.net.identity import Token, new_keys, read_token, write_token
 from ravnest.net.link import ACK_SECONDS, Link
-from ravnest.net.transport import Limits, Service
+from ravnest.net.transport import Service, TransportLimits
 
 CREDIT = 6000
 KEYS = new_keys()
-LIMITS = Limits(
+LIMITS = TransportLimits(
     header_bytes=32,
     num_buffers=4,
     message_bytes=9000,
@@ -64,7 +64,7 @@ class Side:
             return False
         frames = self.wire.popleft()
         for _ in range(2 if is_doubled else 1):
-            message = self.link.receive(decode(frames), frames[1:], 0.0)
+            message = self.link.receive(decode_frame(frames), frames[1:], 0.0)
             if message is not None:
                 service, header, buffers = message
                 self.arrived[service].append((header, [bytes(buffer) for buffer in buffers]))
@@ -80,9 +80,9 @@ class Side:
         return sum(len(header) + sum(map(len, buffers)) for header, buffers in waiting)
 
 
-def hello_of(link: Link) -> Hello:
-    hello = decode(views(link.hello()))
-    assert isinstance(hello, Hello)
+def hello_of(link: Link) -> Greeting:
+    hello = decode_frame(views(link.hello()))
+    assert isinstance(hello, Greeting)
     return hello
 
 
@@ -196,7 +196,7 @@ def test_a_chunk_always_belongs_to_the_most_urgent_service_that_waits(history, s
         for _ in range(step):
             if not side.emit(other):
                 break
-            chunk = decode(other.wire[-1])
+            chunk = decode_frame(other.wire[-1])
             size = sum(piece.nbytes for piece in other.wire[-1][1:])
             if not isinstance(chunk, Chunk):
                 continue
@@ -213,7 +213,7 @@ def test_junk_is_refused_with_a_reason_and_nothing_else(first, rest):
     link = Link(1, LIMITS)
     frames = [memoryview(first), *map(memoryview, rest)]
     with suppress(ProtocolError):
-        link.receive(decode(frames), frames[1:], 0.0)
+        link.receive(decode_frame(frames), frames[1:], 0.0)
 
 
 positions = st.lists(
@@ -224,15 +224,15 @@ positions = st.lists(
 @given(st.lists(messages, max_size=4), st.integers(0, 20), positions, st.booleans())
 def test_a_lie_about_what_arrived_is_refused_or_harmless(queued, num_chunks, lies, is_hello):
     random, side = Random(0), Side(1)
-    side.link.connect(Hello(1, 2, 0, (), b""), 0.0)
+    side.link.connect(Greeting(1, 2, 0, (), b""), 0.0)
     for message in queued:
         side.send(random, *message)
     for _ in range(num_chunks):
         side.link.next_frames(0.0)
-    lies = tuple(Position(*lie) for lie in lies)
+    lies = tuple(StreamPosition(*lie) for lie in lies)
     try:
         if is_hello:
-            side.link.connect(Hello(1, 2, 1, lies, b""), 0.0)
+            side.link.connect(Greeting(1, 2, 1, lies, b""), 0.0)
         else:
             side.link.outbox.acknowledge(lies, 0.0, 0.0)
     except ProtocolError:

@@ -20,9 +20,10 @@ from support.plan_world import (
 )
 
 from ravnest.errors import PlanError
-from ravnest.plan.cluster import form_plan
+from ravnest.ids import NodeId
 from ravnest.plan.forecast import forecast
-from ravnest.plan.types import Node, NodeId
+from ravnest.plan.formation import form_plan
+from ravnest.plan.types import Node
 from ravnest.units import Dimension, parse_quantity
 
 
@@ -39,7 +40,7 @@ def test_every_plan_obeys_the_laws(profile, swarm, config, seed):
     plan = try_plan(profile, swarm, config, seed)
     if not isinstance(plan, str):
         check_laws(plan, profile, swarm, config)
-        assert (plan.epoch, plan.seed) == (1, seed)
+        assert (plan.plan_id, plan.seed) == (1, seed)
 
 
 @given(profiles(), swarms() | swarms(memory=(5e7, 6e8)), configs)

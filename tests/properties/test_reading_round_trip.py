@@ -6,8 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ravnest.errors import ConfigError
-from ravnest.plan.reading import profile_to_dict, read_profile, read_swarm, swarm_to_dict
-from ravnest.plan.types import ModelProfile, Node, NodeId, Swarm
+from ravnest.ids import NodeId
+from ravnest.plan.files import profile_to_dict, read_profile, read_swarm, swarm_to_dict
+from ravnest.plan.types import ModelProfile, Node, Swarm
 
 
 def between(low, high):

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from support.plan_world import check_laws, configs, first_answers, nodes, profiles, swarms
 
 from ravnest.errors import PlanError
-from ravnest.plan.assembly import assemble
-from ravnest.plan.cluster import form_plan
+from ravnest.plan.assembly import assemble_plan
 from ravnest.plan.forecast import forecast
+from ravnest.plan.formation import form_plan
 from ravnest.plan.repair import moved_bytes, node_joined, node_left, node_slowed
 from ravnest.plan.types import Plan
 
@@ -39,7 +39,7 @@ def first_plan(profile, swarm, config):
     try:
         return form_plan(profile, swarm, config, seed=3)
     except PlanError:
-        return assemble((), profile, swarm, config, seed=3, epoch=1)
+        return assemble_plan((), profile, swarm, config, seed=3, plan_id=1)
 
 
 def steps(profile, swarm, config, history):
@@ -105,7 +105,7 @@ def test_the_same_history_gives_the_same_plans(profile, swarm, config, history):
 
 
 def check_untouched(name, plan, repair):
-    assert repair.plan is plan or repair.plan.epoch == plan.epoch + 1
+    assert repair.plan is plan or repair.plan.plan_id == plan.plan_id + 1
     assert repair.plan.seed == plan.seed
     others = [each for each in plan.clusters if all(stage.node != name for stage in each.stages)]
     kept = [each for each in repair.plan.clusters if each in others]
@@ -139,5 +139,5 @@ def check_rate(kind, name, plan, repair, facts):
     others = tuple(
         each for each in plan.clusters if not gone or all(stage.node != name for stage in each.stages)
     )
-    rest = assemble(others, *facts, seed=3, epoch=1)
+    rest = assemble_plan(others, *facts, seed=3, plan_id=1)
     assert after >= rate(rest, *facts) * (1 - 1e-12)

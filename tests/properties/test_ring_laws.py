@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.ring_world import make_ring, mean_of, run_ring
 
-from ravnest.protocol import Refusal
+from ravnest.protocol.messages import Refusal
 
 sizes = st.integers(1, 6)
 lengths = st.integers(0, 40)

@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.round_world import FINAL, HUB, RoundWorld, Trouble
 
-from ravnest.averaging.round import Phase
-from ravnest.protocol import RoundCommit
+from ravnest.averaging.round import RoundPhase
+from ravnest.protocol.averaging import RoundCommit
 
 SMALL = [(5,), (3,)]  # two clusters of two nodes, three segments
 layouts = st.lists(
@@ -29,9 +29,9 @@ def check_law(world: RoundWorld) -> None:
     assert len(decided) <= 1, decided
     if world.trouble.hub_returns:
         assert world.phases(world.survivors) <= FINAL
-    if decided == {Phase.COMMITTED}:
+    if decided == {RoundPhase.COMMITTED}:
         assert isinstance(world.log, RoundCommit)
-    committed = {x for x in world.members if world.rounds[x].phase is Phase.COMMITTED}
+    committed = {x for x in world.members if world.rounds[x].phase is RoundPhase.COMMITTED}
     assert set(world.averages) == committed
     for segment, ring in world.rings.items():
         bits = {np.concatenate(world.averages[name][segment]).tobytes() for name in ring if name in committed}
@@ -43,7 +43,7 @@ def check_law(world: RoundWorld) -> None:
 @given(layouts, seeds)
 def test_without_trouble_the_round_commits(cuts, seed):
     world = run_world(cuts, seed)
-    assert world.phases(world.members) == {Phase.COMMITTED}
+    assert world.phases(world.members) == {RoundPhase.COMMITTED}
 
 
 def test_every_single_crash_point():
@@ -55,7 +55,7 @@ def test_every_single_crash_point():
                 for hub_returns in (True, False):
                     world = run_world(SMALL, seed, crash_at={process: action}, hub_returns=hub_returns)
                     outcomes |= world.phases(world.survivors)
-    assert outcomes == {Phase.COMMITTED, Phase.ABORTED, Phase.READY}
+    assert outcomes == {RoundPhase.COMMITTED, RoundPhase.ABORTED, RoundPhase.READY}
 
 
 def test_every_crash_point_of_a_hub_that_is_asked_before_its_disk_is_done():

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ravnest.engine.sampler import LeaseBook, permute
+from ravnest.hub.coordinator.leases import LeaseBook, permute
 
 
 @given(st.integers(1, 700), st.integers(-5, 2**70), st.integers(0, 50))
@@ -69,7 +69,7 @@ class History:
                 self.book = LeaseBook.restore(json.loads(json.dumps(self.book.state())))
             case "stray" if self.stray:
                 lease = self.random.choice(self.stray)
-                assert self.book.complete(lease.number, lease.holder) is not None
+                assert self.book.complete(lease.number, lease.cluster_id) is not None
             case "thief":
                 others = [lease for key in self.held if key != name for lease in self.held[key]]
                 if others:

@@ -143,7 +143,7 @@ def lags_of(schedule: StageSchedule, num_batches: int, random: Random, order: st
                 schedule.offer_gradient(batch)
         while (task := schedule.next()) is not None:
             if task.work is Work.FORWARD:
-                flying.append(task.batch)
+                flying.append(task.microbatch)
             else:
                 lags.append(task.lag)
                 num_ended += 1
@@ -178,7 +178,7 @@ def test_one_starved_gradient_never_breaks_the_bound(window, accumulate, seed):
     for _ in range(200):
         while (task := schedule.next()) is not None:
             if task.work is Work.FORWARD:
-                flying.append(task.batch)
+                flying.append(task.microbatch)
         others = [batch for batch in flying if batch != 0]
         if not others:
             break

@@ -16,23 +16,23 @@ from replay.replaying import is_logged, write_answer
 from support.hub_world import HubWorld, Trouble, counted, job
 from support.plan_world import node
 
-from ravnest.blobs import BlobRef, Fact
 from ravnest.config import Averaging
-from ravnest.hub.events import Collected, PartsMade, PeerJoined, PeerLeft, PeerReturned, Received
-from ravnest.hub.planning import PlanMade, Probed
-from ravnest.hub.state import Hub
-from ravnest.protocol import (
-    Complaint,
-    DroppedBatch,
-    LeaseDone,
-    Leave,
-    RoundAbort,
-    RoundOpen,
-    RoundQuery,
-    RoundReady,
-    StepReport,
+from ravnest.hub.coordinator.coordinator import Coordinator
+from ravnest.hub.coordinator.events import (
+    Collected,
+    PartsMade,
+    PeerJoined,
+    PeerLeft,
+    PeerReturned,
+    PlanMade,
+    Probed,
+    Received,
 )
-from ravnest.staging import BackupKept, SnapshotMade, SnapshotOrder, StageMissing, StageReady
+from ravnest.protocol.averaging import RoundAbort, RoundOpen, RoundQuery, RoundReady
+from ravnest.protocol.blobs import BlobRef
+from ravnest.protocol.membership import Complaint, Fact, Leave
+from ravnest.protocol.placement import BackupKept, SnapshotMade, SnapshotOrder, StageMissing, StageReady
+from ravnest.protocol.training import DroppedMicrobatch, LeaseDone, StepReport
 
 NAMES, RESCUE, LATE = "abcdefgh", ("x", "y", "z"), 400.0
 HUGE = BlobRef("0" * 64, 10**9)
@@ -54,7 +54,7 @@ class Tape:
             self.lines += ['{"restart":true}', canonical(len(self.logged))]
 
 
-class TapedHub(Hub):
+class TapedHub(Coordinator):
     """A hub that writes down what it is told, and takes it as it is written."""
 
     def __init__(self, tape: Tape) -> None:
@@ -97,7 +97,7 @@ class TapedWorld(HubWorld):
         return self._hub
 
     @hub.setter
-    def hub(self, _: Hub) -> None:
+    def hub(self, _: Coordinator) -> None:
         self._hub = TapedHub(self._tape)
 
     def _deliver(self, peer: Any, message: Any) -> None:
@@ -399,7 +399,7 @@ def _pester(random: Random, world: TapedWorld) -> None:
         LeaseDone(epoch, 10**6, 4),
         report,
         replace(report, version=10**9),
-        DroppedBatch(epoch, 10**6, "not a number"),
+        DroppedMicrobatch(epoch, 10**6, "not a number"),
         BackupKept(0, 10**6),
         SnapshotMade(epoch, 10**6, 1, BlobRef("1" * 64, 100)),
         SnapshotMade(epoch, 10**6, 1, HUGE),

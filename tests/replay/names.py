@@ -9,16 +9,36 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ravnest.hub.events import Event, Order
-from ravnest.hub.state import Hub
+from ravnest.hub.coordinator.coordinator import Coordinator
+from ravnest.hub.coordinator.events import Action, Event
 
 # Every table reads: recorded name -> present name.
 CLASSES: dict[str, str] = {
-    # e.g. "Tell": "Notify"
+    "Tell": "Notify",
+    "Dismiss": "Evict",
+    "KeptPart": "CheckpointPart",
+    "DroppedBatch": "DroppedMicrobatch",
+    "BatchDropped": "MicrobatchDropped",
+    "Books": "LedgerState",
+    "Optimizer": "OptimizerKind",
+    "Phase": "JobPhase",
 }
+_OF_BUILDS = """
+    Activation Complaint DroppedBatch FieldParts Gradient Hello LearningRate LeaseDone LeaseGrant Leave Pace
+    PlanOrder RingOrder RoundOpen SendFields SnapshotMade SnapshotOrder StageMissing StageParts StageReady
+    StepReport
+""".split()  # noqa: SIM905
 # Fields are found by the recorded name of their class.
 FIELDS: dict[tuple[str, str], str] = {
-    # e.g. ("StageReady", "epoch"): "build_id"
+    **{(name, "epoch"): "build_id" for name in _OF_BUILDS},
+    **{(name, "epoch"): "plan_id" for name in ("Plan", "MakePlan", "PlanMade")},
+    **{(name, "plan"): "plan_id" for name in ("PlanOrder", "RingOrder", "BackupOrder", "BackupKept")},
+    **{(name, "plan"): "plan_id" for name in ("AnchorQuery", "AnchorPart")},
+    **{(name, "batch"): "microbatch" for name in ("Activation", "BatchDropped", "DroppedBatch")},
+    **{(name, "batch"): "microbatch" for name in ("FieldParts", "Gradient", "StepReport")},
+    **{(name, "first_batch"): "first_microbatch" for name in ("LeaseGrant", "SendFields")},
+    **{(name, "base"): "anchor_round" for name in ("RoundOpen", "StageParts", "AnchorQuery", "AnchorPart")},
+    ("StageParts", "keeps"): "is_kept",
 }
 # Values of enums are found by the recorded name of their enum.
 VALUES: dict[tuple[str, str], str] = {
@@ -26,7 +46,9 @@ VALUES: dict[tuple[str, str], str] = {
 }
 # Phrases in sentences that people read: reasons of refusals and of notices.
 SENTENCES: dict[str, str] = {
-    # e.g. "StageReady of plan": "StageBuilt of build"
+    "batch ": "microbatch ",
+    "batches were dropped": "microbatches were dropped",
+    "DroppedBatch": "DroppedMicrobatch",
 }
 # Fields that only today's code has, by the recorded name of their class and their present name. They are
 # built with this value, and have to have it in every order.
@@ -84,14 +106,14 @@ class Names:
 
 
 NAMES = Names(CLASSES, FIELDS, VALUES, SENTENCES, ADDED, UNORDERED)
-EVENTS, ORDERS = Event, Order
+EVENTS, ORDERS = Event, Action
 
 
-class Coordinator:
+class Replayed:
     """What is replayed, behind the few calls that a replay makes; the first event gives the job."""
 
     def __init__(self) -> None:
-        self._hub = Hub()
+        self._hub = Coordinator()
 
     @property
     def due(self) -> float | None:

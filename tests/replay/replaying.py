@@ -14,7 +14,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from replay.names import EVENTS, NAMES, ORDERS, Coordinator
+from replay.names import EVENTS, NAMES, ORDERS, Replayed
 from replay.neutral import Codec, canonical
 
 FOLDER = Path(__file__).parent / "histories"
@@ -67,7 +67,7 @@ class Replay:
 
     codec: Codec
     name: str
-    coordinator: Coordinator = field(default_factory=Coordinator)
+    coordinator: Replayed = field(default_factory=Replayed)
     logged: list[tuple[Any, tuple[Any, ...]]] = field(default_factory=list)
     num_events: int = 0
 
@@ -101,7 +101,7 @@ class Replay:
 
     def _restart(self) -> str:
         """Go on with a new coordinator that was told what was logged; it has to order the same again."""
-        self.coordinator = Coordinator()
+        self.coordinator = Replayed()
         for number, (event, orders) in enumerate(self.logged, 1):
             again = self.coordinator.apply(event)
             if again != orders:

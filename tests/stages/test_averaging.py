@@ -8,23 +8,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ravnest.codec import describe, encode
+from ravnest.codec import describe, encode_tensor
 from ravnest.config import WireFormat
 from ravnest.engine.optimizers import Group, OptimizerSettings, Sgd
 from ravnest.engine.recipe import from_torch
-from ravnest.engine.training import AveragingRule
+from ravnest.engine.train_config import AveragingRule
+from ravnest.ids import RoundId, SegmentId
 from ravnest.model.capture import Captured, capture
-from ravnest.protocol import (
-    AnchorPart,
-    AnchorQuery,
-    Refusal,
-    RingPart,
-    RoundAbort,
-    RoundId,
-    RoundReady,
-    SegmentId,
-    TensorSpec,
-)
+from ravnest.protocol.averaging import AnchorPart, AnchorQuery, RingPart, RoundAbort, RoundReady
+from ravnest.protocol.messages import Refusal
+from ravnest.protocol.tensors import TensorSpec
 from tests.support.tied_world import TiedWorld
 
 CUTS = ([2], [1, 3], [4])
@@ -244,7 +237,7 @@ def test_who_gets_what_no_honest_member_sends_names_who_sent_it(captured: Captur
         if key[0] == liar and isinstance(message, RingPart):
             wrong = torch.full(message.value.shape, value)
             assert message.value == describe(wrong, WireFormat.FP32)
-            world.queues[key][0] = (message, (encode(wrong, WireFormat.FP32),))
+            world.queues[key][0] = (message, (encode_tensor(wrong, WireFormat.FP32),))
         deliver(key)
 
     world.deliver = lie
@@ -266,7 +259,7 @@ def test_a_part_in_another_format_is_refused_as_the_sender_s_fault(captured: Cap
         if key[0] == "c0.1" and isinstance(message, RingPart):
             wrong = torch.zeros(message.value.shape)
             part = replace(message, value=describe(wrong, WireFormat.BF16))
-            world.queues[key][0] = (part, (encode(wrong, WireFormat.BF16),))
+            world.queues[key][0] = (part, (encode_tensor(wrong, WireFormat.BF16),))
         deliver(key)
 
     world.deliver = lie
@@ -286,7 +279,7 @@ def test_a_part_from_anyone_but_the_owner_before_is_ignored(captured: Captured) 
         message, _ = world.queues[key][0]
         if isinstance(message, RingPart):  # first from a stranger, with other numbers in it
             wrong = torch.full(message.value.shape, 3.0)
-            world.hosts[key[1]].receive(message, (encode(wrong, WireFormat.FP32),), "stranger")
+            world.hosts[key[1]].receive(message, (encode_tensor(wrong, WireFormat.FP32),), "stranger")
         deliver(key)
 
     states = [world.state(cluster) for cluster in range(3)]
@@ -394,7 +387,7 @@ def test_momenta_are_averaged_by_name_if_asked_for(captured: Captured, make) -> 
 
 
 def test_a_liar_within_range_is_trimmed_away_among_four(captured: Captured) -> None:
-    world = make_world(captured, [2], [1, 3], [4], [3], averaging=AveragingRule(trims=True))
+    world = make_world(captured, [2], [1, 3], [4], [3], averaging=AveragingRule(is_trimmed=True))
     train(world, 0)
     states = [world.state(cluster) for cluster in range(4)]
     for name in world.clusters[1]:

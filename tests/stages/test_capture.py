@@ -9,13 +9,13 @@ from torch import nn
 
 import ravnest
 from ravnest.errors import CaptureError
-from ravnest.model import selftest
+from ravnest.model import verify
 from ravnest.model.blueprint import Blueprint
+from ravnest.model.blueprint_json import read_blueprint, write_blueprint
 from ravnest.model.capture import Captured, capture
-from ravnest.model.flat import Layout, merge_stages
-from ravnest.model.line import slice_blueprint
-from ravnest.model.reading import read_blueprint, write_blueprint
-from ravnest.model.rebuild import Passed, Rebuilt, Setting, rebuild
+from ravnest.model.slicing import slice_blueprint
+from ravnest.model.stage_program import Setting, StageOutputs, StageProgram, build_stage_program
+from ravnest.model.state_dict import Layout, merge_stages
 from tests.support.model_zoo import FAMILIES
 
 
@@ -141,7 +141,7 @@ def test_a_batch_of_one_is_enough() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
     found = capture(model, batch, lambda out, batch: F.mse_loss(out, batch["y"]))
     wide = {"x": torch.randn(5, 8), "y": torch.randn(5, 8)}
-    loss = rebuild(found.blueprint).forward(found.state, {}, wide).results["loss"]
+    loss = build_stage_program(found.blueprint).forward(found.state, {}, wide).results["loss"]
     assert torch.allclose(loss, F.mse_loss(model(wide["x"]), wide["y"]))
 
 
@@ -172,19 +172,19 @@ def test_no_stage_needs_the_strides_that_a_value_had_before_it_travelled() -> No
     last = found.blueprint.num_positions
     for cut in range(1, last):
         first, second = slice_blueprint(found.blueprint, 0, cut), slice_blueprint(found.blueprint, cut, last)
-        sent = rebuild(first).forward(found.state, {}, batch).outputs
+        sent = build_stage_program(first).forward(found.state, {}, batch).outputs
         received = {
             value: tensor.detach().clone(memory_format=torch.contiguous_format)
             for value, tensor in sent.items()
         }
-        assert rebuild(second).forward(found.state, received, batch).results["loss"].isfinite()
+        assert build_stage_program(second).forward(found.state, received, batch).results["loss"].isfinite()
 
 
 def test_the_comparison_runs_on_tensors_as_they_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[torch.Tensor] = []
 
-    class Watched(Rebuilt):
-        def forward(self, state: dict, inputs: dict, *rest: object, **options: object) -> Passed:
+    class Watched(StageProgram):
+        def forward(self, state: dict, inputs: dict, *rest: object, **options: object) -> StageOutputs:
             seen.extend((*state.values(), *inputs.values()))
             return super().forward(state, inputs, *rest, **options)
 
@@ -197,7 +197,7 @@ def test_the_comparison_runs_on_tensors_as_they_arrive(monkeypatch: pytest.Monke
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.second(self.first(x).relu()).mean((2, 3))
 
-    monkeypatch.setattr(selftest, "rebuild", lambda stage, device: Watched(stage, Setting(device)))
+    monkeypatch.setattr(verify, "build_stage_program", lambda stage, device: Watched(stage, Setting(device)))
     model = Images().to(memory_format=torch.channels_last)
     batch = {"x": torch.randn(4, 3, 8, 8), "y": torch.randn(4, 8)}
     capture(model, batch, lambda out, batch: F.mse_loss(out, batch["y"]))

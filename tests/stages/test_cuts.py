@@ -8,12 +8,12 @@ import torch.nn.functional as F
 from support.stage_runner import subject
 from torch import nn
 
-from ravnest.model import line
+from ravnest.model import slicing
 from ravnest.model.blueprint import Blueprint
 from ravnest.model.capture import Captured, capture, empty_weights
-from ravnest.model.line import slice_blueprint
-from ravnest.model.preflight import preflight
-from ravnest.model.rebuild import rebuild
+from ravnest.model.dry_run import dry_run
+from ravnest.model.slicing import slice_blueprint
+from ravnest.model.stage_program import build_stage_program
 from tests.support.model_zoo import FAMILIES
 
 
@@ -43,7 +43,7 @@ def test_a_view_works_on_what_arrives_without_its_strides() -> None:
     found = captured(Turned(), 8, 8)
     assert "aten.view.default" not in {op.name for op in found.blueprint.train.ops}
     for stage in stages(found.blueprint):
-        preflight(stage, 4, max_bytes=1e8, max_flops=1e9)
+        dry_run(stage, 4, max_bytes=1e8, max_flops=1e9)
 
 
 def test_a_result_made_early_from_the_batch_alone_reaches_the_last_stage() -> None:
@@ -63,7 +63,7 @@ def test_a_result_made_early_from_the_batch_alone_reaches_the_last_stage() -> No
     given = torch.zeros(4, 8)
     inputs = {value: given for value in last.train.inputs if last.train.values[value].shape}
     inputs |= {value: torch.tensor(0.5) for value in last.train.inputs if not last.train.values[value].shape}
-    assert "share" in rebuild(last).forward(found.state, inputs, batch).results
+    assert "share" in build_stage_program(last).forward(found.state, inputs, batch).results
 
 
 class Meaning(Layers):
@@ -95,7 +95,7 @@ def test_a_stage_of_a_stage_is_the_stage_of_the_whole(family: str) -> None:
 
 
 def test_a_mask_is_made_again_in_each_stage_instead_of_crossing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(line, "_SMALL_BYTES", 0)  # as if the batch were large
+    monkeypatch.setattr(slicing, "_SMALL_BYTES", 0)  # as if the batch were large
     entry = FAMILIES["llama"]
     blueprint = capture(entry.model(), entry.batch(), self_test=False).blueprint
     middle = slice_blueprint(blueprint, 6, 18)
@@ -111,7 +111,7 @@ def test_recompute_notices_weights_changed_before_the_backward() -> None:
     found = captured(Straight(), 8)
     state = {name: tensor.detach().clone().requires_grad_() for name, tensor in found.state.items()}
     fields = {"x": torch.randn(4, 8), "y": torch.randn(4, 8)}
-    loss = rebuild(found.blueprint, recompute=True).forward(state, {}, fields).results["loss"]
+    loss = build_stage_program(found.blueprint, recompute=True).forward(state, {}, fields).results["loss"]
     with torch.no_grad():
         state["last.weight"].mul_(2.0)
     with pytest.raises(RuntimeError, match="changed in place"):

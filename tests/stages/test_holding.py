@@ -8,17 +8,20 @@ from torch import Tensor
 
 from ravnest.engine.optimizers import OptimizerSettings
 from ravnest.engine.recipe import from_torch
-from ravnest.engine.training import AveragingRule
+from ravnest.engine.train_config import AveragingRule
 from ravnest.errors import WeightsError
-from ravnest.exchange import HUB, Blobs, Parcel
+from ravnest.ids import HUB, MicrobatchId, RoundId, SegmentId
 from ravnest.model.blueprint import CONSTANT, PARAMETER, StateEntry
 from ravnest.model.capture import Captured, capture
-from ravnest.model.flat import read_snapshot, to_snapshot
-from ravnest.peer.building import _read
-from ravnest.peer.compute import Aside, Bench, Build, ComputeThread
-from ravnest.peer.host import Limits
-from ravnest.protocol import AnchorPart, AnchorQuery, BatchId, DroppedBatch, Refusal, RoundId, SegmentId, Stop
-from ravnest.staging import RingOrder, SnapshotMade, SnapshotOrder, StageMissing, StageReady
+from ravnest.model.state_dict import read_snapshot, to_snapshot
+from ravnest.peer.compute import Aside, Build, ComputeLoop, ComputeThread
+from ravnest.peer.stage_host import ProviderLimits, _read_snapshot
+from ravnest.protocol.averaging import AnchorPart, AnchorQuery
+from ravnest.protocol.membership import Stop
+from ravnest.protocol.messages import Refusal
+from ravnest.protocol.placement import RingOrder, SnapshotMade, SnapshotOrder, StageMissing, StageReady
+from ravnest.protocol.training import DroppedMicrobatch
+from ravnest.transfer.blobs import Blobs, Outgoing
 from tests.stages.test_averaging import Net, anchors_of, batch_of, loss, names_of, train
 from tests.support.model_zoo import OwnGPT, token_batch, token_loss
 from tests.support.tied_world import EPOCH, PLAN, TiedWorld
@@ -51,7 +54,7 @@ def make_world(captured: Captured, *cuts: list[int], kind: str = "adamw", **opti
 def replan(world: TiedWorld, *cuts: list[int]) -> None:
     """Begin another plan in which every cluster has changed."""
     world.queues.clear()
-    world.epoch = world.plan = NEXT
+    world.build_id = world.plan = NEXT
     world.arrange(cuts or CUTS)
     for name, host in world.hosts.items():
         host.follow(world.order(name))
@@ -91,21 +94,21 @@ def test_a_kept_stage_goes_on_bit_for_bit_as_if_the_batches_in_flight_had_been_d
         each.run()
         train(each, 10)
         each.lease([batch_of(77)], 77)
-        (root, *others), lost = each.clusters[0], BatchId(77)
+        (root, *others), lost = each.clusters[0], MicrobatchId(77)
         while each.hosts[root]._worker._schedule.num_in_flight == 0:
             each.run(num_steps=1)
     for name in (root, *others):
         twin.queues.clear()
-        twin.hosts[name].receive(DroppedBatch(twin.epoch, lost, "for the test"), ())
+        twin.hosts[name].receive(DroppedMicrobatch(twin.build_id, lost, "for the test"), ())
     before = everything(twin, 0)
     replan(world)
     assert all(host.next_work() is None for host in world.hosts.values())
-    found = world.hosts[root].receive(DroppedBatch(world.epoch, lost, "late"), ())
+    found = world.hosts[root].receive(DroppedMicrobatch(world.build_id, lost, "late"), ())
     assert isinstance(found, Refusal)
     for name in world.hosts:
         assert world.build(name, version=3, sources=(), keeps=True, base=None) == StageReady(NEXT)
         assert world.hosts[name]._held is None
-        assert world.hosts[name]._averager._base == 1
+        assert world.hosts[name]._averager._anchor_round == 1
         assert world.hosts[name]._worker.stage.version == world.hosts[name]._worker._schedule.version == 3
     assert are_equal(everything(world, 0), before)
     for each in (world, twin):
@@ -181,7 +184,7 @@ def test_kept_names_win_and_the_first_source_that_has_a_name(captured: Captured)
         if key in first:
             assert torch.equal(tensor, first[key])
             assert f"exp_avg/{key}" not in stage.snapshot().optimizer
-    assert averager._base == 5  # not all was held, so its weights are the anchor
+    assert averager._anchor_round == 5  # not all was held, so its weights are the anchor
     assert torch.equal(averager.standing.anchors["first.weight"], held["first.weight"])
 
 
@@ -212,7 +215,7 @@ def test_a_source_that_cannot_be_used_is_named_and_what_is_held_stays(captured: 
             content = b"\x08" + bytes(100)
     found = world.build("c0.0", 1, [("c0.1", content)])
     assert isinstance(found, StageMissing)
-    assert (found.epoch, found.node) == (NEXT, "c0.1")
+    assert (found.build_id, found.node) == (NEXT, "c0.1")
     assert host.next_work() is None
     with pytest.raises(WeightsError):  # the hub's own: there is no other to ask
         world.build("c0.0", 1, [(HUB, content)])
@@ -227,10 +230,10 @@ def test_only_what_training_changes_must_be_finite() -> None:
     mask = StateEntry("mask", CONSTANT, "float32", (2,), (0,))
     weight = StateEntry("weight", PARAMETER, "float32", (2,), (0,), is_trainable=True)
     low = torch.full((2,), float("-inf"))
-    state, _ = _read(to_snapshot({"mask": low, "weight": torch.ones(2)}, {}), [mask, weight])
+    state, _ = _read_snapshot(to_snapshot({"mask": low, "weight": torch.ones(2)}, {}), [mask, weight])
     assert torch.equal(state["mask"], low)
     with pytest.raises(WeightsError, match="'weight' of a snapshot is not finite"):
-        _read(to_snapshot({"mask": low, "weight": low.clone()}, {}), [mask, weight])
+        _read_snapshot(to_snapshot({"mask": low, "weight": low.clone()}, {}), [mask, weight])
 
 
 @pytest.mark.parametrize("kind", MAKE)
@@ -251,8 +254,8 @@ def test_a_live_and_a_held_stage_are_saved_alike_and_beside_other_work(captured:
     world = make_world(captured, [2], accumulate=2)
     train(world, 0, num_batches=3)  # one batch is in no update yet
     host, later = world.hosts["c0.0"], []
-    bench, blobs = Bench(host, blobs := Blobs(), later.append), blobs
-    assert bench.take(SnapshotOrder(world.epoch, 1, is_final=False)) == []
+    bench, blobs = ComputeLoop(host, blobs := Blobs(), later.append), blobs
+    assert bench.take(SnapshotOrder(world.build_id, 1, is_final=False)) == []
     (work,) = later
     parcel = work()
     assert isinstance(parcel.message, SnapshotMade)
@@ -262,7 +265,7 @@ def test_a_live_and_a_held_stage_are_saved_alike_and_beside_other_work(captured:
     assert are_equal(state, stage.state)
     assert are_equal(slots, stage.optimizer)
     replan(world, [2])
-    (parcel,) = Bench(host, blobs).take(SnapshotOrder(NEXT, 2))
+    (parcel,) = ComputeLoop(host, blobs).take(SnapshotOrder(NEXT, 2))
     assert parcel.message.version == 2  # what was summed up is not lost
     held, _ = read_snapshot(blobs.kept(parcel.message.weights), world.blueprint("c0.0").state)
     assert are_equal(held, host._held.snapshot.state)
@@ -277,7 +280,7 @@ def test_the_compute_thread_builds_saves_holds_and_keeps(captured: Captured) -> 
     async def main() -> None:
         compute, moved = ComputeThread(), asyncio.Event()
 
-        def emit(parcel: Parcel) -> None:
+        def emit(parcel: Outgoing) -> None:
             sent.append(parcel.message)
             moved.set()
 
@@ -286,16 +289,16 @@ def test_the_compute_thread_builds_saves_holds_and_keeps(captured: Captured) -> 
                 moved.clear()
                 await moved.wait()
 
-        running = asyncio.create_task(compute.run(Limits(1e9), blobs, emit, failed.append))
+        running = asyncio.create_task(compute.run(ProviderLimits(1e9), blobs, emit, failed.append))
         compute.put(Build(*world.parts(name)))
-        compute.put(SnapshotOrder(world.epoch, 1))
+        compute.put(SnapshotOrder(world.build_id, 1))
         await wait_for(2)
-        world.epoch = NEXT
+        world.build_id = NEXT
         compute.put(world.order(name))
         compute.put(SnapshotOrder(NEXT, 2))
         await wait_for(3)
         compute.put(Build(*world.parts(name, 6, (), keeps=True)))
-        compute.put(Aside(lambda: Parcel(HUB, Stop("done aside"))))
+        compute.put(Aside(lambda: Outgoing(HUB, Stop("done aside"))))
         await wait_for(5)
         compute.close()
         await running
@@ -319,7 +322,7 @@ def rearrange(world: TiedWorld, *cuts: list[int], changed: int) -> None:
     for state in states:
         whole |= state
     kept = {name for number, names in enumerate(world.clusters) if number != changed for name in names}
-    epoch, world.plan = world.epoch, NEXT
+    epoch, world.plan = world.build_id, NEXT
     world.arrange(cuts)
     world.queues = {key: queue for key, queue in world.queues.items() if key[1] in kept}
     for name, host in world.hosts.items():
@@ -347,13 +350,13 @@ def test_other_rings_do_not_stop_training_and_the_next_round_is_the_mean_by_name
     world.run(num_steps=8)
     rearrange(world, [2], [3], [4], changed=1)
     assert not any(world.hosts[name]._averager.is_open for name in world.clusters[0])
-    assert {world.hosts[name]._averager._base for name in world.clusters[0]} == {1}
+    assert {world.hosts[name]._averager._anchor_round for name in world.clusters[0]} == {1}
     after = everything(world, 0)
     carried = [key for key in anchors if " of " in key]
     assert any(key.startswith("outer") for key in carried)
     assert all(torch.equal(after[key], anchors[key]) for key in carried)
     world.run()
-    assert {each.batch for _, each in world.at_hub if getattr(each, "loss", None)} >= {20, 21}
+    assert {each.microbatch for _, each in world.at_hub if getattr(each, "loss", None)} >= {20, 21}
     states = [world.state(cluster) for cluster in range(3)]
     asked: list[object] = []
     world.before = lambda name, message: asked.append(name) if isinstance(message, AnchorQuery) else None
@@ -381,10 +384,10 @@ def test_who_averaged_with_nobody_has_no_anchor_when_others_come(captured: Captu
     world.arrange([[2], [4]])
     for name in world.hosts:
         if name in alone:
-            world.hosts[name].rearrange(RingOrder(world.epoch, NEXT, world.rings_of(name), ()))
+            world.hosts[name].rearrange(RingOrder(world.build_id, NEXT, world.rings_of(name), ()))
         else:
             world.build(name, 1, base=None)
-    assert {host._averager._base for host in world.hosts.values()} == {None}
+    assert {host._averager._anchor_round for host in world.hosts.values()} == {None}
     states = [world.state(cluster) for cluster in range(2)]
     world.open_round(1, is_blocking=True, base=7, anchors=alone)
     world.run()
@@ -405,11 +408,11 @@ def test_a_query_waits_for_its_plan_and_an_older_one_is_refused(captured: Captur
     assert isinstance(host.receive(AnchorQuery(PLAN - 1, segment, RoundId(0)), (), "c1.0"), Refusal)
     assert isinstance(host.receive(AnchorQuery(PLAN, SegmentId(99), RoundId(0)), (), "c1.0"), Refusal)
     assert host.receive(AnchorQuery(PLAN + 2, segment, RoundId(0)), (), "c1.1") == []
-    found = Bench(host, Blobs()).take(RingOrder(world.epoch, PLAN + 1, world.rings_of("c0.0"), ()))
+    found = ComputeLoop(host, Blobs()).take(RingOrder(world.build_id, PLAN + 1, world.rings_of("c0.0"), ()))
     assert found
     assert all(parcel.to == "c1.0" and parcel.message.plan == PLAN + 1 for parcel in found)
     assert isinstance(host.receive(AnchorQuery(PLAN, segment, RoundId(0)), (), "c1.0"), Refusal)
-    assert host.rearrange(RingOrder(world.epoch, PLAN + 1, world.rings_of("c0.0"), ())) == []
+    assert host.rearrange(RingOrder(world.build_id, PLAN + 1, world.rings_of("c0.0"), ())) == []
 
 
 @pytest.mark.parametrize("chain", [(0,), (2,)])
@@ -423,7 +426,7 @@ def test_whose_weights_are_the_anchor_gives_them_to_who_has_none_in_a_chain(
     train(world, 10)
     states = [world.state(cluster) for cluster in range(3)]
     for host in world.hosts.values():
-        host._averager._base = None
+        host._averager._anchor_round = None
     asked: list[tuple[str, int]] = []
     parts: list[object] = []
     world.before = lambda name, message: (

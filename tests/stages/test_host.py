@@ -11,29 +11,23 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ravnest.codec import describe, encode
+from ravnest.codec import describe, encode_tensor
 from ravnest.config import WireFormat
-from ravnest.engine.training import Training, write_training
-from ravnest.exchange import HUB, name_blob
+from ravnest.engine.train_config import TrainConfig, write_train_config
+from ravnest.ids import HUB, LeaseId, MicrobatchId, NodeId, RoundId
+from ravnest.model.blueprint_json import write_blueprint
 from ravnest.model.capture import Captured, capture
-from ravnest.model.flat import to_safetensors
-from ravnest.model.line import slice_blueprint
-from ravnest.model.measure import count_flops, measure
-from ravnest.model.reading import write_blueprint
-from ravnest.peer import host as host_module
-from ravnest.peer import machine, place
-from ravnest.peer.host import Host, Limits
-from ravnest.plan.types import NodeId, Stage
-from ravnest.protocol import (
-    BatchId,
-    FieldParts,
-    LeaseGrant,
-    LeaseId,
-    RoundId,
-    RoundOpen,
-    StepReport,
-)
-from ravnest.staging import PlanOrder, Source, StageParts, StageReady
+from ravnest.model.profile import count_flops, measure
+from ravnest.model.slicing import slice_blueprint
+from ravnest.model.state_dict import to_safetensors
+from ravnest.peer import capabilities, stage_position
+from ravnest.peer import stage_host as host_module
+from ravnest.peer.stage_host import ProviderLimits, StageHost
+from ravnest.plan.types import Stage
+from ravnest.protocol.averaging import RoundOpen
+from ravnest.protocol.placement import PlanOrder, Source, StageParts, StageReady
+from ravnest.protocol.training import FieldParts, LeaseGrant, StepReport
+from ravnest.transfer.blobs import name_blob
 from tests.support.timed_world import plain_settings
 
 WIDTH, NUM_SAMPLES = 64, 8
@@ -64,36 +58,38 @@ class Pair:
     def __init__(self, captured: Captured, accumulate: int = 1, recompute: bool = False, **options) -> None:
         self.captured = captured
         self.waits: dict[NodeId, list[float]] = {node: [] for node in NODES}
-        self.hosts: dict[NodeId, Host] = {}
+        self.hosts: dict[NodeId, StageHost] = {}
         self.reports: list[StepReport] = []
         num_positions = captured.blueprint.num_positions
         bounds = [0, num_positions // 2, num_positions]
         device = options.pop("device", "cpu")
-        limits = Limits(1e9, device=device, emulated_flops_per_second=options.pop("rate", None))
-        training = Training(plain_settings(captured), NUM_SAMPLES, precision=options.pop("precision", "fp32"))
+        limits = ProviderLimits(1e9, device=device, emulated_flops_per_second=options.pop("rate", None))
+        training = TrainConfig(
+            plain_settings(captured), NUM_SAMPLES, precision=options.pop("precision", "fp32")
+        )
         for index, node in enumerate(NODES):
             start, stop = bounds[index : index + 2]
             blueprint = slice_blueprint(captured.blueprint, start, stop)
             state = {entry.name: captured.state[entry.name].detach() for entry in blueprint.state}
             names = frozenset(state)
-            content = write_training(training, names) + b"\n" + write_blueprint(blueprint)
+            content = write_train_config(training, names) + b"\n" + write_blueprint(blueprint)
             weights = to_safetensors(state, blueprint)
             parts = StageParts(1, 0, name_blob(content), (Source(HUB, name_blob(weights)),))
             stage = Stage(node, start, stop, 4, recompute)
             order = PlanOrder(1, 1, 0, stage, NODES, (), (), accumulate)
             waits = self.waits[node]
-            host = Host(limits, lambda waits=waits: sum(waits), waits.append, **options)
+            host = StageHost(limits, lambda waits=waits: sum(waits), waits.append, **options)
             assert host.build(order, parts, content, (weights,)) == StageReady(1)
             self.hosts[node] = host
 
     def train(self, num_batches: int) -> None:
-        grant = LeaseGrant(1, LeaseId(0), False, BatchId(0), (NUM_SAMPLES,) * num_batches)
+        grant = LeaseGrant(1, LeaseId(0), False, MicrobatchId(0), (NUM_SAMPLES,) * num_batches)
         self.hosts[NODES[0]].receive(grant, ())
         for number in range(num_batches):
             for node, name in zip(NODES, "xy", strict=True):
                 tensor = batch_of(number)[name]
-                fields = FieldParts(1, BatchId(number), ((name, describe(tensor, WireFormat.FP32)),))
-                self.hosts[node].receive(fields, (encode(tensor, WireFormat.FP32),))
+                fields = FieldParts(1, MicrobatchId(number), ((name, describe(tensor, WireFormat.FP32)),))
+                self.hosts[node].receive(fields, (encode_tensor(tensor, WireFormat.FP32),))
         while any(self.work(node) for node in NODES):
             pass
 
@@ -151,7 +147,7 @@ def test_a_real_device_never_waits(captured: Captured) -> None:
 
 def test_a_stage_computes_on_the_device_its_provider_lends(captured: Captured, monkeypatch) -> None:
     device, seen = "cpu:0", {"decode": set(), "rebuild": set(), "time": set()}
-    decode, rebuild = place.decode, host_module.rebuild
+    decode, rebuild = stage_position.decode_tensor, host_module.build_stage_program
 
     def note_decode(buffer: object, spec: object, where: str = "nowhere") -> torch.Tensor:
         seen["decode"].add(where)
@@ -165,8 +161,8 @@ def test_a_stage_computes_on_the_device_its_provider_lends(captured: Captured, m
         seen["time"].add(str(program.setting.device))
         return 1.0
 
-    monkeypatch.setattr(place, "decode", note_decode)
-    monkeypatch.setattr(host_module, "rebuild", note_rebuild)
+    monkeypatch.setattr(stage_position, "decode_tensor", note_decode)
+    monkeypatch.setattr(host_module, "build_stage_program", note_rebuild)
     monkeypatch.setattr(host_module, "time_batch", note_time)
     pair = Pair(captured, device=device)
     pair.train(2)  # fields, activations and gradients arrive
@@ -175,10 +171,10 @@ def test_a_stage_computes_on_the_device_its_provider_lends(captured: Captured, m
 
 
 def write_piece(captured: Captured, start: int, stop: int) -> bytes:
-    training = Training(plain_settings(captured), NUM_SAMPLES)
+    training = TrainConfig(plain_settings(captured), NUM_SAMPLES)
     piece = slice_blueprint(captured.blueprint, start, stop)
     return (
-        write_training(training, frozenset(entry.name for entry in piece.state))
+        write_train_config(training, frozenset(entry.name for entry in piece.state))
         + b"\n"
         + write_blueprint(piece)
     )
@@ -199,11 +195,13 @@ def test_the_speed_of_a_pc_is_that_of_a_piece_forward_and_backward(captured: Cap
     blueprint = captured.blueprint
     for start in range(blueprint.num_positions):
         flops = sum(count_flops(slice_blueprint(blueprint, start, start + 1), NUM_SAMPLES))
-        host = Host(Limits(1e9), Ticking(0.01))
+        host = StageHost(ProviderLimits(1e9), Ticking(0.01))
         speed = host.measure_speed(write_piece(captured, start, start + 1))
         assert speed == (pytest.approx(flops / 0.01) if flops else None)
         assert host.next_work() is None
-    whole = Host(Limits(1e9), Ticking(0.01)).measure_speed(write_piece(captured, 0, blueprint.num_positions))
+    whole = StageHost(ProviderLimits(1e9), Ticking(0.01)).measure_speed(
+        write_piece(captured, 0, blueprint.num_positions)
+    )
     assert whole == pytest.approx(sum(count_flops(blueprint, NUM_SAMPLES)) / 0.01)
 
 
@@ -221,12 +219,12 @@ def test_a_probe_goes_back_to_all_that_a_stage_trains_and_to_what_came(
     num_trained = sum(entry.is_trainable for entry in middle.state)
     assert num_trained >= 2
     monkeypatch.setattr(torch.autograd, "grad", note)
-    Host(Limits(1e9), Ticking(1.0)).measure_speed(write_piece(captured, 2, 4))
+    StageHost(ProviderLimits(1e9), Ticking(1.0)).measure_speed(write_piece(captured, 2, 4))
     assert wanted[-2:] == [num_trained + len(middle.train.inputs)] * 2  # to warm up, and the one that counts
 
 
 def test_a_probe_ends_although_its_clock_stands_still(captured: Captured) -> None:
-    assert Host(Limits(1e9), lambda: 0.0).measure_speed(write_piece(captured, 0, 1)) > 0
+    assert StageHost(ProviderLimits(1e9), lambda: 0.0).measure_speed(write_piece(captured, 0, 1)) > 0
 
 
 def test_a_piece_that_is_too_much_for_a_usual_pc_is_measured_on_fewer_samples(
@@ -242,18 +240,20 @@ def test_a_piece_that_is_too_much_for_a_usual_pc_is_measured_on_fewer_samples(
     flops = sum(count_flops(captured.blueprint, NUM_SAMPLES))
     for times, num_samples in ((1.0, NUM_SAMPLES), (4.0, NUM_SAMPLES // 4), (1e6, 1)):
         monkeypatch.setattr(host_module, "_USUAL_FLOPS_PER_SECOND", {"cpu": flops / 0.2 / times})
-        speed = Host(Limits(1e9), lambda: 0.0).measure_speed(
+        speed = StageHost(ProviderLimits(1e9), lambda: 0.0).measure_speed(
             write_piece(captured, 0, captured.blueprint.num_positions)
         )
         assert seen[-1] == num_samples
         assert speed == pytest.approx(flops)
 
 
-@pytest.mark.parametrize("limits", [Limits(1000.0), Limits(1e9, flops_per_batch=10.0)])
-def test_a_probe_that_this_pc_will_not_run_says_nothing(captured: Captured, limits: Limits, caplog) -> None:
+@pytest.mark.parametrize("limits", [ProviderLimits(1000.0), ProviderLimits(1e9, flops_per_batch=10.0)])
+def test_a_probe_that_this_pc_will_not_run_says_nothing(
+    captured: Captured, limits: ProviderLimits, caplog
+) -> None:
     caplog.set_level(logging.INFO)
-    assert Host(limits, lambda: 0.0).measure_speed(write_piece(captured, 0, 1)) is None
-    assert Host(Limits(1e9), lambda: 0.0).measure_speed(b"no training\nno blueprint") is None
+    assert StageHost(limits, lambda: 0.0).measure_speed(write_piece(captured, 0, 1)) is None
+    assert StageHost(ProviderLimits(1e9), lambda: 0.0).measure_speed(b"no training\nno blueprint") is None
     assert "is not measured by a piece of the model" in caplog.text
 
 
@@ -271,7 +271,9 @@ def test_whatever_a_piece_consists_of_it_can_be_run_on_numbers_made_up() -> None
     captured = capture(Small(), batch, lambda out, batch: F.cross_entropy(out, batch["y"]), name="small")
     for start in range(captured.blueprint.num_positions):
         piece = slice_blueprint(captured.blueprint, start, start + 1)
-        speed = Host(Limits(1e9), Ticking(0.01)).measure_speed(write_piece(captured, start, start + 1))
+        speed = StageHost(ProviderLimits(1e9), Ticking(0.01)).measure_speed(
+            write_piece(captured, start, start + 1)
+        )
         assert (speed is not None) is (sum(count_flops(piece, NUM_SAMPLES)) > 0)
 
 
@@ -314,7 +316,7 @@ class BusyAverager(Busy):
 @pytest.mark.parametrize(("training", "averaging"), [(0.5, 0.001), (0.001, 0.5), (0.01, 0.01)])
 def test_neither_training_nor_averaging_starves_the_other(training: float, averaging: float) -> None:
     clock = Clock()
-    host = Host(Limits(1e9), clock)
+    host = StageHost(ProviderLimits(1e9), clock)
     worker, averager = Busy(clock, training), BusyAverager(clock, averaging)
     host._worker, host._averager = worker, averager
     while clock.now < 100.0:
@@ -358,7 +360,7 @@ def test_without_bf16_a_stage_computes_in_fp32_and_says_so_once(captured: Captur
         asked.append(device)
         return False
 
-    with caplog.at_level(logging.WARNING, "ravnest.peer.host"):
+    with caplog.at_level(logging.WARNING, "ravnest.peer.stage_host"):
         pair = Pair(captured, precision="bf16", probe=probe)
     assert asked == ["cpu", "cpu"]  # once in each of two peers
     assert [record.getMessage().partition(":")[0] for record in caplog.records] == [
@@ -372,7 +374,7 @@ def test_without_bf16_a_stage_computes_in_fp32_and_says_so_once(captured: Captur
 
 
 BF16_PROGRAM = """
-from ravnest.peer.machine import can_run_bf16
+from ravnest.peer.capabilities import can_run_bf16
 from tests.stages.test_host import Pair, capture_wide
 
 assert can_run_bf16("cpu")
@@ -411,11 +413,11 @@ def test_in_bf16_the_loss_is_almost_the_same_and_weights_stay_in_fp32() -> None:
     ],
 )
 def test_the_probe_survives_what_bf16_does_to_its_child(monkeypatch, program: str, is_able: bool) -> None:
-    monkeypatch.setattr(machine, "_BF16_PROGRAM", program)
-    assert machine.can_run_bf16("cpu") is is_able
+    monkeypatch.setattr(capabilities, "_BF16_PROGRAM", program)
+    assert capabilities.can_run_bf16("cpu") is is_able
 
 
 def test_a_probe_that_hangs_is_a_no(monkeypatch) -> None:
-    monkeypatch.setattr(machine, "_BF16_PROGRAM", "import threading; threading.Event().wait()")
-    monkeypatch.setattr(machine, "_BF16_SECONDS", 0.5)
-    assert machine.can_run_bf16("cpu") is False
+    monkeypatch.setattr(capabilities, "_BF16_PROGRAM", "import threading; threading.Event().wait()")
+    monkeypatch.setattr(capabilities, "_BF16_SECONDS", 0.5)
+    assert capabilities.can_run_bf16("cpu") is False

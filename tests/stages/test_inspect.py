@@ -14,15 +14,15 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
-from ravnest.cli import program
+from ravnest.cli.main import program
 from ravnest.errors import ConfigError
 from ravnest.model.blueprint import Blueprint, Op, Program, Ref, StateEntry, TensorType, ValueId
 from ravnest.model.operators import operators
-from ravnest.plan.reading import read_profile
+from ravnest.plan.files import read_profile
 from ravnest.plan.split import best_cuts
 from ravnest.plan.types import ModelProfile
-from ravnest.protocol import ITEM_BYTES
-from ravnest.showing.inspection import inspect_model, show_inspection
+from ravnest.protocol.tensors import ITEM_BYTES
+from ravnest.views.inspection import inspect_model, show_inspection
 
 ROOT = Path(__file__).parents[2]
 TINY_GPT = ROOT / "examples" / "tiny_gpt" / "model.py"

@@ -10,7 +10,8 @@ import torch
 from ravnest.engine.stage import Updated
 from ravnest.engine.staleness import StalenessPolicy
 from ravnest.model.capture import Captured
-from ravnest.protocol import Pace, Refusal, StepReport
+from ravnest.protocol.messages import Refusal
+from ravnest.protocol.training import Pace, StepReport
 from tests.support.timed_world import TimedWorld, capture_layers, layer_batch, plain_settings
 
 EQUAL = [(1.0, 1.0, 1.0)] * 4
@@ -87,7 +88,7 @@ def test_the_root_measures_links_and_tells_the_cluster_when_the_start_is_over(ca
     assert world.reports[world.nodes[0]][-1].link_seconds == pytest.approx(6 * 2.0 - 3 * 1.0)
     assert {report.link_seconds for report in world.reports[world.nodes[1]]} == {0.0}
     # Each other stage reports its batches 1, 2, 4, 8, 17 and 34 to the root.
-    assert sorted(report.batch for report in world.at_root) == sorted([0, 1, 3, 7, 16, 33] * 3)
+    assert sorted(report.microbatch for report in world.at_root) == sorted([0, 1, 3, 7, 16, 33] * 3)
 
 
 @pytest.mark.parametrize(
@@ -99,8 +100,8 @@ def test_the_leaf_tells_the_hub_of_every_batch_and_the_others_now_and_then(captu
     world.lease([layer_batch(seed) for seed in range(20)])
     world.run()
     told = [message for message in world.at_hub if isinstance(message, StepReport)]
-    assert sorted(report.batch for report in told if report.loss is not None) == [*range(20)]
-    assert sorted(report.batch for report in told if report.loss is None) == sorted(others * 3)
+    assert sorted(report.microbatch for report in told if report.loss is not None) == [*range(20)]
+    assert sorted(report.microbatch for report in told if report.loss is None) == sorted(others * 3)
 
 
 def test_a_narrow_window_shows_as_idle_time(captured):

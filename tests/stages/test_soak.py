@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from benchmarks.scenarios.soak import NUM_SAMPLES, Seen, find_stuck, judge, summarise
-from ravnest.hub.news import EpochDone, WorkLost
+from ravnest.hub.coordinator.notices import EpochDone, WorkLost
 
 SECONDS = 600.0
 TIMES = [2.0 * number for number in range(300)]

@@ -13,14 +13,15 @@ from support.model_zoo import FAMILIES, NUM_TOKENS, VOCABULARY, OwnGPT, fields_o
 from support.stage_runner import subject
 from torch import nn
 
-from ravnest.config import Optimizer as OptimizerName
+from ravnest.config import OptimizerKind as OptimizerName
 from ravnest.engine.optimizers import Group, OptimizerSettings, Sgd
 from ravnest.engine.recipe import from_torch, make_settings
-from ravnest.engine.stage import Dropped, Passed, Roles, Snapshot, Stage
+from ravnest.engine.stage import DroppedWork, PassedOn, Roles, StageEngine
+from ravnest.engine.weight_versions import Snapshot
 from ravnest.errors import ProtocolError
 from ravnest.model.capture import capture
-from ravnest.model.measure import find_matrices
-from ravnest.model.rebuild import rebuild
+from ravnest.model.profile import find_matrices
+from ravnest.model.stage_program import build_stage_program
 
 RATE = 1e-3
 
@@ -131,7 +132,9 @@ def test_an_update_applies_the_mean_of_its_batches():
     for number in range(2):
         parts.backward(number)
     reports = [stage.update(0.1) for stage in parts.stages]
-    assert [(report.version, report.num_batches, report.refusal) for report in reports] == [(1, 2, None)] * 2
+    assert [(report.version, report.num_microbatches, report.refusal) for report in reports] == [
+        (1, 2, None)
+    ] * 2
     whole.step(0, text_batch(3), 0.1)
     one, other = whole.state(), parts.state()
     for name in names:
@@ -144,7 +147,7 @@ def test_a_straggler_weighs_less():
     for weight in (1.0, 0.5):
         stage = make_stage(_captured(), 0, _captured().blueprint.num_positions, plain_sgd(names))
         before = stage.snapshot().state
-        assert isinstance(stage.forward(0, {}, text_batch(0)), Passed)
+        assert isinstance(stage.forward(0, {}, text_batch(0)), PassedOn)
         assert stage.backward_inputs(0, {}) == {}
         assert stage.backward_weights(0, weight) is None
         stage.update(0.1)
@@ -200,7 +203,7 @@ def test_each_gradient_is_that_of_the_weights_its_forward_saw(name, accumulate, 
         seen[batch].update({k: v.detach().clone() for k, v in stage._versions.seen.items()})
 
     def take(place, _batch, stage):
-        means = {name: total / stage._num_batches for name, total in stage._sums.items()}
+        means = {name: total / stage._num_microbatches for name, total in stage._sums.items()}
         updates.append((tuple(waiting[place]), means))
         waiting[place].clear()
 
@@ -212,7 +215,7 @@ def test_each_gradient_is_that_of_the_weights_its_forward_saw(name, accumulate, 
     )
     traffic.run(batches, lambda _: 4e-3)
 
-    program = rebuild(captured.blueprint)
+    program = build_stage_program(captured.blueprint)
     alone = {}
     for number, fields in batches.items():
         state = {k: v.detach() for k, v in captured.state.items()} | seen[number]
@@ -264,7 +267,7 @@ def test_without_batches_in_flight_weights_are_updated_in_place():
 
 
 def run_alone(stage, number):
-    assert isinstance(stage.forward(number, {}, text_batch(number)), Passed)
+    assert isinstance(stage.forward(number, {}, text_batch(number)), PassedOn)
     assert stage.backward_inputs(number, {}) == {}
     assert stage.backward_weights(number) is None
     return stage.update(RATE)
@@ -273,7 +276,9 @@ def run_alone(stage, number):
 def test_evaluation_uses_the_current_weights_not_the_predicted_ones():
     line = make_line(OptimizerName.MUON)
     Traffic(line, window=4).run({number: text_batch(number) for number in range(8)}, lambda _: 1e-2)
-    truth = rebuild(_captured().blueprint).forward(line.state(), {}, text_batch(9), training=False)
+    truth = build_stage_program(_captured().blueprint).forward(
+        line.state(), {}, text_batch(9), training=False
+    )
     assert torch.equal(line.evaluate(text_batch(9)), truth.results["loss"])
 
 
@@ -298,15 +303,15 @@ class Counting:
 
     def forward(self, state, inputs, fields, *, training, key):
         state["count"].add_(1)
-        return Passed({}, {"loss": (fields["x"] * state["w"] * state["count"]).sum()})
+        return PassedOn({}, {"loss": (fields["x"] * state["w"] * state["count"]).sum()})
 
 
 def test_a_backward_finds_the_buffers_as_its_forward_left_them():
     roles = Roles(frozenset({"w"}), frozenset({"count"}))
     state = {"w": torch.tensor([2.0]), "count": torch.zeros(1)}
-    stage = Stage(Counting(), Snapshot(0, state, {}), roles, plain_sgd(["w"]))
+    stage = StageEngine(Counting(), Snapshot(0, state, {}), roles, plain_sgd(["w"]))
     for number in range(3):
-        assert isinstance(stage.forward(number, {}, {"x": torch.ones(1)}), Passed)
+        assert isinstance(stage.forward(number, {}, {"x": torch.ones(1)}), PassedOn)
     gradients = []
     for number in range(3):
         stage.backward_inputs(number, {})
@@ -329,7 +334,9 @@ def test_a_stage_goes_on_from_its_snapshot():
     assert kept.version == 3
     again = {k: v.clone() for k, v in kept.state.items()}
     optimizer = {k: v.clone() for k, v in kept.optimizer.items()}
-    other = Stage(rebuild(_captured().blueprint), Snapshot(3, again, kept.optimizer), one._roles, settings)
+    other = StageEngine(
+        build_stage_program(_captured().blueprint), Snapshot(3, again, kept.optimizer), one._roles, settings
+    )
     for number in range(3, 6):
         run_alone(one, number)
         run_alone(other, number)
@@ -394,14 +401,14 @@ class Toy:
         state["count"].add_(1)
         value = inputs[1] * state["w"]
         if self.is_last:
-            return Passed({}, {"loss": torch.sqrt(value).sum()})
-        return Passed({2: value}, {})
+            return PassedOn({}, {"loss": torch.sqrt(value).sum()})
+        return PassedOn({2: value}, {})
 
 
 def toy_stage(is_last=False, weight=2.0):
     roles = Roles(frozenset({"w"}), frozenset({"count"}), inputs=frozenset({1}))
     state = {"w": torch.tensor([weight]), "count": torch.zeros(1)}
-    return Stage(Toy(is_last), Snapshot(5, state, {}), roles, plain_sgd(["w"]))
+    return StageEngine(Toy(is_last), Snapshot(5, state, {}), roles, plain_sgd(["w"]))
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -409,19 +416,19 @@ def test_a_forward_that_is_not_finite_is_dropped(bad):
     stage = toy_stage()
     before = stage.snapshot()
     dropped = stage.forward(3, {1: torch.tensor([1.0, bad])}, {})
-    assert dropped == Dropped(3, "forward", "value 2 is not finite")
+    assert dropped == DroppedWork(3, "forward", "value 2 is not finite")
     assert same(stage.snapshot().state, before.state)
-    assert isinstance(stage.forward(3, {1: torch.ones(2)}, {}), Passed)
+    assert isinstance(stage.forward(3, {1: torch.ones(2)}, {}), PassedOn)
     assert stage.snapshot().state["count"].item() == 1
 
 
 def test_a_mask_may_be_minus_infinity():
-    assert isinstance(toy_stage().forward(0, {1: torch.tensor([1.0, -math.inf])}, {}), Passed)
+    assert isinstance(toy_stage().forward(0, {1: torch.tensor([1.0, -math.inf])}, {}), PassedOn)
 
 
 def test_a_loss_that_is_not_finite_is_dropped():
     dropped = toy_stage(is_last=True).forward(4, {1: torch.tensor([-1.0])}, {})
-    assert dropped == Dropped(4, "forward", "the loss is nan")
+    assert dropped == DroppedWork(4, "forward", "the loss is nan")
 
 
 @pytest.mark.parametrize(
@@ -439,31 +446,31 @@ def test_a_backward_that_is_not_finite_is_dropped(received, gradient, reason):
     stage.backward_inputs(0, {2: torch.ones(2)})
     stage.backward_weights(0)
     found = stage.backward_inputs(1, {2: torch.full((2,), gradient)})
-    dropped = found if isinstance(found, Dropped) else stage.backward_weights(1)
-    assert dropped == Dropped(1, "backward", reason)
+    dropped = found if isinstance(found, DroppedWork) else stage.backward_weights(1)
+    assert dropped == DroppedWork(1, "backward", reason)
     report = stage.update(0.1)
-    assert (report.version, report.num_batches, report.refusal) == (6, 1, None)
+    assert (report.version, report.num_microbatches, report.refusal) == (6, 1, None)
     assert stage.snapshot().state["w"].item() == pytest.approx(0.5 - 0.1 * 2)
 
 
 def test_a_stage_with_nothing_to_train_still_counts():
     roles = Roles(frozenset(), frozenset({"count"}), inputs=frozenset({1}))
     state = {"w": torch.tensor([2.0]), "count": torch.zeros(1)}
-    stage = Stage(Toy(), Snapshot(0, state, {}), roles, plain_sgd(["other"]))
+    stage = StageEngine(Toy(), Snapshot(0, state, {}), roles, plain_sgd(["other"]))
     for number in range(2):
         stage.forward(number, {1: torch.ones(2)}, {})
         found = stage.backward_inputs(number, {2: torch.ones(2)})
         assert found[1].tolist() == [2.0, 2.0]
         assert stage.backward_weights(number) is None
     report = stage.update(0.1)
-    assert (report.version, report.num_batches, report.refusal) == (1, 2, None)
+    assert (report.version, report.num_microbatches, report.refusal) == (1, 2, None)
 
 
 def test_an_update_without_batches_counts_and_changes_nothing():
     stage = toy_stage()
     before = stage.snapshot()
     report = stage.update(0.1)
-    assert (report.version, report.num_batches) == (6, 0)
+    assert (report.version, report.num_microbatches) == (6, 0)
     assert report.refusal == "no batch was left to learn from"
     assert same(stage.snapshot().state, before.state)
 
@@ -497,7 +504,7 @@ def test_a_poisoned_batch_is_dropped_and_training_goes_on():
     traffic = Traffic(line, window=4)
     batches = {number: text_batch(number) for number in range(12)}
     traffic.run(batches, lambda _: RATE)
-    assert [(place, dropped.batch, dropped.where) for place, dropped in traffic.dropped] == [
+    assert [(place, dropped.microbatch, dropped.where) for place, dropped in traffic.dropped] == [
         (1, 5, "forward")
     ]
     assert sorted(traffic.losses) == [number for number in batches if number != 5]
@@ -510,7 +517,7 @@ class Sum:
     """Passes x + a + b on: one gradient belongs to the input and to both weights."""
 
     def forward(self, state, inputs, fields, *, training, key):
-        return Passed({2: inputs[1] + (state["a"] + state["b"])}, {})
+        return PassedOn({2: inputs[1] + (state["a"] + state["b"])}, {})
 
 
 @pytest.mark.parametrize("splits", [True, False])
@@ -519,7 +526,7 @@ def test_weights_and_inputs_with_one_gradient_do_not_disturb_each_other(splits, 
     roles = Roles(frozenset({"a", "b"}), inputs=frozenset({1}))
     state = {"a": torch.zeros(2), "b": torch.zeros(2)}
     settings = OptimizerSettings((Group(("a", "b"), Sgd()),), 1.0, clip=clip)
-    stage = Stage(Sum(), Snapshot(0, state, {}), roles, settings, splits)
+    stage = StageEngine(Sum(), Snapshot(0, state, {}), roles, settings, splits)
     sent = []
     for number in range(2):
         stage.forward(number, {1: torch.zeros(2)}, {})
@@ -536,7 +543,7 @@ def test_the_mean_of_many_batches_is_clipped_though_each_is_short():
     roles = Roles(frozenset({"a", "b"}), inputs=frozenset({1}))
     state = {"a": torch.zeros(2), "b": torch.zeros(2)}
     settings = OptimizerSettings((Group(("a", "b"), Sgd()),), 1.0, clip=0.5)
-    stage = Stage(Sum(), Snapshot(0, state, {}), roles, settings)
+    stage = StageEngine(Sum(), Snapshot(0, state, {}), roles, settings)
     for number in range(3):
         stage.forward(number, {1: torch.zeros(2)}, {})
         stage.backward_inputs(number, {2: torch.tensor([0.24, 0.32])})
@@ -583,7 +590,7 @@ def rate_at(update):
 def final_loss(name, window, predicts=True):
     """Return the loss at the end; a window of 4 gives the stages the lags 3, 3, 2 and 0."""
     settings = settings_for(name, BEST_RATE)
-    settings = dataclasses.replace(settings, predicts=predicts and settings.predicts)
+    settings = dataclasses.replace(settings, has_prediction=predicts and settings.has_prediction)
     traffic = Traffic(Line(_captured(), cuts_at_blocks(1, 2, 3), settings, splits=False), window)
     traffic.run({number: text_batch(10 + number) for number in range(NUM_UPDATES)}, rate_at)
     assert max(traffic.lags[0]) == window - 1

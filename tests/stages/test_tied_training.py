@@ -4,14 +4,16 @@ import pytest
 import torch
 
 from ravnest.engine.recipe import from_torch
-from ravnest.engine.training import AveragingRule
-from ravnest.exchange import HUB, Blobs
+from ravnest.engine.train_config import AveragingRule
+from ravnest.ids import HUB, RoundId
 from ravnest.model.capture import Captured, capture
-from ravnest.model.rebuild import rebuild
-from ravnest.peer.compute import Bench
-from ravnest.protocol import Activation, DroppedBatch, RoundAbort, RoundId, RoundOpen, RoundReady
-from ravnest.staging import SnapshotOrder
-from ravnest.tying import TiedGradient
+from ravnest.model.stage_program import build_stage_program
+from ravnest.peer.compute import ComputeLoop
+from ravnest.protocol.averaging import RoundAbort, RoundOpen, RoundReady
+from ravnest.protocol.placement import SnapshotOrder
+from ravnest.protocol.tied import TiedGradient
+from ravnest.protocol.training import Activation, DroppedMicrobatch
+from ravnest.transfer.blobs import Blobs
 from tests.support.model_zoo import OwnGPT, token_batch, token_loss
 from tests.support.tied_world import EPOCH, TiedWorld
 from tests.support.worker_world import batches_of
@@ -156,7 +158,11 @@ def test_what_is_evaluated_after_a_round_is_the_average(captured: Captured) -> N
         world.lease([dict(batch)], 500, cluster=1, is_evaluation=True)
         world.run()
         state = world.state(cluster=1)
-        expected = rebuild(captured.blueprint).forward(state, {}, dict(batch), training=False).results["loss"]
+        expected = (
+            build_stage_program(captured.blueprint)
+            .forward(state, {}, dict(batch), training=False)
+            .results["loss"]
+        )
         assert world.losses()[-1] == pytest.approx(float(expected), rel=1e-6)
         assert are_equal(world.copies(TIED, 1))
 
@@ -203,15 +209,15 @@ def test_a_dropped_batch_holds_nobody_up(captured: Captured, window: int) -> Non
 
     def spoil(key: tuple) -> None:
         message, buffers = world.queues[key][0]
-        if isinstance(message, Activation) and message.batch in (2, 5) and key[1] == "c0.1":
-            broken.append(message.batch)
+        if isinstance(message, Activation) and message.microbatch in (2, 5) and key[1] == "c0.1":
+            broken.append(message.microbatch)
             world.queues[key][0] = (message, tuple(bytearray(b"\xff" * len(buffer)) for buffer in buffers))
         deliver(key)
 
     world.deliver = spoil
     world.run()
     assert sorted(broken) == [2, 5]
-    assert sum(isinstance(message, DroppedBatch) for _, message in world.at_hub) == 2
+    assert sum(isinstance(message, DroppedMicrobatch) for _, message in world.at_hub) == 2
     assert world.num_trained() == 28
     world.lease(batches_of(token_batch, 2), 50, is_evaluation=True)
     world.run()
@@ -230,7 +236,7 @@ def test_a_stage_is_saved_when_the_last_tied_gradient_has_come(captured: Capture
         world.run(num_steps=1)
     assert home.save() is None
     assert home.save(is_final=False).version == 1  # training need not stop for it
-    bench = Bench(home, Blobs())
+    bench = ComputeLoop(home, Blobs())
     assert bench.take(SnapshotOrder(EPOCH, 1)) == bench.take(SnapshotOrder(EPOCH, 2)) == []
     world.run()
     assert [parcel.message.number for parcel in bench.take(SnapshotOrder(EPOCH, 3))] == [1, 2, 3]

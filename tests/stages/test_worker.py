@@ -5,22 +5,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ravnest.config import Optimizer as OptimizerName
+from ravnest.config import OptimizerKind as OptimizerName
 from ravnest.config import WireFormat
 from ravnest.engine.recipe import from_torch, make_settings
 from ravnest.errors import ProtocolError
+from ravnest.ids import LeaseId, MicrobatchId
 from ravnest.model.capture import Captured, capture
-from ravnest.model.measure import find_matrices
-from ravnest.protocol import (
-    Activation,
-    BatchId,
-    DroppedBatch,
-    Gradient,
-    LeaseDone,
-    LeaseGrant,
-    LeaseId,
-    Refusal,
-)
+from ravnest.model.profile import find_matrices
+from ravnest.protocol.messages import Refusal
+from ravnest.protocol.training import Activation, DroppedMicrobatch, Gradient, LeaseDone, LeaseGrant
 from tests.support.model_zoo import OwnGPT, token_batch, token_loss
 from tests.support.worker_world import ClusterWorld, batches_of
 
@@ -117,8 +110,8 @@ def test_a_batch_that_is_not_finite_is_dropped_by_all_and_training_goes_on(captu
     broken = tuple(bytearray(b"\xff" * len(buffer)) for buffer in buffers)  # all NaN
     cluster.queues[middle].append((activation, broken))
     cluster.run()
-    dropped = [message for message in cluster.at_hub if isinstance(message, DroppedBatch)]
-    assert [message.batch for message in dropped] == [activation.batch]
+    dropped = [message for message in cluster.at_hub if isinstance(message, DroppedMicrobatch)]
+    assert [message.microbatch for message in dropped] == [activation.microbatch]
     assert [done.num_samples for done in cluster.leases_done()] == [8]
     assert all(worker.stage.num_live_versions == 1 for worker in cluster.workers.values())
 
@@ -126,10 +119,10 @@ def test_a_batch_that_is_not_finite_is_dropped_by_all_and_training_goes_on(captu
 def test_what_is_late_repeated_or_not_for_this_stage_is_refused(captured: Captured) -> None:
     cluster = world(captured)
     root, middle = (cluster.workers[node] for node in cluster.nodes[:2])
-    grant = LeaseGrant(1, LeaseId(1), False, BatchId(0), (4,))
+    grant = LeaseGrant(1, LeaseId(1), False, MicrobatchId(0), (4,))
     assert isinstance(middle.receive(grant), Refusal)
-    assert isinstance(root.receive(replace(grant, epoch=9)), Refusal)
-    assert isinstance(root.receive(Gradient(1, BatchId(5), ())), Refusal)
+    assert isinstance(root.receive(replace(grant, build_id=9)), Refusal)
+    assert isinstance(root.receive(Gradient(1, MicrobatchId(5), ())), Refusal)
     cluster.lease(batches_of(token_batch, 1))
     cluster.turn(cluster.nodes[0])
     activation, buffers = cluster.queues[cluster.nodes[1]][0]
@@ -143,7 +136,7 @@ def test_what_is_late_repeated_or_not_for_this_stage_is_refused(captured: Captur
     passed_on, buffers = cluster.queues[cluster.nodes[2]][-1]
     assert leaf.receive(passed_on, buffers) is None  # it waits for the labels
     assert isinstance(leaf.receive(passed_on, buffers), Refusal)
-    short = replace(passed_on, batch=BatchId(7), num_samples=3)
+    short = replace(passed_on, microbatch=MicrobatchId(7), num_samples=3)
     with pytest.raises(ProtocolError, match="not its own"):
         leaf.receive(short, buffers)
     cluster.run()

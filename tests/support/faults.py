@@ -19,11 +19,19 @@ from torch import Tensor, nn
 
 import ravnest as rv
 from benchmarks.joining import Peers
-from ravnest.hub.events import Event, Order, Tell
-from ravnest.hub.news import ClusterDissolved, ClusterStarted, EpochDone, Evaluated, News, Trained, show_news
-from ravnest.hub.status import ClusterStatus, Watch
-from ravnest.job.result import Result
+from ravnest.hub.coordinator.events import Action, Event, Notify
+from ravnest.hub.coordinator.notices import (
+    ClusterDissolved,
+    ClusterStarted,
+    EpochDone,
+    Evaluated,
+    Notice,
+    Trained,
+    show_notice,
+)
+from ravnest.hub.service.status import ClusterStatus, StatusTracker
 from ravnest.net.identity import write_token
+from ravnest.requester.result import Result
 from tests.support.small_swarm import PLAN as SMALL_PLAN
 
 PLAN = replace(SMALL_PLAN, max_stages=3)
@@ -72,10 +80,10 @@ class Story:
     """Steps that wait for their turn, and everything that was told, with the time."""
 
     steps: list[Step]
-    told: list[tuple[float, News]] = field(default_factory=list)
+    told: list[tuple[float, Notice]] = field(default_factory=list)
     began_at: float = field(default_factory=time.monotonic)
     faults: list[tuple[float, str]] = field(default_factory=list)
-    watch: Watch | None = None
+    watch: StatusTracker | None = None
     peers: Peers | None = None
 
     def hear(self, thing: Any) -> None:
@@ -83,17 +91,17 @@ class Story:
         if self.steps and self.steps[0].when(thing):
             self.steps.pop(0).act(self)
 
-    def tell(self, news: News) -> None:
+    def tell(self, news: Notice) -> None:
         """Hear news."""
         self.told.append((time.monotonic(), news))
         if not isinstance(news, Trained | Evaluated):
-            self._say(show_news(news))
+            self._say(show_notice(news))
         self.hear(news)
 
-    def see(self, event: Event, orders: tuple[Order, ...]) -> None:
+    def see(self, event: Event, orders: tuple[Action, ...]) -> None:
         """Hear an event and what is ordered, but for news."""
         for thing in (event, *orders):
-            if not isinstance(thing, Tell):
+            if not isinstance(thing, Notify):
                 self.hear(thing)
 
     @property
@@ -150,7 +158,7 @@ def swarm(
     with hub:
         see = hub._see
 
-        def listen(event: Event, orders: tuple[Order, ...]) -> None:
+        def listen(event: Event, orders: tuple[Action, ...]) -> None:
             see(event, orders)
             story.watch = hub._watch
             story.see(event, orders)

@@ -87,7 +87,7 @@ def _run(words: Sequence[str], environment: Mapping[str, str], said: Path | None
     os.environ.update(environment)
     import torch
 
-    from ravnest.cli import program
+    from ravnest.cli.main import program
 
     torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", "1")))
     program(words, prog_name="ravnest")

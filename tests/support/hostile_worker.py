@@ -12,9 +12,9 @@ import torch
 
 from ravnest.errors import ProtocolError, UnsafeBlueprint
 from ravnest.model.blueprint import Blueprint
-from ravnest.model.preflight import preflight
-from ravnest.model.reading import read_blueprint
-from ravnest.model.rebuild import rebuild
+from ravnest.model.blueprint_json import read_blueprint
+from ravnest.model.dry_run import dry_run
+from ravnest.model.stage_program import build_stage_program
 
 NUM_SAMPLES = 2
 MAX_BYTES, MAX_FLOPS = 64e6, 1e9
@@ -28,7 +28,7 @@ def try_blueprint(text: str) -> str:
     except UnsafeBlueprint:
         return "refused-by-reading"
     try:
-        preflight(blueprint, NUM_SAMPLES, max_bytes=MAX_BYTES, max_flops=MAX_FLOPS)
+        dry_run(blueprint, NUM_SAMPLES, max_bytes=MAX_BYTES, max_flops=MAX_FLOPS)
     except UnsafeBlueprint:
         return "refused-by-preflight"
     try:
@@ -56,7 +56,7 @@ def _train(blueprint: Blueprint) -> None:
     }
     inputs = {value: given[value] for value in program.inputs}
     fields = {name: given[value] for value, name in program.fields}
-    passed = rebuild(blueprint).forward(state, inputs, fields, key=(1, 1))
+    passed = build_stage_program(blueprint).forward(state, inputs, fields, key=(1, 1))
     ends = [*passed.outputs.values(), *passed.results.values()]
     for end in ends:
         if end.requires_grad:

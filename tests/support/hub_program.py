@@ -16,8 +16,8 @@ from typing import Any
 
 import msgspec
 
-from ravnest.hub.events import Event, Order, Tell
-from ravnest.job.folder import open_run
+from ravnest.hub.coordinator.events import Action, Event, Notify
+from ravnest.requester.run_folder import open_run
 
 JOB = """
 from tests.support.faults import make_job
@@ -86,8 +86,8 @@ def _run(words: tuple[str, ...], files: list[Path], folder: Path, fault: Fault |
     for number, path in enumerate(files, 1):
         with path.open("w") as file:
             os.dup2(file.fileno(), number)
-    from ravnest.cli import program
-    from ravnest.job.swarm import Hub
+    from ravnest.cli.main import program
+    from ravnest.requester.session import Hub
 
     if fault is not None:
         Hub._see = _suffering(fault, folder, Hub._see)  # type: ignore[method-assign]
@@ -97,11 +97,11 @@ def _run(words: tuple[str, ...], files: list[Path], folder: Path, fault: Fault |
 def _suffering(fault: Fault, folder: Path, see: Callable[..., None]) -> Callable[..., None]:
     num_seen, has_begun = 0, fault.after is None
 
-    def listen(hub: Any, event: Event, orders: tuple[Order, ...]) -> None:
+    def listen(hub: Any, event: Event, orders: tuple[Action, ...]) -> None:
         nonlocal num_seen, has_begun
         see(hub, event, orders)
         for thing in (event, *orders):
-            inner = thing.news if isinstance(thing, Tell) else getattr(thing, "message", thing)
+            inner = thing.news if isinstance(thing, Notify) else getattr(thing, "message", thing)
             has_begun = has_begun or isinstance(inner, fault.after or ())
             num_seen += has_begun and isinstance(inner, fault.kind)
             if num_seen == fault.count and isinstance(inner, fault.kind):

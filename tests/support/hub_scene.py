@@ -3,12 +3,12 @@
 from support.hub_world import blob, job
 from support.plan_world import node
 
-from ravnest.hub.events import MakeParts, PartsMade, PeerJoined
-from ravnest.hub.members import Members
-from ravnest.hub.sourcing import Sourcing
-from ravnest.plan.rings import form_rings
+from ravnest.hub.coordinator.events import MakeParts, PartsMade, PeerJoined
+from ravnest.hub.coordinator.membership import Membership
+from ravnest.hub.coordinator.sources import StateSources
+from ravnest.plan.assembly import form_rings
 from ravnest.plan.types import Cluster, Plan, Stage
-from ravnest.staging import SnapshotMade
+from ravnest.protocol.placement import SnapshotMade
 
 HALVES = ((0, 3), (3, 6))
 
@@ -17,7 +17,7 @@ class HubScene:
     """All clusters are built at first; one is written as its nodes, and the intervals they host."""
 
     def __init__(self, names, *clusters, backups=()):
-        self.members, self.sourcing, self.epoch, self.number = Members(), Sourcing(), 0, 0
+        self.members, self.sourcing, self.build_id, self.number = Membership(), StateSources(), 0, 0
         for name in names:
             self.members.join(PeerJoined(node(name), f"key of {name}", (), 0.0))
         for each in self.adopt(*clusters, backups=backups).built:
@@ -25,13 +25,13 @@ class HubScene:
                 self.members.take_ready(name)
 
     def adopt(self, *clusters, backups=()):
-        self.epoch = self.members.ask_for_plan().epoch
+        self.build_id = self.members.ask_for_plan().plan_id
         made = tuple(
             Cluster(tuple(Stage(name, *interval) for name, interval in zip(names, intervals, strict=True)))
             for names, intervals in clusters
         )
         rings = form_rings(made, {name: self.members.find(name).node for name in self.members})
-        return self.members.adopt(Plan(self.epoch, 0, made, rings, (), backups), 1, job())
+        return self.members.adopt(Plan(self.build_id, 0, made, rings, (), backups), 1, job())
 
     def lose(self, name):
         self.members.leave(name).is_broken = True

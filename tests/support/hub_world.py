@@ -16,50 +16,43 @@ from random import Random
 import pytest
 from support.plan_world import SIMPLE, even_model, first_answers, node
 
-from ravnest.blobs import BlobRef, Fact, ProbeOrder
-from ravnest.engine.sampler import LeaseBook
-from ravnest.exchange import HUB
-from ravnest.hub import microbatches
-from ravnest.hub.events import (
+from ravnest.hub.coordinator import planner
+from ravnest.hub.coordinator.coordinator import Coordinator
+from ravnest.hub.coordinator.events import (
     Abandon,
     Collect,
     Collected,
-    Dismiss,
+    Evict,
     Finish,
     JobGiven,
+    JobPhase,
     JobSettings,
     MakeParts,
+    MakePlan,
+    Notify,
     PartsMade,
     PeerJoined,
     PeerLeft,
     PeerReturned,
+    Probed,
     Received,
     Restarted,
     Send,
     SendFields,
     Stopped,
-    Tell,
     Tick,
 )
-from ravnest.hub.microbatches import make_plan
-from ravnest.hub.news import Checkpointed, Joined, Left, RoundEnded, WorkLost
-from ravnest.hub.planning import MakePlan, Probed
-from ravnest.hub.state import Hub, Phase
-from ravnest.hub.store import read_event, write_event
-from ravnest.plan.cluster import form_plan
-from ravnest.protocol import (
-    DroppedBatch,
-    LearningRate,
-    LeaseDone,
-    LeaseGrant,
-    Leave,
-    Refusal,
-    RoundAbort,
-    RoundOpen,
-    RoundReady,
-    StepReport,
-)
-from ravnest.staging import (
+from ravnest.hub.coordinator.leases import LeaseBook
+from ravnest.hub.coordinator.notices import Checkpointed, Joined, Left, RoundEnded, WorkLost
+from ravnest.hub.coordinator.planner import make_plan
+from ravnest.hub.service.event_log import read_event, write_event
+from ravnest.ids import HUB
+from ravnest.plan.formation import form_plan
+from ravnest.protocol.averaging import RoundAbort, RoundOpen, RoundReady
+from ravnest.protocol.blobs import BlobRef
+from ravnest.protocol.membership import Fact, Leave, ProbeOrder
+from ravnest.protocol.messages import Refusal
+from ravnest.protocol.placement import (
     BackupKept,
     BackupOrder,
     PlanOrder,
@@ -70,6 +63,7 @@ from ravnest.staging import (
     StageParts,
     StageReady,
 )
+from ravnest.protocol.training import DroppedMicrobatch, LearningRate, LeaseDone, LeaseGrant, StepReport
 
 LONGEST = 100_000.0  # of a history; one that runs longer is stuck
 
@@ -134,7 +128,7 @@ class HubWorld:
         self.given = given or job()
         self.trouble = trouble or Trouble()
         self.random = Random(self.trouble.seed)
-        self.hub = Hub()
+        self.hub = Coordinator()
         self.now = 0.0
         self.log, self.answers = [], []
         self.news, self.refusals, self.finish = [], [], None
@@ -176,7 +170,7 @@ class HubWorld:
         peer = self.peers.get(name)
         if peer is not None and peer.is_alive and not peer.is_leaving:
             peer.is_leaving = True
-            self.say(name, Leave(peer.order.epoch if peer.order else 0, "Ctrl-C", can_hand_over=True))
+            self.say(name, Leave(peer.order.build_id if peer.order else 0, "Ctrl-C", can_hand_over=True))
             self.after(10.5, self._die, name)
 
     def slow(self, name, times, at=None):
@@ -194,7 +188,7 @@ class HubWorld:
     def _restart(self):
         if self.is_finished:
             return
-        self.hub, self.session = Hub(), self.session + 1
+        self.hub, self.session = Coordinator(), self.session + 1
         for event, orders in zip(self.log, self.answers, strict=True):
             if not isinstance(orders[0] if orders else None, Refusal):
                 self.hub.apply(read_event(*write_event(event)))
@@ -209,7 +203,7 @@ class HubWorld:
         peer = self.peers[name]
         if not peer.is_alive or (name in self.known and not self._is_missing(name)):
             return
-        epoch = peer.order.epoch if peer.order and peer.held else 0
+        epoch = peer.order.build_id if peer.order and peer.held else 0
         if self.hub.find_missing(f"key of {name}", epoch) == name:
             self.feed(PeerReturned(name, (f"tcp://{name}",), self.now))
         else:
@@ -265,7 +259,7 @@ class HubWorld:
 
     @property
     def is_finished(self):
-        return self.hub.phase is Phase.FINISHED
+        return self.hub.phase is JobPhase.FINISHED
 
     def after(self, seconds, action, *arguments):
         self.at(self.now + seconds, action, *arguments)
@@ -280,7 +274,7 @@ class HubWorld:
         if not self.hub.concerns(event):
             assert self.hub.apply(event) == ()
             return ()
-        self.running = {x.holder: x.nodes for x in self.hub.clusters if x.is_running}
+        self.running = {x.cluster_id: x.nodes for x in self.hub.clusters if x.is_running}
         self.log.append(event)
         orders = self.hub.apply(event)
         self.answers.append(orders)
@@ -294,7 +288,7 @@ class HubWorld:
             lease = leases[event.message.lease]
             indices = [index for batch in self.samples[lease.number] for index in batch]
             self.ledger.update((lease.lease.epoch, index) for index in indices)
-            self.knowing.add(lease.holder)
+            self.knowing.add(lease.cluster_id)
         for order in orders:
             self._carry_out(order)
         if self.abandoned in orders and not self.abandoned.is_guarded:
@@ -329,7 +323,7 @@ class HubWorld:
             case MakePlan():
                 made = lambda: self.feed(make_plan(self.given, order, self.now))  # noqa: E731
                 self.after(self._delay(), self._in_session(), made)
-            case Dismiss():
+            case Evict():
                 if order.to in self.peers:
                     self.peers[order.to].is_alive = False
             case MakeParts():
@@ -356,7 +350,7 @@ class HubWorld:
             case Collect() if self.is_collecting:
                 collected = lambda: self.feed(Collected(order.number, self.now))  # noqa: E731
                 self.after(self._delay(), self._in_session(), collected)
-            case Tell():
+            case Notify():
                 self._hear(order.news)
             case Finish():
                 assert self.finish is None
@@ -379,38 +373,38 @@ class HubWorld:
         assert order.to in self.known
         match order.message:
             case PlanOrder():
-                assert order.message.epoch > self.told_epoch.get(order.to, 0)
+                assert order.message.build_id > self.told_epoch.get(order.to, 0)
                 self.with_rings[order.to] = bool(order.message.rings)
                 if not order.message.rings:
                     self.bases.pop(order.to, None)
-                self.told_epoch[order.to] = order.message.epoch
+                self.told_epoch[order.to] = order.message.build_id
             case LeaseGrant() as grant:
-                new = set(range(grant.first_batch, grant.first_batch + len(grant.num_samples)))
+                new = set(range(grant.first_microbatch, grant.first_microbatch + len(grant.num_samples)))
                 assert not new & self.batches
                 assert min(grant.num_samples) >= 1
                 assert len(grant.num_samples) <= 1024
                 assert not (self.is_stopped and not grant.is_evaluation), "nothing is leased after the stop"
                 self.batches |= new
-                assert grant.epoch == self.told_epoch[order.to]
+                assert grant.build_id == self.told_epoch[order.to]
             case RoundOpen() as opened:
                 assert self.open_round in (None, opened.round_id), "never two rounds at once"
                 self.open_round = opened.round_id
                 assert order.to not in opened.left_out
                 self.in_round[order.to] = opened
                 assert opened.is_blocking or not self.is_stopped, "only the last round comes after the stop"
-                assert opened.epoch == self.told_epoch[order.to]
+                assert opened.build_id == self.told_epoch[order.to]
             case RingOrder() as rings:
                 self.with_rings[order.to] = bool(rings.rings)
                 if not rings.rings:
                     self.bases.pop(order.to, None)
             case StageParts() as parts:
-                if self.with_rings[order.to] and (parts.base is not None or parts.sources):
-                    self.bases[order.to] = parts.base
+                if self.with_rings[order.to] and (parts.anchor_round is not None or parts.sources):
+                    self.bases[order.to] = parts.anchor_round
                 for source in parts.sources:
                     if source.node == HUB and self.ledger:
                         assert self.checkpoint, "first weights where others have learned"
             case LearningRate() as rate:
-                assert rate.epoch == self.told_epoch[order.to]
+                assert rate.build_id == self.told_epoch[order.to]
                 self.rates[order.to] += 1
 
     def _hear(self, news):
@@ -432,11 +426,11 @@ class HubWorld:
             self.ledger = Counter(self.saved)
 
     def check(self):
-        running = {each.holder: each for each in self.hub.clusters if each.is_running}
-        held = Counter(lease.holder for lease in self.open_leases)
+        running = {each.cluster_id: each for each in self.hub.clusters if each.is_running}
+        held = Counter(lease.cluster_id for lease in self.open_leases)
         assert set(held) <= set(running), "no lease is held by a dead cluster"
         assert max(held.values(), default=0) <= 2
-        kinds = {(lease.holder, lease.lease is None) for lease in self.open_leases}
+        kinds = {(lease.cluster_id, lease.lease is None) for lease in self.open_leases}
         assert len(kinds) == len(held), "weights stand still while they are evaluated"
         if any(is_evaluation for _, is_evaluation in kinds) and not self.is_stopped:
             assert len(self.ledger) >= self.given.settings.num_samples
@@ -460,11 +454,13 @@ class HubWorld:
         took_part = [each for each in running if each.root in self.in_round]
         assert {name for each in took_part for name in each.nodes} == set(self.in_round)
         assert len(took_part) > 1
-        assert len({replace(each, epoch=0, is_anchor=False) for each in self.in_round.values()}) == 1
+        assert len({replace(each, build_id=0, is_anchor=False) for each in self.in_round.values()}) == 1
         opened = self.in_round[took_part[0].root]
         bases = [{self.bases.get(name) for name in each.nodes} for each in took_part]
         known = [base for found in bases for base in found if len(found) == 1 and base is not None]
-        assert opened.base == max(known, default=opened.round_id), "what one cluster has, and nothing newer"
+        assert opened.anchor_round == max(known, default=opened.round_id), (
+            "what one cluster has, and nothing newer"
+        )
         anchors = {name for name, each in self.in_round.items() if each.is_anchor}
         assert not anchors if known else anchors in [set(each.nodes) for each in took_part]
         assert all(set(each.nodes) <= set(opened.left_out) for each in running if each not in took_part)
@@ -514,12 +510,12 @@ class HubWorld:
         if not peer.is_alive or self.peers[name] is not peer:
             return
         if isinstance(message, PlanOrder):
-            if peer.order is None or message.epoch > peer.order.epoch:
+            if peer.order is None or message.build_id > peer.order.build_id:
                 peer.order, peer.num_trained, peer.busy_until = message, 0, self.now
                 peer.rings = message.rings
                 peer.held = peer.held if message.stage else frozenset()
             return
-        if getattr(message, "epoch", None) not in (None, peer.order and peer.order.epoch):
+        if getattr(message, "build_id", None) not in (None, peer.order and peer.order.build_id):
             return
         match message:
             case ProbeOrder():
@@ -529,12 +525,12 @@ class HubWorld:
             case StageParts():
                 self.after(self._delay(), self._build, name, peer, message)
             case BackupOrder():
-                self.say(name, BackupKept(message.plan, message.number), seconds=0.5)
+                self.say(name, BackupKept(message.plan_id, message.number), seconds=0.5)
             case SnapshotOrder():
                 weights = blob(name, message.number)
                 assert peer.held, "a snapshot of nothing"
                 self.snapshots[weights.blob] = peer.held
-                self.say(name, SnapshotMade(message.epoch, message.number, 1000, weights), seconds=0.5)
+                self.say(name, SnapshotMade(message.build_id, message.number, 1000, weights), seconds=0.5)
             case LeaseGrant():
                 self._work(peer.order, message)
             case RoundOpen():
@@ -542,21 +538,21 @@ class HubWorld:
 
     def _build(self, name, peer, parts):
         """Build a stage of what is kept and what sources have; who gave nothing is named."""
-        if peer.order.epoch != parts.epoch or self.peers[name] is not peer:
+        if peer.order.build_id != parts.build_id or self.peers[name] is not peer:
             return
         sources = [source.node for source in parts.sources if source.node != HUB]
         if sources and self._happens(self.trouble.misses):
-            missing = StageMissing(parts.epoch, self.random.choice(sources), "it refuses")
+            missing = StageMissing(parts.build_id, self.random.choice(sources), "it refuses")
             self.say(name, missing, seconds=0.2)
             return
         if any(not self.peers[source].is_alive for source in sources):
             return  # it waits for ever; there will be another plan
-        found = peer.held if parts.keeps else frozenset()
+        found = peer.held if parts.is_kept else frozenset()
         found = found.union(*(self.snapshots[source.weights.blob] for source in parts.sources))
         needed = frozenset(range(peer.order.stage.start, peer.order.stage.stop))
         assert needed <= found, f"{name} lacks {needed - found}"
         peer.held = needed
-        self.say(name, StageReady(parts.epoch), seconds=1.0)
+        self.say(name, StageReady(parts.build_id), seconds=1.0)
 
     def _answer_round(self, name, opened):
         said = self.vote(name, opened)
@@ -601,16 +597,16 @@ class HubWorld:
         pace = 0.3 * max(self.peers[name].slowness for name in pipeline)
         root.busy_until = start + pace * len(grant.num_samples)
         for index, num_samples in enumerate(grant.num_samples):
-            batch = grant.first_batch + index
+            batch = grant.first_microbatch + index
             seconds = start - self.now + pace * (index + 1)
             if self._happens(self.trouble.dropped):
-                dropped = DroppedBatch(grant.epoch, batch, "not a number")
+                dropped = DroppedMicrobatch(grant.build_id, batch, "not a number")
                 self.after(seconds, self._from_cluster, pipeline, self.random.choice(pipeline), dropped)
                 continue
             num_trained += num_samples
             if not grant.is_evaluation:
                 update = leaf.num_trained // accumulate
-                self.updates.setdefault((pipeline, grant.epoch), {}).setdefault(update, []).append(
+                self.updates.setdefault((pipeline, grant.build_id), {}).setdefault(update, []).append(
                     num_samples
                 )
                 leaf.num_trained += 1
@@ -618,7 +614,7 @@ class HubWorld:
             for name in pipeline:
                 loss = self.loss(batch) if name == pipeline[-1] else None
                 report = StepReport(
-                    grant.epoch,
+                    grant.build_id,
                     batch,
                     leaf.num_trained // accumulate,
                     0,
@@ -633,13 +629,13 @@ class HubWorld:
                 if not grant.is_evaluation or name == pipeline[-1]:
                     self.after(seconds, self._from_cluster, pipeline, name, report)
         if not grant.is_evaluation:
-            done = LeaseDone(grant.epoch, grant.lease, num_trained)
+            done = LeaseDone(grant.build_id, grant.lease, num_trained)
             seconds = root.busy_until - self.now
             self.after(seconds, self._from_cluster, pipeline, pipeline[0], done)
 
     def _from_cluster(self, pipeline, name, message):
         peers = [self.peers[each] for each in pipeline]
-        if all(peer.is_alive and peer.order and peer.order.epoch == message.epoch for peer in peers):
+        if all(peer.is_alive and peer.order and peer.order.build_id == message.build_id for peer in peers):
             self.say(name, message)
 
 
@@ -656,7 +652,7 @@ def counted(settings, books):
 def quick_plans():
     """Plans as the search first finds them, each found once."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(microbatches, "form_plan", lambda *facts: replace(_plan(*facts[:4]), epoch=facts[4]))
+        patch.setattr(planner, "form_plan", lambda *facts: replace(_plan(*facts[:4]), plan_id=facts[4]))
         yield
 
 
@@ -678,10 +674,10 @@ def _plan(*facts):
 
 def check_replay(world):
     """The log alone gives the same orders and the same state, also after it was plain data."""
-    hub = Hub()
+    hub = Coordinator()
     assert [hub.apply(event) for event in world.log] == world.answers
     assert freeze(hub) == freeze(world.hub)
-    hub = Hub()
+    hub = Coordinator()
     for event, orders in zip(world.log, world.answers, strict=True):
         if not isinstance(orders[0] if orders else None, Refusal):  # what is refused need not be logged
             assert hub.apply(read_event(*write_event(event))) == orders

@@ -12,11 +12,12 @@ from torch import Tensor
 
 from ravnest.engine.optimizers import OptimizerSettings
 from ravnest.engine.schedule import StageSchedule, Task, Work
-from ravnest.engine.stage import Dropped, Passed, Roles, Snapshot, Stage
+from ravnest.engine.stage import DroppedWork, PassedOn, Roles, StageEngine
+from ravnest.engine.weight_versions import Snapshot
 from ravnest.model.blueprint import Blueprint
 from ravnest.model.capture import Captured
-from ravnest.model.line import slice_blueprint
-from ravnest.model.rebuild import rebuild
+from ravnest.model.slicing import slice_blueprint
+from ravnest.model.stage_program import build_stage_program
 
 
 def roles_of(blueprint: Blueprint) -> Roles:
@@ -36,11 +37,11 @@ def make_stage(
     settings: OptimizerSettings,
     splits: bool = True,
     recompute: bool = False,
-) -> Stage:
+) -> StageEngine:
     blueprint = slice_blueprint(captured.blueprint, start, stop)
     state = {entry.name: captured.state[entry.name].detach().clone() for entry in blueprint.state}
-    program = rebuild(blueprint, recompute=recompute)
-    return Stage(program, Snapshot(0, state, {}), roles_of(blueprint), settings, splits)
+    program = build_stage_program(blueprint, recompute=recompute)
+    return StageEngine(program, Snapshot(0, state, {}), roles_of(blueprint), settings, splits)
 
 
 class Line:
@@ -77,7 +78,7 @@ class Line:
         values: dict[int, Tensor] = {}
         for stage in self.stages:
             passed = stage.forward(batch, values, fields)
-            assert isinstance(passed, Passed)
+            assert isinstance(passed, PassedOn)
             values = passed.outputs
         return passed.results["loss"]
 
@@ -115,10 +116,10 @@ class Traffic:
         self.schedules = [StageSchedule(window, accumulate) for _ in line.stages]
         self.losses: dict[int, float] = {}
         self.lags: list[list[int]] = [[] for _ in line.stages]
-        self.dropped: list[tuple[int, Dropped]] = []
+        self.dropped: list[tuple[int, DroppedWork]] = []
         self.most_versions = [0 for _ in line.stages]
-        self.before_forward: Callable[[int, int, Stage], None] = lambda *_: None
-        self.before_update: Callable[[int, int, Stage], None] = lambda *_: None
+        self.before_forward: Callable[[int, int, StageEngine], None] = lambda *_: None
+        self.before_update: Callable[[int, int, StageEngine], None] = lambda *_: None
         self._inboxes: list[dict[int, dict[int, Tensor]]] = [{} for _ in line.stages]
         self._sent: deque[tuple[int, Work, int, dict[int, Tensor]]] = deque()
 
@@ -128,7 +129,7 @@ class Traffic:
             self._arrive(0, Work.FORWARD, batch, {})
         while tasks := [(place, task) for place in self._places() if (task := self.schedules[place].next())]:
             for place, task in tasks:
-                self._work(place, task, batches[task.batch], rate)
+                self._work(place, task, batches[task.microbatch], rate)
             while self._sent:
                 self._arrive(*self._sent.popleft())
 
@@ -144,7 +145,7 @@ class Traffic:
     def _work(
         self, place: int, task: Task, fields: Mapping[str, Tensor], rate: Callable[[int], float]
     ) -> None:
-        stage, batch = self.line.stages[place], task.batch
+        stage, batch = self.line.stages[place], task.microbatch
         values = self._inboxes[place].pop(batch)
         if task.work is Work.FORWARD:
             self.before_forward(place, batch, stage)
@@ -162,7 +163,7 @@ class Traffic:
         self, place: int, batch: int, values: dict[int, Tensor], fields: Mapping[str, Tensor]
     ) -> None:
         passed = self.line.stages[place].forward(batch, values, fields)
-        if isinstance(passed, Dropped):
+        if isinstance(passed, DroppedWork):
             self._drop(place, passed)
         elif place + 1 < len(self.line.stages):
             self._sent.append((place + 1, Work.FORWARD, batch, passed.outputs))
@@ -177,15 +178,15 @@ class Traffic:
             if place:
                 self._sent.append((place - 1, Work.BACKWARD, batch, gradients))
             gradients = stage.backward_weights(batch)
-        if isinstance(gradients, Dropped):
+        if isinstance(gradients, DroppedWork):
             self._drop(place, gradients)
 
-    def _drop(self, place: int, dropped: Dropped) -> None:
+    def _drop(self, place: int, dropped: DroppedWork) -> None:
         """Make the stages before this one forget a batch, as the hub would."""
         self.dropped.append((place, dropped))
         for other in range(place + 1):
-            self.schedules[other].forget(dropped.batch)
-            self.line.stages[other].forget(dropped.batch)
+            self.schedules[other].forget(dropped.microbatch)
+            self.line.stages[other].forget(dropped.microbatch)
 
 
 def mean_loss(traffic: Traffic, last: int) -> float:

@@ -64,10 +64,10 @@ class PipelineWorld:
         self.busy[stage] = True
         forward, backward = self.seconds(stage)
         if task.work is Work.FORWARD:
-            self.at(now + forward, "forward_done", stage, task.batch)
+            self.at(now + forward, "forward_done", stage, task.microbatch)
         else:
             self.lags.append(task.lag)
-            self.at(now + backward, "backward_done", stage, task.batch)
+            self.at(now + backward, "backward_done", stage, task.microbatch)
 
     def seconds(self, stage: int) -> tuple[float, float]:
         part, profile = self.cluster.stages[stage], self.line.profile

@@ -6,17 +6,18 @@ from contextlib import contextmanager
 import pytest
 from hypothesis import strategies as st
 
-from ravnest.config import Averaging, Optimizer, PlanConfig, Recompute, WireFormat
+from ravnest.config import Averaging, OptimizerKind, PlanConfig, Recompute, WireFormat
+from ravnest.ids import NodeId
 from ravnest.plan.assembly import stage_bytes
 from ravnest.plan.cost import LineCost
 from ravnest.plan.forecast import forecast
 from ravnest.plan.search import Search
-from ravnest.plan.types import ModelProfile, Node, NodeId, Plan, Swarm
+from ravnest.plan.types import ModelProfile, Node, Plan, Swarm
 
 MB = 1e6
 # A parameter byte costs two (weights and gradient), one per old version, and 2.5 when clusters average.
 SIMPLE = PlanConfig(
-    optimizer=Optimizer.SGD, predict_weights=False, recompute=Recompute.NEVER, overhead_bytes=0.0
+    optimizer=OptimizerKind.SGD, predict_weights=False, recompute=Recompute.NEVER, overhead_bytes=0.0
 )
 
 
@@ -79,7 +80,7 @@ def profiles(draw, least_parameters=1e6):
 
 configs = st.builds(
     PlanConfig,
-    optimizer=st.sampled_from(Optimizer),
+    optimizer=st.sampled_from(OptimizerKind),
     predict_weights=st.booleans(),
     max_lag=st.integers(1, 4),
     recompute=st.sampled_from(Recompute),
@@ -238,14 +239,14 @@ def slow_memory(stage, cluster, profile, config, is_averaged):
     copies = 2.0  # weights and gradient
     versions = math.ceil((stage.window - 1) / cluster.accumulate)
     copies += versions
-    if config.optimizer is Optimizer.MUON and config.predict_weights and versions:
+    if config.optimizer is OptimizerKind.MUON and config.predict_weights and versions:
         copies += 1
     if is_averaged:
         copies += 2 + config.deltas.ratio + (0 if config.deltas == "fp32" else 1)
     total = 0.0
     for k in range(stage.start, stage.stop):
         state = {"sgd": 0, "momentum": 1}.get(config.optimizer, 2) * profile.parameter_bytes[k]
-        if config.optimizer is Optimizer.MUON:
+        if config.optimizer is OptimizerKind.MUON:
             state -= profile.matrix_bytes[k]
         held = profile.saved_bytes[k] * (1 if stage.recompute else stage.window)
         total += copies * profile.parameter_bytes[k] + state + held

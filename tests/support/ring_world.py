@@ -4,8 +4,9 @@ from random import Random
 
 import numpy as np
 
-from ravnest.averaging.ring import RingReduce, Seat
-from ravnest.protocol import Refusal, RingPart
+from ravnest.averaging.ring import RingPosition, RingReduce
+from ravnest.protocol.averaging import RingPart
+from ravnest.protocol.messages import Refusal
 
 
 class Plain:
@@ -38,7 +39,7 @@ def make_ring(
 ) -> list[RingReduce]:
     size = len(vectors)
     return [
-        RingReduce(Seat(1, segment, position, size), Plain(vector, edges), weight, chunk_size)
+        RingReduce(RingPosition(1, segment, position, size), Plain(vector, edges), weight, chunk_size)
         for position, (vector, weight) in enumerate(zip(vectors, weights, strict=True))
     ]
 

@@ -10,22 +10,16 @@ from random import Random
 import numpy as np
 from support.ring_world import Plain
 
-from ravnest.averaging.ring import RingReduce, Seat
-from ravnest.averaging.round import Phase, Round, RoundDecision
-from ravnest.protocol import (
-    Refusal,
-    RingPart,
-    RoundAbort,
-    RoundCommit,
-    RoundQuery,
-    RoundReady,
-)
+from ravnest.averaging.ring import RingPosition, RingReduce
+from ravnest.averaging.round import Round, RoundDecision, RoundPhase
+from ravnest.protocol.averaging import RingPart, RoundAbort, RoundCommit, RoundQuery, RoundReady
+from ravnest.protocol.messages import Refusal
 
 HUB = "hub"
 ROUND = 5
 DEADLINE = 100.0
 LENGTH = 11
-FINAL = {Phase.COMMITTED, Phase.ABORTED}
+FINAL = {RoundPhase.COMMITTED, RoundPhase.ABORTED}
 
 
 @dataclass
@@ -75,7 +69,7 @@ class RoundWorld:
     def survivors(self) -> list[str]:
         return [name for name in self.members if name not in self.dead]
 
-    def phases(self, names) -> set[Phase]:
+    def phases(self, names) -> set[RoundPhase]:
         return {self.rounds[name].phase for name in names}
 
     def expected(self, segment: int) -> np.ndarray:
@@ -95,7 +89,7 @@ class RoundWorld:
         weight = self.weights[cluster_of(name)]
         rings = {
             segment: RingReduce(
-                Seat(ROUND, segment, ring.index(name), len(ring)),
+                RingPosition(ROUND, segment, ring.index(name), len(ring)),
                 Plain(self.vectors[segment, name]),
                 weight,
                 4,

@@ -4,9 +4,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from ravnest.config import PlanConfig
-from ravnest.plan.assembly import assemble
+from ravnest.ids import NodeId
+from ravnest.plan.assembly import assemble_plan
 from ravnest.plan.forecast import Forecast, forecast
-from ravnest.plan.types import Cluster, ModelProfile, Node, NodeId, Plan, Stage, Swarm
+from ravnest.plan.types import Cluster, ModelProfile, Node, Plan, Stage, Swarm
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ def sample(*sizes, spares=0, positions=40, config=None, names=None, **node_facts
             for j, (start, stop) in enumerate(pairwise(cuts))
         ]
         clusters.append(Cluster(tuple(stages), accumulate=size))
-    plan = assemble(tuple(clusters), profile, swarm, config, seed=7, epoch=3)
+    plan = assemble_plan(tuple(clusters), profile, swarm, config, seed=7, plan_id=3)
     return Sample(plan, forecast(plan, profile, swarm, config), profile, swarm, config)
 
 

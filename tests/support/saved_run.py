@@ -4,14 +4,13 @@ import msgspec
 import numpy as np
 from safetensors.numpy import save
 
-from ravnest.engine.sampler import LeaseBook
-from ravnest.job.checkpoints import Checkpoint
-from ravnest.job.manifest import Books, Fingerprint
+from ravnest.hub.coordinator.leases import LeaseBook
+from ravnest.requester.checkpoint_store import Checkpoint, Fingerprint, SavedLedger
 
 JOB = Fingerprint("toy", "ab" * 32, num_samples=20, batch_size=4, epochs=3, seed=7)
 
 
-def books_of(number: int, num_done: int = 6, num_back: int = 1, **changes: object) -> Books:
+def books_of(number: int, num_done: int = 6, num_back: int = 1, **changes: object) -> SavedLedger:
     """The books after so many leases were completed, and so many others given back."""
     book = LeaseBook(JOB.num_samples, 8, JOB.epochs, JOB.seed)
     leases = [book.lease(str(place < num_back)) for place in range(num_back + num_done)]
@@ -21,7 +20,7 @@ def books_of(number: int, num_done: int = 6, num_back: int = 1, **changes: objec
     book.release("True")
     counted = sum(book.num_counted(epoch) for epoch in range(JOB.epochs))
     history = [{"epoch": 1, "loss": 0.1 * number, "accuracy": None}]
-    plain = Books(number, JOB, counted, counted + 4, 5, 1, book.state(), history, 1.5e9)
+    plain = SavedLedger(number, JOB, counted, counted + 4, 5, 1, book.state(), history, 1.5e9)
     return msgspec.structs.replace(plain, **changes)
 
 

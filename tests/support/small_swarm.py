@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import ravnest as rv
-from ravnest.hub.news import EpochDone, News
-from ravnest.job.swarm import LOCAL_PLAN
+from ravnest.hub.coordinator.notices import EpochDone, Notice
 from ravnest.net.identity import Token, write_token
+from ravnest.requester.session import LOCAL_PLAN
 from tests.support.forked import Forked
 
 PLAN = replace(LOCAL_PLAN, overhead_bytes=0.0)  # so that memory is what the model needs, and no more
@@ -45,7 +45,7 @@ def make_job(epochs: int = 2, num_samples: int = NUM_SAMPLES, average_every: int
     )
 
 
-def check_books(told: Sequence[News], epochs: int = 2) -> None:
+def check_books(told: Sequence[Notice], epochs: int = 2) -> None:
     """Every sample of every epoch was trained once."""
     done = [(news.num_samples, news.num_dropped) for news in told if isinstance(news, EpochDone)]
     assert done == [(NUM_SAMPLES, 0)] * epochs

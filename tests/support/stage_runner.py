@@ -16,10 +16,10 @@ from support.model_zoo import FAMILIES, PITFALLS, Batch, Sample, copy_of, fields
 from torch import Tensor
 
 from ravnest.model.blueprint import PARAMETER, Blueprint, Program, ValueId
+from ravnest.model.blueprint_json import read_blueprint, write_blueprint
 from ravnest.model.capture import Captured, capture
-from ravnest.model.line import slice_blueprint
-from ravnest.model.reading import read_blueprint, write_blueprint
-from ravnest.model.rebuild import rebuild
+from ravnest.model.slicing import slice_blueprint
+from ravnest.model.stage_program import build_stage_program
 
 SEED = 123
 
@@ -63,7 +63,7 @@ class Host:
             entry.name: state[entry.name].detach().clone().requires_grad_(entry.is_trainable)
             for entry in self.blueprint.state
         }
-        self._rebuilt = rebuild(self.blueprint, **options)
+        self._rebuilt = build_stage_program(self.blueprint, **options)
         self._inputs: dict[ValueId, Tensor] = {}
         self._outputs: dict[ValueId, Tensor] = {}
         self._loss: Tensor | None = None

@@ -6,13 +6,16 @@ from contextlib import asynccontextmanager
 from random import SystemRandom
 from typing import Any, TypeVar
 
-from ravnest import wire
-from ravnest.exchange import VERSION, prove
+from ravnest.ids import NodeId
 from ravnest.net.identity import KeyPair, Token, new_keys, peer_of
-from ravnest.net.transport import Buffer, Delivery, Event, PeerId, PublicKey, Service
+from ravnest.net.transport import Delivery, PeerId, PublicKey, Service, TransportEvent
 from ravnest.net.zeromq import ZeroMqTransport
-from ravnest.plan.types import Node, NodeId
-from ravnest.protocol import Hello, Message
+from ravnest.plan.types import Node
+from ravnest.protocol import wire
+from ravnest.protocol.membership import Hello
+from ravnest.protocol.messages import Message
+from ravnest.protocol.tensors import Buffer
+from ravnest.transfer.blobs import PROTOCOL_VERSION, prove
 
 Kind = TypeVar("Kind")
 
@@ -38,7 +41,7 @@ class Stranger:
         await self.say_hello(name, **said)
 
     async def say_hello(
-        self, name: str, *, version: str = VERSION, addresses: Sequence[str] = (), **facts: Any
+        self, name: str, *, version: str = PROTOCOL_VERSION, addresses: Sequence[str] = (), **facts: Any
     ) -> None:
         proof = prove(self._token, self.keys.public)
         await self.send(Hello(version, proof, make_node(name, **facts), tuple(addresses)))
@@ -52,7 +55,7 @@ class Stranger:
     async def next_event(self, kind: type[Kind], seconds: float = 100.0) -> Kind:
         async with asyncio.timeout(seconds):
             while True:
-                event: Event = await self.transport.receive()
+                event: TransportEvent = await self.transport.receive()
                 if isinstance(event, kind):
                     return event
 

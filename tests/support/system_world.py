@@ -26,31 +26,34 @@ from torch import Tensor, nn
 from zmq.utils import z85
 
 import ravnest as rv
-from ravnest import wire
 from ravnest.config import PlanConfig
 from ravnest.errors import LinkError, RavnestError
-from ravnest.exchange import Blobs, Parcel
-from ravnest.hub.events import Event, Order, Received, SendFields, Tell
-from ravnest.hub.news import EpochDone, Evaluated, News, PlanFormed, WorkLost
-from ravnest.hub.server import Server
-from ravnest.job.owner import JobOwner
-from ravnest.job.preparing import Given, assemble_result
-from ravnest.job.preparing import prepare as prepare_job
-from ravnest.job.result import Result
-from ravnest.job.swarm import LOCAL_PLAN
+from ravnest.hub.coordinator.events import Action, Event, Notify, Received, SendFields
+from ravnest.hub.coordinator.notices import EpochDone, Evaluated, Notice, PlanFormed, WorkLost
+from ravnest.hub.service.server import Server
+from ravnest.ids import LeaseId, NodeId
 from ravnest.model.blueprint import Blueprint
-from ravnest.model.measure import count_flops
-from ravnest.model.preflight import Footprint, preflight
-from ravnest.model.reading import read_blueprint, write_blueprint
+from ravnest.model.blueprint_json import read_blueprint, write_blueprint
+from ravnest.model.dry_run import Footprint, dry_run
+from ravnest.model.profile import count_flops
 from ravnest.net.identity import SECRET_BYTES, KeyPair, Token, load_keys
 from ravnest.net.memory import MemoryNetwork, MemoryTransport, Wire, run_virtual
 from ravnest.net.transport import PeerId
 from ravnest.peer.agent import Agent, Offer
-from ravnest.peer.compute import Bench, Delivered, Item
-from ravnest.peer.host import Host, Limits
-from ravnest.plan.cluster import form_plan
-from ravnest.plan.types import Node, NodeId, Plan
-from ravnest.protocol import LeaseDone, LeaseId, Message, Refusal, RoundCommit
+from ravnest.peer.compute import ComputeLoop, Delivered, Item
+from ravnest.peer.stage_host import ProviderLimits, StageHost
+from ravnest.plan.formation import form_plan
+from ravnest.plan.types import Node, Plan
+from ravnest.protocol import wire
+from ravnest.protocol.averaging import RoundCommit
+from ravnest.protocol.messages import Message, Refusal
+from ravnest.protocol.training import LeaseDone
+from ravnest.requester.owner import JobOwner
+from ravnest.requester.prepare import PreparedJob, assemble_result
+from ravnest.requester.prepare import prepare as prepare_job
+from ravnest.requester.result import Result
+from ravnest.requester.session import LOCAL_PLAN
+from ravnest.transfer.blobs import Blobs, Outgoing
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +99,7 @@ class Post(MemoryTransport):
 class InlineCompute:
     """Where the host of a peer lives on virtual time: one piece of work a turn, and it takes its time."""
 
-    def __init__(self, watch: Callable[[Item], None], note: Callable[[Item, Host], None]) -> None:
+    def __init__(self, watch: Callable[[Item], None], note: Callable[[Item, StageHost], None]) -> None:
         self._watch, self._note = watch, note
         self._frozen_until = 0.0
         self._items: deque[Item] = deque()
@@ -107,14 +110,14 @@ class InlineCompute:
 
     async def run(
         self,
-        limits: Limits,
+        limits: ProviderLimits,
         blobs: Blobs,
-        emit: Callable[[Parcel], None],
+        emit: Callable[[Outgoing], None],
         fail: Callable[[RavnestError], None],
     ) -> None:
         """See peer.compute.Compute."""
         self._loop = asyncio.get_running_loop()
-        self._bench = Bench(Host(limits, self._clock, self._spend), blobs)
+        self._bench = ComputeLoop(StageHost(limits, self._clock, self._spend), blobs)
         self._emit, self._fail = emit, fail
         self._turn_at(self._loop.time())
         await self._closed.wait()
@@ -178,12 +181,12 @@ class InlineCompute:
         self._send(work or ())
         return work is None
 
-    def _send(self, parcels: Iterable[Parcel]) -> None:
+    def _send(self, parcels: Iterable[Outgoing]) -> None:
         """Let each parcel leave at the time it is ready."""
         for parcel in parcels:
             self._loop.call_at(self._clock(), self._leave, parcel)
 
-    def _leave(self, parcel: Parcel) -> None:
+    def _leave(self, parcel: Outgoing) -> None:
         if not self._closed.is_set():
             self._emit(parcel)
 
@@ -201,13 +204,13 @@ class Ended:
     """What became of a run: a result, or the reason it waits; news with their virtual times."""
 
     result: Result | None
-    told: tuple[tuple[float, News], ...]
+    told: tuple[tuple[float, Notice], ...]
     seconds: float
     counts: Counter[int]  # how often each sample was trained
     alive: tuple[NodeId, ...]
 
     @property
-    def news(self) -> list[News]:
+    def news(self) -> list[Notice]:
         """What people were told."""
         return [news for _, news in self.told]
 
@@ -238,7 +241,7 @@ class Ledger:
         self.counts: Counter[int] = Counter()
         self._leases: dict[LeaseId, list[int]] = {}
 
-    def note(self, event: Event, orders: Iterable[Order]) -> None:
+    def note(self, event: Event, orders: Iterable[Action]) -> None:
         """Look at what happened to the hub and what it ordered."""
         match event:
             case Received(_, LeaseDone(lease=lease)) if not any(isinstance(each, Refusal) for each in orders):
@@ -247,7 +250,7 @@ class Ledger:
             match order:
                 case SendFields(lease=lease, is_evaluation=False, samples=samples):
                     self._leases[lease] = [sample for batch in samples for sample in batch]
-                case Tell(WorkLost()):
+                case Notify(WorkLost()):
                     self.counts.clear()
 
 
@@ -257,12 +260,12 @@ class Anchors:
     def __init__(self) -> None:
         self.held: dict[tuple[int, int], dict[NodeId, str]] = {}  # by round and segment
 
-    def note(self, name: NodeId, item: Item, host: Host) -> None:
+    def note(self, name: NodeId, item: Item, host: StageHost) -> None:
         """Look at a host that has just heard of a commit."""
         averager = host._averager
         if averager is None or not isinstance(item, Delivered) or not isinstance(item.message, RoundCommit):
             return
-        if averager._base != item.message.round_id:
+        if averager._anchor_round != item.message.round_id:
             return
         for segment, anchored in averager._segments.items():
             digest = sha256(anchored._anchor.numpy().tobytes()).hexdigest()
@@ -271,7 +274,7 @@ class Anchors:
 
 Watch = Callable[["World", NodeId, Item], None]
 Leaving = Callable[["World", NodeId, NodeId, Message], Sequence[float]]
-Hear = Callable[["World", News], None]
+Hear = Callable[["World", Notice], None]
 
 
 @dataclass
@@ -296,7 +299,7 @@ class World:
         self.network = MemoryNetwork(self.wire)
         self.random = Random(self.seed)
         self.ledger, self.anchors = Ledger(), Anchors()
-        self._told: list[tuple[float, News]] = []
+        self._told: list[tuple[float, Notice]] = []
         self._bugs: list[Exception] = []
         self._keys: dict[NodeId, KeyPair] = {}
         self._names: dict[PeerId, NodeId] = {}
@@ -305,9 +308,9 @@ class World:
 
     def run(self) -> Ended:
         """Train the job to its end, or until the limit."""
-        quickly = patch.multiple("ravnest.plan.cluster", _BUDGET=40, _QUICK_BUDGET=10)  # enough for six
-        once = patch.multiple("ravnest.peer.host", preflight=_preflight, count_flops=_count_flops)
-        with quickly, once, patch("ravnest.hub.microbatches.form_plan", self.form_plan):
+        quickly = patch.multiple("ravnest.plan.formation", _BUDGET=40, _QUICK_BUDGET=10)  # enough for six
+        once = patch.multiple("ravnest.peer.stage_host", dry_run=_preflight, count_flops=_count_flops)
+        with quickly, once, patch("ravnest.hub.coordinator.planner.form_plan", self.form_plan):
             result = run_virtual(self._run())
         if self._bugs:
             raise self._bugs[0]
@@ -367,7 +370,7 @@ class World:
         self._names[keys.peer] = name
         return keys
 
-    def _tell(self, news: News) -> None:
+    def _tell(self, news: Notice) -> None:
         self._told.append((self.now, news))
         here = set(self._server._door.names.values())
         assert self._server._outboxes.keys() <= here, "nothing is left of who has gone"
@@ -398,7 +401,7 @@ class World:
     async def _live(self, name: NodeId, keys: KeyPair, pc: Pc) -> None:
         node = Node(name, pc.memory_bytes, pc.speed * SPEED, 1e9, 1e9, self.wire.delay_seconds / 2)
         # Preflight frees nothing and sees a whole batch, so it asks for more memory than the plan does.
-        limits = Limits(16 * pc.memory_bytes, emulated_flops_per_second=pc.speed * SPEED)
+        limits = ProviderLimits(16 * pc.memory_bytes, emulated_flops_per_second=pc.speed * SPEED)
         offer = Offer(node, limits, (name,))
         compute = self._computes[name] = InlineCompute(
             lambda item: self.watch(self, name, item), partial(self.anchors.note, name)
@@ -434,7 +437,7 @@ def _count_flops(blueprint: Blueprint, batch_size: int) -> tuple[float, float, f
 # Every world builds the same few stages again and again, and these two take longest of it.
 @cache
 def _preflight_once(content: bytes, batch_size: int, **limits: float) -> Footprint:
-    return preflight(read_blueprint(content), batch_size, **limits)
+    return dry_run(read_blueprint(content), batch_size, **limits)
 
 
 @cache
@@ -443,11 +446,11 @@ def _count_flops_once(content: bytes, batch_size: int) -> tuple[float, float, fl
 
 
 @cache
-def _prepare_once(job: rv.Job, plan: PlanConfig) -> Given:
+def _prepare_once(job: rv.Job, plan: PlanConfig) -> PreparedJob:
     return prepare_job(job, plan, 0, SETTLE_SECONDS)
 
 
-def prepare(job: rv.Job, plan: PlanConfig) -> Given:
+def prepare(job: rv.Job, plan: PlanConfig) -> PreparedJob:
     """Capture and measure a job, once for all worlds; each has an owner of its own."""
     given = _prepare_once(job, plan)
     owner = JobOwner(job, given.captured, given.owner._training, given.owner.fingerprint)

@@ -10,36 +10,25 @@ from itertools import pairwise
 
 from torch import Tensor
 
-from ravnest import wire
-from ravnest.codec import describe, encode
+from ravnest.codec import describe, encode_tensor
 from ravnest.config import WireFormat
 from ravnest.engine.optimizers import OptimizerSettings
-from ravnest.engine.training import Training, write_training
-from ravnest.exchange import HUB, Parcel, name_blob
+from ravnest.engine.train_config import TrainConfig, write_train_config
+from ravnest.ids import HUB, LeaseId, MicrobatchId, NodeId, RoundId, SegmentId
+from ravnest.model.blueprint_json import write_blueprint
 from ravnest.model.capture import Captured
-from ravnest.model.flat import to_safetensors
-from ravnest.model.line import slice_blueprint
-from ravnest.model.reading import write_blueprint
+from ravnest.model.slicing import slice_blueprint
+from ravnest.model.state_dict import to_safetensors
 from ravnest.net.transport import Service
-from ravnest.peer.host import Host, Limits
-from ravnest.plan.rings import form_rings
-from ravnest.plan.types import Cluster, Node, NodeId, Stage
-from ravnest.protocol import (
-    BatchId,
-    FieldParts,
-    LeaseDone,
-    LeaseGrant,
-    LeaseId,
-    Message,
-    Refusal,
-    RoundCommit,
-    RoundId,
-    RoundOpen,
-    RoundReady,
-    SegmentId,
-    StepReport,
-)
-from ravnest.staging import PlanOrder, Source, StageParts
+from ravnest.peer.stage_host import ProviderLimits, StageHost
+from ravnest.plan.assembly import form_rings
+from ravnest.plan.types import Cluster, Node, Stage
+from ravnest.protocol import wire
+from ravnest.protocol.averaging import RoundCommit, RoundOpen, RoundReady
+from ravnest.protocol.messages import Message, Refusal
+from ravnest.protocol.placement import PlanOrder, Source, StageParts
+from ravnest.protocol.training import FieldParts, LeaseDone, LeaseGrant, StepReport
+from ravnest.transfer.blobs import Outgoing, name_blob
 
 EPOCH = 3
 PLAN = 7
@@ -66,10 +55,10 @@ class TiedWorld:
         self.last_committed = RoundId(0)
         self.before: Callable[[NodeId, Message], None] = lambda *_: None
         self.queues: dict[tuple, deque] = {}
-        self.epoch, self.plan = EPOCH, PLAN
+        self.build_id, self.plan = EPOCH, PLAN
         self.window, self.accumulate = window, accumulate
-        self.hosts: dict[NodeId, Host] = {}
-        self.training = Training(settings, batch_size=4, **averaging)
+        self.hosts: dict[NodeId, StageHost] = {}
+        self.training = TrainConfig(settings, batch_size=4, **averaging)
         self.arrange(cuts)
         for name in self.random.sample(sorted(self.stages), len(self.stages)):
             self.build(name)
@@ -92,7 +81,9 @@ class TiedWorld:
         self.stages = {stage.node: stage for cluster in clusters for stage in cluster.stages}
         nodes = {name: Node(name, 1e9, 1e9, 1e9, 1e9) for name in self.stages}
         self.rings = tuple((SegmentId(k), ring) for k, ring in enumerate(form_rings(clusters, nodes)))
-        self.hosts = {name: self.hosts.get(name) or Host(Limits(1e9), lambda: 0.0) for name in nodes}
+        self.hosts = {
+            name: self.hosts.get(name) or StageHost(ProviderLimits(1e9), lambda: 0.0) for name in nodes
+        }
 
     def blueprint(self, name: NodeId):
         stage = self.stages[name]
@@ -102,7 +93,7 @@ class TiedWorld:
         """Return a node's part of the plan."""
         pipeline = next(cluster for cluster in self.clusters if name in cluster)
         own = self.rings_of(name)
-        return PlanOrder(self.epoch, self.plan, 0, self.stages[name], pipeline, own, (), self.accumulate)
+        return PlanOrder(self.build_id, self.plan, 0, self.stages[name], pipeline, own, (), self.accumulate)
 
     def rings_of(self, name: NodeId):
         return tuple(pair for pair in self.rings if name in pair[1].owners)
@@ -122,28 +113,30 @@ class TiedWorld:
         """Return what a stage is built from."""
         blueprint = self.blueprint(name)
         trained = frozenset(entry.name for entry in blueprint.state if entry.is_trainable)
-        content = write_training(self.training, trained) + b"\n" + write_blueprint(blueprint)
+        content = write_train_config(self.training, trained) + b"\n" + write_blueprint(blueprint)
         if sources is None:
             sources = [(HUB, to_safetensors(self.captured.state, blueprint))]
         named = tuple(Source(node, name_blob(given)) for node, given in sources)
-        parts = StageParts(self.epoch, version, name_blob(content), named, keeps, base)
+        parts = StageParts(self.build_id, version, name_blob(content), named, keeps, base)
         return self.order(name), parts, content, tuple(given for _, given in sources)
 
     def lease(self, batches: Sequence[dict[str, Tensor]], first: int, cluster: int = 0, is_evaluation=False):
         """Grant a lease to a cluster and send its stages the fields they consume."""
         sizes = tuple(len(next(iter(batch.values()))) for batch in batches)
         root, *_ = self.clusters[cluster]
-        grant = LeaseGrant(self.epoch, LeaseId(first), is_evaluation, BatchId(first), sizes)
-        self.post(HUB, Parcel(root, grant))
+        grant = LeaseGrant(self.build_id, LeaseId(first), is_evaluation, MicrobatchId(first), sizes)
+        self.post(HUB, Outgoing(root, grant))
         for number, batch in enumerate(batches, first):
             for name in self.clusters[cluster]:
                 blueprint = self.blueprint(name)
                 program = blueprint.evaluate if is_evaluation else blueprint.train
                 names = [field for _, field in program.fields]
                 specs = tuple((field, describe(batch[field], WireFormat.FP32)) for field in names)
-                buffers = tuple(encode(batch[field], WireFormat.FP32) for field in names)
+                buffers = tuple(encode_tensor(batch[field], WireFormat.FP32) for field in names)
                 if names:
-                    self.post(HUB, Parcel(name, FieldParts(self.epoch, BatchId(number), specs), buffers))
+                    self.post(
+                        HUB, Outgoing(name, FieldParts(self.build_id, MicrobatchId(number), specs), buffers)
+                    )
 
     def open_round(
         self,
@@ -158,11 +151,11 @@ class TiedWorld:
         self.members = [name for name in self.hosts if name not in left_out]
         base = RoundId(self.last_committed if base is None else base)
         for name in self.members:
-            facts = (self.epoch, RoundId(number), 1e9, is_blocking, is_blocking, left_out)
+            facts = (self.build_id, RoundId(number), 1e9, is_blocking, is_blocking, left_out)
             order = RoundOpen(*facts, base, name in anchors, least_chunk)
-            self.post(HUB, Parcel(name, order))
+            self.post(HUB, Outgoing(name, order))
 
-    def post(self, sender: NodeId, parcel: Parcel) -> None:
+    def post(self, sender: NodeId, parcel: Outgoing) -> None:
         """Send a parcel as the network would: as a header and bytes."""
         buffers = tuple(bytearray(buffer) for buffer in parcel.buffers)
         message = wire.unpack(wire.pack(parcel.message, buffers), buffers)
@@ -178,7 +171,7 @@ class TiedWorld:
             if votes == len(self.members):
                 self.last_committed = message.round_id
                 for name in self.members:
-                    self.post(HUB, Parcel(name, RoundCommit(message.round_id)))
+                    self.post(HUB, Outgoing(name, RoundCommit(message.round_id)))
 
     def run(self, num_steps: float = float("inf")) -> None:
         """Deliver and work in random order until nothing is left to do."""
@@ -210,7 +203,7 @@ class TiedWorld:
     def losses(self) -> list[float]:
         """Return the losses that leaves reported, by batch."""
         reports = [each for _, each in self.at_hub if isinstance(each, StepReport) and each.loss is not None]
-        return [report.loss for report in sorted(reports, key=lambda report: report.batch)]
+        return [report.loss for report in sorted(reports, key=lambda report: report.microbatch)]
 
     def num_trained(self) -> int:
         return sum(each.num_samples for _, each in self.at_hub if isinstance(each, LeaseDone))

@@ -7,19 +7,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ravnest import wire
 from ravnest.engine.optimizers import Group, OptimizerSettings, Sgd
 from ravnest.engine.schedule import StageSchedule
-from ravnest.engine.stage import Stage
+from ravnest.engine.stage import StageEngine
 from ravnest.engine.staleness import StalenessPolicy
-from ravnest.exchange import HUB, Parcel
+from ravnest.ids import HUB, NodeId
 from ravnest.model.blueprint import Blueprint
 from ravnest.model.capture import Captured, capture
 from ravnest.peer.pacing import Device
-from ravnest.peer.place import Place
+from ravnest.peer.stage_position import StagePosition
 from ravnest.peer.worker import Worker
-from ravnest.plan.types import NodeId
-from ravnest.protocol import Message, Pace, StepReport
+from ravnest.protocol import wire
+from ravnest.protocol.messages import Message
+from ravnest.protocol.training import Pace, StepReport
+from ravnest.transfer.blobs import Outgoing
 from tests.support.worker_world import ClusterWorld
 
 NUM_SAMPLES = 2
@@ -45,7 +46,7 @@ class TimedWorld(ClusterWorld):
         super().__post_init__()
 
     def make_worker(
-        self, place: Place, blueprint: Blueprint, stage: Stage, schedule: StageSchedule
+        self, place: StagePosition, blueprint: Blueprint, stage: StageEngine, schedule: StageSchedule
     ) -> Worker:
         """Return a worker with a clock of its own, which its device moves."""
         node = place.node
@@ -67,7 +68,7 @@ class TimedWorld(ClusterWorld):
         worker._time._complete = note
         return worker
 
-    def post(self, parcel: Parcel) -> None:
+    def post(self, parcel: Outgoing) -> None:
         """Send a parcel: it arrives after the delay, with who sent it."""
         buffers = tuple(bytearray(buffer) for buffer in parcel.buffers)
         message = wire.unpack(wire.pack(parcel.message, buffers), buffers)

@@ -8,23 +8,25 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ravnest import wire
-from ravnest.codec import describe, encode
+from ravnest.codec import describe, encode_tensor
 from ravnest.config import WireFormat
 from ravnest.engine.optimizers import OptimizerSettings
 from ravnest.engine.schedule import StageSchedule
-from ravnest.engine.stage import Snapshot, Stage
-from ravnest.exchange import HUB, Parcel
+from ravnest.engine.stage import StageEngine
+from ravnest.engine.weight_versions import Snapshot
+from ravnest.ids import HUB, LeaseId, MicrobatchId, NodeId
 from ravnest.model.blueprint import Blueprint
+from ravnest.model.blueprint_json import read_blueprint, write_blueprint
 from ravnest.model.capture import Captured
-from ravnest.model.line import slice_blueprint
-from ravnest.model.reading import read_blueprint, write_blueprint
-from ravnest.model.rebuild import rebuild
+from ravnest.model.slicing import slice_blueprint
+from ravnest.model.stage_program import build_stage_program
 from ravnest.peer.pacing import Device
-from ravnest.peer.place import Place, find_roles
+from ravnest.peer.stage_position import StagePosition, find_roles
 from ravnest.peer.worker import Worker
-from ravnest.plan.types import NodeId
-from ravnest.protocol import BatchId, FieldParts, LeaseDone, LeaseGrant, LeaseId, Message, StepReport
+from ravnest.protocol import wire
+from ravnest.protocol.messages import Message
+from ravnest.protocol.training import FieldParts, LeaseDone, LeaseGrant, StepReport
+from ravnest.transfer.blobs import Outgoing
 
 
 @dataclass
@@ -54,14 +56,16 @@ class ClusterWorld:
             state = {
                 entry.name: self.captured.state[entry.name].detach().clone() for entry in blueprint.state
             }
-            stage = Stage(rebuild(blueprint), Snapshot(0, state, {}), find_roles(blueprint), self.settings)
-            place = Place(1, self.seed, node, self.nodes, self.wire_format, self.wire_format)
+            stage = StageEngine(
+                build_stage_program(blueprint), Snapshot(0, state, {}), find_roles(blueprint), self.settings
+            )
+            place = StagePosition(1, self.seed, node, self.nodes, self.wire_format, self.wire_format)
             schedule = StageSchedule(self.window, self.accumulate, self.synchronous)
             self.workers[node] = self.make_worker(place, blueprint, stage, schedule)
         self._random = random.Random(self.seed)
 
     def make_worker(
-        self, place: Place, blueprint: Blueprint, stage: Stage, schedule: StageSchedule
+        self, place: StagePosition, blueprint: Blueprint, stage: StageEngine, schedule: StageSchedule
     ) -> Worker:
         """Return a worker for which no time passes."""
         rate = self.settings.learning_rate
@@ -72,8 +76,8 @@ class ClusterWorld:
     ) -> None:
         """Grant a lease of these batches and send every stage the fields it consumes."""
         sizes = tuple(len(next(iter(batch.values()))) for batch in batches)
-        grant = LeaseGrant(1, LeaseId(first), is_evaluation, BatchId(first), sizes)
-        self.post(Parcel(self.nodes[0], grant))
+        grant = LeaseGrant(1, LeaseId(first), is_evaluation, MicrobatchId(first), sizes)
+        self.post(Outgoing(self.nodes[0], grant))
         for number, batch in enumerate(batches, first):
             for node, worker in self.workers.items():
                 blueprint = worker._blueprint
@@ -81,10 +85,10 @@ class ClusterWorld:
                 names = [name for _, name in program.fields]
                 if names:
                     specs = tuple((name, describe(batch[name], WireFormat.FP32)) for name in names)
-                    buffers = tuple(encode(batch[name], WireFormat.FP32) for name in names)
-                    self.post(Parcel(node, FieldParts(1, BatchId(number), specs), buffers))
+                    buffers = tuple(encode_tensor(batch[name], WireFormat.FP32) for name in names)
+                    self.post(Outgoing(node, FieldParts(1, MicrobatchId(number), specs), buffers))
 
-    def post(self, parcel: Parcel) -> None:
+    def post(self, parcel: Outgoing) -> None:
         """Send a parcel as the network would: as a header and bytes."""
         buffers = tuple(bytearray(buffer) for buffer in parcel.buffers)
         message = wire.unpack(wire.pack(parcel.message, buffers), buffers)
@@ -114,7 +118,7 @@ class ClusterWorld:
     def losses(self) -> list[float]:
         """Return the losses the leaf reported, by batch."""
         reports = [m for m in self.at_hub if isinstance(m, StepReport) and m.loss is not None]
-        return [report.loss for report in sorted(reports, key=lambda report: report.batch)]
+        return [report.loss for report in sorted(reports, key=lambda report: report.microbatch)]
 
     def leases_done(self) -> list[LeaseDone]:
         return [message for message in self.at_hub if isinstance(message, LeaseDone)]

@@ -11,10 +11,12 @@ from functools import partial
 import pytest
 
 from ravnest.config import Averaging
-from ravnest.hub.news import EpochDone, Left, RoundEnded
-from ravnest.plan.rings import form_rings
-from ravnest.plan.types import Cluster, ModelProfile, NodeId, Plan, Stage, Swarm, cluster_name
-from ravnest.protocol import Message, RingPart, RoundCommit, RoundOpen, RoundReady
+from ravnest.hub.coordinator.notices import EpochDone, Left, RoundEnded
+from ravnest.ids import NodeId
+from ravnest.plan.assembly import form_rings
+from ravnest.plan.types import Cluster, ModelProfile, Plan, Stage, Swarm, cluster_name
+from ravnest.protocol.averaging import RingPart, RoundCommit, RoundOpen, RoundReady
+from ravnest.protocol.messages import Message
 from tests.support.system_world import PLAN, Ended, Pc, World, make_job
 
 pytestmark = pytest.mark.timeout(120)  # a busy PC must not fail them

@@ -17,10 +17,9 @@ import torch
 from safetensors.torch import load, save
 
 import ravnest as rv
-from ravnest.blobs import Fact
 from ravnest.config import Averaging
-from ravnest.engine.sampler import permute
-from ravnest.hub.news import (
+from ravnest.hub.coordinator.leases import permute
+from ravnest.hub.coordinator.notices import (
     ClusterBroken,
     ClusterDissolved,
     ClusterStarted,
@@ -28,19 +27,21 @@ from ravnest.hub.news import (
     Evaluated,
     Left,
     Measured,
-    News,
+    Notice,
     PlanFormed,
     RoundEnded,
     Waiting,
     WorkLost,
 )
-from ravnest.hub.server import GRACE_SECONDS
+from ravnest.hub.service.server import GRACE_SECONDS
+from ravnest.ids import NodeId
 from ravnest.net.memory import Wire
 from ravnest.peer.agent import Offer
 from ravnest.peer.compute import Build, Delivered, Item
-from ravnest.plan.types import NodeId
-from ravnest.protocol import Activation, LeaseGrant, RingPart, RoundCommit, RoundOpen
-from ravnest.staging import SnapshotOrder
+from ravnest.protocol.averaging import RingPart, RoundCommit, RoundOpen
+from ravnest.protocol.membership import Fact
+from ravnest.protocol.placement import SnapshotOrder
+from ravnest.protocol.training import Activation, LeaseGrant
 from tests.support.system_world import (
     GOLDEN,
     NUM_VALIDATION,
@@ -216,7 +217,7 @@ def test_a_peer_that_dies_costs_its_cluster_not_the_job(moment: str, seed: int) 
 
 
 def test_what_was_averaged_survives_a_death() -> None:
-    def hear(world: World, news: News) -> None:
+    def hear(world: World, news: Notice) -> None:
         if isinstance(news, RoundEnded) and news.round_id == 3:
             world.kill(started[-1].nodes[-1])
         if isinstance(news, ClusterStarted):
@@ -234,7 +235,7 @@ def test_what_was_averaged_survives_a_death() -> None:
 
 
 def test_when_nobody_can_hold_the_model_it_waits_and_says_so_until_somebody_can() -> None:
-    def hear(world: World, news: News) -> None:
+    def hear(world: World, news: Notice) -> None:
         if isinstance(news, EpochDone) and not killed:
             killed.append(world.alive[0])
             world.kill(world.alive[0])
@@ -255,7 +256,7 @@ def test_when_nobody_can_hold_the_model_it_waits_and_says_so_until_somebody_can(
 @pytest.mark.parametrize("seconds", [0.0, 1.0, 2.5])
 @pytest.mark.parametrize("name", ["node2", "node5"])
 def test_an_outage_within_the_grace_loses_nothing(name: str, seconds: float) -> None:
-    def hear(world: World, news: News) -> None:
+    def hear(world: World, news: Notice) -> None:
         if isinstance(news, EpochDone) and news.epoch == 1:
             world.isolate(NodeId(name), seconds)
 
@@ -270,7 +271,7 @@ def test_an_outage_within_the_grace_loses_nothing(name: str, seconds: float) -> 
 
 @pytest.mark.parametrize("averaging", Averaging)
 def test_a_slow_peer_holds_others_back_no_longer_than_a_rounds_deadline(averaging: Averaging) -> None:
-    def hear(world: World, news: News) -> None:
+    def hear(world: World, news: Notice) -> None:
         if isinstance(news, ClusterStarted) and not healthy:  # the first to start; it is the others' turn
             healthy.extend(news.nodes)
         elif isinstance(news, ClusterStarted):
@@ -304,7 +305,7 @@ def cut_link(world: World, one: NodeId, other: NodeId) -> None:
 
 @pytest.mark.parametrize("num_spare", [0, 1])
 def test_two_neighbours_without_a_link_cost_one_of_them_not_the_job(num_spare: int) -> None:
-    def hear(world: World, news: News) -> None:
+    def hear(world: World, news: Notice) -> None:
         if isinstance(news, PlanFormed) and not pair:
             pair.extend(stage.node for stage in news.plan.clusters[0].stages[:2])
             cut_link(world, pair[0], pair[1])
@@ -330,7 +331,7 @@ def test_two_neighbours_without_a_link_cost_one_of_them_not_the_job(num_spare: i
 
 
 def test_clusters_without_a_link_between_them_train_on_each_by_itself() -> None:
-    def hear(world: World, news: News) -> None:
+    def hear(world: World, news: Notice) -> None:
         if isinstance(news, PlanFormed):
             sides = [[stage.node for stage in cluster.stages] for cluster in news.plan.clusters]
             for one, other in itertools.product(*sides):
@@ -388,7 +389,7 @@ def test_whoever_comes_and_goes_the_job_ends_or_says_what_it_waits_for(seed: int
     pcs = [random.choice((TINY_SMALL, TINY_LARGE)) for _ in range(random.randint(2, 6))]
     begun: list[World] = []
 
-    def hear(world: World, _: News) -> None:
+    def hear(world: World, _: Notice) -> None:
         if not begun:
             begun.append(world)
             random_deeds(world, random)

@@ -7,34 +7,21 @@ from random import Random
 
 import pytest
 
-from ravnest import wire
-from ravnest.blobs import BlobPart, BlobRequest
 from ravnest.errors import LinkError, NotAdmitted
-from ravnest.exchange import HUB, Blobs, Parcel, name_blob
+from ravnest.ids import HUB, LeaseId, MicrobatchId, NodeId, SegmentId
 from ravnest.net.identity import Token, new_keys
 from ravnest.net.memory import MemoryNetwork, MemoryTransport, run_virtual
 from ravnest.net.transport import Delivery, Service
-from ravnest.net.transport import Limits as LinkLimits
+from ravnest.net.transport import TransportLimits as LinkLimits
 from ravnest.peer.agent import HANDOVER_SECONDS, Agent, Offer
 from ravnest.peer.compute import Aside, Build, Item
-from ravnest.peer.host import Limits
-from ravnest.plan.types import Node, NodeId, Ring, Stage
-from ravnest.protocol import (
-    Activation,
-    BatchId,
-    DroppedBatch,
-    Hello,
-    LeaseDone,
-    LeaseId,
-    Leave,
-    Message,
-    Refused,
-    SegmentId,
-    StepReport,
-    Stop,
-    Welcome,
-)
-from ravnest.staging import (
+from ravnest.peer.stage_host import ProviderLimits
+from ravnest.plan.types import Node, Ring, Stage
+from ravnest.protocol import wire
+from ravnest.protocol.blobs import BlobPart, BlobRequest
+from ravnest.protocol.membership import Hello, Leave, Refused, Stop, Welcome
+from ravnest.protocol.messages import Message
+from ravnest.protocol.placement import (
     BackupKept,
     BackupOrder,
     Contact,
@@ -46,11 +33,13 @@ from ravnest.staging import (
     StageParts,
     StageReady,
 )
+from ravnest.protocol.training import Activation, DroppedMicrobatch, LeaseDone, StepReport
+from ravnest.transfer.blobs import Blobs, Outgoing, name_blob
 
 ME, OTHER = NodeId("me"), NodeId("other")
 BLUEPRINT, WEIGHTS, MINE = b"blueprint", b"weights" * 400_000, b"mine"
 STAGE = Stage(ME, 0, 4, 1)
-REPORT = StepReport(1, BatchId(0), 0, 0, 1, 0.0, 0.0, 0.0, 0.0, 0.5, ())
+REPORT = StepReport(1, MicrobatchId(0), 0, 0, 1, 0.0, 0.0, 0.0, 0.0, 0.5, ())
 
 
 class Noted:
@@ -145,10 +134,10 @@ def play(
             )
             node = Node(ME, 1e9, 1e9, 1e9, 1e9)
             token = Token((HUB,), keys[HUB].public, bytes(16))
-            offer = Offer(node, Limits(1e9), (ME,), patience_seconds=1000.0)
+            offer = Offer(node, ProviderLimits(1e9), (ME,), patience_seconds=1000.0)
             agent = Agent(token, keys[ME], offer, scene.compute)
             running = asyncio.create_task(agent.run(transport))
-            assert (await scene.hear(Hello)).epoch == 0
+            assert (await scene.hear(Hello)).build_id == 0
             await scene.say(Welcome(ME, 1.0))
             await scene.say(scene.order(1))
             await script(scene, agent, running)
@@ -195,7 +184,7 @@ def test_a_source_that_gives_nothing_is_named_and_the_peer_stays(fault: str) -> 
             else:
                 await scene.say(BlobPart(request.blob, 0, 4), OTHER, (b"evil",))
         missing = await scene.hear(StageMissing)
-        assert (missing.epoch, missing.node) == (1, source[0])
+        assert (missing.build_id, missing.node) == (1, source[0])
         scene.blobs[OTHER].keep(b"good")
         await scene.say(scene.parts(1, (OTHER, b"good")))
         await scene.settle()
@@ -243,11 +232,11 @@ def test_a_newer_plan_ends_what_is_fetched_and_what_comes_late_of_it_is_refused(
         await scene.say(scene.parts(1, (HUB, b"old")))  # of the plan before
         await scene.settle()
         assert not scene.compute.of(Build)
-        assert [order.epoch for order in scene.compute.of(PlanOrder)] == [1, 2]
+        assert [order.build_id for order in scene.compute.of(PlanOrder)] == [1, 2]
         scene.blobs[OTHER].keep(b"late")
         await scene.say(scene.parts(2, (OTHER, b"late")))
         await scene.settle()
-        assert [build.order.epoch for build in scene.compute.of(Build)] == [2]
+        assert [build.order.build_id for build in scene.compute.of(Build)] == [2]
 
     assert play(script) == "over"
 
@@ -270,8 +259,8 @@ def test_other_rings_cut_no_link_and_a_stage_under_way_is_built_for_them() -> No
         await scene.settle()
         assert agent._transport._neighbours[scene.keys[OTHER].peer].connection is link
         (build,) = scene.compute.of(Build)
-        assert (build.order.epoch, build.order.plan, build.order.rings) == (1, 8, rings)
-        assert [order.plan for order in scene.compute.of(RingOrder)] == [8]
+        assert (build.order.build_id, build.order.plan_id, build.order.rings) == (1, 8, rings)
+        assert [order.plan_id for order in scene.compute.of(RingOrder)] == [8]
         await scene.say(RingOrder(1, 9, (), ()))
         await asyncio.sleep(0.5)
         assert scene.keys[OTHER].peer not in agent._transport._neighbours
@@ -326,10 +315,10 @@ def test_parcels_wait_for_a_hub_that_comes_back() -> None:
         scene.network.partition([scene.keys[HUB].peer])
         await asyncio.sleep(5.0)
         for number in range(3):
-            scene.compute.emit(Parcel(HUB, LeaseDone(1, LeaseId(number), 4)))
+            scene.compute.emit(Outgoing(HUB, LeaseDone(1, LeaseId(number), 4)))
         for _ in range(3000):
-            scene.compute.emit(Parcel(HUB, REPORT))
-        scene.compute.emit(Parcel(HUB, StageReady(1)))
+            scene.compute.emit(Outgoing(HUB, REPORT))
+        scene.compute.emit(Outgoing(HUB, StageReady(1)))
         await asyncio.sleep(10.0)
         scene.network.partition()
         done = [(await scene.hear(LeaseDone)).lease for _ in range(3)]
@@ -344,31 +333,31 @@ def test_more_than_a_link_holds_waits_for_the_hub_longer_than_a_link_would() -> 
         scene.network.partition([scene.keys[HUB].peer])
         await asyncio.sleep(5.0)
         for number in range(100):
-            scene.compute.emit(Parcel(HUB, DroppedBatch(1, BatchId(number), "x" * 290)))
+            scene.compute.emit(Outgoing(HUB, DroppedMicrobatch(1, MicrobatchId(number), "x" * 290)))
         await asyncio.sleep(300.0)
         assert not running.done()
         scene.network.partition()
         for number in range(100):
-            assert (await scene.hear(DroppedBatch)).batch == number
+            assert (await scene.hear(DroppedMicrobatch)).microbatch == number
 
     assert play(script, LinkLimits(credit_bytes=(10_000,) * 5)) == "over"
 
 
 def test_a_hub_that_comes_back_as_another_hears_what_is_held_and_nothing_old() -> None:
     async def script(scene: Scene, *_) -> None:
-        scene.compute.emit(Parcel(HUB, StageReady(1)))
+        scene.compute.emit(Outgoing(HUB, StageReady(1)))
         await scene.hear(StageReady)
         await scene.nodes[HUB].__aexit__()
         await asyncio.sleep(5.0)
         for number in range(100):  # more than a link holds
-            scene.compute.emit(Parcel(HUB, DroppedBatch(1, BatchId(number), "x" * 290)))
+            scene.compute.emit(Outgoing(HUB, DroppedMicrobatch(1, MicrobatchId(number), "x" * 290)))
         await asyncio.sleep(5.0)
         await scene.open(HUB)
         first = await scene.hear(object)
         assert isinstance(first, Hello)
-        assert first.epoch == 1
+        assert first.build_id == 1
         await scene.say(Welcome(ME, 1.0))
-        scene.compute.emit(Parcel(HUB, LeaseDone(1, LeaseId(8), 4)))
+        scene.compute.emit(Outgoing(HUB, LeaseDone(1, LeaseId(8), 4)))
         assert (await scene.hear(object)).lease == 8
 
     assert play(script, LinkLimits(credit_bytes=(10_000,) * 5)) == "over"
@@ -381,8 +370,8 @@ def test_a_neighbour_that_is_lost_takes_nobody_with_it(monkeypatch) -> None:
         await scene.nodes[OTHER].__aexit__()
         spec = ((0, wire.TensorSpec("uint8", (60 << 20,), "fp32")),)
         for number in range(3):  # more than there is credit for
-            message = Activation(2, BatchId(number), False, 4, spec)
-            scene.compute.emit(Parcel(OTHER, message, (memoryview(bytes(60 << 20)),)))
+            message = Activation(2, MicrobatchId(number), False, 4, spec)
+            scene.compute.emit(Outgoing(OTHER, message, (memoryview(bytes(60 << 20)),)))
         await asyncio.sleep(200.0)
         assert not running.done()
 

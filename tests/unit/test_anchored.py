@@ -5,33 +5,33 @@ import math
 import pytest
 import torch
 
-from ravnest.codec import decode, encode
+from ravnest.codec import decode_tensor, encode_tensor
 from ravnest.config import WireFormat
 from ravnest.engine.optimizers import OptimizerSettings
-from ravnest.engine.training import AveragingRule, Training
+from ravnest.engine.train_config import AveragingRule, TrainConfig
 from ravnest.errors import ProtocolError
-from ravnest.model.flat import FlatEntry, Layout
-from ravnest.peer.anchored import Anchored, Chunk
-from ravnest.protocol import TensorSpec
+from ravnest.model.state_dict import FlatEntry, Layout
+from ravnest.peer.segment_state import EncodedChunk, SegmentState
+from ravnest.protocol.tensors import TensorSpec
 
 LAYOUT = Layout(0, 1, (FlatEntry("s", (1,), "float32", 0, 0), FlatEntry("w", (2,), "float32", 1, 0)))
 WEIGHTS = slice(0, 2)
 
 
-def make(wire_format: WireFormat = WireFormat.FP32, **rule) -> Anchored:
-    training = Training(OptimizerSettings((), 0.1), 1, deltas=wire_format, averaging=AveragingRule(**rule))
-    return Anchored(LAYOUT, {"s"}, training, "cpu", state_of(0.0, 0.0))
+def make(wire_format: WireFormat = WireFormat.FP32, **rule) -> SegmentState:
+    training = TrainConfig(OptimizerSettings((), 0.1), 1, deltas=wire_format, averaging=AveragingRule(**rule))
+    return SegmentState(LAYOUT, {"s"}, training, "cpu", state_of(0.0, 0.0))
 
 
 def state_of(first: float, second: float, statistic: float = 1.0) -> dict[str, torch.Tensor]:
     return {"w": torch.tensor([first, second]), "s": torch.tensor([statistic])}
 
 
-def chunk_of(*values: float, wire_format: WireFormat = WireFormat.FP32) -> Chunk:
+def chunk_of(*values: float, wire_format: WireFormat = WireFormat.FP32) -> EncodedChunk:
     items = torch.tensor(values)
     spec = TensorSpec("float32", (len(values),), wire_format)
-    buffer = encode(items, wire_format)
-    return Chunk(spec, buffer, decode(buffer, spec))
+    buffer = encode_tensor(items, wire_format)
+    return EncodedChunk(spec, buffer, decode_tensor(buffer, spec))
 
 
 def test_weights_come_first_then_statistics_then_momenta() -> None:
@@ -76,7 +76,7 @@ def test_what_no_honest_member_sends_is_told() -> None:
     )
 
 
-def commit(member: Anchored, mean: tuple[float, float], statistic: float, state, **how) -> dict:
+def commit(member: SegmentState, mean: tuple[float, float], statistic: float, state, **how) -> dict:
     options = {"strength": 1.0, "is_blocking": True, **how}
     pieces = [chunk_of(*mean, wire_format=member._wire_format), chunk_of(statistic)]
     return member.commit(pieces, state=state, moments={}, **options)
@@ -153,7 +153,7 @@ def test_a_rule_out_of_range_is_refused(rule: dict[str, float]) -> None:
 
 
 def test_contributions_side_by_side_are_as_many_as_hops_and_each_in_range() -> None:
-    member = make(trims=True)
+    member = make(is_trimmed=True)
     member.open(state_of(1.0, 2.0), {}, 3.0, num_owners=4)
     own = member.begin(WEIGHTS, 3.0)
     assert own.items.tolist() == [[1.0, 2.0, 3.0]]
@@ -175,9 +175,9 @@ def test_an_anchor_is_carried_by_name_and_begun_anew() -> None:
     commit(member, (7.0, 0.0), 2.0, state_of(7.0, 0.25))
     assert {name: each.tolist() for name, each in member.outer.items()} == {"w": [7.0, 0.0]}
     assert member.anchors["w"].tolist() == [10.5, 0.0]
-    training = Training(OptimizerSettings((), 0.1), 1, averaging=AveragingRule(outer_momentum=0.5))
+    training = TrainConfig(OptimizerSettings((), 0.1), 1, averaging=AveragingRule(outer_momentum=0.5))
     layout = Layout(0, 1, LAYOUT.entries[::-1])
-    other = Anchored(layout, {"s"}, training, "cpu", member.anchors, member.outer)
+    other = SegmentState(layout, {"s"}, training, "cpu", member.anchors, member.outer)
     assert {name: each.tolist() for name, each in other.anchors.items()} == {"w": [10.5, 0.0], "s": [3.0]}
     assert other.outer["w"].tolist() == [7.0, 0.0]
     member.reset(state_of(1.0, 2.0, 3.0))

@@ -7,9 +7,8 @@ from dataclasses import replace
 import pytest
 
 from ravnest.errors import UnsafeBlueprint
-from ravnest.model.arguments import MOST_ITEMS
 from ravnest.model.blueprint import Ratio, Size
-from ravnest.model.reading import read_blueprint, write_blueprint
+from ravnest.model.blueprint_json import MOST_LIST_ITEMS, read_blueprint, write_blueprint
 from tests.support.sample_blueprints import make, perceptron, ref
 
 LINEAR = "aten.linear.default"
@@ -94,7 +93,7 @@ def test_wiring_of_an_operation(arguments, fragment):
     [
         ("zeros.default", {"size": [10**15]}, "a size is 1000000000000000"),
         ("zeros.default", {"size": [2**63 + 5]}, "a size is 9223372036854775813"),
-        ("zeros.default", {"size": [1] * (MOST_ITEMS + 1)}, "there are 4097 items"),
+        ("zeros.default", {"size": [1] * (MOST_LIST_ITEMS + 1)}, "there are 4097 items"),
         ("zeros.default", {"size": 4}, "must be a list"),
         ("zeros.default", {"size": [True]}, "a size is True"),
         ("zeros.default", {"size": [1.0]}, "a size is 1.0"),

@@ -4,10 +4,10 @@ import pytest
 from support.hub_scene import HALVES, HubScene
 from support.hub_world import blob
 
-from ravnest.exchange import HUB
-from ravnest.hub.backing import Backing
+from ravnest.hub.coordinator.sources import BackupPolicy
+from ravnest.ids import HUB
 from ravnest.plan.types import Backup
-from ravnest.staging import BackupKept, SnapshotMade
+from ravnest.protocol.placement import BackupKept, SnapshotMade
 
 CLUSTERS = ("ab", HALVES), ("cd", HALVES)
 
@@ -18,7 +18,7 @@ class Spares:
     def __init__(self):
         backups = Backup("s", "a"), Backup("t", "d")
         self.scene = HubScene("abcdst", *CLUSTERS, backups=backups)
-        self.backing = Backing(self.scene.members, self.scene.sourcing, self.scene.count)
+        self.backing = BackupPolicy(self.scene.members, self.scene.sourcing, self.scene.count)
         self.known = {"a": 70, "c": 90}
 
     def order(self, now):

@@ -8,22 +8,22 @@ from pathlib import Path
 import pytest
 
 from ravnest.errors import ConfigError
-from ravnest.hub.news import (
+from ravnest.hub.coordinator.notices import (
     EpochDone,
     Evaluated,
     Joined,
     Left,
-    News,
+    Notice,
     PlanFormed,
     Resumed,
     RoundEnded,
     Trained,
     Waiting,
 )
-from ravnest.job import callbacks
-from ravnest.job.callbacks import Callbacks, CsvLog, Narrator, TensorBoard
+from ravnest.requester import callbacks
+from ravnest.requester.callbacks import Callbacks, CsvLog, Narrator, TensorBoard
 
-STORY: list[News] = [
+STORY: list[Notice] = [
     Joined("a"),
     Trained(64, 256, 1, 2.5),
     Trained(128, 256, 1, None),
@@ -88,9 +88,9 @@ def test_tensorboard_gets_the_same_numbers(monkeypatch: pytest.MonkeyPatch, tmp_
 
 
 def test_a_callback_that_fails_is_left_out_and_the_others_go_on(caplog: pytest.LogCaptureFixture) -> None:
-    heard: list[News] = []
+    heard: list[Notice] = []
 
-    def broken(news: News) -> None:
+    def broken(news: Notice) -> None:
         raise OSError("disk full")
 
     tell = Callbacks([broken, heard.append], 0)
@@ -102,7 +102,7 @@ def test_a_callback_that_fails_is_left_out_and_the_others_go_on(caplog: pytest.L
 
 
 def test_people_are_told_how_many_are_missing_until_there_is_a_plan() -> None:
-    heard: list[News] = []
+    heard: list[Notice] = []
     tell = Callbacks([heard.append], 2)
     for news in (
         Joined("a"),
@@ -118,7 +118,7 @@ def test_people_are_told_how_many_are_missing_until_there_is_a_plan() -> None:
 
 
 def test_nobody_is_missing_when_a_run_goes_on() -> None:
-    heard: list[News] = []
+    heard: list[Notice] = []
     tell = Callbacks([heard.append], 2)
     for news in (Resumed(10, 2), Left("a", "it came back as new"), Joined("a")):
         tell(news)
@@ -126,7 +126,7 @@ def test_nobody_is_missing_when_a_run_goes_on() -> None:
 
 
 def test_nobody_is_missing_where_nobody_is_awaited() -> None:
-    heard: list[News] = []
+    heard: list[Notice] = []
     tell = Callbacks([heard.append], 0)
     tell(Left("a", "gone"))
     assert not any(isinstance(news, Waiting) for news in heard)

@@ -18,11 +18,18 @@ from safetensors.numpy import save
 from safetensors.torch import save as save_torch
 
 from ravnest.errors import RavnestError
-from ravnest.job import checkpoints
-from ravnest.job.checkpoints import CheckpointError, Checkpoints
-from ravnest.job.manifest import FORMAT, MANIFEST, find_difference, hash_state, parse_manifest
 from ravnest.model.blueprint import PARAMETER, StateEntry
-from ravnest.protocol import ITEM_BYTES
+from ravnest.protocol.tensors import ITEM_BYTES
+from ravnest.requester import checkpoint_store
+from ravnest.requester.checkpoint_store import (
+    MANIFEST,
+    MANIFEST_FORMAT,
+    CheckpointError,
+    Checkpoints,
+    find_difference,
+    hash_state,
+    parse_manifest,
+)
 from tests.support.as_root import let_write, small_disk
 from tests.support.saved_run import JOB, books_of, check_content, parts_of
 
@@ -170,7 +177,7 @@ def test_one_of_a_newer_ravnest_is_passed_over_and_left_alone(tmp_path: Path) ->
     file = tmp_path / "checkpoints/000002" / MANIFEST
     file.write_bytes(file.read_bytes().replace(b'"format":1', b'"format":2'))
     assert kept.find() is None
-    assert f"it says format 2, this ravnest reads format {FORMAT}" in kept.faults[0]
+    assert f"it says format 2, this ravnest reads format {MANIFEST_FORMAT}" in kept.faults[0]
     write(kept, 3)
     assert names(tmp_path) == ["000002", "000003"]
 
@@ -317,7 +324,7 @@ def test_junk_under_the_right_hash_is_found_when_read(
     kept = Checkpoints(tmp_path)
     write(kept, 1)
     with monkeypatch.context() as careless:
-        careless.setattr(checkpoints, "_read_part", lambda content, what: ())
+        careless.setattr(checkpoint_store, "_read_part", lambda content, what: ())
         kept.write(2, [(0, 5, JUNK_HEADERS["hole"])], books_of(2))
     check_content(kept.find(), 1)
     assert "part-0.safetensors is no safetensors file: 'w' has a place" in kept.faults[0]
@@ -495,7 +502,7 @@ def test_what_the_disk_refuses_is_told(
 def test_a_file_system_without_fsync_of_folders_will_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoints, "_write_file", lambda file, content: file.write_bytes(content))
+    monkeypatch.setattr(checkpoint_store, "_write_file", lambda file, content: file.write_bytes(content))
     monkeypatch.setattr(os, "fsync", failing(errno.EINVAL))
     kept = Checkpoints(tmp_path)
     write(kept, 1)
@@ -586,5 +593,5 @@ def test_a_folder_of_somebody_else_is_told(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_it_needs_no_torch() -> None:
-    code = "import sys, ravnest.job.checkpoints; sys.exit('torch' in sys.modules)"
+    code = "import sys, ravnest.requester.checkpoint_store; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

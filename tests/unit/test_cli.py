@@ -14,9 +14,9 @@ from click.testing import CliRunner
 from rich.console import Console
 from support.sample_plans import sample
 
-from ravnest.cli import program
+from ravnest.cli.main import program
 from ravnest.config import PlanConfig
-from ravnest.showing.terminal import show_plan
+from ravnest.views.plan_text import show_plan
 
 ROOT = Path(__file__).parents[2]
 NODE = """
@@ -113,7 +113,7 @@ def test_json_alone_on_stdout_and_the_same_every_time():
     first, second = plan(*SMALL, "--seed", "3", "--json"), plan(*SMALL, "--seed", "3", "--json")
     assert first.stdout_bytes == second.stdout_bytes
     report = json.loads(first.stdout)
-    assert report["schema"] == "ravnest.plan/1"
+    assert report["schema"] == "ravnest.plan/2"
     assert report["seed"] == 3
     assert list(report) == sorted(report)
     covered = [[(s["start"], s["stop"]) for s in c["stages"]] for c in report["clusters"]]
@@ -200,7 +200,7 @@ def test_a_file_of_someone_else(monkeypatch):
 
 
 def test_an_endless_file_is_not_read_to_its_end(monkeypatch):
-    monkeypatch.setattr("ravnest.commands.files._MOST_BYTES", 1 << 20)
+    monkeypatch.setattr("ravnest.cli.files._MOST_BYTES", 1 << 20)
     assert "larger than 1 MiB" in refused(3, "--nodes", "/dev/zero")
 
 
@@ -273,7 +273,7 @@ def test_ctrl_c_ends_with_130(monkeypatch):
     def interrupt(*_args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("ravnest.plan.cluster.form_plan", interrupt)
+    monkeypatch.setattr("ravnest.plan.formation.form_plan", interrupt)
     result = plan(*SMALL)
     assert (result.exit_code, result.stdout) == (130, "")
     assert result.stderr.endswith("stopped\n")
@@ -291,14 +291,14 @@ def run(*args, **env):
 def test_module_prints_json_and_nothing_else_on_stdout():
     done = run("-m", "ravnest", "plan", *SMALL, "--json")
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["schema"] == "ravnest.plan/1"
+    assert json.loads(done.stdout)["schema"] == "ravnest.plan/2"
     assert done.stdout == plan(*SMALL, "--json").stdout_bytes
     assert done.stderr == b"planning four-layers on 4 nodes, seed 0\n"
 
 
 def test_help_is_quick_and_a_plan_needs_no_torch():
     code = (
-        "import sys; from ravnest.cli import program; program(sys.argv[1:], standalone_mode=False);"
+        "import sys; from ravnest.cli.main import program; program(sys.argv[1:], standalone_mode=False);"
         "print(sorted(sys.modules.keys() & {'torch', 'numpy', 'rich'}))"
     )
     helped = run("-c", code, "--help")

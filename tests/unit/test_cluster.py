@@ -7,8 +7,8 @@ from support.plan_world import even_model, node, swarm_of
 
 from ravnest.config import Averaging, PlanConfig
 from ravnest.errors import PlanError
-from ravnest.plan.cluster import form_plan
 from ravnest.plan.forecast import forecast
+from ravnest.plan.formation import form_plan
 from ravnest.plan.populations import population
 from ravnest.plan.profiles import builtin_profile
 from ravnest.plan.search import best_rate

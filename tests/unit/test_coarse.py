@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from support.plan_world import MB, even_model
 
-from ravnest.plan.coarse import FINE_POSITIONS, choose_cuts, coarsen, coarsen_to, shorten
+from ravnest.plan.coarsening import FINE_POSITIONS, choose_cuts, coarsen, coarsen_to, shorten_line
 
 SUMS = ("parameter_bytes", "matrix_bytes", "forward_flops", "backward_flops", "saved_bytes")
 
@@ -66,7 +66,7 @@ def test_cuts_to_search_on_are_fine_cuts(length):
         crossing_bytes=tuple(map(float, crossing)),
     )
     # Parameters before a cut name the cut, as every weight is a positive whole number.
-    short, fine = shorten(profile, 50), coarsen_to(profile, FINE_POSITIONS)
+    short, fine = shorten_line(profile, 50), coarsen_to(profile, FINE_POSITIONS)
     assert short.num_positions <= 50
-    assert shorten(profile).num_positions <= 32
+    assert shorten_line(profile).num_positions <= 32
     assert set(accumulate(short.parameter_bytes)) <= set(accumulate(fine.parameter_bytes))

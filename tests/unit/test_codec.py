@@ -6,10 +6,10 @@ import struct
 import pytest
 import torch
 
-from ravnest.codec import ErrorFeedback, decode, describe, encode, encoded_bytes
+from ravnest.codec import ErrorFeedback, decode_tensor, describe, encode_tensor, encoded_bytes
 from ravnest.config import WireFormat
 from ravnest.errors import ProtocolError
-from ravnest.protocol import ITEM_BYTES, TensorSpec
+from ravnest.protocol.tensors import ITEM_BYTES, TensorSpec
 
 BLOCKS = [WireFormat.INT8, WireFormat.INT4]
 
@@ -20,7 +20,7 @@ def even(wire_format: WireFormat) -> float:
 
 
 def pass_over(tensor: torch.Tensor, wire_format: WireFormat) -> torch.Tensor:
-    return decode(encode(tensor, wire_format), describe(tensor, wire_format))
+    return decode_tensor(encode_tensor(tensor, wire_format), describe(tensor, wire_format))
 
 
 @pytest.mark.parametrize("dtype", ITEM_BYTES)
@@ -45,24 +45,24 @@ def test_whole_numbers_are_exact_in_every_format(wire_format: WireFormat) -> Non
 )
 def test_what_needs_no_conversion_is_not_copied(dtype: torch.dtype, wire_format: WireFormat) -> None:
     tensor = torch.ones(4, 5, dtype=dtype, requires_grad=True)
-    buffer = encode(tensor, wire_format)
-    arrived = decode(buffer, describe(tensor, wire_format))
+    buffer = encode_tensor(tensor, wire_format)
+    arrived = decode_tensor(buffer, describe(tensor, wire_format))
     assert arrived.data_ptr() == tensor.data_ptr()
     assert not arrived.requires_grad
 
 
 def test_a_buffer_that_may_not_be_written_is_copied() -> None:
-    sent = bytes(encode(torch.ones(3), WireFormat.FP32))
-    arrived = decode(sent, TensorSpec("float32", (3,), WireFormat.FP32))
+    sent = bytes(encode_tensor(torch.ones(3), WireFormat.FP32))
+    arrived = decode_tensor(sent, TensorSpec("float32", (3,), WireFormat.FP32))
     arrived.zero_()
-    assert decode(sent, TensorSpec("float32", (3,), WireFormat.FP32)).tolist() == [1.0, 1.0, 1.0]
+    assert decode_tensor(sent, TensorSpec("float32", (3,), WireFormat.FP32)).tolist() == [1.0, 1.0, 1.0]
 
 
 @pytest.mark.parametrize("wire_format", WireFormat)
 def test_a_buffer_that_lies_askew_is_read_all_the_same(wire_format: WireFormat) -> None:
     tensor = torch.tensor([127.0, -64.0, 1.0])
-    askew = memoryview(bytearray(b"x" + bytes(encode(tensor, wire_format))))[1:]
-    arrived = decode(askew, describe(tensor, wire_format))
+    askew = memoryview(bytearray(b"x" + bytes(encode_tensor(tensor, wire_format))))[1:]
+    arrived = decode_tensor(askew, describe(tensor, wire_format))
     assert arrived.data_ptr() % 4 == 0
     assert arrived.equal(pass_over(tensor, wire_format))
 
@@ -72,7 +72,7 @@ def test_a_buffer_that_lies_askew_is_read_all_the_same(wire_format: WireFormat) 
 def test_any_shape_arrives_as_it_was(wire_format: WireFormat, shape: tuple[int, ...]) -> None:
     tensor = torch.full(shape, -even(wire_format))
     assert pass_over(tensor, wire_format).equal(tensor)
-    assert encode(tensor, wire_format).nbytes == encoded_bytes(torch.float32, shape, wire_format)
+    assert encode_tensor(tensor, wire_format).nbytes == encoded_bytes(torch.float32, shape, wire_format)
 
 
 @pytest.mark.parametrize("wire_format", WireFormat)
@@ -94,12 +94,14 @@ def test_other_float_types_come_back_as_themselves(wire_format: WireFormat, dtyp
 def test_an_int8_buffer_is_scales_then_codes() -> None:
     tensor = torch.zeros(257)
     tensor[0], tensor[1], tensor[256] = 127.0, -3.4, -254.0
-    assert bytes(encode(tensor, WireFormat.INT8)) == struct.pack("<2f256bb", 1, 2, 127, -3, *[0] * 254, -127)
+    assert bytes(encode_tensor(tensor, WireFormat.INT8)) == struct.pack(
+        "<2f256bb", 1, 2, 127, -3, *[0] * 254, -127
+    )
 
 
 def test_an_int4_byte_is_a_number_of_the_first_half_below_one_of_the_second() -> None:
     tensor = torch.tensor([7.0, -7.0, 0.0, 1.0, -1.0])  # halves of three and two
-    assert bytes(encode(tensor, WireFormat.INT4)) == struct.pack("<f3b", 1, 16 + 15, -16 + 1, 8)
+    assert bytes(encode_tensor(tensor, WireFormat.INT4)) == struct.pack("<f3b", 1, 16 + 15, -16 + 1, 8)
 
 
 @pytest.mark.parametrize("wire_format", [*BLOCKS, WireFormat.BF16, WireFormat.FP16])
@@ -133,7 +135,7 @@ def test_a_buffer_of_another_size_is_refused(wire_format: WireFormat, change: in
     with pytest.raises(
         ProtocolError, match=rf"shape \(3, 7\) has {spec.num_bytes} bytes as {wire_format}, not"
     ):
-        decode(bytes(spec.num_bytes + change), spec)
+        decode_tensor(bytes(spec.num_bytes + change), spec)
 
 
 @pytest.mark.parametrize(
@@ -147,12 +149,12 @@ def test_a_buffer_of_another_size_is_refused(wire_format: WireFormat, change: in
 )
 def test_a_tensor_that_cannot_be_is_refused(spec: TensorSpec, reason: str) -> None:
     with pytest.raises(ProtocolError, match=reason):
-        decode(bytes(4), spec)
+        decode_tensor(bytes(4), spec)
 
 
 def test_a_truth_value_that_is_neither_is_refused() -> None:
     with pytest.raises(ProtocolError, match="neither 0 nor 1"):
-        decode(b"\x00\x01\x02", TensorSpec("bool", (3,), WireFormat.FP32))
+        decode_tensor(b"\x00\x01\x02", TensorSpec("bool", (3,), WireFormat.FP32))
 
 
 @pytest.mark.parametrize("wire_format", WireFormat)
@@ -212,7 +214,7 @@ def test_the_sender_knows_what_the_others_will_read() -> None:
     tensor = torch.linspace(-1, 1, 300)
     for wire_format in WireFormat:
         result = ErrorFeedback(wire_format, 300).encode(slice(0, 300), tensor.clone())
-        assert result.decoded.equal(decode(result.buffer, describe(tensor, wire_format)))
+        assert result.decoded.equal(decode_tensor(result.buffer, describe(tensor, wire_format)))
 
 
 @pytest.mark.parametrize("wire_format", BLOCKS)
@@ -230,7 +232,7 @@ def test_the_smallest_numbers_round_like_any_others(wire_format: WireFormat) -> 
     tiny = 2.0**-126
     tensor = torch.tensor([0.0, 3 * tiny, 0.75 * tiny, -0.25 * tiny, 2.0**-149])
     assert pass_over(tensor, wire_format).tolist() == [0.0, 3 * tiny, tiny, 0.0, 0.0]
-    assert bytes(encode(torch.zeros(2), wire_format))[:4] == struct.pack("<f", tiny)
+    assert bytes(encode_tensor(torch.zeros(2), wire_format))[:4] == struct.pack("<f", tiny)
 
 
 @pytest.mark.parametrize("wire_format", [WireFormat.BF16, WireFormat.FP16])

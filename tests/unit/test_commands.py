@@ -11,9 +11,9 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
-from ravnest.cli import program
-from ravnest.job.folder import new_hub_file, open_run, read_hub_file, write_hub_file
+from ravnest.cli.main import program
 from ravnest.net.identity import Token, new_keys, write_token
+from ravnest.requester.run_folder import new_hub_file, open_run, read_hub_file, write_hub_file
 
 JOB = """
 import torch, torch.nn.functional as F, ravnest as rv
@@ -185,7 +185,7 @@ def test_status_of_a_run_that_never_began_is_told() -> None:
 
 
 def test_the_doctor_finds_this_pc_able_and_a_hub_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ravnest.commands.doctor._PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr("ravnest.cli.doctor._PATIENCE_SECONDS", 0.2)
     found = json.loads(answer("doctor", "--json"))
     assert found["schema"] == "ravnest.doctor/1"
     assert {finding["verdict"] for finding in found["findings"]} <= {"ok", "warn"}
@@ -210,7 +210,7 @@ def test_help_of_every_command_needs_no_torch() -> None:
     names = sorted(program.commands)
     assert {"demo", "hub", "status", "stop", "token", "doctor", "env"} <= set(names)
     check = (
-        "import sys\nfrom click.testing import CliRunner\nfrom ravnest.cli import program\n"
+        "import sys\nfrom click.testing import CliRunner\nfrom ravnest.cli.main import program\n"
         f"for name in {names!r}:\n    done = CliRunner().invoke(program, [name, '--help'])\n"
         "    assert done.exit_code == 0 and '--json' in done.output or name in ('join',), name\n"
         "assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
@@ -221,7 +221,7 @@ def test_help_of_every_command_needs_no_torch() -> None:
 def test_a_wrong_option_of_join_is_told_before_torch_is_loaded() -> None:
     token = write_token(Token(("tcp://127.0.0.1:9",), new_keys().public, bytes(16)))
     check = (
-        "import sys\nfrom click.testing import CliRunner\nfrom ravnest.cli import program\n"
+        "import sys\nfrom click.testing import CliRunner\nfrom ravnest.cli.main import program\n"
         f"done = CliRunner().invoke(program, ['join', {token!r}, '--patience', 'long'])\n"
         "assert \"'long' is not a number\" in done.stderr, done.output\n"
         "assert 'torch' not in sys.modules"

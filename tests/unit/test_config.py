@@ -8,7 +8,7 @@ from ravnest.config import (
     _BOUNDS,
     _DIMENSIONS,
     Averaging,
-    Optimizer,
+    OptimizerKind,
     PlanConfig,
     Recompute,
     WireFormat,
@@ -24,7 +24,7 @@ def test_an_empty_table_gives_the_defaults():
 @pytest.mark.parametrize(
     ("key", "value", "expected"),
     [
-        ("optimizer", "adamw", Optimizer.ADAMW),
+        ("optimizer", "adamw", OptimizerKind.ADAMW),
         ("recompute", "never", Recompute.NEVER),
         ("averaging", "blocking", Averaging.BLOCKING),
         ("deltas", "fp32", WireFormat.FP32),

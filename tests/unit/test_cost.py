@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 from support.plan_world import MB, node, swarm_of
 
-from ravnest.config import Averaging, Optimizer, PlanConfig, Recompute, WireFormat
-from ravnest.plan.cost import LineCost, NodeTable, StageCosts
-from ravnest.plan.timing import Rows, timing
+from ravnest.config import Averaging, OptimizerKind, PlanConfig, Recompute, WireFormat
+from ravnest.plan.cost import LineCost, NodeTable, Rows, StageCosts, timing
 from ravnest.plan.types import ModelProfile
 
 PROFILE = ModelProfile(
@@ -72,7 +71,7 @@ def test_only_the_root_keeps_samples():
     ("optimizer", "copies"), [("sgd", 0), ("momentum", 1), ("adam", 2), ("adamw", 2), ("nadam", 2)]
 )
 def test_optimizer_state(optimizer, copies):
-    assert memory(cost(optimizer=Optimizer(optimizer))) == pytest.approx(
+    assert memory(cost(optimizer=OptimizerKind(optimizer))) == pytest.approx(
         1.05 * ((4 + copies) * 10 + 9 + 12) + 7
     )
 

@@ -6,14 +6,30 @@ import pytest
 from support.hub_world import HubWorld, Trouble, job, quick_plans
 from support.plan_world import node
 
-from ravnest.blobs import Fact
-from ravnest.hub.events import PeerJoined, PeerLeft, PeerReturned, Restarted, Send, Tell
-from ravnest.hub.forming import Forming
-from ravnest.hub.news import ClusterStarted, Joined, Left, PlanFormed, Recovered, Repaired, Waiting
-from ravnest.hub.planning import MakePlan, PlanMade
-from ravnest.hub.state import Hub
-from ravnest.protocol import Refusal
-from ravnest.staging import PlanOrder
+from ravnest.hub.coordinator.coordinator import Coordinator
+from ravnest.hub.coordinator.events import (
+    MakePlan,
+    Notify,
+    PeerJoined,
+    PeerLeft,
+    PeerReturned,
+    PlanMade,
+    Restarted,
+    Send,
+)
+from ravnest.hub.coordinator.notices import (
+    ClusterStarted,
+    Joined,
+    Left,
+    PlanFormed,
+    Recovered,
+    Repaired,
+    Waiting,
+)
+from ravnest.hub.coordinator.plan_trigger import PlanTrigger
+from ravnest.protocol.membership import Fact
+from ravnest.protocol.messages import Refusal
+from ravnest.protocol.placement import PlanOrder
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +57,7 @@ def test_a_job_is_the_same_whoever_is_expected_to_do_it():
     assert world.hub.is_at(replace(given, settings=more))
     assert not world.hub.is_at(replace(given, settings=replace(given.settings, epochs=9)))
     assert not world.hub.is_at(replace(given, profile=replace(given.profile, name="another")))
-    assert not Hub().is_at(given)
+    assert not Coordinator().is_at(given)
     world.stop()
     assert not world.hub.is_at(given), "it ends"
 
@@ -118,12 +134,12 @@ def test_a_plan_of_others_than_are_here_comes_too_late():
 
 
 def test_what_is_short_is_said_once():
-    forming = Forming()
-    assert forming.tell_shortage("12 MB are short") == [Tell(Waiting("12 MB are short"))]
+    forming = PlanTrigger()
+    assert forming.tell_shortage("12 MB are short") == [Notify(Waiting("12 MB are short"))]
     assert forming.tell_shortage("12 MB are short") == []
-    assert forming.tell_shortage("9 MB are short") == [Tell(Waiting("9 MB are short"))]
+    assert forming.tell_shortage("9 MB are short") == [Notify(Waiting("9 MB are short"))]
     assert forming.tell_shortage("") == []
-    assert forming.tell_shortage("9 MB are short") == [Tell(Waiting("9 MB are short"))]
+    assert forming.tell_shortage("9 MB are short") == [Notify(Waiting("9 MB are short"))]
 
 
 def test_who_begins_again_does_not_wait_for_as_many_as_were_expected_first():

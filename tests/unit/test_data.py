@@ -20,8 +20,8 @@ from torch.utils.data import (
 )
 
 from ravnest.errors import CaptureError, ConfigError
-from ravnest.job import data as module
-from ravnest.job.data import Samples, loader_batch_size
+from ravnest.requester import dataset as module
+from ravnest.requester.dataset import Samples, loader_batch_size
 
 X = torch.arange(30.0).reshape(10, 3)
 Y = torch.arange(10)

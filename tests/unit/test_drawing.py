@@ -6,9 +6,7 @@ import xml.etree.ElementTree as ET
 import pytest
 from support.sample_plans import sample
 
-from ravnest.showing.boxes import show_positions
-from ravnest.showing.drawing import draw_plan
-from ravnest.showing.svg import clean, fit, shorten, text_width, wrap
+from ravnest.views.plan_picture import clean, draw_plan, fit, shorten_text, show_positions, text_width, wrap
 
 SVG = "{http://www.w3.org/2000/svg}"
 HOSTILE = ["</text><script>alert(1)</script>", "a\x00b\x1b[31m\u202e", "\"><image href='x'/>", "]]>&amp;<!--"]
@@ -128,9 +126,9 @@ def test_text_is_cut_to_its_room():
     assert fit("short", 100, 12) == "short"
     assert fit("a long sentence", 40, 12).endswith("…")
     assert fit("wide", 1, 12) == ""
-    assert shorten("campus-0028", 50, 10) in ("camp…028", "cam…028", "cam…28", "camp…0028")
-    assert shorten("abc", 0, 10) == ""
-    assert all(text_width(shorten("x" * 40, room, 10), 10) <= room for room in range(8, 200, 7))
+    assert shorten_text("campus-0028", 50, 10) in ("camp…028", "cam…028", "cam…28", "camp…0028")
+    assert shorten_text("abc", 0, 10) == ""
+    assert all(text_width(shorten_text("x" * 40, room, 10), 10) <= room for room in range(8, 200, 7))
     assert text_width("日本", 10) > text_width("ab", 10)
     lines = wrap("one two three four", 50, 10)
     assert " ".join(lines) == "one two three four"

@@ -2,25 +2,17 @@
 
 import pytest
 
-from ravnest.blobs import BlobPart, BlobRef, BlobRequest
 from ravnest.config import WireFormat
-from ravnest.exchange import HUB, Blobs, Parcel, name_blob, name_pieces, prove
+from ravnest.ids import HUB, MicrobatchId, NodeId, RoundId, SegmentId
 from ravnest.net.identity import Token, new_keys
-from ravnest.net.transport import Buffer, Service
-from ravnest.plan.types import NodeId
-from ravnest.protocol import (
-    Activation,
-    BatchId,
-    Gradient,
-    Message,
-    Refusal,
-    Refused,
-    RingPart,
-    RoundId,
-    SegmentId,
-    Stop,
-    TensorSpec,
-)
+from ravnest.net.transport import Service
+from ravnest.protocol.averaging import RingPart
+from ravnest.protocol.blobs import BlobPart, BlobRef, BlobRequest
+from ravnest.protocol.membership import Refused, Stop
+from ravnest.protocol.messages import Message, Refusal
+from ravnest.protocol.tensors import Buffer, TensorSpec
+from ravnest.protocol.training import Activation, Gradient
+from ravnest.transfer.blobs import Blobs, Outgoing, name_blob, name_pieces, prove
 
 PEER, OTHER = NodeId("peer"), NodeId("other")
 HASH = "0" * 64
@@ -32,14 +24,14 @@ NUMBERS = TensorSpec("float32", (2,), WireFormat.FP32)
     [
         (Stop("done"), Service.CONTROL),
         (BlobRequest(HASH, 0, 1), Service.CONTROL),
-        (Gradient(1, BatchId(0), ()), Service.GRADIENT),
-        (Activation(1, BatchId(0), False, 4, ()), Service.ACTIVATION),
+        (Gradient(1, MicrobatchId(0), ()), Service.GRADIENT),
+        (Activation(1, MicrobatchId(0), False, 4, ()), Service.ACTIVATION),
         (RingPart(RoundId(1), SegmentId(0), 0, 0, 1, 1.0, NUMBERS), Service.AVERAGING),
         (BlobPart(HASH, 0, 1), Service.BLOB),
     ],
 )
 def test_what_is_urgent_goes_first(message: Message, service: Service) -> None:
-    assert Parcel(PEER, message).service is service
+    assert Outgoing(PEER, message).service is service
 
 
 def test_a_proof_is_of_one_secret_one_hub_and_one_key() -> None:

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from ravnest.errors import WeightsError
 from ravnest.model.blueprint import BUFFER, CONSTANT, PARAMETER, Blueprint, Program, StateEntry
 from ravnest.model.capture import Captured, capture
-from ravnest.model.flat import (
+from ravnest.model.slicing import slice_blueprint
+from ravnest.model.state_dict import (
     Layout,
     from_safetensors,
     merge_stages,
@@ -20,7 +21,6 @@ from ravnest.model.flat import (
     to_safetensors,
     to_snapshot,
 )
-from ravnest.model.line import slice_blueprint
 
 NOTHING = Program({}, (), (), (), (), (), ())
 

@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from ravnest.errors import ConfigError
-from ravnest.job.folder import (
+from ravnest.requester.run_folder import (
     MODEL,
     find_run,
     free_run,

@@ -6,13 +6,12 @@ import pytest
 from support.pipeline_world import PipelineWorld
 
 from ravnest.config import PlanConfig
-from ravnest.plan.cluster import form_plan
-from ravnest.plan.cost import LineCost, NodeTable
+from ravnest.plan.cost import LineCost, NodeTable, timing
+from ravnest.plan.files import read_swarm
 from ravnest.plan.forecast import cluster_rows, forecast
+from ravnest.plan.formation import form_plan
 from ravnest.plan.populations import population
 from ravnest.plan.profiles import builtin_profile
-from ravnest.plan.reading import read_swarm
-from ravnest.plan.timing import timing
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "swarm.toml"
 CONFIG = PlanConfig(recover_seconds=0.0)

@@ -7,14 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.hub_world import HubWorld, check_replay, job, quick_plans
 
-from ravnest.hub.events import Collected
-from ravnest.hub.guarding import Alarm, Guard
-from ravnest.hub.news import Checkpointed, ClusterStarted, PlanFormed, WentWrong, WorkLost
-from ravnest.hub.state import Phase
+from ravnest.hub.coordinator.events import Collected, JobPhase
+from ravnest.hub.coordinator.notices import Checkpointed, ClusterStarted, PlanFormed, WentWrong, WorkLost
+from ravnest.hub.monitors.loss_guard import Alarm, LossGuard
 
 
 def fed(*losses):
-    guard = Guard()
+    guard = LossGuard()
     for loss in losses:
         guard.note_loss("A1", "A", loss)
     return guard
@@ -85,7 +84,7 @@ def test_a_storm_of_dropped_batches_names_who_dropped_most():
         assert guard.alarm is None
         guard.note_dropped("A1", "bob" if number % 3 else "ana")
     assert guard.alarm.suspect == "bob"
-    assert guard.alarm.reason == "17 of the last 32 batches were dropped"
+    assert guard.alarm.reason == "17 of the last 32 microbatches were dropped"
 
 
 def test_half_way_to_a_storm_nothing_is_worth_keeping():
@@ -170,4 +169,4 @@ def test_again_and_again_is_the_end(world):
     assert len(world.told(WentWrong)) == 4
     assert world.abandoned.is_guarded
     assert "lower the learning rate" in world.abandoned.reason
-    assert world.hub.phase is Phase.FINISHED
+    assert world.hub.phase is JobPhase.FINISHED

@@ -6,8 +6,8 @@ import pytest
 from support.hub_scene import HALVES, HubScene
 from support.hub_world import blob
 
-from ravnest.hub.events import MakeParts, PartsMade
-from ravnest.staging import PlanOrder, RingOrder
+from ravnest.hub.coordinator.events import MakeParts, PartsMade
+from ravnest.protocol.placement import PlanOrder, RingOrder
 
 CLUSTERS = ("ab", HALVES), ("cd", HALVES)
 
@@ -73,13 +73,13 @@ def test_clusters_keep_their_state_but_not_their_letter(scene):
     scene.lose("a")
     change = scene.adopt(CLUSTERS[1])
     assert scene.members.clusters == (second,)
-    assert (second.name, second.holder, change.built) == ("A", "B1", ())
+    assert (second.name, second.cluster_id, change.built) == ("A", "B1", ())
 
 
 def test_a_cluster_that_stands_still_is_built_anew_although_it_is_the_same(scene):
     scene.members.clusters[0].is_broken = True
     (built,) = scene.adopt(*CLUSTERS).built
-    assert (built.nodes, built.holder) == (("a", "b"), f"A{scene.epoch}")
+    assert (built.nodes, built.cluster_id) == (("a", "b"), f"A{scene.build_id}")
 
 
 def parts(weights):

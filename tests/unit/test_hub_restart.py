@@ -3,9 +3,10 @@
 import pytest
 from support.hub_world import HubWorld, check_replay, job, quick_plans
 
-from ravnest.hub.events import MakeParts, PeerReturned, Send
-from ravnest.hub.news import ClusterStarted, Leaving, Left, Resumed, Returned, RoundEnded
-from ravnest.protocol import Leave, RoundOpen
+from ravnest.hub.coordinator.events import MakeParts, PeerReturned, Send
+from ravnest.hub.coordinator.notices import ClusterStarted, Leaving, Left, Resumed, Returned, RoundEnded
+from ravnest.protocol.averaging import RoundOpen
+from ravnest.protocol.membership import Leave
 
 
 @pytest.fixture(autouse=True)
@@ -116,7 +117,7 @@ def test_the_first_round_begins_from_the_weights_of_the_cluster_that_knows_most(
     world.run_until(lambda: len(rounds(world)) == num_before + 2)
     first, second = rounds(world)[num_before:]
     assert {name for name, told in first.items() if told.is_anchor} == {*best.nodes}
-    assert {told.base for told in first.values()} == {told.round_id for told in first.values()}
+    assert {told.anchor_round for told in first.values()} == {told.round_id for told in first.values()}
     assert not any(told.is_anchor for told in second.values())
 
 

@@ -7,14 +7,15 @@ import pytest
 from support.hub_world import HubWorld, Trouble, blob, check_replay, job, quick_plans
 from support.plan_world import even_model, node
 
-from ravnest import wire
 from ravnest.config import Averaging
-from ravnest.exchange import HUB
-from ravnest.hub.events import (
+from ravnest.hub.coordinator.coordinator import Coordinator
+from ravnest.hub.coordinator.events import (
     Abandon,
     Collect,
     Collected,
+    JobPhase,
     MakeParts,
+    Notify,
     PartsMade,
     PeerJoined,
     PeerLeft,
@@ -22,12 +23,9 @@ from ravnest.hub.events import (
     Send,
     SendFields,
     Stopped,
-    Tell,
     Tick,
 )
-from ravnest.hub.microbatches import lease_batches, make_plan
-from ravnest.hub.news import (
-    BatchDropped,
+from ravnest.hub.coordinator.notices import (
     ClusterBroken,
     ClusterDissolved,
     ClusterStarted,
@@ -35,6 +33,7 @@ from ravnest.hub.news import (
     Evaluated,
     Joined,
     Left,
+    MicrobatchDropped,
     PlanFormed,
     Recovered,
     Repaired,
@@ -42,29 +41,17 @@ from ravnest.hub.news import (
     Stopping,
     Waiting,
     WorkLost,
-    show_news,
+    show_notice,
 )
-from ravnest.hub.state import Hub, Phase
+from ravnest.hub.coordinator.planner import lease_batches, make_plan
+from ravnest.ids import HUB
 from ravnest.plan.profiles import builtin_profile, resize_batch
 from ravnest.plan.types import Cluster, Plan, Stage
-from ravnest.protocol import (
-    Activation,
-    DroppedBatch,
-    LearningRate,
-    LeaseDone,
-    LeaseGrant,
-    Leave,
-    Pace,
-    Refusal,
-    RoundAbort,
-    RoundCommit,
-    RoundOpen,
-    RoundQuery,
-    RoundReady,
-    StepReport,
-    Stop,
-)
-from ravnest.staging import (
+from ravnest.protocol import wire
+from ravnest.protocol.averaging import RoundAbort, RoundCommit, RoundOpen, RoundQuery, RoundReady
+from ravnest.protocol.membership import Leave, Stop
+from ravnest.protocol.messages import Refusal
+from ravnest.protocol.placement import (
     Contact,
     PlanOrder,
     RingOrder,
@@ -74,6 +61,15 @@ from ravnest.staging import (
     StageMissing,
     StageParts,
     StageReady,
+)
+from ravnest.protocol.training import (
+    Activation,
+    DroppedMicrobatch,
+    LearningRate,
+    LeaseDone,
+    LeaseGrant,
+    Pace,
+    StepReport,
 )
 
 
@@ -141,7 +137,7 @@ def test_members_are_told_their_stage_their_neighbours_and_their_rings():
         names = tuple(stage.node for stage in each.stages)
         for stage in each.stages:
             (order,) = sent(world, PlanOrder, stage.node)
-            assert (order.epoch, order.stage, order.pipeline) == (1, stage, names)
+            assert (order.build_id, order.stage, order.pipeline) == (1, stage, names)
             assert [ring for _, ring in order.rings] == [r for r in plan.rings if stage.node in r.owners]
             assert all(plan.rings[segment] == ring for segment, ring in order.rings)
             mates = {*names, *(name for _, ring in order.rings for name in ring.owners)} - {stage.node}
@@ -158,7 +154,7 @@ def test_parts_are_made_once_for_each_interval_and_delivered_to_every_stage_of_i
         (parts,) = sent(world, StageParts, stage.node)
         interval = (stage.start, stage.stop)
         sources = (Source(HUB, blob(("hub", *interval))),)
-        assert parts == StageParts(1, 0, blob(interval), sources, keeps=False, base=0)
+        assert parts == StageParts(1, 0, blob(interval), sources, is_kept=False, anchor_round=0)
 
 
 def test_a_lease_names_batches_and_their_samples_travel_to_who_consumes_them():
@@ -168,7 +164,7 @@ def test_a_lease_names_batches_and_their_samples_travel_to_who_consumes_them():
     assert [grant.lease for grant in grants] == [each.lease for each in fields]
     for grant, each in zip(grants, fields, strict=True):
         assert tuple(map(len, each.samples)) == grant.num_samples
-        assert (grant.first_batch, grant.is_evaluation) == (each.first_batch, each.is_evaluation)
+        assert (grant.first_microbatch, grant.is_evaluation) == (each.first_microbatch, each.is_evaluation)
         assert [name for name, _ in each.consumers] == [root, leaf]
     evaluated = [index for each in fields[-3:] for batch in each.samples for index in batch]
     assert evaluated == list(range(23))
@@ -276,7 +272,7 @@ def test_a_batch_travels_as_microbatches_and_makes_one_update():
     assert plan_order.accumulate == 4
     (updates,) = world.updates.values()
     assert list(updates.values()) == [[4, 4, 4, 4]] * 20
-    assert show_news(formed).endswith(
+    assert show_notice(formed).endswith(
         f"; 16 samples per update in 4 microbatches; {formed.samples_per_second:.3g} samples/s foreseen"
     )
 
@@ -367,7 +363,7 @@ def test_too_few_nodes_wait_and_are_told_what_is_short():
     world.run()
     (waiting,) = world.told(Waiting)
     assert waiting.reason.startswith("even needs 184 MB in one cluster; 2 nodes offer 100 MB; add 1 node")
-    assert world.hub.phase is Phase.COLLECTING
+    assert world.hub.phase is JobPhase.COLLECTING
     world.join("c", memory_mb=150.0)
     finishes(world)
 
@@ -402,7 +398,7 @@ def test_who_comes_later_is_a_spare():
     assert second == PlanOrder(2, 1, 0, None, (), (), (contact,))
     assert len(sent(world, StageParts)) == 3, "nobody else is disturbed"
     (met,) = sent(world, RingOrder)
-    assert (met.plan, met.rings) == (1, ())
+    assert (met.plan_id, met.rings) == (1, ())
     assert "late" in {each.node for each in met.contacts}
 
 
@@ -427,7 +423,7 @@ def test_a_death_while_forming_makes_a_new_plan_of_the_others():
     world.feed(PeerLeft(world.hub.clusters[0].root, "gone", world.now))
     finishes(world)
     (formed,), (repaired,) = world.told(PlanFormed), world.told(Repaired)
-    assert repaired.plan.epoch > formed.plan.epoch
+    assert repaired.plan.plan_id > formed.plan.plan_id
     assert world.told(WorkLost) == []
     assert world.told(Recovered) == [], "it had not begun"
 
@@ -445,7 +441,7 @@ def test_the_other_cluster_trains_what_a_dead_one_had():
     assert world.told(WorkLost) == []
     for name in healthy:  # they have room for its stage
         orders = sent(world, PlanOrder, name)
-        assert [order.epoch for order in orders] == [1, 2]
+        assert [order.build_id for order in orders] == [1, 2]
         assert orders[1].pipeline == tuple(healthy)
     (recovered,) = world.told(Recovered)
     assert recovered.cluster == "A"
@@ -482,23 +478,25 @@ def test_a_death_in_a_round_aborts_it_for_all_and_three_clusters_become_two():
     assert later[-1].left_out == ()
 
 
-@pytest.mark.parametrize("phase", [Phase.AVERAGING, Phase.EVALUATING, Phase.KEEPING])
+@pytest.mark.parametrize("phase", [JobPhase.AVERAGING, JobPhase.EVALUATING, JobPhase.KEEPING])
 def test_a_death_at_the_end_leaves_the_rest_to_another_cluster(phase):
     world = two_clusters(Trouble(detect_seconds=0.1))
     world.run_until(lambda: world.hub.phase is phase)
-    evaluating = {lease.holder for lease in world.open_leases}
+    evaluating = {lease.cluster_id for lease in world.open_leases}
     kept = sent(world, SnapshotOrder)
     busy = next(
         each
         for each in world.hub.clusters
-        if each.holder in evaluating or sent(world, SnapshotOrder, each.root) or phase is Phase.AVERAGING
+        if each.cluster_id in evaluating
+        or sent(world, SnapshotOrder, each.root)
+        or phase is JobPhase.AVERAGING
     )
     world.kill(busy.leaf)
     finishes(world)
     assert world.told(Evaluated)[-1].num_samples == 23
     assert {part.node for part in world.finish.parts}.isdisjoint(busy.nodes)
-    assert bool(kept) == (phase is Phase.KEEPING)
-    assert world.told(RoundEnded)[-1].is_committed == (phase is not Phase.AVERAGING)
+    assert bool(kept) == (phase is JobPhase.KEEPING)
+    assert world.told(RoundEnded)[-1].is_committed == (phase is not JobPhase.AVERAGING)
 
 
 def test_a_death_after_the_snapshot_and_before_it_is_collected():
@@ -532,7 +530,7 @@ def test_when_the_last_cluster_dies_training_begins_again_with_who_is_left():
     world.run()
     (lost,) = world.told(WorkLost)
     assert lost.num_samples >= 50
-    assert world.hub.phase is Phase.COLLECTING
+    assert world.hub.phase is JobPhase.COLLECTING
     assert world.open_leases == ()
     world.join("z", memory_mb=150.0)
     finishes(world)
@@ -541,7 +539,7 @@ def test_when_the_last_cluster_dies_training_begins_again_with_who_is_left():
 
 def test_training_that_began_again_ends_with_a_last_round_of_its_own():
     world = two_clusters(Trouble(detect_seconds=0.1), average_every=1000, num_validation=100)
-    world.run_until(lambda: world.hub.phase is Phase.EVALUATING)
+    world.run_until(lambda: world.hub.phase is JobPhase.EVALUATING)
     for each in world.hub.clusters:
         world.kill(each.root)
     world.join("x", "y", memory_mb=250.0)
@@ -582,8 +580,8 @@ def test_a_polite_leave_and_a_return_under_the_same_name():
 def test_a_finished_hub_sends_newcomers_home():
     world = finishes(one_cluster())
     orders = world.hub.apply(PeerJoined(node("late"), "key", (), world.now))
-    assert orders == (Tell(Joined("late")), Send("late", Stop("the job is done")))
-    assert world.hub.apply(PeerLeft("a", "done", world.now)) == (Tell(Left("a", "done")),)
+    assert orders == (Notify(Joined("late")), Send("late", Stop("the job is done")))
+    assert world.hub.apply(PeerLeft("a", "done", world.now)) == (Notify(Left("a", "done")),)
 
 
 # Rounds that do not come to an end by themselves.
@@ -618,7 +616,7 @@ def test_a_member_may_ask_what_became_of_a_round():
 def test_a_stopped_job_keeps_what_was_trained():
     world = two_clusters(epochs=10)
     world.run_until(lambda: len(world.ledger) > 60)
-    assert world.stop("Ctrl-C") == (Tell(Stopping("Ctrl-C")),)
+    assert world.stop("Ctrl-C") == (Notify(Stopping("Ctrl-C")),)
     open_leases = world.open_leases
     finishes(world)
     assert 60 < len(world.ledger) < 500
@@ -629,7 +627,7 @@ def test_a_stopped_job_keeps_what_was_trained():
     assert (evaluated.epoch, evaluated.num_samples) == (2, 23)
     assert world.finish.history[-1] == evaluated
     assert world.abandoned is None
-    assert show_news(Stopping("Ctrl-C")) == "the job is stopped (Ctrl-C); what was trained is kept"
+    assert show_notice(Stopping("Ctrl-C")) == "the job is stopped (Ctrl-C); what was trained is kept"
 
 
 def test_what_is_not_done_after_a_while_is_given_up():
@@ -651,9 +649,9 @@ def test_the_last_evaluation_of_a_stopped_job_is_done_again_by_another_cluster()
     world = two_clusters(Trouble(detect_seconds=0.1), epochs=10)
     world.run_until(lambda: len(world.ledger) > 20)
     world.stop()
-    world.run_until(lambda: world.hub.phase is Phase.EVALUATING)
-    holder = world.open_leases[0].holder
-    world.kill(next(each.leaf for each in world.hub.clusters if each.holder == holder))
+    world.run_until(lambda: world.hub.phase is JobPhase.EVALUATING)
+    holder = world.open_leases[0].cluster_id
+    world.kill(next(each.leaf for each in world.hub.clusters if each.cluster_id == holder))
     finishes(world)
     assert [news.num_samples for news in world.told(Evaluated)] == [23]
 
@@ -663,7 +661,7 @@ def test_an_evaluation_under_way_is_given_up_with_the_rest():
     world.run_until(lambda: any(lease.lease is None for lease in world.open_leases))
     world.muted = {world.hub.clusters[0].leaf}
     world.stop()
-    world.run_until(lambda: world.hub.phase is Phase.EVALUATING)
+    world.run_until(lambda: world.hub.phase is JobPhase.EVALUATING)
     world.muted = set()
     finishes(world)
     assert [news.num_samples for news in world.told(Evaluated)] == [400]
@@ -701,10 +699,10 @@ def test_when_the_last_cluster_dies_a_stopped_job_does_not_begin_again():
     world.run()
     assert world.abandoned is not None
     assert world.told(WorkLost) == []
-    assert world.hub.phase is Phase.FINISHED
+    assert world.hub.phase is JobPhase.FINISHED
 
 
-@pytest.mark.parametrize("phase", [Phase.AVERAGING, Phase.EVALUATING, Phase.KEEPING])
+@pytest.mark.parametrize("phase", [JobPhase.AVERAGING, JobPhase.EVALUATING, JobPhase.KEEPING])
 def test_a_job_that_ends_anyway_may_be_stopped_and_then_does_not_begin_again(phase):
     world = two_clusters(Trouble(latency=0.5))
     world.run_until(lambda: world.hub.phase is phase)
@@ -721,7 +719,7 @@ def test_a_job_is_stopped_once_and_not_after_its_end():
     assert "second" in refusal.reason
     finishes(world)
     assert isinstance(world.stop()[0], Refusal)
-    assert isinstance(Hub().apply(Stopped("early", 0.0))[0], Refusal)
+    assert isinstance(Coordinator().apply(Stopped("early", 0.0))[0], Refusal)
 
 
 # Drops, copies, and what is refused.
@@ -729,7 +727,7 @@ def test_a_job_is_stopped_once_and_not_after_its_end():
 
 def test_dropped_batches_are_told_and_not_counted_as_trained():
     world = finishes(two_clusters(Trouble(dropped=0.3, seed=3)))
-    assert world.told(BatchDropped)[0].reason == "not a number"
+    assert world.told(MicrobatchDropped)[0].reason == "not a number"
     assert 0 < sum(news.num_dropped for news in world.told(EpochDone)) < 100
     assert world.told(Evaluated)[-1].num_samples < 23
 
@@ -743,7 +741,7 @@ def test_second_copies_change_nothing():
 
 def test_a_late_ready_is_not_taken_for_the_snapshot():
     world = one_cluster()
-    world.run_until(lambda: world.hub.phase is Phase.KEEPING)
+    world.run_until(lambda: world.hub.phase is JobPhase.KEEPING)
     (refusal,) = world.feed(Received("b", StageReady(1), world.now))
     assert refusal.reason == "b has no stage to get ready"
     (refusal,) = world.feed(Received("b", SnapshotMade(1, 77, 0, blob("b")), world.now))
@@ -763,8 +761,8 @@ def report(batch, epoch=1):
         ("root", LeaseDone(1, 0, 9), "lease 0 has 8 samples, not 9"),
         ("root", LeaseDone(1, 77, 8), "lease 77 is not open for cluster A"),
         ("spare", LeaseDone(1, 0, 8), "LeaseDone from spare, who has no stage"),
-        ("leaf", report(77), "batch 77 of cluster A is not awaited"),
-        ("leaf", DroppedBatch(1, 77, "?"), "batch 77 of cluster A is not under way"),
+        ("leaf", report(77), "microbatch 77 of cluster A is not awaited"),
+        ("leaf", DroppedMicrobatch(1, 77, "?"), "microbatch 77 of cluster A is not under way"),
         ("leaf", StageReady(1), "c has no stage to get ready"),
         ("leaf", StageMissing(1, "b", "?"), "c has no stage to get ready"),
         ("leaf", RoundReady(1, "c"), "RoundReady of round 1, which is not open"),
@@ -786,11 +784,11 @@ def test_a_cluster_speaks_only_for_itself():
     world = two_clusters()
     world.run_until(lambda: len(world.told(ClusterStarted)) == 2)
     one, other = (cluster(world, name) for name in "AB")
-    lease = next(lease for lease in world.open_leases if lease.holder == one.holder)
+    lease = next(lease for lease in world.open_leases if lease.cluster_id == one.cluster_id)
     for sender, message in [
         (other.root, LeaseDone(1, lease.number, 8)),
-        (other.leaf, report(lease.first_batch)),
-        (other.leaf, DroppedBatch(1, lease.first_batch, "?")),
+        (other.leaf, report(lease.first_microbatch)),
+        (other.leaf, DroppedMicrobatch(1, lease.first_microbatch, "?")),
     ]:
         (refusal,) = world.feed(Received(sender, message, world.now))
         assert "of cluster B is not" in refusal.reason or "not open for cluster B" in refusal.reason

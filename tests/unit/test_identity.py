@@ -3,17 +3,22 @@
 import pytest
 
 from ravnest.errors import ConfigError
-from ravnest.net import addresses
-from ravnest.net.addresses import (
+from ravnest.net import identity
+from ravnest.net.identity import (
+    Token,
     dialled_from_elsewhere,
     dialled_from_here,
     is_loopback,
+    load_keys,
     local_hosts,
+    new_keys,
+    peer_of,
     read_address,
+    read_token,
     split_address,
     write_address,
+    write_token,
 )
-from ravnest.net.identity import Token, load_keys, new_keys, peer_of, read_token, write_token
 
 KEYS = new_keys()
 TOKEN = Token(("tcp://192.0.2.7:7700", "tcp://[2001:db8::7]:7700"), KEYS.public, b"sixteen bytes ab")
@@ -108,7 +113,7 @@ def test_only_a_door_may_leave_host_or_port_open():
 
 
 def test_a_door_to_everywhere_is_dialled_at_the_addresses_of_this_pc(monkeypatch):
-    monkeypatch.setattr(addresses, "local_hosts", lambda: ("192.0.2.7", "198.51.100.7"))
+    monkeypatch.setattr(identity, "local_hosts", lambda: ("192.0.2.7", "198.51.100.7"))
     told = dialled_from_elsewhere("tcp://0.0.0.0:77")
     assert told == ("tcp://192.0.2.7:77", "tcp://198.51.100.7:77", "tcp://127.0.0.1:77")
     assert [is_loopback(each) for each in told] == [False, False, True]

@@ -17,10 +17,10 @@ import ravnest
 from ravnest.config import WireFormat
 from ravnest.engine.optimizers import Adam, Group
 from ravnest.errors import CaptureError, ConfigError
-from ravnest.job.job import Job
-from ravnest.job.loading import load_job
-from ravnest.job.preparing import prepare
-from ravnest.job.swarm import LOCAL_PLAN
+from ravnest.requester.job import Job
+from ravnest.requester.job_file import load_job
+from ravnest.requester.prepare import prepare
+from ravnest.requester.session import LOCAL_PLAN
 
 MODEL = nn.Linear(3, 2)
 OPTIMIZERS = "one of torch.optim, made from model.parameters(), or of sgd, momentum, adam, adamw, nadam, muon"
@@ -284,7 +284,7 @@ def settings(model=MODEL, planned_updates=0, **given):
 def test_an_optimizer_of_torch_is_taken_by_name():
     own = settings(optimizer=adamw(betas=(0.8, 0.9), weight_decay=0.2))
     assert own.groups == (Group(("weight", "bias"), Adam(0.8, 0.9), 0.2, is_decoupled=True),)
-    assert (own.learning_rate, own.clip, own.predicts) == (0.1, None, False)
+    assert (own.learning_rate, own.clip, own.has_prediction) == (0.1, None, False)
     muon = torch.optim.Muon([MODEL.weight], lr=0.1)
     both = settings(optimizer=[muon, torch.optim.SGD([MODEL.bias], lr=0.05)])
     assert [(group.names, group.rate) for group in both.groups] == [(("weight",), 1.0), (("bias",), 0.5)]
@@ -294,7 +294,7 @@ def test_an_optimizer_of_torch_is_taken_by_name():
 def test_recipes_are_taken_by_name():
     default = settings()
     assert default == settings(optimizer="muon", learning_rate=4e-3)
-    assert (default.clip, default.predicts) == (1.0, True)
+    assert (default.clip, default.has_prediction) == (1.0, True)
     assert settings(optimizer="sgd", learning_rate=1).learning_rate == 1.0
     assert settings(optimizer="adam").groups == (Group(("weight", "bias"), Adam()),)
     assert settings(optimizer="adam").clip is None

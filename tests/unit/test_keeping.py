@@ -4,12 +4,11 @@ import pytest
 from support.hub_scene import HALVES, HubScene
 from support.hub_world import blob
 
-from ravnest.engine.sampler import LeaseBook
-from ravnest.hub.keeping import Keeping
-from ravnest.hub.progress import Books
-from ravnest.staging import SnapshotMade
+from ravnest.hub.coordinator.checkpoints import CheckpointCollector
+from ravnest.hub.coordinator.leases import LeaseBook, LedgerState
+from ravnest.protocol.placement import SnapshotMade
 
-BOOKS = Books(8, 8, 2, 0, LeaseBook(50, 4, 1, 0).state())
+BOOKS = LedgerState(8, 8, 2, 0, LeaseBook(50, 4, 1, 0).state())
 
 
 @pytest.fixture
@@ -20,7 +19,7 @@ def clusters():
 @pytest.fixture
 def keeping():
     """The first period of a minute began at 100 s."""
-    keeping = Keeping()
+    keeping = CheckpointCollector()
     assert not keeping.is_time(60.0, 100.0)
     return keeping
 

@@ -14,16 +14,16 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from ravnest.cli import program
-from ravnest.commands import lending
-from ravnest.commands.join import _Doors, _make_offer, _make_terms, _show_limits, _Stated
-from ravnest.commands.lending import PAUSE, RESUME, Lending, Terms, find_running, registered
+from ravnest.cli import lending_loop
+from ravnest.cli.join import _Doors, _make_offer, _make_terms, _show_limits, _Stated
+from ravnest.cli.lending_loop import PAUSE, RESUME, Lending, Terms, find_running, registered
+from ravnest.cli.main import program
 from ravnest.errors import ConfigError, LinkError
 from ravnest.net import zeromq
 from ravnest.net.identity import Token, new_keys, write_token
 from ravnest.net.memory import run_virtual
-from ravnest.net.transport import Limits
-from ravnest.peer import limits, machine
+from ravnest.net.transport import TransportLimits
+from ravnest.peer import capabilities, limits
 from ravnest.peer.hours import Hours, read_hours
 from ravnest.peer.limits import MemoryWatch, read_cores
 
@@ -97,12 +97,12 @@ def pc(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, object]:
     """What this PC is like: no battery, noon at the start, a folder of its own."""
     facts: dict[str, object] = {"battery": False, "memory": 0.0}
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    monkeypatch.setattr(lending, "LOOK_SECONDS", 20.0)
+    monkeypatch.setattr(lending_loop, "LOOK_SECONDS", 20.0)
     monkeypatch.setattr(
-        lending, "_minute", lambda: int(asyncio.get_running_loop().time() / 60 + 12 * 60) % (24 * 60)
+        lending_loop, "_minute", lambda: int(asyncio.get_running_loop().time() / 60 + 12 * 60) % (24 * 60)
     )
-    monkeypatch.setattr(machine, "is_on_battery", lambda: facts["battery"])
-    monkeypatch.setattr(machine, "taken_memory_bytes", lambda: facts["memory"])
+    monkeypatch.setattr(capabilities, "is_on_battery", lambda: facts["battery"])
+    monkeypatch.setattr(capabilities, "taken_memory_bytes", lambda: facts["memory"])
     return facts
 
 
@@ -323,7 +323,7 @@ def test_what_is_lent_of_a_gpu_is_held_by_torch_and_of_the_pc_by_a_watch(
     monkeypatch: pytest.MonkeyPatch, pc: dict[str, object]
 ) -> None:
     shares = []
-    monkeypatch.setattr(machine, "choose_device", lambda asked: asked)
+    monkeypatch.setattr(capabilities, "choose_device", lambda asked: asked)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (6e9, 8e9))
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *given: shares.append(given))
     said = stated(device="cuda:0", memory_bytes=3e9, gpu_memory_bytes=2e9)
@@ -343,15 +343,15 @@ def test_what_is_lent_of_a_gpu_is_held_by_torch_and_of_the_pc_by_a_watch(
 
 
 def test_the_links_of_a_real_join_are_held_to_the_upload(monkeypatch: pytest.MonkeyPatch) -> None:
-    found: list[Limits] = []
+    found: list[TransportLimits] = []
 
     def make_transport(*given: object) -> object:
-        found.extend(each for each in given if isinstance(each, Limits))
+        found.extend(each for each in given if isinstance(each, TransportLimits))
         raise LinkError("far enough")
 
     monkeypatch.setattr(zeromq, "ZeroMqTransport", make_transport)
     for needless in ("return_freed_memory", "warm_up"):
-        monkeypatch.setattr(machine, needless, lambda: None)
+        monkeypatch.setattr(capabilities, needless, lambda: None)
     more = ["--memory", "1 GB", "--flops", "1 GFLOP/s", "--upload", "20 Mbit/s", "--quiet"]
     done = CliRunner().invoke(program, ["join", TOKEN, "--device", "cpu", *more])
     assert (done.exit_code, done.stderr) == (4, "error: far enough\n")
@@ -359,13 +359,13 @@ def test_the_links_of_a_real_join_are_held_to_the_upload(monkeypatch: pytest.Mon
 
 
 def test_what_is_held_to_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "has_battery", lambda: True)
+    monkeypatch.setattr(capabilities, "has_battery", lambda: True)
     said = stated(upload_bytes_per_second=2.5e6, hours=(NIGHT, Hours(720, 780)))
     expected = (
         "1 of 2 cores, 20 Mbit/s of upload, from 22:00 to 07:00 and from 12:00 to 13:00, not on battery"
     )
     assert _show_limits(said, "1 of 2 cores") == expected
-    monkeypatch.setattr(machine, "has_battery", lambda: False)
+    monkeypatch.setattr(capabilities, "has_battery", lambda: False)
     assert _show_limits(stated(), "") == ""
 
 

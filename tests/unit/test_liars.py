@@ -6,15 +6,17 @@ import pytest
 from support.hub_world import HubWorld, check_replay, job, quick_plans
 from support.plan_world import node
 
-from ravnest.blobs import BlobRef
-from ravnest.exchange import HUB, VERSION
-from ravnest.hub.door import Door
-from ravnest.hub.events import PeerJoined, Phase, Received, Send
-from ravnest.hub.guarding import Guard
-from ravnest.hub.news import EpochDone, Evaluated, Left, WorkLost
+from ravnest.hub.coordinator.events import JobPhase, PeerJoined, Received, Send
+from ravnest.hub.coordinator.notices import EpochDone, Evaluated, Left, WorkLost
+from ravnest.hub.monitors.loss_guard import LossGuard
+from ravnest.hub.service.admission import Admission
+from ravnest.ids import HUB
 from ravnest.net.identity import Token, new_keys
-from ravnest.protocol import Hello, StepReport
-from ravnest.staging import SnapshotMade, SnapshotOrder, StageMissing, StageReady
+from ravnest.protocol.blobs import BlobRef
+from ravnest.protocol.membership import Hello
+from ravnest.protocol.placement import SnapshotMade, SnapshotOrder, StageMissing, StageReady
+from ravnest.protocol.training import StepReport
+from ravnest.transfer.blobs import PROTOCOL_VERSION
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +42,7 @@ def test_a_stage_that_nobody_was_given_is_not_ready():
     world.run_until(lambda: world.hub.clusters)
     (cluster,) = world.hub.clusters
     for name in cluster.nodes:
-        assert "nobody told it to build" in lie(world, name, StageReady(cluster.epoch))
+        assert "nobody told it to build" in lie(world, name, StageReady(cluster.build_id))
     world.run()
     assert world.is_finished
     check_replay(world)
@@ -68,7 +70,7 @@ def test_a_machine_whose_numbers_no_plan_can_be_made_with_does_not_join(fact):
 def report(cluster, batch, **said):
     facts = {"version": 0, "num_samples": 4, "loss": 1.0, "metrics": ()} | said
     return StepReport(
-        cluster.epoch,
+        cluster.build_id,
         batch,
         facts["version"],
         0,
@@ -85,7 +87,7 @@ def report(cluster, batch, **said):
 def test_a_leaf_that_counts_more_updates_than_there_were_batches_is_refused():
     world = world_of("abc", rates=(0.1, 0.01))
     world.run_until(lambda: world.open_leases)
-    (cluster,), batch = world.hub.clusters, world.open_leases[0].first_batch
+    (cluster,), batch = world.hub.clusters, world.open_leases[0].first_microbatch
     most = 2**63 - 1  # what comes after it cannot be told in any message
     assert "cannot have made" in lie(world, cluster.leaf, report(cluster, batch, version=most))
     assert lie(world, cluster.leaf, report(cluster, batch, version=1)) is None
@@ -98,10 +100,10 @@ def test_a_leaf_neither_weighs_its_losses_nor_makes_up_metrics_without_end():
     world = world_of("abc", num_validation=4, epochs=1)
     heavy = {"num_samples": 2**62, "metrics": tuple((f"made up {number}", 1.0) for number in range(900))}
     world.run_until(lambda: world.open_leases)
-    (cluster,), batch = world.hub.clusters, world.open_leases[0].first_batch
+    (cluster,), batch = world.hub.clusters, world.open_leases[0].first_microbatch
     assert lie(world, cluster.leaf, report(cluster, batch, loss=1e6, **heavy)) is None
     world.run_until(lambda: any(lease.lease is None for lease in world.open_leases))
-    lie(world, cluster.leaf, report(cluster, world.open_leases[0].first_batch, **heavy))
+    lie(world, cluster.leaf, report(cluster, world.open_leases[0].first_microbatch, **heavy))
     world.run()
     ((trained,), (evaluated,)) = world.told(EpochDone), world.told(Evaluated)
     assert trained.loss < 1e6
@@ -110,7 +112,7 @@ def test_a_leaf_neither_weighs_its_losses_nor_makes_up_metrics_without_end():
 
 
 def test_losses_too_large_to_be_summed_up_are_an_alarm_and_no_crash():
-    guard = Guard()
+    guard = LossGuard()
     for loss in [1.0] * 32 + [1.7e308] * 32:
         guard.note_loss("A1", "A", loss)
     assert guard.alarm is not None
@@ -121,8 +123,8 @@ def test_nobody_takes_the_name_of_somebody_a_hub_that_was_away_waits_for():
     world.run_until(lambda: len(world.ledger) > 20)
     world.restart()
     world.run_until(lambda: world.hub._members.missing)
-    door = Door(Token((), new_keys().public, b"s" * 16), None)
-    hello = Hello(VERSION, bytes(32), node("a", 150.0))
+    door = Admission(Token((), new_keys().public, b"s" * 16), None)
+    hello = Hello(PROTOCOL_VERSION, bytes(32), node("a", 150.0))
     newcomer = door.introduce("newcomer", hello, None, world.hub.find_others("another key"))
     assert newcomer.node.name == "a-newc"
     forgetful = door.introduce("peer of a", hello, None, world.hub.find_others("key of a"))
@@ -133,7 +135,7 @@ def test_who_claims_a_snapshot_larger_than_the_model_goes_and_nobody_fetches_it(
     world = world_of("abcd", checkpoint_every=2.0, most_snapshot_bytes=1000, epochs=4)
     world.run_until(lambda: world.hub._keeping.is_under_way)
     liar = world.hub.clusters[0].root
-    lie(world, liar, SnapshotMade(world.hub.clusters[0].epoch, 1, 1, BlobRef("0" * 64, 2**60)))
+    lie(world, liar, SnapshotMade(world.hub.clusters[0].build_id, 1, 1, BlobRef("0" * 64, 2**60)))
     assert [(news.node, news.reason) for news in world.told(Left)] == [
         (liar, "no stage has a snapshot of 1153 PB")
     ]
@@ -144,7 +146,7 @@ def test_who_claims_a_snapshot_larger_than_the_model_goes_and_nobody_fetches_it(
 
 def test_who_keeps_silent_about_the_result_goes_and_another_cluster_has_it():
     world = world_of("abcdef")
-    world.run_until(lambda: world.hub.phase is Phase.KEEPING)
+    world.run_until(lambda: world.hub.phase is JobPhase.KEEPING)
     asked = [order for order in world.answers[-1] if isinstance(order, Send)]
     silent = world.muted = {order.to for order in asked if isinstance(order.message, SnapshotOrder)}
     world.run()
@@ -162,7 +164,9 @@ def find_fault(world, liar):
     def lie_or_build(name, peer, parts):
         others = [source.node for source in parts.sources if source.node != HUB]
         if name == liar and world.ledger:
-            world.say(name, StageMissing(parts.epoch, others[0] if others else HUB, "damaged"), seconds=0.2)
+            world.say(
+                name, StageMissing(parts.build_id, others[0] if others else HUB, "damaged"), seconds=0.2
+            )
         else:
             build(name, peer, parts)
 

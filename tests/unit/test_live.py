@@ -7,14 +7,14 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from ravnest.hub.events import Phase
-from ravnest.hub.state import Hub
-from ravnest.hub.status import ClusterStatus, MemberStatus, Said, Status, Watch
-from ravnest.showing.live import LiveView, show_status, status_to_dict
+from ravnest.hub.coordinator.coordinator import Coordinator
+from ravnest.hub.coordinator.events import JobPhase
+from ravnest.hub.service.status import ClusterStatus, MemberStatus, Said, Status, StatusTracker
+from ravnest.views.live import LiveView, show_status, status_to_dict
 
 STATUS = Status(
     now=100.0,
-    phase=Phase.TRAINING,
+    phase=JobPhase.TRAINING,
     job="digits [bold]",
     members=(
         MemberStatus("spare-pc", "spare"),
@@ -71,7 +71,7 @@ def test_it_fits_a_narrow_terminal_and_many_nodes() -> None:
 
 
 def test_before_a_job_there_is_something_to_show_too() -> None:
-    assert "no job yet" in text_of(Watch(Hub()).status())
+    assert "no job yet" in text_of(StatusTracker(Coordinator()).status())
 
 
 def test_as_data_it_is_versioned_json() -> None:
@@ -85,7 +85,7 @@ def test_it_is_drawn_at_most_a_few_times_a_second_and_once_at_the_end(
 ) -> None:
     drawn, now = [], [0.0]
     console = Console(file=StringIO(), force_terminal=True, width=80)
-    watch = Watch(Hub())
+    watch = StatusTracker(Coordinator())
     with LiveView(console, clock=lambda: now[0]) as view:
         monkeypatch.setattr(view, "_draw", drawn.append)
         for now[0] in (0.0, 0.1, 0.2, 0.26, 0.3, 5.0):

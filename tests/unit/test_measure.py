@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
-from ravnest.model import measure as module
+from ravnest.model import profile as module
 from ravnest.model.blueprint import (
     FLOATING,
     PARAMETER,
@@ -24,9 +24,9 @@ from ravnest.model.blueprint import (
     refs_of,
 )
 from ravnest.model.capture import Captured, capture
-from ravnest.model.kernels import UNCOUNTED_BY_TORCH
-from ravnest.model.measure import find_matrices, measure
+from ravnest.model.op_costs import UNCOUNTED_BY_TORCH
 from ravnest.model.operators import operators
+from ravnest.model.profile import find_matrices, measure
 
 
 class Sketch:

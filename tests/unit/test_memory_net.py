@@ -10,21 +10,21 @@ import pytest
 from ravnest.errors import ConfigError, LinkError
 from ravnest.net.identity import KeyPair, new_keys
 from ravnest.net.memory import MemoryNetwork, MemoryTransport, Wire, run_virtual
-from ravnest.net.transport import MIB, Delivery, DialFailed, Limits, LinkDown, LinkUp, Service
+from ravnest.net.transport import MIB, Delivery, DialFailed, LinkDown, LinkUp, Service, TransportLimits
 
 KEYS = sorted((new_keys() for _ in range(4)), key=lambda keys: keys.peer)
-SMALL = Limits(credit_bytes=(10_000,) * 5)
+SMALL = TransportLimits(credit_bytes=(10_000,) * 5)
 
 
 class Town:
     """Some transports on one network that all know each other; node 0 is dialled by the others."""
 
-    def __init__(self, size: int, wire: Wire | None = None, limits: Limits | None = None) -> None:
+    def __init__(self, size: int, wire: Wire | None = None, limits: TransportLimits | None = None) -> None:
         self.network = MemoryNetwork(wire)
         self.nodes = [self.make(i, KEYS[i], limits) for i in range(size)]
         self.stack = AsyncExitStack()
 
-    def make(self, number: int, keys: KeyPair, limits: Limits | None = None) -> MemoryTransport:
+    def make(self, number: int, keys: KeyPair, limits: TransportLimits | None = None) -> MemoryTransport:
         node = MemoryTransport(self.network, keys, Random(number), f"node{number}", limits)
         node.allow(keys.public for keys in KEYS)
         return node

@@ -3,9 +3,8 @@
 import pytest
 from support.hub_world import HubWorld, Trouble, blob, check_replay, job, quick_plans
 
-from ravnest.exchange import HUB
-from ravnest.hub.events import Collect, Dismiss, PeerLeft, Received, Send
-from ravnest.hub.news import (
+from ravnest.hub.coordinator.events import Collect, Evict, JobPhase, PeerLeft, Received, Send
+from ravnest.hub.coordinator.notices import (
     Checkpointed,
     ClusterBroken,
     ClusterDissolved,
@@ -23,9 +22,10 @@ from ravnest.hub.news import (
     SpeedChanged,
     WorkLost,
 )
-from ravnest.hub.state import Phase
-from ravnest.protocol import Leave, RoundOpen
-from ravnest.staging import (
+from ravnest.ids import HUB
+from ravnest.protocol.averaging import RoundOpen
+from ravnest.protocol.membership import Leave
+from ravnest.protocol.placement import (
     BackupOrder,
     PlanOrder,
     RingOrder,
@@ -73,12 +73,12 @@ def test_who_leaves_politely_hands_over_and_nothing_is_lost_or_done_twice():
     assert world.now < asked_at + 4.0, "it is let go as soon as others have what it has"
     assert [news.node for news in world.told(Leaving)] == [root]
     assert world.told(ClusterBroken) == world.told(ClusterDissolved) == world.told(Recovered) == []
-    assert Dismiss(root, "goodbye") in [order for orders in world.answers for order in orders]
+    assert Evict(root, "goodbye") in [order for orders in world.answers for order in orders]
     parts = sent(world, StageParts, spare)[-1]
     assert [source.node for source in parts.sources] == [root]
-    assert not parts.keeps
+    assert not parts.is_kept
     others = [name for name in world.hub.clusters[0].nodes if name != spare]
-    assert all(sent(world, StageParts, name)[-1].keeps for name in others)
+    assert all(sent(world, StageParts, name)[-1].is_kept for name in others)
     assert all(not sent(world, StageParts, name)[-1].sources for name in others)
     finishes(world)
     batches = world.given.settings.epochs * world.given.settings.batches_per_epoch
@@ -180,7 +180,7 @@ def test_another_plan_while_a_cluster_is_built_loses_nothing(is_polite):
     assert world.hub.clusters[0].version == version > 1, "it counts on from what its nodes hold"
     world.run_until(lambda: world.hub.clusters[0].is_running)
     assert world.told(WorkLost) == world.told(ClusterDissolved) == []
-    assert world.hub.books.known(world.hub.clusters[0]) >= counted
+    assert world.hub.books.samples_seen(world.hub.clusters[0]) >= counted
     finishes(world)
 
 
@@ -199,13 +199,13 @@ def test_who_has_not_what_it_is_to_keep_says_so_and_others_give_it():
     world = world_of("abcde", memory_mb=250.0, trouble=Trouble(detect_seconds=0.1))
     broken, other = world.hub.clusters
     world.feed(PeerLeft(broken.leaf, "gone", world.now))
-    world.run_until(lambda: sent(world, StageParts, broken.root)[-1].epoch > broken.epoch)
+    world.run_until(lambda: sent(world, StageParts, broken.root)[-1].build_id > broken.build_id)
     parts = sent(world, StageParts, broken.root)[-1]
-    assert (parts.keeps, parts.sources) == (True, ())
-    world.feed(Received(broken.root, StageMissing(parts.epoch, broken.root, "it is gone"), world.now))
-    world.run_until(lambda: sent(world, StageParts, broken.root)[-1].epoch > parts.epoch)
+    assert (parts.is_kept, parts.sources) == (True, ())
+    world.feed(Received(broken.root, StageMissing(parts.build_id, broken.root, "it is gone"), world.now))
+    world.run_until(lambda: sent(world, StageParts, broken.root)[-1].build_id > parts.build_id)
     parts = sent(world, StageParts, broken.root)[-1]
-    assert not parts.keeps
+    assert not parts.is_kept
     assert {source.node for source in parts.sources} <= {*other.nodes}
     finishes(world)
 
@@ -213,14 +213,14 @@ def test_who_has_not_what_it_is_to_keep_says_so_and_others_give_it():
 def test_other_clusters_train_on_in_new_rings():
     world = world_of("abcde", memory_mb=250.0, trouble=Trouble(detect_seconds=0.1))
     broken, other = world.hub.clusters
-    epoch = other.epoch
+    epoch = other.build_id
     world.feed(PeerLeft(broken.nodes[1], "gone", world.now))
     world.run_until(lambda: world.told(Recovered))
     assert other in world.hub.clusters
-    assert other.epoch == epoch
+    assert other.build_id == epoch
     assert not world.told(ClusterDissolved)
-    assert [order.epoch for order in sent(world, PlanOrder, other.root)] == [epoch]
-    assert sent(world, RingOrder, other.root)[-1].plan == world.told(Repaired)[0].plan.epoch
+    assert [order.build_id for order in sent(world, PlanOrder, other.root)] == [epoch]
+    assert sent(world, RingOrder, other.root)[-1].plan_id == world.told(Repaired)[0].plan.plan_id
     finishes(world)
 
 
@@ -254,7 +254,9 @@ def test_a_stage_that_is_mended_counts_updates_on_and_never_from_none():
     mended = world.hub.clusters[0]
     world.run_until(lambda: mended.is_running)
     parts = [sent(world, StageParts, name)[-1] for name in mended.nodes]
-    assert {(each.epoch, each.version) for each in parts} == {(mended.epoch, 1)}, "0 is for first weights"
+    assert {(each.build_id, each.version) for each in parts} == {(mended.build_id, 1)}, (
+        "0 is for first weights"
+    )
     finishes(world)
 
 
@@ -308,7 +310,7 @@ def test_a_checkpoint_is_dropped_when_its_cluster_breaks_and_the_next_one_comes(
     world.run_until(lambda: len(sent(world, SnapshotOrder)) > num_asked)
     cluster, asked = world.hub.clusters[0], sent(world, SnapshotOrder)[-1]
     world.feed(PeerLeft(cluster.leaf, "gone", world.now))
-    made = SnapshotMade(asked.epoch, asked.number, 1, blob("late"))
+    made = SnapshotMade(asked.build_id, asked.number, 1, blob("late"))
     (refusal,) = world.feed(Received(cluster.root, made, world.now))
     assert refusal.reason == f"nobody asked {cluster.root} for snapshot {asked.number}"
     finishes(world)
@@ -328,7 +330,7 @@ def test_a_hub_that_was_away_meets_all_again_and_nobody_fetches_anything():
     assert resumed.num_samples >= counted
     assert {news.node for news in world.told(Returned)} == {*"abcde"}
     assert [each.nodes for each in world.hub.clusters] == [each.nodes for each in before]
-    assert all(parts.keeps and not parts.sources for parts in sent(world, StageParts)[5:])
+    assert all(parts.is_kept and not parts.sources for parts in sent(world, StageParts)[5:])
     assert world.told(WorkLost) == world.told(Left) == []
     finishes(world)
 
@@ -373,7 +375,7 @@ def test_people_are_not_told_that_a_cluster_ends_when_another_dies_while_it_is_m
 def test_a_hub_that_was_away_in_the_end_ends_the_job():
     world = world_of("abcde", memory_mb=250.0, epochs=1, num_validation=23)
     world.random.choice = lambda _: 0.5
-    world.run_until(lambda: world.hub.phase is Phase.EVALUATING)
+    world.run_until(lambda: world.hub.phase is JobPhase.EVALUATING)
     world.restart()
     finishes(world)
     assert world.finish is not None
@@ -426,18 +428,18 @@ def test_a_cluster_that_is_to_be_cut_anew_goes_on_when_the_plan_is_another_by_th
 def test_clusters_that_stand_still_when_all_is_trained_take_part_in_the_last_round():
     world = HubWorld(job(num_validation=0, average_every=1000))
     world.join(*"abcde", memory_mb=250.0)
-    world.run_until(lambda: world.hub.phase is Phase.AVERAGING)
+    world.run_until(lambda: world.hub.phase is JobPhase.AVERAGING)
     world.restart()
     finishes(world)
     last = world.told(RoundEnded)[-1]
     assert (last.is_committed, last.is_final, last.left_out) == (True, True, ())
-    assert {world.hub.books.known(each) for each in world.hub.clusters} == {100}
+    assert {world.hub.books.samples_seen(each) for each in world.hub.clusters} == {100}
 
 
 def test_who_never_gets_ready_in_the_end_is_not_waited_for_for_ever():
     world = HubWorld(job(num_validation=0, average_every=1000))
     world.join(*"abcde", memory_mb=250.0)
-    world.run_until(lambda: world.hub.phase is Phase.AVERAGING)
+    world.run_until(lambda: world.hub.phase is JobPhase.AVERAGING)
     world.muted.add(world.hub.clusters[0].leaf)
     world.restart()
     world.run()
@@ -451,7 +453,7 @@ def test_nobody_is_believed_to_be_faster_than_any_machine():
     before = world.hub._members.find(liar).node
     world.slow(liar, 1e-8)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ravnest.hub.clusters._FACTS", {"flops_per_second": (1.0, 1e15)})
+        patch.setattr("ravnest.hub.coordinator.membership._FACTS", {"flops_per_second": (1.0, 1e15)})
         finishes(world)
     assert world.told(SpeedChanged) == []
     assert world.hub._members.find(liar).node == before

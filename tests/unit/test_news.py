@@ -2,8 +2,7 @@
 
 import pytest
 
-from ravnest.exchange import HUB
-from ravnest.hub.news import (
+from ravnest.hub.coordinator.notices import (
     ClusterBroken,
     ClusterDissolved,
     EpochDone,
@@ -13,8 +12,9 @@ from ravnest.hub.news import (
     Resumed,
     WentWrong,
     WorkLost,
-    show_news,
+    show_notice,
 )
+from ravnest.ids import HUB
 
 
 @pytest.mark.parametrize(
@@ -51,4 +51,4 @@ from ravnest.hub.news import (
     ],
 )
 def test_each_is_one_sentence_that_says_what_it_means(news, sentence):
-    assert show_news(news) == sentence
+    assert show_notice(news) == sentence

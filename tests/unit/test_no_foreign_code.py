@@ -14,13 +14,18 @@ import torch
 
 import ravnest
 from ravnest.errors import RavnestError, UnsafeBlueprint
-from ravnest.model.flat import from_safetensors, to_safetensors
-from ravnest.model.preflight import preflight
-from ravnest.model.reading import read_blueprint, write_blueprint
-from ravnest.model.rebuild import rebuild
+from ravnest.model.blueprint_json import read_blueprint, write_blueprint
+from ravnest.model.dry_run import dry_run
+from ravnest.model.stage_program import build_stage_program
+from ravnest.model.state_dict import from_safetensors, to_safetensors
 from tests.support.sample_blueprints import perceptron
 
-PROVIDER = ["ravnest.model.reading", "ravnest.model.preflight", "ravnest.model.rebuild", "ravnest.model.flat"]
+PROVIDER = [
+    "ravnest.model.blueprint_json",
+    "ravnest.model.dry_run",
+    "ravnest.model.stage_program",
+    "ravnest.model.state_dict",
+]
 FORBIDDEN_IMPORTS = {
     "pickle",
     "marshal",
@@ -90,7 +95,7 @@ def faults(module: ast.Module) -> set[str]:
 
 def test_a_provider_reaches_no_loader_of_foreign_code() -> None:
     modules = provider_modules()
-    assert {"ravnest.model.operators", "ravnest.model.arguments"} < modules
+    assert {"ravnest.model.operators", "ravnest.model.blueprint_json"} < modules
     assert not {"ravnest.model.capture", "ravnest.model.trace"} & modules, "capture runs the requester's code"
     assert {name: faults(tree(name)) for name in modules if faults(tree(name))} == {}
 
@@ -135,7 +140,7 @@ def test_a_stage_runs_with_every_loader_out_of_order(monkeypatch: pytest.MonkeyP
     ):
         monkeypatch.setattr(owner, name, refuse)
     stage = read_blueprint(data)
-    preflight(stage, 3, max_bytes=1e8, max_flops=1e9)
+    dry_run(stage, 3, max_bytes=1e8, max_flops=1e9)
     state = from_safetensors(weights, stage)
     fields = {
         name: torch.zeros(
@@ -143,7 +148,7 @@ def test_a_stage_runs_with_every_loader_out_of_order(monkeypatch: pytest.MonkeyP
         )
         for value, name in stage.train.fields
     }
-    passed = rebuild(stage).forward(
+    passed = build_stage_program(stage).forward(
         {name: tensor.requires_grad_(tensor.is_floating_point()) for name, tensor in state.items()},
         {},
         fields,

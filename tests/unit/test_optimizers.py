@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from ravnest.config import Optimizer as OptimizerName
+from ravnest.config import OptimizerKind as OptimizerName
 from ravnest.engine import optimizers
 from ravnest.engine.optimizers import (
     Adam,
@@ -20,7 +20,7 @@ from ravnest.engine.optimizers import (
 )
 from ravnest.engine.recipe import from_torch, make_settings
 from ravnest.errors import ConfigError, WeightsError
-from ravnest.protocol import Refusal
+from ravnest.protocol.messages import Refusal
 
 SHAPES = {"tall": (12, 5), "wide": (4, 9), "square": (6, 6), "bias": (7,), "filter": (3, 2, 3, 3)}
 NUM_STEPS = 20
@@ -225,7 +225,7 @@ def test_a_bound_that_half_precision_does_not_hold_is_no_bound():
 
 
 def test_prediction_repeats_the_last_move_with_falling_strength():
-    settings = OptimizerSettings((Group(("w",), Sgd(momentum=0.5)),), 0.1, predicts=True)
+    settings = OptimizerSettings((Group(("w",), Sgd(momentum=0.5)),), 0.1, has_prediction=True)
     parameters = {"w": torch.tensor([1.0, 2.0])}
     ours = Optimizer(settings, parameters)
     after = ours.step(parameters, {"w": torch.tensor([1.0, -1.0])}, 0.1, lag=2, in_place=False)
@@ -239,7 +239,7 @@ def test_prediction_repeats_the_last_move_with_falling_strength():
 @pytest.mark.parametrize("rule", [Adam(), FusedAdam()])
 @pytest.mark.parametrize("in_place", [True, False])
 def test_decay_is_not_predicted(in_place, rule):
-    settings = OptimizerSettings((Group(("w",), rule, 0.5, is_decoupled=True),), 0.1, predicts=True)
+    settings = OptimizerSettings((Group(("w",), rule, 0.5, is_decoupled=True),), 0.1, has_prediction=True)
     parameters = {"w": torch.tensor([10.0])}
     ours = Optimizer(settings, parameters)
     after = ours.step(parameters, {"w": torch.zeros(1)}, 0.1, lag=3, in_place=in_place)
@@ -250,7 +250,9 @@ def test_decay_is_not_predicted(in_place, rule):
 @pytest.mark.parametrize(("predicts", "lag"), [(True, 0.0), (False, 2.0)])
 def test_nothing_is_predicted_without_lag_or_without_being_asked(predicts, lag):
     parameters = draw()
-    ours = Optimizer(OptimizerSettings((Group(tuple(SHAPES), Adam()),), 0.1, predicts=predicts), parameters)
+    ours = Optimizer(
+        OptimizerSettings((Group(tuple(SHAPES), Adam()),), 0.1, has_prediction=predicts), parameters
+    )
     after = ours.step(parameters, draw(seed=1), 0.1, lag)
     predicted = ours.predict(after, 2.0)
     assert all(predicted[name] is after[name] for name in SHAPES)
@@ -340,7 +342,7 @@ def recipe_reference(gradients_by_step, rate):
 
 def test_the_default_recipe_follows_its_equations():
     settings = make_settings(OptimizerName.MUON, 1e-2, SHAPES, {"tall", "wide", "square", "filter"})
-    assert (settings.clip, settings.predicts) == (1.0, True)
+    assert (settings.clip, settings.has_prediction) == (1.0, True)
     parameters = draw()
     ours = Optimizer(settings, parameters)
     gradients = [draw(seed=1 + step) for step in range(5)]

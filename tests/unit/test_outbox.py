@@ -7,20 +7,19 @@ from collections.abc import Sequence
 import pytest
 
 from ravnest.errors import LinkError, ProtocolError
-from ravnest.net.frames import Ack, Chunk, Hello, Ping, Position, decode, encode
-from ravnest.net.inbox import Inbox
+from ravnest.net.frames import Ack, Chunk, Greeting, Ping, StreamPosition, decode_frame, encode_frame
 from ravnest.net.link import ACK_BYTES, ACK_SECONDS, SILENCE_SECONDS, TICK_SECONDS, Link
-from ravnest.net.outbox import OVERHEAD_BYTES, Outbox
-from ravnest.net.transport import MIB, Limits, Service, as_views, check_limits
+from ravnest.net.streams import OVERHEAD_BYTES, ReceiveStream, SendStream
+from ravnest.net.transport import MIB, Service, TransportLimits, as_views, check_limits
 
-LIMITS = Limits(chunk_bytes=100, window_bytes=800, credit_bytes=(4000,) * 5)
+LIMITS = TransportLimits(chunk_bytes=100, window_bytes=800, credit_bytes=(4000,) * 5)
 
 
-def put(outbox: Outbox, service: Service, *buffers: bytes, header: bytes = b"h") -> None:
+def put(outbox: SendStream, service: Service, *buffers: bytes, header: bytes = b"h") -> None:
     outbox.put(service, header, as_views(buffers))
 
 
-def chunk_of(outbox: Outbox) -> Chunk:
+def chunk_of(outbox: SendStream) -> Chunk:
     chunk = outbox.next_chunk(0.0)
     assert chunk is not None
     return chunk[0]
@@ -28,7 +27,7 @@ def chunk_of(outbox: Outbox) -> Chunk:
 
 @pytest.mark.parametrize("urgent", [Service.CONTROL, Service.GRADIENT, Service.ACTIVATION, Service.AVERAGING])
 def test_an_urgent_message_goes_before_the_next_chunk_of_a_blob(urgent):
-    outbox = Outbox(LIMITS)
+    outbox = SendStream(LIMITS)
     put(outbox, Service.BLOB, bytes(1000))
     assert [chunk_of(outbox).offset for _ in range(2)] == [0, 100]
     put(outbox, urgent, bytes(150))
@@ -36,7 +35,7 @@ def test_an_urgent_message_goes_before_the_next_chunk_of_a_blob(urgent):
 
 
 def test_what_is_less_urgent_on_the_wire_does_not_hold_back_what_is_more_urgent():
-    outbox = Outbox(LIMITS)
+    outbox = SendStream(LIMITS)
     put(outbox, Service.BLOB, bytes(1000))
     while outbox.next_chunk(0.0):
         pass
@@ -51,7 +50,7 @@ def test_what_is_less_urgent_on_the_wire_does_not_hold_back_what_is_more_urgent(
 
 
 def test_chunks_are_views_of_the_buffers_of_the_caller():
-    outbox, data = Outbox(LIMITS), bytearray(250)
+    outbox, data = SendStream(LIMITS), bytearray(250)
     outbox.put(Service.BLOB, b"", as_views([data]))
     _, views = outbox.next_chunk(0.0)
     assert views[0].obj is data
@@ -60,7 +59,7 @@ def test_chunks_are_views_of_the_buffers_of_the_caller():
 
 
 def test_small_buffers_travel_together_and_a_chunk_never_reaches_over_a_buffers_end():
-    outbox = Outbox(LIMITS)
+    outbox = SendStream(LIMITS)
     put(outbox, Service.BLOB, bytes(20), b"", bytes(30), bytes(120), header=b"head")
     chunk, views = outbox.next_chunk(0.0)
     assert chunk.sizes == (4, 20, 0, 30, 120)
@@ -69,7 +68,7 @@ def test_small_buffers_travel_together_and_a_chunk_never_reaches_over_a_buffers_
 
 
 def test_credit_comes_back_when_the_program_over_there_took_the_message_not_when_it_arrived():
-    outbox, inbox = Outbox(LIMITS), Inbox(LIMITS)
+    outbox, inbox = SendStream(LIMITS), ReceiveStream(LIMITS)
     put(outbox, Service.BLOB, bytes(2000))
     assert not outbox.has_room(Service.BLOB, 2000)
     assert outbox.has_room(Service.GRADIENT, 2000)
@@ -83,14 +82,14 @@ def test_credit_comes_back_when_the_program_over_there_took_the_message_not_when
 
 
 def test_a_message_over_the_credit_goes_alone():
-    outbox = Outbox(LIMITS)
+    outbox = SendStream(LIMITS)
     assert outbox.has_room(Service.BLOB, 10**6)
     put(outbox, Service.BLOB)
     assert not outbox.has_room(Service.BLOB, 10**6)
 
 
 def test_empty_messages_use_up_credit_too():
-    outbox = Outbox(LIMITS)
+    outbox = SendStream(LIMITS)
     num_messages = 0
     while outbox.has_room(Service.BLOB, 0):
         put(outbox, Service.BLOB, header=b"")
@@ -103,7 +102,7 @@ class Wire:
 
     def __init__(self, rate: float, delay: float) -> None:
         self.rate, self.delay, self.now = rate, delay, 0.0
-        self.links = [Link(1, Limits()), Link(2, Limits())]
+        self.links = [Link(1, TransportLimits()), Link(2, TransportLimits())]
         self.clocks = [1000.0, -5.0]  # how far each is ahead
         self.free_at = [0.0, 0.0]
         self.arrived = [0, 0]
@@ -111,7 +110,7 @@ class Wire:
         self._wake_at = [-math.inf, -math.inf]
         self._events: list[tuple[float, int, int, list[memoryview] | None]] = []
         for me, link in enumerate(self.links):
-            link.connect(Hello(1, 2 - me, 0, (), b""), self.clocks[me])
+            link.connect(Greeting(1, 2 - me, 0, (), b""), self.clocks[me])
 
     def run(self, senders: Sequence[int], seconds: float) -> None:
         blob = memoryview(bytearray(4 * MIB))
@@ -126,7 +125,7 @@ class Wire:
             self.now, _, me, frames = heapq.heappop(self._events)
             if frames is not None:
                 self.arrived[me] += sum(map(len, frames[1:]))
-                message = self.links[me].receive(decode(frames), frames[1:], self.now + self.clocks[me])
+                message = self.links[me].receive(decode_frame(frames), frames[1:], self.now + self.clocks[me])
                 if message is not None:
                     self.links[me].take(message[0], self.now + self.clocks[me])
             self._pump(me)
@@ -166,17 +165,17 @@ def test_both_ways_are_filled_though_confirmations_wait_behind_what_is_sent(rate
 
 def test_links_that_share_a_way_share_it_however_late_their_confirmations_are():
     rate, now, free_at, backs, counts = 6e6, 0.0, 0.0, (0.001, 0.06, 0.001), [0, 0, 0]
-    pairs = [(Link(1, Limits()), Link(2, Limits())) for _ in backs]
+    pairs = [(Link(1, TransportLimits()), Link(2, TransportLimits())) for _ in backs]
     events: list[tuple[float, int, int, int, list[memoryview] | None]] = []
     for number, pair in enumerate(pairs):
         for link in pair:
-            link.connect(Hello(1, 1, 0, (), b""), 0.0)
+            link.connect(Greeting(1, 1, 0, (), b""), 0.0)
         heapq.heappush(events, (0.0, number, number, 0, None))
     while now < 16.0:
         now, _, number, end, frames = heapq.heappop(events)
         link = pairs[number][end]
         if frames is not None:
-            message = link.receive(decode(frames), frames[1:], now)
+            message = link.receive(decode_frame(frames), frames[1:], now)
             counts[number] += sum(map(len, frames[1:])) if now > 6.0 else 0
             if message is not None:
                 link.take(message[0], now)
@@ -194,7 +193,7 @@ def test_links_that_share_a_way_share_it_however_late_their_confirmations_are():
 
 
 def test_a_buffer_in_one_piece_is_passed_on_and_a_cut_one_is_gathered_and_both_can_be_written():
-    inbox = Inbox(LIMITS)
+    inbox = ReceiveStream(LIMITS)
     small, first, second = (memoryview(bytearray(b)) for b in (b"ab", b"c" * 90, b"d" * 60))
     header = memoryview(bytearray(b"head"))
     assert inbox.accept(Chunk(Service.BLOB, 0, 0, (4, 2, 150)), [header, small, first]) is None
@@ -208,7 +207,7 @@ def test_a_buffer_in_one_piece_is_passed_on_and_a_cut_one_is_gathered_and_both_c
 
 
 def test_a_second_copy_is_dropped_and_a_copy_that_reaches_further_is_used_from_where_it_is_new():
-    inbox = Inbox(LIMITS)
+    inbox = ReceiveStream(LIMITS)
     data = memoryview(bytes(range(80)))
     inbox.accept(Chunk(Service.BLOB, 0, 0, (0, 80)), [data[:30]])
     assert inbox.accept(Chunk(Service.BLOB, 0, 0, (0, 80)), [data[:30]]) is None
@@ -234,11 +233,11 @@ def test_a_second_copy_is_dropped_and_a_copy_that_reaches_further_is_used_from_w
 )
 def test_what_no_honest_neighbour_sends_is_refused_with_a_reason(chunk, pieces, reason):
     with pytest.raises(ProtocolError, match=reason):
-        Inbox(LIMITS).accept(chunk, [memoryview(piece) for piece in pieces])
+        ReceiveStream(LIMITS).accept(chunk, [memoryview(piece) for piece in pieces])
 
 
 def test_who_ignores_credits_is_refused():
-    inbox = Inbox(LIMITS)
+    inbox = ReceiveStream(LIMITS)
     inbox.accept(Chunk(Service.BLOB, 0, 0, (0,)), [])
     with pytest.raises(ProtocolError, match="credit"):
         inbox.accept(Chunk(Service.BLOB, 1, 0, (0, 3000)), [])
@@ -248,12 +247,12 @@ def test_who_ignores_credits_is_refused():
     "position", [(4, 2, 0, 0), (4, 0, 9000, 0), (4, 0, 50, 1), (4, 1, 0, 2), (0, 1, 0, 0), (4, 1, 1, 0)]
 )
 def test_who_confirms_what_was_not_sent_is_refused(position):
-    outbox = Outbox(LIMITS)
+    outbox = SendStream(LIMITS)
     put(outbox, Service.BLOB, bytes(50))
     put(outbox, Service.BLOB, bytes(50))
     outbox.next_chunk(0.0)
     with pytest.raises(ProtocolError, match="was sent"):
-        outbox.acknowledge([Position(Service(position[0]), *position[1:])], 0.0, 0.0)
+        outbox.acknowledge([StreamPosition(Service(position[0]), *position[1:])], 0.0, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -266,12 +265,12 @@ def test_who_confirms_what_was_not_sent_is_refused(position):
 )
 def test_a_message_over_the_limits_is_refused_with_the_limit(header, buffers, reason):
     with pytest.raises(LinkError, match=reason):
-        check_limits(header, as_views(buffers), Limits(message_bytes=10**6))
+        check_limits(header, as_views(buffers), TransportLimits(message_bytes=10**6))
 
 
 def connected(now: float = 0.0) -> Link:
     link = Link(1, LIMITS)
-    link.connect(Hello(1, 2, 0, (), b""), now)
+    link.connect(Greeting(1, 2, 0, (), b""), now)
     while link.next_frames(now):
         pass
     return link
@@ -284,7 +283,7 @@ def test_a_quiet_link_pings_and_a_silent_neighbour_is_noticed_within_two_seconds
         reason = link.tick(now)
         if reason is not None:
             break
-        num_pings += link.next_frames(now) == [encode(Ping())]
+        num_pings += link.next_frames(now) == [encode_frame(Ping())]
     assert num_pings == 2  # not at the first tick, the link had just spoken
     assert SILENCE_SECONDS < now < 2.0
     assert "nothing heard" in reason
@@ -306,13 +305,13 @@ def test_a_heard_neighbour_stays():
 
 def test_only_a_chunk_carries_more_frames():
     with pytest.raises(ProtocolError, match="Ping came with 1 frames"):
-        decode([memoryview(encode(Ping())), memoryview(b"x")])
+        decode_frame([memoryview(encode_frame(Ping())), memoryview(b"x")])
 
 
 def heads(link: Link, now: float) -> list[Ack | Chunk]:
     found = []
     while frames := link.next_frames(now):
-        found.append(decode([memoryview(frame) for frame in frames]))
+        found.append(decode_frame([memoryview(frame) for frame in frames]))
     return found
 
 
@@ -322,7 +321,9 @@ def test_a_confirmation_goes_along_with_what_is_sent():
     assert heads(link, 1.0) == []
     put(link.outbox, Service.CONTROL)
     assert heads(link, 1.0) == [
-        Chunk(Service.CONTROL, 0, 0, (1,), 1_000_000, (Position(Service.GRADIENT, 1, 0, 0),), 1_000_000),
+        Chunk(
+            Service.CONTROL, 0, 0, (1,), 1_000_000, (StreamPosition(Service.GRADIENT, 1, 0, 0),), 1_000_000
+        ),
     ]
     assert heads(link, 9.0) == []
 
@@ -332,21 +333,23 @@ def test_a_confirmation_that_nothing_goes_along_with_is_sent_in_time():
     link.receive(Chunk(Service.GRADIENT, 0, 0, (1,)), [memoryview(b"h")], 1.0)
     link.receive(Chunk(Service.GRADIENT, 1, 0, (1,)), [memoryview(b"h")], 1.0 + ACK_SECONDS / 2)
     assert link.owed_by == 1.0 + ACK_SECONDS
-    assert heads(link, link.owed_by) == [Ack((Position(Service.GRADIENT, 2, 0, 0),), 1_005_000)]
+    assert heads(link, link.owed_by) == [Ack((StreamPosition(Service.GRADIENT, 2, 0, 0),), 1_005_000)]
 
 
 def test_what_gives_much_credit_back_is_confirmed_at_once():
-    link = Link(1, Limits())
-    link.connect(Hello(1, 2, 0, (), b""), 0.0)
+    link = Link(1, TransportLimits())
+    link.connect(Greeting(1, 2, 0, (), b""), 0.0)
     heads(link, 0.0)
     link.receive(
         Chunk(Service.BLOB, 0, 0, (1, ACK_BYTES)), [memoryview(b"h"), memoryview(bytes(ACK_BYTES))], 1.0
     )
-    assert heads(link, 1.0) == [Ack((Position(Service.BLOB, 1, 0, 0),), 1_000_000)]
+    assert heads(link, 1.0) == [Ack((StreamPosition(Service.BLOB, 1, 0, 0),), 1_000_000)]
     link.take(Service.BLOB, 2.0)
-    assert heads(link, 2.0) == [Ack((Position(Service.BLOB, 1, 0, 1),), 1_000_000)]
+    assert heads(link, 2.0) == [Ack((StreamPosition(Service.BLOB, 1, 0, 1),), 1_000_000)]
 
 
 def test_a_lie_that_goes_along_with_a_chunk_is_refused():
     with pytest.raises(ProtocolError, match="was sent"):
-        connected().receive(Chunk(Service.BLOB, 0, 0, (1,), 0, (Position(Service.BLOB, 3, 0, 0),)), [], 0.0)
+        connected().receive(
+            Chunk(Service.BLOB, 0, 0, (1,), 0, (StreamPosition(Service.BLOB, 3, 0, 0),)), [], 0.0
+        )

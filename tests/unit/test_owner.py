@@ -2,8 +2,8 @@
 
 from types import SimpleNamespace
 
-from ravnest.hub.news import EpochDone, Evaluated, Joined
-from ravnest.job.owner import JobOwner
+from ravnest.hub.coordinator.notices import EpochDone, Evaluated, Joined
+from ravnest.requester.owner import JobOwner
 
 
 def note(*told):

@@ -3,11 +3,11 @@
 import pytest
 
 from ravnest.engine.optimizers import OptimizerSettings
-from ravnest.engine.training import Training
+from ravnest.engine.train_config import TrainConfig
+from ravnest.ids import NodeId, SegmentId
 from ravnest.peer.pacing import Device, IdleTime, make_policy
-from ravnest.plan.types import NodeId, Ring, Stage
-from ravnest.protocol import SegmentId
-from ravnest.staging import PlanOrder
+from ravnest.plan.types import Ring, Stage
+from ravnest.protocol.placement import PlanOrder
 
 
 def test_work_that_is_done_too_soon_waits_for_the_rest():
@@ -51,7 +51,7 @@ def test_idle_share_counts_time_with_nothing_to_run():
 
 
 def test_the_policy_is_the_plans_and_updates_are_shared_by_clusters():
-    training = Training(OptimizerSettings((), 0.1), 64, planned_updates=1001, max_lag=2)
+    training = TrainConfig(OptimizerSettings((), 0.1), 64, planned_updates=1001, max_lag=2)
     stage = Stage(NodeId("a"), 0, 4, 9, False)
     order = PlanOrder(1, 1, 0, stage, (NodeId("a"), NodeId("b")), (), (), 4)
     policy = make_policy(training, order)

@@ -6,8 +6,8 @@ from statistics import fmean, median
 import pytest
 
 from ravnest.errors import ConfigError
+from ravnest.plan.files import read_swarm, swarm_to_dict
 from ravnest.plan.populations import KINDS, population
-from ravnest.plan.reading import read_swarm, swarm_to_dict
 
 MEGABIT = 1e6 / 8
 

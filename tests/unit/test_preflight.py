@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 
 from ravnest.errors import UnsafeBlueprint
-from ravnest.model import kernels
-from ravnest.model import preflight as preflight_module
+from ravnest.model import dry_run as preflight_module
+from ravnest.model import op_costs
+from ravnest.model.aliasing import Storages
 from ravnest.model.blueprint import (
     PARAMETER,
     Argument,
@@ -22,8 +23,7 @@ from ravnest.model.blueprint import (
     TensorType,
     ValueId,
 )
-from ravnest.model.preflight import Footprint, preflight
-from ravnest.model.storage import Storages
+from ravnest.model.dry_run import Footprint, dry_run
 from tests.support.sample_blueprints import perceptron
 
 MANY_BYTES, MANY_FLOPS = 64e6, 1e9
@@ -32,7 +32,7 @@ Made = tuple[str, dict[str, Argument], list[tuple[int, ...] | None]]
 
 
 def fly(blueprint: Blueprint, batch_size: int = 3) -> Footprint:
-    return preflight(blueprint, batch_size, max_bytes=MANY_BYTES, max_flops=MANY_FLOPS)
+    return dry_run(blueprint, batch_size, max_bytes=MANY_BYTES, max_flops=MANY_FLOPS)
 
 
 def with_ops(*made: Made, dtypes: Mapping[int, str] = {}, which: str = "train") -> Blueprint:
@@ -254,7 +254,7 @@ def scaling(*factors: float) -> list[Made]:
 
 
 def test_looking_through_different_operations_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "MOST_KERNELS_FLOWN", 400)
+    monkeypatch.setattr(op_costs, "MOST_KERNELS_FLOWN", 400)
     fly(with_ops(*scaling(*[2.0] * 100)))
     with pytest.raises(UnsafeBlueprint, match="too many different operations"):
         fly(with_ops(*scaling(*range(100))))
@@ -264,7 +264,7 @@ def test_the_number_of_kernels_is_bounded(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(preflight_module, "MOST_KERNELS", 100)
     with pytest.raises(UnsafeBlueprint, match="more than 100 kernels"):
         fly(with_ops(*scaling(*[2.0] * 100)))
-    monkeypatch.setattr(kernels, "MOST_KERNELS_PER_OP", 10)
+    monkeypatch.setattr(op_costs, "MOST_KERNELS_PER_OP", 10)
     with pytest.raises(UnsafeBlueprint, match="more than 10 kernels"):
         fly(with_ops(("broadcast_tensors.default", {"tensors": (ref(1),) * 20}, [(8,)] * 20)))
 
@@ -354,7 +354,7 @@ def test_a_fair_recurrent_layer_passes() -> None:
 
 @pytest.mark.parametrize("name", ["lstm", "gru", "rnn_tanh"])
 def test_a_long_sequence_is_not_unrolled_but_counted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "MOST_KERNELS_PER_OP", 300)
+    monkeypatch.setattr(op_costs, "MOST_KERNELS_PER_OP", 300)
     short, long = fly(recurrent(name)), fly(recurrent(name, num_steps=4000))
     assert long.forward_flops == 800 * short.forward_flops
     assert 800 * short.activation_bytes > long.activation_bytes > 4 * 3 * 4000 * (4 + 8)

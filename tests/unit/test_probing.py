@@ -8,18 +8,18 @@ import torch
 from support.hub_world import HubWorld, Trouble, check_replay, job, quick_plans
 from support.plan_world import node
 
-from ravnest.blobs import BlobPart, BlobRequest, Fact, ProbeOrder, ProbeReport
-from ravnest.commands.join import _Doors, _make_offer, _Stated
+from ravnest.cli.join import _Doors, _make_offer, _Stated
 from ravnest.errors import ConfigError
-from ravnest.exchange import HUB, Blobs, LinkTimes, Parcel, ballast, name_ballast
-from ravnest.hub.events import MakeParts, Send
-from ravnest.hub.news import Measured, PlanFormed, show_news
-from ravnest.hub.planning import MakePlan, Probed
-from ravnest.hub.probing import PROBE_SECONDS, Reports
-from ravnest.hub.state import Phase
-from ravnest.peer import machine
-from ravnest.plan.types import NodeId
-from ravnest.protocol import Refusal
+from ravnest.hub.coordinator.events import JobPhase, MakeParts, MakePlan, Probed, Send
+from ravnest.hub.coordinator.notices import Measured, PlanFormed, show_notice
+from ravnest.hub.monitors.probes import PROBE_SECONDS
+from ravnest.hub.service.probe_reports import ProbeReports
+from ravnest.ids import HUB, NodeId
+from ravnest.peer import capabilities
+from ravnest.protocol.blobs import BlobPart, BlobRequest
+from ravnest.protocol.membership import Fact, ProbeOrder, ProbeReport
+from ravnest.protocol.messages import Refusal
+from ravnest.transfer.blobs import Blobs, LinkTimes, Outgoing, ballast, name_ballast
 
 ALL = tuple(Fact)
 A = NodeId("a")
@@ -57,7 +57,7 @@ def test_a_plan_is_made_of_what_was_measured() -> None:
     assert asked.nodes == tuple(replace(expected, name=NodeId(name)) for name in "abc")
     assert [news.node.name for news in world.told(Measured)] == [*"abc"]
     text = "a was measured: 50 GFLOP/s, 4 Gbit/s up, 4.8 Gbit/s down, 0.001 ms away"
-    assert show_news(world.told(Measured)[0]) == text
+    assert show_notice(world.told(Measured)[0]) == text
     check_replay(world)
 
 
@@ -107,7 +107,7 @@ def test_who_does_not_answer_is_believed_after_a_while_and_people_are_told() -> 
     world.run_until(lambda: orders_of(world, MakePlan))
     assert world.now == PROBE_SECONDS
     assert orders_of(world, MakePlan)[0].nodes[0] == node("a", 150.0)
-    text = show_news(world.told(Measured)[0])
+    text = show_notice(world.told(Measured)[0])
     assert text.startswith("a was not measured within 15 s, so what it says of itself counts: 100 GFLOP/s")
     assert "came too late" in probe(world, 1e9, 1e6, 1e6, 0.01)[0].reason
 
@@ -159,7 +159,7 @@ def test_what_is_measured_is_believed_within_bounds_and_in_part() -> None:
 def test_who_comes_while_others_train_is_measured_before_the_next_plan() -> None:
     world = HubWorld(job(expected_nodes=2))
     world.join("a", "b", memory_mb=250.0)
-    world.run_until(lambda: world.hub.phase is Phase.TRAINING)
+    world.run_until(lambda: world.hub.phase is JobPhase.TRAINING)
     world.trouble.guessed = ALL
     world.join("c", memory_mb=250.0)
     world.run(until=world.now + 1.0)
@@ -239,10 +239,10 @@ def test_everybody_serves_the_ballast_and_no_link_can_shrink_it() -> None:
 
 
 def test_one_report_is_taken_for_each_probe_and_the_way_back_is_timed_with_it() -> None:
-    posted: list[Parcel] = []
+    posted: list[Outgoing] = []
     applied: list[Probed] = []
     blobs = Blobs()
-    reports = Reports(blobs, posted.append, applied.append)
+    reports = ProbeReports(blobs, posted.append, applied.append)
     reports.take(A, ProbeReport(1e9), lambda: 1.0)
     assert not applied  # nobody asked
     reports.await_from(A)
@@ -284,24 +284,24 @@ def test_the_device_is_the_one_asked_for_or_the_fastest(
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: has_mps)
     if found is None:
         with pytest.raises(ConfigError, match=f"--device {asked} is not here: torch sees .*cpu"):
-            machine.choose_device(asked)
+            capabilities.choose_device(asked)
     else:
-        assert machine.choose_device(asked) == found
+        assert capabilities.choose_device(asked) == found
 
 
 def test_of_a_gpu_most_of_what_is_free_there_is_lent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: {"cuda:1": (10e9, 16e9)}[device])
-    assert machine.lent_memory_bytes("cuda:1") == 8e9
-    assert machine.lent_memory_bytes("cpu") > 0
+    assert capabilities.lent_memory_bytes("cuda:1") == 8e9
+    assert capabilities.lent_memory_bytes("cpu") > 0
 
 
 @pytest.mark.parametrize("stated", ALL)
 def test_join_says_what_it_only_guesses_and_which_device_it_lends(
     monkeypatch: pytest.MonkeyPatch, stated: Fact
 ) -> None:
-    monkeypatch.setattr(machine, "choose_device", {"auto": "cuda:1"}.__getitem__)
-    monkeypatch.setattr(machine, "lent_memory_bytes", {"cuda:1": 8e9}.__getitem__)
-    monkeypatch.setattr(machine, "measure_flops_per_second", {"cuda:1": 7e9}.__getitem__)
+    monkeypatch.setattr(capabilities, "choose_device", {"auto": "cuda:1"}.__getitem__)
+    monkeypatch.setattr(capabilities, "lent_memory_bytes", {"cuda:1": 8e9}.__getitem__)
+    monkeypatch.setattr(capabilities, "measure_flops_per_second", {"cuda:1": 7e9}.__getitem__)
     speed = 1e9 if stated is Fact.SPEED else None
     bandwidth = 5e6 if stated is Fact.BANDWIDTH else None
     latency = 0.0 if stated is Fact.LATENCY else None

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ravnest.errors import ConfigError
-from ravnest.job.rates import Curve, constant, cosine, factors, linear, read_schedule
+from ravnest.requester.lr_schedules import Curve, constant, cosine, factors, linear, read_schedule
 
 curves = st.builds(
     Curve,

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from ravnest.errors import ConfigError
-from ravnest.plan.reading import read_profile, read_swarm
-from ravnest.plan.types import ModelProfile, Node, NodeId, Swarm
+from ravnest.ids import NodeId
+from ravnest.plan.files import read_profile, read_swarm
+from ravnest.plan.types import ModelProfile, Node, Swarm
 
 ROOT = Path(__file__).parents[2]
 NODE = {"name": "ana", "memory": "10 GB", "compute": "20 TFLOP/s", "up": "44 Mbit/s", "down": 25e6}

@@ -7,8 +7,8 @@ import pytest
 
 from ravnest.errors import UnsafeBlueprint
 from ravnest.model.blueprint import Op, ValueId
-from ravnest.model.parsing import MOST_BYTES
-from ravnest.model.reading import MOST_OPS, read_blueprint, write_blueprint
+from ravnest.model.blueprint_json import MOST_OPS, read_blueprint, write_blueprint
+from ravnest.model.strict_json import MOST_BYTES
 from tests.support.sample_blueprints import long_perceptron, middle_stage, perceptron, ref
 
 GOOD = write_blueprint(perceptron())

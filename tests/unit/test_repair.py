@@ -11,7 +11,7 @@ import pytest
 from support.plan_world import MB, SIMPLE, check_laws, even_model, node, swarm_of
 
 from ravnest.config import Averaging, Recompute
-from ravnest.plan.assembly import assemble, build_clusters
+from ravnest.plan.assembly import assemble_plan, build_clusters
 from ravnest.plan.cost import LineCost, NodeTable
 from ravnest.plan.forecast import forecast
 from ravnest.plan.repair import Repair, moved_bytes, node_joined, node_left, node_slowed
@@ -30,7 +30,7 @@ def plan_of(swarm, *layouts, config=SIMPLE, model=MODEL):
         sizes = layout if isinstance(layout, dict) else dict.fromkeys(layout, 6 // len(layout))
         cuts = np.cumsum([0, *sizes.values()])[::-1]
         clusters += build_clusters(line, table, swarm, [[place[n] for n in sizes][::-1]], cuts[None])
-    plan = assemble(tuple(clusters), model, swarm, config, seed=7, epoch=4)
+    plan = assemble_plan(tuple(clusters), model, swarm, config, seed=7, plan_id=4)
     check_laws(plan, model, swarm, config)
     return plan
 
@@ -70,7 +70,7 @@ def test_a_spare_that_leaves_hands_its_backup_on():
     assert repair.reason == (
         "small left: it was a spare, big backs up ana now; nothing moves, still 55.5 samples/s"
     )
-    assert repair.plan == replace(plan, epoch=5, spares=("big",), backups=(Backup("big", "ana"),))
+    assert repair.plan == replace(plan, plan_id=5, spares=("big",), backups=(Backup("big", "ana"),))
     last = leave(without(swarm, "small"), repair.plan, "big")
     assert "nobody can back up ana now" in last.reason
     assert last.moved_bytes == 0
@@ -93,7 +93,7 @@ def test_the_backup_takes_over_and_nothing_moves():
         "carl-pc left: its backup lab-7 takes over stage 2 of cluster A; nothing moves, 167 -> 158 samples/s"
     )
     assert layout(repair.plan) == {"ana": (0, 2), "lab-7": (2, 4), "eva": (4, 6)}
-    assert (repair.plan.epoch, repair.plan.seed, repair.moved_bytes) == (5, 7, 0)
+    assert (repair.plan.plan_id, repair.plan.seed, repair.moved_bytes) == (5, 7, 0)
 
 
 def test_the_backup_is_preferred_to_a_spare_that_is_hardly_faster():
@@ -202,7 +202,7 @@ def test_nothing_left_says_what_is_short():
     repair = leave(swarm, plan, "bob")
     assert repair.plan.clusters == ()
     assert repair.plan.spares == ("ana",)
-    assert repair.plan.epoch == 5
+    assert repair.plan.plan_id == 5
     assert "bob left: cluster A is dissolved, no cluster is possible; even needs " in repair.reason
     assert "1 node offers 100 MB; add 1 node with >= " in repair.reason
     empty = leave(without(swarm, "bob"), repair.plan, "ana")
@@ -314,14 +314,14 @@ def test_one_cluster_more_is_worth_it_in_a_large_swarm():
 
 def test_the_first_cluster_is_formed_as_soon_as_it_can_be():
     swarm = swarm_of(node("ana", 100))
-    plan = assemble((), MODEL, swarm, SIMPLE, seed=7, epoch=4)
+    plan = assemble_plan((), MODEL, swarm, SIMPLE, seed=7, plan_id=4)
     same = node_joined(plan, "ana", MODEL, swarm, SIMPLE)
     assert same.plan is plan
     assert same.reason.startswith("ana joined: no cluster is possible; even needs ")
     now = swarm_of(node("ana", 100), node("bob", 300))
     repair = node_joined(plan, "bob", MODEL, now, SIMPLE)
     check_laws(repair.plan, MODEL, now, SIMPLE)
-    assert (repair.plan.epoch, repair.plan.seed) == (5, 7)
+    assert (repair.plan.plan_id, repair.plan.seed) == (5, 7)
     assert "the first cluster; 60 MB move, 0 -> " in repair.reason
 
 

@@ -8,17 +8,17 @@ import pytest
 from support.sample_plans import sample
 
 from ravnest.config import Averaging, PlanConfig, WireFormat
-from ravnest.plan.cluster import cut_clusters
 from ravnest.plan.forecast import forecast
+from ravnest.plan.formation import cut_clusters
 from ravnest.plan.types import cluster_name
-from ravnest.showing.report import advise, describe_bottleneck, describe_round, plan_to_dict, show_samples
+from ravnest.views.plan_text import advise, describe_bottleneck, describe_round, plan_to_dict, show_samples
 
 STAGE_KEYS = {
     "node", "start", "stop", "window", "recompute", "memory_bytes", "available_bytes",
     "compute_seconds", "send_seconds", "receive_seconds", "busy_share", "limited_by",
 }  # fmt: skip
 TOP_KEYS = {
-    "schema", "seed", "epoch", "model", "config", "clusters", "rings", "predicted", "bottleneck",
+    "schema", "seed", "plan_id", "model", "config", "clusters", "rings", "predicted", "bottleneck",
     "spares", "backups", "advice",
 }  # fmt: skip
 
@@ -46,8 +46,8 @@ def best_clusters(one, config=None):
 def test_json_has_every_promised_key():
     report = as_dict(sample(3, 2, spares=2))
     assert set(report) == TOP_KEYS
-    assert report["schema"] == "ravnest.plan/1"
-    assert (report["seed"], report["epoch"]) == (7, 3)
+    assert report["schema"] == "ravnest.plan/2"
+    assert (report["seed"], report["plan_id"]) == (7, 3)
     assert set(report["config"]) == {field.name for field in fields(PlanConfig)}
     cluster = report["clusters"][0]
     assert set(cluster) == {"name", "samples_per_second", "period_seconds", "accumulate", "lag", "stages"}
@@ -113,7 +113,7 @@ def test_advice_is_silent_without_gain_and_names_the_best_first(monkeypatch):
     one = sample(1, 4, upload=3e6, config=slow)
     said = [s for s in advice_of(one) if s.startswith("set ")]
     assert [s.split("=")[0] for s in said] == ["set activations", "set speed_ratio"]
-    monkeypatch.setattr("ravnest.showing.report._MOST_WHAT_IFS", 1)
+    monkeypatch.setattr("ravnest.views.plan_text._MOST_WHAT_IFS", 1)
     assert [s for s in advice_of(one) if s.startswith("set ")] == said[:1]
 
 
@@ -146,7 +146,7 @@ def test_large_swarms_get_facts_but_no_recut(monkeypatch):
     def refuse(*_args, **_kwargs):
         raise AssertionError("cut again")
 
-    monkeypatch.setattr("ravnest.showing.report.cut_clusters", refuse)
+    monkeypatch.setattr("ravnest.views.plan_text.cut_clusters", refuse)
     many = sample(*[20] * 16, positions=60, spares=1)
     assert len(advice_of(many)) == 1
     with pytest.raises(AssertionError, match="cut again"):

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from ravnest.errors import ConfigError, WeightsError
-from ravnest.job.job import Job
-from ravnest.job.result import Result, keep_weights
+from ravnest.requester.job import Job
+from ravnest.requester.result import Result, keep_weights
 
 
 class Net(nn.Module):

@@ -10,7 +10,8 @@ from support.ring_world import make_ring, mean_of, run_ring
 
 from ravnest.averaging.ring import choose_chunk_size, choose_least_chunk
 from ravnest.config import WireFormat
-from ravnest.protocol import Refusal, RingPart
+from ravnest.protocol.averaging import RingPart
+from ravnest.protocol.messages import Refusal
 
 
 def test_two_members_by_hand():

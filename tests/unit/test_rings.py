@@ -2,7 +2,7 @@
 
 from support.plan_world import node
 
-from ravnest.plan.rings import form_rings, travelling_order
+from ravnest.plan.assembly import form_rings, travelling_order
 from ravnest.plan.types import Cluster, Ring, Stage
 
 

@@ -5,9 +5,10 @@ import pytest
 from blake3 import blake3
 from support.ring_world import Plain
 
-from ravnest.averaging.ring import RingReduce, Seat
-from ravnest.averaging.round import Phase, Round, RoundDecision
-from ravnest.protocol import Refusal, RingPart, RoundAbort, RoundCommit, RoundQuery, RoundReady
+from ravnest.averaging.ring import RingPosition, RingReduce
+from ravnest.averaging.round import Round, RoundDecision, RoundPhase
+from ravnest.protocol.averaging import RingPart, RoundAbort, RoundCommit, RoundQuery, RoundReady
+from ravnest.protocol.messages import Refusal
 
 COMMIT, ABORT = RoundCommit(3), RoundAbort(3, "c died")
 QUERY = RoundQuery(3, "b")
@@ -15,11 +16,15 @@ QUERY = RoundQuery(3, "b")
 
 def lone_round(weight: float = 1.0) -> Round:
     """A member whose only ring has one member: ready as soon as it starts."""
-    return Round(3, "a", {8: RingReduce(Seat(3, 8, 0, 1), Plain(np.arange(3.0)), weight, 2)}, deadline=10.0)
+    return Round(
+        3, "a", {8: RingReduce(RingPosition(3, 8, 0, 1), Plain(np.arange(3.0)), weight, 2)}, deadline=10.0
+    )
 
 
 def pair_round() -> Round:
-    return Round(3, "a", {8: RingReduce(Seat(3, 8, 0, 2), Plain(np.arange(4.0)), 1.0, 2)}, deadline=10.0)
+    return Round(
+        3, "a", {8: RingReduce(RingPosition(3, 8, 0, 2), Plain(np.arange(4.0)), 1.0, 2)}, deadline=10.0
+    )
 
 
 def ready_round() -> Round:
@@ -31,7 +36,7 @@ def ready_round() -> Round:
 
 def test_commit_gives_the_averages_out_once():
     member = ready_round()
-    assert member.phase is Phase.READY
+    assert member.phase is RoundPhase.READY
     assert member.take_averages() is None
     assert member.receive(COMMIT) == ()
     averages = member.take_averages()
@@ -44,7 +49,7 @@ def test_commit_gives_the_averages_out_once():
 def test_abort_drops_everything():
     member = ready_round()
     assert member.receive(ABORT) == ()
-    assert member.phase is Phase.ABORTED
+    assert member.phase is RoundPhase.ABORTED
     assert member.take_averages() is None
     assert member.receive(ABORT) == ()
     assert member.answer(QUERY) == ABORT
@@ -63,14 +68,17 @@ def test_a_ring_passes_its_parts_and_votes_when_done():
 
 def test_rings_start_in_turn_by_their_sizes():
     rings = {
-        x: RingReduce(Seat(3, x, 0, 2), Plain(np.ones(size)), 1.0, 1) for x, size in enumerate([12, 4, 0])
+        x: RingReduce(RingPosition(3, x, 0, 2), Plain(np.ones(size)), 1.0, 1)
+        for x, size in enumerate([12, 4, 0])
     }
     starts = Round(3, "a", rings, deadline=10.0).start()
     assert [part.segment for part in starts] == [0, 0, 1, 0, 0, 0, 1, 0]
 
 
 def test_a_chunk_is_made_when_it_is_asked_for_and_none_after_an_abort():
-    member = Round(3, "a", {8: RingReduce(Seat(3, 8, 0, 2), Plain(np.ones(8)), 1.0, 1)}, deadline=10.0)
+    member = Round(
+        3, "a", {8: RingReduce(RingPosition(3, 8, 0, 2), Plain(np.ones(8)), 1.0, 1)}, deadline=10.0
+    )
     starts = member.start()
     next(starts)
     member.receive(ABORT)
@@ -78,24 +86,24 @@ def test_a_chunk_is_made_when_it_is_asked_for_and_none_after_an_abort():
 
 
 def test_a_part_that_is_not_finite_names_who_sent_it():
-    ring = RingReduce(Seat(3, 8, 0, 2), Plain(np.ones(2)), 1.0, 1)
+    ring = RingReduce(RingPosition(3, 8, 0, 2), Plain(np.ones(2)), 1.0, 1)
     member = Round(3, "a", {8: ring}, deadline=10.0, before={8: "z"})
     list(member.start())
     assert member.receive(RingPart(3, 8, 1, 0, 1, 1.0, np.full(1, np.inf))) == (
         RoundAbort(3, "segment 8: what came is not finite", "z"),
     )
-    assert member.phase is Phase.ABORTED
+    assert member.phase is RoundPhase.ABORTED
 
 
 def test_at_the_deadline_it_names_whom_it_waits_for_most():
-    rings = {x: RingReduce(Seat(3, x, 0, 2), Plain(np.ones(2 + 2 * x)), 1.0, 1) for x in range(2)}
+    rings = {x: RingReduce(RingPosition(3, x, 0, 2), Plain(np.ones(2 + 2 * x)), 1.0, 1) for x in range(2)}
     member = Round(3, "a", rings, deadline=10.0, before={0: "y", 1: "z"})
     list(member.start())
     assert member.expire(10.0).suspect == "z"
 
 
 def test_at_the_deadline_it_names_who_should_have_sent_the_first_that_is_missing():
-    rings = {x: RingReduce(Seat(3, x, 2, 3), Plain(np.ones(9)), 1.0, 9) for x in (0, 1, 2)}
+    rings = {x: RingReduce(RingPosition(3, x, 2, 3), Plain(np.ones(9)), 1.0, 9) for x in (0, 1, 2)}
     member = Round(3, "a", rings, deadline=10.0, before={0: "x", 1: "y", 2: "z"})
     list(
         member.start()
@@ -108,10 +116,10 @@ def test_at_the_deadline_it_names_who_should_have_sent_the_first_that_is_missing
 
 
 def test_all_rings_must_be_done():
-    rings = {x: RingReduce(Seat(3, x, 0, 1 + x), Plain(np.ones(2)), 1.0, 1) for x in range(2)}
+    rings = {x: RingReduce(RingPosition(3, x, 0, 1 + x), Plain(np.ones(2)), 1.0, 1) for x in range(2)}
     member = Round(3, "a", rings, deadline=10.0)
     assert [type(message) for message in member.start()] == [RingPart]
-    assert member.phase is Phase.RUNNING
+    assert member.phase is RoundPhase.RUNNING
 
 
 def test_before_voting_it_may_give_up():
@@ -120,7 +128,7 @@ def test_before_voting_it_may_give_up():
     assert member.expire(9.9) is None
     abort = member.expire(10.0)
     assert abort.reason == "a had not finished its rings at the deadline"
-    assert member.phase is Phase.ABORTED
+    assert member.phase is RoundPhase.ABORTED
     assert member.answer(QUERY) == abort
     assert member.expire(11.0) is None
     assert list(member.start()) == []
@@ -132,14 +140,14 @@ def test_after_voting_it_may_only_ask():
     assert member.expire(9.9) is None
     assert member.expire(10.0) == member.expire(11.0) == RoundQuery(3, "a")
     assert isinstance(member.answer(QUERY), Refusal)
-    assert member.phase is Phase.READY
+    assert member.phase is RoundPhase.READY
 
 
 def test_a_ring_that_can_never_be_done_gives_up_at_once():
     member = lone_round(weight=0.0)
     (abort,) = member.start()
     assert "total weight of 0.0" in abort.reason
-    assert member.phase is Phase.ABORTED
+    assert member.phase is RoundPhase.ABORTED
 
 
 @pytest.mark.parametrize(

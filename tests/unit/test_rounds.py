@@ -7,18 +7,18 @@ from support import plan_world
 from support.hub_world import HubWorld, Trouble, check_replay, job
 
 from ravnest.config import Averaging
-from ravnest.hub.attendance import judge
-from ravnest.hub.events import Received, Send
-from ravnest.hub.news import PlanFormed, RoundEnded, show_news
-from ravnest.plan.rings import form_rings
+from ravnest.hub.coordinator.events import Received, Send
+from ravnest.hub.coordinator.notices import PlanFormed, RoundEnded, show_notice
+from ravnest.hub.coordinator.rounds import judge
+from ravnest.plan.assembly import form_rings
 from ravnest.plan.types import Cluster, Plan, Stage
-from ravnest.protocol import RoundAbort, RoundCommit, RoundOpen
-from ravnest.staging import StageParts
+from ravnest.protocol.averaging import RoundAbort, RoundCommit, RoundOpen
+from ravnest.protocol.placement import StageParts
 
 
 @pytest.fixture(autouse=True)
 def _a_cluster_of_each_node(monkeypatch):
-    monkeypatch.setattr("ravnest.hub.microbatches.form_plan", plan_alone)
+    monkeypatch.setattr("ravnest.hub.coordinator.planner.form_plan", plan_alone)
 
 
 def plan_alone(_, swarm, config, seed, epoch):
@@ -359,11 +359,11 @@ def test_changes_are_since_the_newest_average_that_somebody_has():
     assert attending(world, 3) == ["abc", "abc", "ab"]
     script(world, world.__class__._vote)
     run_rounds(world, 4)
-    assert [order.base for order, _ in opened(world)][:4] == [0, 1, 1, 3]
+    assert [order.anchor_round for order, _ in opened(world)][:4] == [0, 1, 1, 3]
     world.kill("a")  # with an average that b and c have too
     world.run_until(lambda: attending(world)[-1] == "bc")
     committed = [news.round_id for news in world.told(RoundEnded) if news.is_committed]
-    assert opened(world)[-1][0].base == committed[-1]
+    assert opened(world)[-1][0].anchor_round == committed[-1]
 
 
 def test_an_average_that_died_with_who_had_it_is_no_base():
@@ -377,7 +377,7 @@ def test_an_average_that_died_with_who_had_it_is_no_base():
     world.kill("a")
     world.kill("b")
     world.run_until(lambda: attending(world)[-1] == "cd")
-    assert opened(world)[-1][0].base == 1
+    assert opened(world)[-1][0].anchor_round == 1
 
 
 def test_a_new_plan_begins_from_the_first_weights():
@@ -390,7 +390,7 @@ def test_a_new_plan_begins_from_the_first_weights():
     num_before = len(opened(world))
     run_rounds(world, num_before + 1)
     order, names = opened(world)[num_before]
-    assert (order.base, names) == (0, "xy")
+    assert (order.anchor_round, names) == (0, "xy")
 
 
 def test_the_result_is_of_a_cluster_that_was_in_the_last_average():
@@ -471,12 +471,12 @@ def test_blocking_rounds_take_no_more_than_their_share_of_the_time():
 
 
 def test_what_people_are_told():
-    assert show_news(RoundEnded(3, True, False, "", 1.25)) == "round 3 committed in 1.25 s"
-    assert show_news(RoundEnded(3, True, True, "", 1.25, ("C",))) == "round 3 without C committed in 1.25 s"
-    assert show_news(RoundEnded(3, False, False, "b: died", 1.0)) == "round 3 aborted: b: died"
+    assert show_notice(RoundEnded(3, True, False, "", 1.25)) == "round 3 committed in 1.25 s"
+    assert show_notice(RoundEnded(3, True, True, "", 1.25, ("C",))) == "round 3 without C committed in 1.25 s"
+    assert show_notice(RoundEnded(3, False, False, "b: died", 1.0)) == "round 3 aborted: b: died"
     late = RoundEnded(3, False, False, "b: late", 1.0, ("C",), (("B", 1), ("D", 4)))
     told = "round 3 without C aborted: b: late; B is left out of the next 1; D is left out of the next 4"
-    assert show_news(late) == told
+    assert show_notice(late) == told
 
 
 def test_a_late_suspicion_of_another_round_or_a_stranger_changes_nothing():

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from ravnest.engine.sampler import Lease, LeaseBook, permute
+from ravnest.hub.coordinator.leases import Lease, LeaseBook, permute
 
 
 @pytest.mark.parametrize(

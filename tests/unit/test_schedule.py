@@ -34,9 +34,9 @@ def test_window_holds_forwards_back_behind_the_oldest_unfinished():
     schedule.offer_input(3)
     assert schedule.next() is None
     schedule.offer_gradient(2)  # out of order: batch 1 still holds the window
-    assert [task.batch for task in run_all(schedule)] == [2]
+    assert [task.microbatch for task in run_all(schedule)] == [2]
     schedule.offer_gradient(1)
-    assert [task.batch for task in run_all(schedule)] == [1, 3]
+    assert [task.microbatch for task in run_all(schedule)] == [1, 3]
 
 
 def test_version_rises_after_every_mth_backward():
@@ -68,7 +68,7 @@ def test_refusals_name_the_batch_and_change_nothing():
     assert "batch 1 is here already" in schedule.offer_input(1)
     assert schedule.offer_gradient(1) is None
     assert "batch 1 has its gradient already" in schedule.offer_gradient(1)
-    assert [task.batch for task in run_all(schedule)] == [1]
+    assert [task.microbatch for task in run_all(schedule)] == [1]
     assert "batch 1 is not in flight" in schedule.offer_gradient(1)
     assert "batch 1 is not here" in schedule.forget(1)
 
@@ -106,11 +106,11 @@ def test_synchronous_admits_one_update_at_a_time():
     schedule = StageSchedule(window=9, accumulate=2, synchronous=True)
     for batch in range(5):
         schedule.offer_input(batch)
-    assert [task.batch for task in run_all(schedule)] == [0, 1]
+    assert [task.microbatch for task in run_all(schedule)] == [0, 1]
     schedule.offer_gradient(1)
-    assert [task.batch for task in run_all(schedule)] == [1]  # half an update: 2 has to wait
+    assert [task.microbatch for task in run_all(schedule)] == [1]  # half an update: 2 has to wait
     schedule.offer_gradient(0)
-    assert [(task.batch, task.lag) for task in run_all(schedule)] == [(0, 0), (2, 0), (3, 0)]
+    assert [(task.microbatch, task.lag) for task in run_all(schedule)] == [(0, 0), (2, 0), (3, 0)]
 
 
 def test_synchronous_forget_makes_room_for_a_replacement():
@@ -119,7 +119,7 @@ def test_synchronous_forget_makes_room_for_a_replacement():
         schedule.offer_input(batch)
     run_all(schedule)
     schedule.forget(0)
-    assert [task.batch for task in run_all(schedule)] == [2]
+    assert [task.microbatch for task in run_all(schedule)] == [2]
 
 
 def test_resize_below_what_is_in_flight_drops_nothing():
@@ -128,9 +128,9 @@ def test_resize_below_what_is_in_flight_drops_nothing():
     schedule.offer_input(4)
     for batch in (1, 2):
         schedule.offer_gradient(batch)
-    assert [task.batch for task in run_all(schedule)] == [1, 2]
+    assert [task.microbatch for task in run_all(schedule)] == [1, 2]
     schedule.offer_gradient(3)
-    assert [task.batch for task in run_all(schedule)] == [3, 4]
+    assert [task.microbatch for task in run_all(schedule)] == [3, 4]
 
 
 def test_smaller_accumulate_in_the_middle_completes_the_update_at_the_next_backward():
@@ -143,7 +143,7 @@ def test_smaller_accumulate_in_the_middle_completes_the_update_at_the_next_backw
     run_all(schedule)
     schedule.forget(3)
     schedule.resize(window=4, accumulate=2, synchronous=True)  # three are summed already
-    assert [task.batch for task in run_all(schedule)] == [4]  # never stuck: one more may go
+    assert [task.microbatch for task in run_all(schedule)] == [4]  # never stuck: one more may go
     schedule.offer_gradient(4)
     assert run_all(schedule) == [Task(Work.BACKWARD, 4, lag=0, is_update=True)]
 
@@ -163,7 +163,7 @@ def test_drain_returns_unused_inputs_and_finishes_the_rest():
     assert schedule.drain() == (2,)
     assert "draining" in schedule.offer_input(3)
     schedule.offer_gradient(1)
-    assert [task.batch for task in run_all(schedule)] == [1]
+    assert [task.microbatch for task in run_all(schedule)] == [1]
     assert schedule.num_in_flight == 0
 
 

@@ -8,8 +8,8 @@ from support.hub_world import job
 from support.plan_world import node
 
 from ravnest.errors import ConfigError
-from ravnest.hub.events import Event, PeerJoined, Tick
-from ravnest.hub.server import Server
+from ravnest.hub.coordinator.events import Event, PeerJoined, Tick
+from ravnest.hub.service.server import Server
 from ravnest.net.identity import Token, new_keys
 from ravnest.net.memory import MemoryNetwork, MemoryTransport, run_virtual
 

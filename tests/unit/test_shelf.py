@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from ravnest.blobs import BlobRequest
-from ravnest.exchange import Blobs, name_blob
-from ravnest.peer.shelf import Shelf
-from ravnest.plan.types import NodeId
+from ravnest.ids import NodeId
+from ravnest.peer.blob_store import BlobStore
+from ravnest.protocol.blobs import BlobRequest
+from ravnest.transfer.blobs import Blobs, name_blob
 
 PEER = NodeId("peer")
 
@@ -25,7 +25,7 @@ def folder(tmp_path: Path, monkeypatch) -> Path:
 
 
 def test_it_keeps_the_newest_three_of_its_own_and_the_newest_backup(folder: Path) -> None:
-    with Shelf() as shelf:
+    with BlobStore() as shelf:
         blobs = Blobs(shelf)
         refs = [blobs.keep(bytes([number]) * 1000) for number in range(5)]
         shelf.keep_backup(b"one")
@@ -45,7 +45,7 @@ def test_it_keeps_the_newest_three_of_its_own_and_the_newest_backup(folder: Path
 
 
 def test_a_backup_that_is_an_own_snapshot_outlives_it(folder: Path) -> None:
-    with Shelf() as shelf:
+    with BlobStore() as shelf:
         blobs = Blobs(shelf)
         own = blobs.keep(b"own")
         shelf.keep_backup(b"own")
@@ -70,7 +70,7 @@ def test_without_a_disk_it_keeps_them_in_memory_and_says_so_once(
         monkeypatch.setattr(
             tempfile, "TemporaryDirectory", lambda **_: (_ for _ in ()).throw(OSError("read-only"))
         )
-    with caplog.at_level(logging.WARNING, "ravnest.peer.shelf"), Shelf() as shelf:
+    with caplog.at_level(logging.WARNING, "ravnest.peer.blob_store"), BlobStore() as shelf:
         blobs = Blobs(shelf)
         refs = [blobs.keep(bytes([number]) * 10) for number in range(5)]
         shelf.keep_backup(b"backup")
@@ -82,7 +82,7 @@ def test_without_a_disk_it_keeps_them_in_memory_and_says_so_once(
 
 
 def test_what_is_made_piece_by_piece_is_kept_like_what_is_whole(folder: Path) -> None:
-    with Shelf() as shelf:
+    with BlobStore() as shelf:
         ref = shelf.put_pieces(lambda: [b"abc", memoryview(b"defg"), b""])
         assert ref == name_blob(b"abcdefg")
         assert bytes(shelf.get(ref.blob)) == b"abcdefg"
@@ -99,8 +99,8 @@ def test_pieces_that_the_disk_does_not_take_stay_in_memory(folder: Path, monkeyp
         write(b"what still fits")
         raise OSError(28, "No space left on device")
 
-    with Shelf() as shelf:
-        monkeypatch.setattr("ravnest.peer.shelf.name_pieces", full)
+    with BlobStore() as shelf:
+        monkeypatch.setattr("ravnest.peer.blob_store.name_pieces", full)
         ref = shelf.put_pieces(lambda: iter([b"abc", b"d"]))
         assert shelf.get(ref.blob) == b"abcd"
         assert files(folder) == set()

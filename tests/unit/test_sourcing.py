@@ -4,13 +4,13 @@ import pytest
 from support.hub_scene import HALVES, HubScene
 from support.hub_world import blob
 
-from ravnest.exchange import HUB
-from ravnest.hub.members import Held
-from ravnest.staging import SnapshotMade
+from ravnest.hub.coordinator.membership import HeldState
+from ravnest.ids import HUB
+from ravnest.protocol.placement import SnapshotMade
 
 
 def backed_up(scene, known, spare="t"):
-    scene.sourcing.note_backup(spare, Held(0, 3, "A1"), blob(f"backup of {spare}"), known)
+    scene.sourcing.note_backup(spare, HeldState(0, 3, "A1"), blob(f"backup of {spare}"), known)
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def test_who_is_not_a_tenth_behind_the_best_gives_a_cluster_before_a_backup_befo
     (origin,) = scene.change(*AFTER, known={"c": trained}, kept=kept)
     assert scene.sourcing.needs_hub == (giver == HUB)
     assert scene.build() == {"s": [giver], "b": []}
-    assert (origin.holder, origin.is_whole) == ("A1", False)
+    assert (origin.cluster_id, origin.is_whole) == ("A1", False)
 
 
 def test_of_those_that_train_the_one_that_knows_most_gives():
@@ -63,14 +63,14 @@ def test_who_was_in_the_same_cluster_gives_before_one_that_knows_more():
     thirds = (0, 2), (2, 4), (4, 6)
     (origin,) = scene.change(("sab", thirds), ("cd", HALVES), known={"c": 100}, kept=100)
     assert scene.build() == {"s": ["a"], "a": ["b"], "b": []}
-    assert (origin.holder, origin.is_whole) == ("A1", False)
+    assert (origin.cluster_id, origin.is_whole) == ("A1", False)
 
 
 def test_a_cluster_of_newcomers_begins_where_the_best_one_is():
     scene = HubScene("abst", ("ab", HALVES))
     (origin,) = scene.change(("ab", HALVES), ("st", HALVES), known={"a": 7}, kept=0)
     assert scene.build() == {"s": ["a"], "t": ["b"]}
-    assert (origin.holder, origin.is_whole) == ("A1", False)
+    assert (origin.cluster_id, origin.is_whole) == ("A1", False)
 
 
 @pytest.mark.parametrize(("cut", "holder"), [(2, "A1"), (1, "B1")])
@@ -79,17 +79,17 @@ def test_a_cluster_is_the_one_that_most_of_it_was_in(cut, holder):
     scene.lose("b")
     scene.lose("d")
     (origin,) = scene.change(("ac", ((0, cut), (cut, 6))), kept=3)
-    assert (origin.holder, origin.is_whole) == (holder, False)
+    assert (origin.cluster_id, origin.is_whole) == (holder, False)
 
 
 def test_a_cluster_that_only_stood_still_keeps_all_it_has():
     scene = HubScene("ab", ("ab", HALVES))
     scene.members.clusters[0].is_broken = True
     (origin,) = scene.change(("ab", HALVES), kept=5)
-    assert (origin.holder, origin.is_whole) == ("A1", True)
+    assert (origin.cluster_id, origin.is_whole) == ("A1", True)
     assert scene.ask() == {}
     orders = scene.order()
-    assert {name: (parts.keeps, parts.sources, parts.base) for name, parts in orders.items()} == {
+    assert {name: (parts.is_kept, parts.sources, parts.anchor_round) for name, parts in orders.items()} == {
         "a": (True, (), None),
         "b": (True, (), None),
     }
@@ -140,7 +140,7 @@ def test_stages_of_a_cluster_that_broke_meanwhile_are_not_built(scene):
     for number, name in asked.items():
         scene.sourcing.take(name, SnapshotMade(1, number, 1, blob(name)))
     assert scene.order() == {}
-    assert scene.members.find("b").held == Held(3, 6, "A1")
+    assert scene.members.find("b").held == HeldState(3, 6, "A1")
 
 
 def test_a_stage_is_built_when_all_it_needs_is_there_and_once(scene):
@@ -174,5 +174,5 @@ def test_what_a_node_does_not_host_any_more_it_no_longer_holds():
     scene.lose("b")
     scene.change(("ca", ((0, 1), (1, 6))))
     scene.build()
-    assert scene.members.find("a").held == Held(1, 3, "A1")
-    assert scene.members.find("c").held == Held(0, 1, "B1")
+    assert scene.members.find("a").held == HeldState(1, 3, "A1")
+    assert scene.members.find("c").held == HeldState(0, 1, "B1")

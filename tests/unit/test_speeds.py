@@ -2,8 +2,8 @@
 
 import pytest
 
-from ravnest.hub.speeds import Speeds
-from ravnest.protocol import StepReport
+from ravnest.hub.monitors.throughput import ThroughputMonitor
+from ravnest.protocol.training import StepReport
 
 START = 40  # when all is as usual
 
@@ -24,7 +24,7 @@ def tell(speeds, name, seconds, times, epoch=1):
 
 def usual(*names):
     """All of them have worked for a while, a second for each sample."""
-    speeds = Speeds()
+    speeds = ThroughputMonitor()
     for name in names:
         assert tell(speeds, name, 1.0, range(START)) is None
     return speeds
@@ -94,7 +94,7 @@ def test_who_went_and_came_back_begins_anew():
 
 
 def test_a_cold_start_is_not_what_is_usual():
-    speeds = Speeds()
+    speeds = ThroughputMonitor()
     assert tell(speeds, "a", 30.0, range(5)) is None
     assert tell(speeds, "a", 1.0, range(5, 200)) is None
 

@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.plan_world import SIMPLE, configs, even_model, node, profiles, swarm_of, swarms
 
-from ravnest.plan.cost import LineCost, NodeTable
+from ravnest.plan.cost import LineCost, NodeTable, Rows, timing
 from ravnest.plan.split import Splitter
-from ravnest.plan.timing import Rows, timing
 
 
 def brute_force(line, nodes, order):

@@ -54,7 +54,7 @@ def test_window_needed(stages, window):
 def test_window_is_throttled_only_where_accumulation_cannot_rise():
     decision = controller(accumulate_max=3).decide(0, EIGHT)
     assert (decision.accumulate, decision.window) == (3, 4)  # 3 * 1 + 1
-    assert "window 4 of the 8 batches" in decision.reason
+    assert "window 4 of the 8 microbatches" in decision.reason
     decision = controller(window_max=5).decide(0, EIGHT)
     assert (decision.accumulate, decision.window) == (4, 5)  # more per update would not help
     decision = controller(accumulate_min=16).decide(0, EIGHT)

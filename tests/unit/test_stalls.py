@@ -6,9 +6,9 @@ import pytest
 from support.hub_world import HubWorld, check_replay, job, quick_plans
 
 from ravnest.config import Averaging
-from ravnest.hub import rounds
-from ravnest.hub.news import Checkpointed, ClusterBroken, Left, Recovered
-from ravnest.staging import SnapshotOrder
+from ravnest.hub.coordinator import rounds
+from ravnest.hub.coordinator.notices import Checkpointed, ClusterBroken, Left, Recovered
+from ravnest.protocol.placement import SnapshotOrder
 
 
 @pytest.fixture(autouse=True)
@@ -96,7 +96,7 @@ def test_who_never_gets_ready_goes():
 def test_who_never_gives_what_others_need_goes():
     world = HubWorld(job(num_validation=0, average_every=1, epochs=6))
     world.join(*"abcdefg", memory_mb=150.0)
-    world.run_until(lambda: world.hub.clusters and world.hub.books.base(world.hub.clusters))
+    world.run_until(lambda: world.hub.clusters and world.hub.books.anchor_round(world.hub.clusters))
     first, second = world.hub.clusters
     world.kill(first.nodes[1])
     world.run_until(lambda: world.told(ClusterBroken))

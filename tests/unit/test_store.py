@@ -9,15 +9,13 @@ import pytest
 from support.hub_world import HubWorld, Trouble, blob, check_replay, freeze, job, quick_plans
 
 from ravnest.errors import ConfigError
-from ravnest.hub import store as store_of
-from ravnest.hub.events import Phase, Received, Stopped, Tick
-from ravnest.hub.news import Joined, PlanFormed, RoundEnded
-from ravnest.hub.saving import load_state, save_state
-from ravnest.hub.state import Hub
-from ravnest.hub.status import ClusterStatus, MemberStatus, Status, Watch
-from ravnest.hub.store import (
-    SCHEMA,
-    Store,
+from ravnest.hub.coordinator.coordinator import Coordinator
+from ravnest.hub.coordinator.events import JobPhase, Received, Stopped, Tick
+from ravnest.hub.coordinator.notices import Joined, PlanFormed, RoundEnded
+from ravnest.hub.service import event_log as store_of
+from ravnest.hub.service.event_log import (
+    LOG_SCHEMA,
+    EventLog,
     apply_logged,
     read_event,
     read_status,
@@ -25,8 +23,11 @@ from ravnest.hub.store import (
     replay,
     write_event,
 )
-from ravnest.protocol import LeaseDone, Leave
-from ravnest.staging import SnapshotMade
+from ravnest.hub.service.saving import load_state, save_state
+from ravnest.hub.service.status import ClusterStatus, MemberStatus, Status, StatusTracker
+from ravnest.protocol.membership import Leave
+from ravnest.protocol.placement import SnapshotMade
+from ravnest.protocol.training import LeaseDone
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -36,7 +37,7 @@ def _quick_plans():
 
 
 def log_of(folder):
-    with Store(folder) as store:
+    with EventLog(folder) as store:
         return list(store.events())
 
 
@@ -51,7 +52,7 @@ def trained_world(**changes):
 
 def test_events_come_back_in_order_as_they_were(tmp_path):
     world = trained_world()
-    with Store(tmp_path / "a new" / "folder") as store:
+    with EventLog(tmp_path / "a new" / "folder") as store:
         for event in world.log:
             store.append(event)
         assert list(store.events()) == world.log
@@ -59,8 +60,8 @@ def test_events_come_back_in_order_as_they_were(tmp_path):
 
 
 def test_only_what_changes_something_is_logged_and_the_replayed_hub_goes_on_alike(tmp_path):
-    world, hub = trained_world(), Hub()
-    with Store(tmp_path) as store:
+    world, hub = trained_world(), Coordinator()
+    with EventLog(tmp_path) as store:
         for event, orders in zip(world.log, world.answers, strict=True):
             assert apply_logged(hub, event, store.append) == orders
         refused = apply_logged(hub, Received("ghost", Leave(0, "?"), 1e6), store.append)
@@ -69,13 +70,13 @@ def test_only_what_changes_something_is_logged_and_the_replayed_hub_goes_on_alik
         again = replay(store)
         assert list(store.events()) == world.log
     assert again.now == hub.now == world.now
-    assert (again.phase, again.due) == (Phase.FINISHED, None)
+    assert (again.phase, again.due) == (JobPhase.FINISHED, None)
     event = Stopped("late", 1e6)
     assert again.apply(event) == hub.apply(event)
 
 
 def test_an_event_outlives_the_process_that_logged_it(tmp_path):
-    with Store(tmp_path / "running") as store:
+    with EventLog(tmp_path / "running") as store:
         for number in range(100):
             store.append(Tick(float(number)))
         shutil.copytree(tmp_path / "running", tmp_path / "killed")  # what a kill -9 leaves
@@ -84,7 +85,7 @@ def test_an_event_outlives_the_process_that_logged_it(tmp_path):
 
 @pytest.mark.parametrize("num_lost", [1, 100, 5000])
 def test_an_event_that_was_half_written_never_happened(tmp_path, num_lost):
-    with Store(tmp_path / "running") as store:
+    with EventLog(tmp_path / "running") as store:
         for number in range(100):
             store.append(Tick(float(number)))
         shutil.copytree(tmp_path / "running", tmp_path / "cut")
@@ -115,7 +116,7 @@ def test_a_message_is_logged_as_it_travelled():
     ],
 )
 def test_a_damaged_event_is_named(tmp_path, kind, body):
-    with Store(tmp_path) as store:
+    with EventLog(tmp_path) as store:
         store.append(Tick(1.0))
         store._database.execute("INSERT INTO events (kind, body) VALUES (?, ?)", (kind, body))
         with pytest.raises(ConfigError, match="event 2 of its log is damaged"):
@@ -127,16 +128,16 @@ def test_a_damaged_event_is_named(tmp_path, kind, body):
 
 def refusal(folder, **options):
     with pytest.raises(ConfigError) as caught:
-        Store(folder, **options).open()
+        EventLog(folder, **options).open()
     assert str(folder) in str(caught.value)
     return str(caught.value)
 
 
 def test_a_second_hub_in_the_same_folder_is_refused_and_readers_are_not(tmp_path):
-    with Store(tmp_path) as store:
+    with EventLog(tmp_path) as store:
         store.append(Tick(1.0))
         assert "another hub is running there" in refusal(tmp_path)
-        with Store(tmp_path, is_read_only=True) as reader:
+        with EventLog(tmp_path, is_read_only=True) as reader:
             store.append(Tick(2.0))
             assert list(reader.events()) == [Tick(1.0), Tick(2.0)]
             with pytest.raises(ConfigError, match="cannot be written"):
@@ -154,11 +155,11 @@ def test_a_store_that_could_not_be_opened_leaves_no_lock(tmp_path):
 def test_a_log_of_another_version_says_which_ravnest_reads_it(tmp_path):
     log_of(tmp_path)
     with sqlite3.connect(tmp_path / "hub.sqlite") as database:
-        database.execute(f"PRAGMA user_version = {SCHEMA + 1}")
+        database.execute(f"PRAGMA user_version = {LOG_SCHEMA + 1}")
     database.close()
     for is_read_only in (False, True):
         text = refusal(tmp_path, is_read_only=is_read_only)
-        assert f"is of version {SCHEMA + 1}, this ravnest reads version {SCHEMA}" in text
+        assert f"is of version {LOG_SCHEMA + 1}, this ravnest reads version {LOG_SCHEMA}" in text
 
 
 def test_a_database_of_another_program_is_left_alone(tmp_path):
@@ -177,7 +178,7 @@ def test_a_folder_that_is_a_file_or_is_not_there(tmp_path):
 
 
 def test_a_full_disk_is_told_and_what_was_logged_stays(tmp_path):
-    with Store(tmp_path) as store:
+    with EventLog(tmp_path) as store:
         store.append(Tick(0.0))
         (pages,) = store._database.execute("PRAGMA page_count").fetchone()
         store._database.execute(f"PRAGMA max_page_count = {pages}")
@@ -187,7 +188,7 @@ def test_a_full_disk_is_told_and_what_was_logged_stays(tmp_path):
 
 
 def test_a_log_on_a_disk_that_turned_read_only(tmp_path):
-    with Store(tmp_path) as store:
+    with EventLog(tmp_path) as store:
         store._database.execute("PRAGMA query_only = 1")
         with pytest.raises(ConfigError, match="it cannot be written; choose another folder"):
             store.append(Tick(0.0))
@@ -204,8 +205,8 @@ def saved_run(folder, monkeypatch, every=7):
     world.kill("b", at=12.0)
     world.leave("c", at=20.0)
     world.run()
-    watch = Watch(Hub())
-    with Store(folder) as store:
+    watch = StatusTracker(Coordinator())
+    with EventLog(folder) as store:
         for event in world.log:
             watch.observe(event, apply_logged(watch.hub, event, store.append))
             store.save(watch)
@@ -224,7 +225,7 @@ def test_a_saved_state_and_what_came_after_it_are_the_whole_log(tmp_path, monkey
     found, num_replayed = count_replayed(tmp_path, monkeypatch)
     assert num_replayed < 7
     assert freeze(found) == freeze(live)
-    with Store(tmp_path) as store:
+    with EventLog(tmp_path) as store:
         assert freeze(found.hub) == freeze(replay(store))
 
 
@@ -245,7 +246,7 @@ def test_a_state_that_does_not_fit_is_left_alone_and_the_log_replayed(tmp_path, 
     if change == "another code":
         monkeypatch.setattr(store_of, "code_hash", lambda: "another")
     else:
-        with Store(tmp_path) as store:
+        with EventLog(tmp_path) as store:
             spoil = "DROP TABLE states" if change == "no table" else "UPDATE states SET body = zeroblob(9)"
             store._database.execute(spoil)
     found, num_replayed = count_replayed(tmp_path, monkeypatch)
@@ -256,7 +257,7 @@ def test_a_state_that_does_not_fit_is_left_alone_and_the_log_replayed(tmp_path, 
 def test_only_records_of_this_package_are_saved_or_made():
     with pytest.raises(TypeError, match="no class of this package"):
         save_state([sqlite3.Row])
-    for name in ("os:system", "ravnest.hub.store:read_event", "subprocess:Popen"):
+    for name in ("os:system", "ravnest.hub.service.event_log:read_event", "subprocess:Popen"):
         content = msgspec.msgpack.encode(([0], [("object", [name])]))
         with pytest.raises(ValueError, match="no class of this package"):
             load_state(content)
@@ -267,9 +268,9 @@ def test_only_records_of_this_package_are_saved_or_made():
 
 def watched(world, folder):
     """Log a world's history; return what somebody saw beside the hub, and what its folder says."""
-    hub = Hub()
-    watch = Watch(hub)
-    with Store(folder) as store:
+    hub = Coordinator()
+    watch = StatusTracker(hub)
+    with EventLog(folder) as store:
         for event in world.log:
             watch.observe(event, apply_logged(hub, event, store.append))
         return watch, read_status(folder)  # while the hub is still at it
@@ -280,7 +281,7 @@ def test_the_status_of_a_run_from_its_folder_is_what_was_seen_live(tmp_path):
     watch, status = watched(world, tmp_path)
     assert status == watch.status()
     assert status == read_status(tmp_path)
-    assert status.phase is Phase.FINISHED
+    assert status.phase is JobPhase.FINISHED
     assert (status.job, status.epoch, status.num_samples, status.num_total) == ("even", 3, 192, 192)
     assert status.num_updates == 48
     assert (status.validation_epoch, set(status.validation)) == (3, {"loss", "acc"})
@@ -305,7 +306,7 @@ def test_who_does_what(tmp_path):
     world.run_until(lambda: len(world.told(Joined)) == 5)
     _, status = watched(world, tmp_path / "1")
     assert status.members == tuple(MemberStatus(name, "waiting") for name in "abcde")
-    assert (status.phase, status.clusters, status.loss) == (Phase.COLLECTING, (), None)
+    assert (status.phase, status.clusters, status.loss) == (JobPhase.COLLECTING, (), None)
     world.run_until(lambda: world.told(PlanFormed))
     world.join("late", memory_mb=1.0)  # too little for any stage
     world.run(until=world.now)
@@ -346,7 +347,7 @@ def test_a_stopped_job_and_an_empty_folder(tmp_path):
     ]
     log_of(tmp_path / "empty")
     status = read_status(tmp_path / "empty")
-    assert (status.phase, status.job, status.epoch, status.num_total) == (Phase.COLLECTING, "", 0, 0)
+    assert (status.phase, status.job, status.epoch, status.num_total) == (JobPhase.COLLECTING, "", 0, 0)
     with pytest.raises(ConfigError, match="there is no log of a hub"):
         read_status(tmp_path / "nothing")
 

@@ -5,20 +5,20 @@ from types import SimpleNamespace
 
 import pytest
 
-from ravnest.exchange import Blobs
-from ravnest.hub.events import Collect, Collected, KeptPart, MakeParts
-from ravnest.hub.owner import Parts
-from ravnest.hub.progress import Books
-from ravnest.hub.supply import Supply
+from ravnest.hub.coordinator.events import CheckpointPart, Collect, Collected, MakeParts
+from ravnest.hub.coordinator.leases import LedgerState
+from ravnest.hub.service.data_service import DataService
+from ravnest.hub.service.owner import Parts
+from ravnest.ids import NodeId
 from ravnest.net.memory import run_virtual
-from ravnest.plan.types import NodeId
+from ravnest.transfer.blobs import Blobs
 
 PEER = NodeId("peer")
 CONTENT = bytes(range(256)) * (3 << 12)  # three pieces
-BOOKS = Books(0, 0, 0, 0, {})
+BOOKS = LedgerState(0, 0, 0, 0, {})
 
 
-def collect(seconds_per_piece: float | None, books: Books | None, fault: str = "") -> tuple[list, list]:
+def collect(seconds_per_piece: float | None, books: LedgerState | None, fault: str = "") -> tuple[list, list]:
     """Have a peer's state fetched; return what the hub is told, and whom it loses."""
     there, here = Blobs(), Blobs()
     ref = there.keep(CONTENT)
@@ -43,7 +43,9 @@ def collect(seconds_per_piece: float | None, books: Books | None, fault: str = "
         owner = SimpleNamespace(keep=lambda *_: "", find_fault=lambda *_: fault)
         around = (post, applied.append, in_background, lambda *who: lost.append(who), loop.time, bool)
         async with asyncio.timeout(1000):
-            await Supply(owner, here, *around).carry_out(Collect(7, (KeptPart(0, 6, PEER, ref),), books))
+            await DataService(owner, here, *around).carry_out(
+                Collect(7, (CheckpointPart(0, 6, PEER, ref),), books)
+            )
 
     run_virtual(main())
     return [(each.number, each.fault) for each in applied], lost
@@ -82,7 +84,7 @@ def test_weights_of_stages_that_are_no_more_are_not_kept() -> None:
 
     async def main() -> None:
         around = (refs.append, in_background, bool, lambda: 0.0, needed.__contains__)
-        supply = Supply(SimpleNamespace(make_parts=make_parts), blobs, bool, *around)
+        supply = DataService(SimpleNamespace(make_parts=make_parts), blobs, bool, *around)
         for _ in range(3):
             await supply.carry_out(MakeParts(0, 2))
         await supply.carry_out(MakeParts(2, 6))

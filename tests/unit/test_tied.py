@@ -4,8 +4,8 @@ import pytest
 
 from ravnest.averaging.tied import TiedOrder
 from ravnest.errors import ProtocolError
-from ravnest.protocol import Refusal
-from ravnest.tying import TiedCall, TiedGradient, TiedHolder, TiedStep
+from ravnest.protocol.messages import Refusal
+from ravnest.protocol.tied import TiedCall, TiedGradient, TiedHolder, TiedStep
 
 NODES = ("root", "middle", "leaf")
 PLACES = {"root": (0, 4), "middle": (4, 8), "leaf": (8, 12)}
@@ -39,7 +39,7 @@ def test_while_a_call_is_open_gradients_are_gathered_for_the_next() -> None:
     home = met_home()
     home.offer(0.5, {"w": 3.0})
     assert home.offer(0.4, {"w": 10.0}) == []
-    assert home.offer(0.3, {"w": 20.0}, closes=True) == []
+    assert home.offer(0.3, {"w": 20.0}, is_closing=True) == []
     made = home.receive("leaf", TiedGradient(1, 1, ()))
     assert made[:2] == [(node, TiedStep(1, 1, 0.3, (("w", 3.0),))) for node in ("root", "leaf")]
     assert made[2:] == [("leaf", TiedCall(1, 2, ("w",), True))]

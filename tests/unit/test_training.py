@@ -5,7 +5,7 @@ import pytest
 
 from ravnest.config import WireFormat
 from ravnest.engine.optimizers import Adam, FusedAdam, Group, Muon, OptimizerSettings
-from ravnest.engine.training import AveragingRule, Training, read_training, write_training
+from ravnest.engine.train_config import AveragingRule, TrainConfig, read_train_config, write_train_config
 from ravnest.errors import UnsafeBlueprint
 
 OPTIMIZER = OptimizerSettings(
@@ -15,7 +15,7 @@ OPTIMIZER = OptimizerSettings(
     True,
     100,
 )
-TRAINING = Training(
+TRAINING = TrainConfig(
     OPTIMIZER,
     64,
     WireFormat.BF16,
@@ -29,15 +29,15 @@ TRAINING = Training(
 
 
 def test_what_is_written_is_read():
-    assert read_training(write_training(TRAINING, frozenset("abcd"))) == TRAINING
-    plain = Training(OPTIMIZER, 64)
-    read = read_training(write_training(plain, frozenset("abcd")))
+    assert read_train_config(write_train_config(TRAINING, frozenset("abcd"))) == TRAINING
+    plain = TrainConfig(OPTIMIZER, 64)
+    read = read_train_config(write_train_config(plain, frozenset("abcd")))
     assert (read.precision, read.planned_updates, read.max_lag) == ("fp32", 0, None)
     assert (read.deltas, read.averaging) == ("fp32", AveragingRule())
 
 
 def test_a_stage_learns_of_its_own_parameters_only():
-    read = read_training(write_training(TRAINING, frozenset("b")))
+    read = read_train_config(write_train_config(TRAINING, frozenset("b")))
     assert [group.names for group in read.optimizer.groups] == [("b",)]
 
 
@@ -61,6 +61,6 @@ def test_a_stage_learns_of_its_own_parameters_only():
     ],
 )
 def test_what_makes_no_sense_is_refused(change):
-    written = msgspec.json.decode(write_training(TRAINING, frozenset("abcd")))
+    written = msgspec.json.decode(write_train_config(TRAINING, frozenset("abcd")))
     with pytest.raises(UnsafeBlueprint, match="training settings"):
-        read_training(msgspec.json.encode(written | change))
+        read_train_config(msgspec.json.encode(written | change))

@@ -6,10 +6,10 @@ from random import Random
 
 import pytest
 
+from ravnest.net.congestion import UPLOAD_BURST_SECONDS, Upload, affordable_chunk_bytes
 from ravnest.net.identity import new_keys
 from ravnest.net.memory import MemoryNetwork, MemoryTransport, Wire, run_virtual
-from ravnest.net.transport import Delivery, Limits, LinkUp, Service
-from ravnest.net.upload import BURST_SECONDS, Upload, affordable_chunk_bytes
+from ravnest.net.transport import Delivery, LinkUp, Service, TransportLimits
 
 RATE = 100_000.0
 KEYS = [new_keys() for _ in range(3)]
@@ -18,7 +18,7 @@ KEYS = [new_keys() for _ in range(3)]
 def test_what_is_saved_up_goes_at_once_and_the_rest_at_the_rate() -> None:
     upload = Upload(RATE)
     assert upload.wait_seconds(5.0) == 0
-    upload.pay([bytes(int(BURST_SECONDS * RATE))], 5.0)
+    upload.pay([bytes(int(UPLOAD_BURST_SECONDS * RATE))], 5.0)
     assert upload.wait_seconds(5.0) == 0  # nothing is owed yet
     upload.pay([bytes(40_000), bytes(10_000)], 5.0)
     assert upload.wait_seconds(5.0) == pytest.approx(0.5)
@@ -29,7 +29,7 @@ def test_what_is_saved_up_goes_at_once_and_the_rest_at_the_rate() -> None:
 def test_an_idle_hour_saves_no_more_than_a_moment() -> None:
     upload = Upload(RATE)
     upload.pay([b""], 0.0)
-    upload.pay([bytes(int(BURST_SECONDS * RATE) + 100_000)], 3600.0)
+    upload.pay([bytes(int(UPLOAD_BURST_SECONDS * RATE) + 100_000)], 3600.0)
     assert upload.wait_seconds(3600.0) == pytest.approx(1.0)
 
 
@@ -59,7 +59,7 @@ class Town:
 
     def __init__(self, rate: float = RATE) -> None:
         network = MemoryNetwork(Wire(0.01, 100e6))
-        limits = Limits(upload_bytes_per_second=rate)
+        limits = TransportLimits(upload_bytes_per_second=rate)
         self.sender = Counting(network, KEYS[0], Random(0), "sender", limits)
         self.others = [
             Counting(network, keys, Random(number), f"other{number}") for number, keys in enumerate(KEYS[1:])
@@ -98,7 +98,7 @@ def test_all_links_together_send_at_the_rate_and_not_slower() -> None:
             spans = [(start, stop) for start in range(0, 20, 3) for stop in range(start + 1, 22)]
             for start, stop in spans:
                 sent = sum(size for at, size, _ in town.sender.sent if start <= at < stop)
-                assert sent <= RATE * (stop - start + BURST_SECONDS) + 2 * most
+                assert sent <= RATE * (stop - start + UPLOAD_BURST_SECONDS) + 2 * most
             assert max(size for _, size, _ in town.sender.sent) < most + 200  # with its head
             seconds = asyncio.get_running_loop().time()
             assert sum(size for _, size, _ in town.sender.sent) > 0.95 * RATE * seconds
@@ -131,7 +131,7 @@ def test_a_gradient_to_one_goes_before_a_blob_to_another_and_control_before_both
             began = asyncio.get_running_loop().time()
             await town.sender.send(one.peer, Service.CONTROL, b"control")
             assert await delivered(one) == b"control"
-            assert asyncio.get_running_loop().time() - began < BURST_SECONDS
+            assert asyncio.get_running_loop().time() - began < UPLOAD_BURST_SECONDS
 
     run_virtual(main())
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ravnest.engine.versions import Graph, Versions
+from ravnest.engine.weight_versions import Graph, Versions
 
 # --- versions
 

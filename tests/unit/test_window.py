@@ -1,9 +1,9 @@
 """How much may be on the wire: what noise, idleness, urgency and a reconnect do to it."""
 
-from ravnest.net.frames import Position
-from ravnest.net.outbox import Outbox
-from ravnest.net.transport import MIB, Limits, Service
-from ravnest.net.window import FIRST_WINDOW_BYTES, Departure, Window
+from ravnest.net.congestion import FIRST_WINDOW_BYTES, Departure, Window
+from ravnest.net.frames import StreamPosition
+from ravnest.net.streams import SendStream
+from ravnest.net.transport import MIB, Service, TransportLimits
 
 
 def fill(delays: tuple[float, ...], num_chunks: int = 2000) -> int:
@@ -28,13 +28,13 @@ def test_a_window_that_is_not_used_does_not_grow():
     assert window.size_bytes == FIRST_WINDOW_BYTES
 
 
-def outbox_after_a_journey(seconds: float) -> Outbox:
+def outbox_after_a_journey(seconds: float) -> SendStream:
     """Return one with a blob to send, of which the first chunk was confirmed."""
-    outbox = Outbox(Limits())
+    outbox = SendStream(TransportLimits())
     outbox.put(Service.BLOB, b"", [memoryview(bytearray(MIB))])
     chunk = outbox.next_chunk(0.0)
     assert chunk is not None
-    outbox.acknowledge([Position(Service.BLOB, 0, len(chunk[1][0]), 0)], 0.0, seconds)
+    outbox.acknowledge([StreamPosition(Service.BLOB, 0, len(chunk[1][0]), 0)], 0.0, seconds)
     return outbox
 
 
@@ -52,13 +52,13 @@ def test_chunks_follow_each_other_over_a_journey_and_an_urgent_message_need_not_
 
 
 def test_what_was_on_the_wire_before_a_reconnect_says_nothing_about_journeys_after_it():
-    outbox = Outbox(Limits())
+    outbox = SendStream(TransportLimits())
     outbox.put(Service.BLOB, b"", [memoryview(bytearray(MIB))])
     outbox.next_chunk(0.0)
     outbox.resume([])
     chunk = outbox.next_chunk(100.0)
     assert chunk is not None
-    outbox.acknowledge([Position(Service.BLOB, 0, len(chunk[1][0]), 0)], 0.0, 100.01)
+    outbox.acknowledge([StreamPosition(Service.BLOB, 0, len(chunk[1][0]), 0)], 0.0, 100.01)
     while outbox.next_chunk(100.01) is not None:
         pass
     assert outbox.ready_at < 100.1

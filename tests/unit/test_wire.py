@@ -6,30 +6,18 @@ import resource
 import msgspec
 import pytest
 
-from ravnest import wire
 from ravnest.config import WireFormat
 from ravnest.errors import ProtocolError
-from ravnest.plan.types import Node, NodeId, Ring, Stage
-from ravnest.protocol import (
-    Activation,
-    BatchId,
-    BlobPart,
-    BlobRequest,
-    DroppedBatch,
-    Hello,
-    LeaseGrant,
-    LeaseId,
-    RingPart,
-    RoundAbort,
-    RoundCommit,
-    RoundId,
-    SegmentId,
-    StepReport,
-    Stop,
-    TensorSpec,
-)
-from ravnest.staging import Contact, PlanOrder
-from ravnest.wire import MOST_HEADER_BYTES, WIRE_VERSION, announced, pack, unpack
+from ravnest.ids import LeaseId, MicrobatchId, NodeId, RoundId, SegmentId
+from ravnest.plan.types import Node, Ring, Stage
+from ravnest.protocol import wire
+from ravnest.protocol.averaging import RingPart, RoundAbort, RoundCommit
+from ravnest.protocol.blobs import BlobPart, BlobRequest
+from ravnest.protocol.membership import Hello, Stop
+from ravnest.protocol.placement import Contact, PlanOrder
+from ravnest.protocol.tensors import TensorSpec
+from ravnest.protocol.training import Activation, DroppedMicrobatch, LeaseGrant, StepReport
+from ravnest.protocol.wire import MOST_HEADER_BYTES, WIRE_VERSION, announced, pack, unpack
 
 HASH = "0123456789abcdef" * 4
 
@@ -41,7 +29,7 @@ def header(*items: object, version: int = WIRE_VERSION) -> bytes:
 def activation(num_values: int, shape: tuple[int, ...]) -> Activation:
     spec = TensorSpec("bfloat16", shape, WireFormat.BF16)
     values = tuple((10_000 + value, spec) for value in range(num_values))
-    return Activation(1000, BatchId(10_000_000), False, shape[0], values)
+    return Activation(1000, MicrobatchId(10_000_000), False, shape[0], values)
 
 
 @pytest.mark.parametrize("num_values", [1, 2, 4])
@@ -55,7 +43,7 @@ def test_the_header_of_an_activation_is_a_fraction_of_its_tensors(num_values: in
 
 
 def test_a_step_report_and_a_ring_part_fit_in_a_packet() -> None:
-    report = StepReport(7, BatchId(10**6), 10**5, 3, 64, 0.1, 0.2, 0.3, 0.05, 2.5, (("acc", 0.9),))
+    report = StepReport(7, MicrobatchId(10**6), 10**5, 3, 64, 0.1, 0.2, 0.3, 0.05, 2.5, (("acc", 0.9),))
     assert len(pack(report)) <= 100
     spec = TensorSpec("float32", (2**18,), WireFormat.INT4)
     part = RingPart(RoundId(10**4), SegmentId(9), 7, 300, 5, 12345.0, spec)
@@ -65,8 +53,8 @@ def test_a_step_report_and_a_ring_part_fit_in_a_packet() -> None:
 def test_the_order_of_a_stage_in_a_hundred_clusters_fits_in_a_header() -> None:
     nodes = [NodeId(f"volunteer-{number:05}") for number in range(300)]
     order = PlanOrder(
-        epoch=12,
-        plan=13,
+        build_id=12,
+        plan_id=13,
         seed=2**40,
         stage=Stage(nodes[0], 3, 9, window=5),
         pipeline=tuple(nodes[:12]),
@@ -88,7 +76,7 @@ def test_a_header_says_who_it_is_for_people_with_a_hex_dump() -> None:
         (b"", "a header of 0 bytes"),
         (b"\x01", "a header of 1 bytes"),
         (b"\x01" + bytes(MOST_HEADER_BYTES), "a header of 65537 bytes"),
-        (header("RoundCommit", 1, version=9), "wire version 9 where 1 is spoken: update the older program"),
+        (header("RoundCommit", 1, version=9), "wire version 9 where 2 is spoken: update the older program"),
         (header("Nonsense", 1), "Invalid value 'Nonsense'"),
         (header(), "at least length 1, got 0"),
         (header("RoundCommit"), "at least length 2, got 1"),
@@ -114,7 +102,7 @@ def test_a_header_says_who_it_is_for_people_with_a_hex_dump() -> None:
         (header("Gradient", 1, 1, [[0, ["float32", [1], "fp32"], 5]]), "of length 2"),
         (header("RoundCommit", 1) + b"\x00", "trailing characters"),
         (header("RoundCommit", 1)[:-1], "truncated"),
-        (b"\x01\x92\xa2\xff\xfe\x01", "utf-8"),
+        (b"\x02\x92\xa2\xff\xfe\x01", "utf-8"),
     ],
 )
 def test_a_wrong_header_is_refused_with_a_reason(packed: bytes, reason: str) -> None:
@@ -182,11 +170,11 @@ def test_a_long_or_odd_reason_is_cut_rather_than_not_sent() -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        StepReport(1, BatchId(1), 1, 0, 1, 0.0, 0.0, 0.0, 0.0, math.nan, ()),
-        StepReport(1, BatchId(1), 1, 0, 1, 0.0, 0.0, 0.0, 0.0, 1.0, (("acc", math.inf),)),
+        StepReport(1, MicrobatchId(1), 1, 0, 1, 0.0, 0.0, 0.0, 0.0, math.nan, ()),
+        StepReport(1, MicrobatchId(1), 1, 0, 1, 0.0, 0.0, 0.0, 0.0, 1.0, (("acc", math.inf),)),
         BlobRequest("not a hash", 0, 1),
         Hello("0.1", b"short", Node(NodeId("a"), 1.0, 1.0, 1.0, 1.0)),
-        LeaseGrant(1, LeaseId(1), False, BatchId(1), (1,) * 2000),
+        LeaseGrant(1, LeaseId(1), False, MicrobatchId(1), (1,) * 2000),
         PlanOrder(1, 1, 0, None, (NodeId("x" * 300),) * 1000, (), ()),
     ],
 )
@@ -201,14 +189,14 @@ def test_a_name_that_is_no_text_is_not_sent() -> None:
 
 
 def test_a_dropped_batch_says_why() -> None:
-    message = DroppedBatch(4, BatchId(9), "the loss of batch 9 was not finite")
+    message = DroppedMicrobatch(4, MicrobatchId(9), "the loss of batch 9 was not finite")
     assert unpack(pack(message)) == message
 
 
 def test_every_message_has_a_record_and_a_number_to_drop_it_by() -> None:
     without = {"Welcome", "Refused", "Stop", "BlobRequest", "BlobPart", "ProbeOrder", "ProbeReport"}
     for name, record in wire._records().items():
-        numbers = {"epoch", "round_id", "plan"} & set(record.__struct_fields__)
+        numbers = {"build_id", "round_id", "plan_id"} & set(record.__struct_fields__)
         assert bool(numbers) is (name not in without), name
 
 

@@ -1,0 +1,168 @@
+"""The jobs of `ravnest demo`: real data that is on every PC, and PCs none of which could hold the model.
+
+No node has the memory for it alone but two of them have, so that five make a cluster of three and one of two,
+every time. Their speeds are unequal and emulated: each waits as long as a PC of that speed would compute.
+"""
+
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ravnest.errors import ConfigError
+from ravnest.requester.job import Job
+from ravnest.requester.local_peers import Hardware
+from ravnest.requester.lr_schedules import cosine
+
+_NUM_BYTES = 256  # a token is a byte
+_LENGTH = 64
+_NUM_TRAIN = {"digits": 1500, "text": 4800}
+_SHIFTS = ((0, 0), (0, 1), (0, -1), (1, 0), (-1, 0))
+_NUM_PIECES = 5120  # of text, the last of them for validation
+
+
+@dataclass(frozen=True, slots=True)
+class Demo:
+    """A job, in words, who trains it, and how a text begins that a trained model goes on with."""
+
+    job: Job
+    what: str
+    nodes: tuple[Hardware, ...]
+    prompt: str | None = None
+
+
+def _accuracy(out: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    return (out.argmax(-1) == batch["y"]).float().mean()
+
+
+def _nodes(megabytes: tuple[float, ...], gigaflops: tuple[float, ...]) -> tuple[Hardware, ...]:
+    return tuple(
+        Hardware(1e6 * memory, emulated_flops_per_second=1e9 * speed)
+        for memory, speed in zip(megabytes, gigaflops, strict=True)
+    )
+
+
+def _split(inputs: Tensor, targets: Tensor, num_train: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return train and validation data, in an order that is no order."""
+    order = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(0))
+    train, rest = order[:num_train], order[num_train:]
+    return {"x": inputs[train], "y": targets[train]}, {"x": inputs[rest], "y": targets[rest]}
+
+
+def _shift(images: Tensor) -> Tensor:
+    """Return the images, and each of them moved by a pixel: more to learn from, and the same digits."""
+    wide = F.pad(images, (1, 1, 1, 1))
+    return torch.cat([wide[..., 1 + down : 9 + down, 1 + right : 9 + right] for down, right in _SHIFTS])
+
+
+def _convolution(num_inputs: int, num_outputs: int) -> tuple[nn.Module, ...]:
+    return nn.Conv2d(num_inputs, num_outputs, 3, padding=1), nn.GroupNorm(4, num_outputs), nn.ReLU()
+
+
+def digits() -> Demo:
+    """Return the demo on handwritten digits that come with scikit-learn."""
+    try:
+        from sklearn import datasets  # type: ignore[import-untyped]
+    except ModuleNotFoundError:
+        fix = "pip install scikit-learn, or run: ravnest demo --text"
+        raise ConfigError(f"the digits come with scikit-learn, which is not installed; {fix}") from None
+    found = datasets.load_digits()
+    images = torch.tensor(found.images, dtype=torch.float32)[:, None] / 16
+    train, validation = _split(images, torch.tensor(found.target), _NUM_TRAIN["digits"])
+    train = {"x": _shift(train["x"]), "y": train["y"].repeat(len(_SHIFTS))}
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        *(*_convolution(1, 32), nn.MaxPool2d(2)),
+        *(*_convolution(32, 64), nn.MaxPool2d(2)),
+        *(layer for _ in range(5) for layer in _convolution(64, 64)),
+        *(nn.Flatten(), nn.Linear(256, 10)),
+    )
+    job = Job(
+        model,
+        train,
+        val_data=validation,
+        batch_size=32,
+        epochs=2,
+        loss=lambda out, batch: F.cross_entropy(out, batch["y"]),
+        metrics={"accuracy": _accuracy},
+        average_every=32,
+        checkpoint_every="5 s",
+        microbatches=4,  # so that five programs on two cores keep up with the PCs they stand for
+        name="digits",
+    )
+    nodes = _nodes((4.95, 5.05, 5.0, 5.15, 4.9), (0.7, 0.6, 0.5, 1.0, 0.7))
+    return Demo(job, f"digits, {len(found.target):,} real images of 8 x 8 pixels, most also shifted", nodes)
+
+
+def text() -> Demo:
+    """Return the demo on the sources of Python's standard library, byte by byte."""
+    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    content = torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8)
+    starts = torch.linspace(0, len(content) - _LENGTH - 1, _NUM_PIECES).long()
+    pieces = content[starts[:, None] + torch.arange(_LENGTH + 1)].long()
+    train, validation = _split(pieces[:, :-1], pieces[:, 1:], _NUM_TRAIN["text"])
+    torch.manual_seed(0)
+    job = Job(
+        Gpt(),
+        train,
+        val_data=validation,
+        batch_size=16,
+        loss=lambda out, batch: F.cross_entropy(out.flatten(0, 1), batch["y"].flatten()),
+        metrics={"accuracy": _accuracy},
+        schedule=cosine(warmup=0.05),
+        average_every=16,
+        checkpoint_every="5 s",
+        microbatches=4,
+        name="text",
+    )
+    nodes = _nodes((8.65, 8.8, 8.9, 9.05, 8.45), (6.0, 5.0, 4.0, 8.0, 6.0))
+    return Demo(job, f"{_NUM_PIECES:,} pieces of the standard library", nodes, prompt="def ")
+
+
+class Block(nn.Module):
+    """Attention to the bytes before, then a layer for each byte."""
+
+    def __init__(self, width: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.mix = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.wide, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return what the next block sees."""
+        parts = self.qkv(self.norm1(x)).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        seen = F.scaled_dot_product_attention(parts[0], parts[1], parts[2], is_causal=True)
+        x = x + self.mix(seen.transpose(1, 2).flatten(2))
+        added: Tensor = self.narrow(F.gelu(self.wide(self.norm2(x))))
+        return x + added
+
+
+class Gpt(nn.Module):
+    """Bytes in, scores of the next byte out."""
+
+    def __init__(self, width: int = 64, num_heads: int = 4, num_blocks: int = 4) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(_NUM_BYTES, width), nn.Embedding(_LENGTH, width)
+        self.blocks = nn.Sequential(*(Block(width, num_heads) for _ in range(num_blocks)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, _NUM_BYTES, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Return the scores at every place."""
+        places = torch.arange(ids.shape[1], device=ids.device)
+        out: Tensor = self.head(self.norm(self.blocks(self.tokens(ids) + self.places(places))))
+        return out
+
+
+@torch.no_grad()
+def continue_text(model: nn.Module, prompt: str, num_bytes: int = 160) -> str:
+    """Let a model go on with a text."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.tensor([list(prompt.encode())])
+    for _ in range(num_bytes):
+        scores = model.eval()(ids[:, -_LENGTH:])[:, -1] / 0.7
+        ids = torch.cat([ids, torch.multinomial(scores.softmax(-1), 1, generator=generator)], dim=1)
+    return bytes(ids[0].tolist()).decode(errors="replace")

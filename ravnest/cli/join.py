@@ -1,0 +1,310 @@
+"""`ravnest join`: lend this PC to a swarm."""
+
+import logging
+import os
+import sys
+from dataclasses import dataclass, replace
+from math import inf
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from ravnest.errors import ConfigError
+from ravnest.units import Dimension, parse_quantity, show_bytes, show_flops, show_rate, show_value
+
+if TYPE_CHECKING:
+    from ravnest.cli.lending_loop import Terms
+    from ravnest.net.identity import Token
+    from ravnest.peer.agent import Offer
+    from ravnest.peer.hours import Hours
+
+_LONGEST_NAME = 40
+_LONGEST_BATCH_SECONDS = 600.0  # a stage that would need longer for one batch is not run here
+_EVERYWHERE = "tcp://0.0.0.0:*"
+_ONLY_HERE = "tcp://127.0.0.1:*"  # where what comes through the relay is led to
+_VARIABLE = "RAVNEST_TOKEN"
+_GUESSED = "of matrix products; the job's own work will tell"
+_USUAL_BYTES_PER_SECOND, _USUAL_LATENCY_SECONDS = 50e6 / 8, 0.01  # until the hub has measured the link
+_OWN_GROWTH = 1.25  # of the program itself, from its start to its work; torch for GPUs starts with 630 MB
+_SLOWEST_UPLOAD = 100e3 / 8  # signs of life alone take a tenth of it
+
+
+@dataclass(frozen=True, slots=True)
+class _Doors:
+    """Where this PC listens, and what others are told of that."""
+
+    listen: str
+    public: tuple[str, ...]
+    is_reachable: bool
+
+    def addresses(self, door: str) -> tuple[str, ...]:
+        from ravnest.net.identity import dialled_from_elsewhere
+
+        return (*self.public, *dialled_from_elsewhere(door)) if self.is_reachable else ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Stated:
+    """What its provider says of this PC; None is left to be measured. An emulated PC is as slow as that."""
+
+    device: str
+    memory_bytes: float | None
+    flops_per_second: float | None
+    emulated_flops_per_second: float | None
+    bytes_per_second: float | None
+    latency_seconds: float | None
+    gpu_memory_bytes: float | None = None
+    upload_bytes_per_second: float | None = None
+    hours: tuple["Hours", ...] = ()
+    runs_on_battery: bool = False
+
+
+@click.command()
+@click.argument("token", required=False)
+@click.option("--token-file", metavar="FILE", help=f"Read the token here, or from stdin (-); or {_VARIABLE}.")
+@click.option("--name", metavar="NAME", help="What others call this PC; its host name if left out.")
+@click.option("--device", default="auto", show_default=True, help="cpu, cuda, cuda:1, mps, or the fastest.")
+@click.option(
+    "--memory", metavar="SIZE", help="Memory to lend, like '4 GB'; half of what is free (GPU: 80 %)."
+)
+@click.option("--gpu-memory", metavar="SIZE", help="Memory of the GPU to lend; --memory is then the PC's.")
+@click.option("--cpu", metavar="SHARE", help="Cores to lend, like '50 %' of them, or '2'; all if left out.")
+@click.option("--upload", metavar="RATE", help="Most to send, over all links, like '20 Mbit/s'.")
+@click.option("--hours", metavar="SPAN", multiple=True, help="When to lend, like 22:00-07:00; else always.")
+@click.option("--on-battery", metavar="stop|go", default="stop", show_default=True, help="Lend it then?")
+@click.option("--flops", metavar="RATE", help="Speed to claim, like '50 GFLOP/s'; measured if left out.")
+@click.option("--emulate", metavar="RATE", help="Be as slow as a PC of this speed, like '2 GFLOP/s'.")
+@click.option("--bandwidth", metavar="RATE", help="Up and down, like '50 Mbit/s'; measured if left out.")
+@click.option("--latency", metavar="TIME", help="To others, one way, like '10 ms'; measured if left out.")
+@click.option("--listen", metavar="HOST:PORT", help="Where to listen for others; a free port if left out.")
+@click.option("--public", metavar="HOST:PORT", multiple=True, help="What a router forwards to that.")
+@click.option("--outbound-only", is_flag=True, help="Listen for nobody: only dial, or meet at the hub.")
+@click.option("--patience", metavar="TIME", default="60 s", show_default=True, help="Without the hub.")
+@click.option("--quiet", is_flag=True, help="Say only what went wrong.")
+def join(  # noqa: PLR0913 - click passes one argument per option
+    token: str | None,
+    token_file: str | None,
+    name: str | None,
+    device: str,
+    memory: str | None,
+    gpu_memory: str | None,
+    cpu: str | None,
+    upload: str | None,
+    hours: tuple[str, ...],
+    on_battery: str,
+    flops: str | None,
+    emulate: str | None,
+    bandwidth: str | None,
+    latency: str | None,
+    listen: str | None,
+    public: tuple[str, ...],
+    outbound_only: bool,
+    patience: str,
+    quiet: bool,
+) -> None:
+    """Lend this PC to the swarm that TOKEN invites to, until its job is done or Ctrl-C.
+
+    Ends with 4 if the hub cannot be reached, with 5 if it refuses the token, with 7 if the program takes more
+    memory than it lends. It runs no code from the job. See `ravnest pause` too.
+    """
+    from ravnest.net.identity import read_token
+    from ravnest.peer.hours import read_hours
+
+    invitation = read_token(_find_token(token, token_file))
+    doors = _choose_doors(listen, public, outbound_only)
+    stated = _Stated(
+        device,
+        _read(memory, Dimension.BYTES),
+        _read(flops, Dimension.FLOPS_PER_SECOND),
+        _read(emulate, Dimension.FLOPS_PER_SECOND),
+        _read(bandwidth, Dimension.BYTES_PER_SECOND),
+        _read(latency, Dimension.SECONDS),
+        _read(gpu_memory, Dimension.BYTES),
+        _read_upload(upload),
+        tuple(map(read_hours, hours)),
+        _read_choice(on_battery),
+    )
+    patience_seconds = _read(patience, Dimension.SECONDS) or 0.0
+    from ravnest.peer.limits import limit_cpu  # it loads torch, for which a wrong option need not wait
+
+    logging.basicConfig(level=logging.WARNING if quiet else logging.INFO, format="%(message)s")
+    logging.getLogger("ravnest.net").setLevel(logging.WARNING)
+    cores = "" if cpu is None else limit_cpu(cpu)
+    offer = _make_offer(name, stated, doors, patience_seconds)
+    if not quiet:
+        _show(invitation, offer, _show_limits(stated, cores))
+    code, reason = _take_part(invitation, offer, doors, stated)
+    if not quiet:
+        click.echo(f"ended: {reason}", err=True)
+    sys.exit(code)
+
+
+def _read(text: str | None, dimension: Dimension) -> float | None:
+    value = None if text is None else parse_quantity(text, dimension)
+    if value is not None and (value < 0 or (value == 0 and dimension is not Dimension.SECONDS)):
+        raise ConfigError(f"{text!r} is too little; give something like {dimension.value!r}")
+    return value
+
+
+def _read_upload(text: str | None) -> float | None:
+    rate = _read(text, Dimension.BYTES_PER_SECOND)
+    if rate is not None and rate < _SLOWEST_UPLOAD:
+        raise ConfigError(
+            f"--upload {text} is too slow to take part; give {show_rate(_SLOWEST_UPLOAD)} or more"
+        )
+    return rate
+
+
+def _read_choice(on_battery: str) -> bool:
+    if on_battery not in ("stop", "go"):
+        raise ConfigError(f"--on-battery {show_value(on_battery)} is neither; give stop or go")
+    return on_battery == "go"
+
+
+def _find_token(token: str | None, file: str | None) -> str:
+    if token is not None and file is not None:
+        raise ConfigError("both a TOKEN and --token-file are given; leave one out")
+    if token is not None:
+        return token
+    if file == "-":
+        return sys.stdin.readline()
+    if file is not None:
+        try:
+            return Path(file).read_text(errors="replace")
+        except OSError as error:
+            raise ConfigError(f"--token-file {file} cannot be read: {error.strerror}") from None
+    if not os.environ.get(_VARIABLE):
+        raise ConfigError(
+            f"no token: paste the line the hub shows, or give it by --token-file or {_VARIABLE}"
+        )
+    return os.environ[_VARIABLE]
+
+
+def _choose_doors(listen: str | None, public: tuple[str, ...], outbound_only: bool) -> _Doors:
+    from ravnest.net.identity import read_address
+
+    if outbound_only and (listen or public):
+        raise ConfigError("--outbound-only opens no door, so --listen and --public have no meaning with it")
+    door = _EVERYWHERE if listen is None else read_address(listen, is_door=True)
+    forwarded = tuple(map(read_address, public))
+    return _Doors(_ONLY_HERE if outbound_only else door, forwarded, not outbound_only)
+
+
+def _make_offer(name: str | None, stated: _Stated, doors: _Doors, patience_seconds: float) -> "Offer":
+    import platform
+
+    from ravnest.ids import NodeId
+    from ravnest.peer import capabilities
+    from ravnest.peer.agent import Offer
+    from ravnest.peer.limits import check_gpu_memory
+    from ravnest.peer.stage_host import ProviderLimits
+    from ravnest.plan.types import Node
+    from ravnest.protocol.membership import Fact
+
+    device = capabilities.choose_device(stated.device)
+    emulated = stated.emulated_flops_per_second
+    memory = stated.memory_bytes
+    if stated.gpu_memory_bytes is not None:
+        check_gpu_memory(device, stated.gpu_memory_bytes)
+        memory = stated.gpu_memory_bytes
+    speed = emulated if stated.flops_per_second is None else stated.flops_per_second
+    rate, latency = stated.bytes_per_second, stated.latency_seconds
+    facts = {Fact.SPEED: speed, Fact.BANDWIDTH: rate, Fact.LATENCY: latency}
+    rate = _USUAL_BYTES_PER_SECOND if rate is None else rate
+    node = Node(
+        name=NodeId((name or platform.node() or "peer")[:_LONGEST_NAME]),
+        memory_bytes=capabilities.lent_memory_bytes(device) if memory is None else memory,
+        flops_per_second=capabilities.measure_flops_per_second(device) if speed is None else speed,
+        upload_bytes_per_second=min(rate, stated.upload_bytes_per_second or rate),
+        download_bytes_per_second=rate,
+        latency_seconds=_USUAL_LATENCY_SECONDS if latency is None else latency,
+        is_reachable=doors.is_reachable,
+    )
+    most_flops = _LONGEST_BATCH_SECONDS * node.flops_per_second
+    limits = ProviderLimits(node.memory_bytes, most_flops, device, emulated)
+    guessed = tuple(fact for fact, value in facts.items() if value is None)
+    return Offer(node, limits, (), patience_seconds, guessed=guessed)
+
+
+def _show_limits(stated: _Stated, cores: str) -> str:
+    """Return in words what is held to besides memory."""
+    from ravnest.peer.capabilities import has_battery
+    from ravnest.peer.hours import show_hours
+
+    upload = stated.upload_bytes_per_second
+    limits = (
+        cores,
+        f"{show_rate(upload)} of upload" if upload else "",
+        show_hours(stated.hours),
+        "not on battery" if has_battery() and not stated.runs_on_battery else "",
+    )
+    return ", ".join(filter(None, limits))
+
+
+def _show(token: "Token", offer: "Offer", limits: str) -> None:
+    """Say what is lent, and to whom."""
+    from ravnest.net.identity import peer_of
+    from ravnest.net.transport import PublicKey
+    from ravnest.protocol.membership import Fact
+
+    node = offer.node
+    hub = peer_of(PublicKey(token.hub_key))[:8]
+    source = "emulated" if offer.limits.emulated_flops_per_second else "as claimed"
+    source = _GUESSED if Fact.SPEED in offer.guessed else source
+    device = "" if offer.limits.device == "cpu" else f" on {offer.limits.device}"
+    lent = f"{show_bytes(node.memory_bytes)} of memory and {show_flops(node.flops_per_second)}"
+    lines = (
+        f"lends {lent} ({source}){device} as {node.name}"
+        + (f", and no more than: {limits}" if limits else ""),
+        f"to hub {hub} at {', '.join(token.addresses)}",
+        "it runs no code from the job: stages come as lists of known operations; Ctrl-C takes the PC back",
+    )
+    for line in lines:
+        click.echo(line, err=True)
+
+
+def _take_part(token: "Token", offer: "Offer", doors: _Doors, stated: _Stated) -> tuple[int, str]:
+    """Return the exit code and why it ended."""
+    import asyncio
+    import random
+
+    from ravnest.cli.lending_loop import Lending
+    from ravnest.net.identity import new_keys
+    from ravnest.net.transport import TransportLimits
+    from ravnest.net.zeromq import ZeroMqTransport
+    from ravnest.peer.agent import Agent
+    from ravnest.peer.capabilities import return_freed_memory, warm_up
+
+    return_freed_memory()
+    warm_up()
+    lending = Lending(_make_terms(offer, stated))
+    limits = TransportLimits(upload_bytes_per_second=stated.upload_bytes_per_second or inf)
+    keys = new_keys()  # the hub knows who comes back
+
+    async def once() -> str:
+        async with ZeroMqTransport(keys, random.SystemRandom(), doors.listen, limits) as transport:
+            addresses = doors.addresses(transport.address)
+            told = ", ".join(addresses) if addresses else "nowhere, it only dials out"
+            logging.info("listens at %s", told)
+            agent = Agent(token, keys, replace(offer, addresses=addresses, door=transport.address))
+            return await lending.attend(agent, transport)
+
+    return asyncio.run(lending.run(once))
+
+
+def _make_terms(offer: "Offer", stated: _Stated) -> "Terms":
+    """Hold a GPU to what it lends, and have the rest looked after."""
+    from ravnest.cli.lending_loop import Terms
+    from ravnest.config import PlanConfig
+    from ravnest.peer.capabilities import taken_memory_bytes
+    from ravnest.peer.limits import MemoryWatch, limit_gpu_memory
+
+    device, lent = offer.limits.device, offer.limits.memory_bytes
+    watched: float | None = lent if device == "cpu" else None
+    if device.startswith("cuda"):
+        limit_gpu_memory(device, lent)
+        watched = stated.memory_bytes if stated.gpu_memory_bytes is not None else None
+    own = max(PlanConfig().overhead_bytes, _OWN_GROWTH * taken_memory_bytes())
+    memory = None if watched is None else MemoryWatch(watched, own)
+    return Terms(offer.node.name, stated.hours, stated.runs_on_battery, memory)

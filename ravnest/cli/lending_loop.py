@@ -1,0 +1,212 @@
+"""The life of `ravnest join`: takes part while this PC may be lent, waits while it may not.
+
+Its provider speaks by signals: Ctrl-C or SIGTERM ends it, SIGUSR1 pauses, SIGUSR2 goes on; a file tells other
+commands where to send them. Driven by commands.join.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import psutil  # type: ignore[import-untyped]
+
+    from ravnest.net.transport import Transport
+    from ravnest.peer.agent import Agent
+    from ravnest.peer.hours import Hours
+    from ravnest.peer.limits import MemoryWatch
+
+logger = logging.getLogger(__name__)
+
+LOOK_SECONDS = 1.0
+_SIGNAL_EXIT = 128
+_GUARD_EXIT = 7
+_TAKEN_BACK = "its provider takes it back"
+_SAME_PROCESS_SECONDS = 2.0  # systems round the time a process was started at
+# Not every system has them.
+PAUSE, RESUME = getattr(signal, "SIGUSR1", None), getattr(signal, "SIGUSR2", None)
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """When a PC is lent, and how much of its memory; `hours` may be none, which is always."""
+
+    name: str
+    hours: tuple["Hours", ...]
+    runs_on_battery: bool
+    memory: "MemoryWatch | None"  # none where something else holds the limit
+
+
+class Lending:
+    """One `ravnest join` from start to end, with what its provider wants meanwhile."""
+
+    def __init__(self, terms: Terms) -> None:
+        self._terms = terms
+        self._ended_by = 0  # the signal
+        self._is_paused = False
+        self._leaving: str | None = None  # why
+        self._agent: Agent | None = None
+        self._before: dict[int, Any] = {}  # what signals did
+
+    async def run(self, take_part: Callable[[], Awaitable[str]]) -> tuple[int, str]:
+        """Take part, again and again if it may not always; return the exit code and why it ended."""
+        self._loop = asyncio.get_running_loop()
+        self._changed = asyncio.Event()
+        with self._hearing(), registered(self._terms.name):
+            while True:
+                await self._wait()
+                reason = _TAKEN_BACK if self._ended_by else await take_part()
+                if self._ended_by:
+                    return _SIGNAL_EXIT + self._ended_by, reason
+                if self._leaving is None:
+                    return 0, reason
+                if self._terms.memory is not None and self._terms.memory.must_leave:
+                    return _GUARD_EXIT, reason
+
+    async def attend(self, agent: "Agent", transport: "Transport") -> str:
+        """Run an agent to its end, and have it leave when this PC may no longer be lent."""
+        self._agent = agent
+        self._timer = self._loop.call_later(LOOK_SECONDS, self._look)
+        try:
+            return await agent.run(transport)
+        finally:
+            self._agent = None
+            self._timer.cancel()
+
+    def _look(self) -> None:
+        self._timer.cancel()
+        self._timer = self._loop.call_later(LOOK_SECONDS, self._look)
+        reason = self._find_reason() or self._watch_memory()
+        if reason is not None and self._leaving is None and self._agent is not None:
+            self._leaving = reason
+            more = "; Ctrl-C again ends at once" if self._ended_by else ""
+            logger.info("leaving: the hub is told, the others go on (%s)%s", reason, more)
+            self._agent.leave(reason)
+
+    def _find_reason(self) -> str | None:
+        """Return why this PC is not lent now."""
+        from ravnest.peer.capabilities import is_on_battery
+        from ravnest.peer.hours import may_run
+
+        if self._ended_by:
+            return _TAKEN_BACK
+        if self._is_paused:
+            return "its provider paused it"
+        return may_run(_minute(), self._terms.hours, not self._terms.runs_on_battery and is_on_battery())
+
+    def _watch_memory(self) -> str | None:
+        from ravnest.peer.capabilities import taken_memory_bytes
+
+        memory = self._terms.memory
+        problem = None if memory is None else memory.look(taken_memory_bytes())
+        if memory is not None and memory.num_over == 1:
+            logger.warning("%s; it leaves if that stays so", problem)
+        return problem if memory is not None and memory.must_leave else None
+
+    async def _wait(self) -> None:
+        """Return when this PC may be lent, or never again."""
+        from ravnest.peer.capabilities import release_memory
+
+        said = self._leaving = None
+        while not self._ended_by and (reason := self._find_reason()) is not None:
+            if reason != said:
+                logger.info("waits: %s; it joins %s, Ctrl-C ends it", reason, self._when())
+                release_memory()
+            said = reason
+            self._changed.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_SECONDS):
+                    await self._changed.wait()
+
+    def _when(self) -> str:
+        from ravnest.peer.hours import may_run, next_start, show_minute
+
+        if self._is_paused:
+            return f"after: ravnest resume {self._terms.name}"
+        if may_run(_minute(), self._terms.hours, False):
+            return f"at {show_minute(next_start(_minute(), self._terms.hours))}"
+        return "when it is plugged in"
+
+    @contextlib.contextmanager
+    def _hearing(self) -> Iterator[None]:
+        numbers = (signal.SIGINT, signal.SIGTERM, PAUSE, RESUME)
+        self._before = {each: signal.signal(each, self._hear) for each in numbers if each is not None}
+        try:
+            yield
+        finally:
+            for number, action in self._before.items():
+                signal.signal(number, action)
+
+    def _hear(self, number: int, _: FrameType | None) -> None:
+        if number in (PAUSE, RESUME):
+            self._is_paused = number == PAUSE
+        else:
+            self._ended_by = number
+            signal.signal(number, self._before[number])  # the second one ends it at once
+        self._loop.call_soon_threadsafe(self._heed)
+
+    def _heed(self) -> None:
+        self._changed.set()
+        if self._agent is not None:
+            self._look()
+
+
+def _minute() -> int:
+    now = time.localtime()
+    return now.tm_hour * 60 + now.tm_min
+
+
+@contextlib.contextmanager
+def registered(name: str) -> Iterator[None]:
+    """Have this process found by `find_running` while the context is open."""
+    import psutil
+
+    file = _folder() / f"{os.getpid()}.json"
+    find_running()  # and forget who is no more
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        whole = json.dumps({"name": name, "started_at": psutil.Process().create_time()})
+        unfinished = file.with_suffix(".unfinished")
+        unfinished.write_text(whole)
+        unfinished.replace(file)  # so that nobody reads half of it, and removes it for that
+    except OSError as error:
+        logger.warning("ravnest pause will not find it: %s cannot be written: %s", file, error.strerror)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            file.unlink(missing_ok=True)
+
+
+def find_running() -> list[tuple[str, "psutil.Process"]]:
+    """Return what this user lends from this PC now, by name; what dead processes left behind is removed."""
+    import psutil
+
+    found = []
+    for file in sorted(_folder().glob("*.json")):
+        try:
+            told = json.loads(file.read_text())
+            process = psutil.Process(int(file.stem))
+            is_same = abs(process.create_time() - told["started_at"]) < _SAME_PROCESS_SECONDS
+            if not is_same or process.status() == psutil.STATUS_ZOMBIE:
+                raise psutil.NoSuchProcess(process.pid)
+            found.append((str(told["name"]), process))
+        except FileNotFoundError:
+            continue  # another one that starts now was quicker to forget it
+        except (psutil.NoSuchProcess, ValueError, KeyError, TypeError):
+            with contextlib.suppress(OSError):
+                file.unlink(missing_ok=True)
+    return found
+
+
+def _folder() -> Path:
+    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "ravnest" / "peers"

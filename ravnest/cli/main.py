@@ -1,0 +1,89 @@
+"""The command `ravnest`: reads files and flags, asks the pure parts, prints the answer.
+
+Data goes to stdout, narration to stderr. An error is one sentence and an exit code of its own. Everything
+heavy is imported inside the command that needs it, so that `--help` is quick.
+"""
+
+import errno
+import io
+import sys
+from importlib import metadata
+
+import click
+
+from ravnest.cli.demo import demo
+from ravnest.cli.doctor import doctor, env
+from ravnest.cli.hub import hub
+from ravnest.cli.inspect import inspect
+from ravnest.cli.join import join
+from ravnest.cli.pause import finish, pause, resume
+from ravnest.cli.plan import plan
+from ravnest.cli.status import status
+from ravnest.cli.stop import stop
+from ravnest.cli.token import token
+from ravnest.cli.train import train
+from ravnest.errors import RavnestError
+
+_INTERRUPTED = 130
+
+
+def main() -> None:
+    """Run the command line; the entry point of the installed program."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(
+                errors="backslashreplace"
+            )  # a name this terminal cannot show is no reason to stop
+    program(prog_name="ravnest")
+
+
+class _Program(click.Group):
+    """A group whose commands end with the exit code of the error they raise."""
+
+    def invoke(self, ctx: click.Context) -> object:
+        try:
+            return super().invoke(ctx)
+        except RavnestError as error:
+            click.echo(f"error: {error}", err=True)
+            ctx.exit(error.exit_code)
+        except OSError as error:
+            if error.errno == errno.EPIPE:
+                raise  # click ends quietly when the reader has gone
+            click.echo(f"error: {error.strerror or error}; make room or choose another place", err=True)
+            ctx.exit(RavnestError.exit_code)
+        except KeyboardInterrupt:
+            click.echo("stopped", err=True)
+            ctx.exit(_INTERRUPTED)
+
+
+def _show_version(ctx: click.Context, _: click.Parameter, is_asked: bool) -> None:
+    if is_asked and not ctx.resilient_parsing:
+        try:
+            click.echo(f"ravnest {metadata.version('ravnest')}")
+        except metadata.PackageNotFoundError:
+            click.echo("ravnest, run from its source folder without being installed")
+        ctx.exit()
+
+
+@click.group(cls=_Program, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_show_version,
+    help="Show the version.",
+)
+def program() -> None:
+    """Train one model together on ordinary, unequal PCs over the internet.
+
+    \b
+    Exit codes: 0 fine, 1 failed, 2 wrong usage, 3 a file or value is not
+    usable, 4 the hub cannot be reached, 5 it refuses, 6 the nodes cannot
+    hold the model, 7 stopped by a guard, 130 stopped by Ctrl-C.
+    """
+
+
+_COMMANDS = (demo, plan, inspect, train, hub, join, pause, resume, finish, status, stop, token, doctor, env)
+for _command in _COMMANDS:
+    program.add_command(_command)

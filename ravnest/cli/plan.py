@@ -1,0 +1,172 @@
+"""`ravnest plan`: who would do what, and how fast it would be."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import click
+
+from ravnest.cli.files import print_parts, read_text, to_json, write_text
+from ravnest.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ravnest.config import PlanConfig
+    from ravnest.plan.forecast import Forecast
+    from ravnest.plan.types import ModelProfile, Plan, Swarm
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """Everything `plan` found out, for whoever shows it."""
+
+    plan: "Plan"
+    predicted: "Forecast"
+    profile: "ModelProfile"
+    swarm: "Swarm"
+    config: "PlanConfig"
+    advice: tuple[str, ...]
+
+
+@click.command()
+@click.option(
+    "--nodes", metavar="FILE", help="Nodes file (TOML or JSON); docs/files.md shows how to write one."
+)
+@click.option(
+    "--population", metavar="KIND:COUNT", help="Made-up nodes: home, fibre, campus or lan, like home:50."
+)
+@click.option(
+    "--model",
+    metavar="NAME|FILE",
+    default="gpt2-xl",
+    show_default=True,
+    help="Built-in model or profile file.",
+)
+@click.option("--batch", type=int, metavar="N", help="Samples per batch of a built-in model.")
+@click.option(
+    "--seed", type=int, default=0, show_default=True, metavar="N", help="Of the search and the population."
+)
+@click.option("--config", "config_file", metavar="FILE", help="TOML file with a [plan] table of settings.")
+@click.option(
+    "--set", "settings", multiple=True, metavar="KEY=VALUE", help="One setting, above the file. Repeatable."
+)
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print one JSON object (ravnest.plan/1) instead of tables."
+)
+@click.option("--svg", "svg_file", metavar="FILE", help="Also draw the plan into this file.")
+def plan(  # noqa: PLR0913 - click passes one argument per option
+    nodes: str | None,
+    population: str | None,
+    model: str,
+    batch: int | None,
+    seed: int,
+    config_file: str | None,
+    settings: tuple[str, ...],
+    as_json: bool,
+    svg_file: str | None,
+) -> None:
+    """Decide who does what, and predict how fast it will be. Starts nothing.
+
+    \b
+    ravnest plan --nodes swarm.toml --model gpt2-xl --svg plan.svg
+    ravnest plan --population home:50 --seed 1 --set activations=int8 --json
+    """
+    if (nodes is None) == (population is None):
+        raise click.UsageError("Give either --nodes FILE or --population KIND:COUNT, one of the two.")
+    if seed < 0:
+        raise ConfigError(f"--seed {seed} is negative; choose 0 or more")
+    config = _read_config(config_file, settings)
+    profile = _read_model(model, batch)
+    swarm = _read_nodes(nodes, population, seed)
+    answer = _find_plan(profile, swarm, config, seed)
+    if svg_file is not None:
+        _write_picture(svg_file, answer)
+    if as_json:
+        _print_json(answer)
+    else:
+        _print_tables(answer)
+
+
+def _find_plan(profile: "ModelProfile", swarm: "Swarm", config: "PlanConfig", seed: int) -> _Answer:
+    from ravnest.plan.forecast import forecast
+    from ravnest.plan.formation import form_plan
+    from ravnest.views.plan_text import advise, show_count
+
+    click.echo(f"planning {profile.name} on {show_count(len(swarm.nodes), 'node')}, seed {seed}", err=True)
+    found = form_plan(profile, swarm, config, seed)
+    predicted = forecast(found, profile, swarm, config)
+    return _Answer(found, predicted, profile, swarm, config, advise(found, profile, swarm, config))
+
+
+def _read_nodes(nodes: str | None, population: str | None, seed: int) -> "Swarm":
+    from ravnest.plan import populations
+    from ravnest.plan.files import read_swarm
+
+    if nodes is not None:
+        return read_swarm(read_text(nodes), nodes)
+    assert population is not None
+    return populations.population(population, seed)
+
+
+def _read_model(model: str, batch: int | None) -> "ModelProfile":
+    from ravnest.plan.files import read_profile
+    from ravnest.plan.profiles import BUILTIN_NAMES, builtin_profile
+
+    is_file = model not in BUILTIN_NAMES and (os.path.exists(model) or model.endswith((".toml", ".json")))
+    if not is_file:
+        return builtin_profile(model, batch)
+    if batch is not None:
+        raise click.UsageError(
+            f"--batch goes with a built-in model; set samples_per_batch in {model} instead."
+        )
+    return read_profile(read_text(model), model)
+
+
+def _read_config(config_file: str | None, settings: tuple[str, ...]) -> "PlanConfig":
+    from ravnest.config import read_plan_config
+
+    values = {} if config_file is None else dict(_read_plan_table(config_file))
+    read_plan_config(values, f"{config_file}, table [plan]")
+    given: dict[str, str] = {}
+    for setting in settings:
+        key, sign, value = setting.partition("=")
+        if not sign or not key.strip():
+            raise click.UsageError(f"--set {setting!r} is not a setting; write KEY=VALUE like max_lag=4.")
+        given[key.strip()] = value.strip()
+    read_plan_config(given, "--set")
+    return read_plan_config({**values, **given}, "--set")
+
+
+def _read_plan_table(config_file: str) -> Mapping[str, object]:
+    from ravnest.plan.files import parse_table
+    from ravnest.units import show_value
+
+    values = parse_table(read_text(config_file), config_file).values
+    if "plan" not in values:
+        click.echo(f"note: {config_file} has no [plan] table; every setting has its default", err=True)
+    table = values.get("plan", {})
+    if not isinstance(table, dict):
+        raise ConfigError(f"{config_file}: key 'plan' is {show_value(table)}, not a table; write [plan]")
+    return table
+
+
+def _write_picture(name: str, answer: _Answer) -> None:
+    from ravnest.views.plan_picture import draw_plan
+
+    write_text("--svg", name, draw_plan(answer.plan, answer.predicted, answer.profile, answer.swarm))
+    click.echo(f"picture written to {name}", err=True)
+
+
+def _print_json(answer: _Answer) -> None:
+    from ravnest.views.plan_text import plan_to_dict
+
+    report = plan_to_dict(
+        answer.plan, answer.predicted, answer.profile, answer.swarm, answer.config, answer.advice
+    )
+    click.echo(to_json(report))
+
+
+def _print_tables(answer: _Answer) -> None:
+    from ravnest.views.plan_text import show_plan
+
+    print_parts(lambda width: show_plan(answer.plan, answer.predicted, answer.profile, answer.advice, width))

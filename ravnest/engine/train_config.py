@@ -1,0 +1,176 @@
+"""How a stage is trained, as data that travels beside its blueprint: known words and bounded numbers."""
+
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from ravnest.config import WireFormat
+from ravnest.engine.optimizers import (
+    Adam,
+    FusedAdam,
+    Group,
+    Muon,
+    NAdam,
+    OptimizerRule,
+    OptimizerSettings,
+    Sgd,
+)
+from ravnest.errors import UnsafeBlueprint
+
+_MOST_BYTES = 4 << 20
+_MOST_UPDATES = 1 << 40
+_MOST_LAG = 64
+_MOST_OUTER = 10.0
+_RULES: dict[str, type[OptimizerRule]] = {
+    "sgd": Sgd,
+    "adam": Adam,
+    "fused": FusedAdam,
+    "nadam": NAdam,
+    "muon": Muon,
+}
+
+
+Precision = Literal["fp32", "bf16"]
+
+
+@dataclass(frozen=True, slots=True)
+class AveragingRule:
+    """What a round does besides the plain mean: nothing, unless asked.
+
+    `momentum` averages first moments too. With `outer_rate` and `outer_momentum` the mean change is a step of
+    Nesterov's descent. `clip` shortens a contribution to so many times the length of the last mean change.
+    `is_trimmed` leaves the smallest and the largest of four clusters or more out of the mean of each number.
+    """
+
+    momentum: bool = False
+    outer_rate: float = 1.0
+    outer_momentum: float = 0.0
+    clip: float | None = None
+    is_trimmed: bool = False
+
+    def __post_init__(self) -> None:
+        for name, is_good, wanted in (
+            ("outer_rate", 0 < self.outer_rate <= _MOST_OUTER, f"above 0, at most {_MOST_OUTER:g}"),
+            ("outer_momentum", 0 <= self.outer_momentum < 1, "0 or more, below 1"),
+            ("clip", self.clip is None or self.clip > 0, "above 0, or None"),
+        ):
+            if not is_good:
+                raise ValueError(f"{name} is {getattr(self, name)}; give a number {wanted}")
+
+
+@dataclass(frozen=True, slots=True)
+class TrainConfig:
+    """What every stage of a job does alike: optimizer, size of batches, precision, how far ahead it may run.
+
+    `planned_updates` are those of the whole job, which its clusters share; 0 is unknown. `max_lag` caps how
+    many updates late a gradient may be.
+    """
+
+    optimizer: OptimizerSettings
+    batch_size: int
+    activations: WireFormat = WireFormat.FP32
+    gradients: WireFormat = WireFormat.FP32
+    precision: Precision = "fp32"
+    planned_updates: int = 0
+    max_lag: int | None = None
+    deltas: WireFormat = WireFormat.FP32  # changes of weights, in rounds
+    averaging: AveragingRule = AveragingRule()
+
+
+class _Group(msgspec.Struct, forbid_unknown_fields=True):
+    names: list[str]
+    rule: str
+    values: dict[str, Any]
+    weight_decay: float
+    is_decoupled: bool
+    rate: float
+
+
+class _TrainConfig(msgspec.Struct, forbid_unknown_fields=True):
+    groups: list[_Group]
+    learning_rate: float
+    clip: float | None
+    has_prediction: bool
+    lag_updates: int
+    batch_size: int
+    activations: WireFormat
+    gradients: WireFormat
+    precision: Precision
+    planned_updates: Annotated[int, Meta(ge=0, le=_MOST_UPDATES)]
+    max_lag: Annotated[int, Meta(ge=0, le=_MOST_LAG)] | None
+    deltas: WireFormat
+    averaging: AveragingRule
+
+
+def write_train_config(training: TrainConfig, names: frozenset[str]) -> bytes:
+    """Return the JSON for a stage that holds these parameters."""
+    kinds = {kind: word for word, kind in _RULES.items()}
+    settings = training.optimizer
+    groups = [
+        _Group(
+            names=[name for name in group.names if name in names],
+            rule=kinds[type(group.rule)],
+            values=asdict(group.rule),
+            weight_decay=group.weight_decay,
+            is_decoupled=group.is_decoupled,
+            rate=group.rate,
+        )
+        for group in settings.groups
+    ]
+    return msgspec.json.encode(
+        _TrainConfig(
+            groups=[group for group in groups if group.names],
+            learning_rate=settings.learning_rate,
+            clip=settings.clip,
+            has_prediction=settings.has_prediction,
+            lag_updates=settings.lag_updates,
+            batch_size=training.batch_size,
+            activations=training.activations,
+            gradients=training.gradients,
+            precision=training.precision,
+            planned_updates=training.planned_updates,
+            max_lag=training.max_lag,
+            deltas=training.deltas,
+            averaging=training.averaging,
+        )
+    )
+
+
+def read_train_config(data: bytes) -> TrainConfig:
+    """Return what the JSON says, or refuse it with the reason."""
+    if len(data) > _MOST_BYTES:
+        raise UnsafeBlueprint(f"the training settings have {len(data)} bytes; at most {_MOST_BYTES} are read")
+    try:
+        read = msgspec.json.decode(data, type=_TrainConfig)
+        groups = tuple(_read_group(group) for group in read.groups)
+    except (msgspec.MsgspecError, RecursionError, ValueError) as problem:
+        raise UnsafeBlueprint(f"the training settings are not readable: {problem!s:.200}") from None
+    if not 1 <= read.batch_size <= 1 << 20 or read.lag_updates < 0:
+        raise UnsafeBlueprint(f"the training settings have batches of {read.batch_size} samples")
+    optimizer = OptimizerSettings(
+        groups, read.learning_rate, read.clip, read.has_prediction, read.lag_updates
+    )
+    return TrainConfig(
+        optimizer,
+        read.batch_size,
+        read.activations,
+        read.gradients,
+        read.precision,
+        read.planned_updates,
+        read.max_lag,
+        read.deltas,
+        read.averaging,
+    )
+
+
+def _read_group(group: _Group) -> Group:
+    if group.rule not in _RULES:
+        raise ValueError(f"the optimizer {group.rule[:20]!r} is none of {', '.join(_RULES)}")
+    kind = _RULES[group.rule]
+    unknown = group.values.keys() - set(kind.__dataclass_fields__)
+    if unknown:
+        raise ValueError(f"{group.rule} has no setting {min(unknown)[:20]!r}")
+    rule: OptimizerRule = msgspec.convert(group.values, kind)
+    return Group(tuple(group.names), rule, group.weight_decay, group.is_decoupled, group.rate)

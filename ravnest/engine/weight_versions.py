@@ -1,0 +1,160 @@
+"""What a microbatch in flight holds on to: the weights its forward saw and the graph its backward needs.
+
+An update makes new tensors only where a microbatch needs the old ones, so autograd never meets a tensor that
+changed after it was saved. A backward has two parts: gradients of the inputs, which the stage before waits
+for, then those of the weights, started where they branch off. Driven by engine.stage.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+from ravnest.ids import MicrobatchId
+
+Weights = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A stage's parameters and buffers, and its optimizer's state, at one version."""
+
+    version: int
+    state: dict[str, Tensor]
+    optimizer: dict[str, Tensor]
+
+    def copy(self) -> "Snapshot":
+        """Return one that nothing changes any more."""
+        parts = ({k: v.clone() for k, v in part.items()} for part in (self.state, self.optimizer))
+        return Snapshot(self.version, *parts)
+
+
+class Versions:
+    """The weights of a stage: the current ones, what forwards see of them, and older ones still in use."""
+
+    def __init__(self, weights: Weights) -> None:
+        self._held: dict[MicrobatchId, Weights] = {}
+        self.replace(weights, weights)
+
+    @property
+    def num_live(self) -> int:
+        """Copies of the weights in memory: the current one, a predicted one, older ones in use."""
+        kept = (self.weights, self.seen, *self._held.values())
+        return max((len({id(weights[name]) for weights in kept}) for name in self.weights), default=0)
+
+    def replace(self, weights: Weights, seen: Weights) -> None:
+        """Make these the current weights, and those what forwards see from now on."""
+        self.weights = {name: tensor.requires_grad_() for name, tensor in weights.items()}
+        self.seen = {name: tensor.requires_grad_() for name, tensor in seen.items()}
+
+    @torch.no_grad()
+    def add(self, changes: Weights) -> None:
+        """Change the current weights and what forwards see of them."""
+        current = {name: self.weights[name] + change for name, change in changes.items()}
+        seen = {
+            name: current[name] if self.seen[name] is self.weights[name] else self.seen[name] + change
+            for name, change in changes.items()
+        }
+        self.replace(self.weights | current, self.seen | seen)
+
+    def hold(self, microbatch: MicrobatchId) -> None:
+        """Keep for a microbatch what forwards see now."""
+        self._held[microbatch] = self.seen
+
+    def release(self, microbatch: MicrobatchId) -> None:
+        """Let go of what was kept for a microbatch."""
+        self._held.pop(microbatch, None)
+
+    def is_held(self, names: Collection[str]) -> bool:
+        """Return whether a microbatch needs one of these current tensors as it is."""
+        # By tensor, not by version: what gets no gradient goes on into the next version.
+        return any(held[name] is self.weights[name] for held in self._held.values() for name in names)
+
+
+class Graph:
+    """The backward of one microbatch, in two parts; unsplit, the first part does all the work."""
+
+    def __init__(self, inputs: Mapping[int, Tensor], weights: Weights, is_split: bool) -> None:
+        self._inputs = inputs
+        self._weights = weights
+        self._is_split = is_split
+        self._left: tuple[Sequence[Tensor], Sequence[Tensor]] = ((), ())
+        self._branches: dict[Node, list[str]] = {}
+        self._caught: dict[Node, tuple[Tensor | None, ...]] = {}
+        self._found: dict[str, Tensor | None] = {}
+
+    def backward_inputs(self, roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> dict[int, Tensor]:
+        """Take the gradients of the roots, return those of the inputs that have one."""
+        if not self._inputs or not roots:
+            self._left = (roots, gradients)
+            return {}
+        early = self._find_branches(roots) if self._is_split else list(self._weights)
+        handles = [node.register_prehook(self._catch(node)) for node in self._branches]
+        wanted = [*self._inputs.values(), *(self._weights[name] for name in early)]
+        found = torch.autograd.grad(roots, wanted, gradients, self._is_split, allow_unused=True)
+        for handle in handles:
+            handle.remove()
+        self._found = dict(zip(early, found[len(self._inputs) :], strict=True))
+        pairs = zip(self._inputs, found, strict=False)
+        return {value: gradient for value, gradient in pairs if gradient is not None}
+
+    def backward_weights(self) -> Weights:
+        """Return the gradients of the weights that have one; the graph is used up."""
+        if self._left[0]:
+            found = torch.autograd.grad(
+                self._left[0], list(self._weights.values()), self._left[1], allow_unused=True
+            )
+            self._found = dict(zip(self._weights, found, strict=True))
+        for node, caught in self._caught.items():
+            names = self._branches[node]
+            edges = [GradientEdge(node, index) for index, tensor in enumerate(caught) if tensor is not None]
+            gradients = [tensor for tensor in caught if tensor is not None]
+            weights = [self._weights[name] for name in names]
+            found = torch.autograd.grad(edges, weights, gradients, allow_unused=True)
+            self._found.update(zip(names, found, strict=True))
+        return {name: tensor for name, tensor in self._found.items() if tensor is not None}
+
+    def _catch(self, node: Node) -> Callable[[tuple[Tensor | None, ...]], None]:
+        return lambda gradients: self._caught.update({node: gradients})
+
+    def _find_branches(self, roots: Sequence[Tensor]) -> list[str]:
+        """Find where weights branch off the way to the inputs; return those that must go along with it.
+
+        These are used by several operations, or lie on a way of their own.
+        """
+        owners = {get_gradient_edge(tensor).node: name for name, tensor in self._weights.items()}
+        leading = {get_gradient_edge(tensor).node for tensor in self._inputs.values()}
+        starts = [get_gradient_edge(root).node for root in roots]
+        order = _in_order(starts)
+        aside: dict[Node, set[str]] = {}  # weights reached from here without the way to the inputs
+        for node in order:
+            nexts = [after for after, _ in node.next_functions if after is not None]
+            if any(after in leading for after in nexts):
+                leading.add(node)
+            own = {owners[node]} if node in owners else set()
+            aside[node] = own.union(*(aside[after] for after in nexts if after not in leading))
+        uses = Counter(name for node in order if node in leading for name in aside[node])
+        # A start that leads to no input counts twice, so its weights go along.
+        uses.update(name for node in starts if node not in leading for name in [*aside[node]] * 2)
+        for node in order:
+            if node in leading and (names := [name for name in aside[node] if uses[name] == 1]):
+                self._branches[node] = names
+        return [name for name in self._weights if uses[name] > 1]
+
+
+def _in_order(starts: Sequence[Node]) -> list[Node]:
+    """Return the nodes of a graph, each after all that it leads to."""
+    order: dict[Node, None] = {}
+    seen: set[Node] = set()
+    stack = list(starts)
+    while stack:
+        node = stack[-1]
+        if node in seen:
+            order[stack.pop()] = None
+        else:
+            seen.add(node)
+            stack.extend(after for after, _ in node.next_functions if after and after not in seen)
+    return list(order)

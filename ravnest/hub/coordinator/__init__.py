@@ -1,0 +1,1 @@
+"""The hub's decisions: pure, replayable."""

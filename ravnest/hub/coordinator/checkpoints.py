@@ -1,0 +1,130 @@
+"""One cluster's state, asked of its nodes: now and then as a checkpoint, and at the end as the result.
+
+When that cluster breaks another one is asked, or the checkpoint waits for the next time. Driven by hub.state.
+"""
+
+from ravnest.hub.coordinator.events import CheckpointPart, Collect, Send
+from ravnest.hub.coordinator.leases import LedgerState
+from ravnest.hub.coordinator.membership import ClusterState
+from ravnest.ids import NodeId
+from ravnest.protocol.placement import SnapshotMade, SnapshotOrder
+
+_ANSWER_SECONDS = 120.0  # for the nodes of a cluster to have written their state down
+_PAUSE = 10  # times what a checkpoint takes lies between two: a slow way home is not kept busy by them
+
+SILENT = f"did not answer within {_ANSWER_SECONDS:.0f} s"
+
+
+class CheckpointCollector:
+    """Numbered attempts to have one cluster's state kept, and the numbers of all snapshots."""
+
+    def __init__(self) -> None:
+        self._keeper: ClusterState | None = None
+        self._kept: dict[NodeId, SnapshotMade] = {}
+        self._books: LedgerState | None = None  # of the checkpoint under way
+        self._every = 0.0
+        self._started_at = 0.0
+        self._next_at: float | None = None
+        self._attempt = self._last_number = 0
+
+    def number(self, count: int = 1) -> int:
+        """Return the first of so many numbers that no snapshot has had."""
+        self._last_number += count
+        return self._last_number - count + 1
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a cluster was asked and has not died since."""
+        return self._keeper is not None
+
+    @property
+    def has_result_under_way(self) -> bool:
+        """Whether that is for the result."""
+        return self.is_under_way and self._books is None
+
+    @property
+    def parts(self) -> tuple[CheckpointPart, ...]:
+        """What all nodes of the cluster answered, in the order of the line."""
+        assert self._keeper is not None
+        stages = self._keeper.cluster.stages
+        refs = (self._kept[stage.node].weights for stage in stages)
+        return tuple(
+            CheckpointPart(x.start, x.stop, x.node, ref) for x, ref in zip(stages, refs, strict=True)
+        )
+
+    @property
+    def answer_by(self) -> float | None:
+        """When those who have not answered are waited for no longer, if there are any."""
+        return None if self._keeper is None or self._is_complete else self._started_at + _ANSWER_SECONDS
+
+    def find_silent(self, now: float) -> tuple[NodeId, ...]:
+        """Return who has not answered in time."""
+        if self._keeper is None or self.answer_by is None or now < self.answer_by:
+            return ()
+        return tuple(name for name in self._keeper.nodes if name not in self._kept)
+
+    def due(self, every: float | None) -> float | None:
+        """Return when the next checkpoint is to be made, or the one under way given up, if there are any."""
+        return self.answer_by if every is None or self.is_under_way else self._next_at
+
+    def is_time(self, every: float | None, now: float) -> bool:
+        """Return whether to make one; the first comes a whole period after training began."""
+        if every is None or self.is_under_way:
+            return False
+        self._every = every
+        if self._next_at is None:
+            self._next_at = now + every
+        return now >= self._next_at
+
+    def expire(self, now: float) -> str | None:
+        """Give up a checkpoint that somebody does not answer for; return who does not."""
+        silent = self.find_silent(now)
+        if not silent or self._books is None:
+            return None
+        self.end(now)
+        return f"{' and '.join(silent)} {SILENT}"
+
+    def postpone(self, now: float) -> None:
+        """Make no checkpoint this time."""
+        self._next_at = now + self._every
+
+    def start(self, cluster: ClusterState, now: float, books: LedgerState | None = None) -> list[Send]:
+        """Ask every node of a cluster for its state; with books it is a checkpoint."""
+        self._keeper, self._kept, self._books = cluster, {}, books
+        self._started_at, self._attempt = now, self.number()
+        order = SnapshotOrder(cluster.build_id, self._attempt, is_final=books is None)
+        return [Send(name, order) for name in cluster.nodes]
+
+    def lose(self, cluster: ClusterState) -> None:
+        """Note that a cluster is no more as it was."""
+        if self._keeper is cluster:
+            self._keeper = None
+
+    def awaits(self, sender: NodeId, made: SnapshotMade) -> bool:
+        """Return whether this is what this node is still to answer."""
+        return (
+            self._keeper is not None
+            and made.number == self._attempt
+            and sender in self._keeper.nodes
+            and sender not in self._kept
+        )
+
+    def take(self, sender: NodeId, made: SnapshotMade) -> list[Collect]:
+        """Take a node's answer; with the last one, order all of them fetched."""
+        self._kept[sender] = made
+        return [Collect(self._attempt, self.parts, self._books)] if self._is_complete else []
+
+    def has_asked_for(self, number: int) -> bool:
+        """Return whether this is the Collect whose end is awaited."""
+        return self._is_complete and number == self._attempt
+
+    def end(self, now: float) -> tuple[LedgerState, float]:
+        """End a checkpoint, kept or not; return what was trained then, and the seconds it took."""
+        assert self._books is not None
+        seconds = now - self._started_at
+        self._keeper, self._next_at = None, now + max(self._every, _PAUSE * seconds)
+        return self._books, seconds
+
+    @property
+    def _is_complete(self) -> bool:
+        return self._keeper is not None and len(self._kept) == len(self._keeper.nodes)

@@ -1,0 +1,287 @@
+"""What is found out beside the hub, in seconds in which it must answer others: a plan, how fast a peer is."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from ravnest.config import PlanConfig
+from ravnest.hub.coordinator.leases import LedgerState
+from ravnest.hub.coordinator.notices import EpochDone, Evaluated, Notice
+from ravnest.ids import LeaseId, MicrobatchId, NodeId
+from ravnest.plan.types import ModelProfile, Node, Plan
+from ravnest.protocol.blobs import BlobRef
+from ravnest.protocol.membership import Fact
+from ravnest.protocol.messages import Message, Refusal
+
+
+@dataclass(frozen=True, slots=True)
+class MakePlan:
+    """An order: form a plan of this number with these nodes, or repair one; then say PlanMade."""
+
+    plan_id: int
+    nodes: tuple[Node, ...]
+    repairs: Plan | None = None
+    gone: tuple[Node, ...] = ()  # who is in that plan, and no longer here
+    changed: tuple[Node, ...] = ()  # who is another than that plan knows, as it knows them
+    microbatches: int = 0  # of it
+
+
+@dataclass(frozen=True, slots=True)
+class PlanMade:
+    """What a MakePlan asked for, or what these nodes are short of."""
+
+    plan_id: int
+    plan: Plan | None
+    microbatches: int
+    shortage: str
+    now: float
+    reason: str = ""  # what a repair does
+
+
+@dataclass(frozen=True, slots=True)
+class Probed:
+    """What a probe found of a peer; None is what it did not find."""
+
+    node: NodeId
+    flops_per_second: float | None
+    upload_bytes_per_second: float | None
+    download_bytes_per_second: float | None
+    latency_seconds: float | None
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
+class JobSettings:
+    """What is trained, how long, and when the swarm is formed."""
+
+    num_samples: int
+    num_validation: int
+    batch_size: int  # of one update; it travels as microbatches
+    epochs: int
+    rates: tuple[float, ...]  # the learning rate over all batches of the job, spread evenly
+    seed: int = 0
+    chunk_batches: int = 8  # per lease
+    least_samples: int = 4  # of a microbatch, where it is chosen
+    microbatches: int = 0  # a batch travels as so many; 0: chosen with the plan
+    average_every: int | None = None  # batches per cluster between rounds; None: as often as they fit
+    evaluate_every: int = 1  # epochs; 0: only at the end
+    checkpoint_every: float | None = None  # seconds; None: never
+    expected_nodes: int = 0  # with so many nodes form at once; 0: only by time
+    settle_seconds: float = 5.0  # form when nobody came or went for so long
+    most_snapshot_bytes: int = 2**62  # of a stage, however it is cut
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Batches of one pass over the data, the last one maybe smaller."""
+        return -(-self.num_samples // self.batch_size)
+
+    def position(self, num_samples: int) -> int:
+        """Return the whole batches trained when so many samples of the job were."""
+        return num_samples * self.batches_per_epoch // self.num_samples
+
+    def rate(self, batch: int) -> float:
+        """Return the learning rate when so many batches were trained before."""
+        index = batch * len(self.rates) // (self.epochs * self.batches_per_epoch)
+        return self.rates[min(index, len(self.rates) - 1)]
+
+
+class JobPhase(StrEnum):
+    """How far the job is."""
+
+    COLLECTING = "collecting"
+    TRAINING = "training"
+    AVERAGING = "averaging"  # the last round
+    EVALUATING = "evaluating"  # the last evaluation
+    KEEPING = "keeping"
+    FINISHED = "finished"
+
+
+@dataclass(frozen=True, slots=True)
+class JobGiven:
+    """The requester's job; a hub has one."""
+
+    profile: ModelProfile
+    config: PlanConfig
+    settings: JobSettings
+    now: float
+    books: LedgerState | None = None  # of the checkpoint it goes on from
+
+
+@dataclass(frozen=True, slots=True)
+class PeerJoined:
+    """A peer said Hello and its proof held."""
+
+    node: Node
+    key: str
+    addresses: tuple[str, ...]
+    now: float
+    guessed: tuple[Fact, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Restarted:
+    """The hub goes on from its log: all who were there are to come back; the checkpoint on disk, if any."""
+
+    books: LedgerState | None
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
+class PeerReturned:
+    """Somebody who was there when the hub went comes back, with what it had."""
+
+    node: NodeId
+    addresses: tuple[str, ...]
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
+class PeerLeft:
+    """A peer is gone: its link broke, it is silent, it sent garbage."""
+
+    node: NodeId
+    reason: str
+    now: float
+    since: float | None = None  # it was last heard of
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """A message of a peer, by the name its key proves."""
+
+    sender: NodeId
+    message: Message
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
+class PartsMade:
+    """What a MakeParts asked for; a stage of this interval consumes these fields of a batch."""
+
+    start: int
+    stop: int
+    blueprint: BlobRef
+    weights: BlobRef
+    train_fields: tuple[str, ...]
+    evaluation_fields: tuple[str, ...]
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """All that the Collect of this number names is here, and on disk if it is a checkpoint; or why not."""
+
+    number: int
+    now: float
+    fault: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed; only needed when it reaches `due`."""
+
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    """The requester ends the job early: nothing more is leased, and what was trained is kept."""
+
+    reason: str
+    now: float
+
+
+Event = (
+    JobGiven
+    | Restarted
+    | PeerJoined
+    | PeerReturned
+    | PeerLeft
+    | Received
+    | PlanMade
+    | PartsMade
+    | Collected
+    | Tick
+    | Stopped
+    | Probed
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """An order: send a message to a peer."""
+
+    to: NodeId
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class MakeParts:
+    """An order to the requester's side: cut this interval of the line and store its two blobs."""
+
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class SendFields:
+    """An order to the data service: the fields of each microbatch's samples, to whom consumes them."""
+
+    build_id: int
+    lease: LeaseId
+    is_evaluation: bool
+    first_microbatch: MicrobatchId
+    samples: tuple[tuple[int, ...], ...]
+    consumers: tuple[tuple[NodeId, tuple[str, ...]], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointPart:
+    """The state of an interval of the line, and who serves it."""
+
+    start: int
+    stop: int
+    node: NodeId
+    weights: BlobRef
+
+
+@dataclass(frozen=True, slots=True)
+class Collect:
+    """An order: fetch these blobs from their nodes, then say Collected; with books, write a checkpoint."""
+
+    number: int
+    parts: tuple[CheckpointPart, ...]
+    books: LedgerState | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Evict:
+    """An order: tell a peer that is no member any more that it may go."""
+
+    to: NodeId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Notify:
+    """An order: show this to people."""
+
+    news: Notice
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """An order: the job is done; assemble the model of its parts, in the order of the line."""
+
+    parts: tuple[CheckpointPart, ...]
+    history: tuple[EpochDone | Evaluated, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Abandon:
+    """An order: the job is over and there is nothing to keep; say why."""
+
+    reason: str
+    is_guarded: bool = False  # what was trained went wrong; a checkpoint may be on disk
+
+
+Action = Send | Evict | MakePlan | MakeParts | SendFields | Collect | Notify | Finish | Abandon | Refusal

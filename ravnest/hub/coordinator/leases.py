@@ -1,0 +1,208 @@
+"""Which samples are trained when, and the books that count each of them once.
+
+The order of an epoch is a keyed permutation that any machine computes for any index, so only numbers
+travel. An epoch is cut in chunks; a cluster_id (a cluster) leases chunks, and a completion counts only while
+that numbered lease is open and is the cluster_id's. Open leases outlive a restart of the hub, because peers
+train on without it. Driven by hub.state.
+"""
+
+import hashlib
+import math
+from collections import deque
+from dataclasses import dataclass
+from typing import Self, TypedDict
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ravnest.ids import LeaseId
+
+_NUM_TURNS = 8
+
+
+def permute(indices: NDArray[np.int64], num_samples: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    """Map each index in [0, num_samples) to its sample: a bijection, fixed for ever by seed and epoch."""
+    # A Feistel network on the grid rows x columns >= num_samples; what falls outside walks on.
+    rows = math.isqrt(num_samples - 1) + 1
+    columns = -(-num_samples // rows)
+    keys = [_turn_key(seed, epoch, turn) for turn in range(_NUM_TURNS)]
+    result = _shuffle_grid(indices.astype(np.uint64), rows, columns, keys)
+    outside = np.flatnonzero(result >= num_samples)
+    while outside.size:
+        result[outside] = _shuffle_grid(result[outside], rows, columns, keys)
+        outside = outside[result[outside] >= num_samples]
+    return result.astype(np.int64)
+
+
+def _shuffle_grid(
+    cells: NDArray[np.uint64], rows: int, columns: int, keys: list[np.uint64]
+) -> NDArray[np.uint64]:
+    moving, fixed = np.divmod(cells, np.uint64(columns))
+    size, other_size = np.uint64(rows), np.uint64(columns)
+    for key in keys:
+        moving = (moving + _mix(fixed ^ key) % size) % size
+        moving, fixed, size, other_size = fixed, moving, other_size, size
+    return moving * other_size + fixed  # an even number of turns: rows first again
+
+
+def _mix(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Scatter 64-bit numbers (the finaliser of splitmix64)."""
+    numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    numbers = (numbers ^ (numbers >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return numbers ^ (numbers >> np.uint64(31))
+
+
+def _turn_key(seed: int, epoch: int, turn: int) -> np.uint64:
+    name = f"ravnest order {seed} {epoch} {turn}".encode()
+    return np.uint64(int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little"))
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """One attempt of a cluster_id at one chunk; the number is never used again."""
+
+    number: LeaseId
+    epoch: int
+    chunk: int
+    cluster_id: str
+
+
+class LeaseState(TypedDict):
+    """A LeaseBook as plain data for the hub's log."""
+
+    num_samples: int
+    chunk_size: int
+    num_epochs: int
+    seed: int
+    next_number: int
+    next_epoch: int
+    next_chunk: int
+    open: list[tuple[int, int, int, str]]
+    requeued: list[tuple[int, int]]
+    counted: list[tuple[int, int]]
+
+
+class LeaseBook:
+    """Hands out the chunks of all epochs in order and counts each exactly once."""
+
+    def __init__(self, num_samples: int, chunk_size: int, num_epochs: int, seed: int = 0) -> None:
+        assert num_samples >= 1
+        assert chunk_size >= 1
+        self._num_samples = num_samples
+        self._chunk_size = chunk_size
+        self._num_epochs = num_epochs
+        self._seed = seed
+        self._next_number = 0
+        self._next_epoch = 0
+        self._next_chunk = 0
+        self._open: dict[LeaseId, Lease] = {}
+        self._requeued: deque[tuple[int, int]] = deque()
+        self._counted: dict[int, int] = {}  # samples, only of epochs begun and not finished
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether every sample of every epoch was counted."""
+        return self._next_epoch >= self._num_epochs and not self._open and not self._requeued
+
+    @property
+    def open_leases(self) -> tuple[Lease, ...]:
+        """Leases handed out and neither completed nor given back, oldest first."""
+        return tuple(self._open.values())
+
+    def num_counted(self, epoch: int) -> int:
+        """Return how many samples of `epoch` were counted so far."""
+        if epoch in self._counted:
+            return self._counted[epoch]
+        # Without an entry an epoch is either finished or has not begun.
+        return self._num_samples if epoch < self._next_epoch else 0
+
+    def lease(self, cluster_id: str) -> Lease | None:
+        """Lease the next chunk to `cluster_id`, or None when every chunk is held or counted."""
+        if self._requeued:
+            epoch, chunk = self._requeued.popleft()
+        elif self._next_epoch < self._num_epochs:
+            epoch, chunk = self._next_fresh()
+        else:
+            return None
+        lease = Lease(LeaseId(self._next_number), epoch, chunk, cluster_id)
+        self._next_number += 1
+        self._open[lease.number] = lease
+        return lease
+
+    def complete(self, number: LeaseId, cluster_id: str) -> str | None:
+        """Count the chunk of an open lease; return why not, if refused."""
+        lease = self._open.get(number)
+        if lease is None:
+            return f"lease {number} is not open: it was counted or given back before"
+        if lease.cluster_id != cluster_id:
+            return f"lease {number} is held by {lease.cluster_id}, not by {cluster_id}"
+        del self._open[number]
+        counted = self._counted.pop(lease.epoch) + self._num_in(lease.chunk)
+        if counted < self._num_samples:
+            self._counted[lease.epoch] = counted
+        return None
+
+    def release(self, cluster_id: str) -> tuple[Lease, ...]:
+        """Put the open chunks of `cluster_id` back, to be leased first; return its closed leases."""
+        closed = tuple(lease for lease in self._open.values() if lease.cluster_id == cluster_id)
+        for lease in closed:
+            del self._open[lease.number]
+        self._requeued.extendleft(sorted(((x.epoch, x.chunk) for x in closed), reverse=True))
+        return closed
+
+    def samples(self, lease: Lease) -> NDArray[np.int64]:
+        """Return the sample indices of a lease in training order."""
+        start = lease.chunk * self._chunk_size
+        indices = np.arange(start, start + self._num_in(lease.chunk), dtype=np.int64)
+        return permute(indices, self._num_samples, self._seed, lease.epoch)
+
+    def state(self) -> LeaseState:
+        """Return everything as plain data; its size does not grow with the chunks done."""
+        return LeaseState(
+            num_samples=self._num_samples,
+            chunk_size=self._chunk_size,
+            num_epochs=self._num_epochs,
+            seed=self._seed,
+            next_number=self._next_number,
+            next_epoch=self._next_epoch,
+            next_chunk=self._next_chunk,
+            open=[(x.number, x.epoch, x.chunk, x.cluster_id) for x in self._open.values()],
+            requeued=list(self._requeued),
+            counted=list(self._counted.items()),
+        )
+
+    @classmethod
+    def restore(cls, state: LeaseState) -> Self:
+        """Return the book of `state`; open leases stay open, so their completion still counts."""
+        book = cls(state["num_samples"], state["chunk_size"], state["num_epochs"], state["seed"])
+        book._next_number = state["next_number"]
+        book._next_epoch = state["next_epoch"]
+        book._next_chunk = state["next_chunk"]
+        for number, epoch, chunk, cluster_id in state["open"]:
+            book._open[LeaseId(number)] = Lease(LeaseId(number), epoch, chunk, cluster_id)
+        book._requeued.extend((epoch, chunk) for epoch, chunk in state["requeued"])
+        book._counted.update(dict(state["counted"]))
+        return book
+
+    def _next_fresh(self) -> tuple[int, int]:
+        epoch, chunk = self._next_epoch, self._next_chunk
+        if chunk == 0:
+            self._counted[epoch] = 0
+        self._next_chunk += 1
+        if self._next_chunk * self._chunk_size >= self._num_samples:
+            self._next_epoch, self._next_chunk = epoch + 1, 0
+        return epoch, chunk
+
+    def _num_in(self, chunk: int) -> int:
+        return min(self._chunk_size, self._num_samples - chunk * self._chunk_size)
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerState:
+    """What was trained when a checkpoint was made; leases under way are given back."""
+
+    num_counted: int
+    num_reported: int
+    num_updates: int
+    num_evaluated: int  # passes over the data after which it was evaluated
+    leases: LeaseState

@@ -1,0 +1,346 @@
+"""What people are told: records that can be logged, and each of them as one line."""
+
+from dataclasses import dataclass
+from typing import assert_never
+
+from ravnest.ids import HUB, MicrobatchId, NodeId, RoundId
+from ravnest.plan.types import Node, Plan, cluster_name
+from ravnest.protocol.training import Metrics
+from ravnest.units import show_flops, show_rate, show_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """A peer came."""
+
+    node: NodeId
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What is believed of a peer's speed and links; the fault is why that was not measured."""
+
+    node: Node
+    fault: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """The hub goes on from its log, or from a checkpoint."""
+
+    num_samples: int
+    num_peers: int  # to be met again
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """A peer has found the hub again, with what it had."""
+
+    node: NodeId
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """A peer's link is lost; it is waited for."""
+
+    node: NodeId
+    reason: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """A peer went."""
+
+    node: NodeId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Leaving:
+    """A peer goes as soon as others have what it has."""
+
+    node: NodeId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class SpeedChanged:
+    """A peer computes so many times as fast as before, for a while already."""
+
+    node: NodeId
+    times: float
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """Why no plan exists yet."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PlanFormed:
+    """A plan, and what it promises."""
+
+    plan: Plan
+    samples_per_second: float
+    round_seconds: float
+    batch_size: int  # samples per update
+    microbatches: int  # that a batch travels as
+
+
+@dataclass(frozen=True, slots=True)
+class Repaired:
+    """How it goes on."""
+
+    plan: Plan
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterStarted:
+    """A cluster trains."""
+
+    cluster: str
+    nodes: tuple[NodeId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterBroken:
+    """A cluster stands still, for somebody is missing; what it was at is trained again."""
+
+    cluster: str
+    reason: str
+    num_given_back: int
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """A cluster trains again, or trains in another shape."""
+
+    cluster: str
+    seconds: float  # that it stood still
+    sources: tuple[NodeId, ...]  # who gave what was missing
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterDissolved:
+    """A cluster is given up; others train the samples it was at."""
+
+    cluster: str
+    reason: str
+    num_given_back: int
+    num_lost: int  # samples it trained since the last round, which nobody else knows of
+
+
+@dataclass(frozen=True, slots=True)
+class WorkLost:
+    """Nobody is left who knows what was trained on so many samples; they are trained again."""
+
+    num_samples: int
+
+
+@dataclass(frozen=True, slots=True)
+class MicrobatchDropped:
+    """A microbatch was lost in a stage."""
+
+    microbatch: MicrobatchId
+    node: NodeId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """How much of the job is trained after one more lease, and the last loss a leaf told."""
+
+    num_samples: int
+    num_total: int
+    epoch: int
+    loss: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class EpochDone:
+    """Every sample of an epoch is counted; dropped ones were tried and lost."""
+
+    epoch: int
+    num_samples: int
+    num_dropped: int
+    loss: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """The means over the validation samples after so many epochs."""
+
+    epoch: int
+    cluster: str
+    num_samples: int
+    loss: float | None
+    metrics: Metrics
+
+
+@dataclass(frozen=True, slots=True)
+class RoundEnded:
+    """A round happened, or why it did not."""
+
+    round_id: RoundId
+    is_committed: bool
+    is_final: bool
+    reason: str
+    seconds: float = 0.0
+    left_out: tuple[str, ...] = ()  # clusters that train, but took no part
+    blamed: tuple[tuple[str, int], ...] = ()  # clusters, and how many of the next rounds are without them
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpointed:
+    """What was trained so far is on disk."""
+
+    num_samples: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class NotCheckpointed:
+    """It is not, and why; training goes on."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class WentWrong:
+    """Training went wrong: it goes back to the last checkpoint, or on where there is none."""
+
+    reason: str
+    suspect: str
+    goes_back: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Stopping:
+    """The job ends early, and why."""
+
+    reason: str
+
+
+Notice = (
+    Joined
+    | Measured
+    | Resumed
+    | Returned
+    | Missing
+    | Left
+    | Leaving
+    | SpeedChanged
+    | Waiting
+    | PlanFormed
+    | Repaired
+    | ClusterStarted
+    | ClusterBroken
+    | Recovered
+    | ClusterDissolved
+    | WorkLost
+    | MicrobatchDropped
+    | Trained
+    | EpochDone
+    | Evaluated
+    | RoundEnded
+    | Checkpointed
+    | NotCheckpointed
+    | WentWrong
+    | Stopping
+)
+
+
+def show_notice(news: Notice) -> str:  # noqa: C901, PLR0912 - one short case for each
+    """Return what happened as a sentence."""
+    match news:
+        case Joined(node):
+            return f"{node} joined"
+        case Measured(node, fault):
+            return f"{node.name} {fault or 'was measured'}: {_show_facts(node)}"
+        case Resumed(num_samples, num_peers):
+            met = f"; waiting for {num_peers} peers to come back" if num_peers else ""
+            return f"the hub goes on: {num_samples} samples are trained{met}"
+        case Returned(node):
+            return f"{node} is back, with what it had"
+        case Missing(node, reason, seconds):
+            return f"{node} is missing: {reason}; it has {show_seconds(seconds)} to come back"
+        case Left(node, reason):
+            return f"{node} left: {reason}"
+        case Waiting(reason):
+            return f"no plan yet: {reason}"
+        case PlanFormed(plan, samples_per_second, _, batch_size, microbatches):
+            shown = [
+                f"{cluster_name(index)} = {' > '.join(stage.node for stage in cluster.stages)}"
+                for index, cluster in enumerate(plan.clusters)
+            ]
+            pieces = f" in {microbatches} microbatches" if microbatches > 1 else ""
+            shown += [
+                f"{batch_size} samples per update{pieces}",
+                f"{samples_per_second:.3g} samples/s foreseen",
+            ]
+            return f"plan {plan.plan_id}: {'; '.join(shown)}"
+        case ClusterStarted(cluster):
+            return f"cluster {cluster} trains"
+        case ClusterDissolved(cluster, reason, num_given_back, num_lost):
+            return f"cluster {cluster} ends ({reason}); {num_given_back} samples given back, {num_lost} lost"
+        case ClusterBroken(cluster, reason, num_given_back):
+            return f"cluster {cluster} stands still ({reason}); {num_given_back} samples are trained again"
+        case Leaving(node, reason):
+            return f"{node} leaves: {reason}; what it has is handed over"
+        case SpeedChanged(node, times):
+            return f"{node} is {_show_times(times)} as before, for a while now"
+        case Repaired(plan, reason):
+            return f"plan {plan.plan_id}: {reason}"
+        case Recovered(cluster, seconds, sources):
+            return f"cluster {cluster} trains again after {show_seconds(seconds)}{_show_sources(sources)}"
+        case Checkpointed(num_samples, seconds):
+            return f"checkpoint kept in {show_seconds(seconds)}: {num_samples} samples trained"
+        case NotCheckpointed(reason):
+            return f"no checkpoint was kept, training goes on: {reason}"
+        case WorkLost(num_samples):
+            return f"training goes back: nobody has what the last {num_samples} samples taught"
+        case MicrobatchDropped(microbatch, node, reason):
+            return f"microbatch {microbatch} dropped by {node}: {reason}"
+        case Trained(num_samples, num_total, epoch, loss):
+            return f"{num_samples / num_total:.0%} of the training, epoch {epoch}, loss {_show(loss)}"
+        case EpochDone(epoch, num_samples, num_dropped, loss):
+            dropped = f", {num_dropped} dropped" if num_dropped else ""
+            return f"epoch {epoch}: {num_samples} samples{dropped}, loss {_show(loss)}"
+        case Evaluated(epoch, _, num_samples, loss, metrics):
+            shown = [f", {name} {_show(value)}" for name, value in metrics]
+            return f"after epoch {epoch}: {num_samples} samples, loss {_show(loss)}{''.join(shown)}"
+        case RoundEnded(round_id, is_committed, _, reason, seconds, left_out, blamed):
+            without = f" without {', '.join(left_out)}" if left_out else ""
+            outcome = f"committed in {show_seconds(seconds)}" if is_committed else f"aborted: {reason}"
+            next_ones = [f"; {cluster} is left out of the next {number}" for cluster, number in blamed]
+            return f"round {round_id}{without} {outcome}{''.join(next_ones)}"
+        case WentWrong(reason, suspect, goes_back):
+            ending = "it goes back to the last checkpoint"
+            ending = ending if goes_back else "there is no checkpoint to go back to"
+            return f"training went wrong, {suspect} was seen first: {reason}; {ending}"
+        case Stopping(reason):
+            return f"the job is stopped ({reason}); what was trained is kept"
+        case _:
+            assert_never(news)
+
+
+def _show_facts(node: Node) -> str:
+    links = f"{show_rate(node.upload_bytes_per_second)} up, {show_rate(node.download_bytes_per_second)} down"
+    return f"{show_flops(node.flops_per_second)}, {links}, {show_seconds(node.latency_seconds)} away"
+
+
+def _show_sources(sources: tuple[NodeId, ...]) -> str:
+    names = ["the last checkpoint" if name == HUB else name for name in sources]
+    return f", with what {' and '.join(names)} had" if names else ""
+
+
+def _show_times(times: float) -> str:
+    return f"{1 / times:.1f} times as slow" if times < 1 else f"{times:.1f} times as fast"
+
+
+def _show(value: float | None) -> str:
+    return "none" if value is None else f"{value:.4f}"

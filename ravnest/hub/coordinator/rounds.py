@@ -1,0 +1,308 @@
+"""Which clusters the next round is of: one that held up the others stays away from a few.
+
+A period is what lies between two regular rounds; a round that was held up is tried again within it, without
+who was to blame. Driven by hub.rounds.
+"""
+
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ravnest.averaging.ring import choose_least_chunk
+from ravnest.averaging.round import RoundDecision
+from ravnest.config import Averaging, PlanConfig
+from ravnest.hub.coordinator.events import JobGiven, Send
+from ravnest.hub.coordinator.ledger import Ledger
+from ravnest.hub.coordinator.membership import ClusterState, Membership
+from ravnest.hub.coordinator.notices import RoundEnded
+from ravnest.ids import NodeId, RoundId
+from ravnest.protocol.averaging import (
+    RoundAbort,
+    RoundCommit,
+    RoundOpen,
+    RoundOutcome,
+    RoundQuery,
+    RoundReady,
+)
+from ravnest.protocol.messages import Refusal
+
+_MOST_ROUNDS = 8  # a cluster stays away from, however often it held up the others
+
+
+@dataclass(frozen=True, slots=True)
+class _Lateness:
+    """How often in a row a cluster was late, and the period in which it is asked again."""
+
+    num_times: int
+    back_in: int
+
+
+_NEVER = _Lateness(0, 0)
+
+
+class ExclusionBackoff:
+    """Knows clusters by their cluster_ids, who never come again under the same name."""
+
+    def __init__(self) -> None:
+        self._period = 0
+        self._late: dict[str, _Lateness] = {}
+
+    def begin_period(self) -> None:
+        """Let the next regular round come."""
+        self._period += 1
+
+    def present(self, running: Sequence[ClusterState]) -> tuple[ClusterState, ...]:
+        """Return the clusters that a round of this period is of."""
+        return tuple(x for x in running if self._late.get(x.cluster_id, _NEVER).back_in <= self._period)
+
+    def note_late(self, cluster: ClusterState) -> int:
+        """Leave a cluster out; return of how many rounds: twice as many each time in a row."""
+        num_times = self._late.get(cluster.cluster_id, _NEVER).num_times + 1
+        num_rounds = min(1 << (num_times - 1), _MOST_ROUNDS)
+        self._late[cluster.cluster_id] = _Lateness(num_times, self._period + num_rounds)
+        return num_rounds
+
+    def note_committed(self, clusters: Iterable[ClusterState]) -> None:
+        """Forget what those who made a round together were blamed for before."""
+        for cluster in clusters:
+            self._late.pop(cluster.cluster_id, None)
+
+
+def judge(suspects: Mapping[str, str | None]) -> frozenset[str]:
+    """Return who is to blame, from whom each cluster_id waited for; one that knows of nobody names None.
+
+    Who is cut off blames others as they blame it, so whoever is blamed is believed only when nobody else is
+    heard. When nobody blames anybody, all who gave up share it.
+    """
+    blamed = {suspect for suspect in suspects.values() if suspect is not None}
+    believed = {
+        who for who in blamed if any(suspects[x] == who and x not in blamed - {who} for x in suspects)
+    }
+    return frozenset(believed or blamed or suspects)
+
+
+_LEAST_BATCHES = 5  # per cluster between rounds, where the time they take decides
+_LEAST_SECONDS = 10.0  # a member gets, and four times what a round takes
+_PATIENCE = 1.25  # the hub waits longer for votes than members try
+_HEARING_SECONDS = 5.0  # within which all whose deadline it is say whom they waited for
+_MOST_TIMES = 4  # as long as foreseen, after rounds that were too short for all
+_LAST_TRIES = 3  # at the last round, before the result is one cluster's alone
+_REMEMBERED = 16  # rounds whose outcome a member may still ask for
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """What people are told of a round, and what all who took part are."""
+
+    told: RoundEnded
+    sends: tuple[Send, ...]
+
+
+class Rounds:
+    """Says when the next round comes and of whom, opens it, collects votes, tells the outcome."""
+
+    def __init__(self) -> None:
+        self._num_opened = 0
+        self._decision: RoundDecision | None = None
+        self._clusters: tuple[ClusterState, ...] = ()  # of the last round
+        self._left_out: tuple[str, ...] = ()  # of it, although they train
+        self._given_up: dict[NodeId, RoundAbort] = {}  # who will not vote any more, while others are heard
+        self._opened_at = self._members_by = self._deadline = 0.0
+        self._is_final = False
+        self._outcomes: deque[RoundOutcome] = deque(maxlen=_REMEMBERED)
+        self.restart()
+
+    def restart(self) -> None:
+        """Count from nothing: training begins, or begins again."""
+        self._attendance = ExclusionBackoff()
+        self._num_tries = 0  # at the last round
+        self._is_due_again = False  # the last one was aborted, and may commit without who was to blame
+        self._num_late = 0  # rounds in a row that somebody could not end in time
+        self._seconds = 0.0  # that a round takes, as measured
+        self._num_updates = 0  # of all clusters, when a round was last due
+        self._due_at: float | None = None  # when that was, or training began
+
+    @property
+    def due(self) -> float | None:
+        """When the open round expires; None when no round is open."""
+        return self._deadline if self._decision else None
+
+    def open_due(self, members: Membership, training: Ledger, job: JobGiven, now: float) -> list[Send]:
+        """Order a round if the clusters have trained enough for it, or may try the last one again."""
+        running = members.running
+        if self._decision or len(running) < 2:
+            return []
+        is_again, self._is_due_again = self._is_due_again, False
+        if not is_again or len(self._attendance.present(running)) < 2:
+            if not self._is_time(members, training, job, now):
+                return []
+            self._attendance.begin_period()
+        self._num_updates, self._due_at = training.num_updates, now
+        clusters = self._attendance.present(running)
+        return self._open(clusters, members, training, job.config, now) if len(clusters) > 1 else []
+
+    def open_last(self, members: Membership, training: Ledger, job: JobGiven, now: float) -> list[Send]:
+        """Order the last round, if it is still to be tried: first of all, then without who held it up."""
+        if self._decision or len(members.running) < 2 or self._num_tries == _LAST_TRIES:
+            return []
+        self._num_tries += 1
+        clusters = self._attendance.present(members.running)
+        if self._num_tries == 1 or len(clusters) < 2:
+            clusters = members.running
+        return self._open(clusters, members, training, job.config, now, is_final=True)
+
+    def receive(self, sender: NodeId, message: RoundReady | RoundAbort, now: float) -> Ended | Refusal | None:
+        """Take a vote, or a member that gives up; at the deadline all are heard before somebody is blamed."""
+        if self._decision is None or message.round_id != self._num_opened:
+            return Refusal(f"{type(message).__name__} of round {message.round_id}, which is not open")
+        if self._find(sender) is None:
+            return Refusal(f"{sender} is no member of round {message.round_id}")
+        if isinstance(message, RoundAbort):
+            if not self._given_up:
+                self._deadline = min(self._deadline, now + _HEARING_SECONDS)
+            self._given_up.setdefault(sender, message)
+        elif message.member != sender:
+            return Refusal(f"{sender} votes for {message.member}")
+        else:
+            outcome = self._decision.vote(message)
+            if isinstance(outcome, Refusal):
+                return outcome
+            if outcome is not None:
+                return self._settle(now, self._holders(self._decision.suspects))
+        # All have spoken, but for those who would not be believed; or it is about something else than time.
+        unheard = self._holders(self._decision.missing - self._given_up.keys())
+        is_heard = now < self._members_by or unheard <= set(self._suspects(most_hops=1).values())
+        return self._give_up(now) if self._given_up and is_heard else None
+
+    def leave(self, name: NodeId, reason: str, now: float) -> Ended | None:
+        """Abort the open round if this node takes part in it; others may try again at once."""
+        if self._decision is None or self._find(name) is None:
+            return None
+        self._decision.give_up(name, reason)
+        return self._settle(now)
+
+    def cancel(self, reason: str, now: float) -> Ended | None:
+        """Abort the open round: its rings are no more."""
+        if self._decision is None:
+            return None
+        self._decision.give_up(self._clusters[0].root, reason)
+        return self._settle(now)
+
+    def expire(self, now: float) -> Ended | None:
+        """Abort the open round at its deadline."""
+        if self._decision is None or now < self._deadline:
+            return None
+        if self._given_up:
+            return self._give_up(now)
+        self._decision.expire(now)
+        return self._settle(now, self._holders(self._decision.suspects))
+
+    def answer(self, sender: NodeId, query: RoundQuery) -> Send | Refusal:
+        """Tell a member what became of a round."""
+        for outcome in self._outcomes:
+            if outcome.round_id == query.round_id:
+                return Send(sender, outcome)
+        return Refusal(f"{sender} asks for round {query.round_id}, whose outcome is not known")
+
+    def _is_time(self, members: Membership, training: Ledger, job: JobGiven, now: float) -> bool:
+        """Return whether clusters have trained enough, on average, and the last round would be over."""
+        since = self._due_at = now if self._due_at is None else self._due_at
+        num_batches = (training.num_updates - self._num_updates) / len(members.running)
+        if job.settings.average_every is not None:
+            return num_batches >= job.settings.average_every
+        seconds = self._seconds or _foreseen(members, job.config)
+        share = job.config.averaging_share if job.config.averaging is Averaging.BLOCKING else 1.0
+        return num_batches >= _LEAST_BATCHES and now >= since + seconds / share
+
+    def _open(
+        self,
+        clusters: tuple[ClusterState, ...],
+        members: Membership,
+        training: Ledger,
+        config: PlanConfig,
+        now: float,
+        is_final: bool = False,
+    ) -> list[Send]:
+        assert self._decision is None, "one round at a time"
+        expected = max(self._seconds, _foreseen(members, config))
+        seconds = (_LEAST_SECONDS + 4 * expected) * min(2**self._num_late, _MOST_TIMES)
+        seconds = min(seconds, config.max_round_seconds)
+        self._num_opened += 1
+        self._opened_at, self._members_by, self._deadline = now, now + seconds, now + _PATIENCE * seconds
+        self._is_final, self._clusters = is_final, clusters
+        self._left_out = tuple(each.name for each in members.running if each not in clusters)
+        names = tuple(name for cluster in clusters for name in cluster.nodes)
+        round_id = RoundId(self._num_opened)
+        self._decision = RoundDecision(round_id, names, self._deadline)
+        is_blocking = is_final or config.averaging is Averaging.BLOCKING
+        absent, anchor_round = members.absent(names), training.anchor_round(clusters)
+        first = (
+            training.most_trained(clusters) if anchor_round is None else None
+        )  # whose weights are the anchor
+        anchor_round = round_id if anchor_round is None else anchor_round
+        least = choose_least_chunk(members.slowest_link(names), config.deltas)
+        sends = []
+        for cluster in clusters:
+            opened = RoundOpen(
+                cluster.build_id, round_id, seconds, is_blocking, is_final, absent, anchor_round
+            )
+            opened = replace(opened, is_anchor=cluster is first, least_chunk=least)
+            sends += [Send(name, opened) for name in cluster.nodes]
+        return sends
+
+    def _suspects(self, most_hops: int) -> dict[str, str | None]:
+        """Whom the clusters of those who gave up waited for; who waits for a later hop knows of nobody."""
+        found: dict[str, str | None] = {}
+        for name, abort in self._given_up.items():
+            suspect = self._find(abort.suspect) if abort.hops <= most_hops else None
+            cluster = self._find(name)
+            assert cluster is not None
+            if suspect is not None or cluster.cluster_id not in found:
+                found[cluster.cluster_id] = suspect.cluster_id if suspect else None
+        return found
+
+    def _give_up(self, now: float) -> Ended:
+        assert self._decision is not None
+        sender, abort = next(iter(self._given_up.items()))
+        self._decision.give_up(sender, abort.reason, abort.suspect)
+        hops = (each.hops for each in self._given_up.values() if each.suspect is not None)
+        return self._settle(now, judge(self._suspects(min(hops, default=1))))
+
+    def _settle(self, now: float, blamed: Collection[str] = ()) -> Ended:
+        """End the round; after an abort those who are not to blame may try again at once."""
+        assert self._decision is not None
+        outcome = self._decision.logged()
+        self._decision, self._given_up = None, {}
+        self._outcomes.append(outcome)
+        seconds, is_committed = now - self._opened_at, isinstance(outcome, RoundCommit)
+        self._is_due_again = not is_committed
+        if is_committed:
+            self._attendance.note_committed(self._clusters)
+            self._num_late = 0
+            self._seconds = (self._seconds + seconds) / 2 if self._seconds else seconds
+            self._num_tries = _LAST_TRIES if self._is_final else 0
+        elif now >= self._members_by:
+            self._num_late += 1
+        attendance, late = self._attendance, [each for each in self._clusters if each.cluster_id in blamed]
+        told = RoundEnded(
+            outcome.round_id,
+            is_committed,
+            self._is_final,
+            "" if isinstance(outcome, RoundCommit) else outcome.reason,
+            seconds,
+            self._left_out,
+            tuple((each.name, attendance.note_late(each)) for each in late),
+        )
+        return Ended(told, tuple(Send(name, outcome) for each in self._clusters for name in each.nodes))
+
+    def _holders(self, names: Collection[NodeId]) -> frozenset[str]:
+        return frozenset(each.cluster_id for each in self._clusters if not set(names).isdisjoint(each.nodes))
+
+    def _find(self, name: NodeId | None) -> ClusterState | None:
+        return next((each for each in self._clusters if name in each.nodes), None)
+
+
+def _foreseen(members: Membership, config: PlanConfig) -> float:
+    """Return the seconds a round takes; where training leaves nothing of a link, no number foresees them."""
+    seconds = members.outlook.round_seconds
+    return seconds if 0 <= seconds < config.max_round_seconds else config.max_round_seconds

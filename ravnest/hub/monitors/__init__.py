@@ -1,0 +1,1 @@
+"""Watch and conclude: pure, soft state."""

@@ -1,0 +1,84 @@
+"""Who has become slower, or faster, than the plan knows: for long, not for a moment.
+
+A node is compared with itself since its stage was built, and with the others: what slows all of them down, as
+on a PC that they share, is nobody's fault. Driven by hub.hearing.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+from statistics import fmean, median
+
+from ravnest.ids import NodeId
+from ravnest.protocol.training import StepReport
+
+_OTHER_TIMES = 1.5  # as slow, or as fast
+_LONG_SECONDS = 20.0
+_READING_SECONDS = (
+    5.0  # a mean over them: what a busy PC takes away it takes from some microbatches, and in lumps
+)
+_COLD, _USUAL, _RECENT = 1, 3, 2  # readings: the first one, which says little; what is usual; what is now
+_LEAST_SECONDS, _MOST_SECONDS = 1e-9, 86_400.0  # of a piece of work: nothing else is believed
+
+
+@dataclass(slots=True)
+class _Speed:
+    """Seconds per sample of one stage."""
+
+    build_id: int
+    since: float  # of the reading that is made
+    seconds: float = 0.0
+    num_samples: int = 0
+    first: list[float] = field(default_factory=list)
+    recent: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
+    other_since: float | None = None  # how long it is not as usual
+
+    def add(self, seconds: float, num_samples: int, now: float) -> bool:
+        """Take what some work took; return whether a reading is complete."""
+        self.seconds, self.num_samples = self.seconds + seconds, self.num_samples + num_samples
+        if now < self.since + _READING_SECONDS:
+            return False
+        reading = self.seconds / self.num_samples
+        self.since, self.seconds, self.num_samples = now, 0.0, 0
+        if len(self.first) < _COLD + _USUAL:
+            self.first.append(reading)
+        else:
+            self.recent.append(reading)
+        return True
+
+    @property
+    def times(self) -> float | None:
+        """How many times as fast as usual it is, once that can be said."""
+        is_known = len(self.recent) == _RECENT
+        return median(self.first[_COLD:]) / fmean(self.recent) if is_known else None
+
+
+class ThroughputMonitor:
+    """Hears what stages report of their work."""
+
+    def __init__(self) -> None:
+        self._speeds: dict[NodeId, _Speed] = {}
+
+    def forget(self, name: NodeId) -> None:
+        """Somebody went."""
+        self._speeds.pop(name, None)
+
+    def note(self, name: NodeId, report: StepReport, now: float) -> float | None:
+        """Take a report; return how many times as fast its node is by now, if it is so for long."""
+        seconds = report.forward_seconds + report.backward_seconds
+        if report.num_samples < 1 or not _LEAST_SECONDS <= seconds <= _MOST_SECONDS:
+            return None  # an evaluation, or nonsense
+        speed = self._speeds.get(name)
+        if speed is None or speed.build_id != report.build_id:
+            speed = self._speeds[name] = _Speed(report.build_id, now)
+        if not speed.add(seconds, report.num_samples, now) or speed.times is None:
+            return None
+        others = [x.times for other, x in self._speeds.items() if other != name and x.times is not None]
+        times = speed.times / (median(others) if others else 1.0)
+        if 1 / _OTHER_TIMES < times < _OTHER_TIMES:
+            speed.other_since = None
+            return None
+        since = speed.other_since = now if speed.other_since is None else speed.other_since
+        if now < since + _LONG_SECONDS:
+            return None
+        del self._speeds[name]  # what is usual is another now
+        return times

@@ -1,0 +1,1 @@
+"""The hub's program: sockets, disk, admission."""

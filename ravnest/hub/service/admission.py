@@ -1,0 +1,122 @@
+"""Who may come in, under what name, and which pairs may meet through the relay. Driven by hub.server.
+
+What a peer says of itself is believed only within bounds: others are told its name and addresses.
+"""
+
+import hmac
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import replace
+from hashlib import sha256
+from itertools import count
+
+from ravnest.hub.coordinator.membership import is_sensible
+from ravnest.ids import HUB, NodeId
+from ravnest.net.identity import Token, peer_of
+from ravnest.net.relay import TICKET_BYTES, Relay
+from ravnest.net.transport import PeerId, PublicKey
+from ravnest.protocol.membership import Complaint, Hello
+from ravnest.protocol.placement import PlanOrder, RingOrder
+from ravnest.transfer.blobs import PROTOCOL_VERSION, prove
+
+_KEY_BYTES = 40
+_PROOF_BYTES = 32
+_LONGEST_NAME = 40
+_LONGEST_ADDRESS = 80
+_MOST_ADDRESSES = 6
+_MOST_COMPLAINTS = 3
+
+
+class Admission:
+    """Lets in who knows the token's secret, and knows who is in. `admit` belongs to the transport."""
+
+    def __init__(self, token: Token, relay: Relay | None) -> None:
+        self._token = token
+        self._relay = relay
+        self.names: dict[PeerId, NodeId] = {}  # of those who have joined
+        self._keys: dict[PeerId, PublicKey] = {}
+        self._banned: dict[PeerId, str] = {}
+        self._mates: dict[PeerId, dict[PeerId, bytes]] = {}  # in its last order, with the pair's ticket
+        self._complaints: Counter[PeerId] = Counter()
+
+    def admit(self, peer: PeerId, greeting: bytes) -> str | None:
+        """Return why a peer may not come in; None if it knows the token's secret."""
+        key = PublicKey(bytes(greeting[:_KEY_BYTES]))
+        if len(greeting) != _KEY_BYTES + _PROOF_BYTES or peer_of(key) != peer:
+            return "its greeting is not that of this version of ravnest"
+        if not hmac.compare_digest(bytes(greeting[_KEY_BYTES:]), prove(self._token, key)):
+            return "its token is not for this hub, or no longer: ask for a new one"
+        if peer in self._banned:
+            return f"it was sent away: {self._banned[peer]}"
+        self._keys[peer] = key
+        return None
+
+    def ban(self, peer: PeerId, reason: str) -> None:
+        """Never let this key in again."""
+        self._banned[peer] = reason
+
+    def find(self, name: NodeId) -> PeerId | None:
+        """Return the peer that goes by a name."""
+        return next((peer for peer, each in self.names.items() if each == name), None)
+
+    def key(self, peer: PeerId) -> str:
+        """Return the public key of a peer that was admitted."""
+        return self._keys[peer].decode()
+
+    def introduce(
+        self, peer: PeerId, hello: Hello, before: NodeId | None, others: Collection[NodeId]
+    ) -> Hello | str:
+        """Name a peer as before, or like nobody else; return what is believed of it, or why it must go.
+
+        `others` are members with other keys, who need not be here: a hub that was away waits for them.
+        """
+        if hello.version != PROTOCOL_VERSION:
+            spoken = f"it speaks version {hello.version} of ravnest, this hub {PROTOCOL_VERSION}"
+            return f"{spoken}: update the older one"
+        if not is_sensible(hello.node):
+            return "no machine is like what it says of itself: check what --memory, --flops and others claim"
+        plain = "".join(letter for letter in hello.node.name if letter.isprintable())[:_LONGEST_NAME]
+        names = (f"{plain or 'peer'}{'-' * bool(size)}{peer[:size]}" for size in count(0, 4))
+        taken = {HUB, *self.names.values(), *others}
+        name = self.names[peer] = before or next(NodeId(each) for each in names if each not in taken)
+        addresses = tuple(each for each in hello.addresses if len(each) <= _LONGEST_ADDRESS)
+        return replace(hello, node=replace(hello.node, name=name), addresses=addresses[:_MOST_ADDRESSES])
+
+    def forget(self, peer: PeerId) -> NodeId | None:
+        """Let a peer go; return its name if it had joined."""
+        self._know(peer, {})
+        return self.names.pop(peer, None)
+
+    def give_tickets(self, peer: PeerId, order: PlanOrder | RingOrder) -> PlanOrder | RingOrder:
+        """Return a peer's order with the tickets for its neighbours; those of its last order are void."""
+        keys = [PublicKey(each.key.encode()) for each in order.contacts]
+        tickets = [self._derive(self._keys[peer], key) for key in keys]
+        self._know(peer, dict(zip(map(peer_of, keys), tickets, strict=True)))
+        contacts = zip(order.contacts, tickets, strict=True)
+        return replace(order, contacts=tuple(replace(each, ticket=ticket) for each, ticket in contacts))
+
+    def judge(self, peer: PeerId, complaint: Complaint) -> PeerId | None:
+        """Return who is to go: the neighbour complained of, or who complains too often.
+
+        Who is right nobody can tell, so the neighbour may come again.
+        """
+        accused = self.find(complaint.node)
+        if accused is None or accused not in self._mates.get(peer, {}):
+            return None
+        self._complaints[peer] += 1
+        return accused if self._complaints[peer] <= _MOST_COMPLAINTS else peer
+
+    def _know(self, peer: PeerId, mates: dict[PeerId, bytes]) -> None:
+        before, self._mates[peer] = self._mates.get(peer, {}), mates
+        if self._relay is not None:
+            for ticket in before.values():
+                if ticket not in mates.values():
+                    self._relay.remove(ticket)
+            for ticket in mates.values():
+                self._relay.add(ticket)
+
+    def _derive(self, one: PublicKey, other: PublicKey) -> bytes:
+        if self._relay is None:
+            return b""
+        pair = b"".join(sorted((one, other)))
+        return hmac.digest(self._token.secret, b"ravnest relay" + pair, sha256)[:TICKET_BYTES]

@@ -1,0 +1,232 @@
+"""What a hub keeps on disk: the log of its events; a folder for each run.
+
+The log is SQLite: what was appended outlives a kill -9 of the hub, and others may read while it writes. A
+power cut may cost the last moments, never the order. A hub that goes on from its log counts its time on from
+`Hub.now`, so that it never goes back. Beside the log is a state, saved now and then: only what came after it
+is replayed. Nothing here decides; driven by hub.server and hub.status.
+"""
+
+import contextlib
+import errno
+import sqlite3
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import msgspec
+
+from ravnest.errors import ConfigError, ProtocolError
+from ravnest.hub.coordinator.coordinator import Coordinator
+from ravnest.hub.coordinator.events import Action, Event, Received
+from ravnest.hub.service.saving import code_hash, load_state, save_state
+from ravnest.hub.service.status import Status, StatusTracker
+from ravnest.ids import NodeId
+from ravnest.protocol import wire
+from ravnest.protocol.messages import Refusal
+from ravnest.transfer.blobs import name_blob
+
+LOG_SCHEMA = 1  # of the log; it changes with whatever makes old events unreadable or differently meant
+_LOG, _LOCK = "hub.sqlite", "hub.lock"
+_TABLES = f"""
+BEGIN;
+CREATE TABLE events (number INTEGER PRIMARY KEY, kind TEXT NOT NULL, body BLOB NOT NULL);
+PRAGMA user_version = {LOG_SCHEMA};
+COMMIT;
+"""
+_STATES = "CREATE TABLE IF NOT EXISTS states (id INTEGER PRIMARY KEY, number INTEGER, seal TEXT, body BLOB)"
+_SAVED_EVERY = 20_000  # events: replaying so many takes seconds
+_KINDS = {kind.__name__: kind for kind in Event.__args__}
+_AGAIN = "start the hub again with --resume: what it has logged is kept, and peers wait a minute for it"
+_FULL = f"the disk is full; make room and {_AGAIN}"
+_CLOSED = "it cannot be written; choose another folder, or change its permissions"
+_ADVICE = {
+    "is full": _FULL,
+    "disk I/O": f"the disk does not do what it should; have a look at it and {_AGAIN}",
+    "readonly": _CLOSED,
+    "unable to open": _CLOSED,
+    "not a database": f"{_LOG} is damaged or of another program; move it away, or choose another folder",
+    "malformed": f"{_LOG} is damaged; move it away, or choose another folder",
+    "locked": "another hub is running there; stop that one, or choose another folder",
+}
+
+
+def write_event(event: Event) -> tuple[str, bytes]:
+    """Return an event as the log has it: its kind, and msgpack; a peer's message as wire packs it."""
+    plain = (event.sender, wire.pack(event.message), event.now) if isinstance(event, Received) else event
+    return type(event).__name__, msgspec.msgpack.encode(plain)
+
+
+def read_event(kind: str, body: bytes) -> Event:
+    """Return the event of a row of the log; ValueError or ProtocolError if it is none."""
+    if kind == Received.__name__:
+        sender, header, now = msgspec.msgpack.decode(body, type=tuple[str, bytes, float])
+        return Received(NodeId(sender), wire.unpack(header), now)
+    if kind not in _KINDS:
+        raise ValueError(f"no event is called {kind!r:.40}")
+    event: Event = msgspec.msgpack.decode(body, type=_KINDS[kind])
+    return event
+
+
+class EventLog:
+    """The folder of one hub. Use it as a context manager, or `open` and `close` it; one writes, many read."""
+
+    def __init__(self, folder: Path, is_read_only: bool = False) -> None:
+        self._folder = folder
+        self._is_read_only = is_read_only
+        self._connections = contextlib.ExitStack()
+        self._number = self._saved = 0  # of the last event, and of the last that is in a saved state
+
+    def open(self) -> Self:
+        """Open the log, or begin one, or raise ConfigError with what is wrong with the folder."""
+        with _explained(self._folder), contextlib.ExitStack() as opened:
+            if self._is_read_only:
+                self._database = _read_only(self._folder / _LOG)
+                opened.callback(self._database.close)
+            else:
+                self._open_to_write(opened)
+            self._check_schema()
+            if not self._is_read_only:
+                self._database.execute(_STATES)
+            (self._number,) = self._database.execute("SELECT coalesce(max(number), 0) FROM events").fetchone()
+            self._saved = self._number
+            self._connections = opened.pop_all()
+        return self
+
+    def close(self) -> None:
+        """Let others write."""
+        self._connections.close()
+
+    def __enter__(self) -> Self:
+        return self.open()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def append(self, event: Event) -> None:
+        """Log an event; when this returns, it outlives the hub's process."""
+        with _explained(self._folder):
+            added = self._database.execute(
+                "INSERT INTO events (kind, body) VALUES (?, ?)", write_event(event)
+            )
+            self._number = added.lastrowid or 0
+
+    def save(self, watch: StatusTracker) -> None:
+        """Save now and then what all events so far have made, for whoever would replay them."""
+        if self._number < self._saved + _SAVED_EVERY:
+            return
+        self._saved = self._number
+        with _explained(self._folder), contextlib.suppress(TypeError, OverflowError):  # the log has it all
+            body = save_state(watch)
+            row = (self._number, _seal(body), body)
+            self._database.execute("INSERT OR REPLACE INTO states VALUES (0, ?, ?, ?)", row)
+
+    def load(self) -> tuple[StatusTracker, int]:
+        """Return the state that was saved last, if this very code did, and the number of its last event."""
+        with _explained(self._folder):
+            tables = self._database.execute("SELECT count(*) FROM sqlite_master WHERE name = 'states'")
+            rows = (
+                self._database.execute("SELECT number, seal, body FROM states")
+                if tables.fetchone()[0]
+                else ()
+            )
+            for number, seal, body in rows:
+                if seal == _seal(body):
+                    return load_state(body), number
+        return StatusTracker(Coordinator()), 0
+
+    def events(self, after: int = 0) -> Iterator[Event]:
+        """Read the log from its beginning, or what came after an event."""
+        chosen = "SELECT * FROM events WHERE number > ? ORDER BY number"
+        with _explained(self._folder):
+            for number, kind, body in self._database.execute(chosen, (after,)):
+                try:
+                    yield read_event(kind, body)
+                except (msgspec.MsgspecError, ValueError, ProtocolError) as problem:
+                    reason = f"event {number} of its log is damaged: {problem!s:.200}"
+                    raise ConfigError(f"{self._folder}: {reason}") from None
+
+    def _open_to_write(self, opened: contextlib.ExitStack) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        # Not a lock on the log itself, which would keep readers out; the system frees it when we die.
+        lock = sqlite3.connect(self._folder / _LOCK, timeout=0.0, isolation_level=None)
+        opened.callback(lock.close)
+        lock.execute("BEGIN EXCLUSIVE")
+        self._database = sqlite3.connect(self._folder / _LOG, isolation_level=None)
+        opened.callback(self._database.close)
+        self._database.execute("PRAGMA journal_mode = WAL")
+        self._database.execute("PRAGMA synchronous = NORMAL")
+        if not self._database.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
+            self._database.executescript(_TABLES)
+
+    def _check_schema(self) -> None:
+        (found,) = self._database.execute("PRAGMA user_version").fetchone()
+        if found == 0:
+            raise ConfigError(f"{self._folder}: {_ADVICE['not a database']}")
+        if found != LOG_SCHEMA:
+            raise ConfigError(
+                f"{self._folder}: its log is of version {found}, this ravnest reads version {LOG_SCHEMA}; "
+                "use the ravnest that began it, or begin a new run in another folder"
+            )
+
+
+def apply_logged(hub: Coordinator, event: Event, log: Callable[[Event], None]) -> tuple[Action, ...]:
+    """Let the hub decide; an event that changes something is in the log when this returns its orders."""
+    is_heard = hub.concerns(event)
+    orders = hub.apply(event)
+    if is_heard and not (orders and isinstance(orders[0], Refusal)):
+        log(event)
+    return orders
+
+
+def replay(store: EventLog) -> Coordinator:
+    """Return the hub that these events made; what was ordered before is not ordered again."""
+    hub = Coordinator()
+    for event in store.events():
+        hub.apply(event)
+    return hub
+
+
+def read_watch(folder: Path) -> StatusTracker:
+    """Return the hub of this folder's log, as somebody saw it who watched all the time."""
+    with EventLog(folder, is_read_only=True) as store:
+        watch, number = store.load()
+        for event in store.events(after=number):
+            watch.observe(event, watch.hub.apply(event))
+    return watch
+
+
+def read_status(folder: Path) -> Status:
+    """Return where the run of this folder stands, whether its hub is running or not."""
+    return read_watch(folder).status()
+
+
+def _seal(body: bytes) -> str:
+    return name_blob(code_hash().encode() + body).blob
+
+
+def _read_only(path: Path) -> sqlite3.Connection:
+    if not path.is_file():
+        raise ConfigError(f"{path.parent}: there is no log of a hub; give the folder a hub was started with")
+    database = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, isolation_level=None)
+    try:
+        database.execute("SELECT count(*) FROM sqlite_master")
+    except sqlite3.OperationalError:  # in a folder that cannot be written, of a hub that has ended
+        database.close()
+        database = sqlite3.connect(f"{path.absolute().as_uri()}?immutable=1", uri=True, isolation_level=None)
+    return database
+
+
+@contextlib.contextmanager
+def _explained(folder: Path) -> Iterator[None]:
+    """Say what an error of the disk means for whoever started the hub."""
+    try:
+        yield
+    except sqlite3.Error as error:
+        advice = next((text for sign, text in _ADVICE.items() if sign in str(error)), str(error))
+        raise ConfigError(f"{folder}: {advice}") from error
+    except OSError as error:
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        raise ConfigError(f"{folder}: {_FULL if is_full else f'{_CLOSED} ({error.strerror})'}") from error

@@ -1,0 +1,36 @@
+"""What the hub asks of the requester's side, where model and data are. Implemented by job.owner."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from ravnest.hub.coordinator.leases import LedgerState
+from ravnest.protocol.tensors import TensorSpec
+
+Fields = tuple[tuple[tuple[str, TensorSpec], ...], tuple[memoryview, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """A stage as bytes: how it is trained and its blueprint, its weights, the fields it consumes."""
+
+    blueprint: bytes
+    weights: bytes
+    train_fields: tuple[str, ...]
+    evaluation_fields: tuple[str, ...]
+
+
+class Owner(Protocol):
+    """The requester's side."""
+
+    def make_parts(self, start: int, stop: int) -> Parts:
+        """Cut the stage [start, stop) of the line."""
+
+    def find_fault(self, start: int, stop: int, content: bytes) -> str:
+        """Return why this is not the state of the stage [start, stop), if so."""
+
+    def keep(self, number: int, parts: Sequence[tuple[int, int, bytes]], books: LedgerState) -> str:
+        """Write a checkpoint, the state of each interval of the line; return why not, if it cannot be."""
+
+    def read_fields(self, is_evaluation: bool, samples: Sequence[int], names: Sequence[str]) -> Fields:
+        """Return these fields of a batch as they travel."""

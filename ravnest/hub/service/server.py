@@ -1,0 +1,352 @@
+"""The hub's program: it lets peers in, feeds what happens to hub.state, and carries out what that orders.
+
+Weights and data stay with the requester's side (an Owner); the hub cuts nothing and reads no tensor. Blobs go
+out piece by piece on demand. Driven by job.swarm, in the requester's process.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ravnest.errors import ConfigError, GuardError, LinkError, ProtocolError, RavnestError
+from ravnest.hub.coordinator.coordinator import Coordinator
+from ravnest.hub.coordinator.events import (
+    Abandon,
+    Action,
+    Collect,
+    Event,
+    Evict,
+    Finish,
+    JobGiven,
+    MakeParts,
+    MakePlan,
+    Notify,
+    PeerJoined,
+    PeerLeft,
+    PeerReturned,
+    Received,
+    Restarted,
+    Send,
+    SendFields,
+    Stopped,
+    Tick,
+)
+from ravnest.hub.coordinator.notices import Missing, Notice
+from ravnest.hub.coordinator.planner import make_plan
+from ravnest.hub.service.admission import Admission
+from ravnest.hub.service.data_service import DataService
+from ravnest.hub.service.event_log import apply_logged
+from ravnest.hub.service.owner import Owner
+from ravnest.hub.service.probe_reports import ProbeReports
+from ravnest.ids import NodeId
+from ravnest.net.identity import Token
+from ravnest.net.relay import Relay
+from ravnest.net.transport import MIB, Delivery, LinkDown, LinkUp, PeerId, Service, Transport, TransportLimits
+from ravnest.protocol import wire
+from ravnest.protocol.blobs import BlobPart, BlobRequest
+from ravnest.protocol.membership import Complaint, Hello, ProbeOrder, ProbeReport, Refused, Stop, Welcome
+from ravnest.protocol.messages import Message, Refusal
+from ravnest.protocol.placement import PlanOrder, RingOrder
+from ravnest.protocol.tensors import Buffer
+from ravnest.transfer.blobs import Blobs, Outgoing
+
+logger = logging.getLogger(__name__)
+
+HEARTBEAT_SECONDS = 1.0
+GRACE_SECONDS = 3.0  # a peer whose link is lost may come back
+PART_SECONDS = 5.0  # at the end, for all to leave
+HUB_LIMITS = TransportLimits(incoming_bytes=2 * MIB)  # peers send words and pieces of blobs, never a tensor
+_MOST_WAITING = 10_000  # parcels for one peer: a lease's are hundreds, and one piece is asked for at a time
+_Outcome = tuple[Finish, list[bytes]]
+_Outbox = asyncio.Queue[Outgoing | None]
+
+
+class Server:
+    """One job's hub. `admit` belongs to the transport it runs on; `token` needs no address here.
+
+    `log` gets every event that may change the state before it is applied, `watch` all of them after.
+    """
+
+    def __init__(
+        self,
+        token: Token,
+        tell: Callable[[Notice], None],
+        in_background: Callable[..., Any] = asyncio.to_thread,
+        *,
+        relay: Relay | None = None,
+        log: Callable[[Event], None] | None = None,
+        watch: Callable[[Event, tuple[Action, ...]], None] | None = None,
+        hub: Coordinator | None = None,
+    ) -> None:
+        self._door = Admission(token, relay)
+        self.admit = self._door.admit
+        self._relay = relay
+        self._tell = tell
+        self._log = log
+        self._watch = watch
+        self._in_background = in_background  # runs a function of the owner's where it delays no message
+        self.hub = Coordinator() if hub is None else hub  # for who watches, too; one with a past goes on
+        self._blobs = Blobs()
+        self._outboxes: dict[NodeId, _Outbox] = {}
+        self._background: set[asyncio.Task[None]] = set()
+        self._absent: dict[PeerId, asyncio.TimerHandle] = {}
+        self._dismissed: set[PeerId | None] = set()
+        self._reports = ProbeReports(self._blobs, self._post, self._apply)
+        self._timer: asyncio.TimerHandle | None = None
+        self._has_lost_log = False
+
+    async def run(self, transport: Transport, owner: Owner, job: JobGiven) -> _Outcome:
+        """Train the job to its end; return what was kept and the weights of each part."""
+        self._transport = transport
+        self._job = job
+        self._loop = asyncio.get_running_loop()
+        self._result: asyncio.Future[_Outcome | RavnestError] = self._loop.create_future()
+        self._parting: asyncio.Future[None] | None = None
+        self._ahead = max(0.0, self.hub.now - self._loop.time())  # a hub's time never goes back
+        around = (self._post, self._apply, self._in_background, self._lose, self._time, self.hub.needs_parts)
+        self._supply = DataService(owner, self._blobs, *around)
+        is_new = self.hub.books is None
+        async with asyncio.TaskGroup() as self._tasks:
+            now = self._time()
+            self._apply(replace(job, now=now) if is_new else Restarted(job.books, now))
+            if not self._has_lost_log:
+                self._start(self._listen())
+            try:
+                outcome = await self._result
+            finally:
+                await self._part()
+                for timer in (self._timer, *self._absent.values()):
+                    if timer is not None:
+                        timer.cancel()
+                for task in tuple(self._background):
+                    task.cancel()
+        if isinstance(outcome, RavnestError):  # not within the group, which would wrap it
+            raise outcome
+        return outcome
+
+    def _time(self) -> float:
+        return self._loop.time() + self._ahead
+
+    def stop(self, reason: str) -> None:
+        """End the job early; what was trained is kept."""
+        self._apply(Stopped(reason, self._time()))
+
+    def fail(self, error: RavnestError) -> None:
+        """End the job with an error."""
+        if not self._result.done():
+            self._result.set_result(error)
+
+    async def _part(self) -> None:
+        """Tell everyone that it is over, and wait until they have left; who is to go on is told nothing."""
+        if self._has_lost_log:
+            return
+        for peer in self._door.names.keys() - self._transport.connected():
+            self._door.forget(peer)
+        self._parting = self._loop.create_future()
+        is_done = self._result.done() and not self._result.cancelled()
+        has_failed = not is_done or isinstance(self._result.result(), RavnestError)
+        reason = "the job has failed" if has_failed else "the job is done"
+        for name in self._door.names.values():
+            self._post(Outgoing(name, Stop(reason)))
+        if self._door.names:
+            await asyncio.wait([self._parting], timeout=PART_SECONDS)
+
+    async def _listen(self) -> None:
+        while True:
+            match await self._transport.receive():
+                case Delivery() as delivery:
+                    self._open(delivery)
+                case LinkDown(peer, reason) if peer in self._door.names:
+                    self._miss(peer, reason)
+                case LinkUp(peer, is_new) if peer in self._absent:
+                    self._absent.pop(peer).cancel()
+                    if is_new:
+                        self._forget(peer, "it started anew")
+
+    def _miss(self, peer: PeerId, reason: str) -> None:
+        """Give a peer whose link is lost a moment to come back."""
+        if self._parting is None:
+            if peer not in self._dismissed:
+                self._tell(Missing(self._door.names[peer], reason, GRACE_SECONDS))
+            since = self._time()
+            self._absent[peer] = self._loop.call_later(GRACE_SECONDS, self._forget, peer, reason, since)
+            return
+        self._door.forget(peer)
+        if not self._door.names and not self._parting.done():
+            self._parting.set_result(None)
+
+    def _open(self, delivery: Delivery) -> None:
+        try:
+            message = wire.unpack(delivery.header, delivery.buffers)
+        except ProtocolError as error:
+            self._ban(delivery.sender, str(error))
+            return
+        name = self._door.names.get(delivery.sender)
+        if isinstance(message, Hello):
+            self._welcome(delivery.sender, message)
+        elif isinstance(message, Complaint) and name is not None:
+            self._hear_complaint(delivery.sender, name, message)
+        elif name is None:
+            logger.debug("%s from %s, which has not joined", type(message).__name__, delivery.sender)
+        elif name in self._outboxes and self._outboxes[name].qsize() > _MOST_WAITING:
+            self._ban(delivery.sender, "it asks for more than it takes")
+        else:
+            self._take(name, message, delivery.buffers)
+
+    def _welcome(self, peer: PeerId, hello: Hello) -> None:
+        """Take a peer in under a name that nobody else has."""
+        if peer in self._door.names:
+            return
+        self._dismissed.discard(peer)
+        key = self._door.key(peer)
+        before = self.hub.find_missing(key, hello.build_id)
+        known = self._door.introduce(peer, hello, before, self.hub.find_others(key))
+        if isinstance(known, str):
+            self._start(self._refuse(peer, known))
+            return
+        name, now = known.node.name, self._time()
+        relay_port = self._relay.port if self._relay is not None else 0
+        self._post(Outgoing(name, Welcome(name, HEARTBEAT_SECONDS, relay_port)))
+        if before is not None:
+            self._apply(PeerReturned(name, known.addresses, now))
+        else:
+            self._apply(PeerJoined(known.node, key, known.addresses, now, known.guessed))
+
+    async def _refuse(self, peer: PeerId, reason: str) -> None:
+        try:
+            await self._transport.send(peer, Service.CONTROL, wire.pack(Refused(reason)))
+        except LinkError as error:
+            logger.debug("%s is not told: %s", peer, error)
+
+    def _ban(self, peer: PeerId, reason: str) -> None:
+        """Send away who sends what nobody would, for good."""
+        self._door.ban(peer, reason)
+        self._forget(peer, reason)
+
+    def _forget(self, peer: PeerId, reason: str, since: float | None = None) -> None:
+        """Let a peer go; if it comes back it is a new one."""
+        name = self._door.forget(peer)
+        if peer in self._absent:
+            self._absent.pop(peer).cancel()
+        self._transport.drop(peer, reason)
+        if name is not None:
+            if outbox := self._outboxes.pop(name, None):
+                outbox.put_nowait(None)  # so that nothing is left of who has gone
+            self._blobs.refuse(name, reason)
+            self._apply(PeerLeft(name, reason, self._time(), since))
+
+    def _lose(self, name: NodeId, reason: str) -> None:
+        if (peer := self._door.find(name)) is not None:
+            self._forget(peer, reason)
+
+    def _hear_complaint(self, sender: PeerId, name: NodeId, complaint: Complaint) -> None:
+        guilty = self._door.judge(sender, complaint)
+        if guilty == sender:
+            self._ban(sender, "it complains about everybody")
+        elif guilty is not None:
+            self._forget(guilty, f"{name} says: {complaint.reason}")
+
+    def _take(self, name: NodeId, message: Message, buffers: Sequence[Buffer]) -> None:
+        if isinstance(message, BlobRequest):
+            self._post(self._blobs.serve(name, message))
+        elif isinstance(message, BlobPart):
+            found = self._blobs.take(name, message, buffers[0])
+            for parcel in [] if isinstance(found, Refusal) else found:
+                self._post(parcel)
+        elif isinstance(message, Refused):
+            self._blobs.refuse(name, message.reason, message.blob)
+        elif isinstance(message, ProbeReport):
+            self._reports.take(name, message, self._time)
+        else:
+            self._apply(Received(name, message, self._time()))
+
+    def _apply(self, event: Event) -> None:
+        """Let the state decide, carry out its orders, and come back when it is due."""
+        if self._has_lost_log:
+            return
+        try:
+            orders = self.hub.apply(event) if self._log is None else apply_logged(self.hub, event, self._log)
+        except ConfigError as error:  # also from a timer, which nobody awaits
+            self._has_lost_log = True  # what would be logged after a gap could not be replayed
+            self.fail(error)
+            return
+        for order in orders:
+            self._carry_out(order)
+        if self._watch is not None:
+            self._watch(event, orders)
+        if self._timer is not None:
+            self._timer.cancel()
+        due = self.hub.due
+        self._timer = None if due is None else self._loop.call_at(due - self._ahead, self._tick)
+
+    def _tick(self) -> None:
+        self._apply(Tick(self._time()))
+
+    def _carry_out(self, order: Action) -> None:
+        match order:
+            case Send(to, message):
+                self._send(to, message)
+            case Evict(to, reason):
+                self._dismissed |= {self._door.find(to)}
+                self._post(Outgoing(to, Stop(reason)))
+            case MakePlan():
+                self._start(self._make_plan(order))
+            case MakeParts() | SendFields() | Collect():
+                self._start(self._supply.carry_out(order))
+            case Notify(news):
+                self._tell(news)
+            case Finish():
+                self._finish(order)
+            case Abandon(reason, is_guarded):
+                self.fail(GuardError(reason) if is_guarded else RavnestError(reason))
+            case Refusal(reason):
+                logger.debug("refused: %s", reason)
+
+    def _send(self, to: NodeId, message: Message) -> None:
+        peer = self._door.find(to)
+        if peer is not None and isinstance(message, PlanOrder | RingOrder):
+            message = self._door.give_tickets(peer, message)
+        if isinstance(message, ProbeOrder):
+            self._reports.await_from(to)
+        self._post(Outgoing(to, message))
+
+    def _start(self, work: Awaitable[None]) -> None:
+        task = self._tasks.create_task(self._try(work))
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    async def _try(self, work: Awaitable[None]) -> None:
+        try:
+            await work
+        except RavnestError as error:
+            self.fail(error)
+
+    async def _make_plan(self, order: MakePlan) -> None:
+        made = await self._in_background(make_plan, self._job, order, 0.0)
+        self._apply(replace(made, now=self._time()))
+
+    def _finish(self, order: Finish) -> None:
+        if not self._result.done():
+            contents = [self._blobs.kept(part.weights) for part in order.parts]
+            self._result.set_result((order, contents))
+
+    def _post(self, parcel: Outgoing) -> None:
+        if self._door.find(parcel.to) is None:
+            return  # it has gone
+        if parcel.to not in self._outboxes:
+            outbox = self._outboxes[parcel.to] = asyncio.Queue()
+            self._start(self._send_all(parcel.to, outbox))
+        self._outboxes[parcel.to].put_nowait(parcel)
+
+    async def _send_all(self, node: NodeId, outbox: _Outbox) -> None:
+        while self._outboxes.get(node) is outbox:
+            parcel, peer = await outbox.get(), self._door.find(node)
+            if parcel is None or peer is None:
+                continue
+            try:
+                header = wire.pack(parcel.message, parcel.buffers)
+                await self._transport.send(peer, parcel.service, header, parcel.buffers)
+            except LinkError as error:
+                self._forget(peer, str(error))

@@ -1,0 +1,164 @@
+"""Where a run stands, as a record: made by watching what happens to a hub and what it orders.
+
+The same beside a hub at work and beside one that is replayed from its log. Driven by hub.server and by
+hub.store.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+
+from ravnest.hub.coordinator.coordinator import Coordinator
+from ravnest.hub.coordinator.events import Abandon, Action, Event, Finish, JobGiven, JobPhase, Notify
+from ravnest.hub.coordinator.membership import ClusterState
+from ravnest.hub.coordinator.notices import Evaluated, Joined, Left, Notice, RoundEnded, Trained, show_notice
+from ravnest.ids import NodeId
+
+_RECENT = 20  # sentences
+_RATE_SECONDS = 60.0  # that the rate is a mean over
+
+
+@dataclass(frozen=True, slots=True)
+class MemberStatus:
+    """A peer: waiting for a plan, spare, getting ready, training, standing still, leaving or missing."""
+
+    name: NodeId
+    state: str
+    cluster: str | None = None
+    stage: int | None = None  # from the root, which is 0
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterStatus:
+    """A cluster that gets ready or trains."""
+
+    name: str
+    nodes: tuple[NodeId, ...]
+    is_running: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What people were told, and when, in seconds of the hub's own time."""
+
+    now: float
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """Where a run stands; plain data, ready to become JSON. Losses are None until one is known."""
+
+    now: float  # of the hub, which stands still while no hub runs
+    phase: JobPhase
+    job: str
+    members: tuple[MemberStatus, ...]
+    clusters: tuple[ClusterStatus, ...]
+    num_samples: int  # trained for good, over all epochs
+    num_total: int  # in the whole job
+    epoch: int  # the pass under way, from 1; 0 without a job
+    num_updates: int  # of all clusters together
+    samples_per_second: float  # over the last minute of the hub's time
+    loss: float | None
+    validation_epoch: int | None
+    validation: dict[str, float | None]
+    rounds_committed: int
+    rounds_aborted: int
+    round_seconds: float | None  # of the last
+    left_out: tuple[str, ...]  # clusters, of the last
+    recent: tuple[Said, ...]
+
+
+class StatusTracker:
+    """Let it see every event of a hub, with the orders, after the hub has applied it."""
+
+    def __init__(self, hub: Coordinator) -> None:
+        self.hub = hub
+        self._job = ""
+        self._members: dict[NodeId, None] = {}
+        self._evaluated: Evaluated | None = None
+        self._num_rounds = {True: 0, False: 0}  # by whether they committed
+        self._round: RoundEnded | None = None
+        self._recent: deque[Said] = deque(maxlen=_RECENT)
+        self._marks: deque[tuple[float, int]] = deque()  # samples reported by then, about every second
+
+    def observe(self, event: Event, orders: tuple[Action, ...]) -> None:
+        """Take note of what happened."""
+        if isinstance(event, JobGiven) and not self._job:
+            self._job = event.profile.name
+        for order in orders:
+            match order:
+                case Notify(news):
+                    self._hear(news)
+                case Finish():
+                    self._say("the job is done, and its weights are here")
+                case Abandon(reason):
+                    self._say(reason)
+        self._mark()
+
+    def status(self, now: float | None = None) -> Status:
+        """Return where the run stands, at this time of the hub or at its last event."""
+        now = self.hub.now if now is None else now
+        books, evaluated = self.hub.books, self._evaluated
+        trained = books.trained if books else Trained(0, 0, 0, None)
+        return Status(
+            now=now,
+            phase=self.hub.phase,
+            job=self._job,
+            members=tuple(self._member(name) for name in self._members),
+            clusters=tuple(ClusterStatus(x.name, x.nodes, x.is_running) for x in self.hub.clusters),
+            num_samples=trained.num_samples,
+            num_total=trained.num_total,
+            epoch=trained.epoch,
+            num_updates=books.num_updates if books else 0,
+            samples_per_second=self._rate(now),
+            loss=trained.loss,
+            validation_epoch=evaluated.epoch if evaluated else None,
+            validation={"loss": evaluated.loss, **dict(evaluated.metrics)} if evaluated else {},
+            rounds_committed=self._num_rounds[True],
+            rounds_aborted=self._num_rounds[False],
+            round_seconds=self._round.seconds if self._round else None,
+            left_out=self._round.left_out if self._round else (),
+            recent=tuple(self._recent),
+        )
+
+    def _hear(self, news: Notice) -> None:
+        if not isinstance(news, Trained):  # too often for a list of what happened
+            self._say(show_notice(news))
+        match news:
+            case Joined(node):
+                self._members[node] = None
+            case Left(node):
+                self._members.pop(node, None)
+            case Evaluated():
+                self._evaluated = news
+            case RoundEnded():
+                self._num_rounds[news.is_committed] += 1
+                self._round = news
+
+    def _say(self, text: str) -> None:
+        self._recent.append(Said(self.hub.now, text))
+
+    def _mark(self) -> None:
+        books, now = self.hub.books, self.hub.now
+        if books is None or self.hub.phase is JobPhase.COLLECTING:
+            self._marks.clear()  # what was trained before is lost
+        elif not self._marks or now >= self._marks[-1][0] + 1.0:
+            self._marks.append((now, books.num_reported))
+            while len(self._marks) > 1 and self._marks[1][0] <= now - _RATE_SECONDS:
+                self._marks.popleft()
+
+    def _rate(self, now: float) -> float:
+        if self.hub.books is None or not self._marks:
+            return 0.0
+        old = [mark for mark in self._marks if mark[0] <= now - _RATE_SECONDS]
+        since, reported = old[-1] if old else self._marks[0]
+        return (self.hub.books.num_reported - reported) / (now - since) if now > since else 0.0
+
+    def _member(self, name: NodeId) -> MemberStatus:
+        cluster: ClusterState | None = next((x for x in self.hub.clusters if name in x.nodes), None)
+        parting = self.hub.find_parting(name)
+        if cluster is None:
+            return MemberStatus(name, parting or ("spare" if self.hub.clusters else "waiting"))
+        state = "standing still" if cluster.is_broken else "getting ready"
+        state = parting or ("training" if cluster.is_running else state)
+        return MemberStatus(name, state, cluster.name, cluster.nodes.index(name))

@@ -1,0 +1,160 @@
+"""Fills the ModelProfile of a captured model: the training program runs once, on tensors without memory.
+
+Each operation goes forward and backward alone, while torch's kernels are counted and autograd tells what it
+saves. What is saved is kept as references to memory: then what two operations both save is counted once.
+Driven by the owner.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+from typing import Self
+
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ravnest.model.blueprint import FLOATING, PARAMETER, Blueprint, Op, Program, TensorType, refs_of
+from ravnest.model.op_costs import Cost, Flight, Form, Trial, recurrent_bytes, recurrent_flops
+from ravnest.model.slicing import crossings
+from ravnest.plan.types import ModelProfile
+from ravnest.protocol.tensors import ITEM_BYTES
+
+
+def measure(blueprint: Blueprint, batch_size: int) -> ModelProfile:
+    """Return the line of a whole model in numbers, for batches of this size."""
+    assert (blueprint.start, blueprint.stop) == (0, blueprint.num_positions), "measure the whole line"
+    trainable = {entry.name for entry in blueprint.state if entry.is_trainable}
+    work = [_Work.total(part) for part in _measure_parts(blueprint, batch_size, trainable)]
+    parameters = {entry.name for entry in blueprint.state if entry.kind == PARAMETER}
+    return ModelProfile(
+        name=blueprint.name,
+        samples_per_batch=batch_size,
+        parameter_bytes=_state_bytes(blueprint, parameters),
+        matrix_bytes=_state_bytes(blueprint, find_matrices(blueprint)),
+        forward_flops=tuple(float(part.forward_flops) for part in work),
+        backward_flops=tuple(float(part.backward_flops) for part in work),
+        saved_bytes=tuple(float(part.saved_bytes) for part in work),
+        crossing_bytes=_crossing_bytes(blueprint, batch_size),
+    )
+
+
+def count_flops(stage: Blueprint, batch_size: int) -> tuple[float, float, float]:
+    """Return the FLOPs of a stage's forward, and of its backward towards inputs and towards weights."""
+    trainable = {entry.name for entry in stage.state if entry.is_trainable}
+    parts = [_measure_parts(stage, batch_size, names) for names in (trainable, set())]
+    whole, inputs = (_Work.total(work for part in found for work in part) for found in parts)
+    has_gradients = any(stage.train.values[value].has_gradient for value in stage.train.inputs)
+    # Without a gradient to send, all of the backward is on the way to the weights.
+    towards_inputs = inputs.backward_flops if has_gradients else 0
+    return float(whole.forward_flops), float(towards_inputs), float(whole.backward_flops - towards_inputs)
+
+
+def find_matrices(blueprint: Blueprint) -> frozenset[str]:
+    """Return the parameters that Muon trains as matrices: not embeddings, not the output head."""
+    names = dict(blueprint.train.state)
+    matrices = {
+        entry.name
+        for entry in blueprint.state
+        if entry.is_trainable and len(entry.shape) > 1 and 1 < entry.shape[0] < prod(entry.shape)
+    }
+    embeddings = {
+        names[value]
+        for op in blueprint.train.ops
+        if op.name.startswith(_EMBEDDING)
+        for value in op.refs()
+        if value in names
+    }
+    used = [{names[value] for value in op.refs() if value in names} & matrices for op in blueprint.train.ops]
+    heads = next((found for found in reversed(used) if found), set()) if blueprint.is_last else set()
+    return frozenset(matrices - embeddings - heads)
+
+
+_EMBEDDING = "aten.embedding"
+_RECURRENT = ("aten.lstm.", "aten.gru.", "aten.rnn_")
+_FLOAT_BYTES = 4  # the profile counts what crosses as float32; the planner knows the wire format
+
+
+def _state_bytes(blueprint: Blueprint, names: Iterable[str]) -> tuple[float, ...]:
+    """Return the bytes of this state at each position; a tied weight counts wherever it is used."""
+    totals = [0.0] * blueprint.num_positions
+    chosen = set(names)
+    for entry in blueprint.state:
+        if entry.name in chosen:
+            for position in entry.positions:
+                totals[position] += entry.size_bytes
+    return tuple(totals)
+
+
+def _crossing_bytes(blueprint: Blueprint, batch_size: int) -> tuple[float, ...]:
+    values = blueprint.train.values
+    inner = [
+        sum(_sent_bytes(values[value], batch_size) for value in crossing)
+        for crossing in crossings(blueprint)[1:-1]
+    ]
+    users = [{value for op in part for value in op.refs()} for part in _parts(blueprint)]
+    batch = [value for value, _ in blueprint.train.fields if any(value in part for part in users)]
+    labels = [value for value in batch if value in users[-1] and value not in users[0]]
+    ends = [sum(_sent_bytes(values[value], batch_size) for value in part) for part in (batch, labels)]
+    return tuple(float(size) for size in (ends[0] - ends[1], *inner, ends[1]))
+
+
+def _sent_bytes(value: TensorType, batch_size: int) -> int:
+    size = value.bytes_at(batch_size)
+    return size // ITEM_BYTES[value.dtype] * _FLOAT_BYTES if value.dtype in FLOATING else size
+
+
+def _parts(blueprint: Blueprint) -> Iterator[tuple[Op, ...]]:
+    """Yield the operations of each position."""
+    for (start, _), (stop, _) in pairwise(blueprint.cuts):
+        yield blueprint.train.ops[start:stop]
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    forward_flops: int
+    backward_flops: int
+    saved_bytes: int
+
+    @classmethod
+    def total(cls, works: Iterable[Self]) -> Self:
+        rows = [(work.forward_flops, work.backward_flops, work.saved_bytes) for work in works]
+        return cls(*(sum(column) for column in zip(*rows, strict=True))) if rows else cls(0, 0, 0)
+
+
+def _measure_parts(blueprint: Blueprint, batch_size: int, trainable: set[str]) -> list[list[_Work]]:
+    meter = _Meter(blueprint.train, batch_size, trainable)
+    with FakeTensorMode():
+        return [[meter.measure(op) for op in part] for part in _parts(blueprint)]
+
+
+class _Meter:
+    """Follows the program and counts of all that is saved each memory once."""
+
+    def __init__(self, program: Program, batch_size: int, trainable: set[str]) -> None:
+        self._batch_size = batch_size
+        self._flight = Flight(program, batch_size, self._try, {})
+        for value, name in program.state:
+            self._flight.give(value, name in trainable)
+        self._kept = set(range(len(program.state)))  # state is there anyway; of the rest, each once
+        for value in (*program.inputs, *(value for value, _ in program.fields)):
+            self._flight.give(value, program.values[value].has_gradient)
+
+    def measure(self, op: Op) -> _Work:
+        """Return what the operation costs, and take note of its results."""
+        cost, memory = self._flight.fly(op)
+        saved = {memory[number] for number in cost.saved} - self._kept
+        self._kept |= saved
+        saved_bytes = sum(self._flight.memory_bytes[number] for number in saved)
+        return _Work(cost.forward_flops, cost.backward_flops, saved_bytes)
+
+    def _try(self, op: Op, forms: tuple[Form, ...], gradients: tuple[bool, ...]) -> Cost:
+        trial = Trial(op, forms, self._batch_size)
+        forward_flops = trial.forward()
+        backward_flops = trial.backward(gradients)
+        if op.name.startswith(_RECURRENT) and not forward_flops:  # a fused kernel shows nothing
+            weights = [trial.leaves[value] for value in refs_of(dict(op.arguments)["params"])]
+            forward_flops = recurrent_flops(weights, trial.leaves[0])
+            if any(gradients):
+                backward_flops = 2 * forward_flops
+                trial.saved.append(trial.create(recurrent_bytes(weights, trial.leaves[0])))
+        return trial.cost(forward_flops, backward_flops, gradients)

@@ -1,0 +1,318 @@
+"""From a blueprint to a callable stage, on this PC's device, with nothing but the allowed operators.
+
+Parameters are arguments of every call, so an older version of the weights can still run backward after an
+update. Names in the generated code are ours; no text of a blueprint becomes code. Driven by the peer, in a
+process of its own: an allowed kernel may still crash on hostile sizes, and the peer must survive that.
+"""
+
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+from torch.utils.checkpoint import checkpoint
+
+from ravnest.errors import ProtocolError, UnsafeBlueprint
+from ravnest.model.aliasing import Storages
+from ravnest.model.blueprint import Argument, Blueprint, Op, Program, Ratio, Ref, Size, TensorType, ValueId
+from ravnest.model.operators import Parameter, draws, operators
+
+State = Mapping[str, torch.Tensor]
+MicrobatchKey = tuple[int, int]  # seed, batch number: with the operation's number they seed its randomness
+
+
+@dataclass(frozen=True, slots=True)
+class StageOutputs:
+    """What a stage made of one batch: values for the next stage; loss and metrics in the last one."""
+
+    outputs: dict[ValueId, torch.Tensor]
+    results: dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """How a stage runs here: device, mixed precision, activations computed again, compiled."""
+
+    device: torch.device = torch.device("cpu")  # noqa: RUF009 - a device is a value
+    autocast: torch.dtype | None = None
+    recompute: bool = False
+    compiled: bool = False
+
+
+class StageProgram:
+    """A stage that runs. Built by `rebuild`."""
+
+    def __init__(self, blueprint: Blueprint, setting: Setting) -> None:
+        self.blueprint = blueprint
+        self.setting = setting
+        self._train = _Runner(blueprint.train, setting, blueprint.start)
+        self._evaluate = _Runner(blueprint.evaluate, setting, blueprint.start)
+
+    def forward(
+        self,
+        state: State,
+        inputs: Mapping[ValueId, torch.Tensor],
+        fields: Mapping[str, torch.Tensor],
+        *,
+        training: bool = True,
+        key: MicrobatchKey | None = None,
+    ) -> StageOutputs:
+        """Run one batch. Without a key, random operations draw from torch's generator as the module would."""
+        runner = self._train if training else self._evaluate
+        return runner.run(state, inputs, fields, key)
+
+
+def build_stage_program(
+    blueprint: Blueprint,
+    device: str | torch.device = "cpu",
+    *,
+    autocast: torch.dtype | None = None,
+    recompute: bool = False,
+    compiled: bool = False,
+) -> StageProgram:
+    """Make a stage callable. A compiled stage seeds its randomness once per batch, not per operation."""
+    return StageProgram(blueprint, Setting(torch.device(device), autocast, recompute, compiled))
+
+
+def resolve(name: str) -> OpOverload:
+    """Return torch's operator for an allowed name, if this torch has it with the schema we know."""
+    if name not in operators():
+        raise UnsafeBlueprint(f"operator {name:.60} is not on the list of allowed operators")
+    _, packet, overload = name.split(".")
+    found = getattr(getattr(torch.ops.aten, packet, None), overload, None)
+    if not isinstance(found, OpOverload) or str(found._schema) != operators()[name].schema:
+        raise UnsafeBlueprint(
+            f"torch {torch.__version__} has no {name} with the schema {operators()[name].schema}; "
+            "install the torch version of this Ravnest"
+        )
+    return found
+
+
+def convert(
+    argument: Argument, parameter: Parameter, convert_value: Callable[[Ref | Size | Ratio], Any]
+) -> Any:
+    """Return an argument as torch takes it; `convert_value` says what a value or a size stands for."""
+    if isinstance(argument, Ref | Size | Ratio):
+        return convert_value(argument)
+    if isinstance(argument, tuple):
+        return [convert(part, parameter, convert_value) for part in argument]
+    if isinstance(argument, str) and parameter.type in ("ScalarType", "MemoryFormat"):
+        return getattr(torch, argument)
+    return argument
+
+
+def bind(
+    op: Op, device: torch.device, convert_value: Callable[[Ref | Size | Ratio], Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the positional and keyword arguments for an operation; tensors are made on the device given."""
+    given = dict(op.arguments)
+    positional: list[Any] = []
+    keywords: dict[str, Any] = {}
+    has_gap = False
+    for parameter in operators()[op.name].parameters:
+        if parameter.type == "Device":
+            value: Any = device
+        elif parameter.name in given:
+            value = convert(given[parameter.name], parameter, convert_value)
+        else:
+            has_gap = True
+            continue
+        if has_gap or parameter.is_keyword:
+            keywords[parameter.name] = value
+        else:
+            positional.append(value)
+    return tuple(positional), keywords
+
+
+def check_batch(program: Program, inputs: Mapping[ValueId, torch.Tensor], fields: State) -> int:
+    """Return the batch size that everything which arrived agrees on, or say what does not fit."""
+    arrived = [(f"value {value}", value, inputs.get(value)) for value in program.inputs]
+    arrived += [(f"field {name!r}", value, fields.get(name)) for value, name in program.fields]
+    batch_size = 0
+    for what, value, tensor in arrived:
+        expected = program.values[value]
+        if tensor is None:
+            raise ProtocolError(f"{what} is missing from the batch")
+        batch_size = batch_size or _batch_size(expected, tensor)
+        shape = expected.shape_at(batch_size)
+        if tuple(tensor.shape) != shape or tensor.dtype is not getattr(torch, expected.dtype):
+            raise ProtocolError(
+                f"{what} is {tensor.dtype} {tuple(tensor.shape)}, but {expected.dtype} {shape} is expected"
+            )
+    return batch_size
+
+
+def _batch_size(expected: TensorType, tensor: torch.Tensor) -> int:
+    for size, actual in zip(expected.shape, tensor.shape, strict=False):
+        if isinstance(size, Size) and size.per_sample > 0:
+            return (actual - size.fixed) // size.per_sample
+    return 0
+
+
+class _Runner:
+    """One program of a stage, as a graph that torch compiles to plain Python."""
+
+    def __init__(self, program: Program, setting: Setting, number: int) -> None:
+        self._program = program
+        self._setting = setting
+        self._number = number
+        storages = Storages(program)
+        self._written = [value for value, _ in program.state if storages.is_written(value)]
+        self._graph: Callable[..., tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]]
+        self._graph = _Builder(program, setting).build()
+        if setting.compiled:
+            self._graph = torch.compile(self._graph, dynamic=None)
+
+    def run(
+        self, state: State, inputs: Mapping[ValueId, torch.Tensor], fields: State, key: MicrobatchKey | None
+    ) -> StageOutputs:
+        program, setting = self._program, self._setting
+        check_batch(program, inputs, fields)
+        kept = {value: state[name] for value, name in program.state}
+        arrived = [fields[name] for _, name in program.fields] + [inputs[value] for value in program.inputs]
+        if setting.compiled and key is not None:
+            _seed(key, self._number, setting.device)
+        with torch.autocast(setting.device.type, setting.autocast, enabled=setting.autocast is not None):
+            if setting.recompute and torch.is_grad_enabled():
+                outputs, results = self._run_twice(kept, arrived, key)
+            else:
+                outputs, results = self._graph(*kept.values(), *arrived, key)
+        # Under autocast a value may come out narrower than declared; what travels is of the type declared.
+        outputs = tuple(
+            output.to(getattr(torch, program.values[value].dtype))
+            for value, output in zip(program.outputs, outputs, strict=True)
+        )
+        names = (name for name, _ in program.results)
+        return StageOutputs(
+            dict(zip(program.outputs, outputs, strict=True)), dict(zip(names, results, strict=True))
+        )
+
+    def _run_twice(
+        self, kept: dict[ValueId, torch.Tensor], arrived: list[torch.Tensor], key: MicrobatchKey | None
+    ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+        """Keep only what arrived; backward runs the stage again, on the buffers as they were before."""
+        before = {value: kept[value].clone() for value in self._written}
+        watched = [tensor for value, tensor in kept.items() if value not in before] + arrived
+        versions = [tensor._version for tensor in watched]
+        is_again = False
+
+        def run(*arrived: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+            nonlocal is_again
+            if is_again and [tensor._version for tensor in watched] != versions:
+                raise RuntimeError("a tensor was changed in place between the forward and its backward")
+            state = (
+                {**kept, **{value: tensor.clone() for value, tensor in before.items()}} if is_again else kept
+            )
+            is_again = True
+            return self._graph(*state.values(), *arrived, key)
+
+        passed = checkpoint(run, *arrived, use_reentrant=False, preserve_rng_state=key is None)
+        assert isinstance(passed, tuple)
+        return passed
+
+
+class _Builder:
+    """Writes a program down as a torch.fx graph."""
+
+    def __init__(self, program: Program, setting: Setting) -> None:
+        self._program = program
+        self._setting = setting
+        self._graph = fx.Graph()
+        self._nodes: dict[ValueId, fx.Node] = {}
+        self._sizes: dict[Size, fx.Node] = {}
+
+    def build(self) -> fx.GraphModule:
+        """Return the graph as a module without parameters: state, fields, inputs and key are arguments."""
+        program = self._program
+        given = [
+            *(value for value, _ in program.state),
+            *(value for value, _ in program.fields),
+            *program.inputs,
+        ]
+        for value in given:
+            self._nodes[value] = self._graph.placeholder(f"v{value}")
+        key = self._graph.placeholder("key")
+        for op in program.ops:
+            if draws(op.name, dict(op.arguments)) and not self._setting.compiled:
+                self._graph.call_function(_seed, (key, op.number, self._setting.device))
+            self._add(op)
+        outputs = tuple(self._nodes[value] for value in program.outputs)
+        results = tuple(self._nodes[value] for _, value in program.results)
+        self._graph.output((outputs, results))
+        return fx.GraphModule(torch.nn.Module(), self._graph)
+
+    def _add(self, op: Op) -> None:
+        target = resolve(op.name)
+        positional, keywords = bind(op, self._setting.device, self._convert_value)
+        if op.precision and (op.precision != "full" or self._setting.autocast is not None):
+            dtype = None if op.precision == "full" else getattr(torch, op.precision)
+            positional = (target, self._setting.device.type, dtype, *positional)
+            node = self._graph.call_function(_run_at_precision, positional, keywords)
+        else:
+            node = self._graph.call_function(target, positional, keywords)
+        if operators()[op.name].num_returns == 1:
+            assert op.outs[0] is not None
+            self._nodes[op.outs[0]] = node
+            return
+        for index, out in enumerate(op.outs):
+            if out is not None:
+                self._nodes[out] = self._graph.call_function(operator.getitem, (node, index))
+
+    def _convert_value(self, argument: Ref | Size | Ratio) -> fx.Node:
+        if isinstance(argument, Ref):
+            return self._nodes[argument.value]
+        if isinstance(argument, Ratio):
+            over, under = self._convert_value(argument.over), self._convert_value(argument.under)
+            return self._graph.call_function(operator.truediv, (over, under))
+        batch_size = self._batch_size()
+        if argument not in self._sizes:
+            grown = self._graph.call_function(operator.mul, (batch_size, argument.per_sample))
+            self._sizes[argument] = self._graph.call_function(operator.add, (grown, argument.fixed))
+        return self._sizes[argument]
+
+    def _batch_size(self) -> fx.Node:
+        one = Size(1)
+        if one in self._sizes:
+            return self._sizes[one]
+        for value in (*(value for value, _ in self._program.fields), *self._program.inputs):
+            for dim, size in enumerate(self._program.values[value].shape):
+                if isinstance(size, Size) and size.per_sample > 0 and size.fixed == 0:
+                    whole = self._graph.call_method("size", (self._nodes[value], dim))
+                    count = self._graph.call_function(operator.floordiv, (whole, size.per_sample))
+                    self._sizes[one] = count
+                    return count
+        raise UnsafeBlueprint(
+            "an operation needs the batch size, but nothing that arrives at the stage has it"
+        )
+
+
+def _run_at_precision(
+    target: OpOverload, device_type: str, dtype: torch.dtype | None, *arguments: Any, **keywords: Any
+) -> Any:
+    with torch.autocast(device_type, dtype, enabled=dtype is not None):
+        return target(*arguments, **keywords)
+
+
+def _seed(key: MicrobatchKey | None, number: int, device: torch.device) -> None:
+    """Seed the device's generator from the run, the batch and the operation, whatever the cut."""
+    if key is None:
+        return
+    seed = _mix(_mix(_mix(key[0]) ^ key[1]) ^ number)
+    if device.type == "cuda":
+        torch.cuda.default_generators[device.index or 0].manual_seed(seed)
+    elif device.type == "mps":
+        torch.mps.manual_seed(seed)
+    else:
+        torch.default_generator.manual_seed(seed)
+
+
+def _mix(number: int) -> int:
+    """Return 63 well-mixed bits of a number (splitmix64)."""
+    mask = (1 << 64) - 1
+    number = (number + 0x9E3779B97F4A7C15) & mask
+    number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    number = ((number ^ (number >> 27)) * 0x94D049BB133111EB) & mask
+    return (number ^ (number >> 31)) >> 1

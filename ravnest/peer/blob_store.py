@@ -1,0 +1,119 @@
+"""Where a peer keeps snapshots: in files of a folder that goes with the program, read without a copy.
+
+They are the newest it made itself, and one it keeps for others. Where the disk takes none they stay in
+memory. Writing is done by whatever thread made the snapshot, reading by the event loop. Driven by peer.agent
+and peer.compute, through exchange.Blobs.
+"""
+
+import logging
+import mmap
+import tempfile
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Self
+
+from ravnest.protocol.blobs import BlobRef
+from ravnest.protocol.tensors import Buffer
+from ravnest.transfer.blobs import name_blob, name_pieces
+
+logger = logging.getLogger(__name__)
+
+_NUM_OWN = 3
+
+
+class BlobStore:
+    """Blobs by hash; as a context manager it has a folder, without it memory."""
+
+    def __init__(self) -> None:
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._has_warned = False
+        self._own: dict[str, Buffer] = {}  # oldest first
+        self._backup: dict[str, Buffer] = {}
+
+    def __enter__(self) -> Self:
+        with suppress(OSError):  # said when something is to be kept
+            self._folder = tempfile.TemporaryDirectory(prefix="ravnest-", ignore_cleanup_errors=True)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._own, self._backup = {}, {}
+        if self._folder is not None:
+            self._folder.cleanup()
+
+    def get(self, blob: str) -> Buffer | None:
+        """Return a blob that is here."""
+        return self._own.get(blob) or self._backup.get(blob)
+
+    def __contains__(self, blob: object) -> bool:
+        return blob in self._own or blob in self._backup
+
+    def __setitem__(self, blob: str, content: bytes) -> None:
+        """Keep a snapshot made here, and not the fourth before it."""
+        self._add(blob, self._own[blob] if blob in self._own else self._write(blob, content))
+
+    def put_pieces(self, make: Callable[[], Iterable[Buffer]]) -> BlobRef:
+        """Keep a snapshot made here that is written down as it is made; return its name."""
+        try:
+            path = Path(self._place, "unfinished")
+            with path.open("wb") as file:
+                ref = name_pieces(make(), file.write)
+            path.replace(path.with_name(ref.blob))
+            self._add(ref.blob, self._map(ref.blob))
+        except (OSError, ValueError) as error:
+            self._warn(error)
+            self._remove("unfinished")
+            content = b"".join(make())
+            ref = name_blob(content)
+            self._add(ref.blob, content)
+        return ref
+
+    def _add(self, blob: str, content: Buffer) -> None:
+        if blob in self._own:
+            del self._own[blob]  # it is the newest again
+        self._own[blob] = content
+        for old in [*self._own][:-_NUM_OWN]:
+            del self._own[old]
+            self._remove(old)
+
+    def keep_backup(self, content: bytes) -> None:
+        """Keep another's snapshot instead of the one before."""
+        blob = name_blob(content).blob
+        before, self._backup = self._backup, {blob: self.get(blob) or self._write(blob, content)}
+        for old in before:
+            self._remove(old)
+
+    def _write(self, blob: str, content: bytes) -> Buffer:
+        try:
+            Path(self._place, blob).write_bytes(content)
+            return self._map(blob)
+        except (OSError, ValueError) as error:  # ValueError: what is empty cannot be mapped
+            self._warn(error)
+            self._remove(blob)
+            return content
+
+    @property
+    def _place(self) -> str:
+        if self._folder is None:
+            raise FileNotFoundError(f"no folder could be made in {tempfile.gettempdir()}")
+        return self._folder.name
+
+    def _map(self, blob: str) -> Buffer:
+        """Return a file's content; where systems allow it its name goes now, so a killed peer leaves none."""
+        path = Path(self._place, blob)
+        with path.open("rb") as file:
+            mapped = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+        with suppress(OSError):
+            path.unlink()
+        return mapped
+
+    def _warn(self, error: Exception) -> None:
+        if not self._has_warned:
+            logger.warning("snapshots stay in memory, for the disk does not take them: %s", error)
+        self._has_warned = True
+
+    def _remove(self, blob: str) -> None:
+        """Remove a file that nobody needs; pieces of it on their way stay as they are."""
+        if self._folder is not None and blob not in self:
+            with suppress(OSError):
+                Path(self._folder.name, blob).unlink(missing_ok=True)

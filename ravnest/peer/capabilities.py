@@ -1,0 +1,187 @@
+"""What this PC has: devices, their memory, how fast they multiply matrices, and whether in bf16.
+
+Asked by `ravnest join`.
+"""
+
+import contextlib
+import ctypes
+import gc
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from math import inf
+from typing import Any
+
+import psutil  # type: ignore[import-untyped]
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ravnest.errors import ConfigError
+from ravnest.model.blueprint import TensorType
+from ravnest.model.stage_program import StageProgram
+
+_SIDES = {"cpu": 512}  # of the matrices; of anything else eight times as long
+_SHARES = {"cpu": 0.5, "cuda": 0.8}  # of what is free, to lend: on a GPU seldom anything else runs
+_MOST_SECONDS = 0.2
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # as malloc.h of glibc numbers them
+_LARGE_BYTES = 3 << 19  # at half a megabyte tensors of one trained 30 % slower, at this as fast as ever
+_KEPT_BYTES = 1 << 25  # of smaller ones: at glibc's 128 KB the same pages come and go with every batch
+_BF16_SECONDS = 60.0  # most of them to load torch
+_BF16_PROGRAM = """
+import sys, torch
+matrix = torch.ones(64, 64, dtype=torch.bfloat16, device=sys.argv[1])
+sys.exit(0 if (matrix @ matrix).sum().item() == 64.0**3 else 1)
+"""
+
+
+def return_freed_memory() -> None:
+    """Have large tensors given back to the system when they are freed, so that a peer takes what is planned.
+
+    By itself the allocator of glibc keeps them once it has seen some, up to half as much again.
+    """
+    with contextlib.suppress(OSError, AttributeError):  # another system, another allocator
+        library = ctypes.CDLL(None)
+        library.mallopt(_MMAP_THRESHOLD, _LARGE_BYTES)
+        library.mallopt(_TRIM_THRESHOLD, _KEPT_BYTES)
+
+
+def warm_up() -> None:
+    """Load what looking at the first stage would load, while no neighbour waits for a sign of life."""
+    FakeTensorMode()
+
+
+def choose_device(asked: str) -> str:
+    """Return the device to compute on: the one asked for if this PC has it, or the fastest it has."""
+    num_cuda = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    known = [f"cuda:{number}" for number in range(num_cuda)]
+    known += ["mps"] if torch.backends.mps.is_available() else []
+    known += ["cpu"]
+    device = {"auto": known[0], "cuda": "cuda:0"}.get(asked, asked)
+    if device not in known:
+        raise ConfigError(f"--device {asked} is not here: torch sees {', '.join(known)} on this PC")
+    return device
+
+
+def lent_memory_bytes(device: str) -> float:
+    """Return the share to lend of the memory that programs could still take on a device."""
+    kind = torch.device(device).type
+    is_cuda = kind == "cuda"
+    free = torch.cuda.mem_get_info(device)[0] if is_cuda else psutil.virtual_memory().available
+    return float(free) * _SHARES.get(kind, 0.5)
+
+
+def measure_flops_per_second(device: str = "cpu") -> float:
+    """Return the best rate of a matrix product within a moment."""
+    side, where = _SIDES.get(device, 4096), torch.device(device)
+    matrix = torch.ones(side, side, device=where)
+    matrix @ matrix  # loads what is needed for the first
+    synchronise(where)
+    best, ends_at = 0.0, time.perf_counter() + _MOST_SECONDS  # noqa: TID251 - a probe reads the clock
+    while True:
+        start = time.perf_counter()  # noqa: TID251 - as above
+        matrix @ matrix
+        synchronise(where)
+        now = time.perf_counter()  # noqa: TID251 - as above
+        best = max(best, 2 * side**3 / max(now - start, 1e-9))
+        if now > ends_at:
+            return best
+
+
+def can_run_bf16(device: str) -> bool:
+    """Return whether a device multiplies bf16 matrices; tried in a process, for on some CPUs it kills it."""
+    command = [sys.executable, "-c", _BF16_PROGRAM, device]
+    quiet = subprocess.DEVNULL
+    try:
+        done = subprocess.run(  # noqa: S603 - our own program
+            command, stdin=quiet, stdout=quiet, stderr=quiet, timeout=_BF16_SECONDS, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return done.returncode == 0
+
+
+def taken_memory_bytes() -> float:
+    """Return what this program takes of the PC's memory now."""
+    return float(psutil.Process().memory_info().rss)
+
+
+def release_memory() -> None:
+    """Give back what torch keeps of a GPU for later, while this PC is not lent."""
+    gc.collect()
+    torch.cuda.empty_cache()  # does nothing where there is none
+
+
+def has_battery() -> bool:
+    """Return whether this PC is known to have a battery."""
+    return _find_battery() is not None
+
+
+def is_on_battery() -> bool:
+    """Return whether this PC has a battery and lives on it now."""
+    battery = _find_battery()
+    return battery is not None and battery.power_plugged is False
+
+
+def _find_battery() -> Any:
+    try:
+        return psutil.sensors_battery()
+    except (AttributeError, OSError):  # a system that cannot tell
+        return None
+
+
+_MOST_TRIAL_SECONDS = 0.5
+_MOST_RUNS = 10
+_LARGEST = 0.1  # of the numbers made up: sums of them stay finite
+
+
+def time_batch(program: StageProgram, num_samples: int, clock: Callable[[], float]) -> float:
+    """Return the seconds of the fastest of a few batches; the first one, which warms up, does not count."""
+    blueprint, device = program.blueprint, program.setting.device
+    train, is_trained = blueprint.train, {entry.name: entry.is_trainable for entry in blueprint.state}
+    values = train.values
+    state = {
+        name: _make_up(values[value], num_samples, device).requires_grad_(is_trained[name])
+        for value, name in train.state
+    }
+    inputs = {
+        value: _make_up(values[value], num_samples, device).requires_grad_(values[value].has_gradient)
+        for value in train.inputs
+    }
+    fields = {name: _make_up(values[value], num_samples, device) for value, name in train.fields}
+    wanted = [tensor for tensor in (*state.values(), *inputs.values()) if tensor.requires_grad]
+
+    def run() -> float:
+        started = clock()
+        with torch.enable_grad():
+            passed = program.forward(state, inputs, fields, training=True, key=(0, 0))
+        loss = passed.results.get("loss")
+        ends = [tensor for tensor in (*passed.outputs.values(), loss) if tensor is not None]
+        ends = [tensor for tensor in ends if tensor.requires_grad]
+        if ends and wanted:
+            torch.autograd.grad(ends, wanted, [torch.ones_like(end) for end in ends], allow_unused=True)
+        synchronise(device)
+        return clock() - started
+
+    run()
+    best, ends_at, num_runs = inf, clock() + _MOST_TRIAL_SECONDS, 0
+    while not num_runs or (clock() < ends_at and num_runs < _MOST_RUNS):
+        best, num_runs = min(best, run()), num_runs + 1
+    return best
+
+
+def synchronise(device: torch.device) -> None:
+    """Wait until a device has done what it was given: it works beside the program."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
+
+
+def _make_up(kind: TensorType, num_samples: int, device: torch.device) -> Tensor:
+    """Return small fractions, and zeros for what is none: they are an index into anything."""
+    dtype, shape = getattr(torch, kind.dtype), kind.shape_at(num_samples)
+    if not dtype.is_floating_point:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.rand(shape, dtype=dtype, device=device).mul_(_LARGEST)

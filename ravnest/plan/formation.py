@@ -1,0 +1,148 @@
+"""Cluster formation: from nodes and a model to a plan.
+
+The search works on a shortened line and, in large swarms, on one neighbourhood of nodes after another; the
+clusters it finds are then cut again on the full line. One cluster alone needs no averaging, so it is searched
+for separately and wins when the swarm holds the model hardly once.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ravnest.config import Averaging, PlanConfig
+from ravnest.plan.assembly import assemble_plan, build_clusters
+from ravnest.plan.coarsening import FINE_POSITIONS, choose_cuts, coarsen, shorten_line
+from ravnest.plan.cost import Ints, LineCost, NodeTable
+from ravnest.plan.infeasible import explain_shortage, holding_order
+from ravnest.plan.search import Search, best_rate
+from ravnest.plan.seeds import NodeOrder, typical_stages
+from ravnest.plan.split import Splitter
+from ravnest.plan.types import Cluster, ModelProfile, Plan, Swarm
+
+_BUDGET = 8_000  # clusters evaluated per neighbourhood, fewer when each is long and finely cut
+_QUICK_BUDGET = 2_000  # for one cluster more, while training goes on
+_MOST_NODES = 1024  # of one neighbourhood
+_ALONE_NODES = 128  # in larger swarms a lone cluster is tried only if there are hardly others
+_MOST_POSITIONS = 96  # of the line the search works on
+_TABLE_BYTES = 250e6  # of stage costs held at once
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """Clusters by place in the node table, and the batches per second they make together."""
+
+    orders: tuple[NodeOrder, ...] = ()
+    rate: float = 0.0
+
+
+def form_plan(
+    profile: ModelProfile, swarm: Swarm, config: PlanConfig, seed: int = 0, plan_id: int = 1
+) -> Plan:
+    """Return the plan with the most samples per second the search finds, or raise PlanError."""
+    if not swarm.nodes:
+        raise explain_shortage(profile, swarm, config)
+    nodes = NodeTable.of(swarm, config)
+    short = _short_profile(profile, nodes, config)
+    found = _search_several(LineCost(short, config, is_averaged=True), nodes, seed)
+    is_few = len(found.orders) < 3
+    if is_few or len(nodes) <= _ALONE_NODES:  # a node too slow to average with others may be fast alone
+        line = LineCost(short, config, is_averaged=False)
+        alone = _search_one(line, nodes, seed, _budget(line, nodes) if is_few else _QUICK_BUDGET)
+        found = max(found, alone, key=lambda each: each.rate)
+    orders = found.orders or holding_order(profile, swarm, config)
+    if not orders:
+        raise explain_shortage(profile, swarm, config)
+    clusters = cut_clusters(profile, swarm, config, orders, is_averaged=len(orders) > 1)
+    assert len(clusters) == len(orders), "a cluster that fits the short line fits the long one"
+    return assemble_plan(clusters, profile, swarm, config, seed, plan_id)
+
+
+def form_cluster(
+    profile: ModelProfile, swarm: Swarm, config: PlanConfig, seed: int, is_averaged: bool
+) -> Cluster | None:
+    """Return the fastest cluster the search finds among these nodes, with room for averaging if asked."""
+    if not swarm.nodes:
+        return None
+    nodes = NodeTable.of(swarm, config)
+    line = LineCost(_short_profile(profile, nodes, config), config, is_averaged)
+    orders = _search_one(line, nodes, seed, _QUICK_BUDGET).orders
+    return next(iter(cut_clusters(profile, swarm, config, orders, is_averaged)), None) if orders else None
+
+
+def cut_clusters(
+    profile: ModelProfile, swarm: Swarm, config: PlanConfig, orders: tuple[NodeOrder, ...], is_averaged: bool
+) -> tuple[Cluster, ...]:
+    """Cut each cluster on the full line and leave out those that cannot hold it.
+
+    Orders name nodes by place, from the end of the line to its front.
+    """
+    cuts = choose_cuts(profile, FINE_POSITIONS)
+    nodes = NodeTable.of(swarm, config)
+    splitter = Splitter(LineCost(coarsen(profile, cuts), config, is_averaged), nodes, keep=False)
+    line = LineCost(profile, config, is_averaged)
+    per_chunk = max(1, int(_TABLE_BYTES / (4 * len(cuts) ** 2 * max(map(len, orders)))))
+    clusters: list[Cluster] = []
+    for first in range(0, len(orders), per_chunk):
+        chunk = orders[first : first + per_chunk]
+        splits = splitter.solve(chunk)
+        fitting = np.flatnonzero(np.isfinite(splits.seconds))
+        places = np.array(cuts, np.int64)[splits.cuts[fitting]]
+        clusters += build_clusters(line, nodes, swarm, [chunk[k] for k in fitting], places)
+    return tuple(clusters)
+
+
+def _short_profile(profile: ModelProfile, nodes: NodeTable, config: PlanConfig) -> ModelProfile:
+    """Return the line the search works on: a few positions for each stage a typical cluster will have."""
+    stages = typical_stages(LineCost(profile, config, is_averaged=True), nodes)
+    return shorten_line(profile, min(_MOST_POSITIONS, 3 * stages))
+
+
+def _search_several(line: LineCost, nodes: NodeTable, seed: int) -> _Found:
+    """Search neighbourhood by neighbourhood; the first one decides how slow a cluster may be."""
+    orders: list[NodeOrder] = []
+    ceilings: list[int] = []
+    for number, members in enumerate(_neighbourhoods(line, nodes)):
+        rng = np.random.default_rng([seed, number])
+        search = Search(line, nodes.take(members), rng, is_single=False)
+        genome = search.run(_budget(line, nodes), ceilings or search.seeds.promising_ceilings())
+        if genome is not None:
+            ceilings = ceilings or [genome.ceiling]
+            orders += [tuple(int(members[node]) for node in order) for order in genome.clusters]
+    return _worthwhile(line, nodes, orders)
+
+
+def _worthwhile(line: LineCost, nodes: NodeTable, orders: list[NodeOrder]) -> _Found:
+    """Leave out the clusters that hold the others back more than they add."""
+    if not orders:
+        return _Found()
+    splitter = Splitter(line, nodes, keep=False)
+    periods = np.concatenate([splitter.solve(orders[k : k + 64]).seconds for k in range(0, len(orders), 64)])
+    rate, slowest = best_rate(periods, line.config.speed_ratio)
+    rate *= 1.0 - line.config.averaging_share if line.config.averaging is Averaging.BLOCKING else 1.0
+    kept = tuple(order for order, period in zip(orders, periods, strict=True) if period <= slowest)
+    return _Found(kept, rate)
+
+
+def _search_one(line: LineCost, nodes: NodeTable, seed: int, budget: int) -> _Found:
+    members = np.argsort(-nodes.memory, kind="stable")[:_MOST_NODES]
+    search = Search(line, nodes.take(members), np.random.default_rng([seed, 1 << 20]), is_single=True)
+    genome = search.run(budget, search.seeds.all_ceilings())
+    if genome is None:
+        return _Found()
+    order = tuple(int(members[node]) for node in genome.clusters[0])
+    return _Found((order,), genome.rate)
+
+
+def _budget(line: LineCost, nodes: NodeTable) -> int:
+    effort = typical_stages(line, nodes) * line.num_positions**2
+    budget = _BUDGET if len(nodes) > _MOST_NODES // 2 else 2 * _BUDGET
+    return max(_BUDGET // 4, min(budget, budget * 8 * 32**2 // effort))
+
+
+def _neighbourhoods(line: LineCost, nodes: NodeTable) -> list[Ints]:
+    """Divide the nodes by region into groups small enough to be searched at once."""
+    stages = min(line.config.max_stages, line.num_positions)
+    per_node = 4.0 * stages * (line.num_positions + 1) ** 2
+    most = max(64, min(_MOST_NODES, int(_TABLE_BYTES / per_node)))
+    by_region = np.argsort(nodes.region, kind="stable")
+    return [np.sort(part) for part in np.array_split(by_region, -(-len(nodes) // most))]

@@ -1,0 +1,102 @@
+"""Messages about averaging: a round, its parts on the rings, votes and outcome, anchors."""
+
+from dataclasses import dataclass
+from typing import Annotated, Generic
+
+from msgspec import Meta
+
+from ravnest.ids import NodeId, RoundId, SegmentId
+from ravnest.protocol.tied import Value
+from ravnest.protocol.training import Count
+
+FIRST_WEIGHTS = RoundId(0)  # what all clusters have before the first round
+Digest = Annotated[bytes, Meta(min_length=16, max_length=16)]
+
+
+@dataclass(frozen=True, slots=True)
+class RoundOpen:
+    """The hub orders a round; the clusters of `left_out` owners wait for the next one."""
+
+    build_id: int
+    round_id: RoundId
+    deadline_seconds: float
+    is_blocking: bool
+    is_final: bool
+    left_out: tuple[NodeId, ...]
+    anchor_round: RoundId = FIRST_WEIGHTS  # changes since its average go around; 0: since training began
+    is_anchor: bool = False  # no cluster has such an average: the receiver's weights now are it
+    least_chunk: int = 0  # items that go around at once, at least: fewer would only be more work
+
+
+@dataclass(frozen=True, slots=True)
+class RingPart(Generic[Value]):
+    """One chunk of one part of a segment on its way around the ring.
+
+    For n-1 hops `value` is a weighted sum, `weight` what went into it; then the mean and the total weight.
+    """
+
+    round_id: RoundId
+    segment: SegmentId
+    part: int
+    chunk: int
+    hops: int
+    weight: float
+    value: Value
+
+
+@dataclass(frozen=True, slots=True)
+class RoundReady:
+    """A member's vote: it holds every average of its rings and will not give up by itself."""
+
+    round_id: RoundId
+    member: NodeId
+    hashes: tuple[tuple[SegmentId, Digest], ...] = ()  # of the averages: alike in every owner
+
+
+@dataclass(frozen=True, slots=True)
+class RoundCommit:
+    """The round happened: merge the averages."""
+
+    round_id: RoundId
+
+
+@dataclass(frozen=True, slots=True)
+class RoundAbort:
+    """The round never happened: drop everything. Without the `suspect`'s cluster it might have."""
+
+    round_id: RoundId
+    reason: str
+    suspect: NodeId | None = None
+    hops: Count = 1  # after which it was to come from the suspect: who waits behind another waits for more
+
+
+@dataclass(frozen=True, slots=True)
+class RoundQuery:
+    """A member that voted asks the coordinator or another member what became of the round."""
+
+    round_id: RoundId
+    member: NodeId
+
+
+@dataclass(frozen=True, slots=True)
+class AnchorQuery:
+    """A member that missed rounds asks a neighbour in a ring for the average of round `anchor_round`."""
+
+    plan_id: int
+    segment: SegmentId
+    anchor_round: RoundId
+
+
+@dataclass(frozen=True, slots=True)
+class AnchorPart(Generic[Value]):
+    """A piece of that average, from item `offset` on, as it is."""
+
+    plan_id: int
+    segment: SegmentId
+    anchor_round: RoundId
+    offset: int
+    value: Value
+
+
+RoundOutcome = RoundCommit | RoundAbort
+RoundMessage = RoundOpen | RoundReady | RoundOutcome | RoundQuery | AnchorQuery

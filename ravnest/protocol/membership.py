@@ -1,0 +1,100 @@
+"""Messages about membership: peers join, are measured, complain, leave."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Annotated
+
+from msgspec import Meta
+
+from ravnest.ids import NodeId
+from ravnest.plan.types import Node
+from ravnest.protocol.blobs import BlobRef
+
+Rate = Annotated[float, Meta(gt=0, le=1e30)]
+Span = Annotated[float, Meta(ge=0, le=1e6)]
+
+
+class Fact(StrEnum):
+    """What of a machine can be measured."""
+
+    SPEED = "speed"
+    BANDWIDTH = "bandwidth"
+    LATENCY = "latency"
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeOrder:
+    """The hub has a peer measured: by running this little stage, by timing what it fetches, or both."""
+
+    blueprint: BlobRef | None
+    times_link: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeReport:
+    """What a peer found; None is what it was not asked, or could not find out."""
+
+    flops_per_second: Rate | None = None
+    download_bytes_per_second: Rate | None = None
+    latency_seconds: Span | None = None
+
+
+Proof = Annotated[bytes, Meta(min_length=32, max_length=32)]
+Port = Annotated[int, Meta(ge=0, le=65535)]
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """A peer asks to join; the proof is keyed by the token's secret and covers both public keys."""
+
+    version: str
+    proof: Proof
+    node: Node
+    addresses: tuple[str, ...] = ()  # where others can dial it
+    guessed: tuple[Fact, ...] = ()  # what of the node nobody has stated, so that it is measured
+    build_id: int = 0  # of the stage that it holds, if the hub has met it before
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """The hub takes a peer in, under this name; it relays at this port of its host, or not at all."""
+
+    node: NodeId
+    heartbeat_seconds: float
+    relay_port: Port = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """What was asked for is not given: a peer cannot join, a blob is not here."""
+
+    reason: str
+    blob: str = ""  # which
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """A peer goes: its provider wishes so, or it will not run what it was given."""
+
+    build_id: int
+    reason: str
+    can_hand_over: bool = False  # it stays until the hub says Stop, so that nothing is lost
+
+
+@dataclass(frozen=True, slots=True)
+class Complaint:
+    """A neighbour sends what fits nothing: nobody can train beside it."""
+
+    build_id: int
+    node: NodeId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """The hub ends the job, and says why."""
+
+    reason: str
+
+
+MembershipMessage = Hello | Welcome | Refused | Leave | Complaint | Stop

@@ -1,0 +1,146 @@
+"""Messages about who hosts what, and what it is made of: plans, stages, snapshots.
+
+They belong to protocol, which says how messages are made and who reads them. A plan has one number, `plan`;
+a cluster that it makes or changes gets that number as its `build_id`; the others train on under
+theirs. What a stage lacks it gets from sources: snapshots, by name of their parameters.
+"""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from msgspec import Meta
+
+from ravnest.ids import NodeId, RoundId, SegmentId
+from ravnest.plan.types import Ring, Stage
+from ravnest.protocol.averaging import FIRST_WEIGHTS
+from ravnest.protocol.blobs import BlobRef
+
+Ticket = Annotated[bytes, Meta(max_length=16)]
+Rings = tuple[tuple[SegmentId, Ring], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Contact:
+    """How to reach a peer; without an address it dials, or the hub relays for the ticket's two holders."""
+
+    node: NodeId
+    key: str
+    addresses: tuple[str, ...]
+    ticket: Ticket = b""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanOrder:
+    """One peer's new part of a plan: its stage, its cluster in order, its rings. A spare has none of them.
+
+    Whoever had a stage stops training it and holds its state, until the next one is built or it is a spare.
+    """
+
+    build_id: int
+    plan_id: int
+    seed: int
+    stage: Stage | None
+    pipeline: tuple[NodeId, ...]
+    rings: Rings
+    contacts: tuple[Contact, ...]
+    accumulate: int = 1  # microbatches per update
+
+
+@dataclass(frozen=True, slots=True)
+class RingOrder:
+    """A newer plan leaves a peer's cluster as it is: it trains on, in these rings and with these contacts."""
+
+    build_id: int
+    plan_id: int
+    rings: Rings
+    contacts: tuple[Contact, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A snapshot, and who serves it: a peer, the hub, or the receiver itself."""
+
+    node: NodeId
+    weights: BlobRef
+
+
+@dataclass(frozen=True, slots=True)
+class StageParts:
+    """The hub orders a stage built, which then counts `version` updates.
+
+    What the peer holds of it stays, if `is_kept`; the sources say the rest, the first that has a name.
+    """
+
+    build_id: int
+    version: int
+    blueprint: BlobRef
+    sources: tuple[Source, ...]
+    is_kept: bool = False
+    anchor_round: RoundId | None = FIRST_WEIGHTS  # the round these weights are the average of; None: of none
+
+
+@dataclass(frozen=True, slots=True)
+class StageReady:
+    """The stage is built and can train."""
+
+    build_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class StageMissing:
+    """A stage cannot be built, for this source does not give what it has."""
+
+    build_id: int
+    node: NodeId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotOrder:
+    """The hub wants a stage's state, as it is now; training goes on."""
+
+    build_id: int
+    number: int
+    is_final: bool = (
+        True  # training does not go on: what an update lacks only microbatches for is applied first
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotMade:
+    """The state is kept here for whoever asks, until some newer ones are."""
+
+    build_id: int
+    number: int
+    version: int
+    weights: BlobRef
+
+
+@dataclass(frozen=True, slots=True)
+class BackupOrder:
+    """A spare shall fetch this snapshot and keep it until the next."""
+
+    plan_id: int
+    number: int
+    source: Source
+
+
+@dataclass(frozen=True, slots=True)
+class BackupKept:
+    """The spare has it."""
+
+    plan_id: int
+    number: int
+
+
+PlacementMessage = (
+    PlanOrder
+    | RingOrder
+    | StageParts
+    | StageReady
+    | StageMissing
+    | SnapshotOrder
+    | SnapshotMade
+    | BackupOrder
+    | BackupKept
+)

@@ -1,0 +1,215 @@
+"""Messages to headers and back: a little msgpack, and beside it the buffers it announces.
+
+A header is a byte of wire version and an array: the message's name, then its fields in order. What arrives is
+refused unless it is exactly that, within bounds; whatever the bytes, nothing but ProtocolError leaves this
+module, and memory stays a small multiple of their number. No torch here: codec makes tensors of buffers.
+Driven by the programs, between net and the state machines.
+"""
+
+import types
+from collections.abc import Mapping, Sequence
+from dataclasses import is_dataclass, replace
+from functools import cache
+from typing import Annotated, Any, NewType, TypeVar, Union, assert_never, get_args, get_origin, get_type_hints
+
+import msgspec
+from msgspec import Meta
+
+from ravnest.config import WireFormat
+from ravnest.errors import ProtocolError
+from ravnest.protocol import blobs, placement, tied
+from ravnest.protocol.averaging import (
+    AnchorPart,
+    AnchorQuery,
+    RingPart,
+    RoundAbort,
+    RoundCommit,
+    RoundOpen,
+    RoundQuery,
+    RoundReady,
+)
+from ravnest.protocol.membership import (
+    Complaint,
+    Hello,
+    Leave,
+    ProbeOrder,
+    ProbeReport,
+    Refused,
+    Stop,
+    Welcome,
+)
+from ravnest.protocol.messages import Message
+from ravnest.protocol.tensors import Buffer, TensorSpec
+from ravnest.protocol.training import (
+    Activation,
+    DroppedMicrobatch,
+    FieldParts,
+    Gradient,
+    LearningRate,
+    LeaseDone,
+    LeaseGrant,
+    Pace,
+    StepReport,
+)
+
+WIRE_VERSION = 2
+MOST_HEADER_BYTES = 64 * 1024
+
+_LONGEST_TEXT = 300
+_LARGEST_FLOAT = float.fromhex("0x1.fffffffffffffp+1023")
+# What holds for a field unless its type in protocol says otherwise.
+_BOUNDS: Mapping[object, Meta] = {
+    int: Meta(ge=0, le=2**63 - 1),
+    float: Meta(ge=-_LARGEST_FLOAT, le=_LARGEST_FLOAT),  # NaN is not within any bounds
+    str: Meta(max_length=_LONGEST_TEXT),
+    tuple: Meta(max_length=1024),
+}
+
+
+def pack(message: Message, buffers: Sequence[Buffer] = ()) -> bytes:
+    """Return the header to send before these buffers; a reason too long for it is cut."""
+    name = type(message).__name__
+    try:
+        record = msgspec.convert(_with_short_reason(message), _records()[name], from_attributes=True)
+        header = bytes([WIRE_VERSION]) + msgspec.msgpack.encode(record)
+    except (msgspec.MsgspecError, ValueError) as problem:
+        raise ProtocolError(f"{name} cannot be sent: {problem!s:.200}") from None
+    if len(header) > MOST_HEADER_BYTES:
+        raise ProtocolError(f"{name} cannot be sent: its header has {len(header)} bytes")
+    _check_buffers(message, buffers)
+    return header
+
+
+def unpack(header: Buffer, buffers: Sequence[Buffer] = ()) -> Message:
+    """Return the message of a header that arrived with these buffers."""
+    data = memoryview(header)
+    if not 2 <= data.nbytes <= MOST_HEADER_BYTES:
+        raise ProtocolError(f"a header of {data.nbytes} bytes; it must have 2 to {MOST_HEADER_BYTES}")
+    if data[0] != WIRE_VERSION:
+        raise ProtocolError(
+            f"wire version {data[0]} where {WIRE_VERSION} is spoken: update the older program"
+        )
+    try:
+        record = _decoder().decode(data[1:])
+    except (msgspec.MsgspecError, ValueError) as problem:  # ValueError: text that is not UTF-8
+        raise ProtocolError(f"a header that is no message: {problem!s:.200}") from None
+    kind = _kinds()[type(record).__name__]
+    message: Message = msgspec.convert(record, kind, from_attributes=True)
+    _check_buffers(message, buffers)
+    return message
+
+
+def announced(message: Message) -> tuple[TensorSpec, ...]:
+    """Return what the buffers beside a message hold, one after the other."""
+    match message:
+        case Activation() | Gradient() | tied.TiedGradient() | tied.TiedStep():
+            return tuple(spec for _, spec in message.values)
+        case FieldParts():
+            return tuple(spec for _, spec in message.fields)
+        case RingPart() | AnchorPart():
+            return (message.value,)
+        case blobs.BlobPart():
+            return (TensorSpec("uint8", (message.size_bytes,), WireFormat.FP32),)
+        case (
+            Hello()
+            | Welcome()
+            | Refused()
+            | Leave()
+            | Complaint()
+            | Stop()
+            | placement.PlanOrder()
+            | placement.RingOrder()
+            | placement.StageParts()
+            | placement.StageReady()
+            | placement.StageMissing()
+            | placement.SnapshotOrder()
+            | placement.SnapshotMade()
+            | placement.BackupOrder()
+            | placement.BackupKept()
+            | blobs.BlobRequest()
+            | ProbeOrder()
+            | ProbeReport()
+            | LeaseGrant()
+            | LeaseDone()
+            | DroppedMicrobatch()
+            | StepReport()
+            | Pace()
+            | LearningRate()
+            | RoundOpen()
+            | RoundReady()
+            | RoundCommit()
+            | RoundAbort()
+            | RoundQuery()
+            | AnchorQuery()
+            | tied.TiedHolder()
+            | tied.TiedCall()
+        ):
+            return ()
+        case _:
+            assert_never(message)
+
+
+def _check_buffers(message: Message, buffers: Sequence[Buffer]) -> None:
+    name, specs = type(message).__name__, announced(message)
+    if len(buffers) != len(specs):
+        raise ProtocolError(f"{name} announces {len(specs)} buffers and comes with {len(buffers)}")
+    for index, (spec, buffer) in enumerate(zip(specs, buffers, strict=True)):
+        if spec.fault is not None:
+            raise ProtocolError(f"{name}, buffer {index}: {spec.fault}")
+        num_bytes = memoryview(buffer).nbytes
+        if num_bytes != spec.num_bytes:
+            raise ProtocolError(f"{name}, buffer {index}: {num_bytes} bytes instead of {spec.num_bytes}")
+
+
+def _with_short_reason(message: Message) -> Message:
+    """Cut a reason rather than fail to say that something failed."""
+    reason = getattr(message, "reason", None)
+    if reason is None:
+        return message
+    shown = reason.encode(errors="replace").decode()[:_LONGEST_TEXT]
+    return replace(message, reason=shown)
+
+
+@cache
+def _kinds() -> dict[str, Any]:
+    """Return the messages by name."""
+    return {(get_origin(kind) or kind).__name__: kind for kind in get_args(Message)}
+
+
+@cache
+def _records() -> dict[str, type[msgspec.Struct]]:
+    """Return the messages by name as msgpack has them: tagged arrays."""
+    return {name: _record(get_origin(kind) or kind, tag=name) for name, kind in _kinds().items()}
+
+
+@cache
+def _decoder() -> msgspec.msgpack.Decoder[msgspec.Struct]:
+    return msgspec.msgpack.Decoder(Union[tuple(_records().values())])  # noqa: UP007
+
+
+def _record(kind: type, tag: str | None = None) -> type[msgspec.Struct]:
+    hints = get_type_hints(kind, include_extras=True)
+    slots = [(name, _bounded(hint)) for name, hint in hints.items()]
+    return msgspec.defstruct(
+        kind.__name__, slots, tag=tag, frozen=True, array_like=True, forbid_unknown_fields=True
+    )
+
+
+def _bounded(hint: Any, *own: Meta) -> Any:
+    """Return the type of a field with its bounds, its own or those of all, and with arrays for records."""
+    if isinstance(hint, NewType):
+        return _bounded(hint.__supertype__, *own)
+    if isinstance(hint, TypeVar):  # RingPart's and tied weights': they travel as tensors
+        return _bounded(TensorSpec)
+    if is_dataclass(hint):
+        return _record(hint)  # type: ignore[arg-type]
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return _bounded(*inner)
+    if origin in (Union, types.UnionType):
+        return Union[tuple(map(_bounded, inner))]  # noqa: UP007
+    if origin is tuple and inner[-1] is not ...:
+        return tuple[tuple(map(_bounded, inner))]  # type: ignore[misc]
+    bounds = own or (_BOUNDS.get(origin or hint),)
+    plain = tuple[_bounded(inner[0]), ...] if origin is tuple else hint  # type: ignore[misc]
+    return plain if bounds == (None,) else Annotated[(plain, *bounds)]

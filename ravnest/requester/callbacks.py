@@ -1,0 +1,144 @@
+"""What the requester has done with the news of a training: any function of a News record will do.
+
+They are called in the hub's event loop, so they should be quick; one that fails is left out from then on: a
+broken log is no reason to lose a training. Driven by job.swarm.
+"""
+
+import csv
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from ravnest.errors import ConfigError
+from ravnest.hub.coordinator.notices import (
+    EpochDone,
+    Evaluated,
+    Joined,
+    Left,
+    Notice,
+    PlanFormed,
+    Resumed,
+    Trained,
+    Waiting,
+)
+from ravnest.hub.coordinator.notices import show_notice as show
+
+logger = logging.getLogger(__name__)
+
+Callback = Callable[[Notice], None]
+_PAUSE_SECONDS = 10.0  # between two lines of progress
+
+
+class Callbacks:
+    """Passes news on, and tells how many of the awaited nodes are still missing."""
+
+    def __init__(self, callbacks: Sequence[Callback], num_awaited: int) -> None:
+        self._callbacks = list(callbacks)
+        self._num_missing: int | None = num_awaited or None
+
+    def add(self, callback: Callback) -> None:
+        """Have one more called."""
+        self._callbacks.append(callback)
+
+    def __call__(self, news: Notice) -> None:
+        """Tell all of them."""
+        self._pass_on(news)
+        match news:
+            case Joined() | Left() if self._num_missing is not None:
+                self._num_missing -= 1 if isinstance(news, Joined) else -1
+                if self._num_missing > 0:
+                    self._pass_on(Waiting(f"{self._num_missing} more of the awaited nodes have to join"))
+            case PlanFormed() | Resumed():  # who is known already comes back, or is not waited for long
+                self._num_missing = None
+
+    def _pass_on(self, news: Notice) -> None:
+        for callback in tuple(self._callbacks):
+            try:
+                callback(news)
+            except Exception as error:
+                self._callbacks.remove(callback)
+                name = getattr(callback, "__name__", type(callback).__name__)
+                logger.warning("the callback %s failed and is left out from now on: %r", name, error)
+
+
+class Narrator:
+    """Says on stderr, in one line each, what happens; of progress only now and then."""
+
+    def __init__(self) -> None:
+        self._said_at = 0.0
+
+    def __call__(self, news: Notice) -> None:
+        """Write the line."""
+        now = time.perf_counter()  # noqa: TID251 - people do not read faster
+        if isinstance(news, Trained) and now < self._said_at + _PAUSE_SECONDS:
+            return
+        self._said_at = now
+        sys.stderr.write(show(news) + "\n")
+
+
+class _Numbers:
+    """Finds the numbers in the news, and how many samples were trained before."""
+
+    def __init__(self) -> None:
+        self._num_samples = 0
+
+    def read(self, news: Notice) -> Iterator[tuple[int, str, float]]:
+        """Yield (samples trained, name, value)."""
+        found: dict[str, float | None] = {}
+        match news:
+            case Trained():
+                self._num_samples, found = news.num_samples, {"loss": news.loss}
+            case EpochDone():
+                found = {"epoch_loss": news.loss}
+            case Evaluated():
+                found = {"val_loss": news.loss, **{f"val_{name}": value for name, value in news.metrics}}
+        for name, value in found.items():
+            if value is not None:
+                yield self._num_samples, name, value
+
+
+class CsvLog:
+    """Writes every number of a training into a CSV file: seconds,num_samples,name,value."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._numbers = _Numbers()
+        self._start = time.perf_counter()  # noqa: TID251 - for people, who like to see when
+        self._path = Path(path)
+        try:
+            with self._path.open("x", encoding="utf-8", newline="") as file:
+                csv.writer(file).writerow(("seconds", "num_samples", "name", "value"))
+        except OSError as error:
+            fix = "give a new file in a folder that exists and is yours"
+            raise ConfigError(f"{path} cannot be written: {error.strerror}; {fix}") from None
+
+    def __call__(self, news: Notice) -> None:
+        """Write what the news have of numbers, at once."""
+        seconds = time.perf_counter() - self._start  # noqa: TID251 - as above
+        found = [(f"{seconds:.3f}", *numbers) for numbers in self._numbers.read(news)]
+        if found:
+            with self._path.open("a", encoding="utf-8", newline="") as file:
+                csv.writer(file).writerows(found)
+
+
+class TensorBoard:
+    """Writes every number of a training where `tensorboard --logdir FOLDER` shows it."""
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self._numbers = _Numbers()
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise ConfigError(
+                "TensorBoard is not installed; pip install tensorboard, or use CsvLog"
+            ) from None
+        self._writer: Any = SummaryWriter(str(folder))
+
+    def __call__(self, news: Notice) -> None:
+        """Write what the news have of numbers, at once."""
+        for num_samples, name, value in self._numbers.read(news):
+            self._writer.add_scalar(name, value, num_samples)
+        self._writer.flush()

@@ -1,0 +1,434 @@
+"""The manifest of a checkpoint: its parts by hash, the books of the training, and which job it is of.
+
+It is believed only as it was written, and if its books balance: every sample handed out is counted, or waits
+to be handed out again. Driven by job.checkpoints; no torch and no files in here.
+"""
+
+import contextlib
+import errno
+import logging
+import math
+import mmap
+import os
+import re
+import tempfile
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+import msgspec
+from msgspec import Meta
+
+from ravnest.errors import RavnestError
+from ravnest.hub.coordinator.leases import LeaseState
+from ravnest.model.blueprint import StateEntry
+from ravnest.protocol.blobs import BlobRef
+from ravnest.protocol.tensors import ITEM_BYTES
+from ravnest.transfer.blobs import name_blob
+from ravnest.units import show_bytes
+
+MANIFEST = "manifest.json"
+MANIFEST_FORMAT = (
+    1  # of the manifest; it changes with whatever makes old checkpoints unreadable or differently meant
+)
+WholeNumber = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+
+
+class Fingerprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Which job a checkpoint is of; `state` is what `hash_state` says of its tensors."""
+
+    model: str
+    state: str
+    num_samples: WholeNumber
+    batch_size: WholeNumber
+    epochs: WholeNumber
+    seed: WholeNumber
+
+
+class SavedLedger(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a training needs beside its weights; no lease is open. `written_at` is in seconds since 1970."""
+
+    number: WholeNumber
+    job: Fingerprint
+    num_counted: WholeNumber
+    num_reported: WholeNumber
+    num_updates: WholeNumber
+    num_evaluated: WholeNumber
+    leases: LeaseState
+    history: list[dict[str, float | int | None]]
+    written_at: float
+
+
+class PartEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The state of the stage [start, stop) by the hash of its file."""
+
+    start: WholeNumber
+    stop: WholeNumber
+    content: BlobRef
+
+
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A checkpoint but for the tensors; the score is the validation loss, if one is known."""
+
+    books: SavedLedger
+    score: float | None
+    parts: tuple[PartEntry, ...]
+
+
+class _Sealed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    format: int
+    number: int
+    hash: str  # of the manifest's very bytes, so that a changed digit shows
+    manifest: msgspec.Raw
+
+
+def hash_state(entries: Iterable[StateEntry]) -> str:
+    """Return the hash of names, dtypes and shapes, in whatever order they come."""
+    plain = sorted((entry.name, entry.dtype, entry.shape) for entry in entries)
+    return name_blob(msgspec.json.encode(plain)).blob
+
+
+def find_difference(saved: Fingerprint, now: Fingerprint) -> str | None:
+    """Return why a checkpoint does not fit a job, with what to do; None if it does."""
+    otherwise = "or begin a new run in another folder"
+    if saved.model != now.model:
+        difference = f"the checkpoint is of model {saved.model!r}, this job's is {now.model!r}"
+        return f"{difference}; give the job that wrote it, {otherwise}"
+    if saved.state != now.state:
+        difference = f"the tensors of {now.model!r} have other names, dtypes or shapes than the checkpoint's"
+        return f"{difference}; build the model as it was, {otherwise}"
+    for name in ("num_samples", "batch_size", "epochs", "seed"):
+        before, after = getattr(saved, name), getattr(now, name)
+        if before != after:
+            fix = f"give {before} training samples" if name == "num_samples" else f"set {name}={before}"
+            return f"the checkpoint was written with {name}={before}, not {after}; {fix}, {otherwise}"
+    return None
+
+
+def seal_manifest(number: int, manifest: Manifest) -> bytes:
+    """Return the content of a manifest's file, after making sure that it can be read again."""
+    body = msgspec.json.encode(manifest)  # numbers that are not finite become null: a score, a loss
+    content = msgspec.json.encode(_Sealed(MANIFEST_FORMAT, number, name_blob(body).blob, msgspec.Raw(body)))
+    parse_manifest(content, number)
+    return content
+
+
+def parse_manifest(content: bytes, number: int) -> Manifest:
+    """Return what a manifest's file says, or raise ValueError with what is wrong."""
+    try:
+        sealed = msgspec.json.decode(content, type=_Sealed)
+        if sealed.format != MANIFEST_FORMAT:
+            raise ValueError(f"it says format {sealed.format}, this ravnest reads format {MANIFEST_FORMAT}")
+        if name_blob(bytes(sealed.manifest)).blob != sealed.hash:
+            raise ValueError("it is not as it was written")
+        manifest = msgspec.json.decode(sealed.manifest, type=Manifest)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{MANIFEST} cannot be used: {error!s:.200}") from None
+    if not number == sealed.number == manifest.books.number:
+        raise ValueError(f"{MANIFEST} is that of checkpoint {manifest.books.number:06d}")
+    borders = [(0, 0), *((entry.start, entry.stop) for entry in manifest.parts)]
+    if len(borders) < 2 or any(one[1] != two[0] or two[0] >= two[1] for one, two in pairwise(borders)):
+        raise ValueError("its parts are not the stages of a line, in order")
+    _check_books(manifest.books)
+    return manifest
+
+
+def _check_books(books: SavedLedger) -> None:
+    """See to it that every sample handed out is counted or waits to be handed out again, and none twice."""
+    leases, job = books.leases, books.job
+    size, chunk_size, waiting = leases["num_samples"], leases["chunk_size"], leases["requeued"]
+    if (size, leases["num_epochs"], leases["seed"]) != (job.num_samples, job.epochs, job.seed):
+        raise ValueError("its leases are of another job")
+    epoch, chunk = upcoming = leases["next_epoch"], leases["next_chunk"]
+    num_chunks = -(-size // max(chunk_size, 1))
+    is_inside = 0 <= epoch < job.epochs and 0 <= chunk < num_chunks
+    is_valid = min(size, chunk_size) >= 1 and 0 <= leases["next_number"] < 2**63
+    if not is_valid or not (is_inside or upcoming == (job.epochs, 0)):
+        raise ValueError("its leases hold a number out of range")
+    is_handed_out = all(one[0] >= 0 and 0 <= one[1] < num_chunks and one < upcoming for one in waiting)
+    if leases["open"] or not is_handed_out or len(set(waiting)) < len(waiting):
+        raise ValueError("its leases hold some that are open, twice there or never handed out")
+    left: Counter[int] = Counter()
+    for number, place in waiting:
+        left[number] += min(chunk_size, size - place * chunk_size)
+    begun = left.keys() | ({epoch} if chunk else set())
+    counted = [(one, (chunk * chunk_size if one == epoch else size) - left[one]) for one in sorted(begun)]
+    num_counted = epoch * size + chunk * chunk_size - left.total()
+    if sorted(leases["counted"]) != counted or books.num_counted != num_counted:
+        raise ValueError(f"its books count {books.num_counted} samples, which its leases contradict")
+
+
+CHECKPOINTS = "checkpoints"
+_NUMBER = re.compile(r"[0-9]{6}|[1-9][0-9]{6,17}")
+_HIDDEN = re.compile(rf"\.({_NUMBER.pattern})\.unfinished")
+_OURS = re.compile(rf"part-[0-9]+\.safetensors|{re.escape(MANIFEST)}")
+_LENGTH_BYTES = 8  # a safetensors file begins with the length of its header
+_MOST_JSON_BYTES = 64_000_000  # of such a header, and of a manifest
+_DTYPES = {
+    name.upper().replace("FLOAT", "F").replace("UINT", "U").replace("INT", "I"): name for name in ITEM_BYTES
+}
+_CLOSED = (errno.EACCES, errno.EPERM, errno.EROFS)
+_log = logging.getLogger(__name__)
+
+Part = tuple[int, int, bytes | memoryview]  # a stage's interval [start, stop), its state as safetensors
+
+
+class CheckpointError(RavnestError):
+    """A checkpoint cannot be written, or none can be looked for. The hub shows it and trains on."""
+
+    exit_code = 3
+
+
+class SavedTensor(NamedTuple):
+    """A tensor of a checkpoint; the buffer is the file itself, mapped into memory."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    buffer: memoryview
+
+
+@dataclass(frozen=True, eq=False)
+class Checkpoint:
+    """A checkpoint that was found sound. It stays readable when its files are removed."""
+
+    number: int
+    books: SavedLedger
+    score: float | None
+    parts: tuple[tuple[SavedTensor, ...], ...] = field(repr=False)
+
+    def read(self) -> Iterator[SavedTensor]:
+        """Yield each tensor once: a tied weight is its home's, optimizer state "optimizer/SLOT/NAME"."""
+        seen: set[str] = set()
+        for tensor in (tensor for part in self.parts for tensor in part):
+            if tensor.name not in seen:
+                seen.add(tensor.name)
+                yield tensor
+
+
+class _Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    dtype: str
+    shape: Annotated[tuple[Annotated[int, Meta(ge=0, le=2**48)], ...], Meta(max_length=64)]
+    data_offsets: tuple[WholeNumber, WholeNumber]
+
+
+class Checkpoints:
+    """The checkpoints in a run's folder: the newest `keep`, and the one with the lowest score."""
+
+    def __init__(self, folder: Path, keep: int = 3) -> None:
+        assert keep >= 1, keep
+        self._place = folder / CHECKPOINTS
+        self._keep = keep
+        self.faults: list[str] = []  # what the last `find` passed over, and why
+
+    @property
+    def next_number(self) -> int:
+        """A number above all that are here, damaged ones included."""
+        return max(self._numbers(), default=-1) + 1
+
+    def write(
+        self, number: int, parts: Sequence[Part], books: SavedLedger, score: float | None = None
+    ) -> Path:
+        """Write a checkpoint, then remove those no longer kept; if it fails, all is as it was before."""
+        refused = f"checkpoint {number:06d} was not written"
+        if number < self.next_number:
+            raise CheckpointError(f"{refused}: {self.next_number - 1:06d} is there, and numbers only grow")
+        contents = [memoryview(content).cast("B") for _, _, content in parts]
+        entries = []
+        try:
+            for (start, stop, _), content in zip(parts, contents, strict=True):
+                _read_part(content, f"the state of stage [{start}, {stop})")
+                entries.append(PartEntry(start, stop, name_blob(content)))
+            sealed = seal_manifest(number, Manifest(books, score, tuple(entries)))
+        except ValueError as error:
+            raise CheckpointError(f"{refused}: {error}") from None
+        place = self._place / f".{number:06d}.unfinished"
+        try:
+            self._place.mkdir(parents=True, exist_ok=True)
+            _sync(self._place.parent)
+            for name in filter(_HIDDEN.fullmatch, os.listdir(self._place)):
+                _remove_quietly(self._place / name)
+            place.mkdir()
+            for index, content in enumerate(contents):
+                _write_file(place / _part_name(index), content)
+            _write_file(place / MANIFEST, sealed)
+            _sync(place)
+            place = place.replace(self._place / f"{number:06d}")
+            _sync(self._place)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                _remove(place)
+            needed = len(sealed) + sum(map(len, contents))
+            reason = _explain(error, self._place, needed)
+            raise CheckpointError(f"{refused}: {reason}; older checkpoints are as they were") from error
+        self._prune()
+        return place
+
+    def find(self) -> Checkpoint | None:
+        """Return the newest checkpoint that is sound; `faults` says what was wrong with newer ones."""
+        found, problems = None, []
+        for number in reversed(self._numbers()):
+            try:
+                found = _open(self._place / f"{number:06d}", number)
+                break
+            except OSError as error:
+                problems.append(f"checkpoint {number:06d} cannot be read: {error.strerror or error}")
+            except ValueError as error:
+                problems.append(f"checkpoint {number:06d} is damaged: {error}")
+        ending = f"using {found.number:06d}" if found else "there is no sound one before it"
+        self.faults = [f"{problem}; {ending}" for problem in problems]
+        return found
+
+    def _numbers(self) -> list[int]:
+        try:
+            return sorted(int(name) for name in os.listdir(self._place) if _NUMBER.fullmatch(name))
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            problem = f"{self._place} cannot be read: {error.strerror or error}"
+            raise CheckpointError(f"{problem}; make it a folder that is yours, or move it away") from error
+
+    def _prune(self) -> None:
+        made: dict[int, Path] = {}
+        whole: dict[int, float | None] = {}
+        for number in self._numbers():
+            folder = self._place / f"{number:06d}"
+            with contextlib.suppress(ValueError, OSError):
+                manifest = _read_manifest(folder, number)
+                made[number] = folder  # by us, for its manifest is sealed
+                _check_files(folder, manifest)
+                whole[number] = manifest.score
+        scores = [(score, -number) for number, score in whole.items() if score is not None]
+        kept = {*sorted(whole)[-self._keep :], *(-number for _, number in sorted(scores)[:1])}
+        for number in made.keys() - kept:
+            _remove_quietly(made[number])
+
+
+@contextlib.contextmanager
+def open_checkpoints(place: Path | None) -> Iterator[Checkpoints]:
+    """Give the checkpoints of a run; where it has no folder, in one that goes with it."""
+    if place is not None and not place.suffix:
+        yield Checkpoints(place)
+        return
+    with tempfile.TemporaryDirectory(prefix="ravnest-", ignore_cleanup_errors=True) as folder:
+        yield Checkpoints(Path(folder))
+
+
+def _part_name(index: int) -> str:
+    return f"part-{index}.safetensors"
+
+
+def _open(folder: Path, number: int) -> Checkpoint:
+    manifest = _read_manifest(folder, number)
+    _check_files(folder, manifest)
+    parts = []
+    for index, entry in enumerate(manifest.parts):
+        content = _map(folder / _part_name(index))  # hashed and later read by the same mapping
+        if name_blob(content) != entry.content:
+            raise ValueError(f"{_part_name(index)} has another hash than its manifest says")
+        parts.append(_read_part(content, _part_name(index)))
+    return Checkpoint(number, manifest.books, manifest.score, tuple(parts))
+
+
+def _read_manifest(folder: Path, number: int) -> Manifest:
+    file = folder / MANIFEST
+    if folder.is_dir() and not file.is_file():
+        raise ValueError(f"{MANIFEST} is missing")
+    if file.stat().st_size > _MOST_JSON_BYTES:
+        raise ValueError(f"{MANIFEST} has more than {show_bytes(_MOST_JSON_BYTES)}")
+    return parse_manifest(file.read_bytes(), number)
+
+
+def _check_files(folder: Path, manifest: Manifest) -> None:
+    """Compare names and sizes, which is quick; hashes are for who reads."""
+    with os.scandir(folder) as listing:
+        found = {entry.name: entry for entry in listing if entry.name != MANIFEST}
+    for index, entry in enumerate(manifest.parts):
+        file = found.pop(_part_name(index), None)
+        if file is None or not file.is_file(follow_symlinks=False):
+            raise ValueError(f"{_part_name(index)} is {'no plain file' if file else 'missing'}")
+        excess = file.stat(follow_symlinks=False).st_size - entry.content.size_bytes
+        if excess:
+            amount = f"{abs(excess)} bytes {'more' if excess > 0 else 'fewer'}"
+            raise ValueError(f"{_part_name(index)} has {amount} than its manifest says")
+    if found:
+        raise ValueError(f"it holds {min(found)!r}, which its manifest does not name")
+
+
+def _read_part(content: memoryview, what: str) -> tuple[SavedTensor, ...]:
+    """Return the tensors of a safetensors file as views; the library's own reader would copy them."""
+    try:
+        start = _LENGTH_BYTES + int.from_bytes(content[:_LENGTH_BYTES], "little")
+        if start > min(len(content), _LENGTH_BYTES + _MOST_JSON_BYTES):
+            raise ValueError("its header does not fit")
+        header = msgspec.json.decode(bytes(content[_LENGTH_BYTES:start]), type=dict[str, msgspec.Raw])
+        header.pop("__metadata__", None)
+        entries = [(name, msgspec.json.decode(raw, type=_Header)) for name, raw in header.items()]
+        tensors, end = [], start
+        for name, entry in sorted(entries, key=lambda item: item[1].data_offsets):
+            begin, stop = (start + offset for offset in entry.data_offsets)
+            dtype = _DTYPES.get(entry.dtype)
+            if dtype is None or begin != end or stop - begin != math.prod(entry.shape) * ITEM_BYTES[dtype]:
+                raise ValueError(f"{name!r:.100} has a place, dtype or shape that cannot be")
+            tensors.append(SavedTensor(name, dtype, entry.shape, content[begin:stop]))
+            end = stop
+        if end != len(content):
+            raise ValueError("its tensors do not fill it")
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{what} is no safetensors file: {error!s:.200}") from None
+    return tuple(tensors)
+
+
+def _map(file: Path) -> memoryview:
+    with open(file, "rb") as opened:
+        return memoryview(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ))
+
+
+def _write_file(file: Path, content: bytes | memoryview) -> None:
+    with open(file, "xb") as opened:
+        opened.write(content)
+        opened.flush()
+        os.fsync(opened.fileno())
+
+
+def _sync(folder: Path) -> None:
+    """Have a folder's names outlive a power cut; elsewhere than on POSIX folders cannot be opened."""
+    if os.name != "posix":
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # of file systems that cannot do this to folders
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _remove(folder: Path) -> None:
+    """Take a folder away, unless it holds what is not ours; a crash in between leaves only a leftover."""
+    if folder.is_symlink() or not all(map(_OURS.fullmatch, os.listdir(folder))):
+        return
+    if not _HIDDEN.fullmatch(folder.name):
+        folder = folder.replace(folder.with_name(f".{folder.name}.unfinished"))
+    for name in os.listdir(folder):
+        os.unlink(folder / name)
+    os.rmdir(folder)
+
+
+def _remove_quietly(folder: Path) -> None:
+    try:
+        _remove(folder)
+    except OSError as error:
+        _log.warning("%s, no longer needed, cannot be removed: %s", folder, error.strerror or error)
+
+
+def _explain(error: OSError, place: Path, size_bytes: int) -> str:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"the disk of {place} is full; make room for {show_bytes(size_bytes)}"
+    if error.errno in _CLOSED:
+        return f"{place} cannot be written ({error.strerror}); let whoever runs the hub write there"
+    return f"{place}: {error.strerror or error}"

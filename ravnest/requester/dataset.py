@@ -1,0 +1,342 @@
+"""From samples to a batch: field by field, each of one type and shape, or a sentence that names the sample.
+
+Numbers and lists become tensors, text is refused with the way to leave it out. Driven by `data`.
+"""
+
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data.dataloader import default_collate
+
+from ravnest.errors import ConfigError
+from ravnest.model.model_with_loss import name_fields
+from ravnest.units import show_bytes, show_value
+
+SampleBatch = dict[str, Tensor] | tuple[Tensor, ...]
+
+_GIVE = "give a dict of fields or a tuple (inputs..., target)"
+
+
+@dataclass(frozen=True, slots=True)
+class FieldType:
+    """What one sample has under one name."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')} {self.shape}"
+
+
+def put_together(numbers: Sequence[int], samples: Sequence[Any], what: str) -> SampleBatch:
+    """Put samples together field by field; numbers and lists become tensors."""
+    first = samples[0]
+    kind: Any = Mapping if isinstance(first, Mapping) else tuple | list
+    if not isinstance(first, kind) or (kind is not Mapping and len(first) < 2):
+        raise ConfigError(f"a sample of the {what} is {show_thing(first)}; {_GIVE}")
+    for number, sample in zip(numbers, samples, strict=True):
+        if not isinstance(sample, kind) or _parts(sample) != _parts(first):
+            other = f"other parts than sample {numbers[0]}"
+            raise ConfigError(f"sample {number} of the {what} has {other}; give every sample the same")
+    if isinstance(first, Mapping):
+        return {
+            name: _stack(numbers, [sample[name] for sample in samples], f"{name!r} of the {what}", repr(name))
+            for name in first
+        }
+    columns = enumerate(zip(*samples, strict=True))
+    return tuple(_stack(numbers, column, f"part {k} of the {what}", f"part {k}") for k, column in columns)
+
+
+def check_ready(batch: Any, what: str) -> SampleBatch:
+    """Return a batch that a DataLoader made, if it is one."""
+    if isinstance(batch, Mapping):
+        return dict(batch)
+    if isinstance(batch, tuple | list):
+        return tuple(batch)
+    raise ConfigError(f"a batch of the DataLoader of the {what} is {show_thing(batch)}; {_GIVE}")
+
+
+def show_thing(thing: object) -> str:
+    """Return a thing as an error names it: a class, a small value, or something of a type."""
+    if isinstance(thing, type):
+        return f"the class {thing.__name__}"
+    is_small = thing is None or isinstance(thing, bool | int | float | str | bytes)
+    return show_value(thing) if is_small else f"of type {type(thing).__name__}"
+
+
+def _parts(sample: Any) -> object:
+    return sample.keys() if isinstance(sample, Mapping) else len(sample)
+
+
+def _stack(numbers: Sequence[int], values: Sequence[Any], what: str, column: str) -> Tensor:
+    tensors = [_to_tensor(value, what, column) for value in values]
+    kind = FieldType(tensors[0].dtype, tuple(tensors[0].shape))
+    for number, tensor in zip(numbers, tensors, strict=True):
+        if tuple(tensor.shape) != kind.shape:
+            shown = f"{kind.shape} in sample {numbers[0]} and {tuple(tensor.shape)} in sample {number}"
+            raise ConfigError(f"{what} differs in shape ({shown}); pad or cut to one length")
+        if tensor.dtype != kind.dtype:
+            other = FieldType(tensor.dtype, kind.shape)
+            shown = f"{kind} in sample {numbers[0]} and {other} in sample {number}"
+            raise ConfigError(f"{what} differs in type ({shown}); give every sample the same")
+    return torch.stack(tensors)
+
+
+def _to_tensor(value: Any, what: str, column: str) -> Tensor:
+    if isinstance(value, Tensor):
+        return value
+    try:
+        # A list that is no array of numbers becomes one of texts or objects, or none at all.
+        array = np.asarray(value)
+        if array.dtype.kind in "biuf":
+            return torch.tensor(value)  # as_tensor warns of arrays that must not be written
+    except (ValueError, TypeError):
+        pass
+    raise ConfigError(
+        f"{what} is {show_value(value)}, not numbers; leave it out of the samples "
+        f"(of a Hugging Face dataset: .remove_columns([{column}])) or turn it into numbers first"
+    )
+
+
+Numbers = NDArray[np.int64]
+_Types = Mapping[str, FieldType]
+
+_MOST_BYTES = 2 << 30  # of an iterable, which has to be kept
+_OBJECT_BYTES, _NUMBER_BYTES = 500, 32  # what Python needs around a tensor, and for a number
+
+
+class Samples:
+    """Numbered samples; `what` is how messages call them. Batches may share memory with the data."""
+
+    def __init__(
+        self, data: Any, batch_size: int, *, what: str = "train data", is_padded: bool | None = None
+    ) -> None:
+        self._what, self._batch_size, self._is_padded = what, batch_size, is_padded
+        self._source = _open(data, what)
+        self._first: SampleBatch | None = None
+        self._lock = threading.RLock()  # a dataset need not bear two readers
+
+    def __len__(self) -> int:
+        with self._lock:
+            return len(self._source)
+
+    def first_batch(self) -> SampleBatch:
+        """Return the first batch as capture wants it, a dict or a tuple; it is read once and kept."""
+        with self._lock:
+            if self._first is None:
+                num_samples = self._source.reach(self._batch_size)
+                if not num_samples:
+                    raise ConfigError(f"the {self._what} is empty; give at least one sample")
+                self._first = self._source.read(np.arange(num_samples))
+            return self._first
+
+    def types(self) -> dict[str, FieldType]:
+        """Return the fields of a sample, as the first batch has them."""
+        return _types(name_fields(self.first_batch(), self._is_padded))
+
+    def batch(self, indices: Sequence[int] | Numbers) -> dict[str, Tensor]:
+        """Return the samples of these numbers by field, or say which of them is unlike the first batch."""
+        numbers = np.asarray(indices, dtype=np.int64)
+        assert numbers.size, "a batch has at least one sample"
+        with self._lock:
+            expected = self.types()
+            fields = name_fields(self._source.read(numbers), self._is_padded)
+        _compare(_types(fields), f"sample {numbers[0]} of the {self._what}", expected, "the first batch")
+        return fields
+
+    def check_like(self, other: "Samples") -> None:
+        """Raise ConfigError unless these samples have the fields, types and shapes of the others."""
+        _compare(self.types(), f"the {self._what}", other.types(), f"the {other._what}")
+
+
+def loader_batch_size(data: object) -> int | None:
+    """Return the batch size that a DataLoader brings, if it is one and brings one."""
+    size = getattr(data.batch_sampler, "batch_size", None) if isinstance(data, DataLoader) else None
+    return size if isinstance(size, int) else None
+
+
+def _types(fields: Mapping[str, Tensor]) -> dict[str, FieldType]:
+    return {name: FieldType(field.dtype, tuple(field.shape[1:])) for name, field in fields.items()}
+
+
+def _compare(found: _Types, here: str, expected: _Types, there: str) -> None:
+    for name in {**expected, **found}:
+        if found.get(name) != expected.get(name):
+            one, other = found.get(name, "missing"), expected.get(name, "missing")
+            fix = "give every sample the same fields, types and shapes"
+            raise ConfigError(f"{name!r} is {one} in {here}, but {other} in {there}; {fix}")
+
+
+class _Rows:
+    """Tensors with one row per sample. `reach` says how many of the first n samples there are."""
+
+    def __init__(self, data: Mapping[str, Any], what: str, *, is_tuple: bool) -> None:
+        if not data:
+            raise ConfigError(f"the {what} is an empty dict; give at least one tensor")
+        self._tensors = {name: _to_rows(whole, name, what) for name, whole in data.items()}
+        self._is_tuple = is_tuple
+        sizes = {name: len(whole) for name, whole in self._tensors.items()}
+        if len(set(sizes.values())) > 1:
+            shown = ", ".join(f"{name} {size}" for name, size in sizes.items())
+            raise ConfigError(f"the {what} has fields of unequal length ({shown}); give one row per sample")
+
+    def __len__(self) -> int:
+        return len(next(iter(self._tensors.values())))
+
+    def reach(self, num_samples: int) -> int:
+        return min(num_samples, len(self))
+
+    def read(self, numbers: Numbers) -> SampleBatch:
+        is_slice = bool((np.diff(numbers) == 1).all())
+        rows = slice(int(numbers[0]), int(numbers[-1]) + 1) if is_slice else torch.tensor(numbers)
+        batch = {name: whole[rows] for name, whole in self._tensors.items()}
+        return tuple(batch.values()) if self._is_tuple else batch
+
+
+class _Items:
+    """A dataset, or a stream that is kept: samples one by one, put together here or by `collate`."""
+
+    def __init__(self, items: Any, what: str, collate: Callable[[list[Any]], Any] | None = None) -> None:
+        self._items, self._what, self._collate = items, what, collate
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def reach(self, num_samples: int) -> int:
+        if isinstance(self._items, _Stream):
+            return self._items.reach(num_samples)
+        return min(num_samples, len(self))
+
+    def read(self, numbers: Numbers) -> SampleBatch:
+        indices = numbers.tolist()
+        at_once = getattr(self._items, "__getitems__", None)  # of torch and Hugging Face datasets
+        samples = list(at_once(indices)) if at_once else [self._items[index] for index in indices]
+        if self._collate is None:
+            return put_together(indices, samples, self._what)
+        batch = check_ready(self._collate(samples), self._what)
+        size = len(next(iter(name_fields(batch, None).values())))
+        if size != len(indices):
+            problem = f"the collate_fn of the {self._what} made {size} samples of {len(indices)}"
+            raise ConfigError(f"{problem}; make one of each")
+        return batch
+
+
+class _Stream:
+    """An iterable, read as far as asked and kept."""
+
+    def __init__(self, data: Iterable[Any], what: str) -> None:
+        self._data, self._what = data, what
+        self._rest: Iterator[Any] | None = None
+        self._kept: list[Any] = []
+        self._kept_bytes = 0
+        self._error: Exception | None = None
+
+    def __len__(self) -> int:
+        return self.reach(sys.maxsize)
+
+    def __getitem__(self, index: int) -> Any:
+        self.reach(index + 1)
+        return self._kept[index]
+
+    def reach(self, num_samples: int) -> int:
+        """Read on until there are this many samples, or no more; return how many there are."""
+        if self._error is not None:  # after it a generator looks as if it had ended
+            raise self._error
+        if self._rest is None:
+            self._rest = iter(self._data)
+        try:
+            for sample in islice(self._rest, max(num_samples - len(self._kept), 0)):
+                self._kept.append(sample)
+                self._kept_bytes += _bytes_of(sample)
+                if self._kept_bytes > _MOST_BYTES:
+                    raise self._refuse()
+        except Exception as error:
+            self._error = error
+            raise
+        return min(num_samples, len(self._kept))
+
+    def _refuse(self) -> ConfigError:
+        read = f"{len(self._kept):,} samples ({show_bytes(self._kept_bytes)})"
+        fix = "give a dataset with a length and an index, or cut it: itertools.islice(samples, 100_000)"
+        return ConfigError(f"the {self._what} is an iterable, to be kept, with no end after {read}; {fix}")
+
+
+def _open(data: Any, what: str) -> _Rows | _Items:
+    if isinstance(data, DataLoader):
+        return _open_loader(data, what)
+    if isinstance(data, Mapping):
+        return _Rows(data, what, is_tuple=False)
+    if isinstance(data, tuple) and data and all(isinstance(part, Tensor | np.ndarray) for part in data):
+        return _Rows({f"part {k}": part for k, part in enumerate(data)}, what, is_tuple=True)
+    return _Items(_numbered(data, what), what)
+
+
+def _numbered(data: Any, what: str) -> Any:
+    """Return the data itself if it has a length and an index, else a stream of it."""
+    is_known = isinstance(data, Iterable) or hasattr(data, "__getitem__")
+    if isinstance(data, str | bytes | Tensor | np.ndarray | type) or not is_known:
+        fix = "give a dict of tensors, a dataset, an iterable of samples or a DataLoader"
+        raise ConfigError(f"the {what} is {show_thing(data)}; {fix}")
+    is_indexed = hasattr(data, "__getitem__") and hasattr(data, "__len__")
+    return data if is_indexed and not isinstance(data, IterableDataset) else _Stream(data, what)
+
+
+def _open_loader(loader: "DataLoader[Any]", what: str) -> _Rows | _Items:
+    if loader.batch_sampler is None:
+        return _Items(_Stream(_split_batches(loader, what), what), what)
+    if not isinstance(loader.dataset, IterableDataset):
+        _check_sampler(loader, what)
+    collate = None if loader.collate_fn is default_collate else loader.collate_fn
+    return _Items(_numbered(loader.dataset, what), what, collate)
+
+
+def _check_sampler(loader: "DataLoader[Any]", what: str) -> None:
+    """Refuse a sampler that leaves samples out: without it, they would be trained on."""
+    batches: Any = loader.batch_sampler
+    sampler = batches.sampler if type(batches) is BatchSampler else batches
+    is_whole = type(sampler) in (SequentialSampler, RandomSampler) and len(sampler) == len(loader.dataset)  # type: ignore[arg-type]
+    if not is_whole or getattr(sampler, "replacement", False):
+        problem = f"the DataLoader of the {what} chooses samples by {type(sampler).__name__}"
+        fix = (
+            "for a part of a dataset give torch.utils.data.Subset(dataset, indices), else the dataset itself"
+        )
+        raise ConfigError(f"{problem}, but the order is ours; {fix}")
+
+
+def _split_batches(loader: "DataLoader[Any]", what: str) -> Iterator[Any]:
+    """Yield the samples of a loader whose dataset has ready batches."""
+    for ready in loader:
+        batch = check_ready(ready, what)
+        fields = name_fields(batch, None)
+        for parts in zip(*fields.values(), strict=True):
+            yield dict(zip(fields, parts, strict=True)) if isinstance(batch, dict) else parts
+
+
+def _bytes_of(value: Any) -> int:
+    parts = value.values() if isinstance(value, Mapping) else value
+    if isinstance(value, Mapping | tuple | list):
+        return _OBJECT_BYTES + sum(_bytes_of(part) for part in parts)
+    return _OBJECT_BYTES + int(value.nbytes) if isinstance(value, Tensor | np.ndarray) else _NUMBER_BYTES
+
+
+def _to_rows(whole: Any, name: str, what: str) -> Tensor:
+    if isinstance(whole, np.ndarray) and whole.ndim and whole.dtype.kind in "biuf":
+        with warnings.catch_warnings(action="ignore"):  # an array that must not be written: nobody will
+            return torch.from_numpy(np.ascontiguousarray(whole, whole.dtype.newbyteorder("=")))
+    if isinstance(whole, Tensor) and whole.ndim:
+        return whole
+    found = show_thing(whole)
+    if isinstance(whole, Tensor | np.ndarray):
+        found = f"an array of {whole.dtype}" if whole.ndim else "a single number"
+    fix = "give tensors whose first size is the samples, or one dataset instead of the dict"
+    raise ConfigError(f"the {what} has {name!r}, {found}; {fix}")

@@ -1,0 +1,221 @@
+"""What the requester brings: a model, data, a loss, and how to train.
+
+A job holds the requester's own objects and checks them early, so that a mistake is told before anything is
+captured or sent. Nothing of it leaves this PC as code: `capture` makes a blueprint of the model, `settings`
+names and numbers of the optimizer. Driven by the requester's script and by the cli.
+"""
+
+import math
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from ravnest.config import OptimizerKind as Recipe
+from ravnest.engine.optimizers import OptimizerSettings
+from ravnest.engine.recipe import from_torch, make_settings
+from ravnest.engine.train_config import AveragingRule
+from ravnest.errors import ConfigError
+from ravnest.model.capture import Captured, capture
+from ravnest.model.model_with_loss import Metric
+from ravnest.model.profile import find_matrices
+from ravnest.requester.dataset import SampleBatch, Samples, loader_batch_size, show_thing
+from ravnest.requester.lr_schedules import Schedule, constant, cosine, read_schedule
+from ravnest.units import Dimension, parse_quantity, show_value
+
+TorchOptimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+
+_NAME = re.compile(r"(?=\S)[\w.:/+()@,' -]{1,64}(?<=\S)")
+_PRECISIONS = ("fp32", "bf16")
+_OPTIMIZERS = f"one of torch.optim, made from model.parameters(), or of {', '.join(Recipe)}"
+_TIMES = 'a time like "5 min", or None for no checkpoints'
+_RATES = {"sgd": 1e-2, "momentum": 1e-2, "adam": 1e-3, "adamw": 1e-3, "nadam": 2e-3, "muon": 4e-3}
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """A model to train, with its data, its loss and its optimizer.
+
+    Data is a dict (or tuple) of tensors, a dataset with length and index, an iterable of samples, or a
+    DataLoader, which brings its own batch size. A sample is a dict of fields or a tuple (inputs..., target).
+    `loss` and `metrics` take what the model returned and the batch, or its target when batches are tuples;
+    without a loss the model returns it. `inputs` names the fields the model takes. `is_padded=False` promises
+    that no sample is padded. `optimizer` is one of torch.optim (or several) over the model's parameters, or
+    the name of a recipe with its `learning_rate`; `clip` limits the norm of each tensor's gradient. One
+    batch is one update; it travels through the stages as `microbatches`. Clusters average their weights
+    `average_every` batches, and by the `averaging_rule` more than those. What was trained is kept
+    `checkpoint_every` so often, like "5 min"; None: never.
+    """
+
+    model: nn.Module = field(repr=False)
+    train_data: Any = field(repr=False)
+    val_data: Any = field(default=None, repr=False, kw_only=True)
+    batch_size: int = field(default=32, kw_only=True)
+    epochs: int = field(default=1, kw_only=True)
+    loss: Metric | None = field(default=None, repr=False, kw_only=True)
+    metrics: Mapping[str, Metric] = field(default_factory=dict, repr=False, kw_only=True)
+    optimizer: TorchOptimizers | str | None = field(default=None, repr=False, kw_only=True)
+    learning_rate: float | None = field(default=None, kw_only=True)
+    schedule: Schedule | Callable[[int], float] | None = field(default=None, repr=False, kw_only=True)
+    clip: float | None = field(default=None, kw_only=True)
+    average_every: int | str = field(default="auto", kw_only=True)
+    averaging_rule: AveragingRule = field(default=AveragingRule(), kw_only=True)
+    checkpoint_every: str | None = field(default="1 min", kw_only=True)
+    microbatches: int | str = field(default="auto", kw_only=True)
+    precision: str = field(default="fp32", kw_only=True)
+    seed: int = field(default=0, kw_only=True)
+    inputs: Sequence[str] | None = field(default=None, kw_only=True)
+    is_padded: bool | None = field(default=None, kw_only=True)
+    name: str | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        _require(isinstance(self.model, nn.Module), "model", self.model, "an instance of torch.nn.Module")
+        _check_functions(self.loss, self.metrics)
+        self._fill_in("batch_size", loader_batch_size(self.train_data) or self.batch_size)
+        self._check_settings()
+        self._check_optimizer()
+        self._fill_in("name", type(self.model).__name__[:64] if self.name is None else self.name)
+        is_name = isinstance(self.name, str) and _NAME.fullmatch(self.name)
+        _require(is_name, "name", self.name, "1 to 64 letters, digits, inner spaces and . : / + ( ) @ , ' -")
+        _ = (
+            self.samples,
+            self.val_samples,
+            self.rates,
+            self.checkpoint_seconds,
+        )  # what is of no known form is told here
+
+    def first_batch(self) -> SampleBatch:
+        """Return the first batch of the train data; it is read once and kept."""
+        return self.samples.first_batch()
+
+    def capture(self) -> Captured:
+        """Turn the model into a blueprint, with the first batch as the example."""
+        batch = self.first_batch()
+        if self.val_samples is not None:
+            self.val_samples.check_like(self.samples)
+        given = {"name": self.name, "inputs": self.inputs, "is_padded": self.is_padded}
+        captured = capture(self.model, batch, self.loss, self.metrics, **given)  # type: ignore[arg-type]
+        return replace(captured, notes=(*_notes(batch, self.batch_size), *captured.notes))
+
+    def settings(self, captured: Captured, planned_updates: int = 0) -> OptimizerSettings:
+        """Return how each trained parameter is updated, by its name in the blueprint; tied ones once."""
+        trained = {entry.name: entry.shape for entry in captured.blueprint.state if entry.is_trainable}
+        if isinstance(self.optimizer, Recipe):
+            assert self.learning_rate is not None
+            matrices = find_matrices(captured.blueprint)
+            found = make_settings(self.optimizer, self.learning_rate, trained, matrices, planned_updates)
+        else:
+            assert not isinstance(self.optimizer, str | None)
+            found = from_torch(self.optimizer, {name: captured.state[name] for name in trained})
+        if self.clip is None:
+            return found
+        return replace(found, clip=None if math.isinf(self.clip) else float(self.clip))
+
+    @cached_property
+    def samples(self) -> Samples:
+        """The train data by number."""
+        return Samples(self.train_data, self.batch_size, is_padded=self.is_padded)
+
+    @cached_property
+    def val_samples(self) -> Samples | None:
+        """The validation data by number, if there is any."""
+        if self.val_data is None:
+            return None
+        return Samples(self.val_data, self.batch_size, what="validation data", is_padded=self.is_padded)
+
+    @cached_property
+    def checkpoint_seconds(self) -> float | None:
+        """The time between two checkpoints, if there are any."""
+        if self.checkpoint_every is None:
+            return None
+        _require(isinstance(self.checkpoint_every, str), "checkpoint_every", self.checkpoint_every, _TIMES)
+        try:
+            seconds = parse_quantity(self.checkpoint_every, Dimension.SECONDS)
+        except ConfigError as error:
+            raise ConfigError(f"checkpoint_every: {error}") from None
+        _require(seconds >= 1, "checkpoint_every", self.checkpoint_every, "a second or more")
+        return seconds
+
+    @cached_property
+    def rates(self) -> Schedule:
+        """The schedule; left out, it is what a recipe was tuned with, or the constant rate of torch.optim."""
+        if self.schedule is not None:
+            return read_schedule(self.schedule)
+        return cosine(warmup=0.05) if isinstance(self.optimizer, Recipe) else constant()
+
+    def _fill_in(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+
+    def _check_settings(self) -> None:
+        for name, value in (("batch_size", self.batch_size), ("epochs", self.epochs)):
+            _require(_is_whole(value, 1), name, value, "a whole number, 1 or more")
+        is_every = self.average_every == "auto" or _is_whole(self.average_every, 1)
+        _require(is_every, "average_every", self.average_every, '"auto" or batches, a whole number above 0')
+        is_rule = isinstance(self.averaging_rule, AveragingRule)
+        _require(is_rule, "averaging_rule", self.averaging_rule, "an rv.AveragingRule(...)")
+        is_many = self.microbatches == "auto" or _is_whole(self.microbatches, 1)
+        _require(is_many, "microbatches", self.microbatches, '"auto" or a whole number above 0')
+        is_clip = self.clip is None or _is_positive(self.clip)
+        _require(is_clip, "clip", self.clip, "a number above 0, or math.inf for no clipping")
+        _require(self.precision in _PRECISIONS, "precision", self.precision, " or ".join(_PRECISIONS))
+        _require(_is_whole(self.seed, 0), "seed", self.seed, "a whole number from 0 to 2**63 - 1")
+        _require(self.is_padded in (None, True, False), "is_padded", self.is_padded, "True, False or nothing")
+        is_list = not isinstance(self.inputs, str)
+        _require(is_list, "inputs", self.inputs, f"a list of fields: [{self.inputs!r}]")
+
+    def _check_optimizer(self) -> None:
+        if isinstance(self.optimizer, str | None):
+            name = Recipe.MUON if self.optimizer is None else self.optimizer
+            _require(name in list(Recipe), "optimizer", name, _OPTIMIZERS)
+            self._fill_in("optimizer", Recipe(name))
+            rate = _RATES[Recipe(name)] if self.learning_rate is None else self.learning_rate
+            _require(_is_positive(rate) and rate < math.inf, "learning_rate", rate, "a number above 0")
+            self._fill_in("learning_rate", float(rate))
+            return
+        given = [self.optimizer] if isinstance(self.optimizer, torch.optim.Optimizer) else self.optimizer
+        found = given if isinstance(given, tuple | list) else []
+        is_known = bool(found) and all(isinstance(one, torch.optim.Optimizer) for one in found)
+        _require(is_known, "optimizer", self.optimizer, _OPTIMIZERS)
+        rate = float(given[0].param_groups[0]["lr"])
+        is_own = self.learning_rate is None
+        _require(is_own, "learning_rate", self.learning_rate, f"none: the optimizer brings its own, {rate:g}")
+        _require(0 < rate < math.inf, "lr of the optimizer's first group", rate, "a number above 0")
+        modules = [one for one in (self.model, self.loss) if isinstance(one, nn.Module)]
+        parameters = [parameter for module in modules for parameter in module.parameters()]
+        from_torch(given, {str(number): parameter for number, parameter in enumerate(parameters)})
+
+
+def _require(is_good: object, name: str, value: object, wanted: str) -> None:
+    if not is_good:
+        raise ConfigError(f"{name} is {show_thing(value)}; give {wanted}")
+
+
+def _is_whole(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= sys.maxsize
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+
+
+def _check_functions(loss: object, metrics: Mapping[str, Metric]) -> None:
+    _require(loss is None or callable(loss), "loss", loss, "a function of (what the model returns, batch)")
+    _require(isinstance(metrics, Mapping), "metrics", metrics, "a dict of names and functions")
+    for name, metric in metrics.items():
+        if not isinstance(name, str) or not callable(metric):
+            raise ConfigError(
+                f"metrics has {show_value(name)}: {show_value(metric)}; give names and functions"
+            )
+
+
+def _notes(batch: SampleBatch, batch_size: int) -> tuple[str, ...]:
+    num_samples = len(next(iter(batch.values())) if isinstance(batch, dict) else batch[0])
+    if num_samples >= batch_size:
+        return ()
+    count = "1 sample" if num_samples == 1 else f"{num_samples} samples"
+    return (f"the train data has {count}, fewer than batch_size {batch_size}; a batch is all of it",)

@@ -1,0 +1,132 @@
+"""Where a hub listens, made sure of before a model is captured. Driven by job.swarm."""
+
+import asyncio
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import psutil  # type: ignore[import-untyped]
+
+from ravnest.errors import ConfigError
+from ravnest.ids import NodeId
+from ravnest.net.identity import is_everywhere, split_address, write_address
+
+
+def claim_door(door: str) -> str:
+    """Return the address with a free port if it left that open; raise ConfigError if it cannot be had."""
+    host, port = split_address(door)
+    place = None if is_everywhere(host) else host
+    try:
+        found = socket.getaddrinfo(place, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        with socket.socket(found[0], socket.SOCK_STREAM) as tried:
+            if os.name == "posix":  # elsewhere this would let two share a port
+                tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            tried.bind(found[4])
+            return write_address(host, tried.getsockname()[1])
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
+        fix = "choose another port or stop who has it, and an address of this PC"
+        raise ConfigError(f"cannot listen at {host}:{port}: {reason}; {fix}") from None
+
+
+HERE = "tcp://127.0.0.1:*"
+_RATE = "1 GB/s"
+_LATENCY = "100 us"
+_PATIENCE = "60 s"
+_END_SECONDS = 5.0
+_MEMORY_SHARE = 0.5  # of what is free, for all peers together
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """What a peer claims to have; what is left out it measures. An emulated one is as slow as it claims."""
+
+    memory_bytes: float
+    flops_per_second: float | None = None
+    emulated_flops_per_second: float | None = None
+    device: str = "cpu"
+
+
+def share_memory(num_peers: int) -> tuple[Hardware, ...]:
+    """Return the hardware of so many peers that share what memory this PC has free."""
+    if isinstance(num_peers, bool) or num_peers < 1:
+        raise ConfigError(f"nodes is {num_peers}; give a whole number, 1 or more")
+    share = _MEMORY_SHARE * psutil.virtual_memory().available / num_peers
+    return (Hardware(share),) * num_peers
+
+
+class LocalPeers:
+    """The processes of the peers on this PC."""
+
+    def __init__(self, hardware: Sequence[Hardware]) -> None:
+        self.hardware = tuple(hardware)
+        self._processes: dict[NodeId, asyncio.subprocess.Process] = {}
+
+    @property
+    def processes(self) -> Mapping[NodeId, int]:
+        """Their ids by the peers' names, while they run."""
+        return {name: process.pid for name, process in self._processes.items()}
+
+    @contextlib.asynccontextmanager
+    async def running(self, token: str) -> AsyncIterator[None]:
+        """Start the peers; in the end see them go, or make them."""
+        self._processes = {}
+        try:
+            for index, hardware in enumerate(self.hardware, 1):
+                name = NodeId(f"node{index}")
+                self._processes[name] = await _start(token, name, hardware, len(self.hardware))
+            yield
+        except BaseException:
+            self.kill()
+            raise
+        finally:
+            running = [asyncio.ensure_future(process.wait()) for process in self._processes.values()]
+            _, late = await asyncio.wait(running, timeout=_END_SECONDS) if running else ((), ())
+            self.kill()
+            if late:
+                await asyncio.wait(late)
+
+    async def all_ended(self) -> None:
+        """Return when none is left."""
+        for process in self._processes.values():
+            await process.wait()
+
+    def kill(self) -> None:
+        """End those that still run."""
+        for process in self._processes.values():
+            if process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+
+
+async def _start(token: str, name: NodeId, hardware: Hardware, num_peers: int) -> asyncio.subprocess.Process:
+    emulated = hardware.emulated_flops_per_second
+    claimed = hardware.flops_per_second or emulated
+    options = {
+        "--name": name,
+        "--memory": f"{hardware.memory_bytes} B",
+        "--flops": f"{claimed} FLOP/s" if claimed else None,
+        "--emulate": f"{emulated} FLOP/s" if emulated else None,
+        "--device": hardware.device,
+        "--listen": HERE,
+        "--bandwidth": _RATE,
+        "--latency": _LATENCY,
+        "--patience": _PATIENCE,
+        "--on-battery": "go",  # whoever starts them here knows
+    }
+    arguments = [part for key, value in options.items() if value is not None for part in (key, value)]
+    threads = str(max(1, (os.cpu_count() or 1) // num_peers))
+    return await asyncio.create_subprocess_exec(
+        sys.executable,
+        *("-m", "ravnest", "join", "--quiet", *arguments),
+        env={"OMP_NUM_THREADS": threads, **os.environ, "RAVNEST_TOKEN": token},  # unseen by `ps`
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.DEVNULL,
+        # Ctrl-C is for the hub, which then lets the peers finish.
+        start_new_session=os.name == "posix",
+        creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0),
+    )

@@ -1,0 +1,177 @@
+"""The requester's side of a run: model and data as bytes, cut and read for whoever hosts a part of them.
+
+Nothing here is sent but blueprints, weights and the fields that a stage consumes. Stages are made of the
+first weights, or of the last checkpoint. Driven by hub.server, which calls it from threads.
+"""
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from ravnest.codec import describe, encode_tensor
+from ravnest.config import WireFormat
+from ravnest.engine.optimizers import find_not_finite
+from ravnest.engine.train_config import TrainConfig, write_train_config
+from ravnest.errors import RavnestError, WeightsError
+from ravnest.hub.coordinator.leases import LedgerState
+from ravnest.hub.coordinator.notices import EpochDone, Evaluated, Notice
+from ravnest.hub.service.owner import Fields, Parts
+from ravnest.model.blueprint import Program
+from ravnest.model.blueprint_json import write_blueprint
+from ravnest.model.capture import Captured
+from ravnest.model.slicing import slice_blueprint
+from ravnest.model.state_dict import OPTIMIZER_PREFIX, read_snapshot, to_safetensors, to_snapshot
+from ravnest.requester import checkpoint_store
+from ravnest.requester.checkpoint_store import Checkpoint, Checkpoints, Fingerprint
+from ravnest.requester.job import Job
+from ravnest.requester.job_file import users_code
+
+Keeper = Checkpoints
+
+
+class JobOwner:
+    """The Owner of a job that was captured; `history` has the numbers of each report in order."""
+
+    def __init__(
+        self,
+        job: Job,
+        captured: Captured,
+        training: TrainConfig,
+        fingerprint: Fingerprint,
+        keeper: Checkpoints | None = None,
+    ) -> None:
+        self.job = job
+        self.fingerprint = fingerprint
+        self.history: list[dict[str, float]] = []
+        self._captured = captured
+        self._training = training
+        self._keeper = keeper
+        self._state: Mapping[str, Tensor] = captured.state
+        self._optimizer: dict[str, Tensor] = {}
+
+    def note(self, news: Notice) -> None:
+        """Keep what is reported of an epoch or an evaluation; what is trained again is reported again."""
+        if isinstance(news, EpochDone | Evaluated):
+            # An evaluation comes late, when others have told of the next epoch: it takes back only its like.
+            again = [each for each in self.history if each["epoch"] >= news.epoch]
+            again = [each for each in again if isinstance(news, EpochDone) or "num_samples" not in each]
+            self.history = [each for each in self.history if each not in again] + [_report(news)]
+
+    def retell(self, told: Sequence[EpochDone | Evaluated]) -> None:
+        """Know what was told in a log, where that is more than in a checkpoint."""
+        if len(told) > len(self.history):
+            self.history = [_report(each) for each in told]
+
+    def make_parts(self, start: int, stop: int) -> Parts:
+        """Cut the stage [start, stop) of the line."""
+        stage = slice_blueprint(self._captured.blueprint, start, stop)
+        trained = frozenset(entry.name for entry in stage.state if entry.is_trainable)
+        state, optimizer = self._state, self._optimizer
+        names = {entry.name for entry in stage.state}
+        if optimizer:
+            slots = {key: tensor for key, tensor in optimizer.items() if key.partition("/")[2] in names}
+            weights = to_snapshot({name: state[name] for name in names}, slots)
+        else:
+            weights = to_safetensors(state, stage)
+        return Parts(
+            blueprint=write_train_config(self._training, trained) + b"\n" + write_blueprint(stage),
+            weights=weights,
+            train_fields=_fields(stage.train),
+            evaluation_fields=_fields(stage.evaluate),
+        )
+
+    def find_fault(self, start: int, stop: int, content: bytes) -> str:
+        """Return why this is not the state of the stage [start, stop), if so."""
+        entries = slice_blueprint(self._captured.blueprint, start, stop).state
+        try:
+            state, slots = read_snapshot(content, entries)
+        except WeightsError as error:
+            return str(error)
+        changing = {entry.name for entry in entries if entry.is_trainable or entry.is_written}
+        if lacks := changing - state.keys():
+            return f"it lacks {min(lacks)!r} and {len(lacks) - 1} more of its tensors"
+        numbers = {name: state[name] for name in changing} | slots
+        key = find_not_finite({key: x for key, x in numbers.items() if x.is_floating_point()})
+        return "" if key is None else f"{key!r} is not finite"
+
+    def keep(self, number: int, parts: Sequence[tuple[int, int, bytes]], books: LedgerState) -> str:
+        """Write a checkpoint; from then on stages are made of it."""
+        if self._keeper is None:
+            return "there is no folder for checkpoints"
+        try:
+            number = self._keeper.next_number
+            saved = checkpoint_store.SavedLedger(
+                number=number,
+                job=self.fingerprint,
+                num_counted=books.num_counted,
+                num_reported=books.num_reported,
+                num_updates=books.num_updates,
+                num_evaluated=books.num_evaluated,
+                leases=books.leases,
+                history=[dict(report) for report in self.history],
+                written_at=time.time(),  # noqa: TID251 - for people; nothing is decided by it
+            )
+            losses = [report["val_loss"] for report in self.history if "val_loss" in report]
+            self._keeper.write(number, parts, saved, losses[-1] if losses else None)
+            self._adopt(content for _, _, content in parts)
+        except RavnestError as error:
+            return str(error)
+        return ""
+
+    def go_on_from(self, start: Checkpoint) -> LedgerState:
+        """Make stages of a checkpoint's state; return what was trained then."""
+        state: dict[str, Tensor] = {}
+        optimizer: dict[str, Tensor] = {}
+        for saved_tensor in start.read():
+            name, dtype = saved_tensor.name, getattr(torch, saved_tensor.dtype)
+            data = bytearray(saved_tensor.buffer)
+            flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+            is_slot = name.startswith(OPTIMIZER_PREFIX)
+            found = optimizer if is_slot else state
+            found[name.removeprefix(OPTIMIZER_PREFIX)] = flat.reshape(saved_tensor.shape)
+        self._hold(state, optimizer)
+        saved = start.books
+        self.history = [
+            {name: float(value) for name, value in report.items() if value is not None}
+            for report in saved.history
+        ]
+        counts = (saved.num_counted, saved.num_reported, saved.num_updates, saved.num_evaluated)
+        return LedgerState(*counts, saved.leases)
+
+    def _adopt(self, contents: Iterable[bytes]) -> None:
+        state: dict[str, Tensor] = {}
+        optimizer: dict[str, Tensor] = {}
+        for content in contents:
+            found, slots = read_snapshot(content, self._captured.blueprint.state)
+            state, optimizer = found | state, slots | optimizer  # of tied weights the first stage's count
+        self._hold(state, optimizer)
+
+    def _hold(self, state: dict[str, Tensor], optimizer: dict[str, Tensor]) -> None:
+        for entry in self._captured.blueprint.state:  # constants, which no stage need have saved
+            state.setdefault(entry.name, self._captured.state[entry.name])
+        self._state, self._optimizer = state, optimizer
+
+    def read_fields(self, is_evaluation: bool, samples: Sequence[int], names: Sequence[str]) -> Fields:
+        """Return these fields of a batch as they travel: exactly as they are."""
+        data = self.job.val_samples if is_evaluation else self.job.samples
+        assert data is not None, "without validation data nothing is evaluated"
+        with users_code("the data"):
+            batch = data.batch(samples)
+        specs = tuple((name, describe(batch[name], WireFormat.FP32)) for name in names)
+        return specs, tuple(encode_tensor(batch[name], WireFormat.FP32) for name in names)
+
+
+def _fields(program: Program) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(name for _, name in program.fields))
+
+
+def _report(entry: EpochDone | Evaluated) -> dict[str, float]:
+    if isinstance(entry, EpochDone):
+        numbers = {"num_samples": entry.num_samples, "num_dropped": entry.num_dropped, "loss": entry.loss}
+    else:
+        found = {"loss": entry.loss, **dict(entry.metrics)}
+        numbers = {f"val_{name}": value for name, value in found.items()}
+    given = {name: float(value) for name, value in numbers.items() if value is not None}
+    return {"epoch": float(entry.epoch), **given}

@@ -1,0 +1,129 @@
+"""From a job to what the hub and its owner are given, and from what they leave to a result.
+
+Driven by job.swarm; capturing takes seconds and runs the requester's code.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from ravnest.config import OptimizerKind as Recipe
+from ravnest.config import PlanConfig, WireFormat
+from ravnest.engine.optimizers import Adam, Muon, NAdam, OptimizerSettings, Sgd
+from ravnest.engine.train_config import TrainConfig
+from ravnest.errors import ConfigError
+from ravnest.hub.coordinator.events import Finish, JobGiven, JobSettings
+from ravnest.model.capture import Captured
+from ravnest.model.profile import measure
+from ravnest.model.slicing import slice_blueprint
+from ravnest.model.state_dict import read_snapshot
+from ravnest.requester.checkpoint_store import Checkpoint, Fingerprint, find_difference, hash_state
+from ravnest.requester.job import Job
+from ravnest.requester.lr_schedules import factors
+from ravnest.requester.owner import JobOwner, Keeper
+from ravnest.requester.result import Result
+
+logger = logging.getLogger(__name__)
+
+_STATISTICS_SAMPLES = 16  # of a microbatch, where a batch norm takes its statistics from it
+_SNAPSHOT_TIMES = 4  # as large as its state: optimizers keep two numbers for each
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedJob:
+    """A job that can be trained."""
+
+    captured: Captured
+    owner: JobOwner
+    job: JobGiven
+
+
+def prepare(
+    job: Job,
+    plan: PlanConfig,
+    num_nodes: int,
+    settle_seconds: float,
+    keeper: Keeper | None = None,
+    start: Checkpoint | None = None,
+) -> PreparedJob:
+    """Capture and measure the model, to be trained from the beginning or from a checkpoint."""
+    num_samples = len(job.samples)
+    if num_samples < job.batch_size:
+        problem = f"the train data has {num_samples} samples, fewer than batch_size {job.batch_size}"
+        raise ConfigError(f"{problem}; give more data or a smaller batch_size")
+    if plan.deltas is WireFormat.FP16:
+        raise ConfigError(
+            "deltas is fp16, too narrow for sums over clusters; choose fp32, bf16, int8 or int4"
+        )
+    captured = job.capture()
+    for note in captured.notes:
+        logger.warning("note: %s", note)
+    num_batches = job.epochs * -(-num_samples // job.batch_size)
+    optimizer = job.settings(captured, num_batches)
+    config = replace(plan, optimizer=_recipe(job, optimizer), predict_weights=optimizer.has_prediction)
+    settings = _settings(job, captured, optimizer.learning_rate, num_batches)
+    settings = replace(settings, expected_nodes=num_nodes, settle_seconds=settle_seconds)
+    training = TrainConfig(
+        optimizer,
+        job.batch_size,
+        config.activations,
+        config.gradients,
+        precision="bf16" if job.precision == "bf16" else "fp32",
+        planned_updates=num_batches,
+        max_lag=config.max_lag,
+        deltas=config.deltas,
+        averaging=job.averaging_rule,
+    )
+    state = hash_state(captured.blueprint.state)
+    sizes = (num_samples, job.batch_size, job.epochs, job.seed)
+    owner = JobOwner(job, captured, training, Fingerprint(job.name or "", state, *sizes), keeper)
+    books = None
+    if start is not None:
+        difference = find_difference(start.books.job, owner.fingerprint)
+        if difference is not None:
+            raise ConfigError(difference)
+        books = owner.go_on_from(start)
+    profile = measure(captured.blueprint, job.batch_size)
+    return PreparedJob(captured, owner, JobGiven(profile, config, settings, now=0.0, books=books))
+
+
+def _settings(job: Job, captured: Captured, rate: float, num_batches: int) -> JobSettings:
+    has_statistics = any(entry.is_written for entry in captured.blueprint.state)
+    return JobSettings(
+        num_samples=len(job.samples),
+        num_validation=0 if job.val_samples is None else len(job.val_samples),
+        batch_size=job.batch_size,
+        epochs=job.epochs,
+        rates=tuple(rate * factor for factor in factors(job.rates, num_batches)),
+        seed=job.seed,
+        least_samples=_STATISTICS_SAMPLES if has_statistics else 1,
+        microbatches=job.microbatches if isinstance(job.microbatches, int) else 0,
+        average_every=job.average_every if isinstance(job.average_every, int) else None,
+        checkpoint_every=job.checkpoint_seconds,
+        most_snapshot_bytes=sum(_SNAPSHOT_TIMES * x.size_bytes + 4096 for x in captured.blueprint.state),
+    )
+
+
+def _recipe(job: Job, settings: OptimizerSettings) -> Recipe:
+    """Return what the planner takes the optimizer for: the hungriest of those that are used."""
+    if isinstance(job.optimizer, Recipe):
+        return job.optimizer
+    rules = [group.rule for group in settings.groups]
+    if any(isinstance(rule, Adam) for rule in rules):
+        return Recipe.NADAM if any(isinstance(rule, NAdam) for rule in rules) else Recipe.ADAM
+    if any(isinstance(rule, Muon) for rule in rules):
+        return Recipe.MUON
+    has_momentum = any(isinstance(rule, Sgd) and rule.momentum for rule in rules)
+    return Recipe.MOMENTUM if has_momentum else Recipe.SGD
+
+
+def assemble_result(given: PreparedJob, finish: Finish, contents: Sequence[bytes]) -> Result:
+    """Return the trained model of what the stages of one cluster left."""
+    state: dict[str, Tensor] = {}
+    for part, content in zip(finish.parts, contents, strict=True):
+        stage = slice_blueprint(given.captured.blueprint, part.start, part.stop)
+        found, _ = read_snapshot(content, stage.state)
+        state = found | state  # of tied weights the first stage's counts
+    return Result(given.owner.job.model, given.captured.blueprint, state, tuple(given.owner.history))

@@ -1,0 +1,141 @@
+"""A run's folder: who its hub is, where it is reached, which process runs it, and what it leaves.
+
+`hub.json` holds the hub's key and the secret of its invitation, so only its user may read it; a hub that
+opens the folder again gives out the same invitation. The log is beside it (hub.store). No torch in here.
+"""
+
+import os
+import re
+from pathlib import Path
+
+import msgspec
+import psutil  # type: ignore[import-untyped]
+
+from ravnest.errors import ConfigError, RavnestError
+from ravnest.net.identity import SECRET_BYTES, KeyPair, Token, load_keys, new_keys, write_token
+from ravnest.requester.checkpoint_store import CHECKPOINTS
+
+RUNS = Path("runs")
+MODEL = "model.safetensors"
+_FILE = "hub.json"
+_WAY_OUT = "give a folder that can be made, is yours and has room"
+_SAME_PROCESS_SECONDS = 2.0  # systems round the time a process was started at
+
+
+class HubFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What hub.json says; the process is the last one that ran this hub."""
+
+    secret_key: bytes
+    secret: bytes
+    addresses: tuple[str, ...] = ()
+    pid: int = 0
+    started_at: float = 0.0
+    job: str = ""
+
+    def __repr__(self) -> str:
+        return f"HubFile(addresses={self.addresses}, pid={self.pid}, job={self.job!r})"
+
+    @property
+    def keys(self) -> KeyPair:
+        """The hub's key pair."""
+        return load_keys(self.secret_key)
+
+    @property
+    def token(self) -> Token:
+        """What a provider needs to join."""
+        return Token(self.addresses, self.keys.public, self.secret)
+
+    @property
+    def invitation(self) -> str:
+        """The token as one word."""
+        return write_token(self.token)
+
+    @property
+    def process(self) -> psutil.Process | None:
+        """The process that runs this hub now, if that very one is still there."""
+        try:
+            found = psutil.Process(self.pid)
+            is_same = abs(found.create_time() - self.started_at) < _SAME_PROCESS_SECONDS
+            return found if is_same and found.status() != psutil.STATUS_ZOMBIE else None
+        except psutil.Error:
+            return None
+
+
+def new_hub_file() -> HubFile:
+    """Draw a key and a secret."""
+    return HubFile(new_keys().secret, os.urandom(SECRET_BYTES))
+
+
+def open_run(folder: Path) -> HubFile:
+    """Make the folder or take the one that is there, unless a hub runs in it or has finished in it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        found = read_hub_file(folder) if (folder / _FILE).exists() else new_hub_file()
+        if found.process and found.pid != os.getpid():
+            raise ConfigError(
+                f"{folder} belongs to a hub that runs now (process {found.pid}); give another folder, "
+                f"or end it with: ravnest stop {folder}"
+            )
+        if (folder / MODEL).exists():
+            raise ConfigError(f"{folder} holds a finished run; give another folder, or move it away")
+        write_hub_file(folder, found)
+    except OSError as error:
+        raise ConfigError(f"the folder {folder} cannot be written: {error.strerror}; {_WAY_OUT}") from None
+    return found
+
+
+def set_aside(folder: Path, with_checkpoints: bool = True) -> None:
+    """Move what an earlier training left out of the way; it is kept."""
+    found = [file for file in folder.glob("hub.sqlite*") if file.is_file()]
+    found += [place for place in folder.glob(CHECKPOINTS) if with_checkpoints]
+    if found:
+        number = next(number for number in range(1, 10_000) if not (folder / f"earlier-{number}").exists())
+        (folder / f"earlier-{number}").mkdir()
+        for file in found:
+            file.replace(folder / f"earlier-{number}" / file.name)
+
+
+def write_hub_file(folder: Path, content: HubFile) -> None:
+    """Write hub.json whole or not at all, for nobody else to read."""
+    unfinished = folder / f".{_FILE}.{os.getpid()}.unfinished"
+    try:
+        unfinished.unlink(missing_ok=True)
+        descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(msgspec.json.encode(content))
+        unfinished.replace(folder / _FILE)
+    except OSError as error:
+        raise ConfigError(f"the folder {folder} cannot be written: {error.strerror}; {_WAY_OUT}") from None
+
+
+def read_hub_file(folder: Path) -> HubFile:
+    """Return what a folder's hub.json says, or raise the sentence that says why it cannot."""
+    try:
+        return msgspec.json.decode((folder / _FILE).read_bytes(), type=HubFile)
+    except (FileNotFoundError, NotADirectoryError):
+        raise ConfigError(f"{folder} holds no run of a hub; give a folder like runs/digits") from None
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        raise ConfigError(f"{folder / _FILE} is damaged; give another folder, or delete it") from None
+    except OSError as error:
+        raise ConfigError(f"{folder / _FILE} cannot be read: {error.strerror}; ask its owner") from None
+
+
+def find_run(given: str | None) -> Path:
+    """Return the folder that was named, or the newest under runs/."""
+    if given is not None:
+        return Path(given)
+    found = sorted(RUNS.glob(f"*/{_FILE}"), key=lambda file: file.stat().st_mtime)
+    if not found:
+        raise ConfigError(f"there is no run under {RUNS}/ here; name the folder of one")
+    return found[-1].parent
+
+
+def free_run(name: str) -> Path:
+    """Return a folder under runs/ for a job of this name: the first that holds no finished or running one."""
+    word = re.sub(r"[^\w.-]+", "-", name).strip("-.") or "job"
+    for number in range(1, 10_000):
+        folder = RUNS / (word if number == 1 else f"{word}-{number}")
+        is_used = (folder / _FILE).exists() and read_hub_file(folder).process is not None
+        if not is_used and not (folder / MODEL).exists():
+            return folder
+    raise RavnestError(f"{RUNS} has no free folder for {word}; move some away")

@@ -1,0 +1,261 @@
+"""A swarm for one job after another: the hub in the requester's process, peers wherever they are.
+
+`Hub` is open to whoever has its invitation; `local` is a hub on this PC that starts its own peers. Driven by
+the requester's script and by the commands.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import random
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import msgspec
+import psutil  # type: ignore[import-untyped]
+
+from ravnest.config import PlanConfig, WireFormat
+from ravnest.errors import ConfigError, PlanError, RavnestError
+from ravnest.hub.coordinator.coordinator import Coordinator as StateOfHub
+from ravnest.hub.coordinator.events import Action, Event
+from ravnest.hub.coordinator.notices import Notice, Waiting
+from ravnest.hub.service.event_log import EventLog, read_watch
+from ravnest.hub.service.server import HUB_LIMITS, Server
+from ravnest.hub.service.status import StatusTracker
+from ravnest.ids import NodeId
+from ravnest.net.identity import Token, dialled_from_elsewhere, read_address
+from ravnest.net.relay import Relay
+from ravnest.net.zeromq import ZeroMqTransport
+from ravnest.requester.callbacks import Callback, Callbacks, Narrator
+from ravnest.requester.checkpoint_store import open_checkpoints
+from ravnest.requester.job import Job
+from ravnest.requester.local_peers import HERE, Hardware, LocalPeers, claim_door, share_memory
+from ravnest.requester.prepare import PreparedJob, assemble_result, prepare
+from ravnest.requester.result import Result, check_place, keep_weights
+from ravnest.requester.run_folder import MODEL, HubFile, new_hub_file, open_run, set_aside, write_hub_file
+from ravnest.requester.signals import Interrupts
+
+logger = logging.getLogger(__name__)
+
+SWARM_PLAN = PlanConfig()
+LOCAL_PLAN = PlanConfig(
+    activations=WireFormat.FP32,  # on one PC bytes cost nothing
+    gradients=WireFormat.FP32,
+    deltas=WireFormat.FP32,
+)
+_PORT = "0.0.0.0:7700"
+_SETTLE_SECONDS = 5.0  # without a number of nodes, form when nobody came for so long
+_LOCAL_SETTLE_SECONDS = 60.0  # peers on a busy PC start one after the other
+_UNSETTLED_SECONDS = 1e9
+_STOPPED = "Ctrl-C: what is under way is finished; Ctrl-C again ends now and loses it"
+
+
+class Hub:
+    """The meeting place of a swarm: it invites, plans, serves data and keeps the result.
+
+    It listens at HOST:PORT while it fits; `public` is where others reach that from outside, if that differs.
+    A `folder` keeps its identity, so that it invites with the same token again, its log and its result.
+    `peers` are started here with each job, beside those who join. `tell` hears the news in place of stderr;
+    `look` is shown where things stand whenever something happens.
+    """
+
+    def __init__(
+        self,
+        listen: str = _PORT,
+        *,
+        public: str | Sequence[str] = (),
+        folder: str | os.PathLike[str] | None = None,
+        plan: PlanConfig = SWARM_PLAN,
+        peers: Sequence[Hardware] = (),
+        tell: Callback | None = None,
+        look: Callable[[StatusTracker], None] | None = None,
+    ) -> None:
+        self._door = read_address(listen, is_door=True)
+        public = (public,) if isinstance(public, str) else public
+        self._public = tuple(read_address(address) for address in public)
+        self._folder = None if folder is None else Path(folder)
+        self._plan = plan
+        self._peers = LocalPeers(peers)
+        self._tell: Callback = Narrator() if tell is None else tell
+        self._look = look
+        self._is_open_to_others = True
+        self._file: HubFile | None = None
+        self._store: EventLog | None = None
+
+    def __enter__(self) -> Self:
+        self._door = claim_door(self._door)
+        addresses = self._public or dialled_from_elsewhere(self._door)
+        found = new_hub_file() if self._folder is None else open_run(self._folder)
+        self._file = msgspec.structs.replace(found, addresses=addresses)
+        self._note()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._peers.kill()
+        if self._file and self._folder:
+            with contextlib.suppress(ConfigError):  # its process has gone, anybody can see that
+                write_hub_file(self._folder, msgspec.structs.replace(self._file, pid=0))
+
+    @property
+    def token(self) -> Token:
+        """What a provider needs to join."""
+        return self._open_file.token
+
+    @property
+    def invitation(self) -> str:
+        """The token as the word to paste after `ravnest join`."""
+        return self._open_file.invitation
+
+    @property
+    def processes(self) -> Mapping[NodeId, int]:
+        """The ids of the processes of its own peers, while a job is trained."""
+        return self._peers.processes
+
+    def fit(
+        self,
+        job: Job,
+        *,
+        nodes: int | None = None,
+        out: str | os.PathLike[str] | None = None,
+        callbacks: Sequence[Callback] = (),
+        resume: str | None = None,
+    ) -> Result:
+        """Train a job to its end; Ctrl-C once ends it early and keeps what was trained.
+
+        It begins when so many `nodes` are here, or with 0 when nobody came for some seconds and their memory
+        will do. The weights go to `out`, a safetensors file or a folder, or into the hub's folder. There, or
+        in `out` if that is a folder, are checkpoints; with `resume="auto"` it goes on from the last one.
+        """
+        if resume not in (None, "auto"):
+            raise ConfigError(f'resume is {resume!r}; give "auto", or leave it out to begin anew')
+        place = out if out is not None or self._folder is None else self._folder / MODEL
+        file = None if place is None else check_place(place)
+        nodes = len(self._peers.hardware) if nodes is None else nodes
+        if isinstance(nodes, bool) or nodes < 0:
+            raise ConfigError(f"nodes is {nodes}; give a whole number, 0 or more")
+        self._note(job.name or "")
+        with open_checkpoints(self._folder or (None if out is None else Path(out))) as keeper:
+            start = keeper.find() if resume else None
+            for fault in keeper.faults:
+                logger.warning("%s", fault)
+            setup = partial(prepare, job, self._plan, nodes, self._settle_seconds(nodes), keeper, start)
+            with Interrupts() as interrupts:
+                hear = Callbacks([self._tell, *callbacks], nodes if self._is_open_to_others else 0)
+                result = interrupts.run(lambda: self._fit(setup, hear, interrupts, resume is not None))
+        if file is not None:
+            keep_weights(result, file)
+        return result
+
+    async def _fit(
+        self, setup: Callable[[], PreparedJob], hear: Callbacks, interrupts: Interrupts, resumes: bool
+    ) -> Result:
+        keys, pauses = self._open_file.keys, random.SystemRandom()
+        async with contextlib.AsyncExitStack() as open_things:
+            # Peers get ready meanwhile; a hub that captures would be too busy to answer them.
+            await open_things.enter_async_context(self._peers.running(self.invitation))
+            given = await asyncio.to_thread(setup)
+            hear.add(given.owner.note)
+            past = self._find_past(given) if resumes else None
+            self._watch = StatusTracker(StateOfHub()) if past is None else past
+            relay = Relay() if self._is_open_to_others else None
+            log = self._store = None
+            if self._folder is not None:
+                if past is None:
+                    set_aside(self._folder, with_checkpoints=given.job.books is None)
+                self._store = open_things.enter_context(EventLog(self._folder))
+                log = self._store.append
+            hub = self._watch.hub
+            server = Server(self.token, hear, relay=relay, log=log, watch=self._see, hub=hub)
+            transport = ZeroMqTransport(keys, pauses, self._door, HUB_LIMITS, admit=server.admit)
+            await open_things.enter_async_context(transport)
+            if relay is not None:
+                await open_things.enter_async_context(relay.listen(self._door))
+            async with self._watched(server, hear):
+                interrupts.stop = lambda: server.stop(_STOPPED)
+                finish, contents = await server.run(transport, given.owner, given.job)
+        return assemble_result(given, finish, contents)
+
+    def _find_past(self, given: PreparedJob) -> StatusTracker | None:
+        """Return the hub of the folder's log if it was at this job; peers of its own are gone with it."""
+        if self._folder is None or not self._is_open_to_others:
+            return None
+        try:
+            past = read_watch(self._folder)
+        except ConfigError as error:
+            logger.info("the log is not gone on with: %s", error)
+            return None
+        if not past.hub.is_at(given.job) or past.hub.books is None:
+            return None
+        given.owner.retell(past.hub.books.history)
+        return past
+
+    def _see(self, event: Event, orders: tuple[Action, ...]) -> None:
+        self._watch.observe(event, orders)
+        if self._store is not None:
+            self._store.save(self._watch)
+        if self._look is not None:
+            self._look(self._watch)
+
+    def _settle_seconds(self, nodes: int) -> float:
+        if not nodes:
+            return _SETTLE_SECONDS
+        return _UNSETTLED_SECONDS if self._is_open_to_others else _LOCAL_SETTLE_SECONDS
+
+    @contextlib.asynccontextmanager
+    async def _watched(self, server: Server, hear: Callbacks) -> AsyncIterator[None]:
+        """Where nobody else can come, end the job when the peers cannot do it or are gone."""
+        if self._is_open_to_others:
+            yield
+            return
+
+        def give_up(news: Notice) -> None:
+            if isinstance(news, Waiting):
+                server.fail(PlanError(news.reason))
+
+        async def watch() -> None:
+            await self._peers.all_ended()
+            server.fail(RavnestError("every peer has ended before the job was done; see what they said"))
+
+        hear.add(give_up)
+        watching = asyncio.create_task(watch())
+        try:
+            yield
+        finally:
+            watching.cancel()
+
+    @property
+    def _open_file(self) -> HubFile:
+        if self._file is None:
+            raise ConfigError("the hub is not open; use it as `with rv.Hub(...) as hub:`")
+        return self._file
+
+    def _note(self, job: str = "") -> None:
+        """Write into the folder who runs the hub and for what."""
+        me = psutil.Process()
+        found = msgspec.structs.replace(
+            self._open_file, pid=me.pid, started_at=me.create_time(), job=job or self._open_file.job
+        )
+        self._file = found
+        if self._folder is not None:
+            write_hub_file(self._folder, found)
+
+
+def local(
+    nodes: int | Sequence[Hardware] = 4,
+    *,
+    folder: str | os.PathLike[str] | None = None,
+    plan: PlanConfig = LOCAL_PLAN,
+    tell: Callback | None = None,
+    look: Callable[[StatusTracker], None] | None = None,
+) -> Hub:
+    """Return a hub with so many peers on this PC, which share its memory, or with peers of this hardware."""
+    peers = share_memory(nodes) if isinstance(nodes, int) else tuple(nodes)
+    hub = Hub(HERE, folder=folder, plan=plan, peers=peers, tell=tell, look=look)
+    hub._is_open_to_others = False
+    return hub

@@ -1,1 +1,0 @@
-"""A plan as people see it: JSON, sentences, a terminal page, a picture."""

@@ -1,0 +1,1 @@
+"""Move content by hash."""

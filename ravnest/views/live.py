@@ -1,0 +1,126 @@
+"""Where a run stands, for people: a panel that a terminal keeps up to date, and the same as plain data.
+
+The panel is drawn anew when something happens, at most a few times a second; there is no clock of its own.
+"""
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from ravnest.hub.coordinator.events import JobPhase
+from ravnest.hub.coordinator.notices import Notice
+from ravnest.hub.service.status import Status, StatusTracker
+from ravnest.units import show_seconds
+
+STATUS_SCHEMA = "ravnest.status/1"
+_PAUSE_SECONDS = 0.25
+_NUM_SAID = 6
+_MOST_NODES = 24  # rows; of more, the first
+_STYLES = {"training": "green", "getting ready": "yellow", "spare": "cyan", "waiting": "yellow"}
+
+
+def show_status(status: Status) -> RenderableType:
+    """Return the panel: how far, how fast, who does what, what happened last."""
+    parts: list[RenderableType] = [_show_progress(status)]
+    if status.members:
+        parts.append(_show_nodes(status))
+    said = [
+        Text(f"{_show_age(status.now - each.now):>8}  {each.text}") for each in status.recent[-_NUM_SAID:]
+    ]
+    counts = f"{len(status.clusters)} clusters, {len(status.members)} nodes"
+    return Panel(Group(*parts, *said), title=Text(f"ravnest  {status.job or 'no job yet'}  {counts}"))
+
+
+def status_to_dict(status: Status) -> dict[str, object]:
+    """Return the status as versioned data."""
+    return {"schema": STATUS_SCHEMA, **asdict(status)}
+
+
+def _show_progress(status: Status) -> RenderableType:
+    done = status.num_samples / status.num_total if status.num_total else 0.0
+    facts = [f"{status.phase}", f"epoch {status.epoch}", f"{done:.0%}"]
+    if status.loss is not None:
+        facts.append(f"loss {status.loss:.4g}")
+    facts += [f"val {name} {value:.4g}" for name, value in status.validation.items() if value is not None]
+    if status.phase is JobPhase.TRAINING:
+        facts.append(f"{status.samples_per_second:,.0f} samples/s")
+    if status.rounds_committed or status.rounds_aborted:
+        took = "" if status.round_seconds is None else f", the last in {show_seconds(status.round_seconds)}"
+        facts.append(f"rounds {status.rounds_committed} committed, {status.rounds_aborted} aborted{took}")
+    if status.left_out:
+        facts.append(f"without {', '.join(status.left_out)}")
+    bar = Table.grid(expand=True)  # which ends its line, as a bar alone does not
+    bar.add_row(ProgressBar(total=1.0, completed=done))
+    return Group(bar, Text("  ".join(facts)))
+
+
+def _show_nodes(status: Status) -> RenderableType:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for name in ("cluster", "stage", "node", "state"):
+        table.add_column(name, no_wrap=True)
+    order = sorted(
+        status.members, key=lambda each: (each.cluster is None, each.cluster or "", each.stage or 0)
+    )
+    for member in order[:_MOST_NODES]:
+        stage = "" if member.stage is None else str(member.stage)
+        state = Text(member.state, style=_STYLES.get(member.state, ""))
+        table.add_row(member.cluster or "", stage, Text(member.name), state)
+    if len(order) > _MOST_NODES:
+        table.add_row("", "", f"and {len(order) - _MOST_NODES} more", "")
+    return table
+
+
+def _show_age(seconds: float) -> str:
+    if seconds < 1:
+        return "now"
+    return f"{seconds:.0f} s ago" if seconds < 120 else f"{seconds / 60:.0f} min ago"
+
+
+def _clock() -> float:
+    return time.perf_counter()  # noqa: TID251 - how often people are shown something
+
+
+class LiveView:
+    """A panel at the foot of the terminal from the first event on; what is printed stays above it."""
+
+    def __init__(self, console: Console | None = None, clock: Callable[[], float] = _clock) -> None:
+        self._console = console or Console(stderr=True, no_color="NO_COLOR" in os.environ, highlight=False)
+        self._live = Live(console=self._console, auto_refresh=False)
+        self._clock = clock
+        self._drawn_at = float("-inf")
+        self._watch: StatusTracker | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._watch is not None:
+            self._draw(self._watch)
+        self._live.stop()
+
+    def tell(self, news: Notice) -> None:
+        """Take the news; the panel shows them."""
+
+    def look(self, watch: StatusTracker) -> None:
+        """Draw where things stand, if that was not done a moment ago."""
+        self._watch, now = watch, self._clock()
+        if now >= self._drawn_at + _PAUSE_SECONDS:
+            self._drawn_at = now
+            self._draw(watch)
+
+    def _draw(self, watch: StatusTracker) -> None:
+        self._live.update(show_status(watch.status()))
+        self._live.start()  # does nothing the second time
+        self._live.refresh()

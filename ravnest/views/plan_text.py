@@ -1,0 +1,397 @@
+"""A plan in words and as JSON: the object "ravnest.plan/2", the bottleneck sentence, and advice.
+
+The one idea: advice is computed, never guessed. Each what-if cuts the same clusters again with one setting
+changed and asks the forecast; only what gains is said. docs/plan.md explains every key to people.
+"""
+
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from itertools import pairwise
+
+from rich.cells import cell_len
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from ravnest.config import Averaging, OptimizerKind, PlanConfig, Recompute, WireFormat
+from ravnest.ids import NodeId
+from ravnest.plan.assembly import form_rings
+from ravnest.plan.forecast import Bottleneck, ClusterForecast, Forecast, StageForecast, forecast
+from ravnest.plan.formation import cut_clusters
+from ravnest.plan.infeasible import holding_order
+from ravnest.plan.types import Cluster, ModelProfile, Plan, Swarm, cluster_name
+from ravnest.units import show_bytes, show_rate, show_seconds
+
+PLAN_SCHEMA = "ravnest.plan/2"
+
+_LEAST_GAIN = 1.05  # a smaller one is within the error of the measurements
+_MOST_WHAT_IFS = 2
+_MOST_RECUT_NODES = 300
+_MOST_EXPLAINED_SPARES = 24
+_SMALLER_WIRE = {
+    WireFormat.FP32: WireFormat.BF16,
+    WireFormat.BF16: WireFormat.INT8,
+    WireFormat.FP16: WireFormat.INT8,
+    WireFormat.INT8: WireFormat.INT4,
+}
+_LIMIT_NAMES = {  # what holds a stage up, and what twice as wide means
+    "compute": ("its compute speed", "twice as much"),
+    "send": ("its upload", "twice as much"),
+    "receive": ("its download", "twice as much"),
+    "relay": ("the hub's relay", "a relay twice as fast"),
+    "latency": ("the wait for the stages behind it", "half the wait"),
+}
+
+
+def plan_to_dict(
+    plan: Plan,
+    predicted: Forecast,
+    profile: ModelProfile,
+    swarm: Swarm,
+    config: PlanConfig,
+    advice: tuple[str, ...] | None = None,
+) -> dict[str, object]:
+    """Return the plan as plain values for JSON; advice is worked out unless it is given."""
+    if advice is None:
+        advice = advise(plan, profile, swarm, config)
+    return {
+        "schema": PLAN_SCHEMA,
+        "seed": plan.seed,
+        "plan_id": plan.plan_id,
+        "model": {
+            "name": profile.name,
+            "positions": profile.num_positions,
+            "parameter_bytes": sum(profile.parameter_bytes),
+            "samples_per_batch": profile.samples_per_batch,
+        },
+        "config": asdict(config),
+        "clusters": [
+            _cluster_to_dict(k, cluster, predicted.clusters[k]) for k, cluster in enumerate(plan.clusters)
+        ],
+        "rings": [{"segment": [r.start, r.stop], "owners": list(r.owners)} for r in plan.rings],
+        "predicted": {
+            "samples_per_second": predicted.samples_per_second,
+            "round_seconds": predicted.round_seconds,
+            "staleness": predicted.staleness,
+            "lost_share": predicted.lost_share,
+        },
+        "bottleneck": _bottleneck_to_dict(predicted),
+        "spares": list(plan.spares),
+        "backups": [{"spare": backup.spare, "node": backup.node} for backup in plan.backups],
+        "advice": list(advice),
+    }
+
+
+def advise(plan: Plan, profile: ModelProfile, swarm: Swarm, config: PlanConfig) -> tuple[str, ...]:
+    """Return what would help and what to know, one sentence each, the best first."""
+    if not plan.clusters:
+        return ()
+    used = sum(len(cluster.stages) for cluster in plan.clusters)
+    sentences: list[str] = []
+    if used <= _MOST_RECUT_NODES:
+        sentences += _what_ifs(plan, profile, swarm, config)
+        sentences += _relay_fact(plan, profile, swarm, config)
+    sentences += _spares_fact(plan, profile, swarm, config)
+    if len(plan.clusters) == 1:
+        sentences.append("one cluster has nobody to average with: there are no rings and no rounds")
+    return tuple(sentences)
+
+
+def describe_bottleneck(predicted: Forecast) -> str:
+    """Return what holds the swarm back, and what it would make if that were twice as wide."""
+    found = predicted.bottleneck
+    if found is None:
+        return "none: nobody trains"
+    limit, twice = _LIMIT_NAMES[found.limited_by]
+    where = f"{found.node} in cluster {cluster_name(found.cluster)} is held up by {limit}"
+    faster = predicted.samples_per_second + found.gain_samples_per_second
+    if faster < 1.01 * predicted.samples_per_second:
+        return f"{where}, but others are as near to their limits; no single one stands out"
+    return f"{where}; {twice} would give {_instead(faster, predicted.samples_per_second)}"
+
+
+def describe_round(predicted: Forecast) -> str:
+    """Return how long averaging takes."""
+    if len(predicted.clusters) < 2:
+        return "none, one cluster has nobody to average with"
+    return f"{show_seconds(predicted.round_seconds)} to average all segments once"
+
+
+def show_samples(samples_per_second: float) -> str:
+    """Return a training speed with three digits: 5.72 samples/s."""
+    return f"{_three_digits(samples_per_second)} samples/s"
+
+
+def show_count(count: int, noun: str) -> str:
+    """Return a count with its noun: 1 node, 2 nodes."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def _instead(then: float, now: float) -> str:
+    return f"{show_samples(then)} instead of {_three_digits(now)}"
+
+
+def _three_digits(value: float) -> str:
+    return f"{value:,.0f}" if value >= 99.95 else f"{value:.3g}"
+
+
+def _cluster_to_dict(index: int, cluster: Cluster, predicted: ClusterForecast) -> dict[str, object]:
+    return {
+        "name": cluster_name(index),
+        "samples_per_second": predicted.samples_per_second,
+        "period_seconds": predicted.period_seconds,
+        "accumulate": cluster.accumulate,
+        "lag": predicted.lag,
+        "stages": [_stage_to_dict(stage) for stage in predicted.stages],
+    }
+
+
+def _stage_to_dict(predicted: StageForecast) -> dict[str, object]:
+    stage = predicted.stage
+    return {
+        "node": stage.node,
+        "start": stage.start,
+        "stop": stage.stop,
+        "window": stage.window,
+        "recompute": stage.recompute,
+        "memory_bytes": predicted.memory_bytes,
+        "available_bytes": predicted.available_bytes,
+        "compute_seconds": predicted.compute_seconds,
+        "send_seconds": predicted.send_seconds,
+        "receive_seconds": predicted.receive_seconds,
+        "busy_share": predicted.busy_share,
+        "limited_by": predicted.limited_by,
+    }
+
+
+def _bottleneck_to_dict(predicted: Forecast) -> dict[str, object] | None:
+    found: Bottleneck | None = predicted.bottleneck
+    if found is None:
+        return None
+    return {
+        "cluster": found.cluster,
+        "node": found.node,
+        "limited_by": found.limited_by,
+        "gain_samples_per_second": found.gain_samples_per_second,
+        "sentence": describe_bottleneck(predicted),
+    }
+
+
+def _what_ifs(plan: Plan, profile: ModelProfile, swarm: Swarm, config: PlanConfig) -> list[str]:
+    """Return what a change would give, against the same clusters cut anew: a repaired plan may be behind."""
+    planned = forecast(plan, profile, swarm, config)
+    now = _forecast_again(plan, profile, swarm, config)
+    if now is None or now.samples_per_second < planned.samples_per_second:
+        now = planned
+    sentences: list[str] = []
+    if now.samples_per_second >= _LEAST_GAIN * planned.samples_per_second:
+        gain = _instead(now.samples_per_second, planned.samples_per_second)
+        sentences.append(f"plan anew: the same clusters cut again would give {gain}")
+    found: list[tuple[float, str]] = []
+    for change, price in _changes(plan, now, config):
+        changed = replace(config, **change)  # type: ignore[arg-type]
+        then = _forecast_again(plan, profile, swarm, changed)
+        if then is None or then.samples_per_second < _LEAST_GAIN * now.samples_per_second:
+            continue
+        settings = " ".join(f"{key}={str(value).lower()}" for key, value in change.items())
+        gain = _instead(then.samples_per_second, now.samples_per_second)
+        rounds = f"{show_seconds(then.round_seconds)} instead of {show_seconds(now.round_seconds)}"
+        found.append((then.samples_per_second, f"set {settings}: {gain}; {price.format(rounds=rounds)}"))
+    found.sort(key=lambda one: -one[0])
+    return sentences + [sentence for _, sentence in found[:_MOST_WHAT_IFS]]
+
+
+def _changes(plan: Plan, now: Forecast, config: PlanConfig) -> Iterator[tuple[Mapping[str, object], str]]:
+    """Yield settings worth trying, each with its price."""
+    smaller = {
+        key: _SMALLER_WIRE[wire]
+        for key, wire in (("activations", config.activations), ("gradients", config.gradients))
+        if wire in _SMALLER_WIRE
+    }
+    if smaller:
+        yield smaller, "what crosses between stages is rounded more"
+    if config.recompute is not Recompute.AUTO:
+        yield {"recompute": Recompute.AUTO}, "stages recompute only where memory is short"
+    if config.optimizer is OptimizerKind.MUON and config.predict_weights:
+        yield {"predict_weights": False}, "saves memory, learns less from late gradients"
+    if len(plan.clusters) < 2:
+        return
+    if config.averaging is Averaging.BLOCKING:
+        yield {"averaging": Averaging.OVERLAPPED}, "a round then takes {rounds}"
+    elif config.averaging_share >= 0.002:
+        yield {"averaging_share": config.averaging_share / 2}, "a round then takes {rounds}"
+    periods = [cluster.period_seconds for cluster in now.clusters]
+    if max(periods) >= 0.999 * config.speed_ratio * min(periods) and config.speed_ratio < 1e5:
+        yield {"speed_ratio": 2 * config.speed_ratio}, "clusters then differ more in what they contribute"
+
+
+def _forecast_again(plan: Plan, profile: ModelProfile, swarm: Swarm, config: PlanConfig) -> Forecast | None:
+    """Return the forecast of the same clusters cut anew under other facts; None if one no longer fits."""
+    nodes = {node.name: node for node in swarm.nodes}
+    place = {name: k for k, name in enumerate(nodes)}
+    orders = tuple(tuple(place[s.node] for s in reversed(cluster.stages)) for cluster in plan.clusters)
+    clusters = cut_clusters(profile, swarm, config, orders, is_averaged=len(orders) > 1)
+    if len(clusters) != len(orders):
+        return None
+    again = replace(plan, clusters=clusters, rings=form_rings(clusters, nodes))
+    return forecast(again, profile, swarm, config)
+
+
+def _relay_fact(plan: Plan, profile: ModelProfile, swarm: Swarm, config: PlanConfig) -> list[str]:
+    pairs = relayed_pairs(plan, swarm)
+    if not pairs:
+        return []
+    opened = {one for one, _ in pairs}
+    nodes = tuple(replace(n, is_reachable=True) if n.name in opened else n for n in swarm.nodes)
+    now = forecast(plan, profile, swarm, config)
+    then = _forecast_again(plan, profile, replace(swarm, nodes=nodes), config)
+    speed = show_rate(config.relay_bytes_per_second)
+    count = show_count(len(pairs), "pair")
+    first = f"{pairs[0][0]} and {pairs[0][1]}"
+    fact = f"{count} of neighbours that nobody can dial ({first}{', ...' * (len(pairs) > 1)})"
+    fact += f" must use the hub's relay ({speed})"
+    if then is None or then.samples_per_second < _LEAST_GAIN * now.samples_per_second:
+        return [fact]
+    gain = _instead(then.samples_per_second, now.samples_per_second)
+    return [f"{fact}; a port opened on one of each would give {gain}"]
+
+
+def relayed_pairs(plan: Plan, swarm: Swarm) -> list[tuple[NodeId, NodeId]]:
+    """Return the neighbours in a pipeline that only the hub can connect."""
+    hidden = {node.name for node in swarm.nodes if not node.is_reachable}
+    return [
+        (one.node, other.node)
+        for cluster in plan.clusters
+        for one, other in pairwise(cluster.stages)
+        if one.node in hidden and other.node in hidden
+    ]
+
+
+def _spares_fact(plan: Plan, profile: ModelProfile, swarm: Swarm, config: PlanConfig) -> Iterable[str]:
+    if not plan.spares:
+        yield "no spares: one more PC with as much memory as the largest stage would be a backup"
+        return
+    names = set(plan.spares)
+    spare_swarm = replace(swarm, nodes=tuple(node for node in swarm.nodes if node.name in names))
+    why = "the search found no faster plan that uses more PCs"
+    if len(names) <= _MOST_EXPLAINED_SPARES and not holding_order(profile, spare_swarm, config):
+        why = "together they cannot hold another copy of the model"
+    count, pcs = len(plan.backups), show_count(len(names), "PC")
+    doing = "stands by" if len(names) == 1 else "stand by"
+    if count == len(names):
+        doing += " as a backup" if count == 1 else " as backups"
+    elif count:
+        doing += ", 1 of them as a backup" if count == 1 else f", {count:,} of them as backups"
+    yield f"{pcs} {doing}: {why}"
+
+
+_MOST_CLUSTERS = 12  # shown stage by stage; of more, as many lines
+_MOST_NAMES = 8  # of spares and backups
+_LABEL_WIDTH = 12
+_ROOMY_WIDTH = 100
+_LEAST_NAME = 6
+_NAMES = ("node", "slowest node")
+_WORDS = (*_NAMES, "cluster", "limit")
+
+
+def show_plan(
+    plan: Plan, predicted: Forecast, profile: ModelProfile, advice: tuple[str, ...], width: int
+) -> Iterator[RenderableType]:
+    """Yield what to print, from the model down to the advice, for a terminal of `width` columns."""
+    nodes = sum(len(cluster.stages) for cluster in plan.clusters) + len(plan.spares)
+    size = show_bytes(sum(profile.parameter_bytes))
+    batch = show_count(profile.samples_per_batch, "sample")
+    yield Text(f"{profile.name} on {show_count(nodes, 'node')}", style="bold")
+    yield Text(f"{show_count(profile.num_positions, 'position')}, {size} of parameters, {batch} per batch\n")
+    if len(plan.clusters) > _MOST_CLUSTERS:
+        yield from _show_summary(predicted, width)
+    else:
+        for k, cluster in enumerate(predicted.clusters):
+            yield from _show_cluster(k, cluster, plan.clusters[k].accumulate, width)
+    for label, text in _findings(plan, predicted, advice):
+        margin = " " * (_LABEL_WIDTH + (2 if text.startswith("- ") else 0))
+        lines = textwrap.wrap(text, max(width - len(margin), 20), break_on_hyphens=False)
+        yield Text.assemble((label.ljust(_LABEL_WIDTH), "bold"), f"\n{margin}".join(lines))
+
+
+def _show_cluster(
+    index: int, cluster: ClusterForecast, accumulate: int, width: int
+) -> Iterator[RenderableType]:
+    updates = "every batch" if accumulate == 1 else f"every {accumulate} batches"
+    pace = f"a batch each {show_seconds(cluster.period_seconds)}, an update {updates}, lag {cluster.lag}"
+    title = (f"Cluster {cluster_name(index)}", "bold")
+    yield Text.assemble(title, f"  {show_samples(cluster.samples_per_second)}, {pace}")
+    headers = ("#", "node", "positions", "memory", "compute", "send", "receive", "busy", "limit")
+    rows = [(str(number), *_terminal_stage_row(stage)) for number, stage in enumerate(cluster.stages, 1)]
+    yield _rich_table(width, headers, rows)
+    yield ""
+
+
+def _terminal_stage_row(stage: StageForecast) -> tuple[str, ...]:
+    start, last = stage.stage.start, stage.stage.stop - 1
+    return (
+        stage.stage.node,
+        f"{start}-{last}" if last > start else str(start),
+        f"{stage.memory_bytes / 1e9:.1f}/{stage.available_bytes / 1e9:.1f} GB",
+        show_seconds(stage.compute_seconds),
+        show_seconds(stage.send_seconds),
+        show_seconds(stage.receive_seconds),
+        f"{100 * stage.busy_share:.0f} %",
+        stage.limited_by,
+    )
+
+
+def _show_summary(predicted: Forecast, width: int) -> Iterator[RenderableType]:
+    """Yield one line per cluster, for swarms whose stages would fill pages."""
+    headers = ("cluster", "stages", "samples/s", "batch each", "lag", "slowest node", "limit")
+    rows = []
+    for k, cluster in enumerate(predicted.clusters[:_MOST_CLUSTERS]):
+        slowest = max(cluster.stages, key=lambda s: max(s.compute_seconds, s.send_seconds, s.receive_seconds))
+        pace = f"{cluster.samples_per_second:.3g}", show_seconds(cluster.period_seconds), str(cluster.lag)
+        count = str(len(cluster.stages))
+        rows.append((cluster_name(k), count, *pace, slowest.stage.node, slowest.limited_by))
+    yield _rich_table(width, headers, rows)
+    rest = [cluster.samples_per_second for cluster in predicted.clusters[_MOST_CLUSTERS:]]
+    speed = (
+        f"{min(rest):.3g} to {max(rest):.3g} samples/s" if min(rest) < max(rest) else show_samples(rest[0])
+    )
+    yield Text(f"and {show_count(len(rest), 'more cluster')} of {speed}; --json lists every stage\n")
+
+
+def _rich_table(width: int, headers: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Table:
+    """Return a table in which names, and nothing else, are cut short when the terminal is narrow."""
+    gap = 2 if width >= _ROOMY_WIDTH else 1
+    table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0))
+    needed = [max(map(cell_len, column)) for column in zip(headers, *rows, strict=True)]
+    for header, size in zip(headers, needed, strict=True):
+        is_name = header in _NAMES
+        room = width - sum(needed) + size - gap * (len(headers) - 1) if is_name else size
+        table.add_column(
+            Text(header, style="dim"),
+            justify="left" if header in _WORDS else "right",
+            no_wrap=True,
+            overflow="ellipsis",
+            width=max(min(size, _LEAST_NAME), min(size, room)),
+        )
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _findings(plan: Plan, predicted: Forecast, advice: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+    yield "predicted", show_samples(predicted.samples_per_second)
+    yield "staleness", f"{show_count(predicted.staleness, 'update')} at most"
+    yield "round", describe_round(predicted)
+    yield "deaths", f"cost about {100 * predicted.lost_share:.2g} % of the work"
+    yield "bottleneck", describe_bottleneck(predicted)
+    yield "spares", _some(plan.spares)
+    yield "backups", _some([f"{backup.spare} for {backup.node}" for backup in plan.backups])
+    for number, sentence in enumerate(advice):
+        yield ("" if number else "advice"), f"- {sentence}"
+
+
+def _some(names: Sequence[str]) -> str:
+    """Return a list as people read one: the first few, and how many more."""
+    more = f" and {len(names) - _MOST_NAMES:,} more" if len(names) > _MOST_NAMES else ""
+    return ", ".join(names[:_MOST_NAMES]) + more or "none"
