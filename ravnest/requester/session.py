@@ -163,13 +163,13 @@ class Hub:
             past = self._find_past(given) if resumes else None
             self._watch = StatusTracker(StateOfHub()) if past is None else past
             relay = Relay() if self._is_open_to_others else None
-            log = None
+            store = None
             if self._folder is not None:
                 if past is None:
                     set_aside(self._folder, with_checkpoints=given.job.books is None)
-                log = open_things.enter_context(EventLog(self._folder)).append
+                store = open_things.enter_context(EventLog(self._folder))
             hub = self._watch.hub
-            server = Server(self.token, hear, relay=relay, log=log, watch=self._see, hub=hub)
+            server = Server(self.token, hear, relay=relay, store=store, watch=self._see, hub=hub)
             transport = ZeroMqTransport(keys, pauses, self._door, HUB_LIMITS, admit=server.admit)
             await open_things.enter_async_context(transport)
             if relay is not None:

@@ -1,6 +1,6 @@
-"""The event log of a hub on disk, in the folder of its run.
+"""Where a hub keeps its events: the interface, and SQLite in the folder of a run.
 
-The log is SQLite: an appended event outlives a kill -9 of the hub, and others may read while it writes. A
+In SQLite an appended event outlives a kill -9 of the hub, and others may read while it writes. A
 power cut may cost the last moments, never the order. The log is all that a hub remembers: a coordinator that
 is told its events again is the coordinator that was. Rows are msgpack of known records; nothing else in the
 file is read.
@@ -12,7 +12,7 @@ import sqlite3
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 import msgspec
 
@@ -64,8 +64,21 @@ def read_event(kind: str, body: bytes) -> Event:
     return event
 
 
+class EventStore(Protocol):
+    """Keeps the events of one hub in order. One hub writes; ConfigError says what is wrong with the store."""
+
+    def append(self, event: Event) -> None:
+        """Keep an event; when this returns, it outlives the hub's process."""
+
+    def events(self, after: int = 0) -> Iterator[Event]:
+        """Return all events in order, or those after the first so many."""
+
+    def close(self) -> None:
+        """Let others write."""
+
+
 class EventLog:
-    """The folder of one hub. Use it as a context manager, or `open` and `close` it; one writes, many read."""
+    """An EventStore in SQLite, in a run folder. Use it as a context manager, or `open` and `close` it."""
 
     def __init__(self, folder: Path, is_read_only: bool = False) -> None:
         self._folder = folder
@@ -97,12 +110,12 @@ class EventLog:
         self.close()
 
     def append(self, event: Event) -> None:
-        """Log an event; when this returns, it outlives the hub's process."""
+        """Keep an event; when this returns, it outlives the hub's process."""
         with _explained(self._folder):
             self._database.execute("INSERT INTO events (kind, body) VALUES (?, ?)", write_event(event))
 
     def events(self, after: int = 0) -> Iterator[Event]:
-        """Read the log from its beginning, or what came after an event."""
+        """Return all events in order, or those after the first so many."""
         chosen = "SELECT * FROM events WHERE number > ? ORDER BY number"
         with _explained(self._folder):
             for number, kind, body in self._database.execute(chosen, (after,)):
@@ -145,7 +158,7 @@ def apply_logged(hub: Coordinator, event: Event, log: Callable[[Event], None]) -
     return orders
 
 
-def replay(store: EventLog) -> Coordinator:
+def replay(store: EventStore) -> Coordinator:
     """Return the hub that these events made; what was ordered before is not ordered again."""
     hub = Coordinator()
     for event in store.events():
