@@ -20,8 +20,6 @@ def run(quick: bool) -> tuple[dict[str, object], str, list[str]]:
     say(f"rebuilt stage: {speed['median']} of the eager module's speed")
     if speed["median"] < SPEED_TARGET and not quick:
         missed.append(f"a rebuilt stage reaches {speed['median']} of the eager module, not {SPEED_TARGET}")
-    figures["compiled"] = _compiled(quick)
-    say(f"compiled stage: {figures['compiled']}")
     sizes = [("tiny", 64, 2)] if quick else [("7B", 4096, 32)]
     for name, width, layers in sizes:
         found, peak = in_fresh_process(_capture_llama, width, layers)
@@ -43,7 +41,7 @@ def _speed(device: str, repeats: int, autocast: bool = False) -> dict[str, float
     """Return how many rebuilt steps fit into one eager step: pairs in turn, forward and backward."""
     import torch
 
-    eager, rebuilt = _steps(device, autocast, compiled=False)
+    eager, rebuilt = _steps(device, autocast)
     for step in (eager, rebuilt, eager, rebuilt):
         step()
     ratios = []
@@ -66,7 +64,7 @@ def _seconds(step: Callable[[], None], is_cuda: bool) -> float:
     return time.perf_counter() - started
 
 
-def _steps(device: str, autocast: bool, compiled: bool) -> tuple[Callable[[], None], Callable[[], None]]:
+def _steps(device: str, autocast: bool) -> tuple[Callable[[], None], Callable[[], None]]:
     """Return one training step of the GPT at width 512: of the module itself, and of its rebuilt stage."""
     import torch
 
@@ -81,7 +79,7 @@ def _steps(device: str, autocast: bool, compiled: bool) -> tuple[Callable[[], No
     model.to(device).train()
     fields = {name: field.to(device) for name, field in batch.items()}
     dtype = torch.bfloat16 if autocast else None
-    stage = build_stage_program(captured.blueprint, device, autocast=dtype, compiled=compiled)
+    stage = build_stage_program(captured.blueprint, device, autocast=dtype)
     state = {name: tensor.detach().to(device).clone() for name, tensor in captured.state.items()}
     for entry in captured.blueprint.state:
         state[entry.name].requires_grad_(entry.is_trainable)
@@ -99,29 +97,6 @@ def _steps(device: str, autocast: bool, compiled: bool) -> tuple[Callable[[], No
         stage.forward(state, {}, fields, key=(1, next(number))).results["loss"].backward()
 
     return run_eager, run_rebuilt
-
-
-def _compiled(quick: bool) -> dict[str, object]:
-    """Compile a rebuilt stage, train one step with it, and compare its loss with the plain stage's."""
-    import torch
-
-    from ravnest.model.capture import capture
-    from ravnest.model.stage_program import build_stage_program
-    from tests.support.model_zoo import OwnGPT, token_batch, token_loss
-
-    torch.manual_seed(0)
-    model = OwnGPT(width=32, num_blocks=1, dropout=0.0)
-    batch = token_batch(4, torch.Generator().manual_seed(0))
-    captured = capture(model, batch, token_loss)
-    losses, started = [], time.perf_counter()
-    for compiled in (False, True):
-        stage = build_stage_program(captured.blueprint, compiled=compiled)
-        loss = stage.forward(captured.state, {}, batch, key=(1, 1)).results["loss"]
-        loss.backward()
-        losses.append(float(loss.detach()))
-    gap = abs(losses[0] - losses[1])
-    assert gap < 1e-4, f"the compiled stage computes another loss: {losses}"
-    return {"loss_difference": gap, "first_step_seconds": round(time.perf_counter() - started, 1)}
 
 
 def _capture_llama(width: int, layers: int) -> dict[str, float]:
@@ -249,7 +224,6 @@ def _gpt2_medium() -> dict[str, object]:
         "eager": run_eager,
         "rebuilt": stage_step(),
         "recompute": stage_step(recompute=True),
-        "compiled": stage_step(compiled=True),
     }
     found: dict[str, object] = {}
     for name, step in steps.items():

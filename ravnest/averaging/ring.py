@@ -92,11 +92,6 @@ class RingReduce(Generic[_V]):
         return len(self._finished) == len(self._slices)
 
     @property
-    def num_missing(self) -> int:
-        """Chunks whose mean is not here yet."""
-        return len(self._slices) - len(self._finished)
-
-    @property
     def first_missing(self) -> tuple[int, int] | None:
         """After how many hops the first chunk that is missing should have come, and less how many are.
 

@@ -42,7 +42,6 @@ class StageSchedule:
         self._version = version
         self._num_backwards = 0  # in the update under way
         self._next_place = 0
-        self._is_draining = False
         # Dictionaries keep the order of arrival and let a microbatch be forgotten from the middle.
         self._inputs: dict[MicrobatchId, None] = {}
         self._gradients: dict[MicrobatchId, None] = {}
@@ -71,8 +70,6 @@ class StageSchedule:
 
     def offer_input(self, microbatch: MicrobatchId) -> str | None:
         """Queue a microbatch for its forward; return why not, if refused."""
-        if self._is_draining:
-            return f"microbatch {microbatch} comes too late: this stage is draining"
         if microbatch in self._inputs or microbatch in self._in_flight:
             return f"microbatch {microbatch} is here already: the second copy is dropped"
         self._inputs[microbatch] = None
@@ -130,13 +127,6 @@ class StageSchedule:
         self._version += is_open
         self._num_backwards = 0
         return is_open
-
-    def drain(self) -> tuple[MicrobatchId, ...]:
-        """Admit no more forwards, finish what is in flight; return the inputs that never ran."""
-        self._is_draining = True
-        unused = tuple(self._inputs)
-        self._inputs.clear()
-        return unused
 
     def _has_room(self) -> bool:
         if not self._in_flight:

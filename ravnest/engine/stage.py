@@ -76,11 +76,9 @@ class DroppedWork:
 
 @dataclass(frozen=True, slots=True)
 class Updated:
-    """One update: the version it made, the microbatches in it, their mean lag; why nothing changed, if so."""
+    """One update: the version it made; why nothing changed, if so."""
 
     version: int
-    num_microbatches: int
-    lag: float
     refusal: str | None = None
 
 
@@ -97,7 +95,7 @@ class StageEngine:
     """The state of one stage, taken over from a snapshot, and the microbatches in flight on it.
 
     `is_split`: gradients of inputs are ready before those of weights. It costs 0.1 ms per layer, and
-    where activations are recomputed or the stage is compiled a second run: leave it off there.
+    where activations are recomputed a second run: leave it off there.
     """
 
     def __init__(
@@ -266,23 +264,23 @@ class StageEngine:
         self._num_updates += 1
         if not gradients:
             reason = None if num_microbatches else "no microbatch was left to learn from"
-            return Updated(self._num_updates, num_microbatches, lag, reason)
+            return Updated(self._num_updates, reason)
         versions = self._versions
         in_place = not versions.is_held(gradients)
         after = self._optimizer.step(
             versions.weights, gradients, learning_rate, lag, in_place=in_place, bounds=bounds
         )
         if isinstance(after, Refusal):
-            return Updated(self._num_updates, num_microbatches, lag, after.reason)
+            return Updated(self._num_updates, after.reason)
         versions.replace(after, self._optimizer.predict(after, lag))
-        return Updated(self._num_updates, num_microbatches, lag)
+        return Updated(self._num_updates)
 
-    def evaluate(self, inputs: Values, fields: Tensors, key: RandomKey | None = None) -> PassedOn:
+    def evaluate(self, inputs: Values, fields: Tensors) -> PassedOn:
         """Run a microbatch as in evaluation, on the current weights, and change nothing."""
         buffers = {name: self._rest[name].clone() for name in self._roles.written}
         state = {**self._rest, **buffers, **self._versions.weights}
         with torch.no_grad():
-            return _detach(self._program.forward(state, inputs, fields, training=False, key=key))
+            return _detach(self._program.forward(state, inputs, fields, training=False))
 
     def add(self, changes: Tensors) -> None:
         """Add to parameters and buffers, as a round does; microbatches in flight keep what they saw."""

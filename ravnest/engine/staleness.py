@@ -70,13 +70,11 @@ class StageTimes:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What the stages of the cluster are resized to, and why."""
+    """What the stages of the cluster are resized to."""
 
     window: int
     accumulate: int
-    bound: int
     synchronous: bool
-    reason: str
 
 
 def window_needed(stages: Sequence[StageTimes], queues: float = 1.0, spare_batches: int = 0) -> int:
@@ -125,20 +123,17 @@ class StalenessController:
         accumulate = min(accumulate, policy.accumulate_max)
         if policy.is_synchronous(num_updates):
             self._restart_feedback(num_updates)
-            window = min(accumulate, policy.window_max)
-            return Decision(window, accumulate, 0, True, self._why_synchronous())
+            return Decision(min(accumulate, policy.window_max), accumulate, True)
         limit = min(accumulate * bound + 1, policy.window_max)
         window = min(max(needed + self._trim, min(needed, 2)), limit)
-        reason = _explain(window, needed, accumulate, bound)
         if num_updates - self._last_feedback >= policy.feedback_updates and self._lags:
             lag = _percentile_99(self._lags)
             self._restart_feedback(num_updates)
             target = self._target(window, limit, lag - bound, idle_share)
             if target != window:
                 self._trim = target - needed
-                reason = _explain_feedback(window, target, lag, bound, idle_share)
                 window = target
-        return Decision(window, accumulate, bound, False, reason)
+        return Decision(window, accumulate, False)
 
     def _target(self, window: int, limit: int, excess_lag: int, idle_share: float) -> int:
         if excess_lag > 0:
@@ -151,11 +146,6 @@ class StalenessController:
         self._lags.clear()
         self._last_feedback = num_updates
 
-    def _why_synchronous(self) -> str:
-        if self._policy.max_lag == 0:
-            return "synchronous: the user allows no lag"
-        return f"synchronous start: the first {self._policy.synchronous_updates} updates have no lag"
-
 
 def _percentile_99(lags: Counter[int]) -> int:
     left = math.floor(lags.total() * 0.01)  # observations that may lie above
@@ -164,17 +154,3 @@ def _percentile_99(lags: Counter[int]) -> int:
         if left < 0:
             return lag
     raise AssertionError("no lag was observed")
-
-
-def _explain(window: int, needed: int, accumulate: int, bound: int) -> str:
-    held = f"{accumulate} per update hold the lag at {bound}"
-    if window < needed:
-        return f"window {window} of the {needed} microbatches that keep the slowest stage busy: {held}"
-    return f"{window} microbatches in flight keep the slowest stage busy: {held}"
-
-
-def _explain_feedback(old: int, new: int, lag: int, bound: int, idle_share: float) -> str:
-    if new < old:
-        return f"window {old} -> {new}: measured lag {lag} (p99) is above the bound {bound}"
-    idle = f"the slowest stage idles {idle_share:.0%}"
-    return f"window {old} -> {new}: {idle} and lag {lag} (p99) is within the bound {bound}"

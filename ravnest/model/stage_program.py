@@ -34,12 +34,11 @@ class StageOutputs:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """How a stage runs here: device, mixed precision, activations computed again, compiled."""
+    """How a stage runs here: device, mixed precision, activations computed again."""
 
     device: torch.device = torch.device("cpu")  # noqa: RUF009 - a device is a value
     autocast: torch.dtype | None = None
     recompute: bool = False
-    compiled: bool = False
 
 
 class StageProgram:
@@ -48,8 +47,8 @@ class StageProgram:
     def __init__(self, blueprint: Blueprint, setting: Setting) -> None:
         self.blueprint = blueprint
         self.setting = setting
-        self._train = _Runner(blueprint.train, setting, blueprint.start)
-        self._evaluate = _Runner(blueprint.evaluate, setting, blueprint.start)
+        self._train = _Runner(blueprint.train, setting)
+        self._evaluate = _Runner(blueprint.evaluate, setting)
 
     def forward(
         self,
@@ -71,10 +70,9 @@ def build_stage_program(
     *,
     autocast: torch.dtype | None = None,
     recompute: bool = False,
-    compiled: bool = False,
 ) -> StageProgram:
-    """Make a stage callable. A compiled stage seeds its randomness once per batch, not per operation."""
-    return StageProgram(blueprint, Setting(torch.device(device), autocast, recompute, compiled))
+    """Make a stage callable."""
+    return StageProgram(blueprint, Setting(torch.device(device), autocast, recompute))
 
 
 def resolve(name: str) -> OpOverload:
@@ -155,16 +153,13 @@ def _batch_size(expected: TensorType, tensor: torch.Tensor) -> int:
 class _Runner:
     """One program of a stage, as a graph that torch compiles to plain Python."""
 
-    def __init__(self, program: Program, setting: Setting, number: int) -> None:
+    def __init__(self, program: Program, setting: Setting) -> None:
         self._program = program
         self._setting = setting
-        self._number = number
         storages = Storages(program)
         self._written = [value for value, _ in program.state if storages.is_written(value)]
         self._graph: Callable[..., tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]]
         self._graph = _Builder(program, setting).build()
-        if setting.compiled:
-            self._graph = torch.compile(self._graph, dynamic=None)
 
     def run(
         self, state: State, inputs: Mapping[ValueId, torch.Tensor], fields: State, key: MicrobatchKey | None
@@ -173,8 +168,6 @@ class _Runner:
         check_batch(program, inputs, fields)
         kept = {value: state[name] for value, name in program.state}
         arrived = [fields[name] for _, name in program.fields] + [inputs[value] for value in program.inputs]
-        if setting.compiled and key is not None:
-            _seed(key, self._number, setting.device)
         with torch.autocast(setting.device.type, setting.autocast, enabled=setting.autocast is not None):
             if setting.recompute and torch.is_grad_enabled():
                 outputs, results = self._run_twice(kept, arrived, key)
@@ -236,7 +229,7 @@ class _Builder:
             self._nodes[value] = self._graph.placeholder(f"v{value}")
         key = self._graph.placeholder("key")
         for op in program.ops:
-            if draws(op.name, dict(op.arguments)) and not self._setting.compiled:
+            if draws(op.name, dict(op.arguments)):
                 self._graph.call_function(_seed, (key, op.number, self._setting.device))
             self._add(op)
         outputs = tuple(self._nodes[value] for value in program.outputs)

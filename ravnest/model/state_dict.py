@@ -9,10 +9,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
-from typing import Self, TypedDict
+from typing import Self
 
 import msgspec
-import safetensors
 import torch
 from safetensors.torch import save
 from torch import Tensor
@@ -42,7 +41,7 @@ class FlatEntry:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The order of the tensors in the vector of [start, stop). `followers` are kept here, but live elsewhere.
+    """The order of the tensors in the vector of [start, stop).
 
     In it are trained parameters and the floating-point buffers that training writes; all as float32, which
     is exact for every smaller type and rounds float64.
@@ -51,7 +50,6 @@ class Layout:
     start: int
     stop: int
     entries: tuple[FlatEntry, ...]
-    followers: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, blueprint: Blueprint) -> Self:
@@ -60,13 +58,12 @@ class Layout:
         averaged = [entry for entry in blueprint.state if _is_averaged(entry)]
         hosted = [entry for entry in averaged if start <= entry.positions[0] < stop]
         hosted.sort(key=lambda entry: entry.positions[0])
-        followers = tuple(entry.name for entry in averaged if not start <= entry.positions[0] < stop)
         offsets = accumulate((prod(entry.shape) for entry in hosted), initial=0)
         entries = tuple(
             FlatEntry(entry.name, entry.shape, entry.dtype, offset, entry.positions[0])
             for entry, offset in zip(hosted, offsets, strict=False)
         )
-        return cls(start, stop, entries, followers)
+        return cls(start, stop, entries)
 
     @property
     def size(self) -> int:
@@ -110,13 +107,6 @@ class Layout:
             view.copy_(state[name])
         return out
 
-    @torch.no_grad()
-    def scatter(self, vector: Tensor, state: Mapping[str, Tensor]) -> None:
-        """Copy the vector back into the tensors, in place, each in its own dtype."""
-        for name, view in self.views(vector).items():
-            assert view.shape == state[name].shape, f"{name} is {tuple(state[name].shape)}"
-            state[name].copy_(view)
-
 
 def to_safetensors(state: Mapping[str, Tensor], blueprint: Blueprint) -> bytes:
     """Return the tensors that the blueprint names as a safetensors file; others are left out."""
@@ -128,26 +118,6 @@ def to_safetensors(state: Mapping[str, Tensor], blueprint: Blueprint) -> bytes:
         is_alone = entry.kind == PARAMETER and tensor.is_contiguous()
         tensors[entry.name] = tensor if is_alone else tensor.clone(memory_format=torch.contiguous_format)
     return save(tensors)
-
-
-def from_safetensors(data: bytes, blueprint: Blueprint) -> dict[str, Tensor]:
-    """Return the tensors of a file that holds exactly what the blueprint names; else WeightsError."""
-    expected = {entry.name: entry for entry in blueprint.state}
-    tensors: dict[str, Tensor] = {}
-    for name, content in _read(data, expected):
-        entry = expected.get(name)
-        if entry is None:
-            raise WeightsError(f"the weights hold {name!r}, which the model does not have; {_WAY_OUT}")
-        found = _describe(_DTYPES.get(content["dtype"], content["dtype"]), content["shape"])
-        if found != _describe(entry.dtype, entry.shape):
-            raise WeightsError(_mismatch(entry, found))
-        dtype = getattr(torch, entry.dtype)
-        buffer = content["data"]
-        flat = torch.frombuffer(buffer, dtype=dtype) if buffer else torch.empty(0, dtype=dtype)
-        tensors[name] = flat.reshape(entry.shape)
-    for entry in blueprint.state:
-        _check(entry, tensors)
-    return {name: tensors[name] for name in expected}
 
 
 def to_snapshot(state: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]) -> bytes:
@@ -247,35 +217,11 @@ _SCALARS = ("step", "mu_product")
 _MOST_STEPS = 2.0**53
 _SNAPSHOT_HEADER_BYTES = 8 << 20  # of some 10,000 parameters with their optimizer's state
 _LENGTH_BYTES = 8  # a file begins with the length of its header
-_HEADER_BYTES = 65_536  # room for what others note in a header
-_ENTRY_BYTES = 256  # dtype, shape and place of one tensor
-_ESCAPE_BYTES = 6  # a character of a name, written as \uXXXX
 
 
 def _is_averaged(entry: StateEntry) -> bool:
     is_changing = entry.is_trainable or (entry.kind == BUFFER and entry.is_written)
     return is_changing and entry.dtype in FLOATING
-
-
-class _Content(TypedDict):
-    dtype: str
-    shape: list[int]
-    data: bytearray
-
-
-def _read(data: bytes, expected: Mapping[str, StateEntry]) -> list[tuple[str, _Content]]:
-    """Parse a file, after making sure that its header is not made to fill the memory."""
-    length = int.from_bytes(data[:_LENGTH_BYTES], "little")
-    allowed = _HEADER_BYTES + sum(_ENTRY_BYTES + _ESCAPE_BYTES * len(name) for name in expected)
-    if len(data) < _LENGTH_BYTES or length > allowed:
-        raise WeightsError(
-            f"the weights, {len(data)} bytes, are no safetensors file of this model; {_WAY_OUT}"
-        )
-    try:
-        contents: list[tuple[str, _Content]] = safetensors.deserialize(data)  # type: ignore[no-untyped-call]
-    except safetensors.SafetensorError as error:
-        raise WeightsError(f"the weights are damaged: {error}; fetch them again") from error
-    return contents
 
 
 class _Place(msgspec.Struct):

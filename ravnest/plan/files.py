@@ -216,26 +216,6 @@ def read_profile(text: str, where: str) -> ModelProfile:
     )
 
 
-def swarm_to_dict(swarm: Swarm) -> dict[str, object]:
-    """Return what, written as JSON or TOML, `read_swarm` reads back unchanged."""
-    nodes = [
-        {
-            "name": node.name,
-            "memory": node.memory_bytes,
-            "compute": node.flops_per_second,
-            "up": node.upload_bytes_per_second,
-            "down": node.download_bytes_per_second,
-            "latency": node.latency_seconds,
-            "region": node.region,
-            "reachable": node.is_reachable,
-            "uptime": node.uptime_seconds,
-        }
-        for node in swarm.nodes
-    ]
-    latency = [{"between": [one, other], "seconds": seconds} for one, other, seconds in swarm.region_latency]
-    return {"node": nodes, "latency": latency}
-
-
 def profile_to_dict(profile: ModelProfile) -> dict[str, object]:
     """Return what, written as JSON or TOML, `read_profile` reads back unchanged."""
     columns = {

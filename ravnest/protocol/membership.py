@@ -60,7 +60,6 @@ class Welcome:
     """The hub takes a peer in, under this name; it relays at this port of its host, or not at all."""
 
     node: NodeId
-    heartbeat_seconds: float
     relay_port: Port = 0
 
 

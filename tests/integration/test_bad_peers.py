@@ -214,7 +214,7 @@ def test_what_is_of_another_plan_or_only_the_hub_says_changes_nothing() -> None:
             for message in (
                 Stop("all go home"),
                 LeaseDone(77, LeaseId(3), 10**6),
-                Welcome("hub", 1.0),
+                Welcome("hub"),
             ):
                 await liar.send(message)
             activation = Activation(99, MicrobatchId(7), False, 1, ((0, SPEC),))

@@ -14,7 +14,7 @@ from ravnest.hub.coordinator import planner
 from ravnest.hub.coordinator.coordinator import Coordinator
 from ravnest.hub.coordinator.events import MakePlan
 from ravnest.hub.coordinator.notices import PlanFormed, RoundEnded
-from ravnest.hub.service.event_log import EventLog, apply_logged, replay
+from ravnest.hub.service.event_log import EventLog, apply_logged, read_watch
 from ravnest.protocol.membership import Fact
 
 NAMES = "abcdefgh"
@@ -211,7 +211,7 @@ def test_a_hub_replayed_from_its_folder_goes_on_alike(trouble, died, moment, sto
         hub = Coordinator(world.given)
         for event in world.log:
             apply_logged(hub, event, store.append)
-        again = replay(store)
+        again = read_watch(Path(folder)).hub
     world.run()
     assert [again.apply(event) for event in world.log[num_before:]] == world.answers[num_before:]
     assert freeze(again) == freeze(world.hub)

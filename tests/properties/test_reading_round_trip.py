@@ -4,10 +4,11 @@ import json
 
 from hypothesis import given
 from hypothesis import strategies as st
+from support.plan_world import swarm_to_dict
 
 from ravnest.errors import ConfigError
 from ravnest.ids import NodeId
-from ravnest.plan.files import profile_to_dict, read_profile, read_swarm, swarm_to_dict
+from ravnest.plan.files import profile_to_dict, read_profile, read_swarm
 from ravnest.plan.types import ModelProfile, Node, Swarm
 
 

@@ -253,3 +253,23 @@ def slow_memory(stage, cluster, profile, config, is_averaged):
     total += stage.window * profile.crossing_bytes[stage.start] if stage.recompute else 0.0
     total += 0 if stage.start else 4 * stage.window * profile.crossing_bytes[0]
     return config.overhead_bytes + 1.05 * total
+
+
+def swarm_to_dict(swarm):
+    """What, written as JSON or TOML, `read_swarm` reads back unchanged."""
+    nodes = [
+        {
+            "name": each.name,
+            "memory": each.memory_bytes,
+            "compute": each.flops_per_second,
+            "up": each.upload_bytes_per_second,
+            "down": each.download_bytes_per_second,
+            "latency": each.latency_seconds,
+            "region": each.region,
+            "reachable": each.is_reachable,
+            "uptime": each.uptime_seconds,
+        }
+        for each in swarm.nodes
+    ]
+    latency = [{"between": [one, other], "seconds": seconds} for one, other, seconds in swarm.region_latency]
+    return {"node": nodes, "latency": latency}

@@ -138,7 +138,7 @@ def play(
             agent = Agent(token, keys[ME], offer, scene.compute)
             running = asyncio.create_task(agent.run(transport))
             assert (await scene.hear(Hello)).build_id == 0
-            await scene.say(Welcome(ME, 1.0))
+            await scene.say(Welcome(ME))
             await scene.say(scene.order(1))
             await script(scene, agent, running)
             if not running.done():
@@ -356,7 +356,7 @@ def test_a_hub_that_comes_back_as_another_hears_what_is_held_and_nothing_old() -
         first = await scene.hear(object)
         assert isinstance(first, Hello)
         assert first.build_id == 1
-        await scene.say(Welcome(ME, 1.0))
+        await scene.say(Welcome(ME))
         scene.compute.emit(Outgoing(HUB, LeaseDone(1, LeaseId(8), 4)))
         assert (await scene.hear(object)).lease == 8
 

@@ -1,7 +1,6 @@
 """A stage's state as one vector and as a file: order, copies, casts, and refusals that name the tensor."""
 
 import json
-import tracemalloc
 from dataclasses import replace
 
 import pytest
@@ -13,14 +12,7 @@ from ravnest.errors import WeightsError
 from ravnest.model.blueprint import BUFFER, CONSTANT, PARAMETER, Blueprint, Program, StateEntry
 from ravnest.model.capture import Captured, capture
 from ravnest.model.slicing import slice_blueprint
-from ravnest.model.state_dict import (
-    Layout,
-    from_safetensors,
-    merge_stages,
-    read_snapshot,
-    to_safetensors,
-    to_snapshot,
-)
+from ravnest.model.state_dict import Layout, merge_stages, read_snapshot, to_safetensors, to_snapshot
 
 NOTHING = Program({}, (), (), (), (), (), ())
 
@@ -65,14 +57,11 @@ def test_the_vector_is_ordered_by_home_and_leaves_out_what_is_not_averaged() -> 
     places = [(entry.name, entry.offset, entry.position) for entry in layout.entries]
     assert places == [("embedding", 0, 0), ("norm.mean", 8, 1), ("norm.weight", 10, 1), ("head", 12, 2)]
     assert layout.size == 18
-    assert layout.followers == ()
 
 
-def test_a_tied_weight_is_in_the_vector_of_its_home_and_followed_elsewhere() -> None:
+def test_a_tied_weight_is_in_the_vector_of_its_home_alone() -> None:
     assert next(entry.name for entry in Layout.of(stage(WHOLE, 0, 2)).entries) == "embedding"
-    last = Layout.of(stage(WHOLE, 2, 3))
-    assert [entry.name for entry in last.entries] == ["head"]
-    assert last.followers == ("embedding",)
+    assert [entry.name for entry in Layout.of(stage(WHOLE, 2, 3)).entries] == ["head"]
 
 
 def test_an_interval_of_positions_is_an_interval_of_the_vector() -> None:
@@ -96,22 +85,18 @@ def test_a_segment_has_views_of_its_own() -> None:
     assert not part[4:].any()
 
 
-def test_gathering_copies_and_scattering_writes_in_place() -> None:
+def test_gathering_copies_into_a_new_vector_or_a_given_one() -> None:
     layout, state = Layout.of(WHOLE), tensors(WHOLE)
     leaf = state["embedding"] = nn.Parameter(state["embedding"])
     vector = layout.gather(state)
     assert vector.dtype == torch.float32
     assert not vector.requires_grad
-    vector += 1
-    before = leaf.detach().clone()
-    assert torch.equal(leaf, before)
-    layout.scatter(vector, state)
-    assert state["embedding"] is leaf
-    assert torch.equal(leaf, before + 1)
-    assert state["head"].dtype == torch.bfloat16
     again = torch.zeros(layout.size)
     assert layout.gather(state, out=again) is again
     assert torch.equal(again, vector)
+    before = leaf.detach().clone()
+    vector += 1
+    assert torch.equal(leaf, before)
 
 
 def test_a_tensor_of_another_shape_is_never_stretched() -> None:
@@ -133,8 +118,8 @@ def test_a_file_holds_the_original_names_and_comes_back_bit_for_bit() -> None:
     state = tensors(WHOLE)
     data = to_safetensors({**state, "other": torch.zeros(3)}, WHOLE)
     assert load(data).keys() == state.keys()
-    back = from_safetensors(data, WHOLE)
-    assert list(back) == [entry.name for entry in WHOLE.state]
+    back, _ = read_snapshot(data, WHOLE.state)
+    assert back.keys() == state.keys()
     assert all(torch.equal(back[name], state[name]) for name in state)
     assert all(back[name].dtype == state[name].dtype for name in state)
     back["embedding"].zero_()
@@ -148,7 +133,7 @@ def test_buffers_that_share_memory_and_turned_parameters_can_be_written() -> Non
         parameter("turned", (4, 2), 0),
     )
     state = {"one": table, "other": table[2:6], "turned": torch.arange(8.0).view(2, 4).t()}
-    back = from_safetensors(to_safetensors(state, whole), whole)
+    back, _ = read_snapshot(to_safetensors(state, whole), whole.state)
     assert all(torch.equal(back[name], state[name]) for name in state)
 
 
@@ -156,17 +141,14 @@ def test_buffers_that_share_memory_and_turned_parameters_can_be_written() -> Non
     ("change", "message"),
     [
         ({"scale": None}, "lack 'scale', float32 [2]"),
-        ({"extra": torch.zeros(1)}, "hold 'extra', which the model does not have"),
         ({"scale": torch.zeros(3)}, "'scale' should be float32 [2], is float32 [3]"),
         ({"scale": torch.zeros(2).half()}, "'scale' should be float32 [2], is float16 [2]"),
-        ({"scale": torch.zeros(2, dtype=torch.complex64)}, "should be float32 [2], is C64 [2]"),
     ],
 )
-def test_a_file_of_another_model_is_refused_by_tensor(change: dict[str, Tensor | None], message: str) -> None:
+def test_the_state_of_another_model_is_not_written(change: dict[str, Tensor | None], message: str) -> None:
     given = {**tensors(WHOLE), **change}
-    data = save({name: tensor for name, tensor in given.items() if tensor is not None})
     with pytest.raises(WeightsError) as caught:
-        from_safetensors(data, WHOLE)
+        to_safetensors({name: tensor for name, tensor in given.items() if tensor is not None}, WHOLE)
     assert message in str(caught.value)
 
 
@@ -179,44 +161,9 @@ def entry_header(**change: object) -> dict[str, object]:
     return {"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8], **change}}
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"",
-        b"\x00" * 7,
-        b"\xff" * 64,
-        (2**63).to_bytes(8, "little") + b"{}",
-        with_header(b"[" * 60_000),
-        with_header(b'{"w"'),
-        with_header(entry_header(shape=[2**62, 2**62])),
-        with_header(entry_header(shape=[2**40], data_offsets=[0, 2**42])),
-        with_header(entry_header(), b"1234567"),
-        with_header(entry_header(), b"123456789"),
-        with_header(entry_header(data_offsets=[4, 12]), b"x" * 12),
-        with_header(entry_header(data_offsets=[8, 0]), b"x" * 8),
-        with_header(entry_header(dtype="F4"), b"x" * 8),
-        with_header(entry_header(dtype=7), b"x" * 8),
-        with_header({"w": "F32"}, b"x" * 8),
-        with_header({"__metadata__": {"note": "x" * 100_000}, **entry_header()}, b"x" * 8),
-    ],
-)
-def test_a_damaged_or_lying_file_is_refused(data: bytes) -> None:
-    with pytest.raises(WeightsError):
-        from_safetensors(data, blueprint(parameter("w", (2,), 0)))
-
-
 def test_a_sound_file_with_a_note_is_taken() -> None:
     data = with_header({"__metadata__": {"format": "pt"}, **entry_header()}, b"\0" * 8)
-    assert not from_safetensors(data, blueprint(parameter("w", (2,), 0)))["w"].any()
-
-
-def test_a_header_made_to_fill_the_memory_is_not_read() -> None:
-    data = with_header(b'{"w":[' + b"[]," * 100_000 + b"0]}")
-    tracemalloc.start()
-    with pytest.raises(match="no safetensors file of this model"):
-        from_safetensors(data, blueprint(parameter("w", (2,), 0)))
-    assert tracemalloc.get_traced_memory()[1] < 100_000
-    tracemalloc.stop()
+    assert not read_snapshot(data, [parameter("w", (2,), 0)])[0]["w"].any()
 
 
 def moments(*names: str) -> dict[str, Tensor]:
@@ -370,8 +317,7 @@ def test_the_stages_that_the_line_cuts_make_the_captured_model(captured: Capture
     vectors = [Layout.of(part).gather(captured.state) for part in cut]
     assert torch.equal(torch.cat(vectors), Layout.of(whole).gather(captured.state))
     assert Layout.of(whole).size == 8 + 4 * 2
-    assert Layout.of(cut[-1]).followers == ("embedding.weight",)
-    files = [from_safetensors(to_safetensors(captured.state, part), part) for part in cut]
+    files = [read_snapshot(to_safetensors(captured.state, part), part.state)[0] for part in cut]
     fresh.load_state_dict(merge_stages(files, whole), strict=True)
     assert all(
         torch.equal(fresh.state_dict()[name], captured.state[name])

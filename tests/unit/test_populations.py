@@ -4,9 +4,10 @@ import json
 from statistics import fmean, median
 
 import pytest
+from support.plan_world import swarm_to_dict
 
 from ravnest.errors import ConfigError
-from ravnest.plan.files import read_swarm, swarm_to_dict
+from ravnest.plan.files import read_swarm
 from ravnest.plan.populations import KINDS, population
 
 MEGABIT = 1e6 / 8

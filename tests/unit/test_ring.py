@@ -149,13 +149,6 @@ def test_a_mean_has_the_same_hash_in_every_member_and_another_with_another_bit()
     assert len(digests) == 2
 
 
-def test_what_is_missing_is_counted():
-    members = make_ring([np.ones(8)] * 2, [1.0] * 2, 2)
-    assert [member.num_missing for member in members] == [4, 4]
-    run_ring(members, Random(0))
-    assert [member.num_missing for member in members] == [0, 0]
-
-
 @pytest.mark.parametrize(
     ("length", "num_members", "size"),
     [(0, 2, 1 << 14), (1 << 20, 4, 1 << 16), (10**6, 3, 83456), (1 << 30, 2, 1 << 18)],

@@ -157,16 +157,6 @@ def test_larger_accumulate_in_the_middle_makes_the_update_longer():
     assert [task.is_update for task in run_all(schedule)] == [False, True]
 
 
-def test_drain_returns_unused_inputs_and_finishes_the_rest():
-    schedule = started(StageSchedule(window=1), 1)
-    schedule.offer_input(2)
-    assert schedule.drain() == (2,)
-    assert "draining" in schedule.offer_input(3)
-    schedule.offer_gradient(1)
-    assert [task.microbatch for task in run_all(schedule)] == [1]
-    assert schedule.num_in_flight == 0
-
-
 def test_an_update_of_fewer_batches_is_closed_once():
     schedule = started(StageSchedule(window=4, accumulate=3, version=5), 1, 2)
     assert not schedule.is_empty

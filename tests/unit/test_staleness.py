@@ -1,4 +1,4 @@
-"""The staleness controller: the numbers of the research page, feedback, caps and sentences."""
+"""The staleness controller: the numbers of the research page, feedback and caps."""
 
 import pytest
 
@@ -25,8 +25,8 @@ def controller(**changes):
 )
 def test_eight_equal_stages(num_updates, bound, accumulate):
     decision = controller().decide(num_updates, EIGHT)
-    assert (decision.bound, decision.accumulate, decision.window) == (bound, accumulate, 8)
-    assert not decision.synchronous
+    assert (decision.accumulate, decision.window, decision.synchronous) == (accumulate, 8, False)
+    assert StalenessPolicy(planned_updates=4800).lag_bound(num_updates) == bound
 
 
 def test_long_runs_allow_twice_the_lag():
@@ -54,7 +54,6 @@ def test_window_needed(stages, window):
 def test_window_is_throttled_only_where_accumulation_cannot_rise():
     decision = controller(accumulate_max=3).decide(0, EIGHT)
     assert (decision.accumulate, decision.window) == (3, 4)  # 3 * 1 + 1
-    assert "window 4 of the 8 microbatches" in decision.reason
     decision = controller(window_max=5).decide(0, EIGHT)
     assert (decision.accumulate, decision.window) == (4, 5)  # more per update would not help
     decision = controller(accumulate_min=16).decide(0, EIGHT)
@@ -64,17 +63,14 @@ def test_window_is_throttled_only_where_accumulation_cannot_rise():
 def test_synchronous_start():
     policy = StalenessPolicy(planned_updates=1000, queues=1.0, spare_batches=0)
     first = StalenessController(policy).decide(49, EIGHT)
-    assert (first.synchronous, first.bound, first.window, first.accumulate) == (True, 0, 7, 7)
-    assert "first 50 updates" in first.reason
+    assert (first.synchronous, first.window, first.accumulate) == (True, 7, 7)
     assert not StalenessController(policy).decide(50, EIGHT).synchronous
     assert StalenessPolicy(planned_updates=100_000).synchronous_updates == 200
     assert StalenessPolicy(planned_updates=10).synchronous_updates == 0
 
 
 def test_no_lag_allowed_is_synchronous_for_ever():
-    decision = controller(max_lag=0).decide(4000, EIGHT)
-    assert decision.synchronous
-    assert "the user allows no lag" in decision.reason
+    assert controller(max_lag=0).decide(4000, EIGHT).synchronous
 
 
 def test_feedback_lowers_the_window_when_lag_is_above_the_bound():
@@ -94,9 +90,7 @@ def test_feedback_waits_fifty_updates_and_for_observations():
     assert control.decide(50, EIGHT, idle_share=1.0).window == 8  # nothing observed
     control.observe(9)
     assert control.decide(49, EIGHT).window == 8
-    decision = control.decide(50, EIGHT)
-    assert decision.window == 7
-    assert "window 8 -> 7: measured lag 9 (p99) is above the bound 1" in decision.reason
+    assert control.decide(50, EIGHT).window == 7
     control.observe(9)
     assert control.decide(99, EIGHT).window == 7
     assert control.decide(100, EIGHT).window == 6
@@ -119,9 +113,7 @@ def test_feedback_raises_the_window_of_an_idle_stage_up_to_the_hard_bound():
 def test_lag_at_the_bound_is_not_too_much_for_a_stage_that_idles():
     control = controller(accumulate_min=9)
     control.observe(1)
-    decision = control.decide(50, EIGHT, idle_share=0.9)
-    assert decision.window == 9
-    assert "idles 90% and lag 1 (p99) is within the bound 1" in decision.reason
+    assert control.decide(50, EIGHT, idle_share=0.9).window == 9
     control.observe(2)
     assert control.decide(100, EIGHT, idle_share=0.9).window == 8
 

@@ -21,7 +21,6 @@ from ravnest.hub.service.event_log import (
     apply_logged,
     read_event,
     read_status,
-    replay,
     write_event,
 )
 from ravnest.hub.service.status import ClusterStatus, MemberStatus, Status, StatusTracker
@@ -68,7 +67,7 @@ def test_only_what_changes_something_is_logged_and_the_replayed_hub_goes_on_alik
         refused = apply_logged(hub, Received("ghost", Leave(0, "?"), 1e6), store.append)
         assert len(refused) == 1
         assert apply_logged(hub, Received("a", LeaseDone(9, 9, 9), 1e6), store.append) != ()
-        again = replay(store)
+    again = read_watch(tmp_path).hub
         assert list(store.events()) == world.log
     assert again.now == hub.now == world.now
     assert (again.phase, again.due) == (JobPhase.FINISHED, None)

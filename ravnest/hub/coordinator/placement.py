@@ -104,11 +104,6 @@ class Placement:
         return self._plan.backups if self._plan is not None and self._clusters else ()
 
     @property
-    def microbatches(self) -> int:
-        """Into how many microbatches the current plan cuts a batch."""
-        return self._microbatches
-
-    @property
     def clusters(self) -> tuple[ClusterState, ...]:
         """All clusters of the plan, in any phase."""
         return self._clusters

@@ -158,18 +158,6 @@ def apply_logged(hub: Coordinator, event: Event, log: Callable[[Event], None]) -
     return orders
 
 
-def replay(store: EventStore) -> Coordinator:
-    """Return the hub that these events made; what was ordered before is not ordered again."""
-    events = store.events()
-    first = next(events, None)
-    if not isinstance(first, JobGiven):
-        raise ConfigError("the log of the hub does not begin with a job")
-    hub = Coordinator(first)
-    for event in (first, *events):
-        hub.apply(event)
-    return hub
-
-
 def read_watch(folder: Path) -> StatusTracker | None:
     """Return the state of this folder's log with what people were told; None while it has no job."""
     with EventLog(folder, is_read_only=True) as store:

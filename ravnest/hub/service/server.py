@@ -54,7 +54,6 @@ from ravnest.transfer.blobs import Blobs, Outgoing
 
 logger = logging.getLogger(__name__)
 
-HEARTBEAT_SECONDS = 1.0
 GRACE_SECONDS = 3.0  # a peer whose link is lost may come back
 PART_SECONDS = 5.0  # at the end, for all to leave
 HUB_LIMITS = TransportLimits(incoming_bytes=2 * MIB)  # peers send words and pieces of blobs, never a tensor
@@ -215,7 +214,7 @@ class Server:
             return
         name, now = known.node.name, self._time()
         relay_port = self._relay.port if self._relay is not None else 0
-        self._post(Outgoing(name, Welcome(name, HEARTBEAT_SECONDS, relay_port)))
+        self._post(Outgoing(name, Welcome(name, relay_port)))
         if before is not None:
             self._apply(PeerReturned(name, known.addresses, now))
         else:
