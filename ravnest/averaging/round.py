@@ -1,16 +1,15 @@
 """One attempt to average all segments: it commits on every surviving member, or it never happened.
 
-A member runs all its rings at once and votes when they are done; the coordinator (the hub or an
-appointed peer) commits when all have voted. Whoever has voted may no longer give up by itself: it asks
-until somebody knows. The decision is logged before anyone hears it, and a coordinator that restarts
-without a logged decision aborts: nobody can have heard of a commit.
-Driven by peer.averager, hub.server and sim.
+A member runs all its rings at once and votes when they are done; the hub commits when all have voted. A
+member that has voted may no longer give up by itself: it asks the hub until that knows. The vote that decides
+is in the hub's log before anyone hears of the decision, and a hub that comes back with a round still open
+aborts it: nobody can have heard of a commit.
 """
 
 import itertools
 from collections.abc import Iterator, Mapping, Sized
 from enum import StrEnum
-from typing import Generic, Self, TypeVar, assert_never
+from typing import Generic, TypeVar, assert_never
 
 from ravnest.averaging.ring import RingReduce
 from ravnest.ids import NodeId, RoundId, SegmentId
@@ -49,18 +48,12 @@ class Round(Generic[_V]):
         self._deadline = deadline
         self._before = before or {}
         self._phase = RoundPhase.RUNNING
-        self._outcome: RoundOutcome | None = None
         self._averages: dict[SegmentId, tuple[_V, ...]] | None = None
 
     @property
     def phase(self) -> RoundPhase:
         """Where this member stands; committed and aborted are final."""
         return self._phase
-
-    @property
-    def outcome(self) -> RoundOutcome | None:
-        """The decision, once this member knows it."""
-        return self._outcome
 
     def start(self) -> Iterator[RingPart[_V] | RoundReady | RoundAbort]:
         """Start every ring at once, their chunks in turn by size, each made when it is asked for."""
@@ -105,17 +98,8 @@ class Round(Generic[_V]):
         """Abort by itself, to be told to the coordinator; None when it may not or need not."""
         if self._phase is not RoundPhase.RUNNING:
             return None
-        abort = RoundAbort(self._round_id, reason, suspect, hops)
-        self._end(RoundPhase.ABORTED, abort)
-        return abort
-
-    def answer(self, query: RoundQuery) -> RoundOutcome | Refusal:
-        """Tell a member that asks what became of the round, if this one knows."""
-        if query.round_id != self._round_id:
-            return Refusal(f"round {query.round_id} is not known here")
-        if self._outcome is None:
-            return Refusal(f"round {query.round_id} is undecided as far as {self._member} knows")
-        return self._outcome
+        self._end(RoundPhase.ABORTED)
+        return RoundAbort(self._round_id, reason, suspect, hops)
 
     def take_averages(self) -> dict[SegmentId, tuple[_V, ...]] | None:
         """Give out the averages of a committed round, once; each is cut in consecutive pieces."""
@@ -153,9 +137,9 @@ class Round(Generic[_V]):
         match outcome, self._phase:
             case RoundCommit(), RoundPhase.READY:
                 self._averages = {segment: ring.pieces for segment, ring in self._rings.items()}
-                self._end(RoundPhase.COMMITTED, outcome)
+                self._end(RoundPhase.COMMITTED)
             case RoundAbort(), RoundPhase.RUNNING | RoundPhase.READY:
-                self._end(RoundPhase.ABORTED, outcome)
+                self._end(RoundPhase.ABORTED)
             case (RoundCommit(), RoundPhase.COMMITTED) | (RoundAbort(), RoundPhase.ABORTED):
                 pass  # heard before
             case _:
@@ -163,45 +147,25 @@ class Round(Generic[_V]):
                 return Refusal(f"{told} of round {outcome.round_id}, which is {self._phase} here")
         return ()
 
-    def _end(self, phase: RoundPhase, outcome: RoundOutcome) -> None:
+    def _end(self, phase: RoundPhase) -> None:
         self._phase = phase
-        self._outcome = outcome
         self._rings.clear()
 
 
 class RoundDecision:
-    """The coordinator's side: what it returns is written to the log, then `logged` lets it out."""
+    """The hub's side: it counts votes and decides once. Votes come from members, each in its own name."""
 
-    def __init__(self, round_id: RoundId, members: tuple[NodeId, ...], deadline: float) -> None:
+    def __init__(self, round_id: RoundId, members: tuple[NodeId, ...]) -> None:
         assert members, "a round needs members"
         self._round_id = round_id
         self._missing = dict.fromkeys(members)  # in the order of the plan, for stable reasons
-        self._members = frozenset(members)
-        self._deadline = deadline
         self._hashes: dict[SegmentId, dict[bytes, list[NodeId]]] = {}
-        self._pending: RoundOutcome | None = None
         self._outcome: RoundOutcome | None = None
         self._suspects: tuple[NodeId, ...] = ()
 
-    @classmethod
-    def recover(cls, round_id: RoundId, members: tuple[NodeId, ...], logged: RoundOutcome | None) -> Self:
-        """Return the coordinator after a restart; without a logged decision `pending` is an abort."""
-        decision = cls(round_id, members, deadline=0.0)
-        decision._pending = logged
-        if logged is None:
-            decision._decide(RoundAbort(round_id, "the coordinator restarted before it decided"))
-        else:
-            decision.logged()
-        return decision
-
-    @property
-    def pending(self) -> RoundOutcome | None:
-        """The decision that is not in the log yet; nobody may hear of it."""
-        return self._pending
-
     @property
     def outcome(self) -> RoundOutcome | None:
-        """The logged decision, final."""
+        """What was decided; nobody may hear of it before the event that decided is in the log."""
         return self._outcome
 
     @property
@@ -214,60 +178,28 @@ class RoundDecision:
         """Who kept the round from its commit, as far as votes tell: the silent, or who has another mean."""
         return self._suspects
 
-    def vote(self, ready: RoundReady) -> RoundOutcome | Refusal | None:
-        """Count a vote; return the decision to log when it was the last one missing."""
-        if ready.round_id != self._round_id:
-            return Refusal(f"round {ready.round_id} is not round {self._round_id}")
-        if ready.member not in self._members:
-            return Refusal(f"{ready.member} is no member of round {self._round_id}")
-        if self._is_decided:
-            return Refusal(f"{ready.member} votes after round {self._round_id} was decided")
+    def vote(self, ready: RoundReady) -> None:
+        """Count a vote, a second copy of it once; the last one missing decides."""
         if ready.member in self._missing:
             del self._missing[ready.member]
             for segment, digest in ready.hashes:
                 self._hashes.setdefault(segment, {}).setdefault(digest, []).append(ready.member)
         if self._missing:
-            return None
+            return
         unlike = {segment: found for segment, found in self._hashes.items() if len(found) > 1}
-        return self._refuse(unlike) if unlike else self._decide(RoundCommit(self._round_id))
+        self._decide(self._refuse(unlike) if unlike else RoundCommit(self._round_id))
 
-    def give_up(
-        self, member: NodeId, reason: str, suspect: NodeId | None = None
-    ) -> RoundOutcome | Refusal | None:
-        """Abort because a member died or gave up; return the abort to log, None once decided."""
-        if member not in self._members:
-            return Refusal(f"{member} is no member of round {self._round_id}")
-        if self._is_decided:
-            return None
-        return self._decide(RoundAbort(self._round_id, f"{member}: {reason}", suspect))
+    def give_up(self, member: NodeId, reason: str, suspect: NodeId | None = None) -> None:
+        """Abort because a member died or gave up."""
+        self._decide(RoundAbort(self._round_id, f"{member}: {reason}", suspect))
 
-    def expire(self, now: float) -> RoundOutcome | None:
-        """Return the abort to log when the deadline has passed without all votes."""
-        if self._is_decided or now < self._deadline:
-            return None
+    def expire(self) -> None:
+        """Abort because not all have voted in time."""
         self._suspects = tuple(self._missing)
         silent = ", ".join(self._missing)
-        return self._decide(RoundAbort(self._round_id, f"no vote before the deadline from {silent}"))
+        self._decide(RoundAbort(self._round_id, f"no vote before the deadline from {silent}"))
 
-    def logged(self) -> RoundOutcome:
-        """Note that the pending decision is on disk; return it, to be sent to every member."""
-        assert self._pending is not None, f"round {self._round_id}: nothing was to be logged"
-        self._outcome, self._pending = self._pending, None
-        return self._outcome
-
-    def answer(self, query: RoundQuery) -> RoundOutcome | Refusal:
-        """Tell a member that asks what became of the round, once that is logged."""
-        if query.round_id != self._round_id:
-            return Refusal(f"round {query.round_id} is not round {self._round_id}")
-        if self._outcome is None:
-            return Refusal(f"round {self._round_id} is not decided yet")
-        return self._outcome
-
-    @property
-    def _is_decided(self) -> bool:
-        return self._pending is not None or self._outcome is not None
-
-    def _refuse(self, unlike: dict[SegmentId, dict[bytes, list[NodeId]]]) -> RoundOutcome:
+    def _refuse(self, unlike: dict[SegmentId, dict[bytes, list[NodeId]]]) -> RoundAbort:
         """Abort because owners of a segment hold different averages; the fewer are suspected, or all."""
         suspects: dict[NodeId, None] = {}
         for found in unlike.values():
@@ -279,8 +211,8 @@ class RoundDecision:
         shown = "; ".join(f"{', '.join(names)}: {digest.hex()[:8]}" for digest, names in found.items())
         more = f", as in {len(unlike) - 1} more" if len(unlike) > 1 else ""
         reason = f"the owners of segment {segment} hold different averages ({shown}){more}"
-        return self._decide(RoundAbort(self._round_id, reason))
+        return RoundAbort(self._round_id, reason)
 
-    def _decide(self, outcome: RoundOutcome) -> RoundOutcome:
-        self._pending = outcome
-        return outcome
+    def _decide(self, outcome: RoundOutcome) -> None:
+        assert self._outcome is None, f"round {self._round_id} is decided already: {self._outcome}"
+        self._outcome = outcome

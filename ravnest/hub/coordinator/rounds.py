@@ -167,10 +167,8 @@ class Rounds:
         elif message.member != sender:
             return Refusal(f"{sender} votes for {message.member}")
         else:
-            outcome = self._decision.vote(message)
-            if isinstance(outcome, Refusal):
-                return outcome
-            if outcome is not None:
+            self._decision.vote(message)
+            if self._decision.outcome is not None:
                 return self._settle(now, self._cluster_ids(self._decision.suspects))
         # All have spoken, but for those who would not be believed; or it is about something else than time.
         unheard = self._cluster_ids(self._decision.missing - self._given_up.keys())
@@ -197,7 +195,7 @@ class Rounds:
             return None
         if self._given_up:
             return self._give_up(now)
-        self._decision.expire(now)
+        self._decision.expire()
         return self._settle(now, self._cluster_ids(self._decision.suspects))
 
     def answer(self, sender: NodeId, query: RoundQuery) -> Send | Refusal:
@@ -230,7 +228,7 @@ class Rounds:
         self._left_out = tuple(each.name for each in placement.running if each not in clusters)
         names = tuple(name for cluster in clusters for name in cluster.nodes)
         round_id = RoundId(self._num_opened)
-        self._decision = RoundDecision(round_id, names, self._deadline)
+        self._decision = RoundDecision(round_id, names)
         is_blocking = is_final or config.averaging is Averaging.BLOCKING
         absent, anchor_round = placement.absent(names), ledger.anchor_round(clusters)
         # Without a common average the weights of the most trained cluster are the anchor.
@@ -267,7 +265,8 @@ class Rounds:
     def _settle(self, now: float, blamed: Collection[str] = ()) -> Ended:
         """End the round; after an abort those who are not to blame may try again at once."""
         assert self._decision is not None
-        outcome = self._decision.logged()
+        outcome = self._decision.outcome
+        assert outcome is not None, "a round ends with its decision"
         self._decision, self._given_up = None, {}
         self._outcomes.append(outcome)
         seconds, is_committed = now - self._opened_at, isinstance(outcome, RoundCommit)
