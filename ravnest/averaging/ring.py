@@ -3,8 +3,7 @@
 The vector is cut in as many parts as the ring has members, or fewer if it is short, each part in chunks.
 Parts start at different members, and their chunks travel on their own: for n-1 hops each member adds its
 weighted share, the last of them divides by the total weight once, and those same bits go round to all. Any
-delivery order between chunks is correct. What a chunk is, and how it travels, is a Passing's. Driven by
-averaging.round.
+delivery order between chunks is correct. What a chunk is, and how it travels, is a Passing's.
 """
 
 import math

@@ -4,7 +4,7 @@ The first stage of the line that holds one is its home. After an update the home
 have gathered, adds it up, and numbers the step that all of them then make: copies differ only in how far they
 are. While a call is open, gradients are gathered for the next: nobody waits, and a slow link makes steps
 rarer, not memory larger. Rounds concern the home; what they change is a step too. After stages were rebuilt
-copies may differ: then a home's first step says what it has. Driven by peer.tied.
+copies may differ: then a home's first step says what it has.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,7 @@
 """The life of `ravnest join`: takes part while this PC may be lent, waits while it may not.
 
 Its provider speaks by signals: Ctrl-C or SIGTERM ends it, SIGUSR1 pauses, SIGUSR2 goes on; a file tells other
-commands where to send them. Driven by commands.join.
+commands where to send them.
 """
 
 import asyncio

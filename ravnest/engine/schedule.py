@@ -3,7 +3,6 @@
 A stage never waits for one particular microbatch. It runs whatever has arrived, gradients first (they free
 memory and lower lag), then inputs while the window allows. The window slides over the order of
 admission, so one late gradient holds back new microbatches and lag stays bounded in any order of return.
-Driven by peer.worker with real compute and by sim with costs.
 """
 
 from dataclasses import dataclass

@@ -3,7 +3,6 @@
 Lag is counted in updates, so the cheap lever is more microbatches per update; the window is throttled only
 where that cannot rise. The bound T(k) = max(1, c*k^(1/4)) grows with the updates k; measured lag and
 idleness trim the window beneath it. Early lag hurts most, hence a short synchronous start.
-Driven by the peer that hosts a cluster's root, with the lags that all its stages report.
 """
 
 import math

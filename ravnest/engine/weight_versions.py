@@ -2,7 +2,7 @@
 
 An update makes new tensors only where a microbatch needs the old ones, so autograd never meets a tensor that
 changed after it was saved. A backward has two parts: gradients of the inputs, which the stage before waits
-for, then those of the weights, started where they branch off. Driven by engine.stage.
+for, then those of the weights, started where they branch off.
 """
 
 from collections import Counter

@@ -2,7 +2,7 @@
 
 The same text means different things in different slots: 7 is a value of the program where a tensor is wanted
 (a number in its place is {"number": 7}) and a number elsewhere. So nothing in a file can choose its own
-meaning. Driven by `reading`.
+meaning.
 """
 
 import json

@@ -2,7 +2,7 @@
 
 Both programs run once on tensors without memory, training with its backward. A blueprint that would take more
 than the provider allows, that lies about a shape, or that torch itself would reject is refused here, and what
-finding that out may take is bounded too. Driven by the peer.
+finding that out may take is bounded too.
 """
 
 from collections.abc import Mapping

@@ -1,7 +1,7 @@
 """JSON from strangers: bytes to plain values, and the checks that every slot of a document goes through.
 
 Whatever the bytes, nothing but UnsafeBlueprint leaves this module, and memory stays a small multiple of their
-number. Each check returns its argument with the type it proved. Driven by `reading` and `arguments`.
+number. Each check returns its argument with the type it proved.
 """
 
 import json

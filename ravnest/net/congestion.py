@@ -1,4 +1,4 @@
-"""How many bytes may be on the wire to one neighbour, and how soon the next may follow. Driven by outbox.
+"""How many bytes may be on the wire to one neighbour, and how soon the next may follow.
 
 Each link keeps about as many of its own bytes in a queue as any other, so links that share a way share it,
 however long their confirmations take; the longer what waits would take, the more bytes, so that nobody is

@@ -1,7 +1,7 @@
 """One neighbour over any number of connections, as a state machine that does no I/O.
 
 Each connection starts with a hello each way that says what arrived before; sending goes on from there. If
-either side has forgotten the other (a new session), both start at zero. Driven by endpoint.
+either side has forgotten the other (a new session), both start at zero.
 """
 
 from collections.abc import Sequence

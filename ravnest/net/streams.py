@@ -2,7 +2,7 @@
 
 Each service is a stream of messages cut in chunks; the most urgent service goes first. What is on the wire
 is limited by a window, so an urgent message never waits long behind a big one, on a slow link either. Chunks
-are views of the caller's buffers. Driven by link.
+are views of the caller's buffers.
 """
 
 from collections import deque

@@ -1,8 +1,7 @@
 """A provider's peer from joining to leaving: one event loop that talks; what computes is in peer.compute.
 
 It joins the hub, follows the plan it is given, fetches its stage, and then moves parcels between its host and
-its neighbours. It drops messages of another build or from nobody in the plan. Driven by
-the command `ravnest join`.
+its neighbours. It drops messages of another build_id or from nobody in the plan.
 """
 
 import asyncio

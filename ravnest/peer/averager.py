@@ -1,7 +1,7 @@
 """How far a stage is from the last average, and who waits to hear of that average from it.
 
 A member that missed rounds, or was just built, asks the owner before it in each ring. Whoever is asked may
-have to ask another first, or may not have heard of the asker's plan yet. Driven by peer.averager.
+have to ask another first, or may not have heard of the asker's plan yet.
 """
 
 import logging

@@ -1,8 +1,7 @@
 """Where a peer keeps snapshots: in files of a folder that goes with the program, read without a copy.
 
 They are the newest it made itself, and one it keeps for others. Where the disk takes none they stay in
-memory. Writing is done by whatever thread made the snapshot, reading by the event loop. Driven by peer.agent
-and peer.compute, through exchange.Blobs.
+memory. Writing is done by whatever thread made the snapshot, reading by the event loop.
 """
 
 import logging

@@ -2,7 +2,7 @@
 
 What it is told goes in by a queue; parcels come out through `emit`, each as soon as it is ready. Of a
 snapshot it only names the tensors: another thread writes them down. A test may put another Compute in its
-place that works on virtual time. Driven by peer.agent.
+place that works on virtual time.
 """
 
 import asyncio

@@ -3,7 +3,6 @@
 Each side dials where the other listens. If there is no link after a moment, or nobody listens, both go to the
 relay with the ticket the hub gave them: the smaller id awaits there, the other dials it as its last address.
 If nothing leads to a neighbour that work waits for, one of the two gives up, so that there is another plan.
-Driven by peer.agent.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
 """What a peer gets from others: blobs, and how long they take, which tells how far and how fast a link is.
 
-A newer order of a kind ends what is fetched for an older one. Driven by peer.agent.
+A newer order of a kind ends what is fetched for an older one.
 """
 
 import asyncio

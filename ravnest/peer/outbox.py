@@ -1,8 +1,7 @@
 """What leaves a peer: one queue for each receiver, so that a slow one delays no other.
 
 Parcels for a hub that is away wait for it. One that comes back as another knows nothing of what they are
-about, so they are dropped. A neighbour that is away is noticed by whoever keeps the links. Driven by
-peer.agent.
+about, so they are dropped. A neighbour that is away is noticed by whoever keeps the links.
 """
 
 import asyncio

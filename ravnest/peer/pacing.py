@@ -1,7 +1,7 @@
 """How a stage keeps time: how long its work takes, how long it idles, how far ahead its cluster may run.
 
 The root of a cluster hears from every stage now and then, measures how long a microbatch is away, and lets
-engine.staleness decide; every stage follows its Pace. Driven by peer.worker.
+engine.staleness decide; every stage follows its Pace.
 """
 
 import math

@@ -4,7 +4,7 @@ The anchor is the last average, alike in every owner; what goes around are chang
 share and encodes again; what that loses the same member adds to its share in the next round. The mean is
 encoded once, and all owners read the same bytes. Statistics that a forward writes travel exactly: a rounded
 variance may be below zero. Momenta, if averaged, come last and owe nothing. To be trimmed, contributions
-travel side by side, exactly: with n owners n / 2 times as many numbers. Driven by peer.averager.
+travel side by side, exactly: with n owners n / 2 times as many numbers.
 """
 
 import math

@@ -1,7 +1,7 @@
 """What a stage is built from: what this PC holds of the one before, and snapshots of others, by name.
 
 Nothing here believes a source: what is used of it must be what the blueprint says, and finite. One that
-cannot be used is named to the hub, which knows others. Driven by peer.host.
+cannot be used is named to the hub, which knows others.
 """
 
 import logging

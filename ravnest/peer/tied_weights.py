@@ -3,7 +3,6 @@
 In lockstep a home waits for its step before the next forward, and stamps what it sends on with the steps it
 has made; the stages behind it wait for those. Ahead of lockstep nobody waits. A stage that does not begin
 with version 0 may differ from others that hold its weights: the home's count, with its optimizer's state.
-Driven by peer.worker, peer.averager and peer.host.
 """
 
 from collections.abc import Mapping, Sequence

@@ -2,7 +2,7 @@
 
 The whole of it belongs to the compute thread: messages go in, a piece of work yields parcels, each as soon as
 it is ready, so the gradient of the inputs leaves before that of the weights is computed. What
-to do next is decided by engine.schedule. Driven by peer.agent, which moves the parcels.
+to do next is decided by engine.schedule.
 """
 
 import logging

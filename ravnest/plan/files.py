@@ -1,7 +1,7 @@
 """Tables of TOML and JSON files that know their place, for readers of what people write.
 
 The one idea: a `Table` carries the file name and the entry it came from, so that every refusal names
-the file, the entry, the key, the value and the way out. Pure; driven by plan/reading.
+the file, the entry, the key, the value and the way out. Pure.
 """
 
 import difflib

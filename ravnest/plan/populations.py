@@ -2,7 +2,7 @@
 
 The one idea: a kind of population is a small table of link technologies, regions and medians; nodes
 are drawn from it, and from one table of consumer devices, by a seeded generator. The same spec and
-seed give the same swarm. docs/files.md lists the sources. Driven by `ravnest plan`.
+seed give the same swarm. docs/files.md lists the sources.
 """
 
 import re

@@ -2,7 +2,7 @@
 
 Among the ways to go on, those that bring almost as much as the best are good enough, and the one that moves
 the fewest parameters is chosen. What a way brings is measured against giving the cluster up, so that one
-cluster counts as much in a large swarm as in a small one. To be driven by the hub's state.
+cluster counts as much in a large swarm as in a small one.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
 """Ways to mend one cluster when a node of it is gone or slow, each judged by the cost model.
 
 The other clusters stay as they are, so they are judged once and a way costs one cluster. A way says what it
-does as half a sentence. Driven by `repair`, which chooses.
+does as half a sentence. `repair` chooses.
 """
 
 import math

@@ -3,7 +3,6 @@
 At a target period every node has a capacity: the share of the line it can host as an inner, last or first
 stage. Covering takes nodes until the shares add up to one, keeps the clusters that really meet the target,
 returns the nodes of the others and goes on with a slower target, so that fast nodes meet fast nodes.
-Driven by `search`.
 """
 
 from bisect import bisect_right

@@ -3,7 +3,6 @@
 A header is a byte of wire version and an array: the message's name, then its fields in order. What arrives is
 refused unless it is exactly that, within bounds; whatever the bytes, nothing but ProtocolError leaves this
 module, and memory stays a small multiple of their number. No torch here: codec makes tensors of buffers.
-Driven by the programs, between net and the state machines.
 """
 
 import types

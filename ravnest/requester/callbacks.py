@@ -1,7 +1,7 @@
 """What the requester has done with the news of a training: any function of a News record will do.
 
 They are called in the hub's event loop, so they should be quick; one that fails is left out from then on: a
-broken log is no reason to lose a training. Driven by job.swarm.
+broken log is no reason to lose a training.
 """
 
 import csv

@@ -1,7 +1,7 @@
 """The manifest of a checkpoint: its parts by hash, the books of the training, and which job it is of.
 
 It is believed only as it was written, and if its books balance: every sample handed out is counted, or waits
-to be handed out again. Driven by job.checkpoints; no torch and no files in here.
+to be handed out again. No torch and no files in here.
 """
 
 import contextlib

@@ -1,6 +1,6 @@
 """From samples to a batch: field by field, each of one type and shape, or a sentence that names the sample.
 
-Numbers and lists become tensors, text is refused with the way to leave it out. Driven by `data`.
+Numbers and lists become tensors, text is refused with the way to leave it out.
 """
 
 import sys

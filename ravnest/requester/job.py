@@ -2,7 +2,7 @@
 
 A job holds the requester's own objects and checks them early, so that a mistake is told before anything is
 captured or sent. Nothing of it leaves this PC as code: `capture` makes a blueprint of the model, `settings`
-names and numbers of the optimizer. Driven by the requester's script and by the cli.
+names and numbers of the optimizer.
 """
 
 import math

@@ -1,7 +1,7 @@
 """How a command finds the job in the requester's file, and tells what that file does wrong.
 
 The file is run as Python would run it, on the requester's PC; what it raises becomes one sentence with the
-requester's lines and none of ours. Driven by the cli.
+requester's lines and none of ours.
 """
 
 import contextlib

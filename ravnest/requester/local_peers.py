@@ -1,4 +1,4 @@
-"""Where a hub listens, made sure of before a model is captured. Driven by job.swarm."""
+"""Where a hub listens, made sure of before a model is captured."""
 
 import asyncio
 import contextlib

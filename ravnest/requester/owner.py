@@ -1,7 +1,7 @@
 """The requester's side of a run: model and data as bytes, cut and read for whoever hosts a part of them.
 
 Nothing here is sent but blueprints, weights and the fields that a stage consumes. Stages are made of the
-first weights, or of the last checkpoint. Driven by hub.server, which calls it from threads.
+first weights, or of the last checkpoint. Its methods run in threads.
 """
 
 import time

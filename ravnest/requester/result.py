@@ -1,7 +1,7 @@
 """What a run leaves: how it went, and the trained weights by the names the model knows.
 
 The weights come as plain tensors by name, are checked against the blueprint, and go into a module, a
-safetensors file or a folder of Hugging Face. Driven by the requester's script.
+safetensors file or a folder of Hugging Face.
 """
 
 import contextlib

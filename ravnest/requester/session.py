@@ -1,7 +1,6 @@
 """A swarm for one job after another: the hub in the requester's process, peers wherever they are.
 
-`Hub` is open to whoever has its invitation; `local` is a hub on this PC that starts its own peers. Driven by
-the requester's script and by the commands.
+`Hub` is open to whoever has its invitation; `local` is a hub on this PC that starts its own peers.
 """
 
 import asyncio

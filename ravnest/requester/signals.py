@@ -1,6 +1,6 @@
 """Ctrl-C while a job is trained: once it ends early and keeps what was trained, twice it ends now.
 
-Only the main thread hears of it; elsewhere it is left alone. Driven by job.swarm.
+Only the main thread hears of it; elsewhere it is left alone.
 """
 
 import asyncio

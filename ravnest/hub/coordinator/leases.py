@@ -2,8 +2,7 @@
 
 The order of an epoch is a keyed permutation that any machine computes for any index, so only numbers
 travel. An epoch is cut in chunks; a cluster_id (a cluster) leases chunks, and a completion counts only while
-that numbered lease is open and is the cluster_id's. Open leases outlive a restart of the hub, because peers
-train on without it. Driven by hub.state.
+that numbered lease is open and is the cluster_id's. A restored book knows its open leases.
 """
 
 import hashlib

@@ -1,8 +1,8 @@
 """How a batch travels: as microbatches, so that a pipeline is full although an update sees one batch.
 
 A batch is what one update sees, as in a single process. It is cut into equally many pieces in all clusters,
-as many as keep the lag bound with the windows that keep everyone busy. Driven by hub.members and
-hub.training; hub.server has plans made where that delays nobody.
+as many as keep the lag bound with the windows that keep everyone busy. hub.server has
+plans made where that delays nobody.
 """
 
 from collections.abc import Callable

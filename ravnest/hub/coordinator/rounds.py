@@ -1,7 +1,7 @@
 """Which clusters the next round is of: one that held up the others stays away from a few.
 
 A period is what lies between two regular rounds; a round that was held up is tried again within it, without
-who was to blame. Driven by hub.rounds.
+who was to blame.
 """
 
 from collections import deque

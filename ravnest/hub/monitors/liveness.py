@@ -3,7 +3,7 @@
 A peer's link lives beside its work, so a stage that hangs would hold its cluster for ever. When nothing is
 heard of one that trains for long, each of its nodes is asked for a snapshot, which only who works can make:
 whoever does not answer goes, and a cluster in which all do is built anew. Who gets ready is given the time
-that fetching a stage takes, ten times over. Driven by hub.state.
+that fetching a stage takes, ten times over.
 """
 
 from collections.abc import Callable

@@ -2,7 +2,6 @@
 
 It looks at the median of each cluster's losses, so one hard microbatch is no alarm, and at who dropped
 the others. What is asked of an alarm is that nobody would doubt it; small troubles training heals by itself.
-Driven by hub.state.
 """
 
 from collections import Counter, defaultdict, deque

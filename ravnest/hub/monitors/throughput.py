@@ -1,7 +1,7 @@
 """Who has become slower, or faster, than the plan knows: for long, not for a moment.
 
 A node is compared with itself since its stage was built, and with the others: what slows all of them down, as
-on a PC that they share, is nobody's fault. Driven by hub.hearing.
+on a PC that they share, is nobody's fault.
 """
 
 from collections import deque

@@ -1,4 +1,4 @@
-"""Who may come in, under what name, and which pairs may meet through the relay. Driven by hub.server.
+"""Who may come in, under what name, and which pairs may meet through the relay.
 
 What a peer says of itself is believed only within bounds: others are told its name and addresses.
 """

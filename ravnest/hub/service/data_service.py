@@ -1,6 +1,6 @@
 """What passes between the requester and the swarm: parts of stages, fields of microbatches, kept state.
 
-Its work takes a while and runs beside the messages. Driven by hub.server.
+Its work takes a while and runs beside the messages.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """The hub's program: it lets peers in, feeds what happens to hub.state, and carries out what that orders.
 
 Weights and data stay with the requester's side (an Owner); the hub cuts nothing and reads no tensor. Blobs go
-out piece by piece on demand. Driven by job.swarm, in the requester's process.
+out piece by piece on demand.
 """
 
 import asyncio
@@ -65,7 +65,7 @@ _Outbox = asyncio.Queue[Outgoing | None]
 class Server:
     """One job's hub. `admit` belongs to the transport it runs on; `token` needs no address here.
 
-    `store` keeps every event that changes the state; `watch` sees all of them after they are applied.
+    `store` gets every event that changes the state, before its actions are carried out; `watch` gets all.
     """
 
     def __init__(

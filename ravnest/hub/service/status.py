@@ -1,7 +1,6 @@
 """Where a run stands, as a record: made by watching what happens to a hub and what it orders.
 
-The same beside a hub at work and beside one that is replayed from its log. Driven by hub.server and by
-hub.store.
+The same beside a hub at work and beside one that is replayed from its log.
 """
 
 from collections import deque
