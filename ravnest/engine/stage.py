@@ -280,7 +280,7 @@ class StageEngine:
         buffers = {name: self._rest[name].clone() for name in self._roles.written}
         state = {**self._rest, **buffers, **self._versions.weights}
         with torch.no_grad():
-            return _detach(self._program.forward(state, inputs, fields, training=False))
+            return _detach(self._program.forward(state, inputs, fields, training=False, key=None))
 
     def add(self, changes: Tensors) -> None:
         """Add to parameters and buffers, as a round does; microbatches in flight keep what they saw."""

@@ -67,8 +67,8 @@ def test_only_what_changes_something_is_logged_and_the_replayed_hub_goes_on_alik
         refused = apply_logged(hub, Received("ghost", Leave(0, "?"), 1e6), store.append)
         assert len(refused) == 1
         assert apply_logged(hub, Received("a", LeaseDone(9, 9, 9), 1e6), store.append) != ()
-    again = read_watch(tmp_path).hub
         assert list(store.events()) == world.log
+    again = read_watch(tmp_path).hub
     assert again.now == hub.now == world.now
     assert (again.phase, again.due) == (JobPhase.FINISHED, None)
     event = Stopped("late", 1e6)
