@@ -19,7 +19,8 @@ PRELOADED = [
     "ravnest.peer.agent",
     "ravnest.peer.capabilities",
 ]
-_END_SECONDS = 30.0
+_HUB_SECONDS = 600.0  # until the hub answers: a busy PC captures a model for minutes
+_END_SECONDS = 120.0  # only one that hangs needs so long
 
 
 class Peers:
@@ -43,7 +44,8 @@ class Peers:
     def start(self, name: str, *, space: str = "", door: str = "127.0.0.1:0") -> None:
         """Start one, in a network namespace if one is named."""
         link = ["--bandwidth", "1 GB/s", "--latency", "100 us", "--listen", door]
-        words = ["join", "--name", name, *self._device, *link]
+        patience = ["--patience", f"{_HUB_SECONDS} s"]
+        words = ["join", "--name", name, *self._device, *link, *patience]
         given = (words, self._invitation, str(self._folder / f"{name}.txt"), space)
         process = self._context.Process(target=_join, args=given, daemon=True)
         process.start()

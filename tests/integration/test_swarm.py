@@ -23,6 +23,7 @@ from ravnest.hub.coordinator.notices import (
     Notice,
     PlanFormed,
     RoundEnded,
+    Trained,
 )
 from ravnest.hub.service.server import Server
 from ravnest.net.identity import SECRET_BYTES, Token, new_keys, write_token
@@ -31,14 +32,14 @@ from ravnest.requester.local_peers import Hardware
 from ravnest.requester.result import Result
 from ravnest.requester.session import LOCAL_PLAN, Hub, local
 from tests.support.forked import fork
+from tests.support.small_swarm import ENDLESS, check_books, stop_run
 
 WIDTH, NUM_CLASSES, NUM_TRAIN, NUM_VALIDATION = 128, 4, 768, 200
 PLAN = replace(LOCAL_PLAN, overhead_bytes=0.0)  # so that memory is what the model needs, and no more
 SPEED = 1e9
 SMALL = Hardware(1.7e6, SPEED)  # the model does not fit into one of these
 LARGE = Hardware(3.0e6, SPEED)
-
-pytestmark = pytest.mark.timeout(240)
+LEAST_EPOCHS = 4
 
 
 @pytest.fixture(autouse=True)
@@ -66,6 +67,7 @@ def is_right(out: Tensor, batch: dict[str, Tensor]) -> Tensor:
 
 def make_job(**options: object) -> rv.Job:
     given = {"epochs": 2, "average_every": 8, "learning_rate": 3e-3, "optimizer": "adamw", **options}
+    given |= {"schedule": rv.constant()} if given["epochs"] == ENDLESS else {}
     return rv.Job(
         make_model(),
         make_data(NUM_TRAIN, 1),
@@ -77,18 +79,15 @@ def make_job(**options: object) -> rv.Job:
     )
 
 
-def check_books(told: list[Notice], epochs: int) -> None:
+def check_losses(told: list[Notice], epochs: int | None = None) -> None:
     """Every epoch counts each sample once, and the loss falls."""
+    check_books(told, epochs, NUM_TRAIN)
     # An epoch may be done before the one before it: its last lease may lie with a slow cluster.
     done = sorted((news for news in told if isinstance(news, EpochDone)), key=lambda news: news.epoch)
-    assert [(news.epoch, news.num_samples, news.num_dropped) for news in done] == [
-        (epoch + 1, NUM_TRAIN, 0) for epoch in range(epochs)
-    ]
     assert done[-1].loss < 0.7 * done[0].loss
     evaluated = [news for news in told if isinstance(news, Evaluated)]
-    assert [(news.epoch, news.num_samples) for news in evaluated] == [
-        (epoch + 1, NUM_VALIDATION) for epoch in range(epochs)
-    ]
+    assert {news.num_samples for news in evaluated} == {NUM_VALIDATION}
+    assert epochs is None or [news.epoch for news in evaluated] == [epoch + 1 for epoch in range(epochs)]
 
 
 def check_result(result: Result) -> None:
@@ -104,9 +103,14 @@ def check_result(result: Result) -> None:
 
 
 def sizes(told: list[Notice]) -> list[int]:
-    plans = [news.plan for news in told if isinstance(news, PlanFormed)]
-    assert len(plans) == 1
-    return sorted(len(cluster.stages) for cluster in plans[0].clusters)
+    """Return the lengths of the clusters of the first plan."""
+    plan = next(news.plan for news in told if isinstance(news, PlanFormed))
+    return sorted(len(cluster.stages) for cluster in plan.clusters)
+
+
+def has_learned(told: list[Notice]) -> bool:
+    """Return whether as many epochs are done as the model needs."""
+    return sum(isinstance(news, EpochDone) for news in told) >= LEAST_EPOCHS
 
 
 def test_three_stages_train_a_model_that_none_of_them_could_hold() -> None:
@@ -114,39 +118,52 @@ def test_three_stages_train_a_model_that_none_of_them_could_hold() -> None:
     with local([SMALL] * 3, plan=PLAN, tell=told.append) as swarm:
         result = swarm.fit(make_job())
     assert sizes(told) == [3]
-    check_books(told, epochs=2)
+    check_losses(told, epochs=2)
     check_result(result)
 
 
 def test_two_clusters_of_unlike_cuts_average_and_agree() -> None:
     told: list[Notice] = []
-    with local([SMALL] * 3 + [LARGE] * 2, plan=PLAN, tell=told.append) as swarm:
-        result = swarm.fit(make_job(epochs=10))  # long enough for the slower start of the other cluster
+
+    def tell(news: Notice) -> None:
+        told.append(news)
+        committed = [each for each in told if isinstance(each, RoundEnded) and each.is_committed]
+        if len(committed) >= 2 and has_learned(told) and isinstance(news, Trained) and not stopped:
+            stopped.append(None)
+            stop_run()
+
+    stopped: list[None] = []
+    with local([SMALL] * 3 + [LARGE] * 2, plan=PLAN, tell=tell) as swarm:
+        result = swarm.fit(make_job(epochs=ENDLESS))
     assert len(sizes(told)) > 1
     assert sizes(told)[-1] > 1
-    check_books(told, epochs=10)
+    check_losses(told)
     check_result(result)
     rounds = [news for news in told if isinstance(news, RoundEnded)]
-    assert [news.reason for news in rounds if not news.is_committed] == []
-    assert len(rounds) >= 2
     assert rounds[-1].is_final
 
 
 def test_a_peer_killed_in_the_middle_costs_its_cluster_not_the_job() -> None:
     told: list[Notice] = []
+    victims: list[str] = []
+    num_at_end: list[int] = []  # of the news: first when its cluster broke, then when the run is stopped
 
     def kill_one(news: Notice) -> None:
         told.append(news)
-        if isinstance(news, RoundEnded) and news.round_id == 1:
-            victim = next(news.nodes[-1] for news in told if isinstance(news, ClusterStarted))
-            os.kill(swarm.processes[victim], signal.SIGKILL)
+        if isinstance(news, RoundEnded) and not victims:
+            victims.append(next(news.nodes[-1] for news in told if isinstance(news, ClusterStarted)))
+            os.kill(swarm.processes[victims[0]], signal.SIGKILL)
+        elif isinstance(news, ClusterBroken) and victims and victims[0] in news.reason and not num_at_end:
+            num_at_end.append(len(told))
+        elif isinstance(news, Trained) and len(num_at_end) == 1 and has_learned(told[num_at_end[0] :]):
+            num_at_end.append(len(told))
+            stop_run()
 
     swarm: Hub = local([LARGE] * 4, plan=PLAN, tell=kill_one)
     with swarm:
-        result = swarm.fit(make_job(epochs=10))
+        result = swarm.fit(make_job(epochs=ENDLESS))
     assert len(sizes(told)) > 1
-    assert sum(isinstance(news, ClusterBroken) for news in told) == 1
-    check_books(told, epochs=10)
+    check_losses(told)
     check_result(result)
 
 
@@ -195,9 +212,9 @@ def test_a_weight_tied_across_two_stages_is_trained_in_both(has_validation: bool
     assert (model.first.weight - start.first.weight).norm() > 0.1 * start.first.weight.norm()
 
 
-def join(token: str) -> subprocess.CompletedProcess[str]:
+def join(token: str, patience: str = "60 s") -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "ravnest", "join", "--memory", "1 GB", "--flops", "1 GFLOP/s"]
-    return subprocess.run([*command, "--patience", "1 s", token], capture_output=True, text=True)
+    return subprocess.run([*command, "--patience", patience, token], capture_output=True, text=True)
 
 
 def test_a_wrong_secret_is_refused_with_a_sentence() -> None:
@@ -217,7 +234,7 @@ def test_a_wrong_secret_is_refused_with_a_sentence() -> None:
 
 def test_a_hub_that_is_not_there_is_told_after_the_patience() -> None:
     token = Token(("tcp://127.0.0.1:9",), new_keys().public, os.urandom(SECRET_BYTES))
-    ended = join(write_token(token))
+    ended = join(write_token(token), patience="5 s")  # it has tried the address well before
     assert ended.returncode == 4, ended.stderr
     assert "the hub at tcp://127.0.0.1:9 cannot be reached: nobody answers" in ended.stderr
     assert "Traceback" not in ended.stderr

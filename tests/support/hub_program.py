@@ -50,6 +50,11 @@ def kill_itself(_: Path) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def stop_itself(_: Path) -> None:
+    """Be stopped, as by `ravnest stop`."""
+    os.kill(os.getpid(), signal.SIGINT)
+
+
 class HubProgram:
     """A hub for a job of `tests.support.faults`, in a folder that it goes on in."""
 
