@@ -36,7 +36,7 @@ def claim_door(door: str) -> str:
 HERE = "tcp://127.0.0.1:*"
 _RATE = "1 GB/s"
 _LATENCY = "100 us"
-_PATIENCE = "60 s"
+_PATIENCE = "600 s"  # the hub answers once it has captured the model: that takes a busy PC minutes
 _END_SECONDS = 5.0
 _MEMORY_SHARE = 0.5  # of what is free, for all peers together
 
