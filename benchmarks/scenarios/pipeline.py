@@ -13,6 +13,7 @@ import psutil
 from benchmarks.emulation import MICROBATCH_SECONDS, emulate, name_model
 from benchmarks.measure import say, spread, table
 from benchmarks.swarm import LinkSpeed, Record, Setting, process_seconds, train
+from ravnest.hub.coordinator.notices import ClusterBroken
 
 Figures = dict[str, Any]
 
@@ -64,8 +65,9 @@ def _check() -> Figures:
     assert record.formed.plan.spares == ("node3",)
     num_microbatches = num_updates * record.cluster.accumulate
     losses = [report.microbatch for *_, report in record.reports if report.loss is not None]
-    assert len(losses) == num_microbatches, "the leaf reported a batch twice, or not at all"
-    assert len(set(losses)) == num_microbatches
+    assert len(set(losses)) == num_microbatches, "the leaf did not report every batch"
+    is_done_again = any(isinstance(news, ClusterBroken) for _, news in record.news)  # on a PC too busy
+    assert is_done_again or len(losses) == num_microbatches, "the leaf reported a batch twice"
     overhead = _overhead(record)
     rates = samples_per_second("mlp-64x3-b32", [1], num_microbatches=2, num_updates=2, num_warm_up=1)
     assert min(rates.values()) > 0

@@ -133,7 +133,8 @@ def _emulate(num_clusters: int, num_spares: int) -> tuple[Any, Setting]:
 
 def _read(death: _Death, record: Record) -> Figures:
     after = [(at, news) for at, news in record.news if at > death.killed_at]
-    noticed = min(at for at, news in after if isinstance(news, Missing | Left))
+    noticed = min(at for at, news in after if isinstance(news, Missing | Left) and news.node == death.victim)
+    broken = [news for _, news in after if isinstance(news, ClusterBroken)]
     since, until = death.resumed_at + _SETTLE_SECONDS, death.ended_at
     before = (record.leaf_times[0][0] + _WARM_UP_SECONDS, death.killed_at)
     return {
@@ -141,7 +142,7 @@ def _read(death: _Death, record: Record) -> Figures:
         "resumed_seconds": _short(death.resumed_at - death.killed_at),
         "before_share": _short(_rate(record, *before) / record.formed.samples_per_second),
         "rate_share": _short(_rate(record, since, until) / death.predicted),
-        "again": sum(news.num_given_back for _, news in after if isinstance(news, ClusterBroken)),
+        "again": sum(news.num_given_back for news in broken if death.victim in news.reason),
         "in_flight": death.in_flight,
     }
 

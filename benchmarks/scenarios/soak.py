@@ -1,6 +1,7 @@
 """Half an hour in which peers come and go all the time: nothing gets stuck, no memory grows, the loss falls.
 
-`--quick` is the same for three minutes. Two peers are spared, so that their memory is seen from end to end.
+`--quick` is the same for three minutes, or longer on a PC that is too busy to learn enough in them. Two peers
+are spared, so that their memory is seen from end to end.
 """
 
 import os
@@ -43,6 +44,7 @@ FAULT_SECONDS = 20.0
 STUCK_SECONDS, GROWTH, NUM_WINDOWS = 60.0, 0.05, 6
 FAULTS = {signal.SIGKILL: 3, signal.SIGSTOP: 1, signal.SIGINT: 1}  # how often each of them
 NUM_SAMPLES, WIDTH = 4096, 128
+LEAST_SAMPLES = 6 * NUM_SAMPLES  # to be trained before it ends: in less the loss hardly falls
 FLOPS_PER_SECOND, MEMORY_BYTES = 4e7, 2.3e6  # a microbatch takes a stage of three about 0.15 s
 _SAMPLE_SECONDS = 2.0
 
@@ -62,6 +64,7 @@ class Seen:
 def run(quick: bool) -> tuple[Figures, str, list[str]]:
     seconds = QUICK_SECONDS if quick else FULL_SECONDS
     seen = soak(seconds)
+    seconds = max(seconds, seen.samples[-1][0])
     figures = summarise(seen, seconds)
     for name, value in figures.items():
         say(f"{name}: {value}")
@@ -161,7 +164,7 @@ class _Chaos:
             if self._began_at is None:
                 continue
             self._look(now)
-            if now >= self._seconds:
+            if now >= self._seconds and self._num_samples >= LEAST_SAMPLES:
                 os.kill(os.getpid(), signal.SIGINT)  # as Ctrl-C: what was trained is kept
                 return
             if now >= next_at:
@@ -213,7 +216,7 @@ def judge(seen: Seen, seconds: float) -> list[str]:
         growth = find_growth(sizes, seconds)
         if growth > GROWTH:
             missed.append(f"the memory of {name} grew by {growth:.1%}, more than {GROWTH:.0%}")
-    means = window_means(seen.losses, seconds, NUM_WINDOWS)
+    means = window_means(seen.losses, NUM_WINDOWS)
     if any(after >= before for before, after in pairwise(means)):
         missed.append(f"the loss did not fall throughout: {means}")
     counted = [news for news in seen.news if isinstance(news, EpochDone)]
@@ -246,11 +249,10 @@ def find_growth(sizes: Sequence[tuple[float, int]], seconds: float) -> float:
     return last / second - 1
 
 
-def window_means(values: Sequence[tuple[float, float]], seconds: float, num_windows: int) -> list[float]:
-    """Return the mean of each window that has values."""
-    windows: list[list[float]] = [[] for _ in range(num_windows)]
-    for at, value in values:
-        windows[min(num_windows - 1, int(num_windows * at / seconds))].append(value)
+def window_means(values: Sequence[tuple[float, float]], num_windows: int) -> list[float]:
+    """Return the means of windows of equally many values, whenever those came."""
+    edges = [number * len(values) // num_windows for number in range(num_windows + 1)]
+    windows = [[value for _, value in values[first:last]] for first, last in pairwise(edges)]
     return [float(f"{statistics.mean(window):.4g}") for window in windows if window]
 
 
@@ -275,7 +277,7 @@ def summarise(seen: Seen, seconds: float) -> Figures:
         "epochs": len(_of(seen, EpochDone)),
         "memory growth": {name: round(find_growth(of, seconds), 4) for name, of in seen.memory.items()},
         "memory MB": {name: round(of[-1][1] / 1e6) for name, of in seen.memory.items()},
-        "loss": window_means(seen.losses, seconds, NUM_WINDOWS),
+        "loss": window_means(seen.losses, NUM_WINDOWS),
         "CPU seconds of who lived at the end": round(seen.cpu_seconds, 1),
     }
 
@@ -297,7 +299,7 @@ def _report(figures: Figures) -> str:
 _METHOD = """\
 {peers} peers on this PC with emulated devices. Every {pause:g} s one of them is killed, frozen or taken back,
 or another one joins, so that about {peers} are alive; {spared} are spared. Memory is the median resident
-size of the last quarter over that of the second. The loss is its mean over {windows} equal times.
+size of the last quarter over that of the second. The loss is its mean over {windows} equal parts of the work.
 
 {rows}
 """
