@@ -21,6 +21,7 @@ from ravnest.hub.service.event_log import (
     apply_logged,
     read_event,
     read_status,
+    read_watch,
     write_event,
 )
 from ravnest.hub.service.status import ClusterStatus, MemberStatus, Status, StatusTracker
