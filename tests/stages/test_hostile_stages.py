@@ -100,7 +100,6 @@ def alter(document: dict, source: random.Random) -> None:
             holder[key] = source.choice([*NUMBERS, *source.sample(ids, 3)])
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("family", ["own_gpt", "resnet", "unet", "lstm"])
 def test_altered_blueprints_never_take_the_peer_with_them(family: str, stage_process: StageProcess) -> None:
     good = write_blueprint(subject(family).captured.blueprint).decode()

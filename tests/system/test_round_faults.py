@@ -19,8 +19,6 @@ from ravnest.protocol.averaging import RingPart, RoundCommit, RoundOpen, RoundRe
 from ravnest.protocol.messages import Message
 from tests.support.system_world import PLAN, Ended, Pc, World, make_job
 
-pytestmark = pytest.mark.timeout(120)  # a busy PC must not fail them
-
 FIRST = 2  # the round in which faults begin: the first whose base is an average
 ARRIVES_SECONDS = 0.05  # by then a small message is there
 NUM_CLUSTERS = 3

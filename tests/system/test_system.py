@@ -58,8 +58,6 @@ from tests.support.system_world import (
     prepare,
 )
 
-pytestmark = pytest.mark.timeout(120)  # a busy PC must not fail them
-
 
 @pytest.fixture(scope="module")
 def undisturbed() -> dict[str, Ended]:

@@ -93,7 +93,6 @@ HUB = ("--listen", "127.0.0.1:0", "--folder", "run")
         ("missing", "job.py has no 'missing'"),
     ],
 )
-@pytest.mark.timeout(60)
 def test_what_is_wrong_with_a_job_is_said_by_the_hub_too(job: str, reason: str) -> None:
     code, said = run("hub", f"job.py:{job}", *HUB)
     assert (code, reason in said) == (3, True), said
