@@ -85,7 +85,7 @@ class _Death:
         is_kept = any(isinstance(news, Checkpointed) and news.num_samples for _, news in record.news)
         if self.hub is None or not is_kept or now < times[0][0] + _BEFORE_SECONDS:
             return
-        cluster, books = self.hub.clusters[0], self.hub.books
+        cluster, books = self.hub.clusters[0], self.hub.ledger
         assert books is not None
         self.victim = cluster.nodes[self.place]
         leases = [lease for lease in books.open_leases if lease.cluster_id == cluster.cluster_id]
@@ -98,7 +98,7 @@ class _Death:
             if at > self.killed_at and isinstance(news, Recovered | ClusterDissolved):
                 assert self.hub is not None
                 self.resumed_at = at
-                self.predicted = self.hub._members.outlook.samples_per_second
+                self.predicted = self.hub.placement.outlook.samples_per_second
 
 
 def _kill_one(num_clusters: int, num_spares: int, place: int) -> Figures:

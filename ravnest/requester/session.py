@@ -20,7 +20,7 @@ import psutil  # type: ignore[import-untyped]
 
 from ravnest.config import PlanConfig, WireFormat
 from ravnest.errors import ConfigError, PlanError, RavnestError
-from ravnest.hub.coordinator.coordinator import Coordinator as StateOfHub
+from ravnest.hub.coordinator.coordinator import Coordinator
 from ravnest.hub.coordinator.events import Action, Event
 from ravnest.hub.coordinator.notices import Notice, Waiting
 from ravnest.hub.service.event_log import EventLog, read_watch
@@ -162,7 +162,7 @@ class Hub:
             given = await asyncio.to_thread(setup)
             hear.add(given.owner.note)
             past = self._find_past(given) if resumes else None
-            self._watch = StatusTracker(StateOfHub()) if past is None else past
+            self._watch = StatusTracker(Coordinator(given.job)) if past is None else past
             relay = Relay() if self._is_open_to_others else None
             log = self._store = None
             if self._folder is not None:
@@ -190,9 +190,9 @@ class Hub:
         except ConfigError as error:
             logger.info("the log is not gone on with: %s", error)
             return None
-        if not past.hub.is_at(given.job) or past.hub.books is None:
+        if past is None or not past.hub.is_at(given.job):
             return None
-        given.owner.retell(past.hub.books.history)
+        given.owner.retell(past.hub.ledger.history)
         return past
 
     def _see(self, event: Event, orders: tuple[Action, ...]) -> None:

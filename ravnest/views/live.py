@@ -17,16 +17,21 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from ravnest.hub.coordinator.events import JobPhase
 from ravnest.hub.coordinator.notices import Notice
+from ravnest.hub.coordinator.phases import JobPhase, NodePhase
 from ravnest.hub.service.status import Status, StatusTracker
 from ravnest.units import show_seconds
 
-STATUS_SCHEMA = "ravnest.status/1"
+STATUS_SCHEMA = "ravnest.status/2"
 _PAUSE_SECONDS = 0.25
 _NUM_SAID = 6
 _MOST_NODES = 24  # rows; of more, the first
-_STYLES = {"training": "green", "getting ready": "yellow", "spare": "cyan", "waiting": "yellow"}
+_STYLES = {
+    NodePhase.HOSTING: "green",
+    NodePhase.BUILDING: "yellow",
+    NodePhase.PROBING: "yellow",
+    NodePhase.SPARE: "cyan",
+}
 
 
 def show_status(status: Status) -> RenderableType:
@@ -66,15 +71,15 @@ def _show_progress(status: Status) -> RenderableType:
 
 def _show_nodes(status: Status) -> RenderableType:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for name in ("cluster", "stage", "node", "state"):
+    for name in ("cluster", "stage", "node", "phase"):
         table.add_column(name, no_wrap=True)
     order = sorted(
         status.members, key=lambda each: (each.cluster is None, each.cluster or "", each.stage or 0)
     )
     for member in order[:_MOST_NODES]:
         stage = "" if member.stage is None else str(member.stage)
-        state = Text(member.state, style=_STYLES.get(member.state, ""))
-        table.add_row(member.cluster or "", stage, Text(member.name), state)
+        phase = Text(member.phase, style=_STYLES.get(member.phase, ""))
+        table.add_row(member.cluster or "", stage, Text(member.name), phase)
     if len(order) > _MOST_NODES:
         table.add_row("", "", f"and {len(order) - _MOST_NODES} more", "")
     return table

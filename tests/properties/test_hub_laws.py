@@ -208,7 +208,7 @@ def test_a_hub_replayed_from_its_folder_goes_on_alike(trouble, died, moment, sto
     world.run(until=moment)
     num_before = len(world.log)
     with TemporaryDirectory() as folder, EventLog(Path(folder)) as store:
-        hub = Coordinator()
+        hub = Coordinator(world.given)
         for event in world.log:
             apply_logged(hub, event, store.append)
         again = replay(store)

@@ -113,7 +113,12 @@ class Replayed:
     """What is replayed, behind the few calls that a replay makes; the first event gives the job."""
 
     def __init__(self) -> None:
-        self._hub = Coordinator()
+        self._made: Coordinator | None = None
+
+    @property
+    def _hub(self) -> Coordinator:
+        assert self._made is not None, "the first event gives the job"
+        return self._made
 
     @property
     def due(self) -> float | None:
@@ -122,11 +127,13 @@ class Replayed:
 
     def concerns(self, event: Any) -> bool:
         """Return whether an event may change something: only then is it logged, unless it is refused."""
-        return self._hub.concerns(event)
+        return self._made is None or self._made.concerns(event)
 
     def apply(self, event: Any) -> tuple[Any, ...]:
         """Take an event; return the orders."""
-        return self._hub.apply(event)
+        if self._made is None:
+            self._made = Coordinator(event)
+        return self._made.apply(event)
 
     def find_missing(self, key: str, epoch: int) -> str | None:
         """Return under what name somebody with this key is waited for, if it has the stage of this epoch."""

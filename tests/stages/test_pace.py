@@ -147,7 +147,7 @@ def test_only_the_root_sets_the_pace_and_only_its_cluster_reports(captured):
     hostile = replace(hostile, num_samples=report.num_samples)
     for _ in range(5):
         assert root.receive(hostile, (), world.nodes[1]) is None
-    assert "window 3 of the 8 batches" in root._time._decide().reason
+    assert "window 3 of the 8 microbatches" in root._time._decide().reason
     world.lease([layer_batch(seed) for seed in range(4, 20)], first=4)
     world.run()
     assert len(world.reports[world.nodes[0]]) == 20

@@ -471,7 +471,7 @@ def test_an_update_without_batches_counts_and_changes_nothing():
     before = stage.snapshot()
     report = stage.update(0.1)
     assert (report.version, report.num_microbatches) == (6, 0)
-    assert report.refusal == "no batch was left to learn from"
+    assert report.refusal == "no microbatch was left to learn from"
     assert same(stage.snapshot().state, before.state)
 
 

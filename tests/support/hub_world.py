@@ -25,7 +25,6 @@ from ravnest.hub.coordinator.events import (
     Evict,
     Finish,
     JobGiven,
-    JobPhase,
     JobSettings,
     MakeParts,
     MakePlan,
@@ -44,6 +43,7 @@ from ravnest.hub.coordinator.events import (
 )
 from ravnest.hub.coordinator.leases import LeaseBook
 from ravnest.hub.coordinator.notices import Checkpointed, Joined, Left, RoundEnded, WorkLost
+from ravnest.hub.coordinator.phases import JobPhase
 from ravnest.hub.coordinator.planner import make_plan
 from ravnest.hub.service.event_log import read_event, write_event
 from ravnest.ids import HUB
@@ -128,7 +128,7 @@ class HubWorld:
         self.given = given or job()
         self.trouble = trouble or Trouble()
         self.random = Random(self.trouble.seed)
-        self.hub = Coordinator()
+        self.hub = Coordinator(self.given)
         self.now = 0.0
         self.log, self.answers = [], []
         self.news, self.refusals, self.finish = [], [], None
@@ -188,7 +188,7 @@ class HubWorld:
     def _restart(self):
         if self.is_finished:
             return
-        self.hub, self.session = Coordinator(), self.session + 1
+        self.hub, self.session = Coordinator(self.given), self.session + 1
         for event, orders in zip(self.log, self.answers, strict=True):
             if not isinstance(orders[0] if orders else None, Refusal):
                 self.hub.apply(read_event(*write_event(event)))
@@ -210,7 +210,7 @@ class HubWorld:
             self._join(name, peer.node.memory_bytes / 1e6)
 
     def _is_missing(self, name):
-        return any(member.node.name == name for member in self.hub._members.missing)
+        return any(member.node.name == name for member in self.hub.membership.missing)
 
     def _in_session(self):
         """What was under way when a hub died never comes."""
@@ -255,7 +255,7 @@ class HubWorld:
 
     @property
     def open_leases(self):
-        return self.hub.books.open_leases if self.hub.books else ()
+        return self.hub.ledger.open_leases if self.hub.ledger else ()
 
     @property
     def is_finished(self):
@@ -674,10 +674,10 @@ def _plan(*facts):
 
 def check_replay(world):
     """The log alone gives the same orders and the same state, also after it was plain data."""
-    hub = Coordinator()
+    hub = Coordinator(world.given)
     assert [hub.apply(event) for event in world.log] == world.answers
     assert freeze(hub) == freeze(world.hub)
-    hub = Coordinator()
+    hub = Coordinator(world.given)
     for event, orders in zip(world.log, world.answers, strict=True):
         if not isinstance(orders[0] if orders else None, Refusal):  # what is refused need not be logged
             assert hub.apply(read_event(*write_event(event))) == orders

@@ -4,6 +4,7 @@ import pytest
 from support.hub_scene import HALVES, HubScene
 from support.hub_world import blob
 
+from ravnest.hub.coordinator.snapshots import SnapshotPurpose
 from ravnest.hub.coordinator.sources import BackupPolicy
 from ravnest.ids import HUB
 from ravnest.plan.types import Backup
@@ -18,7 +19,7 @@ class Spares:
     def __init__(self):
         backups = Backup("s", "a"), Backup("t", "d")
         self.scene = HubScene("abcdst", *CLUSTERS, backups=backups)
-        self.backing = BackupPolicy(self.scene.members, self.scene.sourcing, self.scene.count)
+        self.backing = BackupPolicy(self.scene.placement, self.scene.sources, self.scene.desk)
         self.known = {"a": 70, "c": 90}
 
     def order(self, now):
@@ -29,11 +30,14 @@ class Spares:
 
     def make(self, number, name):
         """Who is to fetch the snapshot of a node, and from whom."""
-        sends = self.backing.take(name, SnapshotMade(1, number, 5, blob(name, number)))
-        return sends and [(send.to, send.message.number, send.message.source.node) for send in sends]
+        made = SnapshotMade(1, number, 5, blob(name, number))
+        if self.scene.desk.answer(name, made) is not SnapshotPurpose.BACKUP:
+            return None
+        sends = self.backing.forward(name, made)
+        return [(send.to, send.message.number, send.message.source.node) for send in sends]
 
     def keep(self, number, spare, now):
-        return self.backing.note_kept(spare, BackupKept(0, number), now)
+        return self.backing.record(spare, BackupKept(0, number), now)
 
 
 @pytest.fixture
@@ -75,9 +79,9 @@ def test_between_two_that_are_slow_lies_ten_times_what_they_take(spares):
 
 
 def test_only_of_clusters_that_train_and_for_spares_that_are_here(spares):
-    spares.scene.members.clusters[0].is_broken = True
+    spares.scene.placement.mark_broken(spares.scene.placement.clusters[0])
     assert spares.order(130.0) == {1: "d"}
-    spares.scene.members.leave("t")
+    spares.scene.membership.remove("t")
     assert spares.order(160.0) == {}
 
 

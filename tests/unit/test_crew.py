@@ -17,6 +17,7 @@ from ravnest.hub.coordinator.events import (
     Restarted,
     Send,
 )
+from ravnest.hub.coordinator.membership import Membership
 from ravnest.hub.coordinator.notices import (
     ClusterStarted,
     Joined,
@@ -26,6 +27,7 @@ from ravnest.hub.coordinator.notices import (
     Repaired,
     Waiting,
 )
+from ravnest.hub.coordinator.placement import Placement
 from ravnest.hub.coordinator.plan_trigger import PlanTrigger
 from ravnest.protocol.membership import Fact
 from ravnest.protocol.messages import Refusal
@@ -57,7 +59,7 @@ def test_a_job_is_the_same_whoever_is_expected_to_do_it():
     assert world.hub.is_at(replace(given, settings=more))
     assert not world.hub.is_at(replace(given, settings=replace(given.settings, epochs=9)))
     assert not world.hub.is_at(replace(given, profile=replace(given.profile, name="another")))
-    assert not Coordinator().is_at(given)
+    assert not Coordinator(given).is_at(given), "it has not begun"
     world.stop()
     assert not world.hub.is_at(given), "it ends"
 
@@ -134,12 +136,12 @@ def test_a_plan_of_others_than_are_here_comes_too_late():
 
 
 def test_what_is_short_is_said_once():
-    forming = PlanTrigger()
-    assert forming.tell_shortage("12 MB are short") == [Notify(Waiting("12 MB are short"))]
-    assert forming.tell_shortage("12 MB are short") == []
-    assert forming.tell_shortage("9 MB are short") == [Notify(Waiting("9 MB are short"))]
-    assert forming.tell_shortage("") == []
-    assert forming.tell_shortage("9 MB are short") == [Notify(Waiting("9 MB are short"))]
+    forming = PlanTrigger(job(), Placement(job(), Membership()))
+    assert forming.notify_shortage("12 MB are short") == [Notify(Waiting("12 MB are short"))]
+    assert forming.notify_shortage("12 MB are short") == []
+    assert forming.notify_shortage("9 MB are short") == [Notify(Waiting("9 MB are short"))]
+    assert forming.notify_shortage("") == []
+    assert forming.notify_shortage("9 MB are short") == [Notify(Waiting("9 MB are short"))]
 
 
 def test_who_begins_again_does_not_wait_for_as_many_as_were_expected_first():

@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.hub_world import HubWorld, check_replay, job, quick_plans
 
-from ravnest.hub.coordinator.events import Collected, JobPhase
+from ravnest.hub.coordinator.events import Collected
 from ravnest.hub.coordinator.notices import Checkpointed, ClusterStarted, PlanFormed, WentWrong, WorkLost
+from ravnest.hub.coordinator.phases import JobPhase
 from ravnest.hub.monitors.loss_guard import Alarm, LossGuard
 
 

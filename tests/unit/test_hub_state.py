@@ -13,7 +13,6 @@ from ravnest.hub.coordinator.events import (
     Abandon,
     Collect,
     Collected,
-    JobPhase,
     MakeParts,
     Notify,
     PartsMade,
@@ -23,7 +22,6 @@ from ravnest.hub.coordinator.events import (
     Send,
     SendFields,
     Stopped,
-    Tick,
 )
 from ravnest.hub.coordinator.notices import (
     ClusterBroken,
@@ -43,7 +41,8 @@ from ravnest.hub.coordinator.notices import (
     WorkLost,
     show_notice,
 )
-from ravnest.hub.coordinator.planner import lease_batches, make_plan
+from ravnest.hub.coordinator.phases import JobPhase
+from ravnest.hub.coordinator.planner import lease_batches
 from ravnest.ids import HUB
 from ravnest.plan.profiles import builtin_profile, resize_batch
 from ravnest.plan.types import Cluster, Plan, Stage
@@ -217,7 +216,7 @@ def test_blocking_rounds_when_the_config_says_so_and_their_distance_from_the_for
 def test_rounds_on_links_that_training_fills_are_rare_and_have_a_deadline(seconds):
     world = two_clusters(average_every=None)
     world.run_until(lambda: world.told(PlanFormed))
-    world.hub._members._outlook = replace(world.hub._members.outlook, round_seconds=seconds)
+    world.hub.placement._outlook = replace(world.hub.placement.outlook, round_seconds=seconds)
     world.run()
     assert world.is_finished
     assert [each.deadline_seconds for each in sent(world, RoundOpen, "a")] == [600.0]
@@ -400,17 +399,6 @@ def test_who_comes_later_is_a_spare():
     (met,) = sent(world, RingOrder)
     assert (met.plan_id, met.rings) == (1, ())
     assert "late" in {each.node for each in met.contacts}
-
-
-def test_peers_may_come_before_the_job():
-    world = HubWorld()
-    events = [PeerJoined(node(x, 150.0), "key", (), 0.0) for x in "abc"]
-    hub = type(world.hub)()
-    for event in (*events, replace(world.given, now=1.0)):
-        hub.apply(event)
-    assert hub.due == 5.0
-    (asked,) = hub.apply(Tick(5.0))
-    assert any(isinstance(order, MakeParts) for order in hub.apply(make_plan(world.given, asked, 6.0)))
 
 
 # Deaths.
@@ -719,7 +707,7 @@ def test_a_job_is_stopped_once_and_not_after_its_end():
     assert "second" in refusal.reason
     finishes(world)
     assert isinstance(world.stop()[0], Refusal)
-    assert isinstance(Coordinator().apply(Stopped("early", 0.0))[0], Refusal)
+    assert isinstance(Coordinator(world.given).apply(Stopped("early", 0.0))[0], Refusal)
 
 
 # Drops, copies, and what is refused.

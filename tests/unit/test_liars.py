@@ -6,8 +6,9 @@ import pytest
 from support.hub_world import HubWorld, check_replay, job, quick_plans
 from support.plan_world import node
 
-from ravnest.hub.coordinator.events import JobPhase, PeerJoined, Received, Send
+from ravnest.hub.coordinator.events import PeerJoined, Received, Send
 from ravnest.hub.coordinator.notices import EpochDone, Evaluated, Left, WorkLost
+from ravnest.hub.coordinator.phases import JobPhase
 from ravnest.hub.monitors.loss_guard import LossGuard
 from ravnest.hub.service.admission import Admission
 from ravnest.ids import HUB
@@ -122,7 +123,7 @@ def test_nobody_takes_the_name_of_somebody_a_hub_that_was_away_waits_for():
     world = world_of("abc", epochs=4)
     world.run_until(lambda: len(world.ledger) > 20)
     world.restart()
-    world.run_until(lambda: world.hub._members.missing)
+    world.run_until(lambda: world.hub.membership.missing)
     door = Admission(Token((), new_keys().public, b"s" * 16), None)
     hello = Hello(PROTOCOL_VERSION, bytes(32), node("a", 150.0))
     newcomer = door.introduce("newcomer", hello, None, world.hub.find_others("another key"))
@@ -133,7 +134,7 @@ def test_nobody_takes_the_name_of_somebody_a_hub_that_was_away_waits_for():
 
 def test_who_claims_a_snapshot_larger_than_the_model_goes_and_nobody_fetches_it():
     world = world_of("abcd", checkpoint_every=2.0, most_snapshot_bytes=1000, epochs=4)
-    world.run_until(lambda: world.hub._keeping.is_under_way)
+    world.run_until(lambda: world.hub._checkpoints.is_under_way)
     liar = world.hub.clusters[0].root
     lie(world, liar, SnapshotMade(world.hub.clusters[0].build_id, 1, 1, BlobRef("0" * 64, 2**60)))
     assert [(news.node, news.reason) for news in world.told(Left)] == [
@@ -183,5 +184,5 @@ def test_who_finds_fault_with_every_source_goes_and_the_others_are_believed_agai
     assert world.is_finished
     assert spare in [news.node for news in world.told(Left)]
     assert not world.told(WorkLost)
-    assert not world.hub._mending._sourcing._useless
+    assert not world.hub._recovery._sources._useless
     check_replay(world)

@@ -6,10 +6,11 @@ from io import StringIO
 
 import pytest
 from rich.console import Console
+from support.hub_world import job
 
 from ravnest.hub.coordinator.coordinator import Coordinator
-from ravnest.hub.coordinator.events import JobPhase
-from ravnest.hub.service.status import ClusterStatus, MemberStatus, Said, Status, StatusTracker
+from ravnest.hub.coordinator.phases import ClusterPhase, JobPhase, NodePhase
+from ravnest.hub.service.status import NO_JOB, ClusterStatus, MemberStatus, Said, Status, StatusTracker
 from ravnest.views.live import LiveView, show_status, status_to_dict
 
 STATUS = Status(
@@ -17,11 +18,11 @@ STATUS = Status(
     phase=JobPhase.TRAINING,
     job="digits [bold]",
     members=(
-        MemberStatus("spare-pc", "spare"),
-        MemberStatus("leaf [red]", "training", "A", 1),
-        MemberStatus("root", "training", "A", 0),
+        MemberStatus("spare-pc", NodePhase.SPARE),
+        MemberStatus("leaf [red]", NodePhase.HOSTING, "A", 1),
+        MemberStatus("root", NodePhase.HOSTING, "A", 0),
     ),
-    clusters=(ClusterStatus("A", ("root", "leaf [red]"), True),),
+    clusters=(ClusterStatus("A", ("root", "leaf [red]"), ClusterPhase.RUNNING),),
     num_samples=300,
     num_total=1200,
     epoch=2,
@@ -71,12 +72,12 @@ def test_it_fits_a_narrow_terminal_and_many_nodes() -> None:
 
 
 def test_before_a_job_there_is_something_to_show_too() -> None:
-    assert "no job yet" in text_of(StatusTracker(Coordinator()).status())
+    assert "no job yet" in text_of(NO_JOB)
 
 
 def test_as_data_it_is_versioned_json() -> None:
     data = json.loads(json.dumps(status_to_dict(STATUS)))
-    assert data["schema"] == "ravnest.status/1"
+    assert data["schema"] == "ravnest.status/2"
     assert (data["phase"], data["members"][1]["stage"], data["validation"]["odd"]) == ("training", 1, None)
 
 
@@ -85,7 +86,7 @@ def test_it_is_drawn_at_most_a_few_times_a_second_and_once_at_the_end(
 ) -> None:
     drawn, now = [], [0.0]
     console = Console(file=StringIO(), force_terminal=True, width=80)
-    watch = StatusTracker(Coordinator())
+    watch = StatusTracker(Coordinator(job()))
     with LiveView(console, clock=lambda: now[0]) as view:
         monkeypatch.setattr(view, "_draw", drawn.append)
         for now[0] in (0.0, 0.1, 0.2, 0.26, 0.3, 5.0):

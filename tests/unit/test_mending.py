@@ -3,7 +3,7 @@
 import pytest
 from support.hub_world import HubWorld, Trouble, blob, check_replay, job, quick_plans
 
-from ravnest.hub.coordinator.events import Collect, Evict, JobPhase, PeerLeft, Received, Send
+from ravnest.hub.coordinator.events import Collect, Evict, PeerLeft, Received, Send
 from ravnest.hub.coordinator.notices import (
     Checkpointed,
     ClusterBroken,
@@ -22,6 +22,7 @@ from ravnest.hub.coordinator.notices import (
     SpeedChanged,
     WorkLost,
 )
+from ravnest.hub.coordinator.phases import JobPhase
 from ravnest.ids import HUB
 from ravnest.protocol.averaging import RoundOpen
 from ravnest.protocol.membership import Leave
@@ -149,7 +150,7 @@ def test_a_backup_needs_nothing_of_anybody():
     world = world_of("abcd", num_samples=2000, epochs=1)
     world.run_until(lambda: sent(world, BackupOrder))
     world.run(until=world.now + 1.0)
-    (backup,) = world.hub._members.backups
+    (backup,) = world.hub.placement.backups
     assert [x.source.node for x in sent(world, BackupOrder, backup.spare)] == [backup.node]
     world.kill(backup.node)
     world.run_until(lambda: world.told(Recovered))
@@ -160,7 +161,7 @@ def test_a_backup_needs_nothing_of_anybody():
 
 def test_a_spare_and_the_node_it_keeps_a_backup_of_know_each_other():
     world = world_of("abcd")
-    (backup,) = world.hub._members.backups
+    (backup,) = world.hub.placement.backups
     for name, other in ((backup.spare, backup.node), (backup.node, backup.spare)):
         contacts = {contact.node: contact for contact in sent(world, PlanOrder, name)[-1].contacts}
         assert contacts[other].addresses == (f"tcp://{other}",)
@@ -170,7 +171,7 @@ def test_a_spare_and_the_node_it_keeps_a_backup_of_know_each_other():
 def test_another_plan_while_a_cluster_is_built_loses_nothing(is_polite):
     world = world_of("abcd", checkpoint_every=1.0)
     world.run_until(lambda: world.told(Checkpointed))
-    build, counted = world._build, world.hub.books.num_counted
+    build, counted = world._build, world.hub.ledger.num_counted
     world._build = lambda *facts: world.after(5.0, build, *facts)  # what is to be fetched is large
     (world.leave if is_polite else world.kill)(world.hub.clusters[0].root)
     world.run_until(lambda: world.told(Repaired))
@@ -180,7 +181,7 @@ def test_another_plan_while_a_cluster_is_built_loses_nothing(is_polite):
     assert world.hub.clusters[0].version == version > 1, "it counts on from what its nodes hold"
     world.run_until(lambda: world.hub.clusters[0].is_running)
     assert world.told(WorkLost) == world.told(ClusterDissolved) == []
-    assert world.hub.books.samples_seen(world.hub.clusters[0]) >= counted
+    assert world.hub.ledger.samples_seen(world.hub.clusters[0]) >= counted
     finishes(world)
 
 
@@ -192,7 +193,7 @@ def test_how_long_a_cluster_stood_still_is_counted_anew_each_time():
         world.kill(world.hub.clusters[0].leaf)
         world.run_until(lambda number=number: len(world.told(Recovered)) == number)
         assert 1.0 <= world.told(Recovered)[-1].seconds < 5.0
-    assert len(world.hub.books._progress) == 2, "of a cluster and the one it goes on from, no others"
+    assert len(world.hub.ledger._progress) == 2, "of a cluster and the one it goes on from, no others"
 
 
 def test_who_has_not_what_it_is_to_keep_says_so_and_others_give_it():
@@ -263,9 +264,9 @@ def test_a_stage_that_is_mended_counts_updates_on_and_never_from_none():
 def test_clusters_that_break_at_once_give_each_other_what_the_checkpoint_has_not():
     world = world_of("abcdef", memory_mb=250.0, num_samples=400, checkpoint_every=2.0)
     world.run_until(lambda: world.told(Checkpointed))
-    saved = world.hub._mending.saved.num_counted
-    world.run_until(lambda: world.hub.books.num_counted > 1.5 * saved + 20)
-    assert world.hub._mending.saved.num_counted == saved, "the next checkpoint is not there yet"
+    saved = world.hub._recovery.saved.num_counted
+    world.run_until(lambda: world.hub.ledger.num_counted > 1.5 * saved + 20)
+    assert world.hub._recovery.saved.num_counted == saved, "the next checkpoint is not there yet"
     one, other = world.hub.clusters
     for node in (one.root, other.leaf):
         world.kill(node)
@@ -433,7 +434,7 @@ def test_clusters_that_stand_still_when_all_is_trained_take_part_in_the_last_rou
     finishes(world)
     last = world.told(RoundEnded)[-1]
     assert (last.is_committed, last.is_final, last.left_out) == (True, True, ())
-    assert {world.hub.books.samples_seen(each) for each in world.hub.clusters} == {100}
+    assert {world.hub.ledger.samples_seen(each) for each in world.hub.clusters} == {100}
 
 
 def test_who_never_gets_ready_in_the_end_is_not_waited_for_for_ever():
@@ -450,10 +451,10 @@ def test_nobody_is_believed_to_be_faster_than_any_machine():
     world = world_of("abc", memory_mb=250.0, num_samples=300)
     world.run(until=world.now + 30.0)
     liar = world.hub.clusters[0].nodes[1]
-    before = world.hub._members.find(liar).node
+    before = world.hub.membership.find(liar).node
     world.slow(liar, 1e-8)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("ravnest.hub.coordinator.membership._FACTS", {"flops_per_second": (1.0, 1e15)})
         finishes(world)
     assert world.told(SpeedChanged) == []
-    assert world.hub._members.find(liar).node == before
+    assert world.hub.membership.find(liar).node == before

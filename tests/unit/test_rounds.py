@@ -207,7 +207,7 @@ def test_one_that_says_nothing_is_not_waited_for_for_ever():
 
 def test_a_hearing_is_short_although_rounds_are_long():
     world = clusters_of(2)
-    world.hub._members._outlook = replace(world.hub._members.outlook, round_seconds=30.0)
+    world.hub.placement._outlook = replace(world.hub.placement.outlook, round_seconds=30.0)
     script(
         world,
         lambda _, name, order: (
@@ -449,7 +449,7 @@ def test_the_forecast_says_when_the_first_may_come():
     world = HubWorld(long_job(average_every=None))
     world.join(*"ab", memory_mb=1000.0)
     world.run_until(lambda: world.told(PlanFormed))
-    world.hub._members._outlook = replace(world.hub._members.outlook, round_seconds=12.0)
+    world.hub.placement._outlook = replace(world.hub.placement.outlook, round_seconds=12.0)
     world.run_until(lambda: all(each.is_running for each in world.hub.clusters))
     started_at = world.now
     world.run_until(lambda: world.open_round)

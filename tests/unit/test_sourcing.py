@@ -6,11 +6,10 @@ from support.hub_world import blob
 
 from ravnest.hub.coordinator.membership import HeldState
 from ravnest.ids import HUB
-from ravnest.protocol.placement import SnapshotMade
 
 
 def backed_up(scene, known, spare="t"):
-    scene.sourcing.note_backup(spare, HeldState(0, 3, "A1"), blob(f"backup of {spare}"), known)
+    scene.sources.add_backup(spare, HeldState(0, 3, "A1"), blob(f"backup of {spare}"), known)
 
 
 @pytest.fixture
@@ -46,7 +45,7 @@ def test_who_is_not_a_tenth_behind_the_best_gives_a_cluster_before_a_backup_befo
     if backup is not None:
         backed_up(scene, backup)
     (origin,) = scene.change(*AFTER, known={"c": trained}, kept=kept)
-    assert scene.sourcing.needs_hub == (giver == HUB)
+    assert scene.sources.needs_hub == (giver == HUB)
     assert scene.build() == {"s": [giver], "b": []}
     assert (origin.cluster_id, origin.is_whole) == ("A1", False)
 
@@ -84,7 +83,7 @@ def test_a_cluster_is_the_one_that_most_of_it_was_in(cut, holder):
 
 def test_a_cluster_that_only_stood_still_keeps_all_it_has():
     scene = HubScene("ab", ("ab", HALVES))
-    scene.members.clusters[0].is_broken = True
+    scene.placement.mark_broken(scene.placement.clusters[0])
     (origin,) = scene.change(("ab", HALVES), kept=5)
     assert (origin.cluster_id, origin.is_whole) == ("A1", True)
     assert scene.ask() == {}
@@ -97,11 +96,11 @@ def test_a_cluster_that_only_stood_still_keeps_all_it_has():
 
 def test_who_does_not_give_what_it_holds_is_asked_no_more_until_it_holds_something_else(scene):
     scene.change(*AFTER, known={"c": 100}, kept=10)
-    scene.sourcing.fail("c", "a", scene.members)
+    scene.sources.mark_useless("c", "a")
     scene.change(*AFTER, known={"c": 100}, kept=10)
     assert scene.build() == {"s": [HUB], "b": []}
     scene.change(("sb", HALVES), ("c", ((0, 6),)), kept=10)
-    scene.members.take_ready("c")
+    scene.placement.mark_ready("c")
     scene.change(("tb", HALVES), ("c", ((0, 6),)), known={"c": 100}, kept=10)
     assert scene.build() == {"t": ["c"], "b": []}
 
@@ -110,7 +109,7 @@ def test_a_backup_that_cannot_be_used_is_not_used_again(scene):
     backed_up(scene, 100)
     scene.change(*AFTER, known={"c": 50}, kept=95)
     assert scene.build() == {"s": ["t"], "b": []}
-    scene.sourcing.fail("t", "a", scene.members)
+    scene.sources.mark_useless("t", "a")
     scene.change(*AFTER, known={"c": 50}, kept=95)
     assert scene.build() == {"s": [HUB], "b": []}
 
@@ -121,7 +120,7 @@ def test_a_backup_is_there_already_and_only_of_who_is_still_here(scene):
     assert scene.ask() == {}
     (source,) = scene.order()["s"].sources
     assert (source.node, source.weights) == ("t", blob("backup of t"))
-    scene.members.leave("t")
+    scene.membership.remove("t")
     scene.change(*AFTER, kept=50)
     assert scene.build()["s"] == [HUB]
 
@@ -135,38 +134,37 @@ def test_who_keeps_a_backup_and_holds_a_stage_is_asked_for_what_it_holds(scene):
 def test_stages_of_a_cluster_that_broke_meanwhile_are_not_built(scene):
     scene.change(*AFTER, known={"c": 100})
     asked = scene.ask()
-    scene.members.clusters[0].is_broken = True
+    scene.placement.mark_broken(scene.placement.clusters[0])
     assert scene.order() == {}
     for number, name in asked.items():
-        scene.sourcing.take(name, SnapshotMade(1, number, 1, blob(name)))
+        scene.answer(name, number)
     assert scene.order() == {}
-    assert scene.members.find("b").held == HeldState(3, 6, "A1")
+    assert scene.membership.find("b").held == HeldState(3, 6, "A1")
 
 
 def test_a_stage_is_built_when_all_it_needs_is_there_and_once(scene):
     scene.change(*AFTER, known={"c": 100})
     (number,) = scene.ask()
     assert list(scene.order()) == ["b"]
-    reason = scene.sourcing.take("d", SnapshotMade(1, number, 1, blob("d")))
-    assert reason == f"nobody asked d for snapshot {number}"
-    assert scene.sourcing.take("c", SnapshotMade(1, number, 1, blob("c"))) is None
+    assert not scene.answer("d", number), "it was asked of another"
+    assert scene.answer("c", number)
     assert list(scene.order()) == ["s"]
     assert scene.order() == {}
-    assert scene.sourcing.take("c", SnapshotMade(1, number, 1, blob("c"))) is not None
+    assert not scene.answer("c", number)
 
 
 def test_who_gives_is_needed_until_all_it_gives_to_are_built(scene):
     scene.change(*AFTER, known={"c": 100})
-    assert scene.sourcing.is_source("c")
-    assert not scene.sourcing.is_source("d")
-    assert scene.sourcing.pairs == {"c": {"s"}, "s": {"c"}}
-    cluster = scene.members.clusters[0]
-    assert scene.sourcing.givers(cluster) == ("c",)
-    assert scene.sourcing.givers(scene.members.clusters[1]) == ()
-    scene.members.take_ready("b")
-    assert scene.sourcing.is_source("c")
-    scene.members.take_ready("s")
-    assert not scene.sourcing.is_source("c")
+    assert scene.sources.is_source("c")
+    assert not scene.sources.is_source("d")
+    assert scene.sources.pairs == {"c": {"s"}, "s": {"c"}}
+    cluster = scene.placement.clusters[0]
+    assert scene.sources.givers(cluster) == ("c",)
+    assert scene.sources.givers(scene.placement.clusters[1]) == ()
+    scene.placement.mark_ready("b")
+    assert scene.sources.is_source("c")
+    scene.placement.mark_ready("s")
+    assert not scene.sources.is_source("c")
 
 
 def test_what_a_node_does_not_host_any_more_it_no_longer_holds():
@@ -174,5 +172,5 @@ def test_what_a_node_does_not_host_any_more_it_no_longer_holds():
     scene.lose("b")
     scene.change(("ca", ((0, 1), (1, 6))))
     scene.build()
-    assert scene.members.find("a").held == HeldState(1, 3, "A1")
-    assert scene.members.find("c").held == HeldState(0, 1, "B1")
+    assert scene.membership.find("a").held == HeldState(1, 3, "A1")
+    assert scene.membership.find("c").held == HeldState(0, 1, "B1")

@@ -63,7 +63,7 @@ def test_who_hangs_in_the_last_evaluation_is_not_waited_for_for_ever():
     world = HubWorld(job(num_validation=23))
     world.join(*"abcde", memory_mb=250.0)
     world.run_until(lambda: world.hub.phase.name == "EVALUATING")
-    evaluating = next(each for each in world.hub.clusters if world.hub.books.is_busy(each))
+    evaluating = next(each for each in world.hub.clusters if world.hub.ledger.is_busy(each))
     world.muted.add(evaluating.leaf)
     finishes(world)
     assert [news.node for news in world.told(Left)] == [evaluating.leaf]
@@ -96,7 +96,7 @@ def test_who_never_gets_ready_goes():
 def test_who_never_gives_what_others_need_goes():
     world = HubWorld(job(num_validation=0, average_every=1, epochs=6))
     world.join(*"abcdefg", memory_mb=150.0)
-    world.run_until(lambda: world.hub.clusters and world.hub.books.anchor_round(world.hub.clusters))
+    world.run_until(lambda: world.hub.clusters and world.hub.ledger.anchor_round(world.hub.clusters))
     first, second = world.hub.clusters
     world.kill(first.nodes[1])
     world.run_until(lambda: world.told(ClusterBroken))

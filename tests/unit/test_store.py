@@ -2,7 +2,7 @@
 
 import shutil
 import sqlite3
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import msgspec
 import pytest
@@ -10,8 +10,9 @@ from support.hub_world import HubWorld, Trouble, blob, check_replay, freeze, job
 
 from ravnest.errors import ConfigError
 from ravnest.hub.coordinator.coordinator import Coordinator
-from ravnest.hub.coordinator.events import JobPhase, Received, Stopped, Tick
+from ravnest.hub.coordinator.events import Received, Stopped, Tick
 from ravnest.hub.coordinator.notices import Joined, PlanFormed, RoundEnded
+from ravnest.hub.coordinator.phases import JobPhase, NodePhase
 from ravnest.hub.service import event_log as store_of
 from ravnest.hub.service.event_log import (
     LOG_SCHEMA,
@@ -60,7 +61,8 @@ def test_events_come_back_in_order_as_they_were(tmp_path):
 
 
 def test_only_what_changes_something_is_logged_and_the_replayed_hub_goes_on_alike(tmp_path):
-    world, hub = trained_world(), Coordinator()
+    world = trained_world()
+    hub = Coordinator(world.given)
     with EventLog(tmp_path) as store:
         for event, orders in zip(world.log, world.answers, strict=True):
             assert apply_logged(hub, event, store.append) == orders
@@ -77,7 +79,8 @@ def test_only_what_changes_something_is_logged_and_the_replayed_hub_goes_on_alik
 
 def test_an_event_outlives_the_process_that_logged_it(tmp_path):
     with EventLog(tmp_path / "running") as store:
-        for number in range(100):
+        store.append(replace(job(), now=0.0))
+        for number in range(1, 100):
             store.append(Tick(float(number)))
         shutil.copytree(tmp_path / "running", tmp_path / "killed")  # what a kill -9 leaves
     assert log_of(tmp_path / "killed") == [Tick(float(number)) for number in range(100)]
@@ -86,14 +89,15 @@ def test_an_event_outlives_the_process_that_logged_it(tmp_path):
 @pytest.mark.parametrize("num_lost", [1, 100, 5000])
 def test_an_event_that_was_half_written_never_happened(tmp_path, num_lost):
     with EventLog(tmp_path / "running") as store:
-        for number in range(100):
+        store.append(replace(job(), now=0.0))
+        for number in range(1, 100):
             store.append(Tick(float(number)))
         shutil.copytree(tmp_path / "running", tmp_path / "cut")
     rest = tmp_path / "cut" / "hub.sqlite-wal"
     rest.write_bytes(rest.read_bytes()[:-num_lost])
     (tmp_path / "cut" / "hub.sqlite-shm").unlink()
     kept = log_of(tmp_path / "cut")
-    assert kept == [Tick(float(number)) for number in range(len(kept))]
+    assert kept[1:] == [Tick(float(number)) for number in range(1, len(kept))]
     assert 90 < len(kept) < 100
     assert read_status(tmp_path / "cut").now == len(kept) - 1
 
@@ -205,7 +209,7 @@ def saved_run(folder, monkeypatch, every=7):
     world.kill("b", at=12.0)
     world.leave("c", at=20.0)
     world.run()
-    watch = StatusTracker(Coordinator())
+    watch = StatusTracker(Coordinator(world.given))
     with EventLog(folder) as store:
         for event in world.log:
             watch.observe(event, apply_logged(watch.hub, event, store.append))
@@ -268,7 +272,7 @@ def test_only_records_of_this_package_are_saved_or_made():
 
 def watched(world, folder):
     """Log a world's history; return what somebody saw beside the hub, and what its folder says."""
-    hub = Coordinator()
+    hub = Coordinator(world.given)
     watch = StatusTracker(hub)
     with EventLog(folder) as store:
         for event in world.log:
@@ -305,13 +309,13 @@ def test_who_does_what(tmp_path):
     world.join(*"abcde", memory_mb=250.0)
     world.run_until(lambda: len(world.told(Joined)) == 5)
     _, status = watched(world, tmp_path / "1")
-    assert status.members == tuple(MemberStatus(name, "waiting") for name in "abcde")
+    assert status.members == tuple(MemberStatus(name, NodePhase.SPARE) for name in "abcde")
     assert (status.phase, status.clusters, status.loss) == (JobPhase.COLLECTING, (), None)
     world.run_until(lambda: world.told(PlanFormed))
     world.join("late", memory_mb=1.0)  # too little for any stage
     world.run(until=world.now)
     _, status = watched(world, tmp_path / "2")
-    assert {member.state for member in status.members} == {"getting ready", "spare"}
+    assert {member.phase for member in status.members} == {"building", "spare"}
     world.run_until(lambda: len(world.ledger) > 20)
     world.kill("a")
     world.run_until(lambda: "a" not in world.known)
@@ -319,8 +323,8 @@ def test_who_does_what(tmp_path):
     cluster = next(each for each in world.hub.clusters if each.is_running)
     assert ClusterStatus(cluster.name, cluster.nodes, True) in status.clusters
     root, spare = (next(x for x in status.members if x.name == name) for name in (cluster.root, "late"))
-    assert (root.state, root.cluster, root.stage) == ("training", cluster.name, 0)
-    assert (spare.state, spare.cluster, spare.stage) == ("spare", None, None)
+    assert (root.phase, root.cluster, root.stage) == ("hosting", cluster.name, 0)
+    assert (spare.phase, spare.cluster, spare.stage) == ("spare", None, None)
     assert "a" not in {member.name for member in status.members}
     assert any("stands still" in said.text for said in status.recent)
     assert status.loss is not None

@@ -1,13 +1,14 @@
-"""One cluster's state, asked of its nodes: now and then as a checkpoint, and at the end as the result.
+"""Checkpoints: one cluster's state is collected from its nodes, now and then, and at the end as the result.
 
-When that cluster breaks another one is asked, or the checkpoint waits for the next time. Driven by hub.state.
+If that cluster breaks, another one is asked, or the checkpoint waits for the next time.
 """
 
 from ravnest.hub.coordinator.events import CheckpointPart, Collect, Send
 from ravnest.hub.coordinator.leases import LedgerState
-from ravnest.hub.coordinator.membership import ClusterState
+from ravnest.hub.coordinator.placement import ClusterState
+from ravnest.hub.coordinator.snapshots import SnapshotDesk, SnapshotPurpose
 from ravnest.ids import NodeId
-from ravnest.protocol.placement import SnapshotMade, SnapshotOrder
+from ravnest.protocol.placement import SnapshotMade
 
 _ANSWER_SECONDS = 120.0  # for the nodes of a cluster to have written their state down
 _PAUSE = 10  # times what a checkpoint takes lies between two: a slow way home is not kept busy by them
@@ -16,21 +17,17 @@ SILENT = f"did not answer within {_ANSWER_SECONDS:.0f} s"
 
 
 class CheckpointCollector:
-    """Numbered attempts to have one cluster's state kept, and the numbers of all snapshots."""
+    """Numbered attempts to collect one cluster's state."""
 
-    def __init__(self) -> None:
+    def __init__(self, desk: SnapshotDesk) -> None:
+        self._desk = desk
         self._keeper: ClusterState | None = None
         self._kept: dict[NodeId, SnapshotMade] = {}
         self._books: LedgerState | None = None  # of the checkpoint under way
         self._every = 0.0
         self._started_at = 0.0
         self._next_at: float | None = None
-        self._attempt = self._last_number = 0
-
-    def number(self, count: int = 1) -> int:
-        """Return the first of so many numbers that no snapshot has had."""
-        self._last_number += count
-        return self._last_number - count + 1
+        self._attempt = 0
 
     @property
     def is_under_way(self) -> bool:
@@ -91,26 +88,19 @@ class CheckpointCollector:
     def start(self, cluster: ClusterState, now: float, books: LedgerState | None = None) -> list[Send]:
         """Ask every node of a cluster for its state; with books it is a checkpoint."""
         self._keeper, self._kept, self._books = cluster, {}, books
-        self._started_at, self._attempt = now, self.number()
-        order = SnapshotOrder(cluster.build_id, self._attempt, is_final=books is None)
-        return [Send(name, order) for name in cluster.nodes]
+        self._desk.withdraw(SnapshotPurpose.CHECKPOINT)
+        self._started_at, self._attempt = now, self._desk.new_number()
+        facts, is_final = (SnapshotPurpose.CHECKPOINT, self._attempt), books is None
+        return [self._desk.ask(*facts, name, cluster.build_id, is_final) for name in cluster.nodes]
 
-    def lose(self, cluster: ClusterState) -> None:
-        """Note that a cluster is no more as it was."""
+    def drop(self, cluster: ClusterState) -> None:
+        """Collect no longer from a cluster that changes."""
         if self._keeper is cluster:
             self._keeper = None
+            self._desk.withdraw(SnapshotPurpose.CHECKPOINT)
 
-    def awaits(self, sender: NodeId, made: SnapshotMade) -> bool:
-        """Return whether this is what this node is still to answer."""
-        return (
-            self._keeper is not None
-            and made.number == self._attempt
-            and sender in self._keeper.nodes
-            and sender not in self._kept
-        )
-
-    def take(self, sender: NodeId, made: SnapshotMade) -> list[Collect]:
-        """Take a node's answer; with the last one, order all of them fetched."""
+    def add_snapshot(self, sender: NodeId, made: SnapshotMade) -> list[Collect]:
+        """Record a node's answer; with the last one, have all of them fetched."""
         self._kept[sender] = made
         return [Collect(self._attempt, self.parts, self._books)] if self._is_complete else []
 
@@ -123,6 +113,7 @@ class CheckpointCollector:
         assert self._books is not None
         seconds = now - self._started_at
         self._keeper, self._next_at = None, now + max(self._every, _PAUSE * seconds)
+        self._desk.withdraw(SnapshotPurpose.CHECKPOINT)
         return self._books, seconds
 
     @property

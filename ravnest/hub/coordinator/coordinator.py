@@ -1,7 +1,9 @@
-"""Who comes and goes, and what that means for what is trained: the first half of hub.state.
+"""The hub's decisions: events in, actions out. Its state is the replay of its log of events.
 
-While clusters train they are mended; at the end another one takes over; and when nobody is left who has what
-was trained it begins again, from the last checkpoint if there is one.
+A job's life is a JobPhase: nodes are collected until a plan exists; clusters train and average; then come a
+last round, a last evaluation, and one cluster's weights are kept. A stopped job ends in the same way, only
+earlier. Nodes that come or go change the plan (recovery). When nobody has what was trained, the job begins
+again from its last checkpoint. A late or foreign message is refused with a reason and changes nothing.
 """
 
 from dataclasses import replace
@@ -17,7 +19,6 @@ from ravnest.hub.coordinator.events import (
     Evict,
     Finish,
     JobGiven,
-    JobPhase,
     Notify,
     PartsMade,
     PeerJoined,
@@ -32,7 +33,7 @@ from ravnest.hub.coordinator.events import (
     Tick,
 )
 from ravnest.hub.coordinator.ledger import Ledger
-from ravnest.hub.coordinator.membership import ClusterState, Membership, is_sensible
+from ravnest.hub.coordinator.membership import Membership, is_sensible
 from ravnest.hub.coordinator.notices import (
     ClusterDissolved,
     EpochDone,
@@ -49,12 +50,15 @@ from ravnest.hub.coordinator.notices import (
     WentWrong,
     WorkLost,
 )
+from ravnest.hub.coordinator.phases import JOB_TRANSITIONS, JobPhase, NodePhase, follow
+from ravnest.hub.coordinator.placement import ClusterState, Placement
 from ravnest.hub.coordinator.plan_trigger import PlanTrigger
+from ravnest.hub.coordinator.probes import end_probe
 from ravnest.hub.coordinator.recovery import Recovery
 from ravnest.hub.coordinator.rounds import Ended, Rounds
+from ravnest.hub.coordinator.snapshots import SnapshotDesk, SnapshotPurpose
 from ravnest.hub.monitors.liveness import IDLE, LivenessMonitor
 from ravnest.hub.monitors.loss_guard import Alarm, LossGuard
-from ravnest.hub.monitors.probes import take_probe
 from ravnest.hub.monitors.throughput import ThroughputMonitor
 from ravnest.ids import NodeId
 from ravnest.protocol.averaging import RoundAbort, RoundQuery, RoundReady
@@ -65,361 +69,101 @@ from ravnest.protocol.training import DroppedMicrobatch, LeaseDone, StepReport
 from ravnest.units import show_bytes
 
 _MOST_ALARMS = 3
-Actions = list[Action] | str  # orders, or why the event is refused
+_STOP_SECONDS = 30.0  # for what is under way when the job is stopped
+_END_SECONDS = 30.0  # for clusters that stand still when all is trained: they know what others do not
+
+_OfRounds = RoundReady | RoundAbort | RoundQuery
+_OfStages = StageReady | StageMissing | LeaseDone | StepReport | DroppedMicrobatch
+_OfMembers = Leave | BackupKept | SnapshotMade | _OfRounds | _OfStages
+_Result = list[Action] | str  # actions, or why the event is refused
 
 
-class Crew:
-    """Everything the hub remembers, and what it does when somebody comes, goes or comes back."""
+class Coordinator:
+    """Feed it every event, in order; carry out the actions it returns, in order."""
 
-    def __init__(self) -> None:
-        self.now = 0.0  # of the last event; a program that goes on after a restart counts on from it
+    def __init__(self, job: JobGiven) -> None:
+        self._job = job
+        self.now = 0.0  # of the last event; a hub that goes on after a restart counts on from it
         self.phase = JobPhase.COLLECTING
-        self._job: JobGiven | None = None
-        self._members = Membership()
-        self._rounds = Rounds()
-        self.books: Ledger | None = None  # from the job on
-        self._forming = PlanTrigger()
-        self._keeping = CheckpointCollector()
-        self._mending = Recovery(self._members, self._keeping)
+        self.has_begun = False
+        self.ledger = Ledger(job.settings)
+        self.ledger.restart(job.books)
+        self.membership = Membership()
+        self.placement = Placement(job, self.membership)
+        self._desk = SnapshotDesk()
+        self._checkpoints = CheckpointCollector(self._desk)
+        self._recovery = Recovery(job, self.placement, self.ledger, self._checkpoints, self._desk)
+        self._rounds = Rounds(job, self.placement, self.ledger)
+        self._plan_trigger = PlanTrigger(job, self.placement)
         self._stop_by: float | None = None  # once it is stopped
         self._end_by: float | None = None  # once all is trained, and a cluster stands still
         self._guard = LossGuard()
-        self._hearing = StageMessages(self._members, self._keeping, self._mending, self._forming, self._guard)
+        self._throughput = ThroughputMonitor()
+        self._liveness = LivenessMonitor(self.placement, self._desk, self._recovery.find_lazy)
         self._num_alarms = 0  # since the last checkpoint
 
     @property
-    def _can_mend(self) -> bool:
-        """Whether clusters are repaired: until the end, or until somebody has what is to be kept."""
-        return self.phase is JobPhase.TRAINING and (self._stop_by is None or not self._members.running)
+    def clusters(self) -> tuple[ClusterState, ...]:
+        """The clusters of the plan."""
+        return self.placement.clusters
 
     @property
-    def _training(self) -> Ledger:
-        assert self.books is not None, "nobody has a stage before there is a job"
-        return self.books
+    def due(self) -> float | None:
+        """When the next Tick is needed, if nothing else happens."""
+        times = [self._recovery.due(self.now)]
+        if self.phase is JobPhase.COLLECTING:
+            times.append(self._plan_trigger.plan_due)
+        elif self.phase is not JobPhase.FINISHED:
+            times.append(self._rounds.due)
+        if self.phase is JobPhase.KEEPING:
+            times.append(self._checkpoints.answer_by)
+        elif self.phase in (JobPhase.TRAINING, JobPhase.EVALUATING):
+            times.append(self._liveness.due)
+        if self.phase is JobPhase.TRAINING:
+            times += [self._stop_by, self._end_by]
+            times += [self._checkpoints.due(self._checkpoint_every), self._repair_due]
+            times += [self._recovery.backups.due if self._stop_by is None else None]
+        return min((time for time in times if time is not None), default=None)
+
+    @property
+    def _repair_due(self) -> float | None:
+        if not self._can_repair or self._recovery.can_wait(self.now):
+            return None
+        return self._plan_trigger.repair_due(self._recovery.is_urgent)
+
+    @property
+    def _checkpoint_every(self) -> float | None:
+        is_wanted = self._stop_by is None and self.placement.running
+        return self._job.settings.checkpoint_every if is_wanted else None
+
+    @property
+    def _can_repair(self) -> bool:
+        """Whether clusters are repaired: until the end, or until a cluster has what is to be kept."""
+        return self.phase is JobPhase.TRAINING and (self._stop_by is None or not self.placement.running)
 
     def is_at(self, job: JobGiven) -> bool:
-        """Return whether this very job is under way, whoever is expected to do it."""
-        if self._job is None or self.phase is JobPhase.FINISHED or self._stop_by is not None:
+        """Return whether this very job is under way, whatever nodes are expected for it."""
+        if not self.has_begun or self.phase is JobPhase.FINISHED or self._stop_by is not None:
             return False
         same = {"expected_nodes": 0, "settle_seconds": 0.0}
         mine, other = replace(self._job.settings, **same), replace(job.settings, **same)  # type: ignore[arg-type]
         return mine == other and self._job.profile == job.profile and self._job.config == job.config
 
     def find_missing(self, key: str, build_id: int) -> NodeId | None:
-        """Return under what name somebody with this key is waited for, if it has the state it is to have."""
-        found = (each for each in self._members.missing if each.key == key)
+        """Return the name of the missing member with this key, if it has the state it is to have."""
+        found = (each for each in self.membership.missing if each.key == key)
         return next((x.node.name for x in found if x.held is None or x.build_id == build_id), None)
-
-    def find_parting(self, name: NodeId) -> str:
-        """Return whether somebody is missing or leaving, in one word."""
-        member = self._members.find(name)
-        if member is None or member.back_by is not None:
-            return "missing"
-        return "leaving" if member.leaves_by is not None else ""
-
-    def needs_parts(self, interval: tuple[int, int]) -> bool:
-        """Return whether the weights of an interval are worth keeping, for somebody may ask for them."""
-        return self._members.needs_parts(interval)
 
     def find_others(self, key: str) -> set[NodeId]:
         """Return the names of all members with another key."""
-        return {name for name in self._members if (x := self._members.find(name)) and x.key != key}
-
-    def _restart(self, event: Restarted) -> Actions:
-        if self._job is None or self.phase is JobPhase.FINISHED:
-            return "there is nothing to go on with"
-        ended = self._rounds.cancel("the hub was away", self.now)
-        orders: list[Action] = [Notify(Resumed(self._training.num_counted, len(self._members)))]
-        orders += self._end_round(ended) if ended else []
-        self._mending.forget_held()
-        self._end_by = None
-        orders += self._mending.restart(event.books, self._training, self.now)
-        self._rounds.restart()
-        self._forming.note_change(self.now)
-        self.phase = JobPhase.TRAINING if self._members.clusters else JobPhase.COLLECTING
-        return orders
-
-    def _take_back(self, event: PeerReturned) -> Actions:
-        member = self._members.find(event.node)
-        if member is None or member.back_by is None:
-            return f"nobody waits for {event.node}"
-        self._members.replace(replace(member, back_by=None, addresses=event.addresses))
-        self._forming.note_change(self.now)
-        return [Notify(Returned(event.node))]
-
-    def _join(self, event: PeerJoined) -> Actions:
-        name = event.node.name
-        if not is_sensible(event.node):
-            return f"{name} cannot join: no machine is like {event.node}"
-        gone = self._leave(name, "it came back as new") if name in self._members else []
-        assert isinstance(gone, list)
-        gone = [order for order in gone if not isinstance(order, Send) or order.to != name]
-        sends = self._members.join(event)
-        self._forming.note_change(self.now)
-        if self.phase is JobPhase.FINISHED:
-            sends = [Send(name, Stop("the job is done"))]
-        return [*gone, Notify(Joined(name)), *sends]
-
-    def _part(self, name: NodeId, leave: Leave) -> Actions:
-        """Let somebody go: at once, or when others have what it has."""
-        if leave.can_hand_over and self._can_mend and self._mending.needs(name):
-            self._forming.note_change(self.now)
-            return self._mending.part(name, leave.reason, self.now)
-        gone = self._leave(name, leave.reason)
-        return gone if isinstance(gone, str) else [*gone, Evict(name, "goodbye")]
-
-    def _leave(self, name: NodeId, reason: str, since: float | None = None) -> Actions:
-        if name not in self._members:
-            return f"{name} is no member, so it cannot leave"
-        cluster, ended = self._members.leave(name), self._rounds.leave(name, reason, self.now)
-        self._hearing.speeds.forget(name)
-        self._mending.forget(name)
-        self._forming.note_change(self.now)
-        orders: list[Action] = [Notify(Left(name, reason))]
-        if self.phase is JobPhase.FINISHED:
-            return orders
-        orders += self._end_round(ended) if ended else []
-        if cluster is not None and self._can_mend:
-            since = self.now if since is None else since
-            orders += self._mending.lose(cluster, f"{name}: {reason}", self._training, since)
-        elif cluster is not None:
-            orders += self._give_up(cluster, f"{name}: {reason}")
-        is_empty = self._job is not None and self.phase is JobPhase.COLLECTING and not len(self._members)
-        return [*orders, *(self._forming.tell_shortage() if is_empty else [])]
-
-    def _give_up(self, cluster: ClusterState, reason: str) -> list[Action]:
-        given_back, lost = self._training.release(cluster)
-        orders: list[Action] = [*self._members.dissolve([cluster])]
-        orders.append(Notify(ClusterDissolved(cluster.name, reason, given_back, lost)))
-        self._keeping.lose(cluster)
-        is_new = not self._training.num_counted
-        if any(is_new or self._training.knows(each) for each in self._members.running):
-            return orders
-        return orders + self._start_over()
-
-    def _roll_back(self, alarm: Alarm) -> list[Action]:
-        """Go back to the last checkpoint, if there is one; too often in a row is the end."""
-        self._num_alarms += 1
-        self._guard.go_back()
-        has_checkpoint = self._mending.saved is not None
-        told = Notify(WentWrong(alarm.reason, alarm.suspect, has_checkpoint))
-        if self._num_alarms <= _MOST_ALARMS:
-            return [told, *(self._start_over() if has_checkpoint else [])]
-        self._training.stop()
-        self._training.give_up_leases()
-        self.phase = JobPhase.FINISHED
-        stops = [Send(name, Stop("the job was ended by its guard")) for name in self._members]
-        told_why = f"{alarm.reason}, seen first at {alarm.suspect}, for the {self._num_alarms}th time"
-        advice = "lower the learning rate, or look at the data; the last good checkpoint is kept"
-        return [told, *stops, Abandon(f"training is ended: {told_why}; {advice}", is_guarded=True)]
-
-    def _start_over(self) -> list[Action]:
-        """Go back to collecting, with what the hub has and all who are here; or end, if it is stopped."""
-        ended = self._rounds.cancel("training begins again", self.now)
-        orders: list[Action] = self._end_round(ended) if ended else []
-        for cluster in self._members.clusters:
-            self._keeping.lose(cluster)
-        orders += self._members.dissolve(self._members.clusters)
-        lost = self._training.restart(self._mending.saved)
-        self._mending.forget_held()
-        self._end_by = None
-        self._rounds.restart()
-        self._guard.go_back()
-        self._forming.note_change(self.now)
-        self.phase = JobPhase.COLLECTING
-        if self._stop_by is None:
-            return orders + ([Notify(WorkLost(lost))] if lost else [])
-        self.phase = JobPhase.FINISHED
-        orders += [Send(name, Stop("the job was stopped")) for name in self._members]
-        return [*orders, Abandon("the job was stopped when no cluster had anything to keep")]
-
-    def _end_round(self, ended: Ended) -> list[Action]:
-        if ended.told.is_committed:
-            took_part = {send.to for send in ended.sends}
-            clusters = (each for each in self._members.running if each.root in took_part)
-            self._training.note_averaged(clusters, ended.told.round_id)
-        return [*ended.sends, Notify(ended.told)]
-
-
-_OfCluster = StageReady | StageMissing | LeaseDone | StepReport | DroppedMicrobatch
-OfStages = _OfCluster | SnapshotMade
-_StageActions = list[Action] | str  # orders, or why the message is refused
-
-
-class StageMessages:
-    """Passes on what a stage says to who waits for it."""
-
-    def __init__(
-        self,
-        members: Membership,
-        keeping: CheckpointCollector,
-        mending: Recovery,
-        forming: PlanTrigger,
-        guard: LossGuard,
-    ) -> None:
-        self._members, self._keeping = members, keeping
-        self._mending, self._forming, self._guard = mending, forming, guard
-        self.speeds = ThroughputMonitor()
-        self.stalls = LivenessMonitor(members, keeping.number, mending.find_lazy)
-
-    def hear(self, sender: NodeId, message: OfStages, training: Ledger, now: float) -> _StageActions:
-        """Take what a member says of its stage, or of the one it had."""
-        cluster, name = self._members.cluster_of(sender), type(message).__name__
-        if message.build_id != self._members.build_id(sender):
-            own = self._members.build_id(sender)
-            return f"{name} of plan {message.build_id} from {sender}, who follows {own}"
-        if isinstance(message, SnapshotMade):
-            if self.stalls.take(sender, message):
-                return []
-            if self._keeping.awaits(sender, message):
-                return [*self._keeping.take(sender, message)]
-            return self._mending.take_snapshot(sender, message)
-        if cluster is None:
-            return f"{name} from {sender}, who has no stage"
-        ordered = self._take(sender, cluster, message, training, now)
-        if not isinstance(ordered, str):
-            self.stalls.hear(cluster, now)
-        return ordered
-
-    def _take(
-        self, sender: NodeId, cluster: ClusterState, message: _OfCluster, training: Ledger, now: float
-    ) -> _StageActions:
-        match message:
-            case StageReady():
-                return self._mending.take_ready(sender, now)
-            case StageMissing():
-                return self._take_missing(sender, cluster, message, training, now)
-            case LeaseDone():
-                return self._take_done(sender, cluster, message, training)
-            case StepReport():
-                return self._take_report(sender, cluster, message, training, now)
-            case DroppedMicrobatch():
-                return self._take_dropped(sender, cluster, message, training)
-            case _:
-                assert_never(message)
-
-    def _take_report(
-        self, sender: NodeId, cluster: ClusterState, report: StepReport, training: Ledger, now: float
-    ) -> _StageActions:
-        if sender != cluster.leaf:
-            return self._note_speed(sender, report, now)
-        is_training = training.awaits(report.microbatch)
-        results = training.take_report(cluster, report)
-        if isinstance(results, str):
-            return results
-        if is_training:
-            self._guard.note_loss(cluster.cluster_id, cluster.name, report.loss)
-        return [*_notify_results(results, training), *self._note_speed(sender, report, now)]
-
-    def _note_speed(self, name: NodeId, report: StepReport, now: float) -> list[Action]:
-        """Plan with the speed that a node has by now, if that is another than it was."""
-        times, member = self.speeds.note(name, report, now), self._members.find(name)
-        if times is None or member is None:
-            return []
-        node = replace(member.node, flops_per_second=member.node.flops_per_second * times)
-        if not is_sensible(node):  # who says so would overflow the planner
-            return []
-        self._members.replace(replace(member, node=node))
-        self._forming.note_change(now)
-        return [Notify(SpeedChanged(name, times))]
-
-    def _take_dropped(
-        self, sender: NodeId, cluster: ClusterState, dropped: DroppedMicrobatch, training: Ledger
-    ) -> _StageActions:
-        results = training.take_dropped(cluster, dropped)
-        if isinstance(results, str):
-            return results
-        self._guard.note_dropped(cluster.cluster_id, sender)
-        return [
-            Notify(MicrobatchDropped(dropped.microbatch, sender, dropped.reason)),
-            *_notify_results(results, training),
-        ]
-
-    def _take_done(
-        self, sender: NodeId, cluster: ClusterState, done: LeaseDone, training: Ledger
-    ) -> _StageActions:
-        if sender != cluster.root:
-            return f"lease {done.lease} is reported by {sender}, who is not the root"
-        results = training.take_done(cluster, done)
-        return (
-            results
-            if isinstance(results, str)
-            else [Notify(training.trained), *_notify_results(results, training)]
-        )
-
-    def _take_missing(
-        self, sender: NodeId, cluster: ClusterState, missing: StageMissing, training: Ledger, now: float
-    ) -> _StageActions:
-        """Look for somebody else who has what a stage lacks."""
-        if sender not in cluster.unready:
-            return f"{sender} has no stage to get ready"
-        reason = self._mending.take_missing(sender, missing)
-        if reason is not None:
-            return reason
-        self._forming.note_change(now)
-        told = f"{sender} cannot get what {missing.node} has: {missing.reason}"
-        return self._mending.lose(cluster, told, training, now)
-
-
-def _notify_results(results: list[EpochDone] | list[Evaluated], training: Ledger) -> list[Action]:
-    training.history += results
-    return [Notify(result) for result in results]
-
-
-_STOP_SECONDS = 30.0  # for what is under way when the job is stopped
-_END_SECONDS = 30.0  # for clusters that stand still when all is trained: they know what others do not
-_OfMembers = Leave | BackupKept | RoundReady | RoundAbort | RoundQuery | OfStages
-
-
-class Coordinator(Crew):
-    """Feed it every event, in order; carry out what it returns, in order."""
-
-    @property
-    def clusters(self) -> tuple[ClusterState, ...]:
-        """The clusters that get ready or train."""
-        return self._members.clusters
-
-    @property
-    def due(self) -> float | None:
-        """When the next Tick is needed, if nothing else happens."""
-        if self._job is None:
-            return None
-        times = [self._mending.due(self.now)]
-        if self.phase is JobPhase.COLLECTING:
-            times.append(self._forming.due(self._job.settings, self._members))
-        elif self.phase is not JobPhase.FINISHED:
-            times.append(self._rounds.due)
-        if self.phase is JobPhase.KEEPING:
-            times.append(self._keeping.answer_by)
-        elif self.phase in (JobPhase.TRAINING, JobPhase.EVALUATING):
-            times.append(self._hearing.stalls.due)
-        if self.phase is JobPhase.TRAINING:
-            times += [
-                self._stop_by,
-                self._end_by,
-                self._keeping.due(self._checkpoint_every),
-                self._mending_due,
-            ]
-            times += [self._mending.backing.due if self._stop_by is None else None]
-        return min((time for time in times if time is not None), default=None)
-
-    @property
-    def _mending_due(self) -> float | None:
-        if not self._can_mend or self._mending.is_waiting(self._training, self.now):
-            return None
-        return self._forming.mending_due(self._members, self._mending.is_urgent)
-
-    @property
-    def _checkpoint_every(self) -> float | None:
-        is_wanted = self._stop_by is None and self._members.running
-        return self._training.settings.checkpoint_every if is_wanted else None
+        return {member.node.name for member in self.membership.members if member.key != key}
 
     def concerns(self, event: Event) -> bool:
         """Return whether an event may change something; the log needs no others, telemetry may."""
         if not isinstance(event, Received):
             return True
         if isinstance(event.message, StepReport):
-            return self._members.cluster_of(event.sender) is not None
+            return self.placement.cluster_of(event.sender) is not None
         return isinstance(event.message, _OfMembers)
 
     def apply(self, event: Event) -> tuple[Action, ...]:
@@ -427,234 +171,473 @@ class Coordinator(Crew):
         if not self.concerns(event):
             return ()
         before, self.now = self.now, max(self.now, event.now)
-        taken = self._take(event)
-        if isinstance(taken, str):
+        result = self._dispatch(event)
+        if isinstance(result, str):
             self.now = before
-            return (Refusal(taken),)
-        orders = [*taken, *self._advance()]
-        return tuple(order for order in orders if not isinstance(order, Send) or order.to in self._members)
+            return (Refusal(result),)
+        actions = [*result, *self._advance()]
+        return tuple(x for x in actions if not isinstance(x, Send) or x.to in self.membership)
 
-    def _take(self, event: Event) -> Actions:  # noqa: C901, PLR0912 - one short case for each
+    def _dispatch(self, event: Event) -> _Result:  # noqa: C901, PLR0912 - one short case for each
         match event:
             case JobGiven():
-                return self._begin(event)
+                return self._begin()
             case Restarted():
                 return self._restart(event)
-            case PeerReturned():
-                return self._take_back(event)
             case PeerJoined():
                 return self._join(event)
+            case PeerReturned():
+                return self._come_back(event)
             case PeerLeft():
-                return self._leave(event.node, event.reason, event.since)
+                return self._remove(event.node, event.reason, event.since)
             case Received(sender, message):
-                assert isinstance(message, _OfMembers)
                 return self._receive(sender, message)
             case PlanMade():
                 return self._adopt(event)
             case PartsMade():
-                return self._mending.take_parts(event)
+                return self._recovery.add_parts(event)
             case Probed():
-                return take_probe(self._members, event)
+                return end_probe(self.membership, event)
             case Collected():
-                return self._take_collected(event)
-            case Tick():
-                ended = self._rounds.expire(event.now)
-                return self._end_round(ended) if ended else []
+                return self._end_collection(event)
             case Stopped():
                 return self._stop(event.reason)
+            case Tick():
+                return self._end_round(self._rounds.expire(event.now))
             case _:
                 assert_never(event)
 
-    def _begin(self, job: JobGiven) -> Actions:
-        if self._job:
-            return f"the hub has a job already: {self._job.profile.name}"
-        self._job, self.books, self._mending.saved = job, Ledger(job.settings), job.books
-        self.books.restart(job.books)
-        return []
-
-    def _receive(self, sender: NodeId, message: _OfMembers) -> Actions:
-        if sender not in self._members:
-            return f"{type(message).__name__} from {sender}, who is no member"
+    def _receive(self, sender: NodeId, message: object) -> _Result:  # noqa: C901 - one short case for each
+        """Refuse a message that is late or foreign; hand the others to their one handler."""
+        name = type(message).__name__
+        if sender not in self.membership:
+            return f"{name} from {sender}, who is no member"
         match message:
             case Leave():
-                return self._part(sender, message)
+                return self._leave(sender, message)
             case RoundReady() | RoundAbort():
                 ended = self._rounds.receive(sender, message, self.now)
-                return self._end_round(ended) if isinstance(ended, Ended) else ended.reason if ended else []
+                return ended.reason if isinstance(ended, Refusal) else self._end_round(ended)
             case RoundQuery():
                 answer = self._rounds.answer(sender, message)
                 return answer.reason if isinstance(answer, Refusal) else [answer]
             case BackupKept():
-                reason = self._mending.backing.note_kept(sender, message, self.now)
+                reason = self._recovery.backups.record(sender, message, self.now)
                 return [] if reason is None else reason
-            case SnapshotMade(build_id) if (
-                message.weights.size_bytes > self._training.settings.most_snapshot_bytes
-            ):
+            case SnapshotMade() if message.weights.size_bytes > self._job.settings.most_snapshot_bytes:
                 size = show_bytes(message.weights.size_bytes)
-                return self._part(sender, Leave(build_id, f"no stage has a snapshot of {size}"))
-            case StageMissing(build_id) if self._mending.misses_all(sender):
-                return self._part(
-                    sender, Leave(build_id, f"it can use nothing that others give it: {message.reason}")
-                )
+                return self._leave(sender, Leave(message.build_id, f"no stage has a snapshot of {size}"))
+            case StageMissing() if self._recovery.misses_all(sender):
+                told = f"it can use nothing that others give it: {message.reason}"
+                return self._leave(sender, Leave(message.build_id, told))
             case (
-                StageReady()
+                SnapshotMade()
+                | StageReady()
                 | StageMissing()
-                | SnapshotMade()
                 | LeaseDone()
                 | StepReport()
                 | DroppedMicrobatch()
             ):
-                return self._hearing.hear(sender, message, self._training, self.now)
+                own = self.placement.build_id(sender)
+                if message.build_id != own:
+                    return f"{name} of plan {message.build_id} from {sender}, who follows {own}"
+                if isinstance(message, SnapshotMade):
+                    return self._add_snapshot(sender, message)
+                return self._receive_from_stage(sender, message)
+            case _:
+                raise AssertionError(f"{name} concerns nobody here")
+
+    def _receive_from_stage(self, sender: NodeId, message: _OfStages) -> _Result:
+        cluster = self.placement.cluster_of(sender)
+        if cluster is None:
+            return f"{type(message).__name__} from {sender}, who has no stage"
+        match message:
+            case StageReady():
+                result = self._recovery.mark_ready(sender, self.now)
+            case StageMissing():
+                result = self._drop_source(sender, cluster, message)
+            case LeaseDone():
+                result = self._complete_lease(sender, cluster, message)
+            case StepReport():
+                result = self._record_report(sender, cluster, message)
+            case DroppedMicrobatch():
+                result = self._record_dropped(sender, cluster, message)
             case _:
                 assert_never(message)
+        if not isinstance(result, str):
+            self._liveness.record(cluster, self.now)
+        return result
 
-    def _stop(self, reason: str) -> Actions:
-        """End as if all was trained, as soon as what is under way is; at once if nobody trains yet."""
-        if self._job is None or self.phase is JobPhase.FINISHED or self._stop_by is not None:
-            return f"there is no job to stop ({reason}), or it ends already"
-        self._stop_by = self.now + _STOP_SECONDS
-        told = Notify(Stopping(reason))
-        if not self._members.clusters or not (self._members.running or self._training.num_counted):
-            return [told, *self._start_over()]
-        self._training.stop()
-        return [told]
+    # Members come and go.
 
-    def _advance(self) -> list[Action]:
-        """Go on as far as nobody has to be waited for."""
-        orders: list[Action] = []
-        if self._job is None:
-            return orders
-        if self.phase is JobPhase.COLLECTING:
-            orders += self._forming.ask(self._job, self._members, self.now)
-        is_at_work = self.phase in (JobPhase.TRAINING, JobPhase.EVALUATING)
-        idle, stuck = self._hearing.stalls.find_idle(self.now) if is_at_work else ([], [])
-        for name, reason, word in self._find_parting(idle):
-            left = self._leave(name, reason)
-            assert isinstance(left, list)
-            orders += [*left, Evict(name, word)]
-        orders += self._rebuild(stuck)
-        if self.phase is JobPhase.TRAINING:
-            orders += self._train(self._job)
-        if self.phase is JobPhase.AVERAGING:
-            orders += self._average(self._job)
-        if self.phase is JobPhase.EVALUATING:
-            orders += self._training.fill(self._members)
-            self.phase = JobPhase.KEEPING if self._training.is_finished else self.phase
-        if self.phase is JobPhase.KEEPING and not self._keeping.has_result_under_way:
-            orders += self._keeping.start(self._training.most_trained(self._members.running), self.now)
-        if self.phase in (JobPhase.TRAINING, JobPhase.EVALUATING):  # whoever has work by now
-            orders += self._ask_silent(self._job)
-        return orders
+    def _begin(self) -> _Result:
+        if self.has_begun:
+            return f"the hub has a job already: {self._job.profile.name}"
+        self.has_begun = True
+        return []
 
-    def _find_parting(self, idle: list[NodeId]) -> list[tuple[NodeId, str, str]]:
-        """Return who goes now, why, and what it is told."""
-        silent = self._keeping.find_silent(self.now) if self.phase is JobPhase.KEEPING else ()
-        return [
-            *((name, reason, "goodbye") for name, reason in self._mending.let_go(self.now)),
-            *((name, f"it {SILENT}", "goodbye") for name in silent),
-            *((name, IDLE, f"{IDLE}; start it again") for name in idle),
-        ]
+    def _restart(self, event: Restarted) -> _Result:
+        if not self.has_begun or self.phase is JobPhase.FINISHED:
+            return "there is nothing to go on with"
+        ended = self._rounds.cancel("the hub was away", self.now)
+        actions: list[Action] = [Notify(Resumed(self.ledger.num_counted, len(self.membership)))]
+        actions += self._end_round(ended)
+        self._recovery.forget_held()
+        self._end_by = None
+        actions += self._recovery.restart(event.books, self.now)
+        self._rounds.restart()
+        self._plan_trigger.reset(self.now)
+        self._enter(JobPhase.TRAINING if self.placement.clusters else JobPhase.COLLECTING)
+        return actions
 
-    def _rebuild(self, stuck: list[ClusterState]) -> list[Action]:
-        """Give work back, and build anew, where all answer and nothing moves."""
-        orders: list[Action] = []
-        for cluster in (each for each in stuck if each in self._members.running):
-            self._forming.note_change(self.now)
-            why = "it has work, and nothing moves"
-            lost = self._mending.lose(cluster, why, self._training, self.now) if self._can_mend else None
-            orders += self._give_up(cluster, why) if lost is None else lost
-        return orders
+    def _come_back(self, event: PeerReturned) -> _Result:
+        member = self.membership.find(event.node)
+        if member is None or member.phase is not NodePhase.MISSING:
+            return f"nobody waits for {event.node}"
+        self.membership.come_back(event.node, event.addresses)
+        self._plan_trigger.reset(self.now)
+        return [Notify(Returned(event.node))]
 
-    def _ask_silent(self, job: JobGiven) -> list[Send]:
-        if self._rounds.due is not None and job.config.averaging is Averaging.BLOCKING:
-            for cluster in self._members.running:  # which stand still for it, until its own deadline
-                self._hearing.stalls.hear(cluster, self.now)
-        rate = self._members.outlook.samples_per_second / max(1, len(self._members.clusters))
-        return self._hearing.stalls.ask(self._training.is_busy, job.settings, rate, self.now)
+    def _join(self, event: PeerJoined) -> _Result:
+        name = event.node.name
+        if not is_sensible(event.node):
+            return f"{name} cannot join: no machine is like {event.node}"
+        gone = self._remove(name, "it came back as new") if name in self.membership else []
+        assert isinstance(gone, list)
+        gone = [action for action in gone if not isinstance(action, Send) or action.to != name]
+        self.membership.join(event)
+        sends = self.placement.add_spare(name)
+        self._plan_trigger.reset(self.now)
+        if self.phase is JobPhase.FINISHED:
+            sends = [Send(name, Stop("the job is done"))]
+        return [*gone, Notify(Joined(name)), *sends]
 
-    def _adopt(self, made: PlanMade) -> Actions:
-        """Follow a plan, unless somebody came or went while it was made: another one is on its way then."""
-        if self.phase not in (JobPhase.COLLECTING, JobPhase.TRAINING) or not self._forming.take(made):
+    def _leave(self, name: NodeId, leave: Leave) -> _Result:
+        """Let a node go: at once, or when others have what it has."""
+        if leave.can_hand_over and self._can_repair and self._recovery.needs(name):
+            self._plan_trigger.reset(self.now)
+            return self._recovery.begin_leave(name, leave.reason, self.now)
+        gone = self._remove(name, leave.reason)
+        return gone if isinstance(gone, str) else [*gone, Evict(name, "goodbye")]
+
+    def _remove(self, name: NodeId, reason: str, since: float | None = None) -> _Result:
+        """Forget a node; its cluster stands still, or ends where nothing is repaired any more."""
+        if name not in self.membership:
+            return f"{name} is no member, so it cannot leave"
+        self.membership.remove(name)
+        cluster, ended = self.placement.cluster_of(name), self._rounds.leave(name, reason, self.now)
+        self._throughput.forget(name)
+        self._recovery.forget(name)
+        self._plan_trigger.reset(self.now)
+        actions: list[Action] = [Notify(Left(name, reason))]
+        if self.phase is JobPhase.FINISHED:
+            return actions
+        actions += self._end_round(ended)
+        if cluster is not None:
+            actions += self._lose_stage(cluster, f"{name}: {reason}", self.now if since is None else since)
+        is_empty = self.has_begun and self.phase is JobPhase.COLLECTING and not len(self.membership)
+        return [*actions, *(self._plan_trigger.notify_shortage() if is_empty else [])]
+
+    def _lose_stage(self, cluster: ClusterState, reason: str, since: float) -> list[Action]:
+        if self._can_repair:
+            return self._recovery.mark_broken(cluster, reason, since)
+        return self._dissolve(cluster, reason)
+
+    def _dissolve(self, cluster: ClusterState, reason: str) -> list[Action]:
+        given_back, lost = self.ledger.release(cluster)
+        actions: list[Action] = [*self.placement.dissolve([cluster])]
+        actions.append(Notify(ClusterDissolved(cluster.name, reason, given_back, lost)))
+        self._checkpoints.drop(cluster)
+        is_new = not self.ledger.num_counted
+        if any(is_new or self.ledger.knows(each) for each in self.placement.running):
+            return actions
+        return actions + self._start_over()
+
+    # Messages of stages.
+
+    def _add_snapshot(self, sender: NodeId, made: SnapshotMade) -> _Result:
+        purpose = self._desk.answer(sender, made)
+        match purpose:
+            case SnapshotPurpose.CHECKPOINT:
+                return [*self._checkpoints.add_snapshot(sender, made)]
+            case SnapshotPurpose.SOURCE:
+                return self._recovery.add_source(sender, made)
+            case SnapshotPurpose.BACKUP:
+                return [*self._recovery.backups.forward(sender, made)]
+            case SnapshotPurpose.LIVENESS:
+                self._liveness.record_answer(made.number)
+                return []
+            case None:
+                return f"nobody asked {sender} for snapshot {made.number}"
+            case _:
+                assert_never(purpose)
+
+    def _drop_source(self, sender: NodeId, cluster: ClusterState, missing: StageMissing) -> _Result:
+        """Look for another source of what a stage lacks."""
+        if sender not in cluster.unready:
+            return f"{sender} has no stage to get ready"
+        reason = self._recovery.drop_source(sender, missing)
+        if reason is not None:
+            return reason
+        self._plan_trigger.reset(self.now)
+        told = f"{sender} cannot get what {missing.node} has: {missing.reason}"
+        return self._recovery.mark_broken(cluster, told, self.now)
+
+    def _complete_lease(self, sender: NodeId, cluster: ClusterState, done: LeaseDone) -> _Result:
+        if sender != cluster.root:
+            return f"lease {done.lease} is reported by {sender}, who is not the root"
+        results = self.ledger.take_done(cluster, done)
+        if isinstance(results, str):
+            return results
+        return [Notify(self.ledger.trained), *self._record_results(results)]
+
+    def _record_report(self, sender: NodeId, cluster: ClusterState, report: StepReport) -> _Result:
+        if sender != cluster.leaf:
+            return self._record_speed(sender, report)
+        is_training = self.ledger.awaits(report.microbatch)
+        results = self.ledger.take_report(cluster, report)
+        if isinstance(results, str):
+            return results
+        if is_training:
+            self._guard.note_loss(cluster.cluster_id, cluster.name, report.loss)
+        return [*self._record_results(results), *self._record_speed(sender, report)]
+
+    def _record_speed(self, name: NodeId, report: StepReport) -> list[Action]:
+        """Plan with the speed that a node has by now, if that is another than it was."""
+        times, member = self._throughput.note(name, report, self.now), self.membership.find(name)
+        if times is None or member is None:
+            return []
+        node = replace(member.node, flops_per_second=member.node.flops_per_second * times)
+        if not is_sensible(node):  # such a speed would overflow the planner
+            return []
+        self.membership.update(replace(member, node=node))
+        self._plan_trigger.reset(self.now)
+        return [Notify(SpeedChanged(name, times))]
+
+    def _record_dropped(self, sender: NodeId, cluster: ClusterState, dropped: DroppedMicrobatch) -> _Result:
+        results = self.ledger.take_dropped(cluster, dropped)
+        if isinstance(results, str):
+            return results
+        self._guard.note_dropped(cluster.cluster_id, sender)
+        told = MicrobatchDropped(dropped.microbatch, sender, dropped.reason)
+        return [Notify(told), *self._record_results(results)]
+
+    def _record_results(self, results: list[EpochDone] | list[Evaluated]) -> list[Action]:
+        self.ledger.history += results
+        return [Notify(result) for result in results]
+
+    def _end_round(self, ended: Ended | None) -> list[Action]:
+        if ended is None:
+            return []
+        if ended.told.is_committed:
+            took_part = {send.to for send in ended.sends}
+            clusters = (each for each in self.placement.running if each.root in took_part)
+            self.ledger.note_averaged(clusters, ended.told.round_id)
+        return [*ended.sends, Notify(ended.told)]
+
+    # Plans.
+
+    def _adopt(self, made: PlanMade) -> _Result:
+        """Follow a plan, unless members changed while it was made: another one is on its way then."""
+        if self.phase not in (JobPhase.COLLECTING, JobPhase.TRAINING) or not self._plan_trigger.accept(made):
             return f"plan {made.plan_id} comes too late: others are here now"
-        assert self._job is not None
-        told: list[Action] = [*self._forming.tell_shortage(made.shortage)]
+        told: list[Action] = [*self._plan_trigger.notify_shortage(made.shortage)]
         if self.phase is JobPhase.COLLECTING:
-            self.phase = JobPhase.TRAINING if made.plan else JobPhase.COLLECTING
-            return [*told, *(self._mending.form(self._job, made, self._training) if made.plan else [])]
+            self._enter(JobPhase.TRAINING if made.plan else JobPhase.COLLECTING)
+            return [*told, *(self._recovery.form(made) if made.plan else [])]
         if made.plan is None:
             return [*told, *self._start_over()]
-        return told if self._mending.hold(made, self._training, self.now) else told + self._follow(made)
+        return told if self._recovery.hold(made, self.now) else told + self._follow(made)
 
     def _follow(self, made: PlanMade) -> list[Action]:
         """Go on with a repaired plan."""
-        assert self._job is not None
         assert made.plan is not None
         told: list[Action] = []
-        if made.plan.rings != self._members.rings:
-            ended = self._rounds.cancel("the rings are others now", self.now)
-            told += self._end_round(ended) if ended else []
+        if made.plan.rings != self.placement.rings:
+            told += self._end_round(self._rounds.cancel("the rings are others now", self.now))
         told += [Notify(Repaired(made.plan, made.reason))] if made.reason else []
-        followed = self._mending.repair(self._job, made, self._training)
+        followed = self._recovery.repair(made)
         return told + (self._start_over() if followed is None else followed)
 
-    def _train(self, job: JobGiven) -> list[Action]:
+    # The job goes on.
+
+    def _enter(self, phase: JobPhase) -> None:
+        self.phase = follow(JOB_TRANSITIONS, self.phase, phase)
+
+    def _advance(self) -> list[Action]:
+        """Go on as far as nobody has to be waited for; a duty may bring the job into its next phase."""
+        if not self.has_begun:
+            return []
+        at_work = (JobPhase.TRAINING, JobPhase.EVALUATING)
+        duties = (
+            ((JobPhase.COLLECTING,), self._ask_for_plan),
+            (tuple(JobPhase), self._evict),
+            ((JobPhase.TRAINING,), self._train),
+            ((JobPhase.AVERAGING,), self._average),
+            ((JobPhase.EVALUATING,), self._evaluate),
+            ((JobPhase.KEEPING,), self._collect_result),
+            (at_work, self._check_liveness),
+        )
+        actions: list[Action] = []
+        for phases, duty in duties:
+            if self.phase in phases:
+                actions += duty()
+        return actions
+
+    def _ask_for_plan(self) -> list[Action]:
+        return [*self._plan_trigger.ask_for_plan(self.now)]
+
+    def _evict(self) -> list[Action]:
+        """Send nodes away that have left, do not answer or do nothing; rebuild clusters that are stuck."""
+        is_at_work = self.phase in (JobPhase.TRAINING, JobPhase.EVALUATING)
+        idle, stuck = self._liveness.find_idle(self.now) if is_at_work else ([], [])
+        silent = self._checkpoints.find_silent(self.now) if self.phase is JobPhase.KEEPING else ()
+        gone = [
+            *((name, reason, "goodbye") for name, reason in self._recovery.find_gone(self.now)),
+            *((name, f"it {SILENT}", "goodbye") for name in silent),
+            *((name, IDLE, f"{IDLE}; start it again") for name in idle),
+        ]
+        actions: list[Action] = []
+        for name, reason, word in gone:
+            left = self._remove(name, reason)
+            assert isinstance(left, list)
+            actions += [*left, Evict(name, word)]
+        for cluster in (each for each in stuck if each in self.placement.running):
+            self._plan_trigger.reset(self.now)
+            actions += self._lose_stage(cluster, "it has work, and nothing moves", self.now)
+        return actions
+
+    def _train(self) -> list[Action]:
+        """Grant leases; average, back up and keep what is trained; repair the plan; see when it is enough."""
         if self._stop_by is not None and self.now >= self._stop_by:
-            if not self._members.running:
+            if not self.placement.running:
                 return self._start_over()
-            self._training.give_up_leases()
+            self.ledger.give_up_leases()
         if self._guard.alarm is not None and self._stop_by is None:
             return self._roll_back(self._guard.alarm)
-        held = self._mending.let_follow(self._training, self._forming.fits, self.now)
-        orders = self._follow(held) if held is not None else []
+        held = self._recovery.release_held(self._plan_trigger.fits, self.now)
+        actions = self._follow(held) if held is not None else []
         if self.phase is not JobPhase.TRAINING:
-            return orders
-        orders += self._training.fill(self._members)
-        if self._training.is_finished and self._members.running and self._may_end():
-            self.phase = JobPhase.AVERAGING
-            self._mending.forget_held()
+            return actions
+        actions += self.ledger.fill(self.placement)
+        if self.ledger.is_finished and self.placement.running and self._may_end():
+            self._enter(JobPhase.AVERAGING)
+            self._recovery.forget_held()
         elif self._stop_by is None:
-            orders += self._mending.backing.order(self._training.samples_seen, self.now)
-            if not self._mending.is_urgent:  # else the rings are soon others
-                orders += self._rounds.open_due(self._members, self._training, job, self.now)
-            silence = self._keeping.expire(self.now)
-            orders += [Notify(NotCheckpointed(silence))] if silence else []
-            if self._keeping.is_time(self._checkpoint_every, self.now):
-                orders += self._keep()
-        if self._can_mend and not self._mending.is_waiting(self._training, self.now):
-            orders += self._forming.mend(job, self._members, self.now, self._mending.is_urgent)
-        return orders
+            actions += self._keep_safe()
+        if self._can_repair and not self._recovery.can_wait(self.now):
+            actions += self._plan_trigger.ask_for_repair(self.now, self._recovery.is_urgent)
+        return actions
+
+    def _keep_safe(self) -> list[Action]:
+        """Order backups, open a round, expire and begin checkpoints, as each is due."""
+        actions: list[Action] = [*self._recovery.backups.order(self.ledger.samples_seen, self.now)]
+        if not self._recovery.is_urgent:  # else the rings are soon others
+            actions += self._rounds.open_due(self.now)
+        silence = self._checkpoints.expire(self.now)
+        actions += [Notify(NotCheckpointed(silence))] if silence else []
+        if self._checkpoints.is_time(self._checkpoint_every, self.now):
+            actions += self._begin_checkpoint()
+        return actions
+
+    def _begin_checkpoint(self) -> list[Send]:
+        """Begin a checkpoint, if what is trained is worth keeping."""
+        self._guard.forget_others([cluster.cluster_id for cluster in self.placement.running])
+        if not self._guard.is_calm:
+            self._checkpoints.postpone(self.now)
+            return []
+        keeper = self.ledger.most_trained(self.placement.running)
+        return self._checkpoints.start(keeper, self.now, self.ledger.books)
 
     def _may_end(self) -> bool:
         """Return whether all clusters can take part in the last round, or were waited for long enough."""
-        if self._stop_by is not None or all(each.is_running for each in self._members.clusters):
+        if self._stop_by is not None or len(self.placement.running) == len(self.placement.clusters):
             return True
         self._end_by = self.now + _END_SECONDS if self._end_by is None else self._end_by
         return self.now >= self._end_by
 
-    def _keep(self) -> list[Send]:
-        """Begin a checkpoint, of what is worth keeping."""
-        self._guard.forget_others([cluster.cluster_id for cluster in self._members.running])
-        if not self._guard.is_calm:
-            self._keeping.postpone(self.now)
-            return []
-        keeper = self._training.most_trained(self._members.running)
-        return self._keeping.start(keeper, self.now, self._training.books)
-
-    def _average(self, job: JobGiven) -> list[Action]:
-        orders = self._rounds.open_last(self._members, self._training, job, self.now)
+    def _average(self) -> list[Action]:
+        actions = self._rounds.open_last(self.now)
         if self._rounds.due is not None:
-            return [*orders]
-        self._training.start_evaluation()
-        self.phase = JobPhase.EVALUATING
+            return [*actions]
+        self.ledger.start_evaluation()
+        self._enter(JobPhase.EVALUATING)
         return []
 
-    def _take_collected(self, collected: Collected) -> Actions:
-        """Go on when something is kept: a checkpoint, or the result."""
-        if not self._keeping.has_asked_for(collected.number):
+    def _evaluate(self) -> list[Action]:
+        actions: list[Action] = [*self.ledger.fill(self.placement)]
+        if self.ledger.is_finished:
+            self._enter(JobPhase.KEEPING)
+        return actions
+
+    def _collect_result(self) -> list[Action]:
+        if self._checkpoints.has_result_under_way:
+            return []
+        return [*self._checkpoints.start(self.ledger.most_trained(self.placement.running), self.now)]
+
+    def _check_liveness(self) -> list[Action]:
+        """Ask the nodes of clusters that have work and say nothing."""
+        if self._rounds.due is not None and self._job.config.averaging is Averaging.BLOCKING:
+            for cluster in self.placement.running:  # they stand still for it, until its own deadline
+                self._liveness.record(cluster, self.now)
+        rate = self.placement.outlook.samples_per_second / max(1, len(self.placement.clusters))
+        return [*self._liveness.ask(self.ledger.is_busy, self._job.settings, rate, self.now)]
+
+    # The job ends, or begins again.
+
+    def _stop(self, reason: str) -> _Result:
+        """End as if all was trained, as soon as what is under way is; at once if nobody trains yet."""
+        if not self.has_begun or self.phase is JobPhase.FINISHED or self._stop_by is not None:
+            return f"there is no job to stop ({reason}), or it ends already"
+        self._stop_by = self.now + _STOP_SECONDS
+        told = Notify(Stopping(reason))
+        if not self.placement.clusters or not (self.placement.running or self.ledger.num_counted):
+            return [told, *self._start_over()]
+        self.ledger.stop()
+        return [told]
+
+    def _roll_back(self, alarm: Alarm) -> list[Action]:
+        """Go back to the last checkpoint, if there is one; too often in a row is the end."""
+        self._num_alarms += 1
+        self._guard.go_back()
+        has_checkpoint = self._recovery.saved is not None
+        told = Notify(WentWrong(alarm.reason, alarm.suspect, has_checkpoint))
+        if self._num_alarms <= _MOST_ALARMS:
+            return [told, *(self._start_over() if has_checkpoint else [])]
+        self.ledger.stop()
+        self.ledger.give_up_leases()
+        self._enter(JobPhase.FINISHED)
+        stops = [Send(name, Stop("the job was ended by its guard")) for name in self.membership]
+        told_why = f"{alarm.reason}, seen first at {alarm.suspect}, for the {self._num_alarms}th time"
+        advice = "lower the learning rate, or look at the data; the last good checkpoint is kept"
+        return [told, *stops, Abandon(f"training is ended: {told_why}; {advice}", is_guarded=True)]
+
+    def _start_over(self) -> list[Action]:
+        """Go back to collecting, with what the hub has and all members; or end, if the job is stopped."""
+        actions = self._end_round(self._rounds.cancel("training begins again", self.now))
+        for cluster in self.placement.clusters:
+            self._checkpoints.drop(cluster)
+        actions += self.placement.dissolve(self.placement.clusters)
+        lost = self.ledger.restart(self._recovery.saved)
+        self._recovery.forget_held()
+        self._end_by = None
+        self._rounds.restart()
+        self._guard.go_back()
+        self._plan_trigger.reset(self.now)
+        if self._stop_by is None:
+            self._enter(JobPhase.COLLECTING)
+            return actions + ([Notify(WorkLost(lost))] if lost else [])
+        self._enter(JobPhase.FINISHED)
+        actions += [Send(name, Stop("the job was stopped")) for name in self.membership]
+        return [*actions, Abandon("the job was stopped when no cluster had anything to keep")]
+
+    def _end_collection(self, collected: Collected) -> _Result:
+        """Go on when something is on disk: a checkpoint, or the result."""
+        if not self._checkpoints.has_asked_for(collected.number):
             return f"nobody asked to collect number {collected.number}"
         if self.phase is not JobPhase.KEEPING:
             self._num_alarms = 0 if not collected.fault else self._num_alarms
-            return self._mending.take_checkpoint(collected, self.now)
-        self.phase = JobPhase.FINISHED
-        stops: list[Action] = [Send(name, Stop("the job is done")) for name in self._members]
-        return [*stops, Finish(self._keeping.parts, tuple(self._training.history))]
+            return self._recovery.end_checkpoint(collected, self.now)
+        self._enter(JobPhase.FINISHED)
+        stops: list[Action] = [Send(name, Stop("the job is done")) for name in self.membership]
+        return [*stops, Finish(self._checkpoints.parts, tuple(self.ledger.history))]

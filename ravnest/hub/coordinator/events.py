@@ -1,7 +1,6 @@
 """What is found out beside the hub, in seconds in which it must answer others: a plan, how fast a peer is."""
 
 from dataclasses import dataclass
-from enum import StrEnum
 
 from ravnest.config import PlanConfig
 from ravnest.hub.coordinator.leases import LedgerState
@@ -82,17 +81,6 @@ class JobSettings:
         """Return the learning rate when so many batches were trained before."""
         index = batch * len(self.rates) // (self.epochs * self.batches_per_epoch)
         return self.rates[min(index, len(self.rates) - 1)]
-
-
-class JobPhase(StrEnum):
-    """How far the job is."""
-
-    COLLECTING = "collecting"
-    TRAINING = "training"
-    AVERAGING = "averaging"  # the last round
-    EVALUATING = "evaluating"  # the last evaluation
-    KEEPING = "keeping"
-    FINISHED = "finished"
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,9 @@ from itertools import accumulate
 
 from ravnest.hub.coordinator.events import JobSettings, Send, SendFields
 from ravnest.hub.coordinator.leases import Lease, LeaseBook, LedgerState
-from ravnest.hub.coordinator.membership import ClusterState, Membership
 from ravnest.hub.coordinator.notices import EpochDone, Evaluated, Trained
+from ravnest.hub.coordinator.phases import ClusterPhase
+from ravnest.hub.coordinator.placement import ClusterState, Placement
 from ravnest.hub.coordinator.planner import cut_batches
 from ravnest.ids import LeaseId, MicrobatchId, RoundId
 from ravnest.protocol.training import (
@@ -103,14 +104,14 @@ class Progress:
 
 
 def grant_lease(
-    cluster: ClusterState, lease: OpenLease, samples: Sequence[int], members: Membership
+    cluster: ClusterState, lease: OpenLease, samples: Sequence[int], placement: Placement
 ) -> list[Send | SendFields]:
     """Return the orders for a cluster's lease on these samples."""
     is_evaluation, stops = lease.lease is None, accumulate(lease.num_samples)
     batches = tuple(
         tuple(samples[stop - size : stop]) for stop, size in zip(stops, lease.num_samples, strict=True)
     )
-    consumers = members.fields(cluster, is_evaluation)
+    consumers = placement.fields(cluster, is_evaluation)
     granted = LeaseGrant(
         cluster.build_id, lease.number, is_evaluation, lease.first_microbatch, lease.num_samples
     )
@@ -309,14 +310,14 @@ class Ledger:
             passes = -(-self.num_counted // self._settings.num_samples)
             self._evaluation = Evaluation(passes, is_last=True)
 
-    def fill(self, members: Membership) -> list[Send | SendFields]:
+    def fill(self, placement: Placement) -> list[Send | SendFields]:
         """Grant leases until every cluster that may has two."""
         orders: list[Send | SendFields] = []
-        for cluster in members.running:
-            if members.is_draining(cluster):
+        for cluster in placement.running:
+            if cluster.phase is ClusterPhase.DRAINING:
                 continue
             while sum(lease.cluster_id == cluster.cluster_id for lease in self._open.values()) < _OPEN_LEASES:
-                granted = self._grant(cluster, members)
+                granted = self._grant(cluster, placement)
                 if not granted:
                     break
                 orders += granted
@@ -408,10 +409,10 @@ class Ledger:
         loss, metrics = evaluation.means.read()
         return [Evaluated(evaluation.epoch, cluster.name, evaluation.num_samples, loss, metrics)]
 
-    def _grant(self, cluster: ClusterState, members: Membership) -> list[Send | SendFields]:
-        evaluation = self._due_evaluation(members.running)
+    def _grant(self, cluster: ClusterState, placement: Placement) -> list[Send | SendFields]:
+        evaluation = self._due_evaluation(placement.running)
         if evaluation and evaluation.cluster_id == cluster.cluster_id and self._is_time_for(evaluation):
-            return self._grant_evaluation(evaluation, cluster, members)
+            return self._grant_evaluation(evaluation, cluster, placement)
         lease = None if self._is_stopped else self._book.lease(cluster.cluster_id)
         if lease is None:
             return []
@@ -420,12 +421,12 @@ class Ledger:
         for microbatch, size in zip(opened.microbatches, opened.num_samples, strict=True):
             self._awaited[MicrobatchId(microbatch)] = Awaited(cluster.cluster_id, lease.epoch, size)
         return [
-            *self._set_rates(cluster, len(members.running)),
-            *grant_lease(cluster, opened, samples, members),
+            *self._set_rates(cluster, len(placement.running)),
+            *grant_lease(cluster, opened, samples, placement),
         ]
 
     def _grant_evaluation(
-        self, evaluation: Evaluation, cluster: ClusterState, members: Membership
+        self, evaluation: Evaluation, cluster: ClusterState, placement: Placement
     ) -> list[Send | SendFields]:
         num_counted = self._book.num_counted(evaluation.epoch - 1)
         is_trained = evaluation.is_last or num_counted == self._settings.num_samples
@@ -436,7 +437,7 @@ class Ledger:
         num_samples = min(num_left, self._chunk_batches * self._settings.batch_size)
         samples = range(evaluation.next_sample, evaluation.next_sample + num_samples)
         evaluation.next_sample += num_samples
-        return grant_lease(cluster, self._open_lease(cluster, None, num_samples), samples, members)
+        return grant_lease(cluster, self._open_lease(cluster, None, num_samples), samples, placement)
 
     def _is_time_for(self, evaluation: Evaluation) -> bool:
         return evaluation.is_last or self._upcoming_epoch >= evaluation.epoch

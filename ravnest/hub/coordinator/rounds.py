@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 
 from ravnest.averaging.ring import choose_least_chunk
 from ravnest.averaging.round import RoundDecision
-from ravnest.config import Averaging, PlanConfig
+from ravnest.config import Averaging
 from ravnest.hub.coordinator.events import JobGiven, Send
 from ravnest.hub.coordinator.ledger import Ledger
-from ravnest.hub.coordinator.membership import ClusterState, Membership
 from ravnest.hub.coordinator.notices import RoundEnded
+from ravnest.hub.coordinator.placement import ClusterState, Placement
 from ravnest.ids import NodeId, RoundId
 from ravnest.protocol.averaging import (
     RoundAbort,
@@ -55,14 +55,14 @@ class ExclusionBackoff:
         """Return the clusters that a round of this period is of."""
         return tuple(x for x in running if self._late.get(x.cluster_id, _NEVER).back_in <= self._period)
 
-    def note_late(self, cluster: ClusterState) -> int:
+    def exclude(self, cluster: ClusterState) -> int:
         """Leave a cluster out; return of how many rounds: twice as many each time in a row."""
         num_times = self._late.get(cluster.cluster_id, _NEVER).num_times + 1
         num_rounds = min(1 << (num_times - 1), _MOST_ROUNDS)
         self._late[cluster.cluster_id] = _Lateness(num_times, self._period + num_rounds)
         return num_rounds
 
-    def note_committed(self, clusters: Iterable[ClusterState]) -> None:
+    def forgive(self, clusters: Iterable[ClusterState]) -> None:
         """Forget what those who made a round together were blamed for before."""
         for cluster in clusters:
             self._late.pop(cluster.cluster_id, None)
@@ -101,7 +101,9 @@ class Ended:
 class Rounds:
     """Says when the next round comes and of whom, opens it, collects votes, tells the outcome."""
 
-    def __init__(self) -> None:
+    def __init__(self, job: JobGiven, placement: Placement, ledger: Ledger) -> None:
+        self._config, self._settings = job.config, job.settings
+        self._placement, self._ledger = placement, ledger
         self._num_opened = 0
         self._decision: RoundDecision | None = None
         self._clusters: tuple[ClusterState, ...] = ()  # of the last round
@@ -114,7 +116,7 @@ class Rounds:
 
     def restart(self) -> None:
         """Count from nothing: training begins, or begins again."""
-        self._attendance = ExclusionBackoff()
+        self._backoff = ExclusionBackoff()
         self._num_tries = 0  # at the last round
         self._is_due_again = False  # the last one was aborted, and may commit without who was to blame
         self._num_late = 0  # rounds in a row that somebody could not end in time
@@ -127,29 +129,30 @@ class Rounds:
         """When the open round expires; None when no round is open."""
         return self._deadline if self._decision else None
 
-    def open_due(self, members: Membership, training: Ledger, job: JobGiven, now: float) -> list[Send]:
+    def open_due(self, now: float) -> list[Send]:
         """Order a round if the clusters have trained enough for it, or may try the last one again."""
-        running = members.running
+        running = self._placement.running
         if self._decision or len(running) < 2:
             return []
         is_again, self._is_due_again = self._is_due_again, False
-        if not is_again or len(self._attendance.present(running)) < 2:
-            if not self._is_time(members, training, job, now):
+        if not is_again or len(self._backoff.present(running)) < 2:
+            if not self._is_time(now):
                 return []
-            self._attendance.begin_period()
-        self._num_updates, self._due_at = training.num_updates, now
-        clusters = self._attendance.present(running)
-        return self._open(clusters, members, training, job.config, now) if len(clusters) > 1 else []
+            self._backoff.begin_period()
+        self._num_updates, self._due_at = self._ledger.num_updates, now
+        clusters = self._backoff.present(running)
+        return self._open(clusters, now) if len(clusters) > 1 else []
 
-    def open_last(self, members: Membership, training: Ledger, job: JobGiven, now: float) -> list[Send]:
+    def open_last(self, now: float) -> list[Send]:
         """Order the last round, if it is still to be tried: first of all, then without who held it up."""
-        if self._decision or len(members.running) < 2 or self._num_tries == _LAST_TRIES:
+        running = self._placement.running
+        if self._decision or len(running) < 2 or self._num_tries == _LAST_TRIES:
             return []
         self._num_tries += 1
-        clusters = self._attendance.present(members.running)
+        clusters = self._backoff.present(running)
         if self._num_tries == 1 or len(clusters) < 2:
-            clusters = members.running
-        return self._open(clusters, members, training, job.config, now, is_final=True)
+            clusters = running
+        return self._open(clusters, now, is_final=True)
 
     def receive(self, sender: NodeId, message: RoundReady | RoundAbort, now: float) -> Ended | Refusal | None:
         """Take a vote, or a member that gives up; at the deadline all are heard before somebody is blamed."""
@@ -168,9 +171,9 @@ class Rounds:
             if isinstance(outcome, Refusal):
                 return outcome
             if outcome is not None:
-                return self._settle(now, self._holders(self._decision.suspects))
+                return self._settle(now, self._cluster_ids(self._decision.suspects))
         # All have spoken, but for those who would not be believed; or it is about something else than time.
-        unheard = self._holders(self._decision.missing - self._given_up.keys())
+        unheard = self._cluster_ids(self._decision.missing - self._given_up.keys())
         is_heard = now < self._members_by or unheard <= set(self._suspects(most_hops=1).values())
         return self._give_up(now) if self._given_up and is_heard else None
 
@@ -195,7 +198,7 @@ class Rounds:
         if self._given_up:
             return self._give_up(now)
         self._decision.expire(now)
-        return self._settle(now, self._holders(self._decision.suspects))
+        return self._settle(now, self._cluster_ids(self._decision.suspects))
 
     def answer(self, sender: NodeId, query: RoundQuery) -> Send | Refusal:
         """Tell a member what became of a round."""
@@ -204,43 +207,36 @@ class Rounds:
                 return Send(sender, outcome)
         return Refusal(f"{sender} asks for round {query.round_id}, whose outcome is not known")
 
-    def _is_time(self, members: Membership, training: Ledger, job: JobGiven, now: float) -> bool:
+    def _is_time(self, now: float) -> bool:
         """Return whether clusters have trained enough, on average, and the last round would be over."""
         since = self._due_at = now if self._due_at is None else self._due_at
-        num_batches = (training.num_updates - self._num_updates) / len(members.running)
-        if job.settings.average_every is not None:
-            return num_batches >= job.settings.average_every
-        seconds = self._seconds or _foreseen(members, job.config)
-        share = job.config.averaging_share if job.config.averaging is Averaging.BLOCKING else 1.0
+        num_updates = self._ledger.num_updates - self._num_updates
+        num_batches = num_updates / len(self._placement.running)
+        if self._settings.average_every is not None:
+            return num_batches >= self._settings.average_every
+        seconds = self._seconds or self._foreseen
+        share = self._config.averaging_share if self._config.averaging is Averaging.BLOCKING else 1.0
         return num_batches >= _LEAST_BATCHES and now >= since + seconds / share
 
-    def _open(
-        self,
-        clusters: tuple[ClusterState, ...],
-        members: Membership,
-        training: Ledger,
-        config: PlanConfig,
-        now: float,
-        is_final: bool = False,
-    ) -> list[Send]:
+    def _open(self, clusters: tuple[ClusterState, ...], now: float, is_final: bool = False) -> list[Send]:
         assert self._decision is None, "one round at a time"
-        expected = max(self._seconds, _foreseen(members, config))
+        placement, ledger, config = self._placement, self._ledger, self._config
+        expected = max(self._seconds, self._foreseen)
         seconds = (_LEAST_SECONDS + 4 * expected) * min(2**self._num_late, _MOST_TIMES)
         seconds = min(seconds, config.max_round_seconds)
         self._num_opened += 1
         self._opened_at, self._members_by, self._deadline = now, now + seconds, now + _PATIENCE * seconds
         self._is_final, self._clusters = is_final, clusters
-        self._left_out = tuple(each.name for each in members.running if each not in clusters)
+        self._left_out = tuple(each.name for each in placement.running if each not in clusters)
         names = tuple(name for cluster in clusters for name in cluster.nodes)
         round_id = RoundId(self._num_opened)
         self._decision = RoundDecision(round_id, names, self._deadline)
         is_blocking = is_final or config.averaging is Averaging.BLOCKING
-        absent, anchor_round = members.absent(names), training.anchor_round(clusters)
-        first = (
-            training.most_trained(clusters) if anchor_round is None else None
-        )  # whose weights are the anchor
+        absent, anchor_round = placement.absent(names), ledger.anchor_round(clusters)
+        # Without a common average the weights of the most trained cluster are the anchor.
+        first = ledger.most_trained(clusters) if anchor_round is None else None
         anchor_round = round_id if anchor_round is None else anchor_round
-        least = choose_least_chunk(members.slowest_link(names), config.deltas)
+        least = choose_least_chunk(placement.slowest_link(names), config.deltas)
         sends = []
         for cluster in clusters:
             opened = RoundOpen(
@@ -277,13 +273,13 @@ class Rounds:
         seconds, is_committed = now - self._opened_at, isinstance(outcome, RoundCommit)
         self._is_due_again = not is_committed
         if is_committed:
-            self._attendance.note_committed(self._clusters)
+            self._backoff.forgive(self._clusters)
             self._num_late = 0
             self._seconds = (self._seconds + seconds) / 2 if self._seconds else seconds
             self._num_tries = _LAST_TRIES if self._is_final else 0
         elif now >= self._members_by:
             self._num_late += 1
-        attendance, late = self._attendance, [each for each in self._clusters if each.cluster_id in blamed]
+        backoff, late = self._backoff, [each for each in self._clusters if each.cluster_id in blamed]
         told = RoundEnded(
             outcome.round_id,
             is_committed,
@@ -291,18 +287,18 @@ class Rounds:
             "" if isinstance(outcome, RoundCommit) else outcome.reason,
             seconds,
             self._left_out,
-            tuple((each.name, attendance.note_late(each)) for each in late),
+            tuple((each.name, backoff.exclude(each)) for each in late),
         )
         return Ended(told, tuple(Send(name, outcome) for each in self._clusters for name in each.nodes))
 
-    def _holders(self, names: Collection[NodeId]) -> frozenset[str]:
+    @property
+    def _foreseen(self) -> float:
+        """The seconds a round takes; where training leaves nothing of a link, no number foresees them."""
+        seconds, most = self._placement.outlook.round_seconds, self._config.max_round_seconds
+        return seconds if 0 <= seconds < most else most
+
+    def _cluster_ids(self, names: Collection[NodeId]) -> frozenset[str]:
         return frozenset(each.cluster_id for each in self._clusters if not set(names).isdisjoint(each.nodes))
 
     def _find(self, name: NodeId | None) -> ClusterState | None:
         return next((each for each in self._clusters if name in each.nodes), None)
-
-
-def _foreseen(members: Membership, config: PlanConfig) -> float:
-    """Return the seconds a round takes; where training leaves nothing of a link, no number foresees them."""
-    seconds = members.outlook.round_seconds
-    return seconds if 0 <= seconds < config.max_round_seconds else config.max_round_seconds

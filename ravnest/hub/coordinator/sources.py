@@ -1,8 +1,7 @@
-"""Where the state of a stage comes from that is built: its node, others who hold it, a backup, the hub.
+"""Sources: which node gives which state to a stage that is built; and backups, which spares keep.
 
-What a node holds it keeps. The rest it gets from snapshots, asked of those who have it: of who is or was in
-the same cluster; else of another one that trains or stands still, of a backup, or from the hub, which has
-the last checkpoint, whichever is not far behind the best of them. Driven by hub.mending.
+A node keeps what it holds. The rest comes from snapshots: of nodes of the same cluster; else of another
+cluster, of a backup, or of the hub, which has the last checkpoint. A source may be a tenth behind the best.
 """
 
 from collections import Counter, defaultdict
@@ -10,7 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from ravnest.hub.coordinator.events import MakeParts, PartsMade, Send
-from ravnest.hub.coordinator.membership import ClusterState, HeldState, Member, Membership, PlanChange
+from ravnest.hub.coordinator.membership import HeldState, Membership
+from ravnest.hub.coordinator.placement import ClusterState, Placement, PlanChange
+from ravnest.hub.coordinator.snapshots import SnapshotDesk, SnapshotPurpose
 from ravnest.ids import HUB, NodeId, RoundId
 from ravnest.plan.types import Stage
 from ravnest.protocol.blobs import BlobRef
@@ -18,7 +19,6 @@ from ravnest.protocol.placement import (
     BackupKept,
     BackupOrder,
     SnapshotMade,
-    SnapshotOrder,
     Source,
     StageParts,
 )
@@ -54,22 +54,19 @@ class Origin:
 
 
 class StateSources:
-    """Finds the ways of state for every plan anew, asks for snapshots, and orders stages built."""
+    """Finds sources for every plan anew, asks for snapshots, and orders stages built."""
 
-    def __init__(self) -> None:
+    def __init__(self, placement: Placement, desk: SnapshotDesk) -> None:
+        self._placement, self._desk = placement, desk
         self._needs: dict[NodeId, _Need] = {}
         self._anchor_round: RoundId | None = None
         self._asked: dict[int, NodeId] = {}
         self._snapshots: dict[NodeId, BlobRef] = {}
         self._backups: dict[NodeId, _Backup] = {}
         self._best: ClusterState | None = None  # of those that train, the one that knows most
-        self._samples_seen: dict[
-            str, int
-        ] = {}  # samples, by cluster_id: those that train, and that stood still
+        self._samples_seen: dict[str, int] = {}  # by cluster_id, of those that train or stood still
         self._kept = -1  # samples; -1: the hub has nothing
-        self._useless: dict[
-            tuple[NodeId, HeldState], NodeId
-        ] = {}  # who does not give what it holds, says whom
+        self._useless: dict[tuple[NodeId, HeldState], NodeId] = {}  # sources that do not give: the accuser
 
     @property
     def needs_hub(self) -> bool:
@@ -83,22 +80,19 @@ class StateSources:
         self._anchor_round = RoundId(0)
 
     def begin(
-        self, change: PlanChange, members: Membership, samples_seen: Callable[[ClusterState], int], kept: int
+        self, change: PlanChange, samples_seen: Callable[[ClusterState], int], kept: int
     ) -> tuple[Origin, ...]:
         """Find sources for the stages to be built, by what clusters know and what the hub has kept."""
         self._anchor_round, self._kept = None, kept
         origins: list[Origin] = []
         needs: dict[NodeId, _Need] = {}
-        self._best = best = max(members.running, key=samples_seen, default=None)
-        self._samples_seen |= {
-            each.cluster_id: samples_seen(each) for each in (*members.running, *change.ended)
-        }
-        self._samples_seen = {
-            each: self._samples_seen[each] for each in self._samples_seen.keys() & members.cluster_ids
-        }
+        running = self._placement.running
+        self._best = best = max(running, key=samples_seen, default=None)
+        seen = self._samples_seen | {x.cluster_id: samples_seen(x) for x in (*running, *change.ended)}
+        self._samples_seen = {each: seen[each] for each in seen.keys() & self._placement.cluster_ids}
         for cluster in change.built:
-            cluster_id = find_cluster_of_state(cluster, members)
-            found = [self._find(cluster, stage, members, cluster_id) for stage in cluster.cluster.stages]
+            cluster_id = find_cluster_of_state(cluster, self._placement)
+            found = [self._find(cluster, stage, cluster_id) for stage in cluster.cluster.stages]
             needs |= {need.stage.node: need for need in found}
             is_whole = not any(need.nodes for need in found)
             origins.append(Origin(cluster, cluster_id or (best.cluster_id if best else ""), is_whole))
@@ -107,20 +101,21 @@ class StateSources:
 
     def _start(self, needs: dict[NodeId, _Need]) -> None:
         self._needs, self._asked, self._snapshots = needs, {}, {}
+        self._desk.withdraw(SnapshotPurpose.SOURCE)
 
-    def _find(self, cluster: ClusterState, stage: Stage, members: Membership, cluster_id: str) -> _Need:
+    def _find(self, cluster: ClusterState, stage: Stage, cluster_id: str) -> _Need:
         found: dict[NodeId, None] = {}
-        own = self._usable(members.find(stage.node))
+        own = self._usable(stage.node)
         for position in range(stage.start, stage.stop):
             if own is None or not own.start <= position < own.stop:
-                found[self._find_node(position, members, cluster_id)] = None
+                found[self._find_node(position, cluster_id)] = None
         return _Need(cluster, stage, own is not None, tuple(found))
 
-    def _find_node(self, position: int, members: Membership, cluster_id: str) -> NodeId:
-        """Return who has the state of a position, and is to give it: who is not far behind, peers first."""
+    def _find_node(self, position: int, cluster_id: str) -> NodeId:
+        """Return which node gives the state of a position: one that is not far behind, peers first."""
         holding = {}
-        for name in members:
-            held = self._usable(members.find(name))
+        for name in self._membership:
+            held = self._usable(name)
             if held is not None and held.start <= position < held.stop:
                 holding[name] = held
         same = [name for name, held in holding.items() if held.cluster_id == cluster_id]
@@ -136,15 +131,20 @@ class StateSources:
         found += [
             (backup.samples_seen, name)
             for name, backup in self._backups.items()
-            if name in members and backup.held.start <= position < backup.held.stop
+            if name in self._membership and backup.held.start <= position < backup.held.stop
         ]
         found += [(self._kept, HUB)] if self._kept >= 0 else [(0, name) for name in holding]
         enough = _ENOUGH * max((samples_seen for samples_seen, _ in found), default=0)
-        # Who is said not to give what it trains with is asked again, before all that was trained is lost.
+        # A source that is said not to give is asked again, before all that was trained is lost.
         last = self._best.cluster.owner(position) if self._best is not None and self._kept < 0 else HUB
         return next((name for samples_seen, name in found if samples_seen >= enough), last)
 
-    def _usable(self, member: Member | None) -> HeldState | None:
+    @property
+    def _membership(self) -> Membership:
+        return self._placement.membership
+
+    def _usable(self, name: NodeId) -> HeldState | None:
+        member = self._membership.find(name)
         held = member.held if member else None
         return None if member is None or held is None or (member.node.name, held) in self._useless else held
 
@@ -159,58 +159,54 @@ class StateSources:
                     found[need.stage.node].add(node)
         return dict(found)
 
-    def ask(self, members: Membership, number: Callable[[], int]) -> list[Send]:
-        """Ask all who have something for a snapshot, each by a number of its own."""
+    def ask(self) -> list[Send]:
+        """Ask all sources for a snapshot, each by a number of its own."""
         nodes = dict.fromkeys(node for need in self._needs.values() for node in need.nodes if node != HUB)
-        given = [node for node in nodes if self._keeps_backup(node, members)]
+        given = [node for node in nodes if self._keeps_backup(node)]
         self._snapshots = {node: self._backups[node].weights for node in given}
-        self._asked = {number(): node for node in nodes if node not in given}
-        return [
-            Send(x, SnapshotOrder(members.build_id(x), n, is_final=False)) for n, x in self._asked.items()
-        ]
+        self._asked = {self._desk.new_number(): node for node in nodes if node not in given}
+        build_id, purpose = self._placement.build_id, SnapshotPurpose.SOURCE
+        return [self._desk.ask(purpose, n, node, build_id(node)) for n, node in self._asked.items()]
 
-    def _keeps_backup(self, node: NodeId, members: Membership) -> bool:
+    def _keeps_backup(self, node: NodeId) -> bool:
         """Return whether a source is one for its backup: it holds nothing of its own."""
-        return node in self._backups and self._usable(members.find(node)) is None
+        return node in self._backups and self._usable(node) is None
 
-    def take(self, sender: NodeId, made: SnapshotMade) -> str | None:
-        """Take a snapshot; return why not, if nobody asked."""
-        if self._asked.get(made.number) != sender:
-            return f"nobody asked {sender} for snapshot {made.number}"
+    def add_snapshot(self, sender: NodeId, made: SnapshotMade) -> None:
+        """Record a snapshot that a source was asked for."""
         del self._asked[made.number]
         self._snapshots[sender] = made.weights
-        return None
 
     def forget(self, name: NodeId) -> None:
-        """Note that somebody has gone, with what it kept and what it said of others."""
+        """Forget a node that has gone, its backup and its accusations."""
         self._backups.pop(name, None)
         left = {key: accuser for key, accuser in self._useless.items() if name not in (key[0], accuser)}
         self._useless = left
 
-    def fail(self, name: NodeId, accuser: NodeId, members: Membership) -> None:
-        """Note that somebody does not give what it holds, or does not hold it."""
-        held = self._usable(members.find(name))
+    def mark_useless(self, name: NodeId, accuser: NodeId) -> None:
+        """Record that a source does not give what it holds, or does not hold it."""
+        held = self._usable(name)
         if held is not None:
             self._useless[name, held] = accuser
         self._backups.pop(name, None)
 
-    def note_backup(self, spare: NodeId, held: HeldState, weights: BlobRef, samples_seen: int) -> None:
+    def add_backup(self, spare: NodeId, held: HeldState, weights: BlobRef, samples_seen: int) -> None:
         """A spare keeps a snapshot, of weights that had learned from so many samples."""
         self._backups[spare] = _Backup(held, weights, samples_seen)
 
-    def order(self, members: Membership) -> list[Send | MakeParts]:
+    def order_builds(self) -> list[Send | MakeParts]:
         """Order every stage built whose parts and snapshots are all there."""
         orders: list[Send | MakeParts] = []
         for need in self._needs.values():
             if need.is_ordered or need.cluster.is_broken:
                 continue
             stage, is_hubs = need.stage, HUB in need.nodes
-            made = members.find_parts(stage.start, stage.stop, is_newest=is_hubs)
+            made = self._placement.find_parts(stage.start, stage.stop, is_newest=is_hubs)
             if not isinstance(made, PartsMade):
                 orders += made
             elif all(node in self._snapshots for node in need.nodes if node != HUB):
                 need.is_ordered = True
-                self._shrink(members, need)
+                self._shrink(need)
                 orders.append(self._deliver(need, made))
         return orders
 
@@ -221,18 +217,18 @@ class StateSources:
         parts = StageParts(build_id, version, made.blueprint, sources, need.is_kept, self._anchor_round)
         return Send(need.stage.node, parts)
 
-    def _shrink(self, members: Membership, need: _Need) -> None:
+    def _shrink(self, need: _Need) -> None:
         """From now on a node holds what both its last stage and the new one have."""
-        member = members.find(need.stage.node)
+        member = self._membership.find(need.stage.node)
         if member is None or member.held is None:
             return
         start, stop = max(member.held.start, need.stage.start), min(member.held.stop, need.stage.stop)
         held = replace(member.held, start=start, stop=stop) if start < stop else None
-        members.replace(replace(member, held=held))
+        self._membership.update(replace(member, held=held))
 
     @property
     def unanswered(self) -> list[NodeId]:
-        """Who was asked for a snapshot and has not made it."""
+        """Nodes that were asked for a snapshot and have not made it."""
         return [*self._asked.values()]
 
     def has_ordered(self, name: NodeId) -> bool:
@@ -240,22 +236,22 @@ class StateSources:
         return name in self._needs and self._needs[name].is_ordered
 
     def is_source(self, name: NodeId) -> bool:
-        """Return whether somebody still needs what a node has."""
+        """Return whether a stage still needs what a node has."""
         return any(
             name in need.nodes and need.stage.node in need.cluster.unready for need in self._needs.values()
         )
 
     def givers(self, cluster: ClusterState) -> tuple[NodeId, ...]:
-        """Return who gave what a cluster lacked."""
+        """Return the nodes that gave what a cluster lacked."""
         needs = (need for need in self._needs.values() if need.cluster is cluster)
         return tuple(dict.fromkeys(node for need in needs for node in need.nodes))
 
 
-def find_cluster_of_state(cluster: ClusterState, members: Membership) -> str:
-    """Return the name of the cluster whose state most of this one's nodes hold; none if they hold nothing."""
+def find_cluster_of_state(cluster: ClusterState, placement: Placement) -> str:
+    """Return the id of the cluster whose state most of these nodes hold; none if they hold nothing."""
     counts: Counter[str] = Counter()
     for stage in cluster.cluster.stages:
-        member = members.find(stage.node)
+        member = placement.membership.find(stage.node)
         if member is not None and member.held is not None:
             held = member.held
             counts[held.cluster_id] += max(0, min(held.stop, stage.stop) - max(held.start, stage.start))
@@ -279,48 +275,48 @@ class _BackupInTransit:
 class BackupPolicy:
     """One snapshot per node at a time; what does not arrive is asked for again."""
 
-    def __init__(self, members: Membership, sourcing: StateSources, number: Callable[[], int]) -> None:
-        self._members, self._sourcing, self._number = members, sourcing, number
-        self._ways: dict[int, _BackupInTransit] = {}
+    def __init__(self, placement: Placement, sources: StateSources, desk: SnapshotDesk) -> None:
+        self._placement, self._sources, self._desk = placement, sources, desk
+        self._in_transit: dict[int, _BackupInTransit] = {}
         self._asked_at, self._next_at = 0.0, -1.0
 
     @property
     def due(self) -> float | None:
         """When the next snapshots are to be asked for, if anybody has a backup."""
-        return self._next_at if self._members.backups and self._next_at >= 0 else None
+        return self._next_at if self._placement.backups and self._next_at >= 0 else None
 
     def order(self, samples_seen: Callable[[ClusterState], int], now: float) -> list[Send]:
         """Ask for the snapshots that are due."""
-        if self._next_at < 0 or not self._members.backups:
+        if self._next_at < 0 or not self._placement.backups:
             self._next_at = now + _EVERY_SECONDS
         if now < self._next_at:
             return []
-        self._asked_at, self._next_at, self._ways = now, now + _EVERY_SECONDS, {}
-        for backup in self._members.backups:
-            node, cluster = self._members.find(backup.node), self._members.cluster_of(backup.node)
-            if cluster is None or not cluster.is_running or backup.spare not in self._members:
+        self._asked_at, self._next_at, self._in_transit = now, now + _EVERY_SECONDS, {}
+        self._desk.withdraw(SnapshotPurpose.BACKUP)
+        membership = self._placement.membership
+        for backup in self._placement.backups:
+            node, cluster = membership.find(backup.node), self._placement.cluster_of(backup.node)
+            if cluster is None or not cluster.is_running or backup.spare not in membership:
                 continue
             if node is not None and node.held is not None:
-                self._ways[self._number()] = _BackupInTransit(
+                self._in_transit[self._desk.new_number()] = _BackupInTransit(
                     backup.node, backup.spare, node.held, samples_seen(cluster)
                 )
-        ways, build_id = self._ways.items(), self._members.build_id
-        return [Send(way.node, SnapshotOrder(build_id(way.node), n, is_final=False)) for n, way in ways]
+        build_id, purpose = self._placement.build_id, SnapshotPurpose.BACKUP
+        asked = [(number, way.node) for number, way in self._in_transit.items()]
+        return [self._desk.ask(purpose, number, node, build_id(node)) for number, node in asked]
 
-    def take(self, sender: NodeId, made: SnapshotMade) -> list[Send] | None:
-        """Have a spare fetch a snapshot that was asked for; None if it was not."""
-        way = self._ways.get(made.number)
-        if way is None or way.node != sender or way.weights is not None:
-            return None
-        self._ways[made.number] = replace(way, weights=made.weights)
+    def forward(self, sender: NodeId, made: SnapshotMade) -> list[Send]:
+        """Have the spare fetch a snapshot that its node made."""
+        way = self._in_transit[made.number] = replace(self._in_transit[made.number], weights=made.weights)
         return [Send(way.spare, BackupOrder(0, made.number, Source(sender, made.weights)))]
 
-    def note_kept(self, sender: NodeId, kept: BackupKept, now: float) -> str | None:
-        """Know who has a snapshot now; return why not, if it was not to."""
-        way = self._ways.get(kept.number)
+    def record(self, sender: NodeId, kept: BackupKept, now: float) -> str | None:
+        """Record that a spare has a snapshot; return why not, if it was not to keep it."""
+        way = self._in_transit.get(kept.number)
         if way is None or way.spare != sender or way.weights is None:
             return f"nobody asked {sender} to keep snapshot {kept.number}"
-        del self._ways[kept.number]
+        del self._in_transit[kept.number]
         self._next_at = max(self._next_at, now + _PAUSE * (now - self._asked_at))
-        self._sourcing.note_backup(sender, way.held, way.weights, way.samples_seen)
+        self._sources.add_backup(sender, way.held, way.weights, way.samples_seen)
         return None

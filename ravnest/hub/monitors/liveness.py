@@ -9,9 +9,9 @@ that fetching a stage takes, ten times over. Driven by hub.state.
 from collections.abc import Callable
 
 from ravnest.hub.coordinator.events import JobSettings, Send
-from ravnest.hub.coordinator.membership import ClusterState, Membership
+from ravnest.hub.coordinator.placement import ClusterState, Placement
+from ravnest.hub.coordinator.snapshots import SnapshotDesk, SnapshotPurpose
 from ravnest.ids import NodeId
-from ravnest.protocol.placement import SnapshotMade, SnapshotOrder
 
 _LEAST_SECONDS, _BATCHES = 60.0, 20.0  # of silence: that, or what so many batches take
 _BUILD_SECONDS, _FETCHES = 300.0, 10.0  # of silence while a stage is built: that, and so many downloads of it
@@ -23,12 +23,9 @@ class LivenessMonitor:
     """Hears every word of a stage; what it asks for is numbered like all snapshots."""
 
     def __init__(
-        self,
-        members: Membership,
-        number: Callable[[], int],
-        find_lazy: Callable[[ClusterState], list[NodeId]],
+        self, placement: Placement, desk: SnapshotDesk, find_lazy: Callable[[ClusterState], list[NodeId]]
     ) -> None:
-        self._members, self._number = members, number
+        self._placement, self._desk = placement, desk
         self._find_lazy = find_lazy  # who a cluster that gets ready waits for
         self._heard_at: dict[str, float] = {}  # of clusters at work, by cluster_id
         self._quiet_until: dict[str, float] = {}  # of those that are not asked yet
@@ -40,17 +37,14 @@ class LivenessMonitor:
         """When somebody is to be asked, or has not answered."""
         return min((*self._quiet_until.values(), *self._answer_by.values()), default=None)
 
-    def hear(self, cluster: ClusterState, now: float) -> None:
+    def record(self, cluster: ClusterState, now: float) -> None:
         """Note that a cluster works."""
         self._heard_at[cluster.cluster_id] = now
         self._answer_by.pop(cluster.cluster_id, None)
 
-    def take(self, sender: NodeId, made: SnapshotMade) -> bool:
-        """Return whether a snapshot is the answer of somebody who was asked."""
-        _, name = self._asked.get(made.number, ("", None))
-        if name == sender:
-            del self._asked[made.number]
-        return name == sender
+    def record_answer(self, number: int) -> None:
+        """Record that a node that was asked has made its snapshot."""
+        del self._asked[number]
 
     def ask(
         self,
@@ -61,15 +55,16 @@ class LivenessMonitor:
     ) -> list[Send]:
         """Ask the nodes of clusters of which nothing was heard for long; the rate is that of one cluster."""
         batch_seconds = settings.batch_size / max(samples_per_second, 1e-9)
-        training = {each.cluster_id: each for each in self._members.running if is_busy(each)}
+        training = {each.cluster_id: each for each in self._placement.running if is_busy(each)}
         building = {
-            each.cluster_id: each for each in self._members.clusters if each.unready and not each.is_broken
+            each.cluster_id: each for each in self._placement.clusters if each.unready and not each.is_broken
         }
         self._heard_at = {
             cluster_id: self._heard_at.get(cluster_id, now) for cluster_id in (*training, *building)
         }
         self._answer_by = {each: until for each, until in self._answer_by.items() if each in training}
         self._asked = {n: asked for n, asked in self._asked.items() if asked[0] in self._answer_by}
+        self._desk.withdraw(SnapshotPurpose.LIVENESS, but=self._asked)
         self._quiet_until = {
             cluster_id: self._heard_at[cluster_id]
             + self._patience(cluster, settings.most_snapshot_bytes, batch_seconds)
@@ -85,8 +80,8 @@ class LivenessMonitor:
         """Return who does nothing, and the clusters of which all answer, but nothing moves."""
         late = {cluster_id for cluster_id, until in self._answer_by.items() if now >= until}
         silent = {name: cluster_id for cluster_id, name in self._asked.values() if cluster_id in late}
-        stuck = [each for each in self._members.running if each.cluster_id in late - set(silent.values())]
-        for cluster in self._members.clusters:
+        stuck = [each for each in self._placement.running if each.cluster_id in late - set(silent.values())]
+        for cluster in self._placement.clusters:
             if cluster.unready and now >= self._quiet_until.get(cluster.cluster_id, now + 1):
                 self._heard_at[cluster.cluster_id] = now  # if nobody is to blame
                 silent |= dict.fromkeys(self._find_lazy(cluster), cluster.cluster_id)
@@ -95,14 +90,14 @@ class LivenessMonitor:
     def _patience(self, cluster: ClusterState, most_bytes: int, batch_seconds: float) -> float:
         if not cluster.unready:
             return max(_LEAST_SECONDS, _BATCHES * batch_seconds)
-        found = (self._members.find(name) for name in cluster.nodes)
+        found = (self._placement.membership.find(name) for name in cluster.nodes)
         slowest = min((each.node.download_bytes_per_second for each in found if each), default=1.0)
         return _BUILD_SECONDS + _FETCHES * most_bytes / slowest
 
     def _ask(self, cluster: ClusterState, now: float) -> list[Send]:
         self._answer_by[cluster.cluster_id] = 2 * now - self._heard_at[cluster.cluster_id]  # as long again
         del self._quiet_until[cluster.cluster_id]
-        numbers = {self._number(): name for name in cluster.nodes}
+        numbers = {self._desk.new_number(): name for name in cluster.nodes}
         self._asked |= {number: (cluster.cluster_id, name) for number, name in numbers.items()}
-        orders = {n: SnapshotOrder(cluster.build_id, n, is_final=False) for n in numbers}
-        return [Send(numbers[number], order) for number, order in orders.items()]
+        purpose, build_id = SnapshotPurpose.LIVENESS, cluster.build_id
+        return [self._desk.ask(purpose, number, name, build_id) for number, name in numbers.items()]

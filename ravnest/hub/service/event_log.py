@@ -18,9 +18,9 @@ import msgspec
 
 from ravnest.errors import ConfigError, ProtocolError
 from ravnest.hub.coordinator.coordinator import Coordinator
-from ravnest.hub.coordinator.events import Action, Event, Received
+from ravnest.hub.coordinator.events import Action, Event, JobGiven, Received
 from ravnest.hub.service.saving import code_hash, load_state, save_state
-from ravnest.hub.service.status import Status, StatusTracker
+from ravnest.hub.service.status import NO_JOB, Status, StatusTracker
 from ravnest.ids import NodeId
 from ravnest.protocol import wire
 from ravnest.protocol.messages import Refusal
@@ -72,7 +72,7 @@ class EventLog:
     """The folder of one hub. Use it as a context manager, or `open` and `close` it; one writes, many read."""
 
     def __init__(self, folder: Path, is_read_only: bool = False) -> None:
-        self._folder = folder
+        self.folder = self._folder = folder
         self._is_read_only = is_read_only
         self._connections = contextlib.ExitStack()
         self._number = self._saved = 0  # of the last event, and of the last that is in a saved state
@@ -123,7 +123,7 @@ class EventLog:
             row = (self._number, _seal(body), body)
             self._database.execute("INSERT OR REPLACE INTO states VALUES (0, ?, ?, ?)", row)
 
-    def load(self) -> tuple[StatusTracker, int]:
+    def load(self) -> tuple[StatusTracker | None, int]:
         """Return the state that was saved last, if this very code did, and the number of its last event."""
         with _explained(self._folder):
             tables = self._database.execute("SELECT count(*) FROM sqlite_master WHERE name = 'states'")
@@ -135,7 +135,7 @@ class EventLog:
             for number, seal, body in rows:
                 if seal == _seal(body):
                     return load_state(body), number
-        return StatusTracker(Coordinator()), 0
+        return None, 0
 
     def events(self, after: int = 0) -> Iterator[Event]:
         """Read the log from its beginning, or what came after an event."""
@@ -183,24 +183,33 @@ def apply_logged(hub: Coordinator, event: Event, log: Callable[[Event], None]) -
 
 def replay(store: EventLog) -> Coordinator:
     """Return the hub that these events made; what was ordered before is not ordered again."""
-    hub = Coordinator()
-    for event in store.events():
+    events = store.events()
+    first = next(events, None)
+    if not isinstance(first, JobGiven):
+        raise ConfigError(f"{store.folder}: its log does not begin with a job")
+    hub = Coordinator(first)
+    for event in (first, *events):
         hub.apply(event)
     return hub
 
 
-def read_watch(folder: Path) -> StatusTracker:
-    """Return the hub of this folder's log, as somebody saw it who watched all the time."""
+def read_watch(folder: Path) -> StatusTracker | None:
+    """Return the state of this folder's log with what people were told; None while it has no job."""
     with EventLog(folder, is_read_only=True) as store:
         watch, number = store.load()
         for event in store.events(after=number):
+            if watch is None:
+                if not isinstance(event, JobGiven):
+                    raise ConfigError(f"{folder}: its log does not begin with a job")
+                watch = StatusTracker(Coordinator(event))
             watch.observe(event, watch.hub.apply(event))
     return watch
 
 
 def read_status(folder: Path) -> Status:
     """Return where the run of this folder stands, whether its hub is running or not."""
-    return read_watch(folder).status()
+    watch = read_watch(folder)
+    return NO_JOB if watch is None else watch.status()
 
 
 def _seal(body: bytes) -> str:

@@ -78,7 +78,7 @@ class Server:
         relay: Relay | None = None,
         log: Callable[[Event], None] | None = None,
         watch: Callable[[Event, tuple[Action, ...]], None] | None = None,
-        hub: Coordinator | None = None,
+        hub: Coordinator,
     ) -> None:
         self._door = Admission(token, relay)
         self.admit = self._door.admit
@@ -87,7 +87,7 @@ class Server:
         self._log = log
         self._watch = watch
         self._in_background = in_background  # runs a function of the owner's where it delays no message
-        self.hub = Coordinator() if hub is None else hub  # for who watches, too; one with a past goes on
+        self.hub = hub  # one with a past goes on
         self._blobs = Blobs()
         self._outboxes: dict[NodeId, _Outbox] = {}
         self._background: set[asyncio.Task[None]] = set()
@@ -105,9 +105,16 @@ class Server:
         self._result: asyncio.Future[_Outcome | RavnestError] = self._loop.create_future()
         self._parting: asyncio.Future[None] | None = None
         self._ahead = max(0.0, self.hub.now - self._loop.time())  # a hub's time never goes back
-        around = (self._post, self._apply, self._in_background, self._lose, self._time, self.hub.needs_parts)
+        around = (
+            self._post,
+            self._apply,
+            self._in_background,
+            self._lose,
+            self._time,
+            self.hub.placement.needs_parts,
+        )
         self._supply = DataService(owner, self._blobs, *around)
-        is_new = self.hub.books is None
+        is_new = not self.hub.has_begun
         async with asyncio.TaskGroup() as self._tasks:
             now = self._time()
             self._apply(replace(job, now=now) if is_new else Restarted(job.books, now))

@@ -8,9 +8,9 @@ from collections import deque
 from dataclasses import dataclass
 
 from ravnest.hub.coordinator.coordinator import Coordinator
-from ravnest.hub.coordinator.events import Abandon, Action, Event, Finish, JobGiven, JobPhase, Notify
-from ravnest.hub.coordinator.membership import ClusterState
+from ravnest.hub.coordinator.events import Abandon, Action, Event, Finish, JobGiven, Notify
 from ravnest.hub.coordinator.notices import Evaluated, Joined, Left, Notice, RoundEnded, Trained, show_notice
+from ravnest.hub.coordinator.phases import ClusterPhase, JobPhase, NodePhase
 from ravnest.ids import NodeId
 
 _RECENT = 20  # sentences
@@ -19,21 +19,21 @@ _RATE_SECONDS = 60.0  # that the rate is a mean over
 
 @dataclass(frozen=True, slots=True)
 class MemberStatus:
-    """A peer: waiting for a plan, spare, getting ready, training, standing still, leaving or missing."""
+    """A peer and where it is in its life."""
 
     name: NodeId
-    state: str
+    phase: NodePhase
     cluster: str | None = None
     stage: int | None = None  # from the root, which is 0
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterStatus:
-    """A cluster that gets ready or trains."""
+    """A cluster of the plan and where it is in its life."""
 
     name: str
     nodes: tuple[NodeId, ...]
-    is_running: bool
+    phase: ClusterPhase
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +68,9 @@ class Status:
     recent: tuple[Said, ...]
 
 
+NO_JOB = Status(0.0, JobPhase.COLLECTING, "", (), (), 0, 0, 0, 0, 0.0, None, None, {}, 0, 0, None, (), ())
+
+
 class StatusTracker:
     """Let it see every event of a hub, with the orders, after the hub has applied it."""
 
@@ -98,18 +101,18 @@ class StatusTracker:
     def status(self, now: float | None = None) -> Status:
         """Return where the run stands, at this time of the hub or at its last event."""
         now = self.hub.now if now is None else now
-        books, evaluated = self.hub.books, self._evaluated
-        trained = books.trained if books else Trained(0, 0, 0, None)
+        ledger, evaluated = self.hub.ledger, self._evaluated
+        trained = ledger.trained
         return Status(
             now=now,
             phase=self.hub.phase,
             job=self._job,
             members=tuple(self._member(name) for name in self._members),
-            clusters=tuple(ClusterStatus(x.name, x.nodes, x.is_running) for x in self.hub.clusters),
+            clusters=tuple(ClusterStatus(x.name, x.nodes, x.phase) for x in self.hub.clusters),
             num_samples=trained.num_samples,
             num_total=trained.num_total,
             epoch=trained.epoch,
-            num_updates=books.num_updates if books else 0,
+            num_updates=ledger.num_updates,
             samples_per_second=self._rate(now),
             loss=trained.loss,
             validation_epoch=evaluated.epoch if evaluated else None,
@@ -139,26 +142,24 @@ class StatusTracker:
         self._recent.append(Said(self.hub.now, text))
 
     def _mark(self) -> None:
-        books, now = self.hub.books, self.hub.now
-        if books is None or self.hub.phase is JobPhase.COLLECTING:
+        ledger, now = self.hub.ledger, self.hub.now
+        if self.hub.phase is JobPhase.COLLECTING:
             self._marks.clear()  # what was trained before is lost
         elif not self._marks or now >= self._marks[-1][0] + 1.0:
-            self._marks.append((now, books.num_reported))
+            self._marks.append((now, ledger.num_reported))
             while len(self._marks) > 1 and self._marks[1][0] <= now - _RATE_SECONDS:
                 self._marks.popleft()
 
     def _rate(self, now: float) -> float:
-        if self.hub.books is None or not self._marks:
+        if not self._marks:
             return 0.0
         old = [mark for mark in self._marks if mark[0] <= now - _RATE_SECONDS]
         since, reported = old[-1] if old else self._marks[0]
-        return (self.hub.books.num_reported - reported) / (now - since) if now > since else 0.0
+        return (self.hub.ledger.num_reported - reported) / (now - since) if now > since else 0.0
 
     def _member(self, name: NodeId) -> MemberStatus:
-        cluster: ClusterState | None = next((x for x in self.hub.clusters if name in x.nodes), None)
-        parting = self.hub.find_parting(name)
+        member, cluster = self.hub.membership.find(name), self.hub.placement.cluster_of(name)
+        phase = NodePhase.MISSING if member is None else member.phase
         if cluster is None:
-            return MemberStatus(name, parting or ("spare" if self.hub.clusters else "waiting"))
-        state = "standing still" if cluster.is_broken else "getting ready"
-        state = parting or ("training" if cluster.is_running else state)
-        return MemberStatus(name, state, cluster.name, cluster.nodes.index(name))
+            return MemberStatus(name, phase)
+        return MemberStatus(name, phase, cluster.name, cluster.nodes.index(name))

@@ -1,7 +1,7 @@
-"""Measures peers before they are planned with: on a piece of the real model, and on their link to the hub.
+"""Probes: peers are measured before a plan uses them, on a piece of the real model and on their link.
 
-Only what a provider has not stated is measured. A plan waits for it, but not for long: then what the peer
-guesses counts. Driven by hub.forming, and by hub.server, which times the links.
+Only facts that a provider has not stated are measured. A plan waits for them, but not for long; then the
+peer's own guess counts.
 """
 
 from dataclasses import replace
@@ -11,28 +11,29 @@ from typing import Any
 from ravnest.hub.coordinator.events import Action, MakeParts, Notify, PartsMade, Probed, Send
 from ravnest.hub.coordinator.membership import Member, Membership
 from ravnest.hub.coordinator.notices import Measured
+from ravnest.hub.coordinator.placement import Placement
 from ravnest.plan.types import ModelProfile
 from ravnest.protocol.membership import Fact, ProbeOrder
 
 PROBE_SECONDS = 15.0
 _SO = "so what it says of itself counts"
-# Nothing that joins is slower or faster; who says so has measured something else.
+# No machine is slower or faster; a report that says so has measured something else.
 _SPEEDS, _RATES, _LATENCIES = (1e6, 1e16), (1e3, 1e11), (0.0, 10.0)
 
 
-def probe_due(members: Membership) -> float | None:
+def probe_due(membership: Membership) -> float | None:
     """Return when the first probe is given up."""
-    return min((each.probe_by for each in members.guessing if each.probe_by is not None), default=None)
+    return min((each.probe_by for each in membership.unmeasured if each.probe_by is not None), default=None)
 
 
-def order_probes(members: Membership, profile: ModelProfile, now: float) -> list[MakeParts | Send | Notify]:
-    """Have everyone measured of whom something is guessed, once; believe who does not answer in time."""
+def order_probes(placement: Placement, profile: ModelProfile, now: float) -> list[MakeParts | Send | Notify]:
+    """Have every unmeasured member measured, once; believe one that does not answer in time."""
     orders: list[MakeParts | Send | Notify] = []
-    for member in members.guessing:
+    for member in placement.membership.unmeasured:
         if member.probe_by is None:
-            orders += _order_probe(members, profile, member, now)
+            orders += _order_probe(placement, profile, member, now)
         elif now >= member.probe_by:
-            members.replace(replace(member, guessed=(), probe_by=None))
+            placement.membership.end_probe(member.node.name, member.node)
             orders.append(
                 Notify(Measured(member.node, f"was not measured within {PROBE_SECONDS:.0f} s, {_SO}"))
             )
@@ -40,24 +41,24 @@ def order_probes(members: Membership, profile: ModelProfile, now: float) -> list
 
 
 def _order_probe(
-    members: Membership, profile: ModelProfile, member: Member, now: float
+    placement: Placement, profile: ModelProfile, member: Member, now: float
 ) -> list[MakeParts] | list[Send]:
     """Order a probe as soon as the parts of the busiest position are there, if these are needed."""
     blueprint = None
     if Fact.SPEED in member.guessed:
         busiest = max(range(profile.num_positions), key=lambda position: profile.forward_flops[position])
-        made = members.find_parts(busiest, busiest + 1)
+        made = placement.find_parts(busiest, busiest + 1)
         if not isinstance(made, PartsMade):
             return made
         blueprint = made.blueprint
-    members.replace(replace(member, probe_by=now + PROBE_SECONDS))
+    placement.membership.update(replace(member, probe_by=now + PROBE_SECONDS))
     times_link = member.guessed != (Fact.SPEED,)
     return [Send(member.node.name, ProbeOrder(blueprint, times_link))]
 
 
-def take_probe(members: Membership, probed: Probed) -> list[Action] | str:
+def end_probe(membership: Membership, probed: Probed) -> list[Action] | str:
     """Believe what was measured, within reason; return why not, if nobody asked or it is nonsense."""
-    member = members.find(probed.node)
+    member = membership.find(probed.node)
     if member is None or member.probe_by is None:
         return f"nobody asked how fast {probed.node} is, or it came too late"
     found = {
@@ -74,6 +75,6 @@ def take_probe(members: Membership, probed: Probed) -> list[Action] | str:
         return f"no machine is like what was measured of {probed.node}: {values}"
     bounded = {name: min(max(value, facts[name][1][0]), facts[name][1][1]) for name, value in values.items()}
     node = replace(member.node, **bounded)
-    members.replace(replace(member, node=node, guessed=(), probe_by=None))
+    membership.end_probe(probed.node, node)
     fault = "" if len(values) == len(facts) else f"could not measure all, {_SO}"
     return [Notify(Measured(node, fault))]

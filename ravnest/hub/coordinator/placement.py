@@ -1,0 +1,374 @@
+"""Placement: the plan in force, its clusters with their ClusterPhase, and the parts stages are made of.
+
+A first plan is formed from all members at once; later ones are repairs. Clusters that a newer plan leaves as
+they are train on. The others are built anew under its number, so what they still send is late by number.
+Stages are built of what their nodes hold and of what others have (sources).
+"""
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from ravnest.hub.coordinator.events import JobGiven, MakeParts, MakePlan, PartsMade, Send
+from ravnest.hub.coordinator.membership import HeldState, Membership
+from ravnest.hub.coordinator.phases import CLUSTER_TRANSITIONS, ClusterPhase, NodePhase, follow
+from ravnest.hub.coordinator.planner import configure_microbatch, profile_microbatch
+from ravnest.ids import NodeId, SegmentId
+from ravnest.plan.forecast import Forecast, forecast
+from ravnest.plan.types import Backup, Cluster, Node, Plan, Ring, Stage, Swarm, cluster_name
+from ravnest.protocol.placement import Contact, PlanOrder, RingOrder, Rings
+
+Extras = Mapping[NodeId, Collection[NodeId]]  # contacts of a node beside its cluster and its rings
+
+
+@dataclass(slots=True, eq=False)
+class ClusterState:
+    """A cluster of the current plan, from its build to the next."""
+
+    name: str
+    build_id: int
+    cluster: Cluster
+    unready: set[NodeId]  # nodes whose stages are still to be built
+    cluster_id: str  # its name in the ledger, never used again
+    version: int = 0
+    stopped_at: float | None = None  # since when it, or the cluster it replaces, stands still
+    phase: ClusterPhase = ClusterPhase.BUILDING
+
+    @property
+    def is_running(self) -> bool:
+        """Whether all its stages are built and there."""
+        return self.phase in (ClusterPhase.RUNNING, ClusterPhase.DRAINING)
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether it stands still until a new plan replaces it."""
+        return self.phase is ClusterPhase.BROKEN
+
+    @property
+    def nodes(self) -> tuple[NodeId, ...]:
+        """Its nodes from root to leaf."""
+        return tuple(stage.node for stage in self.cluster.stages)
+
+    @property
+    def root(self) -> NodeId:
+        """Where microbatches enter."""
+        return self.cluster.stages[0].node
+
+    @property
+    def leaf(self) -> NodeId:
+        """Where losses come from."""
+        return self.cluster.stages[-1].node
+
+
+@dataclass(frozen=True, slots=True)
+class PlanChange:
+    """What a new plan does: clusters to build, clusters that end, whether the rings are others."""
+
+    built: tuple[ClusterState, ...]
+    ended: tuple[ClusterState, ...]
+    has_new_rings: bool
+
+
+class Placement:
+    """Which node hosts which stage of which cluster, by the plan in force."""
+
+    def __init__(self, job: JobGiven, membership: Membership) -> None:
+        self._job = job
+        self.membership = membership
+        self._clusters: tuple[ClusterState, ...] = ()
+        self._running: tuple[ClusterState, ...] | None = ()  # None: to be found anew
+        self._cluster_by_node: dict[NodeId, ClusterState] = {}
+        self._last_id = 0  # of plans and builds
+        self._plan: Plan | None = None
+        self._rings_since = 0  # the plan whose rings hold
+        self._planned: dict[NodeId, Node] = {}  # as the plan knew them
+        self._outlook: Forecast | None = None
+        self._microbatches = 1
+        self._parts: dict[tuple[int, int], PartsMade] = {}
+        self._asked: set[tuple[int, int]] = set()
+        self._stale: set[tuple[int, int]] = set()  # parts with weights that are older than a checkpoint
+
+    @property
+    def outlook(self) -> Forecast:
+        """What the current plan promises."""
+        assert self._outlook is not None, "no plan was formed"
+        return self._outlook
+
+    @property
+    def rings(self) -> tuple[Ring, ...]:
+        """The rings in which clusters average."""
+        return self._plan.rings if self._plan is not None and self._clusters else ()
+
+    @property
+    def backups(self) -> tuple[Backup, ...]:
+        """Which spares keep snapshots of which nodes."""
+        return self._plan.backups if self._plan is not None and self._clusters else ()
+
+    @property
+    def microbatches(self) -> int:
+        """Into how many microbatches the current plan cuts a batch."""
+        return self._microbatches
+
+    @property
+    def clusters(self) -> tuple[ClusterState, ...]:
+        """All clusters of the plan, in any phase."""
+        return self._clusters
+
+    @property
+    def running(self) -> tuple[ClusterState, ...]:
+        """The clusters that train."""
+        if self._running is None:
+            self._running = tuple(each for each in self._clusters if each.is_running)
+        return self._running
+
+    @property
+    def has_broken(self) -> bool:
+        """Whether a cluster stands still."""
+        if len(self.running) == len(self._clusters):
+            return False
+        return any(each.is_broken for each in self._clusters)
+
+    @property
+    def has_leaving_host(self) -> bool:
+        """Whether a node that wants to go has a stage."""
+        return any(member.node.name in self._cluster_by_node for member in self.membership.leaving)
+
+    @property
+    def cluster_ids(self) -> set[str]:
+        """The ids of clusters that are here, or whose state a node holds."""
+        held = (member.held.cluster_id for member in self.membership.members if member.held is not None)
+        return {*held, *(cluster.cluster_id for cluster in self._clusters)}
+
+    def cluster_of(self, name: NodeId) -> ClusterState | None:
+        """Return the cluster a node has a stage in."""
+        return self._cluster_by_node.get(name)
+
+    def build_id(self, name: NodeId) -> int:
+        """Return the number of the build that a member follows."""
+        return self.membership[name].build_id
+
+    def absent(self, names: Collection[NodeId]) -> tuple[NodeId, ...]:
+        """Return the owners in the plan's rings who are not among these."""
+        assert self._plan is not None
+        owners = (stage.node for cluster in self._plan.clusters for stage in cluster.stages)
+        return tuple(name for name in owners if name not in names)
+
+    def slowest_link(self, names: Collection[NodeId]) -> float:
+        """Return the bytes per second that the slowest of these sends or receives."""
+        nodes = [self.membership[name].node for name in names]
+        return min(min(each.upload_bytes_per_second, each.download_bytes_per_second) for each in nodes)
+
+    def fields(
+        self, cluster: ClusterState, is_evaluation: bool
+    ) -> tuple[tuple[NodeId, tuple[str, ...]], ...]:
+        """Return which nodes of a cluster consume which fields of a batch."""
+        found = []
+        for stage in cluster.cluster.stages:
+            parts = self._parts[stage.start, stage.stop]
+            names = parts.evaluation_fields if is_evaluation else parts.train_fields
+            if names:
+                found.append((stage.node, names))
+        return tuple(found)
+
+    def mark_broken(self, cluster: ClusterState) -> None:
+        """Let a cluster stand still: a stage of it is missing."""
+        self._move(cluster, ClusterPhase.BROKEN)
+
+    def mark_ready(self, name: NodeId) -> ClusterState | str:
+        """Record that a stage is built; return its cluster, or why that was not awaited."""
+        cluster = self.cluster_of(name)
+        if cluster is None or name not in cluster.unready:
+            return f"{name} has no stage to get ready"
+        stage = next(stage for stage in cluster.cluster.stages if stage.node == name)
+        cluster.unready.remove(name)
+        held = HeldState(stage.start, stage.stop, cluster.cluster_id)
+        self.membership.update(replace(self.membership[name], held=held))
+        if not self.membership[name].is_leaving:
+            self.membership.move(name, NodePhase.HOSTING)
+        if not cluster.unready and not cluster.is_broken:
+            is_draining = self._has_leaving(cluster)
+            self._move(cluster, ClusterPhase.DRAINING if is_draining else ClusterPhase.RUNNING)
+        return cluster
+
+    def drain(self, clusters: Iterable[ClusterState]) -> None:
+        """Let these clusters finish what they have; others take new leases unless a node of them leaves."""
+        draining = set(clusters)
+        for cluster in self.running:
+            is_draining = cluster in draining or self._has_leaving(cluster)
+            self._move(cluster, ClusterPhase.DRAINING if is_draining else ClusterPhase.RUNNING)
+
+    def drain_host(self, name: NodeId) -> None:
+        """Let the cluster of a node that leaves finish what it has."""
+        cluster = self.cluster_of(name)
+        if cluster is not None and cluster.is_running:
+            self._move(cluster, ClusterPhase.DRAINING)
+
+    def _has_leaving(self, cluster: ClusterState) -> bool:
+        found = (self.membership.find(name) for name in cluster.nodes)
+        return any(member is not None and member.is_leaving for member in found)
+
+    def _move(self, cluster: ClusterState, phase: ClusterPhase) -> None:
+        cluster.phase = follow(CLUSTER_TRANSITIONS, cluster.phase, phase)
+        self._running = None
+
+    def _place(self, clusters: tuple[ClusterState, ...]) -> None:
+        self._clusters, self._running = clusters, None
+        self._cluster_by_node = {name: cluster for cluster in clusters for name in cluster.nodes}
+
+    def add_spare(self, name: NodeId) -> list[Send]:
+        """Tell a newcomer that it is a spare, while there is a plan."""
+        return self._order_spare(name, {}) if self._clusters else []
+
+    def dissolve(self, clusters: Iterable[ClusterState]) -> list[Send]:
+        """Make spares of the nodes of these clusters."""
+        sends: list[Send] = []
+        for cluster in tuple(clusters):
+            self._place(tuple(each for each in self._clusters if each is not cluster))
+            self._last_id += 1
+            for name in cluster.nodes:
+                if name in self.membership:
+                    sends += self._order_spare(name, {})
+        return sends
+
+    def ask_for_plan(self) -> MakePlan:
+        """Return the action to plan with all members, or to repair the plan there is."""
+        self._last_id += 1
+        usable = {NodePhase.SPARE, NodePhase.BUILDING, NodePhase.HOSTING}
+        nodes = tuple(member.node for member in self.membership.members if member.phase in usable)
+        if not self._clusters:
+            return MakePlan(self._last_id, nodes)
+        by_name = {node.name: node for node in nodes}
+        gone = tuple(node for name, node in self._planned.items() if name not in by_name)
+        changed = tuple(x for name, x in self._planned.items() if name in by_name and x != by_name[name])
+        return MakePlan(self._last_id, nodes, self._plan, gone, changed, self._microbatches)
+
+    def adopt(self, plan: Plan, microbatches: int) -> PlanChange:
+        """Take a plan that was made of the members as they are; nobody is told yet."""
+        names = {*plan.spares, *(stage.node for each in plan.clusters for stage in each.stages)}
+        intervals = {(stage.start, stage.stop) for each in plan.clusters for stage in each.stages}
+        self._parts = {each: made for each, made in self._parts.items() if each in intervals}
+        planned = {name: self.membership[name].node for name in self.membership if name in names}
+        self._planned, self._microbatches = planned, microbatches
+        job = self._job
+        profile, config = profile_microbatch(job, microbatches), configure_microbatch(job, microbatches)
+        self._outlook = forecast(plan, profile, Swarm(tuple(planned.values())), config)
+        before, kept = self._clusters, {each.cluster: each for each in self.running}
+        clusters: list[ClusterState] = []
+        built: list[ClusterState] = []
+        for index, cluster in enumerate(plan.clusters):
+            name = cluster_name(index)
+            state = kept.get(cluster)
+            if state is None:
+                unready = {stage.node for stage in cluster.stages}
+                state = ClusterState(name, plan.plan_id, cluster, unready, f"{name}{plan.plan_id}")
+                built.append(state)
+            state.name = name
+            clusters.append(state)
+        self._place(tuple(clusters))
+        ended = tuple(each for each in before if each not in clusters)
+        for name in (name for each in ended for name in each.nodes if name in self.membership):
+            self._move_to_spare(name)
+        for name in (name for each in built for name in each.nodes):
+            self.membership.move(name, NodePhase.BUILDING)
+        has_new_rings = self._plan is None or self._plan.rings != plan.rings or not before
+        self._rings_since = plan.plan_id if has_new_rings else self._rings_since
+        self._plan = plan
+        return PlanChange(tuple(built), ended, has_new_rings)
+
+    def announce(
+        self, change: PlanChange, extras: Extras, is_giver: Callable[[NodeId], bool] = lambda _: False
+    ) -> list[Send]:
+        """Tell every member its part of a new plan, unless it is the same as before.
+
+        A node that has no stage any more, but gives its state to others, is told only its contacts.
+        """
+        sends = []
+        for cluster in self._clusters:
+            for stage in cluster.cluster.stages:
+                if cluster in change.built:
+                    sends.append(self._order_stage(cluster, stage, extras))
+                elif change.has_new_rings or stage.node in extras:
+                    sends.append(self._order_rings(cluster, stage.node, extras))
+        was_busy = {name for cluster in change.ended for name in cluster.nodes}
+        for member in self.membership.members:
+            name = member.node.name
+            if self.cluster_of(name) is not None:
+                continue
+            if member.held is not None and (is_giver(name) or member.is_leaving):
+                sends.append(Send(name, RingOrder(member.build_id, 0, (), self._contacts(name, (), extras))))
+            elif not member.build_id or name in was_busy or name in extras:
+                sends += self._order_spare(name, extras)
+        return sends
+
+    def retire(self, is_needed: Callable[[NodeId], bool]) -> list[Send]:
+        """Make spares of nodes without a stage whose state others have by now."""
+        left = [m.node.name for m in self.membership.members if m.held is not None and not m.is_leaving]
+        done = [name for name in left if self.cluster_of(name) is None and not is_needed(name)]
+        return [send for name in done for send in self._order_spare(name, {})]
+
+    def find_parts(self, start: int, stop: int, is_newest: bool = False) -> PartsMade | list[MakeParts]:
+        """Return the parts of an interval, or the action to make them unless that was asked already."""
+        interval = (start, stop)
+        if interval in self._parts and not (is_newest and interval in self._stale):
+            return self._parts[interval]
+        is_new = interval not in self._asked
+        self._asked.add(interval)
+        return [MakeParts(start, stop)] if is_new else []
+
+    def needs_parts(self, interval: tuple[int, int]) -> bool:
+        """Return whether the parts of an interval are those of a stage, as far as is known."""
+        return interval in self._parts or interval in self._asked
+
+    def add_parts(self, made: PartsMade) -> str | None:
+        """Store the parts of an interval; return why not, if nobody asked."""
+        interval = (made.start, made.stop)
+        if interval not in self._asked:
+            return f"nobody asked for the parts of positions {made.start} to {made.stop}"
+        self._asked.remove(interval)
+        self._stale -= {interval} & self._parts.keys()  # else it was asked for before the checkpoint
+        self._parts[interval] = made
+        return None
+
+    def forget_parts(self) -> None:
+        """Forget the parts: what was made of stages is lost with the hub's memory."""
+        self._parts, self._asked, self._stale = {}, set(), set()
+
+    def mark_parts_stale(self) -> None:
+        """Record that the hub has newer weights than the parts that were made."""
+        self._stale = {*self._parts, *self._asked}
+
+    def _order_spare(self, name: NodeId, extras: Extras) -> list[Send]:
+        assert self._plan is not None
+        self.membership.update(replace(self.membership[name], build_id=self._last_id, held=None))
+        self._move_to_spare(name)
+        contacts = self._contacts(name, (), extras)
+        order = PlanOrder(self._last_id, self._rings_since, self._plan.seed, None, (), (), contacts)
+        return [Send(name, order)]
+
+    def _move_to_spare(self, name: NodeId) -> None:
+        """Let a node that lost its stage be a spare; one that leaves or is measured stays what it is."""
+        has_stage = self.membership[name].present_phase in (NodePhase.BUILDING, NodePhase.HOSTING)
+        if has_stage and self.cluster_of(name) is None:
+            self.membership.move(name, NodePhase.SPARE)
+
+    def _order_stage(self, cluster: ClusterState, stage: Stage, extras: Extras) -> Send:
+        assert self._plan is not None
+        self.membership.update(replace(self.membership[stage.node], build_id=cluster.build_id))
+        rings, contacts = self._rings(stage.node), self._contacts(stage.node, cluster.nodes, extras)
+        since, seed, accumulate = self._rings_since, self._plan.seed, cluster.cluster.accumulate
+        order = PlanOrder(cluster.build_id, since, seed, stage, cluster.nodes, rings, contacts, accumulate)
+        return Send(stage.node, order)
+
+    def _order_rings(self, cluster: ClusterState, name: NodeId, extras: Extras) -> Send:
+        contacts = self._contacts(name, cluster.nodes, extras)
+        return Send(name, RingOrder(cluster.build_id, self._rings_since, self._rings(name), contacts))
+
+    def _rings(self, name: NodeId) -> Rings:
+        assert self._plan is not None
+        numbered = enumerate(self._plan.rings)
+        return tuple((SegmentId(index), ring) for index, ring in numbered if name in ring.owners)
+
+    def _contacts(self, name: NodeId, nodes: tuple[NodeId, ...], extras: Extras) -> tuple[Contact, ...]:
+        owners = (owner for _, ring in self._rings(name) for owner in ring.owners)
+        known = dict.fromkeys((*nodes, *owners, *sorted(extras.get(name, ()))))
+        members = (self.membership[each] for each in known if each != name and each in self.membership)
+        return tuple(Contact(each.node.name, each.key, each.addresses) for each in members)
