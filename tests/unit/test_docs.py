@@ -1,13 +1,22 @@
 """The documents name what exists: links, files, messages, phases, and no word that the tree has given up."""
 
 import re
+from collections.abc import Mapping
+from enum import StrEnum
 from pathlib import Path
 from typing import get_args, get_origin
 
 import pytest
 
 from ravnest.averaging.round import RoundPhase
-from ravnest.hub.coordinator.events import JobPhase
+from ravnest.hub.coordinator.phases import (
+    CLUSTER_TRANSITIONS,
+    JOB_TRANSITIONS,
+    NODE_TRANSITIONS,
+    ClusterPhase,
+    JobPhase,
+    NodePhase,
+)
 from ravnest.protocol.messages import Message
 
 ROOT = Path(__file__).parents[2]
@@ -108,13 +117,36 @@ def test_a_message_is_in_the_section_of_its_module() -> None:
 
 @pytest.mark.parametrize(
     ("title", "phases"),
-    [("A job: `JobPhase`", JobPhase), ("A round: `RoundPhase`", RoundPhase)],
+    [
+        ("A node: `NodePhase`", NodePhase),
+        ("A cluster: `ClusterPhase`", ClusterPhase),
+        ("A job: `JobPhase`", JobPhase),
+        ("A round: `RoundPhase`", RoundPhase),
+    ],
 )
-def test_the_protocol_page_has_every_phase(title: str, phases: type[JobPhase] | type[RoundPhase]) -> None:
+def test_the_protocol_page_has_and_draws_every_phase(title: str, phases: type[StrEnum]) -> None:
     section = read_section(title)
     assert find_rows(section) == [phase.name for phase in phases]
     drawn = section.split("```")[1]
     assert all(phase.name in drawn for phase in phases)
+
+
+@pytest.mark.parametrize(
+    ("title", "transitions"),
+    [
+        ("A node: `NodePhase`", NODE_TRANSITIONS),
+        ("A cluster: `ClusterPhase`", CLUSTER_TRANSITIONS),
+        ("A job: `JobPhase`", JOB_TRANSITIONS),
+    ],
+)
+def test_the_protocol_page_has_the_transitions_of_the_code(
+    title: str, transitions: Mapping[StrEnum, frozenset[StrEnum]]
+) -> None:
+    rows = re.findall(r"^\| `(\w+)` \|[^|]*\|([^|]*)\|", read_section(title), re.MULTILINE)
+    told = {name: set(re.findall(r"`(\w+)`", following)) for name, following in rows}
+    # A phase that is entered again is no change.
+    allowed = {phase.name: {x.name for x in following - {phase}} for phase, following in transitions.items()}
+    assert told == allowed
 
 
 def test_the_glossary_is_in_order() -> None:
