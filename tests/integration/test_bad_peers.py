@@ -12,12 +12,14 @@ from random import Random, SystemRandom
 
 import pytest
 from support.hub_world import job
+from support.memory_store import MemoryStore
 from support.small_swarm import JOIN, MEMORY_BYTES, PLAN, ROOT, check_books, joining, make_job
 from support.stranger import stranger
 
 import ravnest as rv
 from ravnest.config import WireFormat
 from ravnest.errors import ConfigError
+from ravnest.hub.coordinator.coordinator import Coordinator
 from ravnest.hub.coordinator.events import Event, PeerJoined, Received
 from ravnest.hub.coordinator.notices import Joined, Left, Notice
 from ravnest.hub.service.owner import Parts
@@ -62,19 +64,20 @@ class World:
 async def hub(expected_nodes: int = 9) -> AsyncIterator[World]:
     keys, secret, relay = new_keys(), os.urandom(SECRET_BYTES), Relay()
     told: list[Notice] = []
-    logged: list[Event] = []
+    store = MemoryStore()
     watched: list[Event] = []
+    given = job(expected_nodes=expected_nodes, settle_seconds=1e6)
     server = Server(
         Token((), keys.public, secret),
         told.append,
         relay=relay,
-        log=logged.append,
+        store=store,
         watch=lambda event, _: watched.append(event),
+        hub=Coordinator(given),
     )
     async with ZeroMqTransport(keys, SystemRandom(), HERE, HUB_LIMITS, admit=server.admit) as transport:
         world = World(Token((transport.address,), keys.public, secret), relay, server)
-        world.told, world.logged, world.watched = told, logged, watched
-        given = job(expected_nodes=expected_nodes, settle_seconds=1e6)
+        world.told, world.logged, world.watched = told, store.kept, watched
         async with relay.listen(transport.address):
             running = asyncio.create_task(server.run(transport, world, given))
             try:
