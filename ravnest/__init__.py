@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ravnest.engine.train_config import AveragingRule
+    from ravnest.hub.coordinator import notices
     from ravnest.model.capture import capture, empty_weights
     from ravnest.requester.callbacks import CsvLog, TensorBoard
     from ravnest.requester.job import Job
@@ -26,6 +27,7 @@ __all__ = [
     "empty_weights",
     "linear",
     "local",
+    "notices",
 ]
 
 _PLACES = {
@@ -43,11 +45,16 @@ _PLACES = {
 }
 
 
+_MODULES = {"notices": "ravnest.hub.coordinator.notices"}  # public as a whole
+
+
 def __getattr__(name: str) -> object:
+    if name in _MODULES:
+        return import_module(_MODULES[name])
     if name not in _PLACES:
-        raise AttributeError(f"module 'ravnest' has no attribute {name!r}; it has {', '.join(_PLACES)}")
+        raise AttributeError(f"module 'ravnest' has no attribute {name!r}; it has {', '.join(__all__)}")
     return getattr(import_module(_PLACES[name]), name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_PLACES})
+    return sorted({*globals(), *__all__})

@@ -46,7 +46,7 @@ class RingPart(Generic[Value]):
 
 @dataclass(frozen=True, slots=True)
 class RoundReady:
-    """A member's vote: it holds every average of its rings and will not give up by itself."""
+    """A member's vote: it has every average of its rings and will not give up by itself."""
 
     round_id: RoundId
     member: NodeId
@@ -67,12 +67,12 @@ class RoundAbort:
     round_id: RoundId
     reason: str
     suspect: NodeId | None = None
-    hops: Count = 1  # after which it was to come from the suspect: who waits behind another waits for more
+    hops: Count = 1  # after which the chunk was due; a member further behind waits for more hops
 
 
 @dataclass(frozen=True, slots=True)
 class RoundQuery:
-    """A member that voted asks the coordinator or another member what became of the round."""
+    """A member that voted asks the hub what became of the round."""
 
     round_id: RoundId
     member: NodeId

@@ -24,7 +24,7 @@ class Fact(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ProbeOrder:
-    """The hub has a peer measured: by running this little stage, by timing what it fetches, or both."""
+    """The hub has a peer measured: it runs this small stage, times its link, or both."""
 
     blueprint: BlobRef | None
     times_link: bool
@@ -32,7 +32,7 @@ class ProbeOrder:
 
 @dataclass(frozen=True, slots=True)
 class ProbeReport:
-    """What a peer found; None is what it was not asked, or could not find out."""
+    """What a peer measured; None where it was not asked, or could not tell."""
 
     flops_per_second: Rate | None = None
     download_bytes_per_second: Rate | None = None
@@ -51,7 +51,7 @@ class Hello:
     proof: Proof
     node: Node
     addresses: tuple[str, ...] = ()  # where others can dial it
-    guessed: tuple[Fact, ...] = ()  # what of the node nobody has stated, so that it is measured
+    guessed: tuple[Fact, ...] = ()  # facts that the provider has not stated, so that they are measured
     build_id: int = 0  # of the stage that it holds, if the hub has met it before
 
 
@@ -65,7 +65,7 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """What was asked for is not given: a peer cannot join, a blob is not here."""
+    """A request is refused: a peer cannot join, or a blob is not here."""
 
     reason: str
     blob: str = ""  # which
@@ -73,7 +73,7 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """A peer goes: its provider wishes so, or it will not run what it was given."""
+    """A peer leaves: its provider wants that, or it will not run its stage."""
 
     build_id: int
     reason: str
@@ -82,7 +82,7 @@ class Leave:
 
 @dataclass(frozen=True, slots=True)
 class Complaint:
-    """A neighbour sends what fits nothing: nobody can train beside it."""
+    """A neighbour sends what fits nothing: no stage can train beside it."""
 
     build_id: int
     node: NodeId

@@ -2,8 +2,8 @@
 
 A message names the facts it belongs to by number (plan, build, round, lease, microbatch), so a late one is
 dropped by number. Tensors travel beside it: one buffer for each TensorSpec in it, in order. State machines
-take and return messages; wire turns them into frames and checks every bound. Times are spans: no two
-programs share a clock.
+take and return messages; wire packs them and checks every bound. Times are spans: no two programs share a
+clock. docs/protocol.md lists every message.
 """
 
 from dataclasses import dataclass

@@ -1,8 +1,7 @@
-"""Messages about who hosts what, and what it is made of: plans, stages, snapshots.
+"""Messages about placement: which node hosts which stage, and what a stage is built of.
 
-They belong to protocol, which says how messages are made and who reads them. A plan has one number, `plan`;
-a cluster that it makes or changes gets that number as its `build_id`; the others train on under
-theirs. What a stage lacks it gets from sources: snapshots, by name of their parameters.
+A plan has a number, `plan_id`. A cluster that it builds or changes gets that number as its `build_id`; the
+others train on under theirs. A stage gets what it lacks from sources: snapshots, by names of parameters.
 """
 
 from dataclasses import dataclass
@@ -33,7 +32,7 @@ class Contact:
 class PlanOrder:
     """One peer's new part of a plan: its stage, its cluster in order, its rings. A spare has none of them.
 
-    Whoever had a stage stops training it and holds its state, until the next one is built or it is a spare.
+    A peer that had a stage stops training it. It holds the state until its next stage is built.
     """
 
     build_id: int
@@ -58,7 +57,7 @@ class RingOrder:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A snapshot, and who serves it: a peer, the hub, or the receiver itself."""
+    """A snapshot, and the node that serves it: a peer, the hub, or the receiver itself."""
 
     node: NodeId
     weights: BlobRef
@@ -68,7 +67,7 @@ class Source:
 class StageParts:
     """The hub orders a stage built, which then counts `version` updates.
 
-    What the peer holds of it stays, if `is_kept`; the sources say the rest, the first that has a name.
+    With `is_kept` the peer keeps what it holds of it. The first source that has a name gives the rest.
     """
 
     build_id: int
@@ -88,7 +87,7 @@ class StageReady:
 
 @dataclass(frozen=True, slots=True)
 class StageMissing:
-    """A stage cannot be built, for this source does not give what it has."""
+    """A stage cannot be built, because this source does not give what it has."""
 
     build_id: int
     node: NodeId
@@ -101,14 +100,12 @@ class SnapshotOrder:
 
     build_id: int
     number: int
-    is_final: bool = (
-        True  # training does not go on: what an update lacks only microbatches for is applied first
-    )
+    is_final: bool = True  # training does not go on: an update that is under way is applied first
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotMade:
-    """The state is kept here for whoever asks, until some newer ones are."""
+    """The state is served here until some newer snapshots are made."""
 
     build_id: int
     number: int
@@ -118,7 +115,7 @@ class SnapshotMade:
 
 @dataclass(frozen=True, slots=True)
 class BackupOrder:
-    """A spare shall fetch this snapshot and keep it until the next."""
+    """The hub orders a spare to fetch this snapshot and keep it until the next."""
 
     plan_id: int
     number: int

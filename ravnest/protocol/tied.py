@@ -1,7 +1,6 @@
 """Messages between the stages of a cluster that hold one weight together, so that their copies stay equal.
 
-The first of them in the line is the weight's home and decides what happens to it, and in which order. These
-belong to protocol, which says how messages are made and who reads them.
+The first of them in the line is the weight's home. It decides every change, and the order of changes.
 """
 
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True, slots=True)
 class TiedHolder:
-    """A stage that holds tied weights is ready; whoever holds one too and was ready before answers."""
+    """A stage that holds tied weights is ready; other holders that were ready before answer."""
 
     build_id: int
     start: int
@@ -24,7 +23,7 @@ class TiedHolder:
 class TiedCall:
     """A home asks for the gradients of these weights since it called last.
 
-    When it closes an update that no microbatch completed, so does whoever hears it, to leave nothing behind.
+    With `is_closing` it closes an update that no microbatch completed. The receiver does the same.
     """
 
     build_id: int
@@ -35,7 +34,7 @@ class TiedCall:
 
 @dataclass(frozen=True, slots=True)
 class TiedGradient(Generic[Value]):
-    """The answer: means over the updates since then; what had no gradient is not in it."""
+    """The answer: means over the updates since then; a weight without a gradient is not in it."""
 
     build_id: int
     number: int

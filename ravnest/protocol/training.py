@@ -25,7 +25,7 @@ class LeaseGrant:
 
 @dataclass(frozen=True, slots=True)
 class LeaseDone:
-    """Trained, says the root; samples of dropped microbatches do not count."""
+    """The root reports a lease as trained; samples of dropped microbatches do not count."""
 
     build_id: int
     lease: LeaseId

@@ -1,55 +1,25 @@
 """Messages to headers and back: a little msgpack, and beside it the buffers it announces.
 
 A header is a byte of wire version and an array: the message's name, then its fields in order. What arrives is
-refused unless it is exactly that, within bounds; whatever the bytes, nothing but ProtocolError leaves this
-module, and memory stays a small multiple of their number. No torch here: codec makes tensors of buffers.
+refused unless it is exactly that, within bounds. Whatever the bytes, only ProtocolError leaves this module,
+and memory stays a small multiple of their number. Types say which buffers a message announces: a new message
+needs no line here. No torch: codec makes tensors of buffers.
 """
 
 import types
 from collections.abc import Mapping, Sequence
 from dataclasses import is_dataclass, replace
 from functools import cache
-from typing import Annotated, Any, NewType, TypeVar, Union, assert_never, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, NewType, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec import Meta
 
 from ravnest.config import WireFormat
 from ravnest.errors import ProtocolError
-from ravnest.protocol import blobs, placement, tied
-from ravnest.protocol.averaging import (
-    AnchorPart,
-    AnchorQuery,
-    RingPart,
-    RoundAbort,
-    RoundCommit,
-    RoundOpen,
-    RoundQuery,
-    RoundReady,
-)
-from ravnest.protocol.membership import (
-    Complaint,
-    Hello,
-    Leave,
-    ProbeOrder,
-    ProbeReport,
-    Refused,
-    Stop,
-    Welcome,
-)
+from ravnest.protocol.blobs import BlobPart
 from ravnest.protocol.messages import Message
 from ravnest.protocol.tensors import Buffer, TensorSpec
-from ravnest.protocol.training import (
-    Activation,
-    DroppedMicrobatch,
-    FieldParts,
-    Gradient,
-    LearningRate,
-    LeaseDone,
-    LeaseGrant,
-    Pace,
-    StepReport,
-)
 
 WIRE_VERSION = 2
 MOST_HEADER_BYTES = 64 * 1024
@@ -100,52 +70,34 @@ def unpack(header: Buffer, buffers: Sequence[Buffer] = ()) -> Message:
 
 def announced(message: Message) -> tuple[TensorSpec, ...]:
     """Return what the buffers beside a message hold, one after the other."""
-    match message:
-        case Activation() | Gradient() | tied.TiedGradient() | tied.TiedStep():
-            return tuple(spec for _, spec in message.values)
-        case FieldParts():
-            return tuple(spec for _, spec in message.fields)
-        case RingPart() | AnchorPart():
-            return (message.value,)
-        case blobs.BlobPart():
-            return (TensorSpec("uint8", (message.size_bytes,), WireFormat.FP32),)
-        case (
-            Hello()
-            | Welcome()
-            | Refused()
-            | Leave()
-            | Complaint()
-            | Stop()
-            | placement.PlanOrder()
-            | placement.RingOrder()
-            | placement.StageParts()
-            | placement.StageReady()
-            | placement.StageMissing()
-            | placement.SnapshotOrder()
-            | placement.SnapshotMade()
-            | placement.BackupOrder()
-            | placement.BackupKept()
-            | blobs.BlobRequest()
-            | ProbeOrder()
-            | ProbeReport()
-            | LeaseGrant()
-            | LeaseDone()
-            | DroppedMicrobatch()
-            | StepReport()
-            | Pace()
-            | LearningRate()
-            | RoundOpen()
-            | RoundReady()
-            | RoundCommit()
-            | RoundAbort()
-            | RoundQuery()
-            | AnchorQuery()
-            | tied.TiedHolder()
-            | tied.TiedCall()
-        ):
-            return ()
-        case _:
-            assert_never(message)
+    if isinstance(message, BlobPart):
+        return (TensorSpec("uint8", (message.size_bytes,), WireFormat.FP32),)
+    found = _tensor_fields()[type(message).__name__]
+    if found is None:
+        return ()
+    name, is_list = found
+    value = getattr(message, name)
+    return tuple(spec for _, spec in value) if is_list else (value,)
+
+
+@cache
+def _tensor_fields() -> dict[str, tuple[str, bool] | None]:
+    """Return by the name of a message which field has tensors, and whether it is a list of named ones."""
+    return {name: _find_tensors(get_origin(kind) or kind) for name, kind in _kinds().items()}
+
+
+def _find_tensors(kind: type) -> tuple[str, bool] | None:
+    for name, hint in get_type_hints(kind).items():
+        item = get_args(hint)[0] if get_origin(hint) is tuple else None
+        if _is_tensor(hint):
+            return name, False
+        if get_origin(item) is tuple and _is_tensor(get_args(item)[-1]):
+            return name, True
+    return None
+
+
+def _is_tensor(hint: object) -> bool:
+    return hint is TensorSpec or isinstance(hint, TypeVar)
 
 
 def _check_buffers(message: Message, buffers: Sequence[Buffer]) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ravnest.config import WireFormat
 from ravnest.errors import ProtocolError
 from ravnest.protocol.averaging import Digest
-from ravnest.protocol.blobs import BlobHash
+from ravnest.protocol.blobs import BlobHash, BlobPart
 from ravnest.protocol.membership import Fact, Port, Proof, Rate, Span
 from ravnest.protocol.messages import Message
 from ravnest.protocol.placement import Ticket
@@ -79,6 +79,14 @@ def buffers_of(message: Message) -> list[bytes]:
     return [bytes(spec.num_bytes) for spec in announced(message)]
 
 
+def specs_in(value: Any) -> list[TensorSpec]:
+    """Return every TensorSpec in a record, in order."""
+    if isinstance(value, TensorSpec):
+        return [value]
+    inner = [getattr(value, x.name) for x in fields(value)] if is_dataclass(value) else value
+    return [spec for each in inner for spec in specs_in(each)] if isinstance(inner, list | tuple) else []
+
+
 def receive(header: bytes, buffers: list[bytes]) -> Message | None:
     """Unpack as a program would; what is taken must be a message that can be sent on as it is."""
     try:
@@ -96,6 +104,7 @@ def test_every_message_arrives_as_it_was_sent(kind: str) -> None:
     @given(records_of(KINDS[kind]))
     def arrives(message: Message) -> None:
         buffers = buffers_of(message)
+        assert isinstance(message, BlobPart) or [*announced(message)] == specs_in(message)
         header = pack(message, buffers)
         assert len(header) <= MOST_HEADER_BYTES
         arrived = unpack(memoryview(header), buffers)

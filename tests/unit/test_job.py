@@ -6,6 +6,7 @@ import sys
 from collections import namedtuple
 from dataclasses import replace
 from functools import cache
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -401,6 +402,25 @@ def test_names_of_the_package_are_loaded_when_used():
         assert nn.Linear(2, 2).weight.is_meta
     with pytest.raises(AttributeError, match="'jobs'"):
         _ = ravnest.jobs
+
+
+def test_notices_are_public_and_need_no_torch():
+    code = (
+        "import sys, ravnest as rv; from ravnest import notices; assert rv.notices is notices\n"
+        "shown = notices.show_notice(notices.Joined('ana'))\n"
+        "print(shown, 'notices' in dir(rv), 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "ana joined True False\n"
+    kinds = get_args(ravnest.notices.Notice)
+    assert len(kinds) > 20
+    assert all(getattr(ravnest.notices, kind.__name__) is kind for kind in kinds)
+
+
+def test_every_public_name_is_there():
+    assert sorted(ravnest.__all__) == list(ravnest.__all__)
+    assert all(getattr(ravnest, name) is not None for name in ravnest.__all__)
+    assert set(ravnest.__all__) <= set(dir(ravnest))
 
 
 @pytest.mark.parametrize("place", ["", ":", ":job", "model", "model:job", "a.py:", "a.py:b-c", "a.txt:job"])
