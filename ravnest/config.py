@@ -79,6 +79,16 @@ class PlanConfig:
     recover_seconds: float = 30.0  # a cluster stands still when one of its nodes dies
 
 
+@dataclass(frozen=True, slots=True)
+class SearchBudget:
+    """How long the planner searches, counted in clusters it evaluates."""
+
+    clusters: int = 8_000  # per neighbourhood; fewer when each cluster is long and finely cut
+    quick_clusters: int = 2_000  # for one more cluster while training goes on
+
+
+SEARCH_BUDGET = SearchBudget()
+
 _DIMENSIONS = {
     "max_round_seconds": Dimension.SECONDS,
     "relay_bytes_per_second": Dimension.BYTES_PER_SECOND,

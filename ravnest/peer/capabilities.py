@@ -28,7 +28,6 @@ _MOST_SECONDS = 0.2
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # as malloc.h of glibc numbers them
 _LARGE_BYTES = 3 << 19  # at half a megabyte tensors of one trained 30 % slower, at this as fast as ever
 _KEPT_BYTES = 1 << 25  # of smaller ones: at glibc's 128 KB the same pages come and go with every batch
-_BF16_SECONDS = 60.0  # most of them to load torch
 _BF16_PROGRAM = """
 import sys, torch
 matrix = torch.ones(64, 64, dtype=torch.bfloat16, device=sys.argv[1])
@@ -89,13 +88,13 @@ def measure_flops_per_second(device: str = "cpu") -> float:
             return best
 
 
-def can_run_bf16(device: str) -> bool:
+def can_run_bf16(device: str, program: str = _BF16_PROGRAM, timeout_seconds: float = 60.0) -> bool:
     """Return whether a device multiplies bf16 matrices; tried in a process, for on some CPUs it kills it."""
-    command = [sys.executable, "-c", _BF16_PROGRAM, device]
+    command = [sys.executable, "-c", program, device]
     quiet = subprocess.DEVNULL
     try:
         done = subprocess.run(  # noqa: S603 - our own program
-            command, stdin=quiet, stdout=quiet, stderr=quiet, timeout=_BF16_SECONDS, check=False
+            command, stdin=quiet, stdout=quiet, stderr=quiet, timeout=timeout_seconds, check=False
         )
     except (OSError, subprocess.TimeoutExpired):
         return False

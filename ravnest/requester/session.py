@@ -10,6 +10,7 @@ import logging
 import os
 import random
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -24,11 +25,10 @@ from ravnest.hub.coordinator.coordinator import Coordinator as StateOfHub
 from ravnest.hub.coordinator.events import Action, Event
 from ravnest.hub.coordinator.notices import Notice, Waiting
 from ravnest.hub.service.event_log import EventLog, read_watch
-from ravnest.hub.service.server import HUB_LIMITS, Server
+from ravnest.hub.service.server import HUB_LIMITS, HUB_PARTS, HubParts, Server
 from ravnest.hub.service.status import StatusTracker
 from ravnest.ids import NodeId
 from ravnest.net.identity import Token, dialled_from_elsewhere, read_address
-from ravnest.net.relay import Relay
 from ravnest.net.zeromq import ZeroMqTransport
 from ravnest.requester.callbacks import Callback, Callbacks, Narrator
 from ravnest.requester.checkpoint_store import open_checkpoints
@@ -73,6 +73,7 @@ class Hub:
         peers: Sequence[Hardware] = (),
         tell: Callback | None = None,
         look: Callable[[StatusTracker], None] | None = None,
+        parts: HubParts = HUB_PARTS,
     ) -> None:
         self._door = read_address(listen, is_door=True)
         public = (public,) if isinstance(public, str) else public
@@ -82,6 +83,7 @@ class Hub:
         self._peers = LocalPeers(peers)
         self._tell: Callback = Narrator() if tell is None else tell
         self._look = look
+        self._parts = parts
         self._is_open_to_others = True
         self._file: HubFile | None = None
         self._store: EventLog | None = None
@@ -163,7 +165,7 @@ class Hub:
             hear.add(given.owner.note)
             past = self._find_past(given) if resumes else None
             self._watch = StatusTracker(StateOfHub()) if past is None else past
-            relay = Relay() if self._is_open_to_others else None
+            relay = self._parts.make_relay() if self._is_open_to_others else None
             log = self._store = None
             if self._folder is not None:
                 if past is None:
@@ -171,7 +173,8 @@ class Hub:
                 self._store = open_things.enter_context(EventLog(self._folder))
                 log = self._store.append
             hub = self._watch.hub
-            server = Server(self.token, hear, relay=relay, log=log, watch=self._see, hub=hub)
+            parts = replace(self._parts, watch=self._see)
+            server = Server(self.token, hear, relay=relay, log=log, hub=hub, parts=parts)
             transport = ZeroMqTransport(keys, pauses, self._door, HUB_LIMITS, admit=server.admit)
             await open_things.enter_async_context(transport)
             if relay is not None:
@@ -199,6 +202,8 @@ class Hub:
         self._watch.observe(event, orders)
         if self._store is not None:
             self._store.save(self._watch)
+        if self._parts.watch is not None:
+            self._parts.watch(event, orders)
         if self._look is not None:
             self._look(self._watch)
 
@@ -253,9 +258,10 @@ def local(
     plan: PlanConfig = LOCAL_PLAN,
     tell: Callback | None = None,
     look: Callable[[StatusTracker], None] | None = None,
+    parts: HubParts = HUB_PARTS,
 ) -> Hub:
     """Return a hub with so many peers on this PC, which share its memory, or with peers of this hardware."""
     peers = share_memory(nodes) if isinstance(nodes, int) else tuple(nodes)
-    hub = Hub(HERE, folder=folder, plan=plan, peers=peers, tell=tell, look=look)
+    hub = Hub(HERE, folder=folder, plan=plan, peers=peers, tell=tell, look=look, parts=parts)
     hub._is_open_to_others = False
     return hub

@@ -9,7 +9,6 @@ import copy
 import itertools
 import json
 from dataclasses import replace
-from functools import partial
 from random import Random
 
 import pytest
@@ -36,7 +35,6 @@ from ravnest.hub.coordinator.notices import (
 from ravnest.hub.service.server import GRACE_SECONDS
 from ravnest.ids import NodeId
 from ravnest.net.memory import Wire
-from ravnest.peer.agent import Offer
 from ravnest.peer.compute import Build, Delivered, Item
 from ravnest.protocol.averaging import RingPart, RoundCommit, RoundOpen
 from ravnest.protocol.membership import Fact
@@ -345,12 +343,9 @@ def test_clusters_without_a_link_between_them_train_on_each_by_itself() -> None:
     check_books(ended, job)
 
 
-def test_a_peer_that_only_guesses_is_measured_on_its_way_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "tests.support.system_world.Offer", partial(Offer, guessed=(Fact.BANDWIDTH, Fact.LATENCY))
-    )
+def test_a_peer_that_only_guesses_is_measured_on_its_way_in() -> None:
     job = make_job("tiny", num_samples=64, epochs=1)
-    ended = World(job, [TINY_LARGE] * 2, wire=Wire(0.02, 2e6)).run()
+    ended = World(job, [TINY_LARGE] * 2, wire=Wire(0.02, 2e6), guessed=(Fact.BANDWIDTH, Fact.LATENCY)).run()
     check_books(ended, job)
     measured = [news.node for news in ended.of(Measured)]
     assert {node.name for node in measured} == {"node1", "node2"}

@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from support.hub_world import HubWorld, Trouble, blob, check_replay, job, quick_plans
+from support.hub_world import HubWorld, Trouble, blob, check_replay, job
 from support.plan_world import even_model, node
 
 from ravnest.config import Averaging
@@ -43,7 +43,7 @@ from ravnest.hub.coordinator.notices import (
     WorkLost,
     show_notice,
 )
-from ravnest.hub.coordinator.planner import lease_batches, make_plan
+from ravnest.hub.coordinator.planner import lease_batches
 from ravnest.ids import HUB
 from ravnest.plan.profiles import builtin_profile, resize_batch
 from ravnest.plan.types import Cluster, Plan, Stage
@@ -71,12 +71,6 @@ from ravnest.protocol.training import (
     Pace,
     StepReport,
 )
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _quick_plans():
-    with quick_plans():
-        yield
 
 
 def one_cluster(**changes):
@@ -410,7 +404,9 @@ def test_peers_may_come_before_the_job():
         hub.apply(event)
     assert hub.due == 5.0
     (asked,) = hub.apply(Tick(5.0))
-    assert any(isinstance(order, MakeParts) for order in hub.apply(make_plan(world.given, asked, 6.0)))
+    assert any(
+        isinstance(order, MakeParts) for order in hub.apply(world.planner.make_plan(world.given, asked, 6.0))
+    )
 
 
 # Deaths.

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.hub_world import HubWorld, Trouble, check_replay, job, quick_plans
+from support.hub_world import HubWorld, Trouble, check_replay, job
 from support.plan_world import node
 
 from ravnest.cli.join import _Doors, _make_offer, _Stated
@@ -23,12 +23,6 @@ from ravnest.transfer.blobs import Blobs, LinkTimes, Outgoing, ballast, name_bal
 
 ALL = tuple(Fact)
 A = NodeId("a")
-
-
-@pytest.fixture(autouse=True)
-def _quick_plans():
-    with quick_plans():
-        yield
 
 
 def orders_of(world: HubWorld, kind: type) -> list:

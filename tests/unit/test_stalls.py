@@ -3,18 +3,12 @@
 from dataclasses import replace
 
 import pytest
-from support.hub_world import HubWorld, check_replay, job, quick_plans
+from support.hub_world import HubWorld, check_replay, job
 
 from ravnest.config import Averaging
 from ravnest.hub.coordinator import rounds
 from ravnest.hub.coordinator.notices import Checkpointed, ClusterBroken, Left, Recovered
 from ravnest.protocol.placement import SnapshotOrder
-
-
-@pytest.fixture(autouse=True)
-def _quick_plans():
-    with quick_plans():
-        yield
 
 
 def world_of(names, memory_mb=150.0, **changes):

@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 import msgspec
 import pytest
-from support.hub_world import HubWorld, Trouble, blob, check_replay, freeze, job, quick_plans
+from support.hub_world import HubWorld, Trouble, blob, check_replay, freeze, job
 
 from ravnest.errors import ConfigError
 from ravnest.hub.coordinator.coordinator import Coordinator
@@ -28,12 +28,6 @@ from ravnest.hub.service.status import ClusterStatus, MemberStatus, Status, Stat
 from ravnest.protocol.membership import Leave
 from ravnest.protocol.placement import SnapshotMade
 from ravnest.protocol.training import LeaseDone
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _quick_plans():
-    with quick_plans():
-        yield
 
 
 def log_of(folder):

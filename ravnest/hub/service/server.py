@@ -7,7 +7,7 @@ out piece by piece on demand. Driven by job.swarm, in the requester's process.
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ravnest.errors import ConfigError, GuardError, LinkError, ProtocolError, RavnestError
@@ -34,7 +34,7 @@ from ravnest.hub.coordinator.events import (
     Tick,
 )
 from ravnest.hub.coordinator.notices import Missing, Notice
-from ravnest.hub.coordinator.planner import make_plan
+from ravnest.hub.coordinator.planner import SEARCH_PLANNER, Planner
 from ravnest.hub.service.admission import Admission
 from ravnest.hub.service.data_service import DataService
 from ravnest.hub.service.event_log import apply_logged
@@ -58,15 +58,28 @@ HEARTBEAT_SECONDS = 1.0
 GRACE_SECONDS = 3.0  # a peer whose link is lost may come back
 PART_SECONDS = 5.0  # at the end, for all to leave
 HUB_LIMITS = TransportLimits(incoming_bytes=2 * MIB)  # peers send words and pieces of blobs, never a tensor
-_MOST_WAITING = 10_000  # parcels for one peer: a lease's are hundreds, and one piece is asked for at a time
 _Outcome = tuple[Finish, list[bytes]]
 _Outbox = asyncio.Queue[Outgoing | None]
+
+
+@dataclass(frozen=True, slots=True)
+class HubParts:
+    """What a hub is built of: how it plans, and what it is connected to."""
+
+    planner: Planner = SEARCH_PLANNER
+    watch: Callable[[Event, tuple[Action, ...]], None] | None = None  # sees every event after it is applied
+    make_relay: Callable[[], Relay] = Relay
+    map_addresses: Callable[[Sequence[str]], tuple[str, ...]] = tuple  # where others reach a peer's addresses
+    max_waiting: int = 10_000  # messages for one peer: a lease has hundreds, and pieces go one at a time
+
+
+HUB_PARTS = HubParts()
 
 
 class Server:
     """One job's hub. `admit` belongs to the transport it runs on; `token` needs no address here.
 
-    `log` gets every event that may change the state before it is applied, `watch` all of them after.
+    `log` gets every event that may change the state, before what it causes is carried out.
     """
 
     def __init__(
@@ -77,15 +90,15 @@ class Server:
         *,
         relay: Relay | None = None,
         log: Callable[[Event], None] | None = None,
-        watch: Callable[[Event, tuple[Action, ...]], None] | None = None,
         hub: Coordinator | None = None,
+        parts: HubParts = HUB_PARTS,
     ) -> None:
         self._door = Admission(token, relay)
         self.admit = self._door.admit
         self._relay = relay
         self._tell = tell
         self._log = log
-        self._watch = watch
+        self._parts = parts
         self._in_background = in_background  # runs a function of the owner's where it delays no message
         self.hub = Coordinator() if hub is None else hub  # for who watches, too; one with a past goes on
         self._blobs = Blobs()
@@ -190,7 +203,7 @@ class Server:
             self._hear_complaint(delivery.sender, name, message)
         elif name is None:
             logger.debug("%s from %s, which has not joined", type(message).__name__, delivery.sender)
-        elif name in self._outboxes and self._outboxes[name].qsize() > _MOST_WAITING:
+        elif name in self._outboxes and self._outboxes[name].qsize() > self._parts.max_waiting:
             self._ban(delivery.sender, "it asks for more than it takes")
         else:
             self._take(name, message, delivery.buffers)
@@ -202,6 +215,7 @@ class Server:
         self._dismissed.discard(peer)
         key = self._door.key(peer)
         before = self.hub.find_missing(key, hello.build_id)
+        hello = replace(hello, addresses=self._parts.map_addresses(hello.addresses))
         known = self._door.introduce(peer, hello, before, self.hub.find_others(key))
         if isinstance(known, str):
             self._start(self._refuse(peer, known))
@@ -274,8 +288,8 @@ class Server:
             return
         for order in orders:
             self._carry_out(order)
-        if self._watch is not None:
-            self._watch(event, orders)
+        if self._parts.watch is not None:
+            self._parts.watch(event, orders)
         if self._timer is not None:
             self._timer.cancel()
         due = self.hub.due
@@ -324,7 +338,7 @@ class Server:
             self.fail(error)
 
     async def _make_plan(self, order: MakePlan) -> None:
-        made = await self._in_background(make_plan, self._job, order, 0.0)
+        made = await self._in_background(self._parts.planner.make_plan, self._job, order, 0.0)
         self._apply(replace(made, now=self._time()))
 
     def _finish(self, order: Finish) -> None:
