@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ravnest.config import TIMEOUTS, PeerTimeouts
 from ravnest.engine.optimizers import find_not_finite
 from ravnest.engine.schedule import StageSchedule
 from ravnest.engine.stage import StageEngine
@@ -160,12 +161,13 @@ class StageHost:
         wait: Callable[[float], object] | None = None,
         probe: Callable[[str], bool] = can_run_bf16,
         tools: StageTools = STAGE_TOOLS,
+        timeouts: PeerTimeouts = TIMEOUTS.peer,
     ) -> None:
         self._limits = limits
         self._clock = clock
         self._wait = wait or threading.Event().wait  # nobody sets it: it costs no work to wait for
         self._probe = probe
-        self._tools = tools
+        self._tools, self._timeouts = tools, timeouts
         self._has_bf16: bool | None = None  # not probed yet
         self._worker: Worker | None = None
         self._averager: Averager | None = None
@@ -217,8 +219,10 @@ class StageHost:
         schedule = StageSchedule(stage.window, order.accumulate, version=parts.version)
         device = self._device(blueprint, training.batch_size, is_split, stage.recompute)
         rate, policy = training.optimizer.learning_rate, make_policy(training, order)
-        self._worker = Worker(place, blueprint, running, schedule, rate, device, policy)
-        self._averager = Averager(place, order, blueprint, self._worker, training, self._clock, standing)
+        self._worker = Worker(place, blueprint, running, schedule, rate, device, policy, self._timeouts)
+        self._averager = Averager(
+            place, order, blueprint, self._worker, training, self._clock, standing, self._timeouts
+        )
         self._held = self._late_round = None
         return StageReady(parts.build_id)
 

@@ -48,9 +48,7 @@ LOCAL_PLAN = PlanConfig(
     deltas=WireFormat.FP32,
 )
 _PORT = "0.0.0.0:7700"
-_SETTLE_SECONDS = 5.0  # without a number of nodes, form when nobody came for so long
-_LOCAL_SETTLE_SECONDS = 60.0  # peers on a busy PC start one after the other
-_UNSETTLED_SECONDS = 1e9
+_NEVER_SETTLES = 1e9  # seconds: an open hub with a number of nodes waits for all of them
 _STOPPED = "Ctrl-C: what is under way is finished; Ctrl-C again ends now and loses it"
 
 
@@ -80,10 +78,10 @@ class Hub:
         self._public = tuple(read_address(address) for address in public)
         self._folder = None if folder is None else Path(folder)
         self._plan = plan
-        self._peers = LocalPeers(peers)
-        self._tell: Callback = Narrator() if tell is None else tell
+        self._peers = LocalPeers(peers, parts.timeouts.program)
+        self._tell: Callback = Narrator(parts.timeouts.program) if tell is None else tell
         self._look = look
-        self._parts = parts
+        self._parts, self._timeouts = parts, parts.timeouts
         self._is_open_to_others = True
         self._file: HubFile | None = None
         self._store: EventLog | None = None
@@ -164,8 +162,8 @@ class Hub:
             given = await asyncio.to_thread(setup)
             hear.add(given.owner.note)
             past = self._find_past(given) if resumes else None
-            self._watch = StatusTracker(StateOfHub()) if past is None else past
-            relay = self._parts.make_relay() if self._is_open_to_others else None
+            self._watch = StatusTracker(StateOfHub(self._timeouts.hub)) if past is None else past
+            relay = self._parts.make_relay(self._timeouts.net) if self._is_open_to_others else None
             log = self._store = None
             if self._folder is not None:
                 if past is None:
@@ -175,7 +173,8 @@ class Hub:
             hub = self._watch.hub
             parts = replace(self._parts, watch=self._see)
             server = Server(self.token, hear, relay=relay, log=log, hub=hub, parts=parts)
-            transport = ZeroMqTransport(keys, pauses, self._door, HUB_LIMITS, admit=server.admit)
+            limits = replace(HUB_LIMITS, timeouts=self._timeouts.net)
+            transport = ZeroMqTransport(keys, pauses, self._door, limits, admit=server.admit)
             await open_things.enter_async_context(transport)
             if relay is not None:
                 await open_things.enter_async_context(relay.listen(self._door))
@@ -189,7 +188,7 @@ class Hub:
         if self._folder is None or not self._is_open_to_others:
             return None
         try:
-            past = read_watch(self._folder)
+            past = read_watch(self._folder, self._timeouts.hub)
         except ConfigError as error:
             logger.info("the log is not gone on with: %s", error)
             return None
@@ -202,15 +201,15 @@ class Hub:
         self._watch.observe(event, orders)
         if self._store is not None:
             self._store.save(self._watch)
-        if self._parts.watch is not None:
-            self._parts.watch(event, orders)
         if self._look is not None:
             self._look(self._watch)
+        if self._parts.watch is not None:
+            self._parts.watch(event, orders)
 
     def _settle_seconds(self, nodes: int) -> float:
         if not nodes:
-            return _SETTLE_SECONDS
-        return _UNSETTLED_SECONDS if self._is_open_to_others else _LOCAL_SETTLE_SECONDS
+            return self._timeouts.program.settle_seconds
+        return _NEVER_SETTLES if self._is_open_to_others else self._timeouts.program.local_settle_seconds
 
     @contextlib.asynccontextmanager
     async def _watched(self, server: Server, hear: Callbacks) -> AsyncIterator[None]:

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from random import Random, SystemRandom
+from typing import Any
 
 import pytest
 from support.hub_world import job
@@ -21,7 +22,7 @@ from ravnest.errors import ConfigError
 from ravnest.hub.coordinator.events import Event, PeerJoined, Received
 from ravnest.hub.coordinator.notices import Joined, Left, Notice
 from ravnest.hub.service.owner import Parts
-from ravnest.hub.service.server import HUB_LIMITS, Server
+from ravnest.hub.service.server import HUB_LIMITS, HubParts, Server
 from ravnest.ids import LeaseId, MicrobatchId
 from ravnest.net.identity import SECRET_BYTES, Token, new_keys, peer_of, write_token
 from ravnest.net.relay import Relay
@@ -59,7 +60,7 @@ class World:
 
 
 @asynccontextmanager
-async def hub(expected_nodes: int = 9) -> AsyncIterator[World]:
+async def hub(expected_nodes: int = 9, **parts: Any) -> AsyncIterator[World]:
     keys, secret, relay = new_keys(), os.urandom(SECRET_BYTES), Relay()
     told: list[Notice] = []
     logged: list[Event] = []
@@ -69,7 +70,7 @@ async def hub(expected_nodes: int = 9) -> AsyncIterator[World]:
         told.append,
         relay=relay,
         log=logged.append,
-        watch=lambda event, _: watched.append(event),
+        parts=HubParts(watch=lambda event, _: watched.append(event), **parts),
     )
     async with ZeroMqTransport(keys, SystemRandom(), HERE, HUB_LIMITS, admit=server.admit) as transport:
         world = World(Token((transport.address,), keys.public, secret), relay, server)
@@ -332,11 +333,9 @@ def test_who_sends_a_hub_a_tensor_has_its_link_ended() -> None:
     run(main)
 
 
-def test_who_asks_for_more_than_it_takes_is_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ravnest.hub.service.server._MOST_WAITING", 3)
-
+def test_who_asks_for_more_than_it_takes_is_sent_away() -> None:
     async def main() -> None:
-        async with hub() as world, stranger(world.token) as liar:
+        async with hub(max_waiting=3) as world, stranger(world.token) as liar:
             await liar.join("liar")
             await liar.hear(Welcome)
             ref = name_ballast()

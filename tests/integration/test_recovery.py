@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from ravnest.config import HubTimeouts, Timeouts
 from ravnest.hub.coordinator.events import Collect, Received, Send
 from ravnest.hub.coordinator.notices import (
     Checkpointed,
@@ -33,12 +34,9 @@ from tests.support.faults import EPOCHS, NUM_SAMPLES, Step, Story, check, is_new
 NUM_PEERS = 7  # two clusters of three, and a spare
 LOSS_RATIO = 1.5  # over an undisturbed run
 
+SHORT_GRACE = Timeouts(HubTimeouts(grace_seconds=1.0))
+
 pytestmark = pytest.mark.timeout(240)
-
-
-@pytest.fixture(autouse=True)
-def _short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ravnest.hub.service.server.GRACE_SECONDS", 1.0)
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +49,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> float:
 
 
 def train(story: Story, folder: Path, **options: Any) -> Result:
-    with swarm(story, folder, NUM_PEERS) as hub:
+    with swarm(story, folder, NUM_PEERS, timeouts=SHORT_GRACE) as hub:
         return hub.fit(make_job(**options), nodes=NUM_PEERS)
 
 
@@ -217,7 +215,7 @@ def test_a_link_gets_slow_and_then_its_cable_is_cut_and_healed_after_the_grace(
                 Step(is_far(Joined), lambda _: None),
             ]
         )
-        with swarm(story, tmp_path, 5, far) as hub:  # with six nobody is spare
+        with swarm(story, tmp_path, 5, far, timeouts=SHORT_GRACE) as hub:  # with six nobody is spare
             result = hub.fit(make_job(), nodes=6)
     judge(story, result, undisturbed)
     assert [news.node for news in story.of(Left)] == ["far"]
@@ -240,7 +238,9 @@ def test_spares_who_follow_a_cluster_that_died_whole_begin_with_its_last_checkpo
         story.peers.start("late")  # with it the two spares can hold the model, cut as it was
 
     story = Story([Step(has_learned, kill_all), Step(is_news(ClusterStarted), lambda _: None)])
-    with swarm(story, tmp_path, 5, memory_bytes=1.9e6) as hub:  # two have no room for it
+    with swarm(
+        story, tmp_path, 5, memory_bytes=1.9e6, timeouts=SHORT_GRACE
+    ) as hub:  # two have no room for it
         result = hub.fit(make_job(), nodes=5)
     judge(story, result, undisturbed)
     ((_, seconds), *_) = story.recovery_seconds()

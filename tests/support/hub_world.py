@@ -14,6 +14,7 @@ from random import Random
 
 from support.plan_world import FIRST_ANSWERS, SIMPLE, even_model, node
 
+from ravnest.config import TIMEOUTS
 from ravnest.hub.coordinator.coordinator import Coordinator
 from ravnest.hub.coordinator.events import (
     Abandon,
@@ -123,12 +124,13 @@ def digest(*facts):
 class HubWorld:
     """A hub and scripted peers; its planner and the facts of its nodes are arguments."""
 
-    def __init__(self, given=None, trouble=None, planner=None, make_node=node):
+    def __init__(self, given=None, trouble=None, planner=None, make_node=node, timeouts=TIMEOUTS.hub):
         self.given = given or job()
         self.trouble = trouble or Trouble()
         self.random = Random(self.trouble.seed)
         self.planner, self.make_node = planner or QUICK_PLANNER, make_node
-        self.hub = Coordinator()
+        self.timeouts = timeouts
+        self.hub = Coordinator(timeouts)
         self.now = 0.0
         self.log, self.answers = [], []
         self.news, self.refusals, self.finish = [], [], None
@@ -188,7 +190,7 @@ class HubWorld:
     def _restart(self):
         if self.is_finished:
             return
-        self.hub, self.session = Coordinator(), self.session + 1
+        self.hub, self.session = Coordinator(self.timeouts), self.session + 1
         for event, orders in zip(self.log, self.answers, strict=True):
             if not isinstance(orders[0] if orders else None, Refusal):
                 self.hub.apply(read_event(*write_event(event)))
@@ -669,10 +671,10 @@ QUICK_PLANNER = SearchPlanner(form=_form_quickly)
 
 def check_replay(world):
     """The log alone gives the same orders and the same state, also after it was plain data."""
-    hub = Coordinator()
+    hub = Coordinator(world.timeouts)
     assert [hub.apply(event) for event in world.log] == world.answers
     assert freeze(hub) == freeze(world.hub)
-    hub = Coordinator()
+    hub = Coordinator(world.timeouts)
     for event, orders in zip(world.log, world.answers, strict=True):
         if not isinstance(orders[0] if orders else None, Refusal):  # what is refused need not be logged
             assert hub.apply(read_event(*write_event(event))) == orders

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load, save
 
 import ravnest as rv
-from ravnest.config import Averaging
+from ravnest.config import TIMEOUTS, Averaging
 from ravnest.hub.coordinator.leases import permute
 from ravnest.hub.coordinator.notices import (
     ClusterBroken,
@@ -32,7 +32,6 @@ from ravnest.hub.coordinator.notices import (
     Waiting,
     WorkLost,
 )
-from ravnest.hub.service.server import GRACE_SECONDS
 from ravnest.ids import NodeId
 from ravnest.net.memory import Wire
 from ravnest.peer.compute import Build, Delivered, Item
@@ -258,7 +257,7 @@ def test_an_outage_within_the_grace_loses_nothing(name: str, seconds: float) -> 
         if isinstance(news, EpochDone) and news.epoch == 1:
             world.isolate(NodeId(name), seconds)
 
-    assert seconds < GRACE_SECONDS
+    assert seconds < TIMEOUTS.hub.grace_seconds
     job = make_job("mlp")
     ended = World(job, SIX, hear=hear).run()
     assert ended.of(Left) == ended.of(WorkLost) == ended.of(ClusterDissolved) == []

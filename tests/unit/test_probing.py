@@ -9,10 +9,10 @@ from support.hub_world import HubWorld, Trouble, check_replay, job
 from support.plan_world import node
 
 from ravnest.cli.join import _Doors, _make_offer, _Stated
+from ravnest.config import TIMEOUTS
 from ravnest.errors import ConfigError
 from ravnest.hub.coordinator.events import JobPhase, MakeParts, MakePlan, Probed, Send
 from ravnest.hub.coordinator.notices import Measured, PlanFormed, show_notice
-from ravnest.hub.monitors.probes import PROBE_SECONDS
 from ravnest.hub.service.probe_reports import ProbeReports
 from ravnest.ids import HUB, NodeId
 from ravnest.peer import capabilities
@@ -99,7 +99,7 @@ def test_who_does_not_answer_is_believed_after_a_while_and_people_are_told() -> 
     world = HubWorld(job(expected_nodes=3), Trouble(guessed=ALL, silent=1.0))
     world.join(*"abc")
     world.run_until(lambda: orders_of(world, MakePlan))
-    assert world.now == PROBE_SECONDS
+    assert world.now == TIMEOUTS.hub.probe_seconds
     assert orders_of(world, MakePlan)[0].nodes[0] == node("a", 150.0)
     text = show_notice(world.told(Measured)[0])
     assert text.startswith("a was not measured within 15 s, so what it says of itself counts: 100 GFLOP/s")
@@ -111,7 +111,7 @@ def test_who_dies_while_it_is_measured_is_not_waited_for() -> None:
     world.join("a")
     world.kill("a", at=2.0)
     world.run()
-    assert world.now < PROBE_SECONDS
+    assert world.now < TIMEOUTS.hub.probe_seconds
     assert not orders_of(world, MakePlan)
 
 
@@ -198,7 +198,7 @@ def test_a_link_is_timed_as_it_is(latency: float, rate: float) -> None:
     times = wire.time()
     assert times.latency_seconds == pytest.approx(latency + 0.5 / rate)
     assert times.bytes_per_second == pytest.approx(rate, rel=0.01)
-    assert wire.now < PROBE_SECONDS / 2
+    assert wire.now < TIMEOUTS.hub.probe_seconds / 2
 
 
 def test_a_slow_link_is_not_timed_with_much() -> None:

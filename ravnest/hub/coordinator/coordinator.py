@@ -7,8 +7,8 @@ was trained it begins again, from the last checkpoint if there is one.
 from dataclasses import replace
 from typing import assert_never
 
-from ravnest.config import Averaging
-from ravnest.hub.coordinator.checkpoints import SILENT, CheckpointCollector
+from ravnest.config import TIMEOUTS, Averaging, HubTimeouts
+from ravnest.hub.coordinator.checkpoints import CheckpointCollector
 from ravnest.hub.coordinator.events import (
     Abandon,
     Action,
@@ -71,20 +71,23 @@ Actions = list[Action] | str  # orders, or why the event is refused
 class Crew:
     """Everything the hub remembers, and what it does when somebody comes, goes or comes back."""
 
-    def __init__(self) -> None:
+    def __init__(self, timeouts: HubTimeouts = TIMEOUTS.hub) -> None:
+        self._timeouts = timeouts
         self.now = 0.0  # of the last event; a program that goes on after a restart counts on from it
         self.phase = JobPhase.COLLECTING
         self._job: JobGiven | None = None
         self._members = Membership()
-        self._rounds = Rounds()
+        self._rounds = Rounds(timeouts)
         self.books: Ledger | None = None  # from the job on
-        self._forming = PlanTrigger()
-        self._keeping = CheckpointCollector()
-        self._mending = Recovery(self._members, self._keeping)
+        self._forming = PlanTrigger(timeouts)
+        self._keeping = CheckpointCollector(timeouts)
+        self._mending = Recovery(self._members, self._keeping, timeouts)
         self._stop_by: float | None = None  # once it is stopped
         self._end_by: float | None = None  # once all is trained, and a cluster stands still
         self._guard = LossGuard()
-        self._hearing = StageMessages(self._members, self._keeping, self._mending, self._forming, self._guard)
+        self._hearing = StageMessages(
+            self._members, self._keeping, self._mending, self._forming, self._guard, timeouts
+        )
         self._num_alarms = 0  # since the last checkpoint
 
     @property
@@ -256,11 +259,12 @@ class StageMessages:
         mending: Recovery,
         forming: PlanTrigger,
         guard: LossGuard,
+        timeouts: HubTimeouts,
     ) -> None:
         self._members, self._keeping = members, keeping
         self._mending, self._forming, self._guard = mending, forming, guard
-        self.speeds = ThroughputMonitor()
-        self.stalls = LivenessMonitor(members, keeping.number, mending.find_lazy)
+        self.speeds = ThroughputMonitor(timeouts)
+        self.stalls = LivenessMonitor(members, keeping.number, mending.find_lazy, timeouts)
 
     def hear(self, sender: NodeId, message: OfStages, training: Ledger, now: float) -> _StageActions:
         """Take what a member says of its stage, or of the one it had."""
@@ -366,8 +370,6 @@ def _notify_results(results: list[EpochDone] | list[Evaluated], training: Ledger
     return [Notify(result) for result in results]
 
 
-_STOP_SECONDS = 30.0  # for what is under way when the job is stopped
-_END_SECONDS = 30.0  # for clusters that stand still when all is trained: they know what others do not
 _OfMembers = Leave | BackupKept | RoundReady | RoundAbort | RoundQuery | OfStages
 
 
@@ -512,7 +514,7 @@ class Coordinator(Crew):
         """End as if all was trained, as soon as what is under way is; at once if nobody trains yet."""
         if self._job is None or self.phase is JobPhase.FINISHED or self._stop_by is not None:
             return f"there is no job to stop ({reason}), or it ends already"
-        self._stop_by = self.now + _STOP_SECONDS
+        self._stop_by = self.now + self._timeouts.stop_seconds
         told = Notify(Stopping(reason))
         if not self._members.clusters or not (self._members.running or self._training.num_counted):
             return [told, *self._start_over()]
@@ -551,7 +553,7 @@ class Coordinator(Crew):
         silent = self._keeping.find_silent(self.now) if self.phase is JobPhase.KEEPING else ()
         return [
             *((name, reason, "goodbye") for name, reason in self._mending.let_go(self.now)),
-            *((name, f"it {SILENT}", "goodbye") for name in silent),
+            *((name, f"it {self._keeping.silence}", "goodbye") for name in silent),
             *((name, IDLE, f"{IDLE}; start it again") for name in idle),
         ]
 
@@ -628,7 +630,7 @@ class Coordinator(Crew):
         """Return whether all clusters can take part in the last round, or were waited for long enough."""
         if self._stop_by is not None or all(each.is_running for each in self._members.clusters):
             return True
-        self._end_by = self.now + _END_SECONDS if self._end_by is None else self._end_by
+        self._end_by = self.now + self._timeouts.end_seconds if self._end_by is None else self._end_by
         return self.now >= self._end_by
 
     def _keep(self) -> list[Send]:

@@ -5,20 +5,20 @@ Whoever is not measured yet is waited for.
 
 import math
 
+from ravnest.config import TIMEOUTS, HubTimeouts
 from ravnest.hub.coordinator.events import JobGiven, JobSettings, MakeParts, MakePlan, Notify, PlanMade, Send
 from ravnest.hub.coordinator.membership import Membership
 from ravnest.hub.coordinator.notices import Waiting
 from ravnest.hub.monitors.probes import order_probes, probe_due
 
-_AGAIN_SECONDS = 5.0  # of quiet before another plan than the first: nobody says how many are left
-_JOIN_SECONDS = 2.0  # of quiet before those who came are used: they seldom come alone
 _NOBODY = "nobody is here; training begins when enough nodes have joined"
 
 
 class PlanTrigger:
     """Asks once for each set of members: as soon as all who are expected came, or when it is quiet."""
 
-    def __init__(self) -> None:
+    def __init__(self, timeouts: HubTimeouts = TIMEOUTS.hub) -> None:
+        self._timeouts = timeouts
         self._changed_at = 0.0  # when somebody last came or went
         self._was_asked = False  # for a plan of these members
         self._plan_id = 0  # of the plan that is being made
@@ -35,14 +35,16 @@ class PlanTrigger:
             return probe_due(members)
         if not len(members) or self._was_asked or members.missing:
             return None
-        longest = _AGAIN_SECONDS if self._had_plan else math.inf
+        longest = self._timeouts.replan_seconds if self._had_plan else math.inf
         return self._changed_at + min(settings.settle_seconds, longest)
 
     def ask(
         self, job: JobGiven, members: Membership, now: float
     ) -> list[MakePlan | MakeParts | Send | Notify]:
         """Return the orders to measure who is new, and to plan if it is time for that."""
-        orders: list[MakePlan | MakeParts | Send | Notify] = [*order_probes(members, job.profile, now)]
+        orders: list[MakePlan | MakeParts | Send | Notify] = [
+            *order_probes(members, job.profile, now, self._timeouts)
+        ]
         due = self.due(job.settings, members)
         is_enough = not self._had_plan and len(members) >= job.settings.expected_nodes > 0
         if members.guessing or due is None or not (now >= due or is_enough):
@@ -55,13 +57,19 @@ class PlanTrigger:
         """Return when to ask for a repair, if nothing else happens."""
         if members.guessing and not is_urgent:
             return probe_due(members)
-        return None if self._was_asked else self._changed_at + (0.0 if is_urgent else _JOIN_SECONDS)
+        return (
+            None
+            if self._was_asked
+            else self._changed_at + (0.0 if is_urgent else self._timeouts.join_seconds)
+        )
 
     def mend(
         self, job: JobGiven, members: Membership, now: float, is_urgent: bool
     ) -> list[MakePlan | MakeParts | Send | Notify]:
         """Return the orders to measure who is new, and to repair the plan if it is time for that."""
-        orders: list[MakePlan | MakeParts | Send | Notify] = [*order_probes(members, job.profile, now)]
+        orders: list[MakePlan | MakeParts | Send | Notify] = [
+            *order_probes(members, job.profile, now, self._timeouts)
+        ]
         due = None if members.guessing and not is_urgent else self.mending_due(members, is_urgent)
         if due is None or now < due:
             return orders

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 
+from ravnest.config import TIMEOUTS, HubTimeouts
 from ravnest.hub.coordinator.checkpoints import CheckpointCollector
 from ravnest.hub.coordinator.events import Action, Collected, JobGiven, Notify, PartsMade, PlanMade
 from ravnest.hub.coordinator.leases import LedgerState
@@ -29,20 +30,20 @@ from ravnest.hub.coordinator.sources import BackupPolicy, StateSources, find_clu
 from ravnest.ids import HUB, NodeId
 from ravnest.protocol.placement import SnapshotMade, StageMissing
 
-_HANDOVER_SECONDS = 10.0
-_DRAIN_SECONDS = 5.0  # of them, for what is under way
 _MOST_MISSED = 3  # sources in a row, before who cannot use them is sent away
-_BACK_SECONDS = 20.0  # for peers to find a hub that was away
 
 
 class Recovery:
     """Has stages built for every plan, the first one too."""
 
-    def __init__(self, members: Membership, keeping: CheckpointCollector) -> None:
+    def __init__(
+        self, members: Membership, keeping: CheckpointCollector, timeouts: HubTimeouts = TIMEOUTS.hub
+    ) -> None:
+        self._timeouts = timeouts
         self._members = members
         self._keeping = keeping
         self._sourcing = StateSources()
-        self.backing = BackupPolicy(members, self._sourcing, keeping.number)
+        self.backing = BackupPolicy(members, self._sourcing, keeping.number, timeouts)
         self.saved: LedgerState | None = None  # of the last checkpoint
         self._held: PlanMade | None = None  # until the clusters that it changes have finished something
         self._held_until = 0.0
@@ -60,12 +61,16 @@ class Recovery:
         """Return whether a plan has time: somebody is to come back, or a cluster finishes what it is at."""
         return bool(self._members.missing) or any(
             each.leaves_by is not None
-            and now < each.leaves_by - _HANDOVER_SECONDS + _DRAIN_SECONDS
+            and now < self._drained_by(each.leaves_by)
             and (cluster := self._members.cluster_of(each.node.name)) is not None
             and cluster.is_running
             and training.is_busy(cluster)
             for each in self._members.leaving
         )
+
+    def _drained_by(self, leaves_by: float) -> float:
+        handover = self._timeouts.handover
+        return leaves_by - handover.total_seconds + handover.drain_seconds
 
     def due(self, now: float) -> float | None:
         """Return when somebody who leaves is no longer waited for."""
@@ -75,7 +80,7 @@ class Recovery:
             assert member.leaves_by is not None
             if member.back_by is not None:
                 continue
-            drained_by = member.leaves_by - _HANDOVER_SECONDS + _DRAIN_SECONDS
+            drained_by = self._drained_by(member.leaves_by)
             times += [drained_by] if now < drained_by else [member.leaves_by]
         return min(times, default=None)
 
@@ -93,7 +98,7 @@ class Recovery:
     def restart(self, books: LedgerState | None, training: Ledger, now: float) -> list[Action]:
         """Go on after the hub was away: everything stands still until all are back, or long enough."""
         self.saved = books
-        self._members.miss_all(now + _BACK_SECONDS)
+        self._members.miss_all(now + self._timeouts.return_seconds)
         training.stand_still(self._members.clusters)
         lost = [self.lose(each, "the hub was away", training, now) for each in self._members.clusters]
         return [order for orders in lost for order in orders]
@@ -108,7 +113,7 @@ class Recovery:
         assert member is not None
         if member.leaves_by is not None:
             return []
-        leaves_by = now + _HANDOVER_SECONDS
+        leaves_by = now + self._timeouts.handover.total_seconds
         self._members.replace(replace(member, leaves_by=leaves_by, leaves_for=reason))
         return [Notify(Leaving(name, reason))]
 
@@ -129,7 +134,7 @@ class Recovery:
         changed = [each for each in self._members.running if each.cluster not in made.plan.clusters]
         if self.is_urgent or not any(map(training.is_busy, changed)):
             return False
-        self._held, self._held_until = made, now + _DRAIN_SECONDS
+        self._held, self._held_until = made, now + self._timeouts.handover.drain_seconds
         self._members.drain(changed)
         return True
 

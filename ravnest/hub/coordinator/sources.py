@@ -9,6 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from ravnest.config import TIMEOUTS, HubTimeouts
 from ravnest.hub.coordinator.events import MakeParts, PartsMade, Send
 from ravnest.hub.coordinator.membership import ClusterState, HeldState, Member, Membership, PlanChange
 from ravnest.ids import HUB, NodeId, RoundId
@@ -262,7 +263,7 @@ def find_cluster_of_state(cluster: ClusterState, members: Membership) -> str:
     return max(counts, key=lambda cluster_id: counts[cluster_id], default="") if counts.total() else ""
 
 
-_EVERY_SECONDS, _PAUSE = 30.0, 10  # and that many times what they take, so that no link is busy with them
+_PAUSE = 10  # times what backups take lies between two, so that no link is busy with them
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,7 +280,14 @@ class _BackupInTransit:
 class BackupPolicy:
     """One snapshot per node at a time; what does not arrive is asked for again."""
 
-    def __init__(self, members: Membership, sourcing: StateSources, number: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        members: Membership,
+        sourcing: StateSources,
+        number: Callable[[], int],
+        timeouts: HubTimeouts = TIMEOUTS.hub,
+    ) -> None:
+        self._timeouts = timeouts
         self._members, self._sourcing, self._number = members, sourcing, number
         self._ways: dict[int, _BackupInTransit] = {}
         self._asked_at, self._next_at = 0.0, -1.0
@@ -292,10 +300,10 @@ class BackupPolicy:
     def order(self, samples_seen: Callable[[ClusterState], int], now: float) -> list[Send]:
         """Ask for the snapshots that are due."""
         if self._next_at < 0 or not self._members.backups:
-            self._next_at = now + _EVERY_SECONDS
+            self._next_at = now + self._timeouts.backup_every_seconds
         if now < self._next_at:
             return []
-        self._asked_at, self._next_at, self._ways = now, now + _EVERY_SECONDS, {}
+        self._asked_at, self._next_at, self._ways = now, now + self._timeouts.backup_every_seconds, {}
         for backup in self._members.backups:
             node, cluster = self._members.find(backup.node), self._members.cluster_of(backup.node)
             if cluster is None or not cluster.is_running or backup.spare not in self._members:

@@ -8,13 +8,13 @@ from dataclasses import replace
 from math import isfinite
 from typing import Any
 
+from ravnest.config import HubTimeouts
 from ravnest.hub.coordinator.events import Action, MakeParts, Notify, PartsMade, Probed, Send
 from ravnest.hub.coordinator.membership import Member, Membership
 from ravnest.hub.coordinator.notices import Measured
 from ravnest.plan.types import ModelProfile
 from ravnest.protocol.membership import Fact, ProbeOrder
 
-PROBE_SECONDS = 15.0
 _SO = "so what it says of itself counts"
 # Nothing that joins is slower or faster; who says so has measured something else.
 _SPEEDS, _RATES, _LATENCIES = (1e6, 1e16), (1e3, 1e11), (0.0, 10.0)
@@ -25,22 +25,26 @@ def probe_due(members: Membership) -> float | None:
     return min((each.probe_by for each in members.guessing if each.probe_by is not None), default=None)
 
 
-def order_probes(members: Membership, profile: ModelProfile, now: float) -> list[MakeParts | Send | Notify]:
+def order_probes(
+    members: Membership, profile: ModelProfile, now: float, timeouts: HubTimeouts
+) -> list[MakeParts | Send | Notify]:
     """Have everyone measured of whom something is guessed, once; believe who does not answer in time."""
     orders: list[MakeParts | Send | Notify] = []
     for member in members.guessing:
         if member.probe_by is None:
-            orders += _order_probe(members, profile, member, now)
+            orders += _order_probe(members, profile, member, now + timeouts.probe_seconds)
         elif now >= member.probe_by:
             members.replace(replace(member, guessed=(), probe_by=None))
             orders.append(
-                Notify(Measured(member.node, f"was not measured within {PROBE_SECONDS:.0f} s, {_SO}"))
+                Notify(
+                    Measured(member.node, f"was not measured within {timeouts.probe_seconds:.0f} s, {_SO}")
+                )
             )
     return orders
 
 
 def _order_probe(
-    members: Membership, profile: ModelProfile, member: Member, now: float
+    members: Membership, profile: ModelProfile, member: Member, probe_by: float
 ) -> list[MakeParts] | list[Send]:
     """Order a probe as soon as the parts of the busiest position are there, if these are needed."""
     blueprint = None
@@ -50,7 +54,7 @@ def _order_probe(
         if not isinstance(made, PartsMade):
             return made
         blueprint = made.blueprint
-    members.replace(replace(member, probe_by=now + PROBE_SECONDS))
+    members.replace(replace(member, probe_by=probe_by))
     times_link = member.guessed != (Fact.SPEED,)
     return [Send(member.node.name, ProbeOrder(blueprint, times_link))]
 

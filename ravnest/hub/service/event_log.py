@@ -16,6 +16,7 @@ from typing import Self
 
 import msgspec
 
+from ravnest.config import TIMEOUTS, HubTimeouts
 from ravnest.errors import ConfigError, ProtocolError
 from ravnest.hub.coordinator.coordinator import Coordinator
 from ravnest.hub.coordinator.events import Action, Event, Received
@@ -123,7 +124,7 @@ class EventLog:
             row = (self._number, _seal(body), body)
             self._database.execute("INSERT OR REPLACE INTO states VALUES (0, ?, ?, ?)", row)
 
-    def load(self) -> tuple[StatusTracker, int]:
+    def load(self, timeouts: HubTimeouts = TIMEOUTS.hub) -> tuple[StatusTracker, int]:
         """Return the state that was saved last, if this very code did, and the number of its last event."""
         with _explained(self._folder):
             tables = self._database.execute("SELECT count(*) FROM sqlite_master WHERE name = 'states'")
@@ -135,7 +136,7 @@ class EventLog:
             for number, seal, body in rows:
                 if seal == _seal(body):
                     return load_state(body), number
-        return StatusTracker(Coordinator()), 0
+        return StatusTracker(Coordinator(timeouts)), 0
 
     def events(self, after: int = 0) -> Iterator[Event]:
         """Read the log from its beginning, or what came after an event."""
@@ -181,18 +182,18 @@ def apply_logged(hub: Coordinator, event: Event, log: Callable[[Event], None]) -
     return orders
 
 
-def replay(store: EventLog) -> Coordinator:
+def replay(store: EventLog, timeouts: HubTimeouts = TIMEOUTS.hub) -> Coordinator:
     """Return the hub that these events made; what was ordered before is not ordered again."""
-    hub = Coordinator()
+    hub = Coordinator(timeouts)
     for event in store.events():
         hub.apply(event)
     return hub
 
 
-def read_watch(folder: Path) -> StatusTracker:
+def read_watch(folder: Path, timeouts: HubTimeouts = TIMEOUTS.hub) -> StatusTracker:
     """Return the hub of this folder's log, as somebody saw it who watched all the time."""
     with EventLog(folder, is_read_only=True) as store:
-        watch, number = store.load()
+        watch, number = store.load(timeouts)
         for event in store.events(after=number):
             watch.observe(event, watch.hub.apply(event))
     return watch

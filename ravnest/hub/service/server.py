@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ravnest.config import TIMEOUTS, NetTimeouts, Timeouts
 from ravnest.errors import ConfigError, GuardError, LinkError, ProtocolError, RavnestError
 from ravnest.hub.coordinator.coordinator import Coordinator
 from ravnest.hub.coordinator.events import (
@@ -54,9 +55,6 @@ from ravnest.transfer.blobs import Blobs, Outgoing
 
 logger = logging.getLogger(__name__)
 
-HEARTBEAT_SECONDS = 1.0
-GRACE_SECONDS = 3.0  # a peer whose link is lost may come back
-PART_SECONDS = 5.0  # at the end, for all to leave
 HUB_LIMITS = TransportLimits(incoming_bytes=2 * MIB)  # peers send words and pieces of blobs, never a tensor
 _Outcome = tuple[Finish, list[bytes]]
 _Outbox = asyncio.Queue[Outgoing | None]
@@ -67,8 +65,9 @@ class HubParts:
     """What a hub is built of: how it plans, and what it is connected to."""
 
     planner: Planner = SEARCH_PLANNER
+    timeouts: Timeouts = TIMEOUTS
     watch: Callable[[Event, tuple[Action, ...]], None] | None = None  # sees every event after it is applied
-    make_relay: Callable[[], Relay] = Relay
+    make_relay: Callable[[NetTimeouts], Relay] = Relay
     map_addresses: Callable[[Sequence[str]], tuple[str, ...]] = tuple  # where others reach a peer's addresses
     max_waiting: int = 10_000  # messages for one peer: a lease has hundreds, and pieces go one at a time
 
@@ -99,8 +98,11 @@ class Server:
         self._tell = tell
         self._log = log
         self._parts = parts
+        self._timeouts = parts.timeouts.hub
         self._in_background = in_background  # runs a function of the owner's where it delays no message
-        self.hub = Coordinator() if hub is None else hub  # for who watches, too; one with a past goes on
+        self.hub = (
+            Coordinator(parts.timeouts.hub) if hub is None else hub
+        )  # for who watches, too; one with a past goes on
         self._blobs = Blobs()
         self._outboxes: dict[NodeId, _Outbox] = {}
         self._background: set[asyncio.Task[None]] = set()
@@ -119,7 +121,7 @@ class Server:
         self._parting: asyncio.Future[None] | None = None
         self._ahead = max(0.0, self.hub.now - self._loop.time())  # a hub's time never goes back
         around = (self._post, self._apply, self._in_background, self._lose, self._time, self.hub.needs_parts)
-        self._supply = DataService(owner, self._blobs, *around)
+        self._supply = DataService(owner, self._blobs, *around, self._timeouts)
         is_new = self.hub.books is None
         async with asyncio.TaskGroup() as self._tasks:
             now = self._time()
@@ -164,7 +166,7 @@ class Server:
         for name in self._door.names.values():
             self._post(Outgoing(name, Stop(reason)))
         if self._door.names:
-            await asyncio.wait([self._parting], timeout=PART_SECONDS)
+            await asyncio.wait([self._parting], timeout=self._timeouts.parting_seconds)
 
     async def _listen(self) -> None:
         while True:
@@ -182,9 +184,10 @@ class Server:
         """Give a peer whose link is lost a moment to come back."""
         if self._parting is None:
             if peer not in self._dismissed:
-                self._tell(Missing(self._door.names[peer], reason, GRACE_SECONDS))
+                self._tell(Missing(self._door.names[peer], reason, self._timeouts.grace_seconds))
             since = self._time()
-            self._absent[peer] = self._loop.call_later(GRACE_SECONDS, self._forget, peer, reason, since)
+            grace = self._timeouts.grace_seconds
+            self._absent[peer] = self._loop.call_later(grace, self._forget, peer, reason, since)
             return
         self._door.forget(peer)
         if not self._door.names and not self._parting.done():
@@ -222,7 +225,7 @@ class Server:
             return
         name, now = known.node.name, self._time()
         relay_port = self._relay.port if self._relay is not None else 0
-        self._post(Outgoing(name, Welcome(name, HEARTBEAT_SECONDS, relay_port)))
+        self._post(Outgoing(name, Welcome(name, self._timeouts.heartbeat_seconds, relay_port)))
         if before is not None:
             self._apply(PeerReturned(name, known.addresses, now))
         else:
