@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from math import inf
 from typing import Any
 
@@ -130,6 +131,22 @@ def _find_battery() -> Any:
         return None
 
 
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What a program asks of a PC, and what it tells it; the defaults are about this PC."""
+
+    choose_device: Callable[[str], str] = choose_device
+    lent_memory_bytes: Callable[[str], float] = lent_memory_bytes
+    measure_flops_per_second: Callable[[str], float] = measure_flops_per_second
+    has_battery: Callable[[], bool] = has_battery
+    is_on_battery: Callable[[], bool] = is_on_battery
+    taken_memory_bytes: Callable[[], float] = taken_memory_bytes
+    release_memory: Callable[[], None] = release_memory
+    return_freed_memory: Callable[[], None] = return_freed_memory
+    warm_up: Callable[[], None] = warm_up
+
+
+THIS_PC = Machine()
 _MOST_TRIAL_SECONDS = 0.5
 _MOST_RUNS = 10
 _LARGEST = 0.1  # of the numbers made up: sums of them stay finite

@@ -290,17 +290,14 @@ def test_of_a_gpu_most_of_what_is_free_there_is_lent(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("stated", ALL)
-def test_join_says_what_it_only_guesses_and_which_device_it_lends(
-    monkeypatch: pytest.MonkeyPatch, stated: Fact
-) -> None:
-    monkeypatch.setattr(capabilities, "choose_device", {"auto": "cuda:1"}.__getitem__)
-    monkeypatch.setattr(capabilities, "lent_memory_bytes", {"cuda:1": 8e9}.__getitem__)
-    monkeypatch.setattr(capabilities, "measure_flops_per_second", {"cuda:1": 7e9}.__getitem__)
+def test_join_says_what_it_only_guesses_and_which_device_it_lends(stated: Fact) -> None:
+    known = {"auto": "cuda:1"}, {"cuda:1": 8e9}, {"cuda:1": 7e9}
+    machine = capabilities.Machine(*(each.__getitem__ for each in known))
     speed = 1e9 if stated is Fact.SPEED else None
     bandwidth = 5e6 if stated is Fact.BANDWIDTH else None
     latency = 0.0 if stated is Fact.LATENCY else None
     said = _Stated("auto", None, speed, None, bandwidth, latency)
-    offer = _make_offer("a", said, _Doors("", (), True), 60.0)
+    offer = _make_offer("a", said, _Doors("", (), True), 60.0, machine)
     assert set(offer.guessed) == set(ALL) - {stated}
     assert offer.limits.device == "cuda:1"
     assert offer.limits.memory_bytes == offer.node.memory_bytes == 8e9
@@ -315,7 +312,7 @@ def test_join_says_what_it_only_guesses_and_which_device_it_lends(
 @pytest.mark.parametrize("claimed", [None, 3e9])
 def test_an_emulated_speed_is_stated(claimed: float | None) -> None:
     said = _Stated("cpu", 1e9, claimed, 2e9, 1e6, 0.01)
-    offer = _make_offer("a", said, _Doors("", (), True), 60.0)
+    offer = _make_offer("a", said, _Doors("", (), True), 60.0, capabilities.THIS_PC)
     assert offer.guessed == ()
     assert offer.limits.emulated_flops_per_second == 2e9
     assert offer.node.flops_per_second == (claimed or 2e9)

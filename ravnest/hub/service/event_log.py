@@ -72,8 +72,14 @@ def read_event(kind: str, body: bytes) -> Event:
 class EventLog:
     """The folder of one hub. Use it as a context manager, or `open` and `close` it; one writes, many read."""
 
-    def __init__(self, folder: Path, is_read_only: bool = False) -> None:
-        self._folder = folder
+    def __init__(
+        self,
+        folder: Path,
+        is_read_only: bool = False,
+        saved_every: int = _SAVED_EVERY,
+        code: Callable[[], str] = code_hash,
+    ) -> None:
+        self._folder, self._saved_every, self._code = folder, saved_every, code
         self._is_read_only = is_read_only
         self._connections = contextlib.ExitStack()
         self._number = self._saved = 0  # of the last event, and of the last that is in a saved state
@@ -116,12 +122,12 @@ class EventLog:
 
     def save(self, watch: StatusTracker) -> None:
         """Save now and then what all events so far have made, for whoever would replay them."""
-        if self._number < self._saved + _SAVED_EVERY:
+        if self._number < self._saved + self._saved_every:
             return
         self._saved = self._number
         with _explained(self._folder), contextlib.suppress(TypeError, OverflowError):  # the log has it all
             body = save_state(watch)
-            row = (self._number, _seal(body), body)
+            row = (self._number, self._seal(body), body)
             self._database.execute("INSERT OR REPLACE INTO states VALUES (0, ?, ?, ?)", row)
 
     def load(self, timeouts: HubTimeouts = TIMEOUTS.hub) -> tuple[StatusTracker, int]:
@@ -134,9 +140,12 @@ class EventLog:
                 else ()
             )
             for number, seal, body in rows:
-                if seal == _seal(body):
+                if seal == self._seal(body):
                     return load_state(body), number
         return StatusTracker(Coordinator(timeouts)), 0
+
+    def _seal(self, body: bytes) -> str:
+        return name_blob(self._code().encode() + body).blob
 
     def events(self, after: int = 0) -> Iterator[Event]:
         """Read the log from its beginning, or what came after an event."""
@@ -202,10 +211,6 @@ def read_watch(folder: Path, timeouts: HubTimeouts = TIMEOUTS.hub) -> StatusTrac
 def read_status(folder: Path) -> Status:
     """Return where the run of this folder stands, whether its hub is running or not."""
     return read_watch(folder).status()
-
-
-def _seal(body: bytes) -> str:
-    return name_blob(code_hash().encode() + body).blob
 
 
 def _read_only(path: Path) -> sqlite3.Connection:
