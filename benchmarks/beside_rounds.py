@@ -1,20 +1,20 @@
 """Training while clusters average all the time, against training that never averages, on a real swarm."""
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
-from unittest import mock
 
 import numpy as np
 
 from benchmarks import swarm as swarms
 from benchmarks.measure import spread
 from ravnest.config import PlanConfig
+from ravnest.hub.coordinator.planner import FormPlan
 from ravnest.plan.assembly import assemble_plan, build_clusters
 from ravnest.plan.cost import LineCost, NodeTable
-from ravnest.plan.types import ModelProfile, Swarm
+from ravnest.plan.types import ModelProfile, Plan, Swarm
 
 TRAINED, TRAINED_CUTS, MICROBATCH_SECONDS = "thin-1024x6-b16", ((3,), (2, 4)), 0.1  # 25 MB in six blocks
 SLOW_LINK = (6.25e6, 0.005)  # bytes per second and seconds one way, between any two peers
@@ -59,17 +59,16 @@ def _train(average_every: int) -> Any:
             work = sum(count_flops(slice_blueprint(blueprint, *edge), made.microbatch_size))
             speeds.append(work / MICROBATCH_SECONDS)
     setting = swarms.Setting(speeds, (), is_emulated=True, link=swarms.LinkSpeed(*SLOW_LINK))
-    with mock.patch.object(swarms, "_fixed_plan", lambda record, given: _clusters(record, given, cuts)):
-        return swarms.train(job, setting)
+    return swarms.train(job, setting, form=partial(_clusters, cuts))
 
 
-@contextlib.contextmanager
-def _clusters(record: Any, setting: Any, cuts: Sequence[Sequence[int]]) -> Iterator[None]:
+def _clusters(cuts: Sequence[Sequence[int]], record: swarms.Record, setting: swarms.Setting) -> FormPlan:
     """Form these clusters of the peers in the order of their names."""
 
-    def form(profile: ModelProfile, swarm: Swarm, config: PlanConfig, seed: int, epoch: int) -> Any:
+    def form(profile: ModelProfile, swarm: Swarm, config: PlanConfig, seed: int, plan_id: int) -> Plan:
         peers = sorted(swarm.nodes, key=lambda node: node.name)
-        swarm = Swarm(tuple(swarms._behind(node, setting.link) for node in peers))
+        assert setting.link is not None
+        swarm = Swarm(tuple(swarms.place_behind(node, setting.link) for node in peers))
         line, longest, first = LineCost(profile, config, is_averaged=True), max(map(len, cuts)) + 2, 0
         orders, rows = [], np.zeros((len(cuts), longest), np.int64)
         for row, inner in enumerate(cuts):
@@ -79,10 +78,9 @@ def _clusters(record: Any, setting: Any, cuts: Sequence[Sequence[int]]) -> Itera
             rows[row, : len(edges)] = edges
         clusters = build_clusters(line, NodeTable.of(swarm, config), swarm, orders, rows)
         record.profile, record.config = profile, config
-        return assemble_plan(tuple(clusters), profile, swarm, config, seed, epoch)
+        return assemble_plan(tuple(clusters), profile, swarm, config, seed, plan_id)
 
-    with mock.patch("ravnest.hub.coordinator.planner.form_plan", form):
-        yield
+    return form
 
 
 def _rate(record: Any) -> float:

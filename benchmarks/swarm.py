@@ -11,20 +11,24 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import psutil
 
 from benchmarks.links import Links
 from ravnest.config import PlanConfig
-from ravnest.hub.coordinator.coordinator import Coordinator
+from ravnest.hub.coordinator.events import Action, Event, Received
 from ravnest.hub.coordinator.notices import PlanFormed
+from ravnest.hub.coordinator.planner import FormPlan, SearchPlanner
+from ravnest.hub.service.server import HubParts
+from ravnest.hub.service.status import StatusTracker
 from ravnest.ids import NodeId
 from ravnest.plan.assembly import assemble_plan, build_clusters
 from ravnest.plan.cost import LineCost, NodeTable
 from ravnest.plan.types import Cluster, ModelProfile, Node, Plan, Swarm
 from ravnest.protocol.training import StepReport
+
+MapAddresses = Callable[[Sequence[str]], tuple[str, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +95,15 @@ def train(
     setting: Setting,
     plan: PlanConfig | None = None,
     watch: Callable[[dict[NodeId, int], Record], None] | None = None,
+    on_event: Callable[[Event, tuple[Action, ...]], None] | None = None,
+    look: Callable[[StatusTracker], None] | None = None,
+    form: Callable[[Record, Setting], FormPlan] | None = None,
 ) -> Record:
-    """Train a job over the stages of a setting; `watch` gets the peers' processes every 0.1 s and at news."""
+    """Train a job over the stages of a setting; `watch` gets the peers' processes every 0.1 s and at news.
+
+    `on_event` sees what happens to the hub and what it orders, `look` the hub itself after that; `form` cuts
+    in another way than the setting.
+    """
     from ravnest.requester.local_peers import Hardware
     from ravnest.requester.session import LOCAL_PLAN, local
 
@@ -112,16 +123,21 @@ def train(
         while watch is not None and not ended.wait(0.1):
             watch(dict(swarm.processes), record)
 
-    swarm = local(hardware, plan=config, tell=hear)
+    def note(event: Event, orders: tuple[Action, ...]) -> None:
+        if isinstance(event, Received) and isinstance(event.message, StepReport):
+            record.reports.append((time.perf_counter(), event.sender, event.message))
+        if on_event is not None:
+            on_event(event, orders)
 
+    parts = HubParts(SearchPlanner(form=(form or _fix_plan)(record, setting)), watch=note)
     looking = threading.Thread(target=look, daemon=True)
     environment = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.dict(os.environ, environment))
-        stack.enter_context(_listening(record))
-        stack.enter_context(_fixed_plan(record, setting))
+        stack.enter_context(_environment(environment))
         if setting.link is not None or setting.counts_bytes:
-            stack.enter_context(_over_links(record, setting.link))
+            map_addresses = stack.enter_context(_over_links(record, setting.link))
+            parts = replace(parts, map_addresses=map_addresses)
+        swarm = local(hardware, plan=config, tell=hear, look=look, parts=parts)
         stack.callback(ended.set)
         looking.start()
         stack.enter_context(swarm)
@@ -137,28 +153,24 @@ def process_seconds(pid: int) -> float:
 
 
 @contextlib.contextmanager
-def _listening(record: Record) -> Iterator[None]:
-    """Note every report that reaches the hub."""
-    apply = Coordinator.apply
-
-    def listen(hub: Coordinator, event: Any) -> Any:
-        message = getattr(event, "message", None)
-        if isinstance(message, StepReport):
-            record.reports.append((time.perf_counter(), event.sender, message))
-        return apply(hub, event)
-
-    with mock.patch.object(Coordinator, "apply", listen):
+def _environment(changes: dict[str, str]) -> Iterator[None]:
+    """Let processes that are started here have these variables."""
+    before = dict(os.environ)
+    os.environ.update(changes)
+    try:
         yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
-@contextlib.contextmanager
-def _fixed_plan(record: Record, setting: Setting) -> Iterator[None]:
+def _fix_plan(record: Record, setting: Setting) -> FormPlan:
     """Cut where the setting says, stages in the order of the peers' names."""
 
-    def form(profile: ModelProfile, swarm: Swarm, config: PlanConfig, seed: int, epoch: int) -> Plan:
+    def form(profile: ModelProfile, swarm: Swarm, config: PlanConfig, seed: int, plan_id: int) -> Plan:
         nodes = sorted(swarm.nodes, key=lambda node: node.name)
         if setting.link is not None:
-            nodes = [_behind(node, setting.link) for node in nodes]
+            nodes = [place_behind(node, setting.link) for node in nodes]
         swarm = Swarm(tuple(nodes))
         line = LineCost(profile, config, is_averaged=setting.num_clusters > 1)
         num_stages = len(setting.cuts) + 1
@@ -167,13 +179,12 @@ def _fixed_plan(record: Record, setting: Setting) -> Iterator[None]:
         cuts = np.array([[profile.num_positions, *reversed(setting.cuts), 0]] * setting.num_clusters)
         clusters = build_clusters(line, NodeTable.of(swarm, config), swarm, order, cuts)
         record.profile, record.config = profile, config
-        return assemble_plan(tuple(clusters), profile, swarm, config, seed, epoch)
+        return assemble_plan(tuple(clusters), profile, swarm, config, seed, plan_id)
 
-    with mock.patch("ravnest.hub.coordinator.planner.form_plan", form):
-        yield
+    return form
 
 
-def _behind(node: Node, link: LinkSpeed) -> Node:
+def place_behind(node: Node, link: LinkSpeed) -> Node:
     """Return a node with the link that it has here; it claimed to be on one PC."""
     rate = link.bytes_per_second
     return replace(
@@ -185,34 +196,29 @@ def _behind(node: Node, link: LinkSpeed) -> Node:
 
 
 @contextlib.contextmanager
-def _over_links(record: Record, link: LinkSpeed | None) -> Iterator[None]:
-    """Let the hub name addresses to peers that lead over slow links; they dial each other there."""
-    from ravnest.hub.service.server import Server
-
-    welcome = Server._welcome
+def _over_links(record: Record, link: LinkSpeed | None) -> Iterator[MapAddresses]:
+    """Give what maps addresses of peers to addresses that lead there over slow links."""
     addresses: list[str] = []
     with Links(*(link and (link.bytes_per_second, link.delay_seconds)) or ()) as links:
+        ended = threading.Event()
 
-        def introduce(server: Any, peer: Any, hello: Any) -> None:
-            addresses.extend(hello.addresses)
-            welcome(server, peer, replace(hello, addresses=tuple(map(links.through, hello.addresses))))
+        def lead(given: Sequence[str]) -> tuple[str, ...]:
+            addresses.extend(given)
+            return tuple(map(links.through, given))
 
-        with mock.patch.object(Server, "_welcome", introduce):
-            ended = threading.Event()
+        def count() -> None:
+            while not ended.wait(0.25):
+                note()
 
-            def note() -> None:
-                now, total = time.perf_counter(), sum(map(links.num_bytes, tuple(addresses)))
-                record.num_bytes.append((now, total))
+        def note() -> None:
+            now, total = time.perf_counter(), sum(map(links.num_bytes, tuple(addresses)))
+            record.num_bytes.append((now, total))
 
-            def count() -> None:
-                while not ended.wait(0.25):
-                    note()
-
-            counting = threading.Thread(target=count, daemon=True)
-            counting.start()
-            try:
-                yield
-            finally:
-                ended.set()
-                counting.join()
-                note()  # what crossed since, however late the last look was
+        counting = threading.Thread(target=count, daemon=True)
+        counting.start()
+        try:
+            yield lead
+        finally:
+            ended.set()
+            counting.join()
+            note()  # what crossed since, however late the last look was

@@ -79,6 +79,116 @@ class PlanConfig:
     recover_seconds: float = 30.0  # a cluster stands still when one of its nodes dies
 
 
+@dataclass(frozen=True, slots=True)
+class SearchBudget:
+    """How long the planner searches, counted in clusters it evaluates."""
+
+    clusters: int = 8_000  # per neighbourhood; fewer when each cluster is long and finely cut
+    quick_clusters: int = 2_000  # for one more cluster while training goes on
+
+
+SEARCH_BUDGET = SearchBudget()
+
+
+@dataclass(frozen=True, slots=True)
+class HandoverTimeouts:
+    """How a node leaves without losing work; the hub and its peers must use the same numbers."""
+
+    total_seconds: float = 10.0  # a leaving node stays at most this long
+    drain_seconds: float = 5.0  # of these, its cluster may finish what is under way
+
+
+HANDOVER = HandoverTimeouts()
+
+
+@dataclass(frozen=True, slots=True)
+class HubTimeouts:
+    """How long the hub waits. A log must be replayed with the timeouts it was written with."""
+
+    # The server and its links to peers.
+    heartbeat_seconds: float = 1.0  # peers are told this interval when they join
+    grace_seconds: float = 3.0  # a peer whose link is lost may come back within this time
+    parting_seconds: float = 5.0  # at the end, peers have this long to leave
+    quiet_upload_seconds: float = 60.0  # an upload that stands still for so long is given up
+    # Membership and planning.
+    probe_seconds: float = 15.0  # a new node is measured within this time, or its own claims count
+    join_seconds: float = 2.0  # nodes seldom come alone: new ones are used after this much quiet
+    replan_seconds: float = 5.0  # a plan that replaces the first one waits for this much quiet, at most
+    handover: HandoverTimeouts = HANDOVER
+    return_seconds: float = 20.0  # after a restart of the hub, members have this long to find it
+    # Liveness: a node that answers pings may still do nothing.
+    silent_work_seconds: float = 60.0  # a busy cluster is questioned after this much silence, at least
+    silent_build_seconds: float = 300.0  # a stage under construction may be silent for so long, and more
+    speed_reading_seconds: float = 5.0  # one reading of a node's speed is a mean over this time
+    speed_change_seconds: float = 20.0  # another speed is believed after this time
+    # Rounds, backups and checkpoints.
+    round_seconds: float = 10.0  # a round may take this long, and four times its forecast
+    round_verdict_seconds: float = 5.0  # after the first abort, the others have this long to report
+    backup_every_seconds: float = 30.0  # spares get new backups at this interval, at most
+    snapshot_seconds: float = 120.0  # the nodes of a cluster write a checkpoint within this time
+    # The end of a job.
+    stop_seconds: float = 30.0  # a stopped job finishes what is under way within this time
+    end_seconds: float = 30.0  # broken clusters may recover for so long before the last round
+
+
+@dataclass(frozen=True, slots=True)
+class PeerTimeouts:
+    """How long a peer waits."""
+
+    parting_seconds: float = 2.0  # the hub hears within this time that the peer leaves
+    handover: HandoverTimeouts = HANDOVER
+    quiet_download_seconds: float = 30.0  # a download that stands still for so long is given up
+    relay_after_seconds: float = 3.0  # two peers without a direct link meet at the relay after this
+    give_up_seconds: float = 20.0  # a peer reports a neighbour it cannot reach after this
+    give_up_later_seconds: float = 5.0  # the other one of the two waits so much longer
+    report_every_seconds: float = 5.0  # a stage reports at least this often while it works
+    ask_again_seconds: float = 1.0  # an averager repeats an unanswered question after this
+
+
+@dataclass(frozen=True, slots=True)
+class NetTimeouts:
+    """How long a transport, a link or the relay waits."""
+
+    tick_seconds: float = 0.4  # a link sends something at least every second tick
+    silence_seconds: float = 1.4  # a link is dead after this silence; with one tick, within 2 s
+    ack_seconds: float = 0.01  # a confirmation waits so long for a chunk to travel with
+    dial_seconds: float = 2.0  # one address has this long to answer; well within the hub's grace
+    first_pause_seconds: float = 0.1  # before the second pass over a peer's addresses; then it doubles
+    longest_pause_seconds: float = 5.0  # between two passes
+    good_link_seconds: float = 1.0  # a link that lived longer was a good one, so pauses start anew
+    send_seconds: float = 60.0  # a message without credit for so long is an error
+    flush_seconds: float = 0.25  # at the end, goodbyes have this long to leave
+    handshake_seconds: float = 5.0  # a connection proves its key within this time
+    relay_opening_seconds: float = 5.0  # a stream at the relay opens within this time
+    relay_pause_seconds: float = 1.0  # between two attempts to reach the relay
+    relay_keepalive_seconds: int = 30  # routers forget streams that are silent for longer
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramTimeouts:
+    """How long sessions and commands wait, and how often they look or print."""
+
+    settle_seconds: float = 5.0  # without a number of nodes, a job starts after this much quiet
+    local_settle_seconds: float = 60.0  # peers of one busy PC start one after the other
+    local_end_seconds: float = 5.0  # local peers have this long to end before they are killed
+    progress_every_seconds: float = 10.0  # between two lines of progress
+    redraw_seconds: float = 0.25  # between two pictures of the live view
+    lending_look_seconds: float = 1.0  # between two looks at hours, battery and memory of a lent PC
+    doctor_seconds: float = 5.0  # the doctor waits so long for a hub
+
+
+@dataclass(frozen=True, slots=True)
+class Timeouts:
+    """Every timeout of the package, by the part that waits."""
+
+    hub: HubTimeouts = HubTimeouts()
+    peer: PeerTimeouts = PeerTimeouts()
+    net: NetTimeouts = NetTimeouts()
+    program: ProgramTimeouts = ProgramTimeouts()
+
+
+TIMEOUTS = Timeouts()
+
 _DIMENSIONS = {
     "max_round_seconds": Dimension.SECONDS,
     "relay_bytes_per_second": Dimension.BYTES_PER_SECOND,

@@ -7,12 +7,12 @@ import time
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
-from unittest import mock
 
 from benchmarks.measure import say, spread, table
 from benchmarks.models import build, find_cuts, make_job
 from benchmarks.swarm import Record, Setting, train
 from ravnest.hub.coordinator.coordinator import Coordinator
+from ravnest.hub.coordinator.events import Action, Event, JobGiven, MakePlan, PlanMade
 from ravnest.hub.coordinator.notices import (
     Checkpointed,
     ClusterBroken,
@@ -21,6 +21,10 @@ from ravnest.hub.coordinator.notices import (
     Missing,
     Recovered,
 )
+from ravnest.hub.coordinator.planner import configure_microbatch, profile_microbatch
+from ravnest.hub.service.status import StatusTracker
+from ravnest.plan.forecast import forecast
+from ravnest.plan.types import Swarm
 
 Figures = dict[str, Any]
 
@@ -60,6 +64,8 @@ class _Death:
 
     place: int
     hub: Coordinator | None = None
+    job: JobGiven | None = None
+    asked: MakePlan | None = None  # of the last plan
     killed_at: float = 0.0
     victim: str = ""
     in_flight: int = 0
@@ -67,6 +73,22 @@ class _Death:
     resumed_at: float = 0.0
     ended_at: float = 0.0
     lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def look(self, tracker: StatusTracker) -> None:
+        """Know the hub."""
+        self.hub = tracker.hub
+
+    def note(self, event: Event, orders: tuple[Action, ...]) -> None:
+        """Forecast the rate of each plan, as the hub does, until training has resumed."""
+        self.job = event if isinstance(event, JobGiven) else self.job
+        for order in orders:
+            self.asked = order if isinstance(order, MakePlan) else self.asked
+        if isinstance(event, PlanMade) and event.plan is not None and not self.resumed_at:
+            assert self.job is not None
+            assert self.asked is not None
+            profile = profile_microbatch(self.job, event.microbatches)
+            config = configure_microbatch(self.job, event.microbatches)
+            self.predicted = forecast(event.plan, profile, Swarm(self.asked.nodes), config).samples_per_second
 
     def watch(self, processes: dict[Any, int], record: Record) -> None:
         """Do what is due; called now and then, and with all news."""
@@ -96,22 +118,13 @@ class _Death:
     def _note_resumed(self, record: Record) -> None:
         for at, news in record.news:
             if at > self.killed_at and isinstance(news, Recovered | ClusterDissolved):
-                assert self.hub is not None
                 self.resumed_at = at
-                self.predicted = self.hub.placement.outlook.samples_per_second
 
 
 def _kill_one(num_clusters: int, num_spares: int, place: int) -> Figures:
     death = _Death(place)
     job, setting = _emulate(num_clusters, num_spares)
-    apply = Coordinator.apply
-
-    def listen(hub: Coordinator, event: Any) -> Any:
-        death.hub = hub
-        return apply(hub, event)
-
-    with mock.patch.object(Coordinator, "apply", listen):
-        record = train(job, setting, watch=death.watch)
+    record = train(job, setting, watch=death.watch, on_event=death.note, look=death.look)
     return _read(death, record)
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ravnest.cli.files import to_json
+from ravnest.cli.parts import find_parts
 from ravnest.errors import RavnestError
 from ravnest.units import show_bytes
 
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
 
 _PACKAGES = ("ravnest", "torch", "numpy", "safetensors", "msgspec", "pyzmq", "psutil", "rich", "click")
 _LITTLE_MEMORY, _LITTLE_DISK = 1 << 30, 1 << 30
-_PATIENCE_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +185,7 @@ async def _knock(token: "Token") -> tuple[str, float]:
         transport.allow([hub])
         transport.dial(peer_of(hub), token.addresses, keys.public + prove(token, keys.public))
         try:
-            async with asyncio.timeout(_PATIENCE_SECONDS):
+            async with asyncio.timeout(find_parts().timeouts.program.doctor_seconds):
                 while True:
                     match await transport.receive():
                         case LinkUp(_, _, address):

@@ -10,16 +10,14 @@ from ravnest.errors import ConfigError
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-_MOST_BYTES = 1 << 29  # of a file; a million nodes take half of it
 
-
-def read_text(name: str) -> str:
+def read_text(name: str, max_bytes: int) -> str:
     """Return what a file holds, or raise the sentence that says why it cannot be read."""
     try:
         with Path(name).open("rb") as file:
-            content = file.read(_MOST_BYTES + 1)
-        if len(content) > _MOST_BYTES:
-            raise ConfigError(f"{name} is larger than {_MOST_BYTES >> 20} MiB; give a smaller file")
+            content = file.read(max_bytes + 1)
+        if len(content) > max_bytes:
+            raise ConfigError(f"{name} is larger than {max_bytes >> 20} MiB; give a smaller file")
         return content.decode("utf-8")
     except FileNotFoundError:
         raise ConfigError(f"{name} does not exist; check its name and folder") from None

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import click
 
+from ravnest.cli.parts import find_parts
 from ravnest.cli.view import View, choose_view, report
 from ravnest.errors import ConfigError
 
@@ -56,7 +57,16 @@ def hub(  # noqa: PLR0913 - click passes one argument per option
         job = load_job(place)
         where = Path(folder) if folder else free_run(job.name or "job")
         peers = share_memory(num_local) if num_local else ()
-        with Hub(listen, public=public, folder=where, peers=peers, tell=view.tell, look=view.look) as opened:
+        opening = Hub(
+            listen,
+            public=public,
+            folder=where,
+            peers=peers,
+            tell=view.tell,
+            look=view.look,
+            parts=find_parts().hub_parts,
+        )
+        with opening as opened:
             _invite(opened.invitation, where, view if as_json else None)
             result = opened.fit(job, nodes=nodes, out=file, resume="auto" if resume else None)
     report(result, file or where / MODEL, _SCHEMA, as_json)

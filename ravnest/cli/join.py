@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from ravnest.cli.parts import CommandParts, find_parts
 from ravnest.errors import ConfigError
 from ravnest.units import Dimension, parse_quantity, show_bytes, show_flops, show_rate, show_value
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from ravnest.cli.lending_loop import Terms
     from ravnest.net.identity import Token
     from ravnest.peer.agent import Offer
+    from ravnest.peer.capabilities import Machine
     from ravnest.peer.hours import Hours
 
 _LONGEST_NAME = 40
@@ -126,15 +128,18 @@ def join(  # noqa: PLR0913 - click passes one argument per option
         _read_choice(on_battery),
     )
     patience_seconds = _read(patience, Dimension.SECONDS) or 0.0
-    from ravnest.peer.limits import limit_cpu  # it loads torch, for which a wrong option need not wait
+    from ravnest.peer.capabilities import THIS_PC  # it loads torch: a wrong option need not wait for that
+    from ravnest.peer.limits import limit_cpu
 
+    parts = find_parts()
+    machine = parts.machine or THIS_PC
     logging.basicConfig(level=logging.WARNING if quiet else logging.INFO, format="%(message)s")
     logging.getLogger("ravnest.net").setLevel(logging.WARNING)
     cores = "" if cpu is None else limit_cpu(cpu)
-    offer = _make_offer(name, stated, doors, patience_seconds)
+    offer = _make_offer(name, stated, doors, patience_seconds, machine)
     if not quiet:
-        _show(invitation, offer, _show_limits(stated, cores))
-    code, reason = _take_part(invitation, offer, doors, stated)
+        _show(invitation, offer, _show_limits(stated, cores, machine))
+    code, reason = _take_part(invitation, offer, doors, stated, replace(parts, machine=machine))
     if not quiet:
         click.echo(f"ended: {reason}", err=True)
     sys.exit(code)
@@ -191,18 +196,19 @@ def _choose_doors(listen: str | None, public: tuple[str, ...], outbound_only: bo
     return _Doors(_ONLY_HERE if outbound_only else door, forwarded, not outbound_only)
 
 
-def _make_offer(name: str | None, stated: _Stated, doors: _Doors, patience_seconds: float) -> "Offer":
+def _make_offer(
+    name: str | None, stated: _Stated, doors: _Doors, patience_seconds: float, machine: "Machine"
+) -> "Offer":
     import platform
 
     from ravnest.ids import NodeId
-    from ravnest.peer import capabilities
     from ravnest.peer.agent import Offer
     from ravnest.peer.limits import check_gpu_memory
     from ravnest.peer.stage_host import ProviderLimits
     from ravnest.plan.types import Node
     from ravnest.protocol.membership import Fact
 
-    device = capabilities.choose_device(stated.device)
+    device = machine.choose_device(stated.device)
     emulated = stated.emulated_flops_per_second
     memory = stated.memory_bytes
     if stated.gpu_memory_bytes is not None:
@@ -214,8 +220,8 @@ def _make_offer(name: str | None, stated: _Stated, doors: _Doors, patience_secon
     rate = _USUAL_BYTES_PER_SECOND if rate is None else rate
     node = Node(
         name=NodeId((name or platform.node() or "peer")[:_LONGEST_NAME]),
-        memory_bytes=capabilities.lent_memory_bytes(device) if memory is None else memory,
-        flops_per_second=capabilities.measure_flops_per_second(device) if speed is None else speed,
+        memory_bytes=machine.lent_memory_bytes(device) if memory is None else memory,
+        flops_per_second=machine.measure_flops_per_second(device) if speed is None else speed,
         upload_bytes_per_second=min(rate, stated.upload_bytes_per_second or rate),
         download_bytes_per_second=rate,
         latency_seconds=_USUAL_LATENCY_SECONDS if latency is None else latency,
@@ -227,9 +233,8 @@ def _make_offer(name: str | None, stated: _Stated, doors: _Doors, patience_secon
     return Offer(node, limits, (), patience_seconds, guessed=guessed)
 
 
-def _show_limits(stated: _Stated, cores: str) -> str:
+def _show_limits(stated: _Stated, cores: str, machine: "Machine") -> str:
     """Return in words what is held to besides memory."""
-    from ravnest.peer.capabilities import has_battery
     from ravnest.peer.hours import show_hours
 
     upload = stated.upload_bytes_per_second
@@ -237,7 +242,7 @@ def _show_limits(stated: _Stated, cores: str) -> str:
         cores,
         f"{show_rate(upload)} of upload" if upload else "",
         show_hours(stated.hours),
-        "not on battery" if has_battery() and not stated.runs_on_battery else "",
+        "not on battery" if machine.has_battery() and not stated.runs_on_battery else "",
     )
     return ", ".join(filter(None, limits))
 
@@ -264,7 +269,9 @@ def _show(token: "Token", offer: "Offer", limits: str) -> None:
         click.echo(line, err=True)
 
 
-def _take_part(token: "Token", offer: "Offer", doors: _Doors, stated: _Stated) -> tuple[int, str]:
+def _take_part(
+    token: "Token", offer: "Offer", doors: _Doors, stated: _Stated, parts: CommandParts
+) -> tuple[int, str]:
     """Return the exit code and why it ended."""
     import asyncio
     import random
@@ -274,30 +281,33 @@ def _take_part(token: "Token", offer: "Offer", doors: _Doors, stated: _Stated) -
     from ravnest.net.transport import TransportLimits
     from ravnest.net.zeromq import ZeroMqTransport
     from ravnest.peer.agent import Agent
-    from ravnest.peer.capabilities import return_freed_memory, warm_up
 
-    return_freed_memory()
-    warm_up()
-    lending = Lending(_make_terms(offer, stated))
-    limits = TransportLimits(upload_bytes_per_second=stated.upload_bytes_per_second or inf)
+    machine, timeouts = parts.machine, parts.timeouts
+    assert machine is not None
+    machine.return_freed_memory()
+    machine.warm_up()
+    lending = Lending(_make_terms(offer, stated, machine), machine, timeouts=timeouts.program)
+    upload = stated.upload_bytes_per_second or inf
+    limits = TransportLimits(upload_bytes_per_second=upload, timeouts=timeouts.net)
+    make_transport = parts.make_transport or ZeroMqTransport
     keys = new_keys()  # the hub knows who comes back
 
     async def once() -> str:
-        async with ZeroMqTransport(keys, random.SystemRandom(), doors.listen, limits) as transport:
+        async with make_transport(keys, random.SystemRandom(), doors.listen, limits) as transport:
             addresses = doors.addresses(transport.address)
             told = ", ".join(addresses) if addresses else "nowhere, it only dials out"
             logging.info("listens at %s", told)
-            agent = Agent(token, keys, replace(offer, addresses=addresses, door=transport.address))
+            reached = replace(offer, addresses=addresses, door=transport.address)
+            agent = Agent(token, keys, reached, timeouts=timeouts)
             return await lending.attend(agent, transport)
 
     return asyncio.run(lending.run(once))
 
 
-def _make_terms(offer: "Offer", stated: _Stated) -> "Terms":
+def _make_terms(offer: "Offer", stated: _Stated, machine: "Machine") -> "Terms":
     """Hold a GPU to what it lends, and have the rest looked after."""
     from ravnest.cli.lending_loop import Terms
     from ravnest.config import PlanConfig
-    from ravnest.peer.capabilities import taken_memory_bytes
     from ravnest.peer.limits import MemoryWatch, limit_gpu_memory
 
     device, lent = offer.limits.device, offer.limits.memory_bytes
@@ -305,6 +315,6 @@ def _make_terms(offer: "Offer", stated: _Stated) -> "Terms":
     if device.startswith("cuda"):
         limit_gpu_memory(device, lent)
         watched = stated.memory_bytes if stated.gpu_memory_bytes is not None else None
-    own = max(PlanConfig().overhead_bytes, _OWN_GROWTH * taken_memory_bytes())
+    own = max(PlanConfig().overhead_bytes, _OWN_GROWTH * machine.taken_memory_bytes())
     memory = None if watched is None else MemoryWatch(watched, own)
     return Terms(offer.node.name, stated.hours, stated.runs_on_battery, memory)

@@ -17,23 +17,30 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from ravnest.config import TIMEOUTS, ProgramTimeouts
+
 if TYPE_CHECKING:
     import psutil  # type: ignore[import-untyped]
 
     from ravnest.net.transport import Transport
     from ravnest.peer.agent import Agent
+    from ravnest.peer.capabilities import Machine
     from ravnest.peer.hours import Hours
     from ravnest.peer.limits import MemoryWatch
 
 logger = logging.getLogger(__name__)
 
-LOOK_SECONDS = 1.0
 _SIGNAL_EXIT = 128
 _GUARD_EXIT = 7
 _TAKEN_BACK = "its provider takes it back"
 _SAME_PROCESS_SECONDS = 2.0  # systems round the time a process was started at
 # Not every system has them.
 PAUSE, RESUME = getattr(signal, "SIGUSR1", None), getattr(signal, "SIGUSR2", None)
+
+
+def _minute() -> int:
+    now = time.localtime()
+    return now.tm_hour * 60 + now.tm_min
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +56,18 @@ class Terms:
 class Lending:
     """One `ravnest join` from start to end, with what its provider wants meanwhile."""
 
-    def __init__(self, terms: Terms) -> None:
+    def __init__(
+        self,
+        terms: Terms,
+        machine: "Machine | None" = None,
+        minute: Callable[[], int] = _minute,
+        timeouts: ProgramTimeouts = TIMEOUTS.program,
+    ) -> None:
+        from ravnest.peer.capabilities import THIS_PC  # it loads torch
+
         self._terms = terms
+        self._machine, self._minute = machine or THIS_PC, minute
+        self._look_seconds = timeouts.lending_look_seconds
         self._ended_by = 0  # the signal
         self._is_paused = False
         self._leaving: str | None = None  # why
@@ -75,7 +92,7 @@ class Lending:
     async def attend(self, agent: "Agent", transport: "Transport") -> str:
         """Run an agent to its end, and have it leave when this PC may no longer be lent."""
         self._agent = agent
-        self._timer = self._loop.call_later(LOOK_SECONDS, self._look)
+        self._timer = self._loop.call_later(self._look_seconds, self._look)
         try:
             return await agent.run(transport)
         finally:
@@ -84,7 +101,7 @@ class Lending:
 
     def _look(self) -> None:
         self._timer.cancel()
-        self._timer = self._loop.call_later(LOOK_SECONDS, self._look)
+        self._timer = self._loop.call_later(self._look_seconds, self._look)
         reason = self._find_reason() or self._watch_memory()
         if reason is not None and self._leaving is None and self._agent is not None:
             self._leaving = reason
@@ -94,37 +111,35 @@ class Lending:
 
     def _find_reason(self) -> str | None:
         """Return why this PC is not lent now."""
-        from ravnest.peer.capabilities import is_on_battery
         from ravnest.peer.hours import may_run
 
         if self._ended_by:
             return _TAKEN_BACK
         if self._is_paused:
             return "its provider paused it"
-        return may_run(_minute(), self._terms.hours, not self._terms.runs_on_battery and is_on_battery())
+        return may_run(self._minute(), self._terms.hours, self._is_held_by_battery())
+
+    def _is_held_by_battery(self) -> bool:
+        return not self._terms.runs_on_battery and self._machine.is_on_battery()
 
     def _watch_memory(self) -> str | None:
-        from ravnest.peer.capabilities import taken_memory_bytes
-
         memory = self._terms.memory
-        problem = None if memory is None else memory.look(taken_memory_bytes())
+        problem = None if memory is None else memory.look(self._machine.taken_memory_bytes())
         if memory is not None and memory.num_over == 1:
             logger.warning("%s; it leaves if that stays so", problem)
         return problem if memory is not None and memory.must_leave else None
 
     async def _wait(self) -> None:
         """Return when this PC may be lent, or never again."""
-        from ravnest.peer.capabilities import release_memory
-
         said = self._leaving = None
         while not self._ended_by and (reason := self._find_reason()) is not None:
             if reason != said:
                 logger.info("waits: %s; it joins %s, Ctrl-C ends it", reason, self._when())
-                release_memory()
+                self._machine.release_memory()
             said = reason
             self._changed.clear()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(LOOK_SECONDS):
+                async with asyncio.timeout(self._look_seconds):
                     await self._changed.wait()
 
     def _when(self) -> str:
@@ -132,8 +147,8 @@ class Lending:
 
         if self._is_paused:
             return f"after: ravnest resume {self._terms.name}"
-        if may_run(_minute(), self._terms.hours, False):
-            return f"at {show_minute(next_start(_minute(), self._terms.hours))}"
+        if may_run(self._minute(), self._terms.hours, False):
+            return f"at {show_minute(next_start(self._minute(), self._terms.hours))}"
         return "when it is plugged in"
 
     @contextlib.contextmanager
@@ -158,11 +173,6 @@ class Lending:
         self._changed.set()
         if self._agent is not None:
             self._look()
-
-
-def _minute() -> int:
-    now = time.localtime()
-    return now.tm_hour * 60 + now.tm_min
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ravnest.cli.files import print_parts, read_text, to_json, write_text
+from ravnest.cli.parts import find_parts
 from ravnest.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ def _find_plan(profile: "ModelProfile", swarm: "Swarm", config: "PlanConfig", se
     from ravnest.views.plan_text import advise, show_count
 
     click.echo(f"planning {profile.name} on {show_count(len(swarm.nodes), 'node')}, seed {seed}", err=True)
-    found = form_plan(profile, swarm, config, seed)
+    found = (find_parts().form_plan or form_plan)(profile, swarm, config, seed)
     predicted = forecast(found, profile, swarm, config)
     return _Answer(found, predicted, profile, swarm, config, advise(found, profile, swarm, config))
 
@@ -103,7 +104,7 @@ def _read_nodes(nodes: str | None, population: str | None, seed: int) -> "Swarm"
     from ravnest.plan.files import read_swarm
 
     if nodes is not None:
-        return read_swarm(read_text(nodes), nodes)
+        return read_swarm(read_text(nodes, find_parts().max_file_bytes), nodes)
     assert population is not None
     return populations.population(population, seed)
 
@@ -119,7 +120,7 @@ def _read_model(model: str, batch: int | None) -> "ModelProfile":
         raise click.UsageError(
             f"--batch goes with a built-in model; set samples_per_batch in {model} instead."
         )
-    return read_profile(read_text(model), model)
+    return read_profile(read_text(model, find_parts().max_file_bytes), model)
 
 
 def _read_config(config_file: str | None, settings: tuple[str, ...]) -> "PlanConfig":
@@ -141,7 +142,7 @@ def _read_plan_table(config_file: str) -> Mapping[str, object]:
     from ravnest.plan.files import parse_table
     from ravnest.units import show_value
 
-    values = parse_table(read_text(config_file), config_file).values
+    values = parse_table(read_text(config_file, find_parts().max_file_bytes), config_file).values
     if "plan" not in values:
         click.echo(f"note: {config_file} has no [plan] table; every setting has its default", err=True)
     table = values.get("plan", {})

@@ -103,10 +103,14 @@ class _Work:
 class Optimizer:
     """Updates the parameters of one stage."""
 
-    def __init__(self, settings: OptimizerSettings, parameters: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, settings: OptimizerSettings, parameters: Mapping[str, Tensor], chunk_items: int = _CHUNK_ITEMS
+    ) -> None:
         self.settings = settings
         self._chunks = [
-            (group, chunk) for group in settings.groups for chunk in _chunks(group.names, parameters)
+            (group, chunk)
+            for group in settings.groups
+            for chunk in _chunks(group.names, parameters, chunk_items)
         ]
         self._shapes = {name: tuple(parameters[name].shape) for _, chunk in self._chunks for name in chunk}
         self._state: dict[str, Tensor] = {}  # "SLOT/NAME"
@@ -303,7 +307,7 @@ def find_norms(tensors: list[Tensor]) -> list[float]:
     return [float(norm) for norm in torch.stack(torch._foreach_norm(tensors)).tolist()] if tensors else []
 
 
-def _chunks(names: Iterable[str], parameters: Mapping[str, Tensor]) -> list[list[str]]:
+def _chunks(names: Iterable[str], parameters: Mapping[str, Tensor], chunk_items: int) -> list[list[str]]:
     """Return the names a stage has, in lists of one dtype and, on a CPU, of limited size."""
     chunks: list[list[str]] = []
     num_items, kind = 0, None
@@ -312,7 +316,7 @@ def _chunks(names: Iterable[str], parameters: Mapping[str, Tensor]) -> list[list
             continue
         tensor = parameters[name]
         num_items += tensor.numel()
-        is_full = tensor.device.type == "cpu" and num_items > _CHUNK_ITEMS
+        is_full = tensor.device.type == "cpu" and num_items > chunk_items
         if is_full or kind != tensor.dtype or not chunks:
             chunks.append([])
             num_items, kind = tensor.numel(), tensor.dtype

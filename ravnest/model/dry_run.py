@@ -17,11 +17,12 @@ from ravnest.model.aliasing import writes
 from ravnest.model.blueprint import Argument, Blueprint, Op, Program, Ref, Size, ValueId
 from ravnest.model.op_costs import (
     GATES,
+    KERNEL_LIMITS,
     MOST_DIMENSIONS,
-    MOST_KERNELS,
     Cost,
     Flight,
     Form,
+    KernelLimits,
     KernelWatch,
     Recurrence,
     Seen,
@@ -45,14 +46,21 @@ class Footprint:
     forward_flops: int
 
 
-def dry_run(blueprint: Blueprint, batch_size: int, *, max_bytes: float, max_flops: float) -> Footprint:
+def dry_run(
+    blueprint: Blueprint,
+    batch_size: int,
+    *,
+    max_bytes: float,
+    max_flops: float,
+    kernels: KernelLimits = KERNEL_LIMITS,
+) -> Footprint:
     """Return what the blueprint needs for a batch of this size, or refuse it."""
     state_bytes = sum(entry.size_bytes for entry in blueprint.state)
     if state_bytes > max_bytes:
         raise UnsafeBlueprint(
             f"the state takes {show_bytes(state_bytes)}, over {show_bytes(max_bytes)} allowed"
         )
-    inspection = _Inspection(batch_size, max_bytes - state_bytes, max_flops)
+    inspection = _Inspection(batch_size, max_bytes - state_bytes, max_flops, kernels)
     trained = {entry.name for entry in blueprint.state if entry.is_trainable}
     with FakeTensorMode():
         found = [
@@ -177,12 +185,13 @@ class _Passage:
 class _Inspection:
     """Tries operations under a watch; what was found out about one holds for both programs."""
 
-    def __init__(self, batch_size: int, max_bytes: float, max_flops: float) -> None:
+    def __init__(self, batch_size: int, max_bytes: float, max_flops: float, kernels: KernelLimits) -> None:
         self.batch_size = batch_size
+        self._kernels = kernels
         self.costs: dict[object, _Taken] = {}
         self._max_bytes = max_bytes
         self._max_flops = max_flops
-        self._watch = KernelWatch(max_bytes, max_flops)
+        self._watch = KernelWatch(max_bytes, max_flops, kernels)
 
     def check_bytes(self, size_bytes: int) -> None:
         """Refuse more memory than allowed."""
@@ -198,8 +207,8 @@ class _Inspection:
                 raise UnsafeBlueprint(f"{flops:.1e} FLOPs, over {times * self._max_flops:.1e}")
         if num_elements > self._max_flops:
             raise UnsafeBlueprint(too_many_elements(num_elements, self._max_flops))
-        if num_kernels > MOST_KERNELS:
-            raise UnsafeBlueprint(f"the program takes more than {MOST_KERNELS} kernels")
+        if num_kernels > self._kernels.per_batch:
+            raise UnsafeBlueprint(f"the program takes more than {self._kernels.per_batch} kernels")
 
     def try_op(self, op: Op, forms: tuple[Form, ...], gradients: tuple[bool, ...]) -> _Taken:
         """Run an operation forward and backward; autograd says what has a gradient, not the file."""

@@ -24,9 +24,6 @@ from ravnest.model.stage_program import bind, resolve
 from ravnest.units import show_bytes, show_value
 
 MOST_DIMENSIONS = 64
-MOST_KERNELS_PER_OP = 2_048
-MOST_KERNELS_FLOWN = 20_000  # 0.2 to 0.7 ms each; a model of 350 operations takes 2,500
-MOST_KERNELS = 1_000_000  # of one batch, repeats included: about 10 s of nothing but starting them
 _KERNELS_PER_TRIAL = 8  # what it takes to begin a trial, in kernels
 
 
@@ -71,11 +68,24 @@ class Seen:
     num_kernels: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class KernelLimits:
+    """How many kernels a program may take."""
+
+    per_op: int = 2_048
+    tried: int = 20_000  # 0.2 to 0.7 ms each; a model of 350 operations takes 2,500
+    per_batch: int = 1_000_000  # repeats included: about 10 s of nothing but starting them
+
+
+KERNEL_LIMITS = KernelLimits()
+
+
 class KernelWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts what kernels take, those inside an operation included, and stops above a bound."""
 
-    def __init__(self, max_bytes: float, max_elements: float) -> None:
+    def __init__(self, max_bytes: float, max_elements: float, limits: KernelLimits = KERNEL_LIMITS) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._limits = limits
         self._max_bytes = max_bytes
         self._max_elements = max_elements
         self._num_flown = 0
@@ -104,9 +114,9 @@ class KernelWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return function(*arguments, **(keywords or {}))
         self._num_flown += 1
         self._num_kernels += 1
-        if self._num_kernels > MOST_KERNELS_PER_OP:
-            raise UnsafeBlueprint(f"it takes more than {MOST_KERNELS_PER_OP} kernels")
-        if self._num_flown > MOST_KERNELS_FLOWN:
+        if self._num_kernels > self._limits.per_op:
+            raise UnsafeBlueprint(f"it takes more than {self._limits.per_op} kernels")
+        if self._num_flown > self._limits.tried:
             raise UnsafeBlueprint("there are too many different operations to look through")
         result = function(*arguments, **(keywords or {}))
         read = list(_tensors_in((arguments, (keywords or {}).values())))

@@ -4,7 +4,7 @@ Each operation goes forward and backward alone, while torch's kernels are counte
 saves. What is saved is kept as references to memory: then what two operations both save is counted once.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
@@ -19,11 +19,11 @@ from ravnest.plan.types import ModelProfile
 from ravnest.protocol.tensors import ITEM_BYTES
 
 
-def measure(blueprint: Blueprint, batch_size: int) -> ModelProfile:
+def measure(blueprint: Blueprint, batch_size: int, make_trial: Callable[..., Trial] = Trial) -> ModelProfile:
     """Return the line of a whole model in numbers, for batches of this size."""
     assert (blueprint.start, blueprint.stop) == (0, blueprint.num_positions), "measure the whole line"
     trainable = {entry.name for entry in blueprint.state if entry.is_trainable}
-    work = [_Work.total(part) for part in _measure_parts(blueprint, batch_size, trainable)]
+    work = [_Work.total(part) for part in _measure_parts(blueprint, batch_size, trainable, make_trial)]
     parameters = {entry.name for entry in blueprint.state if entry.kind == PARAMETER}
     return ModelProfile(
         name=blueprint.name,
@@ -120,8 +120,10 @@ class _Work:
         return cls(*(sum(column) for column in zip(*rows, strict=True))) if rows else cls(0, 0, 0)
 
 
-def _measure_parts(blueprint: Blueprint, batch_size: int, trainable: set[str]) -> list[list[_Work]]:
-    meter = _Meter(blueprint.train, batch_size, trainable)
+def _measure_parts(
+    blueprint: Blueprint, batch_size: int, trainable: set[str], make_trial: Callable[..., Trial] = Trial
+) -> list[list[_Work]]:
+    meter = _Meter(blueprint.train, batch_size, trainable, make_trial)
     with FakeTensorMode():
         return [[meter.measure(op) for op in part] for part in _parts(blueprint)]
 
@@ -129,8 +131,10 @@ def _measure_parts(blueprint: Blueprint, batch_size: int, trainable: set[str]) -
 class _Meter:
     """Follows the program and counts of all that is saved each memory once."""
 
-    def __init__(self, program: Program, batch_size: int, trainable: set[str]) -> None:
-        self._batch_size = batch_size
+    def __init__(
+        self, program: Program, batch_size: int, trainable: set[str], make_trial: Callable[..., Trial]
+    ) -> None:
+        self._batch_size, self._make_trial = batch_size, make_trial
         self._flight = Flight(program, batch_size, self._try, {})
         for value, name in program.state:
             self._flight.give(value, name in trainable)
@@ -147,7 +151,7 @@ class _Meter:
         return _Work(cost.forward_flops, cost.backward_flops, saved_bytes)
 
     def _try(self, op: Op, forms: tuple[Form, ...], gradients: tuple[bool, ...]) -> Cost:
-        trial = Trial(op, forms, self._batch_size)
+        trial = self._make_trial(op, forms, self._batch_size)
         forward_flops = trial.forward()
         backward_flops = trial.backward(gradients)
         if op.name.startswith(_RECURRENT) and not forward_flops:  # a fused kernel shows nothing

@@ -7,7 +7,7 @@ provider would compute is what the module computes, or capture refuses the model
 
 import contextlib
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
 
 import torch
@@ -56,10 +56,11 @@ def compare(
     blueprint: Blueprint,
     state: Mapping[str, torch.Tensor],
     fields: Mapping[str, torch.Tensor],
+    build: Callable[[Blueprint, torch.device], StageProgram] = build_stage_program,
 ) -> None:
     """Raise CaptureError if the stages of the blueprint compute anything else than the module."""
     device = next(iter(fields.values())).device
-    stages = [build_stage_program(_send(stage), device) for stage in _cut(blueprint)]
+    stages = [build(_send(stage), device) for stage in _cut(blueprint)]
     for training, num_samples in ((True, _NUM_SAMPLES), (False, _NUM_SAMPLES - 1), (True, 1), (False, 1)):
         few = {name: _take(field, num_samples) for name, field in fields.items()}
         with torch.random.fork_rng(), as_it_was(whole):

@@ -9,6 +9,7 @@ from math import inf
 from random import Random
 from typing import Protocol, Self
 
+from ravnest.config import NetTimeouts
 from ravnest.errors import LinkError, ProtocolError
 from ravnest.net.congestion import Upload
 from ravnest.net.frames import (
@@ -21,7 +22,7 @@ from ravnest.net.frames import (
     encode_frame,
 )
 from ravnest.net.identity import KeyPair, peer_of
-from ravnest.net.link import TICK_SECONDS, Link
+from ravnest.net.link import Link
 from ravnest.net.streams import ReceiveStream
 from ravnest.net.transport import (
     Delivery,
@@ -38,8 +39,6 @@ from ravnest.net.transport import (
 )
 from ravnest.protocol.tensors import Buffer
 
-FIRST_PAUSE_SECONDS = 0.1
-LONGEST_PAUSE_SECONDS = 5.0
 _SERVICES = tuple(Service)  # to go through an enumeration costs more
 
 
@@ -98,9 +97,10 @@ class Dial:
         """How often all of them have failed."""
         return self.num_failures // len(self.addresses)
 
-    def fail(self, *, was_up: bool) -> float:
+    def fail(self, timeouts: NetTimeouts, *, was_up: bool) -> float:
         """Turn to the next address; return the pause before, which after the last of them doubles."""
-        pause = min(LONGEST_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2.0 ** min(self.num_passes, 10))
+        doubled = timeouts.first_pause_seconds * 2.0 ** min(self.num_passes, 10)
+        pause = min(timeouts.longest_pause_seconds, doubled)
         self.num_failures += 1
         if was_up:
             return pause
@@ -142,10 +142,6 @@ class Neighbour:
 
 logger = logging.getLogger(__name__)
 
-DIAL_SECONDS = 2.0  # well within the hub's grace for a lost peer; other addresses wait for their turn
-HELD_SECONDS = 1.0  # a link that lived longer was a good one
-SEND_SECONDS = 60.0
-
 Admit = Callable[[PeerId, bytes], str | None]  # who knocks, with what greeting -> why not
 
 
@@ -158,6 +154,7 @@ class Endpoint:
         self._keys = keys
         self._random = random
         self._limits = limits or TransportLimits()
+        self._timeouts = self._limits.timeouts
         self._admit = admit
         self._allowed: dict[PeerId, PublicKey] = {}
         self._admitted: set[PeerId] = set()
@@ -189,10 +186,11 @@ class Endpoint:
         if unsent.accepted.done():
             return
         try:
-            async with asyncio.timeout(SEND_SECONDS):
+            async with asyncio.timeout(self._timeouts.send_seconds):
                 await unsent.accepted
         except TimeoutError:
-            raise LinkError(f"{to} took no {service.name} message for {SEND_SECONDS:.0f} s") from None
+            seconds = self._timeouts.send_seconds
+            raise LinkError(f"{to} took no {service.name} message for {seconds:.0f} s") from None
         finally:
             if unsent in neighbour.unsent[service]:
                 neighbour.unsent[service].remove(unsent)
@@ -306,7 +304,7 @@ class Endpoint:
         if replaced is None or is_new:
             neighbour.up_since = self._loop.time()
             self._emit(LinkUp(connection.peer, is_new, address))
-            neighbour.timer = self._loop.call_later(TICK_SECONDS, self._tick, neighbour)
+            neighbour.timer = self._loop.call_later(self._timeouts.tick_seconds, self._tick, neighbour)
         if not connection.is_dialled:
             self._try_send(connection, neighbour.link.hello())
         self._fill(neighbour)
@@ -335,7 +333,7 @@ class Endpoint:
         if reason is not None and neighbour.connection is not None:
             self._refuse(neighbour.connection, reason)
             return
-        neighbour.timer = self._loop.call_later(TICK_SECONDS, self._tick, neighbour)
+        neighbour.timer = self._loop.call_later(self._timeouts.tick_seconds, self._tick, neighbour)
         self._wake(neighbour)
 
     def _fill(self, neighbour: Neighbour) -> None:
@@ -418,8 +416,8 @@ class Endpoint:
             self._pause(neighbour)
             return
         dial.attempt = attempt
-        reason = f"no answer within {DIAL_SECONDS:.0f} s"
-        dial.timer = self._loop.call_later(DIAL_SECONDS, self._lost, attempt, reason)
+        seconds = self._timeouts.dial_seconds
+        dial.timer = self._loop.call_later(seconds, self._lost, attempt, f"no answer within {seconds:.0f} s")
         self._try_send(attempt, neighbour.link.hello(dial.greeting))
 
     def _pause(self, neighbour: Neighbour, *, was_up: bool = False) -> None:
@@ -427,10 +425,11 @@ class Endpoint:
         dial = neighbour.dial
         if dial is None:
             return
-        if neighbour.up_since is not None and self._loop.time() - neighbour.up_since > HELD_SECONDS:
+        lived_since = self._loop.time() - self._timeouts.good_link_seconds
+        if neighbour.up_since is not None and neighbour.up_since < lived_since:
             dial.num_failures = 0
         neighbour.up_since = None
-        pause = dial.fail(was_up=was_up)
+        pause = dial.fail(self._timeouts, was_up=was_up)
         dial.timer = self._loop.call_later(pause * self._random.uniform(0.5, 1.0), self._attempt, neighbour)
 
     def _stop_dialling(self, dial: Dial) -> None:

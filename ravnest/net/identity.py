@@ -8,6 +8,7 @@ import hmac
 import ipaddress
 import re
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from hashlib import sha256
 
@@ -181,12 +182,14 @@ def dialled_from_here(door: str) -> str:
     return write_address("127.0.0.1" if is_everywhere(host) else host, port)
 
 
-def dialled_from_elsewhere(door: str) -> tuple[str, ...]:
+def dialled_from_elsewhere(
+    door: str, find_hosts: Callable[[], tuple[str, ...]] | None = None
+) -> tuple[str, ...]:
     """Return where others may reach what listens at this address, this PC's own programs last."""
     host, port = split_address(door)
     if not is_everywhere(host):
         return (door,)
-    return tuple(write_address(each, port) for each in (*local_hosts(), "127.0.0.1"))
+    return tuple(write_address(each, port) for each in (*(find_hosts or local_hosts)(), "127.0.0.1"))
 
 
 def local_hosts() -> tuple[str, ...]:

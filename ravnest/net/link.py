@@ -16,10 +16,7 @@ from ravnest.net.frames import FRAME_VERSION, Ack, Bye, Chunk, Frames, Greeting,
 from ravnest.net.streams import InboundMessage, ReceiveStream, SendStream
 from ravnest.net.transport import Service, TransportLimits
 
-TICK_SECONDS = 0.4  # a neighbour is heard of at least every second tick
-SILENCE_SECONDS = 1.4  # with a tick more, a dead neighbour is noticed within 2 s
-ACK_SECONDS = 0.01  # a confirmation may wait so long for a chunk to go along with
-ACK_BYTES = SMALLEST_WINDOW_BYTES // 2  # or for so many bytes: the other side has as many again to send
+ACK_BYTES = SMALLEST_WINDOW_BYTES // 2  # confirmed at once: the other side has as many again to send
 
 
 class Link:
@@ -31,7 +28,7 @@ class Link:
         self.inbox = ReceiveStream(limits)
         self.is_up = False
         self._session = session
-        self._limits = limits
+        self._limits, self._timeouts = limits, limits.timeouts
         self._their_session = 0
         self._heard_at = 0.0
         self._ticked_at = 0.0
@@ -109,11 +106,11 @@ class Link:
         return frames
 
     def tick(self, now: float) -> str | None:
-        """Call every TICK_SECONDS: keeps the neighbour informed; returns why the link is dead, if it is."""
-        if now - self._ticked_at > 2 * TICK_SECONDS:
+        """Call every `tick_seconds`: keeps the neighbour informed; returns why the link is dead, if it is."""
+        if now - self._ticked_at > 2 * self._timeouts.tick_seconds:
             self._heard_at = now  # it was us who did not listen
         self._ticked_at = now
-        if now - self._heard_at > SILENCE_SECONDS:
+        if now - self._heard_at > self._timeouts.silence_seconds:
             return f"nothing heard for {now - self._heard_at:.1f} s"
         self._is_ping_due = not self._has_sent
         self._has_sent = False
@@ -121,7 +118,7 @@ class Link:
 
     def _owe(self, num_bytes: int, now: float) -> None:
         self._owed_bytes += num_bytes
-        due = now if self._owed_bytes >= ACK_BYTES else now + ACK_SECONDS
+        due = now if self._owed_bytes >= ACK_BYTES else now + self._timeouts.ack_seconds
         self.owed_by = min(self.owed_by, due)
 
     def _next_news(self, now: float, is_held: bool) -> Frames | None:

@@ -12,15 +12,13 @@ import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
+from ravnest.config import TIMEOUTS, NetTimeouts
 from ravnest.errors import ConfigError
 from ravnest.net.identity import is_everywhere, split_address
 
 TICKET_BYTES = 16
-OPENING_SECONDS = 5.0
-PAUSE_SECONDS = 1.0
 MAX_STREAMS = 1024
 MAX_STREAMS_OF_ONE = 4  # a new one may come before the end of an old one is noticed
-KEEPALIVE_SECONDS = 30  # a router forgets streams on which nothing passes
 _PIECE_BYTES = 256 * 1024
 _AWAITS = b"A"
 _DIALS = b"D"
@@ -34,7 +32,9 @@ class Relay:
 
     port = 0  # where it listens; 0 while it does not
 
-    def __init__(self) -> None:
+    def __init__(self, timeouts: NetTimeouts = TIMEOUTS.net) -> None:
+        self._timeouts = timeouts
+        self.num_joined = 0  # pairs of streams so far
         self._awaiting: dict[bytes, Stream | None] = {}  # by ticket
         self._writers: set[asyncio.StreamWriter] = set()
 
@@ -71,9 +71,11 @@ class Relay:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         stream = (reader, writer)
-        _keep_alive(writer)
+        _keep_alive(writer, self._timeouts)
         self._writers.add(writer)
-        opening = await _read_opening(reader) if len(self._writers) <= MAX_STREAMS else b""
+        opening = b""
+        if len(self._writers) <= MAX_STREAMS:
+            opening = await _read_opening(reader, self._timeouts)
         ticket, role = opening[:TICKET_BYTES], opening[TICKET_BYTES:]
         if ticket not in self._awaiting or role not in (_AWAITS, _DIALS):
             self._end(stream)
@@ -85,6 +87,7 @@ class Relay:
             return
         self._awaiting[ticket] = None
         if other is not None:
+            self.num_joined += 1
             await _join(stream, other)
         self._end(other)
         self._end(stream)
@@ -95,27 +98,31 @@ class Relay:
             stream[1].close()
 
 
-async def await_through(relay: RelayAddress, ticket: bytes, door: RelayAddress) -> None:
+async def await_through(
+    relay: RelayAddress, ticket: bytes, door: RelayAddress, timeouts: NetTimeouts = TIMEOUTS.net
+) -> None:
     """Lead every stream of the ticket's other holder to where we listen, for as long as this runs."""
     room = asyncio.Semaphore(MAX_STREAMS_OF_ONE)
     async with asyncio.TaskGroup() as streams:
         while True:
             await room.acquire()
-            far = await _await_one(relay, ticket)
+            far = await _await_one(relay, ticket, timeouts)
             if far is None:
                 room.release()
-                await asyncio.sleep(PAUSE_SECONDS)  # noqa: TID251 - no event tells that the relay is back
+                await asyncio.sleep(timeouts.relay_pause_seconds)  # noqa: TID251 - nothing tells that it is back
                 continue
-            streams.create_task(_lead_in(*far, door)).add_done_callback(lambda _: room.release())
+            streams.create_task(_lead_in(*far, door, timeouts)).add_done_callback(lambda _: room.release())
 
 
 @asynccontextmanager
-async def dial_through(relay: RelayAddress, ticket: bytes) -> AsyncIterator[str]:
+async def dial_through(
+    relay: RelayAddress, ticket: bytes, timeouts: NetTimeouts = TIMEOUTS.net
+) -> AsyncIterator[str]:
     """Give an address to dial that leads to the ticket's other holder."""
 
     async def lead_out(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with suppress(OSError, TimeoutError):
-            far = await _open(relay, ticket + _DIALS)
+            far = await _open(relay, ticket + _DIALS, timeouts)
             await _join((reader, writer), far)
         writer.close()
 
@@ -126,10 +133,12 @@ async def dial_through(relay: RelayAddress, ticket: bytes) -> AsyncIterator[str]
         server.close()
 
 
-async def _await_one(relay: RelayAddress, ticket: bytes) -> tuple[Stream, bytes] | None:
+async def _await_one(
+    relay: RelayAddress, ticket: bytes, timeouts: NetTimeouts
+) -> tuple[Stream, bytes] | None:
     """Return the next stream of the other holder with its first bytes; None if the relay ended it."""
     with suppress(OSError, TimeoutError):
-        far = await _open(relay, ticket + _AWAITS)
+        far = await _open(relay, ticket + _AWAITS, timeouts)
         first = b""
         try:
             first = await far[0].read(_PIECE_BYTES)
@@ -140,10 +149,10 @@ async def _await_one(relay: RelayAddress, ticket: bytes) -> tuple[Stream, bytes]
     return None
 
 
-async def _lead_in(far: Stream, first: bytes, door: RelayAddress) -> None:
+async def _lead_in(far: Stream, first: bytes, door: RelayAddress, timeouts: NetTimeouts) -> None:
     try:
         with suppress(OSError, TimeoutError):
-            async with asyncio.timeout(OPENING_SECONDS):
+            async with asyncio.timeout(timeouts.relay_opening_seconds):
                 near = await asyncio.open_connection(*door, limit=_PIECE_BYTES)
             near[1].write(first)
             await _join(near, far)
@@ -151,26 +160,26 @@ async def _lead_in(far: Stream, first: bytes, door: RelayAddress) -> None:
         far[1].close()
 
 
-async def _open(relay: RelayAddress, opening: bytes) -> Stream:
-    async with asyncio.timeout(OPENING_SECONDS):
+async def _open(relay: RelayAddress, opening: bytes, timeouts: NetTimeouts) -> Stream:
+    async with asyncio.timeout(timeouts.relay_opening_seconds):
         stream = await asyncio.open_connection(*relay, limit=_PIECE_BYTES)
-        _keep_alive(stream[1])
+        _keep_alive(stream[1], timeouts)
         stream[1].write(opening)
         await stream[1].drain()
     return stream
 
 
-def _keep_alive(writer: asyncio.StreamWriter) -> None:
+def _keep_alive(writer: asyncio.StreamWriter, timeouts: NetTimeouts) -> None:
     end: socket.socket = writer.get_extra_info("socket")
     end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name in ("TCP_KEEPIDLE", "TCP_KEEPINTVL"):
         if hasattr(socket, name):  # not on every system
-            end.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), KEEPALIVE_SECONDS)
+            end.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), timeouts.relay_keepalive_seconds)
 
 
-async def _read_opening(reader: asyncio.StreamReader) -> bytes:
+async def _read_opening(reader: asyncio.StreamReader, timeouts: NetTimeouts) -> bytes:
     with suppress(TimeoutError, OSError, asyncio.IncompleteReadError):
-        async with asyncio.timeout(OPENING_SECONDS):
+        async with asyncio.timeout(timeouts.relay_opening_seconds):
             return await reader.readexactly(TICKET_BYTES + len(_DIALS))
     return b""
 

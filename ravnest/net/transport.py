@@ -10,6 +10,7 @@ from enum import IntEnum
 from math import inf
 from typing import NewType, Protocol
 
+from ravnest.config import TIMEOUTS, NetTimeouts
 from ravnest.errors import LinkError
 from ravnest.protocol.tensors import Buffer
 
@@ -43,6 +44,7 @@ class TransportLimits:
     )  # handed to the wire and not yet confirmed; what an urgent message waits behind
     credit_bytes: tuple[int, ...] = (4 * MIB, 64 * MIB, 64 * MIB, 64 * MIB, 32 * MIB)  # by Service
     upload_bytes_per_second: float = inf  # over all links together
+    timeouts: NetTimeouts = TIMEOUTS.net
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,8 +25,6 @@ from ravnest.net.transport import PeerId, PublicKey, TransportLimits
 
 logger = logging.getLogger(__name__)
 
-FLUSH_MILLISECONDS = 250  # how long a goodbye may take
-HANDSHAKE_MILLISECONDS = 5_000
 FRAMES_PER_TURN = 16  # then others on the loop get theirs
 _SHARED_BYTES = 65_536  # a copy of less costs less than to hear when the memory is free again
 _SLACK_BYTES = 1024  # a frame may be longer than a chunk by what the encryption adds
@@ -92,7 +90,7 @@ class ZeroMqTransport(Endpoint):
         finally:
             for socket in tuple(self._open_ones):
                 socket.close()
-            # Ends when the goodbyes have left, at the latest after FLUSH_MILLISECONDS.
+            # Ends when the goodbyes have left, at the latest after `flush_seconds`.
             await asyncio.to_thread(self._context.term)
 
     def _start_listening(self, address: str) -> None:
@@ -125,12 +123,13 @@ class ZeroMqTransport(Endpoint):
         socket = self._context.socket(kind)
         socket.curve_publickey = self._keys.public
         socket.curve_secretkey = self._keys.secret
-        socket.linger = FLUSH_MILLISECONDS
+        handshake_ms = round(1000 * self._timeouts.handshake_seconds)
+        socket.linger = round(1000 * self._timeouts.flush_seconds)
         socket.reconnect_ivl = -1
         socket.sndhwm = 0  # the window of each link is the limit
         socket.maxmsgsize = self._limits.chunk_bytes + _SLACK_BYTES
-        socket.handshake_ivl = HANDSHAKE_MILLISECONDS
-        socket.heartbeat_ivl = HANDSHAKE_MILLISECONDS  # ends the sockets of the dead; links notice sooner
+        socket.handshake_ivl = handshake_ms
+        socket.heartbeat_ivl = handshake_ms  # ends the sockets of the dead; links notice sooner
         socket.tcp_keepalive = 1
         socket.ipv6 = True
         return socket

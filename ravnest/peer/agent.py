@@ -10,6 +10,7 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ravnest.config import TIMEOUTS, Timeouts
 from ravnest.errors import LinkError, NotAdmitted, ProtocolError, RavnestError
 from ravnest.ids import HUB, NodeId
 from ravnest.net.identity import KeyPair, Token, dialled_from_here, is_loopback, peer_of, split_address
@@ -49,9 +50,6 @@ from ravnest.transfer.blobs import PROTOCOL_VERSION, Outgoing, prove
 
 logger = logging.getLogger(__name__)
 
-PARTING_SECONDS = 2.0  # for the hub to hear that this peer goes
-HANDOVER_SECONDS = 10.0  # for the hub to let it go, with nothing lost
-
 _Order = Welcome | PlanOrder | RingOrder | StageParts | SnapshotOrder | BackupOrder | ProbeOrder | Stop
 _OfHub = _Order | LeaseGrant | FieldParts | LearningRate | RoundOpen | RoundCommit | RoundAbort
 
@@ -71,13 +69,22 @@ class Offer:
 class Agent:
     """One provider's PC in one swarm."""
 
-    def __init__(self, token: Token, keys: KeyPair, offer: Offer, compute: Compute | None = None) -> None:
+    def __init__(
+        self,
+        token: Token,
+        keys: KeyPair,
+        offer: Offer,
+        compute: Compute | None = None,
+        timeouts: Timeouts = TIMEOUTS,
+    ) -> None:
+        self._timeouts = timeouts
         self._token = token
         self._keys = keys
         self._offer = offer
-        self._compute = compute or ComputeThread()
+        self._compute = compute or ComputeThread(timeouts.peer)
         self._hub = peer_of(PublicKey(token.hub_key))
-        self._fetcher = Fetcher(self._start, lambda: self._peers, self._post, self._compute.put, self._fail)
+        around = (self._start, lambda: self._peers, self._post, self._compute.put, self._fail)
+        self._fetcher = Fetcher(*around, timeouts.peer)
         self._blobs = self._fetcher.blobs
         self._leaving: str | RavnestError | None = None  # why, once it wants to
         self._hub_address = ""  # the one that answered
@@ -101,7 +108,12 @@ class Agent:
         door = None if self._offer.door is None else split_address(dialled_from_here(self._offer.door))
         is_reachable = bool(self._offer.addresses)
         self._meetings = Connections(
-            transport, door, is_reachable=is_reachable, start=self._start, give_up=self._lose_mate
+            transport,
+            door,
+            is_reachable=is_reachable,
+            start=self._start,
+            give_up=self._lose_mate,
+            timeouts=self._timeouts,
         )
         self._posting = Outbox(transport, self._start, lambda: self._peers, self._fail)
         with self._fetcher.shelf:
@@ -151,7 +163,7 @@ class Agent:
         """Go on as before until the hub has found who takes over, but not for long."""
         self._leaving = reason
         self._post(Outgoing(HUB, Leave(self._build_id, reason, can_hand_over=True)))
-        await asyncio.wait([self._ended], timeout=HANDOVER_SECONDS)
+        await asyncio.wait([self._ended], timeout=self._timeouts.peer.handover.total_seconds)
         self._end(reason)
 
     async def _leave(self, why: str | RavnestError) -> None:
@@ -163,7 +175,7 @@ class Agent:
         except LinkError as lost:
             logger.debug("the hub is not told: %s", lost)
         if self._hub in self._transport.connected():
-            await asyncio.wait([self._ended], timeout=PARTING_SECONDS)
+            await asyncio.wait([self._ended], timeout=self._timeouts.peer.parting_seconds)
         self._end(why)
 
     @property

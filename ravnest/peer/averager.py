@@ -16,7 +16,7 @@ from torch import Tensor
 from ravnest.averaging.ring import RingPosition, RingReduce, choose_chunk_size
 from ravnest.averaging.round import Round, RoundPhase
 from ravnest.codec import decode_tensor, describe, encode_tensor
-from ravnest.config import WireFormat
+from ravnest.config import TIMEOUTS, PeerTimeouts, WireFormat
 from ravnest.engine.train_config import TrainConfig
 from ravnest.errors import ProtocolError
 from ravnest.ids import HUB, NodeId, RoundId, SegmentId
@@ -81,7 +81,6 @@ class AnchorRequests:
 logger = logging.getLogger(__name__)
 
 _LATE_STRENGTH = 0.5  # of an average that is a whole round late: full strength is unstable
-_ASK_SECONDS = 1.0
 _EARLY_TIMES = 8  # the numbers of a stage: what honest neighbours may send before this one hears of a round
 
 AveragingMessage = RingPart[TensorSpec] | RoundCommit | RoundAbort | AnchorQuery | AnchorPart[TensorSpec]
@@ -100,7 +99,9 @@ class Averager:
         training: TrainConfig,
         clock: Callable[[], float],
         standing: AnchorState,
+        timeouts: PeerTimeouts = TIMEOUTS.peer,
     ) -> None:
+        self._timeouts = timeouts
         self._place = place
         self._worker, self._stage = worker, worker.stage
         self._clock = clock
@@ -291,7 +292,7 @@ class Averager:
         """Give up at the deadline, or ask what became of the round."""
         if self._order is None or now < self._due:
             return []
-        self._due = now + _ASK_SECONDS
+        self._due = now + self._timeouts.ask_again_seconds
         if self._round is None:
             suspect = self._before[self._find_missing()[0]]
             abort = RoundAbort(self._round_id, f"{suspect} has not sent its last average", suspect)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from math import inf
 from typing import Any
 
@@ -28,7 +29,6 @@ _MOST_SECONDS = 0.2
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # as malloc.h of glibc numbers them
 _LARGE_BYTES = 3 << 19  # at half a megabyte tensors of one trained 30 % slower, at this as fast as ever
 _KEPT_BYTES = 1 << 25  # of smaller ones: at glibc's 128 KB the same pages come and go with every batch
-_BF16_SECONDS = 60.0  # most of them to load torch
 _BF16_PROGRAM = """
 import sys, torch
 matrix = torch.ones(64, 64, dtype=torch.bfloat16, device=sys.argv[1])
@@ -89,13 +89,13 @@ def measure_flops_per_second(device: str = "cpu") -> float:
             return best
 
 
-def can_run_bf16(device: str) -> bool:
+def can_run_bf16(device: str, program: str = _BF16_PROGRAM, timeout_seconds: float = 60.0) -> bool:
     """Return whether a device multiplies bf16 matrices; tried in a process, for on some CPUs it kills it."""
-    command = [sys.executable, "-c", _BF16_PROGRAM, device]
+    command = [sys.executable, "-c", program, device]
     quiet = subprocess.DEVNULL
     try:
         done = subprocess.run(  # noqa: S603 - our own program
-            command, stdin=quiet, stdout=quiet, stderr=quiet, timeout=_BF16_SECONDS, check=False
+            command, stdin=quiet, stdout=quiet, stderr=quiet, timeout=timeout_seconds, check=False
         )
     except (OSError, subprocess.TimeoutExpired):
         return False
@@ -131,6 +131,22 @@ def _find_battery() -> Any:
         return None
 
 
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What a program asks of a PC, and what it tells it; the defaults are about this PC."""
+
+    choose_device: Callable[[str], str] = choose_device
+    lent_memory_bytes: Callable[[str], float] = lent_memory_bytes
+    measure_flops_per_second: Callable[[str], float] = measure_flops_per_second
+    has_battery: Callable[[], bool] = has_battery
+    is_on_battery: Callable[[], bool] = is_on_battery
+    taken_memory_bytes: Callable[[], float] = taken_memory_bytes
+    release_memory: Callable[[], None] = release_memory
+    return_freed_memory: Callable[[], None] = return_freed_memory
+    warm_up: Callable[[], None] = warm_up
+
+
+THIS_PC = Machine()
 _MOST_TRIAL_SECONDS = 0.5
 _MOST_RUNS = 10
 _LARGEST = 0.1  # of the numbers made up: sums of them stay finite

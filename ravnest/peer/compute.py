@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
+from ravnest.config import TIMEOUTS, PeerTimeouts
 from ravnest.engine.weight_versions import Snapshot
 from ravnest.errors import ProtocolError, RavnestError
 from ravnest.ids import HUB, NodeId
@@ -153,7 +154,8 @@ def _keep(order: SnapshotOrder, saved: Snapshot, blobs: Blobs) -> Outgoing:
 class ComputeThread:
     """A thread that sleeps while nothing is to be done."""
 
-    def __init__(self) -> None:
+    def __init__(self, timeouts: PeerTimeouts = TIMEOUTS.peer) -> None:
+        self._timeouts = timeouts
         self._items: queue.SimpleQueue[Item | None] = queue.SimpleQueue()  # None ends the thread
 
     def put(self, item: Item) -> None:
@@ -186,7 +188,9 @@ class ComputeThread:
 
         def work() -> None:
             bench = ComputeLoop(
-                StageHost(limits, loop.time), blobs, lambda later: loop.call_soon_threadsafe(start, later)
+                StageHost(limits, loop.time, timeouts=self._timeouts),
+                blobs,
+                lambda later: loop.call_soon_threadsafe(start, later),
             )
             try:
                 self._work(bench, loop.time, send)

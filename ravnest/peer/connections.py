@@ -10,11 +10,9 @@ from collections.abc import Callable, Collection, Coroutine, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from ravnest.config import TIMEOUTS, Timeouts
 from ravnest.net.relay import RelayAddress, await_through, dial_through
 from ravnest.net.transport import PeerId, Transport
-
-RELAY_AFTER_SECONDS = 3.0
-GIVE_UP_SECONDS, LATER_SECONDS = 20.0, 5.0  # the second to give up has heard of another plan before
 
 Start = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
 
@@ -43,7 +41,9 @@ class Connections:
         is_reachable: bool,
         start: Start,
         give_up: Callable[[str], None],
+        timeouts: Timeouts = TIMEOUTS,
     ) -> None:
+        self._timeouts, self._net = timeouts.peer, timeouts.net
         self._transport = transport
         self._door = door
         self._is_reachable = is_reachable  # others know where it listens
@@ -100,7 +100,8 @@ class Connections:
         if mate.name not in self._needed:
             return
         is_first = (self._is_reachable, self._transport.peer) < (bool(mate.addresses), mate.peer)
-        seconds = GIVE_UP_SECONDS + (0.0 if is_first else LATER_SECONDS)
+        timeouts = self._timeouts  # the second to give up has heard of another plan before
+        seconds = timeouts.give_up_seconds + (0.0 if is_first else timeouts.give_up_later_seconds)
         if mate.peer in self._deadlines:
             self._deadlines[mate.peer].cancel()
         self._deadlines[mate.peer] = self._loop.call_later(seconds, self._say_missing, mate, seconds)
@@ -119,7 +120,7 @@ class Connections:
 
     def _look_later(self, mate: Acquaintance) -> None:
         can_be_direct = mate.addresses or self._is_reachable
-        seconds = RELAY_AFTER_SECONDS if can_be_direct else 0.0
+        seconds = self._timeouts.relay_after_seconds if can_be_direct else 0.0
         if mate.peer in self._timers:
             self._timers[mate.peer].cancel()
         self._timers[mate.peer] = self._loop.call_later(seconds, self._look, mate)
@@ -131,12 +132,12 @@ class Connections:
             return
         if mate.peer > self._transport.peer:
             if self._door is not None:
-                work = await_through(self._relay, mate.ticket, self._door)
+                work = await_through(self._relay, mate.ticket, self._door, self._net)
                 self._ways[mate.peer] = self._start(work)
             return
         self._ways[mate.peer] = self._start(self._dial_through(mate, self._relay))
 
     async def _dial_through(self, mate: Acquaintance, relay: RelayAddress) -> None:
-        async with dial_through(relay, mate.ticket) as address:
+        async with dial_through(relay, mate.ticket, self._net) as address:
             self._transport.dial(mate.peer, (*mate.addresses, address))
             await self._loop.create_future()

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Coroutine
 from functools import partial
 from typing import Any
 
+from ravnest.config import TIMEOUTS, PeerTimeouts
 from ravnest.errors import LinkError
 from ravnest.ids import HUB, NodeId
 from ravnest.peer.blob_store import BlobStore
@@ -21,8 +22,6 @@ from ravnest.protocol.tensors import Buffer
 from ravnest.transfer.blobs import Blobs, LinkTimes, Outgoing
 
 logger = logging.getLogger(__name__)
-
-_QUIET_SECONDS = 30.0  # after which who sends nothing is given up
 
 
 class _Missing(Exception):  # noqa: N818 - what happened, not that it is an error
@@ -39,7 +38,9 @@ class Fetcher:
         post: Callable[[Outgoing], None],
         put: Callable[[Item], None],
         fail: Callable[[LinkError], None],
+        timeouts: PeerTimeouts = TIMEOUTS.peer,
     ) -> None:
+        self._quiet_seconds = timeouts.quiet_download_seconds
         self.shelf = BlobStore()
         self.blobs = Blobs(self.shelf)
         self._start, self._known, self._post, self._put, self._fail = start, known, post, put, fail
@@ -99,9 +100,9 @@ class Fetcher:
             for parcel in self.blobs.want(ref, source, arrived.set_result, keep=False):
                 self._post(parcel)
             num_come = 0
-            while not (await asyncio.wait([arrived], timeout=_QUIET_SECONDS))[0]:
+            while not (await asyncio.wait([arrived], timeout=self._quiet_seconds))[0]:
                 if source != HUB and self.blobs.num_come(ref) == num_come:  # the hub has patience of its own
-                    return Refusal(f"{source} has sent nothing of it for {_QUIET_SECONDS:.0f} s")
+                    return Refusal(f"{source} has sent nothing of it for {self._quiet_seconds:.0f} s")
                 num_come = self.blobs.num_come(ref)
             return arrived.result()
         finally:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from statistics import median
 
+from ravnest.config import TIMEOUTS, PeerTimeouts
 from ravnest.engine.schedule import StageSchedule
 from ravnest.engine.staleness import (
     Decision,
@@ -27,7 +28,6 @@ from ravnest.protocol.training import Pace, StepReport
 from ravnest.transfer.blobs import Outgoing
 
 _REPORT_BATCHES = 17  # between reports to the root, and its decisions; prime, to be in step with no update
-_REPORT_SECONDS = 5.0  # between reports to the hub, at most: a slow stage is to be noticed
 _REMEMBERED = 5  # reports of a stage
 _DAY = 86_400.0
 
@@ -113,7 +113,9 @@ class Timekeeper:
         schedule: StageSchedule,
         clock: Callable[[], float],
         policy: StalenessPolicy | None,
+        timeouts: PeerTimeouts = TIMEOUTS.peer,
     ) -> None:
+        self._timeouts = timeouts
         self._place = place
         self._schedule = schedule
         self._clock = clock
@@ -198,7 +200,7 @@ class Timekeeper:
         forward, backward, num_samples = self._work
         forward, backward = forward + report.forward_seconds, backward + report.backward_seconds
         self._work = (forward, backward, num_samples + report.num_samples)
-        is_time = self._clock() >= self._told_at + _REPORT_SECONDS
+        is_time = self._clock() >= self._told_at + self._timeouts.report_every_seconds
         if is_due or is_time or self._place.after is None:
             share = report.num_samples / max(1, self._work[2])
             self._told_at, self._work = self._clock(), (0.0, 0.0, 0)

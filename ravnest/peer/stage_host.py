@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ravnest.config import TIMEOUTS, PeerTimeouts
 from ravnest.engine.optimizers import find_not_finite
 from ravnest.engine.schedule import StageSchedule
 from ravnest.engine.stage import StageEngine
@@ -21,9 +22,9 @@ from ravnest.errors import UnsafeBlueprint, WeightsError
 from ravnest.ids import HUB, NodeId
 from ravnest.model.blueprint import Blueprint, StateEntry
 from ravnest.model.blueprint_json import read_blueprint
-from ravnest.model.dry_run import dry_run
+from ravnest.model.dry_run import Footprint, dry_run
 from ravnest.model.profile import count_flops
-from ravnest.model.stage_program import build_stage_program
+from ravnest.model.stage_program import StageProgram, build_stage_program
 from ravnest.model.state_dict import Layout, read_snapshot
 from ravnest.peer.averager import AnchorState, Averager
 from ravnest.peer.capabilities import can_run_bf16, time_batch
@@ -111,7 +112,6 @@ _PREFLIGHT_TIMES = 4
 _SPLIT_SECONDS = 50 * 1e-4
 _AVERAGING_SHARE = 0.5  # of the time that training takes, while both have work
 _PROBE_SECONDS = 0.2  # for one run of a probe, on a usual PC
-_USUAL_FLOPS_PER_SECOND = {"cpu": 5e10}  # of one core; of anything else 200 times as much
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +125,25 @@ class ProviderLimits:
     flops_per_batch: float = 1e15
     device: str = "cpu"
     emulated_flops_per_second: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StageTools:
+    """What a stage is checked, built and timed with."""
+
+    dry_run: Callable[..., Footprint] = dry_run
+    count_flops: Callable[[Blueprint, int], tuple[float, float, float]] = count_flops
+    build_program: Callable[..., StageProgram] = build_stage_program
+    time_batch: Callable[[StageProgram, int, Callable[[], float]], float] = time_batch
+    usual_cpu_flops_per_second: float = 5e10  # of one core
+    usual_other_flops_per_second: float = 1e13  # of a GPU
+
+    def usual_flops_per_second(self, device: str) -> float:
+        """Return the speed of a usual device of this kind."""
+        return self.usual_cpu_flops_per_second if device == "cpu" else self.usual_other_flops_per_second
+
+
+STAGE_TOOLS = StageTools()
 
 
 def _read_parts(parts: bytes) -> tuple[TrainConfig, Blueprint]:
@@ -141,11 +160,14 @@ class StageHost:
         clock: Callable[[], float],
         wait: Callable[[float], object] | None = None,
         probe: Callable[[str], bool] = can_run_bf16,
+        tools: StageTools = STAGE_TOOLS,
+        timeouts: PeerTimeouts = TIMEOUTS.peer,
     ) -> None:
         self._limits = limits
         self._clock = clock
         self._wait = wait or threading.Event().wait  # nobody sets it: it costs no work to wait for
         self._probe = probe
+        self._tools, self._timeouts = tools, timeouts
         self._has_bf16: bool | None = None  # not probed yet
         self._worker: Worker | None = None
         self._averager: Averager | None = None
@@ -174,7 +196,7 @@ class StageHost:
                 f"the plan has {stage.start} to {stage.stop} here"
             )
         limits = self._limits
-        footprint = dry_run(
+        footprint = self._tools.dry_run(
             blueprint,
             -(-training.batch_size // order.accumulate),
             max_bytes=_PREFLIGHT_TIMES * limits.memory_bytes,
@@ -184,10 +206,10 @@ class StageHost:
         if isinstance(begun, StageMissing):
             return begun
         snapshot, standing = begun
-        program = build_stage_program(
+        program = self._tools.build_program(
             blueprint, limits.device, autocast=self._autocast(training), recompute=stage.recompute
         )
-        rate = limits.emulated_flops_per_second or _USUAL_FLOPS_PER_SECOND.get(limits.device, 1e13)
+        rate = limits.emulated_flops_per_second or self._tools.usual_flops_per_second(limits.device)
         backward_seconds = 2 * footprint.forward_flops / rate
         num_weights = sum(entry.is_trainable for entry in blueprint.state)
         is_split = not stage.recompute and backward_seconds > num_weights * _SPLIT_SECONDS
@@ -197,8 +219,10 @@ class StageHost:
         schedule = StageSchedule(stage.window, order.accumulate, version=parts.version)
         device = self._device(blueprint, training.batch_size, is_split, stage.recompute)
         rate, policy = training.optimizer.learning_rate, make_policy(training, order)
-        self._worker = Worker(place, blueprint, running, schedule, rate, device, policy)
-        self._averager = Averager(place, order, blueprint, self._worker, training, self._clock, standing)
+        self._worker = Worker(place, blueprint, running, schedule, rate, device, policy, self._timeouts)
+        self._averager = Averager(
+            place, order, blueprint, self._worker, training, self._clock, standing, self._timeouts
+        )
         self._held = self._late_round = None
         return StageReady(parts.build_id)
 
@@ -207,18 +231,18 @@ class StageHost:
         limits = self._limits
         try:
             training, blueprint = _read_parts(parts)
-            flops = sum(count_flops(blueprint, training.batch_size))
-            rate = _USUAL_FLOPS_PER_SECOND.get(limits.device, 1e13)
+            flops = sum(self._tools.count_flops(blueprint, training.batch_size))
+            rate = self._tools.usual_flops_per_second(limits.device)
             share = min(1.0, _PROBE_SECONDS * rate / max(flops, 1.0))
             num_samples = max(1, int(training.batch_size * share))
-            dry_run(
+            self._tools.dry_run(
                 blueprint,
                 num_samples,
                 max_bytes=_PREFLIGHT_TIMES * limits.memory_bytes,
                 max_flops=limits.flops_per_batch,
             )
-            program = build_stage_program(blueprint, limits.device, autocast=self._autocast(training))
-            seconds = time_batch(program, num_samples, self._clock)
+            program = self._tools.build_program(blueprint, limits.device, autocast=self._autocast(training))
+            seconds = self._tools.time_batch(program, num_samples, self._clock)
         except (UnsafeBlueprint, RuntimeError) as error:  # torch says what it cannot run by the latter
             logger.info("the speed of this PC is not measured by a piece of the model: %s", error)
             return None
@@ -242,7 +266,7 @@ class StageHost:
         """Return the device of the stage, slowed down if it is an emulated one."""
         if self._limits.emulated_flops_per_second is None:
             return Device(self._clock, self._wait)
-        forward, inputs, weights = count_flops(blueprint, batch_size)
+        forward, inputs, weights = self._tools.count_flops(blueprint, batch_size)
         if inputs and not is_split:
             inputs, weights = inputs + weights, 0.0
         again = forward if recompute else 0.0  # before the first part of the backward that does something

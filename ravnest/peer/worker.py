@@ -13,6 +13,7 @@ from typing import assert_never
 
 from torch import Tensor
 
+from ravnest.config import TIMEOUTS, PeerTimeouts
 from ravnest.engine.schedule import StageSchedule, Task, Work
 from ravnest.engine.stage import DroppedWork, PassedOn, StageEngine
 from ravnest.engine.staleness import StalenessPolicy
@@ -91,6 +92,7 @@ class Worker:
         learning_rate: float,
         device: Device,
         policy: StalenessPolicy | None = None,
+        timeouts: PeerTimeouts = TIMEOUTS.peer,
     ) -> None:
         self._place = place
         self._blueprint = blueprint
@@ -99,7 +101,7 @@ class Worker:
         self._rates: dict[int, float] = {0: learning_rate}
         self._device = device
         self._clock = device.clock
-        self._time = Timekeeper(place, schedule, device.clock, policy)
+        self._time = Timekeeper(place, schedule, device.clock, policy, timeouts)
         self._arriving: dict[MicrobatchId, _Arriving] = {}
         self._ready: dict[MicrobatchId, _Arriving] = {}
         self._evaluations: deque[MicrobatchId] = deque()

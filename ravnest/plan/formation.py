@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ravnest.config import Averaging, PlanConfig
+from ravnest.config import SEARCH_BUDGET, Averaging, PlanConfig, SearchBudget
 from ravnest.plan.assembly import assemble_plan, build_clusters
 from ravnest.plan.coarsening import FINE_POSITIONS, choose_cuts, coarsen, shorten_line
 from ravnest.plan.cost import Ints, LineCost, NodeTable
@@ -19,8 +19,6 @@ from ravnest.plan.seeds import NodeOrder, typical_stages
 from ravnest.plan.split import Splitter
 from ravnest.plan.types import Cluster, ModelProfile, Plan, Swarm
 
-_BUDGET = 8_000  # clusters evaluated per neighbourhood, fewer when each is long and finely cut
-_QUICK_BUDGET = 2_000  # for one cluster more, while training goes on
 _MOST_NODES = 1024  # of one neighbourhood
 _ALONE_NODES = 128  # in larger swarms a lone cluster is tried only if there are hardly others
 _MOST_POSITIONS = 96  # of the line the search works on
@@ -36,18 +34,24 @@ class _Found:
 
 
 def form_plan(
-    profile: ModelProfile, swarm: Swarm, config: PlanConfig, seed: int = 0, plan_id: int = 1
+    profile: ModelProfile,
+    swarm: Swarm,
+    config: PlanConfig,
+    seed: int = 0,
+    plan_id: int = 1,
+    budget: SearchBudget = SEARCH_BUDGET,
 ) -> Plan:
     """Return the plan with the most samples per second the search finds, or raise PlanError."""
     if not swarm.nodes:
         raise explain_shortage(profile, swarm, config)
     nodes = NodeTable.of(swarm, config)
     short = _short_profile(profile, nodes, config)
-    found = _search_several(LineCost(short, config, is_averaged=True), nodes, seed)
+    found = _search_several(LineCost(short, config, is_averaged=True), nodes, seed, budget)
     is_few = len(found.orders) < 3
     if is_few or len(nodes) <= _ALONE_NODES:  # a node too slow to average with others may be fast alone
         line = LineCost(short, config, is_averaged=False)
-        alone = _search_one(line, nodes, seed, _budget(line, nodes) if is_few else _QUICK_BUDGET)
+        num_clusters = _fit_budget(line, nodes, budget) if is_few else budget.quick_clusters
+        alone = _search_one(line, nodes, seed, num_clusters)
         found = max(found, alone, key=lambda each: each.rate)
     orders = found.orders or holding_order(profile, swarm, config)
     if not orders:
@@ -58,14 +62,19 @@ def form_plan(
 
 
 def form_cluster(
-    profile: ModelProfile, swarm: Swarm, config: PlanConfig, seed: int, is_averaged: bool
+    profile: ModelProfile,
+    swarm: Swarm,
+    config: PlanConfig,
+    seed: int,
+    is_averaged: bool,
+    budget: SearchBudget = SEARCH_BUDGET,
 ) -> Cluster | None:
     """Return the fastest cluster the search finds among these nodes, with room for averaging if asked."""
     if not swarm.nodes:
         return None
     nodes = NodeTable.of(swarm, config)
     line = LineCost(_short_profile(profile, nodes, config), config, is_averaged)
-    orders = _search_one(line, nodes, seed, _QUICK_BUDGET).orders
+    orders = _search_one(line, nodes, seed, budget.quick_clusters).orders
     return next(iter(cut_clusters(profile, swarm, config, orders, is_averaged)), None) if orders else None
 
 
@@ -97,14 +106,14 @@ def _short_profile(profile: ModelProfile, nodes: NodeTable, config: PlanConfig) 
     return shorten_line(profile, min(_MOST_POSITIONS, 3 * stages))
 
 
-def _search_several(line: LineCost, nodes: NodeTable, seed: int) -> _Found:
+def _search_several(line: LineCost, nodes: NodeTable, seed: int, budget: SearchBudget) -> _Found:
     """Search neighbourhood by neighbourhood; the first one decides how slow a cluster may be."""
     orders: list[NodeOrder] = []
     ceilings: list[int] = []
     for number, members in enumerate(_neighbourhoods(line, nodes)):
         rng = np.random.default_rng([seed, number])
         search = Search(line, nodes.take(members), rng, is_single=False)
-        genome = search.run(_budget(line, nodes), ceilings or search.seeds.promising_ceilings())
+        genome = search.run(_fit_budget(line, nodes, budget), ceilings or search.seeds.promising_ceilings())
         if genome is not None:
             ceilings = ceilings or [genome.ceiling]
             orders += [tuple(int(members[node]) for node in order) for order in genome.clusters]
@@ -123,20 +132,21 @@ def _worthwhile(line: LineCost, nodes: NodeTable, orders: list[NodeOrder]) -> _F
     return _Found(kept, rate)
 
 
-def _search_one(line: LineCost, nodes: NodeTable, seed: int, budget: int) -> _Found:
+def _search_one(line: LineCost, nodes: NodeTable, seed: int, num_clusters: int) -> _Found:
     members = np.argsort(-nodes.memory, kind="stable")[:_MOST_NODES]
     search = Search(line, nodes.take(members), np.random.default_rng([seed, 1 << 20]), is_single=True)
-    genome = search.run(budget, search.seeds.all_ceilings())
+    genome = search.run(num_clusters, search.seeds.all_ceilings())
     if genome is None:
         return _Found()
     order = tuple(int(members[node]) for node in genome.clusters[0])
     return _Found((order,), genome.rate)
 
 
-def _budget(line: LineCost, nodes: NodeTable) -> int:
+def _fit_budget(line: LineCost, nodes: NodeTable, budget: SearchBudget) -> int:
+    """Return how many clusters to evaluate: fewer where each one takes longer."""
     effort = typical_stages(line, nodes) * line.num_positions**2
-    budget = _BUDGET if len(nodes) > _MOST_NODES // 2 else 2 * _BUDGET
-    return max(_BUDGET // 4, min(budget, budget * 8 * 32**2 // effort))
+    most = budget.clusters if len(nodes) > _MOST_NODES // 2 else 2 * budget.clusters
+    return max(budget.clusters // 4, min(most, most * 8 * 32**2 // effort))
 
 
 def _neighbourhoods(line: LineCost, nodes: NodeTable) -> list[Ints]:

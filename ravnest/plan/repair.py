@@ -8,7 +8,7 @@ cluster counts as much in a large swarm as in a small one.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ravnest.config import PlanConfig
+from ravnest.config import SEARCH_BUDGET, PlanConfig, SearchBudget
 from ravnest.errors import PlanError
 from ravnest.ids import NodeId
 from ravnest.plan.assembly import assemble_plan
@@ -54,9 +54,10 @@ def node_left(
     swarm: Swarm,
     config: PlanConfig,
     before: Swarm | None = None,
+    budget: SearchBudget = SEARCH_BUDGET,
 ) -> Repair:
     """Go on without a node; `swarm` no longer has it, `before` still does, for the old rate in the reason."""
-    scene = _Scene(plan, profile, swarm, config, f"{name} left", before)
+    scene = _Scene(plan, profile, swarm, config, f"{name} left", before, budget)
     if name not in scene.hosts:
         after = scene.assemble(plan.clusters)
         return scene.report(after, _spare_left(plan, after, name))
@@ -64,12 +65,19 @@ def node_left(
     return scene.mend(mending, _ways_without(mending, name))
 
 
-def node_joined(plan: Plan, name: NodeId, profile: ModelProfile, swarm: Swarm, config: PlanConfig) -> Repair:
+def node_joined(
+    plan: Plan,
+    name: NodeId,
+    profile: ModelProfile,
+    swarm: Swarm,
+    config: PlanConfig,
+    budget: SearchBudget = SEARCH_BUDGET,
+) -> Repair:
     """Take in a node: as a spare, or in a new cluster if the spares can now form one that pays."""
-    scene = _Scene(plan, profile, swarm, config, f"{name} joined", swarm)
+    scene = _Scene(plan, profile, swarm, config, f"{name} joined", swarm, budget)
     if not plan.clusters:
         return scene.start_over()
-    cluster = _worthwhile_cluster(plan, profile, swarm, config)
+    cluster = _worthwhile_cluster(plan, profile, swarm, config, budget)
     if cluster is None:
         after = scene.assemble(plan.clusters)
         if name in scene.hosts:
@@ -90,11 +98,12 @@ def node_slowed(
     swarm: Swarm,
     config: PlanConfig,
     before: Swarm | None = None,
+    budget: SearchBudget = SEARCH_BUDGET,
 ) -> Repair:
     """Go on with a node that is slower, smaller or faster than planned; `before` has its old facts."""
     is_faster = before is not None and _speed(before, name) < _speed(swarm, name)
     event = f"{name} {'is faster now' if is_faster else 'slowed down'}"
-    scene = _Scene(plan, profile, swarm, config, event, before)
+    scene = _Scene(plan, profile, swarm, config, event, before, budget)
     if name not in scene.hosts:
         after = scene.assemble(plan.clusters)
         return scene.report(after, _spare_slowed(plan, after, name))
@@ -123,11 +132,13 @@ class _Scene:
         config: PlanConfig,
         event: str,
         before: Swarm | None,
+        budget: SearchBudget,
     ) -> None:
         self.hosts = _hosts(plan)
         self._plan, self._profile, self._swarm, self._config = plan, profile, swarm, config
         self._event = event
         self._before = before
+        self._budget = budget
 
     def mend(self, mending: RepairOptions, ways: Sequence[RepairOption]) -> Repair:
         """Choose among the ways; without any, among giving the cluster up and a new one of the spares."""
@@ -135,7 +146,7 @@ class _Scene:
         if not ways:
             if not others:
                 return self.start_over()
-            gathered = mending.gather(self._plan.seed)
+            gathered = mending.gather(self._plan.seed, self._budget)
             ways = [gathered] if gathered else []
         chosen = _choose([*ways, mending.dissolve()])
         mended = (chosen.cluster,) if chosen.cluster else ()
@@ -147,7 +158,8 @@ class _Scene:
         plan = self._plan
         lead = "cluster A is dissolved, " if plan.clusters else ""
         try:
-            after = form_plan(self._profile, self._swarm, self._config, plan.seed, plan.plan_id + 1)
+            facts = self._profile, self._swarm, self._config
+            after = form_plan(*facts, plan.seed, plan.plan_id + 1, self._budget)
         except PlanError as shortage:
             after = self.assemble(())
             return Repair(after, f"{self._event}: {lead}no cluster is possible; {shortage}", 0.0)
@@ -221,13 +233,13 @@ def _enlarge(
 
 
 def _worthwhile_cluster(
-    plan: Plan, profile: ModelProfile, swarm: Swarm, config: PlanConfig
+    plan: Plan, profile: ModelProfile, swarm: Swarm, config: PlanConfig, budget: SearchBudget
 ) -> Cluster | None:
     """Return a cluster of spares that raises the rate enough to be formed."""
     bench = ClusterEvaluator(profile, swarm, config, plan.clusters)
     if len(plan.clusters) == 1 and not bench.others_fit.all():
         return None  # a lone cluster keeps no copies for averaging, and may have no room for them
-    cluster = bench.gather(plan.seed)
+    cluster = bench.gather(plan.seed, budget)
     if cluster is None:
         return None
     now = bench.rate_without()

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ravnest.config import PlanConfig
+from ravnest.config import PlanConfig, SearchBudget
 from ravnest.ids import NodeId
 from ravnest.plan.assembly import build_clusters, stage_bytes
 from ravnest.plan.cost import Bools, Floats, LineCost, NodeTable, Rows, timing
@@ -78,12 +78,12 @@ class ClusterEvaluator:
         places = np.array([list(reversed(each)) for each in cuts], np.int64)
         return build_clusters(self.line, self.nodes, self.swarm, [order] * len(cuts), places)
 
-    def gather(self, seed: int) -> Cluster | None:
+    def gather(self, seed: int, budget: SearchBudget) -> Cluster | None:
         """Return one more cluster, of the nodes that the others leave, if they can hold the model."""
         used = {name for each in self.others for name in hosts_of(each)}
         free = tuple(node for node in self.swarm.nodes if node.name not in used)
         swarm = replace(self.swarm, nodes=free)
-        return form_cluster(self.profile, swarm, self.config, seed, self.line.is_averaged)
+        return form_cluster(self.profile, swarm, self.config, seed, self.line.is_averaged, budget)
 
 
 class RepairOptions:
@@ -167,9 +167,9 @@ class RepairOptions:
             action += f", {show_names(left)} {become}"
         return RepairOption(None, action, "dissolving its cluster", self.bench.rate_without())
 
-    def gather(self, seed: int) -> RepairOption | None:
+    def gather(self, seed: int, budget: SearchBudget) -> RepairOption | None:
         """Form one new cluster of the spares, the nodes of this cluster among them."""
-        made = self.bench.gather(seed)
+        made = self.bench.gather(seed, budget)
         action = f"{self._title} is dissolved, {show_forming(made)} a new one" if made else ""
         return self._way(made, action, "a new cluster")
 

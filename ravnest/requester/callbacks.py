@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from ravnest.config import TIMEOUTS, ProgramTimeouts
 from ravnest.errors import ConfigError
 from ravnest.hub.coordinator.notices import (
     EpochDone,
@@ -30,7 +31,10 @@ from ravnest.hub.coordinator.notices import show_notice as show
 logger = logging.getLogger(__name__)
 
 Callback = Callable[[Notice], None]
-_PAUSE_SECONDS = 10.0  # between two lines of progress
+
+
+def _clock() -> float:
+    return time.perf_counter()  # noqa: TID251 - people like to see when, and do not read faster
 
 
 class Callbacks:
@@ -68,13 +72,16 @@ class Callbacks:
 class Narrator:
     """Says on stderr, in one line each, what happens; of progress only now and then."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self, timeouts: ProgramTimeouts = TIMEOUTS.program, clock: Callable[[], float] = _clock
+    ) -> None:
+        self._pause_seconds, self._clock = timeouts.progress_every_seconds, clock
         self._said_at = 0.0
 
     def __call__(self, news: Notice) -> None:
         """Write the line."""
-        now = time.perf_counter()  # noqa: TID251 - people do not read faster
-        if isinstance(news, Trained) and now < self._said_at + _PAUSE_SECONDS:
+        now = self._clock()
+        if isinstance(news, Trained) and now < self._said_at + self._pause_seconds:
             return
         self._said_at = now
         sys.stderr.write(show(news) + "\n")
@@ -104,9 +111,9 @@ class _Numbers:
 class CsvLog:
     """Writes every number of a training into a CSV file: seconds,num_samples,name,value."""
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], clock: Callable[[], float] = _clock) -> None:
         self._numbers = _Numbers()
-        self._start = time.perf_counter()  # noqa: TID251 - for people, who like to see when
+        self._clock, self._start = clock, clock()
         self._path = Path(path)
         try:
             with self._path.open("x", encoding="utf-8", newline="") as file:
@@ -117,7 +124,7 @@ class CsvLog:
 
     def __call__(self, news: Notice) -> None:
         """Write what the news have of numbers, at once."""
-        seconds = time.perf_counter() - self._start  # noqa: TID251 - as above
+        seconds = self._clock() - self._start
         found = [(f"{seconds:.3f}", *numbers) for numbers in self._numbers.read(news)]
         if found:
             with self._path.open("a", encoding="utf-8", newline="") as file:

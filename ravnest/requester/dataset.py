@@ -119,10 +119,16 @@ class Samples:
     """Numbered samples; `what` is how messages call them. Batches may share memory with the data."""
 
     def __init__(
-        self, data: Any, batch_size: int, *, what: str = "train data", is_padded: bool | None = None
+        self,
+        data: Any,
+        batch_size: int,
+        *,
+        what: str = "train data",
+        is_padded: bool | None = None,
+        max_kept_bytes: int = _MOST_BYTES,
     ) -> None:
         self._what, self._batch_size, self._is_padded = what, batch_size, is_padded
-        self._source = _open(data, what)
+        self._source = _open(data, what, max_kept_bytes)
         self._first: SampleBatch | None = None
         self._lock = threading.RLock()  # a dataset need not bear two readers
 
@@ -234,8 +240,8 @@ class _Items:
 class _Stream:
     """An iterable, read as far as asked and kept."""
 
-    def __init__(self, data: Iterable[Any], what: str) -> None:
-        self._data, self._what = data, what
+    def __init__(self, data: Iterable[Any], what: str, max_bytes: int) -> None:
+        self._data, self._what, self._max_bytes = data, what, max_bytes
         self._rest: Iterator[Any] | None = None
         self._kept: list[Any] = []
         self._kept_bytes = 0
@@ -258,7 +264,7 @@ class _Stream:
             for sample in islice(self._rest, max(num_samples - len(self._kept), 0)):
                 self._kept.append(sample)
                 self._kept_bytes += _bytes_of(sample)
-                if self._kept_bytes > _MOST_BYTES:
+                if self._kept_bytes > self._max_bytes:
                     raise self._refuse()
         except Exception as error:
             self._error = error
@@ -271,33 +277,35 @@ class _Stream:
         return ConfigError(f"the {self._what} is an iterable, to be kept, with no end after {read}; {fix}")
 
 
-def _open(data: Any, what: str) -> _Rows | _Items:
+def _open(data: Any, what: str, max_bytes: int) -> _Rows | _Items:
     if isinstance(data, DataLoader):
-        return _open_loader(data, what)
+        return _open_loader(data, what, max_bytes)
     if isinstance(data, Mapping):
         return _Rows(data, what, is_tuple=False)
     if isinstance(data, tuple) and data and all(isinstance(part, Tensor | np.ndarray) for part in data):
         return _Rows({f"part {k}": part for k, part in enumerate(data)}, what, is_tuple=True)
-    return _Items(_numbered(data, what), what)
+    return _Items(_numbered(data, what, max_bytes), what)
 
 
-def _numbered(data: Any, what: str) -> Any:
+def _numbered(data: Any, what: str, max_bytes: int) -> Any:
     """Return the data itself if it has a length and an index, else a stream of it."""
     is_known = isinstance(data, Iterable) or hasattr(data, "__getitem__")
     if isinstance(data, str | bytes | Tensor | np.ndarray | type) or not is_known:
         fix = "give a dict of tensors, a dataset, an iterable of samples or a DataLoader"
         raise ConfigError(f"the {what} is {show_thing(data)}; {fix}")
     is_indexed = hasattr(data, "__getitem__") and hasattr(data, "__len__")
-    return data if is_indexed and not isinstance(data, IterableDataset) else _Stream(data, what)
+    if is_indexed and not isinstance(data, IterableDataset):
+        return data
+    return _Stream(data, what, max_bytes)
 
 
-def _open_loader(loader: "DataLoader[Any]", what: str) -> _Rows | _Items:
+def _open_loader(loader: "DataLoader[Any]", what: str, max_bytes: int) -> _Rows | _Items:
     if loader.batch_sampler is None:
-        return _Items(_Stream(_split_batches(loader, what), what), what)
+        return _Items(_Stream(_split_batches(loader, what), what, max_bytes), what)
     if not isinstance(loader.dataset, IterableDataset):
         _check_sampler(loader, what)
     collate = None if loader.collate_fn is default_collate else loader.collate_fn
-    return _Items(_numbered(loader.dataset, what), what, collate)
+    return _Items(_numbered(loader.dataset, what, max_bytes), what, collate)
 
 
 def _check_sampler(loader: "DataLoader[Any]", what: str) -> None:

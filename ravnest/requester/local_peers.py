@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import psutil  # type: ignore[import-untyped]
 
+from ravnest.config import TIMEOUTS, ProgramTimeouts
 from ravnest.errors import ConfigError
 from ravnest.ids import NodeId
 from ravnest.net.identity import is_everywhere, split_address, write_address
@@ -37,7 +38,6 @@ HERE = "tcp://127.0.0.1:*"
 _RATE = "1 GB/s"
 _LATENCY = "100 us"
 _PATIENCE = "600 s"  # the hub answers once it has captured the model: that takes a busy PC minutes
-_END_SECONDS = 5.0
 _MEMORY_SHARE = 0.5  # of what is free, for all peers together
 
 
@@ -62,7 +62,8 @@ def share_memory(num_peers: int) -> tuple[Hardware, ...]:
 class LocalPeers:
     """The processes of the peers on this PC."""
 
-    def __init__(self, hardware: Sequence[Hardware]) -> None:
+    def __init__(self, hardware: Sequence[Hardware], timeouts: ProgramTimeouts = TIMEOUTS.program) -> None:
+        self._timeouts = timeouts
         self.hardware = tuple(hardware)
         self._processes: dict[NodeId, asyncio.subprocess.Process] = {}
 
@@ -85,7 +86,9 @@ class LocalPeers:
             raise
         finally:
             running = [asyncio.ensure_future(process.wait()) for process in self._processes.values()]
-            _, late = await asyncio.wait(running, timeout=_END_SECONDS) if running else ((), ())
+            _, late = (
+                await asyncio.wait(running, timeout=self._timeouts.local_end_seconds) if running else ((), ())
+            )
             self.kill()
             if late:
                 await asyncio.wait(late)

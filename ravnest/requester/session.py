@@ -9,6 +9,7 @@ import logging
 import os
 import random
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -23,11 +24,10 @@ from ravnest.hub.coordinator.coordinator import Coordinator
 from ravnest.hub.coordinator.events import Action, Event
 from ravnest.hub.coordinator.notices import Notice, Waiting
 from ravnest.hub.service.event_log import EventLog, read_watch
-from ravnest.hub.service.server import HUB_LIMITS, Server
+from ravnest.hub.service.server import HUB_LIMITS, HUB_PARTS, HubParts, Server
 from ravnest.hub.service.status import StatusTracker
 from ravnest.ids import NodeId
 from ravnest.net.identity import Token, dialled_from_elsewhere, read_address
-from ravnest.net.relay import Relay
 from ravnest.net.zeromq import ZeroMqTransport
 from ravnest.requester.callbacks import Callback, Callbacks, Narrator
 from ravnest.requester.checkpoint_store import open_checkpoints
@@ -47,9 +47,7 @@ LOCAL_PLAN = PlanConfig(
     deltas=WireFormat.FP32,
 )
 _PORT = "0.0.0.0:7700"
-_SETTLE_SECONDS = 5.0  # without a number of nodes, form when nobody came for so long
-_LOCAL_SETTLE_SECONDS = 60.0  # peers on a busy PC start one after the other
-_UNSETTLED_SECONDS = 1e9
+_NEVER_SETTLES = 1e9  # seconds: an open hub with a number of nodes waits for all of them
 _STOPPED = "Ctrl-C: what is under way is finished; Ctrl-C again ends now and loses it"
 
 
@@ -72,15 +70,17 @@ class Hub:
         peers: Sequence[Hardware] = (),
         tell: Callback | None = None,
         look: Callable[[StatusTracker], None] | None = None,
+        parts: HubParts = HUB_PARTS,
     ) -> None:
         self._door = read_address(listen, is_door=True)
         public = (public,) if isinstance(public, str) else public
         self._public = tuple(read_address(address) for address in public)
         self._folder = None if folder is None else Path(folder)
         self._plan = plan
-        self._peers = LocalPeers(peers)
-        self._tell: Callback = Narrator() if tell is None else tell
+        self._peers = LocalPeers(peers, parts.timeouts.program)
+        self._tell: Callback = Narrator(parts.timeouts.program) if tell is None else tell
         self._look = look
+        self._parts, self._timeouts = parts, parts.timeouts
         self._is_open_to_others = True
         self._file: HubFile | None = None
 
@@ -160,16 +160,19 @@ class Hub:
             given = await asyncio.to_thread(setup)
             hear.add(given.owner.note)
             past = self._find_past(given) if resumes else None
-            self._watch = StatusTracker(Coordinator(given.job)) if past is None else past
-            relay = Relay() if self._is_open_to_others else None
+            coordinator = Coordinator(given.job, self._timeouts.hub)
+            self._watch = StatusTracker(coordinator) if past is None else past
+            relay = self._parts.make_relay(self._timeouts.net) if self._is_open_to_others else None
             store = None
             if self._folder is not None:
                 if past is None:
                     set_aside(self._folder, with_checkpoints=given.job.books is None)
                 store = open_things.enter_context(EventLog(self._folder))
             hub = self._watch.hub
-            server = Server(self.token, hear, relay=relay, store=store, watch=self._see, hub=hub)
-            transport = ZeroMqTransport(keys, pauses, self._door, HUB_LIMITS, admit=server.admit)
+            parts = replace(self._parts, watch=self._see)
+            server = Server(self.token, hear, relay=relay, store=store, hub=hub, parts=parts)
+            limits = replace(HUB_LIMITS, timeouts=self._timeouts.net)
+            transport = ZeroMqTransport(keys, pauses, self._door, limits, admit=server.admit)
             await open_things.enter_async_context(transport)
             if relay is not None:
                 await open_things.enter_async_context(relay.listen(self._door))
@@ -183,7 +186,7 @@ class Hub:
         if self._folder is None or not self._is_open_to_others:
             return None
         try:
-            past = read_watch(self._folder)
+            past = read_watch(self._folder, self._timeouts.hub)
         except ConfigError as error:
             logger.info("the log is not gone on with: %s", error)
             return None
@@ -196,11 +199,13 @@ class Hub:
         self._watch.observe(event, orders)
         if self._look is not None:
             self._look(self._watch)
+        if self._parts.watch is not None:
+            self._parts.watch(event, orders)
 
     def _settle_seconds(self, nodes: int) -> float:
         if not nodes:
-            return _SETTLE_SECONDS
-        return _UNSETTLED_SECONDS if self._is_open_to_others else _LOCAL_SETTLE_SECONDS
+            return self._timeouts.program.settle_seconds
+        return _NEVER_SETTLES if self._is_open_to_others else self._timeouts.program.local_settle_seconds
 
     @contextlib.asynccontextmanager
     async def _watched(self, server: Server, hear: Callbacks) -> AsyncIterator[None]:
@@ -248,9 +253,10 @@ def local(
     plan: PlanConfig = LOCAL_PLAN,
     tell: Callback | None = None,
     look: Callable[[StatusTracker], None] | None = None,
+    parts: HubParts = HUB_PARTS,
 ) -> Hub:
     """Return a hub with so many peers on this PC, which share its memory, or with peers of this hardware."""
     peers = share_memory(nodes) if isinstance(nodes, int) else tuple(nodes)
-    hub = Hub(HERE, folder=folder, plan=plan, peers=peers, tell=tell, look=look)
+    hub = Hub(HERE, folder=folder, plan=plan, peers=peers, tell=tell, look=look, parts=parts)
     hub._is_open_to_others = False
     return hub

@@ -17,13 +17,13 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from ravnest.config import TIMEOUTS, ProgramTimeouts
 from ravnest.hub.coordinator.notices import Notice
 from ravnest.hub.coordinator.phases import JobPhase, NodePhase
 from ravnest.hub.service.status import Status, StatusTracker
 from ravnest.units import show_seconds
 
 STATUS_SCHEMA = "ravnest.status/2"
-_PAUSE_SECONDS = 0.25
 _NUM_SAID = 6
 _MOST_NODES = 24  # rows; of more, the first
 _STYLES = {
@@ -98,7 +98,13 @@ def _clock() -> float:
 class LiveView:
     """A panel at the foot of the terminal from the first event on; what is printed stays above it."""
 
-    def __init__(self, console: Console | None = None, clock: Callable[[], float] = _clock) -> None:
+    def __init__(
+        self,
+        console: Console | None = None,
+        clock: Callable[[], float] = _clock,
+        timeouts: ProgramTimeouts = TIMEOUTS.program,
+    ) -> None:
+        self._pause_seconds = timeouts.redraw_seconds
         self._console = console or Console(stderr=True, no_color="NO_COLOR" in os.environ, highlight=False)
         self._live = Live(console=self._console, auto_refresh=False)
         self._clock = clock
@@ -121,7 +127,7 @@ class LiveView:
     def look(self, watch: StatusTracker) -> None:
         """Draw where things stand, if that was not done a moment ago."""
         self._watch, now = watch, self._clock()
-        if now >= self._drawn_at + _PAUSE_SECONDS:
+        if now >= self._drawn_at + self._pause_seconds:
             self._drawn_at = now
             self._draw(watch)
 

@@ -6,7 +6,7 @@ changed and asks the forecast; only what gains is said. docs/plan.md explains ev
 
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 
 from rich.cells import cell_len
@@ -26,8 +26,6 @@ from ravnest.units import show_bytes, show_rate, show_seconds
 PLAN_SCHEMA = "ravnest.plan/2"
 
 _LEAST_GAIN = 1.05  # a smaller one is within the error of the measurements
-_MOST_WHAT_IFS = 2
-_MOST_RECUT_NODES = 300
 _MOST_EXPLAINED_SPARES = 24
 _SMALLER_WIRE = {
     WireFormat.FP32: WireFormat.BF16,
@@ -83,14 +81,31 @@ def plan_to_dict(
     }
 
 
-def advise(plan: Plan, profile: ModelProfile, swarm: Swarm, config: PlanConfig) -> tuple[str, ...]:
+@dataclass(frozen=True, slots=True)
+class AdviceLimits:
+    """How much advice is looked for."""
+
+    changes: int = 2  # of the settings, the best ones
+    recut_nodes: int = 300  # in larger plans no cluster is cut again: that takes too long
+
+
+ADVICE_LIMITS = AdviceLimits()
+
+
+def advise(
+    plan: Plan,
+    profile: ModelProfile,
+    swarm: Swarm,
+    config: PlanConfig,
+    limits: AdviceLimits = ADVICE_LIMITS,
+) -> tuple[str, ...]:
     """Return what would help and what to know, one sentence each, the best first."""
     if not plan.clusters:
         return ()
     used = sum(len(cluster.stages) for cluster in plan.clusters)
     sentences: list[str] = []
-    if used <= _MOST_RECUT_NODES:
-        sentences += _what_ifs(plan, profile, swarm, config)
+    if used <= limits.recut_nodes:
+        sentences += _what_ifs(plan, profile, swarm, config, limits.changes)
         sentences += _relay_fact(plan, profile, swarm, config)
     sentences += _spares_fact(plan, profile, swarm, config)
     if len(plan.clusters) == 1:
@@ -178,7 +193,9 @@ def _bottleneck_to_dict(predicted: Forecast) -> dict[str, object] | None:
     }
 
 
-def _what_ifs(plan: Plan, profile: ModelProfile, swarm: Swarm, config: PlanConfig) -> list[str]:
+def _what_ifs(
+    plan: Plan, profile: ModelProfile, swarm: Swarm, config: PlanConfig, max_changes: int
+) -> list[str]:
     """Return what a change would give, against the same clusters cut anew: a repaired plan may be behind."""
     planned = forecast(plan, profile, swarm, config)
     now = _forecast_again(plan, profile, swarm, config)
@@ -199,7 +216,7 @@ def _what_ifs(plan: Plan, profile: ModelProfile, swarm: Swarm, config: PlanConfi
         rounds = f"{show_seconds(then.round_seconds)} instead of {show_seconds(now.round_seconds)}"
         found.append((then.samples_per_second, f"set {settings}: {gain}; {price.format(rounds=rounds)}"))
     found.sort(key=lambda one: -one[0])
-    return sentences + [sentence for _, sentence in found[:_MOST_WHAT_IFS]]
+    return sentences + [sentence for _, sentence in found[:max_changes]]
 
 
 def _changes(plan: Plan, now: Forecast, config: PlanConfig) -> Iterator[tuple[Mapping[str, object], str]]:

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from random import Random, SystemRandom
+from typing import Any
 
 import pytest
 from support.hub_world import job
@@ -23,7 +24,7 @@ from ravnest.hub.coordinator.coordinator import Coordinator
 from ravnest.hub.coordinator.events import Event, PeerJoined, Received
 from ravnest.hub.coordinator.notices import Joined, Left, Notice
 from ravnest.hub.service.owner import Parts
-from ravnest.hub.service.server import HUB_LIMITS, Server
+from ravnest.hub.service.server import HUB_LIMITS, HubParts, Server
 from ravnest.ids import LeaseId, MicrobatchId
 from ravnest.net.identity import SECRET_BYTES, Token, new_keys, peer_of, write_token
 from ravnest.net.relay import Relay
@@ -71,7 +72,7 @@ class World:
 
 
 @asynccontextmanager
-async def hub(expected_nodes: int = 9) -> AsyncIterator[World]:
+async def hub(expected_nodes: int = 9, **parts: Any) -> AsyncIterator[World]:
     keys, secret, relay = new_keys(), os.urandom(SECRET_BYTES), Relay()
     world, store = World(relay), MemoryStore()
     world.logged = store.kept
@@ -81,8 +82,8 @@ async def hub(expected_nodes: int = 9) -> AsyncIterator[World]:
         world.told.append,
         relay=relay,
         store=store,
-        watch=world.watch,
         hub=Coordinator(given),
+        parts=HubParts(watch=world.watch, **parts),
     )
     async with ZeroMqTransport(keys, SystemRandom(), HERE, HUB_LIMITS, admit=server.admit) as transport:
         world.server, world.token = server, Token((transport.address,), keys.public, secret)
@@ -350,11 +351,9 @@ def test_who_sends_a_hub_a_tensor_has_its_link_ended() -> None:
     run(main)
 
 
-def test_who_asks_for_more_than_it_takes_is_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ravnest.hub.service.server._MOST_WAITING", 3)
-
+def test_who_asks_for_more_than_it_takes_is_sent_away() -> None:
     async def main() -> None:
-        async with hub() as world, stranger(world.token) as liar:
+        async with hub(max_waiting=3) as world, stranger(world.token) as liar:
             await liar.join("liar")
             await liar.hear(Welcome)
             ref = name_ballast()

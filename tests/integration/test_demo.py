@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from ravnest.cli import demo_jobs
 from ravnest.hub.coordinator.events import MakePlan
-from ravnest.hub.coordinator.planner import make_plan
+from ravnest.hub.coordinator.planner import SearchPlanner
 from ravnest.ids import NodeId
 from ravnest.plan.types import Node
 from ravnest.requester.prepare import prepare
@@ -29,7 +29,7 @@ def test_every_plan_of_a_demo_has_a_cluster_of_three_and_one_of_two(make) -> Non
         for index, each in enumerate(demo.nodes)
     )
     for order in (nodes, nodes[::-1], nodes[2:] + nodes[:2]):  # they join in any order
-        made = make_plan(given.job, MakePlan(1, order), 0.0)
+        made = SearchPlanner().make_plan(given.job, MakePlan(1, order), 0.0)
         assert sorted(len(cluster.stages) for cluster in made.plan.clusters) == [2, 3]
 
 

@@ -27,6 +27,7 @@ from support.small_swarm import (
 )
 
 import ravnest as rv
+from ravnest.config import PeerTimeouts, Timeouts
 from ravnest.hub.coordinator.events import JobGiven, MakePlan, PlanMade
 from ravnest.hub.coordinator.notices import (
     ClusterStarted,
@@ -37,7 +38,8 @@ from ravnest.hub.coordinator.notices import (
     PlanFormed,
     show_notice,
 )
-from ravnest.hub.service import server
+from ravnest.hub.coordinator.planner import SearchPlanner
+from ravnest.hub.service.server import HubParts
 from ravnest.net import relay
 from ravnest.net.identity import Token, new_keys, split_address, write_token
 from ravnest.net.transport import Delivery, Service
@@ -47,18 +49,21 @@ from ravnest.peer.connections import Acquaintance, Connections
 HERE = "tcp://127.0.0.1:*"
 
 
-@pytest.fixture
-def joined(monkeypatch: pytest.MonkeyPatch) -> list[None]:
-    """What the hub's relay has brought together."""
-    seen: list[None] = []
-    join = relay._join
+class Relays:
+    """The relays of hubs, by which one can tell what they have brought together."""
 
-    async def note(one: relay.Stream, other: relay.Stream) -> None:
-        seen.append(None)
-        await join(one, other)
+    def __init__(self) -> None:
+        self.made: list[relay.Relay] = []
+        self.parts = HubParts(make_relay=self._make)
 
-    monkeypatch.setattr(relay, "_join", note)
-    return seen
+    def _make(self) -> relay.Relay:
+        self.made.append(relay.Relay())
+        return self.made[-1]
+
+    @property
+    def num_joined(self) -> int:
+        """How many pairs of streams met."""
+        return sum(each.num_joined for each in self.made)
 
 
 def num_stages(told: list[Notice]) -> list[int]:
@@ -66,9 +71,10 @@ def num_stages(told: list[Notice]) -> list[int]:
     return [len(cluster.stages) for cluster in plan.clusters]
 
 
-def test_two_peers_that_only_dial_out_train_through_the_relay(joined: list[None]) -> None:
+def test_two_peers_that_only_dial_out_train_through_the_relay() -> None:
     told: list[Notice] = []
-    with rv.Hub("127.0.0.1:0", plan=PLAN, tell=told.append) as hub:
+    relays = Relays()
+    with rv.Hub("127.0.0.1:0", plan=PLAN, tell=told.append, parts=relays.parts) as hub:
         with joining(hub.token, ["--outbound-only"], ["--outbound-only", "--quiet"]) as peers:
             hub.fit(make_job(), nodes=2)
             said = peers[0].communicate(timeout=END_SECONDS)[1]
@@ -81,24 +87,21 @@ def test_two_peers_that_only_dial_out_train_through_the_relay(joined: list[None]
         assert write_token(hub.token) not in said
     assert num_stages(told) == [2]
     check_books(told)
-    assert joined
+    assert relays.num_joined
 
 
-def test_peers_that_state_nothing_are_measured_and_planned_with_what_was_found(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_peers_that_state_nothing_are_measured_and_planned_with_what_was_found() -> None:
     told: list[Notice] = []
     asked: list[MakePlan] = []
-    make_plan = server.make_plan
 
-    def note(job: JobGiven, order: MakePlan, now: float) -> PlanMade:
-        asked.append(order)
-        return make_plan(job, order, now)
+    class Noting(SearchPlanner):
+        def make_plan(self, job: JobGiven, order: MakePlan, now: float) -> PlanMade:
+            asked.append(order)
+            return super().make_plan(job, order, now)
 
-    monkeypatch.setattr(server, "make_plan", note)
     options = ([], ["--flops", "3 GFLOP/s"])
     with (
-        rv.Hub("127.0.0.1:0", plan=PLAN, tell=told.append) as hub,
+        rv.Hub("127.0.0.1:0", plan=PLAN, tell=told.append, parts=HubParts(Noting())) as hub,
         joining(hub.token, *options, join=BARE_JOIN) as peers,
     ):
         hub.fit(make_job(), nodes=2)
@@ -122,10 +125,11 @@ def test_peers_that_state_nothing_are_measured_and_planned_with_what_was_found(
     assert show_notice(measured["node0"]).startswith("node0 was measured: ")
 
 
-def test_dead_addresses_before_the_good_one_are_passed_over(joined: list[None]) -> None:
+def test_dead_addresses_before_the_good_one_are_passed_over() -> None:
     told: list[Notice] = []
+    relays = Relays()
     dead = "127.0.0.1:9"
-    with rv.Hub("127.0.0.1:0", plan=PLAN, tell=told.append) as hub:
+    with rv.Hub("127.0.0.1:0", plan=PLAN, tell=told.append, parts=relays.parts) as hub:
         addresses = (f"tcp://{dead}", "tcp://no-such-host.invalid:7700", *hub.token.addresses)
         token = msgspec.structs.replace(hub.token, addresses=addresses)
         door = ["--listen", "127.0.0.1:0", "--public", dead]
@@ -133,13 +137,14 @@ def test_dead_addresses_before_the_good_one_are_passed_over(joined: list[None]) 
             hub.fit(make_job(), nodes=2)
     assert num_stages(told) == [2]
     check_books(told)
-    assert not joined
+    assert relays.num_joined == 0
 
 
 @pytest.mark.needs_root
-def test_peers_whose_networks_lead_only_to_the_hub_train_through_the_relay(joined: list[None]) -> None:
+def test_peers_whose_networks_lead_only_to_the_hub_train_through_the_relay() -> None:
     told: list[Notice] = []
-    with networks(2) as made, rv.Hub("0.0.0.0:0", plan=PLAN, tell=told.append) as hub:
+    relays = Relays()
+    with networks(2) as made, rv.Hub("0.0.0.0:0", plan=PLAN, tell=told.append, parts=relays.parts) as hub:
         port = hub.token.addresses[0].rpartition(":")[2]
         token = msgspec.structs.replace(
             hub.token, addresses=tuple(f"tcp://{here}:{port}" for _, here in made)
@@ -151,7 +156,7 @@ def test_peers_whose_networks_lead_only_to_the_hub_train_through_the_relay(joine
         assert f"listens at tcp://198.18.{os.getpid() % 250}.2:" in said
     assert num_stages(told) == [2]
     check_books(told)
-    assert joined
+    assert relays.num_joined
 
 
 def test_a_peer_taken_back_tells_the_hub_and_the_job_goes_on() -> None:
@@ -186,8 +191,9 @@ def test_a_peer_taken_back_tells_the_hub_and_the_job_goes_on() -> None:
     [((True, True), False), ((True, False), False), ((False, True), False), ((False, False), True)],
 )
 def test_two_peers_meet_straight_if_either_knows_where_and_at_the_relay_if_not(
-    knows: tuple[bool, bool], is_relayed: bool, joined: list[None]
+    knows: tuple[bool, bool], is_relayed: bool
 ) -> None:
+    timeouts = Timeouts(peer=PeerTimeouts(relay_after_seconds=0.5))
     dead = ("tcp://127.0.0.1:9",)
     ticket = bytes(16)
 
@@ -211,7 +217,9 @@ def test_two_peers_meet_straight_if_either_knows_where_and_at_the_relay_if_not(
             for end, other, is_known in zip(ends, ends[::-1], knows, strict=True):
                 end.allow(each.public for each in keys)
                 door = split_address(end.address)
-                meetings.append(Connections(end, door, is_reachable=True, start=start, give_up=print))
+                meetings.append(
+                    Connections(end, door, is_reachable=True, start=start, give_up=print, timeouts=timeouts)
+                )
                 mate = Acquaintance(other.peer, (other.address,) if is_known else dead, ticket)
                 meetings[-1].meet([mate], place)
             for end, other in zip(ends, ends[::-1], strict=True):
@@ -220,7 +228,7 @@ def test_two_peers_meet_straight_if_either_knows_where_and_at_the_relay_if_not(
                 for end in ends:
                     while not isinstance(await end.receive(), Delivery):
                         pass
-            assert bool(joined) == is_relayed
+            assert bool(bridge.num_joined) == is_relayed
             for each in meetings:
                 each.close()
             for task in started:

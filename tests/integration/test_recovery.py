@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from ravnest.config import HubTimeouts, Timeouts
 from ravnest.hub.coordinator.events import Collect, Received, Send
 from ravnest.hub.coordinator.notices import (
     Checkpointed,
@@ -33,6 +34,8 @@ from tests.support.faults import NUM_SAMPLES, Step, Story, check, is_news, make_
 NUM_PEERS = 7  # two clusters of three, and a spare
 LOSS_RATIO = 1.5  # over an undisturbed run
 
+SHORT_GRACE = Timeouts(HubTimeouts(grace_seconds=1.0))
+
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> float:
@@ -42,7 +45,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> float:
 
 
 def train(story: Story, folder: Path) -> Result:
-    with swarm(story, folder, NUM_PEERS) as hub:
+    with swarm(story, folder, NUM_PEERS, timeouts=SHORT_GRACE) as hub:
         return hub.fit(make_job(), nodes=NUM_PEERS)
 
 
@@ -226,7 +229,7 @@ def test_a_link_gets_slow_and_then_its_cable_is_cut_and_healed_after_the_grace(
                 Step(lambda _: bool(story.of(Recovered)), nothing),
             ]
         )
-        with swarm(story, tmp_path, 5, far) as hub:  # with six nobody is spare
+        with swarm(story, tmp_path, 5, far, timeouts=SHORT_GRACE) as hub:  # with six nobody is spare
             result = hub.fit(make_job(), nodes=6)
     judge(story, result, undisturbed)
 
@@ -247,7 +250,8 @@ def test_spares_who_follow_a_cluster_that_died_whole_begin_with_its_last_checkpo
         story.peers.start("late")  # with it the two spares can hold the model, cut as it was
 
     story = Story([Step(has_learned, kill_all), Step(is_news(ClusterStarted), nothing)])
-    with swarm(story, tmp_path, 5, memory_bytes=1.9e6) as hub:  # two have no room for it
+    # Two of the five have no room for it.
+    with swarm(story, tmp_path, 5, memory_bytes=1.9e6, timeouts=SHORT_GRACE) as hub:
         result = hub.fit(make_job(), nodes=5)
     judge(story, result, undisturbed)
     ((_, seconds), *_) = story.recovery_seconds()

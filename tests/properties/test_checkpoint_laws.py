@@ -1,11 +1,13 @@
 """Laws of checkpoints: damage to the newest is noticed and the one before is used; no crash does damage."""
 
+import builtins
 import errno
 import os
 import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -138,7 +140,7 @@ class Disk:
     def install(self, patch: pytest.MonkeyPatch) -> None:
         for name in ("mkdir", "replace", "fsync", "unlink", "rmdir"):
             patch.setattr(os, name, self._guard(getattr(os, name)))
-        patch.setattr(checkpoint_store, "open", self._open, raising=False)
+        patch.setattr(builtins, "open", partial(self._open, open))
 
     def _guard(self, act: Callable[..., object]) -> Callable[..., object]:
         def guarded(*arguments: object, **options: object) -> object:
@@ -147,9 +149,9 @@ class Disk:
 
         return guarded
 
-    def _open(self, file: Path, mode: str) -> object:
-        if mode == "rb":
-            return open(file, mode)
+    def _open(self, plain: Callable[..., object], file: Path, mode: str = "r", *more: object) -> object:
+        if mode != "xb":
+            return plain(file, mode, *more)
         self.step()
         return _File(self, file)
 

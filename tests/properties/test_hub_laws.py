@@ -4,10 +4,9 @@ from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.hub_world import HubWorld, Trouble, check_replay, freeze, job, quick_plans
+from support.hub_world import HubWorld, Trouble, check_replay, freeze, job
 from support.plan_world import check_laws, configs, profiles, swarms
 
 from ravnest.hub.coordinator import planner
@@ -20,12 +19,6 @@ from ravnest.protocol.membership import Fact
 NAMES = "abcdefgh"
 RESCUE = ("x", "y", "z")
 LATE = 400.0
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _quick_plans():
-    with quick_plans():
-        yield
 
 
 troubles = st.builds(
@@ -163,7 +156,7 @@ def test_every_update_is_of_one_batch(given_job, names, died):
 def test_a_plan_in_microbatches_is_a_plan(profile, swarm, config, batch_size, asked):
     given_job = job(batch_size=batch_size, microbatches=asked)
     given_job = replace(given_job, profile=profile, config=config)
-    formed = planner.make_plan(given_job, MakePlan(1, swarm.nodes), 0.0)
+    formed = planner.SearchPlanner().make_plan(given_job, MakePlan(1, swarm.nodes), 0.0)
     if formed.plan is None:
         assert formed.shortage
         return

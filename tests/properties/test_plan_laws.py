@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.plan_world import (
+    FIRST_ANSWERS,
     check_laws,
     configs,
     even_model,
-    first_answers,
     node,
     profiles,
     slow_forecast,
@@ -19,6 +19,7 @@ from support.plan_world import (
     swarms,
 )
 
+from ravnest.config import SEARCH_BUDGET
 from ravnest.errors import PlanError
 from ravnest.ids import NodeId
 from ravnest.plan.forecast import forecast
@@ -27,9 +28,9 @@ from ravnest.plan.types import Node
 from ravnest.units import Dimension, parse_quantity
 
 
-def try_plan(profile, swarm, config, seed=0):
+def try_plan(profile, swarm, config, seed=0, budget=SEARCH_BUDGET):
     try:
-        return form_plan(profile, swarm, config, seed)
+        return form_plan(profile, swarm, config, seed, budget=budget)
     except PlanError as error:
         return str(error)
 
@@ -46,8 +47,7 @@ def test_every_plan_obeys_the_laws(profile, swarm, config, seed):
 @given(profiles(), swarms() | swarms(memory=(5e7, 6e8)), configs)
 @settings(max_examples=60)
 def test_first_answers_obey_the_laws_and_the_forecast_equals_plain_loops(profile, swarm, config):
-    with first_answers():
-        plan = try_plan(profile, swarm, config)
+    plan = try_plan(profile, swarm, config, budget=FIRST_ANSWERS)
     if isinstance(plan, str):
         return
     check_laws(plan, profile, swarm, config)
@@ -78,8 +78,7 @@ def test_same_input_same_plan_whatever_was_planned_between(profile, swarm, confi
 @settings(max_examples=30)
 def test_a_shortage_asks_for_what_helps(profile, swarm, config):
     tight = replace(swarm, nodes=tuple(replace(each, memory_bytes=6e7) for each in swarm.nodes))
-    with first_answers():
-        told = try_plan(profile, tight, config)
+    told = try_plan(profile, tight, config, budget=FIRST_ANSWERS)
     if not isinstance(told, str):
         return
     assert profile.name in told
@@ -91,5 +90,4 @@ def test_a_shortage_asks_for_what_helps(profile, swarm, config):
     size = parse_quantity(asked[1], Dimension.BYTES)
     guest = Node(NodeId("guest"), size, 1e12, 1e7, 1e7)
     enough = replace(tight, nodes=(*tight.nodes, guest))
-    with first_answers():
-        check_laws(form_plan(profile, enough, config), profile, enough, config)
+    check_laws(form_plan(profile, enough, config, budget=FIRST_ANSWERS), profile, enough, config)

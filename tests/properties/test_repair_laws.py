@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.plan_world import check_laws, configs, first_answers, nodes, profiles, swarms
+from support.plan_world import FIRST_ANSWERS, check_laws, configs, nodes, profiles, swarms
 
 from ravnest.errors import PlanError
 from ravnest.plan.assembly import assemble_plan
@@ -37,7 +37,7 @@ histories = st.lists(events(), min_size=1, max_size=5)
 
 def first_plan(profile, swarm, config):
     try:
-        return form_plan(profile, swarm, config, seed=3)
+        return form_plan(profile, swarm, config, seed=3, budget=FIRST_ANSWERS)
     except PlanError:
         return assemble_plan((), profile, swarm, config, seed=3, plan_id=1)
 
@@ -50,13 +50,13 @@ def steps(profile, swarm, config, history):
         if kind == "join":
             name = f"guest{number}"
             swarm = replace(swarm, nodes=(*swarm.nodes, replace(detail, name=name)))
-            repair = node_joined(plan, name, profile, swarm, config)
+            repair = node_joined(plan, name, profile, swarm, config, FIRST_ANSWERS)
         elif not swarm.nodes:
             continue
         else:
             name, swarm = strike(kind, detail, plan, swarm)
             mend = node_left if kind == "leave" else node_slowed
-            repair = mend(plan, name, profile, swarm, config, before)
+            repair = mend(plan, name, profile, swarm, config, before, FIRST_ANSWERS)
         yield kind, name, swarm, plan, repair
         plan = repair.plan
 
@@ -87,8 +87,7 @@ def rate(plan, profile, swarm, config):
 @given(models, first_swarms, configs, histories)
 @settings(max_examples=100)
 def test_every_step_keeps_the_laws_and_moves_only_what_it_must(profile, swarm, config, history):
-    with first_answers():
-        told = list(steps(profile, swarm, config, history))
+    told = list(steps(profile, swarm, config, history))
     for kind, name, now, plan, repair in told:
         check_laws(repair.plan, profile, now, config)
         check_untouched(name, plan, repair)
@@ -99,8 +98,7 @@ def test_every_step_keeps_the_laws_and_moves_only_what_it_must(profile, swarm, c
 @given(models, first_swarms, configs, histories)
 @settings(max_examples=15)
 def test_the_same_history_gives_the_same_plans(profile, swarm, config, history):
-    with first_answers():
-        once, again = ([step[4] for step in steps(profile, swarm, config, history)] for _ in range(2))
+    once, again = ([step[4] for step in steps(profile, swarm, config, history)] for _ in range(2))
     assert once == again
 
 

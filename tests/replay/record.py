@@ -14,7 +14,6 @@ from pathlib import Path
 from replay.drawing import record
 from replay.neutral import Codec, canonical
 from replay.replaying import FOLDER, Replay, make_codec
-from support.hub_world import quick_plans
 
 NUM_FILES, NUM_EACH = 8, 60
 
@@ -24,16 +23,15 @@ def main() -> None:
     parser.add_argument("folder", nargs="?", type=Path, default=FOLDER)
     asked = parser.parse_args()
     asked.folder.mkdir(parents=True, exist_ok=True)
-    with quick_plans():
-        found = _record_all(make_codec())
-        for number in range(NUM_FILES):
-            histories = list(islice(found, NUM_EACH))
-            text = "".join(f"{line}\n" for lines in histories for line in lines)
-            packed = lzma.compress(text.encode("ascii"), preset=9 | lzma.PRESET_EXTREME)
-            path = asked.folder / f"{number}.jsonl.xz"
-            path.write_bytes(packed)
-            num_steps = sum(len(lines) // 2 for lines in histories)
-            print(f"{path}: {num_steps} steps, {len(text):,} letters, {len(packed):,} bytes")
+    found = _record_all(make_codec())
+    for number in range(NUM_FILES):
+        histories = list(islice(found, NUM_EACH))
+        text = "".join(f"{line}\n" for lines in histories for line in lines)
+        packed = lzma.compress(text.encode("ascii"), preset=9 | lzma.PRESET_EXTREME)
+        path = asked.folder / f"{number}.jsonl.xz"
+        path.write_bytes(packed)
+        num_steps = sum(len(lines) // 2 for lines in histories)
+        print(f"{path}: {num_steps} steps, {len(text):,} letters, {len(packed):,} bytes")
 
 
 def _record_all(codec: Codec) -> Iterator[list[str]]:

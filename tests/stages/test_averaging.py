@@ -304,25 +304,24 @@ def test_nobody_fills_the_memory_with_rounds_to_come(captured: Captured) -> None
     assert "more of round" in found.reason
 
 
-def test_a_round_goes_around_in_chunks_as_large_as_the_hub_says(
-    captured: Captured, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("ravnest.averaging.ring._LEAST_CHUNK", 1)
-    monkeypatch.setattr("ravnest.averaging.ring._BLOCK", 1)
+class CountingWorld(TiedWorld):
+    """Notes how many items each part of a ring has."""
+
+    def post(self, sender: str, parcel: Any) -> None:
+        if isinstance(parcel.message, RingPart):
+            self.__dict__.setdefault("sizes", []).append(parcel.message.value.shape[0])
+        super().post(sender, parcel)
+
+
+def test_a_round_goes_around_in_chunks_as_large_as_the_hub_says() -> None:
+    wide = nn.Sequential(nn.Linear(8, 700), nn.Linear(700, 700), nn.Linear(700, 3))
+    captured = capture(wide, batch_of(0), loss, name="wide")
     longest = []
     for least_chunk in (0, 10**6):
-        world = make_world(captured, [2], [4], [3])
-        post, sizes = world.post, []
-
-        def count(sender: str, parcel: Any, post: Any = post, sizes: list[int] = sizes) -> None:
-            if isinstance(parcel.message, RingPart):
-                sizes.append(parcel.message.value.shape[0])
-            post(sender, parcel)
-
-        monkeypatch.setattr(world, "post", count)
+        world = CountingWorld(captured, settings_of(captured), ([1], [1], [1]))
         world.open_round(1, True, least_chunk=least_chunk)
         world.run()
-        longest.append((max(sizes), len(sizes)))
+        longest.append((max(world.sizes), len(world.sizes)))
     (size, count_small), (whole, count_large) = longest
     assert size < whole
     assert count_small > 3 * count_large

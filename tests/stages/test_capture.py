@@ -9,13 +9,14 @@ from torch import nn
 
 import ravnest
 from ravnest.errors import CaptureError
-from ravnest.model import verify
 from ravnest.model.blueprint import Blueprint
 from ravnest.model.blueprint_json import read_blueprint, write_blueprint
 from ravnest.model.capture import Captured, capture
+from ravnest.model.model_with_loss import ModelWithLoss
 from ravnest.model.slicing import slice_blueprint
 from ravnest.model.stage_program import Setting, StageOutputs, StageProgram, build_stage_program
 from ravnest.model.state_dict import Layout, merge_stages
+from ravnest.model.verify import compare
 from tests.support.model_zoo import FAMILIES
 
 
@@ -180,7 +181,7 @@ def test_no_stage_needs_the_strides_that_a_value_had_before_it_travelled() -> No
         assert build_stage_program(second).forward(found.state, received, batch).results["loss"].isfinite()
 
 
-def test_the_comparison_runs_on_tensors_as_they_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_comparison_runs_on_tensors_as_they_arrive() -> None:
     seen: list[torch.Tensor] = []
 
     class Watched(StageProgram):
@@ -197,10 +198,14 @@ def test_the_comparison_runs_on_tensors_as_they_arrive(monkeypatch: pytest.Monke
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.second(self.first(x).relu()).mean((2, 3))
 
-    monkeypatch.setattr(verify, "build_stage_program", lambda stage, device: Watched(stage, Setting(device)))
+    def loss(out: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return F.mse_loss(out, batch["y"])
+
     model = Images().to(memory_format=torch.channels_last)
     batch = {"x": torch.randn(4, 3, 8, 8), "y": torch.randn(4, 8)}
-    capture(model, batch, lambda out, batch: F.mse_loss(out, batch["y"]))
+    found = capture(model, batch, loss, self_test=False)
+    whole = ModelWithLoss(model, batch, loss, {}, is_tuple=False)
+    compare(whole, found.blueprint, found.state, batch, lambda *given: Watched(given[0], Setting(given[1])))
     assert len(seen) > len(model.state_dict())
     assert all(tensor.is_contiguous() for tensor in seen)
 

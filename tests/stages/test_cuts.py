@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from support.stage_runner import subject
 from torch import nn
 
-from ravnest.model import slicing
 from ravnest.model.blueprint import Blueprint
 from ravnest.model.capture import Captured, capture, empty_weights
 from ravnest.model.dry_run import dry_run
@@ -94,10 +93,10 @@ def test_a_stage_of_a_stage_is_the_stage_of_the_whole(family: str) -> None:
             assert (one.train, one.evaluate, one.cuts) == (other.train, other.evaluate, other.cuts)
 
 
-def test_a_mask_is_made_again_in_each_stage_instead_of_crossing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slicing, "_SMALL_BYTES", 0)  # as if the batch were large
-    entry = FAMILIES["llama"]
-    blueprint = capture(entry.model(), entry.batch(), self_test=False).blueprint
+def test_a_mask_is_made_again_in_each_stage_instead_of_crossing() -> None:
+    tokens = torch.ones(4, 128, dtype=torch.int64)  # so many that none of the fields is small
+    batch = {"input_ids": tokens, "attention_mask": tokens.clone(), "labels": tokens.clone()}
+    blueprint = capture(FAMILIES["llama"].model(), batch, self_test=False).blueprint
     middle = slice_blueprint(blueprint, 6, 18)
     assert "attention_mask" in {name for _, name in middle.train.fields}
     assert all(middle.train.values[value].dtype == "float32" for value in middle.train.inputs)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from ravnest.codec import describe, encode_tensor
 from ravnest.config import WireFormat
@@ -19,10 +20,10 @@ from ravnest.model.blueprint_json import write_blueprint
 from ravnest.model.capture import Captured, capture
 from ravnest.model.profile import count_flops, measure
 from ravnest.model.slicing import slice_blueprint
+from ravnest.model.stage_program import build_stage_program
 from ravnest.model.state_dict import to_safetensors
-from ravnest.peer import capabilities, stage_position
-from ravnest.peer import stage_host as host_module
-from ravnest.peer.stage_host import ProviderLimits, StageHost
+from ravnest.peer import capabilities
+from ravnest.peer.stage_host import ProviderLimits, StageHost, StageTools
 from ravnest.plan.types import Stage
 from ravnest.protocol.averaging import RoundOpen
 from ravnest.protocol.placement import PlanOrder, Source, StageParts, StageReady
@@ -145,29 +146,30 @@ def test_a_real_device_never_waits(captured: Captured) -> None:
     assert pair.waits == {node: [] for node in NODES}
 
 
-def test_a_stage_computes_on_the_device_its_provider_lends(captured: Captured, monkeypatch) -> None:
-    device, seen = "cpu:0", {"decode": set(), "rebuild": set(), "time": set()}
-    decode, rebuild = stage_position.decode_tensor, host_module.build_stage_program
+def test_a_stage_computes_on_the_device_its_provider_lends(captured: Captured) -> None:
+    device, seen = "cpu:0", {"moved": set(), "rebuild": set(), "time": set()}
 
-    def note_decode(buffer: object, spec: object, where: str = "nowhere") -> torch.Tensor:
-        seen["decode"].add(where)
-        return decode(buffer, spec, where)
+    class Moves(TorchFunctionMode):
+        """Notes where tensors are moved to."""
+
+        def __torch_function__(self, function, types, given=(), options=None):
+            if function is torch.Tensor.to:
+                seen["moved"] |= {str(each) for each in given[1:] if isinstance(each, str | torch.device)}
+            return function(*given, **(options or {}))
 
     def note_rebuild(blueprint: object, where: str, **options: object) -> object:
         seen["rebuild"].add(where)
-        return rebuild(blueprint, where, **options)
+        return build_stage_program(blueprint, where, **options)
 
     def note_time(program: object, *_: object) -> float:
         seen["time"].add(str(program.setting.device))
         return 1.0
 
-    monkeypatch.setattr(stage_position, "decode_tensor", note_decode)
-    monkeypatch.setattr(host_module, "build_stage_program", note_rebuild)
-    monkeypatch.setattr(host_module, "time_batch", note_time)
-    pair = Pair(captured, device=device)
-    pair.train(2)  # fields, activations and gradients arrive
+    pair = Pair(captured, device=device, tools=StageTools(build_program=note_rebuild, time_batch=note_time))
+    with Moves():
+        pair.train(2)  # fields, activations and gradients arrive
     pair.hosts[NODES[0]].measure_speed(write_piece(captured, 0, 1))
-    assert seen == {"decode": {device}, "rebuild": {device}, "time": {device}}
+    assert seen == {"moved": {device}, "rebuild": {device}, "time": {device}}
 
 
 def write_piece(captured: Captured, start: int, stop: int) -> bytes:
@@ -227,20 +229,17 @@ def test_a_probe_ends_although_its_clock_stands_still(captured: Captured) -> Non
     assert StageHost(ProviderLimits(1e9), lambda: 0.0).measure_speed(write_piece(captured, 0, 1)) > 0
 
 
-def test_a_piece_that_is_too_much_for_a_usual_pc_is_measured_on_fewer_samples(
-    captured: Captured, monkeypatch
-) -> None:
+def test_a_piece_that_is_too_much_for_a_usual_pc_is_measured_on_fewer_samples(captured: Captured) -> None:
     seen: list[int] = []
 
     def note(program: object, num_samples: int, clock: object) -> float:
         seen.append(num_samples)
         return num_samples / NUM_SAMPLES
 
-    monkeypatch.setattr(host_module, "time_batch", note)
     flops = sum(count_flops(captured.blueprint, NUM_SAMPLES))
     for times, num_samples in ((1.0, NUM_SAMPLES), (4.0, NUM_SAMPLES // 4), (1e6, 1)):
-        monkeypatch.setattr(host_module, "_USUAL_FLOPS_PER_SECOND", {"cpu": flops / 0.2 / times})
-        speed = StageHost(ProviderLimits(1e9), lambda: 0.0).measure_speed(
+        tools = StageTools(time_batch=note, usual_cpu_flops_per_second=flops / 0.2 / times)
+        speed = StageHost(ProviderLimits(1e9), lambda: 0.0, tools=tools).measure_speed(
             write_piece(captured, 0, captured.blueprint.num_positions)
         )
         assert seen[-1] == num_samples
@@ -412,12 +411,10 @@ def test_in_bf16_the_loss_is_almost_the_same_and_weights_stay_in_fp32() -> None:
         ("input()", False),
     ],
 )
-def test_the_probe_survives_what_bf16_does_to_its_child(monkeypatch, program: str, is_able: bool) -> None:
-    monkeypatch.setattr(capabilities, "_BF16_PROGRAM", program)
-    assert capabilities.can_run_bf16("cpu") is is_able
+def test_the_probe_survives_what_bf16_does_to_its_child(program: str, is_able: bool) -> None:
+    assert capabilities.can_run_bf16("cpu", program) is is_able
 
 
-def test_a_probe_that_hangs_is_a_no(monkeypatch) -> None:
-    monkeypatch.setattr(capabilities, "_BF16_PROGRAM", "import threading; threading.Event().wait()")
-    monkeypatch.setattr(capabilities, "_BF16_SECONDS", 0.5)
-    assert capabilities.can_run_bf16("cpu") is False
+def test_a_probe_that_hangs_is_a_no() -> None:
+    program = "import threading; threading.Event().wait()"
+    assert capabilities.can_run_bf16("cpu", program, timeout_seconds=0.5) is False

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 import ravnest as rv
 from benchmarks.joining import Peers
+from ravnest.config import TIMEOUTS, Timeouts
 from ravnest.hub.coordinator.events import Action, Event, Notify
 from ravnest.hub.coordinator.notices import (
     ClusterDissolved,
@@ -32,6 +33,7 @@ from ravnest.hub.coordinator.notices import (
     WorkLost,
     show_notice,
 )
+from ravnest.hub.service.server import HubParts
 from ravnest.hub.service.status import ClusterStatus, StatusTracker
 from ravnest.net.identity import write_token
 from ravnest.requester.result import Result
@@ -111,6 +113,10 @@ class Story:
             self.is_stopped = True
             stop_run()
 
+    def look(self, tracker: StatusTracker) -> None:
+        """Know where the run stands."""
+        self.watch = tracker
+
     def see(self, event: Event, orders: tuple[Action, ...]) -> None:
         """Hear an event and what is ordered, but for news."""
         for thing in (event, *orders):
@@ -166,18 +172,13 @@ def swarm(
     num_peers: int,
     far: tuple[str, str] | None = None,
     memory_bytes: float = MEMORY_BYTES,
+    timeouts: Timeouts = TIMEOUTS,
 ) -> Iterator[rv.Hub]:
     """Open a hub whose peers are started with it, one of them at the far end of a cable if there is one."""
-    hub = rv.Hub("0.0.0.0:0" if far else "127.0.0.1:0", plan=PLAN, tell=story.tell)
+    place = "0.0.0.0:0" if far else "127.0.0.1:0"
+    parts = HubParts(timeouts=timeouts, watch=story.see)
+    hub = rv.Hub(place, plan=PLAN, tell=story.tell, look=story.look, parts=parts)
     with hub:
-        see = hub._see
-
-        def listen(event: Event, orders: tuple[Action, ...]) -> None:
-            see(event, orders)
-            story.watch = hub._watch
-            story.see(event, orders)
-
-        hub._see = listen  # type: ignore[method-assign]
         device = {"flops_per_second": FLOPS_PER_SECOND, "memory_bytes": memory_bytes}
         token, port = hub.token, hub.token.addresses[0].rpartition(":")[2]
         if far:

@@ -92,19 +92,18 @@ def _run(words: tuple[str, ...], files: list[Path], folder: Path, fault: Fault |
         with path.open("w") as file:
             os.dup2(file.fileno(), number)
     from ravnest.cli.main import program
-    from ravnest.requester.session import Hub
+    from ravnest.cli.parts import CommandParts
+    from ravnest.hub.service.server import HubParts
 
-    if fault is not None:
-        Hub._see = _suffering(fault, folder, Hub._see)  # type: ignore[method-assign]
-    program(words, prog_name="ravnest")
+    parts = HubParts(watch=None if fault is None else _suffer(fault, folder))
+    program(words, prog_name="ravnest", obj=CommandParts(hub=parts))
 
 
-def _suffering(fault: Fault, folder: Path, see: Callable[..., None]) -> Callable[..., None]:
+def _suffer(fault: Fault, folder: Path) -> Callable[[Event, tuple[Action, ...]], None]:
     num_seen, has_begun = 0, fault.after is None
 
-    def listen(hub: Any, event: Event, orders: tuple[Action, ...]) -> None:
+    def listen(event: Event, orders: tuple[Action, ...]) -> None:
         nonlocal num_seen, has_begun
-        see(hub, event, orders)
         for thing in (event, *orders):
             inner = thing.news if isinstance(thing, Notify) else getattr(thing, "message", thing)
             has_begun = has_begun or isinstance(inner, fault.after or ())

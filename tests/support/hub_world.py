@@ -7,16 +7,14 @@ must hold in every history.
 import hashlib
 import heapq
 from collections import Counter, deque
-from contextlib import contextmanager
 from dataclasses import dataclass, is_dataclass, replace
 from functools import cache
 from itertools import count
 from random import Random
 
-import pytest
-from support.plan_world import SIMPLE, even_model, first_answers, node
+from support.plan_world import FIRST_ANSWERS, SIMPLE, even_model, node
 
-from ravnest.hub.coordinator import planner
+from ravnest.config import TIMEOUTS
 from ravnest.hub.coordinator.coordinator import Coordinator
 from ravnest.hub.coordinator.events import (
     Abandon,
@@ -44,7 +42,7 @@ from ravnest.hub.coordinator.events import (
 from ravnest.hub.coordinator.leases import LeaseBook
 from ravnest.hub.coordinator.notices import Checkpointed, Joined, Left, RoundEnded, WorkLost
 from ravnest.hub.coordinator.phases import JobPhase
-from ravnest.hub.coordinator.planner import make_plan
+from ravnest.hub.coordinator.planner import SearchPlanner
 from ravnest.hub.service.event_log import read_event, write_event
 from ravnest.ids import HUB
 from ravnest.plan.formation import form_plan
@@ -124,11 +122,15 @@ def digest(*facts):
 
 
 class HubWorld:
-    def __init__(self, given=None, trouble=None):
+    """A hub and scripted peers; its planner and the facts of its nodes are arguments."""
+
+    def __init__(self, given=None, trouble=None, planner=None, make_node=node, timeouts=TIMEOUTS.hub):
         self.given = given or job()
         self.trouble = trouble or Trouble()
         self.random = Random(self.trouble.seed)
-        self.hub = Coordinator(self.given)
+        self.planner, self.make_node = planner or QUICK_PLANNER, make_node
+        self.timeouts = timeouts
+        self.hub = Coordinator(self.given, timeouts)
         self.now = 0.0
         self.log, self.answers = [], []
         self.news, self.refusals, self.finish = [], [], None
@@ -188,7 +190,7 @@ class HubWorld:
     def _restart(self):
         if self.is_finished:
             return
-        self.hub, self.session = Coordinator(self.given), self.session + 1
+        self.hub, self.session = Coordinator(self.given, self.timeouts), self.session + 1
         for event, orders in zip(self.log, self.answers, strict=True):
             if not isinstance(orders[0] if orders else None, Refusal):
                 self.hub.apply(read_event(*write_event(event)))
@@ -321,7 +323,7 @@ class HubWorld:
                 peer.heard_at = max(peer.heard_at, self.now + self._delay())  # a link keeps the order
                 self.at(peer.heard_at, self._in_session(), self._deliver, peer, order.message)
             case MakePlan():
-                made = lambda: self.feed(make_plan(self.given, order, self.now))  # noqa: E731
+                made = lambda: self.feed(self.planner.make_plan(self.given, order, self.now))  # noqa: E731
                 self.after(self._delay(), self._in_session(), made)
             case Evict():
                 if order.to in self.peers:
@@ -474,7 +476,7 @@ class HubWorld:
         return share > 0 and self.random.random() < share
 
     def _join(self, name, memory_mb):
-        peer = self.peers[name] = Peer(node(name, memory_mb))
+        peer = self.peers[name] = Peer(self.make_node(name, memory_mb))
         self.told_epoch.pop(name, None)
         addresses, guessed = (f"tcp://{name}",), self.trouble.guessed
         self.feed(PeerJoined(peer.node, f"key of {name}", addresses, self.now, guessed))
@@ -648,36 +650,31 @@ def counted(settings, books):
     return Counter(each for each in whole if each not in left)
 
 
-@contextmanager
-def quick_plans():
-    """Plans as the search first finds them, each found once."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planner, "form_plan", lambda *facts: replace(_plan(*facts[:4]), plan_id=facts[4]))
-        yield
-
-
 @cache
 def _found(profile, swarm, config, seed):
-    with first_answers():
-        try:
-            return form_plan(profile, swarm, config, seed)
-        except Exception as shortage:
-            return shortage
+    try:
+        return form_plan(profile, swarm, config, seed, budget=FIRST_ANSWERS)
+    except Exception as shortage:
+        return shortage
 
 
-def _plan(*facts):
-    found = _found(*facts)
+def _form_quickly(profile, swarm, config, seed, plan_id):
+    """Form the plan that the search finds first; each is found once."""
+    found = _found(profile, swarm, config, seed)
     if isinstance(found, Exception):
         raise found
-    return found
+    return replace(found, plan_id=plan_id)
+
+
+QUICK_PLANNER = SearchPlanner(form=_form_quickly)
 
 
 def check_replay(world):
     """The log alone gives the same orders and the same state, also after it was plain data."""
-    hub = Coordinator(world.given)
+    hub = Coordinator(world.given, world.timeouts)
     assert [hub.apply(event) for event in world.log] == world.answers
     assert freeze(hub) == freeze(world.hub)
-    hub = Coordinator(world.given)
+    hub = Coordinator(world.given, world.timeouts)
     for event, orders in zip(world.log, world.answers, strict=True):
         if not isinstance(orders[0] if orders else None, Refusal):  # what is refused need not be logged
             assert hub.apply(read_event(*write_event(event))) == orders

@@ -1,17 +1,14 @@
 """Small models and nodes by hand, the laws of a plan, and the cost model once more in plain loops."""
 
 import math
-from contextlib import contextmanager
 
-import pytest
 from hypothesis import strategies as st
 
-from ravnest.config import Averaging, OptimizerKind, PlanConfig, Recompute, WireFormat
+from ravnest.config import Averaging, OptimizerKind, PlanConfig, Recompute, SearchBudget, WireFormat
 from ravnest.ids import NodeId
 from ravnest.plan.assembly import stage_bytes
 from ravnest.plan.cost import LineCost
 from ravnest.plan.forecast import forecast
-from ravnest.plan.search import Search
 from ravnest.plan.types import ModelProfile, Node, Plan, Swarm
 
 MB = 1e6
@@ -41,13 +38,8 @@ def node(name, memory_mb=1000.0, gflops=100.0, **facts):
     return Node(NodeId(name), memory_mb * MB, gflops * 1e9, **(links | {"uptime_seconds": 1e12} | facts))
 
 
-@contextmanager
-def first_answers():
-    """Let the search stop after its greedy seeds: laws hold for whatever it finds, and this is quick."""
-    run = Search.run
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Search, "run", lambda search, _, ceilings: run(search, -1, ceilings))
-        yield
+# The search stops after its greedy seeds: laws hold for whatever it finds, and this is quick.
+FIRST_ANSWERS = SearchBudget(clusters=-1, quick_clusters=-1)
 
 
 def swarm_of(*nodes):

@@ -18,7 +18,6 @@ from hashlib import sha256
 from pathlib import Path
 from random import Random
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -26,11 +25,12 @@ from torch import Tensor, nn
 from zmq.utils import z85
 
 import ravnest as rv
-from ravnest.config import PlanConfig
+from ravnest.config import PlanConfig, SearchBudget
 from ravnest.errors import LinkError, RavnestError
 from ravnest.hub.coordinator.coordinator import Coordinator
 from ravnest.hub.coordinator.events import Action, Event, Notify, Received, SendFields
 from ravnest.hub.coordinator.notices import EpochDone, Evaluated, Notice, PlanFormed, WorkLost
+from ravnest.hub.coordinator.planner import FormPlan
 from ravnest.hub.service.event_log import EventStore
 from ravnest.hub.service.server import Server
 from ravnest.ids import LeaseId, NodeId
@@ -43,11 +43,11 @@ from ravnest.net.memory import MemoryNetwork, MemoryTransport, Wire, run_virtual
 from ravnest.net.transport import PeerId
 from ravnest.peer.agent import Agent, Offer
 from ravnest.peer.compute import ComputeLoop, Delivered, Item
-from ravnest.peer.stage_host import ProviderLimits, StageHost
-from ravnest.plan.formation import form_plan
+from ravnest.peer.stage_host import ProviderLimits, StageHost, StageTools
 from ravnest.plan.types import Node, Plan
 from ravnest.protocol import wire
 from ravnest.protocol.averaging import RoundCommit
+from ravnest.protocol.membership import Fact
 from ravnest.protocol.messages import Message, Refusal
 from ravnest.protocol.training import LeaseDone
 from ravnest.requester.owner import JobOwner
@@ -63,6 +63,7 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "system.json"
 PLAN = replace(LOCAL_PLAN, overhead_bytes=0.0)  # so that memory is what the model needs, and no more
 SETTLE_SECONDS = 5.0
 SPEED = 2e7  # FLOP/s at a speed of 1
+QUICK = SearchBudget(clusters=40, quick_clusters=10)  # enough for six nodes
 
 
 class Post(MemoryTransport):
@@ -119,7 +120,7 @@ class InlineCompute:
     ) -> None:
         """See peer.compute.Compute."""
         self._loop = asyncio.get_running_loop()
-        self._bench = ComputeLoop(StageHost(limits, self._clock, self._spend), blobs)
+        self._bench = ComputeLoop(StageHost(limits, self._clock, self._spend, tools=CACHED_TOOLS), blobs)
         self._emit, self._fail = emit, fail
         self._turn_at(self._loop.time())
         await self._closed.wait()
@@ -295,7 +296,8 @@ class World:
     hear: Hear = lambda *_: None
     leaving: Leaving | None = None  # sender, receiver, message: when copies of it leave
     store: EventStore | None = None  # of the hub
-    form_plan: Callable[..., Plan] = form_plan
+    form_plan: FormPlan | None = None  # in place of the search
+    guessed: tuple[Fact, ...] = ()  # by all peers
 
     def __post_init__(self) -> None:
         self.network = MemoryNetwork(self.wire)
@@ -310,10 +312,7 @@ class World:
 
     def run(self) -> Ended:
         """Train the job to its end, or until the limit."""
-        quickly = patch.multiple("ravnest.plan.formation", _BUDGET=40, _QUICK_BUDGET=10)  # enough for six
-        once = patch.multiple("ravnest.peer.stage_host", dry_run=_preflight, count_flops=_count_flops)
-        with quickly, once, patch("ravnest.hub.coordinator.planner.form_plan", self.form_plan):
-            result = run_virtual(self._run())
+        result = run_virtual(self._run())
         if self._bugs:
             raise self._bugs[0]
         return Ended(result, tuple(self._told), self._told[-1][0], self.ledger.counts, self._alive_at_end)
@@ -385,10 +384,9 @@ class World:
         given = self.given = prepare(self.job, self.plan)
         settings = replace(given.job.settings, expected_nodes=len(self.pcs), microbatches=self.microbatches)
         job = replace(given.job, settings=replace(settings, checkpoint_every=self.checkpoint_every))
-        hub, watch = Coordinator(job), self.ledger.note
-        server = self._server = Server(
-            self._token, self._tell, _inline, store=self.store, watch=watch, hub=hub
-        )
+        parts = HubParts(SearchPlanner(QUICK, self.form_plan), watch=self.ledger.note)
+        facts = (self._token, self._tell, _inline)
+        server = self._server = Server(*facts, store=self.store, hub=Coordinator(job), parts=parts)
         async with Post(self, NodeId("hub"), keys, server.admit) as transport:
             for pc in self.pcs:
                 self.join(pc)
@@ -407,7 +405,7 @@ class World:
         node = Node(name, pc.memory_bytes, pc.speed * SPEED, 1e9, 1e9, self.wire.delay_seconds / 2)
         # Preflight frees nothing and sees a whole batch, so it asks for more memory than the plan does.
         limits = ProviderLimits(16 * pc.memory_bytes, emulated_flops_per_second=pc.speed * SPEED)
-        offer = Offer(node, limits, (name,))
+        offer = Offer(node, limits, (name,), guessed=self.guessed)
         compute = self._computes[name] = InlineCompute(
             lambda item: self.watch(self, name, item), partial(self.anchors.note, name)
         )
@@ -448,6 +446,9 @@ def _preflight_once(content: bytes, batch_size: int, **limits: float) -> Footpri
 @cache
 def _count_flops_once(content: bytes, batch_size: int) -> tuple[float, float, float]:
     return count_flops(read_blueprint(content), batch_size)
+
+
+CACHED_TOOLS = StageTools(_preflight, _count_flops)
 
 
 @cache

@@ -42,6 +42,7 @@ class ClusterWorld:
     seed: int = 0
     wire_format: WireFormat = WireFormat.FP32
     at_hub: list[Message] = field(default_factory=list)
+    engine: type[StageEngine] = StageEngine
 
     def __post_init__(self) -> None:
         whole = self.captured.blueprint
@@ -56,7 +57,7 @@ class ClusterWorld:
             state = {
                 entry.name: self.captured.state[entry.name].detach().clone() for entry in blueprint.state
             }
-            stage = StageEngine(
+            stage = self.engine(
                 build_stage_program(blueprint), Snapshot(0, state, {}), find_roles(blueprint), self.settings
             )
             place = StagePosition(1, self.seed, node, self.nodes, self.wire_format, self.wire_format)

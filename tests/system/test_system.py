@@ -9,7 +9,6 @@ import copy
 import itertools
 import json
 from dataclasses import replace
-from functools import partial
 from random import Random
 
 import pytest
@@ -17,7 +16,7 @@ import torch
 from safetensors.torch import load, save
 
 import ravnest as rv
-from ravnest.config import Averaging
+from ravnest.config import TIMEOUTS, Averaging
 from ravnest.hub.coordinator.leases import permute
 from ravnest.hub.coordinator.notices import (
     ClusterBroken,
@@ -33,10 +32,8 @@ from ravnest.hub.coordinator.notices import (
     Waiting,
     WorkLost,
 )
-from ravnest.hub.service.server import GRACE_SECONDS
 from ravnest.ids import NodeId
 from ravnest.net.memory import Wire
-from ravnest.peer.agent import Offer
 from ravnest.peer.compute import Build, Delivered, Item
 from ravnest.protocol.averaging import RingPart, RoundCommit, RoundOpen
 from ravnest.protocol.membership import Fact
@@ -258,7 +255,7 @@ def test_an_outage_within_the_grace_loses_nothing(name: str, seconds: float) -> 
         if isinstance(news, EpochDone) and news.epoch == 1:
             world.isolate(NodeId(name), seconds)
 
-    assert seconds < GRACE_SECONDS
+    assert seconds < TIMEOUTS.hub.grace_seconds
     job = make_job("mlp")
     ended = World(job, SIX, hear=hear).run()
     assert ended.of(Left) == ended.of(WorkLost) == ended.of(ClusterDissolved) == []
@@ -343,12 +340,9 @@ def test_clusters_without_a_link_between_them_train_on_each_by_itself() -> None:
     check_books(ended, job)
 
 
-def test_a_peer_that_only_guesses_is_measured_on_its_way_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "tests.support.system_world.Offer", partial(Offer, guessed=(Fact.BANDWIDTH, Fact.LATENCY))
-    )
+def test_a_peer_that_only_guesses_is_measured_on_its_way_in() -> None:
     job = make_job("tiny", num_samples=64, epochs=1)
-    ended = World(job, [TINY_LARGE] * 2, wire=Wire(0.02, 2e6)).run()
+    ended = World(job, [TINY_LARGE] * 2, wire=Wire(0.02, 2e6), guessed=(Fact.BANDWIDTH, Fact.LATENCY)).run()
     check_books(ended, job)
     measured = [news.node for news in ended.of(Measured)]
     assert {node.name for node in measured} == {"node1", "node2"}

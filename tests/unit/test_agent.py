@@ -7,13 +7,14 @@ from random import Random
 
 import pytest
 
+from ravnest.config import TIMEOUTS
 from ravnest.errors import LinkError, NotAdmitted
 from ravnest.ids import HUB, LeaseId, MicrobatchId, NodeId, SegmentId
 from ravnest.net.identity import Token, new_keys
 from ravnest.net.memory import MemoryNetwork, MemoryTransport, run_virtual
 from ravnest.net.transport import Delivery, Service
 from ravnest.net.transport import TransportLimits as LinkLimits
-from ravnest.peer.agent import HANDOVER_SECONDS, Agent, Offer
+from ravnest.peer.agent import Agent, Offer
 from ravnest.peer.compute import Aside, Build, Item
 from ravnest.peer.stage_host import ProviderLimits
 from ravnest.plan.types import Node, Ring, Stage
@@ -285,7 +286,7 @@ def test_who_leaves_goes_on_until_the_hub_lets_it_go() -> None:
         agent.leave("its provider takes it back")
         leave = await scene.hear(Leave)
         assert leave == Leave(1, "its provider takes it back", can_hand_over=True)
-        await asyncio.sleep(HANDOVER_SECONDS / 2)
+        await asyncio.sleep(TIMEOUTS.peer.handover.total_seconds / 2)
         await scene.say(scene.order(2))
         await scene.say(SnapshotOrder(2, 1))
         await asyncio.sleep(0.5)
@@ -305,7 +306,11 @@ def test_who_leaves_waits_ten_seconds_at_most_and_not_when_told_twice(again: boo
             agent.leave("back")
         await asyncio.wait([running])
         seconds = asyncio.get_running_loop().time() - began
-        assert seconds < 1.0 if again else HANDOVER_SECONDS <= seconds < HANDOVER_SECONDS + 1
+        assert (
+            seconds < 1.0
+            if again
+            else TIMEOUTS.peer.handover.total_seconds <= seconds < TIMEOUTS.peer.handover.total_seconds + 1
+        )
 
     assert play(script) == "back"
 

@@ -20,7 +20,6 @@ from ravnest.hub.coordinator.notices import (
     Trained,
     Waiting,
 )
-from ravnest.requester import callbacks
 from ravnest.requester.callbacks import Callbacks, CsvLog, Narrator, TensorBoard
 
 STORY: list[Notice] = [
@@ -132,12 +131,9 @@ def test_nobody_is_missing_where_nobody_is_awaited() -> None:
     assert not any(isinstance(news, Waiting) for news in heard)
 
 
-def test_progress_is_said_now_and_then_and_the_rest_always(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_progress_is_said_now_and_then_and_the_rest_always(capsys: pytest.CaptureFixture[str]) -> None:
     now = [100.0]
-    monkeypatch.setattr(callbacks.time, "perf_counter", lambda: now[0])
-    narrate = Narrator()
+    narrate = Narrator(clock=lambda: now[0])
     for step, news in enumerate(
         (Trained(64, 256, 1, 2.5), Joined("a"), Trained(128, 256, 1, 2.0), Joined("b"))
     ):

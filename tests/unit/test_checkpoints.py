@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import shutil
+import stat
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,7 +21,6 @@ from safetensors.torch import save as save_torch
 from ravnest.errors import RavnestError
 from ravnest.model.blueprint import PARAMETER, StateEntry
 from ravnest.protocol.tensors import ITEM_BYTES
-from ravnest.requester import checkpoint_store
 from ravnest.requester.checkpoint_store import (
     MANIFEST,
     MANIFEST_FORMAT,
@@ -29,7 +29,9 @@ from ravnest.requester.checkpoint_store import (
     find_difference,
     hash_state,
     parse_manifest,
+    seal_manifest,
 )
+from ravnest.transfer.blobs import name_blob
 from tests.support.as_root import let_write, small_disk
 from tests.support.saved_run import JOB, books_of, check_content, parts_of
 
@@ -318,14 +320,16 @@ def test_a_header_that_lies_is_refused(tmp_path: Path, what: str) -> None:
         Checkpoints(tmp_path).write(1, [(0, 1, JUNK_HEADERS[what])], books_of(1))
 
 
-def test_junk_under_the_right_hash_is_found_when_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_junk_under_the_right_hash_is_found_when_read(tmp_path: Path) -> None:
     kept = Checkpoints(tmp_path)
-    write(kept, 1)
-    with monkeypatch.context() as careless:
-        careless.setattr(checkpoint_store, "_read_part", lambda content, what: ())
-        kept.write(2, [(0, 5, JUNK_HEADERS["hole"])], books_of(2))
+    write(kept, 1, 2)
+    place, junk = tmp_path / "checkpoints/000002", JUNK_HEADERS["hole"]
+    (place / "part-0.safetensors").write_bytes(junk)
+    manifest = parse_manifest((place / MANIFEST).read_bytes(), 2)
+    first, *others = manifest.parts
+    parts = (msgspec.structs.replace(first, content=name_blob(junk)), *others)
+    sealed = seal_manifest(2, msgspec.structs.replace(manifest, parts=parts))
+    (place / MANIFEST).write_bytes(sealed)
     check_content(kept.find(), 1)
     assert "part-0.safetensors is no safetensors file: 'w' has a place" in kept.faults[0]
 
@@ -502,8 +506,11 @@ def test_what_the_disk_refuses_is_told(
 def test_a_file_system_without_fsync_of_folders_will_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoint_store, "_write_file", lambda file, content: file.write_bytes(content))
-    monkeypatch.setattr(os, "fsync", failing(errno.EINVAL))
+    def sync_files(number: int) -> None:
+        if stat.S_ISDIR(os.fstat(number).st_mode):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    monkeypatch.setattr(os, "fsync", sync_files)
     kept = Checkpoints(tmp_path)
     write(kept, 1)
     check_content(kept.find(), 1)

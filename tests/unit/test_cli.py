@@ -15,6 +15,7 @@ from rich.console import Console
 from support.sample_plans import sample
 
 from ravnest.cli.main import program
+from ravnest.cli.parts import CommandParts
 from ravnest.config import PlanConfig
 from ravnest.views.plan_text import show_plan
 
@@ -59,8 +60,8 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def plan(*args):
-    return CliRunner().invoke(program, ["plan", *args])
+def plan(*args, parts=None):
+    return CliRunner().invoke(program, ["plan", *args], obj=parts)
 
 
 def write(name, content):
@@ -72,9 +73,9 @@ def nodes_file(name="nodes.toml", count=3, memory="12 GB"):
     return write(name, "".join(NODE.format(name=f"pc-{k}", memory=memory) for k in range(count)))
 
 
-def refused(code, *args, stdout=""):
+def refused(code, *args, stdout="", parts=None):
     """Return the message of a refusal: one line on stderr, nothing else."""
-    result = plan(*args)
+    result = plan(*args, parts=parts)
     assert result.exit_code == code, result.output
     assert result.stdout == stdout
     lines = [line for line in result.stderr.splitlines() if line.startswith(("error: ", "Error: "))]
@@ -199,9 +200,9 @@ def test_a_file_of_someone_else(monkeypatch):
     assert refused(3, "--nodes", "a.toml") == "a.toml may not be read by this user; change its permissions"
 
 
-def test_an_endless_file_is_not_read_to_its_end(monkeypatch):
-    monkeypatch.setattr("ravnest.cli.files._MOST_BYTES", 1 << 20)
-    assert "larger than 1 MiB" in refused(3, "--nodes", "/dev/zero")
+def test_an_endless_file_is_not_read_to_its_end():
+    parts = CommandParts(max_file_bytes=1 << 20)
+    assert "larger than 1 MiB" in refused(3, "--nodes", "/dev/zero", parts=parts)
 
 
 def test_bad_nodes_name_file_key_and_value():
@@ -269,12 +270,11 @@ def test_a_picture_that_cannot_be_written_leaves_stdout_empty(folder):
     assert "Is a directory" in refused(3, *SMALL, "--svg", str(folder))
 
 
-def test_ctrl_c_ends_with_130(monkeypatch):
+def test_ctrl_c_ends_with_130():
     def interrupt(*_args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("ravnest.plan.formation.form_plan", interrupt)
-    result = plan(*SMALL)
+    result = plan(*SMALL, parts=CommandParts(form_plan=interrupt))
     assert (result.exit_code, result.stdout) == (130, "")
     assert result.stderr.endswith("stopped\n")
 

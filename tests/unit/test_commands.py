@@ -12,6 +12,8 @@ import pytest
 from click.testing import CliRunner
 
 from ravnest.cli.main import program
+from ravnest.cli.parts import CommandParts
+from ravnest.config import ProgramTimeouts, Timeouts
 from ravnest.net.identity import Token, new_keys, write_token
 from ravnest.requester.run_folder import new_hub_file, open_run, read_hub_file, write_hub_file
 
@@ -183,14 +185,14 @@ def test_status_of_a_run_that_never_began_is_told() -> None:
     assert (code, "no log of a hub" in said) == (3, True), said
 
 
-def test_the_doctor_finds_this_pc_able_and_a_hub_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ravnest.cli.doctor._PATIENCE_SECONDS", 0.2)
+def test_the_doctor_finds_this_pc_able_and_a_hub_that_is_not_there() -> None:
+    parts = CommandParts(Timeouts(program=ProgramTimeouts(doctor_seconds=0.2)))
     found = json.loads(answer("doctor", "--json"))
     assert found["schema"] == "ravnest.doctor/1"
     assert {finding["verdict"] for finding in found["findings"]} <= {"ok", "warn"}
     nobody = new_hub_file().token
     token = write_token(type(nobody)(("tcp://127.0.0.1:9",), nobody.hub_key, nobody.secret))
-    done = CliRunner().invoke(program, ["doctor", token])
+    done = CliRunner().invoke(program, ["doctor", token], obj=parts)
     assert (done.exit_code, "fail  the hub cannot be reached" in done.stdout) == (1, True), done.output
     assert "-> is the hub running" in done.stdout
     damaged = CliRunner().invoke(program, ["doctor", "rvn1_abc"])

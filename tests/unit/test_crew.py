@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from support.hub_world import HubWorld, Trouble, job, quick_plans
+from support.hub_world import HubWorld, Trouble, job
 from support.plan_world import node
 
 from ravnest.hub.coordinator.coordinator import Coordinator
@@ -32,12 +32,6 @@ from ravnest.hub.coordinator.plan_trigger import PlanTrigger
 from ravnest.protocol.membership import Fact
 from ravnest.protocol.messages import Refusal
 from ravnest.protocol.placement import PlanOrder
-
-
-@pytest.fixture(autouse=True)
-def _quick_plans():
-    with quick_plans():
-        yield
 
 
 def trained(names, memory_mb=150.0, **changes):

@@ -20,7 +20,6 @@ from torch.utils.data import (
 )
 
 from ravnest.errors import CaptureError, ConfigError
-from ravnest.requester import dataset as module
 from ravnest.requester.dataset import Samples, loader_batch_size
 
 X = torch.arange(30.0).reshape(10, 3)
@@ -205,9 +204,8 @@ def test_validation_data_must_be_like_the_train_data():
 # ---- iterables
 
 
-def test_an_iterable_without_an_end_is_refused(monkeypatch):
-    monkeypatch.setattr(module, "_MOST_BYTES", 100_000)
-    endless = samples({"x": X[0], "y": [k, 2]} for k in itertools.count())
+def test_an_iterable_without_an_end_is_refused():
+    endless = samples(({"x": X[0], "y": [k, 2]} for k in itertools.count()), max_kept_bytes=100_000)
     assert endless.batch([3])["y"].tolist() == [[3, 2]]
     for _ in range(2):
         with pytest.raises(

@@ -5,7 +5,7 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.hub_world import HubWorld, check_replay, job, quick_plans
+from support.hub_world import HubWorld, check_replay, job
 
 from ravnest.hub.coordinator.events import Collected
 from ravnest.hub.coordinator.notices import Checkpointed, ClusterStarted, PlanFormed, WentWrong, WorkLost
@@ -109,10 +109,9 @@ def test_what_is_no_number_does_not_count():
 
 @pytest.fixture
 def world():
-    with quick_plans():
-        world = HubWorld(job(num_samples=4000, epochs=1, num_validation=0, checkpoint_every=5.0))
-        world.join("a", memory_mb=250.0)
-        yield world
+    world = HubWorld(job(num_samples=4000, epochs=1, num_validation=0, checkpoint_every=5.0))
+    world.join("a", memory_mb=250.0)
+    return world
 
 
 def spoil(world, until):
@@ -151,16 +150,15 @@ def test_a_checkpoint_under_way_is_not_of_what_went_wrong(world):
 
 
 def test_without_a_checkpoint_it_says_so_and_trains_on():
-    with quick_plans():
-        world = HubWorld(job(num_samples=4000, epochs=1, num_validation=0))
-        world.join("a", memory_mb=250.0)
-        world.run_until(lambda: world.told(ClusterStarted))
-        world.run(until=world.now + 12.0)
-        spoil(world, lambda: world.told(WentWrong))
-        assert not world.told(WentWrong)[0].goes_back
-        assert not world.told(WorkLost)
-        world.run()
-        assert world.is_finished
+    world = HubWorld(job(num_samples=4000, epochs=1, num_validation=0))
+    world.join("a", memory_mb=250.0)
+    world.run_until(lambda: world.told(ClusterStarted))
+    world.run(until=world.now + 12.0)
+    spoil(world, lambda: world.told(WentWrong))
+    assert not world.told(WentWrong)[0].goes_back
+    assert not world.told(WorkLost)
+    world.run()
+    assert world.is_finished
 
 
 def test_again_and_again_is_the_end(world):

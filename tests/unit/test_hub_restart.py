@@ -1,18 +1,12 @@
 """A hub that comes back with only its log and its last checkpoint: whom it knows again, what it forgets."""
 
 import pytest
-from support.hub_world import HubWorld, check_replay, job, quick_plans
+from support.hub_world import HubWorld, check_replay, job
 
 from ravnest.hub.coordinator.events import MakeParts, PeerReturned, Send
 from ravnest.hub.coordinator.notices import ClusterStarted, Leaving, Left, Resumed, Returned, RoundEnded
 from ravnest.protocol.averaging import RoundOpen
 from ravnest.protocol.membership import Leave
-
-
-@pytest.fixture(autouse=True)
-def _quick_plans():
-    with quick_plans():
-        yield
 
 
 def world_of(names, memory_mb, **changes):

@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from support.hub_world import HubWorld, Trouble, blob, check_replay, job, quick_plans
+from support.hub_world import HubWorld, Trouble, blob, check_replay, job
 from support.plan_world import even_model, node
 
 from ravnest.config import Averaging
@@ -70,12 +70,6 @@ from ravnest.protocol.training import (
     Pace,
     StepReport,
 )
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _quick_plans():
-    with quick_plans():
-        yield
 
 
 def one_cluster(**changes):

@@ -7,6 +7,8 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -14,16 +16,16 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from ravnest.cli import lending_loop
 from ravnest.cli.join import _Doors, _make_offer, _make_terms, _show_limits, _Stated
 from ravnest.cli.lending_loop import PAUSE, RESUME, Lending, Terms, find_running, registered
 from ravnest.cli.main import program
+from ravnest.cli.parts import CommandParts
+from ravnest.config import ProgramTimeouts
 from ravnest.errors import ConfigError, LinkError
-from ravnest.net import zeromq
 from ravnest.net.identity import Token, new_keys, write_token
 from ravnest.net.memory import run_virtual
 from ravnest.net.transport import TransportLimits
-from ravnest.peer import capabilities, limits
+from ravnest.peer.capabilities import THIS_PC, Machine
 from ravnest.peer.hours import Hours, read_hours
 from ravnest.peer.limits import MemoryWatch, read_cores
 
@@ -54,12 +56,36 @@ class Visit:
             self._ended.set_result(reason)
 
 
+@dataclass
+class Facts:
+    """What a PC is like; they may change."""
+
+    is_on_battery: bool = False
+    memory_bytes: float = 0.0
+
+    def change(self, **facts: object) -> None:
+        """Let the PC be another."""
+        vars(self).update(facts)
+
+    @property
+    def machine(self) -> Machine:
+        """The PC of these facts."""
+        return Machine(is_on_battery=lambda: self.is_on_battery, taken_memory_bytes=lambda: self.memory_bytes)
+
+
+def minute_of_loop() -> int:
+    """The minute of the day, which begins at noon."""
+    return int(asyncio.get_running_loop().time() / 60 + 12 * 60) % (24 * 60)
+
+
 class Scene:
     """A provider's PC whose clock begins at noon; `at` says what happens when."""
 
-    def __init__(self, **terms: object) -> None:
+    def __init__(self, pc: Facts | None = None, **terms: object) -> None:
         defaults = {"name": "pc", "hours": (), "runs_on_battery": False, "memory": None}
-        self.lending = Lending(Terms(**{**defaults, **terms}))
+        timeouts = ProgramTimeouts(lending_look_seconds=20.0)
+        machine = (pc or Facts()).machine
+        self.lending = Lending(Terms(**{**defaults, **terms}), machine, minute_of_loop, timeouts)
         self.visits: list[Visit] = []
         self.times: list[tuple[float, float]] = []  # of joining and leaving, in hours
         self.events: list[tuple[float, object]] = []
@@ -93,17 +119,8 @@ def raise_signal(number: int) -> object:
 
 
 @pytest.fixture(autouse=True)
-def pc(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, object]:
-    """What this PC is like: no battery, noon at the start, a folder of its own."""
-    facts: dict[str, object] = {"battery": False, "memory": 0.0}
+def _folder_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    monkeypatch.setattr(lending_loop, "LOOK_SECONDS", 20.0)
-    monkeypatch.setattr(
-        lending_loop, "_minute", lambda: int(asyncio.get_running_loop().time() / 60 + 12 * 60) % (24 * 60)
-    )
-    monkeypatch.setattr(capabilities, "is_on_battery", lambda: facts["battery"])
-    monkeypatch.setattr(capabilities, "taken_memory_bytes", lambda: facts["memory"])
-    return facts
 
 
 def test_without_terms_it_takes_part_until_the_job_is_done() -> None:
@@ -128,10 +145,11 @@ def test_it_joins_at_its_hours_leaves_after_them_and_comes_back_the_next_day(
 
 
 @pytest.mark.parametrize("runs_on_battery", [False, True])
-def test_on_battery_it_stops_unless_told_to_go_on(pc: dict[str, object], runs_on_battery: bool) -> None:
-    scene = Scene(runs_on_battery=runs_on_battery)
-    scene.at(3600.0, lambda: pc.update(battery=True))
-    scene.at(7200.0, lambda: pc.update(battery=False))
+def test_on_battery_it_stops_unless_told_to_go_on(runs_on_battery: bool) -> None:
+    pc = Facts()
+    scene = Scene(pc, runs_on_battery=runs_on_battery)
+    scene.at(3600.0, partial(pc.change, is_on_battery=True))
+    scene.at(7200.0, partial(pc.change, is_on_battery=False))
     scene.at(10_800.0, scene.finish)
     assert scene.run() == (0, "the job is done")
     assert scene.times == ([(0.0, 3.0)] if runs_on_battery else [(0.0, 1.0), (2.0, 3.0)])
@@ -188,12 +206,13 @@ def test_taken_back_while_it_waits_it_ends_without_joining() -> None:
 
 
 def test_what_grows_beyond_what_it_lends_is_warned_of_and_then_leaves(
-    pc: dict[str, object], caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    scene = Scene(memory=MemoryWatch(2e9, 5e8))
-    scene.at(50.0, lambda: pc.update(memory=2.6e9))  # a moment too much
-    scene.at(90.0, lambda: pc.update(memory=2.4e9))
-    scene.at(150.0, lambda: pc.update(memory=3e9))
+    pc = Facts()
+    scene = Scene(pc, memory=MemoryWatch(2e9, 5e8))
+    scene.at(50.0, partial(pc.change, memory_bytes=2.6e9))  # a moment too much
+    scene.at(90.0, partial(pc.change, memory_bytes=2.4e9))
+    scene.at(150.0, partial(pc.change, memory_bytes=3e9))
     code, reason = scene.run()
     allowed = "more than the 2 GB it lends and 500 MB for the program"
     assert (code, reason) == (7, f"it takes 3 GB of memory, {allowed}")
@@ -309,8 +328,8 @@ def stated(**more: object) -> _Stated:
     )
 
 
-def offer(said: _Stated) -> object:
-    return _make_offer("pc", said, _Doors("", (), True), 60.0)
+def offer(said: _Stated, machine: Machine = THIS_PC) -> object:
+    return _make_offer("pc", said, _Doors("", (), True), 60.0, machine)
 
 
 def test_a_limited_upload_is_what_the_planner_hears() -> None:
@@ -320,53 +339,51 @@ def test_a_limited_upload_is_what_the_planner_hears() -> None:
 
 
 def test_what_is_lent_of_a_gpu_is_held_by_torch_and_of_the_pc_by_a_watch(
-    monkeypatch: pytest.MonkeyPatch, pc: dict[str, object]
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     shares = []
-    monkeypatch.setattr(capabilities, "choose_device", lambda asked: asked)
+    small, large = (Machine(lambda asked: asked, taken_memory_bytes=lambda x=x: x) for x in (0.0, 8e8))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (6e9, 8e9))
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *given: shares.append(given))
     said = stated(device="cuda:0", memory_bytes=3e9, gpu_memory_bytes=2e9)
-    made = offer(said)
+    made = offer(said, small)
     assert made.node.memory_bytes == made.limits.memory_bytes == 2e9
-    assert _make_terms(made, said).memory == MemoryWatch(3e9, 5e8)
+    assert _make_terms(made, said, small).memory == MemoryWatch(3e9, 5e8)
     alone = stated(device="cuda:0", memory_bytes=4e9)
-    assert _make_terms(offer(alone), alone).memory is None
+    assert _make_terms(offer(alone, small), alone, small).memory is None
     assert shares == [(0.25, "cuda:0"), (0.5, "cuda:0")]
     on_cpu = stated()
-    assert _make_terms(offer(on_cpu), on_cpu).memory == MemoryWatch(1e9, 5e8)
-    pc["memory"] = 8e8  # a large program is no stage that grows
-    assert _make_terms(offer(on_cpu), on_cpu).memory == MemoryWatch(1e9, 1e9)
+    assert _make_terms(offer(on_cpu), on_cpu, small).memory == MemoryWatch(1e9, 5e8)
+    # A large program is no stage that grows.
+    assert _make_terms(offer(on_cpu), on_cpu, large).memory == MemoryWatch(1e9, 1e9)
     for wrong in (stated(gpu_memory_bytes=1e9), stated(device="cuda:0", gpu_memory_bytes=9e9)):
         with pytest.raises(ConfigError, match=r"--gpu-memory .* give"):
-            offer(wrong)
+            offer(wrong, small)
 
 
-def test_the_links_of_a_real_join_are_held_to_the_upload(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_links_of_a_real_join_are_held_to_the_upload() -> None:
     found: list[TransportLimits] = []
 
     def make_transport(*given: object) -> object:
         found.extend(each for each in given if isinstance(each, TransportLimits))
         raise LinkError("far enough")
 
-    monkeypatch.setattr(zeromq, "ZeroMqTransport", make_transport)
-    for needless in ("return_freed_memory", "warm_up"):
-        monkeypatch.setattr(capabilities, needless, lambda: None)
+    machine = Machine(return_freed_memory=lambda: None, warm_up=lambda: None)
+    parts = CommandParts(machine=machine, make_transport=make_transport)
     more = ["--memory", "1 GB", "--flops", "1 GFLOP/s", "--upload", "20 Mbit/s", "--quiet"]
-    done = CliRunner().invoke(program, ["join", TOKEN, "--device", "cpu", *more])
+    done = CliRunner().invoke(program, ["join", TOKEN, "--device", "cpu", *more], obj=parts)
     assert (done.exit_code, done.stderr) == (4, "error: far enough\n")
     assert [each.upload_bytes_per_second for each in found] == [2.5e6]
 
 
-def test_what_is_held_to_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capabilities, "has_battery", lambda: True)
+def test_what_is_held_to_is_shown() -> None:
+    laptop, tower = Machine(has_battery=lambda: True), Machine(has_battery=lambda: False)
     said = stated(upload_bytes_per_second=2.5e6, hours=(NIGHT, Hours(720, 780)))
     expected = (
         "1 of 2 cores, 20 Mbit/s of upload, from 22:00 to 07:00 and from 12:00 to 13:00, not on battery"
     )
-    assert _show_limits(said, "1 of 2 cores") == expected
-    monkeypatch.setattr(capabilities, "has_battery", lambda: False)
-    assert _show_limits(stated(), "") == ""
+    assert _show_limits(said, "1 of 2 cores", laptop) == expected
+    assert _show_limits(stated(), "", tower) == ""
 
 
 @pytest.mark.parametrize(
@@ -383,10 +400,7 @@ def test_what_is_held_to_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
         ("--on-battery", "maybe", "give stop or go"),
     ],
 )
-def test_garbage_is_a_sentence_that_says_what_to_give(
-    option: str, value: str, reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(limits, "limit_cpu", lambda text: str(read_cores(text, 2)))
+def test_garbage_is_a_sentence_that_says_what_to_give(option: str, value: str, reason: str) -> None:
     done = CliRunner().invoke(
         program, ["join", TOKEN, "--device", "cpu", "--flops", "1 GFLOP/s", option, value]
     )

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from support.hub_world import HubWorld, check_replay, job, quick_plans
+from support.hub_world import HubWorld, check_replay, job
 from support.plan_world import node
 
 from ravnest.hub.coordinator.events import PeerJoined, Received, Send
@@ -18,12 +18,6 @@ from ravnest.protocol.membership import Hello
 from ravnest.protocol.placement import SnapshotMade, SnapshotOrder, StageMissing, StageReady
 from ravnest.protocol.training import StepReport
 from ravnest.transfer.blobs import PROTOCOL_VERSION
-
-
-@pytest.fixture(autouse=True)
-def _quick_plans():
-    with quick_plans():
-        yield
 
 
 def world_of(names, **changes):

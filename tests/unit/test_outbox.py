@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 import pytest
 
+from ravnest.config import TIMEOUTS
 from ravnest.errors import LinkError, ProtocolError
 from ravnest.net.frames import Ack, Chunk, Greeting, Ping, StreamPosition, decode_frame, encode_frame
-from ravnest.net.link import ACK_BYTES, ACK_SECONDS, SILENCE_SECONDS, TICK_SECONDS, Link
+from ravnest.net.link import ACK_BYTES, Link
 from ravnest.net.streams import OVERHEAD_BYTES, ReceiveStream, SendStream
 from ravnest.net.transport import MIB, Service, TransportLimits, as_views, check_limits
 
@@ -279,26 +280,26 @@ def connected(now: float = 0.0) -> Link:
 def test_a_quiet_link_pings_and_a_silent_neighbour_is_noticed_within_two_seconds():
     link, now, num_pings = connected(), 0.0, 0
     while True:
-        now += TICK_SECONDS
+        now += TIMEOUTS.net.tick_seconds
         reason = link.tick(now)
         if reason is not None:
             break
         num_pings += link.next_frames(now) == [encode_frame(Ping())]
     assert num_pings == 2  # not at the first tick, the link had just spoken
-    assert SILENCE_SECONDS < now < 2.0
+    assert TIMEOUTS.net.silence_seconds < now < 2.0
     assert "nothing heard" in reason
 
 
 def test_whoever_was_frozen_itself_does_not_blame_the_others():
     link = connected()
-    assert link.tick(TICK_SECONDS) is None
+    assert link.tick(TIMEOUTS.net.tick_seconds) is None
     assert link.tick(60.0) is None
 
 
 def test_a_heard_neighbour_stays():
     link, now = connected(), 0.0
     for _ in range(20):
-        now += TICK_SECONDS
+        now += TIMEOUTS.net.tick_seconds
         assert link.tick(now) is None
         link.receive(Ping(), [], now)
 
@@ -331,8 +332,8 @@ def test_a_confirmation_goes_along_with_what_is_sent():
 def test_a_confirmation_that_nothing_goes_along_with_is_sent_in_time():
     link = connected()
     link.receive(Chunk(Service.GRADIENT, 0, 0, (1,)), [memoryview(b"h")], 1.0)
-    link.receive(Chunk(Service.GRADIENT, 1, 0, (1,)), [memoryview(b"h")], 1.0 + ACK_SECONDS / 2)
-    assert link.owed_by == 1.0 + ACK_SECONDS
+    link.receive(Chunk(Service.GRADIENT, 1, 0, (1,)), [memoryview(b"h")], 1.0 + TIMEOUTS.net.ack_seconds / 2)
+    assert link.owed_by == 1.0 + TIMEOUTS.net.ack_seconds
     assert heads(link, link.owed_by) == [Ack((StreamPosition(Service.GRADIENT, 2, 0, 0),), 1_005_000)]
 
 

@@ -7,8 +7,6 @@ from dataclasses import replace
 import pytest
 
 from ravnest.errors import UnsafeBlueprint
-from ravnest.model import dry_run as preflight_module
-from ravnest.model import op_costs
 from ravnest.model.aliasing import Storages
 from ravnest.model.blueprint import (
     PARAMETER,
@@ -24,6 +22,7 @@ from ravnest.model.blueprint import (
     ValueId,
 )
 from ravnest.model.dry_run import Footprint, dry_run
+from ravnest.model.op_costs import KernelLimits
 from tests.support.sample_blueprints import perceptron
 
 MANY_BYTES, MANY_FLOPS = 64e6, 1e9
@@ -31,8 +30,9 @@ MANY_BYTES, MANY_FLOPS = 64e6, 1e9
 Made = tuple[str, dict[str, Argument], list[tuple[int, ...] | None]]
 
 
-def fly(blueprint: Blueprint, batch_size: int = 3) -> Footprint:
-    return dry_run(blueprint, batch_size, max_bytes=MANY_BYTES, max_flops=MANY_FLOPS)
+def fly(blueprint: Blueprint, batch_size: int = 3, **kernels: int) -> Footprint:
+    limits = KernelLimits(**kernels)
+    return dry_run(blueprint, batch_size, max_bytes=MANY_BYTES, max_flops=MANY_FLOPS, kernels=limits)
 
 
 def with_ops(*made: Made, dtypes: Mapping[int, str] = {}, which: str = "train") -> Blueprint:
@@ -253,20 +253,17 @@ def scaling(*factors: float) -> list[Made]:
     return [("mul.Scalar", {"self": ref(1), "other": factor}, [(8,)]) for factor in factors]
 
 
-def test_looking_through_different_operations_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(op_costs, "MOST_KERNELS_FLOWN", 400)
-    fly(with_ops(*scaling(*[2.0] * 100)))
+def test_looking_through_different_operations_is_bounded() -> None:
+    fly(with_ops(*scaling(*[2.0] * 100)), tried=400)
     with pytest.raises(UnsafeBlueprint, match="too many different operations"):
-        fly(with_ops(*scaling(*range(100))))
+        fly(with_ops(*scaling(*range(100))), tried=400)
 
 
-def test_the_number_of_kernels_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight_module, "MOST_KERNELS", 100)
+def test_the_number_of_kernels_is_bounded() -> None:
     with pytest.raises(UnsafeBlueprint, match="more than 100 kernels"):
-        fly(with_ops(*scaling(*[2.0] * 100)))
-    monkeypatch.setattr(op_costs, "MOST_KERNELS_PER_OP", 10)
+        fly(with_ops(*scaling(*[2.0] * 100)), per_batch=100)
     with pytest.raises(UnsafeBlueprint, match="more than 10 kernels"):
-        fly(with_ops(("broadcast_tensors.default", {"tensors": (ref(1),) * 20}, [(8,)] * 20)))
+        fly(with_ops(("broadcast_tensors.default", {"tensors": (ref(1),) * 20}, [(8,)] * 20)), per_op=10)
 
 
 @pytest.mark.parametrize("shape", [(0, 1 << 48, 1 << 48), (Size(1 << 45), Size(1 << 45)), (Size(1, -5),)])
@@ -353,13 +350,12 @@ def test_a_fair_recurrent_layer_passes() -> None:
 
 
 @pytest.mark.parametrize("name", ["lstm", "gru", "rnn_tanh"])
-def test_a_long_sequence_is_not_unrolled_but_counted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(op_costs, "MOST_KERNELS_PER_OP", 300)
-    short, long = fly(recurrent(name)), fly(recurrent(name, num_steps=4000))
+def test_a_long_sequence_is_not_unrolled_but_counted(name: str) -> None:
+    short, long = fly(recurrent(name), per_op=300), fly(recurrent(name, num_steps=4000), per_op=300)
     assert long.forward_flops == 800 * short.forward_flops
     assert 800 * short.activation_bytes > long.activation_bytes > 4 * 3 * 4000 * (4 + 8)
     with pytest.raises(UnsafeBlueprint, match=r"over 64 MB|kernels"):
-        fly(recurrent(name, num_steps=400_000))
+        fly(recurrent(name, num_steps=400_000), per_op=300)
 
 
 @pytest.mark.parametrize(

@@ -5,15 +5,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.hub_world import HubWorld, Trouble, check_replay, job, quick_plans
+from support.hub_world import HubWorld, Trouble, check_replay, job
 from support.plan_world import node
 
 from ravnest.cli.join import _Doors, _make_offer, _Stated
+from ravnest.config import TIMEOUTS
 from ravnest.errors import ConfigError
 from ravnest.hub.coordinator.events import MakeParts, MakePlan, Probed, Send
 from ravnest.hub.coordinator.notices import Measured, PlanFormed, show_notice
 from ravnest.hub.coordinator.phases import JobPhase
-from ravnest.hub.coordinator.probes import PROBE_SECONDS
 from ravnest.hub.service.probe_reports import ProbeReports
 from ravnest.ids import HUB, NodeId
 from ravnest.peer import capabilities
@@ -24,12 +24,6 @@ from ravnest.transfer.blobs import Blobs, LinkTimes, Outgoing, ballast, name_bal
 
 ALL = tuple(Fact)
 A = NodeId("a")
-
-
-@pytest.fixture(autouse=True)
-def _quick_plans():
-    with quick_plans():
-        yield
 
 
 def orders_of(world: HubWorld, kind: type) -> list:
@@ -106,7 +100,7 @@ def test_who_does_not_answer_is_believed_after_a_while_and_people_are_told() -> 
     world = HubWorld(job(expected_nodes=3), Trouble(guessed=ALL, silent=1.0))
     world.join(*"abc")
     world.run_until(lambda: orders_of(world, MakePlan))
-    assert world.now == PROBE_SECONDS
+    assert world.now == TIMEOUTS.hub.probe_seconds
     assert orders_of(world, MakePlan)[0].nodes[0] == node("a", 150.0)
     text = show_notice(world.told(Measured)[0])
     assert text.startswith("a was not measured within 15 s, so what it says of itself counts: 100 GFLOP/s")
@@ -118,7 +112,7 @@ def test_who_dies_while_it_is_measured_is_not_waited_for() -> None:
     world.join("a")
     world.kill("a", at=2.0)
     world.run()
-    assert world.now < PROBE_SECONDS
+    assert world.now < TIMEOUTS.hub.probe_seconds
     assert not orders_of(world, MakePlan)
 
 
@@ -205,7 +199,7 @@ def test_a_link_is_timed_as_it_is(latency: float, rate: float) -> None:
     times = wire.time()
     assert times.latency_seconds == pytest.approx(latency + 0.5 / rate)
     assert times.bytes_per_second == pytest.approx(rate, rel=0.01)
-    assert wire.now < PROBE_SECONDS / 2
+    assert wire.now < TIMEOUTS.hub.probe_seconds / 2
 
 
 def test_a_slow_link_is_not_timed_with_much() -> None:
@@ -297,17 +291,14 @@ def test_of_a_gpu_most_of_what_is_free_there_is_lent(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("stated", ALL)
-def test_join_says_what_it_only_guesses_and_which_device_it_lends(
-    monkeypatch: pytest.MonkeyPatch, stated: Fact
-) -> None:
-    monkeypatch.setattr(capabilities, "choose_device", {"auto": "cuda:1"}.__getitem__)
-    monkeypatch.setattr(capabilities, "lent_memory_bytes", {"cuda:1": 8e9}.__getitem__)
-    monkeypatch.setattr(capabilities, "measure_flops_per_second", {"cuda:1": 7e9}.__getitem__)
+def test_join_says_what_it_only_guesses_and_which_device_it_lends(stated: Fact) -> None:
+    known = {"auto": "cuda:1"}, {"cuda:1": 8e9}, {"cuda:1": 7e9}
+    machine = capabilities.Machine(*(each.__getitem__ for each in known))
     speed = 1e9 if stated is Fact.SPEED else None
     bandwidth = 5e6 if stated is Fact.BANDWIDTH else None
     latency = 0.0 if stated is Fact.LATENCY else None
     said = _Stated("auto", None, speed, None, bandwidth, latency)
-    offer = _make_offer("a", said, _Doors("", (), True), 60.0)
+    offer = _make_offer("a", said, _Doors("", (), True), 60.0, machine)
     assert set(offer.guessed) == set(ALL) - {stated}
     assert offer.limits.device == "cuda:1"
     assert offer.limits.memory_bytes == offer.node.memory_bytes == 8e9
@@ -322,7 +313,7 @@ def test_join_says_what_it_only_guesses_and_which_device_it_lends(
 @pytest.mark.parametrize("claimed", [None, 3e9])
 def test_an_emulated_speed_is_stated(claimed: float | None) -> None:
     said = _Stated("cpu", 1e9, claimed, 2e9, 1e6, 0.01)
-    offer = _make_offer("a", said, _Doors("", (), True), 60.0)
+    offer = _make_offer("a", said, _Doors("", (), True), 60.0, capabilities.THIS_PC)
     assert offer.guessed == ()
     assert offer.limits.emulated_flops_per_second == 2e9
     assert offer.node.flops_per_second == (claimed or 2e9)

@@ -9,6 +9,7 @@ from support.hub_world import HubWorld, Trouble, check_replay, job
 from ravnest.config import Averaging
 from ravnest.hub.coordinator.events import Received, Send
 from ravnest.hub.coordinator.notices import PlanFormed, RoundEnded, show_notice
+from ravnest.hub.coordinator.planner import SearchPlanner
 from ravnest.hub.coordinator.rounds import judge
 from ravnest.plan.assembly import form_rings
 from ravnest.plan.types import Cluster, Plan, Stage
@@ -16,14 +17,12 @@ from ravnest.protocol.averaging import RoundAbort, RoundCommit, RoundOpen
 from ravnest.protocol.placement import StageParts
 
 
-@pytest.fixture(autouse=True)
-def _a_cluster_of_each_node(monkeypatch):
-    monkeypatch.setattr("ravnest.hub.coordinator.planner.form_plan", plan_alone)
-
-
 def plan_alone(_, swarm, config, seed, epoch):
     clusters = tuple(Cluster((Stage(each.name, 0, 6),)) for each in swarm.nodes)
     return Plan(epoch, seed, clusters, form_rings(clusters, {each.name: each for each in swarm.nodes}), ())
+
+
+PLANNER = SearchPlanner(form=plan_alone)
 
 
 def long_job(**changes):
@@ -31,9 +30,9 @@ def long_job(**changes):
     return job(**(settings | {"chunk_batches": 1, "microbatches": 1} | changes))
 
 
-def clusters_of(num_clusters, *, given=None, trouble=None, **changes):
+def clusters_of(num_clusters, *, given=None, trouble=None, make_node=plan_world.node, **changes):
     """A world that has just begun to train with so many clusters of one node each."""
-    world = HubWorld(given or long_job(**changes), trouble)
+    world = HubWorld(given or long_job(**changes), trouble, PLANNER, make_node)
     world.join(*"abcdefgh"[:num_clusters], memory_mb=1000.0)
     world.run_until(lambda: sum(each.is_running for each in world.hub.clusters) == num_clusters)
     return world
@@ -127,7 +126,7 @@ def test_of_those_who_wait_for_each_other_the_one_behind_the_cut_link_is_believe
     assert blamed(world) == [(cluster_of(world, "b").name, 1)]
 
 
-def test_a_round_is_cut_for_the_slowest_link_of_those_who_take_part(monkeypatch):
+def test_a_round_is_cut_for_the_slowest_link_of_those_who_take_part():
     links = {"a": (4e6, 9e6), "b": (9e6, 2e6), "c": (1e6, 1e6)}
 
     def with_links(name, memory_mb):
@@ -135,8 +134,7 @@ def test_a_round_is_cut_for_the_slowest_link_of_those_who_take_part(monkeypatch)
         rates = {"upload_bytes_per_second": upload, "download_bytes_per_second": download}
         return plan_world.node(name, memory_mb, **rates)
 
-    monkeypatch.setattr("support.hub_world.node", with_links)
-    world = clusters_of(3)
+    world = clusters_of(3, make_node=with_links)
     script(world, late("c"))
     run_rounds(world, 2)
     bytes_per_item = 4 * world.given.config.deltas.ratio
@@ -446,7 +444,7 @@ def test_as_often_as_they_fit_but_not_for_less_than_five_batches():
 
 
 def test_the_forecast_says_when_the_first_may_come():
-    world = HubWorld(long_job(average_every=None))
+    world = HubWorld(long_job(average_every=None), planner=PLANNER)
     world.join(*"ab", memory_mb=1000.0)
     world.run_until(lambda: world.told(PlanFormed))
     world.hub.placement._outlook = replace(world.hub.placement.outlook, round_seconds=12.0)

@@ -3,18 +3,11 @@
 from dataclasses import replace
 
 import pytest
-from support.hub_world import HubWorld, check_replay, job, quick_plans
+from support.hub_world import HubWorld, check_replay, job
 
-from ravnest.config import Averaging
-from ravnest.hub.coordinator import rounds
+from ravnest.config import Averaging, HubTimeouts
 from ravnest.hub.coordinator.notices import Checkpointed, ClusterBroken, Left, Recovered
 from ravnest.protocol.placement import SnapshotOrder
-
-
-@pytest.fixture(autouse=True)
-def _quick_plans():
-    with quick_plans():
-        yield
 
 
 def world_of(names, memory_mb=150.0, **changes):
@@ -108,11 +101,11 @@ def test_who_never_gives_what_others_need_goes():
     finishes(world)
 
 
-def test_who_waits_for_a_long_round_does_work(monkeypatch):
-    monkeypatch.setattr(rounds, "_LEAST_SECONDS", 300.0)  # as for a large model on slow links
+def test_who_waits_for_a_long_round_does_work():
+    timeouts = HubTimeouts(round_seconds=300.0)  # as for a large model on slow links
     given = job(num_validation=0, average_every=2, num_samples=200)
     config = replace(given.config, averaging=Averaging.BLOCKING, max_round_seconds=1000.0)
-    world = HubWorld(replace(given, config=config))
+    world = HubWorld(replace(given, config=config), timeouts=timeouts)
     world.join(*"abcd", memory_mb=650.0)
     world.vote = lambda name, opened: (400.0, world.ready(name, opened.round_id))
     world.run_until(lambda: world.open_round is not None)

@@ -8,7 +8,7 @@ from enum import Enum
 import msgspec
 import pytest
 from replay.neutral import find_records
-from support.hub_world import HubWorld, Trouble, blob, freeze, job, quick_plans
+from support.hub_world import HubWorld, Trouble, blob, freeze, job
 
 from ravnest.errors import ConfigError
 from ravnest.hub.coordinator.coordinator import Coordinator
@@ -28,12 +28,6 @@ from ravnest.hub.service.status import ClusterStatus, MemberStatus, Status, Stat
 from ravnest.protocol.membership import Leave
 from ravnest.protocol.placement import SnapshotMade
 from ravnest.protocol.training import LeaseDone
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _quick_plans():
-    with quick_plans():
-        yield
 
 
 def log_of(folder):
@@ -223,8 +217,7 @@ def test_nothing_but_events_is_read_from_a_folder(tmp_path):
         database.execute("INSERT INTO states VALUES (?, ?, ?, ?)", row)
     database.close()
     assert read_status(folder) == expected
-    with EventLog(folder) as store:
-        assert freeze(read_watch(tmp_path).hub) == freeze(world.hub)
+    assert freeze(read_watch(folder).hub) == freeze(world.hub)
     assert not trap.exists()
 
 

@@ -3,6 +3,7 @@
 If that cluster breaks, another one is asked, or the checkpoint waits for the next time.
 """
 
+from ravnest.config import TIMEOUTS, HubTimeouts
 from ravnest.hub.coordinator.events import CheckpointPart, Collect, Send
 from ravnest.hub.coordinator.leases import LedgerState
 from ravnest.hub.coordinator.placement import ClusterState
@@ -10,17 +11,14 @@ from ravnest.hub.coordinator.snapshots import SnapshotDesk, SnapshotPurpose
 from ravnest.ids import NodeId
 from ravnest.protocol.placement import SnapshotMade
 
-_ANSWER_SECONDS = 120.0  # for the nodes of a cluster to have written their state down
 _PAUSE = 10  # times what a checkpoint takes lies between two: a slow way home is not kept busy by them
-
-SILENT = f"did not answer within {_ANSWER_SECONDS:.0f} s"
 
 
 class CheckpointCollector:
     """Numbered attempts to collect one cluster's state."""
 
-    def __init__(self, desk: SnapshotDesk) -> None:
-        self._desk = desk
+    def __init__(self, desk: SnapshotDesk, timeouts: HubTimeouts = TIMEOUTS.hub) -> None:
+        self._desk, self._timeouts = desk, timeouts
         self._keeper: ClusterState | None = None
         self._kept: dict[NodeId, SnapshotMade] = {}
         self._books: LedgerState | None = None  # of the checkpoint under way
@@ -28,6 +26,11 @@ class CheckpointCollector:
         self._started_at = 0.0
         self._next_at: float | None = None
         self._attempt = 0
+
+    @property
+    def silence(self) -> str:
+        """What is wrong with a node that did not answer in time."""
+        return f"did not answer within {self._timeouts.snapshot_seconds:.0f} s"
 
     @property
     def is_under_way(self) -> bool:
@@ -52,7 +55,9 @@ class CheckpointCollector:
     @property
     def answer_by(self) -> float | None:
         """When those who have not answered are waited for no longer, if there are any."""
-        return None if self._keeper is None or self._is_complete else self._started_at + _ANSWER_SECONDS
+        if self._keeper is None or self._is_complete:
+            return None
+        return self._started_at + self._timeouts.snapshot_seconds
 
     def find_silent(self, now: float) -> tuple[NodeId, ...]:
         """Return who has not answered in time."""
@@ -79,7 +84,7 @@ class CheckpointCollector:
         if not silent or self._books is None:
             return None
         self.end(now)
-        return f"{' and '.join(silent)} {SILENT}"
+        return f"{' and '.join(silent)} {self.silence}"
 
     def postpone(self, now: float) -> None:
         """Make no checkpoint this time."""

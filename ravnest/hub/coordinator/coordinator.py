@@ -9,8 +9,8 @@ again from its last checkpoint. A late or foreign message is refused with a reas
 from dataclasses import replace
 from typing import assert_never
 
-from ravnest.config import Averaging
-from ravnest.hub.coordinator.checkpoints import SILENT, CheckpointCollector
+from ravnest.config import TIMEOUTS, Averaging, HubTimeouts
+from ravnest.hub.coordinator.checkpoints import CheckpointCollector
 from ravnest.hub.coordinator.events import (
     Abandon,
     Action,
@@ -69,8 +69,6 @@ from ravnest.protocol.training import DroppedMicrobatch, LeaseDone, StepReport
 from ravnest.units import show_bytes
 
 _MOST_ALARMS = 3
-_STOP_SECONDS = 30.0  # for what is under way when the job is stopped
-_END_SECONDS = 30.0  # for clusters that stand still when all is trained: they know what others do not
 
 _OfRounds = RoundReady | RoundAbort | RoundQuery
 _OfStages = StageReady | StageMissing | LeaseDone | StepReport | DroppedMicrobatch
@@ -81,8 +79,8 @@ _Result = list[Action] | str  # actions, or why the event is refused
 class Coordinator:
     """Feed it every event, in order; carry out the actions it returns, in order."""
 
-    def __init__(self, job: JobGiven) -> None:
-        self._job = job
+    def __init__(self, job: JobGiven, timeouts: HubTimeouts = TIMEOUTS.hub) -> None:
+        self._job, self._timeouts = job, timeouts
         self.now = 0.0  # of the last event; a hub that goes on after a restart counts on from it
         self.phase = JobPhase.COLLECTING
         self.has_begun = False
@@ -91,15 +89,15 @@ class Coordinator:
         self.membership = Membership()
         self.placement = Placement(job, self.membership)
         self._desk = SnapshotDesk()
-        self._checkpoints = CheckpointCollector(self._desk)
-        self._recovery = Recovery(job, self.placement, self.ledger, self._checkpoints, self._desk)
-        self._rounds = Rounds(job, self.placement, self.ledger)
-        self._plan_trigger = PlanTrigger(job, self.placement)
+        self._checkpoints = CheckpointCollector(self._desk, timeouts)
+        self._recovery = Recovery(job, self.placement, self.ledger, self._checkpoints, self._desk, timeouts)
+        self._rounds = Rounds(job, self.placement, self.ledger, timeouts)
+        self._plan_trigger = PlanTrigger(job, self.placement, timeouts)
         self._stop_by: float | None = None  # once it is stopped
         self._end_by: float | None = None  # once all is trained, and a cluster stands still
         self._guard = LossGuard()
-        self._throughput = ThroughputMonitor()
-        self._liveness = LivenessMonitor(self.placement, self._desk, self._recovery.find_lazy)
+        self._throughput = ThroughputMonitor(timeouts)
+        self._liveness = LivenessMonitor(self.placement, self._desk, self._recovery.find_lazy, timeouts)
         self._num_alarms = 0  # since the last checkpoint
 
     @property
@@ -494,7 +492,7 @@ class Coordinator:
         silent = self._checkpoints.find_silent(self.now) if self.phase is JobPhase.KEEPING else ()
         gone = [
             *((name, reason, "goodbye") for name, reason in self._recovery.find_gone(self.now)),
-            *((name, f"it {SILENT}", "goodbye") for name in silent),
+            *((name, f"it {self._checkpoints.silence}", "goodbye") for name in silent),
             *((name, IDLE, f"{IDLE}; start it again") for name in idle),
         ]
         actions: list[Action] = []
@@ -553,7 +551,7 @@ class Coordinator:
         """Return whether all clusters can take part in the last round, or were waited for long enough."""
         if self._stop_by is not None or len(self.placement.running) == len(self.placement.clusters):
             return True
-        self._end_by = self.now + _END_SECONDS if self._end_by is None else self._end_by
+        self._end_by = self.now + self._timeouts.end_seconds if self._end_by is None else self._end_by
         return self.now >= self._end_by
 
     def _average(self) -> list[Action]:
@@ -589,7 +587,7 @@ class Coordinator:
         """End as if all was trained, as soon as what is under way is; at once if nobody trains yet."""
         if not self.has_begun or self.phase is JobPhase.FINISHED or self._stop_by is not None:
             return f"there is no job to stop ({reason}), or it ends already"
-        self._stop_by = self.now + _STOP_SECONDS
+        self._stop_by = self.now + self._timeouts.stop_seconds
         told = Notify(Stopping(reason))
         if not self.placement.clusters or not (self.placement.running or self.ledger.num_counted):
             return [told, *self._start_over()]

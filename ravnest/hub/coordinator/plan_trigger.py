@@ -5,13 +5,12 @@ Members that are not measured yet are waited for.
 
 import math
 
+from ravnest.config import TIMEOUTS, HubTimeouts
 from ravnest.hub.coordinator.events import JobGiven, MakeParts, MakePlan, Notify, PlanMade, Send
 from ravnest.hub.coordinator.notices import Waiting
 from ravnest.hub.coordinator.placement import Placement
 from ravnest.hub.coordinator.probes import order_probes, probe_due
 
-_AGAIN_SECONDS = 5.0  # of quiet before another plan than the first: nobody says how many are left
-_JOIN_SECONDS = 2.0  # of quiet before newcomers are used: they seldom come alone
 _NOBODY = "nobody is here; training begins when enough nodes have joined"
 _Asked = list[MakePlan | MakeParts | Send | Notify]
 
@@ -19,8 +18,8 @@ _Asked = list[MakePlan | MakeParts | Send | Notify]
 class PlanTrigger:
     """Asks once for each set of members: when all expected ones are here, or when it is quiet."""
 
-    def __init__(self, job: JobGiven, placement: Placement) -> None:
-        self._job = job
+    def __init__(self, job: JobGiven, placement: Placement, timeouts: HubTimeouts = TIMEOUTS.hub) -> None:
+        self._job, self._timeouts = job, timeouts
         self._placement, self._membership = placement, placement.membership
         self._changed_at = 0.0  # when a member last came, went or changed
         self._was_asked = False  # for a plan of these members
@@ -39,12 +38,12 @@ class PlanTrigger:
             return probe_due(self._membership)
         if not len(self._membership) or self._was_asked or self._membership.missing:
             return None
-        longest = _AGAIN_SECONDS if self._had_plan else math.inf
+        longest = self._timeouts.replan_seconds if self._had_plan else math.inf
         return self._changed_at + min(self._job.settings.settle_seconds, longest)
 
     def ask_for_plan(self, now: float) -> _Asked:
         """Have newcomers measured, and a plan formed if it is time for that."""
-        actions: _Asked = [*order_probes(self._placement, self._job.profile, now)]
+        actions: _Asked = [*order_probes(self._placement, self._job.profile, now, self._timeouts)]
         due, expected = self.plan_due, self._job.settings.expected_nodes
         is_enough = not self._had_plan and len(self._membership) >= expected > 0
         if self._membership.unmeasured or due is None or not (now >= due or is_enough):
@@ -55,11 +54,12 @@ class PlanTrigger:
         """Return when to ask for a repair, if nothing else happens."""
         if self._membership.unmeasured and not is_urgent:
             return probe_due(self._membership)
-        return None if self._was_asked else self._changed_at + (0.0 if is_urgent else _JOIN_SECONDS)
+        quiet_seconds = 0.0 if is_urgent else self._timeouts.join_seconds
+        return None if self._was_asked else self._changed_at + quiet_seconds
 
     def ask_for_repair(self, now: float, is_urgent: bool) -> _Asked:
         """Have newcomers measured, and the plan repaired if it is time for that."""
-        actions: _Asked = [*order_probes(self._placement, self._job.profile, now)]
+        actions: _Asked = [*order_probes(self._placement, self._job.profile, now, self._timeouts)]
         must_wait = bool(self._membership.unmeasured) and not is_urgent
         due = None if must_wait else self.repair_due(is_urgent)
         return actions if due is None or now < due else [*actions, self._ask()]

@@ -1,17 +1,19 @@
-"""How a batch travels: as microbatches, so that a pipeline is full although an update sees one batch.
+"""The hub's planner: it answers a MakePlan with a plan, a repaired plan, or what is short.
 
-A batch is what one update sees, as in a single process. It is cut into equally many pieces in all clusters,
-as many as keep the lag bound with the windows that keep everyone busy. hub.server has
-plans made where that delays nobody.
+A planner also cuts batches. A batch is what one update sees; it travels as microbatches, so that the pipeline
+stays full. All clusters use the same number of microbatches, as many as their windows and the lag bound need.
+The server runs the planner in a thread and takes it as an argument.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import ceil
+from typing import Protocol
 
-from ravnest.config import PlanConfig
+from ravnest.config import SEARCH_BUDGET, PlanConfig, SearchBudget
 from ravnest.errors import PlanError
 from ravnest.hub.coordinator.events import JobGiven, MakePlan, PlanMade
+from ravnest.ids import NodeId
 from ravnest.plan.formation import form_plan
 from ravnest.plan.profiles import resize_batch
 from ravnest.plan.repair import node_joined, node_left, node_slowed
@@ -52,55 +54,92 @@ def configure_microbatch(job: JobGiven, microbatches: int) -> PlanConfig:
     return replace(job.config, accumulates=microbatches > 1)
 
 
-def make_plan(job: JobGiven, asked: MakePlan, now: float) -> PlanMade:
-    """Plan, choose the microbatches that its windows ask for, and plan with these; or say what is short."""
-    if not asked.nodes:  # they are still to be measured, or to come back
-        return PlanMade(asked.plan_id, None, 1, "", now)
-    if asked.repairs is not None:
-        return _repair(job, asked, asked.repairs, now)
-    settings, swarm = job.settings, Swarm(asked.nodes)
+class Planner(Protocol):
+    """Answers a MakePlan. It is pure: the same facts give the same plan."""
 
-    def form(count: int) -> tuple[Plan, int]:
+    def make_plan(self, job: JobGiven, asked: MakePlan, now: float) -> PlanMade:
+        """Return a first plan, a repaired one, or the shortage that prevents one."""
+
+
+class FormPlan(Protocol):
+    """Forms a first plan, or raises PlanError."""
+
+    def __call__(
+        self, profile: ModelProfile, swarm: Swarm, config: PlanConfig, seed: int, plan_id: int, /
+    ) -> Plan:
+        """Return a plan with this number."""
+
+
+@dataclass(frozen=True, slots=True)
+class SearchPlanner:
+    """The planner that ships: it searches for first plans, and repairs the plan that is followed."""
+
+    budget: SearchBudget = SEARCH_BUDGET
+    form: FormPlan | None = None  # forms first plans in place of the search
+
+    def make_plan(self, job: JobGiven, asked: MakePlan, now: float) -> PlanMade:
+        """Plan, choose the microbatches that its windows need, and plan with these; or say what is short."""
+        if not asked.nodes:  # they are still to be measured, or to come back
+            return PlanMade(asked.plan_id, None, 1, "", now)
+        if asked.repairs is not None:
+            return self._repair(job, asked, asked.repairs, now)
+        settings = job.settings
+
+        def form(count: int) -> tuple[Plan, int]:
+            return self._form(job, asked, count), count
+
+        try:
+            if settings.microbatches:
+                plan, count = form(min(settings.microbatches, settings.batch_size, MOST_OF_LEASE))
+            else:
+                plan, count = _choose(form, _most(job, asked))
+        except PlanError as shortage:
+            return PlanMade(asked.plan_id, None, 1, str(shortage), now)
+        return PlanMade(asked.plan_id, _accumulate(plan, count, job.config.max_lag), count, "", now)
+
+    def _form(self, job: JobGiven, asked: MakePlan, count: int) -> Plan:
         profile, config = profile_microbatch(job, count), configure_microbatch(job, count)
-        return form_plan(profile, swarm, config, settings.seed, asked.plan_id), count
+        swarm, seed = Swarm(asked.nodes), job.settings.seed
+        if self.form is not None:
+            return self.form(profile, swarm, config, seed, asked.plan_id)
+        return form_plan(profile, swarm, config, seed, asked.plan_id, self.budget)
 
-    try:
-        if settings.microbatches:
-            plan, count = form(min(settings.microbatches, settings.batch_size, MOST_OF_LEASE))
-        else:
-            plan, count = _choose(form, _most(job, asked))
-    except PlanError as shortage:
-        return PlanMade(asked.plan_id, None, 1, str(shortage), now)
-    return PlanMade(asked.plan_id, _accumulate(plan, count, job.config.max_lag), count, "", now)
-
-
-def _repair(job: JobGiven, asked: MakePlan, plan: Plan, now: float) -> PlanMade:
-    """Let one after the other go, change, then come; batches travel as before."""
-    profile = profile_microbatch(job, asked.microbatches)
-    config = configure_microbatch(job, asked.microbatches)
-    here = [*asked.gone, *asked.nodes]
-    reasons: list[str] = []
-    for node in asked.gone:
-        before = Swarm(tuple(here))
-        here.remove(node)
-        repair = node_left(plan, node.name, profile, Swarm(tuple(here)), config, before)
-        plan, reasons = repair.plan, [*reasons, repair.reason]
-    for known in asked.changed:
-        before = Swarm(tuple(known if node.name == known.name else node for node in here))
-        repair = node_slowed(plan, known.name, profile, Swarm(tuple(here)), config, before)
-        plan, reasons = repair.plan, [*reasons, repair.reason]
-    for node in asked.nodes:
-        if node.name not in (*plan.spares, *(stage.node for each in plan.clusters for stage in each.stages)):
-            repair = node_joined(plan, node.name, profile, Swarm(tuple(here)), config)
+    def _repair(self, job: JobGiven, asked: MakePlan, plan: Plan, now: float) -> PlanMade:
+        """Repair the plan node by node: first those that left, then the changed ones, then new ones."""
+        profile = profile_microbatch(job, asked.microbatches)
+        config = configure_microbatch(job, asked.microbatches)
+        here = [*asked.gone, *asked.nodes]
+        reasons: list[str] = []
+        for node in asked.gone:
+            before = Swarm(tuple(here))
+            here.remove(node)
+            repair = node_left(plan, node.name, profile, Swarm(tuple(here)), config, before, self.budget)
             plan, reasons = repair.plan, [*reasons, repair.reason]
-    if not plan.clusters:
-        return PlanMade(asked.plan_id, None, asked.microbatches, "", now)  # what is short a first plan says
-    mended = _accumulate(replace(plan, plan_id=asked.plan_id), asked.microbatches, job.config.max_lag)
-    return PlanMade(asked.plan_id, mended, asked.microbatches, "", now, "; ".join(reasons))
+        for known in asked.changed:
+            before = Swarm(tuple(known if node.name == known.name else node for node in here))
+            repair = node_slowed(plan, known.name, profile, Swarm(tuple(here)), config, before, self.budget)
+            plan, reasons = repair.plan, [*reasons, repair.reason]
+        for node in asked.nodes:
+            if node.name not in _nodes_of(plan):
+                repair = node_joined(plan, node.name, profile, Swarm(tuple(here)), config, self.budget)
+                plan, reasons = repair.plan, [*reasons, repair.reason]
+        if not plan.clusters:
+            return PlanMade(
+                asked.plan_id, None, asked.microbatches, "", now
+            )  # a first plan says what is short
+        repaired = _accumulate(replace(plan, plan_id=asked.plan_id), asked.microbatches, job.config.max_lag)
+        return PlanMade(asked.plan_id, repaired, asked.microbatches, "", now, "; ".join(reasons))
+
+
+SEARCH_PLANNER = SearchPlanner()
+
+
+def _nodes_of(plan: Plan) -> set[NodeId]:
+    return {*plan.spares, *(stage.node for each in plan.clusters for stage in each.stages)}
 
 
 def _most(job: JobGiven, asked: MakePlan) -> int:
-    """Return into how many microbatches a batch may be cut."""
+    """Return the largest number of microbatches that a batch may be cut into."""
     flops = sum(job.profile.forward_flops) + sum(job.profile.backward_flops)
     fastest = max(node.flops_per_second for node in asked.nodes)
     worth = ceil(_LEAST_SECONDS * fastest * job.profile.samples_per_batch / flops) if flops else 1
@@ -109,7 +148,7 @@ def _most(job: JobGiven, asked: MakePlan) -> int:
 
 
 def _choose(form: Callable[[int], tuple[Plan, int]], most: int) -> tuple[Plan, int]:
-    """Plan, and again in as many microbatches as keep lag small with the windows it has."""
+    """Plan, then plan again with as many microbatches as keep the lag small with these windows."""
     try:
         plan, count = form(1)
     except PlanError:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from math import isfinite
 from typing import Any
 
+from ravnest.config import HubTimeouts
 from ravnest.hub.coordinator.events import Action, MakeParts, Notify, PartsMade, Probed, Send
 from ravnest.hub.coordinator.membership import Member, Membership
 from ravnest.hub.coordinator.notices import Measured
@@ -15,7 +16,6 @@ from ravnest.hub.coordinator.placement import Placement
 from ravnest.plan.types import ModelProfile
 from ravnest.protocol.membership import Fact, ProbeOrder
 
-PROBE_SECONDS = 15.0
 _SO = "so what it says of itself counts"
 # No machine is slower or faster; a report that says so has measured something else.
 _SPEEDS, _RATES, _LATENCIES = (1e6, 1e16), (1e3, 1e11), (0.0, 10.0)
@@ -26,22 +26,23 @@ def probe_due(membership: Membership) -> float | None:
     return min((each.probe_by for each in membership.unmeasured if each.probe_by is not None), default=None)
 
 
-def order_probes(placement: Placement, profile: ModelProfile, now: float) -> list[MakeParts | Send | Notify]:
+def order_probes(
+    placement: Placement, profile: ModelProfile, now: float, timeouts: HubTimeouts
+) -> list[MakeParts | Send | Notify]:
     """Have every unmeasured member measured, once; believe one that does not answer in time."""
     orders: list[MakeParts | Send | Notify] = []
     for member in placement.membership.unmeasured:
         if member.probe_by is None:
-            orders += _order_probe(placement, profile, member, now)
+            orders += _order_probe(placement, profile, member, now + timeouts.probe_seconds)
         elif now >= member.probe_by:
             placement.membership.end_probe(member.node.name, member.node)
-            orders.append(
-                Notify(Measured(member.node, f"was not measured within {PROBE_SECONDS:.0f} s, {_SO}"))
-            )
+            told = f"was not measured within {timeouts.probe_seconds:.0f} s, {_SO}"
+            orders.append(Notify(Measured(member.node, told)))
     return orders
 
 
 def _order_probe(
-    placement: Placement, profile: ModelProfile, member: Member, now: float
+    placement: Placement, profile: ModelProfile, member: Member, probe_by: float
 ) -> list[MakeParts] | list[Send]:
     """Order a probe as soon as the parts of the busiest position are there, if these are needed."""
     blueprint = None
@@ -51,7 +52,7 @@ def _order_probe(
         if not isinstance(made, PartsMade):
             return made
         blueprint = made.blueprint
-    placement.membership.update(replace(member, probe_by=now + PROBE_SECONDS))
+    placement.membership.update(replace(member, probe_by=probe_by))
     times_link = member.guessed != (Fact.SPEED,)
     return [Send(member.node.name, ProbeOrder(blueprint, times_link))]
 

@@ -8,6 +8,7 @@ Newcomers become part of the next plan.
 from collections import Counter
 from collections.abc import Callable
 
+from ravnest.config import TIMEOUTS, HubTimeouts
 from ravnest.hub.coordinator.checkpoints import CheckpointCollector
 from ravnest.hub.coordinator.events import Action, Collected, JobGiven, Notify, PartsMade, PlanMade
 from ravnest.hub.coordinator.leases import LedgerState
@@ -30,10 +31,7 @@ from ravnest.hub.coordinator.sources import BackupPolicy, StateSources, find_clu
 from ravnest.ids import HUB, NodeId
 from ravnest.protocol.placement import SnapshotMade, StageMissing
 
-_HANDOVER_SECONDS = 10.0
-_DRAIN_SECONDS = 5.0  # of them, for what is under way
 _MOST_MISSED = 3  # sources in a row, before a node that cannot use them is sent away
-_BACK_SECONDS = 20.0  # for peers to find a hub that was away
 
 
 class Recovery:
@@ -46,12 +44,14 @@ class Recovery:
         ledger: Ledger,
         checkpoints: CheckpointCollector,
         desk: SnapshotDesk,
+        timeouts: HubTimeouts = TIMEOUTS.hub,
     ) -> None:
+        self._timeouts = timeouts
         self._batch_size, self._job = job.settings.batch_size, job
         self._placement, self._membership = placement, placement.membership
         self._ledger, self._checkpoints = ledger, checkpoints
         self._sources = StateSources(placement, desk)
-        self.backups = BackupPolicy(placement, self._sources, desk)
+        self.backups = BackupPolicy(placement, self._sources, desk, timeouts)
         self.saved = job.books  # the ledger of the last checkpoint
         self._held: PlanMade | None = None  # until the clusters that it changes have finished something
         self._held_until = 0.0
@@ -66,12 +66,16 @@ class Recovery:
         """Return whether a plan has time: a node is to come back, or a cluster finishes what it has."""
         return bool(self._membership.missing) or any(
             member.leaves_by is not None
-            and now < member.leaves_by - _HANDOVER_SECONDS + _DRAIN_SECONDS
+            and now < self._drained_by(member.leaves_by)
             and (cluster := self._placement.cluster_of(member.node.name)) is not None
             and cluster.is_running
             and self._ledger.is_busy(cluster)
             for member in self._membership.leaving
         )
+
+    def _drained_by(self, leaves_by: float) -> float:
+        handover = self._timeouts.handover
+        return leaves_by - handover.total_seconds + handover.drain_seconds
 
     def due(self, now: float) -> float | None:
         """Return when a node that leaves or is missing is no longer waited for."""
@@ -79,7 +83,7 @@ class Recovery:
         times += [self._held_until] if self._held is not None else []
         for member in self._membership.leaving:
             assert member.leaves_by is not None
-            drained_by = member.leaves_by - _HANDOVER_SECONDS + _DRAIN_SECONDS
+            drained_by = self._drained_by(member.leaves_by)
             times += [drained_by] if now < drained_by else [member.leaves_by]
         return min(times, default=None)
 
@@ -98,7 +102,7 @@ class Recovery:
     def restart(self, books: LedgerState | None, now: float) -> list[Action]:
         """Go on after the hub was away: everything stands still until all are back, or long enough."""
         self.saved = books
-        self._membership.miss_all(now + _BACK_SECONDS)
+        self._membership.miss_all(now + self._timeouts.return_seconds)
         self._placement.forget_parts()
         self._ledger.stand_still(self._placement.clusters)
         broken = [self.mark_broken(each, "the hub was away", now) for each in self._placement.clusters]
@@ -112,7 +116,7 @@ class Recovery:
         """Let a node go as soon as nothing is lost by it."""
         if self._membership[name].is_leaving:
             return []
-        self._membership.begin_leave(name, reason, now + _HANDOVER_SECONDS)
+        self._membership.begin_leave(name, reason, now + self._timeouts.handover.total_seconds)
         self._placement.drain_host(name)
         return [Notify(Leaving(name, reason))]
 
@@ -134,7 +138,7 @@ class Recovery:
         changed = [each for each in self._placement.running if each.cluster not in made.plan.clusters]
         if self.is_urgent or not any(map(self._ledger.is_busy, changed)):
             return False
-        self._held, self._held_until = made, now + _DRAIN_SECONDS
+        self._held, self._held_until = made, now + self._timeouts.handover.drain_seconds
         self._placement.drain(changed)
         return True
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from ravnest.averaging.ring import choose_least_chunk
 from ravnest.averaging.round import RoundDecision
-from ravnest.config import Averaging
+from ravnest.config import TIMEOUTS, Averaging, HubTimeouts
 from ravnest.hub.coordinator.events import JobGiven, Send
 from ravnest.hub.coordinator.ledger import Ledger
 from ravnest.hub.coordinator.notices import RoundEnded
@@ -82,9 +82,7 @@ def judge(suspects: Mapping[str, str | None]) -> frozenset[str]:
 
 
 _LEAST_BATCHES = 5  # per cluster between rounds, where the time they take decides
-_LEAST_SECONDS = 10.0  # a member gets, and four times what a round takes
 _PATIENCE = 1.25  # the hub waits longer for votes than members try
-_HEARING_SECONDS = 5.0  # within which all whose deadline it is say whom they waited for
 _MOST_TIMES = 4  # as long as foreseen, after rounds that were too short for all
 _LAST_TRIES = 3  # at the last round, before the result is one cluster's alone
 _REMEMBERED = 16  # rounds whose outcome a member may still ask for
@@ -101,7 +99,10 @@ class Ended:
 class Rounds:
     """Says when the next round comes and of whom, opens it, collects votes, tells the outcome."""
 
-    def __init__(self, job: JobGiven, placement: Placement, ledger: Ledger) -> None:
+    def __init__(
+        self, job: JobGiven, placement: Placement, ledger: Ledger, timeouts: HubTimeouts = TIMEOUTS.hub
+    ) -> None:
+        self._timeouts = timeouts
         self._config, self._settings = job.config, job.settings
         self._placement, self._ledger = placement, ledger
         self._num_opened = 0
@@ -162,7 +163,7 @@ class Rounds:
             return Refusal(f"{sender} is no member of round {message.round_id}")
         if isinstance(message, RoundAbort):
             if not self._given_up:
-                self._deadline = min(self._deadline, now + _HEARING_SECONDS)
+                self._deadline = min(self._deadline, now + self._timeouts.round_verdict_seconds)
             self._given_up.setdefault(sender, message)
         elif message.member != sender:
             return Refusal(f"{sender} votes for {message.member}")
@@ -220,7 +221,7 @@ class Rounds:
         assert self._decision is None, "one round at a time"
         placement, ledger, config = self._placement, self._ledger, self._config
         expected = max(self._seconds, self._foreseen)
-        seconds = (_LEAST_SECONDS + 4 * expected) * min(2**self._num_late, _MOST_TIMES)
+        seconds = (self._timeouts.round_seconds + 4 * expected) * min(2**self._num_late, _MOST_TIMES)
         seconds = min(seconds, config.max_round_seconds)
         self._num_opened += 1
         self._opened_at, self._members_by, self._deadline = now, now + seconds, now + _PATIENCE * seconds

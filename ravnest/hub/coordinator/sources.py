@@ -8,6 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from ravnest.config import TIMEOUTS, HubTimeouts
 from ravnest.hub.coordinator.events import MakeParts, PartsMade, Send
 from ravnest.hub.coordinator.membership import HeldState, Membership
 from ravnest.hub.coordinator.placement import ClusterState, Placement, PlanChange
@@ -258,7 +259,7 @@ def find_cluster_of_state(cluster: ClusterState, placement: Placement) -> str:
     return max(counts, key=lambda cluster_id: counts[cluster_id], default="") if counts.total() else ""
 
 
-_EVERY_SECONDS, _PAUSE = 30.0, 10  # and that many times what they take, so that no link is busy with them
+_PAUSE = 10  # times what backups take lies between two, so that no link is busy with them
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,7 +276,14 @@ class _BackupInTransit:
 class BackupPolicy:
     """One snapshot per node at a time; what does not arrive is asked for again."""
 
-    def __init__(self, placement: Placement, sources: StateSources, desk: SnapshotDesk) -> None:
+    def __init__(
+        self,
+        placement: Placement,
+        sources: StateSources,
+        desk: SnapshotDesk,
+        timeouts: HubTimeouts = TIMEOUTS.hub,
+    ) -> None:
+        self._timeouts = timeouts
         self._placement, self._sources, self._desk = placement, sources, desk
         self._in_transit: dict[int, _BackupInTransit] = {}
         self._asked_at, self._next_at = 0.0, -1.0
@@ -288,10 +296,10 @@ class BackupPolicy:
     def order(self, samples_seen: Callable[[ClusterState], int], now: float) -> list[Send]:
         """Ask for the snapshots that are due."""
         if self._next_at < 0 or not self._placement.backups:
-            self._next_at = now + _EVERY_SECONDS
+            self._next_at = now + self._timeouts.backup_every_seconds
         if now < self._next_at:
             return []
-        self._asked_at, self._next_at, self._in_transit = now, now + _EVERY_SECONDS, {}
+        self._asked_at, self._next_at, self._in_transit = now, now + self._timeouts.backup_every_seconds, {}
         self._desk.withdraw(SnapshotPurpose.BACKUP)
         membership = self._placement.membership
         for backup in self._placement.backups:

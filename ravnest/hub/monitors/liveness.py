@@ -8,13 +8,14 @@ that fetching a stage takes, ten times over.
 
 from collections.abc import Callable
 
+from ravnest.config import TIMEOUTS, HubTimeouts
 from ravnest.hub.coordinator.events import JobSettings, Send
 from ravnest.hub.coordinator.placement import ClusterState, Placement
 from ravnest.hub.coordinator.snapshots import SnapshotDesk, SnapshotPurpose
 from ravnest.ids import NodeId
 
-_LEAST_SECONDS, _BATCHES = 60.0, 20.0  # of silence: that, or what so many batches take
-_BUILD_SECONDS, _FETCHES = 300.0, 10.0  # of silence while a stage is built: that, and so many downloads of it
+_BATCHES = 20.0  # a busy cluster may be silent for as long as these take
+_FETCHES = 10.0  # downloads of a stage: so much more silence is allowed while it is built
 
 IDLE = "it does no work: nothing is heard of its stage, though its link lives"
 
@@ -23,8 +24,13 @@ class LivenessMonitor:
     """Hears every word of a stage; what it asks for is numbered like all snapshots."""
 
     def __init__(
-        self, placement: Placement, desk: SnapshotDesk, find_lazy: Callable[[ClusterState], list[NodeId]]
+        self,
+        placement: Placement,
+        desk: SnapshotDesk,
+        find_lazy: Callable[[ClusterState], list[NodeId]],
+        timeouts: HubTimeouts = TIMEOUTS.hub,
     ) -> None:
+        self._timeouts = timeouts
         self._placement, self._desk = placement, desk
         self._find_lazy = find_lazy  # who a cluster that gets ready waits for
         self._heard_at: dict[str, float] = {}  # of clusters at work, by cluster_id
@@ -89,10 +95,10 @@ class LivenessMonitor:
 
     def _patience(self, cluster: ClusterState, most_bytes: int, batch_seconds: float) -> float:
         if not cluster.unready:
-            return max(_LEAST_SECONDS, _BATCHES * batch_seconds)
+            return max(self._timeouts.silent_work_seconds, _BATCHES * batch_seconds)
         found = (self._placement.membership.find(name) for name in cluster.nodes)
         slowest = min((each.node.download_bytes_per_second for each in found if each), default=1.0)
-        return _BUILD_SECONDS + _FETCHES * most_bytes / slowest
+        return self._timeouts.silent_build_seconds + _FETCHES * most_bytes / slowest
 
     def _ask(self, cluster: ClusterState, now: float) -> list[Send]:
         self._answer_by[cluster.cluster_id] = 2 * now - self._heard_at[cluster.cluster_id]  # as long again

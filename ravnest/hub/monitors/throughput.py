@@ -8,14 +8,11 @@ from collections import deque
 from dataclasses import dataclass, field
 from statistics import fmean, median
 
+from ravnest.config import TIMEOUTS, HubTimeouts
 from ravnest.ids import NodeId
 from ravnest.protocol.training import StepReport
 
 _OTHER_TIMES = 1.5  # as slow, or as fast
-_LONG_SECONDS = 20.0
-_READING_SECONDS = (
-    5.0  # a mean over them: what a busy PC takes away it takes from some microbatches, and in lumps
-)
 _COLD, _USUAL, _RECENT = 1, 3, 2  # readings: the first one, which says little; what is usual; what is now
 _LEAST_SECONDS, _MOST_SECONDS = 1e-9, 86_400.0  # of a piece of work: nothing else is believed
 
@@ -32,10 +29,13 @@ class _Speed:
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
     other_since: float | None = None  # how long it is not as usual
 
-    def add(self, seconds: float, num_samples: int, now: float) -> bool:
-        """Take what some work took; return whether a reading is complete."""
+    def add(self, seconds: float, num_samples: int, now: float, reading_seconds: float) -> bool:
+        """Add the time of some work; return whether a reading is complete.
+
+        A reading is a mean: a busy PC slows some microbatches down, in lumps.
+        """
         self.seconds, self.num_samples = self.seconds + seconds, self.num_samples + num_samples
-        if now < self.since + _READING_SECONDS:
+        if now < self.since + reading_seconds:
             return False
         reading = self.seconds / self.num_samples
         self.since, self.seconds, self.num_samples = now, 0.0, 0
@@ -55,7 +55,8 @@ class _Speed:
 class ThroughputMonitor:
     """Hears what stages report of their work."""
 
-    def __init__(self) -> None:
+    def __init__(self, timeouts: HubTimeouts = TIMEOUTS.hub) -> None:
+        self._timeouts = timeouts
         self._speeds: dict[NodeId, _Speed] = {}
 
     def forget(self, name: NodeId) -> None:
@@ -70,7 +71,8 @@ class ThroughputMonitor:
         speed = self._speeds.get(name)
         if speed is None or speed.build_id != report.build_id:
             speed = self._speeds[name] = _Speed(report.build_id, now)
-        if not speed.add(seconds, report.num_samples, now) or speed.times is None:
+        is_complete = speed.add(seconds, report.num_samples, now, self._timeouts.speed_reading_seconds)
+        if not is_complete or speed.times is None:
             return None
         others = [x.times for other, x in self._speeds.items() if other != name and x.times is not None]
         times = speed.times / (median(others) if others else 1.0)
@@ -78,7 +80,7 @@ class ThroughputMonitor:
             speed.other_since = None
             return None
         since = speed.other_since = now if speed.other_since is None else speed.other_since
-        if now < since + _LONG_SECONDS:
+        if now < since + self._timeouts.speed_change_seconds:
             return None
         del self._speeds[name]  # what is usual is another now
         return times

@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, assert_never
 
+from ravnest.config import TIMEOUTS, HubTimeouts
 from ravnest.hub.coordinator.events import (
     CheckpointPart,
     Collect,
@@ -23,13 +24,11 @@ from ravnest.protocol.messages import Refusal
 from ravnest.protocol.training import FieldParts
 from ravnest.transfer.blobs import Blobs, Outgoing
 
-_QUIET_SECONDS = 60.0  # after which who sends nothing is given up
-
 
 class DataService:
     """Carries out orders that concern the owner; `in_background` runs a function where it delays nobody."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what a hub can do is passed piece by piece
         self,
         owner: Owner,
         blobs: Blobs,
@@ -39,7 +38,9 @@ class DataService:
         lose: Callable[[NodeId, str], None],
         time: Callable[[], float],
         is_needed: Callable[[tuple[int, int]], bool],
+        timeouts: HubTimeouts = TIMEOUTS.hub,
     ) -> None:
+        self._quiet_seconds = timeouts.quiet_upload_seconds
         self._owner, self._blobs = owner, blobs
         self._post, self._apply, self._in_background = post, apply, in_background
         self._lose, self._time, self._is_needed = lose, time, is_needed
@@ -112,9 +113,9 @@ class DataService:
         for parcel in self._blobs.want(part.weights, part.node, arrived.set_result, keep=is_kept):
             self._post(parcel)
         num_come = 0
-        while not (await asyncio.wait([arrived], timeout=_QUIET_SECONDS))[0]:
+        while not (await asyncio.wait([arrived], timeout=self._quiet_seconds))[0]:
             if self._blobs.num_come(part.weights) == num_come:
                 self._blobs.forget(part.weights, arrived.set_result)
-                return Refusal(f"it has sent nothing of it for {_QUIET_SECONDS:.0f} s")
+                return Refusal(f"it has sent nothing of it for {self._quiet_seconds:.0f} s")
             num_come = self._blobs.num_come(part.weights)
         return arrived.result()

@@ -16,6 +16,7 @@ from typing import Protocol, Self
 
 import msgspec
 
+from ravnest.config import TIMEOUTS, HubTimeouts
 from ravnest.errors import ConfigError, ProtocolError
 from ravnest.hub.coordinator.coordinator import Coordinator
 from ravnest.hub.coordinator.events import Action, Event, JobGiven, Received
@@ -158,7 +159,7 @@ def apply_logged(hub: Coordinator, event: Event, log: Callable[[Event], None]) -
     return orders
 
 
-def read_watch(folder: Path) -> StatusTracker | None:
+def read_watch(folder: Path, timeouts: HubTimeouts = TIMEOUTS.hub) -> StatusTracker | None:
     """Return the state of this folder's log with what people were told; None while it has no job."""
     with EventLog(folder, is_read_only=True) as store:
         watch = None
@@ -166,7 +167,7 @@ def read_watch(folder: Path) -> StatusTracker | None:
             if watch is None:
                 if not isinstance(event, JobGiven):
                     raise ConfigError(f"{folder}: its log does not begin with a job")
-                watch = StatusTracker(Coordinator(event))
+                watch = StatusTracker(Coordinator(event, timeouts))
             watch.observe(event, watch.hub.apply(event))
     return watch
 

@@ -7,9 +7,10 @@ out piece by piece on demand.
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
+from ravnest.config import TIMEOUTS, NetTimeouts, Timeouts
 from ravnest.errors import ConfigError, GuardError, LinkError, ProtocolError, RavnestError
 from ravnest.hub.coordinator.coordinator import Coordinator
 from ravnest.hub.coordinator.events import (
@@ -34,7 +35,7 @@ from ravnest.hub.coordinator.events import (
     Tick,
 )
 from ravnest.hub.coordinator.notices import Missing, Notice
-from ravnest.hub.coordinator.planner import make_plan
+from ravnest.hub.coordinator.planner import SEARCH_PLANNER, Planner
 from ravnest.hub.service.admission import Admission
 from ravnest.hub.service.data_service import DataService
 from ravnest.hub.service.event_log import EventStore, apply_logged
@@ -54,12 +55,24 @@ from ravnest.transfer.blobs import Blobs, Outgoing
 
 logger = logging.getLogger(__name__)
 
-GRACE_SECONDS = 3.0  # a peer whose link is lost may come back
-PART_SECONDS = 5.0  # at the end, for all to leave
 HUB_LIMITS = TransportLimits(incoming_bytes=2 * MIB)  # peers send words and pieces of blobs, never a tensor
-_MOST_WAITING = 10_000  # parcels for one peer: a lease's are hundreds, and one piece is asked for at a time
 _Outcome = tuple[Finish, list[bytes]]
 _Outbox = asyncio.Queue[Outgoing | None]
+
+
+@dataclass(frozen=True, slots=True)
+class HubParts:
+    """What a hub is built of: how it plans, and what it is connected to."""
+
+    planner: Planner = SEARCH_PLANNER
+    timeouts: Timeouts = TIMEOUTS
+    watch: Callable[[Event, tuple[Action, ...]], None] | None = None  # sees every event after it is applied
+    make_relay: Callable[[NetTimeouts], Relay] = Relay
+    map_addresses: Callable[[Sequence[str]], tuple[str, ...]] = tuple  # where others reach a peer's addresses
+    max_waiting: int = 10_000  # messages for one peer: a lease has hundreds, and pieces go one at a time
+
+
+HUB_PARTS = HubParts()
 
 
 class Server:
@@ -76,15 +89,16 @@ class Server:
         *,
         relay: Relay | None = None,
         store: EventStore | None = None,
-        watch: Callable[[Event, tuple[Action, ...]], None] | None = None,
         hub: Coordinator,
+        parts: HubParts = HUB_PARTS,
     ) -> None:
         self._door = Admission(token, relay)
         self.admit = self._door.admit
         self._relay = relay
         self._tell = tell
         self._store = store
-        self._watch = watch
+        self._parts = parts
+        self._timeouts = parts.timeouts.hub
         self._in_background = in_background  # runs a function of the owner's where it delays no message
         self.hub = hub  # one with a past goes on
         self._blobs = Blobs()
@@ -104,15 +118,9 @@ class Server:
         self._result: asyncio.Future[_Outcome | RavnestError] = self._loop.create_future()
         self._parting: asyncio.Future[None] | None = None
         self._ahead = max(0.0, self.hub.now - self._loop.time())  # a hub's time never goes back
-        around = (
-            self._post,
-            self._apply,
-            self._in_background,
-            self._lose,
-            self._time,
-            self.hub.placement.needs_parts,
-        )
-        self._supply = DataService(owner, self._blobs, *around)
+        needs_parts = self.hub.placement.needs_parts
+        around = (self._post, self._apply, self._in_background, self._lose, self._time, needs_parts)
+        self._supply = DataService(owner, self._blobs, *around, self._timeouts)
         is_new = not self.hub.has_begun
         async with asyncio.TaskGroup() as self._tasks:
             now = self._time()
@@ -157,7 +165,7 @@ class Server:
         for name in self._door.names.values():
             self._post(Outgoing(name, Stop(reason)))
         if self._door.names:
-            await asyncio.wait([self._parting], timeout=PART_SECONDS)
+            await asyncio.wait([self._parting], timeout=self._timeouts.parting_seconds)
 
     async def _listen(self) -> None:
         while True:
@@ -175,9 +183,10 @@ class Server:
         """Give a peer whose link is lost a moment to come back."""
         if self._parting is None:
             if peer not in self._dismissed:
-                self._tell(Missing(self._door.names[peer], reason, GRACE_SECONDS))
+                self._tell(Missing(self._door.names[peer], reason, self._timeouts.grace_seconds))
             since = self._time()
-            self._absent[peer] = self._loop.call_later(GRACE_SECONDS, self._forget, peer, reason, since)
+            grace = self._timeouts.grace_seconds
+            self._absent[peer] = self._loop.call_later(grace, self._forget, peer, reason, since)
             return
         self._door.forget(peer)
         if not self._door.names and not self._parting.done():
@@ -196,7 +205,7 @@ class Server:
             self._hear_complaint(delivery.sender, name, message)
         elif name is None:
             logger.debug("%s from %s, which has not joined", type(message).__name__, delivery.sender)
-        elif name in self._outboxes and self._outboxes[name].qsize() > _MOST_WAITING:
+        elif name in self._outboxes and self._outboxes[name].qsize() > self._parts.max_waiting:
             self._ban(delivery.sender, "it asks for more than it takes")
         else:
             self._take(name, message, delivery.buffers)
@@ -208,6 +217,7 @@ class Server:
         self._dismissed.discard(peer)
         key = self._door.key(peer)
         before = self.hub.find_missing(key, hello.build_id)
+        hello = replace(hello, addresses=self._parts.map_addresses(hello.addresses))
         known = self._door.introduce(peer, hello, before, self.hub.find_others(key))
         if isinstance(known, str):
             self._start(self._refuse(peer, known))
@@ -283,8 +293,8 @@ class Server:
             return
         for order in orders:
             self._carry_out(order)
-        if self._watch is not None:
-            self._watch(event, orders)
+        if self._parts.watch is not None:
+            self._parts.watch(event, orders)
         if self._timer is not None:
             self._timer.cancel()
         due = self.hub.due
@@ -333,7 +343,7 @@ class Server:
             self.fail(error)
 
     async def _make_plan(self, order: MakePlan) -> None:
-        made = await self._in_background(make_plan, self._job, order, 0.0)
+        made = await self._in_background(self._parts.planner.make_plan, self._job, order, 0.0)
         self._apply(replace(made, now=self._time()))
 
     def _finish(self, order: Finish) -> None:
