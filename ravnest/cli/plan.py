@@ -138,15 +138,15 @@ def _read_config(config_file: str | None, settings: tuple[str, ...]) -> "PlanCon
 
 
 def _read_plan_table(config_file: str) -> Mapping[str, object]:
-    from ravnest.plan.files import parse_table
+    from ravnest.foreign import parse_table
     from ravnest.units import show_value
 
-    values = parse_table(read_text(config_file), config_file).values
-    if "plan" not in values:
+    document = parse_table(read_text(config_file), config_file)
+    if "plan" not in document.values:
         click.echo(f"note: {config_file} has no [plan] table; every setting has its default", err=True)
-    table = values.get("plan", {})
+    table: object = document.values.get("plan", {})
     if not isinstance(table, dict):
-        raise ConfigError(f"{config_file}: key 'plan' is {show_value(table)}, not a table; write [plan]")
+        document.refuse(("plan",), f"is {show_value(table)}, not a table; write [plan]")
     return table
 
 

@@ -180,7 +180,7 @@ def test_an_unknown_key_at_the_top():
 
 def test_duplicate_names():
     message = refusal(swarm_of, NODE, {**NODE, "name": "bob"}, NODE)
-    assert message == ("swarm.json: node 3: key 'name' is 'ana' as in node 1; choose another name")
+    assert message == "swarm.json: node 3 \"ana\": key 'name' is 'ana' as in node 1; choose another name"
 
 
 @pytest.mark.parametrize(("text", "where"), [("", "a.toml"), (" \n", "a.toml"), ("", "a.json")])

@@ -1,0 +1,334 @@
+"""Foreign data: JSON and TOML from others become typed records, or one sentence that says what is wrong.
+
+`parse_json` and `parse_table` bound size and depth, refuse repeated keys and return plain values. `read_as`
+gives these their types by msgspec. A refusal names the file, the place, the value and the way out. No other
+exception leaves this module. It is pure: `disk` reads the bytes.
+"""
+
+import difflib
+import json
+import re
+import tomllib
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+from typing import Any, ClassVar, NoReturn, Self, TypeVar, cast
+
+import msgspec
+from msgspec import inspect
+
+from ravnest.errors import ConfigError, RavnestError
+from ravnest.units import Dimension, parse_quantity, show_value
+
+_LONGEST_NAME = 64
+_DEEPEST = 12
+_MOST_BRACKETS = 2**21  # a list in memory is far larger than its two brackets in the file
+_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+_AS_SQUARE = bytes.maketrans(b"{}", b"[]")
+_STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"', re.DOTALL)
+_STEP = re.compile(r"\.([A-Za-z_]\w*)|\[(\d{1,12})\]")
+
+T = TypeVar("T")
+Place = tuple[str | int, ...]  # keys and indexes from the top of a document
+
+
+class Quantity(float):
+    """A number within bounds, with a unit or in its base unit. A subclass states the bounds."""
+
+    dimension: ClassVar[Dimension | None]  # None: a number without a unit
+    is_whole: ClassVar[bool]
+    takes_text: ClassVar[bool]  # a number without its unit may be text, as on a command line
+    low: ClassVar[float]
+    high: ClassVar[float]
+    bounds: ClassVar[str]
+    example: ClassVar[str]
+
+    def __init_subclass__(
+        cls,
+        low: str,
+        high: str,
+        dimension: Dimension | None = None,
+        example: str = "",
+        is_whole: bool = False,
+        takes_text: bool = False,
+    ) -> None:
+        cls.dimension, cls.is_whole, cls.takes_text = dimension, is_whole, takes_text
+        unit = None if takes_text else dimension
+        ends = [parse_quantity(end, unit) if unit else float(end) for end in (low, high)]
+        cls.low, cls.high, cls.bounds = *ends, f"{low} to {high}"
+        cls.example = f'"{example or dimension}"' if dimension else example or low
+
+    @classmethod
+    def read(cls, value: object) -> Self:
+        """Return the quantity in its base unit, or raise ValueError with what is wrong with the value."""
+        number, shown = cls._find_number(value), show_value(value)
+        if not cls.low <= number <= cls.high:
+            raise ValueError(
+                f"is {shown}, outside {cls.bounds}; write a believable number like {cls.example}"
+            )
+        if cls.is_whole and number != int(number):
+            raise ValueError(f"is {shown}; write a whole number")
+        return cls(number)
+
+    @classmethod
+    def _find_number(cls, value: object) -> float:
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return value
+        if isinstance(value, str) and cls.takes_text and len(value) <= _LONGEST_NAME:
+            try:
+                return float(value)
+            except ValueError:
+                pass
+        if not isinstance(value, str) or cls.dimension is None:
+            raise ValueError(f"is {show_value(value)}, not a number; write {cls.example}")
+        try:
+            return parse_quantity(value, cls.dimension)
+        except ConfigError as error:
+            raise ValueError(f"is not usable: {error}") from None
+
+
+class Label(str):
+    """A word that is safe to print, or no word."""
+
+    __slots__ = ()
+    example: ClassVar[str] = '"ana-rtx3060"'
+    can_be_empty: ClassVar[bool] = True
+
+    @classmethod
+    def read(cls, value: object) -> Self:
+        """Return the word, or raise ValueError with what is wrong with the value."""
+        if isinstance(value, str) and is_printable_word(value) and (value or cls.can_be_empty):
+            return cls(value)
+        rule = f"1 to {_LONGEST_NAME} printable characters without space at its ends"
+        raise ValueError(f"is {show_value(value)}; write {rule}")
+
+
+class Name(Label):
+    """A word that is safe to print."""
+
+    __slots__ = ()
+    can_be_empty: ClassVar[bool] = False
+
+
+def is_printable_word(text: str) -> bool:
+    """Return whether a name is short, without control characters and without space at its ends."""
+    return len(text) <= _LONGEST_NAME and text.isprintable() and text == text.strip()
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """Plain values of a foreign file. `where` names the file, `error` is what a refusal raises.
+
+    People write tables, and read `node 2 "ana": key 'memory'` of one. Elsewhere that is `node[1].memory`.
+    """
+
+    values: Any
+    where: str
+    error: Callable[[str], RavnestError] = ConfigError
+    is_table: bool = False
+
+    def read_as(self, kind: type[T]) -> T:
+        """Return the values as a record of this kind."""
+        try:
+            return msgspec.convert(self.values, kind, dec_hook=_read_scalar)
+        except msgspec.ValidationError as error:
+            reason, _, steps = str(error).rpartition(" - at `$")
+            place = tuple(name or int(index) for name, index in _STEP.findall(steps)) if reason else ()
+            problem = reason or str(error)
+        except UnicodeError:
+            raise self.error(f"{self.where} holds half a character; write its text as UTF-8") from None
+        except RecursionError:
+            raise self.error(f"{self.where} is nested too deeply; write flat tables") from None
+        return self._explain(problem, place, _describe(cast(Hashable, kind)))
+
+    def refuse(self, place: Place, problem: str) -> NoReturn:
+        """Raise the sentence that says what is wrong at a place."""
+        raise self.error(f"{self.where}: {self._show(place)} {problem}")
+
+    def value_at(self, place: Place) -> Any:
+        """Return the plain value at a place."""
+        value = self.values
+        for step in place:
+            value = value[step]
+        return value
+
+    def _explain(self, problem: str, place: Place, kind: inspect.Type) -> NoReturn:
+        """Make msgspec's report a sentence with the value and the way out."""
+        try:
+            value = self.value_at(place)
+            kind, place = _follow(kind, place)
+        except (LookupError, TypeError):  # a key of the file imitates a place
+            raise self.error(f"{self.where} is not usable: {problem[:120]!r}") from None
+        fields = _fields_of(kind)
+        if problem.startswith("Object contains unknown field"):
+            key = next(key for key in value if key not in fields)
+            close = difflib.get_close_matches(key[:_LONGEST_NAME], fields, n=1, cutoff=0.5)
+            hint = f"did you mean {close[0]!r}" if close else f"known are {', '.join(fields)}"
+            self.refuse((*place, key), f"= {show_value(value[key])} is unknown; {hint}")
+        if problem.startswith("Object missing required field"):
+            key = next(key for key, is_required in fields.items() if is_required and key not in value)
+            example = getattr(_scalar_of(_follow(kind, (key,))[0]), "example", "...")
+            self.refuse((*place, key), f"is missing; write {key} = {example}")
+        self._explain_value(problem, place, value, kind)
+
+    def _explain_value(self, problem: str, place: Place, value: object, kind: inspect.Type) -> NoReturn:
+        if not place:
+            expected = "an object; write {...}" if _fields_of(kind) else f"what it should: {problem}"
+            raise self.error(f"{self.where} holds {show_value(value)}, not {expected}")
+        if _scalar_of(kind) is not None:  # its own `read` said it all
+            self.refuse(place, problem)
+        if self.is_table and isinstance(kind, inspect.ListType) and not isinstance(value, list):
+            shown = f"is {show_value(value)}, not a list"
+            self.refuse(place, f"{shown}; write [[{place[-1]}]] in TOML, a list in JSON")
+        if isinstance(value, list) and " of length <= " in problem:
+            self.refuse(place, f"has {len(value)} entries; at most {problem.rpartition(' ')[2]} are read")
+        if self.is_table and isinstance(place[-1], int):
+            shown = f"has {show_value(value)} as entry {place[-1] + 1}"
+            self.refuse(place[:-1], f"{shown}, not a table; write its keys and values")
+        self.refuse(place, f"is {show_value(value)}; {_way_out(problem, kind)}")
+
+    def _show(self, place: Place) -> str:
+        if not self.is_table:
+            steps = (f"[{step}]" if isinstance(step, int) else f".{_plain_key(step)}" for step in place)
+            return "".join(steps).removeprefix(".")
+        shown, value = "", self.values
+        for step, following in pairwise(place):
+            value = value[step]
+            if isinstance(step, int):
+                name = value.get("name") if isinstance(value, dict) else None
+                is_shown = isinstance(name, str) and name and is_printable_word(name)
+                shown += f' {step + 1} "{name}": ' if is_shown else f" {step + 1}: "
+            else:
+                shown += step if isinstance(following, int) else f"{step}: "
+        return f"{shown}key {show_value(place[-1])}"
+
+
+def parse_json(
+    data: bytes, where: str, most_bytes: int, error: Callable[[str], RavnestError] = ConfigError
+) -> Document:
+    """Return the JSON value in these bytes, which a program wrote."""
+    if len(data) > most_bytes:
+        raise error(f"{where} has {len(data)} bytes; at most {most_bytes} are read")
+    _check_brackets(data, where, error)
+    try:
+        values = json.loads(data.decode(), object_pairs_hook=_without_repeats)
+    except (ValueError, RecursionError, MemoryError) as problem:
+        reason = str(problem) if type(problem) is ValueError else type(problem).__name__
+        raise error(f"{where} is not JSON ({reason})") from None
+    return Document(values, where, error)
+
+
+def parse_table(text: str, where: str) -> Document:
+    """Return the top table of a file that people write: JSON if its name ends so, else TOML."""
+    text = text.removeprefix("\ufeff")  # some editors begin a file with a byte order mark
+    language = "JSON" if where.lower().endswith(".json") else "TOML"
+    if not text.strip():
+        raise ConfigError(f"{where} is empty; docs/files.md shows what to write")
+    try:
+        if language == "JSON":
+            top = json.loads(text, object_pairs_hook=_without_repeats)
+        else:
+            top = tomllib.loads(text)
+    except ValueError as problem:
+        reason = str(problem)[:200]
+        raise ConfigError(f"{where} is not valid {language}: {reason}; correct it there") from None
+    except RecursionError:
+        raise ConfigError(f"{where} is nested too deeply; write flat tables") from None
+    if not isinstance(top, dict):
+        raise ConfigError(f"{where} holds {show_value(top)}, not an object; write {{...}}")
+    return Document(top, where, is_table=True)
+
+
+def _check_brackets(data: bytes, where: str, error: Callable[[str], RavnestError]) -> None:
+    """Refuse deep or crowded brackets before the parser meets them."""
+    brackets = data.translate(_AS_SQUARE, _NO_BRACKETS)
+    if len(brackets) > _MOST_BRACKETS:
+        raise error(f"{where} has {len(brackets)} brackets; at most {_MOST_BRACKETS} are read")
+    if _unmatched(brackets) and _unmatched(_STRING.sub(b"", data).translate(_AS_SQUARE, _NO_BRACKETS)):
+        raise error(f"{where} is nested more than {_DEEPEST} deep, or its brackets do not match")
+
+
+def _unmatched(brackets: bytes) -> bytes:
+    for _ in range(_DEEPEST):
+        brackets = brackets.replace(b"[]", b"")
+    return brackets
+
+
+def _without_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        keys = [key for key, _ in pairs]
+        key, value = next(pair for index, pair in enumerate(pairs) if pair[0] in keys[:index])
+        raise ValueError(f"key {show_value(key)} = {show_value(value)} is set twice")
+    return values
+
+
+def _read_scalar(kind: type[Any], value: object) -> object:
+    return kind.read(value)
+
+
+def _plain_key(key: str) -> str:
+    return key if is_printable_word(key) else show_value(key)
+
+
+@cache
+def _describe(kind: Any) -> inspect.Type:
+    return inspect.type_info(kind)
+
+
+def _bare(kind: inspect.Type) -> inspect.Type:
+    """Return the type without its notes and without None."""
+    while isinstance(kind, inspect.Metadata):
+        kind = kind.type
+    if isinstance(kind, inspect.UnionType):
+        others = [each for each in kind.types if not isinstance(each, inspect.NoneType)]
+        return _bare(others[0]) if len(others) == 1 else kind
+    return kind
+
+
+def _follow(kind: inspect.Type, place: Place) -> tuple[inspect.Type, Place]:
+    """Return the type at a place, and the place with the names of fields for indexes into a row."""
+    named: list[str | int] = []
+    for step in place:
+        kind = _bare(kind)
+        match kind:
+            case inspect.StructType() | inspect.DataclassType() | inspect.TypedDictType():
+                index = step if isinstance(step, int) else [x.encode_name for x in kind.fields].index(step)
+                field = kind.fields[index]
+                kind, step = field.type, field.encode_name
+            case inspect.TupleType() if isinstance(step, int):
+                kind = kind.item_types[step]
+            case inspect.ListType() | inspect.VarTupleType():
+                kind = kind.item_type
+            case _:
+                raise LookupError(step)
+        named.append(step)
+    return _bare(kind), tuple(named)
+
+
+def _fields_of(kind: inspect.Type) -> dict[str, bool]:
+    """Return the keys of a record, and whether each must be there."""
+    if isinstance(kind, inspect.StructType | inspect.DataclassType | inspect.TypedDictType):
+        return {field.encode_name: field.required for field in kind.fields}
+    return {}
+
+
+def _scalar_of(kind: inspect.Type) -> type | None:
+    return kind.cls if isinstance(kind, inspect.CustomType) else None
+
+
+def _way_out(problem: str, kind: inspect.Type) -> str:
+    match kind:
+        case inspect.BoolType():
+            return "write true or false"
+        case inspect.LiteralType():
+            return f"choose one of {', '.join(map(str, kind.values))}"
+        case inspect.EnumType():
+            return f"choose one of {', '.join(str(each.value) for each in kind.cls)}"
+        case inspect.UnionType(types=(inspect.BoolType(), inspect.LiteralType())):
+            return "write true or false"
+        case inspect.StrType(pattern=str(pattern)):
+            return f"it must match {pattern}"
+        case _:
+            return problem[:1].lower() + problem[1:200].replace("`", "")
