@@ -9,7 +9,7 @@ import difflib
 import json
 import re
 import tomllib
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -22,6 +22,7 @@ from ravnest.errors import ConfigError, RavnestError
 from ravnest.units import Dimension, parse_quantity, show_value
 
 _LONGEST_NAME = 64
+_LONGEST_QUOTE = 60
 _DEEPEST = 12
 _MOST_BRACKETS = 2**21  # a list in memory is far larger than its two brackets in the file
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
@@ -62,7 +63,7 @@ class Quantity(float):
     @classmethod
     def read(cls, value: object) -> Self:
         """Return the quantity in its base unit, or raise ValueError with what is wrong with the value."""
-        number, shown = cls._find_number(value), show_value(value)
+        number, shown = cls._find_number(value), quote(value)
         if not cls.low <= number <= cls.high:
             raise ValueError(
                 f"is {shown}, outside {cls.bounds}; write a believable number like {cls.example}"
@@ -81,7 +82,7 @@ class Quantity(float):
             except ValueError:
                 pass
         if not isinstance(value, str) or cls.dimension is None:
-            raise ValueError(f"is {show_value(value)}, not a number; write {cls.example}")
+            raise ValueError(f"is {quote(value)}, not a number; write {cls.example}")
         try:
             return parse_quantity(value, cls.dimension)
         except ConfigError as error:
@@ -101,7 +102,7 @@ class Label(str):
         if isinstance(value, str) and is_printable_word(value) and (value or cls.can_be_empty):
             return cls(value)
         rule = f"1 to {_LONGEST_NAME} printable characters without space at its ends"
-        raise ValueError(f"is {show_value(value)}; write {rule}")
+        raise ValueError(f"is {quote(value)}; write {rule}")
 
 
 class Name(Label):
@@ -109,6 +110,12 @@ class Name(Label):
 
     __slots__ = ()
     can_be_empty: ClassVar[bool] = False
+
+
+def quote(value: object) -> str:
+    """Return a foreign value as a message may quote it: printable and short."""
+    shown = show_value(value)
+    return shown if len(shown) <= _LONGEST_QUOTE else f"{shown[:_LONGEST_QUOTE]}..."
 
 
 def is_printable_word(text: str) -> bool:
@@ -158,35 +165,39 @@ class Document:
         try:
             value = self.value_at(place)
             kind, place = _follow(kind, place)
-        except (LookupError, TypeError):  # a key of the file imitates a place
+            fields = _fields_of(kind)
+            if problem.startswith("Object contains unknown field"):
+                self._explain_unknown(next(key for key in value if key not in fields), place, value, fields)
+            if problem.startswith("Object missing required field"):
+                key = next(key for key, is_required in fields.items() if is_required and key not in value)
+                example = getattr(_bare(_follow(kind, (key,))[0]), "cls", None)
+                written = f"; write {key} = {getattr(example, 'example', '...')}" if self.is_table else ""
+                self.refuse((*place, key), f"is missing{written}")
+        except (LookupError, TypeError, ValueError, StopIteration):  # a key of the file imitates a place
             raise self.error(f"{self.where} is not usable: {problem[:120]!r}") from None
-        fields = _fields_of(kind)
-        if problem.startswith("Object contains unknown field"):
-            key = next(key for key in value if key not in fields)
-            close = difflib.get_close_matches(key[:_LONGEST_NAME], fields, n=1, cutoff=0.5)
-            hint = f"did you mean {close[0]!r}" if close else f"known are {', '.join(fields)}"
-            self.refuse((*place, key), f"= {show_value(value[key])} is unknown; {hint}")
-        if problem.startswith("Object missing required field"):
-            key = next(key for key, is_required in fields.items() if is_required and key not in value)
-            example = getattr(_scalar_of(_follow(kind, (key,))[0]), "example", "...")
-            self.refuse((*place, key), f"is missing; write {key} = {example}")
         self._explain_value(problem, place, value, kind)
+
+    def _explain_unknown(self, key: str, place: Place, value: Any, known: Iterable[str]) -> NoReturn:
+        close = difflib.get_close_matches(key[:_LONGEST_NAME], known, n=1, cutoff=0.5)
+        hint = f"did you mean {close[0]!r}" if close else f"known are {', '.join(known)}"
+        self.refuse((*place, key), f"= {quote(value[key])} is unknown; {hint}")
 
     def _explain_value(self, problem: str, place: Place, value: object, kind: inspect.Type) -> NoReturn:
         if not place:
             expected = "an object; write {...}" if _fields_of(kind) else f"what it should: {problem}"
-            raise self.error(f"{self.where} holds {show_value(value)}, not {expected}")
-        if _scalar_of(kind) is not None:  # its own `read` said it all
+            raise self.error(f"{self.where} holds {quote(value)}, not {expected}")
+        bare = _bare(kind)
+        if isinstance(bare, inspect.CustomType):  # its own `read` said it all
             self.refuse(place, problem)
-        if self.is_table and isinstance(kind, inspect.ListType) and not isinstance(value, list):
-            shown = f"is {show_value(value)}, not a list"
+        if self.is_table and isinstance(bare, inspect.ListType) and not isinstance(value, list):
+            shown = f"is {quote(value)}, not a list"
             self.refuse(place, f"{shown}; write [[{place[-1]}]] in TOML, a list in JSON")
         if isinstance(value, list) and " of length <= " in problem:
             self.refuse(place, f"has {len(value)} entries; at most {problem.rpartition(' ')[2]} are read")
         if self.is_table and isinstance(place[-1], int):
-            shown = f"has {show_value(value)} as entry {place[-1] + 1}"
+            shown = f"has {quote(value)} as entry {place[-1] + 1}"
             self.refuse(place[:-1], f"{shown}, not a table; write its keys and values")
-        self.refuse(place, f"is {show_value(value)}; {_way_out(problem, kind)}")
+        self.refuse(place, f"is {quote(value)}; {_way_out(problem, kind)}")
 
     def _show(self, place: Place) -> str:
         if not self.is_table:
@@ -201,7 +212,7 @@ class Document:
                 shown += f' {step + 1} "{name}": ' if is_shown else f" {step + 1}: "
             else:
                 shown += step if isinstance(following, int) else f"{step}: "
-        return f"{shown}key {show_value(place[-1])}"
+        return f"{shown}key {quote(place[-1])}"
 
 
 def parse_json(
@@ -236,7 +247,7 @@ def parse_table(text: str, where: str) -> Document:
     except RecursionError:
         raise ConfigError(f"{where} is nested too deeply; write flat tables") from None
     if not isinstance(top, dict):
-        raise ConfigError(f"{where} holds {show_value(top)}, not an object; write {{...}}")
+        raise ConfigError(f"{where} holds {quote(top)}, not an object; write {{...}}")
     return Document(top, where, is_table=True)
 
 
@@ -260,7 +271,7 @@ def _without_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:
     if len(values) < len(pairs):
         keys = [key for key, _ in pairs]
         key, value = next(pair for index, pair in enumerate(pairs) if pair[0] in keys[:index])
-        raise ValueError(f"key {show_value(key)} = {show_value(value)} is set twice")
+        raise ValueError(f"key {quote(key)} = {quote(value)} is set twice")
     return values
 
 
@@ -269,7 +280,7 @@ def _read_scalar(kind: type[Any], value: object) -> object:
 
 
 def _plain_key(key: str) -> str:
-    return key if is_printable_word(key) else show_value(key)
+    return key if is_printable_word(key) else quote(key)
 
 
 @cache
@@ -304,21 +315,21 @@ def _follow(kind: inspect.Type, place: Place) -> tuple[inspect.Type, Place]:
             case _:
                 raise LookupError(step)
         named.append(step)
-    return _bare(kind), tuple(named)
+    return kind, tuple(named)
 
 
 def _fields_of(kind: inspect.Type) -> dict[str, bool]:
     """Return the keys of a record, and whether each must be there."""
+    kind = _bare(kind)
     if isinstance(kind, inspect.StructType | inspect.DataclassType | inspect.TypedDictType):
         return {field.encode_name: field.required for field in kind.fields}
     return {}
 
 
-def _scalar_of(kind: inspect.Type) -> type | None:
-    return kind.cls if isinstance(kind, inspect.CustomType) else None
-
-
 def _way_out(problem: str, kind: inspect.Type) -> str:
+    if isinstance(kind, inspect.Metadata) and kind.extra_json_schema:
+        return str(kind.extra_json_schema["description"])
+    kind = _bare(kind)
     match kind:
         case inspect.BoolType():
             return "write true or false"
@@ -328,7 +339,5 @@ def _way_out(problem: str, kind: inspect.Type) -> str:
             return f"choose one of {', '.join(str(each.value) for each in kind.cls)}"
         case inspect.UnionType(types=(inspect.BoolType(), inspect.LiteralType())):
             return "write true or false"
-        case inspect.StrType(pattern=str(pattern)):
-            return f"it must match {pattern}"
         case _:
             return problem[:1].lower() + problem[1:200].replace("`", "")
