@@ -7,9 +7,10 @@ exception leaves this module. It is pure: `disk` reads the bytes.
 
 import difflib
 import json
+import math
 import re
 import tomllib
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -153,6 +154,15 @@ class Document:
         """Raise the sentence that says what is wrong at a place."""
         raise self.error(f"{self.where}: {self._show(place)} {problem}")
 
+    def refuse_unknown(self, place: Place, known: Collection[str]) -> None:
+        """Refuse the first key of the table at a place that is not known."""
+        value = self.value_at(place)
+        for key in value:
+            if key not in known:
+                close = difflib.get_close_matches(key[:_LONGEST_NAME], known, n=1, cutoff=0.5)
+                hint = f"did you mean {close[0]!r}" if close else f"known are {', '.join(known)}"
+                self.refuse((*place, key), f"= {quote(value[key])} is unknown; {hint}")
+
     def value_at(self, place: Place) -> Any:
         """Return the plain value at a place."""
         value = self.values
@@ -167,7 +177,8 @@ class Document:
             kind, place = _follow(kind, place)
             fields = _fields_of(kind)
             if problem.startswith("Object contains unknown field"):
-                self._explain_unknown(next(key for key in value if key not in fields), place, value, fields)
+                self.refuse_unknown(place, fields)
+                raise LookupError(place)
             if problem.startswith("Object missing required field"):
                 key = next(key for key, is_required in fields.items() if is_required and key not in value)
                 example = getattr(_bare(_follow(kind, (key,))[0]), "cls", None)
@@ -176,11 +187,6 @@ class Document:
         except (LookupError, TypeError, ValueError, StopIteration):  # a key of the file imitates a place
             raise self.error(f"{self.where} is not usable: {problem[:120]!r}") from None
         self._explain_value(problem, place, value, kind)
-
-    def _explain_unknown(self, key: str, place: Place, value: Any, known: Iterable[str]) -> NoReturn:
-        close = difflib.get_close_matches(key[:_LONGEST_NAME], known, n=1, cutoff=0.5)
-        hint = f"did you mean {close[0]!r}" if close else f"known are {', '.join(known)}"
-        self.refuse((*place, key), f"= {quote(value[key])} is unknown; {hint}")
 
     def _explain_value(self, problem: str, place: Place, value: object, kind: inspect.Type) -> NoReturn:
         if not place:
@@ -223,7 +229,9 @@ def parse_json(
         raise error(f"{where} has {len(data)} bytes; at most {most_bytes} are read")
     _check_brackets(data, where, error)
     try:
-        values = json.loads(data.decode(), object_pairs_hook=_without_repeats)
+        values = json.loads(
+            data.decode(), object_pairs_hook=_without_repeats, parse_constant=_finite, parse_float=_finite
+        )
     except (ValueError, RecursionError, MemoryError) as problem:
         reason = str(problem) if type(problem) is ValueError else type(problem).__name__
         raise error(f"{where} is not JSON ({reason})") from None
@@ -273,6 +281,13 @@ def _without_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:
         key, value = next(pair for index, pair in enumerate(pairs) if pair[0] in keys[:index])
         raise ValueError(f"key {quote(key)} = {quote(value)} is set twice")
     return values
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"the number {text[:20]} is not finite")
+    return number
 
 
 def _read_scalar(kind: type[Any], value: object) -> object:
