@@ -84,7 +84,6 @@ class Hub:
         self._look = look
         self._is_open_to_others = True
         self._file: HubFile | None = None
-        self._store: EventLog | None = None
 
     def __enter__(self) -> Self:
         self._door = claim_door(self._door)
@@ -164,14 +163,13 @@ class Hub:
             past = self._find_past(given) if resumes else None
             self._watch = StatusTracker(StateOfHub()) if past is None else past
             relay = Relay() if self._is_open_to_others else None
-            log = self._store = None
+            store = None
             if self._folder is not None:
                 if past is None:
                     set_aside(self._folder, with_checkpoints=given.job.books is None)
-                self._store = open_things.enter_context(EventLog(self._folder))
-                log = self._store.append
+                store = open_things.enter_context(EventLog(self._folder))
             hub = self._watch.hub
-            server = Server(self.token, hear, relay=relay, log=log, watch=self._see, hub=hub)
+            server = Server(self.token, hear, relay=relay, store=store, watch=self._see, hub=hub)
             transport = ZeroMqTransport(keys, pauses, self._door, HUB_LIMITS, admit=server.admit)
             await open_things.enter_async_context(transport)
             if relay is not None:
@@ -197,8 +195,6 @@ class Hub:
 
     def _see(self, event: Event, orders: tuple[Action, ...]) -> None:
         self._watch.observe(event, orders)
-        if self._store is not None:
-            self._store.save(self._watch)
         if self._look is not None:
             self._look(self._watch)
 

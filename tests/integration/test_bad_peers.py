@@ -12,6 +12,7 @@ from random import Random, SystemRandom
 
 import pytest
 from support.hub_world import job
+from support.memory_store import MemoryStore
 from support.small_swarm import JOIN, MEMORY_BYTES, PLAN, ROOT, check_books, joining, make_job
 from support.stranger import stranger
 
@@ -62,18 +63,18 @@ class World:
 async def hub(expected_nodes: int = 9) -> AsyncIterator[World]:
     keys, secret, relay = new_keys(), os.urandom(SECRET_BYTES), Relay()
     told: list[Notice] = []
-    logged: list[Event] = []
+    store = MemoryStore()
     watched: list[Event] = []
     server = Server(
         Token((), keys.public, secret),
         told.append,
         relay=relay,
-        log=logged.append,
+        store=store,
         watch=lambda event, _: watched.append(event),
     )
     async with ZeroMqTransport(keys, SystemRandom(), HERE, HUB_LIMITS, admit=server.admit) as transport:
         world = World(Token((transport.address,), keys.public, secret), relay, server)
-        world.told, world.logged, world.watched = told, logged, watched
+        world.told, world.logged, world.watched = told, store.kept, watched
         given = job(expected_nodes=expected_nodes, settle_seconds=1e6)
         async with relay.listen(transport.address):
             running = asyncio.create_task(server.run(transport, world, given))

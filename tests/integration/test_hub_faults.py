@@ -32,6 +32,7 @@ from tests.support.faults import (
 )
 from tests.support.hub_program import Fault, HubProgram, kill_itself
 from tests.support.hub_world import job
+from tests.support.memory_store import MemoryStore
 
 HERE = "tcp://127.0.0.1:*"
 MEMORY_BYTES = 503.5e6  # the program's own, and a little more than half the model
@@ -112,16 +113,15 @@ def test_a_folder_that_may_not_be_written_is_refused_before_anything_is_trained(
 
 @pytest.mark.parametrize("num_logged", [0, 1])
 def test_a_hub_whose_log_takes_no_more_ends_with_the_reason_whatever_it_was_at(num_logged: int) -> None:
-    logged: list[Event] = []
-
-    def log(event: Event) -> None:
-        if len(logged) == num_logged:
+    def check(_: Event) -> None:
+        if len(store.kept) == num_logged:
             raise ConfigError("the disk is full")
-        logged.append(event)
+
+    store = MemoryStore(check)
 
     async def main() -> None:
         keys = new_keys()
-        server = Server(Token((), keys.public, bytes(16)), print, log=log)
+        server = Server(Token((), keys.public, bytes(16)), print, store=store)
         async with ZeroMqTransport(keys, SystemRandom(), HERE, admit=server.admit) as transport:
             asyncio.get_running_loop().call_later(0.0, server.stop, "a callback, from which nobody hears")
             async with asyncio.timeout(20):
@@ -129,4 +129,4 @@ def test_a_hub_whose_log_takes_no_more_ends_with_the_reason_whatever_it_was_at(n
 
     with pytest.raises(ConfigError, match="the disk is full"):
         asyncio.run(main())
-    assert len(logged) == num_logged
+    assert len(store.kept) == num_logged

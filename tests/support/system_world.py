@@ -30,6 +30,7 @@ from ravnest.config import PlanConfig
 from ravnest.errors import LinkError, RavnestError
 from ravnest.hub.coordinator.events import Action, Event, Notify, Received, SendFields
 from ravnest.hub.coordinator.notices import EpochDone, Evaluated, Notice, PlanFormed, WorkLost
+from ravnest.hub.service.event_log import EventStore
 from ravnest.hub.service.server import Server
 from ravnest.ids import LeaseId, NodeId
 from ravnest.model.blueprint import Blueprint
@@ -292,7 +293,7 @@ class World:
     watch: Watch = lambda *_: None
     hear: Hear = lambda *_: None
     leaving: Leaving | None = None  # sender, receiver, message: when copies of it leave
-    log: Callable[[Event], None] | None = None  # of the hub
+    store: EventStore | None = None  # of the hub
     form_plan: Callable[..., Plan] = form_plan
 
     def __post_init__(self) -> None:
@@ -381,7 +382,9 @@ class World:
         keys = self._know(NodeId("hub"))
         self._token = Token(("hub",), keys.public, bytes(SECRET_BYTES))
         given = self.given = prepare(self.job, self.plan)
-        server = self._server = Server(self._token, self._tell, _inline, log=self.log, watch=self.ledger.note)
+        server = self._server = Server(
+            self._token, self._tell, _inline, store=self.store, watch=self.ledger.note
+        )
         settings = replace(given.job.settings, expected_nodes=len(self.pcs), microbatches=self.microbatches)
         job = replace(given.job, settings=replace(settings, checkpoint_every=self.checkpoint_every))
         async with Post(self, NodeId("hub"), keys, server.admit) as transport:

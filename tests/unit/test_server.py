@@ -5,6 +5,7 @@ from random import Random
 
 import pytest
 from support.hub_world import job
+from support.memory_store import MemoryStore
 from support.plan_world import node
 
 from ravnest.errors import ConfigError
@@ -15,16 +16,15 @@ from ravnest.net.memory import MemoryNetwork, MemoryTransport, run_virtual
 
 
 def test_a_log_that_fails_at_a_tick_ends_the_job_and_nothing_is_logged_after_the_gap() -> None:
-    logged: list[Event] = []
-
-    def log(event: Event) -> None:
+    def check(event: Event) -> None:
         if isinstance(event, Tick):
             raise ConfigError("the disk is full")
-        logged.append(event)
+
+    store = MemoryStore(check)
 
     async def main() -> None:
         keys = new_keys()
-        server = Server(Token((), keys.public, b"s" * 16), bool, log=log)
+        server = Server(Token((), keys.public, b"s" * 16), bool, store=store)
         async with MemoryTransport(MemoryNetwork(), keys, Random(1), "hub", admit=server.admit) as transport:
             loop = asyncio.get_running_loop()
             for seconds in (1.0, 100.0):
@@ -35,4 +35,4 @@ def test_a_log_that_fails_at_a_tick_ends_the_job_and_nothing_is_logged_after_the
             await asyncio.wait([loop.create_future()], timeout=200.0)
 
     run_virtual(main())
-    assert [event.node.name for event in logged[1:]] == ["after 1.0"]
+    assert [event.node.name for event in store.kept[1:]] == ["after 1.0"]

@@ -2,28 +2,27 @@
 
 import shutil
 import sqlite3
-from dataclasses import asdict
+from dataclasses import asdict, is_dataclass
+from enum import Enum
 
 import msgspec
 import pytest
-from support.hub_world import HubWorld, Trouble, blob, check_replay, freeze, job, quick_plans
+from replay.neutral import find_records
+from support.hub_world import HubWorld, Trouble, blob, freeze, job, quick_plans
 
 from ravnest.errors import ConfigError
 from ravnest.hub.coordinator.coordinator import Coordinator
-from ravnest.hub.coordinator.events import JobPhase, Received, Stopped, Tick
+from ravnest.hub.coordinator.events import Event, JobPhase, Received, Stopped, Tick
 from ravnest.hub.coordinator.notices import Joined, PlanFormed, RoundEnded
-from ravnest.hub.service import event_log as store_of
 from ravnest.hub.service.event_log import (
     LOG_SCHEMA,
     EventLog,
     apply_logged,
     read_event,
     read_status,
-    read_watch,
     replay,
     write_event,
 )
-from ravnest.hub.service.saving import load_state, save_state
 from ravnest.hub.service.status import ClusterStatus, MemberStatus, Status, StatusTracker
 from ravnest.protocol.membership import Leave
 from ravnest.protocol.placement import SnapshotMade
@@ -194,73 +193,52 @@ def test_a_log_on_a_disk_that_turned_read_only(tmp_path):
             store.append(Tick(0.0))
 
 
-# The state beside the log.
+# A folder that somebody else made.
 
 
-def saved_run(folder, monkeypatch, every=7):
-    """Log a history with deaths, saving every few events; return what watched it."""
-    monkeypatch.setattr(store_of, "_SAVED_EVERY", every)
-    world = HubWorld(job(epochs=3, checkpoint_every=5.0), Trouble(seed=3, latency=0.3, dropped=0.05))
-    world.join(*"abcdef", memory_mb=150.0)
-    world.kill("b", at=12.0)
-    world.leave("c", at=20.0)
-    world.run()
-    watch = StatusTracker(Coordinator())
+def crafted_state(trap):
+    """A saved state of earlier versions: their loader called whatever function it names."""
+    table = [
+        ("object", ["ravnest.hub.service.status:StatusTracker", ["hub", [1]]]),
+        ("object", ["ravnest.hub.coordinator.coordinator:Coordinator", ["apply", [2]]]),
+        ("method", [[3], "system"]),
+        ("object", ["os", ["command", f"touch {trap}"]]),
+    ]
+    return msgspec.msgpack.encode(([0], table))
+
+
+def test_nothing_but_events_is_read_from_a_folder(tmp_path):
+    folder, trap = tmp_path / "run", tmp_path / "trap"
+    world = trained_world()
     with EventLog(folder) as store:
         for event in world.log:
-            watch.observe(event, apply_logged(watch.hub, event, store.append))
-            store.save(watch)
-    return watch
+            store.append(event)
+    expected = read_status(folder)
+    with sqlite3.connect(folder / "hub.sqlite") as database:
+        database.execute("CREATE TABLE states (id INTEGER PRIMARY KEY, number INTEGER, seal TEXT, body BLOB)")
+        row = (0, len(world.log), "seal", crafted_state(trap))
+        database.execute("INSERT INTO states VALUES (?, ?, ?, ?)", row)
+    database.close()
+    assert read_status(folder) == expected
+    with EventLog(folder) as store:
+        assert freeze(replay(store)) == freeze(world.hub)
+    assert not trap.exists()
 
 
-def count_replayed(folder, monkeypatch):
-    """Return what is read of a folder, and how many events of its log that took."""
-    replayed = []
-    monkeypatch.setattr(store_of, "read_event", lambda *row: replayed.append(row) or read_event(*row))
-    return read_watch(folder), len(replayed)
-
-
-def test_a_saved_state_and_what_came_after_it_are_the_whole_log(tmp_path, monkeypatch):
-    live = saved_run(tmp_path, monkeypatch)
-    found, num_replayed = count_replayed(tmp_path, monkeypatch)
-    assert num_replayed < 7
-    assert freeze(found) == freeze(live)
+def test_the_log_is_read_without_running_or_importing_what_it_names(tmp_path):
+    """Every class that a log may name is a record of events; none is looked up by a name in the file."""
+    records = find_records(Event)
+    assert records
+    for record in records.values():
+        assert record.__module__.partition(".")[0] == "ravnest"
+        assert is_dataclass(record) or issubclass(record, Enum | dict)
     with EventLog(tmp_path) as store:
-        assert freeze(found.hub) == freeze(replay(store))
-
-
-def test_a_hub_goes_on_from_any_saved_state_as_if_it_had_never_ended():
-    world = HubWorld(job(epochs=3, checkpoint_every=5.0), Trouble(seed=5, latency=0.3))
-    world.join(*"abcdef", memory_mb=150.0)
-    world.kill("a", at=15.0)
-    for seconds in range(5, 60):
-        world.run(until=float(seconds))
-        world.hub = load_state(save_state(world.hub))
-    assert world.run().is_finished
-    check_replay(world)
-
-
-@pytest.mark.parametrize("change", ["another code", "damaged", "no table"])
-def test_a_state_that_does_not_fit_is_left_alone_and_the_log_replayed(tmp_path, monkeypatch, change):
-    live = saved_run(tmp_path, monkeypatch)
-    if change == "another code":
-        monkeypatch.setattr(store_of, "code_hash", lambda: "another")
-    else:
-        with EventLog(tmp_path) as store:
-            spoil = "DROP TABLE states" if change == "no table" else "UPDATE states SET body = zeroblob(9)"
-            store._database.execute(spoil)
-    found, num_replayed = count_replayed(tmp_path, monkeypatch)
-    assert num_replayed > 50
-    assert freeze(found) == freeze(live)
-
-
-def test_only_records_of_this_package_are_saved_or_made():
-    with pytest.raises(TypeError, match="no class of this package"):
-        save_state([sqlite3.Row])
-    for name in ("os:system", "ravnest.hub.service.event_log:read_event", "subprocess:Popen"):
-        content = msgspec.msgpack.encode(([0], [("object", [name])]))
-        with pytest.raises(ValueError, match="no class of this package"):
-            load_state(content)
+        bodies = [{"args": "ls"}, ["ls"], ("a", b"ls", 1.0)]
+        for kind in ("subprocess:Popen", "os:system", "Path", "Coordinator", "__class__", ""):
+            for body in bodies:
+                with pytest.raises(ValueError, match="no event is called"):
+                    read_event(kind, msgspec.msgpack.encode(body))
+        assert list(store.events()) == []
 
 
 # Status.

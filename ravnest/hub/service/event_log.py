@@ -1,9 +1,9 @@
-"""What a hub keeps on disk: the log of its events; a folder for each run.
+"""Where a hub keeps its events: the interface, and SQLite in the folder of a run.
 
-The log is SQLite: what was appended outlives a kill -9 of the hub, and others may read while it writes. A
-power cut may cost the last moments, never the order. A hub that goes on from its log counts its time on from
-`Hub.now`, so that it never goes back. Beside the log is a state, saved now and then: only what came after it
-is replayed. Nothing here decides; driven by hub.server and hub.status.
+In SQLite an appended event outlives a kill -9 of the hub, and others may read while it writes. A
+power cut may cost the last moments, never the order. The log is all that a hub remembers: a coordinator that
+is told its events again is the coordinator that was. Rows are msgpack of known records; nothing else in the
+file is read.
 """
 
 import contextlib
@@ -12,19 +12,17 @@ import sqlite3
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 import msgspec
 
 from ravnest.errors import ConfigError, ProtocolError
 from ravnest.hub.coordinator.coordinator import Coordinator
 from ravnest.hub.coordinator.events import Action, Event, Received
-from ravnest.hub.service.saving import code_hash, load_state, save_state
 from ravnest.hub.service.status import Status, StatusTracker
 from ravnest.ids import NodeId
 from ravnest.protocol import wire
 from ravnest.protocol.messages import Refusal
-from ravnest.transfer.blobs import name_blob
 
 LOG_SCHEMA = 1  # of the log; it changes with whatever makes old events unreadable or differently meant
 _LOG, _LOCK = "hub.sqlite", "hub.lock"
@@ -34,8 +32,6 @@ CREATE TABLE events (number INTEGER PRIMARY KEY, kind TEXT NOT NULL, body BLOB N
 PRAGMA user_version = {LOG_SCHEMA};
 COMMIT;
 """
-_STATES = "CREATE TABLE IF NOT EXISTS states (id INTEGER PRIMARY KEY, number INTEGER, seal TEXT, body BLOB)"
-_SAVED_EVERY = 20_000  # events: replaying so many takes seconds
 _KINDS = {kind.__name__: kind for kind in Event.__args__}
 _AGAIN = "start the hub again with --resume: what it has logged is kept, and peers wait a minute for it"
 _FULL = f"the disk is full; make room and {_AGAIN}"
@@ -68,14 +64,26 @@ def read_event(kind: str, body: bytes) -> Event:
     return event
 
 
+class EventStore(Protocol):
+    """Keeps the events of one hub in order. One hub writes; ConfigError says what is wrong with the store."""
+
+    def append(self, event: Event) -> None:
+        """Keep an event; when this returns, it outlives the hub's process."""
+
+    def events(self, after: int = 0) -> Iterator[Event]:
+        """Return all events in order, or those after the first so many."""
+
+    def close(self) -> None:
+        """Let others write."""
+
+
 class EventLog:
-    """The folder of one hub. Use it as a context manager, or `open` and `close` it; one writes, many read."""
+    """An EventStore in SQLite, in a run folder. Use it as a context manager, or `open` and `close` it."""
 
     def __init__(self, folder: Path, is_read_only: bool = False) -> None:
         self._folder = folder
         self._is_read_only = is_read_only
         self._connections = contextlib.ExitStack()
-        self._number = self._saved = 0  # of the last event, and of the last that is in a saved state
 
     def open(self) -> Self:
         """Open the log, or begin one, or raise ConfigError with what is wrong with the folder."""
@@ -86,10 +94,6 @@ class EventLog:
             else:
                 self._open_to_write(opened)
             self._check_schema()
-            if not self._is_read_only:
-                self._database.execute(_STATES)
-            (self._number,) = self._database.execute("SELECT coalesce(max(number), 0) FROM events").fetchone()
-            self._saved = self._number
             self._connections = opened.pop_all()
         return self
 
@@ -106,39 +110,12 @@ class EventLog:
         self.close()
 
     def append(self, event: Event) -> None:
-        """Log an event; when this returns, it outlives the hub's process."""
+        """Keep an event; when this returns, it outlives the hub's process."""
         with _explained(self._folder):
-            added = self._database.execute(
-                "INSERT INTO events (kind, body) VALUES (?, ?)", write_event(event)
-            )
-            self._number = added.lastrowid or 0
-
-    def save(self, watch: StatusTracker) -> None:
-        """Save now and then what all events so far have made, for whoever would replay them."""
-        if self._number < self._saved + _SAVED_EVERY:
-            return
-        self._saved = self._number
-        with _explained(self._folder), contextlib.suppress(TypeError, OverflowError):  # the log has it all
-            body = save_state(watch)
-            row = (self._number, _seal(body), body)
-            self._database.execute("INSERT OR REPLACE INTO states VALUES (0, ?, ?, ?)", row)
-
-    def load(self) -> tuple[StatusTracker, int]:
-        """Return the state that was saved last, if this very code did, and the number of its last event."""
-        with _explained(self._folder):
-            tables = self._database.execute("SELECT count(*) FROM sqlite_master WHERE name = 'states'")
-            rows = (
-                self._database.execute("SELECT number, seal, body FROM states")
-                if tables.fetchone()[0]
-                else ()
-            )
-            for number, seal, body in rows:
-                if seal == _seal(body):
-                    return load_state(body), number
-        return StatusTracker(Coordinator()), 0
+            self._database.execute("INSERT INTO events (kind, body) VALUES (?, ?)", write_event(event))
 
     def events(self, after: int = 0) -> Iterator[Event]:
-        """Read the log from its beginning, or what came after an event."""
+        """Return all events in order, or those after the first so many."""
         chosen = "SELECT * FROM events WHERE number > ? ORDER BY number"
         with _explained(self._folder):
             for number, kind, body in self._database.execute(chosen, (after,)):
@@ -181,7 +158,7 @@ def apply_logged(hub: Coordinator, event: Event, log: Callable[[Event], None]) -
     return orders
 
 
-def replay(store: EventLog) -> Coordinator:
+def replay(store: EventStore) -> Coordinator:
     """Return the hub that these events made; what was ordered before is not ordered again."""
     hub = Coordinator()
     for event in store.events():
@@ -192,8 +169,8 @@ def replay(store: EventLog) -> Coordinator:
 def read_watch(folder: Path) -> StatusTracker:
     """Return the hub of this folder's log, as somebody saw it who watched all the time."""
     with EventLog(folder, is_read_only=True) as store:
-        watch, number = store.load()
-        for event in store.events(after=number):
+        watch = StatusTracker(Coordinator())
+        for event in store.events():
             watch.observe(event, watch.hub.apply(event))
     return watch
 
@@ -201,10 +178,6 @@ def read_watch(folder: Path) -> StatusTracker:
 def read_status(folder: Path) -> Status:
     """Return where the run of this folder stands, whether its hub is running or not."""
     return read_watch(folder).status()
-
-
-def _seal(body: bytes) -> str:
-    return name_blob(code_hash().encode() + body).blob
 
 
 def _read_only(path: Path) -> sqlite3.Connection:

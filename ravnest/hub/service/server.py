@@ -37,7 +37,7 @@ from ravnest.hub.coordinator.notices import Missing, Notice
 from ravnest.hub.coordinator.planner import make_plan
 from ravnest.hub.service.admission import Admission
 from ravnest.hub.service.data_service import DataService
-from ravnest.hub.service.event_log import apply_logged
+from ravnest.hub.service.event_log import EventStore, apply_logged
 from ravnest.hub.service.owner import Owner
 from ravnest.hub.service.probe_reports import ProbeReports
 from ravnest.ids import NodeId
@@ -66,7 +66,7 @@ _Outbox = asyncio.Queue[Outgoing | None]
 class Server:
     """One job's hub. `admit` belongs to the transport it runs on; `token` needs no address here.
 
-    `log` gets every event that may change the state before it is applied, `watch` all of them after.
+    `store` keeps every event that changes the state; `watch` sees all of them after they are applied.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Server:
         in_background: Callable[..., Any] = asyncio.to_thread,
         *,
         relay: Relay | None = None,
-        log: Callable[[Event], None] | None = None,
+        store: EventStore | None = None,
         watch: Callable[[Event, tuple[Action, ...]], None] | None = None,
         hub: Coordinator | None = None,
     ) -> None:
@@ -84,7 +84,7 @@ class Server:
         self.admit = self._door.admit
         self._relay = relay
         self._tell = tell
-        self._log = log
+        self._store = store
         self._watch = watch
         self._in_background = in_background  # runs a function of the owner's where it delays no message
         self.hub = Coordinator() if hub is None else hub  # for who watches, too; one with a past goes on
@@ -267,7 +267,10 @@ class Server:
         if self._has_lost_log:
             return
         try:
-            orders = self.hub.apply(event) if self._log is None else apply_logged(self.hub, event, self._log)
+            if self._store is None:
+                orders = self.hub.apply(event)
+            else:
+                orders = apply_logged(self.hub, event, self._store.append)
         except ConfigError as error:  # also from a timer, which nobody awaits
             self._has_lost_log = True  # what would be logged after a gap could not be replayed
             self.fail(error)
