@@ -19,8 +19,8 @@ from typing import Any, ClassVar, NoReturn, Self, TypeVar, cast
 import msgspec
 from msgspec import inspect
 
-from ravnest.errors import ConfigError, RavnestError
-from ravnest.units import Dimension, parse_quantity, show_value
+from ravnest.errors import ConfigError
+from ravnest.units import Dimension, parse_quantity, show_bytes, show_value
 
 _LONGEST_NAME = 64
 _LONGEST_QUOTE = 60
@@ -133,7 +133,7 @@ class Document:
 
     values: Any
     where: str
-    error: Callable[[str], RavnestError] = ConfigError
+    error: Callable[[str], Exception] = ConfigError
     is_table: bool = False
 
     def read_as(self, kind: type[T]) -> T:
@@ -222,7 +222,7 @@ class Document:
 
 
 def parse_json(
-    data: bytes, where: str, most_bytes: int, error: Callable[[str], RavnestError] = ConfigError
+    data: bytes, where: str, most_bytes: int, error: Callable[[str], Exception] = ConfigError
 ) -> Document:
     """Return the JSON value in these bytes, which a program wrote."""
     if len(data) > most_bytes:
@@ -236,6 +236,22 @@ def parse_json(
         reason = str(problem) if type(problem) is ValueError else type(problem).__name__
         raise error(f"{where} is not JSON ({reason})") from None
     return Document(values, where, error)
+
+
+def decode_json(
+    data: bytes | msgspec.Raw,
+    kind: type[T],
+    where: str,
+    most_bytes: int,
+    error: Callable[[str], Exception] = ConfigError,
+) -> T:
+    """Return the record in these bytes at once, for data too large for plain values in between."""
+    if memoryview(data).nbytes > most_bytes:
+        raise error(f"{where} has more than {show_bytes(most_bytes)}")
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (ValueError, RecursionError) as problem:  # ValueError: also text that is not UTF-8
+        raise error(f"{where} cannot be used: {str(problem)[:200]!r}") from None
 
 
 def parse_table(text: str, where: str) -> Document:
@@ -259,7 +275,7 @@ def parse_table(text: str, where: str) -> Document:
     return Document(top, where, is_table=True)
 
 
-def _check_brackets(data: bytes, where: str, error: Callable[[str], RavnestError]) -> None:
+def _check_brackets(data: bytes, where: str, error: Callable[[str], Exception]) -> None:
     """Refuse deep or crowded brackets before the parser meets them."""
     brackets = data.translate(_AS_SQUARE, _NO_BRACKETS)
     if len(brackets) > _MOST_BRACKETS:

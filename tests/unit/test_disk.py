@@ -11,20 +11,20 @@ from ravnest.errors import ConfigError
 def test_a_file_of_exactly_the_most_bytes_is_read(tmp_path):
     (tmp_path / "file").write_bytes(b"x" * 8)
     assert read_bounded(tmp_path / "file", 8) == b"x" * 8
-    with pytest.raises(ConfigError, match="larger than 7 B; give a smaller file"):
+    with pytest.raises(ConfigError, match="cannot be read: it is larger than 7 B; give another file"):
         read_bounded(tmp_path / "file", 7)
 
 
 def test_an_endless_file_is_not_read_to_its_end():
-    with pytest.raises(ConfigError, match=r"/dev/zero is larger than 1\.05 MB"):
+    with pytest.raises(ConfigError, match=r"/dev/zero cannot be read: it is larger than 1\.05 MB"):
         read_bounded("/dev/zero", 1 << 20, is_plain=False)
-    with pytest.raises(ConfigError, match="/dev/zero is no plain file"):
+    with pytest.raises(ConfigError, match="/dev/zero cannot be read: it is no plain file"):
         read_bounded("/dev/zero", 1 << 20)
 
 
 def test_nobody_waits_for_the_other_end_of_a_pipe(tmp_path):
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(ConfigError, match="pipe is no plain file"):
+    with pytest.raises(ConfigError, match="pipe cannot be read: it is no plain file"):
         read_bounded(tmp_path / "pipe", 8)
 
 

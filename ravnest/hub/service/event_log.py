@@ -16,7 +16,7 @@ from typing import Protocol, Self
 
 import msgspec
 
-from ravnest.errors import ConfigError, ProtocolError
+from ravnest.errors import ConfigError, ProtocolError, RavnestError
 from ravnest.hub.coordinator.coordinator import Coordinator
 from ravnest.hub.coordinator.events import Action, Event, Received
 from ravnest.hub.service.status import Status, StatusTracker
@@ -26,9 +26,11 @@ from ravnest.protocol.messages import Refusal
 
 LOG_SCHEMA = 1  # of the log; it changes with whatever makes old events unreadable or differently meant
 _LOG, _LOCK = "hub.sqlite", "hub.lock"
+_EVENTS = "CREATE TABLE events (number INTEGER PRIMARY KEY, kind TEXT NOT NULL, body BLOB NOT NULL)"
+_MOST_EVENT_BYTES = 64 << 20
 _TABLES = f"""
 BEGIN;
-CREATE TABLE events (number INTEGER PRIMARY KEY, kind TEXT NOT NULL, body BLOB NOT NULL);
+{_EVENTS};
 PRAGMA user_version = {LOG_SCHEMA};
 COMMIT;
 """
@@ -116,13 +118,19 @@ class EventLog:
 
     def events(self, after: int = 0) -> Iterator[Event]:
         """Return all events in order, or those after the first so many."""
-        chosen = "SELECT * FROM events WHERE number > ? ORDER BY number"
+        chosen = "SELECT number, kind, body FROM events WHERE number > ? ORDER BY number"
         with _explained(self._folder):
             for number, kind, body in self._database.execute(chosen, (after,)):
                 try:
                     yield read_event(kind, body)
-                except (msgspec.MsgspecError, ValueError, ProtocolError) as problem:
-                    reason = f"event {number} of its log is damaged: {problem!s:.200}"
+                except (
+                    msgspec.MsgspecError,
+                    ValueError,
+                    TypeError,
+                    RecursionError,
+                    ProtocolError,
+                ) as problem:
+                    reason = f"event {number} of its log is damaged: {str(problem)[:200]!r}"
                     raise ConfigError(f"{self._folder}: {reason}") from None
 
     def _open_to_write(self, opened: contextlib.ExitStack) -> None:
@@ -140,7 +148,8 @@ class EventLog:
 
     def _check_schema(self) -> None:
         (found,) = self._database.execute("PRAGMA user_version").fetchone()
-        if found == 0:
+        tables = self._database.execute("SELECT sql FROM sqlite_master WHERE name = 'events'").fetchall()
+        if found == 0 or (found == LOG_SCHEMA and tables != [(_EVENTS,)]):  # a view could run for ever
             raise ConfigError(f"{self._folder}: {_ADVICE['not a database']}")
         if found != LOG_SCHEMA:
             raise ConfigError(
@@ -162,7 +171,8 @@ def replay(store: EventStore) -> Coordinator:
     """Return the hub that these events made; what was ordered before is not ordered again."""
     hub = Coordinator()
     for event in store.events():
-        hub.apply(event)
+        with _refused_if_unfit(event):
+            hub.apply(event)
     return hub
 
 
@@ -171,13 +181,16 @@ def read_watch(folder: Path) -> StatusTracker:
     with EventLog(folder, is_read_only=True) as store:
         watch = StatusTracker(Coordinator())
         for event in store.events():
-            watch.observe(event, watch.hub.apply(event))
+            with _refused_if_unfit(event, f"{folder}: "):
+                watch.observe(event, watch.hub.apply(event))
     return watch
 
 
 def read_status(folder: Path) -> Status:
     """Return where the run of this folder stands, whether its hub is running or not."""
-    return read_watch(folder).status()
+    watch = read_watch(folder)
+    with _refused_if_unfit(None, f"{folder}: "):
+        return watch.status()
 
 
 def _read_only(path: Path) -> sqlite3.Connection:
@@ -189,7 +202,22 @@ def _read_only(path: Path) -> sqlite3.Connection:
     except sqlite3.OperationalError:  # in a folder that cannot be written, of a hub that has ended
         database.close()
         database = sqlite3.connect(f"{path.absolute().as_uri()}?immutable=1", uri=True, isolation_level=None)
+    database.execute("PRAGMA trusted_schema = OFF")
+    database.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MOST_EVENT_BYTES)
     return database
+
+
+@contextlib.contextmanager
+def _refused_if_unfit(event: Event | None, where: str = "") -> Iterator[None]:
+    """Refuse a log whose events no hub can have met; the coordinator trusts its own log."""
+    try:
+        yield
+    except RavnestError:
+        raise
+    except Exception as error:
+        kind = "the end" if event is None else type(event).__name__
+        reason = f"its log does not fit together ({kind}: {type(error).__name__})"
+        raise ConfigError(f"{where}{reason}; move {_LOG} away, or choose another folder") from error
 
 
 @contextlib.contextmanager
