@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from ravnest.foreign import Document, Quantity
+from ravnest.foreign import Document, Quantity, parse_table, quote
 from ravnest.units import Dimension
 
 
@@ -101,6 +101,15 @@ _BOUNDS = {
     "overhead_bytes": (0, 1e12),
     "recover_seconds": (0, 1e6),
 }
+
+
+def parse_plan_table(text: str, where: str) -> dict[str, object] | None:
+    """Return the [plan] table of a TOML file; None if it has none."""
+    document = parse_table(text, where)
+    table = document.values.get("plan")
+    if not isinstance(table, dict | None):
+        document.refuse(("plan",), f"is {quote(table)}, not a table; write [plan]")
+    return table
 
 
 def read_plan_config(table: Mapping[str, object], where: str) -> PlanConfig:

@@ -228,6 +228,8 @@ def _explained(folder: Path) -> Iterator[None]:
     except sqlite3.Error as error:
         advice = next((text for sign, text in _ADVICE.items() if sign in str(error)), str(error))
         raise ConfigError(f"{folder}: {advice}") from error
+    except UnicodeDecodeError as error:  # of SQLite's own words, which quote the file
+        raise ConfigError(f"{folder}: {_ADVICE['malformed']}") from error
     except OSError as error:
         is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         raise ConfigError(f"{folder}: {_FULL if is_full else f'{_CLOSED} ({error.strerror})'}") from error
