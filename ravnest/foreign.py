@@ -184,7 +184,7 @@ class Document:
                 example = getattr(_bare(_follow(kind, (key,))[0]), "cls", None)
                 written = f"; write {key} = {getattr(example, 'example', '...')}" if self.is_table else ""
                 self.refuse((*place, key), f"is missing{written}")
-        except (LookupError, TypeError, ValueError, StopIteration):  # a key of the file imitates a place
+        except (LookupError, TypeError, StopIteration):  # a key of the file imitates a place
             raise self.error(f"{self.where} is not usable: {problem[:120]!r}") from None
         self._explain_value(problem, place, value, kind)
 
@@ -336,8 +336,8 @@ def _follow(kind: inspect.Type, place: Place) -> tuple[inspect.Type, Place]:
         kind = _bare(kind)
         match kind:
             case inspect.StructType() | inspect.DataclassType() | inspect.TypedDictType():
-                index = step if isinstance(step, int) else [x.encode_name for x in kind.fields].index(step)
-                field = kind.fields[index]
+                rows = {field.encode_name: field for field in kind.fields}
+                field = kind.fields[step] if isinstance(step, int) else rows[step]
                 kind, step = field.type, field.encode_name
             case inspect.TupleType() if isinstance(step, int):
                 kind = kind.item_types[step]

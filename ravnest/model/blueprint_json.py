@@ -9,6 +9,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Container, Iterable, Mapping
+from dataclasses import astuple
 from functools import cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
@@ -310,18 +311,6 @@ class _BlueprintObject(msgspec.Struct, forbid_unknown_fields=True):
 
 def write_blueprint(blueprint: Blueprint) -> bytes:
     """Return the blueprint as JSON, the same bytes for equal blueprints."""
-    state = [
-        [
-            entry.name,
-            entry.kind,
-            entry.dtype,
-            entry.shape,
-            entry.positions,
-            entry.is_trainable,
-            entry.is_written,
-        ]
-        for entry in blueprint.state
-    ]
     document = {
         "format": BLUEPRINT_FORMAT,
         "name": blueprint.name,
@@ -329,7 +318,7 @@ def write_blueprint(blueprint: Blueprint) -> bytes:
         "start": blueprint.start,
         "stop": blueprint.stop,
         "cuts": blueprint.cuts,
-        "state": state,
+        "state": [astuple(entry) for entry in blueprint.state],  # as _StateRow reads it
         "aliases": blueprint.aliases,
         "train": _write_program(blueprint.train),
         "evaluate": _write_program(blueprint.evaluate),
@@ -388,15 +377,7 @@ def _write_op(op: Op) -> list[object]:
 
 def _read_state(row: _StateRow, num_positions: int) -> StateEntry:
     where = f"state {quote(row.name)}"
-    read = StateEntry(
-        name=row.name,
-        kind=row.kind,
-        dtype=row.dtype,
-        shape=row.shape,
-        positions=row.positions,
-        is_trainable=row.is_trainable,
-        is_written=row.is_written,
-    )
+    read = StateEntry(*msgspec.structs.astuple(row))
     _check_size(TensorType(read.dtype, read.shape), where)
     if not read.positions or any(one >= other for one, other in pairwise(read.positions)):
         _refuse(f"{where} has positions {quote(read.positions)}; they must be ascending, one at least")

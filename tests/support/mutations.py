@@ -1,4 +1,4 @@
-"""Damaged and hostile inputs made from sound ones: flipped bytes, swapped types, deep nests, odd encodings."""
+"""Damaged and hostile inputs made from sound ones: flipped bytes, swapped types, deep nests, encodings."""
 
 import copy
 import json
@@ -19,15 +19,8 @@ LITERALS = [
     *("NaN", "-Infinity", "1e400", "-1e999", "9" * 400, "9" * 5_000, "1" * 400 + ".5", '"\\ud800"'),
     *("[" * 2_000, "{" * 2_000, "[" * 2_000 + "]" * 2_000, '{"a":' * 1_000 + "1" + "}" * 1_000, "//", "'x'"),
 ]
-WATCHED = ("os.system", "os.exec", "os.posix_spawn", "os.fork", "subprocess.Popen", "pickle.find_class")
-WATCHED += (
-    "marshal.loads",
-    "ctypes.dlopen",
-    "socket.connect",
-    "os.spawn",
-    "code.__new__",
-    "sqlite3.enable_load_extension",
-)
+WATCHED = ("os.system", "os.exec", "os.posix_spawn", "os.spawn", "os.fork", "subprocess.Popen")
+WATCHED += ("pickle.find_class", "ctypes.dlopen", "socket.connect", "sqlite3.enable_load_extension")
 
 
 def damage_bytes(rng: random.Random, data: bytes) -> bytes:
