@@ -2,7 +2,6 @@
 
 Each operation goes forward and backward alone, while torch's kernels are counted and autograd tells what it
 saves. What is saved is kept as references to memory: then what two operations both save is counted once.
-Driven by the owner.
 """
 
 from collections.abc import Iterable, Iterator

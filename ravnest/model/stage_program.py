@@ -1,8 +1,8 @@
 """From a blueprint to a callable stage, on this PC's device, with nothing but the allowed operators.
 
 Parameters are arguments of every call, so an older version of the weights can still run backward after an
-update. Names in the generated code are ours; no text of a blueprint becomes code. Driven by the peer, in a
-process of its own: an allowed kernel may still crash on hostile sizes, and the peer must survive that.
+update. Names in the generated code are ours; no text of a blueprint becomes code. An allowed
+kernel may still crash on hostile sizes; nothing here prevents that.
 """
 
 import operator
@@ -43,7 +43,7 @@ class Setting:
 
 
 class StageProgram:
-    """A stage that runs. Built by `rebuild`."""
+    """A stage that runs. Built by `build_stage_program`."""
 
     def __init__(self, blueprint: Blueprint, setting: Setting) -> None:
         self.blueprint = blueprint

@@ -1,8 +1,8 @@
-"""Synthetic swarms for planning and simulation without asking anyone: "home:50", "lan:8", ...
+"""Synthetic swarms for planning and simulation without real nodes: "home:50", "lan:8", ...
 
 The one idea: a kind of population is a small table of link technologies, regions and medians; nodes
 are drawn from it, and from one table of consumer devices, by a seeded generator. The same spec and
-seed give the same swarm. docs/files.md lists the sources. Driven by `ravnest plan`.
+seed give the same swarm. docs/files.md lists the sources.
 """
 
 import re
