@@ -201,8 +201,8 @@ class Document:
         if isinstance(value, list) and " of length <= " in problem:
             self.refuse(place, f"has {len(value)} entries; at most {problem.rpartition(' ')[2]} are read")
         if self.is_table and isinstance(place[-1], int):
-            shown = f"has {quote(value)} as entry {place[-1] + 1}"
-            self.refuse(place[:-1], f"{shown}, not a table; write its keys and values")
+            way_out = "write a table of keys and values" if _fields_of(kind) else _way_out(problem, kind)
+            self.refuse(place[:-1], f"has {quote(value)} as entry {place[-1] + 1}; {way_out}")
         self.refuse(place, f"is {quote(value)}; {_way_out(problem, kind)}")
 
     def _show(self, place: Place) -> str:
