@@ -7,9 +7,13 @@ TOML file set the fields of PlanConfig by the names below.
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
+from functools import cache
+from typing import Any, Literal
 
-from ravnest.errors import ConfigError
-from ravnest.units import Dimension, parse_quantity, show_value
+import msgspec
+
+from ravnest.foreign import Document, Quantity, parse_table, quote
+from ravnest.units import Dimension
 
 
 class WireFormat(StrEnum):
@@ -209,57 +213,48 @@ _BOUNDS = {
 }
 
 
+def parse_plan_table(text: str, where: str) -> dict[str, object] | None:
+    """Return the [plan] table of a TOML file; None if it has none."""
+    document = parse_table(text, where)
+    table = document.values.get("plan")
+    if not isinstance(table, dict | None):
+        document.refuse(("plan",), f"is {quote(table)}, not a table; write [plan]")
+    return table
+
+
 def read_plan_config(table: Mapping[str, object], where: str) -> PlanConfig:
     """Return the default PlanConfig with the keys of `table` set; errors name `where`."""
-    known = {field.name: field.default for field in fields(PlanConfig)}
-    changes: dict[str, object] = {}
-    for key, value in table.items():
-        if key not in known:
-            names = ", ".join(sorted(known))
-            given = f"{show_value(key)} = {show_value(value)}"
-            raise ConfigError(f"{where}: unknown key {given}; known keys: {names}")
-        try:
-            changes[key] = _read_value(key, value, known[key])
-        except ConfigError as error:
-            raise ConfigError(f"{where}: {key} = {show_value(value)}: {error}") from None
-    return replace(PlanConfig(), **changes)  # type: ignore[arg-type]
+    read = Document(dict(table), where, is_table=True).read_as(_plan_table())
+    return replace(PlanConfig(), **{name: _plain(name, getattr(read, name)) for name in table})
 
 
-def _read_value(key: str, value: object, default: object) -> object:
+def _plain(name: str, value: Any) -> Any:
+    kind = type(getattr(PlanConfig(), name))
+    return value in (True, "true") if kind is bool else kind(value)
+
+
+@cache
+def _plan_table() -> type[msgspec.Struct]:
+    """Return the schema of a [plan] table; every key may be left out."""
+    keys = [(field.name, _kind_of(field.name, field.default), field.default) for field in fields(PlanConfig)]
+    return msgspec.defstruct("_PlanTable", keys, forbid_unknown_fields=True)
+
+
+def _kind_of(name: str, default: Any) -> Any:
     if isinstance(default, StrEnum):
-        choices = type(default)
-        if not isinstance(value, str) or value not in list(choices):
-            raise ConfigError(f"choose one of {', '.join(choices)}")
-        return choices(value)
+        return type(default)
     if isinstance(default, bool):
-        if not isinstance(value, bool) and value not in ("true", "false"):
-            raise ConfigError("write true or false")
-        return value in (True, "true")
-    return _read_number(key, value, default)
+        return bool | Literal["true", "false"]  # the words of a command line
+    low, high = (f"{end:g}" for end in _BOUNDS[name])
 
+    class Knob(
+        Quantity,
+        low=low,
+        high=high,
+        dimension=_DIMENSIONS.get(name),
+        example="" if name in _DIMENSIONS else f"{default:g}",
+        is_whole=isinstance(default, int),
+        takes_text=True,
+    ): ...
 
-def _read_number(key: str, value: object, default: object) -> float | int:
-    number: float
-    if isinstance(value, str):
-        number = _number_in(value, _DIMENSIONS.get(key))
-    elif isinstance(value, int | float) and not isinstance(value, bool):
-        number = value
-    else:
-        raise ConfigError("write a number")
-    low, high = _BOUNDS[key]
-    if not low <= number <= high:
-        raise ConfigError(f"it must lie between {low:g} and {high:g}")
-    if isinstance(default, int):
-        if number != int(number):
-            raise ConfigError("it must be a whole number")
-        return int(number)
-    return float(number)
-
-
-def _number_in(text: str, dimension: Dimension | None) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        if dimension is None:
-            raise ConfigError("write a number") from None
-        return parse_quantity(text, dimension)
+    return Knob

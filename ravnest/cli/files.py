@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ravnest.disk import read_bounded
 from ravnest.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -12,25 +13,13 @@ if TYPE_CHECKING:
 
 
 def read_text(name: str, max_bytes: int) -> str:
-    """Return what a file holds, or raise the sentence that says why it cannot be read."""
+    """Return what a file or a pipe holds, or raise the sentence that says why it cannot be read."""
     try:
-        with Path(name).open("rb") as file:
-            content = file.read(max_bytes + 1)
-        if len(content) > max_bytes:
-            raise ConfigError(f"{name} is larger than {max_bytes >> 20} MiB; give a smaller file")
-        return content.decode("utf-8")
-    except FileNotFoundError:
-        raise ConfigError(f"{name} does not exist; check its name and folder") from None
-    except IsADirectoryError:
-        raise ConfigError(f"{name} is a folder; give a file inside it") from None
-    except PermissionError:
-        raise ConfigError(f"{name} may not be read by this user; change its permissions") from None
+        return read_bounded(name, max_bytes, is_plain=False).decode("utf-8")
     except UnicodeDecodeError as error:
         raise ConfigError(
             f"{name} is not text (byte {error.start} is no UTF-8); give a TOML or JSON file"
         ) from None
-    except OSError as error:
-        raise ConfigError(f"{name} cannot be read: {error.strerror}; give another file") from None
 
 
 def write_text(option: str, name: str, text: str) -> None:

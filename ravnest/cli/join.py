@@ -5,12 +5,12 @@ import os
 import sys
 from dataclasses import dataclass, replace
 from math import inf
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from ravnest.cli.parts import CommandParts, find_parts
+from ravnest.disk import read_bounded
 from ravnest.errors import ConfigError
 from ravnest.units import Dimension, parse_quantity, show_bytes, show_flops, show_rate, show_value
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ravnest.peer.hours import Hours
 
 _LONGEST_NAME = 40
+_MOST_TOKEN_BYTES = 1 << 18
 _LONGEST_BATCH_SECONDS = 600.0  # a stage that would need longer for one batch is not run here
 _EVERYWHERE = "tcp://0.0.0.0:*"
 _ONLY_HERE = "tcp://127.0.0.1:*"  # where what comes through the relay is led to
@@ -173,12 +174,9 @@ def _find_token(token: str | None, file: str | None) -> str:
     if token is not None:
         return token
     if file == "-":
-        return sys.stdin.readline()
+        return sys.stdin.readline(_MOST_TOKEN_BYTES)
     if file is not None:
-        try:
-            return Path(file).read_text(errors="replace")
-        except OSError as error:
-            raise ConfigError(f"--token-file {file} cannot be read: {error.strerror}") from None
+        return read_bounded(file, _MOST_TOKEN_BYTES, is_plain=False).decode(errors="replace")
     if not os.environ.get(_VARIABLE):
         raise ConfigError(
             f"no token: paste the line the hub shows, or give it by --token-file or {_VARIABLE}"

@@ -6,7 +6,6 @@ commands where to send them.
 
 import asyncio
 import contextlib
-import json
 import logging
 import os
 import signal
@@ -15,9 +14,15 @@ from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+from msgspec import Meta
 
 from ravnest.config import TIMEOUTS, ProgramTimeouts
+from ravnest.disk import read_bytes
+from ravnest.errors import ConfigError
+from ravnest.foreign import parse_json
 
 if TYPE_CHECKING:
     import psutil  # type: ignore[import-untyped]
@@ -33,6 +38,7 @@ logger = logging.getLogger(__name__)
 _SIGNAL_EXIT = 128
 _GUARD_EXIT = 7
 _TAKEN_BACK = "its provider takes it back"
+_MOST_BYTES = 1 << 12
 _SAME_PROCESS_SECONDS = 2.0  # systems round the time a process was started at
 # Not every system has them.
 PAUSE, RESUME = getattr(signal, "SIGUSR1", None), getattr(signal, "SIGUSR2", None)
@@ -51,6 +57,13 @@ class Terms:
     hours: tuple["Hours", ...]
     runs_on_battery: bool
     memory: "MemoryWatch | None"  # none where something else holds the limit
+
+
+class _Registration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the file of a running `ravnest join` says."""
+
+    name: Annotated[str, Meta(max_length=256)]
+    started_at: float
 
 
 class Lending:
@@ -184,9 +197,9 @@ def registered(name: str) -> Iterator[None]:
     find_running()  # and forget who is no more
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        whole = json.dumps({"name": name, "started_at": psutil.Process().create_time()})
+        whole = msgspec.json.encode(_Registration(name, psutil.Process().create_time()))
         unfinished = file.with_suffix(".unfinished")
-        unfinished.write_text(whole)
+        unfinished.write_bytes(whole)
         unfinished.replace(file)  # so that nobody reads half of it, and removes it for that
     except OSError as error:
         logger.warning("ravnest pause will not find it: %s cannot be written: %s", file, error.strerror)
@@ -204,15 +217,16 @@ def find_running() -> list[tuple[str, "psutil.Process"]]:
     found = []
     for file in sorted(_folder().glob("*.json")):
         try:
-            told = json.loads(file.read_text())
+            content = read_bytes(file, _MOST_BYTES)
+            registered = parse_json(content, str(file), _MOST_BYTES).read_as(_Registration)
             process = psutil.Process(int(file.stem))
-            is_same = abs(process.create_time() - told["started_at"]) < _SAME_PROCESS_SECONDS
+            is_same = abs(process.create_time() - registered.started_at) < _SAME_PROCESS_SECONDS
             if not is_same or process.status() == psutil.STATUS_ZOMBIE:
                 raise psutil.NoSuchProcess(process.pid)
-            found.append((str(told["name"]), process))
-        except FileNotFoundError:
-            continue  # another one that starts now was quicker to forget it
-        except (psutil.NoSuchProcess, ValueError, KeyError, TypeError):
+            found.append((registered.name, process))
+        except OSError:
+            continue  # no file of ours, or another one that starts now was quicker to remove it
+        except (psutil.Error, ConfigError, ValueError, OverflowError):
             with contextlib.suppress(OSError):
                 file.unlink(missing_ok=True)
     return found

@@ -1,7 +1,6 @@
 """`ravnest plan`: who would do what, and how fast it would be."""
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -124,9 +123,15 @@ def _read_model(model: str, batch: int | None) -> "ModelProfile":
 
 
 def _read_config(config_file: str | None, settings: tuple[str, ...]) -> "PlanConfig":
-    from ravnest.config import read_plan_config
+    from ravnest.config import parse_plan_table, read_plan_config
 
-    values = {} if config_file is None else dict(_read_plan_table(config_file))
+    values: dict[str, object] = {}
+    if config_file is not None:
+        content = read_text(config_file, find_parts().max_file_bytes)
+        table = parse_plan_table(content, config_file)
+        if table is None:
+            click.echo(f"note: {config_file} has no [plan] table; every setting has its default", err=True)
+        values = table or {}
     read_plan_config(values, f"{config_file}, table [plan]")
     given: dict[str, str] = {}
     for setting in settings:
@@ -136,19 +141,6 @@ def _read_config(config_file: str | None, settings: tuple[str, ...]) -> "PlanCon
         given[key.strip()] = value.strip()
     read_plan_config(given, "--set")
     return read_plan_config({**values, **given}, "--set")
-
-
-def _read_plan_table(config_file: str) -> Mapping[str, object]:
-    from ravnest.plan.files import parse_table
-    from ravnest.units import show_value
-
-    values = parse_table(read_text(config_file, find_parts().max_file_bytes), config_file).values
-    if "plan" not in values:
-        click.echo(f"note: {config_file} has no [plan] table; every setting has its default", err=True)
-    table = values.get("plan", {})
-    if not isinstance(table, dict):
-        raise ConfigError(f"{config_file}: key 'plan' is {show_value(table)}, not a table; write [plan]")
-    return table
 
 
 def _write_picture(name: str, answer: _Answer) -> None:

@@ -1,7 +1,7 @@
 """How a stage is trained, as data that travels beside its blueprint: known words and bounded numbers."""
 
 from dataclasses import asdict, dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -18,11 +18,14 @@ from ravnest.engine.optimizers import (
     Sgd,
 )
 from ravnest.errors import UnsafeBlueprint
+from ravnest.foreign import Document, parse_json, quote
 
 _MOST_BYTES = 4 << 20
 _MOST_UPDATES = 1 << 40
 _MOST_LAG = 64
 _MOST_OUTER = 10.0
+_MOST_SAMPLES = 1 << 20
+_Number = Annotated[float, Meta(ge=-1e30, le=1e30)]  # NaN is not within any bounds
 _RULES: dict[str, type[OptimizerRule]] = {
     "sgd": Sgd,
     "adam": Adam,
@@ -82,19 +85,19 @@ class TrainConfig:
 class _Group(msgspec.Struct, forbid_unknown_fields=True):
     names: list[str]
     rule: str
-    values: dict[str, Any]
-    weight_decay: float
+    values: dict[str, bool | _Number | str]
+    weight_decay: _Number
     is_decoupled: bool
-    rate: float
+    rate: _Number
 
 
 class _TrainConfig(msgspec.Struct, forbid_unknown_fields=True):
     groups: list[_Group]
-    learning_rate: float
-    clip: float | None
+    learning_rate: _Number
+    clip: _Number | None
     has_prediction: bool
-    lag_updates: int
-    batch_size: int
+    lag_updates: Annotated[int, Meta(ge=0, le=_MOST_UPDATES)]
+    batch_size: Annotated[int, Meta(ge=1, le=_MOST_SAMPLES)]
     activations: WireFormat
     gradients: WireFormat
     precision: Precision
@@ -140,15 +143,10 @@ def write_train_config(training: TrainConfig, names: frozenset[str]) -> bytes:
 
 def read_train_config(data: bytes) -> TrainConfig:
     """Return what the JSON says, or refuse it with the reason."""
-    if len(data) > _MOST_BYTES:
-        raise UnsafeBlueprint(f"the training settings have {len(data)} bytes; at most {_MOST_BYTES} are read")
-    try:
-        read = msgspec.json.decode(data, type=_TrainConfig)
-        groups = tuple(_read_group(group) for group in read.groups)
-    except (msgspec.MsgspecError, RecursionError, ValueError) as problem:
-        raise UnsafeBlueprint(f"the training settings are not readable: {problem!s:.200}") from None
-    if not 1 <= read.batch_size <= 1 << 20 or read.lag_updates < 0:
-        raise UnsafeBlueprint(f"the training settings have batches of {read.batch_size} samples")
+    document = parse_json(data, "the training settings", _MOST_BYTES, UnsafeBlueprint)
+    read = document.read_as(_TrainConfig)
+    document.refuse_unknown(("averaging",), AveragingRule.__dataclass_fields__)
+    groups = tuple(_read_group(document, index, group) for index, group in enumerate(read.groups))
     optimizer = OptimizerSettings(
         groups, read.learning_rate, read.clip, read.has_prediction, read.lag_updates
     )
@@ -165,12 +163,12 @@ def read_train_config(data: bytes) -> TrainConfig:
     )
 
 
-def _read_group(group: _Group) -> Group:
+def _read_group(document: Document, index: int, group: _Group) -> Group:
+    place = ("groups", index)
     if group.rule not in _RULES:
-        raise ValueError(f"the optimizer {group.rule[:20]!r} is none of {', '.join(_RULES)}")
+        document.refuse((*place, "rule"), f"is {quote(group.rule)}; choose one of {', '.join(_RULES)}")
     kind = _RULES[group.rule]
-    unknown = group.values.keys() - set(kind.__dataclass_fields__)
-    if unknown:
-        raise ValueError(f"{group.rule} has no setting {min(unknown)[:20]!r}")
-    rule: OptimizerRule = msgspec.convert(group.values, kind)
+    document.refuse_unknown((*place, "values"), kind.__dataclass_fields__)
+    values = Document(group.values, f"{document.where}: groups[{index}].values", UnsafeBlueprint)
+    rule: OptimizerRule = values.read_as(kind)
     return Group(tuple(group.names), rule, group.weight_decay, group.is_decoupled, group.rate)

@@ -1,1 +1,1 @@
-"""A model as stages."""
+"""A model as data and as stages: captured, cut, checked, run and measured."""

@@ -25,7 +25,7 @@ def writes(op: Op) -> Iterator[ValueId]:
 
 
 def has_effect(op: Op) -> bool:
-    """Return whether it matters though nobody reads its results: it writes, or moves a generator."""
+    """Return whether it matters though its results are not read: it writes, or moves a generator."""
     return any(True for _ in writes(op)) or draws(op.name, dict(op.arguments))
 
 

@@ -2,7 +2,7 @@
 
 A program is a list of operations on numbered values; every value is a tensor whose sizes are fixed or grow
 with the batch. A blueprint is the training and the evaluation program of one interval of the line, and the
-state they work on. `line` cuts blueprints, `reading` turns them into JSON and back, `rebuild` runs them.
+state they work on. `slicing` cuts blueprints, `blueprint_json` stores them, `stage_program` runs them.
 """
 
 from collections.abc import Iterator, Mapping

@@ -1,8 +1,8 @@
 """From the requester's model and loss to a blueprint. Runs on the requester's PC only, on its own code.
 
 The model, its loss and its metrics are exported together, once as in training and once as in evaluation, with
-a batch size that may vary, and then compared with the module itself on a real batch (`selftest`). What export
-would get wrong without a word is refused while it happens (`traps`).
+a batch size that may vary, and then compared with the module itself on a real batch (`verify`). What export
+would get wrong without a word is refused while it happens (`export_hazards`).
 """
 
 import contextlib

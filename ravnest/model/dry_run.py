@@ -1,8 +1,8 @@
-"""What a blueprint would need, found out before anything runs: memory, work, whether its shapes are true.
+"""A dry run of a blueprint: its memory, its work and its shapes, before anything real runs.
 
 Both programs run once on tensors without memory, training with its backward. A blueprint that would take more
-than the provider allows, that lies about a shape, or that torch itself would reject is refused here, and what
-finding that out may take is bounded too.
+than the provider allows, that lies about a shape, or that torch itself would reject is refused here. The
+cost of the dry run is bounded too.
 """
 
 from collections.abc import Mapping

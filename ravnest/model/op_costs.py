@@ -1,7 +1,7 @@
 """What torch's kernels take: FLOPs its own counter does not know, and a watch over every kernel that runs.
 
 The watch counts by shapes alone, a tensor always as if it were dense: an expanded view has no memory of its
-own, but whoever reads it works through all of it.
+own, but a kernel that reads it works through all of it.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -42,7 +42,7 @@ class Setting:
 
 
 class StageProgram:
-    """A stage that runs. Built by `rebuild`."""
+    """A stage that runs. Built by `build_stage_program`."""
 
     def __init__(self, blueprint: Blueprint, setting: Setting) -> None:
         self.blueprint = blueprint

@@ -11,10 +11,12 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from hashlib import sha256
+from typing import Annotated
 
 import msgspec
 import psutil  # type: ignore[import-untyped]
 import zmq
+from msgspec import Meta
 from zmq.utils import z85
 
 from ravnest.errors import ConfigError, LinkError
@@ -25,6 +27,7 @@ SECRET_BYTES = 16
 _ID_CHARACTERS = 20  # 100 bits
 _LENGTH_BYTES = 2
 _CHECKSUM_BYTES = 4
+_MOST_CHARACTERS = 1 << 17  # its length in bytes has two bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +64,7 @@ def peer_of(key: PublicKey) -> PeerId:
 class Token(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
     """What a provider needs to join: where the hub is, its key, and the secret that opens its door."""
 
-    addresses: tuple[str, ...]
+    addresses: Annotated[tuple[Annotated[str, Meta(max_length=256)], ...], Meta(max_length=64)]
     hub_key: bytes
     secret: bytes
 
@@ -80,6 +83,8 @@ def write_token(token: Token) -> str:
 
 def read_token(text: str) -> Token:
     """Return what a token says, or raise ConfigError with what is wrong with it."""
+    if len(text) > _MOST_CHARACTERS:
+        raise ConfigError(f"the token has {len(text)} characters: copy one line from the hub, and no more")
     word = "".join(text.split()).lower()
     if not word.startswith(PREFIX):
         raise ConfigError(
@@ -96,8 +101,10 @@ def read_token(text: str) -> Token:
         )
     try:
         token = msgspec.msgpack.decode(body[_LENGTH_BYTES:], type=Token)
-    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+    except (ValueError, RecursionError) as error:  # ValueError: also text that is not UTF-8
         raise ConfigError(f"the token was made by another version of ravnest ({error}): update") from None
+    if not all(address.isprintable() for address in token.addresses):
+        raise ConfigError("the token has an address that cannot be printed: make a new one at the hub")
     if not token.addresses or len(token.hub_key) != 32 or len(token.secret) != SECRET_BYTES:
         raise ConfigError(
             "the token lacks an address, the hub's key or the secret: make a new one at the hub"

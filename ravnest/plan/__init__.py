@@ -1,1 +1,1 @@
-"""Who does what."""
+"""The planner: which node hosts which stage, and with whom it averages."""

@@ -17,7 +17,7 @@ from ravnest.plan.types import Backup, Cluster, ModelProfile, Node, Plan, Ring, 
 
 
 def form_rings(clusters: tuple[Cluster, ...], nodes: Mapping[NodeId, Node]) -> tuple[Ring, ...]:
-    """Return one ring per segment, in model order; a single cluster has nobody to average with."""
+    """Return one ring per segment, in model order; a single cluster has none, for it has no partner."""
     if len(clusters) < 2:
         return ()
     cuts = sorted(
@@ -36,7 +36,7 @@ def form_rings(clusters: tuple[Cluster, ...], nodes: Mapping[NodeId, Node]) -> t
 
 
 def travelling_order(members: Iterable[Node]) -> tuple[NodeId, ...]:
-    """Order a ring: neighbours from one region, and nodes nobody can dial apart from each other.
+    """Order a ring: neighbours from one region, and nodes that cannot be dialled apart from each other.
 
     Every member sends the same bytes wherever it stands, so bandwidth does not decide; latency adds up
     along the ring, and two neighbours that cannot be dialled need the hub between them.

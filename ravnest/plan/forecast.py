@@ -1,8 +1,7 @@
 """What a plan will do: samples per second, memory, staleness, round time, and what limits it.
 
 Reads the same cost model as the search, for any plan and any facts, so that a plan can be judged again when
-the facts change. Shown by `ravnest plan`, checked in tests
-against real schedules on a virtual clock.
+the facts change. Tests check it against real schedules on a virtual clock.
 """
 
 from dataclasses import dataclass
@@ -117,7 +116,7 @@ def _usage(line: LineCost, times: Timing, nodes: NodeTable, rows: Rows) -> Float
     # A planned window is as narrow as it may be; it limits only when it really sets the pace.
     widest, actual = times.cycle / line.window(np.arange(rows.nodes.shape[1])), times.cycle / times.window
     latency = np.where(actual > times.stage.max(axis=1)[:, None], actual, widest)
-    latency[:, 0] = 0.0  # the last stage waits for nobody: its cycle is its own compute
+    latency[:, 0] = 0.0  # the last stage waits for no other: its cycle is its own compute
     needs = np.stack([times.compute, times.send, times.receive, times.relay, latency])
     exists = np.arange(rows.nodes.shape[1]) < rows.lengths[:, None]
     pace = np.where(exists, needs, 0.0).max(axis=(0, 2))[:, None]

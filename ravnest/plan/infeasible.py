@@ -1,4 +1,4 @@
-"""Why there is no plan: what is short, by how much, and what would help, each tried before it is said."""
+"""Why there is no plan: what is short, by how much, and what would help. Each advice was tried out."""
 
 from collections.abc import Iterator
 from dataclasses import replace

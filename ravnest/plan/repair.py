@@ -27,7 +27,7 @@ from ravnest.units import show_bytes
 
 _GOOD_ENOUGH = 0.9  # of what the best way brings
 _WORTH_A_CHANGE = 0.1  # of what a cluster brings: below it a slow node is left alone
-_WORTH_A_PLACE = 0.2  # of what a cluster brings: below it who joins is a spare, and nobody stands still
+_WORTH_A_PLACE = 0.2  # of what a cluster brings; below it a new node is a spare and no cluster stops
 _MOST_ENLARGED = 2  # clusters that are tried with one node more, the slowest
 _WORTH_A_CLUSTER = 0.01  # of the swarm's rate, or half a usual cluster where that is less
 
@@ -57,12 +57,12 @@ def node_left(
     budget: SearchBudget = SEARCH_BUDGET,
 ) -> Repair:
     """Go on without a node; `swarm` no longer has it, `before` still does, for the old rate in the reason."""
-    scene = _Scene(plan, profile, swarm, config, f"{name} left", before, budget)
-    if name not in scene.hosts:
-        after = scene.assemble(plan.clusters)
-        return scene.report(after, _spare_left(plan, after, name))
-    mending = RepairOptions(plan, name, profile, swarm, config)
-    return scene.mend(mending, _ways_without(mending, name))
+    repair = _PlanRepair(plan, profile, swarm, config, f"{name} left", before, budget)
+    if name not in repair.hosts:
+        after = repair.assemble(plan.clusters)
+        return repair.finish(after, _spare_left(plan, after, name))
+    options = RepairOptions(plan, name, profile, swarm, config)
+    return repair.choose(options, _ways_without(options, name))
 
 
 def node_joined(
@@ -74,21 +74,21 @@ def node_joined(
     budget: SearchBudget = SEARCH_BUDGET,
 ) -> Repair:
     """Take in a node: as a spare, or in a new cluster if the spares can now form one that pays."""
-    scene = _Scene(plan, profile, swarm, config, f"{name} joined", swarm, budget)
+    repair = _PlanRepair(plan, profile, swarm, config, f"{name} joined", swarm, budget)
     if not plan.clusters:
-        return scene.start_over()
+        return repair.start_over()
     cluster = _worthwhile_cluster(plan, profile, swarm, config, budget)
     if cluster is None:
-        after = scene.assemble(plan.clusters)
-        if name in scene.hosts:
-            return scene.report(after, "it hosts a stage already")
-        larger = _enlarge(scene, plan, name, profile, swarm, config)
+        after = repair.assemble(plan.clusters)
+        if name in repair.hosts:
+            return repair.finish(after, "it hosts a stage already")
+        larger = _enlarge(repair, plan, name, profile, swarm, config)
         if larger is not None:
             return larger
         duty = _duty(after, name)
-        return scene.report(after, f"it is a spare and backs up {duty}" if duty else "it is a spare")
+        return repair.finish(after, f"it is a spare and backs up {duty}" if duty else "it is a spare")
     action = f"{show_forming(cluster)} cluster {cluster_name(len(plan.clusters))}"
-    return scene.report(scene.assemble((*plan.clusters, cluster)), action)
+    return repair.finish(repair.assemble((*plan.clusters, cluster)), action)
 
 
 def node_slowed(
@@ -103,25 +103,25 @@ def node_slowed(
     """Go on with a node that is slower, smaller or faster than planned; `before` has its old facts."""
     is_faster = before is not None and _speed(before, name) < _speed(swarm, name)
     event = f"{name} {'is faster now' if is_faster else 'slowed down'}"
-    scene = _Scene(plan, profile, swarm, config, event, before, budget)
-    if name not in scene.hosts:
-        after = scene.assemble(plan.clusters)
-        return scene.report(after, _spare_slowed(plan, after, name))
-    mending = RepairOptions(plan, name, profile, swarm, config)
-    same = [mending.tune(), mending.cut_anew(mending.names)]
-    ways = [way for way in same if way] + _ways_without(mending, name)
-    keep = mending.keep()
+    repair = _PlanRepair(plan, profile, swarm, config, event, before, budget)
+    if name not in repair.hosts:
+        after = repair.assemble(plan.clusters)
+        return repair.finish(after, _spare_slowed(plan, after, name))
+    options = RepairOptions(plan, name, profile, swarm, config)
+    same = [options.tune(), options.cut_anew(options.names)]
+    ways = [way for way in same if way] + _ways_without(options, name)
+    keep = options.keep()
     if keep is not None:
-        given_up = mending.dissolve()
+        given_up = options.dissolve()
         best = max([*ways, given_up], key=_rate)
         gain = _rate(best) - _rate(keep)
         worth = _rate(keep) - _rate(given_up)
         keep = replace(keep, action=f"{keep.action}, {_gain_text(best, gain, worth)}")
         ways = [keep, *ways] if gain >= _WORTH_A_CHANGE * worth else [keep]
-    return scene.mend(mending, ways)
+    return repair.choose(options, ways)
 
 
-class _Scene:
+class _PlanRepair:
     """What every repair ends with: the new plan, and the sentence that says what it does."""
 
     def __init__(
@@ -140,18 +140,18 @@ class _Scene:
         self._before = before
         self._budget = budget
 
-    def mend(self, mending: RepairOptions, ways: Sequence[RepairOption]) -> Repair:
+    def choose(self, options: RepairOptions, ways: Sequence[RepairOption]) -> Repair:
         """Choose among the ways; without any, among giving the cluster up and a new one of the spares."""
-        others = mending.bench.others
+        others = options.evaluator.others
         if not ways:
             if not others:
                 return self.start_over()
-            gathered = mending.gather(self._plan.seed, self._budget)
+            gathered = options.gather(self._plan.seed, self._budget)
             ways = [gathered] if gathered else []
-        chosen = _choose([*ways, mending.dissolve()])
-        mended = (chosen.cluster,) if chosen.cluster else ()
-        clusters = others[: mending.number] + mended + others[mending.number :]
-        return self.report(self.assemble(clusters), chosen.action)
+        chosen = _choose([*ways, options.dissolve()])
+        repaired = (chosen.cluster,) if chosen.cluster else ()
+        clusters = others[: options.number] + repaired + others[options.number :]
+        return self.finish(self.assemble(clusters), chosen.action)
 
     def start_over(self) -> Repair:
         """Form a first plan, or say what is short."""
@@ -167,7 +167,7 @@ class _Scene:
         what = f"{show_forming(*after.clusters)} {'a new one' if lead else 'the first cluster'}"
         if count > 1:
             what = f"{show_forming(*after.clusters)} {count} new clusters"
-        return self.report(after, lead + what)
+        return self.finish(after, lead + what)
 
     def assemble(self, clusters: tuple[Cluster, ...]) -> Plan:
         """Return the plan of these clusters: the next one, or the same one if nothing is different."""
@@ -177,7 +177,7 @@ class _Scene:
         )
         return plan if replace(after, plan_id=plan.plan_id) == plan else after
 
-    def report(self, after: Plan, action: str) -> Repair:
+    def finish(self, after: Plan, action: str) -> Repair:
         """Return the repair with its reason."""
         moved = moved_bytes(self._plan, after, self._profile)
         moves = f"{show_bytes(moved)} move" if moved else "nothing moves"
@@ -192,10 +192,10 @@ class _Scene:
         return f"{rate:.3g}" if rate < 999.5 else f"{rate:.0f}"
 
 
-def _ways_without(mending: RepairOptions, name: NodeId) -> list[RepairOption]:
+def _ways_without(options: RepairOptions, name: NodeId) -> list[RepairOption]:
     """Return the ways to go on without one node of a cluster."""
-    rest = mending.absorb() or mending.cut_anew([other for other in mending.names if other != name])
-    return mending.substitute() + ([rest] if rest else [])
+    rest = options.absorb() or options.cut_anew([other for other in options.names if other != name])
+    return options.substitute() + ([rest] if rest else [])
 
 
 def _choose(ways: Sequence[RepairOption]) -> RepairOption:
@@ -207,7 +207,7 @@ def _choose(ways: Sequence[RepairOption]) -> RepairOption:
 
 
 def _enlarge(
-    scene: "_Scene", plan: Plan, name: NodeId, profile: ModelProfile, swarm: Swarm, config: PlanConfig
+    repair: "_PlanRepair", plan: Plan, name: NodeId, profile: ModelProfile, swarm: Swarm, config: PlanConfig
 ) -> Repair | None:
     """Find the cluster that gains most by one more node, if that is worth moving parameters for."""
     clusters = forecast(plan, profile, swarm, config).clusters
@@ -215,11 +215,11 @@ def _enlarge(
     slowest = sorted(roomy, key=lambda number: clusters[number].samples_per_second)
     best: tuple[float, tuple[Cluster, ...], int] | None = None
     for number in slowest[:_MOST_ENLARGED]:
-        mending = RepairOptions(plan, hosts_of(plan.clusters[number])[0], profile, swarm, config)
-        names, keep = mending.names, mending.keep()
-        given_up = _rate(mending.dissolve())
+        options = RepairOptions(plan, hosts_of(plan.clusters[number])[0], profile, swarm, config)
+        names, keep = options.names, options.keep()
+        given_up = _rate(options.dissolve())
         places = sorted({0, len(names) // 2, len(names)})  # others differ little
-        ways = [mending.cut_anew([*names[:at], name, *names[at:]]) for at in places]
+        ways = [options.cut_anew([*names[:at], name, *names[at:]]) for at in places]
         way = max((way for way in ways if way), key=_rate, default=None)
         if way is None or way.cluster is None or keep is None:
             continue
@@ -229,22 +229,22 @@ def _enlarge(
     if best is None:
         return None
     action = f"it takes a place in cluster {cluster_name(best[2])}, which is cut anew"
-    return scene.report(scene.assemble(best[1]), action)
+    return repair.finish(repair.assemble(best[1]), action)
 
 
 def _worthwhile_cluster(
     plan: Plan, profile: ModelProfile, swarm: Swarm, config: PlanConfig, budget: SearchBudget
 ) -> Cluster | None:
     """Return a cluster of spares that raises the rate enough to be formed."""
-    bench = ClusterEvaluator(profile, swarm, config, plan.clusters)
-    if len(plan.clusters) == 1 and not bench.others_fit.all():
+    evaluator = ClusterEvaluator(profile, swarm, config, plan.clusters)
+    if len(plan.clusters) == 1 and not evaluator.others_fit.all():
         return None  # a lone cluster keeps no copies for averaging, and may have no room for them
-    cluster = bench.gather(plan.seed, budget)
+    cluster = evaluator.gather(plan.seed, budget)
     if cluster is None:
         return None
-    now = bench.rate_without()
+    now = evaluator.rate_without()
     least = min(_WORTH_A_CLUSTER, 0.5 / len(plan.clusters)) * now
-    return cluster if bench.rate_with(cluster) - now > least else None
+    return cluster if evaluator.rate_with(cluster) - now > least else None
 
 
 def _hosts(plan: Plan) -> set[NodeId]:

@@ -1,7 +1,7 @@
-"""Ways to mend one cluster when a node of it is gone or slow, each judged by the cost model.
+"""Ways to repair one cluster when a node of it is gone or slow, each judged by the cost model.
 
 The other clusters stay as they are, so they are judged once and a way costs one cluster. A way says what it
-does as half a sentence. `repair` chooses.
+does as half a sentence; `repair` chooses.
 """
 
 import math
@@ -95,7 +95,7 @@ class RepairOptions:
         self.number = next(k for k, each in enumerate(plan.clusters) if name in hosts_of(each))
         self.cluster = plan.clusters[self.number]
         self.names = hosts_of(self.cluster)
-        self.bench = ClusterEvaluator(
+        self.evaluator = ClusterEvaluator(
             profile, swarm, config, plan.clusters[: self.number] + plan.clusters[self.number + 1 :]
         )
         self._at = self.names.index(name)
@@ -111,7 +111,7 @@ class RepairOptions:
 
     def tune(self) -> RepairOption | None:
         """Leave the cuts, but set windows and recomputing for the facts of now."""
-        (tuned,) = self.bench.build(self.names, [_cuts(self.cluster)])
+        (tuned,) = self.evaluator.build(self.names, [_cuts(self.cluster)])
         change = "other windows or recomputing"
         return self._way(tuned, f"it keeps {self._place} with {change}", change)
 
@@ -123,8 +123,8 @@ class RepairOptions:
             stages = list(self.cluster.stages)
             stages[self._at] = replace(self._lost, node=spare)
             # Windows set anew are mostly better, but may need more memory than those the stage had.
-            anew = self.bench.build([stage.node for stage in stages], [_cuts(self.cluster)])
-            best = self.bench.fastest([*anew, replace(self.cluster, stages=tuple(stages))])
+            anew = self.evaluator.build([stage.node for stage in stages], [_cuts(self.cluster)])
+            best = self.evaluator.fastest([*anew, replace(self.cluster, stages=tuple(stages))])
             title = "its backup" if spare == backup else "spare"
             ways.append(self._way(best, f"{title} {spare} takes over {self._place}", f"spare {spare}"))
         return [way for way in ways if way]
@@ -139,7 +139,7 @@ class RepairOptions:
         first = self._lost.start if after else self._lost.stop  # an end of the line has one neighbour
         last = self._lost.stop if before else self._lost.start
         choices = [[*before, cut, *after] for cut in range(first, last + 1)]
-        best = self.bench.fastest(self.bench.build(names, choices))
+        best = self.evaluator.fastest(self.evaluator.build(names, choices))
         if best is None:
             return None
         old = {stage.node: stage.stop - stage.start for stage in self.cluster.stages}
@@ -151,51 +151,53 @@ class RepairOptions:
         """Cut the line anew over these nodes of the cluster, in their order."""
         if not names:
             return None
-        bench = self.bench
-        swarm = replace(bench.swarm, nodes=tuple(bench.swarm.nodes[bench.index[name]] for name in names))
+        evaluator = self.evaluator
+        swarm = replace(
+            evaluator.swarm, nodes=tuple(evaluator.swarm.nodes[evaluator.index[name]] for name in names)
+        )
         order = tuple(reversed(range(len(names))))
-        made = cut_clusters(bench.profile, swarm, bench.config, (order,), bench.line.is_averaged)
+        made = cut_clusters(evaluator.profile, swarm, evaluator.config, (order,), evaluator.line.is_averaged)
         action = f"{self._title} is cut anew over {show_names(names)}"
         return self._way(made[0], action, "re-cutting") if made else None
 
     def dissolve(self) -> RepairOption:
         """Give the cluster up; its nodes become spares."""
-        left = [name for name in self.names if name in self.bench.index]
+        left = [name for name in self.names if name in self.evaluator.index]
         action = f"{self._title} is dissolved"
         if left:
             become = "becomes a spare" if len(left) == 1 else "become spares"
             action += f", {show_names(left)} {become}"
-        return RepairOption(None, action, "dissolving its cluster", self.bench.rate_without())
+        return RepairOption(None, action, "dissolving its cluster", self.evaluator.rate_without())
 
     def gather(self, seed: int, budget: SearchBudget) -> RepairOption | None:
         """Form one new cluster of the spares, the nodes of this cluster among them."""
-        made = self.bench.gather(seed, budget)
+        made = self.evaluator.gather(seed, budget)
         action = f"{self._title} is dissolved, {show_forming(made)} a new one" if made else ""
         return self._way(made, action, "a new cluster")
 
     def _able_spares(self, backup: NodeId | None) -> list[NodeId]:
         """Return spares with memory for the lost stage: the backup first, then the fastest in its place."""
-        bench, hosts = self.bench, {node for each in self._plan.clusters for node in hosts_of(each)}
-        need = stage_bytes(bench.line, self._lost, self.cluster)
-        able = [n for n in bench.swarm.nodes if n.name not in hosts and n.memory_bytes >= need]
+        evaluator, hosts = self.evaluator, {node for each in self._plan.clusters for node in hosts_of(each)}
+        need = stage_bytes(evaluator.line, self._lost, self.cluster)
+        able = [n for n in evaluator.swarm.nodes if n.name not in hosts and n.memory_bytes >= need]
         if not able:
             return []
-        order = [bench.index.get(name, 0) for name in reversed(self.names)]
+        order = [evaluator.index.get(name, 0) for name in reversed(self.names)]
         table = np.tile(np.array(order, np.int64), (len(able), 1))
-        table[:, len(order) - 1 - self._at] = [bench.index[node.name] for node in able]
+        table[:, len(order) - 1 - self._at] = [evaluator.index[node.name] for node in able]
         cuts = np.tile(np.array(_cuts(self.cluster)[::-1], np.int64), (len(able), 1))
         rows = Rows(table, np.full(len(able), len(order), np.int64), cuts)
-        seconds = timing(bench.line, bench.nodes, rows).seconds
+        seconds = timing(evaluator.line, evaluator.nodes, rows).seconds
         ranking = sorted(
             zip((node.name != backup for node in able), seconds, (n.name for n in able), strict=True)
         )
         return [name for _, _, name in ranking[:_MOST_SUBSTITUTES]]
 
     def _way(self, cluster: Cluster | None, action: str, noun: str) -> RepairOption | None:
-        if cluster is None or not self.bench.judge(self.bench.line, [cluster])[1].all():
+        if cluster is None or not self.evaluator.judge(self.evaluator.line, [cluster])[1].all():
             return None
         moved = self._holdings.missing_bytes([cluster], gone=set(self.names).difference(hosts_of(cluster)))
-        return RepairOption(cluster, action, noun, self.bench.rate_with(cluster), moved)
+        return RepairOption(cluster, action, noun, self.evaluator.rate_with(cluster), moved)
 
 
 def show_names(names: Sequence[NodeId]) -> str:

@@ -29,7 +29,7 @@ _SAMPLE = 256  # nodes that decide which target periods are worth trying
 class Taste:
     """How a covering chooses; the search varies it."""
 
-    hidden_first: bool = False  # spend nodes that nobody can dial while neighbours for them are left
+    hidden_first: bool = False  # spend nodes that cannot be dialled while neighbours for them are left
     jitter: float = 0.0  # relative noise on the capacities
 
 
@@ -188,7 +188,7 @@ class Seeds:
         return ids[last], [ids[k] for k in inner], None if first is None else ids[first]
 
     def _arrange(self, last: int, inner: list[int], first: int | None) -> NodeOrder:
-        """Order a cluster: small memories late in the line, nodes nobody can dial not side by side."""
+        """Order a cluster: small memories late in the line, nodes that cannot be dialled not side by side."""
         nodes = self.splitter.nodes
         inner = sorted(inner, key=lambda node: (nodes.memory[node], self._bandwidth[node], node))
         visible = [node for node in inner if nodes.reachable[node]]

@@ -102,7 +102,7 @@ class Backup:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The numbered answer to "who does what"; the same facts and seed give the same plan."""
+    """Which node does what, with a number; the same facts and seed give the same plan."""
 
     plan_id: int
     seed: int

@@ -22,7 +22,9 @@ from typing import Annotated, NamedTuple
 import msgspec
 from msgspec import Meta
 
+from ravnest.disk import read_bytes
 from ravnest.errors import RavnestError
+from ravnest.foreign import decode_json
 from ravnest.hub.coordinator.leases import LeaseState
 from ravnest.model.blueprint import StateEntry
 from ravnest.protocol.blobs import BlobRef
@@ -118,15 +120,13 @@ def seal_manifest(number: int, manifest: Manifest) -> bytes:
 
 def parse_manifest(content: bytes, number: int) -> Manifest:
     """Return what a manifest's file says, or raise ValueError with what is wrong."""
-    try:
-        sealed = msgspec.json.decode(content, type=_Sealed)
-        if sealed.format != MANIFEST_FORMAT:
-            raise ValueError(f"it says format {sealed.format}, this ravnest reads format {MANIFEST_FORMAT}")
-        if name_blob(bytes(sealed.manifest)).blob != sealed.hash:
-            raise ValueError("it is not as it was written")
-        manifest = msgspec.json.decode(sealed.manifest, type=Manifest)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{MANIFEST} cannot be used: {error!s:.200}") from None
+    sealed = decode_json(content, _Sealed, MANIFEST, _MOST_JSON_BYTES, ValueError)
+    if sealed.format != MANIFEST_FORMAT:
+        reason = f"it says format {sealed.format}, this ravnest reads format {MANIFEST_FORMAT}"
+        raise ValueError(f"{MANIFEST} cannot be used: {reason}")
+    if name_blob(bytes(sealed.manifest)).blob != sealed.hash:
+        raise ValueError(f"{MANIFEST} cannot be used: it is not as it was written")
+    manifest = decode_json(sealed.manifest, Manifest, MANIFEST, _MOST_JSON_BYTES, ValueError)
     if not number == sealed.number == manifest.books.number:
         raise ValueError(f"{MANIFEST} is that of checkpoint {manifest.books.number:06d}")
     borders = [(0, 0), *((entry.start, entry.stop) for entry in manifest.parts)]
@@ -339,7 +339,7 @@ def _read_manifest(folder: Path, number: int) -> Manifest:
         raise ValueError(f"{MANIFEST} is missing")
     if file.stat().st_size > _MOST_JSON_BYTES:
         raise ValueError(f"{MANIFEST} has more than {show_bytes(_MOST_JSON_BYTES)}")
-    return parse_manifest(file.read_bytes(), number)
+    return parse_manifest(read_bytes(file, _MOST_JSON_BYTES), number)
 
 
 def _check_files(folder: Path, manifest: Manifest) -> None:
@@ -364,9 +364,13 @@ def _read_part(content: memoryview, what: str) -> tuple[SavedTensor, ...]:
         start = _LENGTH_BYTES + int.from_bytes(content[:_LENGTH_BYTES], "little")
         if start > min(len(content), _LENGTH_BYTES + _MOST_JSON_BYTES):
             raise ValueError("its header does not fit")
-        header = msgspec.json.decode(bytes(content[_LENGTH_BYTES:start]), type=dict[str, msgspec.Raw])
+        data = bytes(content[_LENGTH_BYTES:start])
+        header = decode_json(data, dict[str, msgspec.Raw], "its header", _MOST_JSON_BYTES, ValueError)
         header.pop("__metadata__", None)
-        entries = [(name, msgspec.json.decode(raw, type=_Header)) for name, raw in header.items()]
+        entries = [
+            (name, decode_json(raw, _Header, "its header", _MOST_JSON_BYTES, ValueError))
+            for name, raw in header.items()
+        ]
         tensors, end = [], start
         for name, entry in sorted(entries, key=lambda item: item[1].data_offsets):
             begin, stop = (start + offset for offset in entry.data_offsets)
@@ -377,7 +381,7 @@ def _read_part(content: memoryview, what: str) -> tuple[SavedTensor, ...]:
             end = stop
         if end != len(content):
             raise ValueError("its tensors do not fill it")
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ValueError(f"{what} is no safetensors file: {error!s:.200}") from None
     return tuple(tensors)
 

@@ -7,17 +7,22 @@ opens the folder again gives out the same invitation. The log is beside it (hub.
 import os
 import re
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 import psutil  # type: ignore[import-untyped]
+from msgspec import Meta
 
+from ravnest.disk import read_bytes
 from ravnest.errors import ConfigError, RavnestError
+from ravnest.foreign import parse_json
 from ravnest.net.identity import SECRET_BYTES, KeyPair, Token, load_keys, new_keys, write_token
 from ravnest.requester.checkpoint_store import CHECKPOINTS
 
 RUNS = Path("runs")
 MODEL = "model.safetensors"
 _FILE = "hub.json"
+_MOST_BYTES = 1 << 16
 _WAY_OUT = "give a folder that can be made, is yours and has room"
 _SAME_PROCESS_SECONDS = 2.0  # systems round the time a process was started at
 
@@ -25,10 +30,10 @@ _SAME_PROCESS_SECONDS = 2.0  # systems round the time a process was started at
 class HubFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What hub.json says; the process is the last one that ran this hub."""
 
-    secret_key: bytes
-    secret: bytes
-    addresses: tuple[str, ...] = ()
-    pid: int = 0
+    secret_key: Annotated[bytes, Meta(max_length=64)]
+    secret: Annotated[bytes, Meta(min_length=SECRET_BYTES, max_length=SECRET_BYTES)]
+    addresses: Annotated[tuple[Annotated[str, Meta(max_length=256)], ...], Meta(max_length=64)] = ()
+    pid: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0
     started_at: float = 0.0
     job: str = ""
 
@@ -48,6 +53,8 @@ class HubFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def invitation(self) -> str:
         """The token as one word."""
+        if not self.addresses:
+            raise ConfigError("the hub has no address yet, so nobody can be invited; start it first")
         return write_token(self.token)
 
     @property
@@ -110,21 +117,27 @@ def write_hub_file(folder: Path, content: HubFile) -> None:
 
 def read_hub_file(folder: Path) -> HubFile:
     """Return what a folder's hub.json says, or raise the sentence that says why it cannot."""
+    file = folder / _FILE
     try:
-        return msgspec.json.decode((folder / _FILE).read_bytes(), type=HubFile)
+        content = read_bytes(file, _MOST_BYTES)
+        found = parse_json(content, str(file), _MOST_BYTES).read_as(HubFile)
+        if not all(address.isprintable() for address in found.addresses):
+            raise ConfigError("an address is no text")
+        load_keys(found.secret_key)
+        return found
     except (FileNotFoundError, NotADirectoryError):
         raise ConfigError(f"{folder} holds no run of a hub; give a folder like runs/digits") from None
-    except (msgspec.MsgspecError, UnicodeDecodeError):
-        raise ConfigError(f"{folder / _FILE} is damaged; give another folder, or delete it") from None
+    except ConfigError:  # its words could quote the secret
+        raise ConfigError(f"{file} is damaged; give another folder, or delete it") from None
     except OSError as error:
-        raise ConfigError(f"{folder / _FILE} cannot be read: {error.strerror}; ask its owner") from None
+        raise ConfigError(f"{file} cannot be read: {error.strerror}; ask its owner") from None
 
 
 def find_run(given: str | None) -> Path:
     """Return the folder that was named, or the newest under runs/."""
     if given is not None:
         return Path(given)
-    found = sorted(RUNS.glob(f"*/{_FILE}"), key=lambda file: file.stat().st_mtime)
+    found = sorted(RUNS.glob(f"*/{_FILE}"), key=lambda file: file.lstat().st_mtime)
     if not found:
         raise ConfigError(f"there is no run under {RUNS}/ here; name the folder of one")
     return found[-1].parent

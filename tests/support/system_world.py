@@ -30,9 +30,9 @@ from ravnest.errors import LinkError, RavnestError
 from ravnest.hub.coordinator.coordinator import Coordinator
 from ravnest.hub.coordinator.events import Action, Event, Notify, Received, SendFields
 from ravnest.hub.coordinator.notices import EpochDone, Evaluated, Notice, PlanFormed, WorkLost
-from ravnest.hub.coordinator.planner import FormPlan
+from ravnest.hub.coordinator.planner import FormPlan, SearchPlanner
 from ravnest.hub.service.event_log import EventStore
-from ravnest.hub.service.server import Server
+from ravnest.hub.service.server import HubParts, Server
 from ravnest.ids import LeaseId, NodeId
 from ravnest.model.blueprint import Blueprint
 from ravnest.model.blueprint_json import read_blueprint, write_blueprint

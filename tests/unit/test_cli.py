@@ -193,10 +193,10 @@ def test_a_missing_file_a_folder_and_junk(folder):
 
 
 def test_a_file_of_someone_else(monkeypatch):
-    def refuse(*_args):
+    def refuse(*_args, **_kwargs):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("pathlib.Path.open", refuse)
+    monkeypatch.setattr("builtins.open", refuse)
     assert refused(3, "--nodes", "a.toml") == "a.toml may not be read by this user; change its permissions"
 
 
@@ -233,12 +233,12 @@ def test_bad_values_of_flags():
 @pytest.mark.parametrize(
     ("setting", "says"),
     [
-        ("max_lag=-1", "max_lag = '-1': it must lie between 1 and 64"),
+        ("max_lag=-1", "key 'max_lag' is '-1', outside 1 to 64; write a believable number like 2"),
         ("max_lag=1.5", "whole number"),
-        ("max_lag=nan", "between"),
+        ("max_lag=nan", "outside 1 to 64"),
         ("optimizer=adamx", "choose one of sgd"),
         ("predict_weights=maybe", "write true or false"),
-        ("lag=3", "unknown key 'lag'"),
+        ("lag=3", "key 'lag' = '3' is unknown; did you mean 'max_lag'"),
     ],
 )
 def test_bad_settings_name_key_and_value(setting, says):

@@ -73,12 +73,12 @@ def test_refusal_names_file_key_and_value(key, value):
     with pytest.raises(ConfigError) as error:
         read_plan_config({key: value}, "plan.toml")
     message = str(error.value)
-    assert message.startswith(f"plan.toml: {key} = ")
+    assert message.startswith(f"plan.toml: key {key!r} is ")
     assert (repr(value) if value != 10**400 else "an integer of") in message
 
 
-def test_unknown_key_lists_the_known_ones():
-    with pytest.raises(ConfigError, match=r"plan\.toml: unknown key 'max_stage'.*max_stages"):
+def test_an_unknown_key_suggests_the_closest():
+    with pytest.raises(ConfigError, match=r"plan\.toml: key 'max_stage' = 4 is unknown; .*'max_stages'"):
         read_plan_config({"max_stage": 4}, "plan.toml")
 
 
@@ -88,7 +88,7 @@ def test_bounds_are_part_of_what_is_allowed(key):
     assert getattr(read_plan_config({key: low}, "plan.toml"), key) == low
     assert getattr(read_plan_config({key: high}, "plan.toml"), key) == high
     for value in (low - 1, high + 1):
-        with pytest.raises(ConfigError, match="it must lie between"):
+        with pytest.raises(ConfigError, match="outside"):
             read_plan_config({key: value}, "plan.toml")
 
 

@@ -180,7 +180,7 @@ def test_an_unknown_key_at_the_top():
 
 def test_duplicate_names():
     message = refusal(swarm_of, NODE, {**NODE, "name": "bob"}, NODE)
-    assert message == ("swarm.json: node 3: key 'name' is 'ana' as in node 1; choose another name")
+    assert message == "swarm.json: node 3 \"ana\": key 'name' is 'ana' as in node 1; choose another name"
 
 
 @pytest.mark.parametrize(("text", "where"), [("", "a.toml"), (" \n", "a.toml"), ("", "a.json")])
@@ -203,7 +203,7 @@ def test_a_single_table_instead_of_a_list():
 
 def test_an_entry_that_is_no_table():
     message = refusal(swarm_of, NODE, "bob")
-    assert message.startswith("swarm.json: key 'node' has 'bob' as entry 2, not a table")
+    assert message.startswith("swarm.json: key 'node' has 'bob' as entry 2; write a table")
 
 
 def test_invalid_toml_names_the_line():

@@ -28,6 +28,9 @@ TRAINING = TrainConfig(
 )
 
 
+PLAIN_GROUP = {"weight_decay": 0.0, "is_decoupled": False, "rate": 1.0}
+
+
 def test_what_is_written_is_read():
     assert read_train_config(write_train_config(TRAINING, frozenset("abcd"))) == TRAINING
     plain = TrainConfig(OPTIMIZER, 64)
@@ -58,6 +61,13 @@ def test_a_stage_learns_of_its_own_parameters_only():
         {"averaging": {"outer_rate": -1.0}},
         {"averaging": {"outer_momentum": 1.0}},
         {"averaging": {"clip": 0.0}},
+        {"averaging": {"clp": 1.0}},
+        {"learning_rate": 1e31},
+        {"lag_updates": -1},
+        {"groups": [{"names": ["a"], "rule": "eval", "values": {}} | PLAIN_GROUP]},
+        {"groups": [{"names": ["a"], "rule": "sgd", "values": {"beta": 1}} | PLAIN_GROUP]},
+        {"groups": [{"names": ["a"], "rule": "sgd", "values": {"momentum": "x"}} | PLAIN_GROUP]},
+        {"groups": [{"names": ["a"], "rule": "sgd", "values": {"momentum": [[]]}} | PLAIN_GROUP]},
     ],
 )
 def test_what_makes_no_sense_is_refused(change):

@@ -17,7 +17,7 @@ from typing import Protocol, Self
 import msgspec
 
 from ravnest.config import TIMEOUTS, HubTimeouts
-from ravnest.errors import ConfigError, ProtocolError
+from ravnest.errors import ConfigError, ProtocolError, RavnestError
 from ravnest.hub.coordinator.coordinator import Coordinator
 from ravnest.hub.coordinator.events import Action, Event, JobGiven, Received
 from ravnest.hub.service.status import NO_JOB, Status, StatusTracker
@@ -27,9 +27,11 @@ from ravnest.protocol.messages import Refusal
 
 LOG_SCHEMA = 1  # of the log; it changes with whatever makes old events unreadable or differently meant
 _LOG, _LOCK = "hub.sqlite", "hub.lock"
+_EVENTS = "CREATE TABLE events (number INTEGER PRIMARY KEY, kind TEXT NOT NULL, body BLOB NOT NULL)"
+_MOST_EVENT_BYTES = 64 << 20
 _TABLES = f"""
 BEGIN;
-CREATE TABLE events (number INTEGER PRIMARY KEY, kind TEXT NOT NULL, body BLOB NOT NULL);
+{_EVENTS};
 PRAGMA user_version = {LOG_SCHEMA};
 COMMIT;
 """
@@ -117,13 +119,19 @@ class EventLog:
 
     def events(self, after: int = 0) -> Iterator[Event]:
         """Return all events in order, or those after the first so many."""
-        chosen = "SELECT * FROM events WHERE number > ? ORDER BY number"
+        chosen = "SELECT number, kind, body FROM events WHERE number > ? ORDER BY number"
         with _explained(self._folder):
             for number, kind, body in self._database.execute(chosen, (after,)):
                 try:
                     yield read_event(kind, body)
-                except (msgspec.MsgspecError, ValueError, ProtocolError) as problem:
-                    reason = f"event {number} of its log is damaged: {problem!s:.200}"
+                except (
+                    msgspec.MsgspecError,
+                    ValueError,
+                    TypeError,
+                    RecursionError,
+                    ProtocolError,
+                ) as problem:
+                    reason = f"event {number} of its log is damaged: {str(problem)[:200]!r}"
                     raise ConfigError(f"{self._folder}: {reason}") from None
 
     def _open_to_write(self, opened: contextlib.ExitStack) -> None:
@@ -141,7 +149,8 @@ class EventLog:
 
     def _check_schema(self) -> None:
         (found,) = self._database.execute("PRAGMA user_version").fetchone()
-        if found == 0:
+        tables = self._database.execute("SELECT sql FROM sqlite_master WHERE name = 'events'").fetchall()
+        if found == 0 or (found == LOG_SCHEMA and tables != [(_EVENTS,)]):  # a view could run for ever
             raise ConfigError(f"{self._folder}: {_ADVICE['not a database']}")
         if found != LOG_SCHEMA:
             raise ConfigError(
@@ -167,15 +176,18 @@ def read_watch(folder: Path, timeouts: HubTimeouts = TIMEOUTS.hub) -> StatusTrac
             if watch is None:
                 if not isinstance(event, JobGiven):
                     raise ConfigError(f"{folder}: its log does not begin with a job")
-                watch = StatusTracker(Coordinator(event, timeouts))
-            watch.observe(event, watch.hub.apply(event))
+                with _refused_if_unfit(event, f"{folder}: "):
+                    watch = StatusTracker(Coordinator(event, timeouts))
+            with _refused_if_unfit(event, f"{folder}: "):
+                watch.observe(event, watch.hub.apply(event))
     return watch
 
 
 def read_status(folder: Path) -> Status:
     """Return where the run of this folder stands, whether its hub is running or not."""
     watch = read_watch(folder)
-    return NO_JOB if watch is None else watch.status()
+    with _refused_if_unfit(None, f"{folder}: "):
+        return NO_JOB if watch is None else watch.status()
 
 
 def _read_only(path: Path) -> sqlite3.Connection:
@@ -187,7 +199,22 @@ def _read_only(path: Path) -> sqlite3.Connection:
     except sqlite3.OperationalError:  # in a folder that cannot be written, of a hub that has ended
         database.close()
         database = sqlite3.connect(f"{path.absolute().as_uri()}?immutable=1", uri=True, isolation_level=None)
+    database.execute("PRAGMA trusted_schema = OFF")
+    database.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MOST_EVENT_BYTES)
     return database
+
+
+@contextlib.contextmanager
+def _refused_if_unfit(event: Event | None, where: str = "") -> Iterator[None]:
+    """Refuse a log whose events no hub can have met; the coordinator trusts its own log."""
+    try:
+        yield
+    except RavnestError:
+        raise
+    except Exception as error:
+        kind = "the end" if event is None else type(event).__name__
+        reason = f"its log does not fit together ({kind}: {type(error).__name__})"
+        raise ConfigError(f"{where}{reason}; move {_LOG} away, or choose another folder") from error
 
 
 @contextlib.contextmanager
@@ -198,6 +225,8 @@ def _explained(folder: Path) -> Iterator[None]:
     except sqlite3.Error as error:
         advice = next((text for sign, text in _ADVICE.items() if sign in str(error)), str(error))
         raise ConfigError(f"{folder}: {advice}") from error
+    except UnicodeDecodeError as error:  # of SQLite's own words, which quote the file
+        raise ConfigError(f"{folder}: {_ADVICE['malformed']}") from error
     except OSError as error:
         is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         raise ConfigError(f"{folder}: {_FULL if is_full else f'{_CLOSED} ({error.strerror})'}") from error
