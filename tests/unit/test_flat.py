@@ -15,8 +15,8 @@ from ravnest.model.capture import Captured, capture
 from ravnest.model.slicing import slice_blueprint
 from ravnest.model.state_dict import (
     Layout,
-    from_safetensors,
     merge_stages,
+    read_finite_snapshot,
     read_snapshot,
     to_safetensors,
     to_snapshot,
@@ -96,22 +96,18 @@ def test_a_segment_has_views_of_its_own() -> None:
     assert not part[4:].any()
 
 
-def test_gathering_copies_and_scattering_writes_in_place() -> None:
+def test_gathering_copies() -> None:
     layout, state = Layout.of(WHOLE), tensors(WHOLE)
     leaf = state["embedding"] = nn.Parameter(state["embedding"])
+    before = leaf.detach().clone()
     vector = layout.gather(state)
     assert vector.dtype == torch.float32
     assert not vector.requires_grad
-    vector += 1
-    before = leaf.detach().clone()
-    assert torch.equal(leaf, before)
-    layout.scatter(vector, state)
-    assert state["embedding"] is leaf
-    assert torch.equal(leaf, before + 1)
-    assert state["head"].dtype == torch.bfloat16
     again = torch.zeros(layout.size)
     assert layout.gather(state, out=again) is again
     assert torch.equal(again, vector)
+    vector += 1
+    assert torch.equal(leaf, before)
 
 
 def test_a_tensor_of_another_shape_is_never_stretched() -> None:
@@ -133,7 +129,8 @@ def test_a_file_holds_the_original_names_and_comes_back_bit_for_bit() -> None:
     state = tensors(WHOLE)
     data = to_safetensors({**state, "other": torch.zeros(3)}, WHOLE)
     assert load(data).keys() == state.keys()
-    back = from_safetensors(data, WHOLE)
+    back, slots = read_snapshot(data, WHOLE.state)
+    assert not slots
     assert list(back) == [entry.name for entry in WHOLE.state]
     assert all(torch.equal(back[name], state[name]) for name in state)
     assert all(back[name].dtype == state[name].dtype for name in state)
@@ -148,7 +145,7 @@ def test_buffers_that_share_memory_and_turned_parameters_can_be_written() -> Non
         parameter("turned", (4, 2), 0),
     )
     state = {"one": table, "other": table[2:6], "turned": torch.arange(8.0).view(2, 4).t()}
-    back = from_safetensors(to_safetensors(state, whole), whole)
+    back, _ = read_snapshot(to_safetensors(state, whole), whole.state)
     assert all(torch.equal(back[name], state[name]) for name in state)
 
 
@@ -156,17 +153,16 @@ def test_buffers_that_share_memory_and_turned_parameters_can_be_written() -> Non
     ("change", "message"),
     [
         ({"scale": None}, "lack 'scale', float32 [2]"),
-        ({"extra": torch.zeros(1)}, "hold 'extra', which the model does not have"),
         ({"scale": torch.zeros(3)}, "'scale' should be float32 [2], is float32 [3]"),
         ({"scale": torch.zeros(2).half()}, "'scale' should be float32 [2], is float16 [2]"),
-        ({"scale": torch.zeros(2, dtype=torch.complex64)}, "should be float32 [2], is C64 [2]"),
     ],
 )
-def test_a_file_of_another_model_is_refused_by_tensor(change: dict[str, Tensor | None], message: str) -> None:
+def test_what_is_not_as_the_blueprint_says_is_not_written(
+    change: dict[str, Tensor | None], message: str
+) -> None:
     given = {**tensors(WHOLE), **change}
-    data = save({name: tensor for name, tensor in given.items() if tensor is not None})
     with pytest.raises(WeightsError) as caught:
-        from_safetensors(data, WHOLE)
+        to_safetensors({name: tensor for name, tensor in given.items() if tensor is not None}, WHOLE)
     assert message in str(caught.value)
 
 
@@ -179,43 +175,17 @@ def entry_header(**change: object) -> dict[str, object]:
     return {"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8], **change}}
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"",
-        b"\x00" * 7,
-        b"\xff" * 64,
-        (2**63).to_bytes(8, "little") + b"{}",
-        with_header(b"[" * 60_000),
-        with_header(b'{"w"'),
-        with_header(entry_header(shape=[2**62, 2**62])),
-        with_header(entry_header(shape=[2**40], data_offsets=[0, 2**42])),
-        with_header(entry_header(), b"1234567"),
-        with_header(entry_header(), b"123456789"),
-        with_header(entry_header(data_offsets=[4, 12]), b"x" * 12),
-        with_header(entry_header(data_offsets=[8, 0]), b"x" * 8),
-        with_header(entry_header(dtype="F4"), b"x" * 8),
-        with_header(entry_header(dtype=7), b"x" * 8),
-        with_header({"w": "F32"}, b"x" * 8),
-        with_header({"__metadata__": {"note": "x" * 100_000}, **entry_header()}, b"x" * 8),
-    ],
-)
-def test_a_damaged_or_lying_file_is_refused(data: bytes) -> None:
-    with pytest.raises(WeightsError):
-        from_safetensors(data, blueprint(parameter("w", (2,), 0)))
-
-
 def test_a_sound_file_with_a_note_is_taken() -> None:
-    data = with_header({"__metadata__": {"format": "pt"}, **entry_header()}, b"\0" * 8)
-    assert not from_safetensors(data, blueprint(parameter("w", (2,), 0)))["w"].any()
+    data = with_header({"__metadata__": {"note": "x" * 100_000}, **entry_header()}, b"\0" * 8)
+    assert not read_snapshot(data, [parameter("w", (2,), 0)])[0]["w"].any()
 
 
 def test_a_header_made_to_fill_the_memory_is_not_read() -> None:
     data = with_header(b'{"w":[' + b"[]," * 100_000 + b"0]}")
     tracemalloc.start()
-    with pytest.raises(match="no safetensors file of this model"):
-        from_safetensors(data, blueprint(parameter("w", (2,), 0)))
-    assert tracemalloc.get_traced_memory()[1] < 100_000
+    with pytest.raises(match="is no safetensors file"):
+        read_snapshot(data, [parameter("w", (2,), 0)])
+    assert tracemalloc.get_traced_memory()[1] < 500_000, "the header itself has 300,000 bytes"
     tracemalloc.stop()
 
 
@@ -247,7 +217,6 @@ def test_a_snapshot_of_another_cut_is_read_by_name_with_the_state_of_its_optimiz
     [
         ({"w": torch.zeros(3)}, "'w' should be float32 [2], is float32 [3]"),
         ({"w": torch.zeros(2).half()}, "is float16 [2]"),
-        ({"w": torch.zeros(2, dtype=torch.complex64)}, "is C64 [2]"),
         (
             {"optimizer/exp_avg/w": torch.zeros(1)},
             "'optimizer/exp_avg/w' should be float32 [2], is float32 [1]",
@@ -281,19 +250,46 @@ def test_what_is_used_of_a_snapshot_must_be_as_the_model_says(
         with_header(b'{"w"'),
         with_header(b"[]"),
         with_header(entry_header(shape=[2**62, 2**62])),
+        with_header(entry_header(shape=[2**40], data_offsets=[0, 2**42])),
         with_header(entry_header(), b"1234567"),
+        with_header(entry_header(), b"123456789"),
         with_header(entry_header(data_offsets=[4, 12]), b"x" * 11),
+        with_header(entry_header(data_offsets=[4, 12]), b"x" * 12),
         with_header(entry_header(data_offsets=[8, 0]), b"x" * 8),
         with_header(entry_header(data_offsets=[-8, 0]), b"x" * 8),
         with_header(entry_header(data_offsets=[0, 4]), b"x" * 8),
         with_header(entry_header(dtype="F4"), b"x" * 8),
         with_header(entry_header(dtype=7), b"x" * 8),
+        with_header(entry_header(note="x"), b"x" * 8),
         with_header({"w": "F32"}, b"x" * 8),
+        with_header({"w" * 1001: entry_header()["w"]}, b"x" * 8),
+        with_header({"v": entry_header()["w"], **entry_header()}, b"x" * 8),
     ],
 )
 def test_a_damaged_or_lying_snapshot_is_refused(data: bytes) -> None:
     with pytest.raises(WeightsError):
         read_snapshot(data, [parameter("w", (2,), 0)])
+
+
+def test_a_dtype_that_no_model_here_has_is_named() -> None:
+    data = save({"w": torch.zeros(2), "v": torch.zeros(2, dtype=torch.complex64)})
+    with pytest.raises(WeightsError, match="'v' has dtype 'C64', none of F64, F32"):
+        read_snapshot(data, [parameter("w", (2,), 0)])
+
+
+def test_what_training_changes_must_be_finite_and_what_is_large_is_finite() -> None:
+    entries = [parameter("w", (2,), 0, dtype="float16"), StateEntry("mask", CONSTANT, "float32", (1,), (0,))]
+    low = torch.tensor([float("-inf")])
+    state = {"w": torch.full((2,), 6e4).half(), "mask": low}  # the norm of these overflows
+    slots = {"exp_avg/w": torch.zeros(2).half(), "exp_avg/elsewhere": low}
+    found, kept = read_finite_snapshot(to_snapshot(state, slots), entries)
+    assert torch.equal(found["w"], state["w"])
+    assert torch.equal(found["mask"], low)
+    assert kept.keys() == {"exp_avg/w"}
+    spoiled = torch.tensor([0.0, float("nan")]).half()
+    for content in (to_snapshot({"w": spoiled}, {}), to_snapshot(state, {"exp_avg/w": spoiled})):
+        with pytest.raises(WeightsError, match="w' of a snapshot is not finite"):
+            read_finite_snapshot(content, entries)
 
 
 def test_bools_of_a_snapshot_are_zeros_and_ones() -> None:
@@ -371,7 +367,7 @@ def test_the_stages_that_the_line_cuts_make_the_captured_model(captured: Capture
     assert torch.equal(torch.cat(vectors), Layout.of(whole).gather(captured.state))
     assert Layout.of(whole).size == 8 + 4 * 2
     assert Layout.of(cut[-1]).followers == ("embedding.weight",)
-    files = [from_safetensors(to_safetensors(captured.state, part), part) for part in cut]
+    files = [read_snapshot(to_safetensors(captured.state, part), part.state)[0] for part in cut]
     fresh.load_state_dict(merge_stages(files, whole), strict=True)
     assert all(
         torch.equal(fresh.state_dict()[name], captured.state[name])

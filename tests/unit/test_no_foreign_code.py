@@ -17,7 +17,7 @@ from ravnest.errors import RavnestError, UnsafeBlueprint
 from ravnest.model.blueprint_json import read_blueprint, write_blueprint
 from ravnest.model.dry_run import dry_run
 from ravnest.model.stage_program import build_stage_program
-from ravnest.model.state_dict import from_safetensors, to_safetensors
+from ravnest.model.state_dict import read_snapshot, to_safetensors
 from tests.support.sample_blueprints import perceptron
 
 PROVIDER = [
@@ -141,7 +141,7 @@ def test_a_stage_runs_with_every_loader_out_of_order(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(owner, name, refuse)
     stage = read_blueprint(data)
     dry_run(stage, 3, max_bytes=1e8, max_flops=1e9)
-    state = from_safetensors(weights, stage)
+    state, _ = read_snapshot(weights, stage.state)
     fields = {
         name: torch.zeros(
             stage.train.values[value].shape_at(3), dtype=getattr(torch, stage.train.values[value].dtype)
@@ -174,5 +174,5 @@ def test_archives_are_refused_and_not_run(kind: str) -> None:
     with pytest.raises(UnsafeBlueprint):
         read_blueprint(data)
     with pytest.raises(RavnestError):
-        from_safetensors(data, perceptron())
+        read_snapshot(data, perceptron().state)
     assert not hasattr(builtins, "exploded")
