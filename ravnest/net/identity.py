@@ -68,6 +68,11 @@ class Token(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=
         return f"Token(addresses={self.addresses}, hub={peer_of(PublicKey(self.hub_key))})"
 
 
+def prove(token: Token, key: PublicKey) -> bytes:
+    """Return what shows the hub that the owner of a key knows the token's secret."""
+    return hmac.digest(token.secret, b"ravnest join" + token.hub_key + key, sha256)
+
+
 def write_token(token: Token) -> str:
     """Return the token as one word that survives being read aloud: letters and digits, any case."""
     assert len(token.secret) == SECRET_BYTES

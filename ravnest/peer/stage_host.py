@@ -34,7 +34,7 @@ from ravnest.protocol.messages import Message, Refusal
 from ravnest.protocol.placement import PlanOrder, RingOrder, StageMissing, StageParts, StageReady
 from ravnest.protocol.tensors import Buffer, TensorSpec
 from ravnest.protocol.tied import TiedCall, TiedGradient, TiedHolder, TiedStep
-from ravnest.transfer.blobs import Outgoing
+from ravnest.transfer.outbox import Outgoing
 
 
 @dataclass(frozen=True, slots=True)

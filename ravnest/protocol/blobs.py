@@ -8,7 +8,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-BlobHash = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]  # BLAKE2b-256 of the content
+BlobHash = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]  # BLAKE3 of the content
 PieceBytes = Annotated[int, Meta(ge=1, le=2**20)]
 
 

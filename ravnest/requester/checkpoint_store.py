@@ -31,8 +31,8 @@ from ravnest.transfer.blobs import name_blob
 from ravnest.units import show_bytes
 
 MANIFEST = "manifest.json"
-# Another number for whatever makes older checkpoints unreadable or gives them another meaning.
-MANIFEST_FORMAT = 1
+# Another number for whatever makes older checkpoints unreadable or gives them another meaning; 2: BLAKE3.
+MANIFEST_FORMAT = 2
 WholeNumber = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
 

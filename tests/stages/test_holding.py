@@ -21,7 +21,8 @@ from ravnest.protocol.membership import Stop
 from ravnest.protocol.messages import Refusal
 from ravnest.protocol.placement import RingOrder, SnapshotMade, SnapshotOrder, StageMissing, StageReady
 from ravnest.protocol.training import DroppedMicrobatch
-from ravnest.transfer.blobs import Blobs, Outgoing
+from ravnest.transfer.blobs import Blobs
+from ravnest.transfer.outbox import Outgoing
 from tests.stages.test_averaging import Net, anchors_of, batch_of, loss, names_of, train
 from tests.support.model_zoo import OwnGPT, token_batch, token_loss
 from tests.support.tied_world import EPOCH, PLAN, TiedWorld

@@ -439,7 +439,7 @@ def test_a_number_that_is_none_is_read_as_unknown(tmp_path: Path) -> None:
 
 
 def test_junk_is_no_manifest() -> None:
-    sealed = b'{"format":1,"number":1,"hash":"","manifest":'
+    sealed = b'{"format":2,"number":1,"hash":"","manifest":'
     for junk in (b"", b"{}", b"\xff", sealed + b"[" * 100_000, sealed + b"[]}"):
         with pytest.raises(ValueError, match=r"manifest\.json cannot be used"):
             parse_manifest(junk, 1)

@@ -1,7 +1,7 @@
-"""The hub's program: it lets peers in, feeds what happens to hub.state, and carries out what that orders.
+"""The hub's program: it lets peers in, applies events to the coordinator, and carries out its actions.
 
 Weights and data stay with the requester's side (an Owner); the hub cuts nothing and reads no tensor. Blobs go
-out piece by piece on demand. Driven by job.swarm, in the requester's process.
+out piece by piece on demand. It runs in the requester's process.
 """
 
 import asyncio
@@ -45,12 +45,13 @@ from ravnest.net.identity import Token
 from ravnest.net.relay import Relay
 from ravnest.net.transport import MIB, Delivery, LinkDown, LinkUp, PeerId, Service, Transport, TransportLimits
 from ravnest.protocol import wire
-from ravnest.protocol.blobs import BlobPart, BlobRequest
 from ravnest.protocol.membership import Complaint, Hello, ProbeOrder, ProbeReport, Refused, Stop, Welcome
 from ravnest.protocol.messages import Message, Refusal
 from ravnest.protocol.placement import PlanOrder, RingOrder
 from ravnest.protocol.tensors import Buffer
-from ravnest.transfer.blobs import Blobs, Outgoing
+from ravnest.transfer.blobs import Blobs
+from ravnest.transfer.exchange import ContentMessage, Exchange
+from ravnest.transfer.outbox import Outbox, Outgoing
 
 logger = logging.getLogger(__name__)
 
@@ -58,9 +59,8 @@ HEARTBEAT_SECONDS = 1.0
 GRACE_SECONDS = 3.0  # a peer whose link is lost may come back
 PART_SECONDS = 5.0  # at the end, for all to leave
 HUB_LIMITS = TransportLimits(incoming_bytes=2 * MIB)  # peers send words and pieces of blobs, never a tensor
-_MOST_WAITING = 10_000  # parcels for one peer: a lease's are hundreds, and one piece is asked for at a time
-_Outcome = tuple[Finish, list[bytes]]
-_Outbox = asyncio.Queue[Outgoing | None]
+_MOST_WAITING = 10_000  # messages for one peer: a lease's are hundreds, and one piece is asked for at a time
+_Outcome = tuple[Finish, list[Buffer]]
 
 
 class Server:
@@ -89,11 +89,11 @@ class Server:
         self._in_background = in_background  # runs a function of the owner's where it delays no message
         self.hub = Coordinator() if hub is None else hub  # for who watches, too; one with a past goes on
         self._blobs = Blobs()
-        self._outboxes: dict[NodeId, _Outbox] = {}
+        self._exchange = Exchange(self._blobs, self._post)
         self._background: set[asyncio.Task[None]] = set()
         self._absent: dict[PeerId, asyncio.TimerHandle] = {}
         self._dismissed: set[PeerId | None] = set()
-        self._reports = ProbeReports(self._blobs, self._post, self._apply)
+        self._reports = ProbeReports(self._exchange, self._apply)
         self._timer: asyncio.TimerHandle | None = None
         self._has_lost_log = False
 
@@ -105,8 +105,9 @@ class Server:
         self._result: asyncio.Future[_Outcome | RavnestError] = self._loop.create_future()
         self._parting: asyncio.Future[None] | None = None
         self._ahead = max(0.0, self.hub.now - self._loop.time())  # a hub's time never goes back
-        around = (self._post, self._apply, self._in_background, self._lose, self._time, self.hub.needs_parts)
-        self._supply = DataService(owner, self._blobs, *around)
+        self._outbox = Outbox(transport, self._start, self._door.find, self._lose_link)
+        around = (self._apply, self._in_background, self._lose, self._time, self.hub.needs_parts)
+        self._data = DataService(owner, self._exchange, *around)
         is_new = self.hub.books is None
         async with asyncio.TaskGroup() as self._tasks:
             now = self._time()
@@ -190,7 +191,7 @@ class Server:
             self._hear_complaint(delivery.sender, name, message)
         elif name is None:
             logger.debug("%s from %s, which has not joined", type(message).__name__, delivery.sender)
-        elif name in self._outboxes and self._outboxes[name].qsize() > _MOST_WAITING:
+        elif self._outbox.num_waiting(name) > _MOST_WAITING:
             self._ban(delivery.sender, "it asks for more than it takes")
         else:
             self._take(name, message, delivery.buffers)
@@ -232,8 +233,7 @@ class Server:
             self._absent.pop(peer).cancel()
         self._transport.drop(peer, reason)
         if name is not None:
-            if outbox := self._outboxes.pop(name, None):
-                outbox.put_nowait(None)  # so that nothing is left of who has gone
+            self._outbox.forget(name)
             self._blobs.refuse(name, reason)
             self._apply(PeerLeft(name, reason, self._time(), since))
 
@@ -249,16 +249,10 @@ class Server:
             self._forget(guilty, f"{name} says: {complaint.reason}")
 
     def _take(self, name: NodeId, message: Message, buffers: Sequence[Buffer]) -> None:
-        if isinstance(message, BlobRequest):
-            self._post(self._blobs.serve(name, message))
-        elif isinstance(message, BlobPart):
-            found = self._blobs.take(name, message, buffers[0])
-            for parcel in [] if isinstance(found, Refusal) else found:
-                self._post(parcel)
-        elif isinstance(message, Refused):
-            self._blobs.refuse(name, message.reason, message.blob)
+        if isinstance(message, ContentMessage):
+            self._exchange.receive(name, message, buffers)
         elif isinstance(message, ProbeReport):
-            self._reports.take(name, message, self._time)
+            self._reports.complete(name, message, self._time)
         else:
             self._apply(Received(name, message, self._time()))
 
@@ -294,7 +288,7 @@ class Server:
             case MakePlan():
                 self._start(self._make_plan(order))
             case MakeParts() | SendFields() | Collect():
-                self._start(self._supply.carry_out(order))
+                self._start(self._data.carry_out(order))
             case Notify(news):
                 self._tell(news)
             case Finish():
@@ -332,21 +326,8 @@ class Server:
             contents = [self._blobs.kept(part.weights) for part in order.parts]
             self._result.set_result((order, contents))
 
-    def _post(self, parcel: Outgoing) -> None:
-        if self._door.find(parcel.to) is None:
-            return  # it has gone
-        if parcel.to not in self._outboxes:
-            outbox = self._outboxes[parcel.to] = asyncio.Queue()
-            self._start(self._send_all(parcel.to, outbox))
-        self._outboxes[parcel.to].put_nowait(parcel)
+    def _post(self, outgoing: Outgoing) -> None:
+        self._outbox.post(outgoing)
 
-    async def _send_all(self, node: NodeId, outbox: _Outbox) -> None:
-        while self._outboxes.get(node) is outbox:
-            parcel, peer = await outbox.get(), self._door.find(node)
-            if parcel is None or peer is None:
-                continue
-            try:
-                header = wire.pack(parcel.message, parcel.buffers)
-                await self._transport.send(peer, parcel.service, header, parcel.buffers)
-            except LinkError as error:
-                self._forget(peer, str(error))
+    def _lose_link(self, peer: PeerId, error: LinkError) -> None:
+        self._forget(peer, str(error))
