@@ -17,7 +17,7 @@ from ravnest.protocol.tensors import ITEM_BYTES, Buffer
 MOST_HEADER_BYTES = 8 << 20  # some 10,000 parameters with the state of their optimizer
 _LENGTH_BYTES = 8
 _MOST_NAME_LETTERS = 1000
-_METADATA = "__metadata__"  # notes of whoever wrote the file; they are not read
+_METADATA = "__metadata__"  # notes of the writer; they are not read
 _WRITTEN = {
     name: name.upper().replace("FLOAT", "F").replace("UINT", "U").replace("INT", "I") for name in ITEM_BYTES
 }

@@ -125,7 +125,7 @@ def to_snapshot(state: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]) ->
 def snapshot_pieces(
     state: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]
 ) -> Iterator[bytes | memoryview]:
-    """Yield that file piece by piece, so that nobody needs memory for another copy of a stage.
+    """Yield that file piece by piece, so that no memory is needed for another copy of a stage.
 
     Training may change the tensors meanwhile: one piece may be before an update and the next one after it.
     """

@@ -1,4 +1,7 @@
-"""What an endpoint knows of one peer, and what it needs of a connection. It does no I/O."""
+"""All links of one program: dialling and accepting connections, messages in and out, heartbeats.
+
+An endpoint does no I/O of its own. Subclasses open connections: over sockets (zeromq) or in memory.
+"""
 
 import asyncio
 import logging
@@ -58,7 +61,7 @@ class Connection(Protocol):
 
 @dataclass(frozen=True, slots=True, order=True)
 class UnreadEvent:
-    """An event the program has not taken yet, and who wants to know when it does."""
+    """An event that the program has not taken yet; `inbox` gives credit back when it does."""
 
     priority: int
     number: int
@@ -134,7 +137,7 @@ class Neighbour:
                     unsent.accepted.set_result(None)
 
     def fail(self, error: LinkError) -> None:
-        """Tell those who wait for credit that there will be none."""
+        """Fail the messages that wait for credit."""
         for unsent in (entry for queue in self.unsent for entry in queue):
             if not unsent.accepted.done():
                 unsent.accepted.set_exception(error)
@@ -146,7 +149,7 @@ DIAL_SECONDS = 2.0  # well within the hub's grace for a lost peer; other address
 HELD_SECONDS = 1.0  # a link that lived longer was a good one
 SEND_SECONDS = 60.0
 
-Admit = Callable[[PeerId, bytes], str | None]  # who knocks, with what greeting -> why not
+Admit = Callable[[PeerId, bytes], str | None]  # a peer and its greeting -> why it may not connect
 
 
 class Endpoint:

@@ -1,6 +1,6 @@
-"""Who is who: key pairs, the peer id made from a public key, and the token that invites to a swarm.
+"""Identities: key pairs, the peer id made of a public key, tokens that invite to a swarm, and addresses.
 
-A peer id is a hash of a CURVE public key, so whoever proves the key proves the id. Pure: bytes in, bytes out.
+A peer id is a hash of a CURVE public key, so the proof of the key proves the id. Pure: bytes in, bytes out.
 """
 
 import base64
@@ -58,7 +58,7 @@ def peer_of(key: PublicKey) -> PeerId:
 
 
 class Token(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """What a provider needs to join: where the hub is, its key, and the secret that opens its door."""
+    """What a provider needs to join: the hub's addresses, its key, and the secret that admits to it."""
 
     addresses: tuple[str, ...]
     hub_key: bytes
@@ -176,21 +176,21 @@ def is_loopback(address: str) -> bool:
 
 
 def is_everywhere(host: str) -> bool:
-    """Return whether who listens at this host does so in all networks of this PC."""
+    """Return whether a program that listens at this host does so in all networks of this PC."""
     return host in _EVERYWHERE
 
 
-def dialled_from_here(door: str) -> str:
+def dialled_from_here(listening: str) -> str:
     """Return where programs of this PC reach what listens at this address."""
-    host, port = split_address(door)
+    host, port = split_address(listening)
     return write_address("127.0.0.1" if is_everywhere(host) else host, port)
 
 
-def dialled_from_elsewhere(door: str) -> tuple[str, ...]:
+def dialled_from_elsewhere(listening: str) -> tuple[str, ...]:
     """Return where others may reach what listens at this address, this PC's own programs last."""
-    host, port = split_address(door)
+    host, port = split_address(listening)
     if not is_everywhere(host):
-        return (door,)
+        return (listening,)
     return tuple(write_address(each, port) for each in (*local_hosts(), "127.0.0.1"))
 
 

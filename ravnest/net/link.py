@@ -1,7 +1,7 @@
 """One neighbour over any number of connections, as a state machine that does no I/O.
 
 Each connection starts with a hello each way that says what arrived before; sending goes on from there. If
-either side has forgotten the other (a new session), both start at zero. Driven by endpoint.
+either side has forgotten the other (a new session), both start at zero.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from ravnest.net.frames import FRAME_VERSION, Ack, Bye, Chunk, Frames, Greeting,
 from ravnest.net.streams import InboundMessage, ReceiveStream, SendStream
 from ravnest.net.transport import Service, TransportLimits
 
-TICK_SECONDS = 0.4  # a neighbour is heard of at least every second tick
+TICK_SECONDS = 0.4  # a neighbour sends something at least every second tick
 SILENCE_SECONDS = 1.4  # with a tick more, a dead neighbour is noticed within 2 s
 ACK_SECONDS = 0.01  # a confirmation may wait so long for a chunk to go along with
 ACK_BYTES = SMALLEST_WINDOW_BYTES // 2  # or for so many bytes: the other side has as many again to send
@@ -33,7 +33,7 @@ class Link:
         self._session = session
         self._limits = limits
         self._their_session = 0
-        self._heard_at = 0.0
+        self._received_at = 0.0
         self._ticked_at = 0.0
         self._has_sent = False  # since the last tick
         self._is_ping_due = False
@@ -65,7 +65,7 @@ class Link:
         self.inbox.repeat()
         self.owed_by = now
         self._their_session = hello.session
-        self._heard_at = self._ticked_at = now
+        self._received_at = self._ticked_at = now
         self.is_up = True
         return is_new
 
@@ -75,7 +75,7 @@ class Link:
 
     def receive(self, head: Head, pieces: Sequence[memoryview], now: float) -> InboundMessage | None:
         """Take what came over the connection; return a message that is whole."""
-        self._heard_at = now
+        self._received_at = now
         match head:
             case Chunk():
                 self._owe(sum(piece.nbytes for piece in pieces), now)
@@ -111,10 +111,10 @@ class Link:
     def tick(self, now: float) -> str | None:
         """Call every TICK_SECONDS: keeps the neighbour informed; returns why the link is dead, if it is."""
         if now - self._ticked_at > 2 * TICK_SECONDS:
-            self._heard_at = now  # it was us who did not listen
+            self._received_at = now  # this side did not listen
         self._ticked_at = now
-        if now - self._heard_at > SILENCE_SECONDS:
-            return f"nothing heard for {now - self._heard_at:.1f} s"
+        if now - self._received_at > SILENCE_SECONDS:
+            return f"nothing heard for {now - self._received_at:.1f} s"
         self._is_ping_due = not self._has_sent
         self._has_sent = False
         return None

@@ -1,4 +1,4 @@
-"""A way between two peers neither of which can be reached: both dial the hub, which joins the two streams.
+"""A relay between two peers that cannot reach each other: both dial the hub, which joins the two streams.
 
 What passes is the byte stream of the peers' own CURVE connection: its handshake proves each peer's key to
 the other, and the relay sees ciphertext. It can delay or cut; it can not read, change, forge or replay. The
@@ -95,7 +95,7 @@ class Relay:
             stream[1].close()
 
 
-async def await_through(relay: RelayAddress, ticket: bytes, door: RelayAddress) -> None:
+async def await_through(relay: RelayAddress, ticket: bytes, listener: RelayAddress) -> None:
     """Lead every stream of the ticket's other holder to where we listen, for as long as this runs."""
     room = asyncio.Semaphore(MAX_STREAMS_OF_ONE)
     async with asyncio.TaskGroup() as streams:
@@ -106,7 +106,7 @@ async def await_through(relay: RelayAddress, ticket: bytes, door: RelayAddress) 
                 room.release()
                 await asyncio.sleep(PAUSE_SECONDS)  # noqa: TID251 - no event tells that the relay is back
                 continue
-            streams.create_task(_lead_in(*far, door)).add_done_callback(lambda _: room.release())
+            streams.create_task(_lead_in(*far, listener)).add_done_callback(lambda _: room.release())
 
 
 @asynccontextmanager
@@ -140,11 +140,11 @@ async def _await_one(relay: RelayAddress, ticket: bytes) -> tuple[Stream, bytes]
     return None
 
 
-async def _lead_in(far: Stream, first: bytes, door: RelayAddress) -> None:
+async def _lead_in(far: Stream, first: bytes, listener: RelayAddress) -> None:
     try:
         with suppress(OSError, TimeoutError):
             async with asyncio.timeout(OPENING_SECONDS):
-                near = await asyncio.open_connection(*door, limit=_PIECE_BYTES)
+                near = await asyncio.open_connection(*listener, limit=_PIECE_BYTES)
             near[1].write(first)
             await _join(near, far)
     finally:

@@ -112,7 +112,7 @@ class BlobStore:
         self._has_warned = True
 
     def _remove(self, blob: str) -> None:
-        """Remove a file that nobody needs; pieces of it on their way stay as they are."""
+        """Remove a file that is not needed; pieces of it on their way stay as they are."""
         if self._folder is not None and blob not in self:
             with suppress(OSError):
                 Path(self._folder.name, blob).unlink(missing_ok=True)

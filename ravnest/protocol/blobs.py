@@ -1,7 +1,4 @@
-"""Messages about content by its hash: how a blob is fetched, and how a peer is measured by fetching.
-
-They belong to protocol, which says how messages are made and who reads them.
-"""
+"""Messages about content by its hash: a blob is fetched piece by piece, and links are timed that way."""
 
 from dataclasses import dataclass
 from typing import Annotated

@@ -51,7 +51,7 @@ class Blobs:
         self._arriving: dict[str, _Arriving] = {}
 
     def keep(self, content: bytes) -> BlobRef:
-        """Keep a blob for whoever asks; return its name."""
+        """Keep a blob for all that ask; return its name."""
         ref = name_blob(content)
         self._kept[ref.blob] = content
         return ref
@@ -106,7 +106,7 @@ class Blobs:
         return 0 if arriving is None else arriving.num_bytes
 
     def forget(self, ref: BlobRef, done: Done) -> None:
-        """Tell `done` nothing more; what nobody waits for is not fetched any further."""
+        """Tell `done` nothing more; without another one that waits, the blob is not fetched any further."""
         arriving = self._arriving.get(ref.blob)
         if arriving is None or done not in arriving.waiting:
             return
