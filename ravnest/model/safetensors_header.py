@@ -14,7 +14,7 @@ from msgspec import Meta
 
 from ravnest.protocol.tensors import ITEM_BYTES, Buffer
 
-MOST_HEADER_BYTES = 8 << 20  # some 10,000 parameters with the state of their optimizer
+_MOST_HEADER_BYTES = 8 << 20  # some 10,000 parameters with the state of their optimizer
 _LENGTH_BYTES = 8
 _MOST_NAME_LETTERS = 1000
 _METADATA = "__metadata__"  # notes of the writer; they are not read
@@ -46,7 +46,7 @@ def read_tensors(content: Buffer) -> tuple[FileTensor, ...]:
     whole = memoryview(content).cast("B")
     length = int.from_bytes(whole[:_LENGTH_BYTES], "little")
     end = _LENGTH_BYTES + length
-    if end > whole.nbytes or length > MOST_HEADER_BYTES:
+    if end > whole.nbytes or length > _MOST_HEADER_BYTES:
         raise ValueError(f"the header of {length} bytes does not fit into its {whole.nbytes} bytes")
     tensors = []
     for name, entry in sorted(_decode(whole[_LENGTH_BYTES:end]), key=lambda item: item[1].data_offsets):

@@ -411,7 +411,7 @@ def test_a_query_waits_for_its_plan_and_an_older_one_is_refused(captured: Captur
     assert host.receive(AnchorQuery(PLAN + 2, segment, RoundId(0)), (), "c1.1") == []
     found = ComputeLoop(host, Blobs()).take(RingOrder(world.build_id, PLAN + 1, world.rings_of("c0.0"), ()))
     assert found
-    assert all(parcel.to == "c1.0" and parcel.message.plan == PLAN + 1 for parcel in found)
+    assert all(parcel.to == "c1.0" and parcel.message.plan_id == PLAN + 1 for parcel in found)
     assert isinstance(host.receive(AnchorQuery(PLAN, segment, RoundId(0)), (), "c1.0"), Refusal)
     assert host.rearrange(RingOrder(world.build_id, PLAN + 1, world.rings_of("c0.0"), ())) == []
 
