@@ -1,9 +1,9 @@
 """Tensors to bytes and back, as they travel: as they are, as bf16 or fp16, or as int8 or int4 blocks.
 
 A block is 256 numbers with one scale; all scales come first, then all codes. The low bits of a scale are
-zero, so code x scale is exact in float32 and encoding what was decoded gives the same bytes: an average is
+zero, so code x scale is exact in float32. Encoding what was decoded gives the same bytes, so an average is
 passed on without losing a bit. Nothing turns to zero in silence: a block with a NaN or an infinity in it
-decodes to no finite number at all. Used by peer.worker and peer.averager; tensors may be on any device.
+decodes to no finite number at all. Tensors may be on any device.
 """
 
 from collections.abc import Iterator

@@ -172,10 +172,9 @@ async def _knock(token: "Token") -> tuple[str, float]:
     import random
 
     from ravnest.errors import LinkError, NotAdmitted
-    from ravnest.net.identity import new_keys, peer_of
+    from ravnest.net.identity import new_keys, peer_of, prove
     from ravnest.net.transport import DialFailed, LinkUp, PublicKey
     from ravnest.net.zeromq import ZeroMqTransport
-    from ravnest.transfer.blobs import prove
 
     keys, hub = new_keys(), PublicKey(token.hub_key)
     reasons = dict.fromkeys(token.addresses, "no answer")

@@ -1,23 +1,23 @@
-"""A stage's named tensors as one vector, for averaging, and as a safetensors file, for keeping and sending.
+"""The tensors of a stage as one vector, for averaging, and as a safetensors file, for keeping and sending.
 
-The vector is ordered by home: the first position that uses a tensor. So a segment is one interval of it, and
-the vectors of a cluster's stages, joined, are the vector of the model, wherever the cluster cuts. A tied
-weight belongs to its home alone; stages that use it elsewhere follow. Peers average and keep; no file I/O.
+The vector is ordered by home: the first position that uses a tensor. So a segment is one interval of it. The
+vectors of a cluster's stages, joined, are the vector of the model, wherever the cluster cuts. A tied weight
+belongs to its home alone; stages that use it elsewhere follow. There is no file I/O in here.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
-from math import prod
+from math import isfinite, prod
 from typing import Self
 
-import msgspec
 import torch
-from safetensors.torch import save
 from torch import Tensor
 
 from ravnest.errors import WeightsError
 from ravnest.model.blueprint import BUFFER, CONSTANT, FLOATING, PARAMETER, Blueprint, StateEntry
+from ravnest.model.safetensors_header import FileTensor, read_tensors, write_header
+from ravnest.protocol.tensors import Buffer
 
 LOSS_PREFIX = "job_loss."  # of state that is the loss's, not the model's
 OPTIMIZER_PREFIX = "optimizer/"  # in a snapshot, before "SLOT/NAME"
@@ -25,7 +25,7 @@ OPTIMIZER_PREFIX = "optimizer/"  # in a snapshot, before "SLOT/NAME"
 
 @dataclass(frozen=True, slots=True)
 class FlatEntry:
-    """Where a tensor lies in the vector: `size` items from `offset`. `position` is its home."""
+    """The place of a tensor in the vector: `size` items from `offset`. `position` is its home."""
 
     name: str
     shape: tuple[int, ...]
@@ -43,8 +43,8 @@ class FlatEntry:
 class Layout:
     """The order of the tensors in the vector of [start, stop).
 
-    In it are trained parameters and the floating-point buffers that training writes; all as float32, which
-    is exact for every smaller type and rounds float64.
+    The vector holds trained parameters and the floating-point buffers that training writes. All are float32,
+    which is exact for every smaller type and rounds float64.
     """
 
     start: int
@@ -110,14 +110,9 @@ class Layout:
 
 def to_safetensors(state: Mapping[str, Tensor], blueprint: Blueprint) -> bytes:
     """Return the tensors that the blueprint names as a safetensors file; others are left out."""
-    tensors = {}
     for entry in blueprint.state:
         _check(entry, state)
-        tensor = state[entry.name].detach().cpu()
-        # The file format refuses tensors that share memory; only buffers and constants may.
-        is_alone = entry.kind == PARAMETER and tensor.is_contiguous()
-        tensors[entry.name] = tensor if is_alone else tensor.clone(memory_format=torch.contiguous_format)
-    return save(tensors)
+    return to_snapshot({entry.name: state[entry.name] for entry in blueprint.state}, {})
 
 
 def to_snapshot(state: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]) -> bytes:
@@ -128,53 +123,52 @@ def to_snapshot(state: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]) ->
 def snapshot_pieces(
     state: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]
 ) -> Iterator[bytes | memoryview]:
-    """Yield that file piece by piece, so that nobody needs memory for another copy of a stage.
+    """Yield that file piece by piece, so that no memory is needed for another copy of a stage.
 
-    Of tensors that training changes meanwhile, a piece may be before an update and the next one after it.
+    Training may change the tensors meanwhile: one piece may be before an update and the next one after it.
     """
-    moments = {OPTIMIZER_PREFIX + key: tensor for key, tensor in optimizer.items()}
-    tensors = {**state, **moments}
-    names = {dtype: name for name, dtype in _DTYPES.items()}
-    places, start = {}, 0
-    for name, tensor in tensors.items():
-        stop = start + tensor.numel() * tensor.element_size()
-        dtype = names[str(tensor.dtype).removeprefix("torch.")]
-        places[name] = _Place(dtype, list(tensor.shape), (start, stop))
-        start = stop
-    header = msgspec.json.encode(places)
-    header += b" " * (-len(header) % _LENGTH_BYTES)
-    yield len(header).to_bytes(_LENGTH_BYTES, "little") + header
+    tensors = {**state, **{OPTIMIZER_PREFIX + key: tensor for key, tensor in optimizer.items()}}
+    yield write_header({name: (_dtype_name(x), tuple(x.shape)) for name, x in tensors.items()})
     for tensor in tensors.values():
         if tensor.numel():
             flat = tensor.detach().reshape(-1).cpu().contiguous()
             yield memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
-def read_snapshot(
-    data: bytes | bytearray | memoryview, entries: Iterable[StateEntry]
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return what a snapshot has of these tensors, and of their optimizer's state by "SLOT/NAME".
+def read_snapshot(data: Buffer, entries: Iterable[StateEntry]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the tensors of a snapshot that the entries name, and their optimizer's by "SLOT/NAME".
 
-    It may be of another cut: what else is in it is not read. What is read must be as the entries say.
+    The snapshot may be of another cut, so it may hold other tensors too. Those that are returned are as the
+    entries say; else WeightsError.
     """
     wanted = {entry.name: entry for entry in entries}
     state: dict[str, Tensor] = {}
     optimizer: dict[str, Tensor] = {}
-    header, content = _open(data)
-    for key, raw in header.items():
-        if key in wanted:
-            state[key] = _read_one(raw, content, wanted[key])
-        elif key.startswith(OPTIMIZER_PREFIX):
-            slot, _, name = key.removeprefix(OPTIMIZER_PREFIX).partition("/")
+    for found in _open(data):
+        if found.name in wanted:
+            state[found.name] = _copy_tensor(found, wanted[found.name])
+        elif found.name.startswith(OPTIMIZER_PREFIX):
+            slot, _, name = found.name.removeprefix(OPTIMIZER_PREFIX).partition("/")
             if name in wanted:
-                dtype, shape = (
-                    ("float32", ()) if slot in _SCALARS else (wanted[name].dtype, wanted[name].shape)
-                )
-                entry = StateEntry(key, PARAMETER, dtype, shape, wanted[name].positions)
-                optimizer[f"{slot}/{name}"] = tensor = _read_one(raw, content, entry)
-                if slot in _SCALARS and not 0 <= float(tensor) <= _MOST_STEPS:
-                    raise WeightsError(f"{key!r} is {float(tensor)}, which no count is; {_WAY_OUT}")
+                optimizer[f"{slot}/{name}"] = _copy_slot(found, slot, wanted[name])
     return state, optimizer
+
+
+def read_finite_snapshot(
+    data: Buffer, entries: Iterable[StateEntry]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return what `read_snapshot` does, if training can go on from it; else WeightsError.
+
+    All that training changes must be finite. What it leaves as it is need not be, such as a mask.
+    """
+    entries = tuple(entries)
+    state, slots = read_snapshot(data, entries)
+    slots = {key: tensor for key, tensor in slots.items() if key.partition("/")[2] in state}
+    changing = [entry.name for entry in entries if entry.is_trainable or entry.is_written]
+    for key, tensor in ({name: state[name] for name in changing if name in state} | slots).items():
+        if tensor.is_floating_point() and not _is_finite(tensor):
+            raise WeightsError(f"{key!r} of a snapshot is not finite, so nothing could be trained on with it")
+    return state, slots
 
 
 def merge_stages(parts: Iterable[Mapping[str, Tensor]], blueprint: Blueprint) -> dict[str, Tensor]:
@@ -201,22 +195,8 @@ def merge_stages(parts: Iterable[Mapping[str, Tensor]], blueprint: Blueprint) ->
 
 
 _WAY_OUT = "use weights made from the same model and the same blueprint"
-_DTYPES = {
-    "F32": "float32",
-    "F64": "float64",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "I64": "int64",
-    "I32": "int32",
-    "I16": "int16",
-    "I8": "int8",
-    "U8": "uint8",
-    "BOOL": "bool",
-}
 _SCALARS = ("step", "mu_product")
 _MOST_STEPS = 2.0**53
-_SNAPSHOT_HEADER_BYTES = 8 << 20  # of some 10,000 parameters with their optimizer's state
-_LENGTH_BYTES = 8  # a file begins with the length of its header
 
 
 def _is_averaged(entry: StateEntry) -> bool:
@@ -224,44 +204,43 @@ def _is_averaged(entry: StateEntry) -> bool:
     return is_changing and entry.dtype in FLOATING
 
 
-class _Place(msgspec.Struct):
-    dtype: str
-    shape: list[int]
-    data_offsets: tuple[int, int]
-
-
-def _open(data: bytes | bytearray | memoryview) -> tuple[dict[str, msgspec.Raw], memoryview]:
-    """Return the header of a snapshot, each entry unread, and what is behind it."""
-    whole = memoryview(data)
-    length = int.from_bytes(whole[:_LENGTH_BYTES], "little")
-    stop = _LENGTH_BYTES + length
-    if length > _SNAPSHOT_HEADER_BYTES or whole.nbytes < max(stop, _LENGTH_BYTES):
-        raise WeightsError(f"a snapshot of {whole.nbytes} bytes is no safetensors file; {_WAY_OUT}")
+def _open(data: Buffer) -> tuple[FileTensor, ...]:
     try:
-        header = msgspec.json.decode(whole[_LENGTH_BYTES:stop], type=dict[str, msgspec.Raw])
-    except (msgspec.MsgspecError, ValueError, RecursionError) as problem:
-        raise WeightsError(f"a snapshot is damaged: {problem!s:.200}; fetch it again") from None
-    return header, whole[stop:]
+        return read_tensors(data)
+    except ValueError as error:
+        raise WeightsError(f"a snapshot is no safetensors file: {error}; fetch it again") from None
 
 
-def _read_one(raw: msgspec.Raw, content: memoryview, entry: StateEntry) -> Tensor:
-    try:
-        place = msgspec.json.decode(raw, type=_Place)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as problem:
-        raise WeightsError(f"{entry.name!r} of a snapshot is damaged: {problem!s:.200}") from None
-    found = _describe(_DTYPES.get(place.dtype, place.dtype[:20]), place.shape)
-    if found != _describe(entry.dtype, entry.shape):
-        raise WeightsError(_mismatch(entry, found))
+def _copy_tensor(found: FileTensor, entry: StateEntry) -> Tensor:
+    """Return a tensor of a file in memory of its own, if it is as the entry says."""
+    shown = _describe(found.dtype, found.shape)
+    if shown != _describe(entry.dtype, entry.shape):
+        raise WeightsError(_mismatch(entry, shown))
     dtype = getattr(torch, entry.dtype)
-    start, stop = place.data_offsets
-    if not 0 <= start <= stop <= content.nbytes or stop - start != prod(entry.shape) * dtype.itemsize:
-        raise WeightsError(f"{entry.name!r} of a snapshot lies at bytes {start} to {stop}; fetch it again")
-    if start == stop:
+    if not found.buffer:
         return torch.empty(entry.shape, dtype=dtype)
-    data = bytearray(content[start:stop])
+    data = bytearray(found.buffer)
     if dtype is torch.bool:  # torch's kernels trust that there are only two
         return torch.frombuffer(data, dtype=torch.uint8).ne(0).reshape(entry.shape)
     return torch.frombuffer(data, dtype=dtype).reshape(entry.shape)
+
+
+def _copy_slot(found: FileTensor, slot: str, of: StateEntry) -> Tensor:
+    """Return what an optimizer keeps of a parameter: a tensor like it, or a count."""
+    dtype, shape = ("float32", ()) if slot in _SCALARS else (of.dtype, of.shape)
+    tensor = _copy_tensor(found, StateEntry(found.name, PARAMETER, dtype, shape, of.positions))
+    if slot in _SCALARS and not 0 <= float(tensor) <= _MOST_STEPS:
+        raise WeightsError(f"{found.name!r} is {float(tensor)}, which no count is; {_WAY_OUT}")
+    return tensor
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    # The norm is twenty times faster than a look at each number, but may overflow without an infinity.
+    return isfinite(float(torch.linalg.vector_norm(tensor))) or bool(tensor.isfinite().all())
+
+
+def _dtype_name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _check(entry: StateEntry, state: Mapping[str, Tensor]) -> None:
@@ -269,7 +248,7 @@ def _check(entry: StateEntry, state: Mapping[str, Tensor]) -> None:
     if tensor is None:
         wanted = _describe(entry.dtype, entry.shape)
         raise WeightsError(f"the weights lack {entry.name!r}, {wanted}; {_WAY_OUT}")
-    found = _describe(str(tensor.dtype).removeprefix("torch."), tensor.shape)
+    found = _describe(_dtype_name(tensor), tensor.shape)
     if found != _describe(entry.dtype, entry.shape):
         raise WeightsError(_mismatch(entry, found))
 

@@ -1,9 +1,9 @@
-"""How many bytes may be on the wire to one neighbour, and how soon the next may follow.
+"""The congestion window of a link: how many bytes may be on the wire, and how soon the next may follow.
 
-Each link keeps about as many of its own bytes in a queue as any other, so links that share a way share it,
-however long their confirmations take; the longer what waits would take, the more bytes, so that nobody is
-last by far. Only the queue on the way there counts: what a confirmation waits behind the other side's bytes
-is added on top. Chunks are spread over a journey, or both ways of a link would take turns to be idle.
+Each link keeps about as many of its own bytes queued as any other, so links that share a line share it
+fairly. A link whose waiting bytes would take longer may queue more, so that none is last by far. Only the
+queue on the way there counts; the time that confirmations wait behind the other side's bytes is added on
+top. Chunks are spread over a journey, or both ways of a link would take turns to be idle.
 """
 
 from collections import deque
@@ -19,7 +19,7 @@ QUEUE_BYTES = 64 * 1024  # of ours that may queue, when what waits would take a 
 QUEUE_SHARES = (0.5, 2.0)  # of that at least and at most, when it would take less or more
 QUEUE_SECONDS = 0.01  # of our rate that may queue besides: two event loops are not exact
 LONGEST_QUEUE_SECONDS = 0.1  # in front of an urgent message
-GAIN = 0.25  # of what the queue is off, per journey: what is heard is old, so gently
+GAIN = 0.25  # of what the queue is off, per journey: confirmations are old news, so gently
 GROWTH = 0.5  # of it per journey, until there is a queue for the first time
 LATER_GROWTH = 0.05  # when there is hardly any
 PACE = 1.25  # times as fast as the window allows: late ones catch up
@@ -118,7 +118,7 @@ def affordable_chunk_bytes(bytes_per_second: float) -> float:
 
 
 class Upload:
-    """Pay for what is sent; ask how long to wait. Without a rate nobody waits."""
+    """The upload limit of a program: pay for what is sent, ask how long to wait. inf is no limit."""
 
     def __init__(self, bytes_per_second: float = inf) -> None:
         assert bytes_per_second > 0

@@ -1,4 +1,7 @@
-"""What an endpoint knows of one peer, and what it needs of a connection. It does no I/O."""
+"""All links of one program: dialling and accepting connections, messages in and out, heartbeats.
+
+An endpoint does no I/O of its own. Subclasses open connections: over sockets (zeromq) or in memory.
+"""
 
 import asyncio
 import logging
@@ -57,7 +60,7 @@ class Connection(Protocol):
 
 @dataclass(frozen=True, slots=True, order=True)
 class UnreadEvent:
-    """An event the program has not taken yet, and who wants to know when it does."""
+    """An event that the program has not taken yet; `inbox` gives credit back when it does."""
 
     priority: int
     number: int
@@ -134,7 +137,7 @@ class Neighbour:
                     unsent.accepted.set_result(None)
 
     def fail(self, error: LinkError) -> None:
-        """Tell those who wait for credit that there will be none."""
+        """Fail the messages that wait for credit."""
         for unsent in (entry for queue in self.unsent for entry in queue):
             if not unsent.accepted.done():
                 unsent.accepted.set_exception(error)
@@ -142,7 +145,7 @@ class Neighbour:
 
 logger = logging.getLogger(__name__)
 
-Admit = Callable[[PeerId, bytes], str | None]  # who knocks, with what greeting -> why not
+Admit = Callable[[PeerId, bytes], str | None]  # a peer and its greeting -> why it may not connect
 
 
 class Endpoint:

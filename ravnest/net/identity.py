@@ -1,6 +1,6 @@
-"""Who is who: key pairs, the peer id made from a public key, and the token that invites to a swarm.
+"""Identities: key pairs, the peer id made of a public key, tokens that invite to a swarm, and addresses.
 
-A peer id is a hash of a CURVE public key, so whoever proves the key proves the id. Pure: bytes in, bytes out.
+A peer id is a hash of a CURVE public key, so the proof of the key proves the id. Pure: bytes in, bytes out.
 """
 
 import base64
@@ -62,7 +62,7 @@ def peer_of(key: PublicKey) -> PeerId:
 
 
 class Token(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """What a provider needs to join: where the hub is, its key, and the secret that opens its door."""
+    """What a provider needs to join: the hub's addresses, its key, and the secret that admits to it."""
 
     addresses: Annotated[tuple[Annotated[str, Meta(max_length=256)], ...], Meta(max_length=64)]
     hub_key: bytes
@@ -70,6 +70,11 @@ class Token(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=
 
     def __repr__(self) -> str:
         return f"Token(addresses={self.addresses}, hub={peer_of(PublicKey(self.hub_key))})"
+
+
+def prove(token: Token, key: PublicKey) -> bytes:
+    """Return what shows the hub that the owner of a key knows the token's secret."""
+    return hmac.digest(token.secret, b"ravnest join" + token.hub_key + key, sha256)
 
 
 def write_token(token: Token) -> str:
@@ -179,23 +184,23 @@ def is_loopback(address: str) -> bool:
 
 
 def is_everywhere(host: str) -> bool:
-    """Return whether who listens at this host does so in all networks of this PC."""
+    """Return whether a program that listens at this host does so in all networks of this PC."""
     return host in _EVERYWHERE
 
 
-def dialled_from_here(door: str) -> str:
+def dialled_from_here(listening: str) -> str:
     """Return where programs of this PC reach what listens at this address."""
-    host, port = split_address(door)
+    host, port = split_address(listening)
     return write_address("127.0.0.1" if is_everywhere(host) else host, port)
 
 
 def dialled_from_elsewhere(
-    door: str, find_hosts: Callable[[], tuple[str, ...]] | None = None
+    listening: str, find_hosts: Callable[[], tuple[str, ...]] | None = None
 ) -> tuple[str, ...]:
     """Return where others may reach what listens at this address, this PC's own programs last."""
-    host, port = split_address(door)
+    host, port = split_address(listening)
     if not is_everywhere(host):
-        return (door,)
+        return (listening,)
     return tuple(write_address(each, port) for each in (*(find_hosts or local_hosts)(), "127.0.0.1"))
 
 

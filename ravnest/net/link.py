@@ -30,7 +30,7 @@ class Link:
         self._session = session
         self._limits, self._timeouts = limits, limits.timeouts
         self._their_session = 0
-        self._heard_at = 0.0
+        self._received_at = 0.0
         self._ticked_at = 0.0
         self._has_sent = False  # since the last tick
         self._is_ping_due = False
@@ -62,7 +62,7 @@ class Link:
         self.inbox.repeat()
         self.owed_by = now
         self._their_session = hello.session
-        self._heard_at = self._ticked_at = now
+        self._received_at = self._ticked_at = now
         self.is_up = True
         return is_new
 
@@ -72,7 +72,7 @@ class Link:
 
     def receive(self, head: Head, pieces: Sequence[memoryview], now: float) -> InboundMessage | None:
         """Take what came over the connection; return a message that is whole."""
-        self._heard_at = now
+        self._received_at = now
         match head:
             case Chunk():
                 self._owe(sum(piece.nbytes for piece in pieces), now)
@@ -108,10 +108,10 @@ class Link:
     def tick(self, now: float) -> str | None:
         """Call every `tick_seconds`: keeps the neighbour informed; returns why the link is dead, if it is."""
         if now - self._ticked_at > 2 * self._timeouts.tick_seconds:
-            self._heard_at = now  # it was us who did not listen
+            self._received_at = now  # this side did not listen
         self._ticked_at = now
-        if now - self._heard_at > self._timeouts.silence_seconds:
-            return f"nothing heard for {now - self._heard_at:.1f} s"
+        if now - self._received_at > self._timeouts.silence_seconds:
+            return f"nothing heard for {now - self._received_at:.1f} s"
         self._is_ping_due = not self._has_sent
         self._has_sent = False
         return None

@@ -65,7 +65,7 @@ class Wire:
 
 
 class MemoryNetwork:
-    """Who can be reached where, and how well."""
+    """Which transports can be reached at which address, over what wires."""
 
     def __init__(self, wire: Wire | None = None) -> None:
         self._default = wire or Wire()
@@ -73,7 +73,7 @@ class MemoryNetwork:
         self._listeners: dict[str, MemoryTransport] = {}
         self._connections: dict[_Connection, None] = {}  # a set in order
         self._groups: tuple[frozenset[PeerId], ...] = ()
-        self._knocking: list[tuple[MemoryTransport, _Connection, str]] = []  # at who is cut off
+        self._waiting_dials: list[tuple[MemoryTransport, _Connection, str]] = []  # at one that is cut off
         self._dead: set[PeerId] = set()
 
     def set_wire(self, one: PeerId, other: PeerId, wire: Wire) -> None:
@@ -89,8 +89,8 @@ class MemoryNetwork:
         self._groups = tuple(frozenset(group) for group in groups)
         for connection in tuple(self._connections):
             connection.go_on()
-        knocking, self._knocking = self._knocking, []
-        for one, near, address in knocking:
+        waiting, self._waiting_dials = self._waiting_dials, []
+        for one, near, address in waiting:
             one._meet(near, address)
 
     def kill(self, peer: PeerId, *, is_silent: bool = False) -> None:
@@ -162,7 +162,7 @@ class MemoryTransport(Endpoint):
         if near.is_closed or self.network.is_dead(self.peer, near.peer):
             return
         if not self.network.carries(self.peer, near.peer):
-            self.network._knocking.append((self, near, address))
+            self.network._waiting_dials.append((self, near, address))
             return
         if there is None or there.peer != near.peer:
             self._lost(near, "nobody answers at this address" if there is None else "it has another key")

@@ -1,4 +1,4 @@
-"""A way between two peers neither of which can be reached: both dial the hub, which joins the two streams.
+"""A relay between two peers that cannot reach each other: both dial the hub, which joins the two streams.
 
 What passes is the byte stream of the peers' own CURVE connection: its handshake proves each peer's key to
 the other, and the relay sees ciphertext. It can delay or cut; it can not read, change, forge or replay. The
@@ -99,7 +99,7 @@ class Relay:
 
 
 async def await_through(
-    relay: RelayAddress, ticket: bytes, door: RelayAddress, timeouts: NetTimeouts = TIMEOUTS.net
+    relay: RelayAddress, ticket: bytes, listener: RelayAddress, timeouts: NetTimeouts = TIMEOUTS.net
 ) -> None:
     """Lead every stream of the ticket's other holder to where we listen, for as long as this runs."""
     room = asyncio.Semaphore(MAX_STREAMS_OF_ONE)
@@ -111,7 +111,9 @@ async def await_through(
                 room.release()
                 await asyncio.sleep(timeouts.relay_pause_seconds)  # noqa: TID251 - nothing tells that it is back
                 continue
-            streams.create_task(_lead_in(*far, door, timeouts)).add_done_callback(lambda _: room.release())
+            streams.create_task(_lead_in(*far, listener, timeouts)).add_done_callback(
+                lambda _: room.release()
+            )
 
 
 @asynccontextmanager
@@ -149,11 +151,11 @@ async def _await_one(
     return None
 
 
-async def _lead_in(far: Stream, first: bytes, door: RelayAddress, timeouts: NetTimeouts) -> None:
+async def _lead_in(far: Stream, first: bytes, listener: RelayAddress, timeouts: NetTimeouts) -> None:
     try:
         with suppress(OSError, TimeoutError):
             async with asyncio.timeout(timeouts.relay_opening_seconds):
-                near = await asyncio.open_connection(*door, limit=_PIECE_BYTES)
+                near = await asyncio.open_connection(*listener, limit=_PIECE_BYTES)
             near[1].write(first)
             await _join(near, far)
     finally:

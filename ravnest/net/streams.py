@@ -1,8 +1,8 @@
-"""What waits to go to one neighbour, as a state machine that does no I/O.
+"""The streams of messages to and from one neighbour, as state machines that do no I/O.
 
-Each service is a stream of messages cut in chunks; the most urgent service goes first. What is on the wire
-is limited by a window, so an urgent message never waits long behind a big one, on a slow link either. Chunks
-are views of the caller's buffers.
+Each service is a stream of messages cut in chunks; the most urgent service goes first. A window limits what
+is on the wire, so that an urgent message never waits long behind a big one, even on a slow link. Chunks are
+views of the caller's buffers.
 """
 
 from collections import deque
@@ -85,7 +85,7 @@ class SendStream:
         self._window = Window(self._limits.window_bytes)
 
     def reset(self) -> None:
-        """Forget everything: the other side is not who it was."""
+        """Forget everything: the other side is a new program."""
         self._lanes = tuple(_SendLane(service) for service in Service)
         self._window = Window(self._limits.window_bytes)
 

@@ -1,7 +1,7 @@
-"""What the rest of Ravnest sees of the network, and the records that cross that line.
+"""The transport: all that the rest of Ravnest sees of the network, and the records that cross that line.
 
-A message is a small header and raw buffers; it goes to a peer with a class of service and arrives once, in
-order within its service. Implemented by zeromq (real sockets) and memory (virtual time), both by endpoint.
+A message is a small header and raw buffers. It goes to a peer with a class of service and arrives once, in
+order within its service. There are two: zeromq (real sockets) and memory (virtual time).
 """
 
 from collections.abc import Iterable, Sequence
@@ -88,11 +88,11 @@ TransportEvent = Delivery | LinkUp | LinkDown | DialFailed
 
 
 class Transport(Protocol):
-    """One node's door to its neighbours. Use it as an async context manager; leaving it closes every link."""
+    """The links of one program to others. It is an async context manager; leaving it closes every link."""
 
     @property
     def peer(self) -> PeerId:
-        """Who we are."""
+        """The id of this program."""
 
     async def send(self, to: PeerId, service: Service, header: bytes, buffers: Sequence[Buffer] = ()) -> None:
         """Hand over a message; return when there is credit for it.

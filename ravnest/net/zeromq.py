@@ -26,7 +26,7 @@ from ravnest.net.transport import PeerId, PublicKey, TransportLimits
 logger = logging.getLogger(__name__)
 
 FRAMES_PER_TURN = 16  # then others on the loop get theirs
-_SHARED_BYTES = 65_536  # a copy of less costs less than to hear when the memory is free again
+_SHARED_BYTES = 65_536  # a copy of less costs less than to learn when the memory is free again
 _SLACK_BYTES = 1024  # a frame may be longer than a chunk by what the encryption adds
 _ZAP_ADDRESS = "inproc://zeromq.zap.01"
 _ENDS = {
@@ -94,8 +94,8 @@ class ZeroMqTransport(Endpoint):
             await asyncio.to_thread(self._context.term)
 
     def _start_listening(self, address: str) -> None:
-        doorkeeper = self._watch(self._context.socket(zmq.ROUTER))
-        doorkeeper.socket.bind(_ZAP_ADDRESS)
+        authenticator = self._watch(self._context.socket(zmq.ROUTER))
+        authenticator.socket.bind(_ZAP_ADDRESS)
         router = self._make_socket(zmq.ROUTER)
         self._router = self._watch(router)
         router.curve_server = True
@@ -111,7 +111,7 @@ class ZeroMqTransport(Endpoint):
             else:
                 message = f"cannot listen at {address}: {error.strerror}"
             raise ConfigError(message) from None
-        doorkeeper.start(lambda question: self._keep_door(doorkeeper, question))
+        authenticator.start(lambda question: self._answer_zap(authenticator, question))
         self._router.start(self._take_from_router)
 
     def _watch(self, socket: "zmq.Socket[bytes]") -> "_Watched":
@@ -164,12 +164,12 @@ class ZeroMqTransport(Endpoint):
 
         connection.connect(write_address(place, port), take, end)
 
-    def _keep_door(self, doorkeeper: "_Watched", question: list[zmq.Frame]) -> None:
+    def _answer_zap(self, authenticator: "_Watched", question: list[zmq.Frame]) -> None:
         """Answer ZeroMQ's question (ZAP 1.0) whether the owner of a key may connect."""
         envelope, _, version, number, *_, key = [frame.bytes for frame in question]
         peer = peer_of(PublicKey(z85.encode(key)))
         verdict = (b"200", b"OK") if self._may_connect(peer) else (b"400", b"not allowed")
-        doorkeeper.send([envelope, b"", version, number, *verdict, peer.encode(), b""])
+        authenticator.send([envelope, b"", version, number, *verdict, peer.encode(), b""])
 
     def _take_from_router(self, frames: list[zmq.Frame]) -> None:
         connection = self._accepted_from(frames[0].bytes, frames[1])
@@ -257,7 +257,7 @@ class _Dialled:
     def connect(self, address: str, take: Take, end: Take) -> None:
         early, self._early = self._early or [], None
         self._dealer.socket.connect(address)
-        with suppress(LinkError):  # if it ended at once, whoever watches it learns why
+        with suppress(LinkError):  # if it ended at once, its watcher learns why
             for frames in early:
                 self.send(frames)
         self._dealer.start(take)

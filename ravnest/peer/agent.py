@@ -13,7 +13,7 @@ from typing import Any
 from ravnest.config import TIMEOUTS, Timeouts
 from ravnest.errors import LinkError, NotAdmitted, ProtocolError, RavnestError
 from ravnest.ids import HUB, NodeId
-from ravnest.net.identity import KeyPair, Token, dialled_from_here, is_loopback, peer_of, split_address
+from ravnest.net.identity import KeyPair, Token, dialled_from_here, is_loopback, peer_of, prove, split_address
 from ravnest.net.relay import RelayAddress
 from ravnest.net.transport import (
     Delivery,
@@ -28,13 +28,21 @@ from ravnest.net.transport import (
 from ravnest.peer.compute import Compute, ComputeThread, Delivered
 from ravnest.peer.connections import Acquaintance, Connections
 from ravnest.peer.fetcher import Fetcher
-from ravnest.peer.outbox import Outbox
 from ravnest.peer.stage_host import ProviderLimits
 from ravnest.plan.types import Node
 from ravnest.protocol import wire
 from ravnest.protocol.averaging import RoundAbort, RoundCommit, RoundOpen
-from ravnest.protocol.blobs import BlobPart, BlobRequest
-from ravnest.protocol.membership import Complaint, Fact, Hello, Leave, ProbeOrder, Refused, Stop, Welcome
+from ravnest.protocol.membership import (
+    PROTOCOL_VERSION,
+    Complaint,
+    Fact,
+    Hello,
+    Leave,
+    ProbeOrder,
+    Refused,
+    Stop,
+    Welcome,
+)
 from ravnest.protocol.messages import Message, Refusal
 from ravnest.protocol.placement import (
     BackupOrder,
@@ -46,7 +54,8 @@ from ravnest.protocol.placement import (
 )
 from ravnest.protocol.tensors import Buffer
 from ravnest.protocol.training import FieldParts, LearningRate, LeaseGrant
-from ravnest.transfer.blobs import PROTOCOL_VERSION, Outgoing, prove
+from ravnest.transfer.exchange import ContentMessage
+from ravnest.transfer.outbox import Outbox, Outgoing
 
 logger = logging.getLogger(__name__)
 
@@ -115,8 +124,9 @@ class Agent:
             give_up=self._lose_mate,
             timeouts=self._timeouts,
         )
-        self._posting = Outbox(transport, self._start, lambda: self._peers, self._fail)
-        with self._fetcher.shelf:
+        self._outbox = Outbox(transport, self._start, lambda node: self._peers.get(node), self._lose_link)
+        self._outbox.pause(HUB)  # until there is a link
+        with self._fetcher.store:
             return await self._take_part()
 
     async def _take_part(self) -> str:
@@ -190,7 +200,7 @@ class Agent:
                 case LinkUp(self._hub, is_new, address):
                     self._hub_address = address or self._hub_address
                     self._find_hub()
-                    self._posting.find_hub(is_new)
+                    self._outbox.resume(HUB, is_new=is_new)
                     if is_new:
                         self._say_hello()
                 case DialFailed():
@@ -198,7 +208,7 @@ class Agent:
                 case LinkDown(self._hub, reason):
                     logger.warning("the hub is lost: %s; dialling it again", reason)
                     self._tried = {self._hub_address: reason}
-                    self._posting.miss_hub()
+                    self._outbox.pause(HUB)
                     self._miss_hub()
                 case LinkDown(peer, reason):
                     logger.info("a neighbour is lost: %s; dialling it again", reason)
@@ -282,25 +292,15 @@ class Agent:
             return Refusal(f"it is of build_id {named}, here is {build_id}")
         if isinstance(message, _OfHub) and node != HUB:
             return Refusal(f"only the hub says that, not {node}")
-        if isinstance(message, BlobRequest):
-            self._post(self._blobs.serve(node, message))
-        elif isinstance(message, BlobPart):
-            return self._take_piece(node, message, buffers[0])
-        elif isinstance(message, Refused) and node == HUB and not message.blob:
+        if isinstance(message, Refused) and node == HUB and not message.blob:
             self._end(NotAdmitted(f"the hub does not let this peer in: {message.reason}"))
-        elif isinstance(message, Refused):
-            self._blobs.refuse(node, message.reason, message.blob)
+        elif isinstance(message, ContentMessage):
+            return self._fetcher.receive(node, message, buffers)
         elif isinstance(message, _Order):
             self._follow(message)
         else:
             self._compute.put(Delivered(message, buffers, node, build_id))
         return None
-
-    def _take_piece(self, node: NodeId, piece: BlobPart, buffer: Buffer) -> Refusal | None:
-        found = self._blobs.take(node, piece, buffer)
-        for parcel in [] if isinstance(found, Refusal) else found:
-            self._post(parcel)
-        return found if isinstance(found, Refusal) else None
 
     def _follow(self, message: _Order) -> None:
         """Do what the hub says."""
@@ -354,7 +354,12 @@ class Agent:
         if self._hub in self._transport.connected():  # else nobody could plan anew
             self._fail(LinkError(reason))
 
-    def _post(self, parcel: Outgoing) -> None:
-        if isinstance(parcel.message, StageReady):
-            self._held_build_id = parcel.message.build_id
-        self._posting.post(parcel)
+    def _lose_link(self, peer: PeerId, error: LinkError) -> None:
+        """Leave if the hub takes no message; a neighbour that is away is noticed by the connections."""
+        if peer == self._hub:
+            self._fail(error)
+
+    def _post(self, outgoing: Outgoing) -> None:
+        if isinstance(outgoing.message, StageReady):
+            self._held_build_id = outgoing.message.build_id
+        self._outbox.post(outgoing)

@@ -29,7 +29,7 @@ from ravnest.protocol.averaging import AnchorPart, AnchorQuery, RingPart, RoundA
 from ravnest.protocol.messages import Refusal
 from ravnest.protocol.placement import PlanOrder, RingOrder
 from ravnest.protocol.tensors import Buffer, TensorSpec
-from ravnest.transfer.blobs import Outgoing
+from ravnest.transfer.outbox import Outgoing
 
 _MOST_ASKED = 4096
 

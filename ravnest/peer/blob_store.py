@@ -1,7 +1,7 @@
-"""Where a peer keeps snapshots: in files of a folder that goes with the program, read without a copy.
+"""The snapshots that a peer keeps, in files of a temporary folder that are read without a copy.
 
-They are the newest it made itself, and one it keeps for others. Where the disk takes none they stay in
-memory. Writing is done by whatever thread made the snapshot, reading by the event loop.
+It keeps the newest ones it made itself, and one backup for others. Where the disk takes none they stay in
+memory. The thread that made a snapshot writes it; the event loop reads it.
 """
 
 import logging
@@ -22,7 +22,7 @@ _NUM_OWN = 3
 
 
 class BlobStore:
-    """Blobs by hash; as a context manager it has a folder, without it memory."""
+    """Blobs by hash. As a context manager it has a folder; otherwise it has only memory."""
 
     def __init__(self) -> None:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
@@ -47,12 +47,12 @@ class BlobStore:
     def __contains__(self, blob: object) -> bool:
         return blob in self._own or blob in self._backup
 
-    def __setitem__(self, blob: str, content: bytes) -> None:
-        """Keep a snapshot made here, and not the fourth before it."""
+    def __setitem__(self, blob: str, content: Buffer) -> None:
+        """Keep a snapshot made here, and drop the fourth before it."""
         self._add(blob, self._own[blob] if blob in self._own else self._write(blob, content))
 
     def put_pieces(self, make: Callable[[], Iterable[Buffer]]) -> BlobRef:
-        """Keep a snapshot made here that is written down as it is made; return its name."""
+        """Keep a snapshot made here, and write it down as it is made; return its name."""
         try:
             path = Path(self._place, "unfinished")
             with path.open("wb") as file:
@@ -75,14 +75,14 @@ class BlobStore:
             del self._own[old]
             self._remove(old)
 
-    def keep_backup(self, content: bytes) -> None:
-        """Keep another's snapshot instead of the one before."""
+    def keep_backup(self, content: Buffer) -> None:
+        """Keep the snapshot of another peer instead of the one before."""
         blob = name_blob(content).blob
         before, self._backup = self._backup, {blob: self.get(blob) or self._write(blob, content)}
         for old in before:
             self._remove(old)
 
-    def _write(self, blob: str, content: bytes) -> Buffer:
+    def _write(self, blob: str, content: Buffer) -> Buffer:
         try:
             Path(self._place, blob).write_bytes(content)
             return self._map(blob)
@@ -98,7 +98,7 @@ class BlobStore:
         return self._folder.name
 
     def _map(self, blob: str) -> Buffer:
-        """Return a file's content; where systems allow it its name goes now, so a killed peer leaves none."""
+        """Return a file's content. Where it can its name goes now, so that a killed peer leaves no file."""
         path = Path(self._place, blob)
         with path.open("rb") as file:
             mapped = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
@@ -112,7 +112,7 @@ class BlobStore:
         self._has_warned = True
 
     def _remove(self, blob: str) -> None:
-        """Remove a file that nobody needs; pieces of it on their way stay as they are."""
+        """Remove a file that is not needed; pieces of it on their way stay as they are."""
         if self._folder is not None and blob not in self:
             with suppress(OSError):
                 Path(self._folder.name, blob).unlink(missing_ok=True)

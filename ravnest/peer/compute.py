@@ -24,7 +24,8 @@ from ravnest.protocol.membership import Complaint, ProbeReport
 from ravnest.protocol.messages import Message, Refusal
 from ravnest.protocol.placement import PlanOrder, RingOrder, SnapshotMade, SnapshotOrder, StageParts
 from ravnest.protocol.tensors import Buffer
-from ravnest.transfer.blobs import Blobs, Outgoing
+from ravnest.transfer.blobs import Blobs
+from ravnest.transfer.outbox import Outgoing
 
 logger = logging.getLogger(__name__)
 

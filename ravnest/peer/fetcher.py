@@ -1,11 +1,11 @@
-"""What a peer gets from others: blobs, and how long they take, which tells how far and how fast a link is.
+"""A peer carries out orders to fetch: the parts of its stage, a backup, and what it is probed with.
 
 A newer order of a kind ends what is fetched for an older one.
 """
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Coroutine
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,10 @@ from ravnest.protocol.membership import ProbeOrder, ProbeReport
 from ravnest.protocol.messages import Refusal
 from ravnest.protocol.placement import BackupKept, BackupOrder, PlanOrder, Source, StageMissing, StageParts
 from ravnest.protocol.tensors import Buffer
-from ravnest.transfer.blobs import Blobs, LinkTimes, Outgoing
+from ravnest.transfer.blobs import Blobs
+from ravnest.transfer.exchange import ContentMessage, Exchange
+from ravnest.transfer.link_probe import LinkTimes
+from ravnest.transfer.outbox import Outgoing
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +32,10 @@ class _Missing(Exception):  # noqa: N818 - what happened, not that it is an erro
 
 
 class Fetcher:
-    """Carries out orders to get something; `known` are who can be asked, what comes is `put` to be used."""
+    """Fetches what orders name. `known` are the nodes that can be asked; `put` uses what has come.
+
+    `quiet_seconds` is how long a peer may send nothing of what it is asked for.
+    """
 
     def __init__(
         self,
@@ -41,15 +47,16 @@ class Fetcher:
         timeouts: PeerTimeouts = TIMEOUTS.peer,
     ) -> None:
         self._quiet_seconds = timeouts.quiet_download_seconds
-        self.shelf = BlobStore()
-        self.blobs = Blobs(self.shelf)
+        self.store = BlobStore()
+        self.blobs = Blobs(self.store)
+        self._exchange = Exchange(self.blobs, post)
         self._start, self._known, self._post, self._put, self._fail = start, known, post, put, fail
         self._tasks: dict[type, asyncio.Task[None]] = {}  # by the kind of order
 
     def follow(
         self, message: StageParts | BackupOrder | ProbeOrder, plan: Callable[[], PlanOrder | None]
     ) -> None:
-        """Get what an order is about, and no longer what the last of its kind was; `plan` is the newest."""
+        """Fetch what an order names, and no longer what the last of its kind did; `plan` is the newest."""
         if isinstance(message, ProbeOrder):
             self._start(self._probe(message))
             return
@@ -61,9 +68,13 @@ class Fetcher:
         self._tasks[type(message)] = self._start(work)
 
     def forget(self, kind: type) -> None:
-        """Get nothing more for an order of this kind."""
+        """Fetch nothing more for an order of this kind."""
         if task := self._tasks.pop(kind, None):
             task.cancel()
+
+    def receive(self, sender: NodeId, message: ContentMessage, buffers: Sequence[Buffer]) -> Refusal | None:
+        """Answer a message about content, or return why it is not for this peer."""
+        return self._exchange.receive(sender, message, buffers)
 
     async def _get_stage(self, parts: StageParts, plan: Callable[[], PlanOrder | None]) -> None:
         """Fetch all that a stage is made of at once, and have it built."""
@@ -92,21 +103,11 @@ class Fetcher:
             raise _Missing(source.node, content.reason)
         return content
 
-    async def _fetch(self, ref: BlobRef, source: NodeId = HUB) -> bytes | Refusal:
+    async def _fetch(self, ref: BlobRef, source: NodeId = HUB) -> Buffer | Refusal:
         if source not in self._known() and ref not in self.blobs:
             return Refusal(f"blob {ref.blob[:12]} is not here, and {source} cannot be asked for it")
-        arrived: asyncio.Future[bytes | Refusal] = asyncio.get_running_loop().create_future()
-        try:
-            for parcel in self.blobs.want(ref, source, arrived.set_result, keep=False):
-                self._post(parcel)
-            num_come = 0
-            while not (await asyncio.wait([arrived], timeout=self._quiet_seconds))[0]:
-                if source != HUB and self.blobs.num_come(ref) == num_come:  # the hub has patience of its own
-                    return Refusal(f"{source} has sent nothing of it for {self._quiet_seconds:.0f} s")
-                num_come = self.blobs.num_come(ref)
-            return arrived.result()
-        finally:
-            self.blobs.forget(ref, arrived.set_result)
+        quiet_seconds = None if source == HUB else self._quiet_seconds  # a lost hub is noticed elsewhere
+        return await self._exchange.fetch(ref, source, quiet_seconds=quiet_seconds)
 
     async def _get_backup(self, order: BackupOrder) -> None:
         content = await self._fetch(order.source.weights, order.source.node)
@@ -115,8 +116,8 @@ class Fetcher:
         else:
             self._put(Aside(partial(self._keep_backup, order, content)))
 
-    def _keep_backup(self, order: BackupOrder, content: bytes) -> Outgoing:
-        self.shelf.keep_backup(content)
+    def _keep_backup(self, order: BackupOrder, content: Buffer) -> Outgoing:
+        self.store.keep_backup(content)
         return Outgoing(HUB, BackupKept(order.plan_id, order.number))
 
     async def _probe(self, order: ProbeOrder) -> None:
@@ -125,11 +126,11 @@ class Fetcher:
         report = ProbeReport()
         if order.times_link:
             timed: asyncio.Future[LinkTimes] = loop.create_future()
-            self._post(self.blobs.time(HUB, loop.time, timed.set_result))
+            self._exchange.time_link(HUB, loop.time, timed.set_result)
             link = await timed
             report = ProbeReport(None, link.bytes_per_second, link.latency_seconds)
         content = None if order.blueprint is None else await self._fetch(order.blueprint)
-        if isinstance(content, bytes):
-            self._put(Probe(report, content))
-        else:
+        if content is None or isinstance(content, Refusal):
             self._post(Outgoing(HUB, report))
+        else:
+            self._put(Probe(report, bytes(content)))

@@ -25,7 +25,7 @@ from ravnest.peer.stage_position import StagePosition
 from ravnest.protocol.messages import Refusal
 from ravnest.protocol.placement import PlanOrder
 from ravnest.protocol.training import Pace, StepReport
-from ravnest.transfer.blobs import Outgoing
+from ravnest.transfer.outbox import Outgoing
 
 _REPORT_BATCHES = 17  # between reports to the root, and its decisions; prime, to be in step with no update
 _REMEMBERED = 5  # reports of a stage

@@ -13,19 +13,18 @@ import torch
 from torch import Tensor
 
 from ravnest.config import TIMEOUTS, PeerTimeouts
-from ravnest.engine.optimizers import find_not_finite
 from ravnest.engine.schedule import StageSchedule
 from ravnest.engine.stage import StageEngine
 from ravnest.engine.train_config import TrainConfig, read_train_config
 from ravnest.engine.weight_versions import Snapshot
 from ravnest.errors import UnsafeBlueprint, WeightsError
 from ravnest.ids import HUB, NodeId
-from ravnest.model.blueprint import Blueprint, StateEntry
+from ravnest.model.blueprint import Blueprint
 from ravnest.model.blueprint_json import read_blueprint
 from ravnest.model.dry_run import Footprint, dry_run
 from ravnest.model.profile import count_flops
 from ravnest.model.stage_program import StageProgram, build_stage_program
-from ravnest.model.state_dict import Layout, read_snapshot
+from ravnest.model.state_dict import Layout, read_finite_snapshot
 from ravnest.peer.averager import AnchorState, Averager
 from ravnest.peer.capabilities import can_run_bf16, time_batch
 from ravnest.peer.pacing import Device, make_policy
@@ -36,7 +35,7 @@ from ravnest.protocol.messages import Message, Refusal
 from ravnest.protocol.placement import PlanOrder, RingOrder, StageMissing, StageParts, StageReady
 from ravnest.protocol.tensors import Buffer, TensorSpec
 from ravnest.protocol.tied import TiedCall, TiedGradient, TiedHolder, TiedStep
-from ravnest.transfer.blobs import Outgoing
+from ravnest.transfer.outbox import Outgoing
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +63,7 @@ def assemble_stage(
         if not missing:
             break
         try:
-            found, slots = _read_snapshot(content, missing)
+            found, slots = read_finite_snapshot(content, missing)
         except WeightsError as error:
             if source.node == HUB:
                 raise
@@ -87,20 +86,6 @@ def _keep(held: Snapshot, blueprint: Blueprint) -> tuple[dict[str, Tensor], dict
         if tensor is not None and (tuple(tensor.shape), str(tensor.dtype)) == kind:
             state[entry.name] = tensor
     slots = {key: tensor for key, tensor in held.optimizer.items() if key.partition("/")[2] in state}
-    return state, slots
-
-
-def _read_snapshot(
-    content: Buffer, entries: Sequence[StateEntry]
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return what a source has; not finite may only be what training leaves as it is, such as a mask."""
-    state, slots = read_snapshot(content, entries)
-    slots = {key: tensor for key, tensor in slots.items() if key.partition("/")[2] in state}
-    changing = {entry.name for entry in entries if entry.is_trainable or entry.is_written}
-    numbers = {name: state[name] for name in changing & state.keys()} | slots
-    fractions = {key: tensor for key, tensor in numbers.items() if tensor.is_floating_point()}
-    if (key := find_not_finite(fractions)) is not None:
-        raise WeightsError(f"{key!r} of a snapshot is not finite, so nothing could be trained on with it")
     return state, slots
 
 

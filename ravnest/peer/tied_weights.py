@@ -23,7 +23,7 @@ from ravnest.peer.stage_position import StagePosition
 from ravnest.protocol.messages import Refusal
 from ravnest.protocol.tensors import Buffer, TensorSpec
 from ravnest.protocol.tied import TiedGradient, TiedMessage, TiedStep
-from ravnest.transfer.blobs import Outgoing
+from ravnest.transfer.outbox import Outgoing
 
 
 class TiedWeights:

@@ -43,7 +43,7 @@ from ravnest.protocol.training import (
     Pace,
     StepReport,
 )
-from ravnest.transfer.blobs import Outgoing
+from ravnest.transfer.outbox import Outgoing
 
 logger = logging.getLogger(__name__)
 

@@ -1,11 +1,11 @@
-"""Messages about content by its hash: how a blob is fetched, and how a link is timed by fetching."""
+"""Messages about content by its hash: a blob is fetched piece by piece, and links are timed that way."""
 
 from dataclasses import dataclass
 from typing import Annotated
 
 from msgspec import Meta
 
-BlobHash = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]  # BLAKE2b-256 of the content
+BlobHash = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]  # BLAKE3 of the content
 PieceBytes = Annotated[int, Meta(ge=1, le=2**20)]
 
 

@@ -43,6 +43,9 @@ Proof = Annotated[bytes, Meta(min_length=32, max_length=32)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
 
 
+PROTOCOL_VERSION = "0.1"  # of what programs say to each other
+
+
 @dataclass(frozen=True, slots=True)
 class Hello:
     """A peer asks to join; the proof is keyed by the token's secret and covers both public keys."""

@@ -1,13 +1,12 @@
-"""The manifest of a checkpoint: its parts by hash, the books of the training, and which job it is of.
+"""Checkpoints on disk: a manifest and one safetensors file for each stage, written whole or not at all.
 
-It is believed only as it was written, and if its books balance: every sample handed out is counted, or waits
-to be handed out again. No torch and no files in here.
+The manifest names the parts by hash, the books of the training and its job. It is believed only as it was
+written, and if its books balance: every sample handed out is counted, or waits to be handed out again.
 """
 
 import contextlib
 import errno
 import logging
-import math
 import mmap
 import os
 import re
@@ -17,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
@@ -27,15 +26,15 @@ from ravnest.errors import RavnestError
 from ravnest.foreign import decode_json
 from ravnest.hub.coordinator.leases import LeaseState
 from ravnest.model.blueprint import StateEntry
+from ravnest.model.safetensors_header import FileTensor, read_tensors
 from ravnest.protocol.blobs import BlobRef
-from ravnest.protocol.tensors import ITEM_BYTES
+from ravnest.protocol.tensors import Buffer
 from ravnest.transfer.blobs import name_blob
 from ravnest.units import show_bytes
 
 MANIFEST = "manifest.json"
-MANIFEST_FORMAT = (
-    1  # of the manifest; it changes with whatever makes old checkpoints unreadable or differently meant
-)
+# Another number for whatever makes older checkpoints unreadable or gives them another meaning; 2: BLAKE3.
+MANIFEST_FORMAT = 2
 WholeNumber = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
 
@@ -120,13 +119,14 @@ def seal_manifest(number: int, manifest: Manifest) -> bytes:
 
 def parse_manifest(content: bytes, number: int) -> Manifest:
     """Return what a manifest's file says, or raise ValueError with what is wrong."""
-    sealed = decode_json(content, _Sealed, MANIFEST, _MOST_JSON_BYTES, ValueError)
+    sealed = decode_json(content, _Sealed, MANIFEST, _MOST_MANIFEST_BYTES, ValueError)
     if sealed.format != MANIFEST_FORMAT:
-        reason = f"it says format {sealed.format}, this ravnest reads format {MANIFEST_FORMAT}"
-        raise ValueError(f"{MANIFEST} cannot be used: {reason}")
+        other = "an older" if sealed.format < MANIFEST_FORMAT else "a newer"
+        formats = f"it says format {sealed.format}, this one reads format {MANIFEST_FORMAT}"
+        raise ValueError(f"{MANIFEST} cannot be used: it is of {other} ravnest: {formats}")
     if name_blob(bytes(sealed.manifest)).blob != sealed.hash:
         raise ValueError(f"{MANIFEST} cannot be used: it is not as it was written")
-    manifest = decode_json(sealed.manifest, Manifest, MANIFEST, _MOST_JSON_BYTES, ValueError)
+    manifest = decode_json(sealed.manifest, Manifest, MANIFEST, _MOST_MANIFEST_BYTES, ValueError)
     if not number == sealed.number == manifest.books.number:
         raise ValueError(f"{MANIFEST} is that of checkpoint {manifest.books.number:06d}")
     borders = [(0, 0), *((entry.start, entry.stop) for entry in manifest.parts)]
@@ -165,30 +165,17 @@ CHECKPOINTS = "checkpoints"
 _NUMBER = re.compile(r"[0-9]{6}|[1-9][0-9]{6,17}")
 _HIDDEN = re.compile(rf"\.({_NUMBER.pattern})\.unfinished")
 _OURS = re.compile(rf"part-[0-9]+\.safetensors|{re.escape(MANIFEST)}")
-_LENGTH_BYTES = 8  # a safetensors file begins with the length of its header
-_MOST_JSON_BYTES = 64_000_000  # of such a header, and of a manifest
-_DTYPES = {
-    name.upper().replace("FLOAT", "F").replace("UINT", "U").replace("INT", "I"): name for name in ITEM_BYTES
-}
+_MOST_MANIFEST_BYTES = 64_000_000
 _CLOSED = (errno.EACCES, errno.EPERM, errno.EROFS)
 _log = logging.getLogger(__name__)
 
-Part = tuple[int, int, bytes | memoryview]  # a stage's interval [start, stop), its state as safetensors
+Part = tuple[int, int, Buffer]  # a stage's interval [start, stop), its state as safetensors
 
 
 class CheckpointError(RavnestError):
     """A checkpoint cannot be written, or none can be looked for. The hub shows it and trains on."""
 
     exit_code = 3
-
-
-class SavedTensor(NamedTuple):
-    """A tensor of a checkpoint; the buffer is the file itself, mapped into memory."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    buffer: memoryview
 
 
 @dataclass(frozen=True, eq=False)
@@ -198,21 +185,15 @@ class Checkpoint:
     number: int
     books: SavedLedger
     score: float | None
-    parts: tuple[tuple[SavedTensor, ...], ...] = field(repr=False)
+    parts: tuple[tuple[FileTensor, ...], ...] = field(repr=False)
 
-    def read(self) -> Iterator[SavedTensor]:
+    def read(self) -> Iterator[FileTensor]:
         """Yield each tensor once: a tied weight is its home's, optimizer state "optimizer/SLOT/NAME"."""
         seen: set[str] = set()
         for tensor in (tensor for part in self.parts for tensor in part):
             if tensor.name not in seen:
                 seen.add(tensor.name)
                 yield tensor
-
-
-class _Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    dtype: str
-    shape: Annotated[tuple[Annotated[int, Meta(ge=0, le=2**48)], ...], Meta(max_length=64)]
-    data_offsets: tuple[WholeNumber, WholeNumber]
 
 
 class Checkpoints:
@@ -337,9 +318,9 @@ def _read_manifest(folder: Path, number: int) -> Manifest:
     file = folder / MANIFEST
     if folder.is_dir() and not file.is_file():
         raise ValueError(f"{MANIFEST} is missing")
-    if file.stat().st_size > _MOST_JSON_BYTES:
-        raise ValueError(f"{MANIFEST} has more than {show_bytes(_MOST_JSON_BYTES)}")
-    return parse_manifest(read_bytes(file, _MOST_JSON_BYTES), number)
+    if file.stat().st_size > _MOST_MANIFEST_BYTES:
+        raise ValueError(f"{MANIFEST} has more than {show_bytes(_MOST_MANIFEST_BYTES)}")
+    return parse_manifest(read_bytes(file, _MOST_MANIFEST_BYTES), number)
 
 
 def _check_files(folder: Path, manifest: Manifest) -> None:
@@ -358,32 +339,11 @@ def _check_files(folder: Path, manifest: Manifest) -> None:
         raise ValueError(f"it holds {min(found)!r}, which its manifest does not name")
 
 
-def _read_part(content: memoryview, what: str) -> tuple[SavedTensor, ...]:
-    """Return the tensors of a safetensors file as views; the library's own reader would copy them."""
+def _read_part(content: memoryview, what: str) -> tuple[FileTensor, ...]:
     try:
-        start = _LENGTH_BYTES + int.from_bytes(content[:_LENGTH_BYTES], "little")
-        if start > min(len(content), _LENGTH_BYTES + _MOST_JSON_BYTES):
-            raise ValueError("its header does not fit")
-        data = bytes(content[_LENGTH_BYTES:start])
-        header = decode_json(data, dict[str, msgspec.Raw], "its header", _MOST_JSON_BYTES, ValueError)
-        header.pop("__metadata__", None)
-        entries = [
-            (name, decode_json(raw, _Header, "its header", _MOST_JSON_BYTES, ValueError))
-            for name, raw in header.items()
-        ]
-        tensors, end = [], start
-        for name, entry in sorted(entries, key=lambda item: item[1].data_offsets):
-            begin, stop = (start + offset for offset in entry.data_offsets)
-            dtype = _DTYPES.get(entry.dtype)
-            if dtype is None or begin != end or stop - begin != math.prod(entry.shape) * ITEM_BYTES[dtype]:
-                raise ValueError(f"{name!r:.100} has a place, dtype or shape that cannot be")
-            tensors.append(SavedTensor(name, dtype, entry.shape, content[begin:stop]))
-            end = stop
-        if end != len(content):
-            raise ValueError("its tensors do not fill it")
+        return read_tensors(content)
     except ValueError as error:
-        raise ValueError(f"{what} is no safetensors file: {error!s:.200}") from None
-    return tuple(tensors)
+        raise ValueError(f"{what} is no safetensors file: {error}") from None
 
 
 def _map(file: Path) -> memoryview:

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from ravnest.codec import describe, encode_tensor
 from ravnest.config import WireFormat
-from ravnest.engine.optimizers import find_not_finite
 from ravnest.engine.train_config import TrainConfig, write_train_config
 from ravnest.errors import RavnestError, WeightsError
 from ravnest.hub.coordinator.leases import LedgerState
@@ -22,7 +21,14 @@ from ravnest.model.blueprint import Program
 from ravnest.model.blueprint_json import write_blueprint
 from ravnest.model.capture import Captured
 from ravnest.model.slicing import slice_blueprint
-from ravnest.model.state_dict import OPTIMIZER_PREFIX, read_snapshot, to_safetensors, to_snapshot
+from ravnest.model.state_dict import (
+    OPTIMIZER_PREFIX,
+    read_finite_snapshot,
+    read_snapshot,
+    to_safetensors,
+    to_snapshot,
+)
+from ravnest.protocol.tensors import Buffer
 from ravnest.requester import checkpoint_store
 from ravnest.requester.checkpoint_store import Checkpoint, Checkpoints, Fingerprint
 from ravnest.requester.job import Job
@@ -82,21 +88,18 @@ class JobOwner:
             evaluation_fields=_fields(stage.evaluate),
         )
 
-    def find_fault(self, start: int, stop: int, content: bytes) -> str:
+    def find_fault(self, start: int, stop: int, content: Buffer) -> str:
         """Return why this is not the state of the stage [start, stop), if so."""
         entries = slice_blueprint(self._captured.blueprint, start, stop).state
         try:
-            state, slots = read_snapshot(content, entries)
+            state, _ = read_finite_snapshot(content, entries)
         except WeightsError as error:
             return str(error)
         changing = {entry.name for entry in entries if entry.is_trainable or entry.is_written}
-        if lacks := changing - state.keys():
-            return f"it lacks {min(lacks)!r} and {len(lacks) - 1} more of its tensors"
-        numbers = {name: state[name] for name in changing} | slots
-        key = find_not_finite({key: x for key, x in numbers.items() if x.is_floating_point()})
-        return "" if key is None else f"{key!r} is not finite"
+        lacks = changing - state.keys()
+        return f"it lacks {min(lacks)!r} and {len(lacks) - 1} more of its tensors" if lacks else ""
 
-    def keep(self, number: int, parts: Sequence[tuple[int, int, bytes]], books: LedgerState) -> str:
+    def keep(self, number: int, parts: Sequence[tuple[int, int, Buffer]], books: LedgerState) -> str:
         """Write a checkpoint; from then on stages are made of it."""
         if self._keeper is None:
             return "there is no folder for checkpoints"
@@ -140,7 +143,7 @@ class JobOwner:
         counts = (saved.num_counted, saved.num_reported, saved.num_updates, saved.num_evaluated)
         return LedgerState(*counts, saved.leases)
 
-    def _adopt(self, contents: Iterable[bytes]) -> None:
+    def _adopt(self, contents: Iterable[Buffer]) -> None:
         state: dict[str, Tensor] = {}
         optimizer: dict[str, Tensor] = {}
         for content in contents:

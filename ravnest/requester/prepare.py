@@ -19,6 +19,7 @@ from ravnest.model.capture import Captured
 from ravnest.model.profile import measure
 from ravnest.model.slicing import slice_blueprint
 from ravnest.model.state_dict import read_snapshot
+from ravnest.protocol.tensors import Buffer
 from ravnest.requester.checkpoint_store import Checkpoint, Fingerprint, find_difference, hash_state
 from ravnest.requester.job import Job
 from ravnest.requester.lr_schedules import factors
@@ -119,7 +120,7 @@ def _recipe(job: Job, settings: OptimizerSettings) -> Recipe:
     return Recipe.MOMENTUM if has_momentum else Recipe.SGD
 
 
-def assemble_result(given: PreparedJob, finish: Finish, contents: Sequence[bytes]) -> Result:
+def assemble_result(given: PreparedJob, finish: Finish, contents: Sequence[Buffer]) -> Result:
     """Return the trained model of what the stages of one cluster left."""
     state: dict[str, Tensor] = {}
     for part, content in zip(finish.parts, contents, strict=True):

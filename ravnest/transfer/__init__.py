@@ -1,1 +1,1 @@
-"""Move content by hash."""
+"""Move content by hash, for the hub and for peers alike."""

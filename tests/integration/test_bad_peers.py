@@ -36,7 +36,7 @@ from ravnest.protocol.membership import Complaint, Refused, Stop, Welcome
 from ravnest.protocol.placement import PlanOrder
 from ravnest.protocol.tensors import TensorSpec
 from ravnest.protocol.training import Activation, Gradient, LeaseDone
-from ravnest.transfer.blobs import name_ballast
+from ravnest.transfer.link_probe import name_ballast
 
 HERE = "tcp://127.0.0.1:*"
 

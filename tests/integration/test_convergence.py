@@ -22,7 +22,7 @@ from ravnest.protocol.training import LearningRate, Pace, StepReport
 from ravnest.requester.local_peers import Hardware
 from ravnest.requester.lr_schedules import cosine, factors
 from ravnest.requester.session import local
-from ravnest.transfer.blobs import Outgoing
+from ravnest.transfer.outbox import Outgoing
 from tests.support.forked import fork
 from tests.support.model_zoo import Block, token_loss
 from tests.support.small_swarm import PLAN

@@ -13,15 +13,16 @@ from ravnest.errors import WeightsError
 from ravnest.ids import HUB, MicrobatchId, RoundId, SegmentId
 from ravnest.model.blueprint import CONSTANT, PARAMETER, StateEntry
 from ravnest.model.capture import Captured, capture
-from ravnest.model.state_dict import read_snapshot, to_snapshot
+from ravnest.model.state_dict import read_finite_snapshot, read_snapshot, to_snapshot
 from ravnest.peer.compute import Aside, Build, ComputeLoop, ComputeThread
-from ravnest.peer.stage_host import ProviderLimits, _read_snapshot
+from ravnest.peer.stage_host import ProviderLimits
 from ravnest.protocol.averaging import AnchorPart, AnchorQuery
 from ravnest.protocol.membership import Stop
 from ravnest.protocol.messages import Refusal
 from ravnest.protocol.placement import RingOrder, SnapshotMade, SnapshotOrder, StageMissing, StageReady
 from ravnest.protocol.training import DroppedMicrobatch
-from ravnest.transfer.blobs import Blobs, Outgoing
+from ravnest.transfer.blobs import Blobs
+from ravnest.transfer.outbox import Outgoing
 from tests.stages.test_averaging import Net, anchors_of, batch_of, loss, names_of, train
 from tests.support.model_zoo import OwnGPT, token_batch, token_loss
 from tests.support.tied_world import EPOCH, PLAN, TiedWorld
@@ -230,10 +231,10 @@ def test_only_what_training_changes_must_be_finite() -> None:
     mask = StateEntry("mask", CONSTANT, "float32", (2,), (0,))
     weight = StateEntry("weight", PARAMETER, "float32", (2,), (0,), is_trainable=True)
     low = torch.full((2,), float("-inf"))
-    state, _ = _read_snapshot(to_snapshot({"mask": low, "weight": torch.ones(2)}, {}), [mask, weight])
+    state, _ = read_finite_snapshot(to_snapshot({"mask": low, "weight": torch.ones(2)}, {}), [mask, weight])
     assert torch.equal(state["mask"], low)
     with pytest.raises(WeightsError, match="'weight' of a snapshot is not finite"):
-        _read_snapshot(to_snapshot({"mask": low, "weight": low.clone()}, {}), [mask, weight])
+        read_finite_snapshot(to_snapshot({"mask": low, "weight": low.clone()}, {}), [mask, weight])
 
 
 @pytest.mark.parametrize("kind", MAKE)

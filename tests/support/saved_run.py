@@ -37,7 +37,7 @@ def check_content(found: Checkpoint | None, number: int) -> None:
     assert found is not None
     assert found.number == found.books.number == number
     assert msgspec.to_builtins(found.books) == msgspec.to_builtins(books_of(number))
-    tensors = {name: (dtype, shape, bytes(buffer)) for name, dtype, shape, buffer in found.read()}
+    tensors = {saved.name: (saved.dtype, saved.shape, bytes(saved.buffer)) for saved in found.read()}
     six = ("float32", (2, 3), np.full(6, number, np.float32).tobytes())
     assert tensors == {
         "tied": six,

@@ -7,15 +7,14 @@ from random import SystemRandom
 from typing import Any, TypeVar
 
 from ravnest.ids import NodeId
-from ravnest.net.identity import KeyPair, Token, new_keys, peer_of
+from ravnest.net.identity import KeyPair, Token, new_keys, peer_of, prove
 from ravnest.net.transport import Delivery, PeerId, PublicKey, Service, TransportEvent
 from ravnest.net.zeromq import ZeroMqTransport
 from ravnest.plan.types import Node
 from ravnest.protocol import wire
-from ravnest.protocol.membership import Hello
+from ravnest.protocol.membership import PROTOCOL_VERSION, Hello
 from ravnest.protocol.messages import Message
 from ravnest.protocol.tensors import Buffer
-from ravnest.transfer.blobs import PROTOCOL_VERSION, prove
 
 Kind = TypeVar("Kind")
 

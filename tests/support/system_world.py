@@ -55,7 +55,8 @@ from ravnest.requester.prepare import PreparedJob, assemble_result
 from ravnest.requester.prepare import prepare as prepare_job
 from ravnest.requester.result import Result
 from ravnest.requester.session import LOCAL_PLAN
-from ravnest.transfer.blobs import Blobs, Outgoing
+from ravnest.transfer.blobs import Blobs
+from ravnest.transfer.outbox import Outgoing
 
 logger = logging.getLogger(__name__)
 
@@ -374,7 +375,7 @@ class World:
     def _tell(self, news: Notice) -> None:
         self._told.append((self.now, news))
         here = set(self._server._door.names.values())
-        assert self._server._outboxes.keys() <= here, "nothing is left of who has gone"
+        assert self._server._outbox.receivers <= here, "nothing is left of who has gone"
         self.given.owner.note(news)
         self.hear(self, news)
 

@@ -28,7 +28,8 @@ from ravnest.protocol.averaging import RoundCommit, RoundOpen, RoundReady
 from ravnest.protocol.messages import Message, Refusal
 from ravnest.protocol.placement import PlanOrder, Source, StageParts
 from ravnest.protocol.training import FieldParts, LeaseDone, LeaseGrant, StepReport
-from ravnest.transfer.blobs import Outgoing, name_blob
+from ravnest.transfer.blobs import name_blob
+from ravnest.transfer.outbox import Outgoing
 
 EPOCH = 3
 PLAN = 7

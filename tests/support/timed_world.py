@@ -20,7 +20,7 @@ from ravnest.peer.worker import Worker
 from ravnest.protocol import wire
 from ravnest.protocol.messages import Message
 from ravnest.protocol.training import Pace, StepReport
-from ravnest.transfer.blobs import Outgoing
+from ravnest.transfer.outbox import Outgoing
 from tests.support.worker_world import ClusterWorld
 
 NUM_SAMPLES = 2

@@ -26,7 +26,7 @@ from ravnest.peer.worker import Worker
 from ravnest.protocol import wire
 from ravnest.protocol.messages import Message
 from ravnest.protocol.training import FieldParts, LeaseDone, LeaseGrant, StepReport
-from ravnest.transfer.blobs import Outgoing
+from ravnest.transfer.outbox import Outgoing
 
 
 @dataclass

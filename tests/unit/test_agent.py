@@ -35,7 +35,8 @@ from ravnest.protocol.placement import (
     StageReady,
 )
 from ravnest.protocol.training import Activation, DroppedMicrobatch, LeaseDone, StepReport
-from ravnest.transfer.blobs import Blobs, Outgoing, name_blob
+from ravnest.transfer.blobs import Blobs, name_blob
+from ravnest.transfer.outbox import Outgoing
 
 ME, OTHER = NodeId("me"), NodeId("other")
 BLUEPRINT, WEIGHTS, MINE = b"blueprint", b"weights" * 400_000, b"mine"
@@ -98,8 +99,8 @@ class Scene:
                 if isinstance(message, kind):
                     return message
                 if isinstance(message, BlobRequest):
-                    parcel = self.blobs[receiver].serve(ME, message)
-                    await self.say(parcel.message, receiver, parcel.buffers)
+                    answer = self.blobs[receiver].serve(ME, message)
+                    await self.say(answer.message, receiver, answer.buffers)
 
     async def settle(self, seconds: float = 1.0) -> None:
         """Let the other answer what it is asked for a while."""
@@ -228,7 +229,6 @@ def test_a_newer_plan_ends_what_is_fetched_and_what_comes_late_of_it_is_refused(
         await scene.settle(0.5)
         await scene.say(scene.order(2))
         await asyncio.sleep(0.1)
-        assert not agent._blobs._coming
         await scene.say(BlobPart(request.blob, 0, 4), OTHER, (b"late",))
         await scene.say(scene.parts(1, (HUB, b"old")))  # of the plan before
         await scene.settle()
@@ -315,7 +315,7 @@ def test_who_leaves_waits_ten_seconds_at_most_and_not_when_told_twice(again: boo
     assert play(script) == "back"
 
 
-def test_parcels_wait_for_a_hub_that_comes_back() -> None:
+def test_messages_wait_for_a_hub_that_comes_back() -> None:
     async def script(scene: Scene, *_) -> None:
         scene.network.partition([scene.keys[HUB].peer])
         await asyncio.sleep(5.0)

@@ -68,12 +68,12 @@ def test_tensors_of_every_dtype_and_shape_are_what_the_library_wrote(tmp_path: P
     part = save_torch(tensors, metadata={"format": "pt"})
     kept = Checkpoints(tmp_path)
     kept.write(1, [(0, 1, memoryview(part))], books_of(1))
-    found = {name: rest for name, *rest in kept.find().read()}
+    found = {saved.name: saved for saved in kept.find().read()}
     assert found.keys() == tensors.keys()
     for name, tensor in tensors.items():
-        dtype, shape, buffer = found[name]
-        assert (dtype, shape) == (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
-        assert bytes(buffer) == tensor.flatten().view(torch.uint8).numpy().tobytes()
+        saved = found[name]
+        assert (saved.dtype, saved.shape) == (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+        assert bytes(saved.buffer) == tensor.flatten().view(torch.uint8).numpy().tobytes()
 
 
 def test_it_stays_readable_when_it_is_removed(tmp_path: Path) -> None:
@@ -173,13 +173,18 @@ def test_what_is_no_checkpoint_at_all_is_passed_over(tmp_path: Path) -> None:
     ]
 
 
-def test_one_of_a_newer_ravnest_is_passed_over_and_left_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "age"), [(MANIFEST_FORMAT - 1, "an older"), (MANIFEST_FORMAT + 1, "a newer")]
+)
+def test_one_of_another_ravnest_is_passed_over_and_left_alone(tmp_path: Path, number: int, age: str) -> None:
     kept = Checkpoints(tmp_path, keep=1)
     write(kept, 1, 2)
     file = tmp_path / "checkpoints/000002" / MANIFEST
-    file.write_bytes(file.read_bytes().replace(b'"format":1', b'"format":2'))
+    was, other = b'"format":%d' % MANIFEST_FORMAT, b'"format":%d' % number
+    file.write_bytes(file.read_bytes().replace(was, other))
     assert kept.find() is None
-    assert f"it says format 2, this ravnest reads format {MANIFEST_FORMAT}" in kept.faults[0]
+    sentence = f"it is of {age} ravnest: it says format {number}, this one reads format {MANIFEST_FORMAT}"
+    assert sentence in kept.faults[0]
     write(kept, 3)
     assert names(tmp_path) == ["000002", "000003"]
 
@@ -268,9 +273,11 @@ def test_all_is_on_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pyte
 
 
 JUNK_PARTS = {
-    "its header does not fit": b"",
-    "header does not fit": (64_000_001).to_bytes(8, "little") + b"{}" + b" " * 64_000_000,
-    "its tensors do not fill it": save({"w": np.zeros(2, np.float32)}) + b"!",
+    "the header of 0 bytes does not fit": b"",
+    "the header of 64000001 bytes does not fit": (64_000_001).to_bytes(8, "little")
+    + b"{}"
+    + b" " * 64_000_000,
+    "do not fill the file": save({"w": np.zeros(2, np.float32)}) + b"!",
     "Expected `object`": (2).to_bytes(8, "little") + b"[]",
     "recursion": (400_000).to_bytes(8, "little") + b'{"w":' + b"[" * 399_995,
 }
@@ -438,7 +445,7 @@ def test_a_number_that_is_none_is_read_as_unknown(tmp_path: Path) -> None:
 
 
 def test_junk_is_no_manifest() -> None:
-    sealed = b'{"format":1,"number":1,"hash":"","manifest":'
+    sealed = b'{"format":2,"number":1,"hash":"","manifest":'
     for junk in (b"", b"{}", b"\xff", sealed + b"[" * 100_000, sealed + b"[]}"):
         with pytest.raises(ValueError, match=r"manifest\.json cannot be used"):
             parse_manifest(junk, 1)

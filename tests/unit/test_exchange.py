@@ -1,10 +1,13 @@
-"""Parcels know how urgent they are; blobs arrive piece by piece and are believed by their hash alone."""
+"""Messages know how urgent they are; blobs arrive piece by piece and are believed by their hash alone."""
+
+import asyncio
 
 import pytest
+from blake3 import blake3
 
 from ravnest.config import WireFormat
 from ravnest.ids import HUB, MicrobatchId, NodeId, RoundId, SegmentId
-from ravnest.net.identity import Token, new_keys
+from ravnest.net.memory import run_virtual
 from ravnest.net.transport import Service
 from ravnest.protocol.averaging import RingPart
 from ravnest.protocol.blobs import BlobPart, BlobRef, BlobRequest
@@ -12,7 +15,9 @@ from ravnest.protocol.membership import Refused, Stop
 from ravnest.protocol.messages import Message, Refusal
 from ravnest.protocol.tensors import Buffer, TensorSpec
 from ravnest.protocol.training import Activation, Gradient
-from ravnest.transfer.blobs import Blobs, Outgoing, name_blob, name_pieces, prove
+from ravnest.transfer.blobs import Blobs, name_blob, name_pieces
+from ravnest.transfer.exchange import Exchange
+from ravnest.transfer.outbox import Outgoing
 
 PEER, OTHER = NodeId("peer"), NodeId("other")
 HASH = "0" * 64
@@ -34,30 +39,18 @@ def test_what_is_urgent_goes_first(message: Message, service: Service) -> None:
     assert Outgoing(PEER, message).service is service
 
 
-def test_a_proof_is_of_one_secret_one_hub_and_one_key() -> None:
-    keys, hub = new_keys(), new_keys()
-    token = Token((), hub.public, b"s" * 16)
-    others = [
-        prove(Token((), hub.public, b"t" * 16), keys.public),
-        prove(Token((), new_keys().public, b"s" * 16), keys.public),
-        prove(token, new_keys().public),
-    ]
-    assert prove(token, keys.public) == prove(Token(("anywhere",), hub.public, b"s" * 16), keys.public)
-    assert prove(token, keys.public) not in others
-
-
 def fetch(content: bytes, served: bytes | None = None) -> tuple[list[bytes | Refusal], int]:
     """Pass a blob from a hub to a peer; return what came of it and how many pieces it took."""
     here, there, found = Blobs(), Blobs(), []
     ref = here.keep(content)
-    parcels, num_pieces = there.want(ref, HUB, found.append), 0
-    while parcels:
-        (request,) = parcels
+    requests, num_pieces = there.want(ref, HUB, found.append), 0
+    while requests:
+        (request,) = requests
         assert request.to == HUB
         answer = here.serve(PEER, request.message)
         buffer = answer.buffers[0] if served is None else memoryview(served)
-        parcels = there.take(HUB, answer.message, buffer)
-        assert isinstance(parcels, list)
+        requests = there.take(HUB, answer.message, buffer)
+        assert isinstance(requests, list)
         num_pieces += 1
     return found, num_pieces
 
@@ -104,11 +97,36 @@ def test_pieces_that_nobody_asked_for_are_refused() -> None:
     assert found == []
 
 
-def test_who_sends_less_than_was_asked_for_is_asked_no_more() -> None:
+@pytest.mark.parametrize("size", [1, (1 << 20) - 1, (1 << 20) + 1])
+def test_a_node_that_sends_less_or_more_than_it_was_asked_for_is_asked_no_more(size: int) -> None:
     blobs, found = Blobs(), []
-    blobs.want(BlobRef(HASH, 2**60), PEER, found.append)
-    assert blobs.take(PEER, BlobPart(HASH, 0, 1), b"x") == []
+    blobs.want(BlobRef(HASH, 3 << 20), PEER, found.append)
+    assert blobs.take(PEER, BlobPart(HASH, 0, size), bytes(size)) == []
     assert "damaged" in found[0].reason
+    assert isinstance(blobs.take(PEER, BlobPart(HASH, size, 1), b"x"), Refusal)
+
+
+@pytest.mark.parametrize("size", [-1, 0, 2**60, 2**70])
+def test_a_blob_of_a_size_that_cannot_be_is_asked_of_nobody(size: int) -> None:
+    blobs, found = Blobs(), []
+    assert blobs.want(BlobRef(HASH, size), PEER, found.append) == []
+    assert f"of {size} bytes finds no memory here" in found[0].reason
+
+
+def test_the_name_of_a_blob_is_its_blake3_hash() -> None:
+    assert name_blob(b"") == BlobRef("af1349b9f5f9a1a6a0404dea36dcc9499bcb25c9adc112b7cc9a93cae41f3262", 0)
+    assert name_blob(memoryview(b"abc")) == name_blob(b"abc") == BlobRef(blake3(b"abc").hexdigest(), 3)
+
+
+def test_what_arrives_is_not_copied_and_cannot_be_changed() -> None:
+    here, there, found = Blobs(), Blobs(), []
+    ref = here.keep(b"content")
+    (request,) = there.want(ref, PEER, found.append)
+    answer = here.serve(PEER, request.message)
+    there.take(PEER, answer.message, answer.buffers[0])
+    assert there.kept(ref) is found[0]
+    with pytest.raises(TypeError):
+        found[0][0] = 0
 
 
 def test_what_is_not_here_is_refused_and_whoever_waits_is_told() -> None:
@@ -164,3 +182,80 @@ def test_what_is_forgotten_is_refused_when_it_comes_unless_another_waits() -> No
     there.forget(ref, found.append)
     assert isinstance(there.take(PEER, answer.message, answer.buffers[0]), Refusal)
     assert found == []
+
+
+CONTENT = bytes(range(256)) * (3 << 12)  # three pieces
+
+
+async def play_fetch(
+    seconds_per_piece: float | None, quiet_seconds: float | None, num_pieces: int = 3
+) -> tuple[Buffer | Refusal, float, Blobs]:
+    """Fetch a blob from a node that takes its time and sends so many pieces; return it, and when it came."""
+    loop = asyncio.get_running_loop()
+    served = 0
+
+    def serve(request: Outgoing) -> None:
+        nonlocal served
+        served += 1
+        if seconds_per_piece is not None and served <= num_pieces:
+            loop.call_later(seconds_per_piece, there.receive, HUB, request.message, ())
+
+    here = Exchange(Blobs(), serve)
+    there = Exchange(Blobs(), lambda sent: here.receive(PEER, sent.message, sent.buffers))
+    ref = there.blobs.keep(CONTENT)
+    found = await here.fetch(ref, PEER, quiet_seconds=quiet_seconds)
+    late = loop.time()
+    assert here.blobs.num_come(ref) == 0, "nothing is left of it"
+    assert isinstance(here.receive(PEER, BlobPart(ref.blob, 0, 4), (b"late",)), Refusal)
+    return found, late, here.blobs
+
+
+def test_a_slow_node_is_waited_for_while_it_sends() -> None:
+    found, seconds, blobs = run_virtual(play_fetch(25.0, quiet_seconds=30.0))
+    assert (found, seconds) == (CONTENT, 75.0)
+    assert name_blob(CONTENT) not in blobs
+
+
+@pytest.mark.parametrize(("num_pieces", "seconds"), [(0, 30.0), (2, 90.0)])
+def test_a_node_that_falls_silent_is_given_up(num_pieces: int, seconds: float) -> None:
+    found, late, _ = run_virtual(play_fetch(25.0, 30.0, num_pieces))
+    assert found == Refusal("peer has sent nothing of it for 30 s")
+    assert late == seconds
+
+
+def test_without_a_limit_a_silent_node_is_waited_for() -> None:
+    found, seconds, _ = run_virtual(play_fetch(5000.0, quiet_seconds=None))
+    assert (found, seconds) == (CONTENT, 15_000.0)
+
+
+def test_a_fetch_that_is_cancelled_asks_for_nothing_more() -> None:
+    async def main() -> None:
+        posted: list[Outgoing] = []
+        exchange, ref = Exchange(Blobs(), posted.append), name_blob(CONTENT)
+        task = asyncio.create_task(exchange.fetch(ref, PEER, quiet_seconds=None))
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task])
+        piece = BlobPart(ref.blob, 0, 1 << 20)
+        assert isinstance(exchange.receive(PEER, piece, (CONTENT[: 1 << 20],)), Refusal)
+        assert len(posted) == 1
+
+    run_virtual(main())
+
+
+def test_an_exchange_answers_what_it_is_asked_and_told() -> None:
+    posted: list[Outgoing] = []
+    exchange = Exchange(Blobs(), posted.append)
+    ref = exchange.blobs.keep(b"content")
+    assert exchange.receive(PEER, BlobRequest(ref.blob, 3, 2), ()) is None
+    assert (posted[0].to, posted[0].message, bytes(posted[0].buffers[0])) == (
+        PEER,
+        BlobPart(ref.blob, 3, 2),
+        b"te",
+    )
+    assert exchange.receive(PEER, BlobRequest(HASH, 0, 1), ()) is None
+    assert isinstance(posted[1].message, Refused)
+    found: list[Buffer | Refusal] = []
+    exchange.blobs.want(BlobRef(HASH, 9), PEER, found.append)
+    assert exchange.receive(PEER, Refused("gone", HASH), ()) is None
+    assert found == [Refusal("peer says: gone")]

@@ -1,6 +1,7 @@
 """A stage's state as one vector and as a file: order, copies, casts, and refusals that name the tensor."""
 
 import json
+import tracemalloc
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,14 @@ from ravnest.errors import WeightsError
 from ravnest.model.blueprint import BUFFER, CONSTANT, PARAMETER, Blueprint, Program, StateEntry
 from ravnest.model.capture import Captured, capture
 from ravnest.model.slicing import slice_blueprint
-from ravnest.model.state_dict import Layout, merge_stages, read_snapshot, to_safetensors, to_snapshot
+from ravnest.model.state_dict import (
+    Layout,
+    merge_stages,
+    read_finite_snapshot,
+    read_snapshot,
+    to_safetensors,
+    to_snapshot,
+)
 
 NOTHING = Program({}, (), (), (), (), (), ())
 
@@ -88,6 +96,7 @@ def test_a_segment_has_views_of_its_own() -> None:
 def test_gathering_copies_into_a_new_vector_or_a_given_one() -> None:
     layout, state = Layout.of(WHOLE), tensors(WHOLE)
     leaf = state["embedding"] = nn.Parameter(state["embedding"])
+    before = leaf.detach().clone()
     vector = layout.gather(state)
     assert vector.dtype == torch.float32
     assert not vector.requires_grad
@@ -118,8 +127,9 @@ def test_a_file_holds_the_original_names_and_comes_back_bit_for_bit() -> None:
     state = tensors(WHOLE)
     data = to_safetensors({**state, "other": torch.zeros(3)}, WHOLE)
     assert load(data).keys() == state.keys()
-    back, _ = read_snapshot(data, WHOLE.state)
-    assert back.keys() == state.keys()
+    back, slots = read_snapshot(data, WHOLE.state)
+    assert not slots
+    assert list(back) == [entry.name for entry in WHOLE.state]
     assert all(torch.equal(back[name], state[name]) for name in state)
     assert all(back[name].dtype == state[name].dtype for name in state)
     back["embedding"].zero_()
@@ -162,8 +172,17 @@ def entry_header(**change: object) -> dict[str, object]:
 
 
 def test_a_sound_file_with_a_note_is_taken() -> None:
-    data = with_header({"__metadata__": {"format": "pt"}, **entry_header()}, b"\0" * 8)
+    data = with_header({"__metadata__": {"note": "x" * 100_000}, **entry_header()}, b"\0" * 8)
     assert not read_snapshot(data, [parameter("w", (2,), 0)])[0]["w"].any()
+
+
+def test_a_header_made_to_fill_the_memory_is_not_read() -> None:
+    data = with_header(b'{"w":[' + b"[]," * 100_000 + b"0]}")
+    tracemalloc.start()
+    with pytest.raises(match="is no safetensors file"):
+        read_snapshot(data, [parameter("w", (2,), 0)])
+    assert tracemalloc.get_traced_memory()[1] < 500_000, "the header itself has 300,000 bytes"
+    tracemalloc.stop()
 
 
 def moments(*names: str) -> dict[str, Tensor]:
@@ -194,7 +213,6 @@ def test_a_snapshot_of_another_cut_is_read_by_name_with_the_state_of_its_optimiz
     [
         ({"w": torch.zeros(3)}, "'w' should be float32 [2], is float32 [3]"),
         ({"w": torch.zeros(2).half()}, "is float16 [2]"),
-        ({"w": torch.zeros(2, dtype=torch.complex64)}, "is C64 [2]"),
         (
             {"optimizer/exp_avg/w": torch.zeros(1)},
             "'optimizer/exp_avg/w' should be float32 [2], is float32 [1]",
@@ -228,19 +246,46 @@ def test_what_is_used_of_a_snapshot_must_be_as_the_model_says(
         with_header(b'{"w"'),
         with_header(b"[]"),
         with_header(entry_header(shape=[2**62, 2**62])),
+        with_header(entry_header(shape=[2**40], data_offsets=[0, 2**42])),
         with_header(entry_header(), b"1234567"),
+        with_header(entry_header(), b"123456789"),
         with_header(entry_header(data_offsets=[4, 12]), b"x" * 11),
+        with_header(entry_header(data_offsets=[4, 12]), b"x" * 12),
         with_header(entry_header(data_offsets=[8, 0]), b"x" * 8),
         with_header(entry_header(data_offsets=[-8, 0]), b"x" * 8),
         with_header(entry_header(data_offsets=[0, 4]), b"x" * 8),
         with_header(entry_header(dtype="F4"), b"x" * 8),
         with_header(entry_header(dtype=7), b"x" * 8),
+        with_header(entry_header(note="x"), b"x" * 8),
         with_header({"w": "F32"}, b"x" * 8),
+        with_header({"w" * 1001: entry_header()["w"]}, b"x" * 8),
+        with_header({"v": entry_header()["w"], **entry_header()}, b"x" * 8),
     ],
 )
 def test_a_damaged_or_lying_snapshot_is_refused(data: bytes) -> None:
     with pytest.raises(WeightsError):
         read_snapshot(data, [parameter("w", (2,), 0)])
+
+
+def test_a_dtype_that_no_model_here_has_is_named() -> None:
+    data = save({"w": torch.zeros(2), "v": torch.zeros(2, dtype=torch.complex64)})
+    with pytest.raises(WeightsError, match="'v' has dtype 'C64', none of F64, F32"):
+        read_snapshot(data, [parameter("w", (2,), 0)])
+
+
+def test_what_training_changes_must_be_finite_and_what_is_large_is_finite() -> None:
+    entries = [parameter("w", (2,), 0, dtype="float16"), StateEntry("mask", CONSTANT, "float32", (1,), (0,))]
+    low = torch.tensor([float("-inf")])
+    state = {"w": torch.full((2,), 6e4).half(), "mask": low}  # the norm of these overflows
+    slots = {"exp_avg/w": torch.zeros(2).half(), "exp_avg/elsewhere": low}
+    found, kept = read_finite_snapshot(to_snapshot(state, slots), entries)
+    assert torch.equal(found["w"], state["w"])
+    assert torch.equal(found["mask"], low)
+    assert kept.keys() == {"exp_avg/w"}
+    spoiled = torch.tensor([0.0, float("nan")]).half()
+    for content in (to_snapshot({"w": spoiled}, {}), to_snapshot(state, {"exp_avg/w": spoiled})):
+        with pytest.raises(WeightsError, match="w' of a snapshot is not finite"):
+            read_finite_snapshot(content, entries)
 
 
 def test_bools_of_a_snapshot_are_zeros_and_ones() -> None:

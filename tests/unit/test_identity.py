@@ -12,6 +12,7 @@ from ravnest.net.identity import (
     local_hosts,
     new_keys,
     peer_of,
+    prove,
     read_address,
     read_token,
     split_address,
@@ -124,3 +125,15 @@ def test_a_door_to_everywhere_is_dialled_at_the_addresses_of_this_pc():
 
 def test_the_addresses_of_this_pc_lead_from_elsewhere():
     assert not any(is_loopback(write_address(host, 77)) for host in local_hosts())
+
+
+def test_a_proof_is_of_one_secret_one_hub_and_one_key() -> None:
+    keys, hub = new_keys(), new_keys()
+    token = Token((), hub.public, b"s" * 16)
+    others = [
+        prove(Token((), hub.public, b"t" * 16), keys.public),
+        prove(Token((), new_keys().public, b"s" * 16), keys.public),
+        prove(token, new_keys().public),
+    ]
+    assert prove(token, keys.public) == prove(Token(("anywhere",), hub.public, b"s" * 16), keys.public)
+    assert prove(token, keys.public) not in others

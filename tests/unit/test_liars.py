@@ -14,10 +14,9 @@ from ravnest.hub.service.admission import Admission
 from ravnest.ids import HUB
 from ravnest.net.identity import Token, new_keys
 from ravnest.protocol.blobs import BlobRef
-from ravnest.protocol.membership import Hello
+from ravnest.protocol.membership import PROTOCOL_VERSION, Hello
 from ravnest.protocol.placement import SnapshotMade, SnapshotOrder, StageMissing, StageReady
 from ravnest.protocol.training import StepReport
-from ravnest.transfer.blobs import PROTOCOL_VERSION
 
 
 def world_of(names, **changes):

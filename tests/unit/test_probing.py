@@ -20,7 +20,10 @@ from ravnest.peer import capabilities
 from ravnest.protocol.blobs import BlobPart, BlobRequest
 from ravnest.protocol.membership import Fact, ProbeOrder, ProbeReport
 from ravnest.protocol.messages import Refusal
-from ravnest.transfer.blobs import Blobs, LinkTimes, Outgoing, ballast, name_ballast
+from ravnest.transfer.blobs import Blobs, name_blob
+from ravnest.transfer.exchange import Exchange
+from ravnest.transfer.link_probe import LinkProbe, LinkTimes, ballast, name_ballast
+from ravnest.transfer.outbox import Outgoing
 
 ALL = tuple(Fact)
 A = NodeId("a")
@@ -172,24 +175,26 @@ class Wire:
 
     def __init__(self, latency: float, rate: float) -> None:
         self.now, self.latency, self.rate = 0.0, latency, rate
-        self.near, self.far = Blobs(), Blobs()
+        self.near, self.far = LinkProbe(), Exchange(Blobs(), self._carry)
         self.num_bytes = 0
 
     def time(self) -> LinkTimes:
         found: list[LinkTimes] = []
-        parcels = [self.near.time(A, lambda: self.now, found.append)]
-        while parcels:
-            request = parcels.pop().message
-            assert isinstance(request, BlobRequest)
-            answer = self.far.serve(HUB, request)
-            assert isinstance(answer.message, BlobPart)
-            self.num_bytes += answer.message.size_bytes
-            self.now += 2 * self.latency + answer.message.size_bytes / self.rate
-            taken = self.near.take(A, answer.message, answer.buffers[0])
-            assert isinstance(taken, list)
-            parcels += taken
+        self.requests = [self.near.start(A, lambda: self.now, found.append)]
+        while self.requests:
+            assert self.far.receive(HUB, self.requests.pop().message, ()) is None
         (times,) = found
         return times
+
+    def _carry(self, answer: Outgoing) -> None:
+        piece = answer.message
+        assert isinstance(piece, BlobPart)
+        assert answer.to == HUB
+        self.num_bytes += piece.size_bytes
+        self.now += 2 * self.latency + piece.size_bytes / self.rate
+        taken = self.near.receive(A, piece)
+        assert taken is not None
+        self.requests += taken
 
 
 @pytest.mark.parametrize("latency", [0.0, 1e-4, 0.01, 0.2])
@@ -216,42 +221,47 @@ def test_what_is_too_fast_to_be_timed_counts_as_fast_as_could_be_timed() -> None
 
 
 def test_only_the_piece_that_was_asked_for_is_timed() -> None:
-    near, clock = Blobs(), lambda: 0.0
+    posted: list[Outgoing] = []
     found: list[LinkTimes] = []
-    (request,) = [near.time(A, clock, found.append).message]
+    near = Exchange(Blobs(), posted.append)
+    near.time_link(A, lambda: 0.0, found.append)
+    (request,) = [sent.message for sent in posted]
     assert request == BlobRequest(name_ballast().blob, 0, 1)
     for sender, piece in ((HUB, BlobPart(request.blob, 0, 1)), (A, BlobPart(request.blob, 0, 2))):
-        assert isinstance(near.take(sender, piece, bytes(piece.size_bytes)), Refusal)
+        assert isinstance(near.receive(sender, piece, (bytes(piece.size_bytes),)), Refusal)
+    assert len(posted) == 1
     assert not found
 
 
 def test_everybody_serves_the_ballast_and_no_link_can_shrink_it() -> None:
     import zlib
 
-    answer = Blobs().serve(A, BlobRequest(name_ballast().blob, 0, 1 << 20))
-    assert bytes(answer.buffers[0]) == ballast()
+    posted: list[Outgoing] = []
+    Exchange(Blobs(), posted.append).receive(A, BlobRequest(name_ballast().blob, 0, 1 << 20), ())
+    assert bytes(posted[0].buffers[0]) == ballast()
+    assert name_blob(ballast()) == name_ballast()
     assert len(zlib.compress(ballast())) >= len(ballast())
 
 
 def test_one_report_is_taken_for_each_probe_and_the_way_back_is_timed_with_it() -> None:
     posted: list[Outgoing] = []
     applied: list[Probed] = []
-    blobs = Blobs()
-    reports = ProbeReports(blobs, posted.append, applied.append)
-    reports.take(A, ProbeReport(1e9), lambda: 1.0)
+    exchange = Exchange(Blobs(), posted.append)
+    reports = ProbeReports(exchange, applied.append)
+    reports.complete(A, ProbeReport(1e9), lambda: 1.0)
     assert not applied  # nobody asked
     reports.await_from(A)
     for _ in range(2):
-        reports.take(A, ProbeReport(1e9), lambda: 1.0)
+        reports.complete(A, ProbeReport(1e9), lambda: 1.0)
     assert applied == [Probed(A, 1e9, None, None, None, 1.0)]
     reports.await_from(A)
-    reports.take(A, ProbeReport(None, 1e6, 0.01), lambda: 1.0)
+    reports.complete(A, ProbeReport(None, 1e6, 0.01), lambda: 1.0)
     while posted:
         request = posted.pop().message
         assert isinstance(request, BlobRequest)
-        answer = Blobs().serve(HUB, request)
-        taken = blobs.take(A, answer.message, answer.buffers[0])
-        posted += taken
+        Exchange(Blobs(), lambda sent: exchange.receive(A, sent.message, sent.buffers)).receive(
+            HUB, request, ()
+        )
     assert applied[1] == Probed(A, None, applied[1].upload_bytes_per_second, 1e6, 0.01, 1.0)
     assert applied[1].upload_bytes_per_second > 0
 

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from ravnest.config import HubTimeouts
 from ravnest.hub.coordinator.events import CheckpointPart, Collect, Collected, MakeParts
 from ravnest.hub.coordinator.leases import LedgerState
 from ravnest.hub.service.data_service import DataService
@@ -12,15 +13,18 @@ from ravnest.hub.service.owner import Parts
 from ravnest.ids import NodeId
 from ravnest.net.memory import run_virtual
 from ravnest.transfer.blobs import Blobs
+from ravnest.transfer.exchange import Exchange
 
 PEER = NodeId("peer")
 CONTENT = bytes(range(256)) * (3 << 12)  # three pieces
 BOOKS = LedgerState(0, 0, 0, 0, {})
 
+SHORT = HubTimeouts(quiet_upload_seconds=40.0)
+
 
 def collect(seconds_per_piece: float | None, books: LedgerState | None, fault: str = "") -> tuple[list, list]:
     """Have a peer's state fetched; return what the hub is told, and whom it loses."""
-    there, here = Blobs(), Blobs()
+    there = Blobs()
     ref = there.keep(CONTENT)
     applied: list[Collected] = []
     lost: list[tuple[NodeId, str]] = []
@@ -31,19 +35,19 @@ def collect(seconds_per_piece: float | None, books: LedgerState | None, fault: s
     async def main() -> None:
         loop = asyncio.get_running_loop()
 
-        def answer(parcel) -> None:
-            piece = there.serve(PEER, parcel.message)
-            for request in here.take(PEER, piece.message, piece.buffers[0]):
-                post(request)
+        def answer(request) -> None:
+            piece = there.serve(PEER, request.message)
+            exchange.receive(PEER, piece.message, piece.buffers)
 
-        def post(parcel) -> None:
+        def post(request) -> None:
             if seconds_per_piece is not None:
-                loop.call_later(seconds_per_piece, answer, parcel)
+                loop.call_later(seconds_per_piece, answer, request)
 
+        exchange = Exchange(Blobs(), post)
         owner = SimpleNamespace(keep=lambda *_: "", find_fault=lambda *_: fault)
-        around = (post, applied.append, in_background, lambda *who: lost.append(who), loop.time, bool)
+        around = (applied.append, in_background, lambda *who: lost.append(who), loop.time, bool, 40.0)
         async with asyncio.timeout(1000):
-            await DataService(owner, here, *around).carry_out(
+            await DataService(owner, exchange, *around).carry_out(
                 Collect(7, (CheckpointPart(0, 6, PEER, ref),), books)
             )
 
@@ -51,25 +55,25 @@ def collect(seconds_per_piece: float | None, books: LedgerState | None, fault: s
     return [(each.number, each.fault) for each in applied], lost
 
 
-@pytest.mark.parametrize("seconds_per_piece", [0.0, 50.0])
+@pytest.mark.parametrize("seconds_per_piece", [0.0, 30.0])
 def test_what_comes_in_time_is_collected(seconds_per_piece: float) -> None:
     assert collect(seconds_per_piece, BOOKS) == collect(seconds_per_piece, None) == ([(7, "")], [])
 
 
 def test_a_checkpoint_whose_peer_sends_nothing_has_failed() -> None:
-    told = "peer: it has sent nothing of it for 60 s"
+    told = "peer has sent nothing of it for 40 s"
     assert collect(None, BOOKS) == ([(7, told)], [])
 
 
 def test_who_does_not_send_the_result_goes_so_that_another_cluster_is_asked() -> None:
-    told = "its weights cannot be had: it has sent nothing of it for 60 s"
+    told = "its weights cannot be had: peer has sent nothing of it for 40 s"
     assert collect(None, None) == ([], [(PEER, told)])
 
 
 def test_what_is_no_state_of_the_stage_is_neither_a_checkpoint_nor_the_result() -> None:
     fault = "'w' is not finite"
     assert collect(0.0, BOOKS, fault) == ([(7, f"peer: {fault}")], [])
-    assert collect(0.0, None, fault) == ([], [(PEER, f"its weights cannot be had: {fault}")])
+    assert collect(0.0, None, fault) == ([], [(PEER, f"its weights cannot be had: peer: {fault}")])
 
 
 def test_weights_of_stages_that_are_no_more_are_not_kept() -> None:
@@ -84,7 +88,7 @@ def test_weights_of_stages_that_are_no_more_are_not_kept() -> None:
 
     async def main() -> None:
         around = (refs.append, in_background, bool, lambda: 0.0, needed.__contains__)
-        supply = DataService(SimpleNamespace(make_parts=make_parts), blobs, bool, *around)
+        supply = DataService(SimpleNamespace(make_parts=make_parts), Exchange(blobs, bool), *around)
         for _ in range(3):
             await supply.carry_out(MakeParts(0, 2))
         await supply.carry_out(MakeParts(2, 6))

@@ -12,12 +12,11 @@ from itertools import count
 
 from ravnest.hub.coordinator.membership import is_sensible
 from ravnest.ids import HUB, NodeId
-from ravnest.net.identity import Token, peer_of
+from ravnest.net.identity import Token, peer_of, prove
 from ravnest.net.relay import TICKET_BYTES, Relay
 from ravnest.net.transport import PeerId, PublicKey
-from ravnest.protocol.membership import Complaint, Hello
+from ravnest.protocol.membership import PROTOCOL_VERSION, Complaint, Hello
 from ravnest.protocol.placement import PlanOrder, RingOrder
-from ravnest.transfer.blobs import PROTOCOL_VERSION, prove
 
 _KEY_BYTES = 40
 _PROOF_BYTES = 32

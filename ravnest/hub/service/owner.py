@@ -1,11 +1,11 @@
-"""What the hub asks of the requester's side, where model and data are. Implemented by job.owner."""
+"""What the hub asks of the requester's side, where model and data are; requester.owner answers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from ravnest.hub.coordinator.leases import LedgerState
-from ravnest.protocol.tensors import TensorSpec
+from ravnest.protocol.tensors import Buffer, TensorSpec
 
 Fields = tuple[tuple[tuple[str, TensorSpec], ...], tuple[memoryview, ...]]
 
@@ -26,11 +26,11 @@ class Owner(Protocol):
     def make_parts(self, start: int, stop: int) -> Parts:
         """Cut the stage [start, stop) of the line."""
 
-    def find_fault(self, start: int, stop: int, content: bytes) -> str:
+    def find_fault(self, start: int, stop: int, content: Buffer) -> str:
         """Return why this is not the state of the stage [start, stop), if so."""
 
-    def keep(self, number: int, parts: Sequence[tuple[int, int, bytes]], books: LedgerState) -> str:
+    def keep(self, number: int, parts: Sequence[tuple[int, int, Buffer]], books: LedgerState) -> str:
         """Write a checkpoint, the state of each interval of the line; return why not, if it cannot be."""
 
     def read_fields(self, is_evaluation: bool, samples: Sequence[int], names: Sequence[str]) -> Fields:
-        """Return these fields of a batch as they travel."""
+        """Return these fields of a microbatch as they travel."""

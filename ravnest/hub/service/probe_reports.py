@@ -1,30 +1,28 @@
-"""Completes what peers report of themselves by timing the link from them to the hub."""
+"""Reports of peers about themselves, completed with the time of the link from them to the hub."""
 
 from collections.abc import Callable
 
 from ravnest.hub.coordinator.events import Probed
 from ravnest.ids import NodeId
 from ravnest.protocol.membership import ProbeReport
-from ravnest.transfer.blobs import Blobs, LinkTimes, Outgoing
+from ravnest.transfer.exchange import Exchange
+from ravnest.transfer.link_probe import LinkTimes
 
 
 class ProbeReports:
-    """Completes what peers report of themselves by timing the way from them; one report per probe ordered."""
+    """Completes one report of a peer for each probe that was ordered."""
 
-    def __init__(
-        self, blobs: Blobs, post: Callable[[Outgoing], None], apply: Callable[[Probed], None]
-    ) -> None:
-        self._blobs = blobs
-        self._post = post
+    def __init__(self, exchange: Exchange, apply: Callable[[Probed], None]) -> None:
+        self._exchange = exchange
         self._apply = apply
         self._awaited: set[NodeId] = set()
 
     def await_from(self, name: NodeId) -> None:
-        """A probe is ordered."""
+        """Expect a report: a probe was ordered."""
         self._awaited.add(name)
 
-    def take(self, name: NodeId, report: ProbeReport, clock: Callable[[], float]) -> None:
-        """Time the peer's link if it has done so, then say what was measured."""
+    def complete(self, name: NodeId, report: ProbeReport, clock: Callable[[], float]) -> None:
+        """Time the link from a peer that has timed the link to it, then apply what was measured."""
         if name not in self._awaited:
             return
         self._awaited.remove(name)
@@ -37,4 +35,4 @@ class ProbeReports:
         if report.download_bytes_per_second is None:
             say(None)
         else:
-            self._post(self._blobs.time(name, clock, say))
+            self._exchange.time_link(name, clock, say)

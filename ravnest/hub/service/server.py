@@ -1,7 +1,7 @@
-"""The hub's program: it lets peers in, feeds what happens to hub.state, and carries out what that orders.
+"""The hub's program: it lets peers in, applies events to the coordinator, and carries out its actions.
 
 Weights and data stay with the requester's side (an Owner); the hub cuts nothing and reads no tensor. Blobs go
-out piece by piece on demand.
+out piece by piece on demand. It runs in the requester's process.
 """
 
 import asyncio
@@ -46,18 +46,18 @@ from ravnest.net.identity import Token
 from ravnest.net.relay import Relay
 from ravnest.net.transport import MIB, Delivery, LinkDown, LinkUp, PeerId, Service, Transport, TransportLimits
 from ravnest.protocol import wire
-from ravnest.protocol.blobs import BlobPart, BlobRequest
 from ravnest.protocol.membership import Complaint, Hello, ProbeOrder, ProbeReport, Refused, Stop, Welcome
 from ravnest.protocol.messages import Message, Refusal
 from ravnest.protocol.placement import PlanOrder, RingOrder
 from ravnest.protocol.tensors import Buffer
-from ravnest.transfer.blobs import Blobs, Outgoing
+from ravnest.transfer.blobs import Blobs
+from ravnest.transfer.exchange import ContentMessage, Exchange
+from ravnest.transfer.outbox import Outbox, Outgoing
 
 logger = logging.getLogger(__name__)
 
 HUB_LIMITS = TransportLimits(incoming_bytes=2 * MIB)  # peers send words and pieces of blobs, never a tensor
-_Outcome = tuple[Finish, list[bytes]]
-_Outbox = asyncio.Queue[Outgoing | None]
+_Outcome = tuple[Finish, list[Buffer]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +102,11 @@ class Server:
         self._in_background = in_background  # runs a function of the owner's where it delays no message
         self.hub = hub  # one with a past goes on
         self._blobs = Blobs()
-        self._outboxes: dict[NodeId, _Outbox] = {}
+        self._exchange = Exchange(self._blobs, self._post)
         self._background: set[asyncio.Task[None]] = set()
         self._absent: dict[PeerId, asyncio.TimerHandle] = {}
         self._dismissed: set[PeerId | None] = set()
-        self._reports = ProbeReports(self._blobs, self._post, self._apply)
+        self._reports = ProbeReports(self._exchange, self._apply)
         self._timer: asyncio.TimerHandle | None = None
         self._has_lost_log = False
 
@@ -118,9 +118,10 @@ class Server:
         self._result: asyncio.Future[_Outcome | RavnestError] = self._loop.create_future()
         self._parting: asyncio.Future[None] | None = None
         self._ahead = max(0.0, self.hub.now - self._loop.time())  # a hub's time never goes back
+        self._outbox = Outbox(transport, self._start, self._door.find, self._lose_link)
         needs_parts = self.hub.placement.needs_parts
-        around = (self._post, self._apply, self._in_background, self._lose, self._time, needs_parts)
-        self._supply = DataService(owner, self._blobs, *around, self._timeouts)
+        around = (self._apply, self._in_background, self._lose, self._time, needs_parts)
+        self._data = DataService(owner, self._exchange, *around, self._timeouts)
         is_new = not self.hub.has_begun
         async with asyncio.TaskGroup() as self._tasks:
             now = self._time()
@@ -205,7 +206,7 @@ class Server:
             self._hear_complaint(delivery.sender, name, message)
         elif name is None:
             logger.debug("%s from %s, which has not joined", type(message).__name__, delivery.sender)
-        elif name in self._outboxes and self._outboxes[name].qsize() > self._parts.max_waiting:
+        elif self._outbox.num_waiting(name) > self._parts.max_waiting:
             self._ban(delivery.sender, "it asks for more than it takes")
         else:
             self._take(name, message, delivery.buffers)
@@ -248,8 +249,7 @@ class Server:
             self._absent.pop(peer).cancel()
         self._transport.drop(peer, reason)
         if name is not None:
-            if outbox := self._outboxes.pop(name, None):
-                outbox.put_nowait(None)  # so that nothing is left of who has gone
+            self._outbox.forget(name)
             self._blobs.refuse(name, reason)
             self._apply(PeerLeft(name, reason, self._time(), since))
 
@@ -265,16 +265,10 @@ class Server:
             self._forget(guilty, f"{name} says: {complaint.reason}")
 
     def _take(self, name: NodeId, message: Message, buffers: Sequence[Buffer]) -> None:
-        if isinstance(message, BlobRequest):
-            self._post(self._blobs.serve(name, message))
-        elif isinstance(message, BlobPart):
-            found = self._blobs.take(name, message, buffers[0])
-            for parcel in [] if isinstance(found, Refusal) else found:
-                self._post(parcel)
-        elif isinstance(message, Refused):
-            self._blobs.refuse(name, message.reason, message.blob)
+        if isinstance(message, ContentMessage):
+            self._exchange.receive(name, message, buffers)
         elif isinstance(message, ProbeReport):
-            self._reports.take(name, message, self._time)
+            self._reports.complete(name, message, self._time)
         else:
             self._apply(Received(name, message, self._time()))
 
@@ -313,7 +307,7 @@ class Server:
             case MakePlan():
                 self._start(self._make_plan(order))
             case MakeParts() | SendFields() | Collect():
-                self._start(self._supply.carry_out(order))
+                self._start(self._data.carry_out(order))
             case Notify(news):
                 self._tell(news)
             case Finish():
@@ -351,21 +345,8 @@ class Server:
             contents = [self._blobs.kept(part.weights) for part in order.parts]
             self._result.set_result((order, contents))
 
-    def _post(self, parcel: Outgoing) -> None:
-        if self._door.find(parcel.to) is None:
-            return  # it has gone
-        if parcel.to not in self._outboxes:
-            outbox = self._outboxes[parcel.to] = asyncio.Queue()
-            self._start(self._send_all(parcel.to, outbox))
-        self._outboxes[parcel.to].put_nowait(parcel)
+    def _post(self, outgoing: Outgoing) -> None:
+        self._outbox.post(outgoing)
 
-    async def _send_all(self, node: NodeId, outbox: _Outbox) -> None:
-        while self._outboxes.get(node) is outbox:
-            parcel, peer = await outbox.get(), self._door.find(node)
-            if parcel is None or peer is None:
-                continue
-            try:
-                header = wire.pack(parcel.message, parcel.buffers)
-                await self._transport.send(peer, parcel.service, header, parcel.buffers)
-            except LinkError as error:
-                self._forget(peer, str(error))
+    def _lose_link(self, peer: PeerId, error: LinkError) -> None:
+        self._forget(peer, str(error))

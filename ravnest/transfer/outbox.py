@@ -1,0 +1,139 @@
+"""Messages on their way out of a program: one queue for each receiver, so that a slow one delays no other.
+
+Messages for a paused receiver wait until it is back. A receiver that comes back as another program knows
+nothing of what they are about, so they are dropped. So are messages for a receiver that is not known.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+from ravnest.errors import LinkError
+from ravnest.ids import NodeId
+from ravnest.net.transport import PeerId, Service, Transport
+from ravnest.protocol import wire
+from ravnest.protocol.averaging import AnchorPart, RingPart
+from ravnest.protocol.blobs import BlobPart
+from ravnest.protocol.messages import Message
+from ravnest.protocol.tied import TiedGradient, TiedStep
+from ravnest.protocol.training import Activation, FieldParts, Gradient, StepReport
+
+logger = logging.getLogger(__name__)
+
+_MOST_REPORTS = 1000  # that wait for one receiver; what later ones say need not be known
+
+
+@dataclass(frozen=True, slots=True)
+class Outgoing:
+    """A message for another program, with the tensors beside it."""
+
+    to: NodeId
+    message: Message
+    buffers: tuple[memoryview, ...] = ()
+
+    @property
+    def service(self) -> Service:
+        """How urgent it is."""
+        match self.message:
+            case Gradient():
+                return Service.GRADIENT
+            case Activation() | FieldParts():
+                return Service.ACTIVATION
+            case RingPart() | AnchorPart() | TiedGradient() | TiedStep():  # no microbatch waits for them
+                return Service.AVERAGING
+            case BlobPart():
+                return Service.BLOB
+            case _:
+                return Service.CONTROL
+
+
+class _Receiver:
+    """What waits for one receiver; None in the queue only wakes the task that sends."""
+
+    def __init__(self) -> None:
+        self.waiting: asyncio.Queue[tuple[int, Outgoing] | None] = asyncio.Queue()
+        self.is_there = asyncio.Event()
+        self.is_there.set()
+        self.session = 0  # of its program; what was posted in an earlier one is dropped
+        self.has_task = False
+
+
+class Outbox:
+    """Sends what is posted. `find_peer` knows the receivers; `fail` is told which peer cannot be sent to."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        start: Callable[[Coroutine[Any, Any, None]], object],
+        find_peer: Callable[[NodeId], PeerId | None],
+        fail: Callable[[PeerId, LinkError], None],
+    ) -> None:
+        self._transport = transport
+        self._start = start
+        self._find_peer = find_peer
+        self._fail = fail
+        self._receivers: dict[NodeId, _Receiver] = {}
+
+    @property
+    def receivers(self) -> Collection[NodeId]:
+        """The receivers that anything is kept for."""
+        return self._receivers.keys()
+
+    def num_waiting(self, to: NodeId) -> int:
+        """Return how many messages for a receiver are not sent yet."""
+        return self._receivers[to].waiting.qsize() if to in self._receivers else 0
+
+    def post(self, outgoing: Outgoing) -> None:
+        """Queue a message for its receiver, if that is known."""
+        if self._find_peer(outgoing.to) is None:
+            return
+        receiver = self._open(outgoing.to)
+        if not receiver.has_task:
+            receiver.has_task = True
+            self._start(self._send_all(outgoing.to, receiver))
+        if not isinstance(outgoing.message, StepReport) or receiver.waiting.qsize() < _MOST_REPORTS:
+            receiver.waiting.put_nowait((receiver.session, outgoing))
+
+    def pause(self, to: NodeId) -> None:
+        """Let what is for a receiver wait."""
+        self._open(to).is_there.clear()
+
+    def resume(self, to: NodeId, *, is_new: bool) -> None:
+        """Send what waits for a receiver, unless another program has taken its place."""
+        receiver = self._open(to)
+        receiver.session += is_new
+        receiver.is_there.set()
+
+    def forget(self, to: NodeId) -> None:
+        """Drop what waits for a receiver that is gone, and end the task that sends to it."""
+        if receiver := self._receivers.pop(to, None):
+            receiver.session += 1
+            receiver.is_there.set()
+            receiver.waiting.put_nowait(None)
+
+    def _open(self, to: NodeId) -> _Receiver:
+        return self._receivers.setdefault(to, _Receiver())
+
+    async def _send_all(self, to: NodeId, receiver: _Receiver) -> None:
+        while self._receivers.get(to) is receiver:
+            posted = await receiver.waiting.get()
+            while posted is not None and not await self._is_done(receiver, *posted):
+                pass
+
+    async def _is_done(self, receiver: _Receiver, session: int, outgoing: Outgoing) -> bool:
+        """Send a message or drop it; return whether that is done, or is to be tried again."""
+        await receiver.is_there.wait()
+        peer = self._find_peer(outgoing.to)
+        if session != receiver.session or peer is None:
+            return True
+        try:
+            header = wire.pack(outgoing.message, outgoing.buffers)
+            await self._transport.send(peer, outgoing.service, header, outgoing.buffers)
+        except LinkError as error:
+            if not receiver.is_there.is_set():
+                return False
+            logger.debug("a %s is lost: %s", type(outgoing.message).__name__, error)
+            self._fail(peer, error)
+        return True
