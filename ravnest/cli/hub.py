@@ -57,9 +57,16 @@ def hub(  # noqa: PLR0913 - click passes one argument per option
         job = load_job(place)
         where = Path(folder) if folder else free_run(job.name or "job")
         peers = share_memory(num_local) if num_local else ()
-        parts = find_parts().hub_parts
-        shown = {"tell": view.tell, "look": view.look}
-        with Hub(listen, public=public, folder=where, peers=peers, parts=parts, **shown) as opened:
+        opening = Hub(
+            listen,
+            public=public,
+            folder=where,
+            peers=peers,
+            tell=view.tell,
+            look=view.look,
+            parts=find_parts().hub_parts,
+        )
+        with opening as opened:
             _invite(opened.invitation, where, view if as_json else None)
             result = opened.fit(job, nodes=nodes, out=file, resume="auto" if resume else None)
     report(result, file or where / MODEL, _SCHEMA, as_json)
