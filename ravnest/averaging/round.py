@@ -1,10 +1,9 @@
 """One attempt to average all segments: it commits on every surviving member, or it never happened.
 
-A member runs all its rings at once and votes when they are done; the coordinator (the hub or an
-appointed peer) commits when all have voted. Whoever has voted may no longer give up by itself: it asks
-until somebody knows. The decision is logged before anyone hears it, and a coordinator that restarts
-without a logged decision aborts: nobody can have heard of a commit.
-Driven by peer.averager, hub.server and sim.
+A member runs all its rings at once and votes when they are done; the coordinator commits when all have voted.
+A member that has voted may not give up by itself: it asks for the outcome. A decision is logged before it is
+told. A coordinator that restarts without a logged decision aborts, since no member can have heard of a
+commit.
 """
 
 import itertools
@@ -196,7 +195,7 @@ class RoundDecision:
 
     @property
     def pending(self) -> RoundOutcome | None:
-        """The decision that is not in the log yet; nobody may hear of it."""
+        """The decision that is not in the log yet, so it may not be sent."""
         return self._pending
 
     @property
@@ -206,12 +205,12 @@ class RoundDecision:
 
     @property
     def missing(self) -> set[NodeId]:
-        """Who has not voted."""
+        """The members that have not voted."""
         return set(self._missing)
 
     @property
     def suspects(self) -> tuple[NodeId, ...]:
-        """Who kept the round from its commit, as far as votes tell: the silent, or who has another mean."""
+        """The members that prevented a commit, as far as votes tell: silent, or with another mean."""
         return self._suspects
 
     def vote(self, ready: RoundReady) -> RoundOutcome | Refusal | None:

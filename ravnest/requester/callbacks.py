@@ -1,7 +1,7 @@
-"""What the requester has done with the news of a training: any function of a News record will do.
+"""Callbacks: any function of a notice may follow a training.
 
-They are called in the hub's event loop, so they should be quick; one that fails is left out from then on: a
-broken log is no reason to lose a training. Driven by job.swarm.
+Callbacks run in the hub's event loop, so they should be quick. A callback that fails is removed with a
+warning: a broken log is no reason to lose a training.
 """
 
 import csv

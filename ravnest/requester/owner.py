@@ -1,7 +1,7 @@
-"""The requester's side of a run: model and data as bytes, cut and read for whoever hosts a part of them.
+"""The requester's side of a run: it cuts the model and reads the data, as bytes for the hub.
 
-Nothing here is sent but blueprints, weights and the fields that a stage consumes. Stages are made of the
-first weights, or of the last checkpoint. Driven by hub.server, which calls it from threads.
+It sends blueprints, weights and the fields that a stage consumes, nothing else. Stages start from the first
+weights or from the last checkpoint. The hub calls it from threads.
 """
 
 import time
@@ -52,7 +52,7 @@ class JobOwner:
         self._optimizer: dict[str, Tensor] = {}
 
     def note(self, news: Notice) -> None:
-        """Keep what is reported of an epoch or an evaluation; what is trained again is reported again."""
+        """Record an epoch or an evaluation; after a restart the same one may be reported again."""
         if isinstance(news, EpochDone | Evaluated):
             # An evaluation comes late, when others have told of the next epoch: it takes back only its like.
             again = [each for each in self.history if each["epoch"] >= news.epoch]

@@ -1,6 +1,6 @@
-"""From a job to what the hub and its owner are given, and from what they leave to a result.
+"""Turns a job into what the hub and the owner need, and what they leave into a result.
 
-Driven by job.swarm; capturing takes seconds and runs the requester's code.
+Capturing takes seconds and runs the requester's code.
 """
 
 import logging

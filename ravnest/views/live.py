@@ -1,6 +1,6 @@
-"""Where a run stands, for people: a panel that a terminal keeps up to date, and the same as plain data.
+"""The status of a run for people: a panel in the terminal, and the same as plain data.
 
-The panel is drawn anew when something happens, at most a few times a second; there is no clock of its own.
+The panel is drawn again when something happens, at most a few times a second; it has no timer of its own.
 """
 
 import os
@@ -30,7 +30,7 @@ _STYLES = {"training": "green", "getting ready": "yellow", "spare": "cyan", "wai
 
 
 def show_status(status: Status) -> RenderableType:
-    """Return the panel: how far, how fast, who does what, what happened last."""
+    """Return the panel: progress, speed, nodes with their stages, and the last notices."""
     parts: list[RenderableType] = [_show_progress(status)]
     if status.members:
         parts.append(_show_nodes(status))
