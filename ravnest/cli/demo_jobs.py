@@ -26,7 +26,7 @@ _NUM_PIECES = 5120  # of text, the last of them for validation
 
 @dataclass(frozen=True, slots=True)
 class Demo:
-    """A job, in words, who trains it, and how a text begins that a trained model goes on with."""
+    """A job, its description, its nodes, and the prompt that a trained text model continues."""
 
     job: Job
     what: str

@@ -137,7 +137,7 @@ def parse_manifest(content: bytes, number: int) -> Manifest:
 
 
 def _check_books(books: SavedLedger) -> None:
-    """See to it that every sample handed out is counted or waits to be handed out again, and none twice."""
+    """Raise ValueError unless every leased sample is counted, or waits to be leased again, exactly once."""
     leases, job = books.leases, books.job
     size, chunk_size, waiting = leases["num_samples"], leases["chunk_size"], leases["requeued"]
     if (size, leases["num_epochs"], leases["seed"]) != (job.num_samples, job.epochs, job.seed):

@@ -77,7 +77,7 @@ class LocalPeers:
 
     @contextlib.asynccontextmanager
     async def running(self, token: str) -> AsyncIterator[None]:
-        """Start the peers; in the end see them go, or make them."""
+        """Start the peers; at the end wait until they end, then kill the rest."""
         self._processes = {}
         try:
             for index, hardware in enumerate(self.hardware, 1):
@@ -97,12 +97,12 @@ class LocalPeers:
                 await asyncio.wait(late)
 
     async def all_ended(self) -> None:
-        """Return when none is left."""
+        """Return when all processes have ended."""
         for process in self._processes.values():
             await process.wait()
 
     def kill(self) -> None:
-        """End those that still run."""
+        """Kill the processes that still run."""
         for process in self._processes.values():
             if process.returncode is None:
                 with contextlib.suppress(ProcessLookupError):

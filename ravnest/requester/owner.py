@@ -60,7 +60,7 @@ class JobOwner:
             self.history = [each for each in self.history if each not in again] + [_report(news)]
 
     def retell(self, told: Sequence[EpochDone | Evaluated]) -> None:
-        """Know what was told in a log, where that is more than in a checkpoint."""
+        """Record the history of a log, which may be longer than that of a checkpoint."""
         if len(told) > len(self.history):
             self.history = [_report(each) for each in told]
 

@@ -91,7 +91,7 @@ def _clock() -> float:
 
 
 class LiveView:
-    """A panel at the foot of the terminal from the first event on; what is printed stays above it."""
+    """A panel at the foot of the terminal from the first event on; printed lines stay above it."""
 
     def __init__(
         self,
@@ -117,10 +117,10 @@ class LiveView:
         self._live.stop()
 
     def tell(self, news: Notice) -> None:
-        """Take the news; the panel shows them."""
+        """Ignore a notice: the panel shows it."""
 
     def look(self, watch: StatusTracker) -> None:
-        """Draw where things stand, if that was not done a moment ago."""
+        """Draw the status, unless it was drawn a moment ago."""
         self._watch, now = watch, self._clock()
         if now >= self._drawn_at + self._pause_seconds:
             self._drawn_at = now
