@@ -16,7 +16,7 @@ from support.as_root import networks
 from support.small_swarm import BARE_JOIN, JOIN, PLAN, ROOT, check_books, joining, make_job
 
 import ravnest as rv
-from ravnest.config import PeerTimeouts, Timeouts
+from ravnest.config import NetTimeouts, PeerTimeouts, Timeouts
 from ravnest.hub.coordinator.events import JobGiven, MakePlan, PlanMade
 from ravnest.hub.coordinator.notices import ClusterStarted, Left, Measured, Notice, PlanFormed, show_notice
 from ravnest.hub.coordinator.planner import SearchPlanner
@@ -39,8 +39,8 @@ class Relays:
         self.made: list[relay.Relay] = []
         self.parts = HubParts(make_relay=self._make)
 
-    def _make(self) -> relay.Relay:
-        self.made.append(relay.Relay())
+    def _make(self, timeouts: NetTimeouts) -> relay.Relay:
+        self.made.append(relay.Relay(timeouts))
         return self.made[-1]
 
     @property
