@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -18,7 +19,6 @@ import psutil
 
 from benchmarks.links import Links
 from ravnest.config import PlanConfig
-from ravnest.hub.coordinator.coordinator import Coordinator
 from ravnest.hub.coordinator.notices import PlanFormed
 from ravnest.ids import NodeId
 from ravnest.plan.assembly import assemble_plan, build_clusters
@@ -118,7 +118,7 @@ def train(
     environment = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ, environment))
-        stack.enter_context(_listening(record))
+        stack.callback(swarm.stream.subscribe(partial(_listen, record)))
         stack.enter_context(_fixed_plan(record, setting))
         if setting.link is not None or setting.counts_bytes:
             stack.enter_context(_over_links(record, setting.link))
@@ -136,19 +136,11 @@ def process_seconds(pid: int) -> float:
     return sum(float(each.user + each.system) for each in times)
 
 
-@contextlib.contextmanager
-def _listening(record: Record) -> Iterator[None]:
+def _listen(record: Record, event: Any, _: Any) -> None:
     """Note every report that reaches the hub."""
-    apply = Coordinator.apply
-
-    def listen(hub: Coordinator, event: Any) -> Any:
-        message = getattr(event, "message", None)
-        if isinstance(message, StepReport):
-            record.reports.append((time.perf_counter(), event.sender, message))
-        return apply(hub, event)
-
-    with mock.patch.object(Coordinator, "apply", listen):
-        yield
+    message = getattr(event, "message", None)
+    if isinstance(message, StepReport):
+        record.reports.append((time.perf_counter(), event.sender, message))
 
 
 @contextlib.contextmanager

@@ -26,6 +26,7 @@ from ravnest.hub.coordinator.notices import Notice, Waiting
 from ravnest.hub.service.event_log import EventLog, read_watch
 from ravnest.hub.service.server import HUB_LIMITS, Server
 from ravnest.hub.service.status import StatusTracker
+from ravnest.hub.service.stream import HubStream
 from ravnest.ids import NodeId
 from ravnest.net.identity import Token, dialled_from_elsewhere, read_address
 from ravnest.net.relay import Relay
@@ -83,6 +84,7 @@ class Hub:
         self._tell: Callback = Narrator() if tell is None else tell
         self._look = look
         self._is_open_to_others = True
+        self.stream = HubStream()  # of every job that it fits
         self._file: HubFile | None = None
 
     def __enter__(self) -> Self:
@@ -169,7 +171,9 @@ class Hub:
                     set_aside(self._folder, with_checkpoints=given.job.books is None)
                 store = open_things.enter_context(EventLog(self._folder))
             hub = self._watch.hub
-            server = Server(self.token, hear, relay=relay, store=store, watch=self._see, hub=hub)
+            open_things.callback(self.stream.subscribe(lambda event, actions: self._see(event, actions)))
+            watch = self.stream.publish
+            server = Server(self.token, hear, relay=relay, store=store, watch=watch, hub=hub)
             transport = ZeroMqTransport(keys, pauses, self._door, HUB_LIMITS, admit=server.admit)
             await open_things.enter_async_context(transport)
             if relay is not None:

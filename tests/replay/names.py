@@ -10,7 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ravnest.hub.coordinator.coordinator import Coordinator
-from ravnest.hub.coordinator.events import Action, Event
+from ravnest.hub.coordinator.events import Action, ClusterHeard, Event, Received
+from ravnest.hub.monitors.monitored import MonitoredCoordinator, Watch
+from ravnest.hub.monitors.monitors import Monitors
+from ravnest.protocol.training import StepReport
 
 # Every table reads: recorded name -> present name.
 CLASSES: dict[str, str] = {
@@ -110,22 +113,38 @@ EVENTS, ORDERS = Event, Action
 
 
 class Replayed:
-    """What is replayed, behind the few calls that a replay makes; the first event gives the job."""
+    """What is replayed, behind the few calls that a replay makes; the first event gives the job.
 
-    def __init__(self) -> None:
+    Recordings have reports of stages as events, from the day when the log had them too. They go to the
+    monitors, as in the service, and what comes of the conclusions is what came of the report. Recorded hubs
+    that went on from their log had all they had heard; so a replay keeps its monitors over a restart.
+    """
+
+    def __init__(self, watch: Watch, monitors: Monitors) -> None:
         self._hub = Coordinator()
+        self._monitored = MonitoredCoordinator(self._hub, watch=watch, monitors=monitors)
 
     @property
     def due(self) -> float | None:
         """When the next tick is needed."""
-        return self._hub.due
+        return self._monitored.due
 
     def concerns(self, event: Any) -> bool:
-        """Return whether an event may change something: only then is it logged, unless it is refused."""
+        """Return whether an event may change something: only then was it logged, unless it was refused."""
+        if isinstance(event, Received) and isinstance(event.message, StepReport):
+            return self._hub.members.cluster_of(event.sender) is not None
         return self._hub.concerns(event)
 
     def apply(self, event: Any) -> tuple[Any, ...]:
         """Take an event; return the orders."""
+        orders = self._monitored.apply(event)
+        is_report = isinstance(event, Received) and isinstance(event.message, StepReport)
+        if not is_report or orders:
+            return orders
+        return self._monitored.apply(ClusterHeard("none", event.now))  # the duties of the moment, as it was
+
+    def replay(self, event: Any) -> tuple[Any, ...]:
+        """Take an event of the log; no monitor sees it."""
         return self._hub.apply(event)
 
     def find_missing(self, key: str, epoch: int) -> str | None:

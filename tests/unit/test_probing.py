@@ -12,7 +12,7 @@ from ravnest.cli.join import _Doors, _make_offer, _Stated
 from ravnest.errors import ConfigError
 from ravnest.hub.coordinator.events import JobPhase, MakeParts, MakePlan, Probed, Send
 from ravnest.hub.coordinator.notices import Measured, PlanFormed, show_notice
-from ravnest.hub.monitors.probes import PROBE_SECONDS
+from ravnest.hub.coordinator.probes import PROBE_SECONDS
 from ravnest.hub.service.probe_reports import ProbeReports
 from ravnest.ids import HUB, NodeId
 from ravnest.peer import capabilities

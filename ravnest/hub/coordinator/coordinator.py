@@ -12,12 +12,18 @@ from ravnest.hub.coordinator.checkpoints import SILENT, CheckpointCollector
 from ravnest.hub.coordinator.events import (
     Abandon,
     Action,
+    CalmChanged,
+    ClusterHeard,
+    ClusterSilent,
     Collected,
+    Conclusion,
+    EvaluationReported,
     Event,
     Evict,
     Finish,
     JobGiven,
     JobPhase,
+    LossAlarm,
     Notify,
     PartsMade,
     PeerJoined,
@@ -28,9 +34,12 @@ from ravnest.hub.coordinator.events import (
     Received,
     Restarted,
     Send,
+    SpeedMeasured,
     Stopped,
     Tick,
+    TrainingReported,
 )
+from ravnest.hub.coordinator.inquiries import IDLE, Inquiries
 from ravnest.hub.coordinator.ledger import Ledger
 from ravnest.hub.coordinator.membership import ClusterState, Membership, is_sensible
 from ravnest.hub.coordinator.notices import (
@@ -50,18 +59,15 @@ from ravnest.hub.coordinator.notices import (
     WorkLost,
 )
 from ravnest.hub.coordinator.plan_trigger import PlanTrigger
+from ravnest.hub.coordinator.probes import take_probe
 from ravnest.hub.coordinator.recovery import Recovery
 from ravnest.hub.coordinator.rounds import Ended, Rounds
-from ravnest.hub.monitors.liveness import IDLE, LivenessMonitor
-from ravnest.hub.monitors.loss_guard import Alarm, LossGuard
-from ravnest.hub.monitors.probes import take_probe
-from ravnest.hub.monitors.throughput import ThroughputMonitor
 from ravnest.ids import NodeId
 from ravnest.protocol.averaging import RoundAbort, RoundQuery, RoundReady
 from ravnest.protocol.membership import Leave, Stop
 from ravnest.protocol.messages import Refusal
 from ravnest.protocol.placement import BackupKept, SnapshotMade, StageMissing, StageReady
-from ravnest.protocol.training import DroppedMicrobatch, LeaseDone, StepReport
+from ravnest.protocol.training import DroppedMicrobatch, LeaseDone
 from ravnest.units import show_bytes
 
 _MOST_ALARMS = 3
@@ -83,8 +89,12 @@ class Crew:
         self._mending = Recovery(self._members, self._keeping)
         self._stop_by: float | None = None  # once it is stopped
         self._end_by: float | None = None  # once all is trained, and a cluster stands still
-        self._guard = LossGuard()
-        self._hearing = StageMessages(self._members, self._keeping, self._mending, self._forming, self._guard)
+        self._alarm: LossAlarm | None = None  # until training goes back
+        self.is_calm = True  # as the monitors say
+        self._inquiries = Inquiries(self._members, self._keeping.number)
+        self._hearing = StageMessages(
+            self._members, self._keeping, self._mending, self._forming, self._inquiries
+        )
         self._num_alarms = 0  # since the last checkpoint
 
     @property
@@ -172,7 +182,6 @@ class Crew:
         if name not in self._members:
             return f"{name} is no member, so it cannot leave"
         cluster, ended = self._members.leave(name), self._rounds.leave(name, reason, self.now)
-        self._hearing.speeds.forget(name)
         self._mending.forget(name)
         self._forming.note_change(self.now)
         orders: list[Action] = [Notify(Left(name, reason))]
@@ -197,10 +206,10 @@ class Crew:
             return orders
         return orders + self._start_over()
 
-    def _roll_back(self, alarm: Alarm) -> list[Action]:
+    def _roll_back(self, alarm: LossAlarm) -> list[Action]:
         """Go back to the last checkpoint, if there is one; too often in a row is the end."""
         self._num_alarms += 1
-        self._guard.go_back()
+        self._alarm = None
         has_checkpoint = self._mending.saved is not None
         told = Notify(WentWrong(alarm.reason, alarm.suspect, has_checkpoint))
         if self._num_alarms <= _MOST_ALARMS:
@@ -224,7 +233,7 @@ class Crew:
         self._mending.forget_held()
         self._end_by = None
         self._rounds.restart()
-        self._guard.go_back()
+        self._alarm = None
         self._forming.note_change(self.now)
         self.phase = JobPhase.COLLECTING
         if self._stop_by is None:
@@ -241,7 +250,7 @@ class Crew:
         return [*ended.sends, Notify(ended.told)]
 
 
-_OfCluster = StageReady | StageMissing | LeaseDone | StepReport | DroppedMicrobatch
+_OfCluster = StageReady | StageMissing | LeaseDone | DroppedMicrobatch
 OfStages = _OfCluster | SnapshotMade
 _StageActions = list[Action] | str  # orders, or why the message is refused
 
@@ -255,12 +264,10 @@ class StageMessages:
         keeping: CheckpointCollector,
         mending: Recovery,
         forming: PlanTrigger,
-        guard: LossGuard,
+        inquiries: Inquiries,
     ) -> None:
         self._members, self._keeping = members, keeping
-        self._mending, self._forming, self._guard = mending, forming, guard
-        self.speeds = ThroughputMonitor()
-        self.stalls = LivenessMonitor(members, keeping.number, mending.find_lazy)
+        self._mending, self._forming, self._inquiries = mending, forming, inquiries
 
     def hear(self, sender: NodeId, message: OfStages, training: Ledger, now: float) -> _StageActions:
         """Take what a member says of its stage, or of the one it had."""
@@ -269,7 +276,7 @@ class StageMessages:
             own = self._members.build_id(sender)
             return f"{name} of plan {message.build_id} from {sender}, who follows {own}"
         if isinstance(message, SnapshotMade):
-            if self.stalls.take(sender, message):
+            if self._inquiries.receive(sender, message):
                 return []
             if self._keeping.awaits(sender, message):
                 return [*self._keeping.take(sender, message)]
@@ -278,7 +285,7 @@ class StageMessages:
             return f"{name} from {sender}, who has no stage"
         ordered = self._take(sender, cluster, message, training, now)
         if not isinstance(ordered, str):
-            self.stalls.hear(cluster, now)
+            self._inquiries.cancel(cluster.cluster_id)
         return ordered
 
     def _take(
@@ -291,49 +298,38 @@ class StageMessages:
                 return self._take_missing(sender, cluster, message, training, now)
             case LeaseDone():
                 return self._take_done(sender, cluster, message, training)
-            case StepReport():
-                return self._take_report(sender, cluster, message, training, now)
             case DroppedMicrobatch():
                 return self._take_dropped(sender, cluster, message, training)
             case _:
                 assert_never(message)
 
-    def _take_report(
-        self, sender: NodeId, cluster: ClusterState, report: StepReport, training: Ledger, now: float
-    ) -> _StageActions:
-        if sender != cluster.leaf:
-            return self._note_speed(sender, report, now)
-        is_training = training.awaits(report.microbatch)
-        results = training.take_report(cluster, report)
-        if isinstance(results, str):
-            return results
-        if is_training:
-            self._guard.note_loss(cluster.cluster_id, cluster.name, report.loss)
-        return [*_notify_results(results, training), *self._note_speed(sender, report, now)]
-
-    def _note_speed(self, name: NodeId, report: StepReport, now: float) -> list[Action]:
+    def note_speed(self, measured: SpeedMeasured) -> list[Action]:
         """Plan with the speed that a node has by now, if that is another than it was."""
-        times, member = self.speeds.note(name, report, now), self._members.find(name)
-        if times is None or member is None:
+        times, member = measured.times, self._members.find(measured.node)
+        if member is None:
             return []
         node = replace(member.node, flops_per_second=member.node.flops_per_second * times)
-        if not is_sensible(node):  # who says so would overflow the planner
+        if not is_sensible(node):  # it would overflow the planner
             return []
         self._members.replace(replace(member, node=node))
-        self._forming.note_change(now)
-        return [Notify(SpeedChanged(name, times))]
+        self._forming.note_change(measured.now)
+        return [Notify(SpeedChanged(measured.node, times))]
+
+    def record_evaluation(self, reported: EvaluationReported, training: Ledger) -> _StageActions:
+        """Record an evaluation lease that is over."""
+        cluster = self._members.find_cluster(reported.cluster_id)
+        if cluster is None:
+            return f"lease {reported.lease} was evaluated by a cluster that is no more"
+        results = training.record_evaluation(cluster, reported)
+        return results if isinstance(results, str) else _notify_results(results, training)
 
     def _take_dropped(
         self, sender: NodeId, cluster: ClusterState, dropped: DroppedMicrobatch, training: Ledger
     ) -> _StageActions:
-        results = training.take_dropped(cluster, dropped)
-        if isinstance(results, str):
-            return results
-        self._guard.note_dropped(cluster.cluster_id, sender)
-        return [
-            Notify(MicrobatchDropped(dropped.microbatch, sender, dropped.reason)),
-            *_notify_results(results, training),
-        ]
+        reason = training.record_dropped(cluster, dropped)
+        if reason is not None:
+            return reason
+        return [Notify(MicrobatchDropped(dropped.microbatch, sender, dropped.reason))]
 
     def _take_done(
         self, sender: NodeId, cluster: ClusterState, done: LeaseDone, training: Ledger
@@ -392,7 +388,7 @@ class Coordinator(Crew):
         if self.phase is JobPhase.KEEPING:
             times.append(self._keeping.answer_by)
         elif self.phase in (JobPhase.TRAINING, JobPhase.EVALUATING):
-            times.append(self._hearing.stalls.due)
+            times.append(self._inquiries.due)
         if self.phase is JobPhase.TRAINING:
             times += [
                 self._stop_by,
@@ -418,8 +414,6 @@ class Coordinator(Crew):
         """Return whether an event may change something; the log needs no others, telemetry may."""
         if not isinstance(event, Received):
             return True
-        if isinstance(event.message, StepReport):
-            return self._members.cluster_of(event.sender) is not None
         return isinstance(event.message, _OfMembers)
 
     def apply(self, event: Event) -> tuple[Action, ...]:
@@ -431,6 +425,8 @@ class Coordinator(Crew):
         if isinstance(taken, str):
             self.now = before
             return (Refusal(taken),)
+        if isinstance(event, TrainingReported) and not self.wants_round(self._training.num_updates, self.now):
+            return ()  # it says how far clusters are, and nothing follows from that
         orders = [*taken, *self._advance()]
         return tuple(order for order in orders if not isinstance(order, Send) or order.to in self._members)
 
@@ -463,7 +459,41 @@ class Coordinator(Crew):
             case Stopped():
                 return self._stop(event.reason)
             case _:
+                return self._take_conclusion(event)
+
+    def _take_conclusion(self, event: Conclusion) -> Actions:
+        match event:
+            case TrainingReported():
+                self._training.record(event)
+            case EvaluationReported():
+                return self._hearing.record_evaluation(event, self._training)
+            case SpeedMeasured():
+                return self._hearing.note_speed(event)
+            case LossAlarm():
+                self._alarm = event
+            case CalmChanged():
+                self.is_calm = event.is_calm
+            case ClusterSilent():
+                return self._inquire(event)
+            case ClusterHeard():
+                self._inquiries.cancel(event.cluster_id)
+            case _:
                 assert_never(event)
+        return []
+
+    def _inquire(self, silent: ClusterSilent) -> Actions:
+        """Ask a silent cluster that runs; evict the nodes for which one that is built waits."""
+        cluster = self._members.find_cluster(silent.cluster_id)
+        if cluster is None:
+            return f"the silent cluster {silent.cluster_id} is no more"
+        if not cluster.unready:
+            return [*self._inquiries.ask(cluster, 2 * silent.now - silent.since)]  # as long again
+        orders: list[Action] = []
+        for name in self._mending.find_lazy(cluster):
+            left = self._leave(name, IDLE)
+            assert isinstance(left, list)
+            orders += [*left, Evict(name, f"{IDLE}; start it again")]
+        return orders
 
     def _begin(self, job: JobGiven) -> Actions:
         if self._job:
@@ -496,14 +526,7 @@ class Coordinator(Crew):
                 return self._part(
                     sender, Leave(build_id, f"it can use nothing that others give it: {message.reason}")
                 )
-            case (
-                StageReady()
-                | StageMissing()
-                | SnapshotMade()
-                | LeaseDone()
-                | StepReport()
-                | DroppedMicrobatch()
-            ):
+            case StageReady() | StageMissing() | SnapshotMade() | LeaseDone() | DroppedMicrobatch():
                 return self._hearing.hear(sender, message, self._training, self.now)
             case _:
                 assert_never(message)
@@ -527,7 +550,7 @@ class Coordinator(Crew):
         if self.phase is JobPhase.COLLECTING:
             orders += self._forming.ask(self._job, self._members, self.now)
         is_at_work = self.phase in (JobPhase.TRAINING, JobPhase.EVALUATING)
-        idle, stuck = self._hearing.stalls.find_idle(self.now) if is_at_work else ([], [])
+        idle, stuck = self._inquiries.conclude(self.now) if is_at_work else ([], [])
         for name, reason, word in self._find_parting(idle):
             left = self._leave(name, reason)
             assert isinstance(left, list)
@@ -543,7 +566,7 @@ class Coordinator(Crew):
         if self.phase is JobPhase.KEEPING and not self._keeping.has_result_under_way:
             orders += self._keeping.start(self._training.most_trained(self._members.running), self.now)
         if self.phase in (JobPhase.TRAINING, JobPhase.EVALUATING):  # whoever has work by now
-            orders += self._ask_silent(self._job)
+            self._retain_inquiries()
         return orders
 
     def _find_parting(self, idle: list[NodeId]) -> list[tuple[NodeId, str, str]]:
@@ -565,12 +588,37 @@ class Coordinator(Crew):
             orders += self._give_up(cluster, why) if lost is None else lost
         return orders
 
-    def _ask_silent(self, job: JobGiven) -> list[Send]:
-        if self._rounds.due is not None and job.config.averaging is Averaging.BLOCKING:
-            for cluster in self._members.running:  # which stand still for it, until its own deadline
-                self._hearing.stalls.hear(cluster, self.now)
-        rate = self._members.outlook.samples_per_second / max(1, len(self._members.clusters))
-        return self._hearing.stalls.ask(self._training.is_busy, job.settings, rate, self.now)
+    def _retain_inquiries(self) -> None:
+        if self.stands_still:
+            for cluster in self._members.running:
+                self._inquiries.cancel(cluster.cluster_id)
+        self._inquiries.retain(self._training.is_busy)
+
+    @property
+    def stands_still(self) -> bool:
+        """Whether clusters wait for a blocking round, which has a deadline of its own."""
+        is_blocking = self._job is not None and self._job.config.averaging is Averaging.BLOCKING
+        return is_blocking and self._rounds.due is not None
+
+    @property
+    def members(self) -> Membership:
+        """Nodes and clusters, for readers."""
+        return self._members
+
+    def has_asked(self, cluster_id: str) -> bool:
+        """Return whether a silent cluster was asked what is wrong."""
+        return self._inquiries.has_asked(cluster_id)
+
+    def ends_round(self, name: NodeId) -> bool:
+        """Return whether the open round ends with the vote of this node."""
+        return self._rounds.awaits_only(name)
+
+    def wants_round(self, num_updates: int, now: float) -> bool:
+        """Return whether a round would be opened if clusters had made so many updates."""
+        if self.phase is not JobPhase.TRAINING or self._stop_by is not None or self._job is None:
+            return False
+        is_due = self._rounds.is_due(self._members, num_updates, self._job, now)
+        return is_due and not self._mending.is_urgent
 
     def _adopt(self, made: PlanMade) -> Actions:
         """Follow a plan, unless somebody came or went while it was made: another one is on its way then."""
@@ -602,8 +650,8 @@ class Coordinator(Crew):
             if not self._members.running:
                 return self._start_over()
             self._training.give_up_leases()
-        if self._guard.alarm is not None and self._stop_by is None:
-            return self._roll_back(self._guard.alarm)
+        if self._alarm is not None and self._stop_by is None:
+            return self._roll_back(self._alarm)
         held = self._mending.let_follow(self._training, self._forming.fits, self.now)
         orders = self._follow(held) if held is not None else []
         if self.phase is not JobPhase.TRAINING:
@@ -633,8 +681,7 @@ class Coordinator(Crew):
 
     def _keep(self) -> list[Send]:
         """Begin a checkpoint, of what is worth keeping."""
-        self._guard.forget_others([cluster.cluster_id for cluster in self._members.running])
-        if not self._guard.is_calm:
+        if not self.is_calm:
             self._keeping.postpone(self.now)
             return []
         keeper = self._training.most_trained(self._members.running)

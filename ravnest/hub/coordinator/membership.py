@@ -204,6 +204,10 @@ class Membership:
         """Return the cluster a node has a stage in."""
         return next((each for each in self._clusters if name in each.nodes), None)
 
+    def find_cluster(self, cluster_id: str) -> ClusterState | None:
+        """Return the cluster of this id, if it gets ready or trains."""
+        return next((each for each in self.clusters if each.cluster_id == cluster_id), None)
+
     def fields(
         self, cluster: ClusterState, is_evaluation: bool
     ) -> tuple[tuple[NodeId, tuple[str, ...]], ...]:

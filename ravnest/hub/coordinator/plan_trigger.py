@@ -8,7 +8,7 @@ import math
 from ravnest.hub.coordinator.events import JobGiven, JobSettings, MakeParts, MakePlan, Notify, PlanMade, Send
 from ravnest.hub.coordinator.membership import Membership
 from ravnest.hub.coordinator.notices import Waiting
-from ravnest.hub.monitors.probes import order_probes, probe_due
+from ravnest.hub.coordinator.probes import order_probes, probe_due
 
 _AGAIN_SECONDS = 5.0  # of quiet before another plan than the first: nobody says how many are left
 _JOIN_SECONDS = 2.0  # of quiet before those who came are used: they seldom come alone

@@ -35,9 +35,10 @@ from ravnest.hub.coordinator.events import (
 )
 from ravnest.hub.coordinator.notices import Missing, Notice
 from ravnest.hub.coordinator.planner import make_plan
+from ravnest.hub.monitors.monitored import MonitoredCoordinator, Watch
 from ravnest.hub.service.admission import Admission
 from ravnest.hub.service.data_service import DataService
-from ravnest.hub.service.event_log import EventStore, apply_logged
+from ravnest.hub.service.event_log import EventStore
 from ravnest.hub.service.owner import Owner
 from ravnest.hub.service.probe_reports import ProbeReports
 from ravnest.ids import NodeId
@@ -50,6 +51,7 @@ from ravnest.protocol.membership import Complaint, Hello, ProbeOrder, ProbeRepor
 from ravnest.protocol.messages import Message, Refusal
 from ravnest.protocol.placement import PlanOrder, RingOrder
 from ravnest.protocol.tensors import Buffer
+from ravnest.protocol.training import StepReport
 from ravnest.transfer.blobs import Blobs, Outgoing
 
 logger = logging.getLogger(__name__)
@@ -66,7 +68,7 @@ _Outbox = asyncio.Queue[Outgoing | None]
 class Server:
     """One job's hub. `admit` belongs to the transport it runs on; `token` needs no address here.
 
-    `store` keeps every event that changes the state; `watch` sees all of them after they are applied.
+    `store` keeps every event that changes the state; `watch` sees all of them, and telemetry, when applied.
     """
 
     def __init__(
@@ -77,17 +79,17 @@ class Server:
         *,
         relay: Relay | None = None,
         store: EventStore | None = None,
-        watch: Callable[[Event, tuple[Action, ...]], None] | None = None,
+        watch: Watch | None = None,
         hub: Coordinator | None = None,
     ) -> None:
         self._door = Admission(token, relay)
         self.admit = self._door.admit
         self._relay = relay
         self._tell = tell
-        self._store = store
-        self._watch = watch
         self._in_background = in_background  # runs a function of the owner's where it delays no message
-        self.hub = Coordinator() if hub is None else hub  # for who watches, too; one with a past goes on
+        log = None if store is None else store.append
+        self._monitored = MonitoredCoordinator(hub, log, watch)
+        self.hub = self._monitored.hub  # one with a past goes on
         self._blobs = Blobs()
         self._outboxes: dict[NodeId, _Outbox] = {}
         self._background: set[asyncio.Task[None]] = set()
@@ -267,21 +269,18 @@ class Server:
         if self._has_lost_log:
             return
         try:
-            if self._store is None:
-                orders = self.hub.apply(event)
-            else:
-                orders = apply_logged(self.hub, event, self._store.append)
+            orders = self._monitored.apply(event)
         except ConfigError as error:  # also from a timer, which nobody awaits
             self._has_lost_log = True  # what would be logged after a gap could not be replayed
             self.fail(error)
             return
         for order in orders:
             self._carry_out(order)
-        if self._watch is not None:
-            self._watch(event, orders)
+        if not orders and isinstance(event, Received) and isinstance(event.message, StepReport):
+            return  # a report can only put off what is due; the timer may come too early
         if self._timer is not None:
             self._timer.cancel()
-        due = self.hub.due
+        due = self._monitored.due
         self._timer = None if due is None else self._loop.call_at(due - self._ahead, self._tick)
 
     def _tick(self) -> None:

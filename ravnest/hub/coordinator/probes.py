@@ -1,7 +1,7 @@
-"""Measures peers before they are planned with: on a piece of the real model, and on their link to the hub.
+"""Probes: new peers are measured before they are planned with, on a piece of the model and on their link.
 
-Only what a provider has not stated is measured. A plan waits for it, but not for long: then what the peer
-guesses counts. Driven by hub.forming, and by hub.server, which times the links.
+Only facts that a provider has not stated are measured. A plan waits some seconds for them; then the guesses
+of the peer count.
 """
 
 from dataclasses import replace
@@ -16,7 +16,7 @@ from ravnest.protocol.membership import Fact, ProbeOrder
 
 PROBE_SECONDS = 15.0
 _SO = "so what it says of itself counts"
-# Nothing that joins is slower or faster; who says so has measured something else.
+# No machine that joins is slower or faster; a number outside is a mistake of measuring.
 _SPEEDS, _RATES, _LATENCIES = (1e6, 1e16), (1e3, 1e11), (0.0, 10.0)
 
 
@@ -26,7 +26,7 @@ def probe_due(members: Membership) -> float | None:
 
 
 def order_probes(members: Membership, profile: ModelProfile, now: float) -> list[MakeParts | Send | Notify]:
-    """Have everyone measured of whom something is guessed, once; believe who does not answer in time."""
+    """Measure every node with a guessed fact, once; the guess counts if no answer comes in time."""
     orders: list[MakeParts | Send | Notify] = []
     for member in members.guessing:
         if member.probe_by is None:
@@ -42,7 +42,7 @@ def order_probes(members: Membership, profile: ModelProfile, now: float) -> list
 def _order_probe(
     members: Membership, profile: ModelProfile, member: Member, now: float
 ) -> list[MakeParts] | list[Send]:
-    """Order a probe as soon as the parts of the busiest position are there, if these are needed."""
+    """Order a probe when the parts of the busiest position are made, if it needs them."""
     blueprint = None
     if Fact.SPEED in member.guessed:
         busiest = max(range(profile.num_positions), key=lambda position: profile.forward_flops[position])
@@ -56,7 +56,7 @@ def _order_probe(
 
 
 def take_probe(members: Membership, probed: Probed) -> list[Action] | str:
-    """Believe what was measured, within reason; return why not, if nobody asked or it is nonsense."""
+    """Plan with measured facts, within bounds; return why not, if nobody asked or they make no sense."""
     member = members.find(probed.node)
     if member is None or member.probe_by is None:
         return f"nobody asked how fast {probed.node} is, or it came too late"
