@@ -6,6 +6,7 @@ earlier. Nodes that come or go change the plan (recovery). When nobody has what 
 again from its last checkpoint. A late or foreign message is refused with a reason and changes nothing.
 """
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import assert_never
 
@@ -14,11 +15,17 @@ from ravnest.hub.coordinator.checkpoints import CheckpointCollector
 from ravnest.hub.coordinator.events import (
     Abandon,
     Action,
+    CalmChanged,
+    ClusterHeard,
+    ClusterSilent,
     Collected,
+    Conclusion,
+    EvaluationReported,
     Event,
     Evict,
     Finish,
     JobGiven,
+    LossAlarm,
     Notify,
     PartsMade,
     PeerJoined,
@@ -29,9 +36,12 @@ from ravnest.hub.coordinator.events import (
     Received,
     Restarted,
     Send,
+    SpeedMeasured,
     Stopped,
     Tick,
+    TrainingReported,
 )
+from ravnest.hub.coordinator.inquiries import IDLE, Inquiries
 from ravnest.hub.coordinator.ledger import Ledger
 from ravnest.hub.coordinator.membership import Membership, is_sensible
 from ravnest.hub.coordinator.notices import (
@@ -57,21 +67,19 @@ from ravnest.hub.coordinator.probes import end_probe
 from ravnest.hub.coordinator.recovery import Recovery
 from ravnest.hub.coordinator.rounds import Ended, Rounds
 from ravnest.hub.coordinator.snapshots import SnapshotDesk, SnapshotPurpose
-from ravnest.hub.monitors.liveness import IDLE, LivenessMonitor
-from ravnest.hub.monitors.loss_guard import Alarm, LossGuard
-from ravnest.hub.monitors.throughput import ThroughputMonitor
 from ravnest.ids import NodeId
 from ravnest.protocol.averaging import RoundAbort, RoundQuery, RoundReady
 from ravnest.protocol.membership import Leave, Stop
 from ravnest.protocol.messages import Refusal
 from ravnest.protocol.placement import BackupKept, SnapshotMade, StageMissing, StageReady
-from ravnest.protocol.training import DroppedMicrobatch, LeaseDone, StepReport
+from ravnest.protocol.training import DroppedMicrobatch, LeaseDone
 from ravnest.units import show_bytes
 
 _MOST_ALARMS = 3
+_START_AGAIN = f"{IDLE}; start it again"
 
 _OfRounds = RoundReady | RoundAbort | RoundQuery
-_OfStages = StageReady | StageMissing | LeaseDone | StepReport | DroppedMicrobatch
+_OfStages = StageReady | StageMissing | LeaseDone | DroppedMicrobatch
 _OfMembers = Leave | BackupKept | SnapshotMade | _OfRounds | _OfStages
 _Result = list[Action] | str  # actions, or why the event is refused
 
@@ -80,7 +88,7 @@ class Coordinator:
     """Feed it every event, in order; carry out the actions it returns, in order."""
 
     def __init__(self, job: JobGiven, timeouts: HubTimeouts = TIMEOUTS.hub) -> None:
-        self._job, self._timeouts = job, timeouts
+        self._job, self.timeouts = job, timeouts
         self.now = 0.0  # of the last event; a hub that goes on after a restart counts on from it
         self.phase = JobPhase.COLLECTING
         self.has_begun = False
@@ -95,9 +103,9 @@ class Coordinator:
         self._plan_trigger = PlanTrigger(job, self.placement, timeouts)
         self._stop_by: float | None = None  # once it is stopped
         self._end_by: float | None = None  # once all is trained, and a cluster stands still
-        self._guard = LossGuard()
-        self._throughput = ThroughputMonitor(timeouts)
-        self._liveness = LivenessMonitor(self.placement, self._desk, self._recovery.find_lazy, timeouts)
+        self._alarm: LossAlarm | None = None  # until training goes back
+        self.is_calm = True  # as the monitors say
+        self._inquiries = Inquiries(self.placement, self._desk)
         self._num_alarms = 0  # since the last checkpoint
 
     @property
@@ -116,7 +124,7 @@ class Coordinator:
         if self.phase is JobPhase.KEEPING:
             times.append(self._checkpoints.answer_by)
         elif self.phase in (JobPhase.TRAINING, JobPhase.EVALUATING):
-            times.append(self._liveness.due)
+            times.append(self._inquiries.due)
         if self.phase is JobPhase.TRAINING:
             times += [self._stop_by, self._end_by]
             times += [self._checkpoints.due(self._checkpoint_every), self._repair_due]
@@ -156,12 +164,29 @@ class Coordinator:
         """Return the names of all members with another key."""
         return {member.node.name for member in self.membership.members if member.key != key}
 
+    @property
+    def stands_still(self) -> bool:
+        """Whether clusters wait for a blocking round, which has a deadline of its own."""
+        return self._job.config.averaging is Averaging.BLOCKING and self._rounds.due is not None
+
+    def has_asked(self, cluster_id: str) -> bool:
+        """Return whether a silent cluster was asked what is wrong."""
+        return self._inquiries.has_asked(cluster_id)
+
+    def ends_round(self, name: NodeId) -> bool:
+        """Return whether the open round ends with the vote of this node."""
+        return self._rounds.awaits_only(name)
+
+    def wants_round(self, num_updates: int, now: float) -> bool:
+        """Return whether a round would be opened if clusters had made so many updates."""
+        if self.phase is not JobPhase.TRAINING or self._stop_by is not None:
+            return False
+        return self._rounds.is_due(num_updates, now) and not self._recovery.is_urgent
+
     def concerns(self, event: Event) -> bool:
         """Return whether an event may change something; the log needs no others, telemetry may."""
         if not isinstance(event, Received):
             return True
-        if isinstance(event.message, StepReport):
-            return self.placement.cluster_of(event.sender) is not None
         return isinstance(event.message, _OfMembers)
 
     def apply(self, event: Event) -> tuple[Action, ...]:
@@ -173,6 +198,8 @@ class Coordinator:
         if isinstance(result, str):
             self.now = before
             return (Refusal(result),)
+        if isinstance(event, TrainingReported) and not self.wants_round(self.ledger.num_updates, self.now):
+            return ()  # it says how far clusters are, and nothing follows from that
         actions = [*result, *self._advance()]
         return tuple(x for x in actions if not isinstance(x, Send) or x.to in self.membership)
 
@@ -203,7 +230,7 @@ class Coordinator:
             case Tick():
                 return self._end_round(self._rounds.expire(event.now))
             case _:
-                assert_never(event)
+                return self._conclude(event)
 
     def _receive(self, sender: NodeId, message: object) -> _Result:  # noqa: C901 - one short case for each
         """Refuse a message that is late or foreign; hand the others to their one handler."""
@@ -228,14 +255,7 @@ class Coordinator:
             case StageMissing() if self._recovery.misses_all(sender):
                 told = f"it can use nothing that others give it: {message.reason}"
                 return self._leave(sender, Leave(message.build_id, told))
-            case (
-                SnapshotMade()
-                | StageReady()
-                | StageMissing()
-                | LeaseDone()
-                | StepReport()
-                | DroppedMicrobatch()
-            ):
+            case SnapshotMade() | StageReady() | StageMissing() | LeaseDone() | DroppedMicrobatch():
                 own = self.placement.build_id(sender)
                 if message.build_id != own:
                     return f"{name} of plan {message.build_id} from {sender}, who follows {own}"
@@ -256,14 +276,12 @@ class Coordinator:
                 result = self._drop_source(sender, cluster, message)
             case LeaseDone():
                 result = self._complete_lease(sender, cluster, message)
-            case StepReport():
-                result = self._record_report(sender, cluster, message)
             case DroppedMicrobatch():
                 result = self._record_dropped(sender, cluster, message)
             case _:
                 assert_never(message)
         if not isinstance(result, str):
-            self._liveness.record(cluster, self.now)
+            self._inquiries.cancel(cluster.cluster_id)
         return result
 
     # Members come and go.
@@ -324,7 +342,6 @@ class Coordinator:
             return f"{name} is no member, so it cannot leave"
         self.membership.remove(name)
         cluster, ended = self.placement.cluster_of(name), self._rounds.leave(name, reason, self.now)
-        self._throughput.forget(name)
         self._recovery.forget(name)
         self._plan_trigger.reset(self.now)
         actions: list[Action] = [Notify(Left(name, reason))]
@@ -363,7 +380,7 @@ class Coordinator:
             case SnapshotPurpose.BACKUP:
                 return [*self._recovery.backups.forward(sender, made)]
             case SnapshotPurpose.LIVENESS:
-                self._liveness.record_answer(made.number)
+                self._inquiries.record_answer(made.number)
                 return []
             case None:
                 return f"nobody asked {sender} for snapshot {made.number}"
@@ -389,36 +406,11 @@ class Coordinator:
             return results
         return [Notify(self.ledger.trained), *self._record_results(results)]
 
-    def _record_report(self, sender: NodeId, cluster: ClusterState, report: StepReport) -> _Result:
-        if sender != cluster.leaf:
-            return self._record_speed(sender, report)
-        is_training = self.ledger.awaits(report.microbatch)
-        results = self.ledger.take_report(cluster, report)
-        if isinstance(results, str):
-            return results
-        if is_training:
-            self._guard.note_loss(cluster.cluster_id, cluster.name, report.loss)
-        return [*self._record_results(results), *self._record_speed(sender, report)]
-
-    def _record_speed(self, name: NodeId, report: StepReport) -> list[Action]:
-        """Plan with the speed that a node has by now, if that is another than it was."""
-        times, member = self._throughput.note(name, report, self.now), self.membership.find(name)
-        if times is None or member is None:
-            return []
-        node = replace(member.node, flops_per_second=member.node.flops_per_second * times)
-        if not is_sensible(node):  # such a speed would overflow the planner
-            return []
-        self.membership.update(replace(member, node=node))
-        self._plan_trigger.reset(self.now)
-        return [Notify(SpeedChanged(name, times))]
-
     def _record_dropped(self, sender: NodeId, cluster: ClusterState, dropped: DroppedMicrobatch) -> _Result:
-        results = self.ledger.take_dropped(cluster, dropped)
-        if isinstance(results, str):
-            return results
-        self._guard.note_dropped(cluster.cluster_id, sender)
-        told = MicrobatchDropped(dropped.microbatch, sender, dropped.reason)
-        return [Notify(told), *self._record_results(results)]
+        reason = self.ledger.record_dropped(cluster, dropped)
+        if reason is not None:
+            return reason
+        return [Notify(MicrobatchDropped(dropped.microbatch, sender, dropped.reason))]
 
     def _record_results(self, results: list[EpochDone] | list[Evaluated]) -> list[Action]:
         self.ledger.history += results
@@ -432,6 +424,56 @@ class Coordinator:
             clusters = (each for each in self.placement.running if each.root in took_part)
             self.ledger.note_averaged(clusters, ended.told.round_id)
         return [*ended.sends, Notify(ended.told)]
+
+    # Conclusions of monitors.
+
+    def _conclude(self, event: Conclusion) -> _Result:
+        match event:
+            case TrainingReported():
+                self.ledger.record(event)
+            case EvaluationReported():
+                return self._record_evaluation(event)
+            case SpeedMeasured():
+                return self._record_speed(event)
+            case LossAlarm():
+                self._alarm = event
+            case CalmChanged():
+                self.is_calm = event.is_calm
+            case ClusterSilent():
+                return self._inquire(event)
+            case ClusterHeard():
+                self._inquiries.cancel(event.cluster_id)
+            case _:
+                assert_never(event)
+        return []
+
+    def _record_evaluation(self, reported: EvaluationReported) -> _Result:
+        cluster = self.placement.find_cluster(reported.cluster_id)
+        if cluster is None:
+            return f"lease {reported.lease} was evaluated by a cluster that is no more"
+        results = self.ledger.record_evaluation(cluster, reported)
+        return results if isinstance(results, str) else self._record_results(results)
+
+    def _record_speed(self, measured: SpeedMeasured) -> list[Action]:
+        """Plan with the speed that a node has by now."""
+        member = self.membership.find(measured.node)
+        if member is None:
+            return []
+        node = replace(member.node, flops_per_second=member.node.flops_per_second * measured.times)
+        if not is_sensible(node):  # such a speed would overflow the planner
+            return []
+        self.membership.update(replace(member, node=node))
+        self._plan_trigger.reset(self.now)
+        return [Notify(SpeedChanged(measured.node, measured.times))]
+
+    def _inquire(self, silent: ClusterSilent) -> _Result:
+        """Ask a silent cluster that runs; evict the nodes for which one that is built waits."""
+        cluster = self.placement.find_cluster(silent.cluster_id)
+        if cluster is None:
+            return f"the silent cluster {silent.cluster_id} is no more"
+        if not cluster.unready:
+            return [*self._inquiries.ask(cluster, 2 * silent.now - silent.since)]  # as long again
+        return self._evict((name, IDLE, _START_AGAIN) for name in self._recovery.find_lazy(cluster))
 
     # Plans.
 
@@ -469,12 +511,12 @@ class Coordinator:
         at_work = (JobPhase.TRAINING, JobPhase.EVALUATING)
         duties = (
             ((JobPhase.COLLECTING,), self._ask_for_plan),
-            (tuple(JobPhase), self._evict),
+            (tuple(JobPhase), self._evict_gone),
             ((JobPhase.TRAINING,), self._train),
             ((JobPhase.AVERAGING,), self._average),
             ((JobPhase.EVALUATING,), self._evaluate),
             ((JobPhase.KEEPING,), self._collect_result),
-            (at_work, self._check_liveness),
+            (at_work, self._retain_inquiries),
         )
         actions: list[Action] = []
         for phases, duty in duties:
@@ -485,24 +527,29 @@ class Coordinator:
     def _ask_for_plan(self) -> list[Action]:
         return [*self._plan_trigger.ask_for_plan(self.now)]
 
-    def _evict(self) -> list[Action]:
+    def _evict_gone(self) -> list[Action]:
         """Send nodes away that have left, do not answer or do nothing; rebuild clusters that are stuck."""
         is_at_work = self.phase in (JobPhase.TRAINING, JobPhase.EVALUATING)
-        idle, stuck = self._liveness.find_idle(self.now) if is_at_work else ([], [])
+        idle, stuck = self._inquiries.conclude(self.now) if is_at_work else ([], [])
         silent = self._checkpoints.find_silent(self.now) if self.phase is JobPhase.KEEPING else ()
         gone = [
             *((name, reason, "goodbye") for name, reason in self._recovery.find_gone(self.now)),
             *((name, f"it {self._checkpoints.silence}", "goodbye") for name in silent),
-            *((name, IDLE, f"{IDLE}; start it again") for name in idle),
+            *((name, IDLE, _START_AGAIN) for name in idle),
         ]
+        actions = self._evict(gone)
+        for cluster in (each for each in stuck if each in self.placement.running):
+            self._plan_trigger.reset(self.now)
+            actions += self._lose_stage(cluster, "it has work, and nothing moves", self.now)
+        return actions
+
+    def _evict(self, gone: Iterable[tuple[NodeId, str, str]]) -> list[Action]:
+        """Remove nodes: each with the reason that others read, and what itself is told."""
         actions: list[Action] = []
         for name, reason, word in gone:
             left = self._remove(name, reason)
             assert isinstance(left, list)
             actions += [*left, Evict(name, word)]
-        for cluster in (each for each in stuck if each in self.placement.running):
-            self._plan_trigger.reset(self.now)
-            actions += self._lose_stage(cluster, "it has work, and nothing moves", self.now)
         return actions
 
     def _train(self) -> list[Action]:
@@ -511,8 +558,8 @@ class Coordinator:
             if not self.placement.running:
                 return self._start_over()
             self.ledger.give_up_leases()
-        if self._guard.alarm is not None and self._stop_by is None:
-            return self._roll_back(self._guard.alarm)
+        if self._alarm is not None and self._stop_by is None:
+            return self._roll_back(self._alarm)
         held = self._recovery.release_held(self._plan_trigger.fits, self.now)
         actions = self._follow(held) if held is not None else []
         if self.phase is not JobPhase.TRAINING:
@@ -540,8 +587,7 @@ class Coordinator:
 
     def _begin_checkpoint(self) -> list[Send]:
         """Begin a checkpoint, if what is trained is worth keeping."""
-        self._guard.forget_others([cluster.cluster_id for cluster in self.placement.running])
-        if not self._guard.is_calm:
+        if not self.is_calm:
             self._checkpoints.postpone(self.now)
             return []
         keeper = self.ledger.most_trained(self.placement.running)
@@ -551,7 +597,7 @@ class Coordinator:
         """Return whether all clusters can take part in the last round, or were waited for long enough."""
         if self._stop_by is not None or len(self.placement.running) == len(self.placement.clusters):
             return True
-        self._end_by = self.now + self._timeouts.end_seconds if self._end_by is None else self._end_by
+        self._end_by = self.now + self.timeouts.end_seconds if self._end_by is None else self._end_by
         return self.now >= self._end_by
 
     def _average(self) -> list[Action]:
@@ -573,13 +619,13 @@ class Coordinator:
             return []
         return [*self._checkpoints.start(self.ledger.most_trained(self.placement.running), self.now)]
 
-    def _check_liveness(self) -> list[Action]:
-        """Ask the nodes of clusters that have work and say nothing."""
-        if self._rounds.due is not None and self._job.config.averaging is Averaging.BLOCKING:
-            for cluster in self.placement.running:  # they stand still for it, until its own deadline
-                self._liveness.record(cluster, self.now)
-        rate = self.placement.outlook.samples_per_second / max(1, len(self.placement.clusters))
-        return [*self._liveness.ask(self.ledger.is_busy, self._job.settings, rate, self.now)]
+    def _retain_inquiries(self) -> list[Action]:
+        """End the inquiries of clusters that have nothing to do, or stand still for a round."""
+        if self.stands_still:
+            for cluster in self.placement.running:
+                self._inquiries.cancel(cluster.cluster_id)
+        self._inquiries.retain(self.ledger.is_busy)
+        return []
 
     # The job ends, or begins again.
 
@@ -587,17 +633,17 @@ class Coordinator:
         """End as if all was trained, as soon as what is under way is; at once if nobody trains yet."""
         if not self.has_begun or self.phase is JobPhase.FINISHED or self._stop_by is not None:
             return f"there is no job to stop ({reason}), or it ends already"
-        self._stop_by = self.now + self._timeouts.stop_seconds
+        self._stop_by = self.now + self.timeouts.stop_seconds
         told = Notify(Stopping(reason))
         if not self.placement.clusters or not (self.placement.running or self.ledger.num_counted):
             return [told, *self._start_over()]
         self.ledger.stop()
         return [told]
 
-    def _roll_back(self, alarm: Alarm) -> list[Action]:
+    def _roll_back(self, alarm: LossAlarm) -> list[Action]:
         """Go back to the last checkpoint, if there is one; too often in a row is the end."""
         self._num_alarms += 1
-        self._guard.go_back()
+        self._alarm = None
         has_checkpoint = self._recovery.saved is not None
         told = Notify(WentWrong(alarm.reason, alarm.suspect, has_checkpoint))
         if self._num_alarms <= _MOST_ALARMS:
@@ -620,7 +666,7 @@ class Coordinator:
         self._recovery.forget_held()
         self._end_by = None
         self._rounds.restart()
-        self._guard.go_back()
+        self._alarm = None
         self._plan_trigger.reset(self.now)
         if self._stop_by is None:
             self._enter(JobPhase.COLLECTING)
