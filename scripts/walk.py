@@ -338,6 +338,7 @@ def trace() -> dict[str, dict[str, Opened]]:
     sys.path.insert(0, str(ROOT))
     import torch
 
+    from tests.support.memory_store import MemoryStore
     from tests.support.system_world import Pc, World, make_job
 
     torch.set_num_threads(1)
@@ -368,7 +369,7 @@ def trace() -> dict[str, dict[str, Opened]]:
     job = make_job("mlp", num_samples=1024, epochs=1, validates=False)
     # So slow that little else happens before the hub misses one. A cluster of three, one of two, and a spare.
     pcs = [*[Pc(130e3, 0.1)] * 3, *[Pc(195e3, 0.1)] * 2, Pc(7.5e3, 0.05)]
-    World(job, pcs, hear=hear, log=lambda _: None).run()
+    World(job, pcs, hear=hear, store=MemoryStore()).run()
     sys.setprofile(None)
     if tracer.fault is not None:
         raise tracer.fault
