@@ -22,7 +22,7 @@ from ravnest.config import WireFormat
 from ravnest.errors import ConfigError
 from ravnest.hub.coordinator.coordinator import Coordinator
 from ravnest.hub.coordinator.events import Event, PeerJoined, Received
-from ravnest.hub.coordinator.notices import Joined, Left, Notice
+from ravnest.hub.coordinator.notices import Joined, Left, Notice, PlanFormed
 from ravnest.hub.service.owner import Parts
 from ravnest.hub.service.server import HUB_LIMITS, HubParts, Server
 from ravnest.ids import LeaseId, MicrobatchId
@@ -306,8 +306,10 @@ def test_a_neighbour_that_sends_garbage_is_dropped_and_the_honest_train_on() -> 
 
         def hear(news: Notice) -> None:
             told.append(news)
-            if news == Joined("liar"):  # it comes first, so that the first plan has it
-                stack.enter_context(joining(opened.token, [], []))
+            # The first plan can only have the liar and one other; a third comes to take its place.
+            name = {Joined: "honest", PlanFormed: "third"}.get(type(news))
+            if name is not None and [type(each) for each in told].count(type(news)) == 1:
+                stack.enter_context(joining(opened.token, ["--name", name]))
 
         async def live() -> None:
             loops.append(asyncio.current_task())

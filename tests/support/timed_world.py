@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ravnest.config import PeerTimeouts
 from ravnest.engine.optimizers import Group, OptimizerSettings, Sgd
 from ravnest.engine.schedule import StageSchedule
 from ravnest.engine.stage import StageEngine
@@ -57,16 +58,9 @@ class TimedWorld(ClusterWorld):
 
         per_sample = [part / NUM_SAMPLES for part in self.seconds[place.index]]
         device = Device(lambda: self.now[node], wait, *per_sample)
-        worker = Worker(place, blueprint, stage, schedule, self.settings.learning_rate, device, self.policy)
-        complete = worker._time._complete
-
-        def note(report: StepReport) -> StepReport:
-            self.reports[node].append(complete(report))
-            self.ended[node].append(self.now[node])
-            return self.reports[node][-1]
-
-        worker._time._complete = note
-        return worker
+        timeouts = PeerTimeouts(report_every_seconds=0.0)  # the hub hears of every microbatch
+        rate = self.settings.learning_rate
+        return Worker(place, blueprint, stage, schedule, rate, device, self.policy, timeouts)
 
     def post(self, parcel: Outgoing) -> None:
         """Send a parcel: it arrives after the delay, with who sent it."""
@@ -74,6 +68,9 @@ class TimedWorld(ClusterWorld):
         message = wire.unpack(wire.pack(parcel.message, buffers), buffers)
         if parcel.to == HUB:
             self.at_hub.append(message)
+            if isinstance(message, StepReport) and self._sender is not None:
+                self.reports[self._sender].append(message)
+                self.ended[self._sender].append(self.now[self._sender])
             return
         self._count(parcel.to, message)
         sent_at = 0.0 if self._sender is None else self.now[self._sender] + self.delay_seconds
