@@ -197,8 +197,8 @@ def _make_offer(name: str | None, stated: _Stated, doors: _Doors, patience_secon
     from ravnest.ids import NodeId
     from ravnest.peer import capabilities
     from ravnest.peer.agent import Offer
+    from ravnest.peer.compute_protocol import ProviderLimits
     from ravnest.peer.limits import check_gpu_memory
-    from ravnest.peer.stage_host import ProviderLimits
     from ravnest.plan.types import Node
     from ravnest.protocol.membership import Fact
 
@@ -275,6 +275,7 @@ def _take_part(token: "Token", offer: "Offer", doors: _Doors, stated: _Stated) -
     from ravnest.net.zeromq import ZeroMqTransport
     from ravnest.peer.agent import Agent
     from ravnest.peer.capabilities import return_freed_memory, warm_up
+    from ravnest.peer.compute import ComputeThread
 
     return_freed_memory()
     warm_up()
@@ -287,8 +288,9 @@ def _take_part(token: "Token", offer: "Offer", doors: _Doors, stated: _Stated) -
             addresses = doors.addresses(transport.address)
             told = ", ".join(addresses) if addresses else "nowhere, it only dials out"
             logging.info("listens at %s", told)
-            agent = Agent(token, keys, replace(offer, addresses=addresses, door=transport.address))
-            return await lending.attend(agent, transport)
+            reachable = replace(offer, addresses=addresses, listens_at=transport.address)
+            agent = Agent(token, keys, reachable, ComputeThread(), transport)
+            return await lending.attend(agent)
 
     return asyncio.run(lending.run(once))
 

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import psutil  # type: ignore[import-untyped]
 
-    from ravnest.net.transport import Transport
     from ravnest.peer.agent import Agent
     from ravnest.peer.hours import Hours
     from ravnest.peer.limits import MemoryWatch
@@ -72,12 +71,12 @@ class Lending:
                 if self._terms.memory is not None and self._terms.memory.must_leave:
                     return _GUARD_EXIT, reason
 
-    async def attend(self, agent: "Agent", transport: "Transport") -> str:
+    async def attend(self, agent: "Agent") -> str:
         """Run an agent to its end, and have it leave when this PC may no longer be lent."""
         self._agent = agent
         self._timer = self._loop.call_later(LOOK_SECONDS, self._look)
         try:
-            return await agent.run(transport)
+            return await agent.run()
         finally:
             self._agent = None
             self._timer.cancel()

@@ -6,13 +6,13 @@ A newer order of a kind ends what is fetched for an older one. Driven by peer.ag
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Coroutine
-from functools import partial
+from concurrent.futures import Executor
 from typing import Any
 
 from ravnest.errors import LinkError
 from ravnest.ids import HUB, NodeId
 from ravnest.peer.blob_store import BlobStore
-from ravnest.peer.compute import Aside, Build, Item, Probe
+from ravnest.peer.compute_protocol import Build, Probe, ToCompute
 from ravnest.protocol.blobs import BlobRef
 from ravnest.protocol.membership import ProbeOrder, ProbeReport
 from ravnest.protocol.messages import Refusal
@@ -37,11 +37,13 @@ class Fetcher:
         start: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
         known: Callable[[], Collection[NodeId]],
         post: Callable[[Outgoing], None],
-        put: Callable[[Item], None],
+        put: Callable[[ToCompute], None],
         fail: Callable[[LinkError], None],
+        writer: Executor,
     ) -> None:
-        self.shelf = BlobStore()
-        self.blobs = Blobs(self.shelf)
+        self.store = BlobStore()
+        self.blobs = Blobs(self.store)
+        self._writer = writer  # of one thread: what is kept last was ordered last
         self._start, self._known, self._post, self._put, self._fail = start, known, post, put, fail
         self._tasks: dict[type, asyncio.Task[None]] = {}  # by the kind of order
 
@@ -96,8 +98,8 @@ class Fetcher:
             return Refusal(f"blob {ref.blob[:12]} is not here, and {source} cannot be asked for it")
         arrived: asyncio.Future[bytes | Refusal] = asyncio.get_running_loop().create_future()
         try:
-            for parcel in self.blobs.want(ref, source, arrived.set_result, keep=False):
-                self._post(parcel)
+            for request in self.blobs.want(ref, source, arrived.set_result, keep=False):
+                self._post(request)
             num_come = 0
             while not (await asyncio.wait([arrived], timeout=_QUIET_SECONDS))[0]:
                 if source != HUB and self.blobs.num_come(ref) == num_come:  # the hub has patience of its own
@@ -112,11 +114,9 @@ class Fetcher:
         if isinstance(content, Refusal):
             logger.debug("backup %d is not kept: %s", order.number, content.reason)
         else:
-            self._put(Aside(partial(self._keep_backup, order, content)))
-
-    def _keep_backup(self, order: BackupOrder, content: bytes) -> Outgoing:
-        self.shelf.keep_backup(content)
-        return Outgoing(HUB, BackupKept(order.plan_id, order.number))
+            loop = asyncio.get_running_loop()
+            await loop.run_in_executor(self._writer, self.store.keep_backup, content)
+            self._post(Outgoing(HUB, BackupKept(order.plan_id, order.number)))
 
     async def _probe(self, order: ProbeOrder) -> None:
         """Measure what the hub wants to know of the link, and have run what it wants run."""
