@@ -73,7 +73,7 @@ logger = logging.getLogger(__name__)
 PARTING_SECONDS = 2.0  # for the hub to answer a peer that leaves
 HANDOVER_SECONDS = 10.0  # for the hub to let it go, with nothing lost
 
-# Who may say what; content and rings are for everybody in the plan.
+# Messages by the sender that may send them; any peer in the plan may send content and parts of rings.
 _OfHub = (
     Welcome
     | Stop

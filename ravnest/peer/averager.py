@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 _MOST_REQUESTS = 4096  # for anchors that wait
 _LATE_STRENGTH = 0.5  # of an average that is a whole round late: full strength is unstable
 _ASK_SECONDS = 1.0
-_EARLY_TIMES = 8  # the numbers of a stage: what honest neighbours may send before this one hears of a round
+_EARLY_TIMES = 8  # the numbers of a stage: what honest neighbours may send before the order for a round comes
 
 _Arrived = tuple[RingPart[TensorSpec], Buffer, NodeId]
 
@@ -240,13 +240,12 @@ class Averager:
             if isinstance(outcome, RoundAbort):
                 self._end()
             return []
-        found = self._round.receive(outcome)
-        return found if isinstance(found, Refusal) else self._settle()
+        return self._round.conclude(outcome) or self._settle()
 
     def receive_part(
         self, part: RingPart[TensorSpec], buffer: Buffer, sender: NodeId
     ) -> list[Outgoing] | Refusal:
-        """Queue a chunk of the open round, or of one that this member has not heard of yet."""
+        """Queue a chunk of the open round, or of a later one whose order has not come yet."""
         if part.value.dtype != "float32" or len(part.value.shape) not in (1, 2):
             raise ProtocolError(f"a ring part of {part.value.dtype} {part.value.shape}")
         if part.round_id > self._round_id:  # a neighbour was told of the round first
@@ -359,7 +358,7 @@ class Averager:
             return Refusal(f"an anchor of segment {part.segment} from {sender}, which was not asked for it")
         if part.value.dtype != "float32" or len(part.value.shape) != 1:
             raise ProtocolError(f"a part of an anchor of {part.value.dtype} {part.value.shape}")
-        self._segments[part.segment].take(
+        self._segments[part.segment].receive(
             part.offset, decode_tensor(buffer, part.value, self._position.device)
         )
         if self._find_missing():

@@ -99,7 +99,7 @@ class SnapshotWritten:
 
 @dataclass(frozen=True, slots=True)
 class ComputeFailed:
-    """Compute ends with an error of this class."""
+    """Compute ends with an error of this class in ravnest.errors."""
 
     kind: str
     reason: str
@@ -113,7 +113,8 @@ class ComputeFailed:
     def error(self) -> RavnestError:
         """The error, made anew."""
         kind = getattr(errors, self.kind, RavnestError)
-        return kind(self.reason) if issubclass(kind, RavnestError) else RavnestError(self.reason)
+        is_error = isinstance(kind, type) and issubclass(kind, RavnestError)
+        return kind(self.reason) if is_error else RavnestError(self.reason)
 
 
 FromCompute = Outgoing | StageBuilt | SnapshotWritten | ComputeFailed

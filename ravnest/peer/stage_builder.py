@@ -144,7 +144,7 @@ class StageBuilder:
     ) -> None:
         self._limits = limits
         self._clock = clock
-        self._wait = wait or threading.Event().wait  # nobody sets it: it costs no work to wait for
+        self._wait = wait or threading.Event().wait  # never set: waiting for it costs no work
         self._probe, self._inspect, self._count = probe, inspect, count
         self._has_bf16: bool | None = None  # not probed yet
 

@@ -205,7 +205,12 @@ class RoundWorld:
         if isinstance(message, RoundQuery):
             self._reply(name, message)
             return
-        sent = tuple(member.start()) if message == "start" else member.receive(message)
+        if message == "start":
+            sent = tuple(member.start())
+        elif isinstance(message, RingPart):
+            sent = member.receive(message)
+        else:
+            sent = member.conclude(message) or ()
         averages = member.take_averages()
         if averages is not None:
             assert name not in self.averages, "averages are given out once"
