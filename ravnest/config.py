@@ -1,7 +1,8 @@
-"""Every knob on one page, as frozen records read from TOML tables; an unknown key is an error.
+"""Every knob and every timeout on one page, as frozen records.
 
-Measure or derive before adding a knob. `ravnest plan --set KEY=VALUE` and the `[plan]` table of a
-TOML file set the fields of PlanConfig by the names below.
+Measure or derive before adding a knob. `ravnest plan --set KEY=VALUE` and the `[plan]` table of a TOML file
+set the fields of PlanConfig by the names below; an unknown key is an error. Programs pass Timeouts down as
+arguments.
 """
 
 from collections.abc import Mapping
@@ -45,7 +46,7 @@ class OptimizerKind(StrEnum):
 
 
 class Recompute(StrEnum):
-    """Whether a stage re-runs its forward before the backward instead of keeping activations."""
+    """Whether a stage runs its forward again before the backward instead of storing activations."""
 
     AUTO = "auto"
     ALWAYS = "always"
@@ -65,8 +66,8 @@ class PlanConfig:
 
     optimizer: OptimizerKind = OptimizerKind.MUON
     predict_weights: bool = True  # one more copy of the weights in every stage but the last
-    max_lag: int = 2  # updates a batch may be late; batches are accumulated into an update to keep it
-    accumulates: bool = False  # updates are sums over batches: one more copy of the gradients
+    max_lag: int = 2  # updates a microbatch may be late; accumulation keeps this bound
+    accumulates: bool = False  # updates are sums over microbatches: one more copy of the gradients
     recompute: Recompute = Recompute.AUTO
     activations: WireFormat = WireFormat.BF16
     gradients: WireFormat = WireFormat.BF16
@@ -77,7 +78,7 @@ class PlanConfig:
     speed_ratio: float = 4.0  # fastest over slowest cluster; a faster one is held back to it
     max_stages: int = 48
     max_window: int = 128
-    in_flight_per_hop: int = 4  # batches a stage may keep under way for each stage after it
+    in_flight_per_hop: int = 4  # microbatches in flight for each stage after this one
     relay_bytes_per_second: float = 2.5e6  # per pair of neighbours that only the hub can connect
     overhead_bytes: float = 5e8  # the program itself and the device's context
     recover_seconds: float = 30.0  # a cluster stands still when one of its nodes dies

@@ -31,7 +31,7 @@ _AS_SQUARE = bytes.maketrans(b"{}", b"[]")
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"', re.DOTALL)
 _STEP = re.compile(r"\.([A-Za-z_]\w*)|\[(\d{1,12})\]")
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 Place = tuple[str | int, ...]  # keys and indexes from the top of a document
 
 
@@ -136,7 +136,7 @@ class Document:
     error: Callable[[str], Exception] = ConfigError
     is_table: bool = False
 
-    def read_as(self, kind: type[T]) -> T:
+    def read_as(self, kind: type[_T]) -> _T:
         """Return the values as a record of this kind."""
         try:
             return msgspec.convert(self.values, kind, dec_hook=_read_scalar)
@@ -240,11 +240,11 @@ def parse_json(
 
 def decode_json(
     data: bytes | msgspec.Raw,
-    kind: type[T],
+    kind: type[_T],
     where: str,
     most_bytes: int,
     error: Callable[[str], Exception] = ConfigError,
-) -> T:
+) -> _T:
     """Return the record in these bytes at once, for data too large for plain values in between."""
     if memoryview(data).nbytes > most_bytes:
         raise error(f"{where} has more than {show_bytes(most_bytes)}")

@@ -1,9 +1,8 @@
 """The weighted mean over one ring, as a state machine that does no I/O.
 
-The vector is cut in as many parts as the ring has members, or fewer if it is short, each part in chunks.
-Parts start at different members, and their chunks travel on their own: for n-1 hops each member adds its
-weighted share, the last of them divides by the total weight once, and those same bits go round to all. Any
-delivery order between chunks is correct. What a chunk is, and how it travels, is a Passing's.
+The vector is cut into parts, at most one per member, and parts into chunks. Parts start at different members.
+Each chunk travels alone: for n-1 hops each member adds its weighted share, the last one divides by the total
+weight, and those bits go round to all. Any delivery order is correct. A Reducer says what a chunk is.
 """
 
 import math
@@ -19,7 +18,7 @@ from ravnest.protocol.averaging import RingPart
 from ravnest.protocol.messages import Refusal
 from ravnest.protocol.tensors import FLOAT_BYTES
 
-_DIGEST_BYTES = 16  # of 32: nobody gains by a collision with an average all others hold
+_DIGEST_BYTES = 16  # of 32: a collision with an average that all others hold gains nothing
 _LEAST_CHUNK, _MOST_CHUNK = 1 << 14, 1 << 18  # items: at most a megabyte of float32
 _CHUNKS_PER_PART = 4  # so that they follow each other around the ring
 _CHUNK_SECONDS = 0.02  # that a chunk may take on a link without holding up the next hop
@@ -94,7 +93,7 @@ class RingReduce(Generic[_V]):
     def first_missing(self) -> tuple[int, int] | None:
         """After how many hops the first chunk that is missing should have come, and less how many are.
 
-        Whoever waits behind others waits for a later hop: the first of all knows who did not pass it on.
+        A member behind others waits for a later hop: the first of them knows which member stopped.
         """
         hops = min(self._awaited.values(), default=None)
         return None if hops is None else (hops, -sum(each == hops for each in self._awaited.values()))
@@ -193,7 +192,7 @@ class RingReduce(Generic[_V]):
         return None
 
     def _origin(self, part: int) -> int:
-        """Return where a part starts: short vectors of different segments give nobody more to send."""
+        """Return where a part starts: short vectors of different segments start at different members."""
         step = part * self._seat.num_members // self._num_parts
         return (self._seat.segment + step) % self._seat.num_members
 

@@ -1,9 +1,9 @@
 """One attempt to average all segments: it commits on every surviving member, or it never happened.
 
-A member runs all its rings at once and votes when they are done; the hub commits when all have voted. A
-member that has voted may no longer give up by itself: it asks the hub until that knows. The vote that decides
-is in the hub's log before anyone hears of the decision, and a hub that comes back with a round still open
-aborts it: nobody can have heard of a commit.
+A member runs all its rings at once and votes when they are done; the coordinator commits when all have voted.
+A member that has voted may not give up by itself: it asks for the outcome. A decision is logged before it is
+told. A coordinator that restarts without a logged decision aborts, since no member can have heard of a
+commit.
 """
 
 import itertools
@@ -162,12 +162,12 @@ class RoundDecision:
 
     @property
     def missing(self) -> set[NodeId]:
-        """Who has not voted."""
+        """The members that have not voted."""
         return set(self._missing)
 
     @property
     def suspects(self) -> tuple[NodeId, ...]:
-        """Who kept the round from its commit, as far as votes tell: the silent, or who has another mean."""
+        """The members that prevented a commit, as far as votes tell: silent, or with another mean."""
         return self._suspects
 
     def vote(self, ready: RoundReady) -> None:

@@ -1,10 +1,9 @@
-"""Weights that several stages of a cluster hold: every copy goes through the same steps in the same order.
+"""Tied weights, held by several stages of a cluster: every copy makes the same steps in the same order.
 
-The first stage of the line that holds one is its home. After an update the home calls for the others'
-gradients, adds them up, and numbers the step that all then make: copies differ only in how far they are.
-While a call is open, gradients are gathered for the next: a slow link makes steps rarer, not memory larger.
-Rounds concern the home; what they change is a step too. After a rebuild copies may differ: then the first
-step of a home says what it has. Senders are stages of the same build; the caller sees to it.
+The first stage that holds a weight is its home. After an update the home asks the others for their gradients,
+adds them up and numbers the step that all copies make. Meanwhile gradients are gathered for the next step, so
+no stage waits. Rounds concern the home; their change is a step too. After a rebuild the first step sends the
+weights themselves. Senders are stages of the same build; the caller sees to it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -76,7 +75,7 @@ class TiedOrder(Generic[_V]):
 
     @property
     def stamp(self) -> Stamp:
-        """The steps made here as a home: a stage that sees them all has the same weights."""
+        """The steps made here as a home: a copy that makes them all has the same weights."""
         return ((self._node, self._number),) if self.homes else ()
 
     def has_seen(self, stamp: Stamp) -> bool:
@@ -119,7 +118,7 @@ class TiedOrder(Generic[_V]):
         return [*answers, *self._pass_changes(), *self._call()]
 
     def _followers(self) -> dict[NodeId, tuple[str, ...]] | None:
-        """Return the holders of the weights whose home this is, leaf first; None: not all are known."""
+        """Return the holders of each weight whose home this is, leaf first; None: not all are known."""
         holders = sorted(self._holders.items(), key=lambda item: item[1], reverse=True)
         found: dict[NodeId, tuple[str, ...]] = {}
         missing = {(name, position) for name in self.homes for position in self._uses[name]}

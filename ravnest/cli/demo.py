@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ravnest.cli.files import to_json
+from ravnest.cli.parts import find_parts
 from ravnest.cli.view import choose_view
 from ravnest.errors import ConfigError
 
@@ -113,9 +114,10 @@ def demo(is_text: bool, nodes: int, kill: bool, folder: str | None, quiet: bool,
     notes = _Notes()
     hardware = [chosen.nodes[index % len(chosen.nodes)] for index in range(nodes)]
     plan = replace(LOCAL_PLAN, overhead_bytes=0.0)  # memory is made up, so that of the programs is left out
+    parts = find_parts().hub_parts
     with (
         choose_view(quiet) as view,
-        local(hardware, folder=place, plan=plan, tell=view.tell, look=view.look) as swarm,
+        local(hardware, folder=place, plan=plan, tell=view.tell, look=view.look, parts=parts) as swarm,
     ):
         notes.processes = (lambda: swarm.processes) if kill and nodes >= _LEAST_TO_KILL else None
         result = swarm.fit(chosen.job, callbacks=[notes])

@@ -1,7 +1,7 @@
-"""The jobs of `ravnest demo`: real data that is on every PC, and PCs none of which could hold the model.
+"""The jobs of `ravnest demo`: data that is on every PC, and emulated PCs too small for the model.
 
-No node has the memory for it alone but two of them have, so that five make a cluster of three and one of two,
-every time. Their speeds are unequal and emulated: each waits as long as a PC of that speed would compute.
+No node can hold the model alone, and two can. So five nodes always form a cluster of three and one of two.
+Their speeds are unequal and emulated: each node waits as long as a PC of that speed would compute.
 """
 
 import sysconfig
@@ -26,7 +26,7 @@ _NUM_PIECES = 5120  # of text, the last of them for validation
 
 @dataclass(frozen=True, slots=True)
 class Demo:
-    """A job, in words, who trains it, and how a text begins that a trained model goes on with."""
+    """A job, its description, its nodes, and the prompt that a trained text model continues."""
 
     job: Job
     what: str

@@ -34,17 +34,17 @@ _SLOWEST_UPLOAD = 100e3 / 8  # signs of life alone take a tenth of it
 
 
 @dataclass(frozen=True, slots=True)
-class _Doors:
+class _Listening:
     """Where this PC listens, and what others are told of that."""
 
     listen: str
     public: tuple[str, ...]
     is_reachable: bool
 
-    def addresses(self, door: str) -> tuple[str, ...]:
+    def addresses(self, address: str) -> tuple[str, ...]:
         from ravnest.net.identity import dialled_from_elsewhere
 
-        return (*self.public, *dialled_from_elsewhere(door)) if self.is_reachable else ()
+        return (*self.public, *dialled_from_elsewhere(address)) if self.is_reachable else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ def join(  # noqa: PLR0913 - click passes one argument per option
     from ravnest.peer.hours import read_hours
 
     invitation = read_token(_find_token(token, token_file))
-    doors = _choose_doors(listen, public, outbound_only)
+    listening = _choose_listening(listen, public, outbound_only)
     stated = _Stated(
         device,
         _read(memory, Dimension.BYTES),
@@ -137,10 +137,10 @@ def join(  # noqa: PLR0913 - click passes one argument per option
     logging.basicConfig(level=logging.WARNING if quiet else logging.INFO, format="%(message)s")
     logging.getLogger("ravnest.net").setLevel(logging.WARNING)
     cores = "" if cpu is None else limit_cpu(cpu)
-    offer = _make_offer(name, stated, doors, patience_seconds, machine)
+    offer = _make_offer(name, stated, listening, patience_seconds, machine)
     if not quiet:
         _show(invitation, offer, _show_limits(stated, cores, machine))
-    code, reason = _take_part(invitation, offer, doors, stated, replace(parts, machine=machine))
+    code, reason = _take_part(invitation, offer, listening, stated, replace(parts, machine=machine))
     if not quiet:
         click.echo(f"ended: {reason}", err=True)
     sys.exit(code)
@@ -184,18 +184,18 @@ def _find_token(token: str | None, file: str | None) -> str:
     return os.environ[_VARIABLE]
 
 
-def _choose_doors(listen: str | None, public: tuple[str, ...], outbound_only: bool) -> _Doors:
+def _choose_listening(listen: str | None, public: tuple[str, ...], outbound_only: bool) -> _Listening:
     from ravnest.net.identity import read_address
 
     if outbound_only and (listen or public):
         raise ConfigError("--outbound-only opens no door, so --listen and --public have no meaning with it")
-    door = _EVERYWHERE if listen is None else read_address(listen, is_door=True)
+    place = _EVERYWHERE if listen is None else read_address(listen, is_door=True)
     forwarded = tuple(map(read_address, public))
-    return _Doors(_ONLY_HERE if outbound_only else door, forwarded, not outbound_only)
+    return _Listening(_ONLY_HERE if outbound_only else place, forwarded, not outbound_only)
 
 
 def _make_offer(
-    name: str | None, stated: _Stated, doors: _Doors, patience_seconds: float, machine: "Machine"
+    name: str | None, stated: _Stated, listening: _Listening, patience_seconds: float, machine: "Machine"
 ) -> "Offer":
     import platform
 
@@ -223,7 +223,7 @@ def _make_offer(
         upload_bytes_per_second=min(rate, stated.upload_bytes_per_second or rate),
         download_bytes_per_second=rate,
         latency_seconds=_USUAL_LATENCY_SECONDS if latency is None else latency,
-        is_reachable=doors.is_reachable,
+        is_reachable=listening.is_reachable,
     )
     most_flops = _LONGEST_BATCH_SECONDS * node.flops_per_second
     limits = ProviderLimits(node.memory_bytes, most_flops, device, emulated)
@@ -268,7 +268,7 @@ def _show(token: "Token", offer: "Offer", limits: str) -> None:
 
 
 def _take_part(
-    token: "Token", offer: "Offer", doors: _Doors, stated: _Stated, parts: CommandParts
+    token: "Token", offer: "Offer", listening: _Listening, stated: _Stated, parts: CommandParts
 ) -> tuple[int, str]:
     """Return the exit code and why it ended."""
     import asyncio
@@ -292,8 +292,8 @@ def _take_part(
     keys = new_keys()  # the hub knows who comes back
 
     async def once() -> str:
-        async with make_transport(keys, random.SystemRandom(), doors.listen, limits) as transport:
-            addresses = doors.addresses(transport.address)
+        async with make_transport(keys, random.SystemRandom(), listening.listen, limits) as transport:
+            addresses = listening.addresses(transport.address)
             told = ", ".join(addresses) if addresses else "nowhere, it only dials out"
             logging.info("listens at %s", told)
             reachable = replace(offer, addresses=addresses, listens_at=transport.address)

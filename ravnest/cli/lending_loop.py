@@ -1,7 +1,7 @@
-"""The life of `ravnest join`: takes part while this PC may be lent, waits while it may not.
+"""The life of `ravnest join`: it takes part while this PC may be lent, and waits while it may not.
 
-Its provider speaks by signals: Ctrl-C or SIGTERM ends it, SIGUSR1 pauses, SIGUSR2 goes on; a file tells other
-commands where to send them.
+The provider controls it by signals: SIGINT and SIGTERM end it, SIGUSR1 pauses, SIGUSR2 resumes. A file tells
+other commands which process to signal.
 """
 
 import asyncio
@@ -90,7 +90,7 @@ class Lending:
         """Take part, again and again if it may not always; return the exit code and why it ended."""
         self._loop = asyncio.get_running_loop()
         self._changed = asyncio.Event()
-        with self._hearing(), registered(self._terms.name):
+        with self._catching_signals(), registered(self._terms.name):
             while True:
                 await self._wait()
                 reason = _TAKEN_BACK if self._ended_by else await take_part()
@@ -164,24 +164,26 @@ class Lending:
         return "when it is plugged in"
 
     @contextlib.contextmanager
-    def _hearing(self) -> Iterator[None]:
+    def _catching_signals(self) -> Iterator[None]:
         numbers = (signal.SIGINT, signal.SIGTERM, PAUSE, RESUME)
-        self._before = {each: signal.signal(each, self._hear) for each in numbers if each is not None}
+        self._before = {
+            each: signal.signal(each, self._receive_signal) for each in numbers if each is not None
+        }
         try:
             yield
         finally:
             for number, action in self._before.items():
                 signal.signal(number, action)
 
-    def _hear(self, number: int, _: FrameType | None) -> None:
+    def _receive_signal(self, number: int, _: FrameType | None) -> None:
         if number in (PAUSE, RESUME):
             self._is_paused = number == PAUSE
         else:
             self._ended_by = number
             signal.signal(number, self._before[number])  # the second one ends it at once
-        self._loop.call_soon_threadsafe(self._heed)
+        self._loop.call_soon_threadsafe(self._act_on_signal)
 
-    def _heed(self) -> None:
+    def _act_on_signal(self) -> None:
         self._changed.set()
         if self._agent is not None:
             self._look()
@@ -199,7 +201,7 @@ def registered(name: str) -> Iterator[None]:
         whole = msgspec.json.encode(_Registration(name, psutil.Process().create_time()))
         unfinished = file.with_suffix(".unfinished")
         unfinished.write_bytes(whole)
-        unfinished.replace(file)  # so that nobody reads half of it, and removes it for that
+        unfinished.replace(file)  # a reader of half a file would remove it
     except OSError as error:
         logger.warning("ravnest pause will not find it: %s cannot be written: %s", file, error.strerror)
     try:

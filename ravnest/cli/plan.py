@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """Everything `plan` found out, for whoever shows it."""
+    """Everything that `plan` found out."""
 
     plan: "Plan"
     predicted: "Forecast"

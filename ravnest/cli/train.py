@@ -2,6 +2,7 @@
 
 import click
 
+from ravnest.cli.parts import find_parts
 from ravnest.cli.view import choose_view, report
 from ravnest.errors import ConfigError
 
@@ -36,6 +37,8 @@ def train(
     file = None if place_out is None else check_place(place_out)
     with choose_view(quiet) as view:
         job = load_job(place)
-        with local(nodes, folder=folder, tell=view.tell, look=view.look) as swarm:
+        with local(
+            nodes, folder=folder, tell=view.tell, look=view.look, parts=find_parts().hub_parts
+        ) as swarm:
             result = swarm.fit(job, out=file, resume="auto" if resume else None)
     report(result, file, "ravnest.train/1", as_json)

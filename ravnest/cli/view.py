@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What a hub is given to tell and show with."""
+    """The callbacks of a hub that show its notices and its status."""
 
     answers: TextIO
     tell: "Callable[[Notice], None] | None" = None
@@ -27,7 +27,7 @@ class View:
 
 @contextlib.contextmanager
 def choose_view(quiet: bool) -> Iterator[View]:
-    """Give a panel on a terminal, lines elsewhere; meanwhile stdout is the answer's alone."""
+    """Give a panel on a terminal, plain lines elsewhere; stdout carries only the answer."""
     answers = sys.stdout
     with contextlib.redirect_stdout(sys.stderr):  # what the user's code prints is not our answer
         if quiet:

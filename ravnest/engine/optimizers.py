@@ -1,4 +1,8 @@
-"""How parameters are updated, as data: a rule for each group of them. Applied by engine.optimizers."""
+"""Optimizers: the rules as data, one per group of parameters, and the updates they make.
+
+An update is refused as a whole when a gradient is not finite. Lag lowers the learning rate and predicts
+weights.
+"""
 
 import math
 from collections.abc import Iterable, Mapping

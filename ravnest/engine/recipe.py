@@ -1,6 +1,6 @@
-"""Which optimizer trains which parameter: the recipes of this project, and the user's own torch.optim.
+"""Recipes: which optimizer trains which parameter; ours, and the user's own torch.optim.
 
-The default keeps its loss under lag: Muon on matrices, NAdam on the rest, weights predicted over the measured
+The default recipe tolerates lag: Muon on matrices, NAdam on the rest, weights predicted over the measured
 lag, each gradient clipped by itself.
 """
 

@@ -1,8 +1,8 @@
 """What a stage does next: the zero-bubble rule, without tensors and without a clock.
 
-A stage never waits for one particular microbatch. It runs whatever has arrived, gradients first (they free
-memory and lower lag), then inputs while the window allows. The window slides over the order of
-admission, so one late gradient holds back new microbatches and lag stays bounded in any order of return.
+A stage never waits for one particular microbatch. It runs what has arrived: gradients first, since they free
+memory and lower lag, then inputs while the window allows. The window slides over the order of admission. So
+one late gradient holds back new microbatches, and lag stays bounded in any order of return.
 """
 
 from dataclasses import dataclass

@@ -1,8 +1,8 @@
-"""One stage at work: forward, backward, update, with many microbatches in flight.
+"""One stage at work: forward, backward and update, with many microbatches in flight.
 
-The backward of a microbatch uses the weights its forward saw, whatever was updated since. If numbers of one
-are not finite is dropped, and nothing of it is applied. What to do when is decided by engine.schedule;
-peer.worker drives both and moves the tensors.
+The backward of a microbatch uses the weights that its forward saw, whatever was updated since. A microbatch
+with numbers that are not finite is dropped, and nothing of it is applied. The schedule decides what runs
+when.
 """
 
 import math
@@ -119,7 +119,7 @@ class StageEngine:
         self._num_updates = start.version
         self._flights: dict[MicrobatchId, _Flight] = {}
         self._sums: dict[str, Tensor] = {}
-        self._own_sums: set[str] = set()  # those of them that nobody else has
+        self._own_sums: set[str] = set()  # sums that only this stage holds
         self._bounds: dict[str, float] = {}  # of their norms: a sum is no longer than its parts together
         self._num_microbatches, self._shares, self._first_size = (
             0,
@@ -229,7 +229,7 @@ class StageEngine:
         return {name: weights[name] for name in sorted(self._roles.shared & weights.keys())}
 
     def take_shared_gradients(self) -> dict[str, Tensor]:
-        """Take the mean gradients of tied weights out of the update, to be summed over all who hold them."""
+        """Take the mean gradients of tied weights out of the update, to be summed over all copies."""
         names = sorted(self._roles.shared & self._sums.keys())
         return {name: self._mean(name) for name in names}
 

@@ -1,8 +1,8 @@
-"""How stale training may get: sets the window and the accumulation of a cluster.
+"""How stale training may get: the policy sets the window and the accumulation of a cluster.
 
-Lag is counted in updates, so the cheap lever is more microbatches per update; the window is throttled only
-where that cannot rise. The bound T(k) = max(1, c*k^(1/4)) grows with the updates k; measured lag and
-idleness trim the window beneath it. Early lag hurts most, hence a short synchronous start.
+Lag is counted in updates, so the cheap lever is more microbatches per update. The window shrinks only where
+accumulation cannot rise. The bound T(k) = max(1, c*k^(1/4)) grows with the updates k; measured lag and idle
+time trim the window beneath it. Early lag hurts most, hence a short synchronous start.
 """
 
 import math

@@ -1,8 +1,8 @@
-"""What a microbatch in flight holds on to: the weights its forward saw and the graph its backward needs.
+"""Weight versions: each microbatch in flight keeps the weights of its forward and the graph of its backward.
 
-An update makes new tensors only where a microbatch needs the old ones, so autograd never meets a tensor that
-changed after it was saved. A backward has two parts: gradients of the inputs, which the stage before waits
-for, then those of the weights, started where they branch off.
+An update makes new tensors only where a microbatch still needs the old ones, so autograd never meets a
+changed tensor. A backward has two parts: gradients of the inputs, which the stage before needs, then those of
+the weights.
 """
 
 from collections import Counter

@@ -18,7 +18,7 @@ from ravnest.net.frames import Frames
 from ravnest.net.identity import KeyPair
 from ravnest.net.transport import PeerId, PublicKey, TransportLimits
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
@@ -35,7 +35,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self._now += seconds
 
 
-def run_virtual(main: Coroutine[Any, Any, T]) -> T:
+def run_virtual(main: Coroutine[Any, Any, _T]) -> _T:
     """Run a coroutine to its end on virtual time."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(main)

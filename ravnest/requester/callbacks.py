@@ -1,7 +1,7 @@
-"""What the requester has done with the news of a training: any function of a News record will do.
+"""Callbacks: any function of a notice may follow a training.
 
-They are called in the hub's event loop, so they should be quick; one that fails is left out from then on: a
-broken log is no reason to lose a training.
+Callbacks run in the hub's event loop, so they should be quick. A callback that fails is removed with a
+warning: a broken log is no reason to lose a training.
 """
 
 import csv
@@ -38,18 +38,18 @@ def _clock() -> float:
 
 
 class Callbacks:
-    """Passes news on, and tells how many of the awaited nodes are still missing."""
+    """Passes notices on, and adds how many of the expected nodes are still missing."""
 
     def __init__(self, callbacks: Sequence[Callback], num_awaited: int) -> None:
         self._callbacks = list(callbacks)
         self._num_missing: int | None = num_awaited or None
 
     def add(self, callback: Callback) -> None:
-        """Have one more called."""
+        """Add a callback."""
         self._callbacks.append(callback)
 
     def __call__(self, news: Notice) -> None:
-        """Tell all of them."""
+        """Pass a notice to all callbacks."""
         self._pass_on(news)
         match news:
             case Joined() | Left() if self._num_missing is not None:
@@ -70,7 +70,7 @@ class Callbacks:
 
 
 class Narrator:
-    """Says on stderr, in one line each, what happens; of progress only now and then."""
+    """Writes each notice to stderr as one line; progress only now and then."""
 
     def __init__(
         self, timeouts: ProgramTimeouts = TIMEOUTS.program, clock: Callable[[], float] = _clock
@@ -88,7 +88,7 @@ class Narrator:
 
 
 class _Numbers:
-    """Finds the numbers in the news, and how many samples were trained before."""
+    """Finds the numbers in notices, and how many samples were trained before."""
 
     def __init__(self) -> None:
         self._num_samples = 0
@@ -123,7 +123,7 @@ class CsvLog:
             raise ConfigError(f"{path} cannot be written: {error.strerror}; {fix}") from None
 
     def __call__(self, news: Notice) -> None:
-        """Write what the news have of numbers, at once."""
+        """Write the numbers of a notice at once."""
         seconds = self._clock() - self._start
         found = [(f"{seconds:.3f}", *numbers) for numbers in self._numbers.read(news)]
         if found:
@@ -145,7 +145,7 @@ class TensorBoard:
         self._writer: Any = SummaryWriter(str(folder))
 
     def __call__(self, news: Notice) -> None:
-        """Write what the news have of numbers, at once."""
+        """Write the numbers of a notice at once."""
         for num_samples, name, value in self._numbers.read(news):
             self._writer.add_scalar(name, value, num_samples)
         self._writer.flush()

@@ -1,7 +1,7 @@
-"""Checkpoints on disk: a manifest and one safetensors file for each stage, written whole or not at all.
+"""Checkpoints on disk: a manifest with hashes and the ledger, and one safetensors file per stage.
 
-The manifest names the parts by hash, the books of the training and its job. It is believed only as it was
-written, and if its books balance: every sample handed out is counted, or waits to be handed out again.
+A manifest is used only if its hash fits and its ledger balances: every sample is counted, or waits to be
+leased again. A checkpoint gets its name when all of it is on disk, so a crash leaves no half of one.
 """
 
 import contextlib
@@ -137,7 +137,7 @@ def parse_manifest(content: bytes, number: int) -> Manifest:
 
 
 def _check_books(books: SavedLedger) -> None:
-    """See to it that every sample handed out is counted or waits to be handed out again, and none twice."""
+    """Raise ValueError unless every leased sample is counted, or waits to be leased again, exactly once."""
     leases, job = books.leases, books.job
     size, chunk_size, waiting = leases["num_samples"], leases["chunk_size"], leases["requeued"]
     if (size, leases["num_epochs"], leases["seed"]) != (job.num_samples, job.epochs, job.seed):
@@ -324,7 +324,7 @@ def _read_manifest(folder: Path, number: int) -> Manifest:
 
 
 def _check_files(folder: Path, manifest: Manifest) -> None:
-    """Compare names and sizes, which is quick; hashes are for who reads."""
+    """Compare names and sizes, which is quick; hashes are compared when parts are read."""
     with os.scandir(folder) as listing:
         found = {entry.name: entry for entry in listing if entry.name != MANIFEST}
     for index, entry in enumerate(manifest.parts):
@@ -373,7 +373,7 @@ def _sync(folder: Path) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """Take a folder away, unless it holds what is not ours; a crash in between leaves only a leftover."""
+    """Remove a folder, unless it holds foreign files; a crash in between leaves only a leftover."""
     if folder.is_symlink() or not all(map(_OURS.fullmatch, os.listdir(folder))):
         return
     if not _HIDDEN.fullmatch(folder.name):

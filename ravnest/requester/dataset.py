@@ -1,6 +1,7 @@
-"""From samples to a batch: field by field, each of one type and shape, or a sentence that names the sample.
+"""The requester's data as numbered samples, and samples as batches of fields.
 
-Numbers and lists become tensors, text is refused with the way to leave it out.
+Every sample has the same fields, types and shapes as the first batch; an error names the sample. Numbers and
+lists become tensors. Text is refused, with the way to leave it out.
 """
 
 import sys
@@ -339,7 +340,7 @@ def _bytes_of(value: Any) -> int:
 
 def _to_rows(whole: Any, name: str, what: str) -> Tensor:
     if isinstance(whole, np.ndarray) and whole.ndim and whole.dtype.kind in "biuf":
-        with warnings.catch_warnings(action="ignore"):  # an array that must not be written: nobody will
+        with warnings.catch_warnings(action="ignore"):  # the array is read-only, and stays unchanged
             return torch.from_numpy(np.ascontiguousarray(whole, whole.dtype.newbyteorder("=")))
     if isinstance(whole, Tensor) and whole.ndim:
         return whole

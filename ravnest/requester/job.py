@@ -1,8 +1,7 @@
-"""What the requester brings: a model, data, a loss, and how to train.
+"""A job: a model, data, a loss, and how to train.
 
-A job holds the requester's own objects and checks them early, so that a mistake is told before anything is
-captured or sent. Nothing of it leaves this PC as code: `capture` makes a blueprint of the model, `settings`
-names and numbers of the optimizer.
+A job checks the requester's objects early, so that a mistake is found before capture. No code of it leaves
+this PC: `capture` makes a blueprint of the model, `settings` turns the optimizer into names and numbers.
 """
 
 import math

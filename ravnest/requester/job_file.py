@@ -1,6 +1,6 @@
-"""How a command finds the job in the requester's file, and tells what that file does wrong.
+"""Finds the job in the requester's Python file, and explains what is wrong with that file.
 
-The file is run as Python would run it, on the requester's PC; what it raises becomes one sentence with the
+The file runs as Python would run it, on the requester's PC. An exception becomes one sentence with the
 requester's lines and none of ours.
 """
 

@@ -1,4 +1,7 @@
-"""Where a hub listens, made sure of before a model is captured."""
+"""Peers that a hub starts on its own PC, and the port it listens at.
+
+The port is bound before a model is captured, so that a taken port is found early.
+"""
 
 import asyncio
 import contextlib
@@ -17,9 +20,9 @@ from ravnest.ids import NodeId
 from ravnest.net.identity import is_everywhere, split_address, write_address
 
 
-def claim_door(door: str) -> str:
+def claim_port(address: str) -> str:
     """Return the address with a free port if it left that open; raise ConfigError if it cannot be had."""
-    host, port = split_address(door)
+    host, port = split_address(address)
     place = None if is_everywhere(host) else host
     try:
         found = socket.getaddrinfo(place, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
@@ -43,7 +46,7 @@ _MEMORY_SHARE = 0.5  # of what is free, for all peers together
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """What a peer claims to have; what is left out it measures. An emulated one is as slow as it claims."""
+    """What a peer claims to have; it measures the rest. An emulated peer is as slow as it claims."""
 
     memory_bytes: float
     flops_per_second: float | None = None
@@ -74,7 +77,7 @@ class LocalPeers:
 
     @contextlib.asynccontextmanager
     async def running(self, token: str) -> AsyncIterator[None]:
-        """Start the peers; in the end see them go, or make them."""
+        """Start the peers; at the end wait until they end, then kill the rest."""
         self._processes = {}
         try:
             for index, hardware in enumerate(self.hardware, 1):
@@ -94,12 +97,12 @@ class LocalPeers:
                 await asyncio.wait(late)
 
     async def all_ended(self) -> None:
-        """Return when none is left."""
+        """Return when all processes have ended."""
         for process in self._processes.values():
             await process.wait()
 
     def kill(self) -> None:
-        """End those that still run."""
+        """Kill the processes that still run."""
         for process in self._processes.values():
             if process.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
@@ -119,7 +122,7 @@ async def _start(token: str, name: NodeId, hardware: Hardware, num_peers: int) -
         "--bandwidth": _RATE,
         "--latency": _LATENCY,
         "--patience": _PATIENCE,
-        "--on-battery": "go",  # whoever starts them here knows
+        "--on-battery": "go",  # the requester knows
     }
     arguments = [part for key, value in options.items() if value is not None for part in (key, value)]
     threads = str(max(1, (os.cpu_count() or 1) // num_peers))

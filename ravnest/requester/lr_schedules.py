@@ -1,7 +1,6 @@
-"""Learning-rate schedules as pure numbers: a factor of the learning rate for each update of a run.
+"""Learning-rate schedules as pure numbers: one factor of the learning rate for each update.
 
-Only numbers travel: a function of the requester's own is asked on the requester's PC alone. Made by the job;
-whoever leads a run asks for one factor at a time, or for all of them.
+Only numbers travel. A schedule function of the requester runs on the requester's PC alone.
 """
 
 import math

@@ -1,7 +1,7 @@
-"""The requester's side of a run: model and data as bytes, cut and read for whoever hosts a part of them.
+"""The requester's side of a run: it cuts the model and reads the data, as bytes for the hub.
 
-Nothing here is sent but blueprints, weights and the fields that a stage consumes. Stages are made of the
-first weights, or of the last checkpoint. Its methods run in threads.
+It sends blueprints, weights and the fields that a stage consumes, nothing else. Stages start from the first
+weights or from the last checkpoint. The hub calls it from threads.
 """
 
 import time
@@ -58,7 +58,7 @@ class JobOwner:
         self._optimizer: dict[str, Tensor] = {}
 
     def note(self, news: Notice) -> None:
-        """Keep what is reported of an epoch or an evaluation; what is trained again is reported again."""
+        """Record an epoch or an evaluation; after a restart the same one may be reported again."""
         if isinstance(news, EpochDone | Evaluated):
             # An evaluation comes late, when others have told of the next epoch: it takes back only its like.
             again = [each for each in self.history if each["epoch"] >= news.epoch]
@@ -66,7 +66,7 @@ class JobOwner:
             self.history = [each for each in self.history if each not in again] + [_report(news)]
 
     def retell(self, told: Sequence[EpochDone | Evaluated]) -> None:
-        """Know what was told in a log, where that is more than in a checkpoint."""
+        """Record the history of a log, which may be longer than that of a checkpoint."""
         if len(told) > len(self.history):
             self.history = [_report(each) for each in told]
 

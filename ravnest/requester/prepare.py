@@ -1,4 +1,4 @@
-"""From a job to what the hub and its owner are given, and from what they leave to a result.
+"""Turns a job into what the hub and the owner need, and what they leave into a result.
 
 Capturing takes seconds and runs the requester's code.
 """

@@ -1,7 +1,7 @@
-"""What a run leaves: how it went, and the trained weights by the names the model knows.
+"""The result of a run: its history, and the trained weights under the model's names.
 
-The weights come as plain tensors by name, are checked against the blueprint, and go into a module, a
-safetensors file or a folder of Hugging Face.
+The weights arrive as plain tensors by name. They are checked against the blueprint, then loaded into a
+module, or written to a safetensors file or a Hugging Face folder.
 """
 
 import contextlib

@@ -1,7 +1,7 @@
-"""A run's folder: who its hub is, where it is reached, which process runs it, and what it leaves.
+"""A run's folder: the hub's identity, its addresses, its process, and what the run leaves.
 
-`hub.json` holds the hub's key and the secret of its invitation, so only its user may read it; a hub that
-opens the folder again gives out the same invitation. The log is beside it (hub.store). No torch in here.
+`hub.json` holds the hub's key and the secret of its invitation, so only its user may read it. A hub that
+opens the folder again gives out the same invitation. The event log lies beside it. No torch in here.
 """
 
 import os
@@ -103,7 +103,7 @@ def set_aside(folder: Path, with_checkpoints: bool = True) -> None:
 
 
 def write_hub_file(folder: Path, content: HubFile) -> None:
-    """Write hub.json whole or not at all, for nobody else to read."""
+    """Write hub.json whole or not at all; only its user may read it."""
     unfinished = folder / f".{_FILE}.{os.getpid()}.unfinished"
     try:
         unfinished.unlink(missing_ok=True)

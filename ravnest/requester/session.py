@@ -1,6 +1,6 @@
-"""A swarm for one job after another: the hub in the requester's process, peers wherever they are.
+"""A session trains one job after another: the hub runs in this process, peers run anywhere.
 
-`Hub` is open to whoever has its invitation; `local` is a hub on this PC that starts its own peers.
+`Hub` is open to everybody with its invitation. `local` is a hub that starts its own peers on this PC.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ from ravnest.net.zeromq import ZeroMqTransport
 from ravnest.requester.callbacks import Callback, Callbacks, Narrator
 from ravnest.requester.checkpoint_store import open_checkpoints
 from ravnest.requester.job import Job
-from ravnest.requester.local_peers import HERE, Hardware, LocalPeers, claim_door, share_memory
+from ravnest.requester.local_peers import HERE, Hardware, LocalPeers, claim_port, share_memory
 from ravnest.requester.prepare import PreparedJob, assemble_result, prepare
 from ravnest.requester.result import Result, check_place, keep_weights
 from ravnest.requester.run_folder import MODEL, HubFile, new_hub_file, open_run, set_aside, write_hub_file
@@ -52,12 +52,12 @@ _STOPPED = "Ctrl-C: what is under way is finished; Ctrl-C again ends now and los
 
 
 class Hub:
-    """The meeting place of a swarm: it invites, plans, serves data and keeps the result.
+    """The meeting place of a swarm: it invites peers, plans, serves data and keeps the result.
 
-    It listens at HOST:PORT while it fits; `public` is where others reach that from outside, if that differs.
-    A `folder` keeps its identity, so that it invites with the same token again, its log and its result.
-    `peers` are started here with each job, beside those who join. `tell` hears the news in place of stderr;
-    `look` is shown where things stand whenever something happens.
+    It listens at HOST:PORT during `fit`; `public` is the address that others dial, if it differs. A `folder`
+    keeps its identity, its log and its result, so that it invites with the same token again. `peers` start on
+    this PC with each job, beside those that join. `tell` gets notices in place of stderr; `look` gets the
+    status after every event. `parts` replaces the planner, timeouts and the like.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Hub:
         look: Callable[[StatusTracker], None] | None = None,
         parts: HubParts = HUB_PARTS,
     ) -> None:
-        self._door = read_address(listen, is_door=True)
+        self._listen = read_address(listen, is_door=True)
         public = (public,) if isinstance(public, str) else public
         self._public = tuple(read_address(address) for address in public)
         self._folder = None if folder is None else Path(folder)
@@ -85,8 +85,8 @@ class Hub:
         self._file: HubFile | None = None
 
     def __enter__(self) -> Self:
-        self._door = claim_door(self._door)
-        addresses = self._public or dialled_from_elsewhere(self._door)
+        self._listen = claim_port(self._listen)
+        addresses = self._public or dialled_from_elsewhere(self._listen)
         found = new_hub_file() if self._folder is None else open_run(self._folder)
         self._file = msgspec.structs.replace(found, addresses=addresses)
         self._note()
@@ -126,9 +126,9 @@ class Hub:
     ) -> Result:
         """Train a job to its end; Ctrl-C once ends it early and keeps what was trained.
 
-        It begins when so many `nodes` are here, or with 0 when nobody came for some seconds and their memory
-        will do. The weights go to `out`, a safetensors file or a folder, or into the hub's folder. There, or
-        in `out` if that is a folder, are checkpoints; with `resume="auto"` it goes on from the last one.
+        Training begins with so many `nodes`. With 0 it begins when no node came for some seconds and their
+        memory is enough. The weights go to `out`, a safetensors file or a folder, or into the hub's folder.
+        Checkpoints lie there too; with `resume="auto"` training goes on from the last one.
         """
         if resume not in (None, "auto"):
             raise ConfigError(f'resume is {resume!r}; give "auto", or leave it out to begin anew')
@@ -172,10 +172,10 @@ class Hub:
             parts = replace(self._parts, watch=self._see)
             server = Server(self.token, hear, relay=relay, store=store, hub=hub, parts=parts)
             limits = replace(HUB_LIMITS, timeouts=self._timeouts.net)
-            transport = ZeroMqTransport(keys, pauses, self._door, limits, admit=server.admit)
+            transport = ZeroMqTransport(keys, pauses, self._listen, limits, admit=server.admit)
             await open_things.enter_async_context(transport)
             if relay is not None:
-                await open_things.enter_async_context(relay.listen(self._door))
+                await open_things.enter_async_context(relay.listen(self._listen))
             async with self._watched(server, hear):
                 interrupts.stop = lambda: server.stop(_STOPPED)
                 finish, contents = await server.run(transport, given.owner, given.job)
@@ -209,7 +209,7 @@ class Hub:
 
     @contextlib.asynccontextmanager
     async def _watched(self, server: Server, hear: Callbacks) -> AsyncIterator[None]:
-        """Where nobody else can come, end the job when the peers cannot do it or are gone."""
+        """Without other peers to wait for, end the job when ours are too few or gone."""
         if self._is_open_to_others:
             yield
             return
@@ -236,7 +236,7 @@ class Hub:
         return self._file
 
     def _note(self, job: str = "") -> None:
-        """Write into the folder who runs the hub and for what."""
+        """Write the hub's process and its job into the folder."""
         me = psutil.Process()
         found = msgspec.structs.replace(
             self._open_file, pid=me.pid, started_at=me.create_time(), job=job or self._open_file.job

@@ -1,6 +1,6 @@
-"""Ctrl-C while a job is trained: once it ends early and keeps what was trained, twice it ends now.
+"""Ctrl-C during a training: the first one ends it early and keeps the weights, the second ends it now.
 
-Only the main thread hears of it; elsewhere it is left alone.
+Only the main thread receives signals; in other threads nothing is changed.
 """
 
 import asyncio

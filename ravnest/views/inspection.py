@@ -1,7 +1,7 @@
-"""A captured model as people see it before anyone joins: what a cut costs, what providers are asked to run.
+"""A captured model before any peer joins: what a cut costs, and what providers are asked to run.
 
-The one idea: say of each stage what its provider would notice: work, memory, traffic, operators. A cut into
-equal stages stands in for a plan. Gets records, returns what to print; docs/inspect.md explains every number.
+For each stage it shows what its provider would notice: work, memory, traffic, operators. A cut into equal
+stages stands in for a plan. It gets records and returns what to print; docs/inspect.md explains every number.
 """
 
 import re

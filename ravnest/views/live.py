@@ -1,6 +1,6 @@
-"""Where a run stands, for people: a panel that a terminal keeps up to date, and the same as plain data.
+"""The status of a run for people: a panel in the terminal, and the same as plain data.
 
-The panel is drawn anew when something happens, at most a few times a second; there is no clock of its own.
+The panel is drawn again when something happens, at most a few times a second; it has no timer of its own.
 """
 
 import os
@@ -35,7 +35,7 @@ _STYLES = {
 
 
 def show_status(status: Status) -> RenderableType:
-    """Return the panel: how far, how fast, who does what, what happened last."""
+    """Return the panel: progress, speed, nodes with their stages, and the last notices."""
     parts: list[RenderableType] = [_show_progress(status)]
     if status.members:
         parts.append(_show_nodes(status))
@@ -96,7 +96,7 @@ def _clock() -> float:
 
 
 class LiveView:
-    """A panel at the foot of the terminal from the first event on; what is printed stays above it."""
+    """A panel at the foot of the terminal from the first event on; printed lines stay above it."""
 
     def __init__(
         self,
@@ -122,10 +122,10 @@ class LiveView:
         self._live.stop()
 
     def tell(self, news: Notice) -> None:
-        """Take the news; the panel shows them."""
+        """Ignore a notice: the panel shows it."""
 
     def look(self, watch: StatusTracker) -> None:
-        """Draw where things stand, if that was not done a moment ago."""
+        """Draw the status, unless it was drawn a moment ago."""
         self._watch, now = watch, self._clock()
         if now >= self._drawn_at + self._pause_seconds:
             self._drawn_at = now

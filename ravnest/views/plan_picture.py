@@ -1,6 +1,7 @@
-"""The few SVG shapes a picture of a plan needs, as strings; text is escaped here and nowhere else.
+"""A plan as an SVG picture: clusters, stages, links and rings, drawn with a few plain shapes.
 
-Node names come from strangers: `clean` drops what XML cannot hold or what would hide or reorder text.
+Text is escaped here and nowhere else. Node names come from strangers: `clean` drops what XML cannot hold and
+what would hide or reorder text.
 """
 
 import html

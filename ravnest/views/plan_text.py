@@ -1,7 +1,7 @@
 """A plan in words and as JSON: the object "ravnest.plan/2", the bottleneck sentence, and advice.
 
-The one idea: advice is computed, never guessed. Each what-if cuts the same clusters again with one setting
-changed and asks the forecast; only what gains is said. docs/plan.md explains every key to people.
+Advice is computed, never guessed. Each what-if cuts the same clusters again with one setting changed and asks
+the forecast; only gains are reported. docs/plan.md explains every key.
 """
 
 import textwrap

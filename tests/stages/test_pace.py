@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from ravnest.config import TIMEOUTS
 from ravnest.engine.stage import StageEngine, Updated
 from ravnest.engine.staleness import StalenessPolicy
 from ravnest.model.capture import Captured
@@ -96,7 +97,7 @@ def test_the_root_measures_links_and_tells_the_cluster_when_the_start_is_over(ca
     [(0.01, [0, 1, 3, 7, 16]), (10.0, [*range(20)])],  # by batches; and after five seconds at the latest
 )
 def test_the_leaf_tells_the_hub_of_every_batch_and_the_others_now_and_then(captured, share, others):
-    world = make_world(captured, [(share, share, share)] * 4, 9, 4)
+    world = make_world(captured, [(share, share, share)] * 4, 9, 4, timeouts=TIMEOUTS.peer)
     world.lease([layer_batch(seed) for seed in range(20)])
     world.run()
     told = [message for message in world.at_hub if isinstance(message, StepReport)]

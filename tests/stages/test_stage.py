@@ -21,7 +21,7 @@ from ravnest.engine.weight_versions import Snapshot
 from ravnest.errors import ProtocolError
 from ravnest.model.capture import capture
 from ravnest.model.profile import find_matrices
-from ravnest.model.stage_program import build_stage_program
+from ravnest.model.stage_program import Setting, StageProgram, build_stage_program
 
 RATE = 1e-3
 
@@ -488,17 +488,19 @@ def test_a_sum_that_overflows_is_refused_by_the_update():
 
 
 def test_a_poisoned_batch_is_dropped_and_training_goes_on():
-    line = make_line()
-    middle = line.stages[1]
-    forward = middle._program.forward
+    (first, *_) = cuts_at_blocks(1, 2, 3)
 
-    def poison(state, inputs, fields, *, training, key):
-        outcome = forward(state, inputs, fields, training=training, key=key)
-        if torch.equal(fields["ids"], text_batch(5)["ids"]):
-            outcome.outputs.update({k: v * math.inf for k, v in outcome.outputs.items()})
-        return outcome
+    class Poisoned(StageProgram):
+        def forward(self, state, inputs, fields, **options):
+            outcome = super().forward(state, inputs, fields, **options)
+            if torch.equal(fields["ids"], text_batch(5)["ids"]):
+                outcome.outputs.update({k: v * math.inf for k, v in outcome.outputs.items()})
+            return outcome
 
-    middle._program = type("Poisoned", (), {"forward": staticmethod(poison)})()
+    def build(blueprint, **options):
+        return (Poisoned if blueprint.start == first else StageProgram)(blueprint, Setting(**options))
+
+    line = make_line(build=build)
     traffic = Traffic(line, window=4)
     batches = {number: text_batch(number) for number in range(12)}
     traffic.run(batches, lambda _: RATE)

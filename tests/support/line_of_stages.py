@@ -17,7 +17,7 @@ from ravnest.engine.weight_versions import Snapshot
 from ravnest.model.blueprint import Blueprint
 from ravnest.model.capture import Captured
 from ravnest.model.slicing import slice_blueprint
-from ravnest.model.stage_program import build_stage_program
+from ravnest.model.stage_program import StageProgram, build_stage_program
 
 
 def roles_of(blueprint: Blueprint) -> Roles:
@@ -37,10 +37,11 @@ def make_stage(
     settings: OptimizerSettings,
     splits: bool = True,
     recompute: bool = False,
+    build: Callable[..., StageProgram] = build_stage_program,
 ) -> StageEngine:
     blueprint = slice_blueprint(captured.blueprint, start, stop)
     state = {entry.name: captured.state[entry.name].detach().clone() for entry in blueprint.state}
-    program = build_stage_program(blueprint, recompute=recompute)
+    program = build(blueprint, recompute=recompute)
     return StageEngine(program, Snapshot(0, state, {}), roles_of(blueprint), settings, splits)
 
 
@@ -54,9 +55,10 @@ class Line:
         settings: OptimizerSettings,
         splits: bool = True,
         recompute: bool = False,
+        build: Callable[..., StageProgram] = build_stage_program,
     ) -> None:
         bounds = list(pairwise((0, *cuts, captured.blueprint.num_positions)))
-        self.stages = [make_stage(captured, *pair, settings, splits, recompute) for pair in bounds]
+        self.stages = [make_stage(captured, *pair, settings, splits, recompute, build) for pair in bounds]
         self.blueprints = [slice_blueprint(captured.blueprint, *pair) for pair in bounds]
 
     def state(self) -> dict[str, Tensor]:

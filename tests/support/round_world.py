@@ -104,7 +104,8 @@ class RoundWorld:
         self.trouble = trouble
         self.log = MemoryLog() if log is None else log
         events, orders, self.first = begin(tuple(cuts), is_final)
-        self.hub = Coordinator()
+        self.job = events[0]
+        self.hub = Coordinator(self.job)
         for event in events:
             apply_logged(self.hub, event, self.log.append)
         self.num_before = len(events)
@@ -164,7 +165,7 @@ class RoundWorld:
 
     def decisions(self) -> dict[int, bool]:
         """Which rounds the log alone commits, and which it aborts."""
-        hub, found = Coordinator(), {}
+        hub, found = Coordinator(self.job), {}
         for event in self.log.events():
             for order in hub.apply(event):
                 if isinstance(order, Notify) and isinstance(order.news, RoundEnded):
@@ -297,7 +298,7 @@ class RoundWorld:
         self.trouble.crash_at.pop(HUB, None)
         if self.trouble.again_at is not None:
             self.trouble.crash_at[HUB], self.trouble.again_at = self.trouble.again_at, None
-        self.hub = Coordinator()
+        self.hub = Coordinator(self.job)
         for event in self.log.events():
             self.hub.apply(event)
         self.is_open = False
@@ -433,7 +434,7 @@ def begin(cuts, is_final: bool):
     script = _Script(clusters, nodes, is_final)
     waiting = [JobGiven(even_model(NUM_POSITIONS), SIMPLE, settings, 0.0)]
     waiting += [PeerJoined(each, f"key of {name}", (), 0.0) for name, each in nodes.items()]
-    hub, events, orders = Coordinator(), [], {}
+    hub, events, orders = Coordinator(waiting[0]), [], {}
     for event in waiting:  # it grows by what scripted peers say
         made = hub.apply(event)
         sends = [order for order in made if isinstance(order, Send)]
@@ -457,8 +458,8 @@ class _Script:
         match order:
             case MakePlan():
                 rings = form_rings(self._clusters, self._nodes)
-                plan = Plan(order.build_id, 0, self._clusters, rings, ())
-                return [PlanMade(order.build_id, plan, 1, "", 0.0)]
+                plan = Plan(order.plan_id, 0, self._clusters, rings, ())
+                return [PlanMade(order.plan_id, plan, 1, "", 0.0)]
             case MakeParts():
                 return [PartsMade(order.start, order.stop, _BLOB, _BLOB, ("x",), ("x",), 0.0)]
             case Send(name, StageParts() as parts):

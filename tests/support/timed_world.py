@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ravnest.config import PeerTimeouts
 from ravnest.engine.optimizers import Group, OptimizerSettings, Sgd
 from ravnest.engine.schedule import StageSchedule
 from ravnest.engine.stage import StageEngine
@@ -24,6 +25,7 @@ from ravnest.transfer.outbox import Outgoing
 from tests.support.worker_world import ClusterWorld
 
 NUM_SAMPLES = 2
+EVERY_REPORT = PeerTimeouts(report_every_seconds=0.0)  # the hub hears of every microbatch
 
 
 @dataclass
@@ -32,6 +34,7 @@ class TimedWorld(ClusterWorld):
 
     seconds: Sequence[tuple[float, float, float]] = ()
     delay_seconds: float = 0.0
+    timeouts: PeerTimeouts = EVERY_REPORT
     policy: StalenessPolicy | None = None
     reports: dict[NodeId, list[StepReport]] = field(default_factory=dict)  # of every batch
     paces: list[Pace] = field(default_factory=list)  # as the second stage got them
@@ -57,18 +60,8 @@ class TimedWorld(ClusterWorld):
 
         per_sample = [part / NUM_SAMPLES for part in self.seconds[position.index]]
         device = Device(lambda: self.now[node], wait, *per_sample)
-        worker = Worker(
-            position, blueprint, stage, schedule, self.settings.learning_rate, device, self.policy
-        )
-        complete = worker.timekeeper._complete
-
-        def note(report: StepReport) -> StepReport:
-            self.reports[node].append(complete(report))
-            self.ended[node].append(self.now[node])
-            return self.reports[node][-1]
-
-        worker.timekeeper._complete = note
-        return worker
+        rate = self.settings.learning_rate
+        return Worker(position, blueprint, stage, schedule, rate, device, self.policy, self.timeouts)
 
     def post(self, outgoing: Outgoing) -> None:
         """Send a message: it arrives after the delay, with its sender."""
@@ -76,6 +69,9 @@ class TimedWorld(ClusterWorld):
         message = wire.unpack(wire.pack(outgoing.message, buffers), buffers)
         if outgoing.to == HUB:
             self.at_hub.append(message)
+            if isinstance(message, StepReport) and self._sender is not None:
+                self.reports[self._sender].append(message)
+                self.ended[self._sender].append(self.now[self._sender])
             return
         self._count(outgoing.to, message)
         sent_at = 0.0 if self._sender is None else self.now[self._sender] + self.delay_seconds

@@ -16,7 +16,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from ravnest.cli.join import _Doors, _make_offer, _make_terms, _show_limits, _Stated
+from ravnest.cli.join import _Listening, _make_offer, _make_terms, _show_limits, _Stated
 from ravnest.cli.lending_loop import PAUSE, RESUME, Lending, Terms, find_running, registered
 from ravnest.cli.main import program
 from ravnest.cli.parts import CommandParts
@@ -329,7 +329,7 @@ def stated(**more: object) -> _Stated:
 
 
 def offer(said: _Stated, machine: Machine = THIS_PC) -> object:
-    return _make_offer("pc", said, _Doors("", (), True), 60.0, machine)
+    return _make_offer("pc", said, _Listening("", (), True), 60.0, machine)
 
 
 def test_a_limited_upload_is_what_the_planner_hears() -> None:

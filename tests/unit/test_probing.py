@@ -8,7 +8,7 @@ import torch
 from support.hub_world import HubWorld, Trouble, check_replay, job
 from support.plan_world import node
 
-from ravnest.cli.join import _Doors, _make_offer, _Stated
+from ravnest.cli.join import _Listening, _make_offer, _Stated
 from ravnest.config import TIMEOUTS
 from ravnest.errors import ConfigError
 from ravnest.hub.coordinator.events import MakeParts, MakePlan, Probed, Send
@@ -308,7 +308,7 @@ def test_join_says_what_it_only_guesses_and_which_device_it_lends(stated: Fact) 
     bandwidth = 5e6 if stated is Fact.BANDWIDTH else None
     latency = 0.0 if stated is Fact.LATENCY else None
     said = _Stated("auto", None, speed, None, bandwidth, latency)
-    offer = _make_offer("a", said, _Doors("", (), True), 60.0, machine)
+    offer = _make_offer("a", said, _Listening("", (), True), 60.0, machine)
     assert set(offer.guessed) == set(ALL) - {stated}
     assert offer.limits.device == "cuda:1"
     assert offer.limits.memory_bytes == offer.node.memory_bytes == 8e9
@@ -323,7 +323,7 @@ def test_join_says_what_it_only_guesses_and_which_device_it_lends(stated: Fact) 
 @pytest.mark.parametrize("claimed", [None, 3e9])
 def test_an_emulated_speed_is_stated(claimed: float | None) -> None:
     said = _Stated("cpu", 1e9, claimed, 2e9, 1e6, 0.01)
-    offer = _make_offer("a", said, _Doors("", (), True), 60.0, capabilities.THIS_PC)
+    offer = _make_offer("a", said, _Listening("", (), True), 60.0, capabilities.THIS_PC)
     assert offer.guessed == ()
     assert offer.limits.emulated_flops_per_second == 2e9
     assert offer.node.flops_per_second == (claimed or 2e9)

@@ -104,3 +104,69 @@ def test_a_file_and_a_class_that_are_too_long_are_told(copy: Path) -> None:
     assert size(copy).returncode == 1
     assert "long.py has 601 lines" in size(copy).stdout
     assert "class Wide has 401 lines" in size(copy).stdout
+
+
+def rules(root: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "scripts" / "rules.py"), str(root)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.timeout(120)  # it reads every file
+def test_the_rules_hold_as_they_are() -> None:
+    done = rules(ROOT)
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+PATCHES = [
+    ("from ravnest.peer import agent\nmonkeypatch.setattr(agent, 'Fetcher', None)", "agent"),
+    ("import ravnest as rv\nmonkeypatch.setattr(rv.Hub, 'fit', None)", "rv.Hub"),
+    ("import ravnest.plan.cost\nravnest.plan.cost.LIMIT = 1", "ravnest.plan.cost.LIMIT"),
+    ("from ravnest.requester.session import Hub\nHub._see = print", "Hub._see"),
+    ("from ravnest.requester.session import Hub\ndel Hub.fit", "Hub.fit"),
+    ("from ravnest.views.live import LiveView\nview = LiveView()\npatch.setattr(view, '_draw', 1)", "view"),
+    ("from ravnest.views.live import LiveView\nwith LiveView() as v:\n    setattr(v, '_draw', 1)", "v"),
+    ("import importlib\nm = importlib.import_module('ravnest.codec')\nm.x = 1", "m.x"),
+    ("monkeypatch.setattr('ravnest.codec.x', 1)", "'ravnest.codec.x'"),
+    ("with mock.patch('ravnest.codec.x', 1): pass", "'ravnest.codec.x'"),
+    ("with patch.multiple('ravnest.codec', x=1): pass", "'ravnest.codec'"),
+    ("from ravnest.net.link import Link\nmock.patch.object(Link, 'tick', 1)", "Link"),
+    ("from ravnest.net import link\nmock.patch.dict(link.TABLE, x=1)", "link.TABLE"),
+]
+
+
+@pytest.mark.parametrize("folder", ["tests/unit", "benchmarks/scenarios"])
+@pytest.mark.parametrize(("code", "target"), PATCHES)
+def test_a_patch_of_the_package_is_told(tmp_path: Path, folder: str, code: str, target: str) -> None:
+    (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / folder / "planted.py").write_text(code + "\n")
+    last = code.count("\n") + 1
+    done = rules(tmp_path)
+    assert (done.returncode, done.stdout) == (1, f"{folder}/planted.py:{last}: patches {target}\n")
+
+
+def test_a_patch_of_the_world_around_is_allowed(tmp_path: Path) -> None:
+    (tmp_path / "tests").mkdir()
+    code = "import os\nfrom ravnest.net.link import Link\n"
+    code += "monkeypatch.setattr(os, 'fsync', None)\nmonkeypatch.setenv('x', 'y')\nlink = dict(Link.x)\n"
+    (tmp_path / "tests" / "planted.py").write_text(code)
+    assert rules(tmp_path).stdout == ""
+
+
+def test_a_public_name_that_is_defined_twice_is_told(tmp_path: Path) -> None:
+    (tmp_path / "ravnest").mkdir()
+    (tmp_path / "ravnest" / "one.py").write_text("class Twice:\n    pass\n\n_Twice, logger = 1, 2\n")
+    (tmp_path / "ravnest" / "two.py").write_text("from one import _Twice\n\nTwice: int = 3\nlogger = 4\n")
+    done = rules(tmp_path)
+    assert done.returncode == 1
+    assert done.stdout == "Twice is defined in ravnest/one.py and ravnest/two.py\n"
+
+
+@pytest.mark.parametrize(
+    "name", ["GRACE_SECONDS", "_QUIET_SECONDS", "FLUSH_MILLISECONDS", "_BF16_SECONDS_MAX"]
+)
+def test_a_timeout_outside_of_the_configuration_is_told(tmp_path: Path, name: str) -> None:
+    (tmp_path / "ravnest" / "peer").mkdir(parents=True)
+    (tmp_path / "ravnest" / "peer" / "planted.py").write_text(f"class Patient:\n    {name} = 1.0\n")
+    done = rules(tmp_path)
+    assert done.returncode == 1
+    assert done.stdout == f"ravnest/peer/planted.py: {name} is for config.Timeouts\n"

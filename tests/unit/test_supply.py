@@ -45,7 +45,7 @@ def collect(seconds_per_piece: float | None, books: LedgerState | None, fault: s
 
         exchange = Exchange(Blobs(), post)
         owner = SimpleNamespace(keep=lambda *_: "", find_fault=lambda *_: fault)
-        around = (applied.append, in_background, lambda *who: lost.append(who), loop.time, bool, 40.0)
+        around = (applied.append, in_background, lambda *who: lost.append(who), loop.time, bool, SHORT)
         async with asyncio.timeout(1000):
             await DataService(owner, exchange, *around).carry_out(
                 Collect(7, (CheckpointPart(0, 6, PEER, ref),), books)
