@@ -15,7 +15,7 @@ from ravnest.peer.compute_protocol import ComputeFailed, ComputeSetup, FromCompu
 from ravnest.peer.stage_builder import StageBuilder
 from ravnest.peer.stage_host import SavedStage, StageHost, write_snapshot
 
-Send = Callable[[Iterable[FromCompute | SavedStage]], None]
+Deliver = Callable[[Iterable[FromCompute | SavedStage]], None]
 
 
 class ComputeThread:
@@ -61,7 +61,7 @@ class ComputeThread:
             async with asyncio.TaskGroup() as writing:
                 await asyncio.to_thread(work)
 
-    def _work(self, host: StageHost, clock: Callable[[], float], send: Send) -> None:
+    def _work(self, host: StageHost, clock: Callable[[], float], send: Deliver) -> None:
         is_idle = False
         while True:
             deadline = host.deadline

@@ -26,6 +26,7 @@ from ravnest.hub.coordinator.notices import Notice, Waiting
 from ravnest.hub.service.event_log import EventLog, read_watch
 from ravnest.hub.service.server import HUB_LIMITS, HUB_PARTS, HubParts, Server
 from ravnest.hub.service.status import StatusTracker
+from ravnest.hub.service.stream import HubStream
 from ravnest.ids import NodeId
 from ravnest.net.identity import Token, dialled_from_elsewhere, read_address
 from ravnest.net.zeromq import ZeroMqTransport
@@ -82,6 +83,7 @@ class Hub:
         self._look = look
         self._parts, self._timeouts = parts, parts.timeouts
         self._is_open_to_others = True
+        self.stream = HubStream()  # of every job that it fits
         self._file: HubFile | None = None
 
     def __enter__(self) -> Self:
@@ -169,7 +171,8 @@ class Hub:
                     set_aside(self._folder, with_checkpoints=given.job.books is None)
                 store = open_things.enter_context(EventLog(self._folder))
             hub = self._watch.hub
-            parts = replace(self._parts, watch=self._see)
+            open_things.callback(self.stream.subscribe(lambda event, actions: self._see(event, actions)))
+            parts = replace(self._parts, watch=self.stream.publish)
             server = Server(self.token, hear, relay=relay, store=store, hub=hub, parts=parts)
             limits = replace(HUB_LIMITS, timeouts=self._timeouts.net)
             transport = ZeroMqTransport(keys, pauses, self._listen, limits, admit=server.admit)

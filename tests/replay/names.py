@@ -10,7 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ravnest.hub.coordinator.coordinator import Coordinator
-from ravnest.hub.coordinator.events import Action, Event
+from ravnest.hub.coordinator.events import Action, ClusterHeard, Event, Received
+from ravnest.hub.monitors.monitored import MonitoredCoordinator, Watch
+from ravnest.hub.monitors.monitors import Monitors
+from ravnest.protocol.training import StepReport
 
 # Every table reads: recorded name -> present name.
 CLASSES: dict[str, str] = {
@@ -110,30 +113,57 @@ EVENTS, ORDERS = Event, Action
 
 
 class Replayed:
-    """What is replayed, behind the few calls that a replay makes; the first event gives the job."""
+    """What is replayed, behind the few calls that a replay makes; the first event gives the job.
 
-    def __init__(self) -> None:
-        self._made: Coordinator | None = None
+    Recordings have reports of stages as events, from the day when the log had them too. They go to the
+    monitors, as in the service, and what comes of the conclusions is what came of the report. Recorded hubs
+    that went on from their log had all they had heard; so a replay keeps its monitors over a restart.
+    """
+
+    def __init__(self, watch: Watch, monitors: Monitors) -> None:
+        self._watch, self._monitors = watch, monitors
+        self._made: MonitoredCoordinator | None = None
 
     @property
-    def _hub(self) -> Coordinator:
+    def _monitored(self) -> MonitoredCoordinator:
         assert self._made is not None, "the first event gives the job"
         return self._made
 
     @property
+    def _hub(self) -> Coordinator:
+        return self._monitored.hub
+
+    def _begin(self, event: Any) -> None:
+        if self._made is None:
+            hub = Coordinator(event)
+            self._made = MonitoredCoordinator(hub, watch=self._watch, monitors=self._monitors)
+
+    @property
     def due(self) -> float | None:
         """When the next tick is needed."""
-        return self._hub.due
+        return self._monitored.due
 
     def concerns(self, event: Any) -> bool:
-        """Return whether an event may change something: only then is it logged, unless it is refused."""
-        return self._made is None or self._made.concerns(event)
+        """Return whether an event may change something: only then was it logged, unless it was refused."""
+        if self._made is None:
+            return True
+        if isinstance(event, Received) and isinstance(event.message, StepReport):
+            return self._hub.placement.cluster_of(event.sender) is not None
+        return self._hub.concerns(event)
 
     def apply(self, event: Any) -> tuple[Any, ...]:
         """Take an event; return the orders."""
-        if self._made is None:
-            self._made = Coordinator(event)
-        return self._made.apply(event)
+        self._begin(event)
+        orders = self._monitored.apply(event)
+        is_report = isinstance(event, Received) and isinstance(event.message, StepReport)
+        if not is_report or orders:
+            return orders
+        return self._monitored.apply(ClusterHeard("none", event.now))  # the duties of the moment, as it was
+
+    def replay(self, event: Any) -> tuple[Any, ...]:
+        """Take an event of the log; no monitor sees it."""
+        self._begin(event)
+        return self._hub.apply(event)
 
     def find_missing(self, key: str, epoch: int) -> str | None:
         """Return under what name somebody with this key is waited for, if it has the stage of this epoch."""

@@ -17,6 +17,11 @@ from typing import Any
 from replay.names import EVENTS, NAMES, ORDERS, Replayed
 from replay.neutral import Codec, canonical
 
+from ravnest.hub.coordinator.events import Received
+from ravnest.hub.monitors.monitors import Monitors
+from ravnest.protocol.messages import Refusal
+from ravnest.protocol.training import StepReport
+
 FOLDER = Path(__file__).parent / "histories"
 _MOST_LINES, _MOST_LETTERS = 60, 2000  # of what is shown
 
@@ -67,9 +72,22 @@ class Replay:
 
     codec: Codec
     name: str
-    coordinator: Replayed = field(default_factory=Replayed)
-    logged: list[tuple[Any, tuple[Any, ...]]] = field(default_factory=list)
+    monitors: Monitors = field(default_factory=Monitors)
+    logged: list[tuple[Any, tuple[Any, ...]]] = field(default_factory=list)  # today: without reports
+    num_logged: int = 0  # when it was recorded
     num_events: int = 0
+
+    def __post_init__(self) -> None:
+        self.coordinator = self._begin()
+
+    def _begin(self) -> Replayed:
+        return Replayed(self._watch, self.monitors)
+
+    def _watch(self, event: Any, orders: tuple[Any, ...]) -> None:
+        is_report = isinstance(event, Received) and isinstance(event.message, StepReport)
+        is_refused = bool(orders) and isinstance(orders[0], Refusal)
+        if not is_report and not is_refused and self.coordinator.concerns(event):
+            self.logged.append((event, orders))
 
     def run(self, lines: list[str]) -> None:
         """Replay a whole history; raise DiffersError at the first difference."""
@@ -96,19 +114,19 @@ class Replay:
             error.add_note(f"{self._where()}: {canonical(data)[:_MOST_LETTERS]}")
             raise
         if is_logged(recorded):
-            self.logged.append((event, orders))
+            self.num_logged += 1
         return write_answer(self.codec, orders, is_heard, self.coordinator.due)
 
     def _restart(self) -> str:
         """Go on with a new coordinator that was told what was logged; it has to order the same again."""
-        self.coordinator = Replayed()
+        self.coordinator = self._begin()
         for number, (event, orders) in enumerate(self.logged, 1):
-            again = self.coordinator.apply(event)
+            again = self.coordinator.replay(event)
             if again != orders:
                 before, after = (canonical([self.codec.write(x) for x in each]) for each in (orders, again))
                 where = {"logged event": number, "event": self.codec.write(event)}
                 raise DiffersError(self._show(where, before, after))
-        return canonical(len(self.logged))
+        return canonical(self.num_logged)
 
     def _where(self) -> str:
         return f"history {self.name!r}, event {self.num_events}"

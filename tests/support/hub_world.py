@@ -43,6 +43,7 @@ from ravnest.hub.coordinator.leases import LeaseBook
 from ravnest.hub.coordinator.notices import Checkpointed, Joined, Left, RoundEnded, WorkLost
 from ravnest.hub.coordinator.phases import JobPhase
 from ravnest.hub.coordinator.planner import SearchPlanner
+from ravnest.hub.monitors.monitored import MonitoredCoordinator
 from ravnest.hub.service.event_log import read_event, write_event
 from ravnest.ids import HUB
 from ravnest.plan.formation import form_plan
@@ -130,9 +131,9 @@ class HubWorld:
         self.random = Random(self.trouble.seed)
         self.planner, self.make_node = planner or QUICK_PLANNER, make_node
         self.timeouts = timeouts
-        self.hub = Coordinator(self.given, timeouts)
+        self.log, self.answers, self.happened = [], [], []
+        self._begin()
         self.now = 0.0
-        self.log, self.answers = [], []
         self.news, self.refusals, self.finish = [], [], None
         self.peers, self.known, self.told_epoch = {}, set(), {}
         self.queue, self.order_of = [], count()
@@ -154,6 +155,19 @@ class HubWorld:
         self.open_round = None
         self.rates = Counter()
         self.feed(self.given)
+
+    def _begin(self):
+        """Make a new hub, whose monitors know nothing yet."""
+        self.hub = Coordinator(self.given, self.timeouts)
+        self.monitored = MonitoredCoordinator(self.hub, watch=self._note)
+
+    def _note(self, event, orders):
+        """Keep what happened, and apart what the coordinator was told: reports are no events."""
+        self.happened.append((event, orders))
+        is_report = isinstance(event, Received) and isinstance(event.message, StepReport)
+        if not is_report and self.hub.concerns(event):
+            self.log.append(event)
+            self.answers.append(orders)
 
     # What a test does.
 
@@ -190,7 +204,8 @@ class HubWorld:
     def _restart(self):
         if self.is_finished:
             return
-        self.hub, self.session = Coordinator(self.given, self.timeouts), self.session + 1
+        self.session += 1
+        self._begin()
         for event, orders in zip(self.log, self.answers, strict=True):
             if not isinstance(orders[0] if orders else None, Refusal):
                 self.hub.apply(read_event(*write_event(event)))
@@ -239,14 +254,14 @@ class HubWorld:
 
     def _step(self, until):
         """Let the next thing happen; False when there is none before `until`."""
-        due, first = self.hub.due, self.queue[0][0] if self.queue else None
+        due, first = self.monitored.due, self.queue[0][0] if self.queue else None
         nexts = [time for time in (due, first) if time is not None]
         if not nexts or min(nexts) > until:
             return False
         self.now = max(self.now, min(nexts))
         if due is not None and due <= self.now:
             self.feed(Tick(self.now))
-            assert self.hub.due != due, "a tick that changes nothing would come again for ever"
+            assert self.monitored.due != due, "a tick that changes nothing would come again for ever"
         else:
             _, _, action, arguments = heapq.heappop(self.queue)
             action(*arguments)
@@ -273,13 +288,8 @@ class HubWorld:
 
     def feed(self, event):
         leases = {lease.number: lease for lease in self.open_leases}
-        if not self.hub.concerns(event):
-            assert self.hub.apply(event) == ()
-            return ()
         self.running = {x.cluster_id: x.nodes for x in self.hub.clusters if x.is_running}
-        self.log.append(event)
-        orders = self.hub.apply(event)
-        self.answers.append(orders)
+        orders = self.monitored.apply(event)
         refused = [order for order in orders if isinstance(order, Refusal)]
         if refused:
             assert len(orders) == 1

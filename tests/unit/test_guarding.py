@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.hub_world import HubWorld, check_replay, job
 
-from ravnest.hub.coordinator.events import Collected
+from ravnest.hub.coordinator.events import Collected, LossAlarm
 from ravnest.hub.coordinator.notices import Checkpointed, ClusterStarted, PlanFormed, WentWrong, WorkLost
 from ravnest.hub.coordinator.phases import JobPhase
-from ravnest.hub.monitors.loss_guard import Alarm, LossGuard
+from ravnest.hub.monitors.loss_guard import LossGuard
 
 
 def fed(*losses):
@@ -143,7 +143,7 @@ def test_a_checkpoint_under_way_is_not_of_what_went_wrong(world):
     collects = []
     world._keep_checkpoint = collects.append
     world.run_until(lambda: collects)
-    world.hub._guard.alarm = Alarm("the loss leaps", "cluster A")
+    world.feed(LossAlarm("the loss leaps", "cluster A", world.now))
     world.run_until(lambda: world.told(WentWrong))
     (refusal,) = world.feed(Collected(collects[0].number, world.now))
     assert refusal.reason == f"nobody asked to collect number {collects[0].number}"

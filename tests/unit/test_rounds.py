@@ -417,7 +417,7 @@ def test_at_the_end_all_are_asked_once_more_however_late_they_were():
 def distances(world):
     """Updates of all clusters between the openings of rounds."""
     found, num_updates = [], 0
-    for event, answer in zip(world.log, world.answers, strict=True):
+    for event, answer in world.happened:
         if isinstance(event, Received) and hasattr(event.message, "lag"):
             num_updates += 1
         if any(isinstance(each, Send) and isinstance(each.message, RoundOpen) for each in answer):

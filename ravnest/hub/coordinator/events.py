@@ -1,4 +1,7 @@
-"""What is found out beside the hub, in seconds in which it must answer others: a plan, how fast a peer is."""
+"""Events, which enter the coordinator and its log, and actions, which it wants done.
+
+Telemetry is no event: hub.monitors turn it into conclusions, which are. Every event has the hub's time.
+"""
 
 from dataclasses import dataclass
 
@@ -178,6 +181,95 @@ class Stopped:
     now: float
 
 
+MetricSum = tuple[str, float, int]  # a name ("loss", or a metric's), a sum over samples, and how many
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterVersion:
+    """How many updates a cluster has made, as its leaf reports."""
+
+    cluster_id: str
+    version: int
+    num_reported: int  # samples that all clusters had reported when it came to that version
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingReported:
+    """Telemetry that the books need, at the end of a lease and when a round is due.
+
+    Numbers are totals, not increments: an event that is lost with its hub costs nothing later.
+    """
+
+    num_reported: int  # samples of the job whose loss is known, of all clusters
+    loss: float | None  # of the last microbatch
+    sums: tuple[tuple[int, MetricSum], ...]  # by epoch, from 0, of epochs that are under way
+    versions: tuple[ClusterVersion, ...]  # of clusters that have made updates since they were last named
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationReported:
+    """All microbatches of an evaluation lease are reported or dropped."""
+
+    cluster_id: str
+    lease: LeaseId
+    num_samples: int  # of those that were reported
+    sums: tuple[MetricSum, ...]
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
+class SpeedMeasured:
+    """A node has been so many times as fast as the plan knows it, for long."""
+
+    node: NodeId
+    times: float
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
+class LossAlarm:
+    """Training goes wrong: what was seen, and at which node or cluster."""
+
+    reason: str
+    suspect: str
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
+class CalmChanged:
+    """Whether the present weights are worth a checkpoint, as the losses say."""
+
+    is_calm: bool
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterSilent:
+    """A cluster that has something to do has reported nothing since then."""
+
+    cluster_id: str
+    since: float
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterHeard:
+    """A cluster that was asked why it is silent reports again."""
+
+    cluster_id: str
+    now: float
+
+
+Conclusion = (
+    TrainingReported
+    | EvaluationReported
+    | SpeedMeasured
+    | LossAlarm
+    | CalmChanged
+    | ClusterSilent
+    | ClusterHeard
+)
 Event = (
     JobGiven
     | Restarted
@@ -191,6 +283,7 @@ Event = (
     | Tick
     | Stopped
     | Probed
+    | Conclusion
 )
 
 

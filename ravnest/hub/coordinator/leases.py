@@ -1,8 +1,8 @@
-"""Which samples are trained when, and the books that count each of them once.
+"""Leases: which samples are trained when, and the book that counts each of them once.
 
-The order of an epoch is a keyed permutation that any machine computes for any index, so only numbers
-travel. An epoch is cut in chunks; a cluster_id (a cluster) leases chunks, and a completion counts only while
-that numbered lease is open and is the cluster_id's. A restored book knows its open leases.
+The order of an epoch is a keyed permutation that any machine computes for any index, so only numbers travel.
+An epoch is cut in chunks. A cluster leases chunks, and a completion counts only while that numbered lease is
+open and belongs to that cluster. Open leases outlive a restart of the hub, because peers train on without it.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ _NUM_TURNS = 8
 
 def permute(indices: NDArray[np.int64], num_samples: int, seed: int, epoch: int) -> NDArray[np.int64]:
     """Map each index in [0, num_samples) to its sample: a bijection, fixed for ever by seed and epoch."""
-    # A Feistel network on the grid rows x columns >= num_samples; what falls outside walks on.
+    # A Feistel network on the grid rows x columns >= num_samples; indices that fall outside go through again.
     rows = math.isqrt(num_samples - 1) + 1
     columns = -(-num_samples // rows)
     keys = [_turn_key(seed, epoch, turn) for turn in range(_NUM_TURNS)]
@@ -58,7 +58,7 @@ def _turn_key(seed: int, epoch: int, turn: int) -> np.uint64:
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """One attempt of a cluster_id at one chunk; the number is never used again."""
+    """One attempt of a cluster at one chunk; the number is never used again."""
 
     number: LeaseId
     epoch: int
@@ -67,7 +67,7 @@ class Lease:
 
 
 class LeaseState(TypedDict):
-    """A LeaseBook as plain data for the hub's log."""
+    """A LeaseBook as plain data, for checkpoints and the hub's log."""
 
     num_samples: int
     chunk_size: int
@@ -82,7 +82,7 @@ class LeaseState(TypedDict):
 
 
 class LeaseBook:
-    """Hands out the chunks of all epochs in order and counts each exactly once."""
+    """Leases the chunks of all epochs in order and counts each exactly once."""
 
     def __init__(self, num_samples: int, chunk_size: int, num_epochs: int, seed: int = 0) -> None:
         assert num_samples >= 1
@@ -105,7 +105,7 @@ class LeaseBook:
 
     @property
     def open_leases(self) -> tuple[Lease, ...]:
-        """Leases handed out and neither completed nor given back, oldest first."""
+        """Leases that are neither completed nor given back, oldest first."""
         return tuple(self._open.values())
 
     def num_counted(self, epoch: int) -> int:
@@ -116,7 +116,7 @@ class LeaseBook:
         return self._num_samples if epoch < self._next_epoch else 0
 
     def lease(self, cluster_id: str) -> Lease | None:
-        """Lease the next chunk to `cluster_id`, or None when every chunk is held or counted."""
+        """Lease the next chunk to a cluster; None: every chunk is leased or counted."""
         if self._requeued:
             epoch, chunk = self._requeued.popleft()
         elif self._next_epoch < self._num_epochs:
@@ -198,7 +198,7 @@ class LeaseBook:
 
 @dataclass(frozen=True, slots=True)
 class LedgerState:
-    """What was trained when a checkpoint was made; leases under way are given back."""
+    """The state of the books when a checkpoint was made; leases under way are given back."""
 
     num_counted: int
     num_reported: int

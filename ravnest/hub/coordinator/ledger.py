@@ -1,14 +1,23 @@
-"""How far things are: what a cluster is at work on, what it knows, what an evaluation has found.
+"""The ledger: leases granted and counted, progress of each cluster, learning rates, evaluations.
 
-The records that hub.training keeps its books in.
+Samples count when the root of a cluster says that a lease is done. Losses, versions and the position in the
+schedule of rates come from leaves: monitors sum their reports, and the ledger records the sums.
 """
 
+from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from ravnest.hub.coordinator.events import JobSettings, Send, SendFields
+from ravnest.hub.coordinator.events import (
+    EvaluationReported,
+    JobSettings,
+    MetricSum,
+    Send,
+    SendFields,
+    TrainingReported,
+)
 from ravnest.hub.coordinator.leases import Lease, LeaseBook, LedgerState
 from ravnest.hub.coordinator.notices import EpochDone, Evaluated, Trained
 from ravnest.hub.coordinator.phases import ClusterPhase
@@ -21,23 +30,22 @@ from ravnest.protocol.training import (
     LeaseDone,
     LeaseGrant,
     Metrics,
-    StepReport,
 )
 
 _NONE = RoundId(0)  # before the first round
-_MOST_METRICS = 256  # more names than these are somebody's who makes them up
+MOST_METRICS = 256  # no job has more; a peer may make up names
 
 
 @dataclass(frozen=True, slots=True)
 class OpenLease:
-    """Microbatches a cluster is at work on; without a lease of the book it evaluates."""
+    """Microbatches that a cluster trains; without a lease of the book it evaluates them."""
 
     number: LeaseId
     cluster_id: str
     lease: Lease | None
     first_microbatch: MicrobatchId
     num_samples: tuple[int, ...]
-    ended: set[MicrobatchId] = field(default_factory=set)  # dropped, or evaluated
+    dropped: set[MicrobatchId] = field(default_factory=set)
 
     @property
     def microbatches(self) -> range:
@@ -45,30 +53,18 @@ class OpenLease:
         return range(self.first_microbatch, self.first_microbatch + len(self.num_samples))
 
 
-@dataclass(frozen=True, slots=True)
-class Awaited:
-    """A microbatch whose loss the leaf has not told yet."""
-
-    cluster_id: str
-    epoch: int
-    num_samples: int
-
-
 @dataclass(slots=True)
 class Means:
-    """Means weighted by samples; what was no number does not count."""
+    """Means weighted by samples; values that are no finite numbers do not count."""
 
     sums: dict[str, tuple[float, int]] = field(default_factory=dict)
 
-    def add(self, report: StepReport, num_samples: int) -> None:
-        """Take what a leaf says of a microbatch of so many samples."""
-        for name, value in (("loss", report.loss), *report.metrics[:_MOST_METRICS]):
-            if name not in self.sums and len(self.sums) > _MOST_METRICS:
-                continue
+    def add(self, added: MetricSum) -> None:
+        """Add a sum over samples."""
+        name, more, num_samples = added
+        if name in self.sums or len(self.sums) <= MOST_METRICS:
             total, weight = self.sums.get(name, (0.0, 0))
-            if value is not None:
-                total, weight = total + value * num_samples, weight + num_samples
-            self.sums[name] = (total, weight)
+            self.sums[name] = (total + more, weight + num_samples)
 
     def read(self) -> tuple[float | None, Metrics]:
         """Return the mean loss, and the means of the metrics."""
@@ -78,9 +74,9 @@ class Means:
 
 @dataclass(slots=True)
 class Evaluation:
-    """One way through the validation samples, by one cluster."""
+    """One pass over the validation samples, by one cluster."""
 
-    epoch: int  # passes done
+    epoch: int  # passes over the training samples before it
     is_last: bool = False
     cluster_id: str = ""
     next_sample: int = 0
@@ -90,23 +86,21 @@ class Evaluation:
 
 @dataclass(slots=True)
 class Progress:
-    """How far a cluster is, to tell it rates ahead of its updates."""
+    """How far a cluster is, so that rates are sent ahead of its updates."""
 
     version: int
     position: int = 0  # batches that all clusters had trained when it came to that version
-    rates: dict[int, float] = field(default_factory=dict)  # by the update they hold from, as it was told
+    rates: dict[int, float] = field(default_factory=dict)  # sent, by the update they hold from
     num_trained: int = 0  # samples
     num_alone: int = 0  # of them since the last round
     num_samples_seen: int = 0  # samples of all clusters that its weights have learned from
-    anchor_round: RoundId | None = (
-        _NONE  # the round whose average it began from; None: it has no such average
-    )
+    anchor_round: RoundId | None = _NONE  # the round whose average it began from; None: it has none
 
 
 def grant_lease(
     cluster: ClusterState, lease: OpenLease, samples: Sequence[int], placement: Placement
 ) -> list[Send | SendFields]:
-    """Return the orders for a cluster's lease on these samples."""
+    """Return the actions that grant a cluster a lease on these samples."""
     is_evaluation, stops = lease.lease is None, accumulate(lease.num_samples)
     batches = tuple(
         tuple(samples[stop - size : stop]) for stop, size in zip(stops, lease.num_samples, strict=True)
@@ -124,7 +118,7 @@ def grant_lease(
 def send_rates(
     settings: JobSettings, cluster: ClusterState, progress: Progress, num_updates: int, num_clusters: int
 ) -> list[Send]:
-    """Return the rates of so many updates from now on, where the cluster has others."""
+    """Return the rates of the next so many updates, where they are not what the cluster was sent."""
     latest = max((update for update in progress.rates if update <= progress.version), default=0)
     progress.rates = {update: rate for update, rate in progress.rates.items() if update >= latest}
     told = progress.rates.get(latest)
@@ -139,22 +133,24 @@ def send_rates(
     return sends
 
 
-_OPEN_LEASES = 2  # per cluster: one under way, one ready behind it
+_OPEN_LEASES = 2  # per cluster: one that is trained, one that waits
 
 
 class Ledger:
-    """Hands out leases, counts what comes back, evaluates between epochs and at the end."""
+    """Grants leases, counts those that are done, evaluates between epochs and at the end."""
 
     def __init__(self, settings: JobSettings) -> None:
         self.settings = self._settings = settings
         self.num_counted = 0  # samples trained so far, over all epochs
         self._next_lease = self._next_microbatch = 0
+        self.num_starts = 0
         self.restart()
 
     def restart(self, books: LedgerState | None = None) -> int:
-        """Begin from the first weights, or from a checkpoint; return the samples whose training is lost."""
+        """Begin from the first weights, or from a checkpoint; return how many samples lose their training."""
         settings = self._settings
         chunk = settings.chunk_batches * settings.batch_size
+        self.num_starts += 1
         lost, self.num_counted = self.num_counted, books.num_counted if books else 0
         self._microbatches, self._chunk_batches = 1, settings.chunk_batches
         if books is None:
@@ -164,7 +160,7 @@ class Ledger:
             self._chunk_batches = books.leases["chunk_size"] // settings.batch_size
         self._open: dict[LeaseId, OpenLease] = {}
         self._progress: dict[str, Progress] = {}
-        self._awaited: dict[MicrobatchId, Awaited] = {}
+        self._awaited: list[OpenLease] = []  # granted, and their epochs are under way; by microbatch
         self._means: defaultdict[int, Means] = defaultdict(Means)
         self._dropped: Counter[int] = Counter()
         self._evaluation: Evaluation | None = None
@@ -177,7 +173,7 @@ class Ledger:
         return lost - self.num_counted
 
     def cut(self, microbatches: int, chunk_batches: int) -> None:
-        """Follow a first plan: batches travel in so many pieces, and so many of them are leased at once."""
+        """Follow a first plan: a batch travels as so many microbatches, and a lease has so many batches."""
         self._microbatches = microbatches
         if not self.num_counted:
             self._chunk_batches = chunk_batches
@@ -186,7 +182,7 @@ class Ledger:
 
     @property
     def books(self) -> LedgerState:
-        """What is trained, for a checkpoint."""
+        """The state of the books, for a checkpoint."""
         leases = self._book.state()
         again = sorted([*((epoch, chunk) for _, epoch, chunk, _ in leases["open"]), *leases["requeued"]])
         leases["open"], leases["requeued"] = [], again
@@ -194,7 +190,7 @@ class Ledger:
 
     @property
     def is_finished(self) -> bool:
-        """Whether all is counted, or nothing more will be, and no evaluation is under way."""
+        """Whether all samples are counted, or no more will be, and no evaluation is under way."""
         return self._evaluation is None and (
             self._book.is_finished or (self._is_stopped and not self._book.open_leases)
         )
@@ -208,11 +204,11 @@ class Ledger:
 
     @property
     def open_leases(self) -> tuple[OpenLease, ...]:
-        """What clusters are at work on, oldest first."""
+        """Leases under way, oldest first."""
         return tuple(self._open.values())
 
     def knows(self, cluster: ClusterState) -> bool:
-        """Return whether a cluster's weights hold something of what was trained."""
+        """Return whether a cluster's weights have learned anything."""
         progress = self._progress.get(cluster.cluster_id)
         return progress is not None and bool(progress.anchor_round or progress.num_trained > 0)
 
@@ -221,7 +217,7 @@ class Ledger:
         return self._of(cluster).num_samples_seen
 
     def most_trained(self, clusters: Iterable[ClusterState]) -> ClusterState:
-        """Return the cluster that knows most, and of equals the one that trained most itself."""
+        """Return the cluster whose weights saw most samples; of equals, the one that trained most."""
         return max(clusters, key=lambda each: (self.samples_seen(each), self._of(each).num_trained))
 
     def anchor_round(self, clusters: Iterable[ClusterState]) -> RoundId | None:
@@ -230,17 +226,17 @@ class Ledger:
         return max((anchor_round for anchor_round in anchor_rounds if anchor_round is not None), default=None)
 
     def forget_averages(self, clusters: Iterable[ClusterState]) -> None:
-        """Note that none of these, nor those before them, keeps the average of a round any more."""
+        """Record that neither these clusters nor those before them keep the average of a round any more."""
         for progress in (*map(self._of, clusters), *self._progress.values()):
             progress.anchor_round = None
 
     def stand_still(self, clusters: Iterable[ClusterState]) -> None:
-        """Note that the hub was away: nobody knows which average who has, and nothing is evaluated."""
+        """Record that the hub was away: no average is known to be anywhere, and no evaluation goes on."""
         self._evaluation = None
         self.forget_averages(clusters)
 
     def inherit(self, cluster: ClusterState, cluster_id: str, is_whole: bool) -> None:
-        """Let a cluster go on from where another was; it has that one's average if it has all of it."""
+        """Let a cluster go on from another; it has the average of that one if it has its whole state."""
         before = self._progress.get(cluster_id) or Progress(0, self._position, anchor_round=None)
         version = max(1, before.version)  # 0 is for what the hub gave, the same in all stages
         after = Progress(version, self._position, num_trained=before.num_trained)
@@ -252,7 +248,7 @@ class Ledger:
         cluster.version, self._progress[cluster.cluster_id] = version, after
 
     def note_averaged(self, clusters: Iterable[ClusterState], round_id: RoundId) -> None:
-        """Note that these clusters share what they know."""
+        """Record that a round averaged the weights of these clusters."""
         shared = [self._of(cluster) for cluster in clusters]
         seen = max((each.num_samples_seen - each.num_alone for each in shared), default=0)
         seen += sum(each.num_alone for each in shared)
@@ -260,43 +256,84 @@ class Ledger:
             each.anchor_round, each.num_alone, each.num_samples_seen = round_id, 0, seen
 
     def release(self, cluster: ClusterState) -> tuple[int, int]:
-        """Take back what a cluster that ends was at work on; return those samples, and what it alone knew."""
+        """Take back the leases of a cluster that ends; return their samples, and those it alone has seen."""
         given_back, progress = self.give_back(cluster), self._of(cluster)
-        progress.anchor_round = None  # its nodes may be given other weights before somebody goes on from it
+        progress.anchor_round = None  # its nodes may get other weights before a cluster goes on from it
         return given_back, progress.num_alone
 
     def forget_others(self, cluster_ids: Collection[str]) -> None:
-        """Forget how far clusters were that are no more, and whose state nobody holds."""
+        """Forget the progress of all clusters but these."""
         self._progress = {each: far for each, far in self._progress.items() if each in cluster_ids}
 
     def give_back(self, cluster: ClusterState) -> int:
-        """Take back what a cluster that stands still was at work on; return those samples."""
+        """Take back the leases of a cluster that stands still; return their samples."""
         self._book.release(cluster.cluster_id)
         given_back = [lease for lease in self._open.values() if lease.cluster_id == cluster.cluster_id]
         for lease in given_back:
             del self._open[lease.number]
-        self._awaited = {key: of for key, of in self._awaited.items() if of.cluster_id != cluster.cluster_id}
+        self._awaited = [lease for lease in self._awaited if lease.cluster_id != cluster.cluster_id]
         if self._evaluation and self._evaluation.cluster_id == cluster.cluster_id:
             again = Evaluation(self._evaluation.epoch, self._evaluation.is_last)
             self._evaluation = None if self._is_stopped and not again.is_last else again
         return sum(sum(lease.num_samples) for lease in given_back if lease.lease)
 
-    def awaits(self, microbatch: MicrobatchId) -> bool:
-        """Return whether a microbatch is trained whose loss was not told yet."""
-        return microbatch in self._awaited
+    @property
+    def means(self) -> dict[int, Means]:
+        """What was reported of the epochs that are under way, from 0."""
+        return dict(self._means)
+
+    @property
+    def num_granted(self) -> int:
+        """How many microbatches were granted so far."""
+        return self._next_microbatch
+
+    def version(self, cluster: ClusterState) -> int:
+        """Return how many updates a cluster has made, as far as the books know."""
+        progress = self._progress.get(cluster.cluster_id)
+        return cluster.version if progress is None else progress.version
+
+    @property
+    def awaited_leases(self) -> set[LeaseId]:
+        """Leases of which reports count: open ones, and all of epochs that are under way."""
+        return {lease.number for lease in self._awaited} | self._open.keys()
+
+    def find_training(self, microbatch: MicrobatchId) -> OpenLease | None:
+        """Return the lease under which a microbatch is or was trained, in an epoch that is under way."""
+        number = bisect_right(self._awaited, microbatch, key=lambda lease: lease.first_microbatch)
+        lease = self._awaited[number - 1] if number else None
+        return lease if lease is not None and microbatch in lease.microbatches else None
+
+    def find_evaluation(self, cluster: ClusterState, microbatch: MicrobatchId) -> OpenLease | None:
+        """Return the open lease under which a cluster evaluates a microbatch."""
+        lease = self._find(cluster, microbatch)
+        return lease if lease is not None and lease.lease is None and self._evaluation is not None else None
+
+    def is_under_way(self, epoch: int) -> bool:
+        """Return whether an epoch, from 0, is begun and not over."""
+        return 0 < self._book.num_counted(epoch) < self._settings.num_samples or any(
+            lease.lease is not None and lease.lease.epoch == epoch for lease in self._awaited
+        )
+
+    def ends_epoch(self, number: LeaseId) -> bool:
+        """Return whether an epoch is over when this lease is done."""
+        opened = self._open.get(number)
+        if opened is None or opened.lease is None:
+            return False
+        num_counted = self._book.num_counted(opened.lease.epoch) + sum(opened.num_samples)
+        return num_counted == self._settings.num_samples
 
     def is_busy(self, cluster: ClusterState) -> bool:
-        """Return whether a cluster is at work on something."""
+        """Return whether a cluster has a lease under way."""
         return any(lease.cluster_id == cluster.cluster_id for lease in self._open.values())
 
     def stop(self) -> None:
-        """Lease nothing more; what is under way goes on."""
+        """Grant no more leases; those under way go on."""
         self._is_stopped = True
         if self._evaluation and not self._evaluation.is_last and not self._evaluation.next_sample:
             self._evaluation = None
 
     def give_up_leases(self) -> None:
-        """Wait no longer for what is under way."""
+        """Wait no longer for leases under way."""
         assert self._is_stopped
         for lease in self.open_leases:
             self._book.release(lease.cluster_id)
@@ -304,14 +341,14 @@ class Ledger:
         self._evaluation = None
 
     def start_evaluation(self) -> None:
-        """Evaluate what all epochs made, if there is something to evaluate with."""
+        """Evaluate the last weights, if there are validation samples."""
         assert self.is_finished, "the last evaluation comes when all is trained"
         if self._settings.num_validation:
             passes = -(-self.num_counted // self._settings.num_samples)
             self._evaluation = Evaluation(passes, is_last=True)
 
     def fill(self, placement: Placement) -> list[Send | SendFields]:
-        """Grant leases until every cluster that may has two."""
+        """Grant leases until every running cluster that is not draining has two."""
         orders: list[Send | SendFields] = []
         for cluster in placement.running:
             if cluster.phase is ClusterPhase.DRAINING:
@@ -324,7 +361,7 @@ class Ledger:
         return orders
 
     def take_done(self, cluster: ClusterState, done: LeaseDone) -> list[EpochDone] | str:
-        """Count a lease that its root reports; return what is to be told, or why not."""
+        """Count a lease that its root reports; return the epoch that it ends, or why it does not count."""
         open_lease = self._open.get(done.lease)
         if open_lease is None or open_lease.cluster_id != cluster.cluster_id or open_lease.lease is None:
             return f"lease {done.lease} is not open for cluster {cluster.name}"
@@ -343,40 +380,43 @@ class Ledger:
         is_epoch = self._book.num_counted(lease.epoch) == self._settings.num_samples
         return [self._end_epoch(lease.epoch)] if is_epoch else []
 
-    def take_report(self, cluster: ClusterState, report: StepReport) -> list[Evaluated] | str:
-        """Take what the leaf says of a microbatch; return what is to be told, or why not."""
-        if report.version > self._next_microbatch + 1:  # an update is of a microbatch at least
-            return f"cluster {cluster.name} cannot have made {report.version} updates"
-        awaited = self._awaited.get(report.microbatch)
-        if awaited is not None and awaited.cluster_id == cluster.cluster_id:
-            del self._awaited[report.microbatch]
-            self.num_reported += awaited.num_samples
-            self._loss = report.loss
-            progress = self._of(cluster)
-            if report.version > progress.version:
-                self.num_updates += report.version - progress.version
-                progress.version, progress.position = report.version, self._position
-            self._means[awaited.epoch].add(report, awaited.num_samples)
-            return []
-        lease = self._find(cluster, report.microbatch)
-        evaluation = self._evaluation
-        if lease is None or lease.lease or report.microbatch in lease.ended or evaluation is None:
-            return f"microbatch {report.microbatch} of cluster {cluster.name} is not awaited"
-        num_samples = lease.num_samples[report.microbatch - lease.first_microbatch]
-        evaluation.means.add(report, num_samples)
-        evaluation.num_samples += num_samples
-        return self._end_evaluation_microbatch(cluster, lease, report.microbatch)
+    def record(self, reported: TrainingReported) -> None:
+        """Record what clusters have reported; one that is no more has no version any longer."""
+        self.num_reported, self._loss = reported.num_reported, reported.loss
+        means: defaultdict[int, Means] = defaultdict(Means)
+        for epoch, added in reported.sums:
+            means[epoch].add(added)
+        self._means |= means
+        for found in reported.versions:
+            progress = self._progress.get(found.cluster_id)
+            if progress is not None and found.version > progress.version:
+                self.num_updates += found.version - progress.version
+                progress.version = found.version
+                progress.position = self._settings.position(found.num_reported)
 
-    def take_dropped(self, cluster: ClusterState, dropped: DroppedMicrobatch) -> list[Evaluated] | str:
-        """Note that a microbatch is lost; training counts it, evaluation goes on without it."""
+    def record_evaluation(self, cluster: ClusterState, reported: EvaluationReported) -> list[Evaluated] | str:
+        """Record an evaluation lease that is over; return what is to be told, or why not."""
+        lease, evaluation = self._open.get(reported.lease), self._evaluation
+        if lease is None or lease.lease or lease.cluster_id != cluster.cluster_id or evaluation is None:
+            return f"lease {reported.lease} is not open for cluster {cluster.name}"
+        del self._open[lease.number]
+        for added in reported.sums:
+            evaluation.means.add(added)
+        evaluation.num_samples += reported.num_samples
+        is_last = evaluation.next_sample == self._settings.num_validation
+        if not is_last or any(other.lease is None for other in self._open.values()):
+            return []
+        self._evaluation, self._evaluated = None, evaluation.epoch
+        loss, metrics = evaluation.means.read()
+        return [Evaluated(evaluation.epoch, cluster.name, evaluation.num_samples, loss, metrics)]
+
+    def record_dropped(self, cluster: ClusterState, dropped: DroppedMicrobatch) -> str | None:
+        """Record that a microbatch under way is lost; return why not, if it is not under way."""
         lease = self._find(cluster, dropped.microbatch)
-        if lease is None or dropped.microbatch in lease.ended:
+        if lease is None or dropped.microbatch in lease.dropped:
             return f"microbatch {dropped.microbatch} of cluster {cluster.name} is not under way"
-        if lease.lease is None:
-            return self._end_evaluation_microbatch(cluster, lease, dropped.microbatch)
-        lease.ended.add(dropped.microbatch)
-        self._awaited.pop(dropped.microbatch, None)
-        return []
+        lease.dropped.add(dropped.microbatch)
+        return None
 
     @property
     def _position(self) -> int:
@@ -391,23 +431,8 @@ class Ledger:
 
     def _end_epoch(self, epoch: int) -> EpochDone:
         loss, _ = self._means.pop(epoch, Means()).read()
-        self._awaited = {key: of for key, of in self._awaited.items() if of.epoch != epoch}
+        self._awaited = [each for each in self._awaited if each.lease and each.lease.epoch != epoch]
         return EpochDone(epoch + 1, self._settings.num_samples, self._dropped.pop(epoch), loss)
-
-    def _end_evaluation_microbatch(
-        self, cluster: ClusterState, lease: OpenLease, microbatch: MicrobatchId
-    ) -> list[Evaluated]:
-        evaluation = self._evaluation
-        assert evaluation is not None
-        lease.ended.add(microbatch)
-        if len(lease.ended) == len(lease.num_samples):
-            del self._open[lease.number]
-        is_last = evaluation.next_sample == self._settings.num_validation
-        if not is_last or any(other.lease is None for other in self._open.values()):
-            return []
-        self._evaluation, self._evaluated = None, evaluation.epoch
-        loss, metrics = evaluation.means.read()
-        return [Evaluated(evaluation.epoch, cluster.name, evaluation.num_samples, loss, metrics)]
 
     def _grant(self, cluster: ClusterState, placement: Placement) -> list[Send | SendFields]:
         evaluation = self._due_evaluation(placement.running)
@@ -418,8 +443,7 @@ class Ledger:
             return []
         samples = [int(index) for index in self._book.samples(lease)]
         opened = self._open_lease(cluster, lease, len(samples))
-        for microbatch, size in zip(opened.microbatches, opened.num_samples, strict=True):
-            self._awaited[MicrobatchId(microbatch)] = Awaited(cluster.cluster_id, lease.epoch, size)
+        self._awaited.append(opened)
         return [
             *self._set_rates(cluster, len(placement.running)),
             *grant_lease(cluster, opened, samples, placement),

@@ -1,4 +1,4 @@
-"""What people are told: records that can be logged, and each of them as one line."""
+"""Notices: what people are told, as records, and each record as one sentence."""
 
 from dataclasses import dataclass
 from typing import assert_never
@@ -11,14 +11,14 @@ from ravnest.units import show_flops, show_rate, show_seconds
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """A peer came."""
+    """A peer joined."""
 
     node: NodeId
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What is believed of a peer's speed and links; the fault is why that was not measured."""
+    """The speed and links of a peer that plans count on; the fault says why they were not measured."""
 
     node: Node
     fault: str = ""
@@ -34,14 +34,14 @@ class Resumed:
 
 @dataclass(frozen=True, slots=True)
 class Returned:
-    """A peer has found the hub again, with what it had."""
+    """A peer has found the hub again, with the state it had."""
 
     node: NodeId
 
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """A peer's link is lost; it is waited for."""
+    """The link of a peer is lost; the hub waits for it so many seconds."""
 
     node: NodeId
     reason: str
@@ -50,7 +50,7 @@ class Missing:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """A peer went."""
+    """A peer left, and why."""
 
     node: NodeId
     reason: str
@@ -58,7 +58,7 @@ class Left:
 
 @dataclass(frozen=True, slots=True)
 class Leaving:
-    """A peer goes as soon as others have what it has."""
+    """A peer leaves as soon as others have its state."""
 
     node: NodeId
     reason: str
@@ -66,7 +66,7 @@ class Leaving:
 
 @dataclass(frozen=True, slots=True)
 class SpeedChanged:
-    """A peer computes so many times as fast as before, for a while already."""
+    """A peer has been so many times as fast as before, for a while."""
 
     node: NodeId
     times: float
@@ -81,7 +81,7 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True)
 class PlanFormed:
-    """A plan, and what it promises."""
+    """A plan, and its forecast."""
 
     plan: Plan
     samples_per_second: float
@@ -92,7 +92,7 @@ class PlanFormed:
 
 @dataclass(frozen=True, slots=True)
 class Repaired:
-    """How it goes on."""
+    """A repaired plan, and its reason."""
 
     plan: Plan
     reason: str
@@ -108,7 +108,7 @@ class ClusterStarted:
 
 @dataclass(frozen=True, slots=True)
 class ClusterBroken:
-    """A cluster stands still, for somebody is missing; what it was at is trained again."""
+    """A cluster stands still because a node is missing; the samples of its leases are trained again."""
 
     cluster: str
     reason: str
@@ -126,7 +126,7 @@ class Recovered:
 
 @dataclass(frozen=True, slots=True)
 class ClusterDissolved:
-    """A cluster is given up; others train the samples it was at."""
+    """A cluster is given up; others train the samples of its leases."""
 
     cluster: str
     reason: str
@@ -136,7 +136,7 @@ class ClusterDissolved:
 
 @dataclass(frozen=True, slots=True)
 class WorkLost:
-    """Nobody is left who knows what was trained on so many samples; they are trained again."""
+    """The training of so many samples is lost with the peers that had it; they are trained again."""
 
     num_samples: int
 
@@ -196,7 +196,7 @@ class RoundEnded:
 
 @dataclass(frozen=True, slots=True)
 class Checkpointed:
-    """What was trained so far is on disk."""
+    """A checkpoint is on disk."""
 
     num_samples: int
     seconds: float
@@ -204,7 +204,7 @@ class Checkpointed:
 
 @dataclass(frozen=True, slots=True)
 class NotCheckpointed:
-    """It is not, and why; training goes on."""
+    """A checkpoint was not made, and why; training goes on."""
 
     reason: str
 
@@ -255,7 +255,7 @@ Notice = (
 
 
 def show_notice(news: Notice) -> str:  # noqa: C901, PLR0912 - one short case for each
-    """Return what happened as a sentence."""
+    """Return a notice as a sentence."""
     match news:
         case Joined(node):
             return f"{node} joined"

@@ -137,6 +137,10 @@ class Placement:
         """Return the cluster a node has a stage in."""
         return self._cluster_by_node.get(name)
 
+    def find_cluster(self, cluster_id: str) -> ClusterState | None:
+        """Return the cluster of this id, if it is of the plan."""
+        return next((each for each in self._clusters if each.cluster_id == cluster_id), None)
+
     def build_id(self, name: NodeId) -> int:
         """Return the number of the build that a member follows."""
         return self.membership[name].build_id

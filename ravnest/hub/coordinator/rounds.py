@@ -130,6 +130,10 @@ class Rounds:
         """When the open round expires; None when no round is open."""
         return self._deadline if self._decision else None
 
+    def awaits_only(self, name: NodeId) -> bool:
+        """Return whether the open round ends with the vote of this node."""
+        return self._decision is not None and self._decision.missing == {name}
+
     def open_due(self, now: float) -> list[Send]:
         """Order a round if the clusters have trained enough for it, or may try the last one again."""
         running = self._placement.running
@@ -206,16 +210,21 @@ class Rounds:
                 return Send(sender, outcome)
         return Refusal(f"{sender} asks for round {query.round_id}, whose outcome is not known")
 
-    def _is_time(self, now: float) -> bool:
-        """Return whether clusters have trained enough, on average, and the last round would be over."""
-        since = self._due_at = now if self._due_at is None else self._due_at
-        num_updates = self._ledger.num_updates - self._num_updates
-        num_batches = num_updates / len(self._placement.running)
+    def is_due(self, num_updates: int, now: float) -> bool:
+        """Return whether a round would be due, on average, if clusters had made so many updates."""
+        if self._decision or self._due_at is None or len(self._placement.running) < 2:
+            return False
+        num_batches = (num_updates - self._num_updates) / len(self._placement.running)
         if self._settings.average_every is not None:
             return num_batches >= self._settings.average_every
         seconds = self._seconds or self._foreseen
         share = self._config.averaging_share if self._config.averaging is Averaging.BLOCKING else 1.0
-        return num_batches >= _LEAST_BATCHES and now >= since + seconds / share
+        return num_batches >= _LEAST_BATCHES and now >= self._due_at + seconds / share
+
+    def _is_time(self, now: float) -> bool:
+        """Return whether clusters have trained enough, on average, and the last round would be over."""
+        self._due_at = now if self._due_at is None else self._due_at
+        return self.is_due(self._ledger.num_updates, now)
 
     def _open(self, clusters: tuple[ClusterState, ...], now: float, is_final: bool = False) -> list[Send]:
         assert self._decision is None, "one round at a time"

@@ -1,11 +1,11 @@
-"""Notices when training goes wrong: a loss that leaps and stays up, or microbatches that are no numbers.
+"""Loss guard: finds training that goes wrong, by a loss that leaps and stays up or by dropped microbatches.
 
-It looks at the median of each cluster's losses, so one hard microbatch is no alarm, and at who dropped
-the others. What is asked of an alarm is that nobody would doubt it; small troubles training heals by itself.
+It compares the median of each cluster's losses with the best median so far, so one hard microbatch is no
+alarm. An alarm has to be beyond doubt; training heals small troubles by itself.
 """
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from statistics import median, pstdev
 
@@ -27,12 +27,13 @@ class Alarm:
 @dataclass(slots=True)
 class _Record:
     losses: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW))
+    middle: float | None = None  # the median, once there are enough losses
     is_dropped: deque[bool] = field(default_factory=lambda: deque(maxlen=_WINDOW))
     droppers: Counter[NodeId] = field(default_factory=Counter)
 
 
 class LossGuard:
-    """Clusters by their cluster_ids; what was best is the best of all of them."""
+    """Keeps the last losses of each cluster, by cluster_id; the best median is that of all clusters."""
 
     def __init__(self) -> None:
         self._first: float | None = None  # median
@@ -40,42 +41,43 @@ class LossGuard:
         self.go_back()
 
     def go_back(self) -> None:
-        """Forget what went wrong, when training goes back, and not how good it was."""
+        """Forget what went wrong, because training goes back; keep the best median."""
         self._records: defaultdict[str, _Record] = defaultdict(_Record)
+        self._uneasy: set[str] = set()  # clusters that are half way to an alarm
         self.alarm: Alarm | None = None
 
     @property
     def is_calm(self) -> bool:
-        """Whether what is trained now is worth keeping: no cluster is half way to an alarm."""
-        return self.alarm is None and all(
-            not self._is_high(record.losses, 0.5) and sum(record.is_dropped) < _STORM * _WINDOW / 2
-            for record in self._records.values()
-        )
+        """Whether the present weights are worth a checkpoint: no cluster is half way to an alarm."""
+        return self.alarm is None and not self._uneasy
 
     def forget_others(self, cluster_ids: Collection[str]) -> None:
-        """Look no longer at clusters that are no more: their losses would stay as they were."""
+        """Forget all clusters but these: the losses of one that is no more would never change."""
         for cluster_id in self._records.keys() - set(cluster_ids):
             del self._records[cluster_id]
+        self._uneasy &= self._records.keys()
 
     def note_loss(self, cluster_id: str, cluster: str, loss: float | None) -> None:
-        """Take what a leaf says of a microbatch."""
+        """Add the loss of a microbatch that a leaf reports."""
         if loss is None:
             return
         record = self._records[cluster_id]
         record.losses.append(loss)
         record.is_dropped.append(False)
-        if len(record.losses) < _WINDOW:
-            return
-        middle = median(record.losses)
-        if self._first is None or middle < self._best:
-            self._first = middle if self._first is None else self._first
-            self._best, self._spread = middle, pstdev(record.losses)
-        elif self._is_high(record.losses, 1.0):
-            told = f"the loss of cluster {cluster} is {middle:.3g}, and was {self._best:.3g}"
-            self.alarm = self.alarm or Alarm(told, f"cluster {cluster}")
+        if len(record.losses) == _WINDOW:
+            middle = record.middle = median(record.losses)
+            if self._first is None or middle < self._best:
+                self._first = middle if self._first is None else self._first
+                self._best, self._spread = middle, pstdev(record.losses)
+                for each in self._records:  # they are further from the best now
+                    self._judge(each)
+            elif self._is_high(middle, 1.0):
+                told = f"the loss of cluster {cluster} is {middle:.3g}, and was {self._best:.3g}"
+                self.alarm = self.alarm or Alarm(told, f"cluster {cluster}")
+        self._judge(cluster_id)
 
     def note_dropped(self, cluster_id: str, node: NodeId) -> None:
-        """Take note of a microbatch that was no number in a node's stage."""
+        """Add a microbatch that a node dropped because its values were no finite numbers."""
         record = self._records[cluster_id]
         record.is_dropped.append(True)
         record.droppers[node] += 1
@@ -84,11 +86,20 @@ class LossGuard:
             suspect = max(record.droppers, key=lambda name: record.droppers[name])
             told = f"{num_dropped} of the last {_WINDOW} microbatches were dropped"
             self.alarm = self.alarm or Alarm(told, suspect)
+        self._judge(cluster_id)
 
-    def _is_high(self, losses: Sequence[float], share: float) -> bool:
-        if self._first is None or len(losses) < _WINDOW:
+    def _judge(self, cluster_id: str) -> None:
+        record = self._records[cluster_id]
+        is_dropping = sum(record.is_dropped) >= _STORM * _WINDOW / 2
+        if is_dropping or self._is_high(record.middle, 0.5):
+            self._uneasy.add(cluster_id)
+        else:
+            self._uneasy.discard(cluster_id)
+
+    def _is_high(self, middle: float | None, share: float) -> bool:
+        if self._first is None or middle is None:
             return False
         leap = max(
             _DEVIATIONS * self._spread, _OF_BEST * abs(self._best), _OF_FALL * (self._first - self._best)
         )
-        return median(losses) > self._best + share * leap
+        return middle > self._best + share * leap

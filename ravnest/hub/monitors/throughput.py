@@ -1,7 +1,7 @@
-"""Who has become slower, or faster, than the plan knows: for long, not for a moment.
+"""Throughput: finds nodes that have been slower, or faster, than the plan knows for long.
 
-A node is compared with itself since its stage was built, and with the others: what slows all of them down, as
-on a PC that they share, is nobody's fault.
+A node is compared with itself since its stage was built, and with the other nodes: a busy PC that several
+nodes share slows all of them, and no plan could help.
 """
 
 from collections import deque
@@ -13,8 +13,8 @@ from ravnest.ids import NodeId
 from ravnest.protocol.training import StepReport
 
 _OTHER_TIMES = 1.5  # as slow, or as fast
-_COLD, _USUAL, _RECENT = 1, 3, 2  # readings: the first one, which says little; what is usual; what is now
-_LEAST_SECONDS, _MOST_SECONDS = 1e-9, 86_400.0  # of a piece of work: nothing else is believed
+_COLD, _USUAL, _RECENT = 1, 3, 2  # readings: the first, which says little; the usual ones; the last ones
+_LEAST_SECONDS, _MOST_SECONDS = 1e-9, 86_400.0  # of a report that is believed
 
 
 @dataclass(slots=True)
@@ -22,12 +22,12 @@ class _Speed:
     """Seconds per sample of one stage."""
 
     build_id: int
-    since: float  # of the reading that is made
+    since: float  # when the present reading began
     seconds: float = 0.0
     num_samples: int = 0
     first: list[float] = field(default_factory=list)
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
-    other_since: float | None = None  # how long it is not as usual
+    other_since: float | None = None  # when it ceased to be as usual
 
     def add(self, seconds: float, num_samples: int, now: float, reading_seconds: float) -> bool:
         """Add the time of some work; return whether a reading is complete.
@@ -47,24 +47,24 @@ class _Speed:
 
     @property
     def times(self) -> float | None:
-        """How many times as fast as usual it is, once that can be said."""
+        """How many times as fast as usual it is, once there are enough readings."""
         is_known = len(self.recent) == _RECENT
         return median(self.first[_COLD:]) / fmean(self.recent) if is_known else None
 
 
 class ThroughputMonitor:
-    """Hears what stages report of their work."""
+    """Reads the seconds that stages report of their work."""
 
     def __init__(self, timeouts: HubTimeouts = TIMEOUTS.hub) -> None:
         self._timeouts = timeouts
         self._speeds: dict[NodeId, _Speed] = {}
 
     def forget(self, name: NodeId) -> None:
-        """Somebody went."""
+        """Forget a node that has left."""
         self._speeds.pop(name, None)
 
     def note(self, name: NodeId, report: StepReport, now: float) -> float | None:
-        """Take a report; return how many times as fast its node is by now, if it is so for long."""
+        """Add a report; return how many times as fast its node is now, if it has been so for long."""
         seconds = report.forward_seconds + report.backward_seconds
         if report.num_samples < 1 or not _LEAST_SECONDS <= seconds <= _MOST_SECONDS:
             return None  # an evaluation, or nonsense
@@ -82,5 +82,5 @@ class ThroughputMonitor:
         since = speed.other_since = now if speed.other_since is None else speed.other_since
         if now < since + self._timeouts.speed_change_seconds:
             return None
-        del self._speeds[name]  # what is usual is another now
+        del self._speeds[name]  # the new speed is the usual one
         return times

@@ -9,7 +9,7 @@ file is read.
 import contextlib
 import errno
 import sqlite3
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
@@ -19,13 +19,12 @@ import msgspec
 from ravnest.config import TIMEOUTS, HubTimeouts
 from ravnest.errors import ConfigError, ProtocolError, RavnestError
 from ravnest.hub.coordinator.coordinator import Coordinator
-from ravnest.hub.coordinator.events import Action, Event, JobGiven, Received
+from ravnest.hub.coordinator.events import Event, JobGiven, Received
 from ravnest.hub.service.status import NO_JOB, Status, StatusTracker
 from ravnest.ids import NodeId
 from ravnest.protocol import wire
-from ravnest.protocol.messages import Refusal
 
-LOG_SCHEMA = 1  # of the log; it changes with whatever makes old events unreadable or differently meant
+LOG_SCHEMA = 2  # it changes when old events cannot be read any more, or mean something else
 _LOG, _LOCK = "hub.sqlite", "hub.lock"
 _EVENTS = "CREATE TABLE events (number INTEGER PRIMARY KEY, kind TEXT NOT NULL, body BLOB NOT NULL)"
 _MOST_EVENT_BYTES = 64 << 20
@@ -136,7 +135,7 @@ class EventLog:
 
     def _open_to_write(self, opened: contextlib.ExitStack) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
-        # Not a lock on the log itself, which would keep readers out; the system frees it when we die.
+        # A lock on the log itself would keep readers out; the system frees this one when the process ends.
         lock = sqlite3.connect(self._folder / _LOCK, timeout=0.0, isolation_level=None)
         opened.callback(lock.close)
         lock.execute("BEGIN EXCLUSIVE")
@@ -159,17 +158,8 @@ class EventLog:
             )
 
 
-def apply_logged(hub: Coordinator, event: Event, log: Callable[[Event], None]) -> tuple[Action, ...]:
-    """Let the hub decide; an event that changes something is in the log when this returns its orders."""
-    is_heard = hub.concerns(event)
-    orders = hub.apply(event)
-    if is_heard and not (orders and isinstance(orders[0], Refusal)):
-        log(event)
-    return orders
-
-
 def read_watch(folder: Path, timeouts: HubTimeouts = TIMEOUTS.hub) -> StatusTracker | None:
-    """Return the state of this folder's log with what people were told; None while it has no job."""
+    """Return the coordinator of this folder's log with its status; None while the log has no job."""
     with EventLog(folder, is_read_only=True) as store:
         watch = None
         for event in store.events():
@@ -219,11 +209,12 @@ def _refused_if_unfit(event: Event | None, where: str = "") -> Iterator[None]:
 
 @contextlib.contextmanager
 def _explained(folder: Path) -> Iterator[None]:
-    """Say what an error of the disk means for whoever started the hub."""
+    """Turn an error of the disk into a sentence for the person who started the hub."""
     try:
         yield
     except sqlite3.Error as error:
-        advice = next((text for sign, text in _ADVICE.items() if sign in str(error)), str(error))
+        reason = f"{_ADVICE['malformed']} ({str(error)[:100]!r})"
+        advice = next((text for sign, text in _ADVICE.items() if sign in str(error)), reason)
         raise ConfigError(f"{folder}: {advice}") from error
     except UnicodeDecodeError as error:  # of SQLite's own words, which quote the file
         raise ConfigError(f"{folder}: {_ADVICE['malformed']}") from error

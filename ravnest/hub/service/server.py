@@ -36,9 +36,10 @@ from ravnest.hub.coordinator.events import (
 )
 from ravnest.hub.coordinator.notices import Missing, Notice
 from ravnest.hub.coordinator.planner import SEARCH_PLANNER, Planner
+from ravnest.hub.monitors.monitored import MonitoredCoordinator, Watch
 from ravnest.hub.service.admission import Admission
 from ravnest.hub.service.data_service import DataService
-from ravnest.hub.service.event_log import EventStore, apply_logged
+from ravnest.hub.service.event_log import EventStore
 from ravnest.hub.service.owner import Owner
 from ravnest.hub.service.probe_reports import ProbeReports
 from ravnest.ids import NodeId
@@ -59,6 +60,7 @@ from ravnest.protocol.membership import (
 from ravnest.protocol.messages import Message, Refusal
 from ravnest.protocol.placement import PlanOrder, RingOrder
 from ravnest.protocol.tensors import Buffer
+from ravnest.protocol.training import StepReport
 from ravnest.transfer.blobs import Blobs
 from ravnest.transfer.exchange import ContentMessage, Exchange
 from ravnest.transfer.outbox import Outbox, Outgoing
@@ -75,7 +77,7 @@ class HubParts:
 
     planner: Planner = SEARCH_PLANNER
     timeouts: Timeouts = TIMEOUTS
-    watch: Callable[[Event, tuple[Action, ...]], None] | None = None  # sees every event after it is applied
+    watch: Watch | None = None  # sees every event after it is applied, and every report of a stage
     make_relay: Callable[[NetTimeouts], Relay] = Relay
     map_addresses: Callable[[Sequence[str]], tuple[str, ...]] = tuple  # where others reach a peer's addresses
     version: str = PROTOCOL_VERSION  # that peers must speak
@@ -88,7 +90,7 @@ HUB_PARTS = HubParts()
 class Server:
     """One job's hub. `admit` belongs to the transport it runs on; `token` needs no address here.
 
-    `store` gets every event that changes the state, before its actions are carried out; `watch` gets all.
+    `store` gets every event that changes the state, before its actions are carried out.
     """
 
     def __init__(
@@ -106,10 +108,11 @@ class Server:
         self.admit = self._door.admit
         self._relay = relay
         self._tell = tell
-        self._store = store
         self._parts = parts
         self._timeouts = parts.timeouts.hub
         self._in_background = in_background  # runs a function of the owner's where it delays no message
+        log = None if store is None else store.append
+        self._monitored = MonitoredCoordinator(hub, log, parts.watch)
         self.hub = hub  # one with a past goes on
         self._blobs = Blobs()
         self._exchange = Exchange(self._blobs, self._post)
@@ -287,21 +290,18 @@ class Server:
         if self._has_lost_log:
             return
         try:
-            if self._store is None:
-                orders = self.hub.apply(event)
-            else:
-                orders = apply_logged(self.hub, event, self._store.append)
+            orders = self._monitored.apply(event)
         except ConfigError as error:  # also from a timer, which nobody awaits
             self._has_lost_log = True  # what would be logged after a gap could not be replayed
             self.fail(error)
             return
         for order in orders:
             self._carry_out(order)
-        if self._parts.watch is not None:
-            self._parts.watch(event, orders)
+        if not orders and isinstance(event, Received) and isinstance(event.message, StepReport):
+            return  # a report can only put off what is due; the timer may come too early
         if self._timer is not None:
             self._timer.cancel()
-        due = self.hub.due
+        due = self._monitored.due
         self._timer = None if due is None else self._loop.call_at(due - self._ahead, self._tick)
 
     def _tick(self) -> None:

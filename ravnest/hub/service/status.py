@@ -1,6 +1,7 @@
-"""Where a run stands, as a record: made by watching what happens to a hub and what it orders.
+"""Status: where a run stands, as one record.
 
-The same beside a hub at work and beside one that is replayed from its log.
+A StatusTracker observes the events of a coordinator and their actions. It sees the same beside a hub at work
+and beside one that is replayed from its log.
 """
 
 from collections import deque
@@ -37,7 +38,7 @@ class ClusterStatus:
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """What people were told, and when, in seconds of the hub's own time."""
+    """A notice as people read it, and when it came, in seconds of the hub's own time."""
 
     now: float
     text: str
@@ -71,7 +72,7 @@ NO_JOB = Status(0.0, JobPhase.COLLECTING, "", (), (), 0, 0, 0, 0, 0.0, None, Non
 
 
 class StatusTracker:
-    """Let it see every event of a hub, with the orders, after the hub has applied it."""
+    """Show it every event with its actions, after the coordinator has applied it."""
 
     def __init__(self, hub: Coordinator) -> None:
         self.hub = hub
@@ -81,16 +82,16 @@ class StatusTracker:
         self._num_rounds = {True: 0, False: 0}  # by whether they committed
         self._round: RoundEnded | None = None
         self._recent: deque[Said] = deque(maxlen=_RECENT)
-        self._marks: deque[tuple[float, int]] = deque()  # samples reported by then, about every second
+        self._marks: deque[tuple[float, int]] = deque()  # samples reported by then, a second apart or more
 
-    def observe(self, event: Event, orders: tuple[Action, ...]) -> None:
-        """Take note of what happened."""
+    def observe(self, event: Event, actions: tuple[Action, ...]) -> None:
+        """Take an event, or a report of a stage, which changes nothing here."""
         if isinstance(event, JobGiven) and not self._job:
             self._job = event.profile.name
-        for order in orders:
-            match order:
+        for action in actions:
+            match action:
                 case Notify(news):
-                    self._hear(news)
+                    self._observe_notice(news)
                 case Finish():
                     self._say("the job is done, and its weights are here")
                 case Abandon(reason):
@@ -123,8 +124,8 @@ class StatusTracker:
             recent=tuple(self._recent),
         )
 
-    def _hear(self, news: Notice) -> None:
-        if not isinstance(news, Trained):  # too often for a list of what happened
+    def _observe_notice(self, news: Notice) -> None:
+        if not isinstance(news, Trained):  # too many for a list of the recent ones
             self._say(show_notice(news))
         match news:
             case Joined(node):
@@ -143,7 +144,7 @@ class StatusTracker:
     def _mark(self) -> None:
         ledger, now = self.hub.ledger, self.hub.now
         if self.hub.phase is JobPhase.COLLECTING:
-            self._marks.clear()  # what was trained before is lost
+            self._marks.clear()  # training begins anew
         elif not self._marks or now >= self._marks[-1][0] + 1.0:
             self._marks.append((now, ledger.num_reported))
             while len(self._marks) > 1 and self._marks[1][0] <= now - _RATE_SECONDS:
