@@ -369,8 +369,10 @@ class RoundWorld:
             member.opened.round_id if member.opened else 0
         ):
             member.early.append(message)
-        elif isinstance(message, RingPart | RoundCommit | RoundAbort) and member.round is not None:
+        elif isinstance(message, RingPart) and member.round is not None:
             self._pass_on(member, member.round.receive(message))
+        elif isinstance(message, RoundCommit | RoundAbort) and member.round is not None:
+            self._pass_on(member, member.round.conclude(message) or ())
 
     def _open(self, member: Member, opened: RoundOpen) -> None:
         if member.opened is not None and opened.round_id <= member.opened.round_id:
