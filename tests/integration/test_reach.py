@@ -54,11 +54,12 @@ class Relays:
 
     def __init__(self) -> None:
         self.made: list[relay.Relay] = []
-        self.parts = HubParts(make_relay=self._make)
 
-    def _make(self, timeouts: NetTimeouts) -> relay.Relay:
-        self.made.append(relay.Relay(timeouts))
-        return self.made[-1]
+        def make(timeouts: NetTimeouts) -> relay.Relay:
+            self.made.append(relay.Relay(timeouts))
+            return self.made[-1]
+
+        self.parts = HubParts(make_relay=make)
 
     @property
     def num_joined(self) -> int:
@@ -265,7 +266,7 @@ def test_a_hub_that_answers_nowhere_is_told_with_every_address_and_its_reason(tm
     [
         ((), "no token: paste"),
         (("rvn1_a", "--token-file", "-"), "leave one out"),
-        (("--token-file", "no/such/file"), "cannot be read"),
+        (("--token-file", "no/such/file"), "does not exist"),
         (("--token-file", "-"), "truncated"),
         (("@", "--listen", "here"), "'here' is no address"),
         (("@", "--public", "192.0.2.7:0"), "names no port"),

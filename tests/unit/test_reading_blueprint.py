@@ -233,7 +233,7 @@ def test_the_first_stage_receives_nothing():
         (b"null", "the blueprint holds None, not an object"),
         (b"[" * 200_000 + b"]" * 200_000, "nested more than 12 deep"),
         (b'{"a":' * 100_000 + b"1" + b"}" * 100_000, "nested more than 12 deep"),
-        (b'["]",' * 90_000 + b"1" + b',"["]' * 90_000, "is not JSON (RecursionError)"),
+        (b'["]",' * 90_000 + b"1" + b',"["]' * 90_000, "is nested more than 12 deep"),
         (b" " * (MOST_BYTES + 1), "16777217 bytes"),
         (b"[" + b"[]," * 2**20 + b"1]", "brackets; at most"),
         (b"9" * 100_000, "is not JSON (Exceeds the limit"),
