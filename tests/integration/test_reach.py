@@ -265,7 +265,7 @@ def test_a_hub_that_answers_nowhere_is_told_with_every_address_and_its_reason(tm
     [
         ((), "no token: paste"),
         (("rvn1_a", "--token-file", "-"), "leave one out"),
-        (("--token-file", "no/such/file"), "cannot be read"),
+        (("--token-file", "no/such/file"), "no/such/file does not exist"),
         (("--token-file", "-"), "truncated"),
         (("@", "--listen", "here"), "'here' is no address"),
         (("@", "--public", "192.0.2.7:0"), "names no port"),
