@@ -1,6 +1,6 @@
 """Whole rounds in one process, with the hub that ships: drawn order, lost messages, crashes at any action.
 
-Members run `averaging.round.Round`; the hub is `hub.state.Hub`, fed through `hub.store.apply_logged`. Every
+Members run `averaging.round.Round`; the hub is a `Coordinator`, fed through `apply_logged`. Every
 arrival, log write and send is one action of a process; `crash_at` names the action before which it dies. A
 hub comes back with nothing but its log. As in `net`, nothing overtakes between the hub and a member.
 """
@@ -34,7 +34,8 @@ from ravnest.hub.coordinator.events import (
     Tick,
 )
 from ravnest.hub.coordinator.notices import RoundEnded
-from ravnest.hub.service.event_log import apply_logged, read_event, write_event
+from ravnest.hub.monitors.monitored import apply_logged
+from ravnest.hub.service.event_log import read_event, write_event
 from ravnest.plan.assembly import form_rings
 from ravnest.plan.types import Cluster, Plan, Stage
 from ravnest.protocol.averaging import RingPart, RoundAbort, RoundCommit, RoundOpen
