@@ -34,7 +34,7 @@ from ravnest.hub.coordinator.events import (
     Tick,
 )
 from ravnest.hub.coordinator.notices import RoundEnded
-from ravnest.hub.monitors.monitored import apply_logged
+from ravnest.hub.monitors.monitored import MonitoredCoordinator, apply_logged
 from ravnest.hub.service.event_log import read_event, write_event
 from ravnest.plan.assembly import form_rings
 from ravnest.plan.types import Cluster, Plan, Stage
@@ -435,13 +435,13 @@ def begin(cuts, is_final: bool):
     script = _Script(clusters, nodes, is_final)
     waiting = [JobGiven(even_model(NUM_POSITIONS), SIMPLE, settings, 0.0)]
     waiting += [PeerJoined(each, f"key of {name}", (), 0.0) for name, each in nodes.items()]
-    hub, events, orders = Coordinator(waiting[0]), [], {}
+    logged, orders = [], {}
+    hub = MonitoredCoordinator(Coordinator(waiting[0]), logged.append)
     for event in waiting:  # it grows by what scripted peers say
         made = hub.apply(event)
         sends = [order for order in made if isinstance(order, Send)]
         if any(isinstance(send.message, RoundOpen) for send in sends):
-            return tuple(events), orders, event
-        events.append(event)
+            return tuple(logged[:-1]), orders, logged[-1]
         orders |= {send.to: send.message for send in sends if isinstance(send.message, PlanOrder)}
         for order in made:
             waiting += script.answer(order)
