@@ -119,7 +119,7 @@ def train(
         if watch is not None:
             watch(dict(swarm.processes), record)
 
-    def poll() -> None:
+    def keep_watching() -> None:
         while watch is not None and not ended.wait(0.1):
             watch(dict(swarm.processes), record)
 
@@ -130,7 +130,7 @@ def train(
             on_event(event, orders)
 
     parts = HubParts(SearchPlanner(form=(form or _fix_plan)(record, setting)), watch=note)
-    looking = threading.Thread(target=poll, daemon=True)
+    looking = threading.Thread(target=keep_watching, daemon=True)
     environment = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     with contextlib.ExitStack() as stack:
         stack.enter_context(_environment(environment))

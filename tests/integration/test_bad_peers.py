@@ -3,7 +3,6 @@
 import asyncio
 import os
 import subprocess
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, asynccontextmanager, suppress
@@ -32,7 +31,7 @@ from ravnest.net.transport import DialFailed, LinkDown, LinkUp, PublicKey
 from ravnest.net.zeromq import ZeroMqTransport
 from ravnest.protocol import wire
 from ravnest.protocol.blobs import BlobRequest
-from ravnest.protocol.membership import Complaint, Refused, Stop, Welcome
+from ravnest.protocol.membership import PROTOCOL_VERSION, Complaint, Refused, Stop, Welcome
 from ravnest.protocol.placement import PlanOrder
 from ravnest.protocol.tensors import TensorSpec
 from ravnest.protocol.training import Activation, Gradient, LeaseDone
@@ -113,8 +112,8 @@ GRADIENT = Gradient(1, MicrobatchId(1), ((0, SPEC),))
     ("header", "buffers", "reason"),
     [
         (Random(1).randbytes(64), (), "wire version"),
-        (b"\x01" + Random(2).randbytes(200), (), "no message"),
-        (b"\x01\xdd\xff\xff\xff\xff", (), "no message"),
+        (bytes([wire.WIRE_VERSION]) + Random(2).randbytes(200), (), "no message"),
+        (bytes([wire.WIRE_VERSION]) + b"\xdd\xff\xff\xff\xff", (), "no message"),
         (wire.pack(GRADIENT, [bytes(16)]), [bytes(15)], "15 bytes instead of 16"),
         (wire.pack(GRADIENT, [bytes(16)]), (), "announces 1 buffers"),
         (
@@ -168,11 +167,10 @@ def test_another_version_is_refused_even_if_it_does_not_wait_for_the_answer() ->
 
 
 def test_the_command_says_what_to_do_about_another_version() -> None:
-    program = "import ravnest.peer.agent as a; a.VERSION = '9.9'; from ravnest.cli.main import main; main()"
-    command = [sys.executable, "-c", program, *JOIN[3:], "--memory", "1 GB", "--quiet"]
+    command = [*JOIN, "--memory", "1 GB", "--quiet"]
 
     async def main() -> None:
-        async with hub() as world:
+        async with hub(version="9.9") as world:
             environment = {**os.environ, "RAVNEST_TOKEN": write_token(world.token)}
             ended = await asyncio.to_thread(
                 subprocess.run,
@@ -184,7 +182,7 @@ def test_the_command_says_what_to_do_about_another_version() -> None:
                 timeout=250,
             )
             assert ended.returncode == 5, ended.stderr
-            assert "speaks version 9.9 of ravnest, this hub" in ended.stderr
+            assert f"speaks version {PROTOCOL_VERSION} of ravnest, this hub 9.9" in ended.stderr
             assert "update the older one" in ended.stderr
             assert "Traceback" not in ended.stderr
 
@@ -295,7 +293,7 @@ def test_a_neighbour_that_sends_garbage_is_dropped_and_the_honest_train_on() -> 
                 await liar.send(Stop("all go home"), to=mate)
                 await liar.send(replace(plan, build_id=plan.build_id + 7, contacts=()), to=mate)
                 await liar.send(replace(GRADIENT, build_id=plan.build_id + 7), [bytes(16)], to=mate)
-                await liar.send_raw(b"\x01" + Random(3).randbytes(100), to=mate)
+                await liar.send_raw(bytes([wire.WIRE_VERSION]) + Random(3).randbytes(100), to=mate)
             await liar.next_event(LinkDown)
             await asyncio.Event().wait()
 

@@ -27,7 +27,7 @@ from support.small_swarm import (
 )
 
 import ravnest as rv
-from ravnest.config import PeerTimeouts, Timeouts
+from ravnest.config import NetTimeouts, PeerTimeouts, Timeouts
 from ravnest.hub.coordinator.events import JobGiven, MakePlan, PlanMade
 from ravnest.hub.coordinator.notices import (
     ClusterStarted,
@@ -56,8 +56,8 @@ class Relays:
         self.made: list[relay.Relay] = []
         self.parts = HubParts(make_relay=self._make)
 
-    def _make(self) -> relay.Relay:
-        self.made.append(relay.Relay())
+    def _make(self, timeouts: NetTimeouts) -> relay.Relay:
+        self.made.append(relay.Relay(timeouts))
         return self.made[-1]
 
     @property

@@ -143,7 +143,7 @@ NODES = json.dumps(
 def reading_a_file(read, place):
     def written_and_read(data):
         place.write_bytes(data)
-        return read(read_text(str(place)), str(place))
+        return read(read_text(str(place), 64 << 20), str(place))
 
     return written_and_read
 

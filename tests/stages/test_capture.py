@@ -204,7 +204,7 @@ def test_the_comparison_runs_on_tensors_as_they_arrive() -> None:
     model = Images().to(memory_format=torch.channels_last)
     batch = {"x": torch.randn(4, 3, 8, 8), "y": torch.randn(4, 8)}
     found = capture(model, batch, loss, self_test=False)
-    whole = ModelWithLoss(model, batch, loss, {}, is_tuple=False)
+    whole = ModelWithLoss(model, batch, loss, {}, is_tuple=False, inputs=None)
     compare(whole, found.blueprint, found.state, batch, lambda *given: Watched(given[0], Setting(given[1])))
     assert len(seen) > len(model.state_dict())
     assert all(tensor.is_contiguous() for tensor in seen)

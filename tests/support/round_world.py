@@ -1,6 +1,6 @@
 """Whole rounds in one process, with the hub that ships: drawn order, lost messages, crashes at any action.
 
-Members run `averaging.round.Round`; the hub is `hub.state.Hub`, fed through `hub.store.apply_logged`. Every
+Members run `averaging.round.Round`; the hub is a Coordinator with its monitors, fed as in the service. Every
 arrival, log write and send is one action of a process; `crash_at` names the action before which it dies. A
 hub comes back with nothing but its log. As in `net`, nothing overtakes between the hub and a member.
 """
@@ -34,7 +34,8 @@ from ravnest.hub.coordinator.events import (
     Tick,
 )
 from ravnest.hub.coordinator.notices import RoundEnded
-from ravnest.hub.service.event_log import apply_logged, read_event, write_event
+from ravnest.hub.monitors.monitored import MonitoredCoordinator, apply_logged
+from ravnest.hub.service.event_log import read_event, write_event
 from ravnest.plan.assembly import form_rings
 from ravnest.plan.types import Cluster, Plan, Stage
 from ravnest.protocol.averaging import RingPart, RoundAbort, RoundCommit, RoundOpen
@@ -104,9 +105,11 @@ class RoundWorld:
         self.trouble = trouble
         self.log = MemoryLog() if log is None else log
         events, orders, self.first = begin(tuple(cuts), is_final)
-        self.hub = Coordinator()
+        self.job = events[0]
+        self.hub = Coordinator(self.job)
         for event in events:
             apply_logged(self.hub, event, self.log.append)
+        self.monitored = MonitoredCoordinator(self.hub, self._log)
         self.num_before = len(events)
         self.members = {name: Member(name, order) for name, order in orders.items()}
         self.rings = {segment: ring for order in orders.values() for segment, ring in order.rings}
@@ -164,7 +167,7 @@ class RoundWorld:
 
     def decisions(self) -> dict[int, bool]:
         """Which rounds the log alone commits, and which it aborts."""
-        hub, found = Coordinator(), {}
+        hub, found = Coordinator(self.job), {}
         for event in self.log.events():
             for order in hub.apply(event):
                 if isinstance(order, Notify) and isinstance(order.news, RoundEnded):
@@ -263,8 +266,8 @@ class RoundWorld:
     def _wait(self) -> None:
         """Let the clock go on to the next deadline of anybody."""
         dues = [self.members[name].due for name in self.survivors if self.members[name].is_undecided]
-        if HUB not in self.dead and self.hub.due is not None:
-            dues.append(self.hub.due)
+        if HUB not in self.dead and self.monitored.due is not None:
+            dues.append(self.monitored.due)
         assert dues, "somebody waits, and nothing is due"
         self.now = max(self.now, min(dues))
         self._expire()
@@ -278,7 +281,7 @@ class RoundWorld:
             member.due = self.now + 1.0
             if said is not None:
                 self._send(name, HUB, said)
-        if HUB not in self.dead and self.hub.due is not None and self.hub.due <= self.now:
+        if HUB not in self.dead and self.monitored.due is not None and self.monitored.due <= self.now:
             self._feed(Tick(self.now))
 
     # The hub and its program.
@@ -297,9 +300,10 @@ class RoundWorld:
         self.trouble.crash_at.pop(HUB, None)
         if self.trouble.again_at is not None:
             self.trouble.crash_at[HUB], self.trouble.again_at = self.trouble.again_at, None
-        self.hub = Coordinator()
+        self.hub = Coordinator(self.job)
         for event in self.log.events():
             self.hub.apply(event)
+        self.monitored = MonitoredCoordinator(self.hub, self._log)
         self.is_open = False
         self._feed(Restarted(None, self.now))
         if HUB not in self.dead:
@@ -311,7 +315,7 @@ class RoundWorld:
         if not self._acts(HUB):
             return
         try:
-            orders = apply_logged(self.hub, event, self._log)
+            orders = self.monitored.apply(event)
         except CrashError:
             return
         for order in orders:
@@ -431,13 +435,23 @@ def begin(cuts, is_final: bool):
     script = _Script(clusters, nodes, is_final)
     waiting = [JobGiven(even_model(NUM_POSITIONS), SIMPLE, settings, 0.0)]
     waiting += [PeerJoined(each, f"key of {name}", (), 0.0) for name, each in nodes.items()]
-    hub, events, orders = Coordinator(), [], {}
+    events, orders, opened_by = [], {}, []
+
+    def note(event, made) -> None:
+        sends = [order.message for order in made if isinstance(order, Send)]
+        if any(isinstance(message, RoundOpen) for message in sends):
+            opened_by.append(event)
+        elif not opened_by and not isinstance(
+            getattr(event, "message", None), StepReport
+        ):  # which is no event
+            events.append(event)
+
+    monitored = MonitoredCoordinator(Coordinator(waiting[0]), watch=note)
     for event in waiting:  # it grows by what scripted peers say
-        made = hub.apply(event)
+        made = monitored.apply(event)
+        if opened_by:
+            return tuple(events), orders, opened_by[0]
         sends = [order for order in made if isinstance(order, Send)]
-        if any(isinstance(send.message, RoundOpen) for send in sends):
-            return tuple(events), orders, event
-        events.append(event)
         orders |= {send.to: send.message for send in sends if isinstance(send.message, PlanOrder)}
         for order in made:
             waiting += script.answer(order)
@@ -455,8 +469,8 @@ class _Script:
         match order:
             case MakePlan():
                 rings = form_rings(self._clusters, self._nodes)
-                plan = Plan(order.build_id, 0, self._clusters, rings, ())
-                return [PlanMade(order.build_id, plan, 1, "", 0.0)]
+                plan = Plan(order.plan_id, 0, self._clusters, rings, ())
+                return [PlanMade(order.plan_id, plan, 1, "", 0.0)]
             case MakeParts():
                 return [PartsMade(order.start, order.stop, _BLOB, _BLOB, ("x",), ("x",), 0.0)]
             case Send(name, StageParts() as parts):

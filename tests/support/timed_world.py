@@ -25,6 +25,7 @@ from ravnest.transfer.outbox import Outgoing
 from tests.support.worker_world import ClusterWorld
 
 NUM_SAMPLES = 2
+EVERY_REPORT = PeerTimeouts(report_every_seconds=0.0)  # the hub hears of every microbatch
 
 
 @dataclass
@@ -33,6 +34,7 @@ class TimedWorld(ClusterWorld):
 
     seconds: Sequence[tuple[float, float, float]] = ()
     delay_seconds: float = 0.0
+    timeouts: PeerTimeouts = EVERY_REPORT
     policy: StalenessPolicy | None = None
     reports: dict[NodeId, list[StepReport]] = field(default_factory=dict)  # of every batch
     paces: list[Pace] = field(default_factory=list)  # as the second stage got them
@@ -58,9 +60,8 @@ class TimedWorld(ClusterWorld):
 
         per_sample = [part / NUM_SAMPLES for part in self.seconds[place.index]]
         device = Device(lambda: self.now[node], wait, *per_sample)
-        timeouts = PeerTimeouts(report_every_seconds=0.0)  # the hub hears of every microbatch
         rate = self.settings.learning_rate
-        return Worker(place, blueprint, stage, schedule, rate, device, self.policy, timeouts)
+        return Worker(place, blueprint, stage, schedule, rate, device, self.policy, self.timeouts)
 
     def post(self, parcel: Outgoing) -> None:
         """Send a parcel: it arrives after the delay, with who sent it."""

@@ -202,7 +202,7 @@ def test_a_file_of_someone_else(monkeypatch):
 
 def test_an_endless_file_is_not_read_to_its_end():
     parts = CommandParts(max_file_bytes=1 << 20)
-    assert "larger than 1 MiB" in refused(3, "--nodes", "/dev/zero", parts=parts)
+    assert "larger than 1.05 MB" in refused(3, "--nodes", "/dev/zero", parts=parts)
 
 
 def test_bad_nodes_name_file_key_and_value():

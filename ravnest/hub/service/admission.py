@@ -29,8 +29,8 @@ _MOST_COMPLAINTS = 3
 class Admission:
     """Lets in who knows the token's secret, and knows who is in. `admit` belongs to the transport."""
 
-    def __init__(self, token: Token, relay: Relay | None) -> None:
-        self._token = token
+    def __init__(self, token: Token, relay: Relay | None, version: str = PROTOCOL_VERSION) -> None:
+        self._token, self._version = token, version
         self._relay = relay
         self.names: dict[PeerId, NodeId] = {}  # of those who have joined
         self._keys: dict[PeerId, PublicKey] = {}
@@ -69,8 +69,8 @@ class Admission:
 
         `others` are members with other keys, who need not be here: a hub that was away waits for them.
         """
-        if hello.version != PROTOCOL_VERSION:
-            spoken = f"it speaks version {hello.version} of ravnest, this hub {PROTOCOL_VERSION}"
+        if hello.version != self._version:
+            spoken = f"it speaks version {hello.version} of ravnest, this hub {self._version}"
             return f"{spoken}: update the older one"
         if not is_sensible(hello.node):
             return "no machine is like what it says of itself: check what --memory, --flops and others claim"

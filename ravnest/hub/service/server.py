@@ -47,7 +47,16 @@ from ravnest.net.identity import Token
 from ravnest.net.relay import Relay
 from ravnest.net.transport import MIB, Delivery, LinkDown, LinkUp, PeerId, Service, Transport, TransportLimits
 from ravnest.protocol import wire
-from ravnest.protocol.membership import Complaint, Hello, ProbeOrder, ProbeReport, Refused, Stop, Welcome
+from ravnest.protocol.membership import (
+    PROTOCOL_VERSION,
+    Complaint,
+    Hello,
+    ProbeOrder,
+    ProbeReport,
+    Refused,
+    Stop,
+    Welcome,
+)
 from ravnest.protocol.messages import Message, Refusal
 from ravnest.protocol.placement import PlanOrder, RingOrder
 from ravnest.protocol.tensors import Buffer
@@ -71,6 +80,7 @@ class HubParts:
     watch: Watch | None = None  # sees every event after it is applied, and every report of a stage
     make_relay: Callable[[NetTimeouts], Relay] = Relay
     map_addresses: Callable[[Sequence[str]], tuple[str, ...]] = tuple  # where others reach a peer's addresses
+    version: str = PROTOCOL_VERSION  # that peers must speak
     max_waiting: int = 10_000  # messages for one peer: a lease has hundreds, and pieces go one at a time
 
 
@@ -94,7 +104,7 @@ class Server:
         hub: Coordinator,
         parts: HubParts = HUB_PARTS,
     ) -> None:
-        self._door = Admission(token, relay)
+        self._door = Admission(token, relay, parts.version)
         self.admit = self._door.admit
         self._relay = relay
         self._tell = tell
