@@ -441,9 +441,8 @@ def begin(cuts, is_final: bool):
         sends = [order.message for order in made if isinstance(order, Send)]
         if any(isinstance(message, RoundOpen) for message in sends):
             opened_by.append(event)
-        elif not opened_by and not isinstance(
-            getattr(event, "message", None), StepReport
-        ):  # which is no event
+        is_report = isinstance(getattr(event, "message", None), StepReport)  # which is no event
+        if not opened_by and not is_report:
             events.append(event)
 
     monitored = MonitoredCoordinator(Coordinator(waiting[0]), watch=note)
