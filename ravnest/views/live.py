@@ -3,6 +3,7 @@
 The panel is drawn again when something happens, at most a few times a second; it has no timer of its own.
 """
 
+import math
 import os
 import time
 from collections.abc import Callable
@@ -48,11 +49,22 @@ def show_status(status: Status) -> RenderableType:
 
 def status_to_dict(status: Status) -> dict[str, object]:
     """Return the status as versioned data."""
-    return {"schema": STATUS_SCHEMA, **asdict(status)}
+    return {"schema": STATUS_SCHEMA, **{name: _plain(value) for name, value in asdict(status).items()}}
+
+
+def _plain(value: object) -> object:
+    """Return a value as JSON has it: a number that is not finite is unknown."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items()}
+    return [_plain(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def _show_progress(status: Status) -> RenderableType:
-    done = status.num_samples / status.num_total if status.num_total else 0.0
+    done = (
+        min(max(status.num_samples, 0), status.num_total) / status.num_total if status.num_total > 0 else 0.0
+    )
     facts = [f"{status.phase}", f"epoch {status.epoch}", f"{done:.0%}"]
     if status.loss is not None:
         facts.append(f"loss {status.loss:.4g}")

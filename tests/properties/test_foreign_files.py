@@ -4,6 +4,7 @@ Each kind goes through the functions that the commands use. RAVNEST_FUZZ=10000 m
 """
 
 import hashlib
+import io
 import json
 import os
 import random
@@ -16,6 +17,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from click.testing import CliRunner
+from rich.console import Console
 from support.hub_world import HubWorld, job
 from support.mutations import damage_bytes, damage_json, damage_lines, damage_msgpack, no_effects
 from support.sample_blueprints import middle_stage, perceptron
@@ -252,7 +254,7 @@ def test_what_lies_in_place_of_a_file_is_refused(folder, name):
 
 def show(place):
     status = read_status(place)
-    show_status(status)
+    Console(file=io.StringIO(), width=100).print(show_status(status))
     json.dumps(status_to_dict(status), allow_nan=False)
 
 

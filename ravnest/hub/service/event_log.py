@@ -213,7 +213,8 @@ def _explained(folder: Path) -> Iterator[None]:
     try:
         yield
     except sqlite3.Error as error:
-        advice = next((text for sign, text in _ADVICE.items() if sign in str(error)), str(error))
+        reason = f"{_ADVICE['malformed']} ({str(error)[:100]!r})"
+        advice = next((text for sign, text in _ADVICE.items() if sign in str(error)), reason)
         raise ConfigError(f"{folder}: {advice}") from error
     except UnicodeDecodeError as error:  # of SQLite's own words, which quote the file
         raise ConfigError(f"{folder}: {_ADVICE['malformed']}") from error
