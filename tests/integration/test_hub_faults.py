@@ -13,6 +13,7 @@ import pytest
 import ravnest as rv
 from benchmarks.joining import Peers
 from ravnest.errors import ConfigError
+from ravnest.hub.coordinator.coordinator import Coordinator
 from ravnest.hub.coordinator.events import Event
 from ravnest.hub.coordinator.notices import Checkpointed, EpochDone, NotCheckpointed
 from ravnest.hub.service.server import Server
@@ -119,11 +120,12 @@ def test_a_hub_whose_log_takes_no_more_ends_with_the_reason_whatever_it_was_at(n
 
     async def main() -> None:
         keys = new_keys()
-        server = Server(Token((), keys.public, bytes(16)), print, store=store)
+        given = job()
+        server = Server(Token((), keys.public, bytes(16)), print, store=store, hub=Coordinator(given))
         async with ZeroMqTransport(keys, SystemRandom(), HERE, admit=server.admit) as transport:
             asyncio.get_running_loop().call_later(0.0, server.stop, "a callback, from which nobody hears")
             async with asyncio.timeout(120):
-                await server.run(transport, Mock(), job())
+                await server.run(transport, Mock(), given)
 
     with pytest.raises(ConfigError, match="the disk is full"):
         asyncio.run(main())
