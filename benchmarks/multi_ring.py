@@ -55,7 +55,7 @@ class MultiRing:
 
     @property
     def result(self) -> Floats:
-        self._round.receive(RoundCommit(self._id))
+        self._round.conclude(RoundCommit(self._id))
         averages = self._round.take_averages()
         assert averages is not None
         chunks = [chunk for pieces in averages.values() for chunk in pieces]

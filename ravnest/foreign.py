@@ -277,10 +277,10 @@ def parse_table(text: str, where: str) -> Document:
 
 def _check_brackets(data: bytes, where: str, error: Callable[[str], Exception]) -> None:
     """Refuse deep or crowded brackets before the parser meets them."""
-    brackets = data.translate(_AS_SQUARE, _NO_BRACKETS)
-    if len(brackets) > _MOST_BRACKETS:
-        raise error(f"{where} has {len(brackets)} brackets; at most {_MOST_BRACKETS} are read")
-    if _unmatched(brackets) and _unmatched(_STRING.sub(b"", data).translate(_AS_SQUARE, _NO_BRACKETS)):
+    if (num_brackets := len(data.translate(None, _NO_BRACKETS))) > _MOST_BRACKETS:
+        raise error(f"{where} has {num_brackets} brackets; at most {_MOST_BRACKETS} are read")
+    # Brackets within text could hide how deep the others lie.
+    if _unmatched(_STRING.sub(b"", data).translate(_AS_SQUARE, _NO_BRACKETS)):
         raise error(f"{where} is nested more than {_DEEPEST} deep, or its brackets do not match")
 
 

@@ -9,7 +9,7 @@ commit.
 import itertools
 from collections.abc import Iterator, Mapping, Sized
 from enum import StrEnum
-from typing import Generic, TypeVar, assert_never
+from typing import Generic, TypeVar
 
 from ravnest.averaging.ring import RingReduce
 from ravnest.ids import NodeId, RoundId, SegmentId
@@ -65,19 +65,37 @@ class Round(Generic[_V]):
             yield from itertools.islice(rings[number][2], 1)
         yield from self._settle()
 
-    def receive(
-        self, message: RingPart[_V] | RoundOutcome
-    ) -> tuple[RingPart[_V] | RoundReady | RoundAbort, ...] | Refusal:
-        """Take a part or the decision; return what to send."""
-        if message.round_id != self._round_id:
-            return Refusal(f"round {message.round_id} is not round {self._round_id}, which runs here")
-        match message:
-            case RingPart():
-                return self._take_part(message)
-            case RoundCommit() | RoundAbort():
-                return self._take_outcome(message)
+    def receive(self, part: RingPart[_V]) -> tuple[RingPart[_V] | RoundReady | RoundAbort, ...] | Refusal:
+        """Pass a part to its ring; return what to send."""
+        if part.round_id != self._round_id:
+            return Refusal(f"round {part.round_id} is not round {self._round_id}, which runs here")
+        if self._phase is not RoundPhase.RUNNING:
+            return Refusal(f"round {part.round_id} is {self._phase} here: it takes no more parts")
+        ring = self._rings.get(part.segment)
+        if ring is None:
+            return Refusal(f"{self._member} has no segment {part.segment} to average")
+        passed_on = ring.receive(part)
+        if isinstance(passed_on, Refusal):
+            return passed_on
+        sent = () if passed_on is None else (passed_on,)
+        return (*sent, *self._settle())
+
+    def conclude(self, outcome: RoundOutcome) -> Refusal | None:
+        """End with the decision of the hub; a repeated one changes nothing."""
+        if outcome.round_id != self._round_id:
+            return Refusal(f"round {outcome.round_id} is not round {self._round_id}, which runs here")
+        match outcome, self._phase:
+            case RoundCommit(), RoundPhase.READY:
+                self._averages = {segment: ring.pieces for segment, ring in self._rings.items()}
+                self._end(RoundPhase.COMMITTED)
+            case RoundAbort(), RoundPhase.RUNNING | RoundPhase.READY:
+                self._end(RoundPhase.ABORTED)
+            case (RoundCommit(), RoundPhase.COMMITTED) | (RoundAbort(), RoundPhase.ABORTED):
+                pass
             case _:
-                assert_never(message)
+                kind = type(outcome).__name__
+                return Refusal(f"{kind} of round {outcome.round_id}, which is {self._phase} here")
+        return None
 
     def expire(self, now: float) -> RoundAbort | RoundQuery | None:
         """Give up at the deadline, or ask what became of the round if this member has voted."""
@@ -106,18 +124,6 @@ class Round(Generic[_V]):
         averages, self._averages = self._averages, None
         return averages
 
-    def _take_part(self, part: RingPart[_V]) -> tuple[RingPart[_V] | RoundReady | RoundAbort, ...] | Refusal:
-        if self._phase is not RoundPhase.RUNNING:
-            return Refusal(f"round {part.round_id} is {self._phase} here: it takes no more parts")
-        ring = self._rings.get(part.segment)
-        if ring is None:
-            return Refusal(f"{self._member} has no segment {part.segment} to average")
-        passed_on = ring.receive(part)
-        if isinstance(passed_on, Refusal):
-            return passed_on
-        sent = () if passed_on is None else (passed_on,)
-        return (*sent, *self._settle())
-
     def _settle(self) -> tuple[RoundReady | RoundAbort, ...]:
         """Vote when all rings are done, give up when one never can be."""
         if self._phase is not RoundPhase.RUNNING:
@@ -132,20 +138,6 @@ class Round(Generic[_V]):
         self._phase = RoundPhase.READY
         hashes = tuple((segment, ring.digest) for segment, ring in self._rings.items())
         return (RoundReady(self._round_id, self._member, hashes),)
-
-    def _take_outcome(self, outcome: RoundOutcome) -> tuple[()] | Refusal:
-        match outcome, self._phase:
-            case RoundCommit(), RoundPhase.READY:
-                self._averages = {segment: ring.pieces for segment, ring in self._rings.items()}
-                self._end(RoundPhase.COMMITTED)
-            case RoundAbort(), RoundPhase.RUNNING | RoundPhase.READY:
-                self._end(RoundPhase.ABORTED)
-            case (RoundCommit(), RoundPhase.COMMITTED) | (RoundAbort(), RoundPhase.ABORTED):
-                pass  # heard before
-            case _:
-                told = type(outcome).__name__
-                return Refusal(f"{told} of round {outcome.round_id}, which is {self._phase} here")
-        return ()
 
     def _end(self, phase: RoundPhase) -> None:
         self._phase = phase

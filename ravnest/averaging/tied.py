@@ -3,11 +3,11 @@
 The first stage that holds a weight is its home. After an update the home asks the others for their gradients,
 adds them up and numbers the step that all copies make. Meanwhile gradients are gathered for the next step, so
 no stage waits. Rounds concern the home; their change is a step too. After a rebuild the first step sends the
-weights themselves.
+weights themselves. Senders are stages of the same build; the caller sees to it.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Generic, Protocol, Self, TypeVar, assert_never
+from typing import Generic, Protocol, Self, TypeVar
 
 from ravnest.errors import ProtocolError
 from ravnest.ids import NodeId
@@ -47,8 +47,8 @@ class TiedOrder(Generic[_V]):
         self._others = tuple(other for other in pipeline if other != node)
         self._holders: dict[NodeId, tuple[int, int]] = {node: interval}
         self._uses = uses
-        self.homes = frozenset(name for name, places in uses.items() if _is_in(places[0], interval))
-        self._unknown = set(uses) - self.homes if is_rebuilt else set()  # until their homes have said
+        self.homes = frozenset(name for name, positions in uses.items() if _is_in(positions[0], interval))
+        self._unknown = set(uses) - self.homes if is_rebuilt else set()  # until their homes tell
         self._gathered: dict[str, tuple[_V, int]] = {}
         # As a home.
         self._number = 0  # steps made
@@ -70,7 +70,7 @@ class TiedOrder(Generic[_V]):
 
     @property
     def is_settled(self) -> bool:
-        """Whether nothing that this home has heard of is still to be done to its weights."""
+        """Whether the weights of this home have had every update and change that it knows of."""
         return self.is_ready and not self._is_due and self._open is None and not self._changes
 
     @property
@@ -102,43 +102,28 @@ class TiedOrder(Generic[_V]):
             self._changes.append(changes)
         return self._pass_changes()
 
-    def receive(self, sender: NodeId, message: TiedMessage[_V]) -> Addressed[_V] | Refusal:
-        """Take a message; return what to send and, addressed to this node, the steps to make here."""
-        if message.build_id != self._build_id or sender not in self._others:
-            kind = type(message).__name__
-            return Refusal(f"{kind} of {sender}, build_id {message.build_id}, is not for this stage")
-        match message:
-            case TiedHolder():
-                return self._meet(sender, message)
-            case TiedCall():
-                return self._answer(sender, message)
-            case TiedGradient():
-                return self._collect(sender, message)
-            case TiedStep():
-                return self._follow(sender, message)
-        assert_never(message)
-
-    def _meet(self, sender: NodeId, message: TiedHolder) -> Addressed[_V] | Refusal:
+    def receive_holder(self, sender: NodeId, message: TiedHolder) -> Addressed[_V] | Refusal:
+        """Learn the positions of another holder, and answer with this stage's own."""
         interval = (message.start, message.stop)
         if not self._uses:
             return Refusal("this stage holds no tied weight")
         if self._holders.get(sender, interval) != interval:
             raise ProtocolError(f"{sender} holds {self._holders[sender]}, and now {interval}")
         self._holders[sender] = interval
-        if any(_is_in(places[0], interval) for places in self._uses.values()):
+        if any(_is_in(positions[0], interval) for positions in self._uses.values()):
             self._made.setdefault(sender, 0)
         start, stop = self._holders[self._node]
         answer = TiedHolder(self._build_id, start, stop, True)
-        said: Addressed[_V] = [] if message.is_answer else [(sender, answer)]
-        return [*said, *self._pass_changes(), *self._call()]
+        answers: Addressed[_V] = [] if message.is_answer else [(sender, answer)]
+        return [*answers, *self._pass_changes(), *self._call()]
 
     def _followers(self) -> dict[NodeId, tuple[str, ...]] | None:
         """Return the holders of each weight whose home this is, leaf first; None: not all are known."""
         holders = sorted(self._holders.items(), key=lambda item: item[1], reverse=True)
         found: dict[NodeId, tuple[str, ...]] = {}
-        missing = {(name, place) for name in self.homes for place in self._uses[name]}
+        missing = {(name, position) for name in self.homes for position in self._uses[name]}
         for holder, interval in holders:
-            held = {(name, place) for name, place in missing if _is_in(place, interval)}
+            held = {(name, position) for name, position in missing if _is_in(position, interval)}
             missing -= held
             if held and holder != self._node:
                 found[holder] = tuple(sorted({name for name, _ in held}))
@@ -149,26 +134,28 @@ class TiedOrder(Generic[_V]):
         if not self._is_due or self._open is not None or followers is None:
             return []
         self._num_calls += 1
-        self._open = {self._node: self._take(self.homes)}
+        self._open = {self._node: self._pop_gathered(self.homes)}
         is_closing, self._is_due, self._is_closing = self._is_closing, False, False
         return [
             (follower, TiedCall(self._build_id, self._num_calls, names, is_closing))
             for follower, names in followers.items()
         ]
 
-    def _take(self, names: Sequence[str] | frozenset[str]) -> dict[str, _V]:
+    def _pop_gathered(self, names: Sequence[str] | frozenset[str]) -> dict[str, _V]:
         taken = {name: self._gathered.pop(name) for name in sorted(names) if name in self._gathered}
         return {name: total if count == 1 else total / count for name, (total, count) in taken.items()}
 
-    def _answer(self, sender: NodeId, call: TiedCall) -> Addressed[_V] | Refusal:
+    def receive_call(self, sender: NodeId, call: TiedCall) -> Addressed[_V] | Refusal:
+        """Answer a home with the mean gradients since its last call."""
         if call.number <= self._answered.get(sender, 0):
             return Refusal(f"call {call.number} of {sender} was answered before")
         self._check(sender, call.names)
         self._answered[sender] = call.number
-        values = tuple(self._take(call.names).items())
+        values = tuple(self._pop_gathered(call.names).items())
         return [(sender, TiedGradient(self._build_id, call.number, values))]
 
-    def _collect(self, sender: NodeId, message: TiedGradient[_V]) -> Addressed[_V] | Refusal:
+    def receive_gradient(self, sender: NodeId, message: TiedGradient[_V]) -> Addressed[_V] | Refusal:
+        """As a home, collect what was called for; with all of it, make the step."""
         followers = self._followers()
         if self._open is None or followers is None or message.number != self._num_calls:
             return Refusal(f"{sender} answers call {message.number}, which is not open")
@@ -208,7 +195,8 @@ class TiedOrder(Generic[_V]):
             made.append((holder, TiedStep(self._build_id, self._number, rate, shared)))
         return made
 
-    def _follow(self, sender: NodeId, step: TiedStep[_V]) -> Addressed[_V] | Refusal:
+    def receive_step(self, sender: NodeId, step: TiedStep[_V]) -> Addressed[_V] | Refusal:
+        """Make a step of a home, and those behind it that came early; addressed to this node itself."""
         made = self._made.setdefault(sender, 0)
         early = self._early.setdefault(sender, {})
         if step.number <= made or step.number in early:

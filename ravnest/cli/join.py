@@ -201,8 +201,8 @@ def _make_offer(
 
     from ravnest.ids import NodeId
     from ravnest.peer.agent import Offer
+    from ravnest.peer.compute_protocol import ProviderLimits
     from ravnest.peer.limits import check_gpu_memory
-    from ravnest.peer.stage_host import ProviderLimits
     from ravnest.plan.types import Node
     from ravnest.protocol.membership import Fact
 
@@ -279,6 +279,7 @@ def _take_part(
     from ravnest.net.transport import TransportLimits
     from ravnest.net.zeromq import ZeroMqTransport
     from ravnest.peer.agent import Agent
+    from ravnest.peer.compute import ComputeThread
 
     machine, timeouts = parts.machine, parts.timeouts
     assert machine is not None
@@ -295,9 +296,10 @@ def _take_part(
             addresses = listening.addresses(transport.address)
             told = ", ".join(addresses) if addresses else "nowhere, it only dials out"
             logging.info("listens at %s", told)
-            reached = replace(offer, addresses=addresses, door=transport.address)
-            agent = Agent(token, keys, reached, timeouts=timeouts)
-            return await lending.attend(agent, transport)
+            reachable = replace(offer, addresses=addresses, listens_at=transport.address)
+            compute = ComputeThread(timeouts.peer)
+            agent = Agent(token, keys, reachable, compute, transport, timeouts=timeouts)
+            return await lending.attend(agent)
 
     return asyncio.run(lending.run(once))
 

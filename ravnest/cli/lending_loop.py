@@ -27,7 +27,6 @@ from ravnest.foreign import parse_json
 if TYPE_CHECKING:
     import psutil  # type: ignore[import-untyped]
 
-    from ravnest.net.transport import Transport
     from ravnest.peer.agent import Agent
     from ravnest.peer.capabilities import Machine
     from ravnest.peer.hours import Hours
@@ -102,12 +101,12 @@ class Lending:
                 if self._terms.memory is not None and self._terms.memory.must_leave:
                     return _GUARD_EXIT, reason
 
-    async def attend(self, agent: "Agent", transport: "Transport") -> str:
+    async def attend(self, agent: "Agent") -> str:
         """Run an agent to its end, and have it leave when this PC may no longer be lent."""
         self._agent = agent
         self._timer = self._loop.call_later(self._look_seconds, self._look)
         try:
-            return await agent.run(transport)
+            return await agent.run()
         finally:
             self._agent = None
             self._timer.cancel()

@@ -1,14 +1,16 @@
-"""A provider's peer from joining to leaving: one event loop that talks; what computes is in peer.compute.
+"""A provider's peer from joining to leaving: the event loop that talks to the hub and to other peers.
 
-It joins the hub, follows the plan it is given, fetches its stage, and then moves parcels between its host and
-its neighbours. It drops messages of another build_id or from nobody in the plan.
+It joins the hub, follows the plan it is given, fetches its stage, and passes messages between the network and
+compute. `refuse_message` is the one place that refuses late and foreign messages; `_dispatch` finds the
+handler of each other one. Messages for the stage cross to compute, as peer.compute_protocol says.
 """
 
 import asyncio
 import logging
 from collections.abc import Coroutine, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, assert_never
 
 from ravnest.config import TIMEOUTS, Timeouts
 from ravnest.errors import LinkError, NotAdmitted, ProtocolError, RavnestError
@@ -25,13 +27,22 @@ from ravnest.net.transport import (
     Service,
     Transport,
 )
-from ravnest.peer.compute import Compute, ComputeThread, Delivered
-from ravnest.peer.connections import Acquaintance, Connections
+from ravnest.peer.compute_protocol import (
+    Compute,
+    ComputeFailed,
+    ComputeSetup,
+    Delivered,
+    FromCompute,
+    ProviderLimits,
+    SnapshotWritten,
+    StageBuilt,
+)
+from ravnest.peer.connections import Connections, PlannedPeer
 from ravnest.peer.fetcher import Fetcher
-from ravnest.peer.stage_host import ProviderLimits
 from ravnest.plan.types import Node
 from ravnest.protocol import wire
 from ravnest.protocol.averaging import RoundAbort, RoundCommit, RoundOpen
+from ravnest.protocol.blobs import BlobPart, BlobRequest
 from ravnest.protocol.membership import (
     PROTOCOL_VERSION,
     Complaint,
@@ -48,19 +59,75 @@ from ravnest.protocol.placement import (
     BackupOrder,
     PlanOrder,
     RingOrder,
+    SnapshotMade,
     SnapshotOrder,
     StageParts,
     StageReady,
 )
 from ravnest.protocol.tensors import Buffer
-from ravnest.protocol.training import FieldParts, LearningRate, LeaseGrant
-from ravnest.transfer.exchange import ContentMessage
+from ravnest.protocol.tied import TiedCall, TiedGradient, TiedHolder, TiedStep
+from ravnest.protocol.training import (
+    Activation,
+    DroppedMicrobatch,
+    FieldParts,
+    Gradient,
+    LearningRate,
+    LeaseGrant,
+    Pace,
+    StepReport,
+)
 from ravnest.transfer.outbox import Outbox, Outgoing
 
 logger = logging.getLogger(__name__)
 
-_Order = Welcome | PlanOrder | RingOrder | StageParts | SnapshotOrder | BackupOrder | ProbeOrder | Stop
-_OfHub = _Order | LeaseGrant | FieldParts | LearningRate | RoundOpen | RoundCommit | RoundAbort
+# Messages by the sender that may send them; any peer in the plan may send content and parts of rings.
+_OfHub = (
+    Welcome
+    | Stop
+    | ProbeOrder
+    | PlanOrder
+    | RingOrder
+    | StageParts
+    | SnapshotOrder
+    | BackupOrder
+    | LeaseGrant
+    | FieldParts
+    | LearningRate
+    | RoundOpen
+    | RoundCommit
+    | RoundAbort
+)
+_OfCluster = (
+    Activation
+    | Gradient
+    | DroppedMicrobatch
+    | Pace
+    | StepReport
+    | TiedHolder
+    | TiedCall
+    | TiedGradient  # type: ignore[type-arg]
+    | TiedStep  # type: ignore[type-arg]
+)
+
+
+def refuse_message(
+    message: Message, sender: NodeId | None, build_id: int, cluster: Sequence[NodeId]
+) -> Refusal | None:
+    """Return why a message is not admitted: it is late, foreign, or not for its sender to say.
+
+    Rounds are not known here: peer.averager refuses parts and outcomes of a round that is not open.
+    """
+    kind = type(message).__name__
+    if sender is None:
+        return Refusal(f"a {kind} came from a peer that is not in the plan")
+    if isinstance(message, _OfHub) and sender != HUB:
+        return Refusal(f"a {kind} came from {sender}; only the hub sends it")
+    if isinstance(message, _OfCluster) and sender not in cluster:
+        return Refusal(f"a {kind} came from {sender}, which is not in this cluster")
+    named = getattr(message, "build_id", build_id)
+    if named != build_id and not isinstance(message, PlanOrder):
+        return Refusal(f"a {kind} is of build {named}; build {build_id} is here")
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,78 +138,80 @@ class Offer:
     limits: ProviderLimits
     addresses: tuple[str, ...]
     patience_seconds: float = 60.0  # without the hub, before it gives up
-    door: str | None = None  # where it listens; others may not know
+    listens_at: str | None = None  # others may not know
     guessed: tuple[Fact, ...] = ()  # facts that the hub shall have measured
 
 
 class Agent:
-    """One provider's PC in one swarm."""
+    """One provider's PC in one swarm; it is made on the event loop that runs it.
+
+    `writer` has one thread, for files.
+    """
 
     def __init__(
         self,
         token: Token,
         keys: KeyPair,
         offer: Offer,
-        compute: Compute | None = None,
+        compute: Compute,
+        transport: Transport,
+        writer: Executor | None = None,
         timeouts: Timeouts = TIMEOUTS,
     ) -> None:
-        self._timeouts = timeouts
         self._token = token
         self._keys = keys
         self._offer = offer
-        self._compute = compute or ComputeThread(timeouts.peer)
+        self._compute = compute
+        self._transport = transport
+        self._writer = writer or ThreadPoolExecutor(1)
+        self._timeouts = timeouts.peer
+        self._loop = asyncio.get_running_loop()
+        self._tasks = asyncio.TaskGroup()
+        self._ended: asyncio.Future[str | RavnestError] = self._loop.create_future()
+        self._background: set[asyncio.Task[None]] = set()
         self._hub = peer_of(PublicKey(token.hub_key))
-        around = (self._start, lambda: self._peers, self._post, self._compute.put, self._fail)
-        self._fetcher = Fetcher(*around, timeouts.peer)
-        self._blobs = self._fetcher.blobs
-        self._leaving: str | RavnestError | None = None  # why, once it wants to
         self._hub_address = ""  # the one that answered
-        self._relay: RelayAddress | None = None
         self._tried: dict[str, str] = {}  # the hub's addresses, and why there is no link
+        self._relay: RelayAddress | None = None
+        self._patience: asyncio.TimerHandle | None = None  # for a hub that is away
+        self._leaving: str | RavnestError | None = None  # why, once it wants to
         self._order: PlanOrder | None = None
         self._held_build_id = 0  # of the stage that is built, or held
         self._peers: dict[NodeId, PeerId] = {HUB: self._hub}
-        self._background: set[asyncio.Task[None]] = set()
-        self._patience: asyncio.TimerHandle | None = None
-
-    async def run(self, transport: Transport) -> str:
-        """Take part until the hub ends the job, and return why it did; or raise what ended it here."""
-        self._transport = transport
-        self._loop = asyncio.get_running_loop()
-        self._ended: asyncio.Future[str | RavnestError] = self._loop.create_future()
-        greeting = self._keys.public + prove(self._token, self._keys.public)
-        transport.allow([PublicKey(self._token.hub_key)])
-        transport.dial(self._hub, self._token.addresses, greeting)
-        self._miss_hub()
-        door = None if self._offer.door is None else split_address(dialled_from_here(self._offer.door))
-        is_reachable = bool(self._offer.addresses)
-        self._meetings = Connections(
-            transport,
-            door,
-            is_reachable=is_reachable,
-            start=self._start,
-            give_up=self._lose_mate,
-            timeouts=self._timeouts,
-        )
+        around = (self._start, lambda: self._peers, self._send, compute.put, self._fail)
+        self._fetcher = Fetcher(*around, self._writer, timeouts.peer)
         self._outbox = Outbox(transport, self._start, lambda node: self._peers.get(node), self._lose_link)
         self._outbox.pause(HUB)  # until there is a link
-        with self._fetcher.store:
-            return await self._take_part()
+        address = None if offer.listens_at is None else split_address(dialled_from_here(offer.listens_at))
+        self._connections = Connections(
+            transport,
+            address,
+            is_reachable=bool(offer.addresses),
+            start=self._start,
+            give_up=self._give_up_neighbour,
+            timeouts=timeouts,
+        )
 
-    async def _take_part(self) -> str:
-        async with asyncio.TaskGroup() as self._tasks:
-            self._start(self._listen())
-            run = self._compute.run(self._offer.limits, self._blobs, self._post, self._fail)
-            computing = self._tasks.create_task(run)
-            try:
-                ended = await self._ended
-            finally:
-                self._compute.close()
-                await computing
-                self._find_hub()
-                self._meetings.close()
-                for task in tuple(self._background):
-                    task.cancel()
+    async def run(self) -> str:
+        """Take part until the hub ends the job, and return why it did; or raise what ended it here."""
+        greeting = self._keys.public + prove(self._token, self._keys.public)
+        self._transport.allow([PublicKey(self._token.hub_key)])
+        self._transport.dial(self._hub, self._token.addresses, greeting)
+        self._start_patience()
+        with self._fetcher.store as store, self._writer:
+            async with self._tasks:
+                self._start(self._listen())
+                setup = ComputeSetup(self._offer.limits, store.folder)
+                computing = self._tasks.create_task(self._compute.run(setup, self._receive_from_compute))
+                try:
+                    ended = await self._ended
+                finally:
+                    self._compute.close()
+                    await computing
+                    self._stop_patience()
+                    self._connections.close()
+                    for task in tuple(self._background):
+                        task.cancel()
         if isinstance(ended, RavnestError):  # not within the group, which would wrap it
             raise ended
         return ended
@@ -170,14 +239,14 @@ class Agent:
         self._start(self._leave(error))
 
     async def _hand_over(self, reason: str) -> None:
-        """Go on as before until the hub has found who takes over, but not for long."""
+        """Go on as before until the hub has found another peer, but not for long."""
         self._leaving = reason
-        self._post(Outgoing(HUB, Leave(self._build_id, reason, can_hand_over=True)))
-        await asyncio.wait([self._ended], timeout=self._timeouts.peer.handover.total_seconds)
+        self._send(Outgoing(HUB, Leave(self._build_id, reason, can_hand_over=True)))
+        await asyncio.wait([self._ended], timeout=self._timeouts.handover.total_seconds)
         self._end(reason)
 
     async def _leave(self, why: str | RavnestError) -> None:
-        """Tell the hub why this peer goes, and go when it has heard."""
+        """Tell the hub why this peer leaves, and end when it has answered."""
         self._leaving = why
         message = wire.pack(Leave(self._build_id, str(why)))
         try:
@@ -185,40 +254,44 @@ class Agent:
         except LinkError as lost:
             logger.debug("the hub is not told: %s", lost)
         if self._hub in self._transport.connected():
-            await asyncio.wait([self._ended], timeout=self._timeouts.peer.parting_seconds)
+            await asyncio.wait([self._ended], timeout=self._timeouts.parting_seconds)
         self._end(why)
 
     @property
     def _build_id(self) -> int:
         return self._order.build_id if self._order is not None else 0
 
+    @property
+    def _cluster(self) -> tuple[NodeId, ...]:
+        return self._order.pipeline if self._order is not None else ()
+
     async def _listen(self) -> None:
         while True:
             match event := await self._transport.receive():
                 case Delivery():
-                    self._open(event)
+                    self._receive(event)
                 case LinkUp(self._hub, is_new, address):
                     self._hub_address = address or self._hub_address
-                    self._find_hub()
+                    self._stop_patience()
                     self._outbox.resume(HUB, is_new=is_new)
                     if is_new:
                         self._say_hello()
                 case DialFailed():
-                    self._note_failure(event)
+                    self._record_failure(event)
                 case LinkDown(self._hub, reason):
                     logger.warning("the hub is lost: %s; dialling it again", reason)
                     self._tried = {self._hub_address: reason}
                     self._outbox.pause(HUB)
-                    self._miss_hub()
+                    self._start_patience()
                 case LinkDown(peer, reason):
                     logger.info("a neighbour is lost: %s; dialling it again", reason)
-                    self._meetings.notice_loss(peer)
+                    self._connections.record_loss(peer)
                 case _:
                     logger.debug("%s", event)
 
-    def _note_failure(self, failed: DialFailed) -> None:
+    def _record_failure(self, failed: DialFailed) -> None:
         if failed.peer != self._hub:
-            self._meetings.notice_failure(failed.peer, failed.address, failed.reason)
+            self._connections.record_failure(failed.peer, failed.address, failed.reason)
         elif failed.is_refusal:
             self._end(NotAdmitted(f"the hub does not let this peer in: {failed.reason}"))
         elif self._tried.get(failed.address) != failed.reason:
@@ -226,7 +299,7 @@ class Agent:
             logger.info("no way to the hub at %s yet: %s", failed.address, failed.reason)
 
     def _say_hello(self) -> None:
-        """Ask to join; who is on the hub's own PC can be dialled there by others who are, too."""
+        """Ask to join; loopback addresses are told only if the hub is on the same PC."""
         is_here = is_loopback(self._hub_address)
         known = (each for each in self._offer.addresses if is_here or not is_loopback(each))
         addresses = tuple(sorted(known, key=lambda each: not is_loopback(each)))
@@ -239,16 +312,16 @@ class Agent:
             self._offer.guessed,
             build_id=self._held_build_id,
         )
-        self._post(Outgoing(HUB, hello))
+        self._send(Outgoing(HUB, hello))
 
-    def _miss_hub(self) -> None:
-        self._patience = self._loop.call_later(self._offer.patience_seconds, self._give_up)
+    def _start_patience(self) -> None:
+        self._patience = self._loop.call_later(self._offer.patience_seconds, self._give_up_hub)
 
-    def _find_hub(self) -> None:
+    def _stop_patience(self) -> None:
         if self._patience is not None:
             self._patience.cancel()
 
-    def _give_up(self) -> None:
+    def _give_up_hub(self) -> None:
         tried = dict.fromkeys(self._token.addresses, "no answer") | self._tried
         if len(tried) == 1:
             ((where, reason),) = tried.items()
@@ -259,16 +332,19 @@ class Agent:
             )
         self._end(LinkError(f"{told}; is it running, and can this PC reach it there?"))
 
-    def _open(self, delivery: Delivery) -> None:
-        """Read a delivery; whoever sends nonsense is dropped."""
+    def _receive(self, delivery: Delivery) -> None:
+        """Read a message, admit it and pass it to its handler; a sender of nonsense is dropped."""
         try:
             message = wire.unpack(delivery.header, delivery.buffers)
-            refusal = self._take(delivery.sender, message, delivery.buffers)
+            sender = self._find_node(delivery.sender)
+            refusal = refuse_message(message, sender, self._build_id, self._cluster)
+            if refusal is None and sender is not None:
+                refusal = self._dispatch(sender, message, delivery.buffers)
         except ProtocolError as error:
             self._drop(delivery.sender, error)
             return
         if refusal is not None:
-            logger.debug("%s from %s: %s", type(message).__name__, delivery.sender, refusal.reason)
+            logger.debug("not taken from %s: %s", delivery.sender, refusal.reason)
 
     def _drop(self, sender: PeerId, error: ProtocolError) -> None:
         logger.warning("dropping %s: %s", sender, error)
@@ -276,39 +352,22 @@ class Agent:
             self._end(ProtocolError(f"the hub says what this version of ravnest does not know: {error}"))
             return
         self._transport.drop(sender, str(error))
-        node = self._node(sender)
+        node = self._find_node(sender)
         if node is not None:
-            self._post(Outgoing(HUB, Complaint(self._build_id, node, str(error))))
+            self._send(Outgoing(HUB, Complaint(self._build_id, node, str(error))))
 
-    def _node(self, sender: PeerId) -> NodeId | None:
+    def _find_node(self, sender: PeerId) -> NodeId | None:
         return next((node for node, peer in self._peers.items() if peer == sender), None)
 
-    def _take(self, sender: PeerId, message: Message, buffers: Sequence[Buffer]) -> Refusal | None:
-        node, build_id = self._node(sender), self._build_id
-        if node is None:
-            return Refusal("the sender is not in the plan")
-        named = getattr(message, "build_id", build_id)
-        if named != build_id and not isinstance(message, PlanOrder):
-            return Refusal(f"it is of build_id {named}, here is {build_id}")
-        if isinstance(message, _OfHub) and node != HUB:
-            return Refusal(f"only the hub says that, not {node}")
-        if isinstance(message, Refused) and node == HUB and not message.blob:
-            self._end(NotAdmitted(f"the hub does not let this peer in: {message.reason}"))
-        elif isinstance(message, ContentMessage):
-            return self._fetcher.receive(node, message, buffers)
-        elif isinstance(message, _Order):
-            self._follow(message)
-        else:
-            self._compute.put(Delivered(message, buffers, node, build_id))
-        return None
-
-    def _follow(self, message: _Order) -> None:
-        """Do what the hub says."""
+    def _dispatch(self, sender: NodeId, message: Message, buffers: Sequence[Buffer]) -> Refusal | None:
+        """Pass an admitted message to its handler: content and orders here, the rest in compute."""
         match message:
-            case Welcome(node):
-                if message.relay_port:
-                    self._relay = (split_address(self._hub_address)[0], message.relay_port)
-                logger.info("joined as %s", node)
+            case Refused(reason, "") if sender == HUB:
+                self._end(NotAdmitted(f"the hub does not let this peer in: {reason}"))
+            case BlobRequest() | BlobPart() | Refused():
+                return self._fetcher.receive(sender, message, buffers)
+            case Welcome():
+                self._join(message)
             case PlanOrder():
                 self._follow_plan(message)
             case RingOrder():
@@ -319,39 +378,62 @@ class Agent:
                 self._compute.put(message)
             case Stop(reason):
                 self._end(self._leaving or reason)
+            case _:
+                self._compute.put(Delivered(message, buffers, sender))
+        return None
+
+    def _receive_from_compute(self, item: FromCompute) -> None:
+        match item:
+            case Outgoing():
+                self._send(item)
+            case StageBuilt(build_id):
+                self._held_build_id = build_id
+                self._send(Outgoing(HUB, StageReady(build_id)))
+            case SnapshotWritten(order, version, blob):
+                if self._fetcher.store.adopt(blob):
+                    self._send(Outgoing(HUB, SnapshotMade(order.build_id, order.number, version, blob.ref)))
+            case ComputeFailed():
+                self._fail(item.error)
+            case _:
+                assert_never(item)
+
+    def _join(self, welcome: Welcome) -> None:
+        if welcome.relay_port:
+            self._relay = (split_address(self._hub_address)[0], welcome.relay_port)
+        logger.info("joined as %s", welcome.node)
 
     def _follow_plan(self, order: PlanOrder) -> None:
-        """Begin anew in another place: nothing of the one before is fetched any more, or answered."""
+        """Begin anew at another position; nothing more is fetched for the one before."""
         self._fetcher.forget(StageParts)
         if order.stage is None:
             self._held_build_id = 0
-        self._meet(order)
+        self._connect(order)
         stage = order.stage
         part = "spare" if stage is None else f"positions {stage.start} to {stage.stop}"
         logger.info("plan %d: %s", order.plan_id, part)
         self._compute.put(order)
 
     def _follow_rings(self, order: RingOrder) -> None:
-        """Train on among the same neighbours, with other contacts, and average in other rings if they are."""
+        """Train on in the same cluster, with other contacts, and in other rings if they are newer."""
         if self._order is None:
             return
         is_new = order.plan_id > self._order.plan_id
         rings = {"plan_id": order.plan_id, "rings": order.rings} if is_new else {}
-        self._meet(replace(self._order, contacts=order.contacts, **rings))  # type: ignore[arg-type]
+        self._connect(replace(self._order, contacts=order.contacts, **rings))  # type: ignore[arg-type]
         if is_new:
             self._compute.put(order)
 
-    def _meet(self, order: PlanOrder) -> None:
-        """Know the neighbours of a plan, and no others."""
+    def _connect(self, order: PlanOrder) -> None:
+        """Know the peers of a plan, and no others."""
         self._order = order
         keys = {contact.node: PublicKey(contact.key.encode()) for contact in order.contacts}
         self._peers = {**{node: peer_of(key) for node, key in keys.items()}, HUB: self._hub}
         self._transport.allow([PublicKey(self._token.hub_key), *keys.values()])
-        mates = [Acquaintance(peer_of(keys[x.node]), x.addresses, x.ticket, x.node) for x in order.contacts]
-        self._meetings.meet(mates, self._relay, order.pipeline)
+        planned = [PlannedPeer(peer_of(keys[x.node]), x.addresses, x.ticket, x.node) for x in order.contacts]
+        self._connections.connect(planned, self._relay, order.pipeline)
 
-    def _lose_mate(self, reason: str) -> None:
-        if self._hub in self._transport.connected():  # else nobody could plan anew
+    def _give_up_neighbour(self, reason: str) -> None:
+        if self._hub in self._transport.connected():  # without the hub there is no other plan
             self._fail(LinkError(reason))
 
     def _lose_link(self, peer: PeerId, error: LinkError) -> None:
@@ -359,7 +441,5 @@ class Agent:
         if peer == self._hub:
             self._fail(error)
 
-    def _post(self, outgoing: Outgoing) -> None:
-        if isinstance(outgoing.message, StageReady):
-            self._held_build_id = outgoing.message.build_id
+    def _send(self, outgoing: Outgoing) -> None:
         self._outbox.post(outgoing)

@@ -1,12 +1,13 @@
-"""How far a stage is from the last average, and who waits to hear of that average from it.
+"""Takes part in rounds: averages the segments of one stage with their other owners.
 
-A member that missed rounds, or was just built, asks the owner before it in each ring. Whoever is asked may
-have to ask another first, or may not have heard of the asker's plan yet.
+The anchor is the last average, alike in every owner. A member that missed rounds, or was just built, asks the
+owner before it in each ring for the anchor. That owner may have to ask another first, or may not know of the
+asker's plan yet.
 """
 
 import logging
 from collections import ChainMap, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
@@ -25,20 +26,26 @@ from ravnest.model.state_dict import Layout
 from ravnest.peer.segment_state import EncodedChunk, SegmentState
 from ravnest.peer.stage_position import StagePosition
 from ravnest.peer.worker import Worker
-from ravnest.protocol.averaging import AnchorPart, AnchorQuery, RingPart, RoundAbort, RoundCommit, RoundOpen
+from ravnest.protocol.averaging import AnchorPart, AnchorQuery, RingPart, RoundAbort, RoundOpen, RoundOutcome
 from ravnest.protocol.messages import Refusal
 from ravnest.protocol.placement import PlanOrder, RingOrder
 from ravnest.protocol.tensors import Buffer, TensorSpec
 from ravnest.transfer.outbox import Outgoing
 
-_MOST_ASKED = 4096
+logger = logging.getLogger(__name__)
+
+_MOST_REQUESTS = 4096  # for anchors that wait
+_LATE_STRENGTH = 0.5  # of an average that is a whole round late: full strength is unstable
+_EARLY_TIMES = 8  # the numbers of a stage: what honest neighbours may send before the order for a round comes
+
+_Arrived = tuple[RingPart[TensorSpec], Buffer, NodeId]
 
 
 @dataclass(frozen=True, slots=True)
 class AnchorState:
     """The round whose average the anchors are, these and outer momenta by name, samples trained since.
 
-    Without a anchor_round the anchors are nobody's, and others must be asked for.
+    Without an anchor_round no other owner has these anchors, and others must be asked for.
     """
 
     anchor_round: RoundId | None
@@ -48,17 +55,17 @@ class AnchorState:
 
 
 class AnchorRequests:
-    """Who waits for the anchor of which segment, of this plan or of newer ones."""
+    """The members that wait for the anchor of a segment, of this plan or of newer ones."""
 
     def __init__(self) -> None:
         self._queries: dict[tuple[NodeId, SegmentId], AnchorQuery] = {}
 
     def add(self, sender: NodeId, query: AnchorQuery) -> None:
-        """Remember a query; one who asks for more than any stage has is not heard."""
-        if len(self._queries) < _MOST_ASKED:
+        """Remember a query, unless more wait than any stage has segments."""
+        if len(self._queries) < _MOST_REQUESTS:
             self._queries[sender, query.segment] = query
 
-    def take(self) -> list[tuple[NodeId, AnchorQuery]]:
+    def pop_all(self) -> list[tuple[NodeId, AnchorQuery]]:
         """Return all, and forget them."""
         queries, self._queries = self._queries, {}
         return [(sender, query) for (sender, _), query in queries.items()]
@@ -66,71 +73,61 @@ class AnchorRequests:
     def answer(
         self, plan_id: int, anchor_round: RoundId | None, segments: Mapping[SegmentId, SegmentState]
     ) -> list[Outgoing]:
-        """Send the anchors of `anchor_round` to who waits for them; who wants older ones will ask anew."""
-        parcels: list[Outgoing] = []
+        """Send the anchors of `anchor_round` to members that wait; others ask anew."""
+        outgoing: list[Outgoing] = []
         for (sender, segment), query in [*self._queries.items()]:
             if query.plan_id != plan_id or anchor_round is None or query.anchor_round > anchor_round:
                 continue
             del self._queries[sender, segment]
             for offset, items in segments[segment].pieces() if query.anchor_round == anchor_round else ():
                 part = AnchorPart(plan_id, segment, anchor_round, offset, describe(items, WireFormat.FP32))
-                parcels.append(Outgoing(sender, part, (encode_tensor(items, WireFormat.FP32),)))
-        return parcels
-
-
-logger = logging.getLogger(__name__)
-
-_LATE_STRENGTH = 0.5  # of an average that is a whole round late: full strength is unstable
-_EARLY_TIMES = 8  # the numbers of a stage: what honest neighbours may send before this one hears of a round
-
-AveragingMessage = RingPart[TensorSpec] | RoundCommit | RoundAbort | AnchorQuery | AnchorPart[TensorSpec]
-_Arrived = tuple[RingPart[TensorSpec], Buffer, NodeId | None]
+                outgoing.append(Outgoing(sender, part, (encode_tensor(items, WireFormat.FP32),)))
+        return outgoing
 
 
 class Averager:
-    """Takes part in one round at a time; `clock` tells seconds, `standing` what there was before."""
+    """Takes part in one round at a time; `clock` tells seconds, `anchor_state` is where it begins."""
 
     def __init__(
         self,
-        place: StagePosition,
+        position: StagePosition,
         order: PlanOrder,
         blueprint: Blueprint,
         worker: Worker,
         training: TrainConfig,
         clock: Callable[[], float],
-        standing: AnchorState,
+        anchor_state: AnchorState,
         timeouts: PeerTimeouts = TIMEOUTS.peer,
     ) -> None:
         self._timeouts = timeouts
-        self._place = place
+        self._position = position
         self._worker, self._stage = worker, worker.stage
         self._clock = clock
         self._training, self._layout = training, Layout.of(blueprint)
         self._written = frozenset(entry.name for entry in blueprint.state if entry.is_written)
-        self._follow(order, standing)
+        self._follow(order, anchor_state)
         # A tied weight's copies must make the same steps: their momenta stay as they are.
         alone = frozenset(entry.name for entry in blueprint.state if len(entry.positions) == 1)
         self._moving = alone if training.averaging.momentum else frozenset[str]()
-        self._anchor_round = standing.anchor_round
+        self._anchor_round = anchor_state.anchor_round
         self._round_id = RoundId(0)
         self._order: RoundOpen | None = None  # of the round under way
-        self._round: Round[EncodedChunk] | None = (
-            None  # of it, once the anchors are those of its anchor_round
-        )
+        self._due = 0.0  # when `tick` has something to do for it
+        self._round: Round[EncodedChunk] | None = None  # of it, once the anchors are of its anchor_round
         self._starts: Iterator[Any] = iter(())
         self._before: dict[SegmentId, NodeId] = {}
         self._after: dict[SegmentId, NodeId] = {}
         self._arrived: deque[_Arrived] = deque()
         self._early: list[_Arrived] = []
-        self._askers = AnchorRequests()
+        self._requests = AnchorRequests()
         # Samples trained when a round opened: the last that committed, the latest.
-        self._num_averaged = self._num_offered = -standing.num_samples
+        self._num_averaged = self._num_offered = -anchor_state.num_samples
 
-    def _follow(self, order: PlanOrder | RingOrder, standing: AnchorState) -> None:
-        """Have these segments, with the anchors there were; without any, what the stage has is it."""
+    def _follow(self, order: PlanOrder | RingOrder, anchor_state: AnchorState) -> None:
+        """Average these segments from the anchors there were; without any, from the stage's own state."""
         self._plan_id, self._rings = order.plan_id, dict(order.rings)
-        state = {**self._stage.state, **standing.anchors}
-        given = (self._written, self._training, self._place.device, state, standing.outer)
+        state = {**self._stage.state, **anchor_state.anchors}
+        given = (self._written, self._training, self._position.device, state, anchor_state.outer)
         self._segments = {
             segment: SegmentState(self._layout.segment(ring.start, ring.stop), *given)
             for segment, ring in self._rings.items()
@@ -138,8 +135,8 @@ class Averager:
         self._most_early = _EARLY_TIMES * sum(each.num_items + 1 for each in self._segments.values())
 
     @property
-    def standing(self) -> AnchorState:
-        """What this stage would go on with, elsewhere or in other rings."""
+    def anchor_state(self) -> AnchorState:
+        """The anchors that this stage would go on with, in another plan or in other rings."""
         if self._anchor_round is None:
             return AnchorState(None)
         segments = self._segments.values()
@@ -152,12 +149,12 @@ class Averager:
         if order.plan_id <= self._plan_id:  # a second copy
             return []
         self._end()
-        before = self.standing
+        before = self.anchor_state
         self._follow(order, before)
         if any(name not in before.anchors for each in self._segments.values() for name in each.anchors):
             self._anchor_round = None  # it was in no ring
-        found = [self._answer(query, sender) for sender, query in self._askers.take()]
-        return [parcel for each in found if not isinstance(each, Refusal) for parcel in each]
+        answers = [self.receive_query(query, sender) for sender, query in self._requests.pop_all()]
+        return [message for answer in answers if not isinstance(answer, Refusal) for message in answer]
 
     @property
     def is_open(self) -> bool:
@@ -182,11 +179,11 @@ class Averager:
         self._before, self._after = {}, {}
         for segment, ring in self._rings.items():
             owners = [owner for owner in ring.owners if owner not in order.left_out]
-            if self._place.node not in owners:
+            if self._position.node not in owners:
                 return []
-            place = owners.index(self._place.node)
-            self._before[segment] = owners[place - 1]
-            self._after[segment] = owners[(place + 1) % len(owners)]
+            index = owners.index(self._position.node)
+            self._before[segment] = owners[index - 1]
+            self._after[segment] = owners[(index + 1) % len(owners)]
         self._order, self._round_id = order, order.round_id
         self._due = self._clock() + order.deadline_seconds
         self._arrived = deque(each for each in self._early if each[0].round_id == order.round_id)
@@ -218,12 +215,14 @@ class Averager:
             anchored = self._segments[segment]
             fault = anchored.open(state, moments, weight, len(owners))
             faults += [] if fault is None else [f"segment {segment}: {fault}"]
-            seat = RingPosition(order.round_id, segment, owners.index(self._place.node), len(owners))
+            ring_position = RingPosition(
+                order.round_id, segment, owners.index(self._position.node), len(owners)
+            )
             chunk_size = choose_chunk_size(anchored.edges[-1], len(owners), order.least_chunk)
-            members[segment] = RingReduce(seat, anchored, weight, chunk_size)
-        self._round = Round(order.round_id, self._place.node, members, self._due, self._before)
+            members[segment] = RingReduce(ring_position, anchored, weight, chunk_size)
+        self._round = Round(order.round_id, self._position.node, members, self._due, self._before)
         if faults:
-            abort = self._round.give_up(faults[0], self._place.node)
+            abort = self._round.give_up(faults[0], self._position.node)
             return [*([] if abort is None else [Outgoing(HUB, abort)]), *self._settle()]
         self._starts = self._round.start()
         return []
@@ -233,34 +232,26 @@ class Averager:
             return {}
         return {name: moment for name, moment in self._stage.moments.items() if name in self._moving}
 
-    def receive(
-        self, message: AveragingMessage, buffers: Sequence[Buffer] = (), sender: NodeId | None = None
-    ) -> list[Outgoing] | Refusal:
-        """Take what concerns a round; return what to send at once."""
-        if isinstance(message, AnchorQuery):
-            return self._answer(message, sender)
-        if isinstance(message, AnchorPart):
-            return self._take_anchor(message, buffers[0], sender)
-        if isinstance(message, RingPart):
-            return self._queue(message, buffers[0], sender)
+    def receive_outcome(self, outcome: RoundOutcome) -> list[Outgoing] | Refusal:
+        """Commit or abort the round that is open."""
         order = self._order
-        if order is None or message.round_id != order.round_id:
-            return Refusal(f"{type(message).__name__} of round {message.round_id}, which is not open here")
+        if order is None or outcome.round_id != order.round_id:
+            return Refusal(f"{type(outcome).__name__} of round {outcome.round_id}, which is not open here")
         if self._round is None:  # the anchors have not come
-            if isinstance(message, RoundAbort):
+            if isinstance(outcome, RoundAbort):
                 self._end()
             return []
-        found = self._round.receive(message)
-        return found if isinstance(found, Refusal) else self._settle()
+        return self._round.conclude(outcome) or self._settle()
 
-    def _queue(
-        self, part: RingPart[TensorSpec], buffer: Buffer, sender: NodeId | None
+    def receive_part(
+        self, part: RingPart[TensorSpec], buffer: Buffer, sender: NodeId
     ) -> list[Outgoing] | Refusal:
+        """Queue a chunk of the open round, or of a later one whose order has not come yet."""
         if part.value.dtype != "float32" or len(part.value.shape) not in (1, 2):
             raise ProtocolError(f"a ring part of {part.value.dtype} {part.value.shape}")
-        if part.round_id > self._round_id:  # a neighbour heard of the round first
-            held = sum(prod(each.value.shape) for each, _, _ in self._early)
-            if held + prod(part.value.shape) > self._most_early:
+        if part.round_id > self._round_id:  # a neighbour was told of the round first
+            num_early = sum(prod(each.value.shape) for each, _, _ in self._early)
+            if num_early + prod(part.value.shape) > self._most_early:
                 return Refusal(f"{sender} sends more of round {part.round_id} than a round has")
             self._early.append((part, buffer, sender))
         elif self._order is None or part.round_id != self._round_id:
@@ -273,15 +264,15 @@ class Averager:
         """Do one chunk's work; None when there is none to do."""
         if self._round is None:
             return None
-        for said in self._starts:
-            return [self._address(said), *self._settle()]
+        for started in self._starts:
+            return [self._address(started), *self._settle()]
         if not self._arrived:
             return None
         part, buffer, sender = self._arrived.popleft()
-        if sender is not None and sender != self._before.get(part.segment):
+        if sender != self._before.get(part.segment):
             logger.debug("round %d: a ring part of %s, which is not before this stage", part.round_id, sender)
             return []
-        items = decode_tensor(buffer, part.value, self._place.device)
+        items = decode_tensor(buffer, part.value, self._position.device)
         found = self._round.receive(_with_value(part, EncodedChunk(part.value, buffer, items)))
         if isinstance(found, Refusal):
             logger.debug("round %d: %s", part.round_id, found.reason)
@@ -298,11 +289,11 @@ class Averager:
             abort = RoundAbort(self._round_id, f"{suspect} has not sent its last average", suspect)
             self._end()
             return [Outgoing(HUB, abort)]
-        said = self._round.expire(now)
-        return [*self._settle(), *([] if said is None else [Outgoing(HUB, said)])]
+        expired = self._round.expire(now)
+        return [*self._settle(), *([] if expired is None else [Outgoing(HUB, expired)])]
 
     def _settle(self) -> list[Outgoing]:
-        """End a round that is decided; merge what a commit agreed on, and tell who shares a weight of it."""
+        """End a round that is decided; merge its averages, and share changes of tied weights."""
         assert self._round is not None
         assert self._order is not None
         if self._round.phase not in (RoundPhase.COMMITTED, RoundPhase.ABORTED):
@@ -318,12 +309,12 @@ class Averager:
             changes |= self._segments[segment].commit(pieces, strength, state, moments, is_blocking)
         self._anchor_round, self._num_averaged = self._round_id, self._num_offered
         self._end()
-        own, parcels = self._worker.tied.commit(changes)
+        own, outgoing = self._worker.tied.commit(changes)
         self._stage.add(own)
-        return [*parcels, *self._answer_all()]
+        return [*outgoing, *self._answer_all()]
 
     def _strength(self) -> float:
-        """Return how much of the way to the average is gone: less, the more was trained since the copy."""
+        """Return how far to go towards the average: less, the more was trained since the copy."""
         assert self._order is not None
         meanwhile = self._worker.num_trained - self._num_offered
         if self._order.is_blocking or not meanwhile:
@@ -339,7 +330,7 @@ class Averager:
         for anchored in self._segments.values():
             anchored.abort()
 
-    def _answer(self, query: AnchorQuery, sender: NodeId | None) -> list[Outgoing] | Refusal:
+    def receive_query(self, query: AnchorQuery, sender: NodeId) -> list[Outgoing] | Refusal:
         """Send an owner that missed a round its average, once this member has it and knows of the plan."""
         ring = self._rings.get(query.segment)
         if query.plan_id < self._plan_id:
@@ -350,25 +341,27 @@ class Averager:
             return Refusal(
                 f"{sender} asks for segment {query.segment}, which it does not share with this stage"
             )
-        assert sender is not None
-        self._askers.add(sender, query)
+        self._requests.add(sender, query)
         return self._answer_all()
 
     def _answer_all(self) -> list[Outgoing]:
-        return self._askers.answer(self._plan_id, self._anchor_round, self._segments)
+        return self._requests.answer(self._plan_id, self._anchor_round, self._segments)
 
-    def _take_anchor(
-        self, part: AnchorPart[TensorSpec], buffer: Buffer, sender: NodeId | None
+    def receive_anchor(
+        self, part: AnchorPart[TensorSpec], buffer: Buffer, sender: NodeId
     ) -> list[Outgoing] | Refusal:
+        """Add a piece of the anchor that this member has asked for; with all of them, begin the round."""
         order = self._order
         is_awaited = order is not None and self._round is None and part.anchor_round == order.anchor_round
         if order is None or not is_awaited or part.plan_id != self._plan_id:
             return Refusal(f"an anchor of round {part.anchor_round}, which is not awaited here")
         if part.segment not in self._segments or sender != self._before[part.segment]:
-            return Refusal(f"an anchor of segment {part.segment} from {sender}, who was not asked for it")
+            return Refusal(f"an anchor of segment {part.segment} from {sender}, which was not asked for it")
         if part.value.dtype != "float32" or len(part.value.shape) != 1:
             raise ProtocolError(f"a part of an anchor of {part.value.dtype} {part.value.shape}")
-        self._segments[part.segment].take(part.offset, decode_tensor(buffer, part.value, self._place.device))
+        self._segments[part.segment].receive(
+            part.offset, decode_tensor(buffer, part.value, self._position.device)
+        )
         if self._find_missing():
             return []
         for each in self._segments.values():

@@ -1,7 +1,7 @@
 """The snapshots that a peer keeps, in files of a temporary folder that are read without a copy.
 
 It keeps the newest ones it made itself, and one backup for others. Where the disk takes none they stay in
-memory. The thread that made a snapshot writes it; the event loop reads it.
+memory. Threads that only write put them there; the event loop reads them.
 """
 
 import logging
@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
+from ravnest.peer.compute_protocol import WrittenBlob
 from ravnest.protocol.blobs import BlobRef
 from ravnest.protocol.tensors import Buffer
 from ravnest.transfer.blobs import name_blob, name_pieces
@@ -53,19 +54,23 @@ class BlobStore:
 
     def put_pieces(self, make: Callable[[], Iterable[Buffer]]) -> BlobRef:
         """Keep a snapshot made here, and write it down as it is made; return its name."""
-        try:
-            path = Path(self._place, "unfinished")
-            with path.open("wb") as file:
-                ref = name_pieces(make(), file.write)
-            path.replace(path.with_name(ref.blob))
-            self._add(ref.blob, self._map(ref.blob))
-        except (OSError, ValueError) as error:
-            self._warn(error)
-            self._remove("unfinished")
-            content = b"".join(make())
-            ref = name_blob(content)
-            self._add(ref.blob, content)
-        return ref
+        written = write_blob(self.folder, make)
+        self.adopt(written)
+        return written.ref
+
+    def adopt(self, written: WrittenBlob) -> bool:
+        """Keep a snapshot that compute has written; return whether it is here."""
+        content: Buffer | None = written.content
+        if content is not None:
+            self._warn(written.fault)
+        else:
+            try:
+                content = self._map(written.ref.blob)
+            except (OSError, ValueError) as error:
+                logger.warning("the snapshot %s is lost: %s", written.ref.blob[:12], error)
+                return False
+        self._add(written.ref.blob, content)
+        return True
 
     def _add(self, blob: str, content: Buffer) -> None:
         if blob in self._own:
@@ -84,7 +89,7 @@ class BlobStore:
 
     def _write(self, blob: str, content: Buffer) -> Buffer:
         try:
-            Path(self._place, blob).write_bytes(content)
+            _path(self.folder, blob).write_bytes(content)
             return self._map(blob)
         except (OSError, ValueError) as error:  # ValueError: what is empty cannot be mapped
             self._warn(error)
@@ -92,21 +97,20 @@ class BlobStore:
             return content
 
     @property
-    def _place(self) -> str:
-        if self._folder is None:
-            raise FileNotFoundError(f"no folder could be made in {tempfile.gettempdir()}")
-        return self._folder.name
+    def folder(self) -> str | None:
+        """Where its files are, if it has any."""
+        return None if self._folder is None else self._folder.name
 
     def _map(self, blob: str) -> Buffer:
         """Return a file's content. Where it can its name goes now, so that a killed peer leaves no file."""
-        path = Path(self._place, blob)
+        path = _path(self.folder, blob)
         with path.open("rb") as file:
             mapped = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
         with suppress(OSError):
             path.unlink()
         return mapped
 
-    def _warn(self, error: Exception) -> None:
+    def _warn(self, error: Exception | str) -> None:
         if not self._has_warned:
             logger.warning("snapshots stay in memory, for the disk does not take them: %s", error)
         self._has_warned = True
@@ -116,3 +120,26 @@ class BlobStore:
         if self._folder is not None and blob not in self:
             with suppress(OSError):
                 Path(self._folder.name, blob).unlink(missing_ok=True)
+
+
+def write_blob(folder: str | None, make: Callable[[], Iterable[Buffer]]) -> WrittenBlob:
+    """Write content to a file named by its hash, piece by piece; where that fails, return it in memory."""
+    try:
+        path = _path(folder, "unfinished")
+        try:
+            with path.open("wb") as file:
+                ref = name_pieces(make(), file.write)
+            path.replace(path.with_name(ref.blob))
+        except OSError:
+            path.unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        content = b"".join(make())
+        return WrittenBlob(name_blob(content), content, str(error))
+    return WrittenBlob(ref)
+
+
+def _path(folder: str | None, blob: str) -> Path:
+    if folder is None:
+        raise FileNotFoundError(f"no folder could be made in {tempfile.gettempdir()}")
+    return Path(folder, blob)

@@ -1,7 +1,4 @@
-"""What this PC has: devices, their memory, how fast they multiply matrices, and whether in bf16.
-
-Asked by `ravnest join`.
-"""
+"""What this PC has: devices, their memory, how fast they multiply matrices, and whether in bf16."""
 
 import contextlib
 import ctypes

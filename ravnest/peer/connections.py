@@ -1,8 +1,8 @@
-"""How a peer gets links to the others of its plan: straight where it can, through the hub's relay where not.
+"""Links to the other peers of a plan: direct where possible, through the hub's relay where not.
 
-Each side dials where the other listens. If there is no link after a moment, or nobody listens, both go to the
-relay with the ticket the hub gave them: the smaller id awaits there, the other dials it as its last address.
-If nothing leads to a neighbour that work waits for, one of the two gives up, so that there is another plan.
+Each side dials where the other listens. If there is no link after a moment, or none listens, both go to the
+relay with the ticket of the hub: the smaller id waits there, the other dials it as its last address. If
+nothing leads to a neighbour that work waits for, one of the two gives up, so that there is another plan.
 """
 
 import asyncio
@@ -18,8 +18,8 @@ Start = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
 
 
 @dataclass(frozen=True, slots=True)
-class Acquaintance:
-    """Somebody to have a link to; without a ticket there is no way through the relay."""
+class PlannedPeer:
+    """A peer to have a link to; without a ticket there is no way through the relay."""
 
     peer: PeerId
     addresses: tuple[str, ...]
@@ -28,15 +28,15 @@ class Acquaintance:
 
 
 class Connections:
-    """The links one peer is to have. `door` is where it listens itself, seen from this PC.
+    """The links one peer is to have; `listens_at` is its own address, seen from this PC.
 
-    `give_up` is told why, when there is no link to somebody who is needed; and again, while there is none.
+    `give_up` is called with the reason when a needed peer has no link, and again while it has none.
     """
 
     def __init__(
         self,
         transport: Transport,
-        door: RelayAddress | None,
+        listens_at: RelayAddress | None,
         *,
         is_reachable: bool,
         start: Start,
@@ -45,99 +45,100 @@ class Connections:
     ) -> None:
         self._timeouts, self._net = timeouts.peer, timeouts.net
         self._transport = transport
-        self._door = door
+        self._listens_at = listens_at
         self._is_reachable = is_reachable  # others know where it listens
         self._start = start
         self._give_up = give_up
         self._loop = asyncio.get_running_loop()
         self._relay: RelayAddress | None = None
-        self._mates: dict[PeerId, Acquaintance] = {}
+        self._planned: dict[PeerId, PlannedPeer] = {}
         self._timers: dict[PeerId, asyncio.TimerHandle] = {}
         self._deadlines: dict[PeerId, asyncio.TimerHandle] = {}
         self._tried: dict[PeerId, dict[str, str]] = {}  # addresses, and why there is no link
         self._needed: Collection[str] = ()
-        self._ways: dict[PeerId, asyncio.Task[None]] = {}  # through the relay
+        self._relayed: dict[PeerId, asyncio.Task[None]] = {}
 
-    def meet(
-        self, mates: Iterable[Acquaintance], relay: RelayAddress | None, needed: Collection[str] = ()
+    def connect(
+        self, peers: Iterable[PlannedPeer], relay: RelayAddress | None, needed: Collection[str] = ()
     ) -> None:
-        """Get links to these, and no longer to others; ways that lead to them already stay.
+        """Get links to these peers, and to no others; links that exist stay.
 
-        Work waits for those whose names are needed.
+        Work waits for the peers whose names are in `needed`.
         """
-        before, self._mates = self._mates, {mate.peer: mate for mate in mates}
+        before, self._planned = self._planned, {each.peer: each for each in peers}
         if relay != self._relay:
             self._relay, before = relay, {}
-        for peer in tuple(self._ways):
-            if peer not in self._mates or before.get(peer) != self._mates[peer]:
-                self._ways.pop(peer).cancel()
+        for peer in tuple(self._relayed):
+            if peer not in self._planned or before.get(peer) != self._planned[peer]:
+                self._relayed.pop(peer).cancel()
         self.close()
         self._tried, self._needed = {}, needed
-        for mate in self._mates.values():
-            self._miss(mate)
-            if mate.addresses and mate.peer not in self._ways:
-                self._transport.dial(mate.peer, mate.addresses)
-            self._look_later(mate)
+        for planned in self._planned.values():
+            self._start_deadline(planned)
+            if planned.addresses and planned.peer not in self._relayed:
+                self._transport.dial(planned.peer, planned.addresses)
+            self._relay_later(planned)
 
-    def notice_loss(self, peer: PeerId) -> None:
+    def record_loss(self, peer: PeerId) -> None:
         """Go through the relay if a link that was lost does not come back by itself."""
-        if peer in self._mates:
-            self._look_later(self._mates[peer])
-            self._miss(self._mates[peer])
+        if peer in self._planned:
+            self._relay_later(self._planned[peer])
+            self._start_deadline(self._planned[peer])
 
-    def notice_failure(self, peer: PeerId, address: str, reason: str) -> None:
-        """Remember what was tried."""
+    def record_failure(self, peer: PeerId, address: str, reason: str) -> None:
+        """Record what was tried."""
         self._tried.setdefault(peer, {})[address] = reason
 
     def close(self) -> None:
-        """Wait for nothing any more; whoever gave `start` ends what was started."""
+        """Stop all timers; the owner of `start` ends what was started."""
         for timer in (*self._timers.values(), *self._deadlines.values()):
             timer.cancel()
         self._timers, self._deadlines = {}, {}
 
-    def _miss(self, mate: Acquaintance) -> None:
+    def _start_deadline(self, planned: PlannedPeer) -> None:
         """Give up after a while; of two that can be reached alike, the smaller id first."""
-        if mate.name not in self._needed:
+        if planned.name not in self._needed:
             return
-        is_first = (self._is_reachable, self._transport.peer) < (bool(mate.addresses), mate.peer)
-        timeouts = self._timeouts  # the second to give up has heard of another plan before
+        is_first = (self._is_reachable, self._transport.peer) < (bool(planned.addresses), planned.peer)
+        timeouts = self._timeouts  # by then another plan has reached the second to give up
         seconds = timeouts.give_up_seconds + (0.0 if is_first else timeouts.give_up_later_seconds)
-        if mate.peer in self._deadlines:
-            self._deadlines[mate.peer].cancel()
-        self._deadlines[mate.peer] = self._loop.call_later(seconds, self._say_missing, mate, seconds)
+        if planned.peer in self._deadlines:
+            self._deadlines[planned.peer].cancel()
+        self._deadlines[planned.peer] = self._loop.call_later(seconds, self._report_missing, planned, seconds)
 
-    def _say_missing(self, mate: Acquaintance, seconds: float) -> None:
-        if mate.peer in self._transport.connected():
+    def _report_missing(self, planned: PlannedPeer, seconds: float) -> None:
+        if planned.peer in self._transport.connected():
             return
-        self._miss(mate)
-        failed = self._tried.get(mate.peer, {})
-        tried = [f"{each} ({failed.get(each, 'no answer')})" for each in mate.addresses]
-        tried += ["the hub's relay"] if mate.peer in self._ways else []
+        self._start_deadline(planned)
+        failed = self._tried.get(planned.peer, {})
+        tried = [f"{each} ({failed.get(each, 'no answer')})" for each in planned.addresses]
+        tried += ["the hub's relay"] if planned.peer in self._relayed else []
         told = ", ".join(tried) if tried else "nothing, for it told no address and there is no relay"
         self._give_up(
-            f"no link to {mate.name} for {seconds:.0f} s, so the two cannot train side by side; tried {told}"
+            f"no link to {planned.name} for {seconds:.0f} s, "
+            f"so the two cannot train side by side; tried {told}"
         )
 
-    def _look_later(self, mate: Acquaintance) -> None:
-        can_be_direct = mate.addresses or self._is_reachable
+    def _relay_later(self, planned: PlannedPeer) -> None:
+        can_be_direct = planned.addresses or self._is_reachable
         seconds = self._timeouts.relay_after_seconds if can_be_direct else 0.0
-        if mate.peer in self._timers:
-            self._timers[mate.peer].cancel()
-        self._timers[mate.peer] = self._loop.call_later(seconds, self._look, mate)
+        if planned.peer in self._timers:
+            self._timers[planned.peer].cancel()
+        self._timers[planned.peer] = self._loop.call_later(seconds, self._use_relay, planned)
 
-    def _look(self, mate: Acquaintance) -> None:
-        if mate.peer in self._ways or mate.peer in self._transport.connected():
+    def _use_relay(self, planned: PlannedPeer) -> None:
+        if planned.peer in self._relayed or planned.peer in self._transport.connected():
             return
-        if self._relay is None or not mate.ticket:
+        if self._relay is None or not planned.ticket:
             return
-        if mate.peer > self._transport.peer:
-            if self._door is not None:
-                work = await_through(self._relay, mate.ticket, self._door, self._net)
-                self._ways[mate.peer] = self._start(work)
+        if planned.peer > self._transport.peer:
+            if self._listens_at is not None:
+                work = await_through(self._relay, planned.ticket, self._listens_at, self._net)
+                self._relayed[planned.peer] = self._start(work)
             return
-        self._ways[mate.peer] = self._start(self._dial_through(mate, self._relay))
+        self._relayed[planned.peer] = self._start(self._dial_through(planned, self._relay))
 
-    async def _dial_through(self, mate: Acquaintance, relay: RelayAddress) -> None:
-        async with dial_through(relay, mate.ticket, self._net) as address:
-            self._transport.dial(mate.peer, (*mate.addresses, address))
+    async def _dial_through(self, planned: PlannedPeer, relay: RelayAddress) -> None:
+        async with dial_through(relay, planned.ticket, self._net) as address:
+            self._transport.dial(planned.peer, (*planned.addresses, address))
             await self._loop.create_future()

@@ -6,14 +6,14 @@ A newer order of a kind ends what is fetched for an older one.
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Coroutine, Sequence
-from functools import partial
+from concurrent.futures import Executor
 from typing import Any
 
 from ravnest.config import TIMEOUTS, PeerTimeouts
 from ravnest.errors import LinkError
 from ravnest.ids import HUB, NodeId
 from ravnest.peer.blob_store import BlobStore
-from ravnest.peer.compute import Aside, Build, Item, Probe
+from ravnest.peer.compute_protocol import Build, Probe, ToCompute
 from ravnest.protocol.blobs import BlobRef
 from ravnest.protocol.membership import ProbeOrder, ProbeReport
 from ravnest.protocol.messages import Refusal
@@ -34,7 +34,7 @@ class _Missing(Exception):  # noqa: N818 - what happened, not that it is an erro
 class Fetcher:
     """Fetches what orders name. `known` are the nodes that can be asked; `put` uses what has come.
 
-    `quiet_seconds` is how long a peer may send nothing of what it is asked for.
+    `writer` has one thread, for files.
     """
 
     def __init__(
@@ -42,14 +42,16 @@ class Fetcher:
         start: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
         known: Callable[[], Collection[NodeId]],
         post: Callable[[Outgoing], None],
-        put: Callable[[Item], None],
+        put: Callable[[ToCompute], None],
         fail: Callable[[LinkError], None],
+        writer: Executor,
         timeouts: PeerTimeouts = TIMEOUTS.peer,
     ) -> None:
         self._quiet_seconds = timeouts.quiet_download_seconds
         self.store = BlobStore()
         self.blobs = Blobs(self.store)
         self._exchange = Exchange(self.blobs, post)
+        self._writer = writer  # of one thread: what is kept last was ordered last
         self._start, self._known, self._post, self._put, self._fail = start, known, post, put, fail
         self._tasks: dict[type, asyncio.Task[None]] = {}  # by the kind of order
 
@@ -114,11 +116,9 @@ class Fetcher:
         if isinstance(content, Refusal):
             logger.debug("backup %d is not kept: %s", order.number, content.reason)
         else:
-            self._put(Aside(partial(self._keep_backup, order, content)))
-
-    def _keep_backup(self, order: BackupOrder, content: Buffer) -> Outgoing:
-        self.store.keep_backup(content)
-        return Outgoing(HUB, BackupKept(order.plan_id, order.number))
+            loop = asyncio.get_running_loop()
+            await loop.run_in_executor(self._writer, self.store.keep_backup, content)
+            self._post(Outgoing(HUB, BackupKept(order.plan_id, order.number)))
 
     async def _probe(self, order: ProbeOrder) -> None:
         """Measure what the hub wants to know of the link, and have run what it wants run."""

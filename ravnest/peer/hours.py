@@ -1,4 +1,4 @@
-"""When a PC is lent: hours of the day by its own clock, and on battery if its provider says so. Pure."""
+"""When a PC is lent: hours of the day by its own clock, and on battery if its provider says so."""
 
 import re
 from collections.abc import Sequence

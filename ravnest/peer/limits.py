@@ -1,4 +1,4 @@
-"""What a provider lends and no more: cores, memory of a GPU, memory of the PC. Asked by `ravnest join`."""
+"""Holds the program to what a provider lends: cores, memory of a GPU, memory of the PC."""
 
 import math
 import os

@@ -1,7 +1,7 @@
 """How a stage keeps time: how long its work takes, how long it idles, how far ahead its cluster may run.
 
-The root of a cluster hears from every stage now and then, measures how long a microbatch is away, and lets
-engine.staleness decide; every stage follows its Pace.
+Every stage of a cluster reports to the root now and then. The root measures how long a microbatch is away and
+lets engine.staleness decide; every stage follows its Pace.
 """
 
 import math
@@ -78,8 +78,8 @@ class IdleTime:
     seconds: float = 0.0
     since: float | None = None
 
-    def note(self, is_idle: bool, now: float) -> None:
-        """Take note of whether there was something to run."""
+    def record(self, is_idle: bool, now: float) -> None:
+        """Record whether there was something to run."""
         if is_idle and self.since is None:
             self.since = now
         elif not is_idle and self.since is not None:
@@ -93,7 +93,7 @@ class IdleTime:
 
 @dataclass(slots=True)
 class _StageSeen:
-    """What a stage said of itself: the medians of its last times, so that a cold start is soon forgotten."""
+    """The last times that a stage reported; their medians soon forget a cold start."""
 
     forward: deque[float] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
     backward: deque[float] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
@@ -102,77 +102,78 @@ class _StageSeen:
 
 
 class Timekeeper:
-    """What a stage knows of time: it reports to hub and root and follows the pace; the root sets it.
+    """The times of one stage: it reports them and follows the pace, which the root sets.
 
-    Without a policy nobody sets one, and the stage works as it was built.
+    Without a policy no pace is set, and the stage works as it was built.
     """
 
     def __init__(
         self,
-        place: StagePosition,
+        position: StagePosition,
         schedule: StageSchedule,
         clock: Callable[[], float],
         policy: StalenessPolicy | None,
         timeouts: PeerTimeouts = TIMEOUTS.peer,
     ) -> None:
         self._timeouts = timeouts
-        self._place = place
+        self._position = position
+        self._is_leaf = position.after is None
         self._schedule = schedule
         self._clock = clock
         self._policy = policy
         self._idle = IdleTime(clock())
         self._num_reports = 0
-        self._told_at = clock()  # the hub
+        self._reported_at = clock()  # to the hub
         self._work = (0.0, 0.0, 0)  # since then: seconds forward and backward, samples
         self._sent_at: dict[MicrobatchId, float] = {}
-        self._shortest = (
-            math.inf
-        )  # seconds a full microbatch was away; the least ever, so nothing queued then
+        # Seconds a full microbatch was away; the least ever, so nothing queued then.
+        self._shortest = math.inf
         self._num_samples = 0  # of a full microbatch
         self._seen: dict[int, _StageSeen] = {}  # by stage
         self._controller: StalenessController | None = None
         self._last: Decision | None = None
         self._num_unpaced = 0  # microbatches since the last decision
-        if policy is not None and place.before is None:
+        if policy is not None and position.before is None:
             self._controller = StalenessController(policy)
             self._decide()
 
     @property
     def link_seconds(self) -> float:
         """How long a microbatch spends on the cluster's links when nothing queues; only the root knows."""
-        if not self._is_measured or self._place.after is None:
+        if not self._is_measured or self._is_leaf:
             return 0.0
         later = sum(seen.times.compute_seconds for stage, seen in self._seen.items() if stage)
         return max(0.0, self._shortest - later)
 
     @property
     def _is_measured(self) -> bool:
-        num_stages = len(self._place.pipeline)
+        num_stages = len(self._position.pipeline)
         return len(self._seen) == num_stages and (self._shortest < math.inf or num_stages == 1)
 
-    def receive(self, message: Pace | StepReport, sender: NodeId | None) -> Refusal | None:
-        """Take the root's pace, or as the root what a stage of the cluster reports."""
-        pipeline = self._place.pipeline
-        if isinstance(message, Pace):
-            if sender not in (None, pipeline[0]):
-                return Refusal(f"only the root sets the pace, not {sender}")
-            self._follow(message.window, message.accumulate, message.is_synchronous)
-        elif self._controller is None or sender not in pipeline:
-            return Refusal(f"the report of {sender} on microbatch {message.microbatch} is not for this stage")
-        else:
-            self._learn(pipeline.index(sender), message)
+    def follow_pace(self, pace: Pace, sender: NodeId) -> Refusal | None:
+        """Work at the root's pace."""
+        if sender != self._position.pipeline[0]:
+            return Refusal(f"only the root sets the pace, not {sender}")
+        self._resize(pace.window, pace.accumulate, pace.is_synchronous)
         return None
 
-    def note_idle(self, is_idle: bool) -> None:
-        """Take note of whether there was something to run."""
-        self._idle.note(is_idle, self._clock())
+    def record_report(self, report: StepReport, sender: NodeId) -> Refusal | None:
+        """As the root, learn from the report of a stage of the cluster."""
+        if self._controller is None:
+            return Refusal(f"the report of {sender} on microbatch {report.microbatch} is not for this stage")
+        self._learn(self._position.pipeline.index(sender), report)
+        return None
 
-    def note_sent(self, microbatch: MicrobatchId) -> None:
-        """Take note that a microbatch leaves for the next stage."""
+    def record_idle(self, is_idle: bool) -> None:
+        """Record whether there was something to run."""
+        self._idle.record(is_idle, self._clock())
+
+    def record_sent(self, microbatch: MicrobatchId) -> None:
+        """Record that a microbatch leaves for the next stage."""
         self._sent_at[microbatch] = self._clock()
 
-    def note_back(self, microbatch: MicrobatchId, num_samples: int) -> None:
-        """Take note that its gradient is here; a smaller microbatch than others says nothing of them."""
+    def record_return(self, microbatch: MicrobatchId, num_samples: int) -> None:
+        """Record that its gradient is here; a smaller microbatch than others says nothing of them."""
         now = self._clock()
         seconds = now - self._sent_at.pop(microbatch, now)
         if num_samples > self._num_samples:
@@ -190,9 +191,9 @@ class Timekeeper:
         return gradient_weight(lag, policy.lag_bound(self._schedule.version)) if policy is not None else 1.0
 
     def send(self, report: StepReport) -> Iterator[Outgoing]:
-        """Tell hub and root of a microbatch now and then, often at first; the leaf tells the hub every loss.
+        """Report to hub and root now and then, often at first; the leaf reports every loss to the hub.
 
-        The hub hears the mean seconds since it was last told, so that it sees what a busy PC takes away.
+        The hub gets the mean seconds since the last report, so it sees what a busy PC takes away.
         """
         report = self._complete(report)
         self._num_reports += 1
@@ -200,10 +201,10 @@ class Timekeeper:
         forward, backward, num_samples = self._work
         forward, backward = forward + report.forward_seconds, backward + report.backward_seconds
         self._work = (forward, backward, num_samples + report.num_samples)
-        is_time = self._clock() >= self._told_at + self._timeouts.report_every_seconds
-        if is_due or is_time or self._place.after is None:
+        is_time = self._clock() >= self._reported_at + self._timeouts.report_every_seconds
+        if is_due or is_time or self._is_leaf:
             share = report.num_samples / max(1, self._work[2])
-            self._told_at, self._work = self._clock(), (0.0, 0.0, 0)
+            self._reported_at, self._work = self._clock(), (0.0, 0.0, 0)
             yield Outgoing(
                 HUB, replace(report, forward_seconds=share * forward, backward_seconds=share * backward)
             )
@@ -212,7 +213,7 @@ class Timekeeper:
             if self._controller is not None:
                 self._learn(0, report)
             elif self._policy is not None:
-                yield Outgoing(self._place.pipeline[0], report)
+                yield Outgoing(self._position.pipeline[0], report)
         elif self._controller is not None:
             self._controller.observe(report.lag)
 
@@ -231,8 +232,10 @@ class Timekeeper:
             return
         found = self._decide()
         if (found.window, found.synchronous) != (last.window, last.synchronous):
-            pace = Pace(self._place.build_id, num_updates, found.window, found.accumulate, found.synchronous)
-            for node in self._place.pipeline[1:]:
+            pace = Pace(
+                self._position.build_id, num_updates, found.window, found.accumulate, found.synchronous
+            )
+            for node in self._position.pipeline[1:]:
                 yield Outgoing(node, pace)
 
     def _decide(self) -> Decision:
@@ -241,16 +244,16 @@ class Timekeeper:
         stages: list[StageTimes] = []
         idle_share = 0.0
         if self._is_measured:
-            stages = [self._seen[stage].times for stage in range(len(self._place.pipeline))]
+            stages = [self._seen[stage].times for stage in range(len(self._position.pipeline))]
             stages[0] = replace(stages[0], link_seconds=self.link_seconds)
             slowest = max(self._seen.values(), key=lambda seen: seen.times.compute_seconds)
             idle_share = slowest.idle_share
         found = self._controller.decide(self._schedule.version, stages, idle_share)
         self._last, self._num_unpaced = found, 0
-        self._follow(found.window, found.accumulate, found.synchronous)
+        self._resize(found.window, found.accumulate, found.synchronous)
         return found
 
-    def _follow(self, window: int, accumulate: int, is_synchronous: bool) -> None:
+    def _resize(self, window: int, accumulate: int, is_synchronous: bool) -> None:
         """Work at this pace, within what the memory of this stage was planned for."""
         most = self._policy.window_max if self._policy is not None else window
         self._schedule.resize(min(window, most), accumulate, is_synchronous)
@@ -258,7 +261,7 @@ class Timekeeper:
     def _learn(self, stage: int, report: StepReport) -> None:
         assert self._controller is not None
         self._controller.observe(report.lag)
-        if len(self._place.pipeline) == 1:
+        if len(self._position.pipeline) == 1:
             self._num_samples = max(self._num_samples, report.num_samples)
         seconds = report.forward_seconds + report.backward_seconds
         # What a short microbatch takes says little; what others say is believed only within reason.

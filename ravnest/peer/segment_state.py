@@ -1,10 +1,10 @@
-"""One segment as a member averages it: the anchor, its own change since, and what rounding still owes.
+"""One segment as a member averages it: the anchor, its own change since, and the rounding error still owed.
 
-The anchor is the last average, alike in every owner; what goes around are changes since. Each hop adds its
-share and encodes again; what that loses the same member adds to its share in the next round. The mean is
+The anchor is the last average, alike in every owner; changes since then go around the ring. Each hop adds its
+share and encodes again; the member adds its rounding error to its share in the next round. The mean is
 encoded once, and all owners read the same bytes. Statistics that a forward writes travel exactly: a rounded
-variance may be below zero. Momenta, if averaged, come last and owe nothing. To be trimmed, contributions
-travel side by side, exactly: with n owners n / 2 times as many numbers.
+variance may be below zero. Momenta, if averaged, come last and carry no error over. To be trimmed,
+contributions travel side by side, exactly: with n owners n / 2 times as many numbers.
 """
 
 import math
@@ -96,7 +96,7 @@ class SegmentState:
     def open(
         self, state: Mapping[str, Tensor], moments: Mapping[str, Tensor], weight: float, num_owners: int = 2
     ) -> str | None:
-        """Copy what this member has; return why it is no contribution, if so."""
+        """Copy the state of this member; return why it is no contribution, if so."""
         self._num_owners = num_owners
         entries = [entry for entry in self._layout.entries if entry.name in moments]
         self._moments = _arrange(self._layout, entries)
@@ -132,7 +132,7 @@ class SegmentState:
         return TensorSpec("float32", (where.stop - where.start,), wire_format)
 
     def fault(self, where: slice, value: EncodedChunk, weight: float, num_shares: int) -> str | None:
-        """Say why no honest member sends this."""
+        """Return why no honest member sends this chunk, if so."""
         assert value.items is not None
         items, has_rows = value.items, num_shares > 0 and self._is_trimmed
         spec = self._rows_spec(where, num_shares) if has_rows else self._spec(where)
@@ -190,7 +190,7 @@ class SegmentState:
         return EncodedChunk(self._rows_spec(where, len(found)), encode_tensor(found, WireFormat.FP32), found)
 
     def keep(self, value: EncodedChunk) -> EncodedChunk:
-        """Return the mean as bytes, which are few."""
+        """Return the mean without its tensor; its bytes are fewer."""
         return replace(value, items=None)
 
     def content(self, value: EncodedChunk) -> Buffer:
@@ -198,7 +198,7 @@ class SegmentState:
         return value.buffer
 
     def _add_share(self, where: slice, items: Tensor | None, weight: float) -> Tensor:
-        """Return the own share, or add it to what came: in the memory that came, which nobody else reads."""
+        """Return the own share, or add it to `items` in place: no other code reads that memory."""
         assert self._vector is not None
         factor = weight * self._clip if where.start < self._num_trained else weight
         own = self._vector[where]
@@ -278,8 +278,8 @@ class SegmentState:
             for low in range(0, len(tensor), _PIECE_ITEMS):
                 yield start + low, tensor[low : low + _PIECE_ITEMS]
 
-    def take(self, offset: int, items: Tensor) -> None:
-        """Take a piece of another owner's anchor; they come in order."""
+    def receive(self, offset: int, items: Tensor) -> None:
+        """Add a piece of another owner's anchor; they come in order."""
         if self._coming is None:
             self._coming = torch.empty(self._num_state + len(self._outer), device=self._device)
         if offset != self._num_came or offset + len(items) > len(self._coming):

@@ -1,13 +1,13 @@
-"""Carries out what averaging.tied decides, and tells which microbatches meet the right weights.
+"""The tied weights of one stage: carries out what averaging.tied decides.
 
-In lockstep a home waits for its step before the next forward, and stamps what it sends on with the steps it
-has made; the stages behind it wait for those. Ahead of lockstep nobody waits. A stage that does not begin
-with version 0 may differ from others that hold its weights: the home's count, with its optimizer's state.
+In lockstep the home of a weight waits for its step before the next forward, and stamps what it sends on with
+the steps it has made; the stages behind it wait for those. Ahead of lockstep no stage waits. After a rebuild
+copies may differ: the home's copy counts, with its optimizer state.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -22,25 +22,30 @@ from ravnest.model.blueprint import Blueprint
 from ravnest.peer.stage_position import StagePosition
 from ravnest.protocol.messages import Refusal
 from ravnest.protocol.tensors import Buffer, TensorSpec
-from ravnest.protocol.tied import TiedGradient, TiedMessage, TiedStep
+from ravnest.protocol.tied import TiedCall, TiedGradient, TiedHolder, TiedStep
 from ravnest.transfer.outbox import Outgoing
 
 
 class TiedWeights:
     """The tied weights of one stage."""
 
-    def __init__(self, place: StagePosition, blueprint: Blueprint, stage: StageEngine) -> None:
+    def __init__(self, position: StagePosition, blueprint: Blueprint, stage: StageEngine) -> None:
         names = stage.shared.keys()
         uses = {entry.name: entry.positions for entry in blueprint.state if entry.name in names}
         interval = (blueprint.start, blueprint.stop)
         self._is_rebuilt = stage.version > 0  # in all stages of a cluster, or in none
         self._order: TiedOrder[Tensor] = TiedOrder(
-            place.build_id, place.node, place.pipeline, interval, uses, self._is_rebuilt
+            position.build_id, position.node, position.pipeline, interval, uses, self._is_rebuilt
         )
-        self._node = place.node
+        self._node = position.node
         self._names = frozenset(uses)
         self._stage = stage
         self._needed: dict[NodeId, int] = {}
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether this stage holds no tied weight."""
+        return not self._names
 
     @property
     def is_settled(self) -> bool:
@@ -58,7 +63,7 @@ class TiedWeights:
         return is_newest and self.is_ready and self._order.has_seen(tuple(self._needed.items()))
 
     def need(self, stamp: Stamp) -> None:
-        """Note the steps that a microbatch that came must see."""
+        """Remember the steps that a microbatch must see."""
         self._needed |= {home: max(number, self._needed.get(home, 0)) for home, number in stamp}
 
     def stamp(self, waits: bool) -> Stamp:
@@ -66,16 +71,16 @@ class TiedWeights:
         return tuple((self._needed | dict(self._order.stamp if waits else ())).items())
 
     def hello(self) -> list[Outgoing]:
-        """Tell the others of the cluster, if something is tied; and what it is, if they may not know."""
+        """Tell the others of the cluster that this stage is ready; after a rebuild, with its copies."""
         if not self._names:
             return []
-        said = self._order.hello()
+        told = self._order.hello()
         if self._is_rebuilt:
             found, homes = self._stage.snapshot(copies=False), self._order.homes
             state = {name: found.state[name] for name in sorted(homes)}
             slots = {key: each for key, each in found.optimizer.items() if key.partition("/")[2] in homes}
-            said += self._order.change(state | slots)
-        return self._carry_out(said)
+            told += self._order.change(state | slots)
+        return self._carry_out(told)
 
     def offer(self, rate: float, is_closing: bool) -> list[Outgoing]:
         """Take the gradients of tied weights out of the update about to be made."""
@@ -89,22 +94,34 @@ class TiedWeights:
         rest = {name: change for name, change in changes.items() if name not in self._names}
         return rest, self._carry_out(self._order.change(tied))
 
-    def receive(
-        self, message: TiedMessage[TensorSpec], buffers: Sequence[Buffer], sender: NodeId | None
+    def receive_holder(self, message: TiedHolder, sender: NodeId) -> list[Outgoing] | Refusal:
+        """Learn which positions another stage holds."""
+        return self._carry_out(self._order.receive_holder(sender, message))
+
+    def receive_call(self, message: TiedCall, sender: NodeId) -> list[Outgoing] | Refusal:
+        """Give a home the gradients since its last call."""
+        return self._carry_out(self._order.receive_call(sender, message))
+
+    def receive_gradient(
+        self, message: TiedGradient[TensorSpec], buffers: Sequence[Buffer], sender: NodeId
     ) -> list[Outgoing] | Refusal:
-        """Take a message of another stage; return what to send."""
-        if sender is None or not self._names:
-            return Refusal("this stage holds no tied weight")
-        decoded: TiedMessage[Tensor]
-        if isinstance(message, TiedGradient | TiedStep):
-            pairs = zip(message.values, buffers, strict=True)
-            is_state = isinstance(message, TiedStep) and self._says_state(message.number)
-            values = tuple((key, self._read(key, spec, buffer, is_state)) for (key, spec), buffer in pairs)
-            decoded = _with_values(message, values)
-        else:
-            decoded = message
-        found = self._order.receive(sender, decoded)
-        return found if isinstance(found, Refusal) else self._carry_out(found)
+        """As a home, collect the gradients that were called for."""
+        decoded = _with_values(message, self._decode(message.values, buffers, is_state=False))
+        return self._carry_out(self._order.receive_gradient(sender, decoded))
+
+    def receive_step(
+        self, message: TiedStep[TensorSpec], buffers: Sequence[Buffer], sender: NodeId
+    ) -> list[Outgoing] | Refusal:
+        """Make the step that a home has numbered."""
+        is_state = self._says_state(message.number)
+        decoded = _with_values(message, self._decode(message.values, buffers, is_state))
+        return self._carry_out(self._order.receive_step(sender, decoded))
+
+    def _decode(
+        self, values: Sequence[tuple[str, TensorSpec]], buffers: Sequence[Buffer], is_state: bool
+    ) -> tuple[tuple[str, Tensor], ...]:
+        pairs = zip(values, buffers, strict=True)
+        return tuple((key, self._read(key, spec, buffer, is_state)) for (key, spec), buffer in pairs)
 
     def _says_state(self, number: int) -> bool:
         return self._is_rebuilt and number == 1
@@ -120,9 +137,16 @@ class TiedWeights:
             raise ProtocolError(f"{key[:80]!r} came as what its home has, but is no finite {dtype}")
         return value
 
-    def _carry_out(self, addressed: Addressed[Tensor]) -> list[Outgoing]:
-        parcels = []
-        for receiver, message in addressed:
+    @overload
+    def _carry_out(self, decided: Addressed[Tensor]) -> list[Outgoing]: ...
+    @overload
+    def _carry_out(self, decided: Addressed[Tensor] | Refusal) -> list[Outgoing] | Refusal: ...
+    def _carry_out(self, decided: Addressed[Tensor] | Refusal) -> list[Outgoing] | Refusal:
+        """Make the steps addressed to this stage; return the messages to others."""
+        if isinstance(decided, Refusal):
+            return decided
+        outgoing = []
+        for receiver, message in decided:
             if receiver == self._node:
                 assert isinstance(message, TiedStep)
                 self._step(message)
@@ -130,10 +154,10 @@ class TiedWeights:
                 specs = tuple((name, describe(value, WireFormat.FP32)) for name, value in message.values)
                 # Exactly as they are: all must add the same.
                 buffers = tuple(encode_tensor(value, WireFormat.FP32) for _, value in message.values)
-                parcels.append(Outgoing(receiver, _with_values(message, specs), buffers))
+                outgoing.append(Outgoing(receiver, _with_values(message, specs), buffers))
             else:
-                parcels.append(Outgoing(receiver, message))
-        return parcels
+                outgoing.append(Outgoing(receiver, message))
+        return outgoing
 
     def _step(self, step: TiedStep[Tensor]) -> None:
         """Make a step, weight by weight: one whose sum is not finite stays, in this stage as in all."""

@@ -1,36 +1,30 @@
-"""One stage between its neighbours: collects what a microbatch needs, runs it, addresses what comes out.
+"""Trains one stage: collects what a microbatch needs, runs it, addresses what comes out.
 
-The whole of it belongs to the compute thread: messages go in, a piece of work yields parcels, each as soon as
-it is ready, so the gradient of the inputs leaves before that of the weights is computed. What
-to do next is decided by engine.schedule.
+A piece of work yields messages, each as soon as it is ready: the gradient of the inputs leaves before that of
+the weights is computed. engine.schedule decides what is next. All of it belongs to the compute thread.
 """
 
 import logging
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import assert_never
 
 from torch import Tensor
 
-from ravnest.config import TIMEOUTS, PeerTimeouts
+from ravnest.codec import decode_tensor, describe, encode_tensor
+from ravnest.config import TIMEOUTS, PeerTimeouts, WireFormat
 from ravnest.engine.schedule import StageSchedule, Task, Work
 from ravnest.engine.stage import DroppedWork, PassedOn, StageEngine
 from ravnest.engine.staleness import StalenessPolicy
 from ravnest.errors import ProtocolError
 from ravnest.ids import HUB, LeaseId, MicrobatchId, NodeId
-from ravnest.model.blueprint import Blueprint, ValueId
+from ravnest.model.blueprint import Blueprint, Program, ValueId
 from ravnest.peer.pacing import Device, Timekeeper
-from ravnest.peer.stage_position import (
-    StagePosition,
-    decode_fields,
-    decode_values,
-    encode_values,
-    read_results,
-)
+from ravnest.peer.stage_position import StagePosition
 from ravnest.peer.tied_weights import TiedWeights
 from ravnest.protocol.messages import Refusal
-from ravnest.protocol.tensors import Buffer
+from ravnest.protocol.tensors import Buffer, TensorSpec
+from ravnest.protocol.tied import TiedCall
 from ravnest.protocol.training import (
     Activation,
     DroppedMicrobatch,
@@ -40,22 +34,18 @@ from ravnest.protocol.training import (
     LeaseDone,
     LeaseGrant,
     Metrics,
-    Pace,
     StepReport,
 )
 from ravnest.transfer.outbox import Outgoing
 
 logger = logging.getLogger(__name__)
 
-Incoming = (
-    LeaseGrant | FieldParts | Activation | Gradient | DroppedMicrobatch | Pace | LearningRate | StepReport
-)
 _REFUSALS_PER_LINE = 100  # of updates, in the log
 
 
 @dataclass(slots=True)
 class _Arriving:
-    """What has come of a microbatch so far."""
+    """The parts of a microbatch that have arrived."""
 
     fields: dict[str, Tensor] = field(default_factory=dict)
     inputs: dict[ValueId, Tensor] | None = None
@@ -65,7 +55,7 @@ class _Arriving:
 
 @dataclass(slots=True)
 class _Running:
-    """What is known of a microbatch between its forward and its backward."""
+    """A microbatch between its forward and its backward."""
 
     num_samples: int
     forward_seconds: float
@@ -81,11 +71,11 @@ class _Lease:
 
 
 class Worker:
-    """Trains one stage of one plan, as far ahead as its root says, within `policy`; None: as it was built."""
+    """Trains one stage of one plan at the root's pace, within `policy`; without one, as it was built."""
 
     def __init__(
         self,
-        place: StagePosition,
+        position: StagePosition,
         blueprint: Blueprint,
         stage: StageEngine,
         schedule: StageSchedule,
@@ -94,14 +84,15 @@ class Worker:
         policy: StalenessPolicy | None = None,
         timeouts: PeerTimeouts = TIMEOUTS.peer,
     ) -> None:
-        self._place = place
+        self.position = position
+        self._before, self._after = position.before, position.after
         self._blueprint = blueprint
         self._stage = stage
         self._schedule = schedule
         self._rates: dict[int, float] = {0: learning_rate}
         self._device = device
         self._clock = device.clock
-        self._time = Timekeeper(place, schedule, device.clock, policy, timeouts)
+        self.timekeeper = Timekeeper(position, schedule, device.clock, policy, timeouts)
         self._arriving: dict[MicrobatchId, _Arriving] = {}
         self._ready: dict[MicrobatchId, _Arriving] = {}
         self._evaluations: deque[MicrobatchId] = deque()
@@ -109,51 +100,23 @@ class Worker:
         self._running: dict[MicrobatchId, _Running] = {}
         self._leases: dict[MicrobatchId, _Lease] = {}
         self._num_trained = self._num_refused = 0
-        self.tied = TiedWeights(place, blueprint, stage)
-        self._waiting: list[Outgoing] = self.tied.hello()  # to be sent before any work
-
-    def receive(
-        self, message: Incoming, buffers: Sequence[Buffer] = (), sender: NodeId | None = None
-    ) -> Refusal | None:
-        """Take a message; return why not, if it is late or repeated. ProtocolError means a wrong peer."""
-        if message.build_id != self._place.build_id:
-            return Refusal(f"{type(message).__name__} of plan {message.build_id}, not {self._place.build_id}")
-        match message:
-            case LeaseGrant():
-                return self._start_lease(message)
-            case FieldParts():
-                arriving = self._arriving.setdefault(message.microbatch, _Arriving())
-                arriving.fields |= decode_fields(message.fields, buffers, self._place.device)
-                return self._admit(message.microbatch)
-            case Activation():
-                return self._take_activation(message, buffers)
-            case Gradient():
-                return self._take_gradient(message, buffers)
-            case DroppedMicrobatch():
-                self._forget(message.microbatch)
-                self._waiting.extend(self._finish(message.microbatch, 0))
-                return None
-            case Pace() | StepReport():
-                return self._time.receive(message, sender)
-            case LearningRate():
-                self._rates[message.update] = message.rate
-                return None
-        assert_never(message)
+        self.tied = TiedWeights(position, blueprint, stage)
+        self._unsent: list[Outgoing] = self.tied.hello()  # to be sent before any work
 
     def next_work(self) -> Iterator[Outgoing] | None:
         """Return the next piece of work, done as it is iterated over; None when nothing is runnable."""
-        if self._waiting:
+        if self._unsent:
             return self.flush()
         task = self._schedule.next(self.tied.may_forward(self._schedule.is_lockstep))
-        self._time.note_idle(task is None and not self._evaluations)
+        self.timekeeper.record_idle(task is None and not self._evaluations)
         if task is None:
             return self._next_evaluation() if self._evaluations else None
         return self._forward(task.microbatch) if task.work is Work.FORWARD else self._backward(task)
 
     def flush(self) -> Iterator[Outgoing] | None:
-        """Return what is to be sent whether there is work or not."""
-        waiting, self._waiting = self._waiting, []
-        return iter(waiting) if waiting else None
+        """Return messages that leave whether there is work or not."""
+        unsent, self._unsent = self._unsent, []
+        return iter(unsent) if unsent else None
 
     @property
     def stage(self) -> StageEngine:
@@ -166,13 +129,14 @@ class Worker:
         return self._num_trained
 
     def close_update(self) -> None:
-        """Apply what is summed up, if no microbatch is in flight."""
+        """Apply the gradients summed up so far, if no microbatch is in flight."""
         if self._schedule.is_empty and self._schedule.close_update():
             self._update(is_closing=True)
 
-    def _start_lease(self, grant: LeaseGrant) -> Refusal | None:
-        if self._place.before is not None:
-            return Refusal(f"lease {grant.lease} came to stage {self._place.index}; leases go to the root")
+    def start_lease(self, grant: LeaseGrant) -> Refusal | None:
+        """As the root, expect the microbatches of a lease."""
+        if self._before is not None:
+            return Refusal(f"lease {grant.lease} came to stage {self.position.index}; leases go to the root")
         microbatches = [
             MicrobatchId(grant.first_microbatch + index) for index in range(len(grant.num_samples))
         ]
@@ -187,12 +151,19 @@ class Worker:
                 return refusal
         return None
 
-    def _take_activation(self, message: Activation, buffers: Sequence[Buffer]) -> Refusal | None:
+    def receive_fields(self, message: FieldParts, buffers: Sequence[Buffer]) -> Refusal | None:
+        """Add the fields of a microbatch."""
+        arriving = self._arriving.setdefault(message.microbatch, _Arriving())
+        arriving.fields |= _decode_fields(message.fields, buffers, self.position.device)
+        return self._admit(message.microbatch)
+
+    def receive_activation(self, message: Activation, buffers: Sequence[Buffer]) -> Refusal | None:
+        """Add the inputs of a microbatch; a repeated one is refused."""
         arriving = self._arriving.setdefault(message.microbatch, _Arriving())
         if arriving.inputs is not None:
             return Refusal(f"microbatch {message.microbatch} has arrived before: the second copy is dropped")
         program = self._blueprint.program(message.is_evaluation)
-        found = decode_values(message, buffers, program, message.num_samples, self._place.device)
+        found = _decode_values(message, buffers, program, message.num_samples, self.position.device)
         if found.keys() != set(program.inputs):
             raise ProtocolError(
                 f"microbatch {message.microbatch} comes with values {sorted(found)}, not those awaited"
@@ -202,16 +173,32 @@ class Worker:
         self.tied.need(message.after)
         return self._admit(message.microbatch)
 
-    def _take_gradient(self, message: Gradient, buffers: Sequence[Buffer]) -> Refusal | None:
+    def receive_gradient(self, message: Gradient, buffers: Sequence[Buffer]) -> Refusal | None:
+        """Offer the schedule the backward of a microbatch."""
         running, program = self._running.get(message.microbatch), self._blueprint.train
         if running is None:
             return Refusal(f"microbatch {message.microbatch} is not in flight here: its gradient is dropped")
-        found = decode_values(message, buffers, program, running.num_samples, self._place.device)
+        found = _decode_values(message, buffers, program, running.num_samples, self.position.device)
         if reason := self._schedule.offer_gradient(message.microbatch):
             return Refusal(reason)
-        self._time.note_back(message.microbatch, running.num_samples)
+        self.timekeeper.record_return(message.microbatch, running.num_samples)
         self._gradients[message.microbatch] = found
         return None
+
+    def drop_microbatch(self, message: DroppedMicrobatch) -> None:
+        """Forget a microbatch that another stage has dropped."""
+        self._forget(message.microbatch)
+        self._unsent.extend(self._finish(message.microbatch, 0))
+
+    def set_rate(self, message: LearningRate) -> None:
+        """Use a learning rate from an update on."""
+        self._rates[message.update] = message.rate
+
+    def answer_tied_call(self, call: TiedCall, sender: NodeId) -> list[Outgoing] | Refusal:
+        """Give the home its gradients; when it closes an update, this stage does too."""
+        if call.is_closing:
+            self.close_update()
+        return self.tied.receive_call(call, sender)
 
     def _admit(self, microbatch: MicrobatchId) -> Refusal | None:
         """Hand a microbatch to the schedule as soon as all of it is here."""
@@ -233,19 +220,19 @@ class Worker:
         ready, started = self._ready.pop(microbatch), self._clock()
         assert ready.inputs is not None
         passed = self._stage.forward(
-            microbatch, ready.inputs, ready.fields, key=(self._place.seed, microbatch)
+            microbatch, ready.inputs, ready.fields, key=(self.position.seed, microbatch)
         )
         self._device.stretch(started, self._device.forward_seconds * ready.num_samples)
         if isinstance(passed, DroppedWork):
             yield from self._drop(passed)
             return
         running = self._running[microbatch] = _Running(ready.num_samples, self._clock() - started)
-        if self._place.after is not None:
-            parcel = self._pass_on(microbatch, ready, passed)
-            self._time.note_sent(microbatch)
-            yield parcel
+        if self._after is not None:
+            outgoing = self._pass_on(microbatch, ready, passed)
+            self.timekeeper.record_sent(microbatch)
+            yield outgoing
             return
-        running.loss, running.metrics = read_results(passed)
+        running.loss, running.metrics = _read_results(passed)
         self._gradients[microbatch] = {}
         self._schedule.offer_gradient(microbatch)
 
@@ -256,12 +243,12 @@ class Worker:
         device.stretch(started, device.inputs_seconds * running.num_samples)
         dropped = gradients if isinstance(gradients, DroppedWork) else None
         if not isinstance(gradients, DroppedWork):
-            if self._place.before is not None:
+            if self._before is not None:
                 values = [(ValueId(value), gradient) for value, gradient in gradients.items()]
-                specs, buffers = encode_values(values, self._place.gradients)
-                yield Outgoing(self._place.before, Gradient(self._place.build_id, microbatch, specs), buffers)
+                specs, buffers = _encode_values(values, self.position.gradients)
+                yield Outgoing(self._before, Gradient(self.position.build_id, microbatch, specs), buffers)
             halfway = self._clock()
-            weight = self._time.weight(task.lag)
+            weight = self.timekeeper.weight(task.lag)
             dropped = self._stage.backward_weights(microbatch, weight, running.num_samples)
             device.stretch(halfway, device.weights_seconds * running.num_samples)
         if task.is_update:
@@ -273,18 +260,18 @@ class Worker:
         yield from self._report(task, self._running.pop(microbatch), self._clock() - started)
         yield from self._finish(microbatch, running.num_samples)
         if task.is_update:
-            yield from self._time.end_update()
+            yield from self.timekeeper.end_update()
 
     def _update(self, is_closing: bool = False) -> None:
         rate = self._rate()
-        self._waiting += self.tied.offer(rate, is_closing)
+        self._unsent += self.tied.offer(rate, is_closing)
         updated = self._stage.update(rate)
         if updated.refusal is None:
             return
         if self._num_refused % _REFUSALS_PER_LINE == 0:
             text = "stage %d leaves update %d out: %s; %d updates were left out before"
-            place, why = self._place.index + 1, updated.refusal
-            logger.warning(text, place, updated.version, why, self._num_refused)
+            stage_number, why = self.position.index + 1, updated.refusal
+            logger.warning(text, stage_number, updated.version, why, self._num_refused)
         self._num_refused += 1
 
     def _rate(self) -> float:
@@ -294,9 +281,9 @@ class Worker:
         return self._rates[due]
 
     def _next_evaluation(self) -> Iterator[Outgoing] | None:
-        """Evaluate what all microbatches before have made, of tied weights in all stages."""
+        """Evaluate once all microbatches before are in the weights, of tied weights in all stages."""
         self.close_update()
-        if self._waiting or not self.tied.may_forward(waits=True):
+        if self._unsent or not self.tied.may_forward(waits=True):
             return self.flush()
         return self._evaluate(self._evaluations.popleft())
 
@@ -305,28 +292,30 @@ class Worker:
         assert ready.inputs is not None
         passed = self._stage.evaluate(ready.inputs, ready.fields)
         self._device.stretch(started, self._device.forward_seconds * ready.num_samples)
-        if self._place.after is not None:
+        if self._after is not None:
             yield self._pass_on(microbatch, ready, passed)
             return
-        loss, metrics = read_results(passed)
-        build_id, version = self._place.build_id, self._stage.version
+        loss, metrics = _read_results(passed)
+        build_id, version = self.position.build_id, self._stage.version
         report = StepReport(
             build_id, microbatch, version, 0, ready.num_samples, 0.0, 0.0, 0.0, 0.0, loss, metrics
         )
         yield Outgoing(HUB, report)
 
     def _pass_on(self, microbatch: MicrobatchId, ready: _Arriving, passed: PassedOn) -> Outgoing:
-        assert self._place.after is not None
+        assert self._after is not None
         values = [(ValueId(value), tensor) for value, tensor in passed.outputs.items()]
-        specs, buffers = encode_values(values, self._place.activations)
+        specs, buffers = _encode_values(values, self.position.activations)
         is_evaluation = bool(ready.is_evaluation)
         stamp = self.tied.stamp(is_evaluation or self._schedule.is_lockstep)
-        message = Activation(self._place.build_id, microbatch, is_evaluation, ready.num_samples, specs, stamp)
-        return Outgoing(self._place.after, message, buffers)
+        message = Activation(
+            self.position.build_id, microbatch, is_evaluation, ready.num_samples, specs, stamp
+        )
+        return Outgoing(self._after, message, buffers)
 
     def _report(self, task: Task, running: _Running, backward_seconds: float) -> Iterator[Outgoing]:
         report = StepReport(
-            build_id=self._place.build_id,
+            build_id=self.position.build_id,
             microbatch=task.microbatch,
             version=self._stage.version,
             lag=task.lag,
@@ -338,7 +327,7 @@ class Worker:
             loss=running.loss,
             metrics=running.metrics,
         )
-        return self._time.send(report)
+        return self.timekeeper.send(report)
 
     def _finish(self, microbatch: MicrobatchId, num_samples: int) -> Iterator[Outgoing]:
         """Count a microbatch in its lease; the root reports the lease when nothing of it is open."""
@@ -348,14 +337,14 @@ class Worker:
         lease.open.discard(microbatch)
         lease.num_samples += num_samples
         if not lease.open:
-            yield Outgoing(HUB, LeaseDone(self._place.build_id, lease.number, lease.num_samples))
+            yield Outgoing(HUB, LeaseDone(self.position.build_id, lease.number, lease.num_samples))
 
     def _drop(self, dropped: DroppedWork) -> Iterator[Outgoing]:
         """Tell everyone that a microbatch is lost, and go on."""
         message = DroppedMicrobatch(
-            self._place.build_id, dropped.microbatch, f"{dropped.where}: {dropped.reason}"
+            self.position.build_id, dropped.microbatch, f"{dropped.where}: {dropped.reason}"
         )
-        for node in (HUB, *(node for node in self._place.pipeline if node != self._place.node)):
+        for node in (HUB, *(node for node in self.position.pipeline if node != self.position.node)):
             yield Outgoing(node, message)
         self._forget(dropped.microbatch)
         yield from self._finish(dropped.microbatch, 0)
@@ -363,6 +352,44 @@ class Worker:
     def _forget(self, microbatch: MicrobatchId) -> None:
         self._schedule.forget(microbatch)
         self._stage.forget(microbatch)
-        self._time.forget(microbatch)
+        self.timekeeper.forget(microbatch)
         for known in (self._arriving, self._ready, self._gradients, self._running):
             known.pop(microbatch, None)
+
+
+def _encode_values(
+    values: Sequence[tuple[ValueId, Tensor]], wire_format: WireFormat
+) -> tuple[tuple[tuple[int, TensorSpec], ...], tuple[memoryview, ...]]:
+    """Return what announces values and the bytes beside it."""
+    specs = tuple((int(value), describe(tensor, wire_format)) for value, tensor in values)
+    return specs, tuple(encode_tensor(tensor, wire_format) for _, tensor in values)
+
+
+def _decode_fields(
+    specs: Sequence[tuple[str, TensorSpec]], buffers: Sequence[Buffer], device: str
+) -> dict[str, Tensor]:
+    """Return the fields that came with a message."""
+    return {
+        name: decode_tensor(buffer, spec, device) for (name, spec), buffer in zip(specs, buffers, strict=True)
+    }
+
+
+def _decode_values(
+    message: Activation | Gradient, buffers: Sequence[Buffer], program: Program, num_samples: int, device: str
+) -> dict[ValueId, Tensor]:
+    """Return the values that a neighbour sends, or refuse what the program does not have in this shape."""
+    found = {}
+    for (number, spec), buffer in zip(message.values, buffers, strict=True):
+        kind = program.values.get(value := ValueId(number))
+        if kind is None or spec.shape != kind.shape_at(num_samples):
+            raise ProtocolError(
+                f"value {number} of microbatch {message.microbatch} has shape {spec.shape}, not its own"
+            )
+        found[value] = decode_tensor(buffer, spec, device)
+    return found
+
+
+def _read_results(passed: PassedOn) -> tuple[float | None, Metrics]:
+    """Return the loss and the metrics of the last stage."""
+    results: Mapping[str, float] = {name: float(value) for name, value in passed.results.items()}
+    return results["loss"], tuple((name, value) for name, value in results.items() if name != "loss")

@@ -44,7 +44,7 @@ from ravnest.net import relay
 from ravnest.net.identity import Token, new_keys, split_address, write_token
 from ravnest.net.transport import Delivery, Service
 from ravnest.net.zeromq import ZeroMqTransport
-from ravnest.peer.connections import Acquaintance, Connections
+from ravnest.peer.connections import Connections, PlannedPeer
 
 HERE = "tcp://127.0.0.1:*"
 
@@ -213,15 +213,17 @@ def test_two_peers_meet_straight_if_either_knows_where_and_at_the_relay_if_not(
                 started.append(tasks.create_task(work))
                 return started[-1]
 
-            meetings = []
+            connections = []
             for end, other, is_known in zip(ends, ends[::-1], knows, strict=True):
                 end.allow(each.public for each in keys)
-                door = split_address(end.address)
-                meetings.append(
-                    Connections(end, door, is_reachable=True, start=start, give_up=print, timeouts=timeouts)
+                address = split_address(end.address)
+                connections.append(
+                    Connections(
+                        end, address, is_reachable=True, start=start, give_up=print, timeouts=timeouts
+                    )
                 )
-                mate = Acquaintance(other.peer, (other.address,) if is_known else dead, ticket)
-                meetings[-1].meet([mate], place)
+                planned = PlannedPeer(other.peer, (other.address,) if is_known else dead, ticket)
+                connections[-1].connect([planned], place)
             for end, other in zip(ends, ends[::-1], strict=True):
                 await end.send(other.peer, Service.CONTROL, b"hello")
             async with asyncio.timeout(END_SECONDS):
@@ -229,7 +231,7 @@ def test_two_peers_meet_straight_if_either_knows_where_and_at_the_relay_if_not(
                     while not isinstance(await end.receive(), Delivery):
                         pass
             assert bool(bridge.num_joined) == is_relayed
-            for each in meetings:
+            for each in connections:
                 each.close()
             for task in started:
                 task.cancel()

@@ -206,7 +206,7 @@ def test_an_owner_that_missed_a_round_takes_part_again_with_the_anchor_of_anothe
     late = owners.members[size]
     assert not late.is_complete
     for offset, items in owners.members[0].pieces():
-        late.take(offset, items)
+        late.receive(offset, items)
     assert late.is_complete
     late.adopt()
     assert late._anchor.equal(owners.anchor())

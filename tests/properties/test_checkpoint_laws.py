@@ -149,9 +149,11 @@ class Disk:
 
         return guarded
 
-    def _open(self, plain: Callable[..., object], file: Path, mode: str = "r", *more: object) -> object:
+    def _open(
+        self, plain: Callable[..., object], file: Path, mode: str = "r", *more: object, **options: object
+    ) -> object:
         if mode != "xb":
-            return plain(file, mode, *more)
+            return plain(file, mode, *more, **options)
         self.step()
         return _File(self, file)
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from ravnest.averaging.tied import TiedOrder
 from ravnest.protocol.messages import Refusal
 from ravnest.protocol.tied import TiedHolder, TiedStep
+from tests.support.tied_order import deliver
 
 
 class Tokens:
@@ -76,7 +77,7 @@ class TiedWorld:
             assert isinstance(message, TiedHolder), "others are sent only to who has said hello"
             return
         for is_again in (False, *[True] * (self.random.random() < 0.2)):
-            found = self.orders[receiver].receive(sender, message)
+            found = deliver(self.orders[receiver], sender, message)
             if isinstance(found, Refusal):
                 assert is_again or not self.held(receiver), found
             elif is_again and not isinstance(message, TiedHolder):

@@ -77,7 +77,7 @@ def anchors_of(world: TiedWorld) -> list[bytes]:
     """Return the anchors of all owners, segment by segment."""
     found: dict[int, set[bytes]] = {}
     for host in world.hosts.values():
-        for segment, anchored in host._averager._segments.items():
+        for segment, anchored in host.stage.averager._segments.items():
             found.setdefault(segment, set()).add(anchored._anchor.numpy().tobytes())
     assert all(len(bits) == 1 for bits in found.values()), "owners differ"
     return [next(iter(bits)) for _, bits in sorted(found.items())]
@@ -156,7 +156,7 @@ def test_a_late_average_moves_half_the_way(captured: Captured) -> None:
     train(world, 0, num_batches=2)
     start = [world.state(cluster) for cluster in range(2)]
     world.open_round(1, is_blocking=False)
-    while not all(host._averager.is_open for host in world.hosts.values()):
+    while not all(host.stage.averager.is_open for host in world.hosts.values()):
         world.run(num_steps=1)
     alone = make_world(captured, [2], [4])
     train(alone, 0, num_batches=2)
@@ -192,7 +192,7 @@ def test_who_was_left_out_catches_up_in_the_next_round(
     assert any(isinstance(message, AnchorPart) for message in sent)
     assert world.last_committed == 3
     anchors_of(world)
-    weights = {host._averager._num_averaged for host in world.hosts.values()}
+    weights = {host.stage.averager._num_averaged for host in world.hosts.values()}
     assert weights == {12}  # what was trained meanwhile counts, in every cluster
 
 
@@ -209,7 +209,7 @@ def test_two_who_missed_rounds_wait_for_each_other_no_longer_than_for_the_third(
 
 def spoil(world: TiedWorld, name: str, value: float) -> None:
     """Let a node's weights be this number."""
-    stage = world.hosts[name]._worker.stage
+    stage = world.hosts[name].stage.worker.stage
     some = next(iter(stage._versions.weights))
     stage.add({some: torch.full_like(stage.state[some], value)})
 
@@ -279,7 +279,7 @@ def test_a_part_from_anyone_but_the_owner_before_is_ignored(captured: Captured) 
         message, _ = world.queues[key][0]
         if isinstance(message, RingPart):  # first from a stranger, with other numbers in it
             wrong = torch.full(message.value.shape, 3.0)
-            world.hosts[key[1]].receive(message, (encode_tensor(wrong, WireFormat.FP32),), "stranger")
+            world.hosts[key[1]].stage.receive(message, (encode_tensor(wrong, WireFormat.FP32),), "stranger")
         deliver(key)
 
     states = [world.state(cluster) for cluster in range(3)]
@@ -297,7 +297,7 @@ def test_nobody_fills_the_memory_with_rounds_to_come(captured: Captured) -> None
     spec = TensorSpec("float32", (1000,), WireFormat.FP32)
     for number in range(1000):
         part = RingPart(RoundId(9 + number), SegmentId(0), 0, 0, 1, 1.0, spec)
-        found = host.receive(part, (memoryview(bytearray(4000)),), "c1.0")
+        found = host.stage.receive(part, (memoryview(bytearray(4000)),), "c1.0")
         if isinstance(found, Refusal):
             break
     assert 0 < number < 100
@@ -341,7 +341,9 @@ def test_at_its_deadline_a_member_names_whom_it_waits_for(captured: Captured) ->
 
     world.deliver = lose
     world.run()
-    late = next(name for name in ("c0.0", "c2.0") if silent in world.hosts[name]._averager._before.values())
+    late = next(
+        name for name in ("c0.0", "c2.0") if silent in world.hosts[name].stage.averager._before.values()
+    )
     (parcel,) = world.hosts[late].tick(2e9)
     assert parcel.message.suspect == silent
     assert f"waits for {silent} most" in parcel.message.reason
@@ -358,13 +360,13 @@ def test_who_waits_for_an_anchor_names_its_owner_at_the_deadline(captured: Captu
         world.queues[key].popleft() if isinstance(world.queues[key][0][0], AnchorPart) else deliver(key)
     )
     world.run()
-    anchor = next(iter(host._averager._segments.values()))._anchor.clone()
+    anchor = next(iter(host.stage.averager._segments.values()))._anchor.clone()
     (parcel,) = host.tick(2e9)
     assert isinstance(parcel.message, RoundAbort)
-    assert parcel.message.suspect in host._averager._before.values()
+    assert parcel.message.suspect in host.stage.averager._before.values()
     assert "has not sent its last average" in parcel.message.reason
-    assert not host._averager.is_open
-    assert anchor.equal(next(iter(host._averager._segments.values()))._anchor)
+    assert not host.stage.averager.is_open
+    assert anchor.equal(next(iter(host.stage.averager._segments.values()))._anchor)
 
 
 @pytest.mark.parametrize("make", [torch.optim.AdamW, lambda weights, lr: torch.optim.SGD(weights, lr, 0.9)])
@@ -405,5 +407,5 @@ def test_a_liar_within_range_is_trimmed_away_among_four(captured: Captured) -> N
 def moments_of(world: TiedWorld, cluster: int) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     for name in world.clusters[cluster]:
-        found |= {key: tensor.clone() for key, tensor in world.hosts[name]._worker.stage.moments.items()}
+        found |= {key: tensor.clone() for key, tensor in world.hosts[name].stage.worker.stage.moments.items()}
     return found

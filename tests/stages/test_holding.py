@@ -1,6 +1,7 @@
 """A stage outlives its plan: held and kept bit for bit, recovered by name from others, in other rings."""
 
 import asyncio
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,15 +15,20 @@ from ravnest.ids import HUB, MicrobatchId, RoundId, SegmentId
 from ravnest.model.blueprint import CONSTANT, PARAMETER, StateEntry
 from ravnest.model.capture import Captured, capture
 from ravnest.model.state_dict import read_finite_snapshot, read_snapshot, to_snapshot
-from ravnest.peer.compute import Aside, Build, ComputeLoop, ComputeThread
-from ravnest.peer.stage_host import ProviderLimits
+from ravnest.peer.compute import ComputeThread
+from ravnest.peer.compute_protocol import (
+    Build,
+    ComputeSetup,
+    Delivered,
+    FromCompute,
+    ProviderLimits,
+    StageBuilt,
+)
+from ravnest.peer.stage_host import write_snapshot
 from ravnest.protocol.averaging import AnchorPart, AnchorQuery
-from ravnest.protocol.membership import Stop
 from ravnest.protocol.messages import Refusal
-from ravnest.protocol.placement import RingOrder, SnapshotMade, SnapshotOrder, StageMissing, StageReady
+from ravnest.protocol.placement import RingOrder, SnapshotOrder, StageMissing, StageReady
 from ravnest.protocol.training import DroppedMicrobatch
-from ravnest.transfer.blobs import Blobs
-from ravnest.transfer.outbox import Outgoing
 from tests.stages.test_averaging import Net, anchors_of, batch_of, loss, names_of, train
 from tests.support.model_zoo import OwnGPT, token_batch, token_loss
 from tests.support.tied_world import EPOCH, PLAN, TiedWorld
@@ -58,7 +64,7 @@ def replan(world: TiedWorld, *cuts: list[int]) -> None:
     world.build_id = world.plan = NEXT
     world.arrange(cuts or CUTS)
     for name, host in world.hosts.items():
-        host.follow(world.order(name))
+        host.handle(world.order(name))
 
 
 def everything(world: TiedWorld, cluster: int) -> dict[str, Tensor]:
@@ -66,11 +72,11 @@ def everything(world: TiedWorld, cluster: int) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for name in world.clusters[cluster]:
         host = world.hosts[name]
-        snapshot = host._worker.stage.snapshot()
+        snapshot = host.stage.worker.stage.snapshot()
         found |= snapshot.state | snapshot.optimizer
-        standing = host._averager.standing
-        found |= {f"anchor of {key}": each.clone() for key, each in standing.anchors.items()}
-        found |= {f"outer of {key}": each.clone() for key, each in standing.outer.items()}
+        anchor_state = host.stage.averager.anchor_state
+        found |= {f"anchor of {key}": each.clone() for key, each in anchor_state.anchors.items()}
+        found |= {f"outer of {key}": each.clone() for key, each in anchor_state.outer.items()}
     return found
 
 
@@ -96,21 +102,25 @@ def test_a_kept_stage_goes_on_bit_for_bit_as_if_the_batches_in_flight_had_been_d
         train(each, 10)
         each.lease([batch_of(77)], 77)
         (root, *others), lost = each.clusters[0], MicrobatchId(77)
-        while each.hosts[root]._worker._schedule.num_in_flight == 0:
+        while each.hosts[root].stage.worker._schedule.num_in_flight == 0:
             each.run(num_steps=1)
     for name in (root, *others):
         twin.queues.clear()
-        twin.hosts[name].receive(DroppedMicrobatch(twin.build_id, lost, "for the test"), ())
+        twin.hosts[name].stage.receive(DroppedMicrobatch(twin.build_id, lost, "for the test"), (), HUB)
     before = everything(twin, 0)
     replan(world)
     assert all(host.next_work() is None for host in world.hosts.values())
-    found = world.hosts[root].receive(DroppedMicrobatch(world.build_id, lost, "late"), ())
-    assert isinstance(found, Refusal)
+    late = DroppedMicrobatch(world.build_id, lost, "late")
+    assert world.hosts[root].handle(Delivered(late, (), HUB)) == ()
     for name in world.hosts:
         assert world.build(name, version=3, sources=(), keeps=True, base=None) == StageReady(NEXT)
-        assert world.hosts[name]._held is None
-        assert world.hosts[name]._averager._anchor_round == 1
-        assert world.hosts[name]._worker.stage.version == world.hosts[name]._worker._schedule.version == 3
+        assert world.hosts[name].held is None
+        assert world.hosts[name].stage.averager._anchor_round == 1
+        assert (
+            world.hosts[name].stage.worker.stage.version
+            == world.hosts[name].stage.worker._schedule.version
+            == 3
+        )
     assert are_equal(everything(world, 0), before)
     for each in (world, twin):
         each.at_hub.clear()
@@ -129,13 +139,13 @@ def test_what_is_held_stays_through_orders_and_goes_with_the_order_of_a_spare(ca
     before = everything(world, 0)
     replan(world, [2])
     for host in world.hosts.values():
-        host.follow(world.order("c0.0"))  # a second order, before anything was built
+        host.handle(world.order("c0.0"))  # a second order, before anything was built
     for name in world.hosts:
         assert world.build(name, version=1, sources=(), keeps=True) == StageReady(NEXT)
     assert are_equal(everything(world, 0), before)
     host = world.hosts["c0.0"]
     order = world.order("c0.0")
-    host.follow(type(order)(NEXT + 1, NEXT + 1, 0, None, (), (), ()))
+    host.handle(type(order)(NEXT + 1, NEXT + 1, 0, None, (), (), ()))
     assert host.save() is None
     with pytest.raises(WeightsError, match="no source of the stage has"):
         world.build("c0.0", version=1, sources=(), keeps=True)
@@ -178,7 +188,7 @@ def test_kept_names_win_and_the_first_source_that_has_a_name(captured: Captured)
     replan(world, [4], [1])
     sources = [("c0.1", to_snapshot(first, {})), (HUB, to_snapshot(second, {}))]
     assert world.build(name, 1, sources, keeps=True, base=5) == StageReady(NEXT)
-    stage, averager = world.hosts[name]._worker.stage, world.hosts[name]._averager
+    stage, averager = world.hosts[name].stage.worker.stage, world.hosts[name].stage.averager
     assert torch.equal(stage.state["first.weight"], held["first.weight"])
     assert "exp_avg/first.weight" in stage.snapshot().optimizer
     for key, tensor in stage.state.items():
@@ -186,7 +196,7 @@ def test_kept_names_win_and_the_first_source_that_has_a_name(captured: Captured)
             assert torch.equal(tensor, first[key])
             assert f"exp_avg/{key}" not in stage.snapshot().optimizer
     assert averager._anchor_round == 5  # not all was held, so its weights are the anchor
-    assert torch.equal(averager.standing.anchors["first.weight"], held["first.weight"])
+    assert torch.equal(averager.anchor_state.anchors["first.weight"], held["first.weight"])
 
 
 def spoiled(content: dict[str, Tensor], name: str, value: float) -> dict[str, Tensor]:
@@ -200,7 +210,7 @@ def test_a_source_that_cannot_be_used_is_named_and_what_is_held_stays(captured: 
     before = everything(world, 0)
     replan(world, [2])
     host = world.hosts["c0.0"]
-    state, slots = host._held.snapshot.state, host._held.snapshot.optimizer
+    state, slots = host.held.snapshot.state, host.held.snapshot.optimizer
     match fault:
         case "nan":
             content = to_snapshot(spoiled(state, "first.weight", float("nan")), slots)
@@ -244,7 +254,7 @@ def test_a_snapshot_comes_back_bit_for_bit_with_the_state_of_its_optimizer(
     world = make_world(captured, [2], kind=kind)
     train(world, 0, num_batches=2)
     for name in world.hosts:
-        stage = world.hosts[name]._worker.stage.snapshot()
+        stage = world.hosts[name].stage.worker.stage.snapshot()
         state, slots = read_snapshot(snapshot_of(world, name), world.blueprint(name).state)
         assert are_equal(state, stage.state)
         assert are_equal(slots, stage.optimizer)
@@ -254,35 +264,33 @@ def test_a_snapshot_comes_back_bit_for_bit_with_the_state_of_its_optimizer(
 def test_a_live_and_a_held_stage_are_saved_alike_and_beside_other_work(captured: Captured) -> None:
     world = make_world(captured, [2], accumulate=2)
     train(world, 0, num_batches=3)  # one batch is in no update yet
-    host, later = world.hosts["c0.0"], []
-    bench, blobs = ComputeLoop(host, blobs := Blobs(), later.append), blobs
-    assert bench.take(SnapshotOrder(world.build_id, 1, is_final=False)) == []
-    (work,) = later
-    parcel = work()
-    assert isinstance(parcel.message, SnapshotMade)
-    assert (parcel.to, parcel.message.number, parcel.message.version) == (HUB, 1, 1)
-    stage = host._worker.stage.snapshot()
-    state, slots = read_snapshot(blobs.kept(parcel.message.weights), world.blueprint("c0.0").state)
+    host, order = world.hosts["c0.0"], SnapshotOrder(world.build_id, 1, is_final=False)
+    (saved,) = host.handle(order)
+    written = write_snapshot(None, saved)
+    assert (written.order, written.version) == (order, 1)
+    stage = host.stage.worker.stage.snapshot()
+    state, slots = read_snapshot(written.blob.content, world.blueprint("c0.0").state)
     assert are_equal(state, stage.state)
     assert are_equal(slots, stage.optimizer)
     replan(world, [2])
-    (parcel,) = ComputeLoop(host, blobs).take(SnapshotOrder(NEXT, 2))
-    assert parcel.message.version == 2  # what was summed up is not lost
-    held, _ = read_snapshot(blobs.kept(parcel.message.weights), world.blueprint("c0.0").state)
-    assert are_equal(held, host._held.snapshot.state)
+    (saved,) = host.handle(SnapshotOrder(NEXT, 2))
+    written = write_snapshot(None, saved)
+    assert written.version == 2  # what was summed up is not lost
+    held, _ = read_snapshot(written.blob.content, world.blueprint("c0.0").state)
+    assert are_equal(held, host.held.snapshot.state)
     assert not torch.equal(held["first.weight"], state["first.weight"])
 
 
-def test_the_compute_thread_builds_saves_holds_and_keeps(captured: Captured) -> None:
+def test_the_compute_thread_builds_saves_and_holds(captured: Captured, tmp_path: Path) -> None:
     world = make_world(captured, [])
     (name,) = world.hosts
-    blobs, sent = Blobs(), []
+    sent: list[FromCompute] = []
 
     async def main() -> None:
         compute, moved = ComputeThread(), asyncio.Event()
 
-        def emit(parcel: Outgoing) -> None:
-            sent.append(parcel.message)
+        def deliver(item: FromCompute) -> None:
+            sent.append(item)
             moved.set()
 
         async def wait_for(count: int) -> None:
@@ -290,7 +298,8 @@ def test_the_compute_thread_builds_saves_holds_and_keeps(captured: Captured) -> 
                 moved.clear()
                 await moved.wait()
 
-        running = asyncio.create_task(compute.run(ProviderLimits(1e9), blobs, emit, failed.append))
+        setup = ComputeSetup(ProviderLimits(1e9), str(tmp_path))
+        running = asyncio.create_task(compute.run(setup, deliver))
         compute.put(Build(*world.parts(name)))
         compute.put(SnapshotOrder(world.build_id, 1))
         await wait_for(2)
@@ -299,21 +308,21 @@ def test_the_compute_thread_builds_saves_holds_and_keeps(captured: Captured) -> 
         compute.put(SnapshotOrder(NEXT, 2))
         await wait_for(3)
         compute.put(Build(*world.parts(name, 6, (), keeps=True)))
-        compute.put(Aside(lambda: Outgoing(HUB, Stop("done aside"))))
+        await wait_for(4)
+        compute.put(Build(*world.parts(name, 6, ())))
         await wait_for(5)
         compute.close()
         await running
 
-    failed: list[Exception] = []
     asyncio.run(main())
-    assert not failed
-    assert sent[0] == StageReady(EPOCH)
-    assert [each.number for each in sent if isinstance(each, SnapshotMade)] == [1, 2]
-    assert sent[1].weights == sent[2].weights
-    assert StageReady(NEXT) in sent
-    assert Stop("done aside") in sent
-    state, _ = read_snapshot(blobs.kept(sent[1].weights), world.blueprint(name).state)
+    built, first, second, again, failed = sent
+    assert (built, again) == (StageBuilt(EPOCH), StageBuilt(NEXT))
+    assert [written.order.number for written in (first, second)] == [1, 2]
+    assert first.blob == second.blob
+    state, _ = read_snapshot((tmp_path / first.blob.ref.blob).read_bytes(), world.blueprint(name).state)
     assert all(torch.equal(state[key], captured.state[key]) for key in state)
+    assert isinstance(failed.error, WeightsError)
+    assert "no source of the stage has" in str(failed.error)
 
 
 def rearrange(world: TiedWorld, *cuts: list[int], changed: int) -> None:
@@ -328,9 +337,9 @@ def rearrange(world: TiedWorld, *cuts: list[int], changed: int) -> None:
     world.queues = {key: queue for key, queue in world.queues.items() if key[1] in kept}
     for name, host in world.hosts.items():
         if name in kept:
-            host.rearrange(RingOrder(epoch, NEXT, world.rings_of(name), ()))
+            host.handle(RingOrder(epoch, NEXT, world.rings_of(name), ()))
         else:
-            host.follow(world.order(name))
+            host.handle(world.order(name))
             world.build(name, 9, [("elsewhere", to_snapshot(whole, {}))], base=None)
 
 
@@ -350,8 +359,8 @@ def test_other_rings_do_not_stop_training_and_the_next_round_is_the_mean_by_name
     world.lease([batch_of(20 + k) for k in range(2)], 20)
     world.run(num_steps=8)
     rearrange(world, [2], [3], [4], changed=1)
-    assert not any(world.hosts[name]._averager.is_open for name in world.clusters[0])
-    assert {world.hosts[name]._averager._anchor_round for name in world.clusters[0]} == {1}
+    assert not any(world.hosts[name].stage.averager.is_open for name in world.clusters[0])
+    assert {world.hosts[name].stage.averager._anchor_round for name in world.clusters[0]} == {1}
     after = everything(world, 0)
     carried = [key for key in anchors if " of " in key]
     assert any(key.startswith("outer") for key in carried)
@@ -385,10 +394,10 @@ def test_who_averaged_with_nobody_has_no_anchor_when_others_come(captured: Captu
     world.arrange([[2], [4]])
     for name in world.hosts:
         if name in alone:
-            world.hosts[name].rearrange(RingOrder(world.build_id, NEXT, world.rings_of(name), ()))
+            world.hosts[name].handle(RingOrder(world.build_id, NEXT, world.rings_of(name), ()))
         else:
             world.build(name, 1, base=None)
-    assert {host._averager._anchor_round for host in world.hosts.values()} == {None}
+    assert {host.stage.averager._anchor_round for host in world.hosts.values()} == {None}
     states = [world.state(cluster) for cluster in range(2)]
     world.open_round(1, is_blocking=True, base=7, anchors=alone)
     world.run()
@@ -404,16 +413,16 @@ def test_a_query_waits_for_its_plan_and_an_older_one_is_refused(captured: Captur
     host = world.hosts["c0.0"]
     (segment, _), *_ = world.rings_of("c0.0")
     for plan, count in ((PLAN, True), (PLAN + 1, False)):
-        found = host.receive(AnchorQuery(plan, segment, RoundId(0)), (), "c1.0")
+        found = host.stage.receive(AnchorQuery(plan, segment, RoundId(0)), (), "c1.0")
         assert bool(found) is count
-    assert isinstance(host.receive(AnchorQuery(PLAN - 1, segment, RoundId(0)), (), "c1.0"), Refusal)
-    assert isinstance(host.receive(AnchorQuery(PLAN, SegmentId(99), RoundId(0)), (), "c1.0"), Refusal)
-    assert host.receive(AnchorQuery(PLAN + 2, segment, RoundId(0)), (), "c1.1") == []
-    found = ComputeLoop(host, Blobs()).take(RingOrder(world.build_id, PLAN + 1, world.rings_of("c0.0"), ()))
+    assert isinstance(host.stage.receive(AnchorQuery(PLAN - 1, segment, RoundId(0)), (), "c1.0"), Refusal)
+    assert isinstance(host.stage.receive(AnchorQuery(PLAN, SegmentId(99), RoundId(0)), (), "c1.0"), Refusal)
+    assert host.stage.receive(AnchorQuery(PLAN + 2, segment, RoundId(0)), (), "c1.1") == []
+    found = host.handle(RingOrder(world.build_id, PLAN + 1, world.rings_of("c0.0"), ()))
     assert found
-    assert all(parcel.to == "c1.0" and parcel.message.plan_id == PLAN + 1 for parcel in found)
-    assert isinstance(host.receive(AnchorQuery(PLAN, segment, RoundId(0)), (), "c1.0"), Refusal)
-    assert host.rearrange(RingOrder(world.build_id, PLAN + 1, world.rings_of("c0.0"), ())) == []
+    assert all(part.to == "c1.0" and part.message.plan_id == PLAN + 1 for part in found)
+    assert isinstance(host.stage.receive(AnchorQuery(PLAN, segment, RoundId(0)), (), "c1.0"), Refusal)
+    assert host.handle(RingOrder(world.build_id, PLAN + 1, world.rings_of("c0.0"), ())) == []
 
 
 @pytest.mark.parametrize("chain", [(0,), (2,)])
@@ -427,7 +436,7 @@ def test_whose_weights_are_the_anchor_gives_them_to_who_has_none_in_a_chain(
     train(world, 10)
     states = [world.state(cluster) for cluster in range(3)]
     for host in world.hosts.values():
-        host._averager._anchor_round = None
+        host.stage.averager._anchor_round = None
     asked: list[tuple[str, int]] = []
     parts: list[object] = []
     world.before = lambda name, message: (
@@ -466,7 +475,7 @@ def test_after_a_rebuild_all_have_the_home_s_copy_of_a_tied_weight_before_they_u
     world.lease(batches_of(token_batch, 3), 0)
     world.run()
     home, leaf = world.clusters[0]
-    at_home = world.hosts[home]._worker.stage.snapshot()
+    at_home = world.hosts[home].stage.worker.stage.snapshot()
     other = world.hosts[leaf].save()
     other.state[TIED] += 1.0
     for key in [key for key in other.optimizer if key.endswith(TIED)]:
@@ -477,11 +486,11 @@ def test_after_a_rebuild_all_have_the_home_s_copy_of_a_tied_weight_before_they_u
     assert world.hosts[leaf].save() is None  # it does not know its weights yet
     assert world.build(home, 3, (), keeps=True) == StageReady(NEXT)
     world.lease(batches_of(token_batch, 1), 10)
-    worker = world.hosts[leaf]._worker
+    worker = world.hosts[leaf].stage.worker
     while not worker.tied._order.is_ready:
         assert worker._schedule.num_in_flight == 0
         world.run(num_steps=1)
-    found = world.hosts[leaf]._worker.stage.snapshot()
+    found = world.hosts[leaf].stage.worker.stage.snapshot()
     assert torch.equal(found.state[TIED], at_home.state[TIED])
     slots = [key for key in at_home.optimizer if key.endswith(TIED)]
     assert len(slots) == 3

@@ -4,6 +4,8 @@ import logging
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -23,10 +25,14 @@ from ravnest.model.slicing import slice_blueprint
 from ravnest.model.stage_program import build_stage_program
 from ravnest.model.state_dict import to_safetensors
 from ravnest.peer import capabilities
-from ravnest.peer.stage_host import ProviderLimits, StageHost, StageTools
+from ravnest.peer.compute_protocol import Build, Delivered, ProviderLimits, StageBuilt
+from ravnest.peer.stage_builder import StageBuilder, StageTools
+from ravnest.peer.stage_host import RunningStage, StageHost
 from ravnest.plan.types import Stage
 from ravnest.protocol.averaging import RoundOpen
-from ravnest.protocol.placement import PlanOrder, Source, StageParts, StageReady
+from ravnest.protocol.messages import Message
+from ravnest.protocol.placement import PlanOrder, Source, StageParts
+from ravnest.protocol.tensors import Buffer
 from ravnest.protocol.training import FieldParts, LeaseGrant, StepReport
 from ravnest.transfer.blobs import name_blob
 from tests.support.timed_world import plain_settings
@@ -79,32 +85,36 @@ class Pair:
             stage = Stage(node, start, stop, 4, recompute)
             order = PlanOrder(1, 1, 0, stage, NODES, (), (), accumulate)
             waits = self.waits[node]
-            host = StageHost(limits, lambda waits=waits: sum(waits), waits.append, **options)
-            assert host.build(order, parts, content, (weights,)) == StageReady(1)
+            clock = partial(sum, waits)
+            host = StageHost(StageBuilder(limits, clock, waits.append, **options), clock)
+            assert host.handle(Build(order, parts, content, (weights,))) == [StageBuilt(1)]
             self.hosts[node] = host
 
     def train(self, num_batches: int) -> None:
         grant = LeaseGrant(1, LeaseId(0), False, MicrobatchId(0), (NUM_SAMPLES,) * num_batches)
-        self.hosts[NODES[0]].receive(grant, ())
+        self.deliver(NODES[0], grant)
         for number in range(num_batches):
             for node, name in zip(NODES, "xy", strict=True):
                 tensor = batch_of(number)[name]
                 fields = FieldParts(1, MicrobatchId(number), ((name, describe(tensor, WireFormat.FP32)),))
-                self.hosts[node].receive(fields, (encode_tensor(tensor, WireFormat.FP32),))
+                self.deliver(node, fields, (encode_tensor(tensor, WireFormat.FP32),))
         while any(self.work(node) for node in NODES):
             pass
 
     def work(self, node: NodeId) -> bool:
         work = self.hosts[node].next_work()
-        for parcel in work or ():
-            if parcel.to != HUB:
-                self.hosts[parcel.to].receive(parcel.message, parcel.buffers, node)
-            elif isinstance(parcel.message, StepReport):
-                self.reports.append(parcel.message)
+        for outgoing in work or ():
+            if outgoing.to != HUB:
+                self.deliver(outgoing.to, outgoing.message, outgoing.buffers, node)
+            elif isinstance(outgoing.message, StepReport):
+                self.reports.append(outgoing.message)
         return work is not None
 
+    def deliver(self, node: NodeId, message: Message, buffers: Sequence[Buffer] = (), sender=HUB) -> None:
+        self.hosts[node].handle(Delivered(message, buffers, sender))
+
     def versions(self) -> list[tuple[int, int]]:
-        workers = [host._worker for host in self.hosts.values()]
+        workers = [host.stage.worker for host in self.hosts.values()]
         return [(worker.stage.version, worker._schedule.version) for worker in workers]
 
 
@@ -165,10 +175,12 @@ def test_a_stage_computes_on_the_device_its_provider_lends(captured: Captured) -
         seen["time"].add(str(program.setting.device))
         return 1.0
 
-    pair = Pair(captured, device=device, tools=StageTools(build_program=note_rebuild, time_batch=note_time))
+    tools = StageTools(build_program=note_rebuild, time_batch=note_time)
+    pair = Pair(captured, device=device, tools=tools)
     with Moves():
         pair.train(2)  # fields, activations and gradients arrive
-    pair.hosts[NODES[0]].measure_speed(write_piece(captured, 0, 1))
+    builder = StageBuilder(ProviderLimits(1e9, device=device), Ticking(1.0), tools=tools)
+    builder.measure_speed(write_piece(captured, 0, 1))
     assert seen == {"moved": {device}, "rebuild": {device}, "time": {device}}
 
 
@@ -197,11 +209,10 @@ def test_the_speed_of_a_pc_is_that_of_a_piece_forward_and_backward(captured: Cap
     blueprint = captured.blueprint
     for start in range(blueprint.num_positions):
         flops = sum(count_flops(slice_blueprint(blueprint, start, start + 1), NUM_SAMPLES))
-        host = StageHost(ProviderLimits(1e9), Ticking(0.01))
-        speed = host.measure_speed(write_piece(captured, start, start + 1))
+        builder = StageBuilder(ProviderLimits(1e9), Ticking(0.01))
+        speed = builder.measure_speed(write_piece(captured, start, start + 1))
         assert speed == (pytest.approx(flops / 0.01) if flops else None)
-        assert host.next_work() is None
-    whole = StageHost(ProviderLimits(1e9), Ticking(0.01)).measure_speed(
+    whole = StageBuilder(ProviderLimits(1e9), Ticking(0.01)).measure_speed(
         write_piece(captured, 0, blueprint.num_positions)
     )
     assert whole == pytest.approx(sum(count_flops(blueprint, NUM_SAMPLES)) / 0.01)
@@ -221,12 +232,12 @@ def test_a_probe_goes_back_to_all_that_a_stage_trains_and_to_what_came(
     num_trained = sum(entry.is_trainable for entry in middle.state)
     assert num_trained >= 2
     monkeypatch.setattr(torch.autograd, "grad", note)
-    StageHost(ProviderLimits(1e9), Ticking(1.0)).measure_speed(write_piece(captured, 2, 4))
+    StageBuilder(ProviderLimits(1e9), Ticking(1.0)).measure_speed(write_piece(captured, 2, 4))
     assert wanted[-2:] == [num_trained + len(middle.train.inputs)] * 2  # to warm up, and the one that counts
 
 
 def test_a_probe_ends_although_its_clock_stands_still(captured: Captured) -> None:
-    assert StageHost(ProviderLimits(1e9), lambda: 0.0).measure_speed(write_piece(captured, 0, 1)) > 0
+    assert StageBuilder(ProviderLimits(1e9), lambda: 0.0).measure_speed(write_piece(captured, 0, 1)) > 0
 
 
 def test_a_piece_that_is_too_much_for_a_usual_pc_is_measured_on_fewer_samples(captured: Captured) -> None:
@@ -239,7 +250,7 @@ def test_a_piece_that_is_too_much_for_a_usual_pc_is_measured_on_fewer_samples(ca
     flops = sum(count_flops(captured.blueprint, NUM_SAMPLES))
     for times, num_samples in ((1.0, NUM_SAMPLES), (4.0, NUM_SAMPLES // 4), (1e6, 1)):
         tools = StageTools(time_batch=note, usual_cpu_flops_per_second=flops / 0.2 / times)
-        speed = StageHost(ProviderLimits(1e9), lambda: 0.0, tools=tools).measure_speed(
+        speed = StageBuilder(ProviderLimits(1e9), lambda: 0.0, tools=tools).measure_speed(
             write_piece(captured, 0, captured.blueprint.num_positions)
         )
         assert seen[-1] == num_samples
@@ -251,8 +262,8 @@ def test_a_probe_that_this_pc_will_not_run_says_nothing(
     captured: Captured, limits: ProviderLimits, caplog
 ) -> None:
     caplog.set_level(logging.INFO)
-    assert StageHost(limits, lambda: 0.0).measure_speed(write_piece(captured, 0, 1)) is None
-    assert StageHost(ProviderLimits(1e9), lambda: 0.0).measure_speed(b"no training\nno blueprint") is None
+    assert StageBuilder(limits, lambda: 0.0).measure_speed(write_piece(captured, 0, 1)) is None
+    assert StageBuilder(ProviderLimits(1e9), lambda: 0.0).measure_speed(b"no training\nno blueprint") is None
     assert "is not measured by a piece of the model" in caplog.text
 
 
@@ -270,7 +281,7 @@ def test_whatever_a_piece_consists_of_it_can_be_run_on_numbers_made_up() -> None
     captured = capture(Small(), batch, lambda out, batch: F.cross_entropy(out, batch["y"]), name="small")
     for start in range(captured.blueprint.num_positions):
         piece = slice_blueprint(captured.blueprint, start, start + 1)
-        speed = StageHost(ProviderLimits(1e9), Ticking(0.01)).measure_speed(
+        speed = StageBuilder(ProviderLimits(1e9), Ticking(0.01)).measure_speed(
             write_piece(captured, start, start + 1)
         )
         assert (speed is not None) is (sum(count_flops(piece, NUM_SAMPLES)) > 0)
@@ -315,20 +326,19 @@ class BusyAverager(Busy):
 @pytest.mark.parametrize(("training", "averaging"), [(0.5, 0.001), (0.001, 0.5), (0.01, 0.01)])
 def test_neither_training_nor_averaging_starves_the_other(training: float, averaging: float) -> None:
     clock = Clock()
-    host = StageHost(ProviderLimits(1e9), clock)
     worker, averager = Busy(clock, training), BusyAverager(clock, averaging)
-    host._worker, host._averager = worker, averager
+    stage = RunningStage(worker, averager, clock)
     while clock.now < 100.0:
-        for _ in host.next_work():
+        for _ in stage.next_work():
             pass
     assert averager.spent == pytest.approx(worker.spent / 2, abs=1.0)
     worker.num_pieces, before = 0, clock.now  # waits for other stages
     for _ in range(100):
-        host.next_work()
+        stage.next_work()
     assert clock.now == pytest.approx(before + 100 * averaging)
     averager.num_pieces, averager.is_blocking = 3, True
     worker.num_pieces = 5
-    assert [host.next_work() is not None for _ in range(4)] == [True] * 3 + [False]
+    assert [stage.next_work() is not None for _ in range(4)] == [True] * 3 + [False]
 
 
 def test_what_is_left_over_is_applied_before_the_last_round_and_before_a_snapshot(captured: Captured) -> None:
@@ -337,16 +347,16 @@ def test_what_is_left_over_is_applied_before_the_last_round_and_before_a_snapsho
     assert pair.versions() == [(1, 1)] * 2
     for number, is_blocking in enumerate([False, True], 1):
         open_round = RoundOpen(1, RoundId(number), 10.0, is_blocking, False, ())
-        pair.hosts[NODES[number - 1]].receive(open_round, ())
+        pair.deliver(NODES[number - 1], open_round)
     assert pair.versions() == [(1, 1)] * 2  # training goes on after these
     pair = Pair(captured, accumulate=3)
     pair.train(4)
-    pair.hosts[NODES[0]].receive(RoundOpen(1, RoundId(1), 10.0, True, True, ()), ())
+    pair.deliver(NODES[0], RoundOpen(1, RoundId(1), 10.0, True, True, ()))
     assert pair.versions() == [(2, 2), (1, 1)]
-    before = pair.hosts[NODES[1]]._worker.stage.snapshot().state
+    before = pair.hosts[NODES[1]].stage.worker.stage.snapshot().state
     assert pair.hosts[NODES[1]].save(is_final=False).version == 1
     assert pair.hosts[NODES[1]].save().version == 2
-    after = pair.hosts[NODES[1]]._worker.stage.snapshot().state
+    after = pair.hosts[NODES[1]].stage.worker.stage.snapshot().state
     assert all(not torch.equal(before[name], after[name]) for name in before)
     assert pair.hosts[NODES[1]].save().version == 2
     assert pair.versions() == [(2, 2)] * 2
@@ -359,7 +369,7 @@ def test_without_bf16_a_stage_computes_in_fp32_and_says_so_once(captured: Captur
         asked.append(device)
         return False
 
-    with caplog.at_level(logging.WARNING, "ravnest.peer.stage_host"):
+    with caplog.at_level(logging.WARNING, "ravnest.peer.stage_builder"):
         pair = Pair(captured, precision="bf16", probe=probe)
     assert asked == ["cpu", "cpu"]  # once in each of two peers
     assert [record.getMessage().partition(":")[0] for record in caplog.records] == [
@@ -383,7 +393,7 @@ for pair in (mixed, plain):
     pair.train(3)
 losses = [[r.loss for r in pair.reports if r.loss is not None] for pair in (mixed, plain)]
 print(*losses[0], *losses[1])
-state = mixed.hosts["leaf"]._worker.stage.snapshot().state
+state = mixed.hosts["leaf"].stage.worker.stage.snapshot().state
 print(*{str(tensor.dtype) for tensor in state.values()})
 """
 

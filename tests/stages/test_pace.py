@@ -131,24 +131,22 @@ def test_the_gradient_leaves_before_the_weights_are_done(captured):
 def test_only_the_root_sets_the_pace_and_only_its_cluster_reports(captured):
     policy = StalenessPolicy(0, window_max=3)
     world = make_world(captured, EQUAL, 9, 1, policy=policy)
-    root, second = (world.workers[node] for node in world.nodes[:2])
+    root, second, third = world.nodes[:3]
     pace = Pace(1, 0, 8, 1, False)
-    assert isinstance(second.receive(pace, (), world.nodes[2]), Refusal)
-    assert second.receive(pace, (), world.nodes[0]) is None
-    assert second._schedule._window == 3  # its own memory was planned for no more
+    assert isinstance(world.deliver(second, pace, (), third), Refusal)
+    assert world.deliver(second, pace, (), root) == ()
+    assert world.workers[second]._schedule._window == 3  # its own memory was planned for no more
     world.lease([layer_batch(seed) for seed in range(4)])
     world.run()
     report = world.reports[world.nodes[1]][0]
-    assert root.receive(report, (), world.nodes[1]) is None
-    assert isinstance(root.receive(report, (), "somebody"), Refusal)
-    assert isinstance(root.receive(report, ()), Refusal)
-    assert isinstance(second.receive(report, (), world.nodes[2]), Refusal)
+    assert world.deliver(root, report, (), second) == ()
+    assert isinstance(world.deliver(second, report, (), third), Refusal)
     hostile = replace(report, forward_seconds=1e308, backward_seconds=1e308, num_samples=2**60, lag=2**60)
-    assert root.receive(hostile, (), world.nodes[1]) is None  # and it goes on
+    assert world.deliver(root, hostile, (), second) == ()  # and it goes on
     hostile = replace(hostile, num_samples=report.num_samples)
     for _ in range(5):
-        assert root.receive(hostile, (), world.nodes[1]) is None
-    assert root._time._decide().window == 3
+        assert world.deliver(root, hostile, (), second) == ()
+    assert world.workers[root].timekeeper._decide().window == 3
     world.lease([layer_batch(seed) for seed in range(4, 20)], first=4)
     world.run()
     assert len(world.reports[world.nodes[0]]) == 20

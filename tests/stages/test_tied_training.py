@@ -8,12 +8,10 @@ from ravnest.engine.train_config import AveragingRule
 from ravnest.ids import HUB, RoundId
 from ravnest.model.capture import Captured, capture
 from ravnest.model.stage_program import build_stage_program
-from ravnest.peer.compute import ComputeLoop
 from ravnest.protocol.averaging import RoundAbort, RoundOpen, RoundReady
 from ravnest.protocol.placement import SnapshotOrder
 from ravnest.protocol.tied import TiedGradient
 from ravnest.protocol.training import Activation, DroppedMicrobatch
-from ravnest.transfer.blobs import Blobs
 from tests.support.model_zoo import OwnGPT, token_batch, token_loss
 from tests.support.tied_world import EPOCH, TiedWorld
 from tests.support.worker_world import batches_of
@@ -128,7 +126,7 @@ def test_after_a_blocking_round_all_copies_are_the_plain_mean(captured: Captured
 
     def look(name: str, message: object) -> None:
         for cluster, (home, *_) in enumerate(world.clusters):
-            averager = world.hosts[home]._averager
+            averager = world.hosts[home].stage.averager
             if averager._round is not None and cluster not in copied:
                 copied[cluster] = world.copies(TIED, cluster)[0]
 
@@ -236,10 +234,9 @@ def test_a_stage_is_saved_when_the_last_tied_gradient_has_come(captured: Capture
         world.run(num_steps=1)
     assert home.save() is None
     assert home.save(is_final=False).version == 1  # training need not stop for it
-    bench = ComputeLoop(home, Blobs())
-    assert bench.take(SnapshotOrder(EPOCH, 1)) == bench.take(SnapshotOrder(EPOCH, 2)) == []
+    assert home.handle(SnapshotOrder(EPOCH, 1)) == home.handle(SnapshotOrder(EPOCH, 2)) == []
     world.run()
-    assert [parcel.message.number for parcel in bench.take(SnapshotOrder(EPOCH, 3))] == [1, 2, 3]
+    assert [saved.order.number for saved in home.handle(SnapshotOrder(EPOCH, 3))] == [1, 2, 3]
     assert [saved and saved.version for saved in (home.save(), leaf.save())] == [1, 1]
     assert are_equal(world.copies(TIED))
     model, _ = train_alone(captured, batches[:1])
@@ -256,15 +253,15 @@ def test_a_blocking_round_waits_for_tied_gradients_and_nothing_is_trained_till_i
     world.lease(batches_of(token_batch, 2), 0)
     while world.num_trained() == 0:
         world.run(num_steps=1)
-    assert host.receive(RoundOpen(EPOCH, RoundId(1), 1e9, True, False, ()), (), HUB) == ()
+    assert host.stage.receive(RoundOpen(EPOCH, RoundId(1), 1e9, True, False, ()), (), HUB) == ()
     world.lease(batches_of(token_batch, 1), 10)
     for key in [key for key in world.queues if key[:2] == (HUB, home)]:
         while world.queues[key]:
             world.deliver(key)
-    for parcel in host.next_work() or ():
-        assert not isinstance(parcel.message, Activation)
-        world.post(home, parcel)
-    assert host.receive(RoundAbort(RoundId(1), "somebody died"), (), HUB) == ()
+    for outgoing in host.next_work() or ():
+        assert not isinstance(outgoing.message, Activation)
+        world.post(home, outgoing)
+    assert host.stage.receive(RoundAbort(RoundId(1), "somebody died"), (), HUB) == ()
     world.run()
     assert world.num_trained() == 12
     assert are_equal(world.copies(TIED))

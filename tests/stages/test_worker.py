@@ -118,27 +118,27 @@ def test_a_batch_that_is_not_finite_is_dropped_by_all_and_training_goes_on(captu
 
 def test_what_is_late_repeated_or_not_for_this_stage_is_refused(captured: Captured) -> None:
     cluster = world(captured)
-    root, middle = (cluster.workers[node] for node in cluster.nodes[:2])
+    root, middle, last = cluster.nodes
     grant = LeaseGrant(1, LeaseId(1), False, MicrobatchId(0), (4,))
-    assert isinstance(middle.receive(grant), Refusal)
-    assert isinstance(root.receive(replace(grant, build_id=9)), Refusal)
-    assert isinstance(root.receive(Gradient(1, MicrobatchId(5), ())), Refusal)
+    assert isinstance(cluster.deliver(middle, grant), Refusal)
+    assert isinstance(cluster.deliver(root, Gradient(1, MicrobatchId(5), ())), Refusal)
+    assert isinstance(cluster.deliver(root, LeaseDone(1, LeaseId(1), 4)), Refusal)
     cluster.lease(batches_of(token_batch, 1))
     cluster.turn(cluster.nodes[0])
     activation, buffers = cluster.queues[cluster.nodes[1]][0]
-    assert middle.receive(activation, buffers) is None
-    assert isinstance(middle.receive(activation, buffers), Refusal)
-    leaf = world(captured).workers[cluster.nodes[2]]
+    assert cluster.deliver(middle, activation, buffers) == ()
+    assert isinstance(cluster.deliver(middle, activation, buffers), Refusal)
+    other = world(captured)
     with pytest.raises(ProtocolError, match="not"):  # it is not for this stage
-        leaf.receive(activation, buffers)
+        other.deliver(last, activation, buffers)
     cluster.queues[cluster.nodes[1]].clear()
     cluster.turn(cluster.nodes[1])
     passed_on, buffers = cluster.queues[cluster.nodes[2]][-1]
-    assert leaf.receive(passed_on, buffers) is None  # it waits for the labels
-    assert isinstance(leaf.receive(passed_on, buffers), Refusal)
+    assert other.deliver(last, passed_on, buffers) == ()  # it waits for the labels
+    assert isinstance(other.deliver(last, passed_on, buffers), Refusal)
     short = replace(passed_on, microbatch=MicrobatchId(7), num_samples=3)
     with pytest.raises(ProtocolError, match="not its own"):
-        leaf.receive(short, buffers)
+        other.deliver(last, short, buffers)
     cluster.run()
     assert [type(message) for message in cluster.at_hub].count(LeaseDone) == 1
 

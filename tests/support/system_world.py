@@ -42,8 +42,16 @@ from ravnest.net.identity import SECRET_BYTES, KeyPair, Token, load_keys
 from ravnest.net.memory import MemoryNetwork, MemoryTransport, Wire, run_virtual
 from ravnest.net.transport import PeerId
 from ravnest.peer.agent import Agent, Offer
-from ravnest.peer.compute import ComputeLoop, Delivered, Item
-from ravnest.peer.stage_host import ProviderLimits, StageHost, StageTools
+from ravnest.peer.compute_protocol import (
+    ComputeFailed,
+    ComputeSetup,
+    Delivered,
+    FromCompute,
+    ProviderLimits,
+    ToCompute,
+)
+from ravnest.peer.stage_builder import StageBuilder, StageTools
+from ravnest.peer.stage_host import SavedStage, StageHost, write_snapshot
 from ravnest.plan.types import Node, Plan
 from ravnest.protocol import wire
 from ravnest.protocol.averaging import RoundCommit
@@ -55,8 +63,7 @@ from ravnest.requester.prepare import PreparedJob, assemble_result
 from ravnest.requester.prepare import prepare as prepare_job
 from ravnest.requester.result import Result
 from ravnest.requester.session import LOCAL_PLAN
-from ravnest.transfer.blobs import Blobs
-from ravnest.transfer.outbox import Outgoing
+from tests.support.inline import InlineExecutor
 
 logger = logging.getLogger(__name__)
 
@@ -103,30 +110,27 @@ class Post(MemoryTransport):
 class InlineCompute:
     """Where the host of a peer lives on virtual time: one piece of work a turn, and it takes its time."""
 
-    def __init__(self, watch: Callable[[Item], None], note: Callable[[Item, StageHost], None]) -> None:
+    def __init__(
+        self, watch: Callable[[ToCompute], None], note: Callable[[ToCompute, StageHost], None]
+    ) -> None:
         self._watch, self._note = watch, note
         self._frozen_until = 0.0
-        self._items: deque[Item] = deque()
+        self._items: deque[ToCompute] = deque()
         self._next: asyncio.Handle | None = None
         self._spent = 0.0  # seconds, by the piece of work under way
         self._is_busy = False
         self._closed = asyncio.Event()
 
-    async def run(
-        self,
-        limits: ProviderLimits,
-        blobs: Blobs,
-        emit: Callable[[Outgoing], None],
-        fail: Callable[[RavnestError], None],
-    ) -> None:
-        """See peer.compute.Compute."""
+    async def run(self, setup: ComputeSetup, deliver: Callable[[FromCompute], None]) -> None:
+        """See peer.compute_protocol.Compute."""
         self._loop = asyncio.get_running_loop()
-        self._bench = ComputeLoop(StageHost(limits, self._clock, self._spend, tools=CACHED_TOOLS), blobs)
-        self._emit, self._fail = emit, fail
+        builder = StageBuilder(setup.limits, self._clock, self._spend, tools=CACHED_TOOLS)
+        self._host = StageHost(builder, self._clock)
+        self._setup, self._deliver = setup, deliver
         self._turn_at(self._loop.time())
         await self._closed.wait()
 
-    def put(self, item: Item) -> None:
+    def put(self, item: ToCompute) -> None:
         """Take an item, after the piece of work under way."""
         self._watch(item)
         self._items.append(item)
@@ -162,10 +166,10 @@ class InlineCompute:
         try:
             is_idle = self._work()
         except RavnestError as error:
-            self._fail(error)
+            self._deliver(ComputeFailed.of(error))
             self.close()
             return
-        deadline = self._bench.host.deadline
+        deadline = self._host.deadline
         if not is_idle:
             self._is_busy = True
             self._turn_at(self._clock())
@@ -177,22 +181,23 @@ class InlineCompute:
         """Do what was asked for, else what the host has to do; return whether it has nothing."""
         if self._items:
             item = self._items.popleft()
-            self._send(self._bench.take(item))
-            self._note(item, self._bench.host)
+            self._send(self._host.handle(item))
+            self._note(item, self._host)
             return False
-        self._send(self._bench.host.tick(self._clock()))
-        work = self._bench.host.next_work()
+        self._send(self._host.tick(self._clock()))
+        work = self._host.next_work()
         self._send(work or ())
         return work is None
 
-    def _send(self, parcels: Iterable[Outgoing]) -> None:
-        """Let each parcel leave at the time it is ready."""
-        for parcel in parcels:
-            self._loop.call_at(self._clock(), self._leave, parcel)
+    def _send(self, found: Iterable[FromCompute | SavedStage]) -> None:
+        """Let each item leave at the time it is ready."""
+        for each in found:
+            item = write_snapshot(self._setup.folder, each) if isinstance(each, SavedStage) else each
+            self._loop.call_at(self._clock(), self._leave, item)
 
-    def _leave(self, parcel: Outgoing) -> None:
+    def _leave(self, item: FromCompute) -> None:
         if not self._closed.is_set():
-            self._emit(parcel)
+            self._deliver(item)
 
 
 @dataclass(frozen=True)
@@ -264,11 +269,11 @@ class Anchors:
     def __init__(self) -> None:
         self.held: dict[tuple[int, int], dict[NodeId, str]] = {}  # by round and segment
 
-    def note(self, name: NodeId, item: Item, host: StageHost) -> None:
+    def note(self, name: NodeId, item: ToCompute, host: StageHost) -> None:
         """Look at a host that has just heard of a commit."""
-        averager = host._averager
-        if averager is None or not isinstance(item, Delivered) or not isinstance(item.message, RoundCommit):
+        if host.stage is None or not isinstance(item, Delivered) or not isinstance(item.message, RoundCommit):
             return
+        averager = host.stage.averager
         if averager._anchor_round != item.message.round_id:
             return
         for segment, anchored in averager._segments.items():
@@ -276,7 +281,7 @@ class Anchors:
             self.held.setdefault((item.message.round_id, segment), {}).setdefault(name, digest)
 
 
-Watch = Callable[["World", NodeId, Item], None]
+Watch = Callable[["World", NodeId, ToCompute], None]
 Leaving = Callable[["World", NodeId, NodeId, Message], Sequence[float]]
 Hear = Callable[["World", Notice], None]
 
@@ -412,7 +417,7 @@ class World:
         )
         try:
             async with Post(self, name, keys) as transport:
-                await Agent(self._token, keys, offer, compute).run(transport)
+                await Agent(self._token, keys, offer, compute, transport, InlineExecutor()).run()
         except RavnestError as error:
             logger.info("%s ends: %s", name, error)
         except Exception as error:  # a bug: the whole run shall fail of it

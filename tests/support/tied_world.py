@@ -20,13 +20,15 @@ from ravnest.model.capture import Captured
 from ravnest.model.slicing import slice_blueprint
 from ravnest.model.state_dict import to_safetensors
 from ravnest.net.transport import Service
-from ravnest.peer.stage_host import ProviderLimits, StageHost
+from ravnest.peer.compute_protocol import Build, ProviderLimits, StageBuilt
+from ravnest.peer.stage_builder import StageBuilder
+from ravnest.peer.stage_host import StageHost
 from ravnest.plan.assembly import form_rings
 from ravnest.plan.types import Cluster, Node, Stage
 from ravnest.protocol import wire
 from ravnest.protocol.averaging import RoundCommit, RoundOpen, RoundReady
 from ravnest.protocol.messages import Message, Refusal
-from ravnest.protocol.placement import PlanOrder, Source, StageParts
+from ravnest.protocol.placement import PlanOrder, Source, StageParts, StageReady
 from ravnest.protocol.training import FieldParts, LeaseDone, LeaseGrant, StepReport
 from ravnest.transfer.blobs import name_blob
 from ravnest.transfer.outbox import Outgoing
@@ -82,8 +84,10 @@ class TiedWorld:
         self.stages = {stage.node: stage for cluster in clusters for stage in cluster.stages}
         nodes = {name: Node(name, 1e9, 1e9, 1e9, 1e9) for name in self.stages}
         self.rings = tuple((SegmentId(k), ring) for k, ring in enumerate(form_rings(clusters, nodes)))
+        limits = ProviderLimits(1e9)
         self.hosts = {
-            name: self.hosts.get(name) or StageHost(ProviderLimits(1e9), lambda: 0.0) for name in nodes
+            name: self.hosts.get(name) or StageHost(StageBuilder(limits, lambda: 0.0), lambda: 0.0)
+            for name in nodes
         }
 
     def blueprint(self, name: NodeId):
@@ -100,8 +104,9 @@ class TiedWorld:
         return tuple(pair for pair in self.rings if name in pair[1].owners)
 
     def build(self, name: NodeId, *given, **options):
-        """Have a stage built; without sources, from what was captured."""
-        return self.hosts[name].build(*self.parts(name, *given, **options))
+        """Have a stage built, without sources from what was captured; return what the hub is told."""
+        (built,) = self.hosts[name].handle(Build(*self.parts(name, *given, **options)))
+        return StageReady(built.build_id) if isinstance(built, StageBuilt) else built.message
 
     def parts(
         self,
@@ -156,12 +161,12 @@ class TiedWorld:
             order = RoundOpen(*facts, base, name in anchors, least_chunk)
             self.post(HUB, Outgoing(name, order))
 
-    def post(self, sender: NodeId, parcel: Outgoing) -> None:
-        """Send a parcel as the network would: as a header and bytes."""
-        buffers = tuple(bytearray(buffer) for buffer in parcel.buffers)
-        message = wire.unpack(wire.pack(parcel.message, buffers), buffers)
-        if parcel.to != HUB:
-            queue = self.queues.setdefault((sender, parcel.to, parcel.service), deque())
+    def post(self, sender: NodeId, outgoing: Outgoing) -> None:
+        """Send a message as the network would: as a header and bytes."""
+        buffers = tuple(bytearray(buffer) for buffer in outgoing.buffers)
+        message = wire.unpack(wire.pack(outgoing.message, buffers), buffers)
+        if outgoing.to != HUB:
+            queue = self.queues.setdefault((sender, outgoing.to, outgoing.service), deque())
             queue.append((message, buffers))
             return
         self.at_hub.append((sender, message))
@@ -191,14 +196,15 @@ class TiedWorld:
         sender, name, _ = key
         message, buffers = self.queues[key].popleft()
         self.before(name, message)
-        found = self.hosts[name].receive(message, buffers, sender)
-        for parcel in () if isinstance(found, Refusal) else found:
-            self.post(name, parcel)
+        stage = self.hosts[name].stage
+        answer = () if stage is None else stage.receive(message, buffers, sender)
+        for outgoing in () if isinstance(answer, Refusal) else answer:
+            self.post(name, outgoing)
 
     def work(self, name: NodeId) -> bool:
         work = self.hosts[name].next_work()
-        for parcel in work or ():
-            self.post(name, parcel)
+        for outgoing in work or ():
+            self.post(name, outgoing)
         return work is not None
 
     def losses(self) -> list[float]:
@@ -211,12 +217,12 @@ class TiedWorld:
 
     def copies(self, tied: str, cluster: int = 0) -> list[Tensor]:
         """Return the copies of a tied weight, home first."""
-        states = [self.hosts[name]._worker.stage.snapshot().state for name in self.clusters[cluster]]
+        states = [self.hosts[name].stage.worker.stage.snapshot().state for name in self.clusters[cluster]]
         return [state[tied] for state in states if tied in state]
 
     def state(self, cluster: int = 0) -> dict[str, Tensor]:
         """Return the whole state of a cluster."""
         whole: dict[str, Tensor] = {}
         for name in self.clusters[cluster]:
-            whole |= self.hosts[name]._worker.stage.snapshot().state
+            whole |= self.hosts[name].stage.worker.stage.snapshot().state
         return whole

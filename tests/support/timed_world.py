@@ -49,33 +49,33 @@ class TimedWorld(ClusterWorld):
         super().__post_init__()
 
     def make_worker(
-        self, place: StagePosition, blueprint: Blueprint, stage: StageEngine, schedule: StageSchedule
+        self, position: StagePosition, blueprint: Blueprint, stage: StageEngine, schedule: StageSchedule
     ) -> Worker:
         """Return a worker with a clock of its own, which its device moves."""
-        node = place.node
+        node = position.node
         self.now[node], self.work[node], self.reports[node], self.ended[node] = 0.0, [], [], []
 
         def wait(seconds: float) -> None:
             self.now[node] += seconds
 
-        per_sample = [part / NUM_SAMPLES for part in self.seconds[place.index]]
+        per_sample = [part / NUM_SAMPLES for part in self.seconds[position.index]]
         device = Device(lambda: self.now[node], wait, *per_sample)
         rate = self.settings.learning_rate
-        return Worker(place, blueprint, stage, schedule, rate, device, self.policy, self.timeouts)
+        return Worker(position, blueprint, stage, schedule, rate, device, self.policy, self.timeouts)
 
-    def post(self, parcel: Outgoing) -> None:
-        """Send a parcel: it arrives after the delay, with who sent it."""
-        buffers = tuple(bytearray(buffer) for buffer in parcel.buffers)
-        message = wire.unpack(wire.pack(parcel.message, buffers), buffers)
-        if parcel.to == HUB:
+    def post(self, outgoing: Outgoing) -> None:
+        """Send a message: it arrives after the delay, with its sender."""
+        buffers = tuple(bytearray(buffer) for buffer in outgoing.buffers)
+        message = wire.unpack(wire.pack(outgoing.message, buffers), buffers)
+        if outgoing.to == HUB:
             self.at_hub.append(message)
             if isinstance(message, StepReport) and self._sender is not None:
                 self.reports[self._sender].append(message)
                 self.ended[self._sender].append(self.now[self._sender])
             return
-        self._count(parcel.to, message)
+        self._count(outgoing.to, message)
         sent_at = 0.0 if self._sender is None else self.now[self._sender] + self.delay_seconds
-        self.queues[parcel.to].append((sent_at, (message, buffers, self._sender)))
+        self.queues[outgoing.to].append((sent_at, (message, buffers, self._sender or HUB)))
 
     def run(self) -> None:
         """Always let the node work that can work first, until nothing is left to do."""
@@ -89,14 +89,14 @@ class TimedWorld(ClusterWorld):
 
     def turn(self, node: NodeId) -> bool:
         """Deliver what has arrived at a node and let it work once."""
-        queue, worker, started = self.queues[node], self.workers[node], self.now[node]
+        queue, started = self.queues[node], self.now[node]
         for arrived in [entry for entry in queue if entry[0] <= started]:
             queue.remove(arrived)
-            worker.receive(*arrived[1])
-        work = worker.next_work()
+            self.deliver(node, *arrived[1])
+        work = self.stages[node].next_work()
         self._sender = node
-        for parcel in work or ():
-            self.post(parcel)
+        for outgoing in work or ():
+            self.post(outgoing)
         self._sender = None
         self.work[node].append((started, self.now[node]))
         (self._idle.add if work is None else self._idle.discard)(node)

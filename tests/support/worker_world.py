@@ -1,4 +1,4 @@
-"""A cluster of workers in one process: parcels go through the wire format, in an order a seed decides."""
+"""A cluster of stages in one process: messages go through the wire format, in an order a seed decides."""
 
 import random
 from collections import deque
@@ -13,6 +13,7 @@ from ravnest.config import WireFormat
 from ravnest.engine.optimizers import OptimizerSettings
 from ravnest.engine.schedule import StageSchedule
 from ravnest.engine.stage import StageEngine
+from ravnest.engine.train_config import TrainConfig
 from ravnest.engine.weight_versions import Snapshot
 from ravnest.ids import HUB, LeaseId, MicrobatchId, NodeId
 from ravnest.model.blueprint import Blueprint
@@ -20,18 +21,24 @@ from ravnest.model.blueprint_json import read_blueprint, write_blueprint
 from ravnest.model.capture import Captured
 from ravnest.model.slicing import slice_blueprint
 from ravnest.model.stage_program import build_stage_program
+from ravnest.peer.averager import AnchorState, Averager
 from ravnest.peer.pacing import Device
-from ravnest.peer.stage_position import StagePosition, find_roles
+from ravnest.peer.stage_builder import find_roles
+from ravnest.peer.stage_host import Answer, RunningStage
+from ravnest.peer.stage_position import StagePosition
 from ravnest.peer.worker import Worker
+from ravnest.plan.types import Stage
 from ravnest.protocol import wire
-from ravnest.protocol.messages import Message
+from ravnest.protocol.messages import Message, Refusal
+from ravnest.protocol.placement import PlanOrder
+from ravnest.protocol.tensors import Buffer
 from ravnest.protocol.training import FieldParts, LeaseDone, LeaseGrant, StepReport
 from ravnest.transfer.outbox import Outgoing
 
 
 @dataclass
 class ClusterWorld:
-    """Workers that train one captured model, cut at `cuts`, and the hub's side of it."""
+    """Stages that train one captured model, cut at `cuts`, and the hub's side of it; no averaging."""
 
     captured: Captured
     cuts: Sequence[int]
@@ -50,6 +57,8 @@ class ClusterWorld:
         self.nodes = tuple(NodeId(f"node{index}") for index in range(len(bounds) - 1))
         self.queues: dict[NodeId, deque] = {node: deque() for node in self.nodes}
         self.workers: dict[NodeId, Worker] = {}
+        self.stages: dict[NodeId, RunningStage] = {}
+        self.blueprints: dict[NodeId, Blueprint] = {}
         for index, node in enumerate(self.nodes):
             blueprint = read_blueprint(
                 write_blueprint(slice_blueprint(whole, bounds[index], bounds[index + 1]))
@@ -60,17 +69,23 @@ class ClusterWorld:
             stage = self.engine(
                 build_stage_program(blueprint), Snapshot(0, state, {}), find_roles(blueprint), self.settings
             )
-            place = StagePosition(1, self.seed, node, self.nodes, self.wire_format, self.wire_format)
+            position = StagePosition(1, self.seed, node, self.nodes, self.wire_format, self.wire_format)
             schedule = StageSchedule(self.window, self.accumulate, self.synchronous)
-            self.workers[node] = self.make_worker(place, blueprint, stage, schedule)
+            worker = self.workers[node] = self.make_worker(position, blueprint, stage, schedule)
+            self.blueprints[node] = blueprint
+            planned = Stage(node, bounds[index], bounds[index + 1], self.window)
+            order = PlanOrder(1, 1, self.seed, planned, self.nodes, (), ())
+            training = TrainConfig(self.settings, batch_size=4)
+            facts = (position, order, blueprint, worker, training, lambda: 0.0, AnchorState(None))
+            self.stages[node] = RunningStage(worker, Averager(*facts), lambda: 0.0)
         self._random = random.Random(self.seed)
 
     def make_worker(
-        self, place: StagePosition, blueprint: Blueprint, stage: StageEngine, schedule: StageSchedule
+        self, position: StagePosition, blueprint: Blueprint, stage: StageEngine, schedule: StageSchedule
     ) -> Worker:
         """Return a worker for which no time passes."""
         rate = self.settings.learning_rate
-        return Worker(place, blueprint, stage, schedule, rate, Device(lambda: 0.0))
+        return Worker(position, blueprint, stage, schedule, rate, Device(lambda: 0.0))
 
     def lease(
         self, batches: Sequence[dict[str, Tensor]], first: int = 0, is_evaluation: bool = False
@@ -80,8 +95,7 @@ class ClusterWorld:
         grant = LeaseGrant(1, LeaseId(first), is_evaluation, MicrobatchId(first), sizes)
         self.post(Outgoing(self.nodes[0], grant))
         for number, batch in enumerate(batches, first):
-            for node, worker in self.workers.items():
-                blueprint = worker._blueprint
+            for node, blueprint in self.blueprints.items():
                 program = blueprint.evaluate if is_evaluation else blueprint.train
                 names = [name for _, name in program.fields]
                 if names:
@@ -89,14 +103,23 @@ class ClusterWorld:
                     buffers = tuple(encode_tensor(batch[name], WireFormat.FP32) for name in names)
                     self.post(Outgoing(node, FieldParts(1, MicrobatchId(number), specs), buffers))
 
-    def post(self, parcel: Outgoing) -> None:
-        """Send a parcel as the network would: as a header and bytes."""
-        buffers = tuple(bytearray(buffer) for buffer in parcel.buffers)
-        message = wire.unpack(wire.pack(parcel.message, buffers), buffers)
-        if parcel.to == HUB:
+    def post(self, outgoing: Outgoing) -> None:
+        """Send a message as the network would: as a header and bytes."""
+        buffers = tuple(bytearray(buffer) for buffer in outgoing.buffers)
+        message = wire.unpack(wire.pack(outgoing.message, buffers), buffers)
+        if outgoing.to == HUB:
             self.at_hub.append(message)
         else:
-            self.queues[parcel.to].append((message, buffers))
+            self.queues[outgoing.to].append((message, buffers))
+
+    def deliver(
+        self, node: NodeId, message: Message, buffers: Sequence[Buffer] = (), sender: NodeId = HUB
+    ) -> Answer:
+        """Pass a message to a stage; return what it answers."""
+        answer = self.stages[node].receive(message, buffers, sender)
+        for outgoing in () if isinstance(answer, Refusal) else answer:
+            self.post(outgoing)
+        return answer
 
     def run(self) -> None:
         """Let workers work in random order until nothing is left to do."""
@@ -107,13 +130,13 @@ class ClusterWorld:
 
     def turn(self, node: NodeId) -> bool:
         """Deliver what waits for a node and let it work once."""
-        worker, queue = self.workers[node], self.queues[node]
+        queue = self.queues[node]
         is_busy = bool(queue)
         while queue:
-            worker.receive(*queue.popleft())
-        work = worker.next_work()
-        for parcel in work or ():
-            self.post(parcel)
+            self.deliver(node, *queue.popleft())
+        work = self.stages[node].next_work()
+        for outgoing in work or ():
+            self.post(outgoing)
         return is_busy or work is not None
 
     def losses(self) -> list[float]:

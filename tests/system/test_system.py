@@ -34,7 +34,7 @@ from ravnest.hub.coordinator.notices import (
 )
 from ravnest.ids import NodeId
 from ravnest.net.memory import Wire
-from ravnest.peer.compute import Build, Delivered, Item
+from ravnest.peer.compute_protocol import Build, Delivered, ToCompute
 from ravnest.protocol.averaging import RingPart, RoundCommit, RoundOpen
 from ravnest.protocol.membership import Fact
 from ravnest.protocol.placement import SnapshotOrder
@@ -180,7 +180,7 @@ MOMENTS = {
 }
 
 
-def _is(item: Item, kind: type, **facts: object) -> bool:
+def _is(item: ToCompute, kind: type, **facts: object) -> bool:
     if not isinstance(item, Delivered) or not isinstance(item.message, kind):
         return False
     return all(getattr(item.message, name) == value for name, value in facts.items())
@@ -193,7 +193,7 @@ def test_a_peer_that_dies_costs_its_cluster_not_the_job(moment: str, seed: int) 
     num_left = Random(f"{moment} {seed}").randint(1, {"keeping": 2, "formation": 5}.get(moment, 8))
     victims: list[NodeId] = []
 
-    def watch(world: World, name: NodeId, item: Item) -> None:
+    def watch(world: World, name: NodeId, item: ToCompute) -> None:
         nonlocal num_left
         if MOMENTS[moment](item):
             num_left -= 1
@@ -274,7 +274,7 @@ def test_a_slow_peer_holds_others_back_no_longer_than_a_rounds_deadline(averagin
                 slow = Wire(0.01, 3e3)
                 world.network.set_wire(world.peer(news.nodes[-1]), world.peer(other), slow)
 
-    def watch(world: World, name: NodeId, item: Item) -> None:
+    def watch(world: World, name: NodeId, item: ToCompute) -> None:
         if _is(item, RoundOpen):
             deadlines.append(item.message.deadline_seconds)
         if name in healthy and _is(item, Activation):

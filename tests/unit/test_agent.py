@@ -3,22 +3,35 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
+from dataclasses import replace
+from pathlib import Path
 from random import Random
 
 import pytest
 
 from ravnest.config import TIMEOUTS
-from ravnest.errors import LinkError, NotAdmitted
-from ravnest.ids import HUB, LeaseId, MicrobatchId, NodeId, SegmentId
+from ravnest.errors import LinkError, NotAdmitted, UnsafeBlueprint
+from ravnest.ids import HUB, LeaseId, MicrobatchId, NodeId, RoundId, SegmentId
 from ravnest.net.identity import Token, new_keys
 from ravnest.net.memory import MemoryNetwork, MemoryTransport, run_virtual
 from ravnest.net.transport import Delivery, Service
 from ravnest.net.transport import TransportLimits as LinkLimits
 from ravnest.peer.agent import Agent, Offer
-from ravnest.peer.compute import Aside, Build, Item
-from ravnest.peer.stage_host import ProviderLimits
+from ravnest.peer.compute_protocol import (
+    Build,
+    ComputeFailed,
+    ComputeSetup,
+    Delivered,
+    FromCompute,
+    ProviderLimits,
+    SnapshotWritten,
+    StageBuilt,
+    ToCompute,
+    WrittenBlob,
+)
 from ravnest.plan.types import Node, Ring, Stage
 from ravnest.protocol import wire
+from ravnest.protocol.averaging import RoundCommit
 from ravnest.protocol.blobs import BlobPart, BlobRequest
 from ravnest.protocol.membership import Hello, Leave, Refused, Stop, Welcome
 from ravnest.protocol.messages import Message
@@ -28,15 +41,17 @@ from ravnest.protocol.placement import (
     Contact,
     PlanOrder,
     RingOrder,
+    SnapshotMade,
     SnapshotOrder,
     Source,
     StageMissing,
     StageParts,
     StageReady,
 )
-from ravnest.protocol.training import Activation, DroppedMicrobatch, LeaseDone, StepReport
+from ravnest.protocol.training import Activation, DroppedMicrobatch, LeaseDone, LeaseGrant, StepReport
 from ravnest.transfer.blobs import Blobs, name_blob
 from ravnest.transfer.outbox import Outgoing
+from tests.support.inline import InlineExecutor
 
 ME, OTHER = NodeId("me"), NodeId("other")
 BLUEPRINT, WEIGHTS, MINE = b"blueprint", b"weights" * 400_000, b"mine"
@@ -48,16 +63,14 @@ class Noted:
     """Stands for the compute thread, and remembers what it is told."""
 
     def __init__(self) -> None:
-        self.items: list[Item] = []
+        self.items: list[ToCompute] = []
         self.closed = asyncio.Event()
 
-    def put(self, item: Item) -> None:
+    def put(self, item: ToCompute) -> None:
         self.items.append(item)
-        if isinstance(item, Aside):
-            self.emit(item.work())
 
-    async def run(self, limits, blobs, emit, fail) -> None:
-        self.blobs, self.emit, self.fail = blobs, emit, fail
+    async def run(self, setup: ComputeSetup, deliver: Callable[[FromCompute], None]) -> None:
+        self.setup, self.deliver = setup, deliver
         await self.closed.wait()
 
     def close(self) -> None:
@@ -110,6 +123,17 @@ class Scene:
         except TimeoutError:
             pass
 
+    def save(self, content: bytes, number: int = 1) -> None:
+        """Let compute say that it has written a snapshot."""
+        blob = WrittenBlob(name_blob(content), content, "no disk")
+        self.compute.deliver(SnapshotWritten(SnapshotOrder(1, number), 5, blob))
+
+    async def has(self, content: bytes) -> bool:
+        """Return whether the agent serves some content."""
+        await self.say(BlobRequest(name_blob(content).blob, 0, len(content)), OTHER)
+        answer = await self.hear(BlobPart | Refused, OTHER)
+        return isinstance(answer, BlobPart)
+
     def order(self, epoch: int, **change) -> PlanOrder:
         contact = Contact(OTHER, self.keys[OTHER].public.decode(), (OTHER,))
         given = {"stage": STAGE, "pipeline": (ME,), "rings": (), "contacts": (contact,), **change}
@@ -137,8 +161,8 @@ def play(
             node = Node(ME, 1e9, 1e9, 1e9, 1e9)
             token = Token((HUB,), keys[HUB].public, bytes(16))
             offer = Offer(node, ProviderLimits(1e9), (ME,), patience_seconds=1000.0)
-            agent = Agent(token, keys[ME], offer, scene.compute)
-            running = asyncio.create_task(agent.run(transport))
+            agent = Agent(token, keys[ME], offer, scene.compute, transport, InlineExecutor())
+            running = asyncio.create_task(agent.run())
             assert (await scene.hear(Hello)).build_id == 0
             await scene.say(Welcome(ME))
             await scene.say(scene.order(1))
@@ -153,8 +177,7 @@ def play(
 
 def test_all_that_a_stage_is_made_of_is_fetched_at_once_from_whoever_has_it() -> None:
     async def script(scene: Scene, agent: Agent, _) -> None:
-        own = agent._blobs.keep(MINE)
-        assert own == name_blob(MINE)
+        scene.save(MINE)
         scene.blobs[OTHER].keep(WEIGHTS)
         scene.blobs[HUB].keep(b"from the hub")
         sources = ((OTHER, WEIGHTS), (ME, MINE), (HUB, b"from the hub"))
@@ -320,10 +343,10 @@ def test_messages_wait_for_a_hub_that_comes_back() -> None:
         scene.network.partition([scene.keys[HUB].peer])
         await asyncio.sleep(5.0)
         for number in range(3):
-            scene.compute.emit(Outgoing(HUB, LeaseDone(1, LeaseId(number), 4)))
+            scene.compute.deliver(Outgoing(HUB, LeaseDone(1, LeaseId(number), 4)))
         for _ in range(3000):
-            scene.compute.emit(Outgoing(HUB, REPORT))
-        scene.compute.emit(Outgoing(HUB, StageReady(1)))
+            scene.compute.deliver(Outgoing(HUB, REPORT))
+        scene.compute.deliver(StageBuilt(1))
         await asyncio.sleep(10.0)
         scene.network.partition()
         done = [(await scene.hear(LeaseDone)).lease for _ in range(3)]
@@ -338,7 +361,7 @@ def test_more_than_a_link_holds_waits_for_the_hub_longer_than_a_link_would() -> 
         scene.network.partition([scene.keys[HUB].peer])
         await asyncio.sleep(5.0)
         for number in range(100):
-            scene.compute.emit(Outgoing(HUB, DroppedMicrobatch(1, MicrobatchId(number), "x" * 290)))
+            scene.compute.deliver(Outgoing(HUB, DroppedMicrobatch(1, MicrobatchId(number), "x" * 290)))
         await asyncio.sleep(300.0)
         assert not running.done()
         scene.network.partition()
@@ -350,25 +373,25 @@ def test_more_than_a_link_holds_waits_for_the_hub_longer_than_a_link_would() -> 
 
 def test_a_hub_that_comes_back_as_another_hears_what_is_held_and_nothing_old() -> None:
     async def script(scene: Scene, *_) -> None:
-        scene.compute.emit(Outgoing(HUB, StageReady(1)))
+        scene.compute.deliver(StageBuilt(1))
         await scene.hear(StageReady)
         await scene.nodes[HUB].__aexit__()
         await asyncio.sleep(5.0)
         for number in range(100):  # more than a link holds
-            scene.compute.emit(Outgoing(HUB, DroppedMicrobatch(1, MicrobatchId(number), "x" * 290)))
+            scene.compute.deliver(Outgoing(HUB, DroppedMicrobatch(1, MicrobatchId(number), "x" * 290)))
         await asyncio.sleep(5.0)
         await scene.open(HUB)
         first = await scene.hear(object)
         assert isinstance(first, Hello)
         assert first.build_id == 1
         await scene.say(Welcome(ME))
-        scene.compute.emit(Outgoing(HUB, LeaseDone(1, LeaseId(8), 4)))
+        scene.compute.deliver(Outgoing(HUB, LeaseDone(1, LeaseId(8), 4)))
         assert (await scene.hear(object)).lease == 8
 
     assert play(script, LinkLimits(credit_bytes=(10_000,) * 5)) == "over"
 
 
-def test_a_neighbour_that_is_lost_takes_nobody_with_it(monkeypatch) -> None:
+def test_a_neighbour_that_is_lost_takes_nobody_with_it() -> None:
     async def script(scene: Scene, agent: Agent, running) -> None:
         await scene.say(scene.order(2))
         await asyncio.sleep(1.0)
@@ -376,7 +399,7 @@ def test_a_neighbour_that_is_lost_takes_nobody_with_it(monkeypatch) -> None:
         spec = ((0, wire.TensorSpec("uint8", (60 << 20,), "fp32")),)
         for number in range(3):  # more than there is credit for
             message = Activation(2, MicrobatchId(number), False, 4, spec)
-            scene.compute.emit(Outgoing(OTHER, message, (memoryview(bytes(60 << 20)),)))
+            scene.compute.deliver(Outgoing(OTHER, message, (memoryview(bytes(60 << 20)),)))
         await asyncio.sleep(200.0)
         assert not running.done()
 
@@ -390,15 +413,64 @@ def test_a_spare_keeps_one_backup_and_serves_it() -> None:
             source = Source(OTHER, scene.blobs[OTHER].keep(content))
             await scene.say(BackupOrder(2, number, source))
             await scene.settle(0.5) if number == 1 else None
-            if number == 2:
-                asyncio.get_running_loop().create_task(scene.settle(0.5))
+        serving = asyncio.create_task(scene.settle(0.5))
         kept = await scene.hear(BackupKept)
         assert kept == BackupKept(2, 2)
-        assert name_blob(b"second") in agent._blobs
-        assert name_blob(b"first") not in agent._blobs
+        await serving
+        assert await scene.has(b"second")
+        assert not await scene.has(b"first")
         lost = Source(OTHER, name_blob(b"nobody has this"))
         await scene.say(BackupOrder(2, 3, lost))
         await scene.settle()
-        assert name_blob(b"second") in agent._blobs
+        assert await scene.has(b"second")
+
+    assert play(script) == "over"
+
+
+def test_a_snapshot_of_compute_is_served_and_announced_and_a_failure_ends_the_peer() -> None:
+    async def script(scene: Scene, _, running) -> None:
+        scene.save(MINE, number=3)
+        made = await scene.hear(SnapshotMade)
+        assert made == SnapshotMade(1, 3, 5, name_blob(MINE))
+        assert await scene.has(MINE)
+        name = name_blob(b"in a file")
+        (Path(scene.compute.setup.folder) / name.blob).write_bytes(b"in a file")
+        scene.compute.deliver(SnapshotWritten(SnapshotOrder(1, 4), 6, WrittenBlob(name)))
+        assert (await scene.hear(SnapshotMade)).weights == name
+        assert await scene.has(b"in a file")
+        gone = WrittenBlob(name_blob(b"gone"))
+        scene.compute.deliver(SnapshotWritten(SnapshotOrder(1, 5), 6, gone))  # says nothing
+        scene.compute.deliver(ComputeFailed.of(UnsafeBlueprint("it wants too much")))
+        assert (await scene.hear(Leave | SnapshotMade)).reason == "it wants too much"
+        await asyncio.wait([running])
+
+    ended = play(script)
+    assert isinstance(ended, UnsafeBlueprint)
+    assert ended.exit_code == UnsafeBlueprint.exit_code
+
+
+def test_what_is_for_the_stage_crosses_to_compute_and_what_is_late_or_foreign_does_not() -> None:
+    activation = Activation(2, MicrobatchId(0), False, 4, ())
+
+    async def script(scene: Scene, *_) -> None:
+        await scene.say(scene.order(2, pipeline=(ME, OTHER)))
+        grant = LeaseGrant(2, LeaseId(1), False, MicrobatchId(0), (4,))
+        await scene.say(grant)
+        await scene.settle(0.5)
+        for refused in (
+            grant,
+            PlanOrder(3, 3, 0, None, (), (), ()),
+            Stop("says a peer"),
+            RoundCommit(RoundId(1)),
+        ):
+            await scene.say(refused, OTHER)  # only the hub says that
+        await scene.say(replace(grant, build_id=1))
+        await scene.say(replace(activation, build_id=1), OTHER)
+        await scene.say(activation, HUB)  # no stage of the cluster
+        await scene.say(activation, OTHER)
+        await scene.settle(0.5)
+        arrived = [(item.message, item.sender) for item in scene.compute.of(Delivered)]
+        assert arrived == [(grant, HUB), (activation, OTHER)]
+        assert [order.build_id for order in scene.compute.of(PlanOrder)] == [1, 2]
 
     assert play(script) == "over"

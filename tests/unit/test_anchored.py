@@ -128,15 +128,15 @@ def test_a_long_contribution_is_cut_to_the_length_of_the_last_mean() -> None:
 def test_an_anchor_comes_in_order_and_counts_when_it_is_whole() -> None:
     member = make(outer_momentum=0.5)
     before = member._anchor
-    member.take(0, torch.tensor([1.0, 2.0]))
+    member.receive(0, torch.tensor([1.0, 2.0]))
     with pytest.raises(ProtocolError, match="not the next ones"):
-        member.take(1, torch.zeros(2))
+        member.receive(1, torch.zeros(2))
     with pytest.raises(ProtocolError, match="not the next ones"):
-        member.take(2, torch.zeros(9))
+        member.receive(2, torch.zeros(9))
     assert not member.is_complete
     member.abort()
     assert member._anchor is before
-    member.take(0, torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]))
+    member.receive(0, torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]))
     assert member.is_complete
     member.adopt()
     assert member._anchor.tolist() == [1.0, 2.0, 3.0]

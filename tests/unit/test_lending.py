@@ -42,7 +42,7 @@ class Visit:
     def __init__(self) -> None:
         self.reasons: list[str] = []
 
-    async def run(self, _: object) -> str:
+    async def run(self) -> str:
         self._ended = asyncio.get_running_loop().create_future()
         return await self._ended
 
@@ -106,7 +106,7 @@ class Scene:
         self.visits.append(Visit())
         came = loop.time()
         try:
-            return await self.lending.attend(self.visits[-1], None)
+            return await self.lending.attend(self.visits[-1])
         finally:
             self.times.append((round(came / 3600, 1), round(loop.time() / 3600, 1)))
 

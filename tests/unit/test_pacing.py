@@ -39,14 +39,14 @@ def test_a_wait_that_ends_late_does_not_slow_the_device_down():
 def test_idle_share_counts_time_with_nothing_to_run():
     idle = IdleTime(10.0)
     assert idle.share(10.0) == 0.0
-    idle.note(False, 11.0)
-    idle.note(True, 12.0)
-    idle.note(True, 13.0)  # still the same pause
-    idle.note(False, 14.0)
-    idle.note(False, 15.0)
+    idle.record(False, 11.0)
+    idle.record(True, 12.0)
+    idle.record(True, 13.0)  # still the same pause
+    idle.record(False, 14.0)
+    idle.record(False, 15.0)
     assert idle.share(20.0) == pytest.approx(0.2)
-    idle.note(True, 20.0)
-    idle.note(False, 23.0)
+    idle.record(True, 20.0)
+    idle.record(False, 23.0)
     assert idle.share(30.0) == pytest.approx(0.25)
 
 

@@ -37,19 +37,19 @@ def test_commit_gives_the_averages_out_once():
     member = ready_round()
     assert member.phase is RoundPhase.READY
     assert member.take_averages() is None
-    assert member.receive(COMMIT) == ()
+    assert member.conclude(COMMIT) is None
     averages = member.take_averages()
     assert [piece.tolist() for piece in averages[8]] == [[0.0, 1.0], [2.0]]
-    assert member.receive(COMMIT) == ()  # heard before
+    assert member.conclude(COMMIT) is None  # heard before
     assert member.take_averages() is None
 
 
 def test_abort_drops_everything():
     member = ready_round()
-    assert member.receive(ABORT) == ()
+    assert member.conclude(ABORT) is None
     assert member.phase is RoundPhase.ABORTED
     assert member.take_averages() is None
-    assert member.receive(ABORT) == ()
+    assert member.conclude(ABORT) is None
 
 
 def test_a_ring_passes_its_parts_and_votes_when_done():
@@ -78,7 +78,7 @@ def test_a_chunk_is_made_when_it_is_asked_for_and_none_after_an_abort():
     )
     starts = member.start()
     next(starts)
-    member.receive(ABORT)
+    member.conclude(ABORT)
     assert list(starts) == []
 
 
@@ -159,7 +159,7 @@ def test_a_ring_that_can_never_be_done_gives_up_at_once():
 def test_refusals(make, message, reason):
     member = make()
     phase = member.phase
-    refusal = member.receive(message)
+    refusal = (member.receive if isinstance(message, RingPart) else member.conclude)(message)
     assert isinstance(refusal, Refusal)
     assert reason in refusal.reason
     assert member.phase is phase
@@ -167,10 +167,10 @@ def test_refusals(make, message, reason):
 
 def test_contradictions_are_refused():
     committed, aborted = ready_round(), ready_round()
-    committed.receive(COMMIT)
-    aborted.receive(ABORT)
-    assert "which is committed here" in committed.receive(ABORT).reason
-    assert "which is aborted here" in aborted.receive(COMMIT).reason
+    committed.conclude(COMMIT)
+    aborted.conclude(ABORT)
+    assert "which is committed here" in committed.conclude(ABORT).reason
+    assert "which is aborted here" in aborted.conclude(COMMIT).reason
     assert aborted.take_averages() is None
     part = RingPart(3, 8, 1, 0, 1, 1.0, np.ones(2))
     assert "round 3 is aborted here" in aborted.receive(part).reason

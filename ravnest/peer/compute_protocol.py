@@ -1,0 +1,133 @@
+"""The border between agent and compute: every record that crosses it, in both directions.
+
+The agent has keys and sockets; compute has torch and one stage. Only these records pass between the two. They
+are frozen and made of numbers, text, bytes and messages; none holds a callable or a shared object. So compute
+can become a process of its own: a pipe for the records, shared memory for their buffers. A large snapshot
+crosses as a file in the folder that `ComputeSetup` names.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from ravnest import errors
+from ravnest.errors import RavnestError
+from ravnest.ids import NodeId
+from ravnest.protocol.blobs import BlobRef
+from ravnest.protocol.membership import ProbeReport
+from ravnest.protocol.messages import Message
+from ravnest.protocol.placement import PlanOrder, RingOrder, SnapshotOrder, StageParts
+from ravnest.protocol.tensors import Buffer
+from ravnest.transfer.outbox import Outgoing
+
+
+@dataclass(frozen=True, slots=True)
+class ProviderLimits:
+    """What the provider lends: memory for tensors, work for one batch, and the device for both.
+
+    With `emulated_flops_per_second` the device behaves like one that is so slow, and waits the rest.
+    """
+
+    memory_bytes: float
+    flops_per_batch: float = 1e15
+    device: str = "cpu"
+    emulated_flops_per_second: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ComputeSetup:
+    """What compute starts with; without a folder, snapshots cross in memory."""
+
+    limits: ProviderLimits
+    folder: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """Build this stage."""
+
+    order: PlanOrder
+    parts: StageParts
+    blueprint: bytes
+    contents: tuple[Buffer, ...]  # of the sources
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Run this little stage, and complete the report with the speed of this PC."""
+
+    report: ProbeReport
+    blueprint: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Delivered:
+    """A message for the stage; the agent has admitted it."""
+
+    message: Message
+    buffers: Sequence[Buffer]
+    sender: NodeId
+
+
+ToCompute = PlanOrder | RingOrder | SnapshotOrder | Build | Probe | Delivered
+
+
+@dataclass(frozen=True, slots=True)
+class StageBuilt:
+    """The stage of this build can train."""
+
+    build_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenBlob:
+    """Content that compute has written: a file in its folder, named by its hash, or bytes."""
+
+    ref: BlobRef
+    content: bytes | None = None  # where the disk takes no file
+    fault: str = ""  # why it takes none
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotWritten:
+    """The snapshot that this order asks for."""
+
+    order: SnapshotOrder
+    version: int
+    blob: WrittenBlob
+
+
+@dataclass(frozen=True, slots=True)
+class ComputeFailed:
+    """Compute ends with an error of this class in ravnest.errors."""
+
+    kind: str
+    reason: str
+
+    @classmethod
+    def of(cls, error: RavnestError) -> "ComputeFailed":
+        """Return what crosses the border of an error."""
+        return cls(type(error).__name__, str(error))
+
+    @property
+    def error(self) -> RavnestError:
+        """The error, made anew."""
+        kind = getattr(errors, self.kind, RavnestError)
+        is_error = isinstance(kind, type) and issubclass(kind, RavnestError)
+        return kind(self.reason) if is_error else RavnestError(self.reason)
+
+
+FromCompute = Outgoing | StageBuilt | SnapshotWritten | ComputeFailed
+
+
+class Compute(Protocol):
+    """The agent's end of the border."""
+
+    def put(self, item: ToCompute) -> None:
+        """Pass an item to compute; never waits."""
+
+    async def run(self, setup: ComputeSetup, deliver: Callable[[FromCompute], None]) -> None:
+        """Let compute work until closed; `deliver` is called here, on the event loop, for each item."""
+
+    def close(self) -> None:
+        """Let `run` end after the piece of work under way."""

@@ -1,0 +1,247 @@
+"""How a stage is built: checked, given its state, and measured on this PC.
+
+Its state comes from what this PC holds of the stage before and from snapshots of others, by name. Every
+source is checked: its tensors must be finite and as the blueprint says. A source that cannot be used is
+named to the hub, which knows others.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ravnest.config import TIMEOUTS, PeerTimeouts
+from ravnest.engine.schedule import StageSchedule
+from ravnest.engine.stage import Roles, StageEngine
+from ravnest.engine.train_config import TrainConfig, read_train_config
+from ravnest.engine.weight_versions import Snapshot
+from ravnest.errors import UnsafeBlueprint, WeightsError
+from ravnest.ids import HUB
+from ravnest.model.blueprint import Blueprint
+from ravnest.model.blueprint_json import read_blueprint
+from ravnest.model.dry_run import Footprint, dry_run
+from ravnest.model.profile import count_flops
+from ravnest.model.stage_program import StageProgram, build_stage_program
+from ravnest.model.state_dict import Layout, read_finite_snapshot
+from ravnest.peer.averager import AnchorState, Averager
+from ravnest.peer.capabilities import can_run_bf16, time_batch
+from ravnest.peer.compute_protocol import Build, ProviderLimits
+from ravnest.peer.pacing import Device, make_policy
+from ravnest.peer.stage_position import StagePosition
+from ravnest.peer.worker import Worker
+from ravnest.protocol.placement import StageMissing, StageParts
+from ravnest.protocol.tensors import Buffer
+
+logger = logging.getLogger(__name__)
+
+# The plan knows better what is alive at once; the look before the first run adds up all that is ever made.
+_PREFLIGHT_TIMES = 4
+# Sending the gradient before the rest of a backward costs 0.1 ms per weight: it may take a fiftieth of it.
+_SPLIT_SECONDS = 50 * 1e-4
+_PROBE_SECONDS = 0.2  # for one run of a probe, on a usual PC
+
+
+@dataclass(frozen=True, slots=True)
+class StageTools:
+    """What a stage is checked, built and timed with."""
+
+    dry_run: Callable[..., Footprint] = dry_run
+    count_flops: Callable[[Blueprint, int], tuple[float, float, float]] = count_flops
+    build_program: Callable[..., StageProgram] = build_stage_program
+    time_batch: Callable[[StageProgram, int, Callable[[], float]], float] = time_batch
+    usual_cpu_flops_per_second: float = 5e10  # of one core
+    usual_other_flops_per_second: float = 1e13  # of a GPU
+
+    def usual_flops_per_second(self, device: str) -> float:
+        """Return the speed of a usual device of this kind."""
+        return self.usual_cpu_flops_per_second if device == "cpu" else self.usual_other_flops_per_second
+
+
+STAGE_TOOLS = StageTools()
+
+
+@dataclass(frozen=True, slots=True)
+class HeldStage:
+    """What is left of a stage when its plan has ended: enough to go on under another."""
+
+    snapshot: Snapshot
+    anchor_state: AnchorState
+
+
+def assemble_stage(
+    blueprint: Blueprint, parts: StageParts, contents: Sequence[Buffer], held: HeldStage | None, device: str
+) -> tuple[Snapshot, AnchorState] | StageMissing:
+    """Return the state that a stage begins with; `contents` are those of the sources in `parts`."""
+    state: dict[str, Tensor] = {}
+    optimizer: dict[str, Tensor] = {}
+    anchor_state = AnchorState(parts.anchor_round)
+    if parts.is_kept and held is not None:
+        state, optimizer = _select_held(held.snapshot, blueprint)
+        averaged = {entry.name for entry in Layout.of(blueprint).entries}
+        if averaged <= state.keys() and averaged <= held.anchor_state.anchors.keys():
+            anchor_state = held.anchor_state
+    for source, content in zip(parts.sources, contents, strict=True):
+        missing = [entry for entry in blueprint.state if entry.name not in state]
+        if not missing:
+            break
+        try:
+            found, slots = read_finite_snapshot(content, missing)
+        except WeightsError as error:
+            if source.node == HUB:
+                raise
+            return StageMissing(parts.build_id, source.node, str(error))
+        state |= {name: tensor.to(device) for name, tensor in found.items()}
+        optimizer |= {key: tensor.to(device) for key, tensor in slots.items()}
+    names = [entry.name for entry in blueprint.state if entry.name not in state]
+    if names:
+        raise WeightsError(
+            f"no source of the stage has {names[0]!r}, nor {len(names) - 1} more of its tensors"
+        )
+    return Snapshot(parts.version, state, optimizer), anchor_state
+
+
+def _select_held(held: Snapshot, blueprint: Blueprint) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the held tensors that the blueprint has too, with their optimizer state."""
+    state = {}
+    for entry in blueprint.state:
+        tensor, kind = held.state.get(entry.name), (entry.shape, f"torch.{entry.dtype}")
+        if tensor is not None and (tuple(tensor.shape), str(tensor.dtype)) == kind:
+            state[entry.name] = tensor
+    slots = {key: tensor for key, tensor in held.optimizer.items() if key.partition("/")[2] in state}
+    return state, slots
+
+
+def find_roles(blueprint: Blueprint) -> Roles:
+    """Return which state of a stage is trained, written, shared, and which inputs want gradients."""
+    program = blueprint.train
+    return Roles(
+        trainable=frozenset(entry.name for entry in blueprint.state if entry.is_trainable),
+        written=frozenset(entry.name for entry in blueprint.state if entry.is_written),
+        shared=frozenset(blueprint.shared),
+        inputs=frozenset(value for value in program.inputs if program.values[value].has_gradient),
+    )
+
+
+def _read_parts(parts: bytes) -> tuple[TrainConfig, Blueprint]:
+    training, _, blueprint = parts.partition(b"\n")
+    return read_train_config(training), read_blueprint(blueprint)
+
+
+class StageBuilder:
+    """Builds stages within `limits`; `clock` tells seconds, `wait` lets some pass.
+
+    `probe` says if a device has bf16.
+    """
+
+    def __init__(
+        self,
+        limits: ProviderLimits,
+        clock: Callable[[], float],
+        wait: Callable[[float], object] | None = None,
+        *,
+        probe: Callable[[str], bool] = can_run_bf16,
+        tools: StageTools = STAGE_TOOLS,
+        timeouts: PeerTimeouts = TIMEOUTS.peer,
+    ) -> None:
+        self._limits = limits
+        self._clock = clock
+        self._wait = wait or threading.Event().wait  # never set: waiting for it costs no work
+        self._probe, self._tools, self._timeouts = probe, tools, timeouts
+        self._has_bf16: bool | None = None  # not probed yet
+
+    def build(self, item: Build, held: HeldStage | None) -> tuple[Worker, Averager] | StageMissing:
+        """Return a stage that is ready to train, or the source that cannot be used.
+
+        Raise with the reason why this PC will not run the stage.
+        """
+        order, parts, limits = item.order, item.parts, self._limits
+        training, blueprint = _read_parts(item.blueprint)
+        stage = order.stage
+        assert stage is not None
+        if (blueprint.start, blueprint.stop) != (stage.start, stage.stop):
+            raise UnsafeBlueprint(
+                f"the blueprint is of positions {blueprint.start} to {blueprint.stop}, "
+                f"the plan has {stage.start} to {stage.stop} here"
+            )
+        footprint = self._check_size(blueprint, -(-training.batch_size // order.accumulate))
+        assembled = assemble_stage(blueprint, parts, item.contents, held, limits.device)
+        if isinstance(assembled, StageMissing):
+            return assembled
+        snapshot, anchor_state = assembled
+        program = self._tools.build_program(
+            blueprint, limits.device, autocast=self._autocast(training), recompute=stage.recompute
+        )
+        speed = limits.emulated_flops_per_second or self._tools.usual_flops_per_second(limits.device)
+        backward_seconds = 2 * footprint.forward_flops / speed
+        num_weights = sum(entry.is_trainable for entry in blueprint.state)
+        is_split = not stage.recompute and backward_seconds > num_weights * _SPLIT_SECONDS
+        engine = StageEngine(program, snapshot, find_roles(blueprint), training.optimizer, is_split)
+        formats = (training.activations, training.gradients)
+        position = StagePosition(
+            order.build_id, order.seed, stage.node, order.pipeline, *formats, limits.device
+        )
+        schedule = StageSchedule(stage.window, order.accumulate, version=parts.version)
+        device = self._device(blueprint, training.batch_size, is_split, stage.recompute)
+        rate, policy = training.optimizer.learning_rate, make_policy(training, order)
+        worker = Worker(position, blueprint, engine, schedule, rate, device, policy, self._timeouts)
+        averager = Averager(
+            position, order, blueprint, worker, training, self._clock, anchor_state, self._timeouts
+        )
+        return worker, averager
+
+    def _check_size(self, blueprint: Blueprint, num_samples: int) -> Footprint:
+        """Return what a stage takes, if that is within the limits."""
+        return self._tools.dry_run(
+            blueprint,
+            num_samples,
+            max_bytes=_PREFLIGHT_TIMES * self._limits.memory_bytes,
+            max_flops=self._limits.flops_per_batch,
+        )
+
+    def measure_speed(self, parts: bytes) -> float | None:
+        """Return the FLOP/s that this PC reaches with a stage, built like any other; None if it cannot."""
+        limits = self._limits
+        try:
+            training, blueprint = _read_parts(parts)
+            flops = sum(self._tools.count_flops(blueprint, training.batch_size))
+            rate = self._tools.usual_flops_per_second(limits.device)
+            share = min(1.0, _PROBE_SECONDS * rate / max(flops, 1.0))
+            num_samples = max(1, int(training.batch_size * share))
+            self._check_size(blueprint, num_samples)
+            program = self._tools.build_program(blueprint, limits.device, autocast=self._autocast(training))
+            seconds = self._tools.time_batch(program, num_samples, self._clock)
+        except (UnsafeBlueprint, RuntimeError) as error:  # torch raises the latter for what it cannot run
+            logger.info("the speed of this PC is not measured by a piece of the model: %s", error)
+            return None
+        flops *= num_samples / training.batch_size
+        return flops / max(seconds, 1e-6) if flops else None
+
+    def _autocast(self, training: TrainConfig) -> torch.dtype | None:
+        """Return the type that the stage computes in, if this PC can."""
+        if training.precision == "fp32":
+            return None
+        if self._has_bf16 is None:
+            self._has_bf16 = self._probe(self._limits.device)
+            if not self._has_bf16:
+                logger.warning(
+                    "this PC cannot compute in bf16, so its stage computes in fp32: as exact, but slower; "
+                    "on some CPUs it helps to set ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 and join again"
+                )
+        return torch.bfloat16 if self._has_bf16 else None
+
+    def _device(self, blueprint: Blueprint, batch_size: int, is_split: bool, recompute: bool) -> Device:
+        """Return the device of the stage, slowed down if it is an emulated one."""
+        if self._limits.emulated_flops_per_second is None:
+            return Device(self._clock, self._wait)
+        forward, inputs, weights = self._tools.count_flops(blueprint, batch_size)
+        if inputs and not is_split:
+            inputs, weights = inputs + weights, 0.0
+        again = forward if recompute else 0.0  # before the first part of the backward that does something
+        inputs, weights = (inputs + again, weights) if inputs else (0.0, weights + again)
+        per_sample = 1 / (self._limits.emulated_flops_per_second * batch_size)
+        return Device(
+            self._clock, self._wait, forward * per_sample, inputs * per_sample, weights * per_sample
+        )
