@@ -7,7 +7,7 @@ from ravnest.cli.files import to_json
 
 @click.command()
 @click.argument("folder", required=False)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object (ravnest.status/1).")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object (ravnest.status/2).")
 def status(folder: str | None, as_json: bool) -> None:
     """Show where the run in FOLDER stands; the newest under runs/ if left out."""
     from rich.console import Console
