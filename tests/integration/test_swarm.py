@@ -11,10 +11,12 @@ from random import SystemRandom
 import pytest
 import torch
 import torch.nn.functional as F
+from support.hub_world import job as plain_job
 from torch import Tensor, nn
 
 import ravnest as rv
 from ravnest.errors import PlanError
+from ravnest.hub.coordinator.coordinator import Coordinator
 from ravnest.hub.coordinator.notices import (
     ClusterBroken,
     ClusterStarted,
@@ -220,7 +222,8 @@ def join(token: str, patience: str = "60 s") -> subprocess.CompletedProcess[str]
 def test_a_wrong_secret_is_refused_with_a_sentence() -> None:
     async def knock() -> subprocess.CompletedProcess[str]:
         keys = new_keys()
-        server = Server(Token((), keys.public, os.urandom(SECRET_BYTES)), tell=lambda _: None)
+        secret, hub = os.urandom(SECRET_BYTES), Coordinator(plain_job())
+        server = Server(Token((), keys.public, secret), tell=lambda _: None, hub=hub)
         listen = "tcp://127.0.0.1:*"
         async with ZeroMqTransport(keys, SystemRandom(), listen, admit=server.admit) as transport:
             token = Token((transport.address,), keys.public, os.urandom(SECRET_BYTES))

@@ -71,8 +71,8 @@ class Departures:
         actions: list[Action] = []
         for name, reason, told in gone:
             left = self.remove(name, reason, now)
-            assert isinstance(left, list)
-            actions += [*left, Evict(name, told)]
+            if not isinstance(left, str):  # else it went by itself, before it was found idle
+                actions += [*left, Evict(name, told)]
         return actions
 
     def evict_idle(self, names: Iterable[NodeId], now: float) -> list[Action]:

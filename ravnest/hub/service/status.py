@@ -35,6 +35,11 @@ class ClusterStatus:
     nodes: tuple[NodeId, ...]
     phase: ClusterPhase
 
+    @property
+    def is_running(self) -> bool:
+        """Whether it trains."""
+        return self.phase in (ClusterPhase.RUNNING, ClusterPhase.DRAINING)
+
 
 @dataclass(frozen=True, slots=True)
 class Said:
