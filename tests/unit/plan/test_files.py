@@ -12,7 +12,7 @@ from ravnest.ids import NodeId
 from ravnest.plan.files import read_profile, read_swarm
 from ravnest.plan.types import ModelProfile, Node, Swarm
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 NODE = {"name": "ana", "memory": "10 GB", "compute": "20 TFLOP/s", "up": "44 Mbit/s", "down": 25e6}
 PARTS = [
     {"name": "body", "parameters": "8 MB", "forward": "1 GFLOP", "saved": 4e6, "crossing": "1 MB"},

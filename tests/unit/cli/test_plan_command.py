@@ -19,7 +19,7 @@ from ravnest.cli.parts import CommandParts
 from ravnest.config import PlanConfig
 from ravnest.views.plan_text import show_plan
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 NODE = """
 [[node]]
 name = "{name}"

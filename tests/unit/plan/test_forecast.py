@@ -13,7 +13,7 @@ from ravnest.plan.formation import form_plan
 from ravnest.plan.populations import population
 from ravnest.plan.profiles import builtin_profile
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "swarm.toml"
+EXAMPLE = Path(__file__).parents[3] / "examples" / "swarm.toml"
 CONFIG = PlanConfig(recover_seconds=0.0)
 
 
