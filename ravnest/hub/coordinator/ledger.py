@@ -159,6 +159,7 @@ class Ledger:
             self._book = LeaseBook.restore(books.leases)
             self._chunk_batches = books.leases["chunk_size"] // settings.batch_size
         self._open: dict[LeaseId, OpenLease] = {}
+        self._open_by_cluster: dict[str, dict[LeaseId, OpenLease]] = {}
         self._progress: dict[str, Progress] = {}
         self._awaited: list[OpenLease] = []  # granted, and their epochs are under way; by microbatch
         self._means: defaultdict[int, Means] = defaultdict(Means)
@@ -268,9 +269,9 @@ class Ledger:
     def give_back(self, cluster: ClusterState) -> int:
         """Take back the leases of a cluster that stands still; return their samples."""
         self._book.release(cluster.cluster_id)
-        given_back = [lease for lease in self._open.values() if lease.cluster_id == cluster.cluster_id]
+        given_back = [*self._open_of(cluster)]
         for lease in given_back:
-            del self._open[lease.number]
+            self._close(lease)
         self._awaited = [lease for lease in self._awaited if lease.cluster_id != cluster.cluster_id]
         if self._evaluation and self._evaluation.cluster_id == cluster.cluster_id:
             again = Evaluation(self._evaluation.epoch, self._evaluation.is_last)
@@ -324,7 +325,7 @@ class Ledger:
 
     def is_busy(self, cluster: ClusterState) -> bool:
         """Return whether a cluster has a lease under way."""
-        return any(lease.cluster_id == cluster.cluster_id for lease in self._open.values())
+        return bool(self._open_of(cluster))
 
     def stop(self) -> None:
         """Grant no more leases; those under way go on."""
@@ -337,7 +338,7 @@ class Ledger:
         assert self._is_stopped
         for lease in self.open_leases:
             self._book.release(lease.cluster_id)
-            del self._open[lease.number]
+            self._close(lease)
         self._evaluation = None
 
     def start_evaluation(self) -> None:
@@ -353,7 +354,7 @@ class Ledger:
         for cluster in placement.running:
             if cluster.phase is ClusterPhase.DRAINING:
                 continue
-            while sum(lease.cluster_id == cluster.cluster_id for lease in self._open.values()) < _OPEN_LEASES:
+            while len(self._open_of(cluster)) < _OPEN_LEASES:
                 granted = self._grant(cluster, placement)
                 if not granted:
                     break
@@ -370,7 +371,7 @@ class Ledger:
             return f"lease {done.lease} has {num_samples} samples, not {done.num_samples}"
         reason = self._book.complete(lease.number, cluster.cluster_id)
         assert reason is None, reason
-        del self._open[open_lease.number]
+        self._close(open_lease)
         self.num_counted += num_samples
         progress = self._of(cluster)
         progress.num_trained += done.num_samples
@@ -399,7 +400,7 @@ class Ledger:
         lease, evaluation = self._open.get(reported.lease), self._evaluation
         if lease is None or lease.lease or lease.cluster_id != cluster.cluster_id or evaluation is None:
             return f"lease {reported.lease} is not open for cluster {cluster.name}"
-        del self._open[lease.number]
+        self._close(lease)
         for added in reported.sums:
             evaluation.means.add(added)
         evaluation.num_samples += reported.num_samples
@@ -426,7 +427,7 @@ class Ledger:
         return self._progress.setdefault(cluster.cluster_id, Progress(cluster.version, self._position))
 
     def _find(self, cluster: ClusterState, microbatch: MicrobatchId) -> OpenLease | None:
-        held = (lease for lease in self._open.values() if lease.cluster_id == cluster.cluster_id)
+        held = self._open_of(cluster)
         return next((lease for lease in held if microbatch in lease.microbatches), None)
 
     def _end_epoch(self, epoch: int) -> EpochDone:
@@ -454,7 +455,7 @@ class Ledger:
     ) -> list[Send | SendFields]:
         num_counted = self._book.num_counted(evaluation.epoch - 1)
         is_trained = evaluation.is_last or num_counted == self._settings.num_samples
-        is_busy = any(lease.cluster_id == cluster.cluster_id and lease.lease for lease in self._open.values())
+        is_busy = any(lease.lease for lease in self._open_of(cluster))
         num_left = self._settings.num_validation - evaluation.next_sample
         if is_busy or not is_trained or not num_left:
             return []
@@ -492,8 +493,19 @@ class Ledger:
         first, number = MicrobatchId(self._next_microbatch), LeaseId(self._next_lease)
         self._next_microbatch += len(sizes)
         self._next_lease += 1
-        self._open[number] = OpenLease(number, cluster.cluster_id, lease, first, sizes)
-        return self._open[number]
+        opened = self._open[number] = OpenLease(number, cluster.cluster_id, lease, first, sizes)
+        self._open_by_cluster.setdefault(cluster.cluster_id, {})[number] = opened
+        return opened
+
+    def _open_of(self, cluster: ClusterState) -> tuple[OpenLease, ...]:
+        return tuple(self._open_by_cluster.get(cluster.cluster_id, {}).values())
+
+    def _close(self, lease: OpenLease) -> None:
+        del self._open[lease.number]
+        of_cluster = self._open_by_cluster[lease.cluster_id]
+        del of_cluster[lease.number]
+        if not of_cluster:
+            del self._open_by_cluster[lease.cluster_id]
 
     def _set_rates(self, cluster: ClusterState, num_clusters: int) -> list[Send]:
         num_updates = _OPEN_LEASES * self._chunk_batches
