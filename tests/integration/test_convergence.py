@@ -120,7 +120,8 @@ def test_stages_that_run_ahead_reach_the_synchronous_loss_within_one_percent() -
     start = POLICY.synchronous_updates * MICROBATCHES
     train(ahead, small[:start])
     for node in ahead.nodes:
-        ahead.post(Outgoing(node, Pace(1, POLICY.synchronous_updates, WINDOW, MICROBATCHES, False)))
+        pace = Pace(1, POLICY.synchronous_updates, WINDOW, MICROBATCHES, False)
+        assert not ahead.deliver(node, pace, sender=ahead.nodes[0]), "the root sets the pace"
     train(ahead, small[start:], first=start)
     lags = [report.lag for report in ahead.at_hub if isinstance(report, StepReport)]
     asynchronous = evaluate(ahead)
