@@ -325,7 +325,7 @@ class Ledger:
 
     def is_busy(self, cluster: ClusterState) -> bool:
         """Return whether a cluster has a lease under way."""
-        return bool(self._open_of(cluster))
+        return self._num_open(cluster) > 0
 
     def stop(self) -> None:
         """Grant no more leases; those under way go on."""
@@ -354,7 +354,7 @@ class Ledger:
         for cluster in placement.running:
             if cluster.phase is ClusterPhase.DRAINING:
                 continue
-            while len(self._open_of(cluster)) < _OPEN_LEASES:
+            while self._num_open(cluster) < _OPEN_LEASES:
                 granted = self._grant(cluster, placement)
                 if not granted:
                     break
@@ -496,6 +496,9 @@ class Ledger:
         opened = self._open[number] = OpenLease(number, cluster.cluster_id, lease, first, sizes)
         self._open_by_cluster.setdefault(cluster.cluster_id, {})[number] = opened
         return opened
+
+    def _num_open(self, cluster: ClusterState) -> int:
+        return len(self._open_by_cluster.get(cluster.cluster_id, ()))
 
     def _open_of(self, cluster: ClusterState) -> tuple[OpenLease, ...]:
         return tuple(self._open_by_cluster.get(cluster.cluster_id, {}).values())
