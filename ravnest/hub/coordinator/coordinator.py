@@ -9,7 +9,7 @@ again from its last checkpoint. A late or foreign message is refused with a reas
 from dataclasses import replace
 from typing import assert_never
 
-from ravnest.config import TIMEOUTS, Averaging, HubTimeouts
+from ravnest.config import TIMEOUTS, HubTimeouts
 from ravnest.hub.coordinator.checkpoints import CheckpointCollector
 from ravnest.hub.coordinator.departures import Departures
 from ravnest.hub.coordinator.events import (
@@ -149,7 +149,7 @@ class Coordinator:
     @property
     def stands_still(self) -> bool:
         """Whether clusters wait for a blocking round, which has a deadline of its own."""
-        return self._job.config.averaging is Averaging.BLOCKING and self._rounds.due is not None
+        return self._rounds.stands_still and self._rounds.due is not None
 
     def has_asked(self, cluster_id: str) -> bool:
         """Return whether a silent cluster was asked what is wrong."""

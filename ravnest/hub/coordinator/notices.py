@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import assert_never
 
 from ravnest.ids import HUB, MicrobatchId, NodeId, RoundId
+from ravnest.plan.sharing import ALONE, Sharing, show_sharing
 from ravnest.plan.types import Node, Plan, cluster_name
 from ravnest.protocol.training import Metrics
 from ravnest.units import show_flops, show_rate, show_seconds
@@ -88,6 +89,8 @@ class PlanFormed:
     round_seconds: float
     batch_size: int  # samples per update
     microbatches: int  # that a batch travels as
+    sharing: Sharing = ALONE
+    reason: str = ""  # why it has no more clusters
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,7 +275,7 @@ def show_notice(news: Notice) -> str:  # noqa: C901, PLR0912 - one short case fo
             return f"{node} left: {reason}"
         case Waiting(reason):
             return f"no plan yet: {reason}"
-        case PlanFormed(plan, samples_per_second, _, batch_size, microbatches):
+        case PlanFormed(plan, samples_per_second, _, batch_size, microbatches, sharing, reason):
             shown = [
                 f"{cluster_name(index)} = {' > '.join(stage.node for stage in cluster.stages)}"
                 for index, cluster in enumerate(plan.clusters)
@@ -281,6 +284,8 @@ def show_notice(news: Notice) -> str:  # noqa: C901, PLR0912 - one short case fo
             shown += [
                 f"{batch_size} samples per update{pieces}",
                 f"{samples_per_second:.3g} samples/s foreseen",
+                *([show_sharing(sharing, batch_size)] if sharing.num_clusters > 1 else []),
+                *([reason] if reason else []),
             ]
             return f"plan {plan.plan_id}: {'; '.join(shown)}"
         case ClusterStarted(cluster):

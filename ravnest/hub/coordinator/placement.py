@@ -14,6 +14,7 @@ from ravnest.hub.coordinator.phases import CLUSTER_TRANSITIONS, ClusterPhase, No
 from ravnest.hub.coordinator.planner import configure_microbatch, profile_microbatch
 from ravnest.ids import NodeId, SegmentId
 from ravnest.plan.forecast import Forecast, forecast
+from ravnest.plan.sharing import ALONE, Sharing
 from ravnest.plan.types import Backup, Cluster, Node, Plan, Ring, Stage, Swarm, cluster_name
 from ravnest.protocol.placement import Contact, PlanOrder, RingOrder, Rings
 
@@ -30,6 +31,7 @@ class ClusterState:
     unready: set[NodeId]  # nodes whose stages are still to be built
     cluster_id: str  # its name in the ledger, never used again
     version: int = 0
+    samples_per_second: float = 0.0  # as foreseen
     stopped_at: float | None = None  # since when it, or the cluster it replaces, stands still
     phase: ClusterPhase = ClusterPhase.BUILDING
 
@@ -83,6 +85,7 @@ class Placement:
         self._planned: dict[NodeId, Node] = {}  # as the plan knew them
         self._outlook: Forecast | None = None
         self._microbatches = 1
+        self.sharing = ALONE  # how clusters share the job
         self._parts: dict[tuple[int, int], PartsMade] = {}
         self._asked: set[tuple[int, int]] = set()
         self._stale: set[tuple[int, int]] = set()  # parts with weights that are older than a checkpoint
@@ -238,17 +241,17 @@ class Placement:
         by_name = {node.name: node for node in nodes}
         gone = tuple(node for name, node in self._planned.items() if name not in by_name)
         changed = tuple(x for name, x in self._planned.items() if name in by_name and x != by_name[name])
-        return MakePlan(self._last_id, nodes, self._plan, gone, changed, self._microbatches)
+        return MakePlan(self._last_id, nodes, self._plan, gone, changed, self._microbatches, self.sharing)
 
-    def adopt(self, plan: Plan, microbatches: int) -> PlanChange:
+    def adopt(self, plan: Plan, microbatches: int, sharing: Sharing = ALONE) -> PlanChange:
         """Take a plan that was made of the members as they are; nobody is told yet."""
         names = {*plan.spares, *(stage.node for each in plan.clusters for stage in each.stages)}
         intervals = {(stage.start, stage.stop) for each in plan.clusters for stage in each.stages}
         self._parts = {each: made for each, made in self._parts.items() if each in intervals}
         planned = {name: self.membership[name].node for name in self.membership if name in names}
-        self._planned, self._microbatches = planned, microbatches
-        job = self._job
-        profile, config = profile_microbatch(job, microbatches), configure_microbatch(job, microbatches)
+        self._planned, self._microbatches, self.sharing = planned, microbatches, sharing
+        profile = profile_microbatch(self._job, microbatches, sharing)
+        config = configure_microbatch(self._job, microbatches, sharing)
         self._outlook = forecast(plan, profile, Swarm(tuple(planned.values())), config)
         before, kept = self._clusters, {each.cluster: each for each in self.running}
         clusters: list[ClusterState] = []
@@ -261,6 +264,7 @@ class Placement:
                 state = ClusterState(name, plan.plan_id, cluster, unready, f"{name}{plan.plan_id}")
                 built.append(state)
             state.name = name
+            state.samples_per_second = self._outlook.clusters[index].samples_per_second
             clusters.append(state)
         self._place(tuple(clusters))
         ended = tuple(each for each in before if each not in clusters)

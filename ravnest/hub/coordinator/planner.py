@@ -10,19 +10,23 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import Protocol
 
-from ravnest.config import SEARCH_BUDGET, PlanConfig, SearchBudget
+from ravnest.config import SEARCH_BUDGET, Averaging, PlanConfig, SearchBudget
 from ravnest.errors import PlanError
 from ravnest.hub.coordinator.events import JobGiven, MakePlan, PlanMade
 from ravnest.ids import NodeId
 from ravnest.plan.formation import form_plan
 from ravnest.plan.profiles import resize_batch
-from ravnest.plan.repair import node_joined, node_left, node_slowed
+from ravnest.plan.repair import Repair, node_joined, node_left, node_slowed
+from ravnest.plan.sharing import Sharing, share_job
 from ravnest.plan.types import ModelProfile, Plan, Swarm
+from ravnest.units import show_count
 
 MOST_OF_LEASE = 1024  # microbatches: what one message may list
 _LEAST_SECONDS = 3e-3  # of a microbatch, for the whole model on the fastest node: less is all overhead
 _USUAL_LAG = 0.75  # updates, where a batch can be cut so finely: a whole one costs 1 % of loss, this half
 _LEASE_BYTES = 1 << 20  # of samples: larger leases save few messages, and their root keeps them all
+_FEW_CLUSTERS = 4  # so many are all tried
+_GAIN = 1.05  # a plan with more clusters must be so much better
 _TRIES = 3  # smaller microbatches widen windows, and those ask for more of them
 
 
@@ -44,14 +48,15 @@ def lease_batches(job: JobGiven, plan: Plan, microbatches: int) -> int:
     return min(job.settings.chunk_batches, wanted, max(1, MOST_OF_LEASE // microbatches))
 
 
-def profile_microbatch(job: JobGiven, microbatches: int) -> ModelProfile:
-    """Return the profile of a job whose batches travel in so many pieces."""
-    return resize_batch(job.profile, -(-job.settings.batch_size // microbatches))
+def profile_microbatch(job: JobGiven, microbatches: int, sharing: Sharing) -> ModelProfile:
+    """Return the profile of a job whose batches, or shares of a batch, travel in so many pieces."""
+    num_shares = sharing.num_clusters if sharing.is_split else 1
+    return resize_batch(job.profile, -(-job.settings.batch_size // (microbatches * num_shares)))
 
 
-def configure_microbatch(job: JobGiven, microbatches: int) -> PlanConfig:
+def configure_microbatch(job: JobGiven, microbatches: int, sharing: Sharing) -> PlanConfig:
     """Return what the planner assumes when batches travel in so many pieces."""
-    return replace(job.config, accumulates=microbatches > 1)
+    return replace(job.config, accumulates=microbatches > 1, averaging=sharing.averaging)
 
 
 class Planner(Protocol):
@@ -83,22 +88,60 @@ class SearchPlanner:
             return PlanMade(asked.plan_id, None, 1, "", now)
         if asked.repairs is not None:
             return self._repair(job, asked, asked.repairs, now)
-        settings = job.settings
+        try:
+            best = self._choose_sharing(job, asked)
+        except PlanError as shortage:
+            return PlanMade(asked.plan_id, None, 1, str(shortage), now)
+        plan = _accumulate(best.plan, best.microbatches, job.config.max_lag)
+        return PlanMade(asked.plan_id, plan, best.microbatches, "", now, best.reason, best.sharing)
+
+    def _choose_sharing(self, job: JobGiven, asked: MakePlan) -> "_Candidate":
+        """Return the plan that trains most per second, in samples of one process.
+
+        A plan with more clusters must be clearly better than one with fewer, and may not cost much quality,
+        unless the requester says how many there are to be.
+        """
+        wanted = job.config.clusters
+        most = self._candidate(job, asked, wanted)
+        count = len(most.plan.clusters)
+        if count == 1:
+            return most
+        if wanted:
+            return most
+        counts = sorted({1, *range(2, min(count, _FEW_CLUSTERS) + 1), *_halves(count)} - {count})
+        fewer = [self._candidate(job, asked, each) for each in counts]
+        best, least = fewer[0], job.config.favour.least_efficiency
+        for each in (*fewer[1:], most):
+            is_good = each.sharing.efficiency >= least
+            if is_good and each.sharing.goodput > _GAIN * best.sharing.goodput:
+                best = each
+        return replace(best, reason=_explain(best, most, job) if len(best.plan.clusters) < count else "")
+
+    def _candidate(self, job: JobGiven, asked: MakePlan, num_clusters: int) -> "_Candidate":
+        """Return the best plan of so many clusters at most; 0: as many as there can be."""
+        settings, length = job.settings, job.settings.length
+        is_split = not length.is_whole_batch
+        # How many clusters there will be decides how large a microbatch is, and that decides how many.
+        expected = Sharing(is_split=is_split, num_clusters=num_clusters or 1)
 
         def form(count: int) -> tuple[Plan, int]:
-            return self._form(job, asked, count), count
+            return self._form(job, asked, count, expected, num_clusters), count
 
-        try:
+        for _ in range(_TRIES):
             if settings.microbatches:
                 plan, count = form(min(settings.microbatches, settings.batch_size, MOST_OF_LEASE))
             else:
-                plan, count = _choose(form, _most(job, asked))
-        except PlanError as shortage:
-            return PlanMade(asked.plan_id, None, 1, str(shortage), now)
-        return PlanMade(asked.plan_id, _accumulate(plan, count, job.config.max_lag), count, "", now)
+                plan, count = _choose(form, _most(job, asked, expected))
+            if len(plan.clusters) == expected.num_clusters or not is_split:
+                break
+            expected = replace(expected, num_clusters=len(plan.clusters))
+        profile, swarm = profile_microbatch(job, count, expected), Swarm(asked.nodes)
+        config = replace(job.config, accumulates=count > 1)
+        return _Candidate(plan, count, share_job(plan, profile, swarm, config, length))
 
-    def _form(self, job: JobGiven, asked: MakePlan, count: int) -> Plan:
-        profile, config = profile_microbatch(job, count), configure_microbatch(job, count)
+    def _form(self, job: JobGiven, asked: MakePlan, count: int, sharing: Sharing, num_clusters: int) -> Plan:
+        profile = profile_microbatch(job, count, sharing)
+        config = replace(configure_microbatch(job, count, sharing), clusters=num_clusters)
         swarm, seed = Swarm(asked.nodes), job.settings.seed
         if self.form is not None:
             return self.form(profile, swarm, config, seed, asked.plan_id)
@@ -106,8 +149,9 @@ class SearchPlanner:
 
     def _repair(self, job: JobGiven, asked: MakePlan, plan: Plan, now: float) -> PlanMade:
         """Repair the plan node by node: first those that left, then the changed ones, then new ones."""
-        profile = profile_microbatch(job, asked.microbatches)
-        config = configure_microbatch(job, asked.microbatches)
+        sharing = asked.sharing
+        profile = profile_microbatch(job, asked.microbatches, sharing)
+        config = configure_microbatch(job, asked.microbatches, sharing)
         here = [*asked.gone, *asked.nodes]
         reasons: list[str] = []
         for node in asked.gone:
@@ -121,14 +165,39 @@ class SearchPlanner:
             plan, reasons = repair.plan, [*reasons, repair.reason]
         for node in asked.nodes:
             if node.name not in _nodes_of(plan):
-                repair = node_joined(plan, node.name, profile, Swarm(tuple(here)), config, self.budget)
+                repair = self._join(job, asked, plan, node.name, Swarm(tuple(here)))
                 plan, reasons = repair.plan, [*reasons, repair.reason]
         if not plan.clusters:
             return PlanMade(
                 asked.plan_id, None, asked.microbatches, "", now
             )  # a first plan says what is short
         repaired = _accumulate(replace(plan, plan_id=asked.plan_id), asked.microbatches, job.config.max_lag)
-        return PlanMade(asked.plan_id, repaired, asked.microbatches, "", now, "; ".join(reasons))
+        shared = self._share(job, asked, repaired, Swarm(asked.nodes))
+        return PlanMade(asked.plan_id, repaired, asked.microbatches, "", now, "; ".join(reasons), shared)
+
+    def _join(self, job: JobGiven, asked: MakePlan, plan: Plan, name: NodeId, swarm: Swarm) -> Repair:
+        """Take in a node; it helps to form another cluster only where that costs little quality."""
+        profile = profile_microbatch(job, asked.microbatches, asked.sharing)
+        config = configure_microbatch(job, asked.microbatches, asked.sharing)
+        free = node_joined(plan, name, profile, swarm, config, self.budget)
+        if len(free.plan.clusters) <= max(1, len(plan.clusters)):
+            return free
+        before, after = (self._share(job, asked, each, swarm) for each in (plan, free.plan))
+        pays = after.efficiency >= config.favour.least_efficiency and after.goodput > _GAIN * before.goodput
+        if pays or config.clusters >= len(free.plan.clusters):
+            return free
+        limited = replace(config, clusters=len(plan.clusters))
+        return node_joined(plan, name, profile, swarm, limited, self.budget)
+
+    def _share(self, job: JobGiven, asked: MakePlan, plan: Plan, swarm: Swarm) -> Sharing:
+        """Return how the clusters of a repaired plan share the job; those that sum gradients go on so."""
+        expected = replace(asked.sharing, num_clusters=max(1, len(plan.clusters)))
+        profile = profile_microbatch(job, asked.microbatches, expected)
+        config = replace(job.config, accumulates=asked.microbatches > 1)
+        if asked.sharing.num_clusters > 1 and len(plan.clusters) > 1:
+            is_exact = asked.sharing.averaging is Averaging.EXACT
+            config = replace(config, averaging=Averaging.EXACT) if is_exact else config
+        return share_job(plan, profile, swarm, config, job.settings.length)
 
 
 SEARCH_PLANNER = SearchPlanner()
@@ -138,13 +207,46 @@ def _nodes_of(plan: Plan) -> set[NodeId]:
     return {*plan.spares, *(stage.node for each in plan.clusters for stage in each.stages)}
 
 
-def _most(job: JobGiven, asked: MakePlan) -> int:
-    """Return the largest number of microbatches that a batch may be cut into."""
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """A plan, the microbatches of an update, and how its clusters share the job."""
+
+    plan: Plan
+    microbatches: int
+    sharing: Sharing
+    reason: str = ""
+
+
+def _halves(count: int) -> set[int]:
+    """Return half of the clusters, a quarter and so on, down to a few."""
+    halves = set()
+    while count > _FEW_CLUSTERS:
+        halves.add(count)
+        count //= 2
+    return halves
+
+
+def _explain(chosen: _Candidate, most: _Candidate, job: JobGiven) -> str:
+    """Say why a plan has fewer clusters than there could be."""
+    could, num_updates = most.sharing, job.settings.length.num_updates
+    count = len(chosen.plan.clusters)
+    idle = len(chosen.plan.spares)
+    used = f"using {show_count(count, 'cluster')}" + (f" and {show_count(idle, 'spare')}" if idle else "")
+    if could.efficiency < job.config.favour.least_efficiency:
+        effect = f"about {100 * could.efficiency:.0f} % of the training effect of one process"
+        return f"{could.num_clusters} clusters would have {effect} in {num_updates} updates; {used}"
+    gain = could.goodput / max(chosen.sharing.goodput, 1e-30)
+    return f"{could.num_clusters} clusters would be {gain:.2g} times as fast as {count}; {used}"
+
+
+def _most(job: JobGiven, asked: MakePlan, sharing: Sharing) -> int:
+    """Return the largest number of microbatches that a batch, or a share of it, may be cut into."""
     flops = sum(job.profile.forward_flops) + sum(job.profile.backward_flops)
     fastest = max(node.flops_per_second for node in asked.nodes)
     worth = ceil(_LEAST_SECONDS * fastest * job.profile.samples_per_batch / flops) if flops else 1
     least = max(job.settings.least_samples, worth)
-    return min(max(1, job.settings.batch_size // least), MOST_OF_LEASE)
+    num_shares = sharing.num_clusters if sharing.is_split else 1
+    return min(max(1, job.settings.batch_size // (least * num_shares)), MOST_OF_LEASE)
 
 
 def _choose(form: Callable[[int], tuple[Plan, int]], most: int) -> tuple[Plan, int]:

@@ -10,12 +10,13 @@ from dataclasses import dataclass, replace
 
 from ravnest.averaging.ring import choose_least_chunk
 from ravnest.averaging.round import RoundDecision
-from ravnest.config import TIMEOUTS, Averaging, HubTimeouts
+from ravnest.config import TIMEOUTS, HubTimeouts
 from ravnest.hub.coordinator.events import JobGiven, Send
 from ravnest.hub.coordinator.ledger import Ledger
 from ravnest.hub.coordinator.notices import RoundEnded
 from ravnest.hub.coordinator.placement import ClusterState, Placement
 from ravnest.ids import NodeId, RoundId
+from ravnest.plan.sharing import LEAST_UPDATES
 from ravnest.protocol.averaging import (
     RoundAbort,
     RoundCommit,
@@ -81,7 +82,6 @@ def judge(suspects: Mapping[str, str | None]) -> frozenset[str]:
     return frozenset(believed or blamed or suspects)
 
 
-_LEAST_BATCHES = 5  # per cluster between rounds, where the time they take decides
 _PATIENCE = 1.25  # the hub waits longer for votes than members try
 _MOST_TIMES = 4  # as long as foreseen, after rounds that were too short for all
 _LAST_TRIES = 3  # at the last round, before the result is one cluster's alone
@@ -124,6 +124,11 @@ class Rounds:
         self._seconds = 0.0  # that a round takes, as measured
         self._num_updates = 0  # of all clusters, when a round was last due
         self._due_at: float | None = None  # when that was, or training began
+
+    @property
+    def stands_still(self) -> bool:
+        """Whether clusters wait while they average."""
+        return not self._placement.sharing.averaging.overlaps
 
     @property
     def due(self) -> float | None:
@@ -218,8 +223,8 @@ class Rounds:
         if self._settings.average_every is not None:
             return num_batches >= self._settings.average_every
         seconds = self._seconds or self._foreseen
-        share = self._config.averaging_share if self._config.averaging is Averaging.BLOCKING else 1.0
-        return num_batches >= _LEAST_BATCHES and now >= self._due_at + seconds / share
+        share = self._config.averaging_share if self.stands_still else 1.0
+        return num_batches >= LEAST_UPDATES and now >= self._due_at + seconds / share
 
     def _is_time(self, now: float) -> bool:
         """Return whether clusters have trained enough, on average, and the last round would be over."""
@@ -239,7 +244,7 @@ class Rounds:
         names = tuple(name for cluster in clusters for name in cluster.nodes)
         round_id = RoundId(self._num_opened)
         self._decision = RoundDecision(round_id, names)
-        is_blocking = is_final or config.averaging is Averaging.BLOCKING
+        is_blocking = is_final or self.stands_still
         absent, anchor_round = placement.absent(names), ledger.anchor_round(clusters)
         # Without a common average the weights of the most trained cluster are the anchor.
         first = ledger.most_trained(clusters) if anchor_round is None else None
