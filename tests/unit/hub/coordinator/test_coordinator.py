@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from support.hub_world import HubWorld, Trouble, blob, check_replay, job
