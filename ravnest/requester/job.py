@@ -100,6 +100,8 @@ class Job:
             self.val_samples.check_like(self.samples)
         given = {"name": self.name, "inputs": self.inputs, "is_padded": self.is_padded}
         captured = capture(self.model, batch, self.loss, self.metrics, **given)  # type: ignore[arg-type]
+        if not captured.batch_loss.is_cuttable and self.microbatches not in ("auto", 1):
+            raise ConfigError(f"microbatches is {self.microbatches}, but {captured.batch_loss.note}")
         return replace(captured, notes=(*_notes(batch, self.batch_size), *captured.notes))
 
     def settings(self, captured: Captured, planned_updates: int = 0) -> OptimizerSettings:

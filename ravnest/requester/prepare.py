@@ -93,6 +93,7 @@ def prepare(
 
 def _settings(job: Job, captured: Captured, rate: float, num_batches: int) -> JobSettings:
     has_statistics = any(entry.is_written for entry in captured.blueprint.state)
+    is_whole = not captured.batch_loss.is_cuttable
     return JobSettings(
         num_samples=len(job.samples),
         num_validation=0 if job.val_samples is None else len(job.val_samples),
@@ -101,7 +102,8 @@ def _settings(job: Job, captured: Captured, rate: float, num_batches: int) -> Jo
         rates=tuple(rate * factor for factor in factors(job.rates, num_batches)),
         seed=job.seed,
         least_samples=_STATISTICS_SAMPLES if has_statistics else 1,
-        microbatches=job.microbatches if isinstance(job.microbatches, int) else 0,
+        microbatches=1 if is_whole else job.microbatches if isinstance(job.microbatches, int) else 0,
+        is_whole_batch=is_whole,
         average_every=job.average_every if isinstance(job.average_every, int) else None,
         checkpoint_every=job.checkpoint_seconds,
         most_snapshot_bytes=sum(_SNAPSHOT_TIMES * x.size_bytes + 4096 for x in captured.blueprint.state),

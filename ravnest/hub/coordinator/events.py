@@ -67,6 +67,7 @@ class JobSettings:
     chunk_batches: int = 8  # per lease, at most
     least_samples: int = 4  # of a microbatch, where it is chosen
     microbatches: int = 0  # a batch travels as so many; 0: chosen with the plan
+    is_whole_batch: bool = False  # the loss is of a whole batch: no part of one is trained alone
     average_every: int | None = None  # batches per cluster between rounds; None: as often as they fit
     evaluate_every: int = 1  # epochs; 0: only at the end
     checkpoint_every: float | None = None  # seconds; None: never

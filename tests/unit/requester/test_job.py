@@ -456,3 +456,34 @@ def test_a_place_is_a_file_and_a_name(place):
 def test_changes_of_weights_do_not_travel_as_fp16():
     with pytest.raises(ConfigError, match="deltas is fp16, too narrow"):
         prepare(job(batch_size=1), replace(LOCAL_PLAN, deltas=WireFormat.FP16), 1, 1.0)
+
+
+def prepared(loss, **settings):
+    return prepare(job(tuple(ROWS.values()), batch_size=4, loss=loss, **settings), LOCAL_PLAN, 1, 1.0)
+
+
+def contrastive(out, _):
+    return nn.functional.cross_entropy(out @ out.T, torch.arange(out.shape[0]))
+
+
+@pytest.mark.parametrize(
+    ("loss", "reason"),
+    [
+        (contrastive, "the loss needs the whole batch"),
+        (nn.CrossEntropyLoss(reduction="sum"), "the loss is a sum over the batch"),
+    ],
+)
+def test_a_loss_of_a_whole_batch_is_not_cut(loss, reason):
+    given = prepared(loss)
+    assert given.job.settings.is_whole_batch
+    assert given.job.settings.microbatches == 1
+    assert any(note.startswith(reason) for note in given.captured.notes)
+    assert prepared(loss, microbatches=1).job.settings.is_whole_batch
+    with pytest.raises(ConfigError, match=f"^microbatches is 2, but {reason}"):
+        prepared(loss, microbatches=2)
+
+
+def test_a_mean_is_cut_as_asked():
+    given = prepared(nn.CrossEntropyLoss(), microbatches=2)
+    assert (given.job.settings.is_whole_batch, given.job.settings.microbatches) == (False, 2)
+    assert prepared(nn.CrossEntropyLoss()).job.settings.microbatches == 0
