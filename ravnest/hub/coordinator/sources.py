@@ -132,7 +132,7 @@ class StateSources:
         found += [
             (backup.samples_seen, name)
             for name, backup in self._backups.items()
-            if name in self._membership and backup.held.start <= position < backup.held.stop
+            if self._keeps_backup(name) and backup.held.start <= position < backup.held.stop
         ]
         found += [(self._kept, HUB)] if self._kept >= 0 else [(0, name) for name in holding]
         enough = _ENOUGH * max((samples_seen for samples_seen, _ in found), default=0)
@@ -170,8 +170,8 @@ class StateSources:
         return [self._desk.ask(purpose, n, node, build_id(node)) for n, node in self._asked.items()]
 
     def _keeps_backup(self, node: NodeId) -> bool:
-        """Return whether a source is one for its backup: it holds nothing of its own."""
-        return node in self._backups and self._usable(node) is None
+        """Return whether a node is a source for its backup: it is here, and holds nothing of its own."""
+        return node in self._backups and node in self._membership and self._usable(node) is None
 
     def add_snapshot(self, sender: NodeId, made: SnapshotMade) -> None:
         """Record a snapshot that a source was asked for."""
