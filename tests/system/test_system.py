@@ -290,6 +290,20 @@ def test_a_hub_whose_line_is_cut_keeps_its_peers_and_nothing_is_trained_again(
     assert ended.seconds > cut[0] + seconds
 
 
+def test_a_hub_whose_line_is_cut_while_it_collects_the_result_gets_it_later() -> None:
+    def watch(world: World, _: NodeId, item: ToCompute) -> None:
+        if isinstance(item, SnapshotOrder) and item.is_final and not cut:
+            cut.append(world.now)
+            world.isolate(NodeId("hub"), 200.0)
+
+    cut: list[float] = []
+    job = make_job("mlp", epochs=1)
+    ended = World(job, SIX, watch=watch).run()
+    assert ended.of(Left) == ended.of(WorkLost) == []
+    check_books(ended, job)
+    check_result(ended, job)
+
+
 def test_a_hub_that_is_cut_off_for_too_long_goes_back_to_what_it_has_and_trains_with_who_comes() -> None:
     def hear(world: World, news: Notice) -> None:
         if isinstance(news, Trained) and news.epoch == 2 and not killed:
