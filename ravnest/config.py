@@ -144,6 +144,8 @@ class HubTimeouts:
     replan_seconds: float = 5.0  # a plan that replaces the first one waits for this much quiet, at most
     handover: HandoverTimeouts = HANDOVER
     return_seconds: float = 20.0  # after a restart of the hub, members have this long to find it
+    together_seconds: float = 2.0  # links that one fault ends are lost within this time
+    cut_off_seconds: float = 600.0  # a hub that hears nobody waits this long for all its members
     # Liveness: a node that answers pings may still do nothing.
     silent_work_seconds: float = 60.0  # a busy cluster is questioned after this much silence, at least
     silent_build_seconds: float = 300.0  # a stage under construction may be silent for so long, and more

@@ -137,7 +137,7 @@ class Offer:
     node: Node
     limits: ProviderLimits
     addresses: tuple[str, ...]
-    patience_seconds: float = 60.0  # without the hub, before it gives up
+    patience_seconds: float = 600.0  # without the hub, before it gives up
     listens_at: str | None = None  # others may not know
     guessed: tuple[Fact, ...] = ()  # facts that the hub shall have measured
 

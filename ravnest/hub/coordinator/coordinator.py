@@ -109,6 +109,11 @@ class Coordinator:
         return self._life.has_begun
 
     @property
+    def can_wait_for_all(self) -> bool:
+        """Whether members are worth a long wait: they have what was trained, and the job is not stopped."""
+        return bool(self.placement.clusters) and self._life.is_under_way
+
+    @property
     def is_calm(self) -> bool:
         """Whether the present weights are worth a checkpoint, as the monitors say."""
         return self._training.is_calm

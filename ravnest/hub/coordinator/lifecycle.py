@@ -54,7 +54,8 @@ class Lifecycle:
         self.stop_by: float | None = None  # once it is stopped
         self.end_by: float | None = None  # once all is trained, and a cluster stands still
         self.alarm: LossAlarm | None = None  # until training goes back
-        self._num_alarms = 0  # since the last checkpoint
+        self._num_alarms = 0  # since a checkpoint that is past the last of them
+        self._alarmed_at = 0  # samples that were trained at the alarm that came furthest
 
     @property
     def can_repair(self) -> bool:
@@ -150,6 +151,7 @@ class Lifecycle:
     def roll_back(self, alarm: LossAlarm, now: float) -> list[Action]:
         """Go back to the last checkpoint, if there is one; too often in a row is the end."""
         self._num_alarms += 1
+        self._alarmed_at = max(self._alarmed_at, self._ledger.num_counted)
         self.alarm = None
         has_checkpoint = self._recovery.saved is not None
         told = Notify(WentWrong(alarm.reason, alarm.suspect, has_checkpoint))
@@ -187,8 +189,11 @@ class Lifecycle:
         if not self._checkpoints.has_asked_for(collected.number):
             return f"nobody asked to collect number {collected.number}"
         if self.phase is not JobPhase.KEEPING:
-            self._num_alarms = 0 if not collected.fault else self._num_alarms
-            return self._recovery.end_checkpoint(collected, now)
+            kept = self._recovery.end_checkpoint(collected, now)
+            saved = self._recovery.saved
+            if not collected.fault and saved is not None and saved.num_counted > self._alarmed_at:
+                self._num_alarms = 0  # a checkpoint before that place says nothing of what comes there
+            return kept
         self.enter(JobPhase.FINISHED)
         stops: list[Action] = [Send(name, Stop("the job is done")) for name in self._membership]
         return [*stops, Finish(self._checkpoints.parts, tuple(self._ledger.history))]

@@ -50,6 +50,14 @@ class Missing:
 
 
 @dataclass(frozen=True, slots=True)
+class CutOff:
+    """Nobody is heard: the hub's own line is probably down; it waits so many seconds for all its peers."""
+
+    num_peers: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class Left:
     """A peer left, and why."""
 
@@ -234,6 +242,7 @@ Notice = (
     | Resumed
     | Returned
     | Missing
+    | CutOff
     | Left
     | Leaving
     | SpeedChanged
@@ -265,12 +274,13 @@ def show_notice(news: Notice) -> str:  # noqa: C901, PLR0912 - one short case fo
         case Measured(node, fault):
             return f"{node.name} {fault or 'was measured'}: {_show_facts(node)}"
         case Resumed(num_samples, num_peers):
-            met = f"; waiting for {num_peers} peers to come back" if num_peers else ""
-            return f"the hub goes on: {num_samples} samples are trained{met}"
+            return _show_resumed(num_samples, num_peers)
         case Returned(node):
             return f"{node} is back, with what it had"
         case Missing(node, reason, seconds):
             return f"{node} is missing: {reason}; it has {show_seconds(seconds)} to come back"
+        case CutOff(num_peers, seconds):
+            return _show_cut_off(num_peers, seconds)
         case Left(node, reason):
             return f"{node} left: {reason}"
         case Waiting(reason):
@@ -331,6 +341,18 @@ def show_notice(news: Notice) -> str:  # noqa: C901, PLR0912 - one short case fo
             return f"the job is stopped ({reason}); what was trained is kept"
         case _:
             assert_never(news)
+
+
+def _show_resumed(num_samples: int, num_peers: int) -> str:
+    met = f"; waiting for {num_peers} peers to come back" if num_peers else ""
+    return f"the hub goes on: {num_samples} samples are trained{met}"
+
+
+def _show_cut_off(num_peers: int, seconds: float) -> str:
+    peers = "the only peer" if num_peers == 1 else f"all {num_peers} peers"
+    cause = f"nothing is heard of {peers}: the line of this PC is probably down"
+    waits = f"nobody is given up for {show_seconds(seconds)}"
+    return f"{cause}; {waits}, and training goes on when they are back; others may join too"
 
 
 def _show_facts(node: Node) -> str:

@@ -90,8 +90,9 @@ class DataService:
         """Fetch the state of a cluster. A checkpoint may fail; of a result other clusters have copies."""
         contents, books = [], order.books
         for part in order.parts:
+            ref, keep, seconds = part.weights, books is None, self._quiet_seconds
             found = await self._exchange.fetch(
-                part.weights, part.node, quiet_seconds=self._quiet_seconds, keep=books is None
+                ref, part.node, quiet_seconds=seconds, keep=keep, clock=self._time
             )
             if isinstance(found, Refusal):
                 self._fail(order, part, found.reason)
