@@ -46,7 +46,6 @@ class TrainingLength:
     num_updates: int
     average_every: int | None = None
     is_whole_batch: bool = False  # its loss needs all samples of a batch at once
-    has_tied_weights: bool = False
     noise: float | None = None
 
     @property
@@ -74,32 +73,35 @@ def efficiency(
 
 
 def share_job(
-    plan: Plan, profile: ModelProfile, swarm: Swarm, config: PlanConfig, job: TrainingLength
+    plan: Plan,
+    profile: ModelProfile,
+    swarm: Swarm,
+    config: PlanConfig,
+    job: TrainingLength,
+    can_sum: bool = False,
 ) -> Sharing:
     """Return the best way for the clusters of a plan to share a job: first by efficiency, then by goodput.
 
-    `profile` is that of a microbatch as the plan cuts it, so `config.accumulates` may hold.
+    `profile` is that of a microbatch as the plan cuts it, so `config.accumulates` may hold. `can_sum` allows
+    to sum gradients, where the planner may choose.
     """
     count = len(plan.clusters)
     overlapped = replace(config, averaging=Averaging.OVERLAPPED)
     seen = forecast(plan, profile, swarm, overlapped)
     if count < 2:
         return Sharing(samples_per_second=seen.samples_per_second)
-    ways = [_way(each, plan, profile, swarm, config, job) for each in _allowed(plan, config, job)]
+    ways = [_way(each, plan, profile, swarm, config, job) for each in _allowed(config, can_sum)]
     good = [each for each in ways if each.efficiency >= config.favour.least_efficiency]
     best = max(good or ways, key=lambda each: each.goodput)
     # Of ways that are almost as good, the first one costs least in quality.
     return next(each for each in good or ways if each.goodput * _GAIN >= best.goodput)
 
 
-def _allowed(plan: Plan, config: PlanConfig, job: TrainingLength) -> list[Averaging]:
+def _allowed(config: PlanConfig, can_sum: bool) -> list[Averaging]:
     """Return the ways that are open, the ones that cost least in quality first."""
-    is_tied = job.has_tied_weights and any(len(each.stages) > 1 for each in plan.clusters)
     if config.averaging is not Averaging.AUTO:
         return [config.averaging]
-    can_sum = not is_tied and not job.is_whole_batch and job.average_every is None
-    ways = [Averaging.EXACT] if can_sum else []
-    return [*ways, Averaging.BLOCKING, Averaging.OVERLAPPED]
+    return [*([Averaging.EXACT] if can_sum else []), Averaging.BLOCKING, Averaging.OVERLAPPED]
 
 
 def _way(

@@ -71,8 +71,7 @@ class JobSettings:
     average_every: int | None = None  # batches per cluster between rounds; None: as often as they fit
     evaluate_every: int = 1  # epochs; 0: only at the end
     checkpoint_every: float | None = None  # seconds; None: never
-    is_whole_batch: bool = False  # its loss needs all samples of a batch at once
-    has_tied_weights: bool = False
+    has_tied_weights: bool = False  # that several positions of the line share
     expected_nodes: int = 0  # with so many nodes form at once; 0: only by time
     settle_seconds: float = 5.0  # form when nobody came or went for so long
     most_snapshot_bytes: int = 2**62  # of a stage, however it is cut
@@ -85,7 +84,6 @@ class JobSettings:
             self.epochs * self.batches_per_epoch,
             self.average_every,
             self.is_whole_batch,
-            self.has_tied_weights,
         )
 
     @property

@@ -5,7 +5,7 @@ schedule of rates come from leaves: monitors sum their reports, and the ledger r
 """
 
 from bisect import bisect_right
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -82,6 +82,19 @@ class Evaluation:
     next_sample: int = 0
     num_samples: int = 0
     means: Means = field(default_factory=Means)
+
+
+@dataclass(frozen=True, slots=True)
+class ExactBatch:
+    """A batch whose gradients clusters are to sum: the leases of those that train a share of it."""
+
+    rate: float
+    leases: dict[str, OpenLease]  # by cluster_id; without those given back
+
+    def num_microbatches(self, cluster: ClusterState) -> int:
+        """Return how many microbatches the share of a cluster has; none, if it has no share."""
+        lease = self.leases.get(cluster.cluster_id)
+        return 0 if lease is None else len(lease.num_samples)
 
 
 @dataclass(slots=True)
@@ -174,6 +187,7 @@ class Ledger:
         self._open: dict[LeaseId, OpenLease] = {}
         self._open_by_cluster: dict[str, dict[LeaseId, OpenLease]] = {}
         self._progress: dict[str, Progress] = {}
+        self._exact: deque[ExactBatch] = deque()  # granted, and not yet summed
         self._awaited: list[OpenLease] = []  # granted, and their epochs are under way; by microbatch
         self._means: defaultdict[int, Means] = defaultdict(Means)
         self._dropped: Counter[int] = Counter()
@@ -281,6 +295,9 @@ class Ledger:
         given_back = [*self._open_of(cluster)]
         for lease in given_back:
             self._close(lease)
+        for batch in self._exact:
+            batch.leases.pop(cluster.cluster_id, None)
+        self._exact = deque(batch for batch in self._exact if batch.leases)
         self._awaited = [lease for lease in self._awaited if lease.cluster_id != cluster.cluster_id]
         if self._evaluation and self._evaluation.cluster_id == cluster.cluster_id:
             again = Evaluation(self._evaluation.epoch, self._evaluation.is_last)
@@ -359,6 +376,8 @@ class Ledger:
 
     def fill(self, placement: Placement) -> list[Send | SendFields]:
         """Grant leases until every running cluster that is not draining has enough."""
+        if placement.is_exact:
+            return self._fill_exact(placement)
         orders: list[Send | SendFields] = []
         shares = self._divide(placement)
         for cluster in placement.running:
@@ -369,6 +388,80 @@ class Ledger:
                 if not granted:
                     break
                 orders += granted
+        return orders
+
+    @property
+    def exact_batch(self) -> ExactBatch | None:
+        """The batch whose gradients are summed next, in exact mode."""
+        return self._exact[0] if self._exact else None
+
+    def note_summed(self, clusters: Iterable[ClusterState]) -> None:
+        """Record that a gradient round made the same update in these clusters."""
+        if self._exact:
+            self._exact.popleft()
+        shared = [self._of(cluster) for cluster in clusters]
+        seen = max((each.num_samples_seen - each.num_alone for each in shared), default=0)
+        seen += sum(each.num_alone for each in shared)
+        for each in shared:
+            each.num_alone, each.num_samples_seen = 0, seen
+
+    def _fill_exact(self, placement: Placement) -> list[Send | SendFields]:
+        """Grant the shares of whole batches, to all clusters at once; evaluate between two batches."""
+        orders: list[Send | SendFields] = []
+        evaluation = self._due_evaluation(placement.running) if placement.running else None
+        if evaluation is not None and self._is_time_for(evaluation):
+            cluster = placement.find_cluster(evaluation.cluster_id)
+            while cluster is not None and not self._exact and not self._has_enough(cluster):
+                granted = self._grant_evaluation(evaluation, cluster, placement)
+                if not granted:
+                    break
+                orders += granted
+            return orders
+        while not self._is_stopped and self._may_grant_batch(placement):
+            granted = self._grant_batch(placement)
+            if not granted:
+                break
+            orders += granted
+        return orders
+
+    def _may_grant_batch(self, placement: Placement) -> bool:
+        """Return whether clusters may train another batch before the last one is summed.
+
+        A cluster without a share in a batch would begin the next one too early. None trains while another
+        is being built, which begins with the weights the others have now.
+        """
+        running = {each.cluster_id for each in placement.running}
+        is_building = any(each.phase is ClusterPhase.BUILDING for each in placement.clusters)
+        is_shared_by_all = all(batch.leases.keys() == running for batch in self._exact)
+        return bool(running) and not is_building and is_shared_by_all and len(self._exact) < _OPEN_LEASES
+
+    def _grant_batch(self, placement: Placement) -> list[Send | SendFields]:
+        """Grant every running cluster its share of the next batch."""
+        upcoming = self._book.upcoming
+        takers = [each for each in placement.running if each.phase is not ClusterPhase.DRAINING]
+        if upcoming is None or not takers:
+            return []
+        epoch, num_left = upcoming
+        size = min(self._settings.batch_size, num_left)
+        size = num_left if num_left - size < len(takers) else size  # no batch of fewer samples than clusters
+        takers = takers[:size]
+        if len(takers) < len(placement.running) and self._exact:
+            return []  # it has to wait until all batches before are summed
+        shares = divide_batch(size, [each.samples_per_second for each in takers])
+        leases: dict[str, OpenLease] = {}
+        orders: list[Send | SendFields] = []
+        num_before = epoch * self._settings.num_samples
+        for cluster, share in zip(takers, shares, strict=True):
+            lease = self._book.lease(cluster.cluster_id, share)
+            assert lease is not None
+            num_before += lease.start if not leases else 0
+            opened = self._open_lease(cluster, lease, lease.num_samples, lease.num_samples)
+            self._awaited.append(opened)
+            leases[cluster.cluster_id] = opened
+            samples = [int(index) for index in self._book.samples(lease)]
+            orders += grant_lease(cluster, opened, samples, placement)
+        rate = self._settings.rate(self._settings.position(num_before))
+        self._exact.append(ExactBatch(rate, leases))
         return orders
 
     def _divide(self, placement: Placement) -> dict[str, int]:

@@ -102,10 +102,14 @@ class Lifecycle:
         """Tell the outcome of a round, if it has one, and note which clusters now know the same."""
         if ended is None:
             return []
-        if ended.told.is_committed:
-            took_part = {send.to for send in ended.sends}
-            clusters = (each for each in self._placement.running if each.root in took_part)
-            self._ledger.note_averaged(clusters, ended.told.round_id)
+        if not ended.told.is_committed:
+            return [*ended.sends, Notify(ended.told)]
+        took_part = {send.to for send in ended.sends}
+        clusters = [each for each in self._placement.running if each.root in took_part]
+        if ended.sums_gradients:  # one for every batch, so people are told of those that fail
+            self._ledger.note_summed(clusters)
+            return [*ended.sends]
+        self._ledger.note_averaged(clusters, ended.told.round_id)
         return [*ended.sends, Notify(ended.told)]
 
     def adopt(self, made: PlanMade, now: float) -> _Result:
@@ -124,7 +128,7 @@ class Lifecycle:
         """Go on with a repaired plan."""
         assert made.plan is not None
         told: list[Action] = []
-        if made.plan.rings != self._placement.rings:
+        if made.plan.rings != self._placement.rings or self._placement.is_exact:
             told += self.end_round(self._rounds.cancel("the rings are others now", now))
         told += [Notify(Repaired(made.plan, made.reason))] if made.reason else []
         followed = self._recovery.repair(made)

@@ -8,6 +8,7 @@ Stages are built of what their nodes hold and of what others have (sources).
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
+from ravnest.config import Averaging
 from ravnest.hub.coordinator.events import JobGiven, MakeParts, MakePlan, PartsMade, Send
 from ravnest.hub.coordinator.membership import HeldState, Membership
 from ravnest.hub.coordinator.phases import CLUSTER_TRANSITIONS, ClusterPhase, NodePhase, follow
@@ -95,6 +96,11 @@ class Placement:
         """What the current plan promises."""
         assert self._outlook is not None, "no plan was formed"
         return self._outlook
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether clusters sum the gradients of every batch."""
+        return self.sharing.averaging is Averaging.EXACT and len(self._clusters) > 1
 
     @property
     def rings(self) -> tuple[Ring, ...]:

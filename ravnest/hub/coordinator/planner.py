@@ -6,18 +6,19 @@ The server runs the planner in a thread and takes it as an argument.
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import ceil
 from typing import Protocol
 
 from ravnest.config import SEARCH_BUDGET, Averaging, PlanConfig, SearchBudget
 from ravnest.errors import PlanError
-from ravnest.hub.coordinator.events import JobGiven, MakePlan, PlanMade
+from ravnest.hub.coordinator.events import JobGiven, JobSettings, MakePlan, PlanMade
 from ravnest.ids import NodeId
 from ravnest.plan.formation import form_plan
 from ravnest.plan.profiles import resize_batch
 from ravnest.plan.repair import Repair, node_joined, node_left, node_slowed
-from ravnest.plan.sharing import Sharing, share_job
+from ravnest.plan.sharing import LEAST_UPDATES, Sharing, efficiency, share_job
 from ravnest.plan.types import ModelProfile, Plan, Swarm
 from ravnest.units import show_count
 
@@ -101,26 +102,33 @@ class SearchPlanner:
         A plan with more clusters must be clearly better than one with fewer, and may not cost much quality,
         unless the requester says how many there are to be.
         """
-        wanted = job.config.clusters
-        most = self._candidate(job, asked, wanted)
+        most = self._candidate(job, asked, job.config.clusters)
         count = len(most.plan.clusters)
-        if count == 1:
+        if count == 1 or job.config.clusters:
             return most
-        if wanted:
-            return most
-        counts = sorted({1, *range(2, min(count, _FEW_CLUSTERS) + 1), *_halves(count)} - {count})
-        fewer = [self._candidate(job, asked, each) for each in counts]
-        best, least = fewer[0], job.config.favour.least_efficiency
-        for each in (*fewer[1:], most):
-            is_good = each.sharing.efficiency >= least
-            if is_good and each.sharing.goodput > _GAIN * best.sharing.goodput:
+        best, quick = (
+            None,
+            replace(self, budget=replace(self.budget, clusters=self.budget.quick_clusters // 4)),
+        )
+        for number in (*_fewer_clusters(job, most), 0):
+            try:
+                each = quick._candidate(job, asked, number) if number else most
+            except PlanError:
+                continue  # a search that is this limited may find nothing
+            is_good = each.sharing.efficiency >= job.config.favour.least_efficiency
+            if best is None or (is_good and each.sharing.goodput > _GAIN * best.sharing.goodput):
                 best = each
-        return replace(best, reason=_explain(best, most, job) if len(best.plan.clusters) < count else "")
+        assert best is not None, "the last one is there"
+        if len(best.plan.clusters) == count:
+            return most
+        with suppress(PlanError):
+            best = self._candidate(job, asked, len(best.plan.clusters))
+        return replace(best, reason=_explain(best, most, job))
 
     def _candidate(self, job: JobGiven, asked: MakePlan, num_clusters: int) -> "_Candidate":
         """Return the best plan of so many clusters at most; 0: as many as there can be."""
         settings, length = job.settings, job.settings.length
-        is_split = not length.is_whole_batch
+        is_split, is_exact = not length.is_whole_batch, job.config.averaging is Averaging.EXACT
         # How many clusters there will be decides how large a microbatch is, and that decides how many.
         expected = Sharing(is_split=is_split, num_clusters=num_clusters or 1)
 
@@ -128,7 +136,9 @@ class SearchPlanner:
             return self._form(job, asked, count, expected, num_clusters), count
 
         for _ in range(_TRIES):
-            if settings.microbatches:
+            if is_exact:
+                plan, count = form(1)  # a stage does not know how many a smaller share would have
+            elif settings.microbatches:
                 plan, count = form(min(settings.microbatches, settings.batch_size, MOST_OF_LEASE))
             else:
                 plan, count = _choose(form, _most(job, asked, expected))
@@ -137,7 +147,12 @@ class SearchPlanner:
             expected = replace(expected, num_clusters=len(plan.clusters))
         profile, swarm = profile_microbatch(job, count, expected), Swarm(asked.nodes)
         config = replace(job.config, accumulates=count > 1)
-        return _Candidate(plan, count, share_job(plan, profile, swarm, config, length))
+        if is_exact and (reason := _why_not_exact(plan, settings)):
+            raise PlanError(reason)
+        # Clusters of several stages would stand still while a batch passes through them.
+        is_flat = count == 1 and all(len(each.stages) == 1 for each in plan.clusters)
+        can_sum = is_flat and not length.is_whole_batch and length.average_every is None
+        return _Candidate(plan, count, share_job(plan, profile, swarm, config, length, can_sum))
 
     def _form(self, job: JobGiven, asked: MakePlan, count: int, sharing: Sharing, num_clusters: int) -> Plan:
         profile = profile_microbatch(job, count, sharing)
@@ -194,9 +209,11 @@ class SearchPlanner:
         expected = replace(asked.sharing, num_clusters=max(1, len(plan.clusters)))
         profile = profile_microbatch(job, asked.microbatches, expected)
         config = replace(job.config, accumulates=asked.microbatches > 1)
-        if asked.sharing.num_clusters > 1 and len(plan.clusters) > 1:
-            is_exact = asked.sharing.averaging is Averaging.EXACT
-            config = replace(config, averaging=Averaging.EXACT) if is_exact else config
+        was_exact = asked.sharing.averaging is Averaging.EXACT and asked.sharing.num_clusters > 1
+        if was_exact:
+            config = replace(config, averaging=Averaging.EXACT)
+        elif config.averaging is Averaging.EXACT:  # a cluster that trains alone does not begin to wait
+            config = replace(config, averaging=Averaging.BLOCKING)
         return share_job(plan, profile, swarm, config, job.settings.length)
 
 
@@ -217,13 +234,26 @@ class _Candidate:
     reason: str = ""
 
 
-def _halves(count: int) -> set[int]:
-    """Return half of the clusters, a quarter and so on, down to a few."""
-    halves = set()
-    while count > _FEW_CLUSTERS:
-        halves.add(count)
-        count //= 2
-    return halves
+def _why_not_exact(plan: Plan, settings: JobSettings) -> str:
+    """Say why clusters cannot sum gradients although the requester wants it; empty if they can."""
+    other = "choose another averaging, or let the planner choose (averaging=auto)"
+    if settings.is_whole_batch:
+        return f"averaging=exact cuts batches into shares, but this loss needs whole batches; {other}"
+    if settings.has_tied_weights and any(len(each.stages) > 1 for each in plan.clusters):
+        return f"averaging=exact cannot be used where stages of one cluster share a weight; {other}"
+    return ""
+
+
+def _fewer_clusters(job: JobGiven, most: _Candidate) -> list[int]:
+    """Return the numbers of clusters that are worth a try, below the most there can be."""
+    count, sharing, length = len(most.plan.clusters), most.sharing, job.settings.length
+    least, apart = job.config.favour.least_efficiency, max(LEAST_UPDATES, sharing.updates_between)
+    good = [
+        number
+        for number in range(2, count)
+        if efficiency(length, number, Averaging.BLOCKING, sharing.is_split, apart) >= least
+    ]
+    return sorted({1, *range(2, min(count, _FEW_CLUSTERS + 1)), *good[-1:]})
 
 
 def _explain(chosen: _Candidate, most: _Candidate, job: JobGiven) -> str:
