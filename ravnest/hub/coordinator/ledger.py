@@ -158,6 +158,8 @@ def divide_batch(batch_size: int, rates: Sequence[float]) -> tuple[int, ...]:
     total = sum(rates)
     wished = [batch_size * rate / total if total > 0 else batch_size / len(rates) for rate in rates]
     shares = [max(1, int(each)) for each in wished]
+    while sum(shares) > batch_size and max(shares) > 1:
+        shares[shares.index(max(shares))] -= 1
     by_need = sorted(range(len(rates)), key=lambda k: shares[k] - wished[k])
     for k in range(batch_size - sum(shares)):
         shares[by_need[k % len(rates)]] += 1
