@@ -32,8 +32,8 @@ from ravnest.hub.coordinator.notices import (
     PlanFormed,
     Returned,
     RoundEnded,
-    Trained,
     SampleDropped,
+    Trained,
     Waiting,
     WorkLost,
 )

@@ -49,8 +49,8 @@ def test_two_clusters_train_their_share_of_each_batch():
     world.run()
     assert len(world.hub.clusters) == 2
     sizes = Counter(size for grant in grants(world) for size in grant.num_samples)
-    assert max(sizes) < 8
-    assert sizes.total() == pytest.approx(2 * 2 * 96 / 8, abs=6)  # each makes as many updates as one process
+    assert sizes[4] > 30  # of 48 if both trained all the time; whoever starts first has a batch for itself
+    assert set(sizes) <= {4, 8}
     assert set(world.ledger.values()) == {1}
     assert len(world.ledger) == 2 * 96
 
