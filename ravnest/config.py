@@ -34,6 +34,9 @@ class WireFormat(StrEnum):
         return (bytes_per_value + scale_bytes) / 4
 
 
+EXACT_FORMATS = (WireFormat.FP32, WireFormat.BF16)  # of gradients: coarser ones would owe too much
+
+
 class OptimizerKind(StrEnum):
     """What updates a stage; `muon` is the default recipe (Muon on matrices, NAdam on the rest)."""
 
@@ -72,6 +75,7 @@ class PlanConfig:
     activations: WireFormat = WireFormat.BF16
     gradients: WireFormat = WireFormat.BF16
     deltas: WireFormat = WireFormat.INT4
+    exact_gradients: WireFormat = WireFormat.FP32  # in gradient rounds: fp32 or bf16
     averaging: Averaging = Averaging.OVERLAPPED
     averaging_share: float = 0.1  # of each link (overlapped) or of the time (blocking)
     max_round_seconds: float = 600.0  # no node hosts more than it can average in this time
