@@ -90,7 +90,8 @@ def plan(  # noqa: PLR0913 - click passes one argument per option
 def _find_plan(profile: "ModelProfile", swarm: "Swarm", config: "PlanConfig", seed: int) -> _Answer:
     from ravnest.plan.forecast import forecast
     from ravnest.plan.formation import form_plan
-    from ravnest.views.plan_text import advise, show_count
+    from ravnest.units import show_count
+    from ravnest.views.plan_text import advise
 
     click.echo(f"planning {profile.name} on {show_count(len(swarm.nodes), 'node')}, seed {seed}", err=True)
     found = (find_parts().form_plan or form_plan)(profile, swarm, config, seed)

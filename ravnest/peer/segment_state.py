@@ -257,9 +257,13 @@ class SegmentState:
         changes = self._layout.views(self._vector[: self._num_state])
         anchors = self._layout.views(self._anchor)
         for number, (name, change) in enumerate(changes.items()):
-            # Statistics are means already: so they stay between what they were and the average.
-            if is_blocking or self._layout.entries[number].offset >= self._num_trained:
-                torch.sub(anchors[name], state[name], out=change).mul_(strength)
+            is_statistic = self._layout.entries[number].offset >= self._num_trained
+            if is_blocking:
+                torch.sub(anchors[name], state[name], out=change)
+            elif is_statistic:
+                # They keep what they learned since the copy, and stay between what they are and the average.
+                gap = anchors[name] - state[name]
+                change.clamp_(gap.clamp(max=0.0), gap.clamp(min=0.0))
         self._feedback.commit()
         self._vector = None
         return {name: change.to(state[name].dtype) for name, change in changes.items()}

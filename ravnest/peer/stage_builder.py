@@ -19,7 +19,7 @@ from ravnest.engine.stage import Roles, StageEngine
 from ravnest.engine.train_config import TrainConfig, read_train_config
 from ravnest.engine.weight_versions import Snapshot
 from ravnest.errors import UnsafeBlueprint, WeightsError
-from ravnest.ids import HUB
+from ravnest.ids import HUB, NodeId
 from ravnest.model.blueprint import Blueprint
 from ravnest.model.blueprint_json import read_blueprint
 from ravnest.model.dry_run import Footprint, dry_run
@@ -72,9 +72,17 @@ class HeldStage:
 
 
 def assemble_stage(
-    blueprint: Blueprint, parts: StageParts, contents: Sequence[Buffer], held: HeldStage | None, device: str
+    blueprint: Blueprint,
+    parts: StageParts,
+    contents: Sequence[Buffer],
+    held: HeldStage | None,
+    node: NodeId,
+    device: str,
 ) -> tuple[Snapshot, AnchorState] | StageMissing:
-    """Return the state that a stage begins with; `contents` are those of the sources in `parts`."""
+    """Return the state that a stage of `node` begins with, or who does not have what it lacks.
+
+    `contents` are those of the sources in `parts`.
+    """
     state: dict[str, Tensor] = {}
     optimizer: dict[str, Tensor] = {}
     anchor_state = AnchorState(parts.anchor_round)
@@ -83,6 +91,7 @@ def assemble_stage(
         averaged = {entry.name for entry in Layout.of(blueprint).entries}
         if averaged <= state.keys() and averaged <= held.anchor_state.anchors.keys():
             anchor_state = held.anchor_state
+    suspects = [node] if parts.is_kept and held is None else []  # they gave nothing
     for source, content in zip(parts.sources, contents, strict=True):
         missing = [entry for entry in blueprint.state if entry.name not in state]
         if not missing:
@@ -95,11 +104,14 @@ def assemble_stage(
             return StageMissing(parts.build_id, source.node, str(error))
         state |= {name: tensor.to(device) for name, tensor in found.items()}
         optimizer |= {key: tensor.to(device) for key, tensor in slots.items()}
+        suspects += [] if found else [source.node]
     names = [entry.name for entry in blueprint.state if entry.name not in state]
     if names:
-        raise WeightsError(
-            f"no source of the stage has {names[0]!r}, nor {len(names) - 1} more of its tensors"
-        )
+        told = f"no source of the stage has {names[0]!r}, nor {len(names) - 1} more of its tensors"
+        suspects += [source.node for source in parts.sources] or [node]
+        if HUB in suspects:
+            raise WeightsError(told)  # the hub has all of a stage, or nobody has
+        return StageMissing(parts.build_id, suspects[0], told)
     return Snapshot(parts.version, state, optimizer), anchor_state
 
 
@@ -167,7 +179,7 @@ class StageBuilder:
                 f"the plan has {stage.start} to {stage.stop} here"
             )
         footprint = self._check_size(blueprint, -(-training.batch_size // order.accumulate))
-        assembled = assemble_stage(blueprint, parts, item.contents, held, limits.device)
+        assembled = assemble_stage(blueprint, parts, item.contents, held, stage.node, limits.device)
         if isinstance(assembled, StageMissing):
             return assembled
         snapshot, anchor_state = assembled

@@ -5,6 +5,7 @@ the weights is computed. engine.schedule decides what is next. All of it belongs
 """
 
 import logging
+import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from ravnest.config import TIMEOUTS, PeerTimeouts, WireFormat
 from ravnest.engine.schedule import StageSchedule, Task, Work
 from ravnest.engine.stage import DroppedWork, PassedOn, StageEngine, Updated
 from ravnest.engine.staleness import StalenessPolicy
-from ravnest.errors import ProtocolError
+from ravnest.errors import ProtocolError, RavnestError
 from ravnest.ids import HUB, LeaseId, MicrobatchId, NodeId
 from ravnest.model.blueprint import Blueprint, Program, ValueId
 from ravnest.peer.pacing import Device, Timekeeper
@@ -325,8 +326,11 @@ class Worker:
     def _evaluate(self, microbatch: MicrobatchId) -> Iterator[Outgoing]:
         ready, started = self._ready.pop(microbatch), self._clock()
         assert ready.inputs is not None
-        passed = self._stage.evaluate(ready.inputs, ready.fields)
+        passed = self._stage.evaluate(microbatch, ready.inputs, ready.fields)
         self._device.stretch(started, self._device.forward_seconds * ready.num_samples)
+        if isinstance(passed, DroppedWork):
+            yield from self._drop(passed)
+            return
         if self._after is not None:
             yield self._pass_on(microbatch, ready, passed)
             return
@@ -383,6 +387,10 @@ class Worker:
             yield Outgoing(node, message)
         self._forget(dropped.microbatch)
         yield from self._finish(dropped.microbatch, 0)
+        if dropped.has_lost_device:
+            raise RavnestError(
+                f"the device of this PC has stopped working ({dropped.reason}); start ravnest join again"
+            )
 
     def _forget(self, microbatch: MicrobatchId) -> None:
         self._schedule.forget(microbatch)
@@ -425,6 +433,7 @@ def _decode_values(
 
 
 def _read_results(passed: PassedOn) -> tuple[float | None, Metrics]:
-    """Return the loss and the metrics of the last stage."""
+    """Return the loss and the metrics of the last stage; one that is no finite number is None."""
     results: Mapping[str, float] = {name: float(value) for name, value in passed.results.items()}
-    return results["loss"], tuple((name, value) for name, value in results.items() if name != "loss")
+    known = {name: value if math.isfinite(value) else None for name, value in results.items()}
+    return known["loss"], tuple((name, value) for name, value in known.items() if name != "loss")

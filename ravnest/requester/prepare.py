@@ -14,6 +14,7 @@ from ravnest.config import OptimizerKind as Recipe
 from ravnest.engine.optimizers import Adam, Muon, NAdam, OptimizerSettings, Sgd
 from ravnest.engine.train_config import TrainConfig
 from ravnest.errors import ConfigError
+from ravnest.hub.coordinator.drops import DroppedSamples
 from ravnest.hub.coordinator.events import Finish, JobGiven, JobSettings
 from ravnest.model.capture import Captured
 from ravnest.model.profile import measure
@@ -66,6 +67,7 @@ def prepare(
         logger.warning("note: %s", note)
     num_batches = job.epochs * -(-num_samples // job.batch_size)
     optimizer = job.settings(captured, num_batches)
+    logger.info("learning rate %.2g, %d updates planned", optimizer.learning_rate, num_batches)
     config = replace(plan, optimizer=_recipe(job, optimizer), predict_weights=optimizer.has_prediction)
     settings = _settings(job, captured, optimizer.learning_rate, num_batches)
     settings = replace(settings, expected_nodes=num_nodes, settle_seconds=settle_seconds)
@@ -96,6 +98,7 @@ def prepare(
 
 def _settings(job: Job, captured: Captured, rate: float, num_batches: int) -> JobSettings:
     has_statistics = any(entry.is_written for entry in captured.blueprint.state)
+    is_whole = not captured.batch_loss.is_cuttable
     return JobSettings(
         num_samples=len(job.samples),
         num_validation=0 if job.val_samples is None else len(job.val_samples),
@@ -104,7 +107,9 @@ def _settings(job: Job, captured: Captured, rate: float, num_batches: int) -> Jo
         rates=tuple(rate * factor for factor in factors(job.rates, num_batches)),
         seed=job.seed,
         least_samples=_STATISTICS_SAMPLES if has_statistics else 1,
-        microbatches=job.microbatches if isinstance(job.microbatches, int) else 0,
+        microbatches=1 if is_whole else job.microbatches if isinstance(job.microbatches, int) else 0,
+        is_whole_batch=is_whole,
+        has_tied_weights=any(len(entry.positions) > 1 for entry in captured.blueprint.state),
         average_every=job.average_every if isinstance(job.average_every, int) else None,
         checkpoint_every=job.checkpoint_seconds,
         most_snapshot_bytes=sum(_SNAPSHOT_TIMES * x.size_bytes + 4096 for x in captured.blueprint.state),
@@ -124,11 +129,14 @@ def _recipe(job: Job, settings: OptimizerSettings) -> Recipe:
     return Recipe.MOMENTUM if has_momentum else Recipe.SGD
 
 
-def assemble_result(given: PreparedJob, finish: Finish, contents: Sequence[Buffer]) -> Result:
+def assemble_result(
+    given: PreparedJob, finish: Finish, contents: Sequence[Buffer], dropped: Sequence[DroppedSamples] = ()
+) -> Result:
     """Return the trained model of what the stages of one cluster left."""
     state: dict[str, Tensor] = {}
     for part, content in zip(finish.parts, contents, strict=True):
         stage = slice_blueprint(given.captured.blueprint, part.start, part.stop)
         found, _ = read_snapshot(content, stage.state)
         state = found | state  # of tied weights the first stage's counts
-    return Result(given.owner.job.model, given.captured.blueprint, state, tuple(given.owner.history))
+    history = tuple(given.owner.history)
+    return Result(given.owner.job.model, given.captured.blueprint, state, history, dropped)

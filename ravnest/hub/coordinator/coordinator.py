@@ -9,9 +9,10 @@ again from its last checkpoint. A late or foreign message is refused with a reas
 from dataclasses import replace
 from typing import assert_never
 
-from ravnest.config import TIMEOUTS, Averaging, HubTimeouts
+from ravnest.config import TIMEOUTS, HubTimeouts
 from ravnest.hub.coordinator.checkpoints import CheckpointCollector
 from ravnest.hub.coordinator.departures import Departures
+from ravnest.hub.coordinator.drops import Drops
 from ravnest.hub.coordinator.events import (
     Action,
     CalmChanged,
@@ -32,6 +33,7 @@ from ravnest.hub.coordinator.events import (
     Probed,
     Received,
     Restarted,
+    SamplesInspected,
     Send,
     SpeedMeasured,
     Stopped,
@@ -80,6 +82,7 @@ class Coordinator:
         self.now = 0.0  # of the last event; a hub that goes on after a restart counts on from it
         self.ledger = Ledger(job.settings)
         self.ledger.restart(job.books)
+        self.drops = Drops()
         self.membership = Membership()
         self.placement = Placement(job, self.membership)
         self._desk = SnapshotDesk()
@@ -107,6 +110,11 @@ class Coordinator:
     def has_begun(self) -> bool:
         """Whether the job was given."""
         return self._life.has_begun
+
+    @property
+    def can_wait_for_all(self) -> bool:
+        """Whether members are worth a long wait: they have what was trained, and the job is not stopped."""
+        return bool(self.placement.clusters) and self._life.is_under_way
 
     @property
     def is_calm(self) -> bool:
@@ -149,7 +157,7 @@ class Coordinator:
     @property
     def stands_still(self) -> bool:
         """Whether clusters wait for a blocking round, which has a deadline of its own."""
-        return self._job.config.averaging is Averaging.BLOCKING and self._rounds.due is not None
+        return self._rounds.stands_still and self._rounds.due is not None
 
     def has_asked(self, cluster_id: str) -> bool:
         """Return whether a silent cluster was asked what is wrong."""
@@ -205,6 +213,8 @@ class Coordinator:
                 return end_probe(self.membership, event)
             case Collected():
                 return self._life.end_collection(event, self.now)
+            case SamplesInspected():
+                return self.drops.conclude(event)
             case Stopped():
                 return self._life.stop(event.reason, self.now)
             case Tick():
@@ -329,10 +339,12 @@ class Coordinator:
         return [Notify(self.ledger.trained), *self._record_results(results)]
 
     def _record_dropped(self, sender: NodeId, cluster: ClusterState, dropped: DroppedMicrobatch) -> _Result:
-        reason = self.ledger.record_dropped(cluster, dropped)
-        if reason is not None:
-            return reason
-        return [Notify(MicrobatchDropped(dropped.microbatch, sender, dropped.reason))]
+        lease = self.ledger.record_dropped(cluster, dropped)
+        if isinstance(lease, str):
+            return lease
+        samples, is_evaluation = self.ledger.samples_of(lease, dropped.microbatch), lease.lease is None
+        facts = (dropped.microbatch, sender, dropped.reason, samples, is_evaluation)
+        return self.drops.record(MicrobatchDropped(*facts))
 
     def _record_results(self, results: list[EpochDone] | list[Evaluated]) -> list[Action]:
         self.ledger.history += results

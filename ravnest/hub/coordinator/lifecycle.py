@@ -54,7 +54,8 @@ class Lifecycle:
         self.stop_by: float | None = None  # once it is stopped
         self.end_by: float | None = None  # once all is trained, and a cluster stands still
         self.alarm: LossAlarm | None = None  # until training goes back
-        self._num_alarms = 0  # since the last checkpoint
+        self._num_alarms = 0  # since a checkpoint that is past the last of them
+        self._alarmed_at = 0  # samples that were trained at the alarm that came furthest
 
     @property
     def can_repair(self) -> bool:
@@ -101,10 +102,14 @@ class Lifecycle:
         """Tell the outcome of a round, if it has one, and note which clusters now know the same."""
         if ended is None:
             return []
-        if ended.told.is_committed:
-            took_part = {send.to for send in ended.sends}
-            clusters = (each for each in self._placement.running if each.root in took_part)
-            self._ledger.note_averaged(clusters, ended.told.round_id)
+        if not ended.told.is_committed:
+            return [*ended.sends, Notify(ended.told)]
+        took_part = {send.to for send in ended.sends}
+        clusters = [each for each in self._placement.running if each.root in took_part]
+        if ended.sums_gradients:  # one for every batch, so people are told of those that fail
+            self._ledger.note_summed(clusters)
+            return [*ended.sends]
+        self._ledger.note_averaged(clusters, ended.told.round_id)
         return [*ended.sends, Notify(ended.told)]
 
     def adopt(self, made: PlanMade, now: float) -> _Result:
@@ -123,7 +128,7 @@ class Lifecycle:
         """Go on with a repaired plan."""
         assert made.plan is not None
         told: list[Action] = []
-        if made.plan.rings != self._placement.rings:
+        if made.plan.rings != self._placement.rings or self._placement.is_exact:
             told += self.end_round(self._rounds.cancel("the rings are others now", now))
         told += [Notify(Repaired(made.plan, made.reason))] if made.reason else []
         followed = self._recovery.repair(made)
@@ -150,6 +155,7 @@ class Lifecycle:
     def roll_back(self, alarm: LossAlarm, now: float) -> list[Action]:
         """Go back to the last checkpoint, if there is one; too often in a row is the end."""
         self._num_alarms += 1
+        self._alarmed_at = max(self._alarmed_at, self._ledger.num_counted)
         self.alarm = None
         has_checkpoint = self._recovery.saved is not None
         told = Notify(WentWrong(alarm.reason, alarm.suspect, has_checkpoint))
@@ -187,8 +193,11 @@ class Lifecycle:
         if not self._checkpoints.has_asked_for(collected.number):
             return f"nobody asked to collect number {collected.number}"
         if self.phase is not JobPhase.KEEPING:
-            self._num_alarms = 0 if not collected.fault else self._num_alarms
-            return self._recovery.end_checkpoint(collected, now)
+            kept = self._recovery.end_checkpoint(collected, now)
+            saved = self._recovery.saved
+            if not collected.fault and saved is not None and saved.num_counted > self._alarmed_at:
+                self._num_alarms = 0  # a checkpoint before that place says nothing of what comes there
+            return kept
         self.enter(JobPhase.FINISHED)
         stops: list[Action] = [Send(name, Stop("the job is done")) for name in self._membership]
         return [*stops, Finish(self._checkpoints.parts, tuple(self._ledger.history))]

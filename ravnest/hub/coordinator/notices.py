@@ -4,9 +4,12 @@ from dataclasses import dataclass
 from typing import assert_never
 
 from ravnest.ids import HUB, MicrobatchId, NodeId, RoundId
+from ravnest.plan.sharing import ALONE, Sharing, show_sharing
 from ravnest.plan.types import Node, Plan, cluster_name
 from ravnest.protocol.training import Metrics
 from ravnest.units import show_flops, show_rate, show_seconds
+
+_MOST_SHOWN = 8  # samples
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,14 @@ class Missing:
 
     node: NodeId
     reason: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class CutOff:
+    """Nobody is heard: the hub's own line is probably down; it waits so many seconds for all its peers."""
+
+    num_peers: int
     seconds: float
 
 
@@ -88,6 +99,8 @@ class PlanFormed:
     round_seconds: float
     batch_size: int  # samples per update
     microbatches: int  # that a batch travels as
+    sharing: Sharing = ALONE
+    reason: str = ""  # why it has no more clusters
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,11 +156,22 @@ class WorkLost:
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchDropped:
-    """A microbatch was lost in a stage."""
+    """A microbatch was lost in a stage, with these samples of the train data or of the validation data."""
 
     microbatch: MicrobatchId
     node: NodeId
     reason: str
+    samples: tuple[int, ...] = ()
+    is_evaluation: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SampleDropped:
+    """A sample is at fault when its microbatch is dropped; told once, though it fails in every epoch."""
+
+    sample: int
+    reason: str
+    is_evaluation: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,6 +255,7 @@ Notice = (
     | Resumed
     | Returned
     | Missing
+    | CutOff
     | Left
     | Leaving
     | SpeedChanged
@@ -243,6 +268,7 @@ Notice = (
     | ClusterDissolved
     | WorkLost
     | MicrobatchDropped
+    | SampleDropped
     | Trained
     | EpochDone
     | Evaluated
@@ -262,17 +288,18 @@ def show_notice(news: Notice) -> str:  # noqa: C901, PLR0912 - one short case fo
         case Measured(node, fault):
             return f"{node.name} {fault or 'was measured'}: {_show_facts(node)}"
         case Resumed(num_samples, num_peers):
-            met = f"; waiting for {num_peers} peers to come back" if num_peers else ""
-            return f"the hub goes on: {num_samples} samples are trained{met}"
+            return _show_resumed(num_samples, num_peers)
         case Returned(node):
             return f"{node} is back, with what it had"
         case Missing(node, reason, seconds):
             return f"{node} is missing: {reason}; it has {show_seconds(seconds)} to come back"
+        case CutOff(num_peers, seconds):
+            return _show_cut_off(num_peers, seconds)
         case Left(node, reason):
             return f"{node} left: {reason}"
         case Waiting(reason):
             return f"no plan yet: {reason}"
-        case PlanFormed(plan, samples_per_second, _, batch_size, microbatches):
+        case PlanFormed(plan, samples_per_second, _, batch_size, microbatches, sharing, reason):
             shown = [
                 f"{cluster_name(index)} = {' > '.join(stage.node for stage in cluster.stages)}"
                 for index, cluster in enumerate(plan.clusters)
@@ -281,6 +308,8 @@ def show_notice(news: Notice) -> str:  # noqa: C901, PLR0912 - one short case fo
             shown += [
                 f"{batch_size} samples per update{pieces}",
                 f"{samples_per_second:.3g} samples/s foreseen",
+                *([show_sharing(sharing, batch_size)] if sharing.num_clusters > 1 else []),
+                *([reason] if reason else []),
             ]
             return f"plan {plan.plan_id}: {'; '.join(shown)}"
         case ClusterStarted(cluster):
@@ -303,8 +332,8 @@ def show_notice(news: Notice) -> str:  # noqa: C901, PLR0912 - one short case fo
             return f"no checkpoint was kept, training goes on: {reason}"
         case WorkLost(num_samples):
             return f"training goes back: nobody has what the last {num_samples} samples taught"
-        case MicrobatchDropped(microbatch, node, reason):
-            return f"microbatch {microbatch} dropped by {node}: {reason}"
+        case MicrobatchDropped() | SampleDropped():
+            return _show_dropped(news)
         case Trained(num_samples, num_total, epoch, loss):
             return f"{num_samples / num_total:.0%} of the training, epoch {epoch}, loss {_show(loss)}"
         case EpochDone(epoch, num_samples, num_dropped, loss):
@@ -328,9 +357,37 @@ def show_notice(news: Notice) -> str:  # noqa: C901, PLR0912 - one short case fo
             assert_never(news)
 
 
+def _show_resumed(num_samples: int, num_peers: int) -> str:
+    met = f"; waiting for {num_peers} peers to come back" if num_peers else ""
+    return f"the hub goes on: {num_samples} samples are trained{met}"
+
+
+def _show_cut_off(num_peers: int, seconds: float) -> str:
+    peers = "the only peer" if num_peers == 1 else f"all {num_peers} peers"
+    cause = f"nothing is heard of {peers}: the line of this PC is probably down"
+    waits = f"nobody is given up for {show_seconds(seconds)}"
+    return f"{cause}; {waits}, and training goes on when they are back; others may join too"
+
+
 def _show_facts(node: Node) -> str:
     links = f"{show_rate(node.upload_bytes_per_second)} up, {show_rate(node.download_bytes_per_second)} down"
     return f"{show_flops(node.flops_per_second)}, {links}, {show_seconds(node.latency_seconds)} away"
+
+
+def _show_dropped(news: MicrobatchDropped | SampleDropped) -> str:
+    data = "validation data" if news.is_evaluation else "train data"
+    if isinstance(news, SampleDropped):
+        return f"sample {news.sample} of the {data} was dropped: {news.reason}"
+    shown = f" ({_show_samples(news.samples)} of the {data})" if news.samples else ""
+    return f"microbatch {news.microbatch}{shown} dropped by {news.node}: {news.reason}"
+
+
+def _show_samples(samples: tuple[int, ...]) -> str:
+    if len(samples) == 1:
+        return f"sample {samples[0]}"
+    shown = ", ".join(str(sample) for sample in samples[:_MOST_SHOWN])
+    more = f" and {len(samples) - _MOST_SHOWN} more" if len(samples) > _MOST_SHOWN else ""
+    return f"samples {shown}{more}"
 
 
 def _show_sources(sources: tuple[NodeId, ...]) -> str:

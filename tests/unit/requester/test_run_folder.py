@@ -2,6 +2,7 @@
 
 import os
 import stat
+from datetime import date
 from pathlib import Path
 
 import msgspec
@@ -13,6 +14,7 @@ from ravnest.requester.run_folder import (
     MODEL,
     find_run,
     free_run,
+    fresh_run,
     new_hub_file,
     open_run,
     read_hub_file,
@@ -99,6 +101,20 @@ def test_new_runs_take_a_free_name_and_an_unfinished_one_is_taken_up_again(
     Path("runs/gpt-2").mkdir()
     write_hub_file(Path("runs/gpt-2"), msgspec.structs.replace(file, started_at=started_at))
     assert free_run("gpt") == Path("runs/gpt-3")
+
+
+def test_every_training_without_a_folder_gets_one_that_was_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    made = [fresh_run("my job", date(2026, 11, 16)) for _ in range(3)]
+    assert [str(each) for each in made] == [f"runs/my-job-2026-11-16{end}" for end in ("", "-2", "-3")]
+    assert all(each.is_dir() for each in made)
+    Path("elsewhere").mkdir()
+    Path("elsewhere/runs").write_text("no folder")
+    monkeypatch.chdir("elsewhere")
+    with pytest.raises(ConfigError, match=r"cannot be made: .*give --folder or --out"):
+        fresh_run("gpt", date(2026, 11, 16))
 
 
 def test_the_newest_run_is_meant_if_none_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

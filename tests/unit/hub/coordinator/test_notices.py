@@ -5,6 +5,7 @@ import pytest
 from ravnest.hub.coordinator.notices import (
     ClusterBroken,
     ClusterDissolved,
+    CutOff,
     EpochDone,
     Leaving,
     Missing,
@@ -23,6 +24,11 @@ from ravnest.ids import HUB
         (Resumed(40, 0), "the hub goes on: 40 samples are trained"),
         (Resumed(40, 3), "the hub goes on: 40 samples are trained; waiting for 3 peers to come back"),
         (Missing("ana", "link lost", 3.0), "ana is missing: link lost; it has 3 s to come back"),
+        (
+            CutOff(3, 600.0),
+            "nothing is heard of all 3 peers: the line of this PC is probably down; nobody is given up "
+            "for 10 min, and training goes on when they are back; others may join too",
+        ),
         (Leaving("ana", "Ctrl-C"), "ana leaves: Ctrl-C; what it has is handed over"),
         (Recovered("A", 4.0, ()), "cluster A trains again after 4 s"),
         (
