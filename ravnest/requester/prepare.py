@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from ravnest.config import EXACT_FORMATS, PlanConfig, WireFormat
 from ravnest.config import OptimizerKind as Recipe
-from ravnest.config import PlanConfig, WireFormat
 from ravnest.engine.optimizers import Adam, Muon, NAdam, OptimizerSettings, Sgd
 from ravnest.engine.train_config import TrainConfig
 from ravnest.errors import ConfigError
@@ -59,6 +59,9 @@ def prepare(
         raise ConfigError(
             "deltas is fp16, too narrow for sums over clusters; choose fp32, bf16, int8 or int4"
         )
+    if plan.exact_gradients not in EXACT_FORMATS:
+        problem = f"exact_gradients is {plan.exact_gradients}, too coarse for gradients"
+        raise ConfigError(f"{problem}; choose {' or '.join(EXACT_FORMATS)}")
     captured = job.capture()
     for note in captured.notes:
         logger.warning("note: %s", note)
@@ -78,6 +81,7 @@ def prepare(
         max_lag=config.max_lag,
         deltas=config.deltas,
         averaging=job.averaging_rule,
+        exact_gradients=config.exact_gradients,
     )
     state = hash_state(captured.blueprint.state)
     sizes = (num_samples, job.batch_size, job.epochs, job.seed)
