@@ -256,10 +256,10 @@ def parse_plan_table(text: str, where: str) -> dict[str, object] | None:
     return table
 
 
-def read_plan_config(table: Mapping[str, object], where: str) -> PlanConfig:
-    """Return the default PlanConfig with the keys of `table` set; errors name `where`."""
+def read_plan_config(table: Mapping[str, object], where: str, base: PlanConfig | None = None) -> PlanConfig:
+    """Return the default PlanConfig, or `base`, with the keys of `table` set; errors name `where`."""
     read = Document(dict(table), where, is_table=True).read_as(_plan_table())
-    return replace(PlanConfig(), **{name: _plain(name, getattr(read, name)) for name in table})
+    return replace(base or PlanConfig(), **{name: _plain(name, getattr(read, name)) for name in table})
 
 
 def _plain(name: str, value: Any) -> Any:

@@ -68,9 +68,9 @@ from tests.support.inline import InlineExecutor
 logger = logging.getLogger(__name__)
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "system.json"
-# Memory is what the model needs, and no more; and there are as many clusters as there can be.
+# Memory is what the model needs, and no more; and there are two clusters.
 PLAN = replace(
-    LOCAL_PLAN, overhead_bytes=0.0, clusters=99, averaging=Averaging.OVERLAPPED, microbatch_seconds=0.0
+    LOCAL_PLAN, overhead_bytes=0.0, clusters=2, averaging=Averaging.OVERLAPPED, microbatch_seconds=0.0
 )
 SETTLE_SECONDS = 5.0
 SPEED = 2e7  # FLOP/s at a speed of 1
