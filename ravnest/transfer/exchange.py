@@ -45,9 +45,7 @@ class Exchange:
             self.post(request)
         return None
 
-    async def fetch(
-        self, ref: BlobRef, source: NodeId, *, quiet_seconds: float | None, keep: bool = False
-    ) -> Buffer | Refusal:
+    async def fetch(self, ref: BlobRef, source: NodeId, *, quiet_seconds: float | None) -> Buffer | Refusal:
         """Return a blob that a node is asked for, or why it never came.
 
         A node that sends nothing of it for `quiet_seconds` is given up; None waits for as long as it takes.
@@ -55,7 +53,7 @@ class Exchange:
         arrived: asyncio.Future[Buffer | Refusal] = asyncio.get_running_loop().create_future()
         done = arrived.set_result
         try:
-            for request in self.blobs.want(ref, source, done, keep=keep):
+            for request in self.blobs.want(ref, source, done, keep=False):
                 self.post(request)
             num_come = 0
             while not (await asyncio.wait([arrived], timeout=quiet_seconds))[0]:

@@ -210,6 +210,14 @@ class NotCheckpointed:
 
 
 @dataclass(frozen=True, slots=True)
+class FromCheckpoint:
+    """The last checkpoint is the result: all is trained in it, or nobody has what came after it."""
+
+    num_samples: int
+    num_total: int
+
+
+@dataclass(frozen=True, slots=True)
 class WentWrong:
     """Training went wrong: it goes back to the last checkpoint, or on where there is none."""
 
@@ -249,12 +257,13 @@ Notice = (
     | RoundEnded
     | Checkpointed
     | NotCheckpointed
+    | FromCheckpoint
     | WentWrong
     | Stopping
 )
 
 
-def show_notice(news: Notice) -> str:  # noqa: C901, PLR0912 - one short case for each
+def show_notice(news: Notice) -> str:  # noqa: C901, PLR0912, PLR0915 - one short case for each
     """Return a notice as a sentence."""
     match news:
         case Joined(node):
@@ -301,6 +310,8 @@ def show_notice(news: Notice) -> str:  # noqa: C901, PLR0912 - one short case fo
             return f"checkpoint kept in {show_seconds(seconds)}: {num_samples} samples trained"
         case NotCheckpointed(reason):
             return f"no checkpoint was kept, training goes on: {reason}"
+        case FromCheckpoint(num_samples, num_total):
+            return _show_end(num_samples, num_total)
         case WorkLost(num_samples):
             return f"training goes back: nobody has what the last {num_samples} samples taught"
         case MicrobatchDropped(microbatch, node, reason):
@@ -331,6 +342,13 @@ def show_notice(news: Notice) -> str:  # noqa: C901, PLR0912 - one short case fo
 def _show_facts(node: Node) -> str:
     links = f"{show_rate(node.upload_bytes_per_second)} up, {show_rate(node.download_bytes_per_second)} down"
     return f"{show_flops(node.flops_per_second)}, {links}, {show_seconds(node.latency_seconds)} away"
+
+
+def _show_end(num_samples: int, num_total: int) -> str:
+    if num_samples == num_total:
+        return f"the run is finished: all {num_total} samples are trained; it goes on with more epochs"
+    trained = f"{num_samples} of {num_total} samples are trained"
+    return f"nobody is left to ask: the last checkpoint is the result, {trained}"
 
 
 def _show_sources(sources: tuple[NodeId, ...]) -> str:
