@@ -59,7 +59,7 @@ from ravnest.protocol.membership import Fact
 from ravnest.protocol.messages import Message, Refusal
 from ravnest.protocol.training import LeaseDone
 from ravnest.requester.owner import JobOwner
-from ravnest.requester.prepare import PreparedJob, assemble_result
+from ravnest.requester.prepare import PreparedJob
 from ravnest.requester.prepare import prepare as prepare_job
 from ravnest.requester.result import Result
 from ravnest.requester.session import LOCAL_PLAN
@@ -401,14 +401,14 @@ class World:
                 self.join(pc)
             try:
                 async with asyncio.timeout(self.limit_seconds):
-                    finish, contents = await server.run(transport, given.owner, job)
+                    await server.run(transport, given.owner, job)
             except TimeoutError:
                 return None
             finally:
                 self._alive_at_end = self.alive
                 for name in self.alive:
                     self.kill(name)
-        return assemble_result(given, finish, contents)
+        return given.owner.result
 
     async def _live(self, name: NodeId, keys: KeyPair, pc: Pc) -> None:
         node = Node(name, pc.memory_bytes, pc.speed * SPEED, 1e9, 1e9, self.wire.delay_seconds / 2)
