@@ -54,18 +54,23 @@ def plain_runs(tasks: Sequence[str], seeds: int) -> list[Run]:
 
 
 def read_records(files: Iterable[Path]) -> list[Record]:
-    """Return the records of files that exist; of two with the same key the first."""
+    """Return the records of files that exist; of two with the same key the first that did not fail."""
     found: dict[str, Record] = {}
     for file in files:
         for line in file.read_text().splitlines() if file.exists() else ():
             record = json.loads(line)
-            found.setdefault(json.dumps(record["run"], sort_keys=True), record)
+            key = json.dumps(record["run"], sort_keys=True)
+            if "error" in found.setdefault(key, record):
+                found[key] = record
     return list(found.values())
 
 
 def run_all(runs: Sequence[Run], num_parallel: int, file: Path | None, max_seconds: float) -> list[Record]:
-    """Make the runs that the file lacks, some side by side, until the time is over; return all records."""
-    records = read_records([file] if file else [])
+    """Make the runs that the file lacks, some side by side, until the time is over; return all records.
+
+    Those that failed are made again.
+    """
+    records = [record for record in read_records([file] if file else []) if "error" not in record]
     done = {json.dumps(record["run"], sort_keys=True) for record in records}
     left = [run for run in runs if json.dumps(asdict(run), sort_keys=True) not in done]
     say(f"{len(left)} runs to make, {len(records)} are made")
