@@ -169,6 +169,8 @@ class PeerTimeouts:
     handover: HandoverTimeouts = HANDOVER
     quiet_download_seconds: float = 30.0  # a download that stands still for so long is given up
     relay_after_seconds: float = 3.0  # two peers without a direct link meet at the relay after this
+    look_seconds: float = 5.0  # two that met at the relay then look for the straight way; this doubles
+    look_later_seconds: float = 60.0  # up to this
     give_up_seconds: float = 20.0  # a peer reports a neighbour it cannot reach after this
     give_up_later_seconds: float = 5.0  # the other one of the two waits so much longer
     report_every_seconds: float = 5.0  # a stage reports at least this often while it works

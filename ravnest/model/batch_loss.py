@@ -188,9 +188,14 @@ class _SameDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _count_affordable(whole: ModelWithLoss, fields: Mapping[str, Tensor]) -> int:
     """Return how many samples the check may run: all of a small model, a few of a large one."""
+    work = count_work(sum(parameter.numel() for parameter in whole.parameters()), fields)
+    return min(_MOST_SAMPLES, max(_NUM_PARTS, int(_MOST_WORK / work)))
+
+
+def count_work(num_parameters: int, fields: Mapping[str, Tensor]) -> int:
+    """Return about how much work a sample is: parameters, times tokens where it has any."""
     tokens = max((each[0].numel() for each in fields.values() if not each.is_floating_point()), default=1)
-    work = sum(parameter.numel() for parameter in whole.parameters()) * max(tokens, 1)
-    return min(_MOST_SAMPLES, max(_NUM_PARTS, int(_MOST_WORK / max(work, 1))))
+    return max(num_parameters, 1) * max(tokens, 1)
 
 
 def _find_tolerance(whole: ModelWithLoss) -> float:

@@ -68,7 +68,9 @@ class Search:
         population = self._seed(ceilings)
         stop = self.num_evaluated + budget
         stale = 0
-        for _ in range(min(self._num_generations, max(8, budget // 50))):  # a small budget is for a first look
+        for _ in range(
+            min(self._num_generations, max(8, budget // 50))
+        ):  # a small budget is for a first look
             if not population or self.num_evaluated > stop or stale >= self._num_generations // 4:
                 break
             best, known = population[0].rate, self.num_evaluated

@@ -31,6 +31,7 @@ from ravnest.model.state_dict import (
 from ravnest.protocol.tensors import Buffer
 from ravnest.requester import checkpoint_store
 from ravnest.requester.checkpoint_store import Checkpoint, Checkpoints, Fingerprint
+from ravnest.requester.faulty_samples import SampleInspector
 from ravnest.requester.job import Job
 from ravnest.requester.job_file import users_code
 
@@ -56,6 +57,7 @@ class JobOwner:
         self._keeper = keeper
         self._state: Mapping[str, Tensor] = captured.state
         self._optimizer: dict[str, Tensor] = {}
+        self._inspector = SampleInspector(captured)
 
     def note(self, news: Notice) -> None:
         """Record an epoch or an evaluation; after a restart the same one may be reported again."""
@@ -156,12 +158,20 @@ class JobOwner:
             state.setdefault(entry.name, self._captured.state[entry.name])
         self._state, self._optimizer = state, optimizer
 
-    def read_fields(self, is_evaluation: bool, samples: Sequence[int], names: Sequence[str]) -> Fields:
-        """Return these fields of a batch as they travel: exactly as they are."""
+    def find_faulty(self, is_evaluation: bool, samples: Sequence[int]) -> tuple[tuple[int, str], ...]:
+        """Return which of these samples fail alone, each with the reason, as far as it can be known."""
+        found = self._inspector.inspect(self._read(is_evaluation, samples))
+        return tuple((samples[row], reason) for row, reason in found.items())
+
+    def _read(self, is_evaluation: bool, samples: Sequence[int]) -> dict[str, Tensor]:
         data = self.job.val_samples if is_evaluation else self.job.samples
         assert data is not None, "without validation data nothing is evaluated"
         with users_code("the data"):
-            batch = data.batch(samples)
+            return data.batch(samples)
+
+    def read_fields(self, is_evaluation: bool, samples: Sequence[int], names: Sequence[str]) -> Fields:
+        """Return these fields of a batch as they travel: exactly as they are."""
+        batch = self._read(is_evaluation, samples)
         specs = tuple((name, describe(batch[name], WireFormat.FP32)) for name in names)
         return specs, tuple(encode_tensor(batch[name], WireFormat.FP32) for name in names)
 

@@ -14,6 +14,7 @@ from ravnest.config import PlanConfig, WireFormat
 from ravnest.engine.optimizers import Adam, Muon, NAdam, OptimizerSettings, Sgd
 from ravnest.engine.train_config import TrainConfig
 from ravnest.errors import ConfigError
+from ravnest.hub.coordinator.drops import DroppedSamples
 from ravnest.hub.coordinator.events import Finish, JobGiven, JobSettings
 from ravnest.model.capture import Captured
 from ravnest.model.profile import measure
@@ -124,11 +125,14 @@ def _recipe(job: Job, settings: OptimizerSettings) -> Recipe:
     return Recipe.MOMENTUM if has_momentum else Recipe.SGD
 
 
-def assemble_result(given: PreparedJob, finish: Finish, contents: Sequence[Buffer]) -> Result:
+def assemble_result(
+    given: PreparedJob, finish: Finish, contents: Sequence[Buffer], dropped: Sequence[DroppedSamples] = ()
+) -> Result:
     """Return the trained model of what the stages of one cluster left."""
     state: dict[str, Tensor] = {}
     for part, content in zip(finish.parts, contents, strict=True):
         stage = slice_blueprint(given.captured.blueprint, part.start, part.stop)
         found, _ = read_snapshot(content, stage.state)
         state = found | state  # of tied weights the first stage's counts
-    return Result(given.owner.job.model, given.captured.blueprint, state, tuple(given.owner.history))
+    history = tuple(given.owner.history)
+    return Result(given.owner.job.model, given.captured.blueprint, state, history, dropped)

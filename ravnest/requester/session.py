@@ -182,7 +182,7 @@ class Hub:
             async with self._watched(server, hear):
                 interrupts.stop = lambda: server.stop(_STOPPED)
                 finish, contents = await server.run(transport, given.owner, given.job)
-        return assemble_result(given, finish, contents)
+        return assemble_result(given, finish, contents, hub.drops.found)
 
     def _find_past(self, given: PreparedJob) -> StatusTracker | None:
         """Return the hub of the folder's log if it was at this job; peers of its own are gone with it."""

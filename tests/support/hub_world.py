@@ -22,6 +22,7 @@ from ravnest.hub.coordinator.events import (
     Collected,
     Evict,
     Finish,
+    InspectSamples,
     JobGiven,
     JobSettings,
     MakeParts,
@@ -34,6 +35,7 @@ from ravnest.hub.coordinator.events import (
     Probed,
     Received,
     Restarted,
+    SamplesInspected,
     Send,
     SendFields,
     Stopped,
@@ -362,6 +364,8 @@ class HubWorld:
                 fields = [each for _, names in order.consumers for each in names]
                 assert fields == (["x", "y", "mask"] if order.is_evaluation else ["x", "y"])
                 assert {name for name, _ in order.consumers} <= self.known
+            case InspectSamples():
+                self.after(0.5, self._in_session(), self._inspect, order)
             case Collect() if order.books is not None:
                 self.after(self._delay(), self._in_session(), self._keep_checkpoint, order)
             case Collect() if self.is_collecting:
@@ -377,6 +381,10 @@ class HubWorld:
                 assert self.is_stopped or order.is_guarded
                 assert self.finish is None
                 self.abandoned = order
+
+    def _inspect(self, order):
+        faulty = ((min(order.samples), "it is the first"),)
+        self.feed(SamplesInspected(order.is_evaluation, order.samples, faulty, self.now))
 
     def _keep_checkpoint(self, order):
         fault = "the disk is full" if self._happens(self.trouble.no_room) else ""

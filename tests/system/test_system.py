@@ -32,6 +32,7 @@ from ravnest.hub.coordinator.notices import (
     PlanFormed,
     Returned,
     RoundEnded,
+    SampleDropped,
     Trained,
     Waiting,
     WorkLost,
@@ -489,3 +490,21 @@ def test_state_that_lacks_something_or_is_not_finite_is_found_out() -> None:
     others = {key: tensor for key, tensor in tensors.items() if key != name}
     assert f"it lacks {name!r}" in owner.find_fault(0, 2, save(others))
     assert "no safetensors" in owner.find_fault(0, 2, b"junk")
+
+
+def test_bad_samples_cost_their_microbatches_and_are_named_and_no_peer_ends() -> None:
+    train, validation = make_points(128, 1), make_points(NUM_VALIDATION, 2)
+    train["y"][78], train["x"][100, 3], validation["y"][40] = 9, float("nan"), -7
+    job = rv.Job(
+        make_mlp(), train, val_data=validation, batch_size=16, epochs=2, loss=cross_entropy, optimizer="adamw"
+    )
+    ended = World(job, SIX).run()
+    assert ended.result is not None
+    assert ended.of(Left) == []
+    assert sorted((news.is_evaluation, news.sample, news.reason) for news in ended.of(SampleDropped)) == [
+        (False, 78, "IndexError: Target 9 is out of bounds"),
+        (False, 100, "'x' has a number that is NaN"),
+        (True, 40, "IndexError: Target -7 is out of bounds"),
+    ]
+    assert all(news.num_dropped in (16, 32) for news in ended.of(EpochDone))  # one batch may have both
+    assert {news.num_samples for news in ended.of(Evaluated)} == {NUM_VALIDATION - 16}

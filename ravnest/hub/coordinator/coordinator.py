@@ -12,6 +12,7 @@ from typing import assert_never
 from ravnest.config import TIMEOUTS, HubTimeouts
 from ravnest.hub.coordinator.checkpoints import CheckpointCollector
 from ravnest.hub.coordinator.departures import Departures
+from ravnest.hub.coordinator.drops import Drops
 from ravnest.hub.coordinator.events import (
     Action,
     CalmChanged,
@@ -32,6 +33,7 @@ from ravnest.hub.coordinator.events import (
     Probed,
     Received,
     Restarted,
+    SamplesInspected,
     Send,
     SpeedMeasured,
     Stopped,
@@ -80,6 +82,7 @@ class Coordinator:
         self.now = 0.0  # of the last event; a hub that goes on after a restart counts on from it
         self.ledger = Ledger(job.settings)
         self.ledger.restart(job.books)
+        self.drops = Drops()
         self.membership = Membership()
         self.placement = Placement(job, self.membership)
         self._desk = SnapshotDesk()
@@ -210,6 +213,8 @@ class Coordinator:
                 return end_probe(self.membership, event)
             case Collected():
                 return self._life.end_collection(event, self.now)
+            case SamplesInspected():
+                return self.drops.conclude(event)
             case Stopped():
                 return self._life.stop(event.reason, self.now)
             case Tick():
@@ -334,10 +339,12 @@ class Coordinator:
         return [Notify(self.ledger.trained), *self._record_results(results)]
 
     def _record_dropped(self, sender: NodeId, cluster: ClusterState, dropped: DroppedMicrobatch) -> _Result:
-        reason = self.ledger.record_dropped(cluster, dropped)
-        if reason is not None:
-            return reason
-        return [Notify(MicrobatchDropped(dropped.microbatch, sender, dropped.reason))]
+        lease = self.ledger.record_dropped(cluster, dropped)
+        if isinstance(lease, str):
+            return lease
+        samples, is_evaluation = self.ledger.samples_of(lease, dropped.microbatch), lease.lease is None
+        facts = (dropped.microbatch, sender, dropped.reason, samples, is_evaluation)
+        return self.drops.record(MicrobatchDropped(*facts))
 
     def _record_results(self, results: list[EpochDone] | list[Evaluated]) -> list[Action]:
         self.ledger.history += results

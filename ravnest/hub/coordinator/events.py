@@ -182,6 +182,16 @@ class Collected:
 
 
 @dataclass(frozen=True, slots=True)
+class SamplesInspected:
+    """What an InspectSamples asked for: the samples that fail alone, and why; none if it is not known."""
+
+    is_evaluation: bool
+    samples: tuple[int, ...]
+    faulty: tuple[tuple[int, str], ...]
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time has passed; only needed when it reaches `due`."""
 
@@ -295,6 +305,7 @@ Event = (
     | PlanMade
     | PartsMade
     | Collected
+    | SamplesInspected
     | Tick
     | Stopped
     | Probed
@@ -328,6 +339,14 @@ class SendFields:
     first_microbatch: MicrobatchId
     samples: tuple[tuple[int, ...], ...]
     consumers: tuple[tuple[NodeId, tuple[str, ...]], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class InspectSamples:
+    """An order to the requester's side: find which of these samples fail; then say SamplesInspected."""
+
+    is_evaluation: bool
+    samples: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -380,4 +399,16 @@ class Abandon:
     is_guarded: bool = False  # what was trained went wrong; a checkpoint may be on disk
 
 
-Action = Send | Evict | MakePlan | MakeParts | SendFields | Collect | Notify | Finish | Abandon | Refusal
+Action = (
+    Send
+    | Evict
+    | MakePlan
+    | MakeParts
+    | SendFields
+    | InspectSamples
+    | Collect
+    | Notify
+    | Finish
+    | Abandon
+    | Refusal
+)

@@ -46,6 +46,7 @@ class OpenLease:
     first_microbatch: MicrobatchId
     num_samples: tuple[int, ...]
     dropped: set[MicrobatchId] = field(default_factory=set)
+    first_sample: int = 0  # of an evaluation
 
     @property
     def microbatches(self) -> range:
@@ -158,6 +159,8 @@ def divide_batch(batch_size: int, rates: Sequence[float]) -> tuple[int, ...]:
     total = sum(rates)
     wished = [batch_size * rate / total if total > 0 else batch_size / len(rates) for rate in rates]
     shares = [max(1, int(each)) for each in wished]
+    while sum(shares) > batch_size and max(shares) > 1:
+        shares[shares.index(max(shares))] -= 1
     by_need = sorted(range(len(rates)), key=lambda k: shares[k] - wished[k])
     for k in range(batch_size - sum(shares)):
         shares[by_need[k % len(rates)]] += 1
@@ -528,13 +531,21 @@ class Ledger:
         loss, metrics = evaluation.means.read()
         return [Evaluated(evaluation.epoch, cluster.name, evaluation.num_samples, loss, metrics)]
 
-    def record_dropped(self, cluster: ClusterState, dropped: DroppedMicrobatch) -> str | None:
-        """Record that a microbatch under way is lost; return why not, if it is not under way."""
+    def record_dropped(self, cluster: ClusterState, dropped: DroppedMicrobatch) -> OpenLease | str:
+        """Record that a microbatch under way is lost; return its lease, or why it is not under way."""
         lease = self._find(cluster, dropped.microbatch)
         if lease is None or dropped.microbatch in lease.dropped:
             return f"microbatch {dropped.microbatch} of cluster {cluster.name} is not under way"
         lease.dropped.add(dropped.microbatch)
-        return None
+        return lease
+
+    def samples_of(self, lease: OpenLease, microbatch: MicrobatchId) -> tuple[int, ...]:
+        """Return the samples of a microbatch of an open lease."""
+        index = microbatch - lease.first_microbatch
+        start, size = sum(lease.num_samples[:index]), lease.num_samples[index]
+        if lease.lease is None:
+            return tuple(range(lease.first_sample + start, lease.first_sample + start + size))
+        return tuple(int(sample) for sample in self._book.samples(lease.lease)[start : start + size])
 
     @property
     def _position(self) -> int:
@@ -583,7 +594,9 @@ class Ledger:
         num_samples = min(num_left, self._chunk_batches * self._settings.batch_size)
         samples = range(evaluation.next_sample, evaluation.next_sample + num_samples)
         evaluation.next_sample += num_samples
-        opened = self._open_lease(cluster, None, num_samples, self._settings.batch_size)
+        opened = self._open_lease(
+            cluster, None, num_samples, self._settings.batch_size, first_sample=samples.start
+        )
         return grant_lease(cluster, opened, samples, placement)
 
     def _is_time_for(self, evaluation: Evaluation) -> bool:
@@ -611,13 +624,19 @@ class Ledger:
         return self._settings.epochs if upcoming is None else upcoming[0]
 
     def _open_lease(
-        self, cluster: ClusterState, lease: Lease | None, num_samples: int, batch_size: int
+        self,
+        cluster: ClusterState,
+        lease: Lease | None,
+        num_samples: int,
+        batch_size: int,
+        first_sample: int = 0,
     ) -> OpenLease:
         sizes = cut_batches(num_samples, batch_size, self._microbatches)
         first, number = MicrobatchId(self._next_microbatch), LeaseId(self._next_lease)
         self._next_microbatch += len(sizes)
         self._next_lease += 1
-        opened = self._open[number] = OpenLease(number, cluster.cluster_id, lease, first, sizes)
+        opened = OpenLease(number, cluster.cluster_id, lease, first, sizes, first_sample=first_sample)
+        self._open[number] = opened
         self._open_by_cluster.setdefault(cluster.cluster_id, {})[number] = opened
         return opened
 

@@ -9,6 +9,8 @@ from ravnest.plan.types import Node, Plan, cluster_name
 from ravnest.protocol.training import Metrics
 from ravnest.units import show_flops, show_rate, show_seconds
 
+_MOST_SHOWN = 8  # samples
+
 
 @dataclass(frozen=True, slots=True)
 class Joined:
@@ -154,11 +156,22 @@ class WorkLost:
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchDropped:
-    """A microbatch was lost in a stage."""
+    """A microbatch was lost in a stage, with these samples of the train data or of the validation data."""
 
     microbatch: MicrobatchId
     node: NodeId
     reason: str
+    samples: tuple[int, ...] = ()
+    is_evaluation: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SampleDropped:
+    """A sample is at fault when its microbatch is dropped; told once, though it fails in every epoch."""
+
+    sample: int
+    reason: str
+    is_evaluation: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,6 +268,7 @@ Notice = (
     | ClusterDissolved
     | WorkLost
     | MicrobatchDropped
+    | SampleDropped
     | Trained
     | EpochDone
     | Evaluated
@@ -318,8 +332,8 @@ def show_notice(news: Notice) -> str:  # noqa: C901, PLR0912 - one short case fo
             return f"no checkpoint was kept, training goes on: {reason}"
         case WorkLost(num_samples):
             return f"training goes back: nobody has what the last {num_samples} samples taught"
-        case MicrobatchDropped(microbatch, node, reason):
-            return f"microbatch {microbatch} dropped by {node}: {reason}"
+        case MicrobatchDropped() | SampleDropped():
+            return _show_dropped(news)
         case Trained(num_samples, num_total, epoch, loss):
             return f"{num_samples / num_total:.0%} of the training, epoch {epoch}, loss {_show(loss)}"
         case EpochDone(epoch, num_samples, num_dropped, loss):
@@ -358,6 +372,22 @@ def _show_cut_off(num_peers: int, seconds: float) -> str:
 def _show_facts(node: Node) -> str:
     links = f"{show_rate(node.upload_bytes_per_second)} up, {show_rate(node.download_bytes_per_second)} down"
     return f"{show_flops(node.flops_per_second)}, {links}, {show_seconds(node.latency_seconds)} away"
+
+
+def _show_dropped(news: MicrobatchDropped | SampleDropped) -> str:
+    data = "validation data" if news.is_evaluation else "train data"
+    if isinstance(news, SampleDropped):
+        return f"sample {news.sample} of the {data} was dropped: {news.reason}"
+    shown = f" ({_show_samples(news.samples)} of the {data})" if news.samples else ""
+    return f"microbatch {news.microbatch}{shown} dropped by {news.node}: {news.reason}"
+
+
+def _show_samples(samples: tuple[int, ...]) -> str:
+    if len(samples) == 1:
+        return f"sample {samples[0]}"
+    shown = ", ".join(str(sample) for sample in samples[:_MOST_SHOWN])
+    more = f" and {len(samples) - _MOST_SHOWN} more" if len(samples) > _MOST_SHOWN else ""
+    return f"samples {shown}{more}"
 
 
 def _show_sources(sources: tuple[NodeId, ...]) -> str:

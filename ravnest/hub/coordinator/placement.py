@@ -365,11 +365,12 @@ class Placement:
         rings, contacts = self._rings(stage.node), self._contacts(stage.node, cluster.nodes, extras)
         since, seed, accumulate = self._rings_since, self._plan.seed, cluster.cluster.accumulate
         order = PlanOrder(cluster.build_id, since, seed, stage, cluster.nodes, rings, contacts, accumulate)
-        return Send(stage.node, order)
+        return Send(stage.node, replace(order, is_exact=self.is_exact))
 
     def _order_rings(self, cluster: ClusterState, name: NodeId, extras: Extras) -> Send:
         contacts = self._contacts(name, cluster.nodes, extras)
-        return Send(name, RingOrder(cluster.build_id, self._rings_since, self._rings(name), contacts))
+        order = RingOrder(cluster.build_id, self._rings_since, self._rings(name), contacts, self.is_exact)
+        return Send(name, order)
 
     def _rings(self, name: NodeId) -> Rings:
         assert self._plan is not None

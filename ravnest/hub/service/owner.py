@@ -32,5 +32,8 @@ class Owner(Protocol):
     def keep(self, number: int, parts: Sequence[tuple[int, int, Buffer]], books: LedgerState) -> str:
         """Write a checkpoint, the state of each interval of the line; return why not, if it cannot be."""
 
+    def find_faulty(self, is_evaluation: bool, samples: Sequence[int]) -> tuple[tuple[int, str], ...]:
+        """Return which of these samples fail alone, each with the reason, as far as it can be known."""
+
     def read_fields(self, is_evaluation: bool, samples: Sequence[int], names: Sequence[str]) -> Fields:
         """Return these fields of a microbatch as they travel."""

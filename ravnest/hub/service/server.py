@@ -20,6 +20,7 @@ from ravnest.hub.coordinator.events import (
     Event,
     Evict,
     Finish,
+    InspectSamples,
     JobGiven,
     MakeParts,
     MakePlan,
@@ -363,7 +364,7 @@ class Server:
                 self._post(Outgoing(to, Stop(reason)))
             case MakePlan():
                 self._start(self._make_plan(order))
-            case MakeParts() | SendFields() | Collect():
+            case MakeParts() | SendFields() | InspectSamples() | Collect():
                 self._start(self._data.carry_out(order))
             case Notify(news):
                 self._tell(news)

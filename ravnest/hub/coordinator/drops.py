@@ -1,0 +1,73 @@
+"""Drops: which samples were dropped, and why.
+
+A stage drops a whole microbatch. The requester's side is asked which of its samples is at fault, and that one
+is named. Training does not wait for the answer.
+"""
+
+from dataclasses import dataclass
+
+from ravnest.hub.coordinator.events import Action, InspectSamples, Notify, SamplesInspected
+from ravnest.hub.coordinator.notices import MicrobatchDropped, SampleDropped
+
+_MOST_KEPT = 100  # of what is told at the end
+_MOST_INSPECTED = 32  # microbatches: where all of them fail, it is not for their samples
+
+
+@dataclass(frozen=True, slots=True)
+class DroppedSamples:
+    """Samples of the train data, or of the validation data, that were dropped together."""
+
+    samples: tuple[int, ...]
+    reason: str
+    is_evaluation: bool = False
+
+
+class Drops:
+    """Takes every microbatch that is dropped; `found` says what is known of their samples, in order."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[bool, tuple[int, ...]], str] = {}
+        self._faulty: set[tuple[bool, int]] = set()
+        self._under_way: dict[tuple[bool, tuple[int, ...]], None] = {}
+        self._num_inspected = 0
+
+    @property
+    def found(self) -> tuple[DroppedSamples, ...]:
+        """Samples and reasons, each once: those at fault alone, else all of their microbatch."""
+        return tuple(DroppedSamples(key[1], reason, key[0]) for key, reason in self._found.items())
+
+    def record(self, told: MicrobatchDropped) -> list[Action]:
+        """Tell of a microbatch; have its samples inspected if none of them is known to be at fault."""
+        key, actions = (told.is_evaluation, told.samples), [Notify(told)]
+        if any((told.is_evaluation, sample) in self._faulty for sample in told.samples):
+            return [*actions]
+        if len(told.samples) == 1:
+            return [*actions, *self._name(told.is_evaluation, told.samples[0], told.reason)]
+        self._keep(*key, told.reason)
+        if key in self._under_way or self._num_inspected == _MOST_INSPECTED:
+            return [*actions]
+        self._num_inspected += 1
+        self._under_way[key] = None
+        return [*actions, InspectSamples(*key)]
+
+    def conclude(self, inspected: SamplesInspected) -> list[Action] | str:
+        """Name the samples that were found to be at fault."""
+        key = (inspected.is_evaluation, inspected.samples)
+        if key not in self._under_way:
+            return "nobody asked about these samples"
+        del self._under_way[key]
+        found = [(sample, reason) for sample, reason in inspected.faulty if sample in inspected.samples]
+        if found:
+            self._found.pop(key, None)
+        return [each for fault in found for each in self._name(inspected.is_evaluation, *fault)]
+
+    def _name(self, is_evaluation: bool, sample: int, reason: str) -> list[Action]:
+        if (is_evaluation, sample) in self._faulty or len(self._faulty) == _MOST_KEPT:
+            return []
+        self._faulty.add((is_evaluation, sample))
+        self._keep(is_evaluation, (sample,), reason)
+        return [Notify(SampleDropped(sample, reason, is_evaluation))]
+
+    def _keep(self, is_evaluation: bool, samples: tuple[int, ...], reason: str) -> None:
+        if len(self._found) < _MOST_KEPT:
+            self._found.setdefault((is_evaluation, samples), reason)
