@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,18 +54,23 @@ def plain_runs(tasks: Sequence[str], seeds: int) -> list[Run]:
 
 
 def read_records(files: Iterable[Path]) -> list[Record]:
-    """Return the records of files that exist; of two with the same key the first."""
+    """Return the records of files that exist; of two with the same key the first that did not fail."""
     found: dict[str, Record] = {}
     for file in files:
         for line in file.read_text().splitlines() if file.exists() else ():
             record = json.loads(line)
-            found.setdefault(json.dumps(record["run"], sort_keys=True), record)
+            key = json.dumps(record["run"], sort_keys=True)
+            if "error" in found.setdefault(key, record):
+                found[key] = record
     return list(found.values())
 
 
 def run_all(runs: Sequence[Run], num_parallel: int, file: Path | None, max_seconds: float) -> list[Record]:
-    """Make the runs that the file lacks, some side by side, until the time is over; return all records."""
-    records = read_records([file] if file else [])
+    """Make the runs that the file lacks, some side by side, until the time is over; return all records.
+
+    Those that failed are made again.
+    """
+    records = [record for record in read_records([file] if file else []) if "error" not in record]
     done = {json.dumps(record["run"], sort_keys=True) for record in records}
     left = [run for run in runs if json.dumps(asdict(run), sort_keys=True) not in done]
     say(f"{len(left)} runs to make, {len(records)} are made")
@@ -106,6 +111,8 @@ def _make(run: Run, until: float) -> Record | None:
     try:
         return head | (_swarm(run) if run.nodes else _loop(run))
     except Exception as error:  # one run that fails is a result, too
+        while isinstance(error, ExceptionGroup):
+            error = error.exceptions[0]
         return head | {"error": f"{type(error).__name__}: {error}"}
 
 
@@ -177,13 +184,12 @@ def _swarm(run: Run) -> Record:
     hardware = [
         Hardware(each.memory_bytes, emulated_flops_per_second=emulated) for each in share_memory(run.nodes)
     ]
-    config, parts = _plan(run, HUB_PARTS)
     swarm = local(
         hardware,
-        plan=config,
+        plan=_plan(run),
         tell=lambda told: news.append((time.perf_counter(), told)),
         look=look,
-        parts=replace(parts, watch=watch),
+        parts=replace(HUB_PARTS, watch=watch),
     )
     started = time.perf_counter()
     with swarm:
@@ -205,23 +211,13 @@ def _swarm(run: Run) -> Record:
     }
 
 
-def _plan(run: Run, parts: Any) -> tuple[Any, Any]:
-    """Return the settings of one PC, and the planner; a number of clusters is forced if it is asked for."""
-    from benchmarks.swarm import Record as Seen
-    from benchmarks.swarm import Setting, fix_plan
-    from ravnest.config import Averaging, PlanConfig
-    from ravnest.hub.coordinator.planner import SearchPlanner
+def _plan(run: Run) -> Any:
+    """Return the settings of one PC, with what is asked for."""
+    from ravnest.config import Averaging
     from ravnest.requester.session import LOCAL_PLAN
 
-    config = replace(LOCAL_PLAN, overhead_bytes=0.0)
-    if run.averaging:
-        config = replace(config, averaging=Averaging(run.averaging))
-    if run.clusters and any(each.name == "clusters" for each in fields(PlanConfig)):
-        return replace(config, **dict.fromkeys(["clusters"], run.clusters)), parts
-    if run.clusters:  # each of one stage; more nodes are spares
-        setting = Setting([run.emulated or None] * run.nodes, cuts=[], num_clusters=run.clusters)
-        return config, replace(parts, planner=SearchPlanner(form=fix_plan(Seen(), setting)))
-    return config, parts
+    config = replace(LOCAL_PLAN, overhead_bytes=0.0, clusters=run.clusters)
+    return replace(config, averaging=Averaging(run.averaging)) if run.averaging else config
 
 
 def _read_news(news: list[tuple[float, Any]]) -> Record:
@@ -239,8 +235,9 @@ def _read_news(news: list[tuple[float, Any]]) -> Record:
         "clusters": len(clusters),
         "stages": [len(cluster.stages) for cluster in clusters],
         "microbatches": formed.microbatches,
-        "mode": _first_of(formed, ("averaging", "mode")),
-        "efficiency": _first_of(formed, ("efficiency", "statistical_efficiency")),
+        "mode": _show_mode(formed.sharing),
+        "efficiency": formed.sharing.efficiency,
+        "reason": formed.reason,
         "foreseen": formed.samples_per_second,
         "rounds": sum(told.is_committed for told in rounds),
         "lost_rounds": sum(not told.is_committed for told in rounds),
@@ -250,10 +247,7 @@ def _read_news(news: list[tuple[float, Any]]) -> Record:
     }
 
 
-def _first_of(formed: Any, names: Sequence[str]) -> Any:
-    """Return what the plan's notice, or the plan, says under one of these names, if it says it."""
-    for holder in (formed, formed.plan):
-        for name in names:
-            if (value := getattr(holder, name, None)) is not None:
-                return value if isinstance(value, int | float) else str(value)
-    return None
+def _show_mode(sharing: Any) -> str | None:
+    if sharing.num_clusters < 2:
+        return None
+    return f"{sharing.averaging}, {'shares' if sharing.is_split else 'whole batches'}"

@@ -72,3 +72,5 @@ def test_a_run_that_failed_is_missed_and_files_are_put_together(tmp_path: Path):
     records = read_records([first, second, tmp_path / "none.jsonl"])
     assert len(records) == 2
     assert make_report(records)[2] == ["vit: a run failed (PlanError: too few)"]
+    second.write_text(json.dumps(swarm("vit", 0.3, 0.95)) + "\n")  # it was made again
+    assert [record.get("error") for record in read_records([first, second])] == [None]
