@@ -19,7 +19,7 @@ from ravnest.hub.coordinator.events import (
     Send,
 )
 from ravnest.hub.coordinator.ledger import Ledger
-from ravnest.hub.coordinator.notices import Repaired, Resumed, Stopping, WentWrong, WorkLost
+from ravnest.hub.coordinator.notices import FromCheckpoint, Repaired, Resumed, Stopping, WentWrong, WorkLost
 from ravnest.hub.coordinator.phases import JOB_TRANSITIONS, JobPhase, follow
 from ravnest.hub.coordinator.placement import Placement
 from ravnest.hub.coordinator.plan_trigger import PlanTrigger
@@ -81,7 +81,11 @@ class Lifecycle:
         if self.has_begun:
             return f"the hub has a job already: {self._job.profile.name}"
         self.has_begun = True
-        return []
+        return self._tell_checkpoint()
+
+    def _tell_checkpoint(self) -> list[Action]:
+        saved = self._recovery.saved
+        return [Notify(FromCheckpoint(saved.num_counted))] if saved is not None else []
 
     def restart(self, event: Restarted, now: float) -> _Result:
         """Go on after the hub was away, with what its nodes still have."""
@@ -179,7 +183,7 @@ class Lifecycle:
         self._plan_trigger.reset(now)
         if self.stop_by is None:
             self.enter(JobPhase.COLLECTING)
-            return actions + ([Notify(WorkLost(lost))] if lost else [])
+            return actions + ([Notify(WorkLost(lost)), *self._tell_checkpoint()] if lost else [])
         self.enter(JobPhase.FINISHED)
         actions += [Send(name, Stop("the job was stopped")) for name in self._membership]
         return [*actions, Abandon("the job was stopped when no cluster had anything to keep")]

@@ -8,6 +8,8 @@ from ravnest.plan.types import Node, Plan, cluster_name
 from ravnest.protocol.training import Metrics
 from ravnest.units import show_flops, show_rate, show_seconds
 
+_GOES_BACK = "it goes back to the last checkpoint"
+
 
 @dataclass(frozen=True, slots=True)
 class Joined:
@@ -30,6 +32,13 @@ class Resumed:
 
     num_samples: int
     num_peers: int  # to be met again
+
+
+@dataclass(frozen=True, slots=True)
+class FromCheckpoint:
+    """Training begins from the checkpoint on disk, which has learned from so many samples of the job."""
+
+    num_samples: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,6 +246,7 @@ Notice = (
     Joined
     | Measured
     | Resumed
+    | FromCheckpoint
     | Returned
     | Missing
     | CutOff
@@ -272,6 +282,8 @@ def show_notice(news: Notice) -> str:  # noqa: C901, PLR0912 - one short case fo
             return f"{node.name} {fault or 'was measured'}: {_show_facts(node)}"
         case Resumed(num_samples, num_peers):
             return _show_resumed(num_samples, num_peers)
+        case FromCheckpoint(num_samples):
+            return f"training goes on from the checkpoint of {num_samples} samples, with the nodes that join"
         case Returned(node):
             return f"{node} is back, with what it had"
         case Missing(node, reason, seconds):
@@ -329,8 +341,7 @@ def show_notice(news: Notice) -> str:  # noqa: C901, PLR0912 - one short case fo
             next_ones = [f"; {cluster} is left out of the next {number}" for cluster, number in blamed]
             return f"round {round_id}{without} {outcome}{''.join(next_ones)}"
         case WentWrong(reason, suspect, goes_back):
-            ending = "it goes back to the last checkpoint"
-            ending = ending if goes_back else "there is no checkpoint to go back to"
+            ending = _GOES_BACK if goes_back else "there is no checkpoint to go back to"
             return f"training went wrong, {suspect} was seen first: {reason}; {ending}"
         case Stopping(reason):
             return f"the job is stopped ({reason}); what was trained is kept"
