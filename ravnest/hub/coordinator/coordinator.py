@@ -112,6 +112,11 @@ class Coordinator:
         return self._life.has_begun
 
     @property
+    def shortage(self) -> str:
+        """Why nobody trains, as people were told; nothing if there is a plan, or no reason yet."""
+        return self._plan_trigger.shortage if self.phase is JobPhase.COLLECTING else ""
+
+    @property
     def can_wait_for_all(self) -> bool:
         """Whether members are worth a long wait: they have what was trained, and the job is not stopped."""
         return bool(self.placement.clusters) and self._life.is_under_way

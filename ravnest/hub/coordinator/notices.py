@@ -10,6 +10,7 @@ from ravnest.protocol.training import Metrics
 from ravnest.units import show_flops, show_rate, show_seconds
 
 _MOST_SHOWN = 8  # samples
+_GOES_BACK = "it goes back to the last checkpoint"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,13 @@ class Resumed:
 
     num_samples: int
     num_peers: int  # to be met again
+
+
+@dataclass(frozen=True, slots=True)
+class FromCheckpoint:
+    """Training begins from the checkpoint on disk, which has learned from so many samples of the job."""
+
+    num_samples: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +242,7 @@ class NotCheckpointed:
 
 
 @dataclass(frozen=True, slots=True)
-class FromCheckpoint:
+class CheckpointIsResult:
     """The last checkpoint is the result: all is trained in it, or nobody has what came after it."""
 
     num_samples: int
@@ -261,6 +269,7 @@ Notice = (
     Joined
     | Measured
     | Resumed
+    | FromCheckpoint
     | Returned
     | Missing
     | CutOff
@@ -283,7 +292,7 @@ Notice = (
     | RoundEnded
     | Checkpointed
     | NotCheckpointed
-    | FromCheckpoint
+    | CheckpointIsResult
     | WentWrong
     | Stopping
 )
@@ -298,6 +307,8 @@ def show_notice(news: Notice) -> str:  # noqa: C901, PLR0912, PLR0915 - one shor
             return f"{node.name} {fault or 'was measured'}: {_show_facts(node)}"
         case Resumed(num_samples, num_peers):
             return _show_resumed(num_samples, num_peers)
+        case FromCheckpoint(num_samples):
+            return f"training goes on from the checkpoint of {num_samples} samples, with the nodes that join"
         case Returned(node):
             return f"{node} is back, with what it had"
         case Missing(node, reason, seconds):
@@ -339,7 +350,7 @@ def show_notice(news: Notice) -> str:  # noqa: C901, PLR0912, PLR0915 - one shor
             return f"checkpoint kept in {show_seconds(seconds)}: {num_samples} samples trained"
         case NotCheckpointed(reason):
             return f"no checkpoint was kept, training goes on: {reason}"
-        case FromCheckpoint(num_samples, num_total):
+        case CheckpointIsResult(num_samples, num_total):
             return _show_end(num_samples, num_total)
         case WorkLost(num_samples):
             return f"training goes back: nobody has what the last {num_samples} samples taught"
@@ -359,8 +370,7 @@ def show_notice(news: Notice) -> str:  # noqa: C901, PLR0912, PLR0915 - one shor
             next_ones = [f"; {cluster} is left out of the next {number}" for cluster, number in blamed]
             return f"round {round_id}{without} {outcome}{''.join(next_ones)}"
         case WentWrong(reason, suspect, goes_back):
-            ending = "it goes back to the last checkpoint"
-            ending = ending if goes_back else "there is no checkpoint to go back to"
+            ending = _GOES_BACK if goes_back else "there is no checkpoint to go back to"
             return f"training went wrong, {suspect} was seen first: {reason}; {ending}"
         case Stopping(reason):
             return f"the job is stopped ({reason}); what was trained is kept"

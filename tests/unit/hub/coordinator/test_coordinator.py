@@ -27,12 +27,12 @@ from ravnest.hub.coordinator.events import (
 )
 from ravnest.hub.coordinator.notices import (
     Checkpointed,
+    CheckpointIsResult,
     ClusterBroken,
     ClusterDissolved,
     ClusterStarted,
     EpochDone,
     Evaluated,
-    FromCheckpoint,
     Joined,
     Left,
     MicrobatchDropped,
@@ -726,7 +726,7 @@ def test_a_job_stopped_when_nobody_is_left_ends_with_its_last_checkpoint():
     assert world.is_finished
     assert (world.abandoned, world.finish) == (None, Finish((), ()))
     saved = sum(world.saved.values())
-    assert world.news[-1] == FromCheckpoint(saved, 500)
+    assert world.news[-1] == CheckpointIsResult(saved, 500)
     assert "the last checkpoint is the result" in show_notice(world.news[-1])
     check_replay(world)
 
@@ -739,7 +739,7 @@ def test_a_job_whose_last_peers_do_not_come_back_after_a_stop_ends_with_its_last
         world.kill(name)
     world.run()
     assert world.finish == Finish((), ())
-    assert len(world.told(FromCheckpoint)) == 1
+    assert len(world.told(CheckpointIsResult)) == 1
 
 
 def test_a_hub_that_has_a_checkpoint_of_all_that_is_to_be_trained_ends_without_peers():
@@ -752,7 +752,7 @@ def test_a_hub_that_has_a_checkpoint_of_all_that_is_to_be_trained_ends_without_p
     world.restart()
     world.run()
     assert world.finish == Finish((), ())
-    assert world.news[-1] == FromCheckpoint(100, 100)
+    assert world.news[-1] == CheckpointIsResult(100, 100)
     assert "the run is finished" in show_notice(world.news[-1])
 
 
