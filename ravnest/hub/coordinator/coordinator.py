@@ -35,6 +35,7 @@ from ravnest.hub.coordinator.events import (
     Restarted,
     SamplesInspected,
     Send,
+    SendFields,
     SpeedMeasured,
     Stopped,
     Tick,
@@ -193,7 +194,10 @@ class Coordinator:
             return (Refusal(result),)
         if isinstance(event, TrainingReported) and not self.wants_round(self.ledger.num_updates, self.now):
             return ()  # it says how far clusters are, and nothing follows from that
-        actions = [*result, *self._advance()]
+        actions = [
+            self.drops.replace_faulty(action) if isinstance(action, SendFields) else action
+            for action in (*result, *self._advance())
+        ]
         return tuple(x for x in actions if not isinstance(x, Send) or x.to in self.membership)
 
     def _dispatch(self, event: Event) -> _Result:  # noqa: C901, PLR0912 - one short case for each

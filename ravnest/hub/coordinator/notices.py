@@ -171,11 +171,12 @@ class MicrobatchDropped:
     reason: str
     samples: tuple[int, ...] = ()
     is_evaluation: bool = False
+    faulty: tuple[int, ...] = ()  # of the samples, as far as it is known already
 
 
 @dataclass(frozen=True, slots=True)
 class SampleDropped:
-    """A sample is at fault when its microbatch is dropped; told once, though it fails in every epoch."""
+    """A sample is at fault that its microbatch was dropped; told once."""
 
     sample: int
     reason: str
@@ -400,6 +401,8 @@ def _show_dropped(news: MicrobatchDropped | SampleDropped) -> str:
     if isinstance(news, SampleDropped):
         return f"sample {news.sample} of the {data} was dropped: {news.reason}"
     shown = f" ({_show_samples(news.samples)} of the {data})" if news.samples else ""
+    if news.faulty:
+        shown = f" (with {_show_samples(news.faulty)} of the {data} again)"
     return f"microbatch {news.microbatch}{shown} dropped by {news.node}: {news.reason}"
 
 
