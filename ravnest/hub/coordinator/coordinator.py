@@ -58,7 +58,7 @@ from ravnest.hub.coordinator.placement import ClusterState, Placement
 from ravnest.hub.coordinator.plan_trigger import PlanTrigger
 from ravnest.hub.coordinator.probes import end_probe
 from ravnest.hub.coordinator.recovery import Recovery
-from ravnest.hub.coordinator.rounds import Rounds
+from ravnest.hub.coordinator.rounds import Ended, Rounds
 from ravnest.hub.coordinator.snapshots import SnapshotDesk, SnapshotPurpose
 from ravnest.hub.coordinator.training import Training
 from ravnest.ids import NodeId
@@ -227,7 +227,7 @@ class Coordinator:
             case Stopped():
                 return self._life.stop(event.reason, self.now)
             case Tick():
-                return self._life.end_round(self._rounds.expire(event.now))
+                return self._end_round(self._rounds.expire(event.now))
             case _:
                 return self._conclude(event)
 
@@ -241,7 +241,7 @@ class Coordinator:
                 return self._departures.leave(sender, message, self.now)
             case RoundReady() | RoundAbort():
                 ended = self._rounds.receive(sender, message, self.now)
-                return ended.reason if isinstance(ended, Refusal) else self._life.end_round(ended)
+                return ended.reason if isinstance(ended, Refusal) else self._end_round(ended)
             case RoundQuery():
                 answer = self._rounds.answer(sender, message)
                 return answer.reason if isinstance(answer, Refusal) else [answer]
@@ -283,6 +283,14 @@ class Coordinator:
             self._inquiries.cancel(cluster.cluster_id)
         return result
 
+    def _end_round(self, ended: Ended | None) -> list[Action]:
+        """Tell the outcome of a round; a cluster that holds up all gradient rounds is built anew."""
+        actions = self._life.end_round(ended)
+        stuck = ended.stuck if ended is not None else ()
+        return actions + self._departures.rebuild(
+            stuck, self.now, "it held up one gradient round after another"
+        )
+
     # Members come and go.
 
     def _come_back(self, event: PeerReturned) -> _Result:
@@ -291,7 +299,9 @@ class Coordinator:
             return f"nobody waits for {event.node}"
         self.membership.come_back(event.node, event.addresses)
         self._plan_trigger.reset(self.now)
-        return [Notify(Returned(event.node))]
+        # An update that some clusters made and others did not would never be noticed.
+        outcomes = self._rounds.repeat(event.node) if self.placement.is_exact else []
+        return [Notify(Returned(event.node)), *outcomes]
 
     def _join(self, event: PeerJoined) -> _Result:
         name = event.node.name

@@ -87,12 +87,14 @@ class Departures:
         gone += [(name, f"it {self._checkpoints.silence}", "goodbye") for name in silent]
         return self.evict(gone, now)
 
-    def rebuild(self, stuck: Iterable[ClusterState], now: float) -> list[Action]:
+    def rebuild(
+        self, stuck: Iterable[ClusterState], now: float, reason: str = "it has work, and nothing moves"
+    ) -> list[Action]:
         """Build clusters anew in which all nodes answer and nothing moves."""
         actions: list[Action] = []
         for cluster in (each for each in stuck if each in self._placement.running):
             self._plan_trigger.reset(now)
-            actions += self._lose_stage(cluster, "it has work, and nothing moves", now, now)
+            actions += self._lose_stage(cluster, reason, now, now)
         return actions
 
     def _lose_stage(self, cluster: ClusterState, reason: str, now: float, since: float) -> list[Action]:

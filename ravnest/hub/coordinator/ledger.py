@@ -91,6 +91,7 @@ class ExactBatch:
 
     rate: float
     leases: dict[str, OpenLease]  # by cluster_id; without those given back
+    num_trained: dict[str, int] = field(default_factory=dict)  # samples of leases that are done
 
     def num_microbatches(self, cluster: ClusterState) -> int:
         """Return how many microbatches the share of a cluster has; none, if it has no share."""
@@ -296,9 +297,8 @@ class Ledger:
 
     def give_back(self, cluster: ClusterState) -> int:
         """Take back the leases of a cluster that stands still; return their samples."""
-        self._book.release(cluster.cluster_id)
-        given_back = [*self._open_of(cluster)]
-        for lease in given_back:
+        given_back = self._book.release(cluster.cluster_id)
+        for lease in self._open_of(cluster):
             self._close(lease)
         for batch in self._exact:
             batch.leases.pop(cluster.cluster_id, None)
@@ -307,7 +307,7 @@ class Ledger:
         if self._evaluation and self._evaluation.cluster_id == cluster.cluster_id:
             again = Evaluation(self._evaluation.epoch, self._evaluation.is_last)
             self._evaluation = None if self._is_stopped and not again.is_last else again
-        return sum(sum(lease.num_samples) for lease in given_back if lease.lease)
+        return sum(lease.num_samples for lease in given_back)
 
     @property
     def means(self) -> dict[int, Means]:
@@ -355,8 +355,13 @@ class Ledger:
         return num_counted == self._settings.num_samples
 
     def is_busy(self, cluster: ClusterState) -> bool:
-        """Return whether a cluster has a lease under way."""
-        return self._num_open(cluster) > 0
+        """Return whether a cluster has work: one that has done its share of a batch waits for the others."""
+        is_waiting = bool(self._exact) and cluster.cluster_id in self._exact[0].num_trained
+        return self._num_open(cluster) > 0 and not is_waiting
+
+    def is_unfinished(self, cluster: ClusterState) -> bool:
+        """Return whether a cluster has a lease under way, or a share that is in no weights yet."""
+        return self._num_open(cluster) > 0 or any(cluster.cluster_id in each.leases for each in self._exact)
 
     def stop(self) -> None:
         """Grant no more leases; those under way go on."""
@@ -367,9 +372,11 @@ class Ledger:
     def give_up_leases(self) -> None:
         """Wait no longer for leases under way."""
         assert self._is_stopped
+        for leased in self._book.open_leases:
+            self._book.release(leased.cluster_id)
         for lease in self.open_leases:
-            self._book.release(lease.cluster_id)
             self._close(lease)
+        self._exact.clear()
         self._evaluation = None
 
     def start_evaluation(self) -> None:
@@ -400,15 +407,35 @@ class Ledger:
         """The batch whose gradients are summed next, in exact mode."""
         return self._exact[0] if self._exact else None
 
-    def note_summed(self, clusters: Iterable[ClusterState]) -> None:
-        """Record that a gradient round made the same update in these clusters."""
-        if self._exact:
-            self._exact.popleft()
+    def note_summed(self, clusters: Sequence[ClusterState]) -> list[EpochDone]:
+        """Record that a gradient round made the same update in these clusters: now their shares count."""
+        done = self._count_exact(self._exact.popleft(), clusters) if self._exact else []
         shared = [self._of(cluster) for cluster in clusters]
         seen = max((each.num_samples_seen - each.num_alone for each in shared), default=0)
         seen += sum(each.num_alone for each in shared)
         for each in shared:
             each.num_alone, each.num_samples_seen = 0, seen
+            each.version, each.position = each.version + 1, self._settings.position(self.num_counted)
+        self.num_updates += len(shared)
+        return done
+
+    def end_exact(self, clusters: Sequence[ClusterState]) -> list[EpochDone]:
+        """Count what is done of batches that will not be summed: clusters make their updates alone now."""
+        batches, self._exact = self._exact, deque()
+        return [done for batch in batches for done in self._count_exact(batch, clusters)]
+
+    def _count_exact(self, batch: ExactBatch, clusters: Iterable[ClusterState]) -> list[EpochDone]:
+        """Count the shares that are done; the root of another one has yet to say so."""
+        ended: list[EpochDone] = []
+        for cluster in clusters:
+            num_trained = batch.num_trained.get(cluster.cluster_id)
+            if num_trained is not None:
+                ended += self._count(cluster, batch.leases[cluster.cluster_id], num_trained)
+        return ended
+
+    def _find_exact(self, lease: OpenLease) -> ExactBatch | None:
+        """Return the batch that a lease is a share of, until it is summed."""
+        return next((each for each in self._exact if each.leases.get(lease.cluster_id) is lease), None)
 
     def _fill_exact(self, placement: Placement) -> list[Send | SendFields]:
         """Grant the shares of whole batches, to all clusters at once; evaluate between two batches."""
@@ -484,22 +511,35 @@ class Ledger:
         return len(held) >= _OPEN_LEASES and num_microbatches >= 2 * cluster.cluster.stages[0].window
 
     def take_done(self, cluster: ClusterState, done: LeaseDone) -> list[EpochDone] | str:
-        """Count a lease that its root reports; return the epoch that it ends, or why it does not count."""
+        """Count a lease that its root reports; return the epoch that it ends, or why it does not count.
+
+        A share of a batch counts when the batch is summed: before, it is in nobody's weights.
+        """
         open_lease = self._open.get(done.lease)
         if open_lease is None or open_lease.cluster_id != cluster.cluster_id or open_lease.lease is None:
             return f"lease {done.lease} is not open for cluster {cluster.name}"
-        num_samples, lease = sum(open_lease.num_samples), open_lease.lease
+        num_samples = sum(open_lease.num_samples)
         if done.num_samples > num_samples:
             return f"lease {done.lease} has {num_samples} samples, not {done.num_samples}"
+        self._close(open_lease)
+        batch = self._find_exact(open_lease)
+        if batch is None:
+            return self._count(cluster, open_lease, done.num_samples)
+        batch.num_trained[cluster.cluster_id] = done.num_samples
+        return []
+
+    def _count(self, cluster: ClusterState, open_lease: OpenLease, num_trained: int) -> list[EpochDone]:
+        """Count a lease whose samples are trained, or dropped; return the epoch that it ends."""
+        num_samples, lease = sum(open_lease.num_samples), open_lease.lease
+        assert lease is not None
         reason = self._book.complete(lease.number, cluster.cluster_id)
         assert reason is None, reason
-        self._close(open_lease)
         self.num_counted += num_samples
         progress = self._of(cluster)
-        progress.num_trained += done.num_samples
-        progress.num_alone += done.num_samples
-        progress.num_samples_seen += done.num_samples
-        self._dropped[lease.epoch] += num_samples - done.num_samples
+        progress.num_trained += num_trained
+        progress.num_alone += num_trained
+        progress.num_samples_seen += num_trained
+        self._dropped[lease.epoch] += num_samples - num_trained
         is_epoch = self._book.num_counted(lease.epoch) == self._settings.num_samples
         return [self._end_epoch(lease.epoch)] if is_epoch else []
 

@@ -86,6 +86,7 @@ def judge(suspects: Mapping[str, str | None]) -> frozenset[str]:
 _PATIENCE = 1.25  # the hub waits longer for votes than members try
 _MOST_TIMES = 4  # as long as foreseen, after rounds that were too short for all
 _LAST_TRIES = 3  # at the last round, before the result is one cluster's alone
+_FEW_ROUNDS = 2  # a cluster that would stay away from more makes no exact update with the others
 _REMEMBERED = 16  # rounds whose outcome a member may still ask for
 
 
@@ -96,6 +97,7 @@ class Ended:
     told: RoundEnded
     sends: tuple[Send, ...]
     sums_gradients: bool = False
+    stuck: tuple[ClusterState, ...] = ()  # they held up one gradient round after the other
 
 
 class Rounds:
@@ -236,6 +238,10 @@ class Rounds:
                 return Send(sender, outcome)
         return Refusal(f"{sender} asks for round {query.round_id}, whose outcome is not known")
 
+    def repeat(self, name: NodeId) -> list[Send]:
+        """Tell a member that was away all outcomes: others may have heard one that it has not."""
+        return [Send(name, outcome) for outcome in self._outcomes]
+
     def is_due(self, num_updates: int, now: float) -> bool:
         """Return whether a round would be due, on average, if clusters had made so many updates."""
         if self._decision or self._due_at is None or len(self._placement.running) < 2:
@@ -279,7 +285,8 @@ class Rounds:
         # Without a common average the weights of the most trained cluster are the anchor.
         first = ledger.most_trained(clusters) if anchor_round is None else None
         anchor_round = round_id if anchor_round is None else anchor_round
-        least = choose_least_chunk(placement.slowest_link(names), config.deltas)
+        wire_format = config.exact_gradients if sums_gradients else config.deltas
+        least = choose_least_chunk(placement.slowest_link(names), wire_format)
         sends = []
         for cluster in clusters:
             opened = RoundOpen(
@@ -325,7 +332,8 @@ class Rounds:
             self._num_tries = _LAST_TRIES if self._is_final else 0
         elif now >= self._members_by:
             self._num_late += 1
-        backoff, late = self._backoff, [each for each in self._clusters if each.cluster_id in blamed]
+        late = [each for each in self._clusters if each.cluster_id in blamed]
+        excluded = [(each, self._backoff.exclude(each)) for each in late]
         told = RoundEnded(
             outcome.round_id,
             is_committed,
@@ -333,10 +341,11 @@ class Rounds:
             "" if isinstance(outcome, RoundCommit) else outcome.reason,
             seconds,
             self._left_out,
-            tuple((each.name, backoff.exclude(each)) for each in late),
+            () if self._sums_gradients else tuple((each.name, rounds) for each, rounds in excluded),
         )
         sends = tuple(Send(name, outcome) for each in self._clusters for name in each.nodes)
-        return Ended(told, sends, self._sums_gradients)
+        stuck = tuple(each for each, rounds in excluded if self._sums_gradients and rounds > _FEW_ROUNDS)
+        return Ended(told, sends, self._sums_gradients, stuck)
 
     @property
     def _foreseen(self) -> float:
