@@ -33,13 +33,13 @@ from ravnest.hub.coordinator.notices import (
     ClusterStarted,
     EpochDone,
     Evaluated,
+    FromCheckpoint,
     Joined,
     Left,
     MicrobatchDropped,
     PlanFormed,
     Recovered,
     Repaired,
-    Resumed,
     RoundEnded,
     Stopping,
     Waiting,
@@ -767,7 +767,7 @@ def test_a_stopped_job_goes_on_from_its_result_with_more_epochs():
     books = replace(result.books, leases=result.books.leases | {"num_epochs": 5})
     again = HubWorld(replace(job(epochs=5), books=books))
     assert again.ledger == world.ledger
-    assert again.news == [Resumed(len(world.ledger), 0)]
+    assert again.news == [FromCheckpoint(len(world.ledger))]
     again.join(*"abc")
     again.run()
     assert (again.is_finished, len(again.ledger)) == (True, 250)
