@@ -461,7 +461,7 @@ class Coordinator:
     def _collect_result(self) -> list[Action]:
         if self._checkpoints.has_result_under_way:
             return []
-        keeper = self.ledger.most_trained(self.placement.running)
+        keeper = self.ledger.progress.most_trained(self.placement.running)
         return [*self._checkpoints.start(keeper, self.now, self.ledger.books, is_result=True)]
 
     def _retain_inquiries(self) -> list[Action]:

@@ -1,12 +1,12 @@
-"""The ledger: leases granted and counted, progress of each cluster, learning rates, evaluations.
+"""The ledger: leases granted and counted, and evaluations.
 
-Samples count when the root of a cluster says that a lease is done. Losses, versions and the position in the
-schedule of rates come from leaves: monitors sum their reports, and the ledger records the sums.
+Samples count when the root of a cluster says that a lease is done. Losses and versions come from leaves:
+monitors sum their reports, and the ledger records the sums.
 """
 
 from bisect import bisect_right
 from collections import Counter, defaultdict, deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -23,16 +23,15 @@ from ravnest.hub.coordinator.notices import EpochDone, Evaluated, Trained
 from ravnest.hub.coordinator.phases import ClusterPhase
 from ravnest.hub.coordinator.placement import ClusterState, Placement
 from ravnest.hub.coordinator.planner import cut_batches
-from ravnest.ids import LeaseId, MicrobatchId, RoundId
+from ravnest.hub.coordinator.progress import ClusterProgress
+from ravnest.ids import LeaseId, MicrobatchId
 from ravnest.protocol.training import (
     DroppedMicrobatch,
-    LearningRate,
     LeaseDone,
     LeaseGrant,
     Metrics,
 )
 
-_NONE = RoundId(0)  # before the first round
 MOST_METRICS = 256  # no job has more; a peer may make up names
 
 
@@ -98,19 +97,6 @@ class ExactBatch:
         return 0 if lease is None else len(lease.num_samples)
 
 
-@dataclass(slots=True)
-class Progress:
-    """How far a cluster is, so that rates are sent ahead of its updates."""
-
-    version: int
-    position: int = 0  # batches that all clusters had trained when it came to that version
-    rates: dict[int, float] = field(default_factory=dict)  # sent, by the update they hold from
-    num_trained: int = 0  # samples
-    num_alone: int = 0  # of them since the last round
-    num_samples_seen: int = 0  # samples of all clusters that its weights have learned from
-    anchor_round: RoundId | None = _NONE  # the round whose average it began from; None: it has none
-
-
 def grant_lease(
     cluster: ClusterState, lease: OpenLease, samples: Sequence[int], placement: Placement
 ) -> list[Send | SendFields]:
@@ -129,29 +115,8 @@ def grant_lease(
     return [Send(cluster.root, granted), fields]
 
 
-def send_rates(
-    settings: JobSettings, cluster: ClusterState, progress: Progress, num_updates: int, batches: float
-) -> list[Send]:
-    """Return the rates of the next so many updates, where they are not what the cluster was sent.
-
-    All clusters together train so many batches while this one makes an update.
-    """
-    latest = max((update for update in progress.rates if update <= progress.version), default=0)
-    progress.rates = {update: rate for update, rate in progress.rates.items() if update >= latest}
-    told = progress.rates.get(latest)
-    sends = []
-    for ahead in range(num_updates):
-        update = progress.version + ahead
-        rate = settings.rate(progress.position + int(ahead * batches))
-        if progress.rates.get(update, told) != rate:
-            progress.rates[update] = rate
-            sends += [Send(node, LearningRate(cluster.build_id, update, rate)) for node in cluster.nodes]
-        told = rate
-    return sends
-
-
 _OPEN_LEASES = 2  # per cluster at least: one that is trained, one that waits
-_LEASE_SECONDS = 2.0  # a lease is no longer than this, or one update: a fault costs what is leased
+_MOST_LEASED = 2.0  # seconds of work in a lease, or one update: a fault costs what is leased
 
 
 def divide_batch(batch_size: int, rates: Sequence[float]) -> tuple[int, ...]:
@@ -165,6 +130,27 @@ def divide_batch(batch_size: int, rates: Sequence[float]) -> tuple[int, ...]:
     for k in range(batch_size - sum(shares)):
         shares[by_need[k % len(rates)]] += 1
     return tuple(shares)
+
+
+def divide_among(placement: Placement, batch_size: int) -> dict[str, int]:
+    """Return how many samples an update of each running cluster has."""
+    running = placement.running
+    if not placement.sharing.is_split or not running:
+        return {each.cluster_id: batch_size for each in running}
+    shares = divide_batch(batch_size, [each.samples_per_second for each in running])
+    return {each.cluster_id: share for each, share in zip(running, shares, strict=True)}
+
+
+def may_grant_batch(placement: Placement, unsummed: Collection[ExactBatch]) -> bool:
+    """Return whether clusters may get another batch before the last ones are summed.
+
+    A cluster without a share in a batch would begin the next one too early. None trains while another is
+    being built, which begins with the weights the others have now.
+    """
+    running = {each.cluster_id for each in placement.running}
+    is_building = any(each.phase is ClusterPhase.BUILDING for each in placement.clusters)
+    is_shared_by_all = all(batch.leases.keys() == running for batch in unsummed)
+    return bool(running) and not is_building and is_shared_by_all and len(unsummed) < _OPEN_LEASES
 
 
 class Ledger:
@@ -189,7 +175,6 @@ class Ledger:
             self._book = LeaseBook.restore(books.leases)
         self._open: dict[LeaseId, OpenLease] = {}
         self._open_by_cluster: dict[str, dict[LeaseId, OpenLease]] = {}
-        self._progress: dict[str, Progress] = {}
         self._exact: deque[ExactBatch] = deque()  # granted, and not yet summed
         self._awaited: list[OpenLease] = []  # granted, and their epochs are under way; by microbatch
         self._means: defaultdict[int, Means] = defaultdict(Means)
@@ -198,6 +183,7 @@ class Ledger:
         self._evaluated = books.num_evaluated if books else 0
         self.num_reported = books.num_reported if books else 0  # samples whose loss is known
         self.num_updates = books.num_updates if books else 0  # of all clusters together
+        self.progress = ClusterProgress(settings, self.num_reported)
         self._loss: float | None = None
         self._is_stopped = False
         self.history: list[EpochDone | Evaluated] = []
@@ -236,63 +222,14 @@ class Ledger:
         """Leases under way, oldest first."""
         return tuple(self._open.values())
 
-    def knows(self, cluster: ClusterState) -> bool:
-        """Return whether a cluster's weights have learned anything."""
-        progress = self._progress.get(cluster.cluster_id)
-        return progress is not None and bool(progress.anchor_round or progress.num_trained > 0)
-
-    def samples_seen(self, cluster: ClusterState) -> int:
-        """Return how many samples, of all clusters, one's weights have learned from."""
-        return self._of(cluster).num_samples_seen
-
-    def most_trained(self, clusters: Iterable[ClusterState]) -> ClusterState:
-        """Return the cluster whose weights saw most samples; of equals, the one that trained most."""
-        return max(clusters, key=lambda each: (self.samples_seen(each), self._of(each).num_trained))
-
-    def anchor_round(self, clusters: Iterable[ClusterState]) -> RoundId | None:
-        """Return the newest round whose average one of these clusters has, if any; 0: the first weights."""
-        anchor_rounds = (self._of(cluster).anchor_round for cluster in clusters)
-        return max((anchor_round for anchor_round in anchor_rounds if anchor_round is not None), default=None)
-
-    def forget_averages(self, clusters: Iterable[ClusterState]) -> None:
-        """Record that neither these clusters nor those before them keep the average of a round any more."""
-        for progress in (*map(self._of, clusters), *self._progress.values()):
-            progress.anchor_round = None
-
     def stand_still(self, clusters: Iterable[ClusterState]) -> None:
         """Record that the hub was away: no average is known to be anywhere, and no evaluation goes on."""
         self._evaluation = None
-        self.forget_averages(clusters)
-
-    def inherit(self, cluster: ClusterState, cluster_id: str, is_whole: bool) -> None:
-        """Let a cluster go on from another; it has the average of that one if it has its whole state."""
-        before = self._progress.get(cluster_id) or Progress(0, self._position, anchor_round=None)
-        version = max(1, before.version)  # 0 is for what the hub gave, the same in all stages
-        after = Progress(version, self._position, num_trained=before.num_trained)
-        after.anchor_round, after.num_samples_seen = (
-            before.anchor_round if is_whole else None,
-            before.num_samples_seen,
-        )
-        after.num_alone = before.num_alone if is_whole else 0
-        cluster.version, self._progress[cluster.cluster_id] = version, after
-
-    def note_averaged(self, clusters: Iterable[ClusterState], round_id: RoundId) -> None:
-        """Record that a round averaged the weights of these clusters."""
-        shared = [self._of(cluster) for cluster in clusters]
-        seen = max((each.num_samples_seen - each.num_alone for each in shared), default=0)
-        seen += sum(each.num_alone for each in shared)
-        for each in shared:
-            each.anchor_round, each.num_alone, each.num_samples_seen = round_id, 0, seen
+        self.progress.forget_averages(clusters)
 
     def release(self, cluster: ClusterState) -> tuple[int, int]:
         """Take back the leases of a cluster that ends; return their samples, and those it alone has seen."""
-        given_back, progress = self.give_back(cluster), self._of(cluster)
-        progress.anchor_round = None  # its nodes may get other weights before a cluster goes on from it
-        return given_back, progress.num_alone
-
-    def forget_others(self, cluster_ids: Collection[str]) -> None:
-        """Forget the progress of all clusters but these."""
-        self._progress = {each: far for each, far in self._progress.items() if each in cluster_ids}
+        return self.give_back(cluster), self.progress.end(cluster)
 
     def give_back(self, cluster: ClusterState) -> int:
         """Take back the leases of a cluster that stands still; return their samples."""
@@ -318,11 +255,6 @@ class Ledger:
     def num_granted(self) -> int:
         """How many microbatches were granted so far."""
         return self._next_microbatch
-
-    def version(self, cluster: ClusterState) -> int:
-        """Return how many updates a cluster has made, as far as the books know."""
-        progress = self._progress.get(cluster.cluster_id)
-        return cluster.version if progress is None else progress.version
 
     @property
     def awaited_leases(self) -> set[LeaseId]:
@@ -384,7 +316,7 @@ class Ledger:
         if placement.is_exact:
             return self._fill_exact(placement)
         orders: list[Send | SendFields] = []
-        shares = self._divide(placement)
+        shares = divide_among(placement, self._settings.batch_size)
         for cluster in placement.running:
             if cluster.phase is ClusterPhase.DRAINING:
                 continue
@@ -404,11 +336,7 @@ class Ledger:
         """Record that a gradient round made the same update in these clusters."""
         if self._exact:
             self._exact.popleft()
-        shared = [self._of(cluster) for cluster in clusters]
-        seen = max((each.num_samples_seen - each.num_alone for each in shared), default=0)
-        seen += sum(each.num_alone for each in shared)
-        for each in shared:
-            each.num_alone, each.num_samples_seen = 0, seen
+        self.progress.record_agreement(clusters)
 
     def _fill_exact(self, placement: Placement) -> list[Send | SendFields]:
         """Grant the shares of whole batches, to all clusters at once; evaluate between two batches."""
@@ -422,23 +350,12 @@ class Ledger:
                     break
                 orders += granted
             return orders
-        while not self._is_stopped and self._may_grant_batch(placement):
+        while not self._is_stopped and may_grant_batch(placement, self._exact):
             granted = self._grant_batch(placement)
             if not granted:
                 break
             orders += granted
         return orders
-
-    def _may_grant_batch(self, placement: Placement) -> bool:
-        """Return whether clusters may train another batch before the last one is summed.
-
-        A cluster without a share in a batch would begin the next one too early. None trains while another
-        is being built, which begins with the weights the others have now.
-        """
-        running = {each.cluster_id for each in placement.running}
-        is_building = any(each.phase is ClusterPhase.BUILDING for each in placement.clusters)
-        is_shared_by_all = all(batch.leases.keys() == running for batch in self._exact)
-        return bool(running) and not is_building and is_shared_by_all and len(self._exact) < _OPEN_LEASES
 
     def _grant_batch(self, placement: Placement) -> list[Send | SendFields]:
         """Grant every running cluster its share of the next batch."""
@@ -469,14 +386,6 @@ class Ledger:
         self._exact.append(ExactBatch(rate, leases))
         return orders
 
-    def _divide(self, placement: Placement) -> dict[str, int]:
-        """Return how many samples an update of each running cluster has."""
-        running, batch_size = placement.running, self._settings.batch_size
-        if not placement.sharing.is_split or not running:
-            return {each.cluster_id: batch_size for each in running}
-        shares = divide_batch(batch_size, [each.samples_per_second for each in running])
-        return {each.cluster_id: share for each, share in zip(running, shares, strict=True)}
-
     def _has_enough(self, cluster: ClusterState) -> bool:
         """Return whether a cluster has leases for twice what is in flight."""
         held = self._open_by_cluster.get(cluster.cluster_id, {})
@@ -495,10 +404,7 @@ class Ledger:
         assert reason is None, reason
         self._close(open_lease)
         self.num_counted += num_samples
-        progress = self._of(cluster)
-        progress.num_trained += done.num_samples
-        progress.num_alone += done.num_samples
-        progress.num_samples_seen += done.num_samples
+        self.progress.record_trained(cluster, done.num_samples)
         self._dropped[lease.epoch] += num_samples - done.num_samples
         is_epoch = self._book.num_counted(lease.epoch) == self._settings.num_samples
         return [self._end_epoch(lease.epoch)] if is_epoch else []
@@ -510,12 +416,7 @@ class Ledger:
         for epoch, added in reported.sums:
             means[epoch].add(added)
         self._means |= means
-        for found in reported.versions:
-            progress = self._progress.get(found.cluster_id)
-            if progress is not None and found.version > progress.version:
-                self.num_updates += found.version - progress.version
-                progress.version = found.version
-                progress.position = self._settings.position(found.num_reported)
+        self.num_updates += self.progress.record_versions(reported.versions, reported.num_reported)
 
     def record_evaluation(self, cluster: ClusterState, reported: EvaluationReported) -> list[Evaluated] | str:
         """Record an evaluation lease that is over; return what is to be told, or why not."""
@@ -549,13 +450,6 @@ class Ledger:
             return tuple(range(lease.first_sample + start, lease.first_sample + start + size))
         return tuple(int(sample) for sample in self._book.samples(lease.lease)[start : start + size])
 
-    @property
-    def _position(self) -> int:
-        return self._settings.position(self.num_reported)
-
-    def _of(self, cluster: ClusterState) -> Progress:
-        return self._progress.setdefault(cluster.cluster_id, Progress(cluster.version, self._position))
-
     def _find(self, cluster: ClusterState, microbatch: MicrobatchId) -> OpenLease | None:
         held = self._open_of(cluster)
         return next((lease for lease in held if microbatch in lease.microbatches), None)
@@ -571,7 +465,7 @@ class Ledger:
             return self._grant_evaluation(evaluation, cluster, placement)
         if self._is_stopped:
             return []
-        updates = min(self._chunk_batches, max(1, int(_LEASE_SECONDS * cluster.samples_per_second / share)))
+        updates = min(self._chunk_batches, max(1, int(_MOST_LEASED * cluster.samples_per_second / share)))
         lease = self._book.lease(cluster.cluster_id, updates * share)
         if lease is None:
             return []
@@ -616,7 +510,7 @@ class Ledger:
         ):
             self._evaluation = Evaluation(epoch)
         if self._evaluation and not self._evaluation.cluster_id:
-            self._evaluation.cluster_id = self.most_trained(running).cluster_id
+            self._evaluation.cluster_id = self.progress.most_trained(running).cluster_id
         return self._evaluation
 
     @property
@@ -657,4 +551,4 @@ class Ledger:
 
     def _set_rates(self, cluster: ClusterState, batches: float) -> list[Send]:
         num_updates = _OPEN_LEASES * self._chunk_batches
-        return send_rates(self._settings, cluster, self._of(cluster), num_updates, batches)
+        return self.progress.send_rates(cluster, num_updates, batches)

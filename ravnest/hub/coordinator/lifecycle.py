@@ -121,7 +121,7 @@ class Lifecycle:
         if ended.sums_gradients:  # one for every batch, so people are told of those that fail
             self._ledger.note_summed(clusters)
             return [*ended.sends]
-        self._ledger.note_averaged(clusters, ended.told.round_id)
+        self._ledger.progress.record_agreement(clusters, ended.told.round_id)
         return [*ended.sends, Notify(ended.told)]
 
     def adopt(self, made: PlanMade, now: float) -> _Result:

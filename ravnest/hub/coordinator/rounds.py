@@ -275,9 +275,9 @@ class Rounds:
         round_id = RoundId(self._num_opened)
         self._decision = RoundDecision(round_id, names)
         is_blocking = is_final or self.stands_still
-        absent, anchor_round = placement.absent(names), ledger.anchor_round(clusters)
+        absent, anchor_round = placement.absent(names), ledger.progress.anchor_round(clusters)
         # Without a common average the weights of the most trained cluster are the anchor.
-        first = ledger.most_trained(clusters) if anchor_round is None else None
+        first = ledger.progress.most_trained(clusters) if anchor_round is None else None
         anchor_round = round_id if anchor_round is None else anchor_round
         least = choose_least_chunk(placement.slowest_link(names), config.deltas)
         sends = []

@@ -87,7 +87,7 @@ class Training:
 
     def _keep_safe(self, now: float) -> list[Action]:
         """Order backups, open a round, expire and begin checkpoints, as each is due."""
-        actions: list[Action] = [*self._recovery.backups.order(self._ledger.samples_seen, now)]
+        actions: list[Action] = [*self._recovery.backups.order(self._ledger.progress.samples_seen, now)]
         if not self._recovery.is_urgent:  # else the rings are soon others
             actions += self._rounds.open_due(now)
         silence = self._checkpoints.expire(now)
@@ -101,5 +101,5 @@ class Training:
         if not self.is_calm:
             self._checkpoints.postpone(now)
             return []
-        keeper = self._ledger.most_trained(self._placement.running)
+        keeper = self._ledger.progress.most_trained(self._placement.running)
         return self._checkpoints.start(keeper, now, self._ledger.books)

@@ -83,7 +83,7 @@ class ReportSums:
         self._num_reported += num_samples
         sums = self._clusters.get(cluster.cluster_id)
         if sums is None:
-            sums = self._clusters[cluster.cluster_id] = _ClusterSums(ledger.version(cluster))
+            sums = self._clusters[cluster.cluster_id] = _ClusterSums(ledger.progress.version(cluster))
         if report.version > sums.version:
             num_updates = report.version - sums.version
             sums.num_updates, self.num_updates = (

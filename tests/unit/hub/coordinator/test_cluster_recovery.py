@@ -179,7 +179,7 @@ def test_another_plan_while_a_cluster_is_built_loses_nothing(is_polite):
     assert world.hub.clusters[0].version == version > 1, "it counts on from what its nodes hold"
     world.run_until(lambda: world.hub.clusters[0].is_running)
     assert world.told(WorkLost) == world.told(ClusterDissolved) == []
-    assert world.hub.ledger.samples_seen(world.hub.clusters[0]) >= counted
+    assert world.hub.ledger.progress.samples_seen(world.hub.clusters[0]) >= counted
     finishes(world)
 
 
@@ -432,7 +432,7 @@ def test_clusters_that_stand_still_when_all_is_trained_take_part_in_the_last_rou
     finishes(world)
     last = world.told(RoundEnded)[-1]
     assert (last.is_committed, last.is_final, last.left_out) == (True, True, ())
-    assert {world.hub.ledger.samples_seen(each) for each in world.hub.clusters} == {100}
+    assert {world.hub.ledger.progress.samples_seen(each) for each in world.hub.clusters} == {100}
 
 
 def test_who_never_gets_ready_in_the_end_is_not_waited_for_for_ever():
