@@ -9,7 +9,7 @@ again from its last checkpoint. A late or foreign message is refused with a reas
 from dataclasses import replace
 from typing import assert_never
 
-from ravnest.config import TIMEOUTS, Averaging, HubTimeouts
+from ravnest.config import TIMEOUTS, HubTimeouts
 from ravnest.hub.coordinator.checkpoints import CheckpointCollector
 from ravnest.hub.coordinator.departures import Departures
 from ravnest.hub.coordinator.drops import Drops
@@ -113,6 +113,16 @@ class Coordinator:
         return self._life.has_begun
 
     @property
+    def shortage(self) -> str:
+        """Why nobody trains, as people were told; nothing if there is a plan, or no reason yet."""
+        return self._plan_trigger.shortage if self.phase is JobPhase.COLLECTING else ""
+
+    @property
+    def can_wait_for_all(self) -> bool:
+        """Whether members are worth a long wait: they have what was trained, and the job is not stopped."""
+        return bool(self.placement.clusters) and self._life.is_under_way
+
+    @property
     def is_calm(self) -> bool:
         """Whether the present weights are worth a checkpoint, as the monitors say."""
         return self._training.is_calm
@@ -153,7 +163,7 @@ class Coordinator:
     @property
     def stands_still(self) -> bool:
         """Whether clusters wait for a blocking round, which has a deadline of its own."""
-        return self._job.config.averaging is Averaging.BLOCKING and self._rounds.due is not None
+        return self._rounds.stands_still and self._rounds.due is not None
 
     def has_asked(self, cluster_id: str) -> bool:
         """Return whether a silent cluster was asked what is wrong."""
@@ -451,7 +461,8 @@ class Coordinator:
     def _collect_result(self) -> list[Action]:
         if self._checkpoints.has_result_under_way:
             return []
-        return [*self._checkpoints.start(self.ledger.most_trained(self.placement.running), self.now)]
+        keeper = self.ledger.most_trained(self.placement.running)
+        return [*self._checkpoints.start(keeper, self.now, self.ledger.books, is_result=True)]
 
     def _retain_inquiries(self) -> list[Action]:
         """End the inquiries of clusters that have nothing to do, or stand still for a round."""

@@ -5,7 +5,7 @@ schedule of rates come from leaves: monitors sum their reports, and the ledger r
 """
 
 from bisect import bisect_right
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -18,7 +18,7 @@ from ravnest.hub.coordinator.events import (
     SendFields,
     TrainingReported,
 )
-from ravnest.hub.coordinator.leases import Lease, LeaseBook, LedgerState
+from ravnest.hub.coordinator.leases import Lease, LeaseBook, LedgerState, join_intervals
 from ravnest.hub.coordinator.notices import EpochDone, Evaluated, Trained
 from ravnest.hub.coordinator.phases import ClusterPhase
 from ravnest.hub.coordinator.placement import ClusterState, Placement
@@ -85,6 +85,19 @@ class Evaluation:
     means: Means = field(default_factory=Means)
 
 
+@dataclass(frozen=True, slots=True)
+class ExactBatch:
+    """A batch whose gradients clusters are to sum: the leases of those that train a share of it."""
+
+    rate: float
+    leases: dict[str, OpenLease]  # by cluster_id; without those given back
+
+    def num_microbatches(self, cluster: ClusterState) -> int:
+        """Return how many microbatches the share of a cluster has; none, if it has no share."""
+        lease = self.leases.get(cluster.cluster_id)
+        return 0 if lease is None else len(lease.num_samples)
+
+
 @dataclass(slots=True)
 class Progress:
     """How far a cluster is, so that rates are sent ahead of its updates."""
@@ -117,16 +130,19 @@ def grant_lease(
 
 
 def send_rates(
-    settings: JobSettings, cluster: ClusterState, progress: Progress, num_updates: int, num_clusters: int
+    settings: JobSettings, cluster: ClusterState, progress: Progress, num_updates: int, batches: float
 ) -> list[Send]:
-    """Return the rates of the next so many updates, where they are not what the cluster was sent."""
+    """Return the rates of the next so many updates, where they are not what the cluster was sent.
+
+    All clusters together train so many batches while this one makes an update.
+    """
     latest = max((update for update in progress.rates if update <= progress.version), default=0)
     progress.rates = {update: rate for update, rate in progress.rates.items() if update >= latest}
     told = progress.rates.get(latest)
     sends = []
     for ahead in range(num_updates):
         update = progress.version + ahead
-        rate = settings.rate(progress.position + ahead * num_clusters)
+        rate = settings.rate(progress.position + int(ahead * batches))
         if progress.rates.get(update, told) != rate:
             progress.rates[update] = rate
             sends += [Send(node, LearningRate(cluster.build_id, update, rate)) for node in cluster.nodes]
@@ -134,7 +150,21 @@ def send_rates(
     return sends
 
 
-_OPEN_LEASES = 2  # per cluster: one that is trained, one that waits
+_OPEN_LEASES = 2  # per cluster at least: one that is trained, one that waits
+_LEASE_SECONDS = 2.0  # a lease is no longer than this, or one update: a fault costs what is leased
+
+
+def divide_batch(batch_size: int, rates: Sequence[float]) -> tuple[int, ...]:
+    """Return the share of each cluster in a batch, by speed; each gets a sample at least."""
+    total = sum(rates)
+    wished = [batch_size * rate / total if total > 0 else batch_size / len(rates) for rate in rates]
+    shares = [max(1, int(each)) for each in wished]
+    while sum(shares) > batch_size and max(shares) > 1:
+        shares[shares.index(max(shares))] -= 1
+    by_need = sorted(range(len(rates)), key=lambda k: shares[k] - wished[k])
+    for k in range(batch_size - sum(shares)):
+        shares[by_need[k % len(rates)]] += 1
+    return tuple(shares)
 
 
 class Ledger:
@@ -150,18 +180,17 @@ class Ledger:
     def restart(self, books: LedgerState | None = None) -> int:
         """Begin from the first weights, or from a checkpoint; return how many samples lose their training."""
         settings = self._settings
-        chunk = settings.chunk_batches * settings.batch_size
         self.num_starts += 1
         lost, self.num_counted = self.num_counted, books.num_counted if books else 0
         self._microbatches, self._chunk_batches = 1, settings.chunk_batches
         if books is None:
-            self._book = LeaseBook(settings.num_samples, chunk, settings.epochs, settings.seed)
+            self._book = LeaseBook(settings.num_samples, settings.epochs, settings.seed)
         else:
             self._book = LeaseBook.restore(books.leases)
-            self._chunk_batches = books.leases["chunk_size"] // settings.batch_size
         self._open: dict[LeaseId, OpenLease] = {}
         self._open_by_cluster: dict[str, dict[LeaseId, OpenLease]] = {}
         self._progress: dict[str, Progress] = {}
+        self._exact: deque[ExactBatch] = deque()  # granted, and not yet summed
         self._awaited: list[OpenLease] = []  # granted, and their epochs are under way; by microbatch
         self._means: defaultdict[int, Means] = defaultdict(Means)
         self._dropped: Counter[int] = Counter()
@@ -175,20 +204,18 @@ class Ledger:
         return lost - self.num_counted
 
     def cut(self, microbatches: int, chunk_batches: int) -> None:
-        """Follow a first plan: a batch travels as so many microbatches, and a lease has so many batches."""
-        self._microbatches = microbatches
-        if not self.num_counted:
-            self._chunk_batches = chunk_batches
-            chunk, settings = chunk_batches * self._settings.batch_size, self._settings
-            self._book = LeaseBook(settings.num_samples, chunk, settings.epochs, settings.seed)
+        """Follow a first plan: so many microbatches per batch, so many batches per lease at most."""
+        self._microbatches, self._chunk_batches = microbatches, chunk_batches
 
     @property
     def books(self) -> LedgerState:
         """The state of the books, for a checkpoint."""
         leases = self._book.state()
-        again = sorted([*((epoch, chunk) for _, epoch, chunk, _ in leases["open"]), *leases["requeued"]])
-        leases["open"], leases["requeued"] = [], again
-        return LedgerState(self.num_counted, self.num_reported, self.num_updates, self._evaluated, leases)
+        opened = [(epoch, start, stop) for _, epoch, start, stop, _ in leases["open"]]
+        leases["open"], leases["requeued"] = [], join_intervals([*opened, *leases["requeued"]])
+        # A stopped job was evaluated within an epoch: that one is evaluated again when it is over.
+        evaluated = min(self._evaluated, self.num_counted // self._settings.num_samples)
+        return LedgerState(self.num_counted, self.num_reported, self.num_updates, evaluated, leases)
 
     @property
     def is_finished(self) -> bool:
@@ -273,6 +300,9 @@ class Ledger:
         given_back = [*self._open_of(cluster)]
         for lease in given_back:
             self._close(lease)
+        for batch in self._exact:
+            batch.leases.pop(cluster.cluster_id, None)
+        self._exact = deque(batch for batch in self._exact if batch.leases)
         self._awaited = [lease for lease in self._awaited if lease.cluster_id != cluster.cluster_id]
         if self._evaluation and self._evaluation.cluster_id == cluster.cluster_id:
             again = Evaluation(self._evaluation.epoch, self._evaluation.is_last)
@@ -350,17 +380,108 @@ class Ledger:
             self._evaluation = Evaluation(passes, is_last=True)
 
     def fill(self, placement: Placement) -> list[Send | SendFields]:
-        """Grant leases until every running cluster that is not draining has two."""
+        """Grant leases until every running cluster that is not draining has enough."""
+        if placement.is_exact:
+            return self._fill_exact(placement)
         orders: list[Send | SendFields] = []
+        shares = self._divide(placement)
         for cluster in placement.running:
             if cluster.phase is ClusterPhase.DRAINING:
                 continue
-            while self._num_open(cluster) < _OPEN_LEASES:
-                granted = self._grant(cluster, placement)
+            while not self._has_enough(cluster):
+                granted = self._grant(cluster, placement, shares[cluster.cluster_id])
                 if not granted:
                     break
                 orders += granted
         return orders
+
+    @property
+    def exact_batch(self) -> ExactBatch | None:
+        """The batch whose gradients are summed next, in exact mode."""
+        return self._exact[0] if self._exact else None
+
+    def note_summed(self, clusters: Iterable[ClusterState]) -> None:
+        """Record that a gradient round made the same update in these clusters."""
+        if self._exact:
+            self._exact.popleft()
+        shared = [self._of(cluster) for cluster in clusters]
+        seen = max((each.num_samples_seen - each.num_alone for each in shared), default=0)
+        seen += sum(each.num_alone for each in shared)
+        for each in shared:
+            each.num_alone, each.num_samples_seen = 0, seen
+
+    def _fill_exact(self, placement: Placement) -> list[Send | SendFields]:
+        """Grant the shares of whole batches, to all clusters at once; evaluate between two batches."""
+        orders: list[Send | SendFields] = []
+        evaluation = self._due_evaluation(placement.running) if placement.running else None
+        if evaluation is not None and self._is_time_for(evaluation):
+            cluster = placement.find_cluster(evaluation.cluster_id)
+            while cluster is not None and not self._exact and not self._has_enough(cluster):
+                granted = self._grant_evaluation(evaluation, cluster, placement)
+                if not granted:
+                    break
+                orders += granted
+            return orders
+        while not self._is_stopped and self._may_grant_batch(placement):
+            granted = self._grant_batch(placement)
+            if not granted:
+                break
+            orders += granted
+        return orders
+
+    def _may_grant_batch(self, placement: Placement) -> bool:
+        """Return whether clusters may train another batch before the last one is summed.
+
+        A cluster without a share in a batch would begin the next one too early. None trains while another
+        is being built, which begins with the weights the others have now.
+        """
+        running = {each.cluster_id for each in placement.running}
+        is_building = any(each.phase is ClusterPhase.BUILDING for each in placement.clusters)
+        is_shared_by_all = all(batch.leases.keys() == running for batch in self._exact)
+        return bool(running) and not is_building and is_shared_by_all and len(self._exact) < _OPEN_LEASES
+
+    def _grant_batch(self, placement: Placement) -> list[Send | SendFields]:
+        """Grant every running cluster its share of the next batch."""
+        upcoming = self._book.upcoming
+        takers = [each for each in placement.running if each.phase is not ClusterPhase.DRAINING]
+        if upcoming is None or not takers:
+            return []
+        epoch, num_left = upcoming
+        size = min(self._settings.batch_size, num_left)
+        size = num_left if num_left - size < len(takers) else size  # no batch of fewer samples than clusters
+        takers = takers[:size]
+        if len(takers) < len(placement.running) and self._exact:
+            return []  # it has to wait until all batches before are summed
+        shares = divide_batch(size, [each.samples_per_second for each in takers])
+        leases: dict[str, OpenLease] = {}
+        orders: list[Send | SendFields] = []
+        num_before = epoch * self._settings.num_samples
+        for cluster, share in zip(takers, shares, strict=True):
+            lease = self._book.lease(cluster.cluster_id, share)
+            assert lease is not None
+            num_before += lease.start if not leases else 0
+            opened = self._open_lease(cluster, lease, lease.num_samples, lease.num_samples)
+            self._awaited.append(opened)
+            leases[cluster.cluster_id] = opened
+            samples = [int(index) for index in self._book.samples(lease)]
+            orders += grant_lease(cluster, opened, samples, placement)
+        rate = self._settings.rate(self._settings.position(num_before))
+        self._exact.append(ExactBatch(rate, leases))
+        return orders
+
+    def _divide(self, placement: Placement) -> dict[str, int]:
+        """Return how many samples an update of each running cluster has."""
+        running, batch_size = placement.running, self._settings.batch_size
+        if not placement.sharing.is_split or not running:
+            return {each.cluster_id: batch_size for each in running}
+        shares = divide_batch(batch_size, [each.samples_per_second for each in running])
+        return {each.cluster_id: share for each, share in zip(running, shares, strict=True)}
+
+    def _has_enough(self, cluster: ClusterState) -> bool:
+        """Return whether a cluster has leases for twice what is in flight."""
+        held = self._open_by_cluster.get(cluster.cluster_id, {})
+        num_microbatches = sum(len(lease.num_samples) for lease in held.values())
+        return len(held) >= _OPEN_LEASES and num_microbatches >= 2 * cluster.cluster.stages[0].window
 
     def take_done(self, cluster: ClusterState, done: LeaseDone) -> list[EpochDone] | str:
         """Count a lease that its root reports; return the epoch that it ends, or why it does not count."""
@@ -444,18 +565,22 @@ class Ledger:
         self._awaited = [each for each in self._awaited if each.lease and each.lease.epoch != epoch]
         return EpochDone(epoch + 1, self._settings.num_samples, self._dropped.pop(epoch), loss)
 
-    def _grant(self, cluster: ClusterState, placement: Placement) -> list[Send | SendFields]:
+    def _grant(self, cluster: ClusterState, placement: Placement, share: int) -> list[Send | SendFields]:
         evaluation = self._due_evaluation(placement.running)
         if evaluation and evaluation.cluster_id == cluster.cluster_id and self._is_time_for(evaluation):
             return self._grant_evaluation(evaluation, cluster, placement)
-        lease = None if self._is_stopped else self._book.lease(cluster.cluster_id)
+        if self._is_stopped:
+            return []
+        updates = min(self._chunk_batches, max(1, int(_LEASE_SECONDS * cluster.samples_per_second / share)))
+        lease = self._book.lease(cluster.cluster_id, updates * share)
         if lease is None:
             return []
         samples = [int(index) for index in self._book.samples(lease)]
-        opened = self._open_lease(cluster, lease, len(samples))
+        opened = self._open_lease(cluster, lease, len(samples), share)
         self._awaited.append(opened)
+        batches = len(placement.running) * share / self._settings.batch_size
         return [
-            *self._set_rates(cluster, len(placement.running)),
+            *self._set_rates(cluster, batches),
             *grant_lease(cluster, opened, samples, placement),
         ]
 
@@ -471,7 +596,9 @@ class Ledger:
         num_samples = min(num_left, self._chunk_batches * self._settings.batch_size)
         samples = range(evaluation.next_sample, evaluation.next_sample + num_samples)
         evaluation.next_sample += num_samples
-        opened = self._open_lease(cluster, None, num_samples, first_sample=samples.start)
+        opened = self._open_lease(
+            cluster, None, num_samples, self._settings.batch_size, first_sample=samples.start
+        )
         return grant_lease(cluster, opened, samples, placement)
 
     def _is_time_for(self, evaluation: Evaluation) -> bool:
@@ -494,14 +621,19 @@ class Ledger:
 
     @property
     def _upcoming_epoch(self) -> int:
-        """The epoch of the chunk that would be leased next."""
-        state = self._book.state()
-        return state["requeued"][0][0] if state["requeued"] else state["next_epoch"]
+        """The epoch of the samples that would be leased next."""
+        upcoming = self._book.upcoming
+        return self._settings.epochs if upcoming is None else upcoming[0]
 
     def _open_lease(
-        self, cluster: ClusterState, lease: Lease | None, num_samples: int, first_sample: int = 0
+        self,
+        cluster: ClusterState,
+        lease: Lease | None,
+        num_samples: int,
+        batch_size: int,
+        first_sample: int = 0,
     ) -> OpenLease:
-        sizes = cut_batches(num_samples, self._settings.batch_size, self._microbatches)
+        sizes = cut_batches(num_samples, batch_size, self._microbatches)
         first, number = MicrobatchId(self._next_microbatch), LeaseId(self._next_lease)
         self._next_microbatch += len(sizes)
         self._next_lease += 1
@@ -523,6 +655,6 @@ class Ledger:
         if not of_cluster:
             del self._open_by_cluster[lease.cluster_id]
 
-    def _set_rates(self, cluster: ClusterState, num_clusters: int) -> list[Send]:
+    def _set_rates(self, cluster: ClusterState, batches: float) -> list[Send]:
         num_updates = _OPEN_LEASES * self._chunk_batches
-        return send_rates(self._settings, cluster, self._of(cluster), num_updates, num_clusters)
+        return send_rates(self._settings, cluster, self._of(cluster), num_updates, batches)

@@ -4,11 +4,13 @@ from dataclasses import dataclass
 from typing import assert_never
 
 from ravnest.ids import HUB, MicrobatchId, NodeId, RoundId
+from ravnest.plan.sharing import ALONE, Sharing, show_sharing
 from ravnest.plan.types import Node, Plan, cluster_name
 from ravnest.protocol.training import Metrics
 from ravnest.units import show_flops, show_rate, show_seconds
 
 _MOST_SHOWN = 8  # samples
+_GOES_BACK = "it goes back to the last checkpoint"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,13 @@ class Resumed:
 
 
 @dataclass(frozen=True, slots=True)
+class FromCheckpoint:
+    """Training begins from the checkpoint on disk, which has learned from so many samples of the job."""
+
+    num_samples: int
+
+
+@dataclass(frozen=True, slots=True)
 class Returned:
     """A peer has found the hub again, with the state it had."""
 
@@ -47,6 +56,14 @@ class Missing:
 
     node: NodeId
     reason: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class CutOff:
+    """Nobody is heard: the hub's own line is probably down; it waits so many seconds for all its peers."""
+
+    num_peers: int
     seconds: float
 
 
@@ -90,6 +107,8 @@ class PlanFormed:
     round_seconds: float
     batch_size: int  # samples per update
     microbatches: int  # that a batch travels as
+    sharing: Sharing = ALONE
+    reason: str = ""  # why it has no more clusters
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,6 +243,14 @@ class NotCheckpointed:
 
 
 @dataclass(frozen=True, slots=True)
+class CheckpointIsResult:
+    """The last checkpoint is the result: all is trained in it, or nobody has what came after it."""
+
+    num_samples: int
+    num_total: int
+
+
+@dataclass(frozen=True, slots=True)
 class WentWrong:
     """Training went wrong: it goes back to the last checkpoint, or on where there is none."""
 
@@ -243,8 +270,10 @@ Notice = (
     Joined
     | Measured
     | Resumed
+    | FromCheckpoint
     | Returned
     | Missing
+    | CutOff
     | Left
     | Leaving
     | SpeedChanged
@@ -264,12 +293,13 @@ Notice = (
     | RoundEnded
     | Checkpointed
     | NotCheckpointed
+    | CheckpointIsResult
     | WentWrong
     | Stopping
 )
 
 
-def show_notice(news: Notice) -> str:  # noqa: C901, PLR0912 - one short case for each
+def show_notice(news: Notice) -> str:  # noqa: C901, PLR0912, PLR0915 - one short case for each
     """Return a notice as a sentence."""
     match news:
         case Joined(node):
@@ -277,17 +307,20 @@ def show_notice(news: Notice) -> str:  # noqa: C901, PLR0912 - one short case fo
         case Measured(node, fault):
             return f"{node.name} {fault or 'was measured'}: {_show_facts(node)}"
         case Resumed(num_samples, num_peers):
-            met = f"; waiting for {num_peers} peers to come back" if num_peers else ""
-            return f"the hub goes on: {num_samples} samples are trained{met}"
+            return _show_resumed(num_samples, num_peers)
+        case FromCheckpoint(num_samples):
+            return f"training goes on from the checkpoint of {num_samples} samples, with the nodes that join"
         case Returned(node):
             return f"{node} is back, with what it had"
         case Missing(node, reason, seconds):
             return f"{node} is missing: {reason}; it has {show_seconds(seconds)} to come back"
+        case CutOff(num_peers, seconds):
+            return _show_cut_off(num_peers, seconds)
         case Left(node, reason):
             return f"{node} left: {reason}"
         case Waiting(reason):
             return f"no plan yet: {reason}"
-        case PlanFormed(plan, samples_per_second, _, batch_size, microbatches):
+        case PlanFormed(plan, samples_per_second, _, batch_size, microbatches, sharing, reason):
             shown = [
                 f"{cluster_name(index)} = {' > '.join(stage.node for stage in cluster.stages)}"
                 for index, cluster in enumerate(plan.clusters)
@@ -296,6 +329,8 @@ def show_notice(news: Notice) -> str:  # noqa: C901, PLR0912 - one short case fo
             shown += [
                 f"{batch_size} samples per update{pieces}",
                 f"{samples_per_second:.3g} samples/s foreseen",
+                *([show_sharing(sharing, batch_size)] if sharing.num_clusters > 1 else []),
+                *([reason] if reason else []),
             ]
             return f"plan {plan.plan_id}: {'; '.join(shown)}"
         case ClusterStarted(cluster):
@@ -316,6 +351,8 @@ def show_notice(news: Notice) -> str:  # noqa: C901, PLR0912 - one short case fo
             return f"checkpoint kept in {show_seconds(seconds)}: {num_samples} samples trained"
         case NotCheckpointed(reason):
             return f"no checkpoint was kept, training goes on: {reason}"
+        case CheckpointIsResult(num_samples, num_total):
+            return _show_end(num_samples, num_total)
         case WorkLost(num_samples):
             return f"training goes back: nobody has what the last {num_samples} samples taught"
         case MicrobatchDropped() | SampleDropped():
@@ -334,13 +371,24 @@ def show_notice(news: Notice) -> str:  # noqa: C901, PLR0912 - one short case fo
             next_ones = [f"; {cluster} is left out of the next {number}" for cluster, number in blamed]
             return f"round {round_id}{without} {outcome}{''.join(next_ones)}"
         case WentWrong(reason, suspect, goes_back):
-            ending = "it goes back to the last checkpoint"
-            ending = ending if goes_back else "there is no checkpoint to go back to"
+            ending = _GOES_BACK if goes_back else "there is no checkpoint to go back to"
             return f"training went wrong, {suspect} was seen first: {reason}; {ending}"
         case Stopping(reason):
             return f"the job is stopped ({reason}); what was trained is kept"
         case _:
             assert_never(news)
+
+
+def _show_resumed(num_samples: int, num_peers: int) -> str:
+    met = f"; waiting for {num_peers} peers to come back" if num_peers else ""
+    return f"the hub goes on: {num_samples} samples are trained{met}"
+
+
+def _show_cut_off(num_peers: int, seconds: float) -> str:
+    peers = "the only peer" if num_peers == 1 else f"all {num_peers} peers"
+    cause = f"nothing is heard of {peers}: the line of this PC is probably down"
+    waits = f"nobody is given up for {show_seconds(seconds)}"
+    return f"{cause}; {waits}, and training goes on when they are back; others may join too"
 
 
 def _show_facts(node: Node) -> str:
@@ -364,6 +412,13 @@ def _show_samples(samples: tuple[int, ...]) -> str:
     shown = ", ".join(str(sample) for sample in samples[:_MOST_SHOWN])
     more = f" and {len(samples) - _MOST_SHOWN} more" if len(samples) > _MOST_SHOWN else ""
     return f"samples {shown}{more}"
+
+
+def _show_end(num_samples: int, num_total: int) -> str:
+    if num_samples == num_total:
+        return f"the run is finished: all {num_total} samples are trained; it goes on with more epochs"
+    trained = f"{num_samples} of {num_total} samples are trained"
+    return f"nobody is left to ask: the last checkpoint is the result, {trained}"
 
 
 def _show_sources(sources: tuple[NodeId, ...]) -> str:

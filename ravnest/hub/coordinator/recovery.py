@@ -124,10 +124,18 @@ class Recovery:
         """Follow a first plan: its stages are built of what the hub has."""
         assert made.plan is not None
         count, placement = made.microbatches, self._placement
-        change = placement.adopt(made.plan, count)
+        change = placement.adopt(made.plan, count, made.sharing)
         self._ledger.cut(count, lease_batches(self._job, made.plan, count))
         outlook, size = placement.outlook, self._batch_size
-        told = PlanFormed(made.plan, outlook.samples_per_second, outlook.round_seconds, size, count)
+        told = PlanFormed(
+            made.plan,
+            outlook.samples_per_second,
+            outlook.round_seconds,
+            size,
+            count,
+            made.sharing,
+            made.reason,
+        )
         self._sources.begin_first(change)
         announced = placement.announce(change, self._find_contacts())
         return [Notify(told), *announced, *self._sources.order_builds()]
@@ -171,7 +179,7 @@ class Recovery:
         """Follow a repaired plan: stages are built of what others have; None: nobody has all of it."""
         assert made.plan is not None
         placement, ledger, had_rings = self._placement, self._ledger, bool(self._placement.rings)
-        change = placement.adopt(made.plan, made.microbatches)
+        change = placement.adopt(made.plan, made.microbatches, made.sharing)
         if not had_rings:  # a lone cluster keeps no average
             ledger.forget_averages(placement.clusters)
         kept = self.saved.num_counted if self.saved else -1 if ledger.num_counted else 0

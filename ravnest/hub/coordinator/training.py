@@ -71,6 +71,8 @@ class Training:
             self._recovery.forget_held()
         elif life.stop_by is None:
             actions += self._keep_safe(now)
+        elif self._placement.is_exact:  # what is under way needs its gradient rounds
+            actions += self._rounds.open_due(now)
         if self._may_repair(now):
             actions += self._plan_trigger.ask_for_repair(now, self._recovery.is_urgent)
         return actions
