@@ -32,7 +32,7 @@ from ravnest.hub.coordinator.notices import (
     PlanFormed,
     Returned,
     RoundEnded,
-    SampleDropped,
+    SamplesDropped,
     Trained,
     Waiting,
     WorkLost,
@@ -517,10 +517,10 @@ def test_bad_samples_cost_their_microbatches_and_are_named_and_no_peer_ends() ->
     ended = World(job, SIX).run()
     assert ended.result is not None
     assert ended.of(Left) == []
-    assert sorted((news.is_evaluation, news.sample, news.reason) for news in ended.of(SampleDropped)) == [
-        (False, 78, "IndexError: Target 9 is out of bounds"),
-        (False, 100, "'x' has a number that is NaN"),
-        (True, 40, "IndexError: Target -7 is out of bounds"),
+    assert sorted((news.is_evaluation, news.samples, news.reason) for news in ended.of(SamplesDropped)) == [
+        (False, (78,), "IndexError: Target 9 is out of bounds"),
+        (False, (100,), "'x' has a number that is NaN"),
+        (True, (40,), "IndexError: Target -7 is out of bounds"),
     ]
     epochs = {news.epoch: news.num_dropped for news in ended.of(EpochDone)}
     assert epochs[1] in (16, 32)  # one batch may have both
