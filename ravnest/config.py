@@ -34,6 +34,9 @@ class WireFormat(StrEnum):
         return (bytes_per_value + scale_bytes) / 4
 
 
+EXACT_FORMATS = (WireFormat.FP32, WireFormat.BF16)  # of gradients: coarser ones would owe too much
+
+
 class OptimizerKind(StrEnum):
     """What updates a stage; `muon` is the default recipe (Muon on matrices, NAdam on the rest)."""
 
@@ -91,7 +94,7 @@ class PlanConfig:
     activations: WireFormat = WireFormat.BF16
     gradients: WireFormat = WireFormat.BF16
     deltas: WireFormat = WireFormat.INT4
-    exact_gradients: WireFormat = WireFormat.FP32  # in exact mode
+    exact_gradients: WireFormat = WireFormat.FP32  # in gradient rounds: fp32 or bf16
     averaging: Averaging = Averaging.AUTO
     clusters: int = 0  # at most so many, whatever that costs in quality; 0: as many as pay
     favour: Favour = Favour.QUALITY
@@ -253,10 +256,10 @@ def parse_plan_table(text: str, where: str) -> dict[str, object] | None:
     return table
 
 
-def read_plan_config(table: Mapping[str, object], where: str) -> PlanConfig:
-    """Return the default PlanConfig with the keys of `table` set; errors name `where`."""
+def read_plan_config(table: Mapping[str, object], where: str, base: PlanConfig | None = None) -> PlanConfig:
+    """Return the default PlanConfig, or `base`, with the keys of `table` set; errors name `where`."""
     read = Document(dict(table), where, is_table=True).read_as(_plan_table())
-    return replace(PlanConfig(), **{name: _plain(name, getattr(read, name)) for name in table})
+    return replace(base or PlanConfig(), **{name: _plain(name, getattr(read, name)) for name in table})
 
 
 def _plain(name: str, value: Any) -> Any:

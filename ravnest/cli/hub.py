@@ -49,10 +49,12 @@ def hub(  # noqa: PLR0913 - click passes one argument per option
     from ravnest.requester.job_file import load_job
     from ravnest.requester.local_peers import share_memory
     from ravnest.requester.result import check_place
-    from ravnest.requester.run_folder import MODEL, free_run
+    from ravnest.requester.run_folder import MODEL, check_unfinished, free_run
     from ravnest.requester.session import Hub
 
-    file = None if out is None else check_place(out)
+    file = None if out is None else check_place(out, may_exist=resume)
+    if folder and not resume:
+        check_unfinished(Path(folder))
     with choose_view(quiet) as view:
         job = load_job(place)
         where = Path(folder) if folder else free_run(job.name or "job")

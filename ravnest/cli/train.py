@@ -39,7 +39,7 @@ def train(
     from ravnest.requester.session import local
 
     place_out = out or folder
-    file = None if place_out is None else check_place(place_out)
+    file = None if place_out is None else check_place(place_out, may_exist=resume)
     with choose_view(quiet) as view:
         job = load_job(place)
         where = None if folder is None else Path(folder)

@@ -20,6 +20,7 @@ from ravnest.errors import ProtocolError, RavnestError
 from ravnest.ids import MicrobatchId
 from ravnest.protocol.messages import Refusal
 
+_NOTHING_LEFT = "no microbatch was left to learn from"
 _LAGS_REMEMBERED = 32  # microbatches: prediction follows a new window soon, and ends exactly when lag does
 
 # What torch raises for a sample that does not fit the model: a label out of range, a shape, a type.
@@ -91,6 +92,15 @@ class Updated:
     refusal: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class SummedGradient:
+    """The sums of the update under way, by name; divided by the number they are means over these samples."""
+
+    sums: Tensors
+    divisor: float
+    num_samples: int
+
+
 @dataclass(slots=True)
 class _Flight:
     num_updates: int  # when it went forward
@@ -130,11 +140,8 @@ class StageEngine:
         self._sums: dict[str, Tensor] = {}
         self._own_sums: set[str] = set()  # sums that only this stage holds
         self._bounds: dict[str, float] = {}  # of their norms: a sum is no longer than its parts together
-        self._num_microbatches, self._shares, self._first_size = (
-            0,
-            0.0,
-            1,
-        )  # shares: microbatches, by their samples
+        self._num_microbatches = self._num_samples = 0
+        self._shares, self._first_size = 0.0, 1  # shares: microbatches, by their samples
         self._lags: deque[int] = deque(maxlen=_LAGS_REMEMBERED)
 
     @property
@@ -222,6 +229,7 @@ class StageEngine:
         self._first_size = self._first_size if self._num_microbatches else num_samples
         share = num_samples / self._first_size  # one, exactly, for microbatches of equal size
         self._num_microbatches += 1
+        self._num_samples += num_samples
         self._shares += share
         weight *= share
         alone = _find_alone(found, flight.sent) if found.keys() - self._own_sums else set()
@@ -281,12 +289,42 @@ class StageEngine:
         num_microbatches, lag = self._num_microbatches, self.lag
         bounds = {name: bound / self._shares for name, bound in self._bounds.items()}
         gradients = {name: self._mean(name) for name in tuple(self._sums)}
-        self._num_microbatches, self._shares = 0, 0.0
-        self._bounds.clear()
+        self._forget_sums()
         self._num_updates += 1
         if not gradients:
-            reason = None if num_microbatches else "no microbatch was left to learn from"
+            reason = None if num_microbatches else _NOTHING_LEFT
             return Updated(self._num_updates, reason)
+        return self._step(gradients, learning_rate, lag, bounds)
+
+    @property
+    def summed(self) -> SummedGradient:
+        """What an update would be made of now; the next microbatch may change it."""
+        return SummedGradient(self._sums, self._shares, self._num_samples)
+
+    def update_with(self, gradients: Tensors, learning_rate: float) -> Updated:
+        """Apply this mean gradient, of all clusters, in place of the own; it came without lag."""
+        self._forget_sums()
+        self._num_updates += 1
+        if not gradients:
+            reason = _NOTHING_LEFT if self._versions.weights else None
+            return Updated(self._num_updates, reason)
+        return self._step(gradients, learning_rate, 0.0, {})
+
+    def forget_prediction(self) -> None:
+        """Let forwards see the weights as they are: there will be no lag."""
+        self._lags.clear()
+        self._versions.replace(self._versions.weights, self._versions.weights)
+
+    def _forget_sums(self) -> None:
+        self._num_microbatches = self._num_samples = 0
+        self._shares = 0.0
+        self._sums.clear()
+        self._own_sums.clear()
+        self._bounds.clear()
+
+    def _step(
+        self, gradients: Tensors, learning_rate: float, lag: float, bounds: Mapping[str, float]
+    ) -> Updated:
         versions = self._versions
         in_place = not versions.is_held(gradients)
         after = self._optimizer.step(

@@ -7,6 +7,7 @@ of the two gives up, so that there is another plan.
 """
 
 import asyncio
+import logging
 from collections.abc import Callable, Collection, Coroutine, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,8 @@ from typing import Any
 from ravnest.config import TIMEOUTS, Timeouts
 from ravnest.net.relay import RelayAddress, await_through, dial_through
 from ravnest.net.transport import PeerId, Transport
+
+logger = logging.getLogger(__name__)
 
 Start = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
 
@@ -86,6 +89,8 @@ class Connections:
     def record_link(self, peer: PeerId, address: str | None) -> None:
         """Look for a straight way to a peer if its link may lead through the relay."""
         if peer in self._planned and address in self._planned[peer].addresses:
+            if peer in self._relayed and peer not in self._straight:
+                logger.info("%s is reached directly again", self._planned[peer].name)
             self._straight.add(peer)
         self._look_later(peer)
 
@@ -155,6 +160,7 @@ class Connections:
             return
         if self._relay is None or not planned.ticket:
             return
+        logger.info("%s is not reached directly: what goes there goes through the hub now", planned.name)
         if planned.peer > self._transport.peer:
             if self._listens_at is not None:
                 work = await_through(self._relay, planned.ticket, self._listens_at, self._net)

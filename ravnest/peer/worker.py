@@ -15,7 +15,7 @@ from torch import Tensor
 from ravnest.codec import decode_tensor, describe, encode_tensor
 from ravnest.config import TIMEOUTS, PeerTimeouts, WireFormat
 from ravnest.engine.schedule import StageSchedule, Task, Work
-from ravnest.engine.stage import DroppedWork, PassedOn, StageEngine
+from ravnest.engine.stage import DroppedWork, PassedOn, StageEngine, Updated
 from ravnest.engine.staleness import StalenessPolicy
 from ravnest.errors import ProtocolError, RavnestError
 from ravnest.ids import HUB, LeaseId, MicrobatchId, NodeId
@@ -133,6 +133,37 @@ class Worker:
         """Apply the gradients summed up so far, if no microbatch is in flight."""
         if self._schedule.is_empty and self._schedule.close_update():
             self._update(is_closing=True)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether updates wait for gradient rounds."""
+        return self._schedule.is_exact
+
+    @property
+    def is_update_complete(self) -> bool:
+        """Whether the share of an exact update is trained, and waits for the shares of other clusters."""
+        return self._schedule.is_complete
+
+    def set_exact(self, is_exact: bool) -> None:
+        """Let updates wait for gradient rounds, or no more: then one that waits is made of the own share."""
+        if is_exact == self.is_exact:
+            return
+        if self.is_update_complete:
+            self.make_update(None, self._rate())
+        self.close_update()
+        self._schedule.set_exact(is_exact)
+        self._stage.forget_prediction()
+
+    def expect_update(self, rate: float, num_microbatches: int | None) -> None:
+        """Learn the rate of the exact update under way, and how many microbatches the share has."""
+        self._rates[self._stage.version] = rate
+        self._schedule.expect(num_microbatches)
+
+    def make_update(self, gradients: Mapping[str, Tensor] | None, rate: float) -> None:
+        """Make the exact update that waits, with this mean gradient, or with that of the own share."""
+        self._schedule.end_exact()
+        stage = self._stage
+        self._record(stage.update(rate) if gradients is None else stage.update_with(gradients, rate))
 
     def start_lease(self, grant: LeaseGrant) -> Refusal | None:
         """As the root, expect the microbatches of a lease."""
@@ -266,7 +297,9 @@ class Worker:
     def _update(self, is_closing: bool = False) -> None:
         rate = self._rate()
         self._unsent += self.tied.offer(rate, is_closing)
-        updated = self._stage.update(rate)
+        self._record(self._stage.update(rate))
+
+    def _record(self, updated: Updated) -> None:
         if updated.refusal is None:
             return
         if self._num_refused % _REFUSALS_PER_LINE == 0:
@@ -283,6 +316,8 @@ class Worker:
 
     def _next_evaluation(self) -> Iterator[Outgoing] | None:
         """Evaluate once all microbatches before are in the weights, of tied weights in all stages."""
+        if self._schedule.is_exact and (self._schedule.num_accumulated or self._schedule.is_complete):
+            return self.flush()
         self.close_update()
         if self._unsent or not self.tied.may_forward(waits=True):
             return self.flush()

@@ -10,6 +10,7 @@ from ravnest.protocol.tied import Value
 from ravnest.protocol.training import Count
 
 FIRST_WEIGHTS = RoundId(0)  # what all clusters have before the first round
+ShareCount = Annotated[int, Meta(ge=0, le=2**20)]
 Digest = Annotated[bytes, Meta(min_length=16, max_length=16)]
 
 
@@ -31,7 +32,7 @@ class RoundOpen:
     least_chunk: int = 0  # items that go around at once, at least: fewer would only be more work
     sums_gradients: bool = False  # of the shares of a batch; anchors and weights do not go around
     rate: float = 0.0  # of the update that a gradient round makes
-    num_microbatches: Annotated[int, Meta(ge=0)] | None = None  # in the own share; None: as in any update
+    num_microbatches: ShareCount | None = None  # in the receiver's share; None: as many as in any update
 
 
 @dataclass(frozen=True, slots=True)

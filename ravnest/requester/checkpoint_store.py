@@ -102,12 +102,17 @@ def find_difference(saved: Fingerprint, now: Fingerprint) -> str | None:
     if saved.state != now.state:
         difference = f"the tensors of {now.model!r} have other names, dtypes or shapes than the checkpoint's"
         return f"{difference}; build the model as it was, {otherwise}"
-    for name in ("num_samples", "batch_size", "epochs", "seed"):
+    for name in ("num_samples", "batch_size", "seed"):
         before, after = getattr(saved, name), getattr(now, name)
         if before != after:
             fix = f"give {before} training samples" if name == "num_samples" else f"set {name}={before}"
             return f"the checkpoint was written with {name}={before}, not {after}; {fix}, {otherwise}"
     return None
+
+
+def count_epochs(leases: LeaseState) -> int:
+    """Return how many epochs were begun."""
+    return leases["next_epoch"] + (leases["next_place"] > 0)
 
 
 def seal_manifest(number: int, manifest: Manifest) -> bytes:
@@ -203,8 +208,9 @@ class Checkpoint:
 class Checkpoints:
     """The checkpoints in a run's folder: the newest `keep`, and the one with the lowest score."""
 
-    def __init__(self, folder: Path, keep: int = 3) -> None:
+    def __init__(self, folder: Path, keep: int = 3, *, is_lasting: bool = True) -> None:
         assert keep >= 1, keep
+        self.is_lasting = is_lasting  # the folder stays when the run has ended
         self._place = folder / CHECKPOINTS
         self._keep = keep
         self.faults: list[str] = []  # what the last `find` passed over, and why
@@ -299,7 +305,7 @@ def open_checkpoints(place: Path | None) -> Iterator[Checkpoints]:
         yield Checkpoints(place)
         return
     with tempfile.TemporaryDirectory(prefix="ravnest-", ignore_cleanup_errors=True) as folder:
-        yield Checkpoints(Path(folder))
+        yield Checkpoints(Path(folder), is_lasting=False)
 
 
 def _part_name(index: int) -> str:

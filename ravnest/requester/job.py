@@ -96,8 +96,10 @@ class Job:
     def capture(self) -> Captured:
         """Turn the model into a blueprint, with the first batch as the example."""
         batch = self.first_batch()
+        self.samples.check_some()
         if self.val_samples is not None:
             self.val_samples.check_like(self.samples)
+            self.val_samples.check_some()
         given = {"name": self.name, "inputs": self.inputs, "is_padded": self.is_padded}
         captured = capture(self.model, batch, self.loss, self.metrics, **given)  # type: ignore[arg-type]
         if not captured.batch_loss.is_cuttable and self.microbatches not in ("auto", 1):

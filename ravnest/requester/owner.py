@@ -4,8 +4,10 @@ It sends blueprints, weights and the fields that a stage consumes, nothing else.
 weights or from the last checkpoint. The hub calls it from threads.
 """
 
+import logging
+import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -16,7 +18,7 @@ from ravnest.engine.train_config import TrainConfig, write_train_config
 from ravnest.errors import RavnestError, WeightsError
 from ravnest.hub.coordinator.leases import LedgerState
 from ravnest.hub.coordinator.notices import EpochDone, Evaluated, Notice
-from ravnest.hub.service.owner import Fields, Parts
+from ravnest.hub.service.owner import Fields, Parts, StagePart
 from ravnest.model.blueprint import Program
 from ravnest.model.blueprint_json import write_blueprint
 from ravnest.model.capture import Captured
@@ -34,8 +36,12 @@ from ravnest.requester.checkpoint_store import Checkpoint, Checkpoints, Fingerpr
 from ravnest.requester.faulty_samples import SampleInspector
 from ravnest.requester.job import Job
 from ravnest.requester.job_file import users_code
+from ravnest.requester.result import Result
+
+logger = logging.getLogger(__name__)
 
 Keeper = Checkpoints
+DeliverResult = Callable[[Result], None]  # puts the weights where they are to go
 
 
 class JobOwner:
@@ -48,13 +54,17 @@ class JobOwner:
         training: TrainConfig,
         fingerprint: Fingerprint,
         keeper: Checkpoints | None = None,
+        deliver: DeliverResult | None = None,
     ) -> None:
         self.job = job
         self.fingerprint = fingerprint
         self.history: list[dict[str, float]] = []
+        self.result: Result | None = None  # once it is kept
         self._captured = captured
         self._training = training
-        self._keeper = keeper
+        self._keeper, self._deliver = keeper, deliver
+        self._writing = threading.Lock()  # an old checkpoint may still be written when a newer one comes
+        self._saved_history: list[dict[str, float]] = []  # of the last checkpoint
         self._state: Mapping[str, Tensor] = captured.state
         self._optimizer: dict[str, Tensor] = {}
         self._inspector = SampleInspector(captured)
@@ -101,8 +111,34 @@ class JobOwner:
         lacks = changing - state.keys()
         return f"it lacks {min(lacks)!r} and {len(lacks) - 1} more of its tensors" if lacks else ""
 
-    def keep(self, number: int, parts: Sequence[tuple[int, int, Buffer]], books: LedgerState) -> str:
+    def keep(self, parts: Sequence[StagePart], books: LedgerState) -> str:
         """Write a checkpoint; from then on stages are made of it."""
+        with self._writing:
+            return "the result is kept already" if self.result else self._write(parts, books)
+
+    def keep_result(self, parts: Sequence[StagePart], books: LedgerState) -> str:
+        """Write the result: a checkpoint that more epochs can go on from, and the weights."""
+        with self._writing:
+            if self._keeper is not None and self._keeper.is_lasting and (fault := self._write(parts, books)):
+                logger.warning("the result is kept, but nothing to go on from with more epochs: %s", fault)
+            self._adopt(content for _, _, content in parts)
+            self._finish()
+            return ""
+
+    def keep_saved(self) -> Result:
+        """Make the last checkpoint the result, and forget what was reported since."""
+        with self._writing:
+            self.history = [dict(report) for report in self._saved_history]
+            return self._finish()
+
+    def _finish(self) -> Result:
+        result = Result(self.job.model, self._captured.blueprint, self._state, tuple(self.history))
+        if self._deliver is not None:
+            self._deliver(result)
+        self.result = result
+        return result
+
+    def _write(self, parts: Sequence[StagePart], books: LedgerState) -> str:
         if self._keeper is None:
             return "there is no folder for checkpoints"
         try:
@@ -121,6 +157,7 @@ class JobOwner:
             losses = [report["val_loss"] for report in self.history if "val_loss" in report]
             self._keeper.write(number, parts, saved, losses[-1] if losses else None)
             self._adopt(content for _, _, content in parts)
+            self._saved_history = [dict(report) for report in self.history]
         except RavnestError as error:
             return str(error)
         return ""
@@ -142,8 +179,11 @@ class JobOwner:
             {name: float(value) for name, value in report.items() if value is not None}
             for report in saved.history
         ]
+        self._saved_history = [dict(report) for report in self.history]
         counts = (saved.num_counted, saved.num_reported, saved.num_updates, saved.num_evaluated)
-        return LedgerState(*counts, saved.leases)
+        leases = saved.leases.copy()
+        leases["num_epochs"] = self.fingerprint.epochs  # it may be another number than before
+        return LedgerState(*counts, leases)
 
     def _adopt(self, contents: Iterable[Buffer]) -> None:
         state: dict[str, Tensor] = {}

@@ -76,7 +76,7 @@ def new_hub_file() -> HubFile:
 
 
 def open_run(folder: Path) -> HubFile:
-    """Make the folder or take the one that is there, unless a hub runs in it or has finished in it."""
+    """Make the folder or take the one that is there, unless a hub runs in it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         found = read_hub_file(folder) if (folder / _FILE).exists() else new_hub_file()
@@ -85,12 +85,17 @@ def open_run(folder: Path) -> HubFile:
                 f"{folder} belongs to a hub that runs now (process {found.pid}); give another folder, "
                 f"or end it with: ravnest stop {folder}"
             )
-        if (folder / MODEL).exists():
-            raise ConfigError(f"{folder} holds a finished run; give another folder, or move it away")
         write_hub_file(folder, found)
     except OSError as error:
         raise ConfigError(f"the folder {folder} cannot be written: {error.strerror}; {_WAY_OUT}") from None
     return found
+
+
+def check_unfinished(folder: Path) -> None:
+    """Refuse a folder with a result, in which a new training is to begin."""
+    if (folder / MODEL).exists():
+        way_on = 'or go on with it: --resume, in Python resume="auto"'
+        raise ConfigError(f"{folder} holds a finished run; give another folder or move it away, {way_on}")
 
 
 def set_aside(folder: Path, with_checkpoints: bool = True) -> None:

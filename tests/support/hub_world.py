@@ -141,12 +141,15 @@ class HubWorld:
         self.log, self.answers, self.happened = [], [], []
         self._begin()
         self.now = 0.0
-        self.news, self.refusals, self.finish = [], [], None
+        self.news, self.refusals, self.finish, self.results = [], [], None, []
         self.peers, self.known, self.told_epoch = {}, set(), {}
         self.queue, self.order_of = [], count()
         self.ledger = Counter()
         self.snapshots = {}  # by hash: the positions in it
         self.checkpoint, self.saved, self.books = 0, Counter(), None
+        if self.given.books is not None:
+            self.checkpoint, self.books = 1, self.given.books
+            self.ledger = self.saved = counted(self.given.settings, self.books)
         self.session = 0
         self.samples, self.batches = {}, set()
         self.updates = {}  # of each cluster: the microbatches of each update, by size
@@ -366,17 +369,16 @@ class HubWorld:
                 assert {name for name, _ in order.consumers} <= self.known
             case InspectSamples():
                 self.after(0.5, self._in_session(), self._inspect, order)
-            case Collect() if order.books is not None:
-                self.after(self._delay(), self._in_session(), self._keep_checkpoint, order)
-            case Collect() if self.is_collecting:
-                collected = lambda: self.feed(Collected(order.number, self.now))  # noqa: E731
-                self.after(self._delay(), self._in_session(), collected)
+            case Collect():
+                self._collect(order)
             case Notify():
                 self._hear(order.news)
             case Finish():
                 assert self.finish is None
                 assert self.abandoned is None
                 self.finish = order
+                books = [each.books for each in self.results if each.parts == order.parts] or [self.books]
+                self.ledger = counted(self.given.settings, books[0])
             case Abandon():
                 assert self.is_stopped or order.is_guarded
                 assert self.finish is None
@@ -385,6 +387,15 @@ class HubWorld:
     def _inspect(self, order):
         faulty = ((min(order.samples), "it is the first"),)
         self.feed(SamplesInspected(order.is_evaluation, order.samples, faulty, self.now))
+
+    def _collect(self, order):
+        if not order.is_result:
+            self.after(self._delay(), self._in_session(), self._keep_checkpoint, order)
+            return
+        self.results.append(order)
+        if self.is_collecting:
+            collected = lambda: self.feed(Collected(order.number, self.now))  # noqa: E731
+            self.after(self._delay(), self._in_session(), collected)
 
     def _keep_checkpoint(self, order):
         fault = "the disk is full" if self._happens(self.trouble.no_room) else ""
@@ -474,7 +485,9 @@ class HubWorld:
             assert set(self.ledger) == expected if is_whole else set(self.ledger) <= expected
             assert not self.open_leases
             assert (self.finish is None) != (self.abandoned is None)
-            assert self.finish is None or self.finish.parts[0].start == 0
+            has_parts = self.finish is not None and bool(self.finish.parts)
+            assert not has_parts or self.finish.parts[0].start == 0
+            assert has_parts or self.finish is None or self.books is not None, "a checkpoint is the result"
 
     def _check_round(self, running):
         """Whole clusters take part, two or more; what they begin from, one of them has, and nothing newer."""

@@ -452,7 +452,8 @@ class Coordinator:
     def _collect_result(self) -> list[Action]:
         if self._checkpoints.has_result_under_way:
             return []
-        return [*self._checkpoints.start(self.ledger.most_trained(self.placement.running), self.now)]
+        keeper = self.ledger.most_trained(self.placement.running)
+        return [*self._checkpoints.start(keeper, self.now, self.ledger.books, is_result=True)]
 
     def _retain_inquiries(self) -> list[Action]:
         """End the inquiries of clusters that have nothing to do, or stand still for a round."""

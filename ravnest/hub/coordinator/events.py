@@ -174,7 +174,7 @@ class PartsMade:
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """All that the Collect of this number names is here, and on disk if it is a checkpoint; or why not."""
+    """All that the Collect of this number names is on disk; or why not."""
 
     number: int
     now: float
@@ -361,11 +361,12 @@ class CheckpointPart:
 
 @dataclass(frozen=True, slots=True)
 class Collect:
-    """An order: fetch these blobs from their nodes, then say Collected; with books, write a checkpoint."""
+    """An order: fetch these blobs from their nodes, write them as a checkpoint or result; say Collected."""
 
     number: int
     parts: tuple[CheckpointPart, ...]
-    books: LedgerState | None = None
+    books: LedgerState
+    is_result: bool = False  # what the requester gets; a checkpoint may fail
 
 
 @dataclass(frozen=True, slots=True)
@@ -385,7 +386,7 @@ class Notify:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """An order: the job is done; assemble the model of its parts, in the order of the line."""
+    """An order: the result is on disk; without parts, the last checkpoint is the result."""
 
     parts: tuple[CheckpointPart, ...]
     history: tuple[EpochDone | Evaluated, ...]

@@ -213,7 +213,9 @@ class Ledger:
         leases = self._book.state()
         opened = [(epoch, start, stop) for _, epoch, start, stop, _ in leases["open"]]
         leases["open"], leases["requeued"] = [], join_intervals([*opened, *leases["requeued"]])
-        return LedgerState(self.num_counted, self.num_reported, self.num_updates, self._evaluated, leases)
+        # A stopped job was evaluated within an epoch: that one is evaluated again when it is over.
+        evaluated = min(self._evaluated, self.num_counted // self._settings.num_samples)
+        return LedgerState(self.num_counted, self.num_reported, self.num_updates, evaluated, leases)
 
     @property
     def is_finished(self) -> bool:

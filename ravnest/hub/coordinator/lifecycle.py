@@ -19,7 +19,7 @@ from ravnest.hub.coordinator.events import (
     Send,
 )
 from ravnest.hub.coordinator.ledger import Ledger
-from ravnest.hub.coordinator.notices import Repaired, Resumed, Stopping, WentWrong, WorkLost
+from ravnest.hub.coordinator.notices import FromCheckpoint, Repaired, Resumed, Stopping, WentWrong, WorkLost
 from ravnest.hub.coordinator.phases import JOB_TRANSITIONS, JobPhase, follow
 from ravnest.hub.coordinator.placement import Placement
 from ravnest.hub.coordinator.plan_trigger import PlanTrigger
@@ -81,7 +81,8 @@ class Lifecycle:
         if self.has_begun:
             return f"the hub has a job already: {self._job.profile.name}"
         self.has_begun = True
-        return []
+        books = self._job.books
+        return [] if books is None else [Notify(Resumed(books.num_counted, 0))]
 
     def restart(self, event: Restarted, now: float) -> _Result:
         """Go on after the hub was away, with what its nodes still have."""
@@ -170,7 +171,7 @@ class Lifecycle:
         return [told, *stops, Abandon(f"training is ended: {told_why}; {advice}", is_guarded=True)]
 
     def start_over(self, now: float) -> list[Action]:
-        """Go back to collecting, with what the hub has and all members; or end, if the job is stopped."""
+        """Go back to collecting, with what the hub has and all members; or end with that, if it is enough."""
         actions = self.end_round(self._rounds.cancel("training begins again", now))
         for cluster in self._placement.clusters:
             self._checkpoints.drop(cluster)
@@ -181,23 +182,33 @@ class Lifecycle:
         self._rounds.restart()
         self.alarm = None
         self._plan_trigger.reset(now)
-        if self.stop_by is None:
+        if self.stop_by is None and not self._ledger.is_finished:
             self.enter(JobPhase.COLLECTING)
-            return actions + ([Notify(WorkLost(lost))] if lost else [])
+            actions += [Notify(WorkLost(lost))] if lost else []
+            return actions if len(self._membership) else [*actions, *self._plan_trigger.notify_shortage()]
         self.enter(JobPhase.FINISHED)
         actions += [Send(name, Stop("the job was stopped")) for name in self._membership]
-        return [*actions, Abandon("the job was stopped when no cluster had anything to keep")]
+        if self._recovery.saved is None:
+            return [
+                *actions,
+                Abandon("the job was stopped when there was nothing to keep, no checkpoint either"),
+            ]
+        trained = self._ledger.trained
+        return [*actions, Notify(FromCheckpoint(trained.num_samples, trained.num_total)), Finish((), ())]
 
     def end_collection(self, collected: Collected, now: float) -> _Result:
-        """Go on when something is on disk: a checkpoint, or the result."""
-        if not self._checkpoints.has_asked_for(collected.number):
+        """Go on when something is on disk: a checkpoint, or the result, whoever has left meanwhile."""
+        result = self._checkpoints.find_result(collected.number)
+        if result is not None and self.phase is not JobPhase.FINISHED:
+            if self.phase is not JobPhase.KEEPING:  # nobody was left, and training began again
+                self._ledger.restart(result.books)
+            self.enter(JobPhase.FINISHED)
+            stops: list[Action] = [Send(name, Stop("the job is done")) for name in self._membership]
+            return [*stops, Finish(result.parts, tuple(self._ledger.history))]
+        if result is not None or not self._checkpoints.has_asked_for(collected.number):
             return f"nobody asked to collect number {collected.number}"
-        if self.phase is not JobPhase.KEEPING:
-            kept = self._recovery.end_checkpoint(collected, now)
-            saved = self._recovery.saved
-            if not collected.fault and saved is not None and saved.num_counted > self._alarmed_at:
-                self._num_alarms = 0  # a checkpoint before that place says nothing of what comes there
-            return kept
-        self.enter(JobPhase.FINISHED)
-        stops: list[Action] = [Send(name, Stop("the job is done")) for name in self._membership]
-        return [*stops, Finish(self._checkpoints.parts, tuple(self._ledger.history))]
+        kept = self._recovery.end_checkpoint(collected, now)
+        saved = self._recovery.saved
+        if not collected.fault and saved is not None and saved.num_counted > self._alarmed_at:
+            self._num_alarms = 0  # a checkpoint before that place says nothing of what comes there
+        return kept

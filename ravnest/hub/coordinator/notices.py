@@ -234,6 +234,14 @@ class NotCheckpointed:
 
 
 @dataclass(frozen=True, slots=True)
+class FromCheckpoint:
+    """The last checkpoint is the result: all is trained in it, or nobody has what came after it."""
+
+    num_samples: int
+    num_total: int
+
+
+@dataclass(frozen=True, slots=True)
 class WentWrong:
     """Training went wrong: it goes back to the last checkpoint, or on where there is none."""
 
@@ -275,12 +283,13 @@ Notice = (
     | RoundEnded
     | Checkpointed
     | NotCheckpointed
+    | FromCheckpoint
     | WentWrong
     | Stopping
 )
 
 
-def show_notice(news: Notice) -> str:  # noqa: C901, PLR0912 - one short case for each
+def show_notice(news: Notice) -> str:  # noqa: C901, PLR0912, PLR0915 - one short case for each
     """Return a notice as a sentence."""
     match news:
         case Joined(node):
@@ -330,6 +339,8 @@ def show_notice(news: Notice) -> str:  # noqa: C901, PLR0912 - one short case fo
             return f"checkpoint kept in {show_seconds(seconds)}: {num_samples} samples trained"
         case NotCheckpointed(reason):
             return f"no checkpoint was kept, training goes on: {reason}"
+        case FromCheckpoint(num_samples, num_total):
+            return _show_end(num_samples, num_total)
         case WorkLost(num_samples):
             return f"training goes back: nobody has what the last {num_samples} samples taught"
         case MicrobatchDropped() | SampleDropped():
@@ -388,6 +399,13 @@ def _show_samples(samples: tuple[int, ...]) -> str:
     shown = ", ".join(str(sample) for sample in samples[:_MOST_SHOWN])
     more = f" and {len(samples) - _MOST_SHOWN} more" if len(samples) > _MOST_SHOWN else ""
     return f"samples {shown}{more}"
+
+
+def _show_end(num_samples: int, num_total: int) -> str:
+    if num_samples == num_total:
+        return f"the run is finished: all {num_total} samples are trained; it goes on with more epochs"
+    trained = f"{num_samples} of {num_total} samples are trained"
+    return f"nobody is left to ask: the last checkpoint is the result, {trained}"
 
 
 def _show_sources(sources: tuple[NodeId, ...]) -> str:

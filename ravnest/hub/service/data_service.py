@@ -97,11 +97,10 @@ class DataService:
 
     async def _collect(self, order: Collect) -> None:
         """Fetch the state of a cluster. A checkpoint may fail; of a result other clusters have copies."""
-        contents, books = [], order.books
+        parts = []
         for part in order.parts:
-            ref, keep, seconds = part.weights, books is None, self._quiet_seconds
             found = await self._exchange.fetch(
-                ref, part.node, quiet_seconds=seconds, keep=keep, clock=self._time
+                part.weights, part.node, quiet_seconds=self._quiet_seconds, clock=self._time
             )
             if isinstance(found, Refusal):
                 self._fail(order, part, found.reason)
@@ -110,15 +109,13 @@ class DataService:
             if fault := await self._in_background(self._owner.find_fault, part.start, part.stop, found):
                 self._fail(order, part, f"{part.node}: {fault}")
                 return
-            contents.append(found)
-        fault = ""
-        if books is not None:
-            parts = [(x.start, x.stop, content) for x, content in zip(order.parts, contents, strict=True)]
-            fault = await self._in_background(self._owner.keep, order.number, parts, books)
+            parts.append((part.start, part.stop, found))
+        keep = self._owner.keep_result if order.is_result else self._owner.keep
+        fault = await self._in_background(keep, parts, order.books)
         self._apply(Collected(order.number, self._time(), fault))
 
     def _fail(self, order: Collect, part: CheckpointPart, reason: str) -> None:
-        if order.books is not None:
+        if not order.is_result:
             self._apply(Collected(order.number, self._time(), reason))
         else:
             self._lose(part.node, f"its weights cannot be had: {reason}")

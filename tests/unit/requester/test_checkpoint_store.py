@@ -461,7 +461,7 @@ def test_the_same_job_fits_and_another_is_told_apart() -> None:
     assert "other names, dtypes or shapes" in difference(state="cd" * 32, epochs=9)
     assert "num_samples=20, not 21; give 20 training samples" in difference(num_samples=21, batch_size=1)
     assert "batch_size=4, not 8; set batch_size=4, or begin a new run" in difference(batch_size=8, epochs=1)
-    assert "epochs=3, not 9; set epochs=3" in difference(epochs=9, seed=1)
+    assert difference(epochs=9) == ""  # it may go on for longer
     assert "seed=7, not 1; set seed=7" in difference(seed=1)
 
 

@@ -458,6 +458,12 @@ def test_changes_of_weights_do_not_travel_as_fp16():
         prepare(job(batch_size=1), replace(LOCAL_PLAN, deltas=WireFormat.FP16), 1, 1.0)
 
 
+@pytest.mark.parametrize("wire_format", [WireFormat.FP16, WireFormat.INT8])
+def test_gradients_of_exact_updates_do_not_travel_coarsely(wire_format):
+    with pytest.raises(ConfigError, match="too coarse for gradients; choose fp32 or bf16"):
+        prepare(job(batch_size=1), replace(LOCAL_PLAN, exact_gradients=wire_format), 1, 1.0)
+
+
 def prepared(loss, **settings):
     return prepare(job(tuple(ROWS.values()), batch_size=4, loss=loss, **settings), LOCAL_PLAN, 1, 1.0)
 

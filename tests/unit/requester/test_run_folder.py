@@ -12,6 +12,7 @@ import pytest
 from ravnest.errors import ConfigError
 from ravnest.requester.run_folder import (
     MODEL,
+    check_unfinished,
     find_run,
     free_run,
     fresh_run,
@@ -65,9 +66,10 @@ def test_a_folder_whose_hub_runs_is_refused(tmp_path: Path) -> None:
 
 def test_a_finished_run_is_not_overwritten(tmp_path: Path) -> None:
     open_run(tmp_path)
+    check_unfinished(tmp_path)
     (tmp_path / MODEL).write_bytes(b"precious")
-    with pytest.raises(ConfigError, match="holds a finished run"):
-        open_run(tmp_path)
+    with pytest.raises(ConfigError, match=r"holds a finished run; .* go on with it: --resume"):
+        check_unfinished(tmp_path)
 
 
 def test_a_place_that_is_no_folder_is_refused(tmp_path: Path) -> None:

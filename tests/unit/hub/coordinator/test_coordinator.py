@@ -14,6 +14,7 @@ from ravnest.hub.coordinator.events import (
     Abandon,
     Collect,
     Collected,
+    Finish,
     MakeParts,
     Notify,
     PartsMade,
@@ -25,17 +26,20 @@ from ravnest.hub.coordinator.events import (
     Stopped,
 )
 from ravnest.hub.coordinator.notices import (
+    Checkpointed,
     ClusterBroken,
     ClusterDissolved,
     ClusterStarted,
     EpochDone,
     Evaluated,
+    FromCheckpoint,
     Joined,
     Left,
     MicrobatchDropped,
     PlanFormed,
     Recovered,
     Repaired,
+    Resumed,
     RoundEnded,
     Stopping,
     Waiting,
@@ -489,21 +493,44 @@ def test_a_death_after_the_snapshot_and_before_it_is_collected():
     world.run_until(lambda: orders_of(world, Collect))
     world.kill(orders_of(world, Collect)[0].parts[0].node)
     finishes(world)
-    assert [order.number for order in orders_of(world, Collect)] == [1, 2]
-    assert world.refusals[-1].reason == "nobody asked to collect number 1"
+    assert all(order.is_result for order in orders_of(world, Collect))
 
 
-def test_what_was_collected_of_a_dead_cluster_is_not_the_result():
+def test_a_result_on_disk_counts_although_its_cluster_died_meanwhile():
     world = two_clusters()
     world.is_collecting = False
     world.run_until(lambda: orders_of(world, Collect))
-    world.feed(PeerLeft(orders_of(world, Collect)[0].parts[0].node, "gone", world.now))
+    first = orders_of(world, Collect)[0]
+    world.feed(PeerLeft(first.parts[0].node, "gone", world.now))
     world.run_until(lambda: len(orders_of(world, Collect)) == 2)
-    (refusal,) = world.feed(Collected(1, world.now))
-    assert refusal.reason == "nobody asked to collect number 1"
-    assert not world.is_finished
-    world.feed(Collected(2, world.now))
+    world.feed(Collected(1, world.now))
     finishes(world)
+    assert world.finish.parts == first.parts
+    (refusal,) = world.feed(Collected(2, world.now))
+    assert refusal.reason == "nobody asked to collect number 2"
+
+
+def test_a_result_on_disk_counts_although_everybody_has_left():
+    world = two_clusters()
+    world.is_collecting = False
+    world.run_until(lambda: orders_of(world, Collect))
+    for name in [*world.known]:
+        world.feed(PeerLeft(name, "gone", world.now))
+    assert world.hub.phase is JobPhase.COLLECTING
+    world.feed(Collected(1, world.now))
+    assert world.is_finished
+    assert world.finish.parts == orders_of(world, Collect)[0].parts
+
+
+def test_peers_are_told_the_end_when_the_result_is_on_disk_and_not_before():
+    world = two_clusters()
+    world.is_collecting = False
+    world.run_until(lambda: orders_of(world, Collect))
+    world.run(until=world.now + 60.0)
+    assert world.hub.phase is JobPhase.KEEPING
+    assert [order for order in orders_of(world, Send) if isinstance(order.message, Stop)] == []
+    stops = [each.to for each in world.feed(Collected(1, world.now)) if isinstance(each, Send)]
+    assert set(stops) == world.known
 
 
 def test_when_the_last_cluster_dies_training_begins_again_with_who_is_left():
@@ -667,7 +694,8 @@ def test_a_job_stopped_before_anybody_trains_has_nothing_to_keep(until):
     world = one_cluster()
     world.run_until(lambda: len(world.told(until)) == {Joined: 3, PlanFormed: 1}[until])
     orders = world.stop()
-    assert orders[-1] == Abandon("the job was stopped when no cluster had anything to keep")
+    told = "the job was stopped when there was nothing to keep, no checkpoint either"
+    assert orders[-1] == Abandon(told)
     assert {order.to for order in orders if isinstance(order, Send) and isinstance(order.message, Stop)} == {
         *"abc"
     }
@@ -685,6 +713,65 @@ def test_when_the_last_cluster_dies_a_stopped_job_does_not_begin_again():
     assert world.abandoned is not None
     assert world.told(WorkLost) == []
     assert world.hub.phase is JobPhase.FINISHED
+
+
+def test_a_job_stopped_when_nobody_is_left_ends_with_its_last_checkpoint():
+    world = one_cluster(checkpoint_every=1.0, epochs=10)
+    world.run_until(lambda: world.told(Checkpointed))
+    for name in "abc":
+        world.kill(name)
+    world.run()
+    assert world.hub.phase is JobPhase.COLLECTING
+    world.stop("Ctrl-C")
+    assert world.is_finished
+    assert (world.abandoned, world.finish) == (None, Finish((), ()))
+    saved = sum(world.saved.values())
+    assert world.news[-1] == FromCheckpoint(saved, 500)
+    assert "the last checkpoint is the result" in show_notice(world.news[-1])
+    check_replay(world)
+
+
+def test_a_job_whose_last_peers_do_not_come_back_after_a_stop_ends_with_its_last_checkpoint():
+    world = one_cluster(checkpoint_every=1.0, epochs=10)
+    world.run_until(lambda: world.told(Checkpointed))
+    world.stop("Ctrl-C")
+    for name in "abc":
+        world.kill(name)
+    world.run()
+    assert world.finish == Finish((), ())
+    assert len(world.told(FromCheckpoint)) == 1
+
+
+def test_a_hub_that_has_a_checkpoint_of_all_that_is_to_be_trained_ends_without_peers():
+    world = two_clusters()
+    world.is_collecting = False
+    world.run_until(lambda: orders_of(world, Collect))
+    world.books = orders_of(world, Collect)[0].books  # written, and then the hub was killed
+    for name in [*world.peers]:
+        world.peers[name].is_alive = False
+    world.restart()
+    world.run()
+    assert world.finish == Finish((), ())
+    assert world.news[-1] == FromCheckpoint(100, 100)
+    assert "the run is finished" in show_notice(world.news[-1])
+
+
+def test_a_stopped_job_goes_on_from_its_result_with_more_epochs():
+    world = two_clusters(epochs=3)
+    world.run_until(lambda: len(world.ledger) > 60)
+    world.stop("Ctrl-C")
+    finishes(world)
+    (result,) = orders_of(world, Collect)
+    assert result.books.num_counted == len(world.ledger)
+    assert result.books.num_evaluated == 1  # epoch 2 was evaluated before its end, and is so again
+    books = replace(result.books, leases=result.books.leases | {"num_epochs": 5})
+    again = HubWorld(replace(job(epochs=5), books=books))
+    assert again.ledger == world.ledger
+    assert again.news == [Resumed(len(world.ledger), 0)]
+    again.join(*"abc")
+    again.run()
+    assert (again.is_finished, len(again.ledger)) == (True, 250)
+    assert [news.epoch for news in again.told(Evaluated)] == [2, 3, 4, 5]
 
 
 @pytest.mark.parametrize("phase", [JobPhase.AVERAGING, JobPhase.EVALUATING, JobPhase.KEEPING])
