@@ -140,6 +140,7 @@ class HubTimeouts:
     heartbeat_seconds: float = 1.0  # peers are told this interval when they join
     grace_seconds: float = 3.0  # a peer whose link is lost may come back within this time
     parting_seconds: float = 5.0  # at the end, peers have this long to leave
+    remind_every_seconds: float = 60.0  # a hub that has no plan says why again
     quiet_upload_seconds: float = 60.0  # an upload that stands still for so long is given up
     # Membership and planning.
     probe_seconds: float = 15.0  # a new node is measured within this time, or its own claims count

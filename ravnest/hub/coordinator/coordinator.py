@@ -35,6 +35,7 @@ from ravnest.hub.coordinator.events import (
     Restarted,
     SamplesInspected,
     Send,
+    SendFields,
     SpeedMeasured,
     Stopped,
     Tick,
@@ -110,6 +111,11 @@ class Coordinator:
     def has_begun(self) -> bool:
         """Whether the job was given."""
         return self._life.has_begun
+
+    @property
+    def shortage(self) -> str:
+        """Why nobody trains, as people were told; nothing if there is a plan, or no reason yet."""
+        return self._plan_trigger.shortage if self.phase is JobPhase.COLLECTING else ""
 
     @property
     def can_wait_for_all(self) -> bool:
@@ -188,7 +194,10 @@ class Coordinator:
             return (Refusal(result),)
         if isinstance(event, TrainingReported) and not self.wants_round(self.ledger.num_updates, self.now):
             return ()  # it says how far clusters are, and nothing follows from that
-        actions = [*result, *self._advance()]
+        actions = [
+            self.drops.replace_faulty(action) if isinstance(action, SendFields) else action
+            for action in (*result, *self._advance())
+        ]
         return tuple(x for x in actions if not isinstance(x, Send) or x.to in self.membership)
 
     def _dispatch(self, event: Event) -> _Result:  # noqa: C901, PLR0912 - one short case for each

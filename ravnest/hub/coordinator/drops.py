@@ -1,12 +1,13 @@
 """Drops: which samples were dropped, and why.
 
 A stage drops a whole microbatch. The requester's side is asked which of its samples is at fault, and that one
-is named. Training does not wait for the answer.
+is named. From then on another sample of its microbatch takes its place, so it costs one microbatch, not one
+in each epoch. Training does not wait for the answer.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from ravnest.hub.coordinator.events import Action, InspectSamples, Notify, SamplesInspected
+from ravnest.hub.coordinator.events import Action, InspectSamples, Notify, SamplesInspected, SendFields
 from ravnest.hub.coordinator.notices import MicrobatchDropped, SampleDropped
 
 _MOST_KEPT = 100  # of what is told at the end
@@ -30,6 +31,7 @@ class Drops:
         self._faulty: set[tuple[bool, int]] = set()
         self._under_way: dict[tuple[bool, tuple[int, ...]], None] = {}
         self._num_inspected = 0
+        self._replaced: set[int] = set()  # of the train data
 
     @property
     def found(self) -> tuple[DroppedSamples, ...]:
@@ -38,8 +40,10 @@ class Drops:
 
     def record(self, told: MicrobatchDropped) -> list[Action]:
         """Tell of a microbatch; have its samples inspected if none of them is known to be at fault."""
+        faulty = tuple(sample for sample in told.samples if (told.is_evaluation, sample) in self._faulty)
+        told = replace(told, faulty=faulty)
         key, actions = (told.is_evaluation, told.samples), [Notify(told)]
-        if any((told.is_evaluation, sample) in self._faulty for sample in told.samples):
+        if faulty:
             return [*actions]
         if len(told.samples) == 1:
             return [*actions, *self._name(told.is_evaluation, told.samples[0], told.reason)]
@@ -59,7 +63,26 @@ class Drops:
         found = [(sample, reason) for sample, reason in inspected.faulty if sample in inspected.samples]
         if found:
             self._found.pop(key, None)
-        return [each for fault in found for each in self._name(inspected.is_evaluation, *fault)]
+        told = [each for fault in found for each in self._name(inspected.is_evaluation, *fault)]
+        if not inspected.is_evaluation:
+            self._replaced |= {sample for sample, _ in found}
+        return told
+
+    def replace_faulty(self, order: SendFields) -> SendFields:
+        """Put other samples of a microbatch in the places of those that the requester's side found at fault.
+
+        An evaluation goes without the microbatch: no sample of it counts twice.
+        """
+        if order.is_evaluation or self._replaced.isdisjoint(x for batch in order.samples for x in batch):
+            return order
+        return replace(order, samples=tuple(map(self._replace, order.samples)))
+
+    def _replace(self, samples: tuple[int, ...]) -> tuple[int, ...]:
+        good = [sample for sample in samples if sample not in self._replaced] or samples
+        return tuple(
+            good[index % len(good)] if sample in self._replaced else sample
+            for index, sample in enumerate(samples)
+        )
 
     def _name(self, is_evaluation: bool, sample: int, reason: str) -> list[Action]:
         if (is_evaluation, sample) in self._faulty or len(self._faulty) == _MOST_KEPT:

@@ -19,7 +19,15 @@ from ravnest.hub.coordinator.events import (
     Send,
 )
 from ravnest.hub.coordinator.ledger import Ledger
-from ravnest.hub.coordinator.notices import FromCheckpoint, Repaired, Resumed, Stopping, WentWrong, WorkLost
+from ravnest.hub.coordinator.notices import (
+    CheckpointIsResult,
+    FromCheckpoint,
+    Repaired,
+    Resumed,
+    Stopping,
+    WentWrong,
+    WorkLost,
+)
 from ravnest.hub.coordinator.phases import JOB_TRANSITIONS, JobPhase, follow
 from ravnest.hub.coordinator.placement import Placement
 from ravnest.hub.coordinator.plan_trigger import PlanTrigger
@@ -81,8 +89,11 @@ class Lifecycle:
         if self.has_begun:
             return f"the hub has a job already: {self._job.profile.name}"
         self.has_begun = True
-        books = self._job.books
-        return [] if books is None else [Notify(Resumed(books.num_counted, 0))]
+        return self._tell_checkpoint()
+
+    def _tell_checkpoint(self) -> list[Action]:
+        saved = self._recovery.saved
+        return [Notify(FromCheckpoint(saved.num_counted))] if saved is not None else []
 
     def restart(self, event: Restarted, now: float) -> _Result:
         """Go on after the hub was away, with what its nodes still have."""
@@ -184,7 +195,7 @@ class Lifecycle:
         self._plan_trigger.reset(now)
         if self.stop_by is None and not self._ledger.is_finished:
             self.enter(JobPhase.COLLECTING)
-            actions += [Notify(WorkLost(lost))] if lost else []
+            actions += [Notify(WorkLost(lost)), *self._tell_checkpoint()] if lost else []
             return actions if len(self._membership) else [*actions, *self._plan_trigger.notify_shortage()]
         self.enter(JobPhase.FINISHED)
         actions += [Send(name, Stop("the job was stopped")) for name in self._membership]
@@ -194,7 +205,7 @@ class Lifecycle:
                 Abandon("the job was stopped when there was nothing to keep, no checkpoint either"),
             ]
         trained = self._ledger.trained
-        return [*actions, Notify(FromCheckpoint(trained.num_samples, trained.num_total)), Finish((), ())]
+        return [*actions, Notify(CheckpointIsResult(trained.num_samples, trained.num_total)), Finish((), ())]
 
     def end_collection(self, collected: Collected, now: float) -> _Result:
         """Go on when something is on disk: a checkpoint, or the result, whoever has left meanwhile."""

@@ -10,6 +10,7 @@ from ravnest.protocol.training import Metrics
 from ravnest.units import show_flops, show_rate, show_seconds
 
 _MOST_SHOWN = 8  # samples
+_GOES_BACK = "it goes back to the last checkpoint"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,13 @@ class Resumed:
 
     num_samples: int
     num_peers: int  # to be met again
+
+
+@dataclass(frozen=True, slots=True)
+class FromCheckpoint:
+    """Training begins from the checkpoint on disk, which has learned from so many samples of the job."""
+
+    num_samples: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,11 +171,12 @@ class MicrobatchDropped:
     reason: str
     samples: tuple[int, ...] = ()
     is_evaluation: bool = False
+    faulty: tuple[int, ...] = ()  # of the samples, as far as it is known already
 
 
 @dataclass(frozen=True, slots=True)
 class SampleDropped:
-    """A sample is at fault when its microbatch is dropped; told once, though it fails in every epoch."""
+    """A sample is at fault that its microbatch was dropped; told once."""
 
     sample: int
     reason: str
@@ -234,7 +243,7 @@ class NotCheckpointed:
 
 
 @dataclass(frozen=True, slots=True)
-class FromCheckpoint:
+class CheckpointIsResult:
     """The last checkpoint is the result: all is trained in it, or nobody has what came after it."""
 
     num_samples: int
@@ -261,6 +270,7 @@ Notice = (
     Joined
     | Measured
     | Resumed
+    | FromCheckpoint
     | Returned
     | Missing
     | CutOff
@@ -283,7 +293,7 @@ Notice = (
     | RoundEnded
     | Checkpointed
     | NotCheckpointed
-    | FromCheckpoint
+    | CheckpointIsResult
     | WentWrong
     | Stopping
 )
@@ -298,6 +308,8 @@ def show_notice(news: Notice) -> str:  # noqa: C901, PLR0912, PLR0915 - one shor
             return f"{node.name} {fault or 'was measured'}: {_show_facts(node)}"
         case Resumed(num_samples, num_peers):
             return _show_resumed(num_samples, num_peers)
+        case FromCheckpoint(num_samples):
+            return f"training goes on from the checkpoint of {num_samples} samples, with the nodes that join"
         case Returned(node):
             return f"{node} is back, with what it had"
         case Missing(node, reason, seconds):
@@ -339,7 +351,7 @@ def show_notice(news: Notice) -> str:  # noqa: C901, PLR0912, PLR0915 - one shor
             return f"checkpoint kept in {show_seconds(seconds)}: {num_samples} samples trained"
         case NotCheckpointed(reason):
             return f"no checkpoint was kept, training goes on: {reason}"
-        case FromCheckpoint(num_samples, num_total):
+        case CheckpointIsResult(num_samples, num_total):
             return _show_end(num_samples, num_total)
         case WorkLost(num_samples):
             return f"training goes back: nobody has what the last {num_samples} samples taught"
@@ -359,8 +371,7 @@ def show_notice(news: Notice) -> str:  # noqa: C901, PLR0912, PLR0915 - one shor
             next_ones = [f"; {cluster} is left out of the next {number}" for cluster, number in blamed]
             return f"round {round_id}{without} {outcome}{''.join(next_ones)}"
         case WentWrong(reason, suspect, goes_back):
-            ending = "it goes back to the last checkpoint"
-            ending = ending if goes_back else "there is no checkpoint to go back to"
+            ending = _GOES_BACK if goes_back else "there is no checkpoint to go back to"
             return f"training went wrong, {suspect} was seen first: {reason}; {ending}"
         case Stopping(reason):
             return f"the job is stopped ({reason}); what was trained is kept"
@@ -390,6 +401,8 @@ def _show_dropped(news: MicrobatchDropped | SampleDropped) -> str:
     if isinstance(news, SampleDropped):
         return f"sample {news.sample} of the {data} was dropped: {news.reason}"
     shown = f" ({_show_samples(news.samples)} of the {data})" if news.samples else ""
+    if news.faulty:
+        shown = f" (with {_show_samples(news.faulty)} of the {data} again)"
     return f"microbatch {news.microbatch}{shown} dropped by {news.node}: {news.reason}"
 
 

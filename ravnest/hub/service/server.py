@@ -35,7 +35,7 @@ from ravnest.hub.coordinator.events import (
     Stopped,
     Tick,
 )
-from ravnest.hub.coordinator.notices import CutOff, Missing, Notice, Returned
+from ravnest.hub.coordinator.notices import CutOff, Missing, Notice, Returned, Waiting
 from ravnest.hub.coordinator.planner import SEARCH_PLANNER, Planner
 from ravnest.hub.monitors.liveness import OutageMonitor
 from ravnest.hub.monitors.monitored import MonitoredCoordinator, Watch
@@ -124,6 +124,7 @@ class Server:
         self._dismissed: set[PeerId | None] = set()
         self._reports = ProbeReports(self._exchange, self._apply)
         self._timer: asyncio.TimerHandle | None = None
+        self._reminder: asyncio.TimerHandle | None = None
         self._has_lost_log = False
 
     async def run(self, transport: Transport, owner: Owner, job: JobGiven) -> Finish:
@@ -148,7 +149,7 @@ class Server:
                 outcome = await self._result
             finally:
                 await self._part()
-                for timer in (self._timer, self._outage_timer):
+                for timer in (self._timer, self._outage_timer, self._reminder):
                     if timer is not None:
                         timer.cancel()
                 for task in tuple(self._background):
@@ -354,7 +355,7 @@ class Server:
     def _tick(self) -> None:
         self._apply(Tick(self._time()))
 
-    def _carry_out(self, order: Action) -> None:
+    def _carry_out(self, order: Action) -> None:  # noqa: C901 - one short case for each
         match order:
             case Send(to, message):
                 self._send(to, message)
@@ -367,6 +368,8 @@ class Server:
                 self._start(self._data.carry_out(order))
             case Notify(news):
                 self._tell(news)
+                if isinstance(news, Waiting):
+                    self._remind_later()
             case Finish():
                 if not self._result.done():
                     self._result.set_result(order)
@@ -374,6 +377,17 @@ class Server:
                 self.fail(GuardError(reason) if is_guarded else RavnestError(reason))
             case Refusal(reason):
                 logger.debug("refused: %s", reason)
+
+    def _remind_later(self) -> None:
+        if self._reminder is not None:
+            self._reminder.cancel()
+        self._reminder = self._loop.call_later(self._timeouts.remind_every_seconds, self._remind)
+
+    def _remind(self) -> None:
+        """Say again what training waits for."""
+        if self.hub.shortage:
+            self._tell(Waiting(self.hub.shortage))
+            self._remind_later()
 
     def _send(self, to: NodeId, message: Message) -> None:
         peer = self._door.find(to)

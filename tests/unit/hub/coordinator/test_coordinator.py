@@ -27,6 +27,7 @@ from ravnest.hub.coordinator.events import (
 )
 from ravnest.hub.coordinator.notices import (
     Checkpointed,
+    CheckpointIsResult,
     ClusterBroken,
     ClusterDissolved,
     ClusterStarted,
@@ -39,7 +40,6 @@ from ravnest.hub.coordinator.notices import (
     PlanFormed,
     Recovered,
     Repaired,
-    Resumed,
     RoundEnded,
     Stopping,
     Waiting,
@@ -726,7 +726,7 @@ def test_a_job_stopped_when_nobody_is_left_ends_with_its_last_checkpoint():
     assert world.is_finished
     assert (world.abandoned, world.finish) == (None, Finish((), ()))
     saved = sum(world.saved.values())
-    assert world.news[-1] == FromCheckpoint(saved, 500)
+    assert world.news[-1] == CheckpointIsResult(saved, 500)
     assert "the last checkpoint is the result" in show_notice(world.news[-1])
     check_replay(world)
 
@@ -739,7 +739,7 @@ def test_a_job_whose_last_peers_do_not_come_back_after_a_stop_ends_with_its_last
         world.kill(name)
     world.run()
     assert world.finish == Finish((), ())
-    assert len(world.told(FromCheckpoint)) == 1
+    assert len(world.told(CheckpointIsResult)) == 1
 
 
 def test_a_hub_that_has_a_checkpoint_of_all_that_is_to_be_trained_ends_without_peers():
@@ -752,7 +752,7 @@ def test_a_hub_that_has_a_checkpoint_of_all_that_is_to_be_trained_ends_without_p
     world.restart()
     world.run()
     assert world.finish == Finish((), ())
-    assert world.news[-1] == FromCheckpoint(100, 100)
+    assert world.news[-1] == CheckpointIsResult(100, 100)
     assert "the run is finished" in show_notice(world.news[-1])
 
 
@@ -767,7 +767,7 @@ def test_a_stopped_job_goes_on_from_its_result_with_more_epochs():
     books = replace(result.books, leases=result.books.leases | {"num_epochs": 5})
     again = HubWorld(replace(job(epochs=5), books=books))
     assert again.ledger == world.ledger
-    assert again.news == [Resumed(len(world.ledger), 0)]
+    assert again.news == [FromCheckpoint(len(world.ledger))]
     again.join(*"abc")
     again.run()
     assert (again.is_finished, len(again.ledger)) == (True, 250)

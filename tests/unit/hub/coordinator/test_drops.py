@@ -1,5 +1,7 @@
 """Dropped samples: each microbatch is told, who is at fault is found once, and what is kept is bounded."""
 
+from dataclasses import replace
+
 from support.hub_world import HubWorld, Trouble, check_replay, job
 
 from ravnest.hub.coordinator.drops import DroppedSamples, Drops
@@ -23,8 +25,29 @@ def test_the_sample_at_fault_is_named_in_place_of_its_microbatch():
     assert drops.conclude(inspected(3, 178, 9, faulty=faulty)) == [Notify(SampleDropped(*faulty[0]))]
     assert drops.found == (DroppedSamples((178,), "Target 5 is out of bounds"),)
     again = dropped(178, 4, 5)
-    assert drops.record(again) == [Notify(again)], "in the next epoch its fault is known"
+    known = replace(again, faulty=(178,))
+    assert drops.record(again) == [Notify(known)], "it was on its way already"
+    assert show_notice(known).startswith("microbatch 0 (with sample 178 of the train data again) dropped")
     assert drops.conclude(inspected(3, 178, 9)) == "nobody asked about these samples"
+
+
+def test_from_then_on_another_sample_of_the_microbatch_takes_its_place():
+    drops = Drops()
+    drops.record(dropped(3, 178, 9))
+    batches = ((1, 178, 3), (178, 9), (178,), (4, 5))
+    order = SendFields(1, 1, False, 0, batches, ())
+    assert drops.replace_faulty(order) is order
+    drops.conclude(inspected(3, 178, 9, faulty=((178, "?"), (9, "?"))))
+    assert drops.replace_faulty(order).samples == ((1, 3, 3), (178, 9), (178,), (4, 5))
+    evaluation = replace(order, is_evaluation=True)
+    assert drops.replace_faulty(evaluation) is evaluation
+
+
+def test_what_only_a_peer_says_of_a_sample_is_not_replaced():
+    drops = Drops()
+    drops.record(dropped(7))
+    order = SendFields(1, 1, False, 0, ((7, 8),), ())
+    assert drops.replace_faulty(order) is order
 
 
 def test_a_microbatch_of_one_needs_no_inspection():
@@ -77,7 +100,7 @@ def test_a_dropped_microbatch_is_told_with_the_samples_it_had():
     assert [(each.samples, each.is_evaluation) for each in told] == [fields[each.microbatch] for each in told]
     trained = [each for each in told if not each.is_evaluation]
     assert sum(len(each.samples) for each in trained) == sum(x.num_dropped for x in world.told(EpochDone))
-    assert world.told(SampleDropped)
+    assert {each.samples for each in world.hub.drops.found} == {each.samples for each in told}
     check_replay(world)
 
 
