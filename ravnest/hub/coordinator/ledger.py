@@ -311,6 +311,17 @@ class Ledger:
         lease = self._find(cluster, microbatch)
         return lease if lease is not None and lease.lease is None and self._evaluation is not None else None
 
+    @property
+    def epochs_under_way(self) -> set[int]:
+        """The epochs, from 0, that are begun and not counted whole."""
+        return {epoch for epoch, _ in self._book.state()["counted"]}
+
+    @property
+    def num_begun(self) -> int:
+        """How many epochs are leased to their end, or begun."""
+        leases = self._book.state()
+        return leases["next_epoch"] + (leases["next_chunk"] > 0)
+
     def is_under_way(self, epoch: int) -> bool:
         """Return whether an epoch, from 0, is begun and not over."""
         return 0 < self._book.num_counted(epoch) < self._settings.num_samples or any(
