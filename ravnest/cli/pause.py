@@ -59,7 +59,7 @@ def finish(name: str | None, is_all: bool, as_json: bool) -> None:
 def _tell(word: str, name: str | None, is_all: bool, as_json: bool) -> None:
     import signal
 
-    import psutil  # type: ignore[import-untyped]
+    import psutil
 
     from ravnest.cli.lending_loop import PAUSE, RESUME, find_running
 
