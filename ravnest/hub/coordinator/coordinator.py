@@ -46,8 +46,6 @@ from ravnest.hub.coordinator.ledger import Ledger
 from ravnest.hub.coordinator.lifecycle import Lifecycle
 from ravnest.hub.coordinator.membership import Membership, is_sensible
 from ravnest.hub.coordinator.notices import (
-    EpochDone,
-    Evaluated,
     Joined,
     MicrobatchDropped,
     Returned,
@@ -345,7 +343,7 @@ class Coordinator:
         results = self.ledger.take_done(cluster, done)
         if isinstance(results, str):
             return results
-        return [Notify(self.ledger.trained), *self._record_results(results)]
+        return [Notify(self.ledger.trained), *self._life.report(results)]
 
     def _record_dropped(self, sender: NodeId, cluster: ClusterState, dropped: DroppedMicrobatch) -> _Result:
         lease = self.ledger.record_dropped(cluster, dropped)
@@ -354,10 +352,6 @@ class Coordinator:
         samples, is_evaluation = self.ledger.samples_of(lease, dropped.microbatch), lease.lease is None
         facts = (dropped.microbatch, sender, dropped.reason, samples, is_evaluation)
         return self.drops.record(MicrobatchDropped(*facts))
-
-    def _record_results(self, results: list[EpochDone] | list[Evaluated]) -> list[Action]:
-        self.ledger.history += results
-        return [Notify(result) for result in results]
 
     # Conclusions of monitors.
 
@@ -386,7 +380,7 @@ class Coordinator:
         if cluster is None:
             return f"lease {reported.lease} was evaluated by a cluster that is no more"
         results = self.ledger.record_evaluation(cluster, reported)
-        return results if isinstance(results, str) else self._record_results(results)
+        return results if isinstance(results, str) else self._life.report(results)
 
     def _record_speed(self, measured: SpeedMeasured) -> list[Action]:
         """Plan with the speed that a node has by now."""
@@ -453,7 +447,7 @@ class Coordinator:
         return []
 
     def _evaluate(self) -> list[Action]:
-        actions: list[Action] = [*self.ledger.fill(self.placement)]
+        actions: list[Action] = [*self._life.report(()), *self.ledger.fill(self.placement)]
         if self.ledger.is_finished:
             self._life.enter(JobPhase.KEEPING)
         return actions

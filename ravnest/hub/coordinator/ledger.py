@@ -6,7 +6,7 @@ monitors sum their reports, and the ledger records the sums.
 
 from bisect import bisect_right
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -271,6 +271,17 @@ class Ledger:
         """Return the open lease under which a cluster evaluates a microbatch."""
         lease = self._find(cluster, microbatch)
         return lease if lease is not None and lease.lease is None and self._evaluation is not None else None
+
+    @property
+    def epochs_under_way(self) -> set[int]:
+        """The epochs, from 0, that are begun and not counted whole."""
+        return {epoch for epoch, _ in self._book.state()["counted"]}
+
+    @property
+    def num_begun(self) -> int:
+        """How many epochs are leased to their end, or begun."""
+        leases = self._book.state()
+        return leases["next_epoch"] + (leases["next_chunk"] > 0)
 
     def is_under_way(self, epoch: int) -> bool:
         """Return whether an epoch, from 0, is begun and not over."""
