@@ -18,6 +18,7 @@ from ravnest.hub.coordinator.events import (
     CalmChanged,
     ClusterHeard,
     ClusterSilent,
+    ClusterSlowed,
     Collected,
     Conclusion,
     EvaluationReported,
@@ -54,7 +55,7 @@ from ravnest.hub.coordinator.notices import (
 from ravnest.hub.coordinator.phases import JobPhase, NodePhase
 from ravnest.hub.coordinator.placement import ClusterState, Placement
 from ravnest.hub.coordinator.plan_trigger import PlanTrigger
-from ravnest.hub.coordinator.probes import end_probe
+from ravnest.hub.coordinator.probes import LinkChecks
 from ravnest.hub.coordinator.recovery import Recovery
 from ravnest.hub.coordinator.rounds import Rounds
 from ravnest.hub.coordinator.snapshots import SnapshotDesk, SnapshotPurpose
@@ -90,6 +91,7 @@ class Coordinator:
         self._rounds = Rounds(job, self.placement, self.ledger, timeouts)
         self._plan_trigger = PlanTrigger(job, self.placement, timeouts)
         self._inquiries = Inquiries(self.placement, self._desk)
+        self._link_checks = LinkChecks(self.placement, self._plan_trigger.reset)
         shared = (self.placement, self.ledger, self._checkpoints, self._recovery, self._rounds)
         self._life = Lifecycle(job, *shared, self._plan_trigger, timeouts)
         self._departures = Departures(*shared, self._plan_trigger, self._life)
@@ -217,7 +219,7 @@ class Coordinator:
             case PartsMade():
                 return self._recovery.add_parts(event)
             case Probed():
-                return end_probe(self.membership, event)
+                return self._link_checks.end_probe(event, self.now)
             case Collected():
                 return self._life.end_collection(event, self.now)
             case SamplesInspected():
@@ -363,6 +365,8 @@ class Coordinator:
                 return self._record_evaluation(event)
             case SpeedMeasured():
                 return self._record_speed(event)
+            case ClusterSlowed():
+                return self._link_checks.order(event)
             case LossAlarm():
                 self._life.alarm = event
             case CalmChanged():

@@ -281,7 +281,7 @@ class Ledger:
     def num_begun(self) -> int:
         """How many epochs are leased to their end, or begun."""
         leases = self._book.state()
-        return leases["next_epoch"] + (leases["next_chunk"] > 0)
+        return leases["next_epoch"] + (leases["next_place"] > 0)
 
     def is_under_way(self, epoch: int) -> bool:
         """Return whether an epoch, from 0, is begun and not over."""
