@@ -123,6 +123,11 @@ class LeaseBook:
             return self._next_epoch, self._num_samples - self._next_place
         return None
 
+    @property
+    def num_begun(self) -> int:
+        """How many epochs are leased to their end, or begun."""
+        return self._next_epoch + (self._next_place > 0)
+
     def num_counted(self, epoch: int) -> int:
         """Return how many samples of `epoch` were counted so far."""
         if epoch in self._counted:

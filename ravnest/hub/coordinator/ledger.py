@@ -169,10 +169,8 @@ class Ledger:
         self.num_starts += 1
         lost, self.num_counted = self.num_counted, books.num_counted if books else 0
         self._microbatches, self._chunk_batches = 1, settings.chunk_batches
-        if books is None:
-            self._book = LeaseBook(settings.num_samples, settings.epochs, settings.seed)
-        else:
-            self._book = LeaseBook.restore(books.leases)
+        fresh = LeaseBook(settings.num_samples, settings.epochs, settings.seed)
+        self._book = fresh if books is None else LeaseBook.restore(books.leases)
         self._open: dict[LeaseId, OpenLease] = {}
         self._open_by_cluster: dict[str, dict[LeaseId, OpenLease]] = {}
         self._exact: deque[ExactBatch] = deque()  # granted, and not yet summed
@@ -280,8 +278,7 @@ class Ledger:
     @property
     def num_begun(self) -> int:
         """How many epochs are leased to their end, or begun."""
-        leases = self._book.state()
-        return leases["next_epoch"] + (leases["next_place"] > 0)
+        return self._book.num_begun
 
     def is_under_way(self, epoch: int) -> bool:
         """Return whether an epoch, from 0, is begun and not over."""
@@ -299,7 +296,7 @@ class Ledger:
 
     def is_busy(self, cluster: ClusterState) -> bool:
         """Return whether a cluster has a lease under way."""
-        return self._num_open(cluster) > 0
+        return cluster.cluster_id in self._open_by_cluster
 
     def stop(self) -> None:
         """Grant no more leases; those under way go on."""
@@ -485,7 +482,7 @@ class Ledger:
         self._awaited.append(opened)
         batches = len(placement.running) * share / self._settings.batch_size
         return [
-            *self._set_rates(cluster, batches),
+            *self.progress.send_rates(cluster, _OPEN_LEASES * self._chunk_batches, batches),
             *grant_lease(cluster, opened, samples, placement),
         ]
 
@@ -547,9 +544,6 @@ class Ledger:
         self._open_by_cluster.setdefault(cluster.cluster_id, {})[number] = opened
         return opened
 
-    def _num_open(self, cluster: ClusterState) -> int:
-        return len(self._open_by_cluster.get(cluster.cluster_id, ()))
-
     def _open_of(self, cluster: ClusterState) -> tuple[OpenLease, ...]:
         return tuple(self._open_by_cluster.get(cluster.cluster_id, {}).values())
 
@@ -559,7 +553,3 @@ class Ledger:
         del of_cluster[lease.number]
         if not of_cluster:
             del self._open_by_cluster[lease.cluster_id]
-
-    def _set_rates(self, cluster: ClusterState, batches: float) -> list[Send]:
-        num_updates = _OPEN_LEASES * self._chunk_batches
-        return self.progress.send_rates(cluster, num_updates, batches)
