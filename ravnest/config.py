@@ -205,7 +205,6 @@ class ProgramTimeouts:
     """How long sessions and commands wait, and how often they look or print."""
 
     settle_seconds: float = 5.0  # without a number of nodes, a job starts after this much quiet
-    local_settle_seconds: float = 60.0  # peers of one busy PC start one after the other
     local_end_seconds: float = 5.0  # local peers have this long to end before they are killed
     progress_every_seconds: float = 10.0  # between two lines of progress
     redraw_seconds: float = 0.25  # between two pictures of the live view

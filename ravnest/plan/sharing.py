@@ -14,7 +14,7 @@ from ravnest.plan.forecast import forecast
 from ravnest.plan.types import ModelProfile, Plan, Swarm
 
 LEAST_UPDATES = 5  # of a cluster between two rounds: more often costs time and gains nothing
-_ROUND_SECONDS = 0.02  # of messages and votes, however small the model
+_ROUND_COST = 0.02  # seconds of messages and votes, however small the model
 _GAIN = 1.05  # another way of sharing must be this much better
 
 
@@ -119,7 +119,7 @@ def _way(
     if averaging is Averaging.EXACT:
         assumed = replace(assumed, deltas=config.exact_gradients)
     seen = forecast(plan, profile, swarm, assumed)
-    round_seconds = seen.round_seconds + _ROUND_SECONDS
+    round_seconds = seen.round_seconds + _ROUND_COST
     rate = sum(each.samples_per_second for each in seen.clusters)
     if stands_still:
         rate /= 1.0 - config.averaging_share  # what the forecast takes off for pauses: here they are counted

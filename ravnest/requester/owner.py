@@ -7,6 +7,7 @@ weights or from the last checkpoint. The hub calls it from threads.
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
@@ -17,7 +18,7 @@ from ravnest.config import WireFormat
 from ravnest.engine.train_config import TrainConfig, write_train_config
 from ravnest.errors import RavnestError, WeightsError
 from ravnest.hub.coordinator.leases import LedgerState
-from ravnest.hub.coordinator.notices import EpochDone, Evaluated, Notice
+from ravnest.hub.coordinator.notices import EpochDone, Evaluated, MicrobatchDropped, Notice, Trained
 from ravnest.hub.service.owner import Fields, Parts, StagePart
 from ravnest.model.blueprint import Program
 from ravnest.model.blueprint_json import write_blueprint
@@ -41,6 +42,7 @@ from ravnest.requester.result import Result
 logger = logging.getLogger(__name__)
 
 Keeper = Checkpoints
+_MUCH_DROPPED = 0.1  # of the samples
 DeliverResult = Callable[[Result], None]  # puts the weights where they are to go
 
 
@@ -65,12 +67,19 @@ class JobOwner:
         self._keeper, self._deliver = keeper, deliver
         self._writing = threading.Lock()  # an old checkpoint may still be written when a newer one comes
         self._saved_history: list[dict[str, float]] = []  # of the last checkpoint
+        self._dropped_for: Counter[str] = Counter()  # microbatches, by the reason
+        self._has_loss = False  # of any microbatch
         self._state: Mapping[str, Tensor] = captured.state
         self._optimizer: dict[str, Tensor] = {}
         self._inspector = SampleInspector(captured)
 
     def note(self, news: Notice) -> None:
         """Record an epoch or an evaluation; after a restart the same one may be reported again."""
+        match news:
+            case MicrobatchDropped(reason=reason):
+                self._dropped_for[reason] += 1
+            case Trained(loss=loss):
+                self._has_loss |= loss is not None
         if isinstance(news, EpochDone | Evaluated):
             # An evaluation comes late, when others have told of the next epoch: it takes back only its like.
             again = [each for each in self.history if each["epoch"] >= news.epoch]
@@ -119,6 +128,7 @@ class JobOwner:
     def keep_result(self, parts: Sequence[StagePart], books: LedgerState) -> str:
         """Write the result: a checkpoint that more epochs can go on from, and the weights."""
         with self._writing:
+            self._check_dropped(books.num_counted)
             if self._keeper is not None and self._keeper.is_lasting and (fault := self._write(parts, books)):
                 logger.warning("the result is kept, but nothing to go on from with more epochs: %s", fault)
             self._adopt(content for _, _, content in parts)
@@ -130,6 +140,23 @@ class JobOwner:
         with self._writing:
             self.history = [dict(report) for report in self._saved_history]
             return self._finish()
+
+    def _check_dropped(self, num_counted: int) -> None:
+        """Refuse a result that nothing was learned for; warn if much of the data was dropped."""
+        has_loss = self._has_loss or any("loss" in report for report in self.history)
+        reason = max(self._dropped_for, key=self._dropped_for.__getitem__, default="")
+        if reason and not has_loss:
+            problem = f"all {num_counted} samples were dropped, so nothing was trained: {reason}"
+            raise RavnestError(f"{problem}; look at the data and the loss, or lower the learning rate")
+        num_dropped, num_samples = (
+            sum(report.get(name, 0.0) for report in self.history) for name in ("num_dropped", "num_samples")
+        )
+        if num_dropped > _MUCH_DROPPED * num_samples:
+            why = f" ({reason})" if reason else ""
+            told = (
+                "warning: %.0f of %.0f samples were dropped and not trained%s; look at the data and the loss"
+            )
+            logger.warning(told, num_dropped, num_samples, why)
 
     def _finish(self) -> Result:
         result = Result(self.job.model, self._captured.blueprint, self._state, tuple(self.history))

@@ -67,7 +67,9 @@ def prepare(
     num_batches = job.epochs * -(-num_samples // job.batch_size)
     optimizer = job.settings(captured, num_batches)
     logger.info("learning rate %.2g, %d updates planned", optimizer.learning_rate, num_batches)
-    config = replace(plan, optimizer=_recipe(job, optimizer), predict_weights=optimizer.has_prediction)
+    # Peers lend memory for tensors; that of their programs is beside it (docs/lending.md).
+    config = replace(plan, optimizer=_recipe(job, optimizer), overhead_bytes=0.0)
+    config = replace(config, predict_weights=optimizer.has_prediction)
     settings = _settings(job, captured, optimizer.learning_rate, num_batches)
     settings = replace(settings, expected_nodes=num_nodes, settle_seconds=settle_seconds)
     training = TrainConfig(

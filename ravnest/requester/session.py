@@ -22,7 +22,7 @@ from ravnest.config import PlanConfig, WireFormat
 from ravnest.errors import ConfigError, PlanError, RavnestError
 from ravnest.hub.coordinator.coordinator import Coordinator
 from ravnest.hub.coordinator.events import Action, Event
-from ravnest.hub.coordinator.notices import CheckpointIsResult, Notice, Waiting
+from ravnest.hub.coordinator.notices import CheckpointIsResult, Notice, PlanFormed, Waiting
 from ravnest.hub.coordinator.plan_trigger import NOBODY
 from ravnest.hub.service.event_log import EventLog, read_watch
 from ravnest.hub.service.server import HUB_LIMITS, HUB_PARTS, HubParts, Server
@@ -57,7 +57,7 @@ LOCAL_PLAN = PlanConfig(
     deltas=WireFormat.FP32,
 )
 _PORT = "0.0.0.0:7700"
-_NEVER_SETTLES = 1e9  # seconds: an open hub with a number of nodes waits for all of them
+_NEVER_SETTLES = 1e9  # seconds: a hub with a number of nodes waits for all of them
 _STOPPED = "Ctrl-C: what is under way is finished; Ctrl-C again ends now and loses it"
 
 
@@ -228,7 +228,7 @@ class Hub:
     def _settle_seconds(self, nodes: int) -> float:
         if not nodes:
             return self._timeouts.program.settle_seconds
-        return _NEVER_SETTLES if self._is_open_to_others else self._timeouts.program.local_settle_seconds
+        return _NEVER_SETTLES
 
     @contextlib.asynccontextmanager
     async def _watched(self, server: Server, hear: Callbacks) -> AsyncIterator[None]:
@@ -245,12 +245,20 @@ class Hub:
             await self._peers.all_ended()
             server.fail(RavnestError("every peer has ended before the job was done; see what they said"))
 
+        async def watch_start() -> None:
+            name = await self._peers.first_ended()
+            if not has_plan:  # whose memory all of them are to share
+                server.fail(RavnestError(f"{name} has ended before training began; see what it said"))
+
+        has_plan: list[Notice] = []
         hear.add(give_up)
-        watching = asyncio.create_task(watch())
+        hear.add(lambda news: has_plan.append(news) if isinstance(news, PlanFormed) else None)
+        watching = [asyncio.create_task(each()) for each in (watch, watch_start)]
         try:
             yield
         finally:
-            watching.cancel()
+            for each in watching:
+                each.cancel()
 
     @property
     def _open_file(self) -> HubFile:

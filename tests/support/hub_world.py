@@ -99,6 +99,7 @@ class Peer:
     rings: tuple = ()
     is_leaving: bool = False
     slowness: float = 1.0  # times as long as at first
+    link_slowness: float = 1.0  # times as long for what it sends
 
 
 # Many small clusters, as few samples as there are: what is tested is what a hub does with them.
@@ -206,6 +207,10 @@ class HubWorld:
     def _slow(self, name, times):
         if name in self.peers:
             self.peers[name].slowness = times
+
+    def slow_link(self, name, times):
+        """Let what a peer sends take so many times as long as at first."""
+        self.peers[name].link_slowness = times
 
     def restart(self, at=None):
         """Kill the hub; one that has only its log and its checkpoint comes back, and all who live find it."""
@@ -625,7 +630,7 @@ class HubWorld:
 
         def report():
             if peer.is_alive and self.peers[name] is peer:
-                facts = peer.node.flops_per_second / 2, 5e8, 6e8, 1e-6
+                facts = peer.node.flops_per_second / 2, 5e8 / peer.link_slowness, 6e8, 1e-6
                 self.feed(Probed(name, *facts, self.now))
 
         if not self._happens(self.trouble.silent):
@@ -636,7 +641,7 @@ class HubWorld:
         pipeline, accumulate = order.pipeline, order.accumulate
         num_trained, leaf, root = 0, self.peers[pipeline[-1]], self.peers[pipeline[0]]
         start = max(self.now, root.busy_until)
-        pace = 0.3 * max(self.peers[name].slowness for name in pipeline)
+        pace = 0.3 * max(self.peers[name].slowness * self.peers[name].link_slowness for name in pipeline)
         root.busy_until = start + pace * len(grant.num_samples)
         for index, num_samples in enumerate(grant.num_samples):
             batch = grant.first_microbatch + index

@@ -17,6 +17,7 @@ from safetensors.torch import load, save
 
 import ravnest as rv
 from ravnest.config import TIMEOUTS, Averaging
+from ravnest.errors import RavnestError
 from ravnest.hub.coordinator.leases import permute
 from ravnest.hub.coordinator.notices import (
     ClusterBroken,
@@ -32,7 +33,7 @@ from ravnest.hub.coordinator.notices import (
     PlanFormed,
     Returned,
     RoundEnded,
-    SampleDropped,
+    SamplesDropped,
     Trained,
     Waiting,
     WorkLost,
@@ -495,6 +496,34 @@ def test_whoever_comes_and_goes_the_job_ends_or_says_what_it_waits_for(seed: int
         check_result(ended, job)
 
 
+def with_bad_rows(every: int) -> rv.Job:
+    """Return a short job whose data goes bad when its model is captured: each so many rows are no numbers."""
+    given = make_job("tiny", num_samples=64, epochs=2)
+    data = {name: part.clone() for name, part in given.train_data.items()}
+    facts = {"val_data": given.val_data, "loss": cross_entropy, "optimizer": "adamw", "learning_rate": 1e-2}
+    job = rv.Job(given.model, data, batch_size=16, epochs=2, **facts)
+    prepare(job, PLAN)
+    data["x"][::every] = torch.nan
+    return job
+
+
+def test_a_run_in_which_everything_is_dropped_has_failed_and_says_why() -> None:
+    world = World(with_bad_rows(1), [Pc(400e3)])
+    with pytest.raises(
+        RavnestError, match=r"all 128 samples were dropped, so nothing was trained: .*; look at"
+    ):
+        world.run()
+    assert world.given.owner.result is None
+
+
+def test_a_run_in_which_much_is_dropped_ends_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    ended = World(with_bad_rows(4), [Pc(400e3)], microbatches=16).run()
+    assert ended.result is not None
+    assert [news.num_dropped for news in ended.of(EpochDone)] == [16, 16]
+    (warning,) = [each.message for each in caplog.records if "were dropped" in each.message]
+    assert warning.startswith("warning: 32 of 128 samples were dropped and not trained (")
+
+
 def test_state_that_lacks_something_or_is_not_finite_is_found_out() -> None:
     owner = prepare(make_job("mlp"), PLAN).owner
     weights = owner.make_parts(0, 2).weights
@@ -517,10 +546,10 @@ def test_bad_samples_cost_their_microbatches_and_are_named_and_no_peer_ends() ->
     ended = World(job, SIX).run()
     assert ended.result is not None
     assert ended.of(Left) == []
-    assert sorted((news.is_evaluation, news.sample, news.reason) for news in ended.of(SampleDropped)) == [
-        (False, 78, "IndexError: Target 9 is out of bounds"),
-        (False, 100, "'x' has a number that is NaN"),
-        (True, 40, "IndexError: Target -7 is out of bounds"),
+    assert sorted((news.is_evaluation, news.samples, news.reason) for news in ended.of(SamplesDropped)) == [
+        (False, (78,), "IndexError: Target 9 is out of bounds"),
+        (False, (100,), "'x' has a number that is NaN"),
+        (True, (40,), "IndexError: Target -7 is out of bounds"),
     ]
     epochs = {news.epoch: news.num_dropped for news in ended.of(EpochDone)}
     assert epochs[1] in (16, 32)  # one batch may have both

@@ -18,6 +18,7 @@ from ravnest.hub.coordinator.events import (
     CalmChanged,
     ClusterHeard,
     ClusterSilent,
+    ClusterSlowed,
     Collected,
     Conclusion,
     EvaluationReported,
@@ -46,8 +47,6 @@ from ravnest.hub.coordinator.ledger import Ledger
 from ravnest.hub.coordinator.lifecycle import Lifecycle
 from ravnest.hub.coordinator.membership import Membership, is_sensible
 from ravnest.hub.coordinator.notices import (
-    EpochDone,
-    Evaluated,
     Joined,
     MicrobatchDropped,
     Returned,
@@ -56,9 +55,9 @@ from ravnest.hub.coordinator.notices import (
 from ravnest.hub.coordinator.phases import JobPhase, NodePhase
 from ravnest.hub.coordinator.placement import ClusterState, Placement
 from ravnest.hub.coordinator.plan_trigger import PlanTrigger
-from ravnest.hub.coordinator.probes import end_probe
+from ravnest.hub.coordinator.probes import LinkChecks
 from ravnest.hub.coordinator.recovery import Recovery
-from ravnest.hub.coordinator.rounds import Ended, Rounds
+from ravnest.hub.coordinator.rounds import Rounds
 from ravnest.hub.coordinator.snapshots import SnapshotDesk, SnapshotPurpose
 from ravnest.hub.coordinator.training import Training
 from ravnest.ids import NodeId
@@ -92,6 +91,7 @@ class Coordinator:
         self._rounds = Rounds(job, self.placement, self.ledger, timeouts)
         self._plan_trigger = PlanTrigger(job, self.placement, timeouts)
         self._inquiries = Inquiries(self.placement, self._desk)
+        self._link_checks = LinkChecks(self.placement, self._plan_trigger.reset)
         shared = (self.placement, self.ledger, self._checkpoints, self._recovery, self._rounds)
         self._life = Lifecycle(job, *shared, self._plan_trigger, timeouts)
         self._departures = Departures(*shared, self._plan_trigger, self._life)
@@ -219,7 +219,7 @@ class Coordinator:
             case PartsMade():
                 return self._recovery.add_parts(event)
             case Probed():
-                return end_probe(self.membership, event)
+                return self._link_checks.end_probe(event, self.now)
             case Collected():
                 return self._life.end_collection(event, self.now)
             case SamplesInspected():
@@ -227,7 +227,7 @@ class Coordinator:
             case Stopped():
                 return self._life.stop(event.reason, self.now)
             case Tick():
-                return self._end_round(self._rounds.expire(event.now))
+                return self._life.end_round(self._rounds.expire(event.now))
             case _:
                 return self._conclude(event)
 
@@ -241,7 +241,7 @@ class Coordinator:
                 return self._departures.leave(sender, message, self.now)
             case RoundReady() | RoundAbort():
                 ended = self._rounds.receive(sender, message, self.now)
-                return ended.reason if isinstance(ended, Refusal) else self._end_round(ended)
+                return ended.reason if isinstance(ended, Refusal) else self._life.end_round(ended)
             case RoundQuery():
                 answer = self._rounds.answer(sender, message)
                 return answer.reason if isinstance(answer, Refusal) else [answer]
@@ -282,14 +282,6 @@ class Coordinator:
         if not isinstance(result, str):
             self._inquiries.cancel(cluster.cluster_id)
         return result
-
-    def _end_round(self, ended: Ended | None) -> list[Action]:
-        """Tell the outcome of a round; a cluster that holds up all gradient rounds is built anew."""
-        actions = self._life.end_round(ended)
-        stuck = ended.stuck if ended is not None else ()
-        return actions + self._departures.rebuild(
-            stuck, self.now, "it held up one gradient round after another"
-        )
 
     # Members come and go.
 
@@ -355,7 +347,7 @@ class Coordinator:
         results = self.ledger.take_done(cluster, done)
         if isinstance(results, str):
             return results
-        return [Notify(self.ledger.trained), *self._record_results(results)]
+        return [Notify(self.ledger.trained), *self._life.report(results)]
 
     def _record_dropped(self, sender: NodeId, cluster: ClusterState, dropped: DroppedMicrobatch) -> _Result:
         lease = self.ledger.record_dropped(cluster, dropped)
@@ -364,10 +356,6 @@ class Coordinator:
         samples, is_evaluation = self.ledger.samples_of(lease, dropped.microbatch), lease.lease is None
         facts = (dropped.microbatch, sender, dropped.reason, samples, is_evaluation)
         return self.drops.record(MicrobatchDropped(*facts))
-
-    def _record_results(self, results: list[EpochDone] | list[Evaluated]) -> list[Action]:
-        self.ledger.history += results
-        return [Notify(result) for result in results]
 
     # Conclusions of monitors.
 
@@ -379,6 +367,8 @@ class Coordinator:
                 return self._record_evaluation(event)
             case SpeedMeasured():
                 return self._record_speed(event)
+            case ClusterSlowed():
+                return self._link_checks.order(event)
             case LossAlarm():
                 self._life.alarm = event
             case CalmChanged():
@@ -396,7 +386,7 @@ class Coordinator:
         if cluster is None:
             return f"lease {reported.lease} was evaluated by a cluster that is no more"
         results = self.ledger.record_evaluation(cluster, reported)
-        return results if isinstance(results, str) else self._record_results(results)
+        return results if isinstance(results, str) else self._life.report(results)
 
     def _record_speed(self, measured: SpeedMeasured) -> list[Action]:
         """Plan with the speed that a node has by now."""
@@ -449,7 +439,7 @@ class Coordinator:
         idle, stuck = self._inquiries.conclude(self.now) if self._life.is_at_work else ([], [])
         actions = self._departures.evict_gone(self.now)
         actions += self._departures.evict_idle(idle, self.now)
-        return actions + self._departures.rebuild(stuck, self.now)
+        return actions + self._departures.rebuild([*stuck, *self._rounds.take_stuck()], self.now)
 
     def _train(self) -> list[Action]:
         return self._training.advance(self.now)
@@ -463,7 +453,7 @@ class Coordinator:
         return []
 
     def _evaluate(self) -> list[Action]:
-        actions: list[Action] = [*self.ledger.fill(self.placement)]
+        actions: list[Action] = [*self._life.report(()), *self.ledger.fill(self.placement)]
         if self.ledger.is_finished:
             self._life.enter(JobPhase.KEEPING)
         return actions
@@ -471,7 +461,7 @@ class Coordinator:
     def _collect_result(self) -> list[Action]:
         if self._checkpoints.has_result_under_way:
             return []
-        keeper = self.ledger.most_trained(self.placement.running)
+        keeper = self.ledger.progress.most_trained(self.placement.running)
         return [*self._checkpoints.start(keeper, self.now, self.ledger.books, is_result=True)]
 
     def _retain_inquiries(self) -> list[Action]:

@@ -87,14 +87,12 @@ class Departures:
         gone += [(name, f"it {self._checkpoints.silence}", "goodbye") for name in silent]
         return self.evict(gone, now)
 
-    def rebuild(
-        self, stuck: Iterable[ClusterState], now: float, reason: str = "it has work, and nothing moves"
-    ) -> list[Action]:
+    def rebuild(self, stuck: Iterable[ClusterState], now: float) -> list[Action]:
         """Build clusters anew in which all nodes answer and nothing moves."""
         actions: list[Action] = []
         for cluster in (each for each in stuck if each in self._placement.running):
             self._plan_trigger.reset(now)
-            actions += self._lose_stage(cluster, reason, now, now)
+            actions += self._lose_stage(cluster, "it has work, and nothing moves", now, now)
         return actions
 
     def _lose_stage(self, cluster: ClusterState, reason: str, now: float, since: float) -> list[Action]:
@@ -105,6 +103,6 @@ class Departures:
         actions.append(Notify(ClusterDissolved(cluster.name, reason, given_back, lost)))
         self._checkpoints.drop(cluster)
         is_new = not self._ledger.num_counted
-        if any(is_new or self._ledger.knows(each) for each in self._placement.running):
+        if any(is_new or self._ledger.progress.knows(each) for each in self._placement.running):
             return actions
         return actions + self._life.start_over(now)

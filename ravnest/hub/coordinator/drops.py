@@ -5,10 +5,11 @@ is named. From then on another sample of its microbatch takes its place, so it c
 in each epoch. Training does not wait for the answer.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ravnest.hub.coordinator.events import Action, InspectSamples, Notify, SamplesInspected, SendFields
-from ravnest.hub.coordinator.notices import MicrobatchDropped, SampleDropped
+from ravnest.hub.coordinator.notices import MicrobatchDropped, SamplesDropped
 
 _MOST_KEPT = 100  # of what is told at the end
 _MOST_INSPECTED = 32  # microbatches: where all of them fail, it is not for their samples
@@ -46,7 +47,7 @@ class Drops:
         if faulty:
             return [*actions]
         if len(told.samples) == 1:
-            return [*actions, *self._name(told.is_evaluation, told.samples[0], told.reason)]
+            return [*actions, *self._name(told.is_evaluation, told.samples, told.reason)]
         self._keep(*key, told.reason)
         if key in self._under_way or self._num_inspected == _MOST_INSPECTED:
             return [*actions]
@@ -60,13 +61,17 @@ class Drops:
         if key not in self._under_way:
             return "nobody asked about these samples"
         del self._under_way[key]
-        found = [(sample, reason) for sample, reason in inspected.faulty if sample in inspected.samples]
-        if found:
+        by_reason: dict[str, list[int]] = {}
+        for sample, reason in inspected.faulty:
+            if sample in inspected.samples:
+                by_reason.setdefault(reason, []).append(sample)
+        if by_reason:
             self._found.pop(key, None)
-        told = [each for fault in found for each in self._name(inspected.is_evaluation, *fault)]
-        if not inspected.is_evaluation:
-            self._replaced |= {sample for sample, _ in found}
-        return told
+        actions: list[Action] = []
+        for reason, samples in by_reason.items():
+            actions += self._name(inspected.is_evaluation, samples, reason)
+            self._replaced |= set() if inspected.is_evaluation else set(samples)
+        return actions
 
     def replace_faulty(self, order: SendFields) -> SendFields:
         """Put other samples of a microbatch in the places of those that the requester's side found at fault.
@@ -84,12 +89,13 @@ class Drops:
             for index, sample in enumerate(samples)
         )
 
-    def _name(self, is_evaluation: bool, sample: int, reason: str) -> list[Action]:
-        if (is_evaluation, sample) in self._faulty or len(self._faulty) == _MOST_KEPT:
+    def _name(self, is_evaluation: bool, samples: Sequence[int], reason: str) -> list[Action]:
+        new = tuple(sample for sample in samples if (is_evaluation, sample) not in self._faulty)
+        self._faulty |= {(is_evaluation, sample) for sample in new}
+        if not new:
             return []
-        self._faulty.add((is_evaluation, sample))
-        self._keep(is_evaluation, (sample,), reason)
-        return [Notify(SampleDropped(sample, reason, is_evaluation))]
+        self._keep(is_evaluation, new, reason)
+        return [Notify(SamplesDropped(new, reason, is_evaluation))]
 
     def _keep(self, is_evaluation: bool, samples: tuple[int, ...], reason: str) -> None:
         if len(self._found) < _MOST_KEPT:

@@ -253,6 +253,15 @@ class SpeedMeasured:
 
 
 @dataclass(frozen=True, slots=True)
+class ClusterSlowed:
+    """A cluster has been so many times as fast as before, for long: perhaps one of its links is slow."""
+
+    cluster_id: str
+    times: float
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
 class LossAlarm:
     """Training goes wrong: what was seen, and at which node or cluster."""
 
@@ -290,6 +299,7 @@ Conclusion = (
     TrainingReported
     | EvaluationReported
     | SpeedMeasured
+    | ClusterSlowed
     | LossAlarm
     | CalmChanged
     | ClusterSilent

@@ -4,6 +4,9 @@ A job ends when all is trained and one cluster's weights are kept, when it is st
 wrong too often. It begins again from the last checkpoint when no node has what was trained.
 """
 
+from collections.abc import Sequence
+from itertools import takewhile
+
 from ravnest.config import TIMEOUTS, HubTimeouts
 from ravnest.hub.coordinator.checkpoints import CheckpointCollector
 from ravnest.hub.coordinator.events import (
@@ -21,6 +24,8 @@ from ravnest.hub.coordinator.events import (
 from ravnest.hub.coordinator.ledger import Ledger
 from ravnest.hub.coordinator.notices import (
     CheckpointIsResult,
+    EpochDone,
+    Evaluated,
     FromCheckpoint,
     Repaired,
     Resumed,
@@ -37,6 +42,33 @@ from ravnest.protocol.membership import Stop
 
 _MOST_ALARMS = 3
 _Result = list[Action] | str  # actions, or why the event is refused
+
+
+class EpochReports:
+    """Lets reports out in the order of epochs: clusters may end a later one first, and its report waits."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin from the books; of an epoch that was over there before an earlier one no loss is known."""
+        ledger, under_way = self._ledger, self._ledger.epochs_under_way
+        later = range(min(under_way, default=ledger.num_begun), ledger.num_begun)
+        size = ledger.settings.num_samples
+        over = [EpochDone(epoch + 1, size, 0, None) for epoch in later if epoch not in under_way]
+        self._waiting: list[EpochDone | Evaluated] = [*over]
+
+    def add(self, reports: Sequence[EpochDone | Evaluated], is_end: bool) -> list[EpochDone | Evaluated]:
+        """Return the reports whose turn it is; at the end, when no more epochs are over, all."""
+        given = sorted([*self._waiting, *reports], key=lambda x: (x.epoch, isinstance(x, Evaluated)))
+        ready = given if is_end else [*takewhile(self._is_next, given)]
+        self._waiting = given[len(ready) :]
+        return ready
+
+    def _is_next(self, report: EpochDone | Evaluated) -> bool:
+        num_before = report.epoch - isinstance(report, EpochDone)
+        return min(self._ledger.epochs_under_way, default=num_before) >= num_before
 
 
 class Lifecycle:
@@ -57,6 +89,7 @@ class Lifecycle:
         self._placement, self._membership = placement, placement.membership
         self._ledger, self._checkpoints, self._recovery = ledger, checkpoints, recovery
         self._rounds, self._plan_trigger = rounds, plan_trigger
+        self._reports = EpochReports(ledger)
         self.phase = JobPhase.COLLECTING
         self.has_begun = False
         self.stop_by: float | None = None  # once it is stopped
@@ -120,9 +153,8 @@ class Lifecycle:
         clusters = [each for each in self._placement.running if each.root in took_part]
         if ended.sums_gradients:  # one for every batch, so people are told of those that fail
             done = self._ledger.note_summed(clusters)
-            self._ledger.history += done
-            return [*ended.sends, Notify(self._ledger.trained), *map(Notify, done)]
-        self._ledger.note_averaged(clusters, ended.told.round_id)
+            return [*ended.sends, Notify(self._ledger.trained), *self.report(done)]
+        self._ledger.progress.record_agreement(clusters, ended.told.round_id)
         return [*ended.sends, Notify(ended.told)]
 
     def adopt(self, made: PlanMade, now: float) -> _Result:
@@ -189,6 +221,7 @@ class Lifecycle:
             self._checkpoints.drop(cluster)
         actions += self._placement.dissolve(self._placement.clusters)
         lost = self._ledger.restart(self._recovery.saved)
+        self._reports.restart()
         self._recovery.forget_held()
         self.end_by = None
         self._rounds.restart()
@@ -207,6 +240,12 @@ class Lifecycle:
             ]
         trained = self._ledger.trained
         return [*actions, Notify(CheckpointIsResult(trained.num_samples, trained.num_total)), Finish((), ())]
+
+    def report(self, reports: Sequence[EpochDone | Evaluated]) -> list[Action]:
+        """Tell of epochs and evaluations that are over, in order."""
+        ready = self._reports.add(reports, is_end=self.phase is JobPhase.EVALUATING)
+        self._ledger.history += ready
+        return [Notify(each) for each in ready]
 
     def end_collection(self, collected: Collected, now: float) -> _Result:
         """Go on when something is on disk: a checkpoint, or the result, whoever has left meanwhile."""

@@ -175,10 +175,10 @@ class MicrobatchDropped:
 
 
 @dataclass(frozen=True, slots=True)
-class SampleDropped:
-    """A sample is at fault that its microbatch was dropped; told once."""
+class SamplesDropped:
+    """These samples are at fault that their microbatch was dropped; told once."""
 
-    sample: int
+    samples: tuple[int, ...]
     reason: str
     is_evaluation: bool = False
 
@@ -286,7 +286,7 @@ Notice = (
     | ClusterDissolved
     | WorkLost
     | MicrobatchDropped
-    | SampleDropped
+    | SamplesDropped
     | Trained
     | EpochDone
     | Evaluated
@@ -355,7 +355,7 @@ def show_notice(news: Notice) -> str:  # noqa: C901, PLR0912, PLR0915 - one shor
             return _show_end(num_samples, num_total)
         case WorkLost(num_samples):
             return f"training goes back: nobody has what the last {num_samples} samples taught"
-        case MicrobatchDropped() | SampleDropped():
+        case MicrobatchDropped() | SamplesDropped():
             return _show_dropped(news)
         case Trained(num_samples, num_total, epoch, loss):
             return f"{num_samples / num_total:.0%} of the training, epoch {epoch}, loss {_show(loss)}"
@@ -396,10 +396,11 @@ def _show_facts(node: Node) -> str:
     return f"{show_flops(node.flops_per_second)}, {links}, {show_seconds(node.latency_seconds)} away"
 
 
-def _show_dropped(news: MicrobatchDropped | SampleDropped) -> str:
+def _show_dropped(news: MicrobatchDropped | SamplesDropped) -> str:
     data = "validation data" if news.is_evaluation else "train data"
-    if isinstance(news, SampleDropped):
-        return f"sample {news.sample} of the {data} was dropped: {news.reason}"
+    if isinstance(news, SamplesDropped):
+        were = "was" if len(news.samples) == 1 else "were"
+        return f"{_show_samples(news.samples)} of the {data} {were} dropped: {news.reason}"
     shown = f" ({_show_samples(news.samples)} of the {data})" if news.samples else ""
     if news.faulty:
         shown = f" (with {_show_samples(news.faulty)} of the {data} again)"

@@ -181,16 +181,16 @@ class Recovery:
         placement, ledger, had_rings = self._placement, self._ledger, bool(self._placement.rings)
         change = placement.adopt(made.plan, made.microbatches, made.sharing)
         if not had_rings:  # a lone cluster keeps no average
-            ledger.forget_averages(placement.clusters)
+            ledger.progress.forget_averages(placement.clusters)
         kept = self.saved.num_counted if self.saved else -1 if ledger.num_counted else 0
-        origins = self._sources.begin(change, ledger.samples_seen, kept)
+        origins = self._sources.begin(change, ledger.progress.samples_seen, kept)
         if self._sources.needs_hub and ledger.num_counted and self.saved is None:
             return None
         for origin in origins:
-            ledger.inherit(origin.cluster, origin.cluster_id, origin.is_whole)
+            ledger.progress.inherit(origin.cluster, origin.cluster_id, origin.is_whole)
             times = (x.stopped_at for x in change.ended if not set(x.nodes).isdisjoint(origin.cluster.nodes))
             origin.cluster.stopped_at = min((each for each in times if each is not None), default=None)
-        if ledger.num_counted and not any(map(ledger.knows, placement.clusters)):
+        if ledger.num_counted and not any(map(ledger.progress.knows, placement.clusters)):
             return None
         actions: list[Action] = []
         followed = {origin.cluster_id for origin in origins} - {""}
@@ -200,7 +200,7 @@ class Recovery:
             if find_cluster_of_state(cluster, placement) not in followed:
                 told = ClusterDissolved(cluster.name, "the plan goes on without it", given_back, lost)
                 actions.append(Notify(told))
-        ledger.forget_others(placement.cluster_ids)
+        ledger.progress.forget_others(placement.cluster_ids)
         actions += placement.announce(change, self._find_contacts(), self._sources.is_source)
         return [*actions, *self._sources.ask(), *self._sources.order_builds()]
 

@@ -97,7 +97,6 @@ class Ended:
     told: RoundEnded
     sends: tuple[Send, ...]
     sums_gradients: bool = False
-    stuck: tuple[ClusterState, ...] = ()  # they held up one gradient round after the other
 
 
 class Rounds:
@@ -122,6 +121,7 @@ class Rounds:
     def restart(self) -> None:
         """Count from nothing: training begins, or begins again."""
         self._backoff = ExclusionBackoff()
+        self._stuck: list[ClusterState] = []
         self._num_tries = 0  # at the last round
         self._is_due_again = False  # the last one was aborted, and may commit without who was to blame
         self._num_late = 0  # rounds in a row that somebody could not end in time
@@ -175,7 +175,7 @@ class Rounds:
 
     def _open_exact(self, now: float) -> list[Send]:
         """Order the gradient round of the batch that is next; its members begin when they have trained it."""
-        placement, batch = self._placement, self._ledger.exact_batch
+        placement, batch = self._placement, self._ledger.exact.first
         is_building = any(each.phase is ClusterPhase.BUILDING for each in placement.clusters)
         if self._decision or batch is None or is_building:
             return []
@@ -281,9 +281,9 @@ class Rounds:
         round_id = RoundId(self._num_opened)
         self._decision = RoundDecision(round_id, names)
         is_blocking = is_final or self.stands_still
-        absent, anchor_round = placement.absent(names), ledger.anchor_round(clusters)
+        absent, anchor_round = placement.absent(names), ledger.progress.anchor_round(clusters)
         # Without a common average the weights of the most trained cluster are the anchor.
-        first = ledger.most_trained(clusters) if anchor_round is None else None
+        first = ledger.progress.most_trained(clusters) if anchor_round is None else None
         anchor_round = round_id if anchor_round is None else anchor_round
         wire_format = config.exact_gradients if sums_gradients else config.deltas
         least = choose_least_chunk(placement.slowest_link(names), wire_format)
@@ -344,8 +344,14 @@ class Rounds:
             () if self._sums_gradients else tuple((each.name, rounds) for each, rounds in excluded),
         )
         sends = tuple(Send(name, outcome) for each in self._clusters for name in each.nodes)
-        stuck = tuple(each for each, rounds in excluded if self._sums_gradients and rounds > _FEW_ROUNDS)
-        return Ended(told, sends, self._sums_gradients, stuck)
+        if self._sums_gradients:
+            self._stuck += [each for each, rounds in excluded if rounds > _FEW_ROUNDS]
+        return Ended(told, sends, self._sums_gradients)
+
+    def take_stuck(self) -> list[ClusterState]:
+        """Return the clusters that held up one gradient round after the other, once."""
+        stuck, self._stuck = self._stuck, []
+        return stuck
 
     @property
     def _foreseen(self) -> float:

@@ -66,9 +66,7 @@ class Training:
         if life.phase is not JobPhase.TRAINING:
             return actions
         if not self._placement.is_exact:
-            done = self._ledger.end_exact(self._placement.running)
-            self._ledger.history += done
-            actions += map(Notify, done)
+            actions += life.report(self._ledger.end_exact(self._placement.running))
         actions += self._ledger.fill(self._placement)
         if self._ledger.is_finished and self._placement.running and life.may_end(now):
             life.enter(JobPhase.AVERAGING)
@@ -91,7 +89,7 @@ class Training:
 
     def _keep_safe(self, now: float) -> list[Action]:
         """Order backups, open a round, expire and begin checkpoints, as each is due."""
-        actions: list[Action] = [*self._recovery.backups.order(self._ledger.samples_seen, now)]
+        actions: list[Action] = [*self._recovery.backups.order(self._ledger.progress.samples_seen, now)]
         # Else the rings are soon others. A cluster that drains needs its gradient rounds to finish.
         has_no_rings = self._placement.has_broken if self._placement.is_exact else self._recovery.is_urgent
         if not has_no_rings:
@@ -107,5 +105,5 @@ class Training:
         if not self.is_calm:
             self._checkpoints.postpone(now)
             return []
-        keeper = self._ledger.most_trained(self._placement.running)
+        keeper = self._ledger.progress.most_trained(self._placement.running)
         return self._checkpoints.start(keeper, now, self._ledger.books)

@@ -99,6 +99,7 @@ class OutageMonitor:
         self._timeouts = timeouts
         self._absent: dict[NodeId, Absence] = {}
         self.is_cut_off = False  # nobody is heard, and all are waited for
+        self._settled_by = 0.0  # until then links that are lost again belong to the last outage
 
     @property
     def absent(self) -> Collection[NodeId]:
@@ -111,8 +112,9 @@ class OutageMonitor:
         return min((absence.back_by for absence in self._absent.values()), default=None)
 
     def record_loss(self, node: NodeId, reason: str, now: float) -> None:
-        """Wait a moment for a node whose link is lost."""
-        self._absent[node] = Absence(reason, now, now + self._timeouts.grace_seconds)
+        """Wait a moment for a node whose link is lost, or longer just after the hub was cut off."""
+        back_by = max(now + self._timeouts.grace_seconds, self._settled_by)
+        self._absent[node] = Absence(reason, now, back_by)
 
     def record_return(self, node: NodeId, now: float) -> None:
         """Wait no longer for a node; its line is that of the others, who will find the hub soon."""
@@ -165,5 +167,6 @@ class OutageMonitor:
 
     def _end_cut_off(self, now: float, seconds: float) -> None:
         if self.is_cut_off:
-            self._wait(self._absent, now + seconds)
+            self._settled_by = now + seconds
+            self._wait(self._absent, self._settled_by)
             self.is_cut_off = False

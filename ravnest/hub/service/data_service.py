@@ -83,12 +83,17 @@ class DataService:
             self._blobs.drop(ref)
 
     async def _send_fields(self, order: SendFields) -> None:
+        wanted = tuple(dict.fromkeys(name for _, names in order.consumers for name in names))
         for number, samples in enumerate(order.samples, order.first_microbatch):
+            # Once for all stages: a dataset may mask at random, and inputs and labels belong together.
+            read = self._owner.read_fields
+            specs, buffers = await self._in_background(read, order.is_evaluation, samples, wanted)
+            found = {spec[0]: (spec, buffer) for spec, buffer in zip(specs, buffers, strict=True)}
             for node, names in order.consumers:
-                read = self._owner.read_fields
-                specs, buffers = await self._in_background(read, order.is_evaluation, samples, names)
-                parts = FieldParts(order.build_id, MicrobatchId(number), specs)
-                self._exchange.post(Outgoing(node, parts, buffers))
+                chosen = [found[name] for name in names]
+                fields, contents = tuple(spec for spec, _ in chosen), tuple(each for _, each in chosen)
+                parts = FieldParts(order.build_id, MicrobatchId(number), fields)
+                self._exchange.post(Outgoing(node, parts, contents))
 
     async def _inspect_samples(self, order: InspectSamples) -> None:
         asked = (order.is_evaluation, order.samples)

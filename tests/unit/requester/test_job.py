@@ -11,6 +11,7 @@ from typing import get_args
 import numpy as np
 import pytest
 import torch
+from support.plan_world import node
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
@@ -18,10 +19,12 @@ import ravnest
 from ravnest.config import WireFormat
 from ravnest.engine.optimizers import Adam, Group
 from ravnest.errors import CaptureError, ConfigError
+from ravnest.hub.coordinator.events import MakePlan
+from ravnest.hub.coordinator.planner import SearchPlanner
 from ravnest.requester.job import Job
 from ravnest.requester.job_file import load_job
 from ravnest.requester.prepare import prepare
-from ravnest.requester.session import LOCAL_PLAN
+from ravnest.requester.session import LOCAL_PLAN, SWARM_PLAN
 
 MODEL = nn.Linear(3, 2)
 OPTIMIZERS = "one of torch.optim, made from model.parameters(), or of sgd, momentum, adam, adamw, nadam, muon"
@@ -493,3 +496,12 @@ def test_a_mean_is_cut_as_asked():
     given = prepared(nn.CrossEntropyLoss(), microbatches=2)
     assert (given.job.settings.is_whole_batch, given.job.settings.microbatches) == (False, 2)
     assert prepared(nn.CrossEntropyLoss()).job.settings.microbatches == 0
+
+
+def test_what_a_peer_lends_is_for_tensors_so_that_a_little_will_do_for_a_small_model():
+    loss = nn.CrossEntropyLoss()
+    data = (ROWS["x"], ROWS["y"])
+    given = prepare(Job(MODEL, data, batch_size=2, loss=loss), SWARM_PLAN, 2, 1.0).job
+    nodes = (node("a", memory_mb=200.0), node("b", memory_mb=200.0))
+    made = SearchPlanner().make_plan(given, MakePlan(1, nodes), 0.0)
+    assert made.plan is not None, made.shortage

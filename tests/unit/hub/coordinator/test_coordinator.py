@@ -33,13 +33,13 @@ from ravnest.hub.coordinator.notices import (
     ClusterStarted,
     EpochDone,
     Evaluated,
+    FromCheckpoint,
     Joined,
     Left,
     MicrobatchDropped,
     PlanFormed,
     Recovered,
     Repaired,
-    Resumed,
     RoundEnded,
     Stopping,
     Waiting,
@@ -622,6 +622,63 @@ def test_a_member_may_ask_what_became_of_a_round():
     assert "round 99" in refusal.reason
 
 
+# Reports of epochs.
+
+
+def two_of_unlike_pace(**changes):
+    """Two clusters, of which one becomes so slow that the other ends an epoch before it."""
+    world = two_clusters(average_every=1000, **changes)
+    world.run_until(lambda: len(world.hub.clusters) == 2 and len(world.ledger) > 10)
+    world.slow(world.hub.clusters[1].leaf, 30.0)
+    return world
+
+
+def epochs_told(world, kind):
+    return [news.epoch for news in world.told(kind)]
+
+
+def test_epochs_are_told_in_order_although_a_later_one_is_over_first():
+    world = finishes(two_of_unlike_pace(num_validation=0, epochs=8))
+    over = [epoch for epoch in range(8) if epoch in {key for key, _ in world.ledger}]
+    assert epochs_told(world, EpochDone) == [each + 1 for each in over] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert [news.epoch for news in world.finish.history] == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+def test_an_evaluation_is_told_after_its_epoch_and_all_before_it():
+    world = finishes(two_of_unlike_pace(epochs=8))
+    told = [news for news in world.news if isinstance(news, EpochDone | Evaluated)]
+    for number, news in enumerate(told):
+        over = {each.epoch for each in told[:number] if isinstance(each, EpochDone)}
+        assert set(range(1, news.epoch + isinstance(news, Evaluated))) <= over
+    assert told[-1] == world.told(Evaluated)[-1]
+    assert told[-1].epoch == 8
+
+
+def test_an_epoch_that_waits_for_an_earlier_one_is_told_when_a_stopped_job_ends():
+    world = two_of_unlike_pace(num_validation=0, epochs=8)
+    slow = world.hub.clusters[1]
+    world.muted = {slow.root}
+    world.run_until(lambda: max((epoch for epoch, _ in world.ledger), default=0) >= 3)
+    assert epochs_told(world, EpochDone) == []
+    world.stop()
+    finishes(world)
+    told = epochs_told(world, EpochDone)
+    assert told == sorted(told)
+    assert {2, 3} <= set(told)
+    assert 1 not in told
+
+
+def test_a_checkpoint_between_two_epochs_loses_no_report():
+    world = two_of_unlike_pace(num_validation=0, epochs=8)
+    world.muted = {world.hub.clusters[1].root}
+    world.run_until(lambda: max((epoch for epoch, _ in world.ledger), default=0) >= 3)
+    again = HubWorld(replace(world.given, books=world.hub.ledger.books))
+    again.join(*"abc")
+    finishes(again)
+    assert epochs_told(again, EpochDone) == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert again.told(EpochDone)[1].loss is None
+
+
 # Stopping.
 
 
@@ -767,7 +824,7 @@ def test_a_stopped_job_goes_on_from_its_result_with_more_epochs():
     books = replace(result.books, leases=result.books.leases | {"num_epochs": 5})
     again = HubWorld(replace(job(epochs=5), books=books))
     assert again.ledger == world.ledger
-    assert again.news == [Resumed(len(world.ledger), 0)]
+    assert again.news == [FromCheckpoint(len(world.ledger))]
     again.join(*"abc")
     again.run()
     assert (again.is_finished, len(again.ledger)) == (True, 250)

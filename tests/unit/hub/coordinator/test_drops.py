@@ -6,7 +6,7 @@ from support.hub_world import HubWorld, Trouble, check_replay, job
 
 from ravnest.hub.coordinator.drops import DroppedSamples, Drops
 from ravnest.hub.coordinator.events import InspectSamples, Notify, SamplesInspected, SendFields
-from ravnest.hub.coordinator.notices import EpochDone, MicrobatchDropped, SampleDropped, show_notice
+from ravnest.hub.coordinator.notices import EpochDone, MicrobatchDropped, SamplesDropped, show_notice
 
 
 def dropped(*samples, number=0, is_evaluation=False):
@@ -22,7 +22,9 @@ def test_the_sample_at_fault_is_named_in_place_of_its_microbatch():
     assert drops.record(told) == [Notify(told), InspectSamples(False, (3, 178, 9))]
     assert drops.found == (DroppedSamples((3, 178, 9), told.reason),)
     faulty = ((178, "Target 5 is out of bounds"),)
-    assert drops.conclude(inspected(3, 178, 9, faulty=faulty)) == [Notify(SampleDropped(*faulty[0]))]
+    assert drops.conclude(inspected(3, 178, 9, faulty=faulty)) == [
+        Notify(SamplesDropped((178,), "Target 5 is out of bounds"))
+    ]
     assert drops.found == (DroppedSamples((178,), "Target 5 is out of bounds"),)
     again = dropped(178, 4, 5)
     known = replace(again, faulty=(178,))
@@ -52,9 +54,18 @@ def test_what_only_a_peer_says_of_a_sample_is_not_replaced():
 
 def test_a_microbatch_of_one_needs_no_inspection():
     drops, told = Drops(), dropped(7, is_evaluation=True)
-    assert drops.record(told) == [Notify(told), Notify(SampleDropped(7, told.reason, True))]
+    assert drops.record(told) == [Notify(told), Notify(SamplesDropped((7,), told.reason, True))]
     assert drops.found == (DroppedSamples((7,), told.reason, True),)
     assert drops.record(dropped(7, 8))[1:] == [InspectSamples(False, (7, 8))], "of other data"
+
+
+def test_samples_of_one_fault_are_told_in_one_sentence():
+    drops = Drops()
+    drops.record(dropped(1, 2, 3, 4))
+    told = drops.conclude(inspected(1, 2, 3, 4, faulty=((1, "a"), (2, "b"), (4, "a"))))
+    assert told == [Notify(SamplesDropped((1, 4), "a")), Notify(SamplesDropped((2,), "b"))]
+    assert [(each.samples, each.reason) for each in drops.found] == [((1, 4), "a"), ((2,), "b")]
+    assert show_notice(told[0].news) == "samples 1, 4 of the train data were dropped: a"
 
 
 def test_where_no_sample_is_at_fault_all_of_them_are_named():
@@ -110,5 +121,5 @@ def test_sentences_name_samples_and_data():
     )
     many = show_notice(dropped(*range(20), is_evaluation=True))
     assert "(samples 0, 1, 2, 3, 4, 5, 6, 7 and 12 more of the validation data)" in many
-    named = show_notice(SampleDropped(178, "Target 5 is out of bounds"))
+    named = show_notice(SamplesDropped((178,), "Target 5 is out of bounds"))
     assert named == "sample 178 of the train data was dropped: Target 5 is out of bounds"

@@ -148,7 +148,7 @@ def test_shares_count_when_their_batch_is_summed(three):
     assert three.hub.ledger.num_counted == 0
     three.vote("c")
     assert three.hub.ledger.num_counted == BATCH
-    assert {three.hub.ledger.version(each) for each in three.hub.clusters} == {1}
+    assert {three.hub.ledger.progress.version(each) for each in three.hub.clusters} == {1}
     assert three.hub.ledger.num_updates == 3
 
 
@@ -205,7 +205,7 @@ def test_the_last_cluster_counts_what_it_makes_alone(three):
         three.apply(PeerLeft(name, "it died", 0.0))
     assert not three.orders["a", RingOrder].is_exact
     assert three.hub.ledger.num_counted == size
-    assert three.hub.ledger.exact_batch is None
+    assert three.hub.ledger.exact.first is None
     for _ in range(20):
         if three.hub.ledger.num_counted == NUM_SAMPLES:
             break

@@ -56,6 +56,19 @@ def test_as_soon_as_one_is_back_the_others_have_less_time():
     assert gone(monitor, "bc") == "a"
 
 
+def test_who_is_lost_again_just_after_it_came_back_has_as_long_as_the_others():
+    monitor = lost("abc")
+    gone(monitor)
+    for name in "abc":
+        monitor.record_return(name, 100.0)
+    monitor.record_loss("a", "the connection was closed", 101.0)
+    assert monitor.due == 120.0
+    monitor.record_return("a", 110.0)
+    monitor.record_loss("a", "the connection was closed", 118.0)
+    assert monitor.due == 121.0
+    assert gone(monitor, "bc") == "a"
+
+
 @pytest.mark.parametrize(("names", "seconds"), [("a", 3.0), ("ab", 20.0), ("abcd", 20.0)])
 def test_a_newcomer_shows_that_the_line_is_up_and_one_that_was_alone_is_given_up_soon(names, seconds):
     monitor = lost(names)
@@ -73,7 +86,7 @@ def test_a_line_that_goes_down_again_is_waited_for_again():
     monitor.record_loss("b", "nothing heard", 101.0)
     assert gone(monitor) == ""
     assert monitor.is_cut_off
-    assert monitor.due == 704.0
+    assert monitor.due == 720.0
     for name in "abc":
         monitor.record_return(name, 110.0)
     assert monitor.due is None
