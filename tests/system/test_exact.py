@@ -1,5 +1,6 @@
 """Exact mode in the whole system, on virtual time: clusters of unlike cuts and speeds equal one process."""
 
+import asyncio
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,12 +15,21 @@ import ravnest as rv
 from ravnest.config import Averaging
 from ravnest.hub.coordinator.events import Action, Event, Send, SendFields
 from ravnest.hub.coordinator.leases import permute
-from ravnest.hub.coordinator.notices import ClusterBroken, EpochDone, RoundEnded, WorkLost
+from ravnest.hub.coordinator.notices import (
+    ClusterBroken,
+    ClusterStarted,
+    EpochDone,
+    Notice,
+    RoundEnded,
+    Trained,
+    WorkLost,
+)
 from ravnest.ids import LeaseId, NodeId
 from ravnest.plan.assembly import form_rings
 from ravnest.plan.types import Cluster, ModelProfile, Plan, Stage, Swarm
 from ravnest.protocol.averaging import RingPart, RoundCommit, RoundOpen, RoundReady
 from ravnest.protocol.messages import Message
+from ravnest.protocol.placement import PlanOrder, RingOrder
 from ravnest.protocol.training import Activation, FieldParts, Gradient, LeaseDone, LeaseGrant
 from tests.support.system_world import (
     NUM_VALIDATION,
@@ -81,6 +91,7 @@ class Updates(Ledger):
     """Sees from the hub's orders which samples are in each update."""
 
     made: list[Update] = field(default_factory=list)
+    is_exact: bool = True  # all the time
     counts: Counter[int] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
@@ -92,6 +103,7 @@ class Updates(Ledger):
     def note(self, event: Event, orders: Iterable[Action]) -> None:
         super().note(event, orders)
         committed = set()
+        self.is_exact &= all(each.message.is_exact for each in orders if _trains(each))
         for order in orders:
             match order:
                 case Send(root, LeaseGrant(is_evaluation=False) as grant):
@@ -118,6 +130,13 @@ class Updates(Ledger):
     def counted(self) -> Counter[int]:
         """How often each sample is in an update."""
         return Counter(sample for update in self.made for sample in update.samples)
+
+
+def _trains(order: Action) -> bool:
+    """Return whether a node is told to train, in a ring with others or alone."""
+    if not isinstance(order, Send) or not isinstance(order.message, PlanOrder | RingOrder):
+        return False
+    return isinstance(order.message, RingOrder) or order.message.stage is not None
 
 
 def train_alone(updates: Iterable[Update], kind: str) -> dict[str, Tensor]:
@@ -214,3 +233,64 @@ def test_a_death_inside_a_batch_loses_nothing(moment: str, num_spares: int) -> N
     assert told.ended.of(WorkLost) == []
     assert told.ended.of(ClusterBroken)
     told.check()
+
+
+def test_a_newcomer_trains_with_the_others_at_the_same_update() -> None:
+    joined: list[float] = []
+
+    def hear(world: World, news: Notice) -> None:
+        if isinstance(news, Trained) and news.num_samples > 5 * BATCH and not joined:
+            joined.append(world.now)
+            for _ in range(2):
+                world.join(Pc(900e3))
+
+    told = run(hear=hear)
+    started = [at for at, news in told.ended.told if isinstance(news, ClusterStarted)]
+    assert max(started) > joined[0]
+    assert told.updates.is_exact
+    told.check()
+
+
+@pytest.mark.parametrize("seconds", [1.0, 8.0])
+def test_a_hub_whose_line_is_cut_inside_a_batch_goes_on_with_it(seconds: float) -> None:
+    cut: list[float] = []
+
+    def hear(world: World, news: Notice) -> None:
+        if isinstance(news, Trained) and news.num_samples > 5 * BATCH and not cut:
+            cut.append(world.now)
+            world.isolate(NodeId("hub"), seconds)
+
+    told = run(hear=hear)
+    assert told.ended.seconds > cut[0] + seconds
+    assert told.ended.of(WorkLost) == told.ended.of(ClusterBroken) == []
+    told.check()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_whoever_dies_and_comes_every_sample_is_in_one_update(seed: int) -> None:
+    random = Random(seed)
+    num_deaths, begun = 2, []
+
+    def act(world: World, deed: str) -> None:
+        nonlocal num_deaths
+        name = random.choice(world.alive)
+        if deed == "join":
+            world.join(Pc(900e3, random.choice((1.0, 2.0))))
+        elif deed == "outage":
+            world.isolate(name, random.uniform(0.2, 2.0))
+        elif num_deaths:
+            num_deaths -= 1
+            world.kill(name, is_silent=deed == "power cut")
+
+    def hear(world: World, news: Notice) -> None:
+        if isinstance(news, ClusterStarted) and not begun:
+            begun.append(world.now)
+            for _ in range(5):
+                deed = random.choice(("kill", "power cut", "join", "outage"))
+                asyncio.get_running_loop().call_later(random.uniform(0.0, 6.0), act, world, deed)
+
+    told = run(hear=hear, seed=seed, limit_seconds=300)
+    counted = [(news.epoch, news.num_samples, news.num_dropped) for news in told.ended.of(EpochDone)]
+    assert sorted(counted) == [(epoch + 1, NUM_SAMPLES, 0) for epoch in range(EPOCHS)]
+    if told.updates.is_exact:
+        told.check()
