@@ -108,11 +108,24 @@ class Worker:
         """Return the next piece of work, done as it is iterated over; None when nothing is runnable."""
         if self._unsent:
             return self.flush()
-        task = self._schedule.next(self.tied.may_forward(self._schedule.is_lockstep))
+        may_forward = self.tied.may_forward(self._schedule.is_lockstep) and self._is_in_turn
+        task = self._schedule.next(may_forward)
         self.timekeeper.record_idle(task is None and not self._evaluations)
         if task is None:
             return self._next_evaluation() if self._evaluations else None
         return self._forward(task.microbatch) if task.work is Work.FORWARD else self._backward(task)
+
+    @property
+    def _is_in_turn(self) -> bool:
+        """Whether no earlier microbatch is to come: fields of the next share may arrive before these."""
+        following = self._schedule.next_input
+        if not self._schedule.is_exact or following is None:
+            return True
+        return all(
+            following < microbatch
+            for microbatch, arriving in self._arriving.items()
+            if arriving.is_evaluation is False
+        )
 
     def flush(self) -> Iterator[Outgoing] | None:
         """Return messages that leave whether there is work or not."""
