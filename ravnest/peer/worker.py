@@ -219,7 +219,7 @@ class Worker:
 
     def drop_microbatch(self, message: DroppedMicrobatch) -> None:
         """Forget a microbatch that another stage has dropped."""
-        self._forget(message.microbatch)
+        self._forget(message.microbatch, message.is_evaluation)
         self._unsent.extend(self._finish(message.microbatch, 0))
 
     def set_rate(self, message: LearningRate) -> None:
@@ -380,20 +380,20 @@ class Worker:
 
     def _drop(self, dropped: DroppedWork) -> Iterator[Outgoing]:
         """Tell everyone that a microbatch is lost, and go on."""
-        message = DroppedMicrobatch(
-            self.position.build_id, dropped.microbatch, f"{dropped.where}: {dropped.reason}"
-        )
+        is_evaluation, reason = dropped.where == "evaluation", f"{dropped.where}: {dropped.reason}"
+        message = DroppedMicrobatch(self.position.build_id, dropped.microbatch, reason, is_evaluation)
         for node in (HUB, *(node for node in self.position.pipeline if node != self.position.node)):
             yield Outgoing(node, message)
-        self._forget(dropped.microbatch)
+        self._forget(dropped.microbatch, is_evaluation)
         yield from self._finish(dropped.microbatch, 0)
         if dropped.has_lost_device:
             raise RavnestError(
                 f"the device of this PC has stopped working ({dropped.reason}); start ravnest join again"
             )
 
-    def _forget(self, microbatch: MicrobatchId) -> None:
-        self._schedule.forget(microbatch)
+    def _forget(self, microbatch: MicrobatchId, is_evaluation: bool) -> None:
+        if not is_evaluation:
+            self._schedule.forget(microbatch)
         self._stage.forget(microbatch)
         self.timekeeper.forget(microbatch)
         for known in (self._arriving, self._ready, self._gradients, self._running):

@@ -291,7 +291,9 @@ class Coordinator:
             return f"nobody waits for {event.node}"
         self.membership.come_back(event.node, event.addresses)
         self._plan_trigger.reset(self.now)
-        return [Notify(Returned(event.node))]
+        # An update that some clusters made and others did not would never be noticed.
+        outcomes = self._rounds.repeat(event.node) if self.placement.is_exact else []
+        return [Notify(Returned(event.node)), *outcomes]
 
     def _join(self, event: PeerJoined) -> _Result:
         name = event.node.name
@@ -437,7 +439,7 @@ class Coordinator:
         idle, stuck = self._inquiries.conclude(self.now) if self._life.is_at_work else ([], [])
         actions = self._departures.evict_gone(self.now)
         actions += self._departures.evict_idle(idle, self.now)
-        return actions + self._departures.rebuild(stuck, self.now)
+        return actions + self._departures.rebuild([*stuck, *self._rounds.take_stuck()], self.now)
 
     def _train(self) -> list[Action]:
         return self._training.advance(self.now)

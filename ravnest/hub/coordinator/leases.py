@@ -10,13 +10,13 @@ import hashlib
 import math
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Self, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ravnest.ids import LeaseId
+from ravnest.ids import LeaseId, MicrobatchId
 
 _NUM_TURNS = 8
 
@@ -72,6 +72,74 @@ class Lease:
     def num_samples(self) -> int:
         """How many samples it is about."""
         return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class OpenLease:
+    """Microbatches that a cluster trains; without a lease of the book it evaluates them."""
+
+    number: LeaseId
+    cluster_id: str
+    lease: Lease | None
+    first_microbatch: MicrobatchId
+    num_samples: tuple[int, ...]
+    dropped: set[MicrobatchId] = field(default_factory=set)
+    first_sample: int = 0  # of an evaluation
+
+    @property
+    def microbatches(self) -> range:
+        """The numbers of its microbatches."""
+        return range(self.first_microbatch, self.first_microbatch + len(self.num_samples))
+
+
+class OpenLeases:
+    """The leases under way; no number of a lease or a microbatch is used again."""
+
+    def __init__(self) -> None:
+        self._next_number = self.num_microbatches = 0  # granted so far
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all leases."""
+        self._leases: dict[LeaseId, OpenLease] = {}
+        self._by_cluster: dict[str, dict[LeaseId, OpenLease]] = {}
+
+    @property
+    def all(self) -> tuple[OpenLease, ...]:
+        """All leases, oldest first."""
+        return tuple(self._leases.values())
+
+    def open(
+        self, cluster_id: str, lease: Lease | None, num_samples: tuple[int, ...], first_sample: int = 0
+    ) -> OpenLease:
+        """Open a lease of so many samples in each microbatch."""
+        first, number = MicrobatchId(self.num_microbatches), LeaseId(self._next_number)
+        opened = OpenLease(number, cluster_id, lease, first, num_samples, first_sample=first_sample)
+        self.num_microbatches += len(num_samples)
+        self._next_number += 1
+        self._leases[number] = opened
+        self._by_cluster.setdefault(cluster_id, {})[number] = opened
+        return opened
+
+    def close(self, lease: OpenLease) -> None:
+        """Forget a lease."""
+        del self._leases[lease.number]
+        of_cluster = self._by_cluster[lease.cluster_id]
+        del of_cluster[lease.number]
+        if not of_cluster:
+            del self._by_cluster[lease.cluster_id]
+
+    def find(self, number: LeaseId) -> OpenLease | None:
+        """Return the lease of this number."""
+        return self._leases.get(number)
+
+    def of(self, cluster_id: str) -> tuple[OpenLease, ...]:
+        """Return the leases of a cluster."""
+        return tuple(self._by_cluster.get(cluster_id, {}).values())
+
+    def has(self, cluster_id: str) -> bool:
+        """Return whether a cluster has a lease."""
+        return cluster_id in self._by_cluster
 
 
 class LeaseState(TypedDict):

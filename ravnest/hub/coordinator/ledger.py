@@ -5,8 +5,8 @@ monitors sum their reports, and the ledger records the sums.
 """
 
 from bisect import bisect_right
-from collections import Counter, defaultdict, deque
-from collections.abc import Collection, Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -18,7 +18,8 @@ from ravnest.hub.coordinator.events import (
     SendFields,
     TrainingReported,
 )
-from ravnest.hub.coordinator.leases import Lease, LeaseBook, LedgerState, join_intervals
+from ravnest.hub.coordinator.exact_batches import ExactBatch, ExactBatches
+from ravnest.hub.coordinator.leases import LeaseBook, LedgerState, OpenLease, OpenLeases, join_intervals
 from ravnest.hub.coordinator.notices import EpochDone, Evaluated, Trained
 from ravnest.hub.coordinator.phases import ClusterPhase
 from ravnest.hub.coordinator.placement import ClusterState, Placement
@@ -33,24 +34,6 @@ from ravnest.protocol.training import (
 )
 
 MOST_METRICS = 256  # no job has more; a peer may make up names
-
-
-@dataclass(frozen=True, slots=True)
-class OpenLease:
-    """Microbatches that a cluster trains; without a lease of the book it evaluates them."""
-
-    number: LeaseId
-    cluster_id: str
-    lease: Lease | None
-    first_microbatch: MicrobatchId
-    num_samples: tuple[int, ...]
-    dropped: set[MicrobatchId] = field(default_factory=set)
-    first_sample: int = 0  # of an evaluation
-
-    @property
-    def microbatches(self) -> range:
-        """The numbers of its microbatches."""
-        return range(self.first_microbatch, self.first_microbatch + len(self.num_samples))
 
 
 @dataclass(slots=True)
@@ -82,19 +65,6 @@ class Evaluation:
     next_sample: int = 0
     num_samples: int = 0
     means: Means = field(default_factory=Means)
-
-
-@dataclass(frozen=True, slots=True)
-class ExactBatch:
-    """A batch whose gradients clusters are to sum: the leases of those that train a share of it."""
-
-    rate: float
-    leases: dict[str, OpenLease]  # by cluster_id; without those given back
-
-    def num_microbatches(self, cluster: ClusterState) -> int:
-        """Return how many microbatches the share of a cluster has; none, if it has no share."""
-        lease = self.leases.get(cluster.cluster_id)
-        return 0 if lease is None else len(lease.num_samples)
 
 
 def grant_lease(
@@ -141,25 +111,13 @@ def divide_among(placement: Placement, batch_size: int) -> dict[str, int]:
     return {each.cluster_id: share for each, share in zip(running, shares, strict=True)}
 
 
-def may_grant_batch(placement: Placement, unsummed: Collection[ExactBatch]) -> bool:
-    """Return whether clusters may get another batch before the last ones are summed.
-
-    A cluster without a share in a batch would begin the next one too early. None trains while another is
-    being built, which begins with the weights the others have now.
-    """
-    running = {each.cluster_id for each in placement.running}
-    is_building = any(each.phase is ClusterPhase.BUILDING for each in placement.clusters)
-    is_shared_by_all = all(batch.leases.keys() == running for batch in unsummed)
-    return bool(running) and not is_building and is_shared_by_all and len(unsummed) < _OPEN_LEASES
-
-
 class Ledger:
     """Grants leases, counts those that are done, evaluates between epochs and at the end."""
 
     def __init__(self, settings: JobSettings) -> None:
         self.settings = self._settings = settings
         self.num_counted = 0  # samples trained so far, over all epochs
-        self._next_lease = self._next_microbatch = 0
+        self._open = OpenLeases()
         self.num_starts = 0
         self.restart()
 
@@ -171,9 +129,8 @@ class Ledger:
         self._microbatches, self._chunk_batches = 1, settings.chunk_batches
         fresh = LeaseBook(settings.num_samples, settings.epochs, settings.seed)
         self._book = fresh if books is None else LeaseBook.restore(books.leases)
-        self._open: dict[LeaseId, OpenLease] = {}
-        self._open_by_cluster: dict[str, dict[LeaseId, OpenLease]] = {}
-        self._exact: deque[ExactBatch] = deque()  # granted, and not yet summed
+        self._open.clear()
+        self.exact = ExactBatches()
         self._awaited: list[OpenLease] = []  # granted, and their epochs are under way; by microbatch
         self._means: defaultdict[int, Means] = defaultdict(Means)
         self._dropped: Counter[int] = Counter()
@@ -218,7 +175,7 @@ class Ledger:
     @property
     def open_leases(self) -> tuple[OpenLease, ...]:
         """Leases under way, oldest first."""
-        return tuple(self._open.values())
+        return self._open.all
 
     def stand_still(self, clusters: Iterable[ClusterState]) -> None:
         """Record that the hub was away: no average is known to be anywhere, and no evaluation goes on."""
@@ -231,18 +188,15 @@ class Ledger:
 
     def give_back(self, cluster: ClusterState) -> int:
         """Take back the leases of a cluster that stands still; return their samples."""
-        self._book.release(cluster.cluster_id)
-        given_back = [*self._open_of(cluster)]
-        for lease in given_back:
-            self._close(lease)
-        for batch in self._exact:
-            batch.leases.pop(cluster.cluster_id, None)
-        self._exact = deque(batch for batch in self._exact if batch.leases)
+        given_back = self._book.release(cluster.cluster_id)
+        for lease in self._open.of(cluster.cluster_id):
+            self._open.close(lease)
+        self.exact.release(cluster)
         self._awaited = [lease for lease in self._awaited if lease.cluster_id != cluster.cluster_id]
         if self._evaluation and self._evaluation.cluster_id == cluster.cluster_id:
             again = Evaluation(self._evaluation.epoch, self._evaluation.is_last)
             self._evaluation = None if self._is_stopped and not again.is_last else again
-        return sum(sum(lease.num_samples) for lease in given_back if lease.lease)
+        return sum(lease.num_samples for lease in given_back)
 
     @property
     def means(self) -> dict[int, Means]:
@@ -252,12 +206,12 @@ class Ledger:
     @property
     def num_granted(self) -> int:
         """How many microbatches were granted so far."""
-        return self._next_microbatch
+        return self._open.num_microbatches
 
     @property
     def awaited_leases(self) -> set[LeaseId]:
         """Leases of which reports count: open ones, and all of epochs that are under way."""
-        return {lease.number for lease in self._awaited} | self._open.keys()
+        return {lease.number for lease in (*self._awaited, *self._open.all)}
 
     def find_training(self, microbatch: MicrobatchId) -> OpenLease | None:
         """Return the lease under which a microbatch is or was trained, in an epoch that is under way."""
@@ -288,15 +242,19 @@ class Ledger:
 
     def ends_epoch(self, number: LeaseId) -> bool:
         """Return whether an epoch is over when this lease is done."""
-        opened = self._open.get(number)
+        opened = self._open.find(number)
         if opened is None or opened.lease is None:
             return False
         num_counted = self._book.num_counted(opened.lease.epoch) + sum(opened.num_samples)
         return num_counted == self._settings.num_samples
 
     def is_busy(self, cluster: ClusterState) -> bool:
-        """Return whether a cluster has a lease under way."""
-        return cluster.cluster_id in self._open_by_cluster
+        """Return whether a cluster has work: one that has done its share of a batch waits for the others."""
+        return self._open.has(cluster.cluster_id) and not self.exact.is_waiting(cluster)
+
+    def is_unfinished(self, cluster: ClusterState) -> bool:
+        """Return whether a cluster has a lease under way, or a share that is in no weights yet."""
+        return self._open.has(cluster.cluster_id) or self.exact.has_share(cluster)
 
     def stop(self) -> None:
         """Grant no more leases; those under way go on."""
@@ -307,9 +265,11 @@ class Ledger:
     def give_up_leases(self) -> None:
         """Wait no longer for leases under way."""
         assert self._is_stopped
+        for leased in self._book.open_leases:
+            self._book.release(leased.cluster_id)
         for lease in self.open_leases:
-            self._book.release(lease.cluster_id)
-            self._close(lease)
+            self._open.close(lease)
+        self.exact.take()
         self._evaluation = None
 
     def start_evaluation(self) -> None:
@@ -335,16 +295,26 @@ class Ledger:
                 orders += granted
         return orders
 
-    @property
-    def exact_batch(self) -> ExactBatch | None:
-        """The batch whose gradients are summed next, in exact mode."""
-        return self._exact[0] if self._exact else None
-
-    def note_summed(self, clusters: Iterable[ClusterState]) -> None:
-        """Record that a gradient round made the same update in these clusters."""
-        if self._exact:
-            self._exact.popleft()
+    def note_summed(self, clusters: Sequence[ClusterState]) -> list[EpochDone]:
+        """Record that a gradient round made the same update in these clusters: now their shares count."""
+        done = self._count_exact(self.exact.take(1), clusters)
         self.progress.record_agreement(clusters)
+        self.num_updates += self.progress.record_update(clusters, self.num_counted)
+        return done
+
+    def end_exact(self, clusters: Sequence[ClusterState]) -> list[EpochDone]:
+        """Count what is done of batches that will not be summed: clusters make their updates alone now."""
+        return self._count_exact(self.exact.take(), clusters)
+
+    def _count_exact(self, batches: list[ExactBatch], clusters: Sequence[ClusterState]) -> list[EpochDone]:
+        """Count the shares that are done; the root of another one has yet to say so."""
+        done = [
+            (cluster, batch.leases[cluster.cluster_id], batch.num_trained[cluster.cluster_id])
+            for batch in batches
+            for cluster in clusters
+            if cluster.cluster_id in batch.num_trained
+        ]
+        return [ended for share in done for ended in self._count(*share)]
 
     def _fill_exact(self, placement: Placement) -> list[Send | SendFields]:
         """Grant the shares of whole batches, to all clusters at once; evaluate between two batches."""
@@ -352,13 +322,13 @@ class Ledger:
         evaluation = self._due_evaluation(placement.running) if placement.running else None
         if evaluation is not None and self._is_time_for(evaluation):
             cluster = placement.find_cluster(evaluation.cluster_id)
-            while cluster is not None and not self._exact and not self._has_enough(cluster):
+            while cluster is not None and not self.exact and not self._has_enough(cluster):
                 granted = self._grant_evaluation(evaluation, cluster, placement)
                 if not granted:
                     break
                 orders += granted
             return orders
-        while not self._is_stopped and may_grant_batch(placement, self._exact):
+        while not self._is_stopped and self.exact.may_add(placement):
             granted = self._grant_batch(placement)
             if not granted:
                 break
@@ -375,7 +345,7 @@ class Ledger:
         size = min(self._settings.batch_size, num_left)
         size = num_left if num_left - size < len(takers) else size  # no batch of fewer samples than clusters
         takers = takers[:size]
-        if len(takers) < len(placement.running) and self._exact:
+        if len(takers) < len(placement.running) and self.exact:
             return []  # it has to wait until all batches before are summed
         shares = divide_batch(size, [each.samples_per_second for each in takers])
         leases: dict[str, OpenLease] = {}
@@ -385,35 +355,46 @@ class Ledger:
             lease = self._book.lease(cluster.cluster_id, share)
             assert lease is not None
             num_before += lease.start if not leases else 0
-            opened = self._open_lease(cluster, lease, lease.num_samples, lease.num_samples)
+            sizes = self._cut(lease.num_samples, lease.num_samples)
+            opened = self._open.open(cluster.cluster_id, lease, sizes)
             self._awaited.append(opened)
             leases[cluster.cluster_id] = opened
             samples = [int(index) for index in self._book.samples(lease)]
             orders += grant_lease(cluster, opened, samples, placement)
         rate = self._settings.rate(self._settings.position(num_before))
-        self._exact.append(ExactBatch(rate, leases))
+        self.exact.add(ExactBatch(rate, leases))
         return orders
 
     def _has_enough(self, cluster: ClusterState) -> bool:
         """Return whether a cluster has leases for twice what is in flight."""
-        held = self._open_by_cluster.get(cluster.cluster_id, {})
-        num_microbatches = sum(len(lease.num_samples) for lease in held.values())
+        held = self._open.of(cluster.cluster_id)
+        num_microbatches = sum(len(lease.num_samples) for lease in held)
         return len(held) >= _OPEN_LEASES and num_microbatches >= 2 * cluster.cluster.stages[0].window
 
     def take_done(self, cluster: ClusterState, done: LeaseDone) -> list[EpochDone] | str:
         """Count a lease that its root reports; return the epoch that it ends, or why it does not count."""
-        open_lease = self._open.get(done.lease)
+        open_lease = self._open.find(done.lease)
         if open_lease is None or open_lease.cluster_id != cluster.cluster_id or open_lease.lease is None:
             return f"lease {done.lease} is not open for cluster {cluster.name}"
-        num_samples, lease = sum(open_lease.num_samples), open_lease.lease
+        num_samples = sum(open_lease.num_samples)
         if done.num_samples > num_samples:
             return f"lease {done.lease} has {num_samples} samples, not {done.num_samples}"
+        self._open.close(open_lease)
+        batch = self.exact.find(open_lease)
+        if batch is None:
+            return self._count(cluster, open_lease, done.num_samples)
+        batch.num_trained[cluster.cluster_id] = done.num_samples  # they count when they are in the weights
+        return []
+
+    def _count(self, cluster: ClusterState, open_lease: OpenLease, num_trained: int) -> list[EpochDone]:
+        """Count a lease whose samples are trained, or dropped; return the epoch that it ends."""
+        num_samples, lease = sum(open_lease.num_samples), open_lease.lease
+        assert lease is not None
         reason = self._book.complete(lease.number, cluster.cluster_id)
         assert reason is None, reason
-        self._close(open_lease)
         self.num_counted += num_samples
-        self.progress.record_trained(cluster, done.num_samples)
-        self._dropped[lease.epoch] += num_samples - done.num_samples
+        self.progress.record_trained(cluster, num_trained)
+        self._dropped[lease.epoch] += num_samples - num_trained
         is_epoch = self._book.num_counted(lease.epoch) == self._settings.num_samples
         return [self._end_epoch(lease.epoch)] if is_epoch else []
 
@@ -428,15 +409,15 @@ class Ledger:
 
     def record_evaluation(self, cluster: ClusterState, reported: EvaluationReported) -> list[Evaluated] | str:
         """Record an evaluation lease that is over; return what is to be told, or why not."""
-        lease, evaluation = self._open.get(reported.lease), self._evaluation
+        lease, evaluation = self._open.find(reported.lease), self._evaluation
         if lease is None or lease.lease or lease.cluster_id != cluster.cluster_id or evaluation is None:
             return f"lease {reported.lease} is not open for cluster {cluster.name}"
-        self._close(lease)
+        self._open.close(lease)
         for added in reported.sums:
             evaluation.means.add(added)
         evaluation.num_samples += reported.num_samples
         is_last = evaluation.next_sample == self._settings.num_validation
-        if not is_last or any(other.lease is None for other in self._open.values()):
+        if not is_last or any(other.lease is None for other in self._open.all):
             return []
         self._evaluation, self._evaluated = None, evaluation.epoch
         loss, metrics = evaluation.means.read()
@@ -459,7 +440,7 @@ class Ledger:
         return tuple(int(sample) for sample in self._book.samples(lease.lease)[start : start + size])
 
     def _find(self, cluster: ClusterState, microbatch: MicrobatchId) -> OpenLease | None:
-        held = self._open_of(cluster)
+        held = self._open.of(cluster.cluster_id)
         return next((lease for lease in held if microbatch in lease.microbatches), None)
 
     def _end_epoch(self, epoch: int) -> EpochDone:
@@ -478,7 +459,7 @@ class Ledger:
         if lease is None:
             return []
         samples = [int(index) for index in self._book.samples(lease)]
-        opened = self._open_lease(cluster, lease, len(samples), share)
+        opened = self._open.open(cluster.cluster_id, lease, self._cut(len(samples), share))
         self._awaited.append(opened)
         batches = len(placement.running) * share / self._settings.batch_size
         return [
@@ -491,16 +472,15 @@ class Ledger:
     ) -> list[Send | SendFields]:
         num_counted = self._book.num_counted(evaluation.epoch - 1)
         is_trained = evaluation.is_last or num_counted == self._settings.num_samples
-        is_busy = any(lease.lease for lease in self._open_of(cluster))
+        is_busy = any(lease.lease for lease in self._open.of(cluster.cluster_id))
         num_left = self._settings.num_validation - evaluation.next_sample
         if is_busy or not is_trained or not num_left:
             return []
         num_samples = min(num_left, self._chunk_batches * self._settings.batch_size)
         samples = range(evaluation.next_sample, evaluation.next_sample + num_samples)
         evaluation.next_sample += num_samples
-        opened = self._open_lease(
-            cluster, None, num_samples, self._settings.batch_size, first_sample=samples.start
-        )
+        sizes = self._cut(num_samples, self._settings.batch_size)
+        opened = self._open.open(cluster.cluster_id, None, sizes, samples.start)
         return grant_lease(cluster, opened, samples, placement)
 
     def _is_time_for(self, evaluation: Evaluation) -> bool:
@@ -527,29 +507,5 @@ class Ledger:
         upcoming = self._book.upcoming
         return self._settings.epochs if upcoming is None else upcoming[0]
 
-    def _open_lease(
-        self,
-        cluster: ClusterState,
-        lease: Lease | None,
-        num_samples: int,
-        batch_size: int,
-        first_sample: int = 0,
-    ) -> OpenLease:
-        sizes = cut_batches(num_samples, batch_size, self._microbatches)
-        first, number = MicrobatchId(self._next_microbatch), LeaseId(self._next_lease)
-        self._next_microbatch += len(sizes)
-        self._next_lease += 1
-        opened = OpenLease(number, cluster.cluster_id, lease, first, sizes, first_sample=first_sample)
-        self._open[number] = opened
-        self._open_by_cluster.setdefault(cluster.cluster_id, {})[number] = opened
-        return opened
-
-    def _open_of(self, cluster: ClusterState) -> tuple[OpenLease, ...]:
-        return tuple(self._open_by_cluster.get(cluster.cluster_id, {}).values())
-
-    def _close(self, lease: OpenLease) -> None:
-        del self._open[lease.number]
-        of_cluster = self._open_by_cluster[lease.cluster_id]
-        del of_cluster[lease.number]
-        if not of_cluster:
-            del self._open_by_cluster[lease.cluster_id]
+    def _cut(self, num_samples: int, batch_size: int) -> tuple[int, ...]:
+        return cut_batches(num_samples, batch_size, self._microbatches)

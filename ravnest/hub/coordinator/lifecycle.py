@@ -152,8 +152,8 @@ class Lifecycle:
         took_part = {send.to for send in ended.sends}
         clusters = [each for each in self._placement.running if each.root in took_part]
         if ended.sums_gradients:  # one for every batch, so people are told of those that fail
-            self._ledger.note_summed(clusters)
-            return [*ended.sends]
+            done = self._ledger.note_summed(clusters)
+            return [*ended.sends, Notify(self._ledger.trained), *self.report(done)]
         self._ledger.progress.record_agreement(clusters, ended.told.round_id)
         return [*ended.sends, Notify(ended.told)]
 

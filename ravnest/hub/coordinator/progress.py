@@ -3,7 +3,7 @@
 A cluster that is built anew goes on from another one. Rates are sent ahead of a cluster's updates.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ravnest.hub.coordinator.events import ClusterVersion, JobSettings, Send
@@ -101,6 +101,12 @@ class ClusterProgress:
                 progress.version = found.version
                 progress.position = self._settings.position(found.num_reported)
         return num_updates
+
+    def record_update(self, clusters: Sequence[ClusterState], num_counted: int) -> int:
+        """Record an update that these clusters made together; return how many updates are new."""
+        for progress in map(self._of, clusters):
+            progress.version, progress.position = progress.version + 1, self._settings.position(num_counted)
+        return len(clusters)
 
     def record_agreement(self, clusters: Iterable[ClusterState], round_id: RoundId | None = None) -> None:
         """Record that these clusters have the same weights now; the round that made them is their anchor."""

@@ -69,7 +69,7 @@ class Recovery:
             and now < self._drained_by(member.leaves_by)
             and (cluster := self._placement.cluster_of(member.node.name)) is not None
             and cluster.is_running
-            and self._ledger.is_busy(cluster)
+            and self._ledger.is_unfinished(cluster)
             for member in self._membership.leaving
         )
 
@@ -144,7 +144,7 @@ class Recovery:
         """Keep a plan that has time until its clusters have finished what they have; return whether so."""
         assert made.plan is not None
         changed = [each for each in self._placement.running if each.cluster not in made.plan.clusters]
-        if self.is_urgent or not any(map(self._ledger.is_busy, changed)):
+        if self.is_urgent or not any(map(self._ledger.is_unfinished, changed)):
             return False
         self._held, self._held_until = made, now + self._timeouts.handover.drain_seconds
         self._placement.drain(changed)
@@ -156,7 +156,7 @@ class Recovery:
         if held is None:
             return None
         draining = (each for each in self._placement.running if each.phase is ClusterPhase.DRAINING)
-        is_busy = any(self._ledger.is_busy(each) for each in draining)
+        is_busy = any(self._ledger.is_unfinished(each) for each in draining)
         if fits(held) and is_busy and now < self._held_until:
             return None
         self.forget_held()

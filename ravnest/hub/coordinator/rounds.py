@@ -86,6 +86,7 @@ def judge(suspects: Mapping[str, str | None]) -> frozenset[str]:
 _PATIENCE = 1.25  # the hub waits longer for votes than members try
 _MOST_TIMES = 4  # as long as foreseen, after rounds that were too short for all
 _LAST_TRIES = 3  # at the last round, before the result is one cluster's alone
+_FEW_ROUNDS = 2  # a cluster that would stay away from more makes no exact update with the others
 _REMEMBERED = 16  # rounds whose outcome a member may still ask for
 
 
@@ -120,6 +121,7 @@ class Rounds:
     def restart(self) -> None:
         """Count from nothing: training begins, or begins again."""
         self._backoff = ExclusionBackoff()
+        self._stuck: list[ClusterState] = []
         self._num_tries = 0  # at the last round
         self._is_due_again = False  # the last one was aborted, and may commit without who was to blame
         self._num_late = 0  # rounds in a row that somebody could not end in time
@@ -173,7 +175,7 @@ class Rounds:
 
     def _open_exact(self, now: float) -> list[Send]:
         """Order the gradient round of the batch that is next; its members begin when they have trained it."""
-        placement, batch = self._placement, self._ledger.exact_batch
+        placement, batch = self._placement, self._ledger.exact.first
         is_building = any(each.phase is ClusterPhase.BUILDING for each in placement.clusters)
         if self._decision or batch is None or is_building:
             return []
@@ -236,6 +238,10 @@ class Rounds:
                 return Send(sender, outcome)
         return Refusal(f"{sender} asks for round {query.round_id}, whose outcome is not known")
 
+    def repeat(self, name: NodeId) -> list[Send]:
+        """Tell a member that was away all outcomes: others may have heard one that it has not."""
+        return [Send(name, outcome) for outcome in self._outcomes]
+
     def is_due(self, num_updates: int, now: float) -> bool:
         """Return whether a round would be due, on average, if clusters had made so many updates."""
         if self._decision or self._due_at is None or len(self._placement.running) < 2:
@@ -279,7 +285,8 @@ class Rounds:
         # Without a common average the weights of the most trained cluster are the anchor.
         first = ledger.progress.most_trained(clusters) if anchor_round is None else None
         anchor_round = round_id if anchor_round is None else anchor_round
-        least = choose_least_chunk(placement.slowest_link(names), config.deltas)
+        wire_format = config.exact_gradients if sums_gradients else config.deltas
+        least = choose_least_chunk(placement.slowest_link(names), wire_format)
         sends = []
         for cluster in clusters:
             opened = RoundOpen(
@@ -325,7 +332,8 @@ class Rounds:
             self._num_tries = _LAST_TRIES if self._is_final else 0
         elif now >= self._members_by:
             self._num_late += 1
-        backoff, late = self._backoff, [each for each in self._clusters if each.cluster_id in blamed]
+        late = [each for each in self._clusters if each.cluster_id in blamed]
+        excluded = [(each, self._backoff.exclude(each)) for each in late]
         told = RoundEnded(
             outcome.round_id,
             is_committed,
@@ -333,10 +341,17 @@ class Rounds:
             "" if isinstance(outcome, RoundCommit) else outcome.reason,
             seconds,
             self._left_out,
-            tuple((each.name, backoff.exclude(each)) for each in late),
+            () if self._sums_gradients else tuple((each.name, rounds) for each, rounds in excluded),
         )
         sends = tuple(Send(name, outcome) for each in self._clusters for name in each.nodes)
+        if self._sums_gradients:
+            self._stuck += [each for each, rounds in excluded if rounds > _FEW_ROUNDS]
         return Ended(told, sends, self._sums_gradients)
+
+    def take_stuck(self) -> list[ClusterState]:
+        """Return the clusters that held up one gradient round after the other, once."""
+        stuck, self._stuck = self._stuck, []
+        return stuck
 
     @property
     def _foreseen(self) -> float:

@@ -65,6 +65,8 @@ class Training:
         actions = life.repair(held, now) if held is not None else []
         if life.phase is not JobPhase.TRAINING:
             return actions
+        if not self._placement.is_exact:
+            actions += life.report(self._ledger.end_exact(self._placement.running))
         actions += self._ledger.fill(self._placement)
         if self._ledger.is_finished and self._placement.running and life.may_end(now):
             life.enter(JobPhase.AVERAGING)
@@ -88,7 +90,9 @@ class Training:
     def _keep_safe(self, now: float) -> list[Action]:
         """Order backups, open a round, expire and begin checkpoints, as each is due."""
         actions: list[Action] = [*self._recovery.backups.order(self._ledger.progress.samples_seen, now)]
-        if not self._recovery.is_urgent:  # else the rings are soon others
+        # Else the rings are soon others. A cluster that drains needs its gradient rounds to finish.
+        has_no_rings = self._placement.has_broken if self._placement.is_exact else self._recovery.is_urgent
+        if not has_no_rings:
             actions += self._rounds.open_due(now)
         silence = self._checkpoints.expire(now)
         actions += [Notify(NotCheckpointed(silence))] if silence else []

@@ -11,7 +11,8 @@ from ravnest.hub.coordinator.events import (
     EvaluationReported,
     TrainingReported,
 )
-from ravnest.hub.coordinator.ledger import MOST_METRICS, Ledger, Means, OpenLease
+from ravnest.hub.coordinator.leases import OpenLease
+from ravnest.hub.coordinator.ledger import MOST_METRICS, Ledger, Means
 from ravnest.hub.coordinator.placement import ClusterState
 from ravnest.ids import LeaseId, MicrobatchId
 from ravnest.protocol.training import StepReport
