@@ -97,6 +97,7 @@ class Worker:
         self._arriving: dict[MicrobatchId, _Arriving] = {}
         self._ready: dict[MicrobatchId, _Arriving] = {}
         self._evaluations: deque[MicrobatchId] = deque()
+        self._unoffered: deque[MicrobatchId] = deque()  # leased, and not yet given to the schedule
         self._gradients: dict[MicrobatchId, dict[ValueId, Tensor]] = {}
         self._running: dict[MicrobatchId, _Running] = {}
         self._leases: dict[MicrobatchId, _Lease] = {}
@@ -153,6 +154,9 @@ class Worker:
         self.close_update()
         self._schedule.set_exact(is_exact)
         self._stage.forget_prediction()
+        for microbatch in [each for each in self._unoffered if each in self._ready]:
+            self._unoffered.remove(microbatch)
+            self._schedule.offer_input(microbatch)
 
     def expect_update(self, rate: float, num_microbatches: int | None) -> None:
         """Learn the rate of the exact update under way, and how many microbatches the share has."""
@@ -176,6 +180,7 @@ class Worker:
         for microbatch, num_samples in zip(microbatches, grant.num_samples, strict=True):
             if not grant.is_evaluation:
                 self._leases[microbatch] = lease
+                self._unoffered.append(microbatch)
             arriving = self._arriving.setdefault(microbatch, _Arriving())
             arriving.inputs, arriving.num_samples = {}, num_samples
             arriving.is_evaluation = grant.is_evaluation
@@ -243,9 +248,26 @@ class Worker:
         del self._arriving[microbatch]
         if arriving.is_evaluation:
             self._evaluations.append(microbatch)
-        elif reason := self._schedule.offer_input(microbatch):
-            return Refusal(reason)
+            self._ready[microbatch] = arriving
+            return None
+        if not self.is_exact or self._before is not None:
+            if reason := self._schedule.offer_input(microbatch):
+                return Refusal(reason)
+            self._ready[microbatch] = arriving
+            if microbatch in self._unoffered:
+                self._unoffered.remove(microbatch)
+            return None
         self._ready[microbatch] = arriving
+        return self._offer_in_order()
+
+    def _offer_in_order(self) -> Refusal | None:
+        """As the root of an exact cluster, hand microbatches on as they were leased.
+
+        The fields of a later batch may come first, but its gradients are summed with those of that batch.
+        """
+        while self.is_exact and self._unoffered and self._unoffered[0] in self._ready:
+            if reason := self._schedule.offer_input(self._unoffered.popleft()):
+                return Refusal(reason)
         return None
 
     def _forward(self, microbatch: MicrobatchId) -> Iterator[Outgoing]:
@@ -398,6 +420,9 @@ class Worker:
         self.timekeeper.forget(microbatch)
         for known in (self._arriving, self._ready, self._gradients, self._running):
             known.pop(microbatch, None)
+        if microbatch in self._unoffered:
+            self._unoffered.remove(microbatch)
+            self._offer_in_order()
 
 
 def _encode_values(
