@@ -361,11 +361,11 @@ class Ledger:
             passes = -(-self.num_counted // self._settings.num_samples)
             self._evaluation = Evaluation(passes, is_last=True)
 
-    def fill(self, placement: Placement) -> list[Send | SendFields]:
-        """Grant leases until every running cluster that is not draining has two."""
+    def fill(self, placement: Placement, held: str = "") -> list[Send | SendFields]:
+        """Grant leases until every running cluster has two, but for those that drain or are held."""
         orders: list[Send | SendFields] = []
         for cluster in placement.running:
-            if cluster.phase is ClusterPhase.DRAINING:
+            if cluster.phase is ClusterPhase.DRAINING or cluster.cluster_id == held:
                 continue
             while self._num_open(cluster) < _OPEN_LEASES:
                 granted = self._grant(cluster, placement)
