@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from ravnest.engine.train_config import AveragingRule
     from ravnest.hub.coordinator import notices
     from ravnest.model.capture import capture, empty_weights
-    from ravnest.requester.callbacks import CsvLog, TensorBoard
+    from ravnest.requester.callbacks import CsvLog, StopTraining, TensorBoard
     from ravnest.requester.job import Job
     from ravnest.requester.lr_schedules import constant, cosine, linear
     from ravnest.requester.session import Hub, local
@@ -20,6 +20,7 @@ __all__ = [
     "CsvLog",
     "Hub",
     "Job",
+    "StopTraining",
     "TensorBoard",
     "capture",
     "constant",
@@ -35,6 +36,7 @@ _PLACES = {
     "CsvLog": "ravnest.requester.callbacks",
     "Hub": "ravnest.requester.session",
     "Job": "ravnest.requester.job",
+    "StopTraining": "ravnest.requester.callbacks",
     "TensorBoard": "ravnest.requester.callbacks",
     "capture": "ravnest.model.capture",
     "constant": "ravnest.requester.lr_schedules",
