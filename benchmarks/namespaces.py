@@ -15,6 +15,7 @@ from typing import Self
 INTERFACE = "up0"
 _CLONE_NEWNET = 0x40000000
 _NETWORK = "10.99.0.0/16"
+_NOBODY = "02:00:00:00:00:01"  # a network card that there is not
 _PACKET_SHARE = 1448 / 1514  # of an Ethernet frame that is TCP's payload; buckets count whole frames
 _BURST_BYTES = 256 * 1024  # a few packets as large as the kernel makes them, or cutting them costs CPU
 _QUEUE_SECONDS = 0.05  # what may wait at a slow end, as in a small router
@@ -68,6 +69,29 @@ class Namespaces:
     def path(self, name: str) -> str:
         """Return what `enter` takes."""
         return f"/var/run/netns/{self._prefix}-{name}"
+
+    def cut(self, name: str) -> None:
+        """Pull a node's cable out of the switch."""
+        self._plug(name, "down")
+
+    def heal(self, name: str) -> None:
+        """Put it back."""
+        self._plug(name, "up")
+
+    def _plug(self, name: str, state: str) -> None:
+        port = f"p{list(self._rates).index(name)}"
+        _ip("-n", f"{self._prefix}-switch", "link", "set", port, state)
+
+    def part(self, one: str, other: str) -> None:
+        """Let what two nodes send each other lead nowhere, without a word, as on the internet."""
+        for near, far in ((one, other), (other, one)):
+            where = (self.address(far), "lladdr", _NOBODY, "dev", INTERFACE, "nud", "permanent")
+            _ip("-n", f"{self._prefix}-{near}", "neighbour", "replace", *where)
+
+    def rejoin(self, one: str, other: str) -> None:
+        """Let two nodes reach each other again."""
+        for near, far in ((one, other), (other, one)):
+            _ip("-n", f"{self._prefix}-{near}", "neighbour", "delete", self.address(far), "dev", INTERFACE)
 
     def _make(self) -> None:
         switch = self._add("switch")

@@ -11,7 +11,7 @@ import click
 
 from ravnest.cli.parts import CommandParts, find_parts
 from ravnest.disk import read_bounded
-from ravnest.errors import ConfigError
+from ravnest.errors import ConfigError, LinkError
 from ravnest.units import Dimension, parse_quantity, show_bytes, show_flops, show_rate, show_value
 
 if TYPE_CHECKING:
@@ -61,6 +61,7 @@ class _Stated:
     upload_bytes_per_second: float | None = None
     hours: tuple["Hours", ...] = ()
     runs_on_battery: bool = False
+    hub_process: int | None = None  # of a hub on this PC
 
 
 @click.command()
@@ -83,7 +84,8 @@ class _Stated:
 @click.option("--listen", metavar="HOST:PORT", help="Where to listen for others; a free port if left out.")
 @click.option("--public", metavar="HOST:PORT", multiple=True, help="What a router forwards to that.")
 @click.option("--outbound-only", is_flag=True, help="Listen for nobody: only dial, or meet at the hub.")
-@click.option("--patience", metavar="TIME", default="60 s", show_default=True, help="Without the hub.")
+@click.option("--patience", metavar="TIME", default="10 min", show_default=True, help="Without the hub.")
+@click.option("--hub-process", type=int, hidden=True, help="Wait for the hub while this process runs.")
 @click.option("--quiet", is_flag=True, help="Say only what went wrong.")
 def join(  # noqa: PLR0913 - click passes one argument per option
     token: str | None,
@@ -104,6 +106,7 @@ def join(  # noqa: PLR0913 - click passes one argument per option
     public: tuple[str, ...],
     outbound_only: bool,
     patience: str,
+    hub_process: int | None,
     quiet: bool,
 ) -> None:
     """Lend this PC to the swarm that TOKEN invites to, until its job is done or Ctrl-C.
@@ -127,8 +130,9 @@ def join(  # noqa: PLR0913 - click passes one argument per option
         _read_upload(upload),
         tuple(map(read_hours, hours)),
         _read_choice(on_battery),
+        hub_process,
     )
-    patience_seconds = _read(patience, Dimension.SECONDS) or 0.0
+    patience_seconds = _read(patience, Dimension.SECONDS) or 0.0 if hub_process is None else inf
     from ravnest.peer.capabilities import THIS_PC  # it loads torch: a wrong option need not wait for that
     from ravnest.peer.limits import limit_cpu
 
@@ -308,6 +312,8 @@ def _take_part(
 
 def _make_terms(offer: "Offer", stated: _Stated, machine: "Machine") -> "Terms":
     """Hold a GPU to what it lends, and have the rest looked after."""
+    import psutil  # type: ignore[import-untyped]
+
     from ravnest.cli.lending_loop import Terms
     from ravnest.config import PlanConfig
     from ravnest.peer.limits import MemoryWatch, limit_gpu_memory
@@ -319,4 +325,8 @@ def _make_terms(offer: "Offer", stated: _Stated, machine: "Machine") -> "Terms":
         watched = stated.memory_bytes if stated.gpu_memory_bytes is not None else None
     own = max(PlanConfig().overhead_bytes, _OWN_GROWTH * machine.taken_memory_bytes())
     memory = None if watched is None else MemoryWatch(watched, own)
-    return Terms(offer.node.name, stated.hours, stated.runs_on_battery, memory)
+    try:
+        hub = None if stated.hub_process is None else psutil.Process(stated.hub_process)
+    except psutil.NoSuchProcess:
+        raise LinkError("the hub that started this peer has ended") from None
+    return Terms(offer.node.name, stated.hours, stated.runs_on_battery, memory, hub)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _SIGNAL_EXIT = 128
-_GUARD_EXIT = 7
+_GUARD_EXIT, _LOST_EXIT = 7, 4
 _TAKEN_BACK = "its provider takes it back"
 _MOST_BYTES = 1 << 12
 _SAME_PROCESS_SECONDS = 2.0  # systems round the time a process was started at
@@ -56,6 +56,18 @@ class Terms:
     hours: tuple["Hours", ...]
     runs_on_battery: bool
     memory: "MemoryWatch | None"  # none where something else holds the limit
+    hub: "psutil.Process | None" = None  # that it ends with, if it is one of this PC
+
+    @property
+    def has_lost_hub(self) -> bool:
+        """Whether the process of the hub has ended."""
+        if self.hub is None:
+            return False
+        import psutil
+
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return not self.hub.is_running() or self.hub.status() == psutil.STATUS_ZOMBIE
+        return True
 
 
 class _Registration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -96,6 +108,8 @@ class Lending:
                 reason = _TAKEN_BACK if self._ended_by else await take_part()
                 if self._ended_by:
                     return _SIGNAL_EXIT + self._ended_by, reason
+                if self._terms.has_lost_hub:
+                    return _LOST_EXIT, reason
                 if self._leaving is None:
                     return 0, reason
                 if self._terms.memory is not None and self._terms.memory.must_leave:
@@ -127,6 +141,8 @@ class Lending:
 
         if self._ended_by:
             return _TAKEN_BACK
+        if self._terms.has_lost_hub:
+            return "the hub that started it has ended"
         if self._is_paused:
             return "its provider paused it"
         return may_run(self._minute(), self._terms.hours, self._is_held_by_battery())
@@ -144,7 +160,11 @@ class Lending:
     async def _wait(self) -> None:
         """Return when this PC may be lent, or never again."""
         said = self._leaving = None
-        while not self._ended_by and (reason := self._find_reason()) is not None:
+        while (
+            not self._ended_by
+            and not self._terms.has_lost_hub
+            and (reason := self._find_reason()) is not None
+        ):
             if reason != said:
                 logger.info("waits: %s; it joins %s, Ctrl-C ends it", reason, self._when())
                 self._machine.release_memory()

@@ -100,6 +100,11 @@ class Dial:
         """How often all of them have failed."""
         return self.num_failures // len(self.addresses)
 
+    def turn_to(self, address: str) -> None:
+        """Dial this one next, if it is one of them."""
+        if address in self.addresses:
+            self.turn = self.addresses.index(address)
+
     def fail(self, timeouts: NetTimeouts, *, was_up: bool) -> float:
         """Turn to the next address; return the pause before, which after the last of them doubles."""
         doubled = timeouts.first_pause_seconds * 2.0 ** min(self.num_passes, 10)
@@ -119,6 +124,7 @@ class Neighbour:
     link: Link
     connection: Connection | None = None
     dial: Dial | None = None
+    redial: Dial | None = None  # while another way is looked for
     timer: asyncio.TimerHandle | None = None
     pump_timer: asyncio.TimerHandle | None = None
     up_since: float | None = None
@@ -228,13 +234,21 @@ class Endpoint:
         neighbour.dial = Dial(self._allowed[peer], tuple(addresses), greeting)
         self._attempt(neighbour)
 
+    def redial(self, peer: PeerId, addresses: Sequence[str]) -> None:
+        neighbour = self._neighbours.get(peer)
+        if neighbour is None or neighbour.connection is None or neighbour.redial is not None:
+            return  # it is dialled anyway, or looked for
+        neighbour.redial = Dial(self._allowed[peer], tuple(addresses), b"")
+        self._open_attempt(neighbour, neighbour.redial)
+
     def drop(self, peer: PeerId, reason: str) -> None:
         self._admitted.discard(peer)
         neighbour = self._neighbours.pop(peer, None)
         if neighbour is None:
             return
-        if neighbour.dial is not None:
-            self._stop_dialling(neighbour.dial)
+        for dial in (neighbour.dial, neighbour.redial):
+            if dial is not None:
+                self._stop_dialling(dial)
         neighbour.fail(LinkError(f"{peer} was dropped: {reason}"))
         if neighbour.connection is not None:
             self._say_bye(neighbour.connection, reason)
@@ -276,15 +290,26 @@ class Endpoint:
         neighbour = self._neighbours.get(connection.peer)
         if neighbour is None:
             return
-        dial = neighbour.dial
         if neighbour.connection is connection:
             self._put_down(neighbour, reason)
             self._pause(neighbour, was_up=True)
-        elif dial is not None and dial.attempt is connection:
-            self._stop_dialling(dial)
-            if neighbour.connection is None:
-                self._emit(DialFailed(connection.peer, reason, is_refusal, dial.address))
-                self._pause(neighbour)
+            return
+        for dial in (neighbour.dial, neighbour.redial):
+            if dial is not None and dial.attempt is connection:
+                self._stop_dialling(dial)
+                self._fail_attempt(neighbour, dial, reason, is_refusal)
+
+    def _fail_attempt(self, neighbour: Neighbour, dial: Dial, reason: str, is_refusal: bool = False) -> None:
+        """Dial again after a pause; who only looks for another way tries each address once."""
+        if dial is neighbour.redial:
+            dial.turn += 1
+            if dial.turn < len(dial.addresses):
+                self._open_attempt(neighbour, dial)
+            else:
+                neighbour.redial = None
+        elif neighbour.connection is None:
+            self._emit(DialFailed(neighbour.peer, reason, is_refusal, dial.address))
+            self._pause(neighbour)
 
     def _greeted(self, connection: Connection, hello: Greeting) -> None:
         reason = self._reason_against(connection, hello)
@@ -294,23 +319,37 @@ class Endpoint:
         neighbour = self._neighbour(connection.peer)
         replaced = neighbour.connection
         is_new = neighbour.link.connect(hello, self._loop.time())
-        address = None
-        if neighbour.dial is not None and neighbour.dial.attempt is connection:
-            address, neighbour.dial.attempt = neighbour.dial.address, None
-            self._stop_dialling(neighbour.dial)
+        is_redial = neighbour.redial is not None and neighbour.redial.attempt is connection
+        address = self._end_attempt(neighbour, connection)
         if replaced is not None and is_new:
             self._put_down(neighbour, "started anew")
         elif replaced is not None:
             replaced.close()
         neighbour.connection = connection
         neighbour.link.is_up = True
+        if replaced is None or is_new or is_redial:
+            self._emit(LinkUp(connection.peer, is_new, address))
         if replaced is None or is_new:
             neighbour.up_since = self._loop.time()
-            self._emit(LinkUp(connection.peer, is_new, address))
             neighbour.timer = self._loop.call_later(self._timeouts.tick_seconds, self._tick, neighbour)
         if not connection.is_dialled:
             self._try_send(connection, neighbour.link.hello())
         self._fill(neighbour)
+
+    def _end_attempt(self, neighbour: Neighbour, connection: Connection) -> str | None:
+        """Return where a connection was dialled, if it was here; dial there first when it is lost."""
+        found = (dial for dial in (neighbour.dial, neighbour.redial) if dial and dial.attempt is connection)
+        dial = next(found, None)
+        if dial is None:
+            return None
+        dial.attempt = None
+        self._stop_dialling(dial)
+        if dial is neighbour.redial:
+            neighbour.redial = None
+            if neighbour.dial is not None:
+                self._stop_dialling(neighbour.dial)
+                neighbour.dial.turn_to(dial.address)
+        return dial.address
 
     def _reason_against(self, connection: Connection, hello: Greeting) -> str | None:
         peer = connection.peer
@@ -409,14 +448,14 @@ class Endpoint:
         self._emit(LinkDown(neighbour.peer, reason))
 
     def _attempt(self, neighbour: Neighbour) -> None:
-        dial = neighbour.dial
-        if dial is None or neighbour.connection is not None:
-            return
+        if neighbour.dial is not None and neighbour.connection is None:
+            self._open_attempt(neighbour, neighbour.dial)
+
+    def _open_attempt(self, neighbour: Neighbour, dial: Dial) -> None:
         try:
             attempt = self._open(neighbour.peer, dial.key, dial.address)
         except LinkError as error:
-            self._emit(DialFailed(neighbour.peer, str(error), address=dial.address))
-            self._pause(neighbour)
+            self._fail_attempt(neighbour, dial, str(error))
             return
         dial.attempt = attempt
         seconds = self._timeouts.dial_seconds

@@ -111,6 +111,9 @@ class Transport(Protocol):
     def dial(self, peer: PeerId, addresses: Sequence[str], greeting: bytes = b"") -> None:
         """Connect to an allowed peer where it answers first, and again whenever the link is lost."""
 
+    def redial(self, peer: PeerId, addresses: Sequence[str]) -> None:
+        """Look once for another way to a connected peer; the first that answers takes over, with a LinkUp."""
+
     def drop(self, peer: PeerId, reason: str) -> None:
         """End the link to a peer, stop dialling it and forget what was to be sent."""
 

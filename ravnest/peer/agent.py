@@ -137,7 +137,7 @@ class Offer:
     node: Node
     limits: ProviderLimits
     addresses: tuple[str, ...]
-    patience_seconds: float = 60.0  # without the hub, before it gives up
+    patience_seconds: float = 600.0  # without the hub, before it gives up
     listens_at: str | None = None  # others may not know
     guessed: tuple[Fact, ...] = ()  # facts that the hub shall have measured
 
@@ -276,6 +276,8 @@ class Agent:
                     self._outbox.resume(HUB, is_new=is_new)
                     if is_new:
                         self._say_hello()
+                case LinkUp(peer, _, address):
+                    self._connections.record_link(peer, address)
                 case DialFailed():
                     self._record_failure(event)
                 case LinkDown(self._hub, reason):
@@ -286,8 +288,6 @@ class Agent:
                 case LinkDown(peer, reason):
                     logger.info("a neighbour is lost: %s; dialling it again", reason)
                     self._connections.record_loss(peer)
-                case _:
-                    logger.debug("%s", event)
 
     def _record_failure(self, failed: DialFailed) -> None:
         if failed.peer != self._hub:

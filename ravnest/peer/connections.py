@@ -1,11 +1,13 @@
 """Links to the other peers of a plan: direct where possible, through the hub's relay where not.
 
 Each side dials where the other listens. If there is no link after a moment, or none listens, both go to the
-relay with the ticket of the hub: the smaller id waits there, the other dials it as its last address. If
-nothing leads to a neighbour that work waits for, one of the two gives up, so that there is another plan.
+relay with the ticket of the hub: the smaller id waits there, the other dials it as its last address. From
+then on both look for the straight way now and then. If nothing leads to a neighbour that work waits for, one
+of the two gives up, so that there is another plan.
 """
 
 import asyncio
+import logging
 from collections.abc import Callable, Collection, Coroutine, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +15,8 @@ from typing import Any
 from ravnest.config import TIMEOUTS, Timeouts
 from ravnest.net.relay import RelayAddress, await_through, dial_through
 from ravnest.net.transport import PeerId, Transport
+
+logger = logging.getLogger(__name__)
 
 Start = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
 
@@ -57,6 +61,8 @@ class Connections:
         self._tried: dict[PeerId, dict[str, str]] = {}  # addresses, and why there is no link
         self._needed: Collection[str] = ()
         self._relayed: dict[PeerId, asyncio.Task[None]] = {}
+        self._straight: set[PeerId] = set()  # those that were dialled at an address of theirs
+        self._looks: dict[PeerId, asyncio.TimerHandle] = {}
 
     def connect(
         self, peers: Iterable[PlannedPeer], relay: RelayAddress | None, needed: Collection[str] = ()
@@ -78,9 +84,19 @@ class Connections:
             if planned.addresses and planned.peer not in self._relayed:
                 self._transport.dial(planned.peer, planned.addresses)
             self._relay_later(planned)
+            self._look_later(planned.peer)
+
+    def record_link(self, peer: PeerId, address: str | None) -> None:
+        """Look for a straight way to a peer if its link may lead through the relay."""
+        if peer in self._planned and address in self._planned[peer].addresses:
+            if peer in self._relayed and peer not in self._straight:
+                logger.info("%s is reached directly again", self._planned[peer].name)
+            self._straight.add(peer)
+        self._look_later(peer)
 
     def record_loss(self, peer: PeerId) -> None:
         """Go through the relay if a link that was lost does not come back by itself."""
+        self._straight.discard(peer)
         if peer in self._planned:
             self._relay_later(self._planned[peer])
             self._start_deadline(self._planned[peer])
@@ -91,9 +107,22 @@ class Connections:
 
     def close(self) -> None:
         """Stop all timers; the owner of `start` ends what was started."""
-        for timer in (*self._timers.values(), *self._deadlines.values()):
+        for timer in (*self._timers.values(), *self._deadlines.values(), *self._looks.values()):
             timer.cancel()
-        self._timers, self._deadlines = {}, {}
+        self._timers, self._deadlines, self._looks = {}, {}, {}
+
+    def _look_later(self, peer: PeerId, seconds: float | None = None) -> None:
+        """Look for a straight way to a peer that was met at the relay, after a while."""
+        if peer in self._looks:
+            self._looks.pop(peer).cancel()
+        if peer in self._relayed and peer in self._planned and peer not in self._straight:
+            pause = self._timeouts.look_seconds if seconds is None else seconds
+            self._looks[peer] = self._loop.call_later(pause, self._look, self._planned[peer], pause)
+
+    def _look(self, planned: PlannedPeer, pause: float) -> None:
+        if planned.addresses:
+            self._transport.redial(planned.peer, planned.addresses)
+        self._look_later(planned.peer, min(2 * pause, self._timeouts.look_later_seconds))
 
     def _start_deadline(self, planned: PlannedPeer) -> None:
         """Give up after a while; of two that can be reached alike, the smaller id first."""
@@ -131,6 +160,7 @@ class Connections:
             return
         if self._relay is None or not planned.ticket:
             return
+        logger.info("%s is not reached directly: what goes there goes through the hub now", planned.name)
         if planned.peer > self._transport.peer:
             if self._listens_at is not None:
                 work = await_through(self._relay, planned.ticket, self._listens_at, self._net)

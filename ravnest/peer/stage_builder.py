@@ -19,14 +19,14 @@ from ravnest.engine.stage import Roles, StageEngine
 from ravnest.engine.train_config import TrainConfig, read_train_config
 from ravnest.engine.weight_versions import Snapshot
 from ravnest.errors import UnsafeBlueprint, WeightsError
-from ravnest.ids import HUB
+from ravnest.ids import HUB, NodeId
 from ravnest.model.blueprint import Blueprint
 from ravnest.model.blueprint_json import read_blueprint
 from ravnest.model.dry_run import Footprint, dry_run
 from ravnest.model.profile import count_flops
 from ravnest.model.stage_program import StageProgram, build_stage_program
 from ravnest.model.state_dict import Layout, read_finite_snapshot
-from ravnest.peer.averager import AnchorState, Averager
+from ravnest.peer.averager import AnchorState, Averager, refuse_exact
 from ravnest.peer.capabilities import can_run_bf16, time_batch
 from ravnest.peer.compute_protocol import Build, ProviderLimits
 from ravnest.peer.pacing import Device, make_policy
@@ -72,9 +72,17 @@ class HeldStage:
 
 
 def assemble_stage(
-    blueprint: Blueprint, parts: StageParts, contents: Sequence[Buffer], held: HeldStage | None, device: str
+    blueprint: Blueprint,
+    parts: StageParts,
+    contents: Sequence[Buffer],
+    held: HeldStage | None,
+    node: NodeId,
+    device: str,
 ) -> tuple[Snapshot, AnchorState] | StageMissing:
-    """Return the state that a stage begins with; `contents` are those of the sources in `parts`."""
+    """Return the state that a stage of `node` begins with, or who does not have what it lacks.
+
+    `contents` are those of the sources in `parts`.
+    """
     state: dict[str, Tensor] = {}
     optimizer: dict[str, Tensor] = {}
     anchor_state = AnchorState(parts.anchor_round)
@@ -83,6 +91,7 @@ def assemble_stage(
         averaged = {entry.name for entry in Layout.of(blueprint).entries}
         if averaged <= state.keys() and averaged <= held.anchor_state.anchors.keys():
             anchor_state = held.anchor_state
+    suspects = [node] if parts.is_kept and held is None else []  # they gave nothing
     for source, content in zip(parts.sources, contents, strict=True):
         missing = [entry for entry in blueprint.state if entry.name not in state]
         if not missing:
@@ -95,11 +104,14 @@ def assemble_stage(
             return StageMissing(parts.build_id, source.node, str(error))
         state |= {name: tensor.to(device) for name, tensor in found.items()}
         optimizer |= {key: tensor.to(device) for key, tensor in slots.items()}
+        suspects += [] if found else [source.node]
     names = [entry.name for entry in blueprint.state if entry.name not in state]
     if names:
-        raise WeightsError(
-            f"no source of the stage has {names[0]!r}, nor {len(names) - 1} more of its tensors"
-        )
+        told = f"no source of the stage has {names[0]!r}, nor {len(names) - 1} more of its tensors"
+        suspects += [source.node for source in parts.sources] or [node]
+        if HUB in suspects:
+            raise WeightsError(told)  # the hub has all of a stage, or nobody has
+        return StageMissing(parts.build_id, suspects[0], told)
     return Snapshot(parts.version, state, optimizer), anchor_state
 
 
@@ -167,7 +179,7 @@ class StageBuilder:
                 f"the plan has {stage.start} to {stage.stop} here"
             )
         footprint = self._check_size(blueprint, -(-training.batch_size // order.accumulate))
-        assembled = assemble_stage(blueprint, parts, item.contents, held, limits.device)
+        assembled = assemble_stage(blueprint, parts, item.contents, held, stage.node, limits.device)
         if isinstance(assembled, StageMissing):
             return assembled
         snapshot, anchor_state = assembled
@@ -183,10 +195,14 @@ class StageBuilder:
         position = StagePosition(
             order.build_id, order.seed, stage.node, order.pipeline, *formats, limits.device
         )
-        schedule = StageSchedule(stage.window, order.accumulate, version=parts.version)
+        schedule = StageSchedule(
+            stage.window, order.accumulate, version=parts.version, is_exact=order.is_exact
+        )
         device = self._device(blueprint, training.batch_size, is_split, stage.recompute)
         rate, policy = training.optimizer.learning_rate, make_policy(training, order)
         worker = Worker(position, blueprint, engine, schedule, rate, device, policy, self._timeouts)
+        if reason := refuse_exact(order, worker.tied):
+            return StageMissing(parts.build_id, stage.node, reason)
         averager = Averager(
             position, order, blueprint, worker, training, self._clock, anchor_state, self._timeouts
         )

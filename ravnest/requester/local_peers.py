@@ -40,7 +40,6 @@ def claim_port(address: str) -> str:
 HERE = "tcp://127.0.0.1:*"
 _RATE = "1 GB/s"
 _LATENCY = "100 us"
-_PATIENCE = "600 s"  # the hub answers once it has captured the model: that takes a busy PC minutes
 _MEMORY_SHARE = 0.5  # of what is free, for all peers together
 
 
@@ -131,14 +130,14 @@ async def _start(token: str, name: NodeId, hardware: Hardware, num_peers: int) -
         "--listen": HERE,
         "--bandwidth": _RATE,
         "--latency": _LATENCY,
-        "--patience": _PATIENCE,
         "--on-battery": "go",  # the requester knows
     }
     arguments = [part for key, value in options.items() if value is not None for part in (key, value)]
     threads = str(max(1, (os.cpu_count() or 1) // num_peers))
     return await asyncio.create_subprocess_exec(
         sys.executable,
-        *("-m", "ravnest", "join", "--quiet", *arguments),
+        # The hub answers once it has captured the model: that takes a busy PC minutes.
+        *("-m", "ravnest", "join", "--quiet", "--hub-process", str(os.getpid()), *arguments),
         env={"OMP_NUM_THREADS": threads, **os.environ, "RAVNEST_TOKEN": token},  # unseen by `ps`
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.DEVNULL,

@@ -34,6 +34,7 @@ from ravnest.model.state_dict import (
 from ravnest.protocol.tensors import Buffer
 from ravnest.requester import checkpoint_store
 from ravnest.requester.checkpoint_store import Checkpoint, Checkpoints, Fingerprint
+from ravnest.requester.faulty_samples import SampleInspector
 from ravnest.requester.job import Job
 from ravnest.requester.job_file import users_code
 from ravnest.requester.result import Best, Result
@@ -70,6 +71,7 @@ class JobOwner:
         self._has_loss = False  # of any microbatch
         self._state: Mapping[str, Tensor] = captured.state
         self._optimizer: dict[str, Tensor] = {}
+        self._inspector = SampleInspector(captured)
 
     def note(self, news: Notice) -> None:
         """Record an epoch or an evaluation; after a restart the same one may be reported again."""
@@ -164,8 +166,9 @@ class JobOwner:
         history = tuple(self.history)
         best = self._find_best()
         if evaluated is not None and (best is None or evaluated["val_loss"] <= best.loss):
-            best = Best(*facts, self._state, history, None, int(evaluated["epoch"]), evaluated["val_loss"])
-        result = Result(*facts, self._state, history, best)
+            epoch, loss = int(evaluated["epoch"]), evaluated["val_loss"]
+            best = Best(*facts, self._state, history, epoch=epoch, loss=loss)
+        result = Result(*facts, self._state, history, best=best)
         if self._deliver is not None:
             self._deliver(result)
         self.result = result
@@ -179,8 +182,8 @@ class JobOwner:
         history = _read_history(found)
         epoch = next((report["epoch"] for report in reversed(history) if "val_loss" in report), 0.0)
         state = self._complete(_read_state(found)[0])
-        facts = (self.job.model, self._captured.blueprint, state, tuple(history), None)
-        return Best(*facts, int(epoch), found.score)
+        facts = (self.job.model, self._captured.blueprint, state, tuple(history))
+        return Best(*facts, epoch=int(epoch), loss=found.score)
 
     def _write(
         self, parts: Sequence[StagePart], books: LedgerState, evaluated: dict[str, float] | None
@@ -237,12 +240,20 @@ class JobOwner:
             state.setdefault(entry.name, self._captured.state[entry.name])
         return state
 
-    def read_fields(self, is_evaluation: bool, samples: Sequence[int], names: Sequence[str]) -> Fields:
-        """Return these fields of a batch as they travel: exactly as they are."""
+    def find_faulty(self, is_evaluation: bool, samples: Sequence[int]) -> tuple[tuple[int, str], ...]:
+        """Return which of these samples fail alone, each with the reason, as far as it can be known."""
+        found = self._inspector.inspect(self._read(is_evaluation, samples))
+        return tuple((samples[row], reason) for row, reason in found.items())
+
+    def _read(self, is_evaluation: bool, samples: Sequence[int]) -> dict[str, Tensor]:
         data = self.job.val_samples if is_evaluation else self.job.samples
         assert data is not None, "without validation data nothing is evaluated"
         with users_code("the data"):
-            batch = data.batch(samples)
+            return data.batch(samples)
+
+    def read_fields(self, is_evaluation: bool, samples: Sequence[int], names: Sequence[str]) -> Fields:
+        """Return these fields of a batch as they travel: exactly as they are."""
+        batch = self._read(is_evaluation, samples)
         specs = tuple((name, describe(batch[name], WireFormat.FP32)) for name in names)
         return specs, tuple(encode_tensor(batch[name], WireFormat.FP32) for name in names)
 

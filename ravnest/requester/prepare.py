@@ -6,8 +6,8 @@ Capturing takes seconds and runs the requester's code.
 import logging
 from dataclasses import dataclass, replace
 
+from ravnest.config import EXACT_FORMATS, PlanConfig, WireFormat
 from ravnest.config import OptimizerKind as Recipe
-from ravnest.config import PlanConfig, WireFormat
 from ravnest.engine.optimizers import Adam, Muon, NAdam, OptimizerSettings, Sgd
 from ravnest.engine.train_config import TrainConfig
 from ravnest.errors import ConfigError
@@ -58,11 +58,15 @@ def prepare(
         raise ConfigError(
             "deltas is fp16, too narrow for sums over clusters; choose fp32, bf16, int8 or int4"
         )
+    if plan.exact_gradients not in EXACT_FORMATS:
+        problem = f"exact_gradients is {plan.exact_gradients}, too coarse for gradients"
+        raise ConfigError(f"{problem}; choose {' or '.join(EXACT_FORMATS)}")
     captured = job.capture()
     for note in captured.notes:
         logger.warning("note: %s", note)
     num_batches = job.epochs * -(-num_samples // job.batch_size)
     optimizer = job.settings(captured, num_batches)
+    logger.info("learning rate %.2g, %d updates planned", optimizer.learning_rate, num_batches)
     # Peers lend memory for tensors; that of their programs is beside it (docs/lending.md).
     config = replace(plan, optimizer=_recipe(job, optimizer), overhead_bytes=0.0)
     config = replace(config, predict_weights=optimizer.has_prediction)
@@ -78,6 +82,7 @@ def prepare(
         max_lag=config.max_lag,
         deltas=config.deltas,
         averaging=job.averaging_rule,
+        exact_gradients=config.exact_gradients,
     )
     state = hash_state(captured.blueprint.state)
     sizes = (num_samples, job.batch_size, job.epochs, job.seed)
@@ -107,6 +112,7 @@ def _check_start(start: Checkpoint, now: Fingerprint) -> None:
 
 def _settings(job: Job, captured: Captured, rate: float, num_batches: int) -> JobSettings:
     has_statistics = any(entry.is_written for entry in captured.blueprint.state)
+    is_whole = not captured.batch_loss.is_cuttable
     return JobSettings(
         num_samples=len(job.samples),
         num_validation=0 if job.val_samples is None else len(job.val_samples),
@@ -115,7 +121,9 @@ def _settings(job: Job, captured: Captured, rate: float, num_batches: int) -> Jo
         rates=tuple(rate * factor for factor in factors(job.rates, num_batches)),
         seed=job.seed,
         least_samples=_STATISTICS_SAMPLES if has_statistics else 1,
-        microbatches=job.microbatches if isinstance(job.microbatches, int) else 0,
+        microbatches=1 if is_whole else job.microbatches if isinstance(job.microbatches, int) else 0,
+        is_whole_batch=is_whole,
+        has_tied_weights=any(len(entry.positions) > 1 for entry in captured.blueprint.state),
         average_every=job.average_every if isinstance(job.average_every, int) else None,
         checkpoint_every=job.checkpoint_seconds,
         most_snapshot_bytes=sum(_SNAPSHOT_TIMES * x.size_bytes + 4096 for x in captured.blueprint.state),

@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ravnest.errors import ConfigError, WeightsError
+from ravnest.hub.coordinator.drops import DroppedSamples
 from ravnest.model.blueprint import Blueprint
 from ravnest.model.state_dict import merge_stages
 from ravnest.requester.run_folder import BEST, MODEL
@@ -28,12 +29,17 @@ from ravnest.units import show_bytes
 
 @dataclass(frozen=True, eq=False)
 class Result:
-    """A trained model. `history` has the numbers of each report in order; `model` itself is not changed."""
+    """A trained model. `history` has the numbers of each report in order; `model` itself is not changed.
+
+    `dropped` says which samples were left out, and why: those at fault, or all of their microbatch where that
+    is not known. It names the first hundred.
+    """
 
     model: nn.Module = field(repr=False)
     blueprint: Blueprint = field(repr=False)
     state: Mapping[str, Tensor] = field(repr=False)
     history: Sequence[Mapping[str, float]] = field(default=(), repr=False)
+    dropped: Sequence[DroppedSamples] = field(default=(), repr=False)
     best: "Best | None" = field(default=None, repr=False)  # by validation loss, if anything was evaluated
 
     @property

@@ -22,7 +22,7 @@ from ravnest.config import PlanConfig, WireFormat
 from ravnest.errors import ConfigError, PlanError, RavnestError
 from ravnest.hub.coordinator.coordinator import Coordinator
 from ravnest.hub.coordinator.events import Action, Event
-from ravnest.hub.coordinator.notices import FromCheckpoint, Notice, PlanFormed, Waiting
+from ravnest.hub.coordinator.notices import CheckpointIsResult, Notice, PlanFormed, Waiting
 from ravnest.hub.coordinator.plan_trigger import NOBODY
 from ravnest.hub.service.event_log import EventLog, read_watch
 from ravnest.hub.service.server import HUB_LIMITS, HUB_PARTS, HubParts, Server
@@ -171,7 +171,7 @@ class Hub:
                 if start is not None and start.books.num_counted == num_total:
                     given = setup()
                     if self._find_past(given) is None:  # else its peers are to be told, too
-                        hear(FromCheckpoint(num_total, num_total))
+                        hear(CheckpointIsResult(num_total, num_total))
                         return given.owner.keep_saved()
                 return interrupts.run(lambda: self._fit(setup, hear, interrupts, resume is not None))
 
@@ -211,7 +211,8 @@ class Hub:
             async with self._watched(server, hear), self._heeding_stops(server):
                 interrupts.stop = lambda: server.stop(_STOPPED)
                 await server.run(transport, given.owner, given.job)
-        return given.owner.result or given.owner.keep_saved()
+        result = given.owner.result or given.owner.keep_saved()
+        return replace(result, dropped=hub.drops.found)
 
     def _find_past(self, given: PreparedJob) -> StatusTracker | None:
         """Return the hub of the folder's log if it was at this job; peers of its own are gone with it."""

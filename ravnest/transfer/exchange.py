@@ -13,6 +13,7 @@ from ravnest.transfer.link_probe import LinkProbe, LinkTimes, ballast, name_ball
 from ravnest.transfer.outbox import Outgoing
 
 ContentMessage = BlobRequest | BlobPart | Refused
+_SAME_TIME = 0.9  # of what a timer waited has passed by a clock that went on meanwhile
 
 
 class Exchange:
@@ -45,21 +46,31 @@ class Exchange:
             self.post(request)
         return None
 
-    async def fetch(self, ref: BlobRef, source: NodeId, *, quiet_seconds: float | None) -> Buffer | Refusal:
+    async def fetch(
+        self,
+        ref: BlobRef,
+        source: NodeId,
+        *,
+        quiet_seconds: float | None,
+        clock: Callable[[], float] | None = None,
+    ) -> Buffer | Refusal:
         """Return a blob that a node is asked for, or why it never came.
 
         A node that sends nothing of it for `quiet_seconds` is given up; None waits for as long as it takes.
+        By a `clock` that stands still nobody is quiet.
         """
-        arrived: asyncio.Future[Buffer | Refusal] = asyncio.get_running_loop().create_future()
-        done = arrived.set_result
+        loop = asyncio.get_running_loop()
+        arrived: asyncio.Future[Buffer | Refusal] = loop.create_future()
+        done, clock = arrived.set_result, clock or loop.time
         try:
             for request in self.blobs.want(ref, source, done, keep=False):
                 self.post(request)
-            num_come = 0
+            num_come, since = 0, clock()
             while not (await asyncio.wait([arrived], timeout=quiet_seconds))[0]:
-                if self.blobs.num_come(ref) == num_come:
+                is_quiet = self.blobs.num_come(ref) == num_come
+                if is_quiet and quiet_seconds is not None and clock() - since > _SAME_TIME * quiet_seconds:
                     return Refusal(f"{source} has sent nothing of it for {quiet_seconds:.0f} s")
-                num_come = self.blobs.num_come(ref)
+                num_come, since = self.blobs.num_come(ref), clock()
             return arrived.result()
         finally:
             self.blobs.forget(ref, done)

@@ -5,7 +5,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Coroutine
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from random import SystemRandom
 from typing import Any
@@ -42,7 +42,7 @@ from ravnest.hub.coordinator.planner import SearchPlanner
 from ravnest.hub.service.server import HubParts
 from ravnest.net import relay
 from ravnest.net.identity import Token, new_keys, split_address, write_token
-from ravnest.net.transport import Delivery, Service
+from ravnest.net.transport import Delivery, LinkDown, LinkUp, Service
 from ravnest.net.zeromq import ZeroMqTransport
 from ravnest.peer.connections import Connections, PlannedPeer
 
@@ -238,6 +238,133 @@ def test_two_peers_meet_straight_if_either_knows_where_and_at_the_relay_if_not(
                 task.cancel()
 
     asyncio.run(main())
+
+
+class Cable:
+    """An address that leads to another one, until it is cut."""
+
+    def __init__(self, far: str) -> None:
+        self._far = split_address(far)
+        self._writers: list[asyncio.StreamWriter] = []
+        self._port = 0
+
+    async def join(self) -> str:
+        """Let streams pass; return the address."""
+        self._server = await asyncio.start_server(self._carry, "127.0.0.1", self._port)
+        self._port = self._server.sockets[0].getsockname()[1]
+        return f"tcp://127.0.0.1:{self._port}"
+
+    def cut(self) -> None:
+        """End all streams, and let none pass."""
+        self._server.close()
+        for writer in self._writers:
+            writer.close()
+        self._writers.clear()
+
+    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        far = await asyncio.open_connection(*self._far)
+        self._writers += [writer, far[1]]
+        async with asyncio.TaskGroup() as pumps:
+            pumps.create_task(_pump(reader, far[1]))
+            pumps.create_task(_pump(far[0], writer))
+
+
+async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with suppress(OSError):
+        while piece := await reader.read(1 << 16):
+            writer.write(piece)
+    writer.close()
+
+
+class Pair:
+    """Two peers with a cable to each, at whose other end the other one dials, and a relay between them."""
+
+    def __init__(self, knows: tuple[bool, bool]) -> None:
+        self._knows = knows
+        self._told, self.is_straight = asyncio.Event(), asyncio.Event()
+        self.heard: list[bytes] = []
+        self.bridge = relay.Relay()
+        self.bridge.add(bytes(16))
+        self._started: list[asyncio.Task[None]] = []
+
+    async def open(self, stack: AsyncExitStack) -> None:
+        """Let both get a link to each other."""
+        keys = sorted((new_keys() for _ in range(2)), key=lambda each: each.peer)
+        made = [ZeroMqTransport(each, SystemRandom(), HERE) for each in keys]
+        self._ends = [await stack.enter_async_context(end) for end in made]
+        self.cables = [Cable(end.address) for end in self._ends]
+        self._ways = [await cable.join() for cable in self.cables][::-1]  # by who dials there
+        place = "127.0.0.1", await stack.enter_async_context(self.bridge.listen(HERE))
+        self._tasks = await stack.enter_async_context(asyncio.TaskGroup())
+        peer = PeerTimeouts(relay_after_seconds=0.2, look_seconds=0.2, look_later_seconds=0.5)
+        around = {
+            "is_reachable": True,
+            "start": self._start,
+            "give_up": print,
+            "timeouts": Timeouts(peer=peer),
+        }
+        for number, (end, other) in enumerate(zip(self._ends, self._ends[::-1], strict=True)):
+            end.allow(each.public for each in keys)
+            connections = Connections(end, split_address(end.address), **around)
+            stack.callback(connections.close)
+            self._start(self._follow(end, connections, self._ways[number]))
+            way = (self._ways[number],) if self._knows[number] else ()
+            connections.connect([PlannedPeer(other.peer, way, bytes(16))], place)
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        self._started.append(self._tasks.create_task(work))
+        return self._started[-1]
+
+    async def _follow(self, end: ZeroMqTransport, connections: Connections, way: str) -> None:
+        while True:
+            match await end.receive():
+                case LinkUp(other, _, address):
+                    connections.record_link(other, address)
+                    if address == way:
+                        self.is_straight.set()
+                case LinkDown(other):
+                    connections.record_loss(other)
+                case Delivery(header=header):
+                    self.heard.append(header)
+                    self._told.set()
+
+    async def say(self, word: bytes) -> None:
+        """Return when the other one has heard it."""
+        self._told.clear()
+        await self._ends[0].send(self._ends[1].peer, Service.CONTROL, word)
+        await self._told.wait()
+
+    def close(self) -> None:
+        """End what was started."""
+        for cable in self.cables:
+            cable.cut()
+        for task in self._started:
+            task.cancel()
+
+
+@pytest.mark.parametrize("knows", [(True, True), (True, False), (False, True)])
+def test_two_peers_that_met_at_the_relay_find_the_straight_way_when_it_is_there_again(
+    knows: tuple[bool, bool],
+) -> None:
+    async def main() -> list[bytes]:
+        pair = Pair(knows)
+        async with AsyncExitStack() as stack, asyncio.timeout(END_SECONDS):
+            await pair.open(stack)
+            await pair.say(b"straight")
+            assert pair.bridge.num_joined == 0
+            for cable in pair.cables:
+                cable.cut()
+            await pair.say(b"through the relay")
+            assert pair.bridge.num_joined == 1
+            pair.is_straight.clear()
+            for cable in pair.cables:
+                await cable.join()
+            await pair.is_straight.wait()
+            await pair.say(b"straight again")
+            pair.close()
+        return pair.heard
+
+    assert asyncio.run(main()) == [b"straight", b"through the relay", b"straight again"]
 
 
 def join(*arguments: str, stdin: str = "", **variables: str) -> subprocess.CompletedProcess[str]:

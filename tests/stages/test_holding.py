@@ -1,6 +1,7 @@
 """A stage outlives its plan: held and kept bit for bit, recovered by name from others, in other rings."""
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -147,8 +148,9 @@ def test_what_is_held_stays_through_orders_and_goes_with_the_order_of_a_spare(ca
     order = world.order("c0.0")
     host.handle(type(order)(NEXT + 1, NEXT + 1, 0, None, (), (), ()))
     assert host.save() is None
-    with pytest.raises(WeightsError, match="no source of the stage has"):
-        world.build("c0.0", version=1, sources=(), keeps=True)
+    missing = world.build("c0.0", version=1, sources=(), keeps=True)
+    assert isinstance(missing, StageMissing)
+    assert missing.node == "c0.0", "it was to keep what it does not have"
 
 
 @pytest.mark.parametrize("kind", MAKE)
@@ -237,6 +239,26 @@ def test_a_source_that_cannot_be_used_is_named_and_what_is_held_stays(captured: 
     assert are_equal(everything(world, 0), before)
 
 
+@pytest.mark.parametrize(("gives", "blamed"), [(True, "c0.1"), (False, "elsewhere")])
+def test_a_source_that_lacks_a_tensor_is_named_and_another_one_helps(
+    captured: Captured, gives: bool, blamed: str
+) -> None:
+    world = make_world(captured, [2])
+    state, slots = world.state(0), {}
+    part = {key: tensor for key, tensor in state.items() if key.startswith("first") and gives}
+    replan(world, [])
+    (name,) = world.clusters[0]
+    world.hosts[name].handle(replace(world.order(name), stage=None))  # it holds nothing
+    world.hosts[name].handle(world.order(name))
+    rest = {key: tensor for key, tensor in state.items() if key == "second.bias"}
+    sources = [("c0.1", to_snapshot(rest, slots)), ("elsewhere", to_snapshot(part, slots))]
+    found = world.build(name, 1, sources)
+    assert isinstance(found, StageMissing)
+    assert (found.build_id, found.node) == (NEXT, blamed)
+    assert "no source of the stage has" in found.reason
+    assert world.build(name, 1, [("c0.1", to_snapshot(state, slots))]) == StageReady(NEXT)
+
+
 def test_only_what_training_changes_must_be_finite() -> None:
     mask = StateEntry("mask", CONSTANT, "float32", (2,), (0,))
     weight = StateEntry("weight", PARAMETER, "float32", (2,), (0,), is_trainable=True)
@@ -309,7 +331,7 @@ def test_the_compute_thread_builds_saves_and_holds(captured: Captured, tmp_path:
         await wait_for(3)
         compute.put(Build(*world.parts(name, 6, (), keeps=True)))
         await wait_for(4)
-        compute.put(Build(*world.parts(name, 6, ())))
+        compute.put(Build(*world.parts(name, 6, [(HUB, to_snapshot({}, {}))])))
         await wait_for(5)
         compute.close()
         await running

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from zmq.utils import z85
 
 import ravnest as rv
-from ravnest.config import PlanConfig, SearchBudget
+from ravnest.config import Averaging, PlanConfig, SearchBudget
 from ravnest.errors import LinkError, RavnestError
 from ravnest.hub.coordinator.coordinator import Coordinator
 from ravnest.hub.coordinator.events import Action, Event, Notify, Received, SendFields
@@ -69,7 +69,10 @@ from tests.support.inline import InlineExecutor
 logger = logging.getLogger(__name__)
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "system.json"
-PLAN = replace(LOCAL_PLAN, overhead_bytes=0.0)  # so that memory is what the model needs, and no more
+# Memory is what the model needs, and no more; and there are two clusters.
+PLAN = replace(
+    LOCAL_PLAN, overhead_bytes=0.0, clusters=2, averaging=Averaging.OVERLAPPED, microbatch_seconds=0.0
+)
 SETTLE_SECONDS = 5.0
 SPEED = 2e7  # FLOP/s at a speed of 1
 QUICK = SearchBudget(clusters=40, quick_clusters=10)  # enough for six nodes

@@ -25,13 +25,18 @@ from ravnest.hub.coordinator.notices import (
     ClusterBroken,
     ClusterDissolved,
     ClusterStarted,
+    CutOff,
     EpochDone,
     Evaluated,
     Left,
     Measured,
+    Missing,
     Notice,
     PlanFormed,
+    Returned,
     RoundEnded,
+    SamplesDropped,
+    Trained,
     Waiting,
     WorkLost,
 )
@@ -99,7 +104,7 @@ def test_six_peers_in_two_clusters_of_unlike_cuts_train_to_the_end(
     undisturbed: dict[str, Ended], kind: str
 ) -> None:
     ended, job = undisturbed[kind], golden_worlds()[kind].job
-    assert sizes(ended) == ([2, 2] if kind == "microbatches" else [2, 3])
+    assert sizes(ended) == {"mlp": [2, 4], "cnn": [2, 3], "microbatches": [2, 2]}[kind]
     cuts = [{stage.start for stage in cluster.stages} for cluster in ended.plan.clusters]
     assert kind == "microbatches" or cuts[0] != cuts[1]
     assert len(ended.plan.spares) == 6 - sum(sizes(ended))
@@ -252,6 +257,22 @@ def test_when_nobody_can_hold_the_model_it_waits_and_says_so_until_somebody_can(
     check_result(ended, job)
 
 
+def test_what_a_hub_waits_for_is_said_again_every_minute() -> None:
+    def hear(world: World, news: Notice) -> None:
+        if isinstance(news, EpochDone) and not killed:
+            killed.append(world.alive[0])
+            world.kill(world.alive[0])
+        if isinstance(news, Waiting) and not joins:
+            joins.append(asyncio.get_running_loop().call_later(150.0, world.join, Pc(90e3)))
+
+    killed: list[NodeId] = []
+    joins: list[object] = []
+    ended = World(make_job("mlp", epochs=2), [Pc(90e3)] * 3, hear=hear).run()
+    assert ended.result is not None
+    times = [at for at, news in ended.told if isinstance(news, Waiting)]
+    assert [later - before for before, later in itertools.pairwise(times)] == pytest.approx([60.0, 60.0])
+
+
 @pytest.mark.parametrize("seconds", [0.0, 1.0, 2.5])
 @pytest.mark.parametrize("name", ["node2", "node5"])
 def test_an_outage_within_the_grace_loses_nothing(name: str, seconds: float) -> None:
@@ -268,7 +289,85 @@ def test_an_outage_within_the_grace_loses_nothing(name: str, seconds: float) -> 
     check_result(ended, job)
 
 
-@pytest.mark.parametrize("averaging", Averaging)
+@pytest.mark.parametrize("seconds", [2.0, 8.0, 30.0, 300.0])
+@pytest.mark.parametrize("resets", [True, False])
+def test_a_hub_whose_line_is_cut_keeps_its_peers_and_nothing_is_trained_again(
+    seconds: float, resets: bool
+) -> None:
+    def hear(world: World, news: Notice) -> None:
+        if isinstance(news, Trained) and news.epoch == 2 and not cut:
+            cut.append(world.now)
+            world.isolate(NodeId("hub"), seconds, resets=resets)
+
+    cut: list[float] = []
+    job = make_job("mlp", num_samples=768, average_every=8)
+    ended = World(job, SIX, hear=hear, limit_seconds=900).run()
+    assert ended.of(Left) == ended.of(WorkLost) == ended.of(ClusterBroken) == []
+    assert len(ended.of(PlanFormed)) == 1
+    assert len(ended.of(CutOff)) == (seconds > 5.0)
+    assert {news.node for news in ended.of(Returned)} == {news.node for news in ended.of(Missing)}
+    check_books(ended, job)
+    check_result(ended, job)
+    assert ended.seconds > cut[0] + seconds
+
+
+def test_a_hub_whose_line_is_cut_while_it_collects_the_result_gets_it_later() -> None:
+    def watch(world: World, _: NodeId, item: ToCompute) -> None:
+        if isinstance(item, SnapshotOrder) and item.is_final and not cut:
+            cut.append(world.now)
+            world.isolate(NodeId("hub"), 200.0)
+
+    cut: list[float] = []
+    job = make_job("mlp", epochs=1)
+    ended = World(job, SIX, watch=watch).run()
+    assert ended.of(Left) == ended.of(WorkLost) == []
+    check_books(ended, job)
+    check_result(ended, job)
+
+
+def test_a_hub_that_is_cut_off_for_too_long_goes_back_to_what_it_has_and_trains_with_who_comes() -> None:
+    def hear(world: World, news: Notice) -> None:
+        if isinstance(news, Trained) and news.epoch == 2 and not killed:
+            killed.extend(world.alive)
+            for name in killed:
+                world.kill(name, is_silent=True)
+        elif isinstance(news, WorkLost):
+            for pc in SIX:
+                world.join(pc)
+
+    killed: list[NodeId] = []
+    job = make_job("mlp", epochs=2)
+    ended = World(job, SIX, hear=hear, limit_seconds=900).run()
+    assert {news.node for news in ended.of(Left)} == {*killed}
+    lost_at = next(at for at, news in ended.told if isinstance(news, Missing))
+    assert next(at for at, news in ended.told if isinstance(news, Left)) == pytest.approx(
+        lost_at + 603, abs=1
+    )
+    check_books(ended, job)
+
+
+@pytest.mark.parametrize(("num_peers", "seconds"), [(1, 3.0), (2, 20.0)])
+def test_a_newcomer_is_used_soon_by_a_hub_whose_peers_are_all_gone(num_peers: int, seconds: float) -> None:
+    def hear(world: World, news: Notice) -> None:
+        if isinstance(news, Trained) and news.epoch == 2 and not joined:
+            for name in world.alive:
+                world.kill(name, is_silent=True)
+            asyncio.get_running_loop().call_later(50.0, join, world)
+            joined.append(world.now + 50.0)
+
+    def join(world: World) -> None:
+        for _ in range(num_peers):
+            world.join(Pc(400e3 / num_peers))
+
+    joined: list[float] = []
+    job = make_job("mlp", epochs=2)
+    ended = World(job, [Pc(400e3 / num_peers)] * num_peers, hear=hear).run()
+    times = [at - joined[0] for at, news in ended.told if isinstance(news, Left)]
+    assert times == pytest.approx([seconds] * num_peers, abs=1.0)
+    check_books(ended, job)
+
+
+@pytest.mark.parametrize("averaging", [Averaging.OVERLAPPED, Averaging.BLOCKING])
 def test_a_slow_peer_holds_others_back_no_longer_than_a_rounds_deadline(averaging: Averaging) -> None:
     def hear(world: World, news: Notice) -> None:
         if isinstance(news, ClusterStarted) and not healthy:  # the first to start; it is the others' turn
@@ -461,3 +560,23 @@ def test_state_that_lacks_something_or_is_not_finite_is_found_out() -> None:
     others = {key: tensor for key, tensor in tensors.items() if key != name}
     assert f"it lacks {name!r}" in owner.find_fault(0, 2, save(others))
     assert "no safetensors" in owner.find_fault(0, 2, b"junk")
+
+
+def test_bad_samples_cost_their_microbatches_and_are_named_and_no_peer_ends() -> None:
+    train, validation = make_points(128, 1), make_points(NUM_VALIDATION, 2)
+    train["y"][78], train["x"][100, 3], validation["y"][40] = 9, float("nan"), -7
+    job = rv.Job(
+        make_mlp(), train, val_data=validation, batch_size=16, epochs=4, loss=cross_entropy, optimizer="adamw"
+    )
+    ended = World(job, SIX).run()
+    assert ended.result is not None
+    assert ended.of(Left) == []
+    assert sorted((news.is_evaluation, news.samples, news.reason) for news in ended.of(SamplesDropped)) == [
+        (False, (78,), "IndexError: Target 9 is out of bounds"),
+        (False, (100,), "'x' has a number that is NaN"),
+        (True, (40,), "IndexError: Target -7 is out of bounds"),
+    ]
+    epochs = {news.epoch: news.num_dropped for news in ended.of(EpochDone)}
+    assert epochs[1] in (16, 32)  # one batch may have both
+    assert epochs[4] == 0  # others take their places
+    assert {news.num_samples for news in ended.of(Evaluated)} == {NUM_VALIDATION - 16}

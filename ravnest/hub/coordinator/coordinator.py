@@ -9,14 +9,16 @@ again from its last checkpoint. A late or foreign message is refused with a reas
 from dataclasses import replace
 from typing import assert_never
 
-from ravnest.config import TIMEOUTS, Averaging, HubTimeouts
+from ravnest.config import TIMEOUTS, HubTimeouts
 from ravnest.hub.coordinator.checkpoints import CheckpointCollector
 from ravnest.hub.coordinator.departures import Departures
+from ravnest.hub.coordinator.drops import Drops
 from ravnest.hub.coordinator.events import (
     Action,
     CalmChanged,
     ClusterHeard,
     ClusterSilent,
+    ClusterSlowed,
     Collected,
     Conclusion,
     EvaluationReported,
@@ -32,7 +34,9 @@ from ravnest.hub.coordinator.events import (
     Probed,
     Received,
     Restarted,
+    SamplesInspected,
     Send,
+    SendFields,
     SpeedMeasured,
     Stopped,
     Tick,
@@ -51,7 +55,7 @@ from ravnest.hub.coordinator.notices import (
 from ravnest.hub.coordinator.phases import JobPhase, NodePhase
 from ravnest.hub.coordinator.placement import ClusterState, Placement
 from ravnest.hub.coordinator.plan_trigger import PlanTrigger
-from ravnest.hub.coordinator.probes import end_probe
+from ravnest.hub.coordinator.probes import LinkChecks
 from ravnest.hub.coordinator.recovery import Recovery
 from ravnest.hub.coordinator.rounds import Rounds
 from ravnest.hub.coordinator.snapshots import SnapshotDesk, SnapshotPurpose
@@ -78,6 +82,7 @@ class Coordinator:
         self.now = 0.0  # of the last event; a hub that goes on after a restart counts on from it
         self.ledger = Ledger(job.settings)
         self.ledger.restart(job.books)
+        self.drops = Drops()
         self.membership = Membership()
         self.placement = Placement(job, self.membership)
         self._desk = SnapshotDesk()
@@ -86,6 +91,7 @@ class Coordinator:
         self._rounds = Rounds(job, self.placement, self.ledger, timeouts)
         self._plan_trigger = PlanTrigger(job, self.placement, timeouts)
         self._inquiries = Inquiries(self.placement, self._desk)
+        self._link_checks = LinkChecks(self.placement, self._plan_trigger.reset)
         shared = (self.placement, self.ledger, self._checkpoints, self._recovery, self._rounds)
         self._life = Lifecycle(job, *shared, self._plan_trigger, timeouts)
         self._departures = Departures(*shared, self._plan_trigger, self._life)
@@ -105,6 +111,16 @@ class Coordinator:
     def has_begun(self) -> bool:
         """Whether the job was given."""
         return self._life.has_begun
+
+    @property
+    def shortage(self) -> str:
+        """Why nobody trains, as people were told; nothing if there is a plan, or no reason yet."""
+        return self._plan_trigger.shortage if self.phase is JobPhase.COLLECTING else ""
+
+    @property
+    def can_wait_for_all(self) -> bool:
+        """Whether members are worth a long wait: they have what was trained, and the job is not stopped."""
+        return bool(self.placement.clusters) and self._life.is_under_way
 
     @property
     def is_calm(self) -> bool:
@@ -147,7 +163,7 @@ class Coordinator:
     @property
     def stands_still(self) -> bool:
         """Whether clusters wait for a blocking round, which has a deadline of its own."""
-        return self._job.config.averaging is Averaging.BLOCKING and self._rounds.due is not None
+        return self._rounds.stands_still and self._rounds.due is not None
 
     def has_asked(self, cluster_id: str) -> bool:
         """Return whether a silent cluster was asked what is wrong."""
@@ -178,7 +194,10 @@ class Coordinator:
             return (Refusal(result),)
         if isinstance(event, TrainingReported) and not self.wants_round(self.ledger.num_updates, self.now):
             return ()  # it says how far clusters are, and nothing follows from that
-        actions = [*result, *self._advance()]
+        actions = [
+            self.drops.replace_faulty(action) if isinstance(action, SendFields) else action
+            for action in (*result, *self._advance())
+        ]
         return tuple(x for x in actions if not isinstance(x, Send) or x.to in self.membership)
 
     def _dispatch(self, event: Event) -> _Result:  # noqa: C901, PLR0912 - one short case for each
@@ -200,9 +219,11 @@ class Coordinator:
             case PartsMade():
                 return self._recovery.add_parts(event)
             case Probed():
-                return end_probe(self.membership, event)
+                return self._link_checks.end_probe(event, self.now)
             case Collected():
                 return self._life.end_collection(event, self.now)
+            case SamplesInspected():
+                return self.drops.conclude(event)
             case Stopped():
                 return self._life.stop(event.reason, self.now)
             case Tick():
@@ -270,7 +291,9 @@ class Coordinator:
             return f"nobody waits for {event.node}"
         self.membership.come_back(event.node, event.addresses)
         self._plan_trigger.reset(self.now)
-        return [Notify(Returned(event.node))]
+        # An update that some clusters made and others did not would never be noticed.
+        outcomes = self._rounds.repeat(event.node) if self.placement.is_exact else []
+        return [Notify(Returned(event.node)), *outcomes]
 
     def _join(self, event: PeerJoined) -> _Result:
         name = event.node.name
@@ -327,10 +350,12 @@ class Coordinator:
         return [Notify(self.ledger.trained), *self._life.report(results)]
 
     def _record_dropped(self, sender: NodeId, cluster: ClusterState, dropped: DroppedMicrobatch) -> _Result:
-        reason = self.ledger.record_dropped(cluster, dropped)
-        if reason is not None:
-            return reason
-        return [Notify(MicrobatchDropped(dropped.microbatch, sender, dropped.reason))]
+        lease = self.ledger.record_dropped(cluster, dropped)
+        if isinstance(lease, str):
+            return lease
+        samples, is_evaluation = self.ledger.samples_of(lease, dropped.microbatch), lease.lease is None
+        facts = (dropped.microbatch, sender, dropped.reason, samples, is_evaluation)
+        return self.drops.record(MicrobatchDropped(*facts))
 
     # Conclusions of monitors.
 
@@ -342,6 +367,8 @@ class Coordinator:
                 return self._record_evaluation(event)
             case SpeedMeasured():
                 return self._record_speed(event)
+            case ClusterSlowed():
+                return self._link_checks.order(event)
             case LossAlarm():
                 self._life.alarm = event
             case CalmChanged():
@@ -414,7 +441,7 @@ class Coordinator:
         idle, stuck = self._inquiries.conclude(self.now) if self._life.is_at_work else ([], [])
         actions = self._departures.evict_gone(self.now)
         actions += self._departures.evict_idle(idle, self.now)
-        return actions + self._departures.rebuild(stuck, self.now)
+        return actions + self._departures.rebuild([*stuck, *self._rounds.take_stuck()], self.now)
 
     def _train(self) -> list[Action]:
         return self._training.advance(self.now)
@@ -436,7 +463,7 @@ class Coordinator:
     def _collect_result(self) -> list[Action]:
         if self._checkpoints.has_result_under_way:
             return []
-        keeper = self.ledger.most_trained(self.placement.running)
+        keeper = self.ledger.progress.most_trained(self.placement.running)
         return [*self._checkpoints.start(keeper, self.now, self.ledger.books, is_result=True)]
 
     def _retain_inquiries(self) -> list[Action]:

@@ -9,6 +9,7 @@ from ravnest.config import PlanConfig
 from ravnest.hub.coordinator.leases import LedgerState
 from ravnest.hub.coordinator.notices import EpochDone, Evaluated, Notice
 from ravnest.ids import LeaseId, MicrobatchId, NodeId
+from ravnest.plan.sharing import ALONE, Sharing, TrainingLength
 from ravnest.plan.types import ModelProfile, Node, Plan
 from ravnest.protocol.blobs import BlobRef
 from ravnest.protocol.membership import Fact
@@ -25,6 +26,7 @@ class MakePlan:
     gone: tuple[Node, ...] = ()  # who is in that plan, and no longer here
     changed: tuple[Node, ...] = ()  # who is another than that plan knows, as it knows them
     microbatches: int = 0  # of it
+    sharing: Sharing = ALONE  # of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,7 @@ class PlanMade:
     shortage: str
     now: float
     reason: str = ""  # what a repair does
+    sharing: Sharing = ALONE
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,15 +64,27 @@ class JobSettings:
     epochs: int
     rates: tuple[float, ...]  # the learning rate over all batches of the job, spread evenly
     seed: int = 0
-    chunk_batches: int = 8  # per lease
+    chunk_batches: int = 8  # per lease, at most
     least_samples: int = 4  # of a microbatch, where it is chosen
     microbatches: int = 0  # a batch travels as so many; 0: chosen with the plan
+    is_whole_batch: bool = False  # the loss is of a whole batch: no part of one is trained alone
     average_every: int | None = None  # batches per cluster between rounds; None: as often as they fit
     evaluate_every: int = 1  # epochs; 0: only at the end
     checkpoint_every: float | None = None  # seconds; None: never
+    has_tied_weights: bool = False  # that several positions of the line share
     expected_nodes: int = 0  # with so many nodes form at once; 0: only by time
     settle_seconds: float = 5.0  # form when nobody came or went for so long
     most_snapshot_bytes: int = 2**62  # of a stage, however it is cut
+
+    @property
+    def length(self) -> TrainingLength:
+        """What the quality of a shared training depends on."""
+        return TrainingLength(
+            self.batch_size,
+            self.epochs * self.batches_per_epoch,
+            self.average_every,
+            self.is_whole_batch,
+        )
 
     @property
     def batches_per_epoch(self) -> int:
@@ -167,6 +182,16 @@ class Collected:
 
 
 @dataclass(frozen=True, slots=True)
+class SamplesInspected:
+    """What an InspectSamples asked for: the samples that fail alone, and why; none if it is not known."""
+
+    is_evaluation: bool
+    samples: tuple[int, ...]
+    faulty: tuple[tuple[int, str], ...]
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time has passed; only needed when it reaches `due`."""
 
@@ -228,6 +253,15 @@ class SpeedMeasured:
 
 
 @dataclass(frozen=True, slots=True)
+class ClusterSlowed:
+    """A cluster has been so many times as fast as before, for long: perhaps one of its links is slow."""
+
+    cluster_id: str
+    times: float
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
 class LossAlarm:
     """Training goes wrong: what was seen, and at which node or cluster."""
 
@@ -265,6 +299,7 @@ Conclusion = (
     TrainingReported
     | EvaluationReported
     | SpeedMeasured
+    | ClusterSlowed
     | LossAlarm
     | CalmChanged
     | ClusterSilent
@@ -280,6 +315,7 @@ Event = (
     | PlanMade
     | PartsMade
     | Collected
+    | SamplesInspected
     | Tick
     | Stopped
     | Probed
@@ -313,6 +349,14 @@ class SendFields:
     first_microbatch: MicrobatchId
     samples: tuple[tuple[int, ...], ...]
     consumers: tuple[tuple[NodeId, tuple[str, ...]], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class InspectSamples:
+    """An order to the requester's side: find which of these samples fail; then say SamplesInspected."""
+
+    is_evaluation: bool
+    samples: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -367,4 +411,16 @@ class Abandon:
     is_guarded: bool = False  # what was trained went wrong; a checkpoint may be on disk
 
 
-Action = Send | Evict | MakePlan | MakeParts | SendFields | Collect | Notify | Finish | Abandon | Refusal
+Action = (
+    Send
+    | Evict
+    | MakePlan
+    | MakeParts
+    | SendFields
+    | InspectSamples
+    | Collect
+    | Notify
+    | Finish
+    | Abandon
+    | Refusal
+)

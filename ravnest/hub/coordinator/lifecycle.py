@@ -23,6 +23,7 @@ from ravnest.hub.coordinator.events import (
 )
 from ravnest.hub.coordinator.ledger import Ledger
 from ravnest.hub.coordinator.notices import (
+    CheckpointIsResult,
     EpochDone,
     Evaluated,
     FromCheckpoint,
@@ -94,7 +95,8 @@ class Lifecycle:
         self.stop_by: float | None = None  # once it is stopped
         self.end_by: float | None = None  # once all is trained, and a cluster stands still
         self.alarm: LossAlarm | None = None  # until training goes back
-        self._num_alarms = 0  # since the last checkpoint
+        self._num_alarms = 0  # since a checkpoint that is past the last of them
+        self._alarmed_at = 0  # samples that were trained at the alarm that came furthest
 
     @property
     def can_repair(self) -> bool:
@@ -120,8 +122,11 @@ class Lifecycle:
         if self.has_begun:
             return f"the hub has a job already: {self._job.profile.name}"
         self.has_begun = True
-        books = self._job.books
-        return [] if books is None else [Notify(Resumed(books.num_counted, 0))]
+        return self._tell_checkpoint()
+
+    def _tell_checkpoint(self) -> list[Action]:
+        saved = self._recovery.saved
+        return [Notify(FromCheckpoint(saved.num_counted))] if saved is not None else []
 
     def restart(self, event: Restarted, now: float) -> _Result:
         """Go on after the hub was away, with what its nodes still have."""
@@ -142,10 +147,14 @@ class Lifecycle:
         """Tell the outcome of a round, if it has one, and note which clusters now know the same."""
         if ended is None:
             return []
-        if ended.told.is_committed:
-            took_part = {send.to for send in ended.sends}
-            clusters = (each for each in self._placement.running if each.root in took_part)
-            self._ledger.note_averaged(clusters, ended.told.round_id)
+        if not ended.told.is_committed:
+            return [*ended.sends, Notify(ended.told)]
+        took_part = {send.to for send in ended.sends}
+        clusters = [each for each in self._placement.running if each.root in took_part]
+        if ended.sums_gradients:  # one for every batch, so people are told of those that fail
+            done = self._ledger.note_summed(clusters)
+            return [*ended.sends, Notify(self._ledger.trained), *self.report(done)]
+        self._ledger.progress.record_agreement(clusters, ended.told.round_id)
         return [*ended.sends, Notify(ended.told)]
 
     def adopt(self, made: PlanMade, now: float) -> _Result:
@@ -164,7 +173,7 @@ class Lifecycle:
         """Go on with a repaired plan."""
         assert made.plan is not None
         told: list[Action] = []
-        if made.plan.rings != self._placement.rings:
+        if made.plan.rings != self._placement.rings or self._placement.is_exact:
             told += self.end_round(self._rounds.cancel("the rings are others now", now))
         told += [Notify(Repaired(made.plan, made.reason))] if made.reason else []
         followed = self._recovery.repair(made)
@@ -191,6 +200,7 @@ class Lifecycle:
     def roll_back(self, alarm: LossAlarm, now: float) -> list[Action]:
         """Go back to the last checkpoint, if there is one; too often in a row is the end."""
         self._num_alarms += 1
+        self._alarmed_at = max(self._alarmed_at, self._ledger.num_counted)
         self.alarm = None
         has_checkpoint = self._recovery.saved is not None
         told = Notify(WentWrong(alarm.reason, alarm.suspect, has_checkpoint))
@@ -219,7 +229,7 @@ class Lifecycle:
         self._plan_trigger.reset(now)
         if self.stop_by is None and not self._ledger.is_finished:
             self.enter(JobPhase.COLLECTING)
-            actions += [Notify(WorkLost(lost))] if lost else []
+            actions += [Notify(WorkLost(lost)), *self._tell_checkpoint()] if lost else []
             return actions if len(self._membership) else [*actions, *self._plan_trigger.notify_shortage()]
         self.enter(JobPhase.FINISHED)
         actions += [Send(name, Stop("the job was stopped")) for name in self._membership]
@@ -229,7 +239,7 @@ class Lifecycle:
                 Abandon("the job was stopped when there was nothing to keep, no checkpoint either"),
             ]
         trained = self._ledger.trained
-        return [*actions, Notify(FromCheckpoint(trained.num_samples, trained.num_total)), Finish((), ())]
+        return [*actions, Notify(CheckpointIsResult(trained.num_samples, trained.num_total)), Finish((), ())]
 
     def report(self, reports: Sequence[EpochDone | Evaluated]) -> list[Action]:
         """Tell of epochs and evaluations that are over, in order."""
@@ -248,5 +258,8 @@ class Lifecycle:
             return [*stops, Finish(result.parts, tuple(self._ledger.history))]
         if result is not None or not self._checkpoints.has_asked_for(collected.number):
             return f"nobody asked to collect number {collected.number}"
-        self._num_alarms = 0 if not collected.fault else self._num_alarms
-        return self._recovery.end_checkpoint(collected, now)
+        kept = self._recovery.end_checkpoint(collected, now)
+        saved = self._recovery.saved
+        if not collected.fault and saved is not None and saved.num_counted > self._alarmed_at:
+            self._num_alarms = 0  # a checkpoint before that place says nothing of what comes there
+        return kept

@@ -4,9 +4,13 @@ from dataclasses import dataclass
 from typing import assert_never
 
 from ravnest.ids import HUB, MicrobatchId, NodeId, RoundId
+from ravnest.plan.sharing import ALONE, Sharing, show_sharing
 from ravnest.plan.types import Node, Plan, cluster_name
 from ravnest.protocol.training import Metrics
 from ravnest.units import show_flops, show_rate, show_seconds
+
+_MOST_SHOWN = 8  # samples
+_GOES_BACK = "it goes back to the last checkpoint"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +37,13 @@ class Resumed:
 
 
 @dataclass(frozen=True, slots=True)
+class FromCheckpoint:
+    """Training begins from the checkpoint on disk, which has learned from so many samples of the job."""
+
+    num_samples: int
+
+
+@dataclass(frozen=True, slots=True)
 class Returned:
     """A peer has found the hub again, with the state it had."""
 
@@ -45,6 +56,14 @@ class Missing:
 
     node: NodeId
     reason: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class CutOff:
+    """Nobody is heard: the hub's own line is probably down; it waits so many seconds for all its peers."""
+
+    num_peers: int
     seconds: float
 
 
@@ -88,6 +107,8 @@ class PlanFormed:
     round_seconds: float
     batch_size: int  # samples per update
     microbatches: int  # that a batch travels as
+    sharing: Sharing = ALONE
+    reason: str = ""  # why it has no more clusters
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,11 +164,23 @@ class WorkLost:
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchDropped:
-    """A microbatch was lost in a stage."""
+    """A microbatch was lost in a stage, with these samples of the train data or of the validation data."""
 
     microbatch: MicrobatchId
     node: NodeId
     reason: str
+    samples: tuple[int, ...] = ()
+    is_evaluation: bool = False
+    faulty: tuple[int, ...] = ()  # of the samples, as far as it is known already
+
+
+@dataclass(frozen=True, slots=True)
+class SamplesDropped:
+    """These samples are at fault that their microbatch was dropped; told once."""
+
+    samples: tuple[int, ...]
+    reason: str
+    is_evaluation: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +243,7 @@ class NotCheckpointed:
 
 
 @dataclass(frozen=True, slots=True)
-class FromCheckpoint:
+class CheckpointIsResult:
     """The last checkpoint is the result: all is trained in it, or nobody has what came after it."""
 
     num_samples: int
@@ -237,8 +270,10 @@ Notice = (
     Joined
     | Measured
     | Resumed
+    | FromCheckpoint
     | Returned
     | Missing
+    | CutOff
     | Left
     | Leaving
     | SpeedChanged
@@ -251,13 +286,14 @@ Notice = (
     | ClusterDissolved
     | WorkLost
     | MicrobatchDropped
+    | SamplesDropped
     | Trained
     | EpochDone
     | Evaluated
     | RoundEnded
     | Checkpointed
     | NotCheckpointed
-    | FromCheckpoint
+    | CheckpointIsResult
     | WentWrong
     | Stopping
 )
@@ -271,17 +307,20 @@ def show_notice(news: Notice) -> str:  # noqa: C901, PLR0912, PLR0915 - one shor
         case Measured(node, fault):
             return f"{node.name} {fault or 'was measured'}: {_show_facts(node)}"
         case Resumed(num_samples, num_peers):
-            met = f"; waiting for {num_peers} peers to come back" if num_peers else ""
-            return f"the hub goes on: {num_samples} samples are trained{met}"
+            return _show_resumed(num_samples, num_peers)
+        case FromCheckpoint(num_samples):
+            return f"training goes on from the checkpoint of {num_samples} samples, with the nodes that join"
         case Returned(node):
             return f"{node} is back, with what it had"
         case Missing(node, reason, seconds):
             return f"{node} is missing: {reason}; it has {show_seconds(seconds)} to come back"
+        case CutOff(num_peers, seconds):
+            return _show_cut_off(num_peers, seconds)
         case Left(node, reason):
             return f"{node} left: {reason}"
         case Waiting(reason):
             return f"no plan yet: {reason}"
-        case PlanFormed(plan, samples_per_second, _, batch_size, microbatches):
+        case PlanFormed(plan, samples_per_second, _, batch_size, microbatches, sharing, reason):
             shown = [
                 f"{cluster_name(index)} = {' > '.join(stage.node for stage in cluster.stages)}"
                 for index, cluster in enumerate(plan.clusters)
@@ -290,6 +329,8 @@ def show_notice(news: Notice) -> str:  # noqa: C901, PLR0912, PLR0915 - one shor
             shown += [
                 f"{batch_size} samples per update{pieces}",
                 f"{samples_per_second:.3g} samples/s foreseen",
+                *([show_sharing(sharing, batch_size)] if sharing.num_clusters > 1 else []),
+                *([reason] if reason else []),
             ]
             return f"plan {plan.plan_id}: {'; '.join(shown)}"
         case ClusterStarted(cluster):
@@ -310,12 +351,12 @@ def show_notice(news: Notice) -> str:  # noqa: C901, PLR0912, PLR0915 - one shor
             return f"checkpoint kept in {show_seconds(seconds)}: {num_samples} samples trained"
         case NotCheckpointed(reason):
             return f"no checkpoint was kept, training goes on: {reason}"
-        case FromCheckpoint(num_samples, num_total):
+        case CheckpointIsResult(num_samples, num_total):
             return _show_end(num_samples, num_total)
         case WorkLost(num_samples):
             return f"training goes back: nobody has what the last {num_samples} samples taught"
-        case MicrobatchDropped(microbatch, node, reason):
-            return f"microbatch {microbatch} dropped by {node}: {reason}"
+        case MicrobatchDropped() | SamplesDropped():
+            return _show_dropped(news)
         case Trained(num_samples, num_total, epoch, loss):
             return f"{num_samples / num_total:.0%} of the training, epoch {epoch}, loss {_show(loss)}"
         case EpochDone(epoch, num_samples, num_dropped, loss):
@@ -330,8 +371,7 @@ def show_notice(news: Notice) -> str:  # noqa: C901, PLR0912, PLR0915 - one shor
             next_ones = [f"; {cluster} is left out of the next {number}" for cluster, number in blamed]
             return f"round {round_id}{without} {outcome}{''.join(next_ones)}"
         case WentWrong(reason, suspect, goes_back):
-            ending = "it goes back to the last checkpoint"
-            ending = ending if goes_back else "there is no checkpoint to go back to"
+            ending = _GOES_BACK if goes_back else "there is no checkpoint to go back to"
             return f"training went wrong, {suspect} was seen first: {reason}; {ending}"
         case Stopping(reason):
             return f"the job is stopped ({reason}); what was trained is kept"
@@ -339,9 +379,40 @@ def show_notice(news: Notice) -> str:  # noqa: C901, PLR0912, PLR0915 - one shor
             assert_never(news)
 
 
+def _show_resumed(num_samples: int, num_peers: int) -> str:
+    met = f"; waiting for {num_peers} peers to come back" if num_peers else ""
+    return f"the hub goes on: {num_samples} samples are trained{met}"
+
+
+def _show_cut_off(num_peers: int, seconds: float) -> str:
+    peers = "the only peer" if num_peers == 1 else f"all {num_peers} peers"
+    cause = f"nothing is heard of {peers}: the line of this PC is probably down"
+    waits = f"nobody is given up for {show_seconds(seconds)}"
+    return f"{cause}; {waits}, and training goes on when they are back; others may join too"
+
+
 def _show_facts(node: Node) -> str:
     links = f"{show_rate(node.upload_bytes_per_second)} up, {show_rate(node.download_bytes_per_second)} down"
     return f"{show_flops(node.flops_per_second)}, {links}, {show_seconds(node.latency_seconds)} away"
+
+
+def _show_dropped(news: MicrobatchDropped | SamplesDropped) -> str:
+    data = "validation data" if news.is_evaluation else "train data"
+    if isinstance(news, SamplesDropped):
+        were = "was" if len(news.samples) == 1 else "were"
+        return f"{_show_samples(news.samples)} of the {data} {were} dropped: {news.reason}"
+    shown = f" ({_show_samples(news.samples)} of the {data})" if news.samples else ""
+    if news.faulty:
+        shown = f" (with {_show_samples(news.faulty)} of the {data} again)"
+    return f"microbatch {news.microbatch}{shown} dropped by {news.node}: {news.reason}"
+
+
+def _show_samples(samples: tuple[int, ...]) -> str:
+    if len(samples) == 1:
+        return f"sample {samples[0]}"
+    shown = ", ".join(str(sample) for sample in samples[:_MOST_SHOWN])
+    more = f" and {len(samples) - _MOST_SHOWN} more" if len(samples) > _MOST_SHOWN else ""
+    return f"samples {shown}{more}"
 
 
 def _show_end(num_samples: int, num_total: int) -> str:

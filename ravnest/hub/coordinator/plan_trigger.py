@@ -11,7 +11,7 @@ from ravnest.hub.coordinator.notices import Waiting
 from ravnest.hub.coordinator.placement import Placement
 from ravnest.hub.coordinator.probes import order_probes, probe_due
 
-NOBODY = "nobody is here; training begins when enough nodes have joined"
+NOBODY = "nobody is here; training goes on when enough nodes have joined: `ravnest token` says how"
 _Asked = list[MakePlan | MakeParts | Send | Notify]
 
 
@@ -24,7 +24,7 @@ class PlanTrigger:
         self._changed_at = 0.0  # when a member last came, went or changed
         self._was_asked = False  # for a plan of these members
         self._plan_id = 0  # of the plan that is being made
-        self._shortage = ""  # as people were told
+        self.shortage = ""  # as people were told
         self._had_plan = False
 
     def reset(self, now: float) -> None:
@@ -80,5 +80,5 @@ class PlanTrigger:
 
     def notify_shortage(self, shortage: str = NOBODY) -> list[Notify]:
         """Say once why there is no plan."""
-        told, self._shortage = self._shortage, shortage
+        told, self.shortage = self.shortage, shortage
         return [Notify(Waiting(shortage))] if shortage not in ("", told) else []

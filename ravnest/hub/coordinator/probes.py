@@ -1,21 +1,24 @@
 """Probes: peers are measured before a plan uses them, on a piece of the real model and on their link.
 
 Only facts that a provider has not stated are measured. A plan waits for them, but not for long; then the
-peer's own guess counts.
+peer's own guess counts. The links of a cluster that has become slow are measured again while it trains.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from math import isfinite
 from typing import Any
 
 from ravnest.config import HubTimeouts
-from ravnest.hub.coordinator.events import Action, MakeParts, Notify, PartsMade, Probed, Send
+from ravnest.hub.coordinator.events import Action, ClusterSlowed, MakeParts, Notify, PartsMade, Probed, Send
 from ravnest.hub.coordinator.membership import Member, Membership
 from ravnest.hub.coordinator.notices import Measured
 from ravnest.hub.coordinator.placement import Placement
-from ravnest.plan.types import ModelProfile
+from ravnest.ids import NodeId
+from ravnest.plan.types import ModelProfile, Node
 from ravnest.protocol.membership import Fact, ProbeOrder
 
+_TIMES_AS_SLOW = 3.0  # a link must be, to be believed: training takes its part of it
 _SO = "so what it says of itself counts"
 # No machine is slower or faster; a report that says so has measured something else.
 _SPEEDS, _RATES, _LATENCIES = (1e6, 1e16), (1e3, 1e11), (0.0, 10.0)
@@ -79,3 +82,60 @@ def end_probe(membership: Membership, probed: Probed) -> list[Action] | str:
     membership.end_probe(probed.node, node)
     fault = "" if len(values) == len(facts) else f"could not measure all, {_SO}"
     return [Notify(Measured(node, fault))]
+
+
+class LinkChecks:
+    """Has the links of slow clusters measured; a check is over when all nodes of its cluster have answered.
+
+    `replan` is told when the facts of a node have changed.
+    """
+
+    def __init__(self, placement: Placement, replan: Callable[[float], None]) -> None:
+        self._placement, self._membership, self._replan = placement, placement.membership, replan
+        self._awaited: dict[NodeId, str] = {}  # the cluster_id, by node
+        self._found: dict[str, list[Node]] = {}  # by cluster_id: nodes as their links are now
+
+    def order(self, slowed: ClusterSlowed) -> list[Action] | str:
+        """Have all links of a cluster measured; a check of it that is under way begins anew."""
+        cluster = self._placement.find_cluster(slowed.cluster_id)
+        if cluster is None or not cluster.is_running or len(cluster.nodes) < 2:
+            return f"no microbatch crosses a link of the slow cluster {slowed.cluster_id}"
+        self._awaited |= dict.fromkeys(cluster.nodes, cluster.cluster_id)
+        self._found[cluster.cluster_id] = []
+        return [Send(name, ProbeOrder(None, times_link=True)) for name in cluster.nodes]
+
+    def end_probe(self, probed: Probed, now: float) -> list[Action] | str:
+        """Plan with what was measured of a newcomer, or of the links of a cluster that is slow."""
+        if probed.node not in self._awaited:
+            return end_probe(self._membership, probed)
+        changed = self._record(probed)
+        for node in changed:
+            self._membership.update(replace(self._membership[node.name], node=node))
+            self._replan(now)
+        return [Notify(Measured(node, "has a slower link than before")) for node in changed]
+
+    def _record(self, probed: Probed) -> list[Node]:
+        """Take an answer; with the last one, return the nodes whose links are slower than the plan knows.
+
+        If all of them are, it is rather the line of the hub, which measures.
+        """
+        cluster_id = self._awaited.pop(probed.node)
+        member, found = self._membership.find(probed.node), self._found[cluster_id]
+        if member is not None:
+            found.append(_with_links(member.node, probed))
+        if cluster_id in self._awaited.values():
+            return []
+        del self._found[cluster_id]
+        here = [node for node in found if node.name in self._membership]
+        slow = [node for node in here if node != self._membership[node.name].node]
+        return slow if len(slow) < len(found) else []
+
+
+def _with_links(node: Node, probed: Probed) -> Node:
+    """Return a node with the rates of its link that are much slower than they were."""
+    changes = {}
+    for fact in ("upload_bytes_per_second", "download_bytes_per_second"):
+        rate = getattr(probed, fact)
+        if rate is not None and _RATES[0] <= rate < getattr(node, fact) / _TIMES_AS_SLOW:
+            changes[fact] = rate
+    return replace(node, **changes)

@@ -2,6 +2,7 @@
 
 A node keeps what it holds. The rest comes from snapshots: of nodes of the same cluster; else of another
 cluster, of a backup, or of the hub, which has the last checkpoint. A source may be a tenth behind the best.
+Where clusters make exact updates all of a stage comes from one that trains: so it is at the same update.
 """
 
 from collections import Counter, defaultdict
@@ -92,7 +93,7 @@ class StateSources:
         seen = self._samples_seen | {x.cluster_id: samples_seen(x) for x in (*running, *change.ended)}
         self._samples_seen = {each: seen[each] for each in seen.keys() & self._placement.cluster_ids}
         for cluster in change.built:
-            cluster_id = find_cluster_of_state(cluster, self._placement)
+            cluster_id = "" if self._is_exact else find_cluster_of_state(cluster, self._placement)
             found = [self._find(cluster, stage, cluster_id) for stage in cluster.cluster.stages]
             needs |= {need.stage.node: need for need in found}
             is_whole = not any(need.nodes for need in found)
@@ -106,7 +107,7 @@ class StateSources:
 
     def _find(self, cluster: ClusterState, stage: Stage, cluster_id: str) -> _Need:
         found: dict[NodeId, None] = {}
-        own = self._usable(stage.node)
+        own = None if self._is_exact else self._usable(stage.node)
         for position in range(stage.start, stage.stop):
             if own is None or not own.start <= position < own.stop:
                 found[self._find_node(position, cluster_id)] = None
@@ -114,6 +115,9 @@ class StateSources:
 
     def _find_node(self, position: int, cluster_id: str) -> NodeId:
         """Return which node gives the state of a position: one that is not far behind, peers first."""
+        if self._is_exact:
+            owners = [each.cluster.owner(position) for each in self._placement.running]
+            return next((name for name in owners if self._usable(name) is not None), owners[0])
         holding = {}
         for name in self._membership:
             held = self._usable(name)
@@ -132,13 +136,18 @@ class StateSources:
         found += [
             (backup.samples_seen, name)
             for name, backup in self._backups.items()
-            if name in self._membership and backup.held.start <= position < backup.held.stop
+            if self._keeps_backup(name) and backup.held.start <= position < backup.held.stop
         ]
         found += [(self._kept, HUB)] if self._kept >= 0 else [(0, name) for name in holding]
         enough = _ENOUGH * max((samples_seen for samples_seen, _ in found), default=0)
         # A source that is said not to give is asked again, before all that was trained is lost.
         last = self._best.cluster.owner(position) if self._best is not None and self._kept < 0 else HUB
         return next((name for samples_seen, name in found if samples_seen >= enough), last)
+
+    @property
+    def _is_exact(self) -> bool:
+        """Whether what is built must be what clusters that train have; if none does, all have the same."""
+        return self._placement.is_exact and bool(self._placement.running)
 
     @property
     def _membership(self) -> Membership:
@@ -170,8 +179,8 @@ class StateSources:
         return [self._desk.ask(purpose, n, node, build_id(node)) for n, node in self._asked.items()]
 
     def _keeps_backup(self, node: NodeId) -> bool:
-        """Return whether a source is one for its backup: it holds nothing of its own."""
-        return node in self._backups and self._usable(node) is None
+        """Return whether a node is a source for its backup: it is here, and holds nothing of its own."""
+        return node in self._backups and node in self._membership and self._usable(node) is None
 
     def add_snapshot(self, sender: NodeId, made: SnapshotMade) -> None:
         """Record a snapshot that a source was asked for."""
@@ -290,29 +299,36 @@ class BackupPolicy:
 
     @property
     def due(self) -> float | None:
-        """When the next snapshots are to be asked for, if anybody has a backup."""
-        return self._next_at if self._placement.backups and self._next_at >= 0 else None
+        """When the next snapshots are to be asked for, if anybody can be backed up."""
+        return self._next_at if self._next_at >= 0 and self._find_pairs() else None
 
     def order(self, samples_seen: Callable[[ClusterState], int], now: float) -> list[Send]:
-        """Ask for the snapshots that are due."""
-        if self._next_at < 0 or not self._placement.backups:
+        """Ask for the snapshots that are due; who could not be backed up by then is asked when it can."""
+        if self._next_at < 0:
             self._next_at = now + self._timeouts.backup_every_seconds
-        if now < self._next_at:
+        if now < self._next_at or not (pairs := self._find_pairs()):
             return []
-        self._asked_at, self._next_at, self._in_transit = now, now + self._timeouts.backup_every_seconds, {}
+        self._asked_at, self._next_at = now, now + self._timeouts.backup_every_seconds
         self._desk.withdraw(SnapshotPurpose.BACKUP)
+        self._in_transit = {
+            self._desk.new_number(): _BackupInTransit(node, spare, held, samples_seen(cluster))
+            for node, spare, held, cluster in pairs
+        }
+        build_id, purpose = self._placement.build_id, SnapshotPurpose.BACKUP
+        asked = [(number, way.node) for number, way in self._in_transit.items()]
+        return [self._desk.ask(purpose, number, node, build_id(node)) for number, node in asked]
+
+    def _find_pairs(self) -> list[tuple[NodeId, NodeId, HeldState, ClusterState]]:
+        """Return the nodes of clusters that train, and the spares that are here for them."""
+        found = []
         membership = self._placement.membership
         for backup in self._placement.backups:
             node, cluster = membership.find(backup.node), self._placement.cluster_of(backup.node)
             if cluster is None or not cluster.is_running or backup.spare not in membership:
                 continue
             if node is not None and node.held is not None:
-                self._in_transit[self._desk.new_number()] = _BackupInTransit(
-                    backup.node, backup.spare, node.held, samples_seen(cluster)
-                )
-        build_id, purpose = self._placement.build_id, SnapshotPurpose.BACKUP
-        asked = [(number, way.node) for number, way in self._in_transit.items()]
-        return [self._desk.ask(purpose, number, node, build_id(node)) for number, node in asked]
+                found.append((backup.node, backup.spare, node.held, cluster))
+        return found
 
     def forward(self, sender: NodeId, made: SnapshotMade) -> list[Send]:
         """Have the spare fetch a snapshot that its node made."""

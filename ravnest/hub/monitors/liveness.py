@@ -1,18 +1,21 @@
-"""Liveness: finds clusters that have something to do and report nothing.
+"""Liveness: finds clusters that report nothing, and tells nodes that are gone from a hub that is cut off.
 
 A cluster that trains may be silent for a minute, or for the time of twenty batches. A cluster that is built
 gets the time of ten downloads of a stage. A running cluster counts as heard during a blocking round, in which
-all clusters stand still. The monitor only concludes; the coordinator asks the nodes of a silent cluster.
+all clusters stand still. The monitors only conclude; the coordinator asks the nodes of a silent cluster.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
 
 from ravnest.config import TIMEOUTS, HubTimeouts
 from ravnest.hub.coordinator.events import ClusterSilent, JobSettings
 from ravnest.hub.coordinator.placement import ClusterState, Placement
+from ravnest.ids import NodeId
 
 _BATCHES = 20.0  # a busy cluster may be silent for as long as these take
 _FETCHES = 10.0  # downloads of a stage: so much more silence is allowed while it is built
+_LEAST_TOGETHER, _TIMES_AS_MANY = 3, 3  # all but a few: so many, and so many times as many as are heard
 
 
 class LivenessMonitor:
@@ -72,3 +75,98 @@ class LivenessMonitor:
         found = (placement.membership.find(name) for name in cluster.nodes)
         slowest = min((each.node.download_bytes_per_second for each in found if each), default=1.0)
         return self._timeouts.silent_build_seconds + _FETCHES * most_bytes / slowest
+
+
+@dataclass(frozen=True, slots=True)
+class Absence:
+    """A node whose link is lost, and until when it is waited for."""
+
+    reason: str
+    since: float
+    back_by: float
+    has_more_time: bool = False  # than one that was lost alone
+
+
+class OutageMonitor:
+    """Feed it every link that is lost or comes back; ask it at `due` who is gone.
+
+    A node whose link is lost has a moment to come back. If nobody at all is heard, the fault is probably the
+    hub's: it is cut off, and waits long for all. If all but a few were lost together, they have as long as
+    after a restart of the hub. Times are of the program's clock, which goes on while the hub is cut off.
+    """
+
+    def __init__(self, timeouts: HubTimeouts = TIMEOUTS.hub) -> None:
+        self._timeouts = timeouts
+        self._absent: dict[NodeId, Absence] = {}
+        self.is_cut_off = False  # nobody is heard, and all are waited for
+        self._settled_by = 0.0  # until then links that are lost again belong to the last outage
+
+    @property
+    def absent(self) -> Collection[NodeId]:
+        """The nodes that are waited for."""
+        return self._absent.keys()
+
+    @property
+    def due(self) -> float | None:
+        """When to ask next who is gone, if nothing else happens."""
+        return min((absence.back_by for absence in self._absent.values()), default=None)
+
+    def record_loss(self, node: NodeId, reason: str, now: float) -> None:
+        """Wait a moment for a node whose link is lost, or longer just after the hub was cut off."""
+        back_by = max(now + self._timeouts.grace_seconds, self._settled_by)
+        self._absent[node] = Absence(reason, now, back_by)
+
+    def record_return(self, node: NodeId, now: float) -> None:
+        """Wait no longer for a node; its line is that of the others, who will find the hub soon."""
+        self._absent.pop(node, None)
+        self._end_cut_off(now, self._timeouts.return_seconds)
+
+    def record_arrival(self, now: float) -> None:
+        """Note that a newcomer is heard; if only one node is missing, it was probably not the hub's line."""
+        is_one = len(self._absent) == 1
+        self._end_cut_off(now, self._timeouts.grace_seconds if is_one else self._timeouts.return_seconds)
+
+    def record_stop(self, now: float) -> None:
+        """Note that the job is to end: whoever is missing is not waited for as long."""
+        self._end_cut_off(now, self._timeouts.return_seconds)
+
+    def forget(self, node: NodeId) -> None:
+        """Wait no longer for a node that has gone."""
+        self._absent.pop(node, None)
+        self.is_cut_off &= bool(self._absent)
+
+    def find_gone(self, here: Collection[NodeId], can_wait: bool, now: float) -> list[tuple[NodeId, Absence]]:
+        """Return the nodes that are waited for no longer; `can_wait` says that they have what was trained."""
+        late = [node for node, absence in self._absent.items() if now >= absence.back_by]
+        if late and can_wait and not here and not self.is_cut_off:
+            self._wait(self._absent, now + self._timeouts.cut_off_seconds)
+            self.is_cut_off = True
+            return []
+        if late and can_wait and (together := self._find_together(late[0], here)):
+            self._wait(together, self._absent[late[0]].since + self._timeouts.return_seconds)
+            return []
+        gone = [(node, self._absent[node]) for node in late]
+        for node in late:
+            self.forget(node)
+        return gone
+
+    def _find_together(self, node: NodeId, here: Collection[NodeId]) -> list[NodeId]:
+        """Return the nodes that were lost together with one, if these are all but a few."""
+        since = self._absent[node].since
+        together = [
+            other
+            for other, absence in self._absent.items()
+            if abs(absence.since - since) <= self._timeouts.together_seconds and not absence.has_more_time
+        ]
+        is_most = len(together) >= max(_LEAST_TOGETHER, _TIMES_AS_MANY * len(here))
+        return together if is_most and node in together else []
+
+    def _wait(self, nodes: Collection[NodeId], back_by: float) -> None:
+        for node in tuple(nodes):
+            self._absent[node] = replace(self._absent[node], back_by=back_by, has_more_time=True)
+
+    def _end_cut_off(self, now: float, seconds: float) -> None:
+        if self.is_cut_off:
+            self._settled_by = now + seconds
+            self._wait(self._absent, self._settled_by)
+            self.is_cut_off = False

@@ -14,6 +14,7 @@ from ravnest.hub.coordinator.events import (
     CalmChanged,
     ClusterHeard,
     ClusterSilent,
+    ClusterSlowed,
     Conclusion,
     Event,
     LossAlarm,
@@ -42,7 +43,7 @@ from ravnest.hub.coordinator.placement import ClusterState
 from ravnest.hub.monitors.liveness import LivenessMonitor
 from ravnest.hub.monitors.loss_guard import LossGuard
 from ravnest.hub.monitors.report_sums import ReportSums
-from ravnest.hub.monitors.throughput import ThroughputMonitor
+from ravnest.hub.monitors.throughput import PaceMonitor, ThroughputMonitor
 from ravnest.ids import NodeId
 from ravnest.protocol.averaging import RoundAbort, RoundReady
 from ravnest.protocol.membership import Leave
@@ -59,7 +60,7 @@ class Monitors:
     """Feed it every report and, after it is applied, every event; then ask for conclusions."""
 
     def __init__(self, timeouts: HubTimeouts = TIMEOUTS.hub) -> None:
-        self._speeds = ThroughputMonitor(timeouts)
+        self._speeds, self._paces = ThroughputMonitor(timeouts), PaceMonitor(timeouts)
         self._guard = LossGuard()
         self._liveness = LivenessMonitor(timeouts)
         self._sums = ReportSums()
@@ -89,7 +90,9 @@ class Monitors:
             if is_training:
                 self._guard.note_loss(cluster.cluster_id, cluster.name, report.loss)
                 self._tell_alarm(now)
+                self._note_pace(hub, cluster, report, now)
             else:
+                self._paces.pause(cluster.cluster_id)
                 self._end_evaluation(hub.ledger, cluster, report, now)
         times = self._speeds.note(sender, report, now)
         if times is not None:
@@ -98,6 +101,15 @@ class Monitors:
         if hub.has_asked(cluster.cluster_id):
             self._found.append(ClusterHeard(cluster.cluster_id, now))
         return None
+
+    def _note_pace(self, hub: Coordinator, cluster: ClusterState, report: StepReport, now: float) -> None:
+        """Compare a cluster with itself, unless something else keeps it from work."""
+        if hub.stands_still or not hub.ledger.is_busy(cluster):
+            self._paces.pause(cluster.cluster_id)
+            return
+        times = self._paces.note(cluster.cluster_id, report, now)
+        if times is not None:
+            self._found.append(ClusterSlowed(cluster.cluster_id, times, now))
 
     def prepare(self, hub: Coordinator, event: Event) -> TrainingReported | None:
         """Return what the books need before an event, if there is anything."""
@@ -131,7 +143,7 @@ class Monitors:
             if cluster is not None:
                 self._liveness.hear(cluster.cluster_id, event.now)
                 if isinstance(event.message, DroppedMicrobatch):
-                    self._guard.note_dropped(cluster.cluster_id, event.sender)
+                    self._guard.note_dropped(cluster.cluster_id, event.sender, event.message.reason)
                     self._tell_alarm(event.now)
                     self._end_evaluation(hub.ledger, cluster, event.message, event.now)
 
@@ -178,7 +190,9 @@ class Monitors:
             case EpochDone():
                 self._sums.forget_epochs(hub.ledger)
             case ClusterStarted() | ClusterBroken() | ClusterDissolved():
-                self._guard.forget_others([each.cluster_id for each in hub.placement.running])
+                running = [each.cluster_id for each in hub.placement.running]
+                self._guard.forget_others(running)
+                self._paces.forget_others(running)
 
     def _tell_alarm(self, now: float) -> None:
         alarm = self._guard.alarm

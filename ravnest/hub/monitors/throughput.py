@@ -1,10 +1,12 @@
-"""Throughput: finds nodes that have been slower, or faster, than the plan knows for long.
+"""Throughput: finds nodes that have been slower, or faster, than the plan knows for long; and clusters.
 
 A node is compared with itself since its stage was built, and with the other nodes: a busy PC that several
-nodes share slows all of them, and no plan could help.
+nodes share slows all of them, and no plan could help. Clusters are compared alike. A cluster that is slow
+although its nodes compute as ever may have a slow link.
 """
 
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from statistics import fmean, median
 
@@ -57,21 +59,27 @@ class ThroughputMonitor:
 
     def __init__(self, timeouts: HubTimeouts = TIMEOUTS.hub) -> None:
         self._timeouts = timeouts
-        self._speeds: dict[NodeId, _Speed] = {}
+        self._speeds: dict[str, _Speed] = {}
 
-    def forget(self, name: NodeId) -> None:
-        """Forget a node that has left."""
+    def forget(self, name: str) -> None:
+        """Forget a node that has left, or a cluster."""
         self._speeds.pop(name, None)
 
     def note(self, name: NodeId, report: StepReport, now: float) -> float | None:
         """Add a report; return how many times as fast its node is now, if it has been so for long."""
         seconds = report.forward_seconds + report.backward_seconds
-        if report.num_samples < 1 or not _LEAST_SECONDS <= seconds <= _MOST_SECONDS:
+        return self.note_work(name, report.build_id, seconds, report.num_samples, now)
+
+    def note_work(
+        self, name: str, build_id: int, seconds: float, num_samples: int, now: float
+    ) -> float | None:
+        """Add the time of some work."""
+        if num_samples < 1 or not _LEAST_SECONDS <= seconds <= _MOST_SECONDS:
             return None  # an evaluation, or nonsense
         speed = self._speeds.get(name)
-        if speed is None or speed.build_id != report.build_id:
-            speed = self._speeds[name] = _Speed(report.build_id, now)
-        is_complete = speed.add(seconds, report.num_samples, now, self._timeouts.speed_reading_seconds)
+        if speed is None or speed.build_id != build_id:
+            speed = self._speeds[name] = _Speed(build_id, now)
+        is_complete = speed.add(seconds, num_samples, now, self._timeouts.speed_reading_seconds)
         if not is_complete or speed.times is None:
             return None
         others = [x.times for other, x in self._speeds.items() if other != name and x.times is not None]
@@ -84,3 +92,30 @@ class ThroughputMonitor:
             return None
         del self._speeds[name]  # the new speed is the usual one
         return times
+
+
+class PaceMonitor:
+    """Reads how much time passes between the microbatches that clusters complete."""
+
+    def __init__(self, timeouts: HubTimeouts = TIMEOUTS.hub) -> None:
+        self._speeds = ThroughputMonitor(timeouts)
+        self._heard_at: dict[str, float] = {}  # by cluster_id, of those at work
+
+    def note(self, cluster_id: str, report: StepReport, now: float) -> float | None:
+        """Add a report of a leaf; return how many times as fast a cluster is that is slow for long."""
+        before = self._heard_at.get(cluster_id)
+        self._heard_at[cluster_id] = now
+        if before is None:
+            return None
+        times = self._speeds.note_work(cluster_id, report.build_id, now - before, report.num_samples, now)
+        return times if times is not None and times < 1 else None
+
+    def pause(self, cluster_id: str) -> None:
+        """Let the time until the next report not count: the cluster does something else, or nothing."""
+        self._heard_at.pop(cluster_id, None)
+
+    def forget_others(self, cluster_ids: Collection[str]) -> None:
+        """Forget all clusters but these."""
+        for cluster_id in [each for each in self._heard_at if each not in cluster_ids]:
+            self.pause(cluster_id)
+            self._speeds.forget(cluster_id)

@@ -12,8 +12,10 @@ from ravnest.hub.coordinator.events import (
     Collect,
     Collected,
     Event,
+    InspectSamples,
     MakeParts,
     PartsMade,
+    SamplesInspected,
     SendFields,
 )
 from ravnest.hub.service.owner import Owner
@@ -49,13 +51,15 @@ class DataService:
         self._quiet_seconds = timeouts.quiet_upload_seconds
         self._made: dict[tuple[int, int], list[BlobRef]] = {}  # weights by interval, the oldest first
 
-    async def carry_out(self, order: MakeParts | SendFields | Collect) -> None:
+    async def carry_out(self, order: MakeParts | SendFields | InspectSamples | Collect) -> None:
         """Do what is ordered, and say when it is done."""
         match order:
             case MakeParts():
                 await self._make_parts(order)
             case SendFields():
                 await self._send_fields(order)
+            case InspectSamples():
+                await self._inspect_samples(order)
             case Collect():
                 await self._collect(order)
             case _:
@@ -79,18 +83,30 @@ class DataService:
             self._blobs.drop(ref)
 
     async def _send_fields(self, order: SendFields) -> None:
+        wanted = tuple(dict.fromkeys(name for _, names in order.consumers for name in names))
         for number, samples in enumerate(order.samples, order.first_microbatch):
+            # Once for all stages: a dataset may mask at random, and inputs and labels belong together.
+            read = self._owner.read_fields
+            specs, buffers = await self._in_background(read, order.is_evaluation, samples, wanted)
+            found = {spec[0]: (spec, buffer) for spec, buffer in zip(specs, buffers, strict=True)}
             for node, names in order.consumers:
-                read = self._owner.read_fields
-                specs, buffers = await self._in_background(read, order.is_evaluation, samples, names)
-                parts = FieldParts(order.build_id, MicrobatchId(number), specs)
-                self._exchange.post(Outgoing(node, parts, buffers))
+                chosen = [found[name] for name in names]
+                fields, contents = tuple(spec for spec, _ in chosen), tuple(each for _, each in chosen)
+                parts = FieldParts(order.build_id, MicrobatchId(number), fields)
+                self._exchange.post(Outgoing(node, parts, contents))
+
+    async def _inspect_samples(self, order: InspectSamples) -> None:
+        asked = (order.is_evaluation, order.samples)
+        faulty = await self._in_background(self._owner.find_faulty, *asked)
+        self._apply(SamplesInspected(*asked, faulty, self._time()))
 
     async def _collect(self, order: Collect) -> None:
         """Fetch the state of a cluster. A checkpoint may fail; of a result other clusters have copies."""
         parts = []
         for part in order.parts:
-            found = await self._exchange.fetch(part.weights, part.node, quiet_seconds=self._quiet_seconds)
+            found = await self._exchange.fetch(
+                part.weights, part.node, quiet_seconds=self._quiet_seconds, clock=self._time
+            )
             if isinstance(found, Refusal):
                 self._fail(order, part, found.reason)
                 return

@@ -34,6 +34,9 @@ class Owner(Protocol):
     def keep(self, parts: Sequence[StagePart], books: LedgerState, evaluated: Evaluated | None) -> str:
         """Write a checkpoint, the state of each interval of the line; return why not, if it cannot be."""
 
+    def find_faulty(self, is_evaluation: bool, samples: Sequence[int]) -> tuple[tuple[int, str], ...]:
+        """Return which of these samples fail alone, each with the reason, as far as it can be known."""
+
     def keep_result(self, parts: Sequence[StagePart], books: LedgerState) -> None:
         """Write the result, or raise RavnestError: the job has failed then."""
 

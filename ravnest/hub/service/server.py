@@ -20,6 +20,7 @@ from ravnest.hub.coordinator.events import (
     Event,
     Evict,
     Finish,
+    InspectSamples,
     JobGiven,
     MakeParts,
     MakePlan,
@@ -34,8 +35,9 @@ from ravnest.hub.coordinator.events import (
     Stopped,
     Tick,
 )
-from ravnest.hub.coordinator.notices import Missing, Notice
+from ravnest.hub.coordinator.notices import CutOff, Missing, Notice, Returned, Waiting
 from ravnest.hub.coordinator.planner import SEARCH_PLANNER, Planner
+from ravnest.hub.monitors.liveness import OutageMonitor
 from ravnest.hub.monitors.monitored import MonitoredCoordinator, Watch
 from ravnest.hub.service.admission import Admission
 from ravnest.hub.service.data_service import DataService
@@ -116,10 +118,13 @@ class Server:
         self._blobs = Blobs()
         self._exchange = Exchange(self._blobs, self._post)
         self._background: set[asyncio.Task[None]] = set()
-        self._absent: dict[PeerId, asyncio.TimerHandle] = {}
+        self._outages = OutageMonitor(self._timeouts)
+        self._outage_timer: asyncio.TimerHandle | None = None
+        self._stands_at: float | None = None  # the hub's time while it is cut off: nothing becomes late then
         self._dismissed: set[PeerId | None] = set()
         self._reports = ProbeReports(self._exchange, self._apply)
         self._timer: asyncio.TimerHandle | None = None
+        self._reminder: asyncio.TimerHandle | None = None
         self._has_lost_log = False
 
     async def run(self, transport: Transport, owner: Owner, job: JobGiven) -> Finish:
@@ -144,7 +149,7 @@ class Server:
                 outcome = await self._result
             finally:
                 await self._part()
-                for timer in (self._timer, *self._absent.values()):
+                for timer in (self._timer, self._outage_timer, self._reminder):
                     if timer is not None:
                         timer.cancel()
                 for task in tuple(self._background):
@@ -154,10 +159,12 @@ class Server:
         return outcome
 
     def _time(self) -> float:
-        return self._loop.time() + self._ahead
+        return self._loop.time() + self._ahead if self._stands_at is None else self._stands_at
 
     def stop(self, reason: str) -> None:
         """End the job early; what was trained is kept."""
+        self._outages.record_stop(self._loop.time())
+        self._follow_outages()
         self._apply(Stopped(reason, self._time()))
 
     def fail(self, error: RavnestError) -> None:
@@ -187,23 +194,59 @@ class Server:
                     self._open(delivery)
                 case LinkDown(peer, reason) if peer in self._door.names:
                     self._miss(peer, reason)
-                case LinkUp(peer, is_new) if peer in self._absent:
-                    self._absent.pop(peer).cancel()
-                    if is_new:
-                        self._forget(peer, "it started anew")
+                case LinkUp(peer, is_new) if self._door.names.get(peer) in self._outages.absent:
+                    self._meet_again(peer, self._door.names[peer], is_new)
 
     def _miss(self, peer: PeerId, reason: str) -> None:
         """Give a peer whose link is lost a moment to come back."""
+        name = self._door.names[peer]
         if self._parting is None:
             if peer not in self._dismissed:
-                self._tell(Missing(self._door.names[peer], reason, self._timeouts.grace_seconds))
-            since = self._time()
-            grace = self._timeouts.grace_seconds
-            self._absent[peer] = self._loop.call_later(grace, self._forget, peer, reason, since)
+                self._tell(Missing(name, reason, self._timeouts.grace_seconds))
+            self._outbox.pause(name)
+            self._outages.record_loss(name, reason, self._loop.time())
+            self._follow_outages()
             return
         self._door.forget(peer)
         if not self._door.names and not self._parting.done():
             self._parting.set_result(None)
+
+    def _meet_again(self, peer: PeerId, name: NodeId, is_new: bool) -> None:
+        """Go on with a peer that was missing, unless its program is another one."""
+        if is_new:
+            self._forget(peer, "it started anew")
+            return
+        self._outbox.resume(name, is_new=False)
+        self._outages.record_return(name, self._loop.time())
+        self._follow_outages()
+        if peer not in self._dismissed:
+            self._tell(Returned(name))
+
+    def _find_gone(self) -> None:
+        """Let peers go that were waited for long enough."""
+        names, connected = self._door.names, self._transport.connected()
+        here = {name for peer, name in names.items() if peer in connected}
+        gone = self._outages.find_gone(here, self.hub.can_wait_for_all, self._loop.time())
+        self._follow_outages()
+        for name, absence in gone:
+            if (peer := self._door.find(name)) is not None:
+                self._forget(peer, absence.reason, self._time() - (self._loop.time() - absence.since))
+
+    def _follow_outages(self) -> None:
+        """Let the hub's time stand still while it is cut off, and look again when it is time."""
+        if self._outages.is_cut_off and self._stands_at is None:
+            self._stands_at = self._time()
+            if self._timer is not None:
+                self._timer.cancel()
+            self._tell(CutOff(len(self._outages.absent), self._timeouts.cut_off_seconds))
+        elif self._stands_at is not None and not self._outages.is_cut_off:
+            self._ahead = self._stands_at - self._loop.time()
+            self._stands_at = None
+            self._set_timer()
+        if self._outage_timer is not None:
+            self._outage_timer.cancel()
+        due = self._outages.due
+        self._outage_timer = None if due is None else self._loop.call_at(due, self._find_gone)
 
     def _open(self, delivery: Delivery) -> None:
         try:
@@ -235,6 +278,8 @@ class Server:
         if isinstance(known, str):
             self._start(self._refuse(peer, known))
             return
+        self._outages.record_arrival(self._loop.time())
+        self._follow_outages()
         name, now = known.node.name, self._time()
         relay_port = self._relay.port if self._relay is not None else 0
         self._post(Outgoing(name, Welcome(name, relay_port)))
@@ -257,10 +302,10 @@ class Server:
     def _forget(self, peer: PeerId, reason: str, since: float | None = None) -> None:
         """Let a peer go; if it comes back it is a new one."""
         name = self._door.forget(peer)
-        if peer in self._absent:
-            self._absent.pop(peer).cancel()
         self._transport.drop(peer, reason)
         if name is not None:
+            self._outages.forget(name)
+            self._follow_outages()
             self._outbox.forget(name)
             self._blobs.refuse(name, reason)
             self._apply(PeerLeft(name, reason, self._time(), since))
@@ -298,15 +343,19 @@ class Server:
             self._carry_out(order)
         if not orders and isinstance(event, Received) and isinstance(event.message, StepReport):
             return  # a report can only put off what is due; the timer may come too early
+        self._set_timer()
+
+    def _set_timer(self) -> None:
+        """Come back when the state is due, by the hub's time."""
         if self._timer is not None:
             self._timer.cancel()
-        due = self._monitored.due
+        due = self._monitored.due if self._stands_at is None else None
         self._timer = None if due is None else self._loop.call_at(due - self._ahead, self._tick)
 
     def _tick(self) -> None:
         self._apply(Tick(self._time()))
 
-    def _carry_out(self, order: Action) -> None:
+    def _carry_out(self, order: Action) -> None:  # noqa: C901 - one short case for each
         match order:
             case Send(to, message):
                 self._send(to, message)
@@ -315,10 +364,12 @@ class Server:
                 self._post(Outgoing(to, Stop(reason)))
             case MakePlan():
                 self._start(self._make_plan(order))
-            case MakeParts() | SendFields() | Collect():
+            case MakeParts() | SendFields() | InspectSamples() | Collect():
                 self._start(self._data.carry_out(order))
             case Notify(news):
                 self._tell(news)
+                if isinstance(news, Waiting):
+                    self._remind_later()
             case Finish():
                 if not self._result.done():
                     self._result.set_result(order)
@@ -326,6 +377,17 @@ class Server:
                 self.fail(GuardError(reason) if is_guarded else RavnestError(reason))
             case Refusal(reason):
                 logger.debug("refused: %s", reason)
+
+    def _remind_later(self) -> None:
+        if self._reminder is not None:
+            self._reminder.cancel()
+        self._reminder = self._loop.call_later(self._timeouts.remind_every_seconds, self._remind)
+
+    def _remind(self) -> None:
+        """Say again what training waits for."""
+        if self.hub.shortage:
+            self._tell(Waiting(self.hub.shortage))
+            self._remind_later()
 
     def _send(self, to: NodeId, message: Message) -> None:
         peer = self._door.find(to)

@@ -231,6 +231,18 @@ def test_what_ends_the_agent_ends_the_command() -> None:
     assert not find_running()
 
 
+def test_a_peer_of_a_hub_on_this_pc_waits_for_it_and_ends_with_its_process() -> None:
+    hub = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    scene = Scene(hub=psutil.Process(hub.pid))
+    scene.at(100.0, lambda: scene.visits[0].reasons.append("still here"))
+    scene.at(101.0, lambda: (hub.kill(), os.waitid(os.P_PID, hub.pid, os.WEXITED | os.WNOWAIT)))
+    try:
+        assert scene.run() == (4, "the hub that started it has ended")
+    finally:
+        hub.communicate()
+    assert scene.visits[0].reasons == ["still here", "the hub that started it has ended"]
+
+
 def test_a_running_one_is_found_and_the_dead_are_forgotten(tmp_path: Path) -> None:
     folder = tmp_path / "ravnest" / "peers"
     assert find_running() == []

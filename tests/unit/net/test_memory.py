@@ -184,6 +184,47 @@ def test_nothing_is_lost_or_doubled_over_many_cuts_even_when_both_dial(seed):
     assert run_virtual(main()) == [list(range(60))] * 2
 
 
+async def redial_often(one, other, random, num_times):
+    for _ in range(num_times):
+        await asyncio.sleep(random.uniform(0, 0.2))
+        one.redial(other.peer, ["nowhere", other.address])
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_nothing_is_lost_or_doubled_when_either_or_both_look_for_another_way(seed):
+    async def main():
+        async with Town(2, Wire(0.02, 5e6)) as (hub, node), asyncio.TaskGroup() as tasks:
+            if seed % 2:
+                tasks.create_task(cut_often(hub, node, Random(seed), 20))
+            for one, other in ((hub, node), (node, hub)):
+                tasks.create_task(talk(one, other, 60))
+                if one is hub or seed > 2:
+                    tasks.create_task(redial_often(one, other, Random(seed), 30))
+            listeners = [tasks.create_task(listen(one, 60)) for one in (hub, node)]
+            found = [await listener for listener in listeners]
+            await asyncio.sleep(10)
+            assert hub.connected() == {node.peer}
+            return found, len(hub.network._connections)
+
+    assert run_virtual(main()) == ([list(range(60))] * 2, 2)
+
+
+def test_another_way_is_told_with_its_address_and_none_changes_nothing():
+    async def main():
+        async with Town(2) as (hub, node):
+            assert not (await next_of(hub, LinkUp)).address
+            await next_of(node, LinkUp)
+            hub.redial(node.peer, ["nowhere", "node1"])
+            up = await next_of(hub, LinkUp)
+            assert (up.is_new, up.address) == (False, "node1")
+            hub.redial(node.peer, ["nowhere"])
+            await asyncio.sleep(10)
+            await node.send(hub.peer, Service.CONTROL, b"x")
+            return (await hub.receive()).header
+
+    assert run_virtual(main()) == b"x"
+
+
 def test_the_same_seed_gives_the_same_history():
     async def main():
         history = []

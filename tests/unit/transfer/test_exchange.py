@@ -1,6 +1,7 @@
 """Messages know how urgent they are; blobs arrive piece by piece and are believed by their hash alone."""
 
 import asyncio
+from collections.abc import Callable
 
 import pytest
 from blake3 import blake3
@@ -188,7 +189,10 @@ CONTENT = bytes(range(256)) * (3 << 12)  # three pieces
 
 
 async def play_fetch(
-    seconds_per_piece: float | None, quiet_seconds: float | None, num_pieces: int = 3
+    seconds_per_piece: float | None,
+    quiet_seconds: float | None,
+    num_pieces: int = 3,
+    clock: Callable[[], float] | None = None,
 ) -> tuple[Buffer | Refusal, float, Blobs]:
     """Fetch a blob from a node that takes its time and sends so many pieces; return it, and when it came."""
     loop = asyncio.get_running_loop()
@@ -203,7 +207,7 @@ async def play_fetch(
     here = Exchange(Blobs(), serve)
     there = Exchange(Blobs(), lambda sent: here.receive(PEER, sent.message, sent.buffers))
     ref = there.blobs.keep(CONTENT)
-    found = await here.fetch(ref, PEER, quiet_seconds=quiet_seconds)
+    found = await here.fetch(ref, PEER, quiet_seconds=quiet_seconds, clock=clock)
     late = loop.time()
     assert here.blobs.num_come(ref) == 0, "nothing is left of it"
     assert isinstance(here.receive(PEER, BlobPart(ref.blob, 0, 4), (b"late",)), Refusal)
@@ -221,6 +225,11 @@ def test_a_node_that_falls_silent_is_given_up(num_pieces: int, seconds: float) -
     found, late, _ = run_virtual(play_fetch(25.0, 30.0, num_pieces))
     assert found == Refusal("peer has sent nothing of it for 30 s")
     assert late == seconds
+
+
+def test_by_a_clock_that_stands_still_nobody_is_silent() -> None:
+    found, seconds, _ = run_virtual(play_fetch(200.0, 30.0, clock=lambda: 7.0))
+    assert (found, seconds) == (CONTENT, 600.0)
 
 
 def test_without_a_limit_a_silent_node_is_waited_for() -> None:

@@ -57,13 +57,26 @@ def test_snapshots_come_every_half_minute_the_first_ones_too(spares):
     assert spares.order(160.0) == {3: "a", 4: "d"}
 
 
-def test_without_backups_nobody_is_asked_and_half_a_minute_begins_when_there_are_some(spares):
+def test_without_backups_nobody_is_asked_and_a_spare_that_comes_later_gets_its_own_at_once(spares):
     spares.scene.adopt(*CLUSTERS)
     assert spares.backing.due is None
     assert spares.order(200.0) == spares.order(210.0) == {}
     spares.scene.adopt(*CLUSTERS, backups=(Backup("s", "a"),))
-    assert spares.order(239.9) == {}
-    assert spares.order(240.0) == {1: "a"}
+    assert spares.backing.due == 130.0, "which is over"
+    assert spares.order(211.0) == {1: "a"}
+    assert spares.backing.due == 241.0
+
+
+def test_while_the_cluster_is_built_nobody_is_asked_and_nothing_is_due(spares):
+    cluster, _ = spares.scene.placement.clusters
+    spares.scene.lose("d")
+    spares.scene.placement.mark_broken(cluster)
+    assert spares.backing.due is None
+    assert spares.order(130.0) == {}
+    change = spares.scene.adopt(("ab", HALVES), backups=(Backup("s", "a"),))
+    assert spares.order(131.0) == {}
+    spares.scene.build_all(change)
+    assert spares.order(140.0) == {1: "a"}
 
 
 def test_between_two_that_are_slow_lies_ten_times_what_they_take(spares):

@@ -9,7 +9,7 @@ from ravnest.hub.coordinator.leases import LeaseBook, LedgerState
 from ravnest.hub.coordinator.snapshots import SnapshotDesk
 from ravnest.protocol.placement import SnapshotMade
 
-BOOKS = LedgerState(8, 8, 2, 0, LeaseBook(50, 4, 1, 0).state())
+BOOKS = LedgerState(8, 8, 2, 0, LeaseBook(50, 1, 0).state())
 
 
 @pytest.fixture

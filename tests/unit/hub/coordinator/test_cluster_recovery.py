@@ -6,7 +6,7 @@ import pytest
 from support.hub_world import HubWorld, Trouble, blob, check_replay, job
 from support.plan_world import node
 
-from ravnest.hub.coordinator.events import Collect, Evict, PeerLeft, Received, Send
+from ravnest.hub.coordinator.events import Collect, Evict, MakePlan, PeerLeft, Received, Send
 from ravnest.hub.coordinator.notices import (
     Checkpointed,
     ClusterBroken,
@@ -15,6 +15,7 @@ from ravnest.hub.coordinator.notices import (
     Joined,
     Leaving,
     Left,
+    Measured,
     NotCheckpointed,
     PlanFormed,
     Recovered,
@@ -28,7 +29,7 @@ from ravnest.hub.coordinator.notices import (
 from ravnest.hub.coordinator.phases import JobPhase
 from ravnest.ids import HUB
 from ravnest.protocol.averaging import RoundOpen
-from ravnest.protocol.membership import Leave
+from ravnest.protocol.membership import Leave, ProbeOrder
 from ravnest.protocol.placement import (
     BackupOrder,
     PlanOrder,
@@ -52,6 +53,10 @@ def world_of(names, memory_mb=150.0, trouble=None, make_node=node, **changes):
 def sent(world, kind, to=None):
     orders = [order for orders in world.answers for order in orders if isinstance(order, Send)]
     return [x.message for x in orders if isinstance(x.message, kind) and to in (None, x.to)]
+
+
+def orders_of(world, kind):
+    return [order for orders in world.answers for order in orders if isinstance(order, kind)]
 
 
 def finishes(world):
@@ -179,7 +184,7 @@ def test_another_plan_while_a_cluster_is_built_loses_nothing(is_polite):
     assert world.hub.clusters[0].version == version > 1, "it counts on from what its nodes hold"
     world.run_until(lambda: world.hub.clusters[0].is_running)
     assert world.told(WorkLost) == world.told(ClusterDissolved) == []
-    assert world.hub.ledger.samples_seen(world.hub.clusters[0]) >= counted
+    assert world.hub.ledger.progress.samples_seen(world.hub.clusters[0]) >= counted
     finishes(world)
 
 
@@ -398,6 +403,36 @@ def test_a_node_that_has_become_slow_gives_work_to_the_others_and_nothing_is_don
     assert len(world.told(Repaired)) == 1, "plans do not flap"
 
 
+def test_a_link_that_has_become_slow_is_measured_and_planned_with():
+    world = world_of("abc", memory_mb=250.0, num_samples=300)
+    world.run(until=world.now + 40.0)  # so that what is usual is known
+    slow = world.hub.clusters[0].nodes[1]
+    world.slow_link(slow, 4.0)
+    world.run_until(lambda: world.told(Measured))
+    (measured,) = world.told(Measured)
+    assert (measured.node.name, measured.fault) == (slow, "has a slower link than before")
+    assert measured.node.upload_bytes_per_second == 5e8 / 4
+    assert measured.node.download_bytes_per_second == 1e9, "a little slower is nothing"
+    assert world.told(SpeedChanged) == []
+    assert {order.times_link for order in sent(world, ProbeOrder)} == {True}
+    plans = len(orders_of(world, MakePlan))
+    world.run_until(lambda: len(orders_of(world, MakePlan)) > plans)
+    assert [node.name for node in orders_of(world, MakePlan)[-1].changed] == [slow]
+    finishes(world)
+
+
+def test_links_that_are_all_slow_are_rather_the_hubs_and_a_node_alone_needs_none():
+    for names, memory_mb in (("abc", 250.0), ("a", 1000.0)):
+        world = world_of(names, memory_mb=memory_mb, num_samples=300)
+        world.run(until=world.now + 40.0)
+        for name in names:
+            world.slow_link(name, 4.0)
+        world.run(until=world.now + 60.0)
+        assert len(sent(world, ProbeOrder)) == (len(world.hub.clusters[0].nodes) if len(names) > 1 else 0)
+        assert world.told(Measured) == world.told(Repaired) == []
+        finishes(world)
+
+
 def test_what_a_cluster_is_at_for_long_is_not_waited_for():
     world = world_of("abc", memory_mb=250.0, num_samples=300, chunk_batches=40)
     world.run(until=world.now + 30.0)  # so that what is usual is known
@@ -432,7 +467,7 @@ def test_clusters_that_stand_still_when_all_is_trained_take_part_in_the_last_rou
     finishes(world)
     last = world.told(RoundEnded)[-1]
     assert (last.is_committed, last.is_final, last.left_out) == (True, True, ())
-    assert {world.hub.ledger.samples_seen(each) for each in world.hub.clusters} == {100}
+    assert {world.hub.ledger.progress.samples_seen(each) for each in world.hub.clusters} == {100}
 
 
 def test_who_never_gets_ready_in_the_end_is_not_waited_for_for_ever():

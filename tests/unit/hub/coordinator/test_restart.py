@@ -1,10 +1,23 @@
 """A hub that comes back with only its log and its last checkpoint: whom it knows again, what it forgets."""
 
+from dataclasses import replace
+
 import pytest
 from support.hub_world import HubWorld, check_replay, job
 
-from ravnest.hub.coordinator.events import MakeParts, PeerReturned, Send
-from ravnest.hub.coordinator.notices import ClusterStarted, Leaving, Left, Resumed, Returned, RoundEnded
+from ravnest.hub.coordinator.coordinator import Coordinator
+from ravnest.hub.coordinator.events import MakeParts, Notify, PeerReturned, Send
+from ravnest.hub.coordinator.notices import (
+    Checkpointed,
+    ClusterStarted,
+    FromCheckpoint,
+    Leaving,
+    Left,
+    Resumed,
+    Returned,
+    RoundEnded,
+    WorkLost,
+)
 from ravnest.protocol.averaging import RoundOpen
 from ravnest.protocol.membership import Leave
 
@@ -46,6 +59,24 @@ def finishes(world):
     assert world.is_finished
     assert set(world.ledger.values()) == {1}
     check_replay(world)
+
+
+def test_from_which_checkpoint_training_goes_on_is_said():
+    world = world_of("ab", 100.0, checkpoint_every=1.0)
+    world.run_until(lambda: world.told(Checkpointed))
+    kept = world.told(Checkpointed)[-1].num_samples
+    (told, *_) = Coordinator(replace(world.given, books=world.books)).apply(world.given)
+    assert told == Notify(FromCheckpoint(kept))
+    world.kill("a")
+    world.run_until(lambda: world.told(WorkLost))
+    assert world.told(FromCheckpoint) == [FromCheckpoint(world.told(Checkpointed)[-1].num_samples)]
+
+
+def test_without_a_checkpoint_none_is_named():
+    world = world_of("ab", 100.0)
+    world.kill("a")
+    world.run_until(lambda: world.told(WorkLost))
+    assert not world.told(FromCheckpoint)
 
 
 def test_what_was_made_for_stages_is_made_again():
@@ -107,7 +138,7 @@ def test_the_first_round_begins_from_the_weights_of_the_cluster_that_knows_most(
     restart(world)
     num_before = len(rounds(world))
     world.run_until(lambda: len(rounds(world)) == num_before + 1)
-    best = world.hub.ledger.most_trained(world.hub.clusters)
+    best = world.hub.ledger.progress.most_trained(world.hub.clusters)
     world.run_until(lambda: len(rounds(world)) == num_before + 2)
     first, second = rounds(world)[num_before:]
     assert {name for name, told in first.items() if told.is_anchor} == {*best.nodes}

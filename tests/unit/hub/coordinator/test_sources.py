@@ -131,6 +131,24 @@ def test_who_keeps_a_backup_and_holds_a_stage_is_asked_for_what_it_holds(scene):
     assert scene.ask() == {1: "c"}
 
 
+def test_a_backup_of_who_holds_less_now_is_no_source():
+    scene = HubScene("abstu", ("ab", HALVES))
+    backed_up(scene, 100, spare="s")
+    scene.lose("a")
+    change = scene.adopt(("sb", HALVES))  # its backup takes the place
+    scene.sources.begin(change, lambda _: 0, 90)
+    assert scene.build() == {"s": ["s"], "b": []}
+    scene.build_all(change)
+    thirds = ("stb", ((0, 1), (1, 3), (3, 6)))
+    change = scene.adopt(thirds)  # t joined: cut anew
+    scene.sources.begin(change, lambda _: 0, 90)
+    scene.build()
+    scene.build_all(change)
+    scene.lose("t")
+    scene.change(("sub", thirds[1]), kept=100)
+    assert scene.build()["u"] == [HUB], "s has the first position only"
+
+
 def test_stages_of_a_cluster_that_broke_meanwhile_are_not_built(scene):
     scene.change(*AFTER, known={"c": 100})
     asked = scene.ask()

@@ -83,17 +83,17 @@ def test_a_storm_of_dropped_batches_names_who_dropped_most():
     guard = fed(*falling(64))
     for number in range(17):
         assert guard.alarm is None
-        guard.note_dropped("A1", "bob" if number % 3 else "ana")
+        guard.note_dropped("A1", "bob" if number % 3 else "ana", f"reason {number}")
     assert guard.alarm.suspect == "bob"
-    assert guard.alarm.reason == "17 of the last 32 microbatches were dropped"
+    assert guard.alarm.reason == "17 of the last 32 microbatches were dropped (last: reason 16)"
 
 
 def test_half_way_to_a_storm_nothing_is_worth_keeping():
     guard = fed(*falling(64))
     for _ in range(7):
-        guard.note_dropped("A1", "bob")
+        guard.note_dropped("A1", "bob", "a reason")
     assert guard.is_calm
-    guard.note_dropped("A1", "bob")
+    guard.note_dropped("A1", "bob", "a reason")
     assert not guard.is_calm
     for loss in falling(24, 0.5):
         guard.note_loss("A1", "A", loss)
@@ -161,11 +161,32 @@ def test_without_a_checkpoint_it_says_so_and_trains_on():
     assert world.is_finished
 
 
-def test_again_and_again_is_the_end(world):
+def alarm(world):
+    """Let the loss go wrong; return how many samples were trained by then."""
+    place = world.hub.ledger.num_counted
+    world.feed(LossAlarm("the loss leaps", "cluster A", world.now))
+    return place
+
+
+def test_again_and_again_at_one_place_is_the_end_whatever_checkpoints_are_made_before_it(world):
     world.run_until(lambda: len(world.told(Checkpointed)) == 3)
-    world.trouble.no_room = 1.0  # else the next checkpoint would say that all is well
-    spoil(world, lambda: world.abandoned is not None)
+    place = world.hub.ledger.num_counted + 100
+    for _ in range(4):
+        assert world.abandoned is None
+        kept = len(world.told(Checkpointed))
+        world.run_until(lambda kept=kept: len(world.told(Checkpointed)) > kept)
+        world.run_until(lambda: world.hub.ledger.num_counted >= place)
+        alarm(world)
     assert len(world.told(WentWrong)) == 4
     assert world.abandoned.is_guarded
     assert "lower the learning rate" in world.abandoned.reason
     assert world.hub.phase is JobPhase.FINISHED
+
+
+def test_alarms_of_places_that_were_passed_do_not_count(world):
+    world.run_until(lambda: world.told(Checkpointed))
+    for _ in range(5):
+        place = alarm(world)
+        world.run_until(lambda place=place: world.told(Checkpointed)[-1].num_samples > place)
+    world.run()
+    assert world.is_finished

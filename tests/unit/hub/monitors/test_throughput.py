@@ -2,7 +2,7 @@
 
 import pytest
 
-from ravnest.hub.monitors.throughput import ThroughputMonitor
+from ravnest.hub.monitors.throughput import PaceMonitor, ThroughputMonitor
 from ravnest.protocol.training import StepReport
 
 START = 40  # when all is as usual
@@ -105,3 +105,43 @@ def test_nonsense_says_nothing(seconds):
     assert tell(speeds, "a", seconds, range(START, START + 100)) is None
     assert tell(speeds, "a", 1.0, range(START + 100, START + 200)) is None
     assert speeds.note("a", report(1.0, num_samples=0), 300.0) is None
+
+
+def step(paces, every, times, cluster_id="A1"):
+    """Let a leaf report every so many seconds; the first verdict and when it came, or None."""
+    start, stop = times
+    now = start
+    while now < stop:
+        verdict = paces.note(cluster_id, report(0.1), now)
+        if verdict is not None:
+            return now, verdict
+        now += every
+    return None
+
+
+def test_a_cluster_that_completes_less_for_long_is_seen_although_its_nodes_compute_as_ever():
+    paces = PaceMonitor()
+    assert step(paces, 0.5, (0.0, 60.0)) is None
+    when, times = step(paces, 2.0, (60.0, 200.0))
+    assert times == pytest.approx(1 / 4, rel=0.2)
+    assert 80.0 <= when <= 95.0
+
+
+def test_a_cluster_that_completes_more_is_nothing():
+    paces = PaceMonitor()
+    assert step(paces, 2.0, (0.0, 60.0)) is None
+    assert step(paces, 0.5, (60.0, 200.0)) is None
+
+
+def test_time_in_which_a_cluster_did_something_else_does_not_count():
+    paces = PaceMonitor()
+    for start in range(0, 400, 10):
+        assert step(paces, 0.5, (float(start), start + 3.0)) is None
+        paces.pause("A1")
+
+
+def test_a_cluster_that_is_no_more_is_forgotten():
+    paces = PaceMonitor()
+    assert step(paces, 0.5, (0.0, 60.0)) is None
+    paces.forget_others(["B1"])
+    assert step(paces, 2.0, (60.0, 200.0)) is None
