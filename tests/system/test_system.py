@@ -8,7 +8,9 @@ import asyncio
 import copy
 import itertools
 import json
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -45,6 +47,7 @@ from ravnest.protocol.averaging import RingPart, RoundCommit, RoundOpen
 from ravnest.protocol.membership import Fact
 from ravnest.protocol.placement import SnapshotOrder
 from ravnest.protocol.training import Activation, LeaseGrant
+from ravnest.requester.checkpoint_store import Checkpoints
 from tests.support.system_world import (
     GOLDEN,
     NUM_VALIDATION,
@@ -494,6 +497,28 @@ def test_whoever_comes_and_goes_the_job_ends_or_says_what_it_waits_for(seed: int
     else:
         check_books(ended, job)
         check_result(ended, job)
+
+
+@pytest.mark.parametrize("pcs", [SIX, [Pc(130e3)] * 3])
+def test_the_best_weights_are_those_that_were_evaluated(pcs: Sequence[Pc], tmp_path: Path) -> None:
+    data = make_points(64, 1)
+    others = {"x": data["x"], "y": (data["y"] + 1) % 4}  # the more is learned, the worse it is for these
+    facts = {"loss": cross_entropy, "optimizer": "adamw", "learning_rate": 1e-2}
+    job = rv.Job(make_mlp(), data, val_data=others, batch_size=16, epochs=4, **facts)
+    plan = replace(PLAN, averaging=Averaging.BLOCKING)  # no average arrives while it is evaluated
+    ended = World(job, pcs, plan, checkpoint_every=1000.0, keeper=Checkpoints(tmp_path)).run()
+    assert ended.result is not None
+    best = ended.result.best
+    assert best is not None
+    assert best.loss == min(ended.validation) < ended.validation[-1]
+    assert best.epoch == ended.of(Evaluated)[ended.validation.index(best.loss)].epoch
+    assert best.metrics["val_loss"] == best.loss
+    model = copy.deepcopy(job.model)
+    best.load_into(model)
+    with torch.no_grad():
+        out = model.eval()(job.val_data["x"])
+    assert best.loss == pytest.approx(float(cross_entropy(out, job.val_data)), rel=1e-4)
+    best.export(tmp_path / "best.safetensors")
 
 
 def with_bad_rows(every: int) -> rv.Job:
