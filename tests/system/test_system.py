@@ -17,6 +17,7 @@ from safetensors.torch import load, save
 
 import ravnest as rv
 from ravnest.config import TIMEOUTS, Averaging
+from ravnest.errors import RavnestError
 from ravnest.hub.coordinator.leases import permute
 from ravnest.hub.coordinator.notices import (
     ClusterBroken,
@@ -339,6 +340,27 @@ def test_a_hub_that_is_cut_off_for_too_long_goes_back_to_what_it_has_and_trains_
         lost_at + 603, abs=1
     )
     check_books(ended, job)
+
+
+@pytest.mark.parametrize("returns", [True, False])
+def test_a_job_that_is_stopped_while_its_hub_is_cut_off_ends_soon(returns: bool) -> None:
+    def hear(world: World, news: Notice) -> None:
+        if isinstance(news, Trained) and news.epoch == 2 and not cut:
+            cut.append(world.now)
+            world.isolate(NodeId("hub"), 15.0 if returns else 900.0)
+        elif isinstance(news, CutOff):
+            world.stop()
+
+    cut: list[float] = []
+    world = World(make_job("mlp", num_samples=768), SIX, hear=hear, limit_seconds=900)
+    if returns:
+        ended = world.run()
+        assert ended.result is not None
+        assert ended.of(Left) == []
+    else:
+        with pytest.raises(RavnestError, match="stopped"):
+            world.run()
+        assert world.ended_at < cut[0] + 90.0
 
 
 @pytest.mark.parametrize(("num_peers", "seconds"), [(1, 3.0), (2, 20.0)])
