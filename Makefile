@@ -22,6 +22,7 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.run pipeline
 	$(BIN)/python -m benchmarks.run allreduce
 	$(BIN)/python -m benchmarks.run convergence
+	$(BIN)/python -m benchmarks.run quality
 	$(BIN)/python -m benchmarks.run recovery
 
 soak: $(READY)

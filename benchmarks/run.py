@@ -35,16 +35,21 @@ def main() -> int:
     parser.add_argument("name", choices=names)
     parser.add_argument("--quick", action="store_true", help="small inputs, invariants only, no report")
     parser.add_argument("--json", action="store_true", help="print the object on one line")
+    # Some scenarios have options of their own.
+    scenario = importlib.import_module(f"benchmarks.scenarios.{parser.parse_known_args()[0].name}")
+    has_options = hasattr(scenario, "add_options")
+    if has_options:
+        scenario.add_options(parser)
     arguments = parser.parse_args()
     started = time.monotonic()
-    outcome = Outcome(*importlib.import_module(f"benchmarks.scenarios.{arguments.name}").run(arguments.quick))
+    outcome = Outcome(*scenario.run(arguments.quick, *([arguments] if has_options else [])))
     result = {
         "name": arguments.name,
         "figures": outcome.figures,
         "machine": describe_machine(),
         "seconds": round(time.monotonic() - started, 1),
     }
-    if not arguments.quick:
+    if outcome.report and not arguments.quick:
         write_report(result, outcome)
     print(json.dumps(result, indent=None if arguments.json else 2))
     for sentence in outcome.missed:

@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from ravnest.config import PlanConfig
     from ravnest.engine.train_config import AveragingRule
     from ravnest.hub.coordinator import notices
     from ravnest.model.capture import capture, empty_weights
@@ -20,6 +21,7 @@ __all__ = [
     "CsvLog",
     "Hub",
     "Job",
+    "PlanConfig",
     "TensorBoard",
     "capture",
     "constant",
@@ -35,6 +37,7 @@ _PLACES = {
     "CsvLog": "ravnest.requester.callbacks",
     "Hub": "ravnest.requester.session",
     "Job": "ravnest.requester.job",
+    "PlanConfig": "ravnest.config",
     "TensorBoard": "ravnest.requester.callbacks",
     "capture": "ravnest.model.capture",
     "constant": "ravnest.requester.lr_schedules",

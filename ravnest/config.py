@@ -34,6 +34,9 @@ class WireFormat(StrEnum):
         return (bytes_per_value + scale_bytes) / 4
 
 
+EXACT_FORMATS = (WireFormat.FP32, WireFormat.BF16)  # of gradients: coarser ones would owe too much
+
+
 class OptimizerKind(StrEnum):
     """What updates a stage; `muon` is the default recipe (Muon on matrices, NAdam on the rest)."""
 
@@ -54,10 +57,29 @@ class Recompute(StrEnum):
 
 
 class Averaging(StrEnum):
-    """Whether clusters train on while a round runs."""
+    """How clusters come to agree; `auto` lets the planner choose."""
 
-    OVERLAPPED = "overlapped"
-    BLOCKING = "blocking"
+    AUTO = "auto"
+    OVERLAPPED = "overlapped"  # they train on while a round averages their weights
+    BLOCKING = "blocking"  # they stand still while a round averages their weights
+    EXACT = "exact"  # they sum the gradients of every batch, as one process would
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether clusters train while a round runs, as far as is known."""
+        return self in (Averaging.AUTO, Averaging.OVERLAPPED)
+
+
+class Favour(StrEnum):
+    """What a plan with more clusters may cost."""
+
+    QUALITY = "quality"  # hardly anything: a sample trains at least 0.9 as much as in one process
+    SPEED = "speed"  # a little: 0.8 as much
+
+    @property
+    def least_efficiency(self) -> float:
+        """The training effect of a sample, in that of one process, below which no cluster is added."""
+        return 0.9 if self is Favour.QUALITY else 0.8
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +94,10 @@ class PlanConfig:
     activations: WireFormat = WireFormat.BF16
     gradients: WireFormat = WireFormat.BF16
     deltas: WireFormat = WireFormat.INT4
-    averaging: Averaging = Averaging.OVERLAPPED
+    exact_gradients: WireFormat = WireFormat.FP32  # in gradient rounds: fp32 or bf16
+    averaging: Averaging = Averaging.AUTO
+    clusters: int = 0  # at most so many, whatever that costs in quality; 0: as many as pay
+    favour: Favour = Favour.QUALITY
     averaging_share: float = 0.1  # of each link (overlapped) or of the time (blocking)
     max_round_seconds: float = 600.0  # no node hosts more than it can average in this time
     speed_ratio: float = 4.0  # fastest over slowest cluster; a faster one is held back to it
@@ -82,6 +107,7 @@ class PlanConfig:
     relay_bytes_per_second: float = 2.5e6  # per pair of neighbours that only the hub can connect
     overhead_bytes: float = 5e8  # the program itself and the device's context
     recover_seconds: float = 30.0  # a cluster stands still when one of its nodes dies
+    microbatch_seconds: float = 2e-3  # a stage needs at least this for a microbatch, however small the model
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +205,6 @@ class ProgramTimeouts:
     """How long sessions and commands wait, and how often they look or print."""
 
     settle_seconds: float = 5.0  # without a number of nodes, a job starts after this much quiet
-    local_settle_seconds: float = 60.0  # peers of one busy PC start one after the other
     local_end_seconds: float = 5.0  # local peers have this long to end before they are killed
     progress_every_seconds: float = 10.0  # between two lines of progress
     redraw_seconds: float = 0.25  # between two pictures of the live view
@@ -204,6 +229,7 @@ _DIMENSIONS = {
     "relay_bytes_per_second": Dimension.BYTES_PER_SECOND,
     "overhead_bytes": Dimension.BYTES,
     "recover_seconds": Dimension.SECONDS,
+    "microbatch_seconds": Dimension.SECONDS,
 }
 _BOUNDS = {
     "max_lag": (1, 64),
@@ -216,6 +242,8 @@ _BOUNDS = {
     "relay_bytes_per_second": (1e3, 1e12),
     "overhead_bytes": (0, 1e12),
     "recover_seconds": (0, 1e6),
+    "clusters": (0, 10_000),
+    "microbatch_seconds": (0, 60),
 }
 
 
@@ -228,10 +256,10 @@ def parse_plan_table(text: str, where: str) -> dict[str, object] | None:
     return table
 
 
-def read_plan_config(table: Mapping[str, object], where: str) -> PlanConfig:
-    """Return the default PlanConfig with the keys of `table` set; errors name `where`."""
+def read_plan_config(table: Mapping[str, object], where: str, base: PlanConfig | None = None) -> PlanConfig:
+    """Return the default PlanConfig, or `base`, with the keys of `table` set; errors name `where`."""
     read = Document(dict(table), where, is_table=True).read_as(_plan_table())
-    return replace(PlanConfig(), **{name: _plain(name, getattr(read, name)) for name in table})
+    return replace(base or PlanConfig(), **{name: _plain(name, getattr(read, name)) for name in table})
 
 
 def _plain(name: str, value: Any) -> Any:

@@ -114,3 +114,8 @@ def _scaled(value: float) -> str:
 
 def _three_digits(value: float) -> str:
     return f"{value:.0f}" if abs(value) >= 99.95 else f"{value:.3g}"
+
+
+def show_count(count: int, noun: str) -> str:
+    """Return a count with its noun: 1 node, 2 nodes."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"

@@ -113,7 +113,8 @@ def demo(is_text: bool, nodes: int, kill: bool, folder: str | None, quiet: bool,
     before = chosen.prompt and demo_jobs.continue_text(chosen.job.model, chosen.prompt)
     notes = _Notes()
     hardware = [chosen.nodes[index % len(chosen.nodes)] for index in range(nodes)]
-    plan = replace(LOCAL_PLAN, overhead_bytes=0.0)  # memory is made up, so that of the programs is left out
+    # Memory is made up, so that of the programs is left out. Two clusters are to be seen at work.
+    plan = replace(LOCAL_PLAN, overhead_bytes=0.0, clusters=2)
     parts = find_parts().hub_parts
     with (
         choose_view(quiet) as view,

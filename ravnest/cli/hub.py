@@ -6,6 +6,7 @@ from pathlib import Path
 import click
 
 from ravnest.cli.parts import find_parts
+from ravnest.cli.plan_options import PlanWishes, plan_options
 from ravnest.cli.view import View, choose_view, report
 from ravnest.errors import ConfigError
 
@@ -21,6 +22,7 @@ _SCHEMA = "ravnest.hub/1"
 @click.option("--folder", metavar="DIR", help="For identity, log and result; runs/NAME if left out.")
 @click.option("--out", metavar="FILE", help="Weights; model.safetensors in the folder if left out.")
 @click.option("--resume", is_flag=True, help="Go on from the last checkpoint in the folder.")
+@plan_options
 @click.option("--quiet", is_flag=True, help="Say only how to join, and what went wrong.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON lines (ravnest.hub/1): open, then done.")
 def hub(  # noqa: PLR0913 - click passes one argument per option
@@ -32,6 +34,7 @@ def hub(  # noqa: PLR0913 - click passes one argument per option
     folder: str | None,
     out: str | None,
     resume: bool,
+    wishes: PlanWishes,
     quiet: bool,
     as_json: bool,
 ) -> None:
@@ -49,10 +52,13 @@ def hub(  # noqa: PLR0913 - click passes one argument per option
     from ravnest.requester.job_file import load_job
     from ravnest.requester.local_peers import share_memory
     from ravnest.requester.result import check_place
-    from ravnest.requester.run_folder import MODEL, free_run
-    from ravnest.requester.session import Hub
+    from ravnest.requester.run_folder import MODEL, check_unfinished, free_run
+    from ravnest.requester.session import SWARM_PLAN, Hub
 
-    file = None if out is None else check_place(out)
+    plan = wishes.read(SWARM_PLAN)
+    file = None if out is None else check_place(out, may_exist=resume)
+    if folder and not resume:
+        check_unfinished(Path(folder))
     with choose_view(quiet) as view:
         job = load_job(place)
         where = Path(folder) if folder else free_run(job.name or "job")
@@ -61,6 +67,7 @@ def hub(  # noqa: PLR0913 - click passes one argument per option
             listen,
             public=public,
             folder=where,
+            plan=plan,
             peers=peers,
             tell=view.tell,
             look=view.look,

@@ -152,6 +152,8 @@ def join(  # noqa: PLR0913 - click passes one argument per option
 
 def _read(text: str | None, dimension: Dimension) -> float | None:
     value = None if text is None else parse_quantity(text, dimension)
+    if text is not None and dimension is Dimension.BYTES and not text.rstrip()[-1].isalpha():
+        raise ConfigError(f"{text!r} has no unit and would be bytes; give something like {dimension.value!r}")
     if value is not None and (value < 0 or (value == 0 and dimension is not Dimension.SECONDS)):
         raise ConfigError(f"{text!r} is too little; give something like {dimension.value!r}")
     return value

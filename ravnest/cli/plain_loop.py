@@ -37,14 +37,13 @@ class PlainLoop:
 def train_plain_loop(job: Job, blueprint: Blueprint) -> PlainLoop:
     """Train a copy of the model whose only input is the field x, and evaluate it."""
     assert isinstance(job.optimizer, Recipe)
-    assert job.learning_rate is not None
     model = copy.deepcopy(job.model).train()
     parameters = {name: value for name, value in model.named_parameters() if value.requires_grad}
     shapes = {name: tuple(value.shape) for name, value in parameters.items()}
     num_samples = len(job.samples)
     num_batches = job.epochs * -(-num_samples // job.batch_size)
     matrices = find_matrices(blueprint)
-    settings = make_settings(job.optimizer, job.learning_rate, shapes, matrices, num_batches)
+    settings = make_settings(job.optimizer, job.find_rate(num_batches), shapes, matrices, num_batches)
     optimizer, rates = Optimizer(settings, parameters), iter(factors(job.rates, num_batches))
     torch.set_num_threads(_best_threads(job, model))
     start = time.perf_counter()  # noqa: TID251 - this is the measurement

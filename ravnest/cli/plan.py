@@ -1,18 +1,21 @@
 """`ravnest plan`: who would do what, and how fast it would be."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 import click
 
 from ravnest.cli.files import print_parts, read_text, to_json, write_text
 from ravnest.cli.parts import find_parts
+from ravnest.cli.plan_options import PlanWishes, plan_options
 from ravnest.errors import ConfigError
+from ravnest.units import show_count
 
 if TYPE_CHECKING:
     from ravnest.config import PlanConfig
     from ravnest.plan.forecast import Forecast
+    from ravnest.plan.sharing import Sharing
     from ravnest.plan.types import ModelProfile, Plan, Swarm
 
 
@@ -26,6 +29,7 @@ class _Answer:
     swarm: "Swarm"
     config: "PlanConfig"
     advice: tuple[str, ...]
+    sharing: "Sharing | None" = None  # if it is known how long the job is
 
 
 @click.command()
@@ -44,12 +48,12 @@ class _Answer:
 )
 @click.option("--batch", type=int, metavar="N", help="Samples per batch of a built-in model.")
 @click.option(
+    "--updates", type=int, metavar="N", help="Updates of the job: plan for the time to its quality."
+)
+@click.option(
     "--seed", type=int, default=0, show_default=True, metavar="N", help="Of the search and the population."
 )
-@click.option("--config", "config_file", metavar="FILE", help="TOML file with a [plan] table of settings.")
-@click.option(
-    "--set", "settings", multiple=True, metavar="KEY=VALUE", help="One setting, above the file. Repeatable."
-)
+@plan_options
 @click.option(
     "--json", "as_json", is_flag=True, help="Print one JSON object (ravnest.plan/1) instead of tables."
 )
@@ -59,9 +63,9 @@ def plan(  # noqa: PLR0913 - click passes one argument per option
     population: str | None,
     model: str,
     batch: int | None,
+    updates: int | None,
     seed: int,
-    config_file: str | None,
-    settings: tuple[str, ...],
+    wishes: PlanWishes,
     as_json: bool,
     svg_file: str | None,
 ) -> None:
@@ -75,10 +79,16 @@ def plan(  # noqa: PLR0913 - click passes one argument per option
         raise click.UsageError("Give either --nodes FILE or --population KIND:COUNT, one of the two.")
     if seed < 0:
         raise ConfigError(f"--seed {seed} is negative; choose 0 or more")
-    config = _read_config(config_file, settings)
+    if updates is not None and updates < 1:
+        raise ConfigError(f"--updates {updates} is no length of a job; choose 1 or more")
+    config = wishes.read()
     profile = _read_model(model, batch)
     swarm = _read_nodes(nodes, population, seed)
-    answer = _find_plan(profile, swarm, config, seed)
+    click.echo(f"planning {profile.name} on {show_count(len(swarm.nodes), 'node')}, seed {seed}", err=True)
+    if updates is None:
+        answer = _find_plan(profile, swarm, config, seed)
+    else:
+        answer = _find_shared_plan(profile, swarm, config, seed, updates)
     if svg_file is not None:
         _write_picture(svg_file, answer)
     if as_json:
@@ -90,12 +100,37 @@ def plan(  # noqa: PLR0913 - click passes one argument per option
 def _find_plan(profile: "ModelProfile", swarm: "Swarm", config: "PlanConfig", seed: int) -> _Answer:
     from ravnest.plan.forecast import forecast
     from ravnest.plan.formation import form_plan
-    from ravnest.views.plan_text import advise, show_count
+    from ravnest.views.plan_text import advise
 
-    click.echo(f"planning {profile.name} on {show_count(len(swarm.nodes), 'node')}, seed {seed}", err=True)
     found = (find_parts().form_plan or form_plan)(profile, swarm, config, seed)
     predicted = forecast(found, profile, swarm, config)
     return _Answer(found, predicted, profile, swarm, config, advise(found, profile, swarm, config))
+
+
+def _find_shared_plan(
+    profile: "ModelProfile", swarm: "Swarm", config: "PlanConfig", seed: int, num_updates: int
+) -> _Answer:
+    """Plan as a hub would for a job of so many updates."""
+    from ravnest.errors import PlanError
+    from ravnest.hub.coordinator.events import JobGiven, JobSettings, MakePlan
+    from ravnest.hub.coordinator.planner import SearchPlanner, configure_microbatch, profile_microbatch
+    from ravnest.plan.forecast import forecast
+    from ravnest.views.plan_text import advise
+
+    size = profile.samples_per_batch
+    settings = JobSettings(
+        num_samples=num_updates * size, num_validation=0, batch_size=size, epochs=1, rates=(1.0,), seed=seed
+    )
+    given = JobGiven(profile, config, settings, now=0.0)
+    made = SearchPlanner(form=find_parts().form_plan).make_plan(given, MakePlan(1, swarm.nodes), 0.0)
+    if made.plan is None:
+        raise PlanError(made.shortage)
+    profile = profile_microbatch(given, made.microbatches, made.sharing)
+    config = configure_microbatch(given, made.microbatches, made.sharing)
+    advice = advise(made.plan, profile, swarm, config)
+    advice = (made.reason, *advice) if made.reason else advice
+    predicted = forecast(made.plan, profile, swarm, config)
+    return _Answer(made.plan, predicted, profile, swarm, config, advice, made.sharing)
 
 
 def _read_nodes(nodes: str | None, population: str | None, seed: int) -> "Swarm":
@@ -122,27 +157,6 @@ def _read_model(model: str, batch: int | None) -> "ModelProfile":
     return read_profile(read_text(model, find_parts().max_file_bytes), model)
 
 
-def _read_config(config_file: str | None, settings: tuple[str, ...]) -> "PlanConfig":
-    from ravnest.config import parse_plan_table, read_plan_config
-
-    values: dict[str, object] = {}
-    if config_file is not None:
-        content = read_text(config_file, find_parts().max_file_bytes)
-        table = parse_plan_table(content, config_file)
-        if table is None:
-            click.echo(f"note: {config_file} has no [plan] table; every setting has its default", err=True)
-        values = table or {}
-    read_plan_config(values, f"{config_file}, table [plan]")
-    given: dict[str, str] = {}
-    for setting in settings:
-        key, sign, value = setting.partition("=")
-        if not sign or not key.strip():
-            raise click.UsageError(f"--set {setting!r} is not a setting; write KEY=VALUE like max_lag=4.")
-        given[key.strip()] = value.strip()
-    read_plan_config(given, "--set")
-    return read_plan_config({**values, **given}, "--set")
-
-
 def _write_picture(name: str, answer: _Answer) -> None:
     from ravnest.views.plan_picture import draw_plan
 
@@ -156,6 +170,7 @@ def _print_json(answer: _Answer) -> None:
     report = plan_to_dict(
         answer.plan, answer.predicted, answer.profile, answer.swarm, answer.config, answer.advice
     )
+    report["sharing"] = None if answer.sharing is None else asdict(answer.sharing)
     click.echo(to_json(report))
 
 

@@ -1,9 +1,10 @@
 """Recipes: which optimizer trains which parameter; ours, and the user's own torch.optim.
 
 The default recipe tolerates lag: Muon on matrices, NAdam on the rest, weights predicted over the measured
-lag, each gradient clipped by itself.
+lag, each gradient clipped by itself. Its rate follows from the length of the job.
 """
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -34,6 +35,33 @@ _FIXED = {
     "ns_coefficients": (3.4445, -4.775, 2.0315),
 }
 _DECAY = 0.1
+_RATES = {
+    OptimizerName.SGD: 1e-2,
+    OptimizerName.MOMENTUM: 1e-2,
+    OptimizerName.ADAM: 1e-3,
+    OptimizerName.ADAMW: 3e-3,
+    OptimizerName.NADAM: 2e-3,
+    OptimizerName.MUON: 4e-3,
+}
+_CAREFUL_ADAMW = 1e-3  # trained weights are not moved far
+_LONG_JOB = 4800  # updates; Muon's rate was tuned at this length
+_MOST_RAISE = 5.0
+
+
+def choose_rate(
+    optimizer: OptimizerName, planned_updates: int = 0, *, has_trained_weights: bool = False
+) -> float:
+    """Return the rate of a recipe; 0 updates are an unknown number.
+
+    A step of Muon is short, so a short job needs a higher rate for its weights to arrive; trained weights
+    are near their place already.
+    """
+    if has_trained_weights and optimizer is OptimizerName.ADAMW:
+        return _CAREFUL_ADAMW
+    rate = _RATES[optimizer]
+    if has_trained_weights or optimizer is not OptimizerName.MUON or planned_updates < 1:
+        return rate
+    return rate * min(max(math.sqrt(_LONG_JOB / planned_updates), 1.0), _MOST_RAISE)
 
 
 def make_settings(

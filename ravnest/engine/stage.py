@@ -1,8 +1,8 @@
 """One stage at work: forward, backward and update, with many microbatches in flight.
 
 The backward of a microbatch uses the weights that its forward saw, whatever was updated since. A microbatch
-with numbers that are not finite is dropped, and nothing of it is applied. The schedule decides what runs
-when.
+that fails, or with numbers that are not finite, is dropped, and nothing of it is applied. The schedule
+decides what runs when.
 """
 
 import math
@@ -16,11 +16,17 @@ from torch import Tensor
 
 from ravnest.engine.optimizers import Optimizer, OptimizerSettings, find_norms, find_not_finite
 from ravnest.engine.weight_versions import Graph, Snapshot, Versions
-from ravnest.errors import ProtocolError
+from ravnest.errors import ProtocolError, RavnestError
 from ravnest.ids import MicrobatchId
 from ravnest.protocol.messages import Refusal
 
+_NOTHING_LEFT = "no microbatch was left to learn from"
 _LAGS_REMEMBERED = 32  # microbatches: prediction follows a new window soon, and ends exactly when lag does
+
+# What torch raises for a sample that does not fit the model: a label out of range, a shape, a type.
+_FAILURES = (RuntimeError, IndexError, ValueError, TypeError, ArithmeticError, MemoryError)
+_NO_MEMORY = ("allocate memory", "not enough memory", "out of memory")
+_DEVICE_LOST = ("CUDA error", "HIP error", "device-side assert")  # nothing runs on it in this program again
 
 RandomKey = tuple[int, int]
 Tensors = Mapping[str, Tensor]
@@ -67,11 +73,15 @@ class PassedOn:
 
 @dataclass(frozen=True, slots=True)
 class DroppedWork:
-    """A microbatch that was given up because of a number; the hub is told and training goes on."""
+    """A microbatch that was given up because of its samples; the hub is told and training goes on.
+
+    After some failures a GPU runs nothing more in this program: `has_lost_device`.
+    """
 
     microbatch: MicrobatchId
-    where: str  # forward, backward
+    where: str  # forward, backward, evaluation
     reason: str
+    has_lost_device: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +90,15 @@ class Updated:
 
     version: int
     refusal: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SummedGradient:
+    """The sums of the update under way, by name; divided by the number they are means over these samples."""
+
+    sums: Tensors
+    divisor: float
+    num_samples: int
 
 
 @dataclass(slots=True)
@@ -121,11 +140,8 @@ class StageEngine:
         self._sums: dict[str, Tensor] = {}
         self._own_sums: set[str] = set()  # sums that only this stage holds
         self._bounds: dict[str, float] = {}  # of their norms: a sum is no longer than its parts together
-        self._num_microbatches, self._shares, self._first_size = (
-            0,
-            0.0,
-            1,
-        )  # shares: microbatches, by their samples
+        self._num_microbatches = self._num_samples = 0
+        self._shares, self._first_size = 0.0, 1  # shares: microbatches, by their samples
         self._lags: deque[int] = deque(maxlen=_LAGS_REMEMBERED)
 
     @property
@@ -155,11 +171,15 @@ class StageEngine:
         }
         # Copies: microbatches in flight may need the buffers as they were, and this one may be dropped.
         buffers = {name: self._rest[name].clone() for name in self._roles.written}
-        with torch.enable_grad():
-            outcome = self._program.forward(
-                {**self._rest, **buffers, **weights}, leaves, fields, training=True, key=key
-            )
-        if reason := _find_fault(outcome):
+        try:
+            with torch.enable_grad():
+                outcome = self._program.forward(
+                    {**self._rest, **buffers, **weights}, leaves, fields, training=True, key=key
+                )
+            reason = _find_fault(outcome)  # a GPU says only here that an operation failed
+        except _FAILURES as error:
+            return _give_up(microbatch, "forward", error)
+        if reason:
             return DroppedWork(microbatch, "forward", reason)
         self._rest.update(buffers)
         wanted = {value: leaf for value, leaf in leaves.items() if leaf.requires_grad}
@@ -179,9 +199,14 @@ class StageEngine:
         ]
         if flight.loss is not None and flight.loss.requires_grad:
             pairs.append((flight.loss, torch.ones_like(flight.loss)))
-        found = flight.graph.backward_inputs([root for root, _ in pairs], [other for _, other in pairs])
+        try:
+            found = flight.graph.backward_inputs([root for root, _ in pairs], [other for _, other in pairs])
+            value = find_not_finite(found)
+        except _FAILURES as error:
+            self.forget(microbatch)
+            return _give_up(microbatch, "backward", error)
         flight.outputs, flight.loss, flight.sent = {}, None, tuple(found.values())
-        if (value := find_not_finite(found)) is not None:
+        if value is not None:
             self.forget(microbatch)
             return DroppedWork(microbatch, "backward", f"the gradient of value {value} is not finite")
         return found
@@ -191,15 +216,20 @@ class StageEngine:
     ) -> DroppedWork | None:
         """Add the microbatch to the update under way, by its samples; a straggler may weigh less."""
         flight = self._flights[microbatch]
-        found = flight.graph.backward_weights()
-        self.forget(microbatch)
-        norms = find_norms(list(found.values()))
+        try:
+            found = flight.graph.backward_weights()
+            norms = find_norms(list(found.values()))
+        except _FAILURES as error:
+            return _give_up(microbatch, "backward", error)
+        finally:
+            self.forget(microbatch)
         if (name := find_not_finite(found, norms)) is not None:
             return DroppedWork(microbatch, "backward", f"the gradient of {name!r} is not finite")
         self._lags.append(self._num_updates - flight.num_updates)
         self._first_size = self._first_size if self._num_microbatches else num_samples
         share = num_samples / self._first_size  # one, exactly, for microbatches of equal size
         self._num_microbatches += 1
+        self._num_samples += num_samples
         self._shares += share
         weight *= share
         alone = _find_alone(found, flight.sent) if found.keys() - self._own_sums else set()
@@ -259,12 +289,42 @@ class StageEngine:
         num_microbatches, lag = self._num_microbatches, self.lag
         bounds = {name: bound / self._shares for name, bound in self._bounds.items()}
         gradients = {name: self._mean(name) for name in tuple(self._sums)}
-        self._num_microbatches, self._shares = 0, 0.0
-        self._bounds.clear()
+        self._forget_sums()
         self._num_updates += 1
         if not gradients:
-            reason = None if num_microbatches else "no microbatch was left to learn from"
+            reason = None if num_microbatches else _NOTHING_LEFT
             return Updated(self._num_updates, reason)
+        return self._step(gradients, learning_rate, lag, bounds)
+
+    @property
+    def summed(self) -> SummedGradient:
+        """What an update would be made of now; the next microbatch may change it."""
+        return SummedGradient(self._sums, self._shares, self._num_samples)
+
+    def update_with(self, gradients: Tensors, learning_rate: float) -> Updated:
+        """Apply this mean gradient, of all clusters, in place of the own; it came without lag."""
+        self._forget_sums()
+        self._num_updates += 1
+        if not gradients:
+            reason = _NOTHING_LEFT if self._versions.weights else None
+            return Updated(self._num_updates, reason)
+        return self._step(gradients, learning_rate, 0.0, {})
+
+    def forget_prediction(self) -> None:
+        """Let forwards see the weights as they are: there will be no lag."""
+        self._lags.clear()
+        self._versions.replace(self._versions.weights, self._versions.weights)
+
+    def _forget_sums(self) -> None:
+        self._num_microbatches = self._num_samples = 0
+        self._shares = 0.0
+        self._sums.clear()
+        self._own_sums.clear()
+        self._bounds.clear()
+
+    def _step(
+        self, gradients: Tensors, learning_rate: float, lag: float, bounds: Mapping[str, float]
+    ) -> Updated:
         versions = self._versions
         in_place = not versions.is_held(gradients)
         after = self._optimizer.step(
@@ -275,12 +335,17 @@ class StageEngine:
         versions.replace(after, self._optimizer.predict(after, lag))
         return Updated(self._num_updates)
 
-    def evaluate(self, inputs: Values, fields: Tensors) -> PassedOn:
+    def evaluate(self, microbatch: MicrobatchId, inputs: Values, fields: Tensors) -> PassedOn | DroppedWork:
         """Run a microbatch as in evaluation, on the current weights, and change nothing."""
         buffers = {name: self._rest[name].clone() for name in self._roles.written}
         state = {**self._rest, **buffers, **self._versions.weights}
-        with torch.no_grad():
-            return _detach(self._program.forward(state, inputs, fields, training=False, key=None))
+        try:
+            with torch.no_grad():
+                outcome = self._program.forward(state, inputs, fields, training=False, key=None)
+            reason = _find_fault(outcome)
+        except _FAILURES as error:
+            return _give_up(microbatch, "evaluation", error)
+        return DroppedWork(microbatch, "evaluation", reason) if reason else _detach(outcome)
 
     def add(self, changes: Tensors) -> None:
         """Add to parameters and buffers, as a round does; microbatches in flight keep what they saw."""
@@ -326,6 +391,19 @@ def _find_alone(gradients: Tensors, sent: tuple[Tensor, ...]) -> set[str]:
 def _detach(outcome: ForwardOutcome) -> PassedOn:
     outputs = {value: tensor.detach() for value, tensor in outcome.outputs.items()}
     return PassedOn(outputs, {name: tensor.detach() for name, tensor in outcome.results.items()})
+
+
+def _give_up(microbatch: MicrobatchId, where: str, error: Exception) -> DroppedWork:
+    """Return why a microbatch is dropped; a PC without memory has to leave, whatever the samples are."""
+    told = (str(error).strip().splitlines() or [""])[0].rstrip(".")
+    has_no_memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
+    if has_no_memory or any(sign in told for sign in _NO_MEMORY):
+        raise RavnestError(
+            f"this PC has too little memory for its stage ({told:.200}); close other programs, or lend less "
+            "with --memory"
+        ) from error
+    has_lost_device = any(sign in told for sign in _DEVICE_LOST)
+    return DroppedWork(microbatch, where, f"{type(error).__name__}: {told:.200}", has_lost_device)
 
 
 def _fit(value: int, gradient: Tensor, output: Tensor) -> Tensor:

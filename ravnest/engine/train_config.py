@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from ravnest.config import WireFormat
+from ravnest.config import EXACT_FORMATS, WireFormat
 from ravnest.engine.optimizers import (
     Adam,
     FusedAdam,
@@ -80,6 +80,7 @@ class TrainConfig:
     max_lag: int | None = None
     deltas: WireFormat = WireFormat.FP32  # changes of weights, in rounds
     averaging: AveragingRule = AveragingRule()
+    exact_gradients: WireFormat = WireFormat.FP32  # of exact updates, in gradient rounds
 
 
 class _Group(msgspec.Struct, forbid_unknown_fields=True):
@@ -105,6 +106,7 @@ class _TrainConfig(msgspec.Struct, forbid_unknown_fields=True):
     max_lag: Annotated[int, Meta(ge=0, le=_MOST_LAG)] | None
     deltas: WireFormat
     averaging: AveragingRule
+    exact_gradients: WireFormat
 
 
 def write_train_config(training: TrainConfig, names: frozenset[str]) -> bytes:
@@ -137,6 +139,7 @@ def write_train_config(training: TrainConfig, names: frozenset[str]) -> bytes:
             max_lag=training.max_lag,
             deltas=training.deltas,
             averaging=training.averaging,
+            exact_gradients=training.exact_gradients,
         )
     )
 
@@ -146,6 +149,10 @@ def read_train_config(data: bytes) -> TrainConfig:
     document = parse_json(data, "the training settings", _MOST_BYTES, UnsafeBlueprint)
     read = document.read_as(_TrainConfig)
     document.refuse_unknown(("averaging",), AveragingRule.__dataclass_fields__)
+    if read.exact_gradients not in EXACT_FORMATS:
+        document.refuse(
+            ("exact_gradients",), f"is {read.exact_gradients}; choose {' or '.join(EXACT_FORMATS)}"
+        )
     groups = tuple(_read_group(document, index, group) for index, group in enumerate(read.groups))
     optimizer = OptimizerSettings(
         groups, read.learning_rate, read.clip, read.has_prediction, read.lag_updates
@@ -160,6 +167,7 @@ def read_train_config(data: bytes) -> TrainConfig:
         read.max_lag,
         read.deltas,
         read.averaging,
+        read.exact_gradients,
     )
 
 

@@ -22,6 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ravnest.errors import CaptureError, UnsafeBlueprint
 from ravnest.model.aliasing import Storages
+from ravnest.model.batch_loss import BatchLoss, judge_loss
 from ravnest.model.blueprint import CONSTANT, Blueprint, StateEntry
 from ravnest.model.blueprint_json import read_blueprint, write_blueprint
 from ravnest.model.capture_errors import refuse_error
@@ -44,6 +45,7 @@ class Captured:
     state: dict[str, torch.Tensor]
     batch_size: int
     notes: tuple[str, ...]
+    batch_loss: BatchLoss = BatchLoss.MEAN  # whether a batch may be cut
 
 
 def capture(
@@ -76,16 +78,21 @@ def capture(
         train = _export(whole, fields, is_empty, training=True)
         evaluate = _export(whole, fields, is_empty, training=False)
     blueprint, state = _join(name or type(model).__name__, whole, train, evaluate)
+    batch_loss = BatchLoss.MEAN
     if self_test and not is_empty:
         compare(whole, blueprint, state, fields)
-    notes = []
+        batch_loss = judge_loss(whole, fields)
+    notes = [batch_loss.note] if batch_loss.note else []
     if is_empty:
-        notes.append("the weights have no values here, so the cut model was not compared with the module")
+        notes.append(
+            "the weights have no values here, so the cut model was not compared with the module, "
+            "and the loss is taken for a mean over the samples"
+        )
     if is_padded is None and "attention_mask" in fields:
         notes.append(
             "batches have an attention_mask; if no sample is padded, is_padded=False saves the masks"
         )
-    return Captured(blueprint, state, next(iter(fields.values())).shape[0], tuple(notes))
+    return Captured(blueprint, state, next(iter(fields.values())).shape[0], tuple(notes), batch_loss)
 
 
 @contextlib.contextmanager

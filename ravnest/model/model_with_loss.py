@@ -79,6 +79,7 @@ class ModelWithLoss(nn.Module):
         self.is_tuple = is_tuple
         self.results = ("loss", *metrics)
         self.by_name, self.by_position = _choose_inputs(model, fields, inputs, is_tuple)
+        self._advice = _find_advice(model, fields)
         self.extra = {"use_cache": False} if "use_cache" in _parameters(model) else {}
         self.aliases, self._canonical = _find_ties(self)
 
@@ -88,7 +89,7 @@ class ModelWithLoss(nn.Module):
         positional = (batch[name] for name in self.by_position)
         out = self.model(*positional, **{name: batch[name] for name in self.by_name}, **self.extra)
         about = batch[self.fields[-1]] if self.is_tuple else batch
-        loss = _returned_loss(out) if self.loss is None else self.loss(out, about)
+        loss = _returned_loss(out, self._advice) if self.loss is None else self.loss(out, about)
         size = values[0].shape[0]
         return {"loss": _check_scalar("loss", loss, size)} | {
             name: _check_scalar(name, metric(out, about), size) for name, metric in self.metrics.items()
@@ -138,11 +139,20 @@ def _parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:
     return inspect.signature(model.forward).parameters
 
 
-def _returned_loss(out: Any) -> Any:
+def _find_advice(model: nn.Module, fields: Mapping[str, torch.Tensor]) -> str:
+    """Return what a model needs to return its loss."""
+    for name in ("label", "label_ids", "target", "targets", "y"):
+        if name in fields and "labels" not in fields and "labels" in _parameters(model):
+            fix = f"rename the column: dataset.rename_column({name!r}, 'labels')"
+            return f"the data has {name!r}, and the model wants 'labels'; {fix}"
+    return "give loss=, or the labels it needs"
+
+
+def _returned_loss(out: Any, advice: str) -> Any:
     found = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", None)
     if found is None:
         kind = "a tensor" if isinstance(out, torch.Tensor) else type(out).__name__
-        raise CaptureError(f"the model returned {kind} without a loss; give loss=, or the labels it needs")
+        raise CaptureError(f"the model returned {kind} without a loss; {advice}")
     return found
 
 

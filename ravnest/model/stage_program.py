@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from ravnest.errors import ProtocolError, UnsafeBlueprint
 from ravnest.model.aliasing import Storages
 from ravnest.model.blueprint import Argument, Blueprint, Op, Program, Ratio, Ref, Size, TensorType, ValueId
+from ravnest.model.index_checks import check_index, find_checks
 from ravnest.model.operators import Parameter, draws, operators
 
 State = Mapping[str, torch.Tensor]
@@ -34,11 +35,12 @@ class StageOutputs:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """How a stage runs here: device, mixed precision, activations computed again."""
+    """How a stage runs here: device, mixed precision, activations computed again, indices checked."""
 
     device: torch.device = torch.device("cpu")  # noqa: RUF009 - a device is a value
     autocast: torch.dtype | None = None
     recompute: bool = False
+    checks_indices: bool = False  # before operations meet them; a CPU's do that themselves
 
 
 class StageProgram:
@@ -72,7 +74,8 @@ def build_stage_program(
     recompute: bool = False,
 ) -> StageProgram:
     """Make a stage callable."""
-    return StageProgram(blueprint, Setting(torch.device(device), autocast, recompute))
+    place = torch.device(device)
+    return StageProgram(blueprint, Setting(place, autocast, recompute, checks_indices=place.type != "cpu"))
 
 
 def resolve(name: str) -> OpOverload:
@@ -228,9 +231,13 @@ class _Builder:
         for value in given:
             self._nodes[value] = self._graph.placeholder(f"v{value}")
         key = self._graph.placeholder("key")
-        for op in program.ops:
+        checks = find_checks(program) if self._setting.checks_indices else {}
+        for place, op in enumerate(program.ops):
             if draws(op.name, dict(op.arguments)):
                 self._graph.call_function(_seed, (key, op.number, self._setting.device))
+            for check in checks.get(place, ()):
+                facts = (check.first, check.stop, check.ignored, check.what)
+                self._graph.call_function(check_index, (self._nodes[check.index], *facts))
             self._add(op)
         outputs = tuple(self._nodes[value] for value in program.outputs)
         results = tuple(self._nodes[value] for _, value in program.results)

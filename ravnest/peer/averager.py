@@ -7,14 +7,14 @@ asker's plan yet.
 
 import logging
 from collections import ChainMap, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
 from torch import Tensor
 
-from ravnest.averaging.ring import RingPosition, RingReduce, choose_chunk_size
+from ravnest.averaging.ring import Reducer, RingPosition, RingReduce, choose_chunk_size
 from ravnest.averaging.round import Round, RoundPhase
 from ravnest.codec import decode_tensor, describe, encode_tensor
 from ravnest.config import TIMEOUTS, PeerTimeouts, WireFormat
@@ -23,12 +23,15 @@ from ravnest.errors import ProtocolError
 from ravnest.ids import HUB, NodeId, RoundId, SegmentId
 from ravnest.model.blueprint import Blueprint
 from ravnest.model.state_dict import Layout
+from ravnest.peer.gradient_segment import GradientSegment
 from ravnest.peer.segment_state import EncodedChunk, SegmentState
 from ravnest.peer.stage_position import StagePosition
+from ravnest.peer.tied_weights import TiedWeights
 from ravnest.peer.worker import Worker
+from ravnest.plan.types import Ring
 from ravnest.protocol.averaging import AnchorPart, AnchorQuery, RingPart, RoundAbort, RoundOpen, RoundOutcome
 from ravnest.protocol.messages import Refusal
-from ravnest.protocol.placement import PlanOrder, RingOrder
+from ravnest.protocol.placement import PlanOrder, RingOrder, StageMissing
 from ravnest.protocol.tensors import Buffer, TensorSpec
 from ravnest.transfer.outbox import Outgoing
 
@@ -113,7 +116,9 @@ class Averager:
         self._round_id = RoundId(0)
         self._order: RoundOpen | None = None  # of the round under way
         self._due = 0.0  # when `tick` has something to do for it
-        self._round: Round[EncodedChunk] | None = None  # of it, once the anchors are of its anchor_round
+        # Of it, once the anchors are of its anchor_round, or the share of the batch is trained.
+        self._round: Round[EncodedChunk] | None = None
+        self._gradients: dict[SegmentId, GradientSegment] = {}  # of the round, if it sums them
         self._starts: Iterator[Any] = iter(())
         self._before: dict[SegmentId, NodeId] = {}
         self._after: dict[SegmentId, NodeId] = {}
@@ -151,6 +156,9 @@ class Averager:
         self._end()
         before = self.anchor_state
         self._follow(order, before)
+        if reason := refuse_exact(order, self._worker.tied):
+            return [Outgoing(HUB, StageMissing(self._position.build_id, self._position.node, reason))]
+        self._worker.set_exact(order.is_exact)
         if any(name not in before.anchors for each in self._segments.values() for name in each.anchors):
             self._anchor_round = None  # it was in no ring
         answers = [self.receive_query(query, sender) for sender, query in self._requests.pop_all()]
@@ -164,6 +172,8 @@ class Averager:
     @property
     def is_blocking(self) -> bool:
         """Whether a round is under way during which nothing may be trained."""
+        if self._order is not None and self._order.sums_gradients:
+            return self._round is not None  # before, this stage trains its share
         return self._order is not None and self._order.is_blocking
 
     @property
@@ -178,7 +188,7 @@ class Averager:
         self._end()
         self._before, self._after = {}, {}
         for segment, ring in self._rings.items():
-            owners = [owner for owner in ring.owners if owner not in order.left_out]
+            owners = _present(ring, order)
             if self._position.node not in owners:
                 return []
             index = owners.index(self._position.node)
@@ -188,6 +198,8 @@ class Averager:
         self._due = self._clock() + order.deadline_seconds
         self._arrived = deque(each for each in self._early if each[0].round_id == order.round_id)
         self._early = [each for each in self._early if each[0].round_id > order.round_id]
+        if order.sums_gradients:
+            return self._await_gradients(order)
         if order.is_anchor:
             for each in self._segments.values():
                 each.reset(self._stage.state)
@@ -199,6 +211,15 @@ class Averager:
             for segment in self._find_missing()
         ]
 
+    def _await_gradients(self, order: RoundOpen) -> list[Outgoing]:
+        """Begin as soon as this stage has trained its share of the batch; next_work sees to it."""
+        if self._worker.is_exact:
+            self._worker.expect_update(order.rate, order.num_microbatches)
+            return []
+        self._end()
+        reason = f"{self._position.node} makes its updates alone"
+        return [Outgoing(HUB, RoundAbort(order.round_id, reason, self._position.node))]
+
     def _find_missing(self) -> list[SegmentId]:
         """Return the segments of which the anchor of another owner has not come whole."""
         return [segment for segment, each in self._segments.items() if not each.is_complete]
@@ -208,24 +229,43 @@ class Averager:
         self._num_offered = self._worker.num_trained
         weight = 1.0 + self._num_offered - self._num_averaged  # and one, so that a mean exists
         state, moments = self._stage.state, self._moments()
-        members: dict[SegmentId, RingReduce[EncodedChunk]] = {}
         faults = []
         for segment, ring in self._rings.items():
-            owners = [owner for owner in ring.owners if owner not in order.left_out]
-            anchored = self._segments[segment]
-            fault = anchored.open(state, moments, weight, len(owners))
+            fault = self._segments[segment].open(state, moments, weight, len(_present(ring, order)))
             faults += [] if fault is None else [f"segment {segment}: {fault}"]
-            ring_position = RingPosition(
-                order.round_id, segment, owners.index(self._position.node), len(owners)
-            )
-            chunk_size = choose_chunk_size(anchored.edges[-1], len(owners), order.least_chunk)
-            members[segment] = RingReduce(ring_position, anchored, weight, chunk_size)
-        self._round = Round(order.round_id, self._position.node, members, self._due, self._before)
+        self._round = self._make_round(order, {x: (each, weight) for x, each in self._segments.items()})
         if faults:
             abort = self._round.give_up(faults[0], self._position.node)
             return [*([] if abort is None else [Outgoing(HUB, abort)]), *self._settle()]
         self._starts = self._round.start()
         return []
+
+    def _begin_gradients(self, order: RoundOpen) -> list[Outgoing]:
+        """Copy the gradient of this stage's share of the batch and start all rings, by its samples."""
+        summed, wire_format = self._stage.summed, self._training.exact_gradients
+        self._gradients = {
+            segment: GradientSegment(each.trained, summed, wire_format, self._position.device)
+            for segment, each in self._segments.items()
+        }
+        if not all(each.is_finite for each in self._gradients.values()):
+            logger.warning(
+                "round %d: the share of this stage is not finite and does not count", order.round_id
+            )
+        self._round = self._make_round(order, {x: (each, each.weight) for x, each in self._gradients.items()})
+        self._starts = self._round.start()
+        return []
+
+    def _make_round(
+        self, order: RoundOpen, reducers: Mapping[SegmentId, tuple[Reducer[EncodedChunk], float]]
+    ) -> Round[EncodedChunk]:
+        """Return a round that begins: what this stage brings to each ring, and by which weight."""
+        members: dict[SegmentId, RingReduce[EncodedChunk]] = {}
+        for segment, (reducer, weight) in reducers.items():
+            owners = _present(self._rings[segment], order)
+            place = RingPosition(order.round_id, segment, owners.index(self._position.node), len(owners))
+            chunk_size = choose_chunk_size(reducer.edges[-1], len(owners), order.least_chunk)
+            members[segment] = RingReduce(place, reducer, weight, chunk_size)
+        return Round(order.round_id, self._position.node, members, self._due, self._before)
 
     def _moments(self) -> dict[str, Tensor]:
         if not self._moving:
@@ -263,7 +303,10 @@ class Averager:
     def next_work(self) -> list[Outgoing] | None:
         """Do one chunk's work; None when there is none to do."""
         if self._round is None:
-            return None
+            order = self._order
+            if order is None or not order.sums_gradients or not self._worker.is_update_complete:
+                return None
+            return self._begin_gradients(order)
         for started in self._starts:
             return [self._address(started), *self._settle()]
         if not self._arrived:
@@ -285,10 +328,12 @@ class Averager:
             return []
         self._due = now + self._timeouts.ask_again_seconds
         if self._round is None:
-            suspect = self._before[self._find_missing()[0]]
-            abort = RoundAbort(self._round_id, f"{suspect} has not sent its last average", suspect)
+            suspect, reason = self._position.node, "its share of the batch is not trained yet"
+            if not self._order.sums_gradients:
+                suspect = self._before[self._find_missing()[0]]
+                reason = f"{suspect} has not sent its last average"
             self._end()
-            return [Outgoing(HUB, abort)]
+            return [Outgoing(HUB, RoundAbort(self._round_id, reason, suspect))]
         expired = self._round.expire(now)
         return [*self._settle(), *([] if expired is None else [Outgoing(HUB, expired)])]
 
@@ -302,6 +347,8 @@ class Averager:
         if averages is None:
             self._end()
             return []
+        if self._order.sums_gradients:
+            return self._update(averages)
         state, moments = self._stage.state, self._moments()
         strength, is_blocking = self._strength(), self._order.is_blocking
         changes: dict[str, Tensor] = {}
@@ -312,6 +359,17 @@ class Averager:
         own, outgoing = self._worker.tied.commit(changes)
         self._stage.add(own)
         return [*outgoing, *self._answer_all()]
+
+    def _update(self, averages: Mapping[SegmentId, Sequence[EncodedChunk]]) -> list[Outgoing]:
+        """Make the update that a gradient round was for; a cluster alone is in no ring."""
+        gradients: dict[str, Tensor] = {}
+        for segment, pieces in averages.items():
+            gradients |= self._gradients[segment].read(pieces)
+        assert self._order is not None
+        rate = self._order.rate
+        self._end()
+        self._worker.make_update(gradients if self._rings else None, rate)
+        return []
 
     def _strength(self) -> float:
         """Return how far to go towards the average: less, the more was trained since the copy."""
@@ -325,6 +383,7 @@ class Averager:
     def _end(self) -> None:
         """Forget the round under way; what it has not committed never happened."""
         self._order = self._round = None
+        self._gradients = {}
         self._starts = iter(())
         self._arrived.clear()
         for anchored in self._segments.values():
@@ -353,7 +412,7 @@ class Averager:
         """Add a piece of the anchor that this member has asked for; with all of them, begin the round."""
         order = self._order
         is_awaited = order is not None and self._round is None and part.anchor_round == order.anchor_round
-        if order is None or not is_awaited or part.plan_id != self._plan_id:
+        if order is None or order.sums_gradients or not is_awaited or part.plan_id != self._plan_id:
             return Refusal(f"an anchor of round {part.anchor_round}, which is not awaited here")
         if part.segment not in self._segments or sender != self._before[part.segment]:
             return Refusal(f"an anchor of segment {part.segment} from {sender}, which was not asked for it")
@@ -376,6 +435,18 @@ class Averager:
         return Outgoing(
             self._after[message.segment], _with_value(message, chunk.spec), (memoryview(chunk.buffer),)
         )
+
+
+def refuse_exact(order: PlanOrder | RingOrder, tied: TiedWeights) -> str | None:
+    """Return why a stage cannot make exact updates, if the order asks for them."""
+    if not order.is_exact or tied.is_empty:
+        return None
+    return "exact updates are not made here: the stage shares a weight with another stage of its cluster"
+
+
+def _present(ring: Ring, order: RoundOpen) -> list[NodeId]:
+    """Return the owners that take part in a round."""
+    return [owner for owner in ring.owners if owner not in order.left_out]
 
 
 def _with_value(part: RingPart[Any], value: Any) -> RingPart[Any]:

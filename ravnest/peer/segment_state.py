@@ -41,6 +41,15 @@ class EncodedChunk:
     def __len__(self) -> int:
         return self.spec.shape[0] if len(self.spec.shape) == 1 else self.spec.shape[1] - 1
 
+    def judge(self, wanted: TensorSpec) -> tuple[float, str | None]:
+        """Return its largest absolute value, and why no honest member sends it, if so."""
+        assert self.items is not None
+        if self.spec != wanted:
+            came = f"{self.spec.wire_format} {self.spec.shape}"
+            return 0.0, f"a part came as {came}, not as {wanted.wire_format} {wanted.shape}"
+        largest = find_largest(self.items.flatten())
+        return largest, None if math.isfinite(largest) else "what came is not finite"
+
 
 class SegmentState:
     """A segment of one stage; `state` is what training begins with, `written` what a forward writes.
@@ -104,16 +113,21 @@ class SegmentState:
         change, self._vector, self._weight = vector[: self._num_state], vector, weight
         self._layout.gather(state, change).sub_(self._anchor)
         self._moments.gather(moments, vector[self._num_state :])
-        largest, trained = _largest(vector), slice(self._num_trained)
+        largest, trained = find_largest(vector), slice(self._num_trained)
         if not math.isfinite(largest):
             return "its own weights or momenta are not finite"
         if self._num_trained < len(vector):
-            largest = _largest(change[trained])
-        self._limit = _RANGE * (1.0 + max(largest, _largest(self._anchor[trained])))
+            largest = find_largest(change[trained])
+        self._limit = _RANGE * (1.0 + max(largest, find_largest(self._anchor[trained])))
         if self._rule.clip is not None:
             norm = float(change[trained].norm())
             self._clip = min(1.0, self._rule.clip * self._last_norm / norm) if norm else 1.0
         return None
+
+    @property
+    def trained(self) -> Layout:
+        """The trained parameters alone."""
+        return self._trained
 
     @property
     def num_items(self) -> int:
@@ -135,15 +149,11 @@ class SegmentState:
         """Return why no honest member sends this chunk, if so."""
         assert value.items is not None
         items, has_rows = value.items, num_shares > 0 and self._is_trimmed
-        spec = self._rows_spec(where, num_shares) if has_rows else self._spec(where)
-        if value.spec != spec:
-            came = f"{value.spec.wire_format} {value.spec.shape}"
-            return f"a part came as {came}, not as {spec.wire_format} {spec.shape}"
-        largest = _largest(items.flatten())
-        if not math.isfinite(largest):
-            return "what came is not finite"
+        largest, reason = value.judge(self._rows_spec(where, num_shares) if has_rows else self._spec(where))
+        if reason is not None:
+            return reason
         weight = weight if num_shares and not has_rows else 1.0
-        largest = _largest(items[:, :-1].flatten()) if has_rows else largest
+        largest = find_largest(items[:, :-1].flatten()) if has_rows else largest
         if where.start < self._num_trained and largest > self._limit * weight:
             change = largest / weight if weight else math.inf
             return f"a mean change of {change:.3g} came, where at most {self._limit:.3g} is in range"
@@ -247,9 +257,13 @@ class SegmentState:
         changes = self._layout.views(self._vector[: self._num_state])
         anchors = self._layout.views(self._anchor)
         for number, (name, change) in enumerate(changes.items()):
-            # Statistics are means already: so they stay between what they were and the average.
-            if is_blocking or self._layout.entries[number].offset >= self._num_trained:
-                torch.sub(anchors[name], state[name], out=change).mul_(strength)
+            is_statistic = self._layout.entries[number].offset >= self._num_trained
+            if is_blocking:
+                torch.sub(anchors[name], state[name], out=change)
+            elif is_statistic:
+                # They keep what they learned since the copy, and stay between what they are and the average.
+                gap = anchors[name] - state[name]
+                change.clamp_(gap.clamp(max=0.0), gap.clamp(min=0.0))
         self._feedback.commit()
         self._vector = None
         return {name: change.to(state[name].dtype) for name, change in changes.items()}
@@ -314,7 +328,7 @@ def _trimmed_mean(rows: Tensor) -> Tensor:
     return (items * weights).sum(0).div_(weights.sum(0))
 
 
-def _largest(items: Tensor) -> float:
+def find_largest(items: Tensor) -> float:
     """Return the largest absolute value; NaN if one is in it."""
     if not len(items):
         return 0.0

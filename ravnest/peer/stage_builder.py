@@ -26,7 +26,7 @@ from ravnest.model.dry_run import Footprint, dry_run
 from ravnest.model.profile import count_flops
 from ravnest.model.stage_program import StageProgram, build_stage_program
 from ravnest.model.state_dict import Layout, read_finite_snapshot
-from ravnest.peer.averager import AnchorState, Averager
+from ravnest.peer.averager import AnchorState, Averager, refuse_exact
 from ravnest.peer.capabilities import can_run_bf16, time_batch
 from ravnest.peer.compute_protocol import Build, ProviderLimits
 from ravnest.peer.pacing import Device, make_policy
@@ -195,10 +195,14 @@ class StageBuilder:
         position = StagePosition(
             order.build_id, order.seed, stage.node, order.pipeline, *formats, limits.device
         )
-        schedule = StageSchedule(stage.window, order.accumulate, version=parts.version)
+        schedule = StageSchedule(
+            stage.window, order.accumulate, version=parts.version, is_exact=order.is_exact
+        )
         device = self._device(blueprint, training.batch_size, is_split, stage.recompute)
         rate, policy = training.optimizer.learning_rate, make_policy(training, order)
         worker = Worker(position, blueprint, engine, schedule, rate, device, policy, self._timeouts)
+        if reason := refuse_exact(order, worker.tied):
+            return StageMissing(parts.build_id, stage.node, reason)
         averager = Averager(
             position, order, blueprint, worker, training, self._clock, anchor_state, self._timeouts
         )

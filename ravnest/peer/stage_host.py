@@ -179,15 +179,16 @@ class RunningStage:
         # Training may never let all of them settle at once, and the next snapshot has what this one lacks.
         tied = self.worker.tied
         is_time = tied.is_settled if is_final else tied.is_ready
-        return self.worker.stage.snapshot(copies=False) if is_time else None
+        # Exact updates are the same in all stages, and so must their snapshots be.
+        return self.worker.stage.snapshot(copies=self.worker.is_exact) if is_time else None
 
 
 @dataclass(frozen=True, slots=True)
 class SavedStage:
     """A snapshot that is still to be written.
 
-    It is no copy, which a PC may have no memory for. Training may change it while it is written; then its
-    parts are some updates apart, as stages are anyway.
+    It is no copy, which a PC may have no memory for, but where updates are exact. Training may change it
+    while it is written; then its parts are some updates apart, as stages are anyway.
     """
 
     order: SnapshotOrder

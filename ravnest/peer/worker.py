@@ -5,6 +5,7 @@ the weights is computed. engine.schedule decides what is next. All of it belongs
 """
 
 import logging
+import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,9 +15,9 @@ from torch import Tensor
 from ravnest.codec import decode_tensor, describe, encode_tensor
 from ravnest.config import TIMEOUTS, PeerTimeouts, WireFormat
 from ravnest.engine.schedule import StageSchedule, Task, Work
-from ravnest.engine.stage import DroppedWork, PassedOn, StageEngine
+from ravnest.engine.stage import DroppedWork, PassedOn, StageEngine, Updated
 from ravnest.engine.staleness import StalenessPolicy
-from ravnest.errors import ProtocolError
+from ravnest.errors import ProtocolError, RavnestError
 from ravnest.ids import HUB, LeaseId, MicrobatchId, NodeId
 from ravnest.model.blueprint import Blueprint, Program, ValueId
 from ravnest.peer.pacing import Device, Timekeeper
@@ -133,6 +134,37 @@ class Worker:
         if self._schedule.is_empty and self._schedule.close_update():
             self._update(is_closing=True)
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether updates wait for gradient rounds."""
+        return self._schedule.is_exact
+
+    @property
+    def is_update_complete(self) -> bool:
+        """Whether the share of an exact update is trained, and waits for the shares of other clusters."""
+        return self._schedule.is_complete
+
+    def set_exact(self, is_exact: bool) -> None:
+        """Let updates wait for gradient rounds, or no more: then one that waits is made of the own share."""
+        if is_exact == self.is_exact:
+            return
+        if self.is_update_complete:
+            self.make_update(None, self._rate())
+        self.close_update()
+        self._schedule.set_exact(is_exact)
+        self._stage.forget_prediction()
+
+    def expect_update(self, rate: float, num_microbatches: int | None) -> None:
+        """Learn the rate of the exact update under way, and how many microbatches the share has."""
+        self._rates[self._stage.version] = rate
+        self._schedule.expect(num_microbatches)
+
+    def make_update(self, gradients: Mapping[str, Tensor] | None, rate: float) -> None:
+        """Make the exact update that waits, with this mean gradient, or with that of the own share."""
+        self._schedule.end_exact()
+        stage = self._stage
+        self._record(stage.update(rate) if gradients is None else stage.update_with(gradients, rate))
+
     def start_lease(self, grant: LeaseGrant) -> Refusal | None:
         """As the root, expect the microbatches of a lease."""
         if self._before is not None:
@@ -187,7 +219,7 @@ class Worker:
 
     def drop_microbatch(self, message: DroppedMicrobatch) -> None:
         """Forget a microbatch that another stage has dropped."""
-        self._forget(message.microbatch)
+        self._forget(message.microbatch, message.is_evaluation)
         self._unsent.extend(self._finish(message.microbatch, 0))
 
     def set_rate(self, message: LearningRate) -> None:
@@ -265,7 +297,9 @@ class Worker:
     def _update(self, is_closing: bool = False) -> None:
         rate = self._rate()
         self._unsent += self.tied.offer(rate, is_closing)
-        updated = self._stage.update(rate)
+        self._record(self._stage.update(rate))
+
+    def _record(self, updated: Updated) -> None:
         if updated.refusal is None:
             return
         if self._num_refused % _REFUSALS_PER_LINE == 0:
@@ -282,6 +316,8 @@ class Worker:
 
     def _next_evaluation(self) -> Iterator[Outgoing] | None:
         """Evaluate once all microbatches before are in the weights, of tied weights in all stages."""
+        if self._schedule.is_exact and (self._schedule.num_accumulated or self._schedule.is_complete):
+            return self.flush()
         self.close_update()
         if self._unsent or not self.tied.may_forward(waits=True):
             return self.flush()
@@ -290,8 +326,11 @@ class Worker:
     def _evaluate(self, microbatch: MicrobatchId) -> Iterator[Outgoing]:
         ready, started = self._ready.pop(microbatch), self._clock()
         assert ready.inputs is not None
-        passed = self._stage.evaluate(ready.inputs, ready.fields)
+        passed = self._stage.evaluate(microbatch, ready.inputs, ready.fields)
         self._device.stretch(started, self._device.forward_seconds * ready.num_samples)
+        if isinstance(passed, DroppedWork):
+            yield from self._drop(passed)
+            return
         if self._after is not None:
             yield self._pass_on(microbatch, ready, passed)
             return
@@ -341,16 +380,20 @@ class Worker:
 
     def _drop(self, dropped: DroppedWork) -> Iterator[Outgoing]:
         """Tell everyone that a microbatch is lost, and go on."""
-        message = DroppedMicrobatch(
-            self.position.build_id, dropped.microbatch, f"{dropped.where}: {dropped.reason}"
-        )
+        is_evaluation, reason = dropped.where == "evaluation", f"{dropped.where}: {dropped.reason}"
+        message = DroppedMicrobatch(self.position.build_id, dropped.microbatch, reason, is_evaluation)
         for node in (HUB, *(node for node in self.position.pipeline if node != self.position.node)):
             yield Outgoing(node, message)
-        self._forget(dropped.microbatch)
+        self._forget(dropped.microbatch, is_evaluation)
         yield from self._finish(dropped.microbatch, 0)
+        if dropped.has_lost_device:
+            raise RavnestError(
+                f"the device of this PC has stopped working ({dropped.reason}); start ravnest join again"
+            )
 
-    def _forget(self, microbatch: MicrobatchId) -> None:
-        self._schedule.forget(microbatch)
+    def _forget(self, microbatch: MicrobatchId, is_evaluation: bool) -> None:
+        if not is_evaluation:
+            self._schedule.forget(microbatch)
         self._stage.forget(microbatch)
         self.timekeeper.forget(microbatch)
         for known in (self._arriving, self._ready, self._gradients, self._running):
@@ -390,6 +433,7 @@ def _decode_values(
 
 
 def _read_results(passed: PassedOn) -> tuple[float | None, Metrics]:
-    """Return the loss and the metrics of the last stage."""
+    """Return the loss and the metrics of the last stage; one that is no finite number is None."""
     results: Mapping[str, float] = {name: float(value) for name, value in passed.results.items()}
-    return results["loss"], tuple((name, value) for name, value in results.items() if name != "loss")
+    known = {name: value if math.isfinite(value) else None for name, value in results.items()}
+    return known["loss"], tuple((name, value) for name, value in known.items() if name != "loss")

@@ -12,7 +12,7 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from ravnest.config import Averaging, OptimizerKind, PlanConfig, Recompute, WireFormat
+from ravnest.config import OptimizerKind, PlanConfig, Recompute, WireFormat
 from ravnest.plan.types import ModelProfile, Swarm
 
 Floats = npt.NDArray[np.float64]
@@ -82,7 +82,7 @@ class LineCost:
     @cached_property
     def link_share(self) -> float:
         """The part of each link that activations and gradients may use."""
-        overlaps = self.is_averaged and self.config.averaging is Averaging.OVERLAPPED
+        overlaps = self.is_averaged and self.config.averaging.overlaps
         return 1.0 - self.config.averaging_share if overlaps else 1.0
 
     def round_bytes(self, start: Ints, stop: Ints) -> Floats:
@@ -93,7 +93,7 @@ class LineCost:
 
     def round_rate(self, nodes: "NodeTable") -> Floats:
         """Bytes per second each node surely has for a round."""
-        share = self.config.averaging_share if self.config.averaging is Averaging.OVERLAPPED else 1.0
+        share = self.config.averaging_share if self.config.averaging.overlaps else 1.0
         return share * np.minimum(nodes.upload, nodes.download)
 
     @cached_property
@@ -218,8 +218,9 @@ class StageCosts:
         slowness = _narrow(1.0 / nodes.flops)[:, None, None]
         work = line.flops[stop] - line.flops[start]
         again = line.forward_flops[stop] - line.forward_flops[start]
-        self._keeping = np.maximum(link, _narrow(work) * slowness)
-        self._recomputing = np.maximum(link, _narrow(work + again) * slowness)
+        least = np.maximum(link, np.float32(line.config.microbatch_seconds))
+        self._keeping = np.maximum(least, _narrow(work) * slowness)
+        self._recomputing = np.maximum(least, _narrow(work + again) * slowness)
 
     def at(self, depth: int) -> Floats32:
         """Return seconds per batch [node, start, stop]; infinite where the interval does not fit."""
@@ -302,6 +303,7 @@ def timing(line: LineCost, nodes: NodeTable, rows: Rows) -> Timing:
     window, recompute, memory = _memory(line, nodes, rows)
     again = recompute * (line.forward_flops[stop] - line.forward_flops[start])
     compute = (line.flops[stop] - line.flops[start] + again) / nodes.flops[table]
+    compute = np.maximum(compute, line.config.microbatch_seconds)
     upload, download = line.link_share * nodes.upload[table], line.link_share * nodes.download[table]
     send = (line.send_before[start] + line.send_after[stop]) / upload
     receive = (line.receive_before[start] + line.receive_after[stop]) / download

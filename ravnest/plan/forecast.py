@@ -175,7 +175,7 @@ def round_seconds(
     exists = np.arange(rows.nodes.shape[1]) < rows.lengths[:, None]
     volume = (count - 1) / count * line.round_bytes(start, stop)
     upload, download = nodes.upload[rows.nodes], nodes.download[rows.nodes]
-    if line.config.averaging is Averaging.OVERLAPPED:
+    if line.config.averaging.overlaps:
         pace = periods[:, None]
         upload = upload - (line.send_before[start] + line.send_after[stop]) / pace
         download = download - (line.receive_before[start] + line.receive_after[stop]) / pace

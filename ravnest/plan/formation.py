@@ -41,12 +41,16 @@ def form_plan(
     plan_id: int = 1,
     budget: SearchBudget = SEARCH_BUDGET,
 ) -> Plan:
-    """Return the plan with the most samples per second the search finds, or raise PlanError."""
+    """Return the plan with the most samples per second the search finds, or raise PlanError.
+
+    It has at most `config.clusters` clusters, if that says so.
+    """
     if not swarm.nodes:
         raise explain_shortage(profile, swarm, config)
     nodes = NodeTable.of(swarm, config)
     short = _short_profile(profile, nodes, config)
-    found = _search_several(LineCost(short, config, is_averaged=True), nodes, seed, budget)
+    several = LineCost(short, config, is_averaged=True)
+    found = _Found() if config.clusters == 1 else _search_several(several, nodes, seed, budget)
     is_few = len(found.orders) < 3
     if is_few or len(nodes) <= _ALONE_NODES:  # a node too slow to average with others may be fast alone
         line = LineCost(short, config, is_averaged=False)
@@ -112,8 +116,10 @@ def _search_several(line: LineCost, nodes: NodeTable, seed: int, budget: SearchB
     ceilings: list[int] = []
     for number, members in enumerate(_neighbourhoods(line, nodes)):
         rng = np.random.default_rng([seed, number])
-        search = Search(line, nodes.take(members), rng, is_single=False)
-        genome = search.run(_fit_budget(line, nodes, budget), ceilings or search.seeds.promising_ceilings())
+        most = line.config.clusters or None
+        search = Search(line, nodes.take(members), rng, most)
+        tried = search.seeds.all_ceilings() if most else search.seeds.promising_ceilings()
+        genome = search.run(_fit_budget(line, nodes, budget), ceilings or tried)
         if genome is not None:
             ceilings = ceilings or [genome.ceiling]
             orders += [tuple(int(members[node]) for node in order) for order in genome.clusters]
@@ -126,15 +132,17 @@ def _worthwhile(line: LineCost, nodes: NodeTable, orders: list[NodeOrder]) -> _F
         return _Found()
     splitter = Splitter(line, nodes, keep=False)
     periods = np.concatenate([splitter.solve(orders[k : k + 64]).seconds for k in range(0, len(orders), 64)])
+    slow = np.sort(periods)[line.config.clusters - 1 :] if line.config.clusters else periods[:0]
+    periods = np.where(periods > slow[0], np.inf, periods) if len(slow) else periods
     rate, slowest = best_rate(periods, line.config.speed_ratio)
     rate *= 1.0 - line.config.averaging_share if line.config.averaging is Averaging.BLOCKING else 1.0
     kept = tuple(order for order, period in zip(orders, periods, strict=True) if period <= slowest)
-    return _Found(kept, rate)
+    return _Found(kept[: line.config.clusters or None], rate)
 
 
 def _search_one(line: LineCost, nodes: NodeTable, seed: int, num_clusters: int) -> _Found:
     members = np.argsort(-nodes.memory, kind="stable")[:_MOST_NODES]
-    search = Search(line, nodes.take(members), np.random.default_rng([seed, 1 << 20]), is_single=True)
+    search = Search(line, nodes.take(members), np.random.default_rng([seed, 1 << 20]), 1)
     genome = search.run(num_clusters, search.seeds.all_ceilings())
     if genome is None:
         return _Found()

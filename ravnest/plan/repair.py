@@ -224,7 +224,8 @@ def _enlarge(
         if way is None or way.cluster is None or keep is None:
             continue
         gain, worth = _rate(way) - _rate(keep), _rate(keep) - given_up
-        if gain >= _WORTH_A_PLACE * worth and (best is None or gain > best[0]):
+        # A cluster that slows others down is worth less than nothing: a loss is no gain even then.
+        if gain > max(0.0, _WORTH_A_PLACE * worth) and (best is None or gain > best[0]):
             best = gain, (*plan.clusters[:number], way.cluster, *plan.clusters[number + 1 :]), number
     if best is None:
         return None
@@ -236,6 +237,8 @@ def _worthwhile_cluster(
     plan: Plan, profile: ModelProfile, swarm: Swarm, config: PlanConfig, budget: SearchBudget
 ) -> Cluster | None:
     """Return a cluster of spares that raises the rate enough to be formed."""
+    if config.clusters and len(plan.clusters) >= config.clusters:
+        return None
     evaluator = ClusterEvaluator(profile, swarm, config, plan.clusters)
     if len(plan.clusters) == 1 and not evaluator.others_fit.all():
         return None  # a lone cluster keeps no copies for averaging, and may have no room for them

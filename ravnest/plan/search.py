@@ -48,14 +48,16 @@ def best_rate(periods: Floats, speed_ratio: float) -> tuple[float, float]:
 
 
 class Search:
-    """Searches groupings of the nodes of one table for the most batches per second."""
+    """Searches groupings of nodes for the most batches per second; `most_clusters` limits their number."""
 
-    def __init__(self, line: LineCost, nodes: NodeTable, rng: np.random.Generator, is_single: bool) -> None:
+    def __init__(
+        self, line: LineCost, nodes: NodeTable, rng: np.random.Generator, most_clusters: int | None = None
+    ) -> None:
         self.splitter = Splitter(line, nodes)
         self.seeds = Seeds(self.splitter)
         self.num_evaluated = 0
         self._rng = rng
-        self._is_single = is_single
+        self._most = len(nodes) if most_clusters is None else most_clusters
         self._num_generations = int(np.clip(1500 // len(nodes), *_GENERATIONS))
         self._num_genomes = int(np.clip(1000 // len(nodes), *_POPULATION))
         self._ratio = line.config.speed_ratio
@@ -66,7 +68,9 @@ class Search:
         population = self._seed(ceilings)
         stop = self.num_evaluated + budget
         stale = 0
-        for _ in range(self._num_generations):
+        for _ in range(
+            min(self._num_generations, max(8, budget // 50))
+        ):  # a small budget is for a first look
             if not population or self.num_evaluated > stop or stale >= self._num_generations // 4:
                 break
             best, known = population[0].rate, self.num_evaluated
@@ -127,9 +131,10 @@ class Search:
         distinct: dict[float, Genome] = {}
         for genome in genomes:
             periods = np.array(self.seconds(genome.clusters))
-            if self._is_single and len(periods):
-                genome.clusters = [genome.clusters[int(periods.argmin())]]
-                periods = periods.min(keepdims=True)
+            if len(periods) > self._most:
+                fastest = np.argsort(periods, kind="stable")[: self._most]
+                genome.clusters = [genome.clusters[int(place)] for place in fastest]
+                periods = periods[fastest]
             genome.rate, _ = best_rate(periods, self._ratio)
             if genome.rate > 0.0:
                 distinct.setdefault(genome.rate, genome)
@@ -207,7 +212,8 @@ class Search:
     def _accept_best(self, genome: Genome, choices: Sequence[Proposal]) -> None:
         best, gain, ceiling = None, 0.0, self.seeds.period(genome.ceiling)
         for move in choices:
-            if self._is_single and len(move.orders) > 1:
+            num_more = len(move.orders) - len(move.places)
+            if num_more > 0 and len(genome.clusters) + num_more > self._most:
                 continue
             old = [genome.clusters[place] for place in move.places]
             change = self._worth(move.orders, ceiling) - self._worth(old, ceiling)
@@ -223,7 +229,7 @@ class Search:
         worth = 0.0
         for order in orders:
             period = self._known[order][0]
-            if self._is_single:
+            if self._most == 1:
                 worth += 1.0 / period
             elif period <= ceiling:
                 worth += min(1.0 / period, self._ratio / ceiling)

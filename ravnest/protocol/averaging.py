@@ -10,12 +10,16 @@ from ravnest.protocol.tied import Value
 from ravnest.protocol.training import Count
 
 FIRST_WEIGHTS = RoundId(0)  # what all clusters have before the first round
+ShareCount = Annotated[int, Meta(ge=0, le=2**20)]
 Digest = Annotated[bytes, Meta(min_length=16, max_length=16)]
 
 
 @dataclass(frozen=True, slots=True)
 class RoundOpen:
-    """The hub orders a round; the clusters of `left_out` owners wait for the next one."""
+    """The hub orders a round; the clusters of `left_out` owners wait for the next one.
+
+    A gradient round makes one exact update. It begins when the receiver has trained its share of the batch.
+    """
 
     build_id: int
     round_id: RoundId
@@ -26,6 +30,9 @@ class RoundOpen:
     anchor_round: RoundId = FIRST_WEIGHTS  # changes since its average go around; 0: since training began
     is_anchor: bool = False  # no cluster has such an average: the receiver's weights now are it
     least_chunk: int = 0  # items that go around at once, at least: fewer would only be more work
+    sums_gradients: bool = False  # of the shares of a batch; anchors and weights do not go around
+    rate: float = 0.0  # of the update that a gradient round makes
+    num_microbatches: ShareCount | None = None  # in the receiver's share; None: as many as in any update
 
 
 @dataclass(frozen=True, slots=True)

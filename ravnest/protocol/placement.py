@@ -43,16 +43,21 @@ class PlanOrder:
     rings: Rings
     contacts: tuple[Contact, ...]
     accumulate: int = 1  # microbatches per update
+    is_exact: bool = False  # updates wait for gradient rounds
 
 
 @dataclass(frozen=True, slots=True)
 class RingOrder:
-    """A newer plan leaves a peer's cluster as it is: it trains on, in these rings and with these contacts."""
+    """A newer plan leaves a peer's cluster as it is: it trains on, in these rings and with these contacts.
+
+    Exact updates begin in a cluster that trains nothing at the time; they may end at any time.
+    """
 
     build_id: int
     plan_id: int
     rings: Rings
     contacts: tuple[Contact, ...]
+    is_exact: bool = False  # updates wait for gradient rounds
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,6 +69,7 @@ class DroppedMicrobatch:
     build_id: int
     microbatch: MicrobatchId
     reason: str
+    is_evaluation: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,7 +56,9 @@ class Callbacks:
                 self._num_missing -= 1 if isinstance(news, Joined) else -1
                 if self._num_missing > 0:
                     self._pass_on(Waiting(f"{self._num_missing} more of the awaited nodes have to join"))
-            case PlanFormed() | Resumed():  # who is known already comes back, or is not waited for long
+            case PlanFormed():
+                self._num_missing = None
+            case Resumed() if news.num_peers:  # who is known comes back, or is not waited for long
                 self._num_missing = None
 
     def _pass_on(self, news: Notice) -> None:

@@ -33,8 +33,9 @@ from ravnest.transfer.blobs import name_blob
 from ravnest.units import show_bytes
 
 MANIFEST = "manifest.json"
-# Another number for whatever makes older checkpoints unreadable or gives them another meaning; 2: BLAKE3.
-MANIFEST_FORMAT = 2
+# Another number for whatever makes older checkpoints unreadable or gives them another meaning; 2: BLAKE3;
+# 3: leases are intervals.
+MANIFEST_FORMAT = 3
 WholeNumber = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
 
@@ -101,12 +102,17 @@ def find_difference(saved: Fingerprint, now: Fingerprint) -> str | None:
     if saved.state != now.state:
         difference = f"the tensors of {now.model!r} have other names, dtypes or shapes than the checkpoint's"
         return f"{difference}; build the model as it was, {otherwise}"
-    for name in ("num_samples", "batch_size", "epochs", "seed"):
+    for name in ("num_samples", "batch_size", "seed"):
         before, after = getattr(saved, name), getattr(now, name)
         if before != after:
             fix = f"give {before} training samples" if name == "num_samples" else f"set {name}={before}"
             return f"the checkpoint was written with {name}={before}, not {after}; {fix}, {otherwise}"
     return None
+
+
+def count_epochs(leases: LeaseState) -> int:
+    """Return how many epochs were begun."""
+    return leases["next_epoch"] + (leases["next_place"] > 0)
 
 
 def seal_manifest(number: int, manifest: Manifest) -> bytes:
@@ -139,24 +145,27 @@ def parse_manifest(content: bytes, number: int) -> Manifest:
 def _check_books(books: SavedLedger) -> None:
     """Raise ValueError unless every leased sample is counted, or waits to be leased again, exactly once."""
     leases, job = books.leases, books.job
-    size, chunk_size, waiting = leases["num_samples"], leases["chunk_size"], leases["requeued"]
+    size, waiting = leases["num_samples"], leases["requeued"]
     if (size, leases["num_epochs"], leases["seed"]) != (job.num_samples, job.epochs, job.seed):
         raise ValueError("its leases are of another job")
-    epoch, chunk = upcoming = leases["next_epoch"], leases["next_chunk"]
-    num_chunks = -(-size // max(chunk_size, 1))
-    is_inside = 0 <= epoch < job.epochs and 0 <= chunk < num_chunks
-    is_valid = min(size, chunk_size) >= 1 and 0 <= leases["next_number"] < 2**63
-    if not is_valid or not (is_inside or upcoming == (job.epochs, 0)):
+    epoch, place = leases["next_epoch"], leases["next_place"]
+    is_inside = 0 <= epoch < job.epochs and 0 <= place < size
+    is_valid = size >= 1 and 0 <= leases["next_number"] < 2**63
+    if not is_valid or not (is_inside or (epoch, place) == (job.epochs, 0)):
         raise ValueError("its leases hold a number out of range")
-    is_handed_out = all(one[0] >= 0 and 0 <= one[1] < num_chunks and one < upcoming for one in waiting)
-    if leases["open"] or not is_handed_out or len(set(waiting)) < len(waiting):
+    is_handed_out = all(
+        0 <= one <= epoch and 0 <= start < stop <= (place if one == epoch else size)
+        for one, start, stop in waiting
+    )
+    is_disjoint = all((one[0], one[2]) < (two[0], two[1]) for one, two in pairwise(waiting))
+    if leases["open"] or not is_handed_out or not is_disjoint:
         raise ValueError("its leases hold some that are open, twice there or never handed out")
     left: Counter[int] = Counter()
-    for number, place in waiting:
-        left[number] += min(chunk_size, size - place * chunk_size)
-    begun = left.keys() | ({epoch} if chunk else set())
-    counted = [(one, (chunk * chunk_size if one == epoch else size) - left[one]) for one in sorted(begun)]
-    num_counted = epoch * size + chunk * chunk_size - left.total()
+    for number, start, stop in waiting:
+        left[number] += stop - start
+    begun = left.keys() | ({epoch} if place else set())
+    counted = [(one, (place if one == epoch else size) - left[one]) for one in sorted(begun)]
+    num_counted = epoch * size + place - left.total()
     if sorted(leases["counted"]) != counted or books.num_counted != num_counted:
         raise ValueError(f"its books count {books.num_counted} samples, which its leases contradict")
 
@@ -199,8 +208,9 @@ class Checkpoint:
 class Checkpoints:
     """The checkpoints in a run's folder: the newest `keep`, and the one with the lowest score."""
 
-    def __init__(self, folder: Path, keep: int = 3) -> None:
+    def __init__(self, folder: Path, keep: int = 3, *, is_lasting: bool = True) -> None:
         assert keep >= 1, keep
+        self.is_lasting = is_lasting  # the folder stays when the run has ended
         self._place = folder / CHECKPOINTS
         self._keep = keep
         self.faults: list[str] = []  # what the last `find` passed over, and why
@@ -295,7 +305,7 @@ def open_checkpoints(place: Path | None) -> Iterator[Checkpoints]:
         yield Checkpoints(place)
         return
     with tempfile.TemporaryDirectory(prefix="ravnest-", ignore_cleanup_errors=True) as folder:
-        yield Checkpoints(Path(folder))
+        yield Checkpoints(Path(folder), is_lasting=False)
 
 
 def _part_name(index: int) -> str:

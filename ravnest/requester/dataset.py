@@ -113,6 +113,7 @@ Numbers = NDArray[np.int64]
 _Types = Mapping[str, FieldType]
 
 _MOST_BYTES = 2 << 30  # of an iterable, which has to be kept
+_NUM_TRIED = 4  # places in the data where samples are compared with the first batch
 _OBJECT_BYTES, _NUMBER_BYTES = 500, 32  # what Python needs around a tensor, and for a number
 
 
@@ -161,6 +162,17 @@ class Samples:
         _compare(_types(fields), f"sample {numbers[0]} of the {self._what}", expected, "the first batch")
         return fields
 
+    def check_some(self) -> None:
+        """Raise ConfigError if some pairs of samples, here and there in the data, are unlike the first batch.
+
+        A collate_fn that pads each batch to its own length is found so, before anybody trains.
+        """
+        with self._lock:
+            num_samples = self._source.num_known
+        for number in sorted({part * (num_samples - 2) // _NUM_TRIED for part in range(_NUM_TRIED + 1)}):
+            if number >= 0:
+                self.batch((number, number + 1))
+
     def check_like(self, other: "Samples") -> None:
         """Raise ConfigError unless these samples have the fields, types and shapes of the others."""
         _compare(self.types(), f"the {self._what}", other.types(), f"the {other._what}")
@@ -181,6 +193,10 @@ def _compare(found: _Types, here: str, expected: _Types, there: str) -> None:
         if found.get(name) != expected.get(name):
             one, other = found.get(name, "missing"), expected.get(name, "missing")
             fix = "give every sample the same fields, types and shapes"
+            if isinstance(one, FieldType) and isinstance(other, FieldType) and one.dtype == other.dtype:
+                fix = (
+                    "pad or cut all samples to one length (tokenizers: padding='max_length', max_length=...)"
+                )
             raise ConfigError(f"{name!r} is {one} in {here}, but {other} in {there}; {fix}")
 
 
@@ -200,6 +216,10 @@ class _Rows:
     def __len__(self) -> int:
         return len(next(iter(self._tensors.values())))
 
+    @property
+    def num_known(self) -> int:
+        return len(self)
+
     def reach(self, num_samples: int) -> int:
         return min(num_samples, len(self))
 
@@ -218,6 +238,10 @@ class _Items:
 
     def __len__(self) -> int:
         return len(self._items)
+
+    @property
+    def num_known(self) -> int:
+        return self._items.num_known if isinstance(self._items, _Stream) else len(self)
 
     def reach(self, num_samples: int) -> int:
         if isinstance(self._items, _Stream):
@@ -254,6 +278,11 @@ class _Stream:
     def __getitem__(self, index: int) -> Any:
         self.reach(index + 1)
         return self._kept[index]
+
+    @property
+    def num_known(self) -> int:
+        """How many samples were read so far; there may be more."""
+        return len(self._kept)
 
     def reach(self, num_samples: int) -> int:
         """Read on until there are this many samples, or no more; return how many there are."""

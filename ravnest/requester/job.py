@@ -17,7 +17,7 @@ from torch import nn
 
 from ravnest.config import OptimizerKind as Recipe
 from ravnest.engine.optimizers import OptimizerSettings
-from ravnest.engine.recipe import from_torch, make_settings
+from ravnest.engine.recipe import choose_rate, from_torch, make_settings
 from ravnest.engine.train_config import AveragingRule
 from ravnest.errors import ConfigError
 from ravnest.model.capture import Captured, capture
@@ -33,7 +33,6 @@ _NAME = re.compile(r"(?=\S)[\w.:/+()@,' -]{1,64}(?<=\S)")
 _PRECISIONS = ("fp32", "bf16")
 _OPTIMIZERS = f"one of torch.optim, made from model.parameters(), or of {', '.join(Recipe)}"
 _TIMES = 'a time like "5 min", or None for no checkpoints'
-_RATES = {"sgd": 1e-2, "momentum": 1e-2, "adam": 1e-3, "adamw": 1e-3, "nadam": 2e-3, "muon": 4e-3}
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,10 +44,11 @@ class Job:
     `loss` and `metrics` take what the model returned and the batch, or its target when batches are tuples;
     without a loss the model returns it. `inputs` names the fields the model takes. `is_padded=False` promises
     that no sample is padded. `optimizer` is one of torch.optim (or several) over the model's parameters, or
-    the name of a recipe with its `learning_rate`; `clip` limits the norm of each tensor's gradient. One
-    batch is one update; it travels through the stages as `microbatches`. Clusters average their weights
-    `average_every` batches, and by the `averaging_rule` more than those. What was trained is kept
-    `checkpoint_every` so often, like "5 min"; None: never.
+    the name of a recipe with its `learning_rate`; left out, that of a short job is higher, unless the model
+    `is_pretrained`. `clip` limits the norm of each tensor's gradient. One batch is one update; it travels
+    through the stages as `microbatches`. Clusters average their weights `average_every` batches, and by the
+    `averaging_rule` more than those. What was trained is kept `checkpoint_every` so often, like "5 min";
+    None: never.
     """
 
     model: nn.Module = field(repr=False)
@@ -70,6 +70,7 @@ class Job:
     seed: int = field(default=0, kw_only=True)
     inputs: Sequence[str] | None = field(default=None, kw_only=True)
     is_padded: bool | None = field(default=None, kw_only=True)
+    is_pretrained: bool | None = field(default=None, kw_only=True)
     name: str | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -95,25 +96,40 @@ class Job:
     def capture(self) -> Captured:
         """Turn the model into a blueprint, with the first batch as the example."""
         batch = self.first_batch()
+        self.samples.check_some()
         if self.val_samples is not None:
             self.val_samples.check_like(self.samples)
+            self.val_samples.check_some()
         given = {"name": self.name, "inputs": self.inputs, "is_padded": self.is_padded}
         captured = capture(self.model, batch, self.loss, self.metrics, **given)  # type: ignore[arg-type]
+        if not captured.batch_loss.is_cuttable and self.microbatches not in ("auto", 1):
+            raise ConfigError(f"microbatches is {self.microbatches}, but {captured.batch_loss.note}")
         return replace(captured, notes=(*_notes(batch, self.batch_size), *captured.notes))
 
     def settings(self, captured: Captured, planned_updates: int = 0) -> OptimizerSettings:
         """Return how each trained parameter is updated, by its name in the blueprint; tied ones once."""
         trained = {entry.name: entry.shape for entry in captured.blueprint.state if entry.is_trainable}
         if isinstance(self.optimizer, Recipe):
-            assert self.learning_rate is not None
-            matrices = find_matrices(captured.blueprint)
-            found = make_settings(self.optimizer, self.learning_rate, trained, matrices, planned_updates)
+            matrices, rate = find_matrices(captured.blueprint), self.find_rate(planned_updates)
+            found = make_settings(self.optimizer, rate, trained, matrices, planned_updates)
         else:
             assert not isinstance(self.optimizer, str | None)
             found = from_torch(self.optimizer, {name: captured.state[name] for name in trained})
         if self.clip is None:
             return found
         return replace(found, clip=None if math.isinf(self.clip) else float(self.clip))
+
+    def find_rate(self, planned_updates: int = 0) -> float:
+        """Return the learning rate of a recipe: the one given, or the recipe's own for so many updates."""
+        assert isinstance(self.optimizer, Recipe)
+        if self.learning_rate is not None:
+            return self.learning_rate
+        return choose_rate(self.optimizer, planned_updates, has_trained_weights=self.has_trained_weights)
+
+    @property
+    def has_trained_weights(self) -> bool:
+        """Whether the model was trained before: as the job says, or by the gains of its norms."""
+        return _has_trained_gains(self.model) if self.is_pretrained is None else self.is_pretrained
 
     @cached_property
     def samples(self) -> Samples:
@@ -164,6 +180,8 @@ class Job:
         _require(self.precision in _PRECISIONS, "precision", self.precision, " or ".join(_PRECISIONS))
         _require(_is_whole(self.seed, 0), "seed", self.seed, "a whole number from 0 to 2**63 - 1")
         _require(self.is_padded in (None, True, False), "is_padded", self.is_padded, "True, False or nothing")
+        is_flag = self.is_pretrained in (None, True, False)
+        _require(is_flag, "is_pretrained", self.is_pretrained, "True, False or nothing")
         is_list = not isinstance(self.inputs, str)
         _require(is_list, "inputs", self.inputs, f"a list of fields: [{self.inputs!r}]")
 
@@ -172,9 +190,10 @@ class Job:
             name = Recipe.MUON if self.optimizer is None else self.optimizer
             _require(name in list(Recipe), "optimizer", name, _OPTIMIZERS)
             self._fill_in("optimizer", Recipe(name))
-            rate = _RATES[Recipe(name)] if self.learning_rate is None else self.learning_rate
-            _require(_is_positive(rate) and rate < math.inf, "learning_rate", rate, "a number above 0")
-            self._fill_in("learning_rate", float(rate))
+            rate = self.learning_rate
+            if rate is not None:
+                _require(_is_positive(rate) and rate < math.inf, "learning_rate", rate, "a number above 0")
+                self._fill_in("learning_rate", float(rate))
             return
         given = [self.optimizer] if isinstance(self.optimizer, torch.optim.Optimizer) else self.optimizer
         found = given if isinstance(given, tuple | list) else []
@@ -200,6 +219,17 @@ def _is_whole(value: object, least: int) -> bool:
 
 def _is_positive(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+
+
+def _has_trained_gains(model: nn.Module) -> bool:
+    """Return whether the gains of a norm differ: new ones are all alike, and training pulls them apart."""
+    for module in model.modules():
+        gains = getattr(module, "weight", None)
+        if "norm" not in type(module).__name__.lower() or not isinstance(gains, torch.Tensor):
+            continue
+        if not gains.is_meta and gains.numel() and bool((gains != gains.flatten()[0]).any()):
+            return True
+    return False
 
 
 def _check_functions(loss: object, metrics: Mapping[str, Metric]) -> None:

@@ -100,6 +100,16 @@ class LocalPeers:
         for process in self._processes.values():
             await process.wait()
 
+    async def first_ended(self) -> NodeId:
+        """Return the name of the first whose process has ended."""
+        waiting = {asyncio.create_task(each.wait()): name for name, each in self._processes.items()}
+        try:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            return waiting[done.pop()]
+        finally:
+            for task in waiting:
+                task.cancel()
+
     def kill(self) -> None:
         """Kill the processes that still run."""
         for process in self._processes.values():

@@ -4,8 +4,11 @@ It sends blueprints, weights and the fields that a stage consumes, nothing else.
 weights or from the last checkpoint. The hub calls it from threads.
 """
 
+import logging
+import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -15,8 +18,8 @@ from ravnest.config import WireFormat
 from ravnest.engine.train_config import TrainConfig, write_train_config
 from ravnest.errors import RavnestError, WeightsError
 from ravnest.hub.coordinator.leases import LedgerState
-from ravnest.hub.coordinator.notices import EpochDone, Evaluated, Notice
-from ravnest.hub.service.owner import Fields, Parts
+from ravnest.hub.coordinator.notices import EpochDone, Evaluated, MicrobatchDropped, Notice, Trained
+from ravnest.hub.service.owner import Fields, Parts, StagePart
 from ravnest.model.blueprint import Program
 from ravnest.model.blueprint_json import write_blueprint
 from ravnest.model.capture import Captured
@@ -31,10 +34,16 @@ from ravnest.model.state_dict import (
 from ravnest.protocol.tensors import Buffer
 from ravnest.requester import checkpoint_store
 from ravnest.requester.checkpoint_store import Checkpoint, Checkpoints, Fingerprint
+from ravnest.requester.faulty_samples import SampleInspector
 from ravnest.requester.job import Job
 from ravnest.requester.job_file import users_code
+from ravnest.requester.result import Result
+
+logger = logging.getLogger(__name__)
 
 Keeper = Checkpoints
+_MUCH_DROPPED = 0.1  # of the samples
+DeliverResult = Callable[[Result], None]  # puts the weights where they are to go
 
 
 class JobOwner:
@@ -47,18 +56,30 @@ class JobOwner:
         training: TrainConfig,
         fingerprint: Fingerprint,
         keeper: Checkpoints | None = None,
+        deliver: DeliverResult | None = None,
     ) -> None:
         self.job = job
         self.fingerprint = fingerprint
         self.history: list[dict[str, float]] = []
+        self.result: Result | None = None  # once it is kept
         self._captured = captured
         self._training = training
-        self._keeper = keeper
+        self._keeper, self._deliver = keeper, deliver
+        self._writing = threading.Lock()  # an old checkpoint may still be written when a newer one comes
+        self._saved_history: list[dict[str, float]] = []  # of the last checkpoint
+        self._dropped_for: Counter[str] = Counter()  # microbatches, by the reason
+        self._has_loss = False  # of any microbatch
         self._state: Mapping[str, Tensor] = captured.state
         self._optimizer: dict[str, Tensor] = {}
+        self._inspector = SampleInspector(captured)
 
     def note(self, news: Notice) -> None:
         """Record an epoch or an evaluation; after a restart the same one may be reported again."""
+        match news:
+            case MicrobatchDropped(reason=reason):
+                self._dropped_for[reason] += 1
+            case Trained(loss=loss):
+                self._has_loss |= loss is not None
         if isinstance(news, EpochDone | Evaluated):
             # An evaluation comes late, when others have told of the next epoch: it takes back only its like.
             again = [each for each in self.history if each["epoch"] >= news.epoch]
@@ -99,8 +120,52 @@ class JobOwner:
         lacks = changing - state.keys()
         return f"it lacks {min(lacks)!r} and {len(lacks) - 1} more of its tensors" if lacks else ""
 
-    def keep(self, number: int, parts: Sequence[tuple[int, int, Buffer]], books: LedgerState) -> str:
+    def keep(self, parts: Sequence[StagePart], books: LedgerState) -> str:
         """Write a checkpoint; from then on stages are made of it."""
+        with self._writing:
+            return "the result is kept already" if self.result else self._write(parts, books)
+
+    def keep_result(self, parts: Sequence[StagePart], books: LedgerState) -> str:
+        """Write the result: a checkpoint that more epochs can go on from, and the weights."""
+        with self._writing:
+            self._check_dropped(books.num_counted)
+            if self._keeper is not None and self._keeper.is_lasting and (fault := self._write(parts, books)):
+                logger.warning("the result is kept, but nothing to go on from with more epochs: %s", fault)
+            self._adopt(content for _, _, content in parts)
+            self._finish()
+            return ""
+
+    def keep_saved(self) -> Result:
+        """Make the last checkpoint the result, and forget what was reported since."""
+        with self._writing:
+            self.history = [dict(report) for report in self._saved_history]
+            return self._finish()
+
+    def _check_dropped(self, num_counted: int) -> None:
+        """Refuse a result that nothing was learned for; warn if much of the data was dropped."""
+        has_loss = self._has_loss or any("loss" in report for report in self.history)
+        reason = max(self._dropped_for, key=self._dropped_for.__getitem__, default="")
+        if reason and not has_loss:
+            problem = f"all {num_counted} samples were dropped, so nothing was trained: {reason}"
+            raise RavnestError(f"{problem}; look at the data and the loss, or lower the learning rate")
+        num_dropped, num_samples = (
+            sum(report.get(name, 0.0) for report in self.history) for name in ("num_dropped", "num_samples")
+        )
+        if num_dropped > _MUCH_DROPPED * num_samples:
+            why = f" ({reason})" if reason else ""
+            told = (
+                "warning: %.0f of %.0f samples were dropped and not trained%s; look at the data and the loss"
+            )
+            logger.warning(told, num_dropped, num_samples, why)
+
+    def _finish(self) -> Result:
+        result = Result(self.job.model, self._captured.blueprint, self._state, tuple(self.history))
+        if self._deliver is not None:
+            self._deliver(result)
+        self.result = result
+        return result
+
+    def _write(self, parts: Sequence[StagePart], books: LedgerState) -> str:
         if self._keeper is None:
             return "there is no folder for checkpoints"
         try:
@@ -119,6 +184,7 @@ class JobOwner:
             losses = [report["val_loss"] for report in self.history if "val_loss" in report]
             self._keeper.write(number, parts, saved, losses[-1] if losses else None)
             self._adopt(content for _, _, content in parts)
+            self._saved_history = [dict(report) for report in self.history]
         except RavnestError as error:
             return str(error)
         return ""
@@ -140,8 +206,11 @@ class JobOwner:
             {name: float(value) for name, value in report.items() if value is not None}
             for report in saved.history
         ]
+        self._saved_history = [dict(report) for report in self.history]
         counts = (saved.num_counted, saved.num_reported, saved.num_updates, saved.num_evaluated)
-        return LedgerState(*counts, saved.leases)
+        leases = saved.leases.copy()
+        leases["num_epochs"] = self.fingerprint.epochs  # it may be another number than before
+        return LedgerState(*counts, leases)
 
     def _adopt(self, contents: Iterable[Buffer]) -> None:
         state: dict[str, Tensor] = {}
@@ -156,12 +225,20 @@ class JobOwner:
             state.setdefault(entry.name, self._captured.state[entry.name])
         self._state, self._optimizer = state, optimizer
 
-    def read_fields(self, is_evaluation: bool, samples: Sequence[int], names: Sequence[str]) -> Fields:
-        """Return these fields of a batch as they travel: exactly as they are."""
+    def find_faulty(self, is_evaluation: bool, samples: Sequence[int]) -> tuple[tuple[int, str], ...]:
+        """Return which of these samples fail alone, each with the reason, as far as it can be known."""
+        found = self._inspector.inspect(self._read(is_evaluation, samples))
+        return tuple((samples[row], reason) for row, reason in found.items())
+
+    def _read(self, is_evaluation: bool, samples: Sequence[int]) -> dict[str, Tensor]:
         data = self.job.val_samples if is_evaluation else self.job.samples
         assert data is not None, "without validation data nothing is evaluated"
         with users_code("the data"):
-            batch = data.batch(samples)
+            return data.batch(samples)
+
+    def read_fields(self, is_evaluation: bool, samples: Sequence[int], names: Sequence[str]) -> Fields:
+        """Return these fields of a batch as they travel: exactly as they are."""
+        batch = self._read(is_evaluation, samples)
         specs = tuple((name, describe(batch[name], WireFormat.FP32)) for name in names)
         return specs, tuple(encode_tensor(batch[name], WireFormat.FP32) for name in names)
 

@@ -1,30 +1,29 @@
-"""Turns a job into what the hub and the owner need, and what they leave into a result.
+"""Turns a job into what the hub and the owner need.
 
 Capturing takes seconds and runs the requester's code.
 """
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from torch import Tensor
-
+from ravnest.config import EXACT_FORMATS, PlanConfig, WireFormat
 from ravnest.config import OptimizerKind as Recipe
-from ravnest.config import PlanConfig, WireFormat
 from ravnest.engine.optimizers import Adam, Muon, NAdam, OptimizerSettings, Sgd
 from ravnest.engine.train_config import TrainConfig
 from ravnest.errors import ConfigError
-from ravnest.hub.coordinator.events import Finish, JobGiven, JobSettings
+from ravnest.hub.coordinator.events import JobGiven, JobSettings
 from ravnest.model.capture import Captured
 from ravnest.model.profile import measure
-from ravnest.model.slicing import slice_blueprint
-from ravnest.model.state_dict import read_snapshot
-from ravnest.protocol.tensors import Buffer
-from ravnest.requester.checkpoint_store import Checkpoint, Fingerprint, find_difference, hash_state
+from ravnest.requester.checkpoint_store import (
+    Checkpoint,
+    Fingerprint,
+    count_epochs,
+    find_difference,
+    hash_state,
+)
 from ravnest.requester.job import Job
 from ravnest.requester.lr_schedules import factors
-from ravnest.requester.owner import JobOwner, Keeper
-from ravnest.requester.result import Result
+from ravnest.requester.owner import DeliverResult, JobOwner, Keeper
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +47,7 @@ def prepare(
     settle_seconds: float,
     keeper: Keeper | None = None,
     start: Checkpoint | None = None,
+    deliver: DeliverResult | None = None,
 ) -> PreparedJob:
     """Capture and measure the model, to be trained from the beginning or from a checkpoint."""
     num_samples = len(job.samples)
@@ -58,12 +58,18 @@ def prepare(
         raise ConfigError(
             "deltas is fp16, too narrow for sums over clusters; choose fp32, bf16, int8 or int4"
         )
+    if plan.exact_gradients not in EXACT_FORMATS:
+        problem = f"exact_gradients is {plan.exact_gradients}, too coarse for gradients"
+        raise ConfigError(f"{problem}; choose {' or '.join(EXACT_FORMATS)}")
     captured = job.capture()
     for note in captured.notes:
         logger.warning("note: %s", note)
     num_batches = job.epochs * -(-num_samples // job.batch_size)
     optimizer = job.settings(captured, num_batches)
-    config = replace(plan, optimizer=_recipe(job, optimizer), predict_weights=optimizer.has_prediction)
+    logger.info("learning rate %.2g, %d updates planned", optimizer.learning_rate, num_batches)
+    # Peers lend memory for tensors; that of their programs is beside it (docs/lending.md).
+    config = replace(plan, optimizer=_recipe(job, optimizer), overhead_bytes=0.0)
+    config = replace(config, predict_weights=optimizer.has_prediction)
     settings = _settings(job, captured, optimizer.learning_rate, num_batches)
     settings = replace(settings, expected_nodes=num_nodes, settle_seconds=settle_seconds)
     training = TrainConfig(
@@ -76,22 +82,37 @@ def prepare(
         max_lag=config.max_lag,
         deltas=config.deltas,
         averaging=job.averaging_rule,
+        exact_gradients=config.exact_gradients,
     )
     state = hash_state(captured.blueprint.state)
     sizes = (num_samples, job.batch_size, job.epochs, job.seed)
-    owner = JobOwner(job, captured, training, Fingerprint(job.name or "", state, *sizes), keeper)
+    fingerprint = Fingerprint(job.name or "", state, *sizes)
+    owner = JobOwner(job, captured, training, fingerprint, keeper, deliver)
     books = None
     if start is not None:
-        difference = find_difference(start.books.job, owner.fingerprint)
-        if difference is not None:
-            raise ConfigError(difference)
+        _check_start(start, fingerprint)
         books = owner.go_on_from(start)
     profile = measure(captured.blueprint, job.batch_size)
     return PreparedJob(captured, owner, JobGiven(profile, config, settings, now=0.0, books=books))
 
 
+def _check_start(start: Checkpoint, now: Fingerprint) -> None:
+    """Refuse a checkpoint that this job cannot go on from; say what another number of epochs means."""
+    before, num_begun = start.books.job, count_epochs(start.books.leases)
+    difference = find_difference(before, now)
+    if difference is None and now.epochs < num_begun:
+        difference = f"epoch {num_begun} is begun in the checkpoint, and the job has {now.epochs} epochs"
+        difference = f"{difference}; set epochs={num_begun} or more, or begin a new run in another folder"
+    if difference is not None:
+        raise ConfigError(difference)
+    if now.epochs != before.epochs:
+        told = "note: it goes on with %d epochs, no longer %d; from here the learning rate is of %d epochs"
+        logger.warning(told, now.epochs, before.epochs, now.epochs)
+
+
 def _settings(job: Job, captured: Captured, rate: float, num_batches: int) -> JobSettings:
     has_statistics = any(entry.is_written for entry in captured.blueprint.state)
+    is_whole = not captured.batch_loss.is_cuttable
     return JobSettings(
         num_samples=len(job.samples),
         num_validation=0 if job.val_samples is None else len(job.val_samples),
@@ -100,7 +121,9 @@ def _settings(job: Job, captured: Captured, rate: float, num_batches: int) -> Jo
         rates=tuple(rate * factor for factor in factors(job.rates, num_batches)),
         seed=job.seed,
         least_samples=_STATISTICS_SAMPLES if has_statistics else 1,
-        microbatches=job.microbatches if isinstance(job.microbatches, int) else 0,
+        microbatches=1 if is_whole else job.microbatches if isinstance(job.microbatches, int) else 0,
+        is_whole_batch=is_whole,
+        has_tied_weights=any(len(entry.positions) > 1 for entry in captured.blueprint.state),
         average_every=job.average_every if isinstance(job.average_every, int) else None,
         checkpoint_every=job.checkpoint_seconds,
         most_snapshot_bytes=sum(_SNAPSHOT_TIMES * x.size_bytes + 4096 for x in captured.blueprint.state),
@@ -118,13 +141,3 @@ def _recipe(job: Job, settings: OptimizerSettings) -> Recipe:
         return Recipe.MUON
     has_momentum = any(isinstance(rule, Sgd) and rule.momentum for rule in rules)
     return Recipe.MOMENTUM if has_momentum else Recipe.SGD
-
-
-def assemble_result(given: PreparedJob, finish: Finish, contents: Sequence[Buffer]) -> Result:
-    """Return the trained model of what the stages of one cluster left."""
-    state: dict[str, Tensor] = {}
-    for part, content in zip(finish.parts, contents, strict=True):
-        stage = slice_blueprint(given.captured.blueprint, part.start, part.stop)
-        found, _ = read_snapshot(content, stage.state)
-        state = found | state  # of tied weights the first stage's counts
-    return Result(given.owner.job.model, given.captured.blueprint, state, tuple(given.owner.history))

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ravnest.errors import ConfigError, WeightsError
+from ravnest.hub.coordinator.drops import DroppedSamples
 from ravnest.model.blueprint import Blueprint
 from ravnest.model.state_dict import merge_stages
 from ravnest.units import show_bytes
@@ -26,12 +27,17 @@ from ravnest.units import show_bytes
 
 @dataclass(frozen=True, eq=False)
 class Result:
-    """A trained model. `history` has the numbers of each report in order; `model` itself is not changed."""
+    """A trained model. `history` has the numbers of each report in order; `model` itself is not changed.
+
+    `dropped` says which samples were left out, and why: those at fault, or all of their microbatch where that
+    is not known. It names the first hundred.
+    """
 
     model: nn.Module = field(repr=False)
     blueprint: Blueprint = field(repr=False)
     state: Mapping[str, Tensor] = field(repr=False)
     history: Sequence[Mapping[str, float]] = field(default=(), repr=False)
+    dropped: Sequence[DroppedSamples] = field(default=(), repr=False)
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -106,10 +112,10 @@ class Result:
         return {name: value.detach() for name, value in found.items() if not getattr(value, "is_meta", True)}
 
 
-def keep_weights(result: Result, file: Path) -> None:
+def keep_weights(result: Result, file: Path, *, overwrite: bool = False) -> None:
     """Write the weights of a training where they are to go; where that fails they are not lost with it."""
     try:
-        result.export(file)
+        result.export(file, overwrite=overwrite)
     except ConfigError as error:
         with contextlib.suppress(ConfigError, OSError):
             place = Path(tempfile.mkdtemp(prefix="ravnest-"), file.name)
@@ -117,7 +123,7 @@ def keep_weights(result: Result, file: Path) -> None:
         raise error from None
 
 
-def check_place(place: str | os.PathLike[str]) -> Path:
+def check_place(place: str | os.PathLike[str], *, may_exist: bool = False) -> Path:
     """Return the file that weights will go to, a folder's model.safetensors; refuse it before a training."""
     given = Path(place)
     file = given if given.suffix == ".safetensors" else given / "model.safetensors"
@@ -125,7 +131,7 @@ def check_place(place: str | os.PathLike[str]) -> Path:
         raise ConfigError(
             f"{given} would hold safetensors; give a name that ends in .safetensors, or a folder"
         )
-    if file.exists():
+    if file.exists() and not may_exist:
         raise ConfigError(f"{file} exists already; give another name, or move it away")
     try:
         if file is not given:

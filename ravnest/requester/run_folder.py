@@ -6,6 +6,8 @@ opens the folder again gives out the same invitation. The event log lies beside 
 
 import os
 import re
+from collections.abc import Iterator
+from datetime import date
 from pathlib import Path
 from typing import Annotated
 
@@ -74,7 +76,7 @@ def new_hub_file() -> HubFile:
 
 
 def open_run(folder: Path) -> HubFile:
-    """Make the folder or take the one that is there, unless a hub runs in it or has finished in it."""
+    """Make the folder or take the one that is there, unless a hub runs in it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         found = read_hub_file(folder) if (folder / _FILE).exists() else new_hub_file()
@@ -83,12 +85,17 @@ def open_run(folder: Path) -> HubFile:
                 f"{folder} belongs to a hub that runs now (process {found.pid}); give another folder, "
                 f"or end it with: ravnest stop {folder}"
             )
-        if (folder / MODEL).exists():
-            raise ConfigError(f"{folder} holds a finished run; give another folder, or move it away")
         write_hub_file(folder, found)
     except OSError as error:
         raise ConfigError(f"the folder {folder} cannot be written: {error.strerror}; {_WAY_OUT}") from None
     return found
+
+
+def check_unfinished(folder: Path) -> None:
+    """Refuse a folder with a result, in which a new training is to begin."""
+    if (folder / MODEL).exists():
+        way_on = 'or go on with it: --resume, in Python resume="auto"'
+        raise ConfigError(f"{folder} holds a finished run; give another folder or move it away, {way_on}")
 
 
 def set_aside(folder: Path, with_checkpoints: bool = True) -> None:
@@ -145,10 +152,30 @@ def find_run(given: str | None) -> Path:
 
 def free_run(name: str) -> Path:
     """Return a folder under runs/ for a job of this name: the first that holds no finished or running one."""
-    word = re.sub(r"[^\w.-]+", "-", name).strip("-.") or "job"
-    for number in range(1, 10_000):
-        folder = RUNS / (word if number == 1 else f"{word}-{number}")
+    for folder in _name_runs(name):
         is_used = (folder / _FILE).exists() and read_hub_file(folder).process is not None
         if not is_used and not (folder / MODEL).exists():
             return folder
-    raise RavnestError(f"{RUNS} has no free folder for {word}; move some away")
+    raise RavnestError(f"{RUNS} has no free folder for {name}; move some away")
+
+
+def fresh_run(name: str, day: date) -> Path:
+    """Make a folder under runs/ that was not there: for a job of this name, begun on this day."""
+    for folder in _name_runs(f"{name}-{day.isoformat()}"):
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except FileExistsError:
+            continue
+        except OSError as error:
+            problem = f"the folder {folder} cannot be made: {error.strerror}"
+            raise ConfigError(f"{problem}; work where you may write, or give --folder or --out") from None
+    raise RavnestError(f"{RUNS} has no free folder for {name}; move some away")
+
+
+def _name_runs(name: str) -> Iterator[Path]:
+    """Yield NAME, NAME-2, NAME-3 and so on under runs/."""
+    word = re.sub(r"[^\w.-]+", "-", name).strip("-.") or "job"
+    yield RUNS / word
+    for number in range(2, 10_000):
+        yield RUNS / f"{word}-{number}"

@@ -22,7 +22,8 @@ from ravnest.config import PlanConfig, WireFormat
 from ravnest.errors import ConfigError, PlanError, RavnestError
 from ravnest.hub.coordinator.coordinator import Coordinator
 from ravnest.hub.coordinator.events import Action, Event
-from ravnest.hub.coordinator.notices import Notice, Waiting
+from ravnest.hub.coordinator.notices import CheckpointIsResult, Notice, PlanFormed, Waiting
+from ravnest.hub.coordinator.plan_trigger import NOBODY
 from ravnest.hub.service.event_log import EventLog, read_watch
 from ravnest.hub.service.server import HUB_LIMITS, HUB_PARTS, HubParts, Server
 from ravnest.hub.service.status import StatusTracker
@@ -34,9 +35,17 @@ from ravnest.requester.callbacks import Callback, Callbacks, Narrator
 from ravnest.requester.checkpoint_store import open_checkpoints
 from ravnest.requester.job import Job
 from ravnest.requester.local_peers import HERE, Hardware, LocalPeers, claim_port, share_memory
-from ravnest.requester.prepare import PreparedJob, assemble_result, prepare
+from ravnest.requester.prepare import PreparedJob, prepare
 from ravnest.requester.result import Result, check_place, keep_weights
-from ravnest.requester.run_folder import MODEL, HubFile, new_hub_file, open_run, set_aside, write_hub_file
+from ravnest.requester.run_folder import (
+    MODEL,
+    HubFile,
+    check_unfinished,
+    new_hub_file,
+    open_run,
+    set_aside,
+    write_hub_file,
+)
 from ravnest.requester.signals import Interrupts
 
 logger = logging.getLogger(__name__)
@@ -48,7 +57,7 @@ LOCAL_PLAN = PlanConfig(
     deltas=WireFormat.FP32,
 )
 _PORT = "0.0.0.0:7700"
-_NEVER_SETTLES = 1e9  # seconds: an open hub with a number of nodes waits for all of them
+_NEVER_SETTLES = 1e9  # seconds: a hub with a number of nodes waits for all of them
 _STOPPED = "Ctrl-C: what is under way is finished; Ctrl-C again ends now and loses it"
 
 
@@ -130,12 +139,15 @@ class Hub:
 
         Training begins with so many `nodes`. With 0 it begins when no node came for some seconds and their
         memory is enough. The weights go to `out`, a safetensors file or a folder, or into the hub's folder.
-        Checkpoints lie there too; with `resume="auto"` training goes on from the last one.
+        Checkpoints lie there too; with `resume="auto"` training goes on from the last one, also after it was
+        stopped or had ended, with more epochs. The weights of then are replaced in the end.
         """
         if resume not in (None, "auto"):
             raise ConfigError(f'resume is {resume!r}; give "auto", or leave it out to begin anew')
+        if self._folder is not None and resume is None:
+            check_unfinished(self._folder)
         place = out if out is not None or self._folder is None else self._folder / MODEL
-        file = None if place is None else check_place(place)
+        file = None if place is None else check_place(place, may_exist=resume is not None)
         nodes = len(self._peers.hardware) if nodes is None else nodes
         if isinstance(nodes, bool) or nodes < 0:
             raise ConfigError(f"nodes is {nodes}; give a whole number, 0 or more")
@@ -144,13 +156,20 @@ class Hub:
             start = keeper.find() if resume else None
             for fault in keeper.faults:
                 logger.warning("%s", fault)
-            setup = partial(prepare, job, self._plan, nodes, self._settle_seconds(nodes), keeper, start)
+            if start is None and file is not None:
+                check_place(file)  # else a result would be replaced by one that does not go on from it
+            deliver = None if file is None else partial(keep_weights, file=file, overwrite=start is not None)
+            facts = (job, self._plan, nodes, self._settle_seconds(nodes), keeper, start, deliver)
+            setup = partial(prepare, *facts)
             with Interrupts() as interrupts:
                 hear = Callbacks([self._tell, *callbacks], nodes if self._is_open_to_others else 0)
-                result = interrupts.run(lambda: self._fit(setup, hear, interrupts, resume is not None))
-        if file is not None:
-            keep_weights(result, file)
-        return result
+                num_total = job.epochs * len(job.samples)
+                if start is not None and start.books.num_counted == num_total:
+                    given = setup()
+                    if self._find_past(given) is None:  # else its peers are to be told, too
+                        hear(CheckpointIsResult(num_total, num_total))
+                        return given.owner.keep_saved()
+                return interrupts.run(lambda: self._fit(setup, hear, interrupts, resume is not None))
 
     async def _fit(
         self, setup: Callable[[], PreparedJob], hear: Callbacks, interrupts: Interrupts, resumes: bool
@@ -181,8 +200,9 @@ class Hub:
                 await open_things.enter_async_context(relay.listen(self._listen))
             async with self._watched(server, hear):
                 interrupts.stop = lambda: server.stop(_STOPPED)
-                finish, contents = await server.run(transport, given.owner, given.job)
-        return assemble_result(given, finish, contents)
+                await server.run(transport, given.owner, given.job)
+        result = given.owner.result or given.owner.keep_saved()
+        return replace(result, dropped=hub.drops.found)
 
     def _find_past(self, given: PreparedJob) -> StatusTracker | None:
         """Return the hub of the folder's log if it was at this job; peers of its own are gone with it."""
@@ -208,7 +228,7 @@ class Hub:
     def _settle_seconds(self, nodes: int) -> float:
         if not nodes:
             return self._timeouts.program.settle_seconds
-        return _NEVER_SETTLES if self._is_open_to_others else self._timeouts.program.local_settle_seconds
+        return _NEVER_SETTLES
 
     @contextlib.asynccontextmanager
     async def _watched(self, server: Server, hear: Callbacks) -> AsyncIterator[None]:
@@ -218,19 +238,27 @@ class Hub:
             return
 
         def give_up(news: Notice) -> None:
-            if isinstance(news, Waiting):
+            if isinstance(news, Waiting) and news.reason != NOBODY:  # of that `watch` hears
                 server.fail(PlanError(news.reason))
 
         async def watch() -> None:
             await self._peers.all_ended()
             server.fail(RavnestError("every peer has ended before the job was done; see what they said"))
 
+        async def watch_start() -> None:
+            name = await self._peers.first_ended()
+            if not has_plan:  # whose memory all of them are to share
+                server.fail(RavnestError(f"{name} has ended before training began; see what it said"))
+
+        has_plan: list[Notice] = []
         hear.add(give_up)
-        watching = asyncio.create_task(watch())
+        hear.add(lambda news: has_plan.append(news) if isinstance(news, PlanFormed) else None)
+        watching = [asyncio.create_task(each()) for each in (watch, watch_start)]
         try:
             yield
         finally:
-            watching.cancel()
+            for each in watching:
+                each.cancel()
 
     @property
     def _open_file(self) -> HubFile:

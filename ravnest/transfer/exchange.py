@@ -52,7 +52,6 @@ class Exchange:
         source: NodeId,
         *,
         quiet_seconds: float | None,
-        keep: bool = False,
         clock: Callable[[], float] | None = None,
     ) -> Buffer | Refusal:
         """Return a blob that a node is asked for, or why it never came.
@@ -64,7 +63,7 @@ class Exchange:
         arrived: asyncio.Future[Buffer | Refusal] = loop.create_future()
         done, clock = arrived.set_result, clock or loop.time
         try:
-            for request in self.blobs.want(ref, source, done, keep=keep):
+            for request in self.blobs.want(ref, source, done, keep=False):
                 self.post(request)
             num_come, since = 0, clock()
             while not (await asyncio.wait([arrived], timeout=quiet_seconds))[0]:

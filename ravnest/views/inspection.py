@@ -24,8 +24,7 @@ from ravnest.model.slicing import slice_blueprint
 from ravnest.plan.files import profile_to_dict
 from ravnest.plan.split import best_cuts
 from ravnest.plan.types import ModelProfile
-from ravnest.units import show_bytes, show_flops
-from ravnest.views.plan_text import show_count
+from ravnest.units import show_bytes, show_count, show_flops
 
 INSPECTION_SCHEMA = "ravnest.inspect/1"
 

@@ -76,6 +76,8 @@ def _show_progress(status: Status) -> RenderableType:
         facts.append(f"rounds {status.rounds_committed} committed, {status.rounds_aborted} aborted{took}")
     if status.left_out:
         facts.append(f"without {', '.join(status.left_out)}")
+    if status.dropped:
+        facts.append(f"{sum(len(each.samples) for each in status.dropped)} samples dropped")
     bar = Table.grid(expand=True)  # which ends its line, as a bar alone does not
     bar.add_row(ProgressBar(total=1.0, completed=done))
     return Group(bar, Text("  ".join(facts)))

@@ -12,8 +12,8 @@ from itertools import pairwise
 from ravnest.ids import NodeId
 from ravnest.plan.forecast import ClusterForecast, Forecast, StageForecast
 from ravnest.plan.types import ModelProfile, Plan, Ring, Swarm, cluster_name
-from ravnest.units import show_bytes, show_seconds
-from ravnest.views.plan_text import describe_bottleneck, relayed_pairs, show_count, show_samples
+from ravnest.units import show_bytes, show_count, show_seconds
+from ravnest.views.plan_text import describe_bottleneck, relayed_pairs, show_samples
 
 _WIDE = ("W", "F")  # East Asian letters take a whole em
 

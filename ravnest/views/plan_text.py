@@ -21,7 +21,7 @@ from ravnest.plan.forecast import Bottleneck, ClusterForecast, Forecast, StageFo
 from ravnest.plan.formation import cut_clusters
 from ravnest.plan.infeasible import holding_order
 from ravnest.plan.types import Cluster, ModelProfile, Plan, Swarm, cluster_name
-from ravnest.units import show_bytes, show_rate, show_seconds
+from ravnest.units import show_bytes, show_count, show_rate, show_seconds
 
 PLAN_SCHEMA = "ravnest.plan/2"
 
@@ -136,11 +136,6 @@ def describe_round(predicted: Forecast) -> str:
 def show_samples(samples_per_second: float) -> str:
     """Return a training speed with three digits: 5.72 samples/s."""
     return f"{_three_digits(samples_per_second)} samples/s"
-
-
-def show_count(count: int, noun: str) -> str:
-    """Return a count with its noun: 1 node, 2 nodes."""
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
 def _instead(then: float, now: float) -> str:

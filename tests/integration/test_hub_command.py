@@ -112,3 +112,20 @@ def test_ctrl_c_before_anyone_came_ends_with_a_sentence(tmp_path: Path) -> None:
     assert hub.returncode in (1, 130), said  # it may have been capturing still
     assert (out, "Traceback" in said) == ("", False)
     assert first.startswith("rvn1_")
+
+
+def test_a_training_without_a_folder_leaves_its_model_under_runs_also_when_it_is_stopped(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "job.py").write_text(JOB)
+    with started("train", "job.py:long", "--nodes", "1", "--json", folder=tmp_path) as training:
+        wait_for("epoch 2:", training)
+        os.kill(training.pid, signal.SIGINT)
+        out, said = training.communicate()
+    assert training.returncode == 0, said
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert folder.name.startswith("sums-20")
+    assert f"weights written to runs/{folder.name}/model.safetensors" in said
+    done = json.loads(out)
+    assert done["model"] == f"runs/{folder.name}/model.safetensors"
+    assert load_file(tmp_path / done["model"])["0.weight"].shape == (32, 8)

@@ -36,7 +36,7 @@ from tests.support.hub_world import job
 from tests.support.memory_store import MemoryStore
 
 HERE = "tcp://127.0.0.1:*"
-MEMORY_BYTES = 503.5e6  # the program's own, and a little more than half the model
+MEMORY_BYTES = 3.5e6  # a little more than half the model
 NUM_PEERS = 4  # two clusters of two
 
 

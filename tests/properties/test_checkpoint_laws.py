@@ -319,11 +319,11 @@ def test_junk_is_neither_part_nor_manifest(junk: bytes) -> None:
 
 
 @given(st.lists(st.sampled_from(["lease", "complete", "release"]), max_size=40), st.integers(1, 25))
-def test_books_of_any_history_are_kept_and_a_wrong_count_is_not(steps: list[str], chunk_size: int) -> None:
-    book = LeaseBook(JOB.num_samples, chunk_size, JOB.epochs, JOB.seed)
+def test_books_of_any_history_are_kept_and_a_wrong_count_is_not(steps: list[str], most: int) -> None:
+    book = LeaseBook(JOB.num_samples, JOB.epochs, JOB.seed)
     for number, step in enumerate(steps):
         if step == "lease":
-            book.lease(f"c{number % 2}")
+            book.lease(f"c{number % 2}", 1 + number % most)
         elif step == "release":
             book.release(f"c{number % 2}")
         elif book.open_leases:

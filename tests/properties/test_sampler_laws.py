@@ -36,8 +36,9 @@ def test_order_of_an_index_does_not_depend_on_the_others(num_samples, seed, data
 class History:
     """Random joins, crashes, restarts and late or double acknowledgements around one book."""
 
-    def __init__(self, book: LeaseBook, random: Random) -> None:
+    def __init__(self, book: LeaseBook, random: Random, most: int) -> None:
         self.book, self.random = book, random
+        self.most = most  # samples of a lease
         self.held = {"c0": []}  # by clusters that are alive
         self.stray = []  # leases that were counted or lost: their acknowledgement must not count
         self.counted = Counter()
@@ -79,14 +80,14 @@ class History:
         is_all_out = len(self.held[name]) >= 3
         if is_all_out:
             return
-        lease = self.book.lease(name)
+        lease = self.book.lease(name, self.random.randint(1, self.most))
         if lease is not None:
             self.held[name].append(lease)
 
 
 @given(st.integers(1, 60), st.integers(1, 17), st.integers(1, 3), st.integers(0, 2**32), st.integers(0))
-def test_every_sample_of_every_epoch_counts_once(num_samples, chunk_size, num_epochs, seed, key):
-    history = History(LeaseBook(num_samples, chunk_size, num_epochs, key), Random(seed))
+def test_every_sample_of_every_epoch_counts_once(num_samples, most, num_epochs, seed, key):
+    history = History(LeaseBook(num_samples, num_epochs, key), Random(seed), most)
     for _ in range(20_000):
         if history.book.is_finished:
             break
@@ -95,7 +96,7 @@ def test_every_sample_of_every_epoch_counts_once(num_samples, chunk_size, num_ep
         for epoch in range(num_epochs + 1):
             assert history.book.num_counted(epoch) == per_epoch[epoch]
     assert history.book.is_finished
-    assert history.book.lease("c0") is None
+    assert history.book.lease("c0", 1) is None
     wanted = {(epoch, sample) for epoch in range(num_epochs) for sample in range(num_samples)}
     assert set(history.counted) == wanted
     assert set(history.counted.values()) == {1}

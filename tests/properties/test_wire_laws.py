@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ravnest.config import WireFormat
 from ravnest.errors import ProtocolError
-from ravnest.protocol.averaging import Digest
+from ravnest.protocol.averaging import Digest, ShareCount
 from ravnest.protocol.blobs import BlobHash, BlobPart
 from ravnest.protocol.membership import Fact, Port, Proof, Rate, Span
 from ravnest.protocol.messages import Message
@@ -40,6 +40,7 @@ scalars = {
     Proof: st.binary(min_size=32, max_size=32),
     Digest: st.binary(min_size=16, max_size=16),
     Count: st.integers(1, 2**20),
+    ShareCount: st.integers(0, 2**20),
     Port: st.integers(0, 65535),
     Ticket: st.binary(max_size=16),
 }

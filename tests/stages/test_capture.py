@@ -119,6 +119,17 @@ def test_a_loss_that_cannot_be_trained_is_refused(loss: object, reason: str) -> 
         capture(Layers(), {"x": torch.randn(4, 8), "y": torch.randn(4, 8)}, loss)
 
 
+def test_a_column_label_is_told_to_be_renamed() -> None:
+    class Classifier(nn.Linear):
+        def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+            out = super().forward(x)
+            return {"logits": out} if labels is None else {"loss": F.cross_entropy(out, labels)}
+
+    batch = {"x": torch.randn(4, 8), "label": torch.zeros(4, dtype=torch.long)}
+    with pytest.raises(CaptureError, match=r"the data has 'label', and the model wants 'labels'; rename the"):
+        capture(Classifier(8, 4), batch)
+
+
 def test_a_causal_model_without_padding_builds_no_mask() -> None:
     entry = FAMILIES["gpt2"]
     batch = dict(entry.batch())

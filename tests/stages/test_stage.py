@@ -18,7 +18,7 @@ from ravnest.engine.optimizers import Group, OptimizerSettings, Sgd
 from ravnest.engine.recipe import from_torch, make_settings
 from ravnest.engine.stage import DroppedWork, PassedOn, Roles, StageEngine
 from ravnest.engine.weight_versions import Snapshot
-from ravnest.errors import ProtocolError
+from ravnest.errors import ProtocolError, RavnestError
 from ravnest.model.capture import capture
 from ravnest.model.profile import find_matrices
 from ravnest.model.stage_program import Setting, StageProgram, build_stage_program
@@ -352,9 +352,9 @@ def test_adding_an_average_leaves_batches_in_flight_alone():
         stage.forward(0, {}, text_batch(0))
     generator = torch.Generator().manual_seed(3)
     change = {"head.weight": torch.randn(VOCABULARY, 32, generator=generator)}
-    before = one.evaluate({}, text_batch(1)).results["loss"]
+    before = one.evaluate(0, {}, text_batch(1)).results["loss"]
     one.add(change)
-    assert one.evaluate({}, text_batch(1)).results["loss"] != before
+    assert one.evaluate(0, {}, text_batch(1)).results["loss"] != before
     for stage in (one, other):
         stage.backward_inputs(0, {})
         stage.backward_weights(0)
@@ -380,7 +380,7 @@ def test_evaluation_changes_nothing():
     names = [entry.name for entry in model.captured.blueprint.state if entry.is_trainable]
     stage = make_stage(model.captured, 0, model.num_positions, plain_sgd(names))
     before = stage.snapshot()
-    results = stage.evaluate({}, fields_of(model.sample.batch)).results
+    results = stage.evaluate(0, {}, fields_of(model.sample.batch)).results
     assert set(results) == {"loss", "accuracy"}
     assert not results["loss"].requires_grad
     assert same(stage.snapshot().state, before.state)
@@ -449,6 +449,75 @@ def test_a_backward_that_is_not_finite_is_dropped(received, gradient, reason):
     report = stage.update(0.1)
     assert (report.version, report.refusal) == (6, None)
     assert stage.snapshot().state["w"].item() == pytest.approx(0.5 - 0.1 * 2)
+
+
+class Failing(torch.autograd.Function):
+    """Fails in the backward."""
+
+    @staticmethod
+    def forward(context, value):
+        return value.clone()
+
+    @staticmethod
+    def backward(context, gradient):
+        raise ValueError("no such gradient\nand more about it")
+
+
+class Fragile:
+    """Fails for what a microbatch brings, as torch does."""
+
+    def forward(self, state, inputs, fields, *, training, key):
+        if "fails" in fields:
+            raise fields["fails"]
+        value = inputs[1] * state["w"]
+        return PassedOn({2: Failing.apply(value) if "late" in fields else value}, {})
+
+
+def fragile_stage(splits=True):
+    roles = Roles(frozenset({"w"}), inputs=frozenset({1}))
+    return StageEngine(
+        Fragile(), Snapshot(0, {"w": torch.tensor([2.0])}, {}), roles, plain_sgd(["w"]), splits
+    )
+
+
+@pytest.mark.parametrize(
+    "error",
+    [IndexError("Target 5 is out of bounds."), RuntimeError("Target 5 is out of bounds\nmore"), ValueError()],
+)
+def test_a_microbatch_that_fails_is_dropped_with_the_reason(error):
+    stage = fragile_stage()
+    reason = f"{type(error).__name__}: {'Target 5 is out of bounds' if error.args else ''}"
+    assert stage.forward(3, {1: torch.ones(2)}, {"fails": error}) == DroppedWork(3, "forward", reason)
+    assert stage.evaluate(4, {1: torch.ones(2)}, {"fails": error}) == DroppedWork(4, "evaluation", reason)
+    assert isinstance(stage.forward(3, {1: torch.ones(2)}, {}), PassedOn)
+
+
+@pytest.mark.parametrize("splits", [True, False])
+def test_a_backward_that_fails_is_dropped_and_leaves_nothing(splits):
+    stage = fragile_stage(splits)
+    stage.forward(0, {1: torch.ones(2)}, {"late": torch.ones(1)})
+    found = stage.backward_inputs(0, {2: torch.ones(2)})
+    assert found == DroppedWork(0, "backward", "ValueError: no such gradient")
+    assert stage.num_live_versions == 1
+    assert stage.update(0.1).refusal == "no microbatch was left to learn from"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        torch.OutOfMemoryError("tried 8 GiB"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+    ],
+)
+def test_too_little_memory_is_no_fault_of_the_samples(error):
+    with pytest.raises(RavnestError, match="too little memory for its stage"):
+        fragile_stage().forward(0, {1: torch.ones(2)}, {"fails": error})
+
+
+def test_a_gpu_that_runs_nothing_more_is_told():
+    error = torch.AcceleratorError("CUDA error: device-side assert triggered")
+    assert fragile_stage().forward(0, {1: torch.ones(2)}, {"fails": error}).has_lost_device
 
 
 def test_a_stage_with_nothing_to_train_still_counts():

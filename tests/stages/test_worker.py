@@ -13,7 +13,14 @@ from ravnest.ids import LeaseId, MicrobatchId
 from ravnest.model.capture import Captured, capture
 from ravnest.model.profile import find_matrices
 from ravnest.protocol.messages import Refusal
-from ravnest.protocol.training import Activation, DroppedMicrobatch, Gradient, LeaseDone, LeaseGrant
+from ravnest.protocol.training import (
+    Activation,
+    DroppedMicrobatch,
+    Gradient,
+    LeaseDone,
+    LeaseGrant,
+    StepReport,
+)
 from tests.support.model_zoo import OwnGPT, token_batch, token_loss
 from tests.support.worker_world import ClusterWorld, batches_of
 
@@ -116,6 +123,27 @@ def test_a_batch_that_is_not_finite_is_dropped_by_all_and_training_goes_on(captu
     assert all(worker.stage.num_live_versions == 1 for worker in cluster.workers.values())
 
 
+@pytest.mark.parametrize("is_evaluation", [False, True])
+@pytest.mark.parametrize(
+    ("name", "reason"), [("ids", "index out of range"), ("y", "Target 99 is out of bounds")]
+)
+def test_a_bad_sample_is_dropped_by_all_and_training_goes_on(
+    captured: Captured, name: str, reason: str, is_evaluation: bool
+) -> None:
+    cluster = world(captured)
+    batches = batches_of(token_batch, 3)
+    batches[1][name][2, 0] = 99
+    cluster.lease(batches, is_evaluation=is_evaluation)
+    cluster.run()
+    (dropped,) = [message for message in cluster.at_hub if isinstance(message, DroppedMicrobatch)]
+    assert dropped.microbatch == 1
+    assert dropped.reason.startswith("evaluation: IndexError" if is_evaluation else "forward: IndexError")
+    assert reason in dropped.reason
+    assert [done.num_samples for done in cluster.leases_done()] == ([] if is_evaluation else [8])
+    assert len(cluster.losses()) == 2
+    assert all(worker.stage.num_live_versions == 1 for worker in cluster.workers.values())
+
+
 def test_what_is_late_repeated_or_not_for_this_stage_is_refused(captured: Captured) -> None:
     cluster = world(captured)
     root, middle, last = cluster.nodes
@@ -160,3 +188,22 @@ def test_microbatches_of_unequal_size_make_the_update_of_their_batch(captured: C
     for name, tensor in expected.items():
         moved = (tensor - captured.state[name]).abs().max()
         assert (found[name] - tensor).abs().max() <= 1e-2 * moved + 1e-7, name
+
+
+def test_a_metric_that_is_no_number_is_told_as_none() -> None:
+    model = torch.nn.Linear(4, 2)
+    batch = {"x": torch.randn(4, 4), "y": torch.randn(4, 2)}
+    found = capture(
+        model,
+        batch,
+        lambda out, batch: (out - batch["y"]).square().mean(),
+        {"ratio": lambda out, batch: (batch["y"] * 0).sum() / (batch["y"] * 0).sum()},
+        self_test=False,
+    )
+    cluster = ClusterWorld(found, [], from_torch(adamw(found), found.state))
+    for first, is_evaluation in ((0, False), (1, True)):
+        cluster.lease([batch], first, is_evaluation=is_evaluation)
+        cluster.run()
+    assert [report.metrics for report in cluster.at_hub if isinstance(report, StepReport)] == [
+        (("ratio", None),)
+    ] * 2

@@ -9,6 +9,7 @@ from ravnest.hub.coordinator.placement import Placement
 from ravnest.hub.coordinator.snapshots import SnapshotDesk, SnapshotPurpose
 from ravnest.hub.coordinator.sources import StateSources
 from ravnest.plan.assembly import form_rings
+from ravnest.plan.sharing import ALONE
 from ravnest.plan.types import Cluster, Plan, Stage
 from ravnest.protocol.placement import SnapshotMade
 
@@ -22,6 +23,7 @@ class HubScene:
         self.membership, self.desk, self.build_id = Membership(), SnapshotDesk(), 0
         self.placement = Placement(job(), self.membership)
         self.sources = StateSources(self.placement, self.desk)
+        self.sharing = ALONE  # of plans to come
         for name in names:
             self.membership.join(PeerJoined(node(name), f"key of {name}", (), 0.0))
         change = self.adopt(*clusters, backups=backups)
@@ -40,7 +42,7 @@ class HubScene:
             for names, intervals in clusters
         )
         rings = form_rings(made, {name: self.membership.find(name).node for name in self.membership})
-        return self.placement.adopt(Plan(self.build_id, 0, made, rings, (), backups), 1)
+        return self.placement.adopt(Plan(self.build_id, 0, made, rings, (), backups), 1, self.sharing)
 
     def lose(self, name):
         self.membership.remove(name)

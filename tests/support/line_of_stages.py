@@ -14,6 +14,7 @@ from ravnest.engine.optimizers import OptimizerSettings
 from ravnest.engine.schedule import StageSchedule, Task, Work
 from ravnest.engine.stage import DroppedWork, PassedOn, Roles, StageEngine
 from ravnest.engine.weight_versions import Snapshot
+from ravnest.ids import MicrobatchId
 from ravnest.model.blueprint import Blueprint
 from ravnest.model.capture import Captured
 from ravnest.model.slicing import slice_blueprint
@@ -105,7 +106,7 @@ class Line:
     def evaluate(self, fields: Mapping[str, Tensor]) -> Tensor:
         values: dict[int, Tensor] = {}
         for stage in self.stages:
-            passed = stage.evaluate(values, fields)
+            passed = stage.evaluate(MicrobatchId(0), values, fields)
             values = passed.outputs
         return passed.results["loss"]
 

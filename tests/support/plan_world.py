@@ -14,7 +14,11 @@ from ravnest.plan.types import ModelProfile, Node, Plan, Swarm
 MB = 1e6
 # A parameter byte costs two (weights and gradient), one per old version, and 2.5 when clusters average.
 SIMPLE = PlanConfig(
-    optimizer=OptimizerKind.SGD, predict_weights=False, recompute=Recompute.NEVER, overhead_bytes=0.0
+    optimizer=OptimizerKind.SGD,
+    predict_weights=False,
+    recompute=Recompute.NEVER,
+    overhead_bytes=0.0,
+    microbatch_seconds=0.0,
 )
 
 
@@ -169,7 +173,7 @@ def slow_forecast(plan, profile, swarm, config):
     """Return stage times and the period of each cluster, held back included, and samples per second."""
     by_name = {each.name: each for each in swarm.nodes}
     is_averaged = len(plan.clusters) > 1
-    overlaps = is_averaged and config.averaging is Averaging.OVERLAPPED
+    overlaps = is_averaged and config.averaging.overlaps
     share = 1.0 - config.averaging_share if overlaps else 1.0
     slow = [_slow_cluster(cluster, profile, by_name, swarm, config, share) for cluster in plan.clusters]
     periods = [period for _, period in slow]

@@ -12,8 +12,8 @@ JOB = Fingerprint("toy", "ab" * 32, num_samples=20, batch_size=4, epochs=3, seed
 
 def books_of(number: int, num_done: int = 6, num_back: int = 1, **changes: object) -> SavedLedger:
     """The books after so many leases were completed, and so many others given back."""
-    book = LeaseBook(JOB.num_samples, 8, JOB.epochs, JOB.seed)
-    leases = [book.lease(str(place < num_back)) for place in range(num_back + num_done)]
+    book = LeaseBook(JOB.num_samples, JOB.epochs, JOB.seed)
+    leases = [book.lease(str(place < num_back), 8) for place in range(num_back + num_done)]
     for lease in leases[num_back:]:
         assert lease is not None
         assert book.complete(lease.number, "False") is None

@@ -62,8 +62,8 @@ def check_books(told: Sequence[Notice], epochs: int | None = 2, num_samples: int
     """
     done = [news for news in told if isinstance(news, EpochDone)]
     assert {(news.num_samples, news.num_dropped) for news in done} == {(num_samples, 0)}
-    counted = sorted(news.epoch for news in done)
-    assert counted == sorted(set(counted))
+    counted = [news.epoch for news in done]
+    assert counted == sorted(set(counted)), "in order, and each once"
     assert epochs is None or counted == [epoch + 1 for epoch in range(epochs)]
 
 

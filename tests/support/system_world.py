@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from zmq.utils import z85
 
 import ravnest as rv
-from ravnest.config import PlanConfig, SearchBudget
+from ravnest.config import Averaging, PlanConfig, SearchBudget
 from ravnest.errors import LinkError, RavnestError
 from ravnest.hub.coordinator.coordinator import Coordinator
 from ravnest.hub.coordinator.events import Action, Event, Notify, Received, SendFields
@@ -59,7 +59,7 @@ from ravnest.protocol.membership import Fact
 from ravnest.protocol.messages import Message, Refusal
 from ravnest.protocol.training import LeaseDone
 from ravnest.requester.owner import JobOwner
-from ravnest.requester.prepare import PreparedJob, assemble_result
+from ravnest.requester.prepare import PreparedJob
 from ravnest.requester.prepare import prepare as prepare_job
 from ravnest.requester.result import Result
 from ravnest.requester.session import LOCAL_PLAN
@@ -68,7 +68,10 @@ from tests.support.inline import InlineExecutor
 logger = logging.getLogger(__name__)
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "system.json"
-PLAN = replace(LOCAL_PLAN, overhead_bytes=0.0)  # so that memory is what the model needs, and no more
+# Memory is what the model needs, and no more; and there are two clusters.
+PLAN = replace(
+    LOCAL_PLAN, overhead_bytes=0.0, clusters=2, averaging=Averaging.OVERLAPPED, microbatch_seconds=0.0
+)
 SETTLE_SECONDS = 5.0
 SPEED = 2e7  # FLOP/s at a speed of 1
 QUICK = SearchBudget(clusters=40, quick_clusters=10)  # enough for six nodes
@@ -402,7 +405,7 @@ class World:
                 self.join(pc)
             try:
                 async with asyncio.timeout(self.limit_seconds):
-                    finish, contents = await server.run(transport, given.owner, job)
+                    await server.run(transport, given.owner, job)
             except TimeoutError:
                 return None
             finally:
@@ -410,7 +413,7 @@ class World:
                 self._alive_at_end = self.alive
                 for name in self.alive:
                     self.kill(name)
-        return assemble_result(given, finish, contents)
+        return given.owner.result
 
     async def _live(self, name: NodeId, keys: KeyPair, pc: Pc) -> None:
         node = Node(name, pc.memory_bytes, pc.speed * SPEED, 1e9, 1e9, self.wire.delay_seconds / 2)

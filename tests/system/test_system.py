@@ -33,6 +33,7 @@ from ravnest.hub.coordinator.notices import (
     PlanFormed,
     Returned,
     RoundEnded,
+    SamplesDropped,
     Trained,
     Waiting,
     WorkLost,
@@ -100,7 +101,7 @@ def test_six_peers_in_two_clusters_of_unlike_cuts_train_to_the_end(
     undisturbed: dict[str, Ended], kind: str
 ) -> None:
     ended, job = undisturbed[kind], golden_worlds()[kind].job
-    assert sizes(ended) == ([2, 2] if kind == "microbatches" else [2, 3])
+    assert sizes(ended) == {"mlp": [2, 4], "cnn": [2, 3], "microbatches": [2, 2]}[kind]
     cuts = [{stage.start for stage in cluster.stages} for cluster in ended.plan.clusters]
     assert kind == "microbatches" or cuts[0] != cuts[1]
     assert len(ended.plan.spares) == 6 - sum(sizes(ended))
@@ -384,7 +385,7 @@ def test_a_newcomer_is_used_soon_by_a_hub_whose_peers_are_all_gone(num_peers: in
     check_books(ended, job)
 
 
-@pytest.mark.parametrize("averaging", Averaging)
+@pytest.mark.parametrize("averaging", [Averaging.OVERLAPPED, Averaging.BLOCKING])
 def test_a_slow_peer_holds_others_back_no_longer_than_a_rounds_deadline(averaging: Averaging) -> None:
     def hear(world: World, news: Notice) -> None:
         if isinstance(news, ClusterStarted) and not healthy:  # the first to start; it is the others' turn
@@ -516,6 +517,34 @@ def test_whoever_comes_and_goes_the_job_ends_or_says_what_it_waits_for(seed: int
         check_result(ended, job)
 
 
+def with_bad_rows(every: int) -> rv.Job:
+    """Return a short job whose data goes bad when its model is captured: each so many rows are no numbers."""
+    given = make_job("tiny", num_samples=64, epochs=2)
+    data = {name: part.clone() for name, part in given.train_data.items()}
+    facts = {"val_data": given.val_data, "loss": cross_entropy, "optimizer": "adamw", "learning_rate": 1e-2}
+    job = rv.Job(given.model, data, batch_size=16, epochs=2, **facts)
+    prepare(job, PLAN)
+    data["x"][::every] = torch.nan
+    return job
+
+
+def test_a_run_in_which_everything_is_dropped_has_failed_and_says_why() -> None:
+    world = World(with_bad_rows(1), [Pc(400e3)])
+    with pytest.raises(
+        RavnestError, match=r"all 128 samples were dropped, so nothing was trained: .*; look at"
+    ):
+        world.run()
+    assert world.given.owner.result is None
+
+
+def test_a_run_in_which_much_is_dropped_ends_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    ended = World(with_bad_rows(4), [Pc(400e3)], microbatches=16).run()
+    assert ended.result is not None
+    assert [news.num_dropped for news in ended.of(EpochDone)] == [16, 16]
+    (warning,) = [each.message for each in caplog.records if "were dropped" in each.message]
+    assert warning.startswith("warning: 32 of 128 samples were dropped and not trained (")
+
+
 def test_state_that_lacks_something_or_is_not_finite_is_found_out() -> None:
     owner = prepare(make_job("mlp"), PLAN).owner
     weights = owner.make_parts(0, 2).weights
@@ -527,3 +556,23 @@ def test_state_that_lacks_something_or_is_not_finite_is_found_out() -> None:
     others = {key: tensor for key, tensor in tensors.items() if key != name}
     assert f"it lacks {name!r}" in owner.find_fault(0, 2, save(others))
     assert "no safetensors" in owner.find_fault(0, 2, b"junk")
+
+
+def test_bad_samples_cost_their_microbatches_and_are_named_and_no_peer_ends() -> None:
+    train, validation = make_points(128, 1), make_points(NUM_VALIDATION, 2)
+    train["y"][78], train["x"][100, 3], validation["y"][40] = 9, float("nan"), -7
+    job = rv.Job(
+        make_mlp(), train, val_data=validation, batch_size=16, epochs=4, loss=cross_entropy, optimizer="adamw"
+    )
+    ended = World(job, SIX).run()
+    assert ended.result is not None
+    assert ended.of(Left) == []
+    assert sorted((news.is_evaluation, news.samples, news.reason) for news in ended.of(SamplesDropped)) == [
+        (False, (78,), "IndexError: Target 9 is out of bounds"),
+        (False, (100,), "'x' has a number that is NaN"),
+        (True, (40,), "IndexError: Target -7 is out of bounds"),
+    ]
+    epochs = {news.epoch: news.num_dropped for news in ended.of(EpochDone)}
+    assert epochs[1] in (16, 32)  # one batch may have both
+    assert epochs[4] == 0  # others take their places
+    assert {news.num_samples for news in ended.of(Evaluated)} == {NUM_VALIDATION - 16}

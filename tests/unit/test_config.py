@@ -28,6 +28,7 @@ def test_an_empty_table_gives_the_defaults():
         ("recompute", "never", Recompute.NEVER),
         ("averaging", "blocking", Averaging.BLOCKING),
         ("deltas", "fp32", WireFormat.FP32),
+        ("exact_gradients", "bf16", WireFormat.BF16),
         ("predict_weights", False, False),
         ("predict_weights", "false", False),
         ("predict_weights", "true", True),

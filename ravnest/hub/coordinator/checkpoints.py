@@ -21,7 +21,9 @@ class CheckpointCollector:
         self._desk, self._timeouts = desk, timeouts
         self._keeper: ClusterState | None = None
         self._kept: dict[NodeId, SnapshotMade] = {}
-        self._books: LedgerState | None = None  # of the checkpoint under way
+        self._books: LedgerState | None = None  # of what is under way
+        self._is_result = False  # that, and no checkpoint
+        self._results: dict[int, Collect] = {}  # that were ordered, by attempt
         self._every = 0.0
         self._started_at = 0.0
         self._next_at: float | None = None
@@ -40,7 +42,7 @@ class CheckpointCollector:
     @property
     def has_result_under_way(self) -> bool:
         """Whether that is for the result."""
-        return self.is_under_way and self._books is None
+        return self.is_under_way and self._is_result
 
     @property
     def parts(self) -> tuple[CheckpointPart, ...]:
@@ -81,7 +83,7 @@ class CheckpointCollector:
     def expire(self, now: float) -> str | None:
         """Give up a checkpoint that somebody does not answer for; return who does not."""
         silent = self.find_silent(now)
-        if not silent or self._books is None:
+        if not silent or self._is_result:
             return None
         self.end(now)
         return f"{' and '.join(silent)} {self.silence}"
@@ -90,13 +92,15 @@ class CheckpointCollector:
         """Make no checkpoint this time."""
         self._next_at = now + self._every
 
-    def start(self, cluster: ClusterState, now: float, books: LedgerState | None = None) -> list[Send]:
-        """Ask every node of a cluster for its state; with books it is a checkpoint."""
-        self._keeper, self._kept, self._books = cluster, {}, books
+    def start(
+        self, cluster: ClusterState, now: float, books: LedgerState, *, is_result: bool = False
+    ) -> list[Send]:
+        """Ask every node of a cluster for its state."""
+        self._keeper, self._kept, self._books, self._is_result = cluster, {}, books, is_result
         self._desk.withdraw(SnapshotPurpose.CHECKPOINT)
         self._started_at, self._attempt = now, self._desk.new_number()
-        facts, is_final = (SnapshotPurpose.CHECKPOINT, self._attempt), books is None
-        return [self._desk.ask(*facts, name, cluster.build_id, is_final) for name in cluster.nodes]
+        facts = (SnapshotPurpose.CHECKPOINT, self._attempt)
+        return [self._desk.ask(*facts, name, cluster.build_id, is_result) for name in cluster.nodes]
 
     def drop(self, cluster: ClusterState) -> None:
         """Collect no longer from a cluster that changes."""
@@ -107,7 +111,17 @@ class CheckpointCollector:
     def add_snapshot(self, sender: NodeId, made: SnapshotMade) -> list[Collect]:
         """Record a node's answer; with the last one, have all of them fetched."""
         self._kept[sender] = made
-        return [Collect(self._attempt, self.parts, self._books)] if self._is_complete else []
+        if not self._is_complete:
+            return []
+        assert self._books is not None
+        order = Collect(self._attempt, self.parts, self._books, self._is_result)
+        if self._is_result:
+            self._results[self._attempt] = order
+        return [order]
+
+    def find_result(self, number: int) -> Collect | None:
+        """Return the order that collected the result, also if its cluster is gone by now."""
+        return self._results.get(number)
 
     def has_asked_for(self, number: int) -> bool:
         """Return whether this is the Collect whose end is awaited."""

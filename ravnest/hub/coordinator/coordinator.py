@@ -9,9 +9,10 @@ again from its last checkpoint. A late or foreign message is refused with a reas
 from dataclasses import replace
 from typing import assert_never
 
-from ravnest.config import TIMEOUTS, Averaging, HubTimeouts
+from ravnest.config import TIMEOUTS, HubTimeouts
 from ravnest.hub.coordinator.checkpoints import CheckpointCollector
 from ravnest.hub.coordinator.departures import Departures
+from ravnest.hub.coordinator.drops import Drops
 from ravnest.hub.coordinator.events import (
     Action,
     CalmChanged,
@@ -33,7 +34,9 @@ from ravnest.hub.coordinator.events import (
     Probed,
     Received,
     Restarted,
+    SamplesInspected,
     Send,
+    SendFields,
     SpeedMeasured,
     Stopped,
     Tick,
@@ -44,8 +47,6 @@ from ravnest.hub.coordinator.ledger import Ledger
 from ravnest.hub.coordinator.lifecycle import Lifecycle
 from ravnest.hub.coordinator.membership import Membership, is_sensible
 from ravnest.hub.coordinator.notices import (
-    EpochDone,
-    Evaluated,
     Joined,
     MicrobatchDropped,
     Returned,
@@ -81,6 +82,7 @@ class Coordinator:
         self.now = 0.0  # of the last event; a hub that goes on after a restart counts on from it
         self.ledger = Ledger(job.settings)
         self.ledger.restart(job.books)
+        self.drops = Drops()
         self.membership = Membership()
         self.placement = Placement(job, self.membership)
         self._desk = SnapshotDesk()
@@ -161,7 +163,7 @@ class Coordinator:
     @property
     def stands_still(self) -> bool:
         """Whether clusters wait for a blocking round, which has a deadline of its own."""
-        return self._job.config.averaging is Averaging.BLOCKING and self._rounds.due is not None
+        return self._rounds.stands_still and self._rounds.due is not None
 
     def has_asked(self, cluster_id: str) -> bool:
         """Return whether a silent cluster was asked what is wrong."""
@@ -192,7 +194,10 @@ class Coordinator:
             return (Refusal(result),)
         if isinstance(event, TrainingReported) and not self.wants_round(self.ledger.num_updates, self.now):
             return ()  # it says how far clusters are, and nothing follows from that
-        actions = [*result, *self._advance()]
+        actions = [
+            self.drops.replace_faulty(action) if isinstance(action, SendFields) else action
+            for action in (*result, *self._advance())
+        ]
         return tuple(x for x in actions if not isinstance(x, Send) or x.to in self.membership)
 
     def _dispatch(self, event: Event) -> _Result:  # noqa: C901, PLR0912 - one short case for each
@@ -217,6 +222,8 @@ class Coordinator:
                 return self._link_checks.end_probe(event, self.now)
             case Collected():
                 return self._life.end_collection(event, self.now)
+            case SamplesInspected():
+                return self.drops.conclude(event)
             case Stopped():
                 return self._life.stop(event.reason, self.now)
             case Tick():
@@ -284,7 +291,9 @@ class Coordinator:
             return f"nobody waits for {event.node}"
         self.membership.come_back(event.node, event.addresses)
         self._plan_trigger.reset(self.now)
-        return [Notify(Returned(event.node))]
+        # An update that some clusters made and others did not would never be noticed.
+        outcomes = self._rounds.repeat(event.node) if self.placement.is_exact else []
+        return [Notify(Returned(event.node)), *outcomes]
 
     def _join(self, event: PeerJoined) -> _Result:
         name = event.node.name
@@ -338,17 +347,15 @@ class Coordinator:
         results = self.ledger.take_done(cluster, done)
         if isinstance(results, str):
             return results
-        return [Notify(self.ledger.trained), *self._record_results(results)]
+        return [Notify(self.ledger.trained), *self._life.report(results)]
 
     def _record_dropped(self, sender: NodeId, cluster: ClusterState, dropped: DroppedMicrobatch) -> _Result:
-        reason = self.ledger.record_dropped(cluster, dropped)
-        if reason is not None:
-            return reason
-        return [Notify(MicrobatchDropped(dropped.microbatch, sender, dropped.reason))]
-
-    def _record_results(self, results: list[EpochDone] | list[Evaluated]) -> list[Action]:
-        self.ledger.history += results
-        return [Notify(result) for result in results]
+        lease = self.ledger.record_dropped(cluster, dropped)
+        if isinstance(lease, str):
+            return lease
+        samples, is_evaluation = self.ledger.samples_of(lease, dropped.microbatch), lease.lease is None
+        facts = (dropped.microbatch, sender, dropped.reason, samples, is_evaluation)
+        return self.drops.record(MicrobatchDropped(*facts))
 
     # Conclusions of monitors.
 
@@ -379,7 +386,7 @@ class Coordinator:
         if cluster is None:
             return f"lease {reported.lease} was evaluated by a cluster that is no more"
         results = self.ledger.record_evaluation(cluster, reported)
-        return results if isinstance(results, str) else self._record_results(results)
+        return results if isinstance(results, str) else self._life.report(results)
 
     def _record_speed(self, measured: SpeedMeasured) -> list[Action]:
         """Plan with the speed that a node has by now."""
@@ -432,7 +439,7 @@ class Coordinator:
         idle, stuck = self._inquiries.conclude(self.now) if self._life.is_at_work else ([], [])
         actions = self._departures.evict_gone(self.now)
         actions += self._departures.evict_idle(idle, self.now)
-        return actions + self._departures.rebuild(stuck, self.now)
+        return actions + self._departures.rebuild([*stuck, *self._rounds.take_stuck()], self.now)
 
     def _train(self) -> list[Action]:
         return self._training.advance(self.now)
@@ -446,7 +453,7 @@ class Coordinator:
         return []
 
     def _evaluate(self) -> list[Action]:
-        actions: list[Action] = [*self.ledger.fill(self.placement)]
+        actions: list[Action] = [*self._life.report(()), *self.ledger.fill(self.placement)]
         if self.ledger.is_finished:
             self._life.enter(JobPhase.KEEPING)
         return actions
@@ -454,7 +461,8 @@ class Coordinator:
     def _collect_result(self) -> list[Action]:
         if self._checkpoints.has_result_under_way:
             return []
-        return [*self._checkpoints.start(self.ledger.most_trained(self.placement.running), self.now)]
+        keeper = self.ledger.progress.most_trained(self.placement.running)
+        return [*self._checkpoints.start(keeper, self.now, self.ledger.books, is_result=True)]
 
     def _retain_inquiries(self) -> list[Action]:
         """End the inquiries of clusters that have nothing to do, or stand still for a round."""

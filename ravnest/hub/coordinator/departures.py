@@ -103,6 +103,6 @@ class Departures:
         actions.append(Notify(ClusterDissolved(cluster.name, reason, given_back, lost)))
         self._checkpoints.drop(cluster)
         is_new = not self._ledger.num_counted
-        if any(is_new or self._ledger.knows(each) for each in self._placement.running):
+        if any(is_new or self._ledger.progress.knows(each) for each in self._placement.running):
             return actions
         return actions + self._life.start_over(now)

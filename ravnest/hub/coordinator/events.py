@@ -9,6 +9,7 @@ from ravnest.config import PlanConfig
 from ravnest.hub.coordinator.leases import LedgerState
 from ravnest.hub.coordinator.notices import EpochDone, Evaluated, Notice
 from ravnest.ids import LeaseId, MicrobatchId, NodeId
+from ravnest.plan.sharing import ALONE, Sharing, TrainingLength
 from ravnest.plan.types import ModelProfile, Node, Plan
 from ravnest.protocol.blobs import BlobRef
 from ravnest.protocol.membership import Fact
@@ -25,6 +26,7 @@ class MakePlan:
     gone: tuple[Node, ...] = ()  # who is in that plan, and no longer here
     changed: tuple[Node, ...] = ()  # who is another than that plan knows, as it knows them
     microbatches: int = 0  # of it
+    sharing: Sharing = ALONE  # of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,7 @@ class PlanMade:
     shortage: str
     now: float
     reason: str = ""  # what a repair does
+    sharing: Sharing = ALONE
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,15 +64,27 @@ class JobSettings:
     epochs: int
     rates: tuple[float, ...]  # the learning rate over all batches of the job, spread evenly
     seed: int = 0
-    chunk_batches: int = 8  # per lease
+    chunk_batches: int = 8  # per lease, at most
     least_samples: int = 4  # of a microbatch, where it is chosen
     microbatches: int = 0  # a batch travels as so many; 0: chosen with the plan
+    is_whole_batch: bool = False  # the loss is of a whole batch: no part of one is trained alone
     average_every: int | None = None  # batches per cluster between rounds; None: as often as they fit
     evaluate_every: int = 1  # epochs; 0: only at the end
     checkpoint_every: float | None = None  # seconds; None: never
+    has_tied_weights: bool = False  # that several positions of the line share
     expected_nodes: int = 0  # with so many nodes form at once; 0: only by time
     settle_seconds: float = 5.0  # form when nobody came or went for so long
     most_snapshot_bytes: int = 2**62  # of a stage, however it is cut
+
+    @property
+    def length(self) -> TrainingLength:
+        """What the quality of a shared training depends on."""
+        return TrainingLength(
+            self.batch_size,
+            self.epochs * self.batches_per_epoch,
+            self.average_every,
+            self.is_whole_batch,
+        )
 
     @property
     def batches_per_epoch(self) -> int:
@@ -159,11 +174,21 @@ class PartsMade:
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """All that the Collect of this number names is here, and on disk if it is a checkpoint; or why not."""
+    """All that the Collect of this number names is on disk; or why not."""
 
     number: int
     now: float
     fault: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplesInspected:
+    """What an InspectSamples asked for: the samples that fail alone, and why; none if it is not known."""
+
+    is_evaluation: bool
+    samples: tuple[int, ...]
+    faulty: tuple[tuple[int, str], ...]
+    now: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,6 +315,7 @@ Event = (
     | PlanMade
     | PartsMade
     | Collected
+    | SamplesInspected
     | Tick
     | Stopped
     | Probed
@@ -326,6 +352,14 @@ class SendFields:
 
 
 @dataclass(frozen=True, slots=True)
+class InspectSamples:
+    """An order to the requester's side: find which of these samples fail; then say SamplesInspected."""
+
+    is_evaluation: bool
+    samples: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class CheckpointPart:
     """The state of an interval of the line, and who serves it."""
 
@@ -337,11 +371,12 @@ class CheckpointPart:
 
 @dataclass(frozen=True, slots=True)
 class Collect:
-    """An order: fetch these blobs from their nodes, then say Collected; with books, write a checkpoint."""
+    """An order: fetch these blobs from their nodes, write them as a checkpoint or result; say Collected."""
 
     number: int
     parts: tuple[CheckpointPart, ...]
-    books: LedgerState | None = None
+    books: LedgerState
+    is_result: bool = False  # what the requester gets; a checkpoint may fail
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,7 +396,7 @@ class Notify:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """An order: the job is done; assemble the model of its parts, in the order of the line."""
+    """An order: the result is on disk; without parts, the last checkpoint is the result."""
 
     parts: tuple[CheckpointPart, ...]
     history: tuple[EpochDone | Evaluated, ...]
@@ -375,4 +410,16 @@ class Abandon:
     is_guarded: bool = False  # what was trained went wrong; a checkpoint may be on disk
 
 
-Action = Send | Evict | MakePlan | MakeParts | SendFields | Collect | Notify | Finish | Abandon | Refusal
+Action = (
+    Send
+    | Evict
+    | MakePlan
+    | MakeParts
+    | SendFields
+    | InspectSamples
+    | Collect
+    | Notify
+    | Finish
+    | Abandon
+    | Refusal
+)

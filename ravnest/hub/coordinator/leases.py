@@ -1,20 +1,22 @@
 """Leases: which samples are trained when, and the book that counts each of them once.
 
 The order of an epoch is a keyed permutation that any machine computes for any index, so only numbers travel.
-An epoch is cut in chunks. A cluster leases chunks, and a completion counts only while that numbered lease is
-open and belongs to that cluster. Open leases outlive a restart of the hub, because peers train on without it.
+A cluster leases an interval of that order, as long as it asks for. A completion counts only while that
+numbered lease is open and belongs to that cluster. Open leases outlive a restart of the hub, because peers
+train on without it.
 """
 
 import hashlib
 import math
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Self, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ravnest.ids import LeaseId
+from ravnest.ids import LeaseId, MicrobatchId
 
 _NUM_TURNS = 8
 
@@ -58,44 +60,115 @@ def _turn_key(seed: int, epoch: int, turn: int) -> np.uint64:
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """One attempt of a cluster at one chunk; the number is never used again."""
+    """One attempt of a cluster at the places [start, stop) of an epoch; the number is never used again."""
 
     number: LeaseId
     epoch: int
-    chunk: int
+    start: int
+    stop: int
     cluster_id: str
+
+    @property
+    def num_samples(self) -> int:
+        """How many samples it is about."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class OpenLease:
+    """Microbatches that a cluster trains; without a lease of the book it evaluates them."""
+
+    number: LeaseId
+    cluster_id: str
+    lease: Lease | None
+    first_microbatch: MicrobatchId
+    num_samples: tuple[int, ...]
+    dropped: set[MicrobatchId] = field(default_factory=set)
+    first_sample: int = 0  # of an evaluation
+
+    @property
+    def microbatches(self) -> range:
+        """The numbers of its microbatches."""
+        return range(self.first_microbatch, self.first_microbatch + len(self.num_samples))
+
+
+class OpenLeases:
+    """The leases under way; no number of a lease or a microbatch is used again."""
+
+    def __init__(self) -> None:
+        self._next_number = self.num_microbatches = 0  # granted so far
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all leases."""
+        self._leases: dict[LeaseId, OpenLease] = {}
+        self._by_cluster: dict[str, dict[LeaseId, OpenLease]] = {}
+
+    @property
+    def all(self) -> tuple[OpenLease, ...]:
+        """All leases, oldest first."""
+        return tuple(self._leases.values())
+
+    def open(
+        self, cluster_id: str, lease: Lease | None, num_samples: tuple[int, ...], first_sample: int = 0
+    ) -> OpenLease:
+        """Open a lease of so many samples in each microbatch."""
+        first, number = MicrobatchId(self.num_microbatches), LeaseId(self._next_number)
+        opened = OpenLease(number, cluster_id, lease, first, num_samples, first_sample=first_sample)
+        self.num_microbatches += len(num_samples)
+        self._next_number += 1
+        self._leases[number] = opened
+        self._by_cluster.setdefault(cluster_id, {})[number] = opened
+        return opened
+
+    def close(self, lease: OpenLease) -> None:
+        """Forget a lease."""
+        del self._leases[lease.number]
+        of_cluster = self._by_cluster[lease.cluster_id]
+        del of_cluster[lease.number]
+        if not of_cluster:
+            del self._by_cluster[lease.cluster_id]
+
+    def find(self, number: LeaseId) -> OpenLease | None:
+        """Return the lease of this number."""
+        return self._leases.get(number)
+
+    def of(self, cluster_id: str) -> tuple[OpenLease, ...]:
+        """Return the leases of a cluster."""
+        return tuple(self._by_cluster.get(cluster_id, {}).values())
+
+    def has(self, cluster_id: str) -> bool:
+        """Return whether a cluster has a lease."""
+        return cluster_id in self._by_cluster
 
 
 class LeaseState(TypedDict):
     """A LeaseBook as plain data, for checkpoints and the hub's log."""
 
     num_samples: int
-    chunk_size: int
     num_epochs: int
     seed: int
     next_number: int
     next_epoch: int
-    next_chunk: int
-    open: list[tuple[int, int, int, str]]
-    requeued: list[tuple[int, int]]
+    next_place: int
+    open: list[tuple[int, int, int, int, str]]
+    requeued: list[tuple[int, int, int]]
     counted: list[tuple[int, int]]
 
 
 class LeaseBook:
-    """Leases the chunks of all epochs in order and counts each exactly once."""
+    """Leases the samples of all epochs in order and counts each exactly once."""
 
-    def __init__(self, num_samples: int, chunk_size: int, num_epochs: int, seed: int = 0) -> None:
+    def __init__(self, num_samples: int, num_epochs: int, seed: int = 0) -> None:
         assert num_samples >= 1
-        assert chunk_size >= 1
         self._num_samples = num_samples
-        self._chunk_size = chunk_size
         self._num_epochs = num_epochs
         self._seed = seed
         self._next_number = 0
         self._next_epoch = 0
-        self._next_chunk = 0
+        self._next_place = 0
         self._open: dict[LeaseId, Lease] = {}
-        self._requeued: deque[tuple[int, int]] = deque()
+        self._requeued: deque[tuple[int, int, int]] = deque()  # epoch, start, stop
         self._counted: dict[int, int] = {}  # samples, only of epochs begun and not finished
 
     @property
@@ -108,6 +181,21 @@ class LeaseBook:
         """Leases that are neither completed nor given back, oldest first."""
         return tuple(self._open.values())
 
+    @property
+    def upcoming(self) -> tuple[int, int] | None:
+        """The epoch of the next lease, and how many samples it can have at most; None: nothing is left."""
+        if self._requeued:
+            epoch, start, stop = self._requeued[0]
+            return epoch, stop - start
+        if self._next_epoch < self._num_epochs:
+            return self._next_epoch, self._num_samples - self._next_place
+        return None
+
+    @property
+    def num_begun(self) -> int:
+        """How many epochs are leased to their end, or begun."""
+        return self._next_epoch + (self._next_place > 0)
+
     def num_counted(self, epoch: int) -> int:
         """Return how many samples of `epoch` were counted so far."""
         if epoch in self._counted:
@@ -115,57 +203,60 @@ class LeaseBook:
         # Without an entry an epoch is either finished or has not begun.
         return self._num_samples if epoch < self._next_epoch else 0
 
-    def lease(self, cluster_id: str) -> Lease | None:
-        """Lease the next chunk to a cluster; None: every chunk is leased or counted."""
+    def lease(self, cluster_id: str, num_samples: int) -> Lease | None:
+        """Lease a cluster the next samples, at most so many; None: all are leased or counted."""
+        assert num_samples >= 1
         if self._requeued:
-            epoch, chunk = self._requeued.popleft()
+            epoch, start, end = self._requeued.popleft()
+            stop = min(start + num_samples, end)
+            if stop < end:
+                self._requeued.appendleft((epoch, stop, end))
         elif self._next_epoch < self._num_epochs:
-            epoch, chunk = self._next_fresh()
+            epoch, start, stop = self._next_fresh(num_samples)
         else:
             return None
-        lease = Lease(LeaseId(self._next_number), epoch, chunk, cluster_id)
+        lease = Lease(LeaseId(self._next_number), epoch, start, stop, cluster_id)
         self._next_number += 1
         self._open[lease.number] = lease
         return lease
 
     def complete(self, number: LeaseId, cluster_id: str) -> str | None:
-        """Count the chunk of an open lease; return why not, if refused."""
+        """Count the samples of an open lease; return why not, if refused."""
         lease = self._open.get(number)
         if lease is None:
             return f"lease {number} is not open: it was counted or given back before"
         if lease.cluster_id != cluster_id:
             return f"lease {number} is held by {lease.cluster_id}, not by {cluster_id}"
         del self._open[number]
-        counted = self._counted.pop(lease.epoch) + self._num_in(lease.chunk)
+        counted = self._counted.pop(lease.epoch) + lease.num_samples
         if counted < self._num_samples:
             self._counted[lease.epoch] = counted
         return None
 
     def release(self, cluster_id: str) -> tuple[Lease, ...]:
-        """Put the open chunks of `cluster_id` back, to be leased first; return its closed leases."""
+        """Put the open samples of `cluster_id` back, to be leased first; return its closed leases."""
         closed = tuple(lease for lease in self._open.values() if lease.cluster_id == cluster_id)
         for lease in closed:
             del self._open[lease.number]
-        self._requeued.extendleft(sorted(((x.epoch, x.chunk) for x in closed), reverse=True))
+        given_back = [(lease.epoch, lease.start, lease.stop) for lease in closed]
+        self._requeued = deque(join_intervals([*given_back, *self._requeued]))
         return closed
 
     def samples(self, lease: Lease) -> NDArray[np.int64]:
         """Return the sample indices of a lease in training order."""
-        start = lease.chunk * self._chunk_size
-        indices = np.arange(start, start + self._num_in(lease.chunk), dtype=np.int64)
+        indices = np.arange(lease.start, lease.stop, dtype=np.int64)
         return permute(indices, self._num_samples, self._seed, lease.epoch)
 
     def state(self) -> LeaseState:
-        """Return everything as plain data; its size does not grow with the chunks done."""
+        """Return everything as plain data; its size does not grow with the samples counted."""
         return LeaseState(
             num_samples=self._num_samples,
-            chunk_size=self._chunk_size,
             num_epochs=self._num_epochs,
             seed=self._seed,
             next_number=self._next_number,
             next_epoch=self._next_epoch,
-            next_chunk=self._next_chunk,
-            open=[(x.number, x.epoch, x.chunk, x.cluster_id) for x in self._open.values()],
+            next_place=self._next_place,
+            open=[(x.number, x.epoch, x.start, x.stop, x.cluster_id) for x in self._open.values()],
             requeued=list(self._requeued),
             counted=list(self._counted.items()),
         )
@@ -173,27 +264,34 @@ class LeaseBook:
     @classmethod
     def restore(cls, state: LeaseState) -> Self:
         """Return the book of `state`; open leases stay open, so their completion still counts."""
-        book = cls(state["num_samples"], state["chunk_size"], state["num_epochs"], state["seed"])
+        book = cls(state["num_samples"], state["num_epochs"], state["seed"])
         book._next_number = state["next_number"]
         book._next_epoch = state["next_epoch"]
-        book._next_chunk = state["next_chunk"]
-        for number, epoch, chunk, cluster_id in state["open"]:
-            book._open[LeaseId(number)] = Lease(LeaseId(number), epoch, chunk, cluster_id)
-        book._requeued.extend((epoch, chunk) for epoch, chunk in state["requeued"])
+        book._next_place = state["next_place"]
+        for number, epoch, start, stop, cluster_id in state["open"]:
+            book._open[LeaseId(number)] = Lease(LeaseId(number), epoch, start, stop, cluster_id)
+        book._requeued.extend((epoch, start, stop) for epoch, start, stop in state["requeued"])
         book._counted.update(dict(state["counted"]))
         return book
 
-    def _next_fresh(self) -> tuple[int, int]:
-        epoch, chunk = self._next_epoch, self._next_chunk
-        if chunk == 0:
+    def _next_fresh(self, num_samples: int) -> tuple[int, int, int]:
+        epoch, start = self._next_epoch, self._next_place
+        if start == 0:
             self._counted[epoch] = 0
-        self._next_chunk += 1
-        if self._next_chunk * self._chunk_size >= self._num_samples:
-            self._next_epoch, self._next_chunk = epoch + 1, 0
-        return epoch, chunk
+        stop = min(start + num_samples, self._num_samples)
+        self._next_epoch, self._next_place = (epoch, stop) if stop < self._num_samples else (epoch + 1, 0)
+        return epoch, start, stop
 
-    def _num_in(self, chunk: int) -> int:
-        return min(self._chunk_size, self._num_samples - chunk * self._chunk_size)
+
+def join_intervals(intervals: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """Return disjoint intervals (epoch, start, stop) in order, neighbours as one."""
+    joined: list[tuple[int, int, int]] = []
+    for epoch, start, stop in sorted(intervals):
+        if joined and joined[-1][0] == epoch and joined[-1][2] == start:
+            joined[-1] = (epoch, joined[-1][1], stop)
+        else:
+            joined.append((epoch, start, stop))
+    return joined
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,12 +1,12 @@
-"""The ledger: leases granted and counted, progress of each cluster, learning rates, evaluations.
+"""The ledger: leases granted and counted, and evaluations.
 
-Samples count when the root of a cluster says that a lease is done. Losses, versions and the position in the
-schedule of rates come from leaves: monitors sum their reports, and the ledger records the sums.
+Samples count when the root of a cluster says that a lease is done. Losses and versions come from leaves:
+monitors sum their reports, and the ledger records the sums.
 """
 
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -18,39 +18,22 @@ from ravnest.hub.coordinator.events import (
     SendFields,
     TrainingReported,
 )
-from ravnest.hub.coordinator.leases import Lease, LeaseBook, LedgerState
+from ravnest.hub.coordinator.exact_batches import ExactBatch, ExactBatches
+from ravnest.hub.coordinator.leases import LeaseBook, LedgerState, OpenLease, OpenLeases, join_intervals
 from ravnest.hub.coordinator.notices import EpochDone, Evaluated, Trained
 from ravnest.hub.coordinator.phases import ClusterPhase
 from ravnest.hub.coordinator.placement import ClusterState, Placement
 from ravnest.hub.coordinator.planner import cut_batches
-from ravnest.ids import LeaseId, MicrobatchId, RoundId
+from ravnest.hub.coordinator.progress import ClusterProgress
+from ravnest.ids import LeaseId, MicrobatchId
 from ravnest.protocol.training import (
     DroppedMicrobatch,
-    LearningRate,
     LeaseDone,
     LeaseGrant,
     Metrics,
 )
 
-_NONE = RoundId(0)  # before the first round
 MOST_METRICS = 256  # no job has more; a peer may make up names
-
-
-@dataclass(frozen=True, slots=True)
-class OpenLease:
-    """Microbatches that a cluster trains; without a lease of the book it evaluates them."""
-
-    number: LeaseId
-    cluster_id: str
-    lease: Lease | None
-    first_microbatch: MicrobatchId
-    num_samples: tuple[int, ...]
-    dropped: set[MicrobatchId] = field(default_factory=set)
-
-    @property
-    def microbatches(self) -> range:
-        """The numbers of its microbatches."""
-        return range(self.first_microbatch, self.first_microbatch + len(self.num_samples))
 
 
 @dataclass(slots=True)
@@ -84,19 +67,6 @@ class Evaluation:
     means: Means = field(default_factory=Means)
 
 
-@dataclass(slots=True)
-class Progress:
-    """How far a cluster is, so that rates are sent ahead of its updates."""
-
-    version: int
-    position: int = 0  # batches that all clusters had trained when it came to that version
-    rates: dict[int, float] = field(default_factory=dict)  # sent, by the update they hold from
-    num_trained: int = 0  # samples
-    num_alone: int = 0  # of them since the last round
-    num_samples_seen: int = 0  # samples of all clusters that its weights have learned from
-    anchor_round: RoundId | None = _NONE  # the round whose average it began from; None: it has none
-
-
 def grant_lease(
     cluster: ClusterState, lease: OpenLease, samples: Sequence[int], placement: Placement
 ) -> list[Send | SendFields]:
@@ -115,25 +85,30 @@ def grant_lease(
     return [Send(cluster.root, granted), fields]
 
 
-def send_rates(
-    settings: JobSettings, cluster: ClusterState, progress: Progress, num_updates: int, num_clusters: int
-) -> list[Send]:
-    """Return the rates of the next so many updates, where they are not what the cluster was sent."""
-    latest = max((update for update in progress.rates if update <= progress.version), default=0)
-    progress.rates = {update: rate for update, rate in progress.rates.items() if update >= latest}
-    told = progress.rates.get(latest)
-    sends = []
-    for ahead in range(num_updates):
-        update = progress.version + ahead
-        rate = settings.rate(progress.position + ahead * num_clusters)
-        if progress.rates.get(update, told) != rate:
-            progress.rates[update] = rate
-            sends += [Send(node, LearningRate(cluster.build_id, update, rate)) for node in cluster.nodes]
-        told = rate
-    return sends
+_OPEN_LEASES = 2  # per cluster at least: one that is trained, one that waits
+_MOST_LEASED = 2.0  # seconds of work in a lease, or one update: a fault costs what is leased
 
 
-_OPEN_LEASES = 2  # per cluster: one that is trained, one that waits
+def divide_batch(batch_size: int, rates: Sequence[float]) -> tuple[int, ...]:
+    """Return the share of each cluster in a batch, by speed; each gets a sample at least."""
+    total = sum(rates)
+    wished = [batch_size * rate / total if total > 0 else batch_size / len(rates) for rate in rates]
+    shares = [max(1, int(each)) for each in wished]
+    while sum(shares) > batch_size and max(shares) > 1:
+        shares[shares.index(max(shares))] -= 1
+    by_need = sorted(range(len(rates)), key=lambda k: shares[k] - wished[k])
+    for k in range(batch_size - sum(shares)):
+        shares[by_need[k % len(rates)]] += 1
+    return tuple(shares)
+
+
+def divide_among(placement: Placement, batch_size: int) -> dict[str, int]:
+    """Return how many samples an update of each running cluster has."""
+    running = placement.running
+    if not placement.sharing.is_split or not running:
+        return {each.cluster_id: batch_size for each in running}
+    shares = divide_batch(batch_size, [each.samples_per_second for each in running])
+    return {each.cluster_id: share for each, share in zip(running, shares, strict=True)}
 
 
 class Ledger:
@@ -142,25 +117,20 @@ class Ledger:
     def __init__(self, settings: JobSettings) -> None:
         self.settings = self._settings = settings
         self.num_counted = 0  # samples trained so far, over all epochs
-        self._next_lease = self._next_microbatch = 0
+        self._open = OpenLeases()
         self.num_starts = 0
         self.restart()
 
     def restart(self, books: LedgerState | None = None) -> int:
         """Begin from the first weights, or from a checkpoint; return how many samples lose their training."""
         settings = self._settings
-        chunk = settings.chunk_batches * settings.batch_size
         self.num_starts += 1
         lost, self.num_counted = self.num_counted, books.num_counted if books else 0
         self._microbatches, self._chunk_batches = 1, settings.chunk_batches
-        if books is None:
-            self._book = LeaseBook(settings.num_samples, chunk, settings.epochs, settings.seed)
-        else:
-            self._book = LeaseBook.restore(books.leases)
-            self._chunk_batches = books.leases["chunk_size"] // settings.batch_size
-        self._open: dict[LeaseId, OpenLease] = {}
-        self._open_by_cluster: dict[str, dict[LeaseId, OpenLease]] = {}
-        self._progress: dict[str, Progress] = {}
+        fresh = LeaseBook(settings.num_samples, settings.epochs, settings.seed)
+        self._book = fresh if books is None else LeaseBook.restore(books.leases)
+        self._open.clear()
+        self.exact = ExactBatches()
         self._awaited: list[OpenLease] = []  # granted, and their epochs are under way; by microbatch
         self._means: defaultdict[int, Means] = defaultdict(Means)
         self._dropped: Counter[int] = Counter()
@@ -168,26 +138,25 @@ class Ledger:
         self._evaluated = books.num_evaluated if books else 0
         self.num_reported = books.num_reported if books else 0  # samples whose loss is known
         self.num_updates = books.num_updates if books else 0  # of all clusters together
+        self.progress = ClusterProgress(settings, self.num_reported)
         self._loss: float | None = None
         self._is_stopped = False
         self.history: list[EpochDone | Evaluated] = []
         return lost - self.num_counted
 
     def cut(self, microbatches: int, chunk_batches: int) -> None:
-        """Follow a first plan: a batch travels as so many microbatches, and a lease has so many batches."""
-        self._microbatches = microbatches
-        if not self.num_counted:
-            self._chunk_batches = chunk_batches
-            chunk, settings = chunk_batches * self._settings.batch_size, self._settings
-            self._book = LeaseBook(settings.num_samples, chunk, settings.epochs, settings.seed)
+        """Follow a first plan: so many microbatches per batch, so many batches per lease at most."""
+        self._microbatches, self._chunk_batches = microbatches, chunk_batches
 
     @property
     def books(self) -> LedgerState:
         """The state of the books, for a checkpoint."""
         leases = self._book.state()
-        again = sorted([*((epoch, chunk) for _, epoch, chunk, _ in leases["open"]), *leases["requeued"]])
-        leases["open"], leases["requeued"] = [], again
-        return LedgerState(self.num_counted, self.num_reported, self.num_updates, self._evaluated, leases)
+        opened = [(epoch, start, stop) for _, epoch, start, stop, _ in leases["open"]]
+        leases["open"], leases["requeued"] = [], join_intervals([*opened, *leases["requeued"]])
+        # A stopped job was evaluated within an epoch: that one is evaluated again when it is over.
+        evaluated = min(self._evaluated, self.num_counted // self._settings.num_samples)
+        return LedgerState(self.num_counted, self.num_reported, self.num_updates, evaluated, leases)
 
     @property
     def is_finished(self) -> bool:
@@ -206,77 +175,28 @@ class Ledger:
     @property
     def open_leases(self) -> tuple[OpenLease, ...]:
         """Leases under way, oldest first."""
-        return tuple(self._open.values())
-
-    def knows(self, cluster: ClusterState) -> bool:
-        """Return whether a cluster's weights have learned anything."""
-        progress = self._progress.get(cluster.cluster_id)
-        return progress is not None and bool(progress.anchor_round or progress.num_trained > 0)
-
-    def samples_seen(self, cluster: ClusterState) -> int:
-        """Return how many samples, of all clusters, one's weights have learned from."""
-        return self._of(cluster).num_samples_seen
-
-    def most_trained(self, clusters: Iterable[ClusterState]) -> ClusterState:
-        """Return the cluster whose weights saw most samples; of equals, the one that trained most."""
-        return max(clusters, key=lambda each: (self.samples_seen(each), self._of(each).num_trained))
-
-    def anchor_round(self, clusters: Iterable[ClusterState]) -> RoundId | None:
-        """Return the newest round whose average one of these clusters has, if any; 0: the first weights."""
-        anchor_rounds = (self._of(cluster).anchor_round for cluster in clusters)
-        return max((anchor_round for anchor_round in anchor_rounds if anchor_round is not None), default=None)
-
-    def forget_averages(self, clusters: Iterable[ClusterState]) -> None:
-        """Record that neither these clusters nor those before them keep the average of a round any more."""
-        for progress in (*map(self._of, clusters), *self._progress.values()):
-            progress.anchor_round = None
+        return self._open.all
 
     def stand_still(self, clusters: Iterable[ClusterState]) -> None:
         """Record that the hub was away: no average is known to be anywhere, and no evaluation goes on."""
         self._evaluation = None
-        self.forget_averages(clusters)
-
-    def inherit(self, cluster: ClusterState, cluster_id: str, is_whole: bool) -> None:
-        """Let a cluster go on from another; it has the average of that one if it has its whole state."""
-        before = self._progress.get(cluster_id) or Progress(0, self._position, anchor_round=None)
-        version = max(1, before.version)  # 0 is for what the hub gave, the same in all stages
-        after = Progress(version, self._position, num_trained=before.num_trained)
-        after.anchor_round, after.num_samples_seen = (
-            before.anchor_round if is_whole else None,
-            before.num_samples_seen,
-        )
-        after.num_alone = before.num_alone if is_whole else 0
-        cluster.version, self._progress[cluster.cluster_id] = version, after
-
-    def note_averaged(self, clusters: Iterable[ClusterState], round_id: RoundId) -> None:
-        """Record that a round averaged the weights of these clusters."""
-        shared = [self._of(cluster) for cluster in clusters]
-        seen = max((each.num_samples_seen - each.num_alone for each in shared), default=0)
-        seen += sum(each.num_alone for each in shared)
-        for each in shared:
-            each.anchor_round, each.num_alone, each.num_samples_seen = round_id, 0, seen
+        self.progress.forget_averages(clusters)
 
     def release(self, cluster: ClusterState) -> tuple[int, int]:
         """Take back the leases of a cluster that ends; return their samples, and those it alone has seen."""
-        given_back, progress = self.give_back(cluster), self._of(cluster)
-        progress.anchor_round = None  # its nodes may get other weights before a cluster goes on from it
-        return given_back, progress.num_alone
-
-    def forget_others(self, cluster_ids: Collection[str]) -> None:
-        """Forget the progress of all clusters but these."""
-        self._progress = {each: far for each, far in self._progress.items() if each in cluster_ids}
+        return self.give_back(cluster), self.progress.end(cluster)
 
     def give_back(self, cluster: ClusterState) -> int:
         """Take back the leases of a cluster that stands still; return their samples."""
-        self._book.release(cluster.cluster_id)
-        given_back = [*self._open_of(cluster)]
-        for lease in given_back:
-            self._close(lease)
+        given_back = self._book.release(cluster.cluster_id)
+        for lease in self._open.of(cluster.cluster_id):
+            self._open.close(lease)
+        self.exact.release(cluster)
         self._awaited = [lease for lease in self._awaited if lease.cluster_id != cluster.cluster_id]
         if self._evaluation and self._evaluation.cluster_id == cluster.cluster_id:
             again = Evaluation(self._evaluation.epoch, self._evaluation.is_last)
             self._evaluation = None if self._is_stopped and not again.is_last else again
-        return sum(sum(lease.num_samples) for lease in given_back if lease.lease)
+        return sum(lease.num_samples for lease in given_back)
 
     @property
     def means(self) -> dict[int, Means]:
@@ -286,17 +206,12 @@ class Ledger:
     @property
     def num_granted(self) -> int:
         """How many microbatches were granted so far."""
-        return self._next_microbatch
-
-    def version(self, cluster: ClusterState) -> int:
-        """Return how many updates a cluster has made, as far as the books know."""
-        progress = self._progress.get(cluster.cluster_id)
-        return cluster.version if progress is None else progress.version
+        return self._open.num_microbatches
 
     @property
     def awaited_leases(self) -> set[LeaseId]:
         """Leases of which reports count: open ones, and all of epochs that are under way."""
-        return {lease.number for lease in self._awaited} | self._open.keys()
+        return {lease.number for lease in (*self._awaited, *self._open.all)}
 
     def find_training(self, microbatch: MicrobatchId) -> OpenLease | None:
         """Return the lease under which a microbatch is or was trained, in an epoch that is under way."""
@@ -309,6 +224,16 @@ class Ledger:
         lease = self._find(cluster, microbatch)
         return lease if lease is not None and lease.lease is None and self._evaluation is not None else None
 
+    @property
+    def epochs_under_way(self) -> set[int]:
+        """The epochs, from 0, that are begun and not counted whole."""
+        return {epoch for epoch, _ in self._book.state()["counted"]}
+
+    @property
+    def num_begun(self) -> int:
+        """How many epochs are leased to their end, or begun."""
+        return self._book.num_begun
+
     def is_under_way(self, epoch: int) -> bool:
         """Return whether an epoch, from 0, is begun and not over."""
         return 0 < self._book.num_counted(epoch) < self._settings.num_samples or any(
@@ -317,15 +242,19 @@ class Ledger:
 
     def ends_epoch(self, number: LeaseId) -> bool:
         """Return whether an epoch is over when this lease is done."""
-        opened = self._open.get(number)
+        opened = self._open.find(number)
         if opened is None or opened.lease is None:
             return False
         num_counted = self._book.num_counted(opened.lease.epoch) + sum(opened.num_samples)
         return num_counted == self._settings.num_samples
 
     def is_busy(self, cluster: ClusterState) -> bool:
-        """Return whether a cluster has a lease under way."""
-        return self._num_open(cluster) > 0
+        """Return whether a cluster has work: one that has done its share of a batch waits for the others."""
+        return self._open.has(cluster.cluster_id) and not self.exact.is_waiting(cluster)
+
+    def is_unfinished(self, cluster: ClusterState) -> bool:
+        """Return whether a cluster has a lease under way, or a share that is in no weights yet."""
+        return self._open.has(cluster.cluster_id) or self.exact.has_share(cluster)
 
     def stop(self) -> None:
         """Grant no more leases; those under way go on."""
@@ -336,9 +265,11 @@ class Ledger:
     def give_up_leases(self) -> None:
         """Wait no longer for leases under way."""
         assert self._is_stopped
+        for leased in self._book.open_leases:
+            self._book.release(leased.cluster_id)
         for lease in self.open_leases:
-            self._book.release(lease.cluster_id)
-            self._close(lease)
+            self._open.close(lease)
+        self.exact.take()
         self._evaluation = None
 
     def start_evaluation(self) -> None:
@@ -349,35 +280,121 @@ class Ledger:
             self._evaluation = Evaluation(passes, is_last=True)
 
     def fill(self, placement: Placement) -> list[Send | SendFields]:
-        """Grant leases until every running cluster that is not draining has two."""
+        """Grant leases until every running cluster that is not draining has enough."""
+        if placement.is_exact:
+            return self._fill_exact(placement)
         orders: list[Send | SendFields] = []
+        shares = divide_among(placement, self._settings.batch_size)
         for cluster in placement.running:
             if cluster.phase is ClusterPhase.DRAINING:
                 continue
-            while self._num_open(cluster) < _OPEN_LEASES:
-                granted = self._grant(cluster, placement)
+            while not self._has_enough(cluster):
+                granted = self._grant(cluster, placement, shares[cluster.cluster_id])
                 if not granted:
                     break
                 orders += granted
         return orders
 
+    def note_summed(self, clusters: Sequence[ClusterState]) -> list[EpochDone]:
+        """Record that a gradient round made the same update in these clusters: now their shares count."""
+        done = self._count_exact(self.exact.take(1), clusters)
+        self.progress.record_agreement(clusters)
+        self.num_updates += self.progress.record_update(clusters, self.num_counted)
+        return done
+
+    def end_exact(self, clusters: Sequence[ClusterState]) -> list[EpochDone]:
+        """Count what is done of batches that will not be summed: clusters make their updates alone now."""
+        return self._count_exact(self.exact.take(), clusters)
+
+    def _count_exact(self, batches: list[ExactBatch], clusters: Sequence[ClusterState]) -> list[EpochDone]:
+        """Count the shares that are done; the root of another one has yet to say so."""
+        done = [
+            (cluster, batch.leases[cluster.cluster_id], batch.num_trained[cluster.cluster_id])
+            for batch in batches
+            for cluster in clusters
+            if cluster.cluster_id in batch.num_trained
+        ]
+        return [ended for share in done for ended in self._count(*share)]
+
+    def _fill_exact(self, placement: Placement) -> list[Send | SendFields]:
+        """Grant the shares of whole batches, to all clusters at once; evaluate between two batches."""
+        orders: list[Send | SendFields] = []
+        evaluation = self._due_evaluation(placement.running) if placement.running else None
+        if evaluation is not None and self._is_time_for(evaluation):
+            cluster = placement.find_cluster(evaluation.cluster_id)
+            while cluster is not None and not self.exact and not self._has_enough(cluster):
+                granted = self._grant_evaluation(evaluation, cluster, placement)
+                if not granted:
+                    break
+                orders += granted
+            return orders
+        while not self._is_stopped and self.exact.may_add(placement):
+            granted = self._grant_batch(placement)
+            if not granted:
+                break
+            orders += granted
+        return orders
+
+    def _grant_batch(self, placement: Placement) -> list[Send | SendFields]:
+        """Grant every running cluster its share of the next batch."""
+        upcoming = self._book.upcoming
+        takers = [each for each in placement.running if each.phase is not ClusterPhase.DRAINING]
+        if upcoming is None or not takers:
+            return []
+        epoch, num_left = upcoming
+        size = min(self._settings.batch_size, num_left)
+        size = num_left if num_left - size < len(takers) else size  # no batch of fewer samples than clusters
+        takers = takers[:size]
+        if len(takers) < len(placement.running) and self.exact:
+            return []  # it has to wait until all batches before are summed
+        shares = divide_batch(size, [each.samples_per_second for each in takers])
+        leases: dict[str, OpenLease] = {}
+        orders: list[Send | SendFields] = []
+        num_before = epoch * self._settings.num_samples
+        for cluster, share in zip(takers, shares, strict=True):
+            lease = self._book.lease(cluster.cluster_id, share)
+            assert lease is not None
+            num_before += lease.start if not leases else 0
+            sizes = self._cut(lease.num_samples, lease.num_samples)
+            opened = self._open.open(cluster.cluster_id, lease, sizes)
+            self._awaited.append(opened)
+            leases[cluster.cluster_id] = opened
+            samples = [int(index) for index in self._book.samples(lease)]
+            orders += grant_lease(cluster, opened, samples, placement)
+        rate = self._settings.rate(self._settings.position(num_before))
+        self.exact.add(ExactBatch(rate, leases))
+        return orders
+
+    def _has_enough(self, cluster: ClusterState) -> bool:
+        """Return whether a cluster has leases for twice what is in flight."""
+        held = self._open.of(cluster.cluster_id)
+        num_microbatches = sum(len(lease.num_samples) for lease in held)
+        return len(held) >= _OPEN_LEASES and num_microbatches >= 2 * cluster.cluster.stages[0].window
+
     def take_done(self, cluster: ClusterState, done: LeaseDone) -> list[EpochDone] | str:
         """Count a lease that its root reports; return the epoch that it ends, or why it does not count."""
-        open_lease = self._open.get(done.lease)
+        open_lease = self._open.find(done.lease)
         if open_lease is None or open_lease.cluster_id != cluster.cluster_id or open_lease.lease is None:
             return f"lease {done.lease} is not open for cluster {cluster.name}"
-        num_samples, lease = sum(open_lease.num_samples), open_lease.lease
+        num_samples = sum(open_lease.num_samples)
         if done.num_samples > num_samples:
             return f"lease {done.lease} has {num_samples} samples, not {done.num_samples}"
+        self._open.close(open_lease)
+        batch = self.exact.find(open_lease)
+        if batch is None:
+            return self._count(cluster, open_lease, done.num_samples)
+        batch.num_trained[cluster.cluster_id] = done.num_samples  # they count when they are in the weights
+        return []
+
+    def _count(self, cluster: ClusterState, open_lease: OpenLease, num_trained: int) -> list[EpochDone]:
+        """Count a lease whose samples are trained, or dropped; return the epoch that it ends."""
+        num_samples, lease = sum(open_lease.num_samples), open_lease.lease
+        assert lease is not None
         reason = self._book.complete(lease.number, cluster.cluster_id)
         assert reason is None, reason
-        self._close(open_lease)
         self.num_counted += num_samples
-        progress = self._of(cluster)
-        progress.num_trained += done.num_samples
-        progress.num_alone += done.num_samples
-        progress.num_samples_seen += done.num_samples
-        self._dropped[lease.epoch] += num_samples - done.num_samples
+        self.progress.record_trained(cluster, num_trained)
+        self._dropped[lease.epoch] += num_samples - num_trained
         is_epoch = self._book.num_counted(lease.epoch) == self._settings.num_samples
         return [self._end_epoch(lease.epoch)] if is_epoch else []
 
@@ -388,46 +405,42 @@ class Ledger:
         for epoch, added in reported.sums:
             means[epoch].add(added)
         self._means |= means
-        for found in reported.versions:
-            progress = self._progress.get(found.cluster_id)
-            if progress is not None and found.version > progress.version:
-                self.num_updates += found.version - progress.version
-                progress.version = found.version
-                progress.position = self._settings.position(found.num_reported)
+        self.num_updates += self.progress.record_versions(reported.versions, reported.num_reported)
 
     def record_evaluation(self, cluster: ClusterState, reported: EvaluationReported) -> list[Evaluated] | str:
         """Record an evaluation lease that is over; return what is to be told, or why not."""
-        lease, evaluation = self._open.get(reported.lease), self._evaluation
+        lease, evaluation = self._open.find(reported.lease), self._evaluation
         if lease is None or lease.lease or lease.cluster_id != cluster.cluster_id or evaluation is None:
             return f"lease {reported.lease} is not open for cluster {cluster.name}"
-        self._close(lease)
+        self._open.close(lease)
         for added in reported.sums:
             evaluation.means.add(added)
         evaluation.num_samples += reported.num_samples
         is_last = evaluation.next_sample == self._settings.num_validation
-        if not is_last or any(other.lease is None for other in self._open.values()):
+        if not is_last or any(other.lease is None for other in self._open.all):
             return []
         self._evaluation, self._evaluated = None, evaluation.epoch
         loss, metrics = evaluation.means.read()
         return [Evaluated(evaluation.epoch, cluster.name, evaluation.num_samples, loss, metrics)]
 
-    def record_dropped(self, cluster: ClusterState, dropped: DroppedMicrobatch) -> str | None:
-        """Record that a microbatch under way is lost; return why not, if it is not under way."""
+    def record_dropped(self, cluster: ClusterState, dropped: DroppedMicrobatch) -> OpenLease | str:
+        """Record that a microbatch under way is lost; return its lease, or why it is not under way."""
         lease = self._find(cluster, dropped.microbatch)
         if lease is None or dropped.microbatch in lease.dropped:
             return f"microbatch {dropped.microbatch} of cluster {cluster.name} is not under way"
         lease.dropped.add(dropped.microbatch)
-        return None
+        return lease
 
-    @property
-    def _position(self) -> int:
-        return self._settings.position(self.num_reported)
-
-    def _of(self, cluster: ClusterState) -> Progress:
-        return self._progress.setdefault(cluster.cluster_id, Progress(cluster.version, self._position))
+    def samples_of(self, lease: OpenLease, microbatch: MicrobatchId) -> tuple[int, ...]:
+        """Return the samples of a microbatch of an open lease."""
+        index = microbatch - lease.first_microbatch
+        start, size = sum(lease.num_samples[:index]), lease.num_samples[index]
+        if lease.lease is None:
+            return tuple(range(lease.first_sample + start, lease.first_sample + start + size))
+        return tuple(int(sample) for sample in self._book.samples(lease.lease)[start : start + size])
 
     def _find(self, cluster: ClusterState, microbatch: MicrobatchId) -> OpenLease | None:
-        held = self._open_of(cluster)
+        held = self._open.of(cluster.cluster_id)
         return next((lease for lease in held if microbatch in lease.microbatches), None)
 
     def _end_epoch(self, epoch: int) -> EpochDone:
@@ -435,18 +448,22 @@ class Ledger:
         self._awaited = [each for each in self._awaited if each.lease and each.lease.epoch != epoch]
         return EpochDone(epoch + 1, self._settings.num_samples, self._dropped.pop(epoch), loss)
 
-    def _grant(self, cluster: ClusterState, placement: Placement) -> list[Send | SendFields]:
+    def _grant(self, cluster: ClusterState, placement: Placement, share: int) -> list[Send | SendFields]:
         evaluation = self._due_evaluation(placement.running)
         if evaluation and evaluation.cluster_id == cluster.cluster_id and self._is_time_for(evaluation):
             return self._grant_evaluation(evaluation, cluster, placement)
-        lease = None if self._is_stopped else self._book.lease(cluster.cluster_id)
+        if self._is_stopped:
+            return []
+        updates = min(self._chunk_batches, max(1, int(_MOST_LEASED * cluster.samples_per_second / share)))
+        lease = self._book.lease(cluster.cluster_id, updates * share)
         if lease is None:
             return []
         samples = [int(index) for index in self._book.samples(lease)]
-        opened = self._open_lease(cluster, lease, len(samples))
+        opened = self._open.open(cluster.cluster_id, lease, self._cut(len(samples), share))
         self._awaited.append(opened)
+        batches = len(placement.running) * share / self._settings.batch_size
         return [
-            *self._set_rates(cluster, len(placement.running)),
+            *self.progress.send_rates(cluster, _OPEN_LEASES * self._chunk_batches, batches),
             *grant_lease(cluster, opened, samples, placement),
         ]
 
@@ -455,14 +472,16 @@ class Ledger:
     ) -> list[Send | SendFields]:
         num_counted = self._book.num_counted(evaluation.epoch - 1)
         is_trained = evaluation.is_last or num_counted == self._settings.num_samples
-        is_busy = any(lease.lease for lease in self._open_of(cluster))
+        is_busy = any(lease.lease for lease in self._open.of(cluster.cluster_id))
         num_left = self._settings.num_validation - evaluation.next_sample
         if is_busy or not is_trained or not num_left:
             return []
         num_samples = min(num_left, self._chunk_batches * self._settings.batch_size)
         samples = range(evaluation.next_sample, evaluation.next_sample + num_samples)
         evaluation.next_sample += num_samples
-        return grant_lease(cluster, self._open_lease(cluster, None, num_samples), samples, placement)
+        sizes = self._cut(num_samples, self._settings.batch_size)
+        opened = self._open.open(cluster.cluster_id, None, sizes, samples.start)
+        return grant_lease(cluster, opened, samples, placement)
 
     def _is_time_for(self, evaluation: Evaluation) -> bool:
         return evaluation.is_last or self._upcoming_epoch >= evaluation.epoch
@@ -479,37 +498,14 @@ class Ledger:
         ):
             self._evaluation = Evaluation(epoch)
         if self._evaluation and not self._evaluation.cluster_id:
-            self._evaluation.cluster_id = self.most_trained(running).cluster_id
+            self._evaluation.cluster_id = self.progress.most_trained(running).cluster_id
         return self._evaluation
 
     @property
     def _upcoming_epoch(self) -> int:
-        """The epoch of the chunk that would be leased next."""
-        state = self._book.state()
-        return state["requeued"][0][0] if state["requeued"] else state["next_epoch"]
+        """The epoch of the samples that would be leased next."""
+        upcoming = self._book.upcoming
+        return self._settings.epochs if upcoming is None else upcoming[0]
 
-    def _open_lease(self, cluster: ClusterState, lease: Lease | None, num_samples: int) -> OpenLease:
-        sizes = cut_batches(num_samples, self._settings.batch_size, self._microbatches)
-        first, number = MicrobatchId(self._next_microbatch), LeaseId(self._next_lease)
-        self._next_microbatch += len(sizes)
-        self._next_lease += 1
-        opened = self._open[number] = OpenLease(number, cluster.cluster_id, lease, first, sizes)
-        self._open_by_cluster.setdefault(cluster.cluster_id, {})[number] = opened
-        return opened
-
-    def _num_open(self, cluster: ClusterState) -> int:
-        return len(self._open_by_cluster.get(cluster.cluster_id, ()))
-
-    def _open_of(self, cluster: ClusterState) -> tuple[OpenLease, ...]:
-        return tuple(self._open_by_cluster.get(cluster.cluster_id, {}).values())
-
-    def _close(self, lease: OpenLease) -> None:
-        del self._open[lease.number]
-        of_cluster = self._open_by_cluster[lease.cluster_id]
-        del of_cluster[lease.number]
-        if not of_cluster:
-            del self._open_by_cluster[lease.cluster_id]
-
-    def _set_rates(self, cluster: ClusterState, num_clusters: int) -> list[Send]:
-        num_updates = _OPEN_LEASES * self._chunk_batches
-        return send_rates(self._settings, cluster, self._of(cluster), num_updates, num_clusters)
+    def _cut(self, num_samples: int, batch_size: int) -> tuple[int, ...]:
+        return cut_batches(num_samples, batch_size, self._microbatches)

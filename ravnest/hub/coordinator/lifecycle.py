@@ -4,6 +4,9 @@ A job ends when all is trained and one cluster's weights are kept, when it is st
 wrong too often. It begins again from the last checkpoint when no node has what was trained.
 """
 
+from collections.abc import Sequence
+from itertools import takewhile
+
 from ravnest.config import TIMEOUTS, HubTimeouts
 from ravnest.hub.coordinator.checkpoints import CheckpointCollector
 from ravnest.hub.coordinator.events import (
@@ -19,7 +22,17 @@ from ravnest.hub.coordinator.events import (
     Send,
 )
 from ravnest.hub.coordinator.ledger import Ledger
-from ravnest.hub.coordinator.notices import FromCheckpoint, Repaired, Resumed, Stopping, WentWrong, WorkLost
+from ravnest.hub.coordinator.notices import (
+    CheckpointIsResult,
+    EpochDone,
+    Evaluated,
+    FromCheckpoint,
+    Repaired,
+    Resumed,
+    Stopping,
+    WentWrong,
+    WorkLost,
+)
 from ravnest.hub.coordinator.phases import JOB_TRANSITIONS, JobPhase, follow
 from ravnest.hub.coordinator.placement import Placement
 from ravnest.hub.coordinator.plan_trigger import PlanTrigger
@@ -29,6 +42,33 @@ from ravnest.protocol.membership import Stop
 
 _MOST_ALARMS = 3
 _Result = list[Action] | str  # actions, or why the event is refused
+
+
+class EpochReports:
+    """Lets reports out in the order of epochs: clusters may end a later one first, and its report waits."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin from the books; of an epoch that was over there before an earlier one no loss is known."""
+        ledger, under_way = self._ledger, self._ledger.epochs_under_way
+        later = range(min(under_way, default=ledger.num_begun), ledger.num_begun)
+        size = ledger.settings.num_samples
+        over = [EpochDone(epoch + 1, size, 0, None) for epoch in later if epoch not in under_way]
+        self._waiting: list[EpochDone | Evaluated] = [*over]
+
+    def add(self, reports: Sequence[EpochDone | Evaluated], is_end: bool) -> list[EpochDone | Evaluated]:
+        """Return the reports whose turn it is; at the end, when no more epochs are over, all."""
+        given = sorted([*self._waiting, *reports], key=lambda x: (x.epoch, isinstance(x, Evaluated)))
+        ready = given if is_end else [*takewhile(self._is_next, given)]
+        self._waiting = given[len(ready) :]
+        return ready
+
+    def _is_next(self, report: EpochDone | Evaluated) -> bool:
+        num_before = report.epoch - isinstance(report, EpochDone)
+        return min(self._ledger.epochs_under_way, default=num_before) >= num_before
 
 
 class Lifecycle:
@@ -49,6 +89,7 @@ class Lifecycle:
         self._placement, self._membership = placement, placement.membership
         self._ledger, self._checkpoints, self._recovery = ledger, checkpoints, recovery
         self._rounds, self._plan_trigger = rounds, plan_trigger
+        self._reports = EpochReports(ledger)
         self.phase = JobPhase.COLLECTING
         self.has_begun = False
         self.stop_by: float | None = None  # once it is stopped
@@ -106,10 +147,14 @@ class Lifecycle:
         """Tell the outcome of a round, if it has one, and note which clusters now know the same."""
         if ended is None:
             return []
-        if ended.told.is_committed:
-            took_part = {send.to for send in ended.sends}
-            clusters = (each for each in self._placement.running if each.root in took_part)
-            self._ledger.note_averaged(clusters, ended.told.round_id)
+        if not ended.told.is_committed:
+            return [*ended.sends, Notify(ended.told)]
+        took_part = {send.to for send in ended.sends}
+        clusters = [each for each in self._placement.running if each.root in took_part]
+        if ended.sums_gradients:  # one for every batch, so people are told of those that fail
+            done = self._ledger.note_summed(clusters)
+            return [*ended.sends, Notify(self._ledger.trained), *self.report(done)]
+        self._ledger.progress.record_agreement(clusters, ended.told.round_id)
         return [*ended.sends, Notify(ended.told)]
 
     def adopt(self, made: PlanMade, now: float) -> _Result:
@@ -128,7 +173,7 @@ class Lifecycle:
         """Go on with a repaired plan."""
         assert made.plan is not None
         told: list[Action] = []
-        if made.plan.rings != self._placement.rings:
+        if made.plan.rings != self._placement.rings or self._placement.is_exact:
             told += self.end_round(self._rounds.cancel("the rings are others now", now))
         told += [Notify(Repaired(made.plan, made.reason))] if made.reason else []
         followed = self._recovery.repair(made)
@@ -170,34 +215,51 @@ class Lifecycle:
         return [told, *stops, Abandon(f"training is ended: {told_why}; {advice}", is_guarded=True)]
 
     def start_over(self, now: float) -> list[Action]:
-        """Go back to collecting, with what the hub has and all members; or end, if the job is stopped."""
+        """Go back to collecting, with what the hub has and all members; or end with that, if it is enough."""
         actions = self.end_round(self._rounds.cancel("training begins again", now))
         for cluster in self._placement.clusters:
             self._checkpoints.drop(cluster)
         actions += self._placement.dissolve(self._placement.clusters)
         lost = self._ledger.restart(self._recovery.saved)
+        self._reports.restart()
         self._recovery.forget_held()
         self.end_by = None
         self._rounds.restart()
         self.alarm = None
         self._plan_trigger.reset(now)
-        if self.stop_by is None:
+        if self.stop_by is None and not self._ledger.is_finished:
             self.enter(JobPhase.COLLECTING)
-            return actions + ([Notify(WorkLost(lost)), *self._tell_checkpoint()] if lost else [])
+            actions += [Notify(WorkLost(lost)), *self._tell_checkpoint()] if lost else []
+            return actions if len(self._membership) else [*actions, *self._plan_trigger.notify_shortage()]
         self.enter(JobPhase.FINISHED)
         actions += [Send(name, Stop("the job was stopped")) for name in self._membership]
-        return [*actions, Abandon("the job was stopped when no cluster had anything to keep")]
+        if self._recovery.saved is None:
+            return [
+                *actions,
+                Abandon("the job was stopped when there was nothing to keep, no checkpoint either"),
+            ]
+        trained = self._ledger.trained
+        return [*actions, Notify(CheckpointIsResult(trained.num_samples, trained.num_total)), Finish((), ())]
+
+    def report(self, reports: Sequence[EpochDone | Evaluated]) -> list[Action]:
+        """Tell of epochs and evaluations that are over, in order."""
+        ready = self._reports.add(reports, is_end=self.phase is JobPhase.EVALUATING)
+        self._ledger.history += ready
+        return [Notify(each) for each in ready]
 
     def end_collection(self, collected: Collected, now: float) -> _Result:
-        """Go on when something is on disk: a checkpoint, or the result."""
-        if not self._checkpoints.has_asked_for(collected.number):
+        """Go on when something is on disk: a checkpoint, or the result, whoever has left meanwhile."""
+        result = self._checkpoints.find_result(collected.number)
+        if result is not None and self.phase is not JobPhase.FINISHED:
+            if self.phase is not JobPhase.KEEPING:  # nobody was left, and training began again
+                self._ledger.restart(result.books)
+            self.enter(JobPhase.FINISHED)
+            stops: list[Action] = [Send(name, Stop("the job is done")) for name in self._membership]
+            return [*stops, Finish(result.parts, tuple(self._ledger.history))]
+        if result is not None or not self._checkpoints.has_asked_for(collected.number):
             return f"nobody asked to collect number {collected.number}"
-        if self.phase is not JobPhase.KEEPING:
-            kept = self._recovery.end_checkpoint(collected, now)
-            saved = self._recovery.saved
-            if not collected.fault and saved is not None and saved.num_counted > self._alarmed_at:
-                self._num_alarms = 0  # a checkpoint before that place says nothing of what comes there
-            return kept
-        self.enter(JobPhase.FINISHED)
-        stops: list[Action] = [Send(name, Stop("the job is done")) for name in self._membership]
-        return [*stops, Finish(self._checkpoints.parts, tuple(self._ledger.history))]
+        kept = self._recovery.end_checkpoint(collected, now)
+        saved = self._recovery.saved
+        if not collected.fault and saved is not None and saved.num_counted > self._alarmed_at:
+            self._num_alarms = 0  # a checkpoint before that place says nothing of what comes there
+        return kept

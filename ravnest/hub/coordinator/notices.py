@@ -4,10 +4,12 @@ from dataclasses import dataclass
 from typing import assert_never
 
 from ravnest.ids import HUB, MicrobatchId, NodeId, RoundId
+from ravnest.plan.sharing import ALONE, Sharing, show_sharing
 from ravnest.plan.types import Node, Plan, cluster_name
 from ravnest.protocol.training import Metrics
 from ravnest.units import show_flops, show_rate, show_seconds
 
+_MOST_SHOWN = 8  # samples
 _GOES_BACK = "it goes back to the last checkpoint"
 
 
@@ -105,6 +107,8 @@ class PlanFormed:
     round_seconds: float
     batch_size: int  # samples per update
     microbatches: int  # that a batch travels as
+    sharing: Sharing = ALONE
+    reason: str = ""  # why it has no more clusters
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,11 +164,23 @@ class WorkLost:
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchDropped:
-    """A microbatch was lost in a stage."""
+    """A microbatch was lost in a stage, with these samples of the train data or of the validation data."""
 
     microbatch: MicrobatchId
     node: NodeId
     reason: str
+    samples: tuple[int, ...] = ()
+    is_evaluation: bool = False
+    faulty: tuple[int, ...] = ()  # of the samples, as far as it is known already
+
+
+@dataclass(frozen=True, slots=True)
+class SamplesDropped:
+    """These samples are at fault that their microbatch was dropped; told once."""
+
+    samples: tuple[int, ...]
+    reason: str
+    is_evaluation: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,6 +243,14 @@ class NotCheckpointed:
 
 
 @dataclass(frozen=True, slots=True)
+class CheckpointIsResult:
+    """The last checkpoint is the result: all is trained in it, or nobody has what came after it."""
+
+    num_samples: int
+    num_total: int
+
+
+@dataclass(frozen=True, slots=True)
 class WentWrong:
     """Training went wrong: it goes back to the last checkpoint, or on where there is none."""
 
@@ -262,18 +286,20 @@ Notice = (
     | ClusterDissolved
     | WorkLost
     | MicrobatchDropped
+    | SamplesDropped
     | Trained
     | EpochDone
     | Evaluated
     | RoundEnded
     | Checkpointed
     | NotCheckpointed
+    | CheckpointIsResult
     | WentWrong
     | Stopping
 )
 
 
-def show_notice(news: Notice) -> str:  # noqa: C901, PLR0912 - one short case for each
+def show_notice(news: Notice) -> str:  # noqa: C901, PLR0912, PLR0915 - one short case for each
     """Return a notice as a sentence."""
     match news:
         case Joined(node):
@@ -294,7 +320,7 @@ def show_notice(news: Notice) -> str:  # noqa: C901, PLR0912 - one short case fo
             return f"{node} left: {reason}"
         case Waiting(reason):
             return f"no plan yet: {reason}"
-        case PlanFormed(plan, samples_per_second, _, batch_size, microbatches):
+        case PlanFormed(plan, samples_per_second, _, batch_size, microbatches, sharing, reason):
             shown = [
                 f"{cluster_name(index)} = {' > '.join(stage.node for stage in cluster.stages)}"
                 for index, cluster in enumerate(plan.clusters)
@@ -303,6 +329,8 @@ def show_notice(news: Notice) -> str:  # noqa: C901, PLR0912 - one short case fo
             shown += [
                 f"{batch_size} samples per update{pieces}",
                 f"{samples_per_second:.3g} samples/s foreseen",
+                *([show_sharing(sharing, batch_size)] if sharing.num_clusters > 1 else []),
+                *([reason] if reason else []),
             ]
             return f"plan {plan.plan_id}: {'; '.join(shown)}"
         case ClusterStarted(cluster):
@@ -323,10 +351,12 @@ def show_notice(news: Notice) -> str:  # noqa: C901, PLR0912 - one short case fo
             return f"checkpoint kept in {show_seconds(seconds)}: {num_samples} samples trained"
         case NotCheckpointed(reason):
             return f"no checkpoint was kept, training goes on: {reason}"
+        case CheckpointIsResult(num_samples, num_total):
+            return _show_end(num_samples, num_total)
         case WorkLost(num_samples):
             return f"training goes back: nobody has what the last {num_samples} samples taught"
-        case MicrobatchDropped(microbatch, node, reason):
-            return f"microbatch {microbatch} dropped by {node}: {reason}"
+        case MicrobatchDropped() | SamplesDropped():
+            return _show_dropped(news)
         case Trained(num_samples, num_total, epoch, loss):
             return f"{num_samples / num_total:.0%} of the training, epoch {epoch}, loss {_show(loss)}"
         case EpochDone(epoch, num_samples, num_dropped, loss):
@@ -364,6 +394,32 @@ def _show_cut_off(num_peers: int, seconds: float) -> str:
 def _show_facts(node: Node) -> str:
     links = f"{show_rate(node.upload_bytes_per_second)} up, {show_rate(node.download_bytes_per_second)} down"
     return f"{show_flops(node.flops_per_second)}, {links}, {show_seconds(node.latency_seconds)} away"
+
+
+def _show_dropped(news: MicrobatchDropped | SamplesDropped) -> str:
+    data = "validation data" if news.is_evaluation else "train data"
+    if isinstance(news, SamplesDropped):
+        were = "was" if len(news.samples) == 1 else "were"
+        return f"{_show_samples(news.samples)} of the {data} {were} dropped: {news.reason}"
+    shown = f" ({_show_samples(news.samples)} of the {data})" if news.samples else ""
+    if news.faulty:
+        shown = f" (with {_show_samples(news.faulty)} of the {data} again)"
+    return f"microbatch {news.microbatch}{shown} dropped by {news.node}: {news.reason}"
+
+
+def _show_samples(samples: tuple[int, ...]) -> str:
+    if len(samples) == 1:
+        return f"sample {samples[0]}"
+    shown = ", ".join(str(sample) for sample in samples[:_MOST_SHOWN])
+    more = f" and {len(samples) - _MOST_SHOWN} more" if len(samples) > _MOST_SHOWN else ""
+    return f"samples {shown}{more}"
+
+
+def _show_end(num_samples: int, num_total: int) -> str:
+    if num_samples == num_total:
+        return f"the run is finished: all {num_total} samples are trained; it goes on with more epochs"
+    trained = f"{num_samples} of {num_total} samples are trained"
+    return f"nobody is left to ask: the last checkpoint is the result, {trained}"
 
 
 def _show_sources(sources: tuple[NodeId, ...]) -> str:

@@ -8,12 +8,14 @@ Stages are built of what their nodes hold and of what others have (sources).
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
+from ravnest.config import Averaging
 from ravnest.hub.coordinator.events import JobGiven, MakeParts, MakePlan, PartsMade, Send
 from ravnest.hub.coordinator.membership import HeldState, Membership
 from ravnest.hub.coordinator.phases import CLUSTER_TRANSITIONS, ClusterPhase, NodePhase, follow
 from ravnest.hub.coordinator.planner import configure_microbatch, profile_microbatch
 from ravnest.ids import NodeId, SegmentId
 from ravnest.plan.forecast import Forecast, forecast
+from ravnest.plan.sharing import ALONE, Sharing
 from ravnest.plan.types import Backup, Cluster, Node, Plan, Ring, Stage, Swarm, cluster_name
 from ravnest.protocol.placement import Contact, PlanOrder, RingOrder, Rings
 
@@ -30,6 +32,7 @@ class ClusterState:
     unready: set[NodeId]  # nodes whose stages are still to be built
     cluster_id: str  # its name in the ledger, never used again
     version: int = 0
+    samples_per_second: float = 0.0  # as foreseen
     stopped_at: float | None = None  # since when it, or the cluster it replaces, stands still
     phase: ClusterPhase = ClusterPhase.BUILDING
 
@@ -83,6 +86,7 @@ class Placement:
         self._planned: dict[NodeId, Node] = {}  # as the plan knew them
         self._outlook: Forecast | None = None
         self._microbatches = 1
+        self.sharing = ALONE  # how clusters share the job
         self._parts: dict[tuple[int, int], PartsMade] = {}
         self._asked: set[tuple[int, int]] = set()
         self._stale: set[tuple[int, int]] = set()  # parts with weights that are older than a checkpoint
@@ -92,6 +96,11 @@ class Placement:
         """What the current plan promises."""
         assert self._outlook is not None, "no plan was formed"
         return self._outlook
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether clusters sum the gradients of every batch."""
+        return self.sharing.averaging is Averaging.EXACT and len(self._clusters) > 1
 
     @property
     def rings(self) -> tuple[Ring, ...]:
@@ -238,17 +247,17 @@ class Placement:
         by_name = {node.name: node for node in nodes}
         gone = tuple(node for name, node in self._planned.items() if name not in by_name)
         changed = tuple(x for name, x in self._planned.items() if name in by_name and x != by_name[name])
-        return MakePlan(self._last_id, nodes, self._plan, gone, changed, self._microbatches)
+        return MakePlan(self._last_id, nodes, self._plan, gone, changed, self._microbatches, self.sharing)
 
-    def adopt(self, plan: Plan, microbatches: int) -> PlanChange:
+    def adopt(self, plan: Plan, microbatches: int, sharing: Sharing = ALONE) -> PlanChange:
         """Take a plan that was made of the members as they are; nobody is told yet."""
         names = {*plan.spares, *(stage.node for each in plan.clusters for stage in each.stages)}
         intervals = {(stage.start, stage.stop) for each in plan.clusters for stage in each.stages}
         self._parts = {each: made for each, made in self._parts.items() if each in intervals}
         planned = {name: self.membership[name].node for name in self.membership if name in names}
-        self._planned, self._microbatches = planned, microbatches
-        job = self._job
-        profile, config = profile_microbatch(job, microbatches), configure_microbatch(job, microbatches)
+        self._planned, self._microbatches, self.sharing = planned, microbatches, sharing
+        profile = profile_microbatch(self._job, microbatches, sharing)
+        config = configure_microbatch(self._job, microbatches, sharing)
         self._outlook = forecast(plan, profile, Swarm(tuple(planned.values())), config)
         before, kept = self._clusters, {each.cluster: each for each in self.running}
         clusters: list[ClusterState] = []
@@ -261,6 +270,7 @@ class Placement:
                 state = ClusterState(name, plan.plan_id, cluster, unready, f"{name}{plan.plan_id}")
                 built.append(state)
             state.name = name
+            state.samples_per_second = self._outlook.clusters[index].samples_per_second
             clusters.append(state)
         self._place(tuple(clusters))
         ended = tuple(each for each in before if each not in clusters)
@@ -355,11 +365,12 @@ class Placement:
         rings, contacts = self._rings(stage.node), self._contacts(stage.node, cluster.nodes, extras)
         since, seed, accumulate = self._rings_since, self._plan.seed, cluster.cluster.accumulate
         order = PlanOrder(cluster.build_id, since, seed, stage, cluster.nodes, rings, contacts, accumulate)
-        return Send(stage.node, order)
+        return Send(stage.node, replace(order, is_exact=self.is_exact))
 
     def _order_rings(self, cluster: ClusterState, name: NodeId, extras: Extras) -> Send:
         contacts = self._contacts(name, cluster.nodes, extras)
-        return Send(name, RingOrder(cluster.build_id, self._rings_since, self._rings(name), contacts))
+        order = RingOrder(cluster.build_id, self._rings_since, self._rings(name), contacts, self.is_exact)
+        return Send(name, order)
 
     def _rings(self, name: NodeId) -> Rings:
         assert self._plan is not None

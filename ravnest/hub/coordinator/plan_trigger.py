@@ -11,7 +11,7 @@ from ravnest.hub.coordinator.notices import Waiting
 from ravnest.hub.coordinator.placement import Placement
 from ravnest.hub.coordinator.probes import order_probes, probe_due
 
-_NOBODY = "nobody is here; training goes on when enough nodes have joined: `ravnest token` says how"
+NOBODY = "nobody is here; training goes on when enough nodes have joined: `ravnest token` says how"
 _Asked = list[MakePlan | MakeParts | Send | Notify]
 
 
@@ -78,7 +78,7 @@ class PlanTrigger:
         """Return whether no member came, went or changed since a plan was asked for."""
         return self._was_asked and made.plan_id == self._plan_id
 
-    def notify_shortage(self, shortage: str = _NOBODY) -> list[Notify]:
+    def notify_shortage(self, shortage: str = NOBODY) -> list[Notify]:
         """Say once why there is no plan."""
         told, self.shortage = self.shortage, shortage
         return [Notify(Waiting(shortage))] if shortage not in ("", told) else []

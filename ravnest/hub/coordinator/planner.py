@@ -6,23 +6,28 @@ The server runs the planner in a thread and takes it as an argument.
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import ceil
 from typing import Protocol
 
-from ravnest.config import SEARCH_BUDGET, PlanConfig, SearchBudget
+from ravnest.config import SEARCH_BUDGET, Averaging, PlanConfig, SearchBudget
 from ravnest.errors import PlanError
-from ravnest.hub.coordinator.events import JobGiven, MakePlan, PlanMade
+from ravnest.hub.coordinator.events import JobGiven, JobSettings, MakePlan, PlanMade
 from ravnest.ids import NodeId
 from ravnest.plan.formation import form_plan
 from ravnest.plan.profiles import resize_batch
-from ravnest.plan.repair import node_joined, node_left, node_slowed
+from ravnest.plan.repair import Repair, node_joined, node_left, node_slowed
+from ravnest.plan.sharing import LEAST_UPDATES, Sharing, efficiency, share_job
 from ravnest.plan.types import ModelProfile, Plan, Swarm
+from ravnest.units import show_count
 
 MOST_OF_LEASE = 1024  # microbatches: what one message may list
 _LEAST_SECONDS = 3e-3  # of a microbatch, for the whole model on the fastest node: less is all overhead
 _USUAL_LAG = 0.75  # updates, where a batch can be cut so finely: a whole one costs 1 % of loss, this half
 _LEASE_BYTES = 1 << 20  # of samples: larger leases save few messages, and their root keeps them all
+_FEW_CLUSTERS = 4  # so many are all tried
+_GAIN = 1.05  # a plan with more clusters must be so much better
 _TRIES = 3  # smaller microbatches widen windows, and those ask for more of them
 
 
@@ -44,14 +49,15 @@ def lease_batches(job: JobGiven, plan: Plan, microbatches: int) -> int:
     return min(job.settings.chunk_batches, wanted, max(1, MOST_OF_LEASE // microbatches))
 
 
-def profile_microbatch(job: JobGiven, microbatches: int) -> ModelProfile:
-    """Return the profile of a job whose batches travel in so many pieces."""
-    return resize_batch(job.profile, -(-job.settings.batch_size // microbatches))
+def profile_microbatch(job: JobGiven, microbatches: int, sharing: Sharing) -> ModelProfile:
+    """Return the profile of a job whose batches, or shares of a batch, travel in so many pieces."""
+    num_shares = sharing.num_clusters if sharing.is_split else 1
+    return resize_batch(job.profile, -(-job.settings.batch_size // (microbatches * num_shares)))
 
 
-def configure_microbatch(job: JobGiven, microbatches: int) -> PlanConfig:
+def configure_microbatch(job: JobGiven, microbatches: int, sharing: Sharing) -> PlanConfig:
     """Return what the planner assumes when batches travel in so many pieces."""
-    return replace(job.config, accumulates=microbatches > 1)
+    return replace(job.config, accumulates=microbatches > 1, averaging=sharing.averaging)
 
 
 class Planner(Protocol):
@@ -83,22 +89,74 @@ class SearchPlanner:
             return PlanMade(asked.plan_id, None, 1, "", now)
         if asked.repairs is not None:
             return self._repair(job, asked, asked.repairs, now)
-        settings = job.settings
-
-        def form(count: int) -> tuple[Plan, int]:
-            return self._form(job, asked, count), count
-
         try:
-            if settings.microbatches:
-                plan, count = form(min(settings.microbatches, settings.batch_size, MOST_OF_LEASE))
-            else:
-                plan, count = _choose(form, _most(job, asked))
+            best = self._choose_sharing(job, asked)
         except PlanError as shortage:
             return PlanMade(asked.plan_id, None, 1, str(shortage), now)
-        return PlanMade(asked.plan_id, _accumulate(plan, count, job.config.max_lag), count, "", now)
+        plan = _accumulate(best.plan, best.microbatches, job.config.max_lag)
+        return PlanMade(asked.plan_id, plan, best.microbatches, "", now, best.reason, best.sharing)
 
-    def _form(self, job: JobGiven, asked: MakePlan, count: int) -> Plan:
-        profile, config = profile_microbatch(job, count), configure_microbatch(job, count)
+    def _choose_sharing(self, job: JobGiven, asked: MakePlan) -> "_Candidate":
+        """Return the plan that trains most per second, in samples of one process.
+
+        A plan with more clusters must be clearly better than one with fewer, and may not cost much quality,
+        unless the requester says how many there are to be.
+        """
+        most = self._candidate(job, asked, job.config.clusters)
+        count = len(most.plan.clusters)
+        if count == 1 or job.config.clusters:
+            return most
+        best, quick = (
+            None,
+            replace(self, budget=replace(self.budget, clusters=self.budget.quick_clusters // 4)),
+        )
+        for number in (*_fewer_clusters(job, most), 0):
+            try:
+                each = quick._candidate(job, asked, number) if number else most
+            except PlanError:
+                continue  # a search that is this limited may find nothing
+            is_good = each.sharing.efficiency >= job.config.favour.least_efficiency
+            if best is None or (is_good and each.sharing.goodput > _GAIN * best.sharing.goodput):
+                best = each
+        assert best is not None, "the last one is there"
+        if len(best.plan.clusters) == count:
+            return most
+        with suppress(PlanError):
+            best = self._candidate(job, asked, len(best.plan.clusters))
+        return replace(best, reason=_explain(best, most, job))
+
+    def _candidate(self, job: JobGiven, asked: MakePlan, num_clusters: int) -> "_Candidate":
+        """Return the best plan of so many clusters at most; 0: as many as there can be."""
+        settings, length = job.settings, job.settings.length
+        is_split, is_exact = not length.is_whole_batch, job.config.averaging is Averaging.EXACT
+        # How many clusters there will be decides how large a microbatch is, and that decides how many.
+        expected = Sharing(is_split=is_split, num_clusters=num_clusters or 1)
+
+        def form(count: int) -> tuple[Plan, int]:
+            return self._form(job, asked, count, expected, num_clusters), count
+
+        for _ in range(_TRIES):
+            if is_exact:
+                plan, count = form(1)  # a stage does not know how many a smaller share would have
+            elif settings.microbatches:
+                plan, count = form(min(settings.microbatches, settings.batch_size, MOST_OF_LEASE))
+            else:
+                plan, count = _choose(form, _most(job, asked, expected))
+            if len(plan.clusters) == expected.num_clusters or not is_split:
+                break
+            expected = replace(expected, num_clusters=len(plan.clusters))
+        profile, swarm = profile_microbatch(job, count, expected), Swarm(asked.nodes)
+        config = replace(job.config, accumulates=count > 1)
+        if is_exact and (reason := _why_not_exact(plan, settings)):
+            raise PlanError(reason)
+        # Clusters of several stages would stand still while a batch passes through them.
+        is_flat = count == 1 and all(len(each.stages) == 1 for each in plan.clusters)
+        can_sum = is_flat and not length.is_whole_batch and length.average_every is None
+        return _Candidate(plan, count, share_job(plan, profile, swarm, config, length, can_sum))
+
+    def _form(self, job: JobGiven, asked: MakePlan, count: int, sharing: Sharing, num_clusters: int) -> Plan:
+        profile = profile_microbatch(job, count, sharing)
+        config = replace(configure_microbatch(job, count, sharing), clusters=num_clusters)
         swarm, seed = Swarm(asked.nodes), job.settings.seed
         if self.form is not None:
             return self.form(profile, swarm, config, seed, asked.plan_id)
@@ -106,8 +164,9 @@ class SearchPlanner:
 
     def _repair(self, job: JobGiven, asked: MakePlan, plan: Plan, now: float) -> PlanMade:
         """Repair the plan node by node: first those that left, then the changed ones, then new ones."""
-        profile = profile_microbatch(job, asked.microbatches)
-        config = configure_microbatch(job, asked.microbatches)
+        sharing = asked.sharing
+        profile = profile_microbatch(job, asked.microbatches, sharing)
+        config = configure_microbatch(job, asked.microbatches, sharing)
         here = [*asked.gone, *asked.nodes]
         reasons: list[str] = []
         for node in asked.gone:
@@ -121,14 +180,41 @@ class SearchPlanner:
             plan, reasons = repair.plan, [*reasons, repair.reason]
         for node in asked.nodes:
             if node.name not in _nodes_of(plan):
-                repair = node_joined(plan, node.name, profile, Swarm(tuple(here)), config, self.budget)
+                repair = self._join(job, asked, plan, node.name, Swarm(tuple(here)))
                 plan, reasons = repair.plan, [*reasons, repair.reason]
         if not plan.clusters:
             return PlanMade(
                 asked.plan_id, None, asked.microbatches, "", now
             )  # a first plan says what is short
         repaired = _accumulate(replace(plan, plan_id=asked.plan_id), asked.microbatches, job.config.max_lag)
-        return PlanMade(asked.plan_id, repaired, asked.microbatches, "", now, "; ".join(reasons))
+        shared = self._share(job, asked, repaired, Swarm(asked.nodes))
+        return PlanMade(asked.plan_id, repaired, asked.microbatches, "", now, "; ".join(reasons), shared)
+
+    def _join(self, job: JobGiven, asked: MakePlan, plan: Plan, name: NodeId, swarm: Swarm) -> Repair:
+        """Take in a node; it helps to form another cluster only where that costs little quality."""
+        profile = profile_microbatch(job, asked.microbatches, asked.sharing)
+        config = configure_microbatch(job, asked.microbatches, asked.sharing)
+        free = node_joined(plan, name, profile, swarm, config, self.budget)
+        if len(free.plan.clusters) <= max(1, len(plan.clusters)):
+            return free
+        before, after = (self._share(job, asked, each, swarm) for each in (plan, free.plan))
+        pays = after.efficiency >= config.favour.least_efficiency and after.goodput > _GAIN * before.goodput
+        if pays or config.clusters >= len(free.plan.clusters):
+            return free
+        limited = replace(config, clusters=len(plan.clusters))
+        return node_joined(plan, name, profile, swarm, limited, self.budget)
+
+    def _share(self, job: JobGiven, asked: MakePlan, plan: Plan, swarm: Swarm) -> Sharing:
+        """Return how the clusters of a repaired plan share the job; those that sum gradients go on so."""
+        expected = replace(asked.sharing, num_clusters=max(1, len(plan.clusters)))
+        profile = profile_microbatch(job, asked.microbatches, expected)
+        config = replace(job.config, accumulates=asked.microbatches > 1)
+        was_exact = asked.sharing.averaging is Averaging.EXACT and asked.sharing.num_clusters > 1
+        if was_exact:
+            config = replace(config, averaging=Averaging.EXACT)
+        elif config.averaging is Averaging.EXACT:  # a cluster that trains alone does not begin to wait
+            config = replace(config, averaging=Averaging.BLOCKING)
+        return share_job(plan, profile, swarm, config, job.settings.length)
 
 
 SEARCH_PLANNER = SearchPlanner()
@@ -138,13 +224,59 @@ def _nodes_of(plan: Plan) -> set[NodeId]:
     return {*plan.spares, *(stage.node for each in plan.clusters for stage in each.stages)}
 
 
-def _most(job: JobGiven, asked: MakePlan) -> int:
-    """Return the largest number of microbatches that a batch may be cut into."""
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """A plan, the microbatches of an update, and how its clusters share the job."""
+
+    plan: Plan
+    microbatches: int
+    sharing: Sharing
+    reason: str = ""
+
+
+def _why_not_exact(plan: Plan, settings: JobSettings) -> str:
+    """Say why clusters cannot sum gradients although the requester wants it; empty if they can."""
+    other = "choose another averaging, or let the planner choose (averaging=auto)"
+    if settings.is_whole_batch:
+        return f"averaging=exact cuts batches into shares, but this loss needs whole batches; {other}"
+    if settings.has_tied_weights and any(len(each.stages) > 1 for each in plan.clusters):
+        return f"averaging=exact cannot be used where stages of one cluster share a weight; {other}"
+    return ""
+
+
+def _fewer_clusters(job: JobGiven, most: _Candidate) -> list[int]:
+    """Return the numbers of clusters that are worth a try, below the most there can be."""
+    count, sharing, length = len(most.plan.clusters), most.sharing, job.settings.length
+    least, apart = job.config.favour.least_efficiency, max(LEAST_UPDATES, sharing.updates_between)
+    good = [
+        number
+        for number in range(2, count)
+        if efficiency(length, number, Averaging.BLOCKING, sharing.is_split, apart) >= least
+    ]
+    return sorted({1, *range(2, min(count, _FEW_CLUSTERS + 1)), *good[-1:]})
+
+
+def _explain(chosen: _Candidate, most: _Candidate, job: JobGiven) -> str:
+    """Say why a plan has fewer clusters than there could be."""
+    could, num_updates = most.sharing, job.settings.length.num_updates
+    count = len(chosen.plan.clusters)
+    idle = len(chosen.plan.spares)
+    used = f"using {show_count(count, 'cluster')}" + (f" and {show_count(idle, 'spare')}" if idle else "")
+    if could.efficiency < job.config.favour.least_efficiency:
+        effect = f"about {100 * could.efficiency:.0f} % of the training effect of one process"
+        return f"{could.num_clusters} clusters would have {effect} in {num_updates} updates; {used}"
+    gain = could.goodput / max(chosen.sharing.goodput, 1e-30)
+    return f"{could.num_clusters} clusters would be {gain:.2g} times as fast as {count}; {used}"
+
+
+def _most(job: JobGiven, asked: MakePlan, sharing: Sharing) -> int:
+    """Return the largest number of microbatches that a batch, or a share of it, may be cut into."""
     flops = sum(job.profile.forward_flops) + sum(job.profile.backward_flops)
     fastest = max(node.flops_per_second for node in asked.nodes)
     worth = ceil(_LEAST_SECONDS * fastest * job.profile.samples_per_batch / flops) if flops else 1
     least = max(job.settings.least_samples, worth)
-    return min(max(1, job.settings.batch_size // least), MOST_OF_LEASE)
+    num_shares = sharing.num_clusters if sharing.is_split else 1
+    return min(max(1, job.settings.batch_size // (least * num_shares)), MOST_OF_LEASE)
 
 
 def _choose(form: Callable[[int], tuple[Plan, int]], most: int) -> tuple[Plan, int]:

@@ -69,7 +69,7 @@ class Recovery:
             and now < self._drained_by(member.leaves_by)
             and (cluster := self._placement.cluster_of(member.node.name)) is not None
             and cluster.is_running
-            and self._ledger.is_busy(cluster)
+            and self._ledger.is_unfinished(cluster)
             for member in self._membership.leaving
         )
 
@@ -124,10 +124,18 @@ class Recovery:
         """Follow a first plan: its stages are built of what the hub has."""
         assert made.plan is not None
         count, placement = made.microbatches, self._placement
-        change = placement.adopt(made.plan, count)
+        change = placement.adopt(made.plan, count, made.sharing)
         self._ledger.cut(count, lease_batches(self._job, made.plan, count))
         outlook, size = placement.outlook, self._batch_size
-        told = PlanFormed(made.plan, outlook.samples_per_second, outlook.round_seconds, size, count)
+        told = PlanFormed(
+            made.plan,
+            outlook.samples_per_second,
+            outlook.round_seconds,
+            size,
+            count,
+            made.sharing,
+            made.reason,
+        )
         self._sources.begin_first(change)
         announced = placement.announce(change, self._find_contacts())
         return [Notify(told), *announced, *self._sources.order_builds()]
@@ -136,7 +144,7 @@ class Recovery:
         """Keep a plan that has time until its clusters have finished what they have; return whether so."""
         assert made.plan is not None
         changed = [each for each in self._placement.running if each.cluster not in made.plan.clusters]
-        if self.is_urgent or not any(map(self._ledger.is_busy, changed)):
+        if self.is_urgent or not any(map(self._ledger.is_unfinished, changed)):
             return False
         self._held, self._held_until = made, now + self._timeouts.handover.drain_seconds
         self._placement.drain(changed)
@@ -148,7 +156,7 @@ class Recovery:
         if held is None:
             return None
         draining = (each for each in self._placement.running if each.phase is ClusterPhase.DRAINING)
-        is_busy = any(self._ledger.is_busy(each) for each in draining)
+        is_busy = any(self._ledger.is_unfinished(each) for each in draining)
         if fits(held) and is_busy and now < self._held_until:
             return None
         self.forget_held()
@@ -171,18 +179,18 @@ class Recovery:
         """Follow a repaired plan: stages are built of what others have; None: nobody has all of it."""
         assert made.plan is not None
         placement, ledger, had_rings = self._placement, self._ledger, bool(self._placement.rings)
-        change = placement.adopt(made.plan, made.microbatches)
+        change = placement.adopt(made.plan, made.microbatches, made.sharing)
         if not had_rings:  # a lone cluster keeps no average
-            ledger.forget_averages(placement.clusters)
+            ledger.progress.forget_averages(placement.clusters)
         kept = self.saved.num_counted if self.saved else -1 if ledger.num_counted else 0
-        origins = self._sources.begin(change, ledger.samples_seen, kept)
+        origins = self._sources.begin(change, ledger.progress.samples_seen, kept)
         if self._sources.needs_hub and ledger.num_counted and self.saved is None:
             return None
         for origin in origins:
-            ledger.inherit(origin.cluster, origin.cluster_id, origin.is_whole)
+            ledger.progress.inherit(origin.cluster, origin.cluster_id, origin.is_whole)
             times = (x.stopped_at for x in change.ended if not set(x.nodes).isdisjoint(origin.cluster.nodes))
             origin.cluster.stopped_at = min((each for each in times if each is not None), default=None)
-        if ledger.num_counted and not any(map(ledger.knows, placement.clusters)):
+        if ledger.num_counted and not any(map(ledger.progress.knows, placement.clusters)):
             return None
         actions: list[Action] = []
         followed = {origin.cluster_id for origin in origins} - {""}
@@ -192,7 +200,7 @@ class Recovery:
             if find_cluster_of_state(cluster, placement) not in followed:
                 told = ClusterDissolved(cluster.name, "the plan goes on without it", given_back, lost)
                 actions.append(Notify(told))
-        ledger.forget_others(placement.cluster_ids)
+        ledger.progress.forget_others(placement.cluster_ids)
         actions += placement.announce(change, self._find_contacts(), self._sources.is_source)
         return [*actions, *self._sources.ask(), *self._sources.order_builds()]
 

@@ -14,8 +14,10 @@ from ravnest.config import TIMEOUTS, Averaging, HubTimeouts
 from ravnest.hub.coordinator.events import JobGiven, Send
 from ravnest.hub.coordinator.ledger import Ledger
 from ravnest.hub.coordinator.notices import RoundEnded
+from ravnest.hub.coordinator.phases import ClusterPhase
 from ravnest.hub.coordinator.placement import ClusterState, Placement
 from ravnest.ids import NodeId, RoundId
+from ravnest.plan.sharing import LEAST_UPDATES
 from ravnest.protocol.averaging import (
     RoundAbort,
     RoundCommit,
@@ -81,10 +83,10 @@ def judge(suspects: Mapping[str, str | None]) -> frozenset[str]:
     return frozenset(believed or blamed or suspects)
 
 
-_LEAST_BATCHES = 5  # per cluster between rounds, where the time they take decides
 _PATIENCE = 1.25  # the hub waits longer for votes than members try
 _MOST_TIMES = 4  # as long as foreseen, after rounds that were too short for all
 _LAST_TRIES = 3  # at the last round, before the result is one cluster's alone
+_FEW_ROUNDS = 2  # a cluster that would stay away from more makes no exact update with the others
 _REMEMBERED = 16  # rounds whose outcome a member may still ask for
 
 
@@ -94,6 +96,7 @@ class Ended:
 
     told: RoundEnded
     sends: tuple[Send, ...]
+    sums_gradients: bool = False
 
 
 class Rounds:
@@ -111,19 +114,25 @@ class Rounds:
         self._left_out: tuple[str, ...] = ()  # of it, although they train
         self._given_up: dict[NodeId, RoundAbort] = {}  # who will not vote any more, while others are heard
         self._opened_at = self._members_by = self._deadline = 0.0
-        self._is_final = False
+        self._is_final = self._sums_gradients = False  # of the last round
         self._outcomes: deque[RoundOutcome] = deque(maxlen=_REMEMBERED)
         self.restart()
 
     def restart(self) -> None:
         """Count from nothing: training begins, or begins again."""
         self._backoff = ExclusionBackoff()
+        self._stuck: list[ClusterState] = []
         self._num_tries = 0  # at the last round
         self._is_due_again = False  # the last one was aborted, and may commit without who was to blame
         self._num_late = 0  # rounds in a row that somebody could not end in time
         self._seconds = 0.0  # that a round takes, as measured
         self._num_updates = 0  # of all clusters, when a round was last due
         self._due_at: float | None = None  # when that was, or training began
+
+    @property
+    def stands_still(self) -> bool:
+        """Whether clusters wait while they average their weights."""
+        return self._placement.sharing.averaging is Averaging.BLOCKING
 
     @property
     def due(self) -> float | None:
@@ -137,6 +146,8 @@ class Rounds:
     def open_due(self, now: float) -> list[Send]:
         """Order a round if the clusters have trained enough for it, or may try the last one again."""
         running = self._placement.running
+        if self._placement.is_exact:
+            return self._open_exact(now)
         if self._decision or len(running) < 2:
             return []
         is_again, self._is_due_again = self._is_due_again, False
@@ -149,15 +160,32 @@ class Rounds:
         return self._open(clusters, now) if len(clusters) > 1 else []
 
     def open_last(self, now: float) -> list[Send]:
-        """Order the last round, if it is still to be tried: first of all, then without who held it up."""
+        """Order the last round, if it is still to be tried: first of all, then without who held it up.
+
+        Clusters that sum gradients have the same weights already.
+        """
         running = self._placement.running
-        if self._decision or len(running) < 2 or self._num_tries == _LAST_TRIES:
+        if self._placement.is_exact or self._decision or len(running) < 2 or self._num_tries == _LAST_TRIES:
             return []
         self._num_tries += 1
         clusters = self._backoff.present(running)
         if self._num_tries == 1 or len(clusters) < 2:
             clusters = running
         return self._open(clusters, now, is_final=True)
+
+    def _open_exact(self, now: float) -> list[Send]:
+        """Order the gradient round of the batch that is next; its members begin when they have trained it."""
+        placement, batch = self._placement, self._ledger.exact.first
+        is_building = any(each.phase is ClusterPhase.BUILDING for each in placement.clusters)
+        if self._decision or batch is None or is_building:
+            return []
+        sends = self._open(placement.running, now, sums_gradients=True)
+        shares = {name: batch.num_microbatches(each) for each in placement.running for name in each.nodes}
+        return [
+            Send(each.to, replace(each.message, rate=batch.rate, num_microbatches=shares[each.to]))
+            for each in sends
+            if isinstance(each.message, RoundOpen)
+        ]
 
     def receive(self, sender: NodeId, message: RoundReady | RoundAbort, now: float) -> Ended | Refusal | None:
         """Take a vote, or a member that gives up; at the deadline all are heard before somebody is blamed."""
@@ -210,47 +238,62 @@ class Rounds:
                 return Send(sender, outcome)
         return Refusal(f"{sender} asks for round {query.round_id}, whose outcome is not known")
 
+    def repeat(self, name: NodeId) -> list[Send]:
+        """Tell a member that was away all outcomes: others may have heard one that it has not."""
+        return [Send(name, outcome) for outcome in self._outcomes]
+
     def is_due(self, num_updates: int, now: float) -> bool:
         """Return whether a round would be due, on average, if clusters had made so many updates."""
         if self._decision or self._due_at is None or len(self._placement.running) < 2:
             return False
+        if self._placement.is_exact:
+            return False  # a gradient round follows the batch before it, not the number of updates
         num_batches = (num_updates - self._num_updates) / len(self._placement.running)
         if self._settings.average_every is not None:
             return num_batches >= self._settings.average_every
         seconds = self._seconds or self._foreseen
-        share = self._config.averaging_share if self._config.averaging is Averaging.BLOCKING else 1.0
-        return num_batches >= _LEAST_BATCHES and now >= self._due_at + seconds / share
+        share = self._config.averaging_share if self.stands_still else 1.0
+        return num_batches >= LEAST_UPDATES and now >= self._due_at + seconds / share
 
     def _is_time(self, now: float) -> bool:
         """Return whether clusters have trained enough, on average, and the last round would be over."""
         self._due_at = now if self._due_at is None else self._due_at
         return self.is_due(self._ledger.num_updates, now)
 
-    def _open(self, clusters: tuple[ClusterState, ...], now: float, is_final: bool = False) -> list[Send]:
+    def _open(
+        self,
+        clusters: tuple[ClusterState, ...],
+        now: float,
+        is_final: bool = False,
+        sums_gradients: bool = False,
+    ) -> list[Send]:
         assert self._decision is None, "one round at a time"
         placement, ledger, config = self._placement, self._ledger, self._config
         expected = max(self._seconds, self._foreseen)
         seconds = (self._timeouts.round_seconds + 4 * expected) * min(2**self._num_late, _MOST_TIMES)
-        seconds = min(seconds, config.max_round_seconds)
+        # A gradient round waits until its batch is trained; a cluster that hangs is found by its silence.
+        seconds = config.max_round_seconds if sums_gradients else min(seconds, config.max_round_seconds)
         self._num_opened += 1
         self._opened_at, self._members_by, self._deadline = now, now + seconds, now + _PATIENCE * seconds
-        self._is_final, self._clusters = is_final, clusters
+        self._is_final, self._clusters, self._sums_gradients = is_final, clusters, sums_gradients
         self._left_out = tuple(each.name for each in placement.running if each not in clusters)
         names = tuple(name for cluster in clusters for name in cluster.nodes)
         round_id = RoundId(self._num_opened)
         self._decision = RoundDecision(round_id, names)
-        is_blocking = is_final or config.averaging is Averaging.BLOCKING
-        absent, anchor_round = placement.absent(names), ledger.anchor_round(clusters)
+        is_blocking = is_final or self.stands_still
+        absent, anchor_round = placement.absent(names), ledger.progress.anchor_round(clusters)
         # Without a common average the weights of the most trained cluster are the anchor.
-        first = ledger.most_trained(clusters) if anchor_round is None else None
+        first = ledger.progress.most_trained(clusters) if anchor_round is None else None
         anchor_round = round_id if anchor_round is None else anchor_round
-        least = choose_least_chunk(placement.slowest_link(names), config.deltas)
+        wire_format = config.exact_gradients if sums_gradients else config.deltas
+        least = choose_least_chunk(placement.slowest_link(names), wire_format)
         sends = []
         for cluster in clusters:
             opened = RoundOpen(
                 cluster.build_id, round_id, seconds, is_blocking, is_final, absent, anchor_round
             )
-            opened = replace(opened, is_anchor=cluster is first, least_chunk=least)
+            opened = replace(opened, is_anchor=cluster is first and not sums_gradients, least_chunk=least)
+            opened = replace(opened, sums_gradients=sums_gradients)
             sends += [Send(name, opened) for name in cluster.nodes]
         return sends
 
@@ -284,11 +327,13 @@ class Rounds:
         if is_committed:
             self._backoff.forgive(self._clusters)
             self._num_late = 0
-            self._seconds = (self._seconds + seconds) / 2 if self._seconds else seconds
+            if not self._sums_gradients:  # which wait for their batch
+                self._seconds = (self._seconds + seconds) / 2 if self._seconds else seconds
             self._num_tries = _LAST_TRIES if self._is_final else 0
         elif now >= self._members_by:
             self._num_late += 1
-        backoff, late = self._backoff, [each for each in self._clusters if each.cluster_id in blamed]
+        late = [each for each in self._clusters if each.cluster_id in blamed]
+        excluded = [(each, self._backoff.exclude(each)) for each in late]
         told = RoundEnded(
             outcome.round_id,
             is_committed,
@@ -296,9 +341,17 @@ class Rounds:
             "" if isinstance(outcome, RoundCommit) else outcome.reason,
             seconds,
             self._left_out,
-            tuple((each.name, backoff.exclude(each)) for each in late),
+            () if self._sums_gradients else tuple((each.name, rounds) for each, rounds in excluded),
         )
-        return Ended(told, tuple(Send(name, outcome) for each in self._clusters for name in each.nodes))
+        sends = tuple(Send(name, outcome) for each in self._clusters for name in each.nodes)
+        if self._sums_gradients:
+            self._stuck += [each for each, rounds in excluded if rounds > _FEW_ROUNDS]
+        return Ended(told, sends, self._sums_gradients)
+
+    def take_stuck(self) -> list[ClusterState]:
+        """Return the clusters that held up one gradient round after the other, once."""
+        stuck, self._stuck = self._stuck, []
+        return stuck
 
     @property
     def _foreseen(self) -> float:

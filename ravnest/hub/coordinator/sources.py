@@ -2,6 +2,7 @@
 
 A node keeps what it holds. The rest comes from snapshots: of nodes of the same cluster; else of another
 cluster, of a backup, or of the hub, which has the last checkpoint. A source may be a tenth behind the best.
+Where clusters make exact updates all of a stage comes from one that trains: so it is at the same update.
 """
 
 from collections import Counter, defaultdict
@@ -92,7 +93,7 @@ class StateSources:
         seen = self._samples_seen | {x.cluster_id: samples_seen(x) for x in (*running, *change.ended)}
         self._samples_seen = {each: seen[each] for each in seen.keys() & self._placement.cluster_ids}
         for cluster in change.built:
-            cluster_id = find_cluster_of_state(cluster, self._placement)
+            cluster_id = "" if self._is_exact else find_cluster_of_state(cluster, self._placement)
             found = [self._find(cluster, stage, cluster_id) for stage in cluster.cluster.stages]
             needs |= {need.stage.node: need for need in found}
             is_whole = not any(need.nodes for need in found)
@@ -106,7 +107,7 @@ class StateSources:
 
     def _find(self, cluster: ClusterState, stage: Stage, cluster_id: str) -> _Need:
         found: dict[NodeId, None] = {}
-        own = self._usable(stage.node)
+        own = None if self._is_exact else self._usable(stage.node)
         for position in range(stage.start, stage.stop):
             if own is None or not own.start <= position < own.stop:
                 found[self._find_node(position, cluster_id)] = None
@@ -114,6 +115,9 @@ class StateSources:
 
     def _find_node(self, position: int, cluster_id: str) -> NodeId:
         """Return which node gives the state of a position: one that is not far behind, peers first."""
+        if self._is_exact:
+            owners = [each.cluster.owner(position) for each in self._placement.running]
+            return next((name for name in owners if self._usable(name) is not None), owners[0])
         holding = {}
         for name in self._membership:
             held = self._usable(name)
@@ -139,6 +143,11 @@ class StateSources:
         # A source that is said not to give is asked again, before all that was trained is lost.
         last = self._best.cluster.owner(position) if self._best is not None and self._kept < 0 else HUB
         return next((name for samples_seen, name in found if samples_seen >= enough), last)
+
+    @property
+    def _is_exact(self) -> bool:
+        """Whether what is built must be what clusters that train have; if none does, all have the same."""
+        return self._placement.is_exact and bool(self._placement.running)
 
     @property
     def _membership(self) -> Membership:

@@ -65,12 +65,16 @@ class Training:
         actions = life.repair(held, now) if held is not None else []
         if life.phase is not JobPhase.TRAINING:
             return actions
+        if not self._placement.is_exact:
+            actions += life.report(self._ledger.end_exact(self._placement.running))
         actions += self._ledger.fill(self._placement)
         if self._ledger.is_finished and self._placement.running and life.may_end(now):
             life.enter(JobPhase.AVERAGING)
             self._recovery.forget_held()
         elif life.stop_by is None:
             actions += self._keep_safe(now)
+        elif self._placement.is_exact:  # what is under way needs its gradient rounds
+            actions += self._rounds.open_due(now)
         if self._may_repair(now):
             actions += self._plan_trigger.ask_for_repair(now, self._recovery.is_urgent)
         return actions
@@ -85,8 +89,10 @@ class Training:
 
     def _keep_safe(self, now: float) -> list[Action]:
         """Order backups, open a round, expire and begin checkpoints, as each is due."""
-        actions: list[Action] = [*self._recovery.backups.order(self._ledger.samples_seen, now)]
-        if not self._recovery.is_urgent:  # else the rings are soon others
+        actions: list[Action] = [*self._recovery.backups.order(self._ledger.progress.samples_seen, now)]
+        # Else the rings are soon others. A cluster that drains needs its gradient rounds to finish.
+        has_no_rings = self._placement.has_broken if self._placement.is_exact else self._recovery.is_urgent
+        if not has_no_rings:
             actions += self._rounds.open_due(now)
         silence = self._checkpoints.expire(now)
         actions += [Notify(NotCheckpointed(silence))] if silence else []
@@ -99,5 +105,5 @@ class Training:
         if not self.is_calm:
             self._checkpoints.postpone(now)
             return []
-        keeper = self._ledger.most_trained(self._placement.running)
+        keeper = self._ledger.progress.most_trained(self._placement.running)
         return self._checkpoints.start(keeper, now, self._ledger.books)

@@ -76,15 +76,15 @@ class LossGuard:
                 self.alarm = self.alarm or Alarm(told, f"cluster {cluster}")
         self._judge(cluster_id)
 
-    def note_dropped(self, cluster_id: str, node: NodeId) -> None:
-        """Add a microbatch that a node dropped because its values were no finite numbers."""
+    def note_dropped(self, cluster_id: str, node: NodeId, reason: str) -> None:
+        """Add a microbatch that a node dropped because it failed, or its values were no finite numbers."""
         record = self._records[cluster_id]
         record.is_dropped.append(True)
         record.droppers[node] += 1
         num_dropped = sum(record.is_dropped)
         if len(record.is_dropped) == _WINDOW and num_dropped > _STORM * _WINDOW:
             suspect = max(record.droppers, key=lambda name: record.droppers[name])
-            told = f"{num_dropped} of the last {_WINDOW} microbatches were dropped"
+            told = f"{num_dropped} of the last {_WINDOW} microbatches were dropped (last: {reason})"
             self.alarm = self.alarm or Alarm(told, suspect)
         self._judge(cluster_id)
 

@@ -143,7 +143,7 @@ class Monitors:
             if cluster is not None:
                 self._liveness.hear(cluster.cluster_id, event.now)
                 if isinstance(event.message, DroppedMicrobatch):
-                    self._guard.note_dropped(cluster.cluster_id, event.sender)
+                    self._guard.note_dropped(cluster.cluster_id, event.sender, event.message.reason)
                     self._tell_alarm(event.now)
                     self._end_evaluation(hub.ledger, cluster, event.message, event.now)
 

@@ -11,7 +11,8 @@ from ravnest.hub.coordinator.events import (
     EvaluationReported,
     TrainingReported,
 )
-from ravnest.hub.coordinator.ledger import MOST_METRICS, Ledger, Means, OpenLease
+from ravnest.hub.coordinator.leases import OpenLease
+from ravnest.hub.coordinator.ledger import MOST_METRICS, Ledger, Means
 from ravnest.hub.coordinator.placement import ClusterState
 from ravnest.ids import LeaseId, MicrobatchId
 from ravnest.protocol.training import StepReport
@@ -83,7 +84,7 @@ class ReportSums:
         self._num_reported += num_samples
         sums = self._clusters.get(cluster.cluster_id)
         if sums is None:
-            sums = self._clusters[cluster.cluster_id] = _ClusterSums(ledger.version(cluster))
+            sums = self._clusters[cluster.cluster_id] = _ClusterSums(ledger.progress.version(cluster))
         if report.version > sums.version:
             num_updates = report.version - sums.version
             sums.num_updates, self.num_updates = (

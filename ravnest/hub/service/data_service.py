@@ -12,8 +12,10 @@ from ravnest.hub.coordinator.events import (
     Collect,
     Collected,
     Event,
+    InspectSamples,
     MakeParts,
     PartsMade,
+    SamplesInspected,
     SendFields,
 )
 from ravnest.hub.service.owner import Owner
@@ -49,13 +51,15 @@ class DataService:
         self._quiet_seconds = timeouts.quiet_upload_seconds
         self._made: dict[tuple[int, int], list[BlobRef]] = {}  # weights by interval, the oldest first
 
-    async def carry_out(self, order: MakeParts | SendFields | Collect) -> None:
+    async def carry_out(self, order: MakeParts | SendFields | InspectSamples | Collect) -> None:
         """Do what is ordered, and say when it is done."""
         match order:
             case MakeParts():
                 await self._make_parts(order)
             case SendFields():
                 await self._send_fields(order)
+            case InspectSamples():
+                await self._inspect_samples(order)
             case Collect():
                 await self._collect(order)
             case _:
@@ -79,20 +83,29 @@ class DataService:
             self._blobs.drop(ref)
 
     async def _send_fields(self, order: SendFields) -> None:
+        wanted = tuple(dict.fromkeys(name for _, names in order.consumers for name in names))
         for number, samples in enumerate(order.samples, order.first_microbatch):
+            # Once for all stages: a dataset may mask at random, and inputs and labels belong together.
+            read = self._owner.read_fields
+            specs, buffers = await self._in_background(read, order.is_evaluation, samples, wanted)
+            found = {spec[0]: (spec, buffer) for spec, buffer in zip(specs, buffers, strict=True)}
             for node, names in order.consumers:
-                read = self._owner.read_fields
-                specs, buffers = await self._in_background(read, order.is_evaluation, samples, names)
-                parts = FieldParts(order.build_id, MicrobatchId(number), specs)
-                self._exchange.post(Outgoing(node, parts, buffers))
+                chosen = [found[name] for name in names]
+                fields, contents = tuple(spec for spec, _ in chosen), tuple(each for _, each in chosen)
+                parts = FieldParts(order.build_id, MicrobatchId(number), fields)
+                self._exchange.post(Outgoing(node, parts, contents))
+
+    async def _inspect_samples(self, order: InspectSamples) -> None:
+        asked = (order.is_evaluation, order.samples)
+        faulty = await self._in_background(self._owner.find_faulty, *asked)
+        self._apply(SamplesInspected(*asked, faulty, self._time()))
 
     async def _collect(self, order: Collect) -> None:
         """Fetch the state of a cluster. A checkpoint may fail; of a result other clusters have copies."""
-        contents, books = [], order.books
+        parts = []
         for part in order.parts:
-            ref, keep, seconds = part.weights, books is None, self._quiet_seconds
             found = await self._exchange.fetch(
-                ref, part.node, quiet_seconds=seconds, keep=keep, clock=self._time
+                part.weights, part.node, quiet_seconds=self._quiet_seconds, clock=self._time
             )
             if isinstance(found, Refusal):
                 self._fail(order, part, found.reason)
@@ -101,15 +114,13 @@ class DataService:
             if fault := await self._in_background(self._owner.find_fault, part.start, part.stop, found):
                 self._fail(order, part, f"{part.node}: {fault}")
                 return
-            contents.append(found)
-        fault = ""
-        if books is not None:
-            parts = [(x.start, x.stop, content) for x, content in zip(order.parts, contents, strict=True)]
-            fault = await self._in_background(self._owner.keep, order.number, parts, books)
+            parts.append((part.start, part.stop, found))
+        keep = self._owner.keep_result if order.is_result else self._owner.keep
+        fault = await self._in_background(keep, parts, order.books)
         self._apply(Collected(order.number, self._time(), fault))
 
     def _fail(self, order: Collect, part: CheckpointPart, reason: str) -> None:
-        if order.books is not None:
+        if not order.is_result:
             self._apply(Collected(order.number, self._time(), reason))
         else:
             self._lose(part.node, f"its weights cannot be had: {reason}")

@@ -20,6 +20,7 @@ from ravnest.hub.coordinator.events import (
     Event,
     Evict,
     Finish,
+    InspectSamples,
     JobGiven,
     MakeParts,
     MakePlan,
@@ -69,7 +70,6 @@ from ravnest.transfer.outbox import Outbox, Outgoing
 logger = logging.getLogger(__name__)
 
 HUB_LIMITS = TransportLimits(incoming_bytes=2 * MIB)  # peers send words and pieces of blobs, never a tensor
-_Outcome = tuple[Finish, list[Buffer]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,12 +127,12 @@ class Server:
         self._reminder: asyncio.TimerHandle | None = None
         self._has_lost_log = False
 
-    async def run(self, transport: Transport, owner: Owner, job: JobGiven) -> _Outcome:
-        """Train the job to its end; return what was kept and the weights of each part."""
+    async def run(self, transport: Transport, owner: Owner, job: JobGiven) -> Finish:
+        """Train the job to its end; return what was kept, which the owner has by then."""
         self._transport = transport
         self._job = job
         self._loop = asyncio.get_running_loop()
-        self._result: asyncio.Future[_Outcome | RavnestError] = self._loop.create_future()
+        self._result: asyncio.Future[Finish | RavnestError] = self._loop.create_future()
         self._parting: asyncio.Future[None] | None = None
         self._ahead = max(0.0, self.hub.now - self._loop.time())  # a hub's time never goes back
         self._outbox = Outbox(transport, self._start, self._door.find, self._lose_link)
@@ -355,7 +355,7 @@ class Server:
     def _tick(self) -> None:
         self._apply(Tick(self._time()))
 
-    def _carry_out(self, order: Action) -> None:
+    def _carry_out(self, order: Action) -> None:  # noqa: C901 - one short case for each
         match order:
             case Send(to, message):
                 self._send(to, message)
@@ -364,14 +364,15 @@ class Server:
                 self._post(Outgoing(to, Stop(reason)))
             case MakePlan():
                 self._start(self._make_plan(order))
-            case MakeParts() | SendFields() | Collect():
+            case MakeParts() | SendFields() | InspectSamples() | Collect():
                 self._start(self._data.carry_out(order))
             case Notify(news):
                 self._tell(news)
                 if isinstance(news, Waiting):
                     self._remind_later()
             case Finish():
-                self._finish(order)
+                if not self._result.done():
+                    self._result.set_result(order)
             case Abandon(reason, is_guarded):
                 self.fail(GuardError(reason) if is_guarded else RavnestError(reason))
             case Refusal(reason):
@@ -410,11 +411,6 @@ class Server:
     async def _make_plan(self, order: MakePlan) -> None:
         made = await self._in_background(self._parts.planner.make_plan, self._job, order, 0.0)
         self._apply(replace(made, now=self._time()))
-
-    def _finish(self, order: Finish) -> None:
-        if not self._result.done():
-            contents = [self._blobs.kept(part.weights) for part in order.parts]
-            self._result.set_result((order, contents))
 
     def _post(self, outgoing: Outgoing) -> None:
         self._outbox.post(outgoing)

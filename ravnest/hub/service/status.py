@@ -8,6 +8,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from ravnest.hub.coordinator.coordinator import Coordinator
+from ravnest.hub.coordinator.drops import DroppedSamples
 from ravnest.hub.coordinator.events import Abandon, Action, Event, Finish, JobGiven, Notify
 from ravnest.hub.coordinator.notices import Evaluated, Joined, Left, Notice, RoundEnded, Trained, show_notice
 from ravnest.hub.coordinator.phases import ClusterPhase, JobPhase, NodePhase
@@ -71,6 +72,7 @@ class Status:
     round_seconds: float | None  # of the last
     left_out: tuple[str, ...]  # clusters, of the last
     recent: tuple[Said, ...]
+    dropped: tuple[DroppedSamples, ...] = ()
 
 
 NO_JOB = Status(0.0, JobPhase.COLLECTING, "", (), (), 0, 0, 0, 0, 0.0, None, None, {}, 0, 0, None, (), ())
@@ -127,6 +129,7 @@ class StatusTracker:
             round_seconds=self._round.seconds if self._round else None,
             left_out=self._round.left_out if self._round else (),
             recent=tuple(self._recent),
+            dropped=self.hub.drops.found,
         )
 
     def _observe_notice(self, news: Notice) -> None:

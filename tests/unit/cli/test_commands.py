@@ -32,6 +32,9 @@ def broken(): raise RuntimeError("no such data")
 """
 
 
+GOOD_TOKEN = write_token(Token(("tcp://127.0.0.1:9",), new_keys().public, bytes(16)))
+
+
 @pytest.fixture(autouse=True)
 def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -75,9 +78,11 @@ def test_no_peers_is_no_swarm() -> None:
     [
         (("join", "hello"), "instead of 'rvn1_'"),
         (("join", "rvn1_abc"), "truncated"),
+        (("join", GOOD_TOKEN, "--memory", "10"), "'10' has no unit and would be bytes; give something like"),
+        (("join", GOOD_TOKEN, "--gpu-memory", "1e9 "), "has no unit and would be bytes"),
     ],
 )
-def test_a_token_that_is_none_is_told_so(arguments: tuple[str, ...], reason: str) -> None:
+def test_a_token_or_a_size_that_is_none_is_told_so(arguments: tuple[str, ...], reason: str) -> None:
     code, said = run(*arguments)
     assert (code, reason in said) == (3, True), said
 

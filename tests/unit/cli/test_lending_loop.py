@@ -292,6 +292,30 @@ def test_commands_tell_the_one_that_is_named_or_all(monkeypatch: pytest.MonkeyPa
     assert (done.exit_code, "see that `ravnest join` runs" in done.stderr) == (1, True)
 
 
+def test_of_several_lent_programs_none_is_told_without_a_name_or_a_question(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    sent: list[int] = []
+    monkeypatch.setattr(psutil.Process, "send_signal", lambda each, _: sent.append(each.pid))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    parent = psutil.Process(os.getppid())
+    with registered("pc"):
+        other = {"name": "another run", "started_at": parent.create_time()}
+        (tmp_path / f"ravnest/peers/{parent.pid}.json").write_text(json.dumps(other))
+        both = {os.getpid(), parent.pid}
+        for word in ("pause", "resume", "finish"):
+            done = CliRunner().invoke(program, [word])
+            assert (done.exit_code, sent) == (3, [])
+            assert "2 programs lend from this PC: " in done.stderr
+            assert f"another run (process {parent.pid})" in done.stderr
+            assert f"ravnest {word} NAME, or all: ravnest {word} --all" in done.stderr
+            assert CliRunner().invoke(program, [word, "--all"]).exit_code == 0
+            assert set(sent) == both
+            sent.clear()
+        assert CliRunner().invoke(program, ["finish", "pc"]).exit_code == 0
+        assert sent == [os.getpid()]
+
+
 @pytest.mark.parametrize(
     ("text", "num_cores", "found"),
     [

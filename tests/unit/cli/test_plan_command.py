@@ -47,6 +47,7 @@ DEFAULTS = {  # as people write them
     "relay_bytes_per_second": "20 Mbit/s",
     "overhead_bytes": "500 MB",
     "recover_seconds": "30 s",
+    "microbatch_seconds": "2 ms",
 }
 SMALL = ("--nodes", "pcs.toml", "--model", "small.toml")
 

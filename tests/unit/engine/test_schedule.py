@@ -168,3 +168,85 @@ def test_an_update_of_fewer_batches_is_closed_once():
     assert schedule.close_update()
     assert not schedule.close_update()
     assert (schedule.version, schedule.num_accumulated) == (6, 0)
+
+
+def test_an_exact_update_waits_and_nothing_goes_forward_meanwhile():
+    schedule = StageSchedule(window=8, accumulate=2, is_exact=True, version=4)
+    for batch in (1, 2, 3, 4):
+        schedule.offer_input(batch)
+    assert schedule.is_lockstep
+    assert [task.microbatch for task in run_all(schedule)] == [1, 2]
+    schedule.offer_gradient(2)
+    schedule.offer_gradient(1)
+    assert run_all(schedule) == [Task(Work.BACKWARD, 2), Task(Work.BACKWARD, 1)]
+    assert schedule.is_complete
+    assert not schedule.close_update()
+    assert (schedule.version, schedule.num_accumulated) == (4, 2)
+    schedule.end_exact()
+    assert not schedule.is_complete
+    assert (schedule.version, schedule.num_accumulated) == (5, 0)
+    assert [task.microbatch for task in run_all(schedule)] == [3, 4]
+
+
+def test_a_pace_does_not_loosen_exact_updates():
+    schedule = StageSchedule(window=1, accumulate=2, is_exact=True)
+    schedule.resize(8, 2, synchronous=False)
+    for batch in (1, 2, 3):
+        schedule.offer_input(batch)
+    assert [task.microbatch for task in run_all(schedule)] == [1, 2]
+
+
+def test_a_dropped_microbatch_counts_once_in_an_exact_update():
+    schedule = started(StageSchedule(window=8, accumulate=3, is_exact=True), 1)
+    schedule.forget(2)  # before it came: another stage dropped it
+    schedule.forget(2)
+    schedule.offer_gradient(1)
+    run_all(schedule)
+    schedule.forget(1)  # after its backward here
+    assert (schedule.num_accumulated, schedule.is_complete) == (2, False)
+    started(schedule, 3)
+    schedule.forget(3)
+    assert schedule.is_complete
+    schedule.end_exact()
+    schedule.forget(1)  # late: its update is made
+    schedule.forget(3)
+    assert schedule.num_accumulated == 0
+
+
+def test_what_was_dropped_before_exact_updates_began_does_not_count_in_them():
+    schedule = started(StageSchedule(window=8, accumulate=2), 1, 2)
+    schedule.offer_gradient(2)
+    run_all(schedule)
+    schedule.forget(1)
+    schedule.close_update()
+    schedule.set_exact(True)
+    schedule.forget(1)
+    schedule.forget(2)
+    assert schedule.num_accumulated == 0
+
+
+def test_a_short_exact_update_has_as_many_microbatches_as_it_is_told():
+    schedule = StageSchedule(window=8, accumulate=3, is_exact=True)
+    schedule.expect(1)
+    for batch in (1, 2, 3, 4):
+        schedule.offer_input(batch)
+    assert [task.microbatch for task in run_all(schedule)] == [1]
+    schedule.offer_gradient(1)
+    run_all(schedule)
+    assert schedule.is_complete
+    schedule.end_exact()
+    schedule.expect(0)
+    assert schedule.is_complete
+    assert schedule.next() is None
+    schedule.end_exact()
+    assert [task.microbatch for task in run_all(schedule)] == [2, 3, 4]
+
+
+def test_when_exact_updates_end_what_is_done_of_one_counts_in_the_next():
+    schedule = started(StageSchedule(window=8, accumulate=2, is_exact=True), 1, 2)
+    schedule.offer_gradient(1)
+    run_all(schedule)
+    schedule.set_exact(False)
+    schedule.offer_gradient(2)
+    assert run_all(schedule) == [Task(Work.BACKWARD, 2, is_update=True)]
+    assert (schedule.version, schedule.num_accumulated) == (1, 0)

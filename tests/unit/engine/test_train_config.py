@@ -25,6 +25,7 @@ TRAINING = TrainConfig(
     max_lag=2,
     deltas=WireFormat.INT4,
     averaging=AveragingRule(True, 0.9, 0.5, 3.0, True),
+    exact_gradients=WireFormat.BF16,
 )
 
 
@@ -57,6 +58,7 @@ def test_a_stage_learns_of_its_own_parameters_only():
         {"batch_size": 0},
         {"window": 3},
         {"deltas": "int2"},
+        {"exact_gradients": "int8"},
         {"averaging": {"momentum": 1}},
         {"averaging": {"outer_rate": -1.0}},
         {"averaging": {"outer_momentum": 1.0}},

@@ -82,13 +82,24 @@ def commit(member: SegmentState, mean: tuple[float, float], statistic: float, st
     return member.commit(pieces, state=state, moments={}, **options)
 
 
-def test_of_a_late_average_statistics_stay_between_what_they_are_and_the_average() -> None:
+@pytest.mark.parametrize(
+    ("copied", "live", "change"),
+    [
+        (1.0, 0.25, 0.0),  # all agreed at the copy: what was learned since stays
+        (2.0, 3.0, -0.5),  # half the way from the copy to the average
+        (9.0, 2.0, -1.0),  # that were -4: no further than the average
+        (10.0, 0.5, 0.0),  # that were -4.5, away from the average and below zero
+    ],
+)
+def test_a_late_average_takes_nothing_from_statistics_that_they_learned_since(
+    copied: float, live: float, change: float
+) -> None:
     member = make()
-    member.open(state_of(2.0, 2.0, 10.0), {}, 1.0)
-    live = state_of(5.0, 2.0, 0.5)  # the statistic fell meanwhile
-    changes = commit(member, (1.0, 1.0), 0.0, live, strength=0.5, is_blocking=False)
+    member.open(state_of(2.0, 2.0, copied), {}, 1.0)
+    state = state_of(5.0, 2.0, live)
+    changes = commit(member, (1.0, 1.0), 0.0, state, strength=0.5, is_blocking=False)  # the average is 1
     assert changes["w"].tolist() == [-0.5, -0.5]  # half the way from the copy to the mean
-    assert changes["s"].tolist() == [0.25]  # to 0.75, between 0.5 and 1: with the copy's it were -4
+    assert changes["s"].tolist() == [change]
 
 
 def test_in_a_blocking_round_the_state_becomes_the_average() -> None:

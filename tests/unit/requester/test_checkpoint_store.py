@@ -353,43 +353,44 @@ def test_parts_that_are_no_line_are_refused(tmp_path: Path, borders: list[tuple[
 BAD_LEASES = {
     "of another job": [{"num_samples": 21}, {"num_epochs": 4}, {"seed": 8}],
     "out of range": [
-        {"next_chunk": 3},
-        {"next_chunk": -1},
+        {"next_place": 20},
+        {"next_place": -1},
         {"next_epoch": 3},
         {"next_epoch": -1},
         {"next_number": -1},
         {"next_number": 2**70},
-        {"chunk_size": 2**70},
-        {"chunk_size": 0},
-        {"chunk_size": -8},
     ],
     "open, twice there or never": [
-        {"open": [(9, 0, 1, "c0")]},
-        {"requeued": [(0, 0), (0, 0)]},
-        {"requeued": [(0, 3)]},
-        {"requeued": [(0, -1)]},
-        {"requeued": [(-1, 0)]},
-        {"requeued": [(2, 1)]},
-        {"requeued": [(2, 2)]},
+        {"open": [(9, 0, 8, 16, "c0")]},
+        {"requeued": [(0, 0, 8), (0, 0, 8)]},
+        {"requeued": [(0, 0, 8), (0, 4, 12)]},
+        {"requeued": [(0, 0, 4), (0, 4, 8)]},
+        {"requeued": [(1, 0, 4), (0, 0, 4)]},
+        {"requeued": [(0, 8, 8)]},
+        {"requeued": [(0, 8, 0)]},
+        {"requeued": [(0, 0, 21)]},
+        {"requeued": [(0, -1, 8)]},
+        {"requeued": [(-1, 0, 8)]},
+        {"requeued": [(2, 8, 9)]},
+        {"requeued": [(3, 0, 8)]},
     ],
     "contradict": [
         {"requeued": []},
-        {"requeued": [(0, 2)]},
-        {"requeued": [(1, 0)]},
-        {"requeued": [(0, 0), (0, 1)]},
+        {"requeued": [(0, 16, 20)]},
+        {"requeued": [(1, 0, 8)]},
+        {"requeued": [(0, 0, 16)]},
         {"counted": []},
         {"counted": [(0, 11), (2, 8)]},
         {"counted": [(0, 12), (2, 9)]},
         {"counted": [(0, 12), (2, 8), (1, 20)]},
         {"counted": [(0, 12), (2, 8), (2, 8)]},
-        {"next_chunk": 2},
+        {"next_place": 9},
         {"next_epoch": 1},
-        {"chunk_size": 9},
     ],
     "Expected": [
-        {"next_chunk": "1"},
-        {"next_chunk": 1.5},
-        {"next_chunk": True},
+        {"next_place": "1"},
+        {"next_place": 1.5},
+        {"next_place": True},
         {"requeued": [(0,)]},
         {"counted": None},
         {"open": [1]},
@@ -402,8 +403,8 @@ BAD_LEASES = {
 )
 def test_leases_that_do_not_balance_are_refused(tmp_path: Path, sign: str, change: dict[str, object]) -> None:
     books = books_of(1)
-    assert (books.leases["next_epoch"], books.leases["next_chunk"]) == (2, 1)
-    assert (books.leases["requeued"], books.leases["counted"]) == ([(0, 0)], [(0, 12), (2, 8)])
+    assert (books.leases["next_epoch"], books.leases["next_place"]) == (2, 8)
+    assert (books.leases["requeued"], books.leases["counted"]) == ([(0, 0, 8)], [(0, 12), (2, 8)])
     books = msgspec.structs.replace(books, leases=books.leases | change)
     with pytest.raises(CheckpointError, match=f"000001 was not written: .*{sign}"):
         Checkpoints(tmp_path).write(1, parts_of(1), books)
@@ -460,7 +461,7 @@ def test_the_same_job_fits_and_another_is_told_apart() -> None:
     assert "other names, dtypes or shapes" in difference(state="cd" * 32, epochs=9)
     assert "num_samples=20, not 21; give 20 training samples" in difference(num_samples=21, batch_size=1)
     assert "batch_size=4, not 8; set batch_size=4, or begin a new run" in difference(batch_size=8, epochs=1)
-    assert "epochs=3, not 9; set epochs=3" in difference(epochs=9, seed=1)
+    assert difference(epochs=9) == ""  # it may go on for longer
     assert "seed=7, not 1; set seed=7" in difference(seed=1)
 
 

@@ -162,7 +162,7 @@ def test_a_sample_of_another_shape_type_or_field_is_named():
     alone = refused(odd({"ids": [1, 2, 3], "y": 0.5}), [17])
     assert alone == (
         "'ids' is int64 (3,) in sample 17 of the train data, but int64 (2,) in the first batch; "
-        "give every sample the same fields, types and shapes"
+        "pad or cut all samples to one length (tokenizers: padding='max_length', max_length=...)"
     )
     beside = refused(odd({"ids": [1, 2, 3], "y": 0.5}), [3, 17])
     assert "differs in shape ((2,) in sample 3 and (3,) in sample 17)" in beside
@@ -186,6 +186,32 @@ def test_a_collate_fn_that_pads_each_batch_to_its_own_length_is_told():
     assert "the collate_fn of the train data made 3 samples of 4" in refused(drops)
     text = DataLoader(PAIRS, batch_size=4, collate_fn=lambda _: "text")
     assert "a batch of the DataLoader of the train data is 'text'" in refused(text)
+
+
+def test_a_collate_fn_that_pads_is_found_before_anybody_trains():
+    data = [[1] * (2 + k % 5) for k in range(50)]
+
+    def pad(rows):
+        longest = max(map(len, rows))
+        return {"ids": torch.tensor([row + [0] * (longest - len(row)) for row in rows])}
+
+    with pytest.raises(ConfigError, match=r"'ids' is int64 \(\d,\) in sample \d+ .* padding='max_length'"):
+        samples(DataLoader(data, batch_size=8, collate_fn=pad)).check_some()
+    fixed = DataLoader(data, batch_size=8, collate_fn=lambda rows: {"ids": pad([*rows, [0] * 6])["ids"][:-1]})
+    samples(fixed).check_some()
+    for few in (1, 2, 3):
+        samples({"x": X[:few], "y": Y[:few]}).check_some()
+
+
+def test_only_what_is_read_of_a_stream_is_tried():
+    def endless():
+        for number in itertools.count():
+            assert number < 8
+            yield {"x": float(number)}
+
+    stream = samples(endless())
+    stream.first_batch()
+    stream.check_some()
 
 
 def test_validation_data_must_be_like_the_train_data():

@@ -11,6 +11,7 @@ from typing import get_args
 import numpy as np
 import pytest
 import torch
+from support.plan_world import node
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
@@ -18,10 +19,12 @@ import ravnest
 from ravnest.config import WireFormat
 from ravnest.engine.optimizers import Adam, Group
 from ravnest.errors import CaptureError, ConfigError
+from ravnest.hub.coordinator.events import MakePlan
+from ravnest.hub.coordinator.planner import SearchPlanner
 from ravnest.requester.job import Job
 from ravnest.requester.job_file import load_job
 from ravnest.requester.prepare import prepare
-from ravnest.requester.session import LOCAL_PLAN
+from ravnest.requester.session import LOCAL_PLAN, SWARM_PLAN
 
 MODEL = nn.Linear(3, 2)
 OPTIMIZERS = "one of torch.optim, made from model.parameters(), or of sgd, momentum, adam, adamw, nadam, muon"
@@ -305,6 +308,30 @@ def test_recipes_are_taken_by_name():
     assert settings(optimizer="nadam", planned_updates=100).lag_updates == 50
 
 
+def test_a_short_job_has_a_higher_rate_unless_it_gives_its_own():
+    rates = {updates: settings(planned_updates=updates).learning_rate for updates in (168, 340, 1000, 9600)}
+    assert rates == pytest.approx({168: 20e-3, 340: 15.03e-3, 1000: 8.76e-3, 9600: 4e-3}, rel=1e-3)
+    assert settings(planned_updates=0).learning_rate == 4e-3  # unknown
+    assert settings(planned_updates=168, learning_rate=1e-3).learning_rate == 1e-3
+    assert settings(planned_updates=168, optimizer="adamw").learning_rate == 3e-3
+    assert settings(planned_updates=168, optimizer=adamw()).learning_rate == 0.1
+
+
+def test_trained_weights_are_seen_by_the_gains_of_norms_and_their_rate_is_not_raised():
+    new = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3), nn.Linear(3, 2))
+    assert not Job(new, ROWS).has_trained_weights
+    assert settings(new, planned_updates=168).learning_rate == 20e-3
+    assert settings(new, planned_updates=168, is_pretrained=True).learning_rate == 4e-3
+    used = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3), nn.Linear(3, 2))
+    used[1].weight.data[0] = 0.9
+    assert Job(nn.Sequential(used, nn.Identity()), ROWS).has_trained_weights
+    assert settings(used, planned_updates=168).learning_rate == 4e-3
+    assert settings(used, planned_updates=168, optimizer="adamw").learning_rate == 1e-3
+    assert settings(used, planned_updates=168, is_pretrained=False).learning_rate == 20e-3
+    with pytest.raises(ConfigError, match="is_pretrained is 'yes'; give True, False or nothing"):
+        job(is_pretrained="yes")
+
+
 def test_a_recipe_brings_its_schedule_and_torch_a_constant_rate():
     assert job().rates == ravnest.cosine(warmup=0.05, final=0.1)
     assert job(optimizer=adamw()).rates == ravnest.constant()
@@ -432,3 +459,49 @@ def test_a_place_is_a_file_and_a_name(place):
 def test_changes_of_weights_do_not_travel_as_fp16():
     with pytest.raises(ConfigError, match="deltas is fp16, too narrow"):
         prepare(job(batch_size=1), replace(LOCAL_PLAN, deltas=WireFormat.FP16), 1, 1.0)
+
+
+@pytest.mark.parametrize("wire_format", [WireFormat.FP16, WireFormat.INT8])
+def test_gradients_of_exact_updates_do_not_travel_coarsely(wire_format):
+    with pytest.raises(ConfigError, match="too coarse for gradients; choose fp32 or bf16"):
+        prepare(job(batch_size=1), replace(LOCAL_PLAN, exact_gradients=wire_format), 1, 1.0)
+
+
+def prepared(loss, **settings):
+    return prepare(job(tuple(ROWS.values()), batch_size=4, loss=loss, **settings), LOCAL_PLAN, 1, 1.0)
+
+
+def contrastive(out, _):
+    return nn.functional.cross_entropy(out @ out.T, torch.arange(out.shape[0]))
+
+
+@pytest.mark.parametrize(
+    ("loss", "reason"),
+    [
+        (contrastive, "the loss needs the whole batch"),
+        (nn.CrossEntropyLoss(reduction="sum"), "the loss is a sum over the batch"),
+    ],
+)
+def test_a_loss_of_a_whole_batch_is_not_cut(loss, reason):
+    given = prepared(loss)
+    assert given.job.settings.is_whole_batch
+    assert given.job.settings.microbatches == 1
+    assert any(note.startswith(reason) for note in given.captured.notes)
+    assert prepared(loss, microbatches=1).job.settings.is_whole_batch
+    with pytest.raises(ConfigError, match=f"^microbatches is 2, but {reason}"):
+        prepared(loss, microbatches=2)
+
+
+def test_a_mean_is_cut_as_asked():
+    given = prepared(nn.CrossEntropyLoss(), microbatches=2)
+    assert (given.job.settings.is_whole_batch, given.job.settings.microbatches) == (False, 2)
+    assert prepared(nn.CrossEntropyLoss()).job.settings.microbatches == 0
+
+
+def test_what_a_peer_lends_is_for_tensors_so_that_a_little_will_do_for_a_small_model():
+    loss = nn.CrossEntropyLoss()
+    data = (ROWS["x"], ROWS["y"])
+    given = prepare(Job(MODEL, data, batch_size=2, loss=loss), SWARM_PLAN, 2, 1.0).job
+    nodes = (node("a", memory_mb=200.0), node("b", memory_mb=200.0))
+    made = SearchPlanner().make_plan(given, MakePlan(1, nodes), 0.0)
+    assert made.plan is not None, made.shortage

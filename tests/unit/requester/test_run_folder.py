@@ -2,6 +2,7 @@
 
 import os
 import stat
+from datetime import date
 from pathlib import Path
 
 import msgspec
@@ -11,8 +12,10 @@ import pytest
 from ravnest.errors import ConfigError
 from ravnest.requester.run_folder import (
     MODEL,
+    check_unfinished,
     find_run,
     free_run,
+    fresh_run,
     new_hub_file,
     open_run,
     read_hub_file,
@@ -63,9 +66,10 @@ def test_a_folder_whose_hub_runs_is_refused(tmp_path: Path) -> None:
 
 def test_a_finished_run_is_not_overwritten(tmp_path: Path) -> None:
     open_run(tmp_path)
+    check_unfinished(tmp_path)
     (tmp_path / MODEL).write_bytes(b"precious")
-    with pytest.raises(ConfigError, match="holds a finished run"):
-        open_run(tmp_path)
+    with pytest.raises(ConfigError, match=r"holds a finished run; .* go on with it: --resume"):
+        check_unfinished(tmp_path)
 
 
 def test_a_place_that_is_no_folder_is_refused(tmp_path: Path) -> None:
@@ -99,6 +103,20 @@ def test_new_runs_take_a_free_name_and_an_unfinished_one_is_taken_up_again(
     Path("runs/gpt-2").mkdir()
     write_hub_file(Path("runs/gpt-2"), msgspec.structs.replace(file, started_at=started_at))
     assert free_run("gpt") == Path("runs/gpt-3")
+
+
+def test_every_training_without_a_folder_gets_one_that_was_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    made = [fresh_run("my job", date(2026, 11, 16)) for _ in range(3)]
+    assert [str(each) for each in made] == [f"runs/my-job-2026-11-16{end}" for end in ("", "-2", "-3")]
+    assert all(each.is_dir() for each in made)
+    Path("elsewhere").mkdir()
+    Path("elsewhere/runs").write_text("no folder")
+    monkeypatch.chdir("elsewhere")
+    with pytest.raises(ConfigError, match=r"cannot be made: .*give --folder or --out"):
+        fresh_run("gpt", date(2026, 11, 16))
 
 
 def test_the_newest_run_is_meant_if_none_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

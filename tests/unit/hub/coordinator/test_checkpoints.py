@@ -9,7 +9,7 @@ from ravnest.hub.coordinator.leases import LeaseBook, LedgerState
 from ravnest.hub.coordinator.snapshots import SnapshotDesk
 from ravnest.protocol.placement import SnapshotMade
 
-BOOKS = LedgerState(8, 8, 2, 0, LeaseBook(50, 4, 1, 0).state())
+BOOKS = LedgerState(8, 8, 2, 0, LeaseBook(50, 1, 0).state())
 
 
 @pytest.fixture
@@ -113,7 +113,7 @@ def test_who_does_not_answer_is_named_and_who_only_is_fetched_slowly_is_not(keep
 def test_the_result_takes_the_place_of_a_checkpoint_and_is_not_given_up(keeping, clusters, answer):
     first, _, _ = asked(keeping.start(clusters[0], 160.0, BOOKS))
     assert not keeping.has_result_under_way
-    number, names, is_final = asked(keeping.start(clusters[1], 170.0))
+    number, names, is_final = asked(keeping.start(clusters[1], 170.0, BOOKS, is_result=True))
     assert (names, is_final) == ("cd", {True})
     assert number > first
     assert keeping.has_result_under_way
@@ -124,4 +124,4 @@ def test_the_result_takes_the_place_of_a_checkpoint_and_is_not_given_up(keeping,
 
 def test_numbers_are_used_once(keeping, clusters, desk):
     assert [desk.new_number() for _ in range(3)] == [1, 2, 3]
-    assert asked(keeping.start(clusters[0], 160.0))[0] == 4
+    assert asked(keeping.start(clusters[0], 160.0, BOOKS, is_result=True))[0] == 4

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from support.hub_world import HubWorld, Trouble, blob, check_replay, job
@@ -13,6 +14,7 @@ from ravnest.hub.coordinator.events import (
     Abandon,
     Collect,
     Collected,
+    Finish,
     MakeParts,
     Notify,
     PartsMade,
@@ -24,11 +26,14 @@ from ravnest.hub.coordinator.events import (
     Stopped,
 )
 from ravnest.hub.coordinator.notices import (
+    Checkpointed,
+    CheckpointIsResult,
     ClusterBroken,
     ClusterDissolved,
     ClusterStarted,
     EpochDone,
     Evaluated,
+    FromCheckpoint,
     Joined,
     Left,
     MicrobatchDropped,
@@ -311,7 +316,9 @@ def test_a_batch_too_large_for_the_memory_is_cut_until_it_fits():
 
 
 def test_a_lease_lists_no_more_microbatches_than_a_message_may():
-    world = one_cluster(num_samples=4096, batch_size=512, chunk_batches=8, microbatches=300)
+    given = job(num_samples=4096, batch_size=512, chunk_batches=8, microbatches=300)
+    world = HubWorld(given, make_node=partial(node, gflops=1e5))  # so fast that a lease may be large
+    world.join(*"abc")
     world.run_until(lambda: sent(world, LeaseGrant))
     assert {len(grant.num_samples) for grant in sent(world, LeaseGrant)} == {600}
     longest = LeaseGrant(2**40, 2**40, True, 2**60, (2**40,) * 1024)
@@ -486,21 +493,44 @@ def test_a_death_after_the_snapshot_and_before_it_is_collected():
     world.run_until(lambda: orders_of(world, Collect))
     world.kill(orders_of(world, Collect)[0].parts[0].node)
     finishes(world)
-    assert [order.number for order in orders_of(world, Collect)] == [1, 2]
-    assert world.refusals[-1].reason == "nobody asked to collect number 1"
+    assert all(order.is_result for order in orders_of(world, Collect))
 
 
-def test_what_was_collected_of_a_dead_cluster_is_not_the_result():
+def test_a_result_on_disk_counts_although_its_cluster_died_meanwhile():
     world = two_clusters()
     world.is_collecting = False
     world.run_until(lambda: orders_of(world, Collect))
-    world.feed(PeerLeft(orders_of(world, Collect)[0].parts[0].node, "gone", world.now))
+    first = orders_of(world, Collect)[0]
+    world.feed(PeerLeft(first.parts[0].node, "gone", world.now))
     world.run_until(lambda: len(orders_of(world, Collect)) == 2)
-    (refusal,) = world.feed(Collected(1, world.now))
-    assert refusal.reason == "nobody asked to collect number 1"
-    assert not world.is_finished
-    world.feed(Collected(2, world.now))
+    world.feed(Collected(1, world.now))
     finishes(world)
+    assert world.finish.parts == first.parts
+    (refusal,) = world.feed(Collected(2, world.now))
+    assert refusal.reason == "nobody asked to collect number 2"
+
+
+def test_a_result_on_disk_counts_although_everybody_has_left():
+    world = two_clusters()
+    world.is_collecting = False
+    world.run_until(lambda: orders_of(world, Collect))
+    for name in [*world.known]:
+        world.feed(PeerLeft(name, "gone", world.now))
+    assert world.hub.phase is JobPhase.COLLECTING
+    world.feed(Collected(1, world.now))
+    assert world.is_finished
+    assert world.finish.parts == orders_of(world, Collect)[0].parts
+
+
+def test_peers_are_told_the_end_when_the_result_is_on_disk_and_not_before():
+    world = two_clusters()
+    world.is_collecting = False
+    world.run_until(lambda: orders_of(world, Collect))
+    world.run(until=world.now + 60.0)
+    assert world.hub.phase is JobPhase.KEEPING
+    assert [order for order in orders_of(world, Send) if isinstance(order.message, Stop)] == []
+    stops = [each.to for each in world.feed(Collected(1, world.now)) if isinstance(each, Send)]
+    assert set(stops) == world.known
 
 
 def test_when_the_last_cluster_dies_training_begins_again_with_who_is_left():
@@ -592,6 +622,63 @@ def test_a_member_may_ask_what_became_of_a_round():
     assert "round 99" in refusal.reason
 
 
+# Reports of epochs.
+
+
+def two_of_unlike_pace(**changes):
+    """Two clusters, of which one becomes so slow that the other ends an epoch before it."""
+    world = two_clusters(average_every=1000, **changes)
+    world.run_until(lambda: len(world.hub.clusters) == 2 and len(world.ledger) > 10)
+    world.slow(world.hub.clusters[1].leaf, 30.0)
+    return world
+
+
+def epochs_told(world, kind):
+    return [news.epoch for news in world.told(kind)]
+
+
+def test_epochs_are_told_in_order_although_a_later_one_is_over_first():
+    world = finishes(two_of_unlike_pace(num_validation=0, epochs=8))
+    over = [epoch for epoch in range(8) if epoch in {key for key, _ in world.ledger}]
+    assert epochs_told(world, EpochDone) == [each + 1 for each in over] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert [news.epoch for news in world.finish.history] == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+def test_an_evaluation_is_told_after_its_epoch_and_all_before_it():
+    world = finishes(two_of_unlike_pace(epochs=8))
+    told = [news for news in world.news if isinstance(news, EpochDone | Evaluated)]
+    for number, news in enumerate(told):
+        over = {each.epoch for each in told[:number] if isinstance(each, EpochDone)}
+        assert set(range(1, news.epoch + isinstance(news, Evaluated))) <= over
+    assert told[-1] == world.told(Evaluated)[-1]
+    assert told[-1].epoch == 8
+
+
+def test_an_epoch_that_waits_for_an_earlier_one_is_told_when_a_stopped_job_ends():
+    world = two_of_unlike_pace(num_validation=0, epochs=8)
+    slow = world.hub.clusters[1]
+    world.muted = {slow.root}
+    world.run_until(lambda: max((epoch for epoch, _ in world.ledger), default=0) >= 3)
+    assert epochs_told(world, EpochDone) == []
+    world.stop()
+    finishes(world)
+    told = epochs_told(world, EpochDone)
+    assert told == sorted(told)
+    assert {2, 3} <= set(told)
+    assert 1 not in told
+
+
+def test_a_checkpoint_between_two_epochs_loses_no_report():
+    world = two_of_unlike_pace(num_validation=0, epochs=8)
+    world.muted = {world.hub.clusters[1].root}
+    world.run_until(lambda: max((epoch for epoch, _ in world.ledger), default=0) >= 3)
+    again = HubWorld(replace(world.given, books=world.hub.ledger.books))
+    again.join(*"abc")
+    finishes(again)
+    assert epochs_told(again, EpochDone) == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert again.told(EpochDone)[1].loss is None
+
+
 # Stopping.
 
 
@@ -664,7 +751,8 @@ def test_a_job_stopped_before_anybody_trains_has_nothing_to_keep(until):
     world = one_cluster()
     world.run_until(lambda: len(world.told(until)) == {Joined: 3, PlanFormed: 1}[until])
     orders = world.stop()
-    assert orders[-1] == Abandon("the job was stopped when no cluster had anything to keep")
+    told = "the job was stopped when there was nothing to keep, no checkpoint either"
+    assert orders[-1] == Abandon(told)
     assert {order.to for order in orders if isinstance(order, Send) and isinstance(order.message, Stop)} == {
         *"abc"
     }
@@ -682,6 +770,65 @@ def test_when_the_last_cluster_dies_a_stopped_job_does_not_begin_again():
     assert world.abandoned is not None
     assert world.told(WorkLost) == []
     assert world.hub.phase is JobPhase.FINISHED
+
+
+def test_a_job_stopped_when_nobody_is_left_ends_with_its_last_checkpoint():
+    world = one_cluster(checkpoint_every=1.0, epochs=10)
+    world.run_until(lambda: world.told(Checkpointed))
+    for name in "abc":
+        world.kill(name)
+    world.run()
+    assert world.hub.phase is JobPhase.COLLECTING
+    world.stop("Ctrl-C")
+    assert world.is_finished
+    assert (world.abandoned, world.finish) == (None, Finish((), ()))
+    saved = sum(world.saved.values())
+    assert world.news[-1] == CheckpointIsResult(saved, 500)
+    assert "the last checkpoint is the result" in show_notice(world.news[-1])
+    check_replay(world)
+
+
+def test_a_job_whose_last_peers_do_not_come_back_after_a_stop_ends_with_its_last_checkpoint():
+    world = one_cluster(checkpoint_every=1.0, epochs=10)
+    world.run_until(lambda: world.told(Checkpointed))
+    world.stop("Ctrl-C")
+    for name in "abc":
+        world.kill(name)
+    world.run()
+    assert world.finish == Finish((), ())
+    assert len(world.told(CheckpointIsResult)) == 1
+
+
+def test_a_hub_that_has_a_checkpoint_of_all_that_is_to_be_trained_ends_without_peers():
+    world = two_clusters()
+    world.is_collecting = False
+    world.run_until(lambda: orders_of(world, Collect))
+    world.books = orders_of(world, Collect)[0].books  # written, and then the hub was killed
+    for name in [*world.peers]:
+        world.peers[name].is_alive = False
+    world.restart()
+    world.run()
+    assert world.finish == Finish((), ())
+    assert world.news[-1] == CheckpointIsResult(100, 100)
+    assert "the run is finished" in show_notice(world.news[-1])
+
+
+def test_a_stopped_job_goes_on_from_its_result_with_more_epochs():
+    world = two_clusters(epochs=3)
+    world.run_until(lambda: len(world.ledger) > 60)
+    world.stop("Ctrl-C")
+    finishes(world)
+    (result,) = orders_of(world, Collect)
+    assert result.books.num_counted == len(world.ledger)
+    assert result.books.num_evaluated == 1  # epoch 2 was evaluated before its end, and is so again
+    books = replace(result.books, leases=result.books.leases | {"num_epochs": 5})
+    again = HubWorld(replace(job(epochs=5), books=books))
+    assert again.ledger == world.ledger
+    assert again.news == [FromCheckpoint(len(world.ledger))]
+    again.join(*"abc")
+    again.run()
+    assert (again.is_finished, len(again.ledger)) == (True, 250)
+    assert [news.epoch for news in again.told(Evaluated)] == [2, 3, 4, 5]
 
 
 @pytest.mark.parametrize("phase", [JobPhase.AVERAGING, JobPhase.EVALUATING, JobPhase.KEEPING])

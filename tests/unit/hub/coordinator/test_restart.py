@@ -138,7 +138,7 @@ def test_the_first_round_begins_from_the_weights_of_the_cluster_that_knows_most(
     restart(world)
     num_before = len(rounds(world))
     world.run_until(lambda: len(rounds(world)) == num_before + 1)
-    best = world.hub.ledger.most_trained(world.hub.clusters)
+    best = world.hub.ledger.progress.most_trained(world.hub.clusters)
     world.run_until(lambda: len(rounds(world)) == num_before + 2)
     first, second = rounds(world)[num_before:]
     assert {name for name, told in first.items() if told.is_anchor} == {*best.nodes}

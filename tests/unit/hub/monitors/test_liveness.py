@@ -89,7 +89,7 @@ def test_who_never_gets_ready_goes():
 def test_who_never_gives_what_others_need_goes():
     world = HubWorld(job(num_validation=0, average_every=1, epochs=6))
     world.join(*"abcdefg", memory_mb=150.0)
-    world.run_until(lambda: world.hub.clusters and world.hub.ledger.anchor_round(world.hub.clusters))
+    world.run_until(lambda: world.hub.clusters and world.hub.ledger.progress.anchor_round(world.hub.clusters))
     first, second = world.hub.clusters
     world.kill(first.nodes[1])
     world.run_until(lambda: world.told(ClusterBroken))

@@ -83,17 +83,17 @@ def test_a_storm_of_dropped_batches_names_who_dropped_most():
     guard = fed(*falling(64))
     for number in range(17):
         assert guard.alarm is None
-        guard.note_dropped("A1", "bob" if number % 3 else "ana")
+        guard.note_dropped("A1", "bob" if number % 3 else "ana", f"reason {number}")
     assert guard.alarm.suspect == "bob"
-    assert guard.alarm.reason == "17 of the last 32 microbatches were dropped"
+    assert guard.alarm.reason == "17 of the last 32 microbatches were dropped (last: reason 16)"
 
 
 def test_half_way_to_a_storm_nothing_is_worth_keeping():
     guard = fed(*falling(64))
     for _ in range(7):
-        guard.note_dropped("A1", "bob")
+        guard.note_dropped("A1", "bob", "a reason")
     assert guard.is_calm
-    guard.note_dropped("A1", "bob")
+    guard.note_dropped("A1", "bob", "a reason")
     assert not guard.is_calm
     for loss in falling(24, 0.5):
         guard.note_loss("A1", "A", loss)

@@ -1,17 +1,19 @@
 """What the hub fetches from peers that answer, that answer slowly, and that do not answer at all."""
 
 import asyncio
+import itertools
 from types import SimpleNamespace
 
 import pytest
 
-from ravnest.config import HubTimeouts
-from ravnest.hub.coordinator.events import CheckpointPart, Collect, Collected, MakeParts
+from ravnest.config import HubTimeouts, WireFormat
+from ravnest.hub.coordinator.events import CheckpointPart, Collect, Collected, MakeParts, SendFields
 from ravnest.hub.coordinator.leases import LedgerState
 from ravnest.hub.service.data_service import DataService
-from ravnest.hub.service.owner import Parts
-from ravnest.ids import NodeId
+from ravnest.hub.service.owner import Fields, Parts
+from ravnest.ids import LeaseId, MicrobatchId, NodeId
 from ravnest.net.memory import run_virtual
+from ravnest.protocol.tensors import TensorSpec
 from ravnest.transfer.blobs import Blobs
 from ravnest.transfer.exchange import Exchange
 
@@ -22,7 +24,7 @@ BOOKS = LedgerState(0, 0, 0, 0, {})
 SHORT = HubTimeouts(quiet_upload_seconds=40.0)
 
 
-def collect(seconds_per_piece: float | None, books: LedgerState | None, fault: str = "") -> tuple[list, list]:
+def collect(seconds_per_piece: float | None, is_result: bool, fault: str = "") -> tuple[list, list]:
     """Have a peer's state fetched; return what the hub is told, and whom it loses."""
     there = Blobs()
     ref = there.keep(CONTENT)
@@ -44,11 +46,11 @@ def collect(seconds_per_piece: float | None, books: LedgerState | None, fault: s
                 loop.call_later(seconds_per_piece, answer, request)
 
         exchange = Exchange(Blobs(), post)
-        owner = SimpleNamespace(keep=lambda *_: "", find_fault=lambda *_: fault)
+        owner = SimpleNamespace(keep=lambda *_: "", keep_result=lambda *_: "", find_fault=lambda *_: fault)
         around = (applied.append, in_background, lambda *who: lost.append(who), loop.time, bool, SHORT)
         async with asyncio.timeout(1000):
             await DataService(owner, exchange, *around).carry_out(
-                Collect(7, (CheckpointPart(0, 6, PEER, ref),), books)
+                Collect(7, (CheckpointPart(0, 6, PEER, ref),), BOOKS, is_result)
             )
 
     run_virtual(main())
@@ -57,23 +59,56 @@ def collect(seconds_per_piece: float | None, books: LedgerState | None, fault: s
 
 @pytest.mark.parametrize("seconds_per_piece", [0.0, 30.0])
 def test_what_comes_in_time_is_collected(seconds_per_piece: float) -> None:
-    assert collect(seconds_per_piece, BOOKS) == collect(seconds_per_piece, None) == ([(7, "")], [])
+    assert collect(seconds_per_piece, False) == collect(seconds_per_piece, True) == ([(7, "")], [])
 
 
 def test_a_checkpoint_whose_peer_sends_nothing_has_failed() -> None:
     told = "peer has sent nothing of it for 40 s"
-    assert collect(None, BOOKS) == ([(7, told)], [])
+    assert collect(None, False) == ([(7, told)], [])
 
 
 def test_who_does_not_send_the_result_goes_so_that_another_cluster_is_asked() -> None:
     told = "its weights cannot be had: peer has sent nothing of it for 40 s"
-    assert collect(None, None) == ([], [(PEER, told)])
+    assert collect(None, True) == ([], [(PEER, told)])
 
 
 def test_what_is_no_state_of_the_stage_is_neither_a_checkpoint_nor_the_result() -> None:
     fault = "'w' is not finite"
-    assert collect(0.0, BOOKS, fault) == ([(7, f"peer: {fault}")], [])
-    assert collect(0.0, None, fault) == ([], [(PEER, f"its weights cannot be had: peer: {fault}")])
+    assert collect(0.0, False, fault) == ([(7, f"peer: {fault}")], [])
+    assert collect(0.0, True, fault) == ([], [(PEER, f"its weights cannot be had: peer: {fault}")])
+
+
+def test_the_fields_of_all_stages_come_of_one_reading() -> None:
+    """A dataset that masks at random would else send inputs of one mask and labels of another."""
+    sent, reads = [], itertools.count()
+
+    def read_fields(is_evaluation: bool, samples: tuple[int, ...], names: tuple[str, ...]) -> Fields:
+        content = b"%d" % next(reads)
+        spec = TensorSpec("uint8", (len(content),), WireFormat.FP32)
+        return tuple((name, spec) for name in names), tuple(memoryview(content) for _ in names)
+
+    async def in_background(work, *arguments):
+        return work(*arguments)
+
+    async def main() -> None:
+        around = (bool, in_background, bool, lambda: 0.0, bool)
+        supply = DataService(
+            SimpleNamespace(read_fields=read_fields), Exchange(Blobs(), sent.append), *around
+        )
+        consumers = ((NodeId("root"), ("x", "mask")), (NodeId("leaf"), ("mask", "y")))
+        await supply.carry_out(SendFields(1, LeaseId(0), False, MicrobatchId(5), ((1, 2), (3, 4)), consumers))
+
+    run_virtual(main())
+    facts = [
+        (x.to, x.message.microbatch, [name for name, _ in x.message.fields], [bytes(y) for y in x.buffers])
+        for x in sent
+    ]
+    assert facts == [
+        ("root", 5, ["x", "mask"], [b"0", b"0"]),
+        ("leaf", 5, ["mask", "y"], [b"0", b"0"]),
+        ("root", 6, ["x", "mask"], [b"1", b"1"]),
+        ("leaf", 6, ["mask", "y"], [b"1", b"1"]),
+    ]
 
 
 def test_weights_of_stages_that_are_no_more_are_not_kept() -> None:

@@ -317,7 +317,7 @@ def test_a_stopped_job_and_an_empty_folder(tmp_path):
     _, status = watched(world, tmp_path / "stopped")
     assert [said.text for said in status.recent] == [
         "the job is stopped (Ctrl-C); what was trained is kept",
-        "the job was stopped when no cluster had anything to keep",
+        "the job was stopped when there was nothing to keep, no checkpoint either",
     ]
     log_of(tmp_path / "empty")
     status = read_status(tmp_path / "empty")

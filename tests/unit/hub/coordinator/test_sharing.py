@@ -1,0 +1,122 @@
+"""Clusters share each batch: shares by speed, leases of shares, and how many clusters there are."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from support.hub_world import MANY_CLUSTERS, QUICK_PLANNER, HubWorld, job
+from support.plan_world import SIMPLE, even_model, node
+
+from ravnest.config import Averaging, Favour
+from ravnest.hub.coordinator.events import JobGiven, JobSettings, MakePlan, Send
+from ravnest.hub.coordinator.ledger import divide_batch
+from ravnest.hub.coordinator.notices import PlanFormed, show_notice
+from ravnest.hub.coordinator.planner import SEARCH_PLANNER
+from ravnest.protocol.training import LeaseGrant
+
+
+@pytest.mark.parametrize(
+    ("rates", "shares"),
+    [
+        ((1.0,), (64,)),
+        ((1.0, 1.0, 1.0), (22, 21, 21)),
+        ((3.0, 1.0), (48, 16)),
+        ((1e9, 1.0, 1.0), (62, 1, 1)),
+        ((0.0, 0.0), (32, 32)),
+    ],
+)
+def test_a_batch_is_divided_by_speed_and_nobody_gets_nothing(rates, shares):
+    assert divide_batch(64, rates) == shares
+
+
+def test_no_share_is_empty_even_of_the_smallest_batch():
+    assert divide_batch(2, (1.0, 1.0, 1.0)) == (1, 1, 1)
+
+
+def shared_job(**changes):
+    given = job(**({"is_whole_batch": False, "batch_size": 8, "num_samples": 96} | changes))
+    return replace(given, config=replace(MANY_CLUSTERS, averaging=Averaging.BLOCKING))
+
+
+def grants(world):
+    sends = (x.message for _, actions in world.happened for x in actions if isinstance(x, Send))
+    return [x for x in sends if isinstance(x, LeaseGrant) and not x.is_evaluation]
+
+
+def test_two_clusters_train_their_share_of_each_batch():
+    world = HubWorld(shared_job(microbatches=1, average_every=1))
+    world.join(*"abcdef", memory_mb=250.0)
+    world.run()
+    assert len(world.hub.clusters) == 2
+    sizes = Counter(size for grant in grants(world) for size in grant.num_samples)
+    assert sizes[4] > 30  # of 48 if both trained all the time; whoever starts first has a batch for itself
+    assert set(sizes) <= {4, 8}
+    assert set(world.ledger.values()) == {1}
+    assert len(world.ledger) == 2 * 96
+
+
+def plan_of(num_updates, names="abcd", config=SIMPLE, **facts):
+    settings = JobSettings(
+        num_samples=8 * num_updates,
+        num_validation=0,
+        batch_size=8,
+        epochs=1,
+        rates=(0.1,),
+        average_every=None,
+    )
+    given = JobGiven(even_model(6), config, settings, 0.0)
+    nodes = tuple(node(name, **facts) for name in names)
+    return SEARCH_PLANNER.make_plan(given, MakePlan(1, nodes), 0.0)
+
+
+SLOW = {"upload_bytes_per_second": 2e6, "download_bytes_per_second": 2e6}
+
+
+def test_a_short_job_gets_one_cluster_and_says_why():
+    made = plan_of(100, **SLOW)
+    assert len(made.plan.clusters) == 1
+    assert "clusters would" in made.reason
+    assert "using 1 cluster" in made.reason
+
+
+def test_a_long_job_gets_clusters_while_a_sample_keeps_nine_tenths_of_its_effect():
+    made = plan_of(1_000_000, **SLOW)
+    assert len(made.plan.clusters) > 1
+    assert made.sharing.efficiency >= 0.9
+    assert made.sharing.is_split
+
+
+def test_fast_links_sum_gradients_however_short_the_job():
+    lan = {"upload_bytes_per_second": 1e11, "download_bytes_per_second": 1e11}
+    made = plan_of(50, config=replace(SIMPLE, max_stages=1), **lan)
+    assert made.sharing.averaging is Averaging.EXACT
+    assert made.microbatches == 1
+
+
+def test_the_requester_may_say_how_many_and_speed_allows_more():
+    assert len(plan_of(100, config=replace(SIMPLE, clusters=3, max_stages=1), **SLOW).plan.clusters) == 3
+    few, more = (
+        plan_of(3_000, config=replace(SIMPLE, favour=each, max_stages=1), **SLOW).sharing for each in Favour
+    )
+    assert few.efficiency >= 0.9
+    assert more.efficiency >= 0.8
+    assert more.num_clusters >= few.num_clusters
+
+
+def test_exact_is_refused_where_it_cannot_be():
+    settings = JobSettings(
+        num_samples=80, num_validation=0, batch_size=8, epochs=1, rates=(0.1,), is_whole_batch=True
+    )
+    config = replace(SIMPLE, averaging=Averaging.EXACT)
+    given = JobGiven(even_model(6), config, settings, 0.0)
+    made = SEARCH_PLANNER.make_plan(given, MakePlan(1, tuple(map(node, "abc"))), 0.0)
+    assert made.plan is None
+    assert "this loss needs whole batches" in made.shortage
+
+
+def test_people_are_told_how_clusters_share_a_batch():
+    world = HubWorld(shared_job(), planner=QUICK_PLANNER)
+    world.join(*"abcdef", memory_mb=250.0)
+    world.run_until(lambda: any(isinstance(each, PlanFormed) for each in world.news))
+    told = next(show_notice(each) for each in world.news if isinstance(each, PlanFormed))
+    assert "2 clusters share each batch of 8 and average every 3 updates" in told
