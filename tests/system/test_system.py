@@ -301,7 +301,7 @@ def test_a_hub_whose_line_is_cut_keeps_its_peers_and_nothing_is_trained_again(
     ended = World(job, SIX, hear=hear, limit_seconds=900).run()
     assert ended.of(Left) == ended.of(WorkLost) == ended.of(ClusterBroken) == []
     assert len(ended.of(PlanFormed)) == 1
-    assert len(ended.of(CutOff)) == (seconds > 4.0)
+    assert (seconds > 5.0) <= len(ended.of(CutOff)) <= (seconds > 4.0), "at 4.5 s it may be just over"
     assert {news.node for news in ended.of(Returned)} == {news.node for news in ended.of(Missing)}
     check_books(ended, job)
     check_result(ended, job)
