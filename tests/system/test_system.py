@@ -286,8 +286,10 @@ def test_an_outage_within_the_grace_loses_nothing(name: str, seconds: float) -> 
     check_result(ended, job)
 
 
-@pytest.mark.parametrize("seconds", [2.0, 3.5, 4.5, 8.0, 30.0, 300.0])
-@pytest.mark.parametrize("resets", [True, False])
+@pytest.mark.parametrize(
+    ("seconds", "resets"),
+    [(2.0, True), (3.5, True), (4.5, True), (4.5, False), (8.0, False), (30.0, True), (300.0, False)],
+)
 def test_a_hub_whose_line_is_cut_keeps_its_peers_and_nothing_is_trained_again(
     seconds: float, resets: bool
 ) -> None:
