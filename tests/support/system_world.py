@@ -366,6 +366,10 @@ class World:
 
         asyncio.get_running_loop().call_later(seconds, heal)
 
+    def stop(self) -> None:
+        """End the job early, as Ctrl-C does."""
+        self._server.stop("enough")
+
     def freeze(self, name: NodeId, seconds: float) -> None:
         """Stop a peer's process for a while: it neither computes nor talks."""
         self._computes[name].freeze(seconds)
@@ -407,6 +411,7 @@ class World:
             except TimeoutError:
                 return None
             finally:
+                self.ended_at = self.now
                 self._alive_at_end = self.alive
                 for name in self.alive:
                     self.kill(name)
