@@ -146,7 +146,7 @@ def _sort(records: Sequence[Record]) -> dict[str, Findings]:
 
 def _figures(found: Findings) -> dict[str, Any]:
     loops = {name: _numbers(found, found.loops[name]) for name in _LOOPS if found.loops[name]}
-    tuned = loops.get("tuned", loops.get("plain"))
+    tuned = loops.get("tuned")
     swarms = {}
     for cell, records in sorted(found.swarms.items()):
         numbers = _numbers(found, records)
@@ -201,7 +201,9 @@ def _judge(found: Findings, figures: dict[str, Any]) -> list[str]:
     for name, cell in figures["swarms"].items():
         if not cell["is_default"]:
             continue
-        if cell["over_tuned"] is not None and cell["over_tuned"] < -CLOSE:
+        if cell["over_tuned"] is None:
+            missed.append(f"{found.name}, {name}: there is no tuned loop to compare with")
+        elif cell["over_tuned"] < -CLOSE:
             missed.append(
                 f"{found.name}, {name}: {_show_gap(found, cell['over_tuned'])} against the tuned loop"
             )

@@ -7,6 +7,7 @@ machines, and files can be put together.
 import json
 import multiprocessing
 import os
+import signal
 import statistics
 import time
 from collections import Counter
@@ -19,6 +20,7 @@ from typing import Any
 from benchmarks.measure import say
 
 Record = dict[str, Any]
+RUN_SECONDS = 300.0
 SHARES = (0.125, 0.25, 0.5, 0.75)  # of the job's updates: how a plain loop gets better
 
 
@@ -65,10 +67,12 @@ def read_records(files: Iterable[Path]) -> list[Record]:
     return list(found.values())
 
 
-def run_all(runs: Sequence[Run], num_parallel: int, file: Path | None, max_seconds: float) -> list[Record]:
+def run_all(
+    runs: Sequence[Run], num_parallel: int, file: Path | None, max_seconds: float, limit: float = RUN_SECONDS
+) -> list[Record]:
     """Make the runs that the file lacks, some side by side, until the time is over; return all records.
 
-    Those that failed are made again.
+    Those that failed are made again. A run may take `limit` seconds.
     """
     records = [record for record in read_records([file] if file else []) if "error" not in record]
     done = {json.dumps(record["run"], sort_keys=True) for record in records}
@@ -76,7 +80,7 @@ def run_all(runs: Sequence[Run], num_parallel: int, file: Path | None, max_secon
     say(f"{len(left)} runs to make, {len(records)} are made")
     started, context = time.monotonic(), multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(num_parallel, context, _set_up) as pool:
-        waiting = {pool.submit(_make, run, started + max_seconds): run for run in left}
+        waiting = {pool.submit(_make, run, started + max_seconds, limit): run for run in left}
         for future in as_completed(waiting):
             record, run = future.result(), waiting[future]
             if record is None:
@@ -103,17 +107,25 @@ def _set_up() -> None:
     torch.set_num_threads(1)
 
 
-def _make(run: Run, until: float) -> Record | None:
+def _make(run: Run, until: float, limit: float) -> Record | None:
     """Return the record of a run, with an error where it failed; None when the time is over."""
     if time.monotonic() > until:
         return None
     head: Record = {"run": asdict(run), "machine": f"{os.cpu_count()} cores"}
+    signal.signal(signal.SIGALRM, _end)
+    signal.setitimer(signal.ITIMER_REAL, limit)
     try:
         return head | (_swarm(run) if run.nodes else _loop(run))
     except Exception as error:  # one run that fails is a result, too
         while isinstance(error, ExceptionGroup):
             error = error.exceptions[0]
         return head | {"error": f"{type(error).__name__}: {error}"}
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def _end(*_: object) -> None:
+    raise TimeoutError("it took too long")
 
 
 def _loop(run: Run) -> Record:

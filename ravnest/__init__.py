@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from ravnest.engine.train_config import AveragingRule
     from ravnest.hub.coordinator import notices
     from ravnest.model.capture import capture, empty_weights
-    from ravnest.requester.callbacks import CsvLog, TensorBoard
+    from ravnest.requester.callbacks import CsvLog, StopTraining, TensorBoard
     from ravnest.requester.job import Job
     from ravnest.requester.lr_schedules import constant, cosine, linear
     from ravnest.requester.session import Hub, local
@@ -22,6 +22,7 @@ __all__ = [
     "Hub",
     "Job",
     "PlanConfig",
+    "StopTraining",
     "TensorBoard",
     "capture",
     "constant",
@@ -38,6 +39,7 @@ _PLACES = {
     "Hub": "ravnest.requester.session",
     "Job": "ravnest.requester.job",
     "PlanConfig": "ravnest.config",
+    "StopTraining": "ravnest.requester.callbacks",
     "TensorBoard": "ravnest.requester.callbacks",
     "capture": "ravnest.model.capture",
     "constant": "ravnest.requester.lr_schedules",

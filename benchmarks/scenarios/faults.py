@@ -349,7 +349,7 @@ def summarise(seen: Seen) -> Figures:
 
 def find_still(seen: Seen) -> list[tuple[float, float]]:
     """Return when the count stood still, and for how many seconds in which the hub was there."""
-    most, grown = -1, []
+    most, grown = 0, []  # training has begun when something is counted
     for at, count in seen.progress:
         if count != most:
             most = count

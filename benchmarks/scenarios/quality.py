@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.quality_report import make_report, show_tuning, write_pictures
-from benchmarks.quality_runs import Run, plain_runs, read_records, run_all
+from benchmarks.quality_runs import RUN_SECONDS, Run, plain_runs, read_records, run_all
 
 Figures = dict[str, Any]
 NODES, NUM_SEEDS = (1, 2, 4, 8), 3
@@ -33,6 +33,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--emulate", type=float, default=0.0, metavar="FLOPS", help="nodes as slow as this")
     group.add_argument("--parallel", type=int, default=1, metavar="N", help="runs side by side")
     group.add_argument("--seconds", type=float, default=math.inf, help="begin no run after so many")
+    group.add_argument(
+        "--limit", type=float, default=RUN_SECONDS, help="seconds after which a run has failed"
+    )
     group.add_argument("--no-plain", action="store_true", help="swarms only")
     group.add_argument("--no-swarm", action="store_true", help="plain loops only")
     group.add_argument("--out", type=Path, metavar="FILE", help="one line of JSON per run")
@@ -54,7 +57,7 @@ def run(quick: bool, options: argparse.Namespace) -> tuple[Figures, str, list[st
         write_pictures(records)
         return make_report(records)
     runs = _tuning_runs(tasks, options) if options.tune else _choose_runs(tasks, options)
-    records = run_all(runs, options.parallel, options.out, options.seconds)
+    records = run_all(runs, options.parallel, options.out, options.seconds, options.limit)
     if options.tune:
         return show_tuning(records)
     figures, text, missed = make_report(records)

@@ -43,10 +43,20 @@ def choose_view(quiet: bool) -> Iterator[View]:
 
 def report(result: "Result", file: Path | None, schema: str, as_json: bool) -> None:
     """Print how a training went."""
+    from ravnest.requester.run_folder import BEST, MODEL
+
+    best, best_file = result.best, None
     if file is not None:
         click.echo(f"weights written to {file}", err=True)
+        best_file = file.with_name(BEST) if file.name == MODEL else None
+    if best is not None:
+        where = f", in {best_file}" if best_file else ""
+        click.echo(f"best after epoch {best.epoch}: validation loss {best.loss:g}{where}", err=True)
     if as_json:
-        found = {"metrics": result.metrics, "history": list(result.history)}
+        found: dict[str, object] = {"metrics": result.metrics, "history": list(result.history)}
+        if best is not None:
+            place = None if best_file is None else str(best_file)
+            found["best"] = {"epoch": best.epoch, "loss": best.loss, "model": place}
         model = None if file is None else str(file)
         click.echo(json.dumps({"schema": schema, "event": "done", "model": model, **found}, sort_keys=True))
         return

@@ -37,11 +37,18 @@ def _clock() -> float:
     return time.perf_counter()  # noqa: TID251 - people like to see when, and do not read faster
 
 
+class StopTraining(Exception):  # noqa: N818 - what it does, not that it is an error
+    """A callback raises it to end the training early, as Ctrl-C would: what was trained is kept."""
+
+
 class Callbacks:
     """Passes notices on, and adds how many of the expected nodes are still missing."""
 
-    def __init__(self, callbacks: Sequence[Callback], num_awaited: int) -> None:
+    def __init__(
+        self, callbacks: Sequence[Callback], num_awaited: int, stop: Callable[[str], None] = lambda _: None
+    ) -> None:
         self._callbacks = list(callbacks)
+        self._stop = stop  # the training, with the reason
         self._num_missing: int | None = num_awaited or None
 
     def add(self, callback: Callback) -> None:
@@ -63,11 +70,13 @@ class Callbacks:
 
     def _pass_on(self, news: Notice) -> None:
         for callback in tuple(self._callbacks):
+            name = getattr(callback, "__name__", type(callback).__name__)
             try:
                 callback(news)
+            except StopTraining as wish:
+                self._stop(str(wish) or f"the callback {name} wants it")
             except Exception as error:
                 self._callbacks.remove(callback)
-                name = getattr(callback, "__name__", type(callback).__name__)
                 logger.warning("the callback %s failed and is left out from now on: %r", name, error)
 
 

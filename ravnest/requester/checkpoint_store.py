@@ -73,7 +73,7 @@ class PartEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A checkpoint but for the tensors; the score is the validation loss, if one is known."""
+    """A checkpoint but for the tensors; the score is the validation loss of this state, if known."""
 
     books: SavedLedger
     score: float | None
@@ -272,6 +272,18 @@ class Checkpoints:
         ending = f"using {found.number:06d}" if found else "there is no sound one before it"
         self.faults = [f"{problem}; {ending}" for problem in problems]
         return found
+
+    def find_best(self) -> Checkpoint | None:
+        """Return the sound checkpoint with the lowest score, the newest of equals; None if none has one."""
+        scores: list[tuple[float, int]] = []
+        for number in self._numbers():
+            with contextlib.suppress(ValueError, OSError):
+                score = _read_manifest(self._place / f"{number:06d}", number).score
+                scores += [] if score is None else [(score, -number)]
+        for _, number in sorted(scores):
+            with contextlib.suppress(ValueError, OSError):
+                return _open(self._place / f"{-number:06d}", -number)
+        return None
 
     def _numbers(self) -> list[int]:
         try:

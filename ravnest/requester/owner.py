@@ -37,7 +37,7 @@ from ravnest.requester.checkpoint_store import Checkpoint, Checkpoints, Fingerpr
 from ravnest.requester.faulty_samples import SampleInspector
 from ravnest.requester.job import Job
 from ravnest.requester.job_file import users_code
-from ravnest.requester.result import Result
+from ravnest.requester.result import Best, Result
 
 logger = logging.getLogger(__name__)
 
@@ -120,26 +120,29 @@ class JobOwner:
         lacks = changing - state.keys()
         return f"it lacks {min(lacks)!r} and {len(lacks) - 1} more of its tensors" if lacks else ""
 
-    def keep(self, parts: Sequence[StagePart], books: LedgerState) -> str:
+    def keep(self, parts: Sequence[StagePart], books: LedgerState, evaluated: Evaluated | None = None) -> str:
         """Write a checkpoint; from then on stages are made of it."""
         with self._writing:
-            return "the result is kept already" if self.result else self._write(parts, books)
+            if self.result is not None:
+                return "the result is kept already"
+            return self._write(parts, books, None if evaluated is None else _report(evaluated))
 
-    def keep_result(self, parts: Sequence[StagePart], books: LedgerState) -> str:
+    def keep_result(self, parts: Sequence[StagePart], books: LedgerState) -> None:
         """Write the result: a checkpoint that more epochs can go on from, and the weights."""
         with self._writing:
             self._check_dropped(books.num_counted)
-            if self._keeper is not None and self._keeper.is_lasting and (fault := self._write(parts, books)):
+            evaluated = self.history[-1] if self.history and "val_loss" in self.history[-1] else None
+            is_lasting = self._keeper is not None and self._keeper.is_lasting
+            if is_lasting and (fault := self._write(parts, books, evaluated)):
                 logger.warning("the result is kept, but nothing to go on from with more epochs: %s", fault)
             self._adopt(content for _, _, content in parts)
-            self._finish()
-            return ""
+            self._finish(evaluated)
 
     def keep_saved(self) -> Result:
         """Make the last checkpoint the result, and forget what was reported since."""
         with self._writing:
             self.history = [dict(report) for report in self._saved_history]
-            return self._finish()
+            return self._finish(None)
 
     def _check_dropped(self, num_counted: int) -> None:
         """Refuse a result that nothing was learned for; warn if much of the data was dropped."""
@@ -158,16 +161,38 @@ class JobOwner:
             )
             logger.warning(told, num_dropped, num_samples, why)
 
-    def _finish(self) -> Result:
-        result = Result(self.job.model, self._captured.blueprint, self._state, tuple(self.history))
+    def _finish(self, evaluated: Mapping[str, float] | None) -> Result:
+        facts = (self.job.model, self._captured.blueprint)
+        history = tuple(self.history)
+        best = self._find_best()
+        if evaluated is not None and (best is None or evaluated["val_loss"] <= best.loss):
+            epoch, loss = int(evaluated["epoch"]), evaluated["val_loss"]
+            best = Best(*facts, self._state, history, epoch=epoch, loss=loss)
+        result = Result(*facts, self._state, history, best=best)
         if self._deliver is not None:
             self._deliver(result)
         self.result = result
         return result
 
-    def _write(self, parts: Sequence[StagePart], books: LedgerState) -> str:
+    def _find_best(self) -> Best | None:
+        """Return what the checkpoint with the lowest validation loss holds, if there is one."""
+        found = None if self._keeper is None else self._keeper.find_best()
+        if found is None or found.score is None or found.books.job.state != self.fingerprint.state:
+            return None
+        history = _read_history(found)
+        epoch = next((report["epoch"] for report in reversed(history) if "val_loss" in report), 0.0)
+        state = self._complete(_read_state(found)[0])
+        facts = (self.job.model, self._captured.blueprint, state, tuple(history))
+        return Best(*facts, epoch=int(epoch), loss=found.score)
+
+    def _write(
+        self, parts: Sequence[StagePart], books: LedgerState, evaluated: dict[str, float] | None
+    ) -> str:
         if self._keeper is None:
             return "there is no folder for checkpoints"
+        history = [dict(report) for report in self.history]
+        if evaluated is not None and evaluated not in history:  # it waits for an earlier epoch to be told
+            history.append(evaluated)
         try:
             number = self._keeper.next_number
             saved = checkpoint_store.SavedLedger(
@@ -178,11 +203,10 @@ class JobOwner:
                 num_updates=books.num_updates,
                 num_evaluated=books.num_evaluated,
                 leases=books.leases,
-                history=[dict(report) for report in self.history],
+                history=[{**report} for report in history],
                 written_at=time.time(),  # noqa: TID251 - for people; nothing is decided by it
             )
-            losses = [report["val_loss"] for report in self.history if "val_loss" in report]
-            self._keeper.write(number, parts, saved, losses[-1] if losses else None)
+            self._keeper.write(number, parts, saved, evaluated["val_loss"] if evaluated else None)
             self._adopt(content for _, _, content in parts)
             self._saved_history = [dict(report) for report in self.history]
         except RavnestError as error:
@@ -191,21 +215,9 @@ class JobOwner:
 
     def go_on_from(self, start: Checkpoint) -> LedgerState:
         """Make stages of a checkpoint's state; return what was trained then."""
-        state: dict[str, Tensor] = {}
-        optimizer: dict[str, Tensor] = {}
-        for saved_tensor in start.read():
-            name, dtype = saved_tensor.name, getattr(torch, saved_tensor.dtype)
-            data = bytearray(saved_tensor.buffer)
-            flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
-            is_slot = name.startswith(OPTIMIZER_PREFIX)
-            found = optimizer if is_slot else state
-            found[name.removeprefix(OPTIMIZER_PREFIX)] = flat.reshape(saved_tensor.shape)
-        self._hold(state, optimizer)
+        self._hold(*_read_state(start))
         saved = start.books
-        self.history = [
-            {name: float(value) for name, value in report.items() if value is not None}
-            for report in saved.history
-        ]
+        self.history = _read_history(start)
         self._saved_history = [dict(report) for report in self.history]
         counts = (saved.num_counted, saved.num_reported, saved.num_updates, saved.num_evaluated)
         leases = saved.leases.copy()
@@ -221,9 +233,12 @@ class JobOwner:
         self._hold(state, optimizer)
 
     def _hold(self, state: dict[str, Tensor], optimizer: dict[str, Tensor]) -> None:
+        self._state, self._optimizer = self._complete(state), optimizer
+
+    def _complete(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         for entry in self._captured.blueprint.state:  # constants, which no stage need have saved
             state.setdefault(entry.name, self._captured.state[entry.name])
-        self._state, self._optimizer = state, optimizer
+        return state
 
     def find_faulty(self, is_evaluation: bool, samples: Sequence[int]) -> tuple[tuple[int, str], ...]:
         """Return which of these samples fail alone, each with the reason, as far as it can be known."""
@@ -245,6 +260,26 @@ class JobOwner:
 
 def _fields(program: Program) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for _, name in program.fields))
+
+
+def _read_state(saved: Checkpoint) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the tensors of a checkpoint, and the optimizer's."""
+    state: dict[str, Tensor] = {}
+    optimizer: dict[str, Tensor] = {}
+    for tensor in saved.read():
+        name, dtype = tensor.name, getattr(torch, tensor.dtype)
+        data = bytearray(tensor.buffer)
+        flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+        found = optimizer if name.startswith(OPTIMIZER_PREFIX) else state
+        found[name.removeprefix(OPTIMIZER_PREFIX)] = flat.reshape(tensor.shape)
+    return state, optimizer
+
+
+def _read_history(saved: Checkpoint) -> list[dict[str, float]]:
+    return [
+        {name: float(value) for name, value in report.items() if value is not None}
+        for report in saved.books.history
+    ]
 
 
 def _report(entry: EpochDone | Evaluated) -> dict[str, float]:

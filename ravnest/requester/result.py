@@ -6,6 +6,7 @@ module, or written to a safetensors file or a Hugging Face folder.
 
 import contextlib
 import inspect
+import math
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -22,6 +23,7 @@ from ravnest.errors import ConfigError, WeightsError
 from ravnest.hub.coordinator.drops import DroppedSamples
 from ravnest.model.blueprint import Blueprint
 from ravnest.model.state_dict import merge_stages
+from ravnest.requester.run_folder import BEST, MODEL
 from ravnest.units import show_bytes
 
 
@@ -38,6 +40,7 @@ class Result:
     state: Mapping[str, Tensor] = field(repr=False)
     history: Sequence[Mapping[str, float]] = field(default=(), repr=False)
     dropped: Sequence[DroppedSamples] = field(default=(), repr=False)
+    best: "Best | None" = field(default=None, repr=False)  # by validation loss, if anything was evaluated
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -112,10 +115,20 @@ class Result:
         return {name: value.detach() for name, value in found.items() if not getattr(value, "is_meta", True)}
 
 
+@dataclass(frozen=True, eq=False)
+class Best(Result):
+    """The weights with the lowest validation loss, `loss`, evaluated after so many epochs."""
+
+    epoch: int = 0
+    loss: float = math.nan
+
+
 def keep_weights(result: Result, file: Path, *, overwrite: bool = False) -> None:
     """Write the weights of a training where they are to go; where that fails they are not lost with it."""
     try:
         result.export(file, overwrite=overwrite)
+        if result.best is not None and file.name == MODEL:
+            result.best.export(file.with_name(BEST), overwrite=overwrite)
     except ConfigError as error:
         with contextlib.suppress(ConfigError, OSError):
             place = Path(tempfile.mkdtemp(prefix="ravnest-"), file.name)
@@ -126,13 +139,14 @@ def keep_weights(result: Result, file: Path, *, overwrite: bool = False) -> None
 def check_place(place: str | os.PathLike[str], *, may_exist: bool = False) -> Path:
     """Return the file that weights will go to, a folder's model.safetensors; refuse it before a training."""
     given = Path(place)
-    file = given if given.suffix == ".safetensors" else given / "model.safetensors"
+    file = given if given.suffix == ".safetensors" else given / MODEL
     if given.suffix and given.suffix != ".safetensors" and not given.is_dir():
         raise ConfigError(
             f"{given} would hold safetensors; give a name that ends in .safetensors, or a folder"
         )
-    if file.exists() and not may_exist:
-        raise ConfigError(f"{file} exists already; give another name, or move it away")
+    for written in (file, file.with_name(BEST)) if file.name == MODEL else (file,):
+        if written.exists() and not may_exist:
+            raise ConfigError(f"{written} exists already; give another name, or move it away")
     try:
         if file is not given:
             given.mkdir(parents=True, exist_ok=True)

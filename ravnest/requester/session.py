@@ -92,6 +92,8 @@ class Hub:
         self._look = look
         self._parts, self._timeouts = parts, parts.timeouts
         self._is_open_to_others = True
+        self._stops: list[str] = []  # reasons to end the training under way
+        self._has_stops: Callable[[], None] | None = None  # looks at them, while a job is trained
         self.stream = HubStream()  # of every job that it fits
         self._file: HubFile | None = None
 
@@ -162,7 +164,9 @@ class Hub:
             facts = (job, self._plan, nodes, self._settle_seconds(nodes), keeper, start, deliver)
             setup = partial(prepare, *facts)
             with Interrupts() as interrupts:
-                hear = Callbacks([self._tell, *callbacks], nodes if self._is_open_to_others else 0)
+                num_awaited = nodes if self._is_open_to_others else 0
+                hear = Callbacks([self._tell, *callbacks], num_awaited, self.stop)
+                self._stops.clear()
                 num_total = job.epochs * len(job.samples)
                 if start is not None and start.books.num_counted == num_total:
                     given = setup()
@@ -170,6 +174,12 @@ class Hub:
                         hear(CheckpointIsResult(num_total, num_total))
                         return given.owner.keep_saved()
                 return interrupts.run(lambda: self._fit(setup, hear, interrupts, resume is not None))
+
+    def stop(self, reason: str = "the hub was told to stop") -> None:
+        """End the training under way early and keep what was trained; any thread may call it."""
+        self._stops.append(reason)
+        if self._has_stops is not None:
+            self._has_stops()
 
     async def _fit(
         self, setup: Callable[[], PreparedJob], hear: Callbacks, interrupts: Interrupts, resumes: bool
@@ -198,7 +208,7 @@ class Hub:
             await open_things.enter_async_context(transport)
             if relay is not None:
                 await open_things.enter_async_context(relay.listen(self._listen))
-            async with self._watched(server, hear):
+            async with self._watched(server, hear), self._heeding_stops(server):
                 interrupts.stop = lambda: server.stop(_STOPPED)
                 await server.run(transport, given.owner, given.job)
         result = given.owner.result or given.owner.keep_saved()
@@ -229,6 +239,26 @@ class Hub:
         if not nodes:
             return self._timeouts.program.settle_seconds
         return _NEVER_SETTLES
+
+    @contextlib.asynccontextmanager
+    async def _heeding_stops(self, server: Server) -> AsyncIterator[None]:
+        """Pass on what `stop` was told: later, because a callback is called within an event."""
+        loop = asyncio.get_running_loop()
+
+        def pass_on() -> None:
+            while self._stops:  # the server has begun: it runs up to its first wait before this
+                server.stop(self._stops.pop(0))
+
+        def look() -> None:
+            with contextlib.suppress(RuntimeError):  # the training has just ended
+                loop.call_soon_threadsafe(pass_on)
+
+        self._has_stops = look
+        look()
+        try:
+            yield
+        finally:
+            self._has_stops = None
 
     @contextlib.asynccontextmanager
     async def _watched(self, server: Server, hear: Callbacks) -> AsyncIterator[None]:

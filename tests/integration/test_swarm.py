@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from random import SystemRandom
 
@@ -25,6 +26,7 @@ from ravnest.hub.coordinator.notices import (
     Notice,
     PlanFormed,
     RoundEnded,
+    Stopping,
     Trained,
 )
 from ravnest.hub.service.server import Server
@@ -180,6 +182,28 @@ def test_a_hub_with_peers_of_its_own_does_not_begin_without_one_that_has_ended()
         pytest.raises(RavnestError, match="node3 has ended before training began; see what it said"),
     ):
         swarm.fit(make_job())
+
+
+def test_a_callback_or_the_hub_itself_ends_a_training_and_what_was_trained_is_kept() -> None:
+    told: list[Notice] = []
+
+    def stop_soon(news: Notice) -> None:
+        told.append(news)
+        if isinstance(news, Evaluated):
+            raise rv.StopTraining("it is good enough")
+
+    def stop_by_hub(news: Notice) -> None:
+        if isinstance(news, Evaluated):
+            threading.Thread(target=swarm.stop, args=["said by another thread"]).start()
+
+    with local([Hardware(6e6, SPEED)], plan=PLAN, tell=lambda _: None) as swarm:
+        result = swarm.fit(make_job(epochs=ENDLESS), callbacks=[stop_soon])
+        assert [news.reason for news in told if isinstance(news, Stopping)] == ["it is good enough"]
+        assert result.metrics["epoch"] >= 1
+        assert result.best is not None
+        again: list[Notice] = []
+        swarm.fit(make_job(epochs=ENDLESS), callbacks=[again.append, stop_by_hub])
+    assert [news.reason for news in again if isinstance(news, Stopping)] == ["said by another thread"]
 
 
 class Tied(nn.Module):

@@ -58,6 +58,7 @@ from ravnest.protocol.averaging import RoundCommit
 from ravnest.protocol.membership import Fact
 from ravnest.protocol.messages import Message, Refusal
 from ravnest.protocol.training import LeaseDone
+from ravnest.requester.checkpoint_store import Checkpoints
 from ravnest.requester.owner import JobOwner
 from ravnest.requester.prepare import PreparedJob
 from ravnest.requester.prepare import prepare as prepare_job
@@ -307,6 +308,7 @@ class World:
     store: EventStore | None = None  # of the hub
     form_plan: FormPlan | None = None  # in place of the search
     guessed: tuple[Fact, ...] = ()  # by all peers
+    keeper: Checkpoints | None = None  # of the owner
 
     def __post_init__(self) -> None:
         self.network = MemoryNetwork(self.wire)
@@ -364,6 +366,10 @@ class World:
 
         asyncio.get_running_loop().call_later(seconds, heal)
 
+    def stop(self) -> None:
+        """End the job early, as Ctrl-C does."""
+        self._server.stop("enough")
+
     def freeze(self, name: NodeId, seconds: float) -> None:
         """Stop a peer's process for a while: it neither computes nor talks."""
         self._computes[name].freeze(seconds)
@@ -390,7 +396,7 @@ class World:
     async def _run(self) -> Result | None:
         keys = self._know(NodeId("hub"))
         self._token = Token(("hub",), keys.public, bytes(SECRET_BYTES))
-        given = self.given = prepare(self.job, self.plan)
+        given = self.given = prepare(self.job, self.plan, self.keeper)
         settings = replace(given.job.settings, expected_nodes=len(self.pcs), microbatches=self.microbatches)
         job = replace(given.job, settings=replace(settings, checkpoint_every=self.checkpoint_every))
         parts = HubParts(SearchPlanner(QUICK, self.form_plan), watch=self.ledger.note)
@@ -405,6 +411,7 @@ class World:
             except TimeoutError:
                 return None
             finally:
+                self.ended_at = self.now
                 self._alive_at_end = self.alive
                 for name in self.alive:
                     self.kill(name)
@@ -465,10 +472,10 @@ def _prepare_once(job: rv.Job, plan: PlanConfig) -> PreparedJob:
     return prepare_job(job, plan, 0, SETTLE_SECONDS)
 
 
-def prepare(job: rv.Job, plan: PlanConfig) -> PreparedJob:
+def prepare(job: rv.Job, plan: PlanConfig, keeper: Checkpoints | None = None) -> PreparedJob:
     """Capture and measure a job, once for all worlds; each has an owner of its own."""
     given = _prepare_once(job, plan)
-    owner = JobOwner(job, given.captured, given.owner._training, given.owner.fingerprint)
+    owner = JobOwner(job, given.captured, given.owner._training, given.owner.fingerprint, keeper)
     return replace(given, owner=owner)
 
 

@@ -8,7 +8,9 @@ import asyncio
 import copy
 import itertools
 import json
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -45,6 +47,7 @@ from ravnest.protocol.averaging import RingPart, RoundCommit, RoundOpen
 from ravnest.protocol.membership import Fact
 from ravnest.protocol.placement import SnapshotOrder
 from ravnest.protocol.training import Activation, LeaseGrant
+from ravnest.requester.checkpoint_store import Checkpoints
 from tests.support.system_world import (
     GOLDEN,
     NUM_VALIDATION,
@@ -286,8 +289,10 @@ def test_an_outage_within_the_grace_loses_nothing(name: str, seconds: float) -> 
     check_result(ended, job)
 
 
-@pytest.mark.parametrize("seconds", [2.0, 8.0, 30.0, 300.0])
-@pytest.mark.parametrize("resets", [True, False])
+@pytest.mark.parametrize(
+    ("seconds", "resets"),
+    [(2.0, True), (3.5, True), (4.5, True), (4.5, False), (8.0, False), (30.0, True), (300.0, False)],
+)
 def test_a_hub_whose_line_is_cut_keeps_its_peers_and_nothing_is_trained_again(
     seconds: float, resets: bool
 ) -> None:
@@ -301,7 +306,7 @@ def test_a_hub_whose_line_is_cut_keeps_its_peers_and_nothing_is_trained_again(
     ended = World(job, SIX, hear=hear, limit_seconds=900).run()
     assert ended.of(Left) == ended.of(WorkLost) == ended.of(ClusterBroken) == []
     assert len(ended.of(PlanFormed)) == 1
-    assert len(ended.of(CutOff)) == (seconds > 5.0)
+    assert (seconds > 5.0) <= len(ended.of(CutOff)) <= (seconds > 4.0), "at 4.5 s it may be just over"
     assert {news.node for news in ended.of(Returned)} == {news.node for news in ended.of(Missing)}
     check_books(ended, job)
     check_result(ended, job)
@@ -341,6 +346,27 @@ def test_a_hub_that_is_cut_off_for_too_long_goes_back_to_what_it_has_and_trains_
         lost_at + 603, abs=1
     )
     check_books(ended, job)
+
+
+@pytest.mark.parametrize("returns", [True, False])
+def test_a_job_that_is_stopped_while_its_hub_is_cut_off_ends_soon(returns: bool) -> None:
+    def hear(world: World, news: Notice) -> None:
+        if isinstance(news, Trained) and news.epoch == 2 and not cut:
+            cut.append(world.now)
+            world.isolate(NodeId("hub"), 15.0 if returns else 900.0)
+        elif isinstance(news, CutOff):
+            world.stop()
+
+    cut: list[float] = []
+    world = World(make_job("mlp", num_samples=768), SIX, hear=hear, limit_seconds=900)
+    if returns:
+        ended = world.run()
+        assert ended.result is not None
+        assert ended.of(Left) == []
+    else:
+        with pytest.raises(RavnestError, match="stopped"):
+            world.run()
+        assert world.ended_at < cut[0] + 90.0
 
 
 @pytest.mark.parametrize(("num_peers", "seconds"), [(1, 3.0), (2, 20.0)])
@@ -494,6 +520,28 @@ def test_whoever_comes_and_goes_the_job_ends_or_says_what_it_waits_for(seed: int
     else:
         check_books(ended, job)
         check_result(ended, job)
+
+
+@pytest.mark.parametrize("pcs", [SIX, [Pc(130e3)] * 3])
+def test_the_best_weights_are_those_that_were_evaluated(pcs: Sequence[Pc], tmp_path: Path) -> None:
+    data = make_points(64, 1)
+    others = {"x": data["x"], "y": (data["y"] + 1) % 4}  # the more is learned, the worse it is for these
+    facts = {"loss": cross_entropy, "optimizer": "adamw", "learning_rate": 1e-2}
+    job = rv.Job(make_mlp(), data, val_data=others, batch_size=16, epochs=4, **facts)
+    plan = replace(PLAN, averaging=Averaging.BLOCKING)  # no average arrives while it is evaluated
+    ended = World(job, pcs, plan, checkpoint_every=1000.0, keeper=Checkpoints(tmp_path)).run()
+    assert ended.result is not None
+    best = ended.result.best
+    assert best is not None
+    assert best.loss == min(ended.validation) < ended.validation[-1]
+    assert best.epoch == ended.of(Evaluated)[ended.validation.index(best.loss)].epoch
+    assert best.metrics["val_loss"] == best.loss
+    model = copy.deepcopy(job.model)
+    best.load_into(model)
+    with torch.no_grad():
+        out = model.eval()(job.val_data["x"])
+    assert best.loss == pytest.approx(float(cross_entropy(out, job.val_data)), rel=1e-4)
+    best.export(tmp_path / "best.safetensors")
 
 
 def with_bad_rows(every: int) -> rv.Job:

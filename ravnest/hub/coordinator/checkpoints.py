@@ -6,6 +6,7 @@ If that cluster breaks, another one is asked, or the checkpoint waits for the ne
 from ravnest.config import TIMEOUTS, HubTimeouts
 from ravnest.hub.coordinator.events import CheckpointPart, Collect, Send
 from ravnest.hub.coordinator.leases import LedgerState
+from ravnest.hub.coordinator.notices import Evaluated
 from ravnest.hub.coordinator.placement import ClusterState
 from ravnest.hub.coordinator.snapshots import SnapshotDesk, SnapshotPurpose
 from ravnest.ids import NodeId
@@ -23,6 +24,7 @@ class CheckpointCollector:
         self._kept: dict[NodeId, SnapshotMade] = {}
         self._books: LedgerState | None = None  # of what is under way
         self._is_result = False  # that, and no checkpoint
+        self._evaluated: Evaluated | None = None  # its state, if it was just evaluated
         self._results: dict[int, Collect] = {}  # that were ordered, by attempt
         self._every = 0.0
         self._started_at = 0.0
@@ -92,11 +94,24 @@ class CheckpointCollector:
         """Make no checkpoint this time."""
         self._next_at = now + self._every
 
+    @property
+    def held(self) -> str:
+        """The id of the cluster that is to train nothing until its state, which was evaluated, is written."""
+        is_held = self._keeper is not None and self._evaluated is not None and not self._is_complete
+        return self._keeper.cluster_id if self._keeper is not None and is_held else ""
+
     def start(
-        self, cluster: ClusterState, now: float, books: LedgerState, *, is_result: bool = False
+        self,
+        cluster: ClusterState,
+        now: float,
+        books: LedgerState,
+        *,
+        is_result: bool = False,
+        evaluated: Evaluated | None = None,
     ) -> list[Send]:
         """Ask every node of a cluster for its state."""
         self._keeper, self._kept, self._books, self._is_result = cluster, {}, books, is_result
+        self._evaluated = evaluated
         self._desk.withdraw(SnapshotPurpose.CHECKPOINT)
         self._started_at, self._attempt = now, self._desk.new_number()
         facts = (SnapshotPurpose.CHECKPOINT, self._attempt)
@@ -114,7 +129,7 @@ class CheckpointCollector:
         if not self._is_complete:
             return []
         assert self._books is not None
-        order = Collect(self._attempt, self.parts, self._books, self._is_result)
+        order = Collect(self._attempt, self.parts, self._books, self._is_result, self._evaluated)
         if self._is_result:
             self._results[self._attempt] = order
         return [order]

@@ -386,7 +386,9 @@ class Coordinator:
         if cluster is None:
             return f"lease {reported.lease} was evaluated by a cluster that is no more"
         results = self.ledger.record_evaluation(cluster, reported)
-        return results if isinstance(results, str) else self._life.report(results)
+        if isinstance(results, str):
+            return results
+        return [*self._life.report(results), *self._training.keep_best(cluster, results, self.now)]
 
     def _record_speed(self, measured: SpeedMeasured) -> list[Action]:
         """Plan with the speed that a node has by now."""

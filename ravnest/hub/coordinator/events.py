@@ -377,6 +377,7 @@ class Collect:
     parts: tuple[CheckpointPart, ...]
     books: LedgerState
     is_result: bool = False  # what the requester gets; a checkpoint may fail
+    evaluated: Evaluated | None = None  # this very state, and it is the best so far
 
 
 @dataclass(frozen=True, slots=True)

@@ -279,14 +279,14 @@ class Ledger:
             passes = -(-self.num_counted // self._settings.num_samples)
             self._evaluation = Evaluation(passes, is_last=True)
 
-    def fill(self, placement: Placement) -> list[Send | SendFields]:
-        """Grant leases until every running cluster that is not draining has enough."""
+    def fill(self, placement: Placement, held: str = "") -> list[Send | SendFields]:
+        """Grant leases until every running cluster has enough, but for those that drain or are held."""
         if placement.is_exact:
-            return self._fill_exact(placement)
+            return [] if held else self._fill_exact(placement)
         orders: list[Send | SendFields] = []
         shares = divide_among(placement, self._settings.batch_size)
         for cluster in placement.running:
-            if cluster.phase is ClusterPhase.DRAINING:
+            if cluster.phase is ClusterPhase.DRAINING or cluster.cluster_id == held:
                 continue
             while not self._has_enough(cluster):
                 granted = self._grant(cluster, placement, shares[cluster.cluster_id])

@@ -4,13 +4,16 @@ It grants leases, orders backups, opens rounds, begins checkpoints and asks for 
 is due. When all is trained, or a stopped job has finished what was under way, the last round comes.
 """
 
+import math
+from collections.abc import Sequence
+
 from ravnest.hub.coordinator.checkpoints import CheckpointCollector
 from ravnest.hub.coordinator.events import Action, JobGiven, Notify, Send
 from ravnest.hub.coordinator.ledger import Ledger
 from ravnest.hub.coordinator.lifecycle import Lifecycle
-from ravnest.hub.coordinator.notices import NotCheckpointed
+from ravnest.hub.coordinator.notices import Evaluated, NotCheckpointed
 from ravnest.hub.coordinator.phases import JobPhase
-from ravnest.hub.coordinator.placement import Placement
+from ravnest.hub.coordinator.placement import ClusterState, Placement
 from ravnest.hub.coordinator.plan_trigger import PlanTrigger
 from ravnest.hub.coordinator.recovery import Recovery
 from ravnest.hub.coordinator.rounds import Rounds
@@ -34,6 +37,7 @@ class Training:
         self._placement, self._ledger, self._checkpoints = placement, ledger, checkpoints
         self._recovery, self._rounds, self._plan_trigger, self._life = recovery, rounds, plan_trigger, life
         self.is_calm = True  # as the monitors say
+        self._best_loss = math.inf  # of all evaluations
 
     def find_due(self, now: float) -> list[float | None]:
         """Return when the next duties are due."""
@@ -67,7 +71,7 @@ class Training:
             return actions
         if not self._placement.is_exact:
             actions += life.report(self._ledger.end_exact(self._placement.running))
-        actions += self._ledger.fill(self._placement)
+        actions += self._ledger.fill(self._placement, self._checkpoints.held)
         if self._ledger.is_finished and self._placement.running and life.may_end(now):
             life.enter(JobPhase.AVERAGING)
             self._recovery.forget_held()
@@ -95,10 +99,22 @@ class Training:
         if not has_no_rings:
             actions += self._rounds.open_due(now)
         silence = self._checkpoints.expire(now)
-        actions += [Notify(NotCheckpointed(silence))] if silence else []
+        if silence:
+            actions += [Notify(NotCheckpointed(silence)), *self._ledger.fill(self._placement)]
         if self._checkpoints.is_time(self._checkpoint_every, now):
             actions += self._begin_checkpoint(now)
         return actions
+
+    def keep_best(self, cluster: ClusterState, results: Sequence[Evaluated], now: float) -> list[Send]:
+        """Begin a checkpoint of what a cluster has just evaluated, before it trains on, if it is the best."""
+        if self._life.phase is not JobPhase.TRAINING or self._checkpoint_every is None:
+            return []
+        sends: list[Send] = []
+        for result in results:
+            if result.loss is not None and result.loss < self._best_loss:
+                self._best_loss = result.loss
+                sends += self._checkpoints.start(cluster, now, self._ledger.books, evaluated=result)
+        return sends
 
     def _begin_checkpoint(self, now: float) -> list[Send]:
         """Begin a checkpoint, if what is trained is worth keeping."""

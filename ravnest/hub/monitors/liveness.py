@@ -15,7 +15,7 @@ from ravnest.ids import NodeId
 
 _BATCHES = 20.0  # a busy cluster may be silent for as long as these take
 _FETCHES = 10.0  # downloads of a stage: so much more silence is allowed while it is built
-_LEAST_TOGETHER, _TIMES_AS_MANY = 3, 3  # all but a few: so many, and so many times as many as are heard
+_LEAST_TOGETHER, _TIMES_AS_MANY = 3, 3  # all but a few: so many, and so many times as many as the others
 
 
 class LivenessMonitor:
@@ -92,12 +92,14 @@ class OutageMonitor:
 
     A node whose link is lost has a moment to come back. If nobody at all is heard, the fault is probably the
     hub's: it is cut off, and waits long for all. If all but a few were lost together, they have as long as
-    after a restart of the hub. Times are of the program's clock, which goes on while the hub is cut off.
+    after a restart of the hub, also when some are back. Times are of the program's clock, which goes on while
+    the hub is cut off.
     """
 
     def __init__(self, timeouts: HubTimeouts = TIMEOUTS.hub) -> None:
         self._timeouts = timeouts
         self._absent: dict[NodeId, Absence] = {}
+        self._lost_at: dict[NodeId, float] = {}  # the last time, of those that are back, too
         self.is_cut_off = False  # nobody is heard, and all are waited for
         self._settled_by = 0.0  # until then links that are lost again belong to the last outage
 
@@ -115,6 +117,7 @@ class OutageMonitor:
         """Wait a moment for a node whose link is lost, or longer just after the hub was cut off."""
         back_by = max(now + self._timeouts.grace_seconds, self._settled_by)
         self._absent[node] = Absence(reason, now, back_by)
+        self._lost_at[node] = now
 
     def record_return(self, node: NodeId, now: float) -> None:
         """Wait no longer for a node; its line is that of the others, who will find the hub soon."""
@@ -133,6 +136,7 @@ class OutageMonitor:
     def forget(self, node: NodeId) -> None:
         """Wait no longer for a node that has gone."""
         self._absent.pop(node, None)
+        self._lost_at.pop(node, None)
         self.is_cut_off &= bool(self._absent)
 
     def find_gone(self, here: Collection[NodeId], can_wait: bool, now: float) -> list[tuple[NodeId, Absence]]:
@@ -142,24 +146,25 @@ class OutageMonitor:
             self._wait(self._absent, now + self._timeouts.cut_off_seconds)
             self.is_cut_off = True
             return []
-        if late and can_wait and (together := self._find_together(late[0], here)):
-            self._wait(together, self._absent[late[0]].since + self._timeouts.return_seconds)
-            return []
+        if can_wait:
+            fallen = [node for node in late if self._fell_with_most(node, here)]
+            for node in fallen:
+                self._wait([node], self._absent[node].since + self._timeouts.return_seconds)
+            late = [node for node in late if node not in fallen]
         gone = [(node, self._absent[node]) for node in late]
         for node in late:
             self.forget(node)
         return gone
 
-    def _find_together(self, node: NodeId, here: Collection[NodeId]) -> list[NodeId]:
-        """Return the nodes that were lost together with one, if these are all but a few."""
-        since = self._absent[node].since
-        together = [
-            other
-            for other, absence in self._absent.items()
-            if abs(absence.since - since) <= self._timeouts.together_seconds and not absence.has_more_time
-        ]
-        is_most = len(together) >= max(_LEAST_TOGETHER, _TIMES_AS_MANY * len(here))
-        return together if is_most and node in together else []
+    def _fell_with_most(self, node: NodeId, here: Collection[NodeId]) -> bool:
+        """Return whether a node was lost together with all others, or all but a few; some may be back."""
+        absence = self._absent[node]
+        if absence.has_more_time:
+            return False
+        times = self._lost_at.items()
+        together = {x for x, at in times if abs(at - absence.since) <= self._timeouts.together_seconds}
+        others = [other for other in here if other not in together]
+        return len(together) >= (max(_LEAST_TOGETHER, _TIMES_AS_MANY * len(others)) if others else 2)
 
     def _wait(self, nodes: Collection[NodeId], back_by: float) -> None:
         for node in tuple(nodes):

@@ -115,8 +115,11 @@ class DataService:
                 self._fail(order, part, f"{part.node}: {fault}")
                 return
             parts.append((part.start, part.stop, found))
-        keep = self._owner.keep_result if order.is_result else self._owner.keep
-        fault = await self._in_background(keep, parts, order.books)
+        if order.is_result:
+            await self._in_background(self._owner.keep_result, parts, order.books)
+            fault = ""
+        else:
+            fault = await self._in_background(self._owner.keep, parts, order.books, order.evaluated)
         self._apply(Collected(order.number, self._time(), fault))
 
     def _fail(self, order: Collect, part: CheckpointPart, reason: str) -> None:

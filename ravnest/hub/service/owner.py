@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ravnest.hub.coordinator.leases import LedgerState
+from ravnest.hub.coordinator.notices import Evaluated
 from ravnest.protocol.tensors import Buffer, TensorSpec
 
 StagePart = tuple[int, int, Buffer]  # a stage's interval [start, stop), and its state
@@ -30,14 +31,14 @@ class Owner(Protocol):
     def find_fault(self, start: int, stop: int, content: Buffer) -> str:
         """Return why this is not the state of the stage [start, stop), if so."""
 
-    def keep(self, parts: Sequence[StagePart], books: LedgerState) -> str:
+    def keep(self, parts: Sequence[StagePart], books: LedgerState, evaluated: Evaluated | None) -> str:
         """Write a checkpoint, the state of each interval of the line; return why not, if it cannot be."""
 
     def find_faulty(self, is_evaluation: bool, samples: Sequence[int]) -> tuple[tuple[int, str], ...]:
         """Return which of these samples fail alone, each with the reason, as far as it can be known."""
 
-    def keep_result(self, parts: Sequence[StagePart], books: LedgerState) -> str:
-        """Write the result; return nothing, or raise RavnestError: the job has failed then."""
+    def keep_result(self, parts: Sequence[StagePart], books: LedgerState) -> None:
+        """Write the result, or raise RavnestError: the job has failed then."""
 
     def read_fields(self, is_evaluation: bool, samples: Sequence[int], names: Sequence[str]) -> Fields:
         """Return these fields of a microbatch as they travel."""

@@ -20,7 +20,7 @@ from ravnest.hub.coordinator.notices import (
     Trained,
     Waiting,
 )
-from ravnest.requester.callbacks import Callbacks, CsvLog, Narrator, TensorBoard
+from ravnest.requester.callbacks import Callbacks, CsvLog, Narrator, StopTraining, TensorBoard
 
 STORY: list[Notice] = [
     Joined("a"),
@@ -147,3 +147,27 @@ def test_progress_is_said_now_and_then_and_the_rest_always(capsys: pytest.Captur
         "b joined",
         "75% of the training, epoch 2, loss 1.0000",
     ]
+
+
+def test_a_callback_may_wish_for_the_end_and_goes_on_being_called() -> None:
+    wishes: list[str] = []
+    heard: list[Notice] = []
+
+    def has_enough(news: Notice) -> None:
+        heard.append(news)
+        raise StopTraining("" if isinstance(news, Joined) else "it is good enough")
+
+    callbacks = Callbacks([has_enough, heard.append], 0, wishes.append)
+    callbacks(Joined("a"))
+    callbacks(EpochDone(1, 128, 0, 2.25))
+    assert wishes == ["the callback has_enough wants it", "it is good enough"]
+    assert len(heard) == 4
+
+
+def test_nodes_are_waited_for_after_a_checkpoint_was_gone_on_from_but_not_after_a_restart() -> None:
+    for resumed, num_waits in ((Resumed(100, 0), 1), (Resumed(100, 2), 0)):
+        told: list[Notice] = []
+        callbacks = Callbacks([told.append], 2)
+        callbacks(resumed)
+        callbacks(Joined("a"))
+        assert len([news for news in told if isinstance(news, Waiting)]) == num_waits

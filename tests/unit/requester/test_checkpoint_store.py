@@ -96,6 +96,8 @@ def test_the_newest_are_kept_and_the_best(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "checkpoints/000009")
     shutil.rmtree(tmp_path / "checkpoints/000008")
     assert best.find().score == 0.2
+    assert best.find_best().score == 0.2
+    assert Checkpoints(tmp_path / "elsewhere").find_best() is None
 
 
 def test_order_is_by_number_whatever_the_clock_says(tmp_path: Path) -> None:

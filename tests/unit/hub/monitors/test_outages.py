@@ -95,11 +95,21 @@ def test_a_line_that_goes_down_again_is_waited_for_again():
 @pytest.mark.parametrize(("names", "here"), [("abc", "d"), ("abcdef", "gh")])
 def test_all_but_a_few_that_were_lost_together_have_as_long_as_after_a_restart(names, here):
     monitor = lost(names)
-    assert gone(monitor, here) == ""
+    assert gone(monitor, here, 4.0) == ""
     assert not monitor.is_cut_off
     assert monitor.due == 20.0
     monitor.record_return("b", 10.0)
-    assert gone(monitor, here + "b") == names.replace("b", "")
+    assert gone(monitor, here + "b", 21.0) == names.replace("b", "")
+
+
+@pytest.mark.parametrize("names", ["ab", "abcdef"])
+def test_the_last_of_those_that_were_lost_together_has_as_long_when_the_others_are_back(names):
+    monitor = lost(names)
+    for name in names[1:]:
+        monitor.record_return(name, 2.5)
+    assert gone(monitor, names[1:]) == ""
+    assert monitor.due == 20.0
+    assert gone(monitor, names[1:]) == "a"
 
 
 def test_those_that_were_lost_one_after_the_other_have_no_more_time():
