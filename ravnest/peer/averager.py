@@ -242,9 +242,10 @@ class Averager:
 
     def _begin_gradients(self, order: RoundOpen) -> list[Outgoing]:
         """Copy the gradient of this stage's share of the batch and start all rings, by its samples."""
-        summed, wire_format = self._stage.summed, self._training.exact_gradients
+        given = self._stage.summed, self._training.exact_gradients, self._position.device
+        state = self._stage.state
         self._gradients = {
-            segment: GradientSegment(each.trained, summed, wire_format, self._position.device)
+            segment: GradientSegment(each.trained, *given, each.statistics, state)
             for segment, each in self._segments.items()
         }
         if not all(each.is_finite for each in self._gradients.values()):
@@ -363,12 +364,15 @@ class Averager:
     def _update(self, averages: Mapping[SegmentId, Sequence[EncodedChunk]]) -> list[Outgoing]:
         """Make the update that a gradient round was for; a cluster alone is in no ring."""
         gradients: dict[str, Tensor] = {}
+        changes: dict[str, Tensor] = {}
         for segment, pieces in averages.items():
             gradients |= self._gradients[segment].read(pieces)
+            changes |= self._gradients[segment].read_statistics(pieces)
         assert self._order is not None
         rate = self._order.rate
         self._end()
         self._worker.make_update(gradients if self._rings else None, rate)
+        self._stage.add({name: change.to(self._stage.state[name].dtype) for name, change in changes.items()})
         return []
 
     def _strength(self) -> float:

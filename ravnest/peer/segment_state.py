@@ -130,6 +130,11 @@ class SegmentState:
         return self._trained
 
     @property
+    def statistics(self) -> Layout:
+        """What a forward writes, alone."""
+        return _arrange(self._layout, self._layout.entries[len(self._trained.entries) :])
+
+    @property
     def num_items(self) -> int:
         """Weights and statistics in it."""
         return self._num_state

@@ -479,6 +479,37 @@ def test_who_has_not_trained_its_share_in_time_names_itself(captured: Captured) 
     assert host.deadline is None
 
 
+class NormedNet(nn.Module):
+    """Its first statistics depend on nothing but the first weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(8, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.norm(self.first(x))))
+
+
+@pytest.mark.parametrize("wire_format", [WireFormat.FP32, WireFormat.BF16])
+def test_statistics_are_those_of_all_shares(wire_format: WireFormat) -> None:
+    torch.manual_seed(0)
+    captured = capture(NormedNet(), batch_of(0), loss, name="normed")
+    world = make_world(captured, [], [1], [2], exact_gradients=wire_format)
+    found = []
+    for share in batch_of(1)["x"].split(SHARES):
+        model = NormedNet()
+        model.load_state_dict({name: captured.state[name] for name in model.state_dict()})
+        model.train()(share)
+        found.append(model.norm)
+    update(world, batch_of(1), rate_of(0))
+    for name in ("running_mean", "running_var"):
+        pairs = zip(SHARES, found, strict=True)
+        expected = sum(size * getattr(norm, name) for size, norm in pairs) / NUM_SAMPLES
+        for cluster in range(3):
+            mean = world.state(cluster)[f"norm.{name}"]
+            torch.testing.assert_close(mean, expected, rtol=1e-5, atol=1e-6)
+
+
 class TiedNet(nn.Module):
     """Its first weight is its last one, too."""
 
