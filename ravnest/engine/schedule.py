@@ -126,9 +126,15 @@ class StageSchedule:
         """Hand out the next task, or None when nothing runnable has arrived."""
         if self._gradients:
             return self._start_backward(next(iter(self._gradients)))
-        if may_forward and self._inputs and self._has_room():
-            return self._start_forward(next(iter(self._inputs)))
+        microbatch = self.next_input
+        if may_forward and microbatch is not None and self._has_room():
+            return self._start_forward(microbatch)
         return None
+
+    @property
+    def next_input(self) -> MicrobatchId | None:
+        """The microbatch that goes forward next: the first that came, or by number in exact updates."""
+        return min(self._inputs) if self._is_exact and self._inputs else next(iter(self._inputs), None)
 
     def forget(self, microbatch: MicrobatchId) -> str | None:
         """Drop a microbatch that is lost or re-run elsewhere, wherever it is; its place becomes free."""

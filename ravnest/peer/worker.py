@@ -97,7 +97,6 @@ class Worker:
         self._arriving: dict[MicrobatchId, _Arriving] = {}
         self._ready: dict[MicrobatchId, _Arriving] = {}
         self._evaluations: deque[MicrobatchId] = deque()
-        self._unoffered: deque[MicrobatchId] = deque()  # leased, and not yet given to the schedule
         self._gradients: dict[MicrobatchId, dict[ValueId, Tensor]] = {}
         self._running: dict[MicrobatchId, _Running] = {}
         self._leases: dict[MicrobatchId, _Lease] = {}
@@ -109,11 +108,24 @@ class Worker:
         """Return the next piece of work, done as it is iterated over; None when nothing is runnable."""
         if self._unsent:
             return self.flush()
-        task = self._schedule.next(self.tied.may_forward(self._schedule.is_lockstep))
+        may_forward = self.tied.may_forward(self._schedule.is_lockstep) and self._is_in_turn
+        task = self._schedule.next(may_forward)
         self.timekeeper.record_idle(task is None and not self._evaluations)
         if task is None:
             return self._next_evaluation() if self._evaluations else None
         return self._forward(task.microbatch) if task.work is Work.FORWARD else self._backward(task)
+
+    @property
+    def _is_in_turn(self) -> bool:
+        """Whether no earlier microbatch is to come: fields of the next share may arrive before these."""
+        following = self._schedule.next_input
+        if not self._schedule.is_exact or following is None:
+            return True
+        return all(
+            following < microbatch
+            for microbatch, arriving in self._arriving.items()
+            if arriving.is_evaluation is False
+        )
 
     def flush(self) -> Iterator[Outgoing] | None:
         """Return messages that leave whether there is work or not."""
@@ -154,9 +166,6 @@ class Worker:
         self.close_update()
         self._schedule.set_exact(is_exact)
         self._stage.forget_prediction()
-        for microbatch in [each for each in self._unoffered if each in self._ready]:
-            self._unoffered.remove(microbatch)
-            self._schedule.offer_input(microbatch)
 
     def expect_update(self, rate: float, num_microbatches: int | None) -> None:
         """Learn the rate of the exact update under way, and how many microbatches the share has."""
@@ -180,7 +189,6 @@ class Worker:
         for microbatch, num_samples in zip(microbatches, grant.num_samples, strict=True):
             if not grant.is_evaluation:
                 self._leases[microbatch] = lease
-                self._unoffered.append(microbatch)
             arriving = self._arriving.setdefault(microbatch, _Arriving())
             arriving.inputs, arriving.num_samples = {}, num_samples
             arriving.is_evaluation = grant.is_evaluation
@@ -248,26 +256,9 @@ class Worker:
         del self._arriving[microbatch]
         if arriving.is_evaluation:
             self._evaluations.append(microbatch)
-            self._ready[microbatch] = arriving
-            return None
-        if not self.is_exact or self._before is not None:
-            if reason := self._schedule.offer_input(microbatch):
-                return Refusal(reason)
-            self._ready[microbatch] = arriving
-            if microbatch in self._unoffered:
-                self._unoffered.remove(microbatch)
-            return None
+        elif reason := self._schedule.offer_input(microbatch):
+            return Refusal(reason)
         self._ready[microbatch] = arriving
-        return self._offer_in_order()
-
-    def _offer_in_order(self) -> Refusal | None:
-        """As the root of an exact cluster, hand microbatches on as they were leased.
-
-        The fields of a later batch may come first, but its gradients are summed with those of that batch.
-        """
-        while self.is_exact and self._unoffered and self._unoffered[0] in self._ready:
-            if reason := self._schedule.offer_input(self._unoffered.popleft()):
-                return Refusal(reason)
         return None
 
     def _forward(self, microbatch: MicrobatchId) -> Iterator[Outgoing]:
@@ -420,9 +411,6 @@ class Worker:
         self.timekeeper.forget(microbatch)
         for known in (self._arriving, self._ready, self._gradients, self._running):
             known.pop(microbatch, None)
-        if microbatch in self._unoffered:
-            self._unoffered.remove(microbatch)
-            self._offer_in_order()
 
 
 def _encode_values(

@@ -12,6 +12,7 @@ from ravnest.engine.optimizers import Optimizer, OptimizerSettings
 from ravnest.engine.recipe import from_torch, make_settings
 from ravnest.ids import HUB, RoundId
 from ravnest.model.capture import Captured, capture
+from ravnest.net.transport import Service
 from ravnest.protocol.averaging import RoundAbort, RoundCommit
 from ravnest.protocol.placement import SnapshotOrder, StageMissing
 from ravnest.protocol.training import DroppedMicrobatch, LearningRate, StepReport
@@ -185,26 +186,20 @@ def test_nothing_of_the_next_batch_is_trained_before_the_update(captured: Captur
     alone.compare(world)
 
 
-def test_batches_are_trained_in_order_although_the_fields_of_a_later_one_come_first(
-    captured: Captured,
-) -> None:
-    world, alone = make_world(captured), OneProcess(captured)
-    world.holds_fields = True
-    batches = [batch_of(0), batch_of(1)]
-    for batch in batches:
-        world.grant_all(batch, SHARES)
-    for number in (1, 0):
-        start = 0
-        for cluster, size in enumerate(SHARES):
-            share = {name: tensor[start : start + size] for name, tensor in batches[number].items()}
-            world.send_fields([share], number * len(SHARES) + cluster, cluster)
-            start += size
-        world.run()
-    for number, batch in enumerate(batches):
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_shares_are_trained_in_order_whichever_fields_come_first(captured: Captured, accumulate: int) -> None:
+    world, alone = make_world(captured, accumulate=accumulate), OneProcess(captured)
+    world.grant_all(batch_of(0), SHARES)
+    world.grant_all(batch_of(1), SHARES)
+    for (sender, _, service), queue in world.queues.items():
+        if sender == HUB and service is Service.ACTIVATION:
+            queue.reverse()
+    for number in range(2):
         world.open_gradients(rate_of(number))
         world.run()
-        alone.train(batch, rate_of(number))
-    alone.compare(world)
+        alone.train(batch_of(number), rate_of(number))
+        assert world.versions() == {number + 1}
+        alone.compare(world)
 
 
 @pytest.mark.parametrize("seed", range(4))

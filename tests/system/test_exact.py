@@ -1,9 +1,8 @@
 """Exact mode in the whole system, on virtual time: clusters of unlike cuts and speeds equal one process."""
 
 import asyncio
-from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from random import Random
 
@@ -13,7 +12,6 @@ from torch import Tensor
 
 import ravnest as rv
 from ravnest.config import Averaging
-from ravnest.hub.coordinator.events import Action, Event, Send, SendFields
 from ravnest.hub.coordinator.leases import permute
 from ravnest.hub.coordinator.notices import (
     ClusterBroken,
@@ -24,18 +22,15 @@ from ravnest.hub.coordinator.notices import (
     Trained,
     WorkLost,
 )
-from ravnest.ids import LeaseId, NodeId
-from ravnest.plan.assembly import form_rings
-from ravnest.plan.types import Cluster, ModelProfile, Plan, Stage, Swarm
+from ravnest.ids import NodeId
 from ravnest.protocol.averaging import RingPart, RoundCommit, RoundOpen, RoundReady
 from ravnest.protocol.messages import Message
-from ravnest.protocol.placement import PlanOrder, RingOrder
 from ravnest.protocol.training import Activation, FieldParts, Gradient, LeaseDone, LeaseGrant
+from tests.support.exact_updates import Update, Updates, form_unlike
 from tests.support.system_world import (
     NUM_VALIDATION,
     PLAN,
     Ended,
-    Ledger,
     Pc,
     World,
     cross_entropy,
@@ -46,21 +41,6 @@ from tests.support.system_world import (
 EXACT = replace(PLAN, averaging=Averaging.EXACT)
 NUM_SAMPLES, BATCH, EPOCHS, SEED = 320, 16, 2, 5
 SIX = (Pc(900e3, 1.0), Pc(900e3, 2.0), Pc(900e3, 1.0), Pc(900e3, 3.0), Pc(900e3, 1.0), Pc(900e3, 1.0))
-
-
-def form_unlike(profile: ModelProfile, swarm: Swarm, _: object, seed: int, plan_id: int = 0) -> Plan:
-    """Return clusters of one, two and three stages, as long as there are nodes; the rest are spares."""
-    length, names = profile.num_positions, [node.name for node in swarm.nodes]
-    clusters = []
-    for cuts in ((), (length // 2,), (length // 3, 2 * length // 3)):
-        bounds = (0, *cuts, length)
-        if len(names) > len(cuts):
-            nodes = [names.pop(0) for _ in range(len(bounds) - 1)]
-            clusters.append(
-                Cluster(tuple(Stage(*each) for each in zip(nodes, bounds, bounds[1:], strict=False)))
-            )
-    nodes = {node.name: node for node in swarm.nodes}
-    return Plan(plan_id, seed, tuple(clusters), form_rings(tuple(clusters), nodes), tuple(names))
 
 
 OPTIMIZERS = {
@@ -76,67 +56,6 @@ def make_exact_job(optimizer: str) -> rv.Job:
     options = {"batch_size": BATCH, "epochs": EPOCHS, "loss": cross_entropy, "seed": SEED}
     data, validation = make_points(NUM_SAMPLES, 1), make_points(NUM_VALIDATION, 2)
     return rv.Job(model, data, val_data=validation, optimizer=OPTIMIZERS[optimizer](model), **options)
-
-
-@dataclass(frozen=True)
-class Update:
-    """An update that was committed: the samples in it, in no order, and its rate."""
-
-    samples: tuple[int, ...]
-    rate: float
-
-
-@dataclass
-class Updates(Ledger):
-    """Sees from the hub's orders which samples are in each update."""
-
-    made: list[Update] = field(default_factory=list)
-    is_exact: bool = True  # all the time
-    counts: Counter[int] = field(default_factory=Counter)
-
-    def __post_init__(self) -> None:
-        super().__init__()
-        self._granted: dict[LeaseId, tuple[NodeId, int]] = {}  # to which root of which build
-        self._shares: dict[tuple[NodeId, int], deque[Sequence[int]]] = {}  # that it is to train
-        self._opened: dict[int, dict[tuple[NodeId, int], RoundOpen]] = {}  # by round
-
-    def note(self, event: Event, orders: Iterable[Action]) -> None:
-        super().note(event, orders)
-        committed = set()
-        self.is_exact &= all(each.message.is_exact for each in orders if _trains(each))
-        for order in orders:
-            match order:
-                case Send(root, LeaseGrant(is_evaluation=False) as grant):
-                    self._granted[grant.lease] = (root, grant.build_id)
-                case SendFields(is_evaluation=False, lease=lease, samples=samples):
-                    share = [sample for microbatch in samples for sample in microbatch]
-                    self._shares.setdefault(self._granted[lease], deque()).append(share)
-                case Send(name, RoundOpen(sums_gradients=True) as opened):
-                    self._opened.setdefault(opened.round_id, {})[name, opened.build_id] = opened
-                case Send(_, RoundCommit(round_id)) if round_id in self._opened:
-                    committed.add(round_id)
-        for round_id in committed:
-            opened = self._opened.pop(round_id)
-            shares = [
-                self._shares[key]
-                for key, each in opened.items()
-                if each.num_microbatches and key in self._shares
-            ]
-            taken = [share.popleft() for share in shares]
-            (rate,) = {each.rate for each in opened.values()}
-            self.made.append(Update(tuple(sample for share in taken for sample in share), rate))
-
-    @property
-    def counted(self) -> Counter[int]:
-        """How often each sample is in an update."""
-        return Counter(sample for update in self.made for sample in update.samples)
-
-
-def _trains(order: Action) -> bool:
-    """Return whether a node is told to train, in a ring with others or alone."""
-    if not isinstance(order, Send) or not isinstance(order.message, PlanOrder | RingOrder):
-        return False
-    return isinstance(order.message, RingOrder) or order.message.stage is not None
 
 
 def train_alone(updates: Iterable[Update], kind: str) -> dict[str, Tensor]:
@@ -173,7 +92,7 @@ class Told:
         """Every sample is counted, and in an update, once in each epoch; the weights are those updates."""
         counted = [(news.epoch, news.num_samples, news.num_dropped) for news in self.ended.of(EpochDone)]
         assert sorted(counted) == [(epoch + 1, NUM_SAMPLES, 0) for epoch in range(EPOCHS)]
-        assert self.updates.counted == dict.fromkeys(range(NUM_SAMPLES), EPOCHS)
+        assert self.updates.counts == dict.fromkeys(range(NUM_SAMPLES), EPOCHS)
         assert self.ended.result is not None
         for name, tensor in train_alone(self.updates.made, self.optimizer).items():
             torch.testing.assert_close(self.ended.result.state[name], tensor, rtol=1e-5, atol=1e-5)

@@ -250,3 +250,15 @@ def test_when_exact_updates_end_what_is_done_of_one_counts_in_the_next():
     schedule.offer_gradient(2)
     assert run_all(schedule) == [Task(Work.BACKWARD, 2, is_update=True)]
     assert (schedule.version, schedule.num_accumulated) == (1, 0)
+
+
+def test_exact_updates_take_microbatches_by_number():
+    schedule = StageSchedule(window=8, accumulate=1, is_exact=True)
+    schedule.offer_input(5)
+    schedule.offer_input(3)
+    assert schedule.next_input == 3
+    assert run_all(schedule) == [Task(Work.FORWARD, 3)]
+    later = StageSchedule(window=8)
+    later.offer_input(5)
+    later.offer_input(3)
+    assert later.next_input == 5
