@@ -11,15 +11,17 @@ from functools import partial
 from random import Random
 from typing import Any
 
+from replay.names import is_in_log
 from replay.neutral import Codec, canonical
 from replay.replaying import is_logged, write_answer
 from support.hub_world import HubWorld, Trouble, counted, job
 from support.plan_world import node
 
-from ravnest.config import Averaging
+from ravnest.config import Averaging, HubTimeouts
 from ravnest.hub.coordinator.coordinator import Coordinator
 from ravnest.hub.coordinator.events import (
     Collected,
+    JobGiven,
     PartsMade,
     PeerJoined,
     PeerLeft,
@@ -28,6 +30,7 @@ from ravnest.hub.coordinator.events import (
     Probed,
     Received,
 )
+from ravnest.hub.monitors.monitored import MonitoredCoordinator
 from ravnest.protocol.averaging import RoundAbort, RoundOpen, RoundQuery, RoundReady
 from ravnest.protocol.blobs import BlobRef
 from ravnest.protocol.membership import Complaint, Fact, Leave
@@ -39,49 +42,51 @@ HUGE = BlobRef("0" * 64, 10**9)
 
 
 class Tape:
-    """The lines of a history, and the events that are in the hub's log."""
+    """The lines of a history, and how many of its events are in the hub's log."""
 
     def __init__(self, codec: Codec) -> None:
         self.codec = codec
         self.lines: list[str] = []
-        self.logged: list[str] = []
-        self.num_replayed = 0  # of them, by the hub of now
+        self.num_logged = 0
 
     def begin(self) -> None:
         """Write down that there is a new hub, which is told the log before anything else."""
-        self.num_replayed = 0
         if self.lines:
-            self.lines += ['{"restart":true}', canonical(len(self.logged))]
+            self.lines += ['{"restart":true}', canonical(self.num_logged)]
 
 
 class TapedHub(Coordinator):
-    """A hub that writes down what it is told, and takes it as it is written."""
+    """A hub whose answers to who is waited for are written down."""
 
-    def __init__(self, tape: Tape) -> None:
-        super().__init__()
+    def __init__(self, tape: Tape, given: JobGiven, timeouts: HubTimeouts) -> None:
+        super().__init__(given, timeouts)
         self._tape = tape
+
+    def find_missing(self, key: str, build_id: int) -> Any:
+        found = super().find_missing(key, build_id)
+        self._tape.lines += [canonical({"find_missing": [key, build_id]}), canonical(found)]
+        return found
+
+
+class TapedDriver:
+    """Writes down what a hub and its monitors are told, and what comes of it."""
+
+    def __init__(self, tape: Tape, driven: MonitoredCoordinator) -> None:
+        self._tape, self._driven = tape, driven
         tape.begin()
+
+    @property
+    def due(self) -> float | None:
+        return self._driven.due
 
     def apply(self, event: Any) -> tuple[Any, ...]:
         tape, codec = self._tape, self._tape.codec
         event = codec.read(codec.write(event))
-        data = canonical({"event": codec.write(event)})
-        if tape.num_replayed < len(tape.logged):
-            assert data == tape.logged[tape.num_replayed], "a restart replays what was logged"
-            tape.num_replayed += 1
-            return super().apply(event)
-        is_heard, orders = self.concerns(event), super().apply(event)
-        answer = write_answer(codec, orders, is_heard, self.due)
-        tape.lines += [data, answer]
-        if is_logged(answer):
-            tape.logged.append(data)
-            tape.num_replayed += 1
+        is_heard, orders = is_in_log(self._driven.hub, event), self._driven.apply(event)
+        answer = write_answer(codec, orders, is_heard, self._driven.due)
+        tape.lines += [canonical({"event": codec.write(event)}), answer]
+        tape.num_logged += is_logged(answer)
         return orders
-
-    def find_missing(self, key: str, epoch: int) -> Any:
-        found = super().find_missing(key, epoch)
-        self._tape.lines += [canonical({"find_missing": [key, epoch]}), canonical(found)]
-        return found
 
 
 class TapedWorld(HubWorld):
@@ -92,13 +97,9 @@ class TapedWorld(HubWorld):
         self.hesitant: set[str] = set()  # who makes no snapshots
         super().__init__(given, trouble)
 
-    @property
-    def hub(self) -> TapedHub:
-        return self._hub
-
-    @hub.setter
-    def hub(self, _: Coordinator) -> None:
-        self._hub = TapedHub(self._tape)
+    def _begin(self) -> None:
+        self.hub = TapedHub(self._tape, self.given, self.timeouts)
+        self.monitored = TapedDriver(self._tape, MonitoredCoordinator(self.hub, watch=self._note))
 
     def _deliver(self, peer: Any, message: Any) -> None:
         if not (isinstance(message, SnapshotOrder) and peer.node.name in self.hesitant):

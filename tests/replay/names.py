@@ -10,38 +10,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ravnest.hub.coordinator.coordinator import Coordinator
-from ravnest.hub.coordinator.events import Action, ClusterHeard, Event, Received
+from ravnest.hub.coordinator.events import Action, Event, Received
 from ravnest.hub.monitors.monitored import MonitoredCoordinator, Watch
-from ravnest.hub.monitors.monitors import Monitors
 from ravnest.protocol.training import StepReport
 
 # Every table reads: recorded name -> present name.
 CLASSES: dict[str, str] = {
-    "Tell": "Notify",
-    "Dismiss": "Evict",
-    "KeptPart": "CheckpointPart",
-    "DroppedBatch": "DroppedMicrobatch",
-    "BatchDropped": "MicrobatchDropped",
-    "Books": "LedgerState",
-    "Optimizer": "OptimizerKind",
-    "Phase": "JobPhase",
+    # e.g. "Dismiss": "Evict"
 }
-_OF_BUILDS = """
-    Activation Complaint DroppedBatch FieldParts Gradient Hello LearningRate LeaseDone LeaseGrant Leave Pace
-    PlanOrder RingOrder RoundOpen SendFields SnapshotMade SnapshotOrder StageMissing StageParts StageReady
-    StepReport
-""".split()  # noqa: SIM905
 # Fields are found by the recorded name of their class.
 FIELDS: dict[tuple[str, str], str] = {
-    **{(name, "epoch"): "build_id" for name in _OF_BUILDS},
-    **{(name, "epoch"): "plan_id" for name in ("Plan", "MakePlan", "PlanMade")},
-    **{(name, "plan"): "plan_id" for name in ("PlanOrder", "RingOrder", "BackupOrder", "BackupKept")},
-    **{(name, "plan"): "plan_id" for name in ("AnchorQuery", "AnchorPart")},
-    **{(name, "batch"): "microbatch" for name in ("Activation", "BatchDropped", "DroppedBatch")},
-    **{(name, "batch"): "microbatch" for name in ("FieldParts", "Gradient", "StepReport")},
-    **{(name, "first_batch"): "first_microbatch" for name in ("LeaseGrant", "SendFields")},
-    **{(name, "base"): "anchor_round" for name in ("RoundOpen", "StageParts", "AnchorQuery", "AnchorPart")},
-    ("StageParts", "keeps"): "is_kept",
+    # e.g. ("LeaseGrant", "first_batch"): "first_microbatch"
 }
 # Values of enums are found by the recorded name of their enum.
 VALUES: dict[tuple[str, str], str] = {
@@ -49,9 +28,7 @@ VALUES: dict[tuple[str, str], str] = {
 }
 # Phrases in sentences that people read: reasons of refusals and of notices.
 SENTENCES: dict[str, str] = {
-    "batch ": "microbatch ",
-    "batches were dropped": "microbatches were dropped",
-    "DroppedBatch": "DroppedMicrobatch",
+    # e.g. "batch ": "microbatch "
 }
 # Fields that only today's code has, by the recorded name of their class and their present name. They are
 # built with this value, and have to have it in every order.
@@ -112,16 +89,17 @@ NAMES = Names(CLASSES, FIELDS, VALUES, SENTENCES, ADDED, UNORDERED)
 EVENTS, ORDERS = Event, Action
 
 
+def is_in_log(hub: Coordinator, event: Any) -> bool:
+    """Return whether an event is logged unless it is refused; reports of stages never are."""
+    is_report = isinstance(event, Received) and isinstance(event.message, StepReport)
+    return not is_report and hub.concerns(event)
+
+
 class Replayed:
-    """What is replayed, behind the few calls that a replay makes; the first event gives the job.
+    """What is replayed, behind the few calls that a replay makes; the first event gives the job."""
 
-    Recordings have reports of stages as events, from the day when the log had them too. They go to the
-    monitors, as in the service, and what comes of the conclusions is what came of the report. Recorded hubs
-    that went on from their log had all they had heard; so a replay keeps its monitors over a restart.
-    """
-
-    def __init__(self, watch: Watch, monitors: Monitors) -> None:
-        self._watch, self._monitors = watch, monitors
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
         self._made: MonitoredCoordinator | None = None
 
     @property
@@ -129,14 +107,10 @@ class Replayed:
         assert self._made is not None, "the first event gives the job"
         return self._made
 
-    @property
-    def _hub(self) -> Coordinator:
-        return self._monitored.hub
-
-    def _begin(self, event: Any) -> None:
+    def begin(self, event: Any) -> None:
+        """Make the coordinator of a job, once."""
         if self._made is None:
-            hub = Coordinator(event)
-            self._made = MonitoredCoordinator(hub, watch=self._watch, monitors=self._monitors)
+            self._made = MonitoredCoordinator(Coordinator(event), watch=self._watch)
 
     @property
     def due(self) -> float | None:
@@ -144,27 +118,18 @@ class Replayed:
         return self._monitored.due
 
     def concerns(self, event: Any) -> bool:
-        """Return whether an event may change something: only then was it logged, unless it was refused."""
-        if self._made is None:
-            return True
-        if isinstance(event, Received) and isinstance(event.message, StepReport):
-            return self._hub.placement.cluster_of(event.sender) is not None
-        return self._hub.concerns(event)
+        """Return whether an event is logged unless it is refused."""
+        return is_in_log(self._monitored.hub, event)
 
     def apply(self, event: Any) -> tuple[Any, ...]:
         """Take an event; return the orders."""
-        self._begin(event)
-        orders = self._monitored.apply(event)
-        is_report = isinstance(event, Received) and isinstance(event.message, StepReport)
-        if not is_report or orders:
-            return orders
-        return self._monitored.apply(ClusterHeard("none", event.now))  # the duties of the moment, as it was
+        return self._monitored.apply(event)
 
     def replay(self, event: Any) -> tuple[Any, ...]:
         """Take an event of the log; no monitor sees it."""
-        self._begin(event)
-        return self._hub.apply(event)
+        self.begin(event)
+        return self._monitored.hub.apply(event)
 
-    def find_missing(self, key: str, epoch: int) -> str | None:
-        """Return under what name somebody with this key is waited for, if it has the stage of this epoch."""
-        return self._hub.find_missing(key, epoch)
+    def find_missing(self, key: str, build_id: int) -> str | None:
+        """Return under what name somebody with this key is waited for, if it has the stage of this build."""
+        return self._monitored.hub.find_missing(key, build_id)

@@ -14,8 +14,11 @@ from typing import Any
 from replay.replaying import FOLDER, Replay, make_codec, read_histories
 
 MODULES = """
-    attendance backing clusters crew forming granting guarding hearing keeping members mending probing
-    progress rounds sourcing speeds stalls state training
+    coordinator.checkpoints coordinator.coordinator coordinator.departures coordinator.drops
+    coordinator.inquiries coordinator.leases coordinator.ledger coordinator.lifecycle coordinator.membership
+    coordinator.placement coordinator.plan_trigger coordinator.probes coordinator.progress
+    coordinator.recovery coordinator.rounds coordinator.snapshots coordinator.sources coordinator.training
+    monitors.liveness monitors.loss_guard monitors.monitors monitors.report_sums monitors.throughput
 """.split()  # noqa: SIM905
 
 

@@ -18,7 +18,6 @@ from replay.names import EVENTS, NAMES, ORDERS, Replayed
 from replay.neutral import Codec, canonical
 
 from ravnest.hub.coordinator.events import Received
-from ravnest.hub.monitors.monitors import Monitors
 from ravnest.protocol.messages import Refusal
 from ravnest.protocol.training import StepReport
 
@@ -72,7 +71,6 @@ class Replay:
 
     codec: Codec
     name: str
-    monitors: Monitors = field(default_factory=Monitors)
     logged: list[tuple[Any, tuple[Any, ...]]] = field(default_factory=list)  # today: without reports
     num_logged: int = 0  # when it was recorded
     num_events: int = 0
@@ -81,7 +79,7 @@ class Replay:
         self.coordinator = self._begin()
 
     def _begin(self) -> Replayed:
-        return Replayed(self._watch, self.monitors)
+        return Replayed(self._watch)
 
     def _watch(self, event: Any, orders: tuple[Any, ...]) -> None:
         is_report = isinstance(event, Received) and isinstance(event.message, StepReport)
@@ -108,6 +106,7 @@ class Replay:
         self.num_events += 1
         try:
             event = self.codec.read(data)
+            self.coordinator.begin(event)
             is_heard = self.coordinator.concerns(event)
             orders = self.coordinator.apply(event)
         except Exception as error:

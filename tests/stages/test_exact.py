@@ -202,28 +202,6 @@ def test_shares_are_trained_in_order_whichever_fields_come_first(captured: Captu
         alone.compare(world)
 
 
-def test_batches_are_trained_in_order_although_the_fields_of_a_later_one_come_first(
-    captured: Captured,
-) -> None:
-    world, alone = make_world(captured), OneProcess(captured)
-    world.holds_fields = True
-    batches = [batch_of(0), batch_of(1)]
-    for batch in batches:
-        world.grant_all(batch, SHARES)
-    for number in (1, 0):
-        start = 0
-        for cluster, size in enumerate(SHARES):
-            share = {name: tensor[start : start + size] for name, tensor in batches[number].items()}
-            world.send_fields([share], number * len(SHARES) + cluster, cluster)
-            start += size
-        world.run()
-    for number, batch in enumerate(batches):
-        world.open_gradients(rate_of(number))
-        world.run()
-        alone.train(batch, rate_of(number))
-    alone.compare(world)
-
-
 @pytest.mark.parametrize("seed", range(4))
 def test_an_aborted_round_is_made_again_without_the_cluster_that_died(captured: Captured, seed: int) -> None:
     world, alone, batch = make_world(captured, seed=seed), OneProcess(captured), batch_of(1)

@@ -54,7 +54,6 @@ class TiedWorld:
         self.captured = captured
         self.random = random.Random(seed)
         self.is_averaging_slow = is_averaging_slow  # then it arrives when nothing else is left to do
-        self.holds_fields = False  # then a test sends them itself
         self.at_hub: list[tuple[NodeId, Message]] = []
         self.last_committed = RoundId(0)
         self.before: Callable[[NodeId, Message], None] = lambda *_: None
@@ -133,13 +132,6 @@ class TiedWorld:
         root, *_ = self.clusters[cluster]
         grant = LeaseGrant(self.build_id, LeaseId(first), is_evaluation, MicrobatchId(first), sizes)
         self.post(HUB, Outgoing(root, grant))
-        if not self.holds_fields:
-            self.send_fields(batches, first, cluster, is_evaluation)
-
-    def send_fields(
-        self, batches: Sequence[dict[str, Tensor]], first: int, cluster: int = 0, is_evaluation: bool = False
-    ) -> None:
-        """Send the stages of a cluster the fields of microbatches from `first` on."""
         for number, batch in enumerate(batches, first):
             for name in self.clusters[cluster]:
                 blueprint = self.blueprint(name)
