@@ -191,7 +191,7 @@ def _slow_cluster(cluster, profile, by_name, swarm, config, share):
         stage, host = stages[k], by_name[stages[k].node]
         work = sum(profile.forward_flops[stage.start : stage.stop]) * (2 if stage.recompute else 1)
         work += sum(profile.backward_flops[stage.start : stage.stop])
-        compute = work / host.flops_per_second
+        compute = max(work / host.flops_per_second, config.microbatch_seconds)
         before, after = profile.crossing_bytes[stage.start], profile.crossing_bytes[stage.stop]
         is_first, is_last = k == 0, k == len(stages) - 1
         sent = 0.0 if is_first else before * config.gradients.ratio

@@ -35,6 +35,9 @@ class ClusterProgress:
         self._position = settings.position(num_reported)
         self._progress: dict[str, Progress] = {}
 
+    def __len__(self) -> int:
+        return len(self._progress)
+
     def version(self, cluster: ClusterState) -> int:
         """Return how many updates a cluster has made, as far as is known."""
         progress = self._progress.get(cluster.cluster_id)

@@ -208,6 +208,7 @@ class Server:
             self._follow_outages()
             return
         self._door.forget(peer)
+        self._outbox.forget(name)
         if not self._door.names and not self._parting.done():
             self._parting.set_result(None)
 

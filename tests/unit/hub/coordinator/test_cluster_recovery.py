@@ -196,7 +196,7 @@ def test_how_long_a_cluster_stood_still_is_counted_anew_each_time():
         world.kill(world.hub.clusters[0].leaf)
         world.run_until(lambda number=number: len(world.told(Recovered)) == number)
         assert 1.0 <= world.told(Recovered)[-1].seconds < 5.0
-    assert len(world.hub.ledger._progress) == 2, "of a cluster and the one it goes on from, no others"
+    assert len(world.hub.ledger.progress) == 2, "of a cluster and the one it goes on from, no others"
 
 
 def test_who_has_not_what_it_is_to_keep_says_so_and_others_give_it():
