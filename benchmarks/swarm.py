@@ -16,7 +16,7 @@ import numpy as np
 import psutil
 
 from benchmarks.links import Links
-from ravnest.config import PlanConfig
+from ravnest.config import Averaging, PlanConfig
 from ravnest.hub.coordinator.events import Action, Event, Received
 from ravnest.hub.coordinator.notices import PlanFormed
 from ravnest.hub.coordinator.planner import FormPlan, SearchPlanner
@@ -112,7 +112,7 @@ def train(
         Hardware(setting.memory_bytes, speed, speed if setting.is_emulated else None)
         for speed in setting.flops_per_second
     ]
-    config = plan or replace(LOCAL_PLAN, overhead_bytes=0.0)
+    config = plan or replace(LOCAL_PLAN, overhead_bytes=0.0, clusters=99, averaging=Averaging.OVERLAPPED)
 
     def hear(news: Any) -> None:
         record.news.append((time.perf_counter(), news))

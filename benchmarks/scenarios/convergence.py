@@ -120,13 +120,14 @@ def _alone(batch_size: int, num_updates: int) -> float:
 
 def _swarm(clusters: int, stages: int, num_updates: int = NUM_UPDATES, deltas: str = "fp32") -> Figures:
     """Train with the default settings of one PC; each cluster makes `num_updates` of BATCH_SIZE samples."""
-    from ravnest.config import WireFormat
+    from ravnest.config import Averaging, WireFormat
     from ravnest.hub.coordinator.notices import RoundEnded
     from ravnest.requester.session import LOCAL_PLAN
 
     job = _job(BATCH_SIZE, clusters * num_updates)
     setting = Setting([3e10] * (clusters * stages), cuts=_equal_cuts(job, stages), num_clusters=clusters)
-    plan = replace(LOCAL_PLAN, overhead_bytes=0.0, deltas=WireFormat(deltas))
+    plan = replace(LOCAL_PLAN, overhead_bytes=0.0, deltas=WireFormat(deltas), clusters=99)
+    plan = replace(plan, averaging=Averaging.OVERLAPPED)
     record = train(job, setting, plan)
     ended = [news for _, news in record.news if isinstance(news, RoundEnded)]
     return {

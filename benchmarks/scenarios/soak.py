@@ -74,10 +74,11 @@ def run(quick: bool) -> tuple[Figures, str, list[str]]:
 def soak(seconds: float) -> Seen:
     """Train for so long while peers come and go; return what was seen."""
     import ravnest as rv
+    from ravnest.config import Averaging
     from ravnest.requester.session import LOCAL_PLAN
 
     seen, ended = Seen(), threading.Event()
-    plan = replace(LOCAL_PLAN, overhead_bytes=0.0, max_stages=4)
+    plan = replace(LOCAL_PLAN, overhead_bytes=0.0, max_stages=4, clusters=99, averaging=Averaging.OVERLAPPED)
     chaos = _Chaos(seen, seconds, ended)
     with (
         tempfile.TemporaryDirectory() as folder,

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.timeout(900)  # only a run that hangs needs so long
 @pytest.mark.parametrize("make", [demo_jobs.digits, demo_jobs.text])
 def test_every_plan_of_a_demo_has_a_cluster_of_three_and_one_of_two(make) -> None:
     demo = make()
-    given = prepare(demo.job, replace(LOCAL_PLAN, overhead_bytes=0.0), 5, 1.0)
+    given = prepare(demo.job, replace(LOCAL_PLAN, overhead_bytes=0.0, clusters=2), 5, 1.0)
     nodes = tuple(
         Node(NodeId(f"node{index}"), each.memory_bytes, each.emulated_flops_per_second, 1e9, 1e9, 1e-4)
         for index, each in enumerate(demo.nodes)

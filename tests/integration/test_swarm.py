@@ -16,6 +16,7 @@ from support.hub_world import job as plain_job
 from torch import Tensor, nn
 
 import ravnest as rv
+from ravnest.config import Averaging
 from ravnest.errors import PlanError, RavnestError
 from ravnest.hub.coordinator.coordinator import Coordinator
 from ravnest.hub.coordinator.notices import (
@@ -39,7 +40,8 @@ from tests.support.forked import fork
 from tests.support.small_swarm import ENDLESS, check_books, stop_run
 
 WIDTH, NUM_CLASSES, NUM_TRAIN, NUM_VALIDATION = 128, 4, 768, 200
-PLAN = replace(LOCAL_PLAN, overhead_bytes=0.0)  # so that memory is what the model needs, and no more
+# Memory is what the model needs, and no more; and there are as many clusters as there can be.
+PLAN = replace(LOCAL_PLAN, overhead_bytes=0.0, clusters=99, averaging=Averaging.OVERLAPPED)
 SPEED = 1e9
 SMALL = Hardware(1.7e6, SPEED)  # the model does not fit into one of these
 LARGE = Hardware(3.0e6, SPEED)

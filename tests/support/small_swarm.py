@@ -15,12 +15,14 @@ import torch.nn.functional as F
 from torch import nn
 
 import ravnest as rv
+from ravnest.config import Averaging
 from ravnest.hub.coordinator.notices import EpochDone, Notice
 from ravnest.net.identity import Token, write_token
 from ravnest.requester.session import LOCAL_PLAN
 from tests.support.forked import Forked
 
-PLAN = replace(LOCAL_PLAN, overhead_bytes=0.0)  # so that memory is what the model needs, and no more
+# Memory is what the model needs, and no more; and there are as many clusters as there can be.
+PLAN = replace(LOCAL_PLAN, overhead_bytes=0.0, clusters=99, averaging=Averaging.OVERLAPPED)
 NUM_SAMPLES = 256
 ENDLESS = 10_000  # epochs: the run ends when its test has seen enough
 MEMORY_BYTES = 1_500_000  # the model needs two peers that lend so little
