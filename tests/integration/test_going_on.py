@@ -69,7 +69,7 @@ def test_a_stopped_run_goes_on_with_another_number_of_epochs_and_a_finished_one_
         f"it goes on with {epoch + 2} epochs, no longer 10000; from here the learning rate is of"
         in ended.said
     )
-    trained = re.search(r"the hub goes on: (\d+) samples are trained", ended.said)
+    trained = re.search(r"training goes on from the checkpoint of (\d+) samples", ended.said)
     assert trained is not None
     assert 2 * NUM_SAMPLES <= int(trained[1]) <= epoch * NUM_SAMPLES
     told = [int(found) for found in re.findall(r"^epoch (\d+): ", ended.said, re.M)]
