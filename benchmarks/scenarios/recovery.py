@@ -86,8 +86,8 @@ class _Death:
         if isinstance(event, PlanMade) and event.plan is not None and not self.resumed_at:
             assert self.job is not None
             assert self.asked is not None
-            profile = profile_microbatch(self.job, event.microbatches)
-            config = configure_microbatch(self.job, event.microbatches)
+            profile = profile_microbatch(self.job, event.microbatches, event.sharing)
+            config = configure_microbatch(self.job, event.microbatches, event.sharing)
             self.predicted = forecast(event.plan, profile, Swarm(self.asked.nodes), config).samples_per_second
 
     def watch(self, processes: dict[Any, int], record: Record) -> None:
