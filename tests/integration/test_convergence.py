@@ -2,6 +2,7 @@
 
 import asyncio
 import sysconfig
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -149,7 +150,9 @@ def test_four_processes_reach_the_loss_of_one_within_one_percent(monkeypatch: py
         learning_rate=8e-3,
     )
     told: list[Notice] = []
-    with local([Hardware(6.5e6, 1e9)] * NUM_STAGES, plan=PLAN, tell=told.append) as swarm:
+    with local(
+        [Hardware(6.5e6, 1e9)] * NUM_STAGES, plan=replace(PLAN, clusters=1), tell=told.append
+    ) as swarm:
         result = swarm.fit(job)
     (cluster,) = next(news.plan.clusters for news in told if isinstance(news, PlanFormed))
     assert len(cluster.stages) == NUM_STAGES
