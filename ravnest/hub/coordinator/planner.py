@@ -106,10 +106,8 @@ class SearchPlanner:
         count = len(most.plan.clusters)
         if count == 1 or job.config.clusters:
             return most
-        best, quick = (
-            None,
-            replace(self, budget=replace(self.budget, clusters=self.budget.quick_clusters // 4)),
-        )
+        quick = replace(self, budget=replace(self.budget, clusters=self.budget.quick_clusters // 4))
+        best = None
         for number in (*_fewer_clusters(job, most), 0):
             try:
                 each = quick._candidate(job, asked, number) if number else most
@@ -265,8 +263,10 @@ def _explain(chosen: _Candidate, most: _Candidate, job: JobGiven) -> str:
     if could.efficiency < job.config.favour.least_efficiency:
         effect = f"about {100 * could.efficiency:.0f} % of the training effect of one process"
         return f"{could.num_clusters} clusters would have {effect} in {num_updates} updates; {used}"
-    gain = could.goodput / max(chosen.sharing.goodput, 1e-30)
-    return f"{could.num_clusters} clusters would be {gain:.2g} times as fast as {count}; {used}"
+    share = could.goodput / max(chosen.sharing.goodput, 1e-30)
+    if share < 1.0:
+        return f"{could.num_clusters} clusters would be slower, with {100 * share:.0f} % of the speed; {used}"
+    return f"{could.num_clusters} clusters would gain {100 * (share - 1):.0f} %, too little; {used}"
 
 
 def _most(job: JobGiven, asked: MakePlan, sharing: Sharing) -> int:
