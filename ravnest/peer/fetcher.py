@@ -50,7 +50,7 @@ class Fetcher:
         self._quiet_seconds = timeouts.quiet_download_seconds
         self.store = BlobStore()
         self.blobs = Blobs(self.store)
-        self._exchange = Exchange(self.blobs, post)
+        self._exchange = Exchange(self.blobs, post, self._write)
         self._writer = writer  # of one thread: what is kept last was ordered last
         self._start, self._known, self._post, self._put, self._fail = start, known, post, put, fail
         self._tasks: dict[type, asyncio.Task[None]] = {}  # by the kind of order
@@ -109,15 +109,18 @@ class Fetcher:
         if source not in self._known() and ref not in self.blobs:
             return Refusal(f"blob {ref.blob[:12]} is not here, and {source} cannot be asked for it")
         quiet_seconds = None if source == HUB else self._quiet_seconds  # a lost hub is noticed elsewhere
-        return await self._exchange.fetch(ref, source, quiet_seconds=quiet_seconds)
+        return await self._exchange.fetch(ref, [source], quiet_seconds=quiet_seconds)
+
+    async def _write(self, work: Callable[..., Any], *given: Any) -> Any:
+        """Hash, copy and write in a thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._writer, work, *given)
 
     async def _get_backup(self, order: BackupOrder) -> None:
         content = await self._fetch(order.source.weights, order.source.node)
         if isinstance(content, Refusal):
             logger.debug("backup %d is not kept: %s", order.number, content.reason)
         else:
-            loop = asyncio.get_running_loop()
-            await loop.run_in_executor(self._writer, self.store.keep_backup, content)
+            await self._write(self.store.keep_backup, content)
             self._post(Outgoing(HUB, BackupKept(order.plan_id, order.number)))
 
     async def _probe(self, order: ProbeOrder) -> None:

@@ -34,8 +34,8 @@ from ravnest.units import show_bytes
 
 MANIFEST = "manifest.json"
 # Another number for whatever makes older checkpoints unreadable or gives them another meaning; 2: BLAKE3;
-# 3: leases are intervals.
-MANIFEST_FORMAT = 3
+# 3: leases are intervals; 4: hashes of pieces.
+MANIFEST_FORMAT = 4
 WholeNumber = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
 

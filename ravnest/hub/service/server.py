@@ -115,8 +115,7 @@ class Server:
         log = None if store is None else store.append
         self._monitored = MonitoredCoordinator(hub, log, parts.watch)
         self.hub = hub  # one with a past goes on
-        self._blobs = Blobs()
-        self._exchange = Exchange(self._blobs, self._post)
+        self._exchange = Exchange(Blobs(), self._post, in_background)
         self._background: set[asyncio.Task[None]] = set()
         self._outages = OutageMonitor(self._timeouts)
         self._outage_timer: asyncio.TimerHandle | None = None
@@ -308,7 +307,7 @@ class Server:
             self._outages.forget(name)
             self._follow_outages()
             self._outbox.forget(name)
-            self._blobs.refuse(name, reason)
+            self._exchange.refuse(name, reason)
             self._apply(PeerLeft(name, reason, self._time(), since))
 
     def _lose(self, name: NodeId, reason: str) -> None:
