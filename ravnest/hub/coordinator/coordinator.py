@@ -408,9 +408,12 @@ class Coordinator:
 
     def _record_noise(self, measured: NoiseMeasured) -> list[Action]:
         """Plan with the noise scale that gradients have; it may let spares form a cluster."""
+        is_first = self.placement.noise is None
         may_add_clusters = self.placement.record_noise(measured.noise)
         if may_add_clusters:
             self._plan_trigger.reset(self.now)
+        elif not is_first:
+            return []
         return [Notify(NoiseFound(measured.noise, may_add_clusters))]
 
     def _inquire(self, silent: ClusterSilent) -> _Result:
