@@ -11,7 +11,7 @@ from ravnest.hub.coordinator.events import Action, Evict, Notify
 from ravnest.hub.coordinator.inquiries import IDLE
 from ravnest.hub.coordinator.ledger import Ledger
 from ravnest.hub.coordinator.lifecycle import Lifecycle
-from ravnest.hub.coordinator.notices import ClusterDissolved, Left
+from ravnest.hub.coordinator.notices import ClusterDissolved, Left, NotEvaluated
 from ravnest.hub.coordinator.phases import JobPhase
 from ravnest.hub.coordinator.placement import ClusterState, Placement
 from ravnest.hub.coordinator.plan_trigger import PlanTrigger
@@ -88,9 +88,19 @@ class Departures:
         return self.evict(gone, now)
 
     def rebuild(self, stuck: Iterable[ClusterState], now: float) -> list[Action]:
-        """Build clusters anew in which all nodes answer and nothing moves."""
+        """Build clusters anew in which all nodes answer and nothing moves.
+
+        In the last evaluation nothing is built: the cluster whose weights are to be kept leaves it out.
+        """
         actions: list[Action] = []
         for cluster in (each for each in stuck if each in self._placement.running):
+            is_last = not any(
+                x is not cluster and self._ledger.progress.knows(x) for x in self._placement.running
+            )
+            if self._life.phase is JobPhase.EVALUATING and is_last:
+                self._ledger.skip_evaluation()
+                actions.append(Notify(NotEvaluated(cluster.name)))
+                continue
             self._plan_trigger.reset(now)
             actions += self._lose_stage(cluster, "it has work, and nothing moves", now, now)
         return actions

@@ -100,6 +100,13 @@ class NoiseFound:
 
 
 @dataclass(frozen=True, slots=True)
+class NotEvaluated:
+    """The last evaluation is left out: the cluster whose weights are kept answers, but gets nowhere."""
+
+    cluster: str
+
+
+@dataclass(frozen=True, slots=True)
 class Waiting:
     """Why no plan exists yet."""
 
@@ -286,6 +293,7 @@ Notice = (
     | Leaving
     | SpeedChanged
     | NoiseFound
+    | NotEvaluated
     | Waiting
     | PlanFormed
     | Repaired
@@ -355,6 +363,8 @@ def show_notice(news: Notice) -> str:  # noqa: C901, PLR0912, PLR0915 - one shor
         case NoiseFound(noise, may_add_clusters):
             then = ": more clusters may pay now" if may_add_clusters else ""
             return f"the noise scale of the gradients is {noise:.3g} samples{then}"
+        case NotEvaluated(cluster):
+            return f"the last weights are kept as they are, not evaluated: in cluster {cluster} nothing moves"
         case Repaired(plan, reason):
             return f"plan {plan.plan_id}: {reason}"
         case Recovered(cluster, seconds, sources):
