@@ -23,9 +23,9 @@ from ravnest.model.blueprint import Blueprint, Program, ValueId
 from ravnest.peer.pacing import Device, Timekeeper
 from ravnest.peer.stage_position import StagePosition
 from ravnest.peer.tied_weights import TiedWeights
+from ravnest.protocol.averaging import TiedCall
 from ravnest.protocol.messages import Refusal
 from ravnest.protocol.tensors import Buffer, TensorSpec
-from ravnest.protocol.tied import TiedCall
 from ravnest.protocol.training import (
     Activation,
     DroppedMicrobatch,

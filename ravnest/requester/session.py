@@ -26,8 +26,7 @@ from ravnest.hub.coordinator.notices import CheckpointIsResult, Notice, PlanForm
 from ravnest.hub.coordinator.plan_trigger import NOBODY
 from ravnest.hub.service.event_log import EventLog, read_watch
 from ravnest.hub.service.server import HUB_LIMITS, HUB_PARTS, HubParts, Server
-from ravnest.hub.service.status import StatusTracker
-from ravnest.hub.service.stream import HubStream
+from ravnest.hub.service.status import HubStream, StatusTracker
 from ravnest.ids import NodeId
 from ravnest.net.identity import Token, dialled_from_elsewhere, read_address
 from ravnest.net.zeromq import ZeroMqTransport

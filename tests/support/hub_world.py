@@ -45,17 +45,17 @@ from ravnest.hub.coordinator.leases import LeaseBook
 from ravnest.hub.coordinator.notices import Checkpointed, Joined, Left, RoundEnded, WorkLost
 from ravnest.hub.coordinator.phases import JobPhase
 from ravnest.hub.coordinator.planner import SearchPlanner
-from ravnest.hub.monitors.monitored import MonitoredCoordinator
+from ravnest.hub.monitors.monitors import MonitoredCoordinator
 from ravnest.hub.service.event_log import read_event, write_event
 from ravnest.ids import HUB
 from ravnest.plan.formation import form_plan
 from ravnest.protocol.averaging import RoundAbort, RoundOpen, RoundReady
-from ravnest.protocol.blobs import BlobRef
 from ravnest.protocol.membership import Fact, Leave, ProbeOrder
 from ravnest.protocol.messages import Refusal
 from ravnest.protocol.placement import (
     BackupKept,
     BackupOrder,
+    BlobRef,
     PlanOrder,
     RingOrder,
     SnapshotMade,

@@ -28,7 +28,7 @@ from ravnest.peer.stage_host import Answer, RunningStage
 from ravnest.peer.stage_position import StagePosition
 from ravnest.peer.worker import Worker
 from ravnest.plan.types import Stage
-from ravnest.protocol import wire
+from ravnest.protocol import messages
 from ravnest.protocol.messages import Message, Refusal
 from ravnest.protocol.placement import PlanOrder
 from ravnest.protocol.tensors import Buffer
@@ -106,7 +106,7 @@ class ClusterWorld:
     def post(self, outgoing: Outgoing) -> None:
         """Send a message as the network would: as a header and bytes."""
         buffers = tuple(bytearray(buffer) for buffer in outgoing.buffers)
-        message = wire.unpack(wire.pack(outgoing.message, buffers), buffers)
+        message = messages.unpack(messages.pack(outgoing.message, buffers), buffers)
         if outgoing.to == HUB:
             self.at_hub.append(message)
         else:

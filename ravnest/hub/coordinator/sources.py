@@ -16,10 +16,10 @@ from ravnest.hub.coordinator.placement import ClusterState, Placement, PlanChang
 from ravnest.hub.coordinator.snapshots import SnapshotDesk, SnapshotPurpose
 from ravnest.ids import HUB, NodeId, RoundId
 from ravnest.plan.types import Stage
-from ravnest.protocol.blobs import BlobRef
 from ravnest.protocol.placement import (
     BackupKept,
     BackupOrder,
+    BlobRef,
     SnapshotMade,
     Source,
     StageParts,
