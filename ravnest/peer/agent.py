@@ -50,6 +50,7 @@ from ravnest.protocol.averaging import (
     TiedHolder,
     TiedStep,
 )
+from ravnest.protocol.blobs import BlobPart, BlobRequest
 from ravnest.protocol.membership import (
     PROTOCOL_VERSION,
     Complaint,
@@ -64,8 +65,6 @@ from ravnest.protocol.membership import (
 from ravnest.protocol.messages import Message, Refusal
 from ravnest.protocol.placement import (
     BackupOrder,
-    BlobPart,
-    BlobRequest,
     PlanOrder,
     RingOrder,
     SnapshotMade,

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Self
 
 from ravnest.peer.compute_protocol import WrittenBlob
-from ravnest.protocol.placement import BlobRef
+from ravnest.protocol.blobs import BlobRef
 from ravnest.protocol.tensors import Buffer
 from ravnest.transfer.blobs import name_blob, name_pieces
 

@@ -13,9 +13,10 @@ from typing import Protocol
 from ravnest import errors
 from ravnest.errors import RavnestError
 from ravnest.ids import NodeId
+from ravnest.protocol.blobs import BlobRef
 from ravnest.protocol.membership import ProbeReport
 from ravnest.protocol.messages import Message
-from ravnest.protocol.placement import BlobRef, PlanOrder, RingOrder, SnapshotOrder, StageParts
+from ravnest.protocol.placement import PlanOrder, RingOrder, SnapshotOrder, StageParts
 from ravnest.protocol.tensors import Buffer
 from ravnest.transfer.outbox import Outgoing
 

@@ -14,17 +14,10 @@ from ravnest.errors import LinkError
 from ravnest.ids import HUB, NodeId
 from ravnest.peer.blob_store import BlobStore
 from ravnest.peer.compute_protocol import Build, Probe, ToCompute
+from ravnest.protocol.blobs import BlobRef
 from ravnest.protocol.membership import ProbeOrder, ProbeReport
 from ravnest.protocol.messages import Refusal
-from ravnest.protocol.placement import (
-    BackupKept,
-    BackupOrder,
-    BlobRef,
-    PlanOrder,
-    Source,
-    StageMissing,
-    StageParts,
-)
+from ravnest.protocol.placement import BackupKept, BackupOrder, PlanOrder, Source, StageMissing, StageParts
 from ravnest.protocol.tensors import Buffer
 from ravnest.transfer.blobs import Blobs
 from ravnest.transfer.exchange import ContentMessage, Exchange

@@ -20,8 +20,7 @@ from ravnest.engine.staleness import StalenessPolicy
 from ravnest.errors import ProtocolError, RavnestError
 from ravnest.ids import HUB, LeaseId, MicrobatchId, NodeId
 from ravnest.model.blueprint import Blueprint, Program, ValueId
-from ravnest.peer.pacing import Device, Timekeeper
-from ravnest.peer.stage_position import StagePosition
+from ravnest.peer.pacing import Device, StagePosition, Timekeeper
 from ravnest.peer.tied_weights import TiedWeights
 from ravnest.protocol.averaging import TiedCall
 from ravnest.protocol.messages import Refusal

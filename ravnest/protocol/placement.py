@@ -1,8 +1,7 @@
-"""Messages about placement: which node hosts which stage, and the content that a stage is built of.
+"""Messages about placement: which node hosts which stage, and what a stage is built of.
 
 A plan has a number, `plan_id`. A cluster that it builds or changes gets that number as its `build_id`; the
 others train on under theirs. A stage gets what it lacks from sources: snapshots, by names of parameters.
-A blob is content by its hash. It is fetched piece by piece, and links are timed that way.
 """
 
 from dataclasses import dataclass
@@ -13,36 +12,7 @@ from msgspec import Meta
 from ravnest.ids import NodeId, RoundId, SegmentId
 from ravnest.plan.types import Ring, Stage
 from ravnest.protocol.averaging import FIRST_WEIGHTS
-
-BlobHash = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]  # BLAKE3 of the content
-PieceBytes = Annotated[int, Meta(ge=1, le=2**20)]
-
-
-@dataclass(frozen=True, slots=True)
-class BlobRef:
-    """Content by hash; knowing its size bounds what is fetched."""
-
-    blob: BlobHash
-    size_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class BlobRequest:
-    """Asks for a piece of a blob."""
-
-    blob: BlobHash
-    offset: int
-    size_bytes: PieceBytes
-
-
-@dataclass(frozen=True, slots=True)
-class BlobPart:
-    """That piece, in the buffer beside it; shorter at the end of the blob."""
-
-    blob: BlobHash
-    offset: int
-    size_bytes: PieceBytes
-
+from ravnest.protocol.blobs import BlobRef
 
 Ticket = Annotated[bytes, Meta(max_length=16)]
 Rings = tuple[tuple[SegmentId, Ring], ...]

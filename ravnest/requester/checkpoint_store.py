@@ -27,7 +27,7 @@ from ravnest.foreign import decode_json
 from ravnest.hub.coordinator.leases import LeaseState
 from ravnest.model.blueprint import StateEntry
 from ravnest.model.safetensors_header import FileTensor, read_tensors
-from ravnest.protocol.placement import BlobRef
+from ravnest.protocol.blobs import BlobRef
 from ravnest.protocol.tensors import Buffer
 from ravnest.transfer.blobs import name_blob
 from ravnest.units import show_bytes

@@ -12,9 +12,9 @@ import numpy as np
 from blake3 import blake3
 
 from ravnest.ids import NodeId
+from ravnest.protocol.blobs import BlobPart, BlobRef, BlobRequest
 from ravnest.protocol.membership import Refused
 from ravnest.protocol.messages import Refusal
-from ravnest.protocol.placement import BlobPart, BlobRef, BlobRequest
 from ravnest.protocol.tensors import Buffer
 from ravnest.transfer.outbox import Outgoing
 

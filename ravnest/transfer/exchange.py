@@ -4,9 +4,9 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from ravnest.ids import NodeId
+from ravnest.protocol.blobs import BlobPart, BlobRef, BlobRequest
 from ravnest.protocol.membership import Refused
 from ravnest.protocol.messages import Refusal
-from ravnest.protocol.placement import BlobPart, BlobRef, BlobRequest
 from ravnest.protocol.tensors import Buffer
 from ravnest.transfer.blobs import Blobs, serve_piece
 from ravnest.transfer.link_probe import LinkProbe, LinkTimes, ballast, name_ballast

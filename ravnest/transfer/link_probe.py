@@ -12,7 +12,7 @@ from math import inf
 from blake3 import blake3
 
 from ravnest.ids import NodeId
-from ravnest.protocol.placement import BlobPart, BlobRef, BlobRequest
+from ravnest.protocol.blobs import BlobPart, BlobRef, BlobRequest
 from ravnest.transfer.blobs import name_blob
 from ravnest.transfer.outbox import Outgoing
 

@@ -22,7 +22,7 @@ from ravnest.errors import ConfigError
 from ravnest.hub.coordinator.coordinator import Coordinator
 from ravnest.hub.coordinator.events import Event, PeerJoined, Received
 from ravnest.hub.coordinator.notices import Joined, Left, Notice, PlanFormed
-from ravnest.hub.service.data_service import Parts
+from ravnest.hub.service.owner import Parts
 from ravnest.hub.service.server import HUB_LIMITS, HubParts, Server
 from ravnest.ids import LeaseId, MicrobatchId
 from ravnest.net.identity import SECRET_BYTES, Token, new_keys, peer_of, write_token
@@ -30,8 +30,9 @@ from ravnest.net.relay import Relay
 from ravnest.net.transport import DialFailed, LinkDown, LinkUp, PublicKey
 from ravnest.net.zeromq import ZeroMqTransport
 from ravnest.protocol import messages
+from ravnest.protocol.blobs import BlobRequest
 from ravnest.protocol.membership import PROTOCOL_VERSION, Complaint, Refused, Stop, Welcome
-from ravnest.protocol.placement import BlobRequest, PlanOrder
+from ravnest.protocol.placement import PlanOrder
 from ravnest.protocol.tensors import TensorSpec
 from ravnest.protocol.training import Activation, Gradient, LeaseDone
 from ravnest.transfer.link_probe import name_ballast

@@ -15,8 +15,7 @@ from ravnest.engine.staleness import StalenessPolicy
 from ravnest.ids import HUB, NodeId
 from ravnest.model.blueprint import Blueprint
 from ravnest.model.capture import Captured, capture
-from ravnest.peer.pacing import Device
-from ravnest.peer.stage_position import StagePosition
+from ravnest.peer.pacing import Device, StagePosition
 from ravnest.peer.worker import Worker
 from ravnest.protocol import messages
 from ravnest.protocol.messages import Message

@@ -22,10 +22,9 @@ from ravnest.model.capture import Captured
 from ravnest.model.slicing import slice_blueprint
 from ravnest.model.stage_program import build_stage_program
 from ravnest.peer.averager import AnchorState, Averager
-from ravnest.peer.pacing import Device
+from ravnest.peer.pacing import Device, StagePosition
 from ravnest.peer.stage_builder import find_roles
 from ravnest.peer.stage_host import Answer, RunningStage
-from ravnest.peer.stage_position import StagePosition
 from ravnest.peer.worker import Worker
 from ravnest.plan.types import Stage
 from ravnest.protocol import messages

@@ -11,9 +11,9 @@ from ravnest.hub.coordinator.notices import EpochDone, Evaluated, Notice
 from ravnest.ids import LeaseId, MicrobatchId, NodeId
 from ravnest.plan.sharing import ALONE, Sharing, TrainingLength
 from ravnest.plan.types import ModelProfile, Node, Plan
+from ravnest.protocol.blobs import BlobRef
 from ravnest.protocol.membership import Fact
 from ravnest.protocol.messages import Message, Refusal
-from ravnest.protocol.placement import BlobRef
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ import pytest
 
 from ravnest.ids import NodeId
 from ravnest.peer.blob_store import BlobStore
-from ravnest.protocol.placement import BlobRequest
+from ravnest.protocol.blobs import BlobRequest
 from ravnest.transfer.blobs import Blobs, name_blob
 
 PEER = NodeId("peer")

@@ -11,9 +11,9 @@ from ravnest.ids import HUB, MicrobatchId, NodeId, RoundId, SegmentId
 from ravnest.net.memory import run_virtual
 from ravnest.net.transport import Service
 from ravnest.protocol.averaging import RingPart
+from ravnest.protocol.blobs import BlobPart, BlobRef, BlobRequest
 from ravnest.protocol.membership import Refused, Stop
 from ravnest.protocol.messages import Message, Refusal
-from ravnest.protocol.placement import BlobPart, BlobRef, BlobRequest
 from ravnest.protocol.tensors import Buffer, TensorSpec
 from ravnest.protocol.training import Activation, Gradient
 from ravnest.transfer.blobs import Blobs, name_blob, name_pieces

@@ -17,9 +17,9 @@ from ravnest.hub.coordinator.phases import JobPhase
 from ravnest.hub.service.admission import ProbeReports
 from ravnest.ids import HUB, NodeId
 from ravnest.peer import capabilities
+from ravnest.protocol.blobs import BlobPart, BlobRequest
 from ravnest.protocol.membership import Fact, ProbeOrder, ProbeReport
 from ravnest.protocol.messages import Refusal
-from ravnest.protocol.placement import BlobPart, BlobRequest
 from ravnest.transfer.blobs import Blobs, name_blob
 from ravnest.transfer.exchange import Exchange
 from ravnest.transfer.link_probe import LinkProbe, LinkTimes, ballast, name_ballast
