@@ -377,6 +377,7 @@ class Worker:
             idle_share=0.0,
             loss=running.loss,
             metrics=running.metrics,
+            noise=self._stage.noise if task.is_update else None,
         )
         return self.timekeeper.send(report)
 

@@ -22,6 +22,7 @@ from ravnest.hub.coordinator.events import (
     Event,
     JobGiven,
     LossAlarm,
+    NoiseMeasured,
     Notify,
     PartsMade,
     PeerJoined,
@@ -45,6 +46,7 @@ from ravnest.hub.coordinator.membership import Membership, is_sensible
 from ravnest.hub.coordinator.notices import (
     Joined,
     MicrobatchDropped,
+    NoiseFound,
     Returned,
     SpeedChanged,
 )
@@ -364,6 +366,8 @@ class Coordinator:
                 return self._record_speed(event)
             case ClusterSlowed():
                 return self._link_checks.order(event)
+            case NoiseMeasured():
+                return self._record_noise(event)
             case LossAlarm():
                 self._life.alarm = event
             case CalmChanged():
@@ -396,6 +400,16 @@ class Coordinator:
         self.membership.update(replace(member, node=node))
         self._plan_trigger.reset(self.now)
         return [Notify(SpeedChanged(measured.node, measured.times))]
+
+    def _record_noise(self, measured: NoiseMeasured) -> list[Action]:
+        """Plan with the noise scale that gradients have; it may let spares form a cluster."""
+        is_first = self.placement.noise is None
+        may_add_clusters = self.placement.record_noise(measured.noise)
+        if may_add_clusters:
+            self._plan_trigger.reset(self.now)
+        elif not is_first:
+            return []
+        return [Notify(NoiseFound(measured.noise, may_add_clusters))]
 
     def _inquire(self, silent: ClusterSilent) -> _Result:
         """Ask a silent cluster that runs; evict the nodes for which one that is built waits."""

@@ -27,6 +27,8 @@ class MakePlan:
     changed: tuple[Node, ...] = ()  # who is another than that plan knows, as it knows them
     microbatches: int = 0  # of it
     sharing: Sharing = ALONE  # of it
+    noise: float | None = None  # the job's noise scale in samples, once measured
+    tries_spares: bool = False  # spares that could not help before may help now
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,6 +264,14 @@ class ClusterSlowed:
 
 
 @dataclass(frozen=True, slots=True)
+class NoiseMeasured:
+    """The noise scale of the job's gradients, in samples: the first one, or one that is clearly larger."""
+
+    noise: float
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
 class LossAlarm:
     """Training goes wrong: what was seen, and at which node or cluster."""
 
@@ -300,6 +310,7 @@ Conclusion = (
     | EvaluationReported
     | SpeedMeasured
     | ClusterSlowed
+    | NoiseMeasured
     | LossAlarm
     | CalmChanged
     | ClusterSilent

@@ -271,6 +271,12 @@ class Ledger:
         self.exact.take()
         self._evaluation = None
 
+    def skip_evaluation(self) -> None:
+        """Wait no longer for the last evaluation."""
+        for lease in self.open_leases:
+            self._open.close(lease)
+        self._evaluation = None
+
     def start_evaluation(self) -> None:
         """Evaluate the last weights, if there are validation samples."""
         assert self.is_finished, "the last evaluation comes when all is trained"

@@ -33,6 +33,7 @@ from ravnest.hub.coordinator.notices import (
     FromCheckpoint,
     Left,
     NotCheckpointed,
+    NotEvaluated,
     Repaired,
     Resumed,
     Stopping,
@@ -338,9 +339,19 @@ class Departures:
         return self.evict(gone, now)
 
     def rebuild(self, stuck: Iterable[ClusterState], now: float) -> list[Action]:
-        """Build clusters anew in which all nodes answer and nothing moves."""
+        """Build clusters anew in which all nodes answer and nothing moves.
+
+        In the last evaluation nothing is built: the cluster whose weights are to be kept leaves it out.
+        """
         actions: list[Action] = []
         for cluster in (each for each in stuck if each in self._placement.running):
+            is_last = not any(
+                x is not cluster and self._ledger.progress.knows(x) for x in self._placement.running
+            )
+            if self._life.phase is JobPhase.EVALUATING and is_last:
+                self._ledger.skip_evaluation()
+                actions.append(Notify(NotEvaluated(cluster.name)))
+                continue
             self._plan_trigger.reset(now)
             actions += self._lose_stage(cluster, "it has work, and nothing moves", now, now)
         return actions

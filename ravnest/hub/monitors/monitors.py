@@ -24,6 +24,7 @@ from ravnest.hub.coordinator.events import (
     EvaluationReported,
     Event,
     LossAlarm,
+    NoiseMeasured,
     Notify,
     PeerJoined,
     PeerLeft,
@@ -49,6 +50,7 @@ from ravnest.hub.coordinator.phases import JobPhase
 from ravnest.hub.coordinator.placement import ClusterState
 from ravnest.hub.monitors.liveness import LivenessMonitor, PaceMonitor, ThroughputMonitor
 from ravnest.hub.monitors.loss_guard import LossGuard
+from ravnest.hub.monitors.noise import NoiseMonitor
 from ravnest.ids import LeaseId, MicrobatchId, NodeId
 from ravnest.protocol.averaging import RoundAbort, RoundReady
 from ravnest.protocol.membership import Leave
@@ -192,6 +194,7 @@ class Monitors:
     def __init__(self, timeouts: HubTimeouts = TIMEOUTS.hub) -> None:
         self._speeds, self._paces = ThroughputMonitor(timeouts), PaceMonitor(timeouts)
         self._guard = LossGuard()
+        self._noise = NoiseMonitor()
         self._liveness = LivenessMonitor(timeouts)
         self._sums = ReportSums()
         self._found: deque[Conclusion] = deque()
@@ -224,6 +227,7 @@ class Monitors:
             else:
                 self._paces.pause(cluster.cluster_id)
                 self._end_evaluation(hub.ledger, cluster, report, now)
+        self._note_noise(hub, cluster, sender, report, now)
         times = self._speeds.note(sender, report, now)
         if times is not None:
             self._found.appendleft(SpeedMeasured(sender, times, now))
@@ -240,6 +244,16 @@ class Monitors:
         times = self._paces.note(cluster.cluster_id, report, now)
         if times is not None:
             self._found.append(ClusterSlowed(cluster.cluster_id, times, now))
+
+    def _note_noise(
+        self, hub: Coordinator, cluster: ClusterState, sender: NodeId, report: StepReport, now: float
+    ) -> None:
+        if report.noise is None:
+            return
+        facts = (cluster.cluster_id, cluster.nodes, sender, report.noise)
+        noise = self._noise.note(*facts, hub.ledger.settings.length)
+        if noise is not None:
+            self._found.append(NoiseMeasured(noise, now))
 
     def prepare(self, hub: Coordinator, event: Event) -> TrainingReported | None:
         """Return what the books need before an event, if there is anything."""
@@ -323,6 +337,7 @@ class Monitors:
                 running = [each.cluster_id for each in hub.placement.running]
                 self._guard.forget_others(running)
                 self._paces.forget_others(running)
+                self._noise.forget_others(running)
 
     def _tell_alarm(self, now: float) -> None:
         alarm = self._guard.alarm

@@ -128,6 +128,8 @@ class Status:
     left_out: tuple[str, ...]  # clusters, of the last
     recent: tuple[Said, ...]
     dropped: tuple[DroppedSamples, ...] = ()
+    efficiency: float = 1.0  # the training effect of a sample, in that of one process, as foreseen
+    noise_scale: float | None = None  # of the gradients, in samples, once measured
 
 
 NO_JOB = Status(0.0, JobPhase.COLLECTING, "", (), (), 0, 0, 0, 0, 0.0, None, None, {}, 0, 0, None, (), ())
@@ -185,6 +187,8 @@ class StatusTracker:
             left_out=self._round.left_out if self._round else (),
             recent=tuple(self._recent),
             dropped=self.hub.drops.found,
+            efficiency=self.hub.placement.sharing.efficiency,
+            noise_scale=self.hub.placement.noise,
         )
 
     def _observe_notice(self, news: Notice) -> None:

@@ -38,6 +38,7 @@ from ravnest.hub.coordinator.notices import (
     Left,
     MicrobatchDropped,
     NotCheckpointed,
+    NotEvaluated,
     PlanFormed,
     Recovered,
     Repaired,
@@ -621,6 +622,20 @@ def test_a_member_may_ask_what_became_of_a_round():
     assert answer == (Send("a", RoundCommit(1)),)
     (refusal,) = world.hub.apply(Received("a", RoundQuery(99, "a"), world.now))
     assert "round 99" in refusal.reason
+
+
+def test_a_cluster_that_gets_nowhere_in_the_last_evaluation_leaves_it_out_and_is_kept():
+    world = HubWorld(job(epochs=1, num_validation=400))
+    world.join(*"abc")
+    world.run_until(lambda: len(world.ledger) > 10)
+    world.stop()
+    world.run_until(lambda: world.hub.phase is JobPhase.EVALUATING)
+    for name in "abc":
+        world.slow(name, 1e6)
+    world.run()
+    assert world.told(NotEvaluated)
+    assert world.abandoned is None
+    assert world.finish is not None
 
 
 # Reports of epochs.
