@@ -467,8 +467,9 @@ class Ledger:
         opened = self._open.open(cluster.cluster_id, lease, self._cut(len(samples), share))
         self._awaited.append(opened)
         batches = len(placement.running) * share / self._settings.batch_size
+        ahead = _OPEN_LEASES * self._chunk_batches
         return [
-            *self.progress.send_rates(cluster, _OPEN_LEASES * self._chunk_batches, batches),
+            *self.progress.send_rates(cluster, ahead, batches, placement.rate_times),
             *grant_lease(cluster, opened, samples, placement),
         ]
 

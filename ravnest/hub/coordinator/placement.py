@@ -15,7 +15,7 @@ from ravnest.hub.coordinator.phases import CLUSTER_TRANSITIONS, ClusterPhase, No
 from ravnest.hub.coordinator.planner import configure_microbatch, profile_microbatch
 from ravnest.ids import NodeId, SegmentId
 from ravnest.plan.forecast import Forecast, forecast
-from ravnest.plan.sharing import ALONE, LEAST_UPDATES, Sharing, efficiency
+from ravnest.plan.sharing import ALONE, LEAST_UPDATES, Sharing, adam_rate_times, efficiency
 from ravnest.plan.types import Backup, Cluster, Node, Plan, Ring, Stage, Swarm, cluster_name
 from ravnest.protocol.placement import Contact, PlanOrder, RingOrder, Rings
 
@@ -103,6 +103,14 @@ class Placement:
     def is_exact(self) -> bool:
         """Whether clusters sum the gradients of every batch."""
         return self.sharing.averaging is Averaging.EXACT and len(self._clusters) > 1
+
+    @property
+    def rate_times(self) -> float:
+        """How many times the job's rate clusters use: more for the requester's own Adam on shared batches."""
+        settings = self._job.settings
+        if not settings.has_own_adam or not self.sharing.is_split:
+            return 1.0
+        return adam_rate_times(replace(settings.length, noise=self.noise), max(1, len(self._clusters)))
 
     @property
     def rings(self) -> tuple[Ring, ...]:

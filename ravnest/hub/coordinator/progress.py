@@ -136,10 +136,13 @@ class ClusterProgress:
             each.num_alone, each.num_samples_seen = 0, seen
             each.anchor_round = each.anchor_round if round_id is None else round_id
 
-    def send_rates(self, cluster: ClusterState, num_updates: int, batches: float) -> list[Send]:
+    def send_rates(
+        self, cluster: ClusterState, num_updates: int, batches: float, times: float = 1.0
+    ) -> list[Send]:
         """Return the rates of the next so many updates, where they are not what the cluster was sent.
 
-        All clusters together train so many batches while this one makes an update.
+        All clusters together train so many batches while this one makes an update. Rates are so many times
+        those of the job.
         """
         progress = self._of(cluster)
         latest = max((update for update in progress.rates if update <= progress.version), default=0)
@@ -148,7 +151,7 @@ class ClusterProgress:
         sends = []
         for ahead in range(num_updates):
             update = progress.version + ahead
-            rate = self._settings.rate(progress.position + int(ahead * batches))
+            rate = times * self._settings.rate(progress.position + int(ahead * batches))
             if progress.rates.get(update, told) != rate:
                 progress.rates[update] = rate
                 sends += [Send(node, LearningRate(cluster.build_id, update, rate)) for node in cluster.nodes]

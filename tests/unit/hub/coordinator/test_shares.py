@@ -12,7 +12,7 @@ from ravnest.hub.coordinator.events import JobGiven, JobSettings, MakePlan, Nois
 from ravnest.hub.coordinator.ledger import divide_batch
 from ravnest.hub.coordinator.notices import NoiseFound, PlanFormed, Repaired, show_notice
 from ravnest.hub.coordinator.planner import SEARCH_PLANNER
-from ravnest.protocol.training import LeaseGrant
+from ravnest.protocol.training import LearningRate, LeaseGrant
 
 
 @pytest.mark.parametrize(
@@ -154,3 +154,16 @@ def test_noise_at_which_no_other_cluster_pays_changes_nothing():
     assert len(world.hub.clusters) == 1
     assert not world.told(Repaired)
     check_replay(world)
+
+
+@pytest.mark.parametrize(("has_own_adam", "times"), [(True, 2.0**0.5), (False, 1.0)])
+def test_an_adam_of_the_requesters_gets_a_higher_rate_in_two_clusters(has_own_adam, times):
+    world = HubWorld(shared_job(microbatches=1, average_every=1, epochs=8, has_own_adam=has_own_adam))
+    world.join(*"abcdef", memory_mb=250.0)
+    world.run_until(lambda: len(world.hub.placement.running) == 2)
+    world.feed(NoiseMeasured(1e6, world.now))
+    start = len(world.happened)
+    world.run()
+    sends = (x.message for _, actions in world.happened[start:] for x in actions if isinstance(x, Send))
+    rates = {x.rate for x in sends if isinstance(x, LearningRate)}
+    assert max(rates, default=0.1) == pytest.approx(0.1 * times, rel=1e-3)
