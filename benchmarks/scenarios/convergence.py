@@ -186,7 +186,7 @@ def _draw_pieces(count: int, *, is_held_out: bool) -> dict[str, Any]:
 
 def _alone(num_updates: int) -> float:
     """Return the validation loss of the same recipe in one process, with nothing late."""
-    from ravnest.cli.plain_loop import train_plain_loop
+    from ravnest.cli.demo_jobs import train_plain_loop
 
     job = _job(num_updates)
     return train_plain_loop(job, job.capture().blueprint).metrics["val_loss"]

@@ -10,9 +10,6 @@ from dataclasses import replace
 from typing import assert_never
 
 from ravnest.config import TIMEOUTS, HubTimeouts
-from ravnest.hub.coordinator.checkpoints import CheckpointCollector
-from ravnest.hub.coordinator.departures import Departures
-from ravnest.hub.coordinator.drops import Drops
 from ravnest.hub.coordinator.events import (
     Action,
     CalmChanged,
@@ -43,9 +40,8 @@ from ravnest.hub.coordinator.events import (
     Tick,
     TrainingReported,
 )
-from ravnest.hub.coordinator.inquiries import Inquiries
 from ravnest.hub.coordinator.ledger import Ledger
-from ravnest.hub.coordinator.lifecycle import Lifecycle
+from ravnest.hub.coordinator.lifecycle import Departures, Lifecycle, Training
 from ravnest.hub.coordinator.membership import Membership, is_sensible
 from ravnest.hub.coordinator.notices import (
     Joined,
@@ -56,12 +52,11 @@ from ravnest.hub.coordinator.notices import (
 )
 from ravnest.hub.coordinator.phases import JobPhase, NodePhase
 from ravnest.hub.coordinator.placement import ClusterState, Placement
-from ravnest.hub.coordinator.plan_trigger import PlanTrigger
-from ravnest.hub.coordinator.probes import LinkChecks
+from ravnest.hub.coordinator.plan_trigger import LinkChecks, PlanTrigger
+from ravnest.hub.coordinator.progress import Drops
 from ravnest.hub.coordinator.recovery import Recovery
 from ravnest.hub.coordinator.rounds import Rounds
-from ravnest.hub.coordinator.snapshots import SnapshotDesk, SnapshotPurpose
-from ravnest.hub.coordinator.training import Training
+from ravnest.hub.coordinator.snapshots import CheckpointCollector, Inquiries, SnapshotDesk, SnapshotPurpose
 from ravnest.ids import NodeId
 from ravnest.protocol.averaging import RoundAbort, RoundQuery, RoundReady
 from ravnest.protocol.membership import Leave, Stop

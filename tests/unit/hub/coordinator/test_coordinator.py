@@ -53,7 +53,7 @@ from ravnest.hub.coordinator.planner import lease_batches
 from ravnest.ids import HUB
 from ravnest.plan.profiles import builtin_profile, resize_batch
 from ravnest.plan.types import Cluster, Plan, Stage
-from ravnest.protocol import wire
+from ravnest.protocol import messages
 from ravnest.protocol.averaging import RoundAbort, RoundCommit, RoundOpen, RoundQuery, RoundReady
 from ravnest.protocol.membership import Leave, Stop
 from ravnest.protocol.messages import Refusal
@@ -324,7 +324,7 @@ def test_a_lease_lists_no_more_microbatches_than_a_message_may():
     world.run_until(lambda: sent(world, LeaseGrant))
     assert {len(grant.num_samples) for grant in sent(world, LeaseGrant)} == {600}
     longest = LeaseGrant(2**40, 2**40, True, 2**60, (2**40,) * 1024)
-    assert len(wire.pack(longest)) <= wire.MOST_HEADER_BYTES
+    assert len(messages.pack(longest)) <= messages.MOST_HEADER_BYTES
 
 
 @pytest.mark.parametrize(
