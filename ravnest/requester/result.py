@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ravnest.errors import ConfigError, WeightsError
-from ravnest.hub.coordinator.drops import DroppedSamples
+from ravnest.hub.coordinator.progress import DroppedSamples
 from ravnest.model.blueprint import Blueprint
 from ravnest.model.state_dict import merge_stages
 from ravnest.requester.run_folder import BEST, MODEL
