@@ -9,6 +9,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -28,8 +29,7 @@ from ravnest.model.state_dict import (
     OPTIMIZER_PREFIX,
     read_finite_snapshot,
     read_snapshot,
-    to_safetensors,
-    to_snapshot,
+    snapshot_pieces,
 )
 from ravnest.protocol.tensors import Buffer
 from ravnest.requester import checkpoint_store
@@ -99,9 +99,9 @@ class JobOwner:
         names = {entry.name for entry in stage.state}
         if optimizer:
             slots = {key: tensor for key, tensor in optimizer.items() if key.partition("/")[2] in names}
-            weights = to_snapshot({name: state[name] for name in names}, slots)
+            weights = partial(snapshot_pieces, {name: state[name] for name in names}, slots)
         else:
-            weights = to_safetensors(state, stage)
+            weights = partial(snapshot_pieces, {entry.name: state[entry.name] for entry in stage.state}, {})
         return Parts(
             blueprint=write_train_config(self._training, trained) + b"\n" + write_blueprint(stage),
             weights=weights,
