@@ -32,7 +32,7 @@ class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 @dataclass(frozen=True, slots=True)
-class TensorType:
+class StoredType:
     """What a tensor is but for its values."""
 
     dtype: str  # as torch and numpy name it
@@ -57,9 +57,9 @@ class FileTensor:
     buffer: memoryview
 
     @property
-    def type(self) -> TensorType:
+    def type(self) -> StoredType:
         """What it is but for its values."""
-        return TensorType(self.dtype, self.shape)
+        return StoredType(self.dtype, self.shape)
 
 
 def read_tensors(content: Buffer) -> tuple[FileTensor, ...]:
@@ -84,7 +84,7 @@ def read_tensors(content: Buffer) -> tuple[FileTensor, ...]:
     return tuple(tensors)
 
 
-def write_header(tensors: Mapping[str, TensorType], notes: Mapping[str, str] | None = None) -> bytes:
+def write_header(tensors: Mapping[str, StoredType], notes: Mapping[str, str] | None = None) -> bytes:
     """Return the header of a file whose tensors follow in this order; `notes` are for other readers."""
     entries: dict[str, _Entry | dict[str, str]] = {} if notes is None else {_METADATA: dict(notes)}
     start = 0

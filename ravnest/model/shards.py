@@ -17,7 +17,7 @@ import msgspec
 from ravnest.disk import map_file, read_bytes
 from ravnest.errors import WeightsError
 from ravnest.foreign import decode_json
-from ravnest.model.safetensors_header import FileTensor, TensorType, read_tensors, write_header
+from ravnest.model.safetensors_header import FileTensor, StoredType, read_tensors, write_header
 from ravnest.protocol.tensors import ITEM_BYTES, Buffer
 
 SHARD_BYTES = 2_000_000_000  # a file has no more tensors than fit into this, but always one
@@ -46,21 +46,34 @@ def has_weights(file: Path) -> bool:
     return file.exists() or index_of(file).exists()
 
 
-def open_weights(place: Path) -> tuple[FileTensor, ...]:
-    """Return the tensors of a file, an index or a folder, mapped; or raise WeightsError."""
-    if place.is_dir():
-        file = place / f"model{_SUFFIX}"
-        place = index_of(file) if index_of(file).exists() and not file.exists() else file
-        if not place.exists():
-            only = [each for each in sorted(place.parent.glob(f"*{_SUFFIX}")) if each.is_file()]
-            if len(only) != 1:
-                raise WeightsError(f"{place.parent} holds no weights that can be read; give {_FORMS}")
-            place = only[0]
-    if place.name.endswith(_INDEX_SUFFIX):
-        return _open_shards(place)
+def is_index(place: Path) -> bool:
+    """Return whether this is an index of shards, by its name."""
+    return place.name.endswith(_SUFFIX + _INDEX_SUFFIX)
+
+
+def find_files(place: Path) -> list[Path]:
+    """Return the safetensors files that a file, an index or a folder stands for; or raise WeightsError."""
+    place = _find_in_folder(place) if place.is_dir() else place
+    if is_index(place):
+        return [place.with_name(shard) for shard in sorted(set(read_index(place).values()))]
     if place.suffix != _SUFFIX:
         raise WeightsError(f"{place} is no safetensors file by its name; give {_FORMS}")
-    return _open_file(place)
+    return [place]
+
+
+def open_weights(place: Path) -> tuple[FileTensor, ...]:
+    """Return the tensors of a file, an index or a folder, mapped; or raise WeightsError."""
+    place = _find_in_folder(place) if place.is_dir() else place
+    return _open_shards(place) if is_index(place) else _open_file(find_files(place)[0])
+
+
+def _find_in_folder(folder: Path) -> Path:
+    file = folder / f"model{_SUFFIX}"
+    found = [each for each in (file, index_of(file)) if each.exists()]
+    found = found or [each for each in sorted(folder.glob(f"*{_SUFFIX}")) if each.is_file()]
+    if not found or (len(found) > 1 and file not in found):
+        raise WeightsError(f"{folder} holds no weights that can be read; give {_FORMS}")
+    return found[0]
 
 
 def read_index(index: Path) -> dict[str, str]:
@@ -109,7 +122,7 @@ class ShardWriter:
     under the same name is replaced then. May raise OSError.
     """
 
-    def __init__(self, file: Path, types: Mapping[str, TensorType], most_bytes: int = SHARD_BYTES) -> None:
+    def __init__(self, file: Path, types: Mapping[str, StoredType], most_bytes: int = SHARD_BYTES) -> None:
         self._file, self._index = file, index_of(file)
         groups = _group(types, most_bytes)
         self._names = [file.name] if len(groups) == 1 else _name_shards(file, len(groups))
@@ -197,9 +210,9 @@ class ShardWriter:
         return found
 
 
-def _group(types: Mapping[str, TensorType], most_bytes: int) -> list[dict[str, TensorType]]:
+def _group(types: Mapping[str, StoredType], most_bytes: int) -> list[dict[str, StoredType]]:
     """Return the tensors of each shard, in the order of the model, those of wide types first in each."""
-    groups: list[dict[str, TensorType]] = [{}]
+    groups: list[dict[str, StoredType]] = [{}]
     num_bytes = 0
     for name, kind in types.items():
         if groups[-1] and num_bytes + kind.size_bytes > most_bytes:

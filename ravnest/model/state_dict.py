@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ravnest.errors import WeightsError
 from ravnest.model.blueprint import BUFFER, CONSTANT, FLOATING, PARAMETER, Blueprint, StateEntry
-from ravnest.model.safetensors_header import FileTensor, TensorType, read_tensors, write_header
+from ravnest.model.safetensors_header import FileTensor, StoredType, read_tensors, write_header
 from ravnest.protocol.tensors import Buffer
 
 LOSS_PREFIX = "job_loss."  # of state that is the loss's, not the model's
@@ -140,7 +140,7 @@ def to_bytes(tensor: Tensor) -> memoryview:
     return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
-def from_bytes(kind: TensorType, data: Buffer) -> Tensor:
+def from_bytes(kind: StoredType, data: Buffer) -> Tensor:
     """Return a tensor with these values, in memory of its own."""
     dtype = getattr(torch, kind.dtype)
     if not len(data):
@@ -151,9 +151,9 @@ def from_bytes(kind: TensorType, data: Buffer) -> Tensor:
     return torch.frombuffer(own, dtype=dtype).reshape(kind.shape)
 
 
-def type_of(tensor: Tensor) -> TensorType:
+def type_of(tensor: Tensor) -> StoredType:
     """Return what a tensor is but for its values."""
-    return TensorType(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+    return StoredType(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
 
 
 def read_snapshot(data: Buffer, entries: Iterable[StateEntry]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -285,9 +285,9 @@ def _check(entry: StateEntry, state: Mapping[str, Tensor]) -> None:
     check_type(entry, None if tensor is None else type_of(tensor))
 
 
-def check_type(entry: StateEntry, found: TensorType | None) -> None:
+def check_type(entry: StateEntry, found: StoredType | None) -> None:
     """Refuse a tensor that is missing or not as the model says."""
-    wanted = TensorType(entry.dtype, entry.shape)
+    wanted = StoredType(entry.dtype, entry.shape)
     if found is None:
         raise WeightsError(f"the weights lack {entry.name!r}, {wanted}; {_WAY_OUT}")
     if found != wanted:

@@ -11,7 +11,7 @@ from typing import Protocol
 from torch import Tensor
 
 from ravnest.disk import release_pages
-from ravnest.model.safetensors_header import FileTensor, TensorType, write_header
+from ravnest.model.safetensors_header import FileTensor, StoredType, write_header
 from ravnest.model.state_dict import OPTIMIZER_PREFIX, from_bytes, to_bytes, type_of
 from ravnest.protocol.tensors import Buffer
 
@@ -22,7 +22,7 @@ class StateSource(Protocol):
     """Tensors by name. Reading may fail with WeightsError, and may be called from several threads."""
 
     @property
-    def types(self) -> Mapping[str, TensorType]:
+    def types(self) -> Mapping[str, StoredType]:
         """What it has."""
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Buffer:
@@ -34,7 +34,7 @@ class MemorySource:
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = {name: tensor for name, tensor in tensors.items() if not tensor.is_meta}
-        self.types: Mapping[str, TensorType] = {name: type_of(x) for name, x in self._tensors.items()}
+        self.types: Mapping[str, StoredType] = {name: type_of(x) for name, x in self._tensors.items()}
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Buffer:
         """Return the bytes of a tensor, or a range of them."""
@@ -48,7 +48,7 @@ class FileSource:
         self._tensors: dict[str, FileTensor] = {}
         for tensor in tensors:
             self._tensors.setdefault(tensor.name, tensor)
-        self.types: Mapping[str, TensorType] = {name: x.type for name, x in self._tensors.items()}
+        self.types: Mapping[str, StoredType] = {name: x.type for name, x in self._tensors.items()}
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Buffer:
         """Return the bytes of a tensor, or a range of them."""
@@ -63,7 +63,11 @@ class LayeredSource:
         for source in sources:
             for name in source.types:
                 self._owners.setdefault(name, source)
-        self.types: Mapping[str, TensorType] = {name: x.types[name] for name, x in self._owners.items()}
+        self.types: Mapping[str, StoredType] = {name: x.types[name] for name, x in self._owners.items()}
+
+    def is_of(self, name: str, source: StateSource) -> bool:
+        """Return whether a tensor is read from this one of the sources."""
+        return self._owners.get(name) is source
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Buffer:
         """Return the bytes of a tensor, or a range of them."""
@@ -116,7 +120,7 @@ def write_pieces(source: StateSource, names: Iterable[str]) -> Iterator[Buffer]:
         yield from read_pieces(source, name)
 
 
-def state_type(state: Mapping[str, Tensor], name: str) -> TensorType | None:
+def state_type(state: Mapping[str, Tensor], name: str) -> StoredType | None:
     """Return what a tensor of a state is but for its values; a source is not read for it."""
     if isinstance(state, SourceTensors):
         return state.source.types.get(name)

@@ -216,6 +216,11 @@ class Checkpoints:
         self.faults: list[str] = []  # what the last `find` passed over, and why
 
     @property
+    def folder(self) -> Path:
+        """The run's folder."""
+        return self._place.parent
+
+    @property
     def next_number(self) -> int:
         """A number above all that are here, damaged ones included."""
         return max(self._numbers(), default=-1) + 1

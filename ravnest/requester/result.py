@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ravnest.errors import ConfigError, WeightsError
 from ravnest.hub.coordinator.drops import DroppedSamples
 from ravnest.model.blueprint import CONSTANT, Blueprint
-from ravnest.model.safetensors_header import TensorType
+from ravnest.model.safetensors_header import StoredType
 from ravnest.model.shards import SHARD_BYTES, ShardWriter, has_weights
 from ravnest.model.state_dict import LOSS_PREFIX, check_names, check_type, to_bytes, type_of
 from ravnest.model.state_source import SourceTensors, read_pieces, state_type
@@ -78,7 +78,7 @@ class Result:
             raise ConfigError(f"{file} exists already; give another name, or overwrite=True")
         return self._write(file, self._all_types(), max_shard_bytes)
 
-    def _write(self, file: Path, types: Mapping[str, TensorType], max_shard_bytes: int) -> Path:
+    def _write(self, file: Path, types: Mapping[str, StoredType], max_shard_bytes: int) -> Path:
         trained, own = self._trained, self.model.state_dict()
         try:
             with ShardWriter(file, types, max_shard_bytes) as writer:
@@ -111,7 +111,7 @@ class Result:
         return place
 
     @cached_property
-    def _trained(self) -> dict[str, tuple[str, TensorType]]:
+    def _trained(self) -> dict[str, tuple[str, StoredType]]:
         """What the state has of the model (not of the loss), under all names of tied weights.
 
         Each with its name in the state.
@@ -121,14 +121,14 @@ class Result:
         entries = {entry.name: entry for entry in self.blueprint.state if entry.kind != CONSTANT}
         for name, entry in entries.items():
             check_type(entry, state_type(self.state, name))
-        kinds = {name: TensorType(entry.dtype, entry.shape) for name, entry in entries.items()}
+        kinds = {name: StoredType(entry.dtype, entry.shape) for name, entry in entries.items()}
         found = {name: (name, kind) for name, kind in kinds.items()}
         found |= {alias: (name, kinds[name]) for alias, name in aliases.items() if name in kinds}
         return {
             name: each for name, each in found.items() if name in known and not name.startswith(LOSS_PREFIX)
         }
 
-    def _all_types(self) -> dict[str, TensorType]:
+    def _all_types(self) -> dict[str, StoredType]:
         """Return everything the model's state_dict has, but for what has no values."""
         trained, own = self._trained, self.model.state_dict()
         return {
@@ -199,7 +199,7 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
     return dict(named)
 
 
-def _misfit(name: str, kind: TensorType, found: Tensor | None) -> str:
+def _misfit(name: str, kind: StoredType, found: Tensor | None) -> str:
     shown = "missing" if found is None else f"of shape {tuple(found.shape)}"
     fix = "give a model built like the one that was trained"
     if found is not None and found.is_meta:
