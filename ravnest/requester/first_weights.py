@@ -74,14 +74,13 @@ def _fit(given: StateSource, blueprint: Blueprint, model: nn.Module, where: str)
             continue
         num_wanted += 1
         own = [entry.name, *others.get(entry.name, ())]
-        tried = [*own, *(name.removeprefix(prefix) for name in own), *(prefix + name for name in own)]
-        name = next((name for name in tried if name in given.types), None)
-        if name is not None:
-            is_cast = {entry.dtype, given.types[name].dtype} <= set(FLOATING)
-            check_type(
-                entry, StoredType(entry.dtype, given.types[name].shape) if is_cast else given.types[name]
-            )
-            names[entry.name], types[entry.name] = name, StoredType(entry.dtype, entry.shape)
+        tried = [*own, *(each.removeprefix(prefix) for each in own), *(prefix + each for each in own)]
+        found = next((each for each in tried if each in given.types), None)
+        if found is not None:
+            wanted, kind = StoredType(entry.dtype, entry.shape), given.types[found]
+            is_cast = {wanted.dtype, kind.dtype} <= set(FLOATING)
+            check_type(entry, StoredType(wanted.dtype, kind.shape) if is_cast else kind)
+            names[entry.name], types[entry.name] = found, wanted
     if len(names) < _ENOUGH * num_wanted:
         problem = f"{where} has {len(names)} of the model's {num_wanted} tensors by name"
         raise WeightsError(f"{problem}, so it is of another model; give weights of one that is built like it")
