@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ravnest.errors import ConfigError, WeightsError
-from ravnest.hub.coordinator.drops import DroppedSamples
+from ravnest.hub.coordinator.progress import DroppedSamples
 from ravnest.model.blueprint import CONSTANT, Blueprint
 from ravnest.model.safetensors_header import StoredType
 from ravnest.model.shards import SHARD_BYTES, ShardWriter, has_weights

@@ -53,7 +53,7 @@ from ravnest.peer.compute_protocol import (
 from ravnest.peer.stage_builder import StageBuilder, StageTools
 from ravnest.peer.stage_host import SavedStage, StageHost, write_snapshot
 from ravnest.plan.types import Node, Plan
-from ravnest.protocol import wire
+from ravnest.protocol import messages
 from ravnest.protocol.averaging import RoundCommit
 from ravnest.protocol.membership import Fact
 from ravnest.protocol.messages import Message, Refusal
@@ -380,7 +380,7 @@ class World:
         """Return when copies of a message leave."""
         if self.leaving is None:
             return (0.0,)
-        return self.leaving(self, sender, self._names[to], wire.unpack(header, buffers))
+        return self.leaving(self, sender, self._names[to], messages.unpack(header, buffers))
 
     def _know(self, name: NodeId) -> KeyPair:
         keys = self._keys[name] = make_keys(f"{self.seed} {name}")

@@ -39,17 +39,16 @@ from ravnest.hub.coordinator.events import (
 from ravnest.hub.coordinator.notices import CutOff, Missing, Notice, Returned, Waiting
 from ravnest.hub.coordinator.planner import SEARCH_PLANNER, Planner
 from ravnest.hub.monitors.liveness import OutageMonitor
-from ravnest.hub.monitors.monitored import MonitoredCoordinator, Watch
-from ravnest.hub.service.admission import Admission
+from ravnest.hub.monitors.monitors import MonitoredCoordinator, Watch
+from ravnest.hub.service.admission import Admission, ProbeReports
 from ravnest.hub.service.data_service import DataService
 from ravnest.hub.service.event_log import EventStore
 from ravnest.hub.service.owner import Owner
-from ravnest.hub.service.probe_reports import ProbeReports
 from ravnest.ids import NodeId
 from ravnest.net.identity import Token
 from ravnest.net.relay import Relay
 from ravnest.net.transport import MIB, Delivery, LinkDown, LinkUp, PeerId, Service, Transport, TransportLimits
-from ravnest.protocol import wire
+from ravnest.protocol import messages
 from ravnest.protocol.membership import (
     PROTOCOL_VERSION,
     Complaint,
@@ -255,7 +254,7 @@ class Server:
 
     def _open(self, delivery: Delivery) -> None:
         try:
-            message = wire.unpack(delivery.header, delivery.buffers)
+            message = messages.unpack(delivery.header, delivery.buffers)
         except ProtocolError as error:
             self._ban(delivery.sender, str(error))
             return
@@ -295,7 +294,7 @@ class Server:
 
     async def _refuse(self, peer: PeerId, reason: str) -> None:
         try:
-            await self._transport.send(peer, Service.CONTROL, wire.pack(Refused(reason)))
+            await self._transport.send(peer, Service.CONTROL, messages.pack(Refused(reason)))
         except LinkError as error:
             logger.debug("%s is not told: %s", peer, error)
 
