@@ -13,9 +13,8 @@ from math import inf
 from typing import Annotated
 
 import msgspec
-from msgspec import Meta
-
 import numpy as np
+from msgspec import Meta
 
 from ravnest.errors import ProtocolError
 from ravnest.net.congestion import Departure, Window, affordable_chunk_bytes

@@ -6,20 +6,25 @@ and a node that sends a wrong one is known at once (docs/decisions/020). Request
 those hashes. `transfer.exchange` fetches blobs.
 """
 
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from blake3 import blake3
 
+from ravnest.disk import release_pages, write_nameless
 from ravnest.ids import NodeId
 from ravnest.protocol.blobs import PIECE_BYTES, BlobPart, BlobRef, BlobRequest
 from ravnest.protocol.membership import Refused
 from ravnest.protocol.tensors import Buffer
 from ravnest.transfer.outbox import Outgoing
-from ravnest.transfer.spool import Spool
+
+logger = logging.getLogger(__name__)
 
 HASH_BYTES = 32
+_RELEASE_BYTES = 64 << 20  # of a file may be in memory at once
 _CONTEXT = "ravnest 2026-11 hashes of the pieces of a blob"
 
 
@@ -45,10 +50,12 @@ class BlobStorage(Protocol):
 class Blobs:
     """The blobs of one program: those in its storage, and those it passes on for a while."""
 
-    def __init__(self, storage: BlobStorage | None = None) -> None:
+    def __init__(self, storage: BlobStorage | None = None, folder: str | Path | None = None) -> None:
         memory: dict[str, Blob] = {}
         self._kept: BlobStorage = memory if storage is None else storage
+        self.folder = folder  # for files without a name; None: the system's own
         self._passed_on: dict[str, Blob] = {}
+        self._num_served = 0  # bytes since pages were released
 
     def keep(self, content: Buffer) -> BlobRef:
         """Keep a blob for all that ask; return its name."""
@@ -57,17 +64,26 @@ class Blobs:
         self._kept[ref.blob] = Blob(content, hashes)
         return ref
 
-    def spool(self, content: Buffer) -> BlobRef:
-        """Keep a blob for all that ask, on disk if it is large; return its name."""
-        if len(content) <= PIECE_BYTES:
-            return self.keep(content)
-        spool, hashes = Spool(len(content)), bytearray()
-        for number, piece in enumerate(cut(content)):
-            hashes += blake3(piece).digest()
-            spool.write(number * PIECE_BYTES, piece)
-        ref = name_hashes(bytes(hashes), len(content))
-        self._kept[ref.blob] = Blob(spool.content, bytes(hashes))
-        return ref
+    def keep_pieces(self, make: Callable[[], Iterable[Buffer]]) -> BlobRef:
+        """Keep a blob that is made part by part; a large one lies in a file, if the disk takes it."""
+        named, first = _Naming(), []
+        parts = named.pass_on(make())
+        for part in parts:
+            first.append(part)
+            if named.num_bytes > PIECE_BYTES:
+                break
+        content: Buffer
+        if named.num_bytes <= PIECE_BYTES:
+            content = b"".join(first)
+        else:
+            try:
+                content = write_nameless(_chain(first, parts), self.folder)
+            except OSError as error:
+                logger.warning("weights stay in memory, for the disk does not take them: %s", error)
+                named = _Naming()
+                content = b"".join(named.pass_on(make()))
+        self._kept[named.ref.blob] = Blob(content, named.hashes)
+        return named.ref
 
     def __contains__(self, ref: BlobRef) -> bool:
         return ref.blob in self._kept or ref.blob in self._passed_on
@@ -95,7 +111,15 @@ class Blobs:
 
     def serve(self, sender: NodeId, request: BlobRequest) -> Outgoing:
         """Answer a request with a piece, or with a refusal."""
-        return serve_piece(sender, request, self.get(request.blob))
+        return self.serve_piece(sender, request, self.get(request.blob))
+
+    def serve_piece(self, sender: NodeId, request: BlobRequest, found: Blob | None) -> Outgoing:
+        """Answer a request with a piece of this blob, and have little of it in memory."""
+        self._num_served += request.size_bytes
+        if found is not None and self._num_served > _RELEASE_BYTES:
+            self._num_served = 0
+            release_pages(found.content)
+        return serve_piece(sender, request, found)
 
 
 def serve_piece(sender: NodeId, request: BlobRequest, found: Blob | None) -> Outgoing:
@@ -121,7 +145,12 @@ def cut(content: Buffer) -> Iterator[memoryview]:
 
 def hash_pieces(content: Buffer) -> bytes:
     """Return the hashes of a blob's pieces, one after the other; of an empty blob that of nothing."""
-    return b"".join(blake3(piece).digest() for piece in cut(content)) or blake3(b"").digest()
+    hashes = bytearray()
+    for number, piece in enumerate(cut(content), 1):
+        hashes += blake3(piece).digest()
+        if number * PIECE_BYTES % _RELEASE_BYTES == 0:
+            release_pages(content)
+    return bytes(hashes) or blake3(b"").digest()
 
 
 def name_hashes(hashes: bytes, size_bytes: int) -> BlobRef:
@@ -137,19 +166,46 @@ def name_blob(content: Buffer) -> BlobRef:
 
 
 def name_pieces(parts: Iterable[Buffer], write: Callable[[Buffer], object]) -> tuple[BlobRef, bytes]:
-    """Write a blob as it is made; return its name and its hashes. Somebody may be changing it meanwhile."""
-    digest, hashes, num_bytes = blake3(), bytearray(), 0
-    for part in (memoryview(each) for each in parts):
-        start = 0
-        while start < len(part):
-            room = PIECE_BYTES - num_bytes % PIECE_BYTES
-            settled = bytes(part[start : start + room])  # else other bytes are named than written
-            digest.update(settled)
-            write(settled)
-            start, num_bytes = start + len(settled), num_bytes + len(settled)
-            if num_bytes % PIECE_BYTES == 0:
-                hashes += digest.digest()
-                digest = blake3()
-    if num_bytes % PIECE_BYTES or not num_bytes:
-        hashes += digest.digest()
-    return name_hashes(bytes(hashes), num_bytes), bytes(hashes)
+    """Write a blob as it is made; return its name and its hashes."""
+    named = _Naming()
+    for part in named.pass_on(parts):
+        write(part)
+    return named.ref, named.hashes
+
+
+class _Naming:
+    """Hashes content as it passes. Somebody may be changing it meanwhile, so copies are passed on."""
+
+    def __init__(self) -> None:
+        self._hash, self._hashes, self.num_bytes = blake3(), bytearray(), 0
+
+    @property
+    def hashes(self) -> bytes:
+        """The hashes of all pieces that have passed."""
+        is_cut = self.num_bytes % PIECE_BYTES or not self.num_bytes
+        return bytes(self._hashes) + (self._hash.digest() if is_cut else b"")
+
+    @property
+    def ref(self) -> BlobRef:
+        """The name of what has passed."""
+        return name_hashes(self.hashes, self.num_bytes)
+
+    def pass_on(self, parts: Iterable[Buffer]) -> Iterator[bytes]:
+        """Yield the same bytes, cut where pieces end."""
+        for part in (memoryview(each) for each in parts):
+            start = 0
+            while start < len(part):
+                room = PIECE_BYTES - self.num_bytes % PIECE_BYTES
+                settled = bytes(part[start : start + room])  # else other bytes are named than written
+                start, self.num_bytes = start + len(settled), self.num_bytes + len(settled)
+                self._hash.update(settled)
+                if self.num_bytes % PIECE_BYTES == 0:
+                    self._hashes += self._hash.digest()
+                    self._hash = blake3()
+                yield settled
+
+
+def _chain(first: list[bytes], rest: Iterator[bytes]) -> Iterator[bytes]:
+    yield from first
+    first.clear()
+    yield from rest

@@ -22,12 +22,12 @@ from ravnest.transfer.blobs import Blob, Blobs, name_hashes, serve_piece
 from ravnest.transfer.download import Download
 from ravnest.transfer.link_probe import LinkProbe, LinkTimes, ballast, name_ballast
 from ravnest.transfer.outbox import Outgoing
-from ravnest.transfer.spool import MOST_BYTES, Spool
+from ravnest.transfer.spool import MOST_SPOOL_BYTES, Spool
 
 logger = logging.getLogger(__name__)
 
 ContentMessage = BlobRequest | BlobPart | Refused
-Work = Callable[..., Awaitable[Any]]  # runs a function where it delays no message
+InThread = Callable[..., Awaitable[Any]]  # runs a function where it delays no message
 _SAME_TIME = 0.9  # of what a timer waited has passed by a clock that went on meanwhile
 _SMALL_BYTES = 1 << 16  # to hash and copy less takes less than a thread does
 _MOST_CUT = 4  # downloads that ended early, and whose pieces stay
@@ -57,7 +57,7 @@ class Exchange:
         self,
         blobs: Blobs,
         post: Callable[[Outgoing], None],
-        work: Work = asyncio.to_thread,
+        work: InThread = asyncio.to_thread,
         blame: Callable[[NodeId, str], None] | None = None,
     ) -> None:
         self.blobs = blobs
@@ -96,7 +96,7 @@ class Exchange:
         if found is None and request.can_wait and self._num_waiting(sender) < _MOST_WAITING:
             self._waiting.setdefault(request.blob, []).append((sender, request))
         else:
-            self.post(serve_piece(sender, request, found))
+            self.post(self.blobs.serve_piece(sender, request, found))
 
     def _find(self, request: BlobRequest) -> Blob | None:
         """Return the blob, which may have only the piece that is asked for."""
@@ -115,7 +115,7 @@ class Exchange:
         for sender, request in waiting:
             found = self._find(request)
             if found is not None or is_over:
-                self.post(serve_piece(sender, request, found))
+                self.post(self.blobs.serve_piece(sender, request, found))
             else:
                 left.append((sender, request))
         if left:
@@ -163,7 +163,7 @@ class Exchange:
         None waits for as long as it takes, and so does a fetch from the hub, whose loss is noticed elsewhere.
         By a `clock` that stands still nobody is quiet.
         """
-        if not 1 <= ref.size_bytes <= MOST_BYTES:
+        if not 1 <= ref.size_bytes <= MOST_SPOOL_BYTES:
             return _refuse_size(ref)
         while True:
             found = self.blobs.get(ref.blob)
@@ -210,7 +210,7 @@ class Exchange:
         download, ref = arriving.download, arriving.download.ref
         if arriving.spool is None:
             try:
-                arriving.spool = await self._work(Spool, ref.size_bytes)
+                arriving.spool = await self._work(Spool, ref.size_bytes, self.blobs.folder)
             except (MemoryError, OSError):
                 return _refuse_size(ref)
         while not download.is_done:

@@ -10,6 +10,7 @@ import os
 import tempfile
 import threading
 import weakref
+from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
@@ -19,17 +20,17 @@ from ravnest.protocol.tensors import Buffer
 
 logger = logging.getLogger(__name__)
 
-MOST_BYTES = 2**44  # nobody has more room
+MOST_SPOOL_BYTES = 2**44  # nobody has more room
 
 
 class Spool:
     """Room for so many bytes, written in any order; MemoryError if there is none. `content` is read-only."""
 
-    def __init__(self, size_bytes: int, memory_bytes: int = PIECE_BYTES) -> None:
-        if not 1 <= size_bytes <= MOST_BYTES:
+    def __init__(self, size_bytes: int, folder: str | Path | None = None) -> None:
+        if not 1 <= size_bytes <= MOST_SPOOL_BYTES:
             raise MemoryError(f"no room for {size_bytes} bytes")
         self._lock = threading.Lock()  # the file has one position
-        self._file = _reserve(size_bytes) if size_bytes > memory_bytes else None
+        self._file = _reserve(size_bytes, folder) if size_bytes > PIECE_BYTES else None
         if self._file is not None:
             weakref.finalize(self, self._file.close)  # what is mapped stays
             mapped = mmap.mmap(self._file.fileno(), size_bytes, access=mmap.ACCESS_READ)
@@ -55,11 +56,11 @@ class Spool:
                 left = left[self._file.write(left) :]
 
 
-def _reserve(size_bytes: int) -> BinaryIO | None:
+def _reserve(size_bytes: int, folder: str | Path | None) -> BinaryIO | None:
     """Return a file of this size, or None if the disk has no room for it."""
     file = None
     try:
-        file = tempfile.TemporaryFile(prefix="ravnest-", buffering=0)  # noqa: SIM115 - it is kept open
+        file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 - it is kept open
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(file.fileno(), 0, size_bytes)
         else:

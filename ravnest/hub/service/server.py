@@ -8,6 +8,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from ravnest.config import TIMEOUTS, NetTimeouts, Timeouts
@@ -81,6 +82,9 @@ class HubParts:
     make_relay: Callable[[NetTimeouts], Relay] = Relay
     map_addresses: Callable[[Sequence[str]], tuple[str, ...]] = tuple  # where others reach a peer's addresses
     version: str = PROTOCOL_VERSION  # that peers must speak
+    folder: Path | None = (
+        None  # for weights on their way that are too large for memory; None: the system's own
+    )
     max_waiting: int = 10_000  # messages for one peer: a lease has hundreds, and pieces go one at a time
 
 
@@ -114,7 +118,7 @@ class Server:
         log = None if store is None else store.append
         self._monitored = MonitoredCoordinator(hub, log, parts.watch)
         self.hub = hub  # one with a past goes on
-        self._exchange = Exchange(Blobs(), self._post, in_background)
+        self._exchange = Exchange(Blobs(folder=parts.folder), self._post, in_background)
         self._background: set[asyncio.Task[None]] = set()
         self._outages = OutageMonitor(self._timeouts)
         self._outage_timer: asyncio.TimerHandle | None = None

@@ -1,9 +1,12 @@
 """Messages know how urgent they are; blobs arrive piece by piece and are believed by their hash alone."""
 
 import asyncio
+import os
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from blake3 import blake3
 
@@ -106,6 +109,44 @@ def test_a_blob_arrives_whole(size: int, num_pieces: int) -> None:
             found[0] = 0
 
     in_world(script)
+
+
+def test_what_is_larger_than_memory_may_be_goes_through_files(tmp_path: Path) -> None:
+    piece, num_pieces = bytes(range(256)) * 4096, 200  # 210 MB
+    process = psutil.Process()
+    before = most = process.memory_info().rss
+
+    async def watch(work: Callable[..., Any], *given: Any) -> Any:
+        nonlocal most
+        most = max(most, process.memory_info().rss)
+        return work(*given)
+
+    async def main() -> None:
+        nonlocal before
+        there = Exchange(Blobs(folder=tmp_path), lambda sent: here.receive(HUB, sent.message, sent.buffers))
+        here = Exchange(
+            Blobs(folder=tmp_path), lambda sent: there.receive(PEER, sent.message, sent.buffers), watch
+        )
+        ref = there.blobs.keep_pieces(lambda: (piece for _ in range(num_pieces)))
+        before = min(before, process.memory_info().rss)
+        found = await here.fetch(ref, [HUB], quiet_seconds=None)
+        assert most - before < 180e6  # twice 64 MiB, and what Python had before
+        assert name_blob(found) == ref
+        assert not os.listdir(tmp_path)  # they have no name
+
+    run_virtual(main())
+
+
+def test_small_blobs_and_those_that_no_disk_takes_are_in_memory(tmp_path: Path) -> None:
+    blobs = Blobs(folder=tmp_path / "gone")
+    for num_pieces in (0, 1, 17):
+        pieces = [b"x" * (1 << 20)] * num_pieces
+        ref, content = blobs.keep_pieces(pieces.copy), b"".join(pieces)
+        assert ref == name_blob(content)
+        assert blobs.kept(ref) == content
+        blobs.drop(ref)
+        assert ref not in blobs
+    assert not Spool(17 << 20, tmp_path / "gone").is_on_disk
 
 
 @pytest.mark.parametrize("size", [3, (1 << 20) + 3])
@@ -379,7 +420,7 @@ def test_what_is_large_is_put_on_disk_and_not_in_memory() -> None:
     async def main() -> None:
         there = Exchange(Blobs(), lambda sent: here.receive(HUB, sent.message, sent.buffers))
         here = Exchange(Blobs(), lambda sent: there.receive(PEER, sent.message, sent.buffers), watch)
-        ref = there.blobs.spool(CONTENT)
+        ref = there.blobs.keep_pieces(lambda: [CONTENT[:7], CONTENT[7:]])
         assert ref == name_blob(CONTENT)
         assert await here.fetch(ref, [HUB], quiet_seconds=None) == CONTENT
 
