@@ -233,6 +233,7 @@ class ProgramTimeouts:
     redraw_seconds: float = 0.25  # between two pictures of the live view
     lending_look_seconds: float = 1.0  # between two looks at hours, battery and memory of a lent PC
     doctor_seconds: float = 5.0  # the doctor waits so long for a hub
+    mirror_seconds: float = 30.0  # a mirror of weights may be silent so long
 
 
 @dataclass(frozen=True, slots=True)
