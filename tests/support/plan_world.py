@@ -4,7 +4,15 @@ import math
 
 from hypothesis import strategies as st
 
-from ravnest.config import Averaging, OptimizerKind, PlanConfig, Recompute, SearchBudget, WireFormat
+from ravnest.config import (
+    ACTIVATION_FORMATS,
+    DELTA_FORMATS,
+    Averaging,
+    OptimizerKind,
+    PlanConfig,
+    Recompute,
+    SearchBudget,
+)
 from ravnest.ids import NodeId
 from ravnest.plan.assembly import stage_bytes
 from ravnest.plan.cost import LineCost
@@ -80,8 +88,8 @@ configs = st.builds(
     predict_weights=st.booleans(),
     max_lag=st.integers(1, 4),
     recompute=st.sampled_from(Recompute),
-    activations=st.sampled_from(WireFormat),
-    deltas=st.sampled_from(WireFormat),
+    activations=st.sampled_from(ACTIVATION_FORMATS),
+    deltas=st.sampled_from(DELTA_FORMATS),
     averaging=st.sampled_from(Averaging),
     speed_ratio=st.sampled_from([1.0, 4.0, 1e6]),
     max_stages=st.sampled_from([1, 2, 3, 48]),
