@@ -69,15 +69,19 @@ def encode_tensor(tensor: Tensor, wire_format: WireFormat, key: Key | None = Non
 
     int4-stochastic draws from `key`, which no two messages should share.
     """
-    if tensor.numel() == 0:
-        return memoryview(bytearray())
-    spec = describe(tensor, wire_format)
+    data: memoryview = pack_tensor(tensor, wire_format, key).cpu().numpy().data
+    return data
+
+
+def pack_tensor(tensor: Tensor, wire_format: WireFormat, key: Key | None = None) -> Tensor:
+    """Return what encode_tensor does, still on the tensor's device."""
+    items, spec = tensor.detach(), describe(tensor, wire_format)
     carrier = _carrier(spec.dtype, spec.packing)
+    if items.numel() == 0:
+        return torch.empty(0, dtype=torch.uint8)
     if carrier is None:
-        data = _pack(tensor.detach(), spec, key)
-    else:
-        data = tensor.detach().reshape(-1).to(carrier).contiguous().view(torch.uint8)
-    return data.cpu().numpy().data
+        return _pack(items, spec, key)
+    return items.reshape(-1).to(carrier).contiguous().view(torch.uint8)
 
 
 def decode_tensor(buffer: memoryview | bytes | bytearray, spec: TensorSpec, device: str = "cpu") -> Tensor:
@@ -87,18 +91,24 @@ def decode_tensor(buffer: memoryview | bytes | bytearray, spec: TensorSpec, devi
     """
     if spec.fault is not None:
         raise ProtocolError(f"a tensor was announced that cannot be: {spec.fault}")
-    data, carrier = memoryview(buffer), _carrier(spec.dtype, spec.packing)
+    data = memoryview(buffer)
     if data.nbytes != spec.num_bytes:
         raise ProtocolError(
             f"a {spec.dtype} tensor of shape {spec.shape} has {spec.num_bytes} bytes as {spec.wire_format}, "
             f"not {data.nbytes}"
         )
-    received = _adopt(data, torch.float32 if carrier is None else carrier).to(device)
+    carrier = _carrier(spec.dtype, spec.packing) or torch.float32
+    return unpack_tensor(_adopt(data, carrier).to(device), spec)
+
+
+def unpack_tensor(packed: Tensor, spec: TensorSpec) -> Tensor:
+    """Return the tensor of these bytes, of which there are as many as `spec` says, on their device."""
+    carrier = _carrier(spec.dtype, spec.packing)
     if carrier is None:
-        return _unpack(received, spec)
-    if carrier is torch.bool and bool((received > 1).any()):  # torch's kernels trust that there are only two
+        return _unpack(packed, spec)
+    if carrier is torch.bool and bool((packed > 1).any()):  # torch's kernels trust that there are only two
         raise ProtocolError(f"a bool tensor of shape {spec.shape} has items that are neither 0 nor 1")
-    return received.view(carrier).to(_DTYPES[spec.dtype]).reshape(spec.shape)
+    return packed.view(carrier).to(_DTYPES[spec.dtype]).reshape(spec.shape)
 
 
 @dataclass(frozen=True, slots=True)
