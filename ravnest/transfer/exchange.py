@@ -233,7 +233,8 @@ class Exchange:
     ) -> tuple[NodeId, BlobPart, Buffer] | None:
         """Return what comes next, or None when a node is gone or was quiet for too long."""
         download, clock = arriving.download, arriving.clock
-        quiet_at = None if quiet_seconds is None else download.next_quiet_at(quiet_seconds)
+        is_hubs = set(download.nodes) <= {HUB}
+        quiet_at = None if quiet_seconds is None or is_hubs else download.next_quiet_at(quiet_seconds)
         if quiet_seconds is None or quiet_at is None:
             return await arriving.come.get()
         try:
