@@ -20,7 +20,7 @@ from ravnest.protocol.blobs import BlobRef
 from ravnest.protocol.placement import BackupKept, BackupOrder, SnapshotMade, Source, StageParts
 
 _ENOUGH = 0.9  # of what the best source has learned from
-_MOST_BEFORE = 3  # nodes that pass first weights on to the same one
+_MOST_BEFORE = 2  # nodes that pass first weights on to the same one: one may be slow
 
 
 @dataclass(slots=True)

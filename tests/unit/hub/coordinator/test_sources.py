@@ -215,9 +215,9 @@ def test_first_weights_leave_the_hub_once_and_go_from_node_to_node():
     assert [source.weights for source in found["d"]] == [weights[2, 3], weights[3, 6]]
     assert all(source.node == HUB for sources in found.values() for source in sources)
     others = {(name, x.weights): x.others for name, sources in found.items() for x in sources}
-    assert [others[name, weights[0, 2]] for name in "aceg"] == [(), ("a",), ("a", "c"), ("a", "c", "e")]
-    assert [others[name, weights[3, 6]] for name in "fbdh"] == [(), ("f",), ("f", "b"), ("f", "b", "d")]
-    assert [others[name, weights[2, 3]] for name in "adeg"] == [(), ("a",), ("a", "d"), ("a", "d", "e")]
+    assert [others[name, weights[0, 2]] for name in "aceg"] == [(), ("a",), ("a", "c"), ("c", "e")]
+    assert [others[name, weights[3, 6]] for name in "fbdh"] == [(), ("f",), ("f", "b"), ("b", "d")]
+    assert [others[name, weights[2, 3]] for name in "adeg"] == [(), ("a",), ("a", "d"), ("d", "e")]
 
 
 def test_first_weights_do_not_go_through_the_hub_between_two_that_cannot_be_dialled():
