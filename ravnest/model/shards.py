@@ -46,6 +46,11 @@ def has_weights(file: Path) -> bool:
     return file.exists() or index_of(file).exists()
 
 
+def find_written(file: Path) -> Path:
+    """Return what stands for weights of this name on disk: the file, or the index of its shards."""
+    return index_of(file) if index_of(file).exists() and not file.exists() else file
+
+
 def is_index(place: Path) -> bool:
     """Return whether this is an index of shards, by its name."""
     return place.name.endswith(_SUFFIX + _INDEX_SUFFIX)

@@ -244,7 +244,8 @@ class Checkpoints:
         refused = f"checkpoint {number:06d} was not written"
         if number < self.next_number:
             raise CheckpointError(f"{refused}: {self.next_number - 1:06d} is there, and numbers only grow")
-        entries, files = [], {}
+        entries: list[PartEntry] = []
+        files: dict[str, _Shard] = {}
         try:
             for index, (start, stop, content) in enumerate(parts):
                 whole = memoryview(content).cast("B")

@@ -81,10 +81,11 @@ def test_it_trains_to_the_same_bits_as_one_in_memory(
 
 
 def test_it_goes_on_from_a_checkpoint_without_its_first_weights(tmp_path: Path) -> None:
-    kept = Checkpoints(tmp_path)
+    kept = Checkpoints(tmp_path, max_shard_bytes=10_000)
     ended = train(make_job(empty_model()), keeper=kept)
     start = kept.find()
     assert start is not None
+    assert len([*(tmp_path / "checkpoints").rglob("part-*-of-*")]) > 4
     owner = prepare(make_job(empty_model()), PLAN, 0, 1.0, kept, start).owner
     assert not (tmp_path / "first-weights").exists()
     result = owner.keep_saved()
