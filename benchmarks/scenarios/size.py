@@ -103,8 +103,8 @@ def run(quick: bool) -> tuple[Figures, str, list[str]]:
 
 
 def _measure(shape: Shape, program_bytes: int | None) -> Figures:
-    """Train in a process of its own; a peer's program takes so many bytes, or what it took before its stage."""
-    with tempfile.TemporaryDirectory(prefix="ravnest-size-", dir=Path.cwd()) as folder:
+    """Train in a process of its own; a program takes so many bytes, or what it took before its stage."""
+    with tempfile.TemporaryDirectory(prefix="ravnest-size-") as folder:
         figures, _ = in_fresh_process(_train, shape, folder)
     for peer in figures["peers"]:
         peer["program_bytes"] = peer["program_bytes"] if program_bytes is None else program_bytes
