@@ -18,11 +18,17 @@ from ravnest.hub.coordinator.events import (
     SendFields,
     TrainingReported,
 )
-from ravnest.hub.coordinator.leases import LeaseBook, LedgerState, OpenLease, OpenLeases, join_intervals
+from ravnest.hub.coordinator.leases import (
+    LeaseBook,
+    LedgerState,
+    OpenLease,
+    OpenLeases,
+    cut_batches,
+    join_intervals,
+)
 from ravnest.hub.coordinator.notices import EpochDone, Evaluated, Trained
 from ravnest.hub.coordinator.phases import ClusterPhase
 from ravnest.hub.coordinator.placement import ClusterState, Placement
-from ravnest.hub.coordinator.planner import cut_batches
 from ravnest.hub.coordinator.progress import ClusterProgress, ExactBatch, ExactBatches
 from ravnest.ids import LeaseId, MicrobatchId
 from ravnest.protocol.training import (
