@@ -21,6 +21,7 @@ from ravnest.requester.checkpoint_store import (
     find_difference,
     hash_state,
 )
+from ravnest.requester.first_weights import find_first_weights
 from ravnest.requester.job import Job
 from ravnest.requester.lr_schedules import factors
 from ravnest.requester.owner import DeliverResult, JobOwner, Keeper
@@ -87,7 +88,9 @@ def prepare(
     state = hash_state(captured.blueprint.state)
     sizes = (num_samples, job.batch_size, job.epochs, job.seed)
     fingerprint = Fingerprint(job.name or "", state, *sizes)
-    owner = JobOwner(job, captured, training, fingerprint, keeper, deliver)
+    folder = None if keeper is None else keeper.folder
+    first = find_first_weights(job, captured, folder, is_needed=start is None)
+    owner = JobOwner(job, captured, training, fingerprint, keeper, deliver, first)
     books = None
     if start is not None:
         _check_start(start, fingerprint)

@@ -250,7 +250,7 @@ class Hub:
                 store = open_things.enter_context(EventLog(self._folder))
             hub = self._watch.hub
             open_things.callback(self.stream.subscribe(lambda event, actions: self._see(event, actions)))
-            parts = replace(self._parts, watch=self.stream.publish)
+            parts = replace(self._parts, watch=self.stream.publish, folder=self._parts.folder or self._folder)
             server = Server(self.token, hear, relay=relay, store=store, hub=hub, parts=parts)
             limits = replace(HUB_LIMITS, timeouts=self._timeouts.net)
             transport = ZeroMqTransport(keys, pauses, self._listen, limits, admit=server.admit)

@@ -64,7 +64,7 @@ class World:
         self.has_watched.set()
 
     def make_parts(self, start: int, stop: int) -> Parts:
-        return Parts(b"blueprint", b"weights", (), ())
+        return Parts(b"blueprint", lambda: [b"weights"], (), ())
 
     def left(self) -> list[tuple[str, str]]:
         return [(news.node, news.reason) for news in self.told if isinstance(news, Left)]

@@ -59,6 +59,7 @@ from ravnest.protocol.membership import Fact
 from ravnest.protocol.messages import Message, Refusal
 from ravnest.protocol.training import LeaseDone
 from ravnest.requester.checkpoint_store import Checkpoints
+from ravnest.requester.first_weights import find_first_weights
 from ravnest.requester.owner import JobOwner
 from ravnest.requester.prepare import PreparedJob
 from ravnest.requester.prepare import prepare as prepare_job
@@ -475,7 +476,8 @@ def _prepare_once(job: rv.Job, plan: PlanConfig) -> PreparedJob:
 def prepare(job: rv.Job, plan: PlanConfig, keeper: Checkpoints | None = None) -> PreparedJob:
     """Capture and measure a job, once for all worlds; each has an owner of its own."""
     given = _prepare_once(job, plan)
-    owner = JobOwner(job, given.captured, given.owner._training, given.owner.fingerprint, keeper)
+    facts = (job, given.captured, given.owner._training, given.owner.fingerprint, keeper)
+    owner = JobOwner(*facts, first=find_first_weights(job, given.captured, None))
     return replace(given, owner=owner)
 
 

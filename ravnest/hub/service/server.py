@@ -8,6 +8,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from ravnest.config import TIMEOUTS, NetTimeouts, Timeouts
@@ -62,7 +63,7 @@ from ravnest.protocol.messages import Message, Refusal
 from ravnest.protocol.placement import PlanOrder, RingOrder
 from ravnest.protocol.tensors import Buffer
 from ravnest.protocol.training import StepReport
-from ravnest.transfer.blobs import Blobs
+from ravnest.transfer.blobs import BlobFiles, Blobs
 from ravnest.transfer.exchange import ContentMessage, Exchange
 from ravnest.transfer.outbox import Outbox, Outgoing
 
@@ -81,6 +82,9 @@ class HubParts:
     make_relay: Callable[[NetTimeouts], Relay] = Relay
     map_addresses: Callable[[Sequence[str]], tuple[str, ...]] = tuple  # where others reach a peer's addresses
     version: str = PROTOCOL_VERSION  # that peers must speak
+    folder: Path | None = (
+        None  # for weights on their way that are too large for memory; None: the system's own
+    )
     max_waiting: int = 10_000  # messages for one peer: a lease has hundreds, and pieces go one at a time
 
 
@@ -114,7 +118,7 @@ class Server:
         log = None if store is None else store.append
         self._monitored = MonitoredCoordinator(hub, log, parts.watch)
         self.hub = hub  # one with a past goes on
-        self._blobs = Blobs()
+        self._blobs = Blobs(BlobFiles(parts.folder))
         self._exchange = Exchange(self._blobs, self._post)
         self._background: set[asyncio.Task[None]] = set()
         self._outages = OutageMonitor(self._timeouts)
