@@ -153,7 +153,7 @@ def test_who_keeps_silent_about_the_result_goes_and_another_cluster_has_it():
 
 def find_fault(world, liar):
     """Let a peer name a source that it could not use, whenever it is to build a stage after the first."""
-    build = world._build
+    build = world.build_stage
 
     def lie_or_build(name, peer, parts):
         others = [source.node for source in parts.sources if source.node != HUB]
@@ -164,7 +164,7 @@ def find_fault(world, liar):
         else:
             build(name, peer, parts)
 
-    world._build = lie_or_build
+    world.build_stage = lie_or_build
 
 
 def test_who_finds_fault_with_every_source_goes_and_the_others_are_believed_again():
