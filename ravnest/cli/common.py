@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
-from ravnest.config import TIMEOUTS, Timeouts
+from ravnest.config import TIMEOUTS, PlanConfig, Timeouts, parse_plan_table, read_plan_config
 from ravnest.disk import read_bounded
 from ravnest.errors import ConfigError
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # each of them loads more than most commands need
     from rich.console import RenderableType
 
-    from ravnest.config import PlanConfig
     from ravnest.hub.coordinator.notices import Notice
     from ravnest.hub.service.server import HubParts
     from ravnest.hub.service.status import StatusTracker
@@ -144,10 +143,8 @@ class PlanWishes:
     clusters: int | None
     favour: str | None
 
-    def read(self, base: "PlanConfig | None" = None) -> "PlanConfig":
+    def read(self, base: PlanConfig | None = None) -> PlanConfig:
         """Return the settings of the file with those of the command line above them; others as in `base`."""
-        from ravnest.config import parse_plan_table, read_plan_config
-
         values: dict[str, object] = {}
         if self.config_file is not None:
             content = read_text(self.config_file, find_parts().max_file_bytes)
