@@ -64,7 +64,10 @@ IDLE = "it does no work: nothing is heard of its stage, though its link lives"
 
 
 class Inquiries:
-    """At most one per cluster; its snapshots are requests of the one desk."""
+    """At most one per cluster; its snapshots are requests of the one desk.
+
+    The link of a peer lives beside its work, so a stage that hangs would hold its cluster for ever.
+    """
 
     def __init__(self, placement: Placement, desk: SnapshotDesk) -> None:
         self._placement, self._desk = placement, desk
