@@ -113,12 +113,14 @@ def choose_view(quiet: bool) -> Iterator[View]:
 
 def report(result: "Result", file: Path | None, schema: str, as_json: bool) -> None:
     """Print how a training went."""
+    from ravnest.model.shards import find_written
     from ravnest.requester.run_folder import BEST, MODEL
 
     best, best_file = result.best, None
     if file is not None:
+        best_file = find_written(file.with_name(BEST)) if file.name == MODEL else None
+        file = find_written(file)
         click.echo(f"weights written to {file}", err=True)
-        best_file = file.with_name(BEST) if file.name == MODEL else None
     if best is not None:
         where = f", in {best_file}" if best_file else ""
         click.echo(f"best after epoch {best.epoch}: validation loss {best.loss:g}{where}", err=True)
