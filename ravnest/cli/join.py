@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ravnest.cli.parts import CommandParts, find_parts
+from ravnest.config import CompileMode
 from ravnest.disk import read_bounded
 from ravnest.errors import ConfigError, LinkError
 from ravnest.units import Dimension, parse_quantity, show_bytes, show_flops, show_rate, show_value
@@ -62,6 +63,7 @@ class _Stated:
     hours: tuple["Hours", ...] = ()
     runs_on_battery: bool = False
     hub_process: int | None = None  # of a hub on this PC
+    compile_mode: CompileMode = CompileMode.AUTO
 
 
 @click.command()
@@ -69,6 +71,7 @@ class _Stated:
 @click.option("--token-file", metavar="FILE", help=f"Read the token here, or from stdin (-); or {_VARIABLE}.")
 @click.option("--name", metavar="NAME", help="What others call this PC; its host name if left out.")
 @click.option("--device", default="auto", show_default=True, help="cpu, cuda, cuda:1, mps, or the fastest.")
+@click.option("--compile", metavar="auto|on|off", default="auto", show_default=True, help="auto: on CUDA.")
 @click.option(
     "--memory", metavar="SIZE", help="Memory to lend, like '4 GB'; half of what is free (GPU: 80 %)."
 )
@@ -92,6 +95,7 @@ def join(  # noqa: PLR0913 - click passes one argument per option
     token_file: str | None,
     name: str | None,
     device: str,
+    compile: str,  # noqa: A002 - click names it by the option
     memory: str | None,
     gpu_memory: str | None,
     cpu: str | None,
@@ -131,6 +135,7 @@ def join(  # noqa: PLR0913 - click passes one argument per option
         tuple(map(read_hours, hours)),
         _read_choice(on_battery),
         hub_process,
+        _read_compile(compile),
     )
     patience_seconds = _read(patience, Dimension.SECONDS) or 0.0 if hub_process is None else inf
     from ravnest.peer.capabilities import THIS_PC  # it loads torch: a wrong option need not wait for that
@@ -172,6 +177,12 @@ def _read_choice(on_battery: str) -> bool:
     if on_battery not in ("stop", "go"):
         raise ConfigError(f"--on-battery {show_value(on_battery)} is neither; give stop or go")
     return on_battery == "go"
+
+
+def _read_compile(text: str) -> CompileMode:
+    if text not in list(CompileMode):
+        raise ConfigError(f"--compile {show_value(text)} is none of them; give {', '.join(CompileMode)}")
+    return CompileMode(text)
 
 
 def _find_token(token: str | None, file: str | None) -> str:
@@ -232,7 +243,7 @@ def _make_offer(
         is_reachable=listening.is_reachable,
     )
     most_flops = _LONGEST_BATCH_SECONDS * node.flops_per_second
-    limits = ProviderLimits(node.memory_bytes, most_flops, device, emulated)
+    limits = ProviderLimits(node.memory_bytes, most_flops, device, emulated, stated.compile_mode)
     guessed = tuple(fact for fact, value in facts.items() if value is None)
     return Offer(node, limits, (), patience_seconds, guessed=guessed)
 
@@ -286,11 +297,14 @@ def _take_part(
     from ravnest.net.zeromq import ZeroMqTransport
     from ravnest.peer.agent import Agent
     from ravnest.peer.compute import ComputeThread
+    from ravnest.peer.limits import keep_compiled
 
     machine, timeouts = parts.machine, parts.timeouts
     assert machine is not None
     machine.return_freed_memory()
     machine.warm_up()
+    if stated.compile_mode.applies_to(offer.limits.device):
+        keep_compiled()
     lending = Lending(_make_terms(offer, stated, machine), machine, timeouts=timeouts.program)
     upload = stated.upload_bytes_per_second or inf
     limits = TransportLimits(upload_bytes_per_second=upload, timeouts=timeouts.net)
