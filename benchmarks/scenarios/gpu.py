@@ -41,6 +41,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--only", default="small,medium", metavar="MODELS", help="small, medium, llama7b")
     group.add_argument("--parts", default="bare,one,four", metavar="PARTS", help=", ".join(PARTS))
     group.add_argument("--minutes", type=float, default=8.0, metavar="M", help="for all of it together")
+    group.add_argument("--compile", default="auto", metavar="auto|on|off", help="what peers do")
     group.add_argument("--out", type=Path, metavar="FILE", help="a JSON line for each part, as it ends")
     group.add_argument("--given", type=Path, metavar="FILE", help="make the report of these lines")
 
@@ -53,7 +54,7 @@ def run(quick: bool, options: argparse.Namespace) -> tuple[Figures, str, list[st
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if quick:
-        return _check(device, options.out), "", []
+        return _check(device, options.out, options.compile), "", []
     if device == "cpu":
         raise SystemExit("no GPU is here; --quick checks the parts with a tiny model")
     rows = []
@@ -63,13 +64,13 @@ def run(quick: bool, options: argparse.Namespace) -> tuple[Figures, str, list[st
     ends_at = time.monotonic() + 60 * options.minutes
     for place, (model, part) in enumerate(jobs):
         seconds = (ends_at - time.monotonic()) / (len(jobs) - place)
-        rows.append(_run_part(model, part, device, seconds, options.out))
+        rows.append(_run_part(model, part, device, seconds, options.out, options.compile))
     return {"parts": rows}, _report(rows), _missed(rows)
 
 
-def _check(device: str, out: Path | None) -> Figures:
+def _check(device: str, out: Path | None, mode: str) -> Figures:
     """Train the tiny model in every way, for a moment."""
-    rows = [_run_part("tiny", part, device, 10.0, out) for part in ("bare", "one", "four")]
+    rows = [_run_part("tiny", part, device, 10.0, out, mode) for part in ("bare", "one", "four")]
     for row in rows:
         assert "error" not in row, row["error"]
         assert row["tokens_per_second"] > 0
@@ -77,7 +78,9 @@ def _check(device: str, out: Path | None) -> Figures:
     return {"parts": rows}
 
 
-def _run_part(model: str, part: str, device: str, seconds: float, out: Path | None) -> Figures:
+def _run_part(
+    model: str, part: str, device: str, seconds: float, out: Path | None, mode: str = "auto"
+) -> Figures:
     say(f"{model}, {part}: at most {seconds:.0f} s")
     row: Figures = {"model": model, "part": part}
     try:
@@ -88,8 +91,7 @@ def _run_part(model: str, part: str, device: str, seconds: float, out: Path | No
             row |= found
         else:
             num_stages = 4 if part == "four" else 1
-            mode = "off" if part == "eager-one" else "auto" if device == "cuda" else "off"
-            row |= _through_peers(model, num_stages, device, seconds, mode)
+            row |= _through_peers(model, num_stages, device, seconds, "off" if part == "eager-one" else mode)
     except Exception as error:
         row |= {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()[-2000:]}
     row |= {"device": _name(device)}

@@ -141,13 +141,15 @@ def join(  # noqa: PLR0913 - click passes one argument per option
     )
     patience_seconds = _read(patience, Dimension.SECONDS) or 0.0 if hub_process is None else inf
     from ravnest.peer.capabilities import THIS_PC  # it loads torch: a wrong option need not wait for that
-    from ravnest.peer.limits import limit_cpu
+    from ravnest.peer.limits import keep_compiled, limit_cpu
 
     parts = find_parts()
     machine = parts.machine or THIS_PC
     logging.basicConfig(level=logging.WARNING if quiet else logging.INFO, format="%(message)s")
     logging.getLogger("ravnest.net").setLevel(logging.WARNING)
     cores = "" if cpu is None else limit_cpu(cpu)
+    if stated.compile_mode.applies_to(machine.choose_device(stated.device)):
+        keep_compiled()  # before anything of torch chooses a folder
     offer = _make_offer(name, stated, listening, patience_seconds, machine)
     if not quiet:
         _show(invitation, offer, _show_limits(stated, cores, machine))
@@ -299,14 +301,11 @@ def _take_part(
     from ravnest.net.zeromq import ZeroMqTransport
     from ravnest.peer.agent import Agent
     from ravnest.peer.compute import ComputeThread
-    from ravnest.peer.limits import keep_compiled
 
     machine, timeouts = parts.machine, parts.timeouts
     assert machine is not None
     machine.return_freed_memory()
     machine.warm_up()
-    if stated.compile_mode.applies_to(offer.limits.device):
-        keep_compiled()
     lending = Lending(_make_terms(offer, stated, machine), machine, timeouts=timeouts.program)
     upload = stated.upload_bytes_per_second or inf
     limits = TransportLimits(upload_bytes_per_second=upload, timeouts=timeouts.net)

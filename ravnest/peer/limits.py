@@ -97,11 +97,13 @@ class MemoryWatch:
 def keep_compiled() -> None:
     """Let torch keep what it compiles in this user's own folder, and compile on the cores lent.
 
-    torch runs what it finds there, so by itself it must not be a folder that others can write to.
+    torch runs what it finds there, so it must not be a folder that others can write to. torch itself sets these
+    variables to one below /tmp, and a program that starts peers passes them on: they are no provider's wish.
     """
-    if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
-        caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(make_own_folder(caches / "ravnest" / "compiled"))
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = make_own_folder(caches / "ravnest" / "compiled")
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
+    os.environ["TRITON_CACHE_DIR"] = str(folder / "triton")
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(torch.get_num_threads()))
 
 

@@ -6,6 +6,7 @@ named to the hub, which knows others.
 """
 
 import logging
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -41,14 +42,24 @@ logger = logging.getLogger(__name__)
 _PREFLIGHT_TIMES = 4
 # Sending the gradient before the rest of a backward costs 0.1 ms per weight: it may take a fiftieth of it.
 _SPLIT_SECONDS = 50 * 1e-4
+_COMPILE_TURN = 5e-4  # seconds of a thread, while another one compiles
 _PROBE_SECONDS = 0.2  # for one run of a probe, on a usual PC
 
 
 def make_stage_compiler(stage: TracedStage) -> StageCompiler:
     """Return what compiles a stage in a thread beside the training."""
 
+    def run_often(work: Callable[[], None]) -> None:
+        # A compiler is Python at work: with the usual interval, each wait for a GPU would last 5 ms longer.
+        before = sys.getswitchinterval()
+        sys.setswitchinterval(_COMPILE_TURN)
+        try:
+            work()
+        finally:
+            sys.setswitchinterval(before)
+
     def run_beside(work: Callable[[], None]) -> None:
-        threading.Thread(target=work, name="compile", daemon=True).start()
+        threading.Thread(target=run_often, args=(work,), name="compile", daemon=True).start()
 
     return StageCompiler(stage, run_beside, logger.warning)
 
