@@ -13,27 +13,46 @@ from typing import Any, Literal
 
 import msgspec
 
+from ravnest.errors import ConfigError
 from ravnest.foreign import Document, Quantity, parse_table, quote
 from ravnest.units import Dimension
 
 
 class WireFormat(StrEnum):
-    """How numbers travel. int8 and int4 carry one 4-byte scale per 256 values."""
+    """How numbers travel: int8 and int4 with a 4-byte scale per 256 values, the others of 4 bits per 32."""
 
     FP32 = "fp32"
     BF16 = "bf16"
     FP16 = "fp16"
     INT8 = "int8"
-    INT4 = "int4"
+    INT4 = "int4"  # rounded to the nearest: only for deltas, which owe what rounding lost
+    INT4_CHANNELS = "int4-channels"  # activations: a mean and scales of each channel
+    INT4_STOCHASTIC = "int4-stochastic"  # gradients: rounded up or down by chance, right on average
+
+    @property
+    def bits(self) -> float:
+        """Bits a value has on the wire, its share of the scales included."""
+        return _BITS[self]
 
     @property
     def ratio(self) -> float:
         """Bytes on the wire per byte of fp32."""
-        bytes_per_value = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "int8": 1.0, "int4": 0.5}[self]
-        scale_bytes = 4 / 256 if self in (WireFormat.INT8, WireFormat.INT4) else 0.0
-        return (bytes_per_value + scale_bytes) / 4
+        return self.bits / 32
 
 
+_BITS = {
+    WireFormat.FP32: 32.0,
+    WireFormat.BF16: 16.0,
+    WireFormat.FP16: 16.0,
+    WireFormat.INT8: 8 + 32 / 256,
+    WireFormat.INT4: 4 + 32 / 256,
+    WireFormat.INT4_CHANNELS: 4 + 16 / 32,
+    WireFormat.INT4_STOCHASTIC: 4 + 16 / 32,
+}
+_PLAIN_FORMATS = (WireFormat.FP32, WireFormat.BF16, WireFormat.FP16, WireFormat.INT8)
+ACTIVATION_FORMATS = (*_PLAIN_FORMATS, WireFormat.INT4_CHANNELS)
+GRADIENT_FORMATS = (*_PLAIN_FORMATS, WireFormat.INT4_STOCHASTIC)
+DELTA_FORMATS = (*_PLAIN_FORMATS, WireFormat.INT4)
 EXACT_FORMATS = (WireFormat.FP32, WireFormat.BF16)  # of gradients: coarser ones would owe too much
 
 
@@ -46,6 +65,26 @@ class OptimizerKind(StrEnum):
     ADAMW = "adamw"
     NADAM = "nadam"
     MUON = "muon"
+
+
+class WeightFormat(StrEnum):
+    """How numbers of weights are kept or computed with; the weights that are trained stay in fp32."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"
+
+
+class StateFormat(StrEnum):
+    """How an optimizer keeps its moments; int8 has one scale per 256 values."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"  # first moments; squares in fp32
+    INT8 = "int8"  # first moments; squares in bf16
+
+    @property
+    def ratios(self) -> tuple[float, float]:
+        """Bytes of the first moment, and of the square, per byte of fp32."""
+        return {"fp32": (1.0, 1.0), "bf16": (0.5, 1.0), "int8": ((1 + 4 / 256) / 4, 0.5)}[self]
 
 
 class Recompute(StrEnum):
@@ -82,6 +121,13 @@ class Favour(StrEnum):
         return 0.9 if self is Favour.QUALITY else 0.8
 
 
+_CROSSING_FORMATS = {  # what may travel how, and what int4 means for it
+    "activations": (ACTIVATION_FORMATS, WireFormat.INT4_CHANNELS),
+    "gradients": (GRADIENT_FORMATS, WireFormat.INT4_STOCHASTIC),
+    "deltas": (DELTA_FORMATS, WireFormat.INT4),
+}
+
+
 @dataclass(frozen=True, slots=True)
 class PlanConfig:
     """What the planner may assume and how it weighs things."""
@@ -90,6 +136,9 @@ class PlanConfig:
     predict_weights: bool = True  # one more copy of the weights in every stage but the last
     max_lag: int = 2  # updates a microbatch may be late; accumulation keeps this bound
     accumulates: bool = False  # updates are sums over microbatches: one more copy of the gradients
+    versions: WeightFormat = WeightFormat.FP32  # of weights that microbatches in flight have seen
+    states: StateFormat = StateFormat.FP32  # of the optimizer
+    precision: WeightFormat = WeightFormat.FP32  # of matrix products; a job says which
     recompute: Recompute = Recompute.AUTO
     activations: WireFormat = WireFormat.BF16
     gradients: WireFormat = WireFormat.BF16
@@ -108,6 +157,14 @@ class PlanConfig:
     overhead_bytes: float = 5e8  # the program itself and the device's context
     recover_seconds: float = 30.0  # a cluster stands still when one of its nodes dies
     microbatch_seconds: float = 2e-3  # a stage needs at least this for a microbatch, however small the model
+
+    def __post_init__(self) -> None:
+        for name, (known, int4) in _CROSSING_FORMATS.items():
+            wire_format = getattr(self, name)
+            if wire_format is WireFormat.INT4:  # the word for four bits, whatever is best for what travels
+                object.__setattr__(self, name, int4)
+            elif wire_format not in known:
+                raise ConfigError(f"{name} is {wire_format}; choose one of {', '.join(known)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +267,7 @@ class ProgramTimeouts:
     redraw_seconds: float = 0.25  # between two pictures of the live view
     lending_look_seconds: float = 1.0  # between two looks at hours, battery and memory of a lent PC
     doctor_seconds: float = 5.0  # the doctor waits so long for a hub
+    mirror_seconds: float = 30.0  # a mirror of weights may be silent so long
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,6 +333,10 @@ def _plan_table() -> type[msgspec.Struct]:
 
 
 def _kind_of(name: str, default: Any) -> Any:
+    if name in _CROSSING_FORMATS:
+        words = dict.fromkeys((*_CROSSING_FORMATS[name][0], WireFormat.INT4))
+        make_enum: Any = StrEnum
+        return make_enum("Format", {each.name: each.value for each in words})
     if isinstance(default, StrEnum):
         return type(default)
     if isinstance(default, bool):
