@@ -35,7 +35,7 @@ _RULES: dict[str, type[OptimizerRule]] = {
 }
 
 
-Precision = Literal["fp32", "bf16"]
+Precision = Literal["auto", "fp32", "bf16"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,11 +5,12 @@ Capturing takes seconds and runs the requester's code.
 
 import logging
 from dataclasses import dataclass, replace
+from typing import cast
 
 from ravnest.config import EXACT_FORMATS, PlanConfig, WireFormat
 from ravnest.config import OptimizerKind as Recipe
 from ravnest.engine.optimizers import Adam, Muon, NAdam, OptimizerSettings, Sgd
-from ravnest.engine.train_config import TrainConfig
+from ravnest.engine.train_config import Precision, TrainConfig
 from ravnest.errors import ConfigError
 from ravnest.hub.coordinator.events import JobGiven, JobSettings
 from ravnest.model.capture import Captured
@@ -78,7 +79,7 @@ def prepare(
         job.batch_size,
         config.activations,
         config.gradients,
-        precision="bf16" if job.precision == "bf16" else "fp32",
+        precision=cast(Precision, job.precision),
         planned_updates=num_batches,
         max_lag=config.max_lag,
         deltas=config.deltas,
