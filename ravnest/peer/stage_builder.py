@@ -191,7 +191,7 @@ class StageBuilder:
         num_weights = sum(entry.is_trainable for entry in blueprint.state)
         is_split = not stage.recompute and backward_seconds > num_weights * _SPLIT_SECONDS
         engine = StageEngine(program, snapshot, find_roles(blueprint), training.optimizer, is_split)
-        formats = (training.activations, training.gradients)
+        formats = (stage.activations, stage.gradients)
         position = StagePosition(
             order.build_id, order.seed, stage.node, order.pipeline, *formats, limits.device
         )

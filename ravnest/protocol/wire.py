@@ -21,7 +21,7 @@ from ravnest.protocol.blobs import BlobPart
 from ravnest.protocol.messages import Message
 from ravnest.protocol.tensors import Buffer, TensorSpec
 
-WIRE_VERSION = 2
+WIRE_VERSION = 3
 MOST_HEADER_BYTES = 64 * 1024
 
 _LONGEST_TEXT = 300
