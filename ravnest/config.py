@@ -67,6 +67,26 @@ class OptimizerKind(StrEnum):
     MUON = "muon"
 
 
+class WeightFormat(StrEnum):
+    """How numbers of weights are kept or computed with; the weights that are trained stay in fp32."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"
+
+
+class StateFormat(StrEnum):
+    """How an optimizer keeps its moments; int8 has one scale per 256 values."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"  # first moments; squares in fp32
+    INT8 = "int8"  # first moments; squares in bf16
+
+    @property
+    def ratios(self) -> tuple[float, float]:
+        """Bytes of the first moment, and of the square, per byte of fp32."""
+        return {"fp32": (1.0, 1.0), "bf16": (0.5, 1.0), "int8": ((1 + 4 / 256) / 4, 0.5)}[self]
+
+
 class Recompute(StrEnum):
     """Whether a stage runs its forward again before the backward instead of storing activations."""
 
@@ -116,6 +136,9 @@ class PlanConfig:
     predict_weights: bool = True  # one more copy of the weights in every stage but the last
     max_lag: int = 2  # updates a microbatch may be late; accumulation keeps this bound
     accumulates: bool = False  # updates are sums over microbatches: one more copy of the gradients
+    versions: WeightFormat = WeightFormat.FP32  # of weights that microbatches in flight have seen
+    states: StateFormat = StateFormat.FP32  # of the optimizer
+    precision: WeightFormat = WeightFormat.FP32  # of matrix products; a job says which
     recompute: Recompute = Recompute.AUTO
     activations: WireFormat = WireFormat.BF16
     gradients: WireFormat = WireFormat.BF16
@@ -244,6 +267,7 @@ class ProgramTimeouts:
     redraw_seconds: float = 0.25  # between two pictures of the live view
     lending_look_seconds: float = 1.0  # between two looks at hours, battery and memory of a lent PC
     doctor_seconds: float = 5.0  # the doctor waits so long for a hub
+    mirror_seconds: float = 30.0  # a mirror of weights may be silent so long
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ NUMERICS = {
         "_SHORTEST_SECONDS",
     },
     "hub/coordinator/planner.py": {"_LEAST_SECONDS"},  # of a microbatch that is worth its overhead
-    "hub/monitors/throughput.py": {"_LEAST_SECONDS", "_MOST_SECONDS"},  # of work that is believed
+    "hub/monitors/liveness.py": {"_LEAST_SECONDS", "_MOST_SECONDS"},  # of work that is believed
     "hub/service/status.py": {"_RATE_SECONDS"},  # that a rate is a mean over
     "plan/types.py": {"DAY_SECONDS"},
     "averaging/ring.py": {"_CHUNK_SECONDS"},  # of a link's time, for one chunk

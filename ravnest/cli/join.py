@@ -1,4 +1,4 @@
-"""`ravnest join`: lend this PC to a swarm."""
+"""`ravnest join`, `pause`, `resume` and `finish`: lend this PC to a swarm, and take it back."""
 
 import logging
 import os
@@ -9,17 +9,19 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ravnest.cli.parts import CommandParts, find_parts
+from ravnest.cli.common import CommandParts, find_parts, to_json
 from ravnest.disk import read_bounded
-from ravnest.errors import ConfigError, LinkError
+from ravnest.errors import ConfigError, LinkError, RavnestError
 from ravnest.units import Dimension, parse_quantity, show_bytes, show_flops, show_rate, show_value
 
 if TYPE_CHECKING:
-    from ravnest.cli.lending_loop import Terms
+    import psutil  # type: ignore[import-untyped]
+
+    from ravnest.cli.lending_loop import Hours, Terms
     from ravnest.net.identity import Token
     from ravnest.peer.agent import Offer
     from ravnest.peer.capabilities import Machine
-    from ravnest.peer.hours import Hours
+
 
 _LONGEST_NAME = 40
 _MOST_TOKEN_BYTES = 1 << 18
@@ -114,8 +116,8 @@ def join(  # noqa: PLR0913 - click passes one argument per option
     Ends with 4 if the hub cannot be reached, with 5 if it refuses the token, with 7 if the program takes more
     memory than it lends. It runs no code from the job. See `ravnest pause` too.
     """
+    from ravnest.cli.lending_loop import read_hours
     from ravnest.net.identity import read_token
-    from ravnest.peer.hours import read_hours
 
     invitation = read_token(_find_token(token, token_file))
     listening = _choose_listening(listen, public, outbound_only)
@@ -239,7 +241,7 @@ def _make_offer(
 
 def _show_limits(stated: _Stated, cores: str, machine: "Machine") -> str:
     """Return in words what is held to besides memory."""
-    from ravnest.peer.hours import show_hours
+    from ravnest.cli.lending_loop import show_hours
 
     upload = stated.upload_bytes_per_second
     limits = (
@@ -312,7 +314,7 @@ def _take_part(
 
 def _make_terms(offer: "Offer", stated: _Stated, machine: "Machine") -> "Terms":
     """Hold a GPU to what it lends, and have the rest looked after."""
-    import psutil  # type: ignore[import-untyped]
+    import psutil
 
     from ravnest.cli.lending_loop import Terms
     from ravnest.config import PlanConfig
@@ -330,3 +332,93 @@ def _make_terms(offer: "Offer", stated: _Stated, machine: "Machine") -> "Terms":
     except psutil.NoSuchProcess:
         raise LinkError("the hub that started this peer has ended") from None
     return Terms(offer.node.name, stated.hours, stated.runs_on_battery, memory, hub)
+
+
+_ALL = click.option(
+    "--all", "is_all", is_flag=True, help="All that you lend from this PC, without a question."
+)
+_AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object (ravnest.lending/1).")
+
+
+@click.command()
+@click.argument("name", required=False)
+@_ALL
+@_AS_JSON
+def pause(name: str | None, is_all: bool, as_json: bool) -> None:
+    """Take this PC back for a while: what is lent from it as NAME, or the only one that is lent.
+
+    Of several it shows the list and asks; --all means all of them, those of other runs too.
+    Work is handed over, nothing is lost; `ravnest resume` lends it again. Ends with 1 if nothing is lent.
+    """
+    _tell("pause", name, is_all, as_json)
+
+
+@click.command()
+@click.argument("name", required=False)
+@_ALL
+@_AS_JSON
+def resume(name: str | None, is_all: bool, as_json: bool) -> None:
+    """Lend this PC again after `ravnest pause`: as NAME, or the only one that is lent.
+
+    Of several it shows the list and asks; --all means all of them. Ends with 1 if no
+    `ravnest join` waits for that.
+    """
+    _tell("resume", name, is_all, as_json)
+
+
+@click.command()
+@click.argument("name", required=False)
+@_ALL
+@_AS_JSON
+def finish(name: str | None, is_all: bool, as_json: bool) -> None:
+    """Take this PC back for good, as one Ctrl-C would: what is lent as NAME, or the only one that is lent.
+
+    Of several it shows the list and asks; --all means all of them, those of other runs too.
+    Work is handed over, nothing is lost. Ends with 1 if nothing is lent.
+    """
+    _tell("finish", name, is_all, as_json)
+
+
+def _tell(word: str, name: str | None, is_all: bool, as_json: bool) -> None:
+    import signal
+
+    import psutil
+
+    from ravnest.cli.lending_loop import PAUSE, RESUME, find_running
+
+    number = {"pause": PAUSE, "resume": RESUME, "finish": signal.SIGTERM}[word]
+    if number is None:
+        raise RavnestError(
+            f"this system cannot {word} a program that runs; Ctrl-C ends it, and join it again"
+        )
+    running = find_running()
+    chosen = [(known, process) for known, process in running if name in (None, known)]
+    if not chosen:
+        others = ", ".join(sorted({known for known, _ in running}))
+        here = f"it is lent as {others}" if others else "see that `ravnest join` runs, and as the same user"
+        raise RavnestError(f"nothing is lent from this PC{f' as {name}' if name else ''}; {here}")
+    if name is None and not is_all and len(chosen) > 1:
+        _ask(word, chosen)
+    told = []
+    for known, process in chosen:
+        try:
+            process.send_signal(number)
+            told.append({"name": known, "process": process.pid})
+        except psutil.NoSuchProcess:
+            click.echo(f"{known} (process {process.pid}) has just ended", err=True)
+    if as_json:
+        click.echo(to_json({"schema": "ravnest.lending/1", "told": word, "peers": told}))
+    else:
+        for peer in told:
+            click.echo(f"{peer['name']} (process {peer['process']}) was told to {word}", err=True)
+
+
+def _ask(word: str, chosen: "list[tuple[str, psutil.Process]]") -> None:
+    """Show who would be told; go on only if that is what the user wants."""
+    lent = ", ".join(f"{known} (process {process.pid})" for known, process in chosen)
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        told = f"{len(chosen)} programs lend from this PC: {lent}"
+        raise ConfigError(f"{told}; say which one: ravnest {word} NAME, or all: ravnest {word} --all")
+    click.echo(f"this PC is lent as {lent}", err=True)
+    if not click.confirm(f"{word} all of them?", err=True):
+        raise click.Abort

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ravnest.cli.files import read_text
-from ravnest.cli.parts import find_parts
+from ravnest.cli.common import find_parts, read_text
 
 if TYPE_CHECKING:
     from ravnest.config import PlanConfig

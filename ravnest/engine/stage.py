@@ -14,11 +14,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ravnest.engine.noise import NoiseMeter
 from ravnest.engine.optimizers import Optimizer, OptimizerSettings, find_norms, find_not_finite
 from ravnest.engine.weight_versions import Graph, Snapshot, Versions
 from ravnest.errors import ProtocolError, RavnestError
 from ravnest.ids import MicrobatchId
 from ravnest.protocol.messages import Refusal
+from ravnest.protocol.training import GradientNoise
 
 _NOTHING_LEFT = "no microbatch was left to learn from"
 _LAGS_REMEMBERED = 32  # microbatches: prediction follows a new window soon, and ends exactly when lag does
@@ -143,6 +145,7 @@ class StageEngine:
         self._num_microbatches = self._num_samples = 0
         self._shares, self._first_size = 0.0, 1  # shares: microbatches, by their samples
         self._lags: deque[int] = deque(maxlen=_LAGS_REMEMBERED)
+        self._noise = NoiseMeter()
 
     @property
     def version(self) -> int:
@@ -158,6 +161,11 @@ class StageEngine:
     def lag(self) -> float:
         """Mean lag of the last microbatches."""
         return sum(self._lags) / len(self._lags) if self._lags else 0.0
+
+    @property
+    def noise(self) -> GradientNoise | None:
+        """How noisy the gradients of this stage are, once that is known."""
+        return self._noise.noise
 
     def forward(
         self, microbatch: MicrobatchId, inputs: Values, fields: Tensors, key: RandomKey | None = None
@@ -226,6 +234,8 @@ class StageEngine:
         if (name := find_not_finite(found, norms)) is not None:
             return DroppedWork(microbatch, "backward", f"the gradient of {name!r} is not finite")
         self._lags.append(self._num_updates - flight.num_updates)
+        own = [norm for name, norm in zip(found, norms, strict=True) if name not in self._roles.shared]
+        self._noise.add_microbatch(own, num_samples, weight)  # tied weights take updates of their own
         self._first_size = self._first_size if self._num_microbatches else num_samples
         share = num_samples / self._first_size  # one, exactly, for microbatches of equal size
         self._num_microbatches += 1
@@ -289,6 +299,8 @@ class StageEngine:
         num_microbatches, lag = self._num_microbatches, self.lag
         bounds = {name: bound / self._shares for name, bound in self._bounds.items()}
         gradients = {name: self._mean(name) for name in tuple(self._sums)}
+        wants_noise = self._noise.wants_batch
+        self._noise.end_update(find_norms(list(gradients.values())) if wants_noise else None)
         self._forget_sums()
         self._num_updates += 1
         if not gradients:
@@ -321,6 +333,7 @@ class StageEngine:
         self._sums.clear()
         self._own_sums.clear()
         self._bounds.clear()
+        self._noise.forget()
 
     def _step(
         self, gradients: Tensors, learning_rate: float, lag: float, bounds: Mapping[str, float]

@@ -28,6 +28,7 @@ from ravnest.model.blueprint_json import read_blueprint, write_blueprint
 from ravnest.model.capture_errors import refuse_error
 from ravnest.model.export_hazards import traps
 from ravnest.model.huggingface import plain_transformers
+from ravnest.model.initialiser import keep_first_values
 from ravnest.model.model_with_loss import BatchFields, Metric, ModelWithLoss, name_fields
 from ravnest.model.slicing import find_positions
 from ravnest.model.trace import Traced, trace
@@ -97,9 +98,10 @@ def capture(
 
 @contextlib.contextmanager
 def empty_weights() -> Iterator[None]:
-    """Build modules whose parameters have shapes but no values, to capture a model larger than this PC.
+    """Build modules whose parameters have shapes but no values, to train a model larger than this PC.
 
-    Buffers keep their values: rotary tables and position ids are part of the program.
+    Buffers keep their values: rotary tables and position ids are part of the program. A Job takes the first
+    weights from its `weights`, or draws them layer by layer.
     """
     register = nn.Module.register_parameter
     made = WeakTensorKeyDictionary()  # one that two modules share stays one
@@ -110,6 +112,7 @@ def empty_weights() -> Iterator[None]:
             if parameter not in made:
                 empty = parameter.detach().to("meta")
                 made[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                keep_first_values(module, parameter, made[parameter])
             module._parameters[name] = made[parameter]
 
     nn.Module.register_parameter = register_empty  # type: ignore[assignment, method-assign]

@@ -29,8 +29,7 @@ from ravnest.model.state_dict import Layout, read_finite_snapshot
 from ravnest.peer.averager import AnchorState, Averager, refuse_exact
 from ravnest.peer.capabilities import can_run_bf16, time_batch
 from ravnest.peer.compute_protocol import Build, ProviderLimits
-from ravnest.peer.pacing import Device, make_policy
-from ravnest.peer.stage_position import StagePosition
+from ravnest.peer.pacing import Device, StagePosition, make_policy
 from ravnest.peer.worker import Worker
 from ravnest.protocol.placement import StageMissing, StageParts
 from ravnest.protocol.tensors import Buffer

@@ -12,7 +12,7 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from ravnest.config import OptimizerKind, PlanConfig, Recompute, WireFormat
+from ravnest.config import OptimizerKind, PlanConfig, Recompute, WeightFormat, WireFormat
 from ravnest.plan.types import ModelProfile, Swarm
 
 Floats = npt.NDArray[np.float64]
@@ -27,13 +27,8 @@ _AVERAGING_COPIES = {
 }
 _SLACK = 1.05  # what allocators and the buffers of kernels add to the tensors, measured 2 to 13 %
 _LEASED = 4  # windows of samples that lie ready at a root: a lease is two, and the next one is there already
-_STATE_COPIES = {
-    OptimizerKind.SGD: 0.0,
-    OptimizerKind.MOMENTUM: 1.0,
-    OptimizerKind.ADAM: 2.0,
-    OptimizerKind.ADAMW: 2.0,
-    OptimizerKind.NADAM: 2.0,
-}
+_HAS_NO_MOMENT = (OptimizerKind.SGD,)
+_HAS_NO_SQUARES = (OptimizerKind.SGD, OptimizerKind.MOMENTUM)
 
 
 @dataclass(frozen=True)
@@ -61,23 +56,24 @@ class LineCost:
 
     def memory(self, start: Ints, stop: Ints, window: Ints, versions: Ints, recompute: bool) -> Floats:
         """Resident bytes of the stage [start, stop) with its window full."""
-        parameters = self.parameters[stop] - self.parameters[start]
-        resident = self._copies(versions) * parameters + self.state_bytes[stop] - self.state_bytes[start]
+        trained = self.trained[stop] - self.trained[start]
+        resident = self.resident[stop] - self.resident[start] + self._late_copies(versions) * trained
         held = (1 if recompute else window) * (self.saved[stop] - self.saved[start])
         inputs = window * self.crossing[start] if recompute else 0.0
         leased = np.where(start == 0, _LEASED * window * self.crossing[0], 0.0)
         return np.asarray(_SLACK * (resident + held + inputs + leased) + self.config.overhead_bytes)
 
-    def _copies(self, versions: Ints) -> Floats:
-        """Copies of the parameters beyond optimizer state: weights, gradients, versions, averaging.
+    def _late_copies(self, versions: Ints) -> Floats:
+        """Copies of the trained parameters for a gradient, and for the weights that forwards see.
 
-        Gradients twice where an update is a sum: what a batch adds to it is looked at first.
+        Where gradients are late, forwards see narrow weights, the newest ones too, with narrow gradients.
+        Without lag, a cast to bf16 takes what its narrow gradient saves.
         """
-        is_predicted = self.config.optimizer is OptimizerKind.MUON and self.config.predict_weights
-        averaging = _AVERAGING_COPIES[self.config.deltas] if self.is_averaged else 0.0
-        return np.asarray(
-            2.0 + self.config.accumulates + averaging + versions + (is_predicted & (versions > 0))
-        )
+        is_late, config = versions > 0, self.config
+        if WeightFormat.BF16 in (config.versions, config.precision):
+            return np.where(is_late, 0.5 + 0.5 * (versions + 1.0), 1.0)
+        is_predicted = config.optimizer is OptimizerKind.MUON and config.predict_weights
+        return np.asarray(1.0 + versions + (is_predicted & is_late))
 
     @cached_property
     def link_share(self) -> float:
@@ -89,7 +85,7 @@ class LineCost:
         """Bytes the owner of [start, stop) sends, and receives, in a round among many clusters."""
         if not self.is_averaged:
             return np.zeros(np.broadcast_shapes(start.shape, stop.shape))
-        return np.asarray(2.0 * self.config.deltas.ratio * (self.parameters[stop] - self.parameters[start]))
+        return np.asarray(2.0 * self.config.deltas.ratio * (self.trained[stop] - self.trained[start]))
 
     def round_rate(self, nodes: "NodeTable") -> Floats:
         """Bytes per second each node surely has for a round."""
@@ -100,6 +96,11 @@ class LineCost:
     def parameters(self) -> Floats:
         """Cumulative parameter bytes, one entry per cut."""
         return _cumulative(self.profile.parameter_bytes)
+
+    @cached_property
+    def trained(self) -> Floats:
+        """Cumulative bytes of the parameters that are trained."""
+        return _cumulative(self.profile.trained_bytes)
 
     @cached_property
     def flops(self) -> Floats:
@@ -142,11 +143,20 @@ class LineCost:
         return _cumulative(self.profile.saved_bytes)
 
     @cached_property
-    def state_bytes(self) -> Floats:
-        """Cumulative bytes of optimizer state."""
-        if self.config.optimizer is OptimizerKind.MUON:
-            return 2.0 * self.parameters - _cumulative(self.profile.matrix_bytes)
-        return _STATE_COPIES[self.config.optimizer] * self.parameters
+    def resident(self) -> Floats:
+        """Cumulative bytes that a stage has whatever its window: weights, optimizer state, copies for rounds.
+
+        Frozen parameters and buffers count once. Gradients count twice where an update is a sum: what a batch
+        adds to it is looked at first.
+        """
+        optimizer, (first, square) = self.config.optimizer, self.config.states.ratios
+        copies = 1.0 + self.config.accumulates
+        copies += _AVERAGING_COPIES[self.config.deltas] if self.is_averaged else 0.0
+        copies += first if optimizer not in _HAS_NO_MOMENT else 0.0
+        is_muon = optimizer is OptimizerKind.MUON
+        squared = self.trained - _cumulative(self.profile.matrix_bytes) if is_muon else self.trained
+        squares = square * squared if optimizer not in _HAS_NO_SQUARES else 0.0
+        return np.asarray(_cumulative(self.profile.fixed_bytes) + copies * self.trained + squares)
 
     def _crossing(self, wire: WireFormat, first: float = 0.0, last: float = 0.0) -> Floats:
         crossing = self.crossing * wire.ratio

@@ -7,7 +7,6 @@ leased again. A checkpoint gets its name when all of it is on disk, so a crash l
 import contextlib
 import errno
 import logging
-import mmap
 import os
 import re
 import tempfile
@@ -21,7 +20,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from ravnest.disk import read_bytes
+from ravnest.disk import map_file, read_bytes, release_pages
 from ravnest.errors import RavnestError
 from ravnest.foreign import decode_json
 from ravnest.hub.coordinator.leases import LeaseState
@@ -175,6 +174,7 @@ _NUMBER = re.compile(r"[0-9]{6}|[1-9][0-9]{6,17}")
 _HIDDEN = re.compile(rf"\.({_NUMBER.pattern})\.unfinished")
 _OURS = re.compile(rf"part-[0-9]+\.safetensors|{re.escape(MANIFEST)}")
 _MOST_MANIFEST_BYTES = 64_000_000
+_WRITTEN_BYTES = 64 << 20  # at once, of content that may be a mapped file
 _CLOSED = (errno.EACCES, errno.EPERM, errno.EROFS)
 _log = logging.getLogger(__name__)
 
@@ -214,6 +214,11 @@ class Checkpoints:
         self._place = folder / CHECKPOINTS
         self._keep = keep
         self.faults: list[str] = []  # what the last `find` passed over, and why
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder."""
+        return self._place.parent
 
     @property
     def next_number(self) -> int:
@@ -257,6 +262,13 @@ class Checkpoints:
             raise CheckpointError(f"{refused}: {reason}; older checkpoints are as they were") from error
         self._prune()
         return place
+
+    def open(self, number: int) -> Checkpoint:
+        """Return the checkpoint that was just written, or raise CheckpointError; hashes are not compared."""
+        try:
+            return _open(self._place / f"{number:06d}", number, is_fresh=True)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"checkpoint {number:06d} cannot be read again: {error}") from None
 
     def find(self) -> Checkpoint | None:
         """Return the newest checkpoint that is sound; `faults` says what was wrong with newer ones."""
@@ -324,13 +336,13 @@ def _part_name(index: int) -> str:
     return f"part-{index}.safetensors"
 
 
-def _open(folder: Path, number: int) -> Checkpoint:
+def _open(folder: Path, number: int, *, is_fresh: bool = False) -> Checkpoint:
     manifest = _read_manifest(folder, number)
     _check_files(folder, manifest)
     parts = []
     for index, entry in enumerate(manifest.parts):
-        content = _map(folder / _part_name(index))  # hashed and later read by the same mapping
-        if name_blob(content) != entry.content:
+        content = map_file(folder / _part_name(index))  # hashed and later read by the same mapping
+        if not is_fresh and name_blob(content) != entry.content:
             raise ValueError(f"{_part_name(index)} has another hash than its manifest says")
         parts.append(_read_part(content, _part_name(index)))
     return Checkpoint(number, manifest.books, manifest.score, tuple(parts))
@@ -368,14 +380,11 @@ def _read_part(content: memoryview, what: str) -> tuple[FileTensor, ...]:
         raise ValueError(f"{what} is no safetensors file: {error}") from None
 
 
-def _map(file: Path) -> memoryview:
-    with open(file, "rb") as opened:
-        return memoryview(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ))
-
-
 def _write_file(file: Path, content: bytes | memoryview) -> None:
     with open(file, "xb") as opened:
-        opened.write(content)
+        for start in range(0, len(content), _WRITTEN_BYTES):
+            opened.write(content[start : start + _WRITTEN_BYTES])
+            release_pages(content)
         opened.flush()
         os.fsync(opened.fileno())
 

@@ -18,6 +18,7 @@ from msgspec import Meta
 from ravnest.disk import read_bytes
 from ravnest.errors import ConfigError, RavnestError
 from ravnest.foreign import parse_json
+from ravnest.model.shards import has_weights
 from ravnest.net.identity import SECRET_BYTES, KeyPair, Token, load_keys, new_keys, write_token
 from ravnest.requester.checkpoint_store import CHECKPOINTS
 
@@ -93,7 +94,7 @@ def open_run(folder: Path) -> HubFile:
 
 def check_unfinished(folder: Path) -> None:
     """Refuse a folder with a result, in which a new training is to begin."""
-    if (folder / MODEL).exists():
+    if has_weights(folder / MODEL):
         way_on = 'or go on with it: --resume, in Python resume="auto"'
         raise ConfigError(f"{folder} holds a finished run; give another folder or move it away, {way_on}")
 
@@ -154,7 +155,7 @@ def free_run(name: str) -> Path:
     """Return a folder under runs/ for a job of this name: the first that holds no finished or running one."""
     for folder in _name_runs(name):
         is_used = (folder / _FILE).exists() and read_hub_file(folder).process is not None
-        if not is_used and not (folder / MODEL).exists():
+        if not is_used and not has_weights(folder / MODEL):
             return folder
     raise RavnestError(f"{RUNS} has no free folder for {name}; move some away")
 

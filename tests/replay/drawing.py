@@ -30,7 +30,7 @@ from ravnest.hub.coordinator.events import (
     Probed,
     Received,
 )
-from ravnest.hub.monitors.monitored import MonitoredCoordinator
+from ravnest.hub.monitors.monitors import MonitoredCoordinator
 from ravnest.protocol.averaging import RoundAbort, RoundOpen, RoundQuery, RoundReady
 from ravnest.protocol.blobs import BlobRef
 from ravnest.protocol.membership import Complaint, Fact, Leave

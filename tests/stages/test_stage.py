@@ -386,6 +386,33 @@ def test_evaluation_changes_nothing():
     assert same(stage.snapshot().state, before.state)
 
 
+# --- how noisy gradients are
+
+
+class _Lines:
+    """A stage of three weights whose loss is the mean of w * x over samples: each x is a gradient."""
+
+    def forward(self, state, inputs, fields, *, training, key):
+        shared = state["tied"] * fields["x"][:, :1]
+        return PassedOn({}, {"loss": (state["w"] * fields["x"]).sum(1).mean() + shared.mean()})
+
+
+def test_the_noise_of_a_stage_is_that_of_its_samples_gradients():
+    roles = Roles(frozenset({"w", "tied"}), shared=frozenset({"tied"}))
+    state = {"w": torch.zeros(3), "tied": torch.zeros(1)}
+    stage = StageEngine(_Lines(), Snapshot(0, state, {}), roles, plain_sgd(["w", "tied"]))
+    x = 1.0 + 2.0 * torch.randn(400, 12, 3, generator=torch.Generator().manual_seed(0))
+    for update, batch in enumerate(x):
+        for part, samples in enumerate(batch.split(4)):
+            stage.forward(3 * update + part, {}, {"x": samples})
+            stage.backward_inputs(3 * update + part, {})
+            stage.backward_weights(3 * update + part, 1.0, 4)
+        stage.take_shared_gradients()
+        stage.update(0.0)
+    assert stage.noise.variance == pytest.approx(3 * 4.0, rel=0.2)
+    assert stage.noise.signal == pytest.approx(3.0, rel=0.3)
+
+
 # --- numbers that are not finite
 
 

@@ -45,7 +45,7 @@ from ravnest.hub.coordinator.leases import LeaseBook
 from ravnest.hub.coordinator.notices import Checkpointed, Joined, Left, RoundEnded, WorkLost
 from ravnest.hub.coordinator.phases import JobPhase
 from ravnest.hub.coordinator.planner import SearchPlanner
-from ravnest.hub.monitors.monitored import MonitoredCoordinator
+from ravnest.hub.monitors.monitors import MonitoredCoordinator
 from ravnest.hub.service.event_log import read_event, write_event
 from ravnest.ids import HUB
 from ravnest.plan.formation import form_plan

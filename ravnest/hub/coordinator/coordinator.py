@@ -10,9 +10,6 @@ from dataclasses import replace
 from typing import assert_never
 
 from ravnest.config import TIMEOUTS, HubTimeouts
-from ravnest.hub.coordinator.checkpoints import CheckpointCollector
-from ravnest.hub.coordinator.departures import Departures
-from ravnest.hub.coordinator.drops import Drops
 from ravnest.hub.coordinator.events import (
     Action,
     CalmChanged,
@@ -25,6 +22,7 @@ from ravnest.hub.coordinator.events import (
     Event,
     JobGiven,
     LossAlarm,
+    NoiseMeasured,
     Notify,
     PartsMade,
     PeerJoined,
@@ -42,24 +40,23 @@ from ravnest.hub.coordinator.events import (
     Tick,
     TrainingReported,
 )
-from ravnest.hub.coordinator.inquiries import Inquiries
 from ravnest.hub.coordinator.ledger import Ledger
-from ravnest.hub.coordinator.lifecycle import Lifecycle
+from ravnest.hub.coordinator.lifecycle import Departures, Lifecycle, Training
 from ravnest.hub.coordinator.membership import Membership, is_sensible
 from ravnest.hub.coordinator.notices import (
     Joined,
     MicrobatchDropped,
+    NoiseFound,
     Returned,
     SpeedChanged,
 )
 from ravnest.hub.coordinator.phases import JobPhase, NodePhase
 from ravnest.hub.coordinator.placement import ClusterState, Placement
-from ravnest.hub.coordinator.plan_trigger import PlanTrigger
-from ravnest.hub.coordinator.probes import LinkChecks
+from ravnest.hub.coordinator.plan_trigger import LinkChecks, PlanTrigger
+from ravnest.hub.coordinator.progress import Drops
 from ravnest.hub.coordinator.recovery import Recovery
 from ravnest.hub.coordinator.rounds import Rounds
-from ravnest.hub.coordinator.snapshots import SnapshotDesk, SnapshotPurpose
-from ravnest.hub.coordinator.training import Training
+from ravnest.hub.coordinator.snapshots import CheckpointCollector, Inquiries, SnapshotDesk, SnapshotPurpose
 from ravnest.ids import NodeId
 from ravnest.protocol.averaging import RoundAbort, RoundQuery, RoundReady
 from ravnest.protocol.membership import Leave, Stop
@@ -369,6 +366,8 @@ class Coordinator:
                 return self._record_speed(event)
             case ClusterSlowed():
                 return self._link_checks.order(event)
+            case NoiseMeasured():
+                return self._record_noise(event)
             case LossAlarm():
                 self._life.alarm = event
             case CalmChanged():
@@ -401,6 +400,16 @@ class Coordinator:
         self.membership.update(replace(member, node=node))
         self._plan_trigger.reset(self.now)
         return [Notify(SpeedChanged(measured.node, measured.times))]
+
+    def _record_noise(self, measured: NoiseMeasured) -> list[Action]:
+        """Plan with the noise scale that gradients have; it may let spares form a cluster."""
+        is_first = self.placement.noise is None
+        may_add_clusters = self.placement.record_noise(measured.noise)
+        if may_add_clusters:
+            self._plan_trigger.reset(self.now)
+        elif not is_first:
+            return []
+        return [Notify(NoiseFound(measured.noise, may_add_clusters))]
 
     def _inquire(self, silent: ClusterSilent) -> _Result:
         """Ask a silent cluster that runs; evict the nodes for which one that is built waits."""

@@ -18,13 +18,12 @@ from ravnest.hub.coordinator.events import (
     SendFields,
     TrainingReported,
 )
-from ravnest.hub.coordinator.exact_batches import ExactBatch, ExactBatches
 from ravnest.hub.coordinator.leases import LeaseBook, LedgerState, OpenLease, OpenLeases, join_intervals
 from ravnest.hub.coordinator.notices import EpochDone, Evaluated, Trained
 from ravnest.hub.coordinator.phases import ClusterPhase
 from ravnest.hub.coordinator.placement import ClusterState, Placement
 from ravnest.hub.coordinator.planner import cut_batches
-from ravnest.hub.coordinator.progress import ClusterProgress
+from ravnest.hub.coordinator.progress import ClusterProgress, ExactBatch, ExactBatches
 from ravnest.ids import LeaseId, MicrobatchId
 from ravnest.protocol.training import (
     DroppedMicrobatch,
@@ -272,6 +271,12 @@ class Ledger:
         self.exact.take()
         self._evaluation = None
 
+    def skip_evaluation(self) -> None:
+        """Wait no longer for the last evaluation."""
+        for lease in self.open_leases:
+            self._open.close(lease)
+        self._evaluation = None
+
     def start_evaluation(self) -> None:
         """Evaluate the last weights, if there are validation samples."""
         assert self.is_finished, "the last evaluation comes when all is trained"
@@ -462,8 +467,9 @@ class Ledger:
         opened = self._open.open(cluster.cluster_id, lease, self._cut(len(samples), share))
         self._awaited.append(opened)
         batches = len(placement.running) * share / self._settings.batch_size
+        ahead = _OPEN_LEASES * self._chunk_batches
         return [
-            *self.progress.send_rates(cluster, _OPEN_LEASES * self._chunk_batches, batches),
+            *self.progress.send_rates(cluster, ahead, batches, placement.rate_times),
             *grant_lease(cluster, opened, samples, placement),
         ]
 

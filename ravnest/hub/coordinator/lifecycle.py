@@ -1,18 +1,21 @@
-"""The life of a job: its phase, the plans it follows, and how it ends or begins again.
+"""The life of a job: its phase, its plans, its duties while it trains, how nodes leave it and how it ends.
 
 A job ends when all is trained and one cluster's weights are kept, when it is stopped, or when its loss goes
-wrong too often. It begins again from the last checkpoint when no node has what was trained.
+wrong too often. It begins again from the last checkpoint when no node has what was trained. The cluster of a
+node that has gone stands still until it is repaired. Near the end nothing is repaired any more; then the
+cluster ends.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from itertools import takewhile
 
 from ravnest.config import TIMEOUTS, HubTimeouts
-from ravnest.hub.coordinator.checkpoints import CheckpointCollector
 from ravnest.hub.coordinator.events import (
     Abandon,
     Action,
     Collected,
+    Evict,
     Finish,
     JobGiven,
     LossAlarm,
@@ -24,9 +27,13 @@ from ravnest.hub.coordinator.events import (
 from ravnest.hub.coordinator.ledger import Ledger
 from ravnest.hub.coordinator.notices import (
     CheckpointIsResult,
+    ClusterDissolved,
     EpochDone,
     Evaluated,
     FromCheckpoint,
+    Left,
+    NotCheckpointed,
+    NotEvaluated,
     Repaired,
     Resumed,
     Stopping,
@@ -34,11 +41,13 @@ from ravnest.hub.coordinator.notices import (
     WorkLost,
 )
 from ravnest.hub.coordinator.phases import JOB_TRANSITIONS, JobPhase, follow
-from ravnest.hub.coordinator.placement import Placement
+from ravnest.hub.coordinator.placement import ClusterState, Placement
 from ravnest.hub.coordinator.plan_trigger import PlanTrigger
 from ravnest.hub.coordinator.recovery import Recovery
 from ravnest.hub.coordinator.rounds import Ended, Rounds
-from ravnest.protocol.membership import Stop
+from ravnest.hub.coordinator.snapshots import IDLE, CheckpointCollector
+from ravnest.ids import NodeId
+from ravnest.protocol.membership import Leave, Stop
 
 _MOST_ALARMS = 3
 _Result = list[Action] | str  # actions, or why the event is refused
@@ -263,3 +272,204 @@ class Lifecycle:
         if not collected.fault and saved is not None and saved.num_counted > self._alarmed_at:
             self._num_alarms = 0  # a checkpoint before that place says nothing of what comes there
         return kept
+
+
+class Departures:
+    """Removes nodes, and gives their clusters up or has them repaired."""
+
+    def __init__(
+        self,
+        placement: Placement,
+        ledger: Ledger,
+        checkpoints: CheckpointCollector,
+        recovery: Recovery,
+        rounds: Rounds,
+        plan_trigger: PlanTrigger,
+        life: Lifecycle,
+    ) -> None:
+        self._placement, self._membership = placement, placement.membership
+        self._ledger, self._checkpoints, self._recovery = ledger, checkpoints, recovery
+        self._rounds, self._plan_trigger, self._life = rounds, plan_trigger, life
+
+    def leave(self, name: NodeId, leave: Leave, now: float) -> _Result:
+        """Let a node go: at once, or when others have what it has."""
+        if leave.can_hand_over and self._life.can_repair and self._recovery.needs(name):
+            self._plan_trigger.reset(now)
+            return self._recovery.begin_leave(name, leave.reason, now)
+        gone = self.remove(name, leave.reason, now)
+        return gone if isinstance(gone, str) else [*gone, Evict(name, "goodbye")]
+
+    def remove(self, name: NodeId, reason: str, now: float, since: float | None = None) -> _Result:
+        """Forget a node; its cluster stands still, or ends where nothing is repaired any more."""
+        if name not in self._membership:
+            return f"{name} is no member, so it cannot leave"
+        self._membership.remove(name)
+        cluster, ended = self._placement.cluster_of(name), self._rounds.leave(name, reason, now)
+        self._recovery.forget(name)
+        self._plan_trigger.reset(now)
+        actions: list[Action] = [Notify(Left(name, reason))]
+        if self._life.phase is JobPhase.FINISHED:
+            return actions
+        actions += self._life.end_round(ended)
+        if cluster is not None:
+            actions += self._lose_stage(cluster, f"{name}: {reason}", now, now if since is None else since)
+        is_collecting = self._life.has_begun and self._life.phase is JobPhase.COLLECTING
+        is_empty = is_collecting and not len(self._membership)
+        return [*actions, *(self._plan_trigger.notify_shortage() if is_empty else [])]
+
+    def evict(self, gone: Iterable[tuple[NodeId, str, str]], now: float) -> list[Action]:
+        """Remove nodes: each with the reason that others read, and what itself is told."""
+        actions: list[Action] = []
+        for name, reason, told in gone:
+            left = self.remove(name, reason, now)
+            if not isinstance(left, str):  # else it went by itself, before it was found idle
+                actions += [*left, Evict(name, told)]
+        return actions
+
+    def evict_idle(self, names: Iterable[NodeId], now: float) -> list[Action]:
+        """Remove nodes that do no work; a provider may start them again."""
+        return self.evict(((name, IDLE, f"{IDLE}; start it again") for name in names), now)
+
+    def evict_gone(self, now: float) -> list[Action]:
+        """Remove nodes that nobody needs any more, that did not come back or that do not answer."""
+        is_keeping = self._life.phase is JobPhase.KEEPING
+        silent = self._checkpoints.find_silent(now) if is_keeping else ()
+        gone = [(name, reason, "goodbye") for name, reason in self._recovery.find_gone(now)]
+        gone += [(name, f"it {self._checkpoints.silence}", "goodbye") for name in silent]
+        return self.evict(gone, now)
+
+    def rebuild(self, stuck: Iterable[ClusterState], now: float) -> list[Action]:
+        """Build clusters anew in which all nodes answer and nothing moves.
+
+        In the last evaluation nothing is built: the cluster whose weights are to be kept leaves it out.
+        """
+        actions: list[Action] = []
+        for cluster in (each for each in stuck if each in self._placement.running):
+            is_last = not any(
+                x is not cluster and self._ledger.progress.knows(x) for x in self._placement.running
+            )
+            if self._life.phase is JobPhase.EVALUATING and is_last:
+                self._ledger.skip_evaluation()
+                actions.append(Notify(NotEvaluated(cluster.name)))
+                continue
+            self._plan_trigger.reset(now)
+            actions += self._lose_stage(cluster, "it has work, and nothing moves", now, now)
+        return actions
+
+    def _lose_stage(self, cluster: ClusterState, reason: str, now: float, since: float) -> list[Action]:
+        if self._life.can_repair:
+            return self._recovery.mark_broken(cluster, reason, since)
+        given_back, lost = self._ledger.release(cluster)
+        actions: list[Action] = [*self._placement.dissolve([cluster])]
+        actions.append(Notify(ClusterDissolved(cluster.name, reason, given_back, lost)))
+        self._checkpoints.drop(cluster)
+        is_new = not self._ledger.num_counted
+        if any(is_new or self._ledger.progress.knows(each) for each in self._placement.running):
+            return actions
+        return actions + self._life.start_over(now)
+
+
+class Training:
+    """What is to be done after every event in the phase TRAINING."""
+
+    def __init__(
+        self,
+        job: JobGiven,
+        placement: Placement,
+        ledger: Ledger,
+        checkpoints: CheckpointCollector,
+        recovery: Recovery,
+        rounds: Rounds,
+        plan_trigger: PlanTrigger,
+        life: Lifecycle,
+    ) -> None:
+        self._settings = job.settings
+        self._placement, self._ledger, self._checkpoints = placement, ledger, checkpoints
+        self._recovery, self._rounds, self._plan_trigger, self._life = recovery, rounds, plan_trigger, life
+        self.is_calm = True  # as the monitors say
+        self._best_loss = math.inf  # of all evaluations
+
+    def find_due(self, now: float) -> list[float | None]:
+        """Return when the next duties are due."""
+        life = self._life
+        return [
+            life.stop_by,
+            life.end_by,
+            self._checkpoints.due(self._checkpoint_every),
+            self._plan_trigger.repair_due(self._recovery.is_urgent) if self._may_repair(now) else None,
+            self._recovery.backups.due if life.stop_by is None else None,
+        ]
+
+    def wants_round(self, num_updates: int, now: float) -> bool:
+        """Return whether a round would be opened if clusters had made so many updates."""
+        if self._life.phase is not JobPhase.TRAINING or self._life.stop_by is not None:
+            return False
+        return self._rounds.is_due(num_updates, now) and not self._recovery.is_urgent
+
+    def advance(self, now: float) -> list[Action]:
+        """Grant leases; average, back up and keep what is trained; repair the plan; see when it is enough."""
+        life = self._life
+        if life.stop_by is not None and now >= life.stop_by:
+            if not self._placement.running:
+                return life.start_over(now)
+            self._ledger.give_up_leases()
+        if life.alarm is not None and life.stop_by is None:
+            return life.roll_back(life.alarm, now)
+        held = self._recovery.release_held(self._plan_trigger.fits, now)
+        actions = life.repair(held, now) if held is not None else []
+        if life.phase is not JobPhase.TRAINING:
+            return actions
+        if not self._placement.is_exact:
+            actions += life.report(self._ledger.end_exact(self._placement.running))
+        actions += self._ledger.fill(self._placement, self._checkpoints.held)
+        if self._ledger.is_finished and self._placement.running and life.may_end(now):
+            life.enter(JobPhase.AVERAGING)
+            self._recovery.forget_held()
+        elif life.stop_by is None:
+            actions += self._keep_safe(now)
+        elif self._placement.is_exact:  # what is under way needs its gradient rounds
+            actions += self._rounds.open_due(now)
+        if self._may_repair(now):
+            actions += self._plan_trigger.ask_for_repair(now, self._recovery.is_urgent)
+        return actions
+
+    def _may_repair(self, now: float) -> bool:
+        return self._life.can_repair and not self._recovery.can_wait(now)
+
+    @property
+    def _checkpoint_every(self) -> float | None:
+        is_wanted = self._life.stop_by is None and self._placement.running
+        return self._settings.checkpoint_every if is_wanted else None
+
+    def _keep_safe(self, now: float) -> list[Action]:
+        """Order backups, open a round, expire and begin checkpoints, as each is due."""
+        actions: list[Action] = [*self._recovery.backups.order(self._ledger.progress.samples_seen, now)]
+        # Else the rings are soon others. A cluster that drains needs its gradient rounds to finish.
+        has_no_rings = self._placement.has_broken if self._placement.is_exact else self._recovery.is_urgent
+        if not has_no_rings:
+            actions += self._rounds.open_due(now)
+        silence = self._checkpoints.expire(now)
+        if silence:
+            actions += [Notify(NotCheckpointed(silence)), *self._ledger.fill(self._placement)]
+        if self._checkpoints.is_time(self._checkpoint_every, now):
+            actions += self._begin_checkpoint(now)
+        return actions
+
+    def keep_best(self, cluster: ClusterState, results: Sequence[Evaluated], now: float) -> list[Send]:
+        """Begin a checkpoint of what a cluster has just evaluated, before it trains on, if it is the best."""
+        if self._life.phase is not JobPhase.TRAINING or self._checkpoint_every is None:
+            return []
+        sends: list[Send] = []
+        for result in results:
+            if result.loss is not None and result.loss < self._best_loss:
+                self._best_loss = result.loss
+                sends += self._checkpoints.start(cluster, now, self._ledger.books, evaluated=result)
+        return sends
+
+    def _begin_checkpoint(self, now: float) -> list[Send]:
+        """Begin a checkpoint, if what is trained is worth keeping."""
+        if not self.is_calm:
+            self._checkpoints.postpone(now)
+            return []
+        keeper = self._ledger.progress.most_trained(self._placement.running)
+        return self._checkpoints.start(keeper, now, self._ledger.books)

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable
 
 from ravnest.config import TIMEOUTS, HubTimeouts
-from ravnest.hub.coordinator.checkpoints import CheckpointCollector
 from ravnest.hub.coordinator.events import Action, Collected, JobGiven, Notify, PartsMade, PlanMade
 from ravnest.hub.coordinator.leases import LedgerState
 from ravnest.hub.coordinator.ledger import Ledger
@@ -26,7 +25,7 @@ from ravnest.hub.coordinator.notices import (
 from ravnest.hub.coordinator.phases import ClusterPhase
 from ravnest.hub.coordinator.placement import ClusterState, Placement
 from ravnest.hub.coordinator.planner import lease_batches
-from ravnest.hub.coordinator.snapshots import SnapshotDesk
+from ravnest.hub.coordinator.snapshots import CheckpointCollector, SnapshotDesk
 from ravnest.hub.coordinator.sources import BackupPolicy, StateSources, find_cluster_of_state
 from ravnest.ids import HUB, NodeId
 from ravnest.protocol.placement import SnapshotMade, StageMissing

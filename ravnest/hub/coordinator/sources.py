@@ -17,13 +17,7 @@ from ravnest.hub.coordinator.snapshots import SnapshotDesk, SnapshotPurpose
 from ravnest.ids import HUB, NodeId, RoundId
 from ravnest.plan.types import Stage
 from ravnest.protocol.blobs import BlobRef
-from ravnest.protocol.placement import (
-    BackupKept,
-    BackupOrder,
-    SnapshotMade,
-    Source,
-    StageParts,
-)
+from ravnest.protocol.placement import BackupKept, BackupOrder, SnapshotMade, Source, StageParts
 
 _ENOUGH = 0.9  # of what the best source has learned from
 

@@ -68,7 +68,7 @@ class DataService:
     async def _make_parts(self, order: MakeParts) -> None:
         parts = await self._in_background(self._owner.make_parts, order.start, order.stop)
         blueprint = await self._in_background(self._blobs.keep, parts.blueprint)  # to hash takes a while
-        weights = await self._in_background(self._blobs.keep, parts.weights)
+        weights = await self._in_background(self._blobs.keep_pieces, parts.weights)
         fields = (parts.train_fields, parts.evaluation_fields)
         self._made.setdefault((order.start, order.stop), []).append(weights)
         self._apply(PartsMade(order.start, order.stop, blueprint, weights, *fields, self._time()))

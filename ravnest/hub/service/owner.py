@@ -1,6 +1,6 @@
 """What the hub asks of the requester's side, where model and data are; requester.owner answers."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,10 +14,13 @@ Fields = tuple[tuple[tuple[str, TensorSpec], ...], tuple[memoryview, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """A stage as bytes: how it is trained and its blueprint, its weights, the fields it consumes."""
+    """A stage as bytes: how it is trained and its blueprint, its weights, the fields it consumes.
+
+    Weights are made piece by piece, because a stage may be larger than this PC's memory.
+    """
 
     blueprint: bytes
-    weights: bytes
+    weights: Callable[[], Iterable[Buffer]]
     train_fields: tuple[str, ...]
     evaluation_fields: tuple[str, ...]
 

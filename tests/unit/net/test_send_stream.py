@@ -8,9 +8,19 @@ import pytest
 
 from ravnest.config import TIMEOUTS
 from ravnest.errors import LinkError, ProtocolError
-from ravnest.net.frames import Ack, Chunk, Greeting, Ping, StreamPosition, decode_frame, encode_frame
 from ravnest.net.link import ACK_BYTES, Link
-from ravnest.net.streams import OVERHEAD_BYTES, ReceiveStream, SendStream
+from ravnest.net.streams import (
+    OVERHEAD_BYTES,
+    Ack,
+    Chunk,
+    Greeting,
+    Ping,
+    ReceiveStream,
+    SendStream,
+    StreamPosition,
+    decode_frame,
+    encode_frame,
+)
 from ravnest.net.transport import MIB, Service, TransportLimits, as_views, check_limits
 
 LIMITS = TransportLimits(chunk_bytes=100, window_bytes=800, credit_bytes=(4000,) * 5)

@@ -24,9 +24,9 @@ from ravnest.hub.coordinator.notices import (
     SpeedChanged,
     WentWrong,
 )
-from ravnest.hub.monitors.monitored import MonitoredCoordinator
+from ravnest.hub.monitors.monitors import MonitoredCoordinator
 from ravnest.hub.service.event_log import write_event
-from ravnest.hub.service.stream import Happening, HubStream
+from ravnest.hub.service.status import Happening, HubStream
 from ravnest.protocol.messages import Refusal
 from ravnest.protocol.training import LearningRate, LeaseDone, StepReport
 

@@ -116,7 +116,8 @@ def test_weights_of_stages_that_are_no_more_are_not_kept() -> None:
     versions = iter(range(100))
 
     def make_parts(start: int, stop: int) -> Parts:
-        return Parts(b"blueprint", b"%d to %d, %d" % (start, stop, next(versions)), (), ())
+        weights = b"%d to %d, %d" % (start, stop, next(versions))
+        return Parts(b"blueprint", lambda: [weights], (), ())
 
     async def in_background(work, *arguments):
         return work(*arguments)

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from ravnest.requester.signals import Interrupts
+from ravnest.requester.session import Interrupts
 
 
 def test_the_first_calls_stop_and_the_result_is_kept() -> None:

@@ -14,7 +14,7 @@ from ravnest.errors import ConfigError
 from ravnest.hub.coordinator.events import MakeParts, MakePlan, Probed, Send
 from ravnest.hub.coordinator.notices import Measured, PlanFormed, show_notice
 from ravnest.hub.coordinator.phases import JobPhase
-from ravnest.hub.service.probe_reports import ProbeReports
+from ravnest.hub.service.admission import ProbeReports
 from ravnest.ids import HUB, NodeId
 from ravnest.peer import capabilities
 from ravnest.protocol.blobs import BlobPart, BlobRequest
