@@ -234,7 +234,7 @@ class StageBuilder:
         is_late = stage.window > 1 and not order.is_exact and training.max_lag != 0
         roles = find_roles(blueprint, program.castable, is_narrow=has_narrow and is_late)
         engine = StageEngine(program, snapshot, roles, training.optimizer, is_split)
-        formats = (training.activations, training.gradients)
+        formats = (stage.activations, stage.gradients)
         position = StagePosition(
             order.build_id, order.seed, stage.node, order.pipeline, *formats, limits.device
         )

@@ -80,8 +80,6 @@ def prepare(
     training = TrainConfig(
         optimizer,
         job.batch_size,
-        config.activations,
-        config.gradients,
         precision=cast(Precision, job.precision),
         planned_updates=num_batches,
         max_lag=config.max_lag,
