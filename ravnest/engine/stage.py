@@ -68,13 +68,16 @@ class RunnableStage(Protocol):
 class Roles:
     """Which parts of a stage's state are trained, written by a forward, or held by other stages too.
 
-    `inputs` are the values whose gradient the stage before waits for.
+    `inputs` are the values whose gradient the stage before waits for. Of the `narrow` parameters forwards see
+    bf16 while gradients are late; of `casts` they use nothing else.
     """
 
     trainable: frozenset[str]
     written: frozenset[str] = frozenset()
     shared: frozenset[str] = frozenset()
     inputs: frozenset[int] = frozenset()
+    narrow: frozenset[str] = frozenset()
+    casts: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,10 +169,12 @@ class StageEngine:
         self._roles = roles
         self._is_split = is_split
         state = {name: tensor.detach() for name, tensor in start.state.items()}
-        self._optimizer = Optimizer(settings, {name: state[name] for name in roles.trainable})
+        trained = {name: state[name] for name in roles.trainable}
+        narrow = roles.narrow | roles.casts
+        self._optimizer = Optimizer(settings, trained, narrow=narrow)
         self._optimizer.load(start.optimizer)
         self._versions = Versions(
-            {name: state.pop(name) for name in [*state] if name in self._optimizer.names}
+            {name: state.pop(name) for name in [*state] if name in self._optimizer.names}, narrow
         )
         self._rest = state
         self._num_updates = start.version
@@ -282,6 +287,9 @@ class StageEngine:
             if total is None:
                 self._sums[name] = part
                 self._own_sums |= {name} if name in alone or part is not gradient else set()
+            elif total.dtype is torch.bfloat16:
+                self._sums[name] = total.float() + part  # a sum needs more bits than its parts
+                self._own_sums.add(name)
             elif name in self._own_sums:
                 total.add_(part)
             else:
@@ -319,8 +327,8 @@ class StageEngine:
         So it knows no lag and no prediction: both are the stage's own.
         """
         versions = self._versions
-        in_place = not versions.is_held([name])
-        after = self._optimizer.step(versions.weights, {name: gradient}, learning_rate, in_place=in_place)
+        held = versions.find_held([name])
+        after = self._optimizer.step(versions.weights, {name: gradient}, learning_rate, held=held)
         if isinstance(after, Refusal):
             return after
         versions.replace(after, versions.seen | {name: after[name]})
@@ -352,12 +360,12 @@ class StageEngine:
         if not gradients:
             reason = _NOTHING_LEFT if self._versions.weights else None
             return Updated(self._num_updates, reason)
-        return self._step(gradients, learning_rate, 0.0, {})
+        return self._step(dict(gradients), learning_rate, 0.0, {})
 
     def forget_prediction(self) -> None:
         """Let forwards see the weights as they are: there will be no lag."""
         self._lags.clear()
-        self._versions.replace(self._versions.weights, self._versions.weights)
+        self._versions.see_exactly(self._roles.casts)
 
     def _forget_sums(self) -> None:
         self._num_microbatches = self._num_samples = 0
@@ -368,16 +376,16 @@ class StageEngine:
         self._noise.forget()
 
     def _step(
-        self, gradients: Tensors, learning_rate: float, lag: float, bounds: Mapping[str, float]
+        self, gradients: dict[str, Tensor], learning_rate: float, lag: float, bounds: Mapping[str, float]
     ) -> Updated:
         versions = self._versions
-        in_place = not versions.is_held(gradients)
+        held = versions.find_held(gradients)
         after = self._optimizer.step(
-            versions.weights, gradients, learning_rate, lag, in_place=in_place, bounds=bounds
+            versions.weights, gradients, learning_rate, lag, held=held, bounds=bounds
         )
         if isinstance(after, Refusal):
             return Updated(self._num_updates, after.reason)
-        versions.replace(after, self._optimizer.predict(after, lag))
+        versions.replace(after, after | self._optimizer.take_predicted())
         return Updated(self._num_updates)
 
     def evaluate(self, microbatch: MicrobatchId, inputs: Values, fields: Tensors) -> PassedOn | DroppedWork:
