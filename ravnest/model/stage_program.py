@@ -426,9 +426,9 @@ def _find_needed(program: Program, values: Sequence[ValueId]) -> set[int]:
 
 def _move(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Bring a tensor to the device; a GPU fetches it from pinned memory while the program goes on."""
-    if device.type == "cuda" and tensor.device.type == "cpu":
+    if device.type == "cuda" and tensor.device.type == "cpu" and tensor.numel():
         return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor.to(device)
+    return tensor if tensor.device == device else tensor.to(device)
 
 
 def _run_at_precision(

@@ -218,7 +218,8 @@ class StageBuilder:
         backward_seconds = 2 * footprint.forward_flops / speed
         num_weights = sum(entry.is_trainable for entry in blueprint.state)
         is_split = not stage.recompute and backward_seconds > num_weights * _SPLIT_SECONDS
-        engine = StageEngine(program, snapshot, find_roles(blueprint), training.optimizer, is_split)
+        defers = limits.device.startswith("cuda")
+        engine = StageEngine(program, snapshot, find_roles(blueprint), training.optimizer, is_split, defers)
         formats = (training.activations, training.gradients)
         position = StagePosition(
             order.build_id, order.seed, stage.node, order.pipeline, *formats, limits.device
