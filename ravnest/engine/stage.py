@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ravnest.engine.noise import NoiseMeter
-from ravnest.engine.optimizers import Optimizer, OptimizerSettings, find_norms, find_not_finite
+from ravnest.engine.optimizers import Optimizer, OptimizerSettings, find_norms, find_not_finite, measure_norms
 from ravnest.engine.weight_versions import Graph, Snapshot, Versions
 from ravnest.errors import ProtocolError, RavnestError
 from ravnest.ids import MicrobatchId
@@ -68,13 +68,16 @@ class RunnableStage(Protocol):
 class Roles:
     """Which parts of a stage's state are trained, written by a forward, or held by other stages too.
 
-    `inputs` are the values whose gradient the stage before waits for.
+    `inputs` are the values whose gradient the stage before waits for. Of the `narrow` parameters forwards see
+    bf16 while gradients are late; of `casts` they use nothing else.
     """
 
     trainable: frozenset[str]
     written: frozenset[str] = frozenset()
     shared: frozenset[str] = frozenset()
     inputs: frozenset[int] = frozenset()
+    narrow: frozenset[str] = frozenset()
+    casts: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,10 +205,12 @@ class StageEngine:
         self._is_split = is_split
         self._defers = defers and not roles.written
         state = {name: tensor.detach() for name, tensor in start.state.items()}
-        self._optimizer = Optimizer(settings, {name: state[name] for name in roles.trainable})
+        trained = {name: state[name] for name in roles.trainable}
+        narrow = roles.narrow | roles.casts
+        self._optimizer = Optimizer(settings, trained, narrow=narrow)
         self._optimizer.load(start.optimizer)
         self._versions = Versions(
-            {name: state.pop(name) for name in [*state] if name in self._optimizer.names}
+            {name: state.pop(name) for name in [*state] if name in self._optimizer.names}, narrow
         )
         self._rest = state
         self._num_updates = start.version
@@ -279,7 +284,9 @@ class StageEngine:
         _check_shapes(gradients, flight.shapes)
         try:
             found = dict(flight.backward.backward_inputs(gradients))
-            reason, norms = flight.unread.read_with(_norms(found)) if found else (None, [])
+            reason, norms = (
+                flight.unread.read_with(measure_norms(list(found.values()))) if found else (None, [])
+            )
             value = find_not_finite(found, norms)
         except _FAILURES as error:
             self.forget(microbatch)
@@ -298,7 +305,7 @@ class StageEngine:
         flight = self._flights[microbatch]
         try:
             found = flight.backward.backward_weights()
-            reason, norms = flight.unread.read_with(_norms(found))
+            reason, norms = flight.unread.read_with(measure_norms(list(found.values())))
         except _FAILURES as error:
             return _give_up(microbatch, "backward", error)
         finally:
@@ -324,6 +331,9 @@ class StageEngine:
             if total is None:
                 self._sums[name] = part
                 self._own_sums |= {name} if name in alone or part is not gradient else set()
+            elif total.dtype is torch.bfloat16:
+                self._sums[name] = total.float() + part  # a sum needs more bits than its parts
+                self._own_sums.add(name)
             elif name in self._own_sums:
                 total.add_(part)
             else:
@@ -361,8 +371,8 @@ class StageEngine:
         So it knows no lag and no prediction: both are the stage's own.
         """
         versions = self._versions
-        in_place = not versions.is_held([name])
-        after = self._optimizer.step(versions.weights, {name: gradient}, learning_rate, in_place=in_place)
+        held = versions.find_held([name])
+        after = self._optimizer.step(versions.weights, {name: gradient}, learning_rate, held=held)
         if isinstance(after, Refusal):
             return after
         versions.replace(after, versions.seen | {name: after[name]})
@@ -394,12 +404,12 @@ class StageEngine:
         if not gradients:
             reason = _NOTHING_LEFT if self._versions.weights else None
             return Updated(self._num_updates, reason)
-        return self._step(gradients, learning_rate, 0.0, {})
+        return self._step(dict(gradients), learning_rate, 0.0, {})
 
     def forget_prediction(self) -> None:
         """Let forwards see the weights as they are: there will be no lag."""
         self._lags.clear()
-        self._versions.replace(self._versions.weights, self._versions.weights)
+        self._versions.see_exactly(self._roles.casts)
 
     def _forget_sums(self) -> None:
         self._num_microbatches = self._num_samples = 0
@@ -410,16 +420,16 @@ class StageEngine:
         self._noise.forget()
 
     def _step(
-        self, gradients: Tensors, learning_rate: float, lag: float, bounds: Mapping[str, float]
+        self, gradients: dict[str, Tensor], learning_rate: float, lag: float, bounds: Mapping[str, float]
     ) -> Updated:
         versions = self._versions
-        in_place = not versions.is_held(gradients)
+        held = versions.find_held(gradients)
         after = self._optimizer.step(
-            versions.weights, gradients, learning_rate, lag, in_place=in_place, bounds=bounds
+            versions.weights, gradients, learning_rate, lag, held=held, bounds=bounds
         )
         if isinstance(after, Refusal):
             return Updated(self._num_updates, after.reason)
-        versions.replace(after, self._optimizer.predict(after, lag))
+        versions.replace(after, after | self._optimizer.take_predicted())
         return Updated(self._num_updates)
 
     def evaluate(self, microbatch: MicrobatchId, inputs: Values, fields: Tensors) -> PassedOn | DroppedWork:
@@ -461,10 +471,6 @@ class StageEngine:
         self._versions.replace({**self._versions.weights, **state}, {**self._versions.seen, **state})
         others = {k: v for k, v in self._optimizer.state().items() if k.partition("/")[2] not in state}
         self._optimizer.load({**others, **slots})
-
-
-def _norms(tensors: Mapping[Any, Tensor]) -> tuple[Tensor, ...]:
-    return tuple(torch._foreach_norm(list(tensors.values()))) if tensors else ()
 
 
 def _find_alone(gradients: Tensors, sent: tuple[Tensor, ...]) -> set[str]:

@@ -7,6 +7,7 @@ kernel may still crash on hostile sizes, and ends the peer with it.
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +32,7 @@ from ravnest.model.blueprint import (
 )
 from ravnest.model.compiled_stage import CompiledBackward, StageCompiler, TracedStage
 from ravnest.model.index_checks import check_index, find_checks
+from ravnest.model.narrow_weights import find_castable, saves_narrow, widen
 from ravnest.model.operators import Parameter, draws, operators
 
 State = Mapping[str, torch.Tensor]
@@ -63,7 +65,10 @@ class Setting:
 
 
 class StageProgram:
-    """A stage that runs, compiled if `make_compiler` is given. Built by `build_stage_program`."""
+    """A stage that runs, compiled if `make_compiler` is given. Built by `build_stage_program`.
+
+    Weights may come in bf16 instead of fp32.
+    """
 
     def __init__(
         self, blueprint: Blueprint, setting: Setting, make_compiler: MakeCompiler | None = None
@@ -72,6 +77,14 @@ class StageProgram:
         self.setting = setting
         self._train = _Runner(blueprint.train, setting, make_compiler)
         self._evaluate = _Runner(blueprint.evaluate, setting)
+
+    @property
+    def castable(self) -> frozenset[str]:
+        """Weights of which the training program only ever uses a cast to bf16, in mixed precision."""
+        if self.setting.autocast is not torch.bfloat16:
+            return frozenset()
+        castable = find_castable(self.blueprint.train)
+        return frozenset(name for value, name in self.blueprint.train.state if value in castable)
 
     def forward(
         self,
@@ -203,11 +216,16 @@ class _Runner:
             whole = (tensor for tensor in arrived[len(program.fields) :] if not tensor.is_floating_point())
             self._check(*(tensor.cpu() for tensor in (*arrived[: len(program.fields)], *whole)))
         arrived = [_move(tensor, setting.device) for tensor in arrived]
+        has_narrow = any(
+            tensor.dtype is torch.bfloat16 and program.values[value].dtype == "float32"
+            for value, tensor in kept.items()
+        )
         if self._make_compiler is not None and torch.is_grad_enabled() and key is not None:
             passed = self._run_compiled(kept, arrived, key, num_samples)
             if passed is not None:
                 return passed
-        with torch.autocast(setting.device.type, setting.autocast, enabled=setting.autocast is not None):
+        cast = torch.autocast(setting.device.type, setting.autocast, enabled=setting.autocast is not None)
+        with cast, saves_narrow() if has_narrow else nullcontext():
             if setting.recompute and torch.is_grad_enabled():
                 outputs, results = self._run_twice(kept, arrived, key)
             else:
@@ -325,6 +343,15 @@ class _Builder:
         self._graph = fx.Graph()
         self._nodes: dict[ValueId, fx.Node] = {}
         self._sizes: dict[Size, fx.Node] = {}
+        storages = Storages(program)
+        castable = find_castable(program) if setting.autocast is torch.bfloat16 else ()
+        self._may_be_narrow = {
+            value
+            for value, _ in program.state
+            if program.values[value].dtype == "float32"
+            and value not in castable
+            and not storages.is_written(value)
+        }
 
     def build(self) -> fx.GraphModule:
         """Return the graph as a module without parameters: state, fields, inputs and a key are arguments."""
@@ -385,6 +412,10 @@ class _Builder:
 
     def _convert_value(self, argument: Ref | Size | Ratio) -> fx.Node:
         if isinstance(argument, Ref):
+            if argument.value in self._may_be_narrow:  # widened once, where it is first used
+                self._may_be_narrow.remove(argument.value)
+                given = (self._nodes[argument.value], torch.float32)
+                self._nodes[argument.value] = self._graph.call_function(widen, given)
             return self._nodes[argument.value]
         if isinstance(argument, Ratio):
             over, under = self._convert_value(argument.over), self._convert_value(argument.under)

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ravnest.config import TIMEOUTS, PeerTimeouts
+from ravnest.config import TIMEOUTS, PeerTimeouts, WeightFormat
+from ravnest.engine.moments import SMALL_ITEMS
 from ravnest.engine.schedule import StageSchedule
 from ravnest.engine.stage import Roles, StageEngine
 from ravnest.engine.train_config import TrainConfig, read_train_config
@@ -147,14 +148,23 @@ def _select_held(held: Snapshot, blueprint: Blueprint) -> tuple[dict[str, Tensor
     return state, slots
 
 
-def find_roles(blueprint: Blueprint) -> Roles:
-    """Return which state of a stage is trained, written, shared, and which inputs want gradients."""
+def find_roles(
+    blueprint: Blueprint, castable: frozenset[str] = frozenset(), *, is_narrow: bool = False
+) -> Roles:
+    """Return which state of a stage is trained, written, shared, and which inputs want gradients.
+
+    `castable` parameters are used in bf16 alone; `is_narrow`: forwards see bf16 of all that are not small.
+    """
     program = blueprint.train
+    wide = {entry.name for entry in blueprint.state if entry.is_trainable and entry.dtype == "float32"}
+    large = {entry.name for entry in blueprint.state if entry.size_bytes >= 4 * SMALL_ITEMS}
     return Roles(
         trainable=frozenset(entry.name for entry in blueprint.state if entry.is_trainable),
         written=frozenset(entry.name for entry in blueprint.state if entry.is_written),
         shared=frozenset(blueprint.shared),
         inputs=frozenset(value for value in program.inputs if program.values[value].has_gradient),
+        narrow=frozenset(wide & large) if is_narrow else frozenset(),
+        casts=frozenset(wide & castable),
     )
 
 
@@ -207,10 +217,11 @@ class StageBuilder:
             return assembled
         snapshot, anchor_state = assembled
         compiles = limits.compile_mode.applies_to(limits.device)
+        autocast = self._autocast(training)
         program = self._tools.build_program(
             blueprint,
             limits.device,
-            autocast=self._autocast(training),
+            autocast=autocast,
             recompute=stage.recompute,
             make_compiler=self._tools.make_compiler if compiles else None,
         )
@@ -218,9 +229,13 @@ class StageBuilder:
         backward_seconds = 2 * footprint.forward_flops / speed
         num_weights = sum(entry.is_trainable for entry in blueprint.state)
         is_split = not stage.recompute and backward_seconds > num_weights * _SPLIT_SECONDS
+        # As the planner counts them. Without lag, and where updates are exact, forwards see all bits.
+        has_narrow = training.optimizer.versions is WeightFormat.BF16 or autocast is not None
+        is_late = stage.window > 1 and not order.is_exact and training.max_lag != 0
+        roles = find_roles(blueprint, program.castable, is_narrow=has_narrow and is_late)
         defers = limits.device.startswith("cuda")
-        engine = StageEngine(program, snapshot, find_roles(blueprint), training.optimizer, is_split, defers)
-        formats = (training.activations, training.gradients)
+        engine = StageEngine(program, snapshot, roles, training.optimizer, is_split, defers)
+        formats = (stage.activations, stage.gradients)
         position = StagePosition(
             order.build_id, order.seed, stage.node, order.pipeline, *formats, limits.device
         )

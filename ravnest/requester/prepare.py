@@ -7,7 +7,7 @@ import logging
 from dataclasses import dataclass, replace
 from typing import cast
 
-from ravnest.config import EXACT_FORMATS, PlanConfig, WireFormat
+from ravnest.config import EXACT_FORMATS, PlanConfig, StateFormat, WeightFormat, WireFormat
 from ravnest.config import OptimizerKind as Recipe
 from ravnest.engine.optimizers import Adam, Muon, NAdam, OptimizerSettings, Sgd
 from ravnest.engine.train_config import Precision, TrainConfig
@@ -63,22 +63,23 @@ def prepare(
     if plan.exact_gradients not in EXACT_FORMATS:
         problem = f"exact_gradients is {plan.exact_gradients}, too coarse for gradients"
         raise ConfigError(f"{problem}; choose {' or '.join(EXACT_FORMATS)}")
+    if plan.states is StateFormat.INT8 and job.averaging_rule.momentum:
+        raise ConfigError("momenta are averaged, which int8 states cannot be; choose states=bf16 or fp32")
     captured = job.capture()
     for note in captured.notes:
         logger.warning("note: %s", note)
     num_batches = job.epochs * -(-num_samples // job.batch_size)
-    optimizer = job.settings(captured, num_batches)
+    optimizer = replace(job.settings(captured, num_batches), versions=plan.versions, states=plan.states)
     logger.info("learning rate %.2g, %d updates planned", optimizer.learning_rate, num_batches)
     # Peers lend memory for tensors; that of their programs is beside it (docs/lending.md).
     config = replace(plan, optimizer=_recipe(job, optimizer), overhead_bytes=0.0)
-    config = replace(config, predict_weights=optimizer.has_prediction)
+    precision = WeightFormat.BF16 if job.precision == "bf16" else WeightFormat.FP32
+    config = replace(config, predict_weights=optimizer.has_prediction, precision=precision)
     settings = _settings(job, captured, optimizer, num_batches)
     settings = replace(settings, expected_nodes=num_nodes, settle_seconds=settle_seconds)
     training = TrainConfig(
         optimizer,
         job.batch_size,
-        config.activations,
-        config.gradients,
         precision=cast(Precision, job.precision),
         planned_updates=num_batches,
         max_lag=config.max_lag,
