@@ -13,7 +13,7 @@ from ravnest.engine.train_config import TrainConfig
 from ravnest.errors import ConfigError
 from ravnest.hub.coordinator.events import JobGiven, JobSettings
 from ravnest.model.capture import Captured
-from ravnest.model.profile import measure
+from ravnest.model.profile import has_channels, measure
 from ravnest.requester.checkpoint_store import (
     Checkpoint,
     Fingerprint,
@@ -71,6 +71,13 @@ def prepare(
     # Peers lend memory for tensors; that of their programs is beside it (docs/lending.md).
     config = replace(plan, optimizer=_recipe(job, optimizer), overhead_bytes=0.0)
     config = replace(config, predict_weights=optimizer.has_prediction)
+    if config.activations is WireFormat.INT4_CHANNELS and not has_channels(
+        captured.blueprint, job.batch_size
+    ):
+        logger.warning(
+            "note: the channels of what crosses stages are not known, so activations travel as int8"
+        )
+        config = replace(config, activations=WireFormat.INT8)
     settings = _settings(job, captured, optimizer, num_batches)
     settings = replace(settings, expected_nodes=num_nodes, settle_seconds=settle_seconds)
     training = TrainConfig(
