@@ -75,7 +75,7 @@ class WeightFormat(StrEnum):
 
 
 class StateFormat(StrEnum):
-    """How an optimizer keeps its moments; int8 has one scale per 256 values."""
+    """How an optimizer keeps its moments; int8 has one byte of scale per 256 values."""
 
     FP32 = "fp32"
     BF16 = "bf16"  # first moments; squares in fp32
@@ -84,7 +84,7 @@ class StateFormat(StrEnum):
     @property
     def ratios(self) -> tuple[float, float]:
         """Bytes of the first moment, and of the square, per byte of fp32."""
-        return {"fp32": (1.0, 1.0), "bf16": (0.5, 1.0), "int8": ((1 + 4 / 256) / 4, 0.5)}[self]
+        return {"fp32": (1.0, 1.0), "bf16": (0.5, 1.0), "int8": ((1 + 1 / 256) / 4, 0.5)}[self]
 
 
 class Recompute(StrEnum):
@@ -93,6 +93,18 @@ class Recompute(StrEnum):
     AUTO = "auto"
     ALWAYS = "always"
     NEVER = "never"
+
+
+class CompileMode(StrEnum):
+    """Whether a peer compiles its stage; `auto` does on CUDA, where it trains twice as fast."""
+
+    AUTO = "auto"
+    ON = "on"
+    OFF = "off"
+
+    def applies_to(self, device: str) -> bool:
+        """Return whether a stage on this device is compiled."""
+        return self is CompileMode.ON or (self is CompileMode.AUTO and device.startswith("cuda"))
 
 
 class Averaging(StrEnum):
@@ -194,7 +206,6 @@ class HubTimeouts:
     """How long the hub waits. A log must be replayed with the timeouts it was written with."""
 
     # The server and its links to peers.
-    heartbeat_seconds: float = 1.0  # peers are told this interval when they join
     grace_seconds: float = 3.0  # a peer whose link is lost may come back within this time
     parting_seconds: float = 5.0  # at the end, peers have this long to leave
     remind_every_seconds: float = 60.0  # a hub that has no plan says why again

@@ -148,7 +148,7 @@ def _check() -> Figures:
     return found
 
 
-def _job(num_updates: int, average_every: int | None = None) -> Any:
+def _job(num_updates: int, average_every: int | str = "auto") -> Any:
     """Return the training of a small GPT, one update per batch, each sample once."""
     import torch
     import torch.nn.functional as F
@@ -199,7 +199,7 @@ def _swarm(cell: Cell, num_updates: int) -> Figures:
     from ravnest.requester.session import LOCAL_PLAN
 
     is_exact = cell.clusters > 1 and not cell.every
-    job = _job(num_updates, None if cell.clusters == 1 or is_exact else cell.every)
+    job = _job(num_updates, "auto" if cell.clusters == 1 or is_exact else cell.every)
     cuts = _equal_cuts(job, cell.stages)
     setting = Setting([3e10] * (cell.clusters * cell.stages), cuts=cuts, num_clusters=cell.clusters)
     plan = replace(LOCAL_PLAN, overhead_bytes=0.0, deltas=WireFormat.FP32, clusters=99)

@@ -5,11 +5,12 @@ Capturing takes seconds and runs the requester's code.
 
 import logging
 from dataclasses import dataclass, replace
+from typing import cast
 
-from ravnest.config import EXACT_FORMATS, PlanConfig, WireFormat
+from ravnest.config import EXACT_FORMATS, PlanConfig, StateFormat, WeightFormat, WireFormat
 from ravnest.config import OptimizerKind as Recipe
 from ravnest.engine.optimizers import Adam, Muon, NAdam, OptimizerSettings, Sgd
-from ravnest.engine.train_config import TrainConfig
+from ravnest.engine.train_config import Precision, TrainConfig
 from ravnest.errors import ConfigError
 from ravnest.hub.coordinator.events import JobGiven, JobSettings
 from ravnest.model.capture import Captured
@@ -62,28 +63,25 @@ def prepare(
     if plan.exact_gradients not in EXACT_FORMATS:
         problem = f"exact_gradients is {plan.exact_gradients}, too coarse for gradients"
         raise ConfigError(f"{problem}; choose {' or '.join(EXACT_FORMATS)}")
+    if plan.states is StateFormat.INT8 and job.averaging_rule.momentum:
+        raise ConfigError("momenta are averaged, which int8 states cannot be; choose states=bf16 or fp32")
     captured = job.capture()
     for note in captured.notes:
         logger.warning("note: %s", note)
     num_batches = job.epochs * -(-num_samples // job.batch_size)
-    optimizer = job.settings(captured, num_batches)
+    optimizer = replace(job.settings(captured, num_batches), versions=plan.versions, states=plan.states)
     logger.info("learning rate %.2g, %d updates planned", optimizer.learning_rate, num_batches)
     # Peers lend memory for tensors; that of their programs is beside it (docs/lending.md).
     config = replace(plan, optimizer=_recipe(job, optimizer), overhead_bytes=0.0)
-    config = replace(config, predict_weights=optimizer.has_prediction)
-    if config.activations is WireFormat.INT4_CHANNELS and not has_channels(
-        captured.blueprint, job.batch_size
-    ):
-        logger.warning(
-            "note: the channels of what crosses stages are not known, so activations travel as int8"
-        )
-        config = replace(config, activations=WireFormat.INT8)
+    precision = WeightFormat.BF16 if job.precision == "bf16" else WeightFormat.FP32
+    config = replace(config, predict_weights=optimizer.has_prediction, precision=precision)
+    config = _fit_formats(config, captured, job.batch_size)
     settings = _settings(job, captured, optimizer, num_batches)
     settings = replace(settings, expected_nodes=num_nodes, settle_seconds=settle_seconds)
     training = TrainConfig(
         optimizer,
         job.batch_size,
-        precision="bf16" if job.precision == "bf16" else "fp32",
+        precision=cast(Precision, job.precision),
         planned_updates=num_batches,
         max_lag=config.max_lag,
         deltas=config.deltas,
@@ -102,6 +100,14 @@ def prepare(
         books = owner.go_on_from(start)
     profile = measure(captured.blueprint, job.batch_size)
     return PreparedJob(captured, owner, JobGiven(profile, config, settings, now=0.0, books=books))
+
+
+def _fit_formats(config: PlanConfig, captured: Captured, batch_size: int) -> PlanConfig:
+    """Plan activations without channels as what they will travel as."""
+    if config.activations is not WireFormat.INT4_CHANNELS or has_channels(captured.blueprint, batch_size):
+        return config
+    logger.warning("note: the channels of what crosses stages are not known, so activations travel as int8")
+    return replace(config, activations=WireFormat.INT8)
 
 
 def _check_start(start: Checkpoint, now: Fingerprint) -> None:

@@ -8,7 +8,7 @@ import weakref
 
 import pytest
 import torch
-from support.line_of_stages import Line, Traffic, make_stage, mean_loss
+from support.line_of_stages import Line, Traffic, make_stage, mean_loss, roles_of
 from support.model_zoo import FAMILIES, NUM_TOKENS, VOCABULARY, OwnGPT, fields_of, token_loss
 from support.stage_runner import subject
 from torch import nn
@@ -294,6 +294,52 @@ def test_lag_is_measured_and_forgotten_with_the_window():
     stage = line.stages[0]
     assert stage.lag == 0.0
     assert all(stage._versions.seen[name] is tensor for name, tensor in stage._versions.weights.items())
+
+
+def narrow_stage(name=OptimizerName.MUON):
+    """A stage that shows its forwards bf16 of the matrices."""
+    stop = _captured().blueprint.num_positions
+    wide = make_stage(_captured(), 0, stop, settings_for(name))
+    matrices = frozenset(key for key, tensor in wide.state.items() if tensor.dim() == 2)
+    roles = dataclasses.replace(roles_of(_captured().blueprint), narrow=matrices)
+    program = build_stage_program(_captured().blueprint)
+    return wide, StageEngine(program, wide.snapshot(), roles, settings_for(name)), matrices
+
+
+def test_a_narrow_stage_sums_wide_and_trains_as_the_wide_one_does():
+    wide, narrow, matrices = narrow_stage()
+    for update in range(6):
+        for stage in (wide, narrow):
+            for part in range(2):
+                number = 2 * update + part
+                stage.forward(number, {}, text_batch(number))
+                stage.backward_inputs(number, {})
+                stage.backward_weights(number)
+                widths = {stage.summed.sums[name].dtype for name in matrices}
+                assert widths == {torch.float32 if stage is wide or part else torch.bfloat16}
+            stage.update(RATE)
+    start = make_stage(_captured(), 0, _captured().blueprint.num_positions, settings_for(OptimizerName.MUON))
+    for name in matrices:
+        moved = (wide.state[name] - start.state[name]).norm()
+        assert 0 < (narrow.state[name] - wide.state[name]).norm() < 0.05 * moved, name
+
+
+def test_a_narrow_stage_keeps_bf16_for_batches_in_flight_and_changes_its_weights_in_place():
+    _, stage, matrices = narrow_stage()
+    places = {name: stage.state[name].data_ptr() for name in matrices}
+    for number in range(3):
+        stage.forward(number, {}, text_batch(number))
+    for number in range(3):
+        stage.backward_inputs(number, {})
+        stage.backward_weights(number)
+        stage.update(RATE)
+        stage.forward(number + 3, {}, text_batch(number + 3))
+    assert places == {name: stage.state[name].data_ptr() for name in matrices}
+    assert stage.num_live_versions == 1 + 3
+    held = [version[name] for version in stage._versions._held.values() for name in matrices]
+    assert {tensor.dtype for tensor in held} == {torch.bfloat16}
+    stage.forget_prediction()
+    assert all(stage._versions.seen[name] is stage._versions.weights[name] for name in matrices)
 
 
 class Counting:

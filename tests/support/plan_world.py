@@ -263,7 +263,7 @@ def slow_memory(stage, cluster, profile, config, is_averaged):
             column[k] if column else 0.0 for column in (profile.frozen_bytes, profile.buffer_bytes)
         )
         trained = profile.parameter_bytes[k] - frozen
-        first, square = {"fp32": (1, 1), "bf16": (0.5, 1), "int8": (65 / 256, 0.5)}[config.states]
+        first, square = {"fp32": (1, 1), "bf16": (0.5, 1), "int8": (257 / 1024, 0.5)}[config.states]
         state = 0.0 if config.optimizer == "sgd" else first * trained
         if config.optimizer not in ("sgd", "momentum"):
             is_muon = config.optimizer is OptimizerKind.MUON

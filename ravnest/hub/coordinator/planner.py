@@ -1,8 +1,8 @@
 """The hub's planner: it answers a MakePlan with a plan, a repaired plan, or what is short.
 
-A planner also cuts batches. A batch is what one update sees; it travels as microbatches, so that the pipeline
-stays full. All clusters use the same number of microbatches, as many as their windows and the lag bound need.
-The server runs the planner in a thread and takes it as an argument.
+A planner also says how batches are cut. A batch is what one update sees; it travels as microbatches, so that
+the pipeline stays full. All clusters use the same number of microbatches, as many as their windows and the
+lag bound need. The server runs the planner in a thread and takes it as an argument.
 """
 
 from collections.abc import Callable
@@ -29,16 +29,6 @@ _LEASE_BYTES = 1 << 20  # of samples: larger leases save few messages, and their
 _FEW_CLUSTERS = 4  # so many are all tried
 _GAIN = 1.05  # a plan with more clusters must be so much better
 _TRIES = 3  # smaller microbatches widen windows, and those ask for more of them
-
-
-def cut_batches(num_samples: int, batch_size: int, microbatches: int) -> tuple[int, ...]:
-    """Return the sizes of the microbatches of so many samples, batch after batch, as equal as possible."""
-    sizes: list[int] = []
-    for start in range(0, num_samples, batch_size):
-        size = min(batch_size, num_samples - start)
-        count = min(microbatches, size)  # those of a short last batch still hold a sample each
-        sizes += [size // count + (index < size % count) for index in range(count)]
-    return tuple(sizes)
 
 
 def lease_batches(job: JobGiven, plan: Plan, microbatches: int) -> int:

@@ -41,9 +41,8 @@ from ravnest.hub.coordinator.planner import SEARCH_PLANNER, Planner
 from ravnest.hub.monitors.liveness import OutageMonitor
 from ravnest.hub.monitors.monitors import MonitoredCoordinator, Watch
 from ravnest.hub.service.admission import Admission, ProbeReports
-from ravnest.hub.service.data_service import DataService
+from ravnest.hub.service.data_service import DataService, Owner
 from ravnest.hub.service.event_log import EventStore
-from ravnest.hub.service.owner import Owner
 from ravnest.ids import NodeId
 from ravnest.net.identity import Token
 from ravnest.net.relay import Relay
