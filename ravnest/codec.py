@@ -51,6 +51,7 @@ _SMALLEST_SCALE = 2.0**-126  # the smallest normal float32: its reciprocal is fi
 _LOW_BITS = -(2**8)  # 16 bits of a scale times 7 bits of a code fit in the 24 of a float32
 _BF16_BITS, _BF16_REST, _INFINITY = -(2**16), 2**16 - 1, 0x7F800000
 _SLAB_ITEMS = 2**19  # two megabytes at a time stay in the cache, and no copy of the whole tensor is made
+_DEVICE_SLAB_ITEMS = 2**24  # as much keeps a GPU busy, in 64 megabytes a copy
 _ODD = 0x0001000100010001  # in each of four short numbers: they lie evenly around zero
 
 
@@ -251,7 +252,8 @@ def _slabs(items: Tensor, packed: Tensor, packing: WireFormat) -> Iterator[_Slab
     scales = packed[:scale_bytes].view(scale).view(num_scales, 1, *tail)
     row_codes = size if packing is WireFormat.INT8 else size // 2
     codes = packed[scale_bytes:].view(torch.int8).view(-1, *tail)
-    step = max(1, _SLAB_ITEMS // (size * width)) if items.device.type == "cpu" else max(1, num_whole)
+    slab_items = _SLAB_ITEMS if items.device.type == "cpu" else _DEVICE_SLAB_ITEMS
+    step = max(1, slab_items // (size * width))
     for low in range(0, num_whole, step):
         high = min(low + step, num_whole)
         yield _Slab(

@@ -473,6 +473,14 @@ def test_gradients_of_exact_updates_do_not_travel_coarsely(wire_format):
         prepare(job(batch_size=1), replace(LOCAL_PLAN, exact_gradients=wire_format), 1, 1.0)
 
 
+def test_activations_without_channels_are_planned_as_int8():
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    classifier = Job(model, tuple(ROWS.values()), batch_size=4, loss=nn.CrossEntropyLoss())
+    given = prepare(classifier, replace(LOCAL_PLAN, activations=WireFormat.INT4), 1, 1.0)
+    assert given.job.config.activations is WireFormat.INT8
+    assert given.job.config.gradients is WireFormat.FP32
+
+
 def prepared(loss, **settings):
     return prepare(job(tuple(ROWS.values()), batch_size=4, loss=loss, **settings), LOCAL_PLAN, 1, 1.0)
 
