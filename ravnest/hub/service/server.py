@@ -93,7 +93,8 @@ HUB_PARTS = HubParts()
 class Server:
     """One job's hub. `admit` belongs to the transport it runs on; `token` needs no address here.
 
-    `store` gets every event that changes the state, before its actions are carried out.
+    `store` gets every event that changes the state, before its actions are carried out. `admission` may
+    let peers in before that.
     """
 
     def __init__(
@@ -106,8 +107,9 @@ class Server:
         store: EventStore | None = None,
         hub: Coordinator,
         parts: HubParts = HUB_PARTS,
+        admission: Admission | None = None,
     ) -> None:
-        self._door = Admission(token, relay, parts.version)
+        self._door = Admission(token, relay, parts.version) if admission is None else admission
         self.admit = self._door.admit
         self._relay = relay
         self._tell = tell
