@@ -22,6 +22,7 @@ from ravnest.model.blueprint import Argument, Blueprint, Op, Program, Ratio, Ref
 from ravnest.model.index_checks import check_index, find_checks
 from ravnest.model.narrow_weights import find_castable, saves_narrow, widen
 from ravnest.model.operators import Parameter, draws, operators
+from ravnest.model.recompute_blocks import find_blocks
 
 State = Mapping[str, torch.Tensor]
 MicrobatchKey = tuple[int, int]  # seed, batch number: with the operation's number they seed its randomness
@@ -37,12 +38,16 @@ class StageOutputs:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """How a stage runs here: device, mixed precision, activations computed again, indices checked."""
+    """How a stage runs here: device, mixed precision, activations computed again, indices checked.
+
+    Blocks are cut for `window` microbatches in flight.
+    """
 
     device: torch.device = torch.device("cpu")  # noqa: RUF009 - a device is a value
     autocast: torch.dtype | None = None
     recompute: bool = False
     checks_indices: bool = False  # before operations meet them; a CPU's do that themselves
+    window: int = 4
 
 
 class StageProgram:
@@ -82,10 +87,11 @@ def build_stage_program(
     *,
     autocast: torch.dtype | None = None,
     recompute: bool = False,
+    window: int = 4,
 ) -> StageProgram:
-    """Make a stage callable."""
+    """Make a stage callable; `window` microbatches may be in flight."""
     place = torch.device(device)
-    return StageProgram(blueprint, Setting(place, autocast, recompute, checks_indices=place.type != "cpu"))
+    return StageProgram(blueprint, Setting(place, autocast, recompute, place.type != "cpu", window))
 
 
 def resolve(name: str) -> OpOverload:
@@ -173,6 +179,8 @@ class _Runner:
         self._written = [value for value, _ in program.state if storages.is_written(value)]
         self._graph: Callable[..., tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]]
         self._graph = _Builder(program, setting).build()
+        blocks = find_blocks(program, setting.window) if setting.recompute else []
+        self._blocks = [(block, _Builder(block.program, setting).build().forward) for block in blocks]
 
     def run(
         self, state: State, inputs: Mapping[ValueId, torch.Tensor], fields: State, key: MicrobatchKey | None
@@ -185,7 +193,7 @@ class _Runner:
         cast = torch.autocast(setting.device.type, setting.autocast, enabled=setting.autocast is not None)
         with cast, saves_narrow() if has_narrow else nullcontext():
             if setting.recompute and torch.is_grad_enabled():
-                outputs, results = self._run_twice(kept, arrived, key)
+                outputs, results = self._run_in_blocks(kept, arrived, key)
             else:
                 outputs, results = self._graph(*kept.values(), *arrived, key)
         # Under autocast a value may come out narrower than declared; what travels is of the type declared.
@@ -198,16 +206,34 @@ class _Runner:
             dict(zip(program.outputs, outputs, strict=True)), dict(zip(names, results, strict=True))
         )
 
-    def _run_twice(
+    def _run_in_blocks(
         self, kept: dict[ValueId, torch.Tensor], arrived: list[torch.Tensor], key: MicrobatchKey | None
     ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-        """Keep only what arrived; backward runs the stage again, on the buffers as they were before."""
-        before = {value: kept[value].clone() for value in self._written}
+        """Keep only what crosses between blocks; backward runs each block again before its own."""
+        program = self._program
+        given = [*(value for value, _ in program.fields), *program.inputs]
+        values = {**kept, **dict(zip(given, arrived, strict=True))}
+        for block, graph in self._blocks:
+            state = {value: kept[value] for value in block.state}
+            passed = self._run_twice(graph, state, [values[value] for value in block.program.inputs], key)
+            values.update(zip(block.program.outputs, passed, strict=True))
+        results = tuple(values[value] for _, value in program.results)
+        return tuple(values[value] for value in program.outputs), results
+
+    def _run_twice(
+        self,
+        graph: Callable[..., Any],
+        kept: dict[ValueId, torch.Tensor],
+        arrived: list[torch.Tensor],
+        key: MicrobatchKey | None,
+    ) -> tuple[torch.Tensor, ...]:
+        """Keep only what arrived; backward runs a block again, on the buffers as they were before."""
+        before = {value: kept[value].clone() for value in self._written if value in kept}
         watched = [tensor for value, tensor in kept.items() if value not in before] + arrived
         versions = [tensor._version for tensor in watched]
         is_again = False
 
-        def run(*arrived: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+        def run(*arrived: torch.Tensor) -> tuple[torch.Tensor, ...]:
             nonlocal is_again
             if is_again and [tensor._version for tensor in watched] != versions:
                 raise RuntimeError("a tensor was changed in place between the forward and its backward")
@@ -215,7 +241,8 @@ class _Runner:
                 {**kept, **{value: tensor.clone() for value, tensor in before.items()}} if is_again else kept
             )
             is_again = True
-            return self._graph(*state.values(), *arrived, key)
+            outputs: tuple[torch.Tensor, ...] = graph(*state.values(), *arrived, key)[0]
+            return outputs
 
         passed = checkpoint(run, *arrived, use_reentrant=False, preserve_rng_state=key is None)
         assert isinstance(passed, tuple)

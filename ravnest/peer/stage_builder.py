@@ -195,7 +195,7 @@ class StageBuilder:
         snapshot, anchor_state = assembled
         autocast = self._autocast(training)
         program = self._tools.build_program(
-            blueprint, limits.device, autocast=autocast, recompute=stage.recompute
+            blueprint, limits.device, autocast=autocast, recompute=stage.recompute, window=stage.window
         )
         speed = limits.emulated_flops_per_second or self._tools.usual_flops_per_second(limits.device)
         backward_seconds = 2 * footprint.forward_flops / speed
