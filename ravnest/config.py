@@ -13,27 +13,46 @@ from typing import Any, Literal
 
 import msgspec
 
+from ravnest.errors import ConfigError
 from ravnest.foreign import Document, Quantity, parse_table, quote
 from ravnest.units import Dimension
 
 
 class WireFormat(StrEnum):
-    """How numbers travel. int8 and int4 carry one 4-byte scale per 256 values."""
+    """How numbers travel: int8 and int4 with a 4-byte scale per 256 values, the others of 4 bits per 32."""
 
     FP32 = "fp32"
     BF16 = "bf16"
     FP16 = "fp16"
     INT8 = "int8"
-    INT4 = "int4"
+    INT4 = "int4"  # rounded to the nearest: only for deltas, which owe what rounding lost
+    INT4_CHANNELS = "int4-channels"  # activations: a mean and scales of each channel
+    INT4_STOCHASTIC = "int4-stochastic"  # gradients: rounded up or down by chance, right on average
+
+    @property
+    def bits(self) -> float:
+        """Bits a value has on the wire, its share of the scales included."""
+        return _BITS[self]
 
     @property
     def ratio(self) -> float:
         """Bytes on the wire per byte of fp32."""
-        bytes_per_value = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "int8": 1.0, "int4": 0.5}[self]
-        scale_bytes = 4 / 256 if self in (WireFormat.INT8, WireFormat.INT4) else 0.0
-        return (bytes_per_value + scale_bytes) / 4
+        return self.bits / 32
 
 
+_BITS = {
+    WireFormat.FP32: 32.0,
+    WireFormat.BF16: 16.0,
+    WireFormat.FP16: 16.0,
+    WireFormat.INT8: 8 + 32 / 256,
+    WireFormat.INT4: 4 + 32 / 256,
+    WireFormat.INT4_CHANNELS: 4 + 16 / 32,
+    WireFormat.INT4_STOCHASTIC: 4 + 16 / 32,
+}
+_PLAIN_FORMATS = (WireFormat.FP32, WireFormat.BF16, WireFormat.FP16, WireFormat.INT8)
+ACTIVATION_FORMATS = (*_PLAIN_FORMATS, WireFormat.INT4_CHANNELS)
+GRADIENT_FORMATS = (*_PLAIN_FORMATS, WireFormat.INT4_STOCHASTIC)
+DELTA_FORMATS = (*_PLAIN_FORMATS, WireFormat.INT4)
 EXACT_FORMATS = (WireFormat.FP32, WireFormat.BF16)  # of gradients: coarser ones would owe too much
 
 
@@ -76,6 +95,18 @@ class Recompute(StrEnum):
     NEVER = "never"
 
 
+class CompileMode(StrEnum):
+    """Whether a peer compiles its stage; `auto` does on CUDA, where it trains twice as fast."""
+
+    AUTO = "auto"
+    ON = "on"
+    OFF = "off"
+
+    def applies_to(self, device: str) -> bool:
+        """Return whether a stage on this device is compiled."""
+        return self is CompileMode.ON or (self is CompileMode.AUTO and device.startswith("cuda"))
+
+
 class Averaging(StrEnum):
     """How clusters come to agree; `auto` lets the planner choose."""
 
@@ -100,6 +131,13 @@ class Favour(StrEnum):
     def least_efficiency(self) -> float:
         """The training effect of a sample, in that of one process, below which no cluster is added."""
         return 0.9 if self is Favour.QUALITY else 0.8
+
+
+_CROSSING_FORMATS = {  # what may travel how, and what int4 means for it
+    "activations": (ACTIVATION_FORMATS, WireFormat.INT4_CHANNELS),
+    "gradients": (GRADIENT_FORMATS, WireFormat.INT4_STOCHASTIC),
+    "deltas": (DELTA_FORMATS, WireFormat.INT4),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +170,14 @@ class PlanConfig:
     recover_seconds: float = 30.0  # a cluster stands still when one of its nodes dies
     microbatch_seconds: float = 2e-3  # a stage needs at least this for a microbatch, however small the model
 
+    def __post_init__(self) -> None:
+        for name, (known, int4) in _CROSSING_FORMATS.items():
+            wire_format = getattr(self, name)
+            if wire_format is WireFormat.INT4:  # the word for four bits, whatever is best for what travels
+                object.__setattr__(self, name, int4)
+            elif wire_format not in known:
+                raise ConfigError(f"{name} is {wire_format}; choose one of {', '.join(known)}")
+
 
 @dataclass(frozen=True, slots=True)
 class SearchBudget:
@@ -160,7 +206,6 @@ class HubTimeouts:
     """How long the hub waits. A log must be replayed with the timeouts it was written with."""
 
     # The server and its links to peers.
-    heartbeat_seconds: float = 1.0  # peers are told this interval when they join
     grace_seconds: float = 3.0  # a peer whose link is lost may come back within this time
     parting_seconds: float = 5.0  # at the end, peers have this long to leave
     remind_every_seconds: float = 60.0  # a hub that has no plan says why again
@@ -233,6 +278,7 @@ class ProgramTimeouts:
     redraw_seconds: float = 0.25  # between two pictures of the live view
     lending_look_seconds: float = 1.0  # between two looks at hours, battery and memory of a lent PC
     doctor_seconds: float = 5.0  # the doctor waits so long for a hub
+    mirror_seconds: float = 30.0  # a mirror of weights may be silent so long
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,6 +344,10 @@ def _plan_table() -> type[msgspec.Struct]:
 
 
 def _kind_of(name: str, default: Any) -> Any:
+    if name in _CROSSING_FORMATS:
+        words = dict.fromkeys((*_CROSSING_FORMATS[name][0], WireFormat.INT4))
+        make_enum: Any = StrEnum
+        return make_enum("Format", {each.name: each.value for each in words})
     if isinstance(default, StrEnum):
         return type(default)
     if isinstance(default, bool):

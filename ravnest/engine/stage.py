@@ -35,13 +35,25 @@ Tensors = Mapping[str, Tensor]
 Values = Mapping[Any, Tensor]  # by value id, a whole number; model gives it a type of its own
 
 
+class Backward(Protocol):
+    """The backward of one microbatch, in two parts."""
+
+    def backward_inputs(self, gradients: Values) -> Mapping[int, Tensor]: ...
+    def backward_weights(self) -> Tensors: ...
+
+
 class ForwardOutcome(Protocol):
-    """What a program makes of a microbatch: values for the next stage; loss and metrics in the last one."""
+    """What a program makes of a microbatch: values for the next stage; loss and metrics in the last one.
+
+    A compiled program brings its backward.
+    """
 
     @property
     def outputs(self) -> Values: ...
     @property
     def results(self) -> Tensors: ...
+    @property
+    def backward(self) -> Backward | None: ...
 
 
 class RunnableStage(Protocol):
@@ -74,6 +86,7 @@ class PassedOn:
 
     outputs: dict[int, Tensor]
     results: dict[str, Tensor]
+    backward: Backward | None = None  # of a program that is compiled
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,11 +120,33 @@ class SummedGradient:
 
 
 @dataclass(slots=True)
-class _Flight:
-    num_updates: int  # when it went forward
+class _Autograd:
+    """The backward of a program that brings none: torch recorded it."""
+
     graph: Graph
     outputs: dict[int, Tensor]
     loss: Tensor | None
+
+    def backward_inputs(self, gradients: Values) -> dict[int, Tensor]:
+        pairs = [
+            (tensor, gradients[value].to(tensor.dtype))
+            for value, tensor in self.outputs.items()
+            if value in gradients
+        ]
+        if self.loss is not None and self.loss.requires_grad:
+            pairs.append((self.loss, torch.ones_like(self.loss)))
+        self.outputs, self.loss = {}, None
+        return self.graph.backward_inputs([root for root, _ in pairs], [other for _, other in pairs])
+
+    def backward_weights(self) -> Tensors:
+        return self.graph.backward_weights()
+
+
+@dataclass(slots=True)
+class _Flight:
+    num_updates: int  # when it went forward
+    backward: Backward
+    shapes: dict[int, torch.Size]  # of what was sent on
     sent: tuple[Tensor, ...] = ()  # gradients of the inputs, on their way
 
 
@@ -197,28 +232,25 @@ class StageEngine:
         self._rest.update(buffers)
         wanted = {value: leaf for value, leaf in leaves.items() if leaf.requires_grad}
         outputs = {value: tensor for value, tensor in outcome.outputs.items() if tensor.requires_grad}
-        graph = Graph(wanted, weights, self._is_split)
-        self._flights[microbatch] = _Flight(self._num_updates, graph, outputs, outcome.results.get("loss"))
+        backward = outcome.backward or _Autograd(
+            Graph(wanted, weights, self._is_split), outputs, outcome.results.get("loss")
+        )
+        shapes = {value: tensor.shape for value, tensor in outcome.outputs.items()}
+        self._flights[microbatch] = _Flight(self._num_updates, backward, shapes)
         self._versions.hold(microbatch)
         return _detach(outcome)
 
     def backward_inputs(self, microbatch: MicrobatchId, gradients: Values) -> dict[int, Tensor] | DroppedWork:
         """Take the gradients of what was sent on, return those of what was received."""
         flight = self._flights[microbatch]
-        pairs = [
-            (tensor, _fit(value, gradients[value], tensor))
-            for value, tensor in flight.outputs.items()
-            if value in gradients
-        ]
-        if flight.loss is not None and flight.loss.requires_grad:
-            pairs.append((flight.loss, torch.ones_like(flight.loss)))
+        _check_shapes(gradients, flight.shapes)
         try:
-            found = flight.graph.backward_inputs([root for root, _ in pairs], [other for _, other in pairs])
+            found = dict(flight.backward.backward_inputs(gradients))
             value = find_not_finite(found)
         except _FAILURES as error:
             self.forget(microbatch)
             return _give_up(microbatch, "backward", error)
-        flight.outputs, flight.loss, flight.sent = {}, None, tuple(found.values())
+        flight.sent = tuple(found.values())
         if value is not None:
             self.forget(microbatch)
             return DroppedWork(microbatch, "backward", f"the gradient of value {value} is not finite")
@@ -230,7 +262,7 @@ class StageEngine:
         """Add the microbatch to the update under way, by its samples; a straggler may weigh less."""
         flight = self._flights[microbatch]
         try:
-            found = flight.graph.backward_weights()
+            found = flight.backward.backward_weights()
             norms = find_norms(list(found.values()))
         except _FAILURES as error:
             return _give_up(microbatch, "backward", error)
@@ -427,11 +459,12 @@ def _give_up(microbatch: MicrobatchId, where: str, error: Exception) -> DroppedW
     return DroppedWork(microbatch, where, f"{type(error).__name__}: {told:.200}", has_lost_device)
 
 
-def _fit(value: int, gradient: Tensor, output: Tensor) -> Tensor:
-    if gradient.shape != output.shape:
-        shapes = f"{tuple(gradient.shape)}, but {tuple(output.shape)} was sent on"
-        raise ProtocolError(f"the gradient of value {value} is {shapes}")
-    return gradient.to(output.dtype)
+def _check_shapes(gradients: Values, shapes: Mapping[int, torch.Size]) -> None:
+    for value, gradient in gradients.items():
+        sent = shapes.get(value, gradient.shape)
+        if gradient.shape != sent:
+            shape = f"{tuple(gradient.shape)}, but {tuple(sent)} was sent on"
+            raise ProtocolError(f"the gradient of value {value} is {shape}")
 
 
 def _find_fault(outcome: ForwardOutcome) -> str | None:

@@ -111,6 +111,8 @@ def build_clusters(
                 stop=int(cuts[row, depth]),
                 window=int(window[row, depth]),
                 recompute=bool(recompute[row, depth]),
+                activations=line.config.activations,
+                gradients=line.config.gradients,
             )
             for depth, node in enumerate(order)
         ]

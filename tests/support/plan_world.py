@@ -5,6 +5,8 @@ import math
 from hypothesis import strategies as st
 
 from ravnest.config import (
+    ACTIVATION_FORMATS,
+    DELTA_FORMATS,
     Averaging,
     OptimizerKind,
     PlanConfig,
@@ -12,7 +14,6 @@ from ravnest.config import (
     SearchBudget,
     StateFormat,
     WeightFormat,
-    WireFormat,
 )
 from ravnest.ids import NodeId
 from ravnest.plan.assembly import stage_bytes
@@ -96,8 +97,8 @@ configs = st.builds(
     states=st.sampled_from(StateFormat),
     precision=st.sampled_from(WeightFormat),
     recompute=st.sampled_from(Recompute),
-    activations=st.sampled_from(WireFormat),
-    deltas=st.sampled_from(WireFormat),
+    activations=st.sampled_from(ACTIVATION_FORMATS),
+    deltas=st.sampled_from(DELTA_FORMATS),
     averaging=st.sampled_from(Averaging),
     speed_ratio=st.sampled_from([1.0, 4.0, 1e6]),
     max_stages=st.sampled_from([1, 2, 3, 48]),
