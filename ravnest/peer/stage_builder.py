@@ -223,6 +223,7 @@ class StageBuilder:
             limits.device,
             autocast=autocast,
             recompute=stage.recompute,
+            window=stage.window,
             make_compiler=self._tools.make_compiler if compiles else None,
         )
         speed = limits.emulated_flops_per_second or self._tools.usual_flops_per_second(limits.device)
