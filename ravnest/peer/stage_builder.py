@@ -8,7 +8,7 @@ named to the hub, which knows others.
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -190,7 +190,9 @@ class StageBuilder:
         backward_seconds = 2 * footprint.forward_flops / speed
         num_weights = sum(entry.is_trainable for entry in blueprint.state)
         is_split = not stage.recompute and backward_seconds > num_weights * _SPLIT_SECONDS
-        engine = StageEngine(program, snapshot, find_roles(blueprint), training.optimizer, is_split)
+        settings = training.optimizer
+        settings = replace(settings, has_prediction=settings.has_prediction and stage.predicts)
+        engine = StageEngine(program, snapshot, find_roles(blueprint), settings, is_split)
         formats = (training.activations, training.gradients)
         position = StagePosition(
             order.build_id, order.seed, stage.node, order.pipeline, *formats, limits.device

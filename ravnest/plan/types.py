@@ -6,6 +6,7 @@ cuts, a ring the owners of one segment. Everything that plans, predicts, draws o
 
 from dataclasses import dataclass
 
+from ravnest.config import WireFormat
 from ravnest.ids import NodeId
 
 DAY_SECONDS = 86_400.0
@@ -66,6 +67,9 @@ class Stage:
     stop: int
     window: int = 1
     recompute: bool = False
+    activations: WireFormat = WireFormat.BF16  # how it sends forward
+    gradients: WireFormat = WireFormat.BF16  # how it sends back
+    predicts: bool = True  # has memory for the weights that are expected when a gradient comes back
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,8 +75,8 @@ def prepare(
     training = TrainConfig(
         optimizer,
         job.batch_size,
-        config.activations,
-        config.gradients,
+        config.activation_formats[0],
+        config.gradient_formats[0],
         precision="bf16" if job.precision == "bf16" else "fp32",
         planned_updates=num_batches,
         max_lag=config.max_lag,
