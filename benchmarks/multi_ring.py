@@ -17,8 +17,7 @@ from ravnest.ids import NodeId, RoundId, SegmentId
 from ravnest.model.state_dict import FlatEntry, Layout
 from ravnest.peer.segment_state import EncodedChunk, SegmentState
 from ravnest.protocol.averaging import RingPart, RoundCommit, RoundReady
-from ravnest.protocol.messages import Refusal
-from ravnest.protocol.wire import pack, unpack
+from ravnest.protocol.messages import Refusal, pack, unpack
 
 
 class MultiRing:

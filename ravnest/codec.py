@@ -1,29 +1,57 @@
 """Tensors to bytes and back, as they travel: as they are, as bf16 or fp16, or as int8 or int4 blocks.
 
-A block is 256 numbers with one scale; all scales come first, then all codes. The low bits of a scale are
-zero, so code x scale is exact in float32. Encoding what was decoded gives the same bytes, so an average is
-passed on without losing a bit. Nothing turns to zero in silence: a block with a NaN or an infinity in it
+A block is 256 numbers with one scale, or 32: of int4-stochastic in a row, of int4-channels the positions of
+one channel, less its mean. Means come first, then scales, then codes. The low bits of a scale are zero, so
+code x scale is exact in float32. Of int8 and int4, what was decoded encodes to the same bytes, so an average
+is passed on without losing a bit. Nothing turns to zero in silence: a block with a NaN or an infinity in it
 decodes to no finite number at all. Tensors may be on any device.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import prod
+from hashlib import blake2b
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ravnest.config import WireFormat
 from ravnest.errors import ProtocolError
-from ravnest.protocol.tensors import BLOCK_ITEMS, FLOAT_BYTES, ITEM_BYTES, SCALE_BYTES, TensorSpec
+from ravnest.protocol.tensors import (
+    BLOCK_ITEMS,
+    FLOAT_BYTES,
+    ITEM_BYTES,
+    MEAN_BYTES,
+    SHORT_BLOCK_ITEMS,
+    TensorSpec,
+    find_channels,
+)
 
-_LARGEST_CODE = {WireFormat.INT8: 127, WireFormat.INT4: 7}
+Key = tuple[int, ...]  # what the chance of a message depends on: the same key draws the same again
+
+
+class _Layout(NamedTuple):
+    """Blocks of a format: so many numbers with a scale of this type; codes go up to the largest."""
+
+    num_items: int
+    scale: torch.dtype
+    largest_code: int
+
+
+_LAYOUTS = {
+    WireFormat.INT8: _Layout(BLOCK_ITEMS, torch.float32, 127),
+    WireFormat.INT4: _Layout(BLOCK_ITEMS, torch.float32, 7),
+    WireFormat.INT4_CHANNELS: _Layout(SHORT_BLOCK_ITEMS, torch.bfloat16, 7),
+    WireFormat.INT4_STOCHASTIC: _Layout(SHORT_BLOCK_ITEMS, torch.bfloat16, 7),
+}
 _HALVES = {WireFormat.BF16: torch.bfloat16, WireFormat.FP16: torch.float16}
 _DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_BYTES}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _SMALLEST_SCALE = 2.0**-126  # the smallest normal float32: its reciprocal is finite
 _LOW_BITS = -(2**8)  # 16 bits of a scale times 7 bits of a code fit in the 24 of a float32
-_SLAB_BLOCKS = 2048  # two megabytes at a time stay in the cache, and no copy of the whole tensor is made
+_BF16_BITS, _BF16_REST, _INFINITY = -(2**16), 2**16 - 1, 0x7F800000
+_SLAB_ITEMS = 2**19  # two megabytes at a time stay in the cache, and no copy of the whole tensor is made
+_ODD = 0x0001000100010001  # in each of four short numbers: they lie evenly around zero
 
 
 def describe(tensor: Tensor, wire_format: WireFormat) -> TensorSpec:
@@ -36,14 +64,24 @@ def encoded_bytes(dtype: torch.dtype, shape: tuple[int, ...], wire_format: WireF
     return TensorSpec(_NAMES[dtype], shape, wire_format).num_bytes
 
 
-def encode_tensor(tensor: Tensor, wire_format: WireFormat) -> memoryview:
-    """Return the bytes to send: the tensor's own memory where possible, so leave it unchanged until sent."""
-    if tensor.numel() == 0:
-        return memoryview(bytearray())
-    items = tensor.detach().reshape(-1)
-    carrier = _carrier(_NAMES[tensor.dtype], wire_format)
-    data = _pack(items, wire_format) if carrier is None else items.to(carrier).contiguous().view(torch.uint8)
-    return data.cpu().numpy().data
+def encode_tensor(tensor: Tensor, wire_format: WireFormat, key: Key | None = None) -> memoryview:
+    """Return the bytes to send: the tensor's own memory where possible, so leave it unchanged until sent.
+
+    int4-stochastic draws from `key`, which no two messages should share.
+    """
+    data: memoryview = pack_tensor(tensor, wire_format, key).cpu().numpy().data
+    return data
+
+
+def pack_tensor(tensor: Tensor, wire_format: WireFormat, key: Key | None = None) -> Tensor:
+    """Return what encode_tensor does, still on the tensor's device."""
+    items, spec = tensor.detach(), describe(tensor, wire_format)
+    carrier = _carrier(spec.dtype, spec.packing)
+    if items.numel() == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    if carrier is None:
+        return _pack(items, spec, key)
+    return items.reshape(-1).to(carrier).contiguous().view(torch.uint8)
 
 
 def decode_tensor(buffer: memoryview | bytes | bytearray, spec: TensorSpec, device: str = "cpu") -> Tensor:
@@ -53,18 +91,24 @@ def decode_tensor(buffer: memoryview | bytes | bytearray, spec: TensorSpec, devi
     """
     if spec.fault is not None:
         raise ProtocolError(f"a tensor was announced that cannot be: {spec.fault}")
-    data, carrier = memoryview(buffer), _carrier(spec.dtype, spec.wire_format)
+    data = memoryview(buffer)
     if data.nbytes != spec.num_bytes:
         raise ProtocolError(
             f"a {spec.dtype} tensor of shape {spec.shape} has {spec.num_bytes} bytes as {spec.wire_format}, "
             f"not {data.nbytes}"
         )
-    received = _adopt(data, torch.float32 if carrier is None else carrier).to(device)
+    carrier = _carrier(spec.dtype, spec.packing) or torch.float32
+    return unpack_tensor(_adopt(data, carrier).to(device), spec)
+
+
+def unpack_tensor(packed: Tensor, spec: TensorSpec) -> Tensor:
+    """Return the tensor of these bytes, of which there are as many as `spec` says, on their device."""
+    carrier = _carrier(spec.dtype, spec.packing)
     if carrier is None:
-        return _unpack(received, spec).reshape(spec.shape)
-    if carrier is torch.bool and bool((received > 1).any()):  # torch's kernels trust that there are only two
+        return _unpack(packed, spec)
+    if carrier is torch.bool and bool((packed > 1).any()):  # torch's kernels trust that there are only two
         raise ProtocolError(f"a bool tensor of shape {spec.shape} has items that are neither 0 nor 1")
-    return received.view(carrier).to(_DTYPES[spec.dtype]).reshape(spec.shape)
+    return packed.view(carrier).to(_DTYPES[spec.dtype]).reshape(spec.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,54 +178,95 @@ def _adopt(data: memoryview, carrier: torch.dtype) -> Tensor:
     return tensor.clone() if tensor.data_ptr() % carrier.itemsize else tensor
 
 
-def _pack(items: Tensor, wire_format: WireFormat) -> Tensor:
-    size = encoded_bytes(items.dtype, tuple(items.shape), wire_format)
-    packed = torch.empty(size, dtype=torch.uint8, device=items.device)
-    for rows, scales, codes in _slabs(items, packed, wire_format):
-        _quantise(rows.float(), scales, codes, wire_format)
+class _Slab(NamedTuple):
+    """Blocks in a row along axis 1, beside their scales and codes."""
+
+    rows: Tensor
+    scales: Tensor
+    codes: Tensor
+
+
+def _pack(tensor: Tensor, spec: TensorSpec, key: Key | None) -> Tensor:
+    packed = torch.empty(spec.num_bytes, dtype=torch.uint8, device=tensor.device)
+    if spec.packing is WireFormat.INT4_CHANNELS:
+        items = tensor.movedim(_axis(spec), -1).flatten(0, -2)
+        means = torch.mean(items, 0, dtype=torch.float32)
+        packed[: means.nbytes].view(torch.float32).copy_(means)
+        for slab in _slabs(items, packed[means.nbytes :], spec.packing):
+            _quantise(slab, slab.rows - means, spec.packing)
+        return packed
+    chance = _make_chance(key, tensor.device) if spec.packing is WireFormat.INT4_STOCHASTIC else None
+    for slab in _slabs(tensor.reshape(-1), packed, spec.packing):
+        _quantise(slab, slab.rows.float(), spec.packing, chance)
     return packed
 
 
 def _unpack(packed: Tensor, spec: TensorSpec) -> Tensor:
-    items = torch.empty(prod(spec.shape), dtype=_DTYPES[spec.dtype], device=packed.device)
-    for rows, scales, codes in _slabs(items, packed, spec.wire_format):
+    axis = _axis(spec) if spec.packing is WireFormat.INT4_CHANNELS else None
+    shape = list(spec.shape)
+    if axis is not None:
+        shape.append(shape.pop(axis))
+    whole = torch.empty(shape, dtype=_DTYPES[spec.dtype], device=packed.device)
+    if whole.numel() == 0:
+        return whole.view(spec.shape)
+    items = whole.view(-1) if axis is None else whole.flatten(0, -2)
+    num_means = 0 if axis is None else shape[-1]
+    means = packed[: MEAN_BYTES * num_means].view(torch.float32)
+    for slab in _slabs(items, packed[MEAN_BYTES * num_means :], spec.packing):
+        rows = slab.rows
         exact = rows if rows.dtype is torch.float32 else torch.empty_like(rows, dtype=torch.float32)
-        _restore(exact, scales, codes, spec.wire_format)
+        _restore(exact, slab, spec.packing)
+        if num_means:
+            exact.add_(means)
         if exact is not rows:
             rows.copy_(exact)
-    return items
+    return whole if axis is None else whole.movedim(-1, axis).contiguous()
 
 
-def _slabs(items: Tensor, packed: Tensor, wire_format: WireFormat) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Walk items and their packed form side by side: slabs of whole blocks, a row each, then what is left."""
-    num_whole, num_left = divmod(len(items), BLOCK_ITEMS)
-    num_scales = num_whole + (num_left > 0)
-    scales = packed[: num_scales * SCALE_BYTES].view(torch.float32).unsqueeze(1)
-    codes = packed[num_scales * SCALE_BYTES :].view(torch.int8)
-    row_codes = BLOCK_ITEMS if wire_format is WireFormat.INT8 else BLOCK_ITEMS // 2
-    step = _SLAB_BLOCKS if items.device.type == "cpu" else max(1, num_whole)
+def _axis(spec: TensorSpec) -> int:
+    axis = find_channels(spec.shape)
+    assert axis is not None  # or it would not be packed by channels
+    return axis
+
+
+def _slabs(items: Tensor, packed: Tensor, packing: WireFormat) -> Iterator[_Slab]:
+    """Walk items and their packed form side by side: slabs of whole blocks, then what is left.
+
+    Items are numbers, or rows of channels: then each channel has blocks of its own.
+    """
+    size, scale, _ = _LAYOUTS[packing]
+    tail, (num_whole, num_left) = tuple(items.shape[1:]), divmod(len(items), size)
+    num_scales, width = num_whole + (num_left > 0), items[0].numel()
+    scale_bytes = num_scales * width * scale.itemsize
+    scales = packed[:scale_bytes].view(scale).view(num_scales, 1, *tail)
+    row_codes = size if packing is WireFormat.INT8 else size // 2
+    codes = packed[scale_bytes:].view(torch.int8).view(-1, *tail)
+    step = max(1, _SLAB_ITEMS // (size * width)) if items.device.type == "cpu" else max(1, num_whole)
     for low in range(0, num_whole, step):
         high = min(low + step, num_whole)
-        yield (
-            items[low * BLOCK_ITEMS : high * BLOCK_ITEMS].view(-1, BLOCK_ITEMS),
+        yield _Slab(
+            items[low * size : high * size].view(-1, size, *tail),
             scales[low:high],
-            codes[low * row_codes : high * row_codes].view(-1, row_codes),
+            codes[low * row_codes : high * row_codes].view(-1, row_codes, *tail),
         )
     if num_left:
-        yield (
-            items[num_whole * BLOCK_ITEMS :].view(1, -1),
+        yield _Slab(
+            items[num_whole * size :].unsqueeze(0),
             scales[num_whole:],
-            codes[num_whole * row_codes :].view(1, -1),
+            codes[num_whole * row_codes :].unsqueeze(0),
         )
 
 
-def _quantise(rows: Tensor, scales: Tensor, codes: Tensor, wire_format: WireFormat) -> None:
-    largest = torch.maximum(rows.amax(1, keepdim=True), -rows.amin(1, keepdim=True))  # NaN is the largest
-    # Divided by a tensor: CUDA multiplies by the reciprocal of a number, and the scale would not come back.
-    torch.div(largest, torch.full_like(largest, _LARGEST_CODE[wire_format]), out=scales)
-    scales.clamp_(min=_SMALLEST_SCALE).view(torch.int32).bitwise_and_(_LOW_BITS)
-    whole = (rows * scales.reciprocal()).round_().to(torch.int8)
-    if wire_format is WireFormat.INT8:
+def _quantise(slab: _Slab, rows: Tensor, packing: WireFormat, chance: torch.Generator | None = None) -> None:
+    """Write the scales and codes of these rows."""
+    codes = slab.codes
+    scales = _find_scales(rows, packing)
+    slab.scales.copy_(scales)
+    fractions = rows * scales.reciprocal()
+    if chance is not None:
+        fractions += _draw(fractions, chance)
+    whole = fractions.round_().to(torch.int8)
+    if packing is WireFormat.INT8:
         codes.copy_(whole)
         return
     low, high = whole.tensor_split([codes.shape[1]], 1)
@@ -189,11 +274,40 @@ def _quantise(rows: Tensor, scales: Tensor, codes: Tensor, wire_format: WireForm
     codes[:, : high.shape[1]].add_(high, alpha=16)
 
 
-def _restore(rows: Tensor, scales: Tensor, codes: Tensor, wire_format: WireFormat) -> None:
-    if wire_format is WireFormat.INT4:
+def _find_scales(rows: Tensor, packing: WireFormat) -> Tensor:
+    """Return scales that are exact in their type; what is not finite makes them not finite either."""
+    largest = torch.maximum(rows.amax(1, keepdim=True), -rows.amin(1, keepdim=True))  # NaN is the largest
+    # Divided by a tensor: CUDA multiplies by the reciprocal of a number, and the scale would not come back.
+    scales = torch.div(largest, torch.full_like(largest, _LAYOUTS[packing].largest_code))
+    bits = scales.clamp_(min=_SMALLEST_SCALE).view(torch.int32)
+    if _LAYOUTS[packing].scale is torch.float32:
+        bits.bitwise_and_(_LOW_BITS)
+    else:  # rounded up: no number is beyond the largest code
+        bits.bitwise_and_(2**31 - 1).clamp_(max=_INFINITY).add_(_BF16_REST).bitwise_and_(_BF16_BITS)
+    return scales
+
+
+def _make_chance(key: Key | None, device: torch.device) -> torch.Generator:
+    if key is None:
+        raise ValueError(f"{WireFormat.INT4_STOCHASTIC} needs a key to draw from")
+    seed = blake2b(repr(key).encode(), digest_size=8).digest()
+    return torch.Generator(device).manual_seed(int.from_bytes(seed) >> 1)
+
+
+def _draw(like: Tensor, chance: torch.Generator) -> Tensor:
+    """Return numbers between -1/2 and 1/2 that make rounding right on average; 15 bits are enough."""
+    num_longs = -(-like.numel() // 4)
+    drawn = torch.empty(num_longs, dtype=torch.int64, device=like.device)
+    drawn.random_(-(2**63), None, generator=chance).bitwise_or_(_ODD)
+    return drawn.view(torch.int16)[: like.numel()].view_as(like) * 2.0**-16
+
+
+def _restore(rows: Tensor, slab: _Slab, packing: WireFormat) -> None:
+    codes = slab.codes
+    if packing is WireFormat.INT8:
+        rows.copy_(codes)
+    else:
         low, high = rows.tensor_split([codes.shape[1]], 1)
         low.copy_((codes & 15).sub_(8))
         high.copy_((codes >> 4)[:, : high.shape[1]])
-    else:
-        rows.copy_(codes)
-    rows.mul_(scales)
+    rows.mul_(slab.scales)

@@ -1,8 +1,15 @@
-"""Bytes of a foreign file: bounded in size, and a sentence where the file cannot be read."""
+"""Bytes on disk: foreign files, bounded and refused with a sentence, and large content of one's own.
+
+Large content lies in files without a name, which go with the program. They are mapped, so they are read like
+memory; `release_pages` gives the memory back that reading took.
+"""
 
 import errno
+import mmap
 import os
 import stat
+import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 from ravnest.errors import ConfigError
@@ -32,6 +39,43 @@ def read_bounded(name: str | Path, most_bytes: int, *, is_plain: bool = True) ->
         raise ConfigError(f"{name} may not be read by this user; change its permissions") from None
     except OSError as error:
         raise ConfigError(f"{name} cannot be read: {error.strerror}; give another file") from None
+
+
+def map_file(name: str | Path) -> memoryview:
+    """Return what a plain file holds without reading it, or raise OSError; it outlives the file's name."""
+    with open(name, "rb", opener=_open_without_waiting) as file:
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(errno.EINVAL, "it is no plain file")
+        if not found.st_size:
+            return memoryview(b"")
+        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+
+
+def release_pages(content: bytes | bytearray | memoryview) -> None:
+    """Give back the memory that a mapped file takes; what is read again comes from the file again."""
+    mapped = memoryview(content).obj
+    if isinstance(mapped, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
+        mapped.madvise(mmap.MADV_DONTNEED)
+
+
+def reserve(size_bytes: int, folder: str | Path | None = None) -> memoryview:
+    """Return room to write to in a file without a name, or raise OSError; the folder must have as much."""
+    with tempfile.TemporaryFile(dir=folder) as file:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(file.fileno(), 0, size_bytes)  # else a full disk would end the program later
+        else:
+            file.truncate(size_bytes)
+        return memoryview(mmap.mmap(file.fileno(), size_bytes))
+
+
+def write_nameless(pieces: Iterable[bytes | bytearray | memoryview], folder: str | Path | None) -> memoryview:
+    """Return content that is written piece by piece to a file without a name, or raise OSError."""
+    with tempfile.TemporaryFile(dir=folder) as file:
+        for piece in pieces:
+            file.write(piece)
+        file.flush()
+        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
 
 
 def _open_without_waiting(name: str, flags: int) -> int:

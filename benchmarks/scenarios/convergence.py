@@ -1,10 +1,13 @@
-"""What clusters and stages cost in loss: real swarms against synchronous training in one process."""
+"""What clusters, stages and rounds cost in loss: real swarms that share each batch, against one process."""
 
+import json
 import math
 import os
 import sysconfig
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
+import time
+from argparse import ArgumentParser, Namespace
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,66 +17,138 @@ from benchmarks.swarm import Setting, train
 
 Figures = dict[str, Any]
 
-NUM_CLUSTERS, NUM_STAGES = (1, 2, 4), (1, 2, 4)
-NUM_UPDATES, BATCH_SIZE, LENGTH = 1600, 16, 32
+NUM_CLUSTERS, NUM_STAGES = (2, 4, 8), (1, 4)
+UPDATES_BETWEEN = (5, 60)
+NUM_UPDATES, BATCH_SIZE, LENGTH = 3000, 32, 32
+SHORTER = (
+    0.4,
+    0.6,
+    0.8,
+    1.25,
+)  # runs of one process of so many times the updates: the curve losses are read off
 NUM_VALIDATION = 1024
 RATE = 8e-3
-TARGET = 0.025
-_CORES_EACH = 5
-FORMATS = ("bf16", "int8", "int4")
-DOCS = Path(__file__).parents[2] / "docs"
+TARGET, LEAST_SPEED_UP = 0.01, 0.8
+_CORES_EACH = 3
 
 
-def run(quick: bool) -> tuple[Figures, str, list[str]]:
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One training: clusters of so many stages, and updates between rounds (0: exact); no cluster: a loop."""
+
+    clusters: int
+    stages: int
+    every: int
+    times: float = 1.0  # as many updates
+
+    @property
+    def name(self) -> str:
+        if not self.clusters:
+            return f"one process x {self.times:g}"
+        how = "one cluster" if self.clusters == 1 else f"every {self.every}" if self.every else "exact"
+        return f"{self.clusters} x {self.stages}, {how}"
+
+
+def add_options(parser: ArgumentParser) -> None:
+    parser.add_argument("--updates", type=int, default=NUM_UPDATES, help="of every training")
+    parser.add_argument("--out", help="a file for a line of JSON per training; those in it are not run again")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no training after so long")
+
+
+def run(quick: bool, options: Namespace) -> tuple[Figures, str, list[str]]:
     if quick:
         return _check(), "", []
+    kept = Path(options.out) if options.out else None
+    found = _read(kept, options.updates)
+    until = time.monotonic() + 60 * options.minutes
     # Trainings do not hear of each other: side by side where there are cores for it, one by one elsewhere.
     with ProcessPoolExecutor(max(1, (os.cpu_count() or 1) // _CORES_EACH)) as pool:
-        cells = [(clusters, stages) for clusters in reversed(NUM_CLUSTERS) for stages in NUM_STAGES]
-        swarms = {cell: pool.submit(_swarm, *cell) for cell in cells}
-        longest = [pool.submit(_alone, BATCH_SIZE, times * NUM_UPDATES) for times in NUM_CLUSTERS[1:]]
-        waiting = {
-            clusters: pool.submit(_alone, clusters * BATCH_SIZE, NUM_UPDATES) for clusters in NUM_CLUSTERS
-        }
-        coded = {name: pool.submit(_swarm, 2, 1, NUM_UPDATES, name) for name in FORMATS}
-        alone = {clusters: each.result() for clusters, each in waiting.items()}
-        longer = {
-            1: alone[1],
-            **dict(zip(NUM_CLUSTERS[1:], (each.result() for each in longest), strict=True)),
-        }
-        grid = {cell: swarms[cell].result() for cell in sorted(swarms)}
-        formats = {
-            "fp32": grid[2, 1]["loss"],
-            **{name: each.result()["loss"] for name, each in coded.items()},
-        }
-    for (clusters, stages), found in grid.items():
-        found["over_synchronous"] = _short(found["loss"] / alone[clusters] - 1)
-        found["speed_up"] = _short(_updates_to(longer, found["loss"]) / NUM_UPDATES)
-        say(f"{clusters} clusters of {stages} stages: {found}")
-    figures: Figures = {
-        "synchronous": {str(clusters): _short(loss) for clusters, loss in alone.items()},
-        "one_cluster_longer": {str(times): _short(loss) for times, loss in longer.items()},
-        "swarms": {f"{clusters} x {stages}": found for (clusters, stages), found in grid.items()},
-        "formats": formats,
-    }
-    missed = [
-        f"{name}: the loss is {found['over_synchronous']:.1%} over synchronous training, not {TARGET:.1%}"
-        for name, found in figures["swarms"].items()
-        if found["over_synchronous"] > TARGET
+        asked = [cell for cell in _cells() if cell.name not in found]
+        waiting = {pool.submit(_measure, cell, options.updates, until): cell for cell in asked}
+        for done in as_completed(waiting):
+            cell, result = waiting[done], done.result()
+            if result is None:
+                continue
+            say(f"{cell.name}: {result}")
+            found[cell.name] = result
+            if kept is not None:
+                with kept.open("a") as file:
+                    file.write(json.dumps({"updates": options.updates, "cell": cell.name, **result}) + "\n")
+    return _conclude(found, options.updates)
+
+
+def _cells() -> list[Cell]:
+    """Return all trainings, the longest first."""
+    loops = [Cell(0, 1, 0, times) for times in (1.0, *SHORTER)]
+    alone = [Cell(1, stages, 0) for stages in reversed(NUM_STAGES)]
+    shared = [
+        Cell(clusters, stages, every)
+        for every in UPDATES_BETWEEN
+        for clusters in reversed(NUM_CLUSTERS)
+        for stages in reversed(NUM_STAGES)
     ]
-    DOCS.joinpath("convergence.svg").write_text(_draw(alone, grid))
-    return figures, _report(figures), missed
+    exact = [Cell(clusters, 1, 0) for clusters in reversed(NUM_CLUSTERS)]
+    return [*loops, *shared, *exact, *alone]
+
+
+def _read(kept: Path | None, num_updates: int) -> dict[str, Figures]:
+    """Return the trainings that an earlier call has kept."""
+    lines = kept.read_text().splitlines() if kept is not None and kept.exists() else []
+    results = [json.loads(line) for line in lines]
+    return {each.pop("cell"): each for each in results if each.pop("updates") == num_updates}
+
+
+def _measure(cell: Cell, num_updates: int, until: float) -> Figures | None:
+    if time.monotonic() > until:
+        return None
+    if not cell.clusters:
+        return {"loss": _short(_alone(round(cell.times * num_updates)))}
+    return _swarm(cell, num_updates)
+
+
+def _conclude(found: dict[str, Figures], num_updates: int) -> tuple[Figures, str, list[str]]:
+    curve = {
+        times: found[name]["loss"]
+        for times in (1.0, *SHORTER)
+        if (name := Cell(0, 1, 0, times).name) in found
+    }
+    if 1.0 not in curve:
+        return {"trainings": found}, "", ["one process was not measured"]
+    rows: Figures = {}
+    for cell in _cells():
+        if not cell.clusters or cell.name not in found:
+            continue
+        result = found[cell.name]
+        share = _times_to(curve, result["loss"]) if len(curve) > 1 else math.nan
+        rows[cell.name] = {
+            **result,
+            "over_one_process": _short(result["loss"] / curve[1.0] - 1),
+            "efficiency": _short(share),
+            "speed_up": _short(share * cell.clusters),
+        }
+    missed = [f"{cell.name} was not measured" for cell in _cells() if cell.name not in found]
+    for cell in _cells():
+        row = rows.get(cell.name)
+        if row is None:
+            continue
+        is_close = row["over_one_process"] <= TARGET
+        if cell.every in (0, UPDATES_BETWEEN[0]) and not is_close:
+            missed.append(f"{cell.name}: the loss is {row['over_one_process']:+.1%} over one process")
+        if cell.clusters == 4 and cell.every == UPDATES_BETWEEN[0] and row["speed_up"] < LEAST_SPEED_UP * 4:
+            missed.append(f"{cell.name}: the speed-up is {row['speed_up']} of 4")
+    figures = {"one_process": {f"{times:g}": loss for times, loss in sorted(curve.items())}, "swarms": rows}
+    return figures, _report(figures, num_updates), missed
 
 
 def _check() -> Figures:
-    """Run a short one: two clusters of two stages learn, and a round is committed."""
-    found = _swarm(2, 2, num_updates=20)
+    """Run a short one: two clusters of two stages share batches and learn, and a round is committed."""
+    found = _swarm(Cell(2, 2, 5), num_updates=20)
     assert found["loss"] < math.log(256)
     assert found["rounds"] >= 1
     return found
 
 
-def _job(batch_size: int, num_updates: int) -> Any:
+def _job(num_updates: int, average_every: int | str = "auto") -> Any:
     """Return the training of a small GPT, one update per batch, each sample once."""
     import torch
     import torch.nn.functional as F
@@ -85,12 +160,13 @@ def _job(batch_size: int, num_updates: int) -> Any:
     torch.manual_seed(0)
     return rv.Job(
         Gpt(),
-        _draw_pieces(batch_size * num_updates, is_held_out=False),
-        batch_size=batch_size,
+        _draw_pieces(BATCH_SIZE * num_updates, is_held_out=False),
+        batch_size=BATCH_SIZE,
         val_data=_draw_pieces(NUM_VALIDATION, is_held_out=True),
         loss=lambda out, batch: F.cross_entropy(out.flatten(0, 1), batch["y"].flatten()),
         learning_rate=RATE,
         schedule=cosine(warmup=0.05),
+        average_every=average_every,
     )
 
 
@@ -108,34 +184,39 @@ def _draw_pieces(count: int, *, is_held_out: bool) -> dict[str, Any]:
     return {"x": pieces[:, :-1].contiguous(), "y": pieces[:, 1:].contiguous()}
 
 
-def _alone(batch_size: int, num_updates: int) -> float:
+def _alone(num_updates: int) -> float:
     """Return the validation loss of the same recipe in one process, with nothing late."""
-    from ravnest.cli.plain_loop import train_plain_loop
+    from ravnest.cli.demo_jobs import train_plain_loop
 
-    job = _job(batch_size, num_updates)
-    loss = train_plain_loop(job, job.capture().blueprint).metrics["val_loss"]
-    say(f"one process, batches of {batch_size}, {num_updates} updates: {loss:.4f}")
-    return loss
+    job = _job(num_updates)
+    return train_plain_loop(job, job.capture().blueprint).metrics["val_loss"]
 
 
-def _swarm(clusters: int, stages: int, num_updates: int = NUM_UPDATES, deltas: str = "fp32") -> Figures:
-    """Train with the default settings of one PC; each cluster makes `num_updates` of BATCH_SIZE samples."""
+def _swarm(cell: Cell, num_updates: int) -> Figures:
+    """Train the same batches in a swarm, which shares each of them."""
     from ravnest.config import Averaging, WireFormat
-    from ravnest.hub.coordinator.notices import RoundEnded
+    from ravnest.hub.coordinator.notices import NoiseFound, RoundEnded
     from ravnest.requester.session import LOCAL_PLAN
 
-    job = _job(BATCH_SIZE, clusters * num_updates)
-    setting = Setting([3e10] * (clusters * stages), cuts=_equal_cuts(job, stages), num_clusters=clusters)
-    plan = replace(LOCAL_PLAN, overhead_bytes=0.0, deltas=WireFormat(deltas), clusters=99)
-    plan = replace(plan, averaging=Averaging.OVERLAPPED)
+    is_exact = cell.clusters > 1 and not cell.every
+    job = _job(num_updates, "auto" if cell.clusters == 1 or is_exact else cell.every)
+    cuts = _equal_cuts(job, cell.stages)
+    setting = Setting([3e10] * (cell.clusters * cell.stages), cuts=cuts, num_clusters=cell.clusters)
+    plan = replace(LOCAL_PLAN, overhead_bytes=0.0, deltas=WireFormat.FP32, clusters=99)
+    plan = replace(plan, averaging=Averaging.EXACT if is_exact else Averaging.BLOCKING)
     record = train(job, setting, plan)
     ended = [news for _, news in record.news if isinstance(news, RoundEnded)]
+    noise = [report.noise for _, _, report in record.reports if report.noise is not None]
+    scale = sum(each.variance for each in noise) / max(sum(each.signal for each in noise), 1e-30)
+    told = [news.noise for _, news in record.news if isinstance(news, NoiseFound)]
     return {
         "loss": _short(record.metrics["val_loss"]),
         "rounds": sum(news.is_committed for news in ended),
         "lost_rounds": sum(not news.is_committed for news in ended),
         "microbatches": record.cluster.accumulate,
         "lag": _short(_mean([report.lag for _, _, report in record.reports])),
+        "noise_scale": _short(scale) if noise else None,  # the mean over the run, of stages that report most
+        "noise_told": [_short(each) for each in told],
     }
 
 
@@ -150,9 +231,9 @@ def _equal_cuts(job: Any, stages: int) -> list[int]:
     return [int(np.searchsorted(work, work[-1] * part / stages)) + 1 for part in range(1, stages)]
 
 
-def _updates_to(longer: dict[int, float], loss: float) -> float:
-    """Return after how many updates one cluster alone has this loss, between and beyond those measured."""
-    points = sorted((math.log(times * NUM_UPDATES), value) for times, value in longer.items())
+def _times_to(curve: dict[float, float], loss: float) -> float:
+    """Return after how many times the updates one process has this loss, also beyond those measured."""
+    points = sorted((math.log(times), value) for times, value in curve.items())
     pairs = list(pairwise(points))
     (x0, y0), (x1, y1) = next((pair for pair in pairs if loss >= pair[1][1]), pairs[-1])
     return math.exp(x0 + (loss - y0) * (x1 - x0) / (y1 - y0))
@@ -166,48 +247,15 @@ def _short(value: float) -> float:
     return float(f"{value:.4g}")
 
 
-def _draw(alone: dict[int, float], grid: dict[tuple[int, int], Figures]) -> str:
-    """Return a picture: loss over synchronous training, a group of bars for each number of clusters."""
-    from ravnest.views.plan_picture import draw_box, draw_label, draw_path
-
-    wide, high, top = 60.0, 200.0, 0.04
-    parts = [draw_label(10, 20, "validation loss over synchronous training at equal samples", "head")]
-    for share in (0.0, 0.01, 0.02, TARGET, 0.03, 0.04):
-        y = 40 + high * (1 - share / top)
-        parts += [
-            draw_path(f"M50 {y:.1f}H{70 + 4 * wide * len(alone)}", "target" if share == TARGET else "line")
-        ]
-        parts += [draw_label(8, y + 4, f"{share:.1%}")]
-    for group, clusters in enumerate(alone):
-        for place, stages in enumerate(NUM_STAGES):
-            share = grid[clusters, stages]["over_synchronous"]
-            size = high * min(max(share, 0.0), top) / top
-            x = 70 + group * 4 * wide + place * wide
-            parts.append(draw_box(x, 40 + high - size, wide - 12, size, f"bar{place}"))
-            parts.append(draw_label(x, 34 + high - size, f"{share:+.1%}"))
-            parts.append(draw_label(x, 256, f"P = {stages}"))
-        parts.append(
-            draw_label(70 + group * 4 * wide + wide, 276, f"{clusters} cluster{'s' * (clusters > 1)}")
-        )
-    style = (
-        "text{font:12px sans-serif;fill:#333}.head{font-weight:bold}.line{stroke:#ddd}.target{stroke:#c33}"
-        ".bar0{fill:#9ecae1}.bar1{fill:#4292c6}.bar2{fill:#08519c}"
-    )
-    size = f'width="{90 + 4 * wide * len(alone):.0f}" height="290"'
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" {size}><style>{style}</style>'
-        f'<rect width="100%" height="100%" fill="white"/>{"".join(parts)}</svg>\n'
-    )
-
-
-def _report(figures: Figures) -> str:
+def _report(figures: Figures, num_updates: int) -> str:
     rows = [
         [
             name,
             found["loss"],
-            figures["synchronous"][name.split()[0]],
-            f"{found['over_synchronous']:+.1%}",
+            f"{found['over_one_process']:+.1%}",
+            found["efficiency"],
             found["speed_up"],
+            found["noise_scale"] or "-",
             found["rounds"],
             found["lost_rounds"],
             found["microbatches"],
@@ -215,40 +263,23 @@ def _report(figures: Figures) -> str:
         ]
         for name, found in figures["swarms"].items()
     ]
-    head = [
-        "clusters x stages",
-        "loss",
-        "synchronous",
-        "over it",
-        "speed-up",
-        "rounds",
-        "lost",
-        "microbatches",
-    ]
-    longer = ", ".join(f"{times} x {loss}" for times, loss in figures["one_cluster_longer"].items())
+    head = ["clusters x stages", "loss", "over one process", "e", "speed-up", "noise scale", "rounds", "lost"]
+    curve = ", ".join(f"{times} x {loss}" for times, loss in figures["one_process"].items())
     return _METHOD.format(
-        grid=table([*head, "mean lag"], rows),
-        longer=longer,
-        formats=table(["deltas", "loss"], [[name, loss] for name, loss in figures["formats"].items()]),
+        grid=table([*head, "microbatches", "mean lag"], rows), curve=curve, num_updates=num_updates
     )
 
 
 _METHOD = f"""\
 A GPT of four blocks, width 64, on the sources of Python's standard library, {LENGTH} bytes at a time; every
-tenth file is held out. Real peers and a hub on this PC, the default recipe and settings, rate {RATE:g} with
-a cosine. Every cluster makes {NUM_UPDATES} updates of {BATCH_SIZE} samples, each sample once. Synchronous is
-one process that makes as many updates of batches as large as those of all clusters together: data parallel
-without lag. One seed; what is late depends on the machine, which all peers share. So does the loss: with 800
-updates and four clusters on two shared cores, where a round takes four times as long, it was 5.3 % over it.
+tenth file is held out. Real peers and a hub on one PC, the default recipe, rate {RATE:g} with a cosine. All
+make {{num_updates}} updates of {BATCH_SIZE} samples; clusters share each batch and stand still while they
+average (`blocking`), every 5 or every 60 updates, or sum the gradients of every batch (`exact`). One process
+makes the same updates of the same batches with nothing late. One seed.
 
-The speed-up is how many updates one process with batches of {BATCH_SIZE} needs for the same loss, over
-{NUM_UPDATES}, read off a line through its losses after 1, 2 and 4 times as many ({{longer}}).
+e is how many updates one process needs for the same loss, over those made; read off its losses after other
+numbers of updates ({{curve}}). The speed-up is e times the clusters: what C times the samples per second are
+worth. The noise scale is in samples, as stages measured it; a batch of one microbatch says nothing of it.
 
 {{grid}}
-
-![loss over synchronous training](../../docs/convergence.svg)
-
-What travels in a round, two clusters of one stage:
-
-{{formats}}
 """

@@ -311,8 +311,8 @@ def _run_hub(words: Sequence[str], said: str, seen: str, space: str) -> None:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     enter(space)
+    from ravnest.cli.common import CommandParts
     from ravnest.cli.main import program
-    from ravnest.cli.parts import CommandParts
     from ravnest.hub.service.server import HubParts
 
     counted = 0

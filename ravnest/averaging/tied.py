@@ -11,8 +11,8 @@ from typing import Generic, Protocol, Self, TypeVar
 
 from ravnest.errors import ProtocolError
 from ravnest.ids import NodeId
+from ravnest.protocol.averaging import TiedCall, TiedGradient, TiedHolder, TiedMessage, TiedStep
 from ravnest.protocol.messages import Refusal
-from ravnest.protocol.tied import TiedCall, TiedGradient, TiedHolder, TiedMessage, TiedStep
 
 _MOST_EARLY = 16  # steps that came before those due: a home makes no update without us, only rounds' changes
 

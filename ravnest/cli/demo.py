@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ravnest.cli.files import to_json
-from ravnest.cli.parts import find_parts
-from ravnest.cli.view import choose_view
+from ravnest.cli.common import choose_view, find_parts, to_json
 from ravnest.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -101,7 +99,7 @@ def demo(is_text: bool, nodes: int, kill: bool, folder: str | None, quiet: bool,
     if not 2 <= nodes <= _MOST_NODES:
         raise ConfigError(f"--nodes {nodes}: choose from 2 to {_MOST_NODES}")
     from ravnest.cli import demo_jobs
-    from ravnest.cli.plain_loop import train_plain_loop
+    from ravnest.cli.demo_jobs import train_plain_loop
     from ravnest.requester.run_folder import MODEL, free_run
     from ravnest.requester.session import LOCAL_PLAN, local
 

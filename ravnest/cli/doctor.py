@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ravnest.cli.files import to_json
-from ravnest.cli.parts import find_parts
+from ravnest.cli.common import find_parts, to_json
 from ravnest.errors import RavnestError
 from ravnest.units import show_bytes
 

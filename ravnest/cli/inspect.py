@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ravnest.cli.files import print_parts, to_json, write_text
+from ravnest.cli.common import print_parts, to_json, write_text
 from ravnest.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""`ravnest join`: lend this PC to a swarm."""
+"""`ravnest join`, `pause`, `resume` and `finish`: lend this PC to a swarm, and take it back."""
 
 import logging
 import os
@@ -9,17 +9,20 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ravnest.cli.parts import CommandParts, find_parts
+from ravnest.cli.common import CommandParts, find_parts, to_json
+from ravnest.config import CompileMode
 from ravnest.disk import read_bounded
-from ravnest.errors import ConfigError, LinkError
+from ravnest.errors import ConfigError, LinkError, RavnestError
 from ravnest.units import Dimension, parse_quantity, show_bytes, show_flops, show_rate, show_value
 
 if TYPE_CHECKING:
-    from ravnest.cli.lending_loop import Terms
+    import psutil  # type: ignore[import-untyped]
+
+    from ravnest.cli.lending_loop import Hours, Terms
     from ravnest.net.identity import Token
     from ravnest.peer.agent import Offer
     from ravnest.peer.capabilities import Machine
-    from ravnest.peer.hours import Hours
+
 
 _LONGEST_NAME = 40
 _MOST_TOKEN_BYTES = 1 << 18
@@ -62,6 +65,7 @@ class _Stated:
     hours: tuple["Hours", ...] = ()
     runs_on_battery: bool = False
     hub_process: int | None = None  # of a hub on this PC
+    compile_mode: CompileMode = CompileMode.AUTO
 
 
 @click.command()
@@ -69,6 +73,7 @@ class _Stated:
 @click.option("--token-file", metavar="FILE", help=f"Read the token here, or from stdin (-); or {_VARIABLE}.")
 @click.option("--name", metavar="NAME", help="What others call this PC; its host name if left out.")
 @click.option("--device", default="auto", show_default=True, help="cpu, cuda, cuda:1, mps, or the fastest.")
+@click.option("--compile", metavar="auto|on|off", default="auto", show_default=True, help="auto: on CUDA.")
 @click.option(
     "--memory", metavar="SIZE", help="Memory to lend, like '4 GB'; half of what is free (GPU: 80 %)."
 )
@@ -92,6 +97,7 @@ def join(  # noqa: PLR0913 - click passes one argument per option
     token_file: str | None,
     name: str | None,
     device: str,
+    compile: str,  # noqa: A002 - click names it by the option
     memory: str | None,
     gpu_memory: str | None,
     cpu: str | None,
@@ -114,8 +120,8 @@ def join(  # noqa: PLR0913 - click passes one argument per option
     Ends with 4 if the hub cannot be reached, with 5 if it refuses the token, with 7 if the program takes more
     memory than it lends. It runs no code from the job. See `ravnest pause` too.
     """
+    from ravnest.cli.lending_loop import read_hours
     from ravnest.net.identity import read_token
-    from ravnest.peer.hours import read_hours
 
     invitation = read_token(_find_token(token, token_file))
     listening = _choose_listening(listen, public, outbound_only)
@@ -131,16 +137,19 @@ def join(  # noqa: PLR0913 - click passes one argument per option
         tuple(map(read_hours, hours)),
         _read_choice(on_battery),
         hub_process,
+        _read_compile(compile),
     )
     patience_seconds = _read(patience, Dimension.SECONDS) or 0.0 if hub_process is None else inf
     from ravnest.peer.capabilities import THIS_PC  # it loads torch: a wrong option need not wait for that
-    from ravnest.peer.limits import limit_cpu
+    from ravnest.peer.limits import keep_compiled, limit_cpu
 
     parts = find_parts()
     machine = parts.machine or THIS_PC
     logging.basicConfig(level=logging.WARNING if quiet else logging.INFO, format="%(message)s")
     logging.getLogger("ravnest.net").setLevel(logging.WARNING)
     cores = "" if cpu is None else limit_cpu(cpu)
+    if stated.compile_mode.applies_to(machine.choose_device(stated.device)):
+        keep_compiled()  # before anything of torch chooses a folder
     offer = _make_offer(name, stated, listening, patience_seconds, machine)
     if not quiet:
         _show(invitation, offer, _show_limits(stated, cores, machine))
@@ -172,6 +181,12 @@ def _read_choice(on_battery: str) -> bool:
     if on_battery not in ("stop", "go"):
         raise ConfigError(f"--on-battery {show_value(on_battery)} is neither; give stop or go")
     return on_battery == "go"
+
+
+def _read_compile(text: str) -> CompileMode:
+    if text not in list(CompileMode):
+        raise ConfigError(f"--compile {show_value(text)} is none of them; give {', '.join(CompileMode)}")
+    return CompileMode(text)
 
 
 def _find_token(token: str | None, file: str | None) -> str:
@@ -232,14 +247,14 @@ def _make_offer(
         is_reachable=listening.is_reachable,
     )
     most_flops = _LONGEST_BATCH_SECONDS * node.flops_per_second
-    limits = ProviderLimits(node.memory_bytes, most_flops, device, emulated)
+    limits = ProviderLimits(node.memory_bytes, most_flops, device, emulated, stated.compile_mode)
     guessed = tuple(fact for fact, value in facts.items() if value is None)
     return Offer(node, limits, (), patience_seconds, guessed=guessed)
 
 
 def _show_limits(stated: _Stated, cores: str, machine: "Machine") -> str:
     """Return in words what is held to besides memory."""
-    from ravnest.peer.hours import show_hours
+    from ravnest.cli.lending_loop import show_hours
 
     upload = stated.upload_bytes_per_second
     limits = (
@@ -312,7 +327,7 @@ def _take_part(
 
 def _make_terms(offer: "Offer", stated: _Stated, machine: "Machine") -> "Terms":
     """Hold a GPU to what it lends, and have the rest looked after."""
-    import psutil  # type: ignore[import-untyped]
+    import psutil
 
     from ravnest.cli.lending_loop import Terms
     from ravnest.config import PlanConfig
@@ -330,3 +345,93 @@ def _make_terms(offer: "Offer", stated: _Stated, machine: "Machine") -> "Terms":
     except psutil.NoSuchProcess:
         raise LinkError("the hub that started this peer has ended") from None
     return Terms(offer.node.name, stated.hours, stated.runs_on_battery, memory, hub)
+
+
+_ALL = click.option(
+    "--all", "is_all", is_flag=True, help="All that you lend from this PC, without a question."
+)
+_AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object (ravnest.lending/1).")
+
+
+@click.command()
+@click.argument("name", required=False)
+@_ALL
+@_AS_JSON
+def pause(name: str | None, is_all: bool, as_json: bool) -> None:
+    """Take this PC back for a while: what is lent from it as NAME, or the only one that is lent.
+
+    Of several it shows the list and asks; --all means all of them, those of other runs too.
+    Work is handed over, nothing is lost; `ravnest resume` lends it again. Ends with 1 if nothing is lent.
+    """
+    _tell("pause", name, is_all, as_json)
+
+
+@click.command()
+@click.argument("name", required=False)
+@_ALL
+@_AS_JSON
+def resume(name: str | None, is_all: bool, as_json: bool) -> None:
+    """Lend this PC again after `ravnest pause`: as NAME, or the only one that is lent.
+
+    Of several it shows the list and asks; --all means all of them. Ends with 1 if no
+    `ravnest join` waits for that.
+    """
+    _tell("resume", name, is_all, as_json)
+
+
+@click.command()
+@click.argument("name", required=False)
+@_ALL
+@_AS_JSON
+def finish(name: str | None, is_all: bool, as_json: bool) -> None:
+    """Take this PC back for good, as one Ctrl-C would: what is lent as NAME, or the only one that is lent.
+
+    Of several it shows the list and asks; --all means all of them, those of other runs too.
+    Work is handed over, nothing is lost. Ends with 1 if nothing is lent.
+    """
+    _tell("finish", name, is_all, as_json)
+
+
+def _tell(word: str, name: str | None, is_all: bool, as_json: bool) -> None:
+    import signal
+
+    import psutil
+
+    from ravnest.cli.lending_loop import PAUSE, RESUME, find_running
+
+    number = {"pause": PAUSE, "resume": RESUME, "finish": signal.SIGTERM}[word]
+    if number is None:
+        raise RavnestError(
+            f"this system cannot {word} a program that runs; Ctrl-C ends it, and join it again"
+        )
+    running = find_running()
+    chosen = [(known, process) for known, process in running if name in (None, known)]
+    if not chosen:
+        others = ", ".join(sorted({known for known, _ in running}))
+        here = f"it is lent as {others}" if others else "see that `ravnest join` runs, and as the same user"
+        raise RavnestError(f"nothing is lent from this PC{f' as {name}' if name else ''}; {here}")
+    if name is None and not is_all and len(chosen) > 1:
+        _ask(word, chosen)
+    told = []
+    for known, process in chosen:
+        try:
+            process.send_signal(number)
+            told.append({"name": known, "process": process.pid})
+        except psutil.NoSuchProcess:
+            click.echo(f"{known} (process {process.pid}) has just ended", err=True)
+    if as_json:
+        click.echo(to_json({"schema": "ravnest.lending/1", "told": word, "peers": told}))
+    else:
+        for peer in told:
+            click.echo(f"{peer['name']} (process {peer['process']}) was told to {word}", err=True)
+
+
+def _ask(word: str, chosen: "list[tuple[str, psutil.Process]]") -> None:
+    """Show who would be told; go on only if that is what the user wants."""
+    lent = ", ".join(f"{known} (process {process.pid})" for known, process in chosen)
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        told = f"{len(chosen)} programs lend from this PC: {lent}"
+        raise ConfigError(f"{told}; say which one: ravnest {word} NAME, or all: ravnest {word} --all")
+    click.echo(f"this PC is lent as {lent}", err=True)
+    if not click.confirm(f"{word} all of them?", err=True):
+        raise click.Abort

@@ -1,16 +1,18 @@
 """The life of `ravnest join`: it takes part while this PC may be lent, and waits while it may not.
 
-The provider controls it by signals: SIGINT and SIGTERM end it, SIGUSR1 pauses, SIGUSR2 resumes. A file tells
-other commands which process to signal.
+It is lent at hours of the day by its own clock, and on battery if its provider says so. The provider controls
+it by signals: SIGINT and SIGTERM end it, SIGUSR1 pauses, SIGUSR2 resumes. A file tells other commands which
+process to signal.
 """
 
 import asyncio
 import contextlib
 import logging
 import os
+import re
 import signal
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -23,14 +25,70 @@ from ravnest.config import TIMEOUTS, ProgramTimeouts
 from ravnest.disk import read_bytes
 from ravnest.errors import ConfigError
 from ravnest.foreign import parse_json
+from ravnest.units import show_value
 
 if TYPE_CHECKING:
     import psutil  # type: ignore[import-untyped]
 
     from ravnest.peer.agent import Agent
     from ravnest.peer.capabilities import Machine
-    from ravnest.peer.hours import Hours
     from ravnest.peer.limits import MemoryWatch
+
+
+DAY_MINUTES = 24 * 60
+_SPAN = re.compile(r"\s*(\d{1,2}):(\d\d)\s*-\s*(\d{1,2}):(\d\d)\s*", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class Hours:
+    """Minutes after midnight, the last not included; a stop before the start is on the next day."""
+
+    start: int
+    stop: int
+
+    def __str__(self) -> str:
+        return f"{show_minute(self.start)} to {show_minute(self.stop)}"
+
+    def __contains__(self, minute: int) -> bool:
+        if self.start < self.stop:
+            return self.start <= minute < self.stop
+        return minute >= self.start or minute < self.stop
+
+
+def read_hours(text: str) -> Hours:
+    """Return a span that a provider gives."""
+    match = _SPAN.fullmatch(text)
+    hours = [int(part) for part in match.groups()] if match else []
+    if not match or max(hours[1], hours[3]) > 59 or hours[0] > 23 or hours[2] * 60 + hours[3] > DAY_MINUTES:
+        raise ConfigError(f"--hours {show_value(text)} is no span of the day; write it like 22:00-07:00")
+    found = Hours(hours[0] * 60 + hours[1], hours[2] * 60 + hours[3])
+    if found.start == found.stop:
+        raise ConfigError(f"--hours {show_value(text)} is empty; for the whole day leave it out")
+    return found
+
+
+def show_minute(minute: int) -> str:
+    """Return a minute of the day as clocks show it."""
+    return f"{minute // 60:02}:{minute % 60:02}"
+
+
+def show_hours(hours: Sequence[Hours]) -> str:
+    """Return spans as a person reads them."""
+    return " and ".join(f"from {each}" for each in hours)
+
+
+def may_run(minute: int, hours: Sequence[Hours], is_on_battery: bool) -> str | None:
+    """Return why a PC is not lent at this minute of its day; None if it is."""
+    if hours and not any(minute in each for each in hours):
+        return f"it is only lent {show_hours(hours)}"
+    return "it runs on battery" if is_on_battery else None
+
+
+def next_start(minute: int, hours: Sequence[Hours]) -> int:
+    """Return the minute of the day at which a PC is lent next."""
+    assert hours
+    return min((each.start for each in hours), key=lambda start: (start - minute) % DAY_MINUTES)
+
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +96,6 @@ _SIGNAL_EXIT = 128
 _GUARD_EXIT, _LOST_EXIT = 7, 4
 _TAKEN_BACK = "its provider takes it back"
 _MOST_BYTES = 1 << 12
-_SAME_PROCESS_SECONDS = 2.0  # systems round the time a process was started at
 # Not every system has them.
 PAUSE, RESUME = getattr(signal, "SIGUSR1", None), getattr(signal, "SIGUSR2", None)
 
@@ -53,7 +110,7 @@ class Terms:
     """When a PC is lent, and how much of its memory; `hours` may be none, which is always."""
 
     name: str
-    hours: tuple["Hours", ...]
+    hours: tuple[Hours, ...]
     runs_on_battery: bool
     memory: "MemoryWatch | None"  # none where something else holds the limit
     hub: "psutil.Process | None" = None  # that it ends with, if it is one of this PC
@@ -137,8 +194,6 @@ class Lending:
 
     def _find_reason(self) -> str | None:
         """Return why this PC is not lent now."""
-        from ravnest.peer.hours import may_run
-
         if self._ended_by:
             return _TAKEN_BACK
         if self._terms.has_lost_hub:
@@ -175,8 +230,6 @@ class Lending:
                     await self._changed.wait()
 
     def _when(self) -> str:
-        from ravnest.peer.hours import may_run, next_start, show_minute
-
         if self._is_paused:
             return f"after: ravnest resume {self._terms.name}"
         if may_run(self._minute(), self._terms.hours, False):
@@ -233,23 +286,24 @@ def registered(name: str) -> Iterator[None]:
 
 def find_running() -> list[tuple[str, "psutil.Process"]]:
     """Return what this user lends from this PC now, by name; what dead processes left behind is removed."""
-    import psutil
+    from ravnest.requester.run_folder import find_process
 
     found = []
     for file in sorted(_folder().glob("*.json")):
+        process = None
         try:
             content = read_bytes(file, _MOST_BYTES)
             registered = parse_json(content, str(file), _MOST_BYTES).read_as(_Registration)
-            process = psutil.Process(int(file.stem))
-            is_same = abs(process.create_time() - registered.started_at) < _SAME_PROCESS_SECONDS
-            if not is_same or process.status() == psutil.STATUS_ZOMBIE:
-                raise psutil.NoSuchProcess(process.pid)
-            found.append((registered.name, process))
+            process = find_process(int(file.stem), registered.started_at)
         except OSError:
             continue  # no file of ours, or another one that starts now was quicker to remove it
-        except (psutil.Error, ConfigError, ValueError, OverflowError):
-            with contextlib.suppress(OSError):
-                file.unlink(missing_ok=True)
+        except (ConfigError, ValueError):
+            pass  # it is damaged
+        if process is not None:
+            found.append((registered.name, process))
+            continue
+        with contextlib.suppress(OSError):
+            file.unlink(missing_ok=True)
     return found
 
 

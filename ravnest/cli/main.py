@@ -13,15 +13,11 @@ import click
 
 from ravnest.cli.demo import demo
 from ravnest.cli.doctor import doctor, env
-from ravnest.cli.hub import hub
 from ravnest.cli.inspect import inspect
-from ravnest.cli.join import join
-from ravnest.cli.pause import finish, pause, resume
+from ravnest.cli.join import finish, join, pause, resume
 from ravnest.cli.plan import plan
-from ravnest.cli.status import status
-from ravnest.cli.stop import stop
-from ravnest.cli.token import token
-from ravnest.cli.train import train
+from ravnest.cli.runs import status, stop, token
+from ravnest.cli.train import hub, train
 from ravnest.errors import RavnestError
 
 _INTERRUPTED = 130

@@ -1,13 +1,12 @@
-"""`ravnest train`: train a job with peers on this PC."""
+"""`ravnest train` and `ravnest hub`: train a job with peers on this PC, or with others at an open hub."""
 
+import json
 from datetime import date
 from pathlib import Path
 
 import click
 
-from ravnest.cli.parts import find_parts
-from ravnest.cli.plan_options import PlanWishes, plan_options
-from ravnest.cli.view import choose_view, report
+from ravnest.cli.common import PlanWishes, View, choose_view, find_parts, plan_options, report
 from ravnest.errors import ConfigError
 
 
@@ -61,3 +60,80 @@ def train(
         with local(nodes, folder=where, plan=plan, tell=view.tell, look=view.look, parts=parts) as swarm:
             result = swarm.fit(job, out=file, resume="auto" if resume else None)
     report(result, file, "ravnest.train/1", as_json)
+
+
+_SCHEMA = "ravnest.hub/1"
+
+
+@click.command()
+@click.argument("place", metavar="FILE.py:JOB")
+@click.option("--listen", default="0.0.0.0:7700", show_default=True, metavar="HOST:PORT", help="Where.")
+@click.option("--public", multiple=True, metavar="HOST:PORT", help="Where others reach it from outside.")
+@click.option("--nodes", type=int, default=0, metavar="N", help="Begin with N nodes; 0: when they will do.")
+@click.option("--local", "num_local", type=int, default=0, metavar="N", help="Also start N peers here.")
+@click.option("--folder", metavar="DIR", help="For identity, log and result; runs/NAME if left out.")
+@click.option("--out", metavar="FILE", help="Weights; model.safetensors in the folder if left out.")
+@click.option("--resume", is_flag=True, help="Go on from the last checkpoint in the folder.")
+@plan_options
+@click.option("--quiet", is_flag=True, help="Say only how to join, and what went wrong.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON lines (ravnest.hub/1): open, then done.")
+def hub(  # noqa: PLR0913 - click passes one argument per option
+    place: str,
+    listen: str,
+    public: tuple[str, ...],
+    nodes: int,
+    num_local: int,
+    folder: str | None,
+    out: str | None,
+    resume: bool,
+    wishes: PlanWishes,
+    quiet: bool,
+    as_json: bool,
+) -> None:
+    """Open a hub for a job; others join with the line it prints. Then it trains and saves the weights.
+
+    Ctrl-C, or `ravnest stop`, ends the training early and keeps what was trained; twice, it ends at once.
+
+    \b
+    ravnest hub model.py:job --nodes 3
+    ravnest hub model.py:job --public hub.example.org:7700 --local 1
+    """
+    for option, number in (("--nodes", nodes), ("--local", num_local)):
+        if number < 0:
+            raise ConfigError(f"{option} {number} is less than none; choose 0 or more")
+    from ravnest.requester.job_file import load_job
+    from ravnest.requester.local_peers import share_memory
+    from ravnest.requester.result import check_place
+    from ravnest.requester.run_folder import MODEL, check_unfinished, free_run
+    from ravnest.requester.session import SWARM_PLAN, Hub
+
+    plan = wishes.read(SWARM_PLAN)
+    file = None if out is None else check_place(out, may_exist=resume)
+    if folder and not resume:
+        check_unfinished(Path(folder))
+    with choose_view(quiet) as view:
+        job = load_job(place)
+        where = Path(folder) if folder else free_run(job.name or "job")
+        peers = share_memory(num_local) if num_local else ()
+        opening = Hub(
+            listen,
+            public=public,
+            folder=where,
+            plan=plan,
+            peers=peers,
+            tell=view.tell,
+            look=view.look,
+            parts=find_parts().hub_parts,
+        )
+        with opening as opened:
+            _invite(opened.invitation, where, view if as_json else None)
+            result = opened.fit(job, nodes=nodes, out=file, resume="auto" if resume else None)
+    report(result, file or where / MODEL, _SCHEMA, as_json)
+
+
+def _invite(invitation: str, folder: Path, view: View | None) -> None:
+    click.echo(f"the hub is open, its folder is {folder}; others join with", err=True)
+    click.echo(f"\n  ravnest join {invitation}\n", err=True)
+    if view is not None:
+        found = {"schema": _SCHEMA, "event": "open", "invitation": invitation, "folder": str(folder)}
+        click.echo(json.dumps(found, sort_keys=True), file=view.answers)

@@ -14,11 +14,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ravnest.engine.noise import NoiseMeter
 from ravnest.engine.optimizers import Optimizer, OptimizerSettings, find_norms, find_not_finite
 from ravnest.engine.weight_versions import Graph, Snapshot, Versions
 from ravnest.errors import ProtocolError, RavnestError
 from ravnest.ids import MicrobatchId
 from ravnest.protocol.messages import Refusal
+from ravnest.protocol.training import GradientNoise
 
 _NOTHING_LEFT = "no microbatch was left to learn from"
 _LAGS_REMEMBERED = 32  # microbatches: prediction follows a new window soon, and ends exactly when lag does
@@ -33,13 +35,25 @@ Tensors = Mapping[str, Tensor]
 Values = Mapping[Any, Tensor]  # by value id, a whole number; model gives it a type of its own
 
 
+class Backward(Protocol):
+    """The backward of one microbatch, in two parts."""
+
+    def backward_inputs(self, gradients: Values) -> Mapping[int, Tensor]: ...
+    def backward_weights(self) -> Tensors: ...
+
+
 class ForwardOutcome(Protocol):
-    """What a program makes of a microbatch: values for the next stage; loss and metrics in the last one."""
+    """What a program makes of a microbatch: values for the next stage; loss and metrics in the last one.
+
+    A compiled program brings its backward.
+    """
 
     @property
     def outputs(self) -> Values: ...
     @property
     def results(self) -> Tensors: ...
+    @property
+    def backward(self) -> Backward | None: ...
 
 
 class RunnableStage(Protocol):
@@ -54,13 +68,16 @@ class RunnableStage(Protocol):
 class Roles:
     """Which parts of a stage's state are trained, written by a forward, or held by other stages too.
 
-    `inputs` are the values whose gradient the stage before waits for.
+    `inputs` are the values whose gradient the stage before waits for. Of the `narrow` parameters forwards see
+    bf16 while gradients are late; of `casts` they use nothing else.
     """
 
     trainable: frozenset[str]
     written: frozenset[str] = frozenset()
     shared: frozenset[str] = frozenset()
     inputs: frozenset[int] = frozenset()
+    narrow: frozenset[str] = frozenset()
+    casts: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +86,7 @@ class PassedOn:
 
     outputs: dict[int, Tensor]
     results: dict[str, Tensor]
+    backward: Backward | None = None  # of a program that is compiled
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +120,33 @@ class SummedGradient:
 
 
 @dataclass(slots=True)
-class _Flight:
-    num_updates: int  # when it went forward
+class _Autograd:
+    """The backward of a program that brings none: torch recorded it."""
+
     graph: Graph
     outputs: dict[int, Tensor]
     loss: Tensor | None
+
+    def backward_inputs(self, gradients: Values) -> dict[int, Tensor]:
+        pairs = [
+            (tensor, gradients[value].to(tensor.dtype))
+            for value, tensor in self.outputs.items()
+            if value in gradients
+        ]
+        if self.loss is not None and self.loss.requires_grad:
+            pairs.append((self.loss, torch.ones_like(self.loss)))
+        self.outputs, self.loss = {}, None
+        return self.graph.backward_inputs([root for root, _ in pairs], [other for _, other in pairs])
+
+    def backward_weights(self) -> Tensors:
+        return self.graph.backward_weights()
+
+
+@dataclass(slots=True)
+class _Flight:
+    num_updates: int  # when it went forward
+    backward: Backward
+    shapes: dict[int, torch.Size]  # of what was sent on
     sent: tuple[Tensor, ...] = ()  # gradients of the inputs, on their way
 
 
@@ -129,10 +169,12 @@ class StageEngine:
         self._roles = roles
         self._is_split = is_split
         state = {name: tensor.detach() for name, tensor in start.state.items()}
-        self._optimizer = Optimizer(settings, {name: state[name] for name in roles.trainable})
+        trained = {name: state[name] for name in roles.trainable}
+        narrow = roles.narrow | roles.casts
+        self._optimizer = Optimizer(settings, trained, narrow=narrow)
         self._optimizer.load(start.optimizer)
         self._versions = Versions(
-            {name: state.pop(name) for name in [*state] if name in self._optimizer.names}
+            {name: state.pop(name) for name in [*state] if name in self._optimizer.names}, narrow
         )
         self._rest = state
         self._num_updates = start.version
@@ -143,6 +185,7 @@ class StageEngine:
         self._num_microbatches = self._num_samples = 0
         self._shares, self._first_size = 0.0, 1  # shares: microbatches, by their samples
         self._lags: deque[int] = deque(maxlen=_LAGS_REMEMBERED)
+        self._noise = NoiseMeter()
 
     @property
     def version(self) -> int:
@@ -158,6 +201,11 @@ class StageEngine:
     def lag(self) -> float:
         """Mean lag of the last microbatches."""
         return sum(self._lags) / len(self._lags) if self._lags else 0.0
+
+    @property
+    def noise(self) -> GradientNoise | None:
+        """How noisy the gradients of this stage are, once that is known."""
+        return self._noise.noise
 
     def forward(
         self, microbatch: MicrobatchId, inputs: Values, fields: Tensors, key: RandomKey | None = None
@@ -184,28 +232,25 @@ class StageEngine:
         self._rest.update(buffers)
         wanted = {value: leaf for value, leaf in leaves.items() if leaf.requires_grad}
         outputs = {value: tensor for value, tensor in outcome.outputs.items() if tensor.requires_grad}
-        graph = Graph(wanted, weights, self._is_split)
-        self._flights[microbatch] = _Flight(self._num_updates, graph, outputs, outcome.results.get("loss"))
+        backward = outcome.backward or _Autograd(
+            Graph(wanted, weights, self._is_split), outputs, outcome.results.get("loss")
+        )
+        shapes = {value: tensor.shape for value, tensor in outcome.outputs.items()}
+        self._flights[microbatch] = _Flight(self._num_updates, backward, shapes)
         self._versions.hold(microbatch)
         return _detach(outcome)
 
     def backward_inputs(self, microbatch: MicrobatchId, gradients: Values) -> dict[int, Tensor] | DroppedWork:
         """Take the gradients of what was sent on, return those of what was received."""
         flight = self._flights[microbatch]
-        pairs = [
-            (tensor, _fit(value, gradients[value], tensor))
-            for value, tensor in flight.outputs.items()
-            if value in gradients
-        ]
-        if flight.loss is not None and flight.loss.requires_grad:
-            pairs.append((flight.loss, torch.ones_like(flight.loss)))
+        _check_shapes(gradients, flight.shapes)
         try:
-            found = flight.graph.backward_inputs([root for root, _ in pairs], [other for _, other in pairs])
+            found = dict(flight.backward.backward_inputs(gradients))
             value = find_not_finite(found)
         except _FAILURES as error:
             self.forget(microbatch)
             return _give_up(microbatch, "backward", error)
-        flight.outputs, flight.loss, flight.sent = {}, None, tuple(found.values())
+        flight.sent = tuple(found.values())
         if value is not None:
             self.forget(microbatch)
             return DroppedWork(microbatch, "backward", f"the gradient of value {value} is not finite")
@@ -217,7 +262,7 @@ class StageEngine:
         """Add the microbatch to the update under way, by its samples; a straggler may weigh less."""
         flight = self._flights[microbatch]
         try:
-            found = flight.graph.backward_weights()
+            found = flight.backward.backward_weights()
             norms = find_norms(list(found.values()))
         except _FAILURES as error:
             return _give_up(microbatch, "backward", error)
@@ -226,6 +271,8 @@ class StageEngine:
         if (name := find_not_finite(found, norms)) is not None:
             return DroppedWork(microbatch, "backward", f"the gradient of {name!r} is not finite")
         self._lags.append(self._num_updates - flight.num_updates)
+        own = [norm for name, norm in zip(found, norms, strict=True) if name not in self._roles.shared]
+        self._noise.add_microbatch(own, num_samples, weight)  # tied weights take updates of their own
         self._first_size = self._first_size if self._num_microbatches else num_samples
         share = num_samples / self._first_size  # one, exactly, for microbatches of equal size
         self._num_microbatches += 1
@@ -240,6 +287,9 @@ class StageEngine:
             if total is None:
                 self._sums[name] = part
                 self._own_sums |= {name} if name in alone or part is not gradient else set()
+            elif total.dtype is torch.bfloat16:
+                self._sums[name] = total.float() + part  # a sum needs more bits than its parts
+                self._own_sums.add(name)
             elif name in self._own_sums:
                 total.add_(part)
             else:
@@ -277,8 +327,8 @@ class StageEngine:
         So it knows no lag and no prediction: both are the stage's own.
         """
         versions = self._versions
-        in_place = not versions.is_held([name])
-        after = self._optimizer.step(versions.weights, {name: gradient}, learning_rate, in_place=in_place)
+        held = versions.find_held([name])
+        after = self._optimizer.step(versions.weights, {name: gradient}, learning_rate, held=held)
         if isinstance(after, Refusal):
             return after
         versions.replace(after, versions.seen | {name: after[name]})
@@ -289,6 +339,8 @@ class StageEngine:
         num_microbatches, lag = self._num_microbatches, self.lag
         bounds = {name: bound / self._shares for name, bound in self._bounds.items()}
         gradients = {name: self._mean(name) for name in tuple(self._sums)}
+        wants_noise = self._noise.wants_batch
+        self._noise.end_update(find_norms(list(gradients.values())) if wants_noise else None)
         self._forget_sums()
         self._num_updates += 1
         if not gradients:
@@ -308,12 +360,12 @@ class StageEngine:
         if not gradients:
             reason = _NOTHING_LEFT if self._versions.weights else None
             return Updated(self._num_updates, reason)
-        return self._step(gradients, learning_rate, 0.0, {})
+        return self._step(dict(gradients), learning_rate, 0.0, {})
 
     def forget_prediction(self) -> None:
         """Let forwards see the weights as they are: there will be no lag."""
         self._lags.clear()
-        self._versions.replace(self._versions.weights, self._versions.weights)
+        self._versions.see_exactly(self._roles.casts)
 
     def _forget_sums(self) -> None:
         self._num_microbatches = self._num_samples = 0
@@ -321,18 +373,19 @@ class StageEngine:
         self._sums.clear()
         self._own_sums.clear()
         self._bounds.clear()
+        self._noise.forget()
 
     def _step(
-        self, gradients: Tensors, learning_rate: float, lag: float, bounds: Mapping[str, float]
+        self, gradients: dict[str, Tensor], learning_rate: float, lag: float, bounds: Mapping[str, float]
     ) -> Updated:
         versions = self._versions
-        in_place = not versions.is_held(gradients)
+        held = versions.find_held(gradients)
         after = self._optimizer.step(
-            versions.weights, gradients, learning_rate, lag, in_place=in_place, bounds=bounds
+            versions.weights, gradients, learning_rate, lag, held=held, bounds=bounds
         )
         if isinstance(after, Refusal):
             return Updated(self._num_updates, after.reason)
-        versions.replace(after, self._optimizer.predict(after, lag))
+        versions.replace(after, after | self._optimizer.take_predicted())
         return Updated(self._num_updates)
 
     def evaluate(self, microbatch: MicrobatchId, inputs: Values, fields: Tensors) -> PassedOn | DroppedWork:
@@ -406,11 +459,12 @@ def _give_up(microbatch: MicrobatchId, where: str, error: Exception) -> DroppedW
     return DroppedWork(microbatch, where, f"{type(error).__name__}: {told:.200}", has_lost_device)
 
 
-def _fit(value: int, gradient: Tensor, output: Tensor) -> Tensor:
-    if gradient.shape != output.shape:
-        shapes = f"{tuple(gradient.shape)}, but {tuple(output.shape)} was sent on"
-        raise ProtocolError(f"the gradient of value {value} is {shapes}")
-    return gradient.to(output.dtype)
+def _check_shapes(gradients: Values, shapes: Mapping[int, torch.Size]) -> None:
+    for value, gradient in gradients.items():
+        sent = shapes.get(value, gradient.shape)
+        if gradient.shape != sent:
+            shape = f"{tuple(gradient.shape)}, but {tuple(sent)} was sent on"
+            raise ProtocolError(f"the gradient of value {value} is {shape}")
 
 
 def _find_fault(outcome: ForwardOutcome) -> str | None:

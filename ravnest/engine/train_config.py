@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from ravnest.config import EXACT_FORMATS, WireFormat
+from ravnest.config import EXACT_FORMATS, StateFormat, WeightFormat, WireFormat
 from ravnest.engine.optimizers import (
     Adam,
     FusedAdam,
@@ -35,7 +35,7 @@ _RULES: dict[str, type[OptimizerRule]] = {
 }
 
 
-Precision = Literal["fp32", "bf16"]
+Precision = Literal["auto", "fp32", "bf16"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +98,8 @@ class _TrainConfig(msgspec.Struct, forbid_unknown_fields=True):
     clip: _Number | None
     has_prediction: bool
     lag_updates: Annotated[int, Meta(ge=0, le=_MOST_UPDATES)]
+    versions: WeightFormat
+    states: StateFormat
     batch_size: Annotated[int, Meta(ge=1, le=_MOST_SAMPLES)]
     activations: WireFormat
     gradients: WireFormat
@@ -131,6 +133,8 @@ def write_train_config(training: TrainConfig, names: frozenset[str]) -> bytes:
             clip=settings.clip,
             has_prediction=settings.has_prediction,
             lag_updates=settings.lag_updates,
+            versions=settings.versions,
+            states=settings.states,
             batch_size=training.batch_size,
             activations=training.activations,
             gradients=training.gradients,
@@ -155,7 +159,13 @@ def read_train_config(data: bytes) -> TrainConfig:
         )
     groups = tuple(_read_group(document, index, group) for index, group in enumerate(read.groups))
     optimizer = OptimizerSettings(
-        groups, read.learning_rate, read.clip, read.has_prediction, read.lag_updates
+        groups,
+        read.learning_rate,
+        read.clip,
+        read.has_prediction,
+        read.lag_updates,
+        read.versions,
+        read.states,
     )
     return TrainConfig(
         optimizer,

@@ -11,11 +11,12 @@ import logging
 import re
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
+from sympy import Integer  # type: ignore[import-untyped]
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -26,12 +27,15 @@ from ravnest.model.batch_loss import BatchLoss, judge_loss
 from ravnest.model.blueprint import CONSTANT, Blueprint, StateEntry
 from ravnest.model.blueprint_json import read_blueprint, write_blueprint
 from ravnest.model.capture_errors import refuse_error
-from ravnest.model.export_hazards import traps
-from ravnest.model.huggingface import plain_transformers
+from ravnest.model.export_hazards import plain_transformers, traps
+from ravnest.model.initialiser import keep_first_values
 from ravnest.model.model_with_loss import BatchFields, Metric, ModelWithLoss, name_fields
+from ravnest.model.sample_length import SHORT, TokenRows, find_rows, find_symbols, is_costly
 from ravnest.model.slicing import find_positions
 from ravnest.model.trace import Traced, trace
-from ravnest.model.verify import as_it_was, compare, try_module
+from ravnest.model.verify import FEW_SAMPLES, SAMPLES, Outcomes, as_it_was, compare, try_module
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,17 +75,15 @@ def capture(
     )
     _check_module(whole)
     is_empty = any(parameter.is_meta for parameter in model.parameters())
+    is_tested = self_test and not is_empty
+    tried = _try(whole, fields) if is_tested else _Tried(None, {})
     has_mask = "attention_mask" in fields or "position_ids" in fields
-    if self_test and not is_empty:
-        try_module(whole, fields)
     with plain_transformers(has_mask):
-        train = _export(whole, fields, is_empty, training=True)
-        evaluate = _export(whole, fields, is_empty, training=False)
-    blueprint, state = _join(name or type(model).__name__, whole, train, evaluate)
+        programs = _export_both(whole, fields, is_empty, tried.rows)
+    blueprint, state = _join(name or type(model).__name__, whole, programs.train, programs.evaluate)
     batch_loss = BatchLoss.MEAN
-    if self_test and not is_empty:
-        compare(whole, blueprint, state, fields)
-        batch_loss = judge_loss(whole, fields)
+    if is_tested:
+        batch_loss = _test(whole, programs, blueprint, state, fields, tried)
     notes = [batch_loss.note] if batch_loss.note else []
     if is_empty:
         notes.append(
@@ -97,9 +99,10 @@ def capture(
 
 @contextlib.contextmanager
 def empty_weights() -> Iterator[None]:
-    """Build modules whose parameters have shapes but no values, to capture a model larger than this PC.
+    """Build modules whose parameters have shapes but no values, to train a model larger than this PC.
 
-    Buffers keep their values: rotary tables and position ids are part of the program.
+    Buffers keep their values: rotary tables and position ids are part of the program. A Job takes the first
+    weights from its `weights`, or draws them layer by layer.
     """
     register = nn.Module.register_parameter
     made = WeakTensorKeyDictionary()  # one that two modules share stays one
@@ -110,6 +113,7 @@ def empty_weights() -> Iterator[None]:
             if parameter not in made:
                 empty = parameter.detach().to("meta")
                 made[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                keep_first_values(module, parameter, made[parameter])
             module._parameters[name] = made[parameter]
 
     nn.Module.register_parameter = register_empty  # type: ignore[assignment, method-assign]
@@ -151,9 +155,125 @@ def _check_module(whole: ModelWithLoss) -> None:
             )
 
 
+@dataclass(frozen=True, slots=True)
+class _Tried:
+    """What the module computed alone: on these rows, shortened, or on whole samples."""
+
+    rows: TokenRows | None
+    outcomes: Outcomes
+
+
+def _try(whole: ModelWithLoss, fields: Mapping[str, torch.Tensor]) -> _Tried:
+    """Run the module alone: on short rows where whole ones are costly, if it takes them."""
+    rows = find_rows(fields) if _is_costly(whole, fields) else None
+    if rows is not None:
+        try:
+            return _Tried(rows, try_module(whole, rows.take(fields, SHORT), FEW_SAMPLES))
+        except CaptureError as error:  # it may be the row's fault
+            logger.info("the self-test takes whole samples: %s", error)
+    return _Tried(None, try_module(whole, fields, _num_samples(whole, fields)))
+
+
+def _is_costly(whole: ModelWithLoss, fields: Mapping[str, torch.Tensor]) -> bool:
+    return is_costly(sum(parameter.numel() for parameter in whole.parameters()), fields)
+
+
+def _num_samples(whole: ModelWithLoss, fields: Mapping[str, torch.Tensor]) -> tuple[int, int]:
+    return FEW_SAMPLES if _is_costly(whole, fields) else SAMPLES
+
+
+def _test(
+    whole: ModelWithLoss,
+    programs: "_Programs",
+    blueprint: Blueprint,
+    state: Mapping[str, torch.Tensor],
+    fields: Mapping[str, torch.Tensor],
+    tried: _Tried,
+) -> BatchLoss:
+    """Compare the blueprint with the module; return what the loss of a batch is."""
+    short = programs.short
+    if short is not None:
+        few = short.rows.take(fields, short.length)
+        same = replace(blueprint, train=short.train.program, evaluate=short.evaluate.program)
+        known = tried.outcomes if short.length == SHORT else None
+        try:
+            compare(whole, same, state, few, num_samples=FEW_SAMPLES, known=known)
+            return judge_loss(whole, few)
+        except CaptureError as error:  # the verdict is that of whole samples
+            logger.info("the self-test takes whole samples: %s", error)
+    known = tried.outcomes if tried.rows is None else None
+    compare(whole, blueprint, state, fields, num_samples=_num_samples(whole, fields), known=known)
+    return judge_loss(whole, fields)
+
+
+@dataclass(frozen=True, slots=True)
+class _ShortPrograms:
+    """The two programs for shorter rows."""
+
+    rows: TokenRows
+    length: int
+    train: Traced
+    evaluate: Traced
+
+
+@dataclass(frozen=True, slots=True)
+class _Programs:
+    """The two programs of a model; `short` if the self-test takes shorter rows."""
+
+    train: Traced
+    evaluate: Traced
+    short: _ShortPrograms | None = None
+
+
+def _export_both(
+    whole: ModelWithLoss, fields: Mapping[str, torch.Tensor], is_empty: bool, rows: TokenRows | None
+) -> _Programs:
+    """Export the model as in training and as in evaluation, with the length of rows as a symbol if given."""
+    if rows is not None:
+        try:
+            return _export_rows(whole, fields, is_empty, rows)
+        except CaptureError as error:  # or it cannot be captured at all, as is seen now
+            logger.info("the model is exported again, for whole samples: %s", error)
+    train, evaluate = (
+        trace(_export(whole, fields, is_empty, training=mode), *_facts(whole, fields, mode))
+        for mode in (True, False)
+    )
+    return _Programs(train, evaluate)
+
+
+def _export_rows(
+    whole: ModelWithLoss, fields: Mapping[str, torch.Tensor], is_empty: bool, rows: TokenRows
+) -> _Programs:
+    exported = {mode: _export(whole, fields, is_empty, rows, training=mode) for mode in (True, False)}
+    symbols = {mode: find_symbols(each, tuple(fields), rows) for mode, each in exported.items()}
+    shortest = max(length for _, length in symbols.values())
+    found = []
+    for length in (rows.length, shortest):
+        lengths = {mode: dict.fromkeys(names, Integer(length)) for mode, (names, _) in symbols.items()}
+        train, evaluate = (
+            trace(each, *_facts(whole, fields, mode), lengths[mode]) for mode, each in exported.items()
+        )
+        found.append((train, _share_constants(train, evaluate)))
+    names = [[op.name for traced in pair for op in traced.program.ops] for pair in found]
+    if shortest >= rows.length or names[0] != names[1]:
+        return _Programs(*found[0])
+    return _Programs(*found[0], _ShortPrograms(rows, shortest, *found[1]))
+
+
+def _facts(
+    whole: ModelWithLoss, fields: Mapping[str, torch.Tensor], training: bool
+) -> tuple[tuple[str, ...], tuple[str, ...], Callable[[str], str], str]:
+    return tuple(fields), whole.results, whole.state_name, "train" if training else "evaluate"
+
+
 def _export(
-    whole: ModelWithLoss, fields: Mapping[str, torch.Tensor], is_empty: bool, *, training: bool
-) -> Traced:
+    whole: ModelWithLoss,
+    fields: Mapping[str, torch.Tensor],
+    is_empty: bool,
+    rows: TokenRows | None = None,
+    *,
+    training: bool,
+) -> torch.export.ExportedProgram:
     """Export the model as in training or as in evaluation."""
     given = {name: _own_field(field) for name, field in fields.items()}
     fakes = _fake_parameters(whole) if is_empty else contextlib.nullcontext()
@@ -162,17 +282,15 @@ def _export(
         if mode is not None:
             given = {name: mode.from_tensor(field) for name, field in given.items()}
         batch = torch.export.Dim("batch")
+        lengths = {name: {1: torch.export.Dim.AUTO} for name in (rows.names if rows else ())}
+        shapes = tuple({0: batch, **lengths.get(name, {})} for name in given)
         try:
             with _quiet():
-                exported = torch.export.export(
-                    whole, tuple(given.values()), dynamic_shapes=(tuple({0: batch} for _ in given),)
-                )
+                return torch.export.export(whole, tuple(given.values()), dynamic_shapes=(shapes,))
         except CaptureError:
             raise
         except Exception as error:  # whatever the user's code or torch raises, said in the user's terms
             raise refuse_error(error, None if is_empty else _try_other_size(whole, fields)) from error
-        mode_name = "train" if training else "evaluate"
-        return trace(exported, tuple(fields), whole.results, whole.state_name, mode_name)
 
 
 @contextlib.contextmanager

@@ -25,6 +25,7 @@ def measure(blueprint: Blueprint, batch_size: int, make_trial: Callable[..., Tri
     trainable = {entry.name for entry in blueprint.state if entry.is_trainable}
     work = [_Work.total(part) for part in _measure_parts(blueprint, batch_size, trainable, make_trial)]
     parameters = {entry.name for entry in blueprint.state if entry.kind == PARAMETER}
+    buffers = {entry.name for entry in blueprint.state} - parameters
     return ModelProfile(
         name=blueprint.name,
         samples_per_batch=batch_size,
@@ -34,6 +35,8 @@ def measure(blueprint: Blueprint, batch_size: int, make_trial: Callable[..., Tri
         backward_flops=tuple(float(part.backward_flops) for part in work),
         saved_bytes=tuple(float(part.saved_bytes) for part in work),
         crossing_bytes=_crossing_bytes(blueprint, batch_size),
+        frozen_bytes=_state_bytes(blueprint, parameters - trainable) if parameters - trainable else (),
+        buffer_bytes=_state_bytes(blueprint, buffers) if buffers else (),
     )
 
 

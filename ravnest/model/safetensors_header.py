@@ -32,6 +32,22 @@ class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 @dataclass(frozen=True, slots=True)
+class StoredType:
+    """What a tensor is but for its values."""
+
+    dtype: str  # as torch and numpy name it
+    shape: tuple[int, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of its values."""
+        return prod(self.shape) * ITEM_BYTES[self.dtype]
+
+    def __str__(self) -> str:
+        return f"{self.dtype} [{', '.join(str(size) for size in self.shape)}]"
+
+
+@dataclass(frozen=True, slots=True)
 class FileTensor:
     """A tensor of a file. The buffer is the file's own memory."""
 
@@ -39,6 +55,11 @@ class FileTensor:
     dtype: str  # as torch and numpy name it
     shape: tuple[int, ...]
     buffer: memoryview
+
+    @property
+    def type(self) -> StoredType:
+        """What it is but for its values."""
+        return StoredType(self.dtype, self.shape)
 
 
 def read_tensors(content: Buffer) -> tuple[FileTensor, ...]:
@@ -63,12 +84,13 @@ def read_tensors(content: Buffer) -> tuple[FileTensor, ...]:
     return tuple(tensors)
 
 
-def write_header(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> bytes:
-    """Return the header of a file whose tensors follow in this order, each with its dtype and shape."""
-    entries, start = {}, 0
-    for name, (dtype, shape) in tensors.items():
-        stop = start + prod(shape) * ITEM_BYTES[dtype]
-        entries[name] = _Entry(_WRITTEN[dtype], shape, (start, stop))
+def write_header(tensors: Mapping[str, StoredType], notes: Mapping[str, str] | None = None) -> bytes:
+    """Return the header of a file whose tensors follow in this order; `notes` are for other readers."""
+    entries: dict[str, _Entry | dict[str, str]] = {} if notes is None else {_METADATA: dict(notes)}
+    start = 0
+    for name, kind in tensors.items():
+        stop = start + kind.size_bytes
+        entries[name] = _Entry(_WRITTEN[kind.dtype], kind.shape, (start, stop))
         start = stop
     header = msgspec.json.encode(entries)
     header += b" " * (-len(header) % _LENGTH_BYTES)  # so that the tensors begin at a multiple of 8

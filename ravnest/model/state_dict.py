@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ravnest.errors import WeightsError
 from ravnest.model.blueprint import BUFFER, CONSTANT, FLOATING, PARAMETER, Blueprint, StateEntry
-from ravnest.model.safetensors_header import FileTensor, read_tensors, write_header
+from ravnest.model.safetensors_header import FileTensor, StoredType, read_tensors, write_header
 from ravnest.protocol.tensors import Buffer
 
 LOSS_PREFIX = "job_loss."  # of state that is the loss's, not the model's
@@ -128,11 +128,32 @@ def snapshot_pieces(
     Training may change the tensors meanwhile: one piece may be before an update and the next one after it.
     """
     tensors = {**state, **{OPTIMIZER_PREFIX + key: tensor for key, tensor in optimizer.items()}}
-    yield write_header({name: (_dtype_name(x), tuple(x.shape)) for name, x in tensors.items()})
+    yield write_header({name: type_of(tensor) for name, tensor in tensors.items()})
     for tensor in tensors.values():
         if tensor.numel():
-            flat = tensor.detach().reshape(-1).cpu().contiguous()
-            yield memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
+            yield to_bytes(tensor)
+
+
+def to_bytes(tensor: Tensor) -> memoryview:
+    """Return the values of a tensor as they are in a file; the tensor's own memory where it can be."""
+    flat = tensor.detach().reshape(-1).cpu().contiguous()
+    return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def from_bytes(kind: StoredType, data: Buffer) -> Tensor:
+    """Return a tensor with these values, in memory of its own."""
+    dtype = getattr(torch, kind.dtype)
+    if not len(data):
+        return torch.empty(kind.shape, dtype=dtype)
+    own = bytearray(data)
+    if dtype is torch.bool:  # torch's kernels trust that there are only two
+        return torch.frombuffer(own, dtype=torch.uint8).ne(0).reshape(kind.shape)
+    return torch.frombuffer(own, dtype=dtype).reshape(kind.shape)
+
+
+def type_of(tensor: Tensor) -> StoredType:
+    """Return what a tensor is but for its values."""
+    return StoredType(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
 
 
 def read_snapshot(data: Buffer, entries: Iterable[StateEntry]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -141,17 +162,36 @@ def read_snapshot(data: Buffer, entries: Iterable[StateEntry]) -> tuple[dict[str
     The snapshot may be of another cut, so it may hold other tensors too. Those that are returned are as the
     entries say; else WeightsError.
     """
-    wanted = {entry.name: entry for entry in entries}
     state: dict[str, Tensor] = {}
     optimizer: dict[str, Tensor] = {}
+    for name, tensor in _walk(data, {entry.name: entry for entry in entries}):
+        found = optimizer if name.startswith(OPTIMIZER_PREFIX) else state
+        found[name.removeprefix(OPTIMIZER_PREFIX)] = tensor
+    return state, optimizer
+
+
+def check_snapshot(data: Buffer, entries: Iterable[StateEntry]) -> Iterator[str]:
+    """Yield the name of each tensor of a snapshot that is as the entries say and finite; else WeightsError.
+
+    Only one of them is in memory at a time.
+    """
+    wanted = {entry.name: entry for entry in entries}
+    for name, tensor in _walk(data, wanted):
+        entry = wanted.get(name)
+        if entry is None or entry.is_trainable or entry.is_written:
+            _check_finite(name.removeprefix(OPTIMIZER_PREFIX), tensor)
+        yield name
+
+
+def _walk(data: Buffer, wanted: Mapping[str, StateEntry]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a snapshot that are wanted, and what their optimizer keeps of them."""
     for found in _open(data):
         if found.name in wanted:
-            state[found.name] = _copy_tensor(found, wanted[found.name])
+            yield found.name, _copy_tensor(found, wanted[found.name])
         elif found.name.startswith(OPTIMIZER_PREFIX):
             slot, _, name = found.name.removeprefix(OPTIMIZER_PREFIX).partition("/")
             if name in wanted:
-                optimizer[f"{slot}/{name}"] = _copy_slot(found, slot, wanted[name])
-    return state, optimizer
+                yield found.name, _copy_slot(found, slot, wanted[name])
 
 
 def read_finite_snapshot(
@@ -166,9 +206,13 @@ def read_finite_snapshot(
     slots = {key: tensor for key, tensor in slots.items() if key.partition("/")[2] in state}
     changing = [entry.name for entry in entries if entry.is_trainable or entry.is_written]
     for key, tensor in ({name: state[name] for name in changing if name in state} | slots).items():
-        if tensor.is_floating_point() and not _is_finite(tensor):
-            raise WeightsError(f"{key!r} of a snapshot is not finite, so nothing could be trained on with it")
+        _check_finite(key, tensor)
     return state, slots
+
+
+def _check_finite(name: str, tensor: Tensor) -> None:
+    if tensor.is_floating_point() and not _is_finite(tensor):
+        raise WeightsError(f"{name!r} of a snapshot is not finite, so nothing could be trained on with it")
 
 
 def merge_stages(parts: Iterable[Mapping[str, Tensor]], blueprint: Blueprint) -> dict[str, Tensor]:
@@ -182,9 +226,7 @@ def merge_stages(parts: Iterable[Mapping[str, Tensor]], blueprint: Blueprint) ->
     for part in parts:
         for name, tensor in part.items():
             found.setdefault(name, tensor)
-    unknown = found.keys() - {entry.name for entry in blueprint.state}
-    if unknown:
-        raise WeightsError(f"the stages hold {min(unknown)!r}, which the model does not have; {_WAY_OUT}")
+    check_names(found, blueprint)
     merged = {}
     for entry in blueprint.state:
         if entry.kind != CONSTANT:
@@ -192,6 +234,13 @@ def merge_stages(parts: Iterable[Mapping[str, Tensor]], blueprint: Blueprint) ->
             merged[entry.name] = found[entry.name].detach()
     merged.update((alias, merged[name]) for alias, name in blueprint.aliases if name in merged)
     return {name: tensor for name, tensor in merged.items() if not name.startswith(LOSS_PREFIX)}
+
+
+def check_names(names: Iterable[str], blueprint: Blueprint) -> None:
+    """Refuse tensors that the model does not have."""
+    unknown = set(names) - {entry.name for entry in blueprint.state}
+    if unknown:
+        raise WeightsError(f"the stages hold {min(unknown)!r}, which the model does not have; {_WAY_OUT}")
 
 
 _WAY_OUT = "use weights made from the same model and the same blueprint"
@@ -213,21 +262,15 @@ def _open(data: Buffer) -> tuple[FileTensor, ...]:
 
 def _copy_tensor(found: FileTensor, entry: StateEntry) -> Tensor:
     """Return a tensor of a file in memory of its own, if it is as the entry says."""
-    shown = _describe(found.dtype, found.shape)
-    if shown != _describe(entry.dtype, entry.shape):
-        raise WeightsError(_mismatch(entry, shown))
-    dtype = getattr(torch, entry.dtype)
-    if not found.buffer:
-        return torch.empty(entry.shape, dtype=dtype)
-    data = bytearray(found.buffer)
-    if dtype is torch.bool:  # torch's kernels trust that there are only two
-        return torch.frombuffer(data, dtype=torch.uint8).ne(0).reshape(entry.shape)
-    return torch.frombuffer(data, dtype=dtype).reshape(entry.shape)
+    check_type(entry, found.type)
+    return from_bytes(found.type, found.buffer)
 
 
 def _copy_slot(found: FileTensor, slot: str, of: StateEntry) -> Tensor:
-    """Return what an optimizer keeps of a parameter: a tensor like it, or a count."""
+    """Return what an optimizer keeps of a parameter: a tensor like it, maybe narrower, or a count."""
     dtype, shape = ("float32", ()) if slot in _SCALARS else (of.dtype, of.shape)
+    if slot not in _SCALARS and (dtype, found.dtype) == ("float32", "bfloat16"):
+        dtype = found.dtype
     tensor = _copy_tensor(found, StateEntry(found.name, PARAMETER, dtype, shape, of.positions))
     if slot in _SCALARS and not 0 <= float(tensor) <= _MOST_STEPS:
         raise WeightsError(f"{found.name!r} is {float(tensor)}, which no count is; {_WAY_OUT}")
@@ -239,23 +282,15 @@ def _is_finite(tensor: Tensor) -> bool:
     return isfinite(float(torch.linalg.vector_norm(tensor))) or bool(tensor.isfinite().all())
 
 
-def _dtype_name(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
 def _check(entry: StateEntry, state: Mapping[str, Tensor]) -> None:
     tensor = state.get(entry.name)
-    if tensor is None:
-        wanted = _describe(entry.dtype, entry.shape)
+    check_type(entry, None if tensor is None else type_of(tensor))
+
+
+def check_type(entry: StateEntry, found: StoredType | None) -> None:
+    """Refuse a tensor that is missing or not as the model says."""
+    wanted = StoredType(entry.dtype, entry.shape)
+    if found is None:
         raise WeightsError(f"the weights lack {entry.name!r}, {wanted}; {_WAY_OUT}")
-    found = _describe(_dtype_name(tensor), tensor.shape)
-    if found != _describe(entry.dtype, entry.shape):
-        raise WeightsError(_mismatch(entry, found))
-
-
-def _mismatch(entry: StateEntry, found: str) -> str:
-    return f"weight {entry.name!r} should be {_describe(entry.dtype, entry.shape)}, is {found}; {_WAY_OUT}"
-
-
-def _describe(dtype: str, shape: Iterable[int]) -> str:
-    return f"{dtype} [{', '.join(str(size) for size in shape)}]"
+    if found != wanted:
+        raise WeightsError(f"weight {entry.name!r} should be {wanted}, is {found}; {_WAY_OUT}")

@@ -15,18 +15,18 @@ from typing import Protocol, Self
 from ravnest.config import NetTimeouts
 from ravnest.errors import LinkError, ProtocolError
 from ravnest.net.congestion import Upload
-from ravnest.net.frames import (
+from ravnest.net.identity import KeyPair, peer_of
+from ravnest.net.link import Link
+from ravnest.net.streams import (
     FRAME_VERSION,
     GREETING_BYTES,
     Bye,
     Frames,
     Greeting,
+    ReceiveStream,
     decode_frame,
     encode_frame,
 )
-from ravnest.net.identity import KeyPair, peer_of
-from ravnest.net.link import Link
-from ravnest.net.streams import ReceiveStream
 from ravnest.net.transport import (
     Delivery,
     DialFailed,

@@ -12,8 +12,20 @@ import msgspec
 
 from ravnest.errors import ProtocolError
 from ravnest.net.congestion import SMALLEST_WINDOW_BYTES
-from ravnest.net.frames import FRAME_VERSION, Ack, Bye, Chunk, Frames, Greeting, Head, Ping, encode_frame
-from ravnest.net.streams import InboundMessage, ReceiveStream, SendStream
+from ravnest.net.streams import (
+    FRAME_VERSION,
+    Ack,
+    Bye,
+    Chunk,
+    Frames,
+    Greeting,
+    Head,
+    InboundMessage,
+    Ping,
+    ReceiveStream,
+    SendStream,
+    encode_frame,
+)
 from ravnest.net.transport import Service, TransportLimits
 
 ACK_BYTES = SMALLEST_WINDOW_BYTES // 2  # confirmed at once: the other side has as many again to send

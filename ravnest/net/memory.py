@@ -14,8 +14,8 @@ from typing import Any, Self, TypeVar
 
 from ravnest.errors import ConfigError, LinkError
 from ravnest.net.endpoint import Admit, Endpoint
-from ravnest.net.frames import Frames
 from ravnest.net.identity import KeyPair
+from ravnest.net.streams import Frames
 from ravnest.net.transport import PeerId, PublicKey, TransportLimits
 
 _T = TypeVar("_T")

@@ -19,8 +19,8 @@ from zmq.utils.monitor import parse_monitor_message
 
 from ravnest.errors import ConfigError, LinkError
 from ravnest.net.endpoint import Admit, Endpoint
-from ravnest.net.frames import Frames
 from ravnest.net.identity import KeyPair, peer_of, split_address, write_address
+from ravnest.net.streams import Frames
 from ravnest.net.transport import PeerId, PublicKey, TransportLimits
 
 logger = logging.getLogger(__name__)

@@ -40,8 +40,16 @@ from ravnest.peer.compute_protocol import (
 from ravnest.peer.connections import Connections, PlannedPeer
 from ravnest.peer.fetcher import Fetcher
 from ravnest.plan.types import Node
-from ravnest.protocol import wire
-from ravnest.protocol.averaging import RoundAbort, RoundCommit, RoundOpen
+from ravnest.protocol import messages
+from ravnest.protocol.averaging import (
+    RoundAbort,
+    RoundCommit,
+    RoundOpen,
+    TiedCall,
+    TiedGradient,
+    TiedHolder,
+    TiedStep,
+)
 from ravnest.protocol.blobs import BlobPart, BlobRequest
 from ravnest.protocol.membership import (
     PROTOCOL_VERSION,
@@ -65,7 +73,6 @@ from ravnest.protocol.placement import (
     StageReady,
 )
 from ravnest.protocol.tensors import Buffer
-from ravnest.protocol.tied import TiedCall, TiedGradient, TiedHolder, TiedStep
 from ravnest.protocol.training import (
     Activation,
     DroppedMicrobatch,
@@ -248,7 +255,7 @@ class Agent:
     async def _leave(self, why: str | RavnestError) -> None:
         """Tell the hub why this peer leaves, and end when it has answered."""
         self._leaving = why
-        message = wire.pack(Leave(self._build_id, str(why)))
+        message = messages.pack(Leave(self._build_id, str(why)))
         try:
             await self._transport.send(self._hub, Service.CONTROL, message)
         except LinkError as lost:
@@ -335,7 +342,7 @@ class Agent:
     def _receive(self, delivery: Delivery) -> None:
         """Read a message, admit it and pass it to its handler; a sender of nonsense is dropped."""
         try:
-            message = wire.unpack(delivery.header, delivery.buffers)
+            message = messages.unpack(delivery.header, delivery.buffers)
             sender = self._find_node(delivery.sender)
             refusal = refuse_message(message, sender, self._build_id, self._cluster)
             if refusal is None and sender is not None:

@@ -1,4 +1,4 @@
-"""How a stage keeps time: how long its work takes, how long it idles, how far ahead its cluster may run.
+"""Where a stage stands in its cluster, and how it keeps time: how long it works, how far ahead it may run.
 
 Every stage of a cluster reports to the root now and then. The root measures how long a microbatch is away and
 lets engine.staleness decide; every stage follows its Pace.
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from statistics import median
 
-from ravnest.config import TIMEOUTS, PeerTimeouts
+from ravnest.config import TIMEOUTS, PeerTimeouts, WireFormat
 from ravnest.engine.schedule import StageSchedule
 from ravnest.engine.staleness import (
     Decision,
@@ -21,11 +21,39 @@ from ravnest.engine.staleness import (
 )
 from ravnest.engine.train_config import TrainConfig
 from ravnest.ids import HUB, MicrobatchId, NodeId
-from ravnest.peer.stage_position import StagePosition
 from ravnest.protocol.messages import Refusal
 from ravnest.protocol.placement import PlanOrder
 from ravnest.protocol.training import Pace, StepReport
 from ravnest.transfer.outbox import Outgoing
+
+
+@dataclass(frozen=True, slots=True)
+class StagePosition:
+    """The build of a stage, its cluster from root to leaf, its wire formats and its device."""
+
+    build_id: int
+    seed: int
+    node: NodeId
+    pipeline: tuple[NodeId, ...]
+    activations: WireFormat = WireFormat.FP32
+    gradients: WireFormat = WireFormat.FP32
+    device: str = "cpu"
+
+    @property
+    def index(self) -> int:
+        """Its number in the cluster; the root has 0."""
+        return self.pipeline.index(self.node)
+
+    @property
+    def before(self) -> NodeId | None:
+        """The neighbour towards the root."""
+        return self.pipeline[self.index - 1] if self.index else None
+
+    @property
+    def after(self) -> NodeId | None:
+        """The neighbour towards the leaf."""
+        return self.pipeline[self.index + 1] if self.index + 1 < len(self.pipeline) else None
+
 
 _REPORT_BATCHES = 17  # between reports to the root, and its decisions; prime, to be in step with no update
 _REMEMBERED = 5  # reports of a stage

@@ -25,12 +25,22 @@ from ravnest.peer.compute_protocol import (
 )
 from ravnest.peer.stage_builder import HeldStage, StageBuilder
 from ravnest.peer.worker import Worker
-from ravnest.protocol.averaging import AnchorPart, AnchorQuery, RingPart, RoundAbort, RoundCommit, RoundOpen
+from ravnest.protocol.averaging import (
+    AnchorPart,
+    AnchorQuery,
+    RingPart,
+    RoundAbort,
+    RoundCommit,
+    RoundOpen,
+    TiedCall,
+    TiedGradient,
+    TiedHolder,
+    TiedStep,
+)
 from ravnest.protocol.membership import Complaint
 from ravnest.protocol.messages import Message, Refusal
 from ravnest.protocol.placement import PlanOrder, RingOrder, SnapshotOrder, StageMissing
 from ravnest.protocol.tensors import Buffer
-from ravnest.protocol.tied import TiedCall, TiedGradient, TiedHolder, TiedStep
 from ravnest.protocol.training import (
     Activation,
     DroppedMicrobatch,

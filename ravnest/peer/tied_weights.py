@@ -19,10 +19,10 @@ from ravnest.engine.stage import StageEngine
 from ravnest.errors import ProtocolError, WeightsError
 from ravnest.ids import NodeId
 from ravnest.model.blueprint import Blueprint
-from ravnest.peer.stage_position import StagePosition
+from ravnest.peer.pacing import StagePosition
+from ravnest.protocol.averaging import TiedCall, TiedGradient, TiedHolder, TiedStep
 from ravnest.protocol.messages import Refusal
 from ravnest.protocol.tensors import Buffer, TensorSpec
-from ravnest.protocol.tied import TiedCall, TiedGradient, TiedHolder, TiedStep
 from ravnest.transfer.outbox import Outgoing
 
 

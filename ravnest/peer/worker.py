@@ -20,12 +20,11 @@ from ravnest.engine.staleness import StalenessPolicy
 from ravnest.errors import ProtocolError, RavnestError
 from ravnest.ids import HUB, LeaseId, MicrobatchId, NodeId
 from ravnest.model.blueprint import Blueprint, Program, ValueId
-from ravnest.peer.pacing import Device, Timekeeper
-from ravnest.peer.stage_position import StagePosition
+from ravnest.peer.pacing import Device, StagePosition, Timekeeper
 from ravnest.peer.tied_weights import TiedWeights
+from ravnest.protocol.averaging import TiedCall
 from ravnest.protocol.messages import Refusal
 from ravnest.protocol.tensors import Buffer, TensorSpec
-from ravnest.protocol.tied import TiedCall
 from ravnest.protocol.training import (
     Activation,
     DroppedMicrobatch,
@@ -378,6 +377,7 @@ class Worker:
             idle_share=0.0,
             loss=running.loss,
             metrics=running.metrics,
+            noise=self._stage.noise if task.is_update else None,
         )
         return self.timekeeper.send(report)
 

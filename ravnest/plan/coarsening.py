@@ -58,4 +58,6 @@ def coarsen(profile: ModelProfile, cuts: tuple[int, ...]) -> ModelProfile:
         backward_flops=merge(profile.backward_flops),
         saved_bytes=merge(profile.saved_bytes),
         crossing_bytes=tuple(profile.crossing_bytes[cut] for cut in cuts),
+        frozen_bytes=merge(profile.frozen_bytes) if profile.frozen_bytes else (),
+        buffer_bytes=merge(profile.buffer_bytes) if profile.buffer_bytes else (),
     )

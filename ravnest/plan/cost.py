@@ -13,7 +13,7 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from ravnest.config import OptimizerKind, PlanConfig, Recompute, WireFormat
+from ravnest.config import OptimizerKind, PlanConfig, Recompute, WeightFormat, WireFormat
 from ravnest.plan.types import ModelProfile, Swarm
 
 Floats = npt.NDArray[np.float64]
@@ -30,13 +30,8 @@ _SLACK = 1.05  # what allocators and the buffers of kernels add to the tensors, 
 RESERVED_PER_HOP = (2, 4, 8)  # batches in flight that memory is reserved for; more where latency is long
 _DEPTH_STEPS = np.array([0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256])
 _LEASED = 4  # windows of samples that lie ready at a root: a lease is two, and the next one is there already
-_STATE_COPIES = {
-    OptimizerKind.SGD: 0.0,
-    OptimizerKind.MOMENTUM: 1.0,
-    OptimizerKind.ADAM: 2.0,
-    OptimizerKind.ADAMW: 2.0,
-    OptimizerKind.NADAM: 2.0,
-}
+_HAS_NO_MOMENT = (OptimizerKind.SGD,)
+_HAS_NO_SQUARES = (OptimizerKind.SGD, OptimizerKind.MOMENTUM)
 
 
 @dataclass(frozen=True)
@@ -81,27 +76,27 @@ class LineCost:
 
         A stage that recomputes holds its inputs as they travelled, `held_bytes` each.
         """
-        parameters = self.parameters[stop] - self.parameters[start]
-        copies = self._copies(
-            versions, np.array(not self.config.saves_memory) if predicts is None else predicts
-        )
-        resident = copies * parameters + self.state_bytes[stop] - self.state_bytes[start]
+        trained = self.trained[stop] - self.trained[start]
+        predicts = np.array(not self.config.saves_memory) if predicts is None else predicts
+        late = self._late_copies(versions, predicts)
+        resident = self.resident[stop] - self.resident[start] + late * trained
         held = (1 if recompute else window) * (self.saved[stop] - self.saved[start])
         arrived = self.receive_before[start] if held_bytes is None else held_bytes
         inputs = window * arrived if recompute else 0.0
         leased = np.where(start == 0, _LEASED * window * self.crossing[0], 0.0)
         return np.asarray(_SLACK * (resident + held + inputs + leased) + self.config.overhead_bytes)
 
-    def _copies(self, versions: Ints, predicts: Bools) -> Floats:
-        """Copies of the parameters beyond optimizer state: weights, gradients, versions, averaging.
+    def _late_copies(self, versions: Ints, predicts: Bools) -> Floats:
+        """Copies of the trained parameters for a gradient, and for the weights that forwards see.
 
-        Gradients twice where an update is a sum: what a batch adds to it is looked at first.
+        Where gradients are late, forwards see narrow weights, the newest ones too, with narrow gradients.
+        Without lag, a cast to bf16 takes what its narrow gradient saves.
         """
-        is_predicted = predicts & (self.config.optimizer is OptimizerKind.MUON) & self.config.predict_weights
-        averaging = _AVERAGING_COPIES[self.config.deltas] if self.is_averaged else 0.0
-        return np.asarray(
-            2.0 + self.config.accumulates + averaging + versions + (is_predicted & (versions > 0))
-        )
+        is_late, config = versions > 0, self.config
+        if WeightFormat.BF16 in (config.versions, config.precision):
+            return np.where(is_late, 0.5 + 0.5 * (versions + 1.0), 1.0)
+        is_predicted = predicts & (config.optimizer is OptimizerKind.MUON) & config.predict_weights
+        return np.asarray(1.0 + versions + (is_predicted & is_late))
 
     @cached_property
     def link_share(self) -> float:
@@ -113,7 +108,7 @@ class LineCost:
         """Bytes the owner of [start, stop) sends, and receives, in a round among many clusters."""
         if not self.is_averaged:
             return np.zeros(np.broadcast_shapes(start.shape, stop.shape))
-        return np.asarray(2.0 * self.config.deltas.ratio * (self.parameters[stop] - self.parameters[start]))
+        return np.asarray(2.0 * self.config.deltas.ratio * (self.trained[stop] - self.trained[start]))
 
     def round_rate(self, nodes: "NodeTable") -> Floats:
         """Bytes per second each node surely has for a round."""
@@ -124,6 +119,11 @@ class LineCost:
     def parameters(self) -> Floats:
         """Cumulative parameter bytes, one entry per cut."""
         return _cumulative(self.profile.parameter_bytes)
+
+    @cached_property
+    def trained(self) -> Floats:
+        """Cumulative bytes of the parameters that are trained."""
+        return _cumulative(self.profile.trained_bytes)
 
     @cached_property
     def flops(self) -> Floats:
@@ -191,11 +191,20 @@ class LineCost:
         return _cumulative(self.profile.saved_bytes)
 
     @cached_property
-    def state_bytes(self) -> Floats:
-        """Cumulative bytes of optimizer state."""
-        if self.config.optimizer is OptimizerKind.MUON:
-            return 2.0 * self.parameters - _cumulative(self.profile.matrix_bytes)
-        return _STATE_COPIES[self.config.optimizer] * self.parameters
+    def resident(self) -> Floats:
+        """Cumulative bytes that a stage has whatever its window: weights, optimizer state, copies for rounds.
+
+        Frozen parameters and buffers count once. Gradients count twice where an update is a sum: what a batch
+        adds to it is looked at first.
+        """
+        optimizer, (first, square) = self.config.optimizer, self.config.states.ratios
+        copies = 1.0 + self.config.accumulates
+        copies += _AVERAGING_COPIES[self.config.deltas] if self.is_averaged else 0.0
+        copies += first if optimizer not in _HAS_NO_MOMENT else 0.0
+        is_muon = optimizer is OptimizerKind.MUON
+        squared = self.trained - _cumulative(self.profile.matrix_bytes) if is_muon else self.trained
+        squares = square * squared if optimizer not in _HAS_NO_SQUARES else 0.0
+        return np.asarray(_cumulative(self.profile.fixed_bytes) + copies * self.trained + squares)
 
 
 @dataclass(frozen=True)

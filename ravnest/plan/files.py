@@ -3,6 +3,7 @@
 The records below are the schema; `foreign` turns a wrong value into a sentence with its file and place.
 """
 
+from collections.abc import Iterable
 from typing import Annotated, Self
 
 import msgspec
@@ -99,6 +100,8 @@ class _PositionTable(msgspec.Struct, forbid_unknown_fields=True):
     saved: _Size
     name: Label = Label("")
     matrices: _Size = _Size(0)
+    frozen: _Size = _Size(0)
+    buffers: _Size = _Size(0)
     backward: _Work | UnsetType = UNSET
     crossing: _Crossing | UnsetType = UNSET
 
@@ -170,7 +173,15 @@ def read_profile(text: str, where: str) -> ModelProfile:
         ),
         saved_bytes=tuple(float(entry.saved) for entry in file.position),
         crossing_bytes=tuple(map(float, (file.input, *crossings, file.labels))),
+        frozen_bytes=_column(float(entry.frozen) for entry in file.position),
+        buffer_bytes=_column(float(entry.buffers) for entry in file.position),
     )
+
+
+def _column(sizes: Iterable[float]) -> tuple[float, ...]:
+    """Return what a profile says of something that most models do not have."""
+    found = tuple(sizes)
+    return found if any(found) else ()
 
 
 def _check_position(document: Document, index: int, entry: _PositionTable, is_last: bool) -> None:
@@ -183,6 +194,10 @@ def _check_position(document: Document, index: int, entry: _PositionTable, is_la
     if entry.matrices > entry.parameters:
         shown = show_value(document.value_at((*place, "matrices")))
         document.refuse((*place, "matrices"), f"is {shown}, more than 'parameters'; it counts a part of them")
+    if entry.frozen > entry.parameters - entry.matrices:
+        shown = show_value(document.value_at((*place, "frozen")))
+        more = "'parameters'" if not entry.matrices else "what 'matrices' leave of 'parameters'"
+        document.refuse((*place, "frozen"), f"is {shown}, more than {more}; it counts a part of them")
 
 
 def profile_to_dict(profile: ModelProfile) -> dict[str, object]:
@@ -193,10 +208,13 @@ def profile_to_dict(profile: ModelProfile) -> dict[str, object]:
         "forward": profile.forward_flops,
         "backward": profile.backward_flops,
         "saved": profile.saved_bytes,
+        "frozen": profile.frozen_bytes,
+        "buffers": profile.buffer_bytes,
         "crossing": profile.crossing_bytes[1:],
     }
     positions = [
-        {key: column[index] for key, column in columns.items()} for index in range(profile.num_positions)
+        {key: column[index] for key, column in columns.items() if column}
+        for index in range(profile.num_positions)
     ]
     del positions[-1]["crossing"]
     return {

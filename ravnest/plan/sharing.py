@@ -7,7 +7,7 @@ are in docs/quality.md.
 """
 
 from dataclasses import dataclass, replace
-from math import ceil
+from math import ceil, sqrt
 
 from ravnest.config import Averaging, PlanConfig
 from ravnest.plan.forecast import forecast
@@ -70,6 +70,18 @@ def efficiency(
     apart = noise / (1 + updates_between / 4)
     found = (apart + own) / (apart + num_clusters * own) * (noise + batch) / (noise + own)
     return min(1.0, found)
+
+
+def adam_rate_times(job: TrainingLength, num_clusters: int) -> float:
+    """Return how many times as large Adam's rate is to be where so many clusters share each batch.
+
+    Adam divides by the root of squared gradient and noise, and the noise of a share is that much larger. Only
+    a measured noise scale says how much; before, nothing changes.
+    """
+    if job.noise is None or num_clusters == 1:
+        return 1.0
+    noise = job.noise_scale / job.batch_size
+    return sqrt((1 + num_clusters * noise) / (1 + noise))
 
 
 def share_job(

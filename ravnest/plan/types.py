@@ -40,7 +40,8 @@ class ModelProfile:
     """The line in numbers, per batch: one entry per position, and one crossing per cut between them.
 
     `crossing_bytes[k]` crosses a cut before position k (fp32 size); entry 0 is the input batch, the last
-    entry the labels. `matrix_bytes` is the part of the parameters that Muon treats as matrices.
+    entry the labels. `matrix_bytes` is the part of the parameters that Muon treats as matrices,
+    `frozen_bytes` the part that is not trained, as it is stored. Empty: none, and no buffers.
     """
 
     name: str
@@ -51,11 +52,28 @@ class ModelProfile:
     backward_flops: tuple[float, ...]
     saved_bytes: tuple[float, ...]
     crossing_bytes: tuple[float, ...]
+    frozen_bytes: tuple[float, ...] = ()
+    buffer_bytes: tuple[float, ...] = ()
 
     @property
     def num_positions(self) -> int:
         """Length of the line."""
         return len(self.parameter_bytes)
+
+    @property
+    def trained_bytes(self) -> tuple[float, ...]:
+        """The parameters that are trained, at each position."""
+        if not self.frozen_bytes:
+            return self.parameter_bytes
+        pairs = zip(self.parameter_bytes, self.frozen_bytes, strict=True)
+        return tuple(size - frozen for size, frozen in pairs)
+
+    @property
+    def fixed_bytes(self) -> tuple[float, ...]:
+        """Frozen parameters and buffers, at each position: a stage has them once."""
+        nothing = (0.0,) * self.num_positions
+        pairs = zip(self.frozen_bytes or nothing, self.buffer_bytes or nothing, strict=True)
+        return tuple(frozen + buffers for frozen, buffers in pairs)
 
 
 @dataclass(frozen=True, slots=True)

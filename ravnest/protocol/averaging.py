@@ -1,14 +1,18 @@
-"""Messages about averaging: a round, its parts on the rings, votes and outcome, anchors."""
+"""Messages about averaging: rounds, their parts on the rings, votes, outcomes, anchors; tied weights.
+
+Stages of a cluster that hold one weight together keep their copies equal. The first of them in the line is
+the weight's home. It decides every change, and the order of changes.
+"""
 
 from dataclasses import dataclass
-from typing import Annotated, Generic
+from typing import Annotated, Generic, TypeVar
 
 from msgspec import Meta
 
 from ravnest.ids import NodeId, RoundId, SegmentId
-from ravnest.protocol.tied import Value
 from ravnest.protocol.training import Count
 
+Value = TypeVar("Value")
 FIRST_WEIGHTS = RoundId(0)  # what all clusters have before the first round
 ShareCount = Annotated[int, Meta(ge=0, le=2**20)]
 Digest = Annotated[bytes, Meta(min_length=16, max_length=16)]
@@ -107,3 +111,48 @@ class AnchorPart(Generic[Value]):
 
 RoundOutcome = RoundCommit | RoundAbort
 RoundMessage = RoundOpen | RoundReady | RoundOutcome | RoundQuery | AnchorQuery
+
+
+@dataclass(frozen=True, slots=True)
+class TiedHolder:
+    """A stage that holds tied weights is ready; other holders that were ready before answer."""
+
+    build_id: int
+    start: int
+    stop: int
+    is_answer: bool
+
+
+@dataclass(frozen=True, slots=True)
+class TiedCall:
+    """A home asks for the gradients of these weights since it called last.
+
+    With `is_closing` it closes an update that no microbatch completed. The receiver does the same.
+    """
+
+    build_id: int
+    number: int
+    names: tuple[str, ...]
+    is_closing: bool
+
+
+@dataclass(frozen=True, slots=True)
+class TiedGradient(Generic[Value]):
+    """The answer: means over the updates since then; a weight without a gradient is not in it."""
+
+    build_id: int
+    number: int
+    values: tuple[tuple[str, Value], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TiedStep(Generic[Value]):
+    """What a home did next to its weights: an update with these sums; without a rate, a round's change."""
+
+    build_id: int
+    number: int
+    rate: float | None
+    values: tuple[tuple[str, Value], ...]
+
+
+TiedMessage = TiedHolder | TiedCall | TiedGradient[Value] | TiedStep[Value]

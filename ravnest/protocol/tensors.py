@@ -13,7 +13,29 @@ Buffer = bytes | bytearray | memoryview
 FLOAT_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 ITEM_BYTES = FLOAT_BYTES | {"int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1}
 BLOCK_ITEMS, SCALE_BYTES = 256, 4  # int8 and int4: one scale for so many numbers
+SHORT_BLOCK_ITEMS, SHORT_SCALE_BYTES = 32, 2  # int4-stochastic, and int4-channels along positions
+MEAN_BYTES = 4  # int4-channels: one mean of each channel
+LEAST_POSITIONS = 64  # of each channel: the means of fewer would be more than half a bit a value
 MOST_TENSOR_ITEMS = 2**40
+
+
+def find_channels(shape: tuple[int, ...]) -> int | None:
+    """Return the axis of the channels, as far as a shape tells: planner, sender and receiver ask here.
+
+    (batch, tokens, channels) and square images, channels first or last, have one; other shapes and those
+    with few positions do not.
+    """
+    match shape:
+        case (_, _, _):
+            axis = 2
+        case (_, _, height, width) if height == width:
+            axis = 1
+        case (_, height, width, _) if height == width:
+            axis = 3
+        case _:
+            return None
+    num_positions = prod(size for place, size in enumerate(shape) if place != axis)
+    return axis if num_positions >= LEAST_POSITIONS else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,15 +47,30 @@ class TensorSpec:
     wire_format: WireFormat
 
     @property
+    def packing(self) -> WireFormat:
+        """How the numbers lie in the buffer: int8 where int4-channels knows no channels."""
+        is_lost = self.wire_format is WireFormat.INT4_CHANNELS and find_channels(self.shape) is None
+        return WireFormat.INT8 if is_lost else self.wire_format
+
+    @property
     def num_bytes(self) -> int:
         """Length of the buffer. FP32 sends a tensor as it is; so do all formats for what is no fraction."""
-        num_items = prod(self.shape)
-        if self.wire_format is WireFormat.FP32 or self.dtype not in FLOAT_BYTES:
+        num_items, packing = prod(self.shape), self.packing
+        if packing is WireFormat.FP32 or self.dtype not in FLOAT_BYTES:
             return num_items * ITEM_BYTES[self.dtype]
-        if self.wire_format in (WireFormat.BF16, WireFormat.FP16):
+        if packing in (WireFormat.BF16, WireFormat.FP16):
             return num_items * 2
-        num_codes = num_items if self.wire_format is WireFormat.INT8 else -(-num_items // 2)
-        return num_codes + SCALE_BYTES * -(-num_items // BLOCK_ITEMS)
+        if packing is WireFormat.INT8:
+            return num_items + SCALE_BYTES * -(-num_items // BLOCK_ITEMS)
+        if packing is WireFormat.INT4:
+            return -(-num_items // 2) + SCALE_BYTES * -(-num_items // BLOCK_ITEMS)
+        axis = find_channels(self.shape) if packing is WireFormat.INT4_CHANNELS else None
+        num_channels = 1 if axis is None else self.shape[axis]
+        num_positions = num_items // max(num_channels, 1)
+        scale_bytes = SHORT_SCALE_BYTES * -(-num_positions // SHORT_BLOCK_ITEMS)
+        mean_bytes = 0 if axis is None else MEAN_BYTES
+        # Blocks are even, so only the last one may have a code without a second one above it.
+        return num_channels * (mean_bytes + scale_bytes + -(-num_positions // 2))
 
     @property
     def fault(self) -> str | None:

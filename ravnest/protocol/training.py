@@ -73,6 +73,14 @@ class DroppedMicrobatch:
 
 
 @dataclass(frozen=True, slots=True)
+class GradientNoise:
+    """The variance of one sample's gradient and the square of the mean gradient, of a stage's own weights."""
+
+    variance: float
+    signal: float
+
+
+@dataclass(frozen=True, slots=True)
 class StepReport:
     """What a microbatch did in one stage, for the root's pace and for telemetry; the leaf has the loss."""
 
@@ -87,6 +95,7 @@ class StepReport:
     idle_share: float
     loss: float | None
     metrics: Metrics
+    noise: GradientNoise | None = None  # with an update, once enough of them were measured
 
 
 @dataclass(frozen=True, slots=True)

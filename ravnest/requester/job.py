@@ -5,6 +5,7 @@ this PC: `capture` makes a blueprint of the model, `settings` turns the optimize
 """
 
 import math
+import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +31,7 @@ from ravnest.units import Dimension, parse_quantity, show_value
 TorchOptimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
 _NAME = re.compile(r"(?=\S)[\w.:/+()@,' -]{1,64}(?<=\S)")
-_PRECISIONS = ("fp32", "bf16")
+_PRECISIONS = ("auto", "fp32", "bf16")
 _OPTIMIZERS = f"one of torch.optim, made from model.parameters(), or of {', '.join(Recipe)}"
 _TIMES = 'a time like "5 min", or None for no checkpoints'
 
@@ -48,7 +49,8 @@ class Job:
     `is_pretrained`. `clip` limits the norm of each tensor's gradient. One batch is one update; it travels
     through the stages as `microbatches`. Clusters average their weights `average_every` batches, and by the
     `averaging_rule` more than those. What was trained is kept `checkpoint_every` so often, like "5 min";
-    None: never.
+    None: never. `weights` is a safetensors file, a folder of shards or a mirror's list to begin with; a model
+    made under `rv.empty_weights()` without them is filled layer by layer, as its modules say.
     """
 
     model: nn.Module = field(repr=False)
@@ -66,11 +68,12 @@ class Job:
     averaging_rule: AveragingRule = field(default=AveragingRule(), kw_only=True)
     checkpoint_every: str | None = field(default="1 min", kw_only=True)
     microbatches: int | str = field(default="auto", kw_only=True)
-    precision: str = field(default="fp32", kw_only=True)
+    precision: str = field(default="auto", kw_only=True)
     seed: int = field(default=0, kw_only=True)
     inputs: Sequence[str] | None = field(default=None, kw_only=True)
     is_padded: bool | None = field(default=None, kw_only=True)
     is_pretrained: bool | None = field(default=None, kw_only=True)
+    weights: str | os.PathLike[str] | None = field(default=None, kw_only=True)
     name: str | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -128,8 +131,10 @@ class Job:
 
     @property
     def has_trained_weights(self) -> bool:
-        """Whether the model was trained before: as the job says, or by the gains of its norms."""
-        return _has_trained_gains(self.model) if self.is_pretrained is None else self.is_pretrained
+        """Whether the model was trained before: as the job says, by its weights, or by its norms' gains."""
+        if self.is_pretrained is not None:
+            return self.is_pretrained
+        return self.weights is not None or _has_trained_gains(self.model)
 
     @cached_property
     def samples(self) -> Samples:
@@ -177,11 +182,13 @@ class Job:
         _require(is_many, "microbatches", self.microbatches, '"auto" or a whole number above 0')
         is_clip = self.clip is None or _is_positive(self.clip)
         _require(is_clip, "clip", self.clip, "a number above 0, or math.inf for no clipping")
-        _require(self.precision in _PRECISIONS, "precision", self.precision, " or ".join(_PRECISIONS))
+        _require(self.precision in _PRECISIONS, "precision", self.precision, "auto, fp32 or bf16")
         _require(_is_whole(self.seed, 0), "seed", self.seed, "a whole number from 0 to 2**63 - 1")
         _require(self.is_padded in (None, True, False), "is_padded", self.is_padded, "True, False or nothing")
         is_flag = self.is_pretrained in (None, True, False)
         _require(is_flag, "is_pretrained", self.is_pretrained, "True, False or nothing")
+        is_place = self.weights is None or isinstance(self.weights, str | os.PathLike)
+        _require(is_place, "weights", self.weights, "a safetensors file, a folder, or a mirror's list")
         is_list = not isinstance(self.inputs, str)
         _require(is_list, "inputs", self.inputs, f"a list of fields: [{self.inputs!r}]")
 

@@ -1,7 +1,7 @@
 """The requester's side of a run: it cuts the model and reads the data, as bytes for the hub.
 
 It sends blueprints, weights and the fields that a stage consumes, nothing else. Stages start from the first
-weights or from the last checkpoint. The hub calls it from threads.
+weights or from the last checkpoint, both read tensor by tensor. The hub calls it from threads.
 """
 
 import logging
@@ -9,27 +9,31 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 
-import torch
 from torch import Tensor
 
 from ravnest.codec import describe, encode_tensor
 from ravnest.config import WireFormat
+from ravnest.disk import release_pages
 from ravnest.engine.train_config import TrainConfig, write_train_config
 from ravnest.errors import RavnestError, WeightsError
 from ravnest.hub.coordinator.leases import LedgerState
 from ravnest.hub.coordinator.notices import EpochDone, Evaluated, MicrobatchDropped, Notice, Trained
-from ravnest.hub.service.owner import Fields, Parts, StagePart
+from ravnest.hub.service.data_service import Fields, Parts, StagePart
 from ravnest.model.blueprint import Program
 from ravnest.model.blueprint_json import write_blueprint
 from ravnest.model.capture import Captured
+from ravnest.model.safetensors_header import FileTensor, read_tensors
 from ravnest.model.slicing import slice_blueprint
-from ravnest.model.state_dict import (
-    OPTIMIZER_PREFIX,
-    read_finite_snapshot,
-    read_snapshot,
-    to_safetensors,
-    to_snapshot,
+from ravnest.model.state_dict import OPTIMIZER_PREFIX, check_snapshot, check_type
+from ravnest.model.state_source import (
+    FileSource,
+    LayeredSource,
+    MemorySource,
+    SourceTensors,
+    StateSource,
+    write_pieces,
 )
 from ravnest.protocol.tensors import Buffer
 from ravnest.requester import checkpoint_store
@@ -57,6 +61,7 @@ class JobOwner:
         fingerprint: Fingerprint,
         keeper: Checkpoints | None = None,
         deliver: DeliverResult | None = None,
+        first: StateSource | None = None,
     ) -> None:
         self.job = job
         self.fingerprint = fingerprint
@@ -69,8 +74,8 @@ class JobOwner:
         self._saved_history: list[dict[str, float]] = []  # of the last checkpoint
         self._dropped_for: Counter[str] = Counter()  # microbatches, by the reason
         self._has_loss = False  # of any microbatch
-        self._state: Mapping[str, Tensor] = captured.state
-        self._optimizer: dict[str, Tensor] = {}
+        self._first = MemorySource(captured.state) if first is None else first
+        self._source: StateSource = self._first  # the first weights, or what was trained since
         self._inspector = SampleInspector(captured)
 
     def note(self, news: Notice) -> None:
@@ -95,16 +100,11 @@ class JobOwner:
         """Cut the stage [start, stop) of the line."""
         stage = slice_blueprint(self._captured.blueprint, start, stop)
         trained = frozenset(entry.name for entry in stage.state if entry.is_trainable)
-        state, optimizer = self._state, self._optimizer
-        names = {entry.name for entry in stage.state}
-        if optimizer:
-            slots = {key: tensor for key, tensor in optimizer.items() if key.partition("/")[2] in names}
-            weights = to_snapshot({name: state[name] for name in names}, slots)
-        else:
-            weights = to_safetensors(state, stage)
+        source, names = self._source, {entry.name for entry in stage.state}
+        slots = [name for name in source.types if _slot_of(name) in names]
         return Parts(
             blueprint=write_train_config(self._training, trained) + b"\n" + write_blueprint(stage),
-            weights=weights,
+            weights=partial(write_pieces, source, [*(entry.name for entry in stage.state), *slots]),
             train_fields=_fields(stage.train),
             evaluation_fields=_fields(stage.evaluate),
         )
@@ -112,12 +112,15 @@ class JobOwner:
     def find_fault(self, start: int, stop: int, content: Buffer) -> str:
         """Return why this is not the state of the stage [start, stop), if so."""
         entries = slice_blueprint(self._captured.blueprint, start, stop).state
+        found = set()
         try:
-            state, _ = read_finite_snapshot(content, entries)
+            for name in check_snapshot(content, entries):
+                found.add(name)
+                release_pages(content)
         except WeightsError as error:
             return str(error)
         changing = {entry.name for entry in entries if entry.is_trainable or entry.is_written}
-        lacks = changing - state.keys()
+        lacks = changing - found
         return f"it lacks {min(lacks)!r} and {len(lacks) - 1} more of its tensors" if lacks else ""
 
     def keep(self, parts: Sequence[StagePart], books: LedgerState, evaluated: Evaluated | None = None) -> str:
@@ -133,9 +136,13 @@ class JobOwner:
             self._check_dropped(books.num_counted)
             evaluated = self.history[-1] if self.history and "val_loss" in self.history[-1] else None
             is_lasting = self._keeper is not None and self._keeper.is_lasting
-            if is_lasting and (fault := self._write(parts, books, evaluated)):
-                logger.warning("the result is kept, but nothing to go on from with more epochs: %s", fault)
-            self._adopt(content for _, _, content in parts)
+            fault = self._write(parts, books, evaluated) if is_lasting else "it would not last"
+            if fault:
+                if is_lasting:
+                    logger.warning(
+                        "the result is kept, but nothing to go on from with more epochs: %s", fault
+                    )
+                self._adopt(tensor for _, _, content in parts for tensor in read_tensors(content))
             self._finish(evaluated)
 
     def keep_saved(self) -> Result:
@@ -163,12 +170,12 @@ class JobOwner:
 
     def _finish(self, evaluated: Mapping[str, float] | None) -> Result:
         facts = (self.job.model, self._captured.blueprint)
-        history = tuple(self.history)
+        history, state = tuple(self.history), SourceTensors(self._source)
         best = self._find_best()
         if evaluated is not None and (best is None or evaluated["val_loss"] <= best.loss):
             epoch, loss = int(evaluated["epoch"]), evaluated["val_loss"]
-            best = Best(*facts, self._state, history, epoch=epoch, loss=loss)
-        result = Result(*facts, self._state, history, best=best)
+            best = Best(*facts, state, history, epoch=epoch, loss=loss)
+        result = Result(*facts, state, history, best=best)
         if self._deliver is not None:
             self._deliver(result)
         self.result = result
@@ -181,7 +188,7 @@ class JobOwner:
             return None
         history = _read_history(found)
         epoch = next((report["epoch"] for report in reversed(history) if "val_loss" in report), 0.0)
-        state = self._complete(_read_state(found)[0])
+        state = SourceTensors(self._complete(found.read()))
         facts = (self.job.model, self._captured.blueprint, state, tuple(history))
         return Best(*facts, epoch=int(epoch), loss=found.score)
 
@@ -207,7 +214,7 @@ class JobOwner:
                 written_at=time.time(),  # noqa: TID251 - for people; nothing is decided by it
             )
             self._keeper.write(number, parts, saved, evaluated["val_loss"] if evaluated else None)
-            self._adopt(content for _, _, content in parts)
+            self._adopt(self._keeper.open(number).read())
             self._saved_history = [dict(report) for report in self.history]
         except RavnestError as error:
             return str(error)
@@ -215,7 +222,7 @@ class JobOwner:
 
     def go_on_from(self, start: Checkpoint) -> LedgerState:
         """Make stages of a checkpoint's state; return what was trained then."""
-        self._hold(*_read_state(start))
+        self._adopt(start.read())
         saved = start.books
         self.history = _read_history(start)
         self._saved_history = [dict(report) for report in self.history]
@@ -224,21 +231,18 @@ class JobOwner:
         leases["num_epochs"] = self.fingerprint.epochs  # it may be another number than before
         return LedgerState(*counts, leases)
 
-    def _adopt(self, contents: Iterable[Buffer]) -> None:
-        state: dict[str, Tensor] = {}
-        optimizer: dict[str, Tensor] = {}
-        for content in contents:
-            found, slots = read_snapshot(content, self._captured.blueprint.state)
-            state, optimizer = found | state, slots | optimizer  # of tied weights the first stage's count
-        self._hold(state, optimizer)
+    def _adopt(self, tensors: Iterable[FileTensor]) -> None:
+        """Make stages of these tensors from now on; of tied weights the first stage's count."""
+        self._source = self._complete(tensors)
 
-    def _hold(self, state: dict[str, Tensor], optimizer: dict[str, Tensor]) -> None:
-        self._state, self._optimizer = self._complete(state), optimizer
-
-    def _complete(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        for entry in self._captured.blueprint.state:  # constants, which no stage need have saved
-            state.setdefault(entry.name, self._captured.state[entry.name])
-        return state
+    def _complete(self, tensors: Iterable[FileTensor]) -> StateSource:
+        """Return what the model has of them, with the constants, which no stage need have saved."""
+        entries = {entry.name: entry for entry in self._captured.blueprint.state}
+        known = (tensor for tensor in tensors if (_slot_of(tensor.name) or tensor.name) in entries)
+        found = LayeredSource(FileSource(known), self._first)
+        for name, entry in entries.items():
+            check_type(entry, found.types.get(name))
+        return found
 
     def find_faulty(self, is_evaluation: bool, samples: Sequence[int]) -> tuple[tuple[int, str], ...]:
         """Return which of these samples fail alone, each with the reason, as far as it can be known."""
@@ -262,17 +266,10 @@ def _fields(program: Program) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for _, name in program.fields))
 
 
-def _read_state(saved: Checkpoint) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return the tensors of a checkpoint, and the optimizer's."""
-    state: dict[str, Tensor] = {}
-    optimizer: dict[str, Tensor] = {}
-    for tensor in saved.read():
-        name, dtype = tensor.name, getattr(torch, tensor.dtype)
-        data = bytearray(tensor.buffer)
-        flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
-        found = optimizer if name.startswith(OPTIMIZER_PREFIX) else state
-        found[name.removeprefix(OPTIMIZER_PREFIX)] = flat.reshape(tensor.shape)
-    return state, optimizer
+def _slot_of(name: str) -> str | None:
+    """Return the parameter that an optimizer's tensor is of."""
+    is_slot = name.startswith(OPTIMIZER_PREFIX)
+    return name.removeprefix(OPTIMIZER_PREFIX).partition("/")[2] if is_slot else None
 
 
 def _read_history(saved: Checkpoint) -> list[dict[str, float]]:

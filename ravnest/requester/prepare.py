@@ -5,11 +5,12 @@ Capturing takes seconds and runs the requester's code.
 
 import logging
 from dataclasses import dataclass, replace
+from typing import cast
 
-from ravnest.config import EXACT_FORMATS, PlanConfig, WireFormat
+from ravnest.config import EXACT_FORMATS, PlanConfig, StateFormat, WeightFormat, WireFormat
 from ravnest.config import OptimizerKind as Recipe
 from ravnest.engine.optimizers import Adam, Muon, NAdam, OptimizerSettings, Sgd
-from ravnest.engine.train_config import TrainConfig
+from ravnest.engine.train_config import Precision, TrainConfig
 from ravnest.errors import ConfigError
 from ravnest.hub.coordinator.events import JobGiven, JobSettings
 from ravnest.model.capture import Captured
@@ -21,6 +22,7 @@ from ravnest.requester.checkpoint_store import (
     find_difference,
     hash_state,
 )
+from ravnest.requester.first_weights import find_first_weights
 from ravnest.requester.job import Job
 from ravnest.requester.lr_schedules import factors
 from ravnest.requester.owner import DeliverResult, JobOwner, Keeper
@@ -61,23 +63,26 @@ def prepare(
     if plan.exact_gradients not in EXACT_FORMATS:
         problem = f"exact_gradients is {plan.exact_gradients}, too coarse for gradients"
         raise ConfigError(f"{problem}; choose {' or '.join(EXACT_FORMATS)}")
+    if plan.states is StateFormat.INT8 and job.averaging_rule.momentum:
+        raise ConfigError("momenta are averaged, which int8 states cannot be; choose states=bf16 or fp32")
     captured = job.capture()
     for note in captured.notes:
         logger.warning("note: %s", note)
     num_batches = job.epochs * -(-num_samples // job.batch_size)
-    optimizer = job.settings(captured, num_batches)
+    optimizer = replace(job.settings(captured, num_batches), versions=plan.versions, states=plan.states)
     logger.info("learning rate %.2g, %d updates planned", optimizer.learning_rate, num_batches)
     # Peers lend memory for tensors; that of their programs is beside it (docs/lending.md).
     config = replace(plan, optimizer=_recipe(job, optimizer), overhead_bytes=0.0)
-    config = replace(config, predict_weights=optimizer.has_prediction)
-    settings = _settings(job, captured, optimizer.learning_rate, num_batches)
+    precision = WeightFormat.BF16 if job.precision == "bf16" else WeightFormat.FP32
+    config = replace(config, predict_weights=optimizer.has_prediction, precision=precision)
+    settings = _settings(job, captured, optimizer, num_batches)
     settings = replace(settings, expected_nodes=num_nodes, settle_seconds=settle_seconds)
     training = TrainConfig(
         optimizer,
         job.batch_size,
         config.activation_formats[0],
         config.gradient_formats[0],
-        precision="bf16" if job.precision == "bf16" else "fp32",
+        precision=cast(Precision, job.precision),
         planned_updates=num_batches,
         max_lag=config.max_lag,
         deltas=config.deltas,
@@ -87,7 +92,9 @@ def prepare(
     state = hash_state(captured.blueprint.state)
     sizes = (num_samples, job.batch_size, job.epochs, job.seed)
     fingerprint = Fingerprint(job.name or "", state, *sizes)
-    owner = JobOwner(job, captured, training, fingerprint, keeper, deliver)
+    folder = None if keeper is None else keeper.folder
+    first = find_first_weights(job, captured, folder, is_needed=start is None)
+    owner = JobOwner(job, captured, training, fingerprint, keeper, deliver, first)
     books = None
     if start is not None:
         _check_start(start, fingerprint)
@@ -110,9 +117,11 @@ def _check_start(start: Checkpoint, now: Fingerprint) -> None:
         logger.warning(told, now.epochs, before.epochs, now.epochs)
 
 
-def _settings(job: Job, captured: Captured, rate: float, num_batches: int) -> JobSettings:
+def _settings(job: Job, captured: Captured, optimizer: OptimizerSettings, num_batches: int) -> JobSettings:
     has_statistics = any(entry.is_written for entry in captured.blueprint.state)
     is_whole = not captured.batch_loss.is_cuttable
+    is_adam = any(isinstance(group.rule, Adam | NAdam) for group in optimizer.groups)
+    rate = optimizer.learning_rate
     return JobSettings(
         num_samples=len(job.samples),
         num_validation=0 if job.val_samples is None else len(job.val_samples),
@@ -123,6 +132,7 @@ def _settings(job: Job, captured: Captured, rate: float, num_batches: int) -> Jo
         least_samples=_STATISTICS_SAMPLES if has_statistics else 1,
         microbatches=1 if is_whole else job.microbatches if isinstance(job.microbatches, int) else 0,
         is_whole_batch=is_whole,
+        has_own_adam=not isinstance(job.optimizer, Recipe) and is_adam,
         has_tied_weights=any(len(entry.positions) > 1 for entry in captured.blueprint.state),
         average_every=job.average_every if isinstance(job.average_every, int) else None,
         checkpoint_every=job.checkpoint_seconds,

@@ -1,7 +1,7 @@
 """The result of a run: its history, and the trained weights under the model's names.
 
-The weights arrive as plain tensors by name. They are checked against the blueprint, then loaded into a
-module, or written to a safetensors file or a Hugging Face folder.
+The weights are plain tensors by name, in memory or read from disk one by one. They are checked against the
+blueprint, then loaded into a module, or written to safetensors files or a Hugging Face folder.
 """
 
 import contextlib
@@ -15,14 +15,15 @@ from functools import cached_property
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ravnest.errors import ConfigError, WeightsError
-from ravnest.hub.coordinator.drops import DroppedSamples
-from ravnest.model.blueprint import Blueprint
-from ravnest.model.state_dict import merge_stages
+from ravnest.hub.coordinator.progress import DroppedSamples
+from ravnest.model.blueprint import CONSTANT, Blueprint
+from ravnest.model.safetensors_header import StoredType
+from ravnest.model.shards import SHARD_BYTES, ShardWriter, has_weights
+from ravnest.model.state_dict import LOSS_PREFIX, check_names, check_type, to_bytes, type_of
+from ravnest.model.state_source import SourceTensors, read_pieces, state_type
 from ravnest.requester.run_folder import BEST, MODEL
 from ravnest.units import show_bytes
 
@@ -49,70 +50,120 @@ class Result:
 
     def load_into(self, model: nn.Module) -> None:
         """Copy the weights into a module, all or none; untrained values, dtype and device stay its own."""
-        targets = _tensors(model)
-        for name, tensor in self._trained.items():
+        targets, trained = _tensors(model), self._trained
+        for name, (_, kind) in trained.items():
             found = targets.get(name)
-            if found is None or found.shape != tensor.shape or found.is_meta:
-                raise WeightsError(_misfit(name, tensor, found))
+            if found is None or found.shape != kind.shape or found.is_meta:
+                raise WeightsError(_misfit(name, kind, found))
         with torch.no_grad():
-            for name, tensor in self._trained.items():
-                targets[name].copy_(tensor)
+            for name, (source, _) in trained.items():
+                targets[name].copy_(self.state[source])
 
-    def export(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
-        """Write all weights of the model into a safetensors file, whole or not at all."""
+    def export(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        overwrite: bool = False,
+        max_shard_bytes: int = SHARD_BYTES,
+    ) -> Path:
+        """Write all weights of the model into a safetensors file, whole or not at all.
+
+        What is larger than a shard becomes several, FILE-00001-of-0000N.safetensors, with an index; its path
+        is returned then.
+        """
         file = Path(path)
         if file.suffix != ".safetensors":
             raise ConfigError(f"{file} would hold safetensors; give a name that ends in .safetensors")
-        if file.exists() and not overwrite:
+        if has_weights(file) and not overwrite:
             raise ConfigError(f"{file} exists already; give another name, or overwrite=True")
-        tensors = _apart(self._whole())
-        unfinished = file.with_name(f".{file.name}.{os.getpid()}.unfinished")
+        return self._write(file, self._all_types(), max_shard_bytes)
+
+    def _write(self, file: Path, types: Mapping[str, StoredType], max_shard_bytes: int) -> Path:
+        trained, own = self._trained, self.model.state_dict()
         try:
-            unfinished.touch()
-            mode = unfinished.stat().st_mode  # the user's own; safetensors would lock others out
-            save_file(tensors, unfinished, metadata={"format": "pt"})
-            unfinished.chmod(mode)
-            with unfinished.open("r+b") as written:
-                os.fsync(written.fileno())
-            unfinished.replace(file)
-        except (OSError, SafetensorError) as error:
-            size = show_bytes(sum(tensor.nbytes for tensor in tensors.values()))
-            problem = f"{file} cannot be written: {getattr(error, 'strerror', None) or error}"
+            with ShardWriter(file, types, max_shard_bytes) as writer:
+                for name in types:
+                    source = trained[name][0] if name in trained else None
+                    if source is not None and isinstance(self.state, SourceTensors):
+                        writer.write(name, read_pieces(self.state.source, source))
+                    else:
+                        writer.write(name, [to_bytes(own[name] if source is None else self.state[source])])
+                return writer.finish()
+        except OSError as error:
+            size = show_bytes(sum(kind.size_bytes for kind in types.values()))
+            problem = f"{file} cannot be written: {error.strerror or error}"
             fix = f"give a file in a folder that exists, is yours and has room for {size}"
             raise ConfigError(f"{problem}; {fix}") from None
-        finally:
-            with contextlib.suppress(OSError):
-                unfinished.unlink()
-        return file
 
-    def save_pretrained(self, folder: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
-        """Let a Hugging Face model write itself, with the trained weights, into a folder."""
+    def save_pretrained(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        overwrite: bool = False,
+        max_shard_bytes: int = SHARD_BYTES,
+    ) -> Path:
+        """Let a Hugging Face model write itself, with the trained weights, into a folder.
+
+        Weights of more than a shard are written tensor by tensor; then only the rest is the model's own work.
+        """
         place = Path(folder)
         save = getattr(self.model, "save_pretrained", None)
         if save is None or "state_dict" not in inspect.signature(save).parameters:
             raise ConfigError("the model has no save_pretrained(folder, state_dict); use result.export(FILE)")
+        types = self._all_types()
+        is_large = sum(kind.size_bytes for kind in types.values()) > max_shard_bytes
         try:
             if place.exists() and any(place.iterdir()) and not overwrite:
                 raise ConfigError(f"{place} has files in it; give another folder, or overwrite=True")
-            save(place, state_dict=self._whole())
+            if is_large and not hasattr(self.model, "peft_config"):  # an adapter writes no more than itself
+                save(place, state_dict={})
+                self._write(place / MODEL, types, max_shard_bytes)
+            else:
+                save(place, state_dict=self._whole())
         except OSError as error:
             fix = "give a folder that can be made, is yours and has room"
             raise ConfigError(f"{place} cannot be written: {error.strerror or error}; {fix}") from None
         return place
 
     @cached_property
-    def _trained(self) -> dict[str, Tensor]:
-        """The model's part of the state (not the loss's), under all names of tied weights."""
-        aliases = dict(self.blueprint.aliases)
-        own = {name: tensor for name, tensor in self.state.items() if name not in aliases}
-        merged = merge_stages([own], self.blueprint)
-        known = _tensors(self.model)
-        return {name: tensor for name, tensor in merged.items() if name in known}
+    def _trained(self) -> dict[str, tuple[str, StoredType]]:
+        """What the state has of the model (not of the loss), under all names of tied weights.
+
+        Each with its name in the state.
+        """
+        aliases, known = dict(self.blueprint.aliases), _tensors(self.model)
+        check_names((name for name in self.state if name not in aliases), self.blueprint)
+        entries = {entry.name: entry for entry in self.blueprint.state if entry.kind != CONSTANT}
+        for name, entry in entries.items():
+            check_type(entry, state_type(self.state, name))
+        kinds = {name: StoredType(entry.dtype, entry.shape) for name, entry in entries.items()}
+        found = {name: (name, kind) for name, kind in kinds.items()}
+        found |= {alias: (name, kinds[name]) for alias, name in aliases.items() if name in kinds}
+        return {
+            name: each for name, each in found.items() if name in known and not name.startswith(LOSS_PREFIX)
+        }
+
+    def _all_types(self) -> dict[str, StoredType]:
+        """Return everything the model's state_dict has, but for what has no values."""
+        trained, own = self._trained, self.model.state_dict()
+        return {
+            name: trained[name][1] if name in trained else type_of(value)
+            for name, value in own.items()
+            if name in trained or not getattr(value, "is_meta", True)
+        }
 
     def _whole(self) -> dict[str, Tensor]:
-        """Return everything the model's state_dict has, but for what has no values."""
-        found = {name: self._trained.get(name, value) for name, value in self.model.state_dict().items()}
-        return {name: value.detach() for name, value in found.items() if not getattr(value, "is_meta", True)}
+        """Return all of that in memory."""
+        own, trained = self.model.state_dict(), self._trained
+        read: dict[str, Tensor] = {}
+        for name in self._all_types():
+            source = trained[name][0] if name in trained else None
+            if source is not None and source not in read:
+                read[source] = self.state[source].detach()
+        return {
+            name: read[trained[name][0]] if name in trained else own[name].detach()
+            for name in self._all_types()
+        }
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,7 +196,7 @@ def check_place(place: str | os.PathLike[str], *, may_exist: bool = False) -> Pa
             f"{given} would hold safetensors; give a name that ends in .safetensors, or a folder"
         )
     for written in (file, file.with_name(BEST)) if file.name == MODEL else (file,):
-        if written.exists() and not may_exist:
+        if has_weights(written) and not may_exist:
             raise ConfigError(f"{written} exists already; give another name, or move it away")
     try:
         if file is not given:
@@ -163,20 +214,10 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
     return dict(named)
 
 
-def _misfit(name: str, tensor: Tensor, found: Tensor | None) -> str:
+def _misfit(name: str, kind: StoredType, found: Tensor | None) -> str:
     shown = "missing" if found is None else f"of shape {tuple(found.shape)}"
+    fix = "give a model built like the one that was trained"
     if found is not None and found.is_meta:
         shown = "without memory (empty_weights)"
-    fix = "give a model built like the one that was trained"
-    return f"{name!r}, of shape {tuple(tensor.shape)} in the result, is {shown} in the model; {fix}"
-
-
-def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors as a file wants them: in order, and no two in the same memory."""
-    apart, seen = {}, set()
-    for name, tensor in tensors.items():
-        place = tensor.untyped_storage().data_ptr()
-        is_alone = tensor.is_contiguous() and place not in seen
-        seen.add(place)
-        apart[name] = tensor if is_alone else tensor.clone(memory_format=torch.contiguous_format)
-    return apart
+        fix = 'give one with memory: model.to_empty(device="cpu")'
+    return f"{name!r}, of shape {kind.shape} in the result, is {shown} in the model; {fix}"

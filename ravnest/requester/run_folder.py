@@ -18,6 +18,7 @@ from msgspec import Meta
 from ravnest.disk import read_bytes
 from ravnest.errors import ConfigError, RavnestError
 from ravnest.foreign import parse_json
+from ravnest.model.shards import has_weights
 from ravnest.net.identity import SECRET_BYTES, KeyPair, Token, load_keys, new_keys, write_token
 from ravnest.requester.checkpoint_store import CHECKPOINTS
 
@@ -62,12 +63,17 @@ class HubFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def process(self) -> psutil.Process | None:
         """The process that runs this hub now, if that very one is still there."""
-        try:
-            found = psutil.Process(self.pid)
-            is_same = abs(found.create_time() - self.started_at) < _SAME_PROCESS_SECONDS
-            return found if is_same and found.status() != psutil.STATUS_ZOMBIE else None
-        except psutil.Error:
-            return None
+        return find_process(self.pid, self.started_at)
+
+
+def find_process(pid: int, started_at: float) -> psutil.Process | None:
+    """Return the process of this number, if it is the one that was started at this time and still runs."""
+    try:
+        found = psutil.Process(pid)
+        is_same = abs(found.create_time() - started_at) < _SAME_PROCESS_SECONDS
+        return found if is_same and found.status() != psutil.STATUS_ZOMBIE else None
+    except (psutil.Error, ValueError, OverflowError):
+        return None
 
 
 def new_hub_file() -> HubFile:
@@ -93,7 +99,7 @@ def open_run(folder: Path) -> HubFile:
 
 def check_unfinished(folder: Path) -> None:
     """Refuse a folder with a result, in which a new training is to begin."""
-    if (folder / MODEL).exists():
+    if has_weights(folder / MODEL):
         way_on = 'or go on with it: --resume, in Python resume="auto"'
         raise ConfigError(f"{folder} holds a finished run; give another folder or move it away, {way_on}")
 
@@ -154,7 +160,7 @@ def free_run(name: str) -> Path:
     """Return a folder under runs/ for a job of this name: the first that holds no finished or running one."""
     for folder in _name_runs(name):
         is_used = (folder / _FILE).exists() and read_hub_file(folder).process is not None
-        if not is_used and not (folder / MODEL).exists():
+        if not is_used and not has_weights(folder / MODEL):
             return folder
     raise RavnestError(f"{RUNS} has no free folder for {name}; move some away")
 

@@ -1,6 +1,8 @@
 """A session trains one job after another: the hub runs in this process, peers run anywhere.
 
-`Hub` is open to everybody with its invitation. `local` is a hub that starts its own peers on this PC.
+`Hub` is open to everybody with its invitation. `local` is a hub that starts its own peers on this PC. The
+first Ctrl-C during a training ends it early and keeps the weights, the second ends it now. Only the main
+thread receives signals; in other threads nothing is changed.
 """
 
 import asyncio
@@ -8,12 +10,14 @@ import contextlib
 import logging
 import os
 import random
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+import signal
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Self
+from types import FrameType, TracebackType
+from typing import Any, Self, TypeVar
 
 import msgspec
 import psutil  # type: ignore[import-untyped]
@@ -26,8 +30,7 @@ from ravnest.hub.coordinator.notices import CheckpointIsResult, Notice, PlanForm
 from ravnest.hub.coordinator.plan_trigger import NOBODY
 from ravnest.hub.service.event_log import EventLog, read_watch
 from ravnest.hub.service.server import HUB_LIMITS, HUB_PARTS, HubParts, Server
-from ravnest.hub.service.status import StatusTracker
-from ravnest.hub.service.stream import HubStream
+from ravnest.hub.service.status import HubStream, StatusTracker
 from ravnest.ids import NodeId
 from ravnest.net.identity import Token, dialled_from_elsewhere, read_address
 from ravnest.net.zeromq import ZeroMqTransport
@@ -46,7 +49,53 @@ from ravnest.requester.run_folder import (
     set_aside,
     write_hub_file,
 )
-from ravnest.requester.signals import Interrupts
+
+_Value = TypeVar("_Value")
+
+
+class Interrupts:
+    """Runs a coroutine; `stop` is what the first Ctrl-C calls, once there is something to stop."""
+
+    def __init__(self) -> None:
+        self.stop: Callable[[], None] | None = None
+        self._num_taken = 0
+        self._before: Any = None
+        self._is_main = threading.current_thread() is threading.main_thread()
+
+    def __enter__(self) -> Self:
+        if self._is_main:
+            self._before = signal.signal(signal.SIGINT, self._take)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._is_main:
+            signal.signal(signal.SIGINT, self._before or signal.default_int_handler)
+
+    def run(self, work: Callable[[], Coroutine[Any, Any, _Value]]) -> _Value:
+        """Run to the end, or raise KeyboardInterrupt."""
+
+        async def main() -> _Value:
+            self._loop = asyncio.get_running_loop()
+            self._task = asyncio.current_task()
+            return await work()
+
+        try:
+            return asyncio.run(main())
+        except asyncio.CancelledError:
+            raise KeyboardInterrupt from None
+
+    def _take(self, _signal: int, _frame: FrameType | None) -> None:
+        self._num_taken += 1
+        task = getattr(self, "_task", None)
+        if task is None:
+            raise KeyboardInterrupt
+        if self._num_taken == 1 and self.stop is not None:
+            self._loop.call_soon_threadsafe(self.stop)
+        else:
+            self._loop.call_soon_threadsafe(task.cancel)
+
 
 logger = logging.getLogger(__name__)
 
@@ -201,7 +250,7 @@ class Hub:
                 store = open_things.enter_context(EventLog(self._folder))
             hub = self._watch.hub
             open_things.callback(self.stream.subscribe(lambda event, actions: self._see(event, actions)))
-            parts = replace(self._parts, watch=self.stream.publish)
+            parts = replace(self._parts, watch=self.stream.publish, folder=self._parts.folder or self._folder)
             server = Server(self.token, hear, relay=relay, store=store, hub=hub, parts=parts)
             limits = replace(HUB_LIMITS, timeouts=self._timeouts.net)
             transport = ZeroMqTransport(keys, pauses, self._listen, limits, admit=server.admit)
@@ -310,14 +359,18 @@ class Hub:
 def local(
     nodes: int | Sequence[Hardware] = 4,
     *,
+    device: str = "cpu",
     folder: str | os.PathLike[str] | None = None,
     plan: PlanConfig = LOCAL_PLAN,
     tell: Callback | None = None,
     look: Callable[[StatusTracker], None] | None = None,
     parts: HubParts = HUB_PARTS,
 ) -> Hub:
-    """Return a hub with so many peers on this PC, which share its memory, or with peers of this hardware."""
-    peers = share_memory(nodes) if isinstance(nodes, int) else tuple(nodes)
+    """Return a hub with so many peers on this PC, which share its memory, or with peers of this hardware.
+
+    With `device="cuda"` the peers share its GPUs and their memory, with "cuda:1" this one.
+    """
+    peers = share_memory(nodes, device) if isinstance(nodes, int) else tuple(nodes)
     hub = Hub(HERE, folder=folder, plan=plan, peers=peers, tell=tell, look=look, parts=parts)
     hub._is_open_to_others = False
     return hub

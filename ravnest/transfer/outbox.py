@@ -13,11 +13,10 @@ from typing import Any
 from ravnest.errors import LinkError
 from ravnest.ids import NodeId
 from ravnest.net.transport import PeerId, Service, Transport
-from ravnest.protocol import wire
-from ravnest.protocol.averaging import AnchorPart, RingPart
+from ravnest.protocol import messages
+from ravnest.protocol.averaging import AnchorPart, RingPart, TiedGradient, TiedStep
 from ravnest.protocol.blobs import BlobPart
 from ravnest.protocol.messages import Message
-from ravnest.protocol.tied import TiedGradient, TiedStep
 from ravnest.protocol.training import Activation, FieldParts, Gradient, StepReport
 
 logger = logging.getLogger(__name__)
@@ -129,7 +128,7 @@ class Outbox:
         if session != receiver.session or peer is None:
             return True
         try:
-            header = wire.pack(outgoing.message, outgoing.buffers)
+            header = messages.pack(outgoing.message, outgoing.buffers)
             await self._transport.send(peer, outgoing.service, header, outgoing.buffers)
         except LinkError as error:
             if not receiver.is_there.is_set():

@@ -74,6 +74,10 @@ def _show_progress(status: Status) -> RenderableType:
     if status.rounds_committed or status.rounds_aborted:
         took = "" if status.round_seconds is None else f", the last in {show_seconds(status.round_seconds)}"
         facts.append(f"rounds {status.rounds_committed} committed, {status.rounds_aborted} aborted{took}")
+    if len(status.clusters) > 1:
+        facts.append(f"a sample has {status.efficiency:.0%} of its effect in one process")
+    if status.noise_scale is not None:
+        facts.append(f"noise scale {status.noise_scale:.3g} samples")
     if status.left_out:
         facts.append(f"without {', '.join(status.left_out)}")
     if status.dropped:

@@ -22,14 +22,14 @@ from ravnest.errors import ConfigError
 from ravnest.hub.coordinator.coordinator import Coordinator
 from ravnest.hub.coordinator.events import Event, PeerJoined, Received
 from ravnest.hub.coordinator.notices import Joined, Left, Notice, PlanFormed
-from ravnest.hub.service.owner import Parts
+from ravnest.hub.service.data_service import Parts
 from ravnest.hub.service.server import HUB_LIMITS, HubParts, Server
 from ravnest.ids import LeaseId, MicrobatchId
 from ravnest.net.identity import SECRET_BYTES, Token, new_keys, peer_of, write_token
 from ravnest.net.relay import Relay
 from ravnest.net.transport import DialFailed, LinkDown, LinkUp, PublicKey
 from ravnest.net.zeromq import ZeroMqTransport
-from ravnest.protocol import wire
+from ravnest.protocol import messages
 from ravnest.protocol.blobs import BlobRequest
 from ravnest.protocol.membership import PROTOCOL_VERSION, Complaint, Refused, Stop, Welcome
 from ravnest.protocol.placement import PlanOrder
@@ -64,7 +64,7 @@ class World:
         self.has_watched.set()
 
     def make_parts(self, start: int, stop: int) -> Parts:
-        return Parts(b"blueprint", b"weights", (), ())
+        return Parts(b"blueprint", lambda: [b"weights"], (), ())
 
     def left(self) -> list[tuple[str, str]]:
         return [(news.node, news.reason) for news in self.told if isinstance(news, Left)]
@@ -112,12 +112,14 @@ GRADIENT = Gradient(1, MicrobatchId(1), ((0, SPEC),))
     ("header", "buffers", "reason"),
     [
         (Random(1).randbytes(64), (), "wire version"),
-        (bytes([wire.WIRE_VERSION]) + Random(2).randbytes(200), (), "no message"),
-        (bytes([wire.WIRE_VERSION]) + b"\xdd\xff\xff\xff\xff", (), "no message"),
-        (wire.pack(GRADIENT, [bytes(16)]), [bytes(15)], "15 bytes instead of 16"),
-        (wire.pack(GRADIENT, [bytes(16)]), (), "announces 1 buffers"),
+        (bytes([messages.WIRE_VERSION]) + Random(2).randbytes(200), (), "no message"),
+        (bytes([messages.WIRE_VERSION]) + b"\xdd\xff\xff\xff\xff", (), "no message"),
+        (messages.pack(GRADIENT, [bytes(16)]), [bytes(15)], "15 bytes instead of 16"),
+        (messages.pack(GRADIENT, [bytes(16)]), (), "announces 1 buffers"),
         (
-            wire.pack(GRADIENT, [bytes(16)]).replace(b"\x91\x04", b"\x91\xcf" + (2**62).to_bytes(8, "big")),
+            messages.pack(GRADIENT, [bytes(16)]).replace(
+                b"\x91\x04", b"\x91\xcf" + (2**62).to_bytes(8, "big")
+            ),
             [bytes(16)],
             "no shape of at most",
         ),
@@ -136,7 +138,7 @@ def test_who_sends_garbage_is_sent_away_for_good_and_the_others_stay(header, buf
             refused = await liar.next_event(DialFailed)
             assert refused.is_refusal
             assert "it was sent away" in refused.reason
-            await other.send_raw(wire.pack(Complaint(0, "nobody", "nothing")))
+            await other.send_raw(messages.pack(Complaint(0, "nobody", "nothing")))
             assert other.hub in other.transport.connected()
             ((name, told),) = world.left()
             assert name == "liar"
@@ -293,7 +295,7 @@ def test_a_neighbour_that_sends_garbage_is_dropped_and_the_honest_train_on() -> 
                 await liar.send(Stop("all go home"), to=mate)
                 await liar.send(replace(plan, build_id=plan.build_id + 7, contacts=()), to=mate)
                 await liar.send(replace(GRADIENT, build_id=plan.build_id + 7), [bytes(16)], to=mate)
-                await liar.send_raw(bytes([wire.WIRE_VERSION]) + Random(3).randbytes(100), to=mate)
+                await liar.send_raw(bytes([messages.WIRE_VERSION]) + Random(3).randbytes(100), to=mate)
             await liar.next_event(LinkDown)
             await asyncio.Event().wait()
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import ravnest as rv
-from ravnest.cli.plain_loop import train_plain_loop
+from ravnest.cli.demo_jobs import train_plain_loop
 from ravnest.config import OptimizerKind as OptimizerName
 from ravnest.engine.recipe import make_settings
 from ravnest.engine.staleness import StalenessPolicy

@@ -15,13 +15,12 @@ import pytest
 from support.small_swarm import END_SECONDS, JOIN, PLAN, ROOT, check_books, joining, make_job
 
 import ravnest as rv
-from ravnest.cli.lending_loop import PAUSE
+from ravnest.cli.lending_loop import DAY_MINUTES, PAUSE, show_minute
 from ravnest.hub.coordinator.notices import Joined, Left, Notice
 from ravnest.net.congestion import UPLOAD_BURST_SECONDS, affordable_chunk_bytes
 from ravnest.net.identity import Token, new_keys, write_token
 from ravnest.net.transport import Delivery, Service, TransportLimits
 from ravnest.net.zeromq import ZeroMqTransport
-from ravnest.peer.hours import DAY_MINUTES, show_minute
 
 HERE = "tcp://127.0.0.1:*"
 RATE = 2e6

@@ -16,9 +16,9 @@ import zmq.asyncio
 from ravnest.errors import ConfigError, LinkError
 from ravnest.net.congestion import CHUNKS_PER_WINDOW
 from ravnest.net.endpoint import Endpoint
-from ravnest.net.frames import FRAME_VERSION, Chunk, Greeting, decode_frame, encode_frame
 from ravnest.net.identity import KeyPair, load_keys, new_keys, split_address
 from ravnest.net.relay import Relay, await_through, dial_through
+from ravnest.net.streams import FRAME_VERSION, Chunk, Greeting, decode_frame, encode_frame
 from ravnest.net.transport import MIB, Delivery, DialFailed, LinkDown, LinkUp, Service
 from ravnest.net.zeromq import ZeroMqTransport
 

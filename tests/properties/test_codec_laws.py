@@ -8,14 +8,16 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from ravnest.codec import ErrorFeedback, decode_tensor, describe, encode_tensor
-from ravnest.config import WireFormat
+from ravnest.config import DELTA_FORMATS, WireFormat
 from ravnest.errors import ProtocolError
-from ravnest.protocol.tensors import BLOCK_ITEMS, FLOAT_BYTES, ITEM_BYTES, TensorSpec
+from ravnest.protocol.tensors import BLOCK_ITEMS, FLOAT_BYTES, ITEM_BYTES, SHORT_BLOCK_ITEMS, TensorSpec
 
 LARGEST_CODE = {WireFormat.INT8: 127, WireFormat.INT4: 7}
 block_formats = st.sampled_from(list(LARGEST_CODE))
 formats = st.sampled_from(list(WireFormat))
-shapes = hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=9)
+same_formats = st.sampled_from(DELTA_FORMATS)  # what is averaged is encoded again and again
+KEY = (1, 2)
+shapes = hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=9)
 lengths = st.integers(1, 3 * BLOCK_ITEMS)
 seeds = st.integers(0, 2**32)
 
@@ -53,7 +55,7 @@ def test_a_block_rounds_each_item_by_at_most_half_a_scale(tensor, wire_format):
         assert arrived[low : low + BLOCK_ITEMS].abs().max() <= largest + 2.0**-127
 
 
-@given(tensors(), formats)
+@given(tensors(), same_formats)
 def test_encoding_what_was_decoded_gives_the_same_bytes(tensor, wire_format):
     buffer = encode_tensor(tensor, wire_format)
     again = encode_tensor(decode_tensor(bytes(buffer), describe(tensor, wire_format)), wire_format)
@@ -77,10 +79,75 @@ def test_any_bytes_of_the_right_number_are_a_tensor_and_no_others(shape, wire_fo
     assert tuple(arrived.shape) == shape
     assert str(arrived.dtype) == f"torch.{dtype}"
     if dtype not in FLOAT_BYTES or wire_format is WireFormat.FP32:
-        assert bytes(encode_tensor(arrived, wire_format)) == junk[:-1]
+        assert bytes(encode_tensor(arrived, wire_format, KEY)) == junk[:-1]
     for wrong in (junk, junk[: spec.num_bytes - 1] if spec.num_bytes else b"xx"):
         with pytest.raises(ProtocolError):
             decode_tensor(wrong, spec)
+
+
+@st.composite
+def crossings(draw) -> torch.Tensor:
+    """A tensor with channels, each of its own size and offset."""
+    first, positions, num_channels = (
+        draw(st.integers(1, 4)),
+        draw(st.integers(64, 150)),
+        draw(st.integers(1, 9)),
+    )
+    generator = torch.Generator().manual_seed(draw(seeds))
+    size = 10.0 ** draw(st.integers(-20, 20))
+    values = torch.randn(first, positions, num_channels, generator=generator)
+    values *= size * torch.exp(3 * torch.randn(num_channels, generator=generator))
+    return values + size * 10 * torch.randn(num_channels, generator=generator)
+
+
+@given(crossings())
+def test_channels_round_each_item_by_at_most_half_a_step_of_their_block(tensor):
+    arrived = decode_tensor(
+        encode_tensor(tensor, WireFormat.INT4_CHANNELS), describe(tensor, WireFormat.INT4_CHANNELS)
+    )
+    items, found = (each.flatten(0, 1).double() for each in (tensor, arrived))
+    means = tensor.flatten(0, 1).mean(0).double()
+    for block, other in zip(items.split(SHORT_BLOCK_ITEMS), found.split(SHORT_BLOCK_ITEMS), strict=True):
+        widest = (block - means).abs().amax(0)
+        # A scale is rounded up to 8 bits, and the mean has the rounding of a float32.
+        allowed = widest / 7 * (1 + 2.0**-7) * 0.501 + block.abs().amax(0) * 2.0**-20
+        assert ((other - block).abs() <= allowed).all()
+
+
+@given(tensors(), seeds)
+def test_chance_moves_an_item_by_less_than_a_step_and_the_same_key_draws_the_same(tensor, seed):
+    sent = encode_tensor(tensor, WireFormat.INT4_STOCHASTIC, (seed, 1))
+    assert bytes(sent) == bytes(encode_tensor(tensor.clone(), WireFormat.INT4_STOCHASTIC, (seed, 1)))
+    items = tensor.reshape(-1).double()
+    arrived = decode_tensor(sent, describe(tensor, WireFormat.INT4_STOCHASTIC)).reshape(-1).double()
+    for block, other in zip(items.split(SHORT_BLOCK_ITEMS), arrived.split(SHORT_BLOCK_ITEMS), strict=True):
+        if len(block):
+            step = max(float(block.abs().max()) / 7, 2.0**-126) * (1 + 2.0**-6)
+            assert (other - block).abs().max() <= step
+            assert other[block == 0].abs().sum() == 0
+
+
+@settings(max_examples=5)
+@given(seeds)
+def test_chance_is_right_on_average(seed):
+    generator = torch.Generator().manual_seed(seed)
+    tensor = torch.randn(50, 32, generator=generator) * 1e-6 * torch.rand(50, 32, generator=generator)
+    spec, num_keys = describe(tensor, WireFormat.INT4_STOCHASTIC), 2000
+    lost = torch.zeros(50, 32, dtype=torch.float64)
+    for number in range(num_keys):
+        lost += (
+            decode_tensor(encode_tensor(tensor, WireFormat.INT4_STOCHASTIC, (seed, number)), spec) - tensor
+        )
+    steps = tensor.abs().amax(1, keepdim=True) / 7
+    error = lost / num_keys / steps  # at most 1/2 a step of spread in one message
+    assert error.abs().max() <= 6 * 0.5 / num_keys**0.5
+    assert abs(float(error.mean())) <= 6 * 0.5 / (num_keys * tensor.numel()) ** 0.5 + 2.0**-16
+
+
+def test_messages_with_other_keys_draw_otherwise():
+    tensor = torch.linspace(-1, 1, 4096)
+    sent = {bytes(encode_tensor(tensor, WireFormat.INT4_STOCHASTIC, (1, number))) for number in range(50)}
+    assert len(sent) == 50
 
 
 def send(feedback: ErrorFeedback, delta: torch.Tensor) -> torch.Tensor:

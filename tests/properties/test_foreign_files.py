@@ -23,7 +23,7 @@ from support.mutations import damage_bytes, damage_json, damage_lines, damage_ms
 from support.sample_blueprints import middle_stage, perceptron
 from support.saved_run import books_of, parts_of
 
-from ravnest.cli.files import read_text
+from ravnest.cli.common import read_text
 from ravnest.cli.lending_loop import find_running
 from ravnest.cli.main import program
 from ravnest.config import WireFormat, parse_plan_table, read_plan_config

@@ -13,7 +13,7 @@ from ravnest.hub.coordinator import planner
 from ravnest.hub.coordinator.coordinator import Coordinator
 from ravnest.hub.coordinator.events import MakePlan
 from ravnest.hub.coordinator.notices import PlanFormed, RoundEnded
-from ravnest.hub.monitors.monitored import apply_logged
+from ravnest.hub.monitors.monitors import apply_logged
 from ravnest.hub.service.event_log import EventLog, read_watch
 from ravnest.protocol.membership import Fact
 

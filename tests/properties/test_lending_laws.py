@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ravnest.cli.lending_loop import DAY_MINUTES, Hours, may_run, next_start, read_hours, show_minute
 from ravnest.net.congestion import UPLOAD_BURST_SECONDS, Upload
-from ravnest.peer.hours import DAY_MINUTES, Hours, may_run, next_start, read_hours, show_minute
 
 MINUTES = st.integers(0, DAY_MINUTES - 1)
 SPANS = st.builds(Hours, MINUTES, st.integers(0, DAY_MINUTES)).filter(lambda span: span.start != span.stop)

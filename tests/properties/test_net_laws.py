@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from ravnest.config import TIMEOUTS
 from ravnest.errors import ConfigError, ProtocolError
-from ravnest.net.frames import Chunk, Greeting, StreamPosition, decode_frame
 from ravnest.net.identity import Token, new_keys, read_token, write_token
 from ravnest.net.link import Link
+from ravnest.net.streams import Chunk, Greeting, StreamPosition, decode_frame
 from ravnest.net.transport import Service, TransportLimits
 
 CREDIT = 6000

@@ -49,6 +49,8 @@ def profiles(draw):
 
     parameters = column(1, 1e18)
     matrices = tuple(draw(between(0, size)) for size in parameters)
+    frozen = tuple(draw(between(0, size - part)) for size, part in zip(parameters, matrices, strict=True))
+    frozen = frozen if any(frozen) else ()
     crossing = (draw(between(0, 1e18)), *column(1, 1e18)[1:], draw(between(0, 1e18)))
     return ModelProfile(
         name=draw(NAMES.filter(bool)),
@@ -59,6 +61,8 @@ def profiles(draw):
         backward_flops=column(0, 1e21),
         saved_bytes=column(0, 1e18),
         crossing_bytes=crossing,
+        frozen_bytes=draw(st.just(()) | st.just(frozen)),
+        buffer_bytes=draw(st.just(()) | st.just(column(1, 1e18))),
     )
 
 

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ravnest.averaging.tied import TiedOrder
+from ravnest.protocol.averaging import TiedHolder, TiedStep
 from ravnest.protocol.messages import Refusal
-from ravnest.protocol.tied import TiedHolder, TiedStep
 from tests.support.tied_order import deliver
 
 

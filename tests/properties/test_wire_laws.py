@@ -15,11 +15,10 @@ from ravnest.errors import ProtocolError
 from ravnest.protocol.averaging import Digest, ShareCount
 from ravnest.protocol.blobs import BlobHash, BlobPart
 from ravnest.protocol.membership import Fact, Port, Proof, Rate, Span
-from ravnest.protocol.messages import Message
+from ravnest.protocol.messages import MOST_HEADER_BYTES, WIRE_VERSION, Message, announced, pack, unpack
 from ravnest.protocol.placement import Ticket
 from ravnest.protocol.tensors import ITEM_BYTES, TensorSpec
 from ravnest.protocol.training import Count
-from ravnest.protocol.wire import MOST_HEADER_BYTES, WIRE_VERSION, announced, pack, unpack
 
 KINDS = {(get_origin(kind) or kind).__name__: get_origin(kind) or kind for kind in get_args(Message)}
 JUNK = [None, True, -1, 2**63, 2**64 - 1, 0.5, float("nan"), float("inf"), "", "x" * 400, b"", b"x" * 40]

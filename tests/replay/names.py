@@ -11,7 +11,7 @@ from typing import Any
 
 from ravnest.hub.coordinator.coordinator import Coordinator
 from ravnest.hub.coordinator.events import Action, Event, Received
-from ravnest.hub.monitors.monitored import MonitoredCoordinator, Watch
+from ravnest.hub.monitors.monitors import MonitoredCoordinator, Watch
 from ravnest.protocol.training import StepReport
 
 # Every table reads: recorded name -> present name.

@@ -14,11 +14,10 @@ from typing import Any
 from replay.replaying import FOLDER, Replay, make_codec, read_histories
 
 MODULES = """
-    coordinator.checkpoints coordinator.coordinator coordinator.departures coordinator.drops
-    coordinator.inquiries coordinator.leases coordinator.ledger coordinator.lifecycle coordinator.membership
-    coordinator.placement coordinator.plan_trigger coordinator.probes coordinator.progress
-    coordinator.recovery coordinator.rounds coordinator.snapshots coordinator.sources coordinator.training
-    monitors.liveness monitors.loss_guard monitors.monitors monitors.report_sums monitors.throughput
+    coordinator.coordinator coordinator.leases coordinator.ledger coordinator.lifecycle coordinator.membership
+    coordinator.placement coordinator.plan_trigger coordinator.progress coordinator.recovery
+    coordinator.rounds coordinator.snapshots coordinator.sources
+    monitors.liveness monitors.loss_guard monitors.monitors
 """.split()  # noqa: SIM905
 
 

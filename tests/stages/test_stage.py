@@ -8,7 +8,7 @@ import weakref
 
 import pytest
 import torch
-from support.line_of_stages import Line, Traffic, make_stage, mean_loss
+from support.line_of_stages import Line, Traffic, make_stage, mean_loss, roles_of
 from support.model_zoo import FAMILIES, NUM_TOKENS, VOCABULARY, OwnGPT, fields_of, token_loss
 from support.stage_runner import subject
 from torch import nn
@@ -296,6 +296,52 @@ def test_lag_is_measured_and_forgotten_with_the_window():
     assert all(stage._versions.seen[name] is tensor for name, tensor in stage._versions.weights.items())
 
 
+def narrow_stage(name=OptimizerName.MUON):
+    """A stage that shows its forwards bf16 of the matrices."""
+    stop = _captured().blueprint.num_positions
+    wide = make_stage(_captured(), 0, stop, settings_for(name))
+    matrices = frozenset(key for key, tensor in wide.state.items() if tensor.dim() == 2)
+    roles = dataclasses.replace(roles_of(_captured().blueprint), narrow=matrices)
+    program = build_stage_program(_captured().blueprint)
+    return wide, StageEngine(program, wide.snapshot(), roles, settings_for(name)), matrices
+
+
+def test_a_narrow_stage_sums_wide_and_trains_as_the_wide_one_does():
+    wide, narrow, matrices = narrow_stage()
+    for update in range(6):
+        for stage in (wide, narrow):
+            for part in range(2):
+                number = 2 * update + part
+                stage.forward(number, {}, text_batch(number))
+                stage.backward_inputs(number, {})
+                stage.backward_weights(number)
+                widths = {stage.summed.sums[name].dtype for name in matrices}
+                assert widths == {torch.float32 if stage is wide or part else torch.bfloat16}
+            stage.update(RATE)
+    start = make_stage(_captured(), 0, _captured().blueprint.num_positions, settings_for(OptimizerName.MUON))
+    for name in matrices:
+        moved = (wide.state[name] - start.state[name]).norm()
+        assert 0 < (narrow.state[name] - wide.state[name]).norm() < 0.05 * moved, name
+
+
+def test_a_narrow_stage_keeps_bf16_for_batches_in_flight_and_changes_its_weights_in_place():
+    _, stage, matrices = narrow_stage()
+    places = {name: stage.state[name].data_ptr() for name in matrices}
+    for number in range(3):
+        stage.forward(number, {}, text_batch(number))
+    for number in range(3):
+        stage.backward_inputs(number, {})
+        stage.backward_weights(number)
+        stage.update(RATE)
+        stage.forward(number + 3, {}, text_batch(number + 3))
+    assert places == {name: stage.state[name].data_ptr() for name in matrices}
+    assert stage.num_live_versions == 1 + 3
+    held = [version[name] for version in stage._versions._held.values() for name in matrices]
+    assert {tensor.dtype for tensor in held} == {torch.bfloat16}
+    stage.forget_prediction()
+    assert all(stage._versions.seen[name] is stage._versions.weights[name] for name in matrices)
+
+
 class Counting:
     """Multiplies by a buffer that every forward writes, so autograd saves the buffer."""
 
@@ -384,6 +430,33 @@ def test_evaluation_changes_nothing():
     assert set(results) == {"loss", "accuracy"}
     assert not results["loss"].requires_grad
     assert same(stage.snapshot().state, before.state)
+
+
+# --- how noisy gradients are
+
+
+class _Lines:
+    """A stage of three weights whose loss is the mean of w * x over samples: each x is a gradient."""
+
+    def forward(self, state, inputs, fields, *, training, key):
+        shared = state["tied"] * fields["x"][:, :1]
+        return PassedOn({}, {"loss": (state["w"] * fields["x"]).sum(1).mean() + shared.mean()})
+
+
+def test_the_noise_of_a_stage_is_that_of_its_samples_gradients():
+    roles = Roles(frozenset({"w", "tied"}), shared=frozenset({"tied"}))
+    state = {"w": torch.zeros(3), "tied": torch.zeros(1)}
+    stage = StageEngine(_Lines(), Snapshot(0, state, {}), roles, plain_sgd(["w", "tied"]))
+    x = 1.0 + 2.0 * torch.randn(400, 12, 3, generator=torch.Generator().manual_seed(0))
+    for update, batch in enumerate(x):
+        for part, samples in enumerate(batch.split(4)):
+            stage.forward(3 * update + part, {}, {"x": samples})
+            stage.backward_inputs(3 * update + part, {})
+            stage.backward_weights(3 * update + part, 1.0, 4)
+        stage.take_shared_gradients()
+        stage.update(0.0)
+    assert stage.noise.variance == pytest.approx(3 * 4.0, rel=0.2)
+    assert stage.noise.signal == pytest.approx(3.0, rel=0.3)
 
 
 # --- numbers that are not finite

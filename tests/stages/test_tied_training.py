@@ -8,9 +8,8 @@ from ravnest.engine.train_config import AveragingRule
 from ravnest.ids import HUB, RoundId
 from ravnest.model.capture import Captured, capture
 from ravnest.model.stage_program import build_stage_program
-from ravnest.protocol.averaging import RoundAbort, RoundOpen, RoundReady
+from ravnest.protocol.averaging import RoundAbort, RoundOpen, RoundReady, TiedGradient
 from ravnest.protocol.placement import SnapshotOrder
-from ravnest.protocol.tied import TiedGradient
 from ravnest.protocol.training import Activation, DroppedMicrobatch
 from tests.support.model_zoo import OwnGPT, token_batch, token_loss
 from tests.support.tied_world import EPOCH, TiedWorld

@@ -91,8 +91,8 @@ def _run(words: tuple[str, ...], files: list[Path], folder: Path, fault: Fault |
     for number, path in enumerate(files, 1):
         with path.open("w") as file:
             os.dup2(file.fileno(), number)
+    from ravnest.cli.common import CommandParts
     from ravnest.cli.main import program
-    from ravnest.cli.parts import CommandParts
     from ravnest.hub.service.server import HubParts
 
     parts = HubParts(watch=None if fault is None else _suffer(fault, folder))

@@ -5,13 +5,15 @@ import math
 from hypothesis import strategies as st
 
 from ravnest.config import (
+    DELTA_FORMATS,
     Averaging,
     OptimizerKind,
     PlanConfig,
     Recompute,
     SearchBudget,
+    StateFormat,
+    WeightFormat,
     WireChoice,
-    WireFormat,
 )
 from ravnest.ids import NodeId
 from ravnest.plan.assembly import stage_bytes
@@ -73,29 +75,35 @@ def profiles(draw, least_parameters=1e6):
         return tuple(draw(st.lists(_sizes(low, high), min_size=length + extra, max_size=length + extra)))
 
     parameters = line(least_parameters, 1e8)
+    matrices = tuple(size * draw(st.sampled_from([0.0, 0.5, 1.0])) for size in parameters)
+    frozen = tuple(0.5 * (size - part) for size, part in zip(parameters, matrices, strict=True))
     return ModelProfile(
         name="m",
         samples_per_batch=draw(st.integers(1, 16)),
         parameter_bytes=parameters,
-        matrix_bytes=tuple(size * draw(st.sampled_from([0.0, 0.5, 1.0])) for size in parameters),
+        matrix_bytes=matrices,
         forward_flops=line(1e8, 1e11),
         backward_flops=line(1e8, 1e11),
         saved_bytes=line(1e4, 1e7),
         crossing_bytes=line(1e3, 1e7, extra=1),
+        frozen_bytes=draw(st.sampled_from([(), frozen])),
+        buffer_bytes=draw(st.sampled_from([(), tuple(0.1 * size for size in parameters)])),
     )
 
 
-DELTAS = [WireFormat.FP32, WireFormat.BF16, WireFormat.INT8, WireFormat.INT4]
 configs = st.builds(
     PlanConfig,
     optimizer=st.sampled_from(OptimizerKind),
     predict_weights=st.booleans(),
     max_lag=st.integers(1, 4),
     saves_memory=st.booleans(),
+    versions=st.sampled_from(WeightFormat),
+    states=st.sampled_from(StateFormat),
+    precision=st.sampled_from(WeightFormat),
     recompute=st.sampled_from(Recompute),
     activations=st.sampled_from(WireChoice),
     gradients=st.sampled_from(WireChoice),
-    deltas=st.sampled_from(DELTAS),
+    deltas=st.sampled_from(DELTA_FORMATS),
     averaging=st.sampled_from(Averaging),
     speed_ratio=st.sampled_from([1.0, 4.0, 1e6]),
     max_stages=st.sampled_from([1, 2, 3, 48]),
@@ -247,20 +255,27 @@ def _slow_link(host, other, sizes, swarm, config, share):
 
 def slow_memory(stage, cluster, profile, config, is_averaged):
     """Return the bytes a stage needs, counted copy by copy."""
-    copies = 2.0  # weights and gradient
     versions = math.ceil((stage.window - 1) / cluster.accumulate)
-    copies += versions
-    if config.optimizer is OptimizerKind.MUON and config.predict_weights and stage.predicts and versions:
-        copies += 1
+    is_predicted = config.optimizer is OptimizerKind.MUON and config.predict_weights and stage.predicts
+    if "bf16" not in (config.versions, config.precision):
+        copies = 2.0 + versions + (1 if is_predicted and versions else 0)  # weights, gradient
+    else:  # narrow gradients of narrow weights
+        copies = 1.0 + (0.5 + 0.5 * versions + 0.5 if versions else 1.0)
     if is_averaged:
         copies += 2 + config.deltas.ratio + (0 if config.deltas == "fp32" else 1)
     total = 0.0
     for k in range(stage.start, stage.stop):
-        state = {"sgd": 0, "momentum": 1}.get(config.optimizer, 2) * profile.parameter_bytes[k]
-        if config.optimizer is OptimizerKind.MUON:
-            state -= profile.matrix_bytes[k]
+        frozen, buffers = (
+            column[k] if column else 0.0 for column in (profile.frozen_bytes, profile.buffer_bytes)
+        )
+        trained = profile.parameter_bytes[k] - frozen
+        first, square = {"fp32": (1, 1), "bf16": (0.5, 1), "int8": (257 / 1024, 0.5)}[config.states]
+        state = 0.0 if config.optimizer == "sgd" else first * trained
+        if config.optimizer not in ("sgd", "momentum"):
+            is_muon = config.optimizer is OptimizerKind.MUON
+            state += square * (trained - (profile.matrix_bytes[k] if is_muon else 0.0))
         held = profile.saved_bytes[k] * (1 if stage.recompute else stage.window)
-        total += copies * profile.parameter_bytes[k] + state + held
+        total += copies * trained + frozen + buffers + state + held
     number = cluster.stages.index(stage)
     ratio = cluster.stages[number - 1].activations.ratio if number else 1.0  # inputs lie as they travelled
     total += stage.window * ratio * profile.crossing_bytes[stage.start] if stage.recompute else 0.0

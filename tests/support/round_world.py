@@ -34,7 +34,7 @@ from ravnest.hub.coordinator.events import (
     Tick,
 )
 from ravnest.hub.coordinator.notices import RoundEnded
-from ravnest.hub.monitors.monitored import MonitoredCoordinator, apply_logged
+from ravnest.hub.monitors.monitors import MonitoredCoordinator, apply_logged
 from ravnest.hub.service.event_log import read_event, write_event
 from ravnest.plan.assembly import form_rings
 from ravnest.plan.types import Cluster, Plan, Stage

@@ -11,7 +11,7 @@ from ravnest.net.identity import KeyPair, Token, new_keys, peer_of, prove
 from ravnest.net.transport import Delivery, PeerId, PublicKey, Service, TransportEvent
 from ravnest.net.zeromq import ZeroMqTransport
 from ravnest.plan.types import Node
-from ravnest.protocol import wire
+from ravnest.protocol import messages
 from ravnest.protocol.membership import PROTOCOL_VERSION, Hello
 from ravnest.protocol.messages import Message
 from ravnest.protocol.tensors import Buffer
@@ -46,7 +46,7 @@ class Stranger:
         await self.send(Hello(version, proof, make_node(name, **facts), tuple(addresses)))
 
     async def send(self, message: Message, buffers: Sequence[Buffer] = (), to: PeerId | None = None) -> None:
-        await self.send_raw(wire.pack(message, buffers), buffers, to)
+        await self.send_raw(messages.pack(message, buffers), buffers, to)
 
     async def send_raw(self, header: bytes, buffers: Sequence[Buffer] = (), to: PeerId | None = None) -> None:
         await self.transport.send(to or self.hub, Service.CONTROL, header, buffers)
@@ -62,7 +62,7 @@ class Stranger:
         """Return the next message of a kind."""
         while True:
             delivery = await self.next_event(Delivery)
-            message = wire.unpack(delivery.header, delivery.buffers)
+            message = messages.unpack(delivery.header, delivery.buffers)
             if isinstance(message, kind):
                 return message
 

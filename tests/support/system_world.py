@@ -53,12 +53,13 @@ from ravnest.peer.compute_protocol import (
 from ravnest.peer.stage_builder import StageBuilder, StageTools
 from ravnest.peer.stage_host import SavedStage, StageHost, write_snapshot
 from ravnest.plan.types import Node, Plan
-from ravnest.protocol import wire
+from ravnest.protocol import messages
 from ravnest.protocol.averaging import RoundCommit
 from ravnest.protocol.membership import Fact
 from ravnest.protocol.messages import Message, Refusal
 from ravnest.protocol.training import LeaseDone
 from ravnest.requester.checkpoint_store import Checkpoints
+from ravnest.requester.first_weights import find_first_weights
 from ravnest.requester.owner import JobOwner
 from ravnest.requester.prepare import PreparedJob
 from ravnest.requester.prepare import prepare as prepare_job
@@ -379,7 +380,7 @@ class World:
         """Return when copies of a message leave."""
         if self.leaving is None:
             return (0.0,)
-        return self.leaving(self, sender, self._names[to], wire.unpack(header, buffers))
+        return self.leaving(self, sender, self._names[to], messages.unpack(header, buffers))
 
     def _know(self, name: NodeId) -> KeyPair:
         keys = self._keys[name] = make_keys(f"{self.seed} {name}")
@@ -475,7 +476,8 @@ def _prepare_once(job: rv.Job, plan: PlanConfig) -> PreparedJob:
 def prepare(job: rv.Job, plan: PlanConfig, keeper: Checkpoints | None = None) -> PreparedJob:
     """Capture and measure a job, once for all worlds; each has an owner of its own."""
     given = _prepare_once(job, plan)
-    owner = JobOwner(job, given.captured, given.owner._training, given.owner.fingerprint, keeper)
+    facts = (job, given.captured, given.owner._training, given.owner.fingerprint, keeper)
+    owner = JobOwner(*facts, first=find_first_weights(job, given.captured, None))
     return replace(given, owner=owner)
 
 

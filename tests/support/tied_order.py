@@ -3,8 +3,8 @@
 from typing import Any, TypeVar
 
 from ravnest.averaging.tied import Addressed, TiedOrder
+from ravnest.protocol.averaging import TiedCall, TiedGradient, TiedHolder, TiedMessage
 from ravnest.protocol.messages import Refusal
-from ravnest.protocol.tied import TiedCall, TiedGradient, TiedHolder, TiedMessage
 
 V = TypeVar("V", bound=Any)
 

@@ -25,7 +25,7 @@ from ravnest.peer.stage_builder import StageBuilder
 from ravnest.peer.stage_host import StageHost
 from ravnest.plan.assembly import form_rings
 from ravnest.plan.types import Cluster, Node, Stage
-from ravnest.protocol import wire
+from ravnest.protocol import messages
 from ravnest.protocol.averaging import RoundCommit, RoundOpen, RoundReady
 from ravnest.protocol.messages import Message, Refusal
 from ravnest.protocol.placement import PlanOrder, Source, StageParts, StageReady
@@ -164,7 +164,7 @@ class TiedWorld:
     def post(self, sender: NodeId, outgoing: Outgoing) -> None:
         """Send a message as the network would: as a header and bytes."""
         buffers = tuple(bytearray(buffer) for buffer in outgoing.buffers)
-        message = wire.unpack(wire.pack(outgoing.message, buffers), buffers)
+        message = messages.unpack(messages.pack(outgoing.message, buffers), buffers)
         if outgoing.to != HUB:
             queue = self.queues.setdefault((sender, outgoing.to, outgoing.service), deque())
             queue.append((message, buffers))

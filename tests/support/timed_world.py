@@ -15,10 +15,9 @@ from ravnest.engine.staleness import StalenessPolicy
 from ravnest.ids import HUB, NodeId
 from ravnest.model.blueprint import Blueprint
 from ravnest.model.capture import Captured, capture
-from ravnest.peer.pacing import Device
-from ravnest.peer.stage_position import StagePosition
+from ravnest.peer.pacing import Device, StagePosition
 from ravnest.peer.worker import Worker
-from ravnest.protocol import wire
+from ravnest.protocol import messages
 from ravnest.protocol.messages import Message
 from ravnest.protocol.training import Pace, StepReport
 from ravnest.transfer.outbox import Outgoing
@@ -66,7 +65,7 @@ class TimedWorld(ClusterWorld):
     def post(self, outgoing: Outgoing) -> None:
         """Send a message: it arrives after the delay, with its sender."""
         buffers = tuple(bytearray(buffer) for buffer in outgoing.buffers)
-        message = wire.unpack(wire.pack(outgoing.message, buffers), buffers)
+        message = messages.unpack(messages.pack(outgoing.message, buffers), buffers)
         if outgoing.to == HUB:
             self.at_hub.append(message)
             if isinstance(message, StepReport) and self._sender is not None:

@@ -22,13 +22,12 @@ from ravnest.model.capture import Captured
 from ravnest.model.slicing import slice_blueprint
 from ravnest.model.stage_program import build_stage_program
 from ravnest.peer.averager import AnchorState, Averager
-from ravnest.peer.pacing import Device
+from ravnest.peer.pacing import Device, StagePosition
 from ravnest.peer.stage_builder import find_roles
 from ravnest.peer.stage_host import Answer, RunningStage
-from ravnest.peer.stage_position import StagePosition
 from ravnest.peer.worker import Worker
 from ravnest.plan.types import Stage
-from ravnest.protocol import wire
+from ravnest.protocol import messages
 from ravnest.protocol.messages import Message, Refusal
 from ravnest.protocol.placement import PlanOrder
 from ravnest.protocol.tensors import Buffer
@@ -106,7 +105,7 @@ class ClusterWorld:
     def post(self, outgoing: Outgoing) -> None:
         """Send a message as the network would: as a header and bytes."""
         buffers = tuple(bytearray(buffer) for buffer in outgoing.buffers)
-        message = wire.unpack(wire.pack(outgoing.message, buffers), buffers)
+        message = messages.unpack(messages.pack(outgoing.message, buffers), buffers)
         if outgoing.to == HUB:
             self.at_hub.append(message)
         else:

@@ -574,7 +574,7 @@ def test_a_run_in_which_much_is_dropped_ends_with_a_warning(caplog: pytest.LogCa
 
 def test_state_that_lacks_something_or_is_not_finite_is_found_out() -> None:
     owner = prepare(make_job("mlp"), PLAN).owner
-    weights = owner.make_parts(0, 2).weights
+    weights = b"".join(owner.make_parts(0, 2).weights())
     tensors = load(weights)
     name = next(iter(tensors))
     assert owner.find_fault(0, 2, weights) == ""

@@ -28,6 +28,10 @@ def test_an_empty_table_gives_the_defaults():
         ("recompute", "never", Recompute.NEVER),
         ("averaging", "blocking", Averaging.BLOCKING),
         ("deltas", "fp32", WireFormat.FP32),
+        ("deltas", "int4", WireFormat.INT4),
+        ("activations", "int4", WireFormat.INT4_CHANNELS),
+        ("gradients", "int4", WireFormat.INT4_STOCHASTIC),
+        ("gradients", "int4-stochastic", WireFormat.INT4_STOCHASTIC),
         ("exact_gradients", "bf16", WireFormat.BF16),
         ("predict_weights", False, False),
         ("predict_weights", "false", False),
@@ -54,6 +58,9 @@ def test_a_key_sets_its_field(key, value, expected):
         ("optimizer", "sdg"),
         ("optimizer", 3),
         ("optimizer", ["adam"]),
+        ("activations", "int4-stochastic"),
+        ("gradients", "int4-channels"),
+        ("deltas", "int4-stochastic"),
         ("predict_weights", "yes"),
         ("predict_weights", 1),
         ("max_stages", 0),
@@ -103,7 +110,21 @@ def test_every_number_has_bounds_that_hold_its_default():
 
 @pytest.mark.parametrize(
     ("wire", "bits"),
-    [("fp32", 32), ("bf16", 16), ("fp16", 16), ("int8", 8 + 32 / 256), ("int4", 4 + 32 / 256)],
+    [
+        ("fp32", 32),
+        ("bf16", 16),
+        ("fp16", 16),
+        ("int8", 8 + 32 / 256),
+        ("int4", 4 + 32 / 256),
+        ("int4-channels", 4.5),
+        ("int4-stochastic", 4.5),
+    ],
 )
 def test_wire_ratio_counts_the_scales(wire, bits):
     assert WireFormat(wire).ratio == pytest.approx(bits / 32)
+
+
+def test_gradients_never_travel_in_a_format_that_ruins_them():
+    assert PlanConfig(gradients=WireFormat.INT4).gradients is WireFormat.INT4_STOCHASTIC
+    with pytest.raises(ConfigError, match="gradients is int4-channels; choose one of fp32"):
+        PlanConfig(gradients=WireFormat.INT4_CHANNELS)

@@ -27,6 +27,8 @@ class MakePlan:
     changed: tuple[Node, ...] = ()  # who is another than that plan knows, as it knows them
     microbatches: int = 0  # of it
     sharing: Sharing = ALONE  # of it
+    noise: float | None = None  # the job's noise scale in samples, once measured
+    tries_spares: bool = False  # spares that could not help before may help now
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,7 @@ class JobSettings:
     average_every: int | None = None  # batches per cluster between rounds; None: as often as they fit
     evaluate_every: int = 1  # epochs; 0: only at the end
     checkpoint_every: float | None = None  # seconds; None: never
+    has_own_adam: bool = False  # the requester's: its rate follows the noise where clusters share batches
     has_tied_weights: bool = False  # that several positions of the line share
     expected_nodes: int = 0  # with so many nodes form at once; 0: only by time
     settle_seconds: float = 5.0  # form when nobody came or went for so long
@@ -262,6 +265,14 @@ class ClusterSlowed:
 
 
 @dataclass(frozen=True, slots=True)
+class NoiseMeasured:
+    """The noise scale of the job's gradients, in samples: the first one, or one that is clearly larger."""
+
+    noise: float
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
 class LossAlarm:
     """Training goes wrong: what was seen, and at which node or cluster."""
 
@@ -300,6 +311,7 @@ Conclusion = (
     | EvaluationReported
     | SpeedMeasured
     | ClusterSlowed
+    | NoiseMeasured
     | LossAlarm
     | CalmChanged
     | ClusterSilent

@@ -92,6 +92,21 @@ class SpeedChanged:
 
 
 @dataclass(frozen=True, slots=True)
+class NoiseFound:
+    """How noisy gradients are, in samples; whether more clusters may pay now."""
+
+    noise: float
+    may_add_clusters: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class NotEvaluated:
+    """The last evaluation is left out: the cluster whose weights are kept answers, but gets nowhere."""
+
+    cluster: str
+
+
+@dataclass(frozen=True, slots=True)
 class Waiting:
     """Why no plan exists yet."""
 
@@ -277,6 +292,8 @@ Notice = (
     | Left
     | Leaving
     | SpeedChanged
+    | NoiseFound
+    | NotEvaluated
     | Waiting
     | PlanFormed
     | Repaired
@@ -343,6 +360,11 @@ def show_notice(news: Notice) -> str:  # noqa: C901, PLR0912, PLR0915 - one shor
             return f"{node} leaves: {reason}; what it has is handed over"
         case SpeedChanged(node, times):
             return f"{node} is {_show_times(times)} as before, for a while now"
+        case NoiseFound(noise, may_add_clusters):
+            then = ": more clusters may pay now" if may_add_clusters else ""
+            return f"the noise scale of the gradients is {noise:.3g} samples{then}"
+        case NotEvaluated(cluster):
+            return f"the last weights are kept as they are, not evaluated: in cluster {cluster} nothing moves"
         case Repaired(plan, reason):
             return f"plan {plan.plan_id}: {reason}"
         case Recovered(cluster, seconds, sources):

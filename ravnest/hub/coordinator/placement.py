@@ -15,7 +15,7 @@ from ravnest.hub.coordinator.phases import CLUSTER_TRANSITIONS, ClusterPhase, No
 from ravnest.hub.coordinator.planner import configure_microbatch, profile_microbatch
 from ravnest.ids import NodeId, SegmentId
 from ravnest.plan.forecast import Forecast, forecast
-from ravnest.plan.sharing import ALONE, Sharing
+from ravnest.plan.sharing import ALONE, LEAST_UPDATES, Sharing, adam_rate_times, efficiency
 from ravnest.plan.types import Backup, Cluster, Node, Plan, Ring, Stage, Swarm, cluster_name
 from ravnest.protocol.placement import Contact, PlanOrder, RingOrder, Rings
 
@@ -87,6 +87,8 @@ class Placement:
         self._outlook: Forecast | None = None
         self._microbatches = 1
         self.sharing = ALONE  # how clusters share the job
+        self.noise: float | None = None  # the job's noise scale, once measured
+        self._tries_spares = False  # at the next repair
         self._parts: dict[tuple[int, int], PartsMade] = {}
         self._asked: set[tuple[int, int]] = set()
         self._stale: set[tuple[int, int]] = set()  # parts with weights that are older than a checkpoint
@@ -101,6 +103,14 @@ class Placement:
     def is_exact(self) -> bool:
         """Whether clusters sum the gradients of every batch."""
         return self.sharing.averaging is Averaging.EXACT and len(self._clusters) > 1
+
+    @property
+    def rate_times(self) -> float:
+        """How many times the job's rate clusters use: more for the requester's own Adam on shared batches."""
+        settings = self._job.settings
+        if not settings.has_own_adam or not self.sharing.is_split:
+            return 1.0
+        return adam_rate_times(replace(settings.length, noise=self.noise), max(1, len(self._clusters)))
 
     @property
     def rings(self) -> tuple[Ring, ...]:
@@ -243,11 +253,29 @@ class Placement:
         usable = {NodePhase.SPARE, NodePhase.BUILDING, NodePhase.HOSTING}
         nodes = tuple(member.node for member in self.membership.members if member.phase in usable)
         if not self._clusters:
-            return MakePlan(self._last_id, nodes)
+            return MakePlan(self._last_id, nodes, noise=self.noise)
         by_name = {node.name: node for node in nodes}
         gone = tuple(node for name, node in self._planned.items() if name not in by_name)
         changed = tuple(x for name, x in self._planned.items() if name in by_name and x != by_name[name])
-        return MakePlan(self._last_id, nodes, self._plan, gone, changed, self._microbatches, self.sharing)
+        facts = (nodes, self._plan, gone, changed, self._microbatches, self.sharing, self.noise)
+        return MakePlan(self._last_id, *facts, self._tries_spares)
+
+    def record_noise(self, noise: float) -> bool:
+        """Plan with this noise scale from now on; return whether spares may form clusters that pay now."""
+        job, before = self._job, self.noise
+        self.noise = noise
+        if self._plan is None or not self._plan.spares or job.config.clusters:
+            return False
+        count = len(self._clusters) + 1
+
+        def pays(scale: float | None) -> bool:
+            length = replace(job.settings.length, noise=scale)
+            is_split = not length.is_whole_batch
+            found = efficiency(length, count, Averaging.BLOCKING, is_split, LEAST_UPDATES)
+            return found >= job.config.favour.least_efficiency
+
+        self._tries_spares = pays(noise) and not pays(before)
+        return self._tries_spares
 
     def adopt(self, plan: Plan, microbatches: int, sharing: Sharing = ALONE) -> PlanChange:
         """Take a plan that was made of the members as they are; nobody is told yet."""
@@ -256,6 +284,7 @@ class Placement:
         self._parts = {each: made for each, made in self._parts.items() if each in intervals}
         planned = {name: self.membership[name].node for name in self.membership if name in names}
         self._planned, self._microbatches, self.sharing = planned, microbatches, sharing
+        self._tries_spares = False
         profile = profile_microbatch(self._job, microbatches, sharing)
         config = configure_microbatch(self._job, microbatches, sharing)
         self._outlook = forecast(plan, profile, Swarm(tuple(planned.values())), config)

@@ -1,8 +1,8 @@
 """The hub's planner: it answers a MakePlan with a plan, a repaired plan, or what is short.
 
-A planner also cuts batches. A batch is what one update sees; it travels as microbatches, so that the pipeline
-stays full. All clusters use the same number of microbatches, as many as their windows and the lag bound need.
-The server runs the planner in a thread and takes it as an argument.
+A planner also says how batches are cut. A batch is what one update sees; it travels as microbatches, so that
+the pipeline stays full. All clusters use the same number of microbatches, as many as their windows and the
+lag bound need. The server runs the planner in a thread and takes it as an argument.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from ravnest.ids import NodeId
 from ravnest.plan.formation import form_plan
 from ravnest.plan.profiles import resize_batch
 from ravnest.plan.repair import Repair, node_joined, node_left, node_slowed
-from ravnest.plan.sharing import LEAST_UPDATES, Sharing, efficiency, share_job
+from ravnest.plan.sharing import LEAST_UPDATES, Sharing, TrainingLength, efficiency, share_job
 from ravnest.plan.types import ModelProfile, Plan, Swarm
 from ravnest.units import show_count
 
@@ -29,16 +29,6 @@ _LEASE_BYTES = 1 << 20  # of samples: larger leases save few messages, and their
 _FEW_CLUSTERS = 4  # so many are all tried
 _GAIN = 1.05  # a plan with more clusters must be so much better
 _TRIES = 3  # smaller microbatches widen windows, and those ask for more of them
-
-
-def cut_batches(num_samples: int, batch_size: int, microbatches: int) -> tuple[int, ...]:
-    """Return the sizes of the microbatches of so many samples, batch after batch, as equal as possible."""
-    sizes: list[int] = []
-    for start in range(0, num_samples, batch_size):
-        size = min(batch_size, num_samples - start)
-        count = min(microbatches, size)  # those of a short last batch still hold a sample each
-        sizes += [size // count + (index < size % count) for index in range(count)]
-    return tuple(sizes)
 
 
 def lease_batches(job: JobGiven, plan: Plan, microbatches: int) -> int:
@@ -108,7 +98,7 @@ class SearchPlanner:
             return most
         quick = replace(self, budget=replace(self.budget, clusters=self.budget.quick_clusters // 4))
         best = None
-        for number in (*_fewer_clusters(job, most), 0):
+        for number in (*_fewer_clusters(job, asked, most), 0):
             try:
                 each = quick._candidate(job, asked, number) if number else most
             except PlanError:
@@ -125,7 +115,7 @@ class SearchPlanner:
 
     def _candidate(self, job: JobGiven, asked: MakePlan, num_clusters: int) -> "_Candidate":
         """Return the best plan of so many clusters at most; 0: as many as there can be."""
-        settings, length = job.settings, job.settings.length
+        settings, length = job.settings, _length(job, asked)
         is_split, is_exact = not length.is_whole_batch, job.config.averaging is Averaging.EXACT
         # How many clusters there will be decides how large a microbatch is, and that decides how many.
         expected = Sharing(is_split=is_split, num_clusters=num_clusters or 1)
@@ -180,6 +170,9 @@ class SearchPlanner:
             if node.name not in _nodes_of(plan):
                 repair = self._join(job, asked, plan, node.name, Swarm(tuple(here)))
                 plan, reasons = repair.plan, [*reasons, repair.reason]
+        if asked.tries_spares:
+            plan, reason = self._try_spares(job, asked, plan, Swarm(tuple(here)))
+            reasons.append(reason)
         if not plan.clusters:
             return PlanMade(
                 asked.plan_id, None, asked.microbatches, "", now
@@ -187,6 +180,18 @@ class SearchPlanner:
         repaired = _accumulate(replace(plan, plan_id=asked.plan_id), asked.microbatches, job.config.max_lag)
         shared = self._share(job, asked, repaired, Swarm(asked.nodes))
         return PlanMade(asked.plan_id, repaired, asked.microbatches, "", now, "; ".join(reasons), shared)
+
+    def _try_spares(self, job: JobGiven, asked: MakePlan, plan: Plan, swarm: Swarm) -> tuple[Plan, str]:
+        """Form clusters of spares as long as another one pays at the noise scale that was measured."""
+        before = len(plan.clusters)
+        while plan.clusters and plan.spares:
+            joined = self._join(job, asked, plan, plan.spares[0], swarm).plan
+            if len(joined.clusters) == len(plan.clusters):
+                break
+            plan = joined
+        added = len(plan.clusters) - before
+        what = f"spares form {added} more" if added else "no other cluster pays"
+        return plan, f"the noise scale is {asked.noise or 0.0:.3g} samples: {what}"
 
     def _join(self, job: JobGiven, asked: MakePlan, plan: Plan, name: NodeId, swarm: Swarm) -> Repair:
         """Take in a node; it helps to form another cluster only where that costs little quality."""
@@ -212,7 +217,7 @@ class SearchPlanner:
             config = replace(config, averaging=Averaging.EXACT)
         elif config.averaging is Averaging.EXACT:  # a cluster that trains alone does not begin to wait
             config = replace(config, averaging=Averaging.BLOCKING)
-        return share_job(plan, profile, swarm, config, job.settings.length)
+        return share_job(plan, profile, swarm, config, _length(job, asked))
 
 
 SEARCH_PLANNER = SearchPlanner()
@@ -242,9 +247,14 @@ def _why_not_exact(plan: Plan, settings: JobSettings) -> str:
     return ""
 
 
-def _fewer_clusters(job: JobGiven, most: _Candidate) -> list[int]:
+def _length(job: JobGiven, asked: MakePlan) -> TrainingLength:
+    """Return what the quality of a shared training depends on, with the noise scale as far as it is known."""
+    return replace(job.settings.length, noise=asked.noise)
+
+
+def _fewer_clusters(job: JobGiven, asked: MakePlan, most: _Candidate) -> list[int]:
     """Return the numbers of clusters that are worth a try, below the most there can be."""
-    count, sharing, length = len(most.plan.clusters), most.sharing, job.settings.length
+    count, sharing, length = len(most.plan.clusters), most.sharing, _length(job, asked)
     least, apart = job.config.favour.least_efficiency, max(LEAST_UPDATES, sharing.updates_between)
     good = [
         number

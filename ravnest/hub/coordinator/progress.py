@@ -1,13 +1,29 @@
 """How far each cluster is: updates made, samples learned from, rates sent, and the average it began from.
 
-A cluster that is built anew goes on from another one. Rates are sent ahead of a cluster's updates.
+A cluster that is built anew goes on from another one. Rates are sent ahead of a cluster's updates. In exact
+mode clusters train a batch together: their shares wait here until they are summed. What cannot be trained is
+dropped, a whole microbatch at a time. The requester's side is asked which of its samples is at fault; from
+then on another one of its microbatch takes its place. Training does not wait for the answer.
 """
 
+from collections import deque
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from ravnest.hub.coordinator.events import ClusterVersion, JobSettings, Send
-from ravnest.hub.coordinator.placement import ClusterState
+from ravnest.hub.coordinator.events import (
+    Action,
+    ClusterVersion,
+    InspectSamples,
+    JobSettings,
+    Notify,
+    SamplesInspected,
+    Send,
+    SendFields,
+)
+from ravnest.hub.coordinator.leases import OpenLease
+from ravnest.hub.coordinator.notices import MicrobatchDropped, SamplesDropped
+from ravnest.hub.coordinator.phases import ClusterPhase
+from ravnest.hub.coordinator.placement import ClusterState, Placement
 from ravnest.ids import RoundId
 from ravnest.protocol.training import LearningRate
 
@@ -120,10 +136,13 @@ class ClusterProgress:
             each.num_alone, each.num_samples_seen = 0, seen
             each.anchor_round = each.anchor_round if round_id is None else round_id
 
-    def send_rates(self, cluster: ClusterState, num_updates: int, batches: float) -> list[Send]:
+    def send_rates(
+        self, cluster: ClusterState, num_updates: int, batches: float, times: float = 1.0
+    ) -> list[Send]:
         """Return the rates of the next so many updates, where they are not what the cluster was sent.
 
-        All clusters together train so many batches while this one makes an update.
+        All clusters together train so many batches while this one makes an update. Rates are so many times
+        those of the job.
         """
         progress = self._of(cluster)
         latest = max((update for update in progress.rates if update <= progress.version), default=0)
@@ -132,7 +151,7 @@ class ClusterProgress:
         sends = []
         for ahead in range(num_updates):
             update = progress.version + ahead
-            rate = self._settings.rate(progress.position + int(ahead * batches))
+            rate = times * self._settings.rate(progress.position + int(ahead * batches))
             if progress.rates.get(update, told) != rate:
                 progress.rates[update] = rate
                 sends += [Send(node, LearningRate(cluster.build_id, update, rate)) for node in cluster.nodes]
@@ -141,3 +160,168 @@ class ClusterProgress:
 
     def _of(self, cluster: ClusterState) -> Progress:
         return self._progress.setdefault(cluster.cluster_id, Progress(cluster.version, self._position))
+
+
+_MOST_BATCHES = 2  # one that is trained, one that waits
+
+
+@dataclass(frozen=True, slots=True)
+class ExactBatch:
+    """A batch whose gradients clusters are to sum: the leases of those that train a share of it."""
+
+    rate: float
+    leases: dict[str, OpenLease]  # by cluster_id; without those given back
+    num_trained: dict[str, int] = field(default_factory=dict)  # samples of leases that are done
+
+    def num_microbatches(self, cluster: ClusterState) -> int:
+        """Return how many microbatches the share of a cluster has; none, if it has no share."""
+        lease = self.leases.get(cluster.cluster_id)
+        return 0 if lease is None else len(lease.num_samples)
+
+
+class ExactBatches:
+    """Batches that are granted and not yet summed, oldest first."""
+
+    def __init__(self) -> None:
+        self._batches: deque[ExactBatch] = deque()
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    @property
+    def first(self) -> ExactBatch | None:
+        """The batch whose gradients are summed next."""
+        return self._batches[0] if self._batches else None
+
+    def may_add(self, placement: Placement) -> bool:
+        """Return whether clusters may get another batch before the last ones are summed.
+
+        A cluster without a share in a batch would begin the next one too early. None trains while another
+        is being built, which begins with the weights the others have now.
+        """
+        running = {each.cluster_id for each in placement.running}
+        is_building = any(each.phase is ClusterPhase.BUILDING for each in placement.clusters)
+        is_shared_by_all = all(batch.leases.keys() == running for batch in self._batches)
+        return bool(running) and not is_building and is_shared_by_all and len(self) < _MOST_BATCHES
+
+    def add(self, batch: ExactBatch) -> None:
+        """Add a batch that is granted."""
+        self._batches.append(batch)
+
+    def release(self, cluster: ClusterState) -> None:
+        """Go on without the shares of a cluster that gives its leases back."""
+        for batch in self._batches:
+            batch.leases.pop(cluster.cluster_id, None)
+        self._batches = deque(batch for batch in self._batches if batch.leases)
+
+    def find(self, lease: OpenLease) -> ExactBatch | None:
+        """Return the batch that a lease is a share of."""
+        return next((each for each in self._batches if each.leases.get(lease.cluster_id) is lease), None)
+
+    def is_waiting(self, cluster: ClusterState) -> bool:
+        """Return whether a cluster has done its share of the first batch, and waits for the others."""
+        return self.first is not None and cluster.cluster_id in self.first.num_trained
+
+    def has_share(self, cluster: ClusterState) -> bool:
+        """Return whether a cluster has a share that is in no weights yet."""
+        return any(cluster.cluster_id in each.leases for each in self._batches)
+
+    def take(self, count: int | None = None) -> list[ExactBatch]:
+        """Take out so many of the oldest batches, or all."""
+        taken = [*self._batches][:count]
+        self._batches = deque([*self._batches][len(taken) :])
+        return taken
+
+
+_MOST_KEPT = 100  # of what is told at the end
+_MOST_INSPECTED = 32  # microbatches: where all of them fail, it is not for their samples
+
+
+@dataclass(frozen=True, slots=True)
+class DroppedSamples:
+    """Samples of the train data, or of the validation data, that were dropped together."""
+
+    samples: tuple[int, ...]
+    reason: str
+    is_evaluation: bool = False
+
+
+class Drops:
+    """Takes every microbatch that is dropped; `found` says what is known of their samples, in order.
+
+    A sample at fault costs one microbatch, not one in each epoch: another takes its place from then on.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[bool, tuple[int, ...]], str] = {}
+        self._faulty: set[tuple[bool, int]] = set()
+        self._under_way: dict[tuple[bool, tuple[int, ...]], None] = {}
+        self._num_inspected = 0
+        self._replaced: set[int] = set()  # of the train data
+
+    @property
+    def found(self) -> tuple[DroppedSamples, ...]:
+        """Samples and reasons, each once: those at fault alone, else all of their microbatch."""
+        return tuple(DroppedSamples(key[1], reason, key[0]) for key, reason in self._found.items())
+
+    def record(self, told: MicrobatchDropped) -> list[Action]:
+        """Tell of a microbatch; have its samples inspected if none of them is known to be at fault."""
+        faulty = tuple(sample for sample in told.samples if (told.is_evaluation, sample) in self._faulty)
+        told = replace(told, faulty=faulty)
+        key, actions = (told.is_evaluation, told.samples), [Notify(told)]
+        if faulty:
+            return [*actions]
+        if len(told.samples) == 1:
+            return [*actions, *self._name(told.is_evaluation, told.samples, told.reason)]
+        self._keep(*key, told.reason)
+        if key in self._under_way or self._num_inspected == _MOST_INSPECTED:
+            return [*actions]
+        self._num_inspected += 1
+        self._under_way[key] = None
+        return [*actions, InspectSamples(*key)]
+
+    def conclude(self, inspected: SamplesInspected) -> list[Action] | str:
+        """Name the samples that were found to be at fault."""
+        key = (inspected.is_evaluation, inspected.samples)
+        if key not in self._under_way:
+            return "nobody asked about these samples"
+        del self._under_way[key]
+        by_reason: dict[str, list[int]] = {}
+        for sample, reason in inspected.faulty:
+            if sample in inspected.samples:
+                by_reason.setdefault(reason, []).append(sample)
+        if by_reason:
+            self._found.pop(key, None)
+        actions: list[Action] = []
+        for reason, samples in by_reason.items():
+            actions += self._name(inspected.is_evaluation, samples, reason)
+            self._replaced |= set() if inspected.is_evaluation else set(samples)
+        return actions
+
+    def replace_faulty(self, order: SendFields) -> SendFields:
+        """Put other samples of a microbatch in the places of those that the requester's side found at fault.
+
+        An evaluation goes without the microbatch: no sample of it counts twice.
+        """
+        if order.is_evaluation or self._replaced.isdisjoint(x for batch in order.samples for x in batch):
+            return order
+        return replace(order, samples=tuple(map(self._replace, order.samples)))
+
+    def _replace(self, samples: tuple[int, ...]) -> tuple[int, ...]:
+        good = [sample for sample in samples if sample not in self._replaced] or samples
+        return tuple(
+            good[index % len(good)] if sample in self._replaced else sample
+            for index, sample in enumerate(samples)
+        )
+
+    def _name(self, is_evaluation: bool, samples: Sequence[int], reason: str) -> list[Action]:
+        new = tuple(sample for sample in samples if (is_evaluation, sample) not in self._faulty)
+        self._faulty |= {(is_evaluation, sample) for sample in new}
+        if not new:
+            return []
+        self._keep(is_evaluation, new, reason)
+        return [Notify(SamplesDropped(new, reason, is_evaluation))]
+
+    def _keep(self, is_evaluation: bool, samples: tuple[int, ...], reason: str) -> None:
+        if len(self._found) < _MOST_KEPT:
+            self._found.setdefault((is_evaluation, samples), reason)

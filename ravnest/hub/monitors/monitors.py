@@ -1,11 +1,16 @@
-"""The monitors of a hub together: telemetry and events go in, conclusions come out.
+"""The monitors of a hub together, and a coordinator with its monitors, as the service and the tests drive it.
 
-Monitors keep soft state: it is in no log, and a hub that goes on begins with new ones. A conclusion is an
-event like any other, so the coordinator that replays its log needs no monitor. Monitors read the coordinator
-and never change it.
+Monitors keep soft state: it is in no log, and a hub that goes on begins with new ones. They read the
+coordinator and never change it: a conclusion is an event like any other, so a coordinator that replays its
+log needs no monitor. What leaves report of microbatches is summed until the ledger needs it, each under the
+lease that granted it; what a hub had not passed on is missing in the mean loss of its epoch. What stages say
+of their gradients adds up to the job's noise scale. Nothing here does I/O.
 """
 
 from collections import deque
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from statistics import median
 
 from ravnest.config import TIMEOUTS, HubTimeouts
 from ravnest.hub.coordinator.coordinator import Coordinator
@@ -15,9 +20,12 @@ from ravnest.hub.coordinator.events import (
     ClusterHeard,
     ClusterSilent,
     ClusterSlowed,
+    ClusterVersion,
     Conclusion,
+    EvaluationReported,
     Event,
     LossAlarm,
+    NoiseMeasured,
     Notify,
     PeerJoined,
     PeerLeft,
@@ -29,7 +37,8 @@ from ravnest.hub.coordinator.events import (
     Tick,
     TrainingReported,
 )
-from ravnest.hub.coordinator.ledger import Ledger
+from ravnest.hub.coordinator.leases import OpenLease
+from ravnest.hub.coordinator.ledger import MOST_METRICS, Ledger, Means
 from ravnest.hub.coordinator.notices import (
     ClusterBroken,
     ClusterDissolved,
@@ -40,15 +49,185 @@ from ravnest.hub.coordinator.notices import (
 )
 from ravnest.hub.coordinator.phases import JobPhase
 from ravnest.hub.coordinator.placement import ClusterState
-from ravnest.hub.monitors.liveness import LivenessMonitor
+from ravnest.hub.monitors.liveness import LivenessMonitor, PaceMonitor, ThroughputMonitor
 from ravnest.hub.monitors.loss_guard import LossGuard
-from ravnest.hub.monitors.report_sums import ReportSums
-from ravnest.hub.monitors.throughput import PaceMonitor, ThroughputMonitor
-from ravnest.ids import NodeId
+from ravnest.ids import LeaseId, MicrobatchId, NodeId
+from ravnest.plan.sharing import TrainingLength
 from ravnest.protocol.averaging import RoundAbort, RoundReady
 from ravnest.protocol.membership import Leave
+from ravnest.protocol.messages import Refusal
 from ravnest.protocol.placement import StageMissing, StageReady
-from ravnest.protocol.training import DroppedMicrobatch, LeaseDone, StepReport
+from ravnest.protocol.training import DroppedMicrobatch, GradientNoise, LeaseDone, StepReport
+
+_CLEARLY = 1.5  # times as large
+_MOST_TIMES = 16.0  # as large, or as small, as the guess
+
+
+class NoiseMonitor:
+    """Adds up what stages say of their gradients; `note` returns a noise scale that is worth telling.
+
+    That of a cluster is known when each of its stages has reported. That of the job is the median over
+    clusters, no further from the guess than a factor. It grows while a job learns.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[str, dict[NodeId, GradientNoise]] = {}  # by cluster
+        self._told = 0.0
+
+    def note(
+        self,
+        cluster_id: str,
+        nodes: Collection[NodeId],
+        sender: NodeId,
+        noise: GradientNoise,
+        length: TrainingLength,
+    ) -> float | None:
+        """Take a stage's report; return the noise scale if it is new or clearly larger."""
+        self._found.setdefault(cluster_id, {})[sender] = noise
+        if any(node not in self._found[cluster_id] for node in nodes):
+            return None
+        guess = length.noise_scale
+        middle = median(_scale(each.values()) for each in self._found.values())
+        scale = min(max(middle, guess / _MOST_TIMES), guess * _MOST_TIMES)
+        if scale < _CLEARLY * self._told:
+            return None
+        self._told = scale
+        return scale
+
+    def forget_others(self, cluster_ids: Collection[str]) -> None:
+        """Forget clusters that are no more."""
+        self._found = {each: found for each, found in self._found.items() if each in cluster_ids}
+
+
+def _scale(stages: Collection[GradientNoise]) -> float:
+    variance = max(0.0, sum(each.variance for each in stages))
+    signal = sum(each.signal for each in stages)
+    return variance / signal if signal > 0.0 else float("inf")
+
+
+_NO_LOSS: float | None = None
+
+
+@dataclass(slots=True)
+class _ClusterSums:
+    """What a cluster has reported since its version was last passed on."""
+
+    version: int
+    num_reported: int = 0  # of all clusters, when it came to that version
+    num_updates: int = 0
+
+
+@dataclass(slots=True)
+class _EvaluationSums:
+    num_samples: int = 0
+    means: Means = field(default_factory=Means)
+
+
+class ReportSums:
+    """Sums for one ledger; they begin anew when training does."""
+
+    def __init__(self) -> None:
+        self._reset()
+
+    def _reset(self) -> None:
+        self._num_reported, self._loss = 0, _NO_LOSS
+        self._means: dict[int, Means] = {}  # by epoch
+        self.has_news = False  # since the last time they were passed on
+        self.num_updates = 0  # of all clusters, since then
+        self._clusters: dict[str, _ClusterSums] = {}
+        self._evaluations: dict[LeaseId, _EvaluationSums] = {}
+        self._reported: dict[LeaseId, set[MicrobatchId]] = {}
+
+    def begin(self, ledger: Ledger) -> None:
+        """Go on from the books, because a hub or its training begins anew."""
+        self._reset()
+        self._num_reported = ledger.num_reported
+        self._means = {epoch: Means(dict(means.sums)) for epoch, means in ledger.means.items()}
+
+    def record(self, ledger: Ledger, cluster: ClusterState, report: StepReport) -> bool | str:
+        """Add a report of a leaf; return whether it is of training, or why it does not count."""
+        microbatch = report.microbatch
+        if report.version > ledger.num_granted + 1:  # an update is of a microbatch at least
+            return f"cluster {cluster.name} cannot have made {report.version} updates"
+        lease = ledger.find_training(microbatch)
+        if lease is not None and self._is_awaited(lease, cluster, microbatch):
+            self._add_training(ledger, cluster, lease, report)
+            return True
+        lease = ledger.find_evaluation(cluster, microbatch)
+        if lease is None or not self._is_awaited(lease, cluster, microbatch):
+            return f"microbatch {microbatch} of cluster {cluster.name} is not awaited"
+        self._add_evaluation(lease, report)
+        return False
+
+    def _is_awaited(self, lease: OpenLease, cluster: ClusterState, microbatch: MicrobatchId) -> bool:
+        is_new = microbatch not in lease.dropped and microbatch not in self._reported.get(lease.number, ())
+        return is_new and lease.cluster_id == cluster.cluster_id
+
+    def _add_training(
+        self, ledger: Ledger, cluster: ClusterState, lease: OpenLease, report: StepReport
+    ) -> None:
+        assert lease.lease is not None
+        num_samples = self._mark(lease, report.microbatch)
+        self.has_news, self._loss = True, report.loss
+        self._num_reported += num_samples
+        sums = self._clusters.get(cluster.cluster_id)
+        if sums is None:
+            sums = self._clusters[cluster.cluster_id] = _ClusterSums(ledger.progress.version(cluster))
+        if report.version > sums.version:
+            num_updates = report.version - sums.version
+            sums.num_updates, self.num_updates = (
+                sums.num_updates + num_updates,
+                self.num_updates + num_updates,
+            )
+            sums.version, sums.num_reported = report.version, self._num_reported
+        _add(self._means.setdefault(lease.lease.epoch, Means()), report, num_samples)
+
+    def _add_evaluation(self, lease: OpenLease, report: StepReport) -> None:
+        num_samples = self._mark(lease, report.microbatch)
+        sums = self._evaluations.setdefault(lease.number, _EvaluationSums())
+        sums.num_samples += num_samples
+        _add(sums.means, report, num_samples)
+
+    def _mark(self, lease: OpenLease, microbatch: MicrobatchId) -> int:
+        self._reported.setdefault(lease.number, set()).add(microbatch)
+        return lease.num_samples[microbatch - lease.first_microbatch]
+
+    def pass_on(self, now: float, cluster_id: str | None = None) -> TrainingReported:
+        """Return the totals, with the new versions of all clusters or of one of them."""
+        chosen = list(self._clusters) if cluster_id is None else [cluster_id]
+        found = {each: self._clusters.pop(each) for each in chosen if each in self._clusters}
+        self.num_updates -= sum(sums.num_updates for sums in found.values())
+        self.has_news = bool(self._clusters)
+        versions = (ClusterVersion(each, sums.version, sums.num_reported) for each, sums in found.items())
+        totals = tuple(
+            (epoch, (name, *total))
+            for epoch, means in self._means.items()
+            for name, total in means.sums.items()
+        )
+        return TrainingReported(self._num_reported, self._loss, totals, tuple(versions), now)
+
+    def end_evaluation(self, lease: OpenLease, now: float) -> EvaluationReported | None:
+        """Return the sums of an evaluation lease of which every microbatch is reported or dropped."""
+        num_ended = len(self._reported.get(lease.number, set()) | lease.dropped)
+        if num_ended < len(lease.num_samples):
+            return None
+        sums = self._evaluations.pop(lease.number, _EvaluationSums())
+        self._reported.pop(lease.number, None)
+        totals = tuple((name, *total) for name, total in sums.means.sums.items())
+        return EvaluationReported(lease.cluster_id, lease.number, sums.num_samples, totals, now)
+
+    def forget_epochs(self, ledger: Ledger) -> None:
+        """Forget epochs that are over, and leases of which nothing is awaited any more."""
+        self._means = {epoch: means for epoch, means in self._means.items() if ledger.is_under_way(epoch)}
+        awaited = ledger.awaited_leases
+        self._reported = {each: found for each, found in self._reported.items() if each in awaited}
+        self._evaluations = {each: found for each, found in self._evaluations.items() if each in awaited}
+
+
+def _add(means: Means, report: StepReport, num_samples: int) -> None:
+    for name, value in (("loss", report.loss), *report.metrics[:MOST_METRICS]):
+        means.add((name, 0.0, 0) if value is None else (name, value * num_samples, num_samples))
+
 
 _AT_WORK = (JobPhase.TRAINING, JobPhase.EVALUATING)
 # These may begin or end a cluster or a round: the books are brought up to date before them.
@@ -62,6 +241,7 @@ class Monitors:
     def __init__(self, timeouts: HubTimeouts = TIMEOUTS.hub) -> None:
         self._speeds, self._paces = ThroughputMonitor(timeouts), PaceMonitor(timeouts)
         self._guard = LossGuard()
+        self._noise = NoiseMonitor()
         self._liveness = LivenessMonitor(timeouts)
         self._sums = ReportSums()
         self._found: deque[Conclusion] = deque()
@@ -94,6 +274,7 @@ class Monitors:
             else:
                 self._paces.pause(cluster.cluster_id)
                 self._end_evaluation(hub.ledger, cluster, report, now)
+        self._note_noise(hub, cluster, sender, report, now)
         times = self._speeds.note(sender, report, now)
         if times is not None:
             self._found.appendleft(SpeedMeasured(sender, times, now))
@@ -110,6 +291,16 @@ class Monitors:
         times = self._paces.note(cluster.cluster_id, report, now)
         if times is not None:
             self._found.append(ClusterSlowed(cluster.cluster_id, times, now))
+
+    def _note_noise(
+        self, hub: Coordinator, cluster: ClusterState, sender: NodeId, report: StepReport, now: float
+    ) -> None:
+        if report.noise is None:
+            return
+        facts = (cluster.cluster_id, cluster.nodes, sender, report.noise)
+        noise = self._noise.note(*facts, hub.ledger.settings.length)
+        if noise is not None:
+            self._found.append(NoiseMeasured(noise, now))
 
     def prepare(self, hub: Coordinator, event: Event) -> TrainingReported | None:
         """Return what the books need before an event, if there is anything."""
@@ -193,6 +384,7 @@ class Monitors:
                 running = [each.cluster_id for each in hub.placement.running]
                 self._guard.forget_others(running)
                 self._paces.forget_others(running)
+                self._noise.forget_others(running)
 
     def _tell_alarm(self, now: float) -> None:
         alarm = self._guard.alarm
@@ -207,3 +399,84 @@ class Monitors:
         ended = self._sums.end_evaluation(lease, now) if lease is not None else None
         if ended is not None:
             self._found.append(ended)
+
+
+Log = Callable[[Event], None]
+Watch = Callable[[Event, tuple[Action, ...]], None]
+
+
+def apply_logged(hub: Coordinator, event: Event, log: Log | None) -> tuple[Action, ...]:
+    """Let the coordinator decide; unless it refuses the event, that is in the log when this returns."""
+    is_heard = hub.concerns(event)
+    actions = hub.apply(event)
+    if log is not None and is_heard and not (actions and isinstance(actions[0], Refusal)):
+        log(event)
+    return actions
+
+
+class MonitoredCoordinator:
+    """Feed it every event and every message of a peer, in order; carry out what it returns, in order.
+
+    `log` gets each event that changed something, before its actions are returned; `watch` gets each event
+    and each report, with its actions.
+    """
+
+    def __init__(
+        self,
+        hub: Coordinator,
+        log: Log | None = None,
+        watch: Watch | None = None,
+        monitors: Monitors | None = None,
+    ) -> None:
+        self.hub = hub
+        self._log, self._watch = log, watch
+        self._monitors = Monitors(hub.timeouts) if monitors is None else monitors
+
+    @property
+    def due(self) -> float | None:
+        """When the next Tick is needed, if nothing else happens."""
+        times = (self.hub.due, self._monitors.due(self.hub))
+        return min((time for time in times if time is not None), default=None)
+
+    def apply(self, event: Event) -> tuple[Action, ...]:
+        """Take an event or a report; return what is to be done, or a Refusal alone if it changes nothing."""
+        if isinstance(event, Received) and isinstance(event.message, StepReport):
+            return self._record(event, event.message)
+        if isinstance(event, Tick) and (self.hub.due is None or event.now < self.hub.due):
+            return self._conclude(event.now)  # it is due for the monitors only, and no event
+        sums = self._monitors.prepare(self.hub, event)
+        actions = [] if sums is None else [*self._decide(sums)]
+        decided = self._decide(event)
+        if not decided or not isinstance(decided[0], Refusal):
+            self._monitors.observe(self.hub, event, decided)
+            return (*actions, *decided, *self._conclude(event.now))
+        return (*actions, *self._conclude(event.now)) or decided
+
+    def _record(self, event: Received, report: StepReport) -> tuple[Action, ...]:
+        if self.hub.placement.cluster_of(event.sender) is None:
+            self._show(event, ())
+            return ()
+        reason = self._monitors.record(self.hub, event.sender, report, event.now)
+        if reason is not None:
+            refused = (Refusal(reason),)
+            self._show(event, refused)
+            return refused
+        self._show(event, ())
+        return self._conclude(event.now)
+
+    def _conclude(self, now: float) -> tuple[Action, ...]:
+        actions: list[Action] = []
+        while (conclusion := self._monitors.conclude(self.hub, now)) is not None:
+            decided = self._decide(conclusion)
+            self._monitors.observe(self.hub, conclusion, decided)
+            actions += (each for each in decided if not isinstance(each, Refusal))
+        return tuple(actions)
+
+    def _decide(self, event: Event) -> tuple[Action, ...]:
+        actions = apply_logged(self.hub, event, self._log)
+        self._show(event, actions)
+        return actions
+
+    def _show(self, event: Event, actions: tuple[Action, ...]) -> None:
+        if self._watch is not None:
+            self._watch(event, actions)

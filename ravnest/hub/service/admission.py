@@ -1,22 +1,26 @@
-"""Who may come in, under what name, and which pairs may meet through the relay.
+"""Newcomers: who may come in, under what name, which pairs may meet through the relay, and what is measured.
 
-What a peer says of itself is believed only within bounds: others are told its name and addresses.
+What a peer says of itself is believed only within bounds: others are told its name and addresses. What it
+measured of itself is completed with the time of the link from it to the hub.
 """
 
 import hmac
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from hashlib import sha256
 from itertools import count
 
+from ravnest.hub.coordinator.events import Probed
 from ravnest.hub.coordinator.membership import is_sensible
 from ravnest.ids import HUB, NodeId
 from ravnest.net.identity import Token, peer_of, prove
 from ravnest.net.relay import TICKET_BYTES, Relay
 from ravnest.net.transport import PeerId, PublicKey
-from ravnest.protocol.membership import PROTOCOL_VERSION, Complaint, Hello
+from ravnest.protocol.membership import PROTOCOL_VERSION, Complaint, Hello, ProbeReport
 from ravnest.protocol.placement import PlanOrder, RingOrder
+from ravnest.transfer.exchange import Exchange
+from ravnest.transfer.link_probe import LinkTimes
 
 _KEY_BYTES = 40
 _PROOF_BYTES = 32
@@ -119,3 +123,32 @@ class Admission:
             return b""
         pair = b"".join(sorted((one, other)))
         return hmac.digest(self._token.secret, b"ravnest relay" + pair, sha256)[:TICKET_BYTES]
+
+
+class ProbeReports:
+    """Completes one report of a peer for each probe that was ordered."""
+
+    def __init__(self, exchange: Exchange, apply: Callable[[Probed], None]) -> None:
+        self._exchange = exchange
+        self._apply = apply
+        self._awaited: set[NodeId] = set()
+
+    def await_from(self, name: NodeId) -> None:
+        """Expect a report: a probe was ordered."""
+        self._awaited.add(name)
+
+    def complete(self, name: NodeId, report: ProbeReport, clock: Callable[[], float]) -> None:
+        """Time the link from a peer that has timed the link to it, then apply what was measured."""
+        if name not in self._awaited:
+            return
+        self._awaited.remove(name)
+
+        def say(link: LinkTimes | None) -> None:
+            upload = link.bytes_per_second if link else None
+            download, latency = report.download_bytes_per_second, report.latency_seconds
+            self._apply(Probed(name, report.flops_per_second, upload, download, latency, clock()))
+
+        if report.download_bytes_per_second is None:
+            say(None)
+        else:
+            self._exchange.time_link(name, clock, say)

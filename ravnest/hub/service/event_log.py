@@ -22,7 +22,7 @@ from ravnest.hub.coordinator.coordinator import Coordinator
 from ravnest.hub.coordinator.events import Event, JobGiven, Received
 from ravnest.hub.service.status import NO_JOB, Status, StatusTracker
 from ravnest.ids import NodeId
-from ravnest.protocol import wire
+from ravnest.protocol import messages
 
 LOG_SCHEMA = 3  # it changes when old events cannot be read any more, or mean something else
 _LOG, _LOCK = "hub.sqlite", "hub.lock"
@@ -51,7 +51,7 @@ _ADVICE = {
 
 def write_event(event: Event) -> tuple[str, bytes]:
     """Return an event as the log has it: its kind, and msgpack; a peer's message as wire packs it."""
-    plain = (event.sender, wire.pack(event.message), event.now) if isinstance(event, Received) else event
+    plain = (event.sender, messages.pack(event.message), event.now) if isinstance(event, Received) else event
     return type(event).__name__, msgspec.msgpack.encode(plain)
 
 
@@ -59,7 +59,7 @@ def read_event(kind: str, body: bytes) -> Event:
     """Return the event of a row of the log; ValueError or ProtocolError if it is none."""
     if kind == Received.__name__:
         sender, header, now = msgspec.msgpack.decode(body, type=tuple[str, bytes, float])
-        return Received(NodeId(sender), wire.unpack(header), now)
+        return Received(NodeId(sender), messages.unpack(header), now)
     if kind not in _KINDS:
         raise ValueError(f"no event is called {kind!r:.40}")
     event: Event = msgspec.msgpack.decode(body, type=_KINDS[kind])

@@ -8,6 +8,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from ravnest.config import TIMEOUTS, NetTimeouts, Timeouts
@@ -38,17 +39,15 @@ from ravnest.hub.coordinator.events import (
 from ravnest.hub.coordinator.notices import CutOff, Missing, Notice, Returned, Waiting
 from ravnest.hub.coordinator.planner import SEARCH_PLANNER, Planner
 from ravnest.hub.monitors.liveness import OutageMonitor
-from ravnest.hub.monitors.monitored import MonitoredCoordinator, Watch
-from ravnest.hub.service.admission import Admission
-from ravnest.hub.service.data_service import DataService
+from ravnest.hub.monitors.monitors import MonitoredCoordinator, Watch
+from ravnest.hub.service.admission import Admission, ProbeReports
+from ravnest.hub.service.data_service import DataService, Owner
 from ravnest.hub.service.event_log import EventStore
-from ravnest.hub.service.owner import Owner
-from ravnest.hub.service.probe_reports import ProbeReports
 from ravnest.ids import NodeId
 from ravnest.net.identity import Token
 from ravnest.net.relay import Relay
 from ravnest.net.transport import MIB, Delivery, LinkDown, LinkUp, PeerId, Service, Transport, TransportLimits
-from ravnest.protocol import wire
+from ravnest.protocol import messages
 from ravnest.protocol.membership import (
     PROTOCOL_VERSION,
     Complaint,
@@ -63,7 +62,7 @@ from ravnest.protocol.messages import Message, Refusal
 from ravnest.protocol.placement import PlanOrder, RingOrder
 from ravnest.protocol.tensors import Buffer
 from ravnest.protocol.training import StepReport
-from ravnest.transfer.blobs import Blobs
+from ravnest.transfer.blobs import BlobFiles, Blobs
 from ravnest.transfer.exchange import ContentMessage, Exchange
 from ravnest.transfer.outbox import Outbox, Outgoing
 
@@ -82,6 +81,9 @@ class HubParts:
     make_relay: Callable[[NetTimeouts], Relay] = Relay
     map_addresses: Callable[[Sequence[str]], tuple[str, ...]] = tuple  # where others reach a peer's addresses
     version: str = PROTOCOL_VERSION  # that peers must speak
+    folder: Path | None = (
+        None  # for weights on their way that are too large for memory; None: the system's own
+    )
     max_waiting: int = 10_000  # messages for one peer: a lease has hundreds, and pieces go one at a time
 
 
@@ -115,7 +117,7 @@ class Server:
         log = None if store is None else store.append
         self._monitored = MonitoredCoordinator(hub, log, parts.watch)
         self.hub = hub  # one with a past goes on
-        self._blobs = Blobs()
+        self._blobs = Blobs(BlobFiles(parts.folder))
         self._exchange = Exchange(self._blobs, self._post)
         self._background: set[asyncio.Task[None]] = set()
         self._outages = OutageMonitor(self._timeouts)
@@ -251,7 +253,7 @@ class Server:
 
     def _open(self, delivery: Delivery) -> None:
         try:
-            message = wire.unpack(delivery.header, delivery.buffers)
+            message = messages.unpack(delivery.header, delivery.buffers)
         except ProtocolError as error:
             self._ban(delivery.sender, str(error))
             return
@@ -291,7 +293,7 @@ class Server:
 
     async def _refuse(self, peer: PeerId, reason: str) -> None:
         try:
-            await self._transport.send(peer, Service.CONTROL, wire.pack(Refused(reason)))
+            await self._transport.send(peer, Service.CONTROL, messages.pack(Refused(reason)))
         except LinkError as error:
             logger.debug("%s is not told: %s", peer, error)
 

@@ -1,18 +1,73 @@
-"""Status: where a run stands, as one record.
+"""What happens in a hub, for any number of readers, and where its run stands, as one record.
 
-A StatusTracker observes the events of a coordinator and their actions. It sees the same beside a hub at work
-and beside one that is replayed from its log.
+A reader of the stream sees each event and each report of a stage (telemetry, which is in no log) with the
+actions that followed. A web page follows an async iterator: one that reads too slowly loses the oldest
+happenings, and never delays the hub. A StatusTracker sees the same beside a hub at work and beside one that
+is replayed from its log.
 """
 
+import asyncio
 from collections import deque
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
 from ravnest.hub.coordinator.coordinator import Coordinator
-from ravnest.hub.coordinator.drops import DroppedSamples
 from ravnest.hub.coordinator.events import Abandon, Action, Event, Finish, JobGiven, Notify
 from ravnest.hub.coordinator.notices import Evaluated, Joined, Left, Notice, RoundEnded, Trained, show_notice
 from ravnest.hub.coordinator.phases import ClusterPhase, JobPhase, NodePhase
+from ravnest.hub.coordinator.progress import DroppedSamples
 from ravnest.ids import NodeId
+
+Reader = Callable[[Event, tuple[Action, ...]], None]
+_MOST_WAITING = 1_000  # happenings that a slow reader may still get
+
+
+@dataclass(frozen=True, slots=True)
+class Happening:
+    """An event or a report, and what the coordinator wants done because of it."""
+
+    event: Event
+    actions: tuple[Action, ...]
+
+
+class HubStream:
+    """One writer, the service; readers come and go."""
+
+    def __init__(self) -> None:
+        self._readers: dict[int, Reader] = {}
+        self._next_reader = 0
+
+    def publish(self, event: Event, actions: tuple[Action, ...]) -> None:
+        """Show a happening to all readers."""
+        for reader in tuple(self._readers.values()):
+            reader(event, actions)
+
+    def subscribe(self, reader: Reader) -> Callable[[], None]:
+        """Call a reader at every happening from now on; return what ends that."""
+        number, self._next_reader = self._next_reader, self._next_reader + 1
+        self._readers[number] = reader
+
+        def unsubscribe() -> None:
+            self._readers.pop(number, None)
+
+        return unsubscribe
+
+    async def follow(self, most_waiting: int = _MOST_WAITING) -> AsyncIterator[Happening]:
+        """Yield every happening from the first step of the iterator on, as fast as it is read."""
+        waiting: asyncio.Queue[Happening] = asyncio.Queue(most_waiting)
+
+        def put(event: Event, actions: tuple[Action, ...]) -> None:
+            if waiting.full():
+                waiting.get_nowait()
+            waiting.put_nowait(Happening(event, actions))
+
+        unsubscribe = self.subscribe(put)
+        try:
+            while True:
+                yield await waiting.get()
+        finally:
+            unsubscribe()
+
 
 _RECENT = 20  # sentences
 _RATE_SECONDS = 60.0  # that the rate is a mean over
@@ -73,6 +128,8 @@ class Status:
     left_out: tuple[str, ...]  # clusters, of the last
     recent: tuple[Said, ...]
     dropped: tuple[DroppedSamples, ...] = ()
+    efficiency: float = 1.0  # the training effect of a sample, in that of one process, as foreseen
+    noise_scale: float | None = None  # of the gradients, in samples, once measured
 
 
 NO_JOB = Status(0.0, JobPhase.COLLECTING, "", (), (), 0, 0, 0, 0, 0.0, None, None, {}, 0, 0, None, (), ())
@@ -130,6 +187,8 @@ class StatusTracker:
             left_out=self._round.left_out if self._round else (),
             recent=tuple(self._recent),
             dropped=self.hub.drops.found,
+            efficiency=self.hub.placement.sharing.efficiency,
+            noise_scale=self.hub.placement.noise,
         )
 
     def _observe_notice(self, news: Notice) -> None:

@@ -4,8 +4,8 @@ import pytest
 
 from ravnest.averaging.tied import TiedOrder
 from ravnest.errors import ProtocolError
+from ravnest.protocol.averaging import TiedCall, TiedGradient, TiedHolder, TiedStep
 from ravnest.protocol.messages import Refusal
-from ravnest.protocol.tied import TiedCall, TiedGradient, TiedHolder, TiedStep
 from tests.support.tied_order import deliver
 
 NODES = ("root", "middle", "leaf")

@@ -11,8 +11,8 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
+from ravnest.cli.common import CommandParts
 from ravnest.cli.main import program
-from ravnest.cli.parts import CommandParts
 from ravnest.config import ProgramTimeouts, Timeouts
 from ravnest.net.identity import Token, new_keys, write_token
 from ravnest.requester.run_folder import new_hub_file, open_run, read_hub_file, write_hub_file

@@ -16,17 +16,25 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from ravnest.cli.common import CommandParts
 from ravnest.cli.join import _Listening, _make_offer, _make_terms, _show_limits, _Stated
-from ravnest.cli.lending_loop import PAUSE, RESUME, Lending, Terms, find_running, registered
+from ravnest.cli.lending_loop import (
+    PAUSE,
+    RESUME,
+    Hours,
+    Lending,
+    Terms,
+    find_running,
+    read_hours,
+    registered,
+)
 from ravnest.cli.main import program
-from ravnest.cli.parts import CommandParts
 from ravnest.config import ProgramTimeouts
 from ravnest.errors import ConfigError, LinkError
 from ravnest.net.identity import Token, new_keys, write_token
 from ravnest.net.memory import run_virtual
 from ravnest.net.transport import TransportLimits
 from ravnest.peer.capabilities import THIS_PC, Machine
-from ravnest.peer.hours import Hours, read_hours
 from ravnest.peer.limits import MemoryWatch, read_cores
 
 pytestmark = pytest.mark.skipif(PAUSE is None, reason="this system has no such signals")

@@ -14,8 +14,8 @@ from click.testing import CliRunner
 from rich.console import Console
 from support.sample_plans import sample
 
+from ravnest.cli.common import CommandParts
 from ravnest.cli.main import program
-from ravnest.cli.parts import CommandParts
 from ravnest.config import PlanConfig
 from ravnest.views.plan_text import show_plan
 

@@ -137,6 +137,7 @@ def test_a_tied_weight_counts_at_both_ends_and_embedding_and_head_are_no_matrice
     blueprint = sketch.blueprint(sketch.op(LINEAR, hidden, table, shape=(Size(1), 3, 10)))
     profile = measure(blueprint, 1)
     assert profile.parameter_bytes == (640, 256 + 256 + 32, 320)
+    assert (profile.frozen_bytes, profile.buffer_bytes) == ((0, 256, 0), ())
     assert profile.matrix_bytes == (0, 256, 0)
     assert find_matrices(blueprint) == {"inner"}
     assert find_matrices(two_layers()) == {"one"}
@@ -342,3 +343,20 @@ def test_attention_is_counted_as_torch_counts_it_on_other_devices() -> None:
     name = "_scaled_dot_product_flash_attention_for_cpu"
     assert counted[name](query, key, key, 0.0) == forward
     assert counted[f"{name}_backward"](query, query, key, key, 0.0) == backward
+
+
+def test_what_is_not_trained_is_told_apart() -> None:
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.base = nn.Linear(8, 8, bias=False).to(torch.bfloat16).requires_grad_(requires_grad=False)
+            self.norm = nn.BatchNorm1d(8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(self.base(x.to(torch.bfloat16)).float()).sum()
+
+    captured = capture(Normed(), {"x": torch.randn(4, 8)}, lambda out, batch: out, self_test=False)
+    profile = measure(captured.blueprint, 4)
+    assert sum(profile.frozen_bytes) == 2 * 8 * 8  # as it is stored
+    assert sum(profile.trained_bytes) == 4 * (8 + 8)
+    assert sum(profile.buffer_bytes) == 4 * (8 + 8) + 8  # the mean, the variance, the number of batches

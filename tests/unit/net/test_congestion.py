@@ -1,8 +1,7 @@
 """How much may be on the wire: what noise, idleness, urgency and a reconnect do to it."""
 
 from ravnest.net.congestion import FIRST_WINDOW_BYTES, Departure, Window
-from ravnest.net.frames import StreamPosition
-from ravnest.net.streams import SendStream
+from ravnest.net.streams import SendStream, StreamPosition
 from ravnest.net.transport import MIB, Service, TransportLimits
 
 

@@ -6,13 +6,21 @@ import pytest
 
 from ravnest.ids import HUB, LeaseId, MicrobatchId, NodeId, RoundId, SegmentId
 from ravnest.peer.agent import refuse_message
-from ravnest.protocol.averaging import AnchorQuery, RingPart, RoundAbort, RoundOpen
+from ravnest.protocol.averaging import (
+    AnchorQuery,
+    RingPart,
+    RoundAbort,
+    RoundOpen,
+    TiedCall,
+    TiedGradient,
+    TiedHolder,
+    TiedStep,
+)
 from ravnest.protocol.blobs import BlobRequest
 from ravnest.protocol.membership import Refused, Stop, Welcome
 from ravnest.protocol.messages import Message
 from ravnest.protocol.placement import BackupOrder, PlanOrder, SnapshotOrder
 from ravnest.protocol.tensors import TensorSpec
-from ravnest.protocol.tied import TiedCall, TiedGradient, TiedHolder, TiedStep
 from ravnest.protocol.training import Activation, DroppedMicrobatch, Gradient, LearningRate, LeaseGrant, Pace
 
 ME, NEXT, FAR = NodeId("me"), NodeId("next"), NodeId("far")  # far is in a ring with us, not in the cluster

@@ -30,7 +30,7 @@ from ravnest.peer.compute_protocol import (
     WrittenBlob,
 )
 from ravnest.plan.types import Node, Ring, Stage
-from ravnest.protocol import wire
+from ravnest.protocol import messages
 from ravnest.protocol.averaging import RoundCommit
 from ravnest.protocol.blobs import BlobPart, BlobRequest
 from ravnest.protocol.membership import Hello, Leave, Refused, Stop, Welcome
@@ -48,6 +48,7 @@ from ravnest.protocol.placement import (
     StageParts,
     StageReady,
 )
+from ravnest.protocol.tensors import TensorSpec
 from ravnest.protocol.training import Activation, DroppedMicrobatch, LeaseDone, LeaseGrant, StepReport
 from ravnest.transfer.blobs import Blobs, name_blob
 from ravnest.transfer.outbox import Outgoing
@@ -98,7 +99,7 @@ class Scene:
         return node
 
     async def say(self, message: Message, sender: NodeId = HUB, buffers: tuple = ()) -> None:
-        header = wire.pack(message, buffers)
+        header = messages.pack(message, buffers)
         await self.nodes[sender].send(self.keys[ME].peer, Service.CONTROL, header, buffers)
 
     async def hear(self, kind: type, receiver: NodeId = HUB):
@@ -108,7 +109,7 @@ class Scene:
                 event = await self.nodes[receiver].receive()
                 if not isinstance(event, Delivery):
                     continue
-                message = wire.unpack(event.header, event.buffers)
+                message = messages.unpack(event.header, event.buffers)
                 if isinstance(message, kind):
                     return message
                 if isinstance(message, BlobRequest):
@@ -396,7 +397,7 @@ def test_a_neighbour_that_is_lost_takes_nobody_with_it() -> None:
         await scene.say(scene.order(2))
         await asyncio.sleep(1.0)
         await scene.nodes[OTHER].__aexit__()
-        spec = ((0, wire.TensorSpec("uint8", (60 << 20,), "fp32")),)
+        spec = ((0, TensorSpec("uint8", (60 << 20,), "fp32")),)
         for number in range(3):  # more than there is credit for
             message = Activation(2, MicrobatchId(number), False, 4, spec)
             scene.compute.deliver(Outgoing(OTHER, message, (memoryview(bytes(60 << 20)),)))

@@ -11,11 +11,21 @@ import pytest
 from ravnest.ids import HUB, LeaseId, MicrobatchId, NodeId, RoundId, SegmentId
 from ravnest.peer.compute_protocol import ComputeFailed, ComputeSetup, FromCompute, ToCompute
 from ravnest.peer.stage_host import RunningStage
-from ravnest.protocol.averaging import AnchorPart, AnchorQuery, RingPart, RoundAbort, RoundCommit, RoundOpen
+from ravnest.protocol.averaging import (
+    AnchorPart,
+    AnchorQuery,
+    RingPart,
+    RoundAbort,
+    RoundCommit,
+    RoundOpen,
+    TiedCall,
+    TiedGradient,
+    TiedHolder,
+    TiedStep,
+)
 from ravnest.protocol.membership import Stop
 from ravnest.protocol.messages import Message, Refusal
 from ravnest.protocol.tensors import TensorSpec
-from ravnest.protocol.tied import TiedCall, TiedGradient, TiedHolder, TiedStep
 from ravnest.protocol.training import (
     Activation,
     DroppedMicrobatch,

@@ -9,7 +9,16 @@ import numpy as np
 import pytest
 from support.plan_world import MB, node, swarm_of
 
-from ravnest.config import Averaging, OptimizerKind, PlanConfig, Recompute, WireChoice, WireFormat
+from ravnest.config import (
+    Averaging,
+    OptimizerKind,
+    PlanConfig,
+    Recompute,
+    StateFormat,
+    WeightFormat,
+    WireChoice,
+    WireFormat,
+)
 from ravnest.plan.cost import LineCost, NodeTable, Rows, StageCosts, timing
 from ravnest.plan.types import ModelProfile
 
@@ -84,6 +93,41 @@ def test_averaging_keeps_copies(wire, copies):
     alone = memory(cost())
     found = memory(cost(is_averaged=True, deltas=WireFormat(wire)))
     assert found == pytest.approx(alone + 1.05 * copies * 10, rel=1e-3)
+
+
+def test_weights_seen_in_bf16_are_half_as_wide():
+    # 10 MB x (weights, half a gradient, 2 old versions and the newest as halves)
+    narrow = 1.05 * (10 + 5 + 15 + 14 + 9 + 12) + 7
+    assert memory(cost(versions=WeightFormat.BF16)) == pytest.approx(narrow)
+    assert memory(cost(precision=WeightFormat.BF16)) == pytest.approx(narrow)
+    without_lag = memory(cost(versions=WeightFormat.BF16), window=1, versions=0)
+    assert without_lag == memory(cost(), window=1, versions=0)
+
+
+@pytest.mark.parametrize(
+    ("states", "muon", "adamw"), [("bf16", 5 + 4, 5 + 10), ("int8", 2.5098 + 2, 2.5098 + 5)]
+)
+def test_narrow_optimizer_states(states, muon, adamw):
+    for optimizer, found in (("muon", muon), ("adamw", adamw)):
+        line = cost(states=StateFormat(states), optimizer=OptimizerKind(optimizer), predict_weights=False)
+        assert memory(line) == pytest.approx(1.05 * (40 + found + 9 + 12) + 7, rel=1e-4)
+
+
+def test_fourteen_bytes_for_a_trained_parameter():
+    matrices = replace(PROFILE, matrix_bytes=PROFILE.parameter_bytes, saved_bytes=(0.0, 0.0))
+    config = replace(CONFIG, versions=WeightFormat.BF16, states=StateFormat.BF16, overhead_bytes=0.0)
+    without_samples = replace(matrices, crossing_bytes=(0.0, 8 * MB, 0.0))
+    found = memory(LineCost(without_samples, config, False)) / 1.05
+    assert 4 * found / 10 == pytest.approx(14.0)  # of four bytes each
+
+
+def test_frozen_parameters_and_buffers_count_once():
+    profile = replace(PROFILE, frozen_bytes=(4 * MB, 20 * MB), buffer_bytes=(1 * MB, 2 * MB))
+    line = LineCost(profile, CONFIG, is_averaged=True)
+    averaging = 2 + 0.5 * (1 + 4 / 128) / 4 + 1
+    assert memory(line) == pytest.approx(1.05 * (5 * 6 + averaging * 6 + 6 + 5 + 9 + 12) + 7, rel=1e-3)
+    start, stop = np.array(0), np.array(2)
+    assert line.round_bytes(start, stop) == pytest.approx(2 * WireFormat.INT4.ratio * 6 * MB)
 
 
 def test_windows_and_versions():

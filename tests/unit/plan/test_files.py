@@ -84,6 +84,15 @@ def test_reads_a_profile_file():
     )
 
 
+def test_reads_what_is_frozen_and_buffers():
+    profile = profile_of(position=[PARTS[0], {**PARTS[1], "frozen": 100, "buffers": 8}])
+    assert (profile.frozen_bytes, profile.buffer_bytes) == ((0.0, 100.0), (0.0, 8.0))
+    assert profile.trained_bytes == (8e6, 300.0)
+    assert profile.fixed_bytes == (0.0, 108.0)
+    told = refusal(profile_of, position=[PARTS[0], {**PARTS[1], "frozen": 101}])
+    assert "'frozen' is 101, more than what 'matrices' leave of 'parameters'" in told
+
+
 def test_the_examples_of_the_documentation_read():
     blocks = re.findall(r"```toml\n(.*?)```", (ROOT / "docs/files.md").read_text("utf-8"), re.DOTALL)
     swarm, profile = read_swarm(blocks[0], "files.md"), read_profile(blocks[1], "files.md")

@@ -7,7 +7,14 @@ from support.plan_world import SIMPLE, even_model, node
 
 from ravnest.config import Averaging, Favour
 from ravnest.plan.assembly import assemble_plan
-from ravnest.plan.sharing import Sharing, TrainingLength, efficiency, share_job, show_sharing
+from ravnest.plan.sharing import (
+    Sharing,
+    TrainingLength,
+    adam_rate_times,
+    efficiency,
+    share_job,
+    show_sharing,
+)
 from ravnest.plan.types import Cluster, Stage, Swarm
 
 
@@ -104,3 +111,10 @@ def test_sentences_say_what_it_costs():
     late = Sharing(Averaging.BLOCKING, True, 4, 5, 0.921, 10.0)
     assert "4 clusters share each batch of 64 and average every 5 updates" in show_sharing(late, 64)
     assert "92 %" in show_sharing(late, 64)
+
+
+@pytest.mark.parametrize(("noise", "times"), [(None, 1.0), (0.0, 1.0), (64.0, 2.5**0.5), (1e9, 2.0)])
+def test_adams_rate_follows_the_noise_that_was_measured(noise, times):
+    job = TrainingLength(batch_size=64, num_updates=1000, noise=noise)
+    assert adam_rate_times(job, 4) == pytest.approx(times, rel=1e-3)
+    assert adam_rate_times(job, 1) == 1.0

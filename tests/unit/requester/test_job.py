@@ -213,7 +213,7 @@ def test_other_settings():
         ("averaging_rule", [None, "momentum"], "an rv.AveragingRule(...)"),
         ("seed", [-1, 2**63, 0.5, None, True], "a whole number from 0 to 2**63 - 1"),
         ("clip", [0, -1, math.nan, "1", True], "a number above 0, or math.inf for no clipping"),
-        ("precision", ["fp16", 32, None], "fp32 or bf16"),
+        ("precision", ["fp16", 32, None], "auto, fp32 or bf16"),
         ("learning_rate", [0, -0.1, math.inf, math.nan, "fast", True], "a number above 0"),
         ("optimizer", ["adamax", "", "Muon"], OPTIMIZERS),
     ],

@@ -2,7 +2,9 @@
 
 import asyncio
 from collections.abc import Callable
+from pathlib import Path
 
+import psutil
 import pytest
 from blake3 import blake3
 
@@ -16,7 +18,7 @@ from ravnest.protocol.membership import Refused, Stop
 from ravnest.protocol.messages import Message, Refusal
 from ravnest.protocol.tensors import Buffer, TensorSpec
 from ravnest.protocol.training import Activation, Gradient
-from ravnest.transfer.blobs import Blobs, name_blob, name_pieces
+from ravnest.transfer.blobs import BlobFiles, Blobs, name_blob, name_pieces
 from ravnest.transfer.exchange import Exchange
 from ravnest.transfer.outbox import Outgoing
 
@@ -60,6 +62,37 @@ def fetch(content: bytes, served: bytes | None = None) -> tuple[list[bytes | Ref
 def test_a_blob_arrives_whole(size: int, num_pieces: int) -> None:
     content = bytes(range(256)) * (size // 256) + b"x" * (size % 256)
     assert fetch(content) == ([content], num_pieces)
+
+
+def test_what_is_larger_than_memory_may_be_goes_through_files(tmp_path: Path) -> None:
+    piece, num_pieces = bytes(range(256)) * 4096, 200  # 210 MB
+    here, there, found = Blobs(BlobFiles(tmp_path)), Blobs(BlobFiles(tmp_path)), []
+    process = psutil.Process()
+    before = most = process.memory_info().rss
+    ref = here.keep_pieces(lambda: (piece for _ in range(num_pieces)))
+    assert ref == BlobRef(blake3(piece * num_pieces).hexdigest(), num_pieces * len(piece))
+    before = min(before, process.memory_info().rss)
+    requests = there.want(ref, HUB, found.append)
+    while requests:
+        answer = here.serve(PEER, requests[0].message)
+        requests = there.take(HUB, answer.message, answer.buffers[0])
+        most = max(most, process.memory_info().rss)
+    assert most - before < 180e6  # twice 64 MiB, and what Python had before
+    assert name_blob(found[0]) == ref
+    assert not [*tmp_path.iterdir()]  # they have no name
+
+
+def test_small_blobs_and_those_that_no_disk_takes_are_in_memory(tmp_path: Path) -> None:
+    blobs = Blobs(BlobFiles(tmp_path / "gone"))
+    for num_pieces in (0, 1, 17):
+        pieces = [b"x" * (1 << 20)] * num_pieces
+        ref, content = blobs.keep_pieces(pieces.copy), b"".join(pieces)
+        assert ref == name_blob(content)
+        assert blobs.kept(ref) == content
+        blobs.drop(ref)
+        assert ref not in blobs
+    large = BlobRef("0" * 64, 17 << 20)
+    assert len(blobs.want(large, HUB, lambda _: None)) == 1
 
 
 @pytest.mark.parametrize("size", [3, (1 << 20) + 3])

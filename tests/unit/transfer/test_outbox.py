@@ -10,7 +10,7 @@ from ravnest.errors import LinkError
 from ravnest.ids import HUB, MicrobatchId, NodeId
 from ravnest.net.memory import run_virtual
 from ravnest.net.transport import PeerId, Service
-from ravnest.protocol import wire
+from ravnest.protocol import messages
 from ravnest.protocol.membership import Stop
 from ravnest.protocol.messages import Message
 from ravnest.protocol.training import DroppedMicrobatch, StepReport
@@ -37,7 +37,7 @@ class Wires:
             await self.closed[peer].wait()
         if peer in self.torn:
             raise LinkError("the wire is torn")
-        self.sent.append((peer, wire.unpack(header, buffers)))
+        self.sent.append((peer, messages.unpack(header, buffers)))
 
     def start(self, work: Coroutine[Any, Any, None]) -> None:
         self.tasks.append(asyncio.create_task(work))

@@ -38,6 +38,7 @@ from ravnest.hub.coordinator.notices import (
     Left,
     MicrobatchDropped,
     NotCheckpointed,
+    NotEvaluated,
     PlanFormed,
     Recovered,
     Repaired,
@@ -52,7 +53,7 @@ from ravnest.hub.coordinator.planner import lease_batches
 from ravnest.ids import HUB
 from ravnest.plan.profiles import builtin_profile, resize_batch
 from ravnest.plan.types import Cluster, Plan, Stage
-from ravnest.protocol import wire
+from ravnest.protocol import messages
 from ravnest.protocol.averaging import RoundAbort, RoundCommit, RoundOpen, RoundQuery, RoundReady
 from ravnest.protocol.membership import Leave, Stop
 from ravnest.protocol.messages import Refusal
@@ -323,7 +324,7 @@ def test_a_lease_lists_no_more_microbatches_than_a_message_may():
     world.run_until(lambda: sent(world, LeaseGrant))
     assert {len(grant.num_samples) for grant in sent(world, LeaseGrant)} == {600}
     longest = LeaseGrant(2**40, 2**40, True, 2**60, (2**40,) * 1024)
-    assert len(wire.pack(longest)) <= wire.MOST_HEADER_BYTES
+    assert len(messages.pack(longest)) <= messages.MOST_HEADER_BYTES
 
 
 @pytest.mark.parametrize(
@@ -621,6 +622,20 @@ def test_a_member_may_ask_what_became_of_a_round():
     assert answer == (Send("a", RoundCommit(1)),)
     (refusal,) = world.hub.apply(Received("a", RoundQuery(99, "a"), world.now))
     assert "round 99" in refusal.reason
+
+
+def test_a_cluster_that_gets_nowhere_in_the_last_evaluation_leaves_it_out_and_is_kept():
+    world = HubWorld(job(epochs=1, num_validation=400))
+    world.join(*"abc")
+    world.run_until(lambda: len(world.ledger) > 10)
+    world.stop()
+    world.run_until(lambda: world.hub.phase is JobPhase.EVALUATING)
+    for name in "abc":
+        world.slow(name, 1e6)
+    world.run()
+    assert world.told(NotEvaluated)
+    assert world.abandoned is None
+    assert world.finish is not None
 
 
 # Reports of epochs.

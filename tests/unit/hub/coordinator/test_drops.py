@@ -4,9 +4,9 @@ from dataclasses import replace
 
 from support.hub_world import HubWorld, Trouble, check_replay, job
 
-from ravnest.hub.coordinator.drops import DroppedSamples, Drops
 from ravnest.hub.coordinator.events import InspectSamples, Notify, SamplesInspected, SendFields
 from ravnest.hub.coordinator.notices import EpochDone, MicrobatchDropped, SamplesDropped, show_notice
+from ravnest.hub.coordinator.progress import DroppedSamples, Drops
 
 
 def dropped(*samples, number=0, is_evaluation=False):

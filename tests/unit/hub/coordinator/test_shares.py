@@ -4,15 +4,15 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from support.hub_world import MANY_CLUSTERS, QUICK_PLANNER, HubWorld, job
+from support.hub_world import MANY_CLUSTERS, QUICK_PLANNER, HubWorld, check_replay, job
 from support.plan_world import SIMPLE, even_model, node
 
 from ravnest.config import Averaging, Favour
-from ravnest.hub.coordinator.events import JobGiven, JobSettings, MakePlan, Send
+from ravnest.hub.coordinator.events import JobGiven, JobSettings, MakePlan, NoiseMeasured, Send
 from ravnest.hub.coordinator.ledger import divide_batch
-from ravnest.hub.coordinator.notices import PlanFormed, show_notice
+from ravnest.hub.coordinator.notices import NoiseFound, PlanFormed, Repaired, show_notice
 from ravnest.hub.coordinator.planner import SEARCH_PLANNER
-from ravnest.protocol.training import LeaseGrant
+from ravnest.protocol.training import LearningRate, LeaseGrant
 
 
 @pytest.mark.parametrize(
@@ -120,3 +120,50 @@ def test_people_are_told_how_clusters_share_a_batch():
     world.run_until(lambda: any(isinstance(each, PlanFormed) for each in world.news))
     told = next(show_notice(each) for each in world.news if isinstance(each, PlanFormed))
     assert "2 clusters share each batch of 8 and average every 3 updates" in told
+
+
+# --- what is measured of gradients changes how many clusters pay
+
+
+def noisy_world(noise, **changes):
+    """A world whose plan has one cluster and spares, in which somebody measures a noise scale."""
+    given = job(is_whole_batch=False, batch_size=8, num_samples=800, average_every=None, **changes)
+    config = replace(SIMPLE, max_stages=3)  # the others are spares
+    world = HubWorld(replace(given, config=config), make_node=lambda *a, **k: node(*a, **(k | SLOW)))
+    world.join(*"abcdef", memory_mb=250.0)
+    world.run_until(lambda: len(world.hub.placement.running) == 1)
+    assert world.hub.placement.sharing.num_clusters == 1
+    world.feed(NoiseMeasured(noise, world.now))
+    return world
+
+
+def test_spares_form_a_cluster_when_gradients_turn_out_noisy():
+    world = noisy_world(1e5)
+    told = [show_notice(news) for news in world.told(NoiseFound)]
+    assert told == ["the noise scale of the gradients is 1e+05 samples: more clusters may pay now"]
+    world.run()
+    assert len(world.hub.clusters) == 2
+    assert any("spares form 1 more" in news.reason for news in world.told(Repaired))
+    assert set(world.ledger.values()) == {1}
+    check_replay(world)
+
+
+def test_noise_at_which_no_other_cluster_pays_changes_nothing():
+    world = noisy_world(12.0)
+    world.run()
+    assert len(world.hub.clusters) == 1
+    assert not world.told(Repaired)
+    check_replay(world)
+
+
+@pytest.mark.parametrize(("has_own_adam", "times"), [(True, 2.0**0.5), (False, 1.0)])
+def test_an_adam_of_the_requesters_gets_a_higher_rate_in_two_clusters(has_own_adam, times):
+    world = HubWorld(shared_job(microbatches=1, average_every=1, epochs=8, has_own_adam=has_own_adam))
+    world.join(*"abcdef", memory_mb=250.0)
+    world.run_until(lambda: len(world.hub.placement.running) == 2)
+    world.feed(NoiseMeasured(1e6, world.now))
+    start = len(world.happened)
+    world.run()
+    sends = (x.message for _, actions in world.happened[start:] for x in actions if isinstance(x, Send))
+    rates = {x.rate for x in sends if isinstance(x, LearningRate)}
+    assert max(rates, default=0.1) == pytest.approx(0.1 * times, rel=1e-3)

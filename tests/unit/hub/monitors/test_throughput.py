@@ -2,7 +2,7 @@
 
 import pytest
 
-from ravnest.hub.monitors.throughput import PaceMonitor, ThroughputMonitor
+from ravnest.hub.monitors.liveness import PaceMonitor, ThroughputMonitor
 from ravnest.protocol.training import StepReport
 
 START = 40  # when all is as usual

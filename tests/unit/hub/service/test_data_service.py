@@ -9,8 +9,7 @@ import pytest
 from ravnest.config import HubTimeouts, WireFormat
 from ravnest.hub.coordinator.events import CheckpointPart, Collect, Collected, MakeParts, SendFields
 from ravnest.hub.coordinator.leases import LedgerState
-from ravnest.hub.service.data_service import DataService
-from ravnest.hub.service.owner import Fields, Parts
+from ravnest.hub.service.data_service import DataService, Fields, Parts
 from ravnest.ids import LeaseId, MicrobatchId, NodeId
 from ravnest.net.memory import run_virtual
 from ravnest.protocol.tensors import TensorSpec
@@ -116,7 +115,8 @@ def test_weights_of_stages_that_are_no_more_are_not_kept() -> None:
     versions = iter(range(100))
 
     def make_parts(start: int, stop: int) -> Parts:
-        return Parts(b"blueprint", b"%d to %d, %d" % (start, stop, next(versions)), (), ())
+        weights = b"%d to %d, %d" % (start, stop, next(versions))
+        return Parts(b"blueprint", lambda: [weights], (), ())
 
     async def in_background(work, *arguments):
         return work(*arguments)

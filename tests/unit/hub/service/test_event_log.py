@@ -15,7 +15,7 @@ from ravnest.hub.coordinator.coordinator import Coordinator
 from ravnest.hub.coordinator.events import Event, Received, Stopped, Tick
 from ravnest.hub.coordinator.notices import Joined, PlanFormed, RoundEnded
 from ravnest.hub.coordinator.phases import ClusterPhase, JobPhase, NodePhase
-from ravnest.hub.monitors.monitored import apply_logged
+from ravnest.hub.monitors.monitors import apply_logged
 from ravnest.hub.service.event_log import (
     LOG_SCHEMA,
     EventLog,

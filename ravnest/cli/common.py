@@ -1,0 +1,205 @@
+"""What commands share: the parts they work with, files in, files and tables out, options of plans, views.
+
+`program.main(args, obj=CommandParts(...))` runs a command with other parts than the usual ones. Where a file
+cannot be read or written, a sentence says so. A training shows a live panel, plain lines or nothing.
+"""
+
+import contextlib
+import functools
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+import click
+
+from ravnest.config import TIMEOUTS, PlanConfig, Timeouts, parse_plan_table, read_plan_config
+from ravnest.disk import read_bounded
+from ravnest.errors import ConfigError
+
+if TYPE_CHECKING:  # each of them loads more than most commands need
+    from rich.console import RenderableType
+
+    from ravnest.hub.coordinator.notices import Notice
+    from ravnest.hub.service.server import HubParts
+    from ravnest.hub.service.status import StatusTracker
+    from ravnest.peer.capabilities import Machine
+    from ravnest.plan.types import Plan
+    from ravnest.requester.result import Result
+
+
+def read_text(name: str, max_bytes: int) -> str:
+    """Return what a file or a pipe holds, or raise the sentence that says why it cannot be read."""
+    try:
+        return read_bounded(name, max_bytes, is_plain=False).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{name} is not text (byte {error.start} is no UTF-8); give a TOML or JSON file"
+        ) from None
+
+
+def write_text(option: str, name: str, text: str) -> None:
+    try:
+        Path(name).write_text(text, encoding="utf-8")
+    except OSError as error:
+        reason = f"{option} {name} cannot be written: {error.strerror}"
+        raise ConfigError(f"{reason}; give a file in a folder that exists and is yours") from None
+
+
+def to_json(document: Mapping[str, object]) -> str:
+    return json.dumps(document, indent=2, sort_keys=True, allow_nan=False)
+
+
+def print_parts(show: Callable[[int], Iterable["RenderableType"]]) -> None:
+    from rich.console import Console
+
+    console = Console(markup=False, highlight=False, emoji=False)
+    for part in show(console.width):
+        console.print(part)
+
+
+@dataclass(frozen=True, slots=True)
+class CommandParts:
+    """The parts that commands are built of; None is the usual one, loaded when it is needed."""
+
+    timeouts: Timeouts = TIMEOUTS
+    max_file_bytes: int = 1 << 29  # of a file to read; a million nodes take half of it
+    hub: "HubParts | None" = None
+    machine: "Machine | None" = None
+    make_transport: Callable[..., Any] | None = None
+    form_plan: "Callable[..., Plan] | None" = None
+
+    @property
+    def hub_parts(self) -> "HubParts":
+        """The parts of a hub."""
+        from ravnest.hub.service.server import HubParts
+
+        return HubParts(timeouts=self.timeouts) if self.hub is None else self.hub
+
+
+def find_parts() -> CommandParts:
+    """Return the parts that the running command was given."""
+    context = click.get_current_context(silent=True)
+    found = None if context is None else context.find_object(CommandParts)
+    return CommandParts() if found is None else found
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """The callbacks of a hub that show its notices and its status."""
+
+    answers: TextIO
+    tell: "Callable[[Notice], None] | None" = None
+    look: "Callable[[StatusTracker], None] | None" = None
+
+
+@contextlib.contextmanager
+def choose_view(quiet: bool) -> Iterator[View]:
+    """Give a panel on a terminal, plain lines elsewhere; stdout carries only the answer."""
+    answers = sys.stdout
+    with contextlib.redirect_stdout(sys.stderr):  # what the user's code prints is not our answer
+        if quiet:
+            yield View(answers, lambda _: None)
+        elif sys.stderr.isatty():
+            from ravnest.views.live import LiveView
+
+            with LiveView() as live:
+                yield View(answers, live.tell, live.look)
+        else:
+            yield View(answers)
+
+
+def report(result: "Result", file: Path | None, schema: str, as_json: bool) -> None:
+    """Print how a training went."""
+    from ravnest.model.shards import find_written
+    from ravnest.requester.run_folder import BEST, MODEL
+
+    best, best_file = result.best, None
+    if file is not None:
+        best_file = find_written(file.with_name(BEST)) if file.name == MODEL else None
+        file = find_written(file)
+        click.echo(f"weights written to {file}", err=True)
+    if best is not None:
+        where = f", in {best_file}" if best_file else ""
+        click.echo(f"best after epoch {best.epoch}: validation loss {best.loss:g}{where}", err=True)
+    if as_json:
+        found: dict[str, object] = {"metrics": result.metrics, "history": list(result.history)}
+        if best is not None:
+            place = None if best_file is None else str(best_file)
+            found["best"] = {"epoch": best.epoch, "loss": best.loss, "model": place}
+        model = None if file is None else str(file)
+        click.echo(json.dumps({"schema": schema, "event": "done", "model": model, **found}, sort_keys=True))
+        return
+    for name, value in result.metrics.items():
+        click.echo(f"{name} {value:g}")
+
+
+@dataclass(frozen=True, slots=True)
+class PlanWishes:
+    """What the command line says of the plan."""
+
+    config_file: str | None
+    settings: tuple[str, ...]
+    clusters: int | None
+    favour: str | None
+
+    def read(self, base: PlanConfig | None = None) -> PlanConfig:
+        """Return the settings of the file with those of the command line above them; others as in `base`."""
+        values: dict[str, object] = {}
+        if self.config_file is not None:
+            content = read_text(self.config_file, find_parts().max_file_bytes)
+            table = parse_plan_table(content, self.config_file)
+            if table is None:
+                told = f"note: {self.config_file} has no [plan] table; every setting has its default"
+                click.echo(told, err=True)
+            values = table or {}
+        read_plan_config(values, f"{self.config_file}, table [plan]")
+        given = self._read_settings()
+        read_plan_config(given, "--set")
+        named = {"clusters": self.clusters, "favour": self.favour}
+        for name, value in named.items():
+            if value is not None:
+                given[name] = str(value)
+                read_plan_config({name: str(value)}, f"--{name}")
+        return read_plan_config({**values, **given}, "--set", base)
+
+    def _read_settings(self) -> dict[str, str]:
+        given: dict[str, str] = {}
+        for setting in self.settings:
+            key, sign, value = setting.partition("=")
+            if not sign or not key.strip():
+                raise click.UsageError(f"--set {setting!r} is not a setting; write KEY=VALUE like max_lag=4.")
+            given[key.strip()] = value.strip()
+        return given
+
+
+def plan_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Add the options to a command, which gets them as `wishes`."""
+
+    @functools.wraps(command)
+    def with_wishes(
+        *args: Any,
+        config_file: str | None,
+        settings: tuple[str, ...],
+        clusters: int | None,
+        favour: str | None,
+        **others: Any,
+    ) -> None:
+        command(*args, wishes=PlanWishes(config_file, settings, clusters, favour), **others)
+
+    for option in (
+        click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help=_SET),
+        click.option("--config", "config_file", metavar="FILE", help=_CONFIG),
+        click.option("--favour", type=click.Choice(["quality", "speed"]), help=_FAVOUR),
+        click.option("--clusters", type=int, metavar="N", help=_CLUSTERS),
+    ):
+        with_wishes = option(with_wishes)
+    return with_wishes
+
+
+_SET = "One setting of the planner, above the file. Repeatable."
+_CONFIG = "TOML file with a [plan] table of settings."
+_FAVOUR = "What more clusters may cost: hardly any quality (the default), or a little for speed."
+_CLUSTERS = "At most N copies of the model side by side, whatever that costs in quality; 0: as many as pay."

@@ -1,0 +1,107 @@
+"""Where the first weights of a job come from: the model's own memory, files, a mirror, or an initialiser.
+
+What the requester gives is fitted to the model: tied weights under any of their names, a Hugging Face model's
+base with or without its prefix, floating-point types cast. What it lacks is drawn, and that is said.
+"""
+
+import logging
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from ravnest.errors import WeightsError
+from ravnest.model.blueprint import CONSTANT, FLOATING, Blueprint
+from ravnest.model.capture import Captured
+from ravnest.model.initialiser import InitialiserSource
+from ravnest.model.safetensors_header import StoredType
+from ravnest.model.shards import is_index, open_weights
+from ravnest.model.state_dict import check_type, to_bytes
+from ravnest.model.state_source import FileSource, LayeredSource, MemorySource, StateSource, read_tensor
+from ravnest.protocol.tensors import Buffer
+from ravnest.requester.job import Job
+from ravnest.transfer.mirror import MirrorSource, read_mirror
+
+logger = logging.getLogger(__name__)
+
+_FOLDER = "first-weights"
+_ENOUGH = 0.5  # of the parameters must be in what is given, or it is of another model
+
+
+def find_first_weights(
+    job: Job, captured: Captured, folder: Path | None, *, is_needed: bool = True
+) -> StateSource:
+    """Return the first weights of a job, checked by name and type; say where they come from if that is news.
+
+    They are only drawn if they are needed: a run that goes on from a checkpoint has others.
+    """
+    memory = MemorySource(captured.state)
+    drawn = InitialiserSource(job.model, job.seed, None if folder is None else folder / _FOLDER)
+    sources: list[StateSource] = [memory, drawn]
+    if job.weights is not None:
+        given = _open(Path(job.weights), folder)
+        sources.insert(0, _fit(given, captured.blueprint, job.model, str(job.weights)))
+    found = LayeredSource(*sources)
+    for entry in captured.blueprint.state:
+        check_type(entry, found.types.get(entry.name))
+    names = [entry.name for entry in captured.blueprint.state if found.is_of(entry.name, drawn)]
+    if names and is_needed:
+        few = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+        told = "note: %d tensors have no values yet (%s): they are drawn layer by layer with seed %d"
+        fix = "" if job.weights is not None else "; give the Job weights= to begin with others"
+        logger.warning(told + fix, len(names), few, job.seed)
+        drawn.fill()
+    return found
+
+
+def _open(place: Path, folder: Path | None) -> StateSource:
+    if place.suffix == ".json" and not is_index(place):
+        return MirrorSource(read_mirror(place), folder)
+    return FileSource(open_weights(place))
+
+
+def _fit(given: StateSource, blueprint: Blueprint, model: nn.Module, where: str) -> "FittedSource":
+    """Return what is given under the model's names and in its types."""
+    prefix = f"{getattr(model, 'base_model_prefix', '')}."
+    others: dict[str, list[str]] = {}
+    for alias, name in blueprint.aliases:
+        others.setdefault(name, []).append(alias)
+    names, types, num_wanted = {}, {}, 0
+    for entry in blueprint.state:
+        if entry.kind == CONSTANT:
+            continue
+        num_wanted += 1
+        own = [entry.name, *others.get(entry.name, ())]
+        tried = [*own, *(each.removeprefix(prefix) for each in own), *(prefix + each for each in own)]
+        found = next((each for each in tried if each in given.types), None)
+        if found is not None:
+            wanted, kind = StoredType(entry.dtype, entry.shape), given.types[found]
+            is_cast = {wanted.dtype, kind.dtype} <= set(FLOATING)
+            check_type(entry, StoredType(wanted.dtype, kind.shape) if is_cast else kind)
+            names[entry.name], types[entry.name] = found, wanted
+    if len(names) < _ENOUGH * num_wanted:
+        problem = f"{where} has {len(names)} of the model's {num_wanted} tensors by name"
+        raise WeightsError(f"{problem}, so it is of another model; give weights of one that is built like it")
+    return FittedSource(given, names, types)
+
+
+class FittedSource:
+    """Tensors of a source under other names, and cast to other floating-point types where they differ."""
+
+    def __init__(self, given: StateSource, names: Mapping[str, str], types: Mapping[str, StoredType]) -> None:
+        self._given, self._names, self.types = given, names, types
+        self._lock = threading.Lock()
+        self._cast: tuple[str, Buffer] = ("", b"")  # the last one, for those who read it piece by piece
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> Buffer:
+        """Return the bytes of a tensor, or a range of them."""
+        source, kind = self._names[name], self.types[name]
+        if self._given.types[source] == kind:
+            return self._given.read(source, start, stop)
+        with self._lock:
+            if self._cast[0] != name:
+                tensor = read_tensor(self._given, source).to(getattr(torch, kind.dtype))
+                self._cast = (name, to_bytes(tensor))
+            return memoryview(self._cast[1])[start:stop]

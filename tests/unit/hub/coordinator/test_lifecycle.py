@@ -1,0 +1,149 @@
+"""Who comes, goes and comes back while others train, and when another plan is asked for because of it."""
+
+from dataclasses import replace
+
+import pytest
+from support.hub_world import HubWorld, Trouble, job
+from support.plan_world import node
+
+from ravnest.hub.coordinator.coordinator import Coordinator
+from ravnest.hub.coordinator.events import (
+    MakePlan,
+    Notify,
+    PeerJoined,
+    PeerLeft,
+    PeerReturned,
+    PlanMade,
+    Restarted,
+    Send,
+)
+from ravnest.hub.coordinator.membership import Membership
+from ravnest.hub.coordinator.notices import (
+    ClusterStarted,
+    Joined,
+    Left,
+    PlanFormed,
+    Recovered,
+    Repaired,
+    Waiting,
+)
+from ravnest.hub.coordinator.placement import Placement
+from ravnest.hub.coordinator.plan_trigger import PlanTrigger
+from ravnest.protocol.membership import Fact
+from ravnest.protocol.messages import Refusal
+from ravnest.protocol.placement import PlanOrder
+
+
+def trained(names, memory_mb=150.0, **changes):
+    world = HubWorld(job(**({"epochs": 8, "num_validation": 0} | changes)), Trouble(detect_seconds=0.1))
+    world.join(*names, memory_mb=memory_mb)
+    world.run_until(lambda: world.told(ClusterStarted))
+    return world
+
+
+def asked(world):
+    """When plans were asked for."""
+    answers = zip(world.log, world.answers, strict=True)
+    return [event.now for event, orders in answers for each in orders if isinstance(each, MakePlan)]
+
+
+def test_a_job_is_the_same_whoever_is_expected_to_do_it():
+    world, given = trained("abc"), job(epochs=8, num_validation=0)
+    more = replace(given.settings, expected_nodes=7, settle_seconds=99.0)
+    assert world.hub.is_at(replace(given, settings=more))
+    assert not world.hub.is_at(replace(given, settings=replace(given.settings, epochs=9)))
+    assert not world.hub.is_at(replace(given, profile=replace(given.profile, name="another")))
+    assert not Coordinator(given).is_at(given), "it has not begun"
+    world.stop()
+    assert not world.hub.is_at(given), "it ends"
+
+
+def test_who_joins_under_a_name_that_is_here_takes_its_place_and_is_told_only_as_new():
+    world = trained("abcd")
+    root = world.hub.clusters[0].root
+    orders = world.hub.apply(PeerJoined(node(root, 150.0), "another key", ("tcp://new",), world.now))
+    told = [order.news for order in orders if hasattr(order, "news")]
+    assert [news for news in told if isinstance(news, Left | Joined)] == [
+        Left(root, "it came back as new"),
+        Joined(root),
+    ]
+    (sent,) = [order.message for order in orders if isinstance(order, Send) and order.to == root]
+    assert isinstance(sent, PlanOrder)
+    assert sent.stage is None
+
+
+def test_a_break_is_counted_from_when_the_peer_was_last_heard():
+    world = trained("abcd", checkpoint_every=1.0)
+    world.run_until(lambda: world.checkpoint)
+    world.run(until=world.now + 3.0)
+    since = world.now - 2.5
+    world.feed(PeerLeft(world.hub.clusters[0].leaf, "silent", world.now, since))
+    world.run_until(lambda: world.told(Recovered))
+    assert world.told(Recovered)[0].seconds == pytest.approx(world.now - since)
+
+
+def test_who_comes_back_to_a_hub_that_was_away_may_have_another_address():
+    world = trained("abc")
+    world.feed(Restarted(None, world.now))
+    for name in "abc":
+        world.feed(PeerReturned(name, (f"tcp://{name}/moved",), world.now))
+    world.run_until(lambda: world.told(Repaired) or len(asked(world)) > 1)
+    world.run(until=world.now + 0.1)
+    root, second, _ = world.hub.clusters[0].nodes
+    orders = [order for orders in world.answers for order in orders if isinstance(order, Send)]
+    last = [x.message for x in orders if x.to == root and isinstance(x.message, PlanOrder)][-1]
+    assert {contact.addresses for contact in last.contacts if contact.node == second} == {
+        (f"tcp://{second}/moved",)
+    }
+
+
+def test_who_comes_is_used_after_two_quiet_seconds_and_who_dies_is_replaced_at_once():
+    world = trained("abc")
+    joined_at = world.now
+    world.join("d")
+    world.join("e", at=joined_at + 1.5)
+    world.run_until(lambda: len(asked(world)) == 2)
+    assert world.now == pytest.approx(joined_at + 3.5)
+    world.feed(PeerLeft(world.hub.clusters[0].root, "gone", world.now))
+    assert asked(world)[2:] == [world.now]
+
+
+def test_nobody_is_measured_before_a_cluster_that_stands_still_is_mended():
+    world = trained("abcd")
+    world.trouble.guessed, world.trouble.silent = (Fact.SPEED,), 1.0
+    world.join_now("z", 150.0)
+    world.run(until=world.now + 3.0)
+    assert len(asked(world)) == 1, "who is new is measured first"
+    world.feed(PeerLeft(world.hub.clusters[0].root, "gone", world.now))
+    assert asked(world)[1:] == [world.now]
+
+
+def test_a_plan_of_others_than_are_here_comes_too_late():
+    world = trained("abc")
+    world.join_now("d", 150.0)
+    plan = world.told(PlanFormed)[0].plan
+    (refusal,) = world.feed(PlanMade(1, plan, 1, "", world.now))
+    assert isinstance(refusal, Refusal)
+    world.run_until(lambda: len(asked(world)) == 2)
+    (refusal,) = world.feed(PlanMade(1, plan, 1, "", world.now))
+    assert refusal.reason == "plan 1 comes too late: others are here now"
+
+
+def test_what_is_short_is_said_once():
+    forming = PlanTrigger(job(), Placement(job(), Membership()))
+    assert forming.notify_shortage("12 MB are short") == [Notify(Waiting("12 MB are short"))]
+    assert forming.notify_shortage("12 MB are short") == []
+    assert forming.notify_shortage("9 MB are short") == [Notify(Waiting("9 MB are short"))]
+    assert forming.notify_shortage("") == []
+    assert forming.notify_shortage("9 MB are short") == [Notify(Waiting("9 MB are short"))]
+
+
+def test_who_begins_again_does_not_wait_for_as_many_as_were_expected_first():
+    world = trained("abc", expected_nodes=3, settle_seconds=60.0)
+    for name in "abc":
+        world.feed(PeerLeft(name, "gone", world.now))
+    world.run_until(lambda: not world.hub.clusters)
+    begun_at = world.now
+    world.join("x", "y", "z")
+    world.run_until(lambda: len(world.told(PlanFormed)) == 2)
+    assert world.now == pytest.approx(begun_at + 5.0), "when it was quiet for a while"

@@ -1,0 +1,62 @@
+"""Ctrl-C once stops politely, twice at once; and only the main thread takes it."""
+
+import asyncio
+import signal
+import threading
+
+import pytest
+
+from ravnest.requester.session import Interrupts
+
+
+def test_the_first_calls_stop_and_the_result_is_kept() -> None:
+    async def work() -> str:
+        stopped: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        interrupts.stop = lambda: stopped.set_result("kept")
+        signal.raise_signal(signal.SIGINT)
+        return await stopped
+
+    before = signal.getsignal(signal.SIGINT)
+    with Interrupts() as interrupts:
+        assert interrupts.run(work) == "kept"
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_the_second_ends_at_once() -> None:
+    asked = []
+
+    async def work() -> None:
+        interrupts.stop = lambda: asked.append(True)
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        await asyncio.get_running_loop().create_future()
+
+    with Interrupts() as interrupts, pytest.raises(KeyboardInterrupt):
+        interrupts.run(work)
+    assert asked == [True]
+
+
+def test_before_there_is_something_to_stop_the_first_ends_it() -> None:
+    async def work() -> None:
+        signal.raise_signal(signal.SIGINT)
+        await asyncio.get_running_loop().create_future()
+
+    with Interrupts() as interrupts, pytest.raises(KeyboardInterrupt):
+        interrupts.run(work)
+
+
+def test_another_thread_leaves_signals_alone() -> None:
+    seen = []
+
+    def fit() -> None:
+        async def work() -> object:
+            return signal.getsignal(signal.SIGINT)
+
+        with Interrupts() as interrupts:
+            seen.append(interrupts.run(work))
+
+    before = signal.getsignal(signal.SIGINT)
+    thread = threading.Thread(target=fit)
+    thread.start()
+    thread.join()
+    assert seen == [before]
