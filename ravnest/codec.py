@@ -27,7 +27,7 @@ from ravnest.protocol.tensors import (
     find_channels,
 )
 
-Key = tuple[int, ...]  # what the chance of a message depends on: the same key draws the same again
+DrawKey = tuple[int, ...]  # what the chance of a message depends on: the same key draws the same again
 
 
 class _Layout(NamedTuple):
@@ -64,7 +64,7 @@ def encoded_bytes(dtype: torch.dtype, shape: tuple[int, ...], wire_format: WireF
     return TensorSpec(_NAMES[dtype], shape, wire_format).num_bytes
 
 
-def encode_tensor(tensor: Tensor, wire_format: WireFormat, key: Key | None = None) -> memoryview:
+def encode_tensor(tensor: Tensor, wire_format: WireFormat, key: DrawKey | None = None) -> memoryview:
     """Return the bytes to send: the tensor's own memory where possible, so leave it unchanged until sent.
 
     int4-stochastic draws from `key`, which no two messages should share.
@@ -73,7 +73,7 @@ def encode_tensor(tensor: Tensor, wire_format: WireFormat, key: Key | None = Non
     return data
 
 
-def pack_tensor(tensor: Tensor, wire_format: WireFormat, key: Key | None = None) -> Tensor:
+def pack_tensor(tensor: Tensor, wire_format: WireFormat, key: DrawKey | None = None) -> Tensor:
     """Return what encode_tensor does, still on the tensor's device."""
     items, spec = tensor.detach(), describe(tensor, wire_format)
     carrier = _carrier(spec.dtype, spec.packing)
@@ -186,7 +186,7 @@ class _Slab(NamedTuple):
     codes: Tensor
 
 
-def _pack(tensor: Tensor, spec: TensorSpec, key: Key | None) -> Tensor:
+def _pack(tensor: Tensor, spec: TensorSpec, key: DrawKey | None) -> Tensor:
     packed = torch.empty(spec.num_bytes, dtype=torch.uint8, device=tensor.device)
     if spec.packing is WireFormat.INT4_CHANNELS:
         items = tensor.movedim(_axis(spec), -1).flatten(0, -2)
@@ -287,7 +287,7 @@ def _find_scales(rows: Tensor, packing: WireFormat) -> Tensor:
     return scales
 
 
-def _make_chance(key: Key | None, device: torch.device) -> torch.Generator:
+def _make_chance(key: DrawKey | None, device: torch.device) -> torch.Generator:
     if key is None:
         raise ValueError(f"{WireFormat.INT4_STOCHASTIC} needs a key to draw from")
     seed = blake2b(repr(key).encode(), digest_size=8).digest()

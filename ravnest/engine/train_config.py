@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from ravnest.config import EXACT_FORMATS, StateFormat, WeightFormat, WireFormat
+from ravnest.config import DELTA_FORMATS, EXACT_FORMATS, StateFormat, WeightFormat, WireFormat
 from ravnest.engine.optimizers import (
     Adam,
     FusedAdam,
@@ -73,8 +73,6 @@ class TrainConfig:
 
     optimizer: OptimizerSettings
     batch_size: int
-    activations: WireFormat = WireFormat.FP32
-    gradients: WireFormat = WireFormat.FP32
     precision: Precision = "fp32"
     planned_updates: int = 0
     max_lag: int | None = None
@@ -101,8 +99,6 @@ class _TrainConfig(msgspec.Struct, forbid_unknown_fields=True):
     versions: WeightFormat
     states: StateFormat
     batch_size: Annotated[int, Meta(ge=1, le=_MOST_SAMPLES)]
-    activations: WireFormat
-    gradients: WireFormat
     precision: Precision
     planned_updates: Annotated[int, Meta(ge=0, le=_MOST_UPDATES)]
     max_lag: Annotated[int, Meta(ge=0, le=_MOST_LAG)] | None
@@ -136,8 +132,6 @@ def write_train_config(training: TrainConfig, names: frozenset[str]) -> bytes:
             versions=settings.versions,
             states=settings.states,
             batch_size=training.batch_size,
-            activations=training.activations,
-            gradients=training.gradients,
             precision=training.precision,
             planned_updates=training.planned_updates,
             max_lag=training.max_lag,
@@ -153,6 +147,8 @@ def read_train_config(data: bytes) -> TrainConfig:
     document = parse_json(data, "the training settings", _MOST_BYTES, UnsafeBlueprint)
     read = document.read_as(_TrainConfig)
     document.refuse_unknown(("averaging",), AveragingRule.__dataclass_fields__)
+    if read.deltas not in DELTA_FORMATS:
+        document.refuse(("deltas",), f"is {read.deltas}; choose one of {', '.join(DELTA_FORMATS)}")
     if read.exact_gradients not in EXACT_FORMATS:
         document.refuse(
             ("exact_gradients",), f"is {read.exact_gradients}; choose {' or '.join(EXACT_FORMATS)}"
@@ -170,8 +166,6 @@ def read_train_config(data: bytes) -> TrainConfig:
     return TrainConfig(
         optimizer,
         read.batch_size,
-        read.activations,
-        read.gradients,
         read.precision,
         read.planned_updates,
         read.max_lag,

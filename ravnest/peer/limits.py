@@ -98,7 +98,7 @@ def keep_compiled() -> None:
     """Let torch keep what it compiles in this user's own folder, and compile on the cores lent.
 
     torch runs what it finds there, so it must not be a folder that others can write to. torch itself sets
-    these variables to one below /tmp, and a program that starts peers passes them on: they are no provider's wish.
+    these variables to one below /tmp, and a program that starts peers passes them on: nobody's wish.
     """
     caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = make_own_folder(caches / "ravnest" / "compiled")

@@ -236,7 +236,7 @@ class StageBuilder:
         settings = training.optimizer
         settings = replace(settings, has_prediction=settings.has_prediction and stage.predicts)
         engine = StageEngine(program, snapshot, roles, settings, is_split)
-        formats = (training.activations, training.gradients)
+        formats = (stage.activations, stage.gradients)
         position = StagePosition(
             order.build_id, order.seed, stage.node, order.pipeline, *formats, limits.device
         )

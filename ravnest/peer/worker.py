@@ -289,7 +289,9 @@ class Worker:
         if not isinstance(gradients, DroppedWork):
             if self._before is not None:
                 values = [(ValueId(value), gradient) for value, gradient in gradients.items()]
-                specs, buffers = _encode_values(values, self.position.gradients)
+                specs, buffers = _encode_values(
+                    values, self.position.gradients, (self.position.seed, microbatch)
+                )
                 yield Outgoing(self._before, Gradient(self.position.build_id, microbatch, specs), buffers)
             halfway = self._clock()
             weight = self.timekeeper.weight(task.lag)
@@ -356,7 +358,8 @@ class Worker:
     def _pass_on(self, microbatch: MicrobatchId, ready: _Arriving, passed: PassedOn) -> Outgoing:
         assert self._after is not None
         values = [(ValueId(value), tensor) for value, tensor in passed.outputs.items()]
-        specs, buffers = _encode_values(values, self.position.activations)
+        key = (self.position.seed, microbatch)
+        specs, buffers = _encode_values(values, self.position.activations, key)
         is_evaluation = bool(ready.is_evaluation)
         stamp = self.tied.stamp(is_evaluation or self._schedule.is_lockstep)
         message = Activation(
@@ -414,11 +417,11 @@ class Worker:
 
 
 def _encode_values(
-    values: Sequence[tuple[ValueId, Tensor]], wire_format: WireFormat
+    values: Sequence[tuple[ValueId, Tensor]], wire_format: WireFormat, key: tuple[int, int]
 ) -> tuple[tuple[tuple[int, TensorSpec], ...], tuple[memoryview, ...]]:
-    """Return what announces values and the bytes beside it."""
+    """Return what announces values and the bytes beside it; with the value, the key seeds its rounding."""
     specs = tuple((int(value), describe(tensor, wire_format)) for value, tensor in values)
-    return specs, tuple(encode_tensor(tensor, wire_format) for _, tensor in values)
+    return specs, tuple(encode_tensor(tensor, wire_format, (*key, value)) for value, tensor in values)
 
 
 def _decode_fields(

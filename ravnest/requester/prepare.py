@@ -80,8 +80,6 @@ def prepare(
     training = TrainConfig(
         optimizer,
         job.batch_size,
-        config.activation_formats[0],
-        config.gradient_formats[0],
         precision=cast(Precision, job.precision),
         planned_updates=num_batches,
         max_lag=config.max_lag,

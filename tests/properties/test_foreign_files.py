@@ -185,7 +185,7 @@ def test_train_configs():
     groups = tuple(Group((f"w{index}",), rule, 0.1) for index, rule in enumerate(rules))
     averaging = AveragingRule(True, 0.7, 0.9, 3.0)
     full = TrainConfig(
-        OptimizerSettings(groups, 0.1, 1.0), 64, WireFormat.INT8, max_lag=2, averaging=averaging
+        OptimizerSettings(groups, 0.1, 1.0), 64, deltas=WireFormat.INT8, max_lag=2, averaging=averaging
     )
     good = write_train_config(full, frozenset({"w0", "w1", "w2"}))
     assert check_all(read_train_config, many(8, damage_json, good)) > 0

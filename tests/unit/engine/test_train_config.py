@@ -20,8 +20,6 @@ OPTIMIZER = OptimizerSettings(
 TRAINING = TrainConfig(
     OPTIMIZER,
     64,
-    WireFormat.BF16,
-    WireFormat.INT8,
     precision="bf16",
     planned_updates=500,
     max_lag=2,
@@ -60,6 +58,7 @@ def test_a_stage_learns_of_its_own_parameters_only():
         {"batch_size": 0},
         {"window": 3},
         {"deltas": "int2"},
+        {"deltas": "int4-stochastic"},
         {"exact_gradients": "int8"},
         {"averaging": {"momentum": 1}},
         {"averaging": {"outer_rate": -1.0}},
