@@ -101,6 +101,7 @@ class Stage:
     recompute: bool = False
     activations: WireFormat = WireFormat.BF16  # how it sends forward
     gradients: WireFormat = WireFormat.BF16  # how it sends back
+    predicts: bool = True  # has memory for the weights that are expected when a gradient comes back
 
 
 @dataclass(frozen=True, slots=True)

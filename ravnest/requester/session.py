@@ -23,7 +23,7 @@ from typing import Any, Self, TypeVar
 import msgspec
 import psutil  # type: ignore[import-untyped]
 
-from ravnest.config import PlanConfig, WireFormat
+from ravnest.config import PlanConfig, WireChoice, WireFormat
 from ravnest.errors import ConfigError, PlanError, RavnestError
 from ravnest.hub.coordinator.coordinator import Coordinator
 from ravnest.hub.coordinator.events import Action, Event
@@ -112,8 +112,8 @@ logger = logging.getLogger(__name__)
 
 SWARM_PLAN = PlanConfig()
 LOCAL_PLAN = PlanConfig(
-    activations=WireFormat.FP32,  # on one PC bytes cost nothing
-    gradients=WireFormat.FP32,
+    activations=WireChoice.FP32,  # on one PC bytes cost nothing
+    gradients=WireChoice.FP32,
     deltas=WireFormat.FP32,
 )
 _PORT = "0.0.0.0:7700"
