@@ -188,7 +188,10 @@ class Job:
         is_flag = self.is_pretrained in (None, True, False)
         _require(is_flag, "is_pretrained", self.is_pretrained, "True, False or nothing")
         is_place = self.weights is None or isinstance(self.weights, str | os.PathLike)
-        _require(is_place, "weights", self.weights, "a safetensors file, a folder, or a mirror's list")
+        is_place = is_place and (self.weights is None or os.path.exists(self.weights))
+        _require(
+            is_place, "weights", self.weights, "a safetensors file, a folder or a mirror's list that exists"
+        )
         is_list = not isinstance(self.inputs, str)
         _require(is_list, "inputs", self.inputs, f"a list of fields: [{self.inputs!r}]")
 

@@ -14,7 +14,7 @@ from ravnest.engine.train_config import Precision, TrainConfig
 from ravnest.errors import ConfigError
 from ravnest.hub.coordinator.events import JobGiven, JobSettings
 from ravnest.model.capture import Captured
-from ravnest.model.profile import measure
+from ravnest.model.profile import has_channels, measure
 from ravnest.requester.checkpoint_store import (
     Checkpoint,
     Fingerprint,
@@ -75,6 +75,7 @@ def prepare(
     config = replace(plan, optimizer=_recipe(job, optimizer), overhead_bytes=0.0)
     precision = WeightFormat.BF16 if job.precision == "bf16" else WeightFormat.FP32
     config = replace(config, predict_weights=optimizer.has_prediction, precision=precision)
+    config = _fit_formats(config, captured, job.batch_size)
     settings = _settings(job, captured, optimizer, num_batches)
     settings = replace(settings, expected_nodes=num_nodes, settle_seconds=settle_seconds)
     training = TrainConfig(
@@ -99,6 +100,14 @@ def prepare(
         books = owner.go_on_from(start)
     profile = measure(captured.blueprint, job.batch_size)
     return PreparedJob(captured, owner, JobGiven(profile, config, settings, now=0.0, books=books))
+
+
+def _fit_formats(config: PlanConfig, captured: Captured, batch_size: int) -> PlanConfig:
+    """Plan activations without channels as what they will travel as."""
+    if config.activations is not WireFormat.INT4_CHANNELS or has_channels(captured.blueprint, batch_size):
+        return config
+    logger.warning("note: the channels of what crosses stages are not known, so activations travel as int8")
+    return replace(config, activations=WireFormat.INT8)
 
 
 def _check_start(start: Checkpoint, now: Fingerprint) -> None:
