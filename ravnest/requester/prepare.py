@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import cast
 
-from ravnest.config import EXACT_FORMATS, PlanConfig, StateFormat, WeightFormat, WireFormat
+from ravnest.config import EXACT_FORMATS, PlanConfig, StateFormat, WeightFormat, WireChoice, WireFormat
 from ravnest.config import OptimizerKind as Recipe
 from ravnest.engine.optimizers import Adam, Muon, NAdam, OptimizerSettings, Sgd
 from ravnest.engine.train_config import Precision, TrainConfig
@@ -110,10 +110,10 @@ def prepare(
 
 def _fit_formats(config: PlanConfig, captured: Captured, batch_size: int) -> PlanConfig:
     """Plan activations without channels as what they will travel as."""
-    if config.activations is not WireFormat.INT4_CHANNELS or has_channels(captured.blueprint, batch_size):
+    if config.activations is not WireChoice.INT4 or has_channels(captured.blueprint, batch_size):
         return config
     logger.warning("note: the channels of what crosses stages are not known, so activations travel as int8")
-    return replace(config, activations=WireFormat.INT8)
+    return replace(config, activations=WireChoice.INT8)
 
 
 def _check_start(start: Checkpoint, now: Fingerprint) -> None:
