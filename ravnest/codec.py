@@ -20,9 +20,10 @@ from ravnest.errors import ProtocolError
 from ravnest.protocol.tensors import (
     BLOCK_ITEMS,
     FLOAT_BYTES,
-    ITEM_BYTES,
+    INTEGER_BYTES,
     MEAN_BYTES,
     SHORT_BLOCK_ITEMS,
+    WIRE_BYTES,
     TensorSpec,
     find_channels,
 )
@@ -45,7 +46,7 @@ _LAYOUTS = {
     WireFormat.INT4_STOCHASTIC: _Layout(SHORT_BLOCK_ITEMS, torch.bfloat16, 7),
 }
 _HALVES = {WireFormat.BF16: torch.bfloat16, WireFormat.FP16: torch.float16}
-_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_BYTES}
+_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in WIRE_BYTES}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _SMALLEST_SCALE = 2.0**-126  # the smallest normal float32: its reciprocal is finite
 _LOW_BITS = -(2**8)  # 16 bits of a scale times 7 bits of a code fit in the 24 of a float32
@@ -58,6 +59,25 @@ _ODD = 0x0001000100010001  # in each of four short numbers: they lie evenly arou
 def describe(tensor: Tensor, wire_format: WireFormat) -> TensorSpec:
     """Return what the receiver must know of the buffer."""
     return TensorSpec(_NAMES[tensor.dtype], tuple(tensor.shape), wire_format)
+
+
+def narrow_integers(tensor: Tensor) -> Tensor:
+    """Return the same whole numbers in the smallest type that holds them; `widen_integers` undoes it."""
+    if _NAMES[tensor.dtype] not in INTEGER_BYTES or not tensor.numel():
+        return tensor
+    least, most = (int(each) for each in torch.aminmax(tensor))
+    for dtype in (torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32):
+        bounds = torch.iinfo(dtype)
+        if dtype.itemsize < tensor.dtype.itemsize and bounds.min <= least and most <= bounds.max:
+            return tensor.to(dtype)
+    return tensor
+
+
+def widen_integers(tensor: Tensor, dtype: str) -> Tensor:
+    """Return whole numbers in the type that the program has them in; all else as it is."""
+    wide = _DTYPES[dtype]
+    is_narrow = not (tensor.is_floating_point() or tensor.dtype is torch.bool) and dtype in INTEGER_BYTES
+    return tensor.to(wide) if is_narrow and tensor.dtype.itemsize < wide.itemsize else tensor
 
 
 def encoded_bytes(dtype: torch.dtype, shape: tuple[int, ...], wire_format: WireFormat) -> int:

@@ -9,7 +9,7 @@ import logging
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -223,6 +223,7 @@ class StageBuilder:
             limits.device,
             autocast=autocast,
             recompute=stage.recompute,
+            window=stage.window,
             make_compiler=self._tools.make_compiler if compiles else None,
         )
         speed = limits.emulated_flops_per_second or self._tools.usual_flops_per_second(limits.device)
@@ -234,7 +235,9 @@ class StageBuilder:
         is_late = stage.window > 1 and not order.is_exact and training.max_lag != 0
         roles = find_roles(blueprint, program.castable, is_narrow=has_narrow and is_late)
         defers = limits.device.startswith("cuda")
-        engine = StageEngine(program, snapshot, roles, training.optimizer, is_split, defers)
+        settings = training.optimizer
+        settings = replace(settings, has_prediction=settings.has_prediction and stage.predicts)
+        engine = StageEngine(program, snapshot, roles, settings, is_split, defers)
         formats = (stage.activations, stage.gradients)
         position = StagePosition(
             order.build_id, order.seed, stage.node, order.pipeline, *formats, limits.device

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from ravnest.codec import decode_tensor, describe, encode_tensor
+from ravnest.codec import decode_tensor, describe, encode_tensor, widen_integers
 from ravnest.config import TIMEOUTS, PeerTimeouts, WireFormat
 from ravnest.engine.schedule import StageSchedule, Task, Work
 from ravnest.engine.stage import DroppedWork, PassedOn, StageEngine, Updated
@@ -88,6 +88,10 @@ class Worker:
         self.position = position
         self._before, self._after = position.before, position.after
         self._blueprint = blueprint
+        programs = (blueprint.train, blueprint.evaluate)
+        self._field_dtypes = {
+            name: each.values[value].dtype for each in programs for value, name in each.fields
+        }
         self._stage = stage
         self._schedule = schedule
         self._rates: dict[int, float] = {0: learning_rate}
@@ -199,7 +203,11 @@ class Worker:
     def receive_fields(self, message: FieldParts, buffers: Sequence[Buffer]) -> Refusal | None:
         """Add the fields of a microbatch."""
         arriving = self._arriving.setdefault(message.microbatch, _Arriving())
-        arriving.fields |= _decode_fields(message.fields, buffers)
+        found = _decode_fields(message.fields, buffers)
+        arriving.fields |= {
+            name: widen_integers(field, self._field_dtypes[name]) if name in self._field_dtypes else field
+            for name, field in found.items()
+        }
         return self._admit(message.microbatch)
 
     def receive_activation(self, message: Activation, buffers: Sequence[Buffer]) -> Refusal | None:

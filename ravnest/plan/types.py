@@ -1,4 +1,4 @@
-"""The facts a plan is made from and the plan itself: frozen records, no behaviour beyond look-ups.
+"""The facts a plan is made from and the plan itself: frozen records, no behaviour beyond look-ups and sums.
 
 A model is a line of positions. A stage is an interval of the line, a segment an interval that no cluster
 cuts, a ring the owners of one segment. Everything that plans, predicts, draws or repairs speaks in these.
@@ -101,6 +101,7 @@ class Stage:
     recompute: bool = False
     activations: WireFormat = WireFormat.BF16  # how it sends forward
     gradients: WireFormat = WireFormat.BF16  # how it sends back
+    predicts: bool = True  # has memory for the weights that are expected when a gradient comes back
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from ravnest.engine.optimizers import OptimizerSettings
 from ravnest.engine.recipe import choose_rate, from_torch, make_settings
 from ravnest.engine.train_config import AveragingRule
 from ravnest.errors import ConfigError
-from ravnest.model.capture import Captured, capture
+from ravnest.model.capture import Captured, CaptureWishes, capture_as
 from ravnest.model.model_with_loss import Metric
 from ravnest.model.profile import find_matrices
 from ravnest.requester.dataset import SampleBatch, Samples, loader_batch_size, show_thing
@@ -96,15 +96,15 @@ class Job:
         """Return the first batch of the train data; it is read once and kept."""
         return self.samples.first_batch()
 
-    def capture(self) -> Captured:
-        """Turn the model into a blueprint, with the first batch as the example."""
+    def capture(self, tell: Callable[[str], object] = lambda _: None) -> Captured:
+        """Turn the model into a blueprint, with the first batch as the example; `tell` hears each step."""
         batch = self.first_batch()
         self.samples.check_some()
         if self.val_samples is not None:
             self.val_samples.check_like(self.samples)
             self.val_samples.check_some()
-        given = {"name": self.name, "inputs": self.inputs, "is_padded": self.is_padded}
-        captured = capture(self.model, batch, self.loss, self.metrics, **given)  # type: ignore[arg-type]
+        wishes = CaptureWishes(self.name, self.inputs, self.is_padded, tell=tell)
+        captured = capture_as(self.model, batch, self.loss, self.metrics, wishes)
         if not captured.batch_loss.is_cuttable and self.microbatches not in ("auto", 1):
             raise ConfigError(f"microbatches is {self.microbatches}, but {captured.batch_loss.note}")
         return replace(captured, notes=(*_notes(batch, self.batch_size), *captured.notes))

@@ -25,7 +25,6 @@ from ravnest.foreign import decode_json
 from ravnest.model.safetensors_header import StoredType
 from ravnest.model.shards import find_files, open_weights
 from ravnest.protocol.tensors import ITEM_BYTES, MOST_TENSOR_ITEMS, Buffer
-from ravnest.transfer.blobs import name_blob
 from ravnest.units import show_bytes
 
 _MOST_LIST_BYTES = 64 << 20
@@ -81,7 +80,7 @@ def write_mirror(place: Path, url: str) -> bytes:
         start = file.stat().st_size - sum(len(tensor.buffer) for tensor in found)
         for tensor in found:
             where = f"{url.rstrip('/')}/{quote(file.name)}"
-            facts = (where, start, tensor.dtype, tensor.shape, name_blob(tensor.buffer).blob)
+            facts = (where, start, tensor.dtype, tensor.shape, blake3(tensor.buffer).hexdigest())
             tensors[tensor.name] = MirrorTensor(*facts)
             start += len(tensor.buffer)
     return msgspec.json.format(msgspec.json.encode(_List(tensors)), indent=1)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ravnest.codec import describe, encode_tensor
+from ravnest.codec import describe, encode_tensor, narrow_integers
 from ravnest.config import WireFormat
 from ravnest.engine.optimizers import OptimizerSettings
 from ravnest.engine.schedule import StageSchedule
@@ -100,8 +100,9 @@ class ClusterWorld:
                 program = blueprint.evaluate if is_evaluation else blueprint.train
                 names = [name for _, name in program.fields]
                 if names:
-                    specs = tuple((name, describe(batch[name], WireFormat.FP32)) for name in names)
-                    buffers = tuple(encode_tensor(batch[name], WireFormat.FP32) for name in names)
+                    chosen = {name: narrow_integers(batch[name]) for name in names}  # as the owner does
+                    specs = tuple((name, describe(chosen[name], WireFormat.FP32)) for name in names)
+                    buffers = tuple(encode_tensor(chosen[name], WireFormat.FP32) for name in names)
                     self.post(Outgoing(node, FieldParts(1, MicrobatchId(number), specs), buffers))
 
     def post(self, outgoing: Outgoing) -> None:

@@ -12,8 +12,10 @@ from ravnest.codec import (
     describe,
     encode_tensor,
     encoded_bytes,
+    narrow_integers,
     pack_tensor,
     unpack_tensor,
+    widen_integers,
 )
 from ravnest.config import DELTA_FORMATS, WireFormat
 from ravnest.errors import ProtocolError
@@ -369,3 +371,35 @@ def test_fp32_owes_nothing_and_sends_the_tensor_itself() -> None:
     assert result.decoded is delta
     feedback.commit()
     assert send(feedback, delta).equal(delta)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "dtype"),
+    [
+        ([0, 255], "uint8"),
+        ([-100, 127], "int8"),
+        ([-1, 128], "int16"),
+        ([0, 50_256], "uint16"),
+        ([-1, 50_256], "int32"),
+        ([0, 2**31], "int64"),
+        ([], "int64"),
+    ],
+)
+def test_whole_numbers_travel_in_the_smallest_type_that_holds_them(numbers: list[int], dtype: str) -> None:
+    given = torch.tensor(numbers, dtype=torch.int64)
+    narrow = narrow_integers(given)
+    spec = describe(narrow, WireFormat.FP32)
+    assert (spec.dtype, spec.fault) == (dtype, None)
+    arrived = widen_integers(decode_tensor(encode_tensor(narrow, WireFormat.FP32), spec), "int64")
+    assert arrived.dtype is torch.int64
+    assert torch.equal(arrived, given)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bool, torch.float32, torch.int8])
+def test_what_is_small_or_no_whole_number_stays_as_it_is(dtype: torch.dtype) -> None:
+    given = torch.tensor([0, 1, 1], dtype=dtype)
+    assert narrow_integers(given) is given
+    for wide in ("int64", "float32"):
+        found = widen_integers(given, wide)
+        is_whole = dtype in (torch.uint8, torch.int8) and wide == "int64"
+        assert found.dtype is (torch.int64 if is_whole else dtype)

@@ -306,10 +306,14 @@ def _choose(form: Callable[[int], tuple[Plan, int]], most: int) -> tuple[Plan, i
 
 
 def _accumulate(plan: Plan, count: int, max_lag: int) -> Plan:
-    """Let every cluster make an update of so many microbatches, with windows that keep the lag bound."""
-    widest = count * max_lag + 1
+    """Let every cluster make an update of so many microbatches, with windows that keep the lag bound.
+
+    A cluster has no more lag than it was planned with: its stages have no memory for older weights.
+    """
     clusters = []
     for cluster in plan.clusters:
+        planned = ceil((cluster.stages[0].window - 1) / cluster.accumulate)
+        widest = count * min(max_lag, max(1, planned)) + 1
         stages = (replace(stage, window=min(stage.window, widest)) for stage in cluster.stages)
         clusters.append(replace(cluster, stages=tuple(stages), accumulate=count))
     return replace(plan, clusters=tuple(clusters))
