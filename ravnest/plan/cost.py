@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ravnest.config import OptimizerKind, PlanConfig, Recompute, WeightFormat, WireFormat
+from ravnest.plan.block_memory import BlockMemory
 from ravnest.plan.types import ModelProfile, Swarm
 
 Floats = npt.NDArray[np.float64]
@@ -58,10 +59,12 @@ class LineCost:
         """Resident bytes of the stage [start, stop) with its window full."""
         trained = self.trained[stop] - self.trained[start]
         resident = self.resident[stop] - self.resident[start] + self._late_copies(versions) * trained
-        held = (1 if recompute else window) * (self.saved[stop] - self.saved[start])
-        inputs = window * self.crossing[start] if recompute else 0.0
+        if recompute:
+            held = self.blocks.held(start, stop, window) + window * self.crossing[start]
+        else:
+            held = window * (self.saved[stop] - self.saved[start])
         leased = np.where(start == 0, _LEASED * window * self.crossing[0], 0.0)
-        return np.asarray(_SLACK * (resident + held + inputs + leased) + self.config.overhead_bytes)
+        return np.asarray(_SLACK * (resident + held + leased) + self.config.overhead_bytes)
 
     def _late_copies(self, versions: Ints) -> Floats:
         """Copies of the trained parameters for a gradient, and for the weights that forwards see.
@@ -141,6 +144,11 @@ class LineCost:
     def saved(self) -> Floats:
         """Cumulative bytes a batch leaves behind for its backward."""
         return _cumulative(self.profile.saved_bytes)
+
+    @cached_property
+    def blocks(self) -> BlockMemory:
+        """What stages hold that compute their activations again."""
+        return BlockMemory(np.asarray(self.profile.saved_bytes, float), self.crossing)
 
     @cached_property
     def resident(self) -> Floats:
