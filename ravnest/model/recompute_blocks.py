@@ -16,7 +16,7 @@ _MOST_BLOCKS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class ProgramBlock:
     """A part of a program: `program.inputs` are what it uses of blocks before it and of what arrived."""
 
     program: Program
@@ -27,7 +27,7 @@ class Block:
         return tuple(value for value, _ in self.program.state)
 
 
-def find_blocks(program: Program, window: int) -> list[Block]:
+def find_blocks(program: Program, window: int) -> list[ProgramBlock]:
     """Return the blocks of a program, for so many microbatches in flight."""
     storages = Storages(program)
     ends = {*program.outputs, *(value for _, value in program.results)}
@@ -40,11 +40,11 @@ def find_blocks(program: Program, window: int) -> list[Block]:
     new_bytes, crossing = _count_bytes(program, storages, made, last_use)
     forbidden = storages.uncuttable()
     allowed = [place not in forbidden for place in range(len(program.ops))]
-    cuts = [0, *choose_cuts(new_bytes, crossing, allowed, window), len(program.ops)]
+    cuts = [0, *choose_block_cuts(new_bytes, crossing, allowed, window), len(program.ops)]
     return [_take(program, start, stop, made, last_use) for start, stop in pairwise(cuts)]
 
 
-def choose_cuts(
+def choose_block_cuts(
     new_bytes: Sequence[int], crossing: Sequence[int], allowed: Sequence[bool], window: int
 ) -> list[int]:
     """Return the places to cut before: what microbatches in flight and the largest block hold is least."""
@@ -88,7 +88,7 @@ def _count_bytes(
 
 def _take(
     program: Program, start: int, stop: int, made: dict[ValueId, int], last_use: dict[ValueId, int]
-) -> Block:
+) -> ProgramBlock:
     ops = program.ops[start:stop]
     used = {value for op in ops for value in op.refs()}
     state = {value for value, _ in program.state}
@@ -97,7 +97,7 @@ def _take(
     arrived = [*(value for value, _ in program.fields), *program.inputs]
     given += [value for value in arrived if value not in given and _has_batch_size(program, value)][:1]
     outputs = tuple(value for value in sorted(inside) if last_use.get(value, -1) >= stop)
-    return Block(
+    return ProgramBlock(
         Program(
             values=program.values,
             inputs=tuple(given),

@@ -233,8 +233,7 @@ class _Runner:
             tensor.dtype is torch.bfloat16 and program.values[value].dtype == "float32"
             for value, tensor in kept.items()
         )
-        may_compile = self._make_compiler is not None and not has_narrow
-        if may_compile and torch.is_grad_enabled() and key is not None:
+        if self._make_compiler is not None and torch.is_grad_enabled() and key is not None:
             passed = self._run_compiled(kept, arrived, key, num_samples)
             if passed is not None:
                 return passed
@@ -493,9 +492,9 @@ def _find_needed(program: Program, values: Sequence[ValueId]) -> set[int]:
 
 def _move(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Bring a tensor to the device; a GPU fetches it from pinned memory while the program goes on."""
-    if device.type == "cuda" and tensor.device.type == "cpu":
+    if device.type == "cuda" and tensor.device.type == "cpu" and tensor.numel():
         return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor.to(device)
+    return tensor if tensor.device == device else tensor.to(device)
 
 
 def _run_at_precision(

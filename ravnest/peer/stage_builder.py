@@ -9,7 +9,7 @@ import logging
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -234,7 +234,10 @@ class StageBuilder:
         has_narrow = training.optimizer.versions is WeightFormat.BF16 or autocast is not None
         is_late = stage.window > 1 and not order.is_exact and training.max_lag != 0
         roles = find_roles(blueprint, program.castable, is_narrow=has_narrow and is_late)
-        engine = StageEngine(program, snapshot, roles, training.optimizer, is_split)
+        defers = limits.device.startswith("cuda")
+        settings = training.optimizer
+        settings = replace(settings, has_prediction=settings.has_prediction and stage.predicts)
+        engine = StageEngine(program, snapshot, roles, settings, is_split, defers)
         formats = (stage.activations, stage.gradients)
         position = StagePosition(
             order.build_id, order.seed, stage.node, order.pipeline, *formats, limits.device

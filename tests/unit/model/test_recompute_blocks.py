@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ravnest.model.capture import Captured, capture
-from ravnest.model.recompute_blocks import choose_cuts, find_blocks
+from ravnest.model.recompute_blocks import choose_block_cuts, find_blocks
 from ravnest.model.stage_program import StageProgram, build_stage_program
 
 NUM_LAYERS, WIDTH, INNER = 8, 16, 128
@@ -112,11 +112,11 @@ def test_more_microbatches_in_flight_make_fewer_blocks(captured: Captured) -> No
 def test_cuts_are_made_only_where_they_are_allowed() -> None:
     sizes, crossing = [10] * 40, [1] * 40
     allowed = [place % 8 == 3 for place in range(40)]
-    cuts = choose_cuts(sizes, crossing, allowed, 1)
+    cuts = choose_block_cuts(sizes, crossing, allowed, 1)
     assert cuts
     assert all(allowed[cut] for cut in cuts)
-    assert choose_cuts(sizes, crossing, [False] * 40, 1) == []
-    assert choose_cuts([0] * 5, [0] * 5, [True] * 5, 1) == []
-    free = choose_cuts(sizes, crossing, [True] * 40, 1)
+    assert choose_block_cuts(sizes, crossing, [False] * 40, 1) == []
+    assert choose_block_cuts([0] * 5, [0] * 5, [True] * 5, 1) == []
+    free = choose_block_cuts(sizes, crossing, [True] * 40, 1)
     lengths = [stop - start for start, stop in pairwise([0, *free, 40])]
     assert max(lengths) - min(lengths) <= 2

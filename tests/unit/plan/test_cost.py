@@ -16,6 +16,7 @@ from ravnest.config import (
     Recompute,
     StateFormat,
     WeightFormat,
+    WireChoice,
     WireFormat,
 )
 from ravnest.plan.cost import LineCost, NodeTable, Rows, StageCosts, timing
@@ -40,6 +41,9 @@ CONFIG = PlanConfig(
     recompute=Recompute.NEVER,
     versions=WeightFormat.FP32,
     states=StateFormat.FP32,
+    saves_memory=False,
+    activations=WireChoice.BF16,
+    gradients=WireChoice.BF16,
 )
 FIRST = node(
     "first", 1000, 100, upload_bytes_per_second=4e6, download_bytes_per_second=5e6, latency_seconds=0.1
@@ -158,7 +162,7 @@ def test_windows_and_versions():
 
 
 def test_time_of_each_stage_by_its_parts():
-    told = times(cost(activations=WireFormat.BF16, gradients=WireFormat.INT8))
+    told = times(cost(activations=WireChoice.BF16, gradients=WireChoice.INT8))
     int8 = 8 * (1 + 4 / 256) / 4  # MB of gradient
     # depth 0 is the last stage
     np.testing.assert_allclose(told.compute, [[6e9 / 50e9, 3e9 / 100e9]])
@@ -180,7 +184,7 @@ def test_a_narrow_window_waits_for_the_way_back():
 
 
 def test_two_hidden_nodes_need_the_hub():
-    line = cost(relay_bytes_per_second=1e6, gradients=WireFormat.INT8)
+    line = cost(relay_bytes_per_second=1e6, gradients=WireChoice.INT8)
     told = times(line, replace(FIRST, is_reachable=False), replace(LAST, is_reachable=False))
     int8 = 8 * (1 + 4 / 256) / 4
     np.testing.assert_allclose(told.relay, [[0, 4.0]])
@@ -212,12 +216,12 @@ def test_stage_costs_agree_with_timing_and_mark_what_does_not_fit():
     nodes = NodeTable.of(swarm_of(LAST, FIRST), line.config)
     seconds = StageCosts(line, nodes)
     told = times(line)
-    assert seconds.at(0)[0, 1, 2] == pytest.approx(told.stage[0, 0], rel=1e-6)
-    assert seconds.at(1)[1, 0, 1] == pytest.approx(told.stage[0, 1], rel=1e-6)
-    assert np.isinf(seconds.at(0)[0, 1, 1])
+    assert seconds.at(0)[0, 0, 1] == pytest.approx(told.stage[0, 0], rel=1e-6)
+    assert seconds.at(1)[1, 0, 0] == pytest.approx(told.stage[0, 1], rel=1e-6)
+    assert np.isinf(seconds.at(0)[0, 1, 1])  # there is no such interval
     small = NodeTable.of(swarm_of(replace(FIRST, memory_bytes=96 * MB)), line.config)
-    assert np.isinf(StageCosts(line, small).at(1)[0, 0, 1])  # needs 96.25 MB, see above
-    assert np.isfinite(StageCosts(line, small).at(0)[0, 0, 1])
+    assert np.isinf(StageCosts(line, small).at(1)[0, 0, 0])  # needs 96.25 MB, see above
+    assert np.isfinite(StageCosts(line, small).at(0)[0, 0, 0])
 
 
 def test_recomputing_is_chosen_only_where_it_must_be():
@@ -227,13 +231,13 @@ def test_recomputing_is_chosen_only_where_it_must_be():
     tight = NodeTable.of(
         swarm_of(replace(FIRST, memory_bytes=94 * MB, upload_bytes_per_second=1e12)), line.config
     )
-    assert StageCosts(line, roomy).at(1)[0, 0, 1] == pytest.approx(1.0)
+    assert StageCosts(line, roomy).at(1)[0, 0, 0] == pytest.approx(1.0)
     assert not timing(line, roomy, Rows(np.array([[0]]), np.array([1]), np.array([[1, 0]]))).recompute.any()
-    assert np.isfinite(StageCosts(line, tight).at(1)[0, 0, 1])
+    assert np.isfinite(StageCosts(line, tight).at(1)[0, 0, 0])
 
 
 def test_a_stage_too_large_for_a_round_does_not_fit():
     # int4: 2 x 10 MB x 0.12890625 = 2.58 MB at 20 % of 4 MB/s = 3.2 s
     nodes = NodeTable.of(swarm_of(FIRST), CONFIG)
-    assert np.isfinite(StageCosts(cost(is_averaged=True, max_round_seconds=3.3), nodes).at(1)[0, 0, 1])
-    assert np.isinf(StageCosts(cost(is_averaged=True, max_round_seconds=3.1), nodes).at(1)[0, 0, 1])
+    assert np.isfinite(StageCosts(cost(is_averaged=True, max_round_seconds=3.3), nodes).at(1)[0, 0, 0])
+    assert np.isinf(StageCosts(cost(is_averaged=True, max_round_seconds=3.1), nodes).at(1)[0, 0, 0])
