@@ -17,11 +17,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ravnest.model.model_with_loss import ModelWithLoss
+from ravnest.model.sample_length import count_work
 from ravnest.model.verify import as_it_was
 
 _NUM_PARTS = 4
 _MOST_SAMPLES = 32
-_MOST_WORK = 5e10  # parameters times tokens, over all samples: seconds on a slow PC
+_MOST_WORK = 1e10  # parameters times tokens, over all samples: a second or two on a slow PC
 _SEED = 20_262
 _ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4}  # of float32 on a CPU
 _COARSE_ROUNDING = 2e-2  # of half precision
@@ -190,12 +191,6 @@ def _count_affordable(whole: ModelWithLoss, fields: Mapping[str, Tensor]) -> int
     """Return how many samples the check may run: all of a small model, a few of a large one."""
     work = count_work(sum(parameter.numel() for parameter in whole.parameters()), fields)
     return min(_MOST_SAMPLES, max(_NUM_PARTS, int(_MOST_WORK / work)))
-
-
-def count_work(num_parameters: int, fields: Mapping[str, Tensor]) -> int:
-    """Return about how much work a sample is: parameters, times tokens where it has any."""
-    tokens = max((each[0].numel() for each in fields.values() if not each.is_floating_point()), default=1)
-    return max(num_parameters, 1) * max(tokens, 1)
 
 
 def _find_tolerance(whole: ModelWithLoss) -> float:

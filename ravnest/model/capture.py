@@ -9,13 +9,17 @@ import contextlib
 import io
 import logging
 import re
+import sys
+import threading
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import TextIO
 
 import torch
+from sympy import Integer  # type: ignore[import-untyped]
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -26,13 +30,15 @@ from ravnest.model.batch_loss import BatchLoss, judge_loss
 from ravnest.model.blueprint import CONSTANT, Blueprint, StateEntry
 from ravnest.model.blueprint_json import read_blueprint, write_blueprint
 from ravnest.model.capture_errors import refuse_error
-from ravnest.model.export_hazards import traps
-from ravnest.model.huggingface import plain_transformers
+from ravnest.model.export_hazards import plain_transformers, replaced, traps
 from ravnest.model.initialiser import keep_first_values
 from ravnest.model.model_with_loss import BatchFields, Metric, ModelWithLoss, name_fields
+from ravnest.model.sample_length import SHORT, TokenRows, find_rows, find_symbols, is_costly
 from ravnest.model.slicing import find_positions
 from ravnest.model.trace import Traced, trace
-from ravnest.model.verify import as_it_was, compare, try_module
+from ravnest.model.verify import FEW_SAMPLES, SAMPLES, Outcomes, as_it_was, compare, compare_empty, try_module
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +53,17 @@ class Captured:
     batch_size: int
     notes: tuple[str, ...]
     batch_loss: BatchLoss = BatchLoss.MEAN  # whether a batch may be cut
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureWishes:
+    """How a model is captured, as `capture` says; `tell` hears what is done next."""
+
+    name: str | None = None
+    inputs: Sequence[str] | None = None
+    is_padded: bool | None = None
+    self_test: bool = True
+    tell: Callable[[str], object] = lambda _: None
 
 
 def capture(
@@ -66,30 +83,44 @@ def capture(
     part of a tuple). Without a loss the model returns it, as Hugging Face models do. `inputs` names the
     fields the model takes. `is_padded=False` promises that no sample is padded: causal masks cost nothing.
     """
-    fields = _beside(model, name_fields(batch, is_padded))
-    whole = ModelWithLoss(
-        model, fields, loss, metrics or {}, is_tuple=not isinstance(batch, Mapping), inputs=inputs
-    )
+    return capture_as(model, batch, loss, metrics, CaptureWishes(name, inputs, is_padded, self_test))
+
+
+def capture_as(
+    model: nn.Module,
+    batch: BatchFields,
+    loss: Metric | None,
+    metrics: Mapping[str, Metric] | None,
+    wishes: CaptureWishes,
+) -> Captured:
+    """Turn a model into a blueprint."""
+    fields, tell = _beside(model, name_fields(batch, wishes.is_padded)), wishes.tell
+    is_tuple = not isinstance(batch, Mapping)
+    whole = ModelWithLoss(model, fields, loss, metrics or {}, is_tuple=is_tuple, inputs=wishes.inputs)
     _check_module(whole)
     is_empty = any(parameter.is_meta for parameter in model.parameters())
+    is_tested = wishes.self_test and not is_empty
+    if is_tested:
+        tell("the model runs alone")
+        tried = _try(whole, fields)
+    else:
+        is_short = wishes.self_test and _count(whole) <= _MOST_COMPARED and _is_costly(whole, fields)
+        tried = _Tried(find_rows(fields) if is_short else None, {})
+    tell("it is exported")
     has_mask = "attention_mask" in fields or "position_ids" in fields
-    if self_test and not is_empty:
-        try_module(whole, fields)
     with plain_transformers(has_mask):
-        train = _export(whole, fields, is_empty, training=True)
-        evaluate = _export(whole, fields, is_empty, training=False)
-    blueprint, state = _join(name or type(model).__name__, whole, train, evaluate)
+        programs = _export_both(whole, fields, is_empty, tried.rows)
+    blueprint, state = _join(wishes.name or type(model).__name__, whole, programs)
     batch_loss = BatchLoss.MEAN
-    if self_test and not is_empty:
-        compare(whole, blueprint, state, fields)
-        batch_loss = judge_loss(whole, fields)
+    if is_tested:
+        tell("it is compared with the model")
+        batch_loss = _test(whole, programs, blueprint, state, fields, tried)
     notes = [batch_loss.note] if batch_loss.note else []
     if is_empty:
-        notes.append(
-            "the weights have no values here, so the cut model was not compared with the module, "
-            "and the loss is taken for a mean over the samples"
-        )
-    if is_padded is None and "attention_mask" in fields:
+        tell("it is compared with the model")
+        facts = (whole, programs, blueprint, state, fields)
+        notes.append(_test_empty(*facts) if wishes.self_test else _UNTESTED)
+    if wishes.is_padded is None and "attention_mask" in fields:
         notes.append(
             "batches have an attention_mask; if no sample is padded, is_padded=False saves the masks"
         )
@@ -154,9 +185,159 @@ def _check_module(whole: ModelWithLoss) -> None:
             )
 
 
+@dataclass(frozen=True, slots=True)
+class _Tried:
+    """What the module computed alone: on these rows, shortened, or on whole samples."""
+
+    rows: TokenRows | None
+    outcomes: Outcomes
+
+
+def _try(whole: ModelWithLoss, fields: Mapping[str, torch.Tensor]) -> _Tried:
+    """Run the module alone: on short rows where whole ones are costly, if it takes them."""
+    rows = find_rows(fields) if _is_costly(whole, fields) else None
+    if rows is not None:
+        try:
+            return _Tried(rows, try_module(whole, rows.take(fields, SHORT), FEW_SAMPLES))
+        except CaptureError as error:  # it may be the row's fault
+            logger.info("the self-test takes whole samples: %s", error)
+    return _Tried(None, try_module(whole, fields, _num_samples(whole, fields)))
+
+
+def _is_costly(whole: ModelWithLoss, fields: Mapping[str, torch.Tensor]) -> bool:
+    return is_costly(_count(whole), fields)
+
+
+def _count(whole: ModelWithLoss) -> int:
+    return sum(parameter.numel() for parameter in whole.parameters())
+
+
+def _num_samples(whole: ModelWithLoss, fields: Mapping[str, torch.Tensor]) -> tuple[int, int]:
+    return FEW_SAMPLES if _is_costly(whole, fields) else SAMPLES
+
+
+def _test(
+    whole: ModelWithLoss,
+    programs: "_Programs",
+    blueprint: Blueprint,
+    state: Mapping[str, torch.Tensor],
+    fields: Mapping[str, torch.Tensor],
+    tried: _Tried,
+) -> BatchLoss:
+    """Compare the blueprint with the module; return what the loss of a batch is."""
+    short = programs.short
+    if short is not None:
+        few = short.rows.take(fields, short.length)
+        same = replace(blueprint, train=short.train.program, evaluate=short.evaluate.program)
+        known = tried.outcomes if short.length == SHORT else None
+        try:
+            compare(whole, same, state, few, num_samples=FEW_SAMPLES, known=known)
+            return judge_loss(whole, few)
+        except CaptureError as error:  # the verdict is that of whole samples
+            logger.info("the self-test takes whole samples: %s", error)
+    known = tried.outcomes if tried.rows is None else None
+    compare(whole, blueprint, state, fields, num_samples=_num_samples(whole, fields), known=known)
+    return judge_loss(whole, fields)
+
+
+_MOST_COMPARED = 2e9  # parameters without values: more would take a slow PC minutes
+_UNTESTED = (
+    "the weights have no values here, so the cut model was not compared with the module, "
+    "and the loss is taken for a mean over the samples"
+)
+
+
+def _test_empty(
+    whole: ModelWithLoss,
+    programs: "_Programs",
+    blueprint: Blueprint,
+    state: Mapping[str, torch.Tensor],
+    fields: Mapping[str, torch.Tensor],
+) -> str:
+    """Compare a blueprint without weights with its module; return what to tell of it."""
+    short = programs.short
+    if _count(whole) > _MOST_COMPARED or (short is None and _is_costly(whole, fields)):
+        return _UNTESTED
+    if short is not None:
+        fields = short.rows.take(fields, short.length)
+        blueprint = replace(blueprint, train=short.train.program, evaluate=short.evaluate.program)
+    if problem := compare_empty(whole, blueprint, state, fields):
+        logger.info("the model does not run with stand-ins for its weights: %s", problem)
+        return _UNTESTED
+    return (
+        "the weights have no values here, so the cut model was compared with the module once, with others in "
+        "their place, and the loss is taken for a mean over the samples"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _ShortPrograms:
+    """The two programs for shorter rows."""
+
+    rows: TokenRows
+    length: int
+    train: Traced
+    evaluate: Traced
+
+
+@dataclass(frozen=True, slots=True)
+class _Programs:
+    """The two programs of a model; `short` if the self-test takes shorter rows."""
+
+    train: Traced
+    evaluate: Traced
+    short: _ShortPrograms | None = None
+
+
+def _export_both(
+    whole: ModelWithLoss, fields: Mapping[str, torch.Tensor], is_empty: bool, rows: TokenRows | None
+) -> _Programs:
+    """Export the model as in training and as in evaluation, with the length of rows as a symbol if given."""
+    if rows is not None:
+        try:
+            return _export_rows(whole, fields, is_empty, rows)
+        except CaptureError as error:  # or it cannot be captured at all, as is seen now
+            logger.info("the model is exported again, for whole samples: %s", error)
+    train, evaluate = (
+        trace(_export(whole, fields, is_empty, training=mode), *_facts(whole, fields, mode))
+        for mode in (True, False)
+    )
+    return _Programs(train, evaluate)
+
+
+def _export_rows(
+    whole: ModelWithLoss, fields: Mapping[str, torch.Tensor], is_empty: bool, rows: TokenRows
+) -> _Programs:
+    exported = {mode: _export(whole, fields, is_empty, rows, training=mode) for mode in (True, False)}
+    symbols = {mode: find_symbols(each, tuple(fields), rows) for mode, each in exported.items()}
+    shortest = max(length for _, length in symbols.values())
+    found = []
+    for length in (rows.length, shortest):
+        lengths = {mode: dict.fromkeys(names, Integer(length)) for mode, (names, _) in symbols.items()}
+        train, evaluate = (
+            trace(each, *_facts(whole, fields, mode), lengths[mode]) for mode, each in exported.items()
+        )
+        found.append((train, _share_constants(train, evaluate)))
+    names = [[op.name for traced in pair for op in traced.program.ops] for pair in found]
+    if shortest >= rows.length or names[0] != names[1]:
+        return _Programs(*found[0])
+    return _Programs(*found[0], _ShortPrograms(rows, shortest, *found[1]))
+
+
+def _facts(
+    whole: ModelWithLoss, fields: Mapping[str, torch.Tensor], training: bool
+) -> tuple[tuple[str, ...], tuple[str, ...], Callable[[str], str], str]:
+    return tuple(fields), whole.results, whole.state_name, "train" if training else "evaluate"
+
+
 def _export(
-    whole: ModelWithLoss, fields: Mapping[str, torch.Tensor], is_empty: bool, *, training: bool
-) -> Traced:
+    whole: ModelWithLoss,
+    fields: Mapping[str, torch.Tensor],
+    is_empty: bool,
+    rows: TokenRows | None = None,
+    *,
+    training: bool,
+) -> torch.export.ExportedProgram:
     """Export the model as in training or as in evaluation."""
     given = {name: _own_field(field) for name, field in fields.items()}
     fakes = _fake_parameters(whole) if is_empty else contextlib.nullcontext()
@@ -165,30 +346,50 @@ def _export(
         if mode is not None:
             given = {name: mode.from_tensor(field) for name, field in given.items()}
         batch = torch.export.Dim("batch")
+        lengths = {name: {1: torch.export.Dim.AUTO} for name in (rows.names if rows else ())}
+        shapes = tuple({0: batch, **lengths.get(name, {})} for name in given)
         try:
             with _quiet():
-                exported = torch.export.export(
-                    whole, tuple(given.values()), dynamic_shapes=(tuple({0: batch} for _ in given),)
-                )
+                return torch.export.export(whole, tuple(given.values()), dynamic_shapes=(shapes,))
         except CaptureError:
             raise
         except Exception as error:  # whatever the user's code or torch raises, said in the user's terms
             raise refuse_error(error, None if is_empty else _try_other_size(whole, fields)) from error
-        mode_name = "train" if training else "evaluate"
-        return trace(exported, tuple(fields), whole.results, whole.state_name, mode_name)
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep torch's own account of an export from the user: what matters of it is in our sentence."""
-    level = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(level)
+    """Keep torch's own account of an export from the user: what matters of it is in our sentence.
+
+    Other threads are heard meanwhile: a hub may answer its peers.
+    """
+    thread, is_enabled = threading.get_ident(), logging.Logger.isEnabledFor
+
+    def is_heard(asked: logging.Logger, level: int) -> bool:
+        return threading.get_ident() != thread and is_enabled(asked, level)
+
+    with (
+        warnings.catch_warnings(),
+        contextlib.redirect_stderr(_OtherThreads(sys.stderr, thread)),
+        replaced(logging.Logger, "isEnabledFor", is_heard),
+    ):
+        warnings.simplefilter("ignore")
+        yield
+
+
+class _OtherThreads(io.TextIOBase):
+    """Drops what one thread writes, and passes on the rest."""
+
+    def __init__(self, to: TextIO, dropped: int) -> None:
+        self._to, self._dropped = to, dropped
+
+    def write(self, text: str) -> int:
+        """Write for another thread."""
+        return len(text) if threading.get_ident() == self._dropped else self._to.write(text)
+
+    def flush(self) -> None:
+        """Write what waits."""
+        self._to.flush()
 
 
 def _try_other_size(whole: ModelWithLoss, fields: Mapping[str, torch.Tensor]) -> Exception | None:
@@ -210,10 +411,9 @@ def _own_field(field: torch.Tensor) -> torch.Tensor:
     return field.clone() if field.shape[0] > 1 else torch.cat([field, field])
 
 
-def _join(
-    name: str, whole: ModelWithLoss, train: Traced, evaluate: Traced
-) -> tuple[Blueprint, dict[str, torch.Tensor]]:
+def _join(name: str, whole: ModelWithLoss, programs: _Programs) -> tuple[Blueprint, dict[str, torch.Tensor]]:
     """Make one blueprint of the two programs."""
+    train, evaluate = programs.train, programs.evaluate
     if not train.program.values[dict(train.program.results)["loss"]].has_gradient:
         raise CaptureError(
             "the loss does not depend on any parameter that is trained; check that it is computed from what "

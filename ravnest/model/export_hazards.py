@@ -2,12 +2,16 @@
 
 A backward written in Python, a buffer replaced by another tensor, a number kept in Python, randomness that is
 not torch's: each would give a program that computes something else than the module. Each is refused, at the
-line that does it where that can be known.
+line that does it where that can be known. What Hugging Face models do differently for export is undone, so
+that capture sees plain training; that matters only when the requester's program has imported transformers.
 """
 
 import contextlib
 import gc
+import inspect
 import random
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
@@ -59,7 +63,7 @@ def watched() -> Iterator[None]:
         stack.enter_context(replaced(nn.Module, "__setattr__", _watch_buffers(nn.Module.__setattr__)))
         for module, names in ((random, _PYTHON_DRAWS), (np.random, (*_NUMPY_DRAWS, "default_rng"))):
             for name in names:
-                stack.enter_context(replaced(module, name, _refuse_randomness))
+                stack.enter_context(replaced(module, name, _refuse_draws(vars(module)[name])))
         yield
 
 
@@ -73,20 +77,18 @@ def fixed_numbers() -> Iterator[None]:
 @contextlib.contextmanager
 def fixed_generators() -> Iterator[None]:
     """Refuse a model if anything but torch drew random numbers, by whatever name it did."""
-    things = gc.get_objects()
-    drawn = [(thing, state_of) for kind, state_of in _DRAWN for thing in things if type(thing) is kind]
+    drawn = [(thing, _DRAWN[type(thing)]) for thing in gc.get_objects() if type(thing) in _DRAWN]
     before = [state_of(thing) for thing, state_of in drawn]
-    del things
     yield
     if [state_of(thing) for thing, state_of in drawn] != before:
         raise CaptureError(f"the model cannot be captured: {'; '.join(_OUTSIDE_TORCH)}")
 
 
-_DRAWN: tuple[tuple[type, Callable[[Any], Any]], ...] = (
-    (random.Random, lambda thing: thing.getstate()),
-    (np.random.Generator, lambda thing: str(thing.bit_generator.state)),
-    (np.random.RandomState, lambda thing: str(thing.get_state(legacy=False))),
-)
+_DRAWN: dict[type, Callable[[Any], Any]] = {
+    random.Random: lambda thing: thing.getstate(),
+    np.random.Generator: lambda thing: str(thing.bit_generator.state),
+    np.random.RandomState: lambda thing: str(thing.get_state(legacy=False)),
+}
 
 
 @contextlib.contextmanager
@@ -121,8 +123,15 @@ def _refuse_step(*_: Any, **__: Any) -> Any:
     )
 
 
-def _refuse_randomness(*_: Any, **__: Any) -> Any:
-    raise refuse_here(*_OUTSIDE_TORCH)
+def _refuse_draws(draw: Callable[..., Any]) -> Callable[..., Any]:
+    thread = threading.get_ident()  # others may draw: a hub may answer its peers meanwhile
+
+    def refuse(*arguments: Any, **keywords: Any) -> Any:
+        if threading.get_ident() != thread:
+            return draw(*arguments, **keywords)
+        raise refuse_here(*_OUTSIDE_TORCH)
+
+    return refuse
 
 
 def _watch_buffers(set_attribute: _SetAttribute) -> _SetAttribute:
@@ -149,3 +158,35 @@ def _watch_numbers(set_attribute: _SetAttribute) -> _SetAttribute:
         set_attribute(module, name, value)
 
     return set_watched
+
+
+@contextlib.contextmanager
+def plain_transformers(has_mask: bool) -> Iterator[None]:
+    """Let such models run for export as they train."""
+    with contextlib.ExitStack() as stack:
+        masking = sys.modules.get("transformers.masking_utils")
+        if masking is not None and not has_mask:
+            # Outside of export they say "causal" instead of building a mask, when no sample is padded.
+            ignore = getattr(masking, "_ignore_causal_mask_sdpa", None)
+            if ignore is not None:
+                stack.enter_context(replaced(masking, ignore.__name__, _without_tracing(ignore)))
+            if hasattr(masking, "find_packed_sequence_indices"):
+                stack.enter_context(replaced(masking, "find_packed_sequence_indices", lambda *_, **__: None))
+        for name, module in list(sys.modules.items()):
+            if name.startswith("transformers.") and "maybe_autocast" in vars(module):
+                # It marks what must stay in full precision, but only where autocast is on already.
+                stack.enter_context(replaced(module, "maybe_autocast", torch.autocast))
+        yield
+
+
+def _without_tracing(ignore: Callable[..., bool]) -> Callable[..., bool]:
+    """Return their rule for leaving out the mask as it is when nothing is traced: not within a window."""
+    signature = inspect.signature(ignore)
+
+    def is_plainly_causal(*arguments: object, **keywords: object) -> bool:
+        given = signature.bind(*arguments, **keywords).arguments
+        length, window = given["kv_length"], given.get("local_attention_size")
+        is_square = given.get("q_length", given.get("query_length")) == length
+        return given["padding_mask"] is None and is_square and (window is None or length < window)
+
+    return is_plainly_causal

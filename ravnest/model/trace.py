@@ -30,6 +30,7 @@ from ravnest.model.blueprint import (
 )
 from ravnest.model.capture_errors import refuse_node
 from ravnest.model.operators import operators
+from ravnest.model.sample_length import Lengths
 from ravnest.protocol.tensors import ITEM_BYTES
 
 
@@ -38,12 +39,12 @@ def symbols_of(size: object) -> set[object]:
     return set(size.node.expr.free_symbols) if isinstance(size, torch.SymInt | torch.SymFloat) else set()
 
 
-def number_of(size: object) -> int | float | Size | Ratio | None:
+def number_of(size: object, lengths: Lengths) -> int | float | Size | Ratio | None:
     """Return a size as a number that may grow with the batch, or nothing if it does so in another way."""
     if isinstance(size, int | float):
         return size
     assert isinstance(size, torch.SymInt | torch.SymFloat)
-    expression = size.node.expr
+    expression = size.node.expr.xreplace(lengths)
     if isinstance(expression, size_functions.FloatTrueDiv | size_functions.IntTrueDiv):
         over, under = (_size(part) for part in expression.args)
         return Ratio(over, under) if over and under else None
@@ -103,12 +104,14 @@ def trace(
     results: Sequence[str],
     state_name: Callable[[str], str],
     mode: str,
+    lengths: Lengths | None = None,
 ) -> Traced:
     """Turn an exported program with these fields and results into ours.
 
-    `state_name` names its state; constants that only stand in the code are named after the mode.
+    `state_name` names its state; constants that only stand in the code are named after the mode. `lengths`
+    says what the symbols of rows stand for (`sample_length`).
     """
-    tracer = _Tracer(exported, state_name, mode)
+    tracer = _Tracer(exported, state_name, mode, {} if lengths is None else lengths)
     tracer.read_inputs(fields)
     ends = tracer.read_graph(exported.graph_module, {})
     assert len(ends) == len(results)
@@ -127,6 +130,7 @@ class _Tracer:
     exported: torch.export.ExportedProgram
     state_name: Callable[[str], str]
     mode: str
+    lengths: Lengths
     values: dict[ValueId, TensorType] = field(default_factory=dict)
     fields: list[tuple[ValueId, str]] = field(default_factory=list)
     state: dict[str, ValueId] = field(default_factory=dict)
@@ -252,8 +256,8 @@ class _Tracer:
             raise refuse_node(node, f"it uses {dtype} numbers", f"use one of {', '.join(ITEM_BYTES)}")
         shape = []
         for size in made.shape:
-            number = number_of(size)
-            if not isinstance(number, int | Size) or symbols_of(size) - self.batch_symbols:
+            number = number_of(size, self.lengths)
+            if not isinstance(number, int | Size) or self._unknown(size):
                 raise refuse_node(
                     node,
                     f"the size {size} of a tensor is not a multiple of the batch size",
@@ -263,6 +267,9 @@ class _Tracer:
         value = ValueId(len(self.values))
         self.values[value] = TensorType(dtype, tuple(shape))
         return value
+
+    def _unknown(self, size: object) -> set[object]:
+        return symbols_of(size) - self.batch_symbols - self.lengths.keys()
 
     def _argument(self, value: object, node: fx.Node) -> Argument:
         if isinstance(value, fx.Node):
@@ -274,10 +281,10 @@ class _Tracer:
                 return tuple(self._argument(part, node) for part in value)
             case torch.dtype() | torch.memory_format():
                 return str(value).removeprefix("torch.")
-            case torch.SymInt() | torch.SymFloat() if symbols_of(value) - self.batch_symbols:
+            case torch.SymInt() | torch.SymFloat() if self._unknown(value):
                 raise refuse_node(node, *_READS_VALUES)
             case torch.SymInt() | torch.SymFloat():
-                number = number_of(value)
+                number = number_of(value, self.lengths)
                 if number is not None:
                     return number
         raise refuse_node(

@@ -6,22 +6,27 @@ provider would compute is what the module computes, or capture refuses the model
 """
 
 import contextlib
+import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import pairwise
 
 import torch
 
 from ravnest.errors import CaptureError
-from ravnest.model.blueprint import FLOATING, Blueprint, ValueId
+from ravnest.model.blueprint import FLOATING, Blueprint, StateEntry, ValueId
 from ravnest.model.blueprint_json import read_blueprint, write_blueprint
 from ravnest.model.capture_errors import refuse_failure
 from ravnest.model.export_hazards import fixed_generators, fixed_numbers, watched
 from ravnest.model.model_with_loss import ModelWithLoss
 from ravnest.model.slicing import slice_blueprint
 from ravnest.model.stage_program import StageOutputs, StageProgram, build_stage_program
+from ravnest.model.stand_ins import StandIns
 
-_NUM_SAMPLES = 4
+SAMPLES = (4, 3)  # in training and in evaluation: two numbers, so that neither is a constant of the program
+FEW_SAMPLES = (2, 4)  # of a costly model: an evaluation is a third of the work
+_PIECE = 1 << 22  # numbers that are compared at once: wide copies of all of a large tensor would be as large
 _NUM_REPEATS = 3
 _NUM_STAGES = 3
 _SEED = 20_261
@@ -29,10 +34,20 @@ _ROUNDING = {"float64": 1e-6, "float32": 1e-3}
 _COARSE_ROUNDING = 5e-2  # of half precision
 
 
-def try_module(whole: ModelWithLoss, fields: Mapping[str, torch.Tensor]) -> None:
-    """Raise CaptureError if the module fails by itself, or does not do the same for the same batch."""
-    few = {name: field[:_NUM_SAMPLES] for name, field in fields.items()}
-    for training in (True, False):
+RunOutcome = dict[str, torch.Tensor]  # by what it is: "loss", "gradient of NAME", "buffer NAME"
+Outcomes = dict[bool, RunOutcome]  # of the module, in training and in evaluation
+
+
+def try_module(
+    whole: ModelWithLoss, fields: Mapping[str, torch.Tensor], num_samples: tuple[int, int] = SAMPLES
+) -> Outcomes:
+    """Raise CaptureError if the module fails by itself, or does not do the same for the same batch.
+
+    Return what it computed, for `compare`; of a batch of one nothing, for that is compared as two samples.
+    """
+    outcomes: Outcomes = {}
+    for training, num_taken in zip((True, False), num_samples, strict=True):
+        few = {name: field[:num_taken] for name, field in fields.items()}
         with torch.random.fork_rng(), as_it_was(whole), fixed_generators():
             buffers = dict(whole.named_buffers(remove_duplicate=False))
             places = {name: buffer.data_ptr() for name, buffer in buffers.items()}
@@ -49,6 +64,9 @@ def try_module(whole: ModelWithLoss, fields: Mapping[str, torch.Tensor]) -> None
             with fixed_numbers():
                 for _ in range(_NUM_REPEATS if training else 1):
                     _check_again(first, _run_alone(whole, few, backward=False))
+        if len(next(iter(fields.values()))) > 1:
+            outcomes[training] = first
+    return outcomes
 
 
 def compare(
@@ -57,35 +75,74 @@ def compare(
     state: Mapping[str, torch.Tensor],
     fields: Mapping[str, torch.Tensor],
     build: Callable[[Blueprint, torch.device], StageProgram] = build_stage_program,
+    *,
+    num_samples: tuple[int, int] = SAMPLES,
+    known: Outcomes | None = None,
 ) -> None:
-    """Raise CaptureError if the stages of the blueprint compute anything else than the module."""
+    """Raise CaptureError if the stages of the blueprint compute anything else than the module.
+
+    `known` is what `try_module` found for these fields; it is used up, so that its memory is free again.
+    """
     device = next(iter(fields.values())).device
     stages = [build(_send(stage), device) for stage in _cut(blueprint)]
-    for training, num_samples in ((True, _NUM_SAMPLES), (False, _NUM_SAMPLES - 1), (True, 1), (False, 1)):
-        few = {name: _take(field, num_samples) for name, field in fields.items()}
+    known = {} if known is None else known
+    for training, num_taken in ((True, num_samples[0]), (False, num_samples[1]), (True, 1), (False, 1)):
+        few = {name: _take(field, num_taken) for name, field in fields.items()}
         with torch.random.fork_rng(), as_it_was(whole):
             try:
-                expected = _run_module(whole.train(training), few, backward=training)
+                expected = known.pop(training, None)
+                if expected is None:
+                    expected = _run_module(whole.train(training), few, backward=training)
             except Exception as error:
-                if num_samples == 1:
+                if num_taken == 1:
                     continue  # the module refuses a batch of one, as BatchNorm does in training
                 raise refuse_failure(error) from error
             try:
                 problem = _find_difference(expected, _run_stages(stages, state, few, training))
             except Exception as error:  # torch's own, out of an operation
                 problem = f"it fails with {type(error).__name__}: {str(error).partition(chr(10))[0]:.200}"
-        if problem and num_samples == 1:
+        if problem and num_taken == 1:
             raise CaptureError(
                 f"the model cannot be captured: it behaves differently for a batch of one ({problem}); "
                 "compute the same for every batch size"
             )
         if problem:
-            raise CaptureError(
-                f"the captured model is not the same as the module: in "
-                f"{'training' if training else 'evaluation'}, {problem}. Usually something in the model runs "
-                "outside torch's operations: a hook, or data kept between batches; write it with plain "
-                "tensor operations and buffers changed in place"
-            )
+            raise _differs(training, problem)
+
+
+def compare_empty(
+    whole: ModelWithLoss,
+    blueprint: Blueprint,
+    state: Mapping[str, torch.Tensor],
+    fields: Mapping[str, torch.Tensor],
+) -> str:
+    """Compare a model without values as `compare` does, but with stand-ins, on two samples, and once.
+
+    Of each gradient a few sums are compared. Return why it was not compared, if the module fails with them.
+    """
+    device = next(iter(fields.values())).device
+    stages = [build_stage_program(_send(stage), device) for stage in _cut(blueprint)]
+    stand_ins = StandIns(whole)
+    given = {name: stand_ins.of(tensor) for name, tensor in state.items()}
+    few = {name: _take(field, 2) for name, field in fields.items()}
+    for training in (True, False):
+        with torch.random.fork_rng(), as_it_was(whole), stand_ins.standing_in():
+            try:
+                expected = _run_module(whole.train(training), few, backward=training, stand_ins=stand_ins)
+            except Exception as error:
+                return f"{type(error).__name__}: {str(error).partition(chr(10))[0]:.200}"
+            problem = _find_difference(expected, _run_stages(stages, given, few, training, stand_ins))
+        if problem:
+            raise _differs(training, problem)
+    return ""
+
+
+def _differs(training: bool, problem: str) -> CaptureError:
+    return CaptureError(
+        f"the captured model is not the same as the module: in {'training' if training else 'evaluation'}, "
+        f"{problem}. Usually something in the model runs outside torch's operations: a hook, or data kept "
+        "between batches; write it with plain tensor operations and buffers changed in place"
+    )
 
 
 @contextlib.contextmanager
@@ -121,9 +178,6 @@ def _same_values(whole: torch.nn.Module) -> Iterator[None]:
                     tensor.copy_(before)
 
 
-RunOutcome = dict[str, torch.Tensor]  # by what it is: "loss", "gradient of NAME", "buffer NAME"
-
-
 def _cut(blueprint: Blueprint) -> list[Blueprint]:
     count = min(_NUM_STAGES, blueprint.num_positions)
     bounds = [index * blueprint.num_positions // count for index in range(count + 1)]
@@ -151,7 +205,13 @@ def _run_alone(whole: ModelWithLoss, fields: Mapping[str, torch.Tensor], *, back
         raise refuse_failure(error) from error
 
 
-def _run_module(whole: ModelWithLoss, fields: Mapping[str, torch.Tensor], *, backward: bool) -> RunOutcome:
+def _run_module(
+    whole: ModelWithLoss,
+    fields: Mapping[str, torch.Tensor],
+    *,
+    backward: bool,
+    stand_ins: StandIns | None = None,
+) -> RunOutcome:
     """Run the user's own module; leave its buffers and gradients as they were."""
     torch.manual_seed(_SEED)
     with _same_values(whole):
@@ -163,11 +223,22 @@ def _run_module(whole: ModelWithLoss, fields: Mapping[str, torch.Tensor], *, bac
                 outcome[f"buffer {name}"] = tensor.detach().clone()
         if backward and results["loss"].requires_grad:
             trained = {name: tensor for name, tensor in tensors.items() if tensor.requires_grad}
-            gradients = torch.autograd.grad(results["loss"], list(trained.values()), allow_unused=True)
-            for name, gradient in zip(trained, gradients, strict=True):
-                if gradient is not None:
-                    outcome[f"gradient of {name}"] = gradient
+            for name, gradient in _differentiate(results["loss"], trained, stand_ins).items():
+                outcome[f"gradient of {name}"] = gradient
     return outcome
+
+
+def _differentiate(
+    loss: torch.Tensor, trained: Mapping[str, torch.Tensor], stand_ins: StandIns | None
+) -> Mapping[str, torch.Tensor]:
+    """Return the gradients that there are, or what they sum up to."""
+    if stand_ins is not None:
+        with stand_ins.summing(trained) as sums:
+            torch.autograd.backward([loss])
+        return sums
+    gradients = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
+    pairs = zip(trained, gradients, strict=True)
+    return {name: gradient for name, gradient in pairs if gradient is not None}
 
 
 def _check_numbers(whole: ModelWithLoss, outcome: RunOutcome) -> None:
@@ -203,8 +274,9 @@ def _run_stages(
     state: Mapping[str, torch.Tensor],
     fields: Mapping[str, torch.Tensor],
     training: bool,
-) -> RunOutcome:
-    """Run stage after stage forward and back, each with state of its own, as providers would."""
+    stand_ins: StandIns | None = None,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Run stage after stage forward and back, as providers would; yield each outcome once it is complete."""
     torch.manual_seed(_SEED)
     runs: list[_Run] = []
     values: dict[ValueId, torch.Tensor] = {}
@@ -212,25 +284,32 @@ def _run_stages(
         run = _Run(stage, state, values, fields, training)
         runs.append(run)
         values = run.passed.outputs
-    outcome = {name: value.detach() for name, value in runs[-1].passed.results.items()}
-    for run in runs:
-        outcome |= {
-            f"buffer {name}": tensor for name, tensor in run.state.items() if not tensor.requires_grad
-        }
-    if not training:
-        return outcome
+    yield from ((name, value.detach()) for name, value in runs[-1].passed.results.items())
+    still = {name: tensor for run in runs for name, tensor in run.state.items() if not tensor.requires_grad}
+    yield from ((f"buffer {name}", tensor) for name, tensor in still.items())
+    num_uses = Counter(name for run in runs for name in run.trained)
+    sums: dict[str, torch.Tensor] = {}
     gradients: dict[ValueId, torch.Tensor] = {}
-    for run in reversed(runs):
-        gradients, found = run.backward(gradients)
+    while training and runs:  # a stage and its gradients are gone before the one before it
+        run = runs.pop()
+        gradients, found = run.backward(gradients, stand_ins)
         for name, gradient in found.items():
-            what = f"gradient of {name}"
-            outcome[what] = outcome[what] + gradient if what in outcome else gradient
-    return outcome
+            sums[name] = sums[name] + gradient if name in sums else gradient
+        num_uses.subtract(run.trained)
+        del found, run
+        for name in [name for name in sums if not num_uses[name]]:
+            yield f"gradient of {name}", sums.pop(name)
 
 
 def _sent(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor as it arrives elsewhere: bytes in order, whatever its strides were."""
     return tensor.detach().clone(memory_format=torch.contiguous_format)
+
+
+def _state_of(entry: StateEntry, tensor: torch.Tensor) -> torch.Tensor:
+    """Return state as a stage has it: a copy only if it is changed, or would arrive with other strides."""
+    is_own = entry.is_written or not tensor.is_contiguous()
+    return (_sent(tensor) if is_own else tensor.detach()).requires_grad_(entry.is_trainable)
 
 
 class _Run:
@@ -245,10 +324,9 @@ class _Run:
         training: bool,
     ) -> None:
         program = stage.blueprint.train if training else stage.blueprint.evaluate
-        self.state = {
-            entry.name: _sent(state[entry.name]).requires_grad_(entry.is_trainable)
-            for entry in stage.blueprint.state
-        }
+        entries = stage.blueprint.state
+        self.state = {entry.name: _state_of(entry, state[entry.name]) for entry in entries}
+        self.trained = [entry.name for entry in entries if entry.is_trainable]
         self.inputs = {
             value: _sent(values[value]).requires_grad_(program.values[value].has_gradient)
             for value in program.inputs
@@ -257,7 +335,7 @@ class _Run:
             self.passed: StageOutputs = stage.forward(self.state, self.inputs, fields, training=training)
 
     def backward(
-        self, gradients: Mapping[ValueId, torch.Tensor]
+        self, gradients: Mapping[ValueId, torch.Tensor], stand_ins: StandIns | None
     ) -> tuple[dict[ValueId, torch.Tensor], dict[str, torch.Tensor]]:
         """Return the gradients of what came in and of the parameters, given those of what went out."""
         ends = [
@@ -267,28 +345,32 @@ class _Run:
             (value, torch.ones_like(value)) for name, value in self.passed.results.items() if name == "loss"
         ]
         ends = [(end, gradient) for end, gradient in ends if end.requires_grad]
-        if ends:
-            torch.autograd.backward([end for end, _ in ends], [gradient for _, gradient in ends])
+        with contextlib.ExitStack() as stack:
+            sums: dict[str, torch.Tensor] = {}
+            if stand_ins is not None:
+                trained = {name: self.state[name] for name in self.trained}
+                sums = stack.enter_context(stand_ins.summing(trained))
+            if ends:
+                torch.autograd.backward([end for end, _ in ends], [gradient for _, gradient in ends])
         back = {value: leaf.grad for value, leaf in self.inputs.items() if leaf.grad is not None}
         found = {name: leaf.grad for name, leaf in self.state.items() if leaf.grad is not None}
-        return back, found
+        return back, found | sums
 
 
-def _find_difference(expected: RunOutcome, found: RunOutcome) -> str | None:
-    largest = max((float(g.abs().max()) for what, g in expected.items() if _is_gradient(what)), default=0.0)
-    for what, value in expected.items():
-        if what.startswith("buffer ") and what not in found:
-            continue  # a buffer no operation reads
-        if what not in found:
-            return f"{what} is missing"
-        floor = 1e-2 * largest if _is_gradient(what) else 1e-6
-        error = _distance(value, found[what], floor)
-        if not error <= _tolerance(value):
+def _find_difference(expected: RunOutcome, found: Iterable[tuple[str, torch.Tensor]]) -> str | None:
+    """Return what differs, if anything; `expected` is used up on the way."""
+    largest = max((_largest(value) for what, value in expected.items() if _is_gradient(what)), default=0.0)
+    for what, value in found:
+        wanted = expected.pop(what, None)
+        if wanted is None:
+            if _is_gradient(what) and bool(value.any()):
+                return f"{what} is not zero, though the module gives none"
+            continue
+        error = _distance(wanted, value, 1e-2 * largest if _is_gradient(what) else 1e-6)
+        if not error <= _tolerance(wanted):
             return f"{what} differs by {error:.1g} of its size"
-    for what, value in found.items():
-        if _is_gradient(what) and what not in expected and bool(value.any()):
-            return f"{what} is not zero, though the module gives none"
-    return None
+    missing = [what for what in expected if not what.startswith("buffer ")]  # one that no operation reads
+    return f"{missing[0]} is missing" if missing else None
 
 
 def _is_gradient(what: str) -> bool:
@@ -300,13 +382,22 @@ def _tolerance(value: torch.Tensor) -> float:
     return _ROUNDING.get(name, _COARSE_ROUNDING if name in FLOATING else 0.0)
 
 
+def _largest(value: torch.Tensor) -> float:
+    return float(torch.linalg.vector_norm(value, math.inf)) if value.numel() else 0.0
+
+
 def _distance(expected: torch.Tensor, found: torch.Tensor, floor: float) -> float:
     """Return the largest difference, as a share of the largest value expected."""
     if expected.shape != found.shape:
         return float("inf")
     if expected.numel() == 0 or torch.equal(expected, found):
         return 0.0
-    wide, other = expected.double(), found.double()
-    same = (wide == other) | (wide.isnan() & other.isnan())
-    gap = torch.where(same, 0.0, (wide - other).abs())
-    return float(gap.max()) / max(float(wide.abs().nan_to_num(posinf=0.0).max()), floor)
+    gap = largest = 0.0
+    pieces = (torch.split(each.flatten(), _PIECE) for each in (expected, found))
+    for one, two in zip(*pieces, strict=True):
+        wide, other = one.double(), two.double()
+        same = (wide == other) | (wide.isnan() & other.isnan())
+        away = float(torch.where(same, 0.0, (wide - other).abs()).max())
+        gap = away if away > gap or math.isnan(away) else gap
+        largest = max(largest, float(wide.abs().nan_to_num(posinf=0.0).max()))
+    return gap / max(largest, floor)

@@ -31,7 +31,7 @@ from ravnest.transfer.blobs import Blobs
 from ravnest.transfer.exchange import ContentMessage, Exchange
 from ravnest.transfer.link_probe import LinkTimes
 from ravnest.transfer.outbox import Outgoing
-from ravnest.transfer.progress import Progress
+from ravnest.transfer.progress import TransferProgress
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +123,7 @@ class Fetcher:
     ) -> None:
         """Say now and then how much is there, until all is."""
         clock, size = asyncio.get_running_loop().time, sum(x.weights.size_bytes for x in wanted.values())
-        progress = Progress("fetching stage weights", size)
+        progress = TransferProgress("fetching stage weights", size)
         while (await asyncio.wait(wanted, timeout=self._report_seconds))[1]:
             come = (
                 x.weights.size_bytes if task.done() else self._exchange.num_come(x.weights)

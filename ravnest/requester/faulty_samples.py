@@ -11,8 +11,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ravnest.model.batch_loss import count_work
 from ravnest.model.capture import Captured
+from ravnest.model.sample_length import count_work
 from ravnest.model.stage_program import StageProgram, build_stage_program
 
 _MOST_WORK = 1e12  # parameters times tokens, over all samples: a minute on a slow PC

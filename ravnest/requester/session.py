@@ -15,6 +15,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from math import prod
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self, TypeVar
@@ -22,16 +23,26 @@ from typing import Any, Self, TypeVar
 import msgspec
 import psutil  # type: ignore[import-untyped]
 
-from ravnest.config import PlanConfig, WireFormat
+from ravnest.config import PlanConfig, WireChoice, WireFormat
 from ravnest.errors import ConfigError, PlanError, RavnestError
 from ravnest.hub.coordinator.coordinator import Coordinator
 from ravnest.hub.coordinator.events import Action, Event
-from ravnest.hub.coordinator.notices import CheckpointIsResult, Notice, PlanFormed, Waiting
+from ravnest.hub.coordinator.notices import (
+    CaptureStep,
+    CheckpointIsResult,
+    HubListens,
+    ModelCaptured,
+    Notice,
+    PlanFormed,
+    Waiting,
+)
 from ravnest.hub.coordinator.plan_trigger import NOBODY
+from ravnest.hub.service.admission import Admission
 from ravnest.hub.service.event_log import EventLog, read_watch
 from ravnest.hub.service.server import HUB_LIMITS, HUB_PARTS, HubParts, Server
 from ravnest.hub.service.status import HubStream, StatusTracker
 from ravnest.ids import NodeId
+from ravnest.model.blueprint import PARAMETER
 from ravnest.net.identity import Token, dialled_from_elsewhere, read_address
 from ravnest.net.zeromq import ZeroMqTransport
 from ravnest.requester.callbacks import Callback, Callbacks, Narrator
@@ -101,8 +112,8 @@ logger = logging.getLogger(__name__)
 
 SWARM_PLAN = PlanConfig()
 LOCAL_PLAN = PlanConfig(
-    activations=WireFormat.FP32,  # on one PC bytes cost nothing
-    gradients=WireFormat.FP32,
+    activations=WireChoice.FP32,  # on one PC bytes cost nothing
+    gradients=WireChoice.FP32,
     deltas=WireFormat.FP32,
 )
 _PORT = "0.0.0.0:7700"
@@ -231,18 +242,24 @@ class Hub:
             self._has_stops()
 
     async def _fit(
-        self, setup: Callable[[], PreparedJob], hear: Callbacks, interrupts: Interrupts, resumes: bool
+        self, setup: Callable[..., PreparedJob], hear: Callbacks, interrupts: Interrupts, resumes: bool
     ) -> Result:
         keys, pauses = self._open_file.keys, random.SystemRandom()
         async with contextlib.AsyncExitStack() as open_things:
-            # Peers get ready meanwhile; a hub that captures would be too busy to answer them.
+            relay = self._parts.make_relay(self._timeouts.net) if self._is_open_to_others else None
+            admission = Admission(self.token, relay, self._parts.version)
+            limits = replace(HUB_LIMITS, timeouts=self._timeouts.net)
+            transport = ZeroMqTransport(keys, pauses, self._listen, limits, admit=admission.admit)
+            await open_things.enter_async_context(transport)
+            if relay is not None:
+                await open_things.enter_async_context(relay.listen(self._listen))
+                hear(HubListens(self._listen))
             await open_things.enter_async_context(self._peers.running(self.invitation))
-            given = await asyncio.to_thread(setup)
+            given = await self._prepare(setup, hear)  # peers that dial now are answered; they join after it
             hear.add(given.owner.note)
             past = self._find_past(given) if resumes else None
             coordinator = Coordinator(given.job, self._timeouts.hub)
             self._watch = StatusTracker(coordinator) if past is None else past
-            relay = self._parts.make_relay(self._timeouts.net) if self._is_open_to_others else None
             store = None
             if self._folder is not None:
                 if past is None:
@@ -251,17 +268,29 @@ class Hub:
             hub = self._watch.hub
             open_things.callback(self.stream.subscribe(lambda event, actions: self._see(event, actions)))
             parts = replace(self._parts, watch=self.stream.publish, folder=self._parts.folder or self._folder)
-            server = Server(self.token, hear, relay=relay, store=store, hub=hub, parts=parts)
-            limits = replace(HUB_LIMITS, timeouts=self._timeouts.net)
-            transport = ZeroMqTransport(keys, pauses, self._listen, limits, admit=server.admit)
-            await open_things.enter_async_context(transport)
-            if relay is not None:
-                await open_things.enter_async_context(relay.listen(self._listen))
+            server = Server(
+                self.token, hear, relay=relay, store=store, hub=hub, parts=parts, admission=admission
+            )
             async with self._watched(server, hear), self._heeding_stops(server):
                 interrupts.stop = lambda: server.stop(_STOPPED)
                 await server.run(transport, given.owner, given.job)
         result = given.owner.result or given.owner.keep_saved()
         return replace(result, dropped=hub.drops.found)
+
+    async def _prepare(self, setup: Callable[..., PreparedJob], hear: Callbacks) -> PreparedJob:
+        """Capture the model in a thread, so that heartbeats are answered meanwhile; tell of each step."""
+        loop = asyncio.get_running_loop()
+        started_at, name = loop.time(), self._open_file.job
+
+        def tell(step: str) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended, for Ctrl-C
+                loop.call_soon_threadsafe(hear, CaptureStep(name, step))
+
+        given = await asyncio.to_thread(partial(setup, tell=tell))
+        blueprint = given.captured.blueprint
+        num_parameters = sum(prod(entry.shape) for entry in blueprint.state if entry.kind == PARAMETER)
+        hear(ModelCaptured(name, loop.time() - started_at, num_parameters, blueprint.num_positions))
+        return given
 
     def _find_past(self, given: PreparedJob) -> StatusTracker | None:
         """Return the hub of the folder's log if it was at this job; peers of its own are gone with it."""
@@ -359,14 +388,18 @@ class Hub:
 def local(
     nodes: int | Sequence[Hardware] = 4,
     *,
+    device: str = "cpu",
     folder: str | os.PathLike[str] | None = None,
     plan: PlanConfig = LOCAL_PLAN,
     tell: Callback | None = None,
     look: Callable[[StatusTracker], None] | None = None,
     parts: HubParts = HUB_PARTS,
 ) -> Hub:
-    """Return a hub with so many peers on this PC, which share its memory, or with peers of this hardware."""
-    peers = share_memory(nodes) if isinstance(nodes, int) else tuple(nodes)
+    """Return a hub with so many peers on this PC, which share its memory, or with peers of this hardware.
+
+    With `device="cuda"` the peers share its GPUs and their memory, with "cuda:1" this one.
+    """
+    peers = share_memory(nodes, device) if isinstance(nodes, int) else tuple(nodes)
     hub = Hub(HERE, folder=folder, plan=plan, peers=peers, tell=tell, look=look, parts=parts)
     hub._is_open_to_others = False
     return hub

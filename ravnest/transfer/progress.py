@@ -7,7 +7,7 @@ from ravnest.units import show_bytes, show_seconds
 _MARKS = 6  # the rate is that of the time since the oldest of the last so many reports
 
 
-class Progress:
+class TransferProgress:
     """Tell it how many bytes are there; it says how long the rest will take."""
 
     def __init__(self, what: str, size_bytes: int) -> None:

@@ -47,6 +47,7 @@ class ClusterWorld:
     synchronous: bool = False
     seed: int = 0
     wire_format: WireFormat = WireFormat.FP32
+    gradients: WireFormat | None = None  # if they travel in a format of their own
     at_hub: list[Message] = field(default_factory=list)
     engine: type[StageEngine] = StageEngine
 
@@ -68,7 +69,8 @@ class ClusterWorld:
             stage = self.engine(
                 build_stage_program(blueprint), Snapshot(0, state, {}), find_roles(blueprint), self.settings
             )
-            position = StagePosition(1, self.seed, node, self.nodes, self.wire_format, self.wire_format)
+            formats = (self.wire_format, self.gradients or self.wire_format)
+            position = StagePosition(1, self.seed, node, self.nodes, *formats)
             schedule = StageSchedule(self.window, self.accumulate, self.synchronous)
             worker = self.workers[node] = self.make_worker(position, blueprint, stage, schedule)
             self.blueprints[node] = blueprint

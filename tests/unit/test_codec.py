@@ -13,6 +13,8 @@ from ravnest.codec import (
     encode_tensor,
     encoded_bytes,
     narrow_integers,
+    pack_tensor,
+    unpack_tensor,
     widen_integers,
 )
 from ravnest.config import DELTA_FORMATS, WireFormat
@@ -255,6 +257,22 @@ def test_what_is_not_finite_stays_so_in_blocks_of_four_bits(value: float) -> Non
     assert not arrived[block : block + 32].isfinite().any()
     assert arrived[:block].equal(flat[:block])
     assert arrived[block + 32 :].equal(flat[block + 32 :])
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="a law of a GPU")
+@pytest.mark.parametrize("wire_format", WireFormat)
+@pytest.mark.parametrize("shape", [(4, 100, 48), (5, 24, 9, 9), (1000,)])
+def test_a_gpu_packs_as_a_cpu_does(wire_format: WireFormat, shape: tuple[int, ...]) -> None:
+    tensor = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    spec, there = describe(tensor, wire_format), pack_tensor(tensor.cuda(), wire_format, KEY)
+    assert there.is_cuda
+    arrived = unpack_tensor(there, spec)
+    assert arrived.is_cuda
+    if wire_format is WireFormat.INT4_STOCHASTIC:  # devices draw differently
+        assert (arrived.cpu() - tensor).abs().max() <= tensor.abs().max() / 6.9
+        return
+    torch.testing.assert_close(arrived.cpu(), pass_over(tensor, wire_format), rtol=0, atol=1e-5)
+    assert decode_tensor(there.cpu().numpy().data, spec).equal(arrived.cpu())
 
 
 def test_chance_needs_a_key() -> None:

@@ -1,4 +1,4 @@
-"""Sources: which node gives which state to a stage that is built; and backups, which spares keep.
+"""Sources: which node gives which state to a stage that is built.
 
 A node keeps what it holds. The rest comes from snapshots: of nodes of the same cluster; else of another
 cluster, of a backup, or of the hub, which has the last checkpoint. A source may be a tenth behind the best.
@@ -9,7 +9,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from ravnest.config import TIMEOUTS, HubTimeouts
 from ravnest.hub.coordinator.events import MakeParts, PartsMade, Send
 from ravnest.hub.coordinator.membership import HeldState, Membership
 from ravnest.hub.coordinator.placement import ClusterState, Placement, PlanChange
@@ -17,7 +16,7 @@ from ravnest.hub.coordinator.snapshots import SnapshotDesk, SnapshotPurpose
 from ravnest.ids import HUB, NodeId, RoundId
 from ravnest.plan.types import Stage
 from ravnest.protocol.blobs import BlobRef
-from ravnest.protocol.placement import BackupKept, BackupOrder, SnapshotMade, Source, StageParts
+from ravnest.protocol.placement import SnapshotMade, Source, StageParts
 
 _ENOUGH = 0.9  # of what the best source has learned from
 _MOST_BEFORE = 2  # nodes that pass first weights on to the same one: one may be slow
@@ -305,81 +304,3 @@ def find_cluster_of_state(cluster: ClusterState, placement: Placement) -> str:
             held = member.held
             counts[held.cluster_id] += max(0, min(held.stop, stage.stop) - max(held.start, stage.start))
     return max(counts, key=lambda cluster_id: counts[cluster_id], default="") if counts.total() else ""
-
-
-_PAUSE = 10  # times what backups take lies between two, so that no link is busy with them
-
-
-@dataclass(frozen=True, slots=True)
-class _BackupInTransit:
-    """A snapshot on its way from a node to its spare."""
-
-    node: NodeId
-    spare: NodeId
-    held: HeldState
-    samples_seen: int  # samples it had learned from
-    weights: BlobRef | None = None
-
-
-class BackupPolicy:
-    """One snapshot per node at a time; what does not arrive is asked for again."""
-
-    def __init__(
-        self,
-        placement: Placement,
-        sources: StateSources,
-        desk: SnapshotDesk,
-        timeouts: HubTimeouts = TIMEOUTS.hub,
-    ) -> None:
-        self._timeouts = timeouts
-        self._placement, self._sources, self._desk = placement, sources, desk
-        self._in_transit: dict[int, _BackupInTransit] = {}
-        self._asked_at, self._next_at = 0.0, -1.0
-
-    @property
-    def due(self) -> float | None:
-        """When the next snapshots are to be asked for, if anybody can be backed up."""
-        return self._next_at if self._next_at >= 0 and self._find_pairs() else None
-
-    def order(self, samples_seen: Callable[[ClusterState], int], now: float) -> list[Send]:
-        """Ask for the snapshots that are due; who could not be backed up by then is asked when it can."""
-        if self._next_at < 0:
-            self._next_at = now + self._timeouts.backup_every_seconds
-        if now < self._next_at or not (pairs := self._find_pairs()):
-            return []
-        self._asked_at, self._next_at = now, now + self._timeouts.backup_every_seconds
-        self._desk.withdraw(SnapshotPurpose.BACKUP)
-        self._in_transit = {
-            self._desk.new_number(): _BackupInTransit(node, spare, held, samples_seen(cluster))
-            for node, spare, held, cluster in pairs
-        }
-        build_id, purpose = self._placement.build_id, SnapshotPurpose.BACKUP
-        asked = [(number, way.node) for number, way in self._in_transit.items()]
-        return [self._desk.ask(purpose, number, node, build_id(node)) for number, node in asked]
-
-    def _find_pairs(self) -> list[tuple[NodeId, NodeId, HeldState, ClusterState]]:
-        """Return the nodes of clusters that train, and the spares that are here for them."""
-        found = []
-        membership = self._placement.membership
-        for backup in self._placement.backups:
-            node, cluster = membership.find(backup.node), self._placement.cluster_of(backup.node)
-            if cluster is None or not cluster.is_running or backup.spare not in membership:
-                continue
-            if node is not None and node.held is not None:
-                found.append((backup.node, backup.spare, node.held, cluster))
-        return found
-
-    def forward(self, sender: NodeId, made: SnapshotMade) -> list[Send]:
-        """Have the spare fetch a snapshot that its node made."""
-        way = self._in_transit[made.number] = replace(self._in_transit[made.number], weights=made.weights)
-        return [Send(way.spare, BackupOrder(0, made.number, Source(sender, made.weights)))]
-
-    def record(self, sender: NodeId, kept: BackupKept, now: float) -> str | None:
-        """Record that a spare has a snapshot; return why not, if it was not to keep it."""
-        way = self._in_transit.get(kept.number)
-        if way is None or way.spare != sender or way.weights is None:
-            return f"nobody asked {sender} to keep snapshot {kept.number}"
-        del self._in_transit[kept.number]
-        self._next_at = max(self._next_at, now + _PAUSE * (now - self._asked_at))
-        self._sources.add_backup(sender, way.held, way.weights, way.samples_seen)
-        return None

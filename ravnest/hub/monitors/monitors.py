@@ -2,14 +2,15 @@
 
 Monitors keep soft state: it is in no log, and a hub that goes on begins with new ones. They read the
 coordinator and never change it: a conclusion is an event like any other, so a coordinator that replays its
-log needs no monitor. What leaves report of microbatches is summed until the ledger needs it. Every microbatch
-counts once, under the lease that granted it. What a hub had not passed on when it ended is missing in the
-mean loss of the epoch, and in nothing else. Nothing here does I/O.
+log needs no monitor. What leaves report of microbatches is summed until the ledger needs it, each under the
+lease that granted it; what a hub had not passed on is missing in the mean loss of its epoch. What stages say
+of their gradients adds up to the job's noise scale. Nothing here does I/O.
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from statistics import median
 
 from ravnest.config import TIMEOUTS, HubTimeouts
 from ravnest.hub.coordinator.coordinator import Coordinator
@@ -50,13 +51,59 @@ from ravnest.hub.coordinator.phases import JobPhase
 from ravnest.hub.coordinator.placement import ClusterState
 from ravnest.hub.monitors.liveness import LivenessMonitor, PaceMonitor, ThroughputMonitor
 from ravnest.hub.monitors.loss_guard import LossGuard
-from ravnest.hub.monitors.noise import NoiseMonitor
 from ravnest.ids import LeaseId, MicrobatchId, NodeId
+from ravnest.plan.sharing import TrainingLength
 from ravnest.protocol.averaging import RoundAbort, RoundReady
 from ravnest.protocol.membership import Leave
 from ravnest.protocol.messages import Refusal
 from ravnest.protocol.placement import FetchProgress, StageMissing, StageReady
-from ravnest.protocol.training import DroppedMicrobatch, LeaseDone, StepReport
+from ravnest.protocol.training import DroppedMicrobatch, GradientNoise, LeaseDone, StepReport
+
+_CLEARLY = 1.5  # times as large
+_MOST_TIMES = 16.0  # as large, or as small, as the guess
+
+
+class NoiseMonitor:
+    """Adds up what stages say of their gradients; `note` returns a noise scale that is worth telling.
+
+    That of a cluster is known when each of its stages has reported. That of the job is the median over
+    clusters, no further from the guess than a factor. It grows while a job learns.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[str, dict[NodeId, GradientNoise]] = {}  # by cluster
+        self._told = 0.0
+
+    def note(
+        self,
+        cluster_id: str,
+        nodes: Collection[NodeId],
+        sender: NodeId,
+        noise: GradientNoise,
+        length: TrainingLength,
+    ) -> float | None:
+        """Take a stage's report; return the noise scale if it is new or clearly larger."""
+        self._found.setdefault(cluster_id, {})[sender] = noise
+        if any(node not in self._found[cluster_id] for node in nodes):
+            return None
+        guess = length.noise_scale
+        middle = median(_scale(each.values()) for each in self._found.values())
+        scale = min(max(middle, guess / _MOST_TIMES), guess * _MOST_TIMES)
+        if scale < _CLEARLY * self._told:
+            return None
+        self._told = scale
+        return scale
+
+    def forget_others(self, cluster_ids: Collection[str]) -> None:
+        """Forget clusters that are no more."""
+        self._found = {each: found for each, found in self._found.items() if each in cluster_ids}
+
+
+def _scale(stages: Collection[GradientNoise]) -> float:
+    variance = max(0.0, sum(each.variance for each in stages))
+    signal = sum(each.signal for each in stages)
+    return variance / signal if signal > 0.0 else float("inf")
+
 
 _NO_LOSS: float | None = None
 
@@ -381,7 +428,11 @@ def apply_logged(hub: Coordinator, event: Event, log: Log | None) -> tuple[Actio
 
 
 class MonitoredCoordinator:
-    """Feed it every event and every message of a peer, in order; carry out what it returns, in order."""
+    """Feed it every event and every message of a peer, in order; carry out what it returns, in order.
+
+    `log` gets each event that changed something, before its actions are returned; `watch` gets each event
+    and each report, with its actions.
+    """
 
     def __init__(
         self,

@@ -41,9 +41,8 @@ from ravnest.hub.coordinator.planner import SEARCH_PLANNER, Planner
 from ravnest.hub.monitors.liveness import OutageMonitor
 from ravnest.hub.monitors.monitors import MonitoredCoordinator, Watch
 from ravnest.hub.service.admission import Admission, ProbeReports
-from ravnest.hub.service.data_service import DataService
+from ravnest.hub.service.data_service import DataService, Owner
 from ravnest.hub.service.event_log import EventStore
-from ravnest.hub.service.owner import Owner
 from ravnest.ids import NodeId
 from ravnest.net.identity import Token
 from ravnest.net.relay import Relay
@@ -94,7 +93,8 @@ HUB_PARTS = HubParts()
 class Server:
     """One job's hub. `admit` belongs to the transport it runs on; `token` needs no address here.
 
-    `store` gets every event that changes the state, before its actions are carried out.
+    `store` gets every event that changes the state, before its actions are carried out. `admission` may
+    let peers in before that.
     """
 
     def __init__(
@@ -107,8 +107,9 @@ class Server:
         store: EventStore | None = None,
         hub: Coordinator,
         parts: HubParts = HUB_PARTS,
+        admission: Admission | None = None,
     ) -> None:
-        self._door = Admission(token, relay, parts.version)
+        self._door = Admission(token, relay, parts.version) if admission is None else admission
         self.admit = self._door.admit
         self._relay = relay
         self._tell = tell

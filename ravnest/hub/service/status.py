@@ -20,7 +20,7 @@ from ravnest.ids import NodeId
 from ravnest.protocol.membership import Leave
 from ravnest.protocol.messages import Message
 from ravnest.protocol.placement import FetchProgress, StageReady
-from ravnest.transfer.progress import Progress
+from ravnest.transfer.progress import TransferProgress
 
 Reader = Callable[[Event, tuple[Action, ...]], None]
 _MOST_WAITING = 1_000  # happenings that a slow reader may still get
@@ -147,7 +147,7 @@ class StatusTracker:
         self.hub = hub
         self._job = ""
         self._members: dict[NodeId, None] = {}
-        self._fetches: dict[NodeId, Progress] = {}  # by the node whose stage is on its way
+        self._fetches: dict[NodeId, TransferProgress] = {}  # by the node whose stage is on its way
         self._evaluated: Evaluated | None = None
         self._num_rounds = {True: 0, False: 0}  # by whether they committed
         self._round: RoundEnded | None = None
@@ -203,7 +203,7 @@ class StatusTracker:
         if isinstance(message, FetchProgress):
             found = self._fetches.get(sender)
             if found is None or found.size_bytes != message.size_bytes:
-                found = self._fetches[sender] = Progress("fetching", message.size_bytes)
+                found = self._fetches[sender] = TransferProgress("fetching", message.size_bytes)
             found.describe(message.num_bytes, now)
         elif isinstance(message, StageReady | Leave):
             self._fetches.pop(sender, None)

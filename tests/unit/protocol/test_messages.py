@@ -77,7 +77,7 @@ def test_a_header_says_who_it_is_for_people_with_a_hex_dump() -> None:
         (b"", "a header of 0 bytes"),
         (b"\x01", "a header of 1 bytes"),
         (b"\x01" + bytes(MOST_HEADER_BYTES), "a header of 65537 bytes"),
-        (header("RoundCommit", 1, version=9), "wire version 9 where 2 is spoken: update the older program"),
+        (header("RoundCommit", 1, version=9), "wire version 9 where 3 is spoken: update the older program"),
         (header("Nonsense", 1), "Invalid value 'Nonsense'"),
         (header(), "at least length 1, got 0"),
         (header("RoundCommit"), "at least length 2, got 1"),
@@ -103,7 +103,7 @@ def test_a_header_says_who_it_is_for_people_with_a_hex_dump() -> None:
         (header("Gradient", 1, 1, [[0, ["float32", [1], "fp32"], 5]]), "of length 2"),
         (header("RoundCommit", 1) + b"\x00", "trailing characters"),
         (header("RoundCommit", 1)[:-1], "truncated"),
-        (b"\x02\x92\xa2\xff\xfe\x01", "utf-8"),
+        (bytes([WIRE_VERSION]) + b"\x92\xa2\xff\xfe\x01", "utf-8"),
     ],
 )
 def test_a_wrong_header_is_refused_with_a_reason(packed: bytes, reason: str) -> None:

@@ -1,10 +1,10 @@
 """People see how far a transfer is, how fast, and how long it still takes."""
 
-from ravnest.transfer.progress import Progress
+from ravnest.transfer.progress import TransferProgress
 
 
 def test_the_rest_is_told_by_the_rate_of_the_last_reports() -> None:
-    progress = Progress("fetching stage weights", 500_000_000)
+    progress = TransferProgress("fetching stage weights", 500_000_000)
     assert progress.describe(114_000_000, 10.0) == "fetching stage weights: 114 MB of 500 MB"
     told = progress.describe(212_000_000, 20.0)
     assert told == progress.told == "fetching stage weights: 212 MB of 500 MB, 9.8 MB/s, 29.4 s left"
@@ -14,6 +14,6 @@ def test_the_rest_is_told_by_the_rate_of_the_last_reports() -> None:
 
 
 def test_what_stands_still_has_no_end() -> None:
-    progress = Progress("fetching", 100)
+    progress = TransferProgress("fetching", 100)
     progress.describe(50, 1.0)
     assert progress.describe(50, 2.0) == "fetching: 50 B of 100 B"

@@ -52,7 +52,7 @@ from ravnest.hub.coordinator.notices import (
 from ravnest.hub.coordinator.phases import JobPhase
 from ravnest.hub.coordinator.planner import lease_batches
 from ravnest.ids import HUB
-from ravnest.plan.profiles import builtin_profile, resize_batch
+from ravnest.plan.profiles import builtin_profile
 from ravnest.plan.types import Cluster, Plan, Stage
 from ravnest.protocol import messages
 from ravnest.protocol.averaging import RoundAbort, RoundCommit, RoundOpen, RoundQuery, RoundReady
@@ -347,7 +347,7 @@ def test_a_lease_lists_no_more_microbatches_than_a_message_may():
 )
 def test_a_lease_is_as_short_as_keeps_the_root_busy(input_bytes, window, microbatches, expected):
     given = job(batch_size=512, chunk_batches=8)
-    profile = resize_batch(given.profile, 512)
+    profile = given.profile.resize_batch(512)
     inputs = (float(input_bytes), *profile.crossing_bytes[1:])
     given = replace(given, profile=replace(profile, crossing_bytes=inputs))
     plan = Plan(1, 0, (Cluster((Stage("a", 0, 6, window),), microbatches),), (), ())
@@ -355,7 +355,7 @@ def test_a_lease_is_as_short_as_keeps_the_root_busy(input_bytes, window, microba
 
 
 def test_the_profile_of_a_smaller_batch_is_that_of_the_model_with_it():
-    assert resize_batch(builtin_profile("gpt2", 8), 2) == builtin_profile("gpt2", 2)
+    assert builtin_profile("gpt2", 8).resize_batch(2) == builtin_profile("gpt2", 2)
 
 
 def test_rounds_are_so_many_whole_batches_apart():

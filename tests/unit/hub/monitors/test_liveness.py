@@ -32,22 +32,22 @@ def test_a_stage_that_hangs_is_taken_over(place):
     world.muted.add(idle)
     for node in world.hub.clusters[0].nodes:  # the others wait for it
         world.peers[node].busy_until = 1e9
-    world._from_cluster = lambda *_: None
+    world.from_cluster = lambda *_: None
     world.run_until(lambda: world.told(Left))
     (left,) = world.told(Left)
     assert left.node == idle
     assert "it does no work" in left.reason
     assert 110 < world.now - since < 140
-    del world._from_cluster
+    del world.from_cluster
     finishes(world)
 
 
 def test_a_cluster_in_which_all_answer_but_nothing_moves_is_built_anew():
     world = world_of("abcd")
-    world._from_cluster = lambda *_: None
+    world.from_cluster = lambda *_: None
     world.run_until(lambda: world.told(ClusterBroken))
     assert "nothing moves" in world.told(ClusterBroken)[0].reason
-    del world._from_cluster
+    del world.from_cluster
     finishes(world)
     assert world.told(Left) == []
     assert len(world.told(Recovered)) == 1
@@ -110,7 +110,7 @@ def test_who_waits_for_a_long_round_does_work():
     world.join(*"abcd", memory_mb=650.0)
     world.vote = lambda name, opened: (400.0, world.ready(name, opened.round_id))
     world.run_until(lambda: world.open_round is not None)
-    world._from_cluster = lambda *_: None
+    world.from_cluster = lambda *_: None
     opened_at = world.now
     world.run(until=opened_at + 390.0)
     assert world.told(Left) == []

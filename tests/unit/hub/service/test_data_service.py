@@ -9,8 +9,7 @@ import pytest
 from ravnest.config import HubTimeouts, WireFormat
 from ravnest.hub.coordinator.events import CheckpointPart, Collect, Collected, MakeParts, SendFields
 from ravnest.hub.coordinator.leases import LedgerState
-from ravnest.hub.service.data_service import DataService
-from ravnest.hub.service.owner import Fields, Parts
+from ravnest.hub.service.data_service import DataService, Fields, Parts
 from ravnest.ids import LeaseId, MicrobatchId, NodeId
 from ravnest.net.memory import run_virtual
 from ravnest.protocol.tensors import TensorSpec
