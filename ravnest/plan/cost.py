@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ravnest.config import OptimizerKind, PlanConfig, Recompute, WeightFormat, WireFormat
+from ravnest.plan.block_memory import BlockMemory
 from ravnest.plan.types import ModelProfile, Swarm
 
 Floats = npt.NDArray[np.float64]
@@ -80,11 +81,13 @@ class LineCost:
         predicts = np.array(not self.config.saves_memory) if predicts is None else predicts
         late = self._late_copies(versions, predicts)
         resident = self.resident[stop] - self.resident[start] + late * trained
-        held = (1 if recompute else window) * (self.saved[stop] - self.saved[start])
-        arrived = self.receive_before[start] if held_bytes is None else held_bytes
-        inputs = window * arrived if recompute else 0.0
+        if recompute:
+            arrived = self.receive_before[start] if held_bytes is None else held_bytes
+            held = self.blocks.held(start, stop, window) + window * arrived
+        else:
+            held = window * (self.saved[stop] - self.saved[start])
         leased = np.where(start == 0, _LEASED * window * self.crossing[0], 0.0)
-        return np.asarray(_SLACK * (resident + held + inputs + leased) + self.config.overhead_bytes)
+        return np.asarray(_SLACK * (resident + held + leased) + self.config.overhead_bytes)
 
     def _late_copies(self, versions: Ints, predicts: Bools) -> Floats:
         """Copies of the trained parameters for a gradient, and for the weights that forwards see.
@@ -189,6 +192,11 @@ class LineCost:
     def saved(self) -> Floats:
         """Cumulative bytes a batch leaves behind for its backward."""
         return _cumulative(self.profile.saved_bytes)
+
+    @cached_property
+    def blocks(self) -> BlockMemory:
+        """What stages hold that compute their activations again."""
+        return BlockMemory(np.asarray(self.profile.saved_bytes, float), self.crossing)
 
     @cached_property
     def resident(self) -> Floats:
