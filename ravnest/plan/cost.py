@@ -347,7 +347,7 @@ def _cumulative(values: tuple[float, ...]) -> Floats:
 
 _SHORTEST_PERIOD = 1e-9  # of a model that costs nothing
 _STARVED = 1.5  # times longer that batches are under way where a window is narrower than it should be
-_QUEUES = 1.75  # batches in flight over those under way; less starves clusters in simulation
+_QUEUES, _LEAST_QUEUES = 2.0, 1.5  # batches in flight over those under way; fewer starve a cluster
 
 
 @dataclass(frozen=True, slots=True)
@@ -454,11 +454,12 @@ class _Stages:
             return window, recompute, np.ones(window.shape)
         recompute = self._free_memory(recompute)
         enough, _ = self._enough(recompute)
+        least, _ = self._enough(recompute, _LEAST_QUEUES)
         fits = np.where(recompute, self._fitting(again=True), self._fitting(again=False))
         window = np.where(self._exists, np.minimum(enough, np.maximum(self._reserved, fits)), self._widest)
         # No stage has more batches under way than those before it.
         window = np.minimum.accumulate(window[:, ::-1], axis=1)[:, ::-1]
-        return window, recompute, np.where(window < enough, _STARVED, 1.0)
+        return window, recompute, np.where(window < least, _STARVED, 1.0)
 
     def _choose_recompute(self, window: Ints) -> Bools:
         mode = self._line.config.recompute
@@ -474,16 +475,16 @@ class _Stages:
         is_in_time = self.compute(np.ones(recompute.shape, bool)) <= pace[:, None]
         return recompute | ((self._fitting(again=False) < enough) & is_in_time)
 
-    def _enough(self, recompute: Bools) -> tuple[Ints, Floats]:
+    def _enough(self, recompute: Bools, queues: float = _QUEUES) -> tuple[Ints, Floats]:
         """Return the window each stage needs so that nothing waits, and the pace of each cluster.
 
-        It holds the batches that are under way when nothing waits, and three quarters more: where several
-        stages are almost equally slow, batches queue before each of them.
+        It holds the batches that are under way when nothing waits, and as many more: where several stages are
+        almost equally slow, batches queue before each of them.
         """
         compute = self.compute(recompute)
         pace = np.maximum(compute, self._link).max(axis=1, initial=_SHORTEST_PERIOD)
         cycle = np.cumsum(compute + self._travel, axis=1)
-        enough = np.ceil(_QUEUES * cycle / pace[:, None]).astype(np.int64) + 2
+        enough = np.ceil(queues * cycle / pace[:, None]).astype(np.int64) + 2
         return np.where(self._widest > 1, np.minimum(self._widest, enough), 1), pace
 
     def _fitting(self, again: bool) -> Ints:
