@@ -79,3 +79,90 @@ def find_cuts(made: Made, profile: ModelProfile, cuts: Sequence[int]) -> list[in
     line = np.concatenate([[0.0], np.cumsum(profile.parameter_bytes)])
     # The last position that needs no parameter of the next block: the cut follows the activation.
     return [int(position) for position in np.searchsorted(line, wanted + 0.5) - 1]
+
+
+@dataclass(frozen=True)
+class GptShape:
+    """The size of a GPT; the head shares the weights of the embedding if it `is_tied`."""
+
+    num_blocks: int
+    num_heads: int
+    width: int
+    length: int = 1024
+    num_tokens: int = 50304
+    is_tied: bool = True
+
+    @property
+    def num_parameters(self) -> int:
+        """All weights and biases."""
+        inner = self.num_blocks * (12 * self.width**2 + 13 * self.width)
+        tables = (self.num_tokens * (1 if self.is_tied else 2) + self.length) * self.width
+        return inner + tables + 2 * self.width
+
+
+GPTS = {
+    "tiny": GptShape(2, 2, 32, length=16, num_tokens=64),
+    "small": GptShape(12, 12, 768),
+    "medium": GptShape(24, 16, 1024),
+}
+
+
+class Gpt(nn.Module):
+    """GPT-2 in plain torch, without dropout."""
+
+    def __init__(self, shape: GptShape) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(shape.num_tokens, shape.width)
+        self.places = nn.Embedding(shape.length, shape.width)
+        self.blocks = nn.ModuleList(_GptBlock(shape) for _ in range(shape.num_blocks))
+        self.norm = nn.LayerNorm(shape.width)
+        self.head = nn.Linear(shape.width, shape.num_tokens, bias=False)
+        self.apply(_initialise)
+        if shape.is_tied:
+            self.head.weight = self.tokens.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Return logits."""
+        x = self.tokens(ids) + self.places(torch.arange(ids.shape[1], device=ids.device))
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+class _GptBlock(nn.Module):
+    def __init__(self, shape: GptShape) -> None:
+        super().__init__()
+        width = shape.width
+        self.num_heads = shape.num_heads
+        self.before, self.between = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attend, self.join = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        num_samples, length, width = x.shape
+        query, key, value = self.attend(self.before(x)).split(width, 2)
+        shape = (num_samples, length, self.num_heads, width // self.num_heads)
+        heads = (part.view(shape).transpose(1, 2) for part in (query, key, value))
+        mixed = F.scaled_dot_product_attention(*heads, is_causal=True)
+        x = x + self.join(mixed.transpose(1, 2).reshape(num_samples, length, width))
+        return x + self.down(F.gelu(self.up(self.between(x)), approximate="tanh"))
+
+
+def _initialise(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear | nn.Embedding):
+        nn.init.normal_(module.weight, std=0.02)
+    if isinstance(module, nn.Linear) and module.bias is not None:
+        nn.init.zeros_(module.bias)
+
+
+def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the mean cross-entropy of the next tokens."""
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def make_tokens(shape: GptShape, num_samples: int) -> dict[str, Tensor]:
+    """Return tokens and the ones after them, the same ones always."""
+    size = (num_samples, shape.length + 1)
+    found = torch.randint(shape.num_tokens, size, generator=torch.Generator().manual_seed(1))
+    return {"ids": found[:, :-1].contiguous(), "labels": found[:, 1:].contiguous()}

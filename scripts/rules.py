@@ -37,8 +37,7 @@ NUMERICS = {
     "peer/stage_builder.py": {"_SPLIT_SECONDS", "_PROBE_SECONDS"},  # of work, not of waiting
     "peer/capabilities.py": {"_MOST_SECONDS", "_MOST_TRIAL_SECONDS"},  # of work, not of waiting
     "cli/join.py": {"_LONGEST_BATCH_SECONDS", "_USUAL_LATENCY_SECONDS"},  # of work, and of a usual link
-    "cli/lending_loop.py": {"_SAME_PROCESS_SECONDS"},  # to which systems round a process's start
-    "requester/run_folder.py": {"_SAME_PROCESS_SECONDS"},
+    "requester/run_folder.py": {"_SAME_PROCESS_SECONDS"},  # to which systems round a process's start
 }
 
 

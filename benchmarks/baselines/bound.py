@@ -105,7 +105,10 @@ def _role_intervals(length: int) -> list[tuple[int, np.ndarray, np.ndarray]]:
 def _role(splitter: Splitter, weights: Floats, depth: int, start: np.ndarray, stop: np.ndarray):
     shares = weights[stop] - weights[start]
     descending = np.argsort(-shares, kind="stable")
-    return splitter.stage_seconds(depth)[:, start[descending], stop[descending]], shares[descending]
+    seconds = splitter.stage_seconds(depth)
+    length = (stop - start)[descending]
+    descending, length = descending[length <= seconds.shape[1]], length[length <= seconds.shape[1]]
+    return seconds[:, length - 1, start[descending]], shares[descending]
 
 
 def _linear_programme(capacities: _Capacities, rates: Floats) -> float:

@@ -28,7 +28,7 @@ def subset_periods(line: LineCost, nodes: NodeTable) -> Floats:
     relay = np.maximum(line.send_after, line.send_before) / line.config.relay_bytes_per_second
     deepest = min(count, line.config.max_stages, line.num_positions)
     for depth in range(deepest):
-        stage_seconds = splitter.stage_seconds(depth)
+        stage_seconds = dense(splitter.stage_seconds(depth))
         for node in range(count):
             from_masks = masks[(sizes == depth) & (masks >> node & 1 == 0)]
             is_hidden = int(not nodes.reachable[node])
@@ -40,6 +40,16 @@ def subset_periods(line: LineCost, nodes: NodeTable) -> Floats:
             best[to_masks, is_hidden] = np.minimum(best[to_masks, is_hidden], reach)
     bits = (masks[:, None] >> np.arange(count) & 1).astype(float)
     return best[:, :, 0].min(axis=1) * (1.0 + bits @ nodes.risk)
+
+
+def dense(seconds: np.ndarray) -> np.ndarray:
+    """Return seconds [node, length - 1, start] as [node, start, stop], infinite where nothing fits."""
+    count, longest, length = seconds.shape
+    table = np.full((count, length + 1, length + 1), np.inf, seconds.dtype)
+    for number in range(min(longest, length)):
+        start = np.arange(length - number)
+        table[:, start, start + number + 1] = seconds[:, number, : len(start)]
+    return table
 
 
 def pack(periods: Floats, count: int, speed_ratio: float) -> float:

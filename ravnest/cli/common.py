@@ -1,10 +1,11 @@
-"""What commands share: the parts they work with, files in, files and tables out, what a training shows.
+"""What commands share: the parts they work with, files in, files and tables out, options of plans, views.
 
 `program.main(args, obj=CommandParts(...))` runs a command with other parts than the usual ones. Where a file
 cannot be read or written, a sentence says so. A training shows a live panel, plain lines or nothing.
 """
 
 import contextlib
+import functools
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -14,11 +15,11 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
-from ravnest.config import TIMEOUTS, Timeouts
+from ravnest.config import TIMEOUTS, PlanConfig, Timeouts, parse_plan_table, read_plan_config
 from ravnest.disk import read_bounded
 from ravnest.errors import ConfigError
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # each of them loads more than most commands need
     from rich.console import RenderableType
 
     from ravnest.hub.coordinator.notices import Notice
@@ -112,12 +113,14 @@ def choose_view(quiet: bool) -> Iterator[View]:
 
 def report(result: "Result", file: Path | None, schema: str, as_json: bool) -> None:
     """Print how a training went."""
+    from ravnest.model.shards import find_written
     from ravnest.requester.run_folder import BEST, MODEL
 
     best, best_file = result.best, None
     if file is not None:
+        best_file = find_written(file.with_name(BEST)) if file.name == MODEL else None
+        file = find_written(file)
         click.echo(f"weights written to {file}", err=True)
-        best_file = file.with_name(BEST) if file.name == MODEL else None
     if best is not None:
         where = f", in {best_file}" if best_file else ""
         click.echo(f"best after epoch {best.epoch}: validation loss {best.loss:g}{where}", err=True)
@@ -131,3 +134,72 @@ def report(result: "Result", file: Path | None, schema: str, as_json: bool) -> N
         return
     for name, value in result.metrics.items():
         click.echo(f"{name} {value:g}")
+
+
+@dataclass(frozen=True, slots=True)
+class PlanWishes:
+    """What the command line says of the plan."""
+
+    config_file: str | None
+    settings: tuple[str, ...]
+    clusters: int | None
+    favour: str | None
+
+    def read(self, base: PlanConfig | None = None) -> PlanConfig:
+        """Return the settings of the file with those of the command line above them; others as in `base`."""
+        values: dict[str, object] = {}
+        if self.config_file is not None:
+            content = read_text(self.config_file, find_parts().max_file_bytes)
+            table = parse_plan_table(content, self.config_file)
+            if table is None:
+                told = f"note: {self.config_file} has no [plan] table; every setting has its default"
+                click.echo(told, err=True)
+            values = table or {}
+        read_plan_config(values, f"{self.config_file}, table [plan]")
+        given = self._read_settings()
+        read_plan_config(given, "--set")
+        named = {"clusters": self.clusters, "favour": self.favour}
+        for name, value in named.items():
+            if value is not None:
+                given[name] = str(value)
+                read_plan_config({name: str(value)}, f"--{name}")
+        return read_plan_config({**values, **given}, "--set", base)
+
+    def _read_settings(self) -> dict[str, str]:
+        given: dict[str, str] = {}
+        for setting in self.settings:
+            key, sign, value = setting.partition("=")
+            if not sign or not key.strip():
+                raise click.UsageError(f"--set {setting!r} is not a setting; write KEY=VALUE like max_lag=4.")
+            given[key.strip()] = value.strip()
+        return given
+
+
+def plan_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Add the options to a command, which gets them as `wishes`."""
+
+    @functools.wraps(command)
+    def with_wishes(
+        *args: Any,
+        config_file: str | None,
+        settings: tuple[str, ...],
+        clusters: int | None,
+        favour: str | None,
+        **others: Any,
+    ) -> None:
+        command(*args, wishes=PlanWishes(config_file, settings, clusters, favour), **others)
+
+    for option in (
+        click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help=_SET),
+        click.option("--config", "config_file", metavar="FILE", help=_CONFIG),
+        click.option("--favour", type=click.Choice(["quality", "speed"]), help=_FAVOUR),
+        click.option("--clusters", type=int, metavar="N", help=_CLUSTERS),
+    ):
+        with_wishes = option(with_wishes)
+    return with_wishes
+
+
+_SET = "One setting of the planner, above the file. Repeatable."
+_CONFIG = "TOML file with a [plan] table of settings."
+_FAVOUR = "What more clusters may cost: hardly any quality (the default), or a little for speed."
+_CLUSTERS = "At most N copies of the model side by side, whatever that costs in quality; 0: as many as pay."

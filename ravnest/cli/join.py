@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ravnest.cli.common import CommandParts, find_parts, to_json
+from ravnest.config import CompileMode
 from ravnest.disk import read_bounded
 from ravnest.errors import ConfigError, LinkError, RavnestError
 from ravnest.units import Dimension, parse_quantity, show_bytes, show_flops, show_rate, show_value
@@ -64,6 +65,7 @@ class _Stated:
     hours: tuple["Hours", ...] = ()
     runs_on_battery: bool = False
     hub_process: int | None = None  # of a hub on this PC
+    compile_mode: CompileMode = CompileMode.AUTO
 
 
 @click.command()
@@ -71,6 +73,7 @@ class _Stated:
 @click.option("--token-file", metavar="FILE", help=f"Read the token here, or from stdin (-); or {_VARIABLE}.")
 @click.option("--name", metavar="NAME", help="What others call this PC; its host name if left out.")
 @click.option("--device", default="auto", show_default=True, help="cpu, cuda, cuda:1, mps, or the fastest.")
+@click.option("--compile", metavar="auto|on|off", default="auto", show_default=True, help="auto: on CUDA.")
 @click.option(
     "--memory", metavar="SIZE", help="Memory to lend, like '4 GB'; half of what is free (GPU: 80 %)."
 )
@@ -94,6 +97,7 @@ def join(  # noqa: PLR0913 - click passes one argument per option
     token_file: str | None,
     name: str | None,
     device: str,
+    compile: str,  # noqa: A002 - click names it by the option
     memory: str | None,
     gpu_memory: str | None,
     cpu: str | None,
@@ -133,16 +137,19 @@ def join(  # noqa: PLR0913 - click passes one argument per option
         tuple(map(read_hours, hours)),
         _read_choice(on_battery),
         hub_process,
+        _read_compile(compile),
     )
     patience_seconds = _read(patience, Dimension.SECONDS) or 0.0 if hub_process is None else inf
     from ravnest.peer.capabilities import THIS_PC  # it loads torch: a wrong option need not wait for that
-    from ravnest.peer.limits import limit_cpu
+    from ravnest.peer.limits import keep_compiled, limit_cpu
 
     parts = find_parts()
     machine = parts.machine or THIS_PC
     logging.basicConfig(level=logging.WARNING if quiet else logging.INFO, format="%(message)s")
     logging.getLogger("ravnest.net").setLevel(logging.WARNING)
     cores = "" if cpu is None else limit_cpu(cpu)
+    if stated.compile_mode.applies_to(machine.choose_device(stated.device)):
+        keep_compiled()  # before anything of torch chooses a folder
     offer = _make_offer(name, stated, listening, patience_seconds, machine)
     if not quiet:
         _show(invitation, offer, _show_limits(stated, cores, machine))
@@ -174,6 +181,12 @@ def _read_choice(on_battery: str) -> bool:
     if on_battery not in ("stop", "go"):
         raise ConfigError(f"--on-battery {show_value(on_battery)} is neither; give stop or go")
     return on_battery == "go"
+
+
+def _read_compile(text: str) -> CompileMode:
+    if text not in list(CompileMode):
+        raise ConfigError(f"--compile {show_value(text)} is none of them; give {', '.join(CompileMode)}")
+    return CompileMode(text)
 
 
 def _find_token(token: str | None, file: str | None) -> str:
@@ -234,7 +247,7 @@ def _make_offer(
         is_reachable=listening.is_reachable,
     )
     most_flops = _LONGEST_BATCH_SECONDS * node.flops_per_second
-    limits = ProviderLimits(node.memory_bytes, most_flops, device, emulated)
+    limits = ProviderLimits(node.memory_bytes, most_flops, device, emulated, stated.compile_mode)
     guessed = tuple(fact for fact, value in facts.items() if value is None)
     return Offer(node, limits, (), patience_seconds, guessed=guessed)
 

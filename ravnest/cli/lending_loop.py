@@ -96,7 +96,6 @@ _SIGNAL_EXIT = 128
 _GUARD_EXIT, _LOST_EXIT = 7, 4
 _TAKEN_BACK = "its provider takes it back"
 _MOST_BYTES = 1 << 12
-_SAME_PROCESS_SECONDS = 2.0  # systems round the time a process was started at
 # Not every system has them.
 PAUSE, RESUME = getattr(signal, "SIGUSR1", None), getattr(signal, "SIGUSR2", None)
 
@@ -287,23 +286,24 @@ def registered(name: str) -> Iterator[None]:
 
 def find_running() -> list[tuple[str, "psutil.Process"]]:
     """Return what this user lends from this PC now, by name; what dead processes left behind is removed."""
-    import psutil
+    from ravnest.requester.run_folder import find_process
 
     found = []
     for file in sorted(_folder().glob("*.json")):
+        process = None
         try:
             content = read_bytes(file, _MOST_BYTES)
             registered = parse_json(content, str(file), _MOST_BYTES).read_as(_Registration)
-            process = psutil.Process(int(file.stem))
-            is_same = abs(process.create_time() - registered.started_at) < _SAME_PROCESS_SECONDS
-            if not is_same or process.status() == psutil.STATUS_ZOMBIE:
-                raise psutil.NoSuchProcess(process.pid)
-            found.append((registered.name, process))
+            process = find_process(int(file.stem), registered.started_at)
         except OSError:
             continue  # no file of ours, or another one that starts now was quicker to remove it
-        except (psutil.Error, ConfigError, ValueError, OverflowError):
-            with contextlib.suppress(OSError):
-                file.unlink(missing_ok=True)
+        except (ConfigError, ValueError):
+            pass  # it is damaged
+        if process is not None:
+            found.append((registered.name, process))
+            continue
+        with contextlib.suppress(OSError):
+            file.unlink(missing_ok=True)
     return found
 
 

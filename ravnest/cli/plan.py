@@ -6,8 +6,15 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ravnest.cli.common import find_parts, print_parts, read_text, to_json, write_text
-from ravnest.cli.plan_options import PlanWishes, plan_options
+from ravnest.cli.common import (
+    PlanWishes,
+    find_parts,
+    plan_options,
+    print_parts,
+    read_text,
+    to_json,
+    write_text,
+)
 from ravnest.errors import ConfigError
 from ravnest.units import show_count
 

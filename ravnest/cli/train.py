@@ -6,8 +6,7 @@ from pathlib import Path
 
 import click
 
-from ravnest.cli.common import View, choose_view, find_parts, report
-from ravnest.cli.plan_options import PlanWishes, plan_options
+from ravnest.cli.common import PlanWishes, View, choose_view, find_parts, plan_options, report
 from ravnest.errors import ConfigError
 
 

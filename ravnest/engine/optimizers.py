@@ -5,13 +5,15 @@ weights.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
+from ravnest.config import StateFormat, WeightFormat
+from ravnest.engine.moments import SQUARES, Moments
 from ravnest.errors import WeightsError
 from ravnest.protocol.messages import Refusal
 
@@ -83,13 +85,17 @@ class OptimizerSettings:
     clip: float | None = None  # largest norm of one tensor's gradient
     has_prediction: bool = False  # forward sees the weights expected when its gradient will be applied
     lag_updates: int = 0  # so long lag lowers the learning rate, less and less
+    versions: WeightFormat = WeightFormat.FP32  # of the weights that forwards see where gradients are late
+    states: StateFormat = StateFormat.FP32  # of the moments
 
 
 _CHUNK_ITEMS = 1 << 18  # measured: larger ones take up to 1.8 times as long on a CPU
+_DEVICE_CHUNK_ITEMS = 1 << 25  # elsewhere: an update needs some copies of a chunk
 _LARGEST = 1e4  # of norms, within what half precision holds
 _ROUNDING = 1e-3  # of norms and their sums: none of them is off by more
 _ITERATION = (3.4445, -4.7750, 2.0315)  # of Newton and Schulz: lifts small singular values fast
 _NUM_ITERATIONS = 5
+_BATCH_ITEMS = 1 << 26  # of matrices that go together: their copies take 128 MB
 
 Key = TypeVar("Key")
 
@@ -105,43 +111,52 @@ class _Work:
 
 
 class Optimizer:
-    """Updates the parameters of one stage."""
+    """Updates the parameters of one stage; predictions of the `narrow` ones are bf16."""
 
     def __init__(
-        self, settings: OptimizerSettings, parameters: Mapping[str, Tensor], chunk_items: int = _CHUNK_ITEMS
+        self,
+        settings: OptimizerSettings,
+        parameters: Mapping[str, Tensor],
+        chunk_items: int = _CHUNK_ITEMS,
+        narrow: Collection[str] = (),
     ) -> None:
         self.settings = settings
+        self._narrow = frozenset(narrow)
         self._chunks = [
             (group, chunk)
             for group in settings.groups
             for chunk in _chunks(group.names, parameters, chunk_items)
         ]
         self._shapes = {name: tuple(parameters[name].shape) for _, chunk in self._chunks for name in chunk}
-        self._state: dict[str, Tensor] = {}  # "SLOT/NAME"
+        self._moments = Moments(settings.states)
+        self._products: dict[str, Tensor] = {}  # of NAdam, by name
         self._steps = dict.fromkeys(self._shapes, 0)
-        self._moves: dict[str, Tensor] = {}
+        self._predicted: dict[str, Tensor] = {}
         self.names = frozenset(self._shapes)  # the other parameters stay as they are
 
     @torch.no_grad()
     def step(
         self,
         parameters: Mapping[str, Tensor],
-        gradients: Mapping[str, Tensor],
+        gradients: dict[str, Tensor],
         learning_rate: float,
         lag: float = 0.0,
         *,
-        in_place: bool = True,
+        held: Collection[str] = (),
         bounds: Mapping[str, float] | None = None,
     ) -> dict[str, Tensor] | Refusal:
         """Return all parameters after one update, or why it was refused and nothing changed.
 
-        `lag` is the mean over the microbatches in it. `bounds` are known ones of the gradients' norms.
+        Gradients are taken out of their dict and freed one after the other. Parameters that are `held` are
+        not changed in place. `lag` is the mean over the microbatches in the update. `bounds` are known ones
+        of the gradients' norms.
         """
         clipped = self._clip(
             {name: gradients[name] for name in gradients if name in self.names}, bounds or {}
         )
         if isinstance(clipped, Refusal):
             return clipped
+        gradients.clear()
         learning_rate *= self._lag_factor(lag)
         changed = dict(parameters)
         for group, chunk in self._chunks:
@@ -149,30 +164,28 @@ class Optimizer:
             if not names:
                 continue
             before = [parameters[name] for name in names]
-            work = _Work(names, before, [clipped[name] for name in names], learning_rate * group.rate)
-            _decay(group, work, in_place)
+            applied = [clipped.pop(name).to(before[0].dtype) for name in names]
+            work = _Work(names, before, applied, learning_rate * group.rate)
+            _decay(group, work, held)
             after = work.parameters
             start = [tensor.clone() for tensor in after] if self.settings.has_prediction and lag > 0 else []
             self._apply(group.rule, work)
             changed.update(zip(names, after, strict=True))
             if start:
-                self._moves.update(zip(names, torch._foreach_sub(after, start), strict=True))
+                self._predict(group.rule, work, start, lag)
         return changed
 
-    @torch.no_grad()
-    def predict(self, parameters: Mapping[str, Tensor], lag: float) -> dict[str, Tensor]:
-        """Return the weights expected `lag` updates after the last step; once per step.
+    def _predict(self, rule: OptimizerRule, work: _Work, start: list[Tensor], lag: float) -> None:
+        """Repeat the last move as momentum will, weaker each time. Weight decay is not predicted."""
+        moves = list(torch._foreach_sub(work.parameters, start))
+        torch._foreach_mul_(moves, _horizon(rule, lag))
+        torch._foreach_add_(moves, work.parameters)
+        for name, predicted in zip(work.names, moves, strict=True):
+            self._predicted[name] = predicted.to(torch.bfloat16) if name in self._narrow else predicted
 
-        Momentum repeats the last move, weaker each time. Weight decay is not predicted.
-        """
-        predicted = dict(parameters)
-        for group, chunk in self._chunks:
-            names = [name for name in chunk if name in self._moves]
-            if names:
-                moves = [self._moves.pop(name) for name in names]
-                torch._foreach_mul_(moves, _horizon(group.rule, lag))
-                torch._foreach_add_(moves, [parameters[name] for name in names])
-                predicted.update(zip(names, moves, strict=True))
+    def take_predicted(self) -> dict[str, Tensor]:
+        """Return the weights expected after the lag of the last step, where they differ; once per step."""
+        predicted, self._predicted = self._predicted, {}
         return predicted
 
     def moments(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -182,18 +195,19 @@ class Optimizer:
             if isinstance(group.rule, Sgd) and not group.rule.momentum:
                 continue
             slot = "exp_avg" if isinstance(group.rule, Adam) else "momentum_buffer"
-            work = _Work(chunk, [parameters[name] for name in chunk], [], 0.0)
-            found.update(zip(chunk, self._slots(slot, work), strict=True))
+            live = self._moments.live(slot, chunk, [parameters[name] for name in chunk])
+            found.update(zip(chunk, live, strict=True))
         return found
 
     def state(self) -> dict[str, Tensor]:
         """Return the live state by "SLOT/NAME", with the slots of torch.optim; a step changes it."""
         steps = {f"step/{name}": torch.tensor(float(step)) for name, step in self._steps.items() if step}
-        return {**self._state, **steps}
+        products = {f"mu_product/{name}": product for name, product in self._products.items()}
+        return {**self._moments.export(), **products, **steps}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Take over a copy of the state of these parameters, from whatever stage."""
-        loaded, steps = {}, dict.fromkeys(self._shapes, 0)
+        moments, products, steps = {}, {}, dict.fromkeys(self._shapes, 0)
         for key, tensor in state.items():
             slot, _, name = key.partition("/")
             expected = () if slot in ("step", "mu_product") else self._shapes.get(name)
@@ -202,9 +216,12 @@ class Optimizer:
                 raise WeightsError(f"optimizer state {key!r} of shape {shape} does not fit this stage")
             if slot == "step":
                 steps[name] = int(tensor)
+            elif slot == "mu_product":
+                products[name] = tensor.detach().clone()
             else:
-                loaded[key] = tensor.detach().clone()
-        self._state, self._steps = loaded, steps
+                moments[key] = tensor.detach()
+        self._moments.load(moments)
+        self._products, self._steps = products, steps
 
     def _clip(self, gradients: dict[str, Tensor], bounds: Mapping[str, float]) -> dict[str, Tensor] | Refusal:
         limit = self.settings.clip or math.inf
@@ -231,6 +248,7 @@ class Optimizer:
             self._apply_muon(rule, work)
         else:
             self._apply_adam(rule, work)
+        self._moments.close(self._steps)
 
     def _apply_sgd(self, rule: Sgd, work: _Work) -> None:
         gradients = work.gradients
@@ -244,9 +262,10 @@ class Optimizer:
         torch._foreach_add_(work.parameters, gradients, alpha=-work.rate)
 
     def _apply_adam(self, rule: Adam, work: _Work) -> None:
-        means, squares = self._slots("exp_avg", work), self._slots("exp_avg_sq", work)
+        means, squares = self._slots("exp_avg", work), self._slots(SQUARES, work)
         steps = [self._steps[name] for name in work.names]
-        if isinstance(rule, FusedAdam):
+        is_fused = isinstance(rule, FusedAdam) or (type(rule) is Adam and means[0].device.type == "cuda")
+        if is_fused:
             _apply_fused(rule, work, means, squares, steps)
             return
         torch._foreach_lerp_(means, work.gradients, 1 - rule.beta1)
@@ -274,7 +293,7 @@ class Optimizer:
             step = self._steps[name]
             now = rule.beta1 * (1.0 - 0.5 * (0.96 ** (step * rule.momentum_decay)))
             then = rule.beta1 * (1.0 - 0.5 * (0.96 ** ((step + 1) * rule.momentum_decay)))
-            product = self._state.setdefault(f"mu_product/{name}", torch.ones(()))
+            product = self._products.setdefault(name, torch.ones(()))
             product *= now
             fresh.append(-work.rate * (1.0 - now) / (1.0 - product.item()))
             rates.append(-work.rate * then / (1.0 - product.item() * then))
@@ -285,17 +304,16 @@ class Optimizer:
         torch._foreach_lerp_(updates, work.gradients, 1 - rule.momentum)
         if rule.nesterov:
             updates = list(torch._foreach_lerp(work.gradients, updates, rule.momentum))
-        for parameter, update in zip(work.parameters, updates, strict=True):
-            matrix = update.flatten(1)
+        matrices = [update.flatten(1) for update in updates]
+        is_batched = matrices[0].device.type != "cpu"  # on a CPU a product has work enough for itself
+        found = orthogonalise(rule, matrices) if is_batched else (_orthogonal(rule, one) for one in matrices)
+        for parameter, matrix in zip(work.parameters, found, strict=True):
             rows, columns = matrix.shape
             size = 0.2 * math.sqrt(max(rows, columns)) if rule.matches_adam else max(1, rows / columns) ** 0.5
-            parameter.add_(_orthogonal(rule, matrix).view_as(parameter), alpha=-work.rate * size)
+            parameter.add_(matrix.view_as(parameter), alpha=-work.rate * size)
 
     def _slots(self, slot: str, work: _Work) -> list[Tensor]:
-        for name, parameter in zip(work.names, work.parameters, strict=True):
-            if f"{slot}/{name}" not in self._state:
-                self._state[f"{slot}/{name}"] = torch.zeros_like(parameter)
-        return [self._state[f"{slot}/{name}"] for name in work.names]
+        return self._moments.open(slot, work.names, work.parameters)
 
 
 def find_not_finite(tensors: Mapping[Key, Tensor], norms: list[float] | None = None) -> Key | None:
@@ -308,11 +326,20 @@ def find_not_finite(tensors: Mapping[Key, Tensor], norms: list[float] | None = N
 
 def find_norms(tensors: list[Tensor]) -> list[float]:
     """Return how long each tensor is."""
-    return [float(norm) for norm in torch.stack(torch._foreach_norm(tensors)).tolist()] if tensors else []
+    return [float(norm) for norm in torch.stack(measure_norms(tensors)).tolist()] if tensors else []
+
+
+def measure_norms(tensors: list[Tensor]) -> list[Tensor]:
+    """Return how long each tensor is, still on its device."""
+    if not tensors:
+        return []
+    is_narrow = any(tensor.dtype is torch.bfloat16 for tensor in tensors)
+    norms = torch._foreach_norm(tensors, dtype=torch.float32) if is_narrow else torch._foreach_norm(tensors)
+    return list(norms)
 
 
 def _chunks(names: Iterable[str], parameters: Mapping[str, Tensor], chunk_items: int) -> list[list[str]]:
-    """Return the names a stage has, in lists of one dtype and, on a CPU, of limited size."""
+    """Return the names a stage has, in lists of one dtype and of limited size."""
     chunks: list[list[str]] = []
     num_items, kind = 0, None
     for name in names:
@@ -320,7 +347,7 @@ def _chunks(names: Iterable[str], parameters: Mapping[str, Tensor], chunk_items:
             continue
         tensor = parameters[name]
         num_items += tensor.numel()
-        is_full = tensor.device.type == "cpu" and num_items > chunk_items
+        is_full = num_items > (chunk_items if tensor.device.type == "cpu" else _DEVICE_CHUNK_ITEMS)
         if is_full or kind != tensor.dtype or not chunks:
             chunks.append([])
             num_items, kind = tensor.numel(), tensor.dtype
@@ -328,22 +355,22 @@ def _chunks(names: Iterable[str], parameters: Mapping[str, Tensor], chunk_items:
     return chunks
 
 
-def _decay(group: Group, work: _Work, in_place: bool) -> None:
-    """Shrink the weights, or gradients instead; not in place, new tensors take the place of the weights."""
+def _decay(group: Group, work: _Work, held: Collection[str]) -> None:
+    """Shrink the weights, or gradients instead; new tensors take the place of weights that are held."""
     shrink = 1 - work.rate * group.weight_decay
     if group.weight_decay and not group.is_decoupled:
         work.gradients = list(torch._foreach_add(work.gradients, work.parameters, alpha=group.weight_decay))
         shrink = 1.0
-    if not in_place:
-        work.parameters = list(torch._foreach_mul(work.parameters, shrink))
-    elif shrink != 1.0:
+    pairs = zip(work.names, work.parameters, strict=True)
+    work.parameters = [tensor.clone() if name in held else tensor for name, tensor in pairs]
+    if shrink != 1.0:
         torch._foreach_mul_(work.parameters, shrink)
 
 
 def _apply_fused(
     rule: Adam, work: _Work, means: list[Tensor], squares: list[Tensor], steps: list[int]
 ) -> None:
-    numbers = {step: torch.tensor(float(step), device=means[0].device) for step in set(steps)}
+    numbers = {step: torch.full((), float(step), device=means[0].device) for step in set(steps)}
     counts = [numbers[step] for step in steps]
     # The kernel goes through memory as it lies: gradients must lie like their parameters.
     pairs = zip(work.gradients, work.parameters, strict=True)
@@ -359,16 +386,34 @@ def _horizon(rule: OptimizerRule, lag: float) -> float:
     return momentum * (1.0 - float(momentum**lag)) / (1.0 - momentum)
 
 
+def orthogonalise(rule: Muon, matrices: list[Tensor]) -> list[Tensor]:
+    """Return the matrices with singular values near 1; those of one shape go through one product together."""
+    found: dict[int, Tensor] = {}
+    shapes: dict[tuple[int, ...], list[int]] = {}
+    for place, matrix in enumerate(matrices):
+        shapes.setdefault(tuple(matrix.shape), []).append(place)
+    for shape, places in shapes.items():
+        num_together = max(1, _BATCH_ITEMS // math.prod(shape))
+        for low in range(0, len(places), num_together):
+            some = places[low : low + num_together]
+            found.update(
+                zip(some, _orthogonal(rule, torch.stack([matrices[at] for at in some])), strict=True)
+            )
+    return [found[place] for place in range(len(matrices))]
+
+
 def _orthogonal(rule: Muon, matrix: Tensor) -> Tensor:
-    """Return the matrix with singular values near 1."""
+    """Return the matrix, or each of several, with singular values near 1."""
     is_exact = rule.precision == "float32" or (rule.precision == "auto" and matrix.device.type == "cpu")
     first, second, third = _ITERATION
-    is_tall = matrix.shape[0] > matrix.shape[1]
+    is_tall, is_one = matrix.shape[-2] > matrix.shape[-1], matrix.ndim == 2
+    add_product = torch.addmm if is_one else torch.baddbmm
     result = matrix.to(torch.float32 if is_exact else torch.bfloat16)
-    result = result.T if is_tall else result
-    result = result / result.norm().clamp(min=rule.epsilon)
+    result = result.mT if is_tall else result
+    norm = result.norm() if is_one else result.flatten(1).norm(dim=1)[:, None, None]
+    result = result / norm.clamp(min=rule.epsilon)
     for _ in range(_NUM_ITERATIONS):
-        square = result @ result.T
-        polynomial = torch.addmm(square, square, square, beta=second, alpha=third)
-        result = torch.addmm(result, polynomial, result, beta=first)
-    return result.T if is_tall else result
+        square = result @ result.mT
+        polynomial = add_product(square, square, square, beta=second, alpha=third)
+        result = add_product(result, polynomial, result, beta=first)
+    return result.mT if is_tall else result

@@ -7,15 +7,15 @@ decides what runs when.
 
 import math
 from collections import Counter, deque
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ravnest.engine.noise import NoiseMeter
-from ravnest.engine.optimizers import Optimizer, OptimizerSettings, find_norms, find_not_finite
+from ravnest.engine.optimizers import Optimizer, OptimizerSettings, find_norms, find_not_finite, measure_norms
 from ravnest.engine.weight_versions import Graph, Snapshot, Versions
 from ravnest.errors import ProtocolError, RavnestError
 from ravnest.ids import MicrobatchId
@@ -35,13 +35,25 @@ Tensors = Mapping[str, Tensor]
 Values = Mapping[Any, Tensor]  # by value id, a whole number; model gives it a type of its own
 
 
+class Backward(Protocol):
+    """The backward of one microbatch, in two parts."""
+
+    def backward_inputs(self, gradients: Values) -> Mapping[int, Tensor]: ...
+    def backward_weights(self) -> Tensors: ...
+
+
 class ForwardOutcome(Protocol):
-    """What a program makes of a microbatch: values for the next stage; loss and metrics in the last one."""
+    """What a program makes of a microbatch: values for the next stage; loss and metrics in the last one.
+
+    A compiled program brings its backward.
+    """
 
     @property
     def outputs(self) -> Values: ...
     @property
     def results(self) -> Tensors: ...
+    @property
+    def backward(self) -> Backward | None: ...
 
 
 class RunnableStage(Protocol):
@@ -56,13 +68,16 @@ class RunnableStage(Protocol):
 class Roles:
     """Which parts of a stage's state are trained, written by a forward, or held by other stages too.
 
-    `inputs` are the values whose gradient the stage before waits for.
+    `inputs` are the values whose gradient the stage before waits for. Of the `narrow` parameters forwards see
+    bf16 while gradients are late; of `casts` they use nothing else.
     """
 
     trainable: frozenset[str]
     written: frozenset[str] = frozenset()
     shared: frozenset[str] = frozenset()
     inputs: frozenset[int] = frozenset()
+    narrow: frozenset[str] = frozenset()
+    casts: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +86,7 @@ class PassedOn:
 
     outputs: dict[int, Tensor]
     results: dict[str, Tensor]
+    backward: Backward | None = None  # of a program that is compiled
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,11 +120,66 @@ class SummedGradient:
 
 
 @dataclass(slots=True)
-class _Flight:
-    num_updates: int  # when it went forward
+class _Autograd:
+    """The backward of a program that brings none: torch recorded it."""
+
     graph: Graph
     outputs: dict[int, Tensor]
     loss: Tensor | None
+
+    def backward_inputs(self, gradients: Values) -> dict[int, Tensor]:
+        pairs = [
+            (tensor, gradients[value].to(tensor.dtype))
+            for value, tensor in self.outputs.items()
+            if value in gradients
+        ]
+        if self.loss is not None and self.loss.requires_grad:
+            pairs.append((self.loss, torch.ones_like(self.loss)))
+        self.outputs, self.loss = {}, None
+        return self.graph.backward_inputs([root for root, _ in pairs], [other for _, other in pairs])
+
+    def backward_weights(self) -> Tensors:
+        return self.graph.backward_weights()
+
+
+@dataclass(slots=True)
+class _Checks:
+    """Numbers that tell whether a forward went well; each look at them waits for the device."""
+
+    largest: dict[int, Tensor] = field(default_factory=dict)  # by value
+    loss: Tensor | None = None
+
+    @classmethod
+    def of(cls, outcome: ForwardOutcome) -> "_Checks":
+        values = outcome.outputs.items()
+        large = {value: each for value, each in values if each.is_floating_point() and each.numel()}
+        loss = outcome.results.get("loss")
+        largest = {value: each.detach().max() for value, each in large.items()}
+        return cls(largest, None if loss is None else loss.detach().reshape(()))
+
+    def read_with(self, more: Sequence[Tensor] = ()) -> tuple[str | None, list[float]]:
+        """Return the fault there is, and more numbers, with a single wait; the checks are done then."""
+        first = [*self.largest.values(), *(() if self.loss is None else (self.loss,))]
+        numbers = torch.stack([*first, *more]).tolist() if first or more else []
+        told, rest = numbers[: len(first)], numbers[len(first) :]
+        # Not below: minus infinity is how masks say "never".
+        faults = [
+            f"value {value} is not finite"
+            for value, largest in zip(self.largest, told, strict=False)
+            if not largest < math.inf
+        ]
+        if self.loss is not None and not math.isfinite(told[-1]):
+            faults.append(f"the loss is {told[-1]}")
+        self.largest, self.loss = {}, None
+        return next(iter(faults), None), rest
+
+
+@dataclass(slots=True)
+class _Flight:
+    num_updates: int  # when it went forward
+    backward: Backward
+    shapes: dict[int, torch.Size]  # of what was sent on
+    unread: "_Checks"  # of its forward
     sent: tuple[Tensor, ...] = ()  # gradients of the inputs, on their way
 
 
@@ -116,7 +187,8 @@ class StageEngine:
     """The state of one stage, taken over from a snapshot, and the microbatches in flight on it.
 
     `is_split`: gradients of inputs are ready before those of weights. It costs 0.1 ms per layer, and
-    where activations are recomputed a second run: leave it off there.
+    where activations are recomputed a second run: leave it off there. `defers`: the loss is looked at after
+    the backward, so that a GPU does not wait in between; what a forward writes must be known good before.
     """
 
     def __init__(
@@ -126,15 +198,19 @@ class StageEngine:
         roles: Roles,
         settings: OptimizerSettings,
         is_split: bool = True,
+        defers: bool = False,
     ) -> None:
         self._program = program
         self._roles = roles
         self._is_split = is_split
+        self._defers = defers and not roles.written
         state = {name: tensor.detach() for name, tensor in start.state.items()}
-        self._optimizer = Optimizer(settings, {name: state[name] for name in roles.trainable})
+        trained = {name: state[name] for name in roles.trainable}
+        narrow = roles.narrow | roles.casts
+        self._optimizer = Optimizer(settings, trained, narrow=narrow)
         self._optimizer.load(start.optimizer)
         self._versions = Versions(
-            {name: state.pop(name) for name in [*state] if name in self._optimizer.names}
+            {name: state.pop(name) for name in [*state] if name in self._optimizer.names}, narrow
         )
         self._rest = state
         self._num_updates = start.version
@@ -184,7 +260,9 @@ class StageEngine:
                 outcome = self._program.forward(
                     {**self._rest, **buffers, **weights}, leaves, fields, training=True, key=key
                 )
-            reason = _find_fault(outcome)  # a GPU says only here that an operation failed
+            checks, reason = _Checks.of(outcome), None
+            if outcome.outputs or not self._defers:
+                reason, _ = checks.read_with()  # a GPU says only here that an operation failed
         except _FAILURES as error:
             return _give_up(microbatch, "forward", error)
         if reason:
@@ -192,31 +270,32 @@ class StageEngine:
         self._rest.update(buffers)
         wanted = {value: leaf for value, leaf in leaves.items() if leaf.requires_grad}
         outputs = {value: tensor for value, tensor in outcome.outputs.items() if tensor.requires_grad}
-        graph = Graph(wanted, weights, self._is_split)
-        self._flights[microbatch] = _Flight(self._num_updates, graph, outputs, outcome.results.get("loss"))
+        backward = outcome.backward or _Autograd(
+            Graph(wanted, weights, self._is_split), outputs, outcome.results.get("loss")
+        )
+        shapes = {value: tensor.shape for value, tensor in outcome.outputs.items()}
+        self._flights[microbatch] = _Flight(self._num_updates, backward, shapes, checks)
         self._versions.hold(microbatch)
         return _detach(outcome)
 
     def backward_inputs(self, microbatch: MicrobatchId, gradients: Values) -> dict[int, Tensor] | DroppedWork:
         """Take the gradients of what was sent on, return those of what was received."""
         flight = self._flights[microbatch]
-        pairs = [
-            (tensor, _fit(value, gradients[value], tensor))
-            for value, tensor in flight.outputs.items()
-            if value in gradients
-        ]
-        if flight.loss is not None and flight.loss.requires_grad:
-            pairs.append((flight.loss, torch.ones_like(flight.loss)))
+        _check_shapes(gradients, flight.shapes)
         try:
-            found = flight.graph.backward_inputs([root for root, _ in pairs], [other for _, other in pairs])
-            value = find_not_finite(found)
+            found = dict(flight.backward.backward_inputs(gradients))
+            reason, norms = (
+                flight.unread.read_with(measure_norms(list(found.values()))) if found else (None, [])
+            )
+            value = find_not_finite(found, norms)
         except _FAILURES as error:
             self.forget(microbatch)
             return _give_up(microbatch, "backward", error)
-        flight.outputs, flight.loss, flight.sent = {}, None, tuple(found.values())
-        if value is not None:
+        flight.sent = tuple(found.values())
+        if reason or value is not None:
             self.forget(microbatch)
-            return DroppedWork(microbatch, "backward", f"the gradient of value {value} is not finite")
+            told = f"the gradient of value {value} is not finite"
+            return DroppedWork(microbatch, "forward" if reason else "backward", reason or told)
         return found
 
     def backward_weights(
@@ -225,12 +304,14 @@ class StageEngine:
         """Add the microbatch to the update under way, by its samples; a straggler may weigh less."""
         flight = self._flights[microbatch]
         try:
-            found = flight.graph.backward_weights()
-            norms = find_norms(list(found.values()))
+            found = flight.backward.backward_weights()
+            reason, norms = flight.unread.read_with(measure_norms(list(found.values())))
         except _FAILURES as error:
             return _give_up(microbatch, "backward", error)
         finally:
             self.forget(microbatch)
+        if reason:
+            return DroppedWork(microbatch, "forward", reason)
         if (name := find_not_finite(found, norms)) is not None:
             return DroppedWork(microbatch, "backward", f"the gradient of {name!r} is not finite")
         self._lags.append(self._num_updates - flight.num_updates)
@@ -250,6 +331,9 @@ class StageEngine:
             if total is None:
                 self._sums[name] = part
                 self._own_sums |= {name} if name in alone or part is not gradient else set()
+            elif total.dtype is torch.bfloat16:
+                self._sums[name] = total.float() + part  # a sum needs more bits than its parts
+                self._own_sums.add(name)
             elif name in self._own_sums:
                 total.add_(part)
             else:
@@ -287,8 +371,8 @@ class StageEngine:
         So it knows no lag and no prediction: both are the stage's own.
         """
         versions = self._versions
-        in_place = not versions.is_held([name])
-        after = self._optimizer.step(versions.weights, {name: gradient}, learning_rate, in_place=in_place)
+        held = versions.find_held([name])
+        after = self._optimizer.step(versions.weights, {name: gradient}, learning_rate, held=held)
         if isinstance(after, Refusal):
             return after
         versions.replace(after, versions.seen | {name: after[name]})
@@ -320,12 +404,12 @@ class StageEngine:
         if not gradients:
             reason = _NOTHING_LEFT if self._versions.weights else None
             return Updated(self._num_updates, reason)
-        return self._step(gradients, learning_rate, 0.0, {})
+        return self._step(dict(gradients), learning_rate, 0.0, {})
 
     def forget_prediction(self) -> None:
         """Let forwards see the weights as they are: there will be no lag."""
         self._lags.clear()
-        self._versions.replace(self._versions.weights, self._versions.weights)
+        self._versions.see_exactly(self._roles.casts)
 
     def _forget_sums(self) -> None:
         self._num_microbatches = self._num_samples = 0
@@ -336,16 +420,16 @@ class StageEngine:
         self._noise.forget()
 
     def _step(
-        self, gradients: Tensors, learning_rate: float, lag: float, bounds: Mapping[str, float]
+        self, gradients: dict[str, Tensor], learning_rate: float, lag: float, bounds: Mapping[str, float]
     ) -> Updated:
         versions = self._versions
-        in_place = not versions.is_held(gradients)
+        held = versions.find_held(gradients)
         after = self._optimizer.step(
-            versions.weights, gradients, learning_rate, lag, in_place=in_place, bounds=bounds
+            versions.weights, gradients, learning_rate, lag, held=held, bounds=bounds
         )
         if isinstance(after, Refusal):
             return Updated(self._num_updates, after.reason)
-        versions.replace(after, self._optimizer.predict(after, lag))
+        versions.replace(after, after | self._optimizer.take_predicted())
         return Updated(self._num_updates)
 
     def evaluate(self, microbatch: MicrobatchId, inputs: Values, fields: Tensors) -> PassedOn | DroppedWork:
@@ -355,7 +439,7 @@ class StageEngine:
         try:
             with torch.no_grad():
                 outcome = self._program.forward(state, inputs, fields, training=False, key=None)
-            reason = _find_fault(outcome)
+            reason, _ = _Checks.of(outcome).read_with()
         except _FAILURES as error:
             return _give_up(microbatch, "evaluation", error)
         return DroppedWork(microbatch, "evaluation", reason) if reason else _detach(outcome)
@@ -419,19 +503,9 @@ def _give_up(microbatch: MicrobatchId, where: str, error: Exception) -> DroppedW
     return DroppedWork(microbatch, where, f"{type(error).__name__}: {told:.200}", has_lost_device)
 
 
-def _fit(value: int, gradient: Tensor, output: Tensor) -> Tensor:
-    if gradient.shape != output.shape:
-        shapes = f"{tuple(gradient.shape)}, but {tuple(output.shape)} was sent on"
-        raise ProtocolError(f"the gradient of value {value} is {shapes}")
-    return gradient.to(output.dtype)
-
-
-def _find_fault(outcome: ForwardOutcome) -> str | None:
-    for value, tensor in outcome.outputs.items():
-        # Not below: minus infinity is how masks say "never".
-        if tensor.is_floating_point() and tensor.numel() and not tensor.detach().max().item() < math.inf:
-            return f"value {value} is not finite"
-    loss = outcome.results.get("loss")
-    if loss is not None and not math.isfinite(loss.item()):
-        return f"the loss is {loss.item()}"
-    return None
+def _check_shapes(gradients: Values, shapes: Mapping[int, torch.Size]) -> None:
+    for value, gradient in gradients.items():
+        sent = shapes.get(value, gradient.shape)
+        if gradient.shape != sent:
+            shape = f"{tuple(gradient.shape)}, but {tuple(sent)} was sent on"
+            raise ProtocolError(f"the gradient of value {value} is {shape}")

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from ravnest.config import EXACT_FORMATS, WireFormat
+from ravnest.config import DELTA_FORMATS, EXACT_FORMATS, StateFormat, WeightFormat, WireFormat
 from ravnest.engine.optimizers import (
     Adam,
     FusedAdam,
@@ -35,7 +35,7 @@ _RULES: dict[str, type[OptimizerRule]] = {
 }
 
 
-Precision = Literal["fp32", "bf16"]
+Precision = Literal["auto", "fp32", "bf16"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +73,6 @@ class TrainConfig:
 
     optimizer: OptimizerSettings
     batch_size: int
-    activations: WireFormat = WireFormat.FP32
-    gradients: WireFormat = WireFormat.FP32
     precision: Precision = "fp32"
     planned_updates: int = 0
     max_lag: int | None = None
@@ -98,9 +96,9 @@ class _TrainConfig(msgspec.Struct, forbid_unknown_fields=True):
     clip: _Number | None
     has_prediction: bool
     lag_updates: Annotated[int, Meta(ge=0, le=_MOST_UPDATES)]
+    versions: WeightFormat
+    states: StateFormat
     batch_size: Annotated[int, Meta(ge=1, le=_MOST_SAMPLES)]
-    activations: WireFormat
-    gradients: WireFormat
     precision: Precision
     planned_updates: Annotated[int, Meta(ge=0, le=_MOST_UPDATES)]
     max_lag: Annotated[int, Meta(ge=0, le=_MOST_LAG)] | None
@@ -131,9 +129,9 @@ def write_train_config(training: TrainConfig, names: frozenset[str]) -> bytes:
             clip=settings.clip,
             has_prediction=settings.has_prediction,
             lag_updates=settings.lag_updates,
+            versions=settings.versions,
+            states=settings.states,
             batch_size=training.batch_size,
-            activations=training.activations,
-            gradients=training.gradients,
             precision=training.precision,
             planned_updates=training.planned_updates,
             max_lag=training.max_lag,
@@ -149,19 +147,25 @@ def read_train_config(data: bytes) -> TrainConfig:
     document = parse_json(data, "the training settings", _MOST_BYTES, UnsafeBlueprint)
     read = document.read_as(_TrainConfig)
     document.refuse_unknown(("averaging",), AveragingRule.__dataclass_fields__)
+    if read.deltas not in DELTA_FORMATS:
+        document.refuse(("deltas",), f"is {read.deltas}; choose one of {', '.join(DELTA_FORMATS)}")
     if read.exact_gradients not in EXACT_FORMATS:
         document.refuse(
             ("exact_gradients",), f"is {read.exact_gradients}; choose {' or '.join(EXACT_FORMATS)}"
         )
     groups = tuple(_read_group(document, index, group) for index, group in enumerate(read.groups))
     optimizer = OptimizerSettings(
-        groups, read.learning_rate, read.clip, read.has_prediction, read.lag_updates
+        groups,
+        read.learning_rate,
+        read.clip,
+        read.has_prediction,
+        read.lag_updates,
+        read.versions,
+        read.states,
     )
     return TrainConfig(
         optimizer,
         read.batch_size,
-        read.activations,
-        read.gradients,
         read.precision,
         read.planned_updates,
         read.max_lag,

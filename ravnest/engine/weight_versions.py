@@ -33,10 +33,14 @@ class Snapshot:
 
 
 class Versions:
-    """The weights of a stage: the current ones, what forwards see of them, and older ones still in use."""
+    """The weights of a stage: the current ones, what forwards see of them, and older ones still in use.
 
-    def __init__(self, weights: Weights) -> None:
+    Of the `narrow` ones forwards see bf16: cast, prediction and old version are one tensor.
+    """
+
+    def __init__(self, weights: Weights, narrow: Collection[str] = ()) -> None:
         self._held: dict[MicrobatchId, Weights] = {}
+        self._narrow = frozenset(narrow)
         self.replace(weights, weights)
 
     @property
@@ -48,16 +52,27 @@ class Versions:
     def replace(self, weights: Weights, seen: Weights) -> None:
         """Make these the current weights, and those what forwards see from now on."""
         self.weights = {name: tensor.requires_grad_() for name, tensor in weights.items()}
-        self.seen = {name: tensor.requires_grad_() for name, tensor in seen.items()}
+        self.seen = {name: self._cast(name, tensor).requires_grad_() for name, tensor in seen.items()}
+
+    def see_exactly(self, narrow: Collection[str]) -> None:
+        """Let forwards see the current weights, and of these alone bf16."""
+        self._narrow = frozenset(narrow)
+        self.replace(self.weights, self.weights)
+
+    def _cast(self, name: str, tensor: Tensor) -> Tensor:
+        if name not in self._narrow or tensor.dtype is torch.bfloat16:
+            return tensor
+        return tensor.detach().to(torch.bfloat16)
 
     @torch.no_grad()
     def add(self, changes: Weights) -> None:
         """Change the current weights and what forwards see of them."""
-        current = {name: self.weights[name] + change for name, change in changes.items()}
-        seen = {
-            name: current[name] if self.seen[name] is self.weights[name] else self.seen[name] + change
-            for name, change in changes.items()
-        }
+        held, current, seen = self.find_held(changes), {}, {}
+        for name, change in changes.items():
+            before = self.weights[name]
+            is_seen = self.seen[name] is before
+            current[name] = before + change if name in held else before.add_(change)
+            seen[name] = current[name] if is_seen else self._cast(name, self.seen[name] + change)
         self.replace(self.weights | current, self.seen | seen)
 
     def hold(self, microbatch: MicrobatchId) -> None:
@@ -68,10 +83,10 @@ class Versions:
         """Let go of what was kept for a microbatch."""
         self._held.pop(microbatch, None)
 
-    def is_held(self, names: Collection[str]) -> bool:
-        """Return whether a microbatch needs one of these current tensors as it is."""
+    def find_held(self, names: Collection[str]) -> set[str]:
+        """Return those of which a microbatch needs the current tensor as it is."""
         # By tensor, not by version: what gets no gradient goes on into the next version.
-        return any(held[name] is self.weights[name] for held in self._held.values() for name in names)
+        return {name for held in self._held.values() for name in names if held[name] is self.weights[name]}
 
 
 class Graph:

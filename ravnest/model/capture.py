@@ -30,8 +30,7 @@ from ravnest.model.batch_loss import BatchLoss, judge_loss
 from ravnest.model.blueprint import CONSTANT, Blueprint, StateEntry
 from ravnest.model.blueprint_json import read_blueprint, write_blueprint
 from ravnest.model.capture_errors import refuse_error
-from ravnest.model.export_hazards import replaced, traps
-from ravnest.model.huggingface import plain_transformers
+from ravnest.model.export_hazards import plain_transformers, replaced, traps
 from ravnest.model.initialiser import keep_first_values
 from ravnest.model.model_with_loss import BatchFields, Metric, ModelWithLoss, name_fields
 from ravnest.model.sample_length import SHORT, TokenRows, find_rows, find_symbols, is_costly

@@ -46,6 +46,11 @@ def has_weights(file: Path) -> bool:
     return file.exists() or index_of(file).exists()
 
 
+def find_written(file: Path) -> Path:
+    """Return what stands for weights of this name on disk: the file, or the index of its shards."""
+    return index_of(file) if index_of(file).exists() and not file.exists() else file
+
+
 def is_index(place: Path) -> bool:
     """Return whether this is an index of shards, by its name."""
     return place.name.endswith(_SUFFIX + _INDEX_SUFFIX)
@@ -91,6 +96,12 @@ def read_index(index: Path) -> dict[str, str]:
     return found
 
 
+def write_index(files: Mapping[str, str], size_bytes: int) -> bytes:
+    """Return an index that says which file beside it holds each tensor."""
+    content = {"metadata": {"total_size": size_bytes}, "weight_map": files}
+    return msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n"
+
+
 def _open_shards(index: Path) -> tuple[FileTensor, ...]:
     names = read_index(index)
     found = []
@@ -124,9 +135,9 @@ class ShardWriter:
 
     def __init__(self, file: Path, types: Mapping[str, StoredType], most_bytes: int = SHARD_BYTES) -> None:
         self._file, self._index = file, index_of(file)
-        groups = _group(types, most_bytes)
-        self._names = [file.name] if len(groups) == 1 else _name_shards(file, len(groups))
-        self._places: dict[str, tuple[int, int]] = {}  # by tensor: its shard, and where it begins there
+        groups = group_by_size(types, most_bytes)
+        self._names = [file.name] if len(groups) == 1 else name_shards(file.stem, len(groups))
+        self._places: dict[str, tuple[int, int, int]] = {}  # by tensor: its shard, and its bytes there
         self._shard_of = {name: self._names[n] for n, group in enumerate(groups) for name in group}
         self.size_bytes = sum(kind.size_bytes for kind in types.values())
         self._headers, self._sizes = [], []
@@ -134,7 +145,7 @@ class ShardWriter:
             header = write_header(group, {"format": "pt"})
             start = len(header)
             for name, kind in group.items():
-                self._places[name] = number, start
+                self._places[name] = number, start, start + kind.size_bytes
                 start += kind.size_bytes
             self._headers.append(header)
             self._sizes.append(start)
@@ -154,11 +165,12 @@ class ShardWriter:
 
     def write(self, name: str, pieces: Iterable[Buffer]) -> None:
         """Write one tensor."""
-        number, start = self._places.pop(name)
+        number, start, stop = self._places.pop(name)
         opened = self._open(number)
         opened.seek(start)
         for piece in pieces:
             opened.write(piece)
+        assert opened.tell() == stop, f"{name} has {opened.tell() - start} bytes, not {stop - start}"
 
     def finish(self) -> Path:
         """Give the files their names; return the file, or the index of its shards."""
@@ -192,10 +204,9 @@ class ShardWriter:
         return self._file.with_name(f".{self._names[number]}.{os.getpid()}.unfinished")
 
     def _write_index(self) -> None:
-        content = {"metadata": {"total_size": self.size_bytes}, "weight_map": self._shard_of}
         unfinished = self._index.with_name(f".{self._index.name}.{os.getpid()}.unfinished")
         with unfinished.open("wb") as opened:
-            opened.write(msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n")
+            opened.write(write_index(self._shard_of, self.size_bytes))
             opened.flush()
             os.fsync(opened.fileno())
         unfinished.replace(self._index)
@@ -210,7 +221,7 @@ class ShardWriter:
         return found
 
 
-def _group(types: Mapping[str, StoredType], most_bytes: int) -> list[dict[str, StoredType]]:
+def group_by_size(types: Mapping[str, StoredType], most_bytes: int) -> list[dict[str, StoredType]]:
     """Return the tensors of each shard, in the order of the model, those of wide types first in each."""
     groups: list[dict[str, StoredType]] = [{}]
     num_bytes = 0
@@ -225,5 +236,6 @@ def _group(types: Mapping[str, StoredType], most_bytes: int) -> list[dict[str, S
     return [{name: group[name] for name in names} for group, names in zip(groups, by_width, strict=True)]
 
 
-def _name_shards(file: Path, num_shards: int) -> list[str]:
-    return [f"{file.stem}-{n + 1:05d}-of-{num_shards:05d}{_SUFFIX}" for n in range(num_shards)]
+def name_shards(stem: str, num_shards: int) -> list[str]:
+    """Return the names of so many files, as Hugging Face gives them."""
+    return [f"{stem}-{n + 1:05d}-of-{num_shards:05d}{_SUFFIX}" for n in range(num_shards)]

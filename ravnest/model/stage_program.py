@@ -6,7 +6,8 @@ kernel may still crash on hostile sizes, and ends the peer with it.
 """
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,41 +17,79 @@ from torch._ops import OpOverload
 from torch.utils.checkpoint import checkpoint
 
 from ravnest.errors import ProtocolError, UnsafeBlueprint
-from ravnest.model.aliasing import Storages
-from ravnest.model.blueprint import Argument, Blueprint, Op, Program, Ratio, Ref, Size, TensorType, ValueId
+from ravnest.model.aliasing import Storages, writes
+from ravnest.model.blueprint import (
+    FLOATING,
+    Argument,
+    Blueprint,
+    Op,
+    Program,
+    Ratio,
+    Ref,
+    Size,
+    TensorType,
+    ValueId,
+)
+from ravnest.model.compiled_stage import CompiledBackward, StageCompiler, TracedStage
 from ravnest.model.index_checks import check_index, find_checks
+from ravnest.model.narrow_weights import find_castable, saves_narrow, widen
 from ravnest.model.operators import Parameter, draws, operators
+from ravnest.model.recompute_blocks import find_blocks
 
 State = Mapping[str, torch.Tensor]
 MicrobatchKey = tuple[int, int]  # seed, batch number: with the operation's number they seed its randomness
+MakeCompiler = Callable[[TracedStage], StageCompiler]
+_Tensors = tuple[torch.Tensor, ...]
+_Passed = tuple[_Tensors, _Tensors]
 
 
 @dataclass(frozen=True, slots=True)
 class StageOutputs:
-    """What a stage made of one batch: values for the next stage; loss and metrics in the last one."""
+    """What a stage made of one batch: values for the next stage; loss and metrics in the last one.
+
+    A compiled stage brings its `backward`; of any other, autograd has it.
+    """
 
     outputs: dict[ValueId, torch.Tensor]
     results: dict[str, torch.Tensor]
+    backward: CompiledBackward | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """How a stage runs here: device, mixed precision, activations computed again, indices checked."""
+    """How a stage runs here: device, mixed precision, activations computed again, indices checked.
+
+    Blocks are cut for `window` microbatches in flight.
+    """
 
     device: torch.device = torch.device("cpu")  # noqa: RUF009 - a device is a value
     autocast: torch.dtype | None = None
     recompute: bool = False
     checks_indices: bool = False  # before operations meet them; a CPU's do that themselves
+    window: int = 4
 
 
 class StageProgram:
-    """A stage that runs. Built by `build_stage_program`."""
+    """A stage that runs, compiled if `make_compiler` is given. Built by `build_stage_program`.
 
-    def __init__(self, blueprint: Blueprint, setting: Setting) -> None:
+    Weights may come in bf16 instead of fp32.
+    """
+
+    def __init__(
+        self, blueprint: Blueprint, setting: Setting, make_compiler: MakeCompiler | None = None
+    ) -> None:
         self.blueprint = blueprint
         self.setting = setting
-        self._train = _Runner(blueprint.train, setting)
+        self._train = _Runner(blueprint.train, setting, make_compiler)
         self._evaluate = _Runner(blueprint.evaluate, setting)
+
+    @property
+    def castable(self) -> frozenset[str]:
+        """Weights of which the training program only ever uses a cast to bf16, in mixed precision."""
+        if self.setting.autocast is not torch.bfloat16:
+            return frozenset()
+        castable = find_castable(self.blueprint.train)
+        return frozenset(name for value, name in self.blueprint.train.state if value in castable)
 
     def forward(
         self,
@@ -72,10 +111,18 @@ def build_stage_program(
     *,
     autocast: torch.dtype | None = None,
     recompute: bool = False,
+    window: int = 4,
+    make_compiler: MakeCompiler | None = None,
 ) -> StageProgram:
-    """Make a stage callable."""
+    """Make a stage callable, and compiled where a compiler is given and activations are kept.
+
+    `window` microbatches may be in flight.
+    """
     place = torch.device(device)
-    return StageProgram(blueprint, Setting(place, autocast, recompute, checks_indices=place.type != "cpu"))
+    make_compiler = None if recompute else make_compiler
+    checks_indices = place.type != "cpu" or make_compiler is not None
+    setting = Setting(place, autocast, recompute, checks_indices, window)
+    return StageProgram(blueprint, setting, make_compiler)
 
 
 def resolve(name: str) -> OpOverload:
@@ -154,48 +201,158 @@ def _batch_size(expected: TensorType, tensor: torch.Tensor) -> int:
 
 
 class _Runner:
-    """One program of a stage, as a graph that torch compiles to plain Python."""
+    """One program of a stage, as a graph that torch turns into plain Python."""
 
-    def __init__(self, program: Program, setting: Setting) -> None:
+    def __init__(self, program: Program, setting: Setting, make_compiler: MakeCompiler | None = None) -> None:
         self._program = program
         self._setting = setting
         storages = Storages(program)
         self._written = [value for value, _ in program.state if storages.is_written(value)]
-        self._graph: Callable[..., tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]]
-        self._graph = _Builder(program, setting).build()
+        # Not the module itself: while another thread traces, calling a module is a traced call.
+        self._graph: Callable[..., _Passed] = _Builder(program, setting).build().forward
+        self._check = _Builder(program, Setting()).build_checks() if setting.checks_indices else None
+        self._draws = [op.number for op in program.ops if draws(op.name, dict(op.arguments))]
+        self._make_compiler = make_compiler
+        self._compiler: StageCompiler | None = None
+        self._widths: list[torch.dtype] = []  # of the arguments it is made for
+        blocks = find_blocks(program, setting.window) if setting.recompute else []
+        self._blocks = [(block, _Builder(block.program, setting).build().forward) for block in blocks]
 
     def run(
         self, state: State, inputs: Mapping[ValueId, torch.Tensor], fields: State, key: MicrobatchKey | None
     ) -> StageOutputs:
         program, setting = self._program, self._setting
-        check_batch(program, inputs, fields)
+        num_samples = check_batch(program, inputs, fields)
         kept = {value: state[name] for value, name in program.state}
         arrived = [fields[name] for _, name in program.fields] + [inputs[value] for value in program.inputs]
-        with torch.autocast(setting.device.type, setting.autocast, enabled=setting.autocast is not None):
+        if self._check is not None:
+            whole = (tensor for tensor in arrived[len(program.fields) :] if not tensor.is_floating_point())
+            self._check(*(tensor.cpu() for tensor in (*arrived[: len(program.fields)], *whole)))
+        arrived = [_move(tensor, setting.device) for tensor in arrived]
+        has_narrow = any(
+            tensor.dtype is torch.bfloat16 and program.values[value].dtype == "float32"
+            for value, tensor in kept.items()
+        )
+        if self._make_compiler is not None and torch.is_grad_enabled() and key is not None:
+            passed = self._run_compiled(kept, arrived, key, num_samples)
+            if passed is not None:
+                return passed
+        cast = torch.autocast(setting.device.type, setting.autocast, enabled=setting.autocast is not None)
+        with cast, saves_narrow() if has_narrow else nullcontext():
             if setting.recompute and torch.is_grad_enabled():
-                outputs, results = self._run_twice(kept, arrived, key)
+                outputs, results = self._run_in_blocks(kept, arrived, key)
             else:
                 outputs, results = self._graph(*kept.values(), *arrived, key)
-        # Under autocast a value may come out narrower than declared; what travels is of the type declared.
-        outputs = tuple(
-            output.to(getattr(torch, program.values[value].dtype))
-            for value, output in zip(program.outputs, outputs, strict=True)
-        )
-        names = (name for name, _ in program.results)
-        return StageOutputs(
-            dict(zip(program.outputs, outputs, strict=True)), dict(zip(names, results, strict=True))
+        return self._name(self._widen(outputs), results)
+
+    def _widen(self, outputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """Undo autocast: a value may come out narrower than declared, but travels as declared."""
+        pairs = zip(self._program.outputs, outputs, strict=True)
+        return tuple(output.to(getattr(torch, self._program.values[value].dtype)) for value, output in pairs)
+
+    def _name(
+        self,
+        outputs: Sequence[torch.Tensor],
+        results: Sequence[torch.Tensor],
+        backward: CompiledBackward | None = None,
+    ) -> StageOutputs:
+        names = (name for name, _ in self._program.results)
+        sent = dict(zip(self._program.outputs, outputs, strict=True))
+        return StageOutputs(sent, dict(zip(names, results, strict=True)), backward)
+
+    def _run_compiled(
+        self,
+        kept: dict[ValueId, torch.Tensor],
+        arrived: list[torch.Tensor],
+        key: MicrobatchKey,
+        num_samples: int,
+    ) -> StageOutputs | None:
+        """Run the compiled stage; None where it is not compiled, or not yet."""
+        arguments = [*kept.values(), *arrived]
+        widths = [tensor.dtype for tensor in arguments]
+        if self._compiler is None:
+            assert self._make_compiler is not None
+            self._compiler, self._widths = self._make_compiler(self._traced(kept, arguments)), widths
+        if widths != self._widths:  # compiled code would take the bytes for others
+            return None
+        parts = self._compiler.find(num_samples, arguments)
+        if parts is None:
+            return None
+        if self._draws:  # masks are other ones than those of an uncompiled stage, but the same for one key
+            _seed(key, self._draws[0], self._setting.device)
+        try:
+            with torch.no_grad():
+                found = list(parts.forward(*arguments))
+        except Exception as error:  # compiled code may raise anything
+            self._compiler.give_up(error)
+            return None
+        shown = found[: parts.num_shown]
+        buffers = shown[len(shown) - len(self._written) :] if self._written else []
+        with torch.no_grad():
+            for value, tensor in zip(self._written, buffers, strict=True):
+                kept[value].copy_(tensor)
+        outputs = shown[: len(self._program.outputs)]
+        results = shown[len(outputs) : len(shown) - len(buffers)]
+        sent = dict(zip(map(int, self._program.outputs), outputs, strict=True))
+        backward = CompiledBackward(parts, found[parts.num_shown :], sent, self._compiler.give_up)
+        return self._name(outputs, results, backward)
+
+    def _traced(self, kept: dict[ValueId, torch.Tensor], arguments: Sequence[torch.Tensor]) -> TracedStage:
+        """Return the stage as a function without effects: changed buffers are copied, and returned."""
+        program, setting = self._program, self._setting
+        graph = _Builder(program, setting, is_keyed=False).build().forward
+        places = {value: place for place, value in enumerate(kept)}
+        written = [places[value] for value in self._written]
+        cast = torch.autocast(setting.device.type, setting.autocast, enabled=setting.autocast is not None)
+
+        def run(*given: torch.Tensor) -> tuple[_Tensors, _Tensors, _Tensors]:
+            tensors = list(given)
+            for place in written:
+                tensors[place] = tensors[place].clone()
+            with cast:
+                outputs, results = graph(*tensors)
+            return self._widen(outputs), results, tuple(tensors[place] for place in written)
+
+        names = [name for name, _ in program.results]
+        first = len(arguments) - len(program.inputs)
+        inputs = [(first + place, value) for place, value in enumerate(program.inputs)]
+        weights = [(places[value], name) for value, name in program.state]
+        return TracedStage(
+            run,
+            tuple(program.outputs),
+            names.index("loss") if "loss" in names else None,
+            tuple((place, value) for place, value in inputs if arguments[place].requires_grad),
+            tuple((place, name) for place, name in weights if arguments[place].requires_grad),
         )
 
-    def _run_twice(
+    def _run_in_blocks(
         self, kept: dict[ValueId, torch.Tensor], arrived: list[torch.Tensor], key: MicrobatchKey | None
     ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-        """Keep only what arrived; backward runs the stage again, on the buffers as they were before."""
-        before = {value: kept[value].clone() for value in self._written}
+        """Keep only what crosses between blocks; backward runs each block again before its own."""
+        program = self._program
+        given = [*(value for value, _ in program.fields), *program.inputs]
+        values = {**kept, **dict(zip(given, arrived, strict=True))}
+        for block, graph in self._blocks:
+            state = {value: kept[value] for value in block.state}
+            passed = self._run_twice(graph, state, [values[value] for value in block.program.inputs], key)
+            values.update(zip(block.program.outputs, passed, strict=True))
+        results = tuple(values[value] for _, value in program.results)
+        return tuple(values[value] for value in program.outputs), results
+
+    def _run_twice(
+        self,
+        graph: Callable[..., Any],
+        kept: dict[ValueId, torch.Tensor],
+        arrived: list[torch.Tensor],
+        key: MicrobatchKey | None,
+    ) -> tuple[torch.Tensor, ...]:
+        """Keep only what arrived; backward runs a block again, on the buffers as they were before."""
+        before = {value: kept[value].clone() for value in self._written if value in kept}
         watched = [tensor for value, tensor in kept.items() if value not in before] + arrived
         versions = [tensor._version for tensor in watched]
         is_again = False
 
-        def run(*arrived: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+        def run(*arrived: torch.Tensor) -> tuple[torch.Tensor, ...]:
             nonlocal is_again
             if is_again and [tensor._version for tensor in watched] != versions:
                 raise RuntimeError("a tensor was changed in place between the forward and its backward")
@@ -203,7 +360,8 @@ class _Runner:
                 {**kept, **{value: tensor.clone() for value, tensor in before.items()}} if is_again else kept
             )
             is_again = True
-            return self._graph(*state.values(), *arrived, key)
+            outputs: tuple[torch.Tensor, ...] = graph(*state.values(), *arrived, key)[0]
+            return outputs
 
         passed = checkpoint(run, *arrived, use_reentrant=False, preserve_rng_state=key is None)
         assert isinstance(passed, tuple)
@@ -213,15 +371,25 @@ class _Runner:
 class _Builder:
     """Writes a program down as a torch.fx graph."""
 
-    def __init__(self, program: Program, setting: Setting) -> None:
+    def __init__(self, program: Program, setting: Setting, *, is_keyed: bool = True) -> None:
         self._program = program
         self._setting = setting
+        self._is_keyed = is_keyed
         self._graph = fx.Graph()
         self._nodes: dict[ValueId, fx.Node] = {}
         self._sizes: dict[Size, fx.Node] = {}
+        storages = Storages(program)
+        castable = find_castable(program) if setting.autocast is torch.bfloat16 else ()
+        self._may_be_narrow = {
+            value
+            for value, _ in program.state
+            if program.values[value].dtype == "float32"
+            and value not in castable
+            and not storages.is_written(value)
+        }
 
     def build(self) -> fx.GraphModule:
-        """Return the graph as a module without parameters: state, fields, inputs and key are arguments."""
+        """Return the graph as a module without parameters: state, fields, inputs and a key are arguments."""
         program = self._program
         given = [
             *(value for value, _ in program.state),
@@ -230,19 +398,35 @@ class _Builder:
         ]
         for value in given:
             self._nodes[value] = self._graph.placeholder(f"v{value}")
-        key = self._graph.placeholder("key")
-        checks = find_checks(program) if self._setting.checks_indices else {}
-        for place, op in enumerate(program.ops):
-            if draws(op.name, dict(op.arguments)):
+        key = self._graph.placeholder("key") if self._is_keyed else None
+        for op in program.ops:
+            if key is not None and draws(op.name, dict(op.arguments)):
                 self._graph.call_function(_seed, (key, op.number, self._setting.device))
-            for check in checks.get(place, ()):
-                facts = (check.first, check.stop, check.ignored, check.what)
-                self._graph.call_function(check_index, (self._nodes[check.index], *facts))
             self._add(op)
         outputs = tuple(self._nodes[value] for value in program.outputs)
         results = tuple(self._nodes[value] for _, value in program.results)
         self._graph.output((outputs, results))
         return fx.GraphModule(torch.nn.Module(), self._graph)
+
+    def build_checks(self) -> Callable[..., None] | None:
+        """Return what checks the indices in fields and in inputs of whole numbers; None without any."""
+        program, checks = self._program, find_checks(self._program)
+        if not checks:
+            return None
+        given = [value for value, _ in program.fields]
+        given += [value for value in program.inputs if program.values[value].dtype not in FLOATING]
+        for value in given:
+            self._nodes[value] = self._graph.placeholder(f"v{value}")
+        needed = _find_needed(program, [check.index for some in checks.values() for check in some])
+        for place, op in enumerate(program.ops):
+            for check in checks.get(place, ()):
+                facts = (check.first, check.stop, check.ignored, check.what)
+                self._graph.call_function(check_index, (self._nodes[check.index], *facts))
+            if place in needed:
+                self._add(op)
+        self._graph.output(None)
+        run: Callable[..., None] = fx.GraphModule(torch.nn.Module(), self._graph).forward
+        return run
 
     def _add(self, op: Op) -> None:
         target = resolve(op.name)
@@ -263,6 +447,10 @@ class _Builder:
 
     def _convert_value(self, argument: Ref | Size | Ratio) -> fx.Node:
         if isinstance(argument, Ref):
+            if argument.value in self._may_be_narrow:  # widened once, where it is first used
+                self._may_be_narrow.remove(argument.value)
+                given = (self._nodes[argument.value], torch.float32)
+                self._nodes[argument.value] = self._graph.call_function(widen, given)
             return self._nodes[argument.value]
         if isinstance(argument, Ratio):
             over, under = self._convert_value(argument.over), self._convert_value(argument.under)
@@ -278,7 +466,7 @@ class _Builder:
         if one in self._sizes:
             return self._sizes[one]
         for value in (*(value for value, _ in self._program.fields), *self._program.inputs):
-            for dim, size in enumerate(self._program.values[value].shape):
+            for dim, size in enumerate(self._program.values[value].shape if value in self._nodes else ()):
                 if isinstance(size, Size) and size.per_sample > 0 and size.fixed == 0:
                     whole = self._graph.call_method("size", (self._nodes[value], dim))
                     count = self._graph.call_function(operator.floordiv, (whole, size.per_sample))
@@ -287,6 +475,26 @@ class _Builder:
         raise UnsafeBlueprint(
             "an operation needs the batch size, but nothing that arrives at the stage has it"
         )
+
+
+def _find_needed(program: Program, values: Sequence[ValueId]) -> set[int]:
+    """Return the places of the operations that these values come from, or that write to them."""
+    storages, needed = Storages(program), set[int]()
+    roots = {storages.root(value) for value in values}
+    for place in reversed(range(len(program.ops))):
+        op = program.ops[place]
+        made = [out for out in op.outs if out is not None]
+        if any(storages.root(value) in roots for value in (*made, *writes(op))):
+            needed.add(place)
+            roots |= {storages.root(value) for value in op.refs()}
+    return needed
+
+
+def _move(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Bring a tensor to the device; a GPU fetches it from pinned memory while the program goes on."""
+    if device.type == "cuda" and tensor.device.type == "cpu" and tensor.numel():
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor if tensor.device == device else tensor.to(device)
 
 
 def _run_at_precision(

@@ -38,7 +38,11 @@ class MemorySource:
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Buffer:
         """Return the bytes of a tensor, or a range of them."""
-        return to_bytes(self._tensors[name])[start:stop]
+        flat, width = self._tensors[name].detach().reshape(-1), self._tensors[name].itemsize
+        stop = flat.numel() * width if stop is None else stop
+        first = start // width
+        part = flat[first : -(-stop // width)]  # of a GPU's tensor only this is copied
+        return to_bytes(part)[start - first * width : stop - first * width]
 
 
 class FileSource:

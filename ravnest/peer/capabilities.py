@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
-from typing import Any
+from typing import Any, Literal
 
 import psutil  # type: ignore[import-untyped]
 import torch
@@ -19,6 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ravnest.errors import ConfigError
 from ravnest.model.blueprint import TensorType
 from ravnest.model.stage_program import StageProgram
+
+BestPrecision = Literal["bf16", "tf32", "fp32"]
 
 _SIDES = {"cpu": 512}  # of the matrices; of anything else eight times as long
 _SHARES = {"cpu": 0.5, "cuda": 0.8}  # of what is free, to lend: on a GPU seldom anything else runs
@@ -70,12 +72,36 @@ def lent_memory_bytes(device: str) -> float:
 
 
 def measure_flops_per_second(device: str = "cpu") -> float:
-    """Return the best rate of a matrix product within a moment."""
+    """Return the best rate of a matrix product within a moment, in the precision best here."""
+    is_half = choose_precision(device) == "bf16"
+    return _measure(device, torch.bfloat16 if is_half else torch.float32, _MOST_SECONDS)
+
+
+def choose_precision(device: str) -> BestPrecision:
+    """Return in what a device computes best, after a quick try; its matrix products are of TF32 from then on.
+
+    A GPU that only emulates bf16 is slower with it. A CPU computes in fp32: its bf16 may be far slower.
+    """
+    if torch.device(device).type != "cuda":
+        return "fp32"
+    use_tf32(True)
+    if not torch.cuda.is_bf16_supported(including_emulation=False):
+        return "tf32"
+    halves, wholes = (_measure(device, dtype, _MOST_SECONDS / 4) for dtype in (torch.bfloat16, torch.float32))
+    return "bf16" if halves > wholes else "tf32"
+
+
+def use_tf32(is_used: bool) -> None:
+    """Let GPUs round the factors of fp32 matrix products to TF32, or no more."""
+    torch.set_float32_matmul_precision("high" if is_used else "highest")
+
+
+def _measure(device: str, dtype: torch.dtype, most_seconds: float) -> float:
     side, where = _SIDES.get(device, 4096), torch.device(device)
-    matrix = torch.ones(side, side, device=where)
+    matrix = torch.ones(side, side, dtype=dtype, device=where)
     matrix @ matrix  # loads what is needed for the first
     synchronise(where)
-    best, ends_at = 0.0, time.perf_counter() + _MOST_SECONDS  # noqa: TID251 - a probe reads the clock
+    best, ends_at = 0.0, time.perf_counter() + most_seconds  # noqa: TID251 - a probe reads the clock
     while True:
         start = time.perf_counter()  # noqa: TID251 - as above
         matrix @ matrix

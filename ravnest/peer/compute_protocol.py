@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ravnest import errors
+from ravnest.config import CompileMode
 from ravnest.errors import RavnestError
 from ravnest.ids import NodeId
 from ravnest.protocol.blobs import BlobRef
@@ -32,6 +33,7 @@ class ProviderLimits:
     flops_per_batch: float = 1e15
     device: str = "cpu"
     emulated_flops_per_second: float | None = None
+    compile_mode: CompileMode = CompileMode.AUTO
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +88,7 @@ class WrittenBlob:
     ref: BlobRef
     content: bytes | None = None  # where the disk takes no file
     fault: str = ""  # why it takes none
+    hashes: bytes = b""  # of its pieces
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ import math
 import os
 import re
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -91,3 +92,27 @@ class MemoryWatch:
     def must_leave(self) -> bool:
         """Whether it was too much for too long."""
         return self.num_over >= _MOST_LOOKS
+
+
+def keep_compiled() -> None:
+    """Let torch keep what it compiles in this user's own folder, and compile on the cores lent.
+
+    torch runs what it finds there, so it must not be a folder that others can write to. torch itself sets
+    these variables to one below /tmp, and a program that starts peers passes them on: nobody's wish.
+    """
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = make_own_folder(caches / "ravnest" / "compiled")
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
+    os.environ["TRITON_CACHE_DIR"] = str(folder / "triton")
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(torch.get_num_threads()))
+
+
+def make_own_folder(folder: Path) -> Path:
+    """Return the folder, made for this user alone; another, for this run, if others may write there."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = folder.stat()
+        is_own = os.name != "posix" or (found.st_uid == os.getuid() and not found.st_mode & 0o022)
+    except OSError:
+        is_own = False
+    return folder if is_own else Path(tempfile.mkdtemp(prefix="ravnest-compiled-"))

@@ -6,14 +6,16 @@ named to the hub, which knows others.
 """
 
 import logging
+import sys
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from ravnest.config import TIMEOUTS, PeerTimeouts
+from ravnest.config import TIMEOUTS, PeerTimeouts, WeightFormat
+from ravnest.engine.moments import SMALL_ITEMS
 from ravnest.engine.schedule import StageSchedule
 from ravnest.engine.stage import Roles, StageEngine
 from ravnest.engine.train_config import TrainConfig, read_train_config
@@ -22,12 +24,13 @@ from ravnest.errors import UnsafeBlueprint, WeightsError
 from ravnest.ids import HUB, NodeId
 from ravnest.model.blueprint import Blueprint
 from ravnest.model.blueprint_json import read_blueprint
+from ravnest.model.compiled_stage import StageCompiler, TracedStage
 from ravnest.model.dry_run import Footprint, dry_run
 from ravnest.model.profile import count_flops
 from ravnest.model.stage_program import StageProgram, build_stage_program
 from ravnest.model.state_dict import Layout, read_finite_snapshot
 from ravnest.peer.averager import AnchorState, Averager, refuse_exact
-from ravnest.peer.capabilities import can_run_bf16, time_batch
+from ravnest.peer.capabilities import BestPrecision, can_run_bf16, choose_precision, time_batch, use_tf32
 from ravnest.peer.compute_protocol import Build, ProviderLimits
 from ravnest.peer.pacing import Device, StagePosition, make_policy
 from ravnest.peer.worker import Worker
@@ -40,7 +43,26 @@ logger = logging.getLogger(__name__)
 _PREFLIGHT_TIMES = 4
 # Sending the gradient before the rest of a backward costs 0.1 ms per weight: it may take a fiftieth of it.
 _SPLIT_SECONDS = 50 * 1e-4
+_COMPILE_TURN = 5e-4  # seconds of a thread, while another one compiles
 _PROBE_SECONDS = 0.2  # for one run of a probe, on a usual PC
+
+
+def make_stage_compiler(stage: TracedStage) -> StageCompiler:
+    """Return what compiles a stage in a thread beside the training."""
+
+    def run_often(work: Callable[[], None]) -> None:
+        # A compiler is Python at work: with the usual interval, each wait for a GPU would last 5 ms longer.
+        before = sys.getswitchinterval()
+        sys.setswitchinterval(_COMPILE_TURN)
+        try:
+            work()
+        finally:
+            sys.setswitchinterval(before)
+
+    def run_beside(work: Callable[[], None]) -> None:
+        threading.Thread(target=run_often, args=(work,), name="compile", daemon=True).start()
+
+    return StageCompiler(stage, run_beside, logger.warning)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +73,7 @@ class StageTools:
     count_flops: Callable[[Blueprint, int], tuple[float, float, float]] = count_flops
     build_program: Callable[..., StageProgram] = build_stage_program
     time_batch: Callable[[StageProgram, int, Callable[[], float]], float] = time_batch
+    make_compiler: Callable[[TracedStage], StageCompiler] = make_stage_compiler
     usual_cpu_flops_per_second: float = 5e10  # of one core
     usual_other_flops_per_second: float = 1e13  # of a GPU
 
@@ -125,14 +148,23 @@ def _select_held(held: Snapshot, blueprint: Blueprint) -> tuple[dict[str, Tensor
     return state, slots
 
 
-def find_roles(blueprint: Blueprint) -> Roles:
-    """Return which state of a stage is trained, written, shared, and which inputs want gradients."""
+def find_roles(
+    blueprint: Blueprint, castable: frozenset[str] = frozenset(), *, is_narrow: bool = False
+) -> Roles:
+    """Return which state of a stage is trained, written, shared, and which inputs want gradients.
+
+    `castable` parameters are used in bf16 alone; `is_narrow`: forwards see bf16 of all that are not small.
+    """
     program = blueprint.train
+    wide = {entry.name for entry in blueprint.state if entry.is_trainable and entry.dtype == "float32"}
+    large = {entry.name for entry in blueprint.state if entry.size_bytes >= 4 * SMALL_ITEMS}
     return Roles(
         trainable=frozenset(entry.name for entry in blueprint.state if entry.is_trainable),
         written=frozenset(entry.name for entry in blueprint.state if entry.is_written),
         shared=frozenset(blueprint.shared),
         inputs=frozenset(value for value in program.inputs if program.values[value].has_gradient),
+        narrow=frozenset(wide & large) if is_narrow else frozenset(),
+        casts=frozenset(wide & castable),
     )
 
 
@@ -144,7 +176,7 @@ def _read_parts(parts: bytes) -> tuple[TrainConfig, Blueprint]:
 class StageBuilder:
     """Builds stages within `limits`; `clock` tells seconds, `wait` lets some pass.
 
-    `probe` says if a device has bf16.
+    `probe` says if a device has bf16, `choose` which precision is best on it.
     """
 
     def __init__(
@@ -154,14 +186,16 @@ class StageBuilder:
         wait: Callable[[float], object] | None = None,
         *,
         probe: Callable[[str], bool] = can_run_bf16,
+        choose: Callable[[str], BestPrecision] = choose_precision,
         tools: StageTools = STAGE_TOOLS,
         timeouts: PeerTimeouts = TIMEOUTS.peer,
     ) -> None:
         self._limits = limits
         self._clock = clock
         self._wait = wait or threading.Event().wait  # never set: waiting for it costs no work
-        self._probe, self._tools, self._timeouts = probe, tools, timeouts
+        self._probe, self._choose, self._tools, self._timeouts = probe, choose, tools, timeouts
         self._has_bf16: bool | None = None  # not probed yet
+        self._best: BestPrecision | None = None  # not chosen yet
 
     def build(self, item: Build, held: HeldStage | None) -> tuple[Worker, Averager] | StageMissing:
         """Return a stage that is ready to train, or the source that cannot be used.
@@ -182,15 +216,29 @@ class StageBuilder:
         if isinstance(assembled, StageMissing):
             return assembled
         snapshot, anchor_state = assembled
+        compiles = limits.compile_mode.applies_to(limits.device)
+        autocast = self._autocast(training)
         program = self._tools.build_program(
-            blueprint, limits.device, autocast=self._autocast(training), recompute=stage.recompute
+            blueprint,
+            limits.device,
+            autocast=autocast,
+            recompute=stage.recompute,
+            window=stage.window,
+            make_compiler=self._tools.make_compiler if compiles else None,
         )
         speed = limits.emulated_flops_per_second or self._tools.usual_flops_per_second(limits.device)
         backward_seconds = 2 * footprint.forward_flops / speed
         num_weights = sum(entry.is_trainable for entry in blueprint.state)
         is_split = not stage.recompute and backward_seconds > num_weights * _SPLIT_SECONDS
-        engine = StageEngine(program, snapshot, find_roles(blueprint), training.optimizer, is_split)
-        formats = (training.activations, training.gradients)
+        # As the planner counts them. Without lag, and where updates are exact, forwards see all bits.
+        has_narrow = training.optimizer.versions is WeightFormat.BF16 or autocast is not None
+        is_late = stage.window > 1 and not order.is_exact and training.max_lag != 0
+        roles = find_roles(blueprint, program.castable, is_narrow=has_narrow and is_late)
+        defers = limits.device.startswith("cuda")
+        settings = training.optimizer
+        settings = replace(settings, has_prediction=settings.has_prediction and stage.predicts)
+        engine = StageEngine(program, snapshot, roles, settings, is_split, defers)
+        formats = (stage.activations, stage.gradients)
         position = StagePosition(
             order.build_id, order.seed, stage.node, order.pipeline, *formats, limits.device
         )
@@ -237,7 +285,12 @@ class StageBuilder:
     def _autocast(self, training: TrainConfig) -> torch.dtype | None:
         """Return the type that the stage computes in, if this PC can."""
         if training.precision == "fp32":
+            use_tf32(False)
             return None
+        if training.precision == "auto":
+            self._best = self._best or self._choose(self._limits.device)
+            use_tf32(self._best == "tf32")
+            return torch.bfloat16 if self._best == "bf16" else None
         if self._has_bf16 is None:
             self._has_bf16 = self._probe(self._limits.device)
             if not self._has_bf16:

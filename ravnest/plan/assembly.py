@@ -6,6 +6,7 @@ each cluster has exactly one owner. That interval is a segment and its owners fo
 
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -13,6 +14,7 @@ import numpy as np
 from ravnest.config import PlanConfig
 from ravnest.ids import NodeId
 from ravnest.plan.cost import Ints, LineCost, NodeTable, Rows, timing
+from ravnest.plan.formats import choose_formats, format_names
 from ravnest.plan.types import Backup, Cluster, ModelProfile, Node, Plan, Ring, Stage, Swarm
 
 
@@ -56,9 +58,6 @@ def travelling_order(members: Iterable[Node]) -> tuple[NodeId, ...]:
     return tuple(around)
 
 
-_QUEUES = 1.75  # batches in flight over those under way; less starves clusters in simulation
-
-
 def assemble_plan(
     clusters: tuple[Cluster, ...],
     profile: ModelProfile,
@@ -88,20 +87,20 @@ def build_clusters(
 ) -> list[Cluster]:
     """Return clusters of these nodes (by place, from the end of the line) with these cuts [cluster, depth].
 
-    A window holds the batches that are under way when nothing waits, and three quarters more: where several
-    stages are almost equally slow, batches queue before each of them.
+    The search assumes the leanest choice of everything. Here stages get back what costs no time: wider
+    formats, predicted weights, more lag.
     """
     lengths = np.array([len(order) for order in orders], np.int64)
     table = np.zeros((len(orders), cuts.shape[1] - 1), np.int64)
     for row, order in enumerate(orders):
         table[row, : len(order)] = order
-    times = timing(line, nodes, Rows(table, lengths, cuts))
-    enough = np.ceil(_QUEUES * times.cycle / times.seconds[:, None]).astype(np.int64) + 2
-    window = np.where(np.arange(table.shape[1]) > 0, np.minimum(times.window, enough), 1)
-    root_window = window[np.arange(len(orders)), lengths - 1]
-    accumulate = np.maximum(1, -(-(root_window - 1) // line.config.max_lag))
-    # Narrower windows and fewer versions may free the memory that makes recomputing unnecessary.
-    recompute = timing(line, nodes, Rows(table, lengths, cuts, window, accumulate=accumulate)).recompute
+    rows = choose_formats(line, nodes, Rows(table, lengths, cuts))
+    times = timing(line, nodes, rows)
+    rows = replace(rows, window=times.window, recompute=times.recompute)
+    rows = _choose_lag(line, nodes, rows)
+    assert rows.accumulate is not None
+    assert rows.predicts is not None
+    forward, backward = format_names(line, rows)
     clusters = []
     for row, order in enumerate(orders):
         stages = [
@@ -109,20 +108,48 @@ def build_clusters(
                 node=swarm.nodes[node].name,
                 start=int(cuts[row, depth + 1]),
                 stop=int(cuts[row, depth]),
-                window=int(window[row, depth]),
-                recompute=bool(recompute[row, depth]),
+                window=int(times.window[row, depth]),
+                recompute=bool(times.recompute[row, depth]),
+                activations=forward[row][depth],
+                gradients=backward[row][depth],
+                predicts=bool(rows.predicts[row, depth]),
             )
             for depth, node in enumerate(order)
         ]
-        clusters.append(Cluster(tuple(reversed(stages)), int(accumulate[row])))
+        clusters.append(Cluster(tuple(reversed(stages)), int(rows.accumulate[row])))
     return clusters
+
+
+def _choose_lag(line: LineCost, nodes: NodeTable, rows: Rows) -> Rows:
+    """Let stages predict weights where memory allows, and clusters lag as much as all stages can hold."""
+    assert rows.window is not None
+    config, room = line.config, nodes.memory[rows.nodes]
+    root_window = rows.window[np.arange(len(rows.lengths)), rows.lengths - 1]
+    lags = range(1 if config.saves_memory else config.max_lag, config.max_lag + 1)
+    accumulate = _accumulate(root_window, lags[0])
+    rows = replace(rows, accumulate=accumulate, predicts=np.ones(room.shape, bool))
+    if config.saves_memory:
+        rows = replace(rows, predicts=timing(line, nodes, rows).memory <= room)
+    for lag in lags[1:]:
+        fewer = _accumulate(root_window, lag)
+        fits = (timing(line, nodes, replace(rows, accumulate=fewer)).memory <= room).all(axis=1)
+        accumulate = np.where(fits, fewer, accumulate)
+    return replace(rows, accumulate=accumulate)
+
+
+def _accumulate(root_window: Ints, lag: int) -> Ints:
+    return np.maximum(1, -(-(root_window - 1) // lag))
 
 
 def stage_bytes(line: LineCost, stage: Stage, cluster: Cluster) -> float:
     """Return the memory a stage needs, wherever it runs."""
     start, stop, window = (np.array(value) for value in (stage.start, stage.stop, stage.window))
     versions = line.versions(window, np.array(cluster.accumulate))
-    return float(line.memory(start, stop, window, versions, stage.recompute))
+    number = cluster.stages.index(stage)
+    ratio = cluster.stages[number - 1].activations.ratio if number else 0.0
+    held = ratio * line.inner[start] + line.data_before[start]
+    predicts = np.array(stage.predicts)
+    return float(line.memory(start, stop, window, versions, stage.recompute, predicts, held))
 
 
 def _choose_backups(

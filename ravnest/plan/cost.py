@@ -2,7 +2,8 @@
 
 The one cost model behind the planner, the forecast and repair. `LineCost` knows the model and the
 configuration, `NodeTable` the nodes as arrays; `StageCosts` joins the two for all stages there could be, and
-`timing` for given clusters. Intervals are indexed [start, stop]; `depth` counts the stages after this one.
+`timing` for given clusters. `depth` counts the stages after this one. Where the planner may choose, costs are
+those of the leanest choice: the narrowest formats, no prediction, a lag of one update.
 """
 
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ravnest.config import OptimizerKind, PlanConfig, Recompute, WeightFormat, WireFormat
+from ravnest.plan.block_memory import BlockMemory
 from ravnest.plan.types import ModelProfile, Swarm
 
 Floats = npt.NDArray[np.float64]
@@ -26,6 +28,8 @@ _AVERAGING_COPIES = {
     each: 2.0 + each.ratio + (0.0 if each is WireFormat.FP32 else 2 * 0.5) for each in WireFormat
 }
 _SLACK = 1.05  # what allocators and the buffers of kernels add to the tensors, measured 2 to 13 %
+RESERVED_PER_HOP = (2, 4, 8)  # batches in flight that memory is reserved for; more where latency is long
+_DEPTH_STEPS = np.array([0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256])
 _LEASED = 4  # windows of samples that lie ready at a root: a lease is two, and the next one is there already
 _HAS_NO_MOMENT = (OptimizerKind.SGD,)
 _HAS_NO_SQUARES = (OptimizerKind.SGD, OptimizerKind.MOMENTUM)
@@ -48,22 +52,44 @@ class LineCost:
         """Batches a stage of this depth may have in flight: enough for every hop behind it and back."""
         return np.minimum(self.config.max_window, self.config.in_flight_per_hop * depth + 1)
 
+    def reserved(self, depth: Ints, per_hop: int = RESERVED_PER_HOP[0]) -> Ints:
+        """Batches in flight that a stage of this depth surely has memory for; it may get room for more."""
+        step = _DEPTH_STEPS[np.searchsorted(_DEPTH_STEPS, depth)]
+        return np.asarray(np.minimum(self.window(depth), per_hop * step + 1))
+
     def versions(self, window: Ints, accumulate: Ints | None = None) -> Ints:
-        """Old weight versions a stage may have to keep for batches in flight; at most the lag allowed."""
+        """Old weight versions a stage may have to keep for batches in flight; as few as are allowed."""
         if accumulate is None:
-            return np.minimum(self.config.max_lag, window - 1)
+            return np.minimum(1 if self.config.saves_memory else self.config.max_lag, window - 1)
         return np.asarray(-(-(window - 1) // accumulate))
 
-    def memory(self, start: Ints, stop: Ints, window: Ints, versions: Ints, recompute: bool) -> Floats:
-        """Resident bytes of the stage [start, stop) with its window full."""
-        trained = self.trained[stop] - self.trained[start]
-        resident = self.resident[stop] - self.resident[start] + self._late_copies(versions) * trained
-        held = (1 if recompute else window) * (self.saved[stop] - self.saved[start])
-        inputs = window * self.crossing[start] if recompute else 0.0
-        leased = np.where(start == 0, _LEASED * window * self.crossing[0], 0.0)
-        return np.asarray(_SLACK * (resident + held + inputs + leased) + self.config.overhead_bytes)
+    def memory(
+        self,
+        start: Ints,
+        stop: Ints,
+        window: Ints,
+        versions: Ints,
+        recompute: bool,
+        predicts: Bools | None = None,
+        held_bytes: Floats | None = None,
+    ) -> Floats:
+        """Resident bytes of the stage [start, stop) with its window full.
 
-    def _late_copies(self, versions: Ints) -> Floats:
+        A stage that recomputes holds its inputs as they travelled, `held_bytes` each.
+        """
+        trained = self.trained[stop] - self.trained[start]
+        predicts = np.array(not self.config.saves_memory) if predicts is None else predicts
+        late = self._late_copies(versions, predicts)
+        resident = self.resident[stop] - self.resident[start] + late * trained
+        if recompute:
+            arrived = self.receive_before[start] if held_bytes is None else held_bytes
+            held = self.blocks.held(start, stop, window) + window * arrived
+        else:
+            held = window * (self.saved[stop] - self.saved[start])
+        leased = np.where(start == 0, _LEASED * window * self.crossing[0], 0.0)
+        return np.asarray(_SLACK * (resident + held + leased) + self.config.overhead_bytes)
+
+    def _late_copies(self, versions: Ints, predicts: Bools) -> Floats:
         """Copies of the trained parameters for a gradient, and for the weights that forwards see.
 
         Where gradients are late, forwards see narrow weights, the newest ones too, with narrow gradients.
@@ -72,7 +98,7 @@ class LineCost:
         is_late, config = versions > 0, self.config
         if WeightFormat.BF16 in (config.versions, config.precision):
             return np.where(is_late, 0.5 + 0.5 * (versions + 1.0), 1.0)
-        is_predicted = config.optimizer is OptimizerKind.MUON and config.predict_weights
+        is_predicted = predicts & (config.optimizer is OptimizerKind.MUON) & config.predict_weights
         return np.asarray(1.0 + versions + (is_predicted & is_late))
 
     @cached_property
@@ -115,22 +141,47 @@ class LineCost:
     @cached_property
     def send_before(self) -> Floats:
         """Bytes of gradients a stage that starts here sends to the stage before it."""
-        return self._crossing(self.config.gradients, first=0.0)
+        return self.inner * self.backward_ratio
 
     @cached_property
     def send_after(self) -> Floats:
         """Bytes of activations a stage that stops here sends to the stage after it."""
-        return self._crossing(self.config.activations, last=0.0)
+        return self.inner * self.forward_ratio
 
     @cached_property
     def receive_before(self) -> Floats:
         """Bytes of activations (or input data) a stage that starts here receives."""
-        return self._crossing(self.config.activations, first=self.profile.crossing_bytes[0])
+        return self.send_after + self.data_before
 
     @cached_property
     def receive_after(self) -> Floats:
         """Bytes of gradients (or labels) a stage that stops here receives."""
-        return self._crossing(self.config.gradients, last=self.profile.crossing_bytes[-1])
+        return self.send_before + self.data_after
+
+    @cached_property
+    def forward_ratio(self) -> float:
+        """Bytes on the wire per byte of activations, in the narrowest format."""
+        return min(each.ratio for each in self.config.activation_formats)
+
+    @cached_property
+    def backward_ratio(self) -> float:
+        """Bytes on the wire per byte of gradients, in the narrowest format."""
+        return min(each.ratio for each in self.config.gradient_formats)
+
+    @cached_property
+    def inner(self) -> Floats:
+        """Bytes that cross each cut between two stages, uncompressed; none at the ends."""
+        return np.concatenate([[0.0], self.crossing[1:-1], [0.0]])
+
+    @cached_property
+    def data_before(self) -> Floats:
+        """Bytes of samples a stage that starts here receives."""
+        return np.concatenate([self.crossing[:1], np.zeros(self.num_positions)])
+
+    @cached_property
+    def data_after(self) -> Floats:
+        """Bytes of labels a stage that stops here receives."""
+        return np.concatenate([np.zeros(self.num_positions), self.crossing[-1:]])
 
     @cached_property
     def crossing(self) -> Floats:
@@ -141,6 +192,11 @@ class LineCost:
     def saved(self) -> Floats:
         """Cumulative bytes a batch leaves behind for its backward."""
         return _cumulative(self.profile.saved_bytes)
+
+    @cached_property
+    def blocks(self) -> BlockMemory:
+        """What stages hold that compute their activations again."""
+        return BlockMemory(np.asarray(self.profile.saved_bytes, float), self.crossing)
 
     @cached_property
     def resident(self) -> Floats:
@@ -157,11 +213,6 @@ class LineCost:
         squared = self.trained - _cumulative(self.profile.matrix_bytes) if is_muon else self.trained
         squares = square * squared if optimizer not in _HAS_NO_SQUARES else 0.0
         return np.asarray(_cumulative(self.profile.fixed_bytes) + copies * self.trained + squares)
-
-    def _crossing(self, wire: WireFormat, first: float = 0.0, last: float = 0.0) -> Floats:
-        crossing = self.crossing * wire.ratio
-        crossing[0], crossing[-1] = first, last
-        return crossing
 
 
 @dataclass(frozen=True)
@@ -215,16 +266,22 @@ class NodeTable:
 
 
 class StageCosts:
-    """Seconds per batch of every interval of a line on every node, for any depth."""
+    """Seconds per batch of every interval of a line on every node, for any depth.
+
+    Arrays are [node, length - 1, start]: no longer intervals than the largest node could hold.
+    """
 
     def __init__(self, line: LineCost, nodes: NodeTable) -> None:
         self._line = line
         self._memory = nodes.memory[:, None, None]
-        cut = np.arange(line.num_positions + 1)
-        self._intervals = start, stop = cut[:, None], cut[None, :]
+        self._bands: dict[int, Floats32] = {}  # by window
+        start, stop = self._intervals(line.num_positions)
+        self._start, self._stop = start, stop = self._intervals(self._longest(nodes, start, stop))
         link = self._link_seconds(nodes)
         round_seconds = line.round_bytes(start, stop) / line.round_rate(nodes)[:, None, None]
-        link[(start >= stop) | (round_seconds > line.config.max_round_seconds)] = np.inf
+        link[
+            (start + self._lengths > line.num_positions) | (round_seconds > line.config.max_round_seconds)
+        ] = np.inf
         slowness = _narrow(1.0 / nodes.flops)[:, None, None]
         work = line.flops[stop] - line.flops[start]
         again = line.forward_flops[stop] - line.forward_flops[start]
@@ -232,25 +289,48 @@ class StageCosts:
         self._keeping = np.maximum(least, _narrow(work) * slowness)
         self._recomputing = np.maximum(least, _narrow(work + again) * slowness)
 
-    def at(self, depth: int) -> Floats32:
-        """Return seconds per batch [node, start, stop]; infinite where the interval does not fit."""
+    def at(self, depth: int, per_hop: int = RESERVED_PER_HOP[0]) -> Floats32:
+        """Return seconds per batch [node, length - 1, start]; infinite where the interval does not fit."""
         line, mode = self._line, self._line.config.recompute
-        window = line.window(np.array(depth))
+        window = line.reserved(np.array(depth), per_hop)
+        if int(window) in self._bands:
+            return self._bands[int(window)]
         versions = line.versions(window)
         nothing = np.float32(np.inf)
         seconds = np.full_like(self._keeping, nothing) if mode is Recompute.NEVER else None
         if seconds is None:
-            fits = line.memory(*self._intervals, window, versions, recompute=True) <= self._memory
+            fits = line.memory(self._start, self._stop, window, versions, recompute=True) <= self._memory
             seconds = np.where(fits, self._recomputing, nothing)
         if mode is not Recompute.ALWAYS:  # keeping activations is never slower, so it comes first
-            fits = line.memory(*self._intervals, window, versions, recompute=False) <= self._memory
+            fits = line.memory(self._start, self._stop, window, versions, recompute=False) <= self._memory
             np.copyto(seconds, self._keeping, where=fits)
+        self._bands[int(window)] = seconds
         return seconds
 
+    @property
+    def _lengths(self) -> Ints:
+        return np.arange(1, len(self._stop) + 1)[:, None]
+
+    def _intervals(self, longest: int) -> tuple[Ints, Ints]:
+        """Return starts and stops [length - 1, start]; stops beyond the end are the end."""
+        length = self._line.num_positions
+        start = np.arange(length)[None, :] + np.zeros((longest, 1), np.int64)
+        return start, np.minimum(start + np.arange(1, longest + 1)[:, None], length)
+
+    def _longest(self, nodes: NodeTable, start: Ints, stop: Ints) -> int:
+        """Return the longest interval that the largest node could hold as a last stage."""
+        line, nothing = self._line, np.array(0)
+        need = np.minimum.reduce(
+            [line.memory(start, stop, nothing + 1, nothing, recompute=again) for again in (False, True)]
+        )
+        is_inside = start + np.arange(1, len(start) + 1)[:, None] <= line.num_positions
+        fits = (is_inside & (need <= nodes.memory.max(initial=0.0))).any(axis=1)
+        return int(np.flatnonzero(fits).max(initial=0)) + 1
+
     def _link_seconds(self, nodes: NodeTable) -> Floats32:
-        line = self._line
-        send = line.send_before[:, None] + line.send_after[None, :]
-        receive = line.receive_before[:, None] + line.receive_after[None, :]
+        line, start, stop = self._line, self._start, self._stop
+        send = line.send_before[start] + line.send_after[stop]
+        receive = line.receive_before[start] + line.receive_after[stop]
         upload, download = (line.link_share * rate[:, None, None] for rate in (nodes.upload, nodes.download))
         sending, receiving = _narrow(send) / _narrow(upload), _narrow(receive) / _narrow(download)
         np.maximum(sending, receiving, out=sending)
@@ -266,14 +346,16 @@ def _cumulative(values: tuple[float, ...]) -> Floats:
 
 
 _SHORTEST_PERIOD = 1e-9  # of a model that costs nothing
+_STARVED = 1.5  # times longer that batches are under way where a window is narrower than it should be
+_QUEUES = 1.75  # batches in flight over those under way; less starves clusters in simulation
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
     """Clusters as arrays [cluster, depth]: depth 0 is the last stage, `cuts` has one column more.
 
-    Where windows or recomputing are not given, windows are as wide as the depth asks for, and a stage
-    recomputes when it does not fit otherwise.
+    Where windows are not given, they are as wide as the cycle asks for and memory allows, and a stage
+    recomputes when it does not fit otherwise. Formats are bytes on the wire per byte of fp32.
     """
 
     nodes: Ints
@@ -282,6 +364,9 @@ class Rows:
     window: Ints | None = None
     recompute: Bools | None = None
     accumulate: Ints | None = None  # [cluster]
+    forward: Floats | None = None  # how each stage sends forward; the narrowest if not given
+    backward: Floats | None = None
+    predicts: Bools | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,54 +394,140 @@ def timing(line: LineCost, nodes: NodeTable, rows: Rows) -> Timing:
     """Return what each stage of some clusters costs, and how fast each cluster runs."""
     table = rows.nodes
     exists = np.arange(table.shape[1]) < rows.lengths[:, None]
-    start, stop = rows.cuts[:, 1:], rows.cuts[:, :-1]
-    window, recompute, memory = _memory(line, nodes, rows)
-    again = recompute * (line.forward_flops[stop] - line.forward_flops[start])
-    compute = (line.flops[stop] - line.flops[start] + again) / nodes.flops[table]
-    compute = np.maximum(compute, line.config.microbatch_seconds)
-    upload, download = line.link_share * nodes.upload[table], line.link_share * nodes.download[table]
-    send = (line.send_before[start] + line.send_after[stop]) / upload
-    receive = (line.receive_before[start] + line.receive_after[stop]) / download
-    relay, travel = _links(line, nodes, rows, upload, download)
-    for column in (compute, send, receive, relay, travel, memory):
+    traffic = _Traffic(line, nodes, rows)
+    send, receive, relay, travel = traffic.send, traffic.receive, traffic.relay, traffic.travel
+    for column in (send, receive, relay, travel):
         column[~exists] = 0.0
+    stages = _Stages(line, nodes, rows, exists, np.maximum.reduce([send, receive, relay]), travel)
+    window, recompute, queues = stages.choose()
+    compute, memory = stages.compute(recompute), stages.memory(window, recompute)
     cycle = np.cumsum(compute + travel, axis=1)
-    slowest = np.maximum.reduce([compute, send, receive, relay, np.where(exists, cycle / window, 0.0)])
+    waiting = np.where(exists, queues * cycle / window, 0.0)
+    slowest = np.maximum.reduce([compute, send, receive, relay, waiting])
     deaths = np.where(exists, nodes.risk[table], 0.0).sum(axis=1)
     seconds = slowest.max(axis=1, initial=_SHORTEST_PERIOD) * (1.0 + deaths)
     return Timing(compute, send, receive, relay, cycle, memory, window, recompute, deaths, seconds)
 
 
-def _memory(line: LineCost, nodes: NodeTable, rows: Rows) -> tuple[Ints, Bools, Floats]:
-    """Return window, recompute and resident bytes of each stage."""
-    start, stop = rows.cuts[:, 1:], rows.cuts[:, :-1]
-    window = rows.window
-    if window is None:
-        window = np.broadcast_to(line.window(np.arange(rows.nodes.shape[1])), rows.nodes.shape)
-    accumulate = None if rows.accumulate is None else rows.accumulate[:, None]
-    versions = line.versions(window, accumulate)
-    keep = line.memory(start, stop, window, versions, recompute=False)
-    save = line.memory(start, stop, window, versions, recompute=True)
-    recompute = rows.recompute
-    if recompute is None:
-        recompute = keep > nodes.memory[rows.nodes]
-        if line.config.recompute is not Recompute.AUTO:
-            recompute = np.full(keep.shape, line.config.recompute is Recompute.ALWAYS)
-    return window, recompute, np.where(recompute, save, keep)
+class _Stages:
+    """Window, recomputing and memory of each stage of some clusters."""
+
+    def __init__(
+        self, line: LineCost, nodes: NodeTable, rows: Rows, exists: Bools, link: Floats, travel: Floats
+    ) -> None:
+        self._line, self._rows, self._exists = line, rows, exists
+        self._link, self._travel = link, travel
+        self._cut = start, stop = rows.cuts[:, 1:], rows.cuts[:, :-1]
+        self._room = nodes.memory[rows.nodes]
+        self._speed = nodes.flops[rows.nodes]
+        self._work = line.flops[stop] - line.flops[start]
+        self._again = line.forward_flops[stop] - line.forward_flops[start]
+        forward = held_ratio(line, rows)
+        self._held = forward * line.inner[start] + line.data_before[start]
+        depth = np.arange(rows.nodes.shape[1])
+        self._widest, self._reserved = (
+            np.broadcast_to(each, rows.nodes.shape) for each in (line.window(depth), line.reserved(depth))
+        )
+
+    def compute(self, recompute: Bools) -> Floats:
+        """Return the seconds each stage computes for a batch."""
+        seconds = (self._work + recompute * self._again) / self._speed
+        return np.where(self._exists, np.maximum(seconds, self._line.config.microbatch_seconds), 0.0)
+
+    def memory(self, window: Ints, recompute: Bools) -> Floats:
+        """Return the resident bytes of each stage."""
+        accumulate = None if self._rows.accumulate is None else self._rows.accumulate[:, None]
+        versions = self._line.versions(window, accumulate)
+        keep, save = (self._memory(window, versions, again) for again in (False, True))
+        return np.where(self._exists, np.where(recompute, save, keep), 0.0)
+
+    def choose(self) -> tuple[Ints, Bools, Floats]:
+        """Return window and recomputing of each stage, those that are given or the best ones.
+
+        Also by how much batches that queue lengthen a cycle: a plan should have no window that memory makes
+        too narrow.
+        """
+        window, recompute = self._rows.window, self._rows.recompute
+        if recompute is None:
+            recompute = self._choose_recompute(self._reserved if window is None else window)
+        if window is not None:
+            return window, recompute, np.ones(window.shape)
+        recompute = self._free_memory(recompute)
+        enough, _ = self._enough(recompute)
+        fits = np.where(recompute, self._fitting(again=True), self._fitting(again=False))
+        window = np.where(self._exists, np.minimum(enough, np.maximum(self._reserved, fits)), self._widest)
+        # No stage has more batches under way than those before it.
+        window = np.minimum.accumulate(window[:, ::-1], axis=1)[:, ::-1]
+        return window, recompute, np.where(window < enough, _STARVED, 1.0)
+
+    def _choose_recompute(self, window: Ints) -> Bools:
+        mode = self._line.config.recompute
+        if mode is not Recompute.AUTO:
+            return np.full(window.shape, mode is Recompute.ALWAYS)
+        return self.memory(window, np.zeros(window.shape, bool)) > self._room
+
+    def _free_memory(self, recompute: Bools) -> Bools:
+        """Let stages recompute that need the memory for their window and have the time."""
+        if self._line.config.recompute is not Recompute.AUTO:
+            return recompute
+        enough, pace = self._enough(recompute)
+        is_in_time = self.compute(np.ones(recompute.shape, bool)) <= pace[:, None]
+        return recompute | ((self._fitting(again=False) < enough) & is_in_time)
+
+    def _enough(self, recompute: Bools) -> tuple[Ints, Floats]:
+        """Return the window each stage needs so that nothing waits, and the pace of each cluster.
+
+        It holds the batches that are under way when nothing waits, and three quarters more: where several
+        stages are almost equally slow, batches queue before each of them.
+        """
+        compute = self.compute(recompute)
+        pace = np.maximum(compute, self._link).max(axis=1, initial=_SHORTEST_PERIOD)
+        cycle = np.cumsum(compute + self._travel, axis=1)
+        enough = np.ceil(_QUEUES * cycle / pace[:, None]).astype(np.int64) + 2
+        return np.where(self._widest > 1, np.minimum(self._widest, enough), 1), pace
+
+    def _fitting(self, again: bool) -> Ints:
+        """Return the widest window that memory has room for, at most the widest useful one."""
+        versions = self._line.versions(self._reserved)
+        none, one = (self._memory(np.array(count), versions, again) for count in (0, 1))
+        each = np.maximum(one - none, 1e-9)
+        fits = np.floor((self._room - none) / each * (1 - 1e-9))
+        return np.clip(fits, 0, self._widest).astype(np.int64)
+
+    def _memory(self, window: Ints, versions: Ints, again: bool) -> Floats:
+        start, stop = self._cut
+        return self._line.memory(start, stop, window, versions, again, self._rows.predicts, self._held)
 
 
-def _links(
-    line: LineCost, nodes: NodeTable, rows: Rows, upload: Floats, download: Floats
-) -> tuple[Floats, Floats]:
-    """Return relay seconds and there-and-back seconds of the link from each stage to the one after it."""
-    relay, travel = np.zeros(rows.nodes.shape), np.zeros(rows.nodes.shape)
-    ahead, behind, cut = rows.nodes[:, :-1], rows.nodes[:, 1:], rows.cuts[:, 1:-1]
-    forward, backward = line.send_after[cut], line.send_before[cut]
-    hidden = ~(nodes.reachable[ahead] | nodes.reachable[behind])
-    relay[:, 1:] = hidden * np.maximum(forward, backward) / line.config.relay_bytes_per_second
-    there = np.minimum(upload[:, 1:], download[:, :-1])
-    back = np.minimum(upload[:, :-1], download[:, 1:])
-    relayed = hidden * (forward + backward) / line.config.relay_bytes_per_second
-    direct = forward / there + backward / back
-    travel[:, 1:] = np.maximum(direct, relayed) + 2.0 * nodes.hop_seconds(ahead, behind)
-    return relay, travel
+def held_ratio(line: LineCost, rows: Rows) -> Floats:
+    """Return how the inputs of each stage travelled."""
+    ratio = np.full(rows.nodes.shape, line.forward_ratio)
+    if rows.forward is not None:
+        ratio[:, :-1] = rows.forward[:, 1:]
+    return ratio
+
+
+class _Traffic:
+    """Seconds per batch of each stage's links, and those between it and the stage after it."""
+
+    def __init__(self, line: LineCost, nodes: NodeTable, rows: Rows) -> None:
+        start, stop = rows.cuts[:, 1:], rows.cuts[:, :-1]
+        upload = line.link_share * nodes.upload[rows.nodes]
+        download = line.link_share * nodes.download[rows.nodes]
+        forward = np.full(rows.nodes.shape, line.forward_ratio) if rows.forward is None else rows.forward
+        backward = np.full(rows.nodes.shape, line.backward_ratio) if rows.backward is None else rows.backward
+        # What crosses the cut before and after each stage, each way.
+        after, back_before = forward * line.inner[stop], backward * line.inner[start]
+        before, back_after = np.zeros(rows.nodes.shape), np.zeros(rows.nodes.shape)
+        before[:, :-1], back_after[:, 1:] = after[:, 1:], back_before[:, :-1]
+        self.send = (back_before + after) / upload
+        self.receive = (before + line.data_before[start] + back_after + line.data_after[stop]) / download
+        self.relay, self.travel = np.zeros(rows.nodes.shape), np.zeros(rows.nodes.shape)
+        there, back = after[:, 1:], back_before[:, :-1]
+        ahead, behind = rows.nodes[:, :-1], rows.nodes[:, 1:]
+        hidden = ~(nodes.reachable[ahead] | nodes.reachable[behind])
+        self.relay[:, 1:] = hidden * np.maximum(there, back) / line.config.relay_bytes_per_second
+        relayed = hidden * (there + back) / line.config.relay_bytes_per_second
+        direct = there / np.minimum(upload[:, 1:], download[:, :-1])
+        direct += back / np.minimum(upload[:, :-1], download[:, 1:])
+        self.travel[:, 1:] = np.maximum(direct, relayed) + 2.0 * nodes.hop_seconds(ahead, behind)

@@ -81,7 +81,7 @@ def forecast(plan: Plan, profile: ModelProfile, swarm: Swarm, config: PlanConfig
     return Forecast(
         clusters=clusters,
         samples_per_second=float(rates.sum()),
-        round_seconds=round_seconds(plan, line, swarm, periods, rows, nodes),
+        round_seconds=round_seconds(plan, line, swarm, periods, rows, nodes, times),
         staleness=max(cluster.lag for cluster in clusters),
         lost_share=1.0 - float(rates.sum() / hold_back(line, times.seconds / (1.0 + times.deaths))[1].sum()),
         bottleneck=_bottleneck(plan, line, usage, times.seconds),
@@ -103,12 +103,15 @@ def cluster_rows(clusters: tuple[Cluster, ...], index: dict[NodeId, int]) -> Row
     shape = (len(clusters), int(lengths.max(initial=1)))
     nodes, cuts = np.zeros(shape, np.int64), np.zeros((shape[0], shape[1] + 1), np.int64)
     window, recompute = np.ones(shape, np.int64), np.zeros(shape, bool)
+    forward, backward, predicts = np.ones(shape), np.ones(shape), np.zeros(shape, bool)
     for row, cluster in enumerate(clusters):
         for depth, stage in enumerate(reversed(cluster.stages)):
             nodes[row, depth], cuts[row, depth] = index[stage.node], stage.stop
             window[row, depth], recompute[row, depth] = stage.window, stage.recompute
+            forward[row, depth], backward[row, depth] = stage.activations.ratio, stage.gradients.ratio
+            predicts[row, depth] = stage.predicts
     accumulate = np.array([cluster.accumulate for cluster in clusters], np.int64)
-    return Rows(nodes, lengths, cuts, window, recompute, accumulate)
+    return Rows(nodes, lengths, cuts, window, recompute, accumulate, forward, backward, predicts)
 
 
 def _usage(line: LineCost, times: Timing, nodes: NodeTable, rows: Rows) -> Floats:
@@ -165,7 +168,13 @@ def _bottleneck(plan: Plan, line: LineCost, usage: Floats, seconds: Floats) -> B
 
 
 def round_seconds(
-    plan: Plan, line: LineCost, swarm: Swarm, periods: Floats, rows: Rows, nodes: NodeTable
+    plan: Plan,
+    line: LineCost,
+    swarm: Swarm,
+    periods: Floats,
+    rows: Rows,
+    nodes: NodeTable,
+    times: Timing,
 ) -> float:
     """Return how long a round takes on what training leaves of the links (all of them when it blocks)."""
     count = len(plan.clusters)
@@ -177,8 +186,8 @@ def round_seconds(
     upload, download = nodes.upload[rows.nodes], nodes.download[rows.nodes]
     if line.config.averaging.overlaps:
         pace = periods[:, None]
-        upload = upload - (line.send_before[start] + line.send_after[stop]) / pace
-        download = download - (line.receive_before[start] + line.receive_after[stop]) / pace
+        upload = upload * (1.0 - line.link_share * times.send / pace)
+        download = download * (1.0 - line.link_share * times.receive / pace)
     moving = np.where(exists, volume / np.minimum(upload, download), 0.0).max()
     return float(max(moving, _relayed_seconds(plan, line, swarm)) + _lap_latency(plan, swarm, nodes))
 

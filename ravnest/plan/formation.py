@@ -20,7 +20,8 @@ from ravnest.plan.split import Splitter
 from ravnest.plan.types import Cluster, ModelProfile, Plan, Swarm
 
 _MOST_NODES = 1024  # of one neighbourhood
-_ALONE_NODES = 128  # in larger swarms a lone cluster is tried only if there are hardly others
+_MANY_CLUSTERS = 32  # one alone is not faster than so many together
+_PROMISING = 0.7  # of the rate of several clusters, after a short search for one alone
 _MOST_POSITIONS = 96  # of the line the search works on
 _TABLE_BYTES = 250e6  # of stage costs held at once
 
@@ -51,11 +52,11 @@ def form_plan(
     short = _short_profile(profile, nodes, config)
     several = LineCost(short, config, is_averaged=True)
     found = _Found() if config.clusters == 1 else _search_several(several, nodes, seed, budget)
-    is_few = len(found.orders) < 3
-    if is_few or len(nodes) <= _ALONE_NODES:  # a node too slow to average with others may be fast alone
+    if len(found.orders) < _MANY_CLUSTERS:  # those who are too slow to average with others may be fast alone
         line = LineCost(short, config, is_averaged=False)
-        num_clusters = _fit_budget(line, nodes, budget) if is_few else budget.quick_clusters
-        alone = _search_one(line, nodes, seed, num_clusters)
+        alone = _search_one(line, nodes, seed, budget.quick_clusters // 4)
+        if alone.rate > _PROMISING * found.rate or not found.orders:
+            alone = _search_one(line, nodes, seed, _fit_budget(line, nodes, budget))
         found = max(found, alone, key=lambda each: each.rate)
     orders = found.orders or holding_order(profile, swarm, config)
     if not orders:
@@ -160,7 +161,7 @@ def _fit_budget(line: LineCost, nodes: NodeTable, budget: SearchBudget) -> int:
 def _neighbourhoods(line: LineCost, nodes: NodeTable) -> list[Ints]:
     """Divide the nodes by region into groups small enough to be searched at once."""
     stages = min(line.config.max_stages, line.num_positions)
-    per_node = 4.0 * stages * (line.num_positions + 1) ** 2
+    per_node = 4.0 * stages * (line.num_positions + 1) ** 2 / 8
     most = max(64, min(_MOST_NODES, int(_TABLE_BYTES / per_node)))
     by_region = np.argsort(nodes.region, kind="stable")
     return [np.sort(part) for part in np.array_split(by_region, -(-len(nodes) // most))]

@@ -19,7 +19,8 @@ from ravnest.plan.split import Splitter
 _POPULATION = (2, 8)  # fewest, most genomes: a large grouping has its variety inside
 _VARIANTS = 4  # of each genome in a generation
 _ROUNDS = 8  # of local moves between two generations
-_GENERATIONS = (30, 80)  # fewest for large swarms, most for small ones, where they are cheap
+_BETTER = 1.001  # a generation that gains less found nothing
+_GENERATIONS = (24, 48)  # fewest for large swarms, most for small ones, where they are cheap
 
 
 @dataclass(slots=True)
@@ -79,7 +80,7 @@ class Search:
             variants = [each for genome in population for each in self._recreate(genome)]
             population = self._select([*population, *variants, self._cross(population)])
             is_exhausted = self.num_evaluated == known  # tiny swarms: nothing new is left to try
-            stale = 0 if population[0].rate > best * (1 + 1e-9) else stale + (10 if is_exhausted else 1)
+            stale = 0 if population[0].rate > best * _BETTER else stale + (10 if is_exhausted else 1)
         return self._trim(population[0]) if population else None
 
     def seconds(self, orders: Sequence[NodeOrder]) -> list[float]:

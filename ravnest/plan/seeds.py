@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ravnest.plan.cost import Bools, Floats, Floats32, Ints, LineCost, NodeTable
+from ravnest.plan.cost import Bools, Floats, Ints, LineCost, NodeTable
 from ravnest.plan.split import Splitter
 
 NodeOrder = tuple[int, ...]  # the nodes of a cluster, from the end of the line to its front
@@ -44,10 +44,9 @@ class Seeds:
         line, nodes = splitter.line, splitter.nodes
         self._bandwidth = np.minimum(nodes.upload, nodes.download)
         self._weights = sum(total / max(1.0, total[-1]) for total in (line.parameters, line.flops)) / 2.0
-        limit = min(line.config.max_stages, line.num_positions)
         self.typical_stages = typical_stages(line, nodes)
-        self.max_stages = min(limit, max(10, 2 * self.typical_stages))
-        self._roles = [self._role(*role) for role in self._role_intervals()]
+        self.max_stages = min(line.config.max_stages, line.num_positions)
+        self._roles = _Roles(splitter, self._weights, self.typical_stages)
         self._capacities: dict[int, Floats] = {}
 
     def period(self, level: int) -> float:
@@ -69,8 +68,7 @@ class Seeds:
 
     def all_ceilings(self) -> list[int]:
         """Return every third level from the fastest stage to a line on the slowest node."""
-        position = np.arange(self.splitter.line.num_positions)
-        one = self.splitter.stage_seconds(1)[:, position, position + 1]
+        one = self.splitter.stage_seconds(1)[:, 0]
         one = np.where(np.isfinite(one), one, 0.0).max(axis=1)  # its hardest position, of those that fit
         one = one[one > 0.0]
         if not len(one):
@@ -129,34 +127,7 @@ class Seeds:
 
     def _capacity_of(self, level: int, chosen: Ints | slice) -> Floats:
         """Share of the line each chosen node can host in time, as [inner, last, first] stage."""
-        target = self.period(level)
-        rows = []
-        for seconds, shares in self._roles:
-            if not len(shares):  # a line of two positions has no inner stage
-                rows.append(np.zeros(len(self._bandwidth[chosen])))
-                continue
-            in_time = seconds[chosen] <= target
-            largest = in_time.argmax(axis=1)  # shares descend: the first that is in time
-            rows.append(np.where(in_time[np.arange(len(in_time)), largest], shares[largest], 0.0))
-        return np.array(rows)
-
-    def _role_intervals(self) -> list[tuple[int, Ints, Ints]]:
-        """Return depth, starts and stops of what an inner, last or first stage may host."""
-        length = self.splitter.line.num_positions
-        start, stop = np.triu_indices(length + 1, k=1)
-        inner = (start > 0) & (stop < length)
-        return [
-            (max(1, self.typical_stages // 2), start[inner], stop[inner]),
-            (0, start[stop == length], stop[stop == length]),
-            (max(1, self.typical_stages - 1), start[start == 0], stop[start == 0]),
-        ]
-
-    def _role(self, depth: int, start: Ints, stop: Ints) -> tuple[Floats32, Floats]:
-        """Return the seconds of each node for these intervals and their shares, the largest share first."""
-        shares = self._weights[stop] - self._weights[start]
-        descending = np.argsort(-shares, kind="stable")
-        seconds = self.splitter.stage_seconds(depth)[:, start[descending], stop[descending]]
-        return seconds, shares[descending]
+        return self._roles.shares(self.period(level), chosen)
 
     def _fill(
         self, able: Ints, capacity: Floats, target: float, goal: float, taste: Taste
@@ -198,6 +169,54 @@ class Seeds:
             wants_hidden = bool(nodes.reachable[order[-1]]) and len(hidden) >= len(visible)
             order.append((hidden if (wants_hidden and hidden) or not visible else visible).pop(0))
         return tuple(order) if first is None else (*order, first)
+
+
+class _Roles:
+    """What each node can host as an inner, last or first stage, in shares of the line."""
+
+    def __init__(self, splitter: Splitter, weights: Floats, typical: int) -> None:
+        length = splitter.line.num_positions
+        inner, last = (splitter.stage_seconds(depth) for depth in (max(1, typical // 2), 0))
+        first = splitter.stage_seconds(max(1, typical - 1))
+        longest = inner.shape[1]
+        start = np.arange(length)
+        stop = start + np.arange(1, longest + 1)[:, None]
+        # Longest first, so that the first interval in time is the largest share.
+        self._inner = np.ascontiguousarray(inner[:, ::-1, 1:].transpose(0, 2, 1))
+        is_inner = (stop[::-1, 1:] < length).T
+        self._inner[:, ~is_inner] = np.inf
+        self._inner_shares = np.where(
+            is_inner, (weights[np.minimum(stop, length)] - weights[start])[::-1, 1:].T, 0
+        )
+        self._is_cut_short = (
+            stop[::-1, 1:] == length - 1
+        ).T  # the end of the line, not the node, is the limit
+        starts = np.arange(max(0, length - longest), length)
+        self._last = last[:, length - starts - 1, starts]
+        self._last_shares = weights[-1] - weights[starts]
+        self._first, self._first_shares = first[:, ::-1, 0], weights[1 : longest + 1][::-1]
+
+    def shares(self, target: float, chosen: Ints | slice) -> Floats:
+        """Share of the line each chosen node can host in time, as [inner, last, first] stage."""
+        ends = [(self._last, self._last_shares), (self._first, self._first_shares)]
+        rows = [self._mean_share(self._inner[chosen] <= target)]
+        for seconds, shares in ends:
+            in_time = seconds[chosen] <= target
+            largest = in_time.argmax(axis=1)  # shares descend: the first that is in time
+            rows.append(np.where(in_time[np.arange(len(in_time)), largest], shares[largest], 0.0))
+        return np.array(rows)
+
+    def _mean_share(self, in_time: Bools) -> Floats:
+        """Return the share of an inner stage, in the mean over the places where it may start."""
+        if not in_time.size:  # a line of two positions has no inner stage
+            return np.zeros(len(in_time))
+        places, largest = np.arange(in_time.shape[1]), in_time.argmax(axis=2)
+        is_able = np.take_along_axis(in_time, largest[:, :, None], axis=2)[:, :, 0]
+        shares = np.where(is_able, self._inner_shares[places, largest], 0.0)
+        is_own = ~(is_able & self._is_cut_short[places, largest])
+        total = np.where(is_own, shares, 0.0).sum(axis=1)
+        mean = total / np.maximum(is_own.sum(axis=1), 1)
+        return np.asarray(np.maximum(mean, np.where(is_own, 0.0, shares).max(axis=1, initial=0.0)))
 
 
 def typical_stages(line: LineCost, nodes: NodeTable) -> int:

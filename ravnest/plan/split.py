@@ -9,10 +9,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 
 from ravnest.errors import ConfigError
-from ravnest.plan.cost import Bools, Floats, Floats32, Ints, LineCost, NodeTable, Rows, StageCosts, timing
+from ravnest.plan.cost import (
+    RESERVED_PER_HOP,
+    Bools,
+    Floats,
+    Floats32,
+    Ints,
+    LineCost,
+    NodeTable,
+    Rows,
+    StageCosts,
+    timing,
+)
 from ravnest.plan.types import ModelProfile
+
+_CHUNK_BYTES = 16e6  # of the tables that are worked on at once: what a processor's cache holds
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +36,7 @@ class Splits:
     seconds: Floats  # per batch, inf when the nodes cannot hold the model
     cuts: Ints  # [cluster, depth]: cuts[:, 0] is the end of the line, then down to 0
     slowest: Ints  # depth of the stage that limits each cluster
+    is_starved: Bools  # windows too narrow for lack of memory set its pace
 
 
 class Splitter:
@@ -31,67 +46,94 @@ class Splitter:
         self.line = line
         self.nodes = nodes
         self._costs = StageCosts(line, nodes) if keep else None
-        self._seconds: list[Floats32] = []
         busiest = np.maximum(line.send_after, line.send_before) / line.config.relay_bytes_per_second
         self._relay = busiest.astype(np.float32)
         self.relay_floor = float(busiest[1:-1].min(initial=np.inf))  # fastest batch through the hub
 
     def stage_seconds(self, depth: int) -> Floats32:
-        """Seconds per batch of every stage at this depth, [node, start, stop]."""
+        """Seconds per batch of every stage at this depth, [node, length - 1, start]."""
         assert self._costs is not None, "made with keep"
-        while len(self._seconds) <= depth:
-            self._seconds.append(self._costs.at(len(self._seconds)))
-        return self._seconds[depth]
+        return self._costs.at(depth)
 
     def solve(self, orders: Sequence[Sequence[int]]) -> Splits:
-        """Return the best cuts of each cluster, its nodes given from the end of the line to its front."""
+        """Return the best cuts of each cluster, its nodes given from the end of the line to its front.
+
+        Clusters whose batches would wait for room in a window are cut again, with more memory for windows.
+        """
         lengths = np.array([len(order) for order in orders], np.int64)
         ranking = np.argsort(-lengths, kind="stable")  # long clusters first: active ones are a prefix
-        width = int(lengths.max(initial=0))
-        table = np.zeros((len(orders), width), np.int64)
+        table = np.zeros((len(orders), int(lengths.max(initial=0))), np.int64)
         for row, k in enumerate(ranking):
             table[row, : lengths[k]] = orders[k]
-        sorted_lengths = lengths[ranking]
-        splits = self._solve_sorted(table, sorted_lengths)
+        lengths = lengths[ranking]
+        best = self._solve_sorted(table, lengths, RESERVED_PER_HOP[0])
+        for per_hop in RESERVED_PER_HOP[1:]:
+            starved = np.flatnonzero(np.isfinite(best.seconds) & best.is_starved)
+            if not len(starved):
+                break
+            again = self._solve_sorted(table[starved], lengths[starved], per_hop)
+            better = again.seconds < best.seconds[starved]
+            for name in ("seconds", "cuts", "slowest", "is_starved"):
+                getattr(best, name)[starved[better]] = getattr(again, name)[better]
         back = np.argsort(ranking, kind="stable")
-        return Splits(splits.seconds[back], splits.cuts[back], splits.slowest[back])
+        return Splits(best.seconds[back], best.cuts[back], best.slowest[back], best.is_starved[back])
 
-    def _solve_sorted(self, table: Ints, lengths: Ints) -> Splits:
+    def _solve_sorted(self, table: Ints, lengths: Ints, per_hop: int) -> Splits:
+        cuts, fits = np.zeros((len(table), table.shape[1] + 1), np.int64), np.zeros(len(table), bool)
+        first = 0
+        while first < len(table):
+            size = int(lengths[first])
+            rows = slice(first, first + self._chunk(size))
+            cuts[rows, : size + 1], fits[rows] = self._cut(table[rows, :size], lengths[rows], per_hop)
+            first = rows.stop
+        times = timing(self.line, self.nodes, Rows(table, lengths, cuts))
+        pace = times.stage.max(axis=1, initial=0.0) * (1.0 + times.deaths)
+        seconds = np.where(fits, times.seconds, np.inf)
+        return Splits(seconds, cuts, times.stage.argmax(axis=1), times.seconds > 1.01 * pace)
+
+    def _chunk(self, size: int) -> int:
+        """Return how many clusters of so many nodes are cut at once."""
+        length = self.line.num_positions
+        band = length if self._costs is None else self._costs.at(0).shape[1]
+        return max(1, int(_CHUNK_BYTES / (4 * length * band * max(size, 1))))
+
+    def _cut(self, table: Ints, lengths: Ints, per_hop: int) -> tuple[Ints, Bools]:
         num_clusters, width = table.shape
-        num_cuts = self.line.num_positions + 1
-        relay = self._relay_seconds(table)
-        reach = np.full((num_clusters, num_cuts), np.inf, np.float32)
+        length = self.line.num_positions
+        hidden = ~self.nodes.reachable[table]
+        reach = np.full((num_clusters, length + 1), np.inf, np.float32)
         reach[:, -1] = 0.0
         stages: list[Floats32] = []
         for k in range(width):
             active = int(np.searchsorted(-lengths, -k))  # rows with more than k nodes
-            stage = self._stage(k, table[:active, k])
-            behind = np.maximum(reach[:active], relay[:active, k])
-            np.maximum(stage, behind[:, None, :], out=stage)
+            stage = self._stage(k, table[:active, k], per_hop)
+            ahead = np.full((active, length + stage.shape[1]), np.inf, np.float32)
+            ahead[:, : length + 1] = reach[:active]
+            if k:  # between two neighbours that cannot be dialled, the hub sets a pace of its own
+                relayed = hidden[:active, k] & hidden[:active, k - 1]
+                ahead[:, : length + 1] = np.maximum(reach[:active], relayed[:, None] * self._relay)
+            # [cluster, length - 1, start]: the reach at the stop of each interval
+            behind = sliding_window_view(ahead[:, 1:], length, axis=1)
+            np.maximum(stage, behind, out=stage)
             stages.append(stage)
-            stage.min(axis=2, out=reach[:active])
-        return self._trace(table, lengths, stages, np.isfinite(reach[:, 0]))
+            stage.min(axis=1, out=reach[:active, :-1])
+            reach[:active, -1] = np.inf
+        return self._trace(table, stages), np.isfinite(reach[:, 0])
 
-    def _stage(self, depth: int, nodes: Ints) -> Floats32:
+    def _stage(self, depth: int, nodes: Ints, per_hop: int) -> Floats32:
         if self._costs is None:
-            return StageCosts(self.line, self.nodes.take(nodes)).at(depth)
-        return self.stage_seconds(depth)[nodes]
+            return StageCosts(self.line, self.nodes.take(nodes)).at(depth, per_hop)
+        return self._costs.at(depth, per_hop)[nodes]
 
-    def _relay_seconds(self, table: Ints) -> Floats32:
-        """Seconds the hub needs per batch at each cut between two neighbours that cannot be dialled."""
-        hidden = ~self.nodes.reachable[table]
-        needs_relay = np.zeros(table.shape, bool)
-        needs_relay[:, 1:] = hidden[:, 1:] & hidden[:, :-1]
-        return needs_relay[:, :, None] * self._relay
-
-    def _trace(self, table: Ints, lengths: Ints, stages: list[Floats32], fits: Bools) -> Splits:
+    def _trace(self, table: Ints, stages: list[Floats32]) -> Ints:
+        length = self.line.num_positions
         cuts = np.zeros((len(table), table.shape[1] + 1), np.int64)
         for k in range(table.shape[1] - 1, -1, -1):
             active = len(stages[k])
-            cuts[:active, k] = stages[k][np.arange(active), cuts[:active, k + 1]].argmin(axis=1)
-        times = timing(self.line, self.nodes, Rows(table, lengths, cuts))
-        seconds = np.where(fits, times.seconds, np.inf)
-        return Splits(seconds, cuts, times.stage.argmax(axis=1))
+            start = np.minimum(cuts[:active, k + 1], length - 1)
+            longer = stages[k][np.arange(active), :, start].argmin(axis=1)
+            cuts[:active, k] = np.minimum(start + 1 + longer, length)
+        return cuts
 
 
 _EQUAL_WORK = 1.15  # links are slower than PCs: a little more work beats several times the bytes

@@ -1,4 +1,4 @@
-"""Checkpoints on disk: a manifest with hashes and the ledger, and one safetensors file per stage.
+"""Checkpoints on disk: a manifest with hashes and the ledger, and safetensors files, one or more per stage.
 
 A manifest is used only if its hash fits and its ledger balances: every sample is counted, or waits to be
 leased again. A checkpoint gets its name when all of it is on disk, so a crash leaves no half of one.
@@ -11,7 +11,7 @@ import os
 import re
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -25,16 +25,17 @@ from ravnest.errors import RavnestError
 from ravnest.foreign import decode_json
 from ravnest.hub.coordinator.leases import LeaseState
 from ravnest.model.blueprint import StateEntry
-from ravnest.model.safetensors_header import FileTensor, read_tensors
+from ravnest.model.safetensors_header import FileTensor, read_tensors, write_header
+from ravnest.model.shards import SHARD_BYTES, group_by_size, name_shards, write_index
 from ravnest.protocol.blobs import BlobRef
 from ravnest.protocol.tensors import Buffer
-from ravnest.transfer.blobs import name_blob
+from ravnest.transfer.blobs import name_blob, name_pieces
 from ravnest.units import show_bytes
 
 MANIFEST = "manifest.json"
 # Another number for whatever makes older checkpoints unreadable or gives them another meaning; 2: BLAKE3;
-# 3: leases are intervals.
-MANIFEST_FORMAT = 3
+# 3: leases are intervals; 4: hashes of pieces.
+MANIFEST_FORMAT = 4
 WholeNumber = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
 
@@ -63,12 +64,18 @@ class SavedLedger(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     written_at: float
 
 
-class PartEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The state of the stage [start, stop) by the hash of its file."""
+class PartEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The state of the stage [start, stop) by the hash of its file; of a large one there are more shards."""
 
     start: WholeNumber
     stop: WholeNumber
     content: BlobRef
+    more: tuple[BlobRef, ...] = ()
+
+    @property
+    def shards(self) -> tuple[BlobRef, ...]:
+        """All files of the part."""
+        return (self.content, *self.more)
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -172,9 +179,11 @@ def _check_books(books: SavedLedger) -> None:
 CHECKPOINTS = "checkpoints"
 _NUMBER = re.compile(r"[0-9]{6}|[1-9][0-9]{6,17}")
 _HIDDEN = re.compile(rf"\.({_NUMBER.pattern})\.unfinished")
-_OURS = re.compile(rf"part-[0-9]+\.safetensors|{re.escape(MANIFEST)}")
+INDEX = "model.safetensors.index.json"  # which file has which weight, for other programs
+_OURS = re.compile(rf"part-[0-9]+(-[0-9]+-of-[0-9]+)?\.safetensors|{re.escape(MANIFEST)}|{re.escape(INDEX)}")
 _MOST_MANIFEST_BYTES = 64_000_000
-_WRITTEN_BYTES = 64 << 20  # at once, of content that may be a mapped file
+_PIECE_BYTES = 64 << 20  # at once, of content that may be a mapped file
+_OPTIMIZER = "optimizer/"  # before the names of what an optimizer keeps
 _CLOSED = (errno.EACCES, errno.EPERM, errno.EROFS)
 _log = logging.getLogger(__name__)
 
@@ -208,8 +217,11 @@ class Checkpoint:
 class Checkpoints:
     """The checkpoints in a run's folder: the newest `keep`, and the one with the lowest score."""
 
-    def __init__(self, folder: Path, keep: int = 3, *, is_lasting: bool = True) -> None:
+    def __init__(
+        self, folder: Path, keep: int = 3, *, is_lasting: bool = True, max_shard_bytes: int = SHARD_BYTES
+    ) -> None:
         assert keep >= 1, keep
+        self._max_shard_bytes = max_shard_bytes
         self.is_lasting = is_lasting  # the folder stays when the run has ended
         self._place = folder / CHECKPOINTS
         self._keep = keep
@@ -232,12 +244,16 @@ class Checkpoints:
         refused = f"checkpoint {number:06d} was not written"
         if number < self.next_number:
             raise CheckpointError(f"{refused}: {self.next_number - 1:06d} is there, and numbers only grow")
-        contents = [memoryview(content).cast("B") for _, _, content in parts]
-        entries = []
+        entries: list[PartEntry] = []
+        files: dict[str, _Shard] = {}
         try:
-            for (start, stop, _), content in zip(parts, contents, strict=True):
-                _read_part(content, f"the state of stage [{start}, {stop})")
-                entries.append(PartEntry(start, stop, name_blob(content)))
+            for index, (start, stop, content) in enumerate(parts):
+                whole = memoryview(content).cast("B")
+                tensors = _read_part(whole, f"the state of stage [{start}, {stop})")
+                shards = _split(whole, tensors, self._max_shard_bytes)
+                files |= dict(zip(_part_names(index, len(shards)), shards, strict=True))
+                refs = [name_pieces(shard.pieces(), lambda _: None)[0] for shard in shards]
+                entries.append(PartEntry(start, stop, refs[0], tuple(refs[1:])))
             sealed = seal_manifest(number, Manifest(books, score, tuple(entries)))
         except ValueError as error:
             raise CheckpointError(f"{refused}: {error}") from None
@@ -248,16 +264,17 @@ class Checkpoints:
             for name in filter(_HIDDEN.fullmatch, os.listdir(self._place)):
                 _remove_quietly(self._place / name)
             place.mkdir()
-            for index, content in enumerate(contents):
-                _write_file(place / _part_name(index), content)
-            _write_file(place / MANIFEST, sealed)
+            for name, shard in files.items():
+                _write_file(place / name, shard.pieces())
+            _write_file(place / INDEX, [_index_weights(files)])
+            _write_file(place / MANIFEST, [sealed])
             _sync(place)
             place = place.replace(self._place / f"{number:06d}")
             _sync(self._place)
         except OSError as error:
             with contextlib.suppress(OSError):
                 _remove(place)
-            needed = len(sealed) + sum(map(len, contents))
+            needed = len(sealed) + sum(len(content) for _, _, content in parts)
             reason = _explain(error, self._place, needed)
             raise CheckpointError(f"{refused}: {reason}; older checkpoints are as they were") from error
         self._prune()
@@ -332,19 +349,64 @@ def open_checkpoints(place: Path | None) -> Iterator[Checkpoints]:
         yield Checkpoints(Path(folder), is_lasting=False)
 
 
-def _part_name(index: int) -> str:
-    return f"part-{index}.safetensors"
+@dataclass(frozen=True, slots=True)
+class _Shard:
+    """A file of a part: the part's own bytes, or a file with some of its tensors."""
+
+    content: memoryview | None
+    tensors: tuple[FileTensor, ...]
+
+    def pieces(self) -> Iterator[Buffer]:
+        """Yield the file; what was read of a mapped file takes no memory any more."""
+        if self.content is None:
+            yield write_header({tensor.name: tensor.type for tensor in self.tensors}, {"format": "pt"})
+        buffers = [tensor.buffer for tensor in self.tensors] if self.content is None else [self.content]
+        for buffer in buffers:
+            for start in range(0, len(buffer), _PIECE_BYTES):
+                yield buffer[start : start + _PIECE_BYTES]
+                release_pages(buffer)
+
+
+def _split(whole: memoryview, tensors: tuple[FileTensor, ...], most_bytes: int) -> list[_Shard]:
+    if len(whole) <= most_bytes or len(tensors) < 2:
+        return [_Shard(whole, tensors)]
+    found = {tensor.name: tensor for tensor in tensors}
+    groups = group_by_size({tensor.name: tensor.type for tensor in tensors}, most_bytes)
+    return [_Shard(None, tuple(found[name] for name in group)) for group in groups]
+
+
+def _index_weights(files: Mapping[str, _Shard]) -> bytes:
+    """Return which file has which weight; of tied ones the first counts."""
+    found: dict[str, str] = {}
+    num_bytes = 0
+    for name, shard in files.items():
+        for tensor in shard.tensors:
+            if tensor.name not in found and not tensor.name.startswith(_OPTIMIZER):
+                found[tensor.name] = name
+                num_bytes += len(tensor.buffer)
+    return write_index(found, num_bytes)
+
+
+def _part_names(index: int, num_shards: int) -> list[str]:
+    return [f"part-{index}.safetensors"] if num_shards == 1 else name_shards(f"part-{index}", num_shards)
+
+
+def _name_files(manifest: Manifest) -> Iterator[tuple[int, str, BlobRef]]:
+    """Yield every file with the number of its part and its hash."""
+    for index, entry in enumerate(manifest.parts):
+        for name, ref in zip(_part_names(index, len(entry.shards)), entry.shards, strict=True):
+            yield index, name, ref
 
 
 def _open(folder: Path, number: int, *, is_fresh: bool = False) -> Checkpoint:
     manifest = _read_manifest(folder, number)
     _check_files(folder, manifest)
-    parts = []
-    for index, entry in enumerate(manifest.parts):
-        content = map_file(folder / _part_name(index))  # hashed and later read by the same mapping
-        if not is_fresh and name_blob(content) != entry.content:
-            raise ValueError(f"{_part_name(index)} has another hash than its manifest says")
-        parts.append(_read_part(content, _part_name(index)))
+    parts: list[tuple[FileTensor, ...]] = [() for _ in manifest.parts]
+    for index, name, ref in _name_files(manifest):
+        content = map_file(folder / name)  # hashed and later read by the same mapping
+        if not is_fresh and name_blob(content) != ref:
+            raise ValueError(f"{name} has another hash than its manifest says")
+        parts[index] += _read_part(content, name)
     return Checkpoint(number, manifest.books, manifest.score, tuple(parts))
 
 
@@ -360,15 +422,15 @@ def _read_manifest(folder: Path, number: int) -> Manifest:
 def _check_files(folder: Path, manifest: Manifest) -> None:
     """Compare names and sizes, which is quick; hashes are compared when parts are read."""
     with os.scandir(folder) as listing:
-        found = {entry.name: entry for entry in listing if entry.name != MANIFEST}
-    for index, entry in enumerate(manifest.parts):
-        file = found.pop(_part_name(index), None)
+        found = {entry.name: entry for entry in listing if entry.name not in (MANIFEST, INDEX)}
+    for _, name, ref in _name_files(manifest):
+        file = found.pop(name, None)
         if file is None or not file.is_file(follow_symlinks=False):
-            raise ValueError(f"{_part_name(index)} is {'no plain file' if file else 'missing'}")
-        excess = file.stat(follow_symlinks=False).st_size - entry.content.size_bytes
+            raise ValueError(f"{name} is {'no plain file' if file else 'missing'}")
+        excess = file.stat(follow_symlinks=False).st_size - ref.size_bytes
         if excess:
             amount = f"{abs(excess)} bytes {'more' if excess > 0 else 'fewer'}"
-            raise ValueError(f"{_part_name(index)} has {amount} than its manifest says")
+            raise ValueError(f"{name} has {amount} than its manifest says")
     if found:
         raise ValueError(f"it holds {min(found)!r}, which its manifest does not name")
 
@@ -380,11 +442,10 @@ def _read_part(content: memoryview, what: str) -> tuple[FileTensor, ...]:
         raise ValueError(f"{what} is no safetensors file: {error}") from None
 
 
-def _write_file(file: Path, content: bytes | memoryview) -> None:
+def _write_file(file: Path, pieces: Iterable[Buffer]) -> None:
     with open(file, "xb") as opened:
-        for start in range(0, len(content), _WRITTEN_BYTES):
-            opened.write(content[start : start + _WRITTEN_BYTES])
-            release_pages(content)
+        for piece in pieces:
+            opened.write(piece)
         opened.flush()
         os.fsync(opened.fileno())
 

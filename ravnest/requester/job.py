@@ -31,7 +31,7 @@ from ravnest.units import Dimension, parse_quantity, show_value
 TorchOptimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
 _NAME = re.compile(r"(?=\S)[\w.:/+()@,' -]{1,64}(?<=\S)")
-_PRECISIONS = ("fp32", "bf16")
+_PRECISIONS = ("auto", "fp32", "bf16")
 _OPTIMIZERS = f"one of torch.optim, made from model.parameters(), or of {', '.join(Recipe)}"
 _TIMES = 'a time like "5 min", or None for no checkpoints'
 
@@ -68,7 +68,7 @@ class Job:
     averaging_rule: AveragingRule = field(default=AveragingRule(), kw_only=True)
     checkpoint_every: str | None = field(default="1 min", kw_only=True)
     microbatches: int | str = field(default="auto", kw_only=True)
-    precision: str = field(default="fp32", kw_only=True)
+    precision: str = field(default="auto", kw_only=True)
     seed: int = field(default=0, kw_only=True)
     inputs: Sequence[str] | None = field(default=None, kw_only=True)
     is_padded: bool | None = field(default=None, kw_only=True)
@@ -182,13 +182,16 @@ class Job:
         _require(is_many, "microbatches", self.microbatches, '"auto" or a whole number above 0')
         is_clip = self.clip is None or _is_positive(self.clip)
         _require(is_clip, "clip", self.clip, "a number above 0, or math.inf for no clipping")
-        _require(self.precision in _PRECISIONS, "precision", self.precision, " or ".join(_PRECISIONS))
+        _require(self.precision in _PRECISIONS, "precision", self.precision, "auto, fp32 or bf16")
         _require(_is_whole(self.seed, 0), "seed", self.seed, "a whole number from 0 to 2**63 - 1")
         _require(self.is_padded in (None, True, False), "is_padded", self.is_padded, "True, False or nothing")
         is_flag = self.is_pretrained in (None, True, False)
         _require(is_flag, "is_pretrained", self.is_pretrained, "True, False or nothing")
         is_place = self.weights is None or isinstance(self.weights, str | os.PathLike)
-        _require(is_place, "weights", self.weights, "a safetensors file, a folder, or a mirror's list")
+        is_place = is_place and (self.weights is None or os.path.exists(self.weights))
+        _require(
+            is_place, "weights", self.weights, "a safetensors file, a folder or a mirror's list that exists"
+        )
         is_list = not isinstance(self.inputs, str)
         _require(is_list, "inputs", self.inputs, f"a list of fields: [{self.inputs!r}]")
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import psutil  # type: ignore[import-untyped]
 
-from ravnest.config import TIMEOUTS, ProgramTimeouts
+from ravnest.config import TIMEOUTS, CompileMode, ProgramTimeouts
 from ravnest.errors import ConfigError
 from ravnest.ids import NodeId
 from ravnest.net.identity import is_everywhere, split_address, write_address
@@ -41,6 +41,7 @@ HERE = "tcp://127.0.0.1:*"
 _RATE = "1 GB/s"
 _LATENCY = "100 us"
 _MEMORY_SHARE = 0.5  # of what is free, for all peers together
+_GPU_SHARE, _CONTEXT_BYTES = 0.9, 6e8  # of a GPU: seldom anything else runs there
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +52,37 @@ class Hardware:
     flops_per_second: float | None = None
     emulated_flops_per_second: float | None = None
     device: str = "cpu"
+    compile_mode: CompileMode = CompileMode.AUTO
 
 
-def share_memory(num_peers: int) -> tuple[Hardware, ...]:
-    """Return the hardware of so many peers that share what memory this PC has free."""
+def share_memory(num_peers: int, device: str = "cpu") -> tuple[Hardware, ...]:
+    """Return the hardware of so many peers that share what memory this PC, or its GPUs, have free.
+
+    With "cuda" they share all GPUs, in turn; with "cuda:1" this one.
+    """
     if isinstance(num_peers, bool) or num_peers < 1:
         raise ConfigError(f"nodes is {num_peers}; give a whole number, 1 or more")
-    share = _MEMORY_SHARE * psutil.virtual_memory().available / num_peers
-    return (Hardware(share),) * num_peers
+    if not device.startswith("cuda"):
+        share = _MEMORY_SHARE * psutil.virtual_memory().available / num_peers
+        return (Hardware(share, device=device),) * num_peers
+    return tuple(_share_gpus(num_peers, device))
+
+
+def _share_gpus(num_peers: int, device: str) -> list[Hardware]:
+    import torch  # a hub whose peers compute on the CPU does not ask for GPUs
+
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    known = [f"cuda:{number}" for number in range(num_gpus)]
+    chosen = known if device == "cuda" else [name for name in known if name == device]
+    if not chosen:
+        raise ConfigError(f'device is "{device}", but torch sees {", ".join(known) or "no GPU"} on this PC')
+    places = [chosen[number % len(chosen)] for number in range(num_peers)]
+    free = {name: float(torch.cuda.mem_get_info(name)[0]) for name in set(places)}
+    # A program takes some of its GPU beside its tensors: its context, and code.
+    return [
+        Hardware(_GPU_SHARE * free[name] / places.count(name) - _CONTEXT_BYTES, device=name)
+        for name in places
+    ]
 
 
 class LocalPeers:
@@ -127,6 +151,7 @@ async def _start(token: str, name: NodeId, hardware: Hardware, num_peers: int) -
         "--flops": f"{claimed} FLOP/s" if claimed else None,
         "--emulate": f"{emulated} FLOP/s" if emulated else None,
         "--device": hardware.device,
+        "--compile": hardware.compile_mode,
         "--listen": HERE,
         "--bandwidth": _RATE,
         "--latency": _LATENCY,

@@ -13,14 +13,14 @@ from functools import partial
 
 from torch import Tensor
 
-from ravnest.codec import describe, encode_tensor
+from ravnest.codec import describe, encode_tensor, narrow_integers
 from ravnest.config import WireFormat
 from ravnest.disk import release_pages
 from ravnest.engine.train_config import TrainConfig, write_train_config
 from ravnest.errors import RavnestError, WeightsError
 from ravnest.hub.coordinator.leases import LedgerState
 from ravnest.hub.coordinator.notices import EpochDone, Evaluated, MicrobatchDropped, Notice, Trained
-from ravnest.hub.service.owner import Fields, Parts, StagePart
+from ravnest.hub.service.data_service import Fields, Parts, StagePart
 from ravnest.model.blueprint import Program
 from ravnest.model.blueprint_json import write_blueprint
 from ravnest.model.capture import Captured
@@ -256,8 +256,9 @@ class JobOwner:
             return data.batch(samples)
 
     def read_fields(self, is_evaluation: bool, samples: Sequence[int], names: Sequence[str]) -> Fields:
-        """Return these fields of a batch as they travel: exactly as they are."""
-        batch = self._read(is_evaluation, samples)
+        """Return these fields of a batch as they travel: exactly, with whole numbers in few bytes."""
+        read = self._read(is_evaluation, samples)
+        batch = {name: narrow_integers(read[name]) for name in names}
         specs = tuple((name, describe(batch[name], WireFormat.FP32)) for name in names)
         return specs, tuple(encode_tensor(batch[name], WireFormat.FP32) for name in names)
 

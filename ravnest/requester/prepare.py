@@ -6,15 +6,16 @@ Capturing takes seconds and runs the requester's code.
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import cast
 
-from ravnest.config import EXACT_FORMATS, PlanConfig, WireFormat
+from ravnest.config import EXACT_FORMATS, PlanConfig, StateFormat, WeightFormat, WireChoice, WireFormat
 from ravnest.config import OptimizerKind as Recipe
 from ravnest.engine.optimizers import Adam, Muon, NAdam, OptimizerSettings, Sgd
-from ravnest.engine.train_config import TrainConfig
+from ravnest.engine.train_config import Precision, TrainConfig
 from ravnest.errors import ConfigError
 from ravnest.hub.coordinator.events import JobGiven, JobSettings
 from ravnest.model.capture import Captured
-from ravnest.model.profile import measure
+from ravnest.model.profile import has_channels, measure
 from ravnest.requester.checkpoint_store import (
     Checkpoint,
     Fingerprint,
@@ -67,23 +68,25 @@ def prepare(
     if plan.exact_gradients not in EXACT_FORMATS:
         problem = f"exact_gradients is {plan.exact_gradients}, too coarse for gradients"
         raise ConfigError(f"{problem}; choose {' or '.join(EXACT_FORMATS)}")
+    if plan.states is StateFormat.INT8 and job.averaging_rule.momentum:
+        raise ConfigError("momenta are averaged, which int8 states cannot be; choose states=bf16 or fp32")
     captured = job.capture(tell)
     for note in captured.notes:
         logger.warning("note: %s", note)
     num_batches = job.epochs * -(-num_samples // job.batch_size)
-    optimizer = job.settings(captured, num_batches)
+    optimizer = replace(job.settings(captured, num_batches), versions=plan.versions, states=plan.states)
     logger.info("learning rate %.2g, %d updates planned", optimizer.learning_rate, num_batches)
     # Peers lend memory for tensors; that of their programs is beside it (docs/lending.md).
     config = replace(plan, optimizer=_recipe(job, optimizer), overhead_bytes=0.0)
-    config = replace(config, predict_weights=optimizer.has_prediction)
+    precision = WeightFormat.BF16 if job.precision == "bf16" else WeightFormat.FP32
+    config = replace(config, predict_weights=optimizer.has_prediction, precision=precision)
+    config = _fit_formats(config, captured, job.batch_size)
     settings = _settings(job, captured, optimizer, num_batches)
     settings = replace(settings, expected_nodes=num_nodes, settle_seconds=settle_seconds)
     training = TrainConfig(
         optimizer,
         job.batch_size,
-        config.activations,
-        config.gradients,
-        precision="bf16" if job.precision == "bf16" else "fp32",
+        precision=cast(Precision, job.precision),
         planned_updates=num_batches,
         max_lag=config.max_lag,
         deltas=config.deltas,
@@ -103,6 +106,14 @@ def prepare(
     tell("it is measured")
     profile = measure(captured.blueprint, job.batch_size)
     return PreparedJob(captured, owner, JobGiven(profile, config, settings, now=0.0, books=books))
+
+
+def _fit_formats(config: PlanConfig, captured: Captured, batch_size: int) -> PlanConfig:
+    """Plan activations without channels as what they will travel as."""
+    if config.activations is not WireChoice.INT4 or has_channels(captured.blueprint, batch_size):
+        return config
+    logger.warning("note: the channels of what crosses stages are not known, so activations travel as int8")
+    return replace(config, activations=WireChoice.INT8)
 
 
 def _check_start(start: Checkpoint, now: Fingerprint) -> None:

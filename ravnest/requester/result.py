@@ -95,16 +95,31 @@ class Result:
             fix = f"give a file in a folder that exists, is yours and has room for {size}"
             raise ConfigError(f"{problem}; {fix}") from None
 
-    def save_pretrained(self, folder: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
-        """Let a Hugging Face model write itself, with the trained weights, into a folder."""
+    def save_pretrained(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        overwrite: bool = False,
+        max_shard_bytes: int = SHARD_BYTES,
+    ) -> Path:
+        """Let a Hugging Face model write itself, with the trained weights, into a folder.
+
+        Weights of more than a shard are written tensor by tensor; then only the rest is the model's own work.
+        """
         place = Path(folder)
         save = getattr(self.model, "save_pretrained", None)
         if save is None or "state_dict" not in inspect.signature(save).parameters:
             raise ConfigError("the model has no save_pretrained(folder, state_dict); use result.export(FILE)")
+        types = self._all_types()
+        is_large = sum(kind.size_bytes for kind in types.values()) > max_shard_bytes
         try:
             if place.exists() and any(place.iterdir()) and not overwrite:
                 raise ConfigError(f"{place} has files in it; give another folder, or overwrite=True")
-            save(place, state_dict=self._whole())
+            if is_large and not hasattr(self.model, "peft_config"):  # an adapter writes no more than itself
+                save(place, state_dict={})
+                self._write(place / MODEL, types, max_shard_bytes)
+            else:
+                save(place, state_dict=self._whole())
         except OSError as error:
             fix = "give a folder that can be made, is yours and has room"
             raise ConfigError(f"{place} cannot be written: {error.strerror or error}; {fix}") from None

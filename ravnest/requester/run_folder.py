@@ -63,12 +63,17 @@ class HubFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def process(self) -> psutil.Process | None:
         """The process that runs this hub now, if that very one is still there."""
-        try:
-            found = psutil.Process(self.pid)
-            is_same = abs(found.create_time() - self.started_at) < _SAME_PROCESS_SECONDS
-            return found if is_same and found.status() != psutil.STATUS_ZOMBIE else None
-        except psutil.Error:
-            return None
+        return find_process(self.pid, self.started_at)
+
+
+def find_process(pid: int, started_at: float) -> psutil.Process | None:
+    """Return the process of this number, if it is the one that was started at this time and still runs."""
+    try:
+        found = psutil.Process(pid)
+        is_same = abs(found.create_time() - started_at) < _SAME_PROCESS_SECONDS
+        return found if is_same and found.status() != psutil.STATUS_ZOMBIE else None
+    except (psutil.Error, ValueError, OverflowError):
+        return None
 
 
 def new_hub_file() -> HubFile:

@@ -23,7 +23,7 @@ from typing import Any, Self, TypeVar
 import msgspec
 import psutil  # type: ignore[import-untyped]
 
-from ravnest.config import PlanConfig, WireFormat
+from ravnest.config import PlanConfig, WireChoice, WireFormat
 from ravnest.errors import ConfigError, PlanError, RavnestError
 from ravnest.hub.coordinator.coordinator import Coordinator
 from ravnest.hub.coordinator.events import Action, Event
@@ -112,8 +112,8 @@ logger = logging.getLogger(__name__)
 
 SWARM_PLAN = PlanConfig()
 LOCAL_PLAN = PlanConfig(
-    activations=WireFormat.FP32,  # on one PC bytes cost nothing
-    gradients=WireFormat.FP32,
+    activations=WireChoice.FP32,  # on one PC bytes cost nothing
+    gradients=WireChoice.FP32,
     deltas=WireFormat.FP32,
 )
 _PORT = "0.0.0.0:7700"
@@ -388,14 +388,18 @@ class Hub:
 def local(
     nodes: int | Sequence[Hardware] = 4,
     *,
+    device: str = "cpu",
     folder: str | os.PathLike[str] | None = None,
     plan: PlanConfig = LOCAL_PLAN,
     tell: Callback | None = None,
     look: Callable[[StatusTracker], None] | None = None,
     parts: HubParts = HUB_PARTS,
 ) -> Hub:
-    """Return a hub with so many peers on this PC, which share its memory, or with peers of this hardware."""
-    peers = share_memory(nodes) if isinstance(nodes, int) else tuple(nodes)
+    """Return a hub with so many peers on this PC, which share its memory, or with peers of this hardware.
+
+    With `device="cuda"` the peers share its GPUs and their memory, with "cuda:1" this one.
+    """
+    peers = share_memory(nodes, device) if isinstance(nodes, int) else tuple(nodes)
     hub = Hub(HERE, folder=folder, plan=plan, peers=peers, tell=tell, look=look, parts=parts)
     hub._is_open_to_others = False
     return hub

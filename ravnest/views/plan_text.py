@@ -14,7 +14,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ravnest.config import Averaging, OptimizerKind, PlanConfig, Recompute, WireFormat
+from ravnest.config import Averaging, OptimizerKind, PlanConfig, Recompute, WireChoice
 from ravnest.ids import NodeId
 from ravnest.plan.assembly import form_rings
 from ravnest.plan.forecast import Bottleneck, ClusterForecast, Forecast, StageForecast, forecast
@@ -28,10 +28,11 @@ PLAN_SCHEMA = "ravnest.plan/2"
 _LEAST_GAIN = 1.05  # a smaller one is within the error of the measurements
 _MOST_EXPLAINED_SPARES = 24
 _SMALLER_WIRE = {
-    WireFormat.FP32: WireFormat.BF16,
-    WireFormat.BF16: WireFormat.INT8,
-    WireFormat.FP16: WireFormat.INT8,
-    WireFormat.INT8: WireFormat.INT4,
+    WireChoice.FP32: WireChoice.BF16,
+    WireChoice.BF16: WireChoice.INT8,
+    WireChoice.FP16: WireChoice.INT8,
+    WireChoice.INT8: WireChoice.INT4,
+    WireChoice.AUTO: WireChoice.INT4,
 }
 _LIMIT_NAMES = {  # what holds a stage up, and what twice as wide means
     "compute": ("its compute speed", "twice as much"),

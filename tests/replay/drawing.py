@@ -99,7 +99,7 @@ class TapedWorld(HubWorld):
 
     def _begin(self) -> None:
         self.hub = TapedHub(self._tape, self.given, self.timeouts)
-        self.monitored = TapedDriver(self._tape, MonitoredCoordinator(self.hub, watch=self._note))
+        self.monitored = TapedDriver(self._tape, MonitoredCoordinator(self.hub, watch=self.note))
 
     def _deliver(self, peer: Any, message: Any) -> None:
         if not (isinstance(message, SnapshotOrder) and peer.node.name in self.hesitant):

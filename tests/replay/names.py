@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ravnest.config import WireFormat
 from ravnest.hub.coordinator.coordinator import Coordinator
 from ravnest.hub.coordinator.events import Action, Event, Received
 from ravnest.hub.monitors.monitors import MonitoredCoordinator, Watch
@@ -34,6 +35,8 @@ SENTENCES: dict[str, str] = {
 # built with this value, and have to have it in every order.
 ADDED: dict[tuple[str, str], Any] = {
     # e.g. ("Send", "is_urgent"): False
+    ("Stage", "activations"): WireFormat.BF16,  # as in the config of every recorded job
+    ("Stage", "gradients"): WireFormat.BF16,
 }
 
 # Recorded fields whose order means nothing: the hub's own differs from process to process, for it is that of

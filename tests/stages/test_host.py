@@ -82,7 +82,7 @@ class Pair:
             content = write_train_config(training, names) + b"\n" + write_blueprint(blueprint)
             weights = to_safetensors(state, blueprint)
             parts = StageParts(1, 0, name_blob(content), (Source(HUB, name_blob(weights)),))
-            stage = Stage(node, start, stop, 4, recompute)
+            stage = Stage(node, start, stop, 4, recompute, WireFormat.FP32, WireFormat.FP32)
             order = PlanOrder(1, 1, 0, stage, NODES, (), (), accumulate)
             waits = self.waits[node]
             clock = partial(sum, waits)

@@ -8,7 +8,7 @@ import weakref
 
 import pytest
 import torch
-from support.line_of_stages import Line, Traffic, make_stage, mean_loss
+from support.line_of_stages import Line, Traffic, make_stage, mean_loss, roles_of
 from support.model_zoo import FAMILIES, NUM_TOKENS, VOCABULARY, OwnGPT, fields_of, token_loss
 from support.stage_runner import subject
 from torch import nn
@@ -294,6 +294,52 @@ def test_lag_is_measured_and_forgotten_with_the_window():
     stage = line.stages[0]
     assert stage.lag == 0.0
     assert all(stage._versions.seen[name] is tensor for name, tensor in stage._versions.weights.items())
+
+
+def narrow_stage(name=OptimizerName.MUON):
+    """A stage that shows its forwards bf16 of the matrices."""
+    stop = _captured().blueprint.num_positions
+    wide = make_stage(_captured(), 0, stop, settings_for(name))
+    matrices = frozenset(key for key, tensor in wide.state.items() if tensor.dim() == 2)
+    roles = dataclasses.replace(roles_of(_captured().blueprint), narrow=matrices)
+    program = build_stage_program(_captured().blueprint)
+    return wide, StageEngine(program, wide.snapshot(), roles, settings_for(name)), matrices
+
+
+def test_a_narrow_stage_sums_wide_and_trains_as_the_wide_one_does():
+    wide, narrow, matrices = narrow_stage()
+    for update in range(6):
+        for stage in (wide, narrow):
+            for part in range(2):
+                number = 2 * update + part
+                stage.forward(number, {}, text_batch(number))
+                stage.backward_inputs(number, {})
+                stage.backward_weights(number)
+                widths = {stage.summed.sums[name].dtype for name in matrices}
+                assert widths == {torch.float32 if stage is wide or part else torch.bfloat16}
+            stage.update(RATE)
+    start = make_stage(_captured(), 0, _captured().blueprint.num_positions, settings_for(OptimizerName.MUON))
+    for name in matrices:
+        moved = (wide.state[name] - start.state[name]).norm()
+        assert 0 < (narrow.state[name] - wide.state[name]).norm() < 0.05 * moved, name
+
+
+def test_a_narrow_stage_keeps_bf16_for_batches_in_flight_and_changes_its_weights_in_place():
+    _, stage, matrices = narrow_stage()
+    places = {name: stage.state[name].data_ptr() for name in matrices}
+    for number in range(3):
+        stage.forward(number, {}, text_batch(number))
+    for number in range(3):
+        stage.backward_inputs(number, {})
+        stage.backward_weights(number)
+        stage.update(RATE)
+        stage.forward(number + 3, {}, text_batch(number + 3))
+    assert places == {name: stage.state[name].data_ptr() for name in matrices}
+    assert stage.num_live_versions == 1 + 3
+    held = [version[name] for version in stage._versions._held.values() for name in matrices]
+    assert {tensor.dtype for tensor in held} == {torch.bfloat16}
+    stage.forget_prediction()
+    assert all(stage._versions.seen[name] is stage._versions.weights[name] for name in matrices)
 
 
 class Counting:
@@ -707,3 +753,53 @@ def test_lag_costs_the_recipe_far_less():
 
 def test_prediction_wins_back_part_of_the_loss():
     assert final_loss(OptimizerName.MUON, 4) < final_loss(OptimizerName.MUON, 4, predicts=False) - 0.02
+
+
+# --- where the loss is looked at after the backward
+
+
+def deferring_stage(program, names=("w",), inputs=(1,)):
+    state = {name: torch.tensor([2.0]) for name in names}
+    roles = Roles(frozenset(names), inputs=frozenset(inputs))
+    return StageEngine(program, Snapshot(0, state, {}), roles, plain_sgd(list(names)), defers=True)
+
+
+class Root:
+    """The root of x * w as the loss, of an input or of a field."""
+
+    def forward(self, state, inputs, fields, *, training, key):
+        value = inputs[1] if inputs else fields["x"]
+        return PassedOn({}, {"loss": torch.sqrt(value * state["w"]).sum()})
+
+
+@pytest.mark.parametrize("has_input", [True, False])
+def test_a_loss_that_is_no_number_is_found_after_the_backward_and_named_as_before(has_input):
+    stage = deferring_stage(Root(), inputs=(1,) if has_input else ())
+    bad, good = torch.tensor([-1.0]), torch.tensor([2.0])
+    given = ({1: bad}, {}) if has_input else ({}, {"x": bad})
+    assert isinstance(stage.forward(0, *given), PassedOn)
+    dropped = stage.backward_inputs(0, {})
+    if not has_input:
+        assert dropped == {}
+        dropped = stage.backward_weights(0)
+    assert (dropped.where, dropped.reason) == ("forward", "the loss is nan")
+    assert stage.update(1.0).refusal == "no microbatch was left to learn from"
+    given = ({1: good}, {}) if has_input else ({}, {"x": good})
+    assert isinstance(stage.forward(1, *given), PassedOn)
+    assert not isinstance(stage.backward_inputs(1, {}), DroppedWork)
+    assert stage.backward_weights(1) is None
+    assert stage.update(1.0).refusal is None
+
+
+def test_a_value_that_is_sent_on_is_looked_at_before_it_leaves():
+    dropped = deferring_stage(Sum(), ("a", "b")).forward(0, {1: torch.tensor([math.inf])}, {})
+    assert (dropped.where, dropped.reason) == ("forward", "value 2 is not finite")
+
+
+def test_what_a_forward_writes_waits_for_its_loss():
+    roles = Roles(frozenset({"w"}), frozenset({"count"}), inputs=frozenset({1}))
+    state = {"w": torch.tensor([2.0]), "count": torch.zeros(1)}
+    stage = StageEngine(Toy(is_last=True), Snapshot(0, state, {}), roles, plain_sgd(["w"]), defers=True)
+    dropped = stage.forward(0, {1: torch.tensor([-1.0])}, {})
+    assert dropped.reason == "the loss is nan"
+    assert stage.state["count"] == 0

@@ -4,6 +4,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from ravnest.config import WireFormat
 from ravnest.hub.coordinator.events import Action, Event, Send, SendFields
 from ravnest.ids import LeaseId, NodeId
 from ravnest.plan.assembly import form_rings
@@ -22,7 +23,12 @@ def form_unlike(profile: ModelProfile, swarm: Swarm, _: object, seed: int, plan_
         if len(names) > len(cuts):
             nodes = [names.pop(0) for _ in range(len(bounds) - 1)]
             clusters.append(
-                Cluster(tuple(Stage(*each) for each in zip(nodes, bounds, bounds[1:], strict=False)))
+                Cluster(
+                    tuple(
+                        Stage(*each, activations=WireFormat.FP32, gradients=WireFormat.FP32)
+                        for each in zip(nodes, bounds, bounds[1:], strict=False)
+                    )
+                )
             )
     nodes = {node.name: node for node in swarm.nodes}
     return Plan(plan_id, seed, tuple(clusters), form_rings(tuple(clusters), nodes), tuple(names))

@@ -170,9 +170,9 @@ class HubWorld:
     def _begin(self):
         """Make a new hub, whose monitors know nothing yet."""
         self.hub = Coordinator(self.given, self.timeouts)
-        self.monitored = MonitoredCoordinator(self.hub, watch=self._note)
+        self.monitored = MonitoredCoordinator(self.hub, watch=self.note)
 
-    def _note(self, event, orders):
+    def note(self, event, orders):
         """Keep what happened, and apart what the coordinator was told: reports are no events."""
         self.happened.append((event, orders))
         is_report = isinstance(event, Received) and isinstance(event.message, StepReport)
@@ -184,7 +184,7 @@ class HubWorld:
 
     def join(self, *names, memory_mb=150.0, at=None):
         for name in names:
-            self.after((at or self.now) - self.now, self._join, name, memory_mb)
+            self.after((at or self.now) - self.now, self.join_now, name, memory_mb)
 
     def kill(self, name, at=None):
         self.after((at or self.now) - self.now, self._die, name)
@@ -239,7 +239,7 @@ class HubWorld:
         if self.hub.find_missing(f"key of {name}", epoch) == name:
             self.feed(PeerReturned(name, (f"tcp://{name}",), self.now))
         else:
-            self._join(name, peer.node.memory_bytes / 1e6)
+            self.join_now(name, peer.node.memory_bytes / 1e6)
 
     def _is_missing(self, name):
         return any(member.node.name == name for member in self.hub.membership.missing)
@@ -395,14 +395,14 @@ class HubWorld:
 
     def _collect(self, order):
         if not order.is_result:
-            self.after(self._delay(), self._in_session(), self._keep_checkpoint, order)
+            self.after(self._delay(), self._in_session(), self.keep_checkpoint, order)
             return
         self.results.append(order)
         if self.is_collecting:
             collected = lambda: self.feed(Collected(order.number, self.now))  # noqa: E731
             self.after(self._delay(), self._in_session(), collected)
 
-    def _keep_checkpoint(self, order):
+    def keep_checkpoint(self, order):
         fault = "the disk is full" if self._happens(self.trouble.no_room) else ""
         before = len(self.told(Checkpointed))
         self.feed(Collected(order.number, self.now, fault))
@@ -520,7 +520,7 @@ class HubWorld:
     def _happens(self, share):
         return share > 0 and self.random.random() < share
 
-    def _join(self, name, memory_mb):
+    def join_now(self, name, memory_mb):
         peer = self.peers[name] = Peer(self.make_node(name, memory_mb))
         self.told_epoch.pop(name, None)
         addresses, guessed = (f"tcp://{name}",), self.trouble.guessed
@@ -539,9 +539,9 @@ class HubWorld:
 
     def say(self, name, message, seconds=0.0):
         """Let a peer send to the hub, if it then still lives."""
-        self.after(seconds, self._speak, name, self.peers[name], message)
+        self.after(seconds, self.speak, name, self.peers[name], message)
 
-    def _speak(self, name, peer, message):
+    def speak(self, name, peer, message):
         if not peer.is_alive or self.peers[name] is not peer or name in self.muted:
             return
         copies = 2 if self._happens(self.trouble.twice) else 1
@@ -570,7 +570,7 @@ class HubWorld:
             case RingOrder():
                 peer.rings = message.rings
             case StageParts():
-                self.after(self._delay(), self._build, name, peer, message)
+                self.after(self._delay(), self.build_stage, name, peer, message)
             case BackupOrder():
                 self.say(name, BackupKept(message.plan_id, message.number), seconds=0.5)
             case SnapshotOrder():
@@ -583,7 +583,7 @@ class HubWorld:
             case RoundOpen():
                 self._answer_round(name, message)
 
-    def _build(self, name, peer, parts):
+    def build_stage(self, name, peer, parts):
         """Build a stage of what is kept and what sources have; who gave nothing is named."""
         if peer.order.build_id != parts.build_id or self.peers[name] is not peer:
             return
@@ -648,7 +648,7 @@ class HubWorld:
             seconds = start - self.now + pace * (index + 1)
             if self._happens(self.trouble.dropped):
                 dropped = DroppedMicrobatch(grant.build_id, batch, "not a number")
-                self.after(seconds, self._from_cluster, pipeline, self.random.choice(pipeline), dropped)
+                self.after(seconds, self.from_cluster, pipeline, self.random.choice(pipeline), dropped)
                 continue
             num_trained += num_samples
             if not grant.is_evaluation:
@@ -674,13 +674,13 @@ class HubWorld:
                     metrics,
                 )
                 if not grant.is_evaluation or name == pipeline[-1]:
-                    self.after(seconds, self._from_cluster, pipeline, name, report)
+                    self.after(seconds, self.from_cluster, pipeline, name, report)
         if not grant.is_evaluation:
             done = LeaseDone(grant.build_id, grant.lease, num_trained)
             seconds = root.busy_until - self.now
-            self.after(seconds, self._from_cluster, pipeline, pipeline[0], done)
+            self.after(seconds, self.from_cluster, pipeline, pipeline[0], done)
 
-    def _from_cluster(self, pipeline, name, message):
+    def from_cluster(self, pipeline, name, message):
         peers = [self.peers[each] for each in pipeline]
         if all(peer.is_alive and peer.order and peer.order.build_id == message.build_id for peer in peers):
             self.say(name, message)

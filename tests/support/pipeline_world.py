@@ -55,8 +55,8 @@ class PipelineWorld:
         half = num_batches // 2
         return (self.finished[-1] - self.finished[half]) / (num_batches - 1 - half)
 
-    def at(self, when: float, what: str, stage: int, batch: int) -> None:
-        heapq.heappush(self.events, (when, next(self.tick), (what, stage, batch)))
+    def at(self, when: float, what: str, place, subject) -> None:
+        heapq.heappush(self.events, (when, next(self.tick), (what, place, subject)))
 
     def start(self, stage: int, now: float) -> None:
         if self.busy[stage] or (task := self.schedules[stage].next()) is None:
@@ -81,8 +81,9 @@ class PipelineWorld:
         if stage + 1 == len(self.nodes):
             assert self.schedules[stage].offer_gradient(batch) is None
         else:
-            cut = self.cluster.stages[stage].stop
-            self.send(stage, stage + 1, self.line.send_after[cut], "input_here", batch, now)
+            part = self.cluster.stages[stage]
+            size = part.activations.ratio * self.line.crossing[part.stop]
+            self.send(stage, stage + 1, size, "input_here", batch, now)
         self.start(stage, now)
 
     def backward_done(self, stage: int, batch: int, now: float) -> None:
@@ -90,19 +91,31 @@ class PipelineWorld:
         if stage == 0:
             self.finished.append(now)
         else:
-            cut = self.cluster.stages[stage].start
-            self.send(stage, stage - 1, self.line.send_before[cut], "gradient_here", batch, now)
+            part = self.cluster.stages[stage]
+            size = part.gradients.ratio * self.line.crossing[part.start]
+            self.send(stage, stage - 1, size, "gradient_here", batch, now)
         self.start(stage, now)
 
     def send(self, one: int, other: int, size: float, what: str, batch: int, now: float) -> None:
-        arrival = now
-        for _ in range(_CHUNKS):
-            arrival = self.up[one].serve(now, size / _CHUNKS)
-            if not (self.nodes[one].is_reachable or self.nodes[other].is_reachable):
-                pipe = self.relay.setdefault((one, other), Pipe(self.line.config.relay_bytes_per_second))
-                arrival = pipe.serve(arrival, size / _CHUNKS)
-            arrival = self.down[other].serve(arrival + self.latency(one, other), size / _CHUNKS)
-        self.at(arrival, what, other, batch)
+        for chunk in range(_CHUNKS):
+            left = self.up[one].serve(now, size / _CHUNKS)
+            then = (what if chunk == _CHUNKS - 1 else "", size / _CHUNKS, batch)
+            is_direct = self.nodes[one].is_reachable or self.nodes[other].is_reachable
+            self.at(left, "sent" if is_direct else "at_relay", (one, other), then)
+
+    def at_relay(self, way: tuple[int, int], chunk: tuple, now: float) -> None:
+        pipe = self.relay.setdefault(way, Pipe(self.line.config.relay_bytes_per_second))
+        self.at(pipe.serve(now, chunk[1]), "sent", way, chunk)
+
+    def sent(self, way: tuple[int, int], chunk: tuple, now: float) -> None:
+        self.at(now + self.latency(*way), "arrived", way, chunk)
+
+    def arrived(self, way: tuple[int, int], chunk: tuple, now: float) -> None:
+        """A download serves chunks in the order they arrive, whoever sent them."""
+        what, size, batch = chunk
+        done = self.down[way[1]].serve(now, size)
+        if what:
+            self.at(done, what, way[1], batch)
 
     def latency(self, one: int, other: int) -> float:
         a, b = self.nodes[one], self.nodes[other]

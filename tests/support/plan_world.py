@@ -1,11 +1,11 @@
 """Small models and nodes by hand, the laws of a plan, and the cost model once more in plain loops."""
 
 import math
+from itertools import pairwise
 
 from hypothesis import strategies as st
 
 from ravnest.config import (
-    ACTIVATION_FORMATS,
     DELTA_FORMATS,
     Averaging,
     OptimizerKind,
@@ -14,6 +14,7 @@ from ravnest.config import (
     SearchBudget,
     StateFormat,
     WeightFormat,
+    WireChoice,
 )
 from ravnest.ids import NodeId
 from ravnest.plan.assembly import stage_bytes
@@ -24,9 +25,14 @@ from ravnest.plan.types import ModelProfile, Node, Plan, Swarm
 MB = 1e6
 # A parameter byte costs two (weights and gradient), one per old version, and 2.5 when clusters average.
 SIMPLE = PlanConfig(
+    versions=WeightFormat.FP32,
+    states=StateFormat.FP32,
     optimizer=OptimizerKind.SGD,
     predict_weights=False,
+    saves_memory=False,
     recompute=Recompute.NEVER,
+    activations=WireChoice.BF16,
+    gradients=WireChoice.BF16,
     overhead_bytes=0.0,
     microbatch_seconds=0.0,
 )
@@ -93,11 +99,13 @@ configs = st.builds(
     optimizer=st.sampled_from(OptimizerKind),
     predict_weights=st.booleans(),
     max_lag=st.integers(1, 4),
+    saves_memory=st.booleans(),
     versions=st.sampled_from(WeightFormat),
     states=st.sampled_from(StateFormat),
     precision=st.sampled_from(WeightFormat),
     recompute=st.sampled_from(Recompute),
-    activations=st.sampled_from(ACTIVATION_FORMATS),
+    activations=st.sampled_from(WireChoice),
+    gradients=st.sampled_from(WireChoice),
     deltas=st.sampled_from(DELTA_FORMATS),
     averaging=st.sampled_from(Averaging),
     speed_ratio=st.sampled_from([1.0, 4.0, 1e6]),
@@ -211,10 +219,10 @@ def _slow_cluster(cluster, profile, by_name, swarm, config, share):
         compute = max(work / host.flops_per_second, config.microbatch_seconds)
         before, after = profile.crossing_bytes[stage.start], profile.crossing_bytes[stage.stop]
         is_first, is_last = k == 0, k == len(stages) - 1
-        sent = 0.0 if is_first else before * config.gradients.ratio
-        sent += 0.0 if is_last else after * config.activations.ratio
-        received = before * (1.0 if is_first else config.activations.ratio)
-        received += after * (1.0 if is_last else config.gradients.ratio)
+        sent = 0.0 if is_first else before * stage.gradients.ratio
+        sent += 0.0 if is_last else after * stage.activations.ratio
+        received = before * (1.0 if is_first else stages[k - 1].activations.ratio)
+        received += after * (1.0 if is_last else stages[k + 1].gradients.ratio)
         times = [
             compute,
             sent / (share * host.upload_bytes_per_second),
@@ -223,7 +231,8 @@ def _slow_cluster(cluster, profile, by_name, swarm, config, share):
         parts.insert(0, tuple(times))
         cycle += compute
         if not is_last:
-            relay, travel = _slow_link(host, by_name[stages[k + 1].node], after, swarm, config, share)
+            sizes = after * stage.activations.ratio, after * stages[k + 1].gradients.ratio
+            relay, travel = _slow_link(host, by_name[stages[k + 1].node], sizes, swarm, config, share)
             times.append(relay)
             cycle += travel
         slowest = max([slowest, *times, cycle / stage.window])
@@ -231,9 +240,9 @@ def _slow_cluster(cluster, profile, by_name, swarm, config, share):
     return parts, slowest * (1.0 + deaths)
 
 
-def _slow_link(host, other, size, swarm, config, share):
+def _slow_link(host, other, sizes, swarm, config, share):
     """Return the relay's seconds and the there-and-back seconds between a stage and the one after it."""
-    forward, backward = size * config.activations.ratio, size * config.gradients.ratio
+    forward, backward = sizes
     latency = host.latency_seconds + other.latency_seconds
     for one, two, seconds in swarm.region_latency:
         if {one, two} == {host.region, other.region}:
@@ -250,7 +259,7 @@ def _slow_link(host, other, size, swarm, config, share):
 def slow_memory(stage, cluster, profile, config, is_averaged):
     """Return the bytes a stage needs, counted copy by copy."""
     versions = math.ceil((stage.window - 1) / cluster.accumulate)
-    is_predicted = config.optimizer is OptimizerKind.MUON and config.predict_weights
+    is_predicted = config.optimizer is OptimizerKind.MUON and config.predict_weights and stage.predicts
     if "bf16" not in (config.versions, config.precision):
         copies = 2.0 + versions + (1 if is_predicted and versions else 0)  # weights, gradient
     else:  # narrow gradients of narrow weights
@@ -263,16 +272,32 @@ def slow_memory(stage, cluster, profile, config, is_averaged):
             column[k] if column else 0.0 for column in (profile.frozen_bytes, profile.buffer_bytes)
         )
         trained = profile.parameter_bytes[k] - frozen
-        first, square = {"fp32": (1, 1), "bf16": (0.5, 1), "int8": (65 / 256, 0.5)}[config.states]
+        first, square = {"fp32": (1, 1), "bf16": (0.5, 1), "int8": (257 / 1024, 0.5)}[config.states]
         state = 0.0 if config.optimizer == "sgd" else first * trained
         if config.optimizer not in ("sgd", "momentum"):
             is_muon = config.optimizer is OptimizerKind.MUON
             state += square * (trained - (profile.matrix_bytes[k] if is_muon else 0.0))
-        held = profile.saved_bytes[k] * (1 if stage.recompute else stage.window)
+        held = 0.0 if stage.recompute else profile.saved_bytes[k] * stage.window
         total += copies * trained + frozen + buffers + state + held
-    total += stage.window * profile.crossing_bytes[stage.start] if stage.recompute else 0.0
+    if stage.recompute:
+        number = cluster.stages.index(stage)
+        ratio = cluster.stages[number - 1].activations.ratio if number else 1.0  # inputs lie as they travelled
+        total += _slow_blocks(stage, profile) + stage.window * ratio * profile.crossing_bytes[stage.start]
     total += 0 if stage.start else 4 * stage.window * profile.crossing_bytes[0]
     return config.overhead_bytes + 1.05 * total
+
+
+def _slow_blocks(stage, profile):
+    """Return what a stage holds that recomputes: between blocks for each batch, and inside the largest."""
+    length, crossing = profile.num_positions, profile.crossing_bytes
+    ends = [k for k in range(1, length) if crossing[k] <= min(crossing[max(1, k - 4) : min(length, k + 5)])]
+    inner = [k for k in ends if stage.start < k < stage.stop]
+    saved = sum(profile.saved_bytes[stage.start : stage.stop])
+    one = stage.window * sum(crossing[k] for k in inner) / max(1, len(inner))
+    count = min(max(1, round(math.sqrt(saved / max(one, 1.0)))), len(inner) + 1)
+    edges = [0, *ends, length]
+    parts = [sum(profile.saved_bytes[a:b]) for a, b in pairwise(edges) if a < stage.stop and b > stage.start]
+    return min(saved, one * (count - 1) + max(saved / count, min(saved, max(parts))))
 
 
 def swarm_to_dict(swarm):

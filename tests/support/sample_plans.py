@@ -36,12 +36,13 @@ def sample(*sizes, spares=0, positions=40, config=None, names=None, **node_facts
     ]
     swarm = Swarm(tuple(nodes))
     waiting = iter(nodes)
+    formats = config.activation_formats[0], config.gradient_formats[0]
     clusters = []
     for k, size in enumerate(sizes):
         inner = [min(positions - 1, max(1, round(positions * j / size) + (k % 2))) for j in range(1, size)]
         cuts = [0, *inner, positions]
         stages = [
-            Stage(next(waiting).name, start, stop, window=2 * (size - j) - 1)
+            Stage(next(waiting).name, start, stop, 2 * (size - j) - 1, False, *formats)
             for j, (start, stop) in enumerate(pairwise(cuts))
         ]
         clusters.append(Cluster(tuple(stages), accumulate=size))

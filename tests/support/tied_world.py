@@ -35,6 +35,7 @@ from ravnest.transfer.outbox import Outgoing
 
 EPOCH = 3
 PLAN = 7
+FP32 = (WireFormat.FP32, WireFormat.FP32)
 
 
 class TiedWorld:
@@ -73,7 +74,7 @@ class TiedWorld:
         clusters = tuple(
             Cluster(
                 tuple(
-                    Stage(NodeId(f"c{number}.{place}"), start, stop, self.window)
+                    Stage(NodeId(f"c{number}.{place}"), start, stop, self.window, False, *FP32)
                     for place, (start, stop) in enumerate(pairwise([0, *given, num_positions]))
                 ),
                 self.accumulate,

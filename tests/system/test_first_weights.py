@@ -16,6 +16,8 @@ from ravnest.model.shards import ShardWriter
 from ravnest.model.state_source import MemorySource, SourceTensors, read_pieces
 from ravnest.requester.checkpoint_store import Checkpoints
 from ravnest.requester.prepare import prepare
+from ravnest.transfer.mirror import write_mirror
+from tests.support.mirror_server import serving
 from tests.support.system_world import PLAN, Ended, Pc, World, cross_entropy, make_mlp, make_points
 
 TWO = (Pc(195e3), Pc(195e3))
@@ -81,10 +83,11 @@ def test_it_trains_to_the_same_bits_as_one_in_memory(
 
 
 def test_it_goes_on_from_a_checkpoint_without_its_first_weights(tmp_path: Path) -> None:
-    kept = Checkpoints(tmp_path)
+    kept = Checkpoints(tmp_path, max_shard_bytes=10_000)
     ended = train(make_job(empty_model()), keeper=kept)
     start = kept.find()
     assert start is not None
+    assert len([*(tmp_path / "checkpoints").rglob("part-*-of-*")]) > 4
     owner = prepare(make_job(empty_model()), PLAN, 0, 1.0, kept, start).owner
     assert not (tmp_path / "first-weights").exists()
     result = owner.keep_saved()
@@ -113,3 +116,18 @@ def test_what_the_weights_lack_or_have_otherwise_is_told(
         WeightsError, match=r"has 1 of the model's 14 tensors by name, so it is of another mod"
     ):
         owner_of({"0.weight": state["0.weight"]})
+
+
+def test_a_mirror_gives_the_same_stages_as_the_files_behind_it(tmp_path: Path) -> None:
+    (tmp_path / "served").mkdir()
+    write_shards(tmp_path / "served", first_values())
+    with serving(tmp_path / "served") as server:
+        (tmp_path / "mirror.json").write_bytes(write_mirror(tmp_path / "served", server.url))
+        job = make_job(empty_model(), weights=tmp_path / "mirror.json")
+        parts = prepare(job, PLAN, 0, 1.0).owner.make_parts(0, 3)
+        files = prepare(make_job(empty_model(), weights=tmp_path / "served"), PLAN, 0, 1.0).owner
+        assert b"".join(parts.weights()) == b"".join(files.make_parts(0, 3).weights())
+        server.fault = "lies"
+        broken = prepare(job, PLAN, 0, 1.0).owner.make_parts(0, 3)
+        with pytest.raises(WeightsError, match="its hash is another"):
+            b"".join(broken.weights())

@@ -10,7 +10,7 @@ from functools import partial
 
 import pytest
 
-from ravnest.config import Averaging
+from ravnest.config import Averaging, WireFormat
 from ravnest.hub.coordinator.notices import EpochDone, Left, RoundEnded
 from ravnest.ids import NodeId
 from ravnest.plan.assembly import form_rings
@@ -22,6 +22,7 @@ from tests.support.system_world import PLAN, Ended, Pc, World, make_job
 FIRST = 2  # the round in which faults begin: the first whose base is an average
 ARRIVES_SECONDS = 0.05  # by then a small message is there
 NUM_CLUSTERS = 3
+FP32 = {"activations": WireFormat.FP32, "gradients": WireFormat.FP32}
 
 
 def form_three(profile: ModelProfile, swarm: Swarm, _: object, seed: int, epoch: int = 0) -> Plan:
@@ -31,7 +32,7 @@ def form_three(profile: ModelProfile, swarm: Swarm, _: object, seed: int, epoch:
     for cut in (length // 3, 2 * length // 3):
         if len(names) > 1:
             root, leaf = names.pop(0), names.pop(0)
-            clusters.append(Cluster((Stage(root, 0, cut, 2), Stage(leaf, cut, length))))
+            clusters.append(Cluster((Stage(root, 0, cut, 2, **FP32), Stage(leaf, cut, length, **FP32))))
     clusters += [Cluster((Stage(name, 0, length),)) for name in names]
     nodes = {node.name: node for node in swarm.nodes}
     return Plan(epoch, seed, tuple(clusters), form_rings(tuple(clusters), nodes), ())

@@ -41,7 +41,7 @@ from ravnest.hub.coordinator.events import (
     TrainingReported,
 )
 from ravnest.hub.coordinator.ledger import Ledger
-from ravnest.hub.coordinator.lifecycle import Departures, Lifecycle, Training
+from ravnest.hub.coordinator.lifecycle import Departures, Duties, Lifecycle
 from ravnest.hub.coordinator.membership import Membership, is_sensible
 from ravnest.hub.coordinator.notices import (
     Joined,
@@ -91,8 +91,8 @@ class Coordinator:
         self._link_checks = LinkChecks(self.placement, self._plan_trigger.reset)
         shared = (self.placement, self.ledger, self._checkpoints, self._recovery, self._rounds)
         self._life = Lifecycle(job, *shared, self._plan_trigger, timeouts)
-        self._departures = Departures(*shared, self._plan_trigger, self._life)
-        self._training = Training(job, *shared, self._plan_trigger, self._life)
+        self._departures = Departures(self._life)
+        self._duties = Duties(job.settings, self._life, self._departures, self._inquiries)
 
     @property
     def clusters(self) -> tuple[ClusterState, ...]:
@@ -122,23 +122,12 @@ class Coordinator:
     @property
     def is_calm(self) -> bool:
         """Whether the present weights are worth a checkpoint, as the monitors say."""
-        return self._training.is_calm
+        return self._duties.is_calm
 
     @property
     def due(self) -> float | None:
         """When the next Tick is needed, if nothing else happens."""
-        times = [self._recovery.due(self.now)]
-        if self.phase is JobPhase.COLLECTING:
-            times.append(self._plan_trigger.plan_due)
-        elif self.phase is not JobPhase.FINISHED:
-            times.append(self._rounds.due)
-        if self.phase is JobPhase.KEEPING:
-            times.append(self._checkpoints.answer_by)
-        elif self._life.is_at_work:
-            times.append(self._inquiries.due)
-        if self.phase is JobPhase.TRAINING:
-            times += self._training.find_due(self.now)
-        return min((time for time in times if time is not None), default=None)
+        return self._duties.due(self.now)
 
     def is_at(self, job: JobGiven) -> bool:
         """Return whether this very job is under way, whatever nodes are expected for it."""
@@ -160,7 +149,7 @@ class Coordinator:
     @property
     def stands_still(self) -> bool:
         """Whether clusters wait for a blocking round, which has a deadline of its own."""
-        return self._rounds.stands_still and self._rounds.due is not None
+        return self._rounds.holds_clusters
 
     def has_asked(self, cluster_id: str) -> bool:
         """Return whether a silent cluster was asked what is wrong."""
@@ -168,7 +157,7 @@ class Coordinator:
 
     def wants_round(self, num_updates: int, now: float) -> bool:
         """Return whether a round would be opened if clusters had made so many updates."""
-        return self._training.wants_round(num_updates, now)
+        return self._duties.wants_round(num_updates, now)
 
     def ends_round(self, name: NodeId) -> bool:
         """Return whether the open round ends with the vote of this node."""
@@ -193,7 +182,7 @@ class Coordinator:
             return ()  # it says how far clusters are, and nothing follows from that
         actions = [
             self.drops.replace_faulty(action) if isinstance(action, SendFields) else action
-            for action in (*result, *self._advance())
+            for action in (*result, *self._duties.advance(self.now))
         ]
         return tuple(x for x in actions if not isinstance(x, Send) or x.to in self.membership)
 
@@ -371,7 +360,7 @@ class Coordinator:
             case LossAlarm():
                 self._life.alarm = event
             case CalmChanged():
-                self._training.is_calm = event.is_calm
+                self._duties.is_calm = event.is_calm
             case ClusterSilent():
                 return self._inquire(event)
             case ClusterHeard():
@@ -387,7 +376,7 @@ class Coordinator:
         results = self.ledger.record_evaluation(cluster, reported)
         if isinstance(results, str):
             return results
-        return [*self._life.report(results), *self._training.keep_best(cluster, results, self.now)]
+        return [*self._life.report(results), *self._duties.keep_best(cluster, results, self.now)]
 
     def _record_speed(self, measured: SpeedMeasured) -> list[Action]:
         """Plan with the speed that a node has by now."""
@@ -419,66 +408,3 @@ class Coordinator:
         if not cluster.unready:
             return [*self._inquiries.ask(cluster, 2 * silent.now - silent.since)]  # as long again
         return self._departures.evict_idle(self._recovery.find_lazy(cluster), self.now)
-
-    # The job goes on.
-
-    def _advance(self) -> list[Action]:
-        """Go on as far as nobody has to be waited for; a duty may bring the job into its next phase."""
-        if not self.has_begun:
-            return []
-        at_work = (JobPhase.TRAINING, JobPhase.EVALUATING)
-        duties = (
-            ((JobPhase.COLLECTING,), self._ask_for_plan),
-            (tuple(JobPhase), self._evict),
-            ((JobPhase.TRAINING,), self._train),
-            ((JobPhase.AVERAGING,), self._average),
-            ((JobPhase.EVALUATING,), self._evaluate),
-            ((JobPhase.KEEPING,), self._collect_result),
-            (at_work, self._retain_inquiries),
-        )
-        actions: list[Action] = []
-        for phases, duty in duties:
-            if self.phase in phases:
-                actions += duty()
-        return actions
-
-    def _ask_for_plan(self) -> list[Action]:
-        return [*self._plan_trigger.ask_for_plan(self.now)]
-
-    def _evict(self) -> list[Action]:
-        """Send nodes away that have left, do not answer or do nothing; rebuild clusters that are stuck."""
-        idle, stuck = self._inquiries.conclude(self.now) if self._life.is_at_work else ([], [])
-        actions = self._departures.evict_gone(self.now)
-        actions += self._departures.evict_idle(idle, self.now)
-        return actions + self._departures.rebuild([*stuck, *self._rounds.take_stuck()], self.now)
-
-    def _train(self) -> list[Action]:
-        return self._training.advance(self.now)
-
-    def _average(self) -> list[Action]:
-        actions = self._rounds.open_last(self.now)
-        if self._rounds.due is not None:
-            return [*actions]
-        self.ledger.start_evaluation()
-        self._life.enter(JobPhase.EVALUATING)
-        return []
-
-    def _evaluate(self) -> list[Action]:
-        actions: list[Action] = [*self._life.report(()), *self.ledger.fill(self.placement)]
-        if self.ledger.is_finished:
-            self._life.enter(JobPhase.KEEPING)
-        return actions
-
-    def _collect_result(self) -> list[Action]:
-        if self._checkpoints.has_result_under_way:
-            return []
-        keeper = self.ledger.progress.most_trained(self.placement.running)
-        return [*self._checkpoints.start(keeper, self.now, self.ledger.books, is_result=True)]
-
-    def _retain_inquiries(self) -> list[Action]:
-        """End the inquiries of clusters that have nothing to do, or stand still for a round."""
-        if self.stands_still:
-            for cluster in self.placement.running:
-                self._inquiries.cancel(cluster.cluster_id)
-        self._inquiries.retain(self.ledger.is_busy)
-        return []

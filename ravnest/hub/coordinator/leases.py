@@ -92,6 +92,16 @@ class OpenLease:
         return range(self.first_microbatch, self.first_microbatch + len(self.num_samples))
 
 
+def cut_batches(num_samples: int, batch_size: int, microbatches: int) -> tuple[int, ...]:
+    """Return the sizes of the microbatches of so many samples, batch after batch, as equal as possible."""
+    sizes: list[int] = []
+    for start in range(0, num_samples, batch_size):
+        size = min(batch_size, num_samples - start)
+        count = min(microbatches, size)  # those of a short last batch still hold a sample each
+        sizes += [size // count + (index < size % count) for index in range(count)]
+    return tuple(sizes)
+
+
 class OpenLeases:
     """The leases under way; no number of a lease or a microbatch is used again."""
 

@@ -18,11 +18,17 @@ from ravnest.hub.coordinator.events import (
     SendFields,
     TrainingReported,
 )
-from ravnest.hub.coordinator.leases import LeaseBook, LedgerState, OpenLease, OpenLeases, join_intervals
+from ravnest.hub.coordinator.leases import (
+    LeaseBook,
+    LedgerState,
+    OpenLease,
+    OpenLeases,
+    cut_batches,
+    join_intervals,
+)
 from ravnest.hub.coordinator.notices import EpochDone, Evaluated, Trained
 from ravnest.hub.coordinator.phases import ClusterPhase
 from ravnest.hub.coordinator.placement import ClusterState, Placement
-from ravnest.hub.coordinator.planner import cut_batches
 from ravnest.hub.coordinator.progress import ClusterProgress, ExactBatch, ExactBatches
 from ravnest.ids import LeaseId, MicrobatchId
 from ravnest.protocol.training import (
@@ -266,10 +272,8 @@ class Ledger:
         assert self._is_stopped
         for leased in self._book.open_leases:
             self._book.release(leased.cluster_id)
-        for lease in self.open_leases:
-            self._open.close(lease)
         self.exact.take()
-        self._evaluation = None
+        self.skip_evaluation()
 
     def skip_evaluation(self) -> None:
         """Wait no longer for the last evaluation."""
@@ -360,7 +364,7 @@ class Ledger:
             lease = self._book.lease(cluster.cluster_id, share)
             assert lease is not None
             num_before += lease.start if not leases else 0
-            sizes = self._cut(lease.num_samples, lease.num_samples)
+            sizes = cut_batches(lease.num_samples, lease.num_samples, self._microbatches)
             opened = self._open.open(cluster.cluster_id, lease, sizes)
             self._awaited.append(opened)
             leases[cluster.cluster_id] = opened
@@ -400,8 +404,11 @@ class Ledger:
         self.num_counted += num_samples
         self.progress.record_trained(cluster, num_trained)
         self._dropped[lease.epoch] += num_samples - num_trained
-        is_epoch = self._book.num_counted(lease.epoch) == self._settings.num_samples
-        return [self._end_epoch(lease.epoch)] if is_epoch else []
+        if self._book.num_counted(lease.epoch) < self._settings.num_samples:
+            return []
+        loss, _ = self._means.pop(lease.epoch, Means()).read()
+        self._awaited = [each for each in self._awaited if each.lease and each.lease.epoch != lease.epoch]
+        return [EpochDone(lease.epoch + 1, self._settings.num_samples, self._dropped.pop(lease.epoch), loss)]
 
     def record(self, reported: TrainingReported) -> None:
         """Record what clusters have reported; one that is no more has no version any longer."""
@@ -448,11 +455,6 @@ class Ledger:
         held = self._open.of(cluster.cluster_id)
         return next((lease for lease in held if microbatch in lease.microbatches), None)
 
-    def _end_epoch(self, epoch: int) -> EpochDone:
-        loss, _ = self._means.pop(epoch, Means()).read()
-        self._awaited = [each for each in self._awaited if each.lease and each.lease.epoch != epoch]
-        return EpochDone(epoch + 1, self._settings.num_samples, self._dropped.pop(epoch), loss)
-
     def _grant(self, cluster: ClusterState, placement: Placement, share: int) -> list[Send | SendFields]:
         evaluation = self._due_evaluation(placement.running)
         if evaluation and evaluation.cluster_id == cluster.cluster_id and self._is_time_for(evaluation):
@@ -464,7 +466,9 @@ class Ledger:
         if lease is None:
             return []
         samples = [int(index) for index in self._book.samples(lease)]
-        opened = self._open.open(cluster.cluster_id, lease, self._cut(len(samples), share))
+        opened = self._open.open(
+            cluster.cluster_id, lease, cut_batches(len(samples), share, self._microbatches)
+        )
         self._awaited.append(opened)
         batches = len(placement.running) * share / self._settings.batch_size
         ahead = _OPEN_LEASES * self._chunk_batches
@@ -485,7 +489,7 @@ class Ledger:
         num_samples = min(num_left, self._chunk_batches * self._settings.batch_size)
         samples = range(evaluation.next_sample, evaluation.next_sample + num_samples)
         evaluation.next_sample += num_samples
-        sizes = self._cut(num_samples, self._settings.batch_size)
+        sizes = cut_batches(num_samples, self._settings.batch_size, self._microbatches)
         opened = self._open.open(cluster.cluster_id, None, sizes, samples.start)
         return grant_lease(cluster, opened, samples, placement)
 
@@ -512,6 +516,3 @@ class Ledger:
         """The epoch of the samples that would be leased next."""
         upcoming = self._book.upcoming
         return self._settings.epochs if upcoming is None else upcoming[0]
-
-    def _cut(self, num_samples: int, batch_size: int) -> tuple[int, ...]:
-        return cut_batches(num_samples, batch_size, self._microbatches)

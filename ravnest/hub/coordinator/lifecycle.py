@@ -7,7 +7,7 @@ cluster ends.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import takewhile
 
 from ravnest.config import TIMEOUTS, HubTimeouts
@@ -18,6 +18,7 @@ from ravnest.hub.coordinator.events import (
     Evict,
     Finish,
     JobGiven,
+    JobSettings,
     LossAlarm,
     Notify,
     PlanMade,
@@ -45,7 +46,7 @@ from ravnest.hub.coordinator.placement import ClusterState, Placement
 from ravnest.hub.coordinator.plan_trigger import PlanTrigger
 from ravnest.hub.coordinator.recovery import Recovery
 from ravnest.hub.coordinator.rounds import Ended, Rounds
-from ravnest.hub.coordinator.snapshots import IDLE, CheckpointCollector
+from ravnest.hub.coordinator.snapshots import IDLE, CheckpointCollector, Inquiries
 from ravnest.ids import NodeId
 from ravnest.protocol.membership import Leave, Stop
 
@@ -95,9 +96,9 @@ class Lifecycle:
         timeouts: HubTimeouts = TIMEOUTS.hub,
     ) -> None:
         self._job, self._timeouts = job, timeouts
-        self._placement, self._membership = placement, placement.membership
-        self._ledger, self._checkpoints, self._recovery = ledger, checkpoints, recovery
-        self._rounds, self._plan_trigger = rounds, plan_trigger
+        self.placement, self._membership = placement, placement.membership
+        self.ledger, self.checkpoints, self.recovery = ledger, checkpoints, recovery
+        self.rounds, self.plan_trigger = rounds, plan_trigger
         self._reports = EpochReports(ledger)
         self.phase = JobPhase.COLLECTING
         self.has_begun = False
@@ -110,7 +111,7 @@ class Lifecycle:
     @property
     def can_repair(self) -> bool:
         """Whether clusters are repaired: until the end, or until a cluster has what is to be kept."""
-        return self.phase is JobPhase.TRAINING and (self.stop_by is None or not self._placement.running)
+        return self.phase is JobPhase.TRAINING and (self.stop_by is None or not self.placement.running)
 
     @property
     def is_at_work(self) -> bool:
@@ -134,22 +135,22 @@ class Lifecycle:
         return self._tell_checkpoint()
 
     def _tell_checkpoint(self) -> list[Action]:
-        saved = self._recovery.saved
+        saved = self.recovery.saved
         return [Notify(FromCheckpoint(saved.num_counted))] if saved is not None else []
 
     def restart(self, event: Restarted, now: float) -> _Result:
         """Go on after the hub was away, with what its nodes still have."""
         if not self.has_begun or self.phase is JobPhase.FINISHED:
             return "there is nothing to go on with"
-        ended = self._rounds.cancel("the hub was away", now)
-        actions: list[Action] = [Notify(Resumed(self._ledger.num_counted, len(self._membership)))]
+        ended = self.rounds.cancel("the hub was away", now)
+        actions: list[Action] = [Notify(Resumed(self.ledger.num_counted, len(self._membership)))]
         actions += self.end_round(ended)
-        self._recovery.forget_held()
+        self.recovery.forget_held()
         self.end_by = None
-        actions += self._recovery.restart(event.books, now)
-        self._rounds.restart()
-        self._plan_trigger.reset(now)
-        self.enter(JobPhase.TRAINING if self._placement.clusters else JobPhase.COLLECTING)
+        actions += self.recovery.restart(event.books, now)
+        self.rounds.restart()
+        self.plan_trigger.reset(now)
+        self.enter(JobPhase.TRAINING if self.placement.clusters else JobPhase.COLLECTING)
         return actions
 
     def end_round(self, ended: Ended | None) -> list[Action]:
@@ -159,38 +160,38 @@ class Lifecycle:
         if not ended.told.is_committed:
             return [*ended.sends, Notify(ended.told)]
         took_part = {send.to for send in ended.sends}
-        clusters = [each for each in self._placement.running if each.root in took_part]
+        clusters = [each for each in self.placement.running if each.root in took_part]
         if ended.sums_gradients:  # one for every batch, so people are told of those that fail
-            done = self._ledger.note_summed(clusters)
-            return [*ended.sends, Notify(self._ledger.trained), *self.report(done)]
-        self._ledger.progress.record_agreement(clusters, ended.told.round_id)
+            done = self.ledger.note_summed(clusters)
+            return [*ended.sends, Notify(self.ledger.trained), *self.report(done)]
+        self.ledger.progress.record_agreement(clusters, ended.told.round_id)
         return [*ended.sends, Notify(ended.told)]
 
     def adopt(self, made: PlanMade, now: float) -> _Result:
         """Follow a plan, unless members changed while it was made: another one is on its way then."""
-        if self.phase not in (JobPhase.COLLECTING, JobPhase.TRAINING) or not self._plan_trigger.accept(made):
+        if self.phase not in (JobPhase.COLLECTING, JobPhase.TRAINING) or not self.plan_trigger.accept(made):
             return f"plan {made.plan_id} comes too late: others are here now"
-        told: list[Action] = [*self._plan_trigger.notify_shortage(made.shortage)]
+        told: list[Action] = [*self.plan_trigger.notify_shortage(made.shortage)]
         if self.phase is JobPhase.COLLECTING:
             self.enter(JobPhase.TRAINING if made.plan else JobPhase.COLLECTING)
-            return [*told, *(self._recovery.form(made) if made.plan else [])]
+            return [*told, *(self.recovery.form(made) if made.plan else [])]
         if made.plan is None:
             return [*told, *self.start_over(now)]
-        return told if self._recovery.hold(made, now) else told + self.repair(made, now)
+        return told if self.recovery.hold(made, now) else told + self.repair(made, now)
 
     def repair(self, made: PlanMade, now: float) -> list[Action]:
         """Go on with a repaired plan."""
         assert made.plan is not None
         told: list[Action] = []
-        if made.plan.rings != self._placement.rings or self._placement.is_exact:
-            told += self.end_round(self._rounds.cancel("the rings are others now", now))
+        if made.plan.rings != self.placement.rings or self.placement.is_exact:
+            told += self.end_round(self.rounds.cancel("the rings are others now", now))
         told += [Notify(Repaired(made.plan, made.reason))] if made.reason else []
-        followed = self._recovery.repair(made)
+        followed = self.recovery.repair(made)
         return told + (self.start_over(now) if followed is None else followed)
 
     def may_end(self, now: float) -> bool:
         """Return whether all clusters can take part in the last round, or were waited for long enough."""
-        if self.stop_by is not None or len(self._placement.running) == len(self._placement.clusters):
+        if self.stop_by is not None or len(self.placement.running) == len(self.placement.clusters):
             return True
         self.end_by = now + self._timeouts.end_seconds if self.end_by is None else self.end_by
         return now >= self.end_by
@@ -201,22 +202,22 @@ class Lifecycle:
             return f"there is no job to stop ({reason}), or it ends already"
         self.stop_by = now + self._timeouts.stop_seconds
         told = Notify(Stopping(reason))
-        if not self._placement.clusters or not (self._placement.running or self._ledger.num_counted):
+        if not self.placement.clusters or not (self.placement.running or self.ledger.num_counted):
             return [told, *self.start_over(now)]
-        self._ledger.stop()
+        self.ledger.stop()
         return [told]
 
     def roll_back(self, alarm: LossAlarm, now: float) -> list[Action]:
         """Go back to the last checkpoint, if there is one; too often in a row is the end."""
         self._num_alarms += 1
-        self._alarmed_at = max(self._alarmed_at, self._ledger.num_counted)
+        self._alarmed_at = max(self._alarmed_at, self.ledger.num_counted)
         self.alarm = None
-        has_checkpoint = self._recovery.saved is not None
+        has_checkpoint = self.recovery.saved is not None
         told = Notify(WentWrong(alarm.reason, alarm.suspect, has_checkpoint))
         if self._num_alarms <= _MOST_ALARMS:
             return [told, *(self.start_over(now) if has_checkpoint else [])]
-        self._ledger.stop()
-        self._ledger.give_up_leases()
+        self.ledger.stop()
+        self.ledger.give_up_leases()
         self.enter(JobPhase.FINISHED)
         stops = [Send(name, Stop("the job was ended by its guard")) for name in self._membership]
         told_why = f"{alarm.reason}, seen first at {alarm.suspect}, for the {self._num_alarms}th time"
@@ -225,50 +226,50 @@ class Lifecycle:
 
     def start_over(self, now: float) -> list[Action]:
         """Go back to collecting, with what the hub has and all members; or end with that, if it is enough."""
-        actions = self.end_round(self._rounds.cancel("training begins again", now))
-        for cluster in self._placement.clusters:
-            self._checkpoints.drop(cluster)
-        actions += self._placement.dissolve(self._placement.clusters)
-        lost = self._ledger.restart(self._recovery.saved)
+        actions = self.end_round(self.rounds.cancel("training begins again", now))
+        for cluster in self.placement.clusters:
+            self.checkpoints.drop(cluster)
+        actions += self.placement.dissolve(self.placement.clusters)
+        lost = self.ledger.restart(self.recovery.saved)
         self._reports.restart()
-        self._recovery.forget_held()
+        self.recovery.forget_held()
         self.end_by = None
-        self._rounds.restart()
+        self.rounds.restart()
         self.alarm = None
-        self._plan_trigger.reset(now)
-        if self.stop_by is None and not self._ledger.is_finished:
+        self.plan_trigger.reset(now)
+        if self.stop_by is None and not self.ledger.is_finished:
             self.enter(JobPhase.COLLECTING)
             actions += [Notify(WorkLost(lost)), *self._tell_checkpoint()] if lost else []
-            return actions if len(self._membership) else [*actions, *self._plan_trigger.notify_shortage()]
+            return actions if len(self._membership) else [*actions, *self.plan_trigger.notify_shortage()]
         self.enter(JobPhase.FINISHED)
         actions += [Send(name, Stop("the job was stopped")) for name in self._membership]
-        if self._recovery.saved is None:
+        if self.recovery.saved is None:
             return [
                 *actions,
                 Abandon("the job was stopped when there was nothing to keep, no checkpoint either"),
             ]
-        trained = self._ledger.trained
+        trained = self.ledger.trained
         return [*actions, Notify(CheckpointIsResult(trained.num_samples, trained.num_total)), Finish((), ())]
 
     def report(self, reports: Sequence[EpochDone | Evaluated]) -> list[Action]:
         """Tell of epochs and evaluations that are over, in order."""
         ready = self._reports.add(reports, is_end=self.phase is JobPhase.EVALUATING)
-        self._ledger.history += ready
+        self.ledger.history += ready
         return [Notify(each) for each in ready]
 
     def end_collection(self, collected: Collected, now: float) -> _Result:
         """Go on when something is on disk: a checkpoint, or the result, whoever has left meanwhile."""
-        result = self._checkpoints.find_result(collected.number)
+        result = self.checkpoints.find_result(collected.number)
         if result is not None and self.phase is not JobPhase.FINISHED:
             if self.phase is not JobPhase.KEEPING:  # nobody was left, and training began again
-                self._ledger.restart(result.books)
+                self.ledger.restart(result.books)
             self.enter(JobPhase.FINISHED)
             stops: list[Action] = [Send(name, Stop("the job is done")) for name in self._membership]
-            return [*stops, Finish(result.parts, tuple(self._ledger.history))]
-        if result is not None or not self._checkpoints.has_asked_for(collected.number):
+            return [*stops, Finish(result.parts, tuple(self.ledger.history))]
+        if result is not None or not self.checkpoints.has_asked_for(collected.number):
             return f"nobody asked to collect number {collected.number}"
-        kept = self._recovery.end_checkpoint(collected, now)
-        saved = self._recovery.saved
+        kept = self.recovery.end_checkpoint(collected, now)
+        saved = self.recovery.saved
         if not collected.fault and saved is not None and saved.num_counted > self._alarmed_at:
             self._num_alarms = 0  # a checkpoint before that place says nothing of what comes there
         return kept
@@ -277,19 +278,11 @@ class Lifecycle:
 class Departures:
     """Removes nodes, and gives their clusters up or has them repaired."""
 
-    def __init__(
-        self,
-        placement: Placement,
-        ledger: Ledger,
-        checkpoints: CheckpointCollector,
-        recovery: Recovery,
-        rounds: Rounds,
-        plan_trigger: PlanTrigger,
-        life: Lifecycle,
-    ) -> None:
-        self._placement, self._membership = placement, placement.membership
-        self._ledger, self._checkpoints, self._recovery = ledger, checkpoints, recovery
-        self._rounds, self._plan_trigger, self._life = rounds, plan_trigger, life
+    def __init__(self, life: Lifecycle) -> None:
+        self._life = life
+        self._placement, self._membership = life.placement, life.placement.membership
+        self._ledger, self._checkpoints, self._recovery = life.ledger, life.checkpoints, life.recovery
+        self._rounds, self._plan_trigger = life.rounds, life.plan_trigger
 
     def leave(self, name: NodeId, leave: Leave, now: float) -> _Result:
         """Let a node go: at once, or when others have what it has."""
@@ -369,36 +362,36 @@ class Departures:
         return actions + self._life.start_over(now)
 
 
-class Training:
-    """What is to be done after every event in the phase TRAINING."""
+class Duties:
+    """What is to be done after every event, as far as nobody has to be waited for."""
 
     def __init__(
-        self,
-        job: JobGiven,
-        placement: Placement,
-        ledger: Ledger,
-        checkpoints: CheckpointCollector,
-        recovery: Recovery,
-        rounds: Rounds,
-        plan_trigger: PlanTrigger,
-        life: Lifecycle,
+        self, settings: JobSettings, life: Lifecycle, departures: Departures, inquiries: Inquiries
     ) -> None:
-        self._settings = job.settings
-        self._placement, self._ledger, self._checkpoints = placement, ledger, checkpoints
-        self._recovery, self._rounds, self._plan_trigger, self._life = recovery, rounds, plan_trigger, life
+        self._settings, self._life, self._departures, self._inquiries = settings, life, departures, inquiries
+        self._placement, self._ledger, self._checkpoints = life.placement, life.ledger, life.checkpoints
+        self._recovery, self._rounds, self._plan_trigger = life.recovery, life.rounds, life.plan_trigger
         self.is_calm = True  # as the monitors say
         self._best_loss = math.inf  # of all evaluations
 
-    def find_due(self, now: float) -> list[float | None]:
-        """Return when the next duties are due."""
-        life = self._life
-        return [
-            life.stop_by,
-            life.end_by,
-            self._checkpoints.due(self._checkpoint_every),
-            self._plan_trigger.repair_due(self._recovery.is_urgent) if self._may_repair(now) else None,
-            self._recovery.backups.due if life.stop_by is None else None,
-        ]
+    def due(self, now: float) -> float | None:
+        """Return when something is to be done, if nothing else happens."""
+        life, phase = self._life, self._life.phase
+        times = [self._recovery.due(now)]
+        if phase is JobPhase.COLLECTING:
+            times.append(self._plan_trigger.plan_due)
+        elif phase is not JobPhase.FINISHED:
+            times.append(self._rounds.due)
+        if phase is JobPhase.KEEPING:
+            times.append(self._checkpoints.answer_by)
+        elif life.is_at_work:
+            times.append(self._inquiries.due)
+        if phase is JobPhase.TRAINING:
+            times += [life.stop_by, life.end_by, self._checkpoints.due(self._checkpoint_every)]
+            is_repaired = self._may_repair(now)
+            times.append(self._plan_trigger.repair_due(self._recovery.is_urgent) if is_repaired else None)
+            times.append(self._recovery.backups.due if life.stop_by is None else None)
+        return min((time for time in times if time is not None), default=None)
 
     def wants_round(self, num_updates: int, now: float) -> bool:
         """Return whether a round would be opened if clusters had made so many updates."""
@@ -407,6 +400,33 @@ class Training:
         return self._rounds.is_due(num_updates, now) and not self._recovery.is_urgent
 
     def advance(self, now: float) -> list[Action]:
+        """Do what is due in this phase; a duty may bring the job into its next one."""
+        if not self._life.has_begun:
+            return []
+        at_work = (JobPhase.TRAINING, JobPhase.EVALUATING)
+        duties: tuple[tuple[tuple[JobPhase, ...], Callable[[float], Sequence[Action]]], ...] = (
+            ((JobPhase.COLLECTING,), self._plan_trigger.ask_for_plan),
+            (tuple(JobPhase), self._evict),
+            ((JobPhase.TRAINING,), self._train),
+            ((JobPhase.AVERAGING,), self._average),
+            ((JobPhase.EVALUATING,), self._evaluate),
+            ((JobPhase.KEEPING,), self._collect_result),
+            (at_work, self._retain_inquiries),
+        )
+        actions: list[Action] = []
+        for phases, duty in duties:
+            if self._life.phase in phases:
+                actions += duty(now)
+        return actions
+
+    def _evict(self, now: float) -> list[Action]:
+        """Send nodes away that have left, do not answer or do nothing; rebuild clusters that are stuck."""
+        idle, stuck = self._inquiries.conclude(now) if self._life.is_at_work else ([], [])
+        actions = self._departures.evict_gone(now)
+        actions += self._departures.evict_idle(idle, now)
+        return actions + self._departures.rebuild([*stuck, *self._rounds.take_stuck()], now)
+
+    def _train(self, now: float) -> list[Action]:
         """Grant leases; average, back up and keep what is trained; repair the plan; see when it is enough."""
         life = self._life
         if life.stop_by is not None and now >= life.stop_by:
@@ -473,3 +493,31 @@ class Training:
             return []
         keeper = self._ledger.progress.most_trained(self._placement.running)
         return self._checkpoints.start(keeper, now, self._ledger.books)
+
+    def _average(self, now: float) -> Sequence[Action]:
+        actions = self._rounds.open_last(now)
+        if self._rounds.due is not None:
+            return actions
+        self._ledger.start_evaluation()
+        self._life.enter(JobPhase.EVALUATING)
+        return []
+
+    def _evaluate(self, _: float) -> list[Action]:
+        actions: list[Action] = [*self._life.report(()), *self._ledger.fill(self._placement)]
+        if self._ledger.is_finished:
+            self._life.enter(JobPhase.KEEPING)
+        return actions
+
+    def _collect_result(self, now: float) -> Sequence[Action]:
+        if self._checkpoints.has_result_under_way:
+            return []
+        keeper = self._ledger.progress.most_trained(self._placement.running)
+        return self._checkpoints.start(keeper, now, self._ledger.books, is_result=True)
+
+    def _retain_inquiries(self, _: float) -> list[Action]:
+        """End the inquiries of clusters that have nothing to do, or stand still for a round."""
+        if self._rounds.holds_clusters:
+            for cluster in self._placement.running:
+                self._inquiries.cancel(cluster.cluster_id)
+        self._inquiries.retain(self._ledger.is_busy)
+        return []

@@ -1,8 +1,8 @@
 """The hub's planner: it answers a MakePlan with a plan, a repaired plan, or what is short.
 
-A planner also cuts batches. A batch is what one update sees; it travels as microbatches, so that the pipeline
-stays full. All clusters use the same number of microbatches, as many as their windows and the lag bound need.
-The server runs the planner in a thread and takes it as an argument.
+A planner also says how batches are cut. A batch is what one update sees; it travels as microbatches, so that
+the pipeline stays full. All clusters use the same number of microbatches, as many as their windows and the
+lag bound need. The server runs the planner in a thread and takes it as an argument.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,6 @@ from ravnest.errors import PlanError
 from ravnest.hub.coordinator.events import JobGiven, JobSettings, MakePlan, PlanMade
 from ravnest.ids import NodeId
 from ravnest.plan.formation import form_plan
-from ravnest.plan.profiles import resize_batch
 from ravnest.plan.repair import Repair, node_joined, node_left, node_slowed
 from ravnest.plan.sharing import LEAST_UPDATES, Sharing, TrainingLength, efficiency, share_job
 from ravnest.plan.types import ModelProfile, Plan, Swarm
@@ -31,20 +30,10 @@ _GAIN = 1.05  # a plan with more clusters must be so much better
 _TRIES = 3  # smaller microbatches widen windows, and those ask for more of them
 
 
-def cut_batches(num_samples: int, batch_size: int, microbatches: int) -> tuple[int, ...]:
-    """Return the sizes of the microbatches of so many samples, batch after batch, as equal as possible."""
-    sizes: list[int] = []
-    for start in range(0, num_samples, batch_size):
-        size = min(batch_size, num_samples - start)
-        count = min(microbatches, size)  # those of a short last batch still hold a sample each
-        sizes += [size // count + (index < size % count) for index in range(count)]
-    return tuple(sizes)
-
-
 def lease_batches(job: JobGiven, plan: Plan, microbatches: int) -> int:
     """Return the batches of a lease: twice those in flight, so that no root runs out; more of small ones."""
     widest = max(cluster.stages[0].window for cluster in plan.clusters)
-    batch_bytes = resize_batch(job.profile, job.settings.batch_size).crossing_bytes[0]
+    batch_bytes = job.profile.resize_batch(job.settings.batch_size).crossing_bytes[0]
     wanted = max(ceil(2 * widest / microbatches), int(_LEASE_BYTES // max(batch_bytes, 1.0)))
     return min(job.settings.chunk_batches, wanted, max(1, MOST_OF_LEASE // microbatches))
 
@@ -52,7 +41,7 @@ def lease_batches(job: JobGiven, plan: Plan, microbatches: int) -> int:
 def profile_microbatch(job: JobGiven, microbatches: int, sharing: Sharing) -> ModelProfile:
     """Return the profile of a job whose batches, or shares of a batch, travel in so many pieces."""
     num_shares = sharing.num_clusters if sharing.is_split else 1
-    return resize_batch(job.profile, -(-job.settings.batch_size // (microbatches * num_shares)))
+    return job.profile.resize_batch(-(-job.settings.batch_size // (microbatches * num_shares)))
 
 
 def configure_microbatch(job: JobGiven, microbatches: int, sharing: Sharing) -> PlanConfig:
@@ -317,10 +306,14 @@ def _choose(form: Callable[[int], tuple[Plan, int]], most: int) -> tuple[Plan, i
 
 
 def _accumulate(plan: Plan, count: int, max_lag: int) -> Plan:
-    """Let every cluster make an update of so many microbatches, with windows that keep the lag bound."""
-    widest = count * max_lag + 1
+    """Let every cluster make an update of so many microbatches, with windows that keep the lag bound.
+
+    A cluster has no more lag than it was planned with: its stages have no memory for older weights.
+    """
     clusters = []
     for cluster in plan.clusters:
+        planned = ceil((cluster.stages[0].window - 1) / cluster.accumulate)
+        widest = count * min(max_lag, max(1, planned)) + 1
         stages = (replace(stage, window=min(stage.window, widest)) for stage in cluster.stages)
         clusters.append(replace(cluster, stages=tuple(stages), accumulate=count))
     return replace(plan, clusters=tuple(clusters))

@@ -247,7 +247,10 @@ class DroppedSamples:
 
 
 class Drops:
-    """Takes every microbatch that is dropped; `found` says what is known of their samples, in order."""
+    """Takes every microbatch that is dropped; `found` says what is known of their samples, in order.
+
+    A sample at fault costs one microbatch, not one in each epoch: another takes its place from then on.
+    """
 
     def __init__(self) -> None:
         self._found: dict[tuple[bool, tuple[int, ...]], str] = {}

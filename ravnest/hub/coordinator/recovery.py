@@ -25,8 +25,8 @@ from ravnest.hub.coordinator.notices import (
 from ravnest.hub.coordinator.phases import ClusterPhase
 from ravnest.hub.coordinator.placement import ClusterState, Placement
 from ravnest.hub.coordinator.planner import lease_batches
-from ravnest.hub.coordinator.snapshots import CheckpointCollector, SnapshotDesk
-from ravnest.hub.coordinator.sources import BackupPolicy, StateSources, find_cluster_of_state
+from ravnest.hub.coordinator.snapshots import BackupPolicy, CheckpointCollector, SnapshotDesk
+from ravnest.hub.coordinator.sources import StateSources, find_cluster_of_state
 from ravnest.ids import HUB, NodeId
 from ravnest.protocol.placement import SnapshotMade, StageMissing
 
@@ -50,7 +50,7 @@ class Recovery:
         self._placement, self._membership = placement, placement.membership
         self._ledger, self._checkpoints = ledger, checkpoints
         self._sources = StateSources(placement, desk)
-        self.backups = BackupPolicy(placement, self._sources, desk, timeouts)
+        self.backups = BackupPolicy(placement, desk, self._sources.add_backup, timeouts)
         self.saved = job.books  # the ledger of the last checkpoint
         self._held: PlanMade | None = None  # until the clusters that it changes have finished something
         self._held_until = 0.0

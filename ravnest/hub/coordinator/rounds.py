@@ -135,6 +135,11 @@ class Rounds:
         return self._placement.sharing.averaging is Averaging.BLOCKING
 
     @property
+    def holds_clusters(self) -> bool:
+        """Whether clusters wait for an open round now, which has a deadline of its own."""
+        return self.stands_still and self._decision is not None
+
+    @property
     def due(self) -> float | None:
         """When the open round expires; None when no round is open."""
         return self._deadline if self._decision else None

@@ -3,19 +3,23 @@
 One desk numbers all requests. A checkpoint is one cluster's state, now and then, and at the end the result.
 If that cluster breaks, another one is asked, or the checkpoint waits for the next time. An inquiry asks a
 cluster that has work and reports nothing: only a stage that works can make a snapshot. Nodes that do not
-answer in time are evicted. A cluster in which all answer and still nothing moves is built anew.
+answer in time are evicted. A cluster in which all answer and still nothing moves is built anew. A backup is
+kept by a spare.
 """
 
 from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from ravnest.config import TIMEOUTS, HubTimeouts
 from ravnest.hub.coordinator.events import CheckpointPart, Collect, Send
 from ravnest.hub.coordinator.leases import LedgerState
+from ravnest.hub.coordinator.membership import HeldState
 from ravnest.hub.coordinator.notices import Evaluated
 from ravnest.hub.coordinator.placement import ClusterState, Placement
 from ravnest.ids import NodeId
-from ravnest.protocol.placement import SnapshotMade, SnapshotOrder
+from ravnest.protocol.blobs import BlobRef
+from ravnest.protocol.placement import BackupKept, BackupOrder, SnapshotMade, SnapshotOrder, Source
 
 
 class SnapshotPurpose(StrEnum):
@@ -60,7 +64,10 @@ IDLE = "it does no work: nothing is heard of its stage, though its link lives"
 
 
 class Inquiries:
-    """At most one per cluster; its snapshots are requests of the one desk."""
+    """At most one per cluster; its snapshots are requests of the one desk.
+
+    The link of a peer lives beside its work, so a stage that hangs would hold its cluster for ever.
+    """
 
     def __init__(self, placement: Placement, desk: SnapshotDesk) -> None:
         self._placement, self._desk = placement, desk
@@ -112,7 +119,7 @@ class Inquiries:
         return list(silent), [each for each in self._placement.running if each.cluster_id in others]
 
 
-_PAUSE = 10  # times what a checkpoint takes lies between two: a slow way home is not kept busy by them
+_PAUSE = 10  # times what checkpoints or backups take lies between two: no slow link is kept busy by them
 
 
 class CheckpointCollector:
@@ -253,3 +260,78 @@ class CheckpointCollector:
     @property
     def _is_complete(self) -> bool:
         return self._keeper is not None and len(self._kept) == len(self._keeper.nodes)
+
+
+@dataclass(frozen=True, slots=True)
+class _BackupInTransit:
+    """A snapshot on its way from a node to its spare."""
+
+    node: NodeId
+    spare: NodeId
+    held: HeldState
+    samples_seen: int  # samples it had learned from
+    weights: BlobRef | None = None
+
+
+class BackupPolicy:
+    """One snapshot per node at a time; what does not arrive is asked for again."""
+
+    def __init__(
+        self,
+        placement: Placement,
+        desk: SnapshotDesk,
+        add_source: Callable[[NodeId, HeldState, BlobRef, int], None],
+        timeouts: HubTimeouts = TIMEOUTS.hub,
+    ) -> None:
+        self._timeouts = timeouts
+        self._placement, self._desk, self._add_source = placement, desk, add_source
+        self._in_transit: dict[int, _BackupInTransit] = {}
+        self._asked_at, self._next_at = 0.0, -1.0
+
+    @property
+    def due(self) -> float | None:
+        """When the next snapshots are to be asked for, if anybody can be backed up."""
+        return self._next_at if self._next_at >= 0 and self._find_pairs() else None
+
+    def order(self, samples_seen: Callable[[ClusterState], int], now: float) -> list[Send]:
+        """Ask for the snapshots that are due; who could not be backed up by then is asked when it can."""
+        if self._next_at < 0:
+            self._next_at = now + self._timeouts.backup_every_seconds
+        if now < self._next_at or not (pairs := self._find_pairs()):
+            return []
+        self._asked_at, self._next_at = now, now + self._timeouts.backup_every_seconds
+        self._desk.withdraw(SnapshotPurpose.BACKUP)
+        self._in_transit = {
+            self._desk.new_number(): _BackupInTransit(node, spare, held, samples_seen(cluster))
+            for node, spare, held, cluster in pairs
+        }
+        build_id, purpose = self._placement.build_id, SnapshotPurpose.BACKUP
+        asked = [(number, way.node) for number, way in self._in_transit.items()]
+        return [self._desk.ask(purpose, number, node, build_id(node)) for number, node in asked]
+
+    def _find_pairs(self) -> list[tuple[NodeId, NodeId, HeldState, ClusterState]]:
+        """Return the nodes of clusters that train, and the spares that are here for them."""
+        found = []
+        membership = self._placement.membership
+        for backup in self._placement.backups:
+            node, cluster = membership.find(backup.node), self._placement.cluster_of(backup.node)
+            if cluster is None or not cluster.is_running or backup.spare not in membership:
+                continue
+            if node is not None and node.held is not None:
+                found.append((backup.node, backup.spare, node.held, cluster))
+        return found
+
+    def forward(self, sender: NodeId, made: SnapshotMade) -> list[Send]:
+        """Have the spare fetch a snapshot that its node made."""
+        way = self._in_transit[made.number] = replace(self._in_transit[made.number], weights=made.weights)
+        return [Send(way.spare, BackupOrder(0, made.number, Source(sender, made.weights)))]
+
+    def record(self, sender: NodeId, kept: BackupKept, now: float) -> str | None:
+        """Record that a spare has a snapshot; return why not, if it was not to keep it."""
+        way = self._in_transit.get(kept.number)
+        if way is None or way.spare != sender or way.weights is None:
+            return f"nobody asked {sender} to keep snapshot {kept.number}"
+        del self._in_transit[kept.number]
+        self._next_at = max(self._next_at, now + _PAUSE * (now - self._asked_at))
+        self._add_source(sender, way.held, way.weights, way.samples_seen)
+        return None

@@ -1,4 +1,4 @@
-"""Sources: which node gives which state to a stage that is built; and backups, which spares keep.
+"""Sources: which node gives which state to a stage that is built.
 
 A node keeps what it holds. The rest comes from snapshots: of nodes of the same cluster; else of another
 cluster, of a backup, or of the hub, which has the last checkpoint. A source may be a tenth behind the best.
@@ -9,7 +9,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from ravnest.config import TIMEOUTS, HubTimeouts
 from ravnest.hub.coordinator.events import MakeParts, PartsMade, Send
 from ravnest.hub.coordinator.membership import HeldState, Membership
 from ravnest.hub.coordinator.placement import ClusterState, Placement, PlanChange
@@ -17,9 +16,10 @@ from ravnest.hub.coordinator.snapshots import SnapshotDesk, SnapshotPurpose
 from ravnest.ids import HUB, NodeId, RoundId
 from ravnest.plan.types import Stage
 from ravnest.protocol.blobs import BlobRef
-from ravnest.protocol.placement import BackupKept, BackupOrder, SnapshotMade, Source, StageParts
+from ravnest.protocol.placement import SnapshotMade, Source, StageParts
 
 _ENOUGH = 0.9  # of what the best source has learned from
+_MOST_BEFORE = 2  # nodes that pass first weights on to the same one: one may be slow
 
 
 @dataclass(slots=True)
@@ -31,6 +31,16 @@ class _Need:
     is_kept: bool
     nodes: tuple[NodeId, ...]
     is_ordered: bool = False
+    shares: tuple["_Share", ...] = ()  # of what the hub gives; without one, it gives the stage as a whole
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """A segment of a stage whose weights come from the hub, and the nodes that get them before."""
+
+    start: int
+    stop: int
+    before: tuple[NodeId, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +80,21 @@ class StateSources:
         return any(HUB in need.nodes for need in self._needs.values())
 
     def begin_first(self, change: PlanChange) -> None:
-        """Build stages of what the hub has, alike in all clusters."""
+        """Build stages of what the hub has, alike in all clusters.
+
+        The owners of a segment get its weights in turn, those that send fastest first: one from the hub, and
+        each other from those before it, while they arrive there.
+        """
         stages = [(cluster, stage) for cluster in change.built for stage in cluster.cluster.stages]
-        self._start({stage.node: _Need(cluster, stage, False, (HUB,)) for cluster, stage in stages})
+        needs = {stage.node: _Need(cluster, stage, False, (HUB,)) for cluster, stage in stages}
+        for ring in self._placement.rings:
+            owners = [self._membership[name].node for name in ring.owners]
+            turns = sorted(owners, key=lambda node: (-node.upload_bytes_per_second, node.name))
+            for turn, node in enumerate(turns):
+                met = [x.name for x in turns[:turn] if x.is_reachable or node.is_reachable]
+                share = _Share(ring.start, ring.stop, tuple(met[-_MOST_BEFORE:]))
+                needs[node.name].shares += (share,)
+        self._start(needs)
         self._anchor_round = RoundId(0)
 
     def begin(
@@ -204,19 +226,41 @@ class StateSources:
         for need in self._needs.values():
             if need.is_ordered or need.cluster.is_broken:
                 continue
-            stage, is_hubs = need.stage, HUB in need.nodes
-            made = self._placement.find_parts(stage.start, stage.stop, is_newest=is_hubs)
-            if not isinstance(made, PartsMade):
-                orders += made
-            elif all(node in self._snapshots for node in need.nodes if node != HUB):
+            made = self._find_parts(need, orders)
+            if made is not None and all(node in self._snapshots for node in need.nodes if node != HUB):
                 need.is_ordered = True
                 self._shrink(need)
-                orders.append(self._deliver(need, made))
+                orders.append(self._deliver(need, *made))
         return orders
 
-    def _deliver(self, need: _Need, made: PartsMade) -> Send:
-        refs = {**self._snapshots, HUB: made.weights}
-        sources = tuple(Source(node, refs[node]) for node in need.nodes)
+    def _find_parts(
+        self, need: _Need, orders: list[Send | MakeParts]
+    ) -> tuple[PartsMade, list[Source]] | None:
+        """Return what the requester's side makes of a stage, and what the hub gives; or order it made."""
+        stage, is_hubs = need.stage, HUB in need.nodes
+        shares = need.shares or (_Share(stage.start, stage.stop, ()),) if is_hubs else ()
+        intervals = [(share.start, share.stop) for share in shares]
+        wanted = dict.fromkeys([(stage.start, stage.stop), *intervals])
+        given: list[Source] = []
+        found: dict[tuple[int, int], PartsMade] = {}
+        for interval in wanted:
+            has_weights = interval in intervals
+            made = self._placement.find_parts(*interval, is_newest=is_hubs, has_weights=has_weights)
+            if isinstance(made, PartsMade):
+                found[interval] = made
+            else:
+                orders += made
+        if len(found) < len(wanted):
+            return None
+        for share in shares:
+            weights = found[share.start, share.stop].weights
+            assert weights is not None, "they were asked for"
+            given.append(Source(HUB, weights, share.before))
+        return found[stage.start, stage.stop], given
+
+    def _deliver(self, need: _Need, made: PartsMade, given: list[Source]) -> Send:
+        found = ([Source(node, self._snapshots[node])] if node != HUB else given for node in need.nodes)
+        sources = tuple(source for each in found for source in each)
         build_id, version = need.cluster.build_id, need.cluster.version
         parts = StageParts(build_id, version, made.blueprint, sources, need.is_kept, self._anchor_round)
         return Send(need.stage.node, parts)
@@ -260,81 +304,3 @@ def find_cluster_of_state(cluster: ClusterState, placement: Placement) -> str:
             held = member.held
             counts[held.cluster_id] += max(0, min(held.stop, stage.stop) - max(held.start, stage.start))
     return max(counts, key=lambda cluster_id: counts[cluster_id], default="") if counts.total() else ""
-
-
-_PAUSE = 10  # times what backups take lies between two, so that no link is busy with them
-
-
-@dataclass(frozen=True, slots=True)
-class _BackupInTransit:
-    """A snapshot on its way from a node to its spare."""
-
-    node: NodeId
-    spare: NodeId
-    held: HeldState
-    samples_seen: int  # samples it had learned from
-    weights: BlobRef | None = None
-
-
-class BackupPolicy:
-    """One snapshot per node at a time; what does not arrive is asked for again."""
-
-    def __init__(
-        self,
-        placement: Placement,
-        sources: StateSources,
-        desk: SnapshotDesk,
-        timeouts: HubTimeouts = TIMEOUTS.hub,
-    ) -> None:
-        self._timeouts = timeouts
-        self._placement, self._sources, self._desk = placement, sources, desk
-        self._in_transit: dict[int, _BackupInTransit] = {}
-        self._asked_at, self._next_at = 0.0, -1.0
-
-    @property
-    def due(self) -> float | None:
-        """When the next snapshots are to be asked for, if anybody can be backed up."""
-        return self._next_at if self._next_at >= 0 and self._find_pairs() else None
-
-    def order(self, samples_seen: Callable[[ClusterState], int], now: float) -> list[Send]:
-        """Ask for the snapshots that are due; who could not be backed up by then is asked when it can."""
-        if self._next_at < 0:
-            self._next_at = now + self._timeouts.backup_every_seconds
-        if now < self._next_at or not (pairs := self._find_pairs()):
-            return []
-        self._asked_at, self._next_at = now, now + self._timeouts.backup_every_seconds
-        self._desk.withdraw(SnapshotPurpose.BACKUP)
-        self._in_transit = {
-            self._desk.new_number(): _BackupInTransit(node, spare, held, samples_seen(cluster))
-            for node, spare, held, cluster in pairs
-        }
-        build_id, purpose = self._placement.build_id, SnapshotPurpose.BACKUP
-        asked = [(number, way.node) for number, way in self._in_transit.items()]
-        return [self._desk.ask(purpose, number, node, build_id(node)) for number, node in asked]
-
-    def _find_pairs(self) -> list[tuple[NodeId, NodeId, HeldState, ClusterState]]:
-        """Return the nodes of clusters that train, and the spares that are here for them."""
-        found = []
-        membership = self._placement.membership
-        for backup in self._placement.backups:
-            node, cluster = membership.find(backup.node), self._placement.cluster_of(backup.node)
-            if cluster is None or not cluster.is_running or backup.spare not in membership:
-                continue
-            if node is not None and node.held is not None:
-                found.append((backup.node, backup.spare, node.held, cluster))
-        return found
-
-    def forward(self, sender: NodeId, made: SnapshotMade) -> list[Send]:
-        """Have the spare fetch a snapshot that its node made."""
-        way = self._in_transit[made.number] = replace(self._in_transit[made.number], weights=made.weights)
-        return [Send(way.spare, BackupOrder(0, made.number, Source(sender, made.weights)))]
-
-    def record(self, sender: NodeId, kept: BackupKept, now: float) -> str | None:
-        """Record that a spare has a snapshot; return why not, if it was not to keep it."""
-        way = self._in_transit.get(kept.number)
-        if way is None or way.spare != sender or way.weights is None:
-            return f"nobody asked {sender} to keep snapshot {kept.number}"
-        del self._in_transit[kept.number]
-        self._next_at = max(self._next_at, now + _PAUSE * (now - self._asked_at))
-        self._sources.add_backup(sender, way.held, way.weights, way.samples_seen)
-        return None

@@ -23,7 +23,10 @@ _LEAST_TOGETHER, _TIMES_AS_MANY = 3, 3  # all but a few: so many, and so many ti
 
 
 class LivenessMonitor:
-    """Knows when each cluster was last heard of."""
+    """Knows when each cluster was last heard of.
+
+    A running one counts as heard during a blocking round, in which all clusters stand still.
+    """
 
     def __init__(self, timeouts: HubTimeouts = TIMEOUTS.hub) -> None:
         self._timeouts = timeouts

@@ -2,14 +2,15 @@
 
 Monitors keep soft state: it is in no log, and a hub that goes on begins with new ones. They read the
 coordinator and never change it: a conclusion is an event like any other, so a coordinator that replays its
-log needs no monitor. What leaves report of microbatches is summed until the ledger needs it. Every microbatch
-counts once, under the lease that granted it. What a hub had not passed on when it ended is missing in the
-mean loss of the epoch, and in nothing else. Nothing here does I/O.
+log needs no monitor. What leaves report of microbatches is summed until the ledger needs it, each under the
+lease that granted it; what a hub had not passed on is missing in the mean loss of its epoch. What stages say
+of their gradients adds up to the job's noise scale. Nothing here does I/O.
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from statistics import median
 
 from ravnest.config import TIMEOUTS, HubTimeouts
 from ravnest.hub.coordinator.coordinator import Coordinator
@@ -50,13 +51,59 @@ from ravnest.hub.coordinator.phases import JobPhase
 from ravnest.hub.coordinator.placement import ClusterState
 from ravnest.hub.monitors.liveness import LivenessMonitor, PaceMonitor, ThroughputMonitor
 from ravnest.hub.monitors.loss_guard import LossGuard
-from ravnest.hub.monitors.noise import NoiseMonitor
 from ravnest.ids import LeaseId, MicrobatchId, NodeId
+from ravnest.plan.sharing import TrainingLength
 from ravnest.protocol.averaging import RoundAbort, RoundReady
 from ravnest.protocol.membership import Leave
 from ravnest.protocol.messages import Refusal
-from ravnest.protocol.placement import StageMissing, StageReady
-from ravnest.protocol.training import DroppedMicrobatch, LeaseDone, StepReport
+from ravnest.protocol.placement import FetchProgress, StageMissing, StageReady
+from ravnest.protocol.training import DroppedMicrobatch, GradientNoise, LeaseDone, StepReport
+
+_CLEARLY = 1.5  # times as large
+_MOST_TIMES = 16.0  # as large, or as small, as the guess
+
+
+class NoiseMonitor:
+    """Adds up what stages say of their gradients; `note` returns a noise scale that is worth telling.
+
+    That of a cluster is known when each of its stages has reported. That of the job is the median over
+    clusters, no further from the guess than a factor. It grows while a job learns.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[str, dict[NodeId, GradientNoise]] = {}  # by cluster
+        self._told = 0.0
+
+    def note(
+        self,
+        cluster_id: str,
+        nodes: Collection[NodeId],
+        sender: NodeId,
+        noise: GradientNoise,
+        length: TrainingLength,
+    ) -> float | None:
+        """Take a stage's report; return the noise scale if it is new or clearly larger."""
+        self._found.setdefault(cluster_id, {})[sender] = noise
+        if any(node not in self._found[cluster_id] for node in nodes):
+            return None
+        guess = length.noise_scale
+        middle = median(_scale(each.values()) for each in self._found.values())
+        scale = min(max(middle, guess / _MOST_TIMES), guess * _MOST_TIMES)
+        if scale < _CLEARLY * self._told:
+            return None
+        self._told = scale
+        return scale
+
+    def forget_others(self, cluster_ids: Collection[str]) -> None:
+        """Forget clusters that are no more."""
+        self._found = {each: found for each, found in self._found.items() if each in cluster_ids}
+
+
+def _scale(stages: Collection[GradientNoise]) -> float:
+    variance = max(0.0, sum(each.variance for each in stages))
+    signal = sum(each.signal for each in stages)
+    return variance / signal if signal > 0.0 else float("inf")
+
 
 _NO_LOSS: float | None = None
 
@@ -198,6 +245,7 @@ class Monitors:
         self._liveness = LivenessMonitor(timeouts)
         self._sums = ReportSums()
         self._found: deque[Conclusion] = deque()
+        self._fetched: dict[NodeId, FetchProgress] = {}  # the last of each node that builds
         self._num_starts = 0
         self._has_told_alarm = False
         self._is_stale = True  # the coordinator has changed since clusters were last looked at
@@ -235,6 +283,18 @@ class Monitors:
         if hub.has_asked(cluster.cluster_id):
             self._found.append(ClusterHeard(cluster.cluster_id, now))
         return None
+
+    def record_fetch(self, hub: Coordinator, sender: NodeId, progress: FetchProgress, now: float) -> None:
+        """Take what a node has fetched of its stage: while it gets more, its cluster does something."""
+        cluster = hub.placement.cluster_of(sender)
+        if cluster is None or progress.build_id != cluster.build_id or sender not in cluster.unready:
+            return
+        before = self._fetched.get(sender)
+        self._fetched[sender] = progress
+        if before is None or before.build_id != progress.build_id or before.num_bytes < progress.num_bytes:
+            self._liveness.hear(cluster.cluster_id, now)
+            if hub.has_asked(cluster.cluster_id):
+                self._found.append(ClusterHeard(cluster.cluster_id, now))
 
     def _note_pace(self, hub: Coordinator, cluster: ClusterState, report: StepReport, now: float) -> None:
         """Compare a cluster with itself, unless something else keeps it from work."""
@@ -368,7 +428,11 @@ def apply_logged(hub: Coordinator, event: Event, log: Log | None) -> tuple[Actio
 
 
 class MonitoredCoordinator:
-    """Feed it every event and every message of a peer, in order; carry out what it returns, in order."""
+    """Feed it every event and every message of a peer, in order; carry out what it returns, in order.
+
+    `log` gets each event that changed something, before its actions are returned; `watch` gets each event
+    and each report, with its actions.
+    """
 
     def __init__(
         self,
@@ -391,6 +455,10 @@ class MonitoredCoordinator:
         """Take an event or a report; return what is to be done, or a Refusal alone if it changes nothing."""
         if isinstance(event, Received) and isinstance(event.message, StepReport):
             return self._record(event, event.message)
+        if isinstance(event, Received) and isinstance(event.message, FetchProgress):
+            self._monitors.record_fetch(self.hub, event.sender, event.message, event.now)
+            self._show(event, ())
+            return self._conclude(event.now)
         if isinstance(event, Tick) and (self.hub.due is None or event.now < self.hub.due):
             return self._conclude(event.now)  # it is due for the monitors only, and no event
         sums = self._monitors.prepare(self.hub, event)

@@ -1,10 +1,12 @@
 """Data between the requester and the swarm: parts of stages, fields of microbatches, state to be kept.
 
-Its work takes a while, so it runs beside the messages of the hub.
+`Owner` is what the hub asks of the requester's side, where model and data are; requester.owner answers. That
+takes a while, so it runs beside the messages of the hub.
 """
 
-from collections.abc import Callable
-from typing import Any, assert_never
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, assert_never
 
 from ravnest.config import TIMEOUTS, HubTimeouts
 from ravnest.hub.coordinator.events import (
@@ -18,13 +20,53 @@ from ravnest.hub.coordinator.events import (
     SamplesInspected,
     SendFields,
 )
-from ravnest.hub.service.owner import Owner
+from ravnest.hub.coordinator.leases import LedgerState
+from ravnest.hub.coordinator.notices import Evaluated
 from ravnest.ids import MicrobatchId, NodeId
 from ravnest.protocol.blobs import BlobRef
 from ravnest.protocol.messages import Refusal
+from ravnest.protocol.tensors import Buffer, TensorSpec
 from ravnest.protocol.training import FieldParts
 from ravnest.transfer.exchange import Exchange
 from ravnest.transfer.outbox import Outgoing
+
+StagePart = tuple[int, int, Buffer]  # a stage's interval [start, stop), and its state
+Fields = tuple[tuple[tuple[str, TensorSpec], ...], tuple[memoryview, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """A stage as bytes: how it is trained and its blueprint, its weights, the fields it consumes.
+
+    Weights are made piece by piece, because a stage may be larger than this PC's memory.
+    """
+
+    blueprint: bytes
+    weights: Callable[[], Iterable[Buffer]]
+    train_fields: tuple[str, ...]
+    evaluation_fields: tuple[str, ...]
+
+
+class Owner(Protocol):
+    """The requester's side."""
+
+    def make_parts(self, start: int, stop: int) -> Parts:
+        """Cut the stage [start, stop) of the line."""
+
+    def find_fault(self, start: int, stop: int, content: Buffer) -> str:
+        """Return why this is not the state of the stage [start, stop), if so."""
+
+    def keep(self, parts: Sequence[StagePart], books: LedgerState, evaluated: Evaluated | None) -> str:
+        """Write a checkpoint, the state of each interval of the line; return why not, if it cannot be."""
+
+    def find_faulty(self, is_evaluation: bool, samples: Sequence[int]) -> tuple[tuple[int, str], ...]:
+        """Return which of these samples fail alone, each with the reason, as far as it can be known."""
+
+    def keep_result(self, parts: Sequence[StagePart], books: LedgerState) -> None:
+        """Write the result, or raise RavnestError: the job has failed then."""
+
+    def read_fields(self, is_evaluation: bool, samples: Sequence[int], names: Sequence[str]) -> Fields:
+        """Return these fields of a microbatch as they travel."""
 
 
 class DataService:
@@ -68,9 +110,11 @@ class DataService:
     async def _make_parts(self, order: MakeParts) -> None:
         parts = await self._in_background(self._owner.make_parts, order.start, order.stop)
         blueprint = await self._in_background(self._blobs.keep, parts.blueprint)  # to hash takes a while
-        weights = await self._in_background(self._blobs.keep_pieces, parts.weights)
+        weights = None
+        if order.has_weights:
+            weights = await self._in_background(self._blobs.keep_pieces, parts.weights)
+            self._made.setdefault((order.start, order.stop), []).append(weights)
         fields = (parts.train_fields, parts.evaluation_fields)
-        self._made.setdefault((order.start, order.stop), []).append(weights)
         self._apply(PartsMade(order.start, order.stop, blueprint, weights, *fields, self._time()))
         self._forget_old()
 
@@ -105,7 +149,7 @@ class DataService:
         parts = []
         for part in order.parts:
             found = await self._exchange.fetch(
-                part.weights, part.node, quiet_seconds=self._quiet_seconds, clock=self._time
+                part.weights, [part.node], quiet_seconds=self._quiet_seconds, clock=self._time
             )
             if isinstance(found, Refusal):
                 self._fail(order, part, found.reason)

@@ -41,9 +41,8 @@ from ravnest.hub.coordinator.planner import SEARCH_PLANNER, Planner
 from ravnest.hub.monitors.liveness import OutageMonitor
 from ravnest.hub.monitors.monitors import MonitoredCoordinator, Watch
 from ravnest.hub.service.admission import Admission, ProbeReports
-from ravnest.hub.service.data_service import DataService
+from ravnest.hub.service.data_service import DataService, Owner
 from ravnest.hub.service.event_log import EventStore
-from ravnest.hub.service.owner import Owner
 from ravnest.ids import NodeId
 from ravnest.net.identity import Token
 from ravnest.net.relay import Relay
@@ -63,7 +62,7 @@ from ravnest.protocol.messages import Message, Refusal
 from ravnest.protocol.placement import PlanOrder, RingOrder
 from ravnest.protocol.tensors import Buffer
 from ravnest.protocol.training import StepReport
-from ravnest.transfer.blobs import BlobFiles, Blobs
+from ravnest.transfer.blobs import Blobs
 from ravnest.transfer.exchange import ContentMessage, Exchange
 from ravnest.transfer.outbox import Outbox, Outgoing
 
@@ -120,8 +119,7 @@ class Server:
         log = None if store is None else store.append
         self._monitored = MonitoredCoordinator(hub, log, parts.watch)
         self.hub = hub  # one with a past goes on
-        self._blobs = Blobs(BlobFiles(parts.folder))
-        self._exchange = Exchange(self._blobs, self._post)
+        self._exchange = Exchange(Blobs(folder=parts.folder), self._post, in_background)
         self._background: set[asyncio.Task[None]] = set()
         self._outages = OutageMonitor(self._timeouts)
         self._outage_timer: asyncio.TimerHandle | None = None
@@ -313,7 +311,7 @@ class Server:
             self._outages.forget(name)
             self._follow_outages()
             self._outbox.forget(name)
-            self._blobs.refuse(name, reason)
+            self._exchange.refuse(name, reason)
             self._apply(PeerLeft(name, reason, self._time(), since))
 
     def _lose(self, name: NodeId, reason: str) -> None:

@@ -16,6 +16,7 @@ from ravnest.engine.optimizers import (
     OptimizerSettings,
     Sgd,
     find_not_finite,
+    orthogonalise,
 )
 from ravnest.engine.recipe import from_torch, make_settings
 from ravnest.errors import ConfigError, WeightsError
@@ -100,7 +101,7 @@ def test_equals_torch_bit_for_bit(name, in_place):
         torch_step(reference, truth, gradients, rate / options["lr"])
         # torch computes lr * factor; take exactly its number
         rate = options["lr"] * (rate / options["lr"])
-        parameters = ours.step(parameters, gradients, rate, in_place=in_place)
+        parameters = ours.step(parameters, gradients, rate, held=() if in_place else parameters.keys())
     for name, tensor in truth.items():
         assert torch.equal(parameters[name], tensor), name
 
@@ -125,7 +126,7 @@ def test_the_fused_kernel_takes_gradients_that_lie_otherwise():
     one, other = Optimizer(settings, straight), Optimizer(settings, across)
     for step in range(2):
         gradients = draw(seed=1 + step)
-        straight = one.step(straight, gradients, 1e-2)
+        straight = one.step(straight, dict(gradients), 1e-2)
         turned = {
             name: tensor.transpose(0, -1).contiguous().transpose(0, -1) for name, tensor in gradients.items()
         }
@@ -160,7 +161,7 @@ def test_a_step_out_of_place_leaves_the_old_tensors():
     before = draw()
     kept = copies(before)
     ours = Optimizer(OptimizerSettings((Group(tuple(SHAPES), Adam(), 0.1, True),), 1e-2), before)
-    after = ours.step(before, draw(seed=1), 1e-2, in_place=False)
+    after = ours.step(before, draw(seed=1), 1e-2, held=SHAPES)
     for name in SHAPES:
         assert torch.equal(before[name], kept[name])
         assert not torch.equal(after[name], kept[name])
@@ -199,7 +200,7 @@ def test_each_tensor_is_clipped_by_itself():
     gradients = {"long": torch.tensor([0.0, 3.0, 4.0]), "short": torch.tensor([0.6, 0.0, 0.0])}
     ours = Optimizer(OptimizerSettings((Group(("long", "short"), Sgd()),), 1.0, clip=1.0), parameters)
     kept = copies(gradients)
-    after = ours.step(parameters, gradients, 1.0)
+    after = ours.step(parameters, dict(gradients), 1.0)
     assert all(torch.equal(gradients[name], kept[name]) for name in kept)
     torch.testing.assert_close(after["long"], torch.tensor([0.0, -0.6, -0.8]))
     torch.testing.assert_close(after["short"], torch.tensor([-0.6, 0.0, 0.0]))
@@ -226,12 +227,12 @@ def test_prediction_repeats_the_last_move_with_falling_strength():
     settings = OptimizerSettings((Group(("w",), Sgd(momentum=0.5)),), 0.1, has_prediction=True)
     parameters = {"w": torch.tensor([1.0, 2.0])}
     ours = Optimizer(settings, parameters)
-    after = ours.step(parameters, {"w": torch.tensor([1.0, -1.0])}, 0.1, lag=2, in_place=False)
-    predicted = ours.predict(after, 2)
+    after = ours.step(parameters, {"w": torch.tensor([1.0, -1.0])}, 0.1, lag=2, held=["w"])
+    predicted = ours.take_predicted()
     # One more update without a gradient moves by half, the next by a quarter of the last move.
     torch.testing.assert_close(predicted["w"], after["w"] - 0.75 * 0.1 * torch.tensor([1.0, -1.0]))
     assert predicted["w"] is not after["w"]
-    assert ours.predict(after, 2)["w"] is after["w"]
+    assert not ours.take_predicted()
 
 
 @pytest.mark.parametrize("rule", [Adam(), FusedAdam()])
@@ -240,9 +241,11 @@ def test_decay_is_not_predicted(in_place, rule):
     settings = OptimizerSettings((Group(("w",), rule, 0.5, is_decoupled=True),), 0.1, has_prediction=True)
     parameters = {"w": torch.tensor([10.0])}
     ours = Optimizer(settings, parameters)
-    after = ours.step(parameters, {"w": torch.zeros(1)}, 0.1, lag=3, in_place=in_place)
+    after = ours.step(
+        parameters, {"w": torch.zeros(1)}, 0.1, lag=3, held=() if in_place else parameters.keys()
+    )
     torch.testing.assert_close(after["w"], torch.tensor([9.5]))
-    torch.testing.assert_close(ours.predict(after, 3)["w"], after["w"])
+    torch.testing.assert_close(ours.take_predicted()["w"], after["w"])
 
 
 @pytest.mark.parametrize(("predicts", "lag"), [(True, 0.0), (False, 2.0)])
@@ -251,9 +254,8 @@ def test_nothing_is_predicted_without_lag_or_without_being_asked(predicts, lag):
     ours = Optimizer(
         OptimizerSettings((Group(tuple(SHAPES), Adam()),), 0.1, has_prediction=predicts), parameters
     )
-    after = ours.step(parameters, draw(seed=1), 0.1, lag)
-    predicted = ours.predict(after, 2.0)
-    assert all(predicted[name] is after[name] for name in SHAPES)
+    ours.step(parameters, draw(seed=1), 0.1, lag)
+    assert not ours.take_predicted()
 
 
 # --- state
@@ -357,11 +359,35 @@ def test_every_recipe_names_every_parameter_once_and_trains(name):
     named = [parameter for group in settings.groups for parameter in group.names]
     assert sorted(named) == sorted(SHAPES)
     before = draw()
-    after = Optimizer(settings, before).step(before, draw(seed=1), 1e-2, lag=2, in_place=False)
+    after = Optimizer(settings, before).step(before, draw(seed=1), 1e-2, lag=2, held=SHAPES)
     assert all(not torch.equal(after[name], before[name]) for name in SHAPES)
     for group in settings.groups:
         if group.is_decoupled:
             assert all(len(SHAPES[parameter]) > 1 for parameter in group.names)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_matrices_go_together_as_each_would_alone(precision):
+    shapes = [(12, 5), (4, 9), (12, 5), (6, 6), (4, 9), (12, 5)]
+    generator = torch.Generator().manual_seed(3)
+    matrices = [torch.randn(shape, generator=generator) * 10**place for place, shape in enumerate(shapes)]
+    rule = Muon(precision=precision)
+    together = orthogonalise(rule, matrices)
+    tolerance = 1e-5 if precision == "float32" else 3e-2
+    for matrix, found in zip(matrices, together, strict=True):
+        (alone,) = orthogonalise(rule, [matrix])
+        torch.testing.assert_close(found, alone, rtol=tolerance, atol=tolerance)
+        truth = _plain_newton_schulz(matrix.double())
+        torch.testing.assert_close(found.double(), truth, rtol=0.1, atol=10 * tolerance)
+
+
+def _plain_newton_schulz(matrix):
+    result = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
+    result = result / result.norm()
+    for _ in range(5):
+        square = result @ result.T
+        result = 3.4445 * result + (-4.7750 * square + 2.0315 * square @ square) @ result
+    return result.T if matrix.shape[0] > matrix.shape[1] else result
 
 
 def test_muon_is_for_matrices_only():

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from ravnest.config import WireFormat
+from ravnest.config import StateFormat, WeightFormat, WireFormat
 from ravnest.engine.optimizers import Adam, FusedAdam, Group, Muon, OptimizerSettings
 from ravnest.engine.train_config import AveragingRule, TrainConfig, read_train_config, write_train_config
 from ravnest.errors import UnsafeBlueprint
@@ -14,12 +14,12 @@ OPTIMIZER = OptimizerSettings(
     1.0,
     True,
     100,
+    WeightFormat.BF16,
+    StateFormat.INT8,
 )
 TRAINING = TrainConfig(
     OPTIMIZER,
     64,
-    WireFormat.BF16,
-    WireFormat.INT8,
     precision="bf16",
     planned_updates=500,
     max_lag=2,
@@ -58,6 +58,7 @@ def test_a_stage_learns_of_its_own_parameters_only():
         {"batch_size": 0},
         {"window": 3},
         {"deltas": "int2"},
+        {"deltas": "int4-stochastic"},
         {"exact_gradients": "int8"},
         {"averaging": {"momentum": 1}},
         {"averaging": {"outer_rate": -1.0}},
@@ -66,6 +67,8 @@ def test_a_stage_learns_of_its_own_parameters_only():
         {"averaging": {"clp": 1.0}},
         {"learning_rate": 1e31},
         {"lag_updates": -1},
+        {"versions": "int8"},
+        {"states": "int4"},
         {"groups": [{"names": ["a"], "rule": "eval", "values": {}} | PLAIN_GROUP]},
         {"groups": [{"names": ["a"], "rule": "sgd", "values": {"beta": 1}} | PLAIN_GROUP]},
         {"groups": [{"names": ["a"], "rule": "sgd", "values": {"momentum": "x"}} | PLAIN_GROUP]},

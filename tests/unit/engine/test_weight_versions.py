@@ -19,15 +19,15 @@ def weights_of(value: float) -> dict[str, torch.Tensor]:
 
 def test_weights_are_free_until_a_batch_holds_them():
     versions = Versions(weights_of(0.0))
-    assert not versions.is_held(["a", "b"])
+    assert not versions.find_held(["a", "b"])
     versions.hold(1)
-    assert versions.is_held(["a"])
+    assert versions.find_held(["a"]) == {"a"}
     versions.hold(2)
     versions.release(1)
-    assert versions.is_held(["b"])
+    assert versions.find_held(["b"]) == {"b"}
     versions.release(2)
     versions.release(2)
-    assert not versions.is_held(["a", "b"])
+    assert not versions.find_held(["a", "b"])
     assert versions.num_live == 1
 
 
@@ -36,15 +36,15 @@ def test_what_an_update_left_alone_is_still_held():
     versions = Versions(weights_of(0.0))
     versions.hold(1)
     versions.replace({**versions.weights, "a": torch.ones(2)}, {**versions.weights, "a": torch.ones(2)})
-    assert not versions.is_held(["a"])
-    assert versions.is_held(["a", "b"])
+    assert not versions.find_held(["a"])
+    assert versions.find_held(["a", "b"]) == {"b"}
 
 
 def test_predicted_weights_leave_the_current_ones_free():
     versions = Versions(weights_of(0.0))
     versions.replace(weights_of(1.0), weights_of(1.5))
     versions.hold(1)
-    assert not versions.is_held(["a", "b"])
+    assert not versions.find_held(["a", "b"])
     assert versions.num_live == 2
     assert versions.seen["a"].tolist() == [1.5, 1.5]
     assert versions.seen["a"].requires_grad
@@ -82,6 +82,24 @@ def test_adding_changes_what_forwards_see_but_not_what_batches_hold():
     assert held["a"].tolist() == [2.0, 2.0]
     versions = Versions(weights_of(1.0))
     versions.add({"a": torch.ones(2)})
+    assert versions.seen["a"] is versions.weights["a"]
+
+
+def test_forwards_see_bf16_of_narrow_weights_and_all_bits_are_trained():
+    versions = Versions({"a": torch.tensor([1.0, 1.001]), "b": torch.tensor([1.001])}, narrow=["a"])
+    assert versions.seen["a"].tolist() == [1.0, 1.0]
+    assert versions.seen["b"] is versions.weights["b"]
+    assert versions.seen["a"].requires_grad
+    versions.hold(1)
+    held = versions.seen["a"]
+    assert versions.find_held(["a", "b"]) == {"b"}  # so the trained tensor may change in place
+    before = versions.weights["a"]
+    versions.add({"a": torch.full((2,), 0.5)})
+    assert versions.weights["a"] is before
+    assert before.tolist() == pytest.approx([1.5, 1.501])
+    assert versions.seen["a"].dtype is held.dtype is torch.bfloat16
+    assert held.tolist() == [1.0, 1.0]
+    versions.see_exactly(())
     assert versions.seen["a"] is versions.weights["a"]
 
 

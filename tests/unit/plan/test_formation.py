@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from support.plan_world import even_model, node, swarm_of
 
-from ravnest.config import Averaging, PlanConfig
+from ravnest.config import Averaging, PlanConfig, WireChoice
 from ravnest.errors import PlanError
 from ravnest.plan.forecast import forecast
 from ravnest.plan.formation import form_plan
@@ -31,7 +31,8 @@ def test_nodes_with_fast_links_are_not_mixed_with_slow_ones():
     model = even_model(num_positions=8, parameter_mb=20, crossing_mb=1)
     fast = [node(f"fast-{k}", memory_mb=900) for k in range(2)]
     slow = [node(f"slow-{k}", memory_mb=900, upload_bytes_per_second=2e6) for k in range(2)]
-    plan = form_plan(model, swarm_of(fast[0], slow[0], fast[1], slow[1]), CONFIG)
+    config = replace(CONFIG, activations=WireChoice.BF16, gradients=WireChoice.BF16)
+    plan = form_plan(model, swarm_of(fast[0], slow[0], fast[1], slow[1]), config)
     assert nodes_by_cluster(plan) == [["fast-0", "fast-1"], ["slow-0", "slow-1"]]
 
 

@@ -40,7 +40,10 @@ def test_split_equals_brute_force(profile, swarm, config, is_averaged, random):
             assert not np.isfinite(seconds)
             continue
         chosen = tuple(cuts[: len(order) + 1])
-        assert answers[chosen] == pytest.approx(best, rel=1e-5)  # the programme reckons in 32 bits
+        if answers[chosen] > best * (1 + 1e-5):  # the programme reckons in 32 bits
+            fastest = min(answers, key=lambda each: answers[each])
+            rows = Rows(np.array([order]), np.array([len(order)]), np.array([fastest]))
+            assert seconds < timing(line, nodes, rows).seconds[0]  # its windows were too narrow
         assert (cuts[len(order) :] == 0).all()
         times = timing(line, nodes, Rows(np.array([order]), np.array([len(order)]), np.array([chosen])))
         assert seconds == pytest.approx(times.seconds[0], rel=1e-9)

@@ -20,6 +20,7 @@ from safetensors.torch import save as save_torch
 
 from ravnest.errors import RavnestError
 from ravnest.model.blueprint import PARAMETER, StateEntry
+from ravnest.model.shards import open_weights
 from ravnest.protocol.tensors import ITEM_BYTES
 from ravnest.requester.checkpoint_store import (
     MANIFEST,
@@ -51,11 +52,34 @@ def test_a_checkpoint_reads_back_to_the_bit(tmp_path: Path) -> None:
     assert kept.write(123, parts_of(123), books_of(123)) == tmp_path / "run/checkpoints/000123"
     assert sorted(os.listdir(tmp_path / "run/checkpoints/000123")) == [
         "manifest.json",
+        "model.safetensors.index.json",
         "part-0.safetensors",
         "part-1.safetensors",
     ]
     check_content(kept.find(), 123)
     assert kept.faults == []
+
+
+def test_a_large_part_is_written_as_shards(tmp_path: Path) -> None:
+    kept = Checkpoints(tmp_path, max_shard_bytes=30)
+    write(kept, 1, 2)
+    place = tmp_path / "checkpoints/000002"
+    shards = [f"part-{part}-0000{n}-of-00002.safetensors" for part in (0, 1) for n in (1, 2)]
+    assert sorted(os.listdir(place)) == ["manifest.json", "model.safetensors.index.json", *shards]
+    check_content(kept.find(), 2)
+    check_content(kept.open(2), 2)
+    assert kept.faults == []
+    weights = {tensor.name: bytes(tensor.buffer) for tensor in open_weights(place)}  # as other programs do
+    assert weights.keys() == {"tied", "bias", "seen"}
+    assert weights["tied"] == np.full(6, 2, np.float32).tobytes()
+    os.truncate(place / shards[1], 10)
+    check_content(kept.find(), 1)
+    assert "part-0-00002-of-00002.safetensors has" in kept.faults[0]
+    (place / shards[2]).unlink()
+    check_content(kept.find(), 1)
+    for number in (3, 4, 5):
+        write(kept, number)
+    assert names(tmp_path) == ["000003", "000004", "000005"]
 
 
 def test_tensors_of_every_dtype_and_shape_are_what_the_library_wrote(tmp_path: Path) -> None:
@@ -264,7 +288,7 @@ def test_all_is_on_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pyte
 
     def check(source: Path, target: Path) -> None:
         assert {file.stat().st_ino for file in [tmp_path, source, *source.iterdir()]} <= set(synced)
-        assert len(list(source.iterdir())) == 3
+        assert len(list(source.iterdir())) == 4
         synced.clear()
         replace(source, target)
 

@@ -1,5 +1,6 @@
 """A result goes into a module, a file or a folder under the model's own names, and whole or not at all."""
 
+import json
 import os
 import stat
 import tempfile
@@ -12,6 +13,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from ravnest.errors import ConfigError, WeightsError
+from ravnest.model.capture import empty_weights
 from ravnest.requester.job import Job
 from ravnest.requester.result import Result, keep_weights
 
@@ -197,7 +199,41 @@ def test_places_that_cannot_be_written(trained, tmp_path):
     assert os.listdir(tmp_path) == ["folder.safetensors"]
 
 
+def test_a_large_result_becomes_shards_that_replace_each_other(trained, tmp_path):
+    file = tmp_path / "net.safetensors"
+    index = trained.export(file, max_shard_bytes=60)
+    assert index == tmp_path / "net.safetensors.index.json"
+    assert not file.exists()
+    wanted = json.loads(index.read_text())["weight_map"]
+    assert wanted.keys() == Net().state_dict().keys()
+    found = {name: load_file(tmp_path / shard)[name] for name, shard in wanted.items()}
+    assert (found["last.weight"] == 7).all()
+    with pytest.raises(ConfigError, match=r"net\.safetensors exists already"):
+        trained.export(file)
+    assert trained.export(file, overwrite=True) == file
+    assert os.listdir(tmp_path) == ["net.safetensors"]
+
+
 # ---- into a folder
+
+
+def test_a_hugging_face_folder_is_written_in_shards_and_read_by_hugging_face(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_layer=2, n_embd=16, n_head=2, vocab_size=50, n_positions=8)
+    ids = torch.arange(32).view(4, 8) % 50
+    with empty_weights():
+        model = transformers.GPT2LMHeadModel(config)
+    captured = Job(model, {"input_ids": ids, "labels": ids}, batch_size=4).capture()
+    values = transformers.GPT2LMHeadModel(config).state_dict()
+    state = {name: values.get(name, tensor) for name, tensor in captured.state.items()}
+    for most_bytes in (10_000, 10**9):
+        place = Result(model, captured.blueprint, state).save_pretrained(
+            tmp_path / str(most_bytes), max_shard_bytes=most_bytes
+        )
+        again = transformers.GPT2LMHeadModel.from_pretrained(place).state_dict()
+        assert all(torch.equal(again[name], tensor) for name, tensor in values.items())
+    assert (tmp_path / "10000/model.safetensors.index.json").exists()
+    assert not (tmp_path / "10000/model.safetensors").exists()
 
 
 class Pretrained(Net):

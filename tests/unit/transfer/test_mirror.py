@@ -1,10 +1,7 @@
 """Weights behind URLs: fetched by ranges, gone on with after a cut, and believed by their hash alone."""
 
 import json
-import re
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
 from pathlib import Path
 
@@ -15,6 +12,7 @@ from safetensors.torch import save_file
 from ravnest.errors import RavnestError, WeightsError
 from ravnest.model.state_source import read_tensor
 from ravnest.transfer.mirror import MirrorSource, read_mirror, write_mirror
+from tests.support.mirror_server import Server, serving
 
 TENSORS = {
     "weight": torch.arange(1_000_000, dtype=torch.float32),
@@ -23,73 +21,14 @@ TENSORS = {
 }
 
 
-class Server(ThreadingHTTPServer):
-    """Serves one folder by ranges; `fault` says what it does wrong."""
-
-    daemon_threads = True
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(("127.0.0.1", 0), Answer)
-        self.folder, self.fault, self.asked = folder, "", []
-
-    def handle_error(self, *_: object) -> None:
-        """Say nothing of who hangs up: that is what is tried."""
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}/weights"
-
-
-class Answer(BaseHTTPRequestHandler):
-    server: Server
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-    def do_GET(self) -> None:
-        fault = self.server.fault
-        start, stop = map(int, re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers["Range"]).groups())
-        self.server.asked.append((start, stop))
-        content = (self.server.folder / self.path.rpartition("/")[2]).read_bytes()
-        piece = content[start : stop + 1]
-        if fault == "gone":
-            self.send_error(404)
-            return
-        if fault in ("file", "loop"):
-            self.send_response(302)
-            self.send_header("Location", "file:///etc/passwd" if fault == "file" else self.path)
-            self.end_headers()
-            return
-        self.send_response(200 if fault == "whole" else 206)
-        begin = start + 1 if fault == "elsewhere" else start
-        if fault != "whole":
-            self.send_header("Content-Range", f"bytes {begin}-{stop}/{len(content)}")
-        self.send_header("Content-Length", str(len(piece)))
-        self.end_headers()
-        if fault == "cut":
-            piece = piece[: max(1, len(piece) // 2)]
-        if fault == "silent":
-            piece = b""
-        if fault == "long":
-            piece += b"more"
-        if fault == "lies":
-            piece = bytes(len(piece))
-        self.wfile.write(piece)
-        self.close_connection = True
-
-
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Server]:
     folder = tmp_path / "served"
     folder.mkdir()
     save_file(TENSORS, folder / "model.safetensors")
-    with Server(folder) as found:
-        thread = threading.Thread(target=found.serve_forever, args=(0.01,))
-        thread.start()
+    with serving(folder) as found:
         (tmp_path / "mirror.json").write_bytes(write_mirror(folder, found.url))
         yield found
-        found.shutdown()
-        thread.join()
 
 
 def source(tmp_path: Path) -> MirrorSource:

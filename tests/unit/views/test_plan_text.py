@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 import pytest
 from support.sample_plans import sample
 
-from ravnest.config import Averaging, PlanConfig, WireFormat
+from ravnest.config import Averaging, PlanConfig, WireChoice, WireFormat
 from ravnest.plan.forecast import forecast
 from ravnest.plan.formation import cut_clusters
 from ravnest.plan.types import cluster_name
@@ -89,7 +89,7 @@ def test_json_says_what_the_plan_says():
 def test_json_is_plain_and_the_same_every_time():
     first, second = (json.dumps(as_dict(sample(3, 2, spares=2)), allow_nan=False) for _ in range(2))
     assert first == second
-    assert json.loads(first)["config"]["activations"] == "bf16"
+    assert json.loads(first)["config"]["activations"] == "auto"
 
 
 def test_empty_plan_is_still_an_answer():
@@ -103,11 +103,11 @@ def test_empty_plan_is_still_an_answer():
 
 
 def test_advice_tells_the_rate_the_forecast_gives():
-    one = sample(4, upload=1e6)
+    one = sample(4, upload=1e6, config=PlanConfig(activations=WireChoice.BF16, gradients=WireChoice.BF16))
     sentence = next(s for s in advice_of(one) if s.startswith("set "))
     assert sentence.startswith("set activations=int8 gradients=int8: ")
     then, now = re.search(r": ([\d.,]+) samples/s instead of ([\d.,]+);", sentence).groups()
-    smaller = replace(one.config, activations=WireFormat.INT8, gradients=WireFormat.INT8)
+    smaller = replace(one.config, activations=WireChoice.INT8, gradients=WireChoice.INT8)
     assert float(then) == pytest.approx(best_rate_of(one, smaller), rel=0.01)
     assert float(now) == pytest.approx(best_rate_of(one, one.config), rel=0.01)
 
@@ -115,7 +115,7 @@ def test_advice_tells_the_rate_the_forecast_gives():
 def test_advice_is_silent_without_gain_and_names_the_best_first():
     unlimited = sample(4, upload=1e12, config=PlanConfig(predict_weights=False))
     assert not any(s.startswith("set activations") for s in advice_of(unlimited))
-    fp32 = {"activations": WireFormat.FP32, "gradients": WireFormat.FP32}
+    fp32 = {"activations": WireChoice.FP32, "gradients": WireChoice.FP32}
     slow = PlanConfig(averaging=Averaging.BLOCKING, averaging_share=0.5, speed_ratio=1.0, **fp32)
     one = sample(1, 4, upload=3e6, config=slow)
     said = [s for s in advice_of(one) if s.startswith("set ")]
@@ -132,7 +132,7 @@ def test_a_badly_cut_plan_is_told_apart_from_a_setting():
 
 
 def test_advice_prices_a_smaller_share_for_averaging_in_round_time():
-    config = PlanConfig(averaging_share=0.6, activations=WireFormat.INT4, gradients=WireFormat.INT4)
+    config = PlanConfig(averaging_share=0.6, activations=WireChoice.INT4, gradients=WireChoice.INT4)
     sentence = next(s for s in advice_of(sample(4, 4, upload=1e6, config=config)) if s.startswith("set "))
     assert "averaging_share=0.3" in sentence
     assert re.search(r"a round then takes .+ instead of ", sentence)

@@ -4,8 +4,7 @@ import pytest
 from support.hub_scene import HALVES, HubScene
 from support.hub_world import blob
 
-from ravnest.hub.coordinator.snapshots import SnapshotPurpose
-from ravnest.hub.coordinator.sources import BackupPolicy
+from ravnest.hub.coordinator.snapshots import BackupPolicy, SnapshotPurpose
 from ravnest.ids import HUB
 from ravnest.plan.types import Backup
 from ravnest.protocol.placement import BackupKept, SnapshotMade
@@ -19,7 +18,7 @@ class Spares:
     def __init__(self):
         backups = Backup("s", "a"), Backup("t", "d")
         self.scene = HubScene("abcdst", *CLUSTERS, backups=backups)
-        self.backing = BackupPolicy(self.scene.placement, self.scene.sources, self.scene.desk)
+        self.backing = BackupPolicy(self.scene.placement, self.scene.desk, self.scene.sources.add_backup)
         self.known = {"a": 70, "c": 90}
 
     def order(self, now):

@@ -174,8 +174,8 @@ def test_a_spare_and_the_node_it_keeps_a_backup_of_know_each_other():
 def test_another_plan_while_a_cluster_is_built_loses_nothing(is_polite):
     world = world_of("abcd", checkpoint_every=1.0)
     world.run_until(lambda: world.told(Checkpointed))
-    build, counted = world._build, world.hub.ledger.num_counted
-    world._build = lambda *facts: world.after(5.0, build, *facts)  # what is to be fetched is large
+    build, counted = world.build_stage, world.hub.ledger.num_counted
+    world.build_stage = lambda *facts: world.after(5.0, build, *facts)  # what is to be fetched is large
     (world.leave if is_polite else world.kill)(world.hub.clusters[0].root)
     world.run_until(lambda: world.told(Repaired))
     first, version = world.hub.clusters[0], world.hub.clusters[0].version
@@ -267,9 +267,9 @@ def test_a_stage_that_is_mended_counts_updates_on_and_never_from_none():
 def test_clusters_that_break_at_once_give_each_other_what_the_checkpoint_has_not():
     world = world_of("abcdef", memory_mb=250.0, num_samples=400, checkpoint_every=2.0)
     world.run_until(lambda: world.told(Checkpointed))
-    saved = world.hub._recovery.saved.num_counted
+    saved = world.told(Checkpointed)[-1].num_samples
     world.run_until(lambda: world.hub.ledger.num_counted > 1.5 * saved + 20)
-    assert world.hub._recovery.saved.num_counted == saved, "the next checkpoint is not there yet"
+    assert world.told(Checkpointed)[-1].num_samples == saved, "the next checkpoint is not there yet"
     one, other = world.hub.clusters
     for name in (one.root, other.leaf):
         world.kill(name)
@@ -296,14 +296,14 @@ def test_a_disk_that_is_full_costs_a_checkpoint_and_no_more():
 
 def test_a_checkpoint_that_nobody_answers_for_is_given_up_and_the_next_one_comes():
     world = world_of("abc", checkpoint_every=1.0, num_samples=4000, epochs=1)
-    leaf, speak = world.hub.clusters[0].leaf, world._speak
-    world._speak = lambda name, peer, message: (
+    leaf, speak = world.hub.clusters[0].leaf, world.speak
+    world.speak = lambda name, peer, message: (
         None if name == leaf and isinstance(message, SnapshotMade) else speak(name, peer, message)
     )
     world.run_until(lambda: world.told(NotCheckpointed))
     (told,) = world.told(NotCheckpointed)
     assert told.reason == f"{leaf} did not answer within 120 s"
-    world._speak = speak
+    world.speak = speak
     world.run_until(lambda: world.told(Checkpointed))
     finishes(world)
 

@@ -25,6 +25,11 @@ def world_of(names, **changes):
     return world
 
 
+def has_sent(world, kind):
+    orders = [order for orders in world.answers for order in orders]
+    return any(isinstance(each, Send) and isinstance(each.message, kind) for each in orders)
+
+
 def lie(world, name, message):
     """Let a member say something; return why that is refused, if it is."""
     orders = world.feed(Received(name, message, world.now))
@@ -127,7 +132,7 @@ def test_nobody_takes_the_name_of_somebody_a_hub_that_was_away_waits_for():
 
 def test_who_claims_a_snapshot_larger_than_the_model_goes_and_nobody_fetches_it():
     world = world_of("abcd", checkpoint_every=2.0, most_snapshot_bytes=1000, epochs=4)
-    world.run_until(lambda: world.hub._checkpoints.is_under_way)
+    world.run_until(lambda: has_sent(world, SnapshotOrder))
     liar = world.hub.clusters[0].root
     lie(world, liar, SnapshotMade(world.hub.clusters[0].build_id, 1, 1, BlobRef("0" * 64, 2**60)))
     assert [(news.node, news.reason) for news in world.told(Left)] == [
@@ -153,7 +158,7 @@ def test_who_keeps_silent_about_the_result_goes_and_another_cluster_has_it():
 
 def find_fault(world, liar):
     """Let a peer name a source that it could not use, whenever it is to build a stage after the first."""
-    build = world._build
+    build = world.build_stage
 
     def lie_or_build(name, peer, parts):
         others = [source.node for source in parts.sources if source.node != HUB]
@@ -164,7 +169,7 @@ def find_fault(world, liar):
         else:
             build(name, peer, parts)
 
-    world._build = lie_or_build
+    world.build_stage = lie_or_build
 
 
 def test_who_finds_fault_with_every_source_goes_and_the_others_are_believed_again():

@@ -111,7 +111,7 @@ def test_who_comes_is_used_after_two_quiet_seconds_and_who_dies_is_replaced_at_o
 def test_nobody_is_measured_before_a_cluster_that_stands_still_is_mended():
     world = trained("abcd")
     world.trouble.guessed, world.trouble.silent = (Fact.SPEED,), 1.0
-    world._join("z", 150.0)
+    world.join_now("z", 150.0)
     world.run(until=world.now + 3.0)
     assert len(asked(world)) == 1, "who is new is measured first"
     world.feed(PeerLeft(world.hub.clusters[0].root, "gone", world.now))
@@ -120,7 +120,7 @@ def test_nobody_is_measured_before_a_cluster_that_stands_still_is_mended():
 
 def test_a_plan_of_others_than_are_here_comes_too_late():
     world = trained("abc")
-    world._join("d", 150.0)
+    world.join_now("d", 150.0)
     plan = world.told(PlanFormed)[0].plan
     (refusal,) = world.feed(PlanMade(1, plan, 1, "", world.now))
     assert isinstance(refusal, Refusal)

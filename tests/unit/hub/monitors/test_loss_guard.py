@@ -141,7 +141,7 @@ def test_it_goes_back_to_the_last_checkpoint_and_trains_on(world):
 def test_a_checkpoint_under_way_is_not_of_what_went_wrong(world):
     world.run_until(lambda: world.told(Checkpointed))
     collects = []
-    world._keep_checkpoint = collects.append
+    world.keep_checkpoint = collects.append
     world.run_until(lambda: collects)
     world.feed(LossAlarm("the loss leaps", "cluster A", world.now))
     world.run_until(lambda: world.told(WentWrong))

@@ -92,7 +92,7 @@ def test_monitors_that_are_lost_cost_nothing_but_what_they_had_not_passed_on():
     world.run_until(lambda: len(world.ledger) > 60)
     num_before = len(reports(world)[0])
     world.run_until(lambda: len(reports(world)[0]) > num_before + 4)  # in the middle of a lease
-    world.monitored = MonitoredCoordinator(world.hub, watch=world._note)
+    world.monitored = MonitoredCoordinator(world.hub, watch=world.note)
     world.run()
     assert world.is_finished
     assert set(world.ledger.values()) == {1}
@@ -139,7 +139,7 @@ def test_what_monitors_conclude_is_in_the_log_and_replayed_without_them():
     world.run_until(lambda: world.told(WentWrong))
     assert logged(world, LossAlarm)[0].reason == world.told(WentWrong)[0].reason
     world.muted.add(world.hub.clusters[0].nodes[0])
-    world._from_cluster = lambda *_: None
+    world.from_cluster = lambda *_: None
     world.run_until(lambda: world.told(Left))
     assert logged(world, ClusterSilent)
     check_replay(world)

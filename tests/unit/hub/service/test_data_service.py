@@ -9,8 +9,7 @@ import pytest
 from ravnest.config import HubTimeouts, WireFormat
 from ravnest.hub.coordinator.events import CheckpointPart, Collect, Collected, MakeParts, SendFields
 from ravnest.hub.coordinator.leases import LedgerState
-from ravnest.hub.service.data_service import DataService
-from ravnest.hub.service.owner import Fields, Parts
+from ravnest.hub.service.data_service import DataService, Fields, Parts
 from ravnest.ids import LeaseId, MicrobatchId, NodeId
 from ravnest.net.memory import run_virtual
 from ravnest.protocol.tensors import TensorSpec
@@ -45,7 +44,7 @@ def collect(seconds_per_piece: float | None, is_result: bool, fault: str = "") -
             if seconds_per_piece is not None:
                 loop.call_later(seconds_per_piece, answer, request)
 
-        exchange = Exchange(Blobs(), post)
+        exchange = Exchange(Blobs(), post, in_background)
         owner = SimpleNamespace(keep=lambda *_: "", keep_result=lambda *_: "", find_fault=lambda *_: fault)
         around = (applied.append, in_background, lambda *who: lost.append(who), loop.time, bool, SHORT)
         async with asyncio.timeout(1000):

@@ -1,0 +1,122 @@
+"""Moments that are kept narrow: right on average, the same in equal copies, and saved without a loss."""
+
+import pytest
+import torch
+
+from ravnest.config import StateFormat
+from ravnest.engine.moments import SMALL_ITEMS, Blocks, Moments, round_to_bf16
+from ravnest.engine.optimizers import Adam, Group, Muon, NAdam, Optimizer, OptimizerSettings, Sgd
+
+SHAPE = (80, 70)
+NUM_UPDATES = 20
+
+
+def draw(seed, scale=1.0):
+    return scale * torch.randn(SHAPE, generator=torch.Generator().manual_seed(seed))
+
+
+def test_rounding_to_bf16_is_right_on_average_and_to_a_neighbour():
+    items = draw(0)
+    rounded = torch.stack([round_to_bf16(items, update).float() for update in range(512)])
+    step = items.abs() * 2.0**-7
+    assert ((rounded - items).abs() <= step).all()
+    assert (rounded.mean(0) - items).abs().div(step).mean() < 0.02
+    assert torch.equal(round_to_bf16(items, 3), round_to_bf16(items.clone(), 3))
+    exact = items.bfloat16()
+    assert torch.equal(round_to_bf16(exact.float(), 5), exact)
+
+
+@pytest.mark.parametrize("numel", [1, 255, 256, 257, 5600])
+def test_blocks_are_right_on_average_and_bf16_holds_them(numel):
+    items = draw(1).flatten()[:numel]
+    found = [Blocks.of(items, update) for update in range(256)]
+    rounded = torch.stack([each.restore() for each in found])
+    assert (rounded - items).abs().max() <= items.abs().max() / 63
+    assert (rounded.mean(0) - items).abs().mean() < items.abs().max() / 63 / 20
+    assert found[0].codes.dtype is torch.int8
+    saved = found[0].restore(torch.bfloat16)
+    assert torch.equal(saved.float(), rounded[0])
+    assert torch.equal(Blocks.of(saved.float()).restore(), rounded[0])
+
+
+def test_blocks_hold_zeros_and_what_is_very_small_or_large():
+    for value in (0.0, 1e-30, 1e30, -127.0):
+        items = torch.full((300,), value)
+        assert torch.allclose(Blocks.of(items).restore(), items, rtol=0.01, atol=0.0)
+
+
+def settings(rule, states):
+    return OptimizerSettings((Group(("w",), rule),), 1e-2, states=StateFormat(states))
+
+
+def train(ours, weights, first=0):
+    for update in range(first, first + NUM_UPDATES):
+        weights = ours.step(weights, {"w": draw(100 + update) + 0.5 * draw(99)}, 1e-2)
+    return weights["w"]
+
+
+RULES = [Sgd(momentum=0.9), Sgd(0.9, nesterov=True), Adam(), NAdam(), Muon(precision="float32")]
+
+
+@pytest.mark.parametrize("states", ["bf16", "int8"])
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
+def test_narrow_moments_train_almost_as_wide_ones(rule, states):
+    start = draw(7)
+    wide, narrow = (
+        train(Optimizer(settings(rule, each), {"w": start}), {"w": start.clone()})
+        for each in ("fp32", states)
+    )
+    moved = (wide - start).norm()
+    assert 0 < (narrow - wide).norm() < (0.01 if states == "bf16" else 0.06) * moved
+
+
+@pytest.mark.parametrize("states", ["bf16", "int8"])
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
+def test_what_is_saved_goes_on_with_the_same_bits(rule, states):
+    one = Optimizer(settings(rule, states), {"w": draw(7)})
+    weights = {"w": draw(7)}
+    train(one, weights)
+    other = Optimizer(settings(rule, states), weights)
+    other.load(one.state())
+    saved = {"w": weights["w"].clone()}
+    assert torch.equal(train(one, weights, NUM_UPDATES), train(other, saved, NUM_UPDATES))
+
+
+@pytest.mark.parametrize(
+    ("states", "first", "square"),
+    [
+        ("fp32", torch.float32, torch.float32),
+        ("bf16", torch.bfloat16, torch.float32),
+        ("int8", torch.int8, torch.bfloat16),
+    ],
+)
+def test_how_wide_moments_are(states, first, square):
+    ours = Optimizer(settings(Adam(), states), {"w": draw(7)})
+    train(ours, {"w": draw(7)})
+    saved = ours.state()
+    assert saved["exp_avg/w"].dtype is (torch.bfloat16 if first is torch.int8 else first)
+    assert saved["exp_avg_sq/w"].dtype is square
+
+
+def test_a_stage_goes_on_with_states_of_another_width():
+    one = Optimizer(settings(Adam(), "fp32"), {"w": draw(7)})
+    weights = {"w": draw(7)}
+    train(one, weights)
+    for states in ("bf16", "int8"):
+        other = Optimizer(settings(Adam(), states), weights)
+        other.load(one.state())
+        back = Optimizer(settings(Adam(), "fp32"), weights)
+        back.load(other.state())
+        found, wanted = back.state()["exp_avg/w"], one.state()["exp_avg/w"]
+        assert found.dtype is torch.float32
+        assert torch.allclose(found, wanted, atol=float(wanted.abs().max()) / 60)
+
+
+def test_small_tensors_stay_wide():
+    kept = Moments(StateFormat.INT8)
+    small = [torch.zeros(SMALL_ITEMS - 1)]
+    (opened,) = kept.open("exp_avg", ["w"], small)
+    opened.fill_(1 / 3)
+    kept.close({"w": 1})
+    assert kept.export()["exp_avg/w"].dtype is torch.float32
+    assert kept.open("exp_avg", ["w"], small)[0] is kept.live("exp_avg", ["w"], small)[0]
