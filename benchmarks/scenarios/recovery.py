@@ -161,7 +161,8 @@ class _Death:
     def _kill(self, processes: dict[Any, int], record: Record, now: float) -> None:
         times = record.leaf_times
         is_kept = any(isinstance(news, Checkpointed) and news.num_samples for _, news in record.news)
-        is_kept |= not self.needs_checkpoint and len(times) > 0
+        if not self.needs_checkpoint and self.hub is not None:  # then another cluster must have the state
+            is_kept = bool(times) and all(each.is_running for each in self.hub.clusters)
         if self.hub is None or not is_kept or now < times[0][0] + _BEFORE_SECONDS:
             return
         cluster, books = self.hub.clusters[0], self.hub.ledger
