@@ -92,7 +92,7 @@ class _StageWeights:
         kind = OptimizerKind(run.optimizer)
         rate = run.size.rate if kind is OptimizerKind.ADAMW else choose_rate(kind, run.updates)
         settings = replace(make_settings(kind, rate, shapes, matrices, run.updates), clip=1.0)
-        self._rate, self._has_prediction = rate, settings.has_prediction
+        self._rate = rate
         self._newest = {name: tensor.detach().clone() for name, tensor in self._parameters.items()}
         self._optimizer = Optimizer(settings, self._newest)
         self._versions = deque([self._newest] * (self._lag + 1), maxlen=self._lag + 1)
@@ -114,15 +114,13 @@ class _StageWeights:
         for name, parameter in self._parameters.items():
             assert parameter.grad is not None, name
             gradients[name], parameter.grad = parameter.grad, None
-        changed = self._optimizer.step(
-            self._newest, gradients, self._rate * factor, self._lag, in_place=False
-        )
+        rate = self._rate * factor
+        changed = self._optimizer.step(self._newest, gradients, rate, self._lag, held=self._newest)
         if isinstance(changed, Refusal):
             self.num_refused += 1
             return
         self._newest = changed
-        is_ahead = self._has_prediction and self._lag > 0
-        self._versions.append(self._optimizer.predict(changed, self._lag) if is_ahead else changed)
+        self._versions.append(changed | self._optimizer.take_predicted())
 
 
 class _Trainee:

@@ -59,16 +59,6 @@ def release_pages(content: bytes | bytearray | memoryview) -> None:
         mapped.madvise(mmap.MADV_DONTNEED)
 
 
-def reserve(size_bytes: int, folder: str | Path | None = None) -> memoryview:
-    """Return room to write to in a file without a name, or raise OSError; the folder must have as much."""
-    with tempfile.TemporaryFile(dir=folder) as file:
-        if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(file.fileno(), 0, size_bytes)  # else a full disk would end the program later
-        else:
-            file.truncate(size_bytes)
-        return memoryview(mmap.mmap(file.fileno(), size_bytes))
-
-
 def write_nameless(pieces: Iterable[bytes | bytearray | memoryview], folder: str | Path | None) -> memoryview:
     """Return content that is written piece by piece to a file without a name, or raise OSError."""
     with tempfile.TemporaryFile(dir=folder) as file:

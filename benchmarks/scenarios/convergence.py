@@ -17,7 +17,6 @@ from benchmarks.swarm import Setting, train
 
 Figures = dict[str, Any]
 
-NUM_CLUSTERS, NUM_STAGES = (2, 4, 8), (1, 4)
 UPDATES_BETWEEN = (5, 60)
 NUM_UPDATES, BATCH_SIZE, LENGTH = 3000, 32, 32
 SHORTER = (
@@ -29,7 +28,7 @@ SHORTER = (
 NUM_VALIDATION = 1024
 RATE = 8e-3
 TARGET, LEAST_SPEED_UP = 0.01, 0.8
-_CORES_EACH = 3
+_CORES_EACH = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,17 +77,24 @@ def run(quick: bool, options: Namespace) -> tuple[Figures, str, list[str]]:
 
 
 def _cells() -> list[Cell]:
-    """Return all trainings, the longest first."""
+    """Return all trainings, those that tell most first."""
     loops = [Cell(0, 1, 0, times) for times in (1.0, *SHORTER)]
-    alone = [Cell(1, stages, 0) for stages in reversed(NUM_STAGES)]
-    shared = [
-        Cell(clusters, stages, every)
-        for every in UPDATES_BETWEEN
-        for clusters in reversed(NUM_CLUSTERS)
-        for stages in reversed(NUM_STAGES)
+    often, seldom = UPDATES_BETWEEN
+    one_stage = [Cell(clusters, 1, every) for every in (often, seldom) for clusters in (4, 2, 8)]
+    exact = [Cell(clusters, 1, 0) for clusters in (4, 2, 8)]
+    more_stages = [Cell(clusters, 4, often) for clusters in (4, 2, 8)]
+    alone = [Cell(1, stages, 0) for stages in (4, 1)]
+    return [
+        *loops,
+        *one_stage[:3],
+        exact[0],
+        more_stages[0],
+        alone[0],
+        *one_stage[3:],
+        *more_stages[1:],
+        *exact[1:],
+        alone[1],
     ]
-    exact = [Cell(clusters, 1, 0) for clusters in reversed(NUM_CLUSTERS)]
-    return [*loops, *shared, *exact, *alone]
 
 
 def _read(kept: Path | None, num_updates: int) -> dict[str, Figures]:

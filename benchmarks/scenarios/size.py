@@ -37,10 +37,10 @@ class Shape:
     num_updates: int
     batch_size: int = 4
     length: int = 32
-    optimizer: str = "sgd"
+    optimizer: str = "adamw"
 
 
-FULL = Shape(2048, 20, 32_000, num_peers=4, lent_bytes=5e9, num_updates=4)
+FULL = Shape(2048, 20, 32_000, num_peers=4, lent_bytes=4.5e9, num_updates=4)
 QUICK = Shape(512, 8, 8_192, num_peers=3, lent_bytes=2e8, num_updates=3)  # 34 M: 124 M takes CI too long
 ALMOST_NOTHING = Shape(64, 4, 256, num_peers=2, lent_bytes=1e7, num_updates=3)
 
@@ -130,7 +130,8 @@ def make_job(shape: Shape) -> Any:
         inputs=["words"],
         loss=lambda out, batch: F.cross_entropy(out.flatten(0, 1), batch["next"].flatten()),
         optimizer=shape.optimizer,
-        learning_rate=1e-2,
+        learning_rate=1e-3,
+        microbatches=1,  # sums of gradients would take 4 bytes per parameter more
         checkpoint_every=None,
     )
 
@@ -141,6 +142,7 @@ def _generator() -> torch.Generator:
 
 def _train(shape: Shape, folder: str) -> Figures:
     """Train in this process as the requester; return what was seen."""
+    from ravnest.config import StateFormat, WeightFormat
     from ravnest.hub.service.server import HubParts
     from ravnest.plan.assembly import stage_bytes
     from ravnest.plan.cost import LineCost
@@ -151,7 +153,8 @@ def _train(shape: Shape, folder: str) -> Figures:
     job, seen = make_job(shape), _Seen(started)
     num_parameters = sum(parameter.numel() for parameter in job.model.parameters())
     say(f"{num_parameters / 1e6:.0f} M parameters")
-    plan = replace(LOCAL_PLAN, overhead_bytes=0.0, clusters=1, max_lag=1)
+    small = {"versions": WeightFormat.BF16, "states": StateFormat.INT8}  # 13 bytes per parameter
+    plan = replace(LOCAL_PLAN, overhead_bytes=0.0, clusters=1, max_lag=1, **small)
     peers = [Hardware(shape.lent_bytes, flops_per_second=5e10)] * shape.num_peers
     hub = local(
         peers, folder=Path(folder, "run"), plan=plan, tell=seen.hear, parts=HubParts(watch=seen.watch)

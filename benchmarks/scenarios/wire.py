@@ -43,7 +43,7 @@ def run(quick: bool, options: argparse.Namespace) -> tuple[dict[str, object], st
     deadline = time.time() + 60 * options.minutes
     if options.report:
         lines = [line for path in options.report for line in path.read_text().splitlines()]
-        report = show_losses([json.loads(line) for line in lines])
+        report = f"{_METHOD}\n\n{show_losses([json.loads(line) for line in lines])}"
         say(report)
         return {"losses": report.splitlines()}, report, []
     speeds = [] if options.no_speed else list(time_codec(options.device, quick))
@@ -101,7 +101,8 @@ def _train(work: tuple[int, int, object, str, int, float]) -> Record | None:
     from benchmarks.wire_runs import OutOfTimeError, train
 
     number, count, chosen, device, num_threads, deadline = work
-    torch.set_num_threads(num_threads)  # threads of several runs that wait for each other waste a core
+    # Threads that wait for each other waste a busy core, most of all over tiny tensors.
+    torch.set_num_threads(1 if chosen.is_tiny else num_threads)
     if time.time() > deadline:
         return None
     if device not in _CORPUS:

@@ -101,6 +101,7 @@ def hub(  # noqa: PLR0913 - click passes one argument per option
     for option, number in (("--nodes", nodes), ("--local", num_local)):
         if number < 0:
             raise ConfigError(f"{option} {number} is less than none; choose 0 or more")
+    from ravnest.hub.coordinator.notices import HubListens, Notice
     from ravnest.requester.job_file import load_job
     from ravnest.requester.local_peers import share_memory
     from ravnest.requester.result import check_place
@@ -126,8 +127,13 @@ def hub(  # noqa: PLR0913 - click passes one argument per option
             parts=find_parts().hub_parts,
         )
         with opening as opened:
-            _invite(opened.invitation, where, view if as_json else None)
-            result = opened.fit(job, nodes=nodes, out=file, resume="auto" if resume else None)
+
+            def invite(news: Notice) -> None:
+                if isinstance(news, HubListens):  # not before
+                    _invite(opened.invitation, where, view if as_json else None)
+
+            going_on = "auto" if resume else None
+            result = opened.fit(job, nodes=nodes, out=file, callbacks=[invite], resume=going_on)
     report(result, file or where / MODEL, _SCHEMA, as_json)
 
 

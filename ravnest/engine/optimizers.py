@@ -95,6 +95,7 @@ _LARGEST = 1e4  # of norms, within what half precision holds
 _ROUNDING = 1e-3  # of norms and their sums: none of them is off by more
 _ITERATION = (3.4445, -4.7750, 2.0315)  # of Newton and Schulz: lifts small singular values fast
 _NUM_ITERATIONS = 5
+_BATCH_ITEMS = 1 << 26  # of matrices that go together: their copies take 128 MB
 
 Key = TypeVar("Key")
 
@@ -263,7 +264,8 @@ class Optimizer:
     def _apply_adam(self, rule: Adam, work: _Work) -> None:
         means, squares = self._slots("exp_avg", work), self._slots(SQUARES, work)
         steps = [self._steps[name] for name in work.names]
-        if isinstance(rule, FusedAdam):
+        is_fused = isinstance(rule, FusedAdam) or (type(rule) is Adam and means[0].device.type == "cuda")
+        if is_fused:
             _apply_fused(rule, work, means, squares, steps)
             return
         torch._foreach_lerp_(means, work.gradients, 1 - rule.beta1)
@@ -302,11 +304,13 @@ class Optimizer:
         torch._foreach_lerp_(updates, work.gradients, 1 - rule.momentum)
         if rule.nesterov:
             updates = list(torch._foreach_lerp(work.gradients, updates, rule.momentum))
-        for parameter, update in zip(work.parameters, updates, strict=True):
-            matrix = update.flatten(1)
+        matrices = [update.flatten(1) for update in updates]
+        is_batched = matrices[0].device.type != "cpu"  # on a CPU a product has work enough for itself
+        found = orthogonalise(rule, matrices) if is_batched else (_orthogonal(rule, one) for one in matrices)
+        for parameter, matrix in zip(work.parameters, found, strict=True):
             rows, columns = matrix.shape
             size = 0.2 * math.sqrt(max(rows, columns)) if rule.matches_adam else max(1, rows / columns) ** 0.5
-            parameter.add_(_orthogonal(rule, matrix).view_as(parameter), alpha=-work.rate * size)
+            parameter.add_(matrix.view_as(parameter), alpha=-work.rate * size)
 
     def _slots(self, slot: str, work: _Work) -> list[Tensor]:
         return self._moments.open(slot, work.names, work.parameters)
@@ -322,11 +326,16 @@ def find_not_finite(tensors: Mapping[Key, Tensor], norms: list[float] | None = N
 
 def find_norms(tensors: list[Tensor]) -> list[float]:
     """Return how long each tensor is."""
+    return [float(norm) for norm in torch.stack(measure_norms(tensors)).tolist()] if tensors else []
+
+
+def measure_norms(tensors: list[Tensor]) -> list[Tensor]:
+    """Return how long each tensor is, still on its device."""
     if not tensors:
         return []
     is_narrow = any(tensor.dtype is torch.bfloat16 for tensor in tensors)
     norms = torch._foreach_norm(tensors, dtype=torch.float32) if is_narrow else torch._foreach_norm(tensors)
-    return [float(norm) for norm in torch.stack(norms).tolist()]
+    return list(norms)
 
 
 def _chunks(names: Iterable[str], parameters: Mapping[str, Tensor], chunk_items: int) -> list[list[str]]:
@@ -361,7 +370,7 @@ def _decay(group: Group, work: _Work, held: Collection[str]) -> None:
 def _apply_fused(
     rule: Adam, work: _Work, means: list[Tensor], squares: list[Tensor], steps: list[int]
 ) -> None:
-    numbers = {step: torch.tensor(float(step), device=means[0].device) for step in set(steps)}
+    numbers = {step: torch.full((), float(step), device=means[0].device) for step in set(steps)}
     counts = [numbers[step] for step in steps]
     # The kernel goes through memory as it lies: gradients must lie like their parameters.
     pairs = zip(work.gradients, work.parameters, strict=True)
@@ -377,16 +386,34 @@ def _horizon(rule: OptimizerRule, lag: float) -> float:
     return momentum * (1.0 - float(momentum**lag)) / (1.0 - momentum)
 
 
+def orthogonalise(rule: Muon, matrices: list[Tensor]) -> list[Tensor]:
+    """Return the matrices with singular values near 1; those of one shape go through one product together."""
+    found: dict[int, Tensor] = {}
+    shapes: dict[tuple[int, ...], list[int]] = {}
+    for place, matrix in enumerate(matrices):
+        shapes.setdefault(tuple(matrix.shape), []).append(place)
+    for shape, places in shapes.items():
+        num_together = max(1, _BATCH_ITEMS // math.prod(shape))
+        for low in range(0, len(places), num_together):
+            some = places[low : low + num_together]
+            found.update(
+                zip(some, _orthogonal(rule, torch.stack([matrices[at] for at in some])), strict=True)
+            )
+    return [found[place] for place in range(len(matrices))]
+
+
 def _orthogonal(rule: Muon, matrix: Tensor) -> Tensor:
-    """Return the matrix with singular values near 1."""
+    """Return the matrix, or each of several, with singular values near 1."""
     is_exact = rule.precision == "float32" or (rule.precision == "auto" and matrix.device.type == "cpu")
     first, second, third = _ITERATION
-    is_tall = matrix.shape[0] > matrix.shape[1]
+    is_tall, is_one = matrix.shape[-2] > matrix.shape[-1], matrix.ndim == 2
+    add_product = torch.addmm if is_one else torch.baddbmm
     result = matrix.to(torch.float32 if is_exact else torch.bfloat16)
-    result = result.T if is_tall else result
-    result = result / result.norm().clamp(min=rule.epsilon)
+    result = result.mT if is_tall else result
+    norm = result.norm() if is_one else result.flatten(1).norm(dim=1)[:, None, None]
+    result = result / norm.clamp(min=rule.epsilon)
     for _ in range(_NUM_ITERATIONS):
-        square = result @ result.T
-        polynomial = torch.addmm(square, square, square, beta=second, alpha=third)
-        result = torch.addmm(result, polynomial, result, beta=first)
-    return result.T if is_tall else result
+        square = result @ result.mT
+        polynomial = add_product(square, square, square, beta=second, alpha=third)
+        result = add_product(result, polynomial, result, beta=first)
+    return result.mT if is_tall else result

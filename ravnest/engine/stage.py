@@ -7,15 +7,15 @@ decides what runs when.
 
 import math
 from collections import Counter, deque
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ravnest.engine.noise import NoiseMeter
-from ravnest.engine.optimizers import Optimizer, OptimizerSettings, find_norms, find_not_finite
+from ravnest.engine.optimizers import Optimizer, OptimizerSettings, find_norms, find_not_finite, measure_norms
 from ravnest.engine.weight_versions import Graph, Snapshot, Versions
 from ravnest.errors import ProtocolError, RavnestError
 from ravnest.ids import MicrobatchId
@@ -143,10 +143,43 @@ class _Autograd:
 
 
 @dataclass(slots=True)
+class _Checks:
+    """Numbers that tell whether a forward went well; each look at them waits for the device."""
+
+    largest: dict[int, Tensor] = field(default_factory=dict)  # by value
+    loss: Tensor | None = None
+
+    @classmethod
+    def of(cls, outcome: ForwardOutcome) -> "_Checks":
+        values = outcome.outputs.items()
+        large = {value: each for value, each in values if each.is_floating_point() and each.numel()}
+        loss = outcome.results.get("loss")
+        largest = {value: each.detach().max() for value, each in large.items()}
+        return cls(largest, None if loss is None else loss.detach().reshape(()))
+
+    def read_with(self, more: Sequence[Tensor] = ()) -> tuple[str | None, list[float]]:
+        """Return the fault there is, and more numbers, with a single wait; the checks are done then."""
+        first = [*self.largest.values(), *(() if self.loss is None else (self.loss,))]
+        numbers = torch.stack([*first, *more]).tolist() if first or more else []
+        told, rest = numbers[: len(first)], numbers[len(first) :]
+        # Not below: minus infinity is how masks say "never".
+        faults = [
+            f"value {value} is not finite"
+            for value, largest in zip(self.largest, told, strict=False)
+            if not largest < math.inf
+        ]
+        if self.loss is not None and not math.isfinite(told[-1]):
+            faults.append(f"the loss is {told[-1]}")
+        self.largest, self.loss = {}, None
+        return next(iter(faults), None), rest
+
+
+@dataclass(slots=True)
 class _Flight:
     num_updates: int  # when it went forward
     backward: Backward
     shapes: dict[int, torch.Size]  # of what was sent on
+    unread: "_Checks"  # of its forward
     sent: tuple[Tensor, ...] = ()  # gradients of the inputs, on their way
 
 
@@ -154,7 +187,8 @@ class StageEngine:
     """The state of one stage, taken over from a snapshot, and the microbatches in flight on it.
 
     `is_split`: gradients of inputs are ready before those of weights. It costs 0.1 ms per layer, and
-    where activations are recomputed a second run: leave it off there.
+    where activations are recomputed a second run: leave it off there. `defers`: the loss is looked at after
+    the backward, so that a GPU does not wait in between; what a forward writes must be known good before.
     """
 
     def __init__(
@@ -164,10 +198,12 @@ class StageEngine:
         roles: Roles,
         settings: OptimizerSettings,
         is_split: bool = True,
+        defers: bool = False,
     ) -> None:
         self._program = program
         self._roles = roles
         self._is_split = is_split
+        self._defers = defers and not roles.written
         state = {name: tensor.detach() for name, tensor in start.state.items()}
         trained = {name: state[name] for name in roles.trainable}
         narrow = roles.narrow | roles.casts
@@ -224,7 +260,9 @@ class StageEngine:
                 outcome = self._program.forward(
                     {**self._rest, **buffers, **weights}, leaves, fields, training=True, key=key
                 )
-            reason = _find_fault(outcome)  # a GPU says only here that an operation failed
+            checks, reason = _Checks.of(outcome), None
+            if outcome.outputs or not self._defers:
+                reason, _ = checks.read_with()  # a GPU says only here that an operation failed
         except _FAILURES as error:
             return _give_up(microbatch, "forward", error)
         if reason:
@@ -236,7 +274,7 @@ class StageEngine:
             Graph(wanted, weights, self._is_split), outputs, outcome.results.get("loss")
         )
         shapes = {value: tensor.shape for value, tensor in outcome.outputs.items()}
-        self._flights[microbatch] = _Flight(self._num_updates, backward, shapes)
+        self._flights[microbatch] = _Flight(self._num_updates, backward, shapes, checks)
         self._versions.hold(microbatch)
         return _detach(outcome)
 
@@ -246,14 +284,18 @@ class StageEngine:
         _check_shapes(gradients, flight.shapes)
         try:
             found = dict(flight.backward.backward_inputs(gradients))
-            value = find_not_finite(found)
+            reason, norms = (
+                flight.unread.read_with(measure_norms(list(found.values()))) if found else (None, [])
+            )
+            value = find_not_finite(found, norms)
         except _FAILURES as error:
             self.forget(microbatch)
             return _give_up(microbatch, "backward", error)
         flight.sent = tuple(found.values())
-        if value is not None:
+        if reason or value is not None:
             self.forget(microbatch)
-            return DroppedWork(microbatch, "backward", f"the gradient of value {value} is not finite")
+            told = f"the gradient of value {value} is not finite"
+            return DroppedWork(microbatch, "forward" if reason else "backward", reason or told)
         return found
 
     def backward_weights(
@@ -263,11 +305,13 @@ class StageEngine:
         flight = self._flights[microbatch]
         try:
             found = flight.backward.backward_weights()
-            norms = find_norms(list(found.values()))
+            reason, norms = flight.unread.read_with(measure_norms(list(found.values())))
         except _FAILURES as error:
             return _give_up(microbatch, "backward", error)
         finally:
             self.forget(microbatch)
+        if reason:
+            return DroppedWork(microbatch, "forward", reason)
         if (name := find_not_finite(found, norms)) is not None:
             return DroppedWork(microbatch, "backward", f"the gradient of {name!r} is not finite")
         self._lags.append(self._num_updates - flight.num_updates)
@@ -395,7 +439,7 @@ class StageEngine:
         try:
             with torch.no_grad():
                 outcome = self._program.forward(state, inputs, fields, training=False, key=None)
-            reason = _find_fault(outcome)
+            reason, _ = _Checks.of(outcome).read_with()
         except _FAILURES as error:
             return _give_up(microbatch, "evaluation", error)
         return DroppedWork(microbatch, "evaluation", reason) if reason else _detach(outcome)
@@ -465,14 +509,3 @@ def _check_shapes(gradients: Values, shapes: Mapping[int, torch.Size]) -> None:
         if gradient.shape != sent:
             shape = f"{tuple(gradient.shape)}, but {tuple(sent)} was sent on"
             raise ProtocolError(f"the gradient of value {value} is {shape}")
-
-
-def _find_fault(outcome: ForwardOutcome) -> str | None:
-    for value, tensor in outcome.outputs.items():
-        # Not below: minus infinity is how masks say "never".
-        if tensor.is_floating_point() and tensor.numel() and not tensor.detach().max().item() < math.inf:
-            return f"value {value} is not finite"
-    loss = outcome.results.get("loss")
-    if loss is not None and not math.isfinite(loss.item()):
-        return f"the loss is {loss.item()}"
-    return None

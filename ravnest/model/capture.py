@@ -9,11 +9,14 @@ import contextlib
 import io
 import logging
 import re
+import sys
+import threading
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import TextIO
 
 import torch
 from sympy import Integer  # type: ignore[import-untyped]
@@ -27,7 +30,7 @@ from ravnest.model.batch_loss import BatchLoss, judge_loss
 from ravnest.model.blueprint import CONSTANT, Blueprint, StateEntry
 from ravnest.model.blueprint_json import read_blueprint, write_blueprint
 from ravnest.model.capture_errors import refuse_error
-from ravnest.model.export_hazards import plain_transformers, traps
+from ravnest.model.export_hazards import plain_transformers, replaced, traps
 from ravnest.model.initialiser import keep_first_values
 from ravnest.model.model_with_loss import BatchFields, Metric, ModelWithLoss, name_fields
 from ravnest.model.sample_length import SHORT, TokenRows, find_rows, find_symbols, is_costly
@@ -52,6 +55,17 @@ class Captured:
     batch_loss: BatchLoss = BatchLoss.MEAN  # whether a batch may be cut
 
 
+@dataclass(frozen=True, slots=True)
+class CaptureWishes:
+    """How a model is captured, as `capture` says; `tell` hears what is done next."""
+
+    name: str | None = None
+    inputs: Sequence[str] | None = None
+    is_padded: bool | None = None
+    self_test: bool = True
+    tell: Callable[[str], object] = lambda _: None
+
+
 def capture(
     model: nn.Module,
     batch: BatchFields,
@@ -69,20 +83,33 @@ def capture(
     part of a tuple). Without a loss the model returns it, as Hugging Face models do. `inputs` names the
     fields the model takes. `is_padded=False` promises that no sample is padded: causal masks cost nothing.
     """
-    fields = _beside(model, name_fields(batch, is_padded))
-    whole = ModelWithLoss(
-        model, fields, loss, metrics or {}, is_tuple=not isinstance(batch, Mapping), inputs=inputs
-    )
+    return capture_as(model, batch, loss, metrics, CaptureWishes(name, inputs, is_padded, self_test))
+
+
+def capture_as(
+    model: nn.Module,
+    batch: BatchFields,
+    loss: Metric | None,
+    metrics: Mapping[str, Metric] | None,
+    wishes: CaptureWishes,
+) -> Captured:
+    """Turn a model into a blueprint."""
+    fields, tell = _beside(model, name_fields(batch, wishes.is_padded)), wishes.tell
+    is_tuple = not isinstance(batch, Mapping)
+    whole = ModelWithLoss(model, fields, loss, metrics or {}, is_tuple=is_tuple, inputs=wishes.inputs)
     _check_module(whole)
     is_empty = any(parameter.is_meta for parameter in model.parameters())
-    is_tested = self_test and not is_empty
+    is_tested = wishes.self_test and not is_empty
+    tell("the model runs alone" if is_tested else "the model is not run")
     tried = _try(whole, fields) if is_tested else _Tried(None, {})
+    tell("it is exported")
     has_mask = "attention_mask" in fields or "position_ids" in fields
     with plain_transformers(has_mask):
         programs = _export_both(whole, fields, is_empty, tried.rows)
-    blueprint, state = _join(name or type(model).__name__, whole, programs.train, programs.evaluate)
+    blueprint, state = _join(wishes.name or type(model).__name__, whole, programs)
     batch_loss = BatchLoss.MEAN
     if is_tested:
+        tell("it is compared with the model")
         batch_loss = _test(whole, programs, blueprint, state, fields, tried)
     notes = [batch_loss.note] if batch_loss.note else []
     if is_empty:
@@ -90,7 +117,7 @@ def capture(
             "the weights have no values here, so the cut model was not compared with the module, "
             "and the loss is taken for a mean over the samples"
         )
-    if is_padded is None and "attention_mask" in fields:
+    if wishes.is_padded is None and "attention_mask" in fields:
         notes.append(
             "batches have an attention_mask; if no sample is padded, is_padded=False saves the masks"
         )
@@ -295,15 +322,37 @@ def _export(
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep torch's own account of an export from the user: what matters of it is in our sentence."""
-    level = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(level)
+    """Keep torch's own account of an export from the user: what matters of it is in our sentence.
+
+    Other threads are heard meanwhile: a hub may answer its peers.
+    """
+    thread, is_enabled = threading.get_ident(), logging.Logger.isEnabledFor
+
+    def is_heard(asked: logging.Logger, level: int) -> bool:
+        return threading.get_ident() != thread and is_enabled(asked, level)
+
+    with (
+        warnings.catch_warnings(),
+        contextlib.redirect_stderr(_OtherThreads(sys.stderr, thread)),
+        replaced(logging.Logger, "isEnabledFor", is_heard),
+    ):
+        warnings.simplefilter("ignore")
+        yield
+
+
+class _OtherThreads(io.TextIOBase):
+    """Drops what one thread writes, and passes on the rest."""
+
+    def __init__(self, to: TextIO, dropped: int) -> None:
+        self._to, self._dropped = to, dropped
+
+    def write(self, text: str) -> int:
+        """Write for another thread."""
+        return len(text) if threading.get_ident() == self._dropped else self._to.write(text)
+
+    def flush(self) -> None:
+        """Write what waits."""
+        self._to.flush()
 
 
 def _try_other_size(whole: ModelWithLoss, fields: Mapping[str, torch.Tensor]) -> Exception | None:
@@ -325,10 +374,9 @@ def _own_field(field: torch.Tensor) -> torch.Tensor:
     return field.clone() if field.shape[0] > 1 else torch.cat([field, field])
 
 
-def _join(
-    name: str, whole: ModelWithLoss, train: Traced, evaluate: Traced
-) -> tuple[Blueprint, dict[str, torch.Tensor]]:
+def _join(name: str, whole: ModelWithLoss, programs: _Programs) -> tuple[Blueprint, dict[str, torch.Tensor]]:
     """Make one blueprint of the two programs."""
+    train, evaluate = programs.train, programs.evaluate
     if not train.program.values[dict(train.program.results)["loss"]].has_gradient:
         raise CaptureError(
             "the loss does not depend on any parameter that is trained; check that it is computed from what "

@@ -22,6 +22,7 @@ CompiledPart = Callable[..., Sequence[Tensor]]
 Compiler = Callable[[fx.GraphModule, list[Any]], CompiledPart]
 Background = Callable[[Callable[[], None]], None]
 
+_Kind = tuple[int, tuple[torch.dtype, ...]]  # samples, and the types of all arguments: weights may be narrow
 _MOST_SIZES = 2  # of microbatches: the usual one, and one more where batches do not divide evenly
 _OFTEN = 4  # a size that was seen so often comes again; the first one is compiled at once
 
@@ -121,25 +122,26 @@ class StageCompiler:
     ) -> None:
         self._stage = stage
         self._compile_part, self._in_background, self._warn = compile_part, in_background, warn
-        self._seen: Counter[int] = Counter()
-        self._parts: dict[int, CompiledParts | None] = {}  # None while they are compiled
+        self._seen: Counter[_Kind] = Counter()
+        self._parts: dict[_Kind, CompiledParts | None] = {}  # None while they are compiled
         self._has_failed = False
 
     def find(self, num_samples: int, arguments: Sequence[Tensor]) -> CompiledParts | None:
         """Return the parts for this size; without them, begin to compile if it comes often."""
         if self._has_failed:
             return None
-        if num_samples in self._parts:
-            return self._parts[num_samples]
-        self._seen[num_samples] += 1
-        is_usual = not self._parts or self._seen[num_samples] >= _OFTEN
+        kind = (num_samples, tuple(tensor.dtype for tensor in arguments))
+        if kind in self._parts:
+            return self._parts[kind]
+        self._seen[kind] += 1
+        is_usual = not self._parts or self._seen[kind] >= _OFTEN
         if not is_usual or len(self._parts) >= _MOST_SIZES or None in self._parts.values():
             return None
-        self._parts[num_samples] = None
+        self._parts[kind] = None
         mode = FakeTensorMode()
         examples = [mode.from_tensor(tensor) for tensor in arguments]
-        self._in_background(lambda: self._compile(num_samples, mode, examples))
-        return self._parts[num_samples]
+        self._in_background(lambda: self._compile(kind, mode, examples))
+        return self._parts[kind]
 
     def give_up(self, error: Exception) -> None:
         """Run uncompiled from now on, and say why."""
@@ -151,9 +153,9 @@ class StageCompiler:
             )
         self._has_failed = True
 
-    def _compile(self, num_samples: int, mode: FakeTensorMode, examples: list[Any]) -> None:
+    def _compile(self, kind: "_Kind", mode: FakeTensorMode, examples: list[Any]) -> None:
         try:
-            self._parts[num_samples] = _compile_parts(self._stage, mode, examples, self._compile_part)
+            self._parts[kind] = _compile_parts(self._stage, mode, examples, self._compile_part)
         except Exception as error:  # a compiler may raise anything, and training goes on
             self.give_up(error)
 

@@ -11,6 +11,7 @@ import gc
 import inspect
 import random
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
@@ -62,7 +63,7 @@ def watched() -> Iterator[None]:
         stack.enter_context(replaced(nn.Module, "__setattr__", _watch_buffers(nn.Module.__setattr__)))
         for module, names in ((random, _PYTHON_DRAWS), (np.random, (*_NUMPY_DRAWS, "default_rng"))):
             for name in names:
-                stack.enter_context(replaced(module, name, _refuse_randomness))
+                stack.enter_context(replaced(module, name, _refuse_draws(vars(module)[name])))
         yield
 
 
@@ -124,8 +125,15 @@ def _refuse_step(*_: Any, **__: Any) -> Any:
     )
 
 
-def _refuse_randomness(*_: Any, **__: Any) -> Any:
-    raise refuse_here(*_OUTSIDE_TORCH)
+def _refuse_draws(draw: Callable[..., Any]) -> Callable[..., Any]:
+    thread = threading.get_ident()  # others may draw: a hub may answer its peers meanwhile
+
+    def refuse(*arguments: Any, **keywords: Any) -> Any:
+        if threading.get_ident() != thread:
+            return draw(*arguments, **keywords)
+        raise refuse_here(*_OUTSIDE_TORCH)
+
+    return refuse
 
 
 def _watch_buffers(set_attribute: _SetAttribute) -> _SetAttribute:

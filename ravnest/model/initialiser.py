@@ -115,7 +115,8 @@ def _constructed(parameter: nn.Parameter) -> Tensor | None:
     if kept is None:
         return None
     values, version = kept
-    return values if parameter._version == version else None
+    is_same = parameter._version == version and values.shape == parameter.shape
+    return values.to(parameter.dtype) if is_same else None  # a model may have been cast since
 
 
 @contextlib.contextmanager

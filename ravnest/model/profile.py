@@ -16,7 +16,7 @@ from ravnest.model.blueprint import FLOATING, PARAMETER, Blueprint, Op, Program,
 from ravnest.model.op_costs import Cost, Flight, Form, Trial, recurrent_bytes, recurrent_flops
 from ravnest.model.slicing import crossings
 from ravnest.plan.types import ModelProfile
-from ravnest.protocol.tensors import ITEM_BYTES
+from ravnest.protocol.tensors import ITEM_BYTES, find_channels
 
 
 def measure(blueprint: Blueprint, batch_size: int, make_trial: Callable[..., Trial] = Trial) -> ModelProfile:
@@ -72,8 +72,22 @@ def find_matrices(blueprint: Blueprint) -> frozenset[str]:
 
 
 _EMBEDDING = "aten.embedding"
+_LENGTH_LAST = ("aten.conv1d", "aten.conv_transpose1d")
 _RECURRENT = ("aten.lstm.", "aten.gru.", "aten.rnn_")
 _FLOAT_BYTES = 4  # the profile counts what crosses as float32; the planner knows the wire format
+
+
+def has_channels(blueprint: Blueprint, batch_size: int) -> bool:
+    """Whether int4-channels finds the channels of most of what crosses cuts.
+
+    A shape does not tell (batch, channels, length) from (batch, tokens, channels), but its operators do.
+    """
+    if any(op.name.startswith(_LENGTH_LAST) for op in blueprint.train.ops):
+        return False
+    crossing = [blueprint.train.values[value] for values in crossings(blueprint)[1:-1] for value in values]
+    sizes = [(_sent_bytes(value, batch_size), value.shape_at(batch_size)) for value in crossing]
+    found = sum(size for size, shape in sizes if find_channels(shape) is not None)
+    return 2 * found >= sum(size for size, _ in sizes)
 
 
 def _state_bytes(blueprint: Blueprint, names: Iterable[str]) -> tuple[float, ...]:

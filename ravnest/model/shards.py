@@ -137,7 +137,7 @@ class ShardWriter:
         self._file, self._index = file, index_of(file)
         groups = group_by_size(types, most_bytes)
         self._names = [file.name] if len(groups) == 1 else name_shards(file.stem, len(groups))
-        self._places: dict[str, tuple[int, int]] = {}  # by tensor: its shard, and where it begins there
+        self._places: dict[str, tuple[int, int, int]] = {}  # by tensor: its shard, and its bytes there
         self._shard_of = {name: self._names[n] for n, group in enumerate(groups) for name in group}
         self.size_bytes = sum(kind.size_bytes for kind in types.values())
         self._headers, self._sizes = [], []
@@ -145,7 +145,7 @@ class ShardWriter:
             header = write_header(group, {"format": "pt"})
             start = len(header)
             for name, kind in group.items():
-                self._places[name] = number, start
+                self._places[name] = number, start, start + kind.size_bytes
                 start += kind.size_bytes
             self._headers.append(header)
             self._sizes.append(start)
@@ -165,11 +165,12 @@ class ShardWriter:
 
     def write(self, name: str, pieces: Iterable[Buffer]) -> None:
         """Write one tensor."""
-        number, start = self._places.pop(name)
+        number, start, stop = self._places.pop(name)
         opened = self._open(number)
         opened.seek(start)
         for piece in pieces:
             opened.write(piece)
+        assert opened.tell() == stop, f"{name} has {opened.tell() - start} bytes, not {stop - start}"
 
     def finish(self) -> Path:
         """Give the files their names; return the file, or the index of its shards."""

@@ -34,6 +34,7 @@ from ravnest.model.compiled_stage import CompiledBackward, StageCompiler, Traced
 from ravnest.model.index_checks import check_index, find_checks
 from ravnest.model.narrow_weights import find_castable, saves_narrow, widen
 from ravnest.model.operators import Parameter, draws, operators
+from ravnest.model.recompute_blocks import find_blocks
 
 State = Mapping[str, torch.Tensor]
 MicrobatchKey = tuple[int, int]  # seed, batch number: with the operation's number they seed its randomness
@@ -56,12 +57,16 @@ class StageOutputs:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """How a stage runs here: device, mixed precision, activations computed again, indices checked."""
+    """How a stage runs here: device, mixed precision, activations computed again, indices checked.
+
+    Blocks are cut for `window` microbatches in flight.
+    """
 
     device: torch.device = torch.device("cpu")  # noqa: RUF009 - a device is a value
     autocast: torch.dtype | None = None
     recompute: bool = False
     checks_indices: bool = False  # before operations meet them; a CPU's do that themselves
+    window: int = 4
 
 
 class StageProgram:
@@ -106,13 +111,18 @@ def build_stage_program(
     *,
     autocast: torch.dtype | None = None,
     recompute: bool = False,
+    window: int = 4,
     make_compiler: MakeCompiler | None = None,
 ) -> StageProgram:
-    """Make a stage callable, and compiled where a compiler is given and activations are kept."""
+    """Make a stage callable, and compiled where a compiler is given and activations are kept.
+
+    `window` microbatches may be in flight.
+    """
     place = torch.device(device)
     make_compiler = None if recompute else make_compiler
     checks_indices = place.type != "cpu" or make_compiler is not None
-    return StageProgram(blueprint, Setting(place, autocast, recompute, checks_indices), make_compiler)
+    setting = Setting(place, autocast, recompute, checks_indices, window)
+    return StageProgram(blueprint, setting, make_compiler)
 
 
 def resolve(name: str) -> OpOverload:
@@ -204,6 +214,9 @@ class _Runner:
         self._draws = [op.number for op in program.ops if draws(op.name, dict(op.arguments))]
         self._make_compiler = make_compiler
         self._compiler: StageCompiler | None = None
+        self._widths: list[torch.dtype] = []  # of the arguments it is made for
+        blocks = find_blocks(program, setting.window) if setting.recompute else []
+        self._blocks = [(block, _Builder(block.program, setting).build().forward) for block in blocks]
 
     def run(
         self, state: State, inputs: Mapping[ValueId, torch.Tensor], fields: State, key: MicrobatchKey | None
@@ -220,15 +233,14 @@ class _Runner:
             tensor.dtype is torch.bfloat16 and program.values[value].dtype == "float32"
             for value, tensor in kept.items()
         )
-        may_compile = self._make_compiler is not None and not has_narrow
-        if may_compile and torch.is_grad_enabled() and key is not None:
+        if self._make_compiler is not None and torch.is_grad_enabled() and key is not None:
             passed = self._run_compiled(kept, arrived, key, num_samples)
             if passed is not None:
                 return passed
         cast = torch.autocast(setting.device.type, setting.autocast, enabled=setting.autocast is not None)
         with cast, saves_narrow() if has_narrow else nullcontext():
             if setting.recompute and torch.is_grad_enabled():
-                outputs, results = self._run_twice(kept, arrived, key)
+                outputs, results = self._run_in_blocks(kept, arrived, key)
             else:
                 outputs, results = self._graph(*kept.values(), *arrived, key)
         return self._name(self._widen(outputs), results)
@@ -257,9 +269,12 @@ class _Runner:
     ) -> StageOutputs | None:
         """Run the compiled stage; None where it is not compiled, or not yet."""
         arguments = [*kept.values(), *arrived]
+        widths = [tensor.dtype for tensor in arguments]
         if self._compiler is None:
             assert self._make_compiler is not None
-            self._compiler = self._make_compiler(self._traced(kept, arguments))
+            self._compiler, self._widths = self._make_compiler(self._traced(kept, arguments)), widths
+        if widths != self._widths:  # compiled code would take the bytes for others
+            return None
         parts = self._compiler.find(num_samples, arguments)
         if parts is None:
             return None
@@ -310,16 +325,34 @@ class _Runner:
             tuple((place, name) for place, name in weights if arguments[place].requires_grad),
         )
 
-    def _run_twice(
+    def _run_in_blocks(
         self, kept: dict[ValueId, torch.Tensor], arrived: list[torch.Tensor], key: MicrobatchKey | None
     ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-        """Keep only what arrived; backward runs the stage again, on the buffers as they were before."""
-        before = {value: kept[value].clone() for value in self._written}
+        """Keep only what crosses between blocks; backward runs each block again before its own."""
+        program = self._program
+        given = [*(value for value, _ in program.fields), *program.inputs]
+        values = {**kept, **dict(zip(given, arrived, strict=True))}
+        for block, graph in self._blocks:
+            state = {value: kept[value] for value in block.state}
+            passed = self._run_twice(graph, state, [values[value] for value in block.program.inputs], key)
+            values.update(zip(block.program.outputs, passed, strict=True))
+        results = tuple(values[value] for _, value in program.results)
+        return tuple(values[value] for value in program.outputs), results
+
+    def _run_twice(
+        self,
+        graph: Callable[..., Any],
+        kept: dict[ValueId, torch.Tensor],
+        arrived: list[torch.Tensor],
+        key: MicrobatchKey | None,
+    ) -> tuple[torch.Tensor, ...]:
+        """Keep only what arrived; backward runs a block again, on the buffers as they were before."""
+        before = {value: kept[value].clone() for value in self._written if value in kept}
         watched = [tensor for value, tensor in kept.items() if value not in before] + arrived
         versions = [tensor._version for tensor in watched]
         is_again = False
 
-        def run(*arrived: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+        def run(*arrived: torch.Tensor) -> tuple[torch.Tensor, ...]:
             nonlocal is_again
             if is_again and [tensor._version for tensor in watched] != versions:
                 raise RuntimeError("a tensor was changed in place between the forward and its backward")
@@ -327,7 +360,8 @@ class _Runner:
                 {**kept, **{value: tensor.clone() for value, tensor in before.items()}} if is_again else kept
             )
             is_again = True
-            return self._graph(*state.values(), *arrived, key)
+            outputs: tuple[torch.Tensor, ...] = graph(*state.values(), *arrived, key)[0]
+            return outputs
 
         passed = checkpoint(run, *arrived, use_reentrant=False, preserve_rng_state=key is None)
         assert isinstance(passed, tuple)
@@ -458,9 +492,9 @@ def _find_needed(program: Program, values: Sequence[ValueId]) -> set[int]:
 
 def _move(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Bring a tensor to the device; a GPU fetches it from pinned memory while the program goes on."""
-    if device.type == "cuda" and tensor.device.type == "cpu":
+    if device.type == "cuda" and tensor.device.type == "cpu" and tensor.numel():
         return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor.to(device)
+    return tensor if tensor.device == device else tensor.to(device)
 
 
 def _run_at_precision(

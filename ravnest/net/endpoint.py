@@ -28,6 +28,7 @@ from ravnest.net.streams import (
     encode_frame,
 )
 from ravnest.net.transport import (
+    MIB,
     Delivery,
     DialFailed,
     LinkDown,
@@ -43,6 +44,7 @@ from ravnest.net.transport import (
 from ravnest.protocol.tensors import Buffer
 
 _SERVICES = tuple(Service)  # to go through an enumeration costs more
+_TURN_BYTES = MIB  # of messages that a program takes before others on the loop get their turn
 
 
 class Connection(Protocol):
@@ -170,6 +172,7 @@ class Endpoint:
         self._neighbours: dict[PeerId, Neighbour] = {}
         self._events: asyncio.PriorityQueue[UnreadEvent] = asyncio.PriorityQueue()
         self._num_events = 0
+        self._taken_bytes = 0  # since others on the loop had their turn
         self._upload = Upload(self._limits.upload_bytes_per_second)
         self._more_timer: asyncio.TimerHandle | None = None
 
@@ -206,6 +209,9 @@ class Endpoint:
 
     async def receive(self) -> TransportEvent:
         while True:
+            if self._taken_bytes >= _TURN_BYTES:  # a full queue would be emptied without a turn for others
+                self._taken_bytes = 0
+                await asyncio.sleep(0)  # noqa: TID251 - a turn for others, not a wait
             waiting = await self._events.get()
             if not isinstance(waiting.event, Delivery):
                 return waiting.event
@@ -213,6 +219,7 @@ class Endpoint:
             if neighbour is not None and neighbour.link.inbox is waiting.inbox:  # else its sender is no more
                 neighbour.link.take(waiting.event.service, self._loop.time())
                 self._wake(neighbour)
+                self._taken_bytes += sum(buffer.nbytes for buffer in waiting.event.buffers)
                 return waiting.event
 
     def allow(self, keys: Iterable[PublicKey]) -> None:

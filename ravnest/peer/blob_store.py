@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Self
 
 from ravnest.peer.compute_protocol import WrittenBlob
-from ravnest.protocol.blobs import BlobRef
+from ravnest.protocol.blobs import PIECE_BYTES
 from ravnest.protocol.tensors import Buffer
-from ravnest.transfer.blobs import name_blob, name_pieces
+from ravnest.transfer.blobs import Blob, hash_pieces, name_hashes, name_pieces
 
 logger = logging.getLogger(__name__)
 
@@ -28,8 +28,8 @@ class BlobStore:
     def __init__(self) -> None:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._has_warned = False
-        self._own: dict[str, Buffer] = {}  # oldest first
-        self._backup: dict[str, Buffer] = {}
+        self._own: dict[str, Blob] = {}  # oldest first
+        self._backup: dict[str, Blob] = {}
 
     def __enter__(self) -> Self:
         with suppress(OSError):  # said when something is to be kept
@@ -41,26 +41,21 @@ class BlobStore:
         if self._folder is not None:
             self._folder.cleanup()
 
-    def get(self, blob: str) -> Buffer | None:
+    def get(self, blob: str) -> Blob | None:
         """Return a blob that is here."""
         return self._own.get(blob) or self._backup.get(blob)
 
     def __contains__(self, blob: object) -> bool:
         return blob in self._own or blob in self._backup
 
-    def __setitem__(self, blob: str, content: Buffer) -> None:
+    def __setitem__(self, blob: str, found: Blob) -> None:
         """Keep a snapshot made here, and drop the fourth before it."""
-        self._add(blob, self._own[blob] if blob in self._own else self._write(blob, content))
-
-    def put_pieces(self, make: Callable[[], Iterable[Buffer]]) -> BlobRef:
-        """Keep a snapshot made here, and write it down as it is made; return its name."""
-        written = write_blob(self.folder, make)
-        self.adopt(written)
-        return written.ref
+        self._add(blob, self._own[blob] if blob in self._own else self._write(blob, found))
 
     def adopt(self, written: WrittenBlob) -> bool:
         """Keep a snapshot that compute has written; return whether it is here."""
         content: Buffer | None = written.content
+        hashes = written.hashes
         if content is not None:
             self._warn(written.fault)
         else:
@@ -69,32 +64,35 @@ class BlobStore:
             except (OSError, ValueError) as error:
                 logger.warning("the snapshot %s is lost: %s", written.ref.blob[:12], error)
                 return False
-        self._add(written.ref.blob, content)
+        self._add(written.ref.blob, Blob(content, hashes or hash_pieces(content)))
         return True
 
-    def _add(self, blob: str, content: Buffer) -> None:
+    def _add(self, blob: str, found: Blob) -> None:
         if blob in self._own:
             del self._own[blob]  # it is the newest again
-        self._own[blob] = content
+        self._own[blob] = found
         for old in [*self._own][:-_NUM_OWN]:
             del self._own[old]
             self._remove(old)
 
     def keep_backup(self, content: Buffer) -> None:
-        """Keep the snapshot of another peer instead of the one before."""
-        blob = name_blob(content).blob
-        before, self._backup = self._backup, {blob: self.get(blob) or self._write(blob, content)}
+        """Keep the snapshot of another peer instead of the one before; large ones are in a file already."""
+        hashes = hash_pieces(content)
+        blob = name_hashes(hashes, len(content)).blob
+        found = self.get(blob) or Blob(content, hashes)
+        is_large = len(content) > PIECE_BYTES
+        before, self._backup = self._backup, {blob: found if is_large else self._write(blob, found)}
         for old in before:
             self._remove(old)
 
-    def _write(self, blob: str, content: Buffer) -> Buffer:
+    def _write(self, blob: str, found: Blob) -> Blob:
         try:
-            _path(self.folder, blob).write_bytes(content)
-            return self._map(blob)
+            _path(self.folder, blob).write_bytes(found.content)
+            return Blob(self._map(blob), found.hashes)
         except (OSError, ValueError) as error:  # ValueError: what is empty cannot be mapped
             self._warn(error)
             self._remove(blob)
-            return content
+            return found
 
     @property
     def folder(self) -> str | None:
@@ -128,15 +126,16 @@ def write_blob(folder: str | None, make: Callable[[], Iterable[Buffer]]) -> Writ
         path = _path(folder, "unfinished")
         try:
             with path.open("wb") as file:
-                ref = name_pieces(make(), file.write)
+                ref, hashes = name_pieces(make(), file.write)
             path.replace(path.with_name(ref.blob))
         except OSError:
             path.unlink(missing_ok=True)
             raise
     except OSError as error:
         content = b"".join(make())
-        return WrittenBlob(name_blob(content), content, str(error))
-    return WrittenBlob(ref)
+        hashes = hash_pieces(content)
+        return WrittenBlob(name_hashes(hashes, len(content)), content, str(error), hashes)
+    return WrittenBlob(ref, hashes=hashes)
 
 
 def _path(folder: str | None, blob: str) -> Path:

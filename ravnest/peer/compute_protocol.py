@@ -88,6 +88,7 @@ class WrittenBlob:
     ref: BlobRef
     content: bytes | None = None  # where the disk takes no file
     fault: str = ""  # why it takes none
+    hashes: bytes = b""  # of its pieces
 
 
 @dataclass(frozen=True, slots=True)

@@ -223,6 +223,7 @@ class StageBuilder:
             limits.device,
             autocast=autocast,
             recompute=stage.recompute,
+            window=stage.window,
             make_compiler=self._tools.make_compiler if compiles else None,
         )
         speed = limits.emulated_flops_per_second or self._tools.usual_flops_per_second(limits.device)
@@ -233,9 +234,10 @@ class StageBuilder:
         has_narrow = training.optimizer.versions is WeightFormat.BF16 or autocast is not None
         is_late = stage.window > 1 and not order.is_exact and training.max_lag != 0
         roles = find_roles(blueprint, program.castable, is_narrow=has_narrow and is_late)
+        defers = limits.device.startswith("cuda")
         settings = training.optimizer
         settings = replace(settings, has_prediction=settings.has_prediction and stage.predicts)
-        engine = StageEngine(program, snapshot, roles, settings, is_split)
+        engine = StageEngine(program, snapshot, roles, settings, is_split, defers)
         formats = (stage.activations, stage.gradients)
         position = StagePosition(
             order.build_id, order.seed, stage.node, order.pipeline, *formats, limits.device

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from ravnest.codec import decode_tensor, describe, encode_tensor
+from ravnest.codec import decode_tensor, describe, encode_tensor, widen_integers
 from ravnest.config import TIMEOUTS, PeerTimeouts, WireFormat
 from ravnest.engine.schedule import StageSchedule, Task, Work
 from ravnest.engine.stage import DroppedWork, PassedOn, StageEngine, Updated
@@ -24,7 +24,7 @@ from ravnest.peer.pacing import Device, StagePosition, Timekeeper
 from ravnest.peer.tied_weights import TiedWeights
 from ravnest.protocol.averaging import TiedCall
 from ravnest.protocol.messages import Refusal
-from ravnest.protocol.tensors import Buffer, TensorSpec
+from ravnest.protocol.tensors import FLOAT_BYTES, Buffer, TensorSpec
 from ravnest.protocol.training import (
     Activation,
     DroppedMicrobatch,
@@ -59,6 +59,7 @@ class _Running:
 
     num_samples: int
     forward_seconds: float
+    passed: PassedOn | None = None  # of the last stage, until its results are read
     loss: float | None = None
     metrics: Metrics = ()
 
@@ -87,6 +88,10 @@ class Worker:
         self.position = position
         self._before, self._after = position.before, position.after
         self._blueprint = blueprint
+        programs = (blueprint.train, blueprint.evaluate)
+        self._field_dtypes = {
+            name: each.values[value].dtype for each in programs for value, name in each.fields
+        }
         self._stage = stage
         self._schedule = schedule
         self._rates: dict[int, float] = {0: learning_rate}
@@ -198,7 +203,11 @@ class Worker:
     def receive_fields(self, message: FieldParts, buffers: Sequence[Buffer]) -> Refusal | None:
         """Add the fields of a microbatch."""
         arriving = self._arriving.setdefault(message.microbatch, _Arriving())
-        arriving.fields |= _decode_fields(message.fields, buffers, self.position.device)
+        found = _decode_fields(message.fields, buffers)
+        arriving.fields |= {
+            name: widen_integers(field, self._field_dtypes[name]) if name in self._field_dtypes else field
+            for name, field in found.items()
+        }
         return self._admit(message.microbatch)
 
     def receive_activation(self, message: Activation, buffers: Sequence[Buffer]) -> Refusal | None:
@@ -276,7 +285,7 @@ class Worker:
             self.timekeeper.record_sent(microbatch)
             yield outgoing
             return
-        running.loss, running.metrics = _read_results(passed)
+        running.passed = passed
         self._gradients[microbatch] = {}
         self._schedule.offer_gradient(microbatch)
 
@@ -297,6 +306,9 @@ class Worker:
             weight = self.timekeeper.weight(task.lag)
             dropped = self._stage.backward_weights(microbatch, weight, running.num_samples)
             device.stretch(halfway, device.weights_seconds * running.num_samples)
+        if running.passed is not None and dropped is None:
+            # The device has nothing to do now: a look costs no wait, as one after the forward would.
+            running.loss, running.metrics = _read_results(running.passed)
         if task.is_update:
             self._update()
         if dropped is not None:
@@ -424,13 +436,9 @@ def _encode_values(
     return specs, tuple(encode_tensor(tensor, wire_format, (*key, value)) for value, tensor in values)
 
 
-def _decode_fields(
-    specs: Sequence[tuple[str, TensorSpec]], buffers: Sequence[Buffer], device: str
-) -> dict[str, Tensor]:
-    """Return the fields that came with a message."""
-    return {
-        name: decode_tensor(buffer, spec, device) for (name, spec), buffer in zip(specs, buffers, strict=True)
-    }
+def _decode_fields(specs: Sequence[tuple[str, TensorSpec]], buffers: Sequence[Buffer]) -> dict[str, Tensor]:
+    """Return the fields that came with a message; the program checks them before a GPU gets them."""
+    return {name: decode_tensor(buffer, spec) for (name, spec), buffer in zip(specs, buffers, strict=True)}
 
 
 def _decode_values(
@@ -444,7 +452,8 @@ def _decode_values(
             raise ProtocolError(
                 f"value {number} of microbatch {message.microbatch} has shape {spec.shape}, not its own"
             )
-        found[value] = decode_tensor(buffer, spec, device)
+        # Whole numbers may be indices: the program checks them before a GPU gets them.
+        found[value] = decode_tensor(buffer, spec, device if spec.dtype in FLOAT_BYTES else "cpu")
     return found
 
 

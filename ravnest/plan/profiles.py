@@ -7,7 +7,7 @@ and there is no dropout. `ravnest plan` uses these; real models will be measured
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ravnest.errors import ConfigError
 from ravnest.plan.types import ModelProfile
@@ -42,25 +42,6 @@ def builtin_profile(name: str, samples_per_batch: int | None = None) -> ModelPro
         backward_flops=tuple(2 * work for work in forward),
         saved_bytes=tuple(float(samples * _FLOAT_BYTES * part.saved) for part in parts),
         crossing_bytes=tuple(float(samples * size) for size in (*crossing, model.label_bytes)),
-    )
-
-
-def resize_batch(profile: ModelProfile, samples: int) -> ModelProfile:
-    """Return the profile with batches of so many samples: parameters stay, all else goes with the batch."""
-    if samples == profile.samples_per_batch:
-        return profile
-    factor = samples / profile.samples_per_batch
-
-    def scale(sizes: tuple[float, ...]) -> tuple[float, ...]:
-        return tuple(factor * size for size in sizes)
-
-    return replace(
-        profile,
-        samples_per_batch=samples,
-        forward_flops=scale(profile.forward_flops),
-        backward_flops=scale(profile.backward_flops),
-        saved_bytes=scale(profile.saved_bytes),
-        crossing_bytes=scale(profile.crossing_bytes),
     )
 
 

@@ -1,10 +1,10 @@
-"""The facts a plan is made from and the plan itself: frozen records, no behaviour beyond look-ups.
+"""The facts a plan is made from and the plan itself: frozen records, no behaviour beyond look-ups and sums.
 
 A model is a line of positions. A stage is an interval of the line, a segment an interval that no cluster
 cuts, a ring the owners of one segment. Everything that plans, predicts, draws or repairs speaks in these.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ravnest.config import WireFormat
 from ravnest.ids import NodeId
@@ -74,6 +74,20 @@ class ModelProfile:
         nothing = (0.0,) * self.num_positions
         pairs = zip(self.frozen_bytes or nothing, self.buffer_bytes or nothing, strict=True)
         return tuple(frozen + buffers for frozen, buffers in pairs)
+
+    def resize_batch(self, samples: int) -> "ModelProfile":
+        """Return it with batches of so many samples: parameters stay, all else goes with the batch."""
+        if samples == self.samples_per_batch:
+            return self
+        factor = samples / self.samples_per_batch
+        return replace(
+            self,
+            samples_per_batch=samples,
+            forward_flops=tuple(factor * each for each in self.forward_flops),
+            backward_flops=tuple(factor * each for each in self.backward_flops),
+            saved_bytes=tuple(factor * each for each in self.saved_bytes),
+            crossing_bytes=tuple(factor * each for each in self.crossing_bytes),
+        )
 
 
 @dataclass(frozen=True, slots=True)

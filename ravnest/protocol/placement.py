@@ -62,10 +62,14 @@ class RingOrder:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A snapshot, and the node that serves it: a peer, the hub, or the receiver itself."""
+    """A snapshot, and the node that serves it: a peer, the hub, or the receiver itself.
+
+    The `others` get the same at this time, or have it: they are asked first, to spare the node.
+    """
 
     node: NodeId
     weights: BlobRef
+    others: tuple[NodeId, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +92,15 @@ class StageReady:
     """The stage is built and can train."""
 
     build_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class FetchProgress:
+    """How much of its stage a peer has fetched; it is sent now and then until all is there."""
+
+    build_id: int
+    num_bytes: int
+    size_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +153,7 @@ PlacementMessage = (
     | RingOrder
     | StageParts
     | StageReady
+    | FetchProgress
     | StageMissing
     | SnapshotOrder
     | SnapshotMade

@@ -11,7 +11,9 @@ from ravnest.config import WireFormat
 Buffer = bytes | bytearray | memoryview
 
 FLOAT_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
-ITEM_BYTES = FLOAT_BYTES | {"int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1}
+INTEGER_BYTES = {"int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1}
+ITEM_BYTES = FLOAT_BYTES | INTEGER_BYTES | {"bool": 1}
+WIRE_BYTES = ITEM_BYTES | {"uint16": 2}  # for token ids on their way; models have no such numbers
 BLOCK_ITEMS, SCALE_BYTES = 256, 4  # int8 and int4: one scale for so many numbers
 SHORT_BLOCK_ITEMS, SHORT_SCALE_BYTES = 32, 2  # int4-stochastic, and int4-channels along positions
 MEAN_BYTES = 4  # int4-channels: one mean of each channel
@@ -57,7 +59,7 @@ class TensorSpec:
         """Length of the buffer. FP32 sends a tensor as it is; so do all formats for what is no fraction."""
         num_items, packing = prod(self.shape), self.packing
         if packing is WireFormat.FP32 or self.dtype not in FLOAT_BYTES:
-            return num_items * ITEM_BYTES[self.dtype]
+            return num_items * WIRE_BYTES[self.dtype]
         if packing in (WireFormat.BF16, WireFormat.FP16):
             return num_items * 2
         if packing is WireFormat.INT8:
@@ -75,8 +77,8 @@ class TensorSpec:
     @property
     def fault(self) -> str | None:
         """Why no tensor is like this, if so."""
-        if self.dtype not in ITEM_BYTES:
-            return f"dtype {self.dtype[:20]!r} is none of {', '.join(ITEM_BYTES)}"
+        if self.dtype not in WIRE_BYTES:
+            return f"dtype {self.dtype[:20]!r} is none of {', '.join(WIRE_BYTES)}"
         if (
             any(size < 0 for size in self.shape)
             or prod(max(size, 1) for size in self.shape) > MOST_TENSOR_ITEMS

@@ -34,8 +34,8 @@ from ravnest.units import show_bytes
 
 MANIFEST = "manifest.json"
 # Another number for whatever makes older checkpoints unreadable or gives them another meaning; 2: BLAKE3;
-# 3: leases are intervals.
-MANIFEST_FORMAT = 3
+# 3: leases are intervals; 4: hashes of pieces.
+MANIFEST_FORMAT = 4
 WholeNumber = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
 
@@ -252,7 +252,7 @@ class Checkpoints:
                 tensors = _read_part(whole, f"the state of stage [{start}, {stop})")
                 shards = _split(whole, tensors, self._max_shard_bytes)
                 files |= dict(zip(_part_names(index, len(shards)), shards, strict=True))
-                refs = [name_pieces(shard.pieces(), lambda _: None) for shard in shards]
+                refs = [name_pieces(shard.pieces(), lambda _: None)[0] for shard in shards]
                 entries.append(PartEntry(start, stop, refs[0], tuple(refs[1:])))
             sealed = seal_manifest(number, Manifest(books, score, tuple(entries)))
         except ValueError as error:

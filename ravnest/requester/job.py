@@ -21,7 +21,7 @@ from ravnest.engine.optimizers import OptimizerSettings
 from ravnest.engine.recipe import choose_rate, from_torch, make_settings
 from ravnest.engine.train_config import AveragingRule
 from ravnest.errors import ConfigError
-from ravnest.model.capture import Captured, capture
+from ravnest.model.capture import Captured, CaptureWishes, capture_as
 from ravnest.model.model_with_loss import Metric
 from ravnest.model.profile import find_matrices
 from ravnest.requester.dataset import SampleBatch, Samples, loader_batch_size, show_thing
@@ -96,15 +96,15 @@ class Job:
         """Return the first batch of the train data; it is read once and kept."""
         return self.samples.first_batch()
 
-    def capture(self) -> Captured:
-        """Turn the model into a blueprint, with the first batch as the example."""
+    def capture(self, tell: Callable[[str], object] = lambda _: None) -> Captured:
+        """Turn the model into a blueprint, with the first batch as the example; `tell` hears each step."""
         batch = self.first_batch()
         self.samples.check_some()
         if self.val_samples is not None:
             self.val_samples.check_like(self.samples)
             self.val_samples.check_some()
-        given = {"name": self.name, "inputs": self.inputs, "is_padded": self.is_padded}
-        captured = capture(self.model, batch, self.loss, self.metrics, **given)  # type: ignore[arg-type]
+        wishes = CaptureWishes(self.name, self.inputs, self.is_padded, tell=tell)
+        captured = capture_as(self.model, batch, self.loss, self.metrics, wishes)
         if not captured.batch_loss.is_cuttable and self.microbatches not in ("auto", 1):
             raise ConfigError(f"microbatches is {self.microbatches}, but {captured.batch_loss.note}")
         return replace(captured, notes=(*_notes(batch, self.batch_size), *captured.notes))
@@ -188,7 +188,10 @@ class Job:
         is_flag = self.is_pretrained in (None, True, False)
         _require(is_flag, "is_pretrained", self.is_pretrained, "True, False or nothing")
         is_place = self.weights is None or isinstance(self.weights, str | os.PathLike)
-        _require(is_place, "weights", self.weights, "a safetensors file, a folder, or a mirror's list")
+        is_place = is_place and (self.weights is None or os.path.exists(self.weights))
+        _require(
+            is_place, "weights", self.weights, "a safetensors file, a folder or a mirror's list that exists"
+        )
         is_list = not isinstance(self.inputs, str)
         _require(is_list, "inputs", self.inputs, f"a list of fields: [{self.inputs!r}]")
 

@@ -13,7 +13,7 @@ from functools import partial
 
 from torch import Tensor
 
-from ravnest.codec import describe, encode_tensor
+from ravnest.codec import describe, encode_tensor, narrow_integers
 from ravnest.config import WireFormat
 from ravnest.disk import release_pages
 from ravnest.engine.train_config import TrainConfig, write_train_config
@@ -256,8 +256,9 @@ class JobOwner:
             return data.batch(samples)
 
     def read_fields(self, is_evaluation: bool, samples: Sequence[int], names: Sequence[str]) -> Fields:
-        """Return these fields of a batch as they travel: exactly as they are."""
-        batch = self._read(is_evaluation, samples)
+        """Return these fields of a batch as they travel: exactly, with whole numbers in few bytes."""
+        read = self._read(is_evaluation, samples)
+        batch = {name: narrow_integers(read[name]) for name in names}
         specs = tuple((name, describe(batch[name], WireFormat.FP32)) for name in names)
         return specs, tuple(encode_tensor(batch[name], WireFormat.FP32) for name in names)
 

@@ -4,17 +4,18 @@ Capturing takes seconds and runs the requester's code.
 """
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import cast
 
-from ravnest.config import EXACT_FORMATS, PlanConfig, StateFormat, WeightFormat, WireFormat
+from ravnest.config import EXACT_FORMATS, PlanConfig, StateFormat, WeightFormat, WireChoice, WireFormat
 from ravnest.config import OptimizerKind as Recipe
 from ravnest.engine.optimizers import Adam, Muon, NAdam, OptimizerSettings, Sgd
 from ravnest.engine.train_config import Precision, TrainConfig
 from ravnest.errors import ConfigError
 from ravnest.hub.coordinator.events import JobGiven, JobSettings
 from ravnest.model.capture import Captured
-from ravnest.model.profile import measure
+from ravnest.model.profile import has_channels, measure
 from ravnest.requester.checkpoint_store import (
     Checkpoint,
     Fingerprint,
@@ -50,8 +51,12 @@ def prepare(
     keeper: Keeper | None = None,
     start: Checkpoint | None = None,
     deliver: DeliverResult | None = None,
+    tell: Callable[[str], object] = lambda _: None,
 ) -> PreparedJob:
-    """Capture and measure the model, to be trained from the beginning or from a checkpoint."""
+    """Capture and measure the model, to be trained from the beginning or from a checkpoint.
+
+    `tell` hears what is done next.
+    """
     num_samples = len(job.samples)
     if num_samples < job.batch_size:
         problem = f"the train data has {num_samples} samples, fewer than batch_size {job.batch_size}"
@@ -65,7 +70,7 @@ def prepare(
         raise ConfigError(f"{problem}; choose {' or '.join(EXACT_FORMATS)}")
     if plan.states is StateFormat.INT8 and job.averaging_rule.momentum:
         raise ConfigError("momenta are averaged, which int8 states cannot be; choose states=bf16 or fp32")
-    captured = job.capture()
+    captured = job.capture(tell)
     for note in captured.notes:
         logger.warning("note: %s", note)
     num_batches = job.epochs * -(-num_samples // job.batch_size)
@@ -75,6 +80,7 @@ def prepare(
     config = replace(plan, optimizer=_recipe(job, optimizer), overhead_bytes=0.0)
     precision = WeightFormat.BF16 if job.precision == "bf16" else WeightFormat.FP32
     config = replace(config, predict_weights=optimizer.has_prediction, precision=precision)
+    config = _fit_formats(config, captured, job.batch_size)
     settings = _settings(job, captured, optimizer, num_batches)
     settings = replace(settings, expected_nodes=num_nodes, settle_seconds=settle_seconds)
     training = TrainConfig(
@@ -97,8 +103,18 @@ def prepare(
     if start is not None:
         _check_start(start, fingerprint)
         books = owner.go_on_from(start)
+    tell("it is measured")
     profile = measure(captured.blueprint, job.batch_size)
     return PreparedJob(captured, owner, JobGiven(profile, config, settings, now=0.0, books=books))
+
+
+def _fit_formats(config: PlanConfig, captured: Captured, batch_size: int) -> PlanConfig:
+    """Plan activations without channels as what they will travel as."""
+    has_format = WireFormat.INT4_CHANNELS in config.activation_formats
+    if not has_format or has_channels(captured.blueprint, batch_size):
+        return config
+    logger.warning("note: the channels of what crosses stages are not known, so activations travel as int8")
+    return replace(config, activations=WireChoice.INT8)
 
 
 def _check_start(start: Checkpoint, now: Fingerprint) -> None:

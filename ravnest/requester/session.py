@@ -15,6 +15,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from math import prod
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self, TypeVar
@@ -26,12 +27,22 @@ from ravnest.config import PlanConfig, WireChoice, WireFormat
 from ravnest.errors import ConfigError, PlanError, RavnestError
 from ravnest.hub.coordinator.coordinator import Coordinator
 from ravnest.hub.coordinator.events import Action, Event
-from ravnest.hub.coordinator.notices import CheckpointIsResult, Notice, PlanFormed, Waiting
+from ravnest.hub.coordinator.notices import (
+    CaptureStep,
+    CheckpointIsResult,
+    HubListens,
+    ModelCaptured,
+    Notice,
+    PlanFormed,
+    Waiting,
+)
 from ravnest.hub.coordinator.plan_trigger import NOBODY
+from ravnest.hub.service.admission import Admission
 from ravnest.hub.service.event_log import EventLog, read_watch
 from ravnest.hub.service.server import HUB_LIMITS, HUB_PARTS, HubParts, Server
 from ravnest.hub.service.status import HubStream, StatusTracker
 from ravnest.ids import NodeId
+from ravnest.model.blueprint import PARAMETER
 from ravnest.net.identity import Token, dialled_from_elsewhere, read_address
 from ravnest.net.zeromq import ZeroMqTransport
 from ravnest.requester.callbacks import Callback, Callbacks, Narrator
@@ -231,18 +242,24 @@ class Hub:
             self._has_stops()
 
     async def _fit(
-        self, setup: Callable[[], PreparedJob], hear: Callbacks, interrupts: Interrupts, resumes: bool
+        self, setup: Callable[..., PreparedJob], hear: Callbacks, interrupts: Interrupts, resumes: bool
     ) -> Result:
         keys, pauses = self._open_file.keys, random.SystemRandom()
         async with contextlib.AsyncExitStack() as open_things:
-            # Peers get ready meanwhile; a hub that captures would be too busy to answer them.
+            relay = self._parts.make_relay(self._timeouts.net) if self._is_open_to_others else None
+            admission = Admission(self.token, relay, self._parts.version)
+            limits = replace(HUB_LIMITS, timeouts=self._timeouts.net)
+            transport = ZeroMqTransport(keys, pauses, self._listen, limits, admit=admission.admit)
+            await open_things.enter_async_context(transport)
+            if relay is not None:
+                await open_things.enter_async_context(relay.listen(self._listen))
+                hear(HubListens(self._listen))
             await open_things.enter_async_context(self._peers.running(self.invitation))
-            given = await asyncio.to_thread(setup)
+            given = await self._prepare(setup, hear)  # peers that dial now are answered; they join after it
             hear.add(given.owner.note)
             past = self._find_past(given) if resumes else None
             coordinator = Coordinator(given.job, self._timeouts.hub)
             self._watch = StatusTracker(coordinator) if past is None else past
-            relay = self._parts.make_relay(self._timeouts.net) if self._is_open_to_others else None
             store = None
             if self._folder is not None:
                 if past is None:
@@ -251,17 +268,29 @@ class Hub:
             hub = self._watch.hub
             open_things.callback(self.stream.subscribe(lambda event, actions: self._see(event, actions)))
             parts = replace(self._parts, watch=self.stream.publish, folder=self._parts.folder or self._folder)
-            server = Server(self.token, hear, relay=relay, store=store, hub=hub, parts=parts)
-            limits = replace(HUB_LIMITS, timeouts=self._timeouts.net)
-            transport = ZeroMqTransport(keys, pauses, self._listen, limits, admit=server.admit)
-            await open_things.enter_async_context(transport)
-            if relay is not None:
-                await open_things.enter_async_context(relay.listen(self._listen))
+            server = Server(
+                self.token, hear, relay=relay, store=store, hub=hub, parts=parts, admission=admission
+            )
             async with self._watched(server, hear), self._heeding_stops(server):
                 interrupts.stop = lambda: server.stop(_STOPPED)
                 await server.run(transport, given.owner, given.job)
         result = given.owner.result or given.owner.keep_saved()
         return replace(result, dropped=hub.drops.found)
+
+    async def _prepare(self, setup: Callable[..., PreparedJob], hear: Callbacks) -> PreparedJob:
+        """Capture the model in a thread, so that heartbeats are answered meanwhile; tell of each step."""
+        loop = asyncio.get_running_loop()
+        started_at, name = loop.time(), self._open_file.job
+
+        def tell(step: str) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended, for Ctrl-C
+                loop.call_soon_threadsafe(hear, CaptureStep(name, step))
+
+        given = await asyncio.to_thread(partial(setup, tell=tell))
+        blueprint = given.captured.blueprint
+        num_parameters = sum(prod(entry.shape) for entry in blueprint.state if entry.kind == PARAMETER)
+        hear(ModelCaptured(name, loop.time() - started_at, num_parameters, blueprint.num_positions))
+        return given
 
     def _find_past(self, given: PreparedJob) -> StatusTracker | None:
         """Return the hub of the folder's log if it was at this job; peers of its own are gone with it."""

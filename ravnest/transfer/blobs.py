@@ -1,306 +1,208 @@
-"""Content by hash: blobs that one program keeps, and blobs on their way to it.
+"""Content by hash: blobs that one program keeps, what they are called, and how they are served.
 
-A blob is asked for piece by piece from one node, and believed only if its hash is right. It is hashed as the
-pieces come and never copied whole, so that no piece delays the event loop. Messages come out, and the caller
-sends them. `transfer.exchange` does so for the hub and for peers. Large content may lie in files (BlobFiles).
+A blob has pieces of PIECE_BYTES. A blob of one piece is named by its BLAKE3 hash. The name of a larger one is
+the hash of its pieces' hashes, one after the other. So a piece is believed by its own hash, whoever sent it,
+and a node that sends a wrong one is known at once (docs/decisions/020). Requests from `size_bytes` on are for
+those hashes. `transfer.exchange` fetches blobs.
 """
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
-import numpy as np
 from blake3 import blake3
 
-from ravnest.disk import release_pages, reserve, write_nameless
+from ravnest.disk import release_pages, write_nameless
 from ravnest.ids import NodeId
-from ravnest.protocol.blobs import BlobPart, BlobRef, BlobRequest
+from ravnest.protocol.blobs import PIECE_BYTES, BlobPart, BlobRef, BlobRequest
 from ravnest.protocol.membership import Refused
-from ravnest.protocol.messages import Refusal
 from ravnest.protocol.tensors import Buffer
 from ravnest.transfer.outbox import Outgoing
 
 logger = logging.getLogger(__name__)
 
-_PIECE_BYTES = 1 << 20
-_FILE_BYTES = 16 << 20  # from this size on content lies in a file, where files are used
+HASH_BYTES = 32
 _RELEASE_BYTES = 64 << 20  # of a file may be in memory at once
+_CONTEXT = "ravnest 2026-11 hashes of the pieces of a blob"
 
-Done = Callable[[Buffer | Refusal], None]
+
+@dataclass(frozen=True, slots=True)
+class Blob:
+    """Content, and the hashes of its pieces one after the other."""
+
+    content: Buffer
+    hashes: bytes
 
 
 class BlobStorage(Protocol):
     """Where blobs are kept, by their hash; a dict is one."""
 
-    def get(self, blob: str, /) -> Buffer | None:
+    def get(self, blob: str, /) -> Blob | None:
         """Return a blob that is here."""
 
-    def __setitem__(self, blob: str, content: Buffer, /) -> None: ...
+    def __setitem__(self, blob: str, found: Blob, /) -> None: ...
 
     def __contains__(self, blob: object, /) -> bool: ...
 
 
-@runtime_checkable
-class PieceStorage(BlobStorage, Protocol):
-    """A storage that keeps a blob without having all of it in memory."""
-
-    def put_pieces(self, make: Callable[[], Iterable[Buffer]], /) -> BlobRef:
-        """Keep a blob; return its name."""
-
-
-class BlobFiles(dict[str, Buffer]):
-    """Blobs by hash: small ones in memory, large ones in files without a name in `folder`.
-
-    Where the disk takes none, they are in memory after all.
-    """
-
-    def __init__(self, folder: str | Path | None = None) -> None:
-        super().__init__()
-        self._folder = folder
-
-    def put_pieces(self, make: Callable[[], Iterable[Buffer]]) -> BlobRef:
-        """Keep a blob that is made piece by piece, hashed as it is written; return its name."""
-        named, first, num_bytes = _Naming(), [], 0
-        pieces = named.pass_on(make())
-        for piece in pieces:
-            first.append(piece)
-            num_bytes += len(piece)
-            if num_bytes >= _FILE_BYTES:
-                break
-        content: Buffer
-        if num_bytes < _FILE_BYTES:
-            content = b"".join(first)
-        else:
-            try:
-                content = write_nameless(_chain(first, pieces), self._folder)
-            except OSError as error:
-                self._warn(error)
-                named = _Naming()
-                content = b"".join(named.pass_on(make()))
-        self[named.ref.blob] = content
-        return named.ref
-
-    def make_room(self, size_bytes: int) -> memoryview:
-        """Return room for a blob that will come."""
-        if size_bytes >= _FILE_BYTES:
-            try:
-                return reserve(size_bytes, self._folder)
-            except OSError as error:
-                self._warn(error)
-        return _room_in_memory(size_bytes)
-
-    def _warn(self, error: OSError) -> None:
-        logger.warning("weights stay in memory, for the disk does not take them: %s", error)
-
-
 class Blobs:
-    """The blobs of one program, in memory or in its storage, and those that it has asked others for."""
+    """The blobs of one program: those in its storage, and those it passes on for a while."""
 
-    def __init__(self, storage: BlobStorage | None = None) -> None:
-        memory: dict[str, Buffer] = {}
+    def __init__(self, storage: BlobStorage | None = None, folder: str | Path | None = None) -> None:
+        memory: dict[str, Blob] = {}
         self._kept: BlobStorage = memory if storage is None else storage
-        self._make_room = storage.make_room if isinstance(storage, BlobFiles) else _room_in_memory
-        self._arriving: dict[str, _Arriving] = {}
+        self.folder = folder  # for files without a name; None: the system's own
+        self._passed_on: dict[str, Blob] = {}
         self._num_served = 0  # bytes since pages were released
 
     def keep(self, content: Buffer) -> BlobRef:
         """Keep a blob for all that ask; return its name."""
-        ref = name_blob(content)
-        self._kept[ref.blob] = content
+        hashes = hash_pieces(content)
+        ref = name_hashes(hashes, len(content))
+        self._kept[ref.blob] = Blob(content, hashes)
         return ref
 
     def keep_pieces(self, make: Callable[[], Iterable[Buffer]]) -> BlobRef:
-        """Keep a blob that is made piece by piece; a storage that can writes each down at once."""
-        if isinstance(self._kept, PieceStorage):
-            return self._kept.put_pieces(make)
-        return self.keep(b"".join(make()))
+        """Keep a blob that is made part by part; a large one lies in a file, if the disk takes it."""
+        named, first = _Naming(), []
+        parts = named.pass_on(make())
+        for part in parts:
+            first.append(part)
+            if named.num_bytes > PIECE_BYTES:
+                break
+        content: Buffer
+        if named.num_bytes <= PIECE_BYTES:
+            content = b"".join(first)
+        else:
+            try:
+                content = write_nameless(_chain(first, parts), self.folder)
+            except OSError as error:
+                logger.warning("weights stay in memory, for the disk does not take them: %s", error)
+                named = _Naming()
+                content = b"".join(named.pass_on(make()))
+        self._kept[named.ref.blob] = Blob(content, named.hashes)
+        return named.ref
 
     def __contains__(self, ref: BlobRef) -> bool:
-        return ref.blob in self._kept
+        return ref.blob in self._kept or ref.blob in self._passed_on
+
+    def get(self, blob: str) -> Blob | None:
+        """Return a blob that is here, by its hash."""
+        return self._kept.get(blob) or self._passed_on.get(blob)
 
     def kept(self, ref: BlobRef) -> Buffer:
-        """Return a blob that is here."""
-        content = self._kept.get(ref.blob)
-        if content is None:
+        """Return the content of a blob that is here."""
+        found = self.get(ref.blob)
+        if found is None:
             raise KeyError(ref.blob)
-        return content
+        return found.content
+
+    def pass_on(self, ref: BlobRef, found: Blob) -> None:
+        """Keep a blob of others for those that ask, until it is dropped."""
+        self._passed_on[ref.blob] = found
 
     def drop(self, ref: BlobRef) -> None:
         """Keep a blob in memory no longer; pieces of it on their way stay as they are."""
+        self._passed_on.pop(ref.blob, None)
         if isinstance(self._kept, dict):
             self._kept.pop(ref.blob, None)
 
     def serve(self, sender: NodeId, request: BlobRequest) -> Outgoing:
         """Answer a request with a piece, or with a refusal."""
-        content = self._kept.get(request.blob)
+        return self.serve_piece(sender, request, self.get(request.blob))
+
+    def serve_piece(self, sender: NodeId, request: BlobRequest, found: Blob | None) -> Outgoing:
+        """Answer a request with a piece of this blob, and have little of it in memory."""
         self._num_served += request.size_bytes
-        if content is not None and self._num_served > _RELEASE_BYTES:
+        if found is not None and self._num_served > _RELEASE_BYTES:
             self._num_served = 0
-            release_pages(content)
-        return serve_piece(sender, request, content)
-
-    def want(self, ref: BlobRef, source: NodeId, done: Done, *, keep: bool = True) -> list[Outgoing]:
-        """Ask a node for a blob; `done` gets it, now if it is here already, or why it never came."""
-        if ref.blob in self._kept:
-            done(self.kept(ref))
-            return []
-        before = self._arriving.get(ref.blob)
-        if before is not None and before.source == source:
-            before.waiting.append(done)
-            before.is_kept |= keep
-            return []
-        waiting = [] if before is None else before.waiting  # for another source, which may be gone
-        try:
-            arriving = _Arriving(ref, source, [*waiting, done], keep, self._make_room)
-        except (MemoryError, ValueError, OverflowError):
-            done(Refusal(f"blob {ref.blob[:12]} of {ref.size_bytes} bytes finds no memory here"))
-            return []
-        self._arriving[ref.blob] = arriving
-        return [arriving.next_request()]
-
-    def num_come(self, ref: BlobRef) -> int:
-        """Return how many bytes of a blob have come so far."""
-        arriving = self._arriving.get(ref.blob)
-        return 0 if arriving is None else arriving.num_bytes
-
-    def forget(self, ref: BlobRef, done: Done) -> None:
-        """Tell `done` nothing more; without another one that waits, the blob is not fetched any further."""
-        arriving = self._arriving.get(ref.blob)
-        if arriving is None or done not in arriving.waiting:
-            return
-        arriving.waiting.remove(done)
-        if not arriving.waiting:
-            del self._arriving[ref.blob]
-
-    def take(self, sender: NodeId, piece: BlobPart, buffer: Buffer) -> list[Outgoing] | Refusal:
-        """Add a piece to the blob it is of; return the request for the next one."""
-        arriving = self._arriving.get(piece.blob)
-        if arriving is None or sender != arriving.source or piece.offset != arriving.num_bytes:
-            return Refusal(f"a piece of blob {piece.blob[:12]} that was not asked for")
-        if arriving.add(buffer) and arriving.num_bytes < arriving.ref.size_bytes:
-            return [arriving.next_request()]
-        del self._arriving[piece.blob]
-        if not arriving.is_right:
-            arriving.tell(Refusal(f"blob {piece.blob[:12]} of {sender} is damaged"))
-            return []
-        content = arriving.content.toreadonly()
-        if arriving.is_kept:
-            self._kept[piece.blob] = content
-        arriving.tell(content)
-        return []
-
-    def refuse(self, sender: NodeId, reason: str, blob: str = "") -> None:
-        """Give up a blob that was asked of a node that does not have it, or all that were."""
-        asked = [each for each in self._arriving.values() if each.source == sender]
-        for arriving in [each for each in asked if blob in ("", each.ref.blob)]:
-            del self._arriving[arriving.ref.blob]
-            arriving.tell(Refusal(f"{sender} says: {reason}"))
+            release_pages(found.content)
+        return serve_piece(sender, request, found)
 
 
-class _Arriving:
-    """A blob on its way from one node; `waiting` are told when it is here, or why it is not."""
-
-    def __init__(
-        self,
-        ref: BlobRef,
-        source: NodeId,
-        waiting: list[Done],
-        is_kept: bool,
-        make_room: Callable[[int], memoryview],
-    ) -> None:
-        if ref.size_bytes < 1:
-            raise ValueError("no piece of it can be asked for")
-        self.ref = ref
-        self.source = source
-        self.waiting = waiting
-        self.is_kept = is_kept
-        # Reserved at once and used as pieces come: to grow it could copy all that is there.
-        self.content = make_room(ref.size_bytes)
-        self.num_bytes = 0
-        self._hash = blake3()
-
-    @property
-    def is_right(self) -> bool:
-        """Whether all has come, and is what the hash says."""
-        return self.num_bytes == self.ref.size_bytes and self._hash.hexdigest() == self.ref.blob
-
-    def next_request(self) -> Outgoing:
-        """Return the request for the piece that is due."""
-        return Outgoing(self.source, BlobRequest(self.ref.blob, self.num_bytes, self._due_bytes))
-
-    def add(self, buffer: Buffer) -> bool:
-        """Add the piece that is due; return whether it was as long as asked for."""
-        if len(buffer) != self._due_bytes:  # a sender of crumbs would never end
-            return False
-        self.content[self.num_bytes : self.num_bytes + len(buffer)] = buffer
-        self._hash.update(buffer)
-        before, self.num_bytes = self.num_bytes, self.num_bytes + len(buffer)
-        if before // _RELEASE_BYTES != self.num_bytes // _RELEASE_BYTES:
-            release_pages(self.content)
-        return True
-
-    def tell(self, found: Buffer | Refusal) -> None:
-        """Tell all that wait what became of it."""
-        for done in self.waiting:
-            done(found)
-
-    @property
-    def _due_bytes(self) -> int:
-        return min(_PIECE_BYTES, self.ref.size_bytes - self.num_bytes)
-
-
-def serve_piece(sender: NodeId, request: BlobRequest, content: Buffer | None) -> Outgoing:
-    """Answer a request with a piece of a blob, or with a refusal where there is none."""
-    if content is None or not 0 <= request.offset < len(content):
+def serve_piece(sender: NodeId, request: BlobRequest, found: Blob | None) -> Outgoing:
+    """Answer a request with a piece of a blob or of its hashes, or with a refusal where there is none."""
+    offset, view = request.offset, memoryview(b"")
+    if found is not None:
+        size = len(found.content)
+        view = memoryview(found.content) if offset < size else memoryview(found.hashes)
+        offset -= 0 if request.offset < size else size
+    piece = view[offset : offset + request.size_bytes] if offset >= 0 else view[:0]
+    if not piece:
         reason = f"blob {request.blob[:12]} has no byte {request.offset} here"
         return Outgoing(sender, Refused(reason, request.blob))
-    piece = memoryview(content)[request.offset : request.offset + request.size_bytes]
     return Outgoing(sender, BlobPart(request.blob, request.offset, len(piece)), (piece,))
 
 
+def cut(content: Buffer) -> Iterator[memoryview]:
+    """Yield the pieces of a blob."""
+    view = memoryview(content)
+    for start in range(0, len(view), PIECE_BYTES):
+        yield view[start : start + PIECE_BYTES]
+
+
+def hash_pieces(content: Buffer) -> bytes:
+    """Return the hashes of a blob's pieces, one after the other; of an empty blob that of nothing."""
+    hashes = bytearray()
+    for number, piece in enumerate(cut(content), 1):
+        hashes += blake3(piece).digest()
+        if number * PIECE_BYTES % _RELEASE_BYTES == 0:
+            release_pages(content)
+    return bytes(hashes) or blake3(b"").digest()
+
+
+def name_hashes(hashes: bytes, size_bytes: int) -> BlobRef:
+    """Return the name of a blob whose pieces have these hashes."""
+    if len(hashes) == HASH_BYTES:
+        return BlobRef(hashes.hex(), size_bytes)
+    return BlobRef(blake3(hashes, derive_key_context=_CONTEXT).hexdigest(), size_bytes)
+
+
 def name_blob(content: Buffer) -> BlobRef:
-    """Return the name that a blob has everywhere: the hash of its content, and its size."""
-    digest, whole = blake3(), memoryview(content)
-    for start in range(0, len(whole), _RELEASE_BYTES):
-        digest.update(whole[start : start + _RELEASE_BYTES])
-        release_pages(whole)
-    return BlobRef(digest.hexdigest(), len(content))
+    """Return the name that a blob has everywhere, and its size."""
+    return name_hashes(hash_pieces(content), len(content))
+
+
+def name_pieces(parts: Iterable[Buffer], write: Callable[[Buffer], object]) -> tuple[BlobRef, bytes]:
+    """Write a blob as it is made; return its name and its hashes."""
+    named = _Naming()
+    for part in named.pass_on(parts):
+        write(part)
+    return named.ref, named.hashes
 
 
 class _Naming:
-    """Hashes pieces as they pass. Somebody may be changing them meanwhile, so copies are passed on."""
+    """Hashes content as it passes. Somebody may be changing it meanwhile, so copies are passed on."""
 
     def __init__(self) -> None:
-        self._hash, self._num_bytes = blake3(), 0
+        self._hash, self._hashes, self.num_bytes = blake3(), bytearray(), 0
+
+    @property
+    def hashes(self) -> bytes:
+        """The hashes of all pieces that have passed."""
+        is_cut = self.num_bytes % PIECE_BYTES or not self.num_bytes
+        return bytes(self._hashes) + (self._hash.digest() if is_cut else b"")
 
     @property
     def ref(self) -> BlobRef:
         """The name of what has passed."""
-        return BlobRef(self._hash.hexdigest(), self._num_bytes)
+        return name_hashes(self.hashes, self.num_bytes)
 
-    def pass_on(self, pieces: Iterable[Buffer]) -> Iterator[bytes]:
-        """Yield the same bytes in small pieces."""
-        for piece in (memoryview(each) for each in pieces):
-            for start in range(0, len(piece), _PIECE_BYTES):
-                settled = bytes(
-                    piece[start : start + _PIECE_BYTES]
-                )  # else other bytes are named than written
+    def pass_on(self, parts: Iterable[Buffer]) -> Iterator[bytes]:
+        """Yield the same bytes, cut where pieces end."""
+        for part in (memoryview(each) for each in parts):
+            start = 0
+            while start < len(part):
+                room = PIECE_BYTES - self.num_bytes % PIECE_BYTES
+                settled = bytes(part[start : start + room])  # else other bytes are named than written
+                start, self.num_bytes = start + len(settled), self.num_bytes + len(settled)
                 self._hash.update(settled)
-                self._num_bytes += len(settled)
+                if self.num_bytes % PIECE_BYTES == 0:
+                    self._hashes += self._hash.digest()
+                    self._hash = blake3()
                 yield settled
-
-
-def name_pieces(pieces: Iterable[Buffer], write: Callable[[Buffer], object]) -> BlobRef:
-    """Write a blob piece by piece and return its name. Somebody may be changing the pieces meanwhile."""
-    named = _Naming()
-    for piece in named.pass_on(pieces):
-        write(piece)
-    return named.ref
-
-
-def _room_in_memory(size_bytes: int) -> memoryview:
-    return np.empty(size_bytes, np.uint8).data
 
 
 def _chain(first: list[bytes], rest: Iterator[bytes]) -> Iterator[bytes]:

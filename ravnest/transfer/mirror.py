@@ -25,7 +25,6 @@ from ravnest.foreign import decode_json
 from ravnest.model.safetensors_header import StoredType
 from ravnest.model.shards import find_files, open_weights
 from ravnest.protocol.tensors import ITEM_BYTES, MOST_TENSOR_ITEMS, Buffer
-from ravnest.transfer.blobs import name_blob
 from ravnest.units import show_bytes
 
 _MOST_LIST_BYTES = 64 << 20
@@ -39,7 +38,7 @@ _CUT = (OSError, http.client.HTTPException)  # urllib's own errors are OSErrors
 class MirrorTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where a tensor lies: the bytes of it in a file behind a URL, and their BLAKE3 hash."""
 
-    url: Annotated[str, Meta(max_length=2000, pattern="^https?://")]
+    url: Annotated[str, Meta(max_length=400, pattern="^https?://[!-~]+$")]
     start: _Size
     dtype: str
     shape: Annotated[tuple[_Size, ...], Meta(max_length=64)]
@@ -64,7 +63,7 @@ def read_mirror(file: Path) -> dict[str, MirrorTensor]:
         for size in tensor.shape:
             num_items *= max(size, 1)
         if tensor.dtype not in ITEM_BYTES or num_items > MOST_TENSOR_ITEMS:
-            shown = f"{tensor.dtype[:20]} {list(tensor.shape)}"
+            shown = f"{tensor.dtype[:20]!r} {list(tensor.shape)!s:.60}"
             raise WeightsError(f"{file}: {name[:100]!r} is {shown}, which no tensor is; fetch the list again")
         if not urlsplit(tensor.url).hostname:
             raise WeightsError(f"{file}: {name[:100]!r} has a URL without a host; fetch the list again")
@@ -81,7 +80,7 @@ def write_mirror(place: Path, url: str) -> bytes:
         start = file.stat().st_size - sum(len(tensor.buffer) for tensor in found)
         for tensor in found:
             where = f"{url.rstrip('/')}/{quote(file.name)}"
-            facts = (where, start, tensor.dtype, tensor.shape, name_blob(tensor.buffer).blob)
+            facts = (where, start, tensor.dtype, tensor.shape, blake3(tensor.buffer).hexdigest())
             tensors[tensor.name] = MirrorTensor(*facts)
             start += len(tensor.buffer)
     return msgspec.json.format(msgspec.json.encode(_List(tensors)), indent=1)

@@ -96,7 +96,7 @@ def _show_nodes(status: Status) -> RenderableType:
     )
     for member in order[:_MOST_NODES]:
         stage = "" if member.stage is None else str(member.stage)
-        phase = Text(member.phase, style=_STYLES.get(member.phase, ""))
+        phase = Text(member.fetching or member.phase, style=_STYLES.get(member.phase, ""))
         table.add_row(member.cluster or "", stage, Text(member.name), phase)
     if len(order) > _MOST_NODES:
         table.add_row("", "", f"and {len(order) - _MOST_NODES} more", "")

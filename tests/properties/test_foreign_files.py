@@ -32,11 +32,13 @@ from ravnest.engine.train_config import AveragingRule, TrainConfig, read_train_c
 from ravnest.errors import RavnestError
 from ravnest.hub.service.event_log import EventLog, read_status
 from ravnest.model.blueprint_json import read_blueprint, write_blueprint
+from ravnest.model.shards import open_weights, write_index
 from ravnest.net.identity import PREFIX, Token, new_keys, read_token, write_token
 from ravnest.plan.files import read_profile, read_swarm
 from ravnest.requester.checkpoint_store import MANIFEST, Checkpoints
 from ravnest.requester.run_folder import new_hub_file, read_hub_file, write_hub_file
 from ravnest.transfer.blobs import name_blob
+from ravnest.transfer.mirror import read_mirror
 from ravnest.views.live import show_status, status_to_dict
 
 NUM_INPUTS = int(os.environ.get("RAVNEST_FUZZ", "1000"))
@@ -189,6 +191,40 @@ def test_train_configs():
     )
     good = write_train_config(full, frozenset({"w0", "w1", "w2"}))
     assert check_all(read_train_config, many(8, damage_json, good)) > 0
+
+
+# Weights that a requester begins with.
+
+MIRRORED = {"url": "https://example.org/a.safetensors", "start": 88, "dtype": "float32", "shape": [2, 3]}
+MIRROR = {"tensors": {name: MIRRORED | {"hash": name * 64} for name in "ab"}}
+
+
+def test_mirror_lists(tmp_path):
+    def written_and_read(data):
+        (tmp_path / "mirror.json").write_bytes(data)
+        return read_mirror(tmp_path / "mirror.json")
+
+    assert check_all(written_and_read, many(20, damage_json, json.dumps(MIRROR).encode())) > 0
+
+
+@pytest.mark.parametrize("what", ["index", "shard"])
+def test_shards(tmp_path, what):
+    part = parts_of(1)[0][2]
+    (tmp_path / "a.safetensors").write_bytes(part)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_bytes(write_index({"tied": "a.safetensors"}, 48))
+    damaged = index if what == "index" else tmp_path / "a.safetensors"
+    good = damaged.read_bytes()
+
+    def written_and_read(data):
+        damaged.write_bytes(data)
+        for tensor in open_weights(tmp_path):
+            bytes(tensor.buffer)
+
+    damage = damage_json if what == "index" else damage_bytes
+    assert check_all(written_and_read, many(21, damage, good)) > 0
+    num_read = check_all(lambda _: open_weights(tmp_path), in_place_of_a_file(damaged))
+    assert num_read <= (3 if what == "index" else 0)  # without an index, the only file is taken
 
 
 # Run folders.

@@ -1,6 +1,9 @@
 """What capture promises beside equality: it leaves the module alone, and it says what it found."""
 
+import logging
 import random
+import sys
+import threading
 
 import pytest
 import torch
@@ -269,3 +272,32 @@ def test_plain_attributes_are_left_as_they_were() -> None:
     model = Lazy()
     captured(model)
     assert not hasattr(model, "mask")
+
+
+def test_other_threads_draw_log_and_write_while_a_model_is_exported(caplog, capsys):
+    begun, heard = threading.Event(), threading.Event()
+
+    class Waiting(Layers):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            begun.set()
+            assert heard.wait(60)
+            logging.getLogger("capture").warning("of the model")
+            sys.stderr.write("of the model")
+            return super().forward(x)
+
+    def live() -> None:
+        begun.wait()
+        try:
+            random.random()
+            logging.getLogger("hub").warning("of the hub")
+            sys.stderr.write("of the hub")
+        finally:
+            heard.set()
+
+    hub = threading.Thread(target=live)
+    hub.start()
+    captured(Waiting(), self_test=False)
+    hub.join()
+    said = [record.getMessage() for record in caplog.records if record.name in ("hub", "capture")]
+    assert said == ["of the hub"]
+    assert capsys.readouterr().err == "of the hub"

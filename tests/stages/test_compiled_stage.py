@@ -1,5 +1,6 @@
 """A compiled stage trains as an uncompiled one does; where compiling fails, training goes on without it."""
 
+from dataclasses import replace
 from functools import cache, partial
 from itertools import pairwise
 
@@ -310,3 +311,38 @@ def test_an_index_out_of_range_is_dropped_before_compiled_code_meets_it():
     dropped = line.stages[0].forward(1, {}, fields, key=(7, 1))
     assert isinstance(dropped, DroppedWork)
     assert dropped.reason == f"IndexError: Index {NUM_TOKENS} is out of bounds"
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+def test_narrow_weights_train_as_in_the_whole_stage(autocast):
+    captured, graphs = captured_tokens(), []
+    blueprint, losses, sums = captured.blueprint, [], []
+    names = tuple(entry.name for entry in blueprint.state if entry.is_trainable)
+    settings = OptimizerSettings((Group(names, Sgd()),), 0.1)
+    keep = compiler(lambda graph, _: graphs.append(graph) or graph)
+    for make_compiler in (None, keep):
+        program = build_stage_program(blueprint, autocast=autocast, make_compiler=make_compiler)
+        roles = find_roles(blueprint, program.castable)
+        roles = replace(roles, narrow=frozenset(names))
+        state = {name: tensor.detach().clone() for name, tensor in captured.state.items()}
+        stage = StageEngine(program, Snapshot(0, state, {}), roles, settings)
+        losses.append(float(stage.forward(0, {}, batch(), key=(1, 0)).results["loss"]))
+        assert stage.backward_inputs(0, {}) == {}
+        assert stage.backward_weights(0) is None
+        sums.append({name: tensor.float() for name, tensor in stage.summed.sums.items()})
+    assert len(graphs) == 2
+    assert losses[1] == pytest.approx(losses[0], rel=1e-2)
+    assert_close(sums[0], sums[1], rtol=5e-2, atol=5e-3)
+
+
+def test_weights_of_another_type_are_compiled_anew():
+    captured, told = captured_tokens(), []
+    program = build_stage_program(
+        captured.blueprint, make_compiler=compiler(lambda graph, _: told.append(graph) or graph)
+    )
+    wide = {name: tensor.detach().clone() for name, tensor in captured.state.items()}
+    narrow = {name: tensor.to(torch.bfloat16) for name, tensor in wide.items()}
+    for number, state in enumerate((wide, *(narrow,) * 4)):
+        leaves = {name: tensor.requires_grad_() for name, tensor in state.items()}
+        program.forward(leaves, {}, batch(), key=(1, number))
+    assert len(told) == 4  # forward and backward, twice

@@ -753,3 +753,53 @@ def test_lag_costs_the_recipe_far_less():
 
 def test_prediction_wins_back_part_of_the_loss():
     assert final_loss(OptimizerName.MUON, 4) < final_loss(OptimizerName.MUON, 4, predicts=False) - 0.02
+
+
+# --- where the loss is looked at after the backward
+
+
+def deferring_stage(program, names=("w",), inputs=(1,)):
+    state = {name: torch.tensor([2.0]) for name in names}
+    roles = Roles(frozenset(names), inputs=frozenset(inputs))
+    return StageEngine(program, Snapshot(0, state, {}), roles, plain_sgd(list(names)), defers=True)
+
+
+class Root:
+    """The root of x * w as the loss, of an input or of a field."""
+
+    def forward(self, state, inputs, fields, *, training, key):
+        value = inputs[1] if inputs else fields["x"]
+        return PassedOn({}, {"loss": torch.sqrt(value * state["w"]).sum()})
+
+
+@pytest.mark.parametrize("has_input", [True, False])
+def test_a_loss_that_is_no_number_is_found_after_the_backward_and_named_as_before(has_input):
+    stage = deferring_stage(Root(), inputs=(1,) if has_input else ())
+    bad, good = torch.tensor([-1.0]), torch.tensor([2.0])
+    given = ({1: bad}, {}) if has_input else ({}, {"x": bad})
+    assert isinstance(stage.forward(0, *given), PassedOn)
+    dropped = stage.backward_inputs(0, {})
+    if not has_input:
+        assert dropped == {}
+        dropped = stage.backward_weights(0)
+    assert (dropped.where, dropped.reason) == ("forward", "the loss is nan")
+    assert stage.update(1.0).refusal == "no microbatch was left to learn from"
+    given = ({1: good}, {}) if has_input else ({}, {"x": good})
+    assert isinstance(stage.forward(1, *given), PassedOn)
+    assert not isinstance(stage.backward_inputs(1, {}), DroppedWork)
+    assert stage.backward_weights(1) is None
+    assert stage.update(1.0).refusal is None
+
+
+def test_a_value_that_is_sent_on_is_looked_at_before_it_leaves():
+    dropped = deferring_stage(Sum(), ("a", "b")).forward(0, {1: torch.tensor([math.inf])}, {})
+    assert (dropped.where, dropped.reason) == ("forward", "value 2 is not finite")
+
+
+def test_what_a_forward_writes_waits_for_its_loss():
+    roles = Roles(frozenset({"w"}), frozenset({"count"}), inputs=frozenset({1}))
+    state = {"w": torch.tensor([2.0]), "count": torch.zeros(1)}
+    stage = StageEngine(Toy(is_last=True), Snapshot(0, state, {}), roles, plain_sgd(["w"]), defers=True)
+    dropped = stage.forward(0, {1: torch.tensor([-1.0])}, {})
+    assert dropped.reason == "the loss is nan"
+    assert stage.state["count"] == 0

@@ -97,13 +97,16 @@ def test_evaluation_passes_through_the_same_stages_and_changes_nothing(captured:
 def test_compressed_activations_train_almost_as_exact_ones(captured: Captured) -> None:
     batches = batches_of(token_batch, 12)
     runs = {}
-    for wire_format in (WireFormat.FP32, WireFormat.BF16, WireFormat.INT8):
-        cluster = world(captured, wire_format=wire_format)
+    four_bits = {WireFormat.INT4_CHANNELS: WireFormat.INT4_STOCHASTIC}
+    for wire_format in (WireFormat.FP32, WireFormat.BF16, WireFormat.INT8, WireFormat.INT4_CHANNELS):
+        cluster = world(captured, wire_format=wire_format, gradients=four_bits.get(wire_format))
         cluster.lease(batches)
         cluster.run()
         runs[wire_format] = cluster.losses()
     assert runs[WireFormat.BF16] == pytest.approx(runs[WireFormat.FP32], rel=0.01)
     assert runs[WireFormat.INT8] == pytest.approx(runs[WireFormat.FP32], rel=0.03)
+    assert runs[WireFormat.INT4_CHANNELS] == pytest.approx(runs[WireFormat.FP32], rel=0.05)
+    assert runs[WireFormat.INT4_CHANNELS] != runs[WireFormat.INT8]
 
 
 def test_a_batch_that_is_not_finite_is_dropped_by_all_and_training_goes_on(captured: Captured) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ravnest.codec import describe, encode_tensor
+from ravnest.codec import describe, encode_tensor, narrow_integers
 from ravnest.config import WireFormat
 from ravnest.engine.optimizers import OptimizerSettings
 from ravnest.engine.schedule import StageSchedule
@@ -47,6 +47,7 @@ class ClusterWorld:
     synchronous: bool = False
     seed: int = 0
     wire_format: WireFormat = WireFormat.FP32
+    gradients: WireFormat | None = None  # if they travel in a format of their own
     at_hub: list[Message] = field(default_factory=list)
     engine: type[StageEngine] = StageEngine
 
@@ -68,7 +69,8 @@ class ClusterWorld:
             stage = self.engine(
                 build_stage_program(blueprint), Snapshot(0, state, {}), find_roles(blueprint), self.settings
             )
-            position = StagePosition(1, self.seed, node, self.nodes, self.wire_format, self.wire_format)
+            formats = (self.wire_format, self.gradients or self.wire_format)
+            position = StagePosition(1, self.seed, node, self.nodes, *formats)
             schedule = StageSchedule(self.window, self.accumulate, self.synchronous)
             worker = self.workers[node] = self.make_worker(position, blueprint, stage, schedule)
             self.blueprints[node] = blueprint
@@ -98,8 +100,9 @@ class ClusterWorld:
                 program = blueprint.evaluate if is_evaluation else blueprint.train
                 names = [name for _, name in program.fields]
                 if names:
-                    specs = tuple((name, describe(batch[name], WireFormat.FP32)) for name in names)
-                    buffers = tuple(encode_tensor(batch[name], WireFormat.FP32) for name in names)
+                    chosen = {name: narrow_integers(batch[name]) for name in names}  # as the owner does
+                    specs = tuple((name, describe(chosen[name], WireFormat.FP32)) for name in names)
+                    buffers = tuple(encode_tensor(chosen[name], WireFormat.FP32) for name in names)
                     self.post(Outgoing(node, FieldParts(1, MicrobatchId(number), specs), buffers))
 
     def post(self, outgoing: Outgoing) -> None:

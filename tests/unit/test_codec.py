@@ -6,7 +6,17 @@ import struct
 import pytest
 import torch
 
-from ravnest.codec import ErrorFeedback, decode_tensor, describe, encode_tensor, encoded_bytes
+from ravnest.codec import (
+    ErrorFeedback,
+    decode_tensor,
+    describe,
+    encode_tensor,
+    encoded_bytes,
+    narrow_integers,
+    pack_tensor,
+    unpack_tensor,
+    widen_integers,
+)
 from ravnest.config import DELTA_FORMATS, WireFormat
 from ravnest.errors import ProtocolError
 from ravnest.protocol.tensors import ITEM_BYTES, TensorSpec, find_channels
@@ -249,6 +259,22 @@ def test_what_is_not_finite_stays_so_in_blocks_of_four_bits(value: float) -> Non
     assert arrived[block + 32 :].equal(flat[block + 32 :])
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="a law of a GPU")
+@pytest.mark.parametrize("wire_format", WireFormat)
+@pytest.mark.parametrize("shape", [(4, 100, 48), (5, 24, 9, 9), (1000,)])
+def test_a_gpu_packs_as_a_cpu_does(wire_format: WireFormat, shape: tuple[int, ...]) -> None:
+    tensor = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    spec, there = describe(tensor, wire_format), pack_tensor(tensor.cuda(), wire_format, KEY)
+    assert there.is_cuda
+    arrived = unpack_tensor(there, spec)
+    assert arrived.is_cuda
+    if wire_format is WireFormat.INT4_STOCHASTIC:  # devices draw differently
+        assert (arrived.cpu() - tensor).abs().max() <= tensor.abs().max() / 6.9
+        return
+    torch.testing.assert_close(arrived.cpu(), pass_over(tensor, wire_format), rtol=0, atol=1e-5)
+    assert decode_tensor(there.cpu().numpy().data, spec).equal(arrived.cpu())
+
+
 def test_chance_needs_a_key() -> None:
     with pytest.raises(ValueError, match="needs a key"):
         encode_tensor(torch.ones(3), WireFormat.INT4_STOCHASTIC)
@@ -345,3 +371,35 @@ def test_fp32_owes_nothing_and_sends_the_tensor_itself() -> None:
     assert result.decoded is delta
     feedback.commit()
     assert send(feedback, delta).equal(delta)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "dtype"),
+    [
+        ([0, 255], "uint8"),
+        ([-100, 127], "int8"),
+        ([-1, 128], "int16"),
+        ([0, 50_256], "uint16"),
+        ([-1, 50_256], "int32"),
+        ([0, 2**31], "int64"),
+        ([], "int64"),
+    ],
+)
+def test_whole_numbers_travel_in_the_smallest_type_that_holds_them(numbers: list[int], dtype: str) -> None:
+    given = torch.tensor(numbers, dtype=torch.int64)
+    narrow = narrow_integers(given)
+    spec = describe(narrow, WireFormat.FP32)
+    assert (spec.dtype, spec.fault) == (dtype, None)
+    arrived = widen_integers(decode_tensor(encode_tensor(narrow, WireFormat.FP32), spec), "int64")
+    assert arrived.dtype is torch.int64
+    assert torch.equal(arrived, given)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bool, torch.float32, torch.int8])
+def test_what_is_small_or_no_whole_number_stays_as_it_is(dtype: torch.dtype) -> None:
+    given = torch.tensor([0, 1, 1], dtype=dtype)
+    assert narrow_integers(given) is given
+    for wide in ("int64", "float32"):
+        found = widen_integers(given, wide)
+        is_whole = dtype in (torch.uint8, torch.int8) and wide == "int64"
+        assert found.dtype is (torch.int64 if is_whole else dtype)

@@ -164,12 +164,15 @@ class Received:
 
 @dataclass(frozen=True, slots=True)
 class PartsMade:
-    """What a MakeParts asked for; a stage of this interval consumes these fields of a batch."""
+    """What a MakeParts asked for; a stage of this interval consumes these fields of a batch.
+
+    Weights that the hub does not give as a whole are None: its own are made by segment.
+    """
 
     start: int
     stop: int
     blueprint: BlobRef
-    weights: BlobRef
+    weights: BlobRef | None
     train_fields: tuple[str, ...]
     evaluation_fields: tuple[str, ...]
     now: float
@@ -349,6 +352,7 @@ class MakeParts:
 
     start: int
     stop: int
+    has_weights: bool = True  # else its weights are not needed
 
 
 @dataclass(frozen=True, slots=True)

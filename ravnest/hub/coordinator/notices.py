@@ -7,10 +7,35 @@ from ravnest.ids import HUB, MicrobatchId, NodeId, RoundId
 from ravnest.plan.sharing import ALONE, Sharing, show_sharing
 from ravnest.plan.types import Node, Plan, cluster_name
 from ravnest.protocol.training import Metrics
-from ravnest.units import show_flops, show_rate, show_seconds
+from ravnest.units import show_count, show_flops, show_rate, show_seconds
 
 _MOST_SHOWN = 8  # samples
 _GOES_BACK = "it goes back to the last checkpoint"
+
+
+@dataclass(frozen=True, slots=True)
+class HubListens:
+    """The hub is open: peers can join, though the model may have to be captured first."""
+
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureStep:
+    """What is done now to turn the model of a job into a blueprint."""
+
+    job: str
+    step: str
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCaptured:
+    """The model is a blueprint, and how long that took."""
+
+    job: str
+    seconds: float
+    num_parameters: int
+    num_positions: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,7 +307,10 @@ class Stopping:
 
 
 Notice = (
-    Joined
+    HubListens
+    | CaptureStep
+    | ModelCaptured
+    | Joined
     | Measured
     | Resumed
     | FromCheckpoint
@@ -319,6 +347,13 @@ Notice = (
 def show_notice(news: Notice) -> str:  # noqa: C901, PLR0912, PLR0915 - one short case for each
     """Return a notice as a sentence."""
     match news:
+        case HubListens(address):
+            return f"the hub listens at {address}"
+        case CaptureStep(job, step):
+            return f"capturing {job}: {step}"
+        case ModelCaptured(job, seconds, num_parameters, num_positions):
+            size = f"{num_parameters / 1e6:.3g} M parameters, {show_count(num_positions, 'position')}"
+            return f"captured {job} in {seconds:.1f} s: {size}"
         case Joined(node):
             return f"{node} joined"
         case Measured(node, fault):

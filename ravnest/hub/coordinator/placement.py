@@ -343,14 +343,18 @@ class Placement:
         done = [name for name in left if self.cluster_of(name) is None and not is_needed(name)]
         return [send for name in done for send in self._order_spare(name, {})]
 
-    def find_parts(self, start: int, stop: int, is_newest: bool = False) -> PartsMade | list[MakeParts]:
+    def find_parts(
+        self, start: int, stop: int, is_newest: bool = False, *, has_weights: bool = False
+    ) -> PartsMade | list[MakeParts]:
         """Return the parts of an interval, or the action to make them unless that was asked already."""
         interval = (start, stop)
-        if interval in self._parts and not (is_newest and interval in self._stale):
-            return self._parts[interval]
+        made = self._parts.get(interval)
+        is_old = is_newest and interval in self._stale
+        if made is not None and not is_old and (made.weights is not None or not has_weights):
+            return made
         is_new = interval not in self._asked
         self._asked.add(interval)
-        return [MakeParts(start, stop)] if is_new else []
+        return [MakeParts(start, stop, has_weights)] if is_new else []
 
     def needs_parts(self, interval: tuple[int, int]) -> bool:
         """Return whether the parts of an interval are those of a stage, as far as is known."""

@@ -16,7 +16,6 @@ from ravnest.errors import PlanError
 from ravnest.hub.coordinator.events import JobGiven, JobSettings, MakePlan, PlanMade
 from ravnest.ids import NodeId
 from ravnest.plan.formation import form_plan
-from ravnest.plan.profiles import resize_batch
 from ravnest.plan.repair import Repair, node_joined, node_left, node_slowed
 from ravnest.plan.sharing import LEAST_UPDATES, Sharing, TrainingLength, efficiency, share_job
 from ravnest.plan.types import ModelProfile, Plan, Swarm
@@ -34,7 +33,7 @@ _TRIES = 3  # smaller microbatches widen windows, and those ask for more of them
 def lease_batches(job: JobGiven, plan: Plan, microbatches: int) -> int:
     """Return the batches of a lease: twice those in flight, so that no root runs out; more of small ones."""
     widest = max(cluster.stages[0].window for cluster in plan.clusters)
-    batch_bytes = resize_batch(job.profile, job.settings.batch_size).crossing_bytes[0]
+    batch_bytes = job.profile.resize_batch(job.settings.batch_size).crossing_bytes[0]
     wanted = max(ceil(2 * widest / microbatches), int(_LEASE_BYTES // max(batch_bytes, 1.0)))
     return min(job.settings.chunk_batches, wanted, max(1, MOST_OF_LEASE // microbatches))
 
@@ -42,7 +41,7 @@ def lease_batches(job: JobGiven, plan: Plan, microbatches: int) -> int:
 def profile_microbatch(job: JobGiven, microbatches: int, sharing: Sharing) -> ModelProfile:
     """Return the profile of a job whose batches, or shares of a batch, travel in so many pieces."""
     num_shares = sharing.num_clusters if sharing.is_split else 1
-    return resize_batch(job.profile, -(-job.settings.batch_size // (microbatches * num_shares)))
+    return job.profile.resize_batch(-(-job.settings.batch_size // (microbatches * num_shares)))
 
 
 def configure_microbatch(job: JobGiven, microbatches: int, sharing: Sharing) -> PlanConfig:

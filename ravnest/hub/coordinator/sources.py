@@ -19,6 +19,7 @@ from ravnest.protocol.blobs import BlobRef
 from ravnest.protocol.placement import SnapshotMade, Source, StageParts
 
 _ENOUGH = 0.9  # of what the best source has learned from
+_MOST_BEFORE = 2  # nodes that pass first weights on to the same one: one may be slow
 
 
 @dataclass(slots=True)
@@ -30,6 +31,16 @@ class _Need:
     is_kept: bool
     nodes: tuple[NodeId, ...]
     is_ordered: bool = False
+    shares: tuple["_Share", ...] = ()  # of what the hub gives; without one, it gives the stage as a whole
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """A segment of a stage whose weights come from the hub, and the nodes that get them before."""
+
+    start: int
+    stop: int
+    before: tuple[NodeId, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +80,21 @@ class StateSources:
         return any(HUB in need.nodes for need in self._needs.values())
 
     def begin_first(self, change: PlanChange) -> None:
-        """Build stages of what the hub has, alike in all clusters."""
+        """Build stages of what the hub has, alike in all clusters.
+
+        The owners of a segment get its weights in turn, those that send fastest first: one from the hub, and
+        each other from those before it, while they arrive there.
+        """
         stages = [(cluster, stage) for cluster in change.built for stage in cluster.cluster.stages]
-        self._start({stage.node: _Need(cluster, stage, False, (HUB,)) for cluster, stage in stages})
+        needs = {stage.node: _Need(cluster, stage, False, (HUB,)) for cluster, stage in stages}
+        for ring in self._placement.rings:
+            owners = [self._membership[name].node for name in ring.owners]
+            turns = sorted(owners, key=lambda node: (-node.upload_bytes_per_second, node.name))
+            for turn, node in enumerate(turns):
+                met = [x.name for x in turns[:turn] if x.is_reachable or node.is_reachable]
+                share = _Share(ring.start, ring.stop, tuple(met[-_MOST_BEFORE:]))
+                needs[node.name].shares += (share,)
+        self._start(needs)
         self._anchor_round = RoundId(0)
 
     def begin(
@@ -203,19 +226,41 @@ class StateSources:
         for need in self._needs.values():
             if need.is_ordered or need.cluster.is_broken:
                 continue
-            stage, is_hubs = need.stage, HUB in need.nodes
-            made = self._placement.find_parts(stage.start, stage.stop, is_newest=is_hubs)
-            if not isinstance(made, PartsMade):
-                orders += made
-            elif all(node in self._snapshots for node in need.nodes if node != HUB):
+            made = self._find_parts(need, orders)
+            if made is not None and all(node in self._snapshots for node in need.nodes if node != HUB):
                 need.is_ordered = True
                 self._shrink(need)
-                orders.append(self._deliver(need, made))
+                orders.append(self._deliver(need, *made))
         return orders
 
-    def _deliver(self, need: _Need, made: PartsMade) -> Send:
-        refs = {**self._snapshots, HUB: made.weights}
-        sources = tuple(Source(node, refs[node]) for node in need.nodes)
+    def _find_parts(
+        self, need: _Need, orders: list[Send | MakeParts]
+    ) -> tuple[PartsMade, list[Source]] | None:
+        """Return what the requester's side makes of a stage, and what the hub gives; or order it made."""
+        stage, is_hubs = need.stage, HUB in need.nodes
+        shares = need.shares or (_Share(stage.start, stage.stop, ()),) if is_hubs else ()
+        intervals = [(share.start, share.stop) for share in shares]
+        wanted = dict.fromkeys([(stage.start, stage.stop), *intervals])
+        given: list[Source] = []
+        found: dict[tuple[int, int], PartsMade] = {}
+        for interval in wanted:
+            has_weights = interval in intervals
+            made = self._placement.find_parts(*interval, is_newest=is_hubs, has_weights=has_weights)
+            if isinstance(made, PartsMade):
+                found[interval] = made
+            else:
+                orders += made
+        if len(found) < len(wanted):
+            return None
+        for share in shares:
+            weights = found[share.start, share.stop].weights
+            assert weights is not None, "they were asked for"
+            given.append(Source(HUB, weights, share.before))
+        return found[stage.start, stage.stop], given
+
+    def _deliver(self, need: _Need, made: PartsMade, given: list[Source]) -> Send:
+        found = ([Source(node, self._snapshots[node])] if node != HUB else given for node in need.nodes)
+        sources = tuple(source for each in found for source in each)
         build_id, version = need.cluster.build_id, need.cluster.version
         parts = StageParts(build_id, version, made.blueprint, sources, need.is_kept, self._anchor_round)
         return Send(need.stage.node, parts)

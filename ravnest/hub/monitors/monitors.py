@@ -56,7 +56,7 @@ from ravnest.plan.sharing import TrainingLength
 from ravnest.protocol.averaging import RoundAbort, RoundReady
 from ravnest.protocol.membership import Leave
 from ravnest.protocol.messages import Refusal
-from ravnest.protocol.placement import StageMissing, StageReady
+from ravnest.protocol.placement import FetchProgress, StageMissing, StageReady
 from ravnest.protocol.training import DroppedMicrobatch, GradientNoise, LeaseDone, StepReport
 
 _CLEARLY = 1.5  # times as large
@@ -245,6 +245,7 @@ class Monitors:
         self._liveness = LivenessMonitor(timeouts)
         self._sums = ReportSums()
         self._found: deque[Conclusion] = deque()
+        self._fetched: dict[NodeId, FetchProgress] = {}  # the last of each node that builds
         self._num_starts = 0
         self._has_told_alarm = False
         self._is_stale = True  # the coordinator has changed since clusters were last looked at
@@ -282,6 +283,18 @@ class Monitors:
         if hub.has_asked(cluster.cluster_id):
             self._found.append(ClusterHeard(cluster.cluster_id, now))
         return None
+
+    def record_fetch(self, hub: Coordinator, sender: NodeId, progress: FetchProgress, now: float) -> None:
+        """Take what a node has fetched of its stage: while it gets more, its cluster does something."""
+        cluster = hub.placement.cluster_of(sender)
+        if cluster is None or progress.build_id != cluster.build_id or sender not in cluster.unready:
+            return
+        before = self._fetched.get(sender)
+        self._fetched[sender] = progress
+        if before is None or before.build_id != progress.build_id or before.num_bytes < progress.num_bytes:
+            self._liveness.hear(cluster.cluster_id, now)
+            if hub.has_asked(cluster.cluster_id):
+                self._found.append(ClusterHeard(cluster.cluster_id, now))
 
     def _note_pace(self, hub: Coordinator, cluster: ClusterState, report: StepReport, now: float) -> None:
         """Compare a cluster with itself, unless something else keeps it from work."""
@@ -442,6 +455,10 @@ class MonitoredCoordinator:
         """Take an event or a report; return what is to be done, or a Refusal alone if it changes nothing."""
         if isinstance(event, Received) and isinstance(event.message, StepReport):
             return self._record(event, event.message)
+        if isinstance(event, Received) and isinstance(event.message, FetchProgress):
+            self._monitors.record_fetch(self.hub, event.sender, event.message, event.now)
+            self._show(event, ())
+            return self._conclude(event.now)
         if isinstance(event, Tick) and (self.hub.due is None or event.now < self.hub.due):
             return self._conclude(event.now)  # it is due for the monitors only, and no event
         sums = self._monitors.prepare(self.hub, event)

@@ -110,9 +110,11 @@ class DataService:
     async def _make_parts(self, order: MakeParts) -> None:
         parts = await self._in_background(self._owner.make_parts, order.start, order.stop)
         blueprint = await self._in_background(self._blobs.keep, parts.blueprint)  # to hash takes a while
-        weights = await self._in_background(self._blobs.keep_pieces, parts.weights)
+        weights = None
+        if order.has_weights:
+            weights = await self._in_background(self._blobs.keep_pieces, parts.weights)
+            self._made.setdefault((order.start, order.stop), []).append(weights)
         fields = (parts.train_fields, parts.evaluation_fields)
-        self._made.setdefault((order.start, order.stop), []).append(weights)
         self._apply(PartsMade(order.start, order.stop, blueprint, weights, *fields, self._time()))
         self._forget_old()
 
@@ -147,7 +149,7 @@ class DataService:
         parts = []
         for part in order.parts:
             found = await self._exchange.fetch(
-                part.weights, part.node, quiet_seconds=self._quiet_seconds, clock=self._time
+                part.weights, [part.node], quiet_seconds=self._quiet_seconds, clock=self._time
             )
             if isinstance(found, Refusal):
                 self._fail(order, part, found.reason)

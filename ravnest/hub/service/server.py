@@ -62,7 +62,7 @@ from ravnest.protocol.messages import Message, Refusal
 from ravnest.protocol.placement import PlanOrder, RingOrder
 from ravnest.protocol.tensors import Buffer
 from ravnest.protocol.training import StepReport
-from ravnest.transfer.blobs import BlobFiles, Blobs
+from ravnest.transfer.blobs import Blobs
 from ravnest.transfer.exchange import ContentMessage, Exchange
 from ravnest.transfer.outbox import Outbox, Outgoing
 
@@ -93,7 +93,8 @@ HUB_PARTS = HubParts()
 class Server:
     """One job's hub. `admit` belongs to the transport it runs on; `token` needs no address here.
 
-    `store` gets every event that changes the state, before its actions are carried out.
+    `store` gets every event that changes the state, before its actions are carried out. `admission` may
+    let peers in before that.
     """
 
     def __init__(
@@ -106,8 +107,9 @@ class Server:
         store: EventStore | None = None,
         hub: Coordinator,
         parts: HubParts = HUB_PARTS,
+        admission: Admission | None = None,
     ) -> None:
-        self._door = Admission(token, relay, parts.version)
+        self._door = Admission(token, relay, parts.version) if admission is None else admission
         self.admit = self._door.admit
         self._relay = relay
         self._tell = tell
@@ -117,8 +119,7 @@ class Server:
         log = None if store is None else store.append
         self._monitored = MonitoredCoordinator(hub, log, parts.watch)
         self.hub = hub  # one with a past goes on
-        self._blobs = Blobs(BlobFiles(parts.folder))
-        self._exchange = Exchange(self._blobs, self._post)
+        self._exchange = Exchange(Blobs(folder=parts.folder), self._post, in_background)
         self._background: set[asyncio.Task[None]] = set()
         self._outages = OutageMonitor(self._timeouts)
         self._outage_timer: asyncio.TimerHandle | None = None
@@ -310,7 +311,7 @@ class Server:
             self._outages.forget(name)
             self._follow_outages()
             self._outbox.forget(name)
-            self._blobs.refuse(name, reason)
+            self._exchange.refuse(name, reason)
             self._apply(PeerLeft(name, reason, self._time(), since))
 
     def _lose(self, name: NodeId, reason: str) -> None:

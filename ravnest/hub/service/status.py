@@ -12,11 +12,15 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
 from ravnest.hub.coordinator.coordinator import Coordinator
-from ravnest.hub.coordinator.events import Abandon, Action, Event, Finish, JobGiven, Notify
+from ravnest.hub.coordinator.events import Abandon, Action, Event, Finish, JobGiven, Notify, Received
 from ravnest.hub.coordinator.notices import Evaluated, Joined, Left, Notice, RoundEnded, Trained, show_notice
 from ravnest.hub.coordinator.phases import ClusterPhase, JobPhase, NodePhase
 from ravnest.hub.coordinator.progress import DroppedSamples
 from ravnest.ids import NodeId
+from ravnest.protocol.membership import Leave
+from ravnest.protocol.messages import Message
+from ravnest.protocol.placement import FetchProgress, StageReady
+from ravnest.transfer.progress import TransferProgress
 
 Reader = Callable[[Event, tuple[Action, ...]], None]
 _MOST_WAITING = 1_000  # happenings that a slow reader may still get
@@ -81,6 +85,7 @@ class MemberStatus:
     phase: NodePhase
     cluster: str | None = None
     stage: int | None = None  # from the root, which is 0
+    fetching: str = ""  # how far it is with the weights of its stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +147,7 @@ class StatusTracker:
         self.hub = hub
         self._job = ""
         self._members: dict[NodeId, None] = {}
+        self._fetches: dict[NodeId, TransferProgress] = {}  # by the node whose stage is on its way
         self._evaluated: Evaluated | None = None
         self._num_rounds = {True: 0, False: 0}  # by whether they committed
         self._round: RoundEnded | None = None
@@ -152,6 +158,8 @@ class StatusTracker:
         """Take an event, or a report of a stage, which changes nothing here."""
         if isinstance(event, JobGiven) and not self._job:
             self._job = event.profile.name
+        if isinstance(event, Received):
+            self._observe_fetch(event.sender, event.message, event.now)
         for action in actions:
             match action:
                 case Notify(news):
@@ -191,6 +199,15 @@ class StatusTracker:
             noise_scale=self.hub.placement.noise,
         )
 
+    def _observe_fetch(self, sender: NodeId, message: Message, now: float) -> None:
+        if isinstance(message, FetchProgress):
+            found = self._fetches.get(sender)
+            if found is None or found.size_bytes != message.size_bytes:
+                found = self._fetches[sender] = TransferProgress("fetching", message.size_bytes)
+            found.describe(message.num_bytes, now)
+        elif isinstance(message, StageReady | Leave):
+            self._fetches.pop(sender, None)
+
     def _observe_notice(self, news: Notice) -> None:
         if not isinstance(news, Trained):  # too many for a list of the recent ones
             self._say(show_notice(news))
@@ -199,6 +216,7 @@ class StatusTracker:
                 self._members[node] = None
             case Left(node):
                 self._members.pop(node, None)
+                self._fetches.pop(node, None)
             case Evaluated():
                 self._evaluated = news
             case RoundEnded():
@@ -229,4 +247,6 @@ class StatusTracker:
         phase = NodePhase.MISSING if member is None else member.phase
         if cluster is None:
             return MemberStatus(name, phase)
-        return MemberStatus(name, phase, cluster.name, cluster.nodes.index(name))
+        fetch = self._fetches.get(name) if name in cluster.unready else None
+        told = fetch.told if fetch is not None else ""
+        return MemberStatus(name, phase, cluster.name, cluster.nodes.index(name), told)

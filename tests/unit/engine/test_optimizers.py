@@ -16,6 +16,7 @@ from ravnest.engine.optimizers import (
     OptimizerSettings,
     Sgd,
     find_not_finite,
+    orthogonalise,
 )
 from ravnest.engine.recipe import from_torch, make_settings
 from ravnest.errors import ConfigError, WeightsError
@@ -363,6 +364,30 @@ def test_every_recipe_names_every_parameter_once_and_trains(name):
     for group in settings.groups:
         if group.is_decoupled:
             assert all(len(SHAPES[parameter]) > 1 for parameter in group.names)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_matrices_go_together_as_each_would_alone(precision):
+    shapes = [(12, 5), (4, 9), (12, 5), (6, 6), (4, 9), (12, 5)]
+    generator = torch.Generator().manual_seed(3)
+    matrices = [torch.randn(shape, generator=generator) * 10**place for place, shape in enumerate(shapes)]
+    rule = Muon(precision=precision)
+    together = orthogonalise(rule, matrices)
+    tolerance = 1e-5 if precision == "float32" else 3e-2
+    for matrix, found in zip(matrices, together, strict=True):
+        (alone,) = orthogonalise(rule, [matrix])
+        torch.testing.assert_close(found, alone, rtol=tolerance, atol=tolerance)
+        truth = _plain_newton_schulz(matrix.double())
+        torch.testing.assert_close(found.double(), truth, rtol=0.1, atol=10 * tolerance)
+
+
+def _plain_newton_schulz(matrix):
+    result = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
+    result = result / result.norm()
+    for _ in range(5):
+        square = result @ result.T
+        result = 3.4445 * result + (-4.7750 * square + 2.0315 * square @ square) @ result
+    return result.T if matrix.shape[0] > matrix.shape[1] else result
 
 
 def test_muon_is_for_matrices_only():

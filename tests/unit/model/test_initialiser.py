@@ -86,6 +86,14 @@ def test_numbers_are_drawn_by_name_and_seed_alone() -> None:
     assert all(torch.equal(tensor, one[name]) for name, tensor in turned.items())
 
 
+def test_a_model_that_was_cast_is_filled_in_its_type() -> None:
+    with empty_weights():
+        model = Net().bfloat16()
+    found = {name: tensor for part in fill_modules(model, 0) for name, tensor in part.items()}
+    assert {tensor.dtype for tensor in found.values()} == {torch.bfloat16}
+    assert (found["scale.gain"] == 3).all()
+
+
 def test_the_rule_of_the_model_has_the_last_word() -> None:
     found = drawn(WithRule)
     assert (found["blocks.0.weight"] == 0.5).all()

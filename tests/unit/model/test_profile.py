@@ -25,7 +25,7 @@ from ravnest.model.blueprint import (
 from ravnest.model.capture import Captured, capture
 from ravnest.model.op_costs import UNCOUNTED_BY_TORCH, Trial
 from ravnest.model.operators import operators
-from ravnest.model.profile import find_matrices, measure
+from ravnest.model.profile import find_matrices, has_channels, measure
 
 
 class Sketch:
@@ -360,3 +360,32 @@ def test_what_is_not_trained_is_told_apart() -> None:
     assert sum(profile.frozen_bytes) == 2 * 8 * 8  # as it is stored
     assert sum(profile.trained_bytes) == 4 * (8 + 8)
     assert sum(profile.buffer_bytes) == 4 * (8 + 8) + 8  # the mean, the variance, the number of batches
+
+
+class Pooled(nn.Module):
+    """Tokens, channels last, until a mean over the tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8), nn.ReLU())
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layers(x).mean(1))
+
+
+@pytest.mark.parametrize(
+    ("model", "shape", "is_known"),
+    [
+        (Pooled(), (32, 8), True),
+        (nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)), (8,), False),
+        (nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 3), nn.Flatten()), (3, 9, 9), True),
+        (nn.Sequential(nn.Conv1d(3, 4, 3), nn.ReLU(), nn.Conv1d(4, 2, 3), nn.Flatten()), (3, 99), False),
+    ],
+)
+def test_a_blueprint_tells_whether_what_crosses_has_channels(
+    model: nn.Module, shape: tuple[int, ...], is_known: bool
+) -> None:
+    batch = {"x": torch.randn(4, *shape), "y": torch.zeros(4)}
+    found = capture(model, batch, lambda out, batch: out.square().mean(), inputs=["x"], self_test=False)
+    assert has_channels(found.blueprint, 4) is is_known

@@ -33,12 +33,13 @@ from ravnest.plan.types import Node, Ring, Stage
 from ravnest.protocol import messages
 from ravnest.protocol.averaging import RoundCommit
 from ravnest.protocol.blobs import BlobPart, BlobRequest
-from ravnest.protocol.membership import Hello, Leave, Refused, Stop, Welcome
+from ravnest.protocol.membership import Complaint, Hello, Leave, Refused, Stop, Welcome
 from ravnest.protocol.messages import Message
 from ravnest.protocol.placement import (
     BackupKept,
     BackupOrder,
     Contact,
+    FetchProgress,
     PlanOrder,
     RingOrder,
     SnapshotMade,
@@ -50,7 +51,7 @@ from ravnest.protocol.placement import (
 )
 from ravnest.protocol.tensors import TensorSpec
 from ravnest.protocol.training import Activation, DroppedMicrobatch, LeaseDone, LeaseGrant, StepReport
-from ravnest.transfer.blobs import Blobs, name_blob
+from ravnest.transfer.blobs import Blob, Blobs, hash_pieces, name_blob
 from ravnest.transfer.outbox import Outgoing
 from tests.support.inline import InlineExecutor
 
@@ -215,6 +216,48 @@ def test_a_source_that_gives_nothing_is_named_and_the_peer_stays(fault: str) -> 
         await scene.say(scene.parts(1, (OTHER, b"good")))
         await scene.settle()
         assert [build.contents for build in scene.compute.of(Build)] == [(b"good",)]
+
+    assert play(script) == "over"
+
+
+@pytest.mark.parametrize("fault", ["", "absent", "damaged"])
+def test_others_that_have_the_same_are_asked_before_the_hub(fault: str) -> None:
+    content = bytes(3 << 20)
+
+    async def script(scene: Scene, *_) -> None:
+        ref = scene.blobs[HUB].keep(content)
+        if fault == "damaged":
+            scene.blobs[OTHER].pass_on(ref, Blob(b"x" * len(content), hash_pieces(content)))
+        elif not fault:
+            scene.blobs[OTHER].keep(content)
+        parts = StageParts(1, 5, scene.blobs[HUB].keep(BLUEPRINT), (Source(HUB, ref, (OTHER,)),))
+        await scene.say(parts)
+        accused = asyncio.create_task(scene.hear(Complaint)) if fault == "damaged" else None
+        if accused is None:
+            await scene.settle(2.0)
+        else:
+            serving = asyncio.create_task(scene.hear(Stop, OTHER))
+            assert (await accused).node == OTHER
+            await scene.settle(1.0)
+            serving.cancel()
+        assert [build.contents for build in scene.compute.of(Build)] == [(content,)]
+        assert await scene.has(content[: 1 << 20]) is False
+        await scene.say(BlobRequest(ref.blob, 0, 5), OTHER)
+        assert isinstance(await scene.hear(BlobPart | Refused, OTHER), BlobPart), "it passes them on"
+
+    assert play(script) == "over"
+
+
+def test_the_hub_hears_how_far_a_fetch_is() -> None:
+    async def script(scene: Scene, *_) -> None:
+        ref = scene.blobs[OTHER].keep(bytes(3 << 20))
+        await scene.say(StageParts(1, 5, scene.blobs[HUB].keep(BLUEPRINT), (Source(OTHER, ref),)))
+        for message in (BlobRequest(ref.blob, 3 << 20, 96), BlobRequest(ref.blob, 1 << 20, 1 << 20)):
+            await scene.hear(BlobRequest, OTHER)
+            answer = scene.blobs[OTHER].serve(ME, message)
+            await scene.say(answer.message, OTHER, answer.buffers)
+        size = len(BLUEPRINT) + ref.size_bytes
+        assert await scene.hear(FetchProgress) == FetchProgress(1, len(BLUEPRINT) + (1 << 20), size)
 
     assert play(script) == "over"
 

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from ravnest.ids import NodeId
-from ravnest.peer.blob_store import BlobStore
-from ravnest.protocol.blobs import BlobRequest
-from ravnest.transfer.blobs import Blobs, name_blob
+from ravnest.peer.blob_store import BlobStore, write_blob
+from ravnest.protocol.blobs import BlobRef, BlobRequest
+from ravnest.protocol.tensors import Buffer
+from ravnest.transfer.blobs import Blobs, hash_pieces, name_blob
 
 PEER = NodeId("peer")
 
@@ -81,15 +82,22 @@ def test_without_a_disk_it_keeps_them_in_memory_and_says_so_once(
     assert "snapshots stay in memory" in caplog.text
 
 
+def put_pieces(shelf: BlobStore, *pieces: Buffer) -> BlobRef:
+    written = write_blob(shelf.folder, lambda: iter(pieces))
+    assert shelf.adopt(written)
+    return written.ref
+
+
 def test_what_is_made_piece_by_piece_is_kept_like_what_is_whole(folder: Path) -> None:
     with BlobStore() as shelf:
-        ref = shelf.put_pieces(lambda: [b"abc", memoryview(b"defg"), b""])
+        ref = put_pieces(shelf, b"abc", memoryview(b"defg"), b"")
         assert ref == name_blob(b"abcdefg")
-        assert bytes(shelf.get(ref.blob)) == b"abcdefg"
+        found = shelf.get(ref.blob)
+        assert (bytes(found.content), found.hashes) == (b"abcdefg", hash_pieces(b"abcdefg"))
         assert files(folder) == set()
-        again = shelf.put_pieces(lambda: [b"abcdefg"])
+        again = put_pieces(shelf, b"abcdefg")
         assert again == ref
-        others = [shelf.put_pieces(lambda number=number: [bytes([number])]) for number in range(3)]
+        others = [put_pieces(shelf, bytes([number])) for number in range(3)]
         assert ref.blob not in shelf
         assert all(each.blob in shelf for each in others)
 
@@ -98,7 +106,7 @@ def test_pieces_that_the_disk_does_not_take_stay_in_memory(folder: Path, caplog)
     with BlobStore() as shelf:
         (place,) = folder.iterdir()
         (place / "unfinished").symlink_to("/dev/full")
-        ref = shelf.put_pieces(lambda: iter([b"abc", b"d"]))
-        assert shelf.get(ref.blob) == b"abcd"
+        ref = put_pieces(shelf, b"abc", b"d")
+        assert shelf.get(ref.blob).content == b"abcd"
         assert files(folder) == set()
     assert "No space left on device" in caplog.text

@@ -1,4 +1,4 @@
-"""What a peer compiles lies in a folder that only its provider can write to: torch runs what it finds there."""
+"""What a peer compiles lies where only its provider can write: torch runs what it finds there."""
 
 import os
 import subprocess
@@ -34,10 +34,10 @@ def test_no_folder_is_inherited_from_the_program_that_starts_a_peer(tmp_path):
     program = (
         "import os; from ravnest.peer.limits import keep_compiled; keep_compiled(); print(os.environ[{!r}])"
     )
-    wrong = {"TORCHINDUCTOR_CACHE_DIR": "/tmp/shared", "TRITON_CACHE_DIR": "/tmp/shared"}  # noqa: S108
+    wrong = {"TORCHINDUCTOR_CACHE_DIR": "/tmp/shared", "TRITON_CACHE_DIR": "/tmp/shared"}
     for name in wrong:
         environment = {**os.environ, **wrong, "XDG_CACHE_HOME": str(tmp_path)}
-        found = subprocess.run(  # noqa: S603 - our own program
+        found = subprocess.run(
             [sys.executable, "-c", program.format(name)], env=environment, capture_output=True, check=True
         )
         assert Path(found.stdout.decode().strip()).is_relative_to(tmp_path / "ravnest" / "compiled")

@@ -214,6 +214,11 @@ def test_other_settings():
         ("seed", [-1, 2**63, 0.5, None, True], "a whole number from 0 to 2**63 - 1"),
         ("clip", [0, -1, math.nan, "1", True], "a number above 0, or math.inf for no clipping"),
         ("precision", ["fp16", 32, None], "auto, fp32 or bf16"),
+        (
+            "weights",
+            ["/nowhere/model", 3, b"x"],
+            "a safetensors file, a folder or a mirror's list that exists",
+        ),
         ("learning_rate", [0, -0.1, math.inf, math.nan, "fast", True], "a number above 0"),
         ("optimizer", ["adamax", "", "Muon"], OPTIMIZERS),
     ],
@@ -330,6 +335,7 @@ def test_trained_weights_are_seen_by_the_gains_of_norms_and_their_rate_is_not_ra
     assert settings(used, planned_updates=168, is_pretrained=False).learning_rate == 20e-3
     with pytest.raises(ConfigError, match="is_pretrained is 'yes'; give True, False or nothing"):
         job(is_pretrained="yes")
+    assert settings(new, planned_updates=168, weights="/").learning_rate == 4e-3  # whatever they hold
 
 
 def test_a_recipe_brings_its_schedule_and_torch_a_constant_rate():
@@ -465,6 +471,14 @@ def test_changes_of_weights_do_not_travel_as_fp16():
 def test_gradients_of_exact_updates_do_not_travel_coarsely(wire_format):
     with pytest.raises(ConfigError, match="too coarse for gradients; choose fp32 or bf16"):
         prepare(job(batch_size=1), replace(LOCAL_PLAN, exact_gradients=wire_format), 1, 1.0)
+
+
+def test_activations_without_channels_are_planned_as_int8():
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    classifier = Job(model, tuple(ROWS.values()), batch_size=4, loss=nn.CrossEntropyLoss())
+    given = prepare(classifier, replace(LOCAL_PLAN, activations=WireFormat.INT4), 1, 1.0)
+    assert given.job.config.activations is WireFormat.INT8
+    assert given.job.config.gradients is WireFormat.FP32
 
 
 def prepared(loss, **settings):

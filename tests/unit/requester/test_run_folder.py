@@ -64,10 +64,11 @@ def test_a_folder_whose_hub_runs_is_refused(tmp_path: Path) -> None:
         open_run(tmp_path)
 
 
-def test_a_finished_run_is_not_overwritten(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", [MODEL, f"{MODEL}.index.json"])
+def test_a_finished_run_is_not_overwritten(tmp_path: Path, name: str) -> None:
     open_run(tmp_path)
     check_unfinished(tmp_path)
-    (tmp_path / MODEL).write_bytes(b"precious")
+    (tmp_path / name).write_bytes(b"precious")
     with pytest.raises(ConfigError, match=r"holds a finished run; .* go on with it: --resume"):
         check_unfinished(tmp_path)
 

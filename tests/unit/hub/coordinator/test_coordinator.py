@@ -1,6 +1,7 @@
 """The hub's life with scripted peers: what it orders, whom it refuses, and that its books balance."""
 
 import math
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 
@@ -51,7 +52,7 @@ from ravnest.hub.coordinator.notices import (
 from ravnest.hub.coordinator.phases import JobPhase
 from ravnest.hub.coordinator.planner import lease_batches
 from ravnest.ids import HUB
-from ravnest.plan.profiles import builtin_profile, resize_batch
+from ravnest.plan.profiles import builtin_profile
 from ravnest.plan.types import Cluster, Plan, Stage
 from ravnest.protocol import messages
 from ravnest.protocol.averaging import RoundAbort, RoundCommit, RoundOpen, RoundQuery, RoundReady
@@ -63,7 +64,6 @@ from ravnest.protocol.placement import (
     RingOrder,
     SnapshotMade,
     SnapshotOrder,
-    Source,
     StageMissing,
     StageParts,
     StageReady,
@@ -147,14 +147,22 @@ def test_members_are_told_their_stage_their_neighbours_and_their_rings():
 def test_parts_are_made_once_for_each_interval_and_delivered_to_every_stage_of_it():
     world = finishes(two_clusters())
     plan = world.told(PlanFormed)[0].plan
-    intervals = {(stage.start, stage.stop) for each in plan.clusters for stage in each.stages}
-    made = [(order.start, order.stop) for order in orders_of(world, MakeParts)]
-    assert sorted(made) == sorted(intervals)
+    stages = {(stage.start, stage.stop) for each in plan.clusters for stage in each.stages}
+    segments = {(ring.start, ring.stop) for ring in plan.rings}
+    made = [(order.start, order.stop, order.has_weights) for order in orders_of(world, MakeParts)]
+    assert sorted(made) == sorted((*each, each in segments) for each in stages | segments)
+    given = Counter()
     for stage in (stage for each in plan.clusters for stage in each.stages):
         (parts,) = sent(world, StageParts, stage.node)
-        interval = (stage.start, stage.stop)
-        sources = (Source(HUB, blob(("hub", *interval))),)
-        assert parts == StageParts(1, 0, blob(interval), sources, is_kept=False, anchor_round=0)
+        bare = StageParts(1, 0, blob((stage.start, stage.stop)), (), is_kept=False, anchor_round=0)
+        assert replace(parts, sources=()) == bare
+        rings = [ring for ring in plan.rings if stage.node in ring.owners]
+        weights = [blob(("hub", ring.start, ring.stop)) for ring in rings]
+        assert [(source.node, source.weights) for source in parts.sources] == [(HUB, x) for x in weights]
+        for ring, source in zip(rings, parts.sources, strict=True):
+            assert set(source.others) <= {*ring.owners} - {stage.node}
+            given[ring] += not source.others
+    assert given == dict.fromkeys(plan.rings, 1), "each segment leaves the hub once"
 
 
 def test_a_lease_names_batches_and_their_samples_travel_to_who_consumes_them():
@@ -339,7 +347,7 @@ def test_a_lease_lists_no_more_microbatches_than_a_message_may():
 )
 def test_a_lease_is_as_short_as_keeps_the_root_busy(input_bytes, window, microbatches, expected):
     given = job(batch_size=512, chunk_batches=8)
-    profile = resize_batch(given.profile, 512)
+    profile = given.profile.resize_batch(512)
     inputs = (float(input_bytes), *profile.crossing_bytes[1:])
     given = replace(given, profile=replace(profile, crossing_bytes=inputs))
     plan = Plan(1, 0, (Cluster((Stage("a", 0, 6, window),), microbatches),), (), ())
@@ -347,7 +355,7 @@ def test_a_lease_is_as_short_as_keeps_the_root_busy(input_bytes, window, microba
 
 
 def test_the_profile_of_a_smaller_batch_is_that_of_the_model_with_it():
-    assert resize_batch(builtin_profile("gpt2", 8), 2) == builtin_profile("gpt2", 2)
+    assert builtin_profile("gpt2", 8).resize_batch(2) == builtin_profile("gpt2", 2)
 
 
 def test_rounds_are_so_many_whole_batches_apart():

@@ -1,5 +1,7 @@
 """What members are told of a plan, and the parts that stages are made of."""
 
+from dataclasses import replace
+
 import pytest
 from support.hub_scene import HALVES, HubScene
 from support.hub_world import blob
@@ -90,7 +92,7 @@ def parts(weights):
 
 
 def test_parts_are_made_once_and_anew_for_whom_the_newest_weights_are_needed(scene):
-    placement, order = scene.placement, [MakeParts(0, 3)]
+    placement, order = scene.placement, [MakeParts(0, 3, has_weights=False)]
     assert placement.find_parts(0, 3) == order
     assert placement.find_parts(0, 3) == []
     assert placement.add_parts(parts("first")) is None
@@ -103,8 +105,18 @@ def test_parts_are_made_once_and_anew_for_whom_the_newest_weights_are_needed(sce
     assert placement.find_parts(0, 3, is_newest=True) == parts("second")
 
 
+def test_parts_without_weights_are_made_again_for_whom_they_are_needed(scene):
+    placement, bare = scene.placement, replace(parts("first"), weights=None)
+    placement.find_parts(0, 3)
+    placement.add_parts(bare)
+    assert placement.find_parts(0, 3) == bare
+    assert placement.find_parts(0, 3, has_weights=True) == [MakeParts(0, 3, has_weights=True)]
+    placement.add_parts(parts("second"))
+    assert placement.find_parts(0, 3, has_weights=True) == placement.find_parts(0, 3) == parts("second")
+
+
 def test_parts_that_were_asked_for_before_a_checkpoint_are_older_than_it(scene):
-    placement, order = scene.placement, [MakeParts(0, 3)]
+    placement, order = scene.placement, [MakeParts(0, 3, has_weights=False)]
     assert placement.find_parts(0, 3, is_newest=True) == order
     placement.mark_parts_stale()
     placement.add_parts(parts("first"))

@@ -81,10 +81,11 @@ def test_without_a_checkpoint_none_is_named():
 
 def test_what_was_made_for_stages_is_made_again():
     world = world_of("abcd", 150.0)
-    made = orders_of(world, MakeParts)
+    made = [(each.start, each.stop) for each in orders_of(world, MakeParts)]
     restart(world)
     trains_again(world)
-    assert orders_of(world, MakeParts) == made * 2, "the blobs were in the memory of a program that is gone"
+    again = [(each.start, each.stop) for each in orders_of(world, MakeParts)]
+    assert again == made * 2, "the blobs were in the memory of a program that is gone"
     finishes(world)
 
 

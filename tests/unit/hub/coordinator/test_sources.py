@@ -1,8 +1,11 @@
 """Whose state a stage is built of: clusters are changed by hand, and the orders to build are looked at."""
 
+from dataclasses import replace
+
 import pytest
 from support.hub_scene import HALVES, HubScene
 from support.hub_world import blob
+from support.plan_world import node
 
 from ravnest.hub.coordinator.membership import HeldState
 from ravnest.ids import HUB
@@ -192,3 +195,43 @@ def test_what_a_node_does_not_host_any_more_it_no_longer_holds():
     scene.build()
     assert scene.membership.find("a").held == HeldState(1, 3, "A1")
     assert scene.membership.find("c").held == HeldState(0, 1, "B1")
+
+
+def first_sources(scene, *clusters):
+    """Who gets which segment from whom, by node: a first plan."""
+    change = scene.adopt(*clusters)
+    scene.sources.begin_first(change)
+    return {name: parts.sources for name, parts in scene.order().items()}
+
+
+def test_first_weights_leave_the_hub_once_and_go_from_node_to_node():
+    """Clusters that are cut otherwise get the segments of which their stages are made."""
+    scene = HubScene("abcdefgh")
+    fast = node("f", upload_bytes_per_second=1e10)
+    scene.membership.update(replace(scene.membership["f"], node=fast))
+    found = first_sources(scene, ("ab", HALVES), ("cd", ((0, 2), (2, 6))), ("ef", HALVES), ("gh", HALVES))
+    weights = {each: blob(("weights", *each)) for each in ((0, 2), (2, 3), (3, 6))}
+    assert [source.weights for source in found["a"]] == [weights[0, 2], weights[2, 3]]
+    assert [source.weights for source in found["d"]] == [weights[2, 3], weights[3, 6]]
+    assert all(source.node == HUB for sources in found.values() for source in sources)
+    others = {(name, x.weights): x.others for name, sources in found.items() for x in sources}
+    assert [others[name, weights[0, 2]] for name in "aceg"] == [(), ("a",), ("a", "c"), ("c", "e")]
+    assert [others[name, weights[3, 6]] for name in "fbdh"] == [(), ("f",), ("f", "b"), ("b", "d")]
+    assert [others[name, weights[2, 3]] for name in "adeg"] == [(), ("a",), ("a", "d"), ("d", "e")]
+
+
+def test_first_weights_do_not_go_through_the_hub_between_two_that_cannot_be_dialled():
+    scene = HubScene("abc")
+    for name in "ab":
+        hidden = replace(scene.membership[name].node, is_reachable=False)
+        scene.membership.update(replace(scene.membership[name], node=hidden))
+    found = first_sources(scene, *((name, ((0, 6),)) for name in "abc"))
+    assert [found[name][0].others for name in "abc"] == [(), (), ("a", "b")]
+
+
+def test_a_lone_cluster_gets_its_first_weights_by_stage():
+    scene = HubScene("ab")
+    found = first_sources(scene, ("ab", HALVES))
+    assert [[(x.weights, x.others) for x in found[name]] for name in "ab"] == [
+        [(blob(("weights", *each)), ())] for each in HALVES
+    ]

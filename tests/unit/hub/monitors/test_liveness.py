@@ -6,8 +6,9 @@ import pytest
 from support.hub_world import HubWorld, check_replay, job
 
 from ravnest.config import Averaging, HubTimeouts
+from ravnest.hub.coordinator.events import Received
 from ravnest.hub.coordinator.notices import Checkpointed, ClusterBroken, Left, Recovered
-from ravnest.protocol.placement import SnapshotOrder
+from ravnest.protocol.placement import FetchProgress, SnapshotOrder
 
 
 def world_of(names, memory_mb=150.0, **changes):
@@ -114,3 +115,26 @@ def test_who_waits_for_a_long_round_does_work():
     world.run(until=opened_at + 390.0)
     assert world.told(Left) == []
     assert world.told(ClusterBroken) == []
+
+
+@pytest.mark.parametrize("still_fetches", [False, True])
+def test_who_still_fetches_its_stage_is_waited_for(still_fetches):
+    """A hub with a slow line may need hours for first weights: what counts is that more of them arrive."""
+    world = HubWorld(job(num_validation=0))
+    world.muted.add("b")
+    world.join(*"abc", memory_mb=250.0)
+    world.run_until(lambda: world.hub.clusters and "b" in world.hub.clusters[0].unready)
+    build_id = world.hub.clusters[0].build_id
+
+    def fetch(num_bytes):
+        is_building = world.hub.clusters and world.hub.clusters[0].build_id == build_id
+        if is_building and num_bytes <= 20:
+            world.feed(Received("b", FetchProgress(build_id, num_bytes, 1000), world.now))
+            world.after(200.0, fetch, num_bytes + still_fetches)
+
+    fetch(1)
+    since = world.now
+    world.run_until(lambda: world.told(Left))
+    assert world.told(Left)[0].node == "b"
+    seconds = world.now - since
+    assert seconds > 19 * 200 + 300 if still_fetches else 300 < seconds < 1000

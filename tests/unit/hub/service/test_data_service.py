@@ -44,7 +44,7 @@ def collect(seconds_per_piece: float | None, is_result: bool, fault: str = "") -
             if seconds_per_piece is not None:
                 loop.call_later(seconds_per_piece, answer, request)
 
-        exchange = Exchange(Blobs(), post)
+        exchange = Exchange(Blobs(), post, in_background)
         owner = SimpleNamespace(keep=lambda *_: "", keep_result=lambda *_: "", find_fault=lambda *_: fault)
         around = (applied.append, in_background, lambda *who: lost.append(who), loop.time, bool, SHORT)
         async with asyncio.timeout(1000):
