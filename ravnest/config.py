@@ -172,8 +172,9 @@ class PlanConfig:
     speed_ratio: float = 4.0  # fastest over slowest cluster; a faster one is held back to it
     max_stages: int = 48
     max_window: int = 128
-    in_flight_per_hop: int = 8  # microbatches in flight for each stage after this one
+    in_flight_per_hop: int = 10  # microbatches in flight for each stage after this one
     relay_bytes_per_second: float = 2.5e6  # per pair of neighbours that only the hub can connect
+    hub_bytes_per_second: float = 0.0  # its upload, for samples, first weights and relay; 0: not counted
     overhead_bytes: float = 5e8  # the program itself and the device's context
     recover_seconds: float = 30.0  # a cluster stands still when one of its nodes dies
     microbatch_seconds: float = 2e-3  # a stage needs at least this for a microbatch, however small the model
@@ -322,6 +323,7 @@ TIMEOUTS = Timeouts()
 _DIMENSIONS = {
     "max_round_seconds": Dimension.SECONDS,
     "relay_bytes_per_second": Dimension.BYTES_PER_SECOND,
+    "hub_bytes_per_second": Dimension.BYTES_PER_SECOND,
     "overhead_bytes": Dimension.BYTES,
     "recover_seconds": Dimension.SECONDS,
     "microbatch_seconds": Dimension.SECONDS,
@@ -335,6 +337,7 @@ _BOUNDS = {
     "max_window": (1, 1024),
     "in_flight_per_hop": (1, 64),
     "relay_bytes_per_second": (1e3, 1e12),
+    "hub_bytes_per_second": (0, 1e12),
     "overhead_bytes": (0, 1e12),
     "recover_seconds": (0, 1e6),
     "clusters": (0, 10_000),

@@ -18,7 +18,7 @@ from scipy.sparse import coo_matrix
 from ravnest.plan.cost import Floats, LineCost, NodeTable
 from ravnest.plan.split import Splitter
 
-_DEPTHS = 4  # deeper inner stages are counted as this depth, as many as one likes
+_DEPTHS = 1  # deeper inner stages are counted as this depth, as many as one likes: no window is narrower
 _COARSE_CELL = 1.25
 
 
@@ -60,7 +60,7 @@ class UpperBound:
                     heapq.heappush(cells, (max(value, -self._rough(*cell)), False, *cell))
 
     def _range(self) -> tuple[float, float]:
-        fastest = min(float(seconds.min()) for seconds, _ in self._roles)
+        fastest = min(float(seconds.min(initial=np.inf)) for seconds, _ in self._roles)
         slowest = max(float(seconds[np.isfinite(seconds)].max(initial=fastest)) for seconds, _ in self._roles)
         return fastest, slowest * 2.0  # risk and latency only slow down; slower plans are dominated
 
@@ -68,6 +68,9 @@ class UpperBound:
         if edge not in self._cache:
             rows = []
             for seconds, shares in self._roles:
+                if not len(shares):  # nobody can hold the whole line
+                    rows.append(np.zeros(len(seconds)))
+                    continue
                 in_time = seconds <= self._bin**edge
                 first = in_time.argmax(axis=1)
                 rows.append(np.where(in_time[np.arange(len(in_time)), first], shares[first], 0.0))

@@ -35,6 +35,7 @@ class _Answer:
     swarm: "Swarm"
     config: "PlanConfig"
     advice: tuple[str, ...]
+    left_out: dict[str, int]  # spares, by reason
     sharing: "Sharing | None" = None  # if it is known how long the job is
 
 
@@ -59,6 +60,13 @@ class _Answer:
 @click.option(
     "--seed", type=int, default=0, show_default=True, metavar="N", help="Of the search and the population."
 )
+@click.option(
+    "--hub-upload",
+    default="40 Mbit/s",
+    show_default=True,
+    metavar="RATE",
+    help="What the hub can send: samples, first weights and relay.",
+)
 @plan_options
 @click.option(
     "--json", "as_json", is_flag=True, help="Print one JSON object (ravnest.plan/1) instead of tables."
@@ -71,6 +79,7 @@ def plan(  # noqa: PLR0913 - click passes one argument per option
     batch: int | None,
     updates: int | None,
     seed: int,
+    hub_upload: str,
     wishes: PlanWishes,
     as_json: bool,
     svg_file: str | None,
@@ -87,7 +96,7 @@ def plan(  # noqa: PLR0913 - click passes one argument per option
         raise ConfigError(f"--seed {seed} is negative; choose 0 or more")
     if updates is not None and updates < 1:
         raise ConfigError(f"--updates {updates} is no length of a job; choose 1 or more")
-    config = wishes.read()
+    config = wishes.read(_base_config(hub_upload))
     profile = _read_model(model, batch)
     swarm = _read_nodes(nodes, population, seed)
     click.echo(f"planning {profile.name} on {show_count(len(swarm.nodes), 'node')}, seed {seed}", err=True)
@@ -103,14 +112,22 @@ def plan(  # noqa: PLR0913 - click passes one argument per option
         _print_tables(answer)
 
 
+def _base_config(hub_upload: str) -> "PlanConfig":
+    from ravnest.config import read_plan_config
+
+    return read_plan_config({"hub_bytes_per_second": hub_upload}, "--hub-upload")
+
+
 def _find_plan(profile: "ModelProfile", swarm: "Swarm", config: "PlanConfig", seed: int) -> _Answer:
     from ravnest.plan.forecast import forecast
     from ravnest.plan.formation import form_plan
+    from ravnest.plan.left_out import count_left_out
     from ravnest.views.plan_text import advise
 
     found = (find_parts().form_plan or form_plan)(profile, swarm, config, seed)
     predicted = forecast(found, profile, swarm, config)
-    return _Answer(found, predicted, profile, swarm, config, advise(found, profile, swarm, config))
+    advice, left_out = advise(found, profile, swarm, config), count_left_out(found, profile, swarm, config)
+    return _Answer(found, predicted, profile, swarm, config, advice, left_out)
 
 
 def _find_shared_plan(
@@ -121,6 +138,7 @@ def _find_shared_plan(
     from ravnest.hub.coordinator.events import JobGiven, JobSettings, MakePlan
     from ravnest.hub.coordinator.planner import SearchPlanner, configure_microbatch, profile_microbatch
     from ravnest.plan.forecast import forecast
+    from ravnest.plan.left_out import count_left_out
     from ravnest.views.plan_text import advise
 
     size = profile.samples_per_batch
@@ -136,7 +154,8 @@ def _find_shared_plan(
     advice = advise(made.plan, profile, swarm, config)
     advice = (made.reason, *advice) if made.reason else advice
     predicted = forecast(made.plan, profile, swarm, config)
-    return _Answer(made.plan, predicted, profile, swarm, config, advice, made.sharing)
+    left_out = count_left_out(made.plan, profile, swarm, config, is_limited=bool(made.reason))
+    return _Answer(made.plan, predicted, profile, swarm, config, advice, left_out, made.sharing)
 
 
 def _read_nodes(nodes: str | None, population: str | None, seed: int) -> "Swarm":
@@ -173,9 +192,8 @@ def _write_picture(name: str, answer: _Answer) -> None:
 def _print_json(answer: _Answer) -> None:
     from ravnest.views.plan_text import plan_to_dict
 
-    report = plan_to_dict(
-        answer.plan, answer.predicted, answer.profile, answer.swarm, answer.config, answer.advice
-    )
+    facts = answer.plan, answer.predicted, answer.profile, answer.swarm, answer.config
+    report = plan_to_dict(*facts, answer.advice, answer.left_out)
     report["sharing"] = None if answer.sharing is None else asdict(answer.sharing)
     click.echo(to_json(report))
 
@@ -183,4 +201,5 @@ def _print_json(answer: _Answer) -> None:
 def _print_tables(answer: _Answer) -> None:
     from ravnest.views.plan_text import show_plan
 
-    print_parts(lambda width: show_plan(answer.plan, answer.predicted, answer.profile, answer.advice, width))
+    facts = answer.plan, answer.predicted, answer.profile, answer.advice
+    print_parts(lambda width: show_plan(*facts, width, answer.left_out))

@@ -347,7 +347,7 @@ def _cumulative(values: tuple[float, ...]) -> Floats:
 
 _SHORTEST_PERIOD = 1e-9  # of a model that costs nothing
 _STARVED = 1.5  # times longer that batches are under way where a window is narrower than it should be
-_QUEUES = 1.75  # batches in flight over those under way; less starves clusters in simulation
+_QUEUES, _LEAST_QUEUES = 2.0, 1.5  # batches in flight over those under way; fewer starve a cluster
 
 
 @dataclass(frozen=True, slots=True)
@@ -417,6 +417,7 @@ class _Stages:
     ) -> None:
         self._line, self._rows, self._exists = line, rows, exists
         self._link, self._travel = link, travel
+        self._fits: dict[bool, Ints] = {}
         self._cut = start, stop = rows.cuts[:, 1:], rows.cuts[:, :-1]
         self._room = nodes.memory[rows.nodes]
         self._speed = nodes.flops[rows.nodes]
@@ -454,17 +455,20 @@ class _Stages:
             return window, recompute, np.ones(window.shape)
         recompute = self._free_memory(recompute)
         enough, _ = self._enough(recompute)
+        least, _ = self._enough(recompute, _LEAST_QUEUES)
         fits = np.where(recompute, self._fitting(again=True), self._fitting(again=False))
         window = np.where(self._exists, np.minimum(enough, np.maximum(self._reserved, fits)), self._widest)
         # No stage has more batches under way than those before it.
         window = np.minimum.accumulate(window[:, ::-1], axis=1)[:, ::-1]
-        return window, recompute, np.where(window < enough, _STARVED, 1.0)
+        return window, recompute, np.where(window < least, _STARVED, 1.0)
 
     def _choose_recompute(self, window: Ints) -> Bools:
         mode = self._line.config.recompute
         if mode is not Recompute.AUTO:
             return np.full(window.shape, mode is Recompute.ALWAYS)
-        return self.memory(window, np.zeros(window.shape, bool)) > self._room
+        accumulate = None if self._rows.accumulate is None else self._rows.accumulate[:, None]
+        versions = self._line.versions(window, accumulate)
+        return self._exists & (self._memory(window, versions, again=False) > self._room)
 
     def _free_memory(self, recompute: Bools) -> Bools:
         """Let stages recompute that need the memory for their window and have the time."""
@@ -474,25 +478,28 @@ class _Stages:
         is_in_time = self.compute(np.ones(recompute.shape, bool)) <= pace[:, None]
         return recompute | ((self._fitting(again=False) < enough) & is_in_time)
 
-    def _enough(self, recompute: Bools) -> tuple[Ints, Floats]:
+    def _enough(self, recompute: Bools, queues: float = _QUEUES) -> tuple[Ints, Floats]:
         """Return the window each stage needs so that nothing waits, and the pace of each cluster.
 
-        It holds the batches that are under way when nothing waits, and three quarters more: where several
-        stages are almost equally slow, batches queue before each of them.
+        It holds the batches that are under way when nothing waits, and as many more: where several stages are
+        almost equally slow, batches queue before each of them.
         """
         compute = self.compute(recompute)
         pace = np.maximum(compute, self._link).max(axis=1, initial=_SHORTEST_PERIOD)
         cycle = np.cumsum(compute + self._travel, axis=1)
-        enough = np.ceil(_QUEUES * cycle / pace[:, None]).astype(np.int64) + 2
+        enough = np.ceil(queues * cycle / pace[:, None]).astype(np.int64) + 2
         return np.where(self._widest > 1, np.minimum(self._widest, enough), 1), pace
 
     def _fitting(self, again: bool) -> Ints:
         """Return the widest window that memory has room for, at most the widest useful one."""
+        if again in self._fits:
+            return self._fits[again]
         versions = self._line.versions(self._reserved)
         none, one = (self._memory(np.array(count), versions, again) for count in (0, 1))
         each = np.maximum(one - none, 1e-9)
         fits = np.floor((self._room - none) / each * (1 - 1e-9))
-        return np.clip(fits, 0, self._widest).astype(np.int64)
+        self._fits[again] = np.clip(fits, 0, self._widest).astype(np.int64)
+        return self._fits[again]
 
     def _memory(self, window: Ints, versions: Ints, again: bool) -> Floats:
         start, stop = self._cut

@@ -51,6 +51,21 @@ class Bottleneck:
 
 
 @dataclass(frozen=True, slots=True)
+class HubForecast:
+    """What the hub's line carries: all samples, and what passes between neighbours nobody can dial."""
+
+    upload_bytes_per_second: float
+    sample_bytes_per_second: float  # of a swarm that the hub does not hold back
+    relay_bytes_per_second: float
+    first_weights_seconds: float  # until every byte of the model was sent once
+
+    @property
+    def busy_share(self) -> float:
+        """What the swarm asks of the line, in what it carries; above one, the hub sets the pace."""
+        return (self.sample_bytes_per_second + self.relay_bytes_per_second) / self.upload_bytes_per_second
+
+
+@dataclass(frozen=True, slots=True)
 class Forecast:
     """The whole plan in steady state."""
 
@@ -60,6 +75,7 @@ class Forecast:
     staleness: int
     lost_share: float  # of the work, to nodes that die
     bottleneck: Bottleneck | None
+    hub: HubForecast | None = None  # if its upload is known
 
 
 def forecast(plan: Plan, profile: ModelProfile, swarm: Swarm, config: PlanConfig) -> Forecast:
@@ -72,6 +88,9 @@ def forecast(plan: Plan, profile: ModelProfile, swarm: Swarm, config: PlanConfig
     rows = cluster_rows(plan.clusters, index)
     times = timing(line, nodes, rows)
     periods, rates = hold_back(line, times.seconds)
+    hub = _hub_forecast(line, rows, times, rates)
+    if hub is not None and hub.busy_share > 1.0:
+        periods, rates = periods * hub.busy_share, rates / hub.busy_share
     usage, memory = _usage(line, times, nodes, rows), nodes.memory[rows.nodes]
     samples = profile.samples_per_batch
     clusters = tuple(
@@ -85,6 +104,27 @@ def forecast(plan: Plan, profile: ModelProfile, swarm: Swarm, config: PlanConfig
         staleness=max(cluster.lag for cluster in clusters),
         lost_share=1.0 - float(rates.sum() / hold_back(line, times.seconds / (1.0 + times.deaths))[1].sum()),
         bottleneck=_bottleneck(plan, line, usage, times.seconds),
+        hub=hub,
+    )
+
+
+def _hub_forecast(line: LineCost, rows: Rows, times: Timing, rates: Floats) -> HubForecast | None:
+    """Return what the hub's line carries while clusters train at these samples per second."""
+    upload = line.config.hub_bytes_per_second
+    if not upload:
+        return None
+    batches = rates / line.profile.samples_per_batch
+    assert rows.forward is not None
+    assert rows.backward is not None
+    there = rows.forward[:, 1:] * line.inner[rows.cuts[:, 1:-1]]
+    back = rows.backward[:, :-1] * line.inner[rows.cuts[:, 1:-1]]
+    relayed = np.where(times.relay[:, 1:] > 0.0, there + back, 0.0).sum(axis=1)
+    samples = line.crossing[0] + line.crossing[-1]
+    return HubForecast(
+        upload_bytes_per_second=upload,
+        sample_bytes_per_second=float(batches.sum() * samples),
+        relay_bytes_per_second=float((batches * relayed).sum()),
+        first_weights_seconds=float(line.parameters[-1] / upload),
     )
 
 
@@ -194,12 +234,16 @@ def round_seconds(
 
 def _relayed_seconds(plan: Plan, line: LineCost, swarm: Swarm) -> float:
     hidden = {node.name for node in swarm.nodes if not node.is_reachable}
-    longest = 0.0
+    longest, total = 0.0, 0.0
     for ring in plan.rings:
         neighbours = zip(ring.owners, ring.owners[1:] + ring.owners[:1], strict=True)
-        if any(one in hidden and other in hidden for one, other in neighbours):
+        num_relayed = sum(one in hidden and other in hidden for one, other in neighbours)
+        if num_relayed:
             size = float(line.round_bytes(np.array(ring.start), np.array(ring.stop)))
             longest = max(longest, size / line.config.relay_bytes_per_second)
+            total += num_relayed * size
+    if line.config.hub_bytes_per_second:  # all of it goes through one line
+        longest = max(longest, total / line.config.hub_bytes_per_second)
     return longest * (len(plan.clusters) - 1) / len(plan.clusters)
 
 

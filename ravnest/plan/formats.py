@@ -48,16 +48,19 @@ def _ratios(formats: tuple[WireFormat, ...]) -> list[float]:
 
 
 def _widen(line: LineCost, nodes: NodeTable, rows: Rows, pace: Floats, way: str, ratio: float) -> Rows:
-    """Give links this format where both ends, and the hub between them, stay half idle."""
+    """Give links this format where the sender, the receiver and the hub between them stay half idle."""
     column = getattr(rows, way)
     wider = replace(rows, **{way: np.maximum(column, ratio)})
     times = timing(line, nodes, replace(wider, window=np.ones(rows.nodes.shape, np.int64)))
-    is_idle = np.maximum.reduce([times.send, times.receive, times.relay]) <= _MOST_USE * pace
+    sends, receives, relays = (each <= _MOST_USE * pace for each in (times.send, times.receive, times.relay))
+    is_free = np.zeros(column.shape, bool)
     if way == "forward":  # from each stage to the one after it, which has one depth less
-        neighbour = np.concatenate([is_idle[:, :1], is_idle[:, :-1]], axis=1)
+        is_free[:, 1:] = sends[:, 1:] & receives[:, :-1] & relays[:, 1:]
     else:
-        neighbour = np.concatenate([is_idle[:, 1:], is_idle[:, -1:]], axis=1)
-    return replace(rows, **{way: np.where(is_idle & neighbour, np.maximum(column, ratio), column)})
+        is_free[:, :-1] = sends[:, :-1] & receives[:, 1:] & relays[:, 1:]
+    # Nobody gets what the last stage would send forward, or the first one back.
+    is_free[np.arange(len(is_free)), 0 if way == "forward" else rows.lengths - 1] = True
+    return replace(rows, **{way: np.where(is_free, np.maximum(column, ratio), column)})
 
 
 def format_names(line: LineCost, rows: Rows) -> tuple[list[list[WireFormat]], list[list[WireFormat]]]:

@@ -1,10 +1,11 @@
 """A plan in words and as JSON: the object "ravnest.plan/2", the bottleneck sentence, and advice.
 
-Advice is computed, never guessed. Each what-if cuts the same clusters again with one setting changed and asks
-the forecast; only gains are reported. docs/plan.md explains every key.
+Advice is computed, never guessed. Each what-if searches again with one setting changed and asks the forecast;
+only gains are reported. docs/plan.md explains every key.
 """
 
 import textwrap
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
@@ -14,12 +15,29 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ravnest.config import Averaging, OptimizerKind, PlanConfig, Recompute, WireChoice
+from ravnest.config import (
+    Averaging,
+    PlanConfig,
+    Recompute,
+    SearchBudget,
+    StateFormat,
+    WeightFormat,
+    WireChoice,
+)
+from ravnest.errors import PlanError
 from ravnest.ids import NodeId
 from ravnest.plan.assembly import form_rings
-from ravnest.plan.forecast import Bottleneck, ClusterForecast, Forecast, StageForecast, forecast
-from ravnest.plan.formation import cut_clusters
+from ravnest.plan.forecast import (
+    Bottleneck,
+    ClusterForecast,
+    Forecast,
+    HubForecast,
+    StageForecast,
+    forecast,
+)
+from ravnest.plan.formation import cut_clusters, form_plan
 from ravnest.plan.infeasible import holding_order
+from ravnest.plan.left_out import count_left_out
 from ravnest.plan.types import Cluster, ModelProfile, Plan, Swarm, cluster_name
 from ravnest.units import show_bytes, show_count, show_rate, show_seconds
 
@@ -27,6 +45,7 @@ PLAN_SCHEMA = "ravnest.plan/2"
 
 _LEAST_GAIN = 1.05  # a smaller one is within the error of the measurements
 _MOST_EXPLAINED_SPARES = 24
+_SHORT_SEARCH = SearchBudget(clusters=-1, quick_clusters=-1)  # its first answers
 _SMALLER_WIRE = {
     WireChoice.FP32: WireChoice.BF16,
     WireChoice.BF16: WireChoice.INT8,
@@ -50,10 +69,13 @@ def plan_to_dict(
     swarm: Swarm,
     config: PlanConfig,
     advice: tuple[str, ...] | None = None,
+    left_out: Mapping[str, int] | None = None,
 ) -> dict[str, object]:
-    """Return the plan as plain values for JSON; advice is worked out unless it is given."""
+    """Return the plan as plain values for JSON; advice and reasons are worked out unless they are given."""
     if advice is None:
         advice = advise(plan, profile, swarm, config)
+    if left_out is None:
+        left_out = count_left_out(plan, profile, swarm, config)
     return {
         "schema": PLAN_SCHEMA,
         "seed": plan.seed,
@@ -75,8 +97,12 @@ def plan_to_dict(
             "staleness": predicted.staleness,
             "lost_share": predicted.lost_share,
         },
+        "hub": None
+        if predicted.hub is None
+        else {**asdict(predicted.hub), "busy_share": predicted.hub.busy_share},
         "bottleneck": _bottleneck_to_dict(predicted),
         "spares": list(plan.spares),
+        "left_out": dict(left_out),
         "backups": [{"spare": backup.spare, "node": backup.node} for backup in plan.backups],
         "advice": list(advice),
     }
@@ -88,6 +114,7 @@ class AdviceLimits:
 
     changes: int = 2  # of the settings, the best ones
     recut_nodes: int = 300  # in larger plans no cluster is cut again: that takes too long
+    search_nodes: int = 100  # in larger swarms changes are tried on the same clusters alone
 
 
 ADVICE_LIMITS = AdviceLimits()
@@ -106,7 +133,7 @@ def advise(
     used = sum(len(cluster.stages) for cluster in plan.clusters)
     sentences: list[str] = []
     if used <= limits.recut_nodes:
-        sentences += _what_ifs(plan, profile, swarm, config, limits.changes)
+        sentences += _what_ifs(plan, profile, swarm, config, limits)
         sentences += _relay_fact(plan, profile, swarm, config)
     sentences += _spares_fact(plan, profile, swarm, config)
     if len(plan.clusters) == 1:
@@ -132,6 +159,28 @@ def describe_round(predicted: Forecast) -> str:
     if len(predicted.clusters) < 2:
         return "none, one cluster has nobody to average with"
     return f"{show_seconds(predicted.round_seconds)} to average all segments once"
+
+
+def describe_formats(plan: Plan) -> str:
+    """Return how activations and gradients travel, and on how many links each way."""
+    links = [pair for cluster in plan.clusters for pair in pairwise(cluster.stages)]
+    if not links:
+        return "nothing crosses: every cluster is one PC"
+    forward = Counter(one.activations.value for one, _ in links)
+    back = Counter(other.gradients.value for _, other in links)
+    ways = ("forward", forward), ("back", back)
+    return "; ".join(
+        f"{way} " + ", ".join(f"{name} on {count:,}" for name, count in sorted(found.items()))
+        for way, found in ways
+    )
+
+
+def describe_hub(hub: HubForecast) -> str:
+    """Return what the hub's line carries, and whether it sets the pace."""
+    asked = hub.sample_bytes_per_second + hub.relay_bytes_per_second
+    line = f"samples and relay need {show_rate(asked)} of its {show_rate(hub.upload_bytes_per_second)}"
+    pace = "; its line sets the pace" if hub.busy_share > 1.0 else ""
+    return f"{line}{pace}; it sends the model once in {show_seconds(hub.first_weights_seconds)}"
 
 
 def show_samples(samples_per_second: float) -> str:
@@ -166,6 +215,9 @@ def _stage_to_dict(predicted: StageForecast) -> dict[str, object]:
         "stop": stage.stop,
         "window": stage.window,
         "recompute": stage.recompute,
+        "activations": stage.activations.value,
+        "gradients": stage.gradients.value,
+        "predicts": stage.predicts,
         "memory_bytes": predicted.memory_bytes,
         "available_bytes": predicted.available_bytes,
         "compute_seconds": predicted.compute_seconds,
@@ -190,29 +242,32 @@ def _bottleneck_to_dict(predicted: Forecast) -> dict[str, object] | None:
 
 
 def _what_ifs(
-    plan: Plan, profile: ModelProfile, swarm: Swarm, config: PlanConfig, max_changes: int
+    plan: Plan, profile: ModelProfile, swarm: Swarm, config: PlanConfig, limits: AdviceLimits
 ) -> list[str]:
     """Return what a change would give, against the same clusters cut anew: a repaired plan may be behind."""
+    ways = (_forecast_again, _search_again)[: 2 if len(swarm.nodes) <= limits.search_nodes else 1]
     planned = forecast(plan, profile, swarm, config)
-    now = _forecast_again(plan, profile, swarm, config)
-    if now is None or now.samples_per_second < planned.samples_per_second:
-        now = planned
+
+    def try_out(changed: PlanConfig) -> Forecast:
+        found = (way(plan, profile, swarm, changed) for way in ways)
+        return max([planned, *filter(None, found)], key=lambda each: each.samples_per_second)
+
+    now = try_out(config)
     sentences: list[str] = []
     if now.samples_per_second >= _LEAST_GAIN * planned.samples_per_second:
         gain = _instead(now.samples_per_second, planned.samples_per_second)
-        sentences.append(f"plan anew: the same clusters cut again would give {gain}")
+        sentences.append(f"plan anew: the same PCs would give {gain}")
     found: list[tuple[float, str]] = []
     for change, price in _changes(plan, now, config):
-        changed = replace(config, **change)  # type: ignore[arg-type]
-        then = _forecast_again(plan, profile, swarm, changed)
-        if then is None or then.samples_per_second < _LEAST_GAIN * now.samples_per_second:
+        then = try_out(replace(config, **change))  # type: ignore[arg-type]
+        if then.samples_per_second < _LEAST_GAIN * now.samples_per_second:
             continue
         settings = " ".join(f"{key}={str(value).lower()}" for key, value in change.items())
         gain = _instead(then.samples_per_second, now.samples_per_second)
         rounds = f"{show_seconds(then.round_seconds)} instead of {show_seconds(now.round_seconds)}"
         found.append((then.samples_per_second, f"set {settings}: {gain}; {price.format(rounds=rounds)}"))
     found.sort(key=lambda one: -one[0])
-    return sentences + [sentence for _, sentence in found[:max_changes]]
+    return sentences + [sentence for _, sentence in found[: limits.changes]]
 
 
 def _changes(plan: Plan, now: Forecast, config: PlanConfig) -> Iterator[tuple[Mapping[str, object], str]]:
@@ -226,8 +281,12 @@ def _changes(plan: Plan, now: Forecast, config: PlanConfig) -> Iterator[tuple[Ma
         yield smaller, "what crosses between stages is rounded more"
     if config.recompute is not Recompute.AUTO:
         yield {"recompute": Recompute.AUTO}, "stages recompute only where memory is short"
-    if config.optimizer is OptimizerKind.MUON and config.predict_weights:
-        yield {"predict_weights": False}, "saves memory, learns less from late gradients"
+    if not config.saves_memory:
+        yield {"saves_memory": True}, "stages without room for it do not predict weights, and lag less"
+    if config.versions is WeightFormat.FP32:
+        yield {"versions": WeightFormat.BF16}, "late gradients are those of weights in 16 bits"
+    if config.states is StateFormat.FP32:
+        yield {"states": StateFormat.BF16}, "the optimizer keeps its momenta in 16 bits"
     if len(plan.clusters) < 2:
         return
     if config.averaging is Averaging.BLOCKING:
@@ -249,6 +308,15 @@ def _forecast_again(plan: Plan, profile: ModelProfile, swarm: Swarm, config: Pla
         return None
     again = replace(plan, clusters=clusters, rings=form_rings(clusters, nodes))
     return forecast(again, profile, swarm, config)
+
+
+def _search_again(plan: Plan, profile: ModelProfile, swarm: Swarm, config: PlanConfig) -> Forecast | None:
+    """Return the forecast of the plan that a short search finds under other settings, if there is one."""
+    try:
+        found = form_plan(profile, swarm, config, plan.seed, budget=_SHORT_SEARCH)
+    except PlanError:
+        return None
+    return forecast(found, profile, swarm, config)
 
 
 def _relay_fact(plan: Plan, profile: ModelProfile, swarm: Swarm, config: PlanConfig) -> list[str]:
@@ -309,7 +377,12 @@ _WORDS = (*_NAMES, "cluster", "limit")
 
 
 def show_plan(
-    plan: Plan, predicted: Forecast, profile: ModelProfile, advice: tuple[str, ...], width: int
+    plan: Plan,
+    predicted: Forecast,
+    profile: ModelProfile,
+    advice: tuple[str, ...],
+    width: int,
+    left_out: Mapping[str, int] | None = None,
 ) -> Iterator[RenderableType]:
     """Yield what to print, from the model down to the advice, for a terminal of `width` columns."""
     nodes = sum(len(cluster.stages) for cluster in plan.clusters) + len(plan.spares)
@@ -322,7 +395,7 @@ def show_plan(
     else:
         for k, cluster in enumerate(predicted.clusters):
             yield from _show_cluster(k, cluster, plan.clusters[k].accumulate, width)
-    for label, text in _findings(plan, predicted, advice):
+    for label, text in _findings(plan, predicted, advice, left_out or {}):
         margin = " " * (_LABEL_WIDTH + (2 if text.startswith("- ") else 0))
         lines = textwrap.wrap(text, max(width - len(margin), 20), break_on_hyphens=False)
         yield Text.assemble((label.ljust(_LABEL_WIDTH), "bold"), f"\n{margin}".join(lines))
@@ -392,13 +465,20 @@ def _rich_table(width: int, headers: tuple[str, ...], rows: Sequence[tuple[str, 
     return table
 
 
-def _findings(plan: Plan, predicted: Forecast, advice: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+def _findings(
+    plan: Plan, predicted: Forecast, advice: tuple[str, ...], left_out: Mapping[str, int]
+) -> Iterator[tuple[str, str]]:
     yield "predicted", show_samples(predicted.samples_per_second)
+    yield "wire", describe_formats(plan)
+    if predicted.hub is not None:
+        yield "hub", describe_hub(predicted.hub)
     yield "staleness", f"{show_count(predicted.staleness, 'update')} at most"
     yield "round", describe_round(predicted)
     yield "deaths", f"cost about {100 * predicted.lost_share:.2g} % of the work"
     yield "bottleneck", describe_bottleneck(predicted)
     yield "spares", _some(plan.spares)
+    if left_out:
+        yield "left out", ", ".join(f"{count:,} {reason}" for reason, count in left_out.items())
     yield "backups", _some([f"{backup.spare} for {backup.node}" for backup in plan.backups])
     for number, sentence in enumerate(advice):
         yield ("" if number else "advice"), f"- {sentence}"

@@ -37,6 +37,7 @@ ADDED: dict[tuple[str, str], Any] = {
     # e.g. ("Send", "is_urgent"): False
     ("Stage", "activations"): WireFormat.BF16,  # as in the config of every recorded job
     ("Stage", "gradients"): WireFormat.BF16,
+    ("Stage", "predicts"): True,
 }
 
 # Recorded fields whose order means nothing: the hub's own differs from process to process, for it is that of

@@ -101,7 +101,10 @@ class PipelineWorld:
             left = self.up[one].serve(now, size / _CHUNKS)
             then = (what if chunk == _CHUNKS - 1 else "", size / _CHUNKS, batch)
             is_direct = self.nodes[one].is_reachable or self.nodes[other].is_reachable
-            self.at(left, "sent" if is_direct else "at_relay", (one, other), then)
+            if is_direct:
+                self.sent((one, other), then, left)
+            else:
+                self.at(left, "at_relay", (one, other), then)
 
     def at_relay(self, way: tuple[int, int], chunk: tuple, now: float) -> None:
         pipe = self.relay.setdefault(way, Pipe(self.line.config.relay_bytes_per_second))

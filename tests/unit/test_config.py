@@ -11,6 +11,7 @@ from ravnest.config import (
     OptimizerKind,
     PlanConfig,
     Recompute,
+    WireChoice,
     WireFormat,
     read_plan_config,
 )
@@ -29,9 +30,8 @@ def test_an_empty_table_gives_the_defaults():
         ("averaging", "blocking", Averaging.BLOCKING),
         ("deltas", "fp32", WireFormat.FP32),
         ("deltas", "int4", WireFormat.INT4),
-        ("activations", "int4", WireFormat.INT4_CHANNELS),
-        ("gradients", "int4", WireFormat.INT4_STOCHASTIC),
-        ("gradients", "int4-stochastic", WireFormat.INT4_STOCHASTIC),
+        ("activations", "int4", WireChoice.INT4),
+        ("gradients", "auto", WireChoice.AUTO),
         ("exact_gradients", "bf16", WireFormat.BF16),
         ("predict_weights", False, False),
         ("predict_weights", "false", False),
@@ -125,6 +125,6 @@ def test_wire_ratio_counts_the_scales(wire, bits):
 
 
 def test_gradients_never_travel_in_a_format_that_ruins_them():
-    assert PlanConfig(gradients=WireFormat.INT4).gradients is WireFormat.INT4_STOCHASTIC
-    with pytest.raises(ConfigError, match="gradients is int4-channels; choose one of fp32"):
+    assert PlanConfig(gradients=WireChoice.INT4).gradient_formats == (WireFormat.INT4_STOCHASTIC,)
+    with pytest.raises(ConfigError, match="gradients is int4-channels; choose one of auto"):
         PlanConfig(gradients=WireFormat.INT4_CHANNELS)

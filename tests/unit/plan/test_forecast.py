@@ -1,15 +1,18 @@
 """The forecast against a cluster at work: real schedules on a virtual clock."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from support.pipeline_world import PipelineWorld
+from support.plan_world import SIMPLE, even_model, node, swarm_of
 
 from ravnest.config import PlanConfig
+from ravnest.plan.assembly import assemble_plan
 from ravnest.plan.cost import LineCost, NodeTable, timing
 from ravnest.plan.files import read_swarm
 from ravnest.plan.forecast import cluster_rows, forecast
-from ravnest.plan.formation import form_plan
+from ravnest.plan.formation import cut_clusters, form_plan
 from ravnest.plan.populations import population
 from ravnest.plan.profiles import builtin_profile
 
@@ -34,5 +37,43 @@ def test_a_cluster_runs_as_fast_as_forecast_and_no_staler(model, swarm):
     predicted = forecast(plan, profile, swarm, CONFIG)
     for cluster, period, expected in zip(plan.clusters, times.seconds, predicted.clusters, strict=True):
         world = PipelineWorld(cluster, line, swarm)
-        assert world.run(num_batches=20 * len(cluster.stages) + 40) == pytest.approx(period, rel=0.1)
+        assert world.run(num_batches=min(400, 20 * len(cluster.stages) + 40)) == pytest.approx(
+            period, rel=0.1
+        )
         assert max(world.lags) <= expected.lag
+
+
+def hub_world(upload):
+    """Two nodes that nobody can dial, one cluster; the hub sends so many bytes per second."""
+    model = even_model(num_positions=4, crossing_mb=1)
+    config = replace(SIMPLE, hub_bytes_per_second=upload, relay_bytes_per_second=1e9)
+    swarm = swarm_of(*(node(name, is_reachable=False) for name in "ab"))
+    (cluster,) = cut_clusters(model, swarm, config, ((0, 1),), is_averaged=False)
+    plan = assemble_plan((cluster,), model, swarm, config, seed=0, plan_id=1)
+    return forecast(plan, model, swarm, config)
+
+
+def test_a_hub_whose_line_is_too_slow_sets_the_pace():
+    free, fast, slow = hub_world(0.0), hub_world(1e9), hub_world(10e6)
+    assert free.hub is None
+    assert fast.samples_per_second == free.samples_per_second
+    # Each batch of ten samples: 1 MB of samples, 1 MB of labels, 0.5 MB of bf16 each way.
+    assert slow.samples_per_second == pytest.approx(10 * 10 / 3)
+    assert slow.hub.busy_share == pytest.approx(free.samples_per_second / slow.samples_per_second)
+    assert slow.hub.first_weights_seconds == pytest.approx(4.0)
+    assert fast.hub.relay_bytes_per_second == pytest.approx(fast.samples_per_second / 10 * 1e6)
+
+
+def test_rounds_through_the_relay_share_the_hubs_line():
+    model = even_model(num_positions=4, parameter_mb=100)
+    swarm = swarm_of(*(node(name, is_reachable=False) for name in "abcd"))
+    found = []
+    for upload in (0.0, 1e6):
+        config = replace(
+            SIMPLE, hub_bytes_per_second=upload, relay_bytes_per_second=1e6, max_round_seconds=1e9
+        )
+        clusters = cut_clusters(model, swarm, config, ((0, 1), (2, 3)), is_averaged=True)
+        plan = assemble_plan(clusters, model, swarm, config, seed=0, plan_id=1)
+        found.append(forecast(plan, model, swarm, config).round_seconds)
+    num_pairs = 2 * len(plan.rings)
+    assert found[1] == pytest.approx(num_pairs * found[0], rel=0.01)  # not the slowest pair but all of them

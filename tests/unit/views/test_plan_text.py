@@ -9,7 +9,7 @@ from support.sample_plans import sample
 
 from ravnest.config import Averaging, PlanConfig, WireChoice, WireFormat
 from ravnest.plan.forecast import forecast
-from ravnest.plan.formation import cut_clusters
+from ravnest.plan.formation import cut_clusters, form_plan
 from ravnest.plan.types import cluster_name
 from ravnest.views.plan_text import (
     AdviceLimits,
@@ -22,11 +22,12 @@ from ravnest.views.plan_text import (
 
 STAGE_KEYS = {
     "node", "start", "stop", "window", "recompute", "memory_bytes", "available_bytes",
+    "activations", "gradients", "predicts",
     "compute_seconds", "send_seconds", "receive_seconds", "busy_share", "limited_by",
 }  # fmt: skip
 TOP_KEYS = {
     "schema", "seed", "plan_id", "model", "config", "clusters", "rings", "predicted", "bottleneck",
-    "spares", "backups", "advice",
+    "spares", "backups", "advice", "left_out", "hub",
 }  # fmt: skip
 
 
@@ -35,7 +36,8 @@ def as_dict(one):
 
 
 def advice_of(one, **limits):
-    return advise(one.plan, one.profile, one.swarm, one.config, AdviceLimits(**limits))
+    limits = AdviceLimits(**{"search_nodes": 0} | limits)
+    return advise(one.plan, one.profile, one.swarm, one.config, limits)
 
 
 def best_rate_of(one, config):
@@ -108,8 +110,18 @@ def test_advice_tells_the_rate_the_forecast_gives():
     assert sentence.startswith("set activations=int8 gradients=int8: ")
     then, now = re.search(r": ([\d.,]+) samples/s instead of ([\d.,]+);", sentence).groups()
     smaller = replace(one.config, activations=WireChoice.INT8, gradients=WireChoice.INT8)
-    assert float(then) == pytest.approx(best_rate_of(one, smaller), rel=0.01)
+    assert float(then) >= 0.99 * best_rate_of(one, smaller)  # a new search may find still more
     assert float(now) == pytest.approx(best_rate_of(one, one.config), rel=0.01)
+
+
+def test_advice_comes_from_a_new_search():
+    # In one long row they wait for their links.
+    one = sample(6, upload=1e6, config=PlanConfig(activations=WireChoice.BF16, gradients=WireChoice.BF16))
+    assert not any(s.startswith("plan anew: ") for s in advice_of(one))
+    (anew,) = [s for s in advice_of(one, search_nodes=10) if s.startswith("plan anew: ")]
+    rate = float(re.search(r"give ([\d.]+) samples/s", anew)[1])
+    found = forecast(form_plan(one.profile, one.swarm, one.config, 7), one.profile, one.swarm, one.config)
+    assert one.predicted.samples_per_second < rate <= 1.01 * found.samples_per_second
 
 
 def test_advice_is_silent_without_gain_and_names_the_best_first():

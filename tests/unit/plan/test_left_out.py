@@ -1,0 +1,56 @@
+"""Spares are counted by what keeps them from hosting a stage."""
+
+from dataclasses import replace
+
+from support.plan_world import SIMPLE, even_model, node, swarm_of
+
+from ravnest.plan.assembly import assemble_plan
+from ravnest.plan.formation import cut_clusters
+from ravnest.plan.left_out import LeftOut, count_left_out
+
+MODEL = even_model(num_positions=4, parameter_mb=100, crossing_mb=1)
+ABLE = {"memory_mb": 3000, "gflops": 100}
+
+
+def reasons_for(*spares, config=SIMPLE, **options):
+    """Two pairs of able nodes train; what is said of the others?"""
+    swarm = swarm_of(*(node(name, **ABLE) for name in "abcd"), *spares)
+    clusters = cut_clusters(MODEL, swarm, config, ((0, 1), (2, 3)), is_averaged=True)
+    plan = assemble_plan(clusters, MODEL, swarm, config, seed=0, plan_id=1)
+    return count_left_out(plan, MODEL, swarm, config, **options)
+
+
+def test_without_spares_nobody_is_left_out():
+    assert reasons_for() == {}
+
+
+def test_each_spare_has_one_reason():
+    small = node("small", 90)
+    lame = node("lame", 3000, upload_bytes_per_second=1e6)
+    slow = node("slow", 3000, gflops=1)
+    able = node("able", **ABLE)
+    assert reasons_for(small, small, lame, slow, able) == {
+        LeftOut.MEMORY: 2,
+        LeftOut.LINK: 1,
+        LeftOut.COMPUTE: 1,
+        LeftOut.REST: 1,
+    }
+
+
+def test_a_link_too_slow_to_average_one_position_in_time():
+    lame = node("lame", 3000, upload_bytes_per_second=1e4)
+    assert reasons_for(lame, config=replace(SIMPLE, max_round_seconds=100)) == {LeftOut.ROUND: 1}
+
+
+def test_able_nodes_that_nobody_can_dial_need_others_between_them():
+    hidden = [node(f"hidden-{k}", is_reachable=False, **ABLE) for k in range(3)]
+    slow_relay = replace(SIMPLE, relay_bytes_per_second=1e5)
+    assert reasons_for(*hidden, node("seen", **ABLE), config=slow_relay) == {
+        LeftOut.HIDDEN: 2,
+        LeftOut.REST: 2,
+    }
+    assert reasons_for(*hidden, config=replace(SIMPLE, relay_bytes_per_second=1e9)) == {LeftOut.REST: 3}
+
+
+def test_able_nodes_of_a_limited_plan_would_cost_quality():
+    assert reasons_for(node("able", **ABLE), is_limited=True) == {LeftOut.QUALITY: 1}
