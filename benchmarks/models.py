@@ -161,8 +161,97 @@ def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
-def make_tokens(shape: GptShape, num_samples: int) -> dict[str, Tensor]:
+def make_tokens(shape: "GptShape | LlamaShape", num_samples: int) -> dict[str, Tensor]:
     """Return tokens and the ones after them, the same ones always."""
     size = (num_samples, shape.length + 1)
     found = torch.randint(shape.num_tokens, size, generator=torch.Generator().manual_seed(1))
     return {"ids": found[:, :-1].contiguous(), "labels": found[:, 1:].contiguous()}
+
+
+@dataclass(frozen=True)
+class LlamaShape:
+    """The size of a Llama, and how many of its last blocks are trained."""
+
+    num_blocks: int
+    num_heads: int
+    width: int
+    inner: int
+    length: int = 512
+    num_tokens: int = 32_000
+    num_trained: int = 2
+
+
+LLAMAS = {
+    "llama-tiny": LlamaShape(4, 2, 16, 32, length=16, num_tokens=64, num_trained=1),
+    "llama7b": LlamaShape(32, 32, 4096, 11_008),
+}
+
+
+class Llama(nn.Module):
+    """Llama in plain torch: RMS norms, rotary positions, gated MLPs; in bf16 throughout."""
+
+    def __init__(self, shape: LlamaShape) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(shape.num_tokens, shape.width)
+        self.blocks = nn.ModuleList(_LlamaBlock(shape) for _ in range(shape.num_blocks))
+        self.norm = nn.RMSNorm(shape.width, eps=1e-5)
+        self.head = nn.Linear(shape.width, shape.num_tokens, bias=False)
+        self.apply(self._init_weights)
+        self.to(torch.bfloat16)
+        for parameter in self.parameters():
+            parameter.requires_grad_(False)
+        for block in self.blocks[-shape.num_trained :]:
+            for parameter in block.parameters():
+                parameter.requires_grad_()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear | nn.Embedding):
+            # One random row, repeated: seven billion random numbers would take a minute.
+            row = torch.randn(1, module.weight.shape[1], generator=torch.Generator().manual_seed(1))
+            with torch.no_grad():
+                module.weight.copy_((row * 0.02).expand_as(module.weight))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Return logits."""
+        length, width = ids.shape[1], self.blocks[0].head_width
+        steps = torch.arange(0, width, 2, device=ids.device) / width
+        angles = torch.outer(torch.arange(length, device=ids.device).float(), 10_000.0**-steps)
+        turn = torch.cat([angles, angles], -1)
+        cosine, sine = turn.cos().to(torch.bfloat16), turn.sin().to(torch.bfloat16)
+        x = self.tokens(ids)
+        for block in self.blocks:
+            x = block(x, cosine, sine)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+class _LlamaBlock(nn.Module):
+    def __init__(self, shape: LlamaShape) -> None:
+        super().__init__()
+        width = shape.width
+        self.num_heads, self.head_width = shape.num_heads, width // shape.num_heads
+        self.before, self.between = nn.RMSNorm(width, eps=1e-5), nn.RMSNorm(width, eps=1e-5)
+        self.query, self.key, self.value, self.join = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.gate, self.up = (
+            nn.Linear(width, shape.inner, bias=False),
+            nn.Linear(width, shape.inner, bias=False),
+        )
+        self.down = nn.Linear(shape.inner, width, bias=False)
+
+    def forward(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+        num_samples, length, width = x.shape
+        shape, inner = (num_samples, length, self.num_heads, self.head_width), self.before(x)
+        query, key, value = (
+            part(inner).view(shape).transpose(1, 2) for part in (self.query, self.key, self.value)
+        )
+        mixed = F.scaled_dot_product_attention(
+            _rotate(query, cosine, sine), _rotate(key, cosine, sine), value, is_causal=True
+        )
+        x = x + self.join(mixed.transpose(1, 2).reshape(num_samples, length, width))
+        inner = self.between(x)
+        return x + self.down(F.silu(self.gate(inner)) * self.up(inner))
+
+
+def _rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    first, second = x.chunk(2, -1)
+    return x * cosine + torch.cat([-second, first], -1) * sine

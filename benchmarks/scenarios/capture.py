@@ -138,8 +138,8 @@ def _report(figures: Figures) -> str:
         f"{NUM_SAMPLES} rows of {LENGTH:,} tokens, one thread, each model in a process of its own, one run "
         "each. The steps are in CPU seconds. The last column is the load of the machine; "
         "wall seconds mean little where it is above 1, for other programs shared the cores. CPU seconds "
-        "are what one quiet core would take at most, so targets are judged by them. A model with empty "
-        "weights is exported and measured, not compared."
+        "are what one quiet core would take at most, so targets are judged by them. Of a model with empty "
+        "weights two short samples are compared, with stand-ins."
     )
     beside = table(["model", "model, GB", "beside it, GB"], memory)
     return "\n\n".join([method, table(head, rows), "Memory at the peak, beside the model's own:", beside])

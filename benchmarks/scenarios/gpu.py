@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.measure import in_fresh_process, say, table
-from benchmarks.models import GPTS, GptShape
+from benchmarks.models import GPTS, LLAMAS, GptShape, LlamaShape
 
 Figures = dict[str, Any]
 
@@ -31,7 +31,8 @@ _SLICE_SECONDS = 5.0
 _METHOD = f"""GPT-2 in plain torch, 1024 tokens, {MICROBATCH_SIZE} samples in a microbatch, AdamW.
 `bare`: one process, `torch.compile`, bf16 autocast, fused AdamW. `eager`: the same, uncompiled.
 `one`: one peer of `rv.local`, one microbatch in an update. `four`: four peers on the same GPU, a stage
-each, four microbatches in an update, untied head. `eager-one`: `one` with `--compile off`.
+each, four microbatches in an update, untied head; what crosses has 4.5 bits unless `formats` says more.
+`eager-one`: `one` with `--compile off`. `llama7b`: bf16, the last two blocks trained, four peers of 8 GB.
 tokens/s are the median of the last three slices of five seconds; memory is that of all processes."""
 
 
@@ -41,8 +42,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--only", default="small,medium", metavar="MODELS", help="small, medium, llama7b")
     group.add_argument("--parts", default="bare,one,four", metavar="PARTS", help=", ".join(PARTS))
     group.add_argument("--minutes", type=float, default=8.0, metavar="M", help="for all of it together")
+    group.add_argument("--formats", default="int4", metavar="FORMAT", help="of what crosses between stages")
     group.add_argument("--compile", default="auto", metavar="auto|on|off", help="what peers do")
     group.add_argument("--out", type=Path, metavar="FILE", help="a JSON line for each part, as it ends")
+    group.add_argument(
+        "--profile", action="store_true", help="where the time of a microbatch goes, only that"
+    )
     group.add_argument("--given", type=Path, metavar="FILE", help="make the report of these lines")
 
 
@@ -53,8 +58,16 @@ def run(quick: bool, options: argparse.Namespace) -> tuple[Figures, str, list[st
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    if options.profile:
+        from benchmarks.gpu_profile import profile_engine
+
+        models = [model for model in options.only.split(",") if model in GPTS]
+        rows = [profile_engine(model, device, mode) for model in models for mode in ("auto", "off")]
+        for row in rows:
+            _write(options.out, row)
+        return {"profiles": rows}, "", []
     if quick:
-        return _check(device, options.out, options.compile), "", []
+        return _check(device, options), "", []
     if device == "cpu":
         raise SystemExit("no GPU is here; --quick checks the parts with a tiny model")
     rows = []
@@ -64,42 +77,46 @@ def run(quick: bool, options: argparse.Namespace) -> tuple[Figures, str, list[st
     ends_at = time.monotonic() + 60 * options.minutes
     for place, (model, part) in enumerate(jobs):
         seconds = (ends_at - time.monotonic()) / (len(jobs) - place)
-        rows.append(_run_part(model, part, device, seconds, options.out, options.compile))
+        rows.append(_run_part(model, part, device, seconds, options))
     return {"parts": rows}, _report(rows), _missed(rows)
 
 
-def _check(device: str, out: Path | None, mode: str) -> Figures:
-    """Train the tiny model in every way, for a moment."""
-    rows = [_run_part("tiny", part, device, 10.0, out, mode) for part in ("bare", "one", "four")]
+def _check(device: str, options: argparse.Namespace) -> Figures:
+    """Train the tiny models in every way, for a moment."""
+    jobs = [("tiny", "bare"), ("tiny", "one"), ("tiny", "four"), ("llama-tiny", "four")]
+    rows = [_run_part(*job, device, 10.0, options) for job in jobs]
     for row in rows:
         assert "error" not in row, row["error"]
         assert row["tokens_per_second"] > 0
-    assert [len(row.get("stages", ())) for row in rows] == [0, 1, 4]
+    assert [len(row.get("stages", ())) for row in rows] == [0, 1, 4, 4]
     return {"parts": rows}
 
 
-def _run_part(
-    model: str, part: str, device: str, seconds: float, out: Path | None, mode: str = "auto"
-) -> Figures:
+def _run_part(model: str, part: str, device: str, seconds: float, options: argparse.Namespace) -> Figures:
     say(f"{model}, {part}: at most {seconds:.0f} s")
+    out, mode = options.out, "off" if part == "eager-one" else options.compile
     row: Figures = {"model": model, "part": part}
     try:
-        if model == "llama7b":
-            row |= _llama(seconds)
+        if model in LLAMAS:
+            row |= _llama(LLAMAS[model], device, seconds, mode)
         elif part in ("bare", "eager"):
             found, _ = in_fresh_process(_bare_loop, GPTS[model], device, part == "bare", min(seconds, 60.0))
             row |= found
         else:
             num_stages = 4 if part == "four" else 1
-            row |= _through_peers(model, num_stages, device, seconds, "off" if part == "eager-one" else mode)
+            row |= _through_peers(model, num_stages, device, seconds, mode, options.formats)
     except Exception as error:
         row |= {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()[-2000:]}
     row |= {"device": _name(device)}
     say(f"{model}, {part}: { {key: value for key, value in row.items() if key != 'slices'} }")
+    _write(out, row)
+    return row
+
+
+def _write(out: Path | None, row: Figures) -> None:
     if out is not None:
         with out.open("a") as file:
             file.write(json.dumps(row) + "\n")
-    return row
 
 
 def _name(device: str) -> str:
@@ -160,12 +177,16 @@ def _bare_loop(shape: GptShape, device: str, compiles: bool, seconds: float) -> 
     }
 
 
-def _through_peers(model: str, num_stages: int, device: str, seconds: float, mode: str) -> Figures:
+def _through_peers(
+    model: str, num_stages: int, device: str, seconds: float, mode: str, formats: str
+) -> Figures:
     """Train through peers on this PC, as `rv.local` does, with stages of equal work."""
     import torch
 
     import ravnest as rv
     from benchmarks.models import Gpt, make_tokens, token_loss
+    from ravnest.config import CompileMode
+    from ravnest.requester.local_peers import Hardware
 
     # Tied weights of two stages would travel with every update: the model of four stages has none.
     shape = replace(GPTS[model], is_tied=num_stages == 1)
@@ -185,28 +206,27 @@ def _through_peers(model: str, num_stages: int, device: str, seconds: float, mod
         is_padded=False,
         is_pretrained=False,
     )
-    found = train_for(job, num_stages, device, seconds, mode)
-    found |= {"parameters": shape.num_parameters}
+    memory = torch.cuda.mem_get_info()[1] * 0.9 / min(2, num_stages) if device == "cuda" else 2e9
+    hardware = [Hardware(memory, device=device, compile_mode=CompileMode(mode))] * num_stages
+    found = train_for(job, hardware, seconds, formats)
+    found |= {"parameters": shape.num_parameters, "formats": formats}
     rates = [samples * shape.length for samples in found.pop("samples_per_second")]
     return {"tokens_per_second": statistics.median(rates[-3:]), "slices": rates, **found}
 
 
-def train_for(job: Any, num_stages: int, device: str, seconds: float, mode: str) -> Figures:
+def train_for(job: Any, hardware: Sequence[Any], seconds: float, formats: str) -> Figures:
     """Train a job for some time; return samples/s by slices of time, what was planned, and GPU memory."""
-    import torch
-
     from benchmarks.swarm import Record
-    from ravnest.config import CompileMode, Recompute
+    from ravnest.config import Recompute, WireFormat
+    from ravnest.errors import RavnestError
     from ravnest.hub.coordinator.events import Received
     from ravnest.hub.coordinator.planner import SearchPlanner
     from ravnest.hub.service.server import HubParts
     from ravnest.protocol.training import StepReport
-    from ravnest.requester.local_peers import Hardware
     from ravnest.requester.session import LOCAL_PLAN, local
 
-    record, started = Record(), time.monotonic()
-    memory = torch.cuda.mem_get_info()[1] * 0.9 / min(2, num_stages) if device == "cuda" else 2e9
-    hardware = [Hardware(memory, device=device, compile_mode=CompileMode(mode))] * num_stages
+    record, started, num_stages = Record(), time.monotonic(), len(hardware)
+    device, crossing = hardware[0].device, WireFormat(formats)
 
     def note(event: Any, orders: Any) -> None:
         if isinstance(event, Received) and isinstance(event.message, StepReport):
@@ -214,6 +234,7 @@ def train_for(job: Any, num_stages: int, device: str, seconds: float, mode: str)
 
     parts = HubParts(SearchPlanner(form=_equal_stages(record, num_stages)), watch=note)
     plan = replace(LOCAL_PLAN, recompute=Recompute.NEVER, clusters=1, max_window=2 * num_stages)
+    plan = replace(plan, activations=crossing, gradients=crossing)
     ended = threading.Event()
 
     def stop_in_time() -> None:
@@ -232,7 +253,12 @@ def train_for(job: Any, num_stages: int, device: str, seconds: float, mode: str)
         )
         stack.callback(ended.set)
         threading.Thread(target=stop_in_time, daemon=True).start()
-        swarm.fit(job)
+        try:
+            swarm.fit(job)
+        except RavnestError as error:  # stopped before it had anything to keep: what was seen counts
+            if not record.leaf_times:
+                raise
+            say(f"it ended with: {error}")
     times = record.leaf_times
     slice_seconds = _SLICE_SECONDS if device == "cuda" else 0.5
     return {
@@ -313,9 +339,36 @@ def _watch_memory(device: str) -> Iterator[list[float]]:
         ended.set()
 
 
-def _llama(seconds: float) -> Figures:
-    """Train the last two blocks of a Llama of 7 B parameters in bf16, over four peers of 8 GB."""
-    raise NotImplementedError("weights that are nowhere whole come with the state sources")
+def _llama(shape: LlamaShape, device: str, seconds: float, mode: str) -> Figures:
+    """Train the last blocks of a Llama in bf16 that nobody holds whole, over four peers of 8 GB."""
+    import torch
+
+    import ravnest as rv
+    from benchmarks.models import Llama, make_tokens, token_loss
+    from ravnest.config import CompileMode
+    from ravnest.requester.local_peers import Hardware
+
+    with rv.empty_weights():
+        model = Llama(shape)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    job = rv.Job(
+        model,
+        make_tokens(shape, 64),
+        batch_size=4,
+        microbatches=4,
+        epochs=100_000,
+        inputs=["ids"],
+        loss=lambda logits, batch: token_loss(logits, batch["labels"]),
+        optimizer=torch.optim.AdamW(trained, lr=1e-5),
+        checkpoint_every=None,
+        is_padded=False,
+        is_pretrained=True,
+    )
+    hardware = [Hardware(8e9, device=device, compile_mode=CompileMode(mode))] * 4
+    found = train_for(job, hardware, max(10.0, seconds - 60.0), "bf16")  # the result takes its time, too
+    found["parameters"] = sum(parameter.numel() for parameter in model.parameters())
+    rates = [samples * shape.length for samples in found.pop("samples_per_second")]
+    return {"tokens_per_second": statistics.median(rates[-3:]), "slices": rates, **found}
 
 
 def _report(rows: Sequence[Figures]) -> str:

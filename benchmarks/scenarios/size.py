@@ -40,7 +40,7 @@ class Shape:
     optimizer: str = "adamw"
 
 
-FULL = Shape(2048, 20, 32_000, num_peers=4, lent_bytes=4.5e9, num_updates=4)
+FULL = Shape(2048, 22, 8_192, num_peers=4, lent_bytes=4.5e9, num_updates=4)
 QUICK = Shape(512, 8, 8_192, num_peers=3, lent_bytes=2e8, num_updates=3)  # 34 M: 124 M takes CI too long
 ALMOST_NOTHING = Shape(64, 4, 256, num_peers=2, lent_bytes=1e7, num_updates=3)
 
@@ -178,6 +178,8 @@ def _train(shape: Shape, folder: str) -> Figures:
                 "positions": [stage.start, stage.stop],
                 "planned_bytes": round(planned),
                 "program_bytes": seen.before[stage.node],
+                "built_bytes": seen.built[stage.node],
+                "trained_bytes": seen.trained[stage.node],
                 "peak_bytes": max(seen.peaks[stage.node]),
             }
         )
@@ -204,20 +206,28 @@ class _Seen:
         self.started, self.first_update = started, math.nan
         self.formed: Any = None
         self.job: Any = None
-        self.before: dict[Any, int] = {}  # bytes of a peer's program, before it had a stage
+        self.before: dict[Any, int] = {}  # the peak of a peer's program, before it had a stage
+        self.built: dict[Any, int] = {}  # when it had built its stage
+        self.trained: dict[Any, int] = {}  # when it had trained, before the result was collected
         self.peaks: dict[Any, list[int]] = defaultdict(list)
         self.delivered_bytes = self.collected_bytes = 0
         self._processes: Any = dict
 
     def hear(self, news: Any) -> None:
-        from ravnest.hub.coordinator.notices import PlanFormed
+        from ravnest.hub.coordinator.notices import ClusterStarted, EpochDone, PlanFormed
 
         own = _status("self")
         held = f"{own['VmRSS'] / 1e6:.0f} MB now, {own['VmHWM'] / 1e6:.0f} MB at most"
         say(f"{time.perf_counter() - self.started:6.1f} s  {type(news).__name__}; the requester holds {held}")
         if isinstance(news, PlanFormed) and self.formed is None:
             self.formed = news
-            self.before = {node: _status(pid)["VmHWM"] for node, pid in self._processes().items()}
+        for kind, held in (
+            (PlanFormed, self.before),
+            (ClusterStarted, self.built),
+            (EpochDone, self.trained),
+        ):
+            if isinstance(news, kind):
+                held.update({node: _status(pid)["VmHWM"] for node, pid in self._processes().items()})
 
     def watch(self, event: Any, actions: Any) -> None:
         from ravnest.hub.coordinator.events import Collect, JobGiven, Received, Send
@@ -288,12 +298,14 @@ def _report(figures: Figures) -> str:
         [
             peer["node"],
             f"{peer['positions'][0]}-{peer['positions'][1]}",
-            *(round(peer[key] / 1e6) for key in ("planned_bytes", "program_bytes", "peak_bytes")),
+            *(round(peer[key] / 1e6) for key in ("planned_bytes", "program_bytes")),
+            *(round(peer[key] / 1e6) for key in ("built_bytes", "trained_bytes", "peak_bytes")),
             f"{peer['over_plan']:+.1%}",
         ]
         for peer in figures["peers"]
     ]
-    head = ["peer", "positions", "planned MB", "program MB", "peak MB", "over plan"]
+    peaks = ["peak when built MB", "when trained MB", "in the end MB"]
+    head = ["peer", "positions", "planned MB", "program MB", *peaks, "over plan"]
     return _METHOD.format(
         millions=round(figures["num_parameters"] / 1e6),
         first=figures["seconds_to_first_update"],

@@ -163,40 +163,35 @@ class StageCompiler:
 def _compile_parts(
     stage: TracedStage, mode: FakeTensorMode, examples: list[Any], compile_part: Compiler
 ) -> CompiledParts:
-    joint, outputs, found, names = _trace(stage, mode, examples)
-    num_shown = len(outputs)
-    inputs = [node for node in joint.graph.nodes if node.op == "placeholder"]
-    forward, backward = min_cut_rematerialization_partition(
-        joint, [node.meta["val"] for node in inputs], num_fwd_outputs=num_shown
-    )
-    given = {node.name: node for node in backward.graph.nodes if node.op == "placeholder"}
-    kept = [node.name for node in _outputs(forward)[num_shown:]]
-    tangents = [name for name in given if name not in kept]
-    taken = [value for value in stage.outputs if f"tangents_{value}" in tangents]
-    order = [given[name] for name in (*kept, *(f"tangents_{value}" for value in taken)) if name in given]
-    assert len(order) == len(given) == len(kept) + len(taken), "the partitioner has an input of its own"
-    ends = _outputs(backward)
-    ends_of_inputs, ends_of_weights = ends[: len(found)], ends[len(found) :]
-    first, between = (None, order)
-    if found:
-        between = _needed_after(backward, ends_of_inputs, ends_of_weights)
-        first = _extract(backward, order, [*ends_of_inputs, *between])
-    last = _extract(backward, between, ends_of_weights) if names else None
-
     def compiled(part: fx.GraphModule) -> CompiledPart:
-        given = [node.meta["val"] for node in part.graph.nodes if node.op == "placeholder"]
+        given = [node.meta["val"] for node in _given(part)]
         with torch.no_grad():
             return compile_part(part, given)
 
-    return CompiledParts(
-        compiled(forward),
-        None if first is None else compiled(first),
-        None if last is None else compiled(last),
-        num_shown,
-        tuple(taken),
-        found,
-        names,
+    joint, outputs, found, names = _trace(stage, mode, examples)
+    num_shown, given = len(outputs), _given(joint)
+    if not found and not names:  # all is frozen, up to here
+        forward = _extract(joint, given[: len(examples)], _ends(joint))
+        return CompiledParts(compiled(forward), None, None, num_shown, (), (), ())
+    forward, backward = min_cut_rematerialization_partition(
+        joint, [node.meta["val"] for node in given], num_fwd_outputs=num_shown
     )
+    named = {node.name: node for node in _given(backward)}
+    kept = [node.name for node in _ends(forward)[num_shown:]]
+    taken = tuple(value for value in stage.outputs if f"tangents_{value}" in named)
+    order = [named[name] for name in (*kept, *(f"tangents_{value}" for value in taken)) if name in named]
+    assert len(order) == len(named) == len(kept) + len(taken), "the partitioner has an input of its own"
+    ends, run_forward = _ends(backward), compiled(forward)
+    first, between = None, order
+    if found:
+        between = _needed_after(backward, ends[: len(found)], ends[len(found) :])
+        first = compiled(_extract(backward, order, [*ends[: len(found)], *between]))
+    last = compiled(_extract(backward, between, ends[len(found) :])) if names else None
+    return CompiledParts(run_forward, first, last, num_shown, taken, found, names)
+
+
+def _given(graph: fx.GraphModule) -> list[fx.Node]:
+    return [node for node in graph.graph.nodes if node.op == "placeholder"]
 
 
 def _trace(
@@ -247,9 +242,7 @@ def _trace(
     table, functional = select_decomp_table(), dispatch_functionalize(joint, FunctionalTensorMode())
     with mode:  # it is that of the examples: tensors that are made on the way are none either
         traced = make_fx(functional, decomposition_table=table)(*examples, *tangents)
-    for node, name in zip(
-        [node for node in traced.graph.nodes if node.op == "placeholder"], names, strict=True
-    ):
+    for node, name in zip(_given(traced), names, strict=True):
         node.name, node.target = name, name
     traced.graph.eliminate_dead_code()
     traced.recompile()
@@ -259,7 +252,7 @@ def _trace(
     return traced, shown, found, trained
 
 
-def _outputs(graph: fx.GraphModule) -> list[fx.Node]:
+def _ends(graph: fx.GraphModule) -> list[fx.Node]:
     (end,) = (node for node in graph.graph.nodes if node.op == "output")
     return list(end.args[0])
 

@@ -77,20 +77,18 @@ def fixed_numbers() -> Iterator[None]:
 @contextlib.contextmanager
 def fixed_generators() -> Iterator[None]:
     """Refuse a model if anything but torch drew random numbers, by whatever name it did."""
-    things = gc.get_objects()
-    drawn = [(thing, state_of) for kind, state_of in _DRAWN for thing in things if type(thing) is kind]
+    drawn = [(thing, _DRAWN[type(thing)]) for thing in gc.get_objects() if type(thing) in _DRAWN]
     before = [state_of(thing) for thing, state_of in drawn]
-    del things
     yield
     if [state_of(thing) for thing, state_of in drawn] != before:
         raise CaptureError(f"the model cannot be captured: {'; '.join(_OUTSIDE_TORCH)}")
 
 
-_DRAWN: tuple[tuple[type, Callable[[Any], Any]], ...] = (
-    (random.Random, lambda thing: thing.getstate()),
-    (np.random.Generator, lambda thing: str(thing.bit_generator.state)),
-    (np.random.RandomState, lambda thing: str(thing.get_state(legacy=False))),
-)
+_DRAWN: dict[type, Callable[[Any], Any]] = {
+    random.Random: lambda thing: thing.getstate(),
+    np.random.Generator: lambda thing: str(thing.bit_generator.state),
+    np.random.RandomState: lambda thing: str(thing.get_state(legacy=False)),
+}
 
 
 @contextlib.contextmanager

@@ -267,9 +267,9 @@ def _copy_tensor(found: FileTensor, entry: StateEntry) -> Tensor:
 
 
 def _copy_slot(found: FileTensor, slot: str, of: StateEntry) -> Tensor:
-    """Return what an optimizer keeps of a parameter: a tensor like it, maybe narrower, or a count."""
+    """Return what an optimizer keeps of a parameter: a tensor like it, narrower or wider, or a count."""
     dtype, shape = ("float32", ()) if slot in _SCALARS else (of.dtype, of.shape)
-    if slot not in _SCALARS and (dtype, found.dtype) == ("float32", "bfloat16"):
+    if slot not in _SCALARS and {dtype, found.dtype} == {"float32", "bfloat16"}:
         dtype = found.dtype
     tensor = _copy_tensor(found, StateEntry(found.name, PARAMETER, dtype, shape, of.positions))
     if slot in _SCALARS and not 0 <= float(tensor) <= _MOST_STEPS:

@@ -22,6 +22,7 @@ from ravnest.model.export_hazards import fixed_generators, fixed_numbers, watche
 from ravnest.model.model_with_loss import ModelWithLoss
 from ravnest.model.slicing import slice_blueprint
 from ravnest.model.stage_program import StageOutputs, StageProgram, build_stage_program
+from ravnest.model.stand_ins import StandIns
 
 SAMPLES = (4, 3)  # in training and in evaluation: two numbers, so that neither is a constant of the program
 FEW_SAMPLES = (2, 4)  # of a costly model: an evaluation is a third of the work
@@ -106,12 +107,42 @@ def compare(
                 "compute the same for every batch size"
             )
         if problem:
-            raise CaptureError(
-                f"the captured model is not the same as the module: in "
-                f"{'training' if training else 'evaluation'}, {problem}. Usually something in the model runs "
-                "outside torch's operations: a hook, or data kept between batches; write it with plain "
-                "tensor operations and buffers changed in place"
-            )
+            raise _differs(training, problem)
+
+
+def compare_empty(
+    whole: ModelWithLoss,
+    blueprint: Blueprint,
+    state: Mapping[str, torch.Tensor],
+    fields: Mapping[str, torch.Tensor],
+) -> str:
+    """Compare a model without values as `compare` does, but with stand-ins, on two samples, and once.
+
+    Of each gradient a few sums are compared. Return why it was not compared, if the module fails with them.
+    """
+    device = next(iter(fields.values())).device
+    stages = [build_stage_program(_send(stage), device) for stage in _cut(blueprint)]
+    stand_ins = StandIns(whole)
+    given = {name: stand_ins.of(tensor) for name, tensor in state.items()}
+    few = {name: _take(field, 2) for name, field in fields.items()}
+    for training in (True, False):
+        with torch.random.fork_rng(), as_it_was(whole), stand_ins.standing_in():
+            try:
+                expected = _run_module(whole.train(training), few, backward=training, stand_ins=stand_ins)
+            except Exception as error:
+                return f"{type(error).__name__}: {str(error).partition(chr(10))[0]:.200}"
+            problem = _find_difference(expected, _run_stages(stages, given, few, training, stand_ins))
+        if problem:
+            raise _differs(training, problem)
+    return ""
+
+
+def _differs(training: bool, problem: str) -> CaptureError:
+    return CaptureError(
+        f"the captured model is not the same as the module: in {'training' if training else 'evaluation'}, "
+        f"{problem}. Usually something in the model runs outside torch's operations: a hook, or data kept "
+        "between batches; write it with plain tensor operations and buffers changed in place"
+    )
 
 
 @contextlib.contextmanager
@@ -174,7 +205,13 @@ def _run_alone(whole: ModelWithLoss, fields: Mapping[str, torch.Tensor], *, back
         raise refuse_failure(error) from error
 
 
-def _run_module(whole: ModelWithLoss, fields: Mapping[str, torch.Tensor], *, backward: bool) -> RunOutcome:
+def _run_module(
+    whole: ModelWithLoss,
+    fields: Mapping[str, torch.Tensor],
+    *,
+    backward: bool,
+    stand_ins: StandIns | None = None,
+) -> RunOutcome:
     """Run the user's own module; leave its buffers and gradients as they were."""
     torch.manual_seed(_SEED)
     with _same_values(whole):
@@ -186,11 +223,22 @@ def _run_module(whole: ModelWithLoss, fields: Mapping[str, torch.Tensor], *, bac
                 outcome[f"buffer {name}"] = tensor.detach().clone()
         if backward and results["loss"].requires_grad:
             trained = {name: tensor for name, tensor in tensors.items() if tensor.requires_grad}
-            gradients = torch.autograd.grad(results["loss"], list(trained.values()), allow_unused=True)
-            for name, gradient in zip(trained, gradients, strict=True):
-                if gradient is not None:
-                    outcome[f"gradient of {name}"] = gradient
+            for name, gradient in _differentiate(results["loss"], trained, stand_ins).items():
+                outcome[f"gradient of {name}"] = gradient
     return outcome
+
+
+def _differentiate(
+    loss: torch.Tensor, trained: Mapping[str, torch.Tensor], stand_ins: StandIns | None
+) -> Mapping[str, torch.Tensor]:
+    """Return the gradients that there are, or what they sum up to."""
+    if stand_ins is not None:
+        with stand_ins.summing(trained) as sums:
+            torch.autograd.backward([loss])
+        return sums
+    gradients = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
+    pairs = zip(trained, gradients, strict=True)
+    return {name: gradient for name, gradient in pairs if gradient is not None}
 
 
 def _check_numbers(whole: ModelWithLoss, outcome: RunOutcome) -> None:
@@ -226,6 +274,7 @@ def _run_stages(
     state: Mapping[str, torch.Tensor],
     fields: Mapping[str, torch.Tensor],
     training: bool,
+    stand_ins: StandIns | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Run stage after stage forward and back, as providers would; yield each outcome once it is complete."""
     torch.manual_seed(_SEED)
@@ -243,7 +292,7 @@ def _run_stages(
     gradients: dict[ValueId, torch.Tensor] = {}
     while training and runs:  # a stage and its gradients are gone before the one before it
         run = runs.pop()
-        gradients, found = run.backward(gradients)
+        gradients, found = run.backward(gradients, stand_ins)
         for name, gradient in found.items():
             sums[name] = sums[name] + gradient if name in sums else gradient
         num_uses.subtract(run.trained)
@@ -286,7 +335,7 @@ class _Run:
             self.passed: StageOutputs = stage.forward(self.state, self.inputs, fields, training=training)
 
     def backward(
-        self, gradients: Mapping[ValueId, torch.Tensor]
+        self, gradients: Mapping[ValueId, torch.Tensor], stand_ins: StandIns | None
     ) -> tuple[dict[ValueId, torch.Tensor], dict[str, torch.Tensor]]:
         """Return the gradients of what came in and of the parameters, given those of what went out."""
         ends = [
@@ -296,11 +345,16 @@ class _Run:
             (value, torch.ones_like(value)) for name, value in self.passed.results.items() if name == "loss"
         ]
         ends = [(end, gradient) for end, gradient in ends if end.requires_grad]
-        if ends:
-            torch.autograd.backward([end for end, _ in ends], [gradient for _, gradient in ends])
+        with contextlib.ExitStack() as stack:
+            sums: dict[str, torch.Tensor] = {}
+            if stand_ins is not None:
+                trained = {name: self.state[name] for name in self.trained}
+                sums = stack.enter_context(stand_ins.summing(trained))
+            if ends:
+                torch.autograd.backward([end for end, _ in ends], [gradient for _, gradient in ends])
         back = {value: leaf.grad for value, leaf in self.inputs.items() if leaf.grad is not None}
         found = {name: leaf.grad for name, leaf in self.state.items() if leaf.grad is not None}
-        return back, found
+        return back, found | sums
 
 
 def _find_difference(expected: RunOutcome, found: Iterable[tuple[str, torch.Tensor]]) -> str | None:

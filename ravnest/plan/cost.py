@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ravnest.config import OptimizerKind, PlanConfig, Recompute, WeightFormat, WireFormat
+from ravnest.plan.block_memory import BlockMemory
 from ravnest.plan.types import ModelProfile, Swarm
 
 Floats = npt.NDArray[np.float64]
@@ -80,11 +81,13 @@ class LineCost:
         predicts = np.array(not self.config.saves_memory) if predicts is None else predicts
         late = self._late_copies(versions, predicts)
         resident = self.resident[stop] - self.resident[start] + late * trained
-        held = (1 if recompute else window) * (self.saved[stop] - self.saved[start])
-        arrived = self.receive_before[start] if held_bytes is None else held_bytes
-        inputs = window * arrived if recompute else 0.0
+        if recompute:
+            arrived = self.receive_before[start] if held_bytes is None else held_bytes
+            held = self.blocks.held(start, stop, window) + window * arrived
+        else:
+            held = window * (self.saved[stop] - self.saved[start])
         leased = np.where(start == 0, _LEASED * window * self.crossing[0], 0.0)
-        return np.asarray(_SLACK * (resident + held + inputs + leased) + self.config.overhead_bytes)
+        return np.asarray(_SLACK * (resident + held + leased) + self.config.overhead_bytes)
 
     def _late_copies(self, versions: Ints, predicts: Bools) -> Floats:
         """Copies of the trained parameters for a gradient, and for the weights that forwards see.
@@ -189,6 +192,11 @@ class LineCost:
     def saved(self) -> Floats:
         """Cumulative bytes a batch leaves behind for its backward."""
         return _cumulative(self.profile.saved_bytes)
+
+    @cached_property
+    def blocks(self) -> BlockMemory:
+        """What stages hold that compute their activations again."""
+        return BlockMemory(np.asarray(self.profile.saved_bytes, float), self.crossing)
 
     @cached_property
     def resident(self) -> Floats:
@@ -450,6 +458,8 @@ class _Stages:
         least, _ = self._enough(recompute, _LEAST_QUEUES)
         fits = np.where(recompute, self._fitting(again=True), self._fitting(again=False))
         window = np.where(self._exists, np.minimum(enough, np.maximum(self._reserved, fits)), self._widest)
+        is_too_wide = self.memory(window, recompute) > self._room
+        window = np.where(is_too_wide, np.minimum(window, self._reserved), window)
         # No stage has more batches under way than those before it.
         window = np.minimum.accumulate(window[:, ::-1], axis=1)[:, ::-1]
         return window, recompute, np.where(window < least, _STARVED, 1.0)
@@ -487,9 +497,10 @@ class _Stages:
         if again in self._fits:
             return self._fits[again]
         versions = self._line.versions(self._reserved)
-        none, one = (self._memory(np.array(count), versions, again) for count in (0, 1))
-        each = np.maximum(one - none, 1e-9)
-        fits = np.floor((self._room - none) / each * (1 - 1e-9))
+        # Block by block, each batch more takes less than the one before: this is at most too careful.
+        least, more = (self._memory(self._reserved + count, versions, again) for count in (0, 1))
+        each = np.maximum(more - least, 1e-9)
+        fits = self._reserved + np.floor((self._room - least) / each * (1 - 1e-9))
         self._fits[again] = np.clip(fits, 0, self._widest).astype(np.int64)
         return self._fits[again]
 

@@ -55,7 +55,8 @@ class Blobs:
         self._kept: BlobStorage = memory if storage is None else storage
         self.folder = folder  # for files without a name; None: the system's own
         self._passed_on: dict[str, Blob] = {}
-        self._num_served = 0  # bytes since pages were released
+        self._served: dict[str, Buffer] = {}  # blobs since pages were released
+        self._num_served = 0  # bytes of them
 
     def keep(self, content: Buffer) -> BlobRef:
         """Keep a blob for all that ask; return its name."""
@@ -115,10 +116,13 @@ class Blobs:
 
     def serve_piece(self, sender: NodeId, request: BlobRequest, found: Blob | None) -> Outgoing:
         """Answer a request with a piece of this blob, and have little of it in memory."""
-        self._num_served += request.size_bytes
-        if found is not None and self._num_served > _RELEASE_BYTES:
-            self._num_served = 0
-            release_pages(found.content)
+        if found is not None:
+            self._served[request.blob] = found.content
+            self._num_served += request.size_bytes
+        if self._num_served > _RELEASE_BYTES:  # of all of them: many are served at once
+            for content in self._served.values():
+                release_pages(content)
+            self._served, self._num_served = {}, 0
         return serve_piece(sender, request, found)
 
 

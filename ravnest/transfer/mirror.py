@@ -19,7 +19,7 @@ from blake3 import blake3
 from msgspec import Meta
 
 from ravnest.config import TIMEOUTS
-from ravnest.disk import read_bounded, write_nameless
+from ravnest.disk import read_bounded, release_pages, write_nameless
 from ravnest.errors import WeightsError
 from ravnest.foreign import decode_json
 from ravnest.model.safetensors_header import StoredType
@@ -81,6 +81,7 @@ def write_mirror(place: Path, url: str) -> bytes:
         for tensor in found:
             where = f"{url.rstrip('/')}/{quote(file.name)}"
             facts = (where, start, tensor.dtype, tensor.shape, blake3(tensor.buffer).hexdigest())
+            release_pages(tensor.buffer)
             tensors[tensor.name] = MirrorTensor(*facts)
             start += len(tensor.buffer)
     return msgspec.json.format(msgspec.json.encode(_List(tensors)), indent=1)

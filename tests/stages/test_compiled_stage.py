@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ravnest.engine.optimizers import Group, OptimizerSettings, Sgd
-from ravnest.engine.stage import DroppedWork, StageEngine
+from ravnest.engine.stage import DroppedWork, Roles, StageEngine
 from ravnest.engine.weight_versions import Snapshot
 from ravnest.model.capture import capture
 from ravnest.model.compiled_stage import StageCompiler, compile_with_inductor
@@ -333,6 +333,25 @@ def test_narrow_weights_train_as_in_the_whole_stage(autocast):
     assert len(graphs) == 2
     assert losses[1] == pytest.approx(losses[0], rel=1e-2)
     assert_close(sums[0], sums[1], rtol=5e-2, atol=5e-3)
+
+
+def test_a_stage_that_is_frozen_is_compiled_as_a_forward_alone():
+    captured, graphs = captured_tokens(), []
+    part = slice_blueprint(captured.blueprint, captured.blueprint.start, middle(captured))
+    keep = compiler(lambda graph, _: graphs.append(graph) or graph)
+    found = []
+    for make_compiler in (None, keep):
+        program = build_stage_program(part, make_compiler=make_compiler)
+        state = {entry.name: captured.state[entry.name].detach() for entry in part.state}
+        stage = StageEngine(program, Snapshot(0, state, {}), Roles(frozenset()), OptimizerSettings((), 0.1))
+        fields = {name: batch()[name] for _, name in part.train.fields}
+        passed = stage.forward(0, {}, fields, key=(1, 0))
+        found.append(passed.outputs)
+        gradients = {value: torch.ones_like(tensor) for value, tensor in passed.outputs.items()}
+        assert stage.backward_inputs(0, gradients) == {}
+        assert stage.backward_weights(0) is None
+    assert len(graphs) == 1
+    assert_close(*found)
 
 
 def test_weights_of_another_type_are_compiled_anew():

@@ -1,6 +1,7 @@
 """Small models and nodes by hand, the laws of a plan, and the cost model once more in plain loops."""
 
 import math
+from itertools import pairwise
 
 from hypothesis import strategies as st
 
@@ -24,6 +25,8 @@ from ravnest.plan.types import ModelProfile, Node, Plan, Swarm
 MB = 1e6
 # A parameter byte costs two (weights and gradient), one per old version, and 2.5 when clusters average.
 SIMPLE = PlanConfig(
+    versions=WeightFormat.FP32,
+    states=StateFormat.FP32,
     optimizer=OptimizerKind.SGD,
     predict_weights=False,
     saves_memory=False,
@@ -274,13 +277,27 @@ def slow_memory(stage, cluster, profile, config, is_averaged):
         if config.optimizer not in ("sgd", "momentum"):
             is_muon = config.optimizer is OptimizerKind.MUON
             state += square * (trained - (profile.matrix_bytes[k] if is_muon else 0.0))
-        held = profile.saved_bytes[k] * (1 if stage.recompute else stage.window)
+        held = 0.0 if stage.recompute else profile.saved_bytes[k] * stage.window
         total += copies * trained + frozen + buffers + state + held
-    number = cluster.stages.index(stage)
-    ratio = cluster.stages[number - 1].activations.ratio if number else 1.0  # inputs lie as they travelled
-    total += stage.window * ratio * profile.crossing_bytes[stage.start] if stage.recompute else 0.0
+    if stage.recompute:
+        number = cluster.stages.index(stage)
+        ratio = cluster.stages[number - 1].activations.ratio if number else 1.0  # as they travelled
+        total += _slow_blocks(stage, profile) + stage.window * ratio * profile.crossing_bytes[stage.start]
     total += 0 if stage.start else 4 * stage.window * profile.crossing_bytes[0]
     return config.overhead_bytes + 1.05 * total
+
+
+def _slow_blocks(stage, profile):
+    """Return what a stage holds that recomputes: between blocks for each batch, and inside the largest."""
+    length, crossing = profile.num_positions, profile.crossing_bytes
+    ends = [k for k in range(1, length) if crossing[k] <= min(crossing[max(1, k - 4) : min(length, k + 5)])]
+    inner = [k for k in ends if stage.start < k < stage.stop]
+    saved = sum(profile.saved_bytes[stage.start : stage.stop])
+    one = stage.window * sum(crossing[k] for k in inner) / max(1, len(inner))
+    count = min(max(1, round(math.sqrt(saved / max(one, 1.0)))), len(inner) + 1)
+    edges = [0, *ends, length]
+    parts = [sum(profile.saved_bytes[a:b]) for a, b in pairwise(edges) if a < stage.stop and b > stage.start]
+    return min(saved, one * (count - 1) + max(saved / count, min(saved, max(parts))))
 
 
 def swarm_to_dict(swarm):

@@ -387,3 +387,12 @@ def test_a_snapshot_is_a_safetensors_file_whatever_is_in_it() -> None:
     for name, tensor in expected.items():
         assert found[name].dtype == tensor.dtype
         assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize(("weight", "slot"), [("float32", "bfloat16"), ("bfloat16", "float32")])
+def test_moments_may_be_narrower_or_wider_than_their_weights(weight: str, slot: str) -> None:
+    entries = (parameter("w", (2,), 0, dtype=weight),)
+    state = {"w": torch.ones(2, dtype=getattr(torch, weight))}
+    data = to_snapshot(state, {"exp_avg/w": torch.ones(2, dtype=getattr(torch, slot))})
+    _, slots = read_finite_snapshot(data, entries)
+    assert slots["exp_avg/w"].dtype is getattr(torch, slot)

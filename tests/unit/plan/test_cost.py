@@ -39,6 +39,8 @@ CONFIG = PlanConfig(
     overhead_bytes=7 * MB,
     recover_seconds=30.0,
     recompute=Recompute.NEVER,
+    versions=WeightFormat.FP32,
+    states=StateFormat.FP32,
     saves_memory=False,
     activations=WireChoice.BF16,
     gradients=WireChoice.BF16,
@@ -71,6 +73,28 @@ def test_memory_of_a_stage_by_its_parts():
     assert memory(cost(predict_weights=False)) == pytest.approx(1.05 * (40 + 14 + 9 + 12) + 7)
     assert memory(cost(), window=1, versions=0) == pytest.approx(1.05 * (20 + 14 + 3 + 4) + 7)
     assert memory(cost(), recompute=True) == pytest.approx(1.05 * (50 + 14 + 3 + 3 * 1 + 12) + 7)
+
+
+def test_a_stage_that_recomputes_holds_what_crosses_between_blocks_and_one_block():
+    sizes = (1 * MB,) * 16
+    narrow = [MB / 10 if k % 2 == 0 else MB for k in range(17)]  # two positions are a block
+    profile = replace(
+        PROFILE,
+        parameter_bytes=(0.0,) * 16,
+        matrix_bytes=(0.0,) * 16,
+        forward_flops=sizes,
+        backward_flops=sizes,
+        saved_bytes=sizes,
+        crossing_bytes=tuple(narrow),
+    )
+    line = LineCost(profile, replace(CONFIG, overhead_bytes=0.0), False)
+    start, stop, window = np.array(2), np.array(14), np.array(5)
+    # 12 MB are saved, each end of a block holds 5 x 0.1 MB: sqrt(12 / 0.5) = 5 blocks with 4 ends between
+    found = float(line.memory(start, stop, window, np.array(0), True)) / MB / 1.05
+    assert found == pytest.approx(4 * 0.5 + 12 / 5 + 5 * 0.1)
+    assert float(line.memory(start, stop, window, np.array(0), False)) / MB / 1.05 == pytest.approx(60)
+    many = float(line.memory(start, stop, np.array(1000), np.array(0), True)) / MB / 1.05
+    assert many == pytest.approx(12 + 1000 * 0.1)  # one block
 
 
 def test_only_the_root_keeps_samples():

@@ -111,6 +111,23 @@ def test_a_blob_arrives_whole(size: int, num_pieces: int) -> None:
     in_world(script)
 
 
+def test_little_of_many_blobs_is_in_memory_when_they_are_served_in_turn(tmp_path: Path) -> None:
+    blobs, piece = Blobs(folder=tmp_path), bytes(1 << 20)
+    refs = [
+        blobs.keep_pieces(lambda number=number: (bytes([number]) * len(piece) for _ in range(65)))
+        for number in range(4)
+    ]
+    process = psutil.Process()
+    before = most = process.memory_info().rss
+    for offset in range(0, 65 << 20, 1 << 20):
+        for ref in refs:
+            (served,) = blobs.serve(PEER, BlobRequest(ref.blob, offset, len(piece))).buffers
+            assert served[-1] == served[0]
+            sum(served[::4096])  # as one who sends it: every page of it is read
+        most = max(most, process.memory_info().rss)
+    assert most - before < 120e6  # 64 MiB of all, not of each
+
+
 def test_what_is_larger_than_memory_may_be_goes_through_files(tmp_path: Path) -> None:
     piece, num_pieces = bytes(range(256)) * 4096, 200  # 210 MB
     process = psutil.Process()

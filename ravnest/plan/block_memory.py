@@ -1,0 +1,55 @@
+"""What a stage holds that computes its activations again, block by block.
+
+Blocks end where less crosses than around it. A microbatch in flight holds what crosses between them, and a
+backward the insides of one. The number of blocks is the one that holds least; model/recompute_blocks cuts so.
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+_NEIGHBOURS = 4  # cuts to either side that none of a block's ends crosses more than
+_ROUNDING = 1e-6
+
+
+class BlockMemory:
+    """The blocks of a line: `saved` bytes by position, and `crossing` bytes by cut."""
+
+    def __init__(self, saved: Floats, crossing: Floats) -> None:
+        length = len(saved)
+        padded = np.pad(crossing[1:length], _NEIGHBOURS, constant_values=np.inf)
+        around = np.lib.stride_tricks.sliding_window_view(padded, 2 * _NEIGHBOURS + 1).min(axis=-1)
+        is_end = np.zeros(length + 1, bool)
+        is_end[1:length] = crossing[1:length] <= around * (1 + _ROUNDING)
+        self._ends = np.concatenate([[0], np.cumsum(is_end)])  # before each cut
+        self._crossing = np.concatenate([[0.0], np.cumsum(np.where(is_end, crossing, 0.0))])
+        self._saved = np.concatenate([[0.0], np.cumsum(saved)])
+        block = np.cumsum(is_end[:-1])
+        self._largest = [np.bincount(block, saved, minlength=1)[block]]  # of 1, 2, 4 ... positions from each
+        while (step := 2 ** (len(self._largest) - 1)) * 2 <= length:
+            below = self._largest[-1]
+            self._largest.append(np.maximum(below[:-step], below[step:]))
+
+    def held(self, start: Ints, stop: Ints, window: Ints) -> Floats:
+        """Return the bytes that a stage [start, stop) holds with its window full, beside its inputs."""
+        num_ends = np.maximum(0, self._ends[stop] - self._ends[np.minimum(start + 1, stop)])
+        crossing = self._crossing[stop] - self._crossing[np.minimum(start + 1, stop)]
+        crossing = window * crossing / np.maximum(num_ends, 1)  # of all in flight, at one end of a block
+        saved = np.maximum(0.0, self._saved[stop] - self._saved[start])
+        best = np.rint(np.sqrt(saved / np.maximum(crossing, 1.0)))
+        count = np.clip(best, 1, num_ends + 1)
+        insides = np.maximum(saved / count, np.minimum(saved, self._find_largest(start, stop)))
+        return np.asarray(np.minimum(saved, crossing * (count - 1) + insides))
+
+    def _find_largest(self, start: Ints, stop: Ints) -> Floats:
+        """Return the largest of the smallest blocks that a stage has a part in."""
+        start, stop = np.broadcast_arrays(start, stop)
+        found = np.zeros(start.shape)
+        length = stop - start
+        for power, table in enumerate(self._largest):
+            fits = (length >= 2**power) & (length < 2 ** (power + 1))
+            low, high = start[fits], stop[fits] - 2**power
+            found[fits] = np.maximum(table[low], table[high])
+        return found
