@@ -62,7 +62,7 @@ def _inspect(place: str, num_stages: int | None) -> "Inspection":
             job.first_batch()
         click.echo(f"capturing {job.name}", err=True)
         start = time.perf_counter()  # noqa: TID251 - a program may tell how long it took
-        captured = job.capture()
+        captured = job.capture(lambda step: click.echo(f"  {step}", err=True))
     profile = measure(captured.blueprint, captured.batch_size)
     seconds = time.perf_counter() - start  # noqa: TID251 - as above
     click.echo(f"captured and measured in {seconds:.1f} s", err=True)

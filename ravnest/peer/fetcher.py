@@ -28,10 +28,9 @@ from ravnest.protocol.placement import (
 )
 from ravnest.protocol.tensors import Buffer
 from ravnest.transfer.blobs import Blobs
-from ravnest.transfer.exchange import ContentMessage, Exchange
-from ravnest.transfer.link_probe import LinkTimes
+from ravnest.transfer.download import TransferProgress
+from ravnest.transfer.exchange import ContentMessage, Exchange, LinkTimes
 from ravnest.transfer.outbox import Outgoing
-from ravnest.transfer.progress import TransferProgress
 
 logger = logging.getLogger(__name__)
 

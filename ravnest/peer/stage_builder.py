@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ravnest.config import TIMEOUTS, PeerTimeouts, WeightFormat
+from ravnest.disk import release_pages
 from ravnest.engine.moments import SMALL_ITEMS
 from ravnest.engine.schedule import StageSchedule
 from ravnest.engine.stage import Roles, StageEngine
@@ -127,6 +128,7 @@ def assemble_stage(
         state |= {name: tensor.to(device) for name, tensor in found.items()}
         optimizer |= {key: tensor.to(device) for key, tensor in slots.items()}
         suspects += [] if found else [source.node]
+        release_pages(content)  # it stays here for others, and the stage has copies
     names = [entry.name for entry in blueprint.state if entry.name not in state]
     if names:
         told = f"no source of the stage has {names[0]!r}, nor {len(names) - 1} more of its tensors"

@@ -7,8 +7,8 @@ backward the insides of one. The number of blocks is the one that holds least; m
 import numpy as np
 import numpy.typing as npt
 
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
+_Floats = npt.NDArray[np.float64]
+_Ints = npt.NDArray[np.int64]
 
 _NEIGHBOURS = 4  # cuts to either side that none of a block's ends crosses more than
 _ROUNDING = 1e-6
@@ -17,12 +17,12 @@ _ROUNDING = 1e-6
 class BlockMemory:
     """The blocks of a line: `saved` bytes by position, and `crossing` bytes by cut."""
 
-    def __init__(self, saved: Floats, crossing: Floats) -> None:
+    def __init__(self, saved: _Floats, crossing: _Floats) -> None:
         length = len(saved)
         padded = np.pad(crossing[1:length], _NEIGHBOURS, constant_values=np.inf)
-        around = np.lib.stride_tricks.sliding_window_view(padded, 2 * _NEIGHBOURS + 1).min(axis=-1)
+        shifted = [padded[shift : shift + length - 1] for shift in range(2 * _NEIGHBOURS + 1)]
         is_end = np.zeros(length + 1, bool)
-        is_end[1:length] = crossing[1:length] <= around * (1 + _ROUNDING)
+        is_end[1:length] = crossing[1:length] <= np.min(shifted, axis=0) * (1 + _ROUNDING)
         self._ends = np.concatenate([[0], np.cumsum(is_end)])  # before each cut
         self._crossing = np.concatenate([[0.0], np.cumsum(np.where(is_end, crossing, 0.0))])
         self._saved = np.concatenate([[0.0], np.cumsum(saved)])
@@ -32,7 +32,7 @@ class BlockMemory:
             below = self._largest[-1]
             self._largest.append(np.maximum(below[:-step], below[step:]))
 
-    def held(self, start: Ints, stop: Ints, window: Ints) -> Floats:
+    def held(self, start: _Ints, stop: _Ints, window: _Ints) -> _Floats:
         """Return the bytes that a stage [start, stop) holds with its window full, beside its inputs."""
         num_ends = np.maximum(0, self._ends[stop] - self._ends[np.minimum(start + 1, stop)])
         crossing = self._crossing[stop] - self._crossing[np.minimum(start + 1, stop)]
@@ -43,7 +43,7 @@ class BlockMemory:
         insides = np.maximum(saved / count, np.minimum(saved, self._find_largest(start, stop)))
         return np.asarray(np.minimum(saved, crossing * (count - 1) + insides))
 
-    def _find_largest(self, start: Ints, stop: Ints) -> Floats:
+    def _find_largest(self, start: _Ints, stop: _Ints) -> _Floats:
         """Return the largest of the smallest blocks that a stage has a part in."""
         start, stop = np.broadcast_arrays(start, stop)
         found = np.zeros(start.shape)

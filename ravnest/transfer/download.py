@@ -1,4 +1,4 @@
-"""One blob on its way from several nodes: which piece is asked of whom.
+"""One blob on its way from several nodes: which piece is asked of whom, and how far it is, as people read it.
 
 Each node has a few pieces to send at a time, so the next ones are on their way while one arrives. A node that
 has sent all it was asked for takes over what others still owe. Pieces stay when nodes go, so a download goes
@@ -13,6 +13,7 @@ from ravnest.ids import NodeId
 from ravnest.protocol.blobs import PIECE_BYTES, BlobPart, BlobRef, BlobRequest
 from ravnest.transfer.blobs import HASH_BYTES
 from ravnest.transfer.outbox import Outgoing
+from ravnest.units import show_bytes, show_seconds
 
 PIECES_UNDER_WAY = 4  # from one node: 4 MiB for each round trip, as much as a link takes at once
 
@@ -181,3 +182,26 @@ class Download:
         start = self.ref.size_bytes
         self._some_hashes, self._come = {}, set()
         self._unasked = deque(range(start, start + self.num_hash_bytes, PIECE_BYTES))
+
+
+_MARKS = 6  # the rate is that of the time since the oldest of the last so many reports
+
+
+class TransferProgress:
+    """Tell it how many bytes are there; it says how long the rest will take."""
+
+    def __init__(self, what: str, size_bytes: int) -> None:
+        self._what, self.size_bytes = what, size_bytes
+        self.told = ""  # last
+        self._marks: deque[tuple[float, int]] = deque(maxlen=_MARKS)
+
+    def describe(self, num_bytes: int, now: float) -> str:
+        """Return the sentence for this moment."""
+        self._marks.append((now, num_bytes))
+        since, before = self._marks[0]
+        rate = (num_bytes - before) / (now - since) if now > since else 0.0
+        told = f"{self._what}: {show_bytes(num_bytes)} of {show_bytes(self.size_bytes)}"
+        if rate > 0:
+            told += f", {show_bytes(rate)}/s, {show_seconds((self.size_bytes - num_bytes) / rate)} left"
+        self.told = told
+        return told

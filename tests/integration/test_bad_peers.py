@@ -35,7 +35,7 @@ from ravnest.protocol.membership import PROTOCOL_VERSION, Complaint, Refused, St
 from ravnest.protocol.placement import PlanOrder
 from ravnest.protocol.tensors import TensorSpec
 from ravnest.protocol.training import Activation, Gradient, LeaseDone
-from ravnest.transfer.link_probe import name_ballast
+from ravnest.transfer.exchange import name_ballast
 
 HERE = "tcp://127.0.0.1:*"
 
