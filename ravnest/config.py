@@ -156,8 +156,8 @@ class PlanConfig:
     max_lag: int = 2  # updates a microbatch may be late; accumulation keeps this bound
     saves_memory: bool = True  # stages may do without prediction, and with a lag of 1, where memory is short
     accumulates: bool = False  # updates are sums over microbatches: one more copy of the gradients
-    versions: WeightFormat = WeightFormat.FP32  # of weights that microbatches in flight have seen
-    states: StateFormat = StateFormat.FP32  # of the optimizer
+    versions: WeightFormat = WeightFormat.BF16  # of weights that microbatches in flight have seen
+    states: StateFormat = StateFormat.BF16  # of the optimizer
     precision: WeightFormat = WeightFormat.FP32  # of matrix products; a job says which
     recompute: Recompute = Recompute.AUTO
     activations: WireChoice = WireChoice.AUTO

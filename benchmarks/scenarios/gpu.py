@@ -217,7 +217,7 @@ def _through_peers(
 def train_for(job: Any, hardware: Sequence[Any], seconds: float, formats: str) -> Figures:
     """Train a job for some time; return samples/s by slices of time, what was planned, and GPU memory."""
     from benchmarks.swarm import Record
-    from ravnest.config import Recompute, WireFormat
+    from ravnest.config import Recompute, WireChoice
     from ravnest.errors import RavnestError
     from ravnest.hub.coordinator.events import Received
     from ravnest.hub.coordinator.planner import SearchPlanner
@@ -226,7 +226,7 @@ def train_for(job: Any, hardware: Sequence[Any], seconds: float, formats: str) -
     from ravnest.requester.session import LOCAL_PLAN, local
 
     record, started, num_stages = Record(), time.monotonic(), len(hardware)
-    device, crossing = hardware[0].device, WireFormat(formats)
+    device, crossing = hardware[0].device, WireChoice(formats)
 
     def note(event: Any, orders: Any) -> None:
         if isinstance(event, Received) and isinstance(event.message, StepReport):

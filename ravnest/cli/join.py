@@ -149,7 +149,7 @@ def join(  # noqa: PLR0913 - click passes one argument per option
     logging.getLogger("ravnest.net").setLevel(logging.WARNING)
     cores = "" if cpu is None else limit_cpu(cpu)
     if stated.compile_mode.applies_to(machine.choose_device(stated.device)):
-        keep_compiled()  # before anything of torch chooses a folder
+        keep_compiled(os.environ)  # before anything of torch chooses a folder
     offer = _make_offer(name, stated, listening, patience_seconds, machine)
     if not quiet:
         _show(invitation, offer, _show_limits(stated, cores, machine))

@@ -5,6 +5,7 @@ import os
 import re
 import sys
 import tempfile
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -94,17 +95,17 @@ class MemoryWatch:
         return self.num_over >= _MOST_LOOKS
 
 
-def keep_compiled() -> None:
+def keep_compiled(environment: MutableMapping[str, str]) -> None:
     """Let torch keep what it compiles in this user's own folder, and compile on the cores lent.
 
     torch runs what it finds there, so it must not be a folder that others can write to. torch itself sets
     these variables to one below /tmp, and a program that starts peers passes them on: nobody's wish.
     """
-    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    caches = Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = make_own_folder(caches / "ravnest" / "compiled")
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
-    os.environ["TRITON_CACHE_DIR"] = str(folder / "triton")
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(torch.get_num_threads()))
+    environment["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
+    environment["TRITON_CACHE_DIR"] = str(folder / "triton")
+    environment.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(torch.get_num_threads()))
 
 
 def make_own_folder(folder: Path) -> Path:

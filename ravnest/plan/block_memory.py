@@ -20,9 +20,9 @@ class BlockMemory:
     def __init__(self, saved: _Floats, crossing: _Floats) -> None:
         length = len(saved)
         padded = np.pad(crossing[1:length], _NEIGHBOURS, constant_values=np.inf)
-        around = np.lib.stride_tricks.sliding_window_view(padded, 2 * _NEIGHBOURS + 1).min(axis=-1)
+        shifted = [padded[shift : shift + length - 1] for shift in range(2 * _NEIGHBOURS + 1)]
         is_end = np.zeros(length + 1, bool)
-        is_end[1:length] = crossing[1:length] <= around * (1 + _ROUNDING)
+        is_end[1:length] = crossing[1:length] <= np.min(shifted, axis=0) * (1 + _ROUNDING)
         self._ends = np.concatenate([[0], np.cumsum(is_end)])  # before each cut
         self._crossing = np.concatenate([[0.0], np.cumsum(np.where(is_end, crossing, 0.0))])
         self._saved = np.concatenate([[0.0], np.cumsum(saved)])

@@ -417,6 +417,7 @@ class _Stages:
     ) -> None:
         self._line, self._rows, self._exists = line, rows, exists
         self._link, self._travel = link, travel
+        self._fits: dict[bool, Ints] = {}
         self._cut = start, stop = rows.cuts[:, 1:], rows.cuts[:, :-1]
         self._room = nodes.memory[rows.nodes]
         self._speed = nodes.flops[rows.nodes]
@@ -457,6 +458,8 @@ class _Stages:
         least, _ = self._enough(recompute, _LEAST_QUEUES)
         fits = np.where(recompute, self._fitting(again=True), self._fitting(again=False))
         window = np.where(self._exists, np.minimum(enough, np.maximum(self._reserved, fits)), self._widest)
+        is_too_wide = self.memory(window, recompute) > self._room
+        window = np.where(is_too_wide, np.minimum(window, self._reserved), window)
         # No stage has more batches under way than those before it.
         window = np.minimum.accumulate(window[:, ::-1], axis=1)[:, ::-1]
         return window, recompute, np.where(window < least, _STARVED, 1.0)
@@ -465,7 +468,9 @@ class _Stages:
         mode = self._line.config.recompute
         if mode is not Recompute.AUTO:
             return np.full(window.shape, mode is Recompute.ALWAYS)
-        return self.memory(window, np.zeros(window.shape, bool)) > self._room
+        accumulate = None if self._rows.accumulate is None else self._rows.accumulate[:, None]
+        versions = self._line.versions(window, accumulate)
+        return self._exists & (self._memory(window, versions, again=False) > self._room)
 
     def _free_memory(self, recompute: Bools) -> Bools:
         """Let stages recompute that need the memory for their window and have the time."""
@@ -489,11 +494,15 @@ class _Stages:
 
     def _fitting(self, again: bool) -> Ints:
         """Return the widest window that memory has room for, at most the widest useful one."""
+        if again in self._fits:
+            return self._fits[again]
         versions = self._line.versions(self._reserved)
-        none, one = (self._memory(np.array(count), versions, again) for count in (0, 1))
-        each = np.maximum(one - none, 1e-9)
-        fits = np.floor((self._room - none) / each * (1 - 1e-9))
-        return np.clip(fits, 0, self._widest).astype(np.int64)
+        # Block by block, each batch more takes less than the one before: this is at most too careful.
+        least, more = (self._memory(self._reserved + count, versions, again) for count in (0, 1))
+        each = np.maximum(more - least, 1e-9)
+        fits = self._reserved + np.floor((self._room - least) / each * (1 - 1e-9))
+        self._fits[again] = np.clip(fits, 0, self._widest).astype(np.int64)
+        return self._fits[again]
 
     def _memory(self, window: Ints, versions: Ints, again: bool) -> Floats:
         start, stop = self._cut

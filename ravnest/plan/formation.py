@@ -154,7 +154,8 @@ def _search_one(line: LineCost, nodes: NodeTable, seed: int, num_clusters: int) 
 def _fit_budget(line: LineCost, nodes: NodeTable, budget: SearchBudget) -> int:
     """Return how many clusters to evaluate: fewer where each one takes longer."""
     effort = typical_stages(line, nodes) * line.num_positions**2
-    most = budget.clusters if len(nodes) > _MOST_NODES // 2 else 2 * budget.clusters
+    # Greedy coverings of a large swarm are hardly improved upon.
+    most = budget.clusters // 3 if len(nodes) > _MOST_NODES // 2 else 2 * budget.clusters
     return max(budget.clusters // 4, min(most, most * 8 * 32**2 // effort))
 
 

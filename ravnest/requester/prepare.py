@@ -110,7 +110,8 @@ def prepare(
 
 def _fit_formats(config: PlanConfig, captured: Captured, batch_size: int) -> PlanConfig:
     """Plan activations without channels as what they will travel as."""
-    if config.activations is not WireChoice.INT4 or has_channels(captured.blueprint, batch_size):
+    has_format = WireFormat.INT4_CHANNELS in config.activation_formats
+    if not has_format or has_channels(captured.blueprint, batch_size):
         return config
     logger.warning("note: the channels of what crosses stages are not known, so activations travel as int8")
     return replace(config, activations=WireChoice.INT8)

@@ -15,7 +15,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ravnest.codec import describe, encode_tensor
-from ravnest.config import WireFormat
+from ravnest.config import CompileMode, WireFormat
 from ravnest.engine.train_config import TrainConfig, write_train_config
 from ravnest.ids import HUB, LeaseId, MicrobatchId, NodeId, RoundId
 from ravnest.model.blueprint_json import write_blueprint
@@ -428,3 +428,38 @@ def test_the_probe_survives_what_bf16_does_to_its_child(program: str, is_able: b
 def test_a_probe_that_hangs_is_a_no() -> None:
     program = "import threading; threading.Event().wait()"
     assert capabilities.can_run_bf16("cpu", program, timeout_seconds=0.5) is False
+
+
+@pytest.mark.parametrize(
+    ("precision", "best", "autocast"),
+    [
+        ("fp32", "bf16", None),
+        ("auto", "bf16", torch.bfloat16),
+        ("auto", "tf32", None),
+        ("auto", "fp32", None),
+    ],
+)
+def test_a_stage_computes_in_the_precision_that_is_best_here(
+    captured: Captured, precision: str, best: str, autocast: torch.dtype | None
+) -> None:
+    seen = []
+
+    def note(blueprint: object, where: str, **options: object) -> object:
+        seen.append(options["autocast"])
+        return build_stage_program(blueprint, where)
+
+    training = TrainConfig(plain_settings(captured), NUM_SAMPLES, precision=precision)
+    piece = slice_blueprint(captured.blueprint, 0, 1)
+    parts = write_train_config(training, frozenset(entry.name for entry in piece.state))
+    tools = StageTools(build_program=note, time_batch=lambda *_: 1.0)
+    builder = StageBuilder(ProviderLimits(1e9), lambda: 0.0, choose=lambda device: best, tools=tools)
+    builder.measure_speed(parts + b"\n" + write_blueprint(piece))
+    assert seen == [autocast]
+
+
+@pytest.mark.parametrize(
+    ("mode", "device", "is_compiled"),
+    [("auto", "cpu", False), ("auto", "cuda:1", True), ("on", "cpu", True), ("off", "cuda", False)],
+)
+def test_stages_are_compiled_on_gpus_unless_told_otherwise(mode: str, device: str, is_compiled: bool) -> None:
+    assert CompileMode(mode).applies_to(device) is is_compiled

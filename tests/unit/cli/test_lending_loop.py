@@ -442,6 +442,7 @@ def test_what_is_held_to_is_shown() -> None:
         ("--upload", "1 kbit/s", "give 100 kbit/s or more"),
         ("--hours", "at night", "write it like 22:00-07:00"),
         ("--on-battery", "maybe", "give stop or go"),
+        ("--compile", "maybe", "give auto, on, off"),
     ],
 )
 def test_garbage_is_a_sentence_that_says_what_to_give(option: str, value: str, reason: str) -> None:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import ravnest
-from ravnest.config import WireFormat
+from ravnest.config import WireChoice, WireFormat
 from ravnest.engine.optimizers import Adam, Group
 from ravnest.errors import CaptureError, ConfigError
 from ravnest.hub.coordinator.events import MakePlan
@@ -476,9 +476,9 @@ def test_gradients_of_exact_updates_do_not_travel_coarsely(wire_format):
 def test_activations_without_channels_are_planned_as_int8():
     model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
     classifier = Job(model, tuple(ROWS.values()), batch_size=4, loss=nn.CrossEntropyLoss())
-    given = prepare(classifier, replace(LOCAL_PLAN, activations=WireFormat.INT4), 1, 1.0)
-    assert given.job.config.activations is WireFormat.INT8
-    assert given.job.config.gradients is WireFormat.FP32
+    given = prepare(classifier, replace(LOCAL_PLAN, activations=WireChoice.INT4), 1, 1.0)
+    assert given.job.config.activations is WireChoice.INT8
+    assert given.job.config.gradients is WireChoice.FP32
 
 
 def prepared(loss, **settings):
