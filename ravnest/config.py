@@ -54,7 +54,7 @@ ACTIVATION_FORMATS = (*_PLAIN_FORMATS, WireFormat.INT4_CHANNELS)
 GRADIENT_FORMATS = (*_PLAIN_FORMATS, WireFormat.INT4_STOCHASTIC)
 DELTA_FORMATS = (*_PLAIN_FORMATS, WireFormat.INT4)
 EXACT_FORMATS = (WireFormat.FP32, WireFormat.BF16)  # of gradients: coarser ones would owe too much
-# What `auto` may choose, the widest first: each costs at most 0.5 % of the loss, as measured.
+# What `auto` may choose, the widest first: no cost was seen beside the spread of seeds (decision 22).
 AUTO_ACTIVATIONS = (WireFormat.BF16, WireFormat.INT8)
 AUTO_GRADIENTS = (WireFormat.BF16, WireFormat.INT8, WireFormat.INT4_STOCHASTIC)
 
