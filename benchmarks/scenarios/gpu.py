@@ -388,11 +388,11 @@ def _report(rows: Sequence[Figures]) -> str:
                 f"{rate / 1e3:.1f} k",
                 ratio,
                 f"{row['slices'][-1] / 1e3:.1f} k" if "slices" in row else "",
-                f"{row['first_update_seconds']:.1f} s",
+                f"{row['first_update_seconds']:.1f} s" if "first_update_seconds" in row else "",
                 f"{row['peak_bytes'] / 1e9:.1f} GB",
             )
         )
-    head = ("model", "part", "tokens/s", "of the bare loop", "last slice", "first update after", "GPU memory")
+    head = ("model", "part", "tokens/s", "of the bare loop", "last slice", "first loss after", "GPU memory")
     failed = [f"- {row['model']}, {row['part']}: {row['error']}" for row in rows if "error" in row]
     device = rows[0].get("device", "") if rows else ""
     return "\n\n".join(
