@@ -25,6 +25,7 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.run convergence
 	$(BIN)/python -m benchmarks.run quality
 	$(BIN)/python -m benchmarks.run recovery
+	$(BIN)/python -m benchmarks.run transfer
 
 soak: $(READY)
 	$(BIN)/python -m benchmarks.run soak

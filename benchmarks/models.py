@@ -53,11 +53,18 @@ def _thin(width: int) -> nn.Module:
     return nn.Sequential(nn.Linear(width, width), nn.Tanh())
 
 
-def make_job(name: str, num_microbatches: int, num_updates: int, num_batches_kept: int = 8) -> Any:
-    """Return the job of a model: so many microbatches make a batch, every update is one batch."""
+def make_job(
+    name: str, num_microbatches: int, num_updates: int, num_batches_kept: int = 8, *, is_frozen: bool = False
+) -> Any:
+    """Return the job of a model: so many microbatches make a batch, every update is one batch.
+
+    `is_frozen`: matrices are not trained, only what is beside them.
+    """
     import ravnest as rv
 
     made = build(name)
+    for parameter in made.blocks.parameters():
+        parameter.requires_grad_(parameter.dim() == 1 or not is_frozen)
     batch_size = num_microbatches * made.microbatch_size
     kept = min(num_updates, num_batches_kept)
     inputs, targets = made.data(kept * batch_size)
@@ -68,7 +75,7 @@ def make_job(name: str, num_microbatches: int, num_updates: int, num_batches_kep
         microbatches=num_microbatches,
         epochs=-(-num_updates // kept),
         loss=lambda out, batch: made.loss(out, batch["y"]),
-        optimizer=torch.optim.AdamW(made.blocks.parameters(), lr=1e-4),
+        optimizer=torch.optim.AdamW((p for p in made.blocks.parameters() if p.requires_grad), lr=1e-4),
     )
 
 

@@ -1,5 +1,6 @@
 """A peer is killed: how soon that is seen and training resumes, how fast it then is, what is done again."""
 
+import argparse
 import os
 import signal
 import threading
@@ -10,16 +11,19 @@ from typing import Any
 
 from benchmarks.measure import say, spread, table
 from benchmarks.models import build, find_cuts, make_job
-from benchmarks.swarm import Record, Setting, train
+from benchmarks.swarm import LinkSpeed, Record, Setting, train
 from ravnest.hub.coordinator.coordinator import Coordinator
 from ravnest.hub.coordinator.events import Action, Event, JobGiven, MakePlan, PlanMade
 from ravnest.hub.coordinator.notices import (
     Checkpointed,
     ClusterBroken,
     ClusterDissolved,
+    ClusterStarted,
     Left,
     Missing,
     Recovered,
+    Trained,
+    show_notice,
 )
 from ravnest.hub.coordinator.planner import configure_microbatch, profile_microbatch
 from ravnest.hub.service.status import StatusTracker
@@ -38,10 +42,22 @@ _MICROBATCH_SECONDS = 0.12
 _NUM_MICROBATCHES = 12  # in a batch: a lag of one update then keeps three stages busy
 _NUM_UPDATES = 39  # more than are seen, and so few that at most the first one is synchronous
 _WARM_UP_SECONDS = 2.0
+_STATE_COPIES = 3  # of the weights in a snapshot: their own, and two of AdamW
+_LARGE_WIDTH, _LARGE_SAMPLES, _LARGE_SECONDS, _LARGE_RATE = 2048, 8, 0.5, 12.5e6
 _BEFORE_SECONDS, _SETTLE_SECONDS, _MEASURED_SECONDS = 6.0, 2.0, 8.0
 
 
-def run(quick: bool) -> tuple[Figures, str, list[str]]:
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--state-mb",
+        type=float,
+        help="a peer with so much state dies, behind a link of 100 Mbit/s; no report",
+    )
+
+
+def run(quick: bool, options: argparse.Namespace | None = None) -> tuple[Figures, str, list[str]]:
+    if options is not None and options.state_mb is not None:
+        return _kill_large(1e6 * options.state_mb)
     shapes = {"one cluster alone": (1, 0)} if quick else SHAPES
     roles = {"leaf": -1} if quick else ROLES
     found: dict[str, list[Figures]] = {}
@@ -58,6 +74,40 @@ def run(quick: bool) -> tuple[Figures, str, list[str]]:
     return found, _report(found), _missed(found)
 
 
+def _kill_large(state_bytes: float) -> tuple[Figures, str, list[str]]:
+    """Kill one of two that hold the whole model; a spare fetches what the other has, over a slow link."""
+    from ravnest.model.profile import count_flops
+
+    num_blocks = max(1, round(state_bytes / (_STATE_COPIES * 4 * _LARGE_WIDTH**2)))
+    name = f"thin-{_LARGE_WIDTH}x{num_blocks}-b{_LARGE_SAMPLES}"
+    made = build(name)
+    job = replace(make_job(name, 2, 10_000, num_batches_kept=2), checkpoint_every="10 min")
+    speed = sum(count_flops(job.capture().blueprint, made.microbatch_size)) / _LARGE_SECONDS
+    link = LinkSpeed(_LARGE_RATE, 0.005)
+    setting = Setting([speed] * 3, [], is_emulated=True, link=link, memory_bytes=2e10, num_clusters=2)
+    death = _Death(0, needs_checkpoint=False, signs=(ClusterStarted,))
+    record = train(job, setting, watch=death.watch, on_event=death.note, look=death.look)
+    missing = _STATE_COPIES * sum(tensor.nbytes for tensor in made.blocks.parameters())
+    after = [
+        show_notice(news)
+        for at, news in record.news
+        if at > death.killed_at and not isinstance(news, Trained)
+    ]
+    say("\n".join(after[:12]))
+    found = {
+        "state_bytes": missing,
+        "transfer_seconds": _short(missing / _LARGE_RATE),
+        "resumed_seconds": _short(death.resumed_at - death.killed_at),
+        "progress": death.progress,
+    }
+    missed = []
+    if found["resumed_seconds"] > found["transfer_seconds"] + RESUMED_SECONDS:
+        missed.append(f"resumed after {found['resumed_seconds']} s")
+    if missing > 10 * _LARGE_RATE and not death.progress:
+        missed.append("no progress was shown")
+    return {"large": found}, "", missed
+
+
 @dataclass
 class _Death:
     """Kills one peer after a while, notes what follows, and ends the job when enough was seen."""
@@ -72,11 +122,17 @@ class _Death:
     predicted: float = 0.0
     resumed_at: float = 0.0
     ended_at: float = 0.0
+    needs_checkpoint: bool = True
+    signs: tuple[type, ...] = (Recovered, ClusterDissolved)  # that training has resumed
+    progress: list[str] = field(default_factory=list)  # as the live view shows it, after the death
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def look(self, tracker: StatusTracker) -> None:
         """Know the hub."""
         self.hub = tracker.hub
+        if self.killed_at and not self.resumed_at:
+            told = [member.fetching for member in tracker.status().members if member.fetching]
+            self.progress += [each for each in told if each not in self.progress]
 
     def note(self, event: Event, orders: tuple[Action, ...]) -> None:
         """Forecast the rate of each plan, as the hub does, until training has resumed."""
@@ -105,6 +161,8 @@ class _Death:
     def _kill(self, processes: dict[Any, int], record: Record, now: float) -> None:
         times = record.leaf_times
         is_kept = any(isinstance(news, Checkpointed) and news.num_samples for _, news in record.news)
+        if not self.needs_checkpoint and self.hub is not None:  # then another cluster must have the state
+            is_kept = bool(times) and all(each.is_running for each in self.hub.clusters)
         if self.hub is None or not is_kept or now < times[0][0] + _BEFORE_SECONDS:
             return
         cluster, books = self.hub.clusters[0], self.hub.ledger
@@ -117,7 +175,7 @@ class _Death:
 
     def _note_resumed(self, record: Record) -> None:
         for at, news in record.news:
-            if at > self.killed_at and isinstance(news, Recovered | ClusterDissolved):
+            if at > self.killed_at and isinstance(news, self.signs):
                 self.resumed_at = at
 
 

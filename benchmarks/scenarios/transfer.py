@@ -19,8 +19,8 @@ _GET = NodeId("receiver")
 
 
 def run(quick: bool) -> tuple[Figures, str, list[str]]:
-    turns = 1 if quick else 5
-    fast, slow, model = (64e6, 4e6, 16e6) if quick else (1e9, 100e6, 200e6)
+    turns = 1 if quick else 3
+    fast, slow, model = (64e6, 4e6, 16e6) if quick else (256e6, 50e6, 100e6)
     found: Figures = {"loopback": {}, "100 Mbit/s": {}, "first weights": {}}
     for count in _SOURCES:
         for name, size, link in (("loopback", fast, None), ("100 Mbit/s", slow, _LINK)):

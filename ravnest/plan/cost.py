@@ -458,6 +458,8 @@ class _Stages:
         least, _ = self._enough(recompute, _LEAST_QUEUES)
         fits = np.where(recompute, self._fitting(again=True), self._fitting(again=False))
         window = np.where(self._exists, np.minimum(enough, np.maximum(self._reserved, fits)), self._widest)
+        is_too_wide = self.memory(window, recompute) > self._room
+        window = np.where(is_too_wide, np.minimum(window, self._reserved), window)
         # No stage has more batches under way than those before it.
         window = np.minimum.accumulate(window[:, ::-1], axis=1)[:, ::-1]
         return window, recompute, np.where(window < least, _STARVED, 1.0)
@@ -495,9 +497,10 @@ class _Stages:
         if again in self._fits:
             return self._fits[again]
         versions = self._line.versions(self._reserved)
-        none, one = (self._memory(np.array(count), versions, again) for count in (0, 1))
-        each = np.maximum(one - none, 1e-9)
-        fits = np.floor((self._room - none) / each * (1 - 1e-9))
+        # Block by block, each batch more takes less than the one before: this is at most too careful.
+        least, more = (self._memory(self._reserved + count, versions, again) for count in (0, 1))
+        each = np.maximum(more - least, 1e-9)
+        fits = self._reserved + np.floor((self._room - least) / each * (1 - 1e-9))
         self._fits[again] = np.clip(fits, 0, self._widest).astype(np.int64)
         return self._fits[again]
 

@@ -19,7 +19,8 @@ from ravnest.plan.split import Splitter
 _POPULATION = (2, 8)  # fewest, most genomes: a large grouping has its variety inside
 _VARIANTS = 4  # of each genome in a generation
 _ROUNDS = 8  # of local moves between two generations
-_BETTER = 1.001  # a generation that gains less found nothing
+_BETTER = 1e-3  # a generation that gains less found nothing, but in the smallest swarms
+_SMALLEST = 16  # nodes
 _GENERATIONS = (24, 48)  # fewest for large swarms, most for small ones, where they are cheap
 
 
@@ -60,6 +61,9 @@ class Search:
         self._rng = rng
         self._most = len(nodes) if most_clusters is None else most_clusters
         self._num_generations = int(np.clip(1500 // len(nodes), *_GENERATIONS))
+        self._least_gain = _BETTER
+        if len(nodes) <= _SMALLEST:  # each cluster is cheap there, and there are few of them
+            self._num_generations, self._least_gain = 2 * _GENERATIONS[1], 1e-9
         self._num_genomes = int(np.clip(1000 // len(nodes), *_POPULATION))
         self._ratio = line.config.speed_ratio
         self._known: dict[NodeOrder, tuple[float, int]] = {}
@@ -80,7 +84,11 @@ class Search:
             variants = [each for genome in population for each in self._recreate(genome)]
             population = self._select([*population, *variants, self._cross(population)])
             is_exhausted = self.num_evaluated == known  # tiny swarms: nothing new is left to try
-            stale = 0 if population[0].rate > best * _BETTER else stale + (10 if is_exhausted else 1)
+            stale = (
+                0
+                if population[0].rate > best * (1.0 + self._least_gain)
+                else stale + (10 if is_exhausted else 1)
+            )
         return self._trim(population[0]) if population else None
 
     def seconds(self, orders: Sequence[NodeOrder]) -> list[float]:
