@@ -110,7 +110,7 @@ class Recompute(StrEnum):
 
 
 class CompileMode(StrEnum):
-    """Whether a peer compiles its stage; `auto` does on CUDA, where it trains twice as fast."""
+    """Whether a peer compiles its stage; `auto` does on CUDA."""
 
     AUTO = "auto"
     ON = "on"

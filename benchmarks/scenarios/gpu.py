@@ -53,8 +53,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(quick: bool, options: argparse.Namespace) -> tuple[Figures, str, list[str]]:
     if options.given is not None:
-        rows = [json.loads(line) for line in options.given.read_text().splitlines() if line]
-        return {"parts": rows}, _report(rows), _missed(rows)
+        found = [json.loads(line) for line in options.given.read_text().splitlines() if line]
+        rows = [row for row in found if "note" not in row]
+        notes = [f"- {row['note']}" for row in found if "note" in row]
+        report = "\n\n".join([_report(rows), *(["What was seen:", "\n".join(notes)] if notes else [])])
+        return {"parts": rows}, report, _missed(rows)
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -384,11 +387,12 @@ def _report(rows: Sequence[Figures]) -> str:
                 row["part"],
                 f"{rate / 1e3:.1f} k",
                 ratio,
-                f"{row['first_update_seconds']:.1f} s",
+                f"{row['slices'][-1] / 1e3:.1f} k" if "slices" in row else "",
+                f"{row['first_update_seconds']:.1f} s" if "first_update_seconds" in row else "",
                 f"{row['peak_bytes'] / 1e9:.1f} GB",
             )
         )
-    head = ("model", "part", "tokens/s", "of the bare loop", "first update after", "GPU memory")
+    head = ("model", "part", "tokens/s", "of the bare loop", "last slice", "first loss after", "GPU memory")
     failed = [f"- {row['model']}, {row['part']}: {row['error']}" for row in rows if "error" in row]
     device = rows[0].get("device", "") if rows else ""
     return "\n\n".join(

@@ -164,7 +164,7 @@ class Optimizer:
             if not names:
                 continue
             before = [parameters[name] for name in names]
-            applied = [clipped.pop(name).to(before[0].dtype) for name in names]
+            applied = cast_together([clipped.pop(name) for name in names], before[0].dtype)
             work = _Work(names, before, applied, learning_rate * group.rate)
             _decay(group, work, held)
             after = work.parameters
@@ -324,6 +324,17 @@ def find_not_finite(tensors: Mapping[Key, Tensor], norms: list[float] | None = N
     return next((key for key, tensor in suspects if not tensor.isfinite().all()), None)
 
 
+def cast_together(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Return the tensors in this type, those that are not yet in one launch."""
+    places = [place for place, tensor in enumerate(tensors) if tensor.dtype is not dtype]
+    if not places or tensors[0].device.type != "cuda":
+        return [tensor.to(dtype) for tensor in tensors]
+    wide = [torch.empty_like(tensors[place], dtype=dtype) for place in places]
+    torch._foreach_copy_(wide, [tensors[place] for place in places])
+    found = dict(zip(places, wide, strict=True))
+    return [found.get(place, tensor) for place, tensor in enumerate(tensors)]
+
+
 def find_norms(tensors: list[Tensor]) -> list[float]:
     """Return how long each tensor is."""
     return [float(norm) for norm in torch.stack(measure_norms(tensors)).tolist()] if tensors else []
@@ -333,9 +344,14 @@ def measure_norms(tensors: list[Tensor]) -> list[Tensor]:
     """Return how long each tensor is, still on its device."""
     if not tensors:
         return []
-    is_narrow = any(tensor.dtype is torch.bfloat16 for tensor in tensors)
-    norms = torch._foreach_norm(tensors, dtype=torch.float32) if is_narrow else torch._foreach_norm(tensors)
-    return list(norms)
+    found: dict[int, Tensor] = {}
+    for dtype in {tensor.dtype for tensor in tensors}:  # in one launch, if they are of one type
+        places = [place for place, tensor in enumerate(tensors) if tensor.dtype is dtype]
+        some = [tensors[place] for place in places]
+        is_narrow = dtype is torch.bfloat16
+        norms = torch._foreach_norm(some, dtype=torch.float32) if is_narrow else torch._foreach_norm(some)
+        found.update(zip(places, norms, strict=True))
+    return [found[place] for place in range(len(tensors))]
 
 
 def _chunks(names: Iterable[str], parameters: Mapping[str, Tensor], chunk_items: int) -> list[list[str]]:

@@ -52,15 +52,28 @@ class Versions:
     def replace(self, weights: Weights, seen: Weights) -> None:
         """Make these the current weights, and those what forwards see from now on."""
         self.weights = {name: tensor.requires_grad_() for name, tensor in weights.items()}
-        self.seen = {name: self._cast(name, tensor).requires_grad_() for name, tensor in seen.items()}
+        self.seen = {name: tensor.requires_grad_() for name, tensor in self._cast_all(seen).items()}
 
     def see_exactly(self, narrow: Collection[str]) -> None:
         """Let forwards see the current weights, and of these alone bf16."""
         self._narrow = frozenset(narrow)
         self.replace(self.weights, self.weights)
 
+    def _cast_all(self, weights: Weights) -> Weights:
+        """Cast those that forwards see narrow; on a GPU in one launch."""
+        wide = [name for name, tensor in weights.items() if self._cast_is_due(name, tensor)]
+        if not wide or weights[wide[0]].device.type != "cuda":
+            return {name: self._cast(name, tensor) for name, tensor in weights.items()}
+        narrow = [torch.empty_like(weights[name], dtype=torch.bfloat16) for name in wide]
+        with torch.no_grad():
+            torch._foreach_copy_(narrow, [weights[name] for name in wide])
+        return {**weights, **dict(zip(wide, narrow, strict=True))}
+
+    def _cast_is_due(self, name: str, tensor: Tensor) -> bool:
+        return name in self._narrow and tensor.dtype is not torch.bfloat16
+
     def _cast(self, name: str, tensor: Tensor) -> Tensor:
-        if name not in self._narrow or tensor.dtype is torch.bfloat16:
+        if not self._cast_is_due(name, tensor):
             return tensor
         return tensor.detach().to(torch.bfloat16)
 

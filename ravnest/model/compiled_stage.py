@@ -23,6 +23,7 @@ Compiler = Callable[[fx.GraphModule, list[Any]], CompiledPart]
 Background = Callable[[Callable[[], None]], None]
 
 _Kind = tuple[int, tuple[torch.dtype, ...]]  # samples, and the types of all arguments: weights may be narrow
+_LOSS = "tangents_loss"
 _MOST_SIZES = 2  # of microbatches: the usual one, and one more where batches do not divide evenly
 _OFTEN = 4  # a size that was seen so often comes again; the first one is compiled at once
 
@@ -52,6 +53,7 @@ class CompiledParts:
     tangents: tuple[int, ...]  # values whose gradients the backward takes
     found: tuple[int, ...]  # values of which there are gradients
     names: tuple[str, ...]  # weights of which there are gradients
+    takes_loss: bool = False  # the last tangent is that of the loss
 
 
 class CompiledBackward:
@@ -62,10 +64,12 @@ class CompiledBackward:
         parts: CompiledParts,
         kept: Sequence[Tensor],
         outputs: Mapping[int, Tensor],
+        loss: Tensor | None,
         give_up: Callable[[Exception], None],
     ) -> None:
         self._parts, self._kept = parts, list(kept)
         self._outputs = {value: outputs[value] for value in parts.tangents}
+        self._loss = loss if parts.takes_loss else None
         self._give_up = give_up
 
     def backward_inputs(self, gradients: Mapping[int, Tensor]) -> dict[int, Tensor]:
@@ -75,6 +79,7 @@ class CompiledBackward:
             gradients[value].to(output.dtype) if value in gradients else torch.zeros_like(output)
             for value, output in self._outputs.items()
         ]
+        tangents += [] if self._loss is None else [torch.ones_like(self._loss)]
         self._kept, self._outputs = [*kept, *tangents], {}
         del kept, tangents
         if parts.inputs is None:
@@ -179,15 +184,16 @@ def _compile_parts(
     named = {node.name: node for node in _given(backward)}
     kept = [node.name for node in _ends(forward)[num_shown:]]
     taken = tuple(value for value in stage.outputs if f"tangents_{value}" in named)
-    order = [named[name] for name in (*kept, *(f"tangents_{value}" for value in taken)) if name in named]
-    assert len(order) == len(named) == len(kept) + len(taken), "the partitioner has an input of its own"
+    wanted = [*kept, *(f"tangents_{value}" for value in taken), *([_LOSS] if _LOSS in named else [])]
+    order = [named[name] for name in wanted]
+    assert len(order) == len(named), "the partitioner has an input of its own"
     ends, run_forward = _ends(backward), compiled(forward)
     first, between = None, order
     if found:
         between = _needed_after(backward, ends[: len(found)], ends[len(found) :])
         first = compiled(_extract(backward, order, [*ends[: len(found)], *between]))
     last = compiled(_extract(backward, between, ends[len(found) :])) if names else None
-    return CompiledParts(run_forward, first, last, num_shown, taken, found, names)
+    return CompiledParts(run_forward, first, last, num_shown, taken, found, names, _LOSS in named)
 
 
 def _given(graph: fx.GraphModule) -> list[fx.Node]:
@@ -211,14 +217,10 @@ def _trace(
             leaves[place].requires_grad_()
         with torch.enable_grad():
             outputs, results, buffers = stage.run(*leaves)
-        roots = [
-            (output, tangent)
-            for output, tangent in zip(outputs, tangents, strict=True)
-            if output.requires_grad
-        ]
-        loss = None if stage.loss is None else results[stage.loss]
-        if loss is not None and loss.requires_grad:
-            roots.append((loss, torch.ones_like(loss)))
+        # The loss has a tangent, too: what depends on none would become a part of the forward.
+        losses = () if stage.loss is None else (results[stage.loss],)
+        pairs_of_roots = zip((*outputs, *losses), tangents, strict=True)
+        roots = [(root, tangent) for root, tangent in pairs_of_roots if root.requires_grad]
         ends = [root for root, _ in roots]
         pairs = [other for _, other in roots]
         leaf = [leaves[place] for place in wanted]
@@ -231,10 +233,11 @@ def _trace(
         ]
 
     with mode, torch.no_grad():
-        outputs, _, _ = stage.run(*examples)
-        tangents = [torch.empty_like(output) for output in outputs]
+        outputs, results, _ = stage.run(*examples)
+        losses = () if stage.loss is None else (results[stage.loss],)
+        tangents = [torch.empty_like(root) for root in (*outputs, *losses)]
     names = [f"primals_{place}" for place in range(num_given)]
-    names += [f"tangents_{value}" for value in stage.outputs]
+    names += [*(f"tangents_{value}" for value in stage.outputs), *(_LOSS for _ in losses)]
 
     def joint(*given: Tensor) -> list[Tensor]:
         return run(given[:num_given], given[num_given:])

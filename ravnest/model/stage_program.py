@@ -8,7 +8,7 @@ kernel may still crash on hostile sizes, and ends the peer with it.
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -250,15 +250,10 @@ class _Runner:
         pairs = zip(self._program.outputs, outputs, strict=True)
         return tuple(output.to(getattr(torch, self._program.values[value].dtype)) for value, output in pairs)
 
-    def _name(
-        self,
-        outputs: Sequence[torch.Tensor],
-        results: Sequence[torch.Tensor],
-        backward: CompiledBackward | None = None,
-    ) -> StageOutputs:
+    def _name(self, outputs: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> StageOutputs:
         names = (name for name, _ in self._program.results)
         sent = dict(zip(self._program.outputs, outputs, strict=True))
-        return StageOutputs(sent, dict(zip(names, results, strict=True)), backward)
+        return StageOutputs(sent, dict(zip(names, results, strict=True)))
 
     def _run_compiled(
         self,
@@ -294,8 +289,10 @@ class _Runner:
         outputs = shown[: len(self._program.outputs)]
         results = shown[len(outputs) : len(shown) - len(buffers)]
         sent = dict(zip(map(int, self._program.outputs), outputs, strict=True))
-        backward = CompiledBackward(parts, found[parts.num_shown :], sent, self._compiler.give_up)
-        return self._name(outputs, results, backward)
+        named = self._name(outputs, results)
+        kept_values, give_up = found[parts.num_shown :], self._compiler.give_up
+        backward = CompiledBackward(parts, kept_values, sent, named.results.get("loss"), give_up)
+        return replace(named, backward=backward)
 
     def _traced(self, kept: dict[ValueId, torch.Tensor], arguments: Sequence[torch.Tensor]) -> TracedStage:
         """Return the stage as a function without effects: changed buffers are copied, and returned."""

@@ -116,7 +116,7 @@ LOCAL_PLAN = PlanConfig(
     gradients=WireChoice.FP32,
     deltas=WireFormat.FP32,
 )
-# A GPU makes more than programs of one PC pass to each other: in fp32, four stages of one mostly waited.
+# Half the bytes: four stages of one GPU made 0.08 of a bare loop with fp32, 0.29 with 4.5 bits, compiled.
 LOCAL_GPU_PLAN = replace(LOCAL_PLAN, activations=WireChoice.BF16, gradients=WireChoice.BF16)
 _PORT = "0.0.0.0:7700"
 _NEVER_SETTLES = 1e9  # seconds: a hub with a number of nodes waits for all of them

@@ -162,6 +162,8 @@ def test_parts_train_as_the_whole_stage_does(is_cut):
         assert_close(expected[2], found[2], rtol=1e-4, atol=1e-6)
     for one, two in zip(plain.stages, other.stages, strict=True):
         assert_close(one.state, two.state, rtol=1e-4, atol=1e-6)
+    products = [[op for op in graph.graph.nodes if "mm" in str(op.target)] for graph in graphs]
+    assert all(products), "a part does the work of another"
     # A first stage has nobody to send gradients to: its backward is one part.
     assert len(graphs) == (2 + 3 if is_cut else 2)
     assert not [
