@@ -214,7 +214,6 @@ class _Runner:
         self._draws = [op.number for op in program.ops if draws(op.name, dict(op.arguments))]
         self._make_compiler = make_compiler
         self._compiler: StageCompiler | None = None
-        self._widths: list[torch.dtype] = []  # of the arguments it is made for
         blocks = find_blocks(program, setting.window) if setting.recompute else []
         self._blocks = [(block, _Builder(block.program, setting).build().forward) for block in blocks]
 
@@ -264,12 +263,9 @@ class _Runner:
     ) -> StageOutputs | None:
         """Run the compiled stage; None where it is not compiled, or not yet."""
         arguments = [*kept.values(), *arrived]
-        widths = [tensor.dtype for tensor in arguments]
         if self._compiler is None:
             assert self._make_compiler is not None
-            self._compiler, self._widths = self._make_compiler(self._traced(kept, arguments)), widths
-        if widths != self._widths:  # compiled code would take the bytes for others
-            return None
+            self._compiler = self._make_compiler(self._traced(kept, arguments))
         parts = self._compiler.find(num_samples, arguments)
         if parts is None:
             return None
