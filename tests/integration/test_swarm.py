@@ -43,8 +43,8 @@ WIDTH, NUM_CLASSES, NUM_TRAIN, NUM_VALIDATION = 128, 4, 768, 200
 # Memory is what the model needs, and no more; and there are as many clusters as there can be.
 PLAN = replace(LOCAL_PLAN, overhead_bytes=0.0, clusters=99, averaging=Averaging.OVERLAPPED)
 SPEED = 1e9
-SMALL = Hardware(1.7e6, SPEED)  # the model does not fit into one of these
-LARGE = Hardware(3.0e6, SPEED)
+SMALL = Hardware(1.3e6, SPEED)  # the model does not fit into one of these
+LARGE = Hardware(2.3e6, SPEED)
 LEAST_EPOCHS = 4
 
 

@@ -482,7 +482,7 @@ def prepare(job: rv.Job, plan: PlanConfig, keeper: Checkpoints | None = None) ->
 
 
 WIDTH, NUM_CLASSES, NUM_VALIDATION = 32, 4, 96
-SMALL, LARGE, LAME = Pc(130e3), Pc(195e3), Pc(7.5e3, 0.5)
+SMALL, LARGE, LAME = Pc(100e3), Pc(150e3), Pc(5.8e3, 0.5)
 SIX = (SMALL, SMALL, SMALL, LARGE, LARGE, LAME)  # a cluster of three, one of two, and a spare
 
 

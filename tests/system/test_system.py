@@ -104,7 +104,7 @@ def test_six_peers_in_two_clusters_of_unlike_cuts_train_to_the_end(
     undisturbed: dict[str, Ended], kind: str
 ) -> None:
     ended, job = undisturbed[kind], golden_worlds()[kind].job
-    assert sizes(ended) == {"mlp": [2, 4], "cnn": [2, 3], "microbatches": [2, 2]}[kind]
+    assert sizes(ended) == {"mlp": [2, 3], "cnn": [2, 3], "microbatches": [3, 3]}[kind]
     cuts = [{stage.start for stage in cluster.stages} for cluster in ended.plan.clusters]
     assert kind == "microbatches" or cuts[0] != cuts[1]
     assert len(ended.plan.spares) == 6 - sum(sizes(ended))
@@ -244,11 +244,11 @@ def test_when_nobody_can_hold_the_model_it_waits_and_says_so_until_somebody_can(
             killed.append(world.alive[0])
             world.kill(world.alive[0])
         if isinstance(news, Waiting):
-            asyncio.get_running_loop().call_later(30.0, world.join, Pc(90e3))
+            asyncio.get_running_loop().call_later(30.0, world.join, Pc(70e3))
 
     killed: list[NodeId] = []
     job = make_job("mlp", epochs=2)
-    ended = World(job, [Pc(90e3)] * 3, hear=hear).run()
+    ended = World(job, [Pc(70e3)] * 3, hear=hear).run()
     reasons = [news.reason for news in ended.of(Waiting)]
     assert len(reasons) == 1
     assert "needs" in reasons[0]
@@ -263,11 +263,11 @@ def test_what_a_hub_waits_for_is_said_again_every_minute() -> None:
             killed.append(world.alive[0])
             world.kill(world.alive[0])
         if isinstance(news, Waiting) and not joins:
-            joins.append(asyncio.get_running_loop().call_later(150.0, world.join, Pc(90e3)))
+            joins.append(asyncio.get_running_loop().call_later(150.0, world.join, Pc(70e3)))
 
     killed: list[NodeId] = []
     joins: list[object] = []
-    ended = World(make_job("mlp", epochs=2), [Pc(90e3)] * 3, hear=hear).run()
+    ended = World(make_job("mlp", epochs=2), [Pc(70e3)] * 3, hear=hear).run()
     assert ended.result is not None
     times = [at for at, news in ended.told if isinstance(news, Waiting)]
     assert [later - before for before, later in itertools.pairwise(times)] == pytest.approx([60.0, 60.0])
@@ -435,7 +435,7 @@ def test_two_neighbours_without_a_link_cost_one_of_them_not_the_job(num_spare: i
 
     pair: list[NodeId] = []
     job = make_job("mlp", epochs=2)
-    ended = World(job, [Pc(90e3)] * (3 + num_spare), hear=hear, limit_seconds=120).run()
+    ended = World(job, [Pc(70e3)] * (3 + num_spare), hear=hear, limit_seconds=120).run()
     (left,) = ended.of(Left)
     assert left.node in pair
     (other,) = set(pair) - {left.node}
@@ -536,7 +536,7 @@ def test_the_best_weights_are_those_that_were_evaluated(pcs: Sequence[Pc], tmp_p
     best = ended.result.best
     assert best is not None
     assert best.loss == min(ended.validation) < ended.validation[-1]
-    assert best.epoch == ended.of(Evaluated)[ended.validation.index(best.loss)].epoch
+    assert best.epoch in [news.epoch for news in ended.of(Evaluated) if news.loss == best.loss]
     assert best.metrics["val_loss"] == best.loss
     model = copy.deepcopy(job.model)
     best.load_into(model)
