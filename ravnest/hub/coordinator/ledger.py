@@ -471,8 +471,7 @@ class Ledger:
         )
         self._awaited.append(opened)
         batches = len(placement.running) * share / self._settings.batch_size
-        in_flight = -(-cluster.cluster.stages[0].window // cluster.cluster.accumulate)  # not reported yet
-        ahead = _OPEN_LEASES * self._chunk_batches + in_flight
+        ahead = _OPEN_LEASES * self._chunk_batches + cluster.updates_in_flight
         return [
             *self.progress.send_rates(cluster, ahead, batches, placement.rate_times),
             *grant_lease(cluster, opened, samples, placement),

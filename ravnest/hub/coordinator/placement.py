@@ -57,6 +57,11 @@ class ClusterState:
         return self.cluster.stages[0].node
 
     @property
+    def updates_in_flight(self) -> int:
+        """Updates that may be under way, so that nobody has reported them."""
+        return -(-self.cluster.stages[0].window // self.cluster.accumulate)
+
+    @property
     def leaf(self) -> NodeId:
         """Where losses come from."""
         return self.cluster.stages[-1].node
