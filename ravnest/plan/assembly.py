@@ -145,8 +145,11 @@ def stage_bytes(line: LineCost, stage: Stage, cluster: Cluster) -> float:
     """Return the memory a stage needs, wherever it runs."""
     start, stop, window = (np.array(value) for value in (stage.start, stage.stop, stage.window))
     versions = line.versions(window, np.array(cluster.accumulate))
+    number = cluster.stages.index(stage)
+    ratio = cluster.stages[number - 1].activations.ratio if number else 0.0
+    held = ratio * line.inner[start] + line.data_before[start]
     predicts = np.array(stage.predicts)
-    return float(line.memory(start, stop, window, versions, stage.recompute, predicts))
+    return float(line.memory(start, stop, window, versions, stage.recompute, predicts, held))
 
 
 def _choose_backups(

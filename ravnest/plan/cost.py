@@ -71,17 +71,18 @@ class LineCost:
         versions: Ints,
         recompute: bool,
         predicts: Bools | None = None,
+        held_bytes: Floats | None = None,
     ) -> Floats:
         """Resident bytes of the stage [start, stop) with its window full.
 
-        A stage that recomputes holds its inputs as they are decoded, in fp32.
+        A stage that recomputes holds its inputs as they travelled, `held_bytes` each.
         """
         trained = self.trained[stop] - self.trained[start]
         predicts = np.array(not self.config.saves_memory) if predicts is None else predicts
         late = self._late_copies(versions, predicts)
         resident = self.resident[stop] - self.resident[start] + late * trained
         if recompute:
-            arrived = self.inner[start] + self.data_before[start]
+            arrived = self.receive_before[start] if held_bytes is None else held_bytes
             held = self.blocks.held(start, stop, window) + window * arrived
         else:
             held = window * (self.saved[stop] - self.saved[start])
@@ -422,6 +423,8 @@ class _Stages:
         self._speed = nodes.flops[rows.nodes]
         self._work = line.flops[stop] - line.flops[start]
         self._again = line.forward_flops[stop] - line.forward_flops[start]
+        forward = held_ratio(line, rows)
+        self._held = forward * line.inner[start] + line.data_before[start]
         depth = np.arange(rows.nodes.shape[1])
         self._widest, self._reserved = (
             np.broadcast_to(each, rows.nodes.shape) for each in (line.window(depth), line.reserved(depth))
@@ -503,7 +506,15 @@ class _Stages:
 
     def _memory(self, window: Ints, versions: Ints, again: bool) -> Floats:
         start, stop = self._cut
-        return self._line.memory(start, stop, window, versions, again, self._rows.predicts)
+        return self._line.memory(start, stop, window, versions, again, self._rows.predicts, self._held)
+
+
+def held_ratio(line: LineCost, rows: Rows) -> Floats:
+    """Return how the inputs of each stage travelled."""
+    ratio = np.full(rows.nodes.shape, line.forward_ratio)
+    if rows.forward is not None:
+        ratio[:, :-1] = rows.forward[:, 1:]
+    return ratio
 
 
 class _Traffic:

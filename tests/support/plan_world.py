@@ -280,7 +280,9 @@ def slow_memory(stage, cluster, profile, config, is_averaged):
         held = 0.0 if stage.recompute else profile.saved_bytes[k] * stage.window
         total += copies * trained + frozen + buffers + state + held
     if stage.recompute:
-        total += _slow_blocks(stage, profile) + stage.window * profile.crossing_bytes[stage.start]
+        number = cluster.stages.index(stage)
+        ratio = cluster.stages[number - 1].activations.ratio if number else 1.0  # as they travelled
+        total += _slow_blocks(stage, profile) + stage.window * ratio * profile.crossing_bytes[stage.start]
     total += 0 if stage.start else 4 * stage.window * profile.crossing_bytes[0]
     return config.overhead_bytes + 1.05 * total
 
