@@ -187,7 +187,10 @@ class JobOwner:
         if found is None or found.score is None or found.books.job.state != self.fingerprint.state:
             return None
         history = _read_history(found)
-        epoch = next((report["epoch"] for report in reversed(history) if "val_loss" in report), 0.0)
+        # Later epochs may have been evaluated before the checkpoint was written.
+        own = [place for place, each in enumerate(history) if each.get("val_loss") == found.score]
+        history = history[: own[0] + 1] if own else history
+        epoch = history[-1]["epoch"] if own else 0.0
         state = SourceTensors(self._complete(found.read()))
         facts = (self.job.model, self._captured.blueprint, state, tuple(history))
         return Best(*facts, epoch=int(epoch), loss=found.score)
