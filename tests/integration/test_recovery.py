@@ -251,7 +251,7 @@ def test_spares_who_follow_a_cluster_that_died_whole_begin_with_its_last_checkpo
 
     story = Story([Step(has_learned, kill_all), Step(is_news(ClusterStarted), nothing)])
     # Two of the five have no room for it.
-    with swarm(story, tmp_path, 5, memory_bytes=1.9e6, timeouts=SHORT_GRACE) as hub:
+    with swarm(story, tmp_path, 5, memory_bytes=1.05e6, timeouts=SHORT_GRACE) as hub:
         result = hub.fit(make_job(), nodes=5)
     judge(story, result, undisturbed)
     ((_, seconds), *_) = story.recovery_seconds()
