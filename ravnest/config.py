@@ -91,14 +91,16 @@ class WeightFormat(StrEnum):
 class StateFormat(StrEnum):
     """How an optimizer keeps its moments; int8 has one byte of scale per 256 values."""
 
+    AUTO = "auto"  # fp32 for an optimizer of the requester's and for exact updates, bf16 for our recipes
     FP32 = "fp32"
     BF16 = "bf16"  # first moments; squares in fp32
     INT8 = "int8"  # first moments; squares in bf16
 
     @property
     def ratios(self) -> tuple[float, float]:
-        """Bytes of the first moment, and of the square, per byte of fp32."""
-        return {"fp32": (1.0, 1.0), "bf16": (0.5, 1.0), "int8": ((1 + 1 / 256) / 4, 0.5)}[self]
+        """Bytes of the first moment, and of the square, per byte of fp32; `auto` is bf16 without a job."""
+        known = {"fp32": (1.0, 1.0), "bf16": (0.5, 1.0), "int8": ((1 + 1 / 256) / 4, 0.5)}
+        return known["bf16" if self is StateFormat.AUTO else self]
 
 
 class Recompute(StrEnum):
@@ -157,7 +159,7 @@ class PlanConfig:
     saves_memory: bool = True  # stages may do without prediction, and with a lag of 1, where memory is short
     accumulates: bool = False  # updates are sums over microbatches: one more copy of the gradients
     versions: WeightFormat = WeightFormat.BF16  # of weights that microbatches in flight have seen
-    states: StateFormat = StateFormat.BF16  # of the optimizer
+    states: StateFormat = StateFormat.AUTO  # of the optimizer
     precision: WeightFormat = WeightFormat.FP32  # of matrix products; a job says which
     recompute: Recompute = Recompute.AUTO
     activations: WireChoice = WireChoice.AUTO

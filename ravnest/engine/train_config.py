@@ -147,6 +147,8 @@ def read_train_config(data: bytes) -> TrainConfig:
     document = parse_json(data, "the training settings", _MOST_BYTES, UnsafeBlueprint)
     read = document.read_as(_TrainConfig)
     document.refuse_unknown(("averaging",), AveragingRule.__dataclass_fields__)
+    if read.states is StateFormat.AUTO:
+        document.refuse(("states",), "is auto; the hub's side chooses before it asks others to train")
     if read.deltas not in DELTA_FORMATS:
         document.refuse(("deltas",), f"is {read.deltas}; choose one of {', '.join(DELTA_FORMATS)}")
     if read.exact_gradients not in EXACT_FORMATS:

@@ -8,7 +8,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import cast
 
-from ravnest.config import EXACT_FORMATS, PlanConfig, StateFormat, WeightFormat, WireChoice, WireFormat
+from ravnest.config import (
+    EXACT_FORMATS,
+    Averaging,
+    PlanConfig,
+    StateFormat,
+    WeightFormat,
+    WireChoice,
+    WireFormat,
+)
 from ravnest.config import OptimizerKind as Recipe
 from ravnest.engine.optimizers import Adam, Muon, NAdam, OptimizerSettings, Sgd
 from ravnest.engine.train_config import Precision, TrainConfig
@@ -74,6 +82,7 @@ def prepare(
     for note in captured.notes:
         logger.warning("note: %s", note)
     num_batches = job.epochs * -(-num_samples // job.batch_size)
+    plan = replace(plan, states=_choose_states(job, plan))
     optimizer = replace(job.settings(captured, num_batches), versions=plan.versions, states=plan.states)
     logger.info("learning rate %.2g, %d updates planned", optimizer.learning_rate, num_batches)
     # Peers lend memory for tensors; that of their programs is beside it (docs/lending.md).
@@ -106,6 +115,14 @@ def prepare(
     tell("it is measured")
     profile = measure(captured.blueprint, job.batch_size)
     return PreparedJob(captured, owner, JobGiven(profile, config, settings, now=0.0, books=books))
+
+
+def _choose_states(job: Job, plan: PlanConfig) -> StateFormat:
+    """Return how moments are kept: exactly where the requester may compare them with one process."""
+    if plan.states is not StateFormat.AUTO:
+        return plan.states
+    is_own = not isinstance(job.optimizer, Recipe)
+    return StateFormat.FP32 if is_own or plan.averaging is Averaging.EXACT else StateFormat.BF16
 
 
 def _fit_formats(config: PlanConfig, captured: Captured, batch_size: int) -> PlanConfig:

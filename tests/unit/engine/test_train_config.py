@@ -69,6 +69,7 @@ def test_a_stage_learns_of_its_own_parameters_only():
         {"lag_updates": -1},
         {"versions": "int8"},
         {"states": "int4"},
+        {"states": "auto"},
         {"groups": [{"names": ["a"], "rule": "eval", "values": {}} | PLAIN_GROUP]},
         {"groups": [{"names": ["a"], "rule": "sgd", "values": {"beta": 1}} | PLAIN_GROUP]},
         {"groups": [{"names": ["a"], "rule": "sgd", "values": {"momentum": "x"}} | PLAIN_GROUP]},

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import ravnest
-from ravnest.config import WireChoice, WireFormat
+from ravnest.config import Averaging, StateFormat, WireChoice, WireFormat
 from ravnest.engine.optimizers import Adam, Group
 from ravnest.errors import CaptureError, ConfigError
 from ravnest.hub.coordinator.events import MakePlan
@@ -519,3 +519,18 @@ def test_what_a_peer_lends_is_for_tensors_so_that_a_little_will_do_for_a_small_m
     nodes = (node("a", memory_mb=200.0), node("b", memory_mb=200.0))
     made = SearchPlanner().make_plan(given, MakePlan(1, nodes), 0.0)
     assert made.plan is not None, made.shortage
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "plan", "states"),
+    [
+        (None, {}, StateFormat.BF16),
+        ("torch", {}, StateFormat.FP32),
+        (None, {"averaging": Averaging.EXACT}, StateFormat.FP32),
+        ("torch", {"states": StateFormat.INT8}, StateFormat.INT8),
+    ],
+)
+def test_moments_are_exact_where_people_compare_them_with_one_process(optimizer, plan, states):
+    own = {"optimizer": torch.optim.AdamW(MODEL.parameters())} if optimizer else {}
+    given = job(batch_size=4, loss=lambda out, batch: nn.functional.cross_entropy(out, batch["y"]), **own)
+    assert prepare(given, replace(LOCAL_PLAN, **plan), 0, 0.0).job.config.states is states
