@@ -256,6 +256,10 @@ def _slow_link(host, other, sizes, swarm, config, share):
     return relay, max(travel, (forward + backward) / config.relay_bytes_per_second) + 2 * latency
 
 
+# Copies that the first and the second moment take; what a job leaves open is planned in 16 bits.
+STATES = {"fp32": (1, 1), "auto": (0.5, 1), "bf16": (0.5, 1), "int8": (257 / 1024, 0.5)}
+
+
 def slow_memory(stage, cluster, profile, config, is_averaged):
     """Return the bytes a stage needs, counted copy by copy."""
     versions = math.ceil((stage.window - 1) / cluster.accumulate)
@@ -272,7 +276,7 @@ def slow_memory(stage, cluster, profile, config, is_averaged):
             column[k] if column else 0.0 for column in (profile.frozen_bytes, profile.buffer_bytes)
         )
         trained = profile.parameter_bytes[k] - frozen
-        first, square = {"fp32": (1, 1), "bf16": (0.5, 1), "int8": (257 / 1024, 0.5)}[config.states]
+        first, square = STATES[config.states]
         state = 0.0 if config.optimizer == "sgd" else first * trained
         if config.optimizer not in ("sgd", "momentum"):
             is_muon = config.optimizer is OptimizerKind.MUON
