@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from ravnest.hub.coordinator import notices
     from ravnest.model.capture import capture, empty_weights
     from ravnest.requester.callbacks import CsvLog, StopTraining, TensorBoard
+    from ravnest.requester.finetuning.finetune import finetune
+    from ravnest.requester.finetuning.merging import merge_adapter
     from ravnest.requester.job import Job
     from ravnest.requester.lr_schedules import constant, cosine, linear
     from ravnest.requester.session import Hub, local
@@ -28,8 +30,10 @@ __all__ = [
     "constant",
     "cosine",
     "empty_weights",
+    "finetune",
     "linear",
     "local",
+    "merge_adapter",
     "notices",
 ]
 
@@ -45,8 +49,10 @@ _PLACES = {
     "constant": "ravnest.requester.lr_schedules",
     "cosine": "ravnest.requester.lr_schedules",
     "empty_weights": "ravnest.model.capture",
+    "finetune": "ravnest.requester.finetuning.finetune",
     "linear": "ravnest.requester.lr_schedules",
     "local": "ravnest.requester.session",
+    "merge_adapter": "ravnest.requester.finetuning.merging",
 }
 
 
