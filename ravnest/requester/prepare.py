@@ -11,6 +11,7 @@ from typing import cast
 from ravnest.config import (
     EXACT_FORMATS,
     Averaging,
+    FrozenFormat,
     PlanConfig,
     StateFormat,
     WeightFormat,
@@ -83,6 +84,7 @@ def prepare(
         logger.warning("note: %s", note)
     num_batches = job.epochs * -(-num_samples // job.batch_size)
     plan = replace(plan, states=_choose_states(job, plan))
+    plan = plan if job.frozen is None else replace(plan, frozen=FrozenFormat(job.frozen))
     optimizer = replace(job.settings(captured, num_batches), versions=plan.versions, states=plan.states)
     logger.info("learning rate %.2g, %d updates planned", optimizer.learning_rate, num_batches)
     # Peers lend memory for tensors; that of their programs is beside it (docs/lending.md).

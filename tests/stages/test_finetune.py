@@ -195,6 +195,7 @@ def test_updates_may_be_counted_in_place_of_epochs(folder):
         ({"val_share": 1.0}, r"val_share is 1.0"),
         ({"learning_rate": 0}, r"learning_rate is 0"),
         ({"weight_decay": -1}, r"weight_decay is -1"),
+        ({"base": "int3"}, r"frozen is 'int3'; give fp32, bf16, int8, int4"),
         ({"epochs": 0}, r"epochs is 0"),
         ({"max_steps": 0}, r"max_steps is 0"),
         ({"schedule": "step"}, r"schedule is 'step'; give cosine, linear, constant"),
@@ -247,10 +248,10 @@ def test_a_folder_that_is_no_model_is_refused(tmp_path, folder, change, told):
         (place / file.name).write_bytes(file.read_bytes())
     change(place)
     with pytest.raises(ConfigError, match=told):
-        _ = make_finetuning(place, [{"text": "some text"}], {}).base
+        _ = make_finetuning(place, [{"text": "some text"}], {}).source
 
 
 @pytest.mark.parametrize("name", ["no/such/folder/here", "acme/not-in-the-cache"])
 def test_a_model_that_is_not_here_is_refused(name):
     with pytest.raises(ConfigError, match=r"does not exist|nor in the local cache; fetch it first"):
-        _ = make_finetuning(name, [{"text": "some text"}], {}).base
+        _ = make_finetuning(name, [{"text": "some text"}], {}).source

@@ -72,6 +72,7 @@ class Finetuning:
     alpha: float | None = None  # twice the rank
     dropout: float = 0.0
     targets: str | Sequence[str] = ALL_LINEAR
+    base: str | None = None  # how the weights that are not trained are stored: fp32, bf16, int8 or int4
     learning_rate: float = 2e-4
     weight_decay: float = 0.0
     schedule: str | Schedule = "cosine"
@@ -85,14 +86,14 @@ class Finetuning:
     name: str | None = None
 
     @cached_property
-    def base(self) -> BaseModel:
+    def source(self) -> BaseModel:
         """The model's folder, configuration and tokenizer."""
         return open_base(self.model)
 
     @cached_property
     def length(self) -> int:
         """How many tokens a row may have."""
-        most = self.base.most_tokens
+        most = self.source.most_tokens
         if self.max_length is None:
             return min(_USUAL_LENGTH, most or _USUAL_LENGTH)
         if not isinstance(self.max_length, int) or self.max_length < 2:
@@ -104,7 +105,7 @@ class Finetuning:
     @cached_property
     def tables(self) -> tuple[TokenTable, TokenTable | None]:
         """The rows to train on, and those to validate with, if any."""
-        encoder = RecordEncoder(self.base.tokenizer, self.length)
+        encoder = RecordEncoder(self.source.tokenizer, self.length)
         rows = list(encoder.encode(read_records(self.data, self.columns)))
         validation: list[TokenRow] = []
         if self.val_data is not None:
@@ -132,7 +133,7 @@ class Finetuning:
         if train.padding_share > _MUCH_PADDING:
             told = "note: %.0f %% of what is computed is padding; pack=True (--pack) would save most of it"
             logger.warning(told, 100 * train.padding_share)
-        model = build_adapted(self.base, lora, self.seed)
+        model = build_adapted(self.source, lora, self.seed)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         columns = _to_tensors(train)
         return Job(
@@ -146,11 +147,12 @@ class Finetuning:
             schedule=rates,
             checkpoint_every=self.checkpoint_every,
             precision=self.precision,
+            frozen=self.base,
             seed=self.seed,
             inputs=[name for name in columns if name in ("input_ids", "position_ids")],
             is_pretrained=True,
-            weights=self.base.folder,
-            name=self.name or f"{Path(self.base.name).name[:50]}-lora",
+            weights=self.source.folder,
+            name=self.name or f"{Path(self.source.name).name[:50]}-lora",
         )
 
     def describe(self) -> str:
@@ -168,7 +170,7 @@ class Finetuning:
 
     def save_tokenizer(self, folder: Path) -> None:
         """Write the tokenizer beside an adapter, as people expect it there."""
-        save: Any = getattr(self.base.tokenizer, "save_pretrained", None)
+        save: Any = getattr(self.source.tokenizer, "save_pretrained", None)
         if callable(save):
             save(folder)
 
@@ -185,7 +187,7 @@ class Finetuning:
         return _draw(columns, self.max_steps * self.batch_size, self.seed)
 
     def _find_pad(self) -> int:
-        tokenizer = self.base.tokenizer
+        tokenizer = self.source.tokenizer
         found = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
         return next(each for each in found if each is not None)
 
