@@ -463,7 +463,8 @@ class StageEngine:
     def snapshot(self, copies: bool = True) -> Snapshot:
         """Return everything that training changes or needs; without a copy, the next update changes it."""
         state = {name: tensor.detach() for name, tensor in self.state.items()}
-        found = Snapshot(self._num_updates, state, self._optimizer.state())
+        frozen = state.keys() - self._roles.trainable - self._roles.written
+        found = Snapshot(self._num_updates, state, self._optimizer.state(), frozenset(frozen))
         return found.copy() if copies else found
 
     def adopt(self, state: Tensors, slots: Tensors) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ravnest.errors import WeightsError
-from ravnest.model.blueprint import CONSTANT, FLOATING, Blueprint
+from ravnest.model.blueprint import CONSTANT, FLOATING, PARAMETER, Blueprint
 from ravnest.model.capture import Captured
 from ravnest.model.initialiser import InitialiserSource
 from ravnest.model.safetensors_header import StoredType
@@ -55,6 +55,18 @@ def find_first_weights(
         logger.warning(told + fix, len(names), few, job.seed)
         drawn.fill()
     return found
+
+
+def has_frozen_files(job: Job, captured: Captured) -> bool:
+    """Return whether the files that a job names have every weight that is not trained.
+
+    Then no checkpoint need have them: who goes on names the same files again.
+    """
+    if job.weights is None:
+        return False
+    given = _fit(_open(Path(job.weights), None), captured.blueprint, job.model, str(job.weights))
+    frozen = (x.name for x in captured.blueprint.state if x.kind == PARAMETER and not x.is_trainable)
+    return all(name in given.types for name in frozen)
 
 
 def _open(place: Path, folder: Path | None) -> StateSource:

@@ -32,7 +32,7 @@ from ravnest.requester.checkpoint_store import (
     find_difference,
     hash_state,
 )
-from ravnest.requester.first_weights import find_first_weights
+from ravnest.requester.first_weights import find_first_weights, has_frozen_files
 from ravnest.requester.job import Job
 from ravnest.requester.lr_schedules import factors
 from ravnest.requester.owner import DeliverResult, JobOwner, Keeper
@@ -166,6 +166,7 @@ def _settings(job: Job, captured: Captured, optimizer: OptimizerSettings, num_ba
         microbatches=1 if is_whole else job.microbatches if isinstance(job.microbatches, int) else 0,
         is_whole_batch=is_whole,
         has_own_adam=not isinstance(job.optimizer, Recipe) and is_adam,
+        has_frozen_files=has_frozen_files(job, captured),
         has_tied_weights=any(len(entry.positions) > 1 for entry in captured.blueprint.state),
         average_every=job.average_every if isinstance(job.average_every, int) else None,
         checkpoint_every=job.checkpoint_seconds,

@@ -74,6 +74,7 @@ class JobSettings:
     evaluate_every: int = 1  # epochs; 0: only at the end
     checkpoint_every: float | None = None  # seconds; None: never
     has_own_adam: bool = False  # the requester's: its rate follows the noise where clusters share batches
+    has_frozen_files: bool = False  # what training never changes is on the requester's disk: it stays there
     has_tied_weights: bool = False  # that several positions of the line share
     expected_nodes: int = 0  # with so many nodes form at once; 0: only by time
     settle_seconds: float = 5.0  # form when nobody came or went for so long
