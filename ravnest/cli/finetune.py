@@ -81,7 +81,7 @@ class _Question:
     hub_upload: str
 
 
-@click.command()
+@click.command("finetune")
 @click.argument("model", metavar="MODEL")
 @_with(_TRAINING)
 @_with(_RUNNING)
@@ -89,7 +89,7 @@ class _Question:
 @plan_options
 @click.option("--quiet", is_flag=True, help="Say only how to join, and what went wrong.")
 @click.option("--json", "as_json", is_flag=True, help=f"Print JSON lines ({_SCHEMA}).")
-def finetune(
+def run_finetuning(
     model: str,
     dry_run: bool,
     merge: bool,

@@ -13,7 +13,7 @@ import click
 
 from ravnest.cli.demo import demo
 from ravnest.cli.doctor import doctor, env
-from ravnest.cli.finetune import finetune
+from ravnest.cli.finetune import run_finetuning
 from ravnest.cli.inspect import inspect
 from ravnest.cli.join import finish, join, pause, resume
 from ravnest.cli.plan import plan
@@ -86,7 +86,7 @@ _COMMANDS = (
     plan,
     inspect,
     train,
-    finetune,
+    run_finetuning,
     hub,
     join,
     pause,
