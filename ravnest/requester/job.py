@@ -26,6 +26,7 @@ from ravnest.model.model_with_loss import Metric
 from ravnest.model.profile import find_matrices
 from ravnest.requester.dataset import SampleBatch, Samples, loader_batch_size, show_thing
 from ravnest.requester.lr_schedules import Schedule, constant, cosine, is_torch_scheduler, read_schedule
+from ravnest.requester.padding import PaddingWish
 from ravnest.units import Dimension, parse_quantity, show_value
 
 TorchOptimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
@@ -44,15 +45,16 @@ class Job:
     DataLoader, which brings its own batch size. A sample is a dict of fields or a tuple (inputs..., target).
     `loss` and `metrics` take what the model returned and the batch, or its target when batches are tuples;
     without a loss the model returns it. `inputs` names the fields the model takes. `is_padded=False` promises
-    that no sample is padded. `optimizer` is one of torch.optim (or several) over the model's parameters, or
-    the name of a recipe with its `learning_rate`; left out, that of a short job is higher, unless the model
-    `is_pretrained`. `schedule` is one of ours, a function, or one of torch's over that optimizer. `clip`
-    limits the norm of each tensor's gradient. One batch is one update; `max_steps` updates are made, or those
-    of all `epochs`. A batch travels through the stages as `microbatches`. Clusters average their weights
-    `average_every` batches, and by the `averaging_rule` more than those. What was trained is kept
-    `checkpoint_every` so often, like "5 min"; None: never. `weights` is a safetensors file, a folder of
-    shards or a mirror's list to begin with; a model made under `rv.empty_weights()` without them is filled
-    layer by layer, as its modules say.
+    that no sample is padded. Samples of different lengths are padded with what `pad` says of each field, to
+    the longest or to `max_length`; of tokens with an attention mask it is known. `optimizer` is one of
+    torch.optim (or several) over the model's parameters, or the name of a recipe with its `learning_rate`;
+    left out, that of a short job is higher, unless the model `is_pretrained`. `schedule` is one of ours, a
+    function, or one of torch's over that optimizer. `clip` limits the norm of each tensor's gradient. One
+    batch is one update; `max_steps` updates are made, or those of all `epochs`. A batch travels through the
+    stages as `microbatches`. Clusters average their weights `average_every` batches, and by the
+    `averaging_rule` more than those. What was trained is kept `checkpoint_every` so often, like "5 min";
+    None: never. `weights` is a safetensors file, a folder of shards or a mirror's list to begin with; a model
+    made under `rv.empty_weights()` without them is filled layer by layer, as its modules say.
     """
 
     model: nn.Module = field(repr=False)
@@ -75,6 +77,8 @@ class Job:
     seed: int = field(default=0, kw_only=True)
     inputs: Sequence[str] | None = field(default=None, kw_only=True)
     is_padded: bool | None = field(default=None, kw_only=True)
+    pad: Mapping[str, float] | None = field(default=None, kw_only=True)
+    max_length: int | None = field(default=None, kw_only=True)
     is_pretrained: bool | None = field(default=None, kw_only=True)
     weights: str | os.PathLike[str] | None = field(default=None, kw_only=True)
     name: str | None = field(default=None, kw_only=True)
@@ -161,14 +165,21 @@ class Job:
     @cached_property
     def samples(self) -> Samples:
         """The train data by number."""
-        return Samples(self.train_data, self.batch_size, is_padded=self.is_padded)
+        wish = PaddingWish(self.pad, self.max_length)
+        return Samples(self.train_data, self.batch_size, is_padded=self.is_padded, padding=wish)
 
     @cached_property
     def val_samples(self) -> Samples | None:
         """The validation data by number, if there is any."""
         if self.val_data is None:
             return None
-        return Samples(self.val_data, self.batch_size, what="validation data", is_padded=self.is_padded)
+        return Samples(
+            self.val_data,
+            self.batch_size,
+            what="validation data",
+            is_padded=self.is_padded,
+            like=self.samples,
+        )
 
     @cached_property
     def checkpoint_seconds(self) -> float | None:
@@ -216,6 +227,12 @@ class Job:
         _require(
             is_place, "weights", self.weights, "a safetensors file, a folder or a mirror's list that exists"
         )
+        is_pad = self.pad is None or (
+            isinstance(self.pad, Mapping) and all(map(_is_number, self.pad.values()))
+        )
+        _require(is_pad, "pad", self.pad, "a dict from a field to the number that pads it")
+        is_length = self.max_length is None or _is_whole(self.max_length, 1)
+        _require(is_length, "max_length", self.max_length, "a whole number, 1 or more")
         is_list = not isinstance(self.inputs, str)
         _require(is_list, "inputs", self.inputs, f"a list of fields: [{self.inputs!r}]")
 
@@ -251,6 +268,10 @@ def _require(is_good: object, name: str, value: object, wanted: str) -> None:
 
 def _is_whole(value: object, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= sys.maxsize
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float)
 
 
 def _is_positive(value: object) -> bool:
