@@ -11,16 +11,17 @@ if TYPE_CHECKING:
     from ravnest.engine.train_config import AveragingRule
     from ravnest.hub.coordinator import notices
     from ravnest.model.capture import capture, empty_weights
-    from ravnest.requester.callbacks import CsvLog, StopTraining, TensorBoard
+    from ravnest.requester.callbacks import CsvLog, EarlyStopping, StopTraining, TensorBoard
     from ravnest.requester.finetuning.finetune import finetune
     from ravnest.requester.finetuning.merging import merge_adapter
     from ravnest.requester.job import Job
-    from ravnest.requester.lr_schedules import constant, cosine, linear
+    from ravnest.requester.lr_schedules import constant, cosine, linear, per_epoch
     from ravnest.requester.session import Hub, local
 
 __all__ = [
     "AveragingRule",
     "CsvLog",
+    "EarlyStopping",
     "Hub",
     "Job",
     "PlanConfig",
@@ -35,11 +36,13 @@ __all__ = [
     "local",
     "merge_adapter",
     "notices",
+    "per_epoch",
 ]
 
 _PLACES = {
     "AveragingRule": "ravnest.engine.train_config",
     "CsvLog": "ravnest.requester.callbacks",
+    "EarlyStopping": "ravnest.requester.callbacks",
     "Hub": "ravnest.requester.session",
     "Job": "ravnest.requester.job",
     "PlanConfig": "ravnest.config",
@@ -53,6 +56,7 @@ _PLACES = {
     "linear": "ravnest.requester.lr_schedules",
     "local": "ravnest.requester.session",
     "merge_adapter": "ravnest.requester.finetuning.merging",
+    "per_epoch": "ravnest.requester.lr_schedules",
 }
 
 

@@ -8,13 +8,17 @@ from msgspec import Meta
 
 from ravnest.config import DELTA_FORMATS, EXACT_FORMATS, StateFormat, WeightFormat, WireFormat
 from ravnest.engine.optimizers import (
+    Adafactor,
+    Adagrad,
     Adam,
     FusedAdam,
     Group,
+    Lion,
     Muon,
     NAdam,
     OptimizerRule,
     OptimizerSettings,
+    RmsProp,
     Sgd,
 )
 from ravnest.errors import UnsafeBlueprint
@@ -32,6 +36,10 @@ _RULES: dict[str, type[OptimizerRule]] = {
     "fused": FusedAdam,
     "nadam": NAdam,
     "muon": Muon,
+    "rmsprop": RmsProp,
+    "adagrad": Adagrad,
+    "adafactor": Adafactor,
+    "lion": Lion,
 }
 
 
@@ -84,7 +92,7 @@ class TrainConfig:
 class _Group(msgspec.Struct, forbid_unknown_fields=True):
     names: list[str]
     rule: str
-    values: dict[str, bool | _Number | str]
+    values: dict[str, bool | _Number | str | None]
     weight_decay: _Number
     is_decoupled: bool
     rate: _Number

@@ -41,6 +41,11 @@ KINDS = {
     "nadam": (torch.optim.NAdam, {"lr": 1e-2}),
     "nadam decay": (torch.optim.NAdam, {"lr": 1e-2, "weight_decay": 0.1, "momentum_decay": 0.01}),
     "nadamw": (torch.optim.NAdam, {"lr": 1e-2, "weight_decay": 0.1, "decoupled_weight_decay": True}),
+    "rmsprop": (torch.optim.RMSprop, {"lr": 1e-2, "weight_decay": 0.1}),
+    "rmsprop centered": (torch.optim.RMSprop, {"lr": 1e-2, "centered": True, "momentum": 0.9}),
+    "adagrad": (torch.optim.Adagrad, {"lr": 1e-2, "lr_decay": 0.1, "weight_decay": 0.1}),
+    "adafactor": (torch.optim.Adafactor, {"lr": 1e-2, "weight_decay": 0.1, "foreach": False}),
+    "adafactor wide": (torch.optim.Adafactor, {"lr": 0.5, "eps": (1e-5, 0.1), "d": 2.0, "foreach": False}),
     "muon": (torch.optim.Muon, {"lr": 1e-2}),
     "muon like adam": (torch.optim.Muon, {"lr": 1e-2, "adjust_lr_fn": "match_rms_adamw"}),
     "muon plain": (torch.optim.Muon, {"lr": 1e-2, "nesterov": False, "weight_decay": 0.0, "eps": 1e-5}),
@@ -106,7 +111,7 @@ def test_equals_torch_bit_for_bit(name, in_place):
         assert torch.equal(parameters[name], tensor), name
 
 
-@pytest.mark.parametrize("name", ["momentum", "adamw", "fused adamw", "nadam"])
+@pytest.mark.parametrize("name", ["momentum", "adamw", "fused adamw", "nadam", "adagrad", "adafactor"])
 def test_a_parameter_without_gradient_waits_with_its_own_step_count(name):
     kind, options = KINDS[name]
     reference, truth, ours, parameters = both(kind, options)
@@ -455,8 +460,8 @@ class MyAdam(torch.optim.Adam):
     ("make", "words"),
     [
         (
-            lambda p: torch.optim.RMSprop(p),
-            "RMSprop is not supported; choose one of torch.optim: SGD, Adam, ",
+            lambda p: torch.optim.Rprop(p),
+            "Rprop is not supported; choose one of torch.optim: SGD, Adam, ",
         ),
         (lambda p: MyAdam(p), "MyAdam is not supported"),
         (lambda p: type("Adam", (torch.optim.Adam,), {})(p), "Adam is not supported"),
