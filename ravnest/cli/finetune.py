@@ -36,7 +36,7 @@ _TRAINING = (
     click.option("--base", metavar="FORMAT", help="Of weights not trained: fp32, bf16, int8 or int4."),
     click.option("--epochs", type=int, metavar="N", help="Passes over the data; 3 if left out."),
     click.option("--max-steps", type=int, metavar="N", help="Updates, in place of epochs."),
-    click.option("--batch-size", type=int, metavar="N", help="Rows of one update; 16 if left out."),
+    click.option("--batch-size", type=int, metavar="N", help="Rows of one update; 16, or all there are."),
     click.option("--learning-rate", type=float, metavar="X", help="2e-4 if left out."),
     click.option("--schedule", metavar="NAME", help="cosine (if left out), linear or constant."),
     click.option("--warmup", type=float, metavar="X", help="Updates, or below 1 a share; 0.03 if left out."),
@@ -186,14 +186,13 @@ def _tell_cost(work: "Finetuning", question: _Question, run: RunWishes) -> None:
 
 def _count_cost(work: "Finetuning", answer: PlanAnswer) -> dict[str, float]:
     train, job, predicted = work.tables[0], work.job, answer.predicted
-    num_rows = job.epochs * len(job.samples)
     rate = predicted.samples_per_second
     delivered = sum(answer.profile.parameter_bytes)
     return {
-        "rows": num_rows,
-        "updates": job.epochs * -(-len(job.samples) // job.batch_size),
+        "rows": job.num_total,
+        "updates": job.num_updates,
         "tokens_per_second": rate * train.num_tokens / len(train),
-        "seconds": num_rows / rate if rate else 0.0,
+        "seconds": job.num_total / rate if rate else 0.0,
         "first_delivery_bytes": delivered,
         "first_delivery_seconds": predicted.hub.first_weights_seconds if predicted.hub else 0.0,
         "adapter_bytes": sum(answer.profile.trained_bytes),

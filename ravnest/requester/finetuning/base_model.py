@@ -104,7 +104,9 @@ def build_adapted(base: BaseModel, lora: LoraSettings, seed: int) -> nn.Module:
         task_type="CAUSAL_LM",
         base_model_name_or_path=base.name,
     )
-    with _explained(f"adapters cannot be put at {quote(lora.targets)}"), _quiet():
+    kinds = {name.rpartition(".")[2] for name, each in model.named_modules() if isinstance(each, nn.Linear)}
+    problem = f"adapters cannot be put at {quote(lora.targets)}; linear layers are {', '.join(sorted(kinds))}"
+    with _explained(problem), _quiet():
         adapted: nn.Module = peft.get_peft_model(model, config)
     _fill_adapters(adapted, seed)
     return adapted

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ravnest.config import FrozenFormat
 from ravnest.errors import ConfigError
 from ravnest.foreign import quote
 from ravnest.requester.dataset import show_thing
@@ -51,6 +52,7 @@ logger = logging.getLogger(__name__)
 
 _SCHEDULES = {"cosine": cosine, "linear": linear, "constant": constant}
 _USUAL_LENGTH = 1024  # tokens, if the model can have so many
+_USUAL_BATCH = 16  # rows
 _MULTIPLE = 8  # padded rows are of such a length, which GPUs like
 _LEAST_SPLIT = 20  # rows; of fewer none is kept for validation unless the requester says so
 _VALIDATION_SHARE = 0.05
@@ -79,7 +81,7 @@ class Finetuning:
     warmup: float = 0.03  # updates, or below 1 a share of them
     epochs: int = 3
     max_steps: int | None = None  # updates, in place of epochs
-    batch_size: int = 16  # rows
+    batch_size: int | None = None  # rows; 16, or all there are
     seed: int = 0
     precision: str = "auto"
     checkpoint_every: str | None = "1 min"
@@ -128,6 +130,8 @@ class Finetuning:
         """The job that trains the adapters, with the model's empty weights."""
         lora = LoraSettings(self.rank, self.alpha, self.dropout, self.targets)
         rates = self._find_schedule()
+        if self.base is not None and self.base not in list(FrozenFormat):
+            raise ConfigError(f"base is {quote(self.base)}; give {', '.join(FrozenFormat)}")
         self._check()
         train, validation = self.tables
         if train.padding_share > _MUCH_PADDING:
@@ -138,10 +142,11 @@ class Finetuning:
         columns = _to_tensors(train)
         return Job(
             model,
-            columns if self.max_steps is None else self._draw_rows(columns),
+            columns,
             val_data=None if validation is None else _to_tensors(validation),
-            batch_size=self.batch_size,
-            epochs=self.epochs if self.max_steps is None else 1,
+            batch_size=min(_USUAL_BATCH, len(train)) if self.batch_size is None else self.batch_size,
+            epochs=self.epochs,
+            max_steps=self.max_steps,
             loss=token_loss,
             optimizer=torch.optim.AdamW(trained, lr=self.learning_rate, weight_decay=self.weight_decay),
             schedule=rates,
@@ -182,10 +187,6 @@ class Finetuning:
             raise ConfigError(f"val_share is {quote(share)}; give a share of the rows, from 0 to below 1")
         return share
 
-    def _draw_rows(self, columns: dict[str, Tensor]) -> dict[str, Tensor]:
-        assert self.max_steps is not None
-        return _draw(columns, self.max_steps * self.batch_size, self.seed)
-
     def _find_pad(self) -> int:
         tokenizer = self.source.tokenizer
         found = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
@@ -207,11 +208,6 @@ class Finetuning:
         decay = self.weight_decay
         if not isinstance(decay, int | float) or isinstance(decay, bool) or not 0 <= decay < math.inf:
             raise ConfigError(f"weight_decay is {show_thing(decay)}; give a number, 0 or more")
-        for name in ("epochs", "batch_size", "max_steps"):
-            value = getattr(self, name)
-            is_whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-            if not is_whole and not (name == "max_steps" and value is None):
-                raise ConfigError(f"{name} is {show_thing(value)}; give a whole number, 1 or more")
 
 
 def finetune(
@@ -268,11 +264,3 @@ def token_loss(out: Any, batch: Mapping[str, Tensor]) -> Tensor:
 
 def _to_tensors(table: TokenTable) -> dict[str, Tensor]:
     return {name: torch.from_numpy(column) for name, column in table.fields.items()}
-
-
-def _draw(columns: dict[str, Tensor], num_rows: int, seed: int) -> dict[str, Tensor]:
-    """Return so many rows: some of them by chance, or all of them several times and then some."""
-    num_own, generator = len(next(iter(columns.values()))), torch.Generator().manual_seed(seed)
-    laps = [torch.randperm(num_own, generator=generator) for _ in range(0, num_rows, num_own)]
-    numbers = torch.cat(laps)[:num_rows]
-    return {name: column[numbers] for name, column in columns.items()}

@@ -22,7 +22,7 @@ _LONGEST_LINE = 64 << 20  # bytes
 _MOST_JSON_BYTES = 1 << 30  # of a file that has to be read whole
 _MOST_ROLE = 64
 _FORMS = "text; prompt and completion; or messages"
-_FIX = f"give {_FORMS}, or name yours: columns={{'prompt': 'question', 'completion': 'answer'}}"
+_FIX = f"give {_FORMS}; or say how yours are called (columns: prompt=question, completion=answer)"
 COLUMNS = ("text", "prompt", "completion", "messages")
 
 
