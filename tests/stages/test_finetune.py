@@ -5,10 +5,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from click.testing import CliRunner
 from support.line_of_stages import Line
 from support.tiny_llama import sums, write_tiny_llama
 from torch import nn
 
+from ravnest.cli.main import program
 from ravnest.errors import ConfigError
 from ravnest.model.state_source import LayeredSource, MemorySource, SourceTensors, read_tensor
 from ravnest.requester.finetuning.finetune import make_finetuning, token_loss
@@ -253,3 +255,19 @@ def test_a_folder_that_is_no_model_is_refused(tmp_path, folder, change, told):
 def test_a_model_that_is_not_here_is_refused(name):
     with pytest.raises(ConfigError, match=r"does not exist|nor in the local cache; fetch it first"):
         _ = make_finetuning(name, [{"text": "some text"}], {}).source
+
+
+def test_a_dry_run_says_what_it_will_take_and_starts_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_tiny_llama(tmp_path / "tiny", num_layers=1)
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in sums(40)))
+    asked = ["tiny", "--data", "sums.jsonl", "--dry-run", "--population", "home:3", "--epochs", "2", "--json"]
+    done = CliRunner().invoke(program, ["finetune", *asked])
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    cost = found["finetune"]
+    assert (found["schema"], cost["rows"], cost["updates"]) == ("ravnest.finetune/1", 76, 6)
+    assert cost["seconds"] == pytest.approx(76 / found["predicted"]["samples_per_second"])
+    assert 0 < cost["adapter_bytes"] < cost["first_delivery_bytes"]
+    assert cost["first_delivery_seconds"] == pytest.approx(cost["first_delivery_bytes"] / 5e6)
+    assert not (tmp_path / "runs").exists()
