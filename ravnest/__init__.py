@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from ravnest.hub.coordinator import notices
     from ravnest.model.capture import capture, empty_weights
     from ravnest.requester.callbacks import CsvLog, EarlyStopping, StopTraining, TensorBoard
+    from ravnest.requester.from_trainer import from_trainer
     from ravnest.requester.job import Job
     from ravnest.requester.lr_schedules import constant, cosine, linear, per_epoch
     from ravnest.requester.session import Hub, local
@@ -29,6 +30,7 @@ __all__ = [
     "constant",
     "cosine",
     "empty_weights",
+    "from_trainer",
     "linear",
     "local",
     "notices",
@@ -48,6 +50,7 @@ _PLACES = {
     "constant": "ravnest.requester.lr_schedules",
     "cosine": "ravnest.requester.lr_schedules",
     "empty_weights": "ravnest.model.capture",
+    "from_trainer": "ravnest.requester.from_trainer",
     "linear": "ravnest.requester.lr_schedules",
     "local": "ravnest.requester.session",
     "per_epoch": "ravnest.requester.lr_schedules",
