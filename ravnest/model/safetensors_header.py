@@ -39,9 +39,14 @@ class StoredType:
     shape: tuple[int, ...]
 
     @property
+    def num_items(self) -> int:
+        """Number of its values."""
+        return prod(self.shape)
+
+    @property
     def size_bytes(self) -> int:
         """Bytes of its values."""
-        return prod(self.shape) * ITEM_BYTES[self.dtype]
+        return self.num_items * ITEM_BYTES[self.dtype]
 
     def __str__(self) -> str:
         return f"{self.dtype} [{', '.join(str(size) for size in self.shape)}]"
