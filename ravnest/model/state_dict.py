@@ -108,6 +108,11 @@ class Layout:
         return out
 
 
+def order_entries(entries: Iterable[StateEntry]) -> list[StateEntry]:
+    """Return what nothing changes first: so it makes the same pieces in every snapshot of a stage."""
+    return sorted(entries, key=lambda entry: entry.is_trainable or entry.is_written)
+
+
 def to_safetensors(state: Mapping[str, Tensor], blueprint: Blueprint) -> bytes:
     """Return the tensors that the blueprint names as a safetensors file; others are left out."""
     for entry in blueprint.state:

@@ -29,7 +29,7 @@ from ravnest.model.compiled_stage import StageCompiler, TracedStage
 from ravnest.model.dry_run import Footprint, dry_run
 from ravnest.model.profile import count_flops
 from ravnest.model.stage_program import StageProgram, build_stage_program
-from ravnest.model.state_dict import Layout, read_finite_snapshot, type_of
+from ravnest.model.state_dict import Layout, order_entries, read_finite_snapshot, type_of
 from ravnest.peer.averager import AnchorState, Averager, refuse_exact
 from ravnest.peer.capabilities import BestPrecision, can_run_bf16, choose_precision, time_batch, use_tf32
 from ravnest.peer.compute_protocol import Build, ProviderLimits
@@ -137,6 +137,7 @@ def assemble_stage(
         if HUB in suspects:
             raise WeightsError(told)  # the hub has all of a stage, or nobody has
         return StageMissing(parts.build_id, suspects[0], told)
+    state = {entry.name: state[entry.name] for entry in order_entries(blueprint.state)}
     return Snapshot(parts.version, state, optimizer), anchor_state
 
 

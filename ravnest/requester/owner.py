@@ -26,7 +26,7 @@ from ravnest.model.blueprint_json import write_blueprint
 from ravnest.model.capture import Captured
 from ravnest.model.safetensors_header import FileTensor, read_tensors
 from ravnest.model.slicing import slice_blueprint
-from ravnest.model.state_dict import OPTIMIZER_PREFIX, check_snapshot, check_type
+from ravnest.model.state_dict import OPTIMIZER_PREFIX, check_snapshot, check_type, order_entries
 from ravnest.model.state_source import (
     FileSource,
     LayeredSource,
@@ -108,7 +108,7 @@ class JobOwner:
         slots = [name for name in source.types if _slot_of(name) in names]
         return Parts(
             blueprint=write_train_config(self._training, trained) + b"\n" + write_blueprint(stage),
-            weights=partial(write_pieces, source, [*(entry.name for entry in stage.state), *slots]),
+            weights=partial(write_pieces, source, [*(x.name for x in order_entries(stage.state)), *slots]),
             train_fields=_fields(stage.train),
             evaluation_fields=_fields(stage.evaluate),
         )
