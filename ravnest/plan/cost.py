@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from ravnest.config import OptimizerKind, PlanConfig, Recompute, WeightFormat, WireFormat
 from ravnest.plan.block_memory import BlockMemory
+from ravnest.plan.range_maximum import RangeMaximum
 from ravnest.plan.types import ModelProfile, Swarm
 
 Floats = npt.NDArray[np.float64]
@@ -84,6 +85,8 @@ class LineCost:
             held = self.blocks.held(start, stop, window) + window * arrived
         else:
             held = window * (self.saved[stop] - self.saved[start])
+        if self.restored is not None:
+            held = held + self.restored.find(start, stop)
         leased = np.where(start == 0, _LEASED * window * self.crossing[0], 0.0)
         return np.asarray(_SLACK * (resident + held + leased) + self.config.overhead_bytes)
 
@@ -195,6 +198,12 @@ class LineCost:
     def blocks(self) -> BlockMemory:
         """What stages hold that compute their activations again."""
         return BlockMemory(np.asarray(self.profile.saved_bytes, float), self.crossing)
+
+    @cached_property
+    def restored(self) -> RangeMaximum | None:
+        """The most that one operation of a stage has in full of matrices that are stored in fewer bits."""
+        restored = self.profile.restored_bytes
+        return RangeMaximum(np.asarray(restored, float)) if restored else None
 
     @cached_property
     def resident(self) -> Floats:

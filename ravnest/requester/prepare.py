@@ -23,6 +23,7 @@ from ravnest.engine.train_config import Precision, TrainConfig
 from ravnest.errors import ConfigError
 from ravnest.hub.coordinator.events import JobGiven, JobSettings
 from ravnest.model.capture import Captured
+from ravnest.model.frozen_storage import choose_storage
 from ravnest.model.profile import has_channels, measure
 from ravnest.requester.checkpoint_store import (
     Checkpoint,
@@ -79,6 +80,7 @@ def prepare(
     if plan.states is StateFormat.INT8 and job.averaging_rule.momentum:
         raise ConfigError("momenta are averaged, which int8 states cannot be; choose states=bf16 or fp32")
     captured = job.capture(tell)
+    captured = replace(captured, blueprint=choose_storage(captured.blueprint, plan.frozen))
     for note in captured.notes:
         logger.warning("note: %s", note)
     num_batches = job.num_updates
@@ -102,18 +104,19 @@ def prepare(
         averaging=job.averaging_rule,
         exact_gradients=config.exact_gradients,
     )
-    state = hash_state(captured.blueprint.state)
-    sizes = (num_samples, job.batch_size, job.epochs, job.seed)
-    fingerprint = Fingerprint(job.name or "", state, *sizes)
     folder = None if keeper is None else keeper.folder
     first = find_first_weights(job, captured, folder, is_needed=start is None)
-    owner = JobOwner(job, captured, training, fingerprint, keeper, deliver, first)
+    left_out = first.find_lasting(captured.blueprint.state)
+    state, frozen = hash_state(captured.blueprint.state), first.sample(left_out)
+    sizes = (num_samples, job.batch_size, job.epochs, job.seed)
+    fingerprint = Fingerprint(job.name or "", state, *sizes, frozen)
+    owner = JobOwner(job, captured, training, fingerprint, keeper, deliver, first, left_out)
     books = None
     if start is not None:
         _check_start(start, fingerprint, settings.num_total)
         books = owner.go_on_from(start)
     tell("it is measured")
-    profile = measure(captured.blueprint, job.batch_size)
+    profile = measure(captured.blueprint, job.batch_size, is_cast=precision is WeightFormat.BF16)
     return PreparedJob(captured, owner, JobGiven(profile, config, settings, now=0.0, books=books))
 
 
