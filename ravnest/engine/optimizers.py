@@ -242,11 +242,11 @@ class Optimizer:
             found.update(zip(chunk, live, strict=True))
         return found
 
-    def state(self) -> dict[str, Tensor]:
+    def state(self) -> Mapping[str, Tensor]:
         """Return the live state by "SLOT/NAME", with the slots of torch.optim; a step changes it."""
         steps = {f"step/{name}": torch.tensor(float(step)) for name, step in self._steps.items() if step}
         products = {f"mu_product/{name}": product for name, product in self._products.items()}
-        return {**self._moments.export(), **products, **steps}
+        return self._moments.export({**products, **steps})
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Take over a copy of the state of these parameters, from whatever stage."""
