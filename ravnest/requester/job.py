@@ -170,7 +170,10 @@ class Job:
     def samples(self) -> Samples:
         """The train data by number."""
         wish = PaddingWish(self.pad, self.max_length)
-        return Samples(self.train_data, self.batch_size, is_padded=self.is_padded, padding=wish)
+        most = None if self.max_steps is None else self.max_steps * self.batch_size
+        return Samples(
+            self.train_data, self.batch_size, is_padded=self.is_padded, padding=wish, most_samples=most
+        )
 
     @cached_property
     def val_samples(self) -> Samples | None:
