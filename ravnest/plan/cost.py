@@ -188,6 +188,11 @@ class LineCost:
         """Bytes that cross each cut, uncompressed."""
         return np.asarray(self.profile.crossing_bytes, float)
 
+    @property
+    def sample_bytes(self) -> float:
+        """Bytes of a batch that the hub sends to each cluster."""
+        return float(self.crossing[0] + self.crossing[-1])
+
     @cached_property
     def saved(self) -> Floats:
         """Cumulative bytes a batch leaves behind for its backward."""
@@ -381,6 +386,7 @@ class Timing:
     memory: Floats
     window: Ints
     recompute: Bools
+    hub_bytes: Floats  # [cluster] of a batch, that the hub sends: samples, and what it passes on
     deaths: Floats  # [cluster] time lost to deaths, per time that is not
     seconds: Floats  # [cluster] between two batches, deaths included
 
@@ -406,7 +412,9 @@ def timing(line: LineCost, nodes: NodeTable, rows: Rows) -> Timing:
     slowest = np.maximum.reduce([compute, send, receive, relay, waiting])
     deaths = np.where(exists, nodes.risk[table], 0.0).sum(axis=1)
     seconds = slowest.max(axis=1, initial=_SHORTEST_PERIOD) * (1.0 + deaths)
-    return Timing(compute, send, receive, relay, cycle, memory, window, recompute, deaths, seconds)
+    return Timing(
+        compute, send, receive, relay, cycle, memory, window, recompute, traffic.hub, deaths, seconds
+    )
 
 
 class _Stages:
@@ -537,7 +545,10 @@ class _Traffic:
         ahead, behind = rows.nodes[:, :-1], rows.nodes[:, 1:]
         hidden = ~(nodes.reachable[ahead] | nodes.reachable[behind])
         self.relay[:, 1:] = hidden * np.maximum(there, back) / line.config.relay_bytes_per_second
-        relayed = hidden * (there + back) / line.config.relay_bytes_per_second
+        hidden &= np.arange(1, rows.nodes.shape[1]) < rows.lengths[:, None]
+        relayed = hidden * (there + back)
+        self.hub = line.sample_bytes + relayed.sum(axis=1)
+        relayed /= line.config.relay_bytes_per_second
         direct = there / np.minimum(upload[:, 1:], download[:, :-1])
         direct += back / np.minimum(upload[:, :-1], download[:, 1:])
         self.travel[:, 1:] = np.maximum(direct, relayed) + 2.0 * nodes.hop_seconds(ahead, behind)
