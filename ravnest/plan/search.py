@@ -6,7 +6,7 @@ anew; all genomes then try local moves at once, because thousands of clusters ar
 budget is counted in clusters evaluated, never in seconds, so the same seed gives the same answer.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -87,8 +87,7 @@ class Search:
             best, known = population[0].rate, self.num_evaluated
             for _ in range(_ROUNDS):
                 self._improve(population)
-            variants = [each for genome in population for each in self._recreate(genome)]
-            population = self._select([*population, *variants, self._cross(population)])
+            population = self._select([*population, *self._breed(population)])
             is_exhausted = self.num_evaluated == known  # tiny swarms: nothing new is left to try
             stale = (
                 0
@@ -174,24 +173,27 @@ class Search:
         periods, hub_bytes = (np.array([each[k] for each in known], float) for k in (0, 2))
         return choose_clusters(periods, hub_bytes, self._ratio, self._hub)
 
-    def _recreate(self, genome: Genome) -> list[Genome]:
-        """Return variants of a genome: clusters of similar speed dissolved, their nodes covered anew."""
+    def _breed(self, population: list[Genome]) -> list[Genome]:
+        """Return variants of each genome and a child of two, their coverings worked out side by side."""
+        drafts = [draft for genome in population for draft in self._recreate(genome)]
+        drafts.append(self._cross(population))
+        made = self._finish([draft.covering for draft in drafts])
+        return [Genome(draft.kept + more, draft.ceiling) for draft, more in zip(drafts, made, strict=True)]
+
+    def _recreate(self, genome: Genome) -> "Iterator[_Draft]":
+        """Dissolve clusters of similar speed and cover their nodes anew, in several ways."""
         periods = np.array(self.seconds(genome.clusters))
         finite = periods[np.isfinite(periods)]
-        kept, ceilings, coverings = [], [], []
         for _ in range(_VARIANTS):
             middle, width = self._rng.choice(finite), self._rng.choice([1.1, 1.3, 1.8])
             falls = (periods >= middle / width) & (periods <= middle * width)
             falls &= self._rng.random(len(periods)) < self._rng.choice([0.3, 0.6, 0.9])
-            clusters = [order for order, fall in zip(genome.clusters, falls, strict=True) if not fall]
-            kept.append(clusters)
+            kept = [order for order, fall in zip(genome.clusters, falls, strict=True) if not fall]
             fastest = float(middle / width) / 1.2  # the nodes may do a little better together
-            ceilings.append(self._near(genome.ceiling))
-            coverings.append(
-                self._cover(self._free(clusters), ceilings[-1], self._taste(), clusters, fastest)
-            )
-        made = self._finish(coverings)
-        return [Genome(kept[k] + made[k], ceilings[k]) for k in range(_VARIANTS)]
+            yield self._draft(kept, self._near(genome.ceiling), fastest)
+
+    def _draft(self, kept: list[NodeOrder], ceiling: int, fastest: float = 0.0) -> "_Draft":
+        return _Draft(kept, ceiling, self._cover(self._free(kept), ceiling, self._taste(), kept, fastest))
 
     def _near(self, ceiling: int) -> int:
         """Shift a ceiling now and then; far only where coverings are cheap."""
@@ -204,7 +206,7 @@ class Search:
         is_free[[node for order in clusters for node in order]] = False
         return np.flatnonzero(is_free)
 
-    def _cross(self, population: list[Genome]) -> Genome:
+    def _cross(self, population: list[Genome]) -> "_Draft":
         """Inherit whole clusters from two parents; cover the nodes that are left anew."""
         first, second = (self._tournament(population) for _ in range(2))
         taken: set[int] = set()
@@ -214,9 +216,7 @@ class Search:
             if taken.isdisjoint(order):
                 clusters.append(order)
                 taken.update(order)
-        ceiling = self._near(first.ceiling)
-        (made,) = self._finish([self._cover(self._free(clusters), ceiling, self._taste(), clusters)])
-        return Genome(clusters + made, ceiling)
+        return self._draft(clusters, self._near(first.ceiling))
 
     def _tournament(self, population: list[Genome]) -> Genome:
         rivals = self._rng.integers(len(population), size=2)
@@ -301,6 +301,14 @@ class Search:
             worth += rate - 1e-9 * len(order) / ceiling
             asked += rate * hub_bytes
         return _Worth(worth, asked)
+
+
+class _Draft(NamedTuple):
+    """A genome in the making: clusters it has, and a covering of the nodes that are left."""
+
+    kept: list[NodeOrder]
+    ceiling: int
+    covering: Covering
 
 
 class _Worth(NamedTuple):

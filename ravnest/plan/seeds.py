@@ -19,7 +19,7 @@ _LEVEL_RATIO = 1.1  # between the target periods of neighbouring levels
 _LOG_RATIO = float(np.log(_LEVEL_RATIO))
 _SLACKS = (0.0, 0.05, 0.12, 0.25)  # capacity is an estimate: ask for more when it was not enough
 _WIDEST_RATIO = 32.0  # of target periods in one covering, when the speed ratio is not bounded
-_MOST_CEILINGS = 10
+_MOST_CEILINGS = 8
 _PROMISING = 0.8  # of the best estimate
 _SAMPLE = 256  # nodes that decide which target periods are worth trying
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
-from numpy.lib.stride_tricks import sliding_window_view
+from numpy.lib.stride_tricks import as_strided
 
 from ravnest.errors import ConfigError
 from ravnest.plan.cost import (
@@ -116,7 +116,7 @@ class Splitter:
                 relayed = hidden[:active, k] & hidden[:active, k - 1]
                 ahead[:, : length + 1] = np.maximum(reach[:active], relayed[:, None] * self._relay)
             # [cluster, length - 1, start]: the reach at the stop of each interval
-            behind = sliding_window_view(ahead[:, 1:], length, axis=1)
+            behind = _windows(ahead[:, 1:], length)
             np.maximum(stage, behind, out=stage)
             stages.append(stage)
             stage.min(axis=1, out=reach[:active, :-1])
@@ -137,6 +137,13 @@ class Splitter:
             longer = stages[k][np.arange(active), :, start].argmin(axis=1)
             cuts[:active, k] = np.minimum(start + 1 + longer, length)
         return cuts
+
+
+def _windows(rows: Floats32, length: int) -> Floats32:
+    """Return all windows of each row, [row, start, length], as a view."""
+    shape = (rows.shape[0], rows.shape[1] - length + 1, length)
+    along, across = rows.strides
+    return as_strided(rows, shape, (along, across, across), writeable=False)
 
 
 _EQUAL_WORK = 1.15  # links are slower than PCs: a little more work beats several times the bytes
