@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from ravnest.requester.callbacks import CsvLog, EarlyStopping, StopTraining, TensorBoard
     from ravnest.requester.finetuning.finetune import finetune
     from ravnest.requester.finetuning.merging import merge_adapter
+    from ravnest.requester.from_trainer import from_trainer
     from ravnest.requester.job import Job
     from ravnest.requester.lr_schedules import constant, cosine, linear, per_epoch
     from ravnest.requester.session import Hub, local
@@ -32,6 +33,7 @@ __all__ = [
     "cosine",
     "empty_weights",
     "finetune",
+    "from_trainer",
     "linear",
     "local",
     "merge_adapter",
@@ -53,6 +55,7 @@ _PLACES = {
     "cosine": "ravnest.requester.lr_schedules",
     "empty_weights": "ravnest.model.capture",
     "finetune": "ravnest.requester.finetuning.finetune",
+    "from_trainer": "ravnest.requester.from_trainer",
     "linear": "ravnest.requester.lr_schedules",
     "local": "ravnest.requester.session",
     "merge_adapter": "ravnest.requester.finetuning.merging",

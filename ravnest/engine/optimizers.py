@@ -124,6 +124,7 @@ class OptimizerSettings:
     lag_updates: int = 0  # so long lag lowers the learning rate, less and less
     versions: WeightFormat = WeightFormat.FP32  # of the weights that forwards see where gradients are late
     states: StateFormat = StateFormat.FP32  # of the moments
+    clip_norm: float | None = None  # largest norm of the gradient of the whole model
 
 
 _CHUNK_ITEMS = 1 << 18  # measured: larger ones take up to 1.8 times as long on a CPU
@@ -170,6 +171,7 @@ class Optimizer:
         self._products: dict[str, Tensor] = {}  # of NAdam, by name
         self._steps = dict.fromkeys(self._shapes, 0)
         self._predicted: dict[str, Tensor] = {}
+        self.norm_square = 0.0  # of the last gradient, where the whole model's norm is limited
         self.names = frozenset(self._shapes)  # the other parameters stay as they are
 
     @torch.no_grad()
@@ -182,16 +184,19 @@ class Optimizer:
         *,
         held: Collection[str] = (),
         bounds: Mapping[str, float] | None = None,
+        other_square: float = 0.0,
     ) -> dict[str, Tensor] | Refusal:
         """Return all parameters after one update, or why it was refused and nothing changed.
 
         Gradients are taken out of their dict and freed one after the other. Parameters that are `held` are
         not changed in place. `lag` is the mean over the microbatches in the update. `bounds` are known ones
-        of the gradients' norms.
+        of the gradients' norms. `other_square` is the square of the norm of the gradients of other stages.
         """
-        clipped = self._clip(
-            {name: gradients[name] for name in gradients if name in self.names}, bounds or {}
-        )
+        own = {name: gradients[name] for name in gradients if name in self.names}
+        if self.settings.clip_norm is None:
+            clipped = self._clip(own, bounds or {})
+        else:
+            clipped = self._clip_together(own, self.settings.clip_norm, other_square)
         if isinstance(clipped, Refusal):
             return clipped
         gradients.clear()
@@ -237,11 +242,11 @@ class Optimizer:
             found.update(zip(chunk, live, strict=True))
         return found
 
-    def state(self) -> dict[str, Tensor]:
+    def state(self) -> Mapping[str, Tensor]:
         """Return the live state by "SLOT/NAME", with the slots of torch.optim; a step changes it."""
         steps = {f"step/{name}": torch.tensor(float(step)) for name, step in self._steps.items() if step}
         products = {f"mu_product/{name}": product for name, product in self._products.items()}
-        return {**self._moments.export(), **products, **steps}
+        return self._moments.export({**products, **steps})
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Take over a copy of the state of these parameters, from whatever stage."""
@@ -271,6 +276,20 @@ class Optimizer:
             if norm > limit:  # not in place: autograd may give one tensor to two weights
                 gradients[name] = gradients[name] * (limit / norm)
         return gradients
+
+    def _clip_together(
+        self, gradients: dict[str, Tensor], limit: float, other: float
+    ) -> dict[str, Tensor] | Refusal:
+        """Shorten all gradients alike, if the whole model's is too long."""
+        norms = find_norms(list(gradients.values()))
+        for name, norm in zip(gradients, norms, strict=True):
+            if not math.isfinite(norm):
+                return Refusal(f"the gradient of {name!r} is not finite: its norm is {norm}")
+        self.norm_square = sum(norm * norm for norm in norms)
+        length = math.sqrt(self.norm_square + other)
+        if not length > limit:
+            return gradients
+        return {name: gradient * (limit / length) for name, gradient in gradients.items()}
 
     def _lag_factor(self, lag: float) -> float:
         """Return what lag leaves of the learning rate: at first one over lag, later all of it."""

@@ -20,25 +20,16 @@ Weights = Mapping[str, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A stage's parameters and buffers, and its optimizer's state, at one version.
-
-    Those of `frozen` names never change.
-    """
+    """A stage's parameters and buffers, and its optimizer's state, at one version."""
 
     version: int
     state: dict[str, Tensor]
-    optimizer: dict[str, Tensor]
-    frozen: frozenset[str] = frozenset()
+    optimizer: Mapping[str, Tensor]
 
     def copy(self) -> "Snapshot":
         """Return one that nothing changes any more."""
-        state, optimizer = ({k: v.clone() for k, v in part.items()} for part in (self.state, self.optimizer))
-        return Snapshot(self.version, state, optimizer, self.frozen)
-
-    def without_frozen(self) -> "Snapshot":
-        """Return what training changes."""
-        changing = {name: tensor for name, tensor in self.state.items() if name not in self.frozen}
-        return Snapshot(self.version, changing, self.optimizer, self.frozen)
+        parts = ({k: v.clone() for k, v in part.items()} for part in (self.state, self.optimizer))
+        return Snapshot(self.version, *parts)
 
 
 class Versions:

@@ -295,7 +295,7 @@ class StageHost:
         if snapshot is None:
             return []
         self._snapshot_orders = []
-        return [SavedStage(x, snapshot if x.has_frozen else snapshot.without_frozen()) for x in orders]
+        return [SavedStage(order, snapshot) for order in orders]
 
     def save(self, is_final: bool = True) -> Snapshot | None:
         """Return the state of the stage, or of the held one; None while tied weights wait, or without any."""

@@ -119,7 +119,6 @@ class SnapshotOrder:
     build_id: int
     number: int
     is_final: bool = True  # training does not go on: an update that is under way is applied first
-    has_frozen: bool = True  # else what training never changes is left out: the hub has it
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from ravnest.engine.train_config import Precision, TrainConfig
 from ravnest.errors import ConfigError
 from ravnest.hub.coordinator.events import JobGiven, JobSettings
 from ravnest.model.capture import Captured
+from ravnest.model.frozen_storage import choose_storage
 from ravnest.model.profile import has_channels, measure
 from ravnest.requester.checkpoint_store import (
     Checkpoint,
@@ -32,7 +33,7 @@ from ravnest.requester.checkpoint_store import (
     find_difference,
     hash_state,
 )
-from ravnest.requester.first_weights import find_first_weights, has_frozen_files
+from ravnest.requester.first_weights import find_first_weights
 from ravnest.requester.job import Job
 from ravnest.requester.lr_schedules import factors
 from ravnest.requester.owner import DeliverResult, JobOwner, Keeper
@@ -79,12 +80,13 @@ def prepare(
         raise ConfigError(f"{problem}; choose {' or '.join(EXACT_FORMATS)}")
     if plan.states is StateFormat.INT8 and job.averaging_rule.momentum:
         raise ConfigError("momenta are averaged, which int8 states cannot be; choose states=bf16 or fp32")
+    plan = plan if job.frozen is None else replace(plan, frozen=FrozenFormat(job.frozen))
     captured = job.capture(tell)
+    captured = replace(captured, blueprint=choose_storage(captured.blueprint, plan.frozen))
     for note in captured.notes:
         logger.warning("note: %s", note)
     num_batches = job.num_updates
     plan = replace(plan, states=_choose_states(job, plan))
-    plan = plan if job.frozen is None else replace(plan, frozen=FrozenFormat(job.frozen))
     optimizer = replace(job.settings(captured, num_batches), versions=plan.versions, states=plan.states)
     logger.info("learning rate %.2g, %d updates planned", optimizer.learning_rate, num_batches)
     # Peers lend memory for tensors; that of their programs is beside it (docs/lending.md).
@@ -104,18 +106,19 @@ def prepare(
         averaging=job.averaging_rule,
         exact_gradients=config.exact_gradients,
     )
-    state = hash_state(captured.blueprint.state)
-    sizes = (num_samples, job.batch_size, job.epochs, job.seed)
-    fingerprint = Fingerprint(job.name or "", state, *sizes)
     folder = None if keeper is None else keeper.folder
     first = find_first_weights(job, captured, folder, is_needed=start is None)
-    owner = JobOwner(job, captured, training, fingerprint, keeper, deliver, first)
+    left_out = first.find_lasting(captured.blueprint.state)
+    state, frozen = hash_state(captured.blueprint.state), first.sample(left_out)
+    sizes = (num_samples, job.batch_size, job.epochs, job.seed)
+    fingerprint = Fingerprint(job.name or "", state, *sizes, frozen)
+    owner = JobOwner(job, captured, training, fingerprint, keeper, deliver, first, left_out)
     books = None
     if start is not None:
         _check_start(start, fingerprint, settings.num_total)
         books = owner.go_on_from(start)
     tell("it is measured")
-    profile = measure(captured.blueprint, job.batch_size)
+    profile = measure(captured.blueprint, job.batch_size, is_cast=precision is WeightFormat.BF16)
     return PreparedJob(captured, owner, JobGiven(profile, config, settings, now=0.0, books=books))
 
 
@@ -172,7 +175,6 @@ def _settings(job: Job, captured: Captured, optimizer: OptimizerSettings, num_ba
         microbatches=1 if is_whole else job.microbatches if isinstance(job.microbatches, int) else 0,
         is_whole_batch=is_whole,
         has_own_adam=not isinstance(job.optimizer, Recipe) and is_adam,
-        has_frozen_files=has_frozen_files(job, captured),
         has_tied_weights=any(len(entry.positions) > 1 for entry in captured.blueprint.state),
         average_every=job.average_every if isinstance(job.average_every, int) else None,
         checkpoint_every=job.checkpoint_seconds,

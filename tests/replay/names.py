@@ -38,7 +38,6 @@ ADDED: dict[tuple[str, str], Any] = {
     ("Stage", "activations"): WireFormat.BF16,  # as in the config of every recorded job
     ("Stage", "gradients"): WireFormat.BF16,
     ("Stage", "predicts"): True,
-    ("SnapshotOrder", "has_frozen"): True,  # no recorded job has its frozen weights in files
 }
 
 # Recorded fields whose order means nothing: the hub's own differs from process to process, for it is that of

@@ -94,32 +94,6 @@ def test_it_goes_on_from_a_checkpoint_without_its_first_weights(tmp_path: Path) 
     assert all(torch.equal(result.state[name], tensor) for name, tensor in ended.result.state.items())
 
 
-def frozen_model() -> torch.nn.Module:
-    """Return one whose last layers alone are trained: a whole stage of it has nothing to train."""
-    model = empty_model()
-    for module in list(model)[:-4]:
-        module.requires_grad_(False)
-    return model
-
-
-def test_checkpoints_leave_out_what_lies_in_files_and_never_changes(tmp_path: Path) -> None:
-    write_shards(tmp_path, first_values())
-    for weights, is_left_out in ((tmp_path, True), (None, False)):
-        kept = Checkpoints(tmp_path / f"run-{is_left_out}")
-        ended = train(make_job(frozen_model(), weights=weights), keeper=kept)
-        start = kept.find()
-        assert start is not None
-        saved = {tensor.name for tensor in start.read() if not tensor.name.startswith("optimizer/")}
-        changing = {name for name, tensor in frozen_model().named_parameters() if tensor.requires_grad}
-        assert saved == (changing if is_left_out else first_values().keys())
-        assert changing < first_values().keys()
-        for name, first in first_values().items():
-            assert torch.equal(ended.result.state[name], first) is (name not in changing)
-        again = prepare(make_job(frozen_model(), weights=weights), PLAN, 0, 1.0, kept, start).owner
-        state = again.keep_saved().state
-        assert all(torch.equal(state[name], tensor) for name, tensor in ended.result.state.items())
-
-
 def test_what_the_weights_lack_or_have_otherwise_is_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -82,7 +82,7 @@ class Coordinator:
         self.drops = Drops()
         self.membership = Membership()
         self.placement = Placement(job, self.membership)
-        self._desk = SnapshotDesk(hub_has_frozen=job.settings.has_frozen_files)
+        self._desk = SnapshotDesk()
         self._checkpoints = CheckpointCollector(self._desk, timeouts)
         self._recovery = Recovery(job, self.placement, self.ledger, self._checkpoints, self._desk, timeouts)
         self._rounds = Rounds(job, self.placement, self.ledger, timeouts)

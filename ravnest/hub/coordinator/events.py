@@ -75,7 +75,6 @@ class JobSettings:
     evaluate_every: int = 1  # epochs; 0: only at the end
     checkpoint_every: float | None = None  # seconds; None: never
     has_own_adam: bool = False  # the requester's: its rate follows the noise where clusters share batches
-    has_frozen_files: bool = False  # what training never changes is on the requester's disk: it stays there
     has_tied_weights: bool = False  # that several positions of the line share
     expected_nodes: int = 0  # with so many nodes form at once; 0: only by time
     settle_seconds: float = 5.0  # form when nobody came or went for so long
@@ -106,6 +105,10 @@ class JobSettings:
         """Samples of the whole job, each as often as it is trained."""
         epochs, more = divmod(self.num_batches, self.batches_per_epoch)
         return epochs * self.num_samples + more * self.batch_size
+
+    def epoch_size(self, epoch: int) -> int:
+        """Return how many samples an epoch has, counted from 0: the last one may end early."""
+        return max(0, min(self.num_samples, self.num_total - epoch * self.num_samples))
 
     def position(self, num_samples: int) -> int:
         """Return the whole batches trained when so many samples of the job were."""

@@ -30,20 +30,11 @@ class SnapshotPurpose(StrEnum):
     BACKUP = "backup"  # a spare keeps it
     LIVENESS = "liveness"  # only a node that works can make one
 
-    @property
-    def is_for_nodes(self) -> bool:
-        """Whether nodes will have it, which need what training never changes, too."""
-        return self in (SnapshotPurpose.SOURCE, SnapshotPurpose.BACKUP)
-
 
 class SnapshotDesk:
-    """Numbers requests and matches answers to them.
+    """Numbers requests and matches answers to them."""
 
-    `hub_has_frozen`: what training never changes lies in files of the requester, so checkpoints are without.
-    """
-
-    def __init__(self, *, hub_has_frozen: bool = False) -> None:
-        self._hub_has_frozen = hub_has_frozen
+    def __init__(self) -> None:
         self._last_number = 0
         self._open: dict[tuple[int, NodeId], SnapshotPurpose] = {}
 
@@ -57,8 +48,7 @@ class SnapshotDesk:
     ) -> Send:
         """Return the order for one node; nodes asked together may share a number."""
         self._open[number, node] = purpose
-        has_frozen = purpose.is_for_nodes or not self._hub_has_frozen
-        return Send(node, SnapshotOrder(build_id, number, is_final, has_frozen))
+        return Send(node, SnapshotOrder(build_id, number, is_final=is_final))
 
     def answer(self, sender: NodeId, made: SnapshotMade) -> SnapshotPurpose | None:
         """Return what a snapshot was asked for, and wait for it no longer; None if nobody asked."""

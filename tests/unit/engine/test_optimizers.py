@@ -481,3 +481,27 @@ def test_what_is_not_supported_is_said(make, words):
     with pytest.raises(ConfigError) as error:
         from_torch(make(list(parameters.values())), parameters)
     assert words in str(error.value)
+
+
+@pytest.mark.parametrize("limit", [0.5, 1e6])
+def test_all_gradients_are_shortened_together_as_torch_does(limit):
+    truth, parameters = draw(), draw()
+    for tensor in truth.values():
+        tensor.grad = torch.ones_like(tensor)
+    torch.nn.utils.clip_grad_norm_(truth.values(), limit)
+    settings = OptimizerSettings((Group(tuple(SHAPES), Sgd()),), 1.0, clip_norm=limit)
+    optimizer = Optimizer(settings, parameters)
+    gradients = {name: torch.ones_like(tensor) for name, tensor in truth.items()}
+    after = optimizer.step(parameters, gradients, 1.0)
+    for name, tensor in truth.items():
+        torch.testing.assert_close(after[name], tensor - tensor.grad)
+    assert optimizer.norm_square == pytest.approx(sum(tensor.numel() for tensor in truth.values()))
+
+
+def test_gradients_of_other_stages_count_for_the_norm():
+    weights = {"w": torch.zeros(1)}
+    optimizer = Optimizer(OptimizerSettings((Group(("w",), Sgd()),), 1.0, clip_norm=1.0), weights)
+    after = optimizer.step(weights, {"w": torch.tensor([3.0])}, 1.0, other_square=16.0)
+    assert float(after["w"]) == pytest.approx(-3 / 5)
+    refused = optimizer.step(after, {"w": torch.tensor([math.inf])}, 1.0)
+    assert isinstance(refused, Refusal)

@@ -5,7 +5,7 @@ from support.hub_scene import HALVES, HubScene
 from support.hub_world import blob
 
 from ravnest.hub.coordinator.leases import LeaseBook, LedgerState
-from ravnest.hub.coordinator.snapshots import CheckpointCollector, SnapshotDesk, SnapshotPurpose
+from ravnest.hub.coordinator.snapshots import CheckpointCollector, SnapshotDesk
 from ravnest.protocol.placement import SnapshotMade
 
 BOOKS = LedgerState(8, 8, 2, 0, LeaseBook(50, 1, 0).state())
@@ -41,15 +41,6 @@ def answer(keeping, desk):
         return keeping.add_snapshot(name, made) if desk.answer(name, made) else None
 
     return make
-
-
-def test_only_nodes_get_what_never_changes_if_the_hub_has_it():
-    for hub_has_frozen in (False, True):
-        desk = SnapshotDesk(hub_has_frozen=hub_has_frozen)
-        asked_with = {each: desk.ask(each, 1, "a", 1).message.has_frozen for each in SnapshotPurpose}
-        is_left_out = {each for each, has_frozen in asked_with.items() if not has_frozen}
-        without = {SnapshotPurpose.CHECKPOINT, SnapshotPurpose.LIVENESS}
-        assert is_left_out == (without if hub_has_frozen else set())
 
 
 def test_the_first_comes_a_whole_period_after_training_began(keeping):
