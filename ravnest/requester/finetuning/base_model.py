@@ -20,7 +20,7 @@ from torch import nn
 from ravnest.errors import ConfigError, WeightsError
 from ravnest.foreign import quote
 from ravnest.model.capture import empty_weights
-from ravnest.model.shards import find_files
+from ravnest.model.shards import find_files, open_weights
 from ravnest.requester.finetuning.tokens import Tokenizer
 
 ALL_LINEAR = "all-linear"
@@ -37,6 +37,11 @@ class BaseModel:
     name: str
     config: Any
     tokenizer: Tokenizer
+
+    @property
+    def is_bf16(self) -> bool:
+        """Whether all of its weights are bf16, so that nothing is lost if they stay so."""
+        return all(tensor.type.dtype == "bfloat16" for tensor in open_weights(self.folder))
 
     @property
     def most_tokens(self) -> int | None:
