@@ -16,6 +16,7 @@ from ravnest.config import StateFormat
 
 SMALL_ITEMS = 1 << 12  # tensors with fewer stay as they are: norms and biases, hardly any memory
 SQUARES = "exp_avg_sq"
+_SQUARES = (SQUARES, "square_avg", "sum", "row_var", "col_var", "variance")
 _BLOCK_ITEMS = 256
 _LARGEST_CODE = 127
 _LOW_BITS = (1 << 16) - 1  # of a float32, those that bf16 has not
@@ -122,7 +123,7 @@ class Moments:
         form = self._form
         if form is StateFormat.FP32 or wide.numel() < SMALL_ITEMS:
             return wide.float() if wide.dtype is torch.bfloat16 else wide
-        is_square = key.startswith(SQUARES)
+        is_square = key.partition("/")[0] in _SQUARES
         if form is StateFormat.BF16 and is_square:
             return wide.float()
         if form is StateFormat.BF16 or is_square:

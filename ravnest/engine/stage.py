@@ -222,6 +222,12 @@ class StageEngine:
         self._shares, self._first_size = 0.0, 1  # shares: microbatches, by their samples
         self._lags: deque[int] = deque(maxlen=_LAGS_REMEMBERED)
         self._noise = NoiseMeter()
+        self.squares_before = self.squares_after = 0.0  # of gradients' norms in other stages, as last heard
+
+    @property
+    def norm_square(self) -> float:
+        """The square of the norm of the last gradient, where the whole model's norm is limited."""
+        return self._optimizer.norm_square
 
     @property
     def version(self) -> int:
@@ -372,7 +378,12 @@ class StageEngine:
         """
         versions = self._versions
         held = versions.find_held([name])
-        after = self._optimizer.step(versions.weights, {name: gradient}, learning_rate, held=held)
+        own, others = self.norm_square, self.squares_before + self.squares_after
+        gradients = {name: gradient}
+        after = self._optimizer.step(
+            versions.weights, gradients, learning_rate, held=held, other_square=own + others
+        )
+        self._optimizer.norm_square = own
         if isinstance(after, Refusal):
             return after
         versions.replace(after, versions.seen | {name: after[name]})
@@ -425,7 +436,13 @@ class StageEngine:
         versions = self._versions
         held = versions.find_held(gradients)
         after = self._optimizer.step(
-            versions.weights, gradients, learning_rate, lag, held=held, bounds=bounds
+            versions.weights,
+            gradients,
+            learning_rate,
+            lag,
+            held=held,
+            bounds=bounds,
+            other_square=self.squares_before + self.squares_after,
         )
         if isinstance(after, Refusal):
             return Updated(self._num_updates, after.reason)

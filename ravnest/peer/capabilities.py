@@ -180,9 +180,11 @@ def time_batch(program: StageProgram, num_samples: int, clock: Callable[[], floa
     blueprint, device = program.blueprint, program.setting.device
     train, is_trained = blueprint.train, {entry.name: entry.is_trainable for entry in blueprint.state}
     values = train.values
+    stored = {entry.name: entry.stored for entry in blueprint.state}
+    kinds = {name: TensorType(stored[name].dtype, stored[name].shape) for _, name in train.state}
     state = {
-        name: _make_up(values[value], num_samples, device).requires_grad_(is_trained[name])
-        for value, name in train.state
+        name: _make_up(kind, num_samples, device).requires_grad_(is_trained[name])
+        for name, kind in kinds.items()
     }
     inputs = {
         value: _make_up(values[value], num_samples, device).requires_grad_(values[value].has_gradient)

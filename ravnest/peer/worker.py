@@ -224,6 +224,7 @@ class Worker:
         arriving.inputs = found
         arriving.num_samples, arriving.is_evaluation = message.num_samples, message.is_evaluation
         self.tied.need(message.after)
+        self._stage.squares_before = message.norm_square
         return self._admit(message.microbatch)
 
     def receive_gradient(self, message: Gradient, buffers: Sequence[Buffer]) -> Refusal | None:
@@ -235,6 +236,7 @@ class Worker:
         if reason := self._schedule.offer_gradient(message.microbatch):
             return Refusal(reason)
         self.timekeeper.record_return(message.microbatch, running.num_samples)
+        self._stage.squares_after = message.norm_square
         self._gradients[message.microbatch] = found
         return None
 
@@ -301,7 +303,9 @@ class Worker:
                 specs, buffers = _encode_values(
                     values, self.position.gradients, (self.position.seed, microbatch)
                 )
-                yield Outgoing(self._before, Gradient(self.position.build_id, microbatch, specs), buffers)
+                squares = self._stage.norm_square + self._stage.squares_after
+                back = Gradient(self.position.build_id, microbatch, specs, squares)
+                yield Outgoing(self._before, back, buffers)
             halfway = self._clock()
             weight = self.timekeeper.weight(task.lag)
             dropped = self._stage.backward_weights(microbatch, weight, running.num_samples)
@@ -374,9 +378,8 @@ class Worker:
         specs, buffers = _encode_values(values, self.position.activations, key)
         is_evaluation = bool(ready.is_evaluation)
         stamp = self.tied.stamp(is_evaluation or self._schedule.is_lockstep)
-        message = Activation(
-            self.position.build_id, microbatch, is_evaluation, ready.num_samples, specs, stamp
-        )
+        build_id, squares = self.position.build_id, self._stage.norm_square + self._stage.squares_before
+        message = Activation(build_id, microbatch, is_evaluation, ready.num_samples, specs, stamp, squares)
         return Outgoing(self._after, message, buffers)
 
     def _report(self, task: Task, running: _Running, backward_seconds: float) -> Iterator[Outgoing]:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from ravnest.plan.range_maximum import RangeMaximum
+
 _Floats = npt.NDArray[np.float64]
 _Ints = npt.NDArray[np.int64]
 
@@ -29,10 +31,7 @@ class BlockMemory:
         self._crossing = np.concatenate([[0.0], np.cumsum(np.where(is_end, crossing, 0.0))])
         self._saved = np.concatenate([[0.0], np.cumsum(saved)])
         block = np.cumsum(is_end[:-1])
-        self._largest = [np.bincount(block, saved, minlength=1)[block]]  # of 1, 2, 4 ... positions from each
-        while (step := 2 ** (len(self._largest) - 1)) * 2 <= length:
-            below = self._largest[-1]
-            self._largest.append(np.maximum(below[:-step], below[step:]))
+        self._largest = RangeMaximum(np.bincount(block, saved, minlength=1)[block])
 
     def within(self, start: _Ints, stop: _Ints) -> "StageBlocks":
         """Return the blocks of stages [start, stop)."""
@@ -40,19 +39,8 @@ class BlockMemory:
         num_ends = np.maximum(0, self._ends[stop] - self._ends[after])
         crossing = self._crossing[stop] - self._crossing[after]
         saved = np.maximum(0.0, self._saved[stop] - self._saved[start])
-        largest = np.minimum(saved, self._find_largest(start, stop))
+        largest = np.minimum(saved, self._largest.find(start, stop))
         return StageBlocks(num_ends, crossing / np.maximum(num_ends, 1), saved, largest)
-
-    def _find_largest(self, start: _Ints, stop: _Ints) -> _Floats:
-        """Return the largest of the smallest blocks that a stage has a part in."""
-        start, stop = np.broadcast_arrays(start, stop)
-        found = np.zeros(start.shape)
-        length = stop - start
-        for power, table in enumerate(self._largest):
-            fits = (length >= 2**power) & (length < 2 ** (power + 1))
-            low, high = start[fits], stop[fits] - 2**power
-            found[fits] = np.maximum(table[low], table[high])
-        return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from ravnest.config import OptimizerKind, PlanConfig, Recompute, WeightFormat, WireFormat
 from ravnest.plan.block_memory import BlockMemory, StageBlocks
+from ravnest.plan.range_maximum import RangeMaximum
 from ravnest.plan.types import ModelProfile, Swarm
 
 Floats = npt.NDArray[np.float64]
@@ -31,8 +32,6 @@ _SLACK = 1.05  # what allocators and the buffers of kernels add to the tensors, 
 RESERVED_PER_HOP = (2, 4, 8)  # batches in flight that memory is reserved for; more where latency is long
 _DEPTH_STEPS = np.array([0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256])
 _LEASED = 4  # windows of samples that lie ready at a root: a lease is two, and the next one is there already
-_HAS_NO_MOMENT = (OptimizerKind.SGD,)
-_HAS_NO_SQUARES = (OptimizerKind.SGD, OptimizerKind.MOMENTUM)
 
 
 @dataclass(frozen=True)
@@ -194,6 +193,12 @@ class LineCost:
         return BlockMemory(np.asarray(self.profile.saved_bytes, float), self.crossing)
 
     @cached_property
+    def restored(self) -> RangeMaximum | None:
+        """The most that one operation of a stage has in full of matrices that are stored in fewer bits."""
+        restored = self.profile.restored_bytes
+        return RangeMaximum(np.asarray(restored, float)) if restored else None
+
+    @cached_property
     def resident(self) -> Floats:
         """Cumulative bytes that a stage has whatever its window: weights, optimizer state, copies for rounds.
 
@@ -203,10 +208,10 @@ class LineCost:
         optimizer, (first, square) = self.config.optimizer, self.config.states.ratios
         copies = 1.0 + self.config.accumulates
         copies += _AVERAGING_COPIES[self.config.deltas] if self.is_averaged else 0.0
-        copies += first if optimizer not in _HAS_NO_MOMENT else 0.0
+        copies += first if optimizer.has_moment else 0.0
         is_muon = optimizer is OptimizerKind.MUON
         squared = self.trained - _cumulative(self.profile.matrix_bytes) if is_muon else self.trained
-        squares = square * squared if optimizer not in _HAS_NO_SQUARES else 0.0
+        squares = square * squared if optimizer.has_squares else 0.0
         return np.asarray(_cumulative(self.profile.fixed_bytes) + copies * self.trained + squares)
 
 
@@ -228,6 +233,7 @@ class StageMemory:
         self._saved = line.saved[stop] - line.saved[start]
         self._arrived = line.receive_before[start] if held_bytes is None else held_bytes
         self._leased = np.where(start == 0, _LEASED * line.crossing[0], 0.0)
+        self._restored = 0.0 if line.restored is None else line.restored.find(start, stop)
         self._blocks: StageBlocks | None = None
 
     def needed(self, window: Ints, versions: Ints, recompute: bool) -> Floats:
@@ -239,7 +245,7 @@ class StageMemory:
                 self._blocks = self._line.blocks.within(*self._cut)
             held += self._blocks.held(window)
         late = self._line.late_copies(versions, self._predicts)
-        needed = self._resident + late * self._trained + held
+        needed = self._resident + late * self._trained + held + self._restored
         return np.asarray(_SLACK * needed + self._line.config.overhead_bytes)
 
 

@@ -21,6 +21,7 @@ from torch.utils.data.dataloader import default_collate
 
 from ravnest.errors import ConfigError
 from ravnest.model.model_with_loss import name_fields
+from ravnest.requester.padding import Padding, PaddingWish, pad_batch, pad_samples
 from ravnest.units import show_bytes, show_value
 
 SampleBatch = dict[str, Tensor] | tuple[Tensor, ...]
@@ -113,7 +114,9 @@ Numbers = NDArray[np.int64]
 _Types = Mapping[str, FieldType]
 
 _MOST_BYTES = 2 << 30  # of an iterable, which has to be kept
+_NUM_COMPARED = 64  # samples whose lengths are looked at, beside the first batch
 _NUM_TRIED = 4  # places in the data where samples are compared with the first batch
+_NO_WISH = PaddingWish()
 _OBJECT_BYTES, _NUMBER_BYTES = 500, 32  # what Python needs around a tensor, and for a number
 
 
@@ -128,9 +131,13 @@ class Samples:
         what: str = "train data",
         is_padded: bool | None = None,
         max_kept_bytes: int = _MOST_BYTES,
+        padding: PaddingWish = _NO_WISH,
+        like: "Samples | None" = None,
     ) -> None:
+        """Samples `like` others are padded to their lengths."""
         self._what, self._batch_size, self._is_padded = what, batch_size, is_padded
         self._source = _open(data, what, max_kept_bytes)
+        self._wish, self._like, self._padding = padding, like, None if like is None else like.padding
         self._first: SampleBatch | None = None
         self._lock = threading.RLock()  # a dataset need not bear two readers
 
@@ -145,8 +152,19 @@ class Samples:
                 num_samples = self._source.reach(self._batch_size)
                 if not num_samples:
                     raise ConfigError(f"the {self._what} is empty; give at least one sample")
+                _ = self.padding
                 self._first = self._source.read(np.arange(num_samples))
             return self._first
+
+    @property
+    def padding(self) -> Padding:
+        """Which fields are padded to which length."""
+        with self._lock:
+            if isinstance(self._source, _Items):
+                if self._padding is None:
+                    self._padding = self._source.find_padding(self._wish, self._batch_size)
+                self._source.padding = self._padding
+            return self._padding or {}
 
     def types(self) -> dict[str, FieldType]:
         """Return the fields of a sample, as the first batch has them."""
@@ -194,9 +212,8 @@ def _compare(found: _Types, here: str, expected: _Types, there: str) -> None:
             one, other = found.get(name, "missing"), expected.get(name, "missing")
             fix = "give every sample the same fields, types and shapes"
             if isinstance(one, FieldType) and isinstance(other, FieldType) and one.dtype == other.dtype:
-                fix = (
-                    "pad or cut all samples to one length (tokenizers: padding='max_length', max_length=...)"
-                )
+                way = f"pad={{{name!r}: VALUE}} and max_length=... pad them"
+                fix = f"pad or cut all samples to one length; {way}"
             raise ConfigError(f"{name!r} is {one} in {here}, but {other} in {there}; {fix}")
 
 
@@ -235,6 +252,7 @@ class _Items:
 
     def __init__(self, items: Any, what: str, collate: Callable[[list[Any]], Any] | None = None) -> None:
         self._items, self._what, self._collate = items, what, collate
+        self.padding: Padding = {}
 
     def __len__(self) -> int:
         return len(self._items)
@@ -248,13 +266,34 @@ class _Items:
             return self._items.reach(num_samples)
         return min(num_samples, len(self))
 
+    def find_padding(self, wish: PaddingWish, num_first: int) -> Padding:
+        """Return what some samples need: the first ones, and others here and there."""
+        num_samples = self.reach(num_first)
+        if not num_samples:
+            return {}
+        if self._collate is not None:
+            return wish.of_batches()
+        num_known = self.num_known
+        spread = (part * (num_known - 1) // _NUM_COMPARED for part in range(_NUM_COMPARED + 1))
+        numbers = sorted({*range(num_samples), *spread})
+        some = dict(zip(numbers, self._get(numbers), strict=True))
+        return wish.find(some, lambda: (self._items[index] for index in range(len(self))), self._what)
+
+    def _get(self, indices: list[int]) -> list[Any]:
+        at_once = getattr(self._items, "__getitems__", None)  # of torch and Hugging Face datasets
+        return list(at_once(indices)) if at_once else [self._items[index] for index in indices]
+
     def read(self, numbers: Numbers) -> SampleBatch:
         indices = numbers.tolist()
-        at_once = getattr(self._items, "__getitems__", None)  # of torch and Hugging Face datasets
-        samples = list(at_once(indices)) if at_once else [self._items[index] for index in indices]
+        samples = self._get(indices)
         if self._collate is None:
+            if self.padding:
+                samples = pad_samples(samples, indices, self.padding, self._what)
             return put_together(indices, samples, self._what)
         batch = check_ready(self._collate(samples), self._what)
+        if self.padding:
+            full = pad_batch(name_fields(batch, None), self.padding, self._what)
+            batch = full if isinstance(batch, dict) else tuple(full.values())
         size = len(next(iter(name_fields(batch, None).values())))
         if size != len(indices):
             problem = f"the collate_fn of the {self._what} made {size} samples of {len(indices)}"

@@ -210,3 +210,28 @@ def test_a_metric_that_is_no_number_is_told_as_none() -> None:
     assert [report.metrics for report in cluster.at_hub if isinstance(report, StepReport)] == [
         (("ratio", None),)
     ] * 2
+
+
+def test_the_norm_of_the_whole_gradient_is_limited_across_stages(captured: Captured) -> None:
+    limit = 1e-3  # the weights hardly move, so the gradient of the one batch stays what it is
+    settings = from_torch(torch.optim.SGD(captured.state.values(), lr=1.0), captured.state)
+    (batch,) = batches_of(token_batch, 1)
+    states = []
+    for count in (4, 8):
+        cluster = ClusterWorld(captured, [6, 15], replace(settings, clip_norm=limit))
+        cluster.lease([batch] * count)
+        cluster.run()
+        states.append(cluster.state())
+    whole = [
+        worker.stage.squares_before + worker.stage.squares_after + worker.stage.norm_square
+        for worker in cluster.workers.values()
+    ]
+    moved = sum(float((states[1][name] - states[0][name]).square().sum()) for name in states[0]) ** 0.5
+    assert moved == pytest.approx(4 * limit, rel=1e-2)
+    model = OwnGPT(dropout=0.0)
+    model.head.weight = torch.nn.Parameter(model.head.weight.detach().clone())
+    model.load_state_dict(captured.state)
+    token_loss(model(batch["ids"]), batch).backward()
+    length = float(torch.nn.utils.get_total_norm([each.grad for each in model.parameters()]))
+    assert length > 100 * limit
+    assert whole == pytest.approx([length**2] * 3, rel=1e-2)

@@ -149,7 +149,7 @@ def test_arrays_that_torch_does_not_take_as_they_are():
 def test_many_samples_are_asked_for_at_once():
     data = ManyAtOnce(NAMED.__getitem__, 10)
     samples(data).batch([8, 1])
-    assert data.asked == ((0, 1, 2, 3), (8, 1))
+    assert data.asked == (tuple(range(10)), (0, 1, 2, 3), (8, 1))  # lengths, the first batch, what is asked
 
 
 # ---- samples that differ from the first batch
@@ -161,11 +161,11 @@ def test_a_sample_of_another_shape_type_or_field_is_named():
 
     alone = refused(odd({"ids": [1, 2, 3], "y": 0.5}), [17])
     assert alone == (
-        "'ids' is int64 (3,) in sample 17 of the train data, but int64 (2,) in the first batch; "
-        "pad or cut all samples to one length (tokenizers: padding='max_length', max_length=...)"
+        "'ids' of the train data differs in shape (a length of 2 in sample 0 and 3 in sample 17); "
+        "pad={'ids': VALUE} pads all samples to the longest, or cut them to one length"
     )
     beside = refused(odd({"ids": [1, 2, 3], "y": 0.5}), [3, 17])
-    assert "differs in shape ((2,) in sample 3 and (3,) in sample 17)" in beside
+    assert "differs in shape (a length of 2 in sample 0 and 3 in sample 17)" in beside
     assert "'y' is int64 () in sample 17" in refused(odd({"ids": [1, 2], "y": 1}), [17])
     typed = refused(odd({"ids": [1, 2], "y": 1}), [3, 17])
     assert "'y' of the train data differs in type (float32 () in sample 3 and int64 () in sample 17)" in typed
@@ -195,7 +195,7 @@ def test_a_collate_fn_that_pads_is_found_before_anybody_trains():
         longest = max(map(len, rows))
         return {"ids": torch.tensor([row + [0] * (longest - len(row)) for row in rows])}
 
-    with pytest.raises(ConfigError, match=r"'ids' is int64 \(\d,\) in sample \d+ .* padding='max_length'"):
+    with pytest.raises(ConfigError, match=r"'ids' is int64 \(\d,\) in sample \d+ .*max_length=... pad them"):
         samples(DataLoader(data, batch_size=8, collate_fn=pad)).check_some()
     fixed = DataLoader(data, batch_size=8, collate_fn=lambda rows: {"ids": pad([*rows, [0] * 6])["ids"][:-1]})
     samples(fixed).check_some()
