@@ -91,6 +91,7 @@ def prepare(
     config = replace(plan, optimizer=_recipe(job, optimizer), overhead_bytes=0.0)
     precision = WeightFormat.BF16 if job.precision == "bf16" else WeightFormat.FP32
     config = replace(config, predict_weights=optimizer.has_prediction, precision=precision)
+    config = replace(config, keeps_ema=job.ema is not None)
     config = _fit_formats(config, captured, job.batch_size)
     settings = _settings(job, captured, optimizer, num_batches)
     settings = replace(settings, expected_nodes=num_nodes, settle_seconds=settle_seconds)

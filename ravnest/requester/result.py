@@ -24,7 +24,7 @@ from ravnest.model.safetensors_header import StoredType
 from ravnest.model.shards import SHARD_BYTES, ShardWriter, has_weights
 from ravnest.model.state_dict import LOSS_PREFIX, check_names, check_type, to_bytes, type_of
 from ravnest.model.state_source import SourceTensors, read_pieces, state_type
-from ravnest.requester.run_folder import BEST, MODEL
+from ravnest.requester.run_folder import BEST, EMA, MODEL
 from ravnest.units import show_bytes
 
 
@@ -42,6 +42,9 @@ class Result:
     history: Sequence[Mapping[str, float]] = field(default=(), repr=False)
     dropped: Sequence[DroppedSamples] = field(default=(), repr=False)
     best: "Best | None" = field(default=None, repr=False)  # by validation loss, if anything was evaluated
+    ema: "Result | None" = field(
+        default=None, repr=False
+    )  # the mean of the weights over time, if it was kept
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -180,6 +183,8 @@ def keep_weights(result: Result, file: Path, *, overwrite: bool = False) -> None
         result.export(file, overwrite=overwrite)
         if result.best is not None and file.name == MODEL:
             result.best.export(file.with_name(BEST), overwrite=overwrite)
+        if result.ema is not None and file.name == MODEL:
+            result.ema.export(file.with_name(EMA), overwrite=overwrite)
     except ConfigError as error:
         with contextlib.suppress(ConfigError, OSError):
             place = Path(tempfile.mkdtemp(prefix="ravnest-"), file.name)
