@@ -77,8 +77,33 @@ class OptimizerKind(StrEnum):
     MOMENTUM = "momentum"
     ADAM = "adam"
     ADAMW = "adamw"
+    ADAMW_8BIT = "adamw8bit"  # AdamW whose moments are int8 and bf16
     NADAM = "nadam"
+    RMSPROP = "rmsprop"
+    ADAGRAD = "adagrad"
+    ADAFACTOR = "adafactor"  # keeps two thin rows of numbers per matrix
+    LION = "lion"
     MUON = "muon"
+
+    @property
+    def has_moment(self) -> bool:
+        """Whether it keeps a mean of the gradients, as large as the weights."""
+        return self not in (
+            OptimizerKind.SGD,
+            OptimizerKind.RMSPROP,
+            OptimizerKind.ADAGRAD,
+            OptimizerKind.ADAFACTOR,
+        )
+
+    @property
+    def has_squares(self) -> bool:
+        """Whether it keeps a mean of the squares of gradients, as large as the weights."""
+        return self not in (
+            OptimizerKind.SGD,
+            OptimizerKind.MOMENTUM,
+            OptimizerKind.LION,
+            OptimizerKind.ADAFACTOR,
+        )
 
 
 class WeightFormat(StrEnum):

@@ -17,7 +17,7 @@ from torch import Tensor
 from ravnest.errors import WeightsError
 from ravnest.model.blueprint import BUFFER, CONSTANT, FLOATING, PARAMETER, Blueprint, StateEntry
 from ravnest.model.safetensors_header import FileTensor, StoredType, read_tensors, write_header
-from ravnest.protocol.tensors import Buffer
+from ravnest.protocol.tensors import SCALAR_SLOTS, Buffer, slot_shape
 
 LOSS_PREFIX = "job_loss."  # of state that is the loss's, not the model's
 OPTIMIZER_PREFIX = "optimizer/"  # in a snapshot, before "SLOT/NAME"
@@ -132,9 +132,13 @@ def snapshot_pieces(
 
     Training may change the tensors meanwhile: one piece may be before an update and the next one after it.
     """
-    tensors = {**state, **{OPTIMIZER_PREFIX + key: tensor for key, tensor in optimizer.items()}}
-    yield write_header({name: type_of(tensor) for name, tensor in tensors.items()})
-    for tensor in tensors.values():
+
+    def look() -> Iterator[tuple[str, Tensor]]:  # one at a time: some are made when they are looked at
+        yield from state.items()
+        yield from ((OPTIMIZER_PREFIX + key, tensor) for key, tensor in optimizer.items())
+
+    yield write_header({name: type_of(tensor) for name, tensor in look()})
+    for _, tensor in look():
         if tensor.numel():
             yield to_bytes(tensor)
 
@@ -249,7 +253,6 @@ def check_names(names: Iterable[str], blueprint: Blueprint) -> None:
 
 
 _WAY_OUT = "use weights made from the same model and the same blueprint"
-_SCALARS = ("step", "mu_product")
 _MOST_STEPS = 2.0**53
 
 
@@ -273,11 +276,11 @@ def _copy_tensor(found: FileTensor, entry: StateEntry) -> Tensor:
 
 def _copy_slot(found: FileTensor, slot: str, of: StateEntry) -> Tensor:
     """Return what an optimizer keeps of a parameter: a tensor like it, narrower or wider, or a count."""
-    dtype, shape = ("float32", ()) if slot in _SCALARS else (of.dtype, of.shape)
-    if slot not in _SCALARS and {dtype, found.dtype} == {"float32", "bfloat16"}:
+    dtype, shape = "float32" if slot in SCALAR_SLOTS else of.dtype, slot_shape(slot, of.shape)
+    if slot not in SCALAR_SLOTS and {dtype, found.dtype} == {"float32", "bfloat16"}:
         dtype = found.dtype
     tensor = _copy_tensor(found, StateEntry(found.name, PARAMETER, dtype, shape, of.positions))
-    if slot in _SCALARS and not 0 <= float(tensor) <= _MOST_STEPS:
+    if slot in SCALAR_SLOTS and not 0 <= float(tensor) <= _MOST_STEPS:
         raise WeightsError(f"{found.name!r} is {float(tensor)}, which no count is; {_WAY_OUT}")
     return tensor
 
