@@ -51,8 +51,9 @@ def plain_transformers(has_mask: bool) -> Iterator[None]:
             ignore = getattr(masking, "_ignore_causal_mask_sdpa", None)
             if ignore is not None:
                 stack.enter_context(replaced(masking, ignore.__name__, _without_tracing(ignore)))
-            if hasattr(masking, "find_packed_sequence_indices"):
-                stack.enter_context(replaced(masking, "find_packed_sequence_indices", lambda *_, **__: None))
+        if masking is not None and hasattr(masking, "find_packed_sequence_indices"):
+            number_rows = _number_packed_rows if has_mask else lambda *_, **__: None
+            stack.enter_context(replaced(masking, "find_packed_sequence_indices", number_rows))
         experts = sys.modules.get("transformers.integrations.moe")
         if experts is not None:
             chosen = experts.ExpertsInterface
@@ -67,6 +68,15 @@ def plain_transformers(has_mask: bool) -> Iterator[None]:
                 stack.enter_context(replaced(owner, method, plain))
         stack.enter_context(replaced(torch, "rand", _keep_layers(torch.rand)))
         yield
+
+
+def _number_packed_rows(position_ids: torch.Tensor) -> torch.Tensor:
+    """Return which of the texts in a packed row each token is of: one begins where positions do not go on.
+
+    It is their rule, in operators that providers run.
+    """
+    steps = position_ids[:, 1:] - position_ids[:, :-1]
+    return torch.cat([torch.zeros_like(position_ids[:, :1]), (steps != 1).long()], dim=-1).cumsum(-1)
 
 
 def _without_tracing(ignore: Callable[..., bool]) -> Callable[..., bool]:

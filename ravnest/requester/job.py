@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ravnest.config import FrozenFormat
 from ravnest.config import OptimizerKind as Recipe
 from ravnest.engine.optimizers import OptimizerSettings
 from ravnest.engine.recipe import base_rate, choose_rate, from_torch, make_settings
@@ -54,8 +55,9 @@ class Job:
     too. One batch is one update; `max_steps` updates are made, or those of all `epochs`. A batch travels
     through the stages as `microbatches`. Clusters average their weights `average_every` batches, and by the
     `averaging_rule` more than those. What was trained is kept `checkpoint_every` so often, like "5 min";
-    None: never. `weights` is a safetensors file, a folder of shards or a mirror's list to begin with; a model
-    made under `rv.empty_weights()` without them is filled layer by layer, as its modules say.
+    None: never. Large weights that are not trained are stored as `frozen` says (fp32, bf16, int8, int4) or as
+    the plan does. `weights` is a safetensors file, a folder of shards or a mirror's list to begin with; a
+    model made under `rv.empty_weights()` without them is filled layer by layer, as its modules say.
     """
 
     model: nn.Module = field(repr=False)
@@ -77,6 +79,7 @@ class Job:
     checkpoint_every: str | None = field(default="1 min", kw_only=True)
     microbatches: int | str = field(default="auto", kw_only=True)
     precision: str = field(default="auto", kw_only=True)
+    frozen: str | None = field(default=None, kw_only=True)
     seed: int = field(default=0, kw_only=True)
     inputs: Sequence[str] | None = field(default=None, kw_only=True)
     is_padded: bool | None = field(default=None, kw_only=True)
@@ -231,6 +234,8 @@ class Job:
         is_share = self.ema is None or (_is_positive(self.ema) and self.ema < 1)
         _require(is_share, "ema", self.ema, "a number between 0 and 1, like 0.999")
         _require(self.precision in _PRECISIONS, "precision", self.precision, "auto, fp32 or bf16")
+        is_format = self.frozen is None or self.frozen in list(FrozenFormat)
+        _require(is_format, "frozen", self.frozen, f"{', '.join(FrozenFormat)} or nothing")
         _require(_is_whole(self.seed, 0), "seed", self.seed, "a whole number from 0 to 2**63 - 1")
         _require(self.is_padded in (None, True, False), "is_padded", self.is_padded, "True, False or nothing")
         is_flag = self.is_pretrained in (None, True, False)

@@ -11,6 +11,7 @@ from typing import cast
 from ravnest.config import (
     EXACT_FORMATS,
     Averaging,
+    FrozenFormat,
     PlanConfig,
     StateFormat,
     WeightFormat,
@@ -79,6 +80,7 @@ def prepare(
         raise ConfigError(f"{problem}; choose {' or '.join(EXACT_FORMATS)}")
     if plan.states is StateFormat.INT8 and job.averaging_rule.momentum:
         raise ConfigError("momenta are averaged, which int8 states cannot be; choose states=bf16 or fp32")
+    plan = plan if job.frozen is None else replace(plan, frozen=FrozenFormat(job.frozen))
     captured = job.capture(tell)
     captured = replace(captured, blueprint=choose_storage(captured.blueprint, plan.frozen))
     for note in captured.notes:
