@@ -11,14 +11,16 @@ if TYPE_CHECKING:
     from ravnest.engine.train_config import AveragingRule
     from ravnest.hub.coordinator import notices
     from ravnest.model.capture import capture, empty_weights
-    from ravnest.requester.callbacks import CsvLog, StopTraining, TensorBoard
+    from ravnest.requester.callbacks import CsvLog, EarlyStopping, StopTraining, TensorBoard
+    from ravnest.requester.from_trainer import from_trainer
     from ravnest.requester.job import Job
-    from ravnest.requester.lr_schedules import constant, cosine, linear
+    from ravnest.requester.lr_schedules import constant, cosine, linear, per_epoch
     from ravnest.requester.session import Hub, local
 
 __all__ = [
     "AveragingRule",
     "CsvLog",
+    "EarlyStopping",
     "Hub",
     "Job",
     "PlanConfig",
@@ -28,14 +30,17 @@ __all__ = [
     "constant",
     "cosine",
     "empty_weights",
+    "from_trainer",
     "linear",
     "local",
     "notices",
+    "per_epoch",
 ]
 
 _PLACES = {
     "AveragingRule": "ravnest.engine.train_config",
     "CsvLog": "ravnest.requester.callbacks",
+    "EarlyStopping": "ravnest.requester.callbacks",
     "Hub": "ravnest.requester.session",
     "Job": "ravnest.requester.job",
     "PlanConfig": "ravnest.config",
@@ -45,8 +50,10 @@ _PLACES = {
     "constant": "ravnest.requester.lr_schedules",
     "cosine": "ravnest.requester.lr_schedules",
     "empty_weights": "ravnest.model.capture",
+    "from_trainer": "ravnest.requester.from_trainer",
     "linear": "ravnest.requester.lr_schedules",
     "local": "ravnest.requester.session",
+    "per_epoch": "ravnest.requester.lr_schedules",
 }
 
 

@@ -77,8 +77,33 @@ class OptimizerKind(StrEnum):
     MOMENTUM = "momentum"
     ADAM = "adam"
     ADAMW = "adamw"
+    ADAMW_8BIT = "adamw8bit"  # AdamW whose moments are int8 and bf16
     NADAM = "nadam"
+    RMSPROP = "rmsprop"
+    ADAGRAD = "adagrad"
+    ADAFACTOR = "adafactor"  # keeps two thin rows of numbers per matrix
+    LION = "lion"
     MUON = "muon"
+
+    @property
+    def has_moment(self) -> bool:
+        """Whether it keeps a mean of the gradients, as large as the weights."""
+        return self not in (
+            OptimizerKind.SGD,
+            OptimizerKind.RMSPROP,
+            OptimizerKind.ADAGRAD,
+            OptimizerKind.ADAFACTOR,
+        )
+
+    @property
+    def has_squares(self) -> bool:
+        """Whether it keeps a mean of the squares of gradients, as large as the weights."""
+        return self not in (
+            OptimizerKind.SGD,
+            OptimizerKind.MOMENTUM,
+            OptimizerKind.LION,
+            OptimizerKind.ADAFACTOR,
+        )
 
 
 class WeightFormat(StrEnum):
@@ -101,6 +126,15 @@ class StateFormat(StrEnum):
         """Bytes of the first moment, and of the square, per byte of fp32; `auto` is bf16 without a job."""
         known = {"fp32": (1.0, 1.0), "bf16": (0.5, 1.0), "int8": ((1 + 1 / 256) / 4, 0.5)}
         return known["bf16" if self is StateFormat.AUTO else self]
+
+
+class FrozenFormat(StrEnum):
+    """How large matrices that are not trained are stored, sent and held; fp32 leaves all as it is given."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"
+    INT8 = "int8"  # blocks of 64 numbers share a scale of 2 bytes
+    INT4 = "int4"
 
 
 class Recompute(StrEnum):
@@ -161,6 +195,7 @@ class PlanConfig:
     versions: WeightFormat = WeightFormat.BF16  # of weights that microbatches in flight have seen
     states: StateFormat = StateFormat.AUTO  # of the optimizer
     precision: WeightFormat = WeightFormat.FP32  # of matrix products; a job says which
+    frozen: FrozenFormat = FrozenFormat.FP32  # of large matrices that are not trained
     recompute: Recompute = Recompute.AUTO
     activations: WireChoice = WireChoice.AUTO
     gradients: WireChoice = WireChoice.AUTO

@@ -16,6 +16,7 @@ from ravnest.config import StateFormat, WeightFormat
 from ravnest.engine.moments import SQUARES, Moments
 from ravnest.errors import WeightsError
 from ravnest.protocol.messages import Refusal
+from ravnest.protocol.tensors import slot_shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,43 @@ class Muon:
     precision: Literal["auto", "bfloat16", "float32"] = "bfloat16"
 
 
-OptimizerRule = Sgd | Adam | Muon
+@dataclass(frozen=True, slots=True)
+class RmsProp:
+    """Gradients over the root of the mean of their squares, maybe centered, maybe with momentum."""
+
+    alpha: float = 0.99
+    epsilon: float = 1e-8
+    momentum: float = 0.0
+    is_centered: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Adagrad:
+    """Gradients over the root of the sum of all their squares."""
+
+    epsilon: float = 1e-10
+    rate_decay: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Adafactor:
+    """Adam's second moment as a product of two thin ones, no first moment, steps as long as the weights."""
+
+    beta2_decay: float = -0.8
+    epsilon: float | None = None  # None: the smallest step of the numbers' type
+    least_scale: float = 1e-3
+    most_rms: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Lion:
+    """The sign of a short mean of gradients; a longer mean is remembered."""
+
+    beta1: float = 0.9
+    beta2: float = 0.99
+
+
+OptimizerRule = Sgd | Adam | Muon | RmsProp | Adagrad | Adafactor | Lion
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +124,7 @@ class OptimizerSettings:
     lag_updates: int = 0  # so long lag lowers the learning rate, less and less
     versions: WeightFormat = WeightFormat.FP32  # of the weights that forwards see where gradients are late
     states: StateFormat = StateFormat.FP32  # of the moments
+    clip_norm: float | None = None  # largest norm of the gradient of the whole model
 
 
 _CHUNK_ITEMS = 1 << 18  # measured: larger ones take up to 1.8 times as long on a CPU
@@ -108,6 +146,7 @@ class _Work:
     parameters: list[Tensor]
     gradients: list[Tensor]
     rate: float
+    shrink: float = 1.0  # of the weights, where the rule looks at them first
 
 
 class Optimizer:
@@ -132,6 +171,7 @@ class Optimizer:
         self._products: dict[str, Tensor] = {}  # of NAdam, by name
         self._steps = dict.fromkeys(self._shapes, 0)
         self._predicted: dict[str, Tensor] = {}
+        self.norm_square = 0.0  # of the last gradient, where the whole model's norm is limited
         self.names = frozenset(self._shapes)  # the other parameters stay as they are
 
     @torch.no_grad()
@@ -144,16 +184,19 @@ class Optimizer:
         *,
         held: Collection[str] = (),
         bounds: Mapping[str, float] | None = None,
+        other_square: float = 0.0,
     ) -> dict[str, Tensor] | Refusal:
         """Return all parameters after one update, or why it was refused and nothing changed.
 
         Gradients are taken out of their dict and freed one after the other. Parameters that are `held` are
         not changed in place. `lag` is the mean over the microbatches in the update. `bounds` are known ones
-        of the gradients' norms.
+        of the gradients' norms. `other_square` is the square of the norm of the gradients of other stages.
         """
-        clipped = self._clip(
-            {name: gradients[name] for name in gradients if name in self.names}, bounds or {}
-        )
+        own = {name: gradients[name] for name in gradients if name in self.names}
+        if self.settings.clip_norm is None:
+            clipped = self._clip(own, bounds or {})
+        else:
+            clipped = self._clip_together(own, self.settings.clip_norm, other_square)
         if isinstance(clipped, Refusal):
             return clipped
         gradients.clear()
@@ -192,26 +235,26 @@ class Optimizer:
         """Return the live first moments of the parameters whose rule has them."""
         found: dict[str, Tensor] = {}
         for group, chunk in self._chunks:
-            if isinstance(group.rule, Sgd) and not group.rule.momentum:
+            if not _momentum(group.rule):
                 continue
-            slot = "exp_avg" if isinstance(group.rule, Adam) else "momentum_buffer"
+            slot = "exp_avg" if isinstance(group.rule, Adam | Lion) else "momentum_buffer"
             live = self._moments.live(slot, chunk, [parameters[name] for name in chunk])
             found.update(zip(chunk, live, strict=True))
         return found
 
-    def state(self) -> dict[str, Tensor]:
+    def state(self) -> Mapping[str, Tensor]:
         """Return the live state by "SLOT/NAME", with the slots of torch.optim; a step changes it."""
         steps = {f"step/{name}": torch.tensor(float(step)) for name, step in self._steps.items() if step}
         products = {f"mu_product/{name}": product for name, product in self._products.items()}
-        return {**self._moments.export(), **products, **steps}
+        return self._moments.export({**products, **steps})
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Take over a copy of the state of these parameters, from whatever stage."""
         moments, products, steps = {}, {}, dict.fromkeys(self._shapes, 0)
         for key, tensor in state.items():
             slot, _, name = key.partition("/")
-            expected = () if slot in ("step", "mu_product") else self._shapes.get(name)
-            if name not in self.names or tuple(tensor.shape) != expected:
+            shape = self._shapes.get(name)
+            if shape is None or tuple(tensor.shape) != slot_shape(slot, shape):
                 shape = tuple(tensor.shape)
                 raise WeightsError(f"optimizer state {key!r} of shape {shape} does not fit this stage")
             if slot == "step":
@@ -234,6 +277,20 @@ class Optimizer:
                 gradients[name] = gradients[name] * (limit / norm)
         return gradients
 
+    def _clip_together(
+        self, gradients: dict[str, Tensor], limit: float, other: float
+    ) -> dict[str, Tensor] | Refusal:
+        """Shorten all gradients alike, if the whole model's is too long."""
+        norms = find_norms(list(gradients.values()))
+        for name, norm in zip(gradients, norms, strict=True):
+            if not math.isfinite(norm):
+                return Refusal(f"the gradient of {name!r} is not finite: its norm is {norm}")
+        self.norm_square = sum(norm * norm for norm in norms)
+        length = math.sqrt(self.norm_square + other)
+        if not length > limit:
+            return gradients
+        return {name: gradient * (limit / length) for name, gradient in gradients.items()}
+
     def _lag_factor(self, lag: float) -> float:
         """Return what lag leaves of the learning rate: at first one over lag, later all of it."""
         share = max(self._steps.values(), default=0) / max(self.settings.lag_updates, 1)
@@ -242,12 +299,21 @@ class Optimizer:
     def _apply(self, rule: OptimizerRule, work: _Work) -> None:
         for name in work.names:
             self._steps[name] += 1
-        if isinstance(rule, Sgd):
-            self._apply_sgd(rule, work)
-        elif isinstance(rule, Muon):
-            self._apply_muon(rule, work)
-        else:
-            self._apply_adam(rule, work)
+        match rule:
+            case Sgd():
+                self._apply_sgd(rule, work)
+            case Muon():
+                self._apply_muon(rule, work)
+            case RmsProp():
+                self._apply_rmsprop(rule, work)
+            case Adagrad():
+                self._apply_adagrad(rule, work)
+            case Adafactor():
+                self._apply_adafactor(rule, work)
+            case Lion():
+                self._apply_lion(rule, work)
+            case Adam():
+                self._apply_adam(rule, work)
         self._moments.close(self._steps)
 
     def _apply_sgd(self, rule: Sgd, work: _Work) -> None:
@@ -311,6 +377,69 @@ class Optimizer:
             rows, columns = matrix.shape
             size = 0.2 * math.sqrt(max(rows, columns)) if rule.matches_adam else max(1, rows / columns) ** 0.5
             parameter.add_(matrix.view_as(parameter), alpha=-work.rate * size)
+
+    def _apply_rmsprop(self, rule: RmsProp, work: _Work) -> None:
+        squares = self._slots("square_avg", work)
+        torch._foreach_mul_(squares, rule.alpha)
+        torch._foreach_addcmul_(squares, work.gradients, work.gradients, 1 - rule.alpha)
+        if rule.is_centered:
+            means = self._slots("grad_avg", work)
+            torch._foreach_lerp_(means, work.gradients, 1 - rule.alpha)
+            roots = torch._foreach_addcmul(squares, means, means, -1)
+            torch._foreach_sqrt_(roots)
+        else:
+            roots = torch._foreach_sqrt(squares)
+        torch._foreach_add_(roots, rule.epsilon)
+        if not rule.momentum:
+            torch._foreach_addcdiv_(work.parameters, work.gradients, roots, -work.rate)
+            return
+        momenta = self._slots("momentum_buffer", work)
+        torch._foreach_mul_(momenta, rule.momentum)
+        torch._foreach_addcdiv_(momenta, work.gradients, roots)
+        torch._foreach_add_(work.parameters, momenta, alpha=-work.rate)
+
+    def _apply_adagrad(self, rule: Adagrad, work: _Work) -> None:
+        sums = self._slots("sum", work)
+        torch._foreach_addcmul_(sums, work.gradients, work.gradients, 1)
+        roots = torch._foreach_sqrt(sums)
+        torch._foreach_add_(roots, rule.epsilon)
+        rates = [-work.rate / (1 + (self._steps[name] - 1) * rule.rate_decay) for name in work.names]
+        moves = torch._foreach_mul(work.gradients, rates)
+        torch._foreach_addcdiv_(work.parameters, moves, roots)
+
+    def _apply_adafactor(self, rule: Adafactor, work: _Work) -> None:
+        for name, parameter, gradient in zip(work.names, work.parameters, work.gradients, strict=True):
+            step = self._steps[name]
+            share, size = float(step**rule.beta2_decay), math.sqrt(parameter.numel())
+            scale = max(rule.least_scale, float(parameter.norm(2)) / size) * min(
+                work.rate, 1 / math.sqrt(step)
+            )
+            parameter.mul_(work.shrink)
+            least = torch.finfo(parameter.dtype).eps if rule.epsilon is None else rule.epsilon
+            square = self._factored_square(name, gradient, share, least)
+            move = square.clamp_(min=least * least).rsqrt_().mul_(gradient)
+            shorter = max(1.0, float(move.norm(2)) / (size * rule.most_rms))
+            parameter.add_(move, alpha=-scale / shorter)
+
+    def _factored_square(self, name: str, gradient: Tensor, share: float, least: float) -> Tensor:
+        """Return the mean square of a gradient, from the means of rows and columns if it has both."""
+        if gradient.ndim < 2:
+            (variance,) = self._moments.open("variance", [name], [gradient])
+            return variance.lerp_(gradient.square(), share).clone()
+        means = []
+        for slot, dim in (("row_var", -1), ("col_var", -2)):
+            (mean,) = self._moments.open(slot, [name], [gradient.narrow(dim, 0, 1)])
+            fresh = torch.norm(gradient, dim=dim, keepdim=True).square_().div_(gradient.size(dim))
+            means.append(mean.lerp_(fresh, share))
+        rows, columns = means
+        return (rows @ columns).div_(rows.mean(dim=-2, keepdim=True).clamp_(min=least))
+
+    def _apply_lion(self, rule: Lion, work: _Work) -> None:
+        means = self._slots("exp_avg", work)
+        moves = torch._foreach_lerp(means, work.gradients, 1 - rule.beta1)
+        torch._foreach_sign_(moves)
+        torch._foreach_add_(work.parameters, moves, alpha=-work.rate)
+        torch._foreach_lerp_(means, work.gradients, 1 - rule.beta2)
 
     def _slots(self, slot: str, work: _Work) -> list[Tensor]:
         return self._moments.open(slot, work.names, work.parameters)
@@ -379,7 +508,9 @@ def _decay(group: Group, work: _Work, held: Collection[str]) -> None:
         shrink = 1.0
     pairs = zip(work.names, work.parameters, strict=True)
     work.parameters = [tensor.clone() if name in held else tensor for name, tensor in pairs]
-    if shrink != 1.0:
+    if isinstance(group.rule, Adafactor):
+        work.shrink = shrink
+    elif shrink != 1.0:
         torch._foreach_mul_(work.parameters, shrink)
 
 
@@ -398,8 +529,19 @@ def _apply_fused(
 
 def _horizon(rule: OptimizerRule, lag: float) -> float:
     """Return how often the last move will be repeated: the sum of momentum^1 ... momentum^lag."""
-    momentum = rule.beta1 if isinstance(rule, Adam) else rule.momentum
+    momentum = _momentum(rule)
     return momentum * (1.0 - float(momentum**lag)) / (1.0 - momentum)
+
+
+def _momentum(rule: OptimizerRule) -> float:
+    """Return how much of its mean of gradients a rule keeps; 0: it has none."""
+    match rule:
+        case Adam() | Lion():
+            return rule.beta1
+        case Adagrad() | Adafactor():
+            return 0.0
+        case _:
+            return rule.momentum
 
 
 def orthogonalise(rule: Muon, matrices: list[Tensor]) -> list[Tensor]:

@@ -8,13 +8,17 @@ from msgspec import Meta
 
 from ravnest.config import DELTA_FORMATS, EXACT_FORMATS, StateFormat, WeightFormat, WireFormat
 from ravnest.engine.optimizers import (
+    Adafactor,
+    Adagrad,
     Adam,
     FusedAdam,
     Group,
+    Lion,
     Muon,
     NAdam,
     OptimizerRule,
     OptimizerSettings,
+    RmsProp,
     Sgd,
 )
 from ravnest.errors import UnsafeBlueprint
@@ -32,6 +36,10 @@ _RULES: dict[str, type[OptimizerRule]] = {
     "fused": FusedAdam,
     "nadam": NAdam,
     "muon": Muon,
+    "rmsprop": RmsProp,
+    "adagrad": Adagrad,
+    "adafactor": Adafactor,
+    "lion": Lion,
 }
 
 
@@ -84,7 +92,7 @@ class TrainConfig:
 class _Group(msgspec.Struct, forbid_unknown_fields=True):
     names: list[str]
     rule: str
-    values: dict[str, bool | _Number | str]
+    values: dict[str, bool | _Number | str | None]
     weight_decay: _Number
     is_decoupled: bool
     rate: _Number
@@ -94,6 +102,7 @@ class _TrainConfig(msgspec.Struct, forbid_unknown_fields=True):
     groups: list[_Group]
     learning_rate: _Number
     clip: _Number | None
+    clip_norm: Annotated[float, Meta(gt=0.0, le=1e30)] | None
     has_prediction: bool
     lag_updates: Annotated[int, Meta(ge=0, le=_MOST_UPDATES)]
     versions: WeightFormat
@@ -127,6 +136,7 @@ def write_train_config(training: TrainConfig, names: frozenset[str]) -> bytes:
             groups=[group for group in groups if group.names],
             learning_rate=settings.learning_rate,
             clip=settings.clip,
+            clip_norm=settings.clip_norm,
             has_prediction=settings.has_prediction,
             lag_updates=settings.lag_updates,
             versions=settings.versions,
@@ -164,6 +174,7 @@ def read_train_config(data: bytes) -> TrainConfig:
         read.lag_updates,
         read.versions,
         read.states,
+        read.clip_norm,
     )
     return TrainConfig(
         optimizer,

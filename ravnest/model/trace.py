@@ -232,7 +232,7 @@ class _Tracer:
     def _read_other(self, node: fx.Node, target: OpOverload, precision: str) -> None:
         """Write an operator that is not on the list with those that are, or refuse it."""
         plain = without_write(target)
-        if plain in operators():
+        if plain is not None and plain in operators():
             self._read_write(node, plain, precision)
             return
         refusal = refuse_node(node, *_why_not(str(target)))

@@ -19,6 +19,16 @@ SHORT_BLOCK_ITEMS, SHORT_SCALE_BYTES = 32, 2  # int4-stochastic, and int4-channe
 MEAN_BYTES = 4  # int4-channels: one mean of each channel
 LEAST_POSITIONS = 64  # of each channel: the means of fewer would be more than half a bit a value
 MOST_TENSOR_ITEMS = 2**40
+SCALAR_SLOTS = ("step", "mu_product")  # of an optimizer's state: one number per parameter
+
+
+def slot_shape(slot: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of what an optimizer keeps under this name of a parameter of this shape."""
+    if slot in SCALAR_SLOTS:
+        return ()
+    if slot == "row_var":
+        return (*shape[:-1], 1)
+    return (*shape[:-2], 1, *shape[-1:]) if slot == "col_var" else shape
 
 
 def find_channels(shape: tuple[int, ...]) -> int | None:

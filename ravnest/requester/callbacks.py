@@ -119,6 +119,49 @@ class _Numbers:
                 yield self._num_samples, name, value
 
 
+class EarlyStopping:
+    """Ends a training whose validation no longer improves; the best weights are kept (`result.best`).
+
+    `patience` evaluations may pass without an improvement of more than `min_delta`. `metric` is "loss" or the
+    name of one of the job's metrics; `higher_is_better` is for accuracies and the like.
+    """
+
+    def __init__(
+        self,
+        patience: int = 3,
+        *,
+        min_delta: float = 0.0,
+        metric: str = "loss",
+        higher_is_better: bool = False,
+    ) -> None:
+        if isinstance(patience, bool) or not isinstance(patience, int) or patience < 1:
+            raise ConfigError(f"patience is {patience!r}; give a whole number of evaluations, 1 or more")
+        if not min_delta >= 0:
+            raise ConfigError(f"min_delta is {min_delta!r}; give a number, 0 or more")
+        self._patience, self._min_delta = patience, min_delta
+        self._metric, self._sign = metric.removeprefix("val_"), -1.0 if higher_is_better else 1.0
+        self._best: float | None = None
+        self._num_worse = 0
+
+    def __call__(self, news: Notice) -> None:
+        """Look at an evaluation; raise StopTraining when enough of them were no better."""
+        if not isinstance(news, Evaluated):
+            return
+        found = {"loss": news.loss, **dict(news.metrics)}
+        if self._metric not in found:
+            problem = f"there is no metric {self._metric!r} in the validation"
+            raise ConfigError(f"{problem}; it has {', '.join(found)}")
+        value = found[self._metric]
+        if value is not None and (self._best is None or self._sign * (self._best - value) > self._min_delta):
+            self._best, self._num_worse = value, 0
+            return
+        self._num_worse += 1
+        if self._num_worse >= self._patience:
+            best = "none" if self._best is None else f"{self._best:.4g}"
+            reason = f"{self._num_worse} evaluations were no better than {best} ({self._metric})"
+            raise StopTraining(reason)
+
+
 class CsvLog:
     """Writes every number of a training into a CSV file: seconds,num_samples,name,value."""
 

@@ -21,6 +21,8 @@ from torch.utils.data.dataloader import default_collate
 
 from ravnest.errors import ConfigError
 from ravnest.model.model_with_loss import name_fields
+from ravnest.requester.padding import Padding, PaddingWish, pad_batch, pad_samples
+from ravnest.requester.sample_spool import SampleSpool
 from ravnest.units import show_bytes, show_value
 
 SampleBatch = dict[str, Tensor] | tuple[Tensor, ...]
@@ -112,8 +114,10 @@ def _to_tensor(value: Any, what: str, column: str) -> Tensor:
 Numbers = NDArray[np.int64]
 _Types = Mapping[str, FieldType]
 
-_MOST_BYTES = 2 << 30  # of an iterable, which has to be kept
+_MOST_BYTES = 2 << 30  # of an iterable that has to be kept in memory
+_NUM_COMPARED = 64  # samples whose lengths are looked at, beside the first batch
 _NUM_TRIED = 4  # places in the data where samples are compared with the first batch
+_NO_WISH = PaddingWish()
 _OBJECT_BYTES, _NUMBER_BYTES = 500, 32  # what Python needs around a tensor, and for a number
 
 
@@ -127,10 +131,15 @@ class Samples:
         *,
         what: str = "train data",
         is_padded: bool | None = None,
-        max_kept_bytes: int = _MOST_BYTES,
+        max_kept_bytes: int | None = None,
+        most_samples: int | None = None,
+        padding: PaddingWish = _NO_WISH,
+        like: "Samples | None" = None,
     ) -> None:
+        """Samples `like` others are padded to their lengths; `most_samples` of an iterable are read."""
         self._what, self._batch_size, self._is_padded = what, batch_size, is_padded
-        self._source = _open(data, what, max_kept_bytes)
+        self._source = _open(data, what, _Limits(most_samples, max_kept_bytes))
+        self._wish, self._like, self._padding = padding, like, None if like is None else like.padding
         self._first: SampleBatch | None = None
         self._lock = threading.RLock()  # a dataset need not bear two readers
 
@@ -145,8 +154,19 @@ class Samples:
                 num_samples = self._source.reach(self._batch_size)
                 if not num_samples:
                     raise ConfigError(f"the {self._what} is empty; give at least one sample")
+                _ = self.padding
                 self._first = self._source.read(np.arange(num_samples))
             return self._first
+
+    @property
+    def padding(self) -> Padding:
+        """Which fields are padded to which length."""
+        with self._lock:
+            if isinstance(self._source, _Items):
+                if self._padding is None:
+                    self._padding = self._source.find_padding(self._wish, self._batch_size)
+                self._source.padding = self._padding
+            return self._padding or {}
 
     def types(self) -> dict[str, FieldType]:
         """Return the fields of a sample, as the first batch has them."""
@@ -194,9 +214,8 @@ def _compare(found: _Types, here: str, expected: _Types, there: str) -> None:
             one, other = found.get(name, "missing"), expected.get(name, "missing")
             fix = "give every sample the same fields, types and shapes"
             if isinstance(one, FieldType) and isinstance(other, FieldType) and one.dtype == other.dtype:
-                fix = (
-                    "pad or cut all samples to one length (tokenizers: padding='max_length', max_length=...)"
-                )
+                way = f"pad={{{name!r}: VALUE}} and max_length=... pad them"
+                fix = f"pad or cut all samples to one length; {way}"
             raise ConfigError(f"{name!r} is {one} in {here}, but {other} in {there}; {fix}")
 
 
@@ -235,6 +254,7 @@ class _Items:
 
     def __init__(self, items: Any, what: str, collate: Callable[[list[Any]], Any] | None = None) -> None:
         self._items, self._what, self._collate = items, what, collate
+        self.padding: Padding = {}
 
     def __len__(self) -> int:
         return len(self._items)
@@ -248,13 +268,34 @@ class _Items:
             return self._items.reach(num_samples)
         return min(num_samples, len(self))
 
+    def find_padding(self, wish: PaddingWish, num_first: int) -> Padding:
+        """Return what some samples need: the first ones, and others here and there."""
+        num_samples = self.reach(num_first)
+        if not num_samples:
+            return {}
+        if self._collate is not None:
+            return wish.of_batches()
+        num_known = self.num_known
+        spread = (part * (num_known - 1) // _NUM_COMPARED for part in range(_NUM_COMPARED + 1))
+        numbers = sorted({*range(num_samples), *spread})
+        some = dict(zip(numbers, self._get(numbers), strict=True))
+        return wish.find(some, lambda: (self._items[index] for index in range(len(self))), self._what)
+
+    def _get(self, indices: list[int]) -> list[Any]:
+        at_once = getattr(self._items, "__getitems__", None)  # of torch and Hugging Face datasets
+        return list(at_once(indices)) if at_once else [self._items[index] for index in indices]
+
     def read(self, numbers: Numbers) -> SampleBatch:
         indices = numbers.tolist()
-        at_once = getattr(self._items, "__getitems__", None)  # of torch and Hugging Face datasets
-        samples = list(at_once(indices)) if at_once else [self._items[index] for index in indices]
+        samples = self._get(indices)
         if self._collate is None:
+            if self.padding:
+                samples = pad_samples(samples, indices, self.padding, self._what)
             return put_together(indices, samples, self._what)
         batch = check_ready(self._collate(samples), self._what)
+        if self.padding:
+            full = pad_batch(name_fields(batch, None), self.padding, self._what)
+            batch = full if isinstance(batch, dict) else tuple(full.values())
         size = len(next(iter(name_fields(batch, None).values())))
         if size != len(indices):
             problem = f"the collate_fn of the {self._what} made {size} samples of {len(indices)}"
@@ -262,13 +303,21 @@ class _Items:
         return batch
 
 
-class _Stream:
-    """An iterable, read as far as asked and kept."""
+@dataclass(frozen=True, slots=True)
+class _Limits:
+    """How much of an iterable is kept."""
 
-    def __init__(self, data: Iterable[Any], what: str, max_bytes: int) -> None:
-        self._data, self._what, self._max_bytes = data, what, max_bytes
+    most_samples: int | None
+    most_bytes: int | None  # None: as much as memory or the disk bear
+
+
+class _Stream:
+    """An iterable, read as far as asked and kept: on disk, or in memory where a collate_fn reads samples."""
+
+    def __init__(self, data: Iterable[Any], what: str, limits: _Limits, *, is_raw: bool = False) -> None:
+        self._data, self._what, self._limits = data, what, limits
         self._rest: Iterator[Any] | None = None
-        self._kept: list[Any] = []
+        self._kept: list[Any] | SampleSpool = [] if is_raw else SampleSpool(what, limits.most_bytes)
         self._kept_bytes = 0
         self._error: Exception | None = None
 
@@ -289,17 +338,27 @@ class _Stream:
         if self._error is not None:  # after it a generator looks as if it had ended
             raise self._error
         if self._rest is None:
-            self._rest = iter(self._data)
+            self._rest = islice(self._data, self._limits.most_samples)
         try:
             for sample in islice(self._rest, max(num_samples - len(self._kept), 0)):
-                self._kept.append(sample)
-                self._kept_bytes += _bytes_of(sample)
-                if self._kept_bytes > self._max_bytes:
-                    raise self._refuse()
+                self._keep(sample)
         except Exception as error:
             self._error = error
             raise
         return min(num_samples, len(self._kept))
+
+    def _keep(self, sample: Any) -> None:
+        if isinstance(self._kept, SampleSpool):
+            batch = put_together([len(self._kept)], [sample], self._what)
+            if isinstance(batch, dict):
+                self._kept.append({name: column[0] for name, column in batch.items()})
+            else:
+                self._kept.append(tuple(column[0] for column in batch))
+            return
+        self._kept.append(sample)
+        self._kept_bytes += _bytes_of(sample)
+        if self._kept_bytes > (self._limits.most_bytes or _MOST_BYTES):
+            raise self._refuse()
 
     def _refuse(self) -> ConfigError:
         read = f"{len(self._kept):,} samples ({show_bytes(self._kept_bytes)})"
@@ -307,17 +366,17 @@ class _Stream:
         return ConfigError(f"the {self._what} is an iterable, to be kept, with no end after {read}; {fix}")
 
 
-def _open(data: Any, what: str, max_bytes: int) -> _Rows | _Items:
+def _open(data: Any, what: str, limits: _Limits) -> _Rows | _Items:
     if isinstance(data, DataLoader):
-        return _open_loader(data, what, max_bytes)
+        return _open_loader(data, what, limits)
     if isinstance(data, Mapping):
         return _Rows(data, what, is_tuple=False)
     if isinstance(data, tuple) and data and all(isinstance(part, Tensor | np.ndarray) for part in data):
         return _Rows({f"part {k}": part for k, part in enumerate(data)}, what, is_tuple=True)
-    return _Items(_numbered(data, what, max_bytes), what)
+    return _Items(_numbered(data, what, limits), what)
 
 
-def _numbered(data: Any, what: str, max_bytes: int) -> Any:
+def _numbered(data: Any, what: str, limits: _Limits, *, is_raw: bool = False) -> Any:
     """Return the data itself if it has a length and an index, else a stream of it."""
     is_known = isinstance(data, Iterable) or hasattr(data, "__getitem__")
     if isinstance(data, str | bytes | Tensor | np.ndarray | type) or not is_known:
@@ -326,16 +385,17 @@ def _numbered(data: Any, what: str, max_bytes: int) -> Any:
     is_indexed = hasattr(data, "__getitem__") and hasattr(data, "__len__")
     if is_indexed and not isinstance(data, IterableDataset):
         return data
-    return _Stream(data, what, max_bytes)
+    return _Stream(data, what, limits, is_raw=is_raw)
 
 
-def _open_loader(loader: "DataLoader[Any]", what: str, max_bytes: int) -> _Rows | _Items:
+def _open_loader(loader: "DataLoader[Any]", what: str, limits: _Limits) -> _Rows | _Items:
     if loader.batch_sampler is None:
-        return _Items(_Stream(_split_batches(loader, what), what, max_bytes), what)
+        return _Items(_Stream(_split_batches(loader, what), what, limits), what)
     if not isinstance(loader.dataset, IterableDataset):
         _check_sampler(loader, what)
     collate = None if loader.collate_fn is default_collate else loader.collate_fn
-    return _Items(_numbered(loader.dataset, what, max_bytes), what, collate)
+    is_raw = collate is not None  # its samples may be anything
+    return _Items(_numbered(loader.dataset, what, limits, is_raw=is_raw), what, collate)
 
 
 def _check_sampler(loader: "DataLoader[Any]", what: str) -> None:

@@ -18,14 +18,15 @@ from torch import nn
 
 from ravnest.config import OptimizerKind as Recipe
 from ravnest.engine.optimizers import OptimizerSettings
-from ravnest.engine.recipe import choose_rate, from_torch, make_settings
+from ravnest.engine.recipe import base_rate, choose_rate, from_torch, make_settings
 from ravnest.engine.train_config import AveragingRule
 from ravnest.errors import ConfigError
 from ravnest.model.capture import Captured, CaptureWishes, capture_as
 from ravnest.model.model_with_loss import Metric
 from ravnest.model.profile import find_matrices
 from ravnest.requester.dataset import SampleBatch, Samples, loader_batch_size, show_thing
-from ravnest.requester.lr_schedules import Schedule, constant, cosine, read_schedule
+from ravnest.requester.lr_schedules import Schedule, constant, cosine, is_torch_scheduler, read_schedule
+from ravnest.requester.padding import PaddingWish
 from ravnest.units import Dimension, parse_quantity, show_value
 
 TorchOptimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
@@ -44,13 +45,17 @@ class Job:
     DataLoader, which brings its own batch size. A sample is a dict of fields or a tuple (inputs..., target).
     `loss` and `metrics` take what the model returned and the batch, or its target when batches are tuples;
     without a loss the model returns it. `inputs` names the fields the model takes. `is_padded=False` promises
-    that no sample is padded. `optimizer` is one of torch.optim (or several) over the model's parameters, or
-    the name of a recipe with its `learning_rate`; left out, that of a short job is higher, unless the model
-    `is_pretrained`. `clip` limits the norm of each tensor's gradient. One batch is one update; it travels
-    through the stages as `microbatches`. Clusters average their weights `average_every` batches, and by the
-    `averaging_rule` more than those. What was trained is kept `checkpoint_every` so often, like "5 min";
-    None: never. `weights` is a safetensors file, a folder of shards or a mirror's list to begin with; a model
-    made under `rv.empty_weights()` without them is filled layer by layer, as its modules say.
+    that no sample is padded. Samples of different lengths are padded with what `pad` says of each field, to
+    the longest or to `max_length`; of tokens with an attention mask it is known. `optimizer` is one of
+    torch.optim (or several) over the model's parameters, or the name of a recipe with its `learning_rate`;
+    left out, that of a short job is higher, unless the model `is_pretrained`. `schedule` is one of ours, a
+    function, or one of torch's over that optimizer. `clip` limits the norm of each tensor's gradient,
+    `clip_norm` that of the whole model's. One batch is one update; `max_steps` updates are made, or those of
+    all `epochs`. A batch travels through the stages as `microbatches`. Clusters average their weights
+    `average_every` batches, and by the `averaging_rule` more than those. What was trained is kept
+    `checkpoint_every` so often, like "5 min"; None: never. `weights` is a safetensors file, a folder of
+    shards or a mirror's list to begin with; a model made under `rv.empty_weights()` without them is filled
+    layer by layer, as its modules say.
     """
 
     model: nn.Module = field(repr=False)
@@ -58,12 +63,14 @@ class Job:
     val_data: Any = field(default=None, repr=False, kw_only=True)
     batch_size: int = field(default=32, kw_only=True)
     epochs: int = field(default=1, kw_only=True)
+    max_steps: int | None = field(default=None, kw_only=True)
     loss: Metric | None = field(default=None, repr=False, kw_only=True)
     metrics: Mapping[str, Metric] = field(default_factory=dict, repr=False, kw_only=True)
     optimizer: TorchOptimizers | str | None = field(default=None, repr=False, kw_only=True)
     learning_rate: float | None = field(default=None, kw_only=True)
-    schedule: Schedule | Callable[[int], float] | None = field(default=None, repr=False, kw_only=True)
+    schedule: Schedule | Callable[[int], float] | Any = field(default=None, repr=False, kw_only=True)
     clip: float | None = field(default=None, kw_only=True)
+    clip_norm: float | None = field(default=None, kw_only=True)
     average_every: int | str = field(default="auto", kw_only=True)
     averaging_rule: AveragingRule = field(default=AveragingRule(), kw_only=True)
     checkpoint_every: str | None = field(default="1 min", kw_only=True)
@@ -72,6 +79,8 @@ class Job:
     seed: int = field(default=0, kw_only=True)
     inputs: Sequence[str] | None = field(default=None, kw_only=True)
     is_padded: bool | None = field(default=None, kw_only=True)
+    pad: Mapping[str, float] | None = field(default=None, kw_only=True)
+    max_length: int | None = field(default=None, kw_only=True)
     is_pretrained: bool | None = field(default=None, kw_only=True)
     weights: str | os.PathLike[str] | None = field(default=None, kw_only=True)
     name: str | None = field(default=None, kw_only=True)
@@ -82,6 +91,8 @@ class Job:
         self._fill_in("batch_size", loader_batch_size(self.train_data) or self.batch_size)
         self._check_settings()
         self._check_optimizer()
+        if self.max_steps is not None:
+            self._fill_in("epochs", -(-self.max_steps // self.batches_per_epoch))
         self._fill_in("name", type(self.model).__name__[:64] if self.name is None else self.name)
         is_name = isinstance(self.name, str) and _NAME.fullmatch(self.name)
         _require(is_name, "name", self.name, "1 to 64 letters, digits, inner spaces and . : / + ( ) @ , ' -")
@@ -117,7 +128,10 @@ class Job:
             found = make_settings(self.optimizer, rate, trained, matrices, planned_updates)
         else:
             assert not isinstance(self.optimizer, str | None)
-            found = from_torch(self.optimizer, {name: captured.state[name] for name in trained})
+            given = {name: captured.state[name] for name in trained}
+            found = from_torch(self.optimizer, given, is_scheduled=is_torch_scheduler(self.schedule))
+        if self.clip_norm is not None:
+            found = replace(found, clip=None, clip_norm=float(self.clip_norm))
         if self.clip is None:
             return found
         return replace(found, clip=None if math.isinf(self.clip) else float(self.clip))
@@ -130,6 +144,22 @@ class Job:
         return choose_rate(self.optimizer, planned_updates, has_trained_weights=self.has_trained_weights)
 
     @property
+    def batches_per_epoch(self) -> int:
+        """Updates of one pass over the train data, the last one maybe with fewer samples."""
+        return -(-len(self.samples) // self.batch_size)
+
+    @property
+    def num_updates(self) -> int:
+        """Updates of the whole job."""
+        return self.epochs * self.batches_per_epoch if self.max_steps is None else self.max_steps
+
+    @property
+    def num_total(self) -> int:
+        """Samples of the whole job, each as often as it is trained."""
+        epochs, more = divmod(self.num_updates, self.batches_per_epoch)
+        return epochs * len(self.samples) + more * self.batch_size
+
+    @property
     def has_trained_weights(self) -> bool:
         """Whether the model was trained before: as the job says, by its weights, or by its norms' gains."""
         if self.is_pretrained is not None:
@@ -139,14 +169,24 @@ class Job:
     @cached_property
     def samples(self) -> Samples:
         """The train data by number."""
-        return Samples(self.train_data, self.batch_size, is_padded=self.is_padded)
+        wish = PaddingWish(self.pad, self.max_length)
+        most = None if self.max_steps is None else self.max_steps * self.batch_size
+        return Samples(
+            self.train_data, self.batch_size, is_padded=self.is_padded, padding=wish, most_samples=most
+        )
 
     @cached_property
     def val_samples(self) -> Samples | None:
         """The validation data by number, if there is any."""
         if self.val_data is None:
             return None
-        return Samples(self.val_data, self.batch_size, what="validation data", is_padded=self.is_padded)
+        return Samples(
+            self.val_data,
+            self.batch_size,
+            what="validation data",
+            is_padded=self.is_padded,
+            like=self.samples,
+        )
 
     @cached_property
     def checkpoint_seconds(self) -> float | None:
@@ -165,7 +205,7 @@ class Job:
     def rates(self) -> Schedule:
         """The schedule; left out, it is what a recipe was tuned with, or the constant rate of torch.optim."""
         if self.schedule is not None:
-            return read_schedule(self.schedule)
+            return read_schedule(self.schedule, self.batches_per_epoch)
         return cosine(warmup=0.05) if isinstance(self.optimizer, Recipe) else constant()
 
     def _fill_in(self, name: str, value: object) -> None:
@@ -174,6 +214,8 @@ class Job:
     def _check_settings(self) -> None:
         for name, value in (("batch_size", self.batch_size), ("epochs", self.epochs)):
             _require(_is_whole(value, 1), name, value, "a whole number, 1 or more")
+        is_steps = self.max_steps is None or _is_whole(self.max_steps, 1)
+        _require(is_steps, "max_steps", self.max_steps, "a whole number of updates, 1 or more")
         is_every = self.average_every == "auto" or _is_whole(self.average_every, 1)
         _require(is_every, "average_every", self.average_every, '"auto" or batches, a whole number above 0')
         is_rule = isinstance(self.averaging_rule, AveragingRule)
@@ -182,6 +224,8 @@ class Job:
         _require(is_many, "microbatches", self.microbatches, '"auto" or a whole number above 0')
         is_clip = self.clip is None or _is_positive(self.clip)
         _require(is_clip, "clip", self.clip, "a number above 0, or math.inf for no clipping")
+        is_norm = self.clip_norm is None or (_is_positive(self.clip_norm) and self.clip is None)
+        _require(is_norm, "clip_norm", self.clip_norm, "a number above 0, and no clip beside it")
         _require(self.precision in _PRECISIONS, "precision", self.precision, "auto, fp32 or bf16")
         _require(_is_whole(self.seed, 0), "seed", self.seed, "a whole number from 0 to 2**63 - 1")
         _require(self.is_padded in (None, True, False), "is_padded", self.is_padded, "True, False or nothing")
@@ -192,6 +236,12 @@ class Job:
         _require(
             is_place, "weights", self.weights, "a safetensors file, a folder or a mirror's list that exists"
         )
+        is_pad = self.pad is None or (
+            isinstance(self.pad, Mapping) and all(map(_is_number, self.pad.values()))
+        )
+        _require(is_pad, "pad", self.pad, "a dict from a field to the number that pads it")
+        is_length = self.max_length is None or _is_whole(self.max_length, 1)
+        _require(is_length, "max_length", self.max_length, "a whole number, 1 or more")
         is_list = not isinstance(self.inputs, str)
         _require(is_list, "inputs", self.inputs, f"a list of fields: [{self.inputs!r}]")
 
@@ -209,13 +259,15 @@ class Job:
         found = given if isinstance(given, tuple | list) else []
         is_known = bool(found) and all(isinstance(one, torch.optim.Optimizer) for one in found)
         _require(is_known, "optimizer", self.optimizer, _OPTIMIZERS)
-        rate = float(given[0].param_groups[0]["lr"])
+        is_scheduled = is_torch_scheduler(self.schedule)
+        rate = base_rate(given[0].param_groups[0], is_scheduled)
         is_own = self.learning_rate is None
         _require(is_own, "learning_rate", self.learning_rate, f"none: the optimizer brings its own, {rate:g}")
         _require(0 < rate < math.inf, "lr of the optimizer's first group", rate, "a number above 0")
         modules = [one for one in (self.model, self.loss) if isinstance(one, nn.Module)]
         parameters = [parameter for module in modules for parameter in module.parameters()]
-        from_torch(given, {str(number): parameter for number, parameter in enumerate(parameters)})
+        known = {str(number): parameter for number, parameter in enumerate(parameters)}
+        from_torch(given, known, is_scheduled=is_scheduled)
 
 
 def _require(is_good: object, name: str, value: object, wanted: str) -> None:
@@ -225,6 +277,10 @@ def _require(is_good: object, name: str, value: object, wanted: str) -> None:
 
 def _is_whole(value: object, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= sys.maxsize
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float)
 
 
 def _is_positive(value: object) -> bool:

@@ -1,12 +1,15 @@
 """Learning-rate schedules as pure numbers: one factor of the learning rate for each update.
 
-Only numbers travel. A schedule function of the requester runs on the requester's PC alone.
+Only numbers travel. A schedule function of the requester runs on the requester's PC alone, and so does a
+scheduler of torch, over a stand-in for its optimizer.
 """
 
+import copy
 import math
+import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, SupportsFloat
+from dataclasses import dataclass, field
+from typing import Any, Protocol, SupportsFloat
 
 from ravnest.errors import ConfigError
 from ravnest.units import show_value
@@ -57,7 +60,39 @@ class OwnSchedule:
         return number
 
 
-Schedule = Curve | OwnSchedule
+class TorchScheduler(Protocol):
+    """What we need of torch's: it changes the rates of its optimizer's groups at each step."""
+
+    optimizer: Any
+
+    def step(self) -> None:
+        """Go to the next update."""
+
+
+@dataclass(frozen=True, slots=True)
+class TorchSchedule:
+    """The rates that a scheduler of torch gives; `num_updates` lie between two of its steps."""
+
+    scheduler: TorchScheduler
+    num_updates: int = 1
+    _known: list[float] = field(default_factory=list, repr=False)
+
+    def factor(self, update: int, total_updates: int) -> float:
+        """Return the rate in that of the optimizer before it was scheduled."""
+        step = update // self.num_updates
+        if step >= len(self._known):
+            last = -(-max(total_updates, update + 1) // self.num_updates)
+            self._known[:] = _run_scheduler(self.scheduler, last)
+        return self._known[step]
+
+
+def per_epoch(scheduler: object) -> TorchSchedule:
+    """Return a schedule of torch that makes one step after each epoch, not after each update."""
+    _refuse_unknown_scheduler(scheduler)
+    return TorchSchedule(scheduler, num_updates=0)  # type: ignore[arg-type]
+
+
+Schedule = Curve | OwnSchedule | TorchSchedule
 
 
 def cosine(warmup: float = 0, final: float = 0.1) -> Curve:
@@ -75,8 +110,21 @@ def constant(warmup: float = 0) -> Curve:
     return Curve(warmup, final=1.0)
 
 
-def read_schedule(given: object) -> Schedule:
-    """Return the schedule a job was given: one of the above, or a function of the update."""
+def is_torch_scheduler(given: object) -> bool:
+    """Return whether a schedule follows an optimizer of torch."""
+    has_parts = all(hasattr(given, name) for name in ("optimizer", "step", "state_dict"))
+    return isinstance(given, TorchSchedule) or (has_parts and not isinstance(given, type))
+
+
+def read_schedule(given: object, batches_per_epoch: int = 1) -> Schedule:
+    """Return the schedule a job was given: one of the above, torch's, or a function of the update."""
+    if isinstance(given, TorchSchedule):
+        found = given if given.num_updates else TorchSchedule(given.scheduler, batches_per_epoch)
+        found.factor(0, 1)
+        return found
+    if is_torch_scheduler(given):
+        _refuse_unknown_scheduler(given)
+        return read_schedule(TorchSchedule(given))  # type: ignore[arg-type]
     if isinstance(given, Curve | OwnSchedule):
         return given
     if isinstance(given, type) or not callable(given):
@@ -86,6 +134,53 @@ def read_schedule(given: object) -> Schedule:
     own = OwnSchedule(given)
     own.factor(0, 1)  # a mistake is told now, not when everything has been sent
     return own
+
+
+def _refuse_unknown_scheduler(scheduler: object) -> None:
+    name = type(scheduler).__name__
+    if not is_torch_scheduler(scheduler) or isinstance(scheduler, TorchSchedule):
+        raise ConfigError(f"schedule is {name}; give one of torch.optim.lr_scheduler")
+    if name == "ReduceLROnPlateau":
+        raise ConfigError(
+            "ReduceLROnPlateau waits for losses, which are known later here; give rv.cosine() or another one"
+        )
+    if getattr(scheduler, "cycle_momentum", False):
+        raise ConfigError(f"{name} changes momenta too; make it with cycle_momentum=False")
+
+
+def _run_scheduler(scheduler: TorchScheduler, num_steps: int) -> list[float]:
+    """Return the factor before each step, from a copy that changes nothing of the requester's."""
+    from torch import optim, zeros
+
+    groups = [
+        {**{key: value for key, value in group.items() if key != "params"}, "params": [zeros(())]}
+        for group in scheduler.optimizer.param_groups
+    ]
+    firsts = [float(group.get("initial_lr", group["lr"])) for group in groups]
+    if not all(first > 0 for first in firsts):
+        raise ConfigError(f"the learning rate before the schedule is {min(firsts):g}; give one above 0")
+    stand_in = optim.SGD(groups, lr=1.0)
+    running = _with_optimizer(scheduler, stand_in)
+    found = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that no optimizer steps before the scheduler
+        for step in range(num_steps):
+            factors = [float(x["lr"]) / first for x, first in zip(stand_in.param_groups, firsts, strict=True)]
+            if any(not math.isclose(factor, factors[0], rel_tol=1e-6) for factor in factors):
+                problem = f"the schedule gives groups different factors at step {step}"
+                raise ConfigError(f"{problem}; give all groups the same one")
+            found.append(factors[0])
+            running.step()
+    return found
+
+
+def _with_optimizer(scheduler: Any, optimizer: Any) -> Any:
+    """Return a copy of a scheduler, and of those it is made of, that changes this optimizer."""
+    copied = copy.copy(scheduler)
+    copied.optimizer = optimizer
+    if hasattr(copied, "_schedulers"):
+        copied._schedulers = [_with_optimizer(each, optimizer) for each in copied._schedulers]
+    return copied
 
 
 _MOST_FACTORS = 1 << 16  # of a longer run they are told for several updates at a time

@@ -18,11 +18,12 @@ from ravnest.config import (
     WireFormat,
 )
 from ravnest.config import OptimizerKind as Recipe
-from ravnest.engine.optimizers import Adam, Muon, NAdam, OptimizerSettings, Sgd
+from ravnest.engine.optimizers import Adagrad, Adam, Muon, NAdam, OptimizerSettings, RmsProp, Sgd
 from ravnest.engine.train_config import Precision, TrainConfig
 from ravnest.errors import ConfigError
 from ravnest.hub.coordinator.events import JobGiven, JobSettings
 from ravnest.model.capture import Captured
+from ravnest.model.frozen_storage import choose_storage
 from ravnest.model.profile import has_channels, measure
 from ravnest.requester.checkpoint_store import (
     Checkpoint,
@@ -79,9 +80,10 @@ def prepare(
     if plan.states is StateFormat.INT8 and job.averaging_rule.momentum:
         raise ConfigError("momenta are averaged, which int8 states cannot be; choose states=bf16 or fp32")
     captured = job.capture(tell)
+    captured = replace(captured, blueprint=choose_storage(captured.blueprint, plan.frozen))
     for note in captured.notes:
         logger.warning("note: %s", note)
-    num_batches = job.epochs * -(-num_samples // job.batch_size)
+    num_batches = job.num_updates
     plan = replace(plan, states=_choose_states(job, plan))
     optimizer = replace(job.settings(captured, num_batches), versions=plan.versions, states=plan.states)
     logger.info("learning rate %.2g, %d updates planned", optimizer.learning_rate, num_batches)
@@ -102,18 +104,19 @@ def prepare(
         averaging=job.averaging_rule,
         exact_gradients=config.exact_gradients,
     )
-    state = hash_state(captured.blueprint.state)
-    sizes = (num_samples, job.batch_size, job.epochs, job.seed)
-    fingerprint = Fingerprint(job.name or "", state, *sizes)
     folder = None if keeper is None else keeper.folder
     first = find_first_weights(job, captured, folder, is_needed=start is None)
-    owner = JobOwner(job, captured, training, fingerprint, keeper, deliver, first)
+    left_out = first.find_lasting(captured.blueprint.state)
+    state, frozen = hash_state(captured.blueprint.state), first.sample(left_out)
+    sizes = (num_samples, job.batch_size, job.epochs, job.seed)
+    fingerprint = Fingerprint(job.name or "", state, *sizes, frozen)
+    owner = JobOwner(job, captured, training, fingerprint, keeper, deliver, first, left_out)
     books = None
     if start is not None:
-        _check_start(start, fingerprint)
+        _check_start(start, fingerprint, settings.num_total)
         books = owner.go_on_from(start)
     tell("it is measured")
-    profile = measure(captured.blueprint, job.batch_size)
+    profile = measure(captured.blueprint, job.batch_size, is_cast=precision is WeightFormat.BF16)
     return PreparedJob(captured, owner, JobGiven(profile, config, settings, now=0.0, books=books))
 
 
@@ -121,6 +124,8 @@ def _choose_states(job: Job, plan: PlanConfig) -> StateFormat:
     """Return how moments are kept: exactly where the requester may compare them with one process."""
     if plan.states is not StateFormat.AUTO:
         return plan.states
+    if job.optimizer is Recipe.ADAMW_8BIT:
+        return StateFormat.INT8
     is_own = not isinstance(job.optimizer, Recipe)
     return StateFormat.FP32 if is_own or plan.averaging is Averaging.EXACT else StateFormat.BF16
 
@@ -134,13 +139,16 @@ def _fit_formats(config: PlanConfig, captured: Captured, batch_size: int) -> Pla
     return replace(config, activations=WireChoice.INT8)
 
 
-def _check_start(start: Checkpoint, now: Fingerprint) -> None:
+def _check_start(start: Checkpoint, now: Fingerprint, num_total: int) -> None:
     """Refuse a checkpoint that this job cannot go on from; say what another number of epochs means."""
     before, num_begun = start.books.job, count_epochs(start.books.leases)
     difference = find_difference(before, now)
     if difference is None and now.epochs < num_begun:
         difference = f"epoch {num_begun} is begun in the checkpoint, and the job has {now.epochs} epochs"
         difference = f"{difference}; set epochs={num_begun} or more, or begin a new run in another folder"
+    if difference is None and num_total < start.books.num_counted:
+        difference = f"{start.books.num_counted} samples are trained in the checkpoint, and the job has"
+        difference = f"{difference} {num_total}; set a higher max_steps, or begin a new run in another folder"
     if difference is not None:
         raise ConfigError(difference)
     if now.epochs != before.epochs:
@@ -158,6 +166,7 @@ def _settings(job: Job, captured: Captured, optimizer: OptimizerSettings, num_ba
         num_validation=0 if job.val_samples is None else len(job.val_samples),
         batch_size=job.batch_size,
         epochs=job.epochs,
+        max_batches=job.max_steps or 0,
         rates=tuple(rate * factor for factor in factors(job.rates, num_batches)),
         seed=job.seed,
         least_samples=_STATISTICS_SAMPLES if has_statistics else 1,
@@ -176,9 +185,13 @@ def _recipe(job: Job, settings: OptimizerSettings) -> Recipe:
     if isinstance(job.optimizer, Recipe):
         return job.optimizer
     rules = [group.rule for group in settings.groups]
+    if any(isinstance(rule, RmsProp) and (rule.momentum or rule.is_centered) for rule in rules):
+        return Recipe.ADAM  # as much is kept
     if any(isinstance(rule, Adam) for rule in rules):
         return Recipe.NADAM if any(isinstance(rule, NAdam) for rule in rules) else Recipe.ADAM
     if any(isinstance(rule, Muon) for rule in rules):
         return Recipe.MUON
+    if any(isinstance(rule, RmsProp | Adagrad) for rule in rules):
+        return Recipe.RMSPROP
     has_momentum = any(isinstance(rule, Sgd) and rule.momentum for rule in rules)
     return Recipe.MOMENTUM if has_momentum else Recipe.SGD

@@ -13,6 +13,7 @@ import random
 import signal
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -93,7 +94,13 @@ class Interrupts:
             return await work()
 
         try:
-            return asyncio.run(main())
+            asyncio.get_running_loop()
+        except RuntimeError:
+            run: Callable[[Coroutine[Any, Any, _Value]], _Value] = asyncio.run
+        else:  # a notebook runs one here; ours gets a thread of its own
+            run = _run_beside
+        try:
+            return run(main())
         except asyncio.CancelledError:
             raise KeyboardInterrupt from None
 
@@ -106,6 +113,12 @@ class Interrupts:
             self._loop.call_soon_threadsafe(self.stop)
         else:
             self._loop.call_soon_threadsafe(task.cancel)
+
+
+def _run_beside(work: Coroutine[Any, Any, _Value]) -> _Value:
+    """Run a coroutine in another thread to its end; signals are taken meanwhile."""
+    with ThreadPoolExecutor(1, "ravnest") as pool:
+        return pool.submit(asyncio.run, work).result()
 
 
 logger = logging.getLogger(__name__)
@@ -229,8 +242,7 @@ class Hub:
                 num_awaited = nodes if self._is_open_to_others else 0
                 hear = Callbacks([self._tell, *callbacks], num_awaited, self.stop)
                 self._stops.clear()
-                num_total = job.epochs * len(job.samples)
-                if start is not None and start.books.num_counted == num_total:
+                if start is not None and start.books.num_counted == (num_total := job.num_total):
                     given = setup()
                     if self._find_past(given) is None:  # else its peers are to be told, too
                         hear(CheckpointIsResult(num_total, num_total))

@@ -36,8 +36,8 @@ def test_order_of_an_index_does_not_depend_on_the_others(num_samples, seed, data
 class History:
     """Random joins, crashes, restarts and late or double acknowledgements around one book."""
 
-    def __init__(self, book: LeaseBook, random: Random, most: int) -> None:
-        self.book, self.random = book, random
+    def __init__(self, book: LeaseBook, random: Random, most: int, num_total: int) -> None:
+        self.book, self.random, self.num_total = book, random, num_total
         self.most = most  # samples of a lease
         self.held = {"c0": []}  # by clusters that are alive
         self.stray = []  # leases that were counted or lost: their acknowledgement must not count
@@ -67,7 +67,7 @@ class History:
                 self.held.setdefault(f"c{self.random.randint(oldest, self.num_joined)}", [])
                 self.num_joined += 1
             case "restart":
-                self.book = LeaseBook.restore(json.loads(json.dumps(self.book.state())))
+                self.restart()
             case "stray" if self.stray:
                 lease = self.random.choice(self.stray)
                 assert self.book.complete(lease.number, lease.cluster_id) is not None
@@ -75,6 +75,21 @@ class History:
                 others = [lease for key in self.held if key != name for lease in self.held[key]]
                 if others:
                     assert self.book.complete(self.random.choice(others).number, name) is not None
+
+    def restart(self) -> None:
+        self.book = LeaseBook.restore(json.loads(json.dumps(self.book.state())), self.num_total)
+
+    def finish(self) -> None:
+        for _ in range(20_000):
+            if self.book.is_finished:
+                break
+            self.step()
+            per_epoch = Counter(epoch for epoch, _ in self.counted)
+            for epoch in range(4):
+                assert self.book.num_counted(epoch) == per_epoch[epoch]
+        assert self.book.is_finished
+        assert not self.book.under_way
+        assert self.book.lease("c0", 1) is None
 
     def lease(self, name: str) -> None:
         is_all_out = len(self.held[name]) >= 3
@@ -85,18 +100,23 @@ class History:
             self.held[name].append(lease)
 
 
-@given(st.integers(1, 60), st.integers(1, 17), st.integers(1, 3), st.integers(0, 2**32), st.integers(0))
-def test_every_sample_of_every_epoch_counts_once(num_samples, most, num_epochs, seed, key):
-    history = History(LeaseBook(num_samples, num_epochs, key), Random(seed), most)
-    for _ in range(20_000):
-        if history.book.is_finished:
-            break
-        history.step()
-        per_epoch = Counter(epoch for epoch, _ in history.counted)
-        for epoch in range(num_epochs + 1):
-            assert history.book.num_counted(epoch) == per_epoch[epoch]
-    assert history.book.is_finished
-    assert history.book.lease("c0", 1) is None
+@given(
+    st.integers(1, 60),
+    st.integers(1, 17),
+    st.integers(1, 3),
+    st.integers(0, 2**32),
+    st.integers(0),
+    st.data(),
+)
+def test_every_sample_of_every_epoch_counts_once(num_samples, most, num_epochs, seed, key, data):
+    num_total = data.draw(st.integers(1, num_epochs * num_samples))
+    book = LeaseBook(num_samples, num_epochs, key, num_total)
+    history = History(book, Random(seed), most, num_total)
+    history.finish()
+    assert len(history.counted) == num_total
+    history.num_total = 0  # the job goes on, to the end of its epochs
+    history.restart()
+    history.finish()
     wanted = {(epoch, sample) for epoch in range(num_epochs) for sample in range(num_samples)}
     assert set(history.counted) == wanted
     assert set(history.counted.values()) == {1}

@@ -277,8 +277,8 @@ def slow_memory(stage, cluster, profile, config, is_averaged):
         )
         trained = profile.parameter_bytes[k] - frozen
         first, square = STATES[config.states]
-        state = 0.0 if config.optimizer == "sgd" else first * trained
-        if config.optimizer not in ("sgd", "momentum"):
+        state = 0.0 if config.optimizer in ("sgd", "rmsprop", "adagrad", "adafactor") else first * trained
+        if config.optimizer not in ("sgd", "momentum", "lion", "adafactor"):
             is_muon = config.optimizer is OptimizerKind.MUON
             state += square * (trained - (profile.matrix_bytes[k] if is_muon else 0.0))
         held = 0.0 if stage.recompute else profile.saved_bytes[k] * stage.window

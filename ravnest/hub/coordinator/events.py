@@ -63,9 +63,10 @@ class JobSettings:
     num_samples: int
     num_validation: int
     batch_size: int  # of one update; it travels as microbatches
-    epochs: int
+    epochs: int  # begun at most, the last one maybe not to its end
     rates: tuple[float, ...]  # the learning rate over all batches of the job, spread evenly
     seed: int = 0
+    max_batches: int = 0  # of the job; 0: those of all epochs
     chunk_batches: int = 8  # per lease, at most
     least_samples: int = 4  # of a microbatch, where it is chosen
     microbatches: int = 0  # a batch travels as so many; 0: chosen with the plan
@@ -84,7 +85,7 @@ class JobSettings:
         """What the quality of a shared training depends on."""
         return TrainingLength(
             self.batch_size,
-            self.epochs * self.batches_per_epoch,
+            self.num_batches,
             self.average_every,
             self.is_whole_batch,
         )
@@ -94,13 +95,28 @@ class JobSettings:
         """Batches of one pass over the data, the last one maybe smaller."""
         return -(-self.num_samples // self.batch_size)
 
+    @property
+    def num_batches(self) -> int:
+        """Batches of the whole job."""
+        return self.max_batches or self.epochs * self.batches_per_epoch
+
+    @property
+    def num_total(self) -> int:
+        """Samples of the whole job, each as often as it is trained."""
+        epochs, more = divmod(self.num_batches, self.batches_per_epoch)
+        return epochs * self.num_samples + more * self.batch_size
+
+    def epoch_size(self, epoch: int) -> int:
+        """Return how many samples an epoch has, counted from 0: the last one may end early."""
+        return max(0, min(self.num_samples, self.num_total - epoch * self.num_samples))
+
     def position(self, num_samples: int) -> int:
         """Return the whole batches trained when so many samples of the job were."""
         return num_samples * self.batches_per_epoch // self.num_samples
 
     def rate(self, batch: int) -> float:
         """Return the learning rate when so many batches were trained before."""
-        index = batch * len(self.rates) // (self.epochs * self.batches_per_epoch)
+        index = batch * len(self.rates) // self.num_batches
         return self.rates[min(index, len(self.rates) - 1)]
 
 

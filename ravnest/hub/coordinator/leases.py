@@ -167,12 +167,13 @@ class LeaseState(TypedDict):
 
 
 class LeaseBook:
-    """Leases the samples of all epochs in order and counts each exactly once."""
+    """Leases the samples of all epochs in order, `num_total` at most, and counts each exactly once."""
 
-    def __init__(self, num_samples: int, num_epochs: int, seed: int = 0) -> None:
+    def __init__(self, num_samples: int, num_epochs: int, seed: int = 0, num_total: int = 0) -> None:
         assert num_samples >= 1
         self._num_samples = num_samples
         self._num_epochs = num_epochs
+        self._num_total = num_total or num_samples * num_epochs
         self._seed = seed
         self._next_number = 0
         self._next_epoch = 0
@@ -184,7 +185,7 @@ class LeaseBook:
     @property
     def is_finished(self) -> bool:
         """Whether every sample of every epoch was counted."""
-        return self._next_epoch >= self._num_epochs and not self._open and not self._requeued
+        return not self._num_fresh and not self._open and not self._requeued
 
     @property
     def open_leases(self) -> tuple[Lease, ...]:
@@ -197,9 +198,18 @@ class LeaseBook:
         if self._requeued:
             epoch, start, stop = self._requeued[0]
             return epoch, stop - start
-        if self._next_epoch < self._num_epochs:
-            return self._next_epoch, self._num_samples - self._next_place
+        if self._num_fresh:
+            return self._next_epoch, min(self._num_samples - self._next_place, self._num_fresh)
         return None
+
+    @property
+    def _num_fresh(self) -> int:
+        """How many samples of the job were never leased."""
+        return max(0, self._num_total - self._next_epoch * self._num_samples - self._next_place)
+
+    def epoch_size(self, epoch: int) -> int:
+        """Return how many samples an epoch has: the last one may end early."""
+        return max(0, min(self._num_samples, self._num_total - epoch * self._num_samples))
 
     @property
     def num_begun(self) -> int:
@@ -211,7 +221,12 @@ class LeaseBook:
         if epoch in self._counted:
             return self._counted[epoch]
         # Without an entry an epoch is either finished or has not begun.
-        return self._num_samples if epoch < self._next_epoch else 0
+        return self.epoch_size(epoch) if epoch < self.num_begun else 0
+
+    @property
+    def under_way(self) -> set[int]:
+        """The epochs that are begun and not counted whole."""
+        return set(self._counted)
 
     def lease(self, cluster_id: str, num_samples: int) -> Lease | None:
         """Lease a cluster the next samples, at most so many; None: all are leased or counted."""
@@ -221,8 +236,8 @@ class LeaseBook:
             stop = min(start + num_samples, end)
             if stop < end:
                 self._requeued.appendleft((epoch, stop, end))
-        elif self._next_epoch < self._num_epochs:
-            epoch, start, stop = self._next_fresh(num_samples)
+        elif self._num_fresh:
+            epoch, start, stop = self._next_fresh(min(num_samples, self._num_fresh))
         else:
             return None
         lease = Lease(LeaseId(self._next_number), epoch, start, stop, cluster_id)
@@ -239,7 +254,7 @@ class LeaseBook:
             return f"lease {number} is held by {lease.cluster_id}, not by {cluster_id}"
         del self._open[number]
         counted = self._counted.pop(lease.epoch) + lease.num_samples
-        if counted < self._num_samples:
+        if counted < self.epoch_size(lease.epoch):
             self._counted[lease.epoch] = counted
         return None
 
@@ -259,6 +274,9 @@ class LeaseBook:
 
     def state(self) -> LeaseState:
         """Return everything as plain data; its size does not grow with the samples counted."""
+        counted = dict(self._counted)
+        if self._next_place:  # an epoch that ended early is not over for a longer job
+            counted.setdefault(self._next_epoch, self._next_place)
         return LeaseState(
             num_samples=self._num_samples,
             num_epochs=self._num_epochs,
@@ -268,20 +286,21 @@ class LeaseBook:
             next_place=self._next_place,
             open=[(x.number, x.epoch, x.start, x.stop, x.cluster_id) for x in self._open.values()],
             requeued=list(self._requeued),
-            counted=list(self._counted.items()),
+            counted=list(counted.items()),
         )
 
     @classmethod
-    def restore(cls, state: LeaseState) -> Self:
+    def restore(cls, state: LeaseState, num_total: int = 0) -> Self:
         """Return the book of `state`; open leases stay open, so their completion still counts."""
-        book = cls(state["num_samples"], state["num_epochs"], state["seed"])
+        book = cls(state["num_samples"], state["num_epochs"], state["seed"], num_total)
         book._next_number = state["next_number"]
         book._next_epoch = state["next_epoch"]
         book._next_place = state["next_place"]
         for number, epoch, start, stop, cluster_id in state["open"]:
             book._open[LeaseId(number)] = Lease(LeaseId(number), epoch, start, stop, cluster_id)
         book._requeued.extend((epoch, start, stop) for epoch, start, stop in state["requeued"])
-        book._counted.update(dict(state["counted"]))
+        counted = ((epoch, count) for epoch, count in state["counted"] if count < book.epoch_size(epoch))
+        book._counted.update(counted)
         return book
 
     def _next_fresh(self, num_samples: int) -> tuple[int, int, int]:

@@ -132,8 +132,8 @@ class Ledger:
         self.num_starts += 1
         lost, self.num_counted = self.num_counted, books.num_counted if books else 0
         self._microbatches, self._chunk_batches = 1, settings.chunk_batches
-        fresh = LeaseBook(settings.num_samples, settings.epochs, settings.seed)
-        self._book = fresh if books is None else LeaseBook.restore(books.leases)
+        fresh = LeaseBook(settings.num_samples, settings.epochs, settings.seed, settings.num_total)
+        self._book = fresh if books is None else LeaseBook.restore(books.leases, settings.num_total)
         self._open.clear()
         self.exact = ExactBatches()
         self._awaited: list[OpenLease] = []  # granted, and their epochs are under way; by microbatch
@@ -173,9 +173,8 @@ class Ledger:
     @property
     def trained(self) -> Trained:
         """How far the job is."""
-        size, epochs = self._settings.num_samples, self._settings.epochs
-        epoch = min(self.num_counted // size + 1, epochs)
-        return Trained(self.num_counted, epochs * size, epoch, self._loss)
+        epoch = min(self.num_counted // self._settings.num_samples + 1, self._settings.epochs)
+        return Trained(self.num_counted, self._settings.num_total, epoch, self._loss)
 
     @property
     def open_leases(self) -> tuple[OpenLease, ...]:
@@ -232,7 +231,7 @@ class Ledger:
     @property
     def epochs_under_way(self) -> set[int]:
         """The epochs, from 0, that are begun and not counted whole."""
-        return {epoch for epoch, _ in self._book.state()["counted"]}
+        return self._book.under_way
 
     @property
     def num_begun(self) -> int:
@@ -241,7 +240,7 @@ class Ledger:
 
     def is_under_way(self, epoch: int) -> bool:
         """Return whether an epoch, from 0, is begun and not over."""
-        return 0 < self._book.num_counted(epoch) < self._settings.num_samples or any(
+        return 0 < self._book.num_counted(epoch) < self._settings.epoch_size(epoch) or any(
             lease.lease is not None and lease.lease.epoch == epoch for lease in self._awaited
         )
 
@@ -251,7 +250,7 @@ class Ledger:
         if opened is None or opened.lease is None:
             return False
         num_counted = self._book.num_counted(opened.lease.epoch) + sum(opened.num_samples)
-        return num_counted == self._settings.num_samples
+        return num_counted == self._settings.epoch_size(opened.lease.epoch)
 
     def is_busy(self, cluster: ClusterState) -> bool:
         """Return whether a cluster has work: one that has done its share of a batch waits for the others."""
@@ -404,11 +403,12 @@ class Ledger:
         self.num_counted += num_samples
         self.progress.record_trained(cluster, num_trained)
         self._dropped[lease.epoch] += num_samples - num_trained
-        if self._book.num_counted(lease.epoch) < self._settings.num_samples:
+        size = self._settings.epoch_size(lease.epoch)
+        if self._book.num_counted(lease.epoch) < size:
             return []
         loss, _ = self._means.pop(lease.epoch, Means()).read()
         self._awaited = [each for each in self._awaited if each.lease and each.lease.epoch != lease.epoch]
-        return [EpochDone(lease.epoch + 1, self._settings.num_samples, self._dropped.pop(lease.epoch), loss)]
+        return [EpochDone(lease.epoch + 1, size, self._dropped.pop(lease.epoch), loss)]
 
     def record(self, reported: TrainingReported) -> None:
         """Record what clusters have reported; one that is no more has no version any longer."""
@@ -481,7 +481,7 @@ class Ledger:
         self, evaluation: Evaluation, cluster: ClusterState, placement: Placement
     ) -> list[Send | SendFields]:
         num_counted = self._book.num_counted(evaluation.epoch - 1)
-        is_trained = evaluation.is_last or num_counted == self._settings.num_samples
+        is_trained = evaluation.is_last or num_counted == self._settings.epoch_size(evaluation.epoch - 1)
         is_busy = any(lease.lease for lease in self._open.of(cluster.cluster_id))
         num_left = self._settings.num_validation - evaluation.next_sample
         if is_busy or not is_trained or not num_left:

@@ -65,8 +65,11 @@ class EpochReports:
         """Begin from the books; of an epoch that was over there before an earlier one no loss is known."""
         ledger, under_way = self._ledger, self._ledger.epochs_under_way
         later = range(min(under_way, default=ledger.num_begun), ledger.num_begun)
-        size = ledger.settings.num_samples
-        over = [EpochDone(epoch + 1, size, 0, None) for epoch in later if epoch not in under_way]
+        over = [
+            EpochDone(epoch + 1, ledger.settings.epoch_size(epoch), 0, None)
+            for epoch in later
+            if epoch not in under_way
+        ]
         self._waiting: list[EpochDone | Evaluated] = [*over]
 
     def add(self, reports: Sequence[EpochDone | Evaluated], is_end: bool) -> list[EpochDone | Evaluated]:

@@ -41,6 +41,11 @@ KINDS = {
     "nadam": (torch.optim.NAdam, {"lr": 1e-2}),
     "nadam decay": (torch.optim.NAdam, {"lr": 1e-2, "weight_decay": 0.1, "momentum_decay": 0.01}),
     "nadamw": (torch.optim.NAdam, {"lr": 1e-2, "weight_decay": 0.1, "decoupled_weight_decay": True}),
+    "rmsprop": (torch.optim.RMSprop, {"lr": 1e-2, "weight_decay": 0.1}),
+    "rmsprop centered": (torch.optim.RMSprop, {"lr": 1e-2, "centered": True, "momentum": 0.9}),
+    "adagrad": (torch.optim.Adagrad, {"lr": 1e-2, "lr_decay": 0.1, "weight_decay": 0.1}),
+    "adafactor": (torch.optim.Adafactor, {"lr": 1e-2, "weight_decay": 0.1, "foreach": False}),
+    "adafactor wide": (torch.optim.Adafactor, {"lr": 0.5, "eps": (1e-5, 0.1), "d": 2.0, "foreach": False}),
     "muon": (torch.optim.Muon, {"lr": 1e-2}),
     "muon like adam": (torch.optim.Muon, {"lr": 1e-2, "adjust_lr_fn": "match_rms_adamw"}),
     "muon plain": (torch.optim.Muon, {"lr": 1e-2, "nesterov": False, "weight_decay": 0.0, "eps": 1e-5}),
@@ -106,7 +111,7 @@ def test_equals_torch_bit_for_bit(name, in_place):
         assert torch.equal(parameters[name], tensor), name
 
 
-@pytest.mark.parametrize("name", ["momentum", "adamw", "fused adamw", "nadam"])
+@pytest.mark.parametrize("name", ["momentum", "adamw", "fused adamw", "nadam", "adagrad", "adafactor"])
 def test_a_parameter_without_gradient_waits_with_its_own_step_count(name):
     kind, options = KINDS[name]
     reference, truth, ours, parameters = both(kind, options)
@@ -455,8 +460,8 @@ class MyAdam(torch.optim.Adam):
     ("make", "words"),
     [
         (
-            lambda p: torch.optim.RMSprop(p),
-            "RMSprop is not supported; choose one of torch.optim: SGD, Adam, ",
+            lambda p: torch.optim.Rprop(p),
+            "Rprop is not supported; choose one of torch.optim: SGD, Adam, ",
         ),
         (lambda p: MyAdam(p), "MyAdam is not supported"),
         (lambda p: type("Adam", (torch.optim.Adam,), {})(p), "Adam is not supported"),
@@ -476,3 +481,27 @@ def test_what_is_not_supported_is_said(make, words):
     with pytest.raises(ConfigError) as error:
         from_torch(make(list(parameters.values())), parameters)
     assert words in str(error.value)
+
+
+@pytest.mark.parametrize("limit", [0.5, 1e6])
+def test_all_gradients_are_shortened_together_as_torch_does(limit):
+    truth, parameters = draw(), draw()
+    for tensor in truth.values():
+        tensor.grad = torch.ones_like(tensor)
+    torch.nn.utils.clip_grad_norm_(truth.values(), limit)
+    settings = OptimizerSettings((Group(tuple(SHAPES), Sgd()),), 1.0, clip_norm=limit)
+    optimizer = Optimizer(settings, parameters)
+    gradients = {name: torch.ones_like(tensor) for name, tensor in truth.items()}
+    after = optimizer.step(parameters, gradients, 1.0)
+    for name, tensor in truth.items():
+        torch.testing.assert_close(after[name], tensor - tensor.grad)
+    assert optimizer.norm_square == pytest.approx(sum(tensor.numel() for tensor in truth.values()))
+
+
+def test_gradients_of_other_stages_count_for_the_norm():
+    weights = {"w": torch.zeros(1)}
+    optimizer = Optimizer(OptimizerSettings((Group(("w",), Sgd()),), 1.0, clip_norm=1.0), weights)
+    after = optimizer.step(weights, {"w": torch.tensor([3.0])}, 1.0, other_square=16.0)
+    assert float(after["w"]) == pytest.approx(-3 / 5)
+    refused = optimizer.step(after, {"w": torch.tensor([math.inf])}, 1.0)
+    assert isinstance(refused, Refusal)

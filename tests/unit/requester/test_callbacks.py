@@ -20,7 +20,7 @@ from ravnest.hub.coordinator.notices import (
     Trained,
     Waiting,
 )
-from ravnest.requester.callbacks import Callbacks, CsvLog, Narrator, StopTraining, TensorBoard
+from ravnest.requester.callbacks import Callbacks, CsvLog, EarlyStopping, Narrator, StopTraining, TensorBoard
 
 STORY: list[Notice] = [
     Joined("a"),
@@ -171,3 +171,30 @@ def test_nodes_are_waited_for_after_a_checkpoint_was_gone_on_from_but_not_after_
         callbacks(resumed)
         callbacks(Joined("a"))
         assert len([news for news in told if isinstance(news, Waiting)]) == num_waits
+
+
+def stops_after(
+    stopping: EarlyStopping, losses: list[float | None], accuracy: list[float] | None = None
+) -> int:
+    """Return the number of the evaluation, from 1, that ends the training; 0 for none."""
+    for number, loss in enumerate(losses, 1):
+        metrics = () if accuracy is None else (("acc", accuracy[number - 1]),)
+        try:
+            stopping(Trained(64, 256, 1, 2.5))
+            stopping(Evaluated(number, "A", 10, loss, metrics))
+        except StopTraining:
+            return number
+    return 0
+
+
+def test_training_stops_when_evaluations_get_no_better() -> None:
+    assert stops_after(EarlyStopping(2), [3.0, 2.0, 1.0, 0.5]) == 0
+    assert stops_after(EarlyStopping(2), [3.0, 2.0, 2.5, 1.9, 2.0, 1.9]) == 6
+    assert stops_after(EarlyStopping(1, min_delta=0.2), [3.0, 2.9]) == 2
+    assert stops_after(EarlyStopping(2), [None, None]) == 2
+    falling = EarlyStopping(1, metric="val_acc", higher_is_better=True)
+    assert stops_after(falling, [3.0, 2.0, 1.0], [0.5, 0.6, 0.5]) == 3
+    with pytest.raises(ConfigError, match="no metric 'f1' in the validation; it has loss, acc"):
+        stops_after(EarlyStopping(metric="f1"), [1.0], [0.5])
+    with pytest.raises(ConfigError, match="patience is 0; give"):
+        EarlyStopping(0)

@@ -6,6 +6,8 @@ import threading
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -21,6 +23,7 @@ from torch.utils.data import (
 
 from ravnest.errors import CaptureError, ConfigError
 from ravnest.requester.dataset import Samples, loader_batch_size
+from ravnest.requester.sample_spool import SampleSpool
 
 X = torch.arange(30.0).reshape(10, 3)
 Y = torch.arange(10)
@@ -149,7 +152,7 @@ def test_arrays_that_torch_does_not_take_as_they_are():
 def test_many_samples_are_asked_for_at_once():
     data = ManyAtOnce(NAMED.__getitem__, 10)
     samples(data).batch([8, 1])
-    assert data.asked == ((0, 1, 2, 3), (8, 1))
+    assert data.asked == (tuple(range(10)), (0, 1, 2, 3), (8, 1))  # lengths, the first batch, what is asked
 
 
 # ---- samples that differ from the first batch
@@ -161,11 +164,11 @@ def test_a_sample_of_another_shape_type_or_field_is_named():
 
     alone = refused(odd({"ids": [1, 2, 3], "y": 0.5}), [17])
     assert alone == (
-        "'ids' is int64 (3,) in sample 17 of the train data, but int64 (2,) in the first batch; "
-        "pad or cut all samples to one length (tokenizers: padding='max_length', max_length=...)"
+        "'ids' of the train data differs in shape (a length of 2 in sample 0 and 3 in sample 17); "
+        "pad={'ids': VALUE} pads all samples to the longest, or cut them to one length"
     )
     beside = refused(odd({"ids": [1, 2, 3], "y": 0.5}), [3, 17])
-    assert "differs in shape ((2,) in sample 3 and (3,) in sample 17)" in beside
+    assert "differs in shape (a length of 2 in sample 0 and 3 in sample 17)" in beside
     assert "'y' is int64 () in sample 17" in refused(odd({"ids": [1, 2], "y": 1}), [17])
     typed = refused(odd({"ids": [1, 2], "y": 1}), [3, 17])
     assert "'y' of the train data differs in type (float32 () in sample 3 and int64 () in sample 17)" in typed
@@ -195,7 +198,7 @@ def test_a_collate_fn_that_pads_is_found_before_anybody_trains():
         longest = max(map(len, rows))
         return {"ids": torch.tensor([row + [0] * (longest - len(row)) for row in rows])}
 
-    with pytest.raises(ConfigError, match=r"'ids' is int64 \(\d,\) in sample \d+ .* padding='max_length'"):
+    with pytest.raises(ConfigError, match=r"'ids' is int64 \(\d,\) in sample \d+ .*max_length=... pad them"):
         samples(DataLoader(data, batch_size=8, collate_fn=pad)).check_some()
     fixed = DataLoader(data, batch_size=8, collate_fn=lambda rows: {"ids": pad([*rows, [0] * 6])["ids"][:-1]})
     samples(fixed).check_some()
@@ -230,14 +233,60 @@ def test_validation_data_must_be_like_the_train_data():
 # ---- iterables
 
 
+SPOOLED = {
+    "dict": {"ids": torch.arange(5), "mask": torch.tensor([True, False]), "label": torch.tensor(3)},
+    "tuple": (torch.randn(2, 3), torch.tensor(0.5, dtype=torch.bfloat16)),
+    "other sizes": {
+        "ids": torch.arange(7, dtype=torch.uint8),
+        "mask": torch.zeros(0),
+        "label": torch.tensor(1),
+    },
+}
+
+
 def test_an_iterable_without_an_end_is_refused():
     endless = samples(({"x": X[0], "y": [k, 2]} for k in itertools.count()), max_kept_bytes=100_000)
     assert endless.batch([3])["y"].tolist() == [[3, 2]]
     for _ in range(2):
         with pytest.raises(
-            ConfigError, match=r"no end after \d\d samples \(101 kB\); give a dataset with a le"
+            ConfigError, match=r"kept on disk, after 3,571 samples \(100 kB\) that is enough; give max_steps"
         ):
             len(endless)
+    counted = samples(({"x": X[0], "y": [k, 2]} for k in itertools.count()), most_samples=50)
+    assert len(counted) == 50
+    assert counted.batch([49, 3])["y"].tolist() == [[49, 2], [3, 2]]
+
+
+def test_a_collate_fn_gets_the_samples_of_a_stream_as_they_are():
+    class Words(IterableDataset):
+        def __iter__(self):
+            return iter(["a", "bb", "ccc"])
+
+    def count(words):
+        assert all(isinstance(word, str) for word in words)
+        return {"x": torch.tensor([len(word) for word in words])}
+
+    loader = DataLoader(Words(), batch_size=2, collate_fn=count)
+    assert samples(loader).batch([2, 0])["x"].tolist() == [3, 1]
+    refused = samples(loader, max_kept_bytes=40)
+    with pytest.raises(ConfigError, match=r"no end after 2 samples \(64 B\); give a dataset with a le"):
+        len(refused)
+
+
+@given(st.lists(st.sampled_from(list(SPOOLED)), min_size=1, max_size=6), st.randoms())
+def test_what_is_kept_on_disk_comes_back_as_it_was(kinds, random):
+    spool = SampleSpool("train data")
+    for kind in kinds:
+        spool.append(SPOOLED[kind])
+    for number in random.sample(range(len(kinds)), len(kinds)):
+        found, expected = spool[number], SPOOLED[kinds[number]]
+        pairs = zip(found, expected, strict=True)
+        if isinstance(expected, dict):
+            assert list(found) == list(expected)
+            pairs = zip(found.values(), expected.values(), strict=True)
+        for one, other in pairs:
+            assert one.dtype == other.dtype
+            assert torch.equal(one, other)
 
 
 def test_an_iterable_that_fails_does_not_look_finished():

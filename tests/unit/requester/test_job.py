@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import ravnest
-from ravnest.config import Averaging, StateFormat, WireChoice, WireFormat
+from ravnest.config import Averaging, OptimizerKind, StateFormat, WireChoice, WireFormat
 from ravnest.engine.optimizers import Adam, Group
 from ravnest.errors import CaptureError, ConfigError
 from ravnest.hub.coordinator.events import MakePlan
@@ -27,7 +27,7 @@ from ravnest.requester.prepare import prepare
 from ravnest.requester.session import LOCAL_PLAN, SWARM_PLAN
 
 MODEL = nn.Linear(3, 2)
-OPTIMIZERS = "one of torch.optim, made from model.parameters(), or of sgd, momentum, adam, adamw, nadam, muon"
+OPTIMIZERS = f"one of torch.optim, made from model.parameters(), or of {', '.join(OptimizerKind)}"
 ROWS = {"x": torch.arange(30.0).reshape(10, 3), "y": torch.arange(10) % 2}
 
 
@@ -166,7 +166,7 @@ def test_a_column_of_text_is_named_with_the_way_to_drop_it():
 def test_samples_that_differ():
     ragged = refused(Rows(lambda k: {"ids": [1] * (2 + k % 2)}))
     assert "'ids' of the train data differs in shape" in ragged
-    assert "(2,) in sample 0 and (3,) in sample 1" in ragged
+    assert "(a length of 2 in sample 0 and 3 in sample 1)" in ragged
     assert "sample 3 of the train data has other parts" in refused(
         Rows(lambda k: {"x": 1} if k != 3 else {"z": 1})
     )
@@ -209,6 +209,7 @@ def test_other_settings():
     ("name", "values", "wanted"),
     [
         ("epochs", [0, -1, 1.5, True, "2", None], "a whole number, 1 or more"),
+        ("max_steps", [0, -1, 1.5, True, "2"], "a whole number of updates, 1 or more"),
         ("average_every", [0, 1.5, "often", None, True], '"auto" or batches, a whole number above 0'),
         ("averaging_rule", [None, "momentum"], "an rv.AveragingRule(...)"),
         ("seed", [-1, 2**63, 0.5, None, True], "a whole number from 0 to 2**63 - 1"),
@@ -239,6 +240,25 @@ def test_schedules_are_checked_when_the_job_is_made():
     assert job(schedule=lambda update: update / 2).rates.factor(5, 10) == 2.5
 
 
+def test_a_scheduler_of_torch_begins_from_the_rate_before_it():
+    optimizer = adamw(0.1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(step / 4, 1.0))
+    assert optimizer.param_groups[0]["lr"] == 0
+    made = job(optimizer=optimizer, schedule=scheduler)
+    assert [made.rates.factor(update, 8) for update in (0, 2, 6)] == [0, 0.5, 1]
+    with pytest.raises(ConfigError, match="lr of the optimizer's first group is 0"):
+        job(optimizer=optimizer)
+
+
+@pytest.mark.parametrize(
+    ("max_steps", "epochs", "num_updates", "num_total"),
+    [(None, 2, 6, 20), (1, 1, 1, 4), (3, 1, 3, 10), (4, 2, 4, 14), (8, 3, 8, 28)],
+)
+def test_the_length_of_a_job_in_updates_is_its_steps(max_steps, epochs, num_updates, num_total):
+    made = job(batch_size=4, epochs=2, max_steps=max_steps)  # ten samples
+    assert (made.epochs, made.num_updates, made.num_total) == (epochs, num_updates, num_total)
+
+
 def test_validation_data_is_checked_too():
     with pytest.raises(ConfigError, match="the validation data is 3; give"):
         job(val_data=3)
@@ -262,8 +282,8 @@ adamw()  # the first optimizer of a process imports half of torch, which is no t
 
 
 def test_an_optimizer_of_torch_is_checked_when_the_job_is_made():
-    with pytest.raises(ConfigError, match=r"Adagrad is not supported; choose one of torch.optim: SGD, Adam"):
-        job(optimizer=torch.optim.Adagrad(MODEL.parameters()))
+    with pytest.raises(ConfigError, match=r"Rprop is not supported; choose one of torch.optim: SGD, Adam"):
+        job(optimizer=torch.optim.Rprop(MODEL.parameters()))
     with pytest.raises(ConfigError, match=r"no parameter of this model; build it from model.parameters"):
         job(optimizer=torch.optim.Adam(nn.Linear(3, 2).parameters()))
     with pytest.raises(

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ravnest.errors import ConfigError
-from ravnest.requester.lr_schedules import Curve, constant, cosine, factors, linear, read_schedule
+from ravnest.requester.lr_schedules import Curve, constant, cosine, factors, linear, per_epoch, read_schedule
 
 curves = st.builds(
     Curve,
@@ -82,3 +82,59 @@ def test_bad_numbers_are_told_at_once():
     for final in (-0.1, 1.5, math.nan, "0"):
         with pytest.raises(ConfigError, match=r"final is .*; give a number from 0 to 1$"):
             linear(final=final)
+
+
+TORCH = torch.optim.lr_scheduler
+SCHEDULERS = {
+    "steps": lambda optimizer: TORCH.StepLR(optimizer, 5, 0.5),
+    "warm-up from nothing": lambda optimizer: TORCH.LambdaLR(optimizer, lambda step: min(step / 8, 1.0)),
+    "cosine": lambda optimizer: TORCH.CosineAnnealingLR(optimizer, 30),
+    "one cycle": lambda optimizer: TORCH.OneCycleLR(optimizer, 0.5, total_steps=41, cycle_momentum=False),
+    "one after the other": lambda optimizer: TORCH.SequentialLR(
+        optimizer,
+        [TORCH.LinearLR(optimizer, 0.1, total_iters=10), TORCH.ExponentialLR(optimizer, 0.9)],
+        milestones=[10],
+    ),
+    "both": lambda optimizer: TORCH.ChainedScheduler(
+        [TORCH.LinearLR(optimizer, 0.5, total_iters=4), TORCH.StepLR(optimizer, 7)]
+    ),
+}
+
+
+def two_groups():
+    weights = [torch.zeros(2, requires_grad=True) for _ in range(2)]
+    return torch.optim.SGD([{"params": weights[:1], "lr": 0.2}, {"params": weights[1:], "lr": 0.1}])
+
+
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_a_scheduler_of_torch_gives_the_rates_that_it_would_give(name, every):
+    reference = two_groups()
+    stepped = SCHEDULERS[name](reference)
+    given = SCHEDULERS[name](ours := two_groups())
+    base = reference.param_groups[0]["initial_lr"]
+    before = [group["lr"] for group in ours.param_groups]
+    schedule = read_schedule(given) if every == 1 else read_schedule(per_epoch(given), every)
+    for update in range(40):
+        now = reference.param_groups[0]["lr"]
+        assert base * schedule.factor(update, 40) == pytest.approx(now, abs=1e-9), update
+        reference.step()
+        if (update + 1) % every == 0:
+            stepped.step()
+    assert [group["lr"] for group in ours.param_groups] == before
+
+
+def test_schedulers_that_are_more_than_one_factor_are_refused():
+    optimizer = two_groups()
+    apart = TORCH.LambdaLR(optimizer, [lambda _: 1.0, lambda step: 0.5**step])
+    with pytest.raises(ConfigError, match="groups different factors at step 1; give all groups the same"):
+        factors(read_schedule(apart), 3)
+    with pytest.raises(ConfigError, match="ReduceLROnPlateau waits for losses"):
+        read_schedule(TORCH.ReduceLROnPlateau(optimizer))
+    momentum = torch.optim.SGD(optimizer.param_groups[0]["params"], lr=0.1, momentum=0.9)
+    with pytest.raises(
+        ConfigError, match="OneCycleLR changes momenta too; make it with cycle_momentum=False"
+    ):
+        read_schedule(TORCH.OneCycleLR(momentum, 0.1, total_steps=9))
+    with pytest.raises(ConfigError, match="schedule is int; give one of torch"):
+        per_epoch(3)

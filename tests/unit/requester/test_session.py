@@ -60,3 +60,17 @@ def test_another_thread_leaves_signals_alone() -> None:
     thread.start()
     thread.join()
     assert seen == [before]
+
+
+def test_in_a_running_loop_as_of_a_notebook_it_runs_beside_and_takes_signals() -> None:
+    async def work() -> str:
+        stopped: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        interrupts.stop = lambda: stopped.set_result("kept")
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        return await stopped
+
+    async def cell() -> str:
+        return interrupts.run(work)  # as a cell calls `fit`, without await
+
+    with Interrupts() as interrupts:
+        assert asyncio.run(cell()) == "kept"
