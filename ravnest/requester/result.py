@@ -24,7 +24,7 @@ from ravnest.model.safetensors_header import StoredType
 from ravnest.model.shards import SHARD_BYTES, ShardWriter, has_weights
 from ravnest.model.state_dict import LOSS_PREFIX, check_names, check_type, to_bytes, type_of
 from ravnest.model.state_source import SourceTensors, read_pieces, state_type
-from ravnest.requester.run_folder import ADAPTER, BEST, BEST_ADAPTER, MODEL, find_result
+from ravnest.requester.run_folder import ADAPTER, BEST, BEST_ADAPTER, EMA, MODEL, find_result
 from ravnest.units import show_bytes
 
 
@@ -42,6 +42,9 @@ class Result:
     history: Sequence[Mapping[str, float]] = field(default=(), repr=False)
     dropped: Sequence[DroppedSamples] = field(default=(), repr=False)
     best: "Best | None" = field(default=None, repr=False)  # by validation loss, if anything was evaluated
+    ema: "Result | None" = field(
+        default=None, repr=False
+    )  # the mean of the weights over time, if it was kept
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -220,6 +223,8 @@ def _write_result(result: Result, file: Path, *, overwrite: bool) -> None:
     result.export(file, overwrite=overwrite)
     if is_folder and best is not None:
         best.export(file.with_name(BEST), overwrite=overwrite)
+    if is_folder and result.ema is not None:
+        result.ema.export(file.with_name(EMA), overwrite=overwrite)
     for name in ("config", "generation_config"):  # with these, from_pretrained loads the folder
         save = getattr(getattr(result.model, name, None), "save_pretrained", None)
         if is_folder and callable(save):

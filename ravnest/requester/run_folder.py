@@ -23,7 +23,7 @@ from ravnest.net.identity import SECRET_BYTES, KeyPair, Token, load_keys, new_ke
 from ravnest.requester.checkpoint_store import CHECKPOINTS
 
 RUNS = Path("runs")
-MODEL, BEST = "model.safetensors", "best.safetensors"
+MODEL, BEST, EMA = "model.safetensors", "best.safetensors", "ema.safetensors"
 ADAPTER, BEST_ADAPTER = "adapter_model.safetensors", "best"  # of an adapted model (peft): a file, a folder
 _FILE = "hub.json"
 _MOST_BYTES = 1 << 16
