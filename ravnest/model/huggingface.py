@@ -91,9 +91,9 @@ def plain_transformers(has_mask: bool) -> Iterator[None]:
                 # It marks what must stay in full precision, but only where autocast is on already.
                 stack.enter_context(replaced(module, "maybe_autocast", torch.autocast))
         for where, kind, name, plain in _PLAIN_CODE:
-            module = sys.modules.get(f"transformers.models.{where}")
-            if module is not None:
-                stack.enter_context(replaced(getattr(module, kind) if kind else module, name, plain))
+            found = sys.modules.get(f"transformers.models.{where}")
+            if found is not None:
+                stack.enter_context(replaced(getattr(found, kind) if kind else found, name, plain))
         stack.enter_context(replaced(torch, "rand", _keep_layers(torch.rand)))
         yield
 
@@ -206,7 +206,8 @@ def _adapt_languages(module: Any, languages: torch.Tensor, hidden: torch.Tensor)
     for number, adapter in enumerate(module.adapter_modules.values()):
         is_its_own = (languages == number).reshape(*languages.shape, *[1] * (hidden.ndim - languages.ndim))
         adapted = torch.where(is_its_own, adapter(hidden), adapted)
-    return module.dropout(adapted) + (hidden if module.ln_before_adapter else before)
+    kept: torch.Tensor = module.dropout(adapted)
+    return kept + (hidden if module.ln_before_adapter else before)
 
 
 def _shift_right(ids: torch.Tensor, pad_token_id: int) -> torch.Tensor:
