@@ -11,6 +11,7 @@ from typing import cast
 from ravnest.config import (
     EXACT_FORMATS,
     Averaging,
+    FrozenFormat,
     PlanConfig,
     StateFormat,
     WeightFormat,
@@ -80,7 +81,7 @@ def prepare(
     if plan.states is StateFormat.INT8 and job.averaging_rule.momentum:
         raise ConfigError("momenta are averaged, which int8 states cannot be; choose states=bf16 or fp32")
     captured = job.capture(tell)
-    captured = replace(captured, blueprint=choose_storage(captured.blueprint, plan.frozen))
+    captured = _store_frozen(captured, plan.frozen)
     for note in captured.notes:
         logger.warning("note: %s", note)
     num_batches = job.num_updates
@@ -118,6 +119,15 @@ def prepare(
     tell("it is measured")
     profile = measure(captured.blueprint, job.batch_size, is_cast=precision is WeightFormat.BF16)
     return PreparedJob(captured, owner, JobGiven(profile, config, settings, now=0.0, books=books))
+
+
+def _store_frozen(captured: Captured, chosen: FrozenFormat) -> Captured:
+    """Return the model with its frozen matrices stored as they are to be; say so if it has none."""
+    blueprint = choose_storage(captured.blueprint, chosen)
+    if chosen is not FrozenFormat.FP32 and blueprint == captured.blueprint:
+        told = "note: frozen=%s changes nothing: no large matrix is frozen; see requires_grad_(False)"
+        logger.warning(told, chosen)
+    return replace(captured, blueprint=blueprint)
 
 
 def _choose_states(job: Job, plan: PlanConfig) -> StateFormat:
