@@ -74,6 +74,9 @@ _SCHEMA = "ravnest.hub/1"
 @click.option("--folder", metavar="DIR", help="For identity, log and result; runs/NAME if left out.")
 @click.option("--out", metavar="FILE", help="Weights; model.safetensors in the folder if left out.")
 @click.option("--resume", is_flag=True, help="Go on from the last checkpoint in the folder.")
+@click.option(
+    "--hub-upload", metavar="RATE", help="What this PC can send, like '40 Mbit/s': plans then spare its line."
+)
 @plan_options
 @click.option("--quiet", is_flag=True, help="Say only how to join, and what went wrong.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON lines (ravnest.hub/1): open, then done.")
@@ -86,6 +89,7 @@ def hub(  # noqa: PLR0913 - click passes one argument per option
     folder: str | None,
     out: str | None,
     resume: bool,
+    hub_upload: str | None,
     wishes: PlanWishes,
     quiet: bool,
     as_json: bool,
@@ -101,6 +105,7 @@ def hub(  # noqa: PLR0913 - click passes one argument per option
     for option, number in (("--nodes", nodes), ("--local", num_local)):
         if number < 0:
             raise ConfigError(f"{option} {number} is less than none; choose 0 or more")
+    from ravnest.config import read_plan_config
     from ravnest.hub.coordinator.notices import HubListens, Notice
     from ravnest.requester.job_file import load_job
     from ravnest.requester.local_peers import share_memory
@@ -108,7 +113,8 @@ def hub(  # noqa: PLR0913 - click passes one argument per option
     from ravnest.requester.run_folder import MODEL, check_unfinished, free_run
     from ravnest.requester.session import SWARM_PLAN, Hub
 
-    plan = wishes.read(SWARM_PLAN)
+    upload = {} if hub_upload is None else {"hub_bytes_per_second": hub_upload}
+    plan = wishes.read(read_plan_config(upload, "--hub-upload", SWARM_PLAN))
     file = None if out is None else check_place(out, may_exist=resume)
     if folder and not resume:
         check_unfinished(Path(folder))
