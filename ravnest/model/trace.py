@@ -29,6 +29,7 @@ from ravnest.model.blueprint import (
     ValueId,
 )
 from ravnest.model.capture_errors import refuse_node
+from ravnest.model.decompose import decompose, without_write
 from ravnest.model.operators import operators
 from ravnest.model.sample_length import Lengths
 from ravnest.protocol.tensors import ITEM_BYTES
@@ -203,17 +204,56 @@ class _Tracer:
     def _read_op(self, node: fx.Node, target: OpOverload, precision: str) -> None:
         name = _INSTEAD.get(str(target), str(target))
         if name not in operators():
-            raise refuse_node(node, *_why_not(name))
+            self._read_other(node, target, precision)
+            return
         made = node.meta["val"]
         is_many = operators()[name].num_returns != 1
         outs = tuple(self._new(part, node) for part in (made if is_many else [made]))
-        given = zip((argument.name for argument in target._schema.arguments), node.args, strict=False)
-        accepted = {parameter.name for parameter in operators()[name].parameters} - {*_SET_BY_STAGE}
-        named = ((_RENAMED.get((name, key), key), value) for key, value in (*given, *node.kwargs.items()))
-        arguments = tuple((key, self._argument(value, node)) for key, value in named if key in accepted)
+        arguments = self._arguments(node, name)
         self.nodes[len(self.ops)] = node
         self.ops.append(Op(name, arguments, outs, len(self.ops), precision))
         self.known[node] = [Ref(out) for out in outs] if is_many else Ref(outs[0])
+
+    def _read_other(self, node: fx.Node, target: OpOverload, precision: str) -> None:
+        """Write an operator that is not on the list with those that are, or refuse it."""
+        plain = without_write(target)
+        if plain in operators():
+            self._read_write(node, plain, precision)
+            return
+        refusal = refuse_node(node, *_why_not(str(target)))
+        try:
+            found = decompose(node)
+        except Exception:  # whatever torch says to a rule that does not fit
+            raise refusal from None
+        if found is None:
+            raise refusal
+        graph, tensors = found
+        places = [place for place in graph.graph.nodes if place.op == "placeholder"]
+        given = {place: self.known[tensor] for place, tensor in zip(places, tensors, strict=True)}
+        try:
+            ends = self.read_graph(graph, given, precision)
+        except CaptureError:
+            raise refusal from None
+        self.known[node] = ends if isinstance(node.meta["val"], list | tuple) else ends[0]
+
+    def _read_write(self, node: fx.Node, name: str, precision: str) -> None:
+        """Write an operator that changes its first argument as one that does not, and a copy."""
+        made = self._new(node.meta["val"], node)
+        arguments = self._arguments(node, name)
+        self.nodes[len(self.ops)] = node
+        self.ops.append(Op(name, arguments, (made,), len(self.ops), precision))
+        out = self._new(node.meta["val"], node)
+        copied = (("self", dict(arguments)["self"]), ("src", Ref(made)))
+        self.nodes[len(self.ops)] = node
+        self.ops.append(Op("aten.copy_.default", copied, (out,), len(self.ops), precision))
+        self.known[node] = Ref(out)
+
+    def _arguments(self, node: fx.Node, name: str) -> tuple[tuple[str, Argument], ...]:
+        assert isinstance(node.target, OpOverload)
+        given = zip((argument.name for argument in node.target._schema.arguments), node.args, strict=False)
+        accepted = {parameter.name for parameter in operators()[name].parameters} - {*_SET_BY_STAGE}
+        named = ((_RENAMED.get((name, key), key), value) for key, value in (*given, *node.kwargs.items()))
+        return tuple((key, self._argument(value, node)) for key, value in named if key in accepted)
 
     def _read_region(self, node: fx.Node, target: HigherOrderOperator, precision: str) -> None:
         """Inline a region: detach what it is given if it has no gradient, note the precision of autocast."""
