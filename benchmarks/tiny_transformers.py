@@ -59,6 +59,10 @@ RULES: dict[str, Any] = {
     "embedding_dim": _WIDTH,
     "intermediate_size": 64,
     "intermediate_dim": 64,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 64,
+    "moe_shared_expert_intermediate_size": 64,
+    "shared_intermediate_size": 64,
     "intermediate_size_mlp": 64,
     "ffn_dim": 64,
     "ffn_hidden_size": 64,
@@ -143,7 +147,53 @@ RULES: dict[str, Any] = {
     "num_kv_shared_layers": 0,
     "hidden_size_per_layer_input": 8,
     "vocab_size_per_layer_input": VOCABULARY,
+    "hidden_size_global": _WIDTH,
+    "audio_hidden_size": _WIDTH,
+    "num_latents": 8,
+    "d_latents": _WIDTH,
+    "num_self_attends_per_block": 1,
+    "num_self_attention_heads": 4,
+    "num_cross_attention_heads": 1,
+    "num_kv_heads": 4,
+    "src_vocab_size": VOCABULARY,
+    "tgt_vocab_size": VOCABULARY,
+    "decoder_vocab_size": VOCABULARY,
+    "entity_vocab_size": VOCABULARY,
+    "entity_emb_size": _WIDTH,
+    "word_embed_proj_dim": _WIDTH,
+    "lru_width": _WIDTH,
+    "num_layers_per_stack": 1,
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 2,
+    "swa_head_dim": _HEAD,
+    "sliding_window_size": 8,
+    "attention_window_size": 8,
+    "num_attention_heads_per_layer": 4,
+    "expert_ffn_hidden_size": 64,
+    "dense_intermediate_size": 64,
+    "num_encoder_layers": 2,
+    "num_encoder_attention_heads": 4,
+    "num_decoder_attention_heads": 4,
+    "conf_num_hidden_layers": 1,
+    "speech_encoder_layers": 1,
+    "t2u_encoder_layers": 1,
+    "t2u_decoder_layers": 1,
+    "num_landmarks": 4,
+    "num_global_tokens": 4,
+    "context_length": 64,
+    "hc_sinkhorn_iters": 3,
+    "prompt_length": 4,
+    "prompt_mid_dim": 16,
+    "attention_head_size": _HEAD,
+    "feed_forward_size": 64,
+    "ngram_vocab_size_base": 1000,
+    "ple_embed_dim": _WIDTH,
+    "depth": 2,
     "depths": 1,
+    "stage_numb_of_layers": 1,
+    "stage_num_blocks": 1,
+    "n_attn_blocks": 1,
+    "block_sizes": 1,
     "num_block_repeats": 1,
 }
 _LAYER_LISTS = (
@@ -156,7 +206,16 @@ _LAYER_LISTS = (
     "layer_rope_theta",
     "activation_sparsity_pattern",
 )
-_STAGE_LISTS = ("depths", "num_block_repeats")
+_STAGE_LISTS = (
+    "depths",
+    "depth",
+    "num_block_repeats",
+    "stage_numb_of_layers",
+    "stage_num_blocks",
+    "n_attn_blocks",
+    "block_sizes",
+)
+_LAYER_SIZES = ("intermediate_size", "num_attention_heads_per_layer")
 _TOKENS = ("_token_id", "_token_index", "_index")
 
 
@@ -173,7 +232,7 @@ def shrink(default: Mapping[str, Any], num_layers: int = 2) -> dict[str, Any]:
                 found[name] = {"model_type": value["model_type"], **part}
         elif name in _LAYER_LISTS and isinstance(value, list | tuple):
             found[name] = _few(list(value), num_layers)
-        elif isinstance(value, list | tuple) and name in RULES and all(type(each) is int for each in value):
+        elif isinstance(value, list | tuple) and name in (*_STAGE_LISTS, *_LAYER_SIZES):
             found[name] = [RULES[name]] * (len(value) if name in _STAGE_LISTS else num_layers)
         elif isinstance(value, bool) or not isinstance(value, int):
             continue
@@ -194,20 +253,72 @@ def _few(layers: list[Any], number: int) -> list[Any]:
     return [layers[place] for place in sorted(places)]
 
 
+_INDEXER = {
+    "indexer_n_heads": 2,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": _HEAD,
+    "indexer_budget": 8,
+    "indexer_compress_ratio": 2,
+}
+
 # What families need beside the rules: options by kind of configuration.
 SPECIAL: dict[str, dict[str, Any]] = {
+    "blt": {"encoder_hash_byte_group_vocab": 100},
     "cohere_compass_text": {
         "rope_parameters": {
             "full_attention": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
         }
     },
-    "dbrx": {"attn_config": {"rope_theta": 1e4}},
+    "dbrx": {"attn_config": {"rope_theta": 1e4, "clip_qkv": 8.0}},
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "donut-swin": {"image_size": 64, "window_size": 2},
+    "dots1": {
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "moe_intermediate_size": 64,
+    },
     "efficientnet": {"hidden_dim": 2560, "depth_coefficient": 1.0},
-    "perceiver": {"max_position_embeddings": LENGTH},
+    "falcon_h1": {"mamba_d_ssm": 64},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "attention_layers": ["global", "local"]},
+    "hunyuan_v1_dense": {"head_dim": _HEAD},
+    "hunyuan_v1_moe": {"head_dim": _HEAD},
+    "jamba": {
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "expert_layer_period": 2,
+        "expert_layer_offset": 1,
+        "mamba_dt_rank": 4,
+    },
+    "levit": {"image_size": 64, "patch_size": 16},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "llama4": {"moe_layers": [0, 1], "num_experts_per_tok": 1},
+    "llama4_text": {"moe_layers": [0, 1], "num_experts_per_tok": 1},
+    "longt5": {"decoder_start_token_id": 0},
+    "mamba2": {"num_heads": 8, "n_groups": 1},
+    "mobilebert": {"intra_bottleneck_size": 16, "true_hidden_size": 16, "num_feedforward_networks": 1},
+    "perceiver": {"max_position_embeddings": LENGTH},
+    "qwen4_exp": _INDEXER,
+    "qwen4_exp_text": _INDEXER,
+    "reformer": {
+        "axial_pos_shape": [4, 4],
+        "axial_pos_embds_dim": [8, 24],
+        "local_attn_chunk_length": 4,
+        "lsh_attn_chunk_length": 4,
+        "attn_layers": ["local", "lsh"],
+        "num_buckets": 2,
+        "max_position_embeddings": LENGTH,
+    },
+    "siglip2": {"vision_config": {"num_patches": 16}},
+    "switch_transformers": {"decoder_start_token_id": 0},
+    "xmod": {"default_language": "en_XX"},
     "zaya": {"num_experts_per_tok": 1},
-    "dots1": {"n_routed_experts": 4},
 }
+# Options of one class where another of the same kind has others.
+OF_CLASS: dict[str, dict[str, Any]] = {"ReformerModelWithLMHead": {"is_decoder": True}}
 
 
 def make_config(architecture: Architecture) -> Any:
@@ -218,7 +329,7 @@ def make_config(architecture: Architecture) -> Any:
     special = dict(SPECIAL.get(architecture.model_type, {}))
     num_layers = special.pop("num_layers_kept", 2)
     options = shrink(kind(**special.pop("base", {})).to_dict(), num_layers)
-    config = kind(**_merge(options, special))
+    config = kind(**_merge(options, special | OF_CLASS.get(architecture.class_name, {})))
     config.use_cache = False
     return config
 
@@ -236,12 +347,19 @@ def make_batch(architecture: Architecture, config: Any) -> dict[str, Any]:
     import torch
 
     torch.manual_seed(1)
-    if architecture.mappings == ("image",) and architecture.model_type != "imagegpt":
+    if architecture.mappings == ("image",) and architecture.model_type not in ("imagegpt", "siglip2"):
         size = getattr(config, "image_size", IMAGE)
         size = size if isinstance(size, int) else size[0]
         channels = getattr(config, "num_channels", 3)
         labels = torch.tensor([0, 1, 1, 0])
         return {"pixel_values": torch.randn(NUM_SAMPLES, channels, size, size), "labels": labels}
+    if architecture.model_type == "siglip2":
+        return {
+            "pixel_values": torch.randn(NUM_SAMPLES, 16, 192),
+            "pixel_attention_mask": torch.ones(NUM_SAMPLES, 16, dtype=torch.int64),
+            "spatial_shapes": torch.full((NUM_SAMPLES, 2), 4),
+            "labels": torch.tensor([0, 1, 1, 0]),
+        }
     if architecture.model_type == "imagegpt":
         return {
             "input_ids": torch.randint(8, 100, (NUM_SAMPLES, LENGTH)),

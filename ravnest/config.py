@@ -128,6 +128,15 @@ class StateFormat(StrEnum):
         return known["bf16" if self is StateFormat.AUTO else self]
 
 
+class FrozenFormat(StrEnum):
+    """How large matrices that are not trained are stored, sent and held; fp32 leaves all as it is given."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"
+    INT8 = "int8"  # blocks of 64 numbers share a scale of 2 bytes
+    INT4 = "int4"
+
+
 class Recompute(StrEnum):
     """Whether a stage runs its forward again before the backward instead of storing activations."""
 
@@ -182,10 +191,12 @@ class PlanConfig:
     predict_weights: bool = True  # one more copy of the weights in every stage but the last
     max_lag: int = 2  # updates a microbatch may be late; accumulation keeps this bound
     saves_memory: bool = True  # stages may do without prediction, and with a lag of 1, where memory is short
+    keeps_ema: bool = False  # one more copy of the weights: their mean over time; a job says so
     accumulates: bool = False  # updates are sums over microbatches: one more copy of the gradients
     versions: WeightFormat = WeightFormat.BF16  # of weights that microbatches in flight have seen
     states: StateFormat = StateFormat.AUTO  # of the optimizer
     precision: WeightFormat = WeightFormat.FP32  # of matrix products; a job says which
+    frozen: FrozenFormat = FrozenFormat.FP32  # of large matrices that are not trained
     recompute: Recompute = Recompute.AUTO
     activations: WireChoice = WireChoice.AUTO
     gradients: WireChoice = WireChoice.AUTO

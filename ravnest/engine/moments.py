@@ -5,7 +5,7 @@ changes. The random bits follow from the number and the count of updates, so equ
 tensors stay in float32. Blocks are bf16 numbers too, so what is saved is all that there is.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -65,6 +65,24 @@ class Blocks:
         return rows.view(-1)[: len(flat)].view(self.codes.shape).clone()
 
 
+class _Live(Mapping[str, Tensor]):
+    """The moments of now, and more: no old ones are kept for it, and blocks are restored one at a time."""
+
+    def __init__(self, kept: Mapping[str, Tensor | Blocks], more: Mapping[str, Tensor]) -> None:
+        self._kept, self._more = kept, more
+        self._keys = (*kept, *more)
+
+    def __getitem__(self, key: str) -> Tensor:
+        kept = self._kept[key] if key in self._kept else self._more[key]
+        return kept.restore(torch.bfloat16) if isinstance(kept, Blocks) else kept
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._keys)
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+
 class Moments:
     """What an optimizer remembers of its parameters, by "SLOT/NAME"; opened and closed for an update."""
 
@@ -107,12 +125,9 @@ class Moments:
             found.append(kept.restore() if isinstance(kept, Blocks) else kept)
         return found
 
-    def export(self) -> dict[str, Tensor]:
-        """Return all of them as they are kept, and blocks as bf16."""
-        pairs = self._kept.items()
-        return {
-            key: kept.restore(torch.bfloat16) if isinstance(kept, Blocks) else kept for key, kept in pairs
-        }
+    def export(self, more: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return all of them as they are when they are looked at, blocks as bf16; and some more."""
+        return _Live(self._kept, more)
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Take over a copy of what others exported."""

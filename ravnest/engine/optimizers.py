@@ -16,7 +16,7 @@ from ravnest.config import StateFormat, WeightFormat
 from ravnest.engine.moments import SQUARES, Moments
 from ravnest.errors import WeightsError
 from ravnest.protocol.messages import Refusal
-from ravnest.protocol.tensors import slot_shape
+from ravnest.protocol.tensors import EMA_SLOT, slot_shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +124,8 @@ class OptimizerSettings:
     lag_updates: int = 0  # so long lag lowers the learning rate, less and less
     versions: WeightFormat = WeightFormat.FP32  # of the weights that forwards see where gradients are late
     states: StateFormat = StateFormat.FP32  # of the moments
+    clip_norm: float | None = None  # largest norm of the gradient of the whole model
+    ema: float | None = None  # so much of the mean of weights over time is kept in each update
 
 
 _CHUNK_ITEMS = 1 << 18  # measured: larger ones take up to 1.8 times as long on a CPU
@@ -170,6 +172,8 @@ class Optimizer:
         self._products: dict[str, Tensor] = {}  # of NAdam, by name
         self._steps = dict.fromkeys(self._shapes, 0)
         self._predicted: dict[str, Tensor] = {}
+        self._ema: dict[str, Tensor] = {}  # means of weights over time, by name
+        self.norm_square = 0.0  # of the last gradient, where the whole model's norm is limited
         self.names = frozenset(self._shapes)  # the other parameters stay as they are
 
     @torch.no_grad()
@@ -182,16 +186,19 @@ class Optimizer:
         *,
         held: Collection[str] = (),
         bounds: Mapping[str, float] | None = None,
+        other_square: float = 0.0,
     ) -> dict[str, Tensor] | Refusal:
         """Return all parameters after one update, or why it was refused and nothing changed.
 
         Gradients are taken out of their dict and freed one after the other. Parameters that are `held` are
         not changed in place. `lag` is the mean over the microbatches in the update. `bounds` are known ones
-        of the gradients' norms.
+        of the gradients' norms. `other_square` is the square of the norm of the gradients of other stages.
         """
-        clipped = self._clip(
-            {name: gradients[name] for name in gradients if name in self.names}, bounds or {}
-        )
+        own = {name: gradients[name] for name in gradients if name in self.names}
+        if self.settings.clip_norm is None:
+            clipped = self._clip(own, bounds or {})
+        else:
+            clipped = self._clip_together(own, self.settings.clip_norm, other_square)
         if isinstance(clipped, Refusal):
             return clipped
         gradients.clear()
@@ -209,9 +216,19 @@ class Optimizer:
             start = [tensor.clone() for tensor in after] if self.settings.has_prediction and lag > 0 else []
             self._apply(group.rule, work)
             changed.update(zip(names, after, strict=True))
+            if self.settings.ema is not None:
+                self._follow(names, after, self.settings.ema)
             if start:
                 self._predict(group.rule, work, start, lag)
         return changed
+
+    def _follow(self, names: list[str], weights: list[Tensor], kept: float) -> None:
+        """Let the means of weights over time follow them; they begin with the first weights."""
+        self._ema.update(
+            (name, x.float().clone()) for name, x in zip(names, weights, strict=True) if name not in self._ema
+        )
+        means = [self._ema[name] for name in names]
+        torch._foreach_lerp_(means, cast_together(weights, torch.float32), 1 - kept)
 
     def _predict(self, rule: OptimizerRule, work: _Work, start: list[Tensor], lag: float) -> None:
         """Repeat the last move as momentum will, weaker each time. Weight decay is not predicted."""
@@ -237,15 +254,16 @@ class Optimizer:
             found.update(zip(chunk, live, strict=True))
         return found
 
-    def state(self) -> dict[str, Tensor]:
+    def state(self) -> Mapping[str, Tensor]:
         """Return the live state by "SLOT/NAME", with the slots of torch.optim; a step changes it."""
         steps = {f"step/{name}": torch.tensor(float(step)) for name, step in self._steps.items() if step}
         products = {f"mu_product/{name}": product for name, product in self._products.items()}
-        return {**self._moments.export(), **products, **steps}
+        means = {f"{EMA_SLOT}/{name}": mean for name, mean in self._ema.items()}
+        return self._moments.export({**products, **means, **steps})
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Take over a copy of the state of these parameters, from whatever stage."""
-        moments, products, steps = {}, {}, dict.fromkeys(self._shapes, 0)
+        moments, products, means, steps = {}, {}, {}, dict.fromkeys(self._shapes, 0)
         for key, tensor in state.items():
             slot, _, name = key.partition("/")
             shape = self._shapes.get(name)
@@ -256,10 +274,12 @@ class Optimizer:
                 steps[name] = int(tensor)
             elif slot == "mu_product":
                 products[name] = tensor.detach().clone()
+            elif slot == EMA_SLOT:
+                means[name] = tensor.detach().float().clone()
             else:
                 moments[key] = tensor.detach()
         self._moments.load(moments)
-        self._products, self._steps = products, steps
+        self._products, self._ema, self._steps = products, means, steps
 
     def _clip(self, gradients: dict[str, Tensor], bounds: Mapping[str, float]) -> dict[str, Tensor] | Refusal:
         limit = self.settings.clip or math.inf
@@ -271,6 +291,20 @@ class Optimizer:
             if norm > limit:  # not in place: autograd may give one tensor to two weights
                 gradients[name] = gradients[name] * (limit / norm)
         return gradients
+
+    def _clip_together(
+        self, gradients: dict[str, Tensor], limit: float, other: float
+    ) -> dict[str, Tensor] | Refusal:
+        """Shorten all gradients alike, if the whole model's is too long."""
+        norms = find_norms(list(gradients.values()))
+        for name, norm in zip(gradients, norms, strict=True):
+            if not math.isfinite(norm):
+                return Refusal(f"the gradient of {name!r} is not finite: its norm is {norm}")
+        self.norm_square = sum(norm * norm for norm in norms)
+        length = math.sqrt(self.norm_square + other)
+        if not length > limit:
+            return gradients
+        return {name: gradient * (limit / length) for name, gradient in gradients.items()}
 
     def _lag_factor(self, lag: float) -> float:
         """Return what lag leaves of the learning rate: at first one over lag, later all of it."""

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ravnest.engine.held_inputs import HeldInputs, MakeAgain
 from ravnest.engine.noise import NoiseMeter
 from ravnest.engine.optimizers import Optimizer, OptimizerSettings, find_norms, find_not_finite, measure_norms
 from ravnest.engine.weight_versions import Graph, Snapshot, Versions
@@ -180,6 +181,7 @@ class _Flight:
     backward: Backward
     shapes: dict[int, torch.Size]  # of what was sent on
     unread: "_Checks"  # of its forward
+    inputs: HeldInputs
     sent: tuple[Tensor, ...] = ()  # gradients of the inputs, on their way
 
 
@@ -222,6 +224,12 @@ class StageEngine:
         self._shares, self._first_size = 0.0, 1  # shares: microbatches, by their samples
         self._lags: deque[int] = deque(maxlen=_LAGS_REMEMBERED)
         self._noise = NoiseMeter()
+        self.squares_before = self.squares_after = 0.0  # of gradients' norms in other stages, as last heard
+
+    @property
+    def norm_square(self) -> float:
+        """The square of the norm of the last gradient, where the whole model's norm is limited."""
+        return self._optimizer.norm_square
 
     @property
     def version(self) -> int:
@@ -244,9 +252,18 @@ class StageEngine:
         return self._noise.noise
 
     def forward(
-        self, microbatch: MicrobatchId, inputs: Values, fields: Tensors, key: RandomKey | None = None
+        self,
+        microbatch: MicrobatchId,
+        inputs: Values,
+        fields: Tensors,
+        key: RandomKey | None = None,
+        again: Mapping[Any, MakeAgain] | None = None,
     ) -> PassedOn | DroppedWork:
-        """Run a microbatch on the weights as they are expected when its gradient comes back."""
+        """Run a microbatch on the weights as they are expected when its gradient comes back.
+
+        Inputs that can be made `again` are freed until then: only for a program that runs again before its
+        backward, and keeps nothing of them.
+        """
         assert microbatch not in self._flights, f"microbatch {microbatch} is in flight already"
         weights = self._versions.seen
         leaves = {
@@ -274,7 +291,9 @@ class StageEngine:
             Graph(wanted, weights, self._is_split), outputs, outcome.results.get("loss")
         )
         shapes = {value: tensor.shape for value, tensor in outcome.outputs.items()}
-        self._flights[microbatch] = _Flight(self._num_updates, backward, shapes, checks)
+        passed = (*outcome.outputs.values(), *outcome.results.values())
+        held = HeldInputs(leaves, again or {}, passed)
+        self._flights[microbatch] = _Flight(self._num_updates, backward, shapes, checks, held)
         self._versions.hold(microbatch)
         return _detach(outcome)
 
@@ -283,6 +302,7 @@ class StageEngine:
         flight = self._flights[microbatch]
         _check_shapes(gradients, flight.shapes)
         try:
+            flight.inputs.restore()
             found = dict(flight.backward.backward_inputs(gradients))
             reason, norms = (
                 flight.unread.read_with(measure_norms(list(found.values()))) if found else (None, [])
@@ -372,7 +392,12 @@ class StageEngine:
         """
         versions = self._versions
         held = versions.find_held([name])
-        after = self._optimizer.step(versions.weights, {name: gradient}, learning_rate, held=held)
+        own, others = self.norm_square, self.squares_before + self.squares_after
+        gradients = {name: gradient}
+        after = self._optimizer.step(
+            versions.weights, gradients, learning_rate, held=held, other_square=own + others
+        )
+        self._optimizer.norm_square = own
         if isinstance(after, Refusal):
             return after
         versions.replace(after, versions.seen | {name: after[name]})
@@ -425,7 +450,13 @@ class StageEngine:
         versions = self._versions
         held = versions.find_held(gradients)
         after = self._optimizer.step(
-            versions.weights, gradients, learning_rate, lag, held=held, bounds=bounds
+            versions.weights,
+            gradients,
+            learning_rate,
+            lag,
+            held=held,
+            bounds=bounds,
+            other_square=self.squares_before + self.squares_after,
         )
         if isinstance(after, Refusal):
             return Updated(self._num_updates, after.reason)

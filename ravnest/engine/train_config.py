@@ -102,6 +102,8 @@ class _TrainConfig(msgspec.Struct, forbid_unknown_fields=True):
     groups: list[_Group]
     learning_rate: _Number
     clip: _Number | None
+    clip_norm: Annotated[float, Meta(gt=0.0, le=1e30)] | None
+    ema: Annotated[float, Meta(gt=0.0, lt=1.0)] | None
     has_prediction: bool
     lag_updates: Annotated[int, Meta(ge=0, le=_MOST_UPDATES)]
     versions: WeightFormat
@@ -135,6 +137,8 @@ def write_train_config(training: TrainConfig, names: frozenset[str]) -> bytes:
             groups=[group for group in groups if group.names],
             learning_rate=settings.learning_rate,
             clip=settings.clip,
+            clip_norm=settings.clip_norm,
+            ema=settings.ema,
             has_prediction=settings.has_prediction,
             lag_updates=settings.lag_updates,
             versions=settings.versions,
@@ -172,6 +176,8 @@ def read_train_config(data: bytes) -> TrainConfig:
         read.lag_updates,
         read.versions,
         read.states,
+        read.clip_norm,
+        read.ema,
     )
     return TrainConfig(
         optimizer,

@@ -7,8 +7,11 @@ state they work on. `slicing` cuts blueprints, `blueprint_json` stores them, `st
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import NewType
 
+from ravnest.config import FrozenFormat
+from ravnest.model.safetensors_header import StoredType
 from ravnest.protocol.tensors import FLOAT_BYTES, ITEM_BYTES
 
 ValueId = NewType("ValueId", int)
@@ -123,7 +126,8 @@ class StateEntry:
     """A named tensor a stage keeps: a parameter, a buffer of the state_dict, or a constant outside it.
 
     `positions` are all places of the whole line that use it: the first is its home, and more than one holder
-    means that it is shared (a tied weight). `is_written` when running the program changes it.
+    means that it is shared (a tied weight). `is_written` when running the program changes it. `storage` says
+    how it is sent and held; fp32: as it is.
     """
 
     name: str
@@ -133,11 +137,39 @@ class StateEntry:
     positions: tuple[int, ...]
     is_trainable: bool = False
     is_written: bool = False
+    storage: FrozenFormat = FrozenFormat.FP32
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether it is a parameter that nothing changes."""
+        return self.kind == PARAMETER and not self.is_trainable and not self.is_written
+
+    @property
+    def stored(self) -> StoredType:
+        """What is sent and held of it: the tensor itself, or blocks of bytes (see `model.quantisation`)."""
+        return stored_type(StoredType(self.dtype, self.shape), self.storage)
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the tensor."""
-        return TensorType(self.dtype, self.shape).bytes_at(0)
+        """Bytes of what is sent and held."""
+        return self.stored.size_bytes
+
+
+FROZEN_BLOCK_ITEMS = 64  # numbers of a quantised matrix that share a scale
+FROZEN_SCALE_BYTES = 2  # a bf16 number behind the block's codes
+_CODE_BITS = {FrozenFormat.INT8: 8, FrozenFormat.INT4: 4}
+
+
+def stored_type(given: StoredType, storage: FrozenFormat) -> StoredType:
+    """Return what a tensor is stored as; a quantised one has a row of bytes for each block of its numbers."""
+    if storage is FrozenFormat.FP32:
+        return given
+    if storage is FrozenFormat.BF16:
+        return StoredType("bfloat16", given.shape)
+    num_blocks = -(-prod(given.shape) // FROZEN_BLOCK_ITEMS)
+    return StoredType(
+        "uint8", (num_blocks, FROZEN_BLOCK_ITEMS * _CODE_BITS[storage] // 8 + FROZEN_SCALE_BYTES)
+    )
 
 
 @dataclass(frozen=True, slots=True)

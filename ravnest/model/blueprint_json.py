@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from ravnest.config import FrozenFormat
 from ravnest.errors import UnsafeBlueprint
 from ravnest.foreign import parse_json, quote
 from ravnest.model.blueprint import (
@@ -33,6 +34,7 @@ from ravnest.model.blueprint import (
     TensorType,
     ValueId,
 )
+from ravnest.model.frozen_storage import find_storage_fault
 from ravnest.model.operators import Operator, Parameter, operators
 from ravnest.protocol.tensors import ITEM_BYTES
 
@@ -269,6 +271,7 @@ class _StateRow(msgspec.Struct, array_like=True, forbid_unknown_fields=True, gc=
     positions: tuple[_Position, ...]
     is_trainable: bool
     is_written: bool
+    storage: Literal["bf16", "int8", "int4"] | UnsetType = UNSET
 
 
 class _ValueRow(msgspec.Struct, array_like=True, forbid_unknown_fields=True, gc=False):
@@ -318,12 +321,18 @@ def write_blueprint(blueprint: Blueprint) -> bytes:
         "start": blueprint.start,
         "stop": blueprint.stop,
         "cuts": blueprint.cuts,
-        "state": [astuple(entry) for entry in blueprint.state],  # as _StateRow reads it
+        "state": [_write_state(entry) for entry in blueprint.state],
         "aliases": blueprint.aliases,
         "train": _write_program(blueprint.train),
         "evaluate": _write_program(blueprint.evaluate),
     }
     return json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
+
+
+def _write_state(entry: StateEntry) -> tuple[object, ...]:
+    """Return a row as _StateRow reads it."""
+    row = astuple(entry)
+    return row[:-1] if entry.storage is FrozenFormat.FP32 else row
 
 
 def read_blueprint(data: bytes) -> Blueprint:
@@ -377,13 +386,17 @@ def _write_op(op: Op) -> list[object]:
 
 def _read_state(row: _StateRow, num_positions: int) -> StateEntry:
     where = f"state {quote(row.name)}"
-    read = StateEntry(*msgspec.structs.astuple(row))
+    plain = msgspec.structs.asdict(row)
+    plain["storage"] = FrozenFormat.FP32 if row.storage is UNSET else FrozenFormat(row.storage)
+    read = StateEntry(**plain)
     _check_size(TensorType(read.dtype, read.shape), where)
     if not read.positions or any(one >= other for one, other in pairwise(read.positions)):
         _refuse(f"{where} has positions {quote(read.positions)}; they must be ascending, one at least")
     _whole(read.positions[-1], 0, num_positions - 1, f"a position of {where}")
     if read.is_trainable and (read.kind != PARAMETER or read.dtype not in FLOATING):
         _refuse(f"{where} is a {read.kind} of {read.dtype}; only floating parameters are trainable")
+    if fault := find_storage_fault(read):
+        _refuse(f"{where} {fault}")
     return read
 
 

@@ -33,7 +33,7 @@ from ravnest.model.capture_errors import refuse_error
 from ravnest.model.complex_pairs import complex_as_pairs
 from ravnest.model.embedding_bags import plain_bags
 from ravnest.model.export_hazards import replaced, traps
-from ravnest.model.huggingface import LAYERDROP_NOTE, PLAIN_FUNCTIONS, plain_transformers, without_layerdrop
+from ravnest.model.huggingface import PLAIN_FUNCTIONS, plain_transformers, switched_off
 from ravnest.model.initialiser import keep_first_values
 from ravnest.model.model_with_loss import BatchFields, Metric, ModelWithLoss, name_fields
 from ravnest.model.sample_length import SHORT, TokenRows, find_rows, find_symbols, is_costly
@@ -101,9 +101,9 @@ def capture_as(
     is_tuple = not isinstance(batch, Mapping)
     whole = ModelWithLoss(model, fields, loss, metrics or {}, is_tuple=is_tuple, inputs=wishes.inputs)
     _check_module(whole)
-    with without_layerdrop(model) as has_dropped:
+    with switched_off(model) as switched:
         captured = _capture(whole, fields, wishes)
-    notes = [*captured.notes, *([LAYERDROP_NOTE] if has_dropped else [])]
+    notes = [*captured.notes, *switched]
     if wishes.is_padded is None and "attention_mask" in fields:
         notes.append(
             "batches have an attention_mask; if no sample is padded, is_padded=False saves the masks"
@@ -361,11 +361,29 @@ def _export(
         shapes = tuple({0: batch, **lengths.get(name, {})} for name in given)
         try:
             with _quiet():
-                return torch.export.export(whole, tuple(given.values()), dynamic_shapes=(shapes,))
+                return _export_any_size(whole, tuple(given.values()), shapes)
         except CaptureError:
             raise
         except Exception as error:  # whatever the user's code or torch raises, said in the user's terms
             raise refuse_error(error, None if is_empty else _try_other_size(whole, fields)) from error
+
+
+def _export_any_size(
+    whole: ModelWithLoss, given: tuple[torch.Tensor, ...], shapes: tuple[dict[int, object], ...]
+) -> torch.export.ExportedProgram:
+    """Export a model for every batch size.
+
+    Torch asks for conditions on the size that it cannot prove. They then stand in the program, and are
+    checked for many sizes when it is traced.
+    """
+    try:
+        return torch.export.export(whole, given, dynamic_shapes=(shapes,))
+    except Exception as error:
+        if "generated guard" not in str(error):
+            raise
+    return torch.export.export(
+        whole, given, dynamic_shapes=(shapes,), prefer_deferred_runtime_asserts_over_guards=True
+    )
 
 
 @contextlib.contextmanager

@@ -12,9 +12,10 @@ from math import ceil, prod
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from ravnest.config import FrozenFormat
 from ravnest.errors import UnsafeBlueprint
 from ravnest.model.aliasing import writes
-from ravnest.model.blueprint import Argument, Blueprint, Op, Program, Ref, Size, ValueId
+from ravnest.model.blueprint import Argument, Blueprint, Op, Program, Ref, Size, TensorType, ValueId
 from ravnest.model.op_costs import (
     GATES,
     KERNEL_LIMITS,
@@ -56,6 +57,9 @@ def dry_run(
 ) -> Footprint:
     """Return what the blueprint needs for a batch of this size, or refuse it."""
     state_bytes = sum(entry.size_bytes for entry in blueprint.state)
+    # What is stored in fewer bits is there in full while an operation uses it.
+    stored = (entry for entry in blueprint.state if entry.storage is not FrozenFormat.FP32)
+    state_bytes += max((TensorType(entry.dtype, entry.shape).bytes_at(0) for entry in stored), default=0)
     if state_bytes > max_bytes:
         raise UnsafeBlueprint(
             f"the state takes {show_bytes(state_bytes)}, over {show_bytes(max_bytes)} allowed"

@@ -1,15 +1,17 @@
 """All that capture knows of Hugging Face transformers: what those models do that no program can.
 
 While a model is exported, the same numbers are computed in a way that a list of operations can say
-(`plain_transformers`). LayerDrop is switched off (`without_layerdrop`), and a note says so. All this matters
+(`plain_transformers`). LayerDrop is switched off (`switched_off`), and a note says so. All this matters
 only when the requester's program has imported transformers; nothing here imports it.
 """
 
 import contextlib
 import inspect
+import itertools
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Any
 
@@ -18,27 +20,51 @@ from torch import nn
 
 from ravnest.model.export_hazards import replaced
 
-LAYERDROP_NOTE = "LayerDrop is switched off: every layer is trained on every batch"
+
+@dataclass(frozen=True, slots=True)
+class Switch:
+    """A number of a module or of its configuration that is set to another while the model is captured."""
+
+    names: tuple[str, ...]
+    off: float | None
+    note: str
+
+
+LAYERDROP = Switch(
+    ("layerdrop", "layer_drop", "encoder_layerdrop", "decoder_layerdrop"),
+    0.0,
+    "LayerDrop is switched off: every layer is trained on every batch",
+)
+_SWITCHES = (
+    LAYERDROP,
+    Switch(
+        ("altup_coef_clip",),
+        None,
+        "the limit of the altup coefficients is switched off: it changes weights outside the optimizer",
+    ),
+)
 
 
 @contextlib.contextmanager
-def without_layerdrop(model: nn.Module) -> Iterator[bool]:
-    """Keep every layer meanwhile; say whether the model would have dropped any."""
-    names = ("layerdrop", "layer_drop", "encoder_layerdrop", "decoder_layerdrop")
-    dropping = [
-        (module, name, share)
-        for module in model.modules()
-        if type(module).__module__.startswith("transformers.")
-        for name in names
-        if isinstance(share := getattr(module, name, None), float) and share > 0.0
-    ]
-    for module, name, _ in dropping:
-        setattr(module, name, 0.0)
+def switched_off(model: nn.Module) -> Iterator[tuple[str, ...]]:
+    """Switch off what no program can do, with what to tell of it; afterwards all is as it was."""
+    held: list[tuple[Any, str, float]] = []
+    notes: dict[str, None] = {}
+    for module in model.modules():
+        if not type(module).__module__.startswith("transformers."):
+            continue
+        for owner, switch in itertools.product((module, vars(module).get("config")), _SWITCHES):
+            for name in switch.names:
+                number = vars(owner).get(name) if owner is not None else None
+                if isinstance(number, float) and number > 0.0:
+                    held.append((owner, name, number))
+                    vars(owner)[name] = switch.off  # a configuration checks what is set
+                    notes[switch.note] = None
     try:
-        yield bool(dropping)
+        yield tuple(notes)
     finally:
-        for module, name, share in dropping:
-            setattr(module, name, share)
+        for owner, name, number in held:
+            vars(owner)[name] = number
 
 
 @contextlib.contextmanager
@@ -51,8 +77,11 @@ def plain_transformers(has_mask: bool) -> Iterator[None]:
             ignore = getattr(masking, "_ignore_causal_mask_sdpa", None)
             if ignore is not None:
                 stack.enter_context(replaced(masking, ignore.__name__, _without_tracing(ignore)))
-            if hasattr(masking, "find_packed_sequence_indices"):
-                stack.enter_context(replaced(masking, "find_packed_sequence_indices", lambda *_, **__: None))
+        if masking is not None and hasattr(masking, "find_packed_sequence_indices"):
+            number_rows = _number_packed_rows if has_mask else lambda *_, **__: None
+            stack.enter_context(replaced(masking, "find_packed_sequence_indices", number_rows))
+        if masking is not None and hasattr(masking, "_vmap_expansion_sdpa"):
+            stack.enter_context(replaced(masking, "_vmap_expansion_sdpa", _mask_all_at_once))
         experts = sys.modules.get("transformers.integrations.moe")
         if experts is not None:
             chosen = experts.ExpertsInterface
@@ -61,12 +90,21 @@ def plain_transformers(has_mask: bool) -> Iterator[None]:
             if name.startswith("transformers.") and "maybe_autocast" in vars(module):
                 # It marks what must stay in full precision, but only where autocast is on already.
                 stack.enter_context(replaced(module, "maybe_autocast", torch.autocast))
-        for where, kind, method, plain in _PLAIN_METHODS:
-            if where in sys.modules:
-                owner = getattr(sys.modules[where], kind)
-                stack.enter_context(replaced(owner, method, plain))
+        for where, kind, name, plain in _PLAIN_CODE:
+            module = sys.modules.get(f"transformers.models.{where}")
+            if module is not None:
+                stack.enter_context(replaced(getattr(module, kind) if kind else module, name, plain))
         stack.enter_context(replaced(torch, "rand", _keep_layers(torch.rand)))
         yield
+
+
+def _number_packed_rows(position_ids: torch.Tensor) -> torch.Tensor:
+    """Return which of the texts in a packed row each token is of: one begins where positions do not go on.
+
+    It is their rule, in operators that providers run.
+    """
+    steps = position_ids[:, 1:] - position_ids[:, :-1]
+    return torch.cat([torch.zeros_like(position_ids[:, :1]), (steps != 1).long()], dim=-1).cumsum(-1)
 
 
 def _without_tracing(ignore: Callable[..., bool]) -> Callable[..., bool]:
@@ -80,6 +118,19 @@ def _without_tracing(ignore: Callable[..., bool]) -> Callable[..., bool]:
         return given["padding_mask"] is None and is_square and (window is None or length < window)
 
     return is_plainly_causal
+
+
+def _mask_all_at_once(rule: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Return a rule for one place of a mask as one for all places: by shapes, where they have torch.vmap."""
+
+    def mask(*indices: torch.Tensor) -> torch.Tensor:
+        places = [
+            each.reshape([-1 if dim == number else 1 for dim in range(len(indices))])
+            for number, each in enumerate(indices)
+        ]
+        return rule(*places).expand(*(each.shape[0] for each in indices))
+
+    return mask
 
 
 def _keep_layers(rand: Callable[..., Any]) -> Callable[..., Any]:
@@ -144,14 +195,37 @@ def _cut_below_quantile(module: Any, given: torch.Tensor) -> torch.Tensor:
     return torch.relu(given - (torch.mean(given, dim=-1, keepdim=True) + spread * deviations))
 
 
-_PLAIN_METHODS = (
-    (
-        "transformers.models.gemma3n.modeling_gemma3n",
-        "Gemma3nTextMLP",
-        "_gaussian_topk",
-        _cut_below_quantile,
-    ),
-    ("transformers.models.fnet.modeling_fnet", "FNetBasicFourierTransform", "forward", _transform),
+def _adapt_languages(module: Any, languages: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+    """Run the adapter of every language for all samples, and keep for each that of its own."""
+    before = hidden
+    if module.adapter_layer_norm is not None:
+        hidden = module.adapter_layer_norm(hidden)
+    elif module.adapter_reuse_layer_norm:
+        hidden = module.LayerNorm(hidden)
+    adapted = torch.zeros_like(hidden)
+    for number, adapter in enumerate(module.adapter_modules.values()):
+        is_its_own = (languages == number).reshape(*languages.shape, *[1] * (hidden.ndim - languages.ndim))
+        adapted = torch.where(is_its_own, adapter(hidden), adapted)
+    return module.dropout(adapted) + (hidden if module.ln_before_adapter else before)
+
+
+def _shift_right(ids: torch.Tensor, pad_token_id: int) -> torch.Tensor:
+    """Return the rows shifted by one, the last token of each first, without a change of the batch."""
+    ids = torch.where(ids == -100, pad_token_id, ids)
+    last = (ids.ne(pad_token_id).sum(dim=1) - 1).unsqueeze(-1)
+    return torch.cat([ids.gather(1, last), ids[:, :-1]], dim=1)
+
+
+# The module under transformers.models, the class or "", the name, and what runs instead.
+_PLAIN_CODE: tuple[tuple[str, str, str, Callable[..., Any]], ...] = (
+    ("fnet.modeling_fnet", "FNetBasicFourierTransform", "forward", _transform),
+    # Without padding they leave out the mask, and look at the numbers of the batch for it.
+    ("fsmt.modeling_fsmt", "", "make_padding_mask", lambda ids, padding_idx=1: ids.eq(padding_idx)),
+    ("fsmt.modeling_fsmt", "", "shift_tokens_right", _shift_right),
+    ("gemma3n.modeling_gemma3n", "Gemma3nTextMLP", "_gaussian_topk", _cut_below_quantile),
+    # For export they do not make the mask that they need.
+    ("switch_transformers.modeling_switch_transformers", "", "is_torchdynamo_compiling", lambda: False),
+    ("xmod.modeling_xmod", "XmodOutput", "lang_adapter", _adapt_languages),
 )
 
 

@@ -12,15 +12,24 @@ from typing import Self
 
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ravnest.model.blueprint import FLOATING, PARAMETER, Blueprint, Op, Program, TensorType, refs_of
+from ravnest.config import FrozenFormat
+from ravnest.model.blueprint import FLOATING, PARAMETER, Blueprint, Op, TensorType, ValueId, refs_of
+from ravnest.model.frozen_values import FrozenValues
+from ravnest.model.narrow_weights import find_castable
 from ravnest.model.op_costs import Cost, Flight, Form, Trial, recurrent_bytes, recurrent_flops
 from ravnest.model.slicing import crossings
 from ravnest.plan.types import ModelProfile
 from ravnest.protocol.tensors import ITEM_BYTES, find_channels
 
 
-def measure(blueprint: Blueprint, batch_size: int, make_trial: Callable[..., Trial] = Trial) -> ModelProfile:
-    """Return the line of a whole model in numbers, for batches of this size."""
+def measure(
+    blueprint: Blueprint,
+    batch_size: int,
+    make_trial: Callable[..., Trial] = Trial,
+    *,
+    is_cast: bool = False,
+) -> ModelProfile:
+    """Return the line of a whole model in numbers, for batches of this size; `is_cast`: computed in bf16."""
     assert (blueprint.start, blueprint.stop) == (0, blueprint.num_positions), "measure the whole line"
     trainable = {entry.name for entry in blueprint.state if entry.is_trainable}
     work = [_Work.total(part) for part in _measure_parts(blueprint, batch_size, trainable, make_trial)]
@@ -37,6 +46,7 @@ def measure(blueprint: Blueprint, batch_size: int, make_trial: Callable[..., Tri
         crossing_bytes=_crossing_bytes(blueprint, batch_size),
         frozen_bytes=_state_bytes(blueprint, parameters - trainable) if parameters - trainable else (),
         buffer_bytes=_state_bytes(blueprint, buffers) if buffers else (),
+        restored_bytes=_restored_bytes(blueprint, is_cast=is_cast),
     )
 
 
@@ -101,6 +111,28 @@ def _state_bytes(blueprint: Blueprint, names: Iterable[str]) -> tuple[float, ...
     return tuple(totals)
 
 
+def _restored_bytes(blueprint: Blueprint, *, is_cast: bool) -> tuple[float, ...]:
+    """Return the most that one operation at each position has in full of what is stored in fewer bits."""
+    entries = {entry.name: entry for entry in blueprint.state if entry.storage is not FrozenFormat.FP32}
+    stored = {value: entries[name] for value, name in blueprint.train.state if name in entries}
+    castable = find_castable(blueprint.train) if is_cast else frozenset[ValueId]()
+    if not stored:
+        return ()
+
+    def find_size(op: Op, value: ValueId) -> int:
+        entry = stored[value]
+        dtype = "bfloat16" if value in castable else entry.dtype
+        is_used_so = entry.storage is FrozenFormat.BF16 and dtype == "bfloat16"
+        if is_used_so or (entry.storage is FrozenFormat.BF16 and op.name == f"{_EMBEDDING}.default"):
+            return 0
+        return prod(entry.shape) * ITEM_BYTES[dtype]
+
+    return tuple(
+        float(max((sum(find_size(op, x) for x in op.refs() if x in stored) for op in part), default=0))
+        for part in _parts(blueprint)
+    )
+
+
 def _crossing_bytes(blueprint: Blueprint, batch_size: int) -> tuple[float, ...]:
     values = blueprint.train.values
     inner = [
@@ -140,7 +172,7 @@ class _Work:
 def _measure_parts(
     blueprint: Blueprint, batch_size: int, trainable: set[str], make_trial: Callable[..., Trial] = Trial
 ) -> list[list[_Work]]:
-    meter = _Meter(blueprint.train, batch_size, trainable, make_trial)
+    meter = _Meter(blueprint, batch_size, trainable, make_trial)
     with FakeTensorMode():
         return [[meter.measure(op) for op in part] for part in _parts(blueprint)]
 
@@ -149,8 +181,10 @@ class _Meter:
     """Follows the program and counts of all that is saved each memory once."""
 
     def __init__(
-        self, program: Program, batch_size: int, trainable: set[str], make_trial: Callable[..., Trial]
+        self, blueprint: Blueprint, batch_size: int, trainable: set[str], make_trial: Callable[..., Trial]
     ) -> None:
+        program = blueprint.train
+        self._remade = FrozenValues(program, {entry.name: entry for entry in blueprint.state}).large
         self._batch_size, self._make_trial = batch_size, make_trial
         self._flight = Flight(program, batch_size, self._try, {})
         for value, name in program.state:
@@ -162,6 +196,8 @@ class _Meter:
     def measure(self, op: Op) -> _Work:
         """Return what the operation costs, and take note of its results."""
         cost, memory = self._flight.fly(op)
+        outs = (out for value, out in zip(op.outs, cost.outs, strict=True) if value in self._remade)
+        self._kept |= {memory[out[1]] for out in outs if out is not None}
         saved = {memory[number] for number in cost.saved} - self._kept
         self._kept |= saved
         saved_bytes = sum(self._flight.memory_bytes[number] for number in saved)

@@ -12,11 +12,13 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from ravnest.protocol.blobs import PIECE_BYTES
 from ravnest.protocol.tensors import ITEM_BYTES, Buffer
 
 _MOST_HEADER_BYTES = 8 << 20  # some 10,000 parameters with the state of their optimizer
 _LENGTH_BYTES = 8
 _MOST_NAME_LETTERS = 1000
+_LARGE_PIECES = 64
 _METADATA = "__metadata__"  # notes of the writer; they are not read
 _WRITTEN = {
     name: name.upper().replace("FLOAT", "F").replace("UINT", "U").replace("INT", "I") for name in ITEM_BYTES
@@ -39,9 +41,14 @@ class StoredType:
     shape: tuple[int, ...]
 
     @property
+    def num_items(self) -> int:
+        """Number of its values."""
+        return prod(self.shape)
+
+    @property
     def size_bytes(self) -> int:
         """Bytes of its values."""
-        return prod(self.shape) * ITEM_BYTES[self.dtype]
+        return self.num_items * ITEM_BYTES[self.dtype]
 
     def __str__(self) -> str:
         return f"{self.dtype} [{', '.join(str(size) for size in self.shape)}]"
@@ -93,7 +100,10 @@ def write_header(tensors: Mapping[str, StoredType], notes: Mapping[str, str] | N
         entries[name] = _Entry(_WRITTEN[kind.dtype], kind.shape, (start, stop))
         start = stop
     header = msgspec.json.encode(entries)
-    header += b" " * (-len(header) % _LENGTH_BYTES)  # so that the tensors begin at a multiple of 8
+    # Tensors begin at a multiple of 8; in a large file where a piece does: so the first of them make the same
+    # pieces whatever follows.
+    unit = PIECE_BYTES if start >= _LARGE_PIECES * PIECE_BYTES else _LENGTH_BYTES
+    header += b" " * (-(_LENGTH_BYTES + len(header)) % unit)
     return len(header).to_bytes(_LENGTH_BYTES, "little") + header
 
 

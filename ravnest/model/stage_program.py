@@ -7,8 +7,9 @@ kernel may still crash on hostile sizes, and ends the peer with it.
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import fx
 from torch._ops import OpOverload
 from torch.utils.checkpoint import checkpoint
 
+from ravnest.config import FrozenFormat
 from ravnest.errors import ProtocolError, UnsafeBlueprint
 from ravnest.model.aliasing import Storages, writes
 from ravnest.model.blueprint import (
@@ -27,12 +29,14 @@ from ravnest.model.blueprint import (
     Ratio,
     Ref,
     Size,
+    StateEntry,
     TensorType,
     ValueId,
 )
 from ravnest.model.compiled_stage import CompiledBackward, StageCompiler, TracedStage
+from ravnest.model.frozen_values import FrozenMemory, FrozenValues, note_value, restore, saves_recipes
 from ravnest.model.index_checks import check_index, find_checks
-from ravnest.model.narrow_weights import find_castable, saves_narrow, widen
+from ravnest.model.narrow_weights import find_castable, widen
 from ravnest.model.operators import Parameter, draws, operators
 from ravnest.model.recompute_blocks import find_blocks
 
@@ -41,6 +45,7 @@ MicrobatchKey = tuple[int, int]  # seed, batch number: with the operation's numb
 MakeCompiler = Callable[[TracedStage], StageCompiler]
 _Tensors = tuple[torch.Tensor, ...]
 _Passed = tuple[_Tensors, _Tensors]
+_EMBEDDING = "aten.embedding.default"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +73,10 @@ class Setting:
     checks_indices: bool = False  # before operations meet them; a CPU's do that themselves
     window: int = 4
 
+    def cast(self) -> AbstractContextManager[Any]:
+        """Return the context of its mixed precision."""
+        return torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None)
+
 
 class StageProgram:
     """A stage that runs, compiled if `make_compiler` is given. Built by `build_stage_program`.
@@ -80,8 +89,9 @@ class StageProgram:
     ) -> None:
         self.blueprint = blueprint
         self.setting = setting
-        self._train = _Runner(blueprint.train, setting, make_compiler)
-        self._evaluate = _Runner(blueprint.evaluate, setting)
+        entries = {entry.name: entry for entry in blueprint.state}
+        self._train = _Runner(blueprint.train, entries, setting, make_compiler)
+        self._evaluate = _Runner(blueprint.evaluate, entries, setting)
 
     @property
     def castable(self) -> frozenset[str]:
@@ -119,7 +129,8 @@ def build_stage_program(
     `window` microbatches may be in flight.
     """
     place = torch.device(device)
-    make_compiler = None if recompute else make_compiler
+    has_stored = any(entry.storage is not FrozenFormat.FP32 for entry in blueprint.state)
+    make_compiler = None if recompute or has_stored else make_compiler
     checks_indices = place.type != "cpu" or make_compiler is not None
     setting = Setting(place, autocast, recompute, checks_indices, window)
     return StageProgram(blueprint, setting, make_compiler)
@@ -203,19 +214,25 @@ def _batch_size(expected: TensorType, tensor: torch.Tensor) -> int:
 class _Runner:
     """One program of a stage, as a graph that torch turns into plain Python."""
 
-    def __init__(self, program: Program, setting: Setting, make_compiler: MakeCompiler | None = None) -> None:
+    def __init__(
+        self,
+        program: Program,
+        entries: Mapping[str, StateEntry],
+        setting: Setting,
+        make_compiler: MakeCompiler | None = None,
+    ) -> None:
         self._program = program
         self._setting = setting
+        self._frozen = frozen = FrozenValues(program, entries)
         storages = Storages(program)
         self._written = [value for value, _ in program.state if storages.is_written(value)]
-        # Not the module itself: while another thread traces, calling a module is a traced call.
-        self._graph: Callable[..., _Passed] = _Builder(program, setting).build().forward
-        self._check = _Builder(program, Setting()).build_checks() if setting.checks_indices else None
+        self._graph = _Graph(frozen, setting)
+        self._check = _Builder(frozen, Setting()).build_checks() if setting.checks_indices else None
         self._draws = [op.number for op in program.ops if draws(op.name, dict(op.arguments))]
         self._make_compiler = make_compiler
         self._compiler: StageCompiler | None = None
         blocks = find_blocks(program, setting.window) if setting.recompute else []
-        self._blocks = [(block, _Builder(block.program, setting).build().forward) for block in blocks]
+        self._blocks = [_Graph(FrozenValues(block.program, entries), setting) for block in blocks]
 
     def run(
         self, state: State, inputs: Mapping[ValueId, torch.Tensor], fields: State, key: MicrobatchKey | None
@@ -228,20 +245,15 @@ class _Runner:
             whole = (tensor for tensor in arrived[len(program.fields) :] if not tensor.is_floating_point())
             self._check(*(tensor.cpu() for tensor in (*arrived[: len(program.fields)], *whole)))
         arrived = [_move(tensor, setting.device) for tensor in arrived]
-        has_narrow = any(
-            tensor.dtype is torch.bfloat16 and program.values[value].dtype == "float32"
-            for value, tensor in kept.items()
-        )
         if self._make_compiler is not None and torch.is_grad_enabled() and key is not None:
             passed = self._run_compiled(kept, arrived, key, num_samples)
             if passed is not None:
                 return passed
-        cast = torch.autocast(setting.device.type, setting.autocast, enabled=setting.autocast is not None)
-        with cast, saves_narrow() if has_narrow else nullcontext():
-            if setting.recompute and torch.is_grad_enabled():
+        if setting.recompute and torch.is_grad_enabled():
+            with setting.cast():
                 outputs, results = self._run_in_blocks(kept, arrived, key)
-            else:
-                outputs, results = self._graph(*kept.values(), *arrived, key)
+        else:
+            outputs, results = self._graph.run(kept, arrived, key)
         return self._name(self._widen(outputs), results)
 
     def _widen(self, outputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
@@ -293,16 +305,15 @@ class _Runner:
     def _traced(self, kept: dict[ValueId, torch.Tensor], arguments: Sequence[torch.Tensor]) -> TracedStage:
         """Return the stage as a function without effects: changed buffers are copied, and returned."""
         program, setting = self._program, self._setting
-        graph = _Builder(program, setting, is_keyed=False).build().forward
+        graph = _Builder(self._frozen, setting, is_keyed=False).build().forward
         places = {value: place for place, value in enumerate(kept)}
         written = [places[value] for value in self._written]
-        cast = torch.autocast(setting.device.type, setting.autocast, enabled=setting.autocast is not None)
 
         def run(*given: torch.Tensor) -> tuple[_Tensors, _Tensors, _Tensors]:
             tensors = list(given)
             for place in written:
                 tensors[place] = tensors[place].clone()
-            with cast:
+            with setting.cast():
                 outputs, results = graph(*tensors)
             return self._widen(outputs), results, tuple(tensors[place] for place in written)
 
@@ -325,16 +336,16 @@ class _Runner:
         program = self._program
         given = [*(value for value, _ in program.fields), *program.inputs]
         values = {**kept, **dict(zip(given, arrived, strict=True))}
-        for block, graph in self._blocks:
-            state = {value: kept[value] for value in block.state}
-            passed = self._run_twice(graph, state, [values[value] for value in block.program.inputs], key)
+        for block in self._blocks:
+            state = {value: kept[value] for value, _ in block.program.state}
+            passed = self._run_twice(block, state, [values[value] for value in block.program.inputs], key)
             values.update(zip(block.program.outputs, passed, strict=True))
         results = tuple(values[value] for _, value in program.results)
         return tuple(values[value] for value in program.outputs), results
 
     def _run_twice(
         self,
-        graph: Callable[..., Any],
+        block: "_Graph",
         kept: dict[ValueId, torch.Tensor],
         arrived: list[torch.Tensor],
         key: MicrobatchKey | None,
@@ -353,31 +364,71 @@ class _Runner:
                 {**kept, **{value: tensor.clone() for value, tensor in before.items()}} if is_again else kept
             )
             is_again = True
-            outputs: tuple[torch.Tensor, ...] = graph(*state.values(), *arrived, key)[0]
-            return outputs
+            return block.run(state, arrived, key)[0]
 
         passed = checkpoint(run, *arrived, use_reentrant=False, preserve_rng_state=key is None)
         assert isinstance(passed, tuple)
         return passed
 
 
+class _Graph:
+    """A program, or a block of one, as a function of state, what arrived and a key."""
+
+    def __init__(self, frozen: FrozenValues, setting: Setting) -> None:
+        self.program = frozen.program
+        self._frozen, self._setting = frozen, setting
+        # Not the module itself: while another thread traces, calling a module is a traced call.
+        self._call: Callable[..., _Passed] = _Builder(frozen, setting).build().forward
+        self._remakers: dict[ValueId, _Graph] = {}
+
+    def run(
+        self, kept: Mapping[ValueId, torch.Tensor], arrived: Sequence[torch.Tensor], key: MicrobatchKey | None
+    ) -> _Passed:
+        """Run it in mixed precision; for its backward, frozen values and wide weights are made again."""
+        frozen, memory = self._frozen, None
+        saving: AbstractContextManager[None] = nullcontext()
+        if torch.is_grad_enabled():
+            values = self.program.values
+            is_narrow = any(
+                tensor.dtype is torch.bfloat16 and tensor.requires_grad and values[value].dtype == "float32"
+                for value, tensor in kept.items()
+            )
+            memory = (
+                FrozenMemory(kept, partial(self._remake, kept)) if frozen.stored or frozen.large else None
+            )
+            saving = saves_recipes(memory, is_narrow=is_narrow) if memory or is_narrow else nullcontext()
+        with self._setting.cast(), saving:
+            return self._call(*kept.values(), *arrived, key, memory)
+
+    def _remake(self, kept: Mapping[ValueId, torch.Tensor], value: ValueId) -> torch.Tensor:
+        if value not in self._remakers:
+            alone = FrozenValues(self._frozen.cut_out(value), self._frozen.entries)
+            self._remakers[value] = _Graph(alone, self._setting)
+        remaker = self._remakers[value]
+        state = {known: kept[known] for known, _ in remaker.program.state}
+        return remaker.run(state, (), None)[0][0]
+
+
 class _Builder:
     """Writes a program down as a torch.fx graph."""
 
-    def __init__(self, program: Program, setting: Setting, *, is_keyed: bool = True) -> None:
-        self._program = program
+    def __init__(self, frozen: FrozenValues, setting: Setting, *, is_keyed: bool = True) -> None:
+        self._frozen = frozen
+        self._program = program = frozen.program
         self._setting = setting
         self._is_keyed = is_keyed
+        self._memory: fx.Node | None = None
         self._graph = fx.Graph()
         self._nodes: dict[ValueId, fx.Node] = {}
         self._sizes: dict[Size, fx.Node] = {}
         storages = Storages(program)
-        castable = find_castable(program) if setting.autocast is torch.bfloat16 else ()
+        self._castable = find_castable(program) if setting.autocast is torch.bfloat16 else frozenset()
         self._may_be_narrow = {
             value
             for value, _ in program.state
             if program.values[value].dtype == "float32"
-            and value not in castable
+            and value not in self._castable
+            and value not in frozen.stored
             and not storages.is_written(value)
         }
 
@@ -392,6 +443,7 @@ class _Builder:
         for value in given:
             self._nodes[value] = self._graph.placeholder(f"v{value}")
         key = self._graph.placeholder("key") if self._is_keyed else None
+        self._memory = self._graph.placeholder("memory") if self._is_keyed else None
         for op in program.ops:
             if key is not None and draws(op.name, dict(op.arguments)):
                 self._graph.call_function(_seed, (key, op.number, self._setting.device))
@@ -423,7 +475,9 @@ class _Builder:
 
     def _add(self, op: Op) -> None:
         target = resolve(op.name)
-        positional, keywords = bind(op, self._setting.device, self._convert_value)
+        widens = op.name == _EMBEDDING and self._looks_up_narrow(op)
+        convert_value = self._convert_as_stored if widens else self._convert_value
+        positional, keywords = bind(op, self._setting.device, convert_value)
         if op.precision and (op.precision != "full" or self._setting.autocast is not None):
             dtype = None if op.precision == "full" else getattr(torch, op.precision)
             positional = (target, self._setting.device.type, dtype, *positional)
@@ -432,14 +486,34 @@ class _Builder:
             node = self._graph.call_function(target, positional, keywords)
         if operators()[op.name].num_returns == 1:
             assert op.outs[0] is not None
+            if widens:
+                wide = getattr(torch, self._program.values[op.outs[0]].dtype)
+                node = self._graph.call_function(widen, (node, wide))
             self._nodes[op.outs[0]] = node
-            return
-        for index, out in enumerate(op.outs):
-            if out is not None:
-                self._nodes[out] = self._graph.call_function(operator.getitem, (node, index))
+        else:
+            for index, out in enumerate(op.outs):
+                if out is not None:
+                    self._nodes[out] = self._graph.call_function(operator.getitem, (node, index))
+        if self._memory is not None:
+            for out in (out for out in op.outs if out in self._frozen.large):
+                self._graph.call_function(note_value, (self._memory, self._nodes[out], int(out)))
+
+    def _looks_up_narrow(self, op: Op) -> bool:
+        """Return whether rows of a stored table are looked up: only they are widened then, not the table."""
+        stored = [self._frozen.stored.get(value) for value in op.refs()]
+        return any(entry is not None and entry.storage is FrozenFormat.BF16 for entry in stored)
+
+    def _convert_as_stored(self, argument: Ref | Size | Ratio) -> fx.Node:
+        return self._nodes[argument.value] if isinstance(argument, Ref) else self._convert_value(argument)
 
     def _convert_value(self, argument: Ref | Size | Ratio) -> fx.Node:
         if isinstance(argument, Ref):
+            stored = self._frozen.stored.get(argument.value)
+            if stored is not None:  # for each operation anew, so that it is gone after it
+                is_cast = argument.value in self._castable
+                dtype = torch.bfloat16 if is_cast else getattr(torch, stored.dtype)
+                node, form = self._nodes[argument.value], str(stored.storage)
+                return self._graph.call_function(restore, (self._memory, node, form, stored.shape, dtype))
             if argument.value in self._may_be_narrow:  # widened once, where it is first used
                 self._may_be_narrow.remove(argument.value)
                 given = (self._nodes[argument.value], torch.float32)

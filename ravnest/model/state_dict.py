@@ -108,10 +108,15 @@ class Layout:
         return out
 
 
+def order_entries(entries: Iterable[StateEntry]) -> list[StateEntry]:
+    """Return what nothing changes first: so it makes the same pieces in every snapshot of a stage."""
+    return sorted(entries, key=lambda entry: entry.is_trainable or entry.is_written)
+
+
 def to_safetensors(state: Mapping[str, Tensor], blueprint: Blueprint) -> bytes:
     """Return the tensors that the blueprint names as a safetensors file; others are left out."""
     for entry in blueprint.state:
-        _check(entry, state)
+        check_stored(entry, type_of(state[entry.name]) if entry.name in state else None)
     return to_snapshot({entry.name: state[entry.name] for entry in blueprint.state}, {})
 
 
@@ -127,9 +132,13 @@ def snapshot_pieces(
 
     Training may change the tensors meanwhile: one piece may be before an update and the next one after it.
     """
-    tensors = {**state, **{OPTIMIZER_PREFIX + key: tensor for key, tensor in optimizer.items()}}
-    yield write_header({name: type_of(tensor) for name, tensor in tensors.items()})
-    for tensor in tensors.values():
+
+    def look() -> Iterator[tuple[str, Tensor]]:  # one at a time: some are made when they are looked at
+        yield from state.items()
+        yield from ((OPTIMIZER_PREFIX + key, tensor) for key, tensor in optimizer.items())
+
+    yield write_header({name: type_of(tensor) for name, tensor in look()})
+    for _, tensor in look():
         if tensor.numel():
             yield to_bytes(tensor)
 
@@ -230,7 +239,7 @@ def merge_stages(parts: Iterable[Mapping[str, Tensor]], blueprint: Blueprint) ->
     merged = {}
     for entry in blueprint.state:
         if entry.kind != CONSTANT:
-            _check(entry, found)
+            check_type(entry, type_of(found[entry.name]) if entry.name in found else None)
             merged[entry.name] = found[entry.name].detach()
     merged.update((alias, merged[name]) for alias, name in blueprint.aliases if name in merged)
     return {name: tensor for name, tensor in merged.items() if not name.startswith(LOSS_PREFIX)}
@@ -261,7 +270,7 @@ def _open(data: Buffer) -> tuple[FileTensor, ...]:
 
 def _copy_tensor(found: FileTensor, entry: StateEntry) -> Tensor:
     """Return a tensor of a file in memory of its own, if it is as the entry says."""
-    check_type(entry, found.type)
+    check_stored(entry, found.type)
     return from_bytes(found.type, found.buffer)
 
 
@@ -281,14 +290,17 @@ def _is_finite(tensor: Tensor) -> bool:
     return isfinite(float(torch.linalg.vector_norm(tensor))) or bool(tensor.isfinite().all())
 
 
-def _check(entry: StateEntry, state: Mapping[str, Tensor]) -> None:
-    tensor = state.get(entry.name)
-    check_type(entry, None if tensor is None else type_of(tensor))
-
-
 def check_type(entry: StateEntry, found: StoredType | None) -> None:
     """Refuse a tensor that is missing or not as the model says."""
-    wanted = StoredType(entry.dtype, entry.shape)
+    _compare(entry, StoredType(entry.dtype, entry.shape), found)
+
+
+def check_stored(entry: StateEntry, found: StoredType | None) -> None:
+    """Refuse a tensor that is missing or not stored as the entry says: blocks of another number, say."""
+    _compare(entry, entry.stored, found)
+
+
+def _compare(entry: StateEntry, wanted: StoredType, found: StoredType | None) -> None:
     if found is None:
         raise WeightsError(f"the weights lack {entry.name!r}, {wanted}; {_WAY_OUT}")
     if found != wanted:

@@ -28,7 +28,7 @@ from ravnest.model.blueprint import (
     TensorType,
     ValueId,
 )
-from ravnest.model.capture_errors import refuse_node
+from ravnest.model.capture_errors import BY_SIZE, refuse_node
 from ravnest.model.decompose import decompose, without_write
 from ravnest.model.operators import operators
 from ravnest.model.sample_length import Lengths
@@ -195,11 +195,26 @@ class _Tracer:
         elif target is operator.getitem:
             whole, index = node.args
             assert isinstance(whole, fx.Node)
-            self.known[node] = self.known[whole][index]  # type: ignore[index]
+            self.known[node] = self._find(whole)[index]  # type: ignore[index]
         elif isinstance(value, int | float | torch.SymInt | torch.SymFloat | torch.SymBool):
             self.known[node] = value
+        elif isinstance(target, OpOverload) and target.__name__.startswith("_assert_scalar"):
+            self._check_sizes(node)
         elif isinstance(target, OpOverload) and not target.__name__.startswith(_CHECKS):
             self._read_op(node, target, precision)
+
+    def _check_sizes(self, node: fx.Node) -> None:
+        """Refuse a condition on the batch size that does not hold for all of many sizes."""
+        asserted = node.args[0]
+        value = asserted.meta.get("val") if isinstance(asserted, fx.Node) else None
+        if not isinstance(value, torch.SymBool):
+            return
+        condition = value.node.expr.xreplace(self.lengths)
+        symbols = list(condition.free_symbols)
+        if len(symbols) == 1 and symbols[0] in self.batch_symbols:
+            sizes = (*range(2, 130), *(2**power for power in range(8, 15)))
+            if not all(condition.subs(symbols[0], size) == sympy.true for size in sizes):
+                raise refuse_node(node, *BY_SIZE)
 
     def _read_op(self, node: fx.Node, target: OpOverload, precision: str) -> None:
         name = _INSTEAD.get(str(target), str(target))
@@ -217,7 +232,7 @@ class _Tracer:
     def _read_other(self, node: fx.Node, target: OpOverload, precision: str) -> None:
         """Write an operator that is not on the list with those that are, or refuse it."""
         plain = without_write(target)
-        if plain in operators():
+        if plain is not None and plain in operators():
             self._read_write(node, plain, precision)
             return
         refusal = refuse_node(node, *_why_not(str(target)))
@@ -267,7 +282,7 @@ class _Tracer:
             raise refuse_node(
                 node,
                 f"it uses {target.__name__}, which runs code of its own",
-                "write it with plain tensor operations (torch.where instead of torch.cond)",
+                _PLAIN_OPERATIONS,
             )
         assert isinstance(inner, fx.Node)
         graph = self.known[inner]
@@ -311,9 +326,15 @@ class _Tracer:
     def _unknown(self, size: object) -> set[object]:
         return symbols_of(size) - self.batch_symbols - self.lengths.keys()
 
+    def _find(self, node: fx.Node) -> object:
+        if node not in self.known:
+            name = getattr(node.target, "__name__", node.target)
+            raise refuse_node(node, f"it uses {name}, which is no operator", _PLAIN_OPERATIONS)
+        return self.known[node]
+
     def _argument(self, value: object, node: fx.Node) -> Argument:
         if isinstance(value, fx.Node):
-            value = self.known[value]
+            value = self._find(value)
         match value:
             case None | bool() | int() | float() | str() | Ref():
                 return value
@@ -334,6 +355,7 @@ class _Tracer:
         )
 
 
+_PLAIN_OPERATIONS = "write it with plain tensor operations (torch.where instead of torch.cond, no torch.vmap)"
 _READS_VALUES = (
     "the code reads a number out of a tensor",
     "keep values in tensors: torch.where or a mask instead of .item(), nonzero() or x[mask]",

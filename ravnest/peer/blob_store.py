@@ -48,6 +48,10 @@ class BlobStore:
     def __contains__(self, blob: object) -> bool:
         return blob in self._own or blob in self._backup
 
+    def values(self) -> tuple[Blob, ...]:
+        """Return all blobs that are here."""
+        return (*self._own.values(), *self._backup.values())
+
     def __setitem__(self, blob: str, found: Blob) -> None:
         """Keep a snapshot made here, and drop the fourth before it."""
         self._add(blob, self._own[blob] if blob in self._own else self._write(blob, found))

@@ -29,7 +29,7 @@ from ravnest.model.compiled_stage import StageCompiler, TracedStage
 from ravnest.model.dry_run import Footprint, dry_run
 from ravnest.model.profile import count_flops
 from ravnest.model.stage_program import StageProgram, build_stage_program
-from ravnest.model.state_dict import Layout, read_finite_snapshot
+from ravnest.model.state_dict import Layout, order_entries, read_finite_snapshot, type_of
 from ravnest.peer.averager import AnchorState, Averager, refuse_exact
 from ravnest.peer.capabilities import BestPrecision, can_run_bf16, choose_precision, time_batch, use_tf32
 from ravnest.peer.compute_protocol import Build, ProviderLimits
@@ -137,6 +137,7 @@ def assemble_stage(
         if HUB in suspects:
             raise WeightsError(told)  # the hub has all of a stage, or nobody has
         return StageMissing(parts.build_id, suspects[0], told)
+    state = {entry.name: state[entry.name] for entry in order_entries(blueprint.state)}
     return Snapshot(parts.version, state, optimizer), anchor_state
 
 
@@ -144,8 +145,8 @@ def _select_held(held: Snapshot, blueprint: Blueprint) -> tuple[dict[str, Tensor
     """Return the held tensors that the blueprint has too, with their optimizer state."""
     state = {}
     for entry in blueprint.state:
-        tensor, kind = held.state.get(entry.name), (entry.shape, f"torch.{entry.dtype}")
-        if tensor is not None and (tuple(tensor.shape), str(tensor.dtype)) == kind:
+        tensor = held.state.get(entry.name)
+        if tensor is not None and type_of(tensor) == entry.stored:
             state[entry.name] = tensor
     slots = {key: tensor for key, tensor in held.optimizer.items() if key.partition("/")[2] in state}
     return state, slots
@@ -243,7 +244,7 @@ class StageBuilder:
         engine = StageEngine(program, snapshot, roles, settings, is_split, defers)
         formats = (stage.activations, stage.gradients)
         position = StagePosition(
-            order.build_id, order.seed, stage.node, order.pipeline, *formats, limits.device
+            order.build_id, order.seed, stage.node, order.pipeline, *formats, limits.device, stage.recompute
         )
         schedule = StageSchedule(
             stage.window, order.accumulate, version=parts.version, is_exact=order.is_exact

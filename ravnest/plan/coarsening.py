@@ -60,4 +60,7 @@ def coarsen(profile: ModelProfile, cuts: tuple[int, ...]) -> ModelProfile:
         crossing_bytes=tuple(profile.crossing_bytes[cut] for cut in cuts),
         frozen_bytes=merge(profile.frozen_bytes) if profile.frozen_bytes else (),
         buffer_bytes=merge(profile.buffer_bytes) if profile.buffer_bytes else (),
+        restored_bytes=tuple(max(profile.restored_bytes[start:stop]) for start, stop in pairwise(cuts))
+        if profile.restored_bytes
+        else (),
     )

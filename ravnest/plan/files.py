@@ -102,6 +102,7 @@ class _PositionTable(msgspec.Struct, forbid_unknown_fields=True):
     matrices: _Size = _Size(0)
     frozen: _Size = _Size(0)
     buffers: _Size = _Size(0)
+    restored: _Size = _Size(0)
     backward: _Work | UnsetType = UNSET
     crossing: _Crossing | UnsetType = UNSET
 
@@ -175,6 +176,7 @@ def read_profile(text: str, where: str) -> ModelProfile:
         crossing_bytes=tuple(map(float, (file.input, *crossings, file.labels))),
         frozen_bytes=_column(float(entry.frozen) for entry in file.position),
         buffer_bytes=_column(float(entry.buffers) for entry in file.position),
+        restored_bytes=_column(float(entry.restored) for entry in file.position),
     )
 
 
@@ -210,6 +212,7 @@ def profile_to_dict(profile: ModelProfile) -> dict[str, object]:
         "saved": profile.saved_bytes,
         "frozen": profile.frozen_bytes,
         "buffers": profile.buffer_bytes,
+        "restored": profile.restored_bytes,
         "crossing": profile.crossing_bytes[1:],
     }
     positions = [

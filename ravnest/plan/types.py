@@ -41,7 +41,8 @@ class ModelProfile:
 
     `crossing_bytes[k]` crosses a cut before position k (fp32 size); entry 0 is the input batch, the last
     entry the labels. `matrix_bytes` is the part of the parameters that Muon treats as matrices,
-    `frozen_bytes` the part that is not trained, as it is stored. Empty: none, and no buffers.
+    `frozen_bytes` the part that is not trained, as it is stored; `restored_bytes` is the most that one
+    operation has of it in full. Empty: none, and no buffers.
     """
 
     name: str
@@ -54,6 +55,7 @@ class ModelProfile:
     crossing_bytes: tuple[float, ...]
     frozen_bytes: tuple[float, ...] = ()
     buffer_bytes: tuple[float, ...] = ()
+    restored_bytes: tuple[float, ...] = ()
 
     @property
     def num_positions(self) -> int:

@@ -10,6 +10,7 @@ from ravnest.protocol.tensors import TensorSpec
 
 Metrics = tuple[tuple[str, float | None], ...]  # None where a metric was no finite number
 Count = Annotated[int, Meta(ge=1, le=2**20)]
+NormSquare = Annotated[float, Meta(ge=0.0, le=1e60)]  # NaN is not within any bounds
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,7 @@ class Activation:
     num_samples: int
     values: tuple[tuple[int, TensorSpec], ...]
     after: tuple[tuple[NodeId, int], ...] = ()  # steps of tied weights, by home, that it must see
+    norm_square: NormSquare = 0.0  # of the last gradients of the stages before, where their norm is limited
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,7 @@ class Gradient:
     build_id: int
     microbatch: MicrobatchId
     values: tuple[tuple[int, TensorSpec], ...]
+    norm_square: NormSquare = 0.0  # of the last gradients of the stages after
 
 
 @dataclass(frozen=True, slots=True)

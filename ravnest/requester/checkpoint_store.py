@@ -11,7 +11,7 @@ import os
 import re
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -39,8 +39,11 @@ MANIFEST_FORMAT = 4
 WholeNumber = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
 
-class Fingerprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Which job a checkpoint is of; `state` is what `hash_state` says of its tensors."""
+class Fingerprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Which job a checkpoint is of; `state` is what `hash_state` says of its tensors.
+
+    `frozen` tells the weights that no checkpoint holds; empty: it holds all.
+    """
 
     model: str
     state: str
@@ -48,6 +51,7 @@ class Fingerprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     batch_size: WholeNumber
     epochs: WholeNumber
     seed: WholeNumber
+    frozen: str = ""
 
 
 class SavedLedger(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -108,6 +112,9 @@ def find_difference(saved: Fingerprint, now: Fingerprint) -> str | None:
     if saved.state != now.state:
         difference = f"the tensors of {now.model!r} have other names, dtypes or shapes than the checkpoint's"
         return f"{difference}; build the model as it was, {otherwise}"
+    if saved.frozen and saved.frozen != now.frozen:
+        difference = "the frozen weights are not those that the checkpoint was trained with"
+        return f"{difference}; give the weights= it was begun with, {otherwise}"
     for name in ("num_samples", "batch_size", "seed"):
         before, after = getattr(saved, name), getattr(now, name)
         if before != after:
@@ -238,9 +245,17 @@ class Checkpoints:
         return max(self._numbers(), default=-1) + 1
 
     def write(
-        self, number: int, parts: Sequence[Part], books: SavedLedger, score: float | None = None
+        self,
+        number: int,
+        parts: Sequence[Part],
+        books: SavedLedger,
+        score: float | None = None,
+        left_out: Container[str] = (),
     ) -> Path:
-        """Write a checkpoint, then remove those no longer kept; if it fails, all is as it was before."""
+        """Write a checkpoint, then remove those no longer kept; if it fails, all is as it was before.
+
+        Tensors of the names in `left_out` are not written.
+        """
         refused = f"checkpoint {number:06d} was not written"
         if number < self.next_number:
             raise CheckpointError(f"{refused}: {self.next_number - 1:06d} is there, and numbers only grow")
@@ -250,7 +265,7 @@ class Checkpoints:
             for index, (start, stop, content) in enumerate(parts):
                 whole = memoryview(content).cast("B")
                 tensors = _read_part(whole, f"the state of stage [{start}, {stop})")
-                shards = _split(whole, tensors, self._max_shard_bytes)
+                shards = _split(whole, tensors, self._max_shard_bytes, left_out)
                 files |= dict(zip(_part_names(index, len(shards)), shards, strict=True))
                 refs = [name_pieces(shard.pieces(), lambda _: None)[0] for shard in shards]
                 entries.append(PartEntry(start, stop, refs[0], tuple(refs[1:])))
@@ -367,12 +382,14 @@ class _Shard:
                 release_pages(buffer)
 
 
-def _split(whole: memoryview, tensors: tuple[FileTensor, ...], most_bytes: int) -> list[_Shard]:
-    if len(whole) <= most_bytes or len(tensors) < 2:
+def _split(
+    whole: memoryview, tensors: tuple[FileTensor, ...], most_bytes: int, left_out: Container[str]
+) -> list[_Shard]:
+    found = {tensor.name: tensor for tensor in tensors if tensor.name not in left_out}
+    if len(found) == len(tensors) and (len(whole) <= most_bytes or len(tensors) < 2):
         return [_Shard(whole, tensors)]
-    found = {tensor.name: tensor for tensor in tensors}
-    groups = group_by_size({tensor.name: tensor.type for tensor in tensors}, most_bytes)
-    return [_Shard(None, tuple(found[name] for name in group)) for group in groups]
+    groups = group_by_size({name: tensor.type for name, tensor in found.items()}, most_bytes)
+    return [_Shard(None, tuple(found[name] for name in group)) for group in groups or [{}]]
 
 
 def _index_weights(files: Mapping[str, _Shard]) -> bytes:

@@ -6,14 +6,16 @@ base with or without its prefix, floating-point types cast. What it lacks is dra
 
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 import torch
+from blake3 import blake3
 from torch import nn
 
+from ravnest.config import FrozenFormat
 from ravnest.errors import WeightsError
-from ravnest.model.blueprint import CONSTANT, FLOATING, Blueprint
+from ravnest.model.blueprint import CONSTANT, FLOATING, Blueprint, StateEntry
 from ravnest.model.capture import Captured
 from ravnest.model.initialiser import InitialiserSource
 from ravnest.model.safetensors_header import StoredType
@@ -27,12 +29,15 @@ from ravnest.transfer.mirror import MirrorSource, read_mirror
 logger = logging.getLogger(__name__)
 
 _FOLDER = "first-weights"
+_NUM_SAMPLED = 4  # tensors, by which frozen weights are known again
+_SAMPLED_BYTES = 4096  # of each
+_ADAPTED = "base_model.model."  # what peft puts before the names of a model
 _ENOUGH = 0.5  # of the parameters must be in what is given, or it is of another model
 
 
 def find_first_weights(
     job: Job, captured: Captured, folder: Path | None, *, is_needed: bool = True
-) -> StateSource:
+) -> "FirstWeights":
     """Return the first weights of a job, checked by name and type; say where they come from if that is news.
 
     They are only drawn if they are needed: a run that goes on from a checkpoint has others.
@@ -43,7 +48,7 @@ def find_first_weights(
     if job.weights is not None:
         given = _open(Path(job.weights), folder)
         sources.insert(0, _fit(given, captured.blueprint, job.model, str(job.weights)))
-    found = LayeredSource(*sources)
+    found = FirstWeights(memory, *sources)
     for entry in captured.blueprint.state:
         check_type(entry, found.types.get(entry.name))
     names = [entry.name for entry in captured.blueprint.state if found.is_of(entry.name, drawn)]
@@ -64,16 +69,18 @@ def _open(place: Path, folder: Path | None) -> StateSource:
 
 def _fit(given: StateSource, blueprint: Blueprint, model: nn.Module, where: str) -> "FittedSource":
     """Return what is given under the model's names and in its types."""
-    prefix = f"{getattr(model, 'base_model_prefix', '')}."
+    prefix = f"{_find_prefix(model)}."
     others: dict[str, list[str]] = {}
     for alias, name in blueprint.aliases:
         others.setdefault(name, []).append(alias)
     names, types, num_wanted = {}, {}, 0
+    is_adapted = hasattr(model, "peft_config")
     for entry in blueprint.state:
         if entry.kind == CONSTANT:
             continue
-        num_wanted += 1
+        num_wanted += not (is_adapted and entry.is_trainable)  # adapters are new
         own = [entry.name, *others.get(entry.name, ())]
+        own += [base_name(each) for each in own if is_adapted]
         tried = [*own, *(each.removeprefix(prefix) for each in own), *(prefix + each for each in own)]
         found = next((each for each in tried if each in given.types), None)
         if found is not None:
@@ -85,6 +92,50 @@ def _fit(given: StateSource, blueprint: Blueprint, model: nn.Module, where: str)
         problem = f"{where} has {len(names)} of the model's {num_wanted} tensors by name"
         raise WeightsError(f"{problem}, so it is of another model; give weights of one that is built like it")
     return FittedSource(given, names, types)
+
+
+def _find_prefix(model: nn.Module) -> str:
+    """Return under which name a Hugging Face model has its base."""
+    find = getattr(model, "get_base_model", None)
+    inner = find() if callable(find) else model
+    return str(getattr(inner, "base_model_prefix", ""))
+
+
+def base_name(name: str) -> str:
+    """Return what a tensor of an adapted model (peft) is called in the model without adapters."""
+    return name.removeprefix(_ADAPTED).replace(".base_layer.", ".")
+
+
+class FirstWeights(LayeredSource):
+    """The first weights of a job, from several sources."""
+
+    def __init__(self, memory: MemorySource, *sources: StateSource) -> None:
+        super().__init__(*sources)
+        self._memory = memory
+
+    def find_lasting(self, entries: Iterable[StateEntry]) -> frozenset[str]:
+        """Return the frozen parameters that no checkpoint need hold: a run that goes on has them again.
+
+        Those that are only in memory may be drawn anew by then, so they are not among them, unless they are
+        stored in fewer bits: what is returned in the end is as it was given.
+        """
+        frozen = [entry for entry in entries if entry.is_frozen]
+        given = (entry for entry in frozen if entry.storage is FrozenFormat.FP32)
+        in_memory = {entry.name for entry in given if self.is_of(entry.name, self._memory)}
+        return frozenset(entry.name for entry in frozen) - in_memory
+
+    def sample(self, names: Collection[str]) -> str:
+        """Return a hash that tells these weights from others; empty without any.
+
+        It is of a part of a few of them: a mirror has to fetch what is looked at.
+        """
+        chosen = sorted(names)[:: max(1, len(names) // _NUM_SAMPLED)]
+        digest = blake3()
+        for name in chosen:
+            middle = self.types[name].size_bytes // 2
+            digest.update(f"{name} {self.types[name]}".encode())
+            digest.update(bytes(self.read(name, middle, middle + _SAMPLED_BYTES)))
+        return digest.hexdigest() if chosen else ""
 
 
 class FittedSource:

@@ -24,9 +24,9 @@ from ravnest.hub.service.data_service import Fields, Parts, StagePart
 from ravnest.model.blueprint import Program
 from ravnest.model.blueprint_json import write_blueprint
 from ravnest.model.capture import Captured
-from ravnest.model.safetensors_header import FileTensor, read_tensors
+from ravnest.model.safetensors_header import FileTensor, StoredType, read_tensors
 from ravnest.model.slicing import slice_blueprint
-from ravnest.model.state_dict import OPTIMIZER_PREFIX, check_snapshot, check_type
+from ravnest.model.state_dict import OPTIMIZER_PREFIX, check_snapshot, check_type, order_entries
 from ravnest.model.state_source import (
     FileSource,
     LayeredSource,
@@ -35,10 +35,12 @@ from ravnest.model.state_source import (
     StateSource,
     write_pieces,
 )
-from ravnest.protocol.tensors import Buffer
+from ravnest.model.stored_source import StorageError, StoredSource
+from ravnest.protocol.tensors import EMA_SLOT, Buffer
 from ravnest.requester import checkpoint_store
 from ravnest.requester.checkpoint_store import Checkpoint, Checkpoints, Fingerprint
 from ravnest.requester.faulty_samples import SampleInspector
+from ravnest.requester.first_weights import FittedSource
 from ravnest.requester.job import Job
 from ravnest.requester.job_file import users_code
 from ravnest.requester.result import Best, Result
@@ -62,6 +64,7 @@ class JobOwner:
         keeper: Checkpoints | None = None,
         deliver: DeliverResult | None = None,
         first: StateSource | None = None,
+        left_out: frozenset[str] = frozenset(),
     ) -> None:
         self.job = job
         self.fingerprint = fingerprint
@@ -76,6 +79,8 @@ class JobOwner:
         self._has_loss = False  # of any microbatch
         self._first = MemorySource(captured.state) if first is None else first
         self._source: StateSource = self._first  # the first weights, or what was trained since
+        self._stored = StoredSource(self._first, captured.blueprint.state, _tell_errors)
+        self._left_out = left_out  # of checkpoints: frozen weights that can be had again
         self._inspector = SampleInspector(captured)
 
     def note(self, news: Notice) -> None:
@@ -100,11 +105,11 @@ class JobOwner:
         """Cut the stage [start, stop) of the line."""
         stage = slice_blueprint(self._captured.blueprint, start, stop)
         trained = frozenset(entry.name for entry in stage.state if entry.is_trainable)
-        source, names = self._source, {entry.name for entry in stage.state}
+        source, names = LayeredSource(self._stored, self._source), {entry.name for entry in stage.state}
         slots = [name for name in source.types if _slot_of(name) in names]
         return Parts(
             blueprint=write_train_config(self._training, trained) + b"\n" + write_blueprint(stage),
-            weights=partial(write_pieces, source, [*(entry.name for entry in stage.state), *slots]),
+            weights=partial(write_pieces, source, [*(x.name for x in order_entries(stage.state)), *slots]),
             train_fields=_fields(stage.train),
             evaluation_fields=_fields(stage.evaluate),
         )
@@ -175,11 +180,22 @@ class JobOwner:
         if evaluated is not None and (best is None or evaluated["val_loss"] <= best.loss):
             epoch, loss = int(evaluated["epoch"]), evaluated["val_loss"]
             best = Best(*facts, state, history, epoch=epoch, loss=loss)
-        result = Result(*facts, state, history, best=best)
+        result = Result(*facts, state, history, best=best, ema=self._find_ema(history))
         if self._deliver is not None:
             self._deliver(result)
         self.result = result
         return result
+
+    def _find_ema(self, history: Sequence[Mapping[str, float]]) -> Result | None:
+        """Return the model with the means of its weights over time, if they were kept."""
+        entries = {f"{OPTIMIZER_PREFIX}{EMA_SLOT}/{x.name}": x for x in self._captured.blueprint.state}
+        slots = {entry.name: slot for slot, entry in entries.items() if slot in self._source.types}
+        if not slots:
+            return None
+        types = {name: StoredType(entries[slot].dtype, entries[slot].shape) for name, slot in slots.items()}
+        means = FittedSource(self._source, slots, types)
+        state = SourceTensors(LayeredSource(means, self._source))
+        return Result(self.job.model, self._captured.blueprint, state, history)
 
     def _find_best(self) -> Best | None:
         """Return what the checkpoint with the lowest validation loss holds, if there is one."""
@@ -216,7 +232,8 @@ class JobOwner:
                 history=[{**report} for report in history],
                 written_at=time.time(),  # noqa: TID251 - for people; nothing is decided by it
             )
-            self._keeper.write(number, parts, saved, evaluated["val_loss"] if evaluated else None)
+            score = evaluated["val_loss"] if evaluated else None
+            self._keeper.write(number, parts, saved, score, self._left_out)
             self._adopt(self._keeper.open(number).read())
             self._saved_history = [dict(report) for report in self.history]
         except RavnestError as error:
@@ -239,9 +256,13 @@ class JobOwner:
         self._source = self._complete(tensors)
 
     def _complete(self, tensors: Iterable[FileTensor]) -> StateSource:
-        """Return what the model has of them, with the constants, which no stage need have saved."""
+        """Return what the model has of them; the rest, which no stage need have saved, as it was given.
+
+        So what is stored in fewer bits is not among them.
+        """
         entries = {entry.name: entry for entry in self._captured.blueprint.state}
-        known = (tensor for tensor in tensors if (_slot_of(tensor.name) or tensor.name) in entries)
+        exact = entries.keys() - self._stored.types.keys() - self._left_out
+        known = (tensor for tensor in tensors if (_slot_of(tensor.name) or tensor.name) in exact)
         found = LayeredSource(FileSource(known), self._first)
         for name, entry in entries.items():
             check_type(entry, found.types.get(name))
@@ -264,6 +285,11 @@ class JobOwner:
         batch = {name: narrow_integers(read[name]) for name in names}
         specs = tuple((name, describe(batch[name], WireFormat.FP32)) for name in names)
         return specs, tuple(encode_tensor(batch[name], WireFormat.FP32) for name in names)
+
+
+def _tell_errors(errors: Iterable[StorageError]) -> None:
+    for error in errors:
+        logger.warning("note: %s", error)
 
 
 def _fields(program: Program) -> tuple[str, ...]:

@@ -41,7 +41,7 @@ class PaddedField:
         num_missing = self.length - tensor.shape[dim]
         if num_missing < 0:
             problem = f"{name!r} has a length of {tensor.shape[dim]} in {sample}, more than {self.length}"
-            raise ConfigError(f"{problem}; cut it, or set max_length={_round_up(tensor.shape[dim])}")
+            raise ConfigError(f"{problem}; cut it, or set max_length={round_up(tensor.shape[dim])}")
         if not num_missing:
             return tensor
         return functional.pad(tensor, (0, 0) * (tensor.ndim - dim - 1) + (0, num_missing), value=self.value)
@@ -81,7 +81,7 @@ class PaddingWish:
             found = _lengths(sample)
             for name in padded:
                 longest[name] = max(longest[name], found.get(name, 1))
-        return {name: PaddedField(values[name], _round_up(longest[name])) for name in padded}
+        return {name: PaddedField(values[name], round_up(longest[name])) for name in padded}
 
     def of_batches(self) -> Padding:
         """Return which fields are padded of batches that a collate_fn makes, if a length is given."""
@@ -156,5 +156,6 @@ def _find_varying(lengths: Mapping[int, Mapping[str, int]]) -> dict[str, tuple[i
     return varying
 
 
-def _round_up(length: int) -> int:
+def round_up(length: int) -> int:
+    """Return the length of padded samples."""
     return -(-length // _MULTIPLE) * _MULTIPLE

@@ -7,7 +7,7 @@ those hashes. `transfer.exchange` fetches blobs.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -24,7 +24,7 @@ from ravnest.transfer.outbox import Outgoing
 logger = logging.getLogger(__name__)
 
 HASH_BYTES = 32
-_RELEASE_BYTES = 64 << 20  # of a file may be in memory at once
+_RELEASE_BYTES = 4 << 20  # of a file may be in memory at once
 _CONTEXT = "ravnest 2026-11 hashes of the pieces of a blob"
 
 
@@ -45,6 +45,9 @@ class BlobStorage(Protocol):
     def __setitem__(self, blob: str, found: Blob, /) -> None: ...
 
     def __contains__(self, blob: object, /) -> bool: ...
+
+    def values(self) -> Collection[Blob]:
+        """Return all blobs that are here."""
 
 
 class Blobs:
@@ -92,6 +95,11 @@ class Blobs:
     def get(self, blob: str) -> Blob | None:
         """Return a blob that is here, by its hash."""
         return self._kept.get(blob) or self._passed_on.get(blob)
+
+    @property
+    def all(self) -> tuple[Blob, ...]:
+        """All blobs that are here now."""
+        return (*self._kept.values(), *self._passed_on.values())
 
     def kept(self, ref: BlobRef) -> Buffer:
         """Return the content of a blob that is here."""

@@ -6,7 +6,7 @@ on where it was cut. Pure: the caller sends the requests, and says which pieces 
 """
 
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 
 from ravnest.ids import NodeId
@@ -123,6 +123,14 @@ class Download:
         if offset not in self._here:
             self._here.add(offset)
             self.num_bytes += self.size_at(offset)
+
+    def skip(self, offsets: Container[int]) -> None:
+        """Ask nobody for these pieces: they were here already, in another blob."""
+        found = [offset for offset in self._unasked if offset in offsets]
+        self._unasked = deque(offset for offset in self._unasked if offset not in offsets)
+        self._come.update(found)
+        for offset in found:
+            self.record_right(offset)
 
     def record_hashes(self, offset: int, hashes: bytes) -> bytes | None:
         """Record some of the hashes; return all of them once they are here, to be checked."""

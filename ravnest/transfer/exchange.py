@@ -7,7 +7,7 @@ Others get a blob's pieces from here while it is still arriving.
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from math import inf
@@ -15,12 +15,13 @@ from typing import Any
 
 from blake3 import blake3
 
+from ravnest.disk import release_pages
 from ravnest.ids import HUB, NodeId
-from ravnest.protocol.blobs import BlobPart, BlobRef, BlobRequest
+from ravnest.protocol.blobs import PIECE_BYTES, BlobPart, BlobRef, BlobRequest
 from ravnest.protocol.membership import Refused
 from ravnest.protocol.messages import Refusal
 from ravnest.protocol.tensors import Buffer
-from ravnest.transfer.blobs import Blob, Blobs, name_blob, name_hashes, serve_piece
+from ravnest.transfer.blobs import HASH_BYTES, Blob, Blobs, name_blob, name_hashes, serve_piece
 from ravnest.transfer.download import Download
 from ravnest.transfer.outbox import Outgoing
 from ravnest.transfer.spool import MOST_SPOOL_BYTES, Spool
@@ -342,6 +343,8 @@ class Exchange:
             is_right = False
         elif offset >= download.ref.size_bytes:
             is_right = self._check_hashes(download, offset, bytes(piece))
+            if download.hashes:
+                download.skip(await self._work(_reuse, spool, download, self.blobs.all))
         else:
             is_small = len(piece) <= _SMALL_BYTES
             given = (spool, offset, piece, download.hash_at(offset))
@@ -379,6 +382,25 @@ class Exchange:
 
 def _refuse_size(ref: BlobRef) -> Refusal:
     return Refusal(f"blob {ref.blob[:12]} of {ref.size_bytes} bytes finds no memory here")
+
+
+def _reuse(spool: Spool, download: Download, known: Iterable[Blob]) -> set[int]:
+    """Copy the pieces that other blobs have too, such as weights that nothing changes; return which."""
+    wanted: dict[bytes, list[int]] = {}
+    for offset in range(0, download.ref.size_bytes, PIECE_BYTES):
+        wanted.setdefault(download.hash_at(offset), []).append(offset)
+    found: set[int] = set()
+    for blob in known:
+        for number in range(len(blob.hashes) // HASH_BYTES):
+            expected = blob.hashes[number * HASH_BYTES : (number + 1) * HASH_BYTES]
+            offsets = wanted.pop(expected, ())
+            piece = memoryview(blob.content)[number * PIECE_BYTES : (number + 1) * PIECE_BYTES]
+            try:
+                found.update(offset for offset in offsets if _store(spool, offset, piece, expected))
+            except OSError:  # the disk takes no more: the pieces that come will tell
+                return found
+        release_pages(blob.content)
+    return found
 
 
 def _store(spool: Spool, offset: int, piece: Buffer, expected: bytes) -> bool:

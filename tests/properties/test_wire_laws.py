@@ -18,7 +18,7 @@ from ravnest.protocol.membership import Fact, Port, Proof, Rate, Span
 from ravnest.protocol.messages import MOST_HEADER_BYTES, WIRE_VERSION, Message, announced, pack, unpack
 from ravnest.protocol.placement import Ticket
 from ravnest.protocol.tensors import ITEM_BYTES, TensorSpec
-from ravnest.protocol.training import Count
+from ravnest.protocol.training import Count, NormSquare
 
 KINDS = {(get_origin(kind) or kind).__name__: get_origin(kind) or kind for kind in get_args(Message)}
 JUNK = [None, True, -1, 2**63, 2**64 - 1, 0.5, float("nan"), float("inf"), "", "x" * 400, b"", b"x" * 40]
@@ -31,6 +31,7 @@ scalars = {
     bool: st.booleans(),
     str: texts,
     type(None): st.none(),
+    NormSquare: st.floats(0, 1e60),
     WireFormat: st.sampled_from(WireFormat),
     Fact: st.sampled_from(Fact),
     Rate: st.floats(0, 1e30, exclude_min=True),

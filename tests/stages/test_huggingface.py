@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ravnest.model.capture import capture
-from ravnest.model.huggingface import LAYERDROP_NOTE, PLAIN_FUNCTIONS, plain_transformers, without_layerdrop
+from ravnest.model.huggingface import LAYERDROP, PLAIN_FUNCTIONS, plain_transformers, switched_off
 
 transformers = pytest.importorskip("transformers")
 transformers.logging.set_verbosity_error()
@@ -57,15 +57,15 @@ def test_layerdrop_is_switched_off_with_a_note_and_comes_back() -> None:
     )
     model = transformers.BartForCausalLM(config)
     found = capture(model, rows())
-    assert LAYERDROP_NOTE in found.notes
+    assert LAYERDROP.note in found.notes
     assert {module.layerdrop for module in model.modules() if hasattr(module, "layerdrop")} == {0.5}
     names = {entry.name for entry in found.blueprint.state}
     assert {name for name, _ in model.named_parameters() if "self_attn" in name} <= names
 
 
 def test_a_model_without_layerdrop_is_left_alone() -> None:
-    with without_layerdrop(mixtral()) as has_dropped:
-        assert not has_dropped
+    with switched_off(mixtral()) as notes:
+        assert not notes
 
 
 def functions() -> dict[str, tuple[torch.Tensor, ...]]:

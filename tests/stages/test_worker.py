@@ -1,6 +1,7 @@
 """A cluster of workers, message by message: in lockstep it is the single process, ahead of it it learns."""
 
 from dataclasses import replace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 from ravnest.config import OptimizerKind as OptimizerName
 from ravnest.config import WireFormat
 from ravnest.engine.recipe import from_torch, make_settings
+from ravnest.engine.stage import StageEngine
 from ravnest.errors import ProtocolError
 from ravnest.ids import LeaseId, MicrobatchId
 from ravnest.model.capture import Captured, capture
@@ -65,6 +67,39 @@ def test_in_lockstep_three_workers_are_the_single_process_bit_for_bit(captured: 
     assert {
         name for name, tensor in model.state_dict().items() if not torch.equal(trained[name], tensor)
     } == set()
+
+
+class _Watching(StageEngine):
+    """Notes what the inputs of microbatches in flight take."""
+
+    held_bytes: ClassVar[list[int]] = []
+
+    def forward(self, microbatch, inputs, *rest, **options):  # type: ignore[no-untyped-def,override]
+        passed = super().forward(microbatch, inputs, *rest, **options)
+        if inputs:
+            sizes = [tensor.untyped_storage().nbytes() for tensor in inputs.values()]
+            self.held_bytes.append(max(sizes))
+        return passed
+
+
+@pytest.mark.parametrize("wire_format", [WireFormat.BF16, WireFormat.INT8, WireFormat.FP32])
+def test_stages_that_recompute_hold_their_inputs_as_they_travelled(
+    captured: Captured, wire_format: WireFormat
+) -> None:
+    batches = batches_of(token_batch, 6)
+    options = {"window": 3, "seed": 5, "wire_format": wire_format}
+    worlds = [world(captured, **options), world(captured, recomputes=True, engine=_Watching, **options)]
+    _Watching.held_bytes.clear()
+    for cluster in worlds:
+        cluster.lease(batches)
+        cluster.run()
+    kept, recomputed = worlds
+    assert kept.losses() == recomputed.losses()
+    before, after = kept.state(), recomputed.state()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    is_narrow = wire_format is not WireFormat.FP32
+    assert len(_Watching.held_bytes) == 2 * len(batches)
+    assert all((size == 0) == is_narrow for size in _Watching.held_bytes)
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
@@ -210,3 +245,28 @@ def test_a_metric_that_is_no_number_is_told_as_none() -> None:
     assert [report.metrics for report in cluster.at_hub if isinstance(report, StepReport)] == [
         (("ratio", None),)
     ] * 2
+
+
+def test_the_norm_of_the_whole_gradient_is_limited_across_stages(captured: Captured) -> None:
+    limit = 1e-3  # the weights hardly move, so the gradient of the one batch stays what it is
+    settings = from_torch(torch.optim.SGD(captured.state.values(), lr=1.0), captured.state)
+    (batch,) = batches_of(token_batch, 1)
+    states = []
+    for count in (4, 8):
+        cluster = ClusterWorld(captured, [6, 15], replace(settings, clip_norm=limit))
+        cluster.lease([batch] * count)
+        cluster.run()
+        states.append(cluster.state())
+    whole = [
+        worker.stage.squares_before + worker.stage.squares_after + worker.stage.norm_square
+        for worker in cluster.workers.values()
+    ]
+    moved = sum(float((states[1][name] - states[0][name]).square().sum()) for name in states[0]) ** 0.5
+    assert moved == pytest.approx(4 * limit, rel=1e-2)
+    model = OwnGPT(dropout=0.0)
+    model.head.weight = torch.nn.Parameter(model.head.weight.detach().clone())
+    model.load_state_dict(captured.state)
+    token_loss(model(batch["ids"]), batch).backward()
+    length = float(torch.nn.utils.get_total_norm([each.grad for each in model.parameters()]))
+    assert length > 100 * limit
+    assert whole == pytest.approx([length**2] * 3, rel=1e-2)

@@ -106,6 +106,10 @@ class JobSettings:
         epochs, more = divmod(self.num_batches, self.batches_per_epoch)
         return epochs * self.num_samples + more * self.batch_size
 
+    def epoch_size(self, epoch: int) -> int:
+        """Return how many samples an epoch has, counted from 0: the last one may end early."""
+        return max(0, min(self.num_samples, self.num_total - epoch * self.num_samples))
+
     def position(self, num_samples: int) -> int:
         """Return the whole batches trained when so many samples of the job were."""
         return num_samples * self.batches_per_epoch // self.num_samples

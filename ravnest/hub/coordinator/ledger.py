@@ -173,8 +173,7 @@ class Ledger:
     @property
     def trained(self) -> Trained:
         """How far the job is."""
-        size, epochs = self._settings.num_samples, self._settings.epochs
-        epoch = min(self.num_counted // size + 1, epochs)
+        epoch = min(self.num_counted // self._settings.num_samples + 1, self._settings.epochs)
         return Trained(self.num_counted, self._settings.num_total, epoch, self._loss)
 
     @property
@@ -241,7 +240,7 @@ class Ledger:
 
     def is_under_way(self, epoch: int) -> bool:
         """Return whether an epoch, from 0, is begun and not over."""
-        return 0 < self._book.num_counted(epoch) < self._book.epoch_size(epoch) or any(
+        return 0 < self._book.num_counted(epoch) < self._settings.epoch_size(epoch) or any(
             lease.lease is not None and lease.lease.epoch == epoch for lease in self._awaited
         )
 
@@ -251,11 +250,7 @@ class Ledger:
         if opened is None or opened.lease is None:
             return False
         num_counted = self._book.num_counted(opened.lease.epoch) + sum(opened.num_samples)
-        return num_counted == self._book.epoch_size(opened.lease.epoch)
-
-    def epoch_size(self, epoch: int) -> int:
-        """Return how many samples an epoch has, counted from 0."""
-        return self._book.epoch_size(epoch)
+        return num_counted == self._settings.epoch_size(opened.lease.epoch)
 
     def is_busy(self, cluster: ClusterState) -> bool:
         """Return whether a cluster has work: one that has done its share of a batch waits for the others."""
@@ -408,7 +403,7 @@ class Ledger:
         self.num_counted += num_samples
         self.progress.record_trained(cluster, num_trained)
         self._dropped[lease.epoch] += num_samples - num_trained
-        size = self._book.epoch_size(lease.epoch)
+        size = self._settings.epoch_size(lease.epoch)
         if self._book.num_counted(lease.epoch) < size:
             return []
         loss, _ = self._means.pop(lease.epoch, Means()).read()
@@ -486,7 +481,7 @@ class Ledger:
         self, evaluation: Evaluation, cluster: ClusterState, placement: Placement
     ) -> list[Send | SendFields]:
         num_counted = self._book.num_counted(evaluation.epoch - 1)
-        is_trained = evaluation.is_last or num_counted == self._book.epoch_size(evaluation.epoch - 1)
+        is_trained = evaluation.is_last or num_counted == self._settings.epoch_size(evaluation.epoch - 1)
         is_busy = any(lease.lease for lease in self._open.of(cluster.cluster_id))
         num_left = self._settings.num_validation - evaluation.next_sample
         if is_busy or not is_trained or not num_left:

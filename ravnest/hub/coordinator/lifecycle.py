@@ -66,7 +66,7 @@ class EpochReports:
         ledger, under_way = self._ledger, self._ledger.epochs_under_way
         later = range(min(under_way, default=ledger.num_begun), ledger.num_begun)
         over = [
-            EpochDone(epoch + 1, ledger.epoch_size(epoch), 0, None)
+            EpochDone(epoch + 1, ledger.settings.epoch_size(epoch), 0, None)
             for epoch in later
             if epoch not in under_way
         ]

@@ -118,5 +118,22 @@ def test_small_tensors_stay_wide():
     (opened,) = kept.open("exp_avg", ["w"], small)
     opened.fill_(1 / 3)
     kept.close({"w": 1})
-    assert kept.export()["exp_avg/w"].dtype is torch.float32
+    assert kept.export({})["exp_avg/w"].dtype is torch.float32
     assert kept.open("exp_avg", ["w"], small)[0] is kept.live("exp_avg", ["w"], small)[0]
+
+
+def test_what_is_exported_is_read_when_it_is_looked_at():
+    """A snapshot that is being written keeps no old moments, nor wide ones of all blocks."""
+    kept, weights = Moments(StateFormat.INT8), [torch.zeros(SMALL_ITEMS)]
+
+    def update(value: float) -> None:
+        kept.open("exp_avg", ["w"], weights)[0].fill_(value)
+        kept.close({"w": 1})
+
+    update(1.0)
+    exported = kept.export({"step/w": torch.tensor(1.0)})
+    update(2.0)
+    assert [*exported] == ["exp_avg/w", "step/w"]
+    assert len(exported) == 2
+    assert exported["exp_avg/w"].unique().tolist() == [2.0]
+    assert exported["exp_avg/w"] is not exported["exp_avg/w"]  # blocks are restored each time

@@ -481,3 +481,54 @@ def test_what_is_not_supported_is_said(make, words):
     with pytest.raises(ConfigError) as error:
         from_torch(make(list(parameters.values())), parameters)
     assert words in str(error.value)
+
+
+@pytest.mark.parametrize("limit", [0.5, 1e6])
+def test_all_gradients_are_shortened_together_as_torch_does(limit):
+    truth, parameters = draw(), draw()
+    for tensor in truth.values():
+        tensor.grad = torch.ones_like(tensor)
+    torch.nn.utils.clip_grad_norm_(truth.values(), limit)
+    settings = OptimizerSettings((Group(tuple(SHAPES), Sgd()),), 1.0, clip_norm=limit)
+    optimizer = Optimizer(settings, parameters)
+    gradients = {name: torch.ones_like(tensor) for name, tensor in truth.items()}
+    after = optimizer.step(parameters, gradients, 1.0)
+    for name, tensor in truth.items():
+        torch.testing.assert_close(after[name], tensor - tensor.grad)
+    assert optimizer.norm_square == pytest.approx(sum(tensor.numel() for tensor in truth.values()))
+
+
+def test_gradients_of_other_stages_count_for_the_norm():
+    weights = {"w": torch.zeros(1)}
+    optimizer = Optimizer(OptimizerSettings((Group(("w",), Sgd()),), 1.0, clip_norm=1.0), weights)
+    after = optimizer.step(weights, {"w": torch.tensor([3.0])}, 1.0, other_square=16.0)
+    assert float(after["w"]) == pytest.approx(-3 / 5)
+    refused = optimizer.step(after, {"w": torch.tensor([math.inf])}, 1.0)
+    assert isinstance(refused, Refusal)
+
+
+def test_means_of_weights_over_time_are_those_of_torch_and_move_with_the_state():
+    class Weights(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = torch.nn.Parameter(torch.ones(5))
+
+    truth = Weights()
+    averaged = torch.optim.swa_utils.AveragedModel(
+        truth, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
+    )
+    settings = OptimizerSettings((Group(("w",), Sgd()),), 0.1, ema=0.9)
+    weights = {"w": torch.ones(5)}
+    ours = Optimizer(settings, weights)
+    for step in range(8):
+        gradient = draw({"w": (5,)}, seed=step)["w"]
+        with torch.no_grad():
+            truth.w -= 0.1 * gradient
+        averaged.update_parameters(truth)
+        weights = ours.step(weights, {"w": gradient}, 0.1)
+        if step == 4:  # another peer takes the stage over
+            state = {name: tensor.clone() for name, tensor in ours.state().items()}
+            ours = Optimizer(settings, weights)
+            ours.load(state)
+    torch.testing.assert_close(ours.state()["ema/w"], averaged.module.w.detach())
+    assert "ema/w" not in Optimizer(OptimizerSettings(settings.groups, 0.1), weights).state()

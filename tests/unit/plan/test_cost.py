@@ -154,6 +154,21 @@ def test_frozen_parameters_and_buffers_count_once():
     assert line.round_bytes(start, stop) == pytest.approx(2 * WireFormat.INT4.ratio * 6 * MB)
 
 
+def test_of_stored_matrices_a_stage_has_the_largest_of_its_own_in_full():
+    profile = replace(PROFILE, frozen_bytes=(4 * MB, 20 * MB))
+    stored = replace(profile, restored_bytes=(2 * MB, 3 * MB))
+    given = [(0, 1, 2 * MB), (1, 2, 3 * MB), (0, 2, 3 * MB)]
+    for start, stop, most in given:
+        arrays = [np.array(value) for value in (start, stop, 3, 2)]
+        before, found = (float(LineCost(x, CONFIG, True).memory(*arrays, False)) for x in (profile, stored))
+        assert found - before == pytest.approx(1.05 * most)
+    line = LineCost(stored, CONFIG, True)
+    trained = np.array([6 * MB, 0.0])  # what is frozen is in no round
+    assert line.round_bytes(np.array([0, 1]), np.array([1, 2])) == pytest.approx(
+        2 * CONFIG.deltas.ratio * trained
+    )
+
+
 def test_windows_and_versions():
     line = cost(max_window=6)
     assert line.window(np.arange(5)).tolist() == [1, 3, 5, 6, 6]

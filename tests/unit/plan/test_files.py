@@ -85,8 +85,9 @@ def test_reads_a_profile_file():
 
 
 def test_reads_what_is_frozen_and_buffers():
-    profile = profile_of(position=[PARTS[0], {**PARTS[1], "frozen": 100, "buffers": 8}])
+    profile = profile_of(position=[PARTS[0], {**PARTS[1], "frozen": 100, "buffers": 8, "restored": 9}])
     assert (profile.frozen_bytes, profile.buffer_bytes) == ((0.0, 100.0), (0.0, 8.0))
+    assert profile.restored_bytes == (0.0, 9.0)
     assert profile.trained_bytes == (8e6, 300.0)
     assert profile.fixed_bytes == (0.0, 108.0)
     told = refusal(profile_of, position=[PARTS[0], {**PARTS[1], "frozen": 101}])

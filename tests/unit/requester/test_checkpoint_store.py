@@ -478,6 +478,12 @@ def test_junk_is_no_manifest() -> None:
             parse_manifest(junk, 1)
 
 
+def test_tensors_that_are_left_out_are_not_written(tmp_path: Path) -> None:
+    kept = Checkpoints(tmp_path)
+    kept.write(1, parts_of(1), books_of(1), left_out={"tied", "optimizer/momentum/tied", "bias"})
+    assert [tensor.name for tensor in kept.find().read()] == ["seen"]
+
+
 def test_the_same_job_fits_and_another_is_told_apart() -> None:
     def difference(**changes: object) -> str:
         return find_difference(JOB, msgspec.structs.replace(JOB, **changes)) or ""
@@ -489,6 +495,10 @@ def test_the_same_job_fits_and_another_is_told_apart() -> None:
     assert "batch_size=4, not 8; set batch_size=4, or begin a new run" in difference(batch_size=8, epochs=1)
     assert difference(epochs=9) == ""  # it may go on for longer
     assert "seed=7, not 1; set seed=7" in difference(seed=1)
+    lean = msgspec.structs.replace(JOB, frozen="ef" * 32)
+    assert find_difference(lean, lean) is None
+    assert find_difference(JOB, lean) is None  # it holds all weights itself
+    assert "the frozen weights are not those" in (find_difference(lean, JOB) or "")
 
 
 def test_the_hash_of_a_state_is_of_names_dtypes_and_shapes_in_any_order() -> None:

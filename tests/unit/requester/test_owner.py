@@ -7,7 +7,7 @@ from ravnest.requester.owner import JobOwner
 
 
 def note(*told):
-    owner = JobOwner(None, SimpleNamespace(state={}), None, None)
+    owner = JobOwner(None, SimpleNamespace(state={}, blueprint=SimpleNamespace(state=())), None, None)
     for news in told:
         owner.note(news)
     return [

@@ -539,3 +539,33 @@ def test_an_exchange_answers_what_it_is_asked_and_told() -> None:
     )
     assert exchange.receive(PEER, BlobRequest(HASH, 0, 1), ()) is None
     assert isinstance(posted[1].message, Refused)
+
+
+def test_pieces_that_another_blob_here_has_are_not_fetched() -> None:
+    async def run() -> None:
+        world = World(PEER, OTHER)
+        old = b"".join(bytes([number]) * (1 << 20) for number in range(5))
+        new = old[: 4 << 20] + b"changed" * 1000
+        world.nodes[PEER].blobs.keep(old)
+        ref = world.nodes[OTHER].blobs.keep(new)
+        found = await world.nodes[PEER].fetch(ref, [OTHER], quiet_seconds=None)
+        assert found == new
+        sent = [outgoing.message for sender, outgoing in world.sent if sender == OTHER]
+        pieces = [message for message in sent if isinstance(message, BlobPart)]
+        assert [message.offset for message in pieces] == [len(new), 4 << 20]  # the hashes, and what is new
+
+    run_virtual(run())
+
+
+def test_a_piece_that_is_not_what_its_blob_says_is_fetched() -> None:
+    async def run() -> None:
+        world = World(PEER, OTHER)
+        new = b"".join(bytes([number]) * (1 << 20) for number in range(3))
+        damaged = bytearray(new + b"more")
+        hashes = hash_pieces(damaged)
+        damaged[5] ^= 1
+        world.nodes[PEER].blobs.pass_on(name_hashes(hashes, len(damaged)), Blob(damaged, hashes))
+        ref = world.nodes[OTHER].blobs.keep(new)
+        assert await world.nodes[PEER].fetch(ref, [OTHER], quiet_seconds=None) == new
+
+    run_virtual(run())

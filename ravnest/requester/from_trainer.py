@@ -1,0 +1,118 @@
+"""A job from a `transformers.Trainer`: its model, data, collator, optimizer, schedule and arguments.
+
+What has no counterpart is refused with the way out, or told as a note where training does not change.
+"""
+
+import inspect
+import logging
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from ravnest.errors import ConfigError
+from ravnest.requester.job import Job
+from ravnest.requester.padding import round_up
+
+logger = logging.getLogger(__name__)
+
+_LABELS = ("label", "labels", "label_ids")
+_REFUSED = {
+    "label_smoothing_factor": "smooth the labels in a loss of your own: Job(loss=...)",
+    "neftune_noise_alpha": "leave it out",
+    "deepspeed": "leave it out: Ravnest cuts the model itself",
+    "use_liger_kernel": "leave it out",
+}
+
+
+def from_trainer(trainer: Any, **changes: Any) -> Job:
+    """Return the job that a `transformers.Trainer` describes; `changes` are arguments of Job that differ."""
+    arguments = trainer.args
+    _refuse_strange(trainer, arguments)
+    num_together = max(1, int(arguments.gradient_accumulation_steps))
+    batch_size = int(arguments.per_device_train_batch_size) * num_together
+    data = _Columns.of(trainer, trainer.train_dataset, "train_dataset")
+    max_length = data.find_length()
+    job: dict[str, Any] = {
+        "val_data": None,
+        "batch_size": batch_size,
+        "seed": int(arguments.seed),
+        "clip_norm": float(arguments.max_grad_norm) if arguments.max_grad_norm else None,
+        "precision": "bf16" if arguments.bf16 else "auto",
+        "max_length": max_length,
+    }
+    num_batches = -(-len(data) // batch_size)
+    epochs = float(arguments.num_train_epochs)
+    job["max_steps"] = (
+        int(arguments.max_steps) if arguments.max_steps > 0 else math.ceil(epochs * num_batches)
+    )
+    if trainer.eval_dataset is not None:
+        held_out = _Columns.of(trainer, trainer.eval_dataset, "eval_dataset")
+        job["max_length"] = max(max_length or 0, held_out.find_length() or 0) or None
+        job["val_data"] = held_out.loader(batch_size)
+    trainer.create_optimizer_and_scheduler(num_training_steps=job["max_steps"])
+    job |= {"optimizer": trainer.optimizer, "schedule": trainer.lr_scheduler}
+    if trainer.compute_metrics is not None:
+        logger.warning("note: compute_metrics needs all predictions; give Job(metrics=...) functions instead")
+    if arguments.gradient_checkpointing:
+        logger.warning("note: gradient_checkpointing is not needed; a plan recomputes where memory is short")
+    if "optimizer" in changes and "schedule" not in changes:
+        job["schedule"] = None
+    return Job(trainer.model, data.loader(batch_size), **job | changes)
+
+
+def _refuse_strange(trainer: Any, arguments: Any) -> None:
+    for name, fix in _REFUSED.items():
+        if getattr(arguments, name, None):
+            raise ConfigError(f"{name}={getattr(arguments, name)!r} of the trainer is not taken over; {fix}")
+    base: Any = next(kind for kind in type(trainer).__mro__ if kind.__name__ == "Trainer")
+    if type(trainer).compute_loss is not base.compute_loss or trainer.compute_loss_func is not None:
+        fix = "give it as Job(loss=...), a function of what the model returns and the batch"
+        raise ConfigError(f"the trainer computes its loss in Python of its own; {fix}")
+    if arguments.fp16:
+        raise ConfigError("fp16=True of the trainer is not taken over; give bf16=True or neither")
+    if trainer.train_dataset is None:
+        raise ConfigError("the trainer has no train_dataset; give it one")
+
+
+class _Columns(torch.utils.data.Dataset[Any]):
+    """A dataset with the columns that the model takes, as the trainer would leave them."""
+
+    def __init__(self, data: Any, wanted: frozenset[str] | None, collate: Any) -> None:
+        self._data, self._wanted, self._collate = data, wanted, collate
+
+    @classmethod
+    def of(cls, trainer: Any, data: Any, name: str) -> "_Columns":
+        """Return the columns of one of the trainer's datasets."""
+        if not hasattr(data, "__len__") or not hasattr(data, "__getitem__") or isinstance(data, Mapping):
+            raise ConfigError(f"the {name} of the trainer has no length and no index; give one that has both")
+        model = trainer.model
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model  # of peft
+        names = inspect.signature(base.forward).parameters
+        wanted = frozenset((*names, *_LABELS)) if trainer.args.remove_unused_columns else None
+        return cls(data, wanted, trainer.data_collator)
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def __getitem__(self, index: int) -> Any:
+        sample = self._data[index]
+        if self._wanted is None or not isinstance(sample, Mapping):
+            return sample
+        return {name: value for name, value in sample.items() if name in self._wanted}
+
+    def find_length(self) -> int | None:
+        """Return the length to which collated tokens are padded; None where all have one length."""
+        tokens = (_tokens(self[index]) for index in range(len(self)))
+        found = {len(ids) for ids in tokens if ids is not None}
+        return round_up(max(found)) if len(found) > 1 else None
+
+    def loader(self, batch_size: int) -> "DataLoader[Any]":
+        """Return the data with the trainer's collator."""
+        return DataLoader(self, batch_size=batch_size, collate_fn=self._collate)
+
+
+def _tokens(sample: Any) -> Any:
+    return sample.get("input_ids") if isinstance(sample, Mapping) else None
