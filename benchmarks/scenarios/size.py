@@ -40,7 +40,7 @@ class Shape:
     optimizer: str = "adamw"
 
 
-FULL = Shape(2048, 22, 8_192, num_peers=4, lent_bytes=4.5e9, num_updates=4)
+FULL = Shape(2048, 22, 8_192, num_peers=4, lent_bytes=4.5e9, num_updates=3)
 QUICK = Shape(512, 8, 4_096, num_peers=3, lent_bytes=2.2e8, num_updates=3)  # 29 M: 124 M takes CI too long
 ALMOST_NOTHING = Shape(64, 4, 256, num_peers=2, lent_bytes=1e7, num_updates=3)
 
