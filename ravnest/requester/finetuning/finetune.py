@@ -139,6 +139,9 @@ class Finetuning:
         if train.padding_share > _MUCH_PADDING and not self.pack:
             told = "note: %.0f %% of what is computed is padding; pack=True (--pack) would save most of it"
             logger.warning(told, 100 * train.padding_share)
+        if self.pack and len(train) < _USUAL_BATCH:
+            told = "note: all texts are in %s of %d tokens; a smaller max_length would give more updates"
+            logger.warning(told, show_count(len(train), "row"), train.length)
         model = build_adapted(self.source, lora, self.seed)
         if self.pack and not can_pack(model):
             fix = "leave pack out"
