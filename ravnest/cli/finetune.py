@@ -113,7 +113,7 @@ def run_finetuning(
     question = _Question(*(given.pop(name) for name in ("swarm", "population", "hub_upload")))
     running = {name: given.pop(name) for name in ("num_local", "nodes", "listen", "public", "out", "resume")}
     data = given.pop("data")
-    settings = {name: value for name, value in given.items() if value not in (None, False)}
+    settings = {name: value for name, value in given.items() if value is not None and value is not False}
     for name, read in (("columns", _read_columns), ("targets", _read_targets)):
         if name in settings:
             settings[name] = read(settings[name])

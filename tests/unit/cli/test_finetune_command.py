@@ -19,6 +19,7 @@ def run(*arguments):
         (["model", "--data", "a.jsonl", "--columns", "question"], 3, "write prompt=question"),
         (["model", "--data", "a.jsonl", "--resume"], 3, "--resume needs the --out"),
         (["model", "--data", "a.jsonl", "--rank", "many"], 2, "'many' is not a valid integer"),
+        (["model", "--data", "a.jsonl", "--local", "1", "--out", "x", "--rank", "0"], 3, "rank is 0"),
         (["no/such/model", "--data", "a.jsonl", "--local", "2"], 3, "no/such/model does not exist"),
         (["model", "--data", "a.jsonl", "--local", "-2", "--listen", "x"], 3, "--local -2 is less than none"),
     ],
