@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from ravnest.hub.coordinator import notices
     from ravnest.model.capture import capture, empty_weights
     from ravnest.requester.callbacks import CsvLog, EarlyStopping, StopTraining, TensorBoard
+    from ravnest.requester.finetuning.finetune import finetune
+    from ravnest.requester.finetuning.merging import merge_adapter
     from ravnest.requester.from_trainer import from_trainer
     from ravnest.requester.job import Job
     from ravnest.requester.lr_schedules import constant, cosine, linear, per_epoch
@@ -30,9 +32,11 @@ __all__ = [
     "constant",
     "cosine",
     "empty_weights",
+    "finetune",
     "from_trainer",
     "linear",
     "local",
+    "merge_adapter",
     "notices",
     "per_epoch",
 ]
@@ -50,9 +54,11 @@ _PLACES = {
     "constant": "ravnest.requester.lr_schedules",
     "cosine": "ravnest.requester.lr_schedules",
     "empty_weights": "ravnest.model.capture",
+    "finetune": "ravnest.requester.finetuning.finetune",
     "from_trainer": "ravnest.requester.from_trainer",
     "linear": "ravnest.requester.lr_schedules",
     "local": "ravnest.requester.session",
+    "merge_adapter": "ravnest.requester.finetuning.merging",
     "per_epoch": "ravnest.requester.lr_schedules",
 }
 

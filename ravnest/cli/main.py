@@ -13,6 +13,7 @@ import click
 
 from ravnest.cli.demo import demo
 from ravnest.cli.doctor import doctor, env
+from ravnest.cli.finetune import run_finetuning
 from ravnest.cli.inspect import inspect
 from ravnest.cli.join import finish, join, pause, resume
 from ravnest.cli.plan import plan
@@ -80,6 +81,22 @@ def program() -> None:
     """
 
 
-_COMMANDS = (demo, plan, inspect, train, hub, join, pause, resume, finish, status, stop, token, doctor, env)
+_COMMANDS = (
+    demo,
+    plan,
+    inspect,
+    train,
+    run_finetuning,
+    hub,
+    join,
+    pause,
+    resume,
+    finish,
+    status,
+    stop,
+    token,
+    doctor,
+    env,
+)
 for _command in _COMMANDS:
     program.add_command(_command)

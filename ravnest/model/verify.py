@@ -149,10 +149,15 @@ def _differs(training: bool, problem: str) -> CaptureError:
 def as_it_was(whole: torch.nn.Module) -> Iterator[None]:
     """Leave every module in its mode, with the attributes and the buffers it had, and their values."""
     held = [(module, dict(vars(module)), dict(module._buffers)) for module in whole.modules()]
+    plain = [each for _, attributes, _ in held for each in attributes.values() if type(each) is dict]
+    caches = [(each, dict(each)) for each in plain]  # some keep tensors in a dict of their own
     try:
         with _same_values(whole):
             yield
     finally:
+        for cache, before in caches:
+            cache.clear()
+            cache.update(before)
         for module, attributes, buffers in held:
             vars(module).clear()
             vars(module).update(attributes)

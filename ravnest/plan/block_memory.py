@@ -4,6 +4,8 @@ Blocks end where less crosses than around it. A microbatch in flight holds what 
 backward the insides of one. The number of blocks is the one that holds least; model/recompute_blocks cuts so.
 """
 
+from dataclasses import dataclass
+
 import numpy as np
 import numpy.typing as npt
 
@@ -31,13 +33,29 @@ class BlockMemory:
         block = np.cumsum(is_end[:-1])
         self._largest = RangeMaximum(np.bincount(block, saved, minlength=1)[block])
 
-    def held(self, start: _Ints, stop: _Ints, window: _Ints) -> _Floats:
-        """Return the bytes that a stage [start, stop) holds with its window full, beside its inputs."""
-        num_ends = np.maximum(0, self._ends[stop] - self._ends[np.minimum(start + 1, stop)])
-        crossing = self._crossing[stop] - self._crossing[np.minimum(start + 1, stop)]
-        crossing = window * crossing / np.maximum(num_ends, 1)  # of all in flight, at one end of a block
+    def within(self, start: _Ints, stop: _Ints) -> "StageBlocks":
+        """Return the blocks of stages [start, stop)."""
+        after = np.minimum(start + 1, stop)
+        num_ends = np.maximum(0, self._ends[stop] - self._ends[after])
+        crossing = self._crossing[stop] - self._crossing[after]
         saved = np.maximum(0.0, self._saved[stop] - self._saved[start])
-        best = np.rint(np.sqrt(saved / np.maximum(crossing, 1.0)))
-        count = np.clip(best, 1, num_ends + 1)
-        insides = np.maximum(saved / count, np.minimum(saved, self._largest.find(start, stop)))
-        return np.asarray(np.minimum(saved, crossing * (count - 1) + insides))
+        largest = np.minimum(saved, self._largest.find(start, stop))
+        return StageBlocks(num_ends, crossing / np.maximum(num_ends, 1), saved, largest)
+
+
+@dataclass(frozen=True, slots=True)
+class StageBlocks:
+    """The blocks that stages could be cut into."""
+
+    num_ends: _Ints  # of blocks, inside each stage
+    crossing: _Floats  # bytes of a batch at one end, in the mean
+    saved: _Floats  # bytes of a batch in the whole stage
+    largest: _Floats  # bytes of a batch in the largest of its smallest blocks
+
+    def held(self, window: _Ints) -> _Floats:
+        """Return the bytes that each stage holds with its window full, beside its inputs."""
+        crossing = window * self.crossing  # of all in flight, at one end of a block
+        best = np.rint(np.sqrt(self.saved / np.maximum(crossing, 1.0)))
+        count = np.clip(best, 1, self.num_ends + 1)
+        insides = np.maximum(self.saved / count, self.largest)
+        return np.asarray(np.minimum(self.saved, crossing * (count - 1) + insides))

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ravnest.config import OptimizerKind, PlanConfig, Recompute, WeightFormat, WireFormat
-from ravnest.plan.block_memory import BlockMemory
+from ravnest.plan.block_memory import BlockMemory, StageBlocks
 from ravnest.plan.range_maximum import RangeMaximum
 from ravnest.plan.types import ModelProfile, Swarm
 
@@ -76,21 +76,9 @@ class LineCost:
 
         A stage that recomputes holds its inputs as they travelled, `held_bytes` each.
         """
-        trained = self.trained[stop] - self.trained[start]
-        predicts = np.array(not self.config.saves_memory) if predicts is None else predicts
-        late = self._late_copies(versions, predicts)
-        resident = self.resident[stop] - self.resident[start] + late * trained
-        if recompute:
-            arrived = self.receive_before[start] if held_bytes is None else held_bytes
-            held = self.blocks.held(start, stop, window) + window * arrived
-        else:
-            held = window * (self.saved[stop] - self.saved[start])
-        if self.restored is not None:
-            held = held + self.restored.find(start, stop)
-        leased = np.where(start == 0, _LEASED * window * self.crossing[0], 0.0)
-        return np.asarray(_SLACK * (resident + held + leased) + self.config.overhead_bytes)
+        return StageMemory(self, start, stop, predicts, held_bytes).needed(window, versions, recompute)
 
-    def _late_copies(self, versions: Ints, predicts: Bools) -> Floats:
+    def late_copies(self, versions: Ints, predicts: Bools) -> Floats:
         """Copies of the trained parameters for a gradient, and for the weights that forwards see.
 
         Where gradients are late, forwards see narrow weights, the newest ones too, with narrow gradients.
@@ -189,6 +177,11 @@ class LineCost:
         """Bytes that cross each cut, uncompressed."""
         return np.asarray(self.profile.crossing_bytes, float)
 
+    @property
+    def sample_bytes(self) -> float:
+        """Bytes of a batch that the hub sends to each cluster."""
+        return float(self.crossing[0] + self.crossing[-1])
+
     @cached_property
     def saved(self) -> Floats:
         """Cumulative bytes a batch leaves behind for its backward."""
@@ -213,13 +206,47 @@ class LineCost:
         adds to it is looked at first.
         """
         optimizer, (first, square) = self.config.optimizer, self.config.states.ratios
-        copies = 1.0 + self.config.accumulates
+        copies = 1.0 + self.config.accumulates + self.config.keeps_ema
         copies += _AVERAGING_COPIES[self.config.deltas] if self.is_averaged else 0.0
         copies += first if optimizer.has_moment else 0.0
         is_muon = optimizer is OptimizerKind.MUON
         squared = self.trained - _cumulative(self.profile.matrix_bytes) if is_muon else self.trained
         squares = square * squared if optimizer.has_squares else 0.0
         return np.asarray(_cumulative(self.profile.fixed_bytes) + copies * self.trained + squares)
+
+
+class StageMemory:
+    """Resident bytes of stages [start, stop): what does not depend on the window is worked out once."""
+
+    def __init__(
+        self,
+        line: LineCost,
+        start: Ints,
+        stop: Ints,
+        predicts: Bools | None = None,
+        held_bytes: Floats | None = None,
+    ) -> None:
+        self._line, self._cut = line, (start, stop)
+        self._predicts = np.array(not line.config.saves_memory) if predicts is None else predicts
+        self._trained = line.trained[stop] - line.trained[start]
+        self._resident = line.resident[stop] - line.resident[start]
+        self._saved = line.saved[stop] - line.saved[start]
+        self._arrived = line.receive_before[start] if held_bytes is None else held_bytes
+        self._leased = np.where(start == 0, _LEASED * line.crossing[0], 0.0)
+        self._restored = 0.0 if line.restored is None else line.restored.find(start, stop)
+        self._blocks: StageBlocks | None = None
+
+    def needed(self, window: Ints, versions: Ints, recompute: bool) -> Floats:
+        """Return the bytes of each stage with its window full, if it recomputes or not."""
+        held = self._arrived + self._leased if recompute else self._saved + self._leased
+        held = window * held
+        if recompute:
+            if self._blocks is None:
+                self._blocks = self._line.blocks.within(*self._cut)
+            held += self._blocks.held(window)
+        late = self._line.late_copies(versions, self._predicts)
+        needed = self._resident + late * self._trained + held + self._restored
+        return np.asarray(_SLACK * needed + self._line.config.overhead_bytes)
 
 
 @dataclass(frozen=True)
@@ -282,8 +309,10 @@ class StageCosts:
         self._line = line
         self._memory = nodes.memory[:, None, None]
         self._bands: dict[int, Floats32] = {}  # by window
+        self._windows: dict[tuple[int, int], int] = {}  # by depth and windows reserved per hop
         start, stop = self._intervals(line.num_positions)
         self._start, self._stop = start, stop = self._intervals(self._longest(nodes, start, stop))
+        self._needs = StageMemory(line, start, stop)
         link = self._link_seconds(nodes)
         round_seconds = line.round_bytes(start, stop) / line.round_rate(nodes)[:, None, None]
         link[
@@ -299,19 +328,22 @@ class StageCosts:
     def at(self, depth: int, per_hop: int = RESERVED_PER_HOP[0]) -> Floats32:
         """Return seconds per batch [node, length - 1, start]; infinite where the interval does not fit."""
         line, mode = self._line, self._line.config.recompute
-        window = line.reserved(np.array(depth), per_hop)
-        if int(window) in self._bands:
-            return self._bands[int(window)]
+        if (depth, per_hop) not in self._windows:
+            self._windows[depth, per_hop] = int(line.reserved(np.array(depth), per_hop))
+        reserved = self._windows[depth, per_hop]
+        if reserved in self._bands:
+            return self._bands[reserved]
+        window = np.array(reserved)
         versions = line.versions(window)
         nothing = np.float32(np.inf)
         seconds = np.full_like(self._keeping, nothing) if mode is Recompute.NEVER else None
         if seconds is None:
-            fits = line.memory(self._start, self._stop, window, versions, recompute=True) <= self._memory
+            fits = self._needs.needed(window, versions, recompute=True) <= self._memory
             seconds = np.where(fits, self._recomputing, nothing)
         if mode is not Recompute.ALWAYS:  # keeping activations is never slower, so it comes first
-            fits = line.memory(self._start, self._stop, window, versions, recompute=False) <= self._memory
+            fits = self._needs.needed(window, versions, recompute=False) <= self._memory
             np.copyto(seconds, self._keeping, where=fits)
-        self._bands[int(window)] = seconds
+        self._bands[reserved] = seconds
         return seconds
 
     @property
@@ -388,6 +420,7 @@ class Timing:
     memory: Floats
     window: Ints
     recompute: Bools
+    hub_bytes: Floats  # [cluster] of a batch, that the hub sends: samples, and what it passes on
     deaths: Floats  # [cluster] time lost to deaths, per time that is not
     seconds: Floats  # [cluster] between two batches, deaths included
 
@@ -413,7 +446,9 @@ def timing(line: LineCost, nodes: NodeTable, rows: Rows) -> Timing:
     slowest = np.maximum.reduce([compute, send, receive, relay, waiting])
     deaths = np.where(exists, nodes.risk[table], 0.0).sum(axis=1)
     seconds = slowest.max(axis=1, initial=_SHORTEST_PERIOD) * (1.0 + deaths)
-    return Timing(compute, send, receive, relay, cycle, memory, window, recompute, deaths, seconds)
+    return Timing(
+        compute, send, receive, relay, cycle, memory, window, recompute, traffic.hub, deaths, seconds
+    )
 
 
 class _Stages:
@@ -425,13 +460,13 @@ class _Stages:
         self._line, self._rows, self._exists = line, rows, exists
         self._link, self._travel = link, travel
         self._fits: dict[bool, Ints] = {}
-        self._cut = start, stop = rows.cuts[:, 1:], rows.cuts[:, :-1]
+        start, stop = rows.cuts[:, 1:], rows.cuts[:, :-1]
         self._room = nodes.memory[rows.nodes]
         self._speed = nodes.flops[rows.nodes]
         self._work = line.flops[stop] - line.flops[start]
         self._again = line.forward_flops[stop] - line.forward_flops[start]
-        forward = held_ratio(line, rows)
-        self._held = forward * line.inner[start] + line.data_before[start]
+        held = held_ratio(line, rows) * line.inner[start] + line.data_before[start]
+        self._needs = StageMemory(line, start, stop, rows.predicts, held)
         depth = np.arange(rows.nodes.shape[1])
         self._widest, self._reserved = (
             np.broadcast_to(each, rows.nodes.shape) for each in (line.window(depth), line.reserved(depth))
@@ -446,8 +481,10 @@ class _Stages:
         """Return the resident bytes of each stage."""
         accumulate = None if self._rows.accumulate is None else self._rows.accumulate[:, None]
         versions = self._line.versions(window, accumulate)
-        keep, save = (self._memory(window, versions, again) for again in (False, True))
-        return np.where(self._exists, np.where(recompute, save, keep), 0.0)
+        needed = self._needs.needed(window, versions, recompute=False)
+        if recompute.any():
+            needed = np.where(recompute, self._needs.needed(window, versions, recompute=True), needed)
+        return np.where(self._exists, needed, 0.0)
 
     def choose(self) -> tuple[Ints, Bools, Floats]:
         """Return window and recomputing of each stage, those that are given or the best ones.
@@ -477,7 +514,7 @@ class _Stages:
             return np.full(window.shape, mode is Recompute.ALWAYS)
         accumulate = None if self._rows.accumulate is None else self._rows.accumulate[:, None]
         versions = self._line.versions(window, accumulate)
-        return self._exists & (self._memory(window, versions, again=False) > self._room)
+        return self._exists & (self._needs.needed(window, versions, recompute=False) > self._room)
 
     def _free_memory(self, recompute: Bools) -> Bools:
         """Let stages recompute that need the memory for their window and have the time."""
@@ -505,15 +542,11 @@ class _Stages:
             return self._fits[again]
         versions = self._line.versions(self._reserved)
         # Block by block, each batch more takes less than the one before: this is at most too careful.
-        least, more = (self._memory(self._reserved + count, versions, again) for count in (0, 1))
+        least, more = (self._needs.needed(self._reserved + count, versions, again) for count in (0, 1))
         each = np.maximum(more - least, 1e-9)
         fits = self._reserved + np.floor((self._room - least) / each * (1 - 1e-9))
         self._fits[again] = np.clip(fits, 0, self._widest).astype(np.int64)
         return self._fits[again]
-
-    def _memory(self, window: Ints, versions: Ints, again: bool) -> Floats:
-        start, stop = self._cut
-        return self._line.memory(start, stop, window, versions, again, self._rows.predicts, self._held)
 
 
 def held_ratio(line: LineCost, rows: Rows) -> Floats:
@@ -544,7 +577,10 @@ class _Traffic:
         ahead, behind = rows.nodes[:, :-1], rows.nodes[:, 1:]
         hidden = ~(nodes.reachable[ahead] | nodes.reachable[behind])
         self.relay[:, 1:] = hidden * np.maximum(there, back) / line.config.relay_bytes_per_second
-        relayed = hidden * (there + back) / line.config.relay_bytes_per_second
+        hidden &= np.arange(1, rows.nodes.shape[1]) < rows.lengths[:, None]
+        relayed = hidden * (there + back)
+        self.hub = line.sample_bytes + relayed.sum(axis=1)
+        relayed /= line.config.relay_bytes_per_second
         direct = there / np.minimum(upload[:, 1:], download[:, :-1])
         direct += back / np.minimum(upload[:, :-1], download[:, 1:])
         self.travel[:, 1:] = np.maximum(direct, relayed) + 2.0 * nodes.hop_seconds(ahead, behind)

@@ -11,6 +11,7 @@ import numpy as np
 from ravnest.config import Averaging, PlanConfig
 from ravnest.ids import NodeId
 from ravnest.plan.cost import Floats, LineCost, NodeTable, Rows, Timing, timing
+from ravnest.plan.hub_line import HubLine
 from ravnest.plan.types import Cluster, ModelProfile, Plan, Stage, Swarm
 
 BOTTLENECKS = ("compute", "send", "receive", "relay", "latency", "memory")
@@ -88,7 +89,9 @@ def forecast(plan: Plan, profile: ModelProfile, swarm: Swarm, config: PlanConfig
     rows = cluster_rows(plan.clusters, index)
     times = timing(line, nodes, rows)
     periods, rates = hold_back(line, times.seconds)
-    hub = _hub_forecast(line, rows, times, rates)
+    lasting = hold_back(line, times.seconds / (1.0 + times.deaths))[1]
+    lost_share = 1.0 - float(rates.sum() / lasting.sum())
+    hub = _hub_forecast(line, times, rates)
     if hub is not None and hub.busy_share > 1.0:
         periods, rates = periods * hub.busy_share, rates / hub.busy_share
     usage, memory = _usage(line, times, nodes, rows), nodes.memory[rows.nodes]
@@ -102,28 +105,22 @@ def forecast(plan: Plan, profile: ModelProfile, swarm: Swarm, config: PlanConfig
         samples_per_second=float(rates.sum()),
         round_seconds=round_seconds(plan, line, swarm, periods, rows, nodes, times),
         staleness=max(cluster.lag for cluster in clusters),
-        lost_share=1.0 - float(rates.sum() / hold_back(line, times.seconds / (1.0 + times.deaths))[1].sum()),
-        bottleneck=_bottleneck(plan, line, usage, times.seconds),
+        lost_share=lost_share,
+        bottleneck=_bottleneck(plan, line, usage, times),
         hub=hub,
     )
 
 
-def _hub_forecast(line: LineCost, rows: Rows, times: Timing, rates: Floats) -> HubForecast | None:
+def _hub_forecast(line: LineCost, times: Timing, rates: Floats) -> HubForecast | None:
     """Return what the hub's line carries while clusters train at these samples per second."""
     upload = line.config.hub_bytes_per_second
     if not upload:
         return None
     batches = rates / line.profile.samples_per_batch
-    assert rows.forward is not None
-    assert rows.backward is not None
-    there = rows.forward[:, 1:] * line.inner[rows.cuts[:, 1:-1]]
-    back = rows.backward[:, :-1] * line.inner[rows.cuts[:, 1:-1]]
-    relayed = np.where(times.relay[:, 1:] > 0.0, there + back, 0.0).sum(axis=1)
-    samples = line.crossing[0] + line.crossing[-1]
     return HubForecast(
         upload_bytes_per_second=upload,
-        sample_bytes_per_second=float(batches.sum() * samples),
-        relay_bytes_per_second=float((batches * relayed).sum()),
+        sample_bytes_per_second=float(batches.sum() * line.sample_bytes),
+        relay_bytes_per_second=float((batches * (times.hub_bytes - line.sample_bytes)).sum()),
         first_weights_seconds=float(line.parameters[-1] / upload),
     )
 
@@ -135,6 +132,13 @@ def hold_back(line: LineCost, seconds: Floats) -> tuple[Floats, Floats]:
     is_blocking = line.is_averaged and config.averaging is Averaging.BLOCKING
     rates = line.profile.samples_per_batch / periods
     return periods, rates * (1.0 - config.averaging_share if is_blocking else 1.0)
+
+
+def shared_rate(line: LineCost, seconds: Floats, hub_bytes: Floats) -> float:
+    """Return the samples per second of clusters beside each other, with one hub for all of them."""
+    rates = hold_back(line, seconds)[1]
+    asked = float((rates * hub_bytes).sum()) / line.profile.samples_per_batch
+    return HubLine.of(line).hold_back(float(rates.sum()), asked)
 
 
 def cluster_rows(clusters: tuple[Cluster, ...], index: dict[NodeId, int]) -> Rows:
@@ -189,9 +193,10 @@ def _cluster_forecast(
     return ClusterForecast(tuple(reversed(stages)), period, rate, lag)
 
 
-def _bottleneck(plan: Plan, line: LineCost, usage: Floats, seconds: Floats) -> Bottleneck:
+def _bottleneck(plan: Plan, line: LineCost, usage: Floats, times: Timing) -> Bottleneck:
     """Find the one stage and resource that, twice as wide, would speed the swarm up most."""
-    total = hold_back(line, seconds)[1].sum()
+    seconds = times.seconds
+    total = shared_rate(line, seconds, times.hub_bytes)
     best = None
     for k, cluster in enumerate(plan.clusters):
         pace = usage[k, : len(cluster.stages), :-1]
@@ -199,7 +204,7 @@ def _bottleneck(plan: Plan, line: LineCost, usage: Floats, seconds: Floats) -> B
         others = np.delete(pace.ravel(), int(pace.argmax())).max()
         faster = seconds.copy()
         faster[k] *= max(others, 0.5)
-        gain = float(hold_back(line, faster)[1].sum() - total)
+        gain = shared_rate(line, faster, times.hub_bytes) - total
         if best is None or gain > best.gain_samples_per_second:
             node = cluster.stages[len(cluster.stages) - 1 - int(depth)].node
             best = Bottleneck(k, node, BOTTLENECKS[int(limit)], gain)

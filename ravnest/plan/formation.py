@@ -13,10 +13,11 @@ from ravnest.config import SEARCH_BUDGET, Averaging, PlanConfig, SearchBudget
 from ravnest.plan.assembly import assemble_plan, build_clusters
 from ravnest.plan.coarsening import FINE_POSITIONS, choose_cuts, coarsen, shorten_line
 from ravnest.plan.cost import Ints, LineCost, NodeTable
+from ravnest.plan.hub_line import HubLine, choose_clusters
 from ravnest.plan.infeasible import explain_shortage, holding_order
-from ravnest.plan.search import Search, best_rate
-from ravnest.plan.seeds import NodeOrder, typical_stages
-from ravnest.plan.split import Splitter
+from ravnest.plan.search import Search
+from ravnest.plan.seeds import typical_stages
+from ravnest.plan.split import NodeOrder, Splitter
 from ravnest.plan.types import Cluster, ModelProfile, Plan, Swarm
 
 _MOST_NODES = 1024  # of one neighbourhood
@@ -118,7 +119,7 @@ def _search_several(line: LineCost, nodes: NodeTable, seed: int, budget: SearchB
     for number, members in enumerate(_neighbourhoods(line, nodes)):
         rng = np.random.default_rng([seed, number])
         most = line.config.clusters or None
-        search = Search(line, nodes.take(members), rng, most)
+        search = Search(line, nodes.take(members), rng, most, len(members) / len(nodes))
         tried = search.seeds.all_ceilings() if most else search.seeds.promising_ceilings()
         genome = search.run(_fit_budget(line, nodes, budget), ceilings or tried)
         if genome is not None:
@@ -132,12 +133,15 @@ def _worthwhile(line: LineCost, nodes: NodeTable, orders: list[NodeOrder]) -> _F
     if not orders:
         return _Found()
     splitter = Splitter(line, nodes, keep=False)
-    periods = np.concatenate([splitter.solve(orders[k : k + 64]).seconds for k in range(0, len(orders), 64)])
+    splits = [splitter.solve(orders[k : k + 64]) for k in range(0, len(orders), 64)]
+    periods, hub_bytes = (
+        np.concatenate([getattr(each, name) for each in splits]) for name in ("seconds", "hub_bytes")
+    )
     slow = np.sort(periods)[line.config.clusters - 1 :] if line.config.clusters else periods[:0]
     periods = np.where(periods > slow[0], np.inf, periods) if len(slow) else periods
-    rate, slowest = best_rate(periods, line.config.speed_ratio)
+    rate, is_kept = choose_clusters(periods, hub_bytes, line.config.speed_ratio, HubLine.of(line))
     rate *= 1.0 - line.config.averaging_share if line.config.averaging is Averaging.BLOCKING else 1.0
-    kept = tuple(order for order, period in zip(orders, periods, strict=True) if period <= slowest)
+    kept = tuple(order for order, keep in zip(orders, is_kept, strict=True) if keep)
     return _Found(kept[: line.config.clusters or None], rate)
 
 

@@ -53,6 +53,8 @@ def _widen(line: LineCost, nodes: NodeTable, rows: Rows, pace: Floats, way: str,
     wider = replace(rows, **{way: np.maximum(column, ratio)})
     times = timing(line, nodes, replace(wider, window=np.ones(rows.nodes.shape, np.int64)))
     sends, receives, relays = (each <= _MOST_USE * pace for each in (times.send, times.receive, times.relay))
+    if line.config.hub_bytes_per_second:  # all relays share one line
+        relays &= times.relay == 0.0
     is_free = np.zeros(column.shape, bool)
     if way == "forward":  # from each stage to the one after it, which has one depth less
         is_free[:, 1:] = sends[:, 1:] & receives[:, :-1] & relays[:, 1:]

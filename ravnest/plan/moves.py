@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ravnest.plan.seeds import NodeOrder
+from ravnest.plan.hub_line import alternate
+from ravnest.plan.split import NodeOrder
 
 _ALTERNATIVES = (2, 8)  # fewest and most for each cluster or pair
 
@@ -28,10 +29,16 @@ def propose(
     spares: Sequence[int],
     max_stages: int,
     rng: np.random.Generator,
+    hidden: Sequence[bool] | None = None,
 ) -> list[list[Proposal]]:
-    """Return for each cluster or pair of clusters some alternatives, at most one of which may be accepted."""
+    """Return for each cluster or pair of clusters some alternatives, at most one of which may be accepted.
+
+    `hidden` says who cannot be dialled, where moves are to spare the hub's line.
+    """
     shuffled = rng.permutation(len(clusters)).tolist()
     stock = rng.permutation(np.asarray(spares, np.int64)).tolist()
+    if hidden is not None:  # the last one is taken first
+        stock.sort(key=lambda node: not hidden[node])
     count = int(np.clip(32 // max(1, len(clusters)), *_ALTERNATIVES))
     dice = rng.random((len(clusters), count, 6)).tolist()
     proposals: list[list[Proposal]] = []
@@ -56,8 +63,64 @@ def propose(
                 for k, roll in enumerate(rolls)
             ]
             moves.append(_split(clusters[place], place, rng))
-        proposals.append([move for move in moves if move is not None])
+        found = [move for move in moves if move is not None]
+        proposals.append(found if hidden is None else [*found, *_spread(found, clusters, place, hidden)])
     return proposals
+
+
+def _spread(
+    found: Sequence[Proposal], clusters: Sequence[NodeOrder], place: int, hidden: Sequence[bool]
+) -> list[Proposal]:
+    """Return the same changes with hidden nodes apart, and a cluster with nothing else changed."""
+    alone = Proposal((place,), (clusters[place],))
+    spread = [
+        Proposal(move.places, tuple(alternate(order, hidden) for order in move.orders))
+        for move in (alone, *found)
+    ]
+    known = {(move.places, move.orders) for move in (alone, *found)}
+    return [move for move in spread if (move.places, move.orders) not in known]
+
+
+def neighbours(order: NodeOrder, place: int, spares: Sequence[int], max_stages: int) -> list[Proposal]:
+    """Return all clusters that one change of this one makes: a spare put in or added, a node out or moved."""
+    places = range(len(order))
+    found = _with_spares(order, spares, max_stages) + _swapped(order)
+    if len(order) > 1:
+        found += [_drop(order, at) for at in places]
+        found += [_insert(_drop(order, i), j, order[i]) for i in places for j in places if i != j]
+    return [Proposal((place,), (each,)) for each in dict.fromkeys(found)]
+
+
+def second_neighbours(
+    order: NodeOrder,
+    place: int,
+    spares: Sequence[int],
+    max_stages: int,
+    most: int,
+    rng: np.random.Generator,
+) -> list[Proposal]:
+    """Return some clusters that take in a spare and exchange two nodes: neither may gain alone."""
+    first = _with_spares(order, spares, max_stages)
+    longest = min(len(order) + 1, max_stages)
+    pairs = [(i, j) for j in range(longest) for i in range(j)]
+    picked = rng.permutation(len(first) * len(pairs))[:most].tolist()
+    found = []
+    for number in picked:
+        base, (i, j) = first[number // len(pairs)], pairs[number % len(pairs)]
+        if j < len(base):
+            found.append(_put(_put(base, i, base[j]), j, base[i]))
+    return [Proposal((place,), (each,)) for each in dict.fromkeys(found)]
+
+
+def _with_spares(order: NodeOrder, spares: Sequence[int], max_stages: int) -> list[NodeOrder]:
+    found = [_put(order, at, spare) for at in range(len(order)) for spare in spares]
+    if len(order) < max_stages:
+        found += [_insert(order, at, spare) for at in range(len(order) + 1) for spare in spares]
+    return found
+
+
+def _swapped(order: NodeOrder) -> list[NodeOrder]:
+    return [_put(_put(order, i, order[j]), j, order[i]) for j in range(len(order)) for i in range(j)]
 
 
 def _pair(

@@ -9,6 +9,7 @@ as much in a large swarm as in a small one.
 import math
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,12 +18,13 @@ from ravnest.errors import PlanError
 from ravnest.ids import NodeId
 from ravnest.plan.assembly import assemble_plan, build_clusters, stage_bytes
 from ravnest.plan.cost import Bools, Floats, LineCost, NodeTable, Rows, timing
-from ravnest.plan.forecast import cluster_rows, forecast, hold_back
+from ravnest.plan.forecast import cluster_rows, forecast, shared_rate
 from ravnest.plan.formation import cut_clusters, form_cluster, form_plan
 from ravnest.plan.types import Cluster, ModelProfile, Plan, Swarm, cluster_name
 from ravnest.units import show_bytes
 
 _MOST_SUBSTITUTES = 16
+_LEAST_UPLOAD = 0.01  # of the hub's line, that a cluster more may use
 _MOST_NAMES = 3  # of a sentence
 
 
@@ -37,6 +39,14 @@ class RepairOption:
     moved_bytes: float = 0.0
 
 
+class Judgement(NamedTuple):
+    """What the cost model says of some clusters."""
+
+    seconds: Floats  # per batch
+    hub_bytes: Floats  # of a batch
+    fits: Bools
+
+
 class ClusterEvaluator:
     """Judges clusters beside the clusters of a plan that stay, with the facts of now."""
 
@@ -47,33 +57,40 @@ class ClusterEvaluator:
         self.index = {node.name: k for k, node in enumerate(swarm.nodes)}
         self.nodes = NodeTable.of(swarm, config)
         self.line = LineCost(profile, config, is_averaged=len(others) > 0)
-        self._seconds, self.others_fit = self.judge(self.line, others)
+        self._others = self.judge(self.line, others)
 
-    def judge(self, line: LineCost, clusters: Sequence[Cluster]) -> tuple[Floats, Bools]:
-        """Return the seconds per batch of clusters, and which of them fit memory and the time of a round."""
+    @property
+    def others_fit(self) -> Bools:
+        """Which of the other clusters fit memory and the time of a round."""
+        return self._others.fits
+
+    def judge(self, line: LineCost, clusters: Sequence[Cluster]) -> "Judgement":
+        """Return how fast clusters are, and whether they fit memory and the time of a round."""
         if not clusters:
-            return np.zeros(0), np.zeros(0, bool)
+            return Judgement(np.zeros(0), np.zeros(0), np.zeros(0, bool))
         rows = cluster_rows(tuple(clusters), self.index)
         times = timing(line, self.nodes, rows)
         exists = np.arange(rows.nodes.shape[1]) < rows.lengths[:, None]
         volume = line.round_bytes(rows.cuts[:, 1:], rows.cuts[:, :-1])
         fits = times.memory <= self.nodes.memory[rows.nodes]
         fits &= volume <= line.config.max_round_seconds * line.round_rate(self.nodes)[rows.nodes]
-        return times.seconds, np.asarray((fits | ~exists).all(axis=1))
+        return Judgement(times.seconds, times.hub_bytes, np.asarray((fits | ~exists).all(axis=1)))
 
     def rate_with(self, cluster: Cluster) -> float:
         """Return the samples per second of the others and this cluster."""
-        seconds, _ = self.judge(self.line, [cluster])
-        return float(hold_back(self.line, np.concatenate([self._seconds, seconds]))[1].sum())
+        both = zip(self._others, self.judge(self.line, [cluster]), strict=True)
+        seconds, hub_bytes, _ = (np.concatenate(pair) for pair in both)
+        return shared_rate(self.line, seconds, hub_bytes)
 
     def rate_without(self) -> float:
         """Return the samples per second of the others alone."""
         line = LineCost(self.profile, self.config, is_averaged=len(self.others) > 1)
-        return float(hold_back(line, self.judge(line, self.others)[0])[1].sum())
+        seconds, hub_bytes, _ = self.judge(line, self.others)
+        return shared_rate(line, seconds, hub_bytes)
 
     def fastest(self, clusters: Sequence[Cluster]) -> Cluster | None:
         """Return the fastest of the clusters that fit, the first of equals."""
-        seconds, fits = self.judge(self.line, clusters)
+        seconds, _, fits = self.judge(self.line, clusters)
         return clusters[int(np.where(fits, seconds, np.inf).argmin())] if fits.any() else None
 
     def build(self, names: Sequence[NodeId], cuts: Sequence[Sequence[int]]) -> list[Cluster]:
@@ -87,7 +104,15 @@ class ClusterEvaluator:
         used = {name for each in self.others for name in hosts_of(each)}
         free = tuple(node for node in self.swarm.nodes if node.name not in used)
         swarm = replace(self.swarm, nodes=free)
-        return form_cluster(self.profile, swarm, self.config, seed, self.line.is_averaged, budget)
+        return form_cluster(self.profile, swarm, self._config_beside(), seed, self.line.is_averaged, budget)
+
+    def _config_beside(self) -> PlanConfig:
+        """Return the settings of one more cluster: the hub's line is what the others leave of it."""
+        upload = self.config.hub_bytes_per_second
+        if not upload or not self.others:
+            return self.config
+        asked = float((self._others.hub_bytes / self._others.seconds).sum())
+        return replace(self.config, hub_bytes_per_second=max(_LEAST_UPLOAD * upload, upload - asked))
 
 
 class RepairOptions:
@@ -198,7 +223,7 @@ class RepairOptions:
         return [name for _, _, name in ranking[:_MOST_SUBSTITUTES]]
 
     def _way(self, cluster: Cluster | None, action: str, noun: str) -> RepairOption | None:
-        if cluster is None or not self.evaluator.judge(self.evaluator.line, [cluster])[1].all():
+        if cluster is None or not self.evaluator.judge(self.evaluator.line, [cluster]).fits.all():
             return None
         moved = self._holdings.missing_bytes([cluster], gone=set(self.names).difference(hosts_of(cluster)))
         return RepairOption(cluster, action, noun, self.evaluator.rate_with(cluster), moved)

@@ -6,21 +6,26 @@ anew; all genomes then try local moves at once, because thousands of clusters ar
 budget is counted in clusters evaluated, never in seconds, so the same seed gives the same answer.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
-from ravnest.plan.cost import Floats, Ints, LineCost, NodeTable
-from ravnest.plan.moves import Proposal, propose
-from ravnest.plan.seeds import Covering, NodeOrder, Seeds, Taste
-from ravnest.plan.split import Splitter
+from ravnest.plan.cost import Bools, Ints, LineCost, NodeTable
+from ravnest.plan.hub_line import HubLine, choose_clusters, relayed_places
+from ravnest.plan.moves import Proposal, neighbours, propose, second_neighbours
+from ravnest.plan.seeds import Covering, Seeds, Taste
+from ravnest.plan.split import NodeOrder, Splitter
 
 _POPULATION = (2, 8)  # fewest, most genomes: a large grouping has its variety inside
 _VARIANTS = 4  # of each genome in a generation
 _ROUNDS = 8  # of local moves between two generations
 _BETTER = 1e-3  # a generation that gains less found nothing, but in the smallest swarms
 _SMALLEST = 16  # nodes
+_FEW = 128  # nodes: so few that all single changes of the best grouping are tried in the end
+_POLISH = 4_000  # clusters evaluated for that, at most
+_BUSY = 0.9  # of the hub's line: from here on, moves spare it
 _GENERATIONS = (24, 48)  # fewest for large swarms, most for small ones, where they are cheap
 
 
@@ -33,30 +38,31 @@ class Genome:
     rate: float = 0.0
 
 
-def best_rate(periods: Floats, speed_ratio: float) -> tuple[float, float]:
-    """Return the most batches per second, and the slowest period worth keeping for it.
+class _Answer(NamedTuple):
+    """What is known of a cluster; a tuple, because there are many."""
 
-    A cluster more than `speed_ratio` faster than the slowest one is held back to that ratio, so leaving out
-    a slow cluster can pay.
-    """
-    periods = np.sort(periods[np.isfinite(periods)])
-    if not len(periods):
-        return 0.0, 0.0
-    rates = np.concatenate([[0.0], np.cumsum(1.0 / periods)])
-    num_held = np.searchsorted(periods, periods / speed_ratio)
-    totals = num_held * speed_ratio / periods + rates[1:] - rates[num_held]
-    best = int(totals.argmax())
-    return float(totals[best]), float(periods[best])
+    period: float
+    slowest: int  # depth of the stage that limits it
+    hub_bytes: float  # of a batch
 
 
 class Search:
-    """Searches groupings of nodes for the most batches per second; `most_clusters` limits their number."""
+    """Searches groupings of nodes for the most batches per second; `most_clusters` limits their number.
+
+    The clusters may use `hub_share` of the hub's line.
+    """
 
     def __init__(
-        self, line: LineCost, nodes: NodeTable, rng: np.random.Generator, most_clusters: int | None = None
+        self,
+        line: LineCost,
+        nodes: NodeTable,
+        rng: np.random.Generator,
+        most_clusters: int | None = None,
+        hub_share: float = 1.0,
     ) -> None:
         self.splitter = Splitter(line, nodes)
-        self.seeds = Seeds(self.splitter)
+        self.seeds = Seeds(self.splitter, HubLine.of(line, hub_share), is_alone=most_clusters == 1)
+        self._hub = self.seeds.hub
         self.num_evaluated = 0
         self._rng = rng
         self._most = len(nodes) if most_clusters is None else most_clusters
@@ -66,7 +72,7 @@ class Search:
             self._num_generations, self._least_gain = 2 * _GENERATIONS[1], 1e-9
         self._num_genomes = int(np.clip(1000 // len(nodes), *_POPULATION))
         self._ratio = line.config.speed_ratio
-        self._known: dict[NodeOrder, tuple[float, int]] = {}
+        self._known: dict[NodeOrder, _Answer] = {}
 
     def run(self, budget: int, ceilings: Sequence[int]) -> Genome | None:
         """Return the best genome found after evaluating about `budget` clusters, if any cluster works."""
@@ -81,27 +87,30 @@ class Search:
             best, known = population[0].rate, self.num_evaluated
             for _ in range(_ROUNDS):
                 self._improve(population)
-            variants = [each for genome in population for each in self._recreate(genome)]
-            population = self._select([*population, *variants, self._cross(population)])
+            population = self._select([*population, *self._breed(population)])
             is_exhausted = self.num_evaluated == known  # tiny swarms: nothing new is left to try
             stale = (
                 0
                 if population[0].rate > best * (1.0 + self._least_gain)
                 else stale + (10 if is_exhausted else 1)
             )
-        return self._trim(population[0]) if population else None
+        if not population:
+            return None
+        if len(self.splitter.nodes) <= _FEW:
+            self._polish(population[0], min(_POLISH, budget))
+        return self._trim(population[0])
 
     def seconds(self, orders: Sequence[NodeOrder]) -> list[float]:
         """Return the seconds per batch of each cluster."""
-        return [period for period, _ in self._evaluate(orders)]
+        return [answer.period for answer in self._evaluate(orders)]
 
-    def _evaluate(self, orders: Sequence[NodeOrder]) -> list[tuple[float, int]]:
+    def _evaluate(self, orders: Sequence[NodeOrder]) -> "list[_Answer]":
         unknown = [order for order in dict.fromkeys(orders) if order not in self._known]
         if unknown:
             splits = self.splitter.solve(unknown)
             self.num_evaluated += len(unknown)
-            answers = zip(splits.seconds.tolist(), splits.slowest.tolist(), strict=True)
-            self._known.update(zip(unknown, answers, strict=True))
+            columns = (splits.seconds.tolist(), splits.slowest.tolist(), splits.hub_bytes.tolist())
+            self._known.update(zip(unknown, map(_Answer, *columns), strict=True))
         return [self._known[order] for order in orders]
 
     def _seed(self, ceilings: Sequence[int]) -> list[Genome]:
@@ -110,12 +119,15 @@ class Search:
         made = self._finish([self._cover(everyone, ceiling, taste) for ceiling, taste in wishes])
         return self._select([Genome(made[k], ceiling) for k, (ceiling, _) in enumerate(wishes)])
 
-    def _cover(self, free: Ints, ceiling: int, taste: Taste, fastest: float = 0.0) -> Covering:
-        """Cover free nodes at the levels of this ceiling that are not faster than `fastest`."""
+    def _cover(
+        self, free: Ints, ceiling: int, taste: Taste, beside: Sequence[NodeOrder] = (), fastest: float = 0.0
+    ) -> Covering:
+        """Cover free nodes, beside clusters, at the levels of this ceiling not faster than `fastest`."""
+        asked = sum(each.hub_bytes / each.period for each in self._evaluate(beside))
         levels = self.seeds.levels(ceiling)
         if fastest > 0.0:
             levels = range(max(levels.start, self.seeds.level(fastest)), levels.stop)
-        return self.seeds.cover(free, levels, self._rng, taste)
+        return self.seeds.cover(free, levels, self._rng, taste, asked)
 
     def _taste(self) -> Taste:
         return Taste(bool(self._rng.random() < 0.5), jitter=float(self._rng.choice([0.0, 0.05, 0.1, 0.2])))
@@ -144,34 +156,44 @@ class Search:
                 fastest = np.argsort(periods, kind="stable")[: self._most]
                 genome.clusters = [genome.clusters[int(place)] for place in fastest]
                 periods = periods[fastest]
-            genome.rate, _ = best_rate(periods, self._ratio)
+            genome.rate, _ = self._choose(genome.clusters)
             if genome.rate > 0.0:
                 distinct.setdefault(genome.rate, genome)
         return sorted(distinct.values(), key=lambda genome: -genome.rate)[: self._num_genomes]
 
     def _trim(self, genome: Genome) -> Genome:
-        """Leave out the clusters that are too slow to be worth it."""
-        periods = self.seconds(genome.clusters)
-        rate, slowest = best_rate(np.array(periods), self._ratio)
-        kept = [order for order, period in zip(genome.clusters, periods, strict=True) if period <= slowest]
+        """Leave out the clusters that are too slow, or ask too much of the hub, to be worth it."""
+        rate, is_kept = self._choose(genome.clusters)
+        kept = [order for order, keep in zip(genome.clusters, is_kept, strict=True) if keep]
         return Genome(kept, genome.ceiling, rate)
 
-    def _recreate(self, genome: Genome) -> list[Genome]:
-        """Return variants of a genome: clusters of similar speed dissolved, their nodes covered anew."""
+    def _choose(self, clusters: Sequence[NodeOrder]) -> tuple[float, Bools]:
+        """Return the batches per second of the clusters that are worth it, and which those are."""
+        known = self._evaluate(clusters)
+        periods, hub_bytes = (np.array([each[k] for each in known], float) for k in (0, 2))
+        return choose_clusters(periods, hub_bytes, self._ratio, self._hub)
+
+    def _breed(self, population: list[Genome]) -> list[Genome]:
+        """Return variants of each genome and a child of two, their coverings worked out side by side."""
+        drafts = [draft for genome in population for draft in self._recreate(genome)]
+        drafts.append(self._cross(population))
+        made = self._finish([draft.covering for draft in drafts])
+        return [Genome(draft.kept + more, draft.ceiling) for draft, more in zip(drafts, made, strict=True)]
+
+    def _recreate(self, genome: Genome) -> "Iterator[_Draft]":
+        """Dissolve clusters of similar speed and cover their nodes anew, in several ways."""
         periods = np.array(self.seconds(genome.clusters))
         finite = periods[np.isfinite(periods)]
-        kept, ceilings, coverings = [], [], []
         for _ in range(_VARIANTS):
             middle, width = self._rng.choice(finite), self._rng.choice([1.1, 1.3, 1.8])
             falls = (periods >= middle / width) & (periods <= middle * width)
             falls &= self._rng.random(len(periods)) < self._rng.choice([0.3, 0.6, 0.9])
-            clusters = [order for order, fall in zip(genome.clusters, falls, strict=True) if not fall]
-            kept.append(clusters)
+            kept = [order for order, fall in zip(genome.clusters, falls, strict=True) if not fall]
             fastest = float(middle / width) / 1.2  # the nodes may do a little better together
-            ceilings.append(self._near(genome.ceiling))
-            coverings.append(self._cover(self._free(clusters), ceilings[-1], self._taste(), fastest))
-        made = self._finish(coverings)
-        return [Genome(kept[k] + made[k], ceilings[k]) for k in range(_VARIANTS)]
+            yield self._draft(kept, self._near(genome.ceiling), fastest)
+
+    def _draft(self, kept: list[NodeOrder], ceiling: int, fastest: float = 0.0) -> "_Draft":
+        return _Draft(kept, ceiling, self._cover(self._free(kept), ceiling, self._taste(), kept, fastest))
 
     def _near(self, ceiling: int) -> int:
         """Shift a ceiling now and then; far only where coverings are cheap."""
@@ -184,7 +206,7 @@ class Search:
         is_free[[node for order in clusters for node in order]] = False
         return np.flatnonzero(is_free)
 
-    def _cross(self, population: list[Genome]) -> Genome:
+    def _cross(self, population: list[Genome]) -> "_Draft":
         """Inherit whole clusters from two parents; cover the nodes that are left anew."""
         first, second = (self._tournament(population) for _ in range(2))
         taken: set[int] = set()
@@ -194,9 +216,7 @@ class Search:
             if taken.isdisjoint(order):
                 clusters.append(order)
                 taken.update(order)
-        ceiling = self._near(first.ceiling)
-        (made,) = self._finish([self._cover(self._free(clusters), ceiling, self._taste())])
-        return Genome(clusters + made, ceiling)
+        return self._draft(clusters, self._near(first.ceiling))
 
     def _tournament(self, population: list[Genome]) -> Genome:
         rivals = self._rng.integers(len(population), size=2)
@@ -206,43 +226,97 @@ class Search:
         """One round of local moves in all genomes, judged in one batch."""
         asked: list[tuple[Genome, list[list[Proposal]]]] = []
         for genome in genomes:
-            slowest = [stage for _, stage in self._evaluate(genome.clusters)]
             free = self._free(genome.clusters)
             spares = free[self.seeds.is_useful(genome.ceiling)[free]].tolist()
-            moves = propose(genome.clusters, slowest, spares, self.seeds.max_stages, self._rng)
-            asked.append((genome, moves))
+            asked.append((genome, self._propose(genome, spares)))
         self._evaluate(
             [order for _, moves in asked for choices in moves for move in choices for order in move.orders]
         )
         for genome, moves in asked:
+            total = self._worth(genome.clusters, self.seeds.period(genome.ceiling))
             for choices in moves:
-                self._accept_best(genome, choices)
+                total = self._accept_best(genome, choices, total)
 
-    def _accept_best(self, genome: Genome, choices: Sequence[Proposal]) -> None:
-        best, gain, ceiling = None, 0.0, self.seeds.period(genome.ceiling)
+    def _polish(self, genome: Genome, budget: int) -> None:
+        """Try all single changes of each cluster, then some double ones, until none gains."""
+        stop, place, unchanged = self.num_evaluated + budget, 0, 0
+        ceiling, most = self.seeds.period(genome.ceiling), self.seeds.max_stages
+        while unchanged < 2 * len(genome.clusters) and self.num_evaluated < stop:
+            free = self._free(genome.clusters)
+            spares = free[self.seeds.is_useful(genome.ceiling)[free]].tolist()
+            order = genome.clusters[place]
+            if unchanged < len(genome.clusters):
+                moves = neighbours(order, place, spares, most)
+            else:
+                left = (stop - self.num_evaluated) // len(genome.clusters)
+                moves = second_neighbours(order, place, spares, most, left, self._rng)
+            self._evaluate([each.orders[0] for each in moves])
+            self._accept_best(genome, moves, self._worth(genome.clusters, ceiling))
+            unchanged = unchanged + 1 if genome.clusters[place] == order else 0
+            place = (place + 1) % len(genome.clusters)
+
+    def _propose(self, genome: Genome, spares: list[int]) -> list[list[Proposal]]:
+        slowest = [answer.slowest for answer in self._evaluate(genome.clusters)]
+        hidden = None
+        worth = self._worth(genome.clusters, self.seeds.period(genome.ceiling))
+        if self._hub.busy_share(worth.asked) > _BUSY:  # relays are what limits them
+            hidden = self.seeds.hidden
+            for place, order in enumerate(genome.clusters):
+                if relayed := relayed_places(order, hidden):
+                    slowest[place] = relayed[int(self._rng.integers(len(relayed)))]
+        return propose(genome.clusters, slowest, spares, self.seeds.max_stages, self._rng, hidden)
+
+    def _accept_best(self, genome: Genome, choices: Sequence[Proposal], total: "_Worth") -> "_Worth":
+        best, best_total, ceiling = None, total, self.seeds.period(genome.ceiling)
+        gain = 0.0
         for move in choices:
             num_more = len(move.orders) - len(move.places)
             if num_more > 0 and len(genome.clusters) + num_more > self._most:
                 continue
-            old = [genome.clusters[place] for place in move.places]
-            change = self._worth(move.orders, ceiling) - self._worth(old, ceiling)
+            old = self._worth([genome.clusters[place] for place in move.places], ceiling)
+            new = self._worth(move.orders, ceiling)
+            change, then = new.rate - old.rate, total.changed(old, new)
+            if max(total.asked, then.asked) > self._hub.upload:
+                change = self._hub.hold_back(*then) - self._hub.hold_back(*total)
             if change > gain:
-                best, gain = move, change
+                best, best_total, gain = move, then, change
         if best is not None:
             for place, order in zip(best.places, best.orders, strict=False):
                 genome.clusters[place] = order
             genome.clusters += best.orders[len(best.places) :]
+        return best_total
 
-    def _worth(self, orders: Sequence[NodeOrder], ceiling: float) -> float:
+    def _worth(self, orders: Sequence[NodeOrder], ceiling: float) -> "_Worth":
         """Batches per second under the ceiling; above it a steep slope leads back, not a cliff."""
-        worth = 0.0
+        worth = asked = 0.0
         for order in orders:
-            period = self._known[order][0]
+            period, _, hub_bytes = self._known[order]
             if self._most == 1:
-                worth += 1.0 / period
+                rate = 1.0 / period
             elif period <= ceiling:
-                worth += min(1.0 / period, self._ratio / ceiling)
+                rate = min(1.0 / period, self._ratio / ceiling)
             else:
-                worth += ceiling**3 / period**4
-            worth -= 1e-9 * len(order) / ceiling  # of equals, the one that leaves more spares
-        return worth
+                rate = ceiling**3 / period**4
+            # Of equals, the one that leaves more spares.
+            worth += rate - 1e-9 * len(order) / ceiling
+            asked += rate * hub_bytes
+        return _Worth(worth, asked)
+
+
+class _Draft(NamedTuple):
+    """A genome in the making: clusters it has, and a covering of the nodes that are left."""
+
+    kept: list[NodeOrder]
+    ceiling: int
+    covering: Covering
+
+
+class _Worth(NamedTuple):
+    """Batches per second of clusters, and the bytes per second they ask of the hub's line."""
+
+    rate: float
+    asked: float
+
+    def changed(self, old: "_Worth", new: "_Worth") -> "_Worth":
+        """Return it with some clusters replaced."""
+        return _Worth(self.rate - old.rate + new.rate, self.asked - old.asked + new.asked)

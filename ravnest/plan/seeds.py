@@ -12,15 +12,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from ravnest.plan.cost import Bools, Floats, Ints, LineCost, NodeTable
-from ravnest.plan.split import Splitter
-
-NodeOrder = tuple[int, ...]  # the nodes of a cluster, from the end of the line to its front
+from ravnest.plan.hub_line import HubLine, relayed_places
+from ravnest.plan.split import NodeOrder, Splitter
 
 _LEVEL_RATIO = 1.1  # between the target periods of neighbouring levels
 _LOG_RATIO = float(np.log(_LEVEL_RATIO))
 _SLACKS = (0.0, 0.05, 0.12, 0.25)  # capacity is an estimate: ask for more when it was not enough
 _WIDEST_RATIO = 32.0  # of target periods in one covering, when the speed ratio is not bounded
-_MOST_CEILINGS = 10
+_MOST_CEILINGS = 8
 _PROMISING = 0.8  # of the best estimate
 _SAMPLE = 256  # nodes that decide which target periods are worth trying
 
@@ -37,12 +36,15 @@ Covering = Generator[list[NodeOrder], list[float], list[NodeOrder]]
 
 
 class Seeds:
-    """Covers the nodes of a splitter at target periods."""
+    """Covers the nodes of a splitter at target periods; a lone cluster has the hub's line for itself."""
 
-    def __init__(self, splitter: Splitter) -> None:
+    def __init__(self, splitter: Splitter, hub: HubLine, is_alone: bool = False) -> None:
         self.splitter = splitter
+        self.hub = hub
+        self._is_alone = is_alone
         line, nodes = splitter.line, splitter.nodes
         self._bandwidth = np.minimum(nodes.upload, nodes.download)
+        self.hidden: list[bool] = (~nodes.reachable).tolist()
         self._weights = sum(total / max(1.0, total[-1]) for total in (line.parameters, line.flops)) / 2.0
         self.typical_stages = typical_stages(line, nodes)
         self.max_stages = min(line.config.max_stages, line.num_positions)
@@ -95,10 +97,13 @@ class Seeds:
         chosen = np.unique(np.linspace(0, len(tries) - 1, min(len(tries), _MOST_CEILINGS)).astype(int))
         return [grid[k] for k in tries[chosen]]
 
-    def cover(self, free: Ints, levels: range, rng: np.random.Generator, taste: Taste) -> Covering:
+    def cover(
+        self, free: Ints, levels: range, rng: np.random.Generator, taste: Taste, asked: float = 0.0
+    ) -> Covering:
         """Make disjoint clusters of free nodes, each as fast as one of the levels.
 
-        Yields orders and is sent their seconds, so that several coverings can be evaluated together.
+        Yields orders and is sent their seconds, so that several coverings can be evaluated together. Other
+        clusters ask for so many bytes per second of the hub's line already.
         """
         is_free = np.zeros(len(self._bandwidth), bool)
         is_free[free] = True
@@ -109,13 +114,16 @@ class Seeds:
                 capacity = capacity * (1.0 + taste.jitter * rng.standard_normal(capacity.shape[1]))
             for slack in _SLACKS:
                 able = np.flatnonzero(is_free & (capacity.max(axis=0) > 0.0))
-                filled = list(self._fill(able, capacity, target, 1.0 + slack, taste))
+                left = self.hub.upload - asked
+                filled = list(self._fill(able, capacity, target, 1.0 + slack, taste, left))
                 if not filled:
                     break
                 seconds = yield filled
                 made = [order for order, period in zip(filled, seconds, strict=True) if period <= target]
                 clusters += made
                 is_free[[node for order in made for node in order]] = False
+                if not self._is_alone:
+                    asked += sum(self._asked_by(order, target) for order in made)
                 if len(made) == len(filled):
                     break
         return clusters
@@ -129,14 +137,22 @@ class Seeds:
         """Share of the line each chosen node can host in time, as [inner, last, first] stage."""
         return self._roles.shares(self.period(level), chosen)
 
+    def _asked_by(self, order: NodeOrder, period: float) -> float:
+        """Return the bytes per second that a cluster asks of the hub's line."""
+        return self.hub.asked_by(len(relayed_places(order, self.hidden)), period)
+
     def _fill(
-        self, able: Ints, capacity: Floats, target: float, goal: float, taste: Taste
+        self, able: Ints, capacity: Floats, target: float, goal: float, taste: Taste, left: float
     ) -> Iterator[NodeOrder]:
-        """Fill one cluster after another until the nodes are used up."""
+        """Fill one cluster after another until the nodes are used up; relays until the line is."""
         stock = _Stock(able, capacity[:, able], ~self.splitter.nodes.reachable[able], taste.hidden_first)
-        stock.may_relay = target >= self.splitter.relay_floor
+        stock.most_relays = self.hub.most_relays(target, left)
         while (taken := self._take(stock, goal)) is not None:
-            yield self._arrange(*taken)
+            order = self._arrange(*taken)
+            yield order
+            if not self._is_alone and np.isfinite(left):
+                left -= self._asked_by(order, target)
+                stock.most_relays = self.hub.most_relays(target, left)
 
     def _take(self, stock: "_Stock", goal: float) -> tuple[int, list[int], int | None] | None:
         stock.begin()
@@ -233,12 +249,12 @@ class _Stock:
 
     def __init__(self, able: Ints, capacity: Floats, hidden: Bools, hidden_first: bool) -> None:
         self.ids: list[int] = able.tolist()
-        self.may_relay = False
+        self.most_relays: float = 0  # of the next cluster
         self._hidden_first = hidden_first
         self._hidden: list[bool] = hidden.tolist()
         self._capacity: list[list[float]] = capacity.tolist()
         self._used = [False] * len(self.ids)
-        self._room = 1  # for hidden nodes, in the cluster being filled
+        self._room: float = 1  # for hidden nodes, in the cluster being filled
         descending = np.argsort(-capacity[0], kind="stable")
         descending = descending[capacity[0][descending] > 0.0]
         queues = [descending[hidden[descending] == kind] for kind in (False, True)]
@@ -252,8 +268,11 @@ class _Stock:
         ]
 
     def begin(self) -> None:
-        """Start the next cluster: one hidden node needs no one between, each more needs one that is not."""
-        self._room = 1
+        """Start the next cluster: one hidden node needs no one between, each more needs one that is not.
+
+        Or it needs the hub, which can serve only so many.
+        """
+        self._room = 1 + self.most_relays
 
     def share(self, role: int, node: int) -> float:
         """Return what a node can host as inner (0), last (1) or first (2) stage."""
@@ -285,7 +304,7 @@ class _Stock:
         return self._use(self._inner[kinds[0]][self._heads[kinds[0]]])
 
     def _may_take(self, kind: int) -> bool:
-        return kind == 0 or self.may_relay or self._room > 0
+        return kind == 0 or self._room > 0
 
     def _head(self, kind: int) -> int | None:
         queue = self._inner[kind]

@@ -6,10 +6,10 @@ thousands of them. Orders run from the end of the line to its front, as depth do
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
-from numpy.lib.stride_tricks import sliding_window_view
+from numpy.lib.stride_tricks import as_strided
 
 from ravnest.errors import ConfigError
 from ravnest.plan.cost import (
@@ -26,6 +26,8 @@ from ravnest.plan.cost import (
 )
 from ravnest.plan.types import ModelProfile
 
+NodeOrder = tuple[int, ...]  # the nodes of a cluster, from the end of the line to its front
+
 _CHUNK_BYTES = 16e6  # of the tables that are worked on at once: what a processor's cache holds
 
 
@@ -37,6 +39,7 @@ class Splits:
     cuts: Ints  # [cluster, depth]: cuts[:, 0] is the end of the line, then down to 0
     slowest: Ints  # depth of the stage that limits each cluster
     is_starved: Bools  # windows too narrow for lack of memory set its pace
+    hub_bytes: Floats  # of a batch, that the hub sends for each cluster
 
 
 class Splitter:
@@ -48,7 +51,6 @@ class Splitter:
         self._costs = StageCosts(line, nodes) if keep else None
         busiest = np.maximum(line.send_after, line.send_before) / line.config.relay_bytes_per_second
         self._relay = busiest.astype(np.float32)
-        self.relay_floor = float(busiest[1:-1].min(initial=np.inf))  # fastest batch through the hub
 
     def stage_seconds(self, depth: int) -> Floats32:
         """Seconds per batch of every stage at this depth, [node, length - 1, start]."""
@@ -73,10 +75,10 @@ class Splitter:
                 break
             again = self._solve_sorted(table[starved], lengths[starved], per_hop)
             better = again.seconds < best.seconds[starved]
-            for name in ("seconds", "cuts", "slowest", "is_starved"):
-                getattr(best, name)[starved[better]] = getattr(again, name)[better]
+            for each in fields(Splits):
+                getattr(best, each.name)[starved[better]] = getattr(again, each.name)[better]
         back = np.argsort(ranking, kind="stable")
-        return Splits(best.seconds[back], best.cuts[back], best.slowest[back], best.is_starved[back])
+        return Splits(*(getattr(best, each.name)[back] for each in fields(Splits)))
 
     def _solve_sorted(self, table: Ints, lengths: Ints, per_hop: int) -> Splits:
         cuts, fits = np.zeros((len(table), table.shape[1] + 1), np.int64), np.zeros(len(table), bool)
@@ -89,7 +91,8 @@ class Splitter:
         times = timing(self.line, self.nodes, Rows(table, lengths, cuts))
         pace = times.stage.max(axis=1, initial=0.0) * (1.0 + times.deaths)
         seconds = np.where(fits, times.seconds, np.inf)
-        return Splits(seconds, cuts, times.stage.argmax(axis=1), times.seconds > 1.01 * pace)
+        is_starved = times.seconds > 1.01 * pace
+        return Splits(seconds, cuts, times.stage.argmax(axis=1), is_starved, times.hub_bytes)
 
     def _chunk(self, size: int) -> int:
         """Return how many clusters of so many nodes are cut at once."""
@@ -113,7 +116,7 @@ class Splitter:
                 relayed = hidden[:active, k] & hidden[:active, k - 1]
                 ahead[:, : length + 1] = np.maximum(reach[:active], relayed[:, None] * self._relay)
             # [cluster, length - 1, start]: the reach at the stop of each interval
-            behind = sliding_window_view(ahead[:, 1:], length, axis=1)
+            behind = _windows(ahead[:, 1:], length)
             np.maximum(stage, behind, out=stage)
             stages.append(stage)
             stage.min(axis=1, out=reach[:active, :-1])
@@ -134,6 +137,13 @@ class Splitter:
             longer = stages[k][np.arange(active), :, start].argmin(axis=1)
             cuts[:active, k] = np.minimum(start + 1 + longer, length)
         return cuts
+
+
+def _windows(rows: Floats32, length: int) -> Floats32:
+    """Return all windows of each row, [row, start, length], as a view."""
+    shape = (rows.shape[0], rows.shape[1] - length + 1, length)
+    along, across = rows.strides
+    return as_strided(rows, shape, (along, across, across), writeable=False)
 
 
 _EQUAL_WORK = 1.15  # links are slower than PCs: a little more work beats several times the bytes

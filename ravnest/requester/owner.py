@@ -24,7 +24,7 @@ from ravnest.hub.service.data_service import Fields, Parts, StagePart
 from ravnest.model.blueprint import Program
 from ravnest.model.blueprint_json import write_blueprint
 from ravnest.model.capture import Captured
-from ravnest.model.safetensors_header import FileTensor, read_tensors
+from ravnest.model.safetensors_header import FileTensor, StoredType, read_tensors
 from ravnest.model.slicing import slice_blueprint
 from ravnest.model.state_dict import OPTIMIZER_PREFIX, check_snapshot, check_type, order_entries
 from ravnest.model.state_source import (
@@ -36,10 +36,11 @@ from ravnest.model.state_source import (
     write_pieces,
 )
 from ravnest.model.stored_source import StorageError, StoredSource
-from ravnest.protocol.tensors import Buffer
+from ravnest.protocol.tensors import EMA_SLOT, Buffer
 from ravnest.requester import checkpoint_store
 from ravnest.requester.checkpoint_store import Checkpoint, Checkpoints, Fingerprint
 from ravnest.requester.faulty_samples import SampleInspector
+from ravnest.requester.first_weights import FittedSource
 from ravnest.requester.job import Job
 from ravnest.requester.job_file import users_code
 from ravnest.requester.result import Best, Result
@@ -179,11 +180,22 @@ class JobOwner:
         if evaluated is not None and (best is None or evaluated["val_loss"] <= best.loss):
             epoch, loss = int(evaluated["epoch"]), evaluated["val_loss"]
             best = Best(*facts, state, history, epoch=epoch, loss=loss)
-        result = Result(*facts, state, history, best=best)
+        result = Result(*facts, state, history, best=best, ema=self._find_ema(history))
         if self._deliver is not None:
             self._deliver(result)
         self.result = result
         return result
+
+    def _find_ema(self, history: Sequence[Mapping[str, float]]) -> Result | None:
+        """Return the model with the means of its weights over time, if they were kept."""
+        entries = {f"{OPTIMIZER_PREFIX}{EMA_SLOT}/{x.name}": x for x in self._captured.blueprint.state}
+        slots = {entry.name: slot for slot, entry in entries.items() if slot in self._source.types}
+        if not slots:
+            return None
+        types = {name: StoredType(entries[slot].dtype, entries[slot].shape) for name, slot in slots.items()}
+        means = FittedSource(self._source, slots, types)
+        state = SourceTensors(LayeredSource(means, self._source))
+        return Result(self.job.model, self._captured.blueprint, state, history)
 
     def _find_best(self) -> Best | None:
         """Return what the checkpoint with the lowest validation loss holds, if there is one."""

@@ -11,7 +11,6 @@ from ravnest.plan.forecast import forecast
 from ravnest.plan.formation import form_plan
 from ravnest.plan.populations import population
 from ravnest.plan.profiles import builtin_profile
-from ravnest.plan.search import best_rate
 from ravnest.plan.types import Swarm
 
 CONFIG = PlanConfig(overhead_bytes=0)
@@ -79,22 +78,6 @@ def test_large_swarms_are_searched_by_neighbourhood_and_use_every_region():
 def test_an_empty_swarm_is_a_plan_error():
     with pytest.raises(PlanError, match="no nodes have joined"):
         form_plan(even_model(), Swarm(()), CONFIG)
-
-
-def test_best_rate_against_a_plain_loop():
-    import numpy as np
-
-    rng = np.random.default_rng(0)
-    for _ in range(200):
-        periods = rng.lognormal(0, 1.5, size=rng.integers(1, 9))
-        ratio = float(rng.choice([1.0, 2.0, 4.0, 100.0]))
-        totals = {
-            slowest: sum(min(1 / period, ratio / slowest) for period in periods if period <= slowest)
-            for slowest in periods
-        }
-        rate, kept = best_rate(periods, ratio)
-        assert rate == pytest.approx(max(totals.values()))
-        assert totals[kept] == pytest.approx(rate)
 
 
 def test_the_forecast_says_what_deaths_cost():

@@ -1,0 +1,100 @@
+"""The hub's line: which clusters are worth what they ask of it, and orders that spare it."""
+
+from dataclasses import replace
+from itertools import combinations, pairwise
+
+import numpy as np
+import pytest
+from support.plan_world import SIMPLE, even_model, node, swarm_of
+
+from ravnest.config import SearchBudget, WireChoice
+from ravnest.plan.cost import LineCost
+from ravnest.plan.forecast import forecast
+from ravnest.plan.formation import form_plan
+from ravnest.plan.hub_line import HubLine, alternate, choose_clusters, relayed_places
+
+UNCOUNTED = HubLine(np.inf, 1.0, 1.0, 0.0)
+
+
+def test_chosen_clusters_against_a_plain_loop():
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        periods = rng.lognormal(0, 1.5, size=rng.integers(1, 9))
+        ratio = float(rng.choice([1.0, 2.0, 4.0, 100.0]))
+        totals = {
+            slowest: sum(min(1 / period, ratio / slowest) for period in periods if period <= slowest)
+            for slowest in periods
+        }
+        rate, kept = choose_clusters(periods, np.ones(len(periods)), ratio, UNCOUNTED)
+        assert rate == pytest.approx(max(totals.values()))
+        assert totals[periods[kept].max()] == pytest.approx(rate)
+
+
+def test_clusters_that_ask_too_much_of_the_line_are_left_out():
+    rng = np.random.default_rng(1)
+    for _ in range(100):
+        count = int(rng.integers(1, 7))
+        periods = rng.lognormal(0, 0.3, size=count)
+        asked = 1.0 + rng.integers(0, 4, size=count) * 10.0
+        hub = HubLine(float(rng.choice([1.0, 5.0, 20.0])), 1.0, 10.0, 0.0)
+        rate, kept = choose_clusters(periods, asked, 100.0, hub)
+        assert kept.any()
+        assert rate == pytest.approx(_rate_of(periods[kept], asked[kept], hub))
+        sets = (list(each) for size in range(1, count + 1) for each in combinations(range(count), size))
+        best = max(_rate_of(periods[each], asked[each], hub) for each in sets)
+        assert rate >= 0.9 * best  # they are chosen one after another
+
+
+def _rate_of(periods, asked, hub):
+    return (1 / periods).sum() / max(1.0, (asked / periods).sum() / hub.upload)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_alternating_puts_as_few_hidden_nodes_side_by_side_as_can_be(seed):
+    rng = np.random.default_rng(seed)
+    hidden = (rng.random(9) < 0.6).tolist()
+    order = tuple(rng.permutation(9)[: int(rng.integers(1, 10))].tolist())
+    made = alternate(order, hidden)
+    assert sorted(made) == sorted(order)
+    num_hidden = sum(hidden[each] for each in order)
+    fewest = max(0, num_hidden - 1 - (len(order) - num_hidden))
+    assert len(relayed_places(made, hidden)) == fewest
+    for kind in (True, False):
+        same = [each for each in order if hidden[each] == kind]
+        assert [each for each in made if hidden[each] == kind] == same
+
+
+def test_relays_are_as_many_as_the_line_carries():
+    model = even_model(crossing_mb=1.0)
+    config = replace(SIMPLE, hub_bytes_per_second=12e6, relay_bytes_per_second=1e6)
+    hub = HubLine.of(LineCost(model, config, is_averaged=False))
+    assert hub.sample_bytes == 2e6
+    assert hub.relay_bytes == 1e6  # 0.5 MB each way in bf16
+    assert hub.most_relays(0.4, hub.upload) == 0  # a pair alone needs longer
+    assert hub.most_relays(0.5, hub.upload) == 4  # 6 MB, less the samples
+    assert hub.most_relays(0.5, 3e6) == 0
+    assert hub.asked_by(4, 0.5) == 12e6
+    assert UNCOUNTED.most_relays(1.0, np.inf) == np.inf
+
+
+def test_a_plan_spares_a_slow_hub():
+    """Six PCs are needed, three of them hidden: with a slow hub no two of those are neighbours."""
+    model = even_model(num_positions=12, parameter_mb=40, crossing_mb=1.0)
+    hidden = [node(f"h{k}", 500, is_reachable=False) for k in range(6)]
+    visible = [node(f"v{k}", 500, gflops=50) for k in range(3)]
+    swarm = swarm_of(*hidden, *visible)
+    config = replace(SIMPLE, activations=WireChoice.BF16, relay_bytes_per_second=1e9)
+    free, counted = (replace(config, hub_bytes_per_second=upload) for upload in (0.0, 3e7))
+    blind, aware = (form_plan(model, swarm, each, budget=SearchBudget(200)) for each in (free, counted))
+    assert _num_relays(aware, swarm) < _num_relays(blind, swarm)
+    then, now = (forecast(each, model, swarm, counted).samples_per_second for each in (blind, aware))
+    assert now > then
+
+
+def _num_relays(plan, swarm):
+    hidden = {each.name for each in swarm.nodes if not each.is_reachable}
+    return sum(
+        one.node in hidden and other.node in hidden
+        for cluster in plan.clusters
+        for one, other in pairwise(cluster.stages)
+    )
