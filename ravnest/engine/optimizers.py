@@ -224,6 +224,14 @@ class Optimizer:
                 self._follow(names, after, self.settings.ema)
         return changed
 
+    def _follow(self, names: list[str], weights: list[Tensor], kept: float) -> None:
+        """Let the means of weights over time follow them; they begin with the first weights."""
+        self._ema.update(
+            (name, x.float().clone()) for name, x in zip(names, weights, strict=True) if name not in self._ema
+        )
+        means = [self._ema[name] for name in names]
+        torch._foreach_lerp_(means, cast_together(weights, torch.float32), 1 - kept)
+
     def _change(self, group: Group, work: _Work, lag: float) -> None:
         """Apply one update to some tensors, or to a piece of one."""
         work.gradients = cast_together(work.gradients, work.parameters[0].dtype)
@@ -233,14 +241,6 @@ class Optimizer:
         self._apply(group.rule, work)
         if start:
             self._predict(group.rule, work, start, lag)
-
-    def _follow(self, names: list[str], weights: list[Tensor], kept: float) -> None:
-        """Let the means of weights over time follow them; they begin with the first weights."""
-        self._ema.update(
-            (name, x.float().clone()) for name, x in zip(names, weights, strict=True) if name not in self._ema
-        )
-        means = [self._ema[name] for name in names]
-        torch._foreach_lerp_(means, cast_together(weights, torch.float32), 1 - kept)
 
     def _predict(self, rule: OptimizerRule, work: _Work, start: list[Tensor], lag: float) -> None:
         """Repeat the last move as momentum will, weaker each time. Weight decay is not predicted."""

@@ -118,7 +118,8 @@ class Job:
         if self.val_samples is not None:
             self.val_samples.check_like(self.samples)
             self.val_samples.check_some()
-        wishes = CaptureWishes(self.name, self.inputs, self.is_padded, tell=tell)
+        is_padded = True if self.is_padded is None and self.samples.padding else self.is_padded
+        wishes = CaptureWishes(self.name, self.inputs, is_padded, tell=tell)
         captured = capture_as(self.model, batch, self.loss, self.metrics, wishes)
         if not captured.batch_loss.is_cuttable and self.microbatches not in ("auto", 1):
             raise ConfigError(f"microbatches is {self.microbatches}, but {captured.batch_loss.note}")
