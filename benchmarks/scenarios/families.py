@@ -187,7 +187,8 @@ def _train_in_two(model: Any, batch: dict[str, Any]) -> None:
         expected = model.train()(**batch).loss
     expected.backward()
     _check_close("the loss", expected.detach(), loss.detach(), float(expected.detach().abs()))
-    wanted = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+    trained = model.named_parameters()
+    wanted = {name: each.grad for name, each in trained if each.grad is not None and each.numel()}
     largest = max(float(each.abs().max()) for each in wanted.values())
     for name, gradient in wanted.items():
         if name not in state:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from statistics import NormalDist
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -46,6 +47,11 @@ _SWITCHES = (
 )
 
 
+# They draw with Python whether a layer is dropped.
+_PYTHON_LAYERDROP = ("musicgen.modeling_musicgen", "musicgen_melody.modeling_musicgen_melody")
+_NEVER_DROPPING = SimpleNamespace(uniform=lambda low, high: high)
+
+
 @contextlib.contextmanager
 def switched_off(model: nn.Module) -> Iterator[tuple[str, ...]]:
     """Switch off what no program can do, with what to tell of it; afterwards all is as it was."""
@@ -62,27 +68,26 @@ def switched_off(model: nn.Module) -> Iterator[tuple[str, ...]]:
                     vars(owner)[name] = switch.off  # a configuration checks what is set
                     notes[switch.note] = None
     try:
-        yield tuple(notes)
+        with contextlib.ExitStack() as stack:
+            for where in _PYTHON_LAYERDROP:
+                drawing = sys.modules.get(f"transformers.models.{where}")
+                if drawing is not None:
+                    stack.enter_context(replaced(drawing, "random", _NEVER_DROPPING))
+            yield tuple(notes)
     finally:
         for owner, name, number in held:
             vars(owner)[name] = number
 
 
 @contextlib.contextmanager
-def plain_transformers(has_mask: bool) -> Iterator[Collection[str]]:
+def plain_transformers(fields: Collection[str]) -> Iterator[Collection[str]]:
     """Let such models run for export as they train; what there is to tell of it is known afterwards."""
     notes: dict[str, None] = {}
     with contextlib.ExitStack() as stack:
         masking = sys.modules.get("transformers.masking_utils")
-        if masking is not None and not has_mask:
-            # Outside of export they say "causal" instead of building a mask, when no sample is padded.
-            ignore = getattr(masking, "_ignore_causal_mask_sdpa", None)
-            if ignore is not None:
-                stack.enter_context(replaced(masking, ignore.__name__, _without_tracing(ignore)))
-            if hasattr(masking, "find_packed_sequence_indices"):
-                stack.enter_context(replaced(masking, "find_packed_sequence_indices", lambda *_, **__: None))
-        if masking is not None and hasattr(masking, "_vmap_expansion_sdpa"):
-            stack.enter_context(replaced(masking, "_vmap_expansion_sdpa", _mask_all_at_once))
+        if masking is not None:
+            has_mask = "attention_mask" in fields or "position_ids" in fields
+            stack.enter_context(_plain_masks(masking, has_mask))
         experts = sys.modules.get("transformers.integrations.moe")
         if experts is not None:
             run = partial(_run_all_experts, notes)
@@ -96,7 +101,23 @@ def plain_transformers(has_mask: bool) -> Iterator[Collection[str]]:
             if owner is not None:
                 stack.enter_context(replaced(getattr(owner, kind) if kind else owner, name, plain))
         stack.enter_context(replaced(torch, "rand", _keep_layers(torch.rand)))
+        if "global_attention_mask" not in fields:
+            stack.enter_context(_local_attention())
         yield notes.keys()
+
+
+@contextlib.contextmanager
+def _plain_masks(masking: ModuleType, has_mask: bool) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        ignore = getattr(masking, "_ignore_causal_mask_sdpa", None)
+        if ignore is not None and not has_mask:
+            # Outside of export they say "causal" instead of building a mask, when no sample is padded.
+            stack.enter_context(replaced(masking, ignore.__name__, _without_tracing(ignore)))
+        if hasattr(masking, "find_packed_sequence_indices") and not has_mask:
+            stack.enter_context(replaced(masking, "find_packed_sequence_indices", lambda *_, **__: None))
+        if hasattr(masking, "_vmap_expansion_sdpa"):
+            stack.enter_context(replaced(masking, "_vmap_expansion_sdpa", _mask_all_at_once))
+        yield
 
 
 def _without_tracing(ignore: Callable[..., bool]) -> Callable[..., bool]:
@@ -138,6 +159,33 @@ def _keep_layers(rand: Callable[..., Any]) -> Callable[..., Any]:
         return 1.0 if is_one and not options and caller.startswith("transformers.") else drawn
 
     return draw
+
+
+@contextlib.contextmanager
+def _local_attention() -> Iterator[None]:
+    """Let Longformer and LED not ask whether a token of the batch sees all others: none does unless told.
+
+    They divide lengths as tensors, too, and read them out again.
+    """
+    read, divide = torch.Tensor.item, torch.div
+
+    def is_theirs() -> bool:
+        caller = sys._getframe(2).f_globals.get("__name__", "")
+        return caller.endswith((".modeling_longformer", ".modeling_led"))
+
+    def item(tensor: torch.Tensor) -> Any:
+        return False if is_theirs() and tensor.dtype is torch.bool else read(tensor)
+
+    def div(one: Any, other: Any, **options: Any) -> Any:
+        is_length = isinstance(one, int) and isinstance(other, int) and is_theirs()
+        return one // other if is_length else divide(one, other, **options)
+
+    torch.Tensor.item = item  # type: ignore[method-assign]
+    try:
+        with replaced(torch, "div", div):
+            yield
+    finally:
+        del torch.Tensor.item
 
 
 def _run_all_experts(
