@@ -39,6 +39,7 @@ LAYERDROP = Switch(
 )
 _SWITCHES = (
     LAYERDROP,
+    Switch(("moe_token_dropout",), 0.0, "dropout of tokens behind experts is switched off"),
     Switch(
         ("altup_coef_clip",),
         None,
@@ -196,19 +197,25 @@ def _run_all_experts(
     How many tokens an expert gets depends on the numbers in a batch, so a program cannot say it. What experts
     that were not chosen compute is multiplied by zero.
     """
-    number, num_tokens = experts.num_experts, hidden.shape[0]
+    number = experts.num_experts
     times = number / chosen.shape[-1]
     notes[f"all {number} experts compute every token, {times:.3g} times the work of the chosen ones"] = None
-    # One more for "no expert", which some models choose.
-    weights = torch.zeros(num_tokens, number + 1, dtype=shares.dtype, device=shares.device)
-    weights = weights.scatter_add(1, chosen, shares)[:, :number]
     name = "gate_up_proj" if experts.has_gate else "up_proj"
     made = _project(experts, name, hidden.expand(number, *hidden.shape))
     made = experts._apply_gate(made) if experts.has_gate else experts.act_fn(made)
     made = _project(experts, "down_proj", made)
     if experts.has_post_expert_norm:
         made = experts.post_expert_norm(made)
-    return (made * weights.t().unsqueeze(-1)).sum(dim=0).to(hidden.dtype)
+    return _sum_of_chosen(made, chosen, shares).to(hidden.dtype)
+
+
+def _sum_of_chosen(made: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+    """Return for each token the sum of what its experts made, weighed; `made` has all experts in front."""
+    number, num_tokens = made.shape[:2]
+    # One more for "no expert", which some models choose.
+    weights = torch.zeros(num_tokens, number + 1, dtype=shares.dtype, device=shares.device)
+    weights = weights.scatter_add(1, chosen, shares)[:, :number]
+    return (made * weights.t().unsqueeze(-1)).sum(dim=0)
 
 
 def _project(experts: Any, name: str, given: torch.Tensor) -> torch.Tensor:
@@ -259,13 +266,57 @@ def _shift_right(ids: torch.Tensor, pad_token_id: int) -> torch.Tensor:
     return torch.cat([ids.gather(1, last), ids[:, :-1]], dim=1)
 
 
+def _run_dbrx_experts(
+    module: Any, hidden: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor
+) -> torch.Tensor:
+    """Run all experts for all tokens, from weights that lie in one matrix."""
+    shape = (module.num_experts, module.ffn_hidden_size, module.hidden_size)
+    first, second, last = (getattr(module.mlp, name).view(shape) for name in ("w1", "v1", "w2"))
+    given = hidden.reshape(1, -1, module.hidden_size).expand(module.num_experts, -1, -1)
+    gate = module.mlp.activation_fn(torch.bmm(given, first.transpose(1, 2)))
+    made = torch.bmm(gate * torch.bmm(given, second.transpose(1, 2)), last)
+    return _sum_of_chosen(made, chosen, shares).view(hidden.shape[0], -1, module.hidden_size)
+
+
+def _run_nllb_experts(
+    module: Any, hidden: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor
+) -> torch.Tensor:
+    """Run all experts for all tokens, each a module of its own."""
+    made = torch.stack([expert(hidden) for name, expert in module.items() if name.startswith("expert_")])
+    weights = torch.nn.functional.one_hot(chosen, module.num_experts).to(shares.dtype) * shares.unsqueeze(-1)
+    return (made * weights.sum(dim=1).t().unsqueeze(-1)).sum(dim=0).to(hidden.dtype)
+
+
+def _route_jetmoe(module: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Sort tokens by their experts; how many each gets stays in a tensor."""
+    logits = module.layer(hidden).float()
+    highest, chosen = logits.topk(module.top_k, dim=1)
+    gates = torch.softmax(highest, dim=1).type_as(hidden)
+    sizes = torch.nn.functional.one_hot(chosen.flatten(), module.num_experts).sum(dim=0)
+    order = chosen.flatten().sort(0)[1]
+    return order, order // module.top_k, gates.flatten()[order], sizes, logits
+
+
+def _run_jetmoe_experts(module: Any, given: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+    """Run all experts for all rows, and keep of each row that of its expert: rows are sorted by experts."""
+    rows = torch.arange(given.shape[0], device=given.device)
+    own = (rows.unsqueeze(1) >= sizes.cumsum(0)).sum(dim=1)
+    made = torch.bmm(given.expand(module.num_experts, *given.shape), module.weight.transpose(1, 2))
+    is_own = own == torch.arange(module.num_experts, device=given.device).unsqueeze(1)
+    return (made * is_own.unsqueeze(-1)).sum(dim=0)
+
+
 # The module under transformers.models, the class or "", the name, and what runs instead.
 _PLAIN_CODE: tuple[tuple[str, str, str, Callable[..., Any]], ...] = (
+    ("dbrx.modeling_dbrx", "DbrxExperts", "forward", _run_dbrx_experts),
     ("fnet.modeling_fnet", "FNetBasicFourierTransform", "forward", _transform),
     # Without padding they leave out the mask, and look at the numbers of the batch for it.
     ("fsmt.modeling_fsmt", "", "make_padding_mask", lambda ids, padding_idx=1: ids.eq(padding_idx)),
     ("fsmt.modeling_fsmt", "", "shift_tokens_right", _shift_right),
     ("gemma3n.modeling_gemma3n", "Gemma3nTextMLP", "_gaussian_topk", _cut_below_quantile),
+    ("jetmoe.modeling_jetmoe", "JetMoeTopKGating", "forward", _route_jetmoe),
+    ("jetmoe.modeling_jetmoe", "JetMoeParallelExperts", "forward", _run_jetmoe_experts),
+    ("nllb_moe.modeling_nllb_moe", "NllbMoeExperts", "forward", _run_nllb_experts),
     # For export they do not make the mask that they need.
     ("switch_transformers.modeling_switch_transformers", "", "is_torchdynamo_compiling", lambda: False),
     ("xmod.modeling_xmod", "XmodOutput", "lang_adapter", _adapt_languages),
