@@ -39,7 +39,38 @@ def _gather_strided(
     return in_memory.reshape(-1)[places]
 
 
-_OURS = {torch.ops.aten.as_strided.default: _gather_strided}
+def _fill_masked(
+    given: torch.Tensor, indices: Sequence[torch.Tensor], values: torch.Tensor, accumulate: bool = False
+) -> torch.Tensor:
+    """Return what a write of the same to all of x[mask] leaves, without asking how many places that are."""
+    (mask,) = indices
+    if values.ndim > given.ndim - mask.ndim or accumulate:
+        raise NotImplementedError("a write of rows to x[mask]")
+    mask = mask.reshape(*mask.shape, *[1] * (given.ndim - mask.ndim))
+    return torch.where(mask, values.to(given.dtype), given)
+
+
+def _fill_masked_(
+    given: torch.Tensor, indices: Sequence[torch.Tensor], values: torch.Tensor, accumulate: bool = False
+) -> torch.Tensor:
+    return given.copy_(_fill_masked(given, indices, values, accumulate))
+
+
+_OURS = {
+    torch.ops.aten.as_strided.default: _gather_strided,
+    torch.ops.aten.index_put.default: _fill_masked,
+    torch.ops.aten.index_put_.default: _fill_masked_,
+}
+
+
+def writes_by_mask(node: fx.Node) -> bool:
+    """Return whether a call writes to x[mask]: a provider's dry run cannot say to how many places."""
+    if node.target not in (torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default):
+        return False
+    indices = node.args[1]
+    assert isinstance(indices, list | tuple)
+    found = [each.meta["val"] for each in indices if isinstance(each, fx.Node)]
+    return any(isinstance(each, torch.Tensor) and each.dtype is torch.bool for each in found)
 
 
 def decompose(node: fx.Node) -> tuple[fx.GraphModule, list[fx.Node]] | None:

@@ -318,6 +318,7 @@ _PLAIN_CODE: tuple[tuple[str, str, str, Callable[..., Any]], ...] = (
     ("jetmoe.modeling_jetmoe", "JetMoeParallelExperts", "forward", _run_jetmoe_experts),
     ("nllb_moe.modeling_nllb_moe", "NllbMoeExperts", "forward", _run_nllb_experts),
     # For export they do not make the mask that they need.
+    ("longt5.modeling_longt5", "", "is_torchdynamo_compiling", lambda: False),
     ("switch_transformers.modeling_switch_transformers", "", "is_torchdynamo_compiling", lambda: False),
     ("xmod.modeling_xmod", "XmodOutput", "lang_adapter", _adapt_languages),
 )
