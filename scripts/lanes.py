@@ -34,7 +34,10 @@ def benchmark(name: str) -> Command:
 
 
 LANES: dict[str, list[Command]] = {
-    "waits": [(*PYTEST, *WAITING, *leave_out(LEARNING)), benchmark("allreduce"), benchmark("quality")],
+    "waits": [
+        (*PYTEST, *WAITING, *leave_out(LEARNING)),
+        *map(benchmark, ("allreduce", "quality", "gallery")),
+    ],
     "measures": [*map(benchmark, ("soak", "recovery", "pipeline", "memory")), (*PYTEST, *LEARNING)],
     "decides": [("scripts/check",), (*PYTEST, *DECIDING), benchmark("plan"), benchmark("noise")],
     "computes": [

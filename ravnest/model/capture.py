@@ -31,6 +31,7 @@ from ravnest.model.blueprint import CONSTANT, Blueprint, StateEntry
 from ravnest.model.blueprint_json import read_blueprint, write_blueprint
 from ravnest.model.capture_errors import refuse_error
 from ravnest.model.complex_pairs import complex_as_pairs
+from ravnest.model.embedding_bags import plain_bags
 from ravnest.model.export_hazards import replaced, traps
 from ravnest.model.huggingface import PLAIN_FUNCTIONS, plain_transformers, switched_off
 from ravnest.model.initialiser import keep_first_values
@@ -121,7 +122,7 @@ def _capture(whole: ModelWithLoss, fields: dict[str, torch.Tensor], wishes: Capt
         is_short = wishes.self_test and _count(whole) <= _MOST_COMPARED and _is_costly(whole, fields)
         tried = _Tried(find_rows(fields) if is_short else None, {})
     tell("it is exported")
-    with plain_transformers(fields.keys()) as told:
+    with plain_transformers(fields.keys()) as told, plain_bags():
         programs = _export_both(whole, fields, is_empty, tried.rows)
     blueprint, state = _join(wishes.name or type(whole.model).__name__, whole, programs)
     batch_loss = BatchLoss.MEAN

@@ -114,11 +114,21 @@ def _plain_masks(masking: ModuleType, has_mask: bool) -> Iterator[None]:
         if ignore is not None and not has_mask:
             # Outside of export they say "causal" instead of building a mask, when no sample is padded.
             stack.enter_context(replaced(masking, ignore.__name__, _without_tracing(ignore)))
-        if hasattr(masking, "find_packed_sequence_indices") and not has_mask:
-            stack.enter_context(replaced(masking, "find_packed_sequence_indices", lambda *_, **__: None))
+        if hasattr(masking, "find_packed_sequence_indices"):
+            number_rows = _number_packed_rows if has_mask else lambda *_, **__: None
+            stack.enter_context(replaced(masking, "find_packed_sequence_indices", number_rows))
         if hasattr(masking, "_vmap_expansion_sdpa"):
             stack.enter_context(replaced(masking, "_vmap_expansion_sdpa", _mask_all_at_once))
         yield
+
+
+def _number_packed_rows(position_ids: torch.Tensor) -> torch.Tensor:
+    """Return which of the texts in a packed row each token is of: one begins where positions do not go on.
+
+    It is their rule, in operators that providers run.
+    """
+    steps = position_ids[:, 1:] - position_ids[:, :-1]
+    return torch.cat([torch.zeros_like(position_ids[:, :1]), (steps != 1).long()], dim=-1).cumsum(-1)
 
 
 def _without_tracing(ignore: Callable[..., bool]) -> Callable[..., bool]:

@@ -23,7 +23,7 @@ LEVELS = (
 _LARGEST_CODE = 127
 _STEPS = 2048  # of the table from numbers to codes, for one scale
 _MARGIN = 16  # steps beyond one scale: it is rounded, maybe to less than the number it is of
-_CHUNK_BLOCKS = {"cpu": 1 << 14, "cuda": 1 << 19}  # at once: what is made on the way is small, or in a cache
+_CHUNK_BLOCKS = {"cpu": 1 << 12, "cuda": 1 << 18}  # at once: what is made on the way is small, or in a cache
 
 
 def quantise(tensor: Tensor, form: FrozenFormat) -> Tensor:
@@ -40,16 +40,20 @@ def quantise(tensor: Tensor, form: FrozenFormat) -> Tensor:
 def dequantise(blocks: Tensor, form: FrozenFormat, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Return the tensor of this shape that the blocks are of; the result has no gradient."""
     found = torch.empty((len(blocks), FROZEN_BLOCK_ITEMS), dtype=dtype, device=blocks.device)
+    scales = blocks[:, -FROZEN_SCALE_BYTES:].view(torch.bfloat16).to(dtype)
+    codes = blocks[:, :-FROZEN_SCALE_BYTES]
     chunk = _CHUNK_BLOCKS.get(blocks.device.type, len(blocks) or 1)
-    for part, out in zip(torch.split(blocks, chunk), torch.split(found, chunk), strict=True):
-        scales = part[:, -FROZEN_SCALE_BYTES:].view(torch.bfloat16).to(dtype)
-        codes = part[:, :-FROZEN_SCALE_BYTES]
-        if form is FrozenFormat.INT8:
-            torch.mul(codes.view(torch.int8), scales, out=out)
-        else:
-            pairs = _table_of_pairs(dtype, blocks.device)
-            levels = torch.index_select(pairs, 0, codes.reshape(-1).int())
-            torch.mul(levels.view(dtype).view(-1, FROZEN_BLOCK_ITEMS), scales, out=out)
+    parts = [torch.split(each, chunk) for each in (codes, scales, found)]
+    if form is FrozenFormat.INT8:
+        for part, scale, out in zip(*parts, strict=True):
+            out.copy_(part.view(torch.int8)).mul_(scale)
+    else:
+        pairs = _table_of_pairs(dtype, blocks.device)
+        places = torch.empty_like(parts[0][0], dtype=torch.int32)  # one for all: new memory is slow
+        for part, scale, out in zip(*parts, strict=True):
+            index = places[: len(part)].copy_(part).view(-1)
+            torch.index_select(pairs, 0, index, out=out.view(-1).view(pairs.dtype))
+            out.mul_(scale)
     return found.view(-1)[: prod(shape)].view(shape)
 
 

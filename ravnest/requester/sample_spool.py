@@ -18,7 +18,7 @@ from torch import Tensor
 from ravnest.errors import ConfigError
 from ravnest.units import show_bytes
 
-Parts = Mapping[str, Tensor] | tuple[Tensor, ...]
+SampleParts = Mapping[str, Tensor] | tuple[Tensor, ...]
 
 _SPARED_BYTES = 1 << 30  # of the disk, for everything else
 _LOOK_BYTES = 1 << 26  # so often the room on the disk is looked at
@@ -49,7 +49,7 @@ class SampleSpool:
         """What all samples take on disk."""
         return self._ends[-1]
 
-    def append(self, sample: Parts) -> None:
+    def append(self, sample: SampleParts) -> None:
         """Keep a sample, or say that there is no room for it."""
         named = sample if isinstance(sample, Mapping) else {f"{place}": x for place, x in enumerate(sample)}
         parts = [
@@ -73,7 +73,7 @@ class SampleSpool:
         self._kinds.append(len(self._heads) - 1)
         self._ends.append(self.num_bytes + len(content))
 
-    def __getitem__(self, index: int) -> Parts:
+    def __getitem__(self, index: int) -> SampleParts:
         start, stop = self._ends[index], self._ends[index + 1]
         assert self._file is not None
         self._file.seek(start)

@@ -83,6 +83,29 @@ class MaskedRows(Subject):
         return x
 
 
+class Bags(Subject):
+    """Numbers of embeddings in rows, one of them padding, and with weights of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = nn.EmbeddingBag(6, 6)
+        self.sum = nn.EmbeddingBag(6, 6, mode="sum", padding_idx=5)
+        self.padded_mean, self.max = nn.EmbeddingBag(6, 6, padding_idx=-1), nn.EmbeddingBag(6, 6, mode="max")
+
+    def mix(self, x: Tensor, places: Tensor) -> Tensor:
+        weighted = self.sum(places, per_sample_weights=x[:, :3].sigmoid())
+        return x + self.mean(places) + weighted + self.padded_mean(places) + self.max(places)
+
+
+class BagsByOffsets(Subject):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bags = nn.EmbeddingBag(6, 6)
+
+    def mix(self, x: Tensor, places: Tensor) -> Tensor:
+        return x + self.bags(places.flatten(), 3 * torch.arange(places.shape[0]))
+
+
 class Inverted(Subject):
     def mix(self, x: Tensor, places: Tensor) -> Tensor:
         return x @ torch.linalg.pinv(self.last.weight)
@@ -95,7 +118,7 @@ def captured(model: nn.Module) -> Captured:
 
 
 @pytest.mark.parametrize(
-    "kind", [Subject, Composed, WrittenInPlace, Triangle, Turned, Noisy, AlwaysEnough, Masked]
+    "kind", [Subject, Composed, WrittenInPlace, Triangle, Turned, Noisy, AlwaysEnough, Masked, Bags]
 )
 def test_the_stages_compute_what_the_module_does(kind: type[Subject]) -> None:
     found = captured(kind()).blueprint
@@ -116,3 +139,8 @@ def test_a_condition_that_fails_for_some_batch_sizes_is_refused() -> None:
 def test_a_rule_that_ends_in_an_operator_that_is_not_allowed_names_the_one_in_the_code() -> None:
     with pytest.raises(CaptureError, match=r"test_plain_operators\.py.*linalg_pinv.*not on the list"):
         captured(Inverted())
+
+
+def test_bags_of_different_lengths_are_refused() -> None:
+    with pytest.raises(CaptureError, match=r"embedding_bag.*not on the list"):
+        captured(BagsByOffsets())
