@@ -29,7 +29,7 @@ def _gather_strided(
     given: torch.Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
 ) -> torch.Tensor:
     """Return what as_strided shows, as a copy: nobody else says how numbers lie in memory."""
-    in_memory = given.permute(sorted(range(given.ndim), key=lambda dim: -given.stride(dim)))
+    in_memory = given.permute(sorted(range(given.ndim), key=lambda dim: -given.stride()[dim]))
     if storage_offset or not in_memory.is_contiguous():
         raise NotImplementedError("a view of a tensor that is no whole")
     places = torch.zeros([1] * len(size), dtype=torch.int64, device=given.device)
@@ -56,7 +56,7 @@ def _fill_masked_(
     return given.copy_(_fill_masked(given, indices, values, accumulate))
 
 
-_OURS = {
+_OURS: dict[object, Callable[..., Any]] = {
     torch.ops.aten.as_strided.default: _gather_strided,
     torch.ops.aten.index_put.default: _fill_masked,
     torch.ops.aten.index_put_.default: _fill_masked_,

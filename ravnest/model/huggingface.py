@@ -181,7 +181,7 @@ def _local_attention() -> Iterator[None]:
     read, divide = torch.Tensor.item, torch.div
 
     def is_theirs() -> bool:
-        caller = sys._getframe(2).f_globals.get("__name__", "")
+        caller = str(sys._getframe(2).f_globals.get("__name__", ""))
         return caller.endswith((".modeling_longformer", ".modeling_led"))
 
     def item(tensor: torch.Tensor) -> Any:
@@ -191,7 +191,7 @@ def _local_attention() -> Iterator[None]:
         is_length = isinstance(one, int) and isinstance(other, int) and is_theirs()
         return one // other if is_length else divide(one, other, **options)
 
-    torch.Tensor.item = item  # type: ignore[method-assign]
+    torch.Tensor.item = item  # type: ignore[assignment, method-assign]
     try:
         with replaced(torch, "div", div):
             yield
