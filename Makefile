@@ -27,6 +27,7 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.run quality
 	$(BIN)/python -m benchmarks.run recovery
 	$(BIN)/python -m benchmarks.run transfer
+	$(BIN)/python -m benchmarks.run finetune
 
 soak: $(READY)
 	$(BIN)/python -m benchmarks.run soak

@@ -36,8 +36,8 @@ class Shape:
     rank: int = 8
 
 
-FULL = Shape(width=128, num_layers=8, num_first_updates=150, num_updates=100)
-LARGE = Shape(width=768, num_layers=8, num_first_updates=0, num_updates=6)  # 57 M: for memory
+FULL = Shape(width=64, num_layers=8, num_first_updates=300, num_updates=100, batch_size=8, length=64)
+LARGE = Shape(width=768, num_layers=8, num_first_updates=0, num_updates=4, batch_size=8)  # for memory
 SMALL = Shape(width=32, num_layers=4, num_first_updates=0, num_updates=4, batch_size=8, length=32, rank=2)
 QUICK = replace(SMALL, num_first_updates=8, num_updates=8)
 
@@ -304,8 +304,8 @@ def _short(value: float) -> float:
 
 
 _METHOD = """\
-A Llama of eight layers and width 128, trained for 150 updates on some of the standard library's sources, is
-fine-tuned on others: 100 updates of 16 rows of 96 letters, LoRA of rank 8 on all linear layers, AdamW at 2e-3
+A Llama of eight layers and width 64, trained for 300 updates on some of the standard library's sources, is
+fine-tuned on others: 100 updates of 8 rows of 64 letters, LoRA of rank 8 on all linear layers, AdamW at 2e-3
 with a cosine. One process uses peft; it begins with the same adapters. The stages are real peers on this PC,
 with one thread each; all of them share its cores, so tokens/s say what stages cost here, not what PCs gain.
 
@@ -313,7 +313,7 @@ with one thread each; all of them share its cores, so tokens/s say what stages c
 
 Tokens/s, median: {speeds}.
 
-Memory: the same with width 768 (57 M parameters) and six updates. Peak is the largest resident size of a
+Memory: width 768 (33 M parameters), rows of 96 letters, four updates. Peak is the largest resident size of a
 peer, less that of a peer with a stage of almost nothing, {program} MB.
 
 {memory}

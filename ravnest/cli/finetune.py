@@ -38,6 +38,7 @@ _TRAINING = (
     click.option("--max-steps", type=int, metavar="N", help="Updates, in place of epochs."),
     click.option("--batch-size", type=int, metavar="N", help="Rows of one update; 16, or all there are."),
     click.option("--learning-rate", type=float, metavar="X", help="2e-4 if left out."),
+    click.option("--clip-norm", type=float, metavar="X", help="Of the whole gradient; no limit if left out."),
     click.option("--schedule", metavar="NAME", help="cosine (if left out), linear or constant."),
     click.option("--warmup", type=float, metavar="X", help="Updates, or below 1 a share; 0.03 if left out."),
     click.option("--seed", type=int, metavar="N", help="0 if left out."),

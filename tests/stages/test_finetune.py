@@ -208,6 +208,29 @@ def test_settings_that_make_no_sense_are_refused(folder, settings, told):
         _ = make_finetuning(folder, rows, settings).job
 
 
+def test_a_tokenizer_with_more_words_than_the_model_is_refused(folder, tmp_path):
+    place = copy_folder(folder, tmp_path / "model")
+    config = json.loads((place / "config.json").read_text())
+    (place / "config.json").write_text(json.dumps({**config, "vocab_size": 10}))
+    with pytest.raises(ConfigError, match=r"its tokenizer gives token \d+, and the model has 10 words"):
+        _ = make_finetuning(place, [{"text": "some text"}], {}).job
+
+
+def test_rows_of_a_model_without_positions_are_not_packed(folder, tmp_path):
+    config = transformers.MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=1)
+    place = copy_folder(folder, tmp_path / "mamba")
+    transformers.MambaForCausalLM(config).save_pretrained(place)
+    with pytest.raises(ConfigError, match=r"texts in one row of .* would see each other; leave pack out"):
+        _ = make_finetuning(place, [{"text": "some text"}], {"pack": True, "targets": ["in_proj"]}).job
+
+
+def copy_folder(folder, place):
+    place.mkdir()
+    for file in folder.iterdir():
+        (place / file.name).write_bytes(file.read_bytes())
+    return place
+
+
 def test_data_without_anything_to_learn_is_refused(folder):
     with pytest.raises(ConfigError, match=r"the data has nothing to learn from"):
         _ = make_finetuning(folder, [{"text": ""}], {}).job
@@ -242,10 +265,7 @@ def test_data_without_anything_to_learn_is_refused(folder):
     ],
 )
 def test_a_folder_that_is_no_model_is_refused(tmp_path, folder, change, told):
-    place = tmp_path / "model"
-    place.mkdir()
-    for file in folder.iterdir():
-        (place / file.name).write_bytes(file.read_bytes())
+    place = copy_folder(folder, tmp_path / "model")
     change(place)
     with pytest.raises(ConfigError, match=told):
         _ = make_finetuning(place, [{"text": "some text"}], {}).source

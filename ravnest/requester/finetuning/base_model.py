@@ -5,10 +5,12 @@ folder brings is run. What transformers or peft raise becomes a sentence.
 """
 
 import contextlib
+import inspect
 import logging
 import math
 import os
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +27,7 @@ from ravnest.requester.finetuning.tokens import Tokenizer
 
 ALL_LINEAR = "all-linear"
 _ADAPTER = "default"  # peft's own name for it
+_RECURRENT = ("mamba", "recurrent", "deltanet", "rwkv", "shortconv", "linearattention", "lightningattention")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _FORMS = "a folder with config.json, safetensors weights and a tokenizer, as save_pretrained writes it"
 
@@ -42,6 +45,12 @@ class BaseModel:
     def is_bf16(self) -> bool:
         """Whether all of its weights are bf16, so that nothing is lost if they stay so."""
         return all(tensor.type.dtype == "bfloat16" for tensor in open_weights(self.folder))
+
+    @property
+    def num_words(self) -> int | None:
+        """How many different tokens the model knows, if it says so."""
+        found = getattr(self.config.get_text_config(), "vocab_size", None)
+        return found if isinstance(found, int) and found > 0 else None
 
     @property
     def most_tokens(self) -> int | None:
@@ -115,6 +124,21 @@ def build_adapted(base: BaseModel, lora: LoraSettings, seed: int) -> nn.Module:
         adapted: nn.Module = peft.get_peft_model(model, config)
     _fill_adapters(adapted, seed)
     return adapted
+
+
+def can_pack(adapted: nn.Module) -> bool:
+    """Return whether texts in one row are told apart by their positions, as transformers does in attention.
+
+    A model that takes no positions, or that has another way than attention from one token to the next, lets
+    them see each other.
+    """
+    find: Any = getattr(adapted, "get_base_model", None)
+    inner = adapted if find is None else find()
+    code = sys.modules.get(type(inner).__module__)
+    kinds = {type(module).__name__.lower() for module in inner.modules()}
+    is_recurrent = any(word in kind for word in _RECURRENT for kind in kinds)
+    takes_positions = "position_ids" in inspect.signature(inner.forward).parameters
+    return takes_positions and hasattr(code, "create_causal_mask") and not is_recurrent
 
 
 def import_hf(name: str) -> Any:

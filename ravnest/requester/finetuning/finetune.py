@@ -9,6 +9,7 @@ import difflib
 import logging
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
@@ -29,6 +30,7 @@ from ravnest.requester.finetuning.base_model import (
     BaseModel,
     LoraSettings,
     build_adapted,
+    can_pack,
     open_base,
 )
 from ravnest.requester.finetuning.records import read_records
@@ -77,6 +79,7 @@ class Finetuning:
     base: str | None = None  # how the base is stored: fp32, bf16, int8, int4; as its files have it
     learning_rate: float = 2e-4
     weight_decay: float = 0.0
+    clip_norm: float | None = None  # of the gradient of all adapters
     schedule: str | Schedule = "cosine"
     warmup: float = 0.03  # updates, or below 1 a share of them
     epochs: int = 3
@@ -116,9 +119,10 @@ class Finetuning:
             rows, validation = split_rows(rows, share, np.random.default_rng(self.seed))
         for told in encoder.describe():
             logger.warning("note: %s", told)
-        for found, name in ((rows, "data"), *(((validation, "val_data"),) if self.val_data else ())):
-            if not found:
-                raise ConfigError(f"the {name} has nothing to learn from; give records with text")
+        if not rows or (self.val_data is not None and not validation):
+            name = "val_data" if rows else "data"
+            raise ConfigError(f"the {name} has nothing to learn from; give records with text")
+        self._check_words((*rows, *validation))
         longest = max(len(row) for row in (*rows, *validation))
         length = self.length if self.pack else round_length(longest, _MULTIPLE, self.length)
         arrange, pad = (pack_rows if self.pack else pad_rows), self._find_pad()
@@ -132,10 +136,16 @@ class Finetuning:
         rates, base = self._find_schedule(), self._find_base()
         self._check()
         train, validation = self.tables
-        if train.padding_share > _MUCH_PADDING:
+        if train.padding_share > _MUCH_PADDING and not self.pack:
             told = "note: %.0f %% of what is computed is padding; pack=True (--pack) would save most of it"
             logger.warning(told, 100 * train.padding_share)
+        if self.pack and len(train) < _USUAL_BATCH:
+            told = "note: all texts are in %s of %d tokens; a smaller max_length would give more updates"
+            logger.warning(told, show_count(len(train), "row"), train.length)
         model = build_adapted(self.source, lora, self.seed)
+        if self.pack and not can_pack(model):
+            fix = "leave pack out"
+            raise ConfigError(f"texts in one row of {self.source.name} would see each other; {fix}")
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         columns = _to_tensors(train)
         return Job(
@@ -148,6 +158,7 @@ class Finetuning:
             loss=token_loss,
             optimizer=torch.optim.AdamW(trained, lr=self.learning_rate, weight_decay=self.weight_decay),
             schedule=rates,
+            clip_norm=self.clip_norm,
             checkpoint_every=self.checkpoint_every,
             precision=self.precision,
             frozen=base,
@@ -155,7 +166,7 @@ class Finetuning:
             inputs=[name for name in columns if name in ("input_ids", "position_ids")],
             is_pretrained=True,
             weights=self.source.folder,
-            name=self.name or f"{Path(self.source.name).name[:50]}-lora",
+            name=self.name or self._make_name(),
         )
 
     def describe(self) -> str:
@@ -184,6 +195,17 @@ class Finetuning:
         if not isinstance(share, int | float) or isinstance(share, bool) or not 0 <= share < 1:
             raise ConfigError(f"val_share is {quote(share)}; give a share of the rows, from 0 to below 1")
         return share
+
+    def _make_name(self) -> str:
+        folder = Path(self.source.name).name or self.source.folder.resolve().name
+        return re.sub(r"[^\w.+-]+", "-", folder)[:50].strip("-") + "-lora"
+
+    def _check_words(self, rows: Sequence[TokenRow]) -> None:
+        """Refuse a tokenizer that has more words than the model."""
+        largest, num_words = max(int(row.ids.max()) for row in rows), self.source.num_words
+        if num_words is not None and largest >= num_words:
+            problem = f"its tokenizer gives token {largest}, and the model has {num_words} words"
+            raise ConfigError(f"{self.source.name}: {problem}; give the tokenizer that belongs to it")
 
     def _find_base(self) -> str | None:
         """Return how the base is stored: as the requester says, or as its files have it."""
