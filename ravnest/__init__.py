@@ -12,7 +12,10 @@ if TYPE_CHECKING:
     from ravnest.hub.coordinator import notices
     from ravnest.model.capture import capture, empty_weights
     from ravnest.requester.callbacks import CsvLog, EarlyStopping, StopTraining, TensorBoard
+    from ravnest.requester.finetuning.finetune import finetune
+    from ravnest.requester.finetuning.merging import merge_adapter
     from ravnest.requester.from_trainer import from_trainer
+    from ravnest.requester.generation import generate
     from ravnest.requester.job import Job
     from ravnest.requester.lr_schedules import constant, cosine, linear, per_epoch
     from ravnest.requester.session import Hub, local
@@ -30,9 +33,12 @@ __all__ = [
     "constant",
     "cosine",
     "empty_weights",
+    "finetune",
     "from_trainer",
+    "generate",
     "linear",
     "local",
+    "merge_adapter",
     "notices",
     "per_epoch",
 ]
@@ -50,9 +56,12 @@ _PLACES = {
     "constant": "ravnest.requester.lr_schedules",
     "cosine": "ravnest.requester.lr_schedules",
     "empty_weights": "ravnest.model.capture",
+    "finetune": "ravnest.requester.finetuning.finetune",
     "from_trainer": "ravnest.requester.from_trainer",
+    "generate": "ravnest.requester.generation",
     "linear": "ravnest.requester.lr_schedules",
     "local": "ravnest.requester.session",
+    "merge_adapter": "ravnest.requester.finetuning.merging",
     "per_epoch": "ravnest.requester.lr_schedules",
 }
 

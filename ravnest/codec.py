@@ -108,11 +108,8 @@ def pack_tensor(tensor: Tensor, wire_format: WireFormat, key: DrawKey | None = N
     return items.reshape(-1).to(carrier).contiguous().view(torch.uint8)
 
 
-def decode_tensor(buffer: memoryview | bytes | bytearray, spec: TensorSpec, device: str = "cpu") -> Tensor:
-    """Return the tensor that a peer sent, as the receiver expects it.
-
-    What needs no conversion is not copied: the tensor then is the buffer's memory, if that is writable.
-    """
+def check_buffer(buffer: memoryview | bytes | bytearray, spec: TensorSpec) -> memoryview:
+    """Return a buffer that is as long as what was announced with it; else raise ProtocolError."""
     if spec.fault is not None:
         raise ProtocolError(f"a tensor was announced that cannot be: {spec.fault}")
     data = memoryview(buffer)
@@ -121,6 +118,15 @@ def decode_tensor(buffer: memoryview | bytes | bytearray, spec: TensorSpec, devi
             f"a {spec.dtype} tensor of shape {spec.shape} has {spec.num_bytes} bytes as {spec.wire_format}, "
             f"not {data.nbytes}"
         )
+    return data
+
+
+def decode_tensor(buffer: memoryview | bytes | bytearray, spec: TensorSpec, device: str = "cpu") -> Tensor:
+    """Return the tensor that a peer sent, as the receiver expects it.
+
+    What needs no conversion is not copied: the tensor then is the buffer's memory, if that is writable.
+    """
+    data = check_buffer(buffer, spec)
     carrier = _carrier(spec.dtype, spec.packing) or torch.float32
     return unpack_tensor(_move(_adopt(data, carrier), torch.device(device)), spec)
 

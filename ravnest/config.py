@@ -191,6 +191,7 @@ class PlanConfig:
     predict_weights: bool = True  # one more copy of the weights in every stage but the last
     max_lag: int = 2  # updates a microbatch may be late; accumulation keeps this bound
     saves_memory: bool = True  # stages may do without prediction, and with a lag of 1, where memory is short
+    keeps_ema: bool = False  # one more copy of the weights: their mean over time; a job says so
     accumulates: bool = False  # updates are sums over microbatches: one more copy of the gradients
     versions: WeightFormat = WeightFormat.BF16  # of weights that microbatches in flight have seen
     states: StateFormat = StateFormat.AUTO  # of the optimizer

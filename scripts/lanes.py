@@ -34,10 +34,16 @@ def benchmark(name: str) -> Command:
 
 
 LANES: dict[str, list[Command]] = {
-    "waits": [(*PYTEST, *WAITING, *leave_out(LEARNING)), benchmark("allreduce"), benchmark("quality")],
+    "waits": [
+        (*PYTEST, *WAITING, *leave_out(LEARNING)),
+        *map(benchmark, ("allreduce", "quality", "gallery")),
+    ],
     "measures": [*map(benchmark, ("soak", "recovery", "pipeline", "memory")), (*PYTEST, *LEARNING)],
     "decides": [("scripts/check",), (*PYTEST, *DECIDING), benchmark("plan"), benchmark("noise")],
-    "computes": [(*PYTEST, *leave_out(DECIDING + WAITING)), *map(benchmark, ("stages", "size", "capture"))],
+    "computes": [
+        (*PYTEST, *leave_out(DECIDING + WAITING)),
+        *map(benchmark, ("stages", "size", "capture", "families")),
+    ],
 }
 # They let the others go first, who mostly wait; not by more, or a busy PC would leave them nothing at all.
 PATIENT, NICENESS = {"decides", "computes"}, 5

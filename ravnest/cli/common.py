@@ -113,14 +113,14 @@ def choose_view(quiet: bool) -> Iterator[View]:
 
 def report(result: "Result", file: Path | None, schema: str, as_json: bool) -> None:
     """Print how a training went."""
-    from ravnest.model.shards import find_written
-    from ravnest.requester.run_folder import BEST, MODEL
+    from ravnest.requester.run_folder import BEST, BEST_ADAPTER, MODEL, find_result
 
     best, best_file = result.best, None
     if file is not None:
-        best_file = find_written(file.with_name(BEST)) if file.name == MODEL else None
-        file = find_written(file)
-        click.echo(f"weights written to {file}", err=True)
+        is_folder, best_name = file.name == MODEL, BEST_ADAPTER if result.is_adapted else BEST
+        best_file = find_result(file.with_name(best_name)) if is_folder else None
+        file = find_result(file)
+        click.echo(f"{'adapter' if result.is_adapted else 'weights'} written to {file}", err=True)
     if best is not None:
         where = f", in {best_file}" if best_file else ""
         click.echo(f"best after epoch {best.epoch}: validation loss {best.loss:g}{where}", err=True)

@@ -304,7 +304,7 @@ def _take_part(
 
     machine, timeouts = parts.machine, parts.timeouts
     assert machine is not None
-    machine.return_freed_memory()
+    machine.return_freed_memory(offer.limits.memory_bytes)
     machine.warm_up()
     lending = Lending(_make_terms(offer, stated, machine), machine, timeouts=timeouts.program)
     upload = stated.upload_bytes_per_second or inf

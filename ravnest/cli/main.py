@@ -13,6 +13,8 @@ import click
 
 from ravnest.cli.demo import demo
 from ravnest.cli.doctor import doctor, env
+from ravnest.cli.finetune import run_finetuning
+from ravnest.cli.generate import write_text_after
 from ravnest.cli.inspect import inspect
 from ravnest.cli.join import finish, join, pause, resume
 from ravnest.cli.plan import plan
@@ -80,6 +82,23 @@ def program() -> None:
     """
 
 
-_COMMANDS = (demo, plan, inspect, train, hub, join, pause, resume, finish, status, stop, token, doctor, env)
+_COMMANDS = (
+    demo,
+    plan,
+    inspect,
+    train,
+    run_finetuning,
+    write_text_after,
+    hub,
+    join,
+    pause,
+    resume,
+    finish,
+    status,
+    stop,
+    token,
+    doctor,
+    env,
+)
 for _command in _COMMANDS:
     program.add_command(_command)

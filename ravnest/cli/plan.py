@@ -20,13 +20,14 @@ from ravnest.units import show_count
 
 if TYPE_CHECKING:
     from ravnest.config import PlanConfig
+    from ravnest.hub.coordinator.events import JobGiven
     from ravnest.plan.forecast import Forecast
     from ravnest.plan.sharing import Sharing
     from ravnest.plan.types import ModelProfile, Plan, Swarm
 
 
 @dataclass(frozen=True, slots=True)
-class _Answer:
+class PlanAnswer:
     """Everything that `plan` found out."""
 
     plan: "Plan"
@@ -96,9 +97,9 @@ def plan(  # noqa: PLR0913 - click passes one argument per option
         raise ConfigError(f"--seed {seed} is negative; choose 0 or more")
     if updates is not None and updates < 1:
         raise ConfigError(f"--updates {updates} is no length of a job; choose 1 or more")
-    config = wishes.read(_base_config(hub_upload))
+    config = wishes.read(base_plan(hub_upload))
     profile = _read_model(model, batch)
-    swarm = _read_nodes(nodes, population, seed)
+    swarm = read_nodes(nodes, population, seed)
     click.echo(f"planning {profile.name} on {show_count(len(swarm.nodes), 'node')}, seed {seed}", err=True)
     if updates is None:
         answer = _find_plan(profile, swarm, config, seed)
@@ -107,18 +108,19 @@ def plan(  # noqa: PLR0913 - click passes one argument per option
     if svg_file is not None:
         _write_picture(svg_file, answer)
     if as_json:
-        _print_json(answer)
+        click.echo(to_json(plan_report(answer)))
     else:
-        _print_tables(answer)
+        print_plan(answer)
 
 
-def _base_config(hub_upload: str) -> "PlanConfig":
+def base_plan(hub_upload: str) -> "PlanConfig":
+    """Return what a plan assumes with a hub that can send so much."""
     from ravnest.config import read_plan_config
 
     return read_plan_config({"hub_bytes_per_second": hub_upload}, "--hub-upload")
 
 
-def _find_plan(profile: "ModelProfile", swarm: "Swarm", config: "PlanConfig", seed: int) -> _Answer:
+def _find_plan(profile: "ModelProfile", swarm: "Swarm", config: "PlanConfig", seed: int) -> PlanAnswer:
     from ravnest.plan.forecast import forecast
     from ravnest.plan.formation import form_plan
     from ravnest.plan.left_out import count_left_out
@@ -127,25 +129,31 @@ def _find_plan(profile: "ModelProfile", swarm: "Swarm", config: "PlanConfig", se
     found = (find_parts().form_plan or form_plan)(profile, swarm, config, seed)
     predicted = forecast(found, profile, swarm, config)
     advice, left_out = advise(found, profile, swarm, config), count_left_out(found, profile, swarm, config)
-    return _Answer(found, predicted, profile, swarm, config, advice, left_out)
+    return PlanAnswer(found, predicted, profile, swarm, config, advice, left_out)
 
 
 def _find_shared_plan(
     profile: "ModelProfile", swarm: "Swarm", config: "PlanConfig", seed: int, num_updates: int
-) -> _Answer:
+) -> PlanAnswer:
     """Plan as a hub would for a job of so many updates."""
-    from ravnest.errors import PlanError
-    from ravnest.hub.coordinator.events import JobGiven, JobSettings, MakePlan
-    from ravnest.hub.coordinator.planner import SearchPlanner, configure_microbatch, profile_microbatch
-    from ravnest.plan.forecast import forecast
-    from ravnest.plan.left_out import count_left_out
-    from ravnest.views.plan_text import advise
+    from ravnest.hub.coordinator.events import JobGiven, JobSettings
 
     size = profile.samples_per_batch
     settings = JobSettings(
         num_samples=num_updates * size, num_validation=0, batch_size=size, epochs=1, rates=(1.0,), seed=seed
     )
-    given = JobGiven(profile, config, settings, now=0.0)
+    return plan_job(JobGiven(profile, config, settings, now=0.0), swarm)
+
+
+def plan_job(given: "JobGiven", swarm: "Swarm") -> PlanAnswer:
+    """Plan a job as a hub would with these nodes, or raise PlanError."""
+    from ravnest.errors import PlanError
+    from ravnest.hub.coordinator.events import MakePlan
+    from ravnest.hub.coordinator.planner import SearchPlanner, configure_microbatch, profile_microbatch
+    from ravnest.plan.forecast import forecast
+    from ravnest.plan.left_out import count_left_out
+    from ravnest.views.plan_text import advise
+
     made = SearchPlanner(form=find_parts().form_plan).make_plan(given, MakePlan(1, swarm.nodes), 0.0)
     if made.plan is None:
         raise PlanError(made.shortage)
@@ -155,10 +163,11 @@ def _find_shared_plan(
     advice = (made.reason, *advice) if made.reason else advice
     predicted = forecast(made.plan, profile, swarm, config)
     left_out = count_left_out(made.plan, profile, swarm, config, is_limited=bool(made.reason))
-    return _Answer(made.plan, predicted, profile, swarm, config, advice, left_out, made.sharing)
+    return PlanAnswer(made.plan, predicted, profile, swarm, config, advice, left_out, made.sharing)
 
 
-def _read_nodes(nodes: str | None, population: str | None, seed: int) -> "Swarm":
+def read_nodes(nodes: str | None, population: str | None, seed: int) -> "Swarm":
+    """Return the nodes of a file, or of a made-up population."""
     from ravnest.plan import populations
     from ravnest.plan.files import read_swarm
 
@@ -182,23 +191,25 @@ def _read_model(model: str, batch: int | None) -> "ModelProfile":
     return read_profile(read_text(model, find_parts().max_file_bytes), model)
 
 
-def _write_picture(name: str, answer: _Answer) -> None:
+def _write_picture(name: str, answer: PlanAnswer) -> None:
     from ravnest.views.plan_picture import draw_plan
 
     write_text("--svg", name, draw_plan(answer.plan, answer.predicted, answer.profile, answer.swarm))
     click.echo(f"picture written to {name}", err=True)
 
 
-def _print_json(answer: _Answer) -> None:
+def plan_report(answer: PlanAnswer) -> dict[str, object]:
+    """Return a plan as plain values for JSON."""
     from ravnest.views.plan_text import plan_to_dict
 
     facts = answer.plan, answer.predicted, answer.profile, answer.swarm, answer.config
     report = plan_to_dict(*facts, answer.advice, answer.left_out)
     report["sharing"] = None if answer.sharing is None else asdict(answer.sharing)
-    click.echo(to_json(report))
+    return report
 
 
-def _print_tables(answer: _Answer) -> None:
+def print_plan(answer: PlanAnswer) -> None:
+    """Print a plan as tables."""
     from ravnest.views.plan_text import show_plan
 
     facts = answer.plan, answer.predicted, answer.profile, answer.advice

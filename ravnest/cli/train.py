@@ -1,13 +1,49 @@
 """`ravnest train` and `ravnest hub`: train a job with peers on this PC, or with others at an open hub."""
 
 import json
+from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from ravnest.cli.common import PlanWishes, View, choose_view, find_parts, plan_options, report
 from ravnest.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ravnest.requester.job import Job
+    from ravnest.requester.result import Result
+
+
+@dataclass(frozen=True, slots=True)
+class RunWishes:
+    """What the command line says of a run: where its files go, how it is planned, what it shows."""
+
+    folder: str | None
+    out: str | None
+    resume: bool
+    plan: PlanWishes
+    quiet: bool
+    as_json: bool
+    schema: str
+
+
+@dataclass(frozen=True, slots=True)
+class HubPlace:
+    """Where a hub listens and whom it waits for, as the command line says."""
+
+    listen: str
+    public: tuple[str, ...]
+    nodes: int
+    num_local: int
+    upload: str | None = None  # what the hub's line can send, as text
+
+    def __post_init__(self) -> None:
+        for option, number in (("--nodes", self.nodes), ("--local", self.num_local)):
+            if number < 0:
+                raise ConfigError(f"{option} {number} is less than none; choose 0 or more")
 
 
 @click.command()
@@ -37,29 +73,41 @@ def train(
     \b
     ravnest train examples/digits/model.py:job --nodes 3 --out digits.safetensors
     """
-    if nodes < 1:
-        raise ConfigError(f"--nodes {nodes} is less than one peer; choose 1 or more")
     if resume and folder is None:
         raise ConfigError("--resume needs the --folder that the training was started with")
+    run = RunWishes(folder, out, resume, wishes, quiet, as_json, "ravnest.train/1")
+    result, file = train_here(lambda: _load(place), nodes, run)
+    report(result, file, run.schema, as_json)
+
+
+def _load(place: str) -> "Job":
     from ravnest.requester.job_file import load_job
+
+    return load_job(place)
+
+
+def train_here(make_job: "Callable[[], Job]", nodes: int, run: RunWishes) -> "tuple[Result, Path]":
+    """Train a job with so many peers on this PC; return the result and the file it went to."""
+    if nodes < 1:
+        raise ConfigError(f"--nodes {nodes} is less than one peer; choose 1 or more")
     from ravnest.requester.result import check_place
     from ravnest.requester.run_folder import fresh_run
     from ravnest.requester.session import LOCAL_PLAN, local
 
-    plan = wishes.read(LOCAL_PLAN)
-    place_out = out or folder
-    file = None if place_out is None else check_place(place_out, may_exist=resume)
-    with choose_view(quiet) as view:
-        job = load_job(place)
-        where = None if folder is None else Path(folder)
+    plan = run.plan.read(LOCAL_PLAN)
+    place_out = run.out or run.folder
+    file = None if place_out is None else check_place(place_out, may_exist=run.resume)
+    with choose_view(run.quiet) as view:
+        job = make_job()
+        where = None if run.folder is None else Path(run.folder)
         if file is None:
             where = fresh_run(job.name or "job", date.today())  # noqa: DTZ011 - people's own
             file = check_place(where)
             click.echo(f"log, checkpoints and weights go to {where}", err=True)
         parts = find_parts().hub_parts
         with local(nodes, folder=where, plan=plan, tell=view.tell, look=view.look, parts=parts) as swarm:
-            result = swarm.fit(job, out=file, resume="auto" if resume else None)
-    report(result, file, "ravnest.train/1", as_json)
+            result = swarm.fit(job, out=file, resume="auto" if run.resume else None)
+    return result, file
 
 
 _SCHEMA = "ravnest.hub/1"
@@ -102,32 +150,35 @@ def hub(  # noqa: PLR0913 - click passes one argument per option
     ravnest hub model.py:job --nodes 3
     ravnest hub model.py:job --public hub.example.org:7700 --local 1
     """
-    for option, number in (("--nodes", nodes), ("--local", num_local)):
-        if number < 0:
-            raise ConfigError(f"{option} {number} is less than none; choose 0 or more")
+    run = RunWishes(folder, out, resume, wishes, quiet, as_json, _SCHEMA)
+    where = HubPlace(listen, public, nodes, num_local, hub_upload)
+    result, file = serve_hub(lambda: _load(place), where, run)
+    report(result, file, _SCHEMA, as_json)
+
+
+def serve_hub(make_job: "Callable[[], Job]", place: HubPlace, run: RunWishes) -> "tuple[Result, Path]":
+    """Train a job with those who join; return the result and the file it went to."""
     from ravnest.config import read_plan_config
     from ravnest.hub.coordinator.notices import HubListens, Notice
-    from ravnest.requester.job_file import load_job
     from ravnest.requester.local_peers import share_memory
     from ravnest.requester.result import check_place
     from ravnest.requester.run_folder import MODEL, check_unfinished, free_run
     from ravnest.requester.session import SWARM_PLAN, Hub
 
-    upload = {} if hub_upload is None else {"hub_bytes_per_second": hub_upload}
-    plan = wishes.read(read_plan_config(upload, "--hub-upload", SWARM_PLAN))
-    file = None if out is None else check_place(out, may_exist=resume)
-    if folder and not resume:
-        check_unfinished(Path(folder))
-    with choose_view(quiet) as view:
-        job = load_job(place)
-        where = Path(folder) if folder else free_run(job.name or "job")
-        peers = share_memory(num_local) if num_local else ()
+    upload = {} if place.upload is None else {"hub_bytes_per_second": place.upload}
+    plan = run.plan.read(read_plan_config(upload, "--hub-upload", SWARM_PLAN))
+    file = None if run.out is None else check_place(run.out, may_exist=run.resume)
+    if run.folder and not run.resume:
+        check_unfinished(Path(run.folder))
+    with choose_view(run.quiet) as view:
+        job = make_job()
+        where = Path(run.folder) if run.folder else free_run(job.name or "job")
         opening = Hub(
-            listen,
-            public=public,
+            place.listen,
+            public=place.public,
             folder=where,
             plan=plan,
-            peers=peers,
+            peers=share_memory(place.num_local) if place.num_local else (),
             tell=view.tell,
             look=view.look,
             parts=find_parts().hub_parts,
@@ -136,16 +187,16 @@ def hub(  # noqa: PLR0913 - click passes one argument per option
 
             def invite(news: Notice) -> None:
                 if isinstance(news, HubListens):  # not before
-                    _invite(opened.invitation, where, view if as_json else None)
+                    _invite(opened.invitation, where, run.schema, view if run.as_json else None)
 
-            going_on = "auto" if resume else None
-            result = opened.fit(job, nodes=nodes, out=file, callbacks=[invite], resume=going_on)
-    report(result, file or where / MODEL, _SCHEMA, as_json)
+            going_on = "auto" if run.resume else None
+            result = opened.fit(job, nodes=place.nodes, out=file, callbacks=[invite], resume=going_on)
+    return result, file or where / MODEL
 
 
-def _invite(invitation: str, folder: Path, view: View | None) -> None:
+def _invite(invitation: str, folder: Path, schema: str, view: View | None) -> None:
     click.echo(f"the hub is open, its folder is {folder}; others join with", err=True)
     click.echo(f"\n  ravnest join {invitation}\n", err=True)
     if view is not None:
-        found = {"schema": _SCHEMA, "event": "open", "invitation": invitation, "folder": str(folder)}
+        found = {"schema": schema, "event": "open", "invitation": invitation, "folder": str(folder)}
         click.echo(json.dumps(found, sort_keys=True), file=view.answers)

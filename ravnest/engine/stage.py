@@ -14,8 +14,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ravnest.engine.held_inputs import HeldInputs, MakeAgain
 from ravnest.engine.noise import NoiseMeter
-from ravnest.engine.optimizers import Optimizer, OptimizerSettings, find_norms, find_not_finite, measure_norms
+from ravnest.engine.optimizers import Optimizer, OptimizerSettings
+from ravnest.engine.tensor_lists import find_norms, find_not_finite, measure_norms
 from ravnest.engine.weight_versions import Graph, Snapshot, Versions
 from ravnest.errors import ProtocolError, RavnestError
 from ravnest.ids import MicrobatchId
@@ -180,6 +182,7 @@ class _Flight:
     backward: Backward
     shapes: dict[int, torch.Size]  # of what was sent on
     unread: "_Checks"  # of its forward
+    inputs: HeldInputs
     sent: tuple[Tensor, ...] = ()  # gradients of the inputs, on their way
 
 
@@ -250,9 +253,18 @@ class StageEngine:
         return self._noise.noise
 
     def forward(
-        self, microbatch: MicrobatchId, inputs: Values, fields: Tensors, key: RandomKey | None = None
+        self,
+        microbatch: MicrobatchId,
+        inputs: Values,
+        fields: Tensors,
+        key: RandomKey | None = None,
+        again: Mapping[Any, MakeAgain] | None = None,
     ) -> PassedOn | DroppedWork:
-        """Run a microbatch on the weights as they are expected when its gradient comes back."""
+        """Run a microbatch on the weights as they are expected when its gradient comes back.
+
+        Inputs that can be made `again` are freed until then: only for a program that runs again before its
+        backward, and keeps nothing of them.
+        """
         assert microbatch not in self._flights, f"microbatch {microbatch} is in flight already"
         weights = self._versions.seen
         leaves = {
@@ -280,7 +292,9 @@ class StageEngine:
             Graph(wanted, weights, self._is_split), outputs, outcome.results.get("loss")
         )
         shapes = {value: tensor.shape for value, tensor in outcome.outputs.items()}
-        self._flights[microbatch] = _Flight(self._num_updates, backward, shapes, checks)
+        passed = (*outcome.outputs.values(), *outcome.results.values())
+        held = HeldInputs(leaves, again or {}, passed)
+        self._flights[microbatch] = _Flight(self._num_updates, backward, shapes, checks, held)
         self._versions.hold(microbatch)
         return _detach(outcome)
 
@@ -289,6 +303,7 @@ class StageEngine:
         flight = self._flights[microbatch]
         _check_shapes(gradients, flight.shapes)
         try:
+            flight.inputs.restore()
             found = dict(flight.backward.backward_inputs(gradients))
             reason, norms = (
                 flight.unread.read_with(measure_norms(list(found.values()))) if found else (None, [])

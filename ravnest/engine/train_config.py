@@ -103,6 +103,7 @@ class _TrainConfig(msgspec.Struct, forbid_unknown_fields=True):
     learning_rate: _Number
     clip: _Number | None
     clip_norm: Annotated[float, Meta(gt=0.0, le=1e30)] | None
+    ema: Annotated[float, Meta(gt=0.0, lt=1.0)] | None
     has_prediction: bool
     lag_updates: Annotated[int, Meta(ge=0, le=_MOST_UPDATES)]
     versions: WeightFormat
@@ -137,6 +138,7 @@ def write_train_config(training: TrainConfig, names: frozenset[str]) -> bytes:
             learning_rate=settings.learning_rate,
             clip=settings.clip,
             clip_norm=settings.clip_norm,
+            ema=settings.ema,
             has_prediction=settings.has_prediction,
             lag_updates=settings.lag_updates,
             versions=settings.versions,
@@ -175,6 +177,7 @@ def read_train_config(data: bytes) -> TrainConfig:
         read.versions,
         read.states,
         read.clip_norm,
+        read.ema,
     )
     return TrainConfig(
         optimizer,

@@ -24,7 +24,7 @@ class Snapshot:
 
     version: int
     state: dict[str, Tensor]
-    optimizer: dict[str, Tensor]
+    optimizer: Mapping[str, Tensor]
 
     def copy(self) -> "Snapshot":
         """Return one that nothing changes any more."""

@@ -155,8 +155,8 @@ class StateEntry:
         return self.stored.size_bytes
 
 
-BLOCK_ITEMS = 64  # numbers of a quantised matrix that share a scale
-SCALE_BYTES = 2  # a bf16 number behind the block's codes
+FROZEN_BLOCK_ITEMS = 64  # numbers of a quantised matrix that share a scale
+FROZEN_SCALE_BYTES = 2  # a bf16 number behind the block's codes
 _CODE_BITS = {FrozenFormat.INT8: 8, FrozenFormat.INT4: 4}
 
 
@@ -166,8 +166,10 @@ def stored_type(given: StoredType, storage: FrozenFormat) -> StoredType:
         return given
     if storage is FrozenFormat.BF16:
         return StoredType("bfloat16", given.shape)
-    num_blocks = -(-prod(given.shape) // BLOCK_ITEMS)
-    return StoredType("uint8", (num_blocks, BLOCK_ITEMS * _CODE_BITS[storage] // 8 + SCALE_BYTES))
+    num_blocks = -(-prod(given.shape) // FROZEN_BLOCK_ITEMS)
+    return StoredType(
+        "uint8", (num_blocks, FROZEN_BLOCK_ITEMS * _CODE_BITS[storage] // 8 + FROZEN_SCALE_BYTES)
+    )
 
 
 @dataclass(frozen=True, slots=True)

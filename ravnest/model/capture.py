@@ -30,7 +30,10 @@ from ravnest.model.batch_loss import BatchLoss, judge_loss
 from ravnest.model.blueprint import CONSTANT, Blueprint, StateEntry
 from ravnest.model.blueprint_json import read_blueprint, write_blueprint
 from ravnest.model.capture_errors import refuse_error
-from ravnest.model.export_hazards import plain_transformers, replaced, traps
+from ravnest.model.complex_pairs import complex_as_pairs
+from ravnest.model.embedding_bags import plain_bags
+from ravnest.model.export_hazards import replaced, traps
+from ravnest.model.huggingface import PLAIN_FUNCTIONS, plain_transformers, switched_off
 from ravnest.model.initialiser import keep_first_values
 from ravnest.model.model_with_loss import BatchFields, Metric, ModelWithLoss, name_fields
 from ravnest.model.sample_length import SHORT, TokenRows, find_rows, find_symbols, is_costly
@@ -94,11 +97,23 @@ def capture_as(
     wishes: CaptureWishes,
 ) -> Captured:
     """Turn a model into a blueprint."""
-    fields, tell = _beside(model, name_fields(batch, wishes.is_padded)), wishes.tell
+    fields = _beside(model, name_fields(batch, wishes.is_padded))
     is_tuple = not isinstance(batch, Mapping)
     whole = ModelWithLoss(model, fields, loss, metrics or {}, is_tuple=is_tuple, inputs=wishes.inputs)
     _check_module(whole)
-    is_empty = any(parameter.is_meta for parameter in model.parameters())
+    with switched_off(model) as switched:
+        captured = _capture(whole, fields, wishes)
+    notes = [*captured.notes, *switched]
+    if wishes.is_padded is None and "attention_mask" in fields:
+        notes.append(
+            "batches have an attention_mask; if no sample is padded, is_padded=False saves the masks"
+        )
+    return replace(captured, notes=tuple(notes))
+
+
+def _capture(whole: ModelWithLoss, fields: dict[str, torch.Tensor], wishes: CaptureWishes) -> Captured:
+    tell = wishes.tell
+    is_empty = any(parameter.is_meta for parameter in whole.model.parameters())
     is_tested = wishes.self_test and not is_empty
     if is_tested:
         tell("the model runs alone")
@@ -108,22 +123,18 @@ def capture_as(
         tried = _Tried(find_rows(fields) if is_short else None, {})
     tell("it is exported")
     has_mask = "attention_mask" in fields or "position_ids" in fields
-    with plain_transformers(has_mask):
+    with plain_transformers(has_mask) as told, plain_bags():
         programs = _export_both(whole, fields, is_empty, tried.rows)
-    blueprint, state = _join(wishes.name or type(model).__name__, whole, programs)
+    blueprint, state = _join(wishes.name or type(whole.model).__name__, whole, programs)
     batch_loss = BatchLoss.MEAN
     if is_tested:
         tell("it is compared with the model")
         batch_loss = _test(whole, programs, blueprint, state, fields, tried)
-    notes = [batch_loss.note] if batch_loss.note else []
+    notes = [*([batch_loss.note] if batch_loss.note else []), *told]
     if is_empty:
         tell("it is compared with the model")
         facts = (whole, programs, blueprint, state, fields)
         notes.append(_test_empty(*facts) if wishes.self_test else _UNTESTED)
-    if wishes.is_padded is None and "attention_mask" in fields:
-        notes.append(
-            "batches have an attention_mask; if no sample is padded, is_padded=False saves the masks"
-        )
     return Captured(blueprint, state, next(iter(fields.values())).shape[0], tuple(notes), batch_loss)
 
 
@@ -341,7 +352,7 @@ def _export(
     """Export the model as in training or as in evaluation."""
     given = {name: _own_field(field) for name, field in fields.items()}
     fakes = _fake_parameters(whole) if is_empty else contextlib.nullcontext()
-    with as_it_was(whole), fakes as mode, traps():
+    with as_it_was(whole), fakes as mode, traps(PLAIN_FUNCTIONS), complex_as_pairs():
         whole.train(training)
         if mode is not None:
             given = {name: mode.from_tensor(field) for name, field in given.items()}
@@ -350,11 +361,29 @@ def _export(
         shapes = tuple({0: batch, **lengths.get(name, {})} for name in given)
         try:
             with _quiet():
-                return torch.export.export(whole, tuple(given.values()), dynamic_shapes=(shapes,))
+                return _export_any_size(whole, tuple(given.values()), shapes)
         except CaptureError:
             raise
         except Exception as error:  # whatever the user's code or torch raises, said in the user's terms
             raise refuse_error(error, None if is_empty else _try_other_size(whole, fields)) from error
+
+
+def _export_any_size(
+    whole: ModelWithLoss, given: tuple[torch.Tensor, ...], shapes: tuple[dict[int, object], ...]
+) -> torch.export.ExportedProgram:
+    """Export a model for every batch size.
+
+    Torch asks for conditions on the size that it cannot prove. They then stand in the program, and are
+    checked for many sizes when it is traced.
+    """
+    try:
+        return torch.export.export(whole, given, dynamic_shapes=(shapes,))
+    except Exception as error:
+        if "generated guard" not in str(error):
+            raise
+    return torch.export.export(
+        whole, given, dynamic_shapes=(shapes,), prefer_deferred_runtime_asserts_over_guards=True
+    )
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ _FIXED_SIZE = (
     "the model works for one batch size only",
     "write x.shape[0] or -1 where the batch size stands as a number, or as len(x)",
 )
-_BY_SIZE = (
+BY_SIZE = (
     "it behaves differently by batch size",
     "compute the same for every batch size; providers may run other sizes than the first batch has",
 )
@@ -34,7 +34,7 @@ _KNOWN = (
         "the code looks at the values in a tensor to decide what to do",
         "use torch.where or a mask instead of `if tensor:`, and keep values in tensors instead of .item()",
     ),
-    (r"generated guard", *_BY_SIZE),
+    (r"generated guard", *BY_SIZE),
     _FIXED_SIZE,
     (
         r"numpy|can't convert|Cannot convert",

@@ -2,17 +2,14 @@
 
 A backward written in Python, a buffer replaced by another tensor, a number kept in Python, randomness that is
 not torch's: each would give a program that computes something else than the module. Each is refused, at the
-line that does it where that can be known. What Hugging Face models do differently for export is undone, so
-that capture sees plain training; that matters only when the requester's program has imported transformers.
+line that does it where that can be known.
 """
 
 import contextlib
 import gc
-import inspect
 import random
-import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -44,11 +41,20 @@ _OUTSIDE_TORCH = (
 
 
 @contextlib.contextmanager
-def traps() -> Iterator[None]:
-    """Refuse such code while a model is exported."""
+def traps(plain: Mapping[str, Callable[..., Any]] | None = None) -> Iterator[None]:
+    """Refuse such code while a model is exported.
+
+    `plain` has functions to run instead of autograd functions, by their full name.
+    """
+    known = plain or {}
+
+    def apply(function: type, *arguments: Any, **keywords: Any) -> Any:
+        instead = known.get(f"{function.__module__}.{function.__name__}", None)
+        return instead(*arguments, **keywords) if instead else _refuse_function(function)
+
     with (
         watched(),
-        replaced(torch.autograd.Function, "apply", classmethod(_refuse_function)),
+        replaced(torch.autograd.Function, "apply", classmethod(apply)),
         replaced(torch.Tensor, "register_hook", _refuse_hook),
     ):
         yield
@@ -101,7 +107,7 @@ def replaced(owner: type | ModuleType, name: str, value: object) -> Iterator[Non
         setattr(owner, name, before)
 
 
-def _refuse_function(function: type, *_: Any, **__: Any) -> Any:
+def _refuse_function(function: type) -> Any:
     if function.__name__ == "CheckpointFunction":
         raise refuse_here("torch.utils.checkpoint is used in its reentrant form", "pass use_reentrant=False")
     if function.__name__ == "BackwardHookFunction":
@@ -158,35 +164,3 @@ def _watch_numbers(set_attribute: _SetAttribute) -> _SetAttribute:
         set_attribute(module, name, value)
 
     return set_watched
-
-
-@contextlib.contextmanager
-def plain_transformers(has_mask: bool) -> Iterator[None]:
-    """Let such models run for export as they train."""
-    with contextlib.ExitStack() as stack:
-        masking = sys.modules.get("transformers.masking_utils")
-        if masking is not None and not has_mask:
-            # Outside of export they say "causal" instead of building a mask, when no sample is padded.
-            ignore = getattr(masking, "_ignore_causal_mask_sdpa", None)
-            if ignore is not None:
-                stack.enter_context(replaced(masking, ignore.__name__, _without_tracing(ignore)))
-            if hasattr(masking, "find_packed_sequence_indices"):
-                stack.enter_context(replaced(masking, "find_packed_sequence_indices", lambda *_, **__: None))
-        for name, module in list(sys.modules.items()):
-            if name.startswith("transformers.") and "maybe_autocast" in vars(module):
-                # It marks what must stay in full precision, but only where autocast is on already.
-                stack.enter_context(replaced(module, "maybe_autocast", torch.autocast))
-        yield
-
-
-def _without_tracing(ignore: Callable[..., bool]) -> Callable[..., bool]:
-    """Return their rule for leaving out the mask as it is when nothing is traced: not within a window."""
-    signature = inspect.signature(ignore)
-
-    def is_plainly_causal(*arguments: object, **keywords: object) -> bool:
-        given = signature.bind(*arguments, **keywords).arguments
-        length, window = given["kv_length"], given.get("local_attention_size")
-        is_square = given.get("q_length", given.get("query_length")) == length
-        return given["padding_mask"] is None and is_square and (window is None or length < window)
-
-    return is_plainly_causal

@@ -149,6 +149,8 @@ def _find_advice(model: nn.Module, fields: Mapping[str, torch.Tensor]) -> str:
 
 
 def _returned_loss(out: Any, advice: str) -> Any:
+    if isinstance(out, torch.Tensor) and out.ndim == 0 and out.is_floating_point():
+        return out  # the model returns nothing but its loss
     found = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", None)
     if found is None:
         kind = "a tensor" if isinstance(out, torch.Tensor) else type(out).__name__

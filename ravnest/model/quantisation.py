@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ravnest.config import FrozenFormat
 from ravnest.errors import WeightsError
-from ravnest.model.blueprint import BLOCK_ITEMS, SCALE_BYTES
+from ravnest.model.blueprint import FROZEN_BLOCK_ITEMS, FROZEN_SCALE_BYTES
 
 LEVELS = (
     *(-0.86328125, -0.67578125, -0.53515625, -0.41015625, -0.298828125, -0.1962890625, -0.09716796875, 0.0),
@@ -23,15 +23,15 @@ LEVELS = (
 _LARGEST_CODE = 127
 _STEPS = 2048  # of the table from numbers to codes, for one scale
 _MARGIN = 16  # steps beyond one scale: it is rounded, maybe to less than the number it is of
-_CHUNK_BLOCKS = {"cpu": 1 << 14, "cuda": 1 << 19}  # at once: what is made on the way is small, or in a cache
+_CHUNK_BLOCKS = {"cpu": 1 << 12, "cuda": 1 << 18}  # at once: what is made on the way is small, or in a cache
 
 
 def quantise(tensor: Tensor, form: FrozenFormat) -> Tensor:
     """Return the blocks of a tensor's numbers, in order; the last one may be filled with zeros."""
     flat = tensor.detach().reshape(-1)
-    rest = -flat.numel() % BLOCK_ITEMS
+    rest = -flat.numel() % FROZEN_BLOCK_ITEMS
     flat = torch.cat([flat, flat.new_zeros(rest)]) if rest else flat
-    blocks = flat.view(-1, BLOCK_ITEMS)
+    blocks = flat.view(-1, FROZEN_BLOCK_ITEMS)
     make = _quantise_int8 if form is FrozenFormat.INT8 else _quantise_int4
     most = _largest_scale(tensor.dtype, _LARGEST_CODE if form is FrozenFormat.INT8 else 1)
     return torch.cat([make(part.float(), most) for part in torch.split(blocks, _CHUNK_BLOCKS["cpu"])])
@@ -39,17 +39,21 @@ def quantise(tensor: Tensor, form: FrozenFormat) -> Tensor:
 
 def dequantise(blocks: Tensor, form: FrozenFormat, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Return the tensor of this shape that the blocks are of; the result has no gradient."""
-    found = torch.empty((len(blocks), BLOCK_ITEMS), dtype=dtype, device=blocks.device)
+    found = torch.empty((len(blocks), FROZEN_BLOCK_ITEMS), dtype=dtype, device=blocks.device)
+    scales = blocks[:, -FROZEN_SCALE_BYTES:].view(torch.bfloat16).to(dtype)
+    codes = blocks[:, :-FROZEN_SCALE_BYTES]
     chunk = _CHUNK_BLOCKS.get(blocks.device.type, len(blocks) or 1)
-    for part, out in zip(torch.split(blocks, chunk), torch.split(found, chunk), strict=True):
-        scales = part[:, -SCALE_BYTES:].view(torch.bfloat16).to(dtype)
-        codes = part[:, :-SCALE_BYTES]
-        if form is FrozenFormat.INT8:
-            torch.mul(codes.view(torch.int8), scales, out=out)
-        else:
-            pairs = _table_of_pairs(dtype, blocks.device)
-            levels = torch.index_select(pairs, 0, codes.reshape(-1).int())
-            torch.mul(levels.view(dtype).view(-1, BLOCK_ITEMS), scales, out=out)
+    parts = [torch.split(each, chunk) for each in (codes, scales, found)]
+    if form is FrozenFormat.INT8:
+        for part, scale, out in zip(*parts, strict=True):
+            out.copy_(part.view(torch.int8)).mul_(scale)
+    else:
+        pairs = _table_of_pairs(dtype, blocks.device)
+        places = torch.empty_like(parts[0][0], dtype=torch.int32)  # one for all: new memory is slow
+        for part, scale, out in zip(*parts, strict=True):
+            index = places[: len(part)].copy_(part).view(-1)
+            torch.index_select(pairs, 0, index, out=out.view(-1).view(pairs.dtype))
+            out.mul_(scale)
     return found.view(-1)[: prod(shape)].view(shape)
 
 
@@ -64,7 +68,7 @@ def _quantise_int4(blocks: Tensor, most: float) -> Tensor:
     scales = _narrow_scales(torch.where(high >= -low, high, low), most)
     places = (blocks * (_STEPS / _divisors(scales))).add_(_STEPS + _MARGIN + 0.5)
     places = places.to(torch.int32).clamp_(0, 2 * (_STEPS + _MARGIN))
-    codes = torch.index_select(_table_of_codes(), 0, places.view(-1)).view(-1, BLOCK_ITEMS // 2, 2)
+    codes = torch.index_select(_table_of_codes(), 0, places.view(-1)).view(-1, FROZEN_BLOCK_ITEMS // 2, 2)
     packed = codes[:, :, 0] | (codes[:, :, 1] << 4)
     return torch.cat([packed, scales.view(torch.uint8)], 1)
 

@@ -132,9 +132,13 @@ def snapshot_pieces(
 
     Training may change the tensors meanwhile: one piece may be before an update and the next one after it.
     """
-    tensors = {**state, **{OPTIMIZER_PREFIX + key: tensor for key, tensor in optimizer.items()}}
-    yield write_header({name: type_of(tensor) for name, tensor in tensors.items()})
-    for tensor in tensors.values():
+
+    def look() -> Iterator[tuple[str, Tensor]]:  # one at a time: some are made when they are looked at
+        yield from state.items()
+        yield from ((OPTIMIZER_PREFIX + key, tensor) for key, tensor in optimizer.items())
+
+    yield write_header({name: type_of(tensor) for name, tensor in look()})
+    for _, tensor in look():
         if tensor.numel():
             yield to_bytes(tensor)
 

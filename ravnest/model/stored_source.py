@@ -14,7 +14,7 @@ from torch import Tensor
 from ravnest.config import FrozenFormat
 from ravnest.disk import release_pages
 from ravnest.errors import WeightsError
-from ravnest.model.blueprint import BLOCK_ITEMS, StateEntry
+from ravnest.model.blueprint import FROZEN_BLOCK_ITEMS, StateEntry
 from ravnest.model.quantisation import dequantise, quantise
 from ravnest.model.safetensors_header import StoredType
 from ravnest.model.state_dict import from_bytes, to_bytes
@@ -75,7 +75,7 @@ class StoredSource:
         if entry.storage is FrozenFormat.BF16:
             row_bytes, row_items = ITEM_BYTES[kind.dtype], 1
         else:
-            row_bytes, row_items = kind.shape[1], BLOCK_ITEMS
+            row_bytes, row_items = kind.shape[1], FROZEN_BLOCK_ITEMS
         first, last = start // row_bytes, -(-stop // row_bytes)
         stored = self._store(entry, first * row_items, last * row_items)
         return to_bytes(stored)[start - first * row_bytes : stop - first * row_bytes]

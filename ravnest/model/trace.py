@@ -28,7 +28,8 @@ from ravnest.model.blueprint import (
     TensorType,
     ValueId,
 )
-from ravnest.model.capture_errors import refuse_node
+from ravnest.model.capture_errors import BY_SIZE, refuse_node
+from ravnest.model.decompose import decompose, without_write
 from ravnest.model.operators import operators
 from ravnest.model.sample_length import Lengths
 from ravnest.protocol.tensors import ITEM_BYTES
@@ -194,26 +195,80 @@ class _Tracer:
         elif target is operator.getitem:
             whole, index = node.args
             assert isinstance(whole, fx.Node)
-            self.known[node] = self.known[whole][index]  # type: ignore[index]
+            self.known[node] = self._find(whole)[index]  # type: ignore[index]
         elif isinstance(value, int | float | torch.SymInt | torch.SymFloat | torch.SymBool):
             self.known[node] = value
+        elif isinstance(target, OpOverload) and target.__name__.startswith("_assert_scalar"):
+            self._check_sizes(node)
         elif isinstance(target, OpOverload) and not target.__name__.startswith(_CHECKS):
             self._read_op(node, target, precision)
+
+    def _check_sizes(self, node: fx.Node) -> None:
+        """Refuse a condition on the batch size that does not hold for all of many sizes."""
+        asserted = node.args[0]
+        value = asserted.meta.get("val") if isinstance(asserted, fx.Node) else None
+        if not isinstance(value, torch.SymBool):
+            return
+        condition = value.node.expr.xreplace(self.lengths)
+        symbols = list(condition.free_symbols)
+        if len(symbols) == 1 and symbols[0] in self.batch_symbols:
+            sizes = (*range(2, 130), *(2**power for power in range(8, 15)))
+            if not all(condition.subs(symbols[0], size) == sympy.true for size in sizes):
+                raise refuse_node(node, *BY_SIZE)
 
     def _read_op(self, node: fx.Node, target: OpOverload, precision: str) -> None:
         name = _INSTEAD.get(str(target), str(target))
         if name not in operators():
-            raise refuse_node(node, *_why_not(name))
+            self._read_other(node, target, precision)
+            return
         made = node.meta["val"]
         is_many = operators()[name].num_returns != 1
         outs = tuple(self._new(part, node) for part in (made if is_many else [made]))
-        given = zip((argument.name for argument in target._schema.arguments), node.args, strict=False)
-        accepted = {parameter.name for parameter in operators()[name].parameters} - {*_SET_BY_STAGE}
-        named = ((_RENAMED.get((name, key), key), value) for key, value in (*given, *node.kwargs.items()))
-        arguments = tuple((key, self._argument(value, node)) for key, value in named if key in accepted)
+        arguments = self._arguments(node, name)
         self.nodes[len(self.ops)] = node
         self.ops.append(Op(name, arguments, outs, len(self.ops), precision))
         self.known[node] = [Ref(out) for out in outs] if is_many else Ref(outs[0])
+
+    def _read_other(self, node: fx.Node, target: OpOverload, precision: str) -> None:
+        """Write an operator that is not on the list with those that are, or refuse it."""
+        plain = without_write(target)
+        if plain is not None and plain in operators():
+            self._read_write(node, plain, precision)
+            return
+        refusal = refuse_node(node, *_why_not(str(target)))
+        try:
+            found = decompose(node)
+        except Exception:  # whatever torch says to a rule that does not fit
+            raise refusal from None
+        if found is None:
+            raise refusal
+        graph, tensors = found
+        places = [place for place in graph.graph.nodes if place.op == "placeholder"]
+        given = {place: self.known[tensor] for place, tensor in zip(places, tensors, strict=True)}
+        try:
+            ends = self.read_graph(graph, given, precision)
+        except CaptureError:
+            raise refusal from None
+        self.known[node] = ends if isinstance(node.meta["val"], list | tuple) else ends[0]
+
+    def _read_write(self, node: fx.Node, name: str, precision: str) -> None:
+        """Write an operator that changes its first argument as one that does not, and a copy."""
+        made = self._new(node.meta["val"], node)
+        arguments = self._arguments(node, name)
+        self.nodes[len(self.ops)] = node
+        self.ops.append(Op(name, arguments, (made,), len(self.ops), precision))
+        out = self._new(node.meta["val"], node)
+        copied = (("self", dict(arguments)["self"]), ("src", Ref(made)))
+        self.nodes[len(self.ops)] = node
+        self.ops.append(Op("aten.copy_.default", copied, (out,), len(self.ops), precision))
+        self.known[node] = Ref(out)
+
+    def _arguments(self, node: fx.Node, name: str) -> tuple[tuple[str, Argument], ...]:
+        assert isinstance(node.target, OpOverload)
+        given = zip((argument.name for argument in node.target._schema.arguments), node.args, strict=False)
+        accepted = {parameter.name for parameter in operators()[name].parameters} - {*_SET_BY_STAGE}
+        named = ((_RENAMED.get((name, key), key), value) for key, value in (*given, *node.kwargs.items()))
+        return tuple((key, self._argument(value, node)) for key, value in named if key in accepted)
 
     def _read_region(self, node: fx.Node, target: HigherOrderOperator, precision: str) -> None:
         """Inline a region: detach what it is given if it has no gradient, note the precision of autocast."""
@@ -227,7 +282,7 @@ class _Tracer:
             raise refuse_node(
                 node,
                 f"it uses {target.__name__}, which runs code of its own",
-                "write it with plain tensor operations (torch.where instead of torch.cond)",
+                _PLAIN_OPERATIONS,
             )
         assert isinstance(inner, fx.Node)
         graph = self.known[inner]
@@ -271,9 +326,15 @@ class _Tracer:
     def _unknown(self, size: object) -> set[object]:
         return symbols_of(size) - self.batch_symbols - self.lengths.keys()
 
+    def _find(self, node: fx.Node) -> object:
+        if node not in self.known:
+            name = getattr(node.target, "__name__", node.target)
+            raise refuse_node(node, f"it uses {name}, which is no operator", _PLAIN_OPERATIONS)
+        return self.known[node]
+
     def _argument(self, value: object, node: fx.Node) -> Argument:
         if isinstance(value, fx.Node):
-            value = self.known[value]
+            value = self._find(value)
         match value:
             case None | bool() | int() | float() | str() | Ref():
                 return value
@@ -294,6 +355,7 @@ class _Tracer:
         )
 
 
+_PLAIN_OPERATIONS = "write it with plain tensor operations (torch.where instead of torch.cond, no torch.vmap)"
 _READS_VALUES = (
     "the code reads a number out of a tensor",
     "keep values in tensors: torch.where or a mask instead of .item(), nonzero() or x[mask]",

@@ -25,9 +25,11 @@ BestPrecision = Literal["bf16", "tf32", "fp32"]
 _SIDES = {"cpu": 512}  # of the matrices; of anything else eight times as long
 _SHARES = {"cpu": 0.5, "cuda": 0.8}  # of what is free, to lend: on a GPU seldom anything else runs
 _MOST_SECONDS = 0.2
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # as malloc.h of glibc numbers them
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # as malloc.h of glibc numbers them
 _LARGE_BYTES = 3 << 19  # at half a megabyte tensors of one trained 30 % slower, at this as fast as ever
 _KEPT_BYTES = 1 << 25  # of smaller ones: at glibc's 128 KB the same pages come and go with every batch
+_KEPT_SHARE = 0.05
+_NUM_ARENAS = 2  # of the event loop, and of all threads beside it: each keeps freed memory of its own
 _BF16_PROGRAM = """
 import sys, torch
 matrix = torch.ones(64, 64, dtype=torch.bfloat16, device=sys.argv[1])
@@ -35,15 +37,23 @@ sys.exit(0 if (matrix @ matrix).sum().item() == 64.0**3 else 1)
 """
 
 
-def return_freed_memory() -> None:
+def return_freed_memory(lent_bytes: float) -> None:
     """Have large tensors given back to the system when they are freed, so that a peer takes what is planned.
 
-    By itself the allocator of glibc keeps them once it has seen some, up to half as much again.
+    By itself the allocator of glibc keeps them once it has seen some, up to half as much again, and smaller
+    ones for every thread. A twentieth of what is lent may be kept: the plan counts that.
     """
     with contextlib.suppress(OSError, AttributeError):  # another system, another allocator
         library = ctypes.CDLL(None)
         library.mallopt(_MMAP_THRESHOLD, _LARGE_BYTES)
-        library.mallopt(_TRIM_THRESHOLD, _KEPT_BYTES)
+        library.mallopt(_TRIM_THRESHOLD, int(min(_KEPT_BYTES, _KEPT_SHARE * lent_bytes)))
+        library.mallopt(_ARENA_MAX, _NUM_ARENAS)
+
+
+def trim_freed_memory() -> None:
+    """Give the system back what was freed so far, by a build or a snapshot."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def warm_up() -> None:
@@ -165,7 +175,7 @@ class Machine:
     is_on_battery: Callable[[], bool] = is_on_battery
     taken_memory_bytes: Callable[[], float] = taken_memory_bytes
     release_memory: Callable[[], None] = release_memory
-    return_freed_memory: Callable[[], None] = return_freed_memory
+    return_freed_memory: Callable[[float], None] = return_freed_memory
     warm_up: Callable[[], None] = warm_up
 
 

@@ -11,7 +11,15 @@ from concurrent.futures import ThreadPoolExecutor
 
 from ravnest.config import TIMEOUTS, PeerTimeouts
 from ravnest.errors import RavnestError
-from ravnest.peer.compute_protocol import ComputeFailed, ComputeSetup, FromCompute, ToCompute
+from ravnest.peer.capabilities import trim_freed_memory
+from ravnest.peer.compute_protocol import (
+    Build,
+    ComputeFailed,
+    ComputeSetup,
+    FromCompute,
+    SnapshotWritten,
+    ToCompute,
+)
 from ravnest.peer.stage_builder import StageBuilder
 from ravnest.peer.stage_host import SavedStage, StageHost, write_snapshot
 
@@ -38,7 +46,7 @@ class ComputeThread:
         loop = asyncio.get_running_loop()
 
         async def write(saved: SavedStage) -> None:
-            deliver(await loop.run_in_executor(writer, write_snapshot, setup.folder, saved))
+            deliver(await loop.run_in_executor(writer, _write, setup.folder, saved))
 
         def start_writing(saved: SavedStage) -> None:
             writing.create_task(write(saved))
@@ -78,3 +86,11 @@ class ComputeThread:
                 return
             is_idle = False
             send(host.handle(item))
+            if isinstance(item, Build):
+                trim_freed_memory()  # of what was read
+
+
+def _write(folder: str | None, saved: SavedStage) -> SnapshotWritten:
+    written = write_snapshot(folder, saved)
+    trim_freed_memory()
+    return written

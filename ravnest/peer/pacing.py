@@ -29,7 +29,7 @@ from ravnest.transfer.outbox import Outgoing
 
 @dataclass(frozen=True, slots=True)
 class StagePosition:
-    """The build of a stage, its cluster from root to leaf, its wire formats and its device."""
+    """The build of a stage, its cluster from root to leaf, its wire formats, its device and way to work."""
 
     build_id: int
     seed: int
@@ -38,6 +38,7 @@ class StagePosition:
     activations: WireFormat = WireFormat.FP32
     gradients: WireFormat = WireFormat.FP32
     device: str = "cpu"
+    recomputes: bool = False
 
     @property
     def index(self) -> int:

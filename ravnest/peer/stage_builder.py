@@ -244,7 +244,7 @@ class StageBuilder:
         engine = StageEngine(program, snapshot, roles, settings, is_split, defers)
         formats = (stage.activations, stage.gradients)
         position = StagePosition(
-            order.build_id, order.seed, stage.node, order.pipeline, *formats, limits.device
+            order.build_id, order.seed, stage.node, order.pipeline, *formats, limits.device, stage.recompute
         )
         schedule = StageSchedule(
             stage.window, order.accumulate, version=parts.version, is_exact=order.is_exact

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from ravnest.codec import decode_tensor, describe, encode_tensor, widen_integers
+from ravnest.codec import check_buffer, decode_tensor, describe, encode_tensor, widen_integers
 from ravnest.config import TIMEOUTS, PeerTimeouts, WireFormat
+from ravnest.engine.held_inputs import MakeAgain
 from ravnest.engine.schedule import StageSchedule, Task, Work
 from ravnest.engine.stage import DroppedWork, PassedOn, StageEngine, Updated
 from ravnest.engine.staleness import StalenessPolicy
@@ -43,14 +44,41 @@ logger = logging.getLogger(__name__)
 _REFUSALS_PER_LINE = 100  # of updates, in the log
 
 
+@dataclass(frozen=True, slots=True)
+class _Travelled:
+    """A value as it came: it is decoded when it is needed, and takes less memory until then."""
+
+    buffer: Buffer
+    spec: TensorSpec
+    device: str
+
+    def decode(self) -> Tensor:
+        return decode_tensor(self.buffer, self.spec, self.device)
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether the tensor is larger than what came."""
+        return self.spec.dtype in FLOAT_BYTES and self.spec.packing is not WireFormat.FP32
+
+
 @dataclass(slots=True)
 class _Arriving:
     """The parts of a microbatch that have arrived."""
 
     fields: dict[str, Tensor] = field(default_factory=dict)
-    inputs: dict[ValueId, Tensor] | None = None
+    inputs: dict[ValueId, _Travelled] | None = None
     num_samples: int = 0
     is_evaluation: bool | None = None  # unknown until the lease or the activation says so
+
+    def decode_inputs(self) -> dict[ValueId, Tensor]:
+        """Return the inputs, all of which are here."""
+        assert self.inputs is not None
+        return {value: each.decode() for value, each in self.inputs.items()}
+
+    def find_again(self) -> dict[ValueId, MakeAgain]:
+        """Return how inputs are made again that take more memory than what came."""
+        assert self.inputs is not None
+        return {value: each.decode for value, each in self.inputs.items() if each.is_narrow}
 
 
 @dataclass(slots=True)
@@ -216,7 +244,7 @@ class Worker:
         if arriving.inputs is not None:
             return Refusal(f"microbatch {message.microbatch} has arrived before: the second copy is dropped")
         program = self._blueprint.program(message.is_evaluation)
-        found = _decode_values(message, buffers, program, message.num_samples, self.position.device)
+        found = _check_values(message, buffers, program, message.num_samples, self.position.device)
         if found.keys() != set(program.inputs):
             raise ProtocolError(
                 f"microbatch {message.microbatch} comes with values {sorted(found)}, not those awaited"
@@ -232,7 +260,12 @@ class Worker:
         running, program = self._running.get(message.microbatch), self._blueprint.train
         if running is None:
             return Refusal(f"microbatch {message.microbatch} is not in flight here: its gradient is dropped")
-        found = _decode_values(message, buffers, program, running.num_samples, self.position.device)
+        found = {
+            value: each.decode()
+            for value, each in _check_values(
+                message, buffers, program, running.num_samples, self.position.device
+            ).items()
+        }
         if reason := self._schedule.offer_gradient(message.microbatch):
             return Refusal(reason)
         self.timekeeper.record_return(message.microbatch, running.num_samples)
@@ -272,11 +305,13 @@ class Worker:
         return None
 
     def _forward(self, microbatch: MicrobatchId) -> Iterator[Outgoing]:
-        ready, started = self._ready.pop(microbatch), self._clock()
-        assert ready.inputs is not None
+        ready = self._ready.pop(microbatch)
+        inputs, started = ready.decode_inputs(), self._clock()
+        again = ready.find_again() if self.position.recomputes else None
         passed = self._stage.forward(
-            microbatch, ready.inputs, ready.fields, key=(self.position.seed, microbatch)
+            microbatch, inputs, ready.fields, key=(self.position.seed, microbatch), again=again
         )
+        del inputs
         self._device.stretch(started, self._device.forward_seconds * ready.num_samples)
         if isinstance(passed, DroppedWork):
             yield from self._drop(passed)
@@ -354,9 +389,9 @@ class Worker:
         return self._evaluate(self._evaluations.popleft())
 
     def _evaluate(self, microbatch: MicrobatchId) -> Iterator[Outgoing]:
-        ready, started = self._ready.pop(microbatch), self._clock()
-        assert ready.inputs is not None
-        passed = self._stage.evaluate(microbatch, ready.inputs, ready.fields)
+        ready = self._ready.pop(microbatch)
+        inputs, started = ready.decode_inputs(), self._clock()
+        passed = self._stage.evaluate(microbatch, inputs, ready.fields)
         self._device.stretch(started, self._device.forward_seconds * ready.num_samples)
         if isinstance(passed, DroppedWork):
             yield from self._drop(passed)
@@ -444,9 +479,9 @@ def _decode_fields(specs: Sequence[tuple[str, TensorSpec]], buffers: Sequence[Bu
     return {name: decode_tensor(buffer, spec) for (name, spec), buffer in zip(specs, buffers, strict=True)}
 
 
-def _decode_values(
+def _check_values(
     message: Activation | Gradient, buffers: Sequence[Buffer], program: Program, num_samples: int, device: str
-) -> dict[ValueId, Tensor]:
+) -> dict[ValueId, _Travelled]:
     """Return the values that a neighbour sends, or refuse what the program does not have in this shape."""
     found = {}
     for (number, spec), buffer in zip(message.values, buffers, strict=True):
@@ -455,8 +490,11 @@ def _decode_values(
             raise ProtocolError(
                 f"value {number} of microbatch {message.microbatch} has shape {spec.shape}, not its own"
             )
+        check_buffer(buffer, spec)
         # Whole numbers may be indices: the program checks them before a GPU gets them.
-        found[value] = decode_tensor(buffer, spec, device if spec.dtype in FLOAT_BYTES else "cpu")
+        found[value] = _Travelled(buffer, spec, device if spec.dtype in FLOAT_BYTES else "cpu")
+        if spec.dtype == "bool":
+            found[value].decode()  # it may be refused, and its sender named
     return found
 
 

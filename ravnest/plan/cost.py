@@ -206,7 +206,7 @@ class LineCost:
         adds to it is looked at first.
         """
         optimizer, (first, square) = self.config.optimizer, self.config.states.ratios
-        copies = 1.0 + self.config.accumulates
+        copies = 1.0 + self.config.accumulates + self.config.keeps_ema
         copies += _AVERAGING_COPIES[self.config.deltas] if self.is_averaged else 0.0
         copies += first if optimizer.has_moment else 0.0
         is_muon = optimizer is OptimizerKind.MUON

@@ -20,6 +20,7 @@ MEAN_BYTES = 4  # int4-channels: one mean of each channel
 LEAST_POSITIONS = 64  # of each channel: the means of fewer would be more than half a bit a value
 MOST_TENSOR_ITEMS = 2**40
 SCALAR_SLOTS = ("step", "mu_product")  # of an optimizer's state: one number per parameter
+EMA_SLOT = "ema"  # of an optimizer's state: the mean of a weight over time
 
 
 def slot_shape(slot: str, shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -22,6 +22,7 @@ from torch.utils.data.dataloader import default_collate
 from ravnest.errors import ConfigError
 from ravnest.model.model_with_loss import name_fields
 from ravnest.requester.padding import Padding, PaddingWish, pad_batch, pad_samples
+from ravnest.requester.sample_spool import SampleSpool
 from ravnest.units import show_bytes, show_value
 
 SampleBatch = dict[str, Tensor] | tuple[Tensor, ...]
@@ -113,7 +114,7 @@ def _to_tensor(value: Any, what: str, column: str) -> Tensor:
 Numbers = NDArray[np.int64]
 _Types = Mapping[str, FieldType]
 
-_MOST_BYTES = 2 << 30  # of an iterable, which has to be kept
+_MOST_BYTES = 2 << 30  # of an iterable that has to be kept in memory
 _NUM_COMPARED = 64  # samples whose lengths are looked at, beside the first batch
 _NUM_TRIED = 4  # places in the data where samples are compared with the first batch
 _NO_WISH = PaddingWish()
@@ -130,13 +131,14 @@ class Samples:
         *,
         what: str = "train data",
         is_padded: bool | None = None,
-        max_kept_bytes: int = _MOST_BYTES,
+        max_kept_bytes: int | None = None,
+        most_samples: int | None = None,
         padding: PaddingWish = _NO_WISH,
         like: "Samples | None" = None,
     ) -> None:
-        """Samples `like` others are padded to their lengths."""
+        """Samples `like` others are padded to their lengths; `most_samples` of an iterable are read."""
         self._what, self._batch_size, self._is_padded = what, batch_size, is_padded
-        self._source = _open(data, what, max_kept_bytes)
+        self._source = _open(data, what, _Limits(most_samples, max_kept_bytes))
         self._wish, self._like, self._padding = padding, like, None if like is None else like.padding
         self._first: SampleBatch | None = None
         self._lock = threading.RLock()  # a dataset need not bear two readers
@@ -301,13 +303,21 @@ class _Items:
         return batch
 
 
-class _Stream:
-    """An iterable, read as far as asked and kept."""
+@dataclass(frozen=True, slots=True)
+class _Limits:
+    """How much of an iterable is kept."""
 
-    def __init__(self, data: Iterable[Any], what: str, max_bytes: int) -> None:
-        self._data, self._what, self._max_bytes = data, what, max_bytes
+    most_samples: int | None
+    most_bytes: int | None  # None: as much as memory or the disk bear
+
+
+class _Stream:
+    """An iterable, read as far as asked and kept: on disk, or in memory where a collate_fn reads samples."""
+
+    def __init__(self, data: Iterable[Any], what: str, limits: _Limits, *, is_raw: bool = False) -> None:
+        self._data, self._what, self._limits = data, what, limits
         self._rest: Iterator[Any] | None = None
-        self._kept: list[Any] = []
+        self._kept: list[Any] | SampleSpool = [] if is_raw else SampleSpool(what, limits.most_bytes)
         self._kept_bytes = 0
         self._error: Exception | None = None
 
@@ -328,17 +338,27 @@ class _Stream:
         if self._error is not None:  # after it a generator looks as if it had ended
             raise self._error
         if self._rest is None:
-            self._rest = iter(self._data)
+            self._rest = islice(self._data, self._limits.most_samples)
         try:
             for sample in islice(self._rest, max(num_samples - len(self._kept), 0)):
-                self._kept.append(sample)
-                self._kept_bytes += _bytes_of(sample)
-                if self._kept_bytes > self._max_bytes:
-                    raise self._refuse()
+                self._keep(sample)
         except Exception as error:
             self._error = error
             raise
         return min(num_samples, len(self._kept))
+
+    def _keep(self, sample: Any) -> None:
+        if isinstance(self._kept, SampleSpool):
+            batch = put_together([len(self._kept)], [sample], self._what)
+            if isinstance(batch, dict):
+                self._kept.append({name: column[0] for name, column in batch.items()})
+            else:
+                self._kept.append(tuple(column[0] for column in batch))
+            return
+        self._kept.append(sample)
+        self._kept_bytes += _bytes_of(sample)
+        if self._kept_bytes > (self._limits.most_bytes or _MOST_BYTES):
+            raise self._refuse()
 
     def _refuse(self) -> ConfigError:
         read = f"{len(self._kept):,} samples ({show_bytes(self._kept_bytes)})"
@@ -346,17 +366,17 @@ class _Stream:
         return ConfigError(f"the {self._what} is an iterable, to be kept, with no end after {read}; {fix}")
 
 
-def _open(data: Any, what: str, max_bytes: int) -> _Rows | _Items:
+def _open(data: Any, what: str, limits: _Limits) -> _Rows | _Items:
     if isinstance(data, DataLoader):
-        return _open_loader(data, what, max_bytes)
+        return _open_loader(data, what, limits)
     if isinstance(data, Mapping):
         return _Rows(data, what, is_tuple=False)
     if isinstance(data, tuple) and data and all(isinstance(part, Tensor | np.ndarray) for part in data):
         return _Rows({f"part {k}": part for k, part in enumerate(data)}, what, is_tuple=True)
-    return _Items(_numbered(data, what, max_bytes), what)
+    return _Items(_numbered(data, what, limits), what)
 
 
-def _numbered(data: Any, what: str, max_bytes: int) -> Any:
+def _numbered(data: Any, what: str, limits: _Limits, *, is_raw: bool = False) -> Any:
     """Return the data itself if it has a length and an index, else a stream of it."""
     is_known = isinstance(data, Iterable) or hasattr(data, "__getitem__")
     if isinstance(data, str | bytes | Tensor | np.ndarray | type) or not is_known:
@@ -365,16 +385,17 @@ def _numbered(data: Any, what: str, max_bytes: int) -> Any:
     is_indexed = hasattr(data, "__getitem__") and hasattr(data, "__len__")
     if is_indexed and not isinstance(data, IterableDataset):
         return data
-    return _Stream(data, what, max_bytes)
+    return _Stream(data, what, limits, is_raw=is_raw)
 
 
-def _open_loader(loader: "DataLoader[Any]", what: str, max_bytes: int) -> _Rows | _Items:
+def _open_loader(loader: "DataLoader[Any]", what: str, limits: _Limits) -> _Rows | _Items:
     if loader.batch_sampler is None:
-        return _Items(_Stream(_split_batches(loader, what), what, max_bytes), what)
+        return _Items(_Stream(_split_batches(loader, what), what, limits), what)
     if not isinstance(loader.dataset, IterableDataset):
         _check_sampler(loader, what)
     collate = None if loader.collate_fn is default_collate else loader.collate_fn
-    return _Items(_numbered(loader.dataset, what, max_bytes), what, collate)
+    is_raw = collate is not None  # its samples may be anything
+    return _Items(_numbered(loader.dataset, what, limits, is_raw=is_raw), what, collate)
 
 
 def _check_sampler(loader: "DataLoader[Any]", what: str) -> None:

@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 _FOLDER = "first-weights"
 _NUM_SAMPLED = 4  # tensors, by which frozen weights are known again
 _SAMPLED_BYTES = 4096  # of each
+_ADAPTED = "base_model.model."  # what peft puts before the names of a model
 _ENOUGH = 0.5  # of the parameters must be in what is given, or it is of another model
 
 
@@ -68,16 +69,18 @@ def _open(place: Path, folder: Path | None) -> StateSource:
 
 def _fit(given: StateSource, blueprint: Blueprint, model: nn.Module, where: str) -> "FittedSource":
     """Return what is given under the model's names and in its types."""
-    prefix = f"{getattr(model, 'base_model_prefix', '')}."
+    prefix = f"{_find_prefix(model)}."
     others: dict[str, list[str]] = {}
     for alias, name in blueprint.aliases:
         others.setdefault(name, []).append(alias)
     names, types, num_wanted = {}, {}, 0
+    is_adapted = hasattr(model, "peft_config")
     for entry in blueprint.state:
         if entry.kind == CONSTANT:
             continue
-        num_wanted += 1
+        num_wanted += not (is_adapted and entry.is_trainable)  # adapters are new
         own = [entry.name, *others.get(entry.name, ())]
+        own += [base_name(each) for each in own if is_adapted]
         tried = [*own, *(each.removeprefix(prefix) for each in own), *(prefix + each for each in own)]
         found = next((each for each in tried if each in given.types), None)
         if found is not None:
@@ -89,6 +92,18 @@ def _fit(given: StateSource, blueprint: Blueprint, model: nn.Module, where: str)
         problem = f"{where} has {len(names)} of the model's {num_wanted} tensors by name"
         raise WeightsError(f"{problem}, so it is of another model; give weights of one that is built like it")
     return FittedSource(given, names, types)
+
+
+def _find_prefix(model: nn.Module) -> str:
+    """Return under which name a Hugging Face model has its base."""
+    find = getattr(model, "get_base_model", None)
+    inner = find() if callable(find) else model
+    return str(getattr(inner, "base_model_prefix", ""))
+
+
+def base_name(name: str) -> str:
+    """Return what a tensor of an adapted model (peft) is called in the model without adapters."""
+    return name.removeprefix(_ADAPTED).replace(".base_layer.", ".")
 
 
 class FirstWeights(LayeredSource):

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ravnest.config import FrozenFormat
 from ravnest.config import OptimizerKind as Recipe
 from ravnest.engine.optimizers import OptimizerSettings
 from ravnest.engine.recipe import base_rate, choose_rate, from_torch, make_settings
@@ -50,12 +51,13 @@ class Job:
     torch.optim (or several) over the model's parameters, or the name of a recipe with its `learning_rate`;
     left out, that of a short job is higher, unless the model `is_pretrained`. `schedule` is one of ours, a
     function, or one of torch's over that optimizer. `clip` limits the norm of each tensor's gradient,
-    `clip_norm` that of the whole model's. One batch is one update; `max_steps` updates are made, or those of
-    all `epochs`. A batch travels through the stages as `microbatches`. Clusters average their weights
-    `average_every` batches, and by the `averaging_rule` more than those. What was trained is kept
-    `checkpoint_every` so often, like "5 min"; None: never. `weights` is a safetensors file, a folder of
-    shards or a mirror's list to begin with; a model made under `rv.empty_weights()` without them is filled
-    layer by layer, as its modules say.
+    `clip_norm` that of the whole model's. With `ema`, like 0.999, a mean of the weights over time is kept
+    too. One batch is one update; `max_steps` updates are made, or those of all `epochs`. A batch travels
+    through the stages as `microbatches`. Clusters average their weights `average_every` batches, and by the
+    `averaging_rule` more than those. What was trained is kept `checkpoint_every` so often, like "5 min";
+    None: never. Large weights that are not trained are stored as `frozen` says (fp32, bf16, int8, int4) or as
+    the plan does. `weights` is a safetensors file, a folder of shards or a mirror's list to begin with; a
+    model made under `rv.empty_weights()` without them is filled layer by layer, as its modules say.
     """
 
     model: nn.Module = field(repr=False)
@@ -71,11 +73,13 @@ class Job:
     schedule: Schedule | Callable[[int], float] | Any = field(default=None, repr=False, kw_only=True)
     clip: float | None = field(default=None, kw_only=True)
     clip_norm: float | None = field(default=None, kw_only=True)
+    ema: float | None = field(default=None, kw_only=True)
     average_every: int | str = field(default="auto", kw_only=True)
     averaging_rule: AveragingRule = field(default=AveragingRule(), kw_only=True)
     checkpoint_every: str | None = field(default="1 min", kw_only=True)
     microbatches: int | str = field(default="auto", kw_only=True)
     precision: str = field(default="auto", kw_only=True)
+    frozen: str | None = field(default=None, kw_only=True)
     seed: int = field(default=0, kw_only=True)
     inputs: Sequence[str] | None = field(default=None, kw_only=True)
     is_padded: bool | None = field(default=None, kw_only=True)
@@ -114,7 +118,8 @@ class Job:
         if self.val_samples is not None:
             self.val_samples.check_like(self.samples)
             self.val_samples.check_some()
-        wishes = CaptureWishes(self.name, self.inputs, self.is_padded, tell=tell)
+        is_padded = True if self.is_padded is None and self.samples.padding else self.is_padded
+        wishes = CaptureWishes(self.name, self.inputs, is_padded, tell=tell)
         captured = capture_as(self.model, batch, self.loss, self.metrics, wishes)
         if not captured.batch_loss.is_cuttable and self.microbatches not in ("auto", 1):
             raise ConfigError(f"microbatches is {self.microbatches}, but {captured.batch_loss.note}")
@@ -130,6 +135,7 @@ class Job:
             assert not isinstance(self.optimizer, str | None)
             given = {name: captured.state[name] for name in trained}
             found = from_torch(self.optimizer, given, is_scheduled=is_torch_scheduler(self.schedule))
+        found = replace(found, ema=self.ema)
         if self.clip_norm is not None:
             found = replace(found, clip=None, clip_norm=float(self.clip_norm))
         if self.clip is None:
@@ -170,7 +176,10 @@ class Job:
     def samples(self) -> Samples:
         """The train data by number."""
         wish = PaddingWish(self.pad, self.max_length)
-        return Samples(self.train_data, self.batch_size, is_padded=self.is_padded, padding=wish)
+        most = None if self.max_steps is None else self.max_steps * self.batch_size
+        return Samples(
+            self.train_data, self.batch_size, is_padded=self.is_padded, padding=wish, most_samples=most
+        )
 
     @cached_property
     def val_samples(self) -> Samples | None:
@@ -223,7 +232,11 @@ class Job:
         _require(is_clip, "clip", self.clip, "a number above 0, or math.inf for no clipping")
         is_norm = self.clip_norm is None or (_is_positive(self.clip_norm) and self.clip is None)
         _require(is_norm, "clip_norm", self.clip_norm, "a number above 0, and no clip beside it")
+        is_share = self.ema is None or (_is_positive(self.ema) and self.ema < 1)
+        _require(is_share, "ema", self.ema, "a number between 0 and 1, like 0.999")
         _require(self.precision in _PRECISIONS, "precision", self.precision, "auto, fp32 or bf16")
+        is_format = self.frozen is None or self.frozen in list(FrozenFormat)
+        _require(is_format, "frozen", self.frozen, f"{', '.join(FrozenFormat)} or nothing")
         _require(_is_whole(self.seed, 0), "seed", self.seed, "a whole number from 0 to 2**63 - 1")
         _require(self.is_padded in (None, True, False), "is_padded", self.is_padded, "True, False or nothing")
         is_flag = self.is_pretrained in (None, True, False)

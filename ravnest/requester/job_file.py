@@ -21,7 +21,10 @@ _NOT_THE_USERS = (str(Path(__file__).parents[1]), sysconfig.get_paths()["stdlib"
 
 
 def load_job(place: str) -> Job:
-    """Return the job at FILE.py:NAME, a Job or a function that makes one; FILE.py will do for one Job."""
+    """Return the job at FILE.py:NAME, a Job or a function that makes one.
+
+    FILE.py will do if it has one Job, or none and a function called `job`.
+    """
     name, file = "", place
     if not place.endswith(".py"):
         file, _, name = place.rpartition(":")
@@ -61,6 +64,8 @@ def _find_job(found: Mapping[str, object], file: str, name: str) -> Job:
     if not name:
         if len({id(job) for job in jobs.values()}) == 1:
             return next(iter(jobs.values()))
+        if not jobs and inspect.isfunction(found.get("job")):
+            return _find_job(found, file, "job")
         problem = f"{file} has {len(jobs)} jobs, so say which: {', '.join(f'{file}:{key}' for key in jobs)}"
         raise ConfigError(problem if jobs else f"{file} has no Job; add job = ravnest.Job(...) to it")
     if name not in found:

@@ -11,6 +11,7 @@ from typing import cast
 from ravnest.config import (
     EXACT_FORMATS,
     Averaging,
+    FrozenFormat,
     PlanConfig,
     StateFormat,
     WeightFormat,
@@ -66,31 +67,21 @@ def prepare(
 
     `tell` hears what is done next.
     """
-    num_samples = len(job.samples)
-    if num_samples < job.batch_size:
-        problem = f"the train data has {num_samples} samples, fewer than batch_size {job.batch_size}"
-        raise ConfigError(f"{problem}; give more data or a smaller batch_size")
-    if plan.deltas is WireFormat.FP16:
-        raise ConfigError(
-            "deltas is fp16, too narrow for sums over clusters; choose fp32, bf16, int8 or int4"
-        )
-    if plan.exact_gradients not in EXACT_FORMATS:
-        problem = f"exact_gradients is {plan.exact_gradients}, too coarse for gradients"
-        raise ConfigError(f"{problem}; choose {' or '.join(EXACT_FORMATS)}")
-    if plan.states is StateFormat.INT8 and job.averaging_rule.momentum:
-        raise ConfigError("momenta are averaged, which int8 states cannot be; choose states=bf16 or fp32")
+    plan = replace(plan, states=_choose_states(job, plan))
+    _check_settings(job, plan)
+    plan = plan if job.frozen is None else replace(plan, frozen=FrozenFormat(job.frozen))
     captured = job.capture(tell)
-    captured = replace(captured, blueprint=choose_storage(captured.blueprint, plan.frozen))
+    captured = _store_frozen(captured, plan.frozen)
     for note in captured.notes:
         logger.warning("note: %s", note)
     num_batches = job.num_updates
-    plan = replace(plan, states=_choose_states(job, plan))
     optimizer = replace(job.settings(captured, num_batches), versions=plan.versions, states=plan.states)
     logger.info("learning rate %.2g, %d updates planned", optimizer.learning_rate, num_batches)
     # Peers lend memory for tensors; that of their programs is beside it (docs/lending.md).
     config = replace(plan, optimizer=_recipe(job, optimizer), overhead_bytes=0.0)
     precision = WeightFormat.BF16 if job.precision == "bf16" else WeightFormat.FP32
     config = replace(config, predict_weights=optimizer.has_prediction, precision=precision)
+    config = replace(config, keeps_ema=job.ema is not None)
     config = _fit_formats(config, captured, job.batch_size)
     settings = _settings(job, captured, optimizer, num_batches)
     settings = replace(settings, expected_nodes=num_nodes, settle_seconds=settle_seconds)
@@ -108,7 +99,7 @@ def prepare(
     first = find_first_weights(job, captured, folder, is_needed=start is None)
     left_out = first.find_lasting(captured.blueprint.state)
     state, frozen = hash_state(captured.blueprint.state), first.sample(left_out)
-    sizes = (num_samples, job.batch_size, job.epochs, job.seed)
+    sizes = (len(job.samples), job.batch_size, job.epochs, job.seed)
     fingerprint = Fingerprint(job.name or "", state, *sizes, frozen)
     owner = JobOwner(job, captured, training, fingerprint, keeper, deliver, first, left_out)
     books = None
@@ -118,6 +109,32 @@ def prepare(
     tell("it is measured")
     profile = measure(captured.blueprint, job.batch_size, is_cast=precision is WeightFormat.BF16)
     return PreparedJob(captured, owner, JobGiven(profile, config, settings, now=0.0, books=books))
+
+
+def _check_settings(job: Job, plan: PlanConfig) -> None:
+    """Refuse settings that do not go together, before the model is captured."""
+    num_samples = len(job.samples)
+    if num_samples < job.batch_size:
+        problem = f"the train data has {num_samples} samples, fewer than batch_size {job.batch_size}"
+        raise ConfigError(f"{problem}; give more data or a smaller batch_size")
+    if plan.deltas is WireFormat.FP16:
+        raise ConfigError(
+            "deltas is fp16, too narrow for sums over clusters; choose fp32, bf16, int8 or int4"
+        )
+    if plan.exact_gradients not in EXACT_FORMATS:
+        problem = f"exact_gradients is {plan.exact_gradients}, too coarse for gradients"
+        raise ConfigError(f"{problem}; choose {' or '.join(EXACT_FORMATS)}")
+    if plan.states is StateFormat.INT8 and job.averaging_rule.momentum:
+        raise ConfigError("momenta are averaged, which int8 states cannot be; choose states=bf16 or fp32")
+
+
+def _store_frozen(captured: Captured, chosen: FrozenFormat) -> Captured:
+    """Return the model with its frozen matrices stored as they are to be; say so if it has none."""
+    has_any = any(entry.is_frozen and len(entry.shape) > 1 for entry in captured.blueprint.state)
+    if chosen is not FrozenFormat.FP32 and not has_any:
+        told = "note: frozen=%s changes nothing: no matrix of the model is frozen; see requires_grad_(False)"
+        logger.warning(told, chosen)
+    return replace(captured, blueprint=choose_storage(captured.blueprint, chosen))
 
 
 def _choose_states(job: Job, plan: PlanConfig) -> StateFormat:

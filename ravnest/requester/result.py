@@ -10,7 +10,7 @@ import math
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from ravnest.model.safetensors_header import StoredType
 from ravnest.model.shards import SHARD_BYTES, ShardWriter, has_weights
 from ravnest.model.state_dict import LOSS_PREFIX, check_names, check_type, to_bytes, type_of
 from ravnest.model.state_source import SourceTensors, read_pieces, state_type
-from ravnest.requester.run_folder import BEST, MODEL
+from ravnest.requester.run_folder import ADAPTER, BEST, BEST_ADAPTER, EMA, MODEL, find_result
 from ravnest.units import show_bytes
 
 
@@ -42,6 +42,9 @@ class Result:
     history: Sequence[Mapping[str, float]] = field(default=(), repr=False)
     dropped: Sequence[DroppedSamples] = field(default=(), repr=False)
     best: "Best | None" = field(default=None, repr=False)  # by validation loss, if anything was evaluated
+    ema: "Result | None" = field(
+        default=None, repr=False
+    )  # the mean of the weights over time, if it was kept
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -105,17 +108,21 @@ class Result:
         """Let a Hugging Face model write itself, with the trained weights, into a folder.
 
         Weights of more than a shard are written tensor by tensor; then only the rest is the model's own work.
+        A model with adapters (peft) writes these alone: `PeftModel.from_pretrained` loads them.
         """
         place = Path(folder)
         save = getattr(self.model, "save_pretrained", None)
-        if save is None or "state_dict" not in inspect.signature(save).parameters:
+        takes_state = self.is_adapted or (save and "state_dict" in inspect.signature(save).parameters)
+        if save is None or not takes_state:
             raise ConfigError("the model has no save_pretrained(folder, state_dict); use result.export(FILE)")
         types = self._all_types()
         is_large = sum(kind.size_bytes for kind in types.values()) > max_shard_bytes
         try:
             if place.exists() and any(place.iterdir()) and not overwrite:
                 raise ConfigError(f"{place} has files in it; give another folder, or overwrite=True")
-            if is_large and not hasattr(self.model, "peft_config"):  # an adapter writes no more than itself
+            if self.is_adapted:
+                save(place, state_dict=self._adapters(), save_embedding_layers=self._has_own_embeddings())
+            elif is_large:
                 save(place, state_dict={})
                 self._write(place / MODEL, types, max_shard_bytes)
             else:
@@ -124,6 +131,25 @@ class Result:
             fix = "give a folder that can be made, is yours and has room"
             raise ConfigError(f"{place} cannot be written: {error.strerror or error}; {fix}") from None
         return place
+
+    @property
+    def is_adapted(self) -> bool:
+        """Whether the model has adapters of peft, which write no more than themselves."""
+        return hasattr(self.model, "peft_config")
+
+    def _adapters(self) -> dict[str, Tensor]:
+        """Return the state_dict with what was trained; the rest is the model's own and may have no values."""
+        changing = {entry.name for entry in self.blueprint.state if entry.is_trainable or entry.is_written}
+        found = dict(self.model.state_dict())
+        for name, (source, _) in self._trained.items():
+            if source in changing and name in found:
+                found[name] = self.state[source].detach()
+        return found
+
+    def _has_own_embeddings(self) -> bool:
+        find = getattr(self.model, "get_input_embeddings", None)
+        weight = getattr(find() if callable(find) else None, "weight", None)
+        return isinstance(weight, Tensor) and weight.requires_grad
 
     @cached_property
     def _trained(self) -> dict[str, tuple[str, StoredType]]:
@@ -177,14 +203,33 @@ class Best(Result):
 def keep_weights(result: Result, file: Path, *, overwrite: bool = False) -> None:
     """Write the weights of a training where they are to go; where that fails they are not lost with it."""
     try:
-        result.export(file, overwrite=overwrite)
-        if result.best is not None and file.name == MODEL:
-            result.best.export(file.with_name(BEST), overwrite=overwrite)
+        _write_result(result, file, overwrite=overwrite)
     except ConfigError as error:
         with contextlib.suppress(ConfigError, OSError):
             place = Path(tempfile.mkdtemp(prefix="ravnest-"), file.name)
-            error = ConfigError(f"{error}; meanwhile the weights are in {result.export(place)}")
+            _write_result(replace(result, best=None), place, overwrite=False)
+            error = ConfigError(f"{error}; meanwhile the weights are in {find_result(place)}")
         raise error from None
+
+
+def _write_result(result: Result, file: Path, *, overwrite: bool) -> None:
+    """Write weights to a file; a folder's model.safetensors stands for what that kind of model has there."""
+    best, is_folder = result.best, file.name == MODEL
+    if is_folder and result.is_adapted:
+        result.save_pretrained(file.parent, overwrite=True)  # the hub's own files lie there
+        if best is not None:
+            best.save_pretrained(file.with_name(BEST_ADAPTER), overwrite=True)
+        return
+    result.export(file, overwrite=overwrite)
+    if is_folder and best is not None:
+        best.export(file.with_name(BEST), overwrite=overwrite)
+    if is_folder and result.ema is not None:
+        result.ema.export(file.with_name(EMA), overwrite=overwrite)
+    for name in ("config", "generation_config"):  # with these, from_pretrained loads the folder
+        save = getattr(getattr(result.model, name, None), "save_pretrained", None)
+        if is_folder and callable(save):
+            with contextlib.suppress(OSError):
+                save(file.parent)
 
 
 def check_place(place: str | os.PathLike[str], *, may_exist: bool = False) -> Path:
@@ -195,7 +240,8 @@ def check_place(place: str | os.PathLike[str], *, may_exist: bool = False) -> Pa
         raise ConfigError(
             f"{given} would hold safetensors; give a name that ends in .safetensors, or a folder"
         )
-    for written in (file, file.with_name(BEST)) if file.name == MODEL else (file,):
+    beside = [file.with_name(name) for name in (BEST, ADAPTER) if file.name == MODEL]
+    for written in (file, *beside):
         if has_weights(written) and not may_exist:
             raise ConfigError(f"{written} exists already; give another name, or move it away")
     try:

@@ -18,12 +18,13 @@ from msgspec import Meta
 from ravnest.disk import read_bytes
 from ravnest.errors import ConfigError, RavnestError
 from ravnest.foreign import parse_json
-from ravnest.model.shards import has_weights
+from ravnest.model.shards import find_written, has_weights
 from ravnest.net.identity import SECRET_BYTES, KeyPair, Token, load_keys, new_keys, write_token
 from ravnest.requester.checkpoint_store import CHECKPOINTS
 
 RUNS = Path("runs")
-MODEL, BEST = "model.safetensors", "best.safetensors"
+MODEL, BEST, EMA = "model.safetensors", "best.safetensors", "ema.safetensors"
+ADAPTER, BEST_ADAPTER = "adapter_model.safetensors", "best"  # of an adapted model (peft): a file, a folder
 _FILE = "hub.json"
 _MOST_BYTES = 1 << 16
 _WAY_OUT = "give a folder that can be made, is yours and has room"
@@ -99,9 +100,20 @@ def open_run(folder: Path) -> HubFile:
 
 def check_unfinished(folder: Path) -> None:
     """Refuse a folder with a result, in which a new training is to begin."""
-    if has_weights(folder / MODEL):
+    if has_result(folder):
         way_on = 'or go on with it: --resume, in Python resume="auto"'
         raise ConfigError(f"{folder} holds a finished run; give another folder or move it away, {way_on}")
+
+
+def has_result(folder: Path) -> bool:
+    """Return whether a training has ended here and left weights, or an adapter."""
+    return has_weights(folder / MODEL) or (folder / ADAPTER).exists()
+
+
+def find_result(file: Path) -> Path:
+    """Return what stands for a result on disk: the file, the index of its shards, or an adapter's folder."""
+    is_adapter = file.name == MODEL and not has_weights(file) and file.with_name(ADAPTER).exists()
+    return file.parent if is_adapter else find_written(file)
 
 
 def set_aside(folder: Path, with_checkpoints: bool = True) -> None:
@@ -160,7 +172,7 @@ def free_run(name: str) -> Path:
     """Return a folder under runs/ for a job of this name: the first that holds no finished or running one."""
     for folder in _name_runs(name):
         is_used = (folder / _FILE).exists() and read_hub_file(folder).process is not None
-        if not is_used and not has_weights(folder / MODEL):
+        if not is_used and not has_result(folder):
             return folder
     raise RavnestError(f"{RUNS} has no free folder for {name}; move some away")
 

@@ -24,7 +24,7 @@ from ravnest.transfer.outbox import Outgoing
 logger = logging.getLogger(__name__)
 
 HASH_BYTES = 32
-_RELEASE_BYTES = 64 << 20  # of a file may be in memory at once
+_RELEASE_BYTES = 4 << 20  # of a file may be in memory at once
 _CONTEXT = "ravnest 2026-11 hashes of the pieces of a blob"
 
 

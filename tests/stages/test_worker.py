@@ -1,6 +1,7 @@
 """A cluster of workers, message by message: in lockstep it is the single process, ahead of it it learns."""
 
 from dataclasses import replace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 from ravnest.config import OptimizerKind as OptimizerName
 from ravnest.config import WireFormat
 from ravnest.engine.recipe import from_torch, make_settings
+from ravnest.engine.stage import StageEngine
 from ravnest.errors import ProtocolError
 from ravnest.ids import LeaseId, MicrobatchId
 from ravnest.model.capture import Captured, capture
@@ -65,6 +67,39 @@ def test_in_lockstep_three_workers_are_the_single_process_bit_for_bit(captured: 
     assert {
         name for name, tensor in model.state_dict().items() if not torch.equal(trained[name], tensor)
     } == set()
+
+
+class _Watching(StageEngine):
+    """Notes what the inputs of microbatches in flight take."""
+
+    held_bytes: ClassVar[list[int]] = []
+
+    def forward(self, microbatch, inputs, *rest, **options):  # type: ignore[no-untyped-def,override]
+        passed = super().forward(microbatch, inputs, *rest, **options)
+        if inputs:
+            sizes = [tensor.untyped_storage().nbytes() for tensor in inputs.values()]
+            self.held_bytes.append(max(sizes))
+        return passed
+
+
+@pytest.mark.parametrize("wire_format", [WireFormat.BF16, WireFormat.INT8, WireFormat.FP32])
+def test_stages_that_recompute_hold_their_inputs_as_they_travelled(
+    captured: Captured, wire_format: WireFormat
+) -> None:
+    batches = batches_of(token_batch, 6)
+    options = {"window": 3, "seed": 5, "wire_format": wire_format}
+    worlds = [world(captured, **options), world(captured, recomputes=True, engine=_Watching, **options)]
+    _Watching.held_bytes.clear()
+    for cluster in worlds:
+        cluster.lease(batches)
+        cluster.run()
+    kept, recomputed = worlds
+    assert kept.losses() == recomputed.losses()
+    before, after = kept.state(), recomputed.state()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    is_narrow = wire_format is not WireFormat.FP32
+    assert len(_Watching.held_bytes) == 2 * len(batches)
+    assert all((size == 0) == is_narrow for size in _Watching.held_bytes)
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])

@@ -97,6 +97,7 @@ def profiles(draw, least_parameters=1e6):
 configs = st.builds(
     PlanConfig,
     optimizer=st.sampled_from(OptimizerKind),
+    keeps_ema=st.booleans(),
     predict_weights=st.booleans(),
     max_lag=st.integers(1, 4),
     saves_memory=st.booleans(),
@@ -268,6 +269,7 @@ def slow_memory(stage, cluster, profile, config, is_averaged):
         copies = 2.0 + versions + (1 if is_predicted and versions else 0)  # weights, gradient
     else:  # narrow gradients of narrow weights
         copies = 1.0 + (0.5 + 0.5 * versions + 0.5 if versions else 1.0)
+    copies += config.keeps_ema
     if is_averaged:
         copies += 2 + config.deltas.ratio + (0 if config.deltas == "fp32" else 1)
     total = 0.0

@@ -50,6 +50,7 @@ class ClusterWorld:
     gradients: WireFormat | None = None  # if they travel in a format of their own
     at_hub: list[Message] = field(default_factory=list)
     engine: type[StageEngine] = StageEngine
+    recomputes: bool = False
 
     def __post_init__(self) -> None:
         whole = self.captured.blueprint
@@ -66,11 +67,12 @@ class ClusterWorld:
             state = {
                 entry.name: self.captured.state[entry.name].detach().clone() for entry in blueprint.state
             }
+            program = build_stage_program(blueprint, recompute=self.recomputes, window=self.window)
             stage = self.engine(
-                build_stage_program(blueprint), Snapshot(0, state, {}), find_roles(blueprint), self.settings
+                program, Snapshot(0, state, {}), find_roles(blueprint), self.settings, not self.recomputes
             )
             formats = (self.wire_format, self.gradients or self.wire_format)
-            position = StagePosition(1, self.seed, node, self.nodes, *formats)
+            position = StagePosition(1, self.seed, node, self.nodes, *formats, recomputes=self.recomputes)
             schedule = StageSchedule(self.window, self.accumulate, self.synchronous)
             worker = self.workers[node] = self.make_worker(position, blueprint, stage, schedule)
             self.blueprints[node] = blueprint

@@ -546,6 +546,21 @@ def test_the_best_weights_are_those_that_were_evaluated(pcs: Sequence[Pc], tmp_p
     best.export(tmp_path / "best.safetensors")
 
 
+def test_means_of_weights_over_time_are_part_of_the_result(tmp_path: Path) -> None:
+    facts = {"loss": cross_entropy, "optimizer": "adamw", "learning_rate": 1e-2}
+    job = rv.Job(make_mlp(), make_points(64, 1), batch_size=16, epochs=4, ema=0.8, **facts)
+    result = World(job, SIX, PLAN).run().result
+    assert result is not None
+    assert result.ema is not None
+    model, mean = copy.deepcopy(job.model), copy.deepcopy(job.model)
+    result.load_into(model)
+    result.ema.load_into(mean)
+    last, means, first = (list(each.state_dict().values()) for each in (model, mean, job.model))
+    for one, other, begun in zip(last, means, first, strict=True):
+        assert 0 < float((one - other).norm()) < float((one - begun).norm())
+    result.ema.export(tmp_path / "ema.safetensors")
+
+
 def with_bad_rows(every: int) -> rv.Job:
     """Return a short job whose data goes bad when its model is captured: each so many rows are no numbers."""
     given = make_job("tiny", num_samples=64, epochs=2)

@@ -29,6 +29,8 @@ NAMED_FILE = re.compile(r"`((?:[a-z_]+/)*[a-z_]+\.(?:py|md|toml|json))(?:::?\w+)
 # Beside the package: where a file that a page names may lie.
 ROOTS = ("", "ravnest", "docs", "tests")
 NOT_OURS = {
+    "adapter_config.json",
+    "config.json",
     "hub.json",
     "manifest.json",
     "mine.py",

@@ -412,7 +412,7 @@ def test_the_links_of_a_real_join_are_held_to_the_upload() -> None:
         found.extend(each for each in given if isinstance(each, TransportLimits))
         raise LinkError("far enough")
 
-    machine = Machine(return_freed_memory=lambda: None, warm_up=lambda: None)
+    machine = Machine(return_freed_memory=lambda lent_bytes: None, warm_up=lambda: None)
     parts = CommandParts(machine=machine, make_transport=make_transport)
     more = ["--memory", "1 GB", "--flops", "1 GFLOP/s", "--upload", "20 Mbit/s", "--quiet"]
     done = CliRunner().invoke(program, ["join", TOKEN, "--device", "cpu", *more], obj=parts)

@@ -15,10 +15,10 @@ from ravnest.engine.optimizers import (
     Optimizer,
     OptimizerSettings,
     Sgd,
-    find_not_finite,
     orthogonalise,
 )
 from ravnest.engine.recipe import from_torch, make_settings
+from ravnest.engine.tensor_lists import find_not_finite
 from ravnest.errors import ConfigError, WeightsError
 from ravnest.protocol.messages import Refusal
 
@@ -505,3 +505,30 @@ def test_gradients_of_other_stages_count_for_the_norm():
     assert float(after["w"]) == pytest.approx(-3 / 5)
     refused = optimizer.step(after, {"w": torch.tensor([math.inf])}, 1.0)
     assert isinstance(refused, Refusal)
+
+
+def test_means_of_weights_over_time_are_those_of_torch_and_move_with_the_state():
+    class Weights(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = torch.nn.Parameter(torch.ones(5))
+
+    truth = Weights()
+    averaged = torch.optim.swa_utils.AveragedModel(
+        truth, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
+    )
+    settings = OptimizerSettings((Group(("w",), Sgd()),), 0.1, ema=0.9)
+    weights = {"w": torch.ones(5)}
+    ours = Optimizer(settings, weights)
+    for step in range(8):
+        gradient = draw({"w": (5,)}, seed=step)["w"]
+        with torch.no_grad():
+            truth.w -= 0.1 * gradient
+        averaged.update_parameters(truth)
+        weights = ours.step(weights, {"w": gradient}, 0.1)
+        if step == 4:  # another peer takes the stage over
+            state = {name: tensor.clone() for name, tensor in ours.state().items()}
+            ours = Optimizer(settings, weights)
+            ours.load(state)
+    torch.testing.assert_close(ours.state()["ema/w"], averaged.module.w.detach())
+    assert "ema/w" not in Optimizer(OptimizerSettings(settings.groups, 0.1), weights).state()

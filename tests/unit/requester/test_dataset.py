@@ -6,6 +6,8 @@ import threading
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -21,6 +23,7 @@ from torch.utils.data import (
 
 from ravnest.errors import CaptureError, ConfigError
 from ravnest.requester.dataset import Samples, loader_batch_size
+from ravnest.requester.sample_spool import SampleSpool
 
 X = torch.arange(30.0).reshape(10, 3)
 Y = torch.arange(10)
@@ -230,14 +233,60 @@ def test_validation_data_must_be_like_the_train_data():
 # ---- iterables
 
 
+SPOOLED = {
+    "dict": {"ids": torch.arange(5), "mask": torch.tensor([True, False]), "label": torch.tensor(3)},
+    "tuple": (torch.randn(2, 3), torch.tensor(0.5, dtype=torch.bfloat16)),
+    "other sizes": {
+        "ids": torch.arange(7, dtype=torch.uint8),
+        "mask": torch.zeros(0),
+        "label": torch.tensor(1),
+    },
+}
+
+
 def test_an_iterable_without_an_end_is_refused():
     endless = samples(({"x": X[0], "y": [k, 2]} for k in itertools.count()), max_kept_bytes=100_000)
     assert endless.batch([3])["y"].tolist() == [[3, 2]]
     for _ in range(2):
         with pytest.raises(
-            ConfigError, match=r"no end after \d\d samples \(101 kB\); give a dataset with a le"
+            ConfigError, match=r"kept on disk, after 3,571 samples \(100 kB\) that is enough; give max_steps"
         ):
             len(endless)
+    counted = samples(({"x": X[0], "y": [k, 2]} for k in itertools.count()), most_samples=50)
+    assert len(counted) == 50
+    assert counted.batch([49, 3])["y"].tolist() == [[49, 2], [3, 2]]
+
+
+def test_a_collate_fn_gets_the_samples_of_a_stream_as_they_are():
+    class Words(IterableDataset):
+        def __iter__(self):
+            return iter(["a", "bb", "ccc"])
+
+    def count(words):
+        assert all(isinstance(word, str) for word in words)
+        return {"x": torch.tensor([len(word) for word in words])}
+
+    loader = DataLoader(Words(), batch_size=2, collate_fn=count)
+    assert samples(loader).batch([2, 0])["x"].tolist() == [3, 1]
+    refused = samples(loader, max_kept_bytes=40)
+    with pytest.raises(ConfigError, match=r"no end after 2 samples \(64 B\); give a dataset with a le"):
+        len(refused)
+
+
+@given(st.lists(st.sampled_from(list(SPOOLED)), min_size=1, max_size=6), st.randoms())
+def test_what_is_kept_on_disk_comes_back_as_it_was(kinds, random):
+    spool = SampleSpool("train data")
+    for kind in kinds:
+        spool.append(SPOOLED[kind])
+    for number in random.sample(range(len(kinds)), len(kinds)):
+        found, expected = spool[number], SPOOLED[kinds[number]]
+        pairs = zip(found, expected, strict=True)
+        if isinstance(expected, dict):
+            assert list(found) == list(expected)
+            pairs = zip(found.values(), expected.values(), strict=True)
+        for one, other in pairs:
+            assert one.dtype == other.dtype
+            assert torch.equal(one, other)
 
 
 def test_an_iterable_that_fails_does_not_look_finished():

@@ -482,6 +482,16 @@ def test_a_place_is_a_file_and_a_name(place):
         load_job(place)
 
 
+def test_a_file_without_a_job_may_have_a_function_called_job(tmp_path):
+    file = tmp_path / "made.py"
+    head = "import ravnest as rv, torch\nx = {'x': torch.ones(4, 1)}\n"
+    file.write_text(head + "def job(tiny=False):\n    return rv.Job(torch.nn.Linear(1, 1), x, name='made')\n")
+    assert load_job(str(file)).name == "made"
+    file.write_text(head + "def make():\n    return rv.Job(torch.nn.Linear(1, 1), x)\n")
+    with pytest.raises(ConfigError, match="has no Job; add job"):
+        load_job(str(file))
+
+
 def test_changes_of_weights_do_not_travel_as_fp16():
     with pytest.raises(ConfigError, match="deltas is fp16, too narrow"):
         prepare(job(batch_size=1), replace(LOCAL_PLAN, deltas=WireFormat.FP16), 1, 1.0)

@@ -87,3 +87,21 @@ def test_equal_lengths_are_left_alone():
 def test_a_wish_is_checked_when_the_job_is_made(wish, words):
     with pytest.raises(ConfigError, match=words):
         Job(nn.Linear(1, 1), texts(3, 4), **wish)
+
+
+def test_nobody_is_asked_whether_samples_are_padded_when_they_are():
+    class Mean(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.words, self.head = nn.Embedding(16, 2), nn.Linear(2, 1)
+
+        def forward(self, input_ids, attention_mask):
+            mask = attention_mask[..., None].float()
+            return self.head((self.words(input_ids) * mask).sum(1)).square().mean()
+
+    def notes(*lengths):
+        samples = [{k: v for k, v in text.items() if k != "labels"} for text in texts(*lengths)]
+        return Job(Mean(), samples, batch_size=4).capture().notes
+
+    assert any("is_padded" in note for note in notes(4, 4, 4, 4))
+    assert not any("is_padded" in note for note in notes(3, 5, 2, 4))

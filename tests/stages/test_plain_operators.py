@@ -1,0 +1,124 @@
+"""What no program has is captured in other words: operators, complex numbers, a bare loss."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ravnest.errors import CaptureError
+from ravnest.model.capture import Captured, capture
+from ravnest.model.operators import operators
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class Subject(nn.Module):
+    """Returns nothing but its loss, which subclasses make of six features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, places: Tensor) -> Tensor:
+        return self.last(self.mix(self.first(x), places)).square().mean()
+
+    def mix(self, x: Tensor, places: Tensor) -> Tensor:
+        return x
+
+
+class Composed(Subject):
+    def mix(self, x: Tensor, places: Tensor) -> Tensor:
+        twice = torch.hstack([torch.concatenate([x, x], 1)[:, :6], x])
+        return twice[:, 3:9] / torch.linalg.norm(twice, dim=-1, keepdim=True)
+
+
+class WrittenInPlace(Subject):
+    def mix(self, x: Tensor, places: Tensor) -> Tensor:
+        added = torch.zeros_like(x).index_add_(1, places[0], x[:, :3])
+        return added + torch.ones_like(x).scatter_(1, places, 2.0).mul_(x)
+
+
+class Triangle(Subject):
+    def mix(self, x: Tensor, places: Tensor) -> Tensor:
+        rows, columns = torch.tril_indices(3, 3)
+        square = x.new_zeros(x.shape[0], 3, 3)
+        square[:, rows, columns] = x
+        return torch.cat([square.sum(1), square.sum(2)], dim=1)
+
+
+class Turned(Subject):
+    def mix(self, x: Tensor, places: Tensor) -> Tensor:
+        angles = torch.polar(torch.ones(1, 3), torch.arange(3.0)[None] * 0.3)
+        turned = torch.view_as_complex(x.reshape(-1, 3, 2)) * angles[:, None, :].view(1, 3)
+        return torch.view_as_real(turned * 2.0).flatten(1)
+
+
+class Noisy(Subject):
+    def mix(self, x: Tensor, places: Tensor) -> Tensor:
+        return x + torch.randn(x.shape[0], 1) * torch.rand(x.shape[0], 6)
+
+
+class AlwaysEnough(Subject):
+    def mix(self, x: Tensor, places: Tensor) -> Tensor:
+        return x * 2 if x.shape[0] // 2 * 2 + x.shape[0] % 2 == x.shape[0] else x
+
+
+class ByTwos(Subject):
+    def mix(self, x: Tensor, places: Tensor) -> Tensor:
+        return x * 2 if torch.sym_min(x.shape[0] % 2, 1) == 0 else x
+
+
+class Bags(Subject):
+    """Numbers of embeddings in rows, one of them padding, and with weights of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = nn.EmbeddingBag(6, 6)
+        self.sum = nn.EmbeddingBag(6, 6, mode="sum", padding_idx=5)
+        self.padded_mean, self.max = nn.EmbeddingBag(6, 6, padding_idx=-1), nn.EmbeddingBag(6, 6, mode="max")
+
+    def mix(self, x: Tensor, places: Tensor) -> Tensor:
+        weighted = self.sum(places, per_sample_weights=x[:, :3].sigmoid())
+        return x + self.mean(places) + weighted + self.padded_mean(places) + self.max(places)
+
+
+class BagsByOffsets(Subject):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bags = nn.EmbeddingBag(6, 6)
+
+    def mix(self, x: Tensor, places: Tensor) -> Tensor:
+        return x + self.bags(places.flatten(), 3 * torch.arange(places.shape[0]))
+
+
+class Inverted(Subject):
+    def mix(self, x: Tensor, places: Tensor) -> Tensor:
+        return x @ torch.linalg.pinv(self.last.weight)
+
+
+def captured(model: nn.Module) -> Captured:
+    torch.manual_seed(0)
+    batch = {"x": torch.randn(4, 6), "places": torch.tensor([[0, 2, 5]] * 4)}
+    return capture(model, batch)  # which compares three stages with the module
+
+
+@pytest.mark.parametrize(
+    "kind", [Subject, Composed, WrittenInPlace, Triangle, Turned, Noisy, AlwaysEnough, Bags]
+)
+def test_the_stages_compute_what_the_module_does(kind: type[Subject]) -> None:
+    found = captured(kind()).blueprint
+    assert {op.name for program in (found.train, found.evaluate) for op in program.ops} <= set(operators())
+
+
+def test_a_condition_that_fails_for_some_batch_sizes_is_refused() -> None:
+    with pytest.raises(CaptureError, match="behaves differently by batch size"):
+        captured(ByTwos())
+
+
+def test_a_rule_that_ends_in_an_operator_that_is_not_allowed_names_the_one_in_the_code() -> None:
+    with pytest.raises(CaptureError, match=r"test_plain_operators\.py.*linalg_pinv.*not on the list"):
+        captured(Inverted())
+
+
+def test_bags_of_different_lengths_are_refused() -> None:
+    with pytest.raises(CaptureError, match=r"embedding_bag.*not on the list"):
+        captured(BagsByOffsets())
