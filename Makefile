@@ -19,6 +19,7 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.run noise
 	$(BIN)/python -m benchmarks.run stages
 	$(BIN)/python -m benchmarks.run capture
+	$(BIN)/python -m benchmarks.run families
 	$(BIN)/python -m benchmarks.run memory
 	$(BIN)/python -m benchmarks.run pipeline
 	$(BIN)/python -m benchmarks.run allreduce

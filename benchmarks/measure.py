@@ -6,6 +6,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -33,6 +34,13 @@ def in_fresh_process(work: Callable[..., T], *arguments: object) -> tuple[T, flo
 def _with_peak(work: Callable[..., T], arguments: Sequence[object]) -> tuple[T, float]:
     result = work(*arguments)
     return result, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
+
+
+def memory_of(pid: int | str) -> dict[str, int]:
+    """Return memory figures of a process in bytes: VmHWM, the peak, and VmRSS, what it has now."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    pairs = (line.partition(":") for line in lines)
+    return {key: 1024 * int(value.split()[0]) for key, _, value in pairs if key in ("VmHWM", "VmRSS")}
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:

@@ -129,7 +129,7 @@ def train(
         if on_event is not None:
             on_event(event, orders)
 
-    parts = HubParts(SearchPlanner(form=(form or _fix_plan)(record, setting)), watch=note)
+    parts = HubParts(SearchPlanner(form=(form or fix_plan)(record, setting)), watch=note)
     looking = threading.Thread(target=keep_watching, daemon=True)
     environment = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     with contextlib.ExitStack() as stack:
@@ -164,7 +164,7 @@ def _environment(changes: dict[str, str]) -> Iterator[None]:
         os.environ.update(before)
 
 
-def _fix_plan(record: Record, setting: Setting) -> FormPlan:
+def fix_plan(record: Record, setting: Setting) -> FormPlan:
     """Cut where the setting says, stages in the order of the peers' names."""
 
     def form(profile: ModelProfile, swarm: Swarm, config: PlanConfig, seed: int, plan_id: int) -> Plan:

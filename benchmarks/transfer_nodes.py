@@ -47,6 +47,7 @@ class Measured:
     cpu_seconds: float
     loop_cpu_seconds: float
     longest_stall_seconds: float
+    longest_held_seconds: float  # less the time in which others had the cores
     sent_bytes: int
     peak_bytes: float
 
@@ -117,7 +118,7 @@ class _Node:
         self._peers: dict[NodeId, PeerId] = {node: pair.peer for node, pair in keys.items()}
         self._names = {peer: node for node, peer in self._peers.items()}
         self._sent = 0
-        self._stall = self._seconds = 0.0
+        self._stall = self._held = self._seconds = 0.0
 
     async def run(self, limit: float) -> None:
         limits = TransportLimits(upload_bytes_per_second=limit)
@@ -149,12 +150,14 @@ class _Node:
                 self._exchange.receive(self._names[event.sender], message, event.buffers)
 
     async def _beat(self) -> None:
-        """Measure how late a timer is."""
+        """Measure how late a timer is, and how much of that is not a wait for a core."""
         loop = asyncio.get_running_loop()
         while True:
-            before = loop.time()
+            before, waited = loop.time(), _read_wait_seconds()
             await asyncio.sleep(_BEAT_SECONDS)
-            self._stall = max(self._stall, loop.time() - before - _BEAT_SECONDS)
+            late = loop.time() - before - _BEAT_SECONDS
+            self._stall = max(self._stall, late)
+            self._held = max(self._held, late - (_read_wait_seconds() - waited))
 
     async def _follow(self, transport: ZeroMqTransport, order: tuple[Any, ...]) -> Any:
         match order:
@@ -167,7 +170,7 @@ class _Node:
                 while not {self._peers[node] for node in others} <= transport.connected():  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
             case ("start",):
-                self._stall, self._sent = 0.0, 0
+                self._stall, self._held, self._sent = 0.0, 0.0, 0
                 self._began = time.process_time(), time.thread_time()
             case ("fetch", Fetch() as fetch):
                 started = time.perf_counter()
@@ -184,8 +187,17 @@ class _Node:
             case ("measure",):
                 cpu, loop_cpu = time.process_time() - self._began[0], time.thread_time() - self._began[1]
                 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
-                return Measured(self._seconds, cpu, loop_cpu, self._stall, self._sent, peak)
+                return Measured(self._seconds, cpu, loop_cpu, self._stall, self._held, self._sent, peak)
         return None
+
+
+def _read_wait_seconds() -> float:
+    """Return how long this thread could run and no core was free; 0 where the system does not say."""
+    try:
+        with open("/proc/thread-self/schedstat", "rb") as file:
+            return int(file.read().split()[1]) / 1e9
+    except (OSError, IndexError):
+        return 0.0
 
 
 def _make_up(size_bytes: int, seed: int) -> Any:

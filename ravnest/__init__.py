@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ravnest.requester.finetuning.finetune import finetune
     from ravnest.requester.finetuning.merging import merge_adapter
     from ravnest.requester.from_trainer import from_trainer
+    from ravnest.requester.generation import generate
     from ravnest.requester.job import Job
     from ravnest.requester.lr_schedules import constant, cosine, linear, per_epoch
     from ravnest.requester.session import Hub, local
@@ -34,6 +35,7 @@ __all__ = [
     "empty_weights",
     "finetune",
     "from_trainer",
+    "generate",
     "linear",
     "local",
     "merge_adapter",
@@ -56,6 +58,7 @@ _PLACES = {
     "empty_weights": "ravnest.model.capture",
     "finetune": "ravnest.requester.finetuning.finetune",
     "from_trainer": "ravnest.requester.from_trainer",
+    "generate": "ravnest.requester.generation",
     "linear": "ravnest.requester.lr_schedules",
     "local": "ravnest.requester.session",
     "merge_adapter": "ravnest.requester.finetuning.merging",

@@ -40,7 +40,10 @@ LANES: dict[str, list[Command]] = {
     ],
     "measures": [*map(benchmark, ("soak", "recovery", "pipeline", "memory")), (*PYTEST, *LEARNING)],
     "decides": [("scripts/check",), (*PYTEST, *DECIDING), benchmark("plan"), benchmark("noise")],
-    "computes": [(*PYTEST, *leave_out(DECIDING + WAITING)), *map(benchmark, ("stages", "size", "capture"))],
+    "computes": [
+        (*PYTEST, *leave_out(DECIDING + WAITING)),
+        *map(benchmark, ("stages", "size", "capture", "families")),
+    ],
 }
 # They let the others go first, who mostly wait; not by more, or a busy PC would leave them nothing at all.
 PATIENT, NICENESS = {"decides", "computes"}, 5

@@ -1,14 +1,15 @@
 """An upper bound on any plan's batches per second, by linear programming.
 
 Relax everything but capacity: a cluster of period T needs nodes whose shares of the line at T add up to
-one, at most one of them last, one first and one at each depth, and no two neighbours that nobody can dial
-while the hub's relay is slower than T. Latency, whole numbers of nodes and the fit of the pieces are ignored,
-so no plan can do better. Periods are put in bins: rates are those of a bin's fast edge, capacities those of
-its slow edge.
+one, at most one of them last and one first. Between two nodes that nobody can dial stands one that can be
+dialled, or the hub; the hub's line carries samples and relays of all clusters. Latency, whole numbers of
+nodes and the fit of the pieces are ignored, so no plan can do better. Periods are put in bins: rates are
+those of a bin's fast edge, capacities and what is asked of the hub those of its slow edge. Nodes that are
+almost alike may be counted as one kind, with the best facts of all: that keeps the programme small.
 """
 
 import heapq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -16,6 +17,7 @@ from scipy.optimize import linprog
 from scipy.sparse import coo_matrix
 
 from ravnest.plan.cost import Floats, LineCost, NodeTable
+from ravnest.plan.hub_line import HubLine
 from ravnest.plan.split import Splitter
 
 _DEPTHS = 1  # deeper inner stages are counted as this depth, as many as one likes: no window is narrower
@@ -27,17 +29,22 @@ class _Capacities:
     """Share of the line per [node, bin, slot]: solo, last, first, inner of depth 1, 2, ..."""
 
     shares: Floats
+    counts: np.ndarray  # of nodes alike
     hidden: np.ndarray
     may_relay: np.ndarray  # per bin
+    periods: Floats  # slow edge of each bin
+    hub: HubLine
 
 
 class UpperBound:
     """Bounds for one line and swarm; the line must be the one the plan is cut on."""
 
-    def __init__(self, line: LineCost, nodes: NodeTable, bin_ratio: float = 1.02) -> None:
+    def __init__(self, line: LineCost, nodes: NodeTable, bin_ratio: float = 1.02, alike: float = 1.0) -> None:
         self._bin = bin_ratio  # of neighbouring periods; smaller is tighter and slower
         self._ratio = line.config.speed_ratio
+        self._counts, nodes = merge_alike(nodes, alike)
         self._splitter = Splitter(line, nodes)
+        self._hub = HubLine.of(line)
         weights = 0.5 * (line.parameters / line.parameters[-1] + line.flops / line.flops[-1])
         self._roles = [_role(self._splitter, weights, *role) for role in _role_intervals(line.num_positions)]
         self._cache: dict[int, Floats] = {}
@@ -86,14 +93,36 @@ class UpperBound:
         """Bound as `_solve` does, but let every node take its best place and period."""
         edges, rates = self._bins(low, high)
         best = [self._capacity(edge).max(axis=1) * rate for edge, rate in zip(edges, rates, strict=True)]
-        return float(np.stack(best).max(axis=0).sum())
+        return float(np.stack(best).max(axis=0) @ self._counts)
 
     def _solve(self, low: float, high: float) -> float:
         """Bound plans whose slowest period lies in (low, high]."""
         edges, rates = self._bins(low, high)
         shares = np.stack([self._capacity(edge) for edge in edges], axis=1)
-        may_relay = np.array([self._bin**edge >= self._splitter.relay_floor for edge in edges])
-        return _linear_programme(_Capacities(shares, ~self._splitter.nodes.reachable, may_relay), rates)
+        periods = np.array([self._bin**edge for edge in edges])
+        hidden = ~self._splitter.nodes.reachable
+        may_relay = periods >= self._hub.slowest_relay
+        return _linear_programme(
+            _Capacities(shares, self._counts, hidden, may_relay, periods, self._hub), rates
+        )
+
+
+def merge_alike(nodes: NodeTable, alike: float) -> tuple[np.ndarray, NodeTable]:
+    """Return kinds of nodes whose rates differ by less than this factor, and how many there are of each."""
+    if alike <= 1.0:
+        return np.ones(len(nodes)), nodes
+    rates = [nodes.flops, nodes.upload, nodes.download]
+    steps = [np.floor(np.log(rate) / np.log(alike)) for rate in rates]
+    keys = np.stack([*steps, nodes.memory, nodes.reachable.astype(float)], axis=1)
+    _, first, kind, counts = np.unique(
+        keys, axis=0, return_index=True, return_inverse=True, return_counts=True
+    )
+    best = [np.zeros(len(first)) for _ in rates]
+    for rate, column in zip(rates, best, strict=True):
+        np.maximum.at(column, kind.ravel(), rate)
+    flops, upload, download = best
+    merged = replace(nodes.take(first), flops=flops, upload=upload, download=download)
+    return counts.astype(float), merged
 
 
 def _role_intervals(length: int) -> list[tuple[int, np.ndarray, np.ndarray]]:
@@ -121,6 +150,7 @@ def _linear_programme(capacities: _Capacities, rates: Floats) -> float:
     node, edge, slot = np.nonzero(shares > 0)
     count = len(node)
     use, clusters = np.arange(count), count + np.arange(num_bins)
+    relays = count + num_bins + np.arange(num_bins)  # pairs of each bin that use the hub
     entries: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
     row = 0
 
@@ -129,20 +159,35 @@ def _linear_programme(capacities: _Capacities, rates: Floats) -> float:
         entries.append((row + rows, columns, values))
         row += size
 
+    bins = np.arange(num_bins)
     add(node, use, np.ones(count), num_nodes)  # a node is used once
     add(edge, use, -shares[node, edge, slot], 0)  # clusters <= shares
-    add(np.arange(num_bins), clusters, np.ones(num_bins), num_bins)
-    limited = slot < num_slots - 1  # one node per cluster and slot, any number at the deepest
+    add(bins, clusters, np.ones(num_bins), num_bins)
+    limited = slot < num_slots - 1  # one node per cluster and slot, any number of inner ones
     add(edge[limited] * num_slots + slot[limited], use[limited], np.ones(limited.sum()), 0)
-    bins = np.arange(num_bins * num_slots) // num_slots
-    add(np.arange(num_bins * num_slots), count + bins, -np.ones(len(bins)), num_bins * num_slots)
-    direct = ~capacities.may_relay[edge]  # between two hidden nodes stands an inner one that is not
+    slots = np.arange(num_bins * num_slots)
+    add(slots, count + slots // num_slots, -np.ones(len(slots)), num_bins * num_slots)
+    # Between two hidden nodes stands an inner one that is not, or the hub.
     sign = np.where(capacities.hidden[node], 1.0, np.where(slot > 2, -1.0, 0.0))
-    add(edge[direct], use[direct], sign[direct], 0)
-    add(np.arange(num_bins), clusters, -np.ones(num_bins), num_bins)
+    add(edge, use, sign, 0)
+    add(bins, clusters, -np.ones(num_bins), 0)
+    add(bins, relays, -np.ones(num_bins), num_bins)
+    limits = [capacities.counts, np.zeros(row - num_nodes)]
+    hub, nowhere = capacities.hub, np.zeros(num_bins, np.int64)
+    if np.isfinite(hub.upload):  # all of it goes through one line
+        add(nowhere, clusters, hub.sample_bytes / capacities.periods, 0)
+        add(nowhere, relays, hub.relay_bytes / capacities.periods, 1)
+        limits.append(np.array([hub.upload]))
     rows, columns, values = (np.concatenate(part) for part in zip(*entries, strict=True))
-    matrix = coo_matrix((values, (rows, columns)), shape=(row, count + num_bins)).tocsr()
-    limit = np.concatenate([np.ones(num_nodes), np.zeros(row - num_nodes)])
-    answer = linprog(np.concatenate([np.zeros(count), -rates]), A_ub=matrix, b_ub=limit, method="highs")
+    matrix = coo_matrix((values, (rows, columns)), shape=(row, count + 2 * num_bins)).tocsr()
+    gain = np.concatenate([np.zeros(count), -rates, np.zeros(num_bins)])
+    most = np.concatenate([np.full(count + num_bins, np.inf), np.where(capacities.may_relay, np.inf, 0.0)])
+    answer = linprog(
+        gain,
+        A_ub=matrix,
+        b_ub=np.concatenate(limits),
+        bounds=np.stack([np.zeros(len(most)), most], axis=1),
+        method="highs",
+    )
     assert answer.status == 0, answer.message
     return float(-answer.fun)

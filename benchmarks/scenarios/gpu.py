@@ -303,7 +303,7 @@ def _work_seconds(record: Any) -> Figures:
 
 def _equal_stages(record: Any, num_stages: int) -> Any:
     """Return what forms a plan of so many stages of equal work, cut where least crosses."""
-    from benchmarks.swarm import Setting, _fix_plan
+    from benchmarks.swarm import Setting, fix_plan
 
     def form(profile: Any, swarm: Any, config: Any, seed: int, plan_id: int) -> Any:
         work = np.cumsum(np.add(profile.forward_flops, profile.backward_flops))
@@ -315,7 +315,7 @@ def _equal_stages(record: Any, num_stages: int) -> Any:
             taken = [place for place in near if not cuts or place > cuts[-1]]
             cuts.append(min(taken, key=lambda place: (crossing[place], abs(place - at))))
         setting = Setting([None] * num_stages, cuts)
-        return _fix_plan(record, setting)(profile, swarm, config, seed, plan_id)
+        return fix_plan(record, setting)(profile, swarm, config, seed, plan_id)
 
     return form
 

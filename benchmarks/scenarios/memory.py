@@ -2,12 +2,10 @@
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from benchmarks.measure import in_fresh_process, say, table
+from benchmarks.measure import in_fresh_process, memory_of, say, table
 from benchmarks.swarm import Record, Setting, train
 from ravnest.config import Averaging, StateFormat, WeightFormat
 from ravnest.plan.assembly import stage_bytes
@@ -70,7 +68,7 @@ def _measure_swarm(
     def watch(processes: dict[Any, int], record: Record) -> None:
         for node, pid in processes.items():
             with contextlib.suppress(OSError, KeyError):  # it may have ended
-                peaks[node].append((len(record.reports), _status(pid)["VmHWM"]))
+                peaks[node].append((len(record.reports), memory_of(pid)["VmHWM"]))
 
     record = train(job, Setting([3e10] * 3, cuts, memory_bytes=LENT_BYTES), plan, watch=watch)
     assert record.profile is not None
@@ -106,11 +104,11 @@ def _train_alone(name: str, is_cut: bool) -> Figures:
     torch.set_num_threads(1)
     made = build("mlp-8x1-b8")
     _updates(made, 2, made.microbatch_size, 1)  # loads what torch loads on first use
-    before = _own_status()["VmRSS"]
+    before = memory_of("self")["VmRSS"]
     made = build(name)
     parts = NUM_MICROBATCHES if is_cut else 1
     _updates(made, 3, NUM_MICROBATCHES * made.microbatch_size, parts)
-    return {"before_bytes": before, "bytes": _own_status()["VmHWM"] - before}
+    return {"before_bytes": before, "bytes": memory_of("self")["VmHWM"] - before}
 
 
 def _updates(made: Any, num_updates: int, batch_size: int, num_parts: int) -> None:
@@ -123,22 +121,6 @@ def _updates(made: Any, num_updates: int, batch_size: int, num_parts: int) -> No
         for given, wanted in zip(inputs.chunk(num_parts), targets.chunk(num_parts), strict=True):
             (made.loss(made.blocks(given), wanted) / num_parts).backward()
         optimizer.step()
-
-
-def _own_status() -> dict[str, int]:
-    return _status("self")
-
-
-def _status(pid: int | str) -> dict[str, int]:
-    """Return memory figures of a process in bytes."""
-
-    def read() -> Iterator[tuple[str, int]]:
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-            key, _, value = line.partition(":")
-            if key in ("VmHWM", "VmRSS"):
-                yield key, 1024 * int(value.split()[0])
-
-    return dict(read())
 
 
 def _missed(figures: Figures) -> list[str]:

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.measure import in_fresh_process, say, table
+from benchmarks.measure import in_fresh_process, memory_of, say, table
 
 Figures = dict[str, Any]
 
@@ -40,7 +40,7 @@ class Shape:
     optimizer: str = "adamw"
 
 
-FULL = Shape(2048, 22, 8_192, num_peers=4, lent_bytes=4.5e9, num_updates=4)
+FULL = Shape(2048, 22, 8_192, num_peers=4, lent_bytes=4.5e9, num_updates=3)
 QUICK = Shape(512, 8, 4_096, num_peers=3, lent_bytes=2.2e8, num_updates=3)  # 29 M: 124 M takes CI too long
 ALMOST_NOTHING = Shape(64, 4, 256, num_peers=2, lent_bytes=1e7, num_updates=3)
 
@@ -216,7 +216,7 @@ class _Seen:
     def hear(self, news: Any) -> None:
         from ravnest.hub.coordinator.notices import ClusterStarted, EpochDone, PlanFormed
 
-        own = _status("self")
+        own = memory_of("self")
         held = f"{own['VmRSS'] / 1e6:.0f} MB now, {own['VmHWM'] / 1e6:.0f} MB at most"
         say(f"{time.perf_counter() - self.started:6.1f} s  {type(news).__name__}; the requester holds {held}")
         if isinstance(news, PlanFormed) and self.formed is None:
@@ -227,7 +227,7 @@ class _Seen:
             (EpochDone, self.trained),
         ):
             if isinstance(news, kind):
-                held.update({node: _status(pid)["VmHWM"] for node, pid in self._processes().items()})
+                held.update({node: memory_of(pid)["VmHWM"] for node, pid in self._processes().items()})
 
     def watch(self, event: Any, actions: Any) -> None:
         from ravnest.hub.coordinator.events import Collect, JobGiven, Received, Send
@@ -255,7 +255,7 @@ class _Seen:
             while not ended.wait(0.1):
                 for node, pid in self._processes().items():
                     with contextlib.suppress(OSError, KeyError):  # it may have ended
-                        self.peaks[node].append(_status(pid)["VmHWM"])
+                        self.peaks[node].append(memory_of(pid)["VmHWM"])
 
         looking = threading.Thread(target=look, daemon=True)
         looking.start()
@@ -264,15 +264,6 @@ class _Seen:
         finally:
             ended.set()
             looking.join()
-
-
-def _status(pid: int | str) -> dict[str, int]:
-    found = {}
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        key, _, value = line.partition(":")
-        if key in ("VmHWM", "VmRSS"):
-            found[key] = 1024 * int(value.split()[0])
-    return found
 
 
 def _missed(figures: Figures) -> list[str]:

@@ -55,12 +55,14 @@ def _fetch(size: int, count: int, link: tuple[float, float] | None, seed: int) -
 def _sum_up(turns: list[dict[NodeId, Measured]], size: float) -> Figures:
     got = [turn[_GET] for turn in turns]
     others = [max(x.longest_stall_seconds for name, x in turn.items() if name != _GET) for turn in turns]
+    held = [max(each.longest_held_seconds for each in turn.values()) for turn in turns]
     return {
         "bytes_per_second": spread([size / each.seconds for each in got]),
         "cpu_seconds_per_gb": spread([1e9 * each.cpu_seconds / size for each in got]),
         "loop_cpu_seconds_per_gb": spread([1e9 * each.loop_cpu_seconds / size for each in got]),
         "stall_seconds": spread([each.longest_stall_seconds for each in got]),
         "stall_of_sources_seconds": spread(others),
+        "held_seconds": spread(held),
         "peak_bytes": spread([each.peak_bytes for each in got]),
     }
 
@@ -88,9 +90,9 @@ def _missed(found: Figures) -> list[str]:
     missed = []
     for name in ("loopback", "100 Mbit/s"):
         for count, each in found[name].items():
-            stall = max(each[key]["median"] for key in ("stall_seconds", "stall_of_sources_seconds"))
-            if stall > STALL_SECONDS:
-                missed.append(f"{name}, {count} sources: an event loop was held for {stall} s")
+            held = each["held_seconds"]["median"]
+            if held > STALL_SECONDS:
+                missed.append(f"{name}, {count} sources: an event loop was held for {held} s")
     for count, each in found["first weights"].items():
         if each["hub_share"]["max"] > HUB_SHARE:
             missed.append(f"{count} clusters: the hub sent {each['hub_share']['max']} times the model")
@@ -105,6 +107,7 @@ def _report(found: Figures, fast: float, slow: float, model: float) -> str:
         "of them on the loop",
         "longest stall ms",
         "of sources ms",
+        "held by any ms",
         "peak MB",
     ]
     tables = []
@@ -117,6 +120,7 @@ def _report(found: Figures, fast: float, slow: float, model: float) -> str:
                 _range(each["loop_cpu_seconds_per_gb"]),
                 _range(each["stall_seconds"], 1e3),
                 _range(each["stall_of_sources_seconds"], 1e3),
+                _range(each["held_seconds"], 1e3),
                 _range(each["peak_bytes"], 1e-6),
             ]
             for count, each in found[name].items()
@@ -140,7 +144,8 @@ def _range(found: dict[str, float], scale: float = 1.0) -> str:
 _METHOD = """\
 Every node is a process with the transport, outbox and exchange of a hub or a peer: encrypted, checked by
 hashes, written to disk. A stall is how late a timer of 5 ms was on the node's event loop, at worst; other
-work on the machine counts in it. Median and range.
+work on the machine counts in it. "Held" is the worst without the time in which the loop could have run and
+had no core: what the program itself is answerable for. The target is for that. Median and range.
 
 ## One receiver, {fast:g} MB over loopback
 

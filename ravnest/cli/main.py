@@ -14,6 +14,7 @@ import click
 from ravnest.cli.demo import demo
 from ravnest.cli.doctor import doctor, env
 from ravnest.cli.finetune import run_finetuning
+from ravnest.cli.generate import write_text_after
 from ravnest.cli.inspect import inspect
 from ravnest.cli.join import finish, join, pause, resume
 from ravnest.cli.plan import plan
@@ -87,6 +88,7 @@ _COMMANDS = (
     inspect,
     train,
     run_finetuning,
+    write_text_after,
     hub,
     join,
     pause,

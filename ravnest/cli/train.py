@@ -38,6 +38,7 @@ class HubPlace:
     public: tuple[str, ...]
     nodes: int
     num_local: int
+    upload: str | None = None  # what the hub's line can send, as text
 
     def __post_init__(self) -> None:
         for option, number in (("--nodes", self.nodes), ("--local", self.num_local)):
@@ -121,6 +122,9 @@ _SCHEMA = "ravnest.hub/1"
 @click.option("--folder", metavar="DIR", help="For identity, log and result; runs/NAME if left out.")
 @click.option("--out", metavar="FILE", help="Weights; model.safetensors in the folder if left out.")
 @click.option("--resume", is_flag=True, help="Go on from the last checkpoint in the folder.")
+@click.option(
+    "--hub-upload", metavar="RATE", help="What this PC can send, like '40 Mbit/s': plans then spare its line."
+)
 @plan_options
 @click.option("--quiet", is_flag=True, help="Say only how to join, and what went wrong.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON lines (ravnest.hub/1): open, then done.")
@@ -133,6 +137,7 @@ def hub(  # noqa: PLR0913 - click passes one argument per option
     folder: str | None,
     out: str | None,
     resume: bool,
+    hub_upload: str | None,
     wishes: PlanWishes,
     quiet: bool,
     as_json: bool,
@@ -146,19 +151,22 @@ def hub(  # noqa: PLR0913 - click passes one argument per option
     ravnest hub model.py:job --public hub.example.org:7700 --local 1
     """
     run = RunWishes(folder, out, resume, wishes, quiet, as_json, _SCHEMA)
-    result, file = serve_hub(lambda: _load(place), HubPlace(listen, public, nodes, num_local), run)
+    where = HubPlace(listen, public, nodes, num_local, hub_upload)
+    result, file = serve_hub(lambda: _load(place), where, run)
     report(result, file, _SCHEMA, as_json)
 
 
 def serve_hub(make_job: "Callable[[], Job]", place: HubPlace, run: RunWishes) -> "tuple[Result, Path]":
     """Train a job with those who join; return the result and the file it went to."""
+    from ravnest.config import read_plan_config
     from ravnest.hub.coordinator.notices import HubListens, Notice
     from ravnest.requester.local_peers import share_memory
     from ravnest.requester.result import check_place
     from ravnest.requester.run_folder import MODEL, check_unfinished, free_run
     from ravnest.requester.session import SWARM_PLAN, Hub
 
-    plan = run.plan.read(SWARM_PLAN)
+    upload = {} if place.upload is None else {"hub_bytes_per_second": place.upload}
+    plan = run.plan.read(read_plan_config(upload, "--hub-upload", SWARM_PLAN))
     file = None if run.out is None else check_place(run.out, may_exist=run.resume)
     if run.folder and not run.resume:
         check_unfinished(Path(run.folder))

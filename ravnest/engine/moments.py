@@ -19,6 +19,7 @@ SQUARES = "exp_avg_sq"
 _SQUARES = (SQUARES, "square_avg", "sum", "row_var", "col_var", "variance")
 _BLOCK_ITEMS = 256
 _LARGEST_CODE = 127
+_SLAB_ITEMS, _DEVICE_SLAB_ITEMS = 1 << 18, 1 << 25  # that are widened at once
 _LOW_BITS = (1 << 16) - 1  # of a float32, those that bf16 has not
 _HALF = 1 << 15
 _FACTORS = (-1640531535, -2048144777)  # odd, and without a pattern in their bits
@@ -59,10 +60,29 @@ class Blocks:
 
     def restore(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return the numbers, exactly."""
-        flat = self.codes.reshape(-1)
-        rows = functional.pad(flat, (0, -len(flat) % _BLOCK_ITEMS)).view(-1, _BLOCK_ITEMS).float()
-        rows = torch.ldexp(rows, self.exponents.int().unsqueeze(1)).to(dtype)
-        return rows.view(-1)[: len(flat)].view(self.codes.shape).clone()
+        found = torch.empty(self.codes.shape, dtype=dtype, device=self.codes.device)
+        row, slab = found.view(-1), _SLAB_ITEMS if found.device.type == "cpu" else _DEVICE_SLAB_ITEMS
+        for start in range(0, len(row), slab):  # no wide copy of all of a large one
+            piece = self.piece(slice(start, min(start + slab, len(row))))
+            flat = piece.codes
+            rows = functional.pad(flat, (0, -len(flat) % _BLOCK_ITEMS)).view(-1, _BLOCK_ITEMS).float()
+            rows = torch.ldexp(rows, piece.exponents.int().unsqueeze(1))
+            row[start : start + len(flat)] = rows.view(-1)[: len(flat)]
+        return found
+
+    def piece(self, where: slice) -> "Blocks":
+        """Return some of them, counted as in one row, in the same memory; they begin where a block does."""
+        blocks = slice(where.start // _BLOCK_ITEMS, -(-where.stop // _BLOCK_ITEMS))
+        return Blocks(self.codes.view(-1)[where], self.exponents[blocks])
+
+    def empty_like(self) -> "Blocks":
+        """Return as many, still to be filled."""
+        return Blocks(torch.empty_like(self.codes), torch.empty_like(self.exponents))
+
+    def copy_(self, other: "Blocks") -> None:
+        """Take over the numbers of others."""
+        self.codes.copy_(other.codes)
+        self.exponents.copy_(other.exponents)
 
 
 class _Live(Mapping[str, Tensor]):
@@ -90,6 +110,8 @@ class Moments:
         self._form = form
         self._kept: dict[str, Tensor | Blocks] = {}
         self._opened: dict[str, Tensor] = {}
+        self._piece: slice | None = None  # what of the opened one, if not all
+        self._fresh: dict[str, Tensor | Blocks] = {}  # whose pieces are closed one after the other
 
     def open(self, slot: str, names: Sequence[str], like: Iterable[Tensor]) -> list[Tensor]:
         """Return moments to change in place, as wide as their parameters; new ones are zero."""
@@ -108,11 +130,45 @@ class Moments:
             found.append(wide)
         return found
 
+    def open_piece(self, slot: str, name: str, like: Tensor, shape: tuple[int, ...], where: slice) -> Tensor:
+        """Return a piece of a moment to change in place; pieces are opened and closed from first to last.
+
+        They are counted as in one row, and begin where blocks do.
+        """
+        key = f"{slot}/{name}"
+        if key not in self._kept:
+            self._kept[key] = self._narrow(key, torch.zeros(shape, dtype=like.dtype), None)
+        kept = self._kept[key]
+        row = kept.piece(where).restore() if isinstance(kept, Blocks) else kept.view(-1)[where]
+        if row.dtype is like.dtype and not isinstance(kept, Blocks):
+            return row
+        self._piece = where
+        self._opened[key] = row.to(like.dtype)
+        return self._opened[key]
+
     def close(self, updates: Mapping[str, int]) -> None:
         """Round what was opened; `updates` counts those of each parameter."""
         for key, wide in self._opened.items():
-            self._kept[key] = self._narrow(key, wide, updates[key.partition("/")[2]])
+            narrow = self._narrow(key, wide, updates[key.partition("/")[2]])
+            self._kept[key] = narrow if self._piece is None else self._add_piece(key, narrow, self._piece)
         self._opened.clear()
+        self._piece = None
+
+    def _add_piece(self, key: str, narrow: Tensor | Blocks, where: slice) -> Tensor | Blocks:
+        """Return what is kept now: when all pieces are there the new one. Somebody may be saving it."""
+        kept = self._kept[key]
+        if key not in self._fresh:
+            self._fresh[key] = kept.empty_like() if isinstance(kept, Blocks) else torch.empty_like(kept)
+        fresh = self._fresh[key]
+        if isinstance(fresh, Blocks) and isinstance(narrow, Blocks):
+            fresh.piece(where).copy_(narrow)
+            is_done = where.stop == fresh.codes.numel()
+        else:
+            assert isinstance(fresh, Tensor)
+            assert isinstance(narrow, Tensor)
+            fresh.view(-1)[where] = narrow
+            is_done = where.stop == fresh.numel()
+        return self._fresh.pop(key) if is_done else kept
 
     def live(self, slot: str, names: Sequence[str], like: Iterable[Tensor]) -> list[Tensor]:
         """Return moments as they are kept; of blocks, a copy."""
@@ -132,6 +188,8 @@ class Moments:
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Take over a copy of what others exported."""
         self._opened.clear()
+        self._fresh.clear()
+        self._piece = None
         self._kept = {key: self._narrow(key, tensor.clone(), None) for key, tensor in state.items()}
 
     def _narrow(self, key: str, wide: Tensor, update: int | None) -> Tensor | Blocks:

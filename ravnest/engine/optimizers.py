@@ -5,15 +5,16 @@ weights.
 """
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from ravnest.config import StateFormat, WeightFormat
 from ravnest.engine.moments import SQUARES, Moments
+from ravnest.engine.tensor_lists import cast_together, find_norms
 from ravnest.errors import WeightsError
 from ravnest.protocol.messages import Refusal
 from ravnest.protocol.tensors import EMA_SLOT, slot_shape
@@ -136,8 +137,6 @@ _ITERATION = (3.4445, -4.7750, 2.0315)  # of Newton and Schulz: lifts small sing
 _NUM_ITERATIONS = 5
 _BATCH_ITEMS = 1 << 26  # of matrices that go together: their copies take 128 MB
 
-Key = TypeVar("Key")
-
 
 @dataclass(slots=True)
 class _Work:
@@ -148,6 +147,8 @@ class _Work:
     gradients: list[Tensor]
     rate: float
     shrink: float = 1.0  # of the weights, where the rule looks at them first
+    where: slice | None = None  # of a large tensor that is changed piece by piece, as a row of numbers
+    nadam_rates: tuple[Sequence[float], Sequence[float]] = ((), ())
 
 
 class Optimizer:
@@ -161,7 +162,7 @@ class Optimizer:
         narrow: Collection[str] = (),
     ) -> None:
         self.settings = settings
-        self._narrow = frozenset(narrow)
+        self._narrow, self._chunk_items = frozenset(narrow), chunk_items
         self._chunks = [
             (group, chunk)
             for group in settings.groups
@@ -208,18 +209,19 @@ class Optimizer:
             names = [name for name in chunk if name in clipped]
             if not names:
                 continue
-            before = [parameters[name] for name in names]
-            applied = cast_together([clipped.pop(name) for name in names], before[0].dtype)
-            work = _Work(names, before, applied, learning_rate * group.rate)
-            _decay(group, work, held)
-            after = work.parameters
-            start = [tensor.clone() for tensor in after] if self.settings.has_prediction and lag > 0 else []
-            self._apply(group.rule, work)
+            after = [parameters[name].clone() if name in held else parameters[name] for name in names]
             changed.update(zip(names, after, strict=True))
+            rate, given = learning_rate * group.rate, [clipped.pop(name) for name in names]
+            for name in names:
+                self._steps[name] += 1
+            work = _Work(names, after, given, rate)
+            if isinstance(group.rule, NAdam):
+                work.nadam_rates = self._nadam_rates(group.rule, work)
+            del given
+            for part in _cut(group.rule, work, self._chunk_items):
+                self._change(group, part, lag)
             if self.settings.ema is not None:
                 self._follow(names, after, self.settings.ema)
-            if start:
-                self._predict(group.rule, work, start, lag)
         return changed
 
     def _follow(self, names: list[str], weights: list[Tensor], kept: float) -> None:
@@ -230,13 +232,29 @@ class Optimizer:
         means = [self._ema[name] for name in names]
         torch._foreach_lerp_(means, cast_together(weights, torch.float32), 1 - kept)
 
+    def _change(self, group: Group, work: _Work, lag: float) -> None:
+        """Apply one update to some tensors, or to a piece of one."""
+        work.gradients = cast_together(work.gradients, work.parameters[0].dtype)
+        _decay(group, work)
+        is_predicted = self.settings.has_prediction and lag > 0
+        start = [tensor.clone() for tensor in work.parameters] if is_predicted else []
+        self._apply(group.rule, work)
+        if start:
+            self._predict(group.rule, work, start, lag)
+
     def _predict(self, rule: OptimizerRule, work: _Work, start: list[Tensor], lag: float) -> None:
         """Repeat the last move as momentum will, weaker each time. Weight decay is not predicted."""
         moves = list(torch._foreach_sub(work.parameters, start))
         torch._foreach_mul_(moves, _horizon(rule, lag))
         torch._foreach_add_(moves, work.parameters)
         for name, predicted in zip(work.names, moves, strict=True):
-            self._predicted[name] = predicted.to(torch.bfloat16) if name in self._narrow else predicted
+            dtype = torch.bfloat16 if name in self._narrow else predicted.dtype
+            if work.where is None:
+                self._predicted[name] = predicted.to(dtype)
+                continue
+            if name not in self._predicted:
+                self._predicted[name] = torch.empty(self._shapes[name], dtype=dtype)
+            self._predicted[name].view(-1)[work.where] = predicted
 
     def take_predicted(self) -> dict[str, Tensor]:
         """Return the weights expected after the lag of the last step, where they differ; once per step."""
@@ -312,8 +330,6 @@ class Optimizer:
         return float(lag ** (share - 1)) if lag > 1 and self.settings.lag_updates and share < 1 else 1.0
 
     def _apply(self, rule: OptimizerRule, work: _Work) -> None:
-        for name in work.names:
-            self._steps[name] += 1
         match rule:
             case Sgd():
                 self._apply_sgd(rule, work)
@@ -358,7 +374,7 @@ class Optimizer:
             roots = torch._foreach_div(squares, corrections)
             torch._foreach_sqrt_(roots)
             torch._foreach_add_(roots, rule.epsilon)
-            fresh, rates = self._nadam_rates(rule, work)
+            fresh, rates = work.nadam_rates
             torch._foreach_addcdiv_(work.parameters, work.gradients, roots, fresh)
         else:
             roots = torch._foreach_sqrt(squares)
@@ -385,9 +401,15 @@ class Optimizer:
         torch._foreach_lerp_(updates, work.gradients, 1 - rule.momentum)
         if rule.nesterov:
             updates = list(torch._foreach_lerp(work.gradients, updates, rule.momentum))
-        matrices = [update.flatten(1) for update in updates]
+        self._moments.close(self._steps)  # products need room: what is wide goes first
+        work.gradients = []
+        matrices = [update.flatten(1) for update in reversed(updates)]
+        del updates
         is_batched = matrices[0].device.type != "cpu"  # on a CPU a product has work enough for itself
-        found = orthogonalise(rule, matrices) if is_batched else (_orthogonal(rule, one) for one in matrices)
+        if is_batched:
+            found: Iterable[Tensor] = orthogonalise(rule, matrices[::-1])
+        else:
+            found = (_orthogonal(rule, matrices.pop()) for _ in work.names)
         for parameter, matrix in zip(work.parameters, found, strict=True):
             rows, columns = matrix.shape
             size = 0.2 * math.sqrt(max(rows, columns)) if rule.matches_adam else max(1, rows / columns) ** 0.5
@@ -457,45 +479,10 @@ class Optimizer:
         torch._foreach_lerp_(means, work.gradients, 1 - rule.beta2)
 
     def _slots(self, slot: str, work: _Work) -> list[Tensor]:
-        return self._moments.open(slot, work.names, work.parameters)
-
-
-def find_not_finite(tensors: Mapping[Key, Tensor], norms: list[float] | None = None) -> Key | None:
-    """Return the first key whose tensor holds an infinity or no number at all; their norms may be known."""
-    # The norm is twenty times faster than a look at each number, but may overflow without an infinity.
-    pairs = zip(tensors.items(), norms or find_norms(list(tensors.values())), strict=True)
-    suspects = (pair for pair, norm in pairs if not math.isfinite(norm))
-    return next((key for key, tensor in suspects if not tensor.isfinite().all()), None)
-
-
-def cast_together(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Return the tensors in this type, those that are not yet in one launch."""
-    places = [place for place, tensor in enumerate(tensors) if tensor.dtype is not dtype]
-    if not places or tensors[0].device.type != "cuda":
-        return [tensor.to(dtype) for tensor in tensors]
-    wide = [torch.empty_like(tensors[place], dtype=dtype) for place in places]
-    torch._foreach_copy_(wide, [tensors[place] for place in places])
-    found = dict(zip(places, wide, strict=True))
-    return [found.get(place, tensor) for place, tensor in enumerate(tensors)]
-
-
-def find_norms(tensors: list[Tensor]) -> list[float]:
-    """Return how long each tensor is."""
-    return [float(norm) for norm in torch.stack(measure_norms(tensors)).tolist()] if tensors else []
-
-
-def measure_norms(tensors: list[Tensor]) -> list[Tensor]:
-    """Return how long each tensor is, still on its device."""
-    if not tensors:
-        return []
-    found: dict[int, Tensor] = {}
-    for dtype in {tensor.dtype for tensor in tensors}:  # in one launch, if they are of one type
-        places = [place for place, tensor in enumerate(tensors) if tensor.dtype is dtype]
-        some = [tensors[place] for place in places]
-        is_narrow = dtype is torch.bfloat16
-        norms = torch._foreach_norm(some, dtype=torch.float32) if is_narrow else torch._foreach_norm(some)
-        found.update(zip(places, norms, strict=True))
-    return [found[place] for place in range(len(tensors))]
+        if work.where is None:
+            return self._moments.open(slot, work.names, work.parameters)
+        (name,), (piece,) = work.names, work.parameters
+        return [self._moments.open_piece(slot, name, piece, self._shapes[name], work.where)]
 
 
 def _chunks(names: Iterable[str], parameters: Mapping[str, Tensor], chunk_items: int) -> list[list[str]]:
@@ -515,14 +502,32 @@ def _chunks(names: Iterable[str], parameters: Mapping[str, Tensor], chunk_items:
     return chunks
 
 
-def _decay(group: Group, work: _Work, held: Collection[str]) -> None:
-    """Shrink the weights, or gradients instead; new tensors take the place of weights that are held."""
+def _cut(rule: OptimizerRule, work: _Work, num_items: int) -> Iterator[_Work]:
+    """Yield the work; of a large tensor on a CPU piece by piece, for an update takes some copies of it.
+
+    A piece has `num_items`, a multiple of what a block of moments has. Rules that look at a whole matrix
+    get it whole.
+    """
+    one = work.parameters[0]
+    can_cut = len(work.names) == 1 and one.device.type == "cpu" and one.is_contiguous()
+    if not can_cut or isinstance(rule, Muon | Adafactor) or one.numel() < 2 * num_items:
+        yield work
+        return
+    row, gradient = one.view(-1), work.gradients.pop().reshape(-1)
+    starts = range(0, len(row) - num_items + 1, num_items)  # what is left goes with the last one
+    for start in starts:
+        where = slice(start, len(row) if start == starts[-1] else start + num_items)
+        piece = _Work(work.names, [row[where]], [gradient[where]], work.rate, where=where)
+        piece.nadam_rates = work.nadam_rates
+        yield piece
+
+
+def _decay(group: Group, work: _Work) -> None:
+    """Shrink the weights, or add them to the gradients instead."""
     shrink = 1 - work.rate * group.weight_decay
     if group.weight_decay and not group.is_decoupled:
         work.gradients = list(torch._foreach_add(work.gradients, work.parameters, alpha=group.weight_decay))
         shrink = 1.0
-    pairs = zip(work.names, work.parameters, strict=True)
-    work.parameters = [tensor.clone() if name in held else tensor for name, tensor in pairs]
     if isinstance(group.rule, Adafactor):
         work.shrink = shrink
     elif shrink != 1.0:
@@ -585,6 +590,7 @@ def _orthogonal(rule: Muon, matrix: Tensor) -> Tensor:
     result = result.mT if is_tall else result
     norm = result.norm() if is_one else result.flatten(1).norm(dim=1)[:, None, None]
     result = result / norm.clamp(min=rule.epsilon)
+    del matrix
     for _ in range(_NUM_ITERATIONS):
         square = result @ result.mT
         polynomial = add_product(square, square, square, beta=second, alpha=third)

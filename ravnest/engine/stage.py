@@ -16,7 +16,8 @@ from torch import Tensor
 
 from ravnest.engine.held_inputs import HeldInputs, MakeAgain
 from ravnest.engine.noise import NoiseMeter
-from ravnest.engine.optimizers import Optimizer, OptimizerSettings, find_norms, find_not_finite, measure_norms
+from ravnest.engine.optimizers import Optimizer, OptimizerSettings
+from ravnest.engine.tensor_lists import find_norms, find_not_finite, measure_norms
 from ravnest.engine.weight_versions import Graph, Snapshot, Versions
 from ravnest.errors import ProtocolError, RavnestError
 from ravnest.ids import MicrobatchId

@@ -123,14 +123,14 @@ def _capture(whole: ModelWithLoss, fields: dict[str, torch.Tensor], wishes: Capt
         tried = _Tried(find_rows(fields) if is_short else None, {})
     tell("it is exported")
     has_mask = "attention_mask" in fields or "position_ids" in fields
-    with plain_transformers(has_mask), plain_bags():
+    with plain_transformers(has_mask) as told, plain_bags():
         programs = _export_both(whole, fields, is_empty, tried.rows)
     blueprint, state = _join(wishes.name or type(whole.model).__name__, whole, programs)
     batch_loss = BatchLoss.MEAN
     if is_tested:
         tell("it is compared with the model")
         batch_loss = _test(whole, programs, blueprint, state, fields, tried)
-    notes = [batch_loss.note] if batch_loss.note else []
+    notes = [*([batch_loss.note] if batch_loss.note else []), *told]
     if is_empty:
         tell("it is compared with the model")
         facts = (whole, programs, blueprint, state, fields)

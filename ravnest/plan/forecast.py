@@ -5,6 +5,7 @@ the facts change. Tests check it against real schedules on a virtual clock.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -59,6 +60,8 @@ class HubForecast:
     sample_bytes_per_second: float  # of a swarm that the hub does not hold back
     relay_bytes_per_second: float
     first_weights_seconds: float  # until every byte of the model was sent once
+    round_bytes: float = 0.0  # of a round, that pass between owners nobody can dial
+    num_relayed: int = 0  # pairs of neighbours in a pipeline that only the hub connects
 
     @property
     def busy_share(self) -> float:
@@ -91,7 +94,8 @@ def forecast(plan: Plan, profile: ModelProfile, swarm: Swarm, config: PlanConfig
     periods, rates = hold_back(line, times.seconds)
     lasting = hold_back(line, times.seconds / (1.0 + times.deaths))[1]
     lost_share = 1.0 - float(rates.sum() / lasting.sum())
-    hub = _hub_forecast(line, times, rates)
+    relayed = _relayed_rounds(plan, line, swarm)
+    hub = _hub_forecast(line, times, rates, relayed)
     if hub is not None and hub.busy_share > 1.0:
         periods, rates = periods * hub.busy_share, rates / hub.busy_share
     usage, memory = _usage(line, times, nodes, rows), nodes.memory[rows.nodes]
@@ -103,7 +107,7 @@ def forecast(plan: Plan, profile: ModelProfile, swarm: Swarm, config: PlanConfig
     return Forecast(
         clusters=clusters,
         samples_per_second=float(rates.sum()),
-        round_seconds=round_seconds(plan, line, swarm, periods, rows, nodes, times),
+        round_seconds=round_seconds(plan, line, swarm, periods, rows, nodes, times, relayed),
         staleness=max(cluster.lag for cluster in clusters),
         lost_share=lost_share,
         bottleneck=_bottleneck(plan, line, usage, times),
@@ -111,7 +115,9 @@ def forecast(plan: Plan, profile: ModelProfile, swarm: Swarm, config: PlanConfig
     )
 
 
-def _hub_forecast(line: LineCost, times: Timing, rates: Floats) -> HubForecast | None:
+def _hub_forecast(
+    line: LineCost, times: Timing, rates: Floats, relayed: "_RelayedRounds"
+) -> HubForecast | None:
     """Return what the hub's line carries while clusters train at these samples per second."""
     upload = line.config.hub_bytes_per_second
     if not upload:
@@ -122,6 +128,8 @@ def _hub_forecast(line: LineCost, times: Timing, rates: Floats) -> HubForecast |
         sample_bytes_per_second=float(batches.sum() * line.sample_bytes),
         relay_bytes_per_second=float((batches * (times.hub_bytes - line.sample_bytes)).sum()),
         first_weights_seconds=float(line.parameters[-1] / upload),
+        round_bytes=relayed.total_bytes,
+        num_relayed=int((times.relay > 0.0).sum()),
     )
 
 
@@ -220,6 +228,7 @@ def round_seconds(
     rows: Rows,
     nodes: NodeTable,
     times: Timing,
+    relayed: "_RelayedRounds",
 ) -> float:
     """Return how long a round takes on what training leaves of the links (all of them when it blocks)."""
     count = len(plan.clusters)
@@ -234,22 +243,29 @@ def round_seconds(
         upload = upload * (1.0 - line.link_share * times.send / pace)
         download = download * (1.0 - line.link_share * times.receive / pace)
     moving = np.where(exists, volume / np.minimum(upload, download), 0.0).max()
-    return float(max(moving, _relayed_seconds(plan, line, swarm)) + _lap_latency(plan, swarm, nodes))
+    through_hub = relayed.longest_bytes / line.config.relay_bytes_per_second
+    if line.config.hub_bytes_per_second:  # all of it goes through one line
+        through_hub = max(through_hub, relayed.total_bytes / line.config.hub_bytes_per_second)
+    return float(max(moving, through_hub) + _lap_latency(plan, swarm, nodes))
 
 
-def _relayed_seconds(plan: Plan, line: LineCost, swarm: Swarm) -> float:
+class _RelayedRounds(NamedTuple):
+    """What a round sends through the hub."""
+
+    longest_bytes: float  # of one pair of owners
+    total_bytes: float
+
+
+def _relayed_rounds(plan: Plan, line: LineCost, swarm: Swarm) -> _RelayedRounds:
     hidden = {node.name for node in swarm.nodes if not node.is_reachable}
-    longest, total = 0.0, 0.0
+    longest, total, count = 0.0, 0.0, len(plan.clusters)
     for ring in plan.rings:
         neighbours = zip(ring.owners, ring.owners[1:] + ring.owners[:1], strict=True)
         num_relayed = sum(one in hidden and other in hidden for one, other in neighbours)
         if num_relayed:
-            size = float(line.round_bytes(np.array(ring.start), np.array(ring.stop)))
-            longest = max(longest, size / line.config.relay_bytes_per_second)
-            total += num_relayed * size
-    if line.config.hub_bytes_per_second:  # all of it goes through one line
-        longest = max(longest, total / line.config.hub_bytes_per_second)
-    return longest * (len(plan.clusters) - 1) / len(plan.clusters)
+            size = (count - 1) / count * float(line.round_bytes(np.array(ring.start), np.array(ring.stop)))
+            longest, total = max(longest, size), total + num_relayed * size
+    return _RelayedRounds(longest, total)
 
 
 def _lap_latency(plan: Plan, swarm: Swarm, nodes: NodeTable) -> float:

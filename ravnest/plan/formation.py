@@ -20,7 +20,8 @@ from ravnest.plan.seeds import typical_stages
 from ravnest.plan.split import NodeOrder, Splitter
 from ravnest.plan.types import Cluster, ModelProfile, Plan, Swarm
 
-_MOST_NODES = 1024  # of one neighbourhood
+_MOST_NODES = 1024  # of one neighbourhood; twice as many where links are alike
+_LONG = 12  # stages of a typical cluster: fewer links of such length are equally fast in one region
 _MANY_CLUSTERS = 32  # one alone is not faster than so many together
 _PROMISING = 0.7  # of the rate of several clusters, after a short search for one alone
 _MOST_POSITIONS = 96  # of the line the search works on
@@ -113,16 +114,31 @@ def _short_profile(profile: ModelProfile, nodes: NodeTable, config: PlanConfig) 
 
 
 def _search_several(line: LineCost, nodes: NodeTable, seed: int, budget: SearchBudget) -> _Found:
-    """Search neighbourhood by neighbourhood; the first one decides how slow a cluster may be."""
+    """Search neighbourhood by neighbourhood; the first one decides how slow a cluster may be.
+
+    Long clusters need many nodes with links alike, and one region has few of them: then neighbourhoods are
+    those of equally fast links, and a sample of all nodes decides.
+    """
     orders: list[NodeOrder] = []
     ceilings: list[int] = []
-    for number, members in enumerate(_neighbourhoods(line, nodes)):
+    is_long = typical_stages(line, nodes) >= _LONG
+    parts = _neighbourhoods(line, nodes, is_long)
+    if is_long and len(parts) > 1:
+        sample = np.arange(0, len(nodes), len(parts))
+        search = Search(line, nodes.take(sample), np.random.default_rng([seed, 1 << 21]))
+        first = search.run(0, search.seeds.promising_ceilings())
+        ceilings = [first.ceiling] if first is not None else []
+    asked, upload = 0.0, line.config.hub_bytes_per_second
+    for number, members in enumerate(parts):
         rng = np.random.default_rng([seed, number])
         most = line.config.clusters or None
-        search = Search(line, nodes.take(members), rng, most, len(members) / len(nodes))
+        left = max(0.0, 1.0 - asked / upload) if upload else 1.0  # of the hub's line
+        share = left if is_long else left / (len(parts) - number)
+        search = Search(line, nodes.take(members), rng, most, share)
         tried = search.seeds.all_ceilings() if most else search.seeds.promising_ceilings()
         genome = search.run(_fit_budget(line, nodes, budget), ceilings or tried)
         if genome is not None:
+            asked += search.asked_by(genome)
             ceilings = ceilings or [genome.ceiling]
             orders += [tuple(int(members[node]) for node in order) for order in genome.clusters]
     return _worthwhile(line, nodes, orders)
@@ -163,10 +179,11 @@ def _fit_budget(line: LineCost, nodes: NodeTable, budget: SearchBudget) -> int:
     return max(budget.clusters // 4, min(most, most * 8 * 32**2 // effort))
 
 
-def _neighbourhoods(line: LineCost, nodes: NodeTable) -> list[Ints]:
-    """Divide the nodes by region into groups small enough to be searched at once."""
+def _neighbourhoods(line: LineCost, nodes: NodeTable, by_speed: bool) -> list[Ints]:
+    """Divide the nodes, by region or by the speed of their links, into groups to be searched at once."""
     stages = min(line.config.max_stages, line.num_positions)
     per_node = 4.0 * stages * (line.num_positions + 1) ** 2 / 8
-    most = max(64, min(_MOST_NODES, int(_TABLE_BYTES / per_node)))
-    by_region = np.argsort(nodes.region, kind="stable")
-    return [np.sort(part) for part in np.array_split(by_region, -(-len(nodes) // most))]
+    most = max(64, min((1 + by_speed) * _MOST_NODES, int(_TABLE_BYTES / per_node)))
+    speed = -np.minimum(nodes.upload, nodes.download)
+    order = np.argsort(speed if by_speed else nodes.region, kind="stable")
+    return [np.sort(part) for part in np.array_split(order, -(-len(nodes) // most))]

@@ -12,10 +12,12 @@ import numpy as np
 from ravnest.config import PlanConfig
 from ravnest.plan.coarsening import shorten_line
 from ravnest.plan.cost import Bools, LineCost, NodeTable
-from ravnest.plan.forecast import forecast
+from ravnest.plan.forecast import Forecast, forecast
+from ravnest.plan.hub_line import HubLine
 from ravnest.plan.types import ModelProfile, Plan, Swarm
 
 _AT_ONCE = 4096  # nodes
+_FULL = 0.95  # of the hub's line: one cluster more would have too little of it
 
 
 class LeftOut(StrEnum):
@@ -26,6 +28,7 @@ class LeftOut(StrEnum):
     LINK = "link too slow"  # it would be slower than the slowest cluster
     COMPUTE = "computes too slowly"
     HIDDEN = "behind NAT"  # it could, but nobody is left that it can reach without the hub
+    HUB = "hub's line is full"  # it could, but the hub cannot send samples to more clusters
     QUALITY = "would cost quality"  # another cluster would teach less than it costs
     REST = "no faster plan uses it"
 
@@ -40,22 +43,27 @@ def count_left_out(
     if not len(places) or not plan.clusters:
         return {}
     line = LineCost(shorten_line(profile), config, is_averaged=len(plan.clusters) > 1)
-    slowest = _slowest_period(plan, profile, swarm, config)
+    told = forecast(plan, profile, swarm, config)
+    slowest = max(each.period_seconds for each in told.clusters)
     nodes, able = NodeTable.of(swarm, config), []
     for first in range(0, len(places), _AT_ONCE):
         part = nodes.take(places[first : first + _AT_ONCE])
         reasons = _judge(line, part, slowest)
         counted.update(reason for reason in reasons if reason is not None)
         able += [bool(part.reachable[k]) for k, reason in enumerate(reasons) if reason is None]
-    rest = LeftOut.QUALITY if is_limited else LeftOut.REST
-    is_relay_slow = _relay_seconds(line) > slowest
+    is_full = told.hub is not None and told.hub.busy_share >= _FULL
+    rest = LeftOut.QUALITY if is_limited else LeftOut.HUB if is_full else LeftOut.REST
+    is_relay_slow = not HubLine.of(line).most_relays(slowest, _unused(told))
     num_hidden = max(0, able.count(False) - able.count(True)) if is_relay_slow and not is_limited else 0
     counted[LeftOut.HIDDEN], counted[rest] = num_hidden, len(able) - num_hidden
     return {reason.value: counted[reason] for reason in LeftOut if counted[reason]}
 
 
-def _slowest_period(plan: Plan, profile: ModelProfile, swarm: Swarm, config: PlanConfig) -> float:
-    return max(each.period_seconds for each in forecast(plan, profile, swarm, config).clusters)
+def _unused(told: Forecast) -> float:
+    """Return the bytes per second that are left of the hub's line."""
+    if told.hub is None:
+        return float("inf")
+    return max(0.0, 1.0 - told.hub.busy_share) * told.hub.upload_bytes_per_second
 
 
 def _judge(line: LineCost, nodes: NodeTable, slowest: float) -> list[LeftOut | None]:
@@ -78,9 +86,3 @@ def _judge(line: LineCost, nodes: NodeTable, slowest: float) -> list[LeftOut | N
         (LeftOut.COMPUTE, np.asarray(~in_time.any(axis=1))),
     ]
     return [next((reason for reason, is_so in tests if is_so[k]), None) for k in range(len(nodes))]
-
-
-def _relay_seconds(line: LineCost) -> float:
-    """Return the seconds of the smallest batch through the hub's relay."""
-    busiest = np.maximum(line.send_after, line.send_before)[1:-1]
-    return float(busiest.min(initial=np.inf)) / line.config.relay_bytes_per_second

@@ -104,6 +104,12 @@ class Search:
         """Return the seconds per batch of each cluster."""
         return [answer.period for answer in self._evaluate(orders)]
 
+    def asked_by(self, genome: Genome) -> float:
+        """Return the bytes per second that the clusters of a genome ask of the hub's line."""
+        known = self._evaluate(genome.clusters)
+        slowest = max(each.period for each in known)
+        return sum(each.hub_bytes * min(1.0 / each.period, self._ratio / slowest) for each in known)
+
     def _evaluate(self, orders: Sequence[NodeOrder]) -> "list[_Answer]":
         unknown = [order for order in dict.fromkeys(orders) if order not in self._known]
         if unknown:

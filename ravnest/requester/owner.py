@@ -17,7 +17,7 @@ from ravnest.codec import describe, encode_tensor, narrow_integers
 from ravnest.config import WireFormat
 from ravnest.disk import release_pages
 from ravnest.engine.train_config import TrainConfig, write_train_config
-from ravnest.errors import RavnestError, WeightsError
+from ravnest.errors import ConfigError, RavnestError, WeightsError
 from ravnest.hub.coordinator.leases import LedgerState
 from ravnest.hub.coordinator.notices import EpochDone, Evaluated, MicrobatchDropped, Notice, Trained
 from ravnest.hub.service.data_service import Fields, Parts, StagePart
@@ -33,6 +33,7 @@ from ravnest.model.state_source import (
     MemorySource,
     SourceTensors,
     StateSource,
+    is_same,
     write_pieces,
 )
 from ravnest.model.stored_source import StorageError, StoredSource
@@ -242,6 +243,7 @@ class JobOwner:
 
     def go_on_from(self, start: Checkpoint) -> LedgerState:
         """Make stages of a checkpoint's state; return what was trained then."""
+        self._take_base(start.read())
         self._adopt(start.read())
         saved = start.books
         self.history = _read_history(start)
@@ -251,18 +253,30 @@ class JobOwner:
         leases["num_epochs"] = self.fingerprint.epochs  # it may be another number than before
         return LedgerState(*counts, leases)
 
+    def _take_base(self, tensors: Iterable[FileTensor]) -> None:
+        """Go on with the frozen weights of a checkpoint where they are others: some may have been trained."""
+        frozen = {x.name: x for x in self._captured.blueprint.state if x.is_frozen}
+        kinds = {name: StoredType(x.dtype, x.shape) for name, x in frozen.items()}
+        own = [x for x in tensors if kinds.get(x.name) == x.type and not is_same(self._first, x)]
+        if stored := sorted(x.name for x in own if x.name in self._stored.types):
+            problem = f"the checkpoint has its own {stored[0]!r}, frozen now and stored in fewer bits"
+            fix = "set frozen=fp32, or begin a new run with weights= the result of the old one"
+            raise ConfigError(f"{problem}; {fix}")
+        self._first = LayeredSource(FileSource(own), self._first)
+        self._left_out -= {x.name for x in own}
+
     def _adopt(self, tensors: Iterable[FileTensor]) -> None:
         """Make stages of these tensors from now on; of tied weights the first stage's count."""
         self._source = self._complete(tensors)
 
     def _complete(self, tensors: Iterable[FileTensor]) -> StateSource:
-        """Return what the model has of them; the rest, which no stage need have saved, as it was given.
+        """Return what the model has of them, with the rest, which no stage need have saved, as it was given.
 
-        So what is stored in fewer bits is not among them.
+        Frozen weights are always those that were given: peers may hold them in fewer bits.
         """
         entries = {entry.name: entry for entry in self._captured.blueprint.state}
-        exact = entries.keys() - self._stored.types.keys() - self._left_out
-        known = (tensor for tensor in tensors if (_slot_of(tensor.name) or tensor.name) in exact)
+        changing = {name for name, entry in entries.items() if not entry.is_frozen}
+        known = (tensor for tensor in tensors if (_slot_of(tensor.name) or tensor.name) in changing)
         found = LayeredSource(FileSource(known), self._first)
         for name, entry in entries.items():
             check_type(entry, found.types.get(name))

@@ -71,7 +71,7 @@ def prepare(
     _check_settings(job, plan)
     plan = plan if job.frozen is None else replace(plan, frozen=FrozenFormat(job.frozen))
     captured = job.capture(tell)
-    captured = replace(captured, blueprint=choose_storage(captured.blueprint, plan.frozen))
+    captured = _store_frozen(captured, plan.frozen)
     for note in captured.notes:
         logger.warning("note: %s", note)
     num_batches = job.num_updates
@@ -126,6 +126,15 @@ def _check_settings(job: Job, plan: PlanConfig) -> None:
         raise ConfigError(f"{problem}; choose {' or '.join(EXACT_FORMATS)}")
     if plan.states is StateFormat.INT8 and job.averaging_rule.momentum:
         raise ConfigError("momenta are averaged, which int8 states cannot be; choose states=bf16 or fp32")
+
+
+def _store_frozen(captured: Captured, chosen: FrozenFormat) -> Captured:
+    """Return the model with its frozen matrices stored as they are to be; say so if it has none."""
+    has_any = any(entry.is_frozen and len(entry.shape) > 1 for entry in captured.blueprint.state)
+    if chosen is not FrozenFormat.FP32 and not has_any:
+        told = "note: frozen=%s changes nothing: no matrix of the model is frozen; see requires_grad_(False)"
+        logger.warning(told, chosen)
+    return replace(captured, blueprint=choose_storage(captured.blueprint, chosen))
 
 
 def _choose_states(job: Job, plan: PlanConfig) -> StateFormat:

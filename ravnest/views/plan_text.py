@@ -31,13 +31,12 @@ from ravnest.plan.forecast import (
     Bottleneck,
     ClusterForecast,
     Forecast,
-    HubForecast,
     StageForecast,
     forecast,
 )
 from ravnest.plan.formation import cut_clusters, form_plan
 from ravnest.plan.infeasible import holding_order
-from ravnest.plan.left_out import count_left_out
+from ravnest.plan.left_out import LeftOut, count_left_out
 from ravnest.plan.types import Cluster, ModelProfile, Plan, Swarm, cluster_name
 from ravnest.units import show_bytes, show_count, show_rate, show_seconds
 
@@ -59,6 +58,19 @@ _LIMIT_NAMES = {  # what holds a stage up, and what twice as wide means
     "receive": ("its download", "twice as much"),
     "relay": ("the hub's relay", "a relay twice as fast"),
     "latency": ("the wait for the stages behind it", "half the wait"),
+}
+
+
+_HUB_LIMITS, _HUB_NEARLY_FULL = 1.01, 0.9  # of its line
+_LEFT_OUT: Mapping[str, str] = {
+    LeftOut.MEMORY: "with too little memory for any part of the model",
+    LeftOut.ROUND: "with links too slow to average one part in time",
+    LeftOut.LINK: "with links slower than the slowest cluster",
+    LeftOut.COMPUTE: "that compute more slowly than the slowest cluster",
+    LeftOut.HIDDEN: "behind NAT, with nobody left that they could reach without the hub",
+    LeftOut.HUB: "that could train, but the hub's line is full",
+    LeftOut.QUALITY: "that could train, but another cluster would cost more quality than it gains",
+    LeftOut.REST: "that could train, but no faster plan with them was found",
 }
 
 
@@ -146,6 +158,8 @@ def describe_bottleneck(predicted: Forecast) -> str:
     found = predicted.bottleneck
     if found is None:
         return "none: nobody trains"
+    if predicted.hub is not None and predicted.hub.busy_share > _HUB_LIMITS:
+        return "the hub's line, see above; no faster PC would help"
     limit, twice = _LIMIT_NAMES[found.limited_by]
     where = f"{found.node} in cluster {cluster_name(found.cluster)} is held up by {limit}"
     faster = predicted.samples_per_second + found.gain_samples_per_second
@@ -175,12 +189,37 @@ def describe_formats(plan: Plan) -> str:
     )
 
 
-def describe_hub(hub: HubForecast) -> str:
-    """Return what the hub's line carries, and whether it sets the pace."""
-    asked = hub.sample_bytes_per_second + hub.relay_bytes_per_second
-    line = f"samples and relay need {show_rate(asked)} of its {show_rate(hub.upload_bytes_per_second)}"
-    pace = "; its line sets the pace" if hub.busy_share > 1.0 else ""
-    return f"{line}{pace}; it sends the model once in {show_seconds(hub.first_weights_seconds)}"
+def describe_hub(predicted: Forecast) -> str:
+    """Return what the hub's line carries, and what it limits, in sentences."""
+    hub = predicted.hub
+    assert hub is not None
+    samples, relay = show_rate(hub.sample_bytes_per_second), show_rate(hub.relay_bytes_per_second)
+    line = f"of its {show_rate(hub.upload_bytes_per_second)}, samples take {samples}"
+    if hub.num_relayed:
+        pairs = show_count(hub.num_relayed, "pair")
+        line += f" and {pairs} of neighbours that nobody can dial take {relay}"
+    sentences = [f"{line}."]
+    if hub.busy_share > _HUB_LIMITS:
+        needed = show_rate(hub.busy_share * hub.upload_bytes_per_second)
+        faster = show_samples(predicted.samples_per_second * hub.busy_share)
+        sentences.append(f"That is more than it has, so it sets the pace: {needed} would give {faster}.")
+    elif hub.busy_share > _HUB_NEARLY_FULL:
+        sentences.append("It is nearly full: more PCs would not help.")
+    if hub.round_bytes:
+        through = show_seconds(hub.round_bytes / hub.upload_bytes_per_second)
+        sentences.append(f"A round sends {show_bytes(hub.round_bytes)} through it, in {through} at best.")
+    sentences.append(f"It sends the model once in {show_seconds(hub.first_weights_seconds)}.")
+    return " ".join(sentences)
+
+
+def describe_left_out(left_out: Mapping[str, int], num_nodes: int) -> str:
+    """Return how many PCs have no stage, and why, in sentences; nothing if all of them have one."""
+    if not left_out:
+        return ""
+    total = sum(left_out.values())
+    verb = "has" if total == 1 else "have"
+    reasons = (f"{count:,} {_LEFT_OUT[reason]}" for reason, count in left_out.items())
+    return f"{total:,} of {show_count(num_nodes, 'PC')} {verb} no stage: {'; '.join(reasons)}."
 
 
 def show_samples(samples_per_second: float) -> str:
@@ -471,14 +510,15 @@ def _findings(
     yield "predicted", show_samples(predicted.samples_per_second)
     yield "wire", describe_formats(plan)
     if predicted.hub is not None:
-        yield "hub", describe_hub(predicted.hub)
+        yield "hub", describe_hub(predicted)
     yield "staleness", f"{show_count(predicted.staleness, 'update')} at most"
     yield "round", describe_round(predicted)
     yield "deaths", f"cost about {100 * predicted.lost_share:.2g} % of the work"
     yield "bottleneck", describe_bottleneck(predicted)
     yield "spares", _some(plan.spares)
     if left_out:
-        yield "left out", ", ".join(f"{count:,} {reason}" for reason, count in left_out.items())
+        num_nodes = sum(len(cluster.stages) for cluster in plan.clusters) + len(plan.spares)
+        yield "left out", describe_left_out(left_out, num_nodes)
     yield "backups", _some([f"{backup.spare} for {backup.node}" for backup in plan.backups])
     for number, sentence in enumerate(advice):
         yield ("" if number else "advice"), f"- {sentence}"

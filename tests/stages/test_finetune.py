@@ -271,3 +271,13 @@ def test_a_dry_run_says_what_it_will_take_and_starts_nothing(tmp_path, monkeypat
     assert 0 < cost["adapter_bytes"] < cost["first_delivery_bytes"]
     assert cost["first_delivery_seconds"] == pytest.approx(cost["first_delivery_bytes"] / 5e6)
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_base_in_bf16_stays_so_unless_the_requester_says_otherwise(folder, tmp_path):
+    narrow = write_tiny_llama(tmp_path / "narrow", num_layers=1, is_bf16=True)
+    for place, settings, frozen in (
+        (folder, {}, None),
+        (narrow, {}, "bf16"),
+        (narrow, {"base": "int4"}, "int4"),
+    ):
+        assert make_finetuning(place, sums(4), settings).job.frozen == frozen

@@ -93,3 +93,20 @@ def test_a_run_goes_on_with_the_same_base_and_with_no_other(tmp_path: Path):
     assert bytes(scale.buffer) == torch.full((128,), 2.0).numpy().tobytes()
     with pytest.raises(ConfigError, match="the frozen weights are not those that the checkpoint was trained"):
         prepare(job_of(seed=1), PLAN, 1, 0.0, Checkpoints(tmp_path), start)
+
+
+def test_what_was_trained_before_it_was_frozen_stays_as_it_was_trained(tmp_path: Path):
+    job = job_of()
+    job.model.one.requires_grad_(True)
+    first = prepare(job, PlanConfig(), 1, 0.0, Checkpoints(tmp_path))
+    parts = train_a_little(first)
+    assert first.owner.keep(parts, books()) == ""
+    start = Checkpoints(tmp_path).find()
+    again = prepare(job_of(), PlanConfig(), 1, 0.0, Checkpoints(tmp_path), start)
+    assert again.owner.keep(train_a_little(again), books()) == ""
+    again.owner.keep_result(train_a_little(again), books())
+    assert torch.equal(again.owner.result.state["one.weight"], job.model.one.weight + 1)
+    last = Checkpoints(tmp_path).find()
+    assert "one.weight" in {tensor.name for tensor in last.read()}
+    with pytest.raises(ConfigError, match=r"its own 'one\.weight', frozen now and stored in fewer bits"):
+        prepare(job_of(), PLAN, 1, 0.0, Checkpoints(tmp_path), start)

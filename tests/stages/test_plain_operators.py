@@ -57,6 +57,16 @@ class Noisy(Subject):
         return x + torch.randn(x.shape[0], 1) * torch.rand(x.shape[0], 6)
 
 
+class AlwaysEnough(Subject):
+    def mix(self, x: Tensor, places: Tensor) -> Tensor:
+        return x * 2 if x.shape[0] // 2 * 2 + x.shape[0] % 2 == x.shape[0] else x
+
+
+class ByTwos(Subject):
+    def mix(self, x: Tensor, places: Tensor) -> Tensor:
+        return x * 2 if torch.sym_min(x.shape[0] % 2, 1) == 0 else x
+
+
 class Bags(Subject):
     """Numbers of embeddings in rows, one of them padding, and with weights of their own."""
 
@@ -91,10 +101,17 @@ def captured(model: nn.Module) -> Captured:
     return capture(model, batch)  # which compares three stages with the module
 
 
-@pytest.mark.parametrize("kind", [Subject, Composed, WrittenInPlace, Triangle, Turned, Noisy, Bags])
+@pytest.mark.parametrize(
+    "kind", [Subject, Composed, WrittenInPlace, Triangle, Turned, Noisy, AlwaysEnough, Bags]
+)
 def test_the_stages_compute_what_the_module_does(kind: type[Subject]) -> None:
     found = captured(kind()).blueprint
     assert {op.name for program in (found.train, found.evaluate) for op in program.ops} <= set(operators())
+
+
+def test_a_condition_that_fails_for_some_batch_sizes_is_refused() -> None:
+    with pytest.raises(CaptureError, match="behaves differently by batch size"):
+        captured(ByTwos())
 
 
 def test_a_rule_that_ends_in_an_operator_that_is_not_allowed_names_the_one_in_the_code() -> None:

@@ -20,7 +20,7 @@ from torch import nn
 from ravnest.errors import ConfigError, WeightsError
 from ravnest.foreign import quote
 from ravnest.model.capture import empty_weights
-from ravnest.model.shards import find_files
+from ravnest.model.shards import find_files, open_weights
 from ravnest.requester.finetuning.tokens import Tokenizer
 
 ALL_LINEAR = "all-linear"
@@ -37,6 +37,11 @@ class BaseModel:
     name: str
     config: Any
     tokenizer: Tokenizer
+
+    @property
+    def is_bf16(self) -> bool:
+        """Whether all of its weights are bf16, so that nothing is lost if they stay so."""
+        return all(tensor.type.dtype == "bfloat16" for tensor in open_weights(self.folder))
 
     @property
     def most_tokens(self) -> int | None:
@@ -78,12 +83,12 @@ def open_base(model: str | os.PathLike[str]) -> BaseModel:
         is_old = any(folder.glob("*.bin")) or any(folder.glob("*.pt*"))
         fix = "its weights are pickled, which is never loaded; save them as safetensors" if is_old else error
         raise ConfigError(f"{folder} has no weights to begin with: {fix}") from None
-    with _explained(f"{folder / 'config.json'} is of no model that transformers knows"), _quiet():
+    with explained(f"{folder / 'config.json'} is of no model that transformers knows"), quiet_hf():
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
     if getattr(config, "quantization_config", None) is not None:
         fix = "give the original, in bf16 or fp32: it can be stored in 4 bits while it is trained"
         raise ConfigError(f"the weights of {folder} are quantised already; {fix}")
-    with _explained(f"{folder} has no tokenizer that can be read (tokenizer.json)"), _quiet():
+    with explained(f"{folder} has no tokenizer that can be read (tokenizer.json)"), quiet_hf():
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
     return BaseModel(folder, str(os.fspath(model)), config, tokenizer)
 
@@ -92,7 +97,7 @@ def build_adapted(base: BaseModel, lora: LoraSettings, seed: int) -> nn.Module:
     """Return the model with empty weights, and adapters that have first values."""
     transformers, peft = import_hf("transformers"), import_hf("peft")
     problem = f"{base.folder} is no model that writes text after text (a causal language model)"
-    with _explained(problem), empty_weights(), _quiet():
+    with explained(problem), empty_weights(), quiet_hf():
         model = transformers.AutoModelForCausalLM.from_config(base.config, dtype=torch.float32)
     model.config.use_cache = False
     targets = lora.targets if isinstance(lora.targets, str) else list(lora.targets)
@@ -106,7 +111,7 @@ def build_adapted(base: BaseModel, lora: LoraSettings, seed: int) -> nn.Module:
     )
     kinds = {name.rpartition(".")[2] for name, each in model.named_modules() if isinstance(each, nn.Linear)}
     problem = f"adapters cannot be put at {quote(lora.targets)}; linear layers are {', '.join(sorted(kinds))}"
-    with _explained(problem), _quiet():
+    with explained(problem), quiet_hf():
         adapted: nn.Module = peft.get_peft_model(model, config)
     _fill_adapters(adapted, seed)
     return adapted
@@ -139,7 +144,7 @@ def find_model_folder(model: str | os.PathLike[str]) -> Path:
 
 
 @contextlib.contextmanager
-def _explained(problem: str) -> Iterator[None]:
+def explained(problem: str) -> Iterator[None]:
     """Turn what transformers or peft raise into a sentence with the first line of theirs."""
     try:
         yield
@@ -153,7 +158,7 @@ def _explained(problem: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet_hf() -> Iterator[None]:
     """Keep the advice of transformers and peft, which is about other ways to train, from the user."""
     loggers = [logging.getLogger(name) for name in ("transformers", "peft")]
     before = [each.level for each in loggers]

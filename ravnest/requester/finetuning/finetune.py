@@ -74,7 +74,7 @@ class Finetuning:
     alpha: float | None = None  # twice the rank
     dropout: float = 0.0
     targets: str | Sequence[str] = ALL_LINEAR
-    base: str | None = None  # how the weights that are not trained are stored: fp32, bf16, int8 or int4
+    base: str | None = None  # how the base is stored: fp32, bf16, int8, int4; as its files have it
     learning_rate: float = 2e-4
     weight_decay: float = 0.0
     schedule: str | Schedule = "cosine"
@@ -129,9 +129,7 @@ class Finetuning:
     def job(self) -> Job:
         """The job that trains the adapters, with the model's empty weights."""
         lora = LoraSettings(self.rank, self.alpha, self.dropout, self.targets)
-        rates = self._find_schedule()
-        if self.base is not None and self.base not in list(FrozenFormat):
-            raise ConfigError(f"base is {quote(self.base)}; give {', '.join(FrozenFormat)}")
+        rates, base = self._find_schedule(), self._find_base()
         self._check()
         train, validation = self.tables
         if train.padding_share > _MUCH_PADDING:
@@ -152,7 +150,7 @@ class Finetuning:
             schedule=rates,
             checkpoint_every=self.checkpoint_every,
             precision=self.precision,
-            frozen=self.base,
+            frozen=base,
             seed=self.seed,
             inputs=[name for name in columns if name in ("input_ids", "position_ids")],
             is_pretrained=True,
@@ -186,6 +184,14 @@ class Finetuning:
         if not isinstance(share, int | float) or isinstance(share, bool) or not 0 <= share < 1:
             raise ConfigError(f"val_share is {quote(share)}; give a share of the rows, from 0 to below 1")
         return share
+
+    def _find_base(self) -> str | None:
+        """Return how the base is stored: as the requester says, or as its files have it."""
+        if self.base is None:
+            return FrozenFormat.BF16 if self.source.is_bf16 else None
+        if self.base not in list(FrozenFormat):
+            raise ConfigError(f"base is {quote(self.base)}; give {', '.join(FrozenFormat)}")
+        return self.base
 
     def _find_pad(self) -> int:
         tokenizer = self.source.tokenizer

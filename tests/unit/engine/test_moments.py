@@ -5,7 +5,7 @@ import torch
 
 from ravnest.config import StateFormat
 from ravnest.engine.moments import SMALL_ITEMS, Blocks, Moments, round_to_bf16
-from ravnest.engine.optimizers import Adam, Group, Muon, NAdam, Optimizer, OptimizerSettings, Sgd
+from ravnest.engine.optimizers import Adam, Group, Lion, Muon, NAdam, Optimizer, OptimizerSettings, Sgd
 
 SHAPE = (80, 70)
 NUM_UPDATES = 20
@@ -137,3 +137,34 @@ def test_what_is_exported_is_read_when_it_is_looked_at():
     assert len(exported) == 2
     assert exported["exp_avg/w"].unique().tolist() == [2.0]
     assert exported["exp_avg/w"] is not exported["exp_avg/w"]  # blocks are restored each time
+
+
+@pytest.mark.parametrize("states", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize(
+    "rule", [Adam(), NAdam(), Sgd(0.9, nesterov=True), Lion()], ids=lambda rule: type(rule).__name__
+)
+def test_a_large_tensor_is_changed_piece_by_piece_with_the_same_bits(rule, states):
+    num_items = 3 * SMALL_ITEMS + 700
+    weights = {"w": torch.linspace(-1, 1, num_items).reshape(-1, 4), "small": torch.ones(7)}
+    given = OptimizerSettings(
+        (Group(("w", "small"), rule, 0.1, True),), 1e-2, has_prediction=True, states=StateFormat(states)
+    )
+    outcomes = []
+    for chunk_items in (1 << 18, SMALL_ITEMS):
+        optimizer = Optimizer(given, weights, chunk_items, narrow=["w"])
+        now = {name: tensor.clone() for name, tensor in weights.items()}
+        generator = torch.Generator().manual_seed(1)
+        for _ in range(3):
+            drawn = {name: torch.randn(each.shape, generator=generator) for name, each in now.items()}
+            drawn["w"] = drawn["w"].to(torch.bfloat16)
+            now = optimizer.step(now, drawn, 1e-2, lag=2.0, held=["w"])
+        outcomes.append(
+            {
+                **now,
+                **{f"next {k}": v for k, v in optimizer.take_predicted().items()},
+                **{k: v.float() for k, v in optimizer.state().items()},
+            }
+        )
+    whole, cut = outcomes
+    assert whole.keys() == cut.keys()
+    assert [name for name in whole if not torch.equal(whole[name], cut[name])] == []

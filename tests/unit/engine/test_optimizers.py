@@ -15,10 +15,10 @@ from ravnest.engine.optimizers import (
     Optimizer,
     OptimizerSettings,
     Sgd,
-    find_not_finite,
     orthogonalise,
 )
 from ravnest.engine.recipe import from_torch, make_settings
+from ravnest.engine.tensor_lists import find_not_finite
 from ravnest.errors import ConfigError, WeightsError
 from ravnest.protocol.messages import Refusal
 
