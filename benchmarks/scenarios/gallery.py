@@ -160,6 +160,7 @@ of a loss, or points of a share that is right; a target is missed at more than 1
 `2+1` is a cluster of two stages and one of one. The CPU seconds of a swarm include the start of its programs
 and the capture of the model.
 
-AdamW 1e-3 is what most people write first, and not tuned: short jobs learn more with higher rates, as the
-default recipe has them. [The quality report](quality.md) compares the recipe with tuned loops."""
+AdamW 1e-3 is what most people write first; it is not tuned. Where a job brings no optimizer, swarms have the
+default recipe and its schedule, so a difference is of recipe and swarm together. [The quality
+report](quality.md) compares with tuned loops."""
     return f"{method}\n\n{table(head, rows)}"
