@@ -282,6 +282,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 64,
     },
     "efficientnet": {"hidden_dim": 2560, "depth_coefficient": 1.0},
+    "encoder-decoder": {"decoder_start_token_id": 1, "pad_token_id": 0},
     "falcon_h1": {"mamba_d_ssm": 64},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "attention_layers": ["global", "local"]},
     "hunyuan_v1_dense": {"head_dim": _HEAD},
@@ -299,7 +300,15 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "llama4_text": {"moe_layers": [0, 1], "num_experts_per_tok": 1},
     "longt5": {"decoder_start_token_id": 0},
     "mamba2": {"num_heads": 8, "n_groups": 1},
-    "mobilebert": {"intra_bottleneck_size": 16, "true_hidden_size": 16, "num_feedforward_networks": 1},
+    "mobilebert": {
+        "embedding_size": 16,
+        "intra_bottleneck_size": 16,
+        "true_hidden_size": 16,
+        "num_feedforward_networks": 1,
+    },
+    "ministral": {"head_dim": _HEAD},
+    "musicgen": {"num_codebooks": 1},
+    "musicgen_melody": {"num_codebooks": 1},
     "perceiver": {"max_position_embeddings": LENGTH},
     "qwen4_exp": _INDEXER,
     "qwen4_exp_text": _INDEXER,
@@ -366,4 +375,9 @@ def make_batch(architecture: Architecture, config: Any) -> dict[str, Any]:
             "labels": torch.tensor([0, 1, 1, 0]),
         }
     ids, others = (torch.randint(8, 100, (NUM_SAMPLES, LENGTH)) for _ in range(2))
-    return {"input_ids": ids, "labels": ids.clone() if "causal" in architecture.mappings else others}
+    batch = {"input_ids": ids, "labels": ids.clone() if "causal" in architecture.mappings else others}
+    if architecture.model_type == "git":
+        batch["pixel_values"] = torch.randn(NUM_SAMPLES, 3, IMAGE, IMAGE)
+    if architecture.model_type.startswith("musicgen"):
+        batch["labels"] = others.unsqueeze(-1)  # one codebook
+    return batch

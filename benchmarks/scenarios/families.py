@@ -34,6 +34,7 @@ TOLERANCE = 1e-3
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", default="", help="kinds of models or architectures, with commas between")
     parser.add_argument("--again", action="store_true", help="try what failed once more")
+    parser.add_argument("--table", action="store_true", help="try nothing, only write the table again")
     parser.add_argument("--fresh", action="store_true", help="forget earlier results")
 
 
@@ -44,6 +45,7 @@ def run(quick: bool, options: argparse.Namespace) -> tuple[Figures, str, list[st
     if options.fresh:
         RESULTS.unlink(missing_ok=True)
     known = {} if quick else read_results()
+    chosen = [] if options.table else chosen
     for number, architecture in enumerate(chosen, 1):
         earlier = known.get(architecture.key)
         if earlier and not wanted and (earlier["is_captured"] or not options.again):
@@ -65,6 +67,8 @@ def run(quick: bool, options: argparse.Namespace) -> tuple[Figures, str, list[st
         for name, each in figures.items()
         if each["share"] < TARGET
     ]
+    if num_left := sum(each.key not in known for each in architectures):
+        missed.append(f"{num_left} architectures are not tried yet; run it again, it goes on")
     return figures, list_families(architectures, known), missed
 
 
@@ -138,7 +142,7 @@ def try_architecture(architecture: Architecture) -> Found:
 
 
 def _first_line(error: Exception) -> str:
-    text = re.sub(r"\S*/site-packages/", "", " ".join(str(error).split()))
+    text = re.sub(r"\S*/site-packages/", "", " ".join(str(error).split())).replace(f"{PAGE.parents[1]}/", "")
     return f"{type(error).__name__}: {text}"[:400]
 
 
@@ -187,7 +191,8 @@ def _train_in_two(model: Any, batch: dict[str, Any]) -> None:
         expected = model.train()(**batch).loss
     expected.backward()
     _check_close("the loss", expected.detach(), loss.detach(), float(expected.detach().abs()))
-    wanted = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+    trained = model.named_parameters()
+    wanted = {name: each.grad for name, each in trained if each.grad is not None and each.numel()}
     largest = max(float(each.abs().max()) for each in wanted.values())
     for name, gradient in wanted.items():
         if name not in state:
@@ -239,9 +244,16 @@ def list_families(architectures: Sequence[Architecture], known: dict[str, Found]
     import transformers
 
     figures = count(architectures, known)
-    head = ["mapping", "architectures", "run alone, tiny", "train in two stages", "share"]
+    head = ["mapping", "architectures", "tried", "run alone, tiny", "train in two stages", "share"]
     rows = [
-        [name, each["architectures"], each["run_alone"], each["captured"], f"{each['share']:.1%}"]
+        [
+            name,
+            each["architectures"],
+            each["tried"],
+            each["run_alone"],
+            each["captured"],
+            f"{each['share']:.1%}",
+        ]
         for name, each in figures.items()
     ]
     results = [known[each.key] for each in architectures if each.key in known]

@@ -16,10 +16,9 @@ from ravnest.plan.profiles import builtin_profile
 from ravnest.plan.types import ModelProfile, Swarm
 
 CONFIG = PlanConfig()
+_WITH_HUB = PlanConfig(hub_bytes_per_second=5e6)  # 40 Mbit/s, as `ravnest plan` assumes
 _AS_RESERVED = PlanConfig(in_flight_per_hop=2)  # windows as the search reserves memory for them
-_LEAST_RATIO = (
-    0.985  # 0.995 before windows were chosen after the cuts: the search no longer knows them exactly
-)
+_LEAST_RATIO = 0.985  # of the exact optimum; the worst of the first twelve instances has 0.992
 _SMALL_MODELS = ("gpt2", "bert-base", "gpt2-xl", "gpt2-xl")
 _SMALL_SWARMS = ("home", "campus", "fibre", "lan")
 # Samples per second of commit 32fbb21, and how many times as many there are to be; None: half of the bound.
@@ -63,7 +62,8 @@ def run(quick: bool) -> tuple[dict[str, object], str, list[str]]:
     figures["links"] = links
     missed += [] if quick else links_missed
     report += _REPORT_LINKS + table(
-        ["model", "swarm", "seed", "before", "now", "ratio", "clusters", "used", "bound", "CPU s"], link_rows
+        ["model", "swarm", "seed", "before", "now", "ratio", "no hub", "clusters", "used", "bound", "CPU s"],
+        link_rows,
     )
     rows = [[size, *result.values()] for size, result in speed.items()]
     report += _REPORT_SPEED + table(["nodes", *next(iter(speed.values()))], rows)
@@ -129,19 +129,22 @@ def over_links(cases) -> tuple[dict[str, float], list[list[object]], list[str]]:
     found, rows, missed = {}, [], []
     for model, swarm_name, seed, before, least in cases:
         profile, swarm = builtin_profile(model), population(swarm_name, seed)
-        plan, seconds = cpu_seconds(lambda p=profile, s=swarm, k=seed: form_plan(p, s, CONFIG, k))
-        now = forecast(plan, profile, swarm, CONFIG).samples_per_second
+        plan, seconds = cpu_seconds(lambda p=profile, s=swarm, k=seed: form_plan(p, s, _WITH_HUB, k))
+        now = forecast(plan, profile, swarm, _WITH_HUB).samples_per_second
+        free = form_plan(profile, swarm, CONFIG, seed)
+        uncounted = forecast(free, profile, swarm, CONFIG).samples_per_second
         title = f"{model} {swarm_name} seed {seed}"
         found[title], share = round(now, 4), ""
         if least is None:
-            line, nodes = LineCost(profile, CONFIG, is_averaged=True), NodeTable.of(swarm, CONFIG)
+            line, nodes = LineCost(profile, _WITH_HUB, is_averaged=True), NodeTable.of(swarm, _WITH_HUB)
             best = UpperBound(line, nodes, bin_ratio=1.1).batches_per_second() * profile.samples_per_batch
             share = f"{now / best:.2f} of {best:.3g}"
             missed += [] if now >= 0.5 * best else [f"{title}: {now / best:.2f} of the bound < 0.5"]
         elif now < least * before:
             missed.append(f"{title}: {now / before:.1f} times {before} < {least:g} times")
         used = sum(len(cluster.stages) for cluster in plan.clusters)
-        numbers = [f"{before:.3g}", f"{now:.3g}", f"{now / before:.1f}", len(plan.clusters), used]
+        numbers = [f"{before:.3g}", f"{now:.3g}", f"{now / before:.1f}", f"{uncounted:.3g}"]
+        numbers += [len(plan.clusters), used]
         rows.append([model, swarm_name, seed, *numbers, share, f"{seconds:.1f}"])
         say(f"links, {title}: {now:.3g} samples/s, before {before:.3g} {share}")
     return found, rows, missed
@@ -198,8 +201,8 @@ _REPORT_EXACT = """## Against an exact solver
 Swarms of 6 to 12 nodes on a line of at most 26 positions. The exact solver
 (`benchmarks/baselines/exact.py`) tries every subset of nodes in every order with every cut and packs the
 clusters optimally. It knows no latency, and no window wider than the search reserves memory for: so these
-swarms have none, and windows are no wider (`in_flight_per_hop=2`). Both are in samples per second
-of the same cost model.
+swarms have none, and windows are no wider (`in_flight_per_hop=2`). Then its periods are those of the cost
+model, for every subset of up to four nodes to seven digits. Both are in samples per second.
 
 """
 _REPORT_GAIN = """
@@ -225,8 +228,9 @@ _REPORT_LINKS = """
 
 ## Large models over slow links
 
-Predicted samples per second with the default settings, beside those of commit 32fbb21. The bound is that of
-the section above, with periods in bins of 10 %.
+Predicted samples per second with the default settings and a hub of 40 Mbit/s, beside those of commit
+32fbb21, which counted no hub ("no hub": neither does this plan). The bound is that of the section above,
+the hub's line included, with periods in bins of 10 %.
 
 """
 _REPORT_SPEED = """

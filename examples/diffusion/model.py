@@ -8,27 +8,18 @@ import torch
 import torch.nn.functional as F
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
-from torch.utils.data import Dataset
 
 import ravnest as rv
 
 
-class NoisyDigits(Dataset[dict[str, Tensor]]):
-    """Digits with noise. A sample is always the same, so that its number is enough to find it again."""
-
-    def __init__(self, images: Tensor, num_copies: int) -> None:
-        self.images, self.num_copies = images, num_copies
-
-    def __len__(self) -> int:
-        return len(self.images) * self.num_copies
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        generator = torch.Generator().manual_seed(index)
-        time = torch.rand((), generator=generator)
-        noise = torch.randn(1, 8, 8, generator=generator)
-        angle = time * torch.pi / 2
-        noisy = angle.cos() * self.images[index % len(self.images)] + angle.sin() * noise
-        return {"noisy": noisy, "time": time, "noise": noise}
+def add_noise(images: Tensor, num_copies: int, seed: int) -> dict[str, Tensor]:
+    """Return copies of the images at random times: at 0 there is the image alone, at 1 noise alone."""
+    generator = torch.Generator().manual_seed(seed)
+    clean = images.repeat(num_copies, 1, 1, 1)
+    time = torch.rand(len(clean), generator=generator)
+    noise = torch.randn(clean.shape, generator=generator)
+    angle = (time * torch.pi / 2)[:, None, None, None]
+    return {"noisy": angle.cos() * clean + angle.sin() * noise, "time": time, "noise": noise}
 
 
 class Block(nn.Module):
@@ -36,9 +27,8 @@ class Block(nn.Module):
 
     def __init__(self, num_inputs: int, num_outputs: int) -> None:
         super().__init__()
-        self.first, self.second = (
-            nn.Conv2d(each, num_outputs, 3, padding=1) for each in (num_inputs, num_outputs)
-        )
+        self.first = nn.Conv2d(num_inputs, num_outputs, 3, padding=1)
+        self.second = nn.Conv2d(num_outputs, num_outputs, 3, padding=1)
         self.skip, self.time = nn.Conv2d(num_inputs, num_outputs, 1), nn.Linear(16, num_outputs)
         self.norm = nn.GroupNorm(4, num_outputs)
 
@@ -72,8 +62,8 @@ def job(tiny: bool = False) -> rv.Job:
     torch.manual_seed(0)
     return rv.Job(
         UNet(4 if tiny else 24),
-        NoisyDigits(train, 1 if tiny else 16),
-        val_data=NoisyDigits(val, 1 if tiny else 4),
+        add_noise(train, 1 if tiny else 16, seed=0),
+        val_data=add_noise(val, 1 if tiny else 4, seed=1),
         batch_size=32,
         loss=lambda out, batch: F.mse_loss(out, batch["noise"]),
         name="diffusion",

@@ -34,7 +34,7 @@ def cut(text: bytes, count: int) -> Tensor:
 def job(tiny: bool = False) -> rv.Job:
     """Return the job; with labels among its fields a model of Hugging Face returns its loss itself."""
     train, val = load_pieces(64, 16) if tiny else load_pieces(16 * 600, 512)
-    sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2} if tiny else {"n_embd": 96, "n_layer": 4, "n_head": 4}
+    sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2} if tiny else {"n_embd": 64, "n_layer": 4, "n_head": 4}
     config = GPT2Config(
         vocab_size=256,  # a token is a byte
         n_positions=LENGTH,

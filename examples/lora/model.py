@@ -27,7 +27,7 @@ def cut(text: str, count: int, seed: int = 0) -> dict[str, Tensor]:
 
 def make_base(tiny: bool) -> LlamaForCausalLM:
     """Return a Llama that was trained on code for a minute; you would write from_pretrained(...) here."""
-    width, depth = (16, 2) if tiny else (96, 4)
+    width, depth = (16, 2) if tiny else (64, 4)
     config = LlamaConfig(
         vocab_size=256,
         hidden_size=width,

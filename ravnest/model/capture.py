@@ -122,8 +122,7 @@ def _capture(whole: ModelWithLoss, fields: dict[str, torch.Tensor], wishes: Capt
         is_short = wishes.self_test and _count(whole) <= _MOST_COMPARED and _is_costly(whole, fields)
         tried = _Tried(find_rows(fields) if is_short else None, {})
     tell("it is exported")
-    has_mask = "attention_mask" in fields or "position_ids" in fields
-    with plain_transformers(has_mask) as told, plain_bags():
+    with plain_transformers(fields.keys()) as told, plain_bags():
         programs = _export_both(whole, fields, is_empty, tried.rows)
     blueprint, state = _join(wishes.name or type(whole.model).__name__, whole, programs)
     batch_loss = BatchLoss.MEAN

@@ -75,9 +75,13 @@ def watched() -> Iterator[None]:
 
 @contextlib.contextmanager
 def fixed_numbers() -> Iterator[None]:
-    """Refuse a module that counts in Python; runs of one batch, so what is set again stays the same."""
-    with replaced(nn.Module, "__setattr__", _watch_numbers(nn.Module.__setattr__)):
+    """Refuse a module that counts in Python; runs of one batch, so each ends with the numbers before it."""
+    changed: dict[tuple[nn.Module, str], tuple[object, CaptureError]] = {}
+    with replaced(nn.Module, "__setattr__", _watch_numbers(nn.Module.__setattr__, changed)):
         yield
+    for (module, name), (before, refusal) in changed.items():
+        if vars(module).get(name) != before:
+            raise refusal
 
 
 @contextlib.contextmanager
@@ -153,14 +157,20 @@ def _watch_buffers(set_attribute: _SetAttribute) -> _SetAttribute:
     return set_watched
 
 
-def _watch_numbers(set_attribute: _SetAttribute) -> _SetAttribute:
+def _watch_numbers(
+    set_attribute: _SetAttribute, changed: dict[tuple[nn.Module, str], tuple[object, CaptureError]]
+) -> _SetAttribute:
+    """Take note of the numbers that change, with what they were at first and how to refuse that."""
+
     def set_watched(module: nn.Module, name: str, value: Any) -> None:
         before = module.__dict__.get(name)
-        if isinstance(before, int | float) and before != value and name != "training":
-            raise refuse_here(
+        is_new = isinstance(before, int | float) and before != value and name != "training"
+        if is_new and (module, name) not in changed:
+            refusal = refuse_here(
                 f"the number self.{name} changes from batch to batch, which export would forget",
                 f"keep it in a buffer that is changed in place (self.{name}.add_(1)), or out of the model",
             )
+            changed[module, name] = before, refusal
         set_attribute(module, name, value)
 
     return set_watched

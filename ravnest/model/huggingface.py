@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from statistics import NormalDist
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -38,12 +39,18 @@ LAYERDROP = Switch(
 )
 _SWITCHES = (
     LAYERDROP,
+    Switch(("moe_token_dropout",), 0.0, "dropout of tokens behind experts is switched off"),
     Switch(
         ("altup_coef_clip",),
         None,
         "the limit of the altup coefficients is switched off: it changes weights outside the optimizer",
     ),
 )
+
+
+# They draw with Python whether a layer is dropped.
+_PYTHON_LAYERDROP = ("musicgen.modeling_musicgen", "musicgen_melody.modeling_musicgen_melody")
+_NEVER_DROPPING = SimpleNamespace(uniform=lambda low, high: high)
 
 
 @contextlib.contextmanager
@@ -62,28 +69,26 @@ def switched_off(model: nn.Module) -> Iterator[tuple[str, ...]]:
                     vars(owner)[name] = switch.off  # a configuration checks what is set
                     notes[switch.note] = None
     try:
-        yield tuple(notes)
+        with contextlib.ExitStack() as stack:
+            for where in _PYTHON_LAYERDROP:
+                drawing = sys.modules.get(f"transformers.models.{where}")
+                if drawing is not None:
+                    stack.enter_context(replaced(drawing, "random", _NEVER_DROPPING))
+            yield tuple(notes)
     finally:
         for owner, name, number in held:
             vars(owner)[name] = number
 
 
 @contextlib.contextmanager
-def plain_transformers(has_mask: bool) -> Iterator[Collection[str]]:
+def plain_transformers(fields: Collection[str]) -> Iterator[Collection[str]]:
     """Let such models run for export as they train; what there is to tell of it is known afterwards."""
     notes: dict[str, None] = {}
     with contextlib.ExitStack() as stack:
         masking = sys.modules.get("transformers.masking_utils")
-        if masking is not None and not has_mask:
-            # Outside of export they say "causal" instead of building a mask, when no sample is padded.
-            ignore = getattr(masking, "_ignore_causal_mask_sdpa", None)
-            if ignore is not None:
-                stack.enter_context(replaced(masking, ignore.__name__, _without_tracing(ignore)))
-        if masking is not None and hasattr(masking, "find_packed_sequence_indices"):
-            number_rows = _number_packed_rows if has_mask else lambda *_, **__: None
-            stack.enter_context(replaced(masking, "find_packed_sequence_indices", number_rows))
-        if masking is not None and hasattr(masking, "_vmap_expansion_sdpa"):
-            stack.enter_context(replaced(masking, "_vmap_expansion_sdpa", _mask_all_at_once))
+        if masking is not None:
+            has_mask = "attention_mask" in fields or "position_ids" in fields
+            stack.enter_context(_plain_masks(masking, has_mask))
         experts = sys.modules.get("transformers.integrations.moe")
         if experts is not None:
             run = partial(_run_all_experts, notes)
@@ -97,7 +102,24 @@ def plain_transformers(has_mask: bool) -> Iterator[Collection[str]]:
             if owner is not None:
                 stack.enter_context(replaced(getattr(owner, kind) if kind else owner, name, plain))
         stack.enter_context(replaced(torch, "rand", _keep_layers(torch.rand)))
+        if "global_attention_mask" not in fields:
+            stack.enter_context(_local_attention())
         yield notes.keys()
+
+
+@contextlib.contextmanager
+def _plain_masks(masking: ModuleType, has_mask: bool) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        ignore = getattr(masking, "_ignore_causal_mask_sdpa", None)
+        if ignore is not None and not has_mask:
+            # Outside of export they say "causal" instead of building a mask, when no sample is padded.
+            stack.enter_context(replaced(masking, ignore.__name__, _without_tracing(ignore)))
+        if hasattr(masking, "find_packed_sequence_indices"):
+            number_rows = _number_packed_rows if has_mask else lambda *_, **__: None
+            stack.enter_context(replaced(masking, "find_packed_sequence_indices", number_rows))
+        if hasattr(masking, "_vmap_expansion_sdpa"):
+            stack.enter_context(replaced(masking, "_vmap_expansion_sdpa", _mask_all_at_once))
+        yield
 
 
 def _number_packed_rows(position_ids: torch.Tensor) -> torch.Tensor:
@@ -150,6 +172,33 @@ def _keep_layers(rand: Callable[..., Any]) -> Callable[..., Any]:
     return draw
 
 
+@contextlib.contextmanager
+def _local_attention() -> Iterator[None]:
+    """Let Longformer and LED not ask whether a token of the batch sees all others: none does unless told.
+
+    They divide lengths as tensors, too, and read them out again.
+    """
+    read, divide = torch.Tensor.item, torch.div
+
+    def is_theirs() -> bool:
+        caller = str(sys._getframe(2).f_globals.get("__name__", ""))
+        return caller.endswith((".modeling_longformer", ".modeling_led"))
+
+    def item(tensor: torch.Tensor) -> Any:
+        return False if is_theirs() and tensor.dtype is torch.bool else read(tensor)
+
+    def div(one: Any, other: Any, **options: Any) -> Any:
+        is_length = isinstance(one, int) and isinstance(other, int) and is_theirs()
+        return one // other if is_length else divide(one, other, **options)
+
+    torch.Tensor.item = item  # type: ignore[assignment, method-assign]
+    try:
+        with replaced(torch, "div", div):
+            yield
+    finally:
+        del torch.Tensor.item
+
+
 def _run_all_experts(
     notes: dict[str, None], experts: Any, hidden: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor
 ) -> torch.Tensor:
@@ -158,19 +207,25 @@ def _run_all_experts(
     How many tokens an expert gets depends on the numbers in a batch, so a program cannot say it. What experts
     that were not chosen compute is multiplied by zero.
     """
-    number, num_tokens = experts.num_experts, hidden.shape[0]
+    number = experts.num_experts
     times = number / chosen.shape[-1]
     notes[f"all {number} experts compute every token, {times:.3g} times the work of the chosen ones"] = None
-    # One more for "no expert", which some models choose.
-    weights = torch.zeros(num_tokens, number + 1, dtype=shares.dtype, device=shares.device)
-    weights = weights.scatter_add(1, chosen, shares)[:, :number]
     name = "gate_up_proj" if experts.has_gate else "up_proj"
     made = _project(experts, name, hidden.expand(number, *hidden.shape))
     made = experts._apply_gate(made) if experts.has_gate else experts.act_fn(made)
     made = _project(experts, "down_proj", made)
     if experts.has_post_expert_norm:
         made = experts.post_expert_norm(made)
-    return (made * weights.t().unsqueeze(-1)).sum(dim=0).to(hidden.dtype)
+    return _sum_of_chosen(made, chosen, shares).to(hidden.dtype)
+
+
+def _sum_of_chosen(made: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+    """Return for each token the sum of what its experts made, weighed; `made` has all experts in front."""
+    number, num_tokens = made.shape[:2]
+    # One more for "no expert", which some models choose.
+    weights = torch.zeros(num_tokens, number + 1, dtype=shares.dtype, device=shares.device)
+    weights = weights.scatter_add(1, chosen, shares)[:, :number]
+    return (made * weights.t().unsqueeze(-1)).sum(dim=0)
 
 
 def _project(experts: Any, name: str, given: torch.Tensor) -> torch.Tensor:
@@ -221,14 +276,59 @@ def _shift_right(ids: torch.Tensor, pad_token_id: int) -> torch.Tensor:
     return torch.cat([ids.gather(1, last), ids[:, :-1]], dim=1)
 
 
+def _run_dbrx_experts(
+    module: Any, hidden: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor
+) -> torch.Tensor:
+    """Run all experts for all tokens, from weights that lie in one matrix."""
+    shape = (module.num_experts, module.ffn_hidden_size, module.hidden_size)
+    first, second, last = (getattr(module.mlp, name).view(shape) for name in ("w1", "v1", "w2"))
+    given = hidden.reshape(1, -1, module.hidden_size).expand(module.num_experts, -1, -1)
+    gate = module.mlp.activation_fn(torch.bmm(given, first.transpose(1, 2)))
+    made = torch.bmm(gate * torch.bmm(given, second.transpose(1, 2)), last)
+    return _sum_of_chosen(made, chosen, shares).view(hidden.shape[0], -1, module.hidden_size)
+
+
+def _run_nllb_experts(
+    module: Any, hidden: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor
+) -> torch.Tensor:
+    """Run all experts for all tokens, each a module of its own."""
+    made = torch.stack([expert(hidden) for name, expert in module.items() if name.startswith("expert_")])
+    weights = torch.nn.functional.one_hot(chosen, module.num_experts).to(shares.dtype) * shares.unsqueeze(-1)
+    return (made * weights.sum(dim=1).t().unsqueeze(-1)).sum(dim=0).to(hidden.dtype)
+
+
+def _route_jetmoe(module: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Sort tokens by their experts; how many each gets stays in a tensor."""
+    logits = module.layer(hidden).float()
+    highest, chosen = logits.topk(module.top_k, dim=1)
+    gates = torch.softmax(highest, dim=1).type_as(hidden)
+    sizes = torch.nn.functional.one_hot(chosen.flatten(), module.num_experts).sum(dim=0)
+    order = chosen.flatten().sort(0)[1]
+    return order, order // module.top_k, gates.flatten()[order], sizes, logits
+
+
+def _run_jetmoe_experts(module: Any, given: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+    """Run all experts for all rows, and keep of each row that of its expert: rows are sorted by experts."""
+    rows = torch.arange(given.shape[0], device=given.device)
+    own = (rows.unsqueeze(1) >= sizes.cumsum(0)).sum(dim=1)
+    made = torch.bmm(given.expand(module.num_experts, *given.shape), module.weight.transpose(1, 2))
+    is_own = own == torch.arange(module.num_experts, device=given.device).unsqueeze(1)
+    return (made * is_own.unsqueeze(-1)).sum(dim=0)
+
+
 # The module under transformers.models, the class or "", the name, and what runs instead.
 _PLAIN_CODE: tuple[tuple[str, str, str, Callable[..., Any]], ...] = (
+    ("dbrx.modeling_dbrx", "DbrxExperts", "forward", _run_dbrx_experts),
     ("fnet.modeling_fnet", "FNetBasicFourierTransform", "forward", _transform),
     # Without padding they leave out the mask, and look at the numbers of the batch for it.
     ("fsmt.modeling_fsmt", "", "make_padding_mask", lambda ids, padding_idx=1: ids.eq(padding_idx)),
     ("fsmt.modeling_fsmt", "", "shift_tokens_right", _shift_right),
     ("gemma3n.modeling_gemma3n", "Gemma3nTextMLP", "_gaussian_topk", _cut_below_quantile),
+    ("jetmoe.modeling_jetmoe", "JetMoeTopKGating", "forward", _route_jetmoe),
+    ("jetmoe.modeling_jetmoe", "JetMoeParallelExperts", "forward", _run_jetmoe_experts),
+    ("nllb_moe.modeling_nllb_moe", "NllbMoeExperts", "forward", _run_nllb_experts),
     # For export they do not make the mask that they need.
+    ("longt5.modeling_longt5", "", "is_torchdynamo_compiling", lambda: False),
     ("switch_transformers.modeling_switch_transformers", "", "is_torchdynamo_compiling", lambda: False),
     ("xmod.modeling_xmod", "XmodOutput", "lang_adapter", _adapt_languages),
 )

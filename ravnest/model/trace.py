@@ -29,7 +29,7 @@ from ravnest.model.blueprint import (
     ValueId,
 )
 from ravnest.model.capture_errors import BY_SIZE, refuse_node
-from ravnest.model.decompose import decompose, without_write
+from ravnest.model.decompose import decompose, without_write, writes_by_mask
 from ravnest.model.operators import operators
 from ravnest.model.sample_length import Lengths
 from ravnest.protocol.tensors import ITEM_BYTES
@@ -218,7 +218,7 @@ class _Tracer:
 
     def _read_op(self, node: fx.Node, target: OpOverload, precision: str) -> None:
         name = _INSTEAD.get(str(target), str(target))
-        if name not in operators():
+        if name not in operators() or writes_by_mask(node):
             self._read_other(node, target, precision)
             return
         made = node.meta["val"]
@@ -232,7 +232,7 @@ class _Tracer:
     def _read_other(self, node: fx.Node, target: OpOverload, precision: str) -> None:
         """Write an operator that is not on the list with those that are, or refuse it."""
         plain = without_write(target)
-        if plain is not None and plain in operators():
+        if plain is not None and plain in operators() and not writes_by_mask(node):
             self._read_write(node, plain, precision)
             return
         refusal = refuse_node(node, *_why_not(str(target)))
@@ -363,7 +363,9 @@ _READS_VALUES = (
 
 
 def _why_not(name: str) -> tuple[str, str]:
-    if any(word in name for word in ("item", "_local_scalar", "nonzero", "masked_select", "unique")):
+    if any(
+        word in name for word in ("item", "_local_scalar", "nonzero", "masked_select", "unique", "index_put")
+    ):
         return _READS_VALUES
     return (
         f"it uses the operator {name}, which is not on the list of operators that providers run",

@@ -91,6 +91,25 @@ def neighbours(order: NodeOrder, place: int, spares: Sequence[int], max_stages: 
     return [Proposal((place,), (each,)) for each in dict.fromkeys(found)]
 
 
+def pair_neighbours(clusters: Sequence[NodeOrder], one: int, other: int, max_stages: int) -> list[Proposal]:
+    """Return all pairs of clusters that an exchange of two nodes makes, or a node that changes sides."""
+    left, right = clusters[one], clusters[other]
+    found = [
+        (_put(left, i, right[j]), _put(right, j, left[i]))
+        for i in range(len(left))
+        for j in range(len(right))
+    ]
+    for giver, taker, is_left in ((left, right, True), (right, left, False)):
+        if len(giver) > 1 and len(taker) < max_stages:
+            pairs = [
+                (_drop(giver, i), _insert(taker, j, giver[i]))
+                for i in range(len(giver))
+                for j in range(len(taker) + 1)
+            ]
+            found += pairs if is_left else [(second, first) for first, second in pairs]
+    return [Proposal((one, other), orders) for orders in found]
+
+
 def second_neighbours(
     order: NodeOrder,
     place: int,

@@ -8,13 +8,14 @@ budget is counted in clusters evaluated, never in seconds, so the same seed give
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from typing import NamedTuple
 
 import numpy as np
 
 from ravnest.plan.cost import Bools, Ints, LineCost, NodeTable
 from ravnest.plan.hub_line import HubLine, choose_clusters, relayed_places
-from ravnest.plan.moves import Proposal, neighbours, propose, second_neighbours
+from ravnest.plan.moves import Proposal, neighbours, pair_neighbours, propose, second_neighbours
 from ravnest.plan.seeds import Covering, Seeds, Taste
 from ravnest.plan.split import NodeOrder, Splitter
 
@@ -232,9 +233,7 @@ class Search:
         """One round of local moves in all genomes, judged in one batch."""
         asked: list[tuple[Genome, list[list[Proposal]]]] = []
         for genome in genomes:
-            free = self._free(genome.clusters)
-            spares = free[self.seeds.is_useful(genome.ceiling)[free]].tolist()
-            asked.append((genome, self._propose(genome, spares)))
+            asked.append((genome, self._propose(genome, self._spares(genome))))
         self._evaluate(
             [order for _, moves in asked for choices in moves for move in choices for order in move.orders]
         )
@@ -244,22 +243,40 @@ class Search:
                 total = self._accept_best(genome, choices, total)
 
     def _polish(self, genome: Genome, budget: int) -> None:
-        """Try all single changes of each cluster, then some double ones, until none gains."""
-        stop, place, unchanged = self.num_evaluated + budget, 0, 0
-        ceiling, most = self.seeds.period(genome.ceiling), self.seeds.max_stages
-        while unchanged < 2 * len(genome.clusters) and self.num_evaluated < stop:
-            free = self._free(genome.clusters)
-            spares = free[self.seeds.is_useful(genome.ceiling)[free]].tolist()
-            order = genome.clusters[place]
-            if unchanged < len(genome.clusters):
-                moves = neighbours(order, place, spares, most)
-            else:
-                left = (stop - self.num_evaluated) // len(genome.clusters)
-                moves = second_neighbours(order, place, spares, most, left, self._rng)
-            self._evaluate([each.orders[0] for each in moves])
-            self._accept_best(genome, moves, self._worth(genome.clusters, ceiling))
-            unchanged = unchanged + 1 if genome.clusters[place] == order else 0
-            place = (place + 1) % len(genome.clusters)
+        """Try all single changes of each cluster, then pairs of clusters, then some double changes.
+
+        Whatever gains begins this anew, until nothing does or the budget is spent.
+        """
+        stop, is_better = self.num_evaluated + budget, True
+        while is_better and self.num_evaluated < stop:
+            is_better = any(
+                self.num_evaluated < stop and self._try_all(genome, moves)
+                for moves in self._all_moves(genome, stop)
+            )
+
+    def _try_all(self, genome: Genome, moves: Sequence[Proposal]) -> bool:
+        """Accept the best of these moves, if it gains."""
+        before = list(genome.clusters)
+        self._evaluate([order for move in moves for order in move.orders])
+        ceiling = self.seeds.period(genome.ceiling)
+        self._accept_best(genome, moves, self._worth(genome.clusters, ceiling))
+        return genome.clusters != before
+
+    def _all_moves(self, genome: Genome, stop: int) -> Iterator[list[Proposal]]:
+        clusters, spares, most = genome.clusters, self._spares(genome), self.seeds.max_stages
+        for place, order in enumerate(clusters):
+            yield neighbours(order, place, spares, most)
+        for one, other in combinations(range(len(clusters)), 2):
+            yield pair_neighbours(clusters, one, other, most)
+        for place, order in enumerate(clusters):
+            left = max(0, stop - self.num_evaluated) // len(clusters)
+            yield second_neighbours(order, place, spares, most, left, self._rng)
+
+    def _spares(self, genome: Genome) -> list[int]:
+        """Return the nodes that no cluster has and that could host something in time."""
+        free = self._free(genome.clusters)
+        spares: list[int] = free[self.seeds.is_useful(genome.ceiling)[free]].tolist()
+        return spares
 
     def _propose(self, genome: Genome, spares: list[int]) -> list[list[Proposal]]:
         slowest = [answer.slowest for answer in self._evaluate(genome.clusters)]

@@ -74,7 +74,7 @@ def everything(world: TiedWorld, cluster: int) -> dict[str, Tensor]:
     for name in world.clusters[cluster]:
         host = world.hosts[name]
         snapshot = host.stage.worker.stage.snapshot()
-        found |= snapshot.state | snapshot.optimizer
+        found |= snapshot.state | dict(snapshot.optimizer)
         anchor_state = host.stage.averager.anchor_state
         found |= {f"anchor of {key}": each.clone() for key, each in anchor_state.anchors.items()}
         found |= {f"outer of {key}": each.clone() for key, each in anchor_state.outer.items()}
@@ -212,7 +212,7 @@ def test_a_source_that_cannot_be_used_is_named_and_what_is_held_stays(captured: 
     before = everything(world, 0)
     replan(world, [2])
     host = world.hosts["c0.0"]
-    state, slots = host.held.snapshot.state, host.held.snapshot.optimizer
+    state, slots = host.held.snapshot.state, dict(host.held.snapshot.optimizer)
     match fault:
         case "nan":
             content = to_snapshot(spoiled(state, "first.weight", float("nan")), slots)
@@ -500,9 +500,8 @@ def test_after_a_rebuild_all_have_the_home_s_copy_of_a_tied_weight_before_they_u
     at_home = world.hosts[home].stage.worker.stage.snapshot()
     other = world.hosts[leaf].save()
     other.state[TIED] += 1.0
-    for key in [key for key in other.optimizer if key.endswith(TIED)]:
-        other.optimizer[key] = other.optimizer[key] * 0.5
-    source = [("elsewhere", to_snapshot(other.state, other.optimizer))]
+    slots = {key: slot * 0.5 if key.endswith(TIED) else slot for key, slot in other.optimizer.items()}
+    source = [("elsewhere", to_snapshot(other.state, slots))]
     replan(world, [9])
     assert world.build(leaf, 3, source) == StageReady(NEXT)
     assert world.hosts[leaf].save() is None  # it does not know its weights yet

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from ravnest.errors import CaptureError
 from ravnest.model.capture import Captured, capture
+from ravnest.model.dry_run import dry_run
 from ravnest.model.operators import operators
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -67,6 +68,21 @@ class ByTwos(Subject):
         return x * 2 if torch.sym_min(x.shape[0] % 2, 1) == 0 else x
 
 
+class Masked(Subject):
+    def mix(self, x: Tensor, places: Tensor) -> Tensor:
+        x = x * 2
+        x[x > 0.5] = 0.25
+        x[places[:, 0] > 7] = self.last.bias
+        return x
+
+
+class MaskedRows(Subject):
+    def mix(self, x: Tensor, places: Tensor) -> Tensor:
+        x = x * 2
+        x[places[:, 0] == 0] = x + 1
+        return x
+
+
 class Bags(Subject):
     """Numbers of embeddings in rows, one of them padding, and with weights of their own."""
 
@@ -102,11 +118,17 @@ def captured(model: nn.Module) -> Captured:
 
 
 @pytest.mark.parametrize(
-    "kind", [Subject, Composed, WrittenInPlace, Triangle, Turned, Noisy, AlwaysEnough, Bags]
+    "kind", [Subject, Composed, WrittenInPlace, Triangle, Turned, Noisy, AlwaysEnough, Masked, Bags]
 )
 def test_the_stages_compute_what_the_module_does(kind: type[Subject]) -> None:
     found = captured(kind()).blueprint
+    dry_run(found, 4, max_bytes=1e8, max_flops=1e9)
     assert {op.name for program in (found.train, found.evaluate) for op in program.ops} <= set(operators())
+
+
+def test_a_write_of_rows_to_masked_places_is_refused() -> None:
+    with pytest.raises(CaptureError, match=r"test_plain_operators\.py.*reads a number out of a tensor"):
+        captured(MaskedRows())
 
 
 def test_a_condition_that_fails_for_some_batch_sizes_is_refused() -> None:

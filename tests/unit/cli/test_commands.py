@@ -119,6 +119,7 @@ def test_a_port_that_is_taken_is_told_before_anything_is_captured() -> None:
     [
         (("--listen", "nowhere"), "is no address"),
         (("--public", "hub.example.org"), "is no address"),
+        (("--hub-upload", "fast"), "--hub-upload"),
         (("--nodes", "-1"), "choose 0 or more"),
         (("--local", "-1"), "choose 0 or more"),
         (("--folder", "job.py"), "the folder job.py cannot be written"),

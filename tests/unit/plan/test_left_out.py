@@ -54,3 +54,10 @@ def test_able_nodes_that_nobody_can_dial_need_others_between_them():
 
 def test_able_nodes_of_a_limited_plan_would_cost_quality():
     assert reasons_for(node("able", **ABLE), is_limited=True) == {LeftOut.QUALITY: 1}
+
+
+def test_able_nodes_beside_a_hub_whose_line_is_full():
+    full = replace(SIMPLE, hub_bytes_per_second=1e6)
+    assert reasons_for(node("able", **ABLE), config=full) == {LeftOut.HUB: 1}
+    wide = replace(SIMPLE, hub_bytes_per_second=1e12)
+    assert reasons_for(node("able", **ABLE), config=wide) == {LeftOut.REST: 1}

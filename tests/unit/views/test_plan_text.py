@@ -10,11 +10,14 @@ from support.sample_plans import sample
 from ravnest.config import Averaging, PlanConfig, WireChoice, WireFormat
 from ravnest.plan.forecast import forecast
 from ravnest.plan.formation import cut_clusters, form_plan
+from ravnest.plan.left_out import LeftOut
 from ravnest.plan.types import cluster_name
 from ravnest.views.plan_text import (
     AdviceLimits,
     advise,
     describe_bottleneck,
+    describe_hub,
+    describe_left_out,
     describe_round,
     plan_to_dict,
     show_samples,
@@ -223,3 +226,24 @@ def test_names_and_rounds():
     assert "average all segments" in describe_round(sample(2, 2).predicted)
     assert show_samples(0.12345) == "0.123 samples/s"
     assert show_samples(12345.6) == "12,346 samples/s"
+
+
+def test_the_hub_is_described_by_what_its_line_limits():
+    wide, narrow = (sample(3, 2, config=PlanConfig(hub_bytes_per_second=rate)) for rate in (1e12, 1e3))
+    assert "sets the pace" not in describe_hub(wide.predicted)
+    told = describe_hub(narrow.predicted)
+    assert told.startswith("of its 8 kbit/s, samples take ")
+    faster = narrow.predicted.samples_per_second * narrow.predicted.hub.busy_share
+    assert f"would give {show_samples(faster)}." in told
+    assert describe_bottleneck(narrow.predicted).startswith("the hub's line")
+
+
+def test_who_is_left_out_is_told_with_the_reasons():
+    assert describe_left_out({}, 7) == ""
+    told = describe_left_out({"too little memory": 3, "hub's line is full": 1200}, 2000)
+    assert told == (
+        "1,203 of 2,000 PCs have no stage: 3 with too little memory for any part of the model;"
+        " 1,200 that could train, but the hub's line is full."
+    )
+    for reason in LeftOut:
+        assert describe_left_out({reason.value: 1}, 2).startswith("1 of 2 PCs has no stage: 1 ")
