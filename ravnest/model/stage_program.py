@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import fx
 from torch._ops import OpOverload
-from torch.utils.checkpoint import checkpoint
 
 from ravnest.config import FrozenFormat
 from ravnest.errors import ProtocolError, UnsafeBlueprint
@@ -39,6 +38,7 @@ from ravnest.model.index_checks import check_index, find_checks
 from ravnest.model.narrow_weights import find_castable, widen
 from ravnest.model.operators import Parameter, draws, operators
 from ravnest.model.recompute_blocks import find_blocks
+from ravnest.model.run_again import run_again_in_backward
 
 State = Mapping[str, torch.Tensor]
 MicrobatchKey = tuple[int, int]  # seed, batch number: with the operation's number they seed its randomness
@@ -366,9 +366,7 @@ class _Runner:
             is_again = True
             return block.run(state, arrived, key)[0]
 
-        passed = checkpoint(run, *arrived, use_reentrant=False, preserve_rng_state=key is None)
-        assert isinstance(passed, tuple)
-        return passed
+        return run_again_in_backward(run, arrived, keeps_random=key is None)
 
 
 class _Graph:
