@@ -184,7 +184,7 @@ def _serve(pipe: Connection, seat: Seat) -> None:
     if seat.namespace is not None:
         enter(seat.namespace)
     torch.set_num_threads(1)
-    return_freed_memory()  # as a peer does
+    return_freed_memory(2.0**40)  # as a peer does
     try:
         asyncio.run(_Member(pipe, seat).serve())
     except (EOFError, ConnectionError):  # the parent has what it wanted

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ravnest.config import StateFormat, WeightFormat
 from ravnest.engine.moments import SQUARES, Moments
-from ravnest.engine.tensor_lists import cast_together, find_norms
+from ravnest.engine.norms import cast_together, find_norms
 from ravnest.errors import WeightsError
 from ravnest.protocol.messages import Refusal
 from ravnest.protocol.tensors import EMA_SLOT, slot_shape

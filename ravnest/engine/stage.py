@@ -14,11 +14,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ravnest.engine.held_inputs import HeldInputs, MakeAgain
-from ravnest.engine.noise import NoiseMeter
+from ravnest.engine.norms import NoiseMeter, find_norms, find_not_finite, measure_norms
 from ravnest.engine.optimizers import Optimizer, OptimizerSettings
-from ravnest.engine.tensor_lists import find_norms, find_not_finite, measure_norms
-from ravnest.engine.weight_versions import Graph, Snapshot, Versions
+from ravnest.engine.weight_versions import Graph, HeldInputs, MakeAgain, Snapshot, Versions
 from ravnest.errors import ProtocolError, RavnestError
 from ravnest.ids import MicrobatchId
 from ravnest.protocol.messages import Refusal

@@ -6,8 +6,9 @@ the weights.
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -186,3 +187,37 @@ def _in_order(starts: Sequence[Node]) -> list[Node]:
             seen.add(node)
             stack.extend(after for after, _ in node.next_functions if after and after not in seen)
     return list(order)
+
+
+MakeAgain = Callable[[], Tensor]
+
+
+class HeldInputs:
+    """Inputs of a microbatch that are freed between its forward and its backward, and made again.
+
+    A stage that recomputes needs its inputs twice. They travelled narrow, so it keeps the bytes that came and
+    decodes them twice: the same bytes give the same numbers. Tensors stay, without memory. Inputs that share
+    memory with what is `passed` on stay as they are.
+    """
+
+    def __init__(
+        self, inputs: Mapping[Any, Tensor], again: Mapping[Any, MakeAgain], passed: Iterable[Tensor]
+    ) -> None:
+        kept = {tensor.untyped_storage().data_ptr() for tensor in passed}
+        chosen = {value: tensor for value, tensor in inputs.items() if value in again}
+        self._freed: list[tuple[Tensor, int, MakeAgain]] = []
+        for value, tensor in chosen.items():
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() in kept or not storage.resizable():
+                continue
+            self._freed.append((tensor, storage.nbytes(), again[value]))
+        for tensor, _, _ in self._freed:
+            tensor.untyped_storage().resize_(0)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Make the inputs again, as a backward needs them."""
+        for tensor, size_bytes, make in self._freed:
+            tensor.untyped_storage().resize_(size_bytes)
+            tensor.data.copy_(make())  # not the tensor itself: autograd would take it for another one
+        self._freed = []

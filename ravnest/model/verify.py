@@ -392,7 +392,7 @@ def _largest(value: torch.Tensor) -> float:
     if not value.numel():
         return 0.0
     parts = torch.view_as_real(value) if value.is_complex() else value
-    least, most = (float(each) for each in torch.aminmax(parts))  # an eighth of the time of a norm
+    least, most = (float(each) for each in torch.aminmax(parts.detach()))  # an eighth of the time of a norm
     return max(abs(least), abs(most))
 
 

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from ravnest.codec import check_buffer, decode_tensor, describe, encode_tensor, widen_integers
 from ravnest.config import TIMEOUTS, PeerTimeouts, WireFormat
-from ravnest.engine.held_inputs import MakeAgain
 from ravnest.engine.schedule import StageSchedule, Task, Work
 from ravnest.engine.stage import DroppedWork, PassedOn, StageEngine, Updated
 from ravnest.engine.staleness import StalenessPolicy
+from ravnest.engine.weight_versions import MakeAgain
 from ravnest.errors import ProtocolError, RavnestError
 from ravnest.ids import HUB, LeaseId, MicrobatchId, NodeId
 from ravnest.model.blueprint import Blueprint, Program, ValueId

@@ -2,7 +2,7 @@
 
 import torch
 
-from ravnest.engine.held_inputs import HeldInputs
+from ravnest.engine.weight_versions import HeldInputs
 
 
 def test_what_can_be_made_again_takes_no_memory_meanwhile() -> None:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from ravnest.engine.noise import NoiseMeter
+from ravnest.engine.norms import NoiseMeter
 
 
 def measure(sizes, num_updates, deviation, mean=1.0, num_weights=50, weight=1.0):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from ravnest.config import OptimizerKind as OptimizerName
+from ravnest.engine.norms import find_not_finite
 from ravnest.engine.optimizers import (
     Adam,
     FusedAdam,
@@ -18,7 +19,6 @@ from ravnest.engine.optimizers import (
     orthogonalise,
 )
 from ravnest.engine.recipe import from_torch, make_settings
-from ravnest.engine.tensor_lists import find_not_finite
 from ravnest.errors import ConfigError, WeightsError
 from ravnest.protocol.messages import Refusal
 

@@ -98,9 +98,9 @@ def test_a_header_says_who_it_is_for_people_with_a_hex_dump() -> None:
         (header("BlobRequest", HASH + "\n", 0, 1, False), "matching regex"),
         (header("BlobRequest", "../" + HASH[3:], 0, 1, False), "matching regex"),
         (header("BlobRequest", HASH, 0, 2**20 + 1, False), "Expected `int` <= 1048576"),
-        (header("Gradient", 1, 1, [[0, ["float32", [1] * 9, "fp32"]]]), "length <= 8"),
-        (header("Gradient", 1, 1, [[0, ["float32", [1], "fp31"]]]), "Invalid enum value 'fp31'"),
-        (header("Gradient", 1, 1, [[0, ["float32", [1], "fp32"], 5]]), "of length 2"),
+        (header("Gradient", 1, 1, [[0, ["float32", [1] * 9, "fp32"]]], 0.0), "length <= 8"),
+        (header("Gradient", 1, 1, [[0, ["float32", [1], "fp31"]]], 0.0), "Invalid enum value 'fp31'"),
+        (header("Gradient", 1, 1, [[0, ["float32", [1], "fp32"], 5]], 0.0), "of length 2"),
         (header("RoundCommit", 1) + b"\x00", "trailing characters"),
         (header("RoundCommit", 1)[:-1], "truncated"),
         (bytes([WIRE_VERSION]) + b"\x92\xa2\xff\xfe\x01", "utf-8"),
@@ -151,7 +151,7 @@ def test_a_buffer_is_measured_in_bytes_whatever_its_items_are() -> None:
 @pytest.mark.parametrize("spec", [["float31", [0], "fp32"], ["float32", [0, 2**62, 2**62], "int8"]])
 def test_a_tensor_that_cannot_be_is_refused(spec: list[object]) -> None:
     with pytest.raises(ProtocolError, match=r"Gradient, buffer 0: (dtype 'float31'|shape .* is no shape)"):
-        unpack(header("Gradient", 1, 1, [[0, spec]]), [b""])
+        unpack(header("Gradient", 1, 1, [[0, spec]], 0.0), [b""])
 
 
 def test_the_content_of_a_blob_part_is_as_long_as_it_says() -> None:
