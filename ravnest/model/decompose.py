@@ -18,6 +18,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 
+class _NoRuleError(Exception):
+    """A rule of ours does not fit this call; the operator is refused as one without a rule."""
+
+
 def without_write(target: OpOverload) -> str | None:
     """Return the name of the operator that gives what this one writes, if it changes its first argument."""
     packet, overload = str(target).removeprefix("aten.").split(".")
@@ -31,7 +35,7 @@ def _gather_strided(
     """Return what as_strided shows, as a copy: nobody else says how numbers lie in memory."""
     in_memory = given.permute(sorted(range(given.ndim), key=lambda dim: -given.stride()[dim]))
     if storage_offset or not in_memory.is_contiguous():
-        raise NotImplementedError("a view of a tensor that is no whole")
+        raise _NoRuleError("a view of a tensor that is no whole")
     places = torch.zeros([1] * len(size), dtype=torch.int64, device=given.device)
     for dim, (length, step) in enumerate(zip(size, stride, strict=True)):
         steps = torch.arange(length, device=given.device) * step
@@ -45,7 +49,7 @@ def _fill_masked(
     """Return what a write of the same to all of x[mask] leaves, without asking how many places that are."""
     (mask,) = indices
     if values.ndim > given.ndim - mask.ndim or accumulate:
-        raise NotImplementedError("a write of rows to x[mask]")
+        raise _NoRuleError("a write of rows to x[mask]")
     mask = mask.reshape(*mask.shape, *[1] * (given.ndim - mask.ndim))
     return torch.where(mask, values.to(given.dtype), given)
 

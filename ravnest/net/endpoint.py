@@ -5,6 +5,7 @@ An endpoint does no I/O of its own. Subclasses open connections: over sockets (z
 
 import asyncio
 import logging
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -156,7 +157,7 @@ logger = logging.getLogger(__name__)
 Admit = Callable[[PeerId, bytes], str | None]  # a peer and its greeting -> why it may not connect
 
 
-class Endpoint:
+class Endpoint(ABC):
     """Links by peer, messages in and out. Subclasses say how to open a connection."""
 
     def __init__(
@@ -264,9 +265,9 @@ class Endpoint:
     def connected(self) -> frozenset[PeerId]:
         return frozenset(peer for peer, one in self._neighbours.items() if one.connection is not None)
 
+    @abstractmethod
     def _open(self, peer: PeerId, key: PublicKey, address: str) -> Connection:
         """Start connecting and return at once; LinkError when the address cannot be used."""
-        raise NotImplementedError
 
     def _may_connect(self, peer: PeerId) -> bool:
         """Whether this key may finish the handshake; with `admit` its greeting is still to be judged."""

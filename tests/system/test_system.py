@@ -561,6 +561,17 @@ def test_means_of_weights_over_time_are_part_of_the_result(tmp_path: Path) -> No
     result.ema.export(tmp_path / "ema.safetensors")
 
 
+def test_a_checkpoint_takes_what_adafactor_keeps(tmp_path: Path) -> None:
+    model = make_mlp()
+    optimizer = torch.optim.Adafactor(model.parameters(), lr=1e-2)
+    job = rv.Job(model, make_points(64, 1), batch_size=16, epochs=2, loss=cross_entropy, optimizer=optimizer)
+    keeper = Checkpoints(tmp_path)
+    assert World(job, SIX, PLAN, keeper=keeper).run().result is not None
+    saved = keeper.find()
+    assert saved is not None
+    assert any("/row_var/" in tensor.name for tensor in saved.read())
+
+
 def with_bad_rows(every: int) -> rv.Job:
     """Return a short job whose data goes bad when its model is captured: each so many rows are no numbers."""
     given = make_job("tiny", num_samples=64, epochs=2)

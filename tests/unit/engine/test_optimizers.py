@@ -289,6 +289,22 @@ def test_state_moves_to_other_stages_by_name():
             assert torch.equal(tensor, whole[name]), name
 
 
+@pytest.mark.parametrize("name", ["rmsprop centered", "adagrad", "adafactor"])
+def test_what_other_rules_keep_moves_with_the_state(name):
+    kind, options = KINDS[name]
+    reference, truth, ours, parameters = both(kind, options)
+    for step in range(6):
+        gradients = draw(seed=1 + step)
+        torch_step(reference, truth, gradients)
+        parameters = ours.step(parameters, gradients, options["lr"])
+        if step == 2:
+            state = {key: tensor.clone() for key, tensor in ours.state().items()}
+            ours = Optimizer(ours.settings, parameters)
+            ours.load(state)
+    for name, tensor in truth.items():
+        assert torch.equal(parameters[name], tensor), name
+
+
 def test_loading_copies():
     parameters = draw()
     settings = OptimizerSettings((Group(tuple(SHAPES), Adam()),), 1e-2)
