@@ -41,11 +41,11 @@ from ravnest.requester.finetuning.tokens import (
     TokenTable,
     pack_rows,
     pad_rows,
-    round_length,
     split_rows,
 )
 from ravnest.requester.job import Job
 from ravnest.requester.lr_schedules import Schedule, constant, cosine, linear
+from ravnest.requester.padding import round_up
 from ravnest.requester.result import Result
 from ravnest.requester.session import Hub, local
 from ravnest.units import show_count
@@ -55,7 +55,6 @@ logger = logging.getLogger(__name__)
 _SCHEDULES = {"cosine": cosine, "linear": linear, "constant": constant}
 _USUAL_LENGTH = 1024  # tokens, if the model can have so many
 _USUAL_BATCH = 16  # rows
-_MULTIPLE = 8  # padded rows are of such a length, which GPUs like
 _LEAST_SPLIT = 20  # rows; of fewer none is kept for validation unless the requester says so
 _VALIDATION_SHARE = 0.05
 _MUCH_PADDING = 0.5
@@ -124,7 +123,7 @@ class Finetuning:
             raise ConfigError(f"the {name} has nothing to learn from; give records with text")
         self._check_words((*rows, *validation))
         longest = max(len(row) for row in (*rows, *validation))
-        length = self.length if self.pack else round_length(longest, _MULTIPLE, self.length)
+        length = self.length if self.pack else min(round_up(longest), self.length)
         arrange, pad = (pack_rows if self.pack else pad_rows), self._find_pad()
         train = arrange(rows, pad, length)
         return train, arrange(validation, pad, length) if validation else None

@@ -213,11 +213,6 @@ def pack_rows(rows: Sequence[TokenRow], pad_id: int, length: int) -> TokenTable:
     return _fill(bins, pad_id, length, is_packed=True)
 
 
-def round_length(longest: int, multiple: int, max_length: int) -> int:
-    """Return the length of rows: the longest one, up to a multiple, within the bound."""
-    return min(-(-longest // multiple) * multiple, max_length)
-
-
 def _fill(groups: Sequence[Sequence[TokenRow]], pad_id: int, length: int, *, is_packed: bool) -> TokenTable:
     shape = (len(groups), length)
     input_ids, labels = np.full(shape, pad_id, np.int64), np.full(shape, NOT_LEARNED, np.int64)

@@ -10,7 +10,6 @@ from ravnest.requester.finetuning.tokens import (
     RecordEncoder,
     pack_rows,
     pad_rows,
-    round_length,
     split_rows,
 )
 
@@ -141,12 +140,6 @@ def test_packed_rows_hold_all_tokens_each_with_its_own_positions():
     assert (table.input_ids[starts] == START).all()
     before = np.roll(starts, -1, axis=1)
     assert (table.labels[before] == NOT_LEARNED).all(), "no row learns the first token of the next"
-
-
-def test_rows_are_as_long_as_the_longest_up_to_a_multiple():
-    assert round_length(17, 8, 64) == 24
-    assert round_length(16, 8, 64) == 16
-    assert round_length(63, 8, 60) == 60
 
 
 def test_a_split_keeps_every_row_once_and_at_least_one_for_each_side():
