@@ -252,11 +252,6 @@ class Spool:
             self._memory = np.empty(size_bytes, np.uint8).data
             self.content = self._memory.toreadonly()
 
-    @property
-    def is_on_disk(self) -> bool:
-        """Whether it takes no memory."""
-        return self._file is not None
-
     def write(self, offset: int, piece: Buffer) -> None:
         """Put a piece where it belongs; OSError if the disk does not take it after all."""
         if self._file is None:

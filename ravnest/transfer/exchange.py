@@ -336,12 +336,6 @@ class Exchange:
         if left:
             self._waiting[blob] = left
 
-    def forget_waiting(self) -> None:
-        """Refuse those that wait for what will not come."""
-        for blob in tuple(self._waiting):
-            if blob not in self._arriving:
-                self._serve_waiting(blob, is_over=True)
-
     def _time_piece(self, sender: NodeId, piece: BlobPart) -> Refusal | None:
         requests = self._probe.receive(sender, piece)
         if requests is None:
