@@ -117,7 +117,7 @@ class Round(Generic[_V]):
         self._end(RoundPhase.ABORTED)
         return RoundAbort(self._round_id, reason, suspect, hops)
 
-    def take_averages(self) -> dict[SegmentId, tuple[_V, ...]] | None:
+    def pop_averages(self) -> dict[SegmentId, tuple[_V, ...]] | None:
         """Give out the averages of a committed round, once; each is cut in consecutive pieces."""
         averages, self._averages = self._averages, None
         return averages

@@ -218,7 +218,7 @@ class Endpoint(ABC):
                 return waiting.event
             neighbour = self._neighbours.get(waiting.event.sender)
             if neighbour is not None and neighbour.link.inbox is waiting.inbox:  # else its sender is no more
-                neighbour.link.take(waiting.event.service, self._loop.time())
+                neighbour.link.consume(waiting.event.service, self._loop.time())
                 self._wake(neighbour)
                 self._taken_bytes += sum(buffer.nbytes for buffer in waiting.event.buffers)
                 return waiting.event

@@ -101,9 +101,9 @@ class Link:
                 assert_never(head)
         return None
 
-    def take(self, service: Service, now: float) -> None:
-        """Note that the program took the oldest message of a service."""
-        self._owe(self.inbox.take(service), now)
+    def consume(self, service: Service, now: float) -> None:
+        """Record that the program has the oldest message of a service."""
+        self._owe(self.inbox.consume(service), now)
 
     def next_frames(self, now: float, *, is_held: bool = False) -> Frames | None:
         """Return what to send next, if anything: the most urgent chunk, or what must be confirmed."""

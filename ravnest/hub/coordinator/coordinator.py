@@ -330,7 +330,7 @@ class Coordinator:
     def _complete_lease(self, sender: NodeId, cluster: ClusterState, done: LeaseDone) -> _Result:
         if sender != cluster.root:
             return f"lease {done.lease} is reported by {sender}, who is not the root"
-        results = self.ledger.take_done(cluster, done)
+        results = self.ledger.record_done(cluster, done)
         if isinstance(results, str):
             return results
         return [Notify(self.ledger.trained), *self._life.report(results)]

@@ -158,7 +158,7 @@ class Membership:
         self.update(replace(self._members[name], leaves_by=leaves_by, leaves_for=reason))
         self.move(name, NodePhase.LEAVING)
 
-    def miss_all(self, back_by: float) -> None:
+    def mark_all_missing(self, back_by: float) -> None:
         """Wait for all members, after the hub was away; probes that were under way are ordered anew."""
         for member in self.members:
             resumes, phase = member.present_phase, NodePhase.MISSING

@@ -226,7 +226,7 @@ class ExactBatches:
         """Return whether a cluster has a share that is in no weights yet."""
         return any(cluster.cluster_id in each.leases for each in self._batches)
 
-    def take(self, count: int | None = None) -> list[ExactBatch]:
+    def pop(self, count: int | None = None) -> list[ExactBatch]:
         """Take out so many of the oldest batches, or all."""
         taken = [*self._batches][:count]
         self._batches = deque([*self._batches][len(taken) :])

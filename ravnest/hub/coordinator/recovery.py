@@ -402,7 +402,7 @@ class Recovery:
     def restart(self, books: LedgerState | None, now: float) -> list[Action]:
         """Go on after the hub was away: everything stands still until all are back, or long enough."""
         self.saved = books
-        self._membership.miss_all(now + self._timeouts.return_seconds)
+        self._membership.mark_all_missing(now + self._timeouts.return_seconds)
         self._placement.forget_parts()
         self._ledger.stand_still(self._placement.clusters)
         broken = [self.mark_broken(each, "the hub was away", now) for each in self._placement.clusters]

@@ -420,7 +420,7 @@ class Rounds:
             self._stuck += [each for each, rounds in excluded if rounds > _FEW_ROUNDS]
         return Ended(told, sends, self._sums_gradients)
 
-    def take_stuck(self) -> list[ClusterState]:
+    def pop_stuck(self) -> list[ClusterState]:
         """Return the clusters that held up one gradient round after the other, once."""
         stuck, self._stuck = self._stuck, []
         return stuck

@@ -38,7 +38,7 @@ class LivenessMonitor:
         """When the first cluster has been silent for too long, if nothing is heard of it."""
         return min((self._heard_at[each] + seconds for each, seconds in self._patience.items()), default=None)
 
-    def hear(self, cluster_id: str, now: float) -> None:
+    def record_sign(self, cluster_id: str, now: float) -> None:
         """Note that a cluster does something."""
         self._heard_at[cluster_id] = now
 
@@ -235,12 +235,12 @@ class ThroughputMonitor:
         """Forget a node that has left, or a cluster."""
         self._speeds.pop(name, None)
 
-    def note(self, name: NodeId, report: StepReport, now: float) -> float | None:
+    def record(self, name: NodeId, report: StepReport, now: float) -> float | None:
         """Add a report; return how many times as fast its node is now, if it has been so for long."""
         seconds = report.forward_seconds + report.backward_seconds
-        return self.note_work(name, report.build_id, seconds, report.num_samples, now)
+        return self.record_work(name, report.build_id, seconds, report.num_samples, now)
 
-    def note_work(
+    def record_work(
         self, name: str, build_id: int, seconds: float, num_samples: int, now: float
     ) -> float | None:
         """Add the time of some work."""
@@ -271,13 +271,13 @@ class PaceMonitor:
         self._speeds = ThroughputMonitor(timeouts)
         self._heard_at: dict[str, float] = {}  # by cluster_id, of those at work
 
-    def note(self, cluster_id: str, report: StepReport, now: float) -> float | None:
+    def record(self, cluster_id: str, report: StepReport, now: float) -> float | None:
         """Add a report of a leaf; return how many times as fast a cluster is that is slow for long."""
         before = self._heard_at.get(cluster_id)
         self._heard_at[cluster_id] = now
         if before is None:
             return None
-        times = self._speeds.note_work(cluster_id, report.build_id, now - before, report.num_samples, now)
+        times = self._speeds.record_work(cluster_id, report.build_id, now - before, report.num_samples, now)
         return times if times is not None and times < 1 else None
 
     def pause(self, cluster_id: str) -> None:

@@ -74,7 +74,7 @@ class NoiseMonitor:
         self._found: dict[str, dict[NodeId, GradientNoise]] = {}  # by cluster
         self._told = 0.0
 
-    def note(
+    def record(
         self,
         cluster_id: str,
         nodes: Collection[NodeId],
@@ -269,17 +269,17 @@ class Monitors:
             if isinstance(is_training, str):
                 return is_training
             if is_training:
-                self._guard.note_loss(cluster.cluster_id, cluster.name, report.loss)
-                self._tell_alarm(now)
-                self._note_pace(hub, cluster, report, now)
+                self._guard.record_loss(cluster.cluster_id, cluster.name, report.loss)
+                self._notify_alarm(now)
+                self._record_pace(hub, cluster, report, now)
             else:
                 self._paces.pause(cluster.cluster_id)
                 self._end_evaluation(hub.ledger, cluster, report, now)
-        self._note_noise(hub, cluster, sender, report, now)
-        times = self._speeds.note(sender, report, now)
+        self._record_noise(hub, cluster, sender, report, now)
+        times = self._speeds.record(sender, report, now)
         if times is not None:
             self._found.appendleft(SpeedMeasured(sender, times, now))
-        self._liveness.hear(cluster.cluster_id, now)
+        self._liveness.record_sign(cluster.cluster_id, now)
         if hub.has_asked(cluster.cluster_id):
             self._found.append(ClusterHeard(cluster.cluster_id, now))
         return None
@@ -292,26 +292,26 @@ class Monitors:
         before = self._fetched.get(sender)
         self._fetched[sender] = progress
         if before is None or before.build_id != progress.build_id or before.num_bytes < progress.num_bytes:
-            self._liveness.hear(cluster.cluster_id, now)
+            self._liveness.record_sign(cluster.cluster_id, now)
             if hub.has_asked(cluster.cluster_id):
                 self._found.append(ClusterHeard(cluster.cluster_id, now))
 
-    def _note_pace(self, hub: Coordinator, cluster: ClusterState, report: StepReport, now: float) -> None:
+    def _record_pace(self, hub: Coordinator, cluster: ClusterState, report: StepReport, now: float) -> None:
         """Compare a cluster with itself, unless something else keeps it from work."""
         if hub.stands_still or not hub.ledger.is_busy(cluster):
             self._paces.pause(cluster.cluster_id)
             return
-        times = self._paces.note(cluster.cluster_id, report, now)
+        times = self._paces.record(cluster.cluster_id, report, now)
         if times is not None:
             self._found.append(ClusterSlowed(cluster.cluster_id, times, now))
 
-    def _note_noise(
+    def _record_noise(
         self, hub: Coordinator, cluster: ClusterState, sender: NodeId, report: StepReport, now: float
     ) -> None:
         if report.noise is None:
             return
         facts = (cluster.cluster_id, cluster.nodes, sender, report.noise)
-        noise = self._noise.note(*facts, hub.ledger.settings.length)
+        noise = self._noise.record(*facts, hub.ledger.settings.length)
         if noise is not None:
             self._found.append(NoiseMeasured(noise, now))
 
@@ -345,10 +345,10 @@ class Monitors:
         if isinstance(event, Received) and isinstance(event.message, _SIGNS_OF_LIFE):
             cluster = hub.placement.cluster_of(event.sender)
             if cluster is not None:
-                self._liveness.hear(cluster.cluster_id, event.now)
+                self._liveness.record_sign(cluster.cluster_id, event.now)
                 if isinstance(event.message, DroppedMicrobatch):
-                    self._guard.note_dropped(cluster.cluster_id, event.sender, event.message.reason)
-                    self._tell_alarm(event.now)
+                    self._guard.record_dropped(cluster.cluster_id, event.sender, event.message.reason)
+                    self._notify_alarm(event.now)
                     self._end_evaluation(hub.ledger, cluster, event.message, event.now)
 
     def conclude(self, hub: Coordinator, now: float) -> Conclusion | None:
@@ -367,7 +367,7 @@ class Monitors:
             return None
         if hub.stands_still:
             for cluster in hub.placement.running:
-                self._liveness.hear(cluster.cluster_id, now)
+                self._liveness.record_sign(cluster.cluster_id, now)
         elif not self._is_stale and (self._liveness.due is None or now < self._liveness.due):
             return None
         found = self._liveness.find_silent(hub.placement, ledger.is_busy, hub.has_asked, ledger.settings, now)
@@ -399,7 +399,7 @@ class Monitors:
                 self._paces.forget_others(running)
                 self._noise.forget_others(running)
 
-    def _tell_alarm(self, now: float) -> None:
+    def _notify_alarm(self, now: float) -> None:
         alarm = self._guard.alarm
         if alarm is not None and not self._has_told_alarm:
             self._has_told_alarm = True

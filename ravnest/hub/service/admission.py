@@ -39,7 +39,7 @@ class Admission:
         self.names: dict[PeerId, NodeId] = {}  # of those who have joined
         self._keys: dict[PeerId, PublicKey] = {}
         self._banned: dict[PeerId, str] = {}
-        self._mates: dict[PeerId, dict[PeerId, bytes]] = {}  # in its last order, with the pair's ticket
+        self._contacts: dict[PeerId, dict[PeerId, bytes]] = {}  # in its last order, with the pair's ticket
         self._complaints: Counter[PeerId] = Counter()
 
     def admit(self, peer: PeerId, greeting: bytes) -> str | None:
@@ -87,14 +87,14 @@ class Admission:
 
     def forget(self, peer: PeerId) -> NodeId | None:
         """Let a peer go; return its name if it had joined."""
-        self._know(peer, {})
+        self._set_contacts(peer, {})
         return self.names.pop(peer, None)
 
     def give_tickets(self, peer: PeerId, order: PlanOrder | RingOrder) -> PlanOrder | RingOrder:
         """Return a peer's order with the tickets for its neighbours; those of its last order are void."""
         keys = [PublicKey(each.key.encode()) for each in order.contacts]
         tickets = [self._derive(self._keys[peer], key) for key in keys]
-        self._know(peer, dict(zip(map(peer_of, keys), tickets, strict=True)))
+        self._set_contacts(peer, dict(zip(map(peer_of, keys), tickets, strict=True)))
         contacts = zip(order.contacts, tickets, strict=True)
         return replace(order, contacts=tuple(replace(each, ticket=ticket) for each, ticket in contacts))
 
@@ -104,18 +104,18 @@ class Admission:
         Who is right nobody can tell, so the neighbour may come again.
         """
         accused = self.find(complaint.node)
-        if accused is None or accused not in self._mates.get(peer, {}):
+        if accused is None or accused not in self._contacts.get(peer, {}):
             return None
         self._complaints[peer] += 1
         return accused if self._complaints[peer] <= _MOST_COMPLAINTS else peer
 
-    def _know(self, peer: PeerId, mates: dict[PeerId, bytes]) -> None:
-        before, self._mates[peer] = self._mates.get(peer, {}), mates
+    def _set_contacts(self, peer: PeerId, contacts: dict[PeerId, bytes]) -> None:
+        before, self._contacts[peer] = self._contacts.get(peer, {}), contacts
         if self._relay is not None:
             for ticket in before.values():
-                if ticket not in mates.values():
+                if ticket not in contacts.values():
                     self._relay.remove(ticket)
-            for ticket in mates.values():
+            for ticket in contacts.values():
                 self._relay.add(ticket)
 
     def _derive(self, one: PublicKey, other: PublicKey) -> bytes:

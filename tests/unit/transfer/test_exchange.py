@@ -362,13 +362,13 @@ def test_what_came_before_a_cut_and_was_not_checked_is_fetched_again() -> None:
     download = Download(name_blob(CONTENT))
     download.add([HUB])
     download.next_requests(0.0)
-    download.take(HUB, BlobPart(download.ref.blob, len(CONTENT), 96), 0.0)
+    download.accept(HUB, BlobPart(download.ref.blob, len(CONTENT), 96), 0.0)
     download.follow_hashes(hash_pieces(CONTENT))
     asked = [request.message for request in download.next_requests(0.0)]
     assert [message.offset >> 20 for message in asked] == [0, 1, 2]
-    assert [download.take(HUB, BlobPart(x.blob, x.offset, x.size_bytes), 0.0) for x in asked] == [True] * 3
+    assert [download.accept(HUB, BlobPart(x.blob, x.offset, x.size_bytes), 0.0) for x in asked] == [True] * 3
     download.record_right(1 << 20)
-    download.lose_all()
+    download.drop_all()
     download.add([OTHER])
     assert [request.message.offset >> 20 for request in download.next_requests(0.0)] == [0, 2]
 
