@@ -29,7 +29,7 @@ class RoundPhase(StrEnum):
 class Round(Generic[_V]):
     """Parts go to each ring's successor, votes and aborts to the coordinator.
 
-    `before` names each ring's predecessor, who is suspected when a ring fails or is late.
+    `before` names each ring's predecessor, which is suspected when a ring fails or is late.
     """
 
     def __init__(

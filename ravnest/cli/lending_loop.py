@@ -268,7 +268,7 @@ def registered(name: str) -> Iterator[None]:
     import psutil
 
     file = _folder() / f"{os.getpid()}.json"
-    find_running()  # and forget who is no more
+    find_running()  # and forget processes that are no more
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         whole = msgspec.json.encode(_Registration(name, psutil.Process().create_time()))

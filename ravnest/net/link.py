@@ -83,7 +83,7 @@ class Link:
         self.is_up = False
 
     def receive(self, head: Head, pieces: Sequence[memoryview], now: float) -> InboundMessage | None:
-        """Take what came over the connection; return a message that is whole."""
+        """Accept what came over the connection; return a message that is whole."""
         self._received_at = now
         match head:
             case Chunk():

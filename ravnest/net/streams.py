@@ -120,7 +120,7 @@ class SendStream:
         return held == 0 or held + size_bytes + OVERHEAD_BYTES <= self._limits.credit_bytes[service]
 
     def put(self, service: Service, header: bytes, buffers: Sequence[memoryview]) -> None:
-        """Take a message that fits the limits and has room."""
+        """Queue a message that fits the limits and has room."""
         pieces = (memoryview(header), *buffers)
         message = _QueuedMessage(pieces, sum(piece.nbytes for piece in pieces))
         assert self.has_room(service, message.size), f"no credit for {message.size} bytes of {service.name}"

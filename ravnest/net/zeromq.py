@@ -182,7 +182,7 @@ class ZeroMqTransport(Endpoint):
 
 
 class _Watched:
-    """A socket whose messages are taken as they come, some in a turn of the event loop."""
+    """A socket whose messages are accepted as they come, some in a turn of the event loop."""
 
     def __init__(
         self, socket: "zmq.Socket[bytes]", loop: asyncio.AbstractEventLoop, others: "set[_Watched]"

@@ -190,7 +190,7 @@ class Worker:
         return self.schedule.is_complete
 
     def set_exact(self, is_exact: bool) -> None:
-        """Let updates wait for gradient rounds, or no more: then one that waits is made of the own share."""
+        """Make updates wait for gradient rounds, or no more: then one that waits is made of the own share."""
         if is_exact == self.is_exact:
             return
         if self.is_update_complete:

@@ -1,8 +1,8 @@
 """Content by hash: blobs that one program keeps, what they are called, and how they are served.
 
 A blob has pieces of PIECE_BYTES. A blob of one piece is named by its BLAKE3 hash. The name of a larger one is
-the hash of its pieces' hashes, one after the other. So a piece is believed by its own hash, whoever sent it,
-and a node that sends a wrong one is known at once (docs/decisions/020). Requests from `size_bytes` on are for
+the hash of its pieces' hashes, one after the other. So a piece is checked by its own hash, and a node
+that sends a wrong one is known at once (docs/decisions/020). Requests from `size_bytes` on are for
 those hashes. `transfer.exchange` fetches blobs, into a Spool.
 """
 

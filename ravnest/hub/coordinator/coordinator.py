@@ -170,7 +170,7 @@ class Coordinator:
         return isinstance(event.message, _OfMembers)
 
     def apply(self, event: Event) -> tuple[Action, ...]:
-        """Take an event; return what is to be done, or a Refusal alone if it changes nothing."""
+        """Apply an event; return what is to be done, or a Refusal alone if it changes nothing."""
         if not self.concerns(event):
             return ()
         before, self.now = self.now, max(self.now, event.now)

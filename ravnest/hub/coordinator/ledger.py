@@ -187,11 +187,11 @@ class Ledger:
         self.progress.forget_averages(clusters)
 
     def release(self, cluster: ClusterState) -> tuple[int, int]:
-        """Take back the leases of a cluster that ends; return their samples, and those it alone has seen."""
+        """Give back the leases of a cluster that ends; return their samples, and those it alone has seen."""
         return self.give_back(cluster), self.progress.end(cluster)
 
     def give_back(self, cluster: ClusterState) -> int:
-        """Take back the leases of a cluster that stands still; return their samples."""
+        """Give back the leases of a cluster that stands still; return their samples."""
         given_back = self._book.release(cluster.cluster_id)
         for lease in self._open.of(cluster.cluster_id):
             self._open.close(lease)

@@ -261,7 +261,7 @@ class Lifecycle:
         return [Notify(each) for each in ready]
 
     def end_collection(self, collected: Collected, now: float) -> _Result:
-        """Go on when something is on disk: a checkpoint, or the result, whoever has left meanwhile."""
+        """Go on when something is on disk: a checkpoint, or the result, also if nodes have left meanwhile."""
         result = self.checkpoints.find_result(collected.number)
         if result is not None and self.phase is not JobPhase.FINISHED:
             if self.phase is not JobPhase.KEEPING:  # nobody was left, and training began again
@@ -288,7 +288,7 @@ class Departures:
         self._rounds, self._plan_trigger = life.rounds, life.plan_trigger
 
     def leave(self, name: NodeId, leave: Leave, now: float) -> _Result:
-        """Let a node go: at once, or when others have what it has."""
+        """Remove a node that wants to leave: at once, or when others have what it has."""
         if leave.can_hand_over and self._life.can_repair and self._recovery.needs(name):
             self._plan_trigger.reset(now)
             return self._recovery.begin_leave(name, leave.reason, now)

@@ -82,7 +82,7 @@ class NoiseMonitor:
         noise: GradientNoise,
         length: TrainingLength,
     ) -> float | None:
-        """Take a stage's report; return the noise scale if it is new or clearly larger."""
+        """Record a stage's report; return the noise scale if it is new or clearly larger."""
         self._found.setdefault(cluster_id, {})[sender] = noise
         if any(node not in self._found[cluster_id] for node in nodes):
             return None
@@ -255,7 +255,7 @@ class Monitors:
         return self._liveness.due if hub.phase in _AT_WORK else None
 
     def record(self, hub: Coordinator, sender: NodeId, report: StepReport, now: float) -> str | None:
-        """Take a report of a stage; return why it does not count."""
+        """Record a report of a stage; return why it does not count."""
         if sender not in hub.membership:
             return f"StepReport from {sender}, who is no member"
         cluster, build_id = hub.placement.cluster_of(sender), hub.placement.build_id(sender)
@@ -285,7 +285,7 @@ class Monitors:
         return None
 
     def record_fetch(self, hub: Coordinator, sender: NodeId, progress: FetchProgress, now: float) -> None:
-        """Take what a node has fetched of its stage: while it gets more, its cluster does something."""
+        """Record what a node has fetched of its stage: while it gets more, its cluster does something."""
         cluster = hub.placement.cluster_of(sender)
         if cluster is None or progress.build_id != cluster.build_id or sender not in cluster.unready:
             return
@@ -336,7 +336,7 @@ class Monitors:
         return None
 
     def observe(self, hub: Coordinator, event: Event, actions: tuple[Action, ...]) -> None:
-        """Take an event that the coordinator has applied, and what it wants done."""
+        """Observe an event that the coordinator has applied, and what it wants done."""
         self._follow(hub.ledger)
         self._is_stale = True
         for action in actions:
@@ -452,7 +452,7 @@ class MonitoredCoordinator:
         return min((time for time in times if time is not None), default=None)
 
     def apply(self, event: Event) -> tuple[Action, ...]:
-        """Take an event or a report; return what is to be done, or a Refusal alone if it changes nothing."""
+        """Apply an event or record a report; return what is to be done, or a Refusal if it changes nothing."""
         if isinstance(event, Received) and isinstance(event.message, StepReport):
             return self._record(event, event.message)
         if isinstance(event, Received) and isinstance(event.message, FetchProgress):

@@ -1,4 +1,4 @@
-"""Newcomers: who may come in, under what name, which pairs may meet through the relay, and what is measured.
+"""Admission: which peers may join, under which name, and which pairs may meet through the relay.
 
 What a peer says of itself is believed only within bounds: others are told its name and addresses. What it
 measured of itself is completed with the time of the link from it to the hub.
@@ -31,19 +31,19 @@ _MOST_COMPLAINTS = 3
 
 
 class Admission:
-    """Lets in who knows the token's secret, and knows who is in. `admit` belongs to the transport."""
+    """Admits peers that know the token's secret, and names them. The transport calls `admit`."""
 
     def __init__(self, token: Token, relay: Relay | None, version: str = PROTOCOL_VERSION) -> None:
         self._token, self._version = token, version
         self._relay = relay
-        self.names: dict[PeerId, NodeId] = {}  # of those who have joined
+        self.names: dict[PeerId, NodeId] = {}  # of peers that have joined
         self._keys: dict[PeerId, PublicKey] = {}
         self._banned: dict[PeerId, str] = {}
         self._contacts: dict[PeerId, dict[PeerId, bytes]] = {}  # in its last order, with the pair's ticket
         self._complaints: Counter[PeerId] = Counter()
 
     def admit(self, peer: PeerId, greeting: bytes) -> str | None:
-        """Return why a peer may not come in; None if it knows the token's secret."""
+        """Return why a peer may not join; None if it knows the token's secret."""
         key = PublicKey(bytes(greeting[:_KEY_BYTES]))
         if len(greeting) != _KEY_BYTES + _PROOF_BYTES or peer_of(key) != peer:
             return "its greeting is not that of this version of ravnest"
@@ -55,7 +55,7 @@ class Admission:
         return None
 
     def ban(self, peer: PeerId, reason: str) -> None:
-        """Never let this key in again."""
+        """Never admit this key again."""
         self._banned[peer] = reason
 
     def find(self, name: NodeId) -> PeerId | None:
@@ -71,7 +71,7 @@ class Admission:
     ) -> Hello | str:
         """Name a peer as before, or like nobody else; return what is believed of it, or why it must go.
 
-        `others` are members with other keys, who need not be here: a hub that was away waits for them.
+        `others` are members with other keys. They need not be here: a hub that was away waits for them.
         """
         if hello.version != self._version:
             spoken = f"it speaks version {hello.version} of ravnest, this hub {self._version}"
@@ -86,7 +86,7 @@ class Admission:
         return replace(hello, node=replace(hello.node, name=name), addresses=addresses[:_MOST_ADDRESSES])
 
     def forget(self, peer: PeerId) -> NodeId | None:
-        """Let a peer go; return its name if it had joined."""
+        """Forget a peer; return its name if it had joined."""
         self._set_contacts(peer, {})
         return self.names.pop(peer, None)
 
@@ -99,9 +99,9 @@ class Admission:
         return replace(order, contacts=tuple(replace(each, ticket=ticket) for each, ticket in contacts))
 
     def judge(self, peer: PeerId, complaint: Complaint) -> PeerId | None:
-        """Return who is to go: the neighbour complained of, or who complains too often.
+        """Return the peer that is to go: the neighbour complained of, or one that complains too often.
 
-        Who is right nobody can tell, so the neighbour may come again.
+        Nobody can tell which is right, so the neighbour may come again.
         """
         accused = self.find(complaint.node)
         if accused is None or accused not in self._contacts.get(peer, {}):

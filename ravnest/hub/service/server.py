@@ -1,4 +1,4 @@
-"""The hub's program: it lets peers in, applies events to the coordinator, and carries out its actions.
+"""The hub's program: it admits peers, applies events to the coordinator, and carries out its actions.
 
 Weights and data stay with the requester's side (an Owner); the hub cuts nothing and reads no tensor. Blobs go
 out piece by piece on demand. It runs in the requester's process.
@@ -176,7 +176,7 @@ class Server:
             self._result.set_result(error)
 
     async def _part(self) -> None:
-        """Tell everyone that it is over, and wait until they have left; who is to go on is told nothing."""
+        """Tell all peers that it is over, and wait until they have left; but not after the log was lost."""
         if self._has_lost_log:
             return
         for peer in self._admission.names.keys() - self._transport.connected():
@@ -227,7 +227,7 @@ class Server:
             self._tell(Returned(name))
 
     def _find_gone(self) -> None:
-        """Let peers go that were waited for long enough."""
+        """Forget peers that were waited for long enough."""
         names, connected = self._admission.names, self._transport.connected()
         here = {name for peer, name in names.items() if peer in connected}
         gone = self._outages.find_gone(here, self.hub.can_wait_for_all, self._loop.time())
@@ -237,7 +237,7 @@ class Server:
                 self._forget(peer, absence.reason, self._time() - (self._loop.time() - absence.since))
 
     def _follow_outages(self) -> None:
-        """Let the hub's time stand still while it is cut off, and look again when it is time."""
+        """Stop the hub's time while it is cut off, and set the timer for the next look."""
         if self._outages.is_cut_off and self._stands_at is None:
             self._stands_at = self._time()
             if self._timer is not None:
@@ -271,7 +271,7 @@ class Server:
             self._dispatch(name, message, delivery.buffers)
 
     def _welcome(self, peer: PeerId, hello: Hello) -> None:
-        """Take a peer in under a name that nobody else has."""
+        """Admit a peer under a name that no other has."""
         if peer in self._admission.names:
             return
         self._evicted.discard(peer)
@@ -299,12 +299,12 @@ class Server:
             logger.debug("%s is not told: %s", peer, error)
 
     def _ban(self, peer: PeerId, reason: str) -> None:
-        """Send away who sends what nobody would, for good."""
+        """Send a peer away for good that sends what no honest one would."""
         self._admission.ban(peer, reason)
         self._forget(peer, reason)
 
     def _forget(self, peer: PeerId, reason: str, since: float | None = None) -> None:
-        """Let a peer go; if it comes back it is a new one."""
+        """Forget a peer; if it comes back it is a new one."""
         name = self._admission.forget(peer)
         self._transport.drop(peer, reason)
         if name is not None:
@@ -334,7 +334,7 @@ class Server:
             self._apply(Received(name, message, self._time()))
 
     def _apply(self, event: Event) -> None:
-        """Let the state decide, carry out its orders, and come back when it is due."""
+        """Let the coordinator decide, carry out its actions, and set the timer for what is due."""
         if self._has_lost_log:
             return
         try:
@@ -350,7 +350,7 @@ class Server:
         self._set_timer()
 
     def _set_timer(self) -> None:
-        """Come back when the state is due, by the hub's time."""
+        """Set the timer for what the coordinator has due, by the hub's time."""
         if self._timer is not None:
             self._timer.cancel()
         due = self._monitored.due if self._stands_at is None else None
