@@ -441,7 +441,7 @@ class Recovery:
         return [Notify(told), *announced, *self._sources.order_builds()]
 
     def hold(self, made: PlanMade, now: float) -> bool:
-        """Hold a plan that has time until its clusters have finished their work; return whether it is held."""
+        """Hold a plan that has time until its clusters have finished their work; return whether it does."""
         assert made.plan is not None
         changed = [each for each in self._placement.running if each.cluster not in made.plan.clusters]
         if self.is_urgent or not any(map(self._ledger.is_unfinished, changed)):

@@ -452,7 +452,7 @@ class MonitoredCoordinator:
         return min((time for time in times if time is not None), default=None)
 
     def apply(self, event: Event) -> tuple[Action, ...]:
-        """Apply an event or record a report; return what is to be done, or a Refusal if it changes nothing."""
+        """Apply an event or record a report; return what to do, or a Refusal if it changes nothing."""
         if isinstance(event, Received) and isinstance(event.message, StepReport):
             return self._record(event, event.message)
         if isinstance(event, Received) and isinstance(event.message, FetchProgress):
