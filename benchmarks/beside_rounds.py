@@ -44,8 +44,8 @@ def compare(num_turns: int) -> dict[str, Any]:
 def _train(average_every: int) -> Any:
     """Train on emulated devices, so that stages take no CPU from each other or from averaging."""
     from benchmarks.models import build, find_cuts, make_job
-    from ravnest.model.profile import count_flops, measure
-    from ravnest.model.slicing import slice_blueprint
+    from ravnest.model.blueprint.slicing import slice_blueprint
+    from ravnest.model.stage.profile import count_flops, measure
 
     made = build(TRAINED)
     job = replace(make_job(TRAINED, 8, num_updates=36), average_every=average_every)

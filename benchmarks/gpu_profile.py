@@ -87,8 +87,8 @@ def _make_engine(
     from ravnest.engine.recipe import from_torch
     from ravnest.engine.stage import StageEngine
     from ravnest.engine.weight_versions import Snapshot
-    from ravnest.model.compiled_stage import StageCompiler
-    from ravnest.model.stage_program import build_stage_program
+    from ravnest.model.stage.compiled_stage import StageCompiler
+    from ravnest.model.stage.stage_program import build_stage_program
     from ravnest.peer.stage_builder import find_roles
 
     started, is_cuda = time.monotonic(), device == "cuda"

@@ -230,7 +230,7 @@ def _equal_cuts(job: Any, stages: int) -> list[int]:
     """Return the positions that give every stage the same work."""
     import numpy as np
 
-    from ravnest.model.profile import measure
+    from ravnest.model.stage.profile import measure
 
     profile = measure(job.capture().blueprint, BATCH_SIZE)
     work = np.cumsum(np.add(profile.forward_flops, profile.backward_flops))

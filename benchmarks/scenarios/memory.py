@@ -51,7 +51,7 @@ def _measure_swarm(
     `states` other than the default are of weights in flight and of the optimizer, as "fp32 fp32".
     """
     from benchmarks.models import build, find_cuts, make_job
-    from ravnest.model.profile import measure
+    from ravnest.model.stage.profile import measure
     from ravnest.requester.session import LOCAL_PLAN
 
     made = build(name)

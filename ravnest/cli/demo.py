@@ -143,7 +143,7 @@ def _compare(result: "Result", notes: _Notes) -> dict[str, object]:
     assert notes.plan is not None
     from math import prod
 
-    from ravnest.model.slicing import slice_blueprint
+    from ravnest.model.blueprint.slicing import slice_blueprint
 
     def size(start: int, stop: int) -> int:
         state = slice_blueprint(result.blueprint, start, stop).state

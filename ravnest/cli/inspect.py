@@ -52,7 +52,7 @@ def inspect(place: str, num_stages: int | None, as_json: bool, profile_file: str
 
 def _inspect(place: str, num_stages: int | None) -> "Inspection":
     click.echo(f"running {place}", err=True)
-    from ravnest.model.profile import measure
+    from ravnest.model.stage.profile import measure
     from ravnest.requester.job_file import load_job, users_code
     from ravnest.views.inspection import inspect_model
 

@@ -17,7 +17,7 @@ from ravnest.codec import decode_tensor, encode_tensor
 from ravnest.config import WireFormat
 from ravnest.engine.norms import find_norms
 from ravnest.engine.stage import SummedGradient
-from ravnest.model.state_dict import Layout
+from ravnest.model.state.state_dict import Layout
 from ravnest.peer.segment_state import EncodedChunk, find_largest
 from ravnest.protocol.tensors import Buffer, TensorSpec
 

@@ -23,13 +23,13 @@ from ravnest.engine.train_config import TrainConfig, read_train_config
 from ravnest.engine.weight_versions import Snapshot
 from ravnest.errors import UnsafeBlueprint, WeightsError
 from ravnest.ids import HUB, NodeId
-from ravnest.model.blueprint import Blueprint
-from ravnest.model.blueprint_json import read_blueprint
-from ravnest.model.compiled_stage import StageCompiler, TracedStage
-from ravnest.model.dry_run import Footprint, dry_run
-from ravnest.model.profile import count_flops
-from ravnest.model.stage_program import StageProgram, build_stage_program
-from ravnest.model.state_dict import Layout, order_entries, read_finite_snapshot, type_of
+from ravnest.model.blueprint.blueprint_json import read_blueprint
+from ravnest.model.blueprint.program import Blueprint
+from ravnest.model.stage.compiled_stage import StageCompiler, TracedStage
+from ravnest.model.stage.dry_run import Footprint, dry_run
+from ravnest.model.stage.profile import count_flops
+from ravnest.model.stage.stage_program import StageProgram, build_stage_program
+from ravnest.model.state.state_dict import Layout, order_entries, read_finite_snapshot, type_of
 from ravnest.peer.averager import AnchorState, Averager, refuse_exact
 from ravnest.peer.capabilities import BestPrecision, can_run_bf16, choose_precision, time_batch, use_tf32
 from ravnest.peer.compute_protocol import Build, ProviderLimits

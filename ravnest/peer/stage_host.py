@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from ravnest.engine.weight_versions import Snapshot
 from ravnest.errors import ProtocolError
 from ravnest.ids import HUB, NodeId
-from ravnest.model.state_dict import snapshot_pieces
+from ravnest.model.state.state_dict import snapshot_pieces
 from ravnest.peer.averager import Averager
 from ravnest.peer.blob_store import write_blob
 from ravnest.peer.compute_protocol import (

@@ -20,7 +20,7 @@ from ravnest.engine.staleness import StalenessPolicy
 from ravnest.engine.weight_versions import MakeAgain
 from ravnest.errors import ProtocolError, RavnestError
 from ravnest.ids import HUB, LeaseId, MicrobatchId, NodeId
-from ravnest.model.blueprint import Blueprint, Program, ValueId
+from ravnest.model.blueprint.program import Blueprint, Program, ValueId
 from ravnest.peer.pacing import Device, StagePosition, Timekeeper
 from ravnest.peer.tied_weights import TiedWeights
 from ravnest.protocol.averaging import TiedCall

@@ -1,7 +1,8 @@
 """What a stage holds that computes its activations again, block by block.
 
 Blocks end where less crosses than around it. A microbatch in flight holds what crosses between them, and a
-backward the insides of one. The number of blocks is the one that holds least; model/recompute_blocks cuts so.
+backward the insides of one. The number of blocks is the one that holds least;
+model/blueprint/recompute_blocks cuts so.
 """
 
 from dataclasses import dataclass

@@ -24,9 +24,9 @@ from ravnest.disk import map_file, read_bytes, release_pages
 from ravnest.errors import RavnestError
 from ravnest.foreign import decode_json
 from ravnest.hub.coordinator.leases import LeaseState
-from ravnest.model.blueprint import StateEntry
-from ravnest.model.safetensors_header import FileTensor, read_tensors, write_header
-from ravnest.model.shards import SHARD_BYTES, group_by_size, name_shards, write_index
+from ravnest.model.blueprint.program import StateEntry
+from ravnest.model.state.safetensors_header import FileTensor, read_tensors, write_header
+from ravnest.model.state.shards import SHARD_BYTES, group_by_size, name_shards, write_index
 from ravnest.protocol.blobs import BlobRef
 from ravnest.protocol.tensors import Buffer
 from ravnest.transfer.blobs import name_blob, name_pieces

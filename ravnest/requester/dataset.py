@@ -20,7 +20,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from torch.utils.data.dataloader import default_collate
 
 from ravnest.errors import ConfigError
-from ravnest.model.model_with_loss import name_fields
+from ravnest.model.capture.model_with_loss import name_fields
 from ravnest.requester.padding import Padding, PaddingWish, pad_batch, pad_samples
 from ravnest.requester.sample_spool import SampleSpool
 from ravnest.units import show_bytes, show_value

@@ -19,10 +19,10 @@ from torch import Tensor
 from ravnest.disk import read_bounded
 from ravnest.errors import ConfigError, WeightsError
 from ravnest.foreign import quote
-from ravnest.model.blueprint import FLOATING
-from ravnest.model.capture import empty_weights
-from ravnest.model.shards import open_weights
-from ravnest.model.state_source import FileSource, read_tensor
+from ravnest.model.blueprint.program import FLOATING
+from ravnest.model.capture.capture import empty_weights
+from ravnest.model.state.shards import open_weights
+from ravnest.model.state.state_source import FileSource, read_tensor
 from ravnest.requester.finetuning.base_model import BaseModel, explained, import_hf, open_base, quiet_hf
 from ravnest.requester.run_folder import ADAPTER
 from ravnest.units import show_bytes

@@ -22,9 +22,9 @@ from ravnest.engine.optimizers import OptimizerSettings
 from ravnest.engine.recipe import base_rate, choose_rate, from_torch, make_settings
 from ravnest.engine.train_config import AveragingRule
 from ravnest.errors import ConfigError
-from ravnest.model.capture import Captured, CaptureWishes, capture_as
-from ravnest.model.model_with_loss import Metric
-from ravnest.model.profile import find_matrices
+from ravnest.model.capture.capture import Captured, CaptureWishes, capture_as
+from ravnest.model.capture.model_with_loss import Metric
+from ravnest.model.stage.profile import find_matrices
 from ravnest.requester.dataset import SampleBatch, Samples, loader_batch_size, show_thing
 from ravnest.requester.lr_schedules import Schedule, constant, cosine, is_torch_scheduler, read_schedule
 from ravnest.requester.padding import PaddingWish

@@ -21,13 +21,13 @@ from ravnest.errors import ConfigError, RavnestError, WeightsError
 from ravnest.hub.coordinator.leases import LedgerState
 from ravnest.hub.coordinator.notices import EpochDone, Evaluated, MicrobatchDropped, Notice, Trained
 from ravnest.hub.service.data_service import Fields, Parts, StagePart
-from ravnest.model.blueprint import Program
-from ravnest.model.blueprint_json import write_blueprint
-from ravnest.model.capture import Captured
-from ravnest.model.safetensors_header import FileTensor, StoredType, read_tensors
-from ravnest.model.slicing import slice_blueprint
-from ravnest.model.state_dict import OPTIMIZER_PREFIX, check_snapshot, check_type, order_entries
-from ravnest.model.state_source import (
+from ravnest.model.blueprint.blueprint_json import write_blueprint
+from ravnest.model.blueprint.program import Program
+from ravnest.model.blueprint.slicing import slice_blueprint
+from ravnest.model.capture.capture import Captured
+from ravnest.model.state.safetensors_header import FileTensor, read_tensors
+from ravnest.model.state.state_dict import OPTIMIZER_PREFIX, check_snapshot, check_type, order_entries
+from ravnest.model.state.state_source import (
     FileSource,
     LayeredSource,
     MemorySource,
@@ -36,8 +36,8 @@ from ravnest.model.state_source import (
     is_same,
     write_pieces,
 )
-from ravnest.model.stored_source import StorageError, StoredSource
-from ravnest.protocol.tensors import EMA_SLOT, Buffer
+from ravnest.model.state.stored_source import StorageError, StoredSource
+from ravnest.protocol.tensors import EMA_SLOT, Buffer, StoredType
 from ravnest.requester import checkpoint_store
 from ravnest.requester.checkpoint_store import Checkpoint, Checkpoints, Fingerprint
 from ravnest.requester.faulty_samples import SampleInspector

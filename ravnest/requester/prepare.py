@@ -23,9 +23,9 @@ from ravnest.engine.optimizers import Adagrad, Adam, Muon, NAdam, OptimizerSetti
 from ravnest.engine.train_config import Precision, TrainConfig
 from ravnest.errors import ConfigError
 from ravnest.hub.coordinator.events import JobGiven, JobSettings
-from ravnest.model.capture import Captured
-from ravnest.model.frozen_storage import choose_storage
-from ravnest.model.profile import has_channels, measure
+from ravnest.model.blueprint.frozen_storage import choose_storage
+from ravnest.model.capture.capture import Captured
+from ravnest.model.stage.profile import has_channels, measure
 from ravnest.requester.checkpoint_store import (
     Checkpoint,
     Fingerprint,

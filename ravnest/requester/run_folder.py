@@ -18,7 +18,7 @@ from msgspec import Meta
 from ravnest.disk import read_bytes
 from ravnest.errors import ConfigError, RavnestError
 from ravnest.foreign import parse_json
-from ravnest.model.shards import find_written, has_weights
+from ravnest.model.state.shards import find_written, has_weights
 from ravnest.net.identity import SECRET_BYTES, KeyPair, Token, load_keys, new_keys, write_token
 from ravnest.requester.checkpoint_store import CHECKPOINTS
 

@@ -43,7 +43,7 @@ from ravnest.hub.service.event_log import EventLog, read_watch
 from ravnest.hub.service.server import HUB_LIMITS, HUB_PARTS, HubParts, Server
 from ravnest.hub.service.status import HubStream, StatusTracker
 from ravnest.ids import NodeId
-from ravnest.model.blueprint import PARAMETER
+from ravnest.model.blueprint.program import PARAMETER
 from ravnest.net.identity import Token, dialled_from_elsewhere, read_address
 from ravnest.net.zeromq import ZeroMqTransport
 from ravnest.requester.callbacks import Callback, Callbacks, Narrator

@@ -12,10 +12,10 @@ from torch import nn
 from ravnest.engine.optimizers import Group, OptimizerSettings, Sgd
 from ravnest.engine.stage import DroppedWork, Roles, StageEngine
 from ravnest.engine.weight_versions import Snapshot
-from ravnest.model.capture import capture
-from ravnest.model.compiled_stage import StageCompiler, compile_with_inductor
-from ravnest.model.slicing import slice_blueprint
-from ravnest.model.stage_program import build_stage_program
+from ravnest.model.blueprint.slicing import slice_blueprint
+from ravnest.model.capture.capture import capture
+from ravnest.model.stage.compiled_stage import StageCompiler, compile_with_inductor
+from ravnest.model.stage.stage_program import build_stage_program
 from ravnest.peer.stage_builder import find_roles
 
 WIDTH, LENGTH, NUM_TOKENS = 16, 8, 40

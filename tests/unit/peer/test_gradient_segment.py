@@ -9,7 +9,7 @@ from ravnest.codec import describe, encode_tensor
 from ravnest.config import WireFormat
 from ravnest.engine.stage import SummedGradient
 from ravnest.ids import RoundId, SegmentId
-from ravnest.model.state_dict import FlatEntry, Layout
+from ravnest.model.state.state_dict import FlatEntry, Layout
 from ravnest.peer.gradient_segment import GradientSegment
 from ravnest.peer.segment_state import EncodedChunk
 
