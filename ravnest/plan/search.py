@@ -13,8 +13,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ravnest.plan.cost import Bools, Ints, LineCost, NodeTable
+from ravnest.plan.cost import NodeTable
 from ravnest.plan.hub_line import HubLine, choose_clusters, relayed_places
+from ravnest.plan.line import Bools, Ints, LineCost
 from ravnest.plan.moves import Proposal, neighbours, pair_neighbours, propose, second_neighbours
 from ravnest.plan.seeds import Covering, Seeds, Taste
 from ravnest.plan.split import NodeOrder, Splitter

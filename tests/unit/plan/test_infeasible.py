@@ -1,12 +1,17 @@
-"""Spares are counted by what keeps them from hosting a stage."""
+"""What is short is said; spares are counted by what keeps them from hosting a stage."""
 
 from dataclasses import replace
 
+import pytest
 from support.plan_world import SIMPLE, even_model, node, swarm_of
 
+from ravnest.config import PlanConfig
+from ravnest.errors import PlanError
 from ravnest.plan.assembly import assemble_plan
-from ravnest.plan.formation import cut_clusters
-from ravnest.plan.left_out import LeftOut, count_left_out
+from ravnest.plan.formation import cut_clusters, form_plan
+from ravnest.plan.infeasible import LeftOut, count_left_out
+from ravnest.plan.profiles import builtin_profile
+from ravnest.plan.types import Swarm
 
 MODEL = even_model(num_positions=4, parameter_mb=100, crossing_mb=1)
 ABLE = {"memory_mb": 3000, "gflops": 100}
@@ -61,3 +66,17 @@ def test_able_nodes_beside_a_hub_whose_line_is_full():
     assert reasons_for(node("able", **ABLE), config=full) == {LeftOut.HUB: 1}
     wide = replace(SIMPLE, hub_bytes_per_second=1e12)
     assert reasons_for(node("able", **ABLE), config=wide) == {LeftOut.REST: 1}
+
+
+def test_an_empty_swarm_is_a_plan_error():
+    with pytest.raises(PlanError, match="no nodes have joined"):
+        form_plan(even_model(), Swarm(()), SIMPLE)
+
+
+def test_a_shortage_counts_only_nodes_that_could_help():
+    tiny = [node(f"tiny-{k}", memory_mb=400) for k in range(60)]
+    with pytest.raises(PlanError) as few:
+        form_plan(builtin_profile("gpt2-xl"), swarm_of(*tiny[:10]), PlanConfig())
+    with pytest.raises(PlanError) as many:
+        form_plan(builtin_profile("gpt2-xl"), swarm_of(*tiny), PlanConfig())
+    assert str(few.value).split(";")[0] == str(many.value).split(";")[0]
