@@ -15,7 +15,7 @@ from ravnest.engine.optimizers import OptimizerSettings
 from ravnest.engine.train_config import TrainConfig
 from ravnest.ids import NodeId, RoundId, SegmentId
 from ravnest.model.state.state_dict import FlatEntry, Layout
-from ravnest.peer.segment_state import EncodedChunk, SegmentState
+from ravnest.peer.segments import EncodedChunk, SegmentState
 from ravnest.protocol.averaging import RingPart, RoundCommit, RoundReady
 from ravnest.protocol.messages import Refusal, pack, unpack
 

@@ -38,7 +38,7 @@ from ravnest.peer.compute_protocol import (
     StageBuilt,
 )
 from ravnest.peer.connections import Connections, PlannedPeer
-from ravnest.peer.fetcher import Fetcher
+from ravnest.peer.content import Fetcher
 from ravnest.plan.types import Node
 from ravnest.protocol import messages
 from ravnest.protocol.averaging import (
@@ -50,7 +50,6 @@ from ravnest.protocol.averaging import (
     TiedHolder,
     TiedStep,
 )
-from ravnest.protocol.blobs import BlobPart, BlobRequest
 from ravnest.protocol.membership import (
     PROTOCOL_VERSION,
     Complaint,
@@ -65,6 +64,8 @@ from ravnest.protocol.membership import (
 from ravnest.protocol.messages import Message, Refusal
 from ravnest.protocol.placement import (
     BackupOrder,
+    BlobPart,
+    BlobRequest,
     PlanOrder,
     RingOrder,
     SnapshotMade,

@@ -23,9 +23,8 @@ from ravnest.errors import ProtocolError
 from ravnest.ids import HUB, NodeId, RoundId, SegmentId
 from ravnest.model.blueprint.program import Blueprint
 from ravnest.model.state.state_dict import Layout
-from ravnest.peer.gradient_segment import GradientSegment
 from ravnest.peer.pacing import StagePosition
-from ravnest.peer.segment_state import EncodedChunk, SegmentState
+from ravnest.peer.segments import EncodedChunk, GradientSegment, SegmentState
 from ravnest.peer.tied_weights import TiedWeights
 from ravnest.peer.worker import Worker
 from ravnest.plan.types import Ring

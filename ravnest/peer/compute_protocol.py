@@ -6,18 +6,19 @@ can become a process of its own: a pipe for the records, shared memory for their
 crosses as a file in the folder that `ComputeSetup` names.
 """
 
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from ravnest import errors
 from ravnest.config import CompileMode
 from ravnest.errors import RavnestError
 from ravnest.ids import NodeId
-from ravnest.protocol.blobs import BlobRef
 from ravnest.protocol.membership import ProbeReport
 from ravnest.protocol.messages import Message
-from ravnest.protocol.placement import PlanOrder, RingOrder, SnapshotOrder, StageParts
+from ravnest.protocol.placement import BlobRef, PlanOrder, RingOrder, SnapshotOrder, StageParts
 from ravnest.protocol.tensors import Buffer
 from ravnest.transfer.outbox import Outgoing
 
@@ -89,6 +90,13 @@ class WrittenBlob:
     content: bytes | None = None  # where the disk takes no file
     fault: str = ""  # why it takes none
     hashes: bytes = b""  # of its pieces
+
+
+def name_file(folder: str | None, blob: str) -> Path:
+    """Return the file in which content with this hash crosses, or raise OSError if there is no folder."""
+    if folder is None:
+        raise FileNotFoundError(f"no folder could be made in {tempfile.gettempdir()}")
+    return Path(folder, blob)
 
 
 @dataclass(frozen=True, slots=True)

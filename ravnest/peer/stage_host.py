@@ -13,7 +13,6 @@ from ravnest.errors import ProtocolError
 from ravnest.ids import HUB, NodeId
 from ravnest.model.state.state_dict import snapshot_pieces
 from ravnest.peer.averager import Averager
-from ravnest.peer.blob_store import write_blob
 from ravnest.peer.compute_protocol import (
     Build,
     Delivered,
@@ -22,6 +21,8 @@ from ravnest.peer.compute_protocol import (
     SnapshotWritten,
     StageBuilt,
     ToCompute,
+    WrittenBlob,
+    name_file,
 )
 from ravnest.peer.stage_builder import HeldStage, StageBuilder
 from ravnest.peer.worker import Worker
@@ -51,6 +52,7 @@ from ravnest.protocol.training import (
     Pace,
     StepReport,
 )
+from ravnest.transfer.blobs import hash_pieces, name_hashes, name_pieces
 from ravnest.transfer.outbox import Outgoing
 
 logger = logging.getLogger(__name__)
@@ -210,6 +212,24 @@ def write_snapshot(folder: str | None, saved: SavedStage) -> SnapshotWritten:
     state, optimizer = saved.snapshot.state, saved.snapshot.optimizer
     blob = write_blob(folder, lambda: snapshot_pieces(state, optimizer))
     return SnapshotWritten(saved.order, saved.snapshot.version, blob)
+
+
+def write_blob(folder: str | None, make: Callable[[], Iterable[Buffer]]) -> WrittenBlob:
+    """Write content to a file named by its hash, piece by piece; where that fails, return it in memory."""
+    try:
+        path = name_file(folder, "unfinished")
+        try:
+            with path.open("wb") as file:
+                ref, hashes = name_pieces(make(), file.write)
+            path.replace(path.with_name(ref.blob))
+        except OSError:
+            path.unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        content = b"".join(make())
+        hashes = hash_pieces(content)
+        return WrittenBlob(name_hashes(hashes, len(content)), content, str(error), hashes)
+    return WrittenBlob(ref, hashes=hashes)
 
 
 class StageHost:

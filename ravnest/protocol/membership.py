@@ -8,7 +8,7 @@ from msgspec import Meta
 
 from ravnest.ids import NodeId
 from ravnest.plan.types import Node
-from ravnest.protocol.blobs import BlobRef
+from ravnest.protocol.placement import BlobRef
 
 Rate = Annotated[float, Meta(gt=0, le=1e30)]
 Span = Annotated[float, Meta(ge=0, le=1e6)]

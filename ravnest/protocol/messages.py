@@ -19,9 +19,8 @@ from msgspec import Meta
 from ravnest.config import WireFormat
 from ravnest.errors import ProtocolError
 from ravnest.protocol.averaging import AnchorPart, RingPart, RoundMessage, TiedMessage
-from ravnest.protocol.blobs import BlobPart, BlobRequest
 from ravnest.protocol.membership import MembershipMessage, ProbeOrder, ProbeReport
-from ravnest.protocol.placement import PlacementMessage
+from ravnest.protocol.placement import BlobPart, BlobRequest, PlacementMessage
 from ravnest.protocol.tensors import Buffer, TensorSpec
 from ravnest.protocol.training import LearningRate, Pace, TrainingMessage
 

@@ -27,7 +27,7 @@ from ravnest.hub.coordinator.leases import LeaseState
 from ravnest.model.blueprint.program import StateEntry
 from ravnest.model.state.safetensors_header import FileTensor, read_tensors, write_header
 from ravnest.model.state.shards import SHARD_BYTES, group_by_size, name_shards, write_index
-from ravnest.protocol.blobs import BlobRef
+from ravnest.protocol.placement import BlobRef
 from ravnest.protocol.tensors import Buffer
 from ravnest.transfer.blobs import name_blob, name_pieces
 from ravnest.units import show_bytes

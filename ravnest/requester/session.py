@@ -37,7 +37,7 @@ from ravnest.hub.coordinator.notices import (
     PlanFormed,
     Waiting,
 )
-from ravnest.hub.coordinator.plan_trigger import NOBODY
+from ravnest.hub.coordinator.planner import NOBODY
 from ravnest.hub.service.admission import Admission
 from ravnest.hub.service.event_log import EventLog, read_watch
 from ravnest.hub.service.server import HUB_LIMITS, HUB_PARTS, HubParts, Server

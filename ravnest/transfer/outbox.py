@@ -15,8 +15,8 @@ from ravnest.ids import NodeId
 from ravnest.net.transport import PeerId, Service, Transport
 from ravnest.protocol import messages
 from ravnest.protocol.averaging import AnchorPart, RingPart, TiedGradient, TiedStep
-from ravnest.protocol.blobs import BlobPart
 from ravnest.protocol.messages import Message
+from ravnest.protocol.placement import BlobPart
 from ravnest.protocol.training import Activation, FieldParts, Gradient, StepReport
 
 logger = logging.getLogger(__name__)

@@ -30,12 +30,11 @@ from ravnest.net.relay import Relay
 from ravnest.net.transport import DialFailed, LinkDown, LinkUp, PublicKey
 from ravnest.net.zeromq import ZeroMqTransport
 from ravnest.protocol import messages
-from ravnest.protocol.blobs import BlobRequest
 from ravnest.protocol.membership import PROTOCOL_VERSION, Complaint, Refused, Stop, Welcome
-from ravnest.protocol.placement import PlanOrder
+from ravnest.protocol.placement import BlobRequest, PlanOrder
 from ravnest.protocol.tensors import TensorSpec
 from ravnest.protocol.training import Activation, Gradient, LeaseDone
-from ravnest.transfer.exchange import name_ballast
+from ravnest.transfer.link_probe import name_ballast
 
 HERE = "tcp://127.0.0.1:*"
 

@@ -161,7 +161,7 @@ def test_a_plan_in_microbatches_is_a_plan(profile, swarm, config, batch_size, as
     if formed.plan is None:
         assert formed.shortage
         return
-    cut_profile = planner.profile_microbatch(given_job, formed.microbatches, formed.sharing)
+    cut_profile = given_job.profile_microbatch(formed.microbatches, formed.sharing)
     assert cut_profile.samples_per_batch == -(-batch_size // formed.microbatches)
     assert {cluster.accumulate for cluster in formed.plan.clusters} == {formed.microbatches}
     assert formed.microbatches == min(asked, batch_size) if asked else formed.microbatches <= batch_size

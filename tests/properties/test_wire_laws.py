@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from ravnest.config import WireFormat
 from ravnest.errors import ProtocolError
 from ravnest.protocol.averaging import Digest, ShareCount
-from ravnest.protocol.blobs import BlobHash, BlobPart
 from ravnest.protocol.membership import Fact, Port, Proof, Rate, Span
 from ravnest.protocol.messages import MOST_HEADER_BYTES, WIRE_VERSION, Message, announced, pack, unpack
-from ravnest.protocol.placement import Ticket
+from ravnest.protocol.placement import BlobHash, BlobPart, Ticket
 from ravnest.protocol.tensors import ITEM_BYTES, TensorSpec
 from ravnest.protocol.training import Count, NormSquare
 

@@ -50,12 +50,12 @@ from ravnest.hub.service.event_log import read_event, write_event
 from ravnest.ids import HUB
 from ravnest.plan.formation import form_plan
 from ravnest.protocol.averaging import RoundAbort, RoundOpen, RoundReady
-from ravnest.protocol.blobs import BlobRef
 from ravnest.protocol.membership import Fact, Leave, ProbeOrder
 from ravnest.protocol.messages import Refusal
 from ravnest.protocol.placement import (
     BackupKept,
     BackupOrder,
+    BlobRef,
     PlanOrder,
     RingOrder,
     SnapshotMade,

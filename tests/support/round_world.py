@@ -39,9 +39,8 @@ from ravnest.hub.service.event_log import read_event, write_event
 from ravnest.plan.assembly import form_rings
 from ravnest.plan.types import Cluster, Plan, Stage
 from ravnest.protocol.averaging import RingPart, RoundAbort, RoundCommit, RoundOpen
-from ravnest.protocol.blobs import BlobRef
 from ravnest.protocol.messages import Refusal
-from ravnest.protocol.placement import PlanOrder, StageParts, StageReady
+from ravnest.protocol.placement import BlobRef, PlanOrder, StageParts, StageReady
 from ravnest.protocol.training import LeaseDone, LeaseGrant, StepReport
 
 HUB = "hub"

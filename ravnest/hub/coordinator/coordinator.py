@@ -52,7 +52,7 @@ from ravnest.hub.coordinator.notices import (
 )
 from ravnest.hub.coordinator.phases import JobPhase, NodePhase
 from ravnest.hub.coordinator.placement import ClusterState, Placement
-from ravnest.hub.coordinator.plan_trigger import LinkChecks, PlanTrigger
+from ravnest.hub.coordinator.planner import LinkChecks, PlanTrigger
 from ravnest.hub.coordinator.progress import Drops
 from ravnest.hub.coordinator.recovery import Recovery
 from ravnest.hub.coordinator.rounds import Rounds

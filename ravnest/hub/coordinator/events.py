@@ -3,7 +3,7 @@
 Telemetry is no event: hub.monitors turn it into conclusions, which are. Every event has the hub's time.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ravnest.config import PlanConfig
 from ravnest.hub.coordinator.leases import LedgerState
@@ -11,9 +11,9 @@ from ravnest.hub.coordinator.notices import EpochDone, Evaluated, Notice
 from ravnest.ids import LeaseId, MicrobatchId, NodeId
 from ravnest.plan.sharing import ALONE, Sharing, TrainingLength
 from ravnest.plan.types import ModelProfile, Node, Plan
-from ravnest.protocol.blobs import BlobRef
 from ravnest.protocol.membership import Fact
 from ravnest.protocol.messages import Message, Refusal
+from ravnest.protocol.placement import BlobRef
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +129,15 @@ class JobGiven:
     settings: JobSettings
     now: float
     books: LedgerState | None = None  # of the checkpoint it goes on from
+
+    def profile_microbatch(self, microbatches: int, sharing: Sharing) -> ModelProfile:
+        """Return the profile of a job whose batches, or shares of a batch, travel in so many pieces."""
+        num_shares = sharing.num_clusters if sharing.is_split else 1
+        return self.profile.resize_batch(-(-self.settings.batch_size // (microbatches * num_shares)))
+
+    def configure_microbatch(self, microbatches: int, sharing: Sharing) -> PlanConfig:
+        """Return what the planner assumes when batches travel in so many pieces."""
+        return replace(self.config, accumulates=microbatches > 1, averaging=sharing.averaging)
 
 
 @dataclass(frozen=True, slots=True)

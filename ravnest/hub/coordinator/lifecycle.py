@@ -43,7 +43,7 @@ from ravnest.hub.coordinator.notices import (
 )
 from ravnest.hub.coordinator.phases import JOB_TRANSITIONS, JobPhase, follow
 from ravnest.hub.coordinator.placement import ClusterState, Placement
-from ravnest.hub.coordinator.plan_trigger import PlanTrigger
+from ravnest.hub.coordinator.planner import PlanTrigger
 from ravnest.hub.coordinator.recovery import Recovery
 from ravnest.hub.coordinator.rounds import Ended, Rounds
 from ravnest.hub.coordinator.snapshots import IDLE, CheckpointCollector, Inquiries

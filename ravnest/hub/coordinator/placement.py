@@ -12,7 +12,6 @@ from ravnest.config import Averaging
 from ravnest.hub.coordinator.events import JobGiven, MakeParts, MakePlan, PartsMade, Send
 from ravnest.hub.coordinator.membership import HeldState, Membership
 from ravnest.hub.coordinator.phases import CLUSTER_TRANSITIONS, ClusterPhase, NodePhase, follow
-from ravnest.hub.coordinator.planner import configure_microbatch, profile_microbatch
 from ravnest.ids import NodeId, SegmentId
 from ravnest.plan.forecast import Forecast, forecast
 from ravnest.plan.sharing import ALONE, LEAST_UPDATES, Sharing, adam_rate_times, efficiency
@@ -290,8 +289,8 @@ class Placement:
         planned = {name: self.membership[name].node for name in self.membership if name in names}
         self._planned, self._microbatches, self.sharing = planned, microbatches, sharing
         self._tries_spares = False
-        profile = profile_microbatch(self._job, microbatches, sharing)
-        config = configure_microbatch(self._job, microbatches, sharing)
+        profile = self._job.profile_microbatch(microbatches, sharing)
+        config = self._job.configure_microbatch(microbatches, sharing)
         self._outlook = forecast(plan, profile, Swarm(tuple(planned.values())), config)
         before, kept = self._clusters, {each.cluster: each for each in self.running}
         clusters: list[ClusterState] = []

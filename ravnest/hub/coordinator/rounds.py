@@ -1,7 +1,9 @@
-"""Which clusters the next round is of: one that held up the others stays away from a few.
+"""Rounds: when the next one comes, which clusters take part, and what becomes of it.
 
-A period is what lies between two regular rounds; a round that was held up is tried again within it, without
-who was to blame.
+The hub counts the votes of all members. It commits when all have voted with the same hashes, else it aborts.
+The event of the last vote is in the log before a member is told: a hub that restarts decides the same again.
+A cluster that held a round up stays away from the next ones, twice as many each time in a row. A period is
+what lies between two regular rounds; a round that was held up is tried again within it.
 """
 
 from collections import deque
@@ -9,14 +11,13 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ravnest.averaging.ring import choose_least_chunk
-from ravnest.averaging.round import RoundDecision
 from ravnest.config import TIMEOUTS, Averaging, HubTimeouts
 from ravnest.hub.coordinator.events import JobGiven, Send
 from ravnest.hub.coordinator.ledger import Ledger
 from ravnest.hub.coordinator.notices import RoundEnded
 from ravnest.hub.coordinator.phases import ClusterPhase
 from ravnest.hub.coordinator.placement import ClusterState, Placement
-from ravnest.ids import NodeId, RoundId
+from ravnest.ids import NodeId, RoundId, SegmentId
 from ravnest.plan.sharing import LEAST_UPDATES
 from ravnest.protocol.averaging import (
     RoundAbort,
@@ -81,6 +82,72 @@ def judge(suspects: Mapping[str, str | None]) -> frozenset[str]:
         who for who in blamed if any(suspects[x] == who and x not in blamed - {who} for x in suspects)
     }
     return frozenset(believed or blamed or suspects)
+
+
+class RoundDecision:
+    """The hub's side: it counts votes and decides once. Votes come from members, each in its own name."""
+
+    def __init__(self, round_id: RoundId, members: tuple[NodeId, ...]) -> None:
+        assert members, "a round needs members"
+        self._round_id = round_id
+        self._missing = dict.fromkeys(members)  # in the order of the plan, for stable reasons
+        self._hashes: dict[SegmentId, dict[bytes, list[NodeId]]] = {}
+        self._outcome: RoundOutcome | None = None
+        self._suspects: tuple[NodeId, ...] = ()
+
+    @property
+    def outcome(self) -> RoundOutcome | None:
+        """What was decided; nobody may hear of it before the event that decided is in the log."""
+        return self._outcome
+
+    @property
+    def missing(self) -> set[NodeId]:
+        """The members that have not voted."""
+        return set(self._missing)
+
+    @property
+    def suspects(self) -> tuple[NodeId, ...]:
+        """The members that prevented a commit, as far as votes tell: silent, or with another mean."""
+        return self._suspects
+
+    def vote(self, ready: RoundReady) -> None:
+        """Count a vote, a second copy of it once; the last one missing decides."""
+        if ready.member in self._missing:
+            del self._missing[ready.member]
+            for segment, digest in ready.hashes:
+                self._hashes.setdefault(segment, {}).setdefault(digest, []).append(ready.member)
+        if self._missing:
+            return
+        unlike = {segment: found for segment, found in self._hashes.items() if len(found) > 1}
+        self._decide(self._refuse(unlike) if unlike else RoundCommit(self._round_id))
+
+    def give_up(self, member: NodeId, reason: str, suspect: NodeId | None = None) -> None:
+        """Abort because a member died or gave up."""
+        self._decide(RoundAbort(self._round_id, f"{member}: {reason}", suspect))
+
+    def expire(self) -> None:
+        """Abort because not all have voted in time."""
+        self._suspects = tuple(self._missing)
+        silent = ", ".join(self._missing)
+        self._decide(RoundAbort(self._round_id, f"no vote before the deadline from {silent}"))
+
+    def _refuse(self, unlike: dict[SegmentId, dict[bytes, list[NodeId]]]) -> RoundAbort:
+        """Abort because owners of a segment hold different averages; the fewer are suspected, or all."""
+        suspects: dict[NodeId, None] = {}
+        for found in unlike.values():
+            groups = sorted(found.values(), key=len)
+            is_even = len(groups[-1]) == len(groups[-2])
+            suspects |= dict.fromkeys(name for group in groups[: None if is_even else -1] for name in group)
+        self._suspects = tuple(suspects)
+        segment, found = next(iter(unlike.items()))
+        shown = "; ".join(f"{', '.join(names)}: {digest.hex()[:8]}" for digest, names in found.items())
+        more = f", as in {len(unlike) - 1} more" if len(unlike) > 1 else ""
+        reason = f"the owners of segment {segment} hold different averages ({shown}){more}"
+        return RoundAbort(self._round_id, reason)
+
+    def _decide(self, outcome: RoundOutcome) -> None:
+        assert self._outcome is None, f"round {self._round_id} is decided already: {self._outcome}"
+        self._outcome = outcome
 
 
 _PATIENCE = 1.25  # the hub waits longer for votes than members try

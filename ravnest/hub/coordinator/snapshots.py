@@ -18,8 +18,7 @@ from ravnest.hub.coordinator.membership import HeldState
 from ravnest.hub.coordinator.notices import Evaluated
 from ravnest.hub.coordinator.placement import ClusterState, Placement
 from ravnest.ids import NodeId
-from ravnest.protocol.blobs import BlobRef
-from ravnest.protocol.placement import BackupKept, BackupOrder, SnapshotMade, SnapshotOrder, Source
+from ravnest.protocol.placement import BackupKept, BackupOrder, BlobRef, SnapshotMade, SnapshotOrder, Source
 
 
 class SnapshotPurpose(StrEnum):

@@ -19,7 +19,8 @@ from ravnest.net.relay import TICKET_BYTES, Relay
 from ravnest.net.transport import PeerId, PublicKey
 from ravnest.protocol.membership import PROTOCOL_VERSION, Complaint, Hello, ProbeReport
 from ravnest.protocol.placement import PlanOrder, RingOrder
-from ravnest.transfer.exchange import Exchange, LinkTimes
+from ravnest.transfer.exchange import Exchange
+from ravnest.transfer.link_probe import LinkTimes
 
 _KEY_BYTES = 40
 _PROOF_BYTES = 32

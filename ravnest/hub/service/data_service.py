@@ -23,8 +23,8 @@ from ravnest.hub.coordinator.events import (
 from ravnest.hub.coordinator.leases import LedgerState
 from ravnest.hub.coordinator.notices import Evaluated
 from ravnest.ids import MicrobatchId, NodeId
-from ravnest.protocol.blobs import BlobRef
 from ravnest.protocol.messages import Refusal
+from ravnest.protocol.placement import BlobRef
 from ravnest.protocol.tensors import Buffer, TensorSpec
 from ravnest.protocol.training import FieldParts
 from ravnest.transfer.exchange import Exchange

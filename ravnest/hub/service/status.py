@@ -20,7 +20,7 @@ from ravnest.ids import NodeId
 from ravnest.protocol.membership import Leave
 from ravnest.protocol.messages import Message
 from ravnest.protocol.placement import FetchProgress, StageReady
-from ravnest.transfer.download import TransferProgress
+from ravnest.transfer.exchange import TransferProgress
 
 Reader = Callable[[Event, tuple[Action, ...]], None]
 _MOST_WAITING = 1_000  # happenings that a slow reader may still get

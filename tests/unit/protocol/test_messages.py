@@ -13,10 +13,9 @@ from ravnest.errors import ProtocolError
 from ravnest.ids import LeaseId, MicrobatchId, NodeId, RoundId, SegmentId
 from ravnest.plan.types import Node, Ring, Stage
 from ravnest.protocol.averaging import RingPart, RoundAbort, RoundCommit
-from ravnest.protocol.blobs import BlobPart, BlobRequest
 from ravnest.protocol.membership import Hello, Stop
 from ravnest.protocol.messages import MOST_HEADER_BYTES, WIRE_VERSION, Message, announced, pack, unpack
-from ravnest.protocol.placement import Contact, PlanOrder
+from ravnest.protocol.placement import BlobPart, BlobRequest, Contact, PlanOrder
 from ravnest.protocol.tensors import TensorSpec
 from ravnest.protocol.training import Activation, DroppedMicrobatch, LeaseGrant, StepReport
 

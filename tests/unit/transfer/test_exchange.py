@@ -15,16 +15,14 @@ from ravnest.ids import HUB, MicrobatchId, NodeId, RoundId, SegmentId
 from ravnest.net.memory import run_virtual
 from ravnest.net.transport import Service
 from ravnest.protocol.averaging import RingPart
-from ravnest.protocol.blobs import BlobPart, BlobRef, BlobRequest
 from ravnest.protocol.membership import Refused, Stop
 from ravnest.protocol.messages import Message, Refusal
+from ravnest.protocol.placement import BlobPart, BlobRef, BlobRequest
 from ravnest.protocol.tensors import Buffer, TensorSpec
 from ravnest.protocol.training import Activation, Gradient
-from ravnest.transfer.blobs import Blob, Blobs, hash_pieces, name_blob, name_hashes, name_pieces
-from ravnest.transfer.download import Download
-from ravnest.transfer.exchange import Exchange
+from ravnest.transfer.blobs import Blob, Blobs, Spool, hash_pieces, name_blob, name_hashes, name_pieces
+from ravnest.transfer.exchange import Download, Exchange
 from ravnest.transfer.outbox import Outgoing
-from ravnest.transfer.spool import Spool
 
 PEER, OTHER, LAST = NodeId("peer"), NodeId("other"), NodeId("last")
 HASH = "0" * 64

@@ -13,9 +13,8 @@ from ravnest.hub.monitors.loss_guard import LossGuard
 from ravnest.hub.service.admission import Admission
 from ravnest.ids import HUB
 from ravnest.net.identity import Token, new_keys
-from ravnest.protocol.blobs import BlobRef
 from ravnest.protocol.membership import PROTOCOL_VERSION, Hello
-from ravnest.protocol.placement import SnapshotMade, SnapshotOrder, StageMissing, StageReady
+from ravnest.protocol.placement import BlobRef, SnapshotMade, SnapshotOrder, StageMissing, StageReady
 from ravnest.protocol.training import StepReport
 
 
