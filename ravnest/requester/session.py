@@ -45,7 +45,7 @@ from ravnest.hub.service.status import HubStream, StatusTracker
 from ravnest.ids import NodeId
 from ravnest.model.blueprint import PARAMETER
 from ravnest.net.identity import Token, dialled_from_elsewhere, read_address
-from ravnest.net.zeromq import ZeroMqTransport
+from ravnest.net.zeromq import ZeroMqTransport, allow_many_files
 from ravnest.requester.callbacks import Callback, Callbacks, Narrator
 from ravnest.requester.checkpoint_store import open_checkpoints
 from ravnest.requester.job import Job
@@ -259,9 +259,10 @@ class Hub:
         self, setup: Callable[..., PreparedJob], hear: Callbacks, interrupts: Interrupts, resumes: bool
     ) -> Result:
         keys, pauses = self._open_file.keys, random.SystemRandom()
+        allow_many_files()
         async with contextlib.AsyncExitStack() as open_things:
             relay = self._parts.make_relay(self._timeouts.net) if self._is_open_to_others else None
-            admission = Admission(self.token, relay, self._parts.version)
+            admission = Admission(self.token, relay, self._parts.version, keys.secret)
             limits = replace(HUB_LIMITS, timeouts=self._timeouts.net)
             transport = ZeroMqTransport(keys, pauses, self._listen, limits, admit=admission.admit)
             await open_things.enter_async_context(transport)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from hashlib import sha256
 from itertools import count
+from secrets import token_bytes
 
 from ravnest.hub.coordinator.events import Probed
 from ravnest.hub.coordinator.membership import is_sensible
@@ -32,8 +33,12 @@ _MOST_COMPLAINTS = 3
 class Admission:
     """Lets in who knows the token's secret, and knows who is in. `admit` belongs to the transport."""
 
-    def __init__(self, token: Token, relay: Relay | None, version: str = PROTOCOL_VERSION) -> None:
+    def __init__(
+        self, token: Token, relay: Relay | None, version: str = PROTOCOL_VERSION, ticket_secret: bytes = b""
+    ) -> None:
         self._token, self._version = token, version
+        # Whoever has the token must not be able to make the tickets of others.
+        self._ticket_secret = ticket_secret or token_bytes(TICKET_BYTES)
         self._relay = relay
         self.names: dict[PeerId, NodeId] = {}  # of those who have joined
         self._keys: dict[PeerId, PublicKey] = {}
@@ -121,7 +126,7 @@ class Admission:
         if self._relay is None:
             return b""
         pair = b"".join(sorted((one, other)))
-        return hmac.digest(self._token.secret, b"ravnest relay" + pair, sha256)[:TICKET_BYTES]
+        return hmac.digest(self._ticket_secret, b"ravnest relay" + pair, sha256)[:TICKET_BYTES]
 
 
 class ProbeReports:

@@ -51,6 +51,19 @@ def test_a_step_report_and_a_ring_part_fit_in_a_packet() -> None:
     assert len(pack(part, [bytes(spec.num_bytes)])) <= 64
 
 
+@pytest.mark.parametrize(
+    "nasty", ["\x1b[2J", "\x1b]0;", "a\x07b", "a\u202eb", "\u2066xx", "\x9b31m", "\u200b"]
+)
+def test_no_text_of_others_moves_a_cursor_or_hides(nasty: str) -> None:
+    sent = pack(Stop(f"why not {nasty}\nmal joined"))
+    received = unpack(sent)
+    assert isinstance(received, Stop)
+    assert received.reason.isprintable()
+    raw = pack(Stop("#" * len(nasty.encode()))).replace(b"#" * len(nasty.encode()), nasty.encode())
+    with pytest.raises(ProtocolError, match="no message"):
+        unpack(raw)
+
+
 def test_the_order_of_a_stage_in_a_hundred_clusters_fits_in_a_header() -> None:
     nodes = [NodeId(f"volunteer-{number:05}") for number in range(300)]
     order = PlanOrder(
