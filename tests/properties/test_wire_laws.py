@@ -14,7 +14,7 @@ from ravnest.config import WireFormat
 from ravnest.errors import ProtocolError
 from ravnest.protocol.averaging import Digest, ShareCount
 from ravnest.protocol.blobs import BlobHash, BlobPart
-from ravnest.protocol.membership import Fact, Port, Proof, Rate, Span
+from ravnest.protocol.membership import Fact, Port, Rate, Span
 from ravnest.protocol.messages import MOST_HEADER_BYTES, WIRE_VERSION, Message, announced, pack, unpack
 from ravnest.protocol.placement import Ticket
 from ravnest.protocol.tensors import ITEM_BYTES, TensorSpec
@@ -38,7 +38,6 @@ scalars = {
     Rate: st.floats(0, 1e30, exclude_min=True),
     Span: st.floats(0, 1e6),
     BlobHash: st.text("0123456789abcdef", min_size=64, max_size=64),
-    Proof: st.binary(min_size=32, max_size=32),
     Digest: st.binary(min_size=16, max_size=16),
     Count: st.integers(1, 2**20),
     ShareCount: st.integers(0, 2**20),

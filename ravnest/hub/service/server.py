@@ -314,6 +314,17 @@ class Server:
         self._door.ban(peer, reason)
         self._forget(peer, reason)
 
+    def kick(self, name: NodeId, reason: str) -> None:
+        """Send a node away for good, because the requester wants it."""
+        if (peer := self._door.find(name)) is not None:
+            self._door.ban(peer, reason, is_fault=False)
+            self._forget(peer, reason)
+
+    def send_guests_away(self, invitation: str, reason: str) -> None:
+        """Let all nodes go that joined by an invitation, which is void by now."""
+        for peer in self._door.invited_by(invitation):
+            self._forget(peer, reason)
+
     def _forget(self, peer: PeerId, reason: str, since: float | None = None) -> None:
         """Let a peer go; if it comes back it is a new one."""
         name = self._door.forget(peer)

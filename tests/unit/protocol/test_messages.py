@@ -12,7 +12,7 @@ from ravnest.config import WireFormat
 from ravnest.errors import ProtocolError
 from ravnest.ids import LeaseId, MicrobatchId, NodeId, RoundId, SegmentId
 from ravnest.plan.types import Node, Ring, Stage
-from ravnest.protocol.averaging import RingPart, RoundAbort, RoundCommit
+from ravnest.protocol.averaging import RingPart, RoundAbort, RoundCommit, RoundReady
 from ravnest.protocol.blobs import BlobPart, BlobRequest
 from ravnest.protocol.membership import Hello, Stop
 from ravnest.protocol.messages import MOST_HEADER_BYTES, WIRE_VERSION, Message, announced, pack, unpack
@@ -90,7 +90,7 @@ def test_a_header_says_who_it_is_for_people_with_a_hex_dump() -> None:
         (b"", "a header of 0 bytes"),
         (b"\x01", "a header of 1 bytes"),
         (b"\x01" + bytes(MOST_HEADER_BYTES), "a header of 65537 bytes"),
-        (header("RoundCommit", 1, version=9), "wire version 9 where 3 is spoken: update the older program"),
+        (header("RoundCommit", 1, version=9), "wire version 9 where 4 is spoken: update the older program"),
         (header("Nonsense", 1), "Invalid value 'Nonsense'"),
         (header(), "at least length 1, got 0"),
         (header("RoundCommit"), "at least length 2, got 1"),
@@ -187,7 +187,7 @@ def test_a_long_or_odd_reason_is_cut_rather_than_not_sent() -> None:
         StepReport(1, MicrobatchId(1), 1, 0, 1, 0.0, 0.0, 0.0, 0.0, math.nan, ()),
         StepReport(1, MicrobatchId(1), 1, 0, 1, 0.0, 0.0, 0.0, 0.0, 1.0, (("acc", math.inf),)),
         BlobRequest("not a hash", 0, 1),
-        Hello("0.1", b"short", Node(NodeId("a"), 1.0, 1.0, 1.0, 1.0)),
+        RoundReady(RoundId(1), NodeId("a"), ((SegmentId(1), b"short"),)),
         LeaseGrant(1, LeaseId(1), False, MicrobatchId(1), (1,) * 2000),
         PlanOrder(1, 1, 0, None, (NodeId("x" * 300),) * 1000, (), ()),
     ],
@@ -199,7 +199,7 @@ def test_a_message_that_would_be_refused_is_not_sent(message) -> None:
 
 def test_a_name_that_is_no_text_is_not_sent() -> None:
     with pytest.raises(ProtocolError, match="Hello cannot be sent"):
-        pack(Hello("0.1", bytes(32), Node(NodeId("\ud800"), 1.0, 1.0, 1.0, 1.0)))
+        pack(Hello("0.1", Node(NodeId("\ud800"), 1.0, 1.0, 1.0, 1.0)))
 
 
 def test_a_dropped_batch_says_why() -> None:
