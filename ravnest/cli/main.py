@@ -15,6 +15,7 @@ from ravnest.cli.demo import demo
 from ravnest.cli.doctor import doctor, env
 from ravnest.cli.finetune import run_finetuning
 from ravnest.cli.generate import write_text_after
+from ravnest.cli.guests import guests, invite
 from ravnest.cli.inspect import inspect
 from ravnest.cli.join import finish, join, pause, resume
 from ravnest.cli.plan import plan
@@ -97,6 +98,8 @@ _COMMANDS = (
     status,
     stop,
     token,
+    invite,
+    guests,
     doctor,
     env,
 )

@@ -8,6 +8,7 @@ peer comes from its key and from nothing it says. Large frames are never copied 
 import asyncio
 import logging
 import socket as sockets
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from random import Random
@@ -41,6 +42,20 @@ _WATCHED = sum(_ENDS)
 Take = Callable[[list[zmq.Frame]], None]
 _MORE = zmq.NOBLOCK | zmq.SNDMORE
 _EVENTS, _READABLE = int(zmq.EVENTS), int(zmq.POLLIN)
+
+
+def allow_many_files() -> None:
+    """Let this process have as many open files and sockets as its system allows; many begin with 1,024.
+
+    Strangers who connect and say nothing would else use them up, and a checkpoint could not be written.
+    """
+    if sys.platform == "win32":
+        return  # it has no such limit
+    import resource
+
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):  # the system may refuse what it says it allows
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 class ZeroMqTransport(Endpoint):

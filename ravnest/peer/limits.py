@@ -79,6 +79,7 @@ class MemoryWatch:
     lent_bytes: float
     own_bytes: float  # of the program itself
     num_over: int = 0
+    must_leave: bool = False  # it was too much for too long; that stays so
 
     def look(self, taken_bytes: float) -> str | None:
         """Return what is wrong with what is taken now."""
@@ -86,13 +87,9 @@ class MemoryWatch:
             self.num_over = 0
             return None
         self.num_over += 1
+        self.must_leave |= self.num_over >= _MOST_LOOKS
         allowed = f"{show_bytes(self.lent_bytes)} it lends and {show_bytes(self.own_bytes)} for the program"
         return f"it takes {show_bytes(taken_bytes)} of memory, more than the {allowed}"
-
-    @property
-    def must_leave(self) -> bool:
-        """Whether it was too much for too long."""
-        return self.num_over >= _MOST_LOOKS
 
 
 def keep_compiled(environment: MutableMapping[str, str]) -> None:

@@ -28,6 +28,7 @@ ADAPTER, BEST_ADAPTER = "adapter_model.safetensors", "best"  # of an adapted mod
 _FILE = "hub.json"
 _MOST_BYTES = 1 << 16
 _WAY_OUT = "give a folder that can be made, is yours and has room"
+_PRIVATE = 0o700  # its log names providers, their keys and their addresses
 _SAME_PROCESS_SECONDS = 2.0  # systems round the time a process was started at
 
 
@@ -85,7 +86,7 @@ def new_hub_file() -> HubFile:
 def open_run(folder: Path) -> HubFile:
     """Make the folder or take the one that is there, unless a hub runs in it."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=_PRIVATE, parents=True, exist_ok=True)
         found = read_hub_file(folder) if (folder / _FILE).exists() else new_hub_file()
         if found.process and found.pid != os.getpid():
             raise ConfigError(
@@ -181,7 +182,7 @@ def fresh_run(name: str, day: date) -> Path:
     """Make a folder under runs/ that was not there: for a job of this name, begun on this day."""
     for folder in _name_runs(f"{name}-{day.isoformat()}"):
         try:
-            folder.mkdir(parents=True)
+            folder.mkdir(mode=_PRIVATE, parents=True)
             return folder
         except FileExistsError:
             continue

@@ -40,14 +40,16 @@ from ravnest.hub.coordinator.notices import (
 from ravnest.hub.coordinator.planner import NOBODY
 from ravnest.hub.service.admission import Admission
 from ravnest.hub.service.event_log import EventLog, read_watch
+from ravnest.hub.service.guests import Guests, GuestsInMemory
 from ravnest.hub.service.server import HUB_LIMITS, HUB_PARTS, HubParts, Server
 from ravnest.hub.service.status import HubStream, StatusTracker
 from ravnest.ids import NodeId
 from ravnest.model.blueprint.program import PARAMETER
 from ravnest.net.identity import Token, dialled_from_elsewhere, read_address
-from ravnest.net.zeromq import ZeroMqTransport
+from ravnest.net.zeromq import ZeroMqTransport, allow_many_files
 from ravnest.requester.callbacks import Callback, Callbacks, Narrator
 from ravnest.requester.checkpoint_store import open_checkpoints
+from ravnest.requester.guest_file import GuestFile, invite_guest
 from ravnest.requester.job import Job
 from ravnest.requester.local_peers import HERE, Hardware, LocalPeers, claim_port, share_memory
 from ravnest.requester.prepare import PreparedJob, prepare
@@ -167,8 +169,9 @@ class Hub:
         self._look = look
         self._parts, self._timeouts = parts, parts.timeouts
         self._is_open_to_others = True
-        self._stops: list[str] = []  # reasons to end the training under way
-        self._has_stops: Callable[[], None] | None = None  # looks at them, while a job is trained
+        self._wishes: list[Callable[[Server], None]] = []  # of what the training under way is to do
+        self._look_at_wishes: Callable[[], None] | None = None  # while a job is trained
+        self._guests: Guests = GuestsInMemory() if self._folder is None else GuestFile(self._folder)
         self.stream = HubStream()  # of every job that it fits
         self._file: HubFile | None = None
 
@@ -241,7 +244,7 @@ class Hub:
             with Interrupts() as interrupts:
                 num_awaited = nodes if self._is_open_to_others else 0
                 hear = Callbacks([self._tell, *callbacks], num_awaited, self.stop)
-                self._stops.clear()
+                self._wishes.clear()
                 if start is not None and start.books.num_counted == (num_total := job.num_total):
                     given = setup()
                     if self._find_past(given) is None:  # else its peers are to be told, too
@@ -251,17 +254,38 @@ class Hub:
 
     def stop(self, reason: str = "the hub was told to stop") -> None:
         """End the training under way early and keep what was trained; any thread may call it."""
-        self._stops.append(reason)
-        if self._has_stops is not None:
-            self._has_stops()
+        self._wish(lambda server: server.stop(reason))
+
+    def invite(self, name: str, *, days: float | None = None, nodes: int | None = None) -> str:
+        """Return a token for one guest, which you can withdraw alone: see `revoke`."""
+        return invite_guest(self._guests, self._open_file, name, days, nodes)
+
+    def revoke(self, name: str) -> None:
+        """Withdraw the invitation of a guest; its nodes leave. The name of the hub's own is "everybody"."""
+        number = self._guests.read().named(name).number
+        self._guests.change(lambda guests: guests.revoke(name))
+        self._wish(lambda server: server.send_guests_away(number, "its invitation was withdrawn"))
+
+    def kick(self, node: str, reason: str = "the requester sent it away") -> None:
+        """Send a node away, now and for good; its provider can join with another key until you `revoke`."""
+        self._wish(lambda server: server.kick(NodeId(node), reason))
+
+    def _wish(self, wish: Callable[[Server], None]) -> None:
+        """Have the hub's own thread do something, as soon as a job is trained."""
+        self._wishes.append(wish)
+        if self._look_at_wishes is not None:
+            self._look_at_wishes()
 
     async def _fit(
         self, setup: Callable[..., PreparedJob], hear: Callbacks, interrupts: Interrupts, resumes: bool
     ) -> Result:
         keys, pauses = self._open_file.keys, random.SystemRandom()
+        allow_many_files()
         async with contextlib.AsyncExitStack() as open_things:
             relay = self._parts.make_relay(self._timeouts.net) if self._is_open_to_others else None
-            admission = Admission(self.token, relay, self._parts.version)
+            admission = Admission(
+                self.token, relay, self._parts.version, hub_secret=keys.secret, guests=self._guests
+            )
             limits = replace(HUB_LIMITS, timeouts=self._timeouts.net)
             transport = ZeroMqTransport(keys, pauses, self._listen, limits, admit=admission.admit)
             await open_things.enter_async_context(transport)
@@ -285,7 +309,7 @@ class Hub:
             server = Server(
                 self.token, hear, relay=relay, store=store, hub=hub, parts=parts, admission=admission
             )
-            async with self._watched(server, hear), self._heeding_stops(server):
+            async with self._watched(server, hear), self._heeding_wishes(server):
                 interrupts.stop = lambda: server.stop(_STOPPED)
                 await server.run(transport, given.owner, given.job)
         result = given.owner.result or given.owner.keep_saved()
@@ -333,24 +357,24 @@ class Hub:
         return _NEVER_SETTLES
 
     @contextlib.asynccontextmanager
-    async def _heeding_stops(self, server: Server) -> AsyncIterator[None]:
-        """Pass on what `stop` was told: later, because a callback is called within an event."""
+    async def _heeding_wishes(self, server: Server) -> AsyncIterator[None]:
+        """Carry out wishes: later, because a callback is called within an event."""
         loop = asyncio.get_running_loop()
 
         def pass_on() -> None:
-            while self._stops:  # the server has begun: it runs up to its first wait before this
-                server.stop(self._stops.pop(0))
+            while self._wishes:  # the server has begun: it runs up to its first wait before this
+                self._wishes.pop(0)(server)
 
         def look() -> None:
             with contextlib.suppress(RuntimeError):  # the training has just ended
                 loop.call_soon_threadsafe(pass_on)
 
-        self._has_stops = look
+        self._look_at_wishes = look
         look()
         try:
             yield
         finally:
-            self._has_stops = None
+            self._look_at_wishes = None
 
     @contextlib.asynccontextmanager
     async def _watched(self, server: Server, hear: Callbacks) -> AsyncIterator[None]:

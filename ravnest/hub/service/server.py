@@ -38,6 +38,7 @@ from ravnest.hub.coordinator.events import (
 )
 from ravnest.hub.coordinator.notices import CutOff, Missing, Notice, Returned, Waiting
 from ravnest.hub.coordinator.planner import SEARCH_PLANNER, Planner
+from ravnest.hub.monitors.floods import FloodGuard, Spending
 from ravnest.hub.monitors.liveness import OutageMonitor
 from ravnest.hub.monitors.monitors import MonitoredCoordinator, Watch
 from ravnest.hub.service.admission import Admission, ProbeReports
@@ -122,6 +123,7 @@ class Server:
         self._exchange = Exchange(Blobs(folder=parts.folder), self._post, in_background)
         self._background: set[asyncio.Task[None]] = set()
         self._outages = OutageMonitor(self._timeouts)
+        self._floods = FloodGuard()
         self._outage_timer: asyncio.TimerHandle | None = None
         self._stands_at: float | None = None  # the hub's time while it is cut off: nothing becomes late then
         self._dismissed: set[PeerId | None] = set()
@@ -253,6 +255,8 @@ class Server:
         self._outage_timer = None if due is None else self._loop.call_at(due, self._find_gone)
 
     def _open(self, delivery: Delivery) -> None:
+        if not self._afford(delivery.sender, Spending.ARRIVED):
+            return
         try:
             message = messages.unpack(delivery.header, delivery.buffers)
         except ProtocolError as error:
@@ -269,6 +273,13 @@ class Server:
             self._ban(delivery.sender, "it asks for more than it takes")
         else:
             self._take(name, message, delivery.buffers)
+
+    def _afford(self, peer: PeerId, spending: Spending) -> bool:
+        """Return whether a peer may go on; one that floods the hub is sent away for good."""
+        reason = self._floods.record(peer, spending, self._loop.time())
+        if reason is not None:
+            self._ban(peer, reason)
+        return reason is None
 
     def _welcome(self, peer: PeerId, hello: Hello) -> None:
         """Take a peer in under a name that nobody else has."""
@@ -303,9 +314,21 @@ class Server:
         self._door.ban(peer, reason)
         self._forget(peer, reason)
 
+    def kick(self, name: NodeId, reason: str) -> None:
+        """Send a node away for good, because the requester wants it."""
+        if (peer := self._door.find(name)) is not None:
+            self._door.ban(peer, reason, is_fault=False)
+            self._forget(peer, reason)
+
+    def send_guests_away(self, invitation: str, reason: str) -> None:
+        """Let all nodes go that joined by an invitation, which is void by now."""
+        for peer in self._door.invited_by(invitation):
+            self._forget(peer, reason)
+
     def _forget(self, peer: PeerId, reason: str, since: float | None = None) -> None:
         """Let a peer go; if it comes back it is a new one."""
         name = self._door.forget(peer)
+        self._floods.forget(peer)
         self._transport.drop(peer, reason)
         if name is not None:
             self._outages.forget(name)
@@ -333,6 +356,13 @@ class Server:
         else:
             self._apply(Received(name, message, self._time()))
 
+    def _charge(self, event: Event, orders: Sequence[Action]) -> None:
+        """Count a message that changed nothing against its sender."""
+        if isinstance(event, Received) and orders and isinstance(orders[0], Refusal):
+            peer = self._door.find(event.sender)
+            if peer is not None:
+                self._afford(peer, Spending.IN_VAIN)
+
     def _apply(self, event: Event) -> None:
         """Let the state decide, carry out its orders, and come back when it is due."""
         if self._has_lost_log:
@@ -345,6 +375,7 @@ class Server:
             return
         for order in orders:
             self._carry_out(order)
+        self._charge(event, orders)
         if not orders and isinstance(event, Received) and isinstance(event.message, StepReport):
             return  # a report can only put off what is due; the timer may come too early
         self._set_timer()
