@@ -8,6 +8,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from secrets import token_bytes
 
@@ -21,7 +22,6 @@ from ravnest.net.identity import INVITATION_BYTES, derive_secret, write_token
 from ravnest.requester.run_folder import HubFile
 
 _MOST_DAYS, _MOST_NODES = 36_500, 1_000_000
-_DAY_SECONDS = 86_400.0
 _FILE, _LOCK = "guests.json", ".guests.lock"
 _MOST_BYTES = 1 << 24
 
@@ -33,7 +33,7 @@ def invite_guest(guests: Guests, hub: HubFile, name: str, days: float | None, no
     if nodes is not None and not 1 <= nodes <= _MOST_NODES:
         raise ConfigError(f"{nodes} is no number of nodes; give one from 1 on, or leave it out for any")
     number = token_bytes(INVITATION_BYTES)
-    seconds = None if days is None else days * _DAY_SECONDS
+    seconds = None if days is None else timedelta(days=days).total_seconds()
     now = time.time()  # noqa: TID251 - invitations end by the calendar
     hub.invitation  # noqa: B018 - refuses a hub that has no address yet
     guests.change(lambda known: known.invite(number.hex(), name, now, seconds, nodes))

@@ -22,7 +22,7 @@ _EVERYBODY_NAME = "everybody"
 _LONGEST_NAME = 40
 
 Number = Annotated[str, Meta(pattern=rf"\A[0-9a-f]{{{2 * INVITATION_BYTES}}}\Z")]
-Moment = Annotated[float, Meta(ge=0, le=1e11)]  # seconds of Unix time
+UnixTime = Annotated[float, Meta(ge=0, le=1e11)]  # in seconds
 
 
 class Invitation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -30,8 +30,8 @@ class Invitation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     number: Number
     name: Annotated[str, Meta(min_length=1, max_length=_LONGEST_NAME)]
-    invited_at: Moment = 0.0
-    ends_at: Moment | None = None
+    invited_at: UnixTime = 0.0
+    ends_at: UnixTime | None = None
     max_nodes: Annotated[int, Meta(ge=1, le=1_000_000)] | None = None
     is_revoked: bool = False
     strikes: Annotated[tuple[Annotated[str, Meta(max_length=300)], ...], Meta(max_length=MOST_STRIKES)] = ()
