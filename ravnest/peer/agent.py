@@ -51,6 +51,7 @@ from ravnest.protocol.averaging import (
     TiedStep,
 )
 from ravnest.protocol.blobs import BlobPart, BlobRequest
+from ravnest.protocol.generation import GenerationEnd, GenerationStep, GenerationValues
 from ravnest.protocol.membership import (
     PROTOCOL_VERSION,
     Complaint,
@@ -103,6 +104,8 @@ _OfHub = (
     | RoundOpen
     | RoundCommit
     | RoundAbort
+    | GenerationStep
+    | GenerationEnd
 )
 _OfCluster = (
     Activation
@@ -110,6 +113,7 @@ _OfCluster = (
     | DroppedMicrobatch
     | Pace
     | StepReport
+    | GenerationValues
     | TiedHolder
     | TiedCall
     | TiedGradient  # type: ignore[type-arg]
