@@ -275,6 +275,7 @@ class HubTimeouts:
     parting_seconds: float = 5.0  # at the end, peers have this long to leave
     remind_every_seconds: float = 60.0  # a hub that has no plan says why again
     quiet_upload_seconds: float = 60.0  # an upload that stands still for so long is given up
+    generation_seconds: float = 60.0  # a cluster names the next token within this time, or another is asked
     # Membership and planning.
     probe_seconds: float = 15.0  # a new node is measured within this time, or its own claims count
     join_seconds: float = 2.0  # nodes seldom come alone: new ones are used after this much quiet

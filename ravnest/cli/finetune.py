@@ -42,6 +42,13 @@ _TRAINING = (
     click.option("--schedule", metavar="NAME", help="cosine (if left out), linear or constant."),
     click.option("--warmup", type=float, metavar="X", help="Updates, or below 1 a share; 0.03 if left out."),
     click.option("--seed", type=int, metavar="N", help="0 if left out."),
+    click.option(
+        "--sample",
+        "sample_prompts",
+        multiple=True,
+        metavar="TEXT",
+        help="Show how it goes on from this after every evaluation; may be given again.",
+    ),
 )
 _RUNNING = (
     click.option("--local", "num_local", type=int, default=0, metavar="N", help="Start N peers on this PC."),

@@ -7,8 +7,9 @@ decides what runs when.
 
 import math
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -62,6 +63,7 @@ class RunnableStage(Protocol):
     def forward(
         self, state: Tensors, inputs: Values, fields: Tensors, *, training: bool, key: RandomKey | None
     ) -> ForwardOutcome: ...
+    def forward_text(self, state: Tensors, inputs: Values, fields: Tensors) -> ForwardOutcome: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +99,7 @@ class DroppedWork:
     """
 
     microbatch: MicrobatchId
-    where: str  # forward, backward, evaluation
+    where: str  # forward, backward, evaluation, generation
     reason: str
     has_lost_device: bool = False
 
@@ -464,15 +466,32 @@ class StageEngine:
 
     def evaluate(self, microbatch: MicrobatchId, inputs: Values, fields: Tensors) -> PassedOn | DroppedWork:
         """Run a microbatch as in evaluation, on the current weights, and change nothing."""
+        run = partial(self._program.forward, training=False, key=None)
+        return self._run_beside(run, microbatch, "evaluation", inputs, fields)
+
+    def generate(self, number: int, inputs: Values, fields: Tensors) -> PassedOn | DroppedWork:
+        """Run rows of tokens on the current weights, and change nothing; the last stage gives logits."""
+        return self._run_beside(
+            self._program.forward_text, MicrobatchId(number), "generation", inputs, fields
+        )
+
+    def _run_beside(
+        self,
+        run: Callable[[Tensors, Values, Tensors], ForwardOutcome],
+        microbatch: MicrobatchId,
+        where: str,
+        inputs: Values,
+        fields: Tensors,
+    ) -> PassedOn | DroppedWork:
         buffers = {name: self._rest[name].clone() for name in self._roles.written}
         state = {**self._rest, **buffers, **self._versions.weights}
         try:
             with torch.no_grad():
-                outcome = self._program.forward(state, inputs, fields, training=False, key=None)
+                outcome = run(state, inputs, fields)
             reason, _ = _Checks.of(outcome).read_with()
         except _FAILURES as error:
-            return _give_up(microbatch, "evaluation", error)
-        return DroppedWork(microbatch, "evaluation", reason) if reason else _detach(outcome)
+            return _give_up(microbatch, where, error)
+        return DroppedWork(microbatch, where, reason) if reason else _detach(outcome)
 
     def add(self, changes: Tensors) -> None:
         """Add to parameters and buffers, as a round does; microbatches in flight keep what they saw."""

@@ -50,6 +50,7 @@ from ravnest.protocol.averaging import (
     TiedHolder,
     TiedStep,
 )
+from ravnest.protocol.generation import GenerationEnd, GenerationStep, GenerationValues
 from ravnest.protocol.membership import (
     PROTOCOL_VERSION,
     Complaint,
@@ -104,6 +105,8 @@ _OfHub = (
     | RoundOpen
     | RoundCommit
     | RoundAbort
+    | GenerationStep
+    | GenerationEnd
 )
 _OfCluster = (
     Activation
@@ -111,6 +114,7 @@ _OfCluster = (
     | DroppedMicrobatch
     | Pace
     | StepReport
+    | GenerationValues
     | TiedHolder
     | TiedCall
     | TiedGradient  # type: ignore[type-arg]

@@ -22,6 +22,7 @@ from ravnest.errors import ProtocolError, RavnestError
 from ravnest.ids import HUB, LeaseId, MicrobatchId, NodeId
 from ravnest.model.blueprint.program import Blueprint, Program, ValueId
 from ravnest.peer.pacing import Device, StagePosition, Timekeeper
+from ravnest.peer.stage_generation import StageGeneration
 from ravnest.peer.tied_weights import TiedWeights
 from ravnest.protocol.averaging import TiedCall
 from ravnest.protocol.messages import Refusal
@@ -133,6 +134,7 @@ class Worker:
         self._running: dict[MicrobatchId, _Running] = {}
         self._leases: dict[MicrobatchId, _Lease] = {}
         self._num_trained = self._num_refused = 0
+        self.generation = StageGeneration(position, blueprint, stage, device)
         self.tied = TiedWeights(position, blueprint, stage)
         self._unsent: list[Outgoing] = self.tied.hello()  # to be sent before any work
 

@@ -19,6 +19,7 @@ from msgspec import Meta
 from ravnest.config import WireFormat
 from ravnest.errors import ProtocolError
 from ravnest.protocol.averaging import AnchorPart, RingPart, RoundMessage, TiedMessage
+from ravnest.protocol.generation import GenerationMessage
 from ravnest.protocol.membership import MembershipMessage, ProbeOrder, ProbeReport
 from ravnest.protocol.placement import BlobPart, BlobRequest, PlacementMessage
 from ravnest.protocol.tensors import Buffer, TensorSpec
@@ -36,7 +37,14 @@ class Refusal:
 SetupMessage = PlacementMessage | BlobRequest | BlobPart | ProbeOrder | ProbeReport
 TensorMessage = RingPart[TensorSpec] | AnchorPart[TensorSpec] | TiedMessage[TensorSpec]
 Message = (
-    MembershipMessage | SetupMessage | TrainingMessage | Pace | LearningRate | RoundMessage | TensorMessage
+    MembershipMessage
+    | SetupMessage
+    | TrainingMessage
+    | Pace
+    | LearningRate
+    | RoundMessage
+    | TensorMessage
+    | GenerationMessage
 )
 
 

@@ -28,6 +28,7 @@ from ravnest.model.stage.profile import find_matrices
 from ravnest.requester.dataset import SampleBatch, Samples, loader_batch_size, show_thing
 from ravnest.requester.lr_schedules import Schedule, constant, cosine, is_torch_scheduler, read_schedule
 from ravnest.requester.padding import PaddingWish
+from ravnest.requester.text_codec import check_tokenizer
 from ravnest.units import Dimension, parse_quantity, show_value
 
 TorchOptimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
@@ -57,7 +58,9 @@ class Job:
     `averaging_rule` more than those. What was trained is kept `checkpoint_every` so often, like "5 min";
     None: never. Large weights that are not trained are stored as `frozen` says (fp32, bf16, int8, int4) or as
     the plan does. `weights` is a safetensors file, a folder of shards or a mirror's list to begin with; a
-    model made under `rv.empty_weights()` without them is filled layer by layer, as its modules say.
+    model made under `rv.empty_weights()` without them is filled layer by layer, as its modules say. After
+    every evaluation a language model goes on with the `sample_prompts`, for people to read; `tokenizer` is
+    one of transformers, or two functions (encode, decode), or left out where tokens are bytes.
     """
 
     model: nn.Module = field(repr=False)
@@ -87,6 +90,8 @@ class Job:
     max_length: int | None = field(default=None, kw_only=True)
     is_pretrained: bool | None = field(default=None, kw_only=True)
     weights: str | os.PathLike[str] | None = field(default=None, kw_only=True)
+    sample_prompts: Sequence[str] = field(default=(), kw_only=True)
+    tokenizer: Any = field(default=None, repr=False, kw_only=True)
     name: str | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -252,6 +257,11 @@ class Job:
         _require(is_pad, "pad", self.pad, "a dict from a field to the number that pads it")
         is_length = self.max_length is None or _is_whole(self.max_length, 1)
         _require(is_length, "max_length", self.max_length, "a whole number, 1 or more")
+        is_prompts = isinstance(self.sample_prompts, tuple | list) and all(
+            isinstance(each, str) and each for each in self.sample_prompts
+        )
+        _require(is_prompts, "sample_prompts", self.sample_prompts, 'a list of texts: ["Once upon a time"]')
+        check_tokenizer(self.tokenizer)
         is_list = not isinstance(self.inputs, str)
         _require(is_list, "inputs", self.inputs, f"a list of fields: [{self.inputs!r}]")
 

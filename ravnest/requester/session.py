@@ -12,7 +12,7 @@ import os
 import random
 import signal
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -49,8 +49,10 @@ from ravnest.net.identity import Token, dialled_from_elsewhere, read_address
 from ravnest.net.zeromq import ZeroMqTransport, allow_many_files
 from ravnest.requester.callbacks import Callback, Callbacks, Narrator
 from ravnest.requester.checkpoint_store import open_checkpoints
+from ravnest.requester.generation import read_sampling
 from ravnest.requester.guest_file import GuestFile, invite_guest
 from ravnest.requester.job import Job
+from ravnest.requester.live_texts import LiveTexts, ResultTexts, Texts
 from ravnest.requester.local_peers import HERE, Hardware, LocalPeers, claim_port, share_memory
 from ravnest.requester.prepare import PreparedJob, prepare
 from ravnest.requester.result import Result, check_place, keep_weights
@@ -63,6 +65,7 @@ from ravnest.requester.run_folder import (
     set_aside,
     write_hub_file,
 )
+from ravnest.requester.text_channel import TextRequest, TextServer
 
 _Value = TypeVar("_Value")
 
@@ -174,6 +177,7 @@ class Hub:
         self._guests: Guests = GuestsInMemory() if self._folder is None else GuestFile(self._folder)
         self.stream = HubStream()  # of every job that it fits
         self._file: HubFile | None = None
+        self._texts: Texts | None = None  # of the job that is trained, or of the last result
 
     def __enter__(self) -> Self:
         self._listen = claim_port(self._listen)
@@ -252,6 +256,21 @@ class Hub:
                         return given.owner.keep_saved()
                 return interrupts.run(lambda: self._fit(setup, hear, interrupts, resume is not None))
 
+    def generate(
+        self, prompt: str | Sequence[int], *, is_chat: bool = False, **sampling: Any
+    ) -> Iterator[str]:
+        """Yield what the model of the job writes after a prompt, piece by piece; any thread may call it.
+
+        While `fit` runs, the text comes from a running cluster, which trains on. After it, the result writes
+        it on this PC. `sampling` is max_tokens, temperature, top_p and seed.
+        """
+        chosen = read_sampling(sampling)
+        if self._texts is None:
+            raise ConfigError(
+                "there is no model to write with; generate while hub.fit(job) runs, or after it"
+            )
+        return self._texts.write(prompt, chosen, is_chat=is_chat, hear=lambda _: None)
+
     def stop(self, reason: str = "the hub was told to stop") -> None:
         """End the training under way early and keep what was trained; any thread may call it."""
         self._wish(lambda server: server.stop(reason))
@@ -309,11 +328,18 @@ class Hub:
             server = Server(
                 self.token, hear, relay=relay, store=store, hub=hub, parts=parts, admission=admission
             )
-            async with self._watched(server, hear), self._heeding_wishes(server):
+            live = self._texts = LiveTexts(given, server.generation, server.record_texts)
+            hear.add(live.sample)
+            await asyncio.to_thread(live.check_prompts)
+            async with self._watched(server, hear), self._heeding_wishes(server), self._open_to_readers(live):
                 interrupts.stop = lambda: server.stop(_STOPPED)
-                await server.run(transport, given.owner, given.job)
-        result = given.owner.result or given.owner.keep_saved()
-        return replace(result, dropped=hub.drops.found)
+                try:
+                    await server.run(transport, given.owner, given.job)
+                finally:
+                    self._texts = None
+        result = replace(given.owner.result or given.owner.keep_saved(), dropped=hub.drops.found)
+        self._texts = ResultTexts(given, result)
+        return result
 
     async def _prepare(self, setup: Callable[..., PreparedJob], hear: Callbacks) -> PreparedJob:
         """Capture the model in a thread, so that heartbeats are answered meanwhile; tell of each step."""
@@ -377,6 +403,25 @@ class Hub:
             self._look_at_wishes = None
 
     @contextlib.asynccontextmanager
+    async def _open_to_readers(self, live: LiveTexts) -> AsyncIterator[None]:
+        """Let other programs of this user ask for texts, as hub.json says where."""
+        if self._folder is None:
+            yield
+            return
+
+        def stream(asked: TextRequest) -> AsyncGenerator[tuple[int, str], None]:
+            names = ("max_tokens", "temperature", "top_p", "seed")
+            sampling = read_sampling({name: getattr(asked, name) for name in names})
+            return live.stream(asked.prompt, sampling, is_chat=asked.is_chat)
+
+        async with TextServer(self._open_file.secret, stream).listening() as port:
+            self._note(text_port=port)
+            try:
+                yield
+            finally:
+                self._note()
+
+    @contextlib.asynccontextmanager
     async def _watched(self, server: Server, hear: Callbacks) -> AsyncIterator[None]:
         """Without other peers to wait for, end the job when ours are too few or gone."""
         if self._is_open_to_others:
@@ -412,11 +457,11 @@ class Hub:
             raise ConfigError("the hub is not open; use it as `with rv.Hub(...) as hub:`")
         return self._file
 
-    def _note(self, job: str = "") -> None:
-        """Write the hub's process and its job into the folder."""
-        me = psutil.Process()
+    def _note(self, job: str = "", text_port: int = 0) -> None:
+        """Write the hub's process, its job and where it writes texts into the folder."""
+        me, job = psutil.Process(), job or self._open_file.job
         found = msgspec.structs.replace(
-            self._open_file, pid=me.pid, started_at=me.create_time(), job=job or self._open_file.job
+            self._open_file, pid=me.pid, started_at=me.create_time(), job=job, text_port=text_port
         )
         self._file = found
         if self._folder is not None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from ravnest.config import PlanConfig
 from ravnest.hub.coordinator.leases import LedgerState
-from ravnest.hub.coordinator.notices import EpochDone, Evaluated, Notice
+from ravnest.hub.coordinator.notices import EpochDone, Evaluated, Notice, SampledText
 from ravnest.ids import LeaseId, MicrobatchId, NodeId
 from ravnest.plan.sharing import ALONE, Sharing, TrainingLength
 from ravnest.plan.types import ModelProfile, Node, Plan
@@ -237,6 +237,14 @@ class Stopped:
     now: float
 
 
+@dataclass(frozen=True, slots=True)
+class TextsSampled:
+    """What the model writes after the prompts of the job, once an evaluation is over."""
+
+    texts: tuple[SampledText, ...]
+    now: float
+
+
 MetricSum = tuple[str, float, int]  # a name ("loss", or a metric's), a sum over samples, and how many
 
 
@@ -358,6 +366,7 @@ Event = (
     | SamplesInspected
     | Tick
     | Stopped
+    | TextsSampled
     | Probed
     | Conclusion
 )

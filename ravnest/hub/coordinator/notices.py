@@ -10,6 +10,7 @@ from ravnest.protocol.training import Metrics
 from ravnest.units import show_count, show_flops, show_rate, show_seconds
 
 _MOST_SHOWN = 8  # samples
+_MOST_LETTERS = 200  # of a text
 _GOES_BACK = "it goes back to the last checkpoint"
 
 
@@ -255,6 +256,15 @@ class Evaluated:
 
 
 @dataclass(frozen=True, slots=True)
+class SampledText:
+    """What the model writes after a prompt of the job, at an evaluation."""
+
+    epoch: int
+    prompt: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class RoundEnded:
     """A round happened, or why it did not."""
 
@@ -335,6 +345,7 @@ Notice = (
     | Trained
     | EpochDone
     | Evaluated
+    | SampledText
     | RoundEnded
     | Checkpointed
     | NotCheckpointed
@@ -422,6 +433,8 @@ def show_notice(news: Notice) -> str:  # noqa: C901, PLR0912, PLR0915 - one shor
         case Evaluated(epoch, _, num_samples, loss, metrics):
             shown = [f", {name} {_show(value)}" for name, value in metrics]
             return f"after epoch {epoch}: {num_samples} samples, loss {_show(loss)}{''.join(shown)}"
+        case SampledText(epoch, prompt, text):
+            return f"after epoch {epoch}, to {_show_text(prompt)}: {_show_text(text)}"
         case RoundEnded(round_id, is_committed, _, reason, seconds, left_out, blamed):
             without = f" without {', '.join(left_out)}" if left_out else ""
             outcome = f"committed in {show_seconds(seconds)}" if is_committed else f"aborted: {reason}"
@@ -434,6 +447,11 @@ def show_notice(news: Notice) -> str:  # noqa: C901, PLR0912, PLR0915 - one shor
             return f"the job is stopped ({reason}); what was trained is kept"
         case _:
             assert_never(news)
+
+
+def _show_text(text: str) -> str:
+    """Return text that may hold anything as a terminal may show it."""
+    return repr(text if len(text) <= _MOST_LETTERS else f"{text[:_MOST_LETTERS]}...")
 
 
 def _show_resumed(num_samples: int, num_peers: int) -> str:

@@ -34,9 +34,11 @@ from ravnest.hub.coordinator.events import (
     Send,
     SendFields,
     Stopped,
+    TextsSampled,
     Tick,
 )
-from ravnest.hub.coordinator.notices import CutOff, Missing, Notice, Returned, Waiting
+from ravnest.hub.coordinator.generation import Generations
+from ravnest.hub.coordinator.notices import CutOff, Missing, Notice, Returned, SampledText, Waiting
 from ravnest.hub.coordinator.planner import SEARCH_PLANNER, Planner
 from ravnest.hub.monitors.floods import FloodGuard, Spending
 from ravnest.hub.monitors.liveness import OutageMonitor
@@ -44,11 +46,13 @@ from ravnest.hub.monitors.monitors import MonitoredCoordinator, Watch
 from ravnest.hub.service.admission import Admission, ProbeReports
 from ravnest.hub.service.data_service import DataService, Owner
 from ravnest.hub.service.event_log import EventStore
+from ravnest.hub.service.generation_service import GenerationService
 from ravnest.ids import NodeId
 from ravnest.net.identity import Token
 from ravnest.net.relay import Relay
 from ravnest.net.transport import MIB, Delivery, LinkDown, LinkUp, PeerId, Service, Transport, TransportLimits
 from ravnest.protocol import messages
+from ravnest.protocol.generation import GenerationAnswer, GenerationFault
 from ravnest.protocol.membership import (
     PROTOCOL_VERSION,
     Complaint,
@@ -131,6 +135,7 @@ class Server:
         self._timer: asyncio.TimerHandle | None = None
         self._reminder: asyncio.TimerHandle | None = None
         self._has_lost_log = False
+        self.generation = GenerationService(Generations(hub.placement), self._post, self._timeouts)
 
     async def run(self, transport: Transport, owner: Owner, job: JobGiven) -> Finish:
         """Train the job to its end; return what was kept, which the owner has by then."""
@@ -153,6 +158,7 @@ class Server:
             try:
                 outcome = await self._result
             finally:
+                self.generation.close()
                 await self._part()
                 for timer in (self._timer, self._outage_timer, self._reminder):
                     if timer is not None:
@@ -165,6 +171,10 @@ class Server:
 
     def _time(self) -> float:
         return self._loop.time() + self._ahead if self._stands_at is None else self._stands_at
+
+    def record_texts(self, texts: tuple[SampledText, ...]) -> None:
+        """Record what the model writes after an evaluation, for people."""
+        self._apply(TextsSampled(texts, self._time()))
 
     def stop(self, reason: str) -> None:
         """End the job early; what was trained is kept."""
@@ -353,6 +363,8 @@ class Server:
             self._exchange.receive(name, message, buffers)
         elif isinstance(message, ProbeReport):
             self._reports.complete(name, message, self._time)
+        elif isinstance(message, GenerationAnswer | GenerationFault):
+            self.generation.receive(name, message)
         else:
             self._apply(Received(name, message, self._time()))
 
@@ -376,6 +388,7 @@ class Server:
         for order in orders:
             self._carry_out(order)
         self._charge(event, orders)
+        self.generation.follow()
         if not orders and isinstance(event, Received) and isinstance(event.message, StepReport):
             return  # a report can only put off what is due; the timer may come too early
         self._set_timer()
@@ -399,6 +412,8 @@ class Server:
                 self._post(Outgoing(to, Stop(reason)))
             case MakePlan():
                 self._start(self._make_plan(order))
+            case Collect(is_result=True):
+                self._start(self._collect_result(order))
             case MakeParts() | SendFields() | InspectSamples() | Collect():
                 self._start(self._data.carry_out(order))
             case Notify(news):
@@ -442,6 +457,11 @@ class Server:
             await work
         except RavnestError as error:
             self.fail(error)
+
+    async def _collect_result(self, order: Collect) -> None:
+        """Let texts end first: when the result is here, the clusters are told to leave."""
+        await self.generation.drain(self._timeouts.end_seconds)
+        await self._data.carry_out(order)
 
     async def _make_plan(self, order: MakePlan) -> None:
         made = await self._in_background(self._parts.planner.make_plan, self._job, order, 0.0)

@@ -34,8 +34,8 @@ from ravnest.model.capture.capture_errors import refuse_error
 from ravnest.model.capture.export_hazards import replaced, traps
 from ravnest.model.capture.export_rewrites import complex_as_pairs, plain_bags
 from ravnest.model.capture.huggingface import PLAIN_FUNCTIONS, plain_transformers, switched_off
-from ravnest.model.capture.model_with_loss import BatchFields, Metric, ModelWithLoss, name_fields
-from ravnest.model.capture.sample_length import SHORT, TokenRows, find_rows, find_symbols, is_costly
+from ravnest.model.capture.model_with_loss import LOGITS, BatchFields, Metric, ModelWithLoss, name_fields
+from ravnest.model.capture.sample_length import SHORT, Lengths, TokenRows, find_rows, find_symbols, is_costly
 from ravnest.model.capture.trace import Traced, trace
 from ravnest.model.capture.verify import (
     FEW_SAMPLES,
@@ -316,8 +316,7 @@ def _export_both(
         except CaptureError as error:  # or it cannot be captured at all, as is seen now
             logger.info("the model is exported again, for whole samples: %s", error)
     train, evaluate = (
-        trace(_export(whole, fields, is_empty, training=mode), *_facts(whole, fields, mode))
-        for mode in (True, False)
+        _trace(whole, fields, _export(whole, fields, is_empty, training=mode), mode) for mode in (True, False)
     )
     return _Programs(train, evaluate)
 
@@ -332,7 +331,7 @@ def _export_rows(
     for length in (rows.length, shortest):
         lengths = {mode: dict.fromkeys(names, Integer(length)) for mode, (names, _) in symbols.items()}
         train, evaluate = (
-            trace(each, *_facts(whole, fields, mode), lengths[mode]) for mode, each in exported.items()
+            _trace(whole, fields, each, mode, lengths[mode]) for mode, each in exported.items()
         )
         found.append((train, _share_constants(train, evaluate)))
     names = [[op.name for traced in pair for op in traced.program.ops] for pair in found]
@@ -341,10 +340,22 @@ def _export_rows(
     return _Programs(*found[0], _ShortPrograms(rows, shortest, *found[1]))
 
 
-def _facts(
-    whole: ModelWithLoss, fields: Mapping[str, torch.Tensor], training: bool
-) -> tuple[tuple[str, ...], tuple[str, ...], Callable[[str], str], str]:
-    return tuple(fields), whole.results, whole.state_name, "train" if training else "evaluate"
+def _trace(
+    whole: ModelWithLoss,
+    fields: Mapping[str, torch.Tensor],
+    exported: torch.export.ExportedProgram,
+    training: bool,
+    lengths: Lengths | None = None,
+) -> Traced:
+    """Return a program; logits that it was exported with are no result that people see."""
+    has_logits = len(exported.graph_signature.user_outputs) > len(whole.results)
+    results = (*whole.results, LOGITS) if has_logits else whole.results
+    facts = (tuple(fields), results, whole.state_name, "train" if training else "evaluate")
+    traced = trace(exported, *facts, lengths)
+    if not has_logits:
+        return traced
+    *kept, (_, logits) = traced.program.results
+    return replace(traced, program=replace(traced.program, results=tuple(kept), logits=logits))
 
 
 def _export(
@@ -360,6 +371,7 @@ def _export(
     fakes = _fake_parameters(whole) if is_empty else contextlib.nullcontext()
     with as_it_was(whole), fakes as mode, traps(PLAIN_FUNCTIONS), complex_as_pairs():
         whole.train(training)
+        whole.shows_logits = not training
         if mode is not None:
             given = {name: mode.from_tensor(field) for name, field in given.items()}
         batch = torch.export.Dim("batch")
@@ -372,6 +384,8 @@ def _export(
             raise
         except Exception as error:  # whatever the user's code or torch raises, said in the user's terms
             raise refuse_error(error, None if is_empty else _try_other_size(whole, fields)) from error
+        finally:
+            whole.shows_logits = False
 
 
 def _export_any_size(

@@ -39,6 +39,7 @@ from ravnest.model.stage.frozen_values import FrozenMemory, FrozenValues, note_v
 from ravnest.model.stage.index_checks import check_index, find_checks
 from ravnest.model.stage.narrow_weights import find_castable, widen
 from ravnest.model.stage.run_again import run_again_in_backward
+from ravnest.model.stage.text_model import make_generation_program
 
 State = Mapping[str, torch.Tensor]
 MicrobatchKey = tuple[int, int]  # seed, batch number: with the operation's number they seed its randomness
@@ -92,6 +93,8 @@ class StageProgram:
         entries = {entry.name: entry for entry in blueprint.state}
         self._train = _Runner(blueprint.train, entries, setting, make_compiler)
         self._evaluate = _Runner(blueprint.evaluate, entries, setting)
+        self._entries = entries
+        self._generate: _Runner | None = None  # made for the first text
 
     @property
     def castable(self) -> frozenset[str]:
@@ -113,6 +116,15 @@ class StageProgram:
         """Run one batch. Without a key, random operations draw from torch's generator as the module would."""
         runner = self._train if training else self._evaluate
         return runner.run(state, inputs, fields, key)
+
+    def forward_text(
+        self, state: State, inputs: Mapping[ValueId, torch.Tensor], fields: Mapping[str, torch.Tensor]
+    ) -> StageOutputs:
+        """Run rows of tokens as in evaluation; the last stage gives logits instead of loss and metrics."""
+        if self._generate is None:
+            program = make_generation_program(self.blueprint.evaluate)
+            self._generate = _Runner(program, self._entries, self.setting)
+        return self._generate.run(state, inputs, fields, None)
 
 
 def build_stage_program(
