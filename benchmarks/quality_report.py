@@ -361,7 +361,7 @@ def _draw(found: Findings, figures: dict[str, Any]) -> str:
 
 _METHOD = """\
 Fourteen small jobs, each as its user would write it, at default settings (digits-adam-mse brings Adam
-1e-3, mlp-adamw and gpt-adamw AdamW 3e-3).
+1e-3, mlp-adamw AdamW 1e-3, gpt-adamw AdamW 3e-3).
 Real programs on one machine ({machines}), one thread each. *Plain* is AdamW 1e-3, *tuned* the best of AdamW
 with rates from 3e-4 to 3e-2, constant or along a cosine, chosen once per job (`--tune`); *own* is what the
 swarm is asked to train with, in one process. The returned weights are evaluated by the same code as those of

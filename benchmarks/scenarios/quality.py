@@ -1,4 +1,4 @@
-"""The model that a swarm returns against that of one process: twelve small jobs, real programs.
+"""The model that a swarm returns against that of one process: fourteen small jobs, real programs.
 
 `--out FILE` keeps each run as a line of JSON and skips what is there; `--report FILE ...` writes the report
 of such files and runs nothing. `--tune` prints plain loops over a grid, from which each task names the best.
