@@ -176,7 +176,7 @@ def _check_start(start: Checkpoint, now: Fingerprint, num_total: int) -> None:
 def _settings(job: Job, captured: Captured, optimizer: OptimizerSettings, num_batches: int) -> JobSettings:
     has_statistics = any(entry.is_written for entry in captured.blueprint.state)
     is_whole = not captured.batch_loss.is_cuttable
-    is_adam = any(isinstance(group.rule, Adam | NAdam) for group in optimizer.groups)
+    is_adam = all(isinstance(group.rule, Adam | NAdam) for group in optimizer.groups)  # not Muon beside it
     rate = optimizer.learning_rate
     return JobSettings(
         num_samples=len(job.samples),

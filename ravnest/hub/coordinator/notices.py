@@ -126,6 +126,14 @@ class NoiseFound:
 
 
 @dataclass(frozen=True, slots=True)
+class RateChanged:
+    """The requester's own Adam steps so many times as far as asked, since so many clusters share batches."""
+
+    times: float
+    num_clusters: int
+
+
+@dataclass(frozen=True, slots=True)
 class NotEvaluated:
     """The last evaluation is left out: the cluster whose weights are kept answers, but gets nowhere."""
 
@@ -331,6 +339,7 @@ Notice = (
     | Leaving
     | SpeedChanged
     | NoiseFound
+    | RateChanged
     | NotEvaluated
     | Waiting
     | PlanFormed
@@ -409,6 +418,11 @@ def show_notice(news: Notice) -> str:  # noqa: C901, PLR0912, PLR0915 - one shor
         case NoiseFound(noise, may_add_clusters):
             then = ": more clusters may pay now" if may_add_clusters else ""
             return f"the noise scale of the gradients is {noise:.3g} samples{then}"
+        case RateChanged(times, num_clusters):
+            if times == 1.0:
+                return "your Adam has the learning rate that you gave again"
+            why = f"{num_clusters} clusters share each batch, and a share is noisier than its batch"
+            return f"the learning rate of your Adam is {times:.2f} times the one you gave: {why}"
         case NotEvaluated(cluster):
             return f"the last weights are kept as they are, not evaluated: in cluster {cluster} nothing moves"
         case Repaired(plan, reason):

@@ -143,6 +143,15 @@ def test_a_tied_weight_counts_at_both_ends_and_embedding_and_head_are_no_matrice
     assert find_matrices(two_layers()) == {"one"}
 
 
+def test_a_head_with_one_output_is_the_head_and_the_layer_before_it_is_a_matrix() -> None:
+    sketch = Sketch()
+    hidden = sketch.field("x", 4)
+    for name, size in (("first", 4), ("second", 8)):
+        hidden = sketch.op(LINEAR, hidden, sketch.weight(name, 8, size), shape=(Size(1), 8))
+    out = sketch.op(LINEAR, hidden, sketch.weight("head", 1, 8), shape=(Size(1), 1))
+    assert find_matrices(sketch.blueprint(out)) == {"first", "second"}
+
+
 def test_what_crosses_counts_as_float32_and_whole_numbers_as_they_are() -> None:
     sketch = Sketch()
     x, mask = sketch.field("x", 8, dtype="bfloat16"), sketch.field("mask", 8, dtype="bool")
