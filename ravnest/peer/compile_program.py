@@ -1,0 +1,146 @@
+"""The program that compiles one stage: `python -m ravnest.peer.compile_program`, started by a peer.
+
+It reads a request from stdin, compiles with torch's own compiler and answers on stdout. It opens no
+connection. On a GPU it runs each part once, with zeros, so that kernels are tuned before training needs them.
+"""
+
+import os
+import sys
+import threading
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ravnest.errors import RavnestError
+from ravnest.model.blueprint_json import read_blueprint
+from ravnest.model.joint_graph import CutStage, cut_stage, examples_of
+from ravnest.model.stage_program import build_stage_program
+from ravnest.peer.compile_process import (
+    FOLDER_VARIABLE,
+    CompiledFiles,
+    CompileRequest,
+    TensorFacts,
+    load_parts,
+)
+from ravnest.peer.part_code import keep_code
+
+_MOST_REQUEST_BYTES = 1 << 24
+_NICE = 5  # training goes first
+_ROOM = 2  # times what a trial takes must be free on the GPU: the training needs room, too
+
+
+def compile_request(request: CompileRequest, blueprint: bytes, folder: Path) -> CompiledFiles:
+    """Compile the parts of a stage into the folder."""
+    torch.set_float32_matmul_precision(request.matmul_precision)
+    autocast = None if request.autocast is None else getattr(torch, request.autocast)
+    program = build_stage_program(read_blueprint(blueprint), request.device, autocast=autocast)
+    mode = FakeTensorMode()
+    with mode:
+        examples = [_make(facts, request.device) for facts in request.tensors]
+    cut = cut_stage(program.trace(examples), mode, examples)
+    graphs, layout = (cut.forward, cut.inputs, cut.weights), cut.layout
+    files = tuple(None if graph is None else keep_code(compile_part(graph), folder) for graph in graphs)
+    facts = (layout.num_shown, layout.tangents, layout.found, layout.names, layout.takes_loss)
+    found = CompiledFiles(files, *facts)
+    if torch.device(request.device).type == "cuda":
+        _try_once(found, cut, request, folder)
+    return found
+
+
+def compile_part(graph: fx.GraphModule) -> str:
+    """Compile a part; return its code."""
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    made: list[Any] = []
+    examples = examples_of(graph)
+    num_given, num_found = len(examples), len(_ends(graph))
+
+    def compile_inner(inner: fx.GraphModule, given: Any, **options: Any) -> Any:
+        if (len(given), len(_ends(inner))) != (num_given, num_found):
+            raise RavnestError("torch's compiler has changed what a part takes or gives")
+        made.append(compile_fx_inner(inner, given, **options))
+        return made[-1]
+
+    with torch.no_grad():
+        compile_fx(graph, examples, inner_compile=compile_inner)
+    (found,) = made
+    if found.constants or found.mutated_input_idxs:
+        raise RavnestError("a part has constants of its own, or changes what it is given")
+    source: str = found.source_code
+    return source
+
+
+def _make(facts: TensorFacts, device: str) -> Tensor:
+    made = torch.empty_strided(
+        facts.shape, facts.strides, dtype=getattr(torch, facts.dtype), device=torch.device(device)
+    )
+    return made.requires_grad_(facts.needs_gradient)
+
+
+def _try_once(found: CompiledFiles, cut: CutStage, request: CompileRequest, folder: Path) -> None:
+    """Run the parts, if there is room for it; else the first microbatch tunes their kernels."""
+    kept = sum(_nbytes(node.meta["val"]) for node in _ends(cut.forward))
+    given = sum(_nbytes(each) for each in examples_of(cut.forward))
+    free, _ = torch.cuda.mem_get_info(torch.device(request.device))
+    if free < _ROOM * (given + 2 * kept):
+        return
+    parts = load_parts(found, folder)
+    num_shown, num_found = cut.layout.num_shown, len(cut.layout.found)
+    arguments = [_make(facts, request.device).detach().zero_() for facts in request.tensors]
+    with torch.no_grad():
+        outputs = list(parts.forward(arguments))[num_shown:]
+        for part, graph, skipped in ((parts.inputs, cut.inputs, num_found), (parts.weights, cut.weights, 0)):
+            if part is None or graph is None:
+                continue
+            wanted = examples_of(graph)[len(outputs) :]
+            outputs += [
+                torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device).zero_()
+                for like in wanted
+            ]
+            outputs = list(part(outputs))[skipped:]
+    torch.cuda.synchronize()
+
+
+def _ends(graph: fx.GraphModule) -> list[Any]:
+    (end,) = graph.graph.find_nodes(op="output")
+    return list(end.args[0])
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _answer(given: BinaryIO) -> CompiledFiles:
+    try:
+        request = msgspec.json.decode(given.readline(_MOST_REQUEST_BYTES), type=CompileRequest)
+        blueprint = given.read(request.blueprint_bytes)
+        threading.Thread(target=_end_with_the_peer, args=(given,), daemon=True).start()
+        return compile_request(request, blueprint, Path(os.environ[FOLDER_VARIABLE]))
+    except Exception as error:  # a compiler may raise anything; the peer trains on without it
+        told = (str(error).strip().splitlines() or [""])[0]
+        return CompiledFiles(error=f"{type(error).__name__}: {told:.300}")
+
+
+def _end_with_the_peer(given: BinaryIO) -> None:
+    """Wait for the end of stdin: then nobody wants the answer."""
+    given.read(1)
+    os._exit(1)
+
+
+def main() -> None:
+    """Answer one request; what libraries print goes to stderr."""
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    if hasattr(os, "nice"):
+        os.nice(_NICE)
+    answers.write(msgspec.json.encode(_answer(sys.stdin.buffer)))
+    answers.flush()
+    os._exit(0)  # threads of the compiler's pool are not waited for
+
+
+if __name__ == "__main__":
+    main()
