@@ -4,6 +4,7 @@ It reads a request from stdin, compiles with torch's own compiler and answers on
 connection. On a GPU it runs each part once, with zeros, so that kernels are tuned before training needs them.
 """
 
+import logging
 import os
 import sys
 import threading
@@ -28,6 +29,8 @@ from ravnest.peer.compile_process import (
 )
 from ravnest.peer.part_code import keep_code
 
+logger = logging.getLogger(__name__)
+
 _MOST_REQUEST_BYTES = 1 << 24
 _NICE = 5  # training goes first
 _ROOM = 2  # times what a trial takes must be free on the GPU: the training needs room, too
@@ -47,7 +50,10 @@ def compile_request(request: CompileRequest, blueprint: bytes, folder: Path) -> 
     facts = (layout.num_shown, layout.tangents, layout.found, layout.names, layout.takes_loss)
     found = CompiledFiles(files, *facts)
     if torch.device(request.device).type == "cuda":
-        _try_once(found, cut, request, folder)
+        try:
+            _try_once(found, cut, request, folder)
+        except Exception as error:  # zeros may be nothing that it can run with
+            logger.warning("the compiled stage was not tried: %s", error)
     return found
 
 
@@ -110,8 +116,8 @@ def _ends(graph: fx.GraphModule) -> list[Any]:
     return list(end.args[0])
 
 
-def _nbytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+def _nbytes(value: Any) -> int:
+    return value.numel() * value.element_size() if isinstance(value, Tensor) else 0
 
 
 def _answer(given: BinaryIO) -> CompiledFiles:
@@ -131,7 +137,7 @@ def _end_with_the_peer(given: BinaryIO) -> None:
     os._exit(1)
 
 
-def main() -> None:
+def answer_request() -> None:
     """Answer one request; what libraries print goes to stderr."""
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
@@ -143,4 +149,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    answer_request()

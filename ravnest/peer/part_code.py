@@ -58,7 +58,7 @@ def _align(call: CompiledPart) -> CompiledPart:
 
     def run(given: list[Tensor]) -> Any:
         for place, tensor in enumerate(given):
-            if tensor.data_ptr() % _ALIGNMENT:
+            if isinstance(tensor, Tensor) and tensor.data_ptr() % _ALIGNMENT:
                 given[place] = tensor.clone(memory_format=torch.preserve_format)
         return call(given)
 
