@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -18,7 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ravnest.errors import RavnestError
 from ravnest.model.blueprint_json import read_blueprint
-from ravnest.model.joint_graph import CutStage, cut_stage, examples_of
+from ravnest.model.compiled_stage import CompiledParts
+from ravnest.model.joint_graph import cut_stage, examples_of
 from ravnest.model.stage_program import build_stage_program
 from ravnest.peer.compile_process import (
     FOLDER_VARIABLE,
@@ -46,14 +48,38 @@ def compile_request(request: CompileRequest, blueprint: bytes, folder: Path) -> 
         examples = [_make(facts, request.device) for facts in request.tensors]
     cut = cut_stage(program.trace(examples), mode, examples)
     graphs, layout = (cut.forward, cut.inputs, cut.weights), cut.layout
+    given = [[] if graph is None else examples_of(graph) for graph in graphs]
+    kept = [node.meta["val"] for node in _ends(cut.forward)]
     files = tuple(None if graph is None else keep_code(compile_part(graph), folder) for graph in graphs)
     facts = (layout.num_shown, layout.tangents, layout.found, layout.names, layout.takes_loss)
     found = CompiledFiles(files, *facts)
     if torch.device(request.device).type == "cuda":
-        try:
-            _try_once(found, cut, request, folder)
-        except Exception as error:  # zeros may be nothing that it can run with
-            logger.warning("the compiled stage was not tried: %s", error)
+        free, _ = torch.cuda.mem_get_info(torch.device(request.device))
+        if free > _ROOM * (sum(map(_nbytes, given[0])) + 2 * sum(map(_nbytes, kept))):
+            try:
+                run_once(load_parts(found, folder), given)
+                torch.cuda.synchronize()
+            except Exception as error:  # zeros may be nothing that it can run with
+                logger.warning("the compiled stage was not tried: %s", error)
+    return found
+
+
+def run_once(parts: CompiledParts, given: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """Run the parts with zeros, each given tensors like these; return what the last one gives."""
+    found: list[Tensor] = []
+    shown = (parts.layout.num_shown, len(parts.layout.found), 0)  # by each part; the rest is for the next
+    runs = zip((parts.forward, parts.inputs, parts.weights), given, shown, strict=True)
+    num_shown = 0
+    with torch.no_grad():
+        for part, wanted, num_own in runs:
+            if part is None:
+                continue
+            found = found[num_shown:]
+            found += [
+                torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device).zero_()
+                for like in wanted[len(found) :]
+            ]
+            found, num_shown = list(part(found)), num_own
     return found
 
 
@@ -85,30 +111,6 @@ def _make(facts: TensorFacts, device: str) -> Tensor:
         facts.shape, facts.strides, dtype=getattr(torch, facts.dtype), device=torch.device(device)
     )
     return made.requires_grad_(facts.needs_gradient)
-
-
-def _try_once(found: CompiledFiles, cut: CutStage, request: CompileRequest, folder: Path) -> None:
-    """Run the parts, if there is room for it; else the first microbatch tunes their kernels."""
-    kept = sum(_nbytes(node.meta["val"]) for node in _ends(cut.forward))
-    given = sum(_nbytes(each) for each in examples_of(cut.forward))
-    free, _ = torch.cuda.mem_get_info(torch.device(request.device))
-    if free < _ROOM * (given + 2 * kept):
-        return
-    parts = load_parts(found, folder)
-    num_shown, num_found = cut.layout.num_shown, len(cut.layout.found)
-    arguments = [_make(facts, request.device).detach().zero_() for facts in request.tensors]
-    with torch.no_grad():
-        outputs = list(parts.forward(arguments))[num_shown:]
-        for part, graph, skipped in ((parts.inputs, cut.inputs, num_found), (parts.weights, cut.weights, 0)):
-            if part is None or graph is None:
-                continue
-            wanted = examples_of(graph)[len(outputs) :]
-            outputs += [
-                torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device).zero_()
-                for like in wanted
-            ]
-            outputs = list(part(outputs))[skipped:]
-    torch.cuda.synchronize()
 
 
 def _ends(graph: fx.GraphModule) -> list[Any]:

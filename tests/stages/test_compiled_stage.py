@@ -22,6 +22,7 @@ from ravnest.model.joint_graph import cut_stage, examples_of
 from ravnest.model.slicing import slice_blueprint
 from ravnest.model.stage_program import build_stage_program
 from ravnest.peer.compile_process import CompileProcess, compile_apart
+from ravnest.peer.compile_program import run_once
 from ravnest.peer.limits import keep_compiled
 from ravnest.peer.part_code import load_part
 from ravnest.peer.stage_builder import find_roles
@@ -273,6 +274,31 @@ def test_a_process_that_dies_is_named_and_training_goes_on(own_folder):
         "(RavnestError: the compiler ended without an answer)"
     ]
     assert not list(own_folder.glob("*.json"))
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_parts_run_with_zeros_like_what_they_will_be_given(is_first):
+    captured, found = captured_tokens(), []
+    blueprint, cut = captured.blueprint, middle(captured)
+    ends = (blueprint.start, cut) if is_first else (cut, blueprint.stop)
+    part = slice_blueprint(blueprint, *ends)
+
+    def compile_stage(stage, arguments):
+        mode = FakeTensorMode()
+        parts = cut_stage(stage.trace(arguments), mode, [mode.from_tensor(each) for each in arguments])
+        graphs = (parts.forward, parts.inputs, parts.weights)
+        boxed = (graph and (lambda given, run=graph: run(*given)) for graph in graphs)
+        found.append(CompiledParts(*boxed, parts.layout))
+        given = [[] if graph is None else examples_of(graph) for graph in graphs]
+        found.append([[torch.empty_like(each, device="cpu") for each in some] for some in given])
+        return lambda: None
+
+    make = partial(StageCompiler, compile_stage=compile_stage, warn=pytest.fail)
+    whole = Line(captured, (cut,), make, compiles=(is_first, not is_first))
+    whole.train(0, batch())
+    gradients = run_once(*found)
+    trained = [entry.shape for entry in part.state if entry.is_trainable]
+    assert sorted(tuple(each.shape) for each in gradients) == sorted(trained)
 
 
 def test_running_statistics_are_those_of_the_whole_stage():
