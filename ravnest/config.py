@@ -313,6 +313,7 @@ class PeerTimeouts:
     give_up_later_seconds: float = 5.0  # the other one of the two waits so much longer
     report_every_seconds: float = 5.0  # a stage reports at least this often while it works
     ask_again_seconds: float = 1.0  # an averager repeats an unanswered question after this
+    compile_seconds: float = 1800.0  # a stage that is not compiled after this runs uncompiled for good
 
 
 @dataclass(frozen=True, slots=True)

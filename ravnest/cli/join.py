@@ -73,7 +73,7 @@ class _Stated:
     hours: tuple["Hours", ...] = ()
     runs_on_battery: bool = False
     hub_process: int | None = None  # of a hub on this PC
-    compile_mode: CompileMode = CompileMode.OFF
+    compile_mode: CompileMode = CompileMode.AUTO
 
 
 @click.command()
@@ -81,7 +81,7 @@ class _Stated:
 @click.option("--token-file", metavar="FILE", help=f"Read the token here, or from stdin (-); or {_VARIABLE}.")
 @click.option("--name", metavar="NAME", help="What others call this PC; its host name if left out.")
 @click.option("--device", default="auto", show_default=True, help="cpu, cuda, cuda:1, mps, or the fastest.")
-@click.option("--compile", metavar="auto|on|off", default="off", show_default=True, help="auto: on CUDA.")
+@click.option("--compile", metavar="auto|on|off", default="auto", show_default=True, help="auto: on CUDA.")
 @click.option(
     "--memory", metavar="SIZE", help="Memory to lend, like '4 GB'; half of what is free (GPU: 80 %)."
 )

@@ -93,7 +93,7 @@ class MemoryWatch:
 
 
 def keep_compiled(environment: MutableMapping[str, str]) -> None:
-    """Let torch keep what it compiles in this user's own folder, and compile on the cores lent.
+    """Let torch keep what it compiles in this user's own folder; this program itself starts no compilers.
 
     torch runs what it finds there, so it must not be a folder that others can write to. torch itself sets
     these variables to one below /tmp, and a program that starts peers passes them on: nobody's wish.
@@ -102,7 +102,7 @@ def keep_compiled(environment: MutableMapping[str, str]) -> None:
     folder = make_own_folder(caches / "ravnest" / "compiled")
     environment["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
     environment["TRITON_CACHE_DIR"] = str(folder / "triton")
-    environment.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(torch.get_num_threads()))
+    environment["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # another process compiles, on the cores lent
 
 
 def make_own_folder(folder: Path) -> Path:

@@ -345,7 +345,8 @@ class Worker:
                 yield Outgoing(self._before, back, buffers)
             halfway = self._clock()
             weight = self.timekeeper.weight(task.lag)
-            dropped = self._stage.backward_weights(microbatch, weight, running.num_samples)
+            rate = self._rate() if task.is_update else None
+            dropped = self._stage.backward_weights(microbatch, weight, running.num_samples, rate)
             device.stretch(halfway, device.weights_seconds * running.num_samples)
         if running.passed is not None and dropped is None:
             # The device has nothing to do now: a look costs no wait, as one after the forward would.

@@ -19,7 +19,7 @@ from ravnest.model.stage.frozen_values import FrozenValues
 from ravnest.model.stage.narrow_weights import find_castable
 from ravnest.model.stage.op_costs import Cost, Flight, Form, Trial, recurrent_bytes, recurrent_flops
 from ravnest.plan.types import ModelProfile
-from ravnest.protocol.tensors import ITEM_BYTES, find_channels
+from ravnest.protocol.tensors import FLOAT_BYTES, ITEM_BYTES, find_channels
 
 
 def measure(
@@ -104,13 +104,17 @@ def has_channels(blueprint: Blueprint, batch_size: int) -> bool:
 
 
 def _state_bytes(blueprint: Blueprint, names: Iterable[str]) -> tuple[float, ...]:
-    """Return the bytes of this state at each position; a tied weight counts wherever it is used."""
+    """Return the bytes of this state at each position; a tied weight counts wherever it is used.
+
+    What is trained counts as float32 at least: sums of its gradients and its moments are that wide.
+    """
     totals = [0.0] * blueprint.num_positions
     chosen = set(names)
     for entry in blueprint.state:
         if entry.name in chosen:
+            is_narrow = entry.is_trainable and FLOAT_BYTES.get(entry.dtype) == 2
             for position in entry.positions:
-                totals[position] += entry.size_bytes
+                totals[position] += entry.size_bytes * (2 if is_narrow else 1)
     return tuple(totals)
 
 

@@ -371,6 +371,22 @@ def test_what_is_not_trained_is_told_apart() -> None:
     assert sum(profile.buffer_bytes) == 4 * (8 + 8) + 8  # the mean, the variance, the number of batches
 
 
+def test_what_is_trained_in_16_bits_counts_as_wide_as_its_sums_and_moments() -> None:
+    class Narrow(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(8, 8, bias=False).to(torch.bfloat16).requires_grad_(requires_grad=False)
+            self.second = nn.Linear(8, 8, bias=False).to(torch.bfloat16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(self.first(x.to(torch.bfloat16))).float().sum()
+
+    captured = capture(Narrow(), {"x": torch.randn(4, 8)}, lambda out, batch: out, self_test=False)
+    profile = measure(captured.blueprint, 4)
+    assert sum(profile.frozen_bytes) == 2 * 8 * 8
+    assert sum(profile.trained_bytes) == 4 * 8 * 8
+
+
 class Pooled(nn.Module):
     """Tokens, channels last, until a mean over the tokens."""
 
