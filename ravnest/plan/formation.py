@@ -17,6 +17,7 @@ from ravnest.plan.infeasible import explain_shortage, holding_order
 from ravnest.plan.line import Ints, LineCost
 from ravnest.plan.search import Search
 from ravnest.plan.seeds import typical_stages
+from ravnest.plan.small_swarms import MOST_NODES
 from ravnest.plan.split import FINE_POSITIONS, NodeOrder, Splitter, choose_cuts, coarsen, shorten_line
 from ravnest.plan.types import Cluster, ModelProfile, Plan, Swarm
 
@@ -57,7 +58,8 @@ def form_plan(
     if len(found.orders) < _MANY_CLUSTERS:  # those who are too slow to average with others may be fast alone
         line = LineCost(short, config, is_averaged=False)
         alone = _search_one(line, nodes, seed, budget.quick_clusters // 4)
-        if alone.rate > _PROMISING * found.rate or not found.orders:
+        is_final = len(nodes) <= MOST_NODES  # of so few, a short search has seen everything
+        if not is_final and (alone.rate > _PROMISING * found.rate or not found.orders):
             alone = _search_one(line, nodes, seed, _fit_budget(line, nodes, budget))
         found = max(found, alone, key=lambda each: each.rate)
     orders = found.orders or holding_order(profile, swarm, config)

@@ -45,7 +45,7 @@ class Splitter:
         self.nodes = nodes
         self._costs = StageCosts(line, nodes) if keep else None
         busiest = np.maximum(line.send_after, line.send_before) / line.config.relay_bytes_per_second
-        self._relay = busiest.astype(np.float32)
+        self.relay_seconds = busiest.astype(np.float32)
 
     def stage_seconds(self, depth: int) -> Floats32:
         """Seconds per batch of every stage at this depth, [node, length - 1, start]."""
@@ -109,7 +109,7 @@ class Splitter:
             ahead[:, : length + 1] = reach[:active]
             if k:  # between two neighbours that cannot be dialled, the hub sets a pace of its own
                 relayed = hidden[:active, k] & hidden[:active, k - 1]
-                ahead[:, : length + 1] = np.maximum(reach[:active], relayed[:, None] * self._relay)
+                ahead[:, : length + 1] = np.maximum(reach[:active], relayed[:, None] * self.relay_seconds)
             # [cluster, length - 1, start]: the reach at the stop of each interval
             behind = _windows(ahead[:, 1:], length)
             np.maximum(stage, behind, out=stage)
