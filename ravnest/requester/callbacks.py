@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import UnionType
 from typing import Any
 
 from ravnest.config import TIMEOUTS, ProgramTimeouts
@@ -48,13 +49,13 @@ class Callbacks:
     def __init__(
         self, callbacks: Sequence[Callback], num_awaited: int, stop: Callable[[str], None] = lambda _: None
     ) -> None:
-        self._callbacks = list(callbacks)
+        self._callbacks: list[tuple[Callable[[Any], object], Any]] = [(each, object) for each in callbacks]
         self._stop = stop  # the training, with the reason
         self._num_missing: int | None = num_awaited or None
 
-    def add(self, callback: Callback) -> None:
-        """Add a callback."""
-        self._callbacks.append(callback)
+    def add(self, callback: Callable[[Any], object], kinds: type | UnionType = object) -> None:
+        """Add a callback for notices of these kinds."""
+        self._callbacks.append((callback, kinds))
 
     def __call__(self, news: Notice) -> None:
         """Pass a notice to all callbacks."""
@@ -70,14 +71,16 @@ class Callbacks:
                 self._num_missing = None
 
     def _pass_on(self, news: Notice) -> None:
-        for callback in tuple(self._callbacks):
+        for callback, kinds in tuple(self._callbacks):
+            if not isinstance(news, kinds):
+                continue
             name = getattr(callback, "__name__", type(callback).__name__)
             try:
                 callback(news)
             except StopTraining as wish:
                 self._stop(str(wish) or f"the callback {name} wants it")
             except Exception as error:
-                self._callbacks.remove(callback)
+                self._callbacks.remove((callback, kinds))
                 logger.warning("the callback %s failed and is left out from now on: %r", name, error)
 
 

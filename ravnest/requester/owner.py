@@ -19,7 +19,7 @@ from ravnest.disk import release_pages
 from ravnest.engine.train_config import TrainConfig, write_train_config
 from ravnest.errors import ConfigError, RavnestError, WeightsError
 from ravnest.hub.coordinator.leases import LedgerState
-from ravnest.hub.coordinator.notices import EpochDone, Evaluated, MicrobatchDropped, Notice, Trained
+from ravnest.hub.coordinator.notices import EpochDone, Evaluated, MicrobatchDropped, Trained
 from ravnest.hub.service.data_service import Fields, Parts, StagePart
 from ravnest.model.blueprint.blueprint_json import write_blueprint
 from ravnest.model.blueprint.program import Program
@@ -51,6 +51,7 @@ logger = logging.getLogger(__name__)
 Keeper = Checkpoints
 _MUCH_DROPPED = 0.1  # of the samples
 DeliverResult = Callable[[Result], None]  # puts the weights where they are to go
+Recorded = EpochDone | Evaluated | MicrobatchDropped | Trained
 
 
 class JobOwner:
@@ -84,18 +85,18 @@ class JobOwner:
         self._left_out = left_out  # of checkpoints: frozen weights that can be had again
         self._inspector = SampleInspector(captured)
 
-    def note(self, news: Notice) -> None:
+    def record(self, report: Recorded) -> None:
         """Record an epoch or an evaluation; after a restart the same one may be reported again."""
-        match news:
+        match report:
             case MicrobatchDropped(reason=reason):
                 self._dropped_for[reason] += 1
             case Trained(loss=loss):
                 self._has_loss |= loss is not None
-        if isinstance(news, EpochDone | Evaluated):
+        if isinstance(report, EpochDone | Evaluated):
             # An evaluation comes late, when others have told of the next epoch: it takes back only its like.
-            again = [each for each in self.history if each["epoch"] >= news.epoch]
-            again = [each for each in again if isinstance(news, EpochDone) or "num_samples" not in each]
-            self.history = [each for each in self.history if each not in again] + [_report(news)]
+            again = [each for each in self.history if each["epoch"] >= report.epoch]
+            again = [each for each in again if isinstance(report, EpochDone) or "num_samples" not in each]
+            self.history = [each for each in self.history if each not in again] + [_report(report)]
 
     def retell(self, told: Sequence[EpochDone | Evaluated]) -> None:
         """Record the history of a log, which may be longer than that of a checkpoint."""

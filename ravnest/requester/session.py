@@ -54,6 +54,7 @@ from ravnest.requester.guest_file import GuestFile, invite_guest
 from ravnest.requester.job import Job
 from ravnest.requester.live_texts import LiveTexts, ResultTexts, Texts
 from ravnest.requester.local_peers import HERE, Hardware, LocalPeers, claim_port, share_memory
+from ravnest.requester.owner import Recorded
 from ravnest.requester.prepare import PreparedJob, prepare
 from ravnest.requester.result import Result, check_place, keep_weights
 from ravnest.requester.run_folder import (
@@ -313,7 +314,7 @@ class Hub:
                 hear(HubListens(self._listen))
             await open_things.enter_async_context(self._peers.running(self.invitation))
             given = await self._prepare(setup, hear)  # peers that dial now are answered; they join after it
-            hear.add(given.owner.note)
+            hear.add(given.owner.record, Recorded)
             past = self._find_past(given) if resumes else None
             coordinator = Coordinator(given.job, self._timeouts.hub)
             self._watch = StatusTracker(coordinator) if past is None else past

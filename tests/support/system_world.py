@@ -60,7 +60,7 @@ from ravnest.protocol.messages import Message, Refusal
 from ravnest.protocol.training import LeaseDone
 from ravnest.requester.checkpoint_store import Checkpoints
 from ravnest.requester.first_weights import find_first_weights
-from ravnest.requester.owner import JobOwner
+from ravnest.requester.owner import JobOwner, Recorded
 from ravnest.requester.prepare import PreparedJob
 from ravnest.requester.prepare import prepare as prepare_job
 from ravnest.requester.result import Result
@@ -391,7 +391,8 @@ class World:
         self._told.append((self.now, news))
         here = set(self._server._door.names.values())
         assert self._server._outbox.receivers <= here, "nothing is left of who has gone"
-        self.given.owner.note(news)
+        if isinstance(news, Recorded):
+            self.given.owner.record(news)
         self.hear(self, news)
 
     async def _run(self) -> Result | None:

@@ -2,14 +2,14 @@
 
 from types import SimpleNamespace
 
-from ravnest.hub.coordinator.notices import EpochDone, Evaluated, Joined
+from ravnest.hub.coordinator.notices import EpochDone, Evaluated
 from ravnest.requester.owner import JobOwner
 
 
 def note(*told):
     owner = JobOwner(None, SimpleNamespace(state={}, blueprint=SimpleNamespace(state=())), None, None)
     for news in told:
-        owner.note(news)
+        owner.record(news)
     return [
         (report["epoch"], "val_loss" in report, report.get("loss", report.get("val_loss")))
         for report in owner.history
@@ -25,9 +25,7 @@ def evaluated(epoch, loss):
 
 
 def test_epochs_and_evaluations_are_kept_in_the_order_they_were_told():
-    told = note(
-        trained(1, 5.0), Joined("a"), trained(2, 4.0), evaluated(1, 4.5), trained(3, 3.0), evaluated(2, 3.5)
-    )
+    told = note(trained(1, 5.0), trained(2, 4.0), evaluated(1, 4.5), trained(3, 3.0), evaluated(2, 3.5))
     assert told == [(1, False, 5.0), (2, False, 4.0), (1, True, 4.5), (3, False, 3.0), (2, True, 3.5)]
 
 
