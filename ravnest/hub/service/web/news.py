@@ -12,6 +12,7 @@ from ravnest.hub.coordinator.notices import (
     ClusterDissolved,
     ClusterStarted,
     CutOff,
+    DashboardOpened,
     Evaluated,
     HubListens,
     Joined,
@@ -80,8 +81,8 @@ class NewsList:
         self.num_added = 0
 
     def add(self, notice: Notice, at: float | None) -> None:
-        """Add a notice, but for those of progress, which curves show."""
-        if not isinstance(notice, Trained):
+        """Add a notice, but for progress, which curves show, and the link, whose token is nobody's business."""
+        if not isinstance(notice, Trained | DashboardOpened):
             names = _names(notice)
             self._append(type(notice).__name__, _topic(notice), _tone(notice), show_notice(notice), names, at)
 

@@ -39,7 +39,7 @@ class Pages:
 
     def receive(self, update: UpdateDocument | None, seconds: float = 0.0) -> None:
         """Take an update that was made in so many seconds, and show it to all pages; None: nothing is new."""
-        if update is not None:
+        if update is not None and not self._is_over:
             self.replica.apply(update)
             self._show(_encode(update))
         self._arrived.set()
@@ -49,8 +49,9 @@ class Pages:
             self._timer = asyncio.get_running_loop().call_later(pause, self._ask_again)
 
     def end(self) -> None:
-        """Say to all pages that nothing more comes."""
+        """Say to all pages that nothing more comes: the hub has ended."""
         self._is_over = True
+        self.replica.end()
         if self._timer is not None:
             self._timer.cancel()
         for queue in self._queues.values():
@@ -83,10 +84,8 @@ class Pages:
                 except TimeoutError:
                     yield b": still here\n\n"
                     continue
-                if found is None:
-                    yield self._whole()
-                else:
-                    yield found
+                yield self._whole() if found is None else found
+            yield self._whole()  # as it ended
         finally:
             del self._queues[number]
 

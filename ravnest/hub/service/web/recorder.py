@@ -28,7 +28,7 @@ from ravnest.hub.coordinator.notices import (
     WorkLost,
 )
 from ravnest.hub.service.status import StatusTracker
-from ravnest.hub.service.web.curves import RunCurve, CurvePart
+from ravnest.hub.service.web.curves import CurvePart, RunCurve
 from ravnest.hub.service.web.documents import DepartureDocument, RoundDocument
 from ravnest.hub.service.web.news import NewsList
 from ravnest.ids import LeaseId, NodeId

@@ -50,6 +50,7 @@ def _bind(host: str, port: int) -> socket.socket:
         if os.name == "posix":
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(name)
+        bound.listen(_MOST_CONNECTIONS)  # until then another program could bind it too
     except OSError:
         bound.close()
         raise
@@ -106,7 +107,6 @@ class WebServer:
         self._bound.close()
 
     def _end(self, pages: Pages) -> None:
-        pages.replica.end()
         pages.end()
         if self._server is not None:
             self._server.should_exit = True

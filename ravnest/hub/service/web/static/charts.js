@@ -12,7 +12,7 @@ function colour(name) {
 }
 
 function faint(shade) {
-  return `color-mix(in srgb, ${shade} 28%, transparent)`;
+  return `color-mix(in srgb, ${shade} 42%, transparent)`;
 }
 
 // An exponential mean without the pull towards zero of its beginning.
