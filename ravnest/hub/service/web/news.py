@@ -81,7 +81,7 @@ class NewsList:
         self.num_added = 0
 
     def add(self, notice: Notice, at: float | None) -> None:
-        """Add a notice, but for progress, which curves show, and the link, whose token is nobody's business."""
+        """Add a notice, but for progress, which curves show, and the link with its token."""
         if not isinstance(notice, Trained | DashboardOpened):
             names = _names(notice)
             self._append(type(notice).__name__, _topic(notice), _tone(notice), show_notice(notice), names, at)
