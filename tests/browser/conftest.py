@@ -1,4 +1,4 @@
-"""A real browser. Without Chromium these tests are skipped, unless RAVNEST_NEEDS_FAULTS is set: then they fail.
+"""A real browser. Without Chromium these tests are skipped, or fail if RAVNEST_NEEDS_FAULTS is set.
 
 Pages may not have scripts evaluated (their Content-Security-Policy), so tests wait for what is to be seen.
 """
@@ -15,7 +15,7 @@ PATIENCE = 240_000.0  # milliseconds: against what hangs, a PC may have a load o
 expect.set_options(timeout=PATIENCE)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # no longer: while Playwright is open, nobody else may run an event loop
 def chromium():
     program = next(filter(None, map(shutil.which, NAMES)), None)
     if program is None:

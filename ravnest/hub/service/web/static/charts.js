@@ -149,5 +149,5 @@ export class Chart {
 }
 
 function zeroBased(_, low, high) {
-  return [0, Math.max(high, 1e-9) * 1.1];
+  return [0, high > 0 ? 1.1 * high : 1];
 }

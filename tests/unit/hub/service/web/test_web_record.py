@@ -1,6 +1,8 @@
 """What the page shows of a run: curves of bounded length, news, and one document, live or from a log."""
 
+import re
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -275,6 +277,19 @@ def test_metrics_are_of_the_document_and_escape_what_peers_say():
     busy = [line for line in text.splitlines() if line.startswith("ravnest_stage_busy_ratio{")]
     assert any('node="a\\"}\\n' in line and line.endswith(" 0.5") for line in busy)
     assert write_metrics(None) == b""
+
+
+def test_the_metrics_of_the_documents_and_of_the_board_for_grafana_are_there():
+    world = trained()
+    world.run_until(lambda: world.recorder.rounds and world.told(Evaluated) and is_training(world)())
+    told = {
+        line.split("{")[0].split(" ")[0] for line in write_metrics(world.document()).decode().splitlines()
+    }
+    root = Path(__file__).parents[5]
+    for file in ("docs/dashboard.md", "examples/grafana/ravnest.json"):
+        named = set(re.findall(r"\bravnest_[a-z_]+", (root / file).read_text()))
+        assert len(named) > 10
+        assert named - told <= {"ravnest_stage_busy_ratio", "ravnest_eta_seconds"}, file
 
 
 def test_evaluations_are_on_the_curve_of_their_metric():
