@@ -17,7 +17,7 @@ export function trainingView() {
   const stale = el(
     "table",
     { class: "table" },
-    el("thead", {}, el("tr", {}, ...["Stage", "Node", "Lag", "Bound", ""].map((name) => el("th", { scope: "col" }, name)))),
+    el("thead", {}, el("tr", {}, ...["Stage", "Node", "Lag", "Bound", "Lag beside its bound"].map((name) => el("th", { scope: "col" }, name)))),
     stages,
   );
   const below = el(
