@@ -346,6 +346,10 @@ class ProgramTimeouts:
     lending_look_seconds: float = 1.0  # between two looks at hours, battery and memory of a lent PC
     doctor_seconds: float = 5.0  # the doctor waits so long for a hub
     mirror_seconds: float = 30.0  # a mirror of weights may be silent so long
+    page_every_seconds: float = 0.5  # between two updates of the dashboard's pages
+    page_answer_seconds: float = 2.0  # a page waits so long for the hub, then shows what was last known
+    page_keepalive_seconds: float = 15.0  # a stream of updates is never silent for longer
+    page_end_seconds: float = 3.0  # at the end, pages have this long to hear of it
 
 
 @dataclass(frozen=True, slots=True)

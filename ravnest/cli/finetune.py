@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ravnest.cli.common import PlanWishes, plan_options, report, to_json
+from ravnest.cli.common import PlanWishes, dashboard_options, plan_options, report, to_json
 from ravnest.cli.plan import PlanAnswer, base_plan, plan_job, plan_report, print_plan, read_nodes
 from ravnest.cli.train import HubPlace, RunWishes, serve_hub, train_here
 from ravnest.errors import ConfigError
@@ -95,6 +95,7 @@ class _Question:
 @_with(_RUNNING)
 @_with(_ASKING)
 @plan_options
+@dashboard_options(is_usual=True)
 @click.option("--quiet", is_flag=True, help="Say only how to join, and what went wrong.")
 @click.option("--json", "as_json", is_flag=True, help=f"Print JSON lines ({_SCHEMA}).")
 def run_finetuning(
@@ -102,6 +103,7 @@ def run_finetuning(
     dry_run: bool,
     merge: bool,
     wishes: PlanWishes,
+    dashboard: bool | str,
     quiet: bool,
     as_json: bool,
     **given: Any,
@@ -126,7 +128,7 @@ def run_finetuning(
             settings[name] = read(settings[name])
     if running["resume"] and running["out"] is None:
         raise ConfigError("--resume needs the --out that the training was started with")
-    run = RunWishes(running["out"], None, running["resume"], wishes, quiet, as_json, _SCHEMA)
+    run = RunWishes(running["out"], None, running["resume"], wishes, quiet, as_json, _SCHEMA, dashboard)
     from ravnest.requester.finetuning.finetune import make_finetuning
 
     work = make_finetuning(model, data, settings)

@@ -11,6 +11,7 @@ from importlib import metadata
 
 import click
 
+from ravnest.cli.dashboard import dashboard
 from ravnest.cli.demo import demo
 from ravnest.cli.doctor import doctor, env
 from ravnest.cli.finetune import run_finetuning
@@ -96,6 +97,7 @@ _COMMANDS = (
     resume,
     finish,
     status,
+    dashboard,
     stop,
     token,
     invite,

@@ -19,7 +19,7 @@ from functools import partial
 from math import prod
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import msgspec
 import psutil  # type: ignore[import-untyped]
@@ -31,6 +31,7 @@ from ravnest.hub.coordinator.events import Action, Event
 from ravnest.hub.coordinator.notices import (
     CaptureStep,
     CheckpointIsResult,
+    DashboardOpened,
     HubListens,
     ModelCaptured,
     Notice,
@@ -67,6 +68,9 @@ from ravnest.requester.run_folder import (
     write_hub_file,
 )
 from ravnest.requester.text_channel import TextRequest, TextServer
+
+if TYPE_CHECKING:  # a hub without a page loads no web server
+    from ravnest.hub.service.web.live_dashboard import LiveDashboard
 
 _Value = TypeVar("_Value")
 
@@ -148,10 +152,11 @@ class Hub:
     It listens at HOST:PORT during `fit`; `public` is the address that others dial, if it differs. A `folder`
     keeps its identity, its log and its result, so that it invites with the same token again. `peers` start on
     this PC with each job, beside those that join. `tell` gets notices in place of stderr; `look` gets the
-    status after every event. `parts` replaces the planner, timeouts and the like.
+    status after every event. `dashboard` serves a page on this PC (True) or at HOST:PORT; its link is told.
+    `parts` replaces the planner, timeouts and the like.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the front door: few give more than two of them
         self,
         listen: str = _PORT,
         *,
@@ -161,6 +166,7 @@ class Hub:
         peers: Sequence[Hardware] = (),
         tell: Callback | None = None,
         look: Callable[[StatusTracker], None] | None = None,
+        dashboard: bool | str = False,
         parts: HubParts = HUB_PARTS,
     ) -> None:
         self._listen = read_address(listen, is_door=True)
@@ -176,6 +182,9 @@ class Hub:
         self._wishes: list[Callable[[Server], None]] = []  # of what the training under way is to do
         self._look_at_wishes: Callable[[], None] | None = None  # while a job is trained
         self._guests: Guests = GuestsInMemory() if self._folder is None else GuestFile(self._folder)
+        self._dashboard_place = dashboard
+        self._dashboard: LiveDashboard | None = None
+        self._opened = contextlib.ExitStack()  # for as long as the hub is
         self.stream = HubStream()  # of every job that it fits
         self._file: HubFile | None = None
         self._texts: Texts | None = None  # of the job that is trained, or of the last result
@@ -185,6 +194,7 @@ class Hub:
         addresses = self._public or dialled_from_elsewhere(self._listen)
         found = new_hub_file() if self._folder is None else open_run(self._folder)
         self._file = msgspec.structs.replace(found, addresses=addresses)
+        self._open_dashboard()
         self._note()
         return self
 
@@ -192,6 +202,7 @@ class Hub:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._peers.kill()
+        self._opened.close()
         if self._file and self._folder:
             with contextlib.suppress(ConfigError):  # its process has gone, anybody can see that
                 write_hub_file(self._folder, msgspec.structs.replace(self._file, pid=0))
@@ -205,6 +216,11 @@ class Hub:
     def invitation(self) -> str:
         """The token as the word to paste after `ravnest join`."""
         return self._open_file.invitation
+
+    @property
+    def dashboard(self) -> str | None:
+        """The link to the hub's page, while the hub is open, if it has one."""
+        return None if self._dashboard is None else self._dashboard.link
 
     @property
     def processes(self) -> Mapping[NodeId, int]:
@@ -302,6 +318,11 @@ class Hub:
         keys, pauses = self._open_file.keys, random.SystemRandom()
         allow_many_files()
         async with contextlib.AsyncExitStack() as open_things:
+            if self._dashboard is not None:
+                self._dashboard.begin()
+                open_things.callback(self._dashboard.end)
+                hear(DashboardOpened(self._dashboard.link))
+                hear.add(self._dashboard.hear)
             relay = self._parts.make_relay(self._timeouts.net) if self._is_open_to_others else None
             admission = Admission(
                 self.token, relay, self._parts.version, hub_secret=keys.secret, guests=self._guests
@@ -316,6 +337,8 @@ class Hub:
             given = await self._prepare(setup, hear)  # peers that dial now are answered; they join after it
             hear.add(given.owner.record, Recorded)
             past = self._find_past(given) if resumes else None
+            if past is not None and self._dashboard is not None and self._folder is not None:
+                read_watch(self._folder, self._timeouts.hub, self._dashboard.replay)
             coordinator = Coordinator(given.job, self._timeouts.hub)
             self._watch = StatusTracker(coordinator) if past is None else past
             store = None
@@ -373,6 +396,8 @@ class Hub:
 
     def _see(self, event: Event, orders: tuple[Action, ...]) -> None:
         self._watch.observe(event, orders)
+        if self._dashboard is not None:
+            self._dashboard.observe(self._watch, event, orders)
         if self._look is not None:
             self._look(self._watch)
         if self._parts.watch is not None:
@@ -452,6 +477,17 @@ class Hub:
             for each in watching:
                 each.cancel()
 
+    def _open_dashboard(self) -> None:
+        if self._dashboard_place is False:
+            return
+        from ravnest.hub.service.web.live_dashboard import LiveDashboard
+
+        place = "" if self._dashboard_place is True else read_address(self._dashboard_place, is_door=True)
+        invitation = (lambda: self.invitation) if self._is_open_to_others else None
+        program = self._timeouts.program
+        opened = LiveDashboard(place, stop=self.stop, invitation=invitation, timeouts=program)
+        self._dashboard = self._opened.enter_context(opened)
+
     @property
     def _open_file(self) -> HubFile:
         if self._file is None:
@@ -477,6 +513,7 @@ def local(
     plan: PlanConfig | None = None,
     tell: Callback | None = None,
     look: Callable[[StatusTracker], None] | None = None,
+    dashboard: bool | str = False,
     parts: HubParts = HUB_PARTS,
 ) -> Hub:
     """Return a hub with so many peers on this PC, which share its memory, or with peers of this hardware.
@@ -486,6 +523,8 @@ def local(
     peers = share_memory(nodes, device) if isinstance(nodes, int) else tuple(nodes)
     if plan is None:
         plan = LOCAL_GPU_PLAN if any(peer.device.startswith("cuda") for peer in peers) else LOCAL_PLAN
-    hub = Hub(HERE, folder=folder, plan=plan, peers=peers, tell=tell, look=look, parts=parts)
+    hub = Hub(
+        HERE, folder=folder, plan=plan, peers=peers, tell=tell, look=look, dashboard=dashboard, parts=parts
+    )
     hub._is_open_to_others = False
     return hub

@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ravnest.config import TIMEOUTS, ProgramTimeouts
-from ravnest.hub.coordinator.notices import Notice
+from ravnest.hub.coordinator.notices import DashboardOpened, Notice, show_notice
 from ravnest.hub.coordinator.phases import JobPhase, NodePhase
 from ravnest.hub.service.status import Status, StatusTracker
 from ravnest.units import show_seconds
@@ -146,7 +146,9 @@ class LiveView:
         self._live.stop()
 
     def tell(self, news: Notice) -> None:
-        """Ignore a notice: the panel shows it."""
+        """Print where the dashboard is; the panel shows all else."""
+        if isinstance(news, DashboardOpened):
+            self._console.print(Text(show_notice(news), overflow="fold"))
 
     def look(self, watch: StatusTracker) -> None:
         """Draw the status, unless it was drawn a moment ago."""

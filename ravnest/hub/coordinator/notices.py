@@ -22,6 +22,13 @@ class HubListens:
 
 
 @dataclass(frozen=True, slots=True)
+class DashboardOpened:
+    """The run can be watched at this link; whoever has it can also stop the run."""
+
+    link: str
+
+
+@dataclass(frozen=True, slots=True)
 class CaptureStep:
     """What is done now to turn the model of a job into a blueprint."""
 
@@ -326,6 +333,7 @@ class Stopping:
 
 Notice = (
     HubListens
+    | DashboardOpened
     | CaptureStep
     | ModelCaptured
     | Joined
@@ -369,6 +377,8 @@ def show_notice(news: Notice) -> str:  # noqa: C901, PLR0912, PLR0915 - one shor
     match news:
         case HubListens(address):
             return f"the hub listens at {address}"
+        case DashboardOpened(link):
+            return f"watch it at {link}"
         case CaptureStep(job, step):
             return f"capturing {job}: {step}"
         case ModelCaptured(job, seconds, num_parameters, num_positions):
