@@ -4,9 +4,11 @@ Every sample has the same fields, types and shapes as the first batch; an error 
 lists become tensors. Text is refused, with the way to leave it out.
 """
 
+import logging
 import sys
 import threading
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -22,8 +24,11 @@ from torch.utils.data.dataloader import default_collate
 from ravnest.errors import ConfigError
 from ravnest.model.model_with_loss import name_fields
 from ravnest.requester.padding import Padding, PaddingWish, pad_batch, pad_samples
+from ravnest.requester.readers import Readers
 from ravnest.requester.sample_spool import SampleSpool
 from ravnest.units import show_bytes, show_value
+
+logger = logging.getLogger(__name__)
 
 SampleBatch = dict[str, Tensor] | tuple[Tensor, ...]
 
@@ -131,17 +136,31 @@ class Samples:
         *,
         what: str = "train data",
         is_padded: bool | None = None,
-        max_kept_bytes: int | None = None,
-        most_samples: int | None = None,
+        limits: "StreamLimits | None" = None,
         padding: PaddingWish = _NO_WISH,
         like: "Samples | None" = None,
+        num_readers: int | None = None,
     ) -> None:
-        """Samples `like` others are padded to their lengths; `most_samples` of an iterable are read."""
+        """Samples `like` others are padded to their lengths; of an iterable `limits` are read.
+
+        So many processes read beside this one; without a number, as many as a DataLoader has.
+        """
         self._what, self._batch_size, self._is_padded = what, batch_size, is_padded
-        self._source = _open(data, what, _Limits(most_samples, max_kept_bytes))
+        self._source = _open(data, what, limits or StreamLimits())
         self._wish, self._like, self._padding = padding, like, None if like is None else like.padding
         self._first: SampleBatch | None = None
         self._lock = threading.RLock()  # a dataset need not bear two readers
+        self._loader = data if isinstance(data, DataLoader) else None
+        self._num_readers = num_readers
+        self._readers: Readers | None = None
+        self._has_readers = self._find_num_readers() > 0
+
+    def _find_num_readers(self) -> int:
+        """Return how many processes read: of tensors and iterables none."""
+        if not isinstance(self._source, _Items) or self._source.is_stream:
+            return 0
+        of_loader = 0 if self._loader is None else self._loader.num_workers
+        return of_loader if self._num_readers is None else self._num_readers
 
     def __len__(self) -> int:
         with self._lock:
@@ -174,12 +193,59 @@ class Samples:
 
     def batch(self, indices: Sequence[int] | Numbers) -> dict[str, Tensor]:
         """Return the samples of these numbers by field, or say which of them is unlike the first batch."""
-        numbers = np.asarray(indices, dtype=np.int64)
-        assert numbers.size, "a batch has at least one sample"
+        assert len(indices), "a batch has at least one sample"
         with self._lock:
-            expected = self.types()
-            fields = name_fields(self._source.read(numbers), self._is_padded)
-        _compare(_types(fields), f"sample {numbers[0]} of the {self._what}", expected, "the first batch")
+            _ = self.first_batch()  # by which it is known what is padded
+            fields = _Reading(self._source, self._is_padded)(indices)
+        return self._check(indices, fields)
+
+    def batches(self, groups: Iterable[Sequence[int]]) -> Iterator[dict[str, Tensor]]:
+        """Yield the samples of each group of numbers, in order; readers are some groups ahead."""
+        readers = self._open_readers()
+        if readers is None:
+            yield from map(self.batch, groups)
+            return
+        rest = iter(groups)
+        waiting = deque((group, readers.submit(group)) for group in islice(rest, readers.num_ahead))
+        try:
+            while waiting:
+                group, found = waiting[0]
+                fields = self._check(group, found.result())
+                waiting.popleft()
+                waiting.extend((group, readers.submit(group)) for group in islice(rest, 1))
+                yield fields
+        finally:
+            for _, found in waiting:
+                found.cancel()
+
+    def close_readers(self) -> None:
+        """End the processes that read, if there are any; they begin again when they are needed."""
+        with self._lock:
+            if self._readers is not None:
+                self._readers.close()
+            self._readers = None
+
+    def _open_readers(self) -> Readers | None:
+        """Return the processes that read; those that only a DataLoader wants need not be possible."""
+        with self._lock:
+            _ = self.first_batch()  # readers get a copy of the data with its padding
+            if self._readers is not None or not self._has_readers:
+                return self._readers
+            begin = None if self._loader is None else self._loader.worker_init_fn
+            reading = _Reading(self._source, self._is_padded)
+            try:
+                self._readers = Readers(reading, self._find_num_readers(), self._what, begin)
+            except ConfigError as error:
+                if self._num_readers is not None:
+                    raise
+                self._has_readers = False
+                told = "note: the %s is read in this process, without the workers of its DataLoader: %s"
+                logger.warning(told, self._what, error)
+            return self._readers
+
+    def _check(self, numbers: Sequence[int] | Numbers, fields: dict[str, Tensor]) -> dict[str, Tensor]:
+        here = f"sample {numbers[0]} of the {self._what}"
+        _compare(_types(fields), here, self.types(), "the first batch")
         return fields
 
     def check_some(self) -> None:
@@ -189,9 +255,9 @@ class Samples:
         """
         with self._lock:
             num_samples = self._source.num_known
-        for number in sorted({part * (num_samples - 2) // _NUM_TRIED for part in range(_NUM_TRIED + 1)}):
-            if number >= 0:
-                self.batch((number, number + 1))
+        places = sorted({part * (num_samples - 2) // _NUM_TRIED for part in range(_NUM_TRIED + 1)})
+        for _ in self.batches([(number, number + 1) for number in places if number >= 0]):
+            pass  # each is compared as it comes; so are readers tried
 
     def check_like(self, other: "Samples") -> None:
         """Raise ConfigError unless these samples have the fields, types and shapes of the others."""
@@ -260,6 +326,10 @@ class _Items:
         return len(self._items)
 
     @property
+    def is_stream(self) -> bool:
+        return isinstance(self._items, _Stream)
+
+    @property
     def num_known(self) -> int:
         return self._items.num_known if isinstance(self._items, _Stream) else len(self)
 
@@ -304,17 +374,28 @@ class _Items:
 
 
 @dataclass(frozen=True, slots=True)
-class _Limits:
-    """How much of an iterable is kept."""
+class _Reading:
+    """How samples are read, here or in other processes: by number, as named fields."""
 
-    most_samples: int | None
-    most_bytes: int | None  # None: as much as memory or the disk bear
+    source: _Rows | _Items
+    is_padded: bool | None
+
+    def __call__(self, indices: Sequence[int] | Numbers) -> dict[str, Tensor]:
+        return name_fields(self.source.read(np.asarray(indices, dtype=np.int64)), self.is_padded)
+
+
+@dataclass(frozen=True, slots=True)
+class StreamLimits:
+    """How much of an iterable is read and kept; None: as much as there is, and as memory or the disk bear."""
+
+    most_samples: int | None = None
+    most_bytes: int | None = None
 
 
 class _Stream:
     """An iterable, read as far as asked and kept: on disk, or in memory where a collate_fn reads samples."""
 
-    def __init__(self, data: Iterable[Any], what: str, limits: _Limits, *, is_raw: bool = False) -> None:
+    def __init__(self, data: Iterable[Any], what: str, limits: StreamLimits, *, is_raw: bool = False) -> None:
         self._data, self._what, self._limits = data, what, limits
         self._rest: Iterator[Any] | None = None
         self._kept: list[Any] | SampleSpool = [] if is_raw else SampleSpool(what, limits.most_bytes)
@@ -366,7 +447,7 @@ class _Stream:
         return ConfigError(f"the {self._what} is an iterable, to be kept, with no end after {read}; {fix}")
 
 
-def _open(data: Any, what: str, limits: _Limits) -> _Rows | _Items:
+def _open(data: Any, what: str, limits: StreamLimits) -> _Rows | _Items:
     if isinstance(data, DataLoader):
         return _open_loader(data, what, limits)
     if isinstance(data, Mapping):
@@ -376,7 +457,7 @@ def _open(data: Any, what: str, limits: _Limits) -> _Rows | _Items:
     return _Items(_numbered(data, what, limits), what)
 
 
-def _numbered(data: Any, what: str, limits: _Limits, *, is_raw: bool = False) -> Any:
+def _numbered(data: Any, what: str, limits: StreamLimits, *, is_raw: bool = False) -> Any:
     """Return the data itself if it has a length and an index, else a stream of it."""
     is_known = isinstance(data, Iterable) or hasattr(data, "__getitem__")
     if isinstance(data, str | bytes | Tensor | np.ndarray | type) or not is_known:
@@ -388,7 +469,7 @@ def _numbered(data: Any, what: str, limits: _Limits, *, is_raw: bool = False) ->
     return _Stream(data, what, limits, is_raw=is_raw)
 
 
-def _open_loader(loader: "DataLoader[Any]", what: str, limits: _Limits) -> _Rows | _Items:
+def _open_loader(loader: "DataLoader[Any]", what: str, limits: StreamLimits) -> _Rows | _Items:
     if loader.batch_sampler is None:
         return _Items(_Stream(_split_batches(loader, what), what, limits), what)
     if not isinstance(loader.dataset, IterableDataset):

@@ -4,11 +4,12 @@ A job checks the requester's objects early, so that a mistake is found before ca
 this PC: `capture` makes a blueprint of the model, `settings` turns the optimizer into names and numbers.
 """
 
+import contextlib
 import math
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -25,7 +26,7 @@ from ravnest.errors import ConfigError
 from ravnest.model.capture import Captured, CaptureWishes, capture_as
 from ravnest.model.model_with_loss import Metric
 from ravnest.model.profile import find_matrices
-from ravnest.requester.dataset import SampleBatch, Samples, loader_batch_size, show_thing
+from ravnest.requester.dataset import SampleBatch, Samples, StreamLimits, loader_batch_size, show_thing
 from ravnest.requester.lr_schedules import Schedule, constant, cosine, is_torch_scheduler, read_schedule
 from ravnest.requester.padding import PaddingWish
 from ravnest.units import Dimension, parse_quantity, show_value
@@ -47,7 +48,8 @@ class Job:
     `loss` and `metrics` take what the model returned and the batch, or its target when batches are tuples;
     without a loss the model returns it. `inputs` names the fields the model takes. `is_padded=False` promises
     that no sample is padded. Samples of different lengths are padded with what `pad` says of each field, to
-    the longest or to `max_length`; of tokens with an attention mask it is known. `optimizer` is one of
+    the longest or to `max_length`; of tokens with an attention mask it is known. `num_workers` processes read
+    a dataset ahead, as many as the DataLoader has if left out. `optimizer` is one of
     torch.optim (or several) over the model's parameters, or the name of a recipe with its `learning_rate`;
     left out, that of a short job is higher, unless the model `is_pretrained`. `schedule` is one of ours, a
     function, or one of torch's over that optimizer. `clip` limits the norm of each tensor's gradient,
@@ -85,6 +87,7 @@ class Job:
     is_padded: bool | None = field(default=None, kw_only=True)
     pad: Mapping[str, float] | None = field(default=None, kw_only=True)
     max_length: int | None = field(default=None, kw_only=True)
+    num_workers: int | None = field(default=None, kw_only=True)
     is_pretrained: bool | None = field(default=None, kw_only=True)
     weights: str | os.PathLike[str] | None = field(default=None, kw_only=True)
     name: str | None = field(default=None, kw_only=True)
@@ -178,7 +181,12 @@ class Job:
         wish = PaddingWish(self.pad, self.max_length)
         most = None if self.max_steps is None else self.max_steps * self.batch_size
         return Samples(
-            self.train_data, self.batch_size, is_padded=self.is_padded, padding=wish, most_samples=most
+            self.train_data,
+            self.batch_size,
+            is_padded=self.is_padded,
+            padding=wish,
+            limits=StreamLimits(most),
+            num_readers=self.num_workers,
         )
 
     @cached_property
@@ -192,7 +200,18 @@ class Job:
             what="validation data",
             is_padded=self.is_padded,
             like=self.samples,
+            num_readers=self.num_workers,
         )
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """End the processes that read the data when what is done here has ended."""
+        try:
+            yield
+        finally:
+            for samples in (self.samples, self.val_samples):
+                if samples is not None:
+                    samples.close_readers()
 
     @cached_property
     def checkpoint_seconds(self) -> float | None:
@@ -252,6 +271,8 @@ class Job:
         _require(is_pad, "pad", self.pad, "a dict from a field to the number that pads it")
         is_length = self.max_length is None or _is_whole(self.max_length, 1)
         _require(is_length, "max_length", self.max_length, "a whole number, 1 or more")
+        is_count = self.num_workers is None or _is_whole(self.num_workers, 0)
+        _require(is_count, "num_workers", self.num_workers, "a whole number of processes, 0 or more")
         is_list = not isinstance(self.inputs, str)
         _require(is_list, "inputs", self.inputs, f"a list of fields: [{self.inputs!r}]")
 

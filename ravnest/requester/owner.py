@@ -8,7 +8,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
 from torch import Tensor
@@ -43,8 +43,8 @@ from ravnest.requester.checkpoint_store import Checkpoint, Checkpoints, Fingerpr
 from ravnest.requester.faulty_samples import SampleInspector
 from ravnest.requester.first_weights import FittedSource
 from ravnest.requester.job import Job
-from ravnest.requester.job_file import users_code
 from ravnest.requester.result import Best, Result
+from ravnest.requester.users_code import users_code
 
 logger = logging.getLogger(__name__)
 
@@ -284,21 +284,28 @@ class JobOwner:
 
     def find_faulty(self, is_evaluation: bool, samples: Sequence[int]) -> tuple[tuple[int, str], ...]:
         """Return which of these samples fail alone, each with the reason, as far as it can be known."""
-        found = self._inspector.inspect(self._read(is_evaluation, samples))
+        found = self._inspector.inspect(next(self._read(is_evaluation, [samples])))
         return tuple((samples[row], reason) for row, reason in found.items())
 
-    def _read(self, is_evaluation: bool, samples: Sequence[int]) -> dict[str, Tensor]:
+    def _read(
+        self, is_evaluation: bool, microbatches: Sequence[Sequence[int]]
+    ) -> Iterator[dict[str, Tensor]]:
         data = self.job.val_samples if is_evaluation else self.job.samples
         assert data is not None, "without validation data nothing is evaluated"
-        with users_code("the data"):
-            return data.batch(samples)
+        batches = data.batches(microbatches)
+        for _ in microbatches:
+            with users_code("the data"):
+                batch = next(batches)
+            yield batch
 
-    def read_fields(self, is_evaluation: bool, samples: Sequence[int], names: Sequence[str]) -> Fields:
-        """Return these fields of a batch as they travel: exactly, with whole numbers in few bytes."""
-        read = self._read(is_evaluation, samples)
-        batch = {name: narrow_integers(read[name]) for name in names}
-        specs = tuple((name, describe(batch[name], WireFormat.FP32)) for name in names)
-        return specs, tuple(encode_tensor(batch[name], WireFormat.FP32) for name in names)
+    def read_fields(
+        self, is_evaluation: bool, microbatches: Sequence[Sequence[int]], names: Sequence[str]
+    ) -> Iterator[Fields]:
+        """Yield these fields of each microbatch as they travel: exactly, with whole numbers in few bytes."""
+        for read in self._read(is_evaluation, microbatches):
+            batch = {name: narrow_integers(read[name]) for name in names}
+            specs = tuple((name, describe(batch[name], WireFormat.FP32)) for name in names)
+            yield specs, tuple(encode_tensor(batch[name], WireFormat.FP32) for name in names)
 
 
 def _tell_errors(errors: Iterable[StorageError]) -> None:
