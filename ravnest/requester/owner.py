@@ -18,7 +18,7 @@ from ravnest.config import WireFormat
 from ravnest.disk import release_pages
 from ravnest.engine.train_config import TrainConfig, write_train_config
 from ravnest.errors import ConfigError, RavnestError, WeightsError
-from ravnest.hub.coordinator.leases import LedgerState
+from ravnest.hub.coordinator.leases import LedgerState, find_position, lengthen
 from ravnest.hub.coordinator.notices import EpochDone, Evaluated, MicrobatchDropped, Notice, Trained
 from ravnest.hub.service.data_service import Fields, Parts, StagePart
 from ravnest.model.blueprint import Program
@@ -236,6 +236,8 @@ class JobOwner:
             score = evaluated["val_loss"] if evaluated else None
             self._keeper.write(number, parts, saved, score, self._left_out)
             self._adopt(self._keeper.open(number).read())
+            if window := self.fingerprint.window:  # training can go back to here, and no further
+                self.job.samples.forget(find_position(books.leases) // window * window)
             self._saved_history = [dict(report) for report in self.history]
         except RavnestError as error:
             return str(error)
@@ -251,6 +253,9 @@ class JobOwner:
         counts = (saved.num_counted, saved.num_reported, saved.num_updates, saved.num_evaluated)
         leases = saved.leases.copy()
         leases["num_epochs"] = self.fingerprint.epochs  # it may be another number than before
+        if window := self.fingerprint.window:
+            leases = lengthen(leases, self.fingerprint.num_samples)
+            self.job.samples.skip_to(find_position(leases) // window * window)
         return LedgerState(*counts, leases)
 
     def _take_base(self, tensors: Iterable[FileTensor]) -> None:

@@ -208,4 +208,4 @@ def _send(connection: Connection, fault: str, fields: dict[str, Tensor]) -> None
     ]
     connection.send_bytes(msgspec.msgpack.encode(_Reply(fault, described)))
     for field in found.values():
-        connection.send_bytes(memoryview(field.view(-1).view(torch.uint8).numpy()))
+        connection.send_bytes(field.view(-1).view(torch.uint8).numpy().data)

@@ -22,8 +22,9 @@ from torch.utils.data import (
 )
 
 from ravnest.errors import CaptureError, ConfigError
-from ravnest.requester.dataset import Samples, StreamLimits, loader_batch_size
+from ravnest.requester.dataset import Samples, loader_batch_size
 from ravnest.requester.sample_spool import SampleSpool
+from ravnest.requester.sample_stream import StreamLimits
 
 X = torch.arange(30.0).reshape(10, 3)
 Y = torch.arange(10)
@@ -271,7 +272,7 @@ def test_a_collate_fn_gets_the_samples_of_a_stream_as_they_are():
     loader = DataLoader(Words(), batch_size=2, collate_fn=count)
     assert samples(loader).batch([2, 0])["x"].tolist() == [3, 1]
     refused = samples(loader, limits=StreamLimits(most_bytes=40))
-    with pytest.raises(ConfigError, match=r"no end after 2 samples \(64 B\); give a dataset with a le"):
+    with pytest.raises(ConfigError, match=r"no end after 2 samples \(67 B\); give max_steps="):
         len(refused)
 
 
