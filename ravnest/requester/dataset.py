@@ -370,12 +370,15 @@ class _Items:
         num_samples = self.reach(num_first)
         if not num_samples:
             return {}
-        if self._collate is not None:
-            return wish.of_batches()
         num_known = self.num_known
         spread = (part * (num_known - 1) // _NUM_COMPARED for part in range(_NUM_COMPARED + 1))
         numbers = sorted({*range(num_samples), *spread})
         some = dict(zip(numbers, self._get(numbers), strict=True))
+        if self._collate is not None:
+            collate = self._collate
+            return wish.of_batches(
+                some, lambda: name_fields(check_ready(collate([some[0]]), self._what), None), self._read_all
+            )
         return wish.find(some, self._read_all, self._what)
 
     def _read_all(self) -> Iterator[Any]:
