@@ -100,7 +100,7 @@ def prepare(
     left_out = first.find_lasting(captured.blueprint.state)
     state, frozen = hash_state(captured.blueprint.state), first.sample(left_out)
     sizes = (len(job.samples), job.batch_size, job.epochs, job.seed)
-    fingerprint = Fingerprint(job.name or "", state, *sizes, frozen)
+    fingerprint = Fingerprint(job.name or "", state, *sizes, frozen, job.samples.window)
     owner = JobOwner(job, captured, training, fingerprint, keeper, deliver, first, left_out)
     books = None
     if start is not None:
@@ -184,6 +184,7 @@ def _settings(job: Job, captured: Captured, optimizer: OptimizerSettings, num_ba
         batch_size=job.batch_size,
         epochs=job.epochs,
         max_batches=job.max_steps or 0,
+        shuffle_window=job.samples.window,
         rates=tuple(rate * factor for factor in factors(job.rates, num_batches)),
         seed=job.seed,
         least_samples=_STATISTICS_SAMPLES if has_statistics else 1,

@@ -57,6 +57,7 @@ from ravnest.requester.live_texts import LiveTexts, ResultTexts, Texts
 from ravnest.requester.local_peers import HERE, Hardware, LocalPeers, claim_port, share_memory
 from ravnest.requester.owner import Recorded
 from ravnest.requester.prepare import PreparedJob, prepare
+from ravnest.requester.readers import leave_if_reader
 from ravnest.requester.result import Result, check_place, keep_weights
 from ravnest.requester.run_folder import (
     MODEL,
@@ -190,6 +191,7 @@ class Hub:
         self._texts: Texts | None = None  # of the job that is trained, or of the last result
 
     def __enter__(self) -> Self:
+        leave_if_reader()
         self._listen = claim_port(self._listen)
         addresses = self._public or dialled_from_elsewhere(self._listen)
         found = new_hub_file() if self._folder is None else open_run(self._folder)
@@ -253,7 +255,8 @@ class Hub:
         if isinstance(nodes, bool) or nodes < 0:
             raise ConfigError(f"nodes is {nodes}; give a whole number, 0 or more")
         self._note(job.name or "")
-        with open_checkpoints(self._folder or (None if out is None else Path(out))) as keeper:
+        kept_at = self._folder or (None if out is None else Path(out))
+        with open_checkpoints(kept_at) as keeper, job.reading():
             start = keeper.find() if resume else None
             for fault in keeper.faults:
                 logger.warning("%s", fault)

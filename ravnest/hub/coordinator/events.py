@@ -66,6 +66,7 @@ class JobSettings:
     epochs: int  # begun at most, the last one maybe not to its end
     rates: tuple[float, ...]  # the learning rate over all batches of the job, spread evenly
     seed: int = 0
+    shuffle_window: int = 0  # samples are shuffled within windows of so many; 0: all of an epoch together
     max_batches: int = 0  # of the job; 0: those of all epochs
     chunk_batches: int = 8  # per lease, at most
     least_samples: int = 4  # of a microbatch, where it is chosen
