@@ -13,7 +13,8 @@ from benchmarks.measure import spread
 from ravnest.config import PlanConfig
 from ravnest.hub.coordinator.planner import FormPlan
 from ravnest.plan.assembly import assemble_plan, build_clusters
-from ravnest.plan.cost import LineCost, NodeTable
+from ravnest.plan.cost import NodeTable
+from ravnest.plan.line import LineCost
 from ravnest.plan.types import ModelProfile, Plan, Swarm
 
 TRAINED, TRAINED_CUTS, MICROBATCH_SECONDS = "thin-1024x6-b16", ((3,), (2, 4)), 0.1  # 25 MB in six blocks
@@ -44,8 +45,8 @@ def compare(num_turns: int) -> dict[str, Any]:
 def _train(average_every: int) -> Any:
     """Train on emulated devices, so that stages take no CPU from each other or from averaging."""
     from benchmarks.models import build, find_cuts, make_job
-    from ravnest.model.profile import count_flops, measure
-    from ravnest.model.slicing import slice_blueprint
+    from ravnest.model.blueprint.slicing import slice_blueprint
+    from ravnest.model.stage.profile import count_flops, measure
 
     made = build(TRAINED)
     job = replace(make_job(TRAINED, 8, num_updates=36), average_every=average_every)

@@ -28,8 +28,8 @@ def emulate(
     watch: Callable[[dict[Any, int], Record], None] | None = None,
 ) -> tuple[Record, float]:
     """Train over stages that take these shares of the slowest's time; return its seconds per sample too."""
-    from ravnest.model.profile import count_flops, measure
-    from ravnest.model.slicing import slice_blueprint
+    from ravnest.model.blueprint.slicing import slice_blueprint
+    from ravnest.model.stage.profile import count_flops, measure
 
     num_microbatches = num_microbatches or MICROBATCHES_PER_STAGE * len(shares)
     name = name_model(len(shares))

@@ -143,7 +143,7 @@ class _Scorer:
     """The loss and the metrics of a job's model on batches."""
 
     def __init__(self, job: Any) -> None:
-        from ravnest.model.model_with_loss import ModelWithLoss, name_fields
+        from ravnest.model.capture.model_with_loss import ModelWithLoss, name_fields
 
         first = job.first_batch()
         fields, is_tuple = name_fields(first, job.is_padded), not isinstance(first, dict)

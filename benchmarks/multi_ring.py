@@ -14,7 +14,7 @@ from ravnest.config import WireFormat
 from ravnest.engine.optimizers import OptimizerSettings
 from ravnest.engine.train_config import TrainConfig
 from ravnest.ids import NodeId, RoundId, SegmentId
-from ravnest.model.state_dict import FlatEntry, Layout
+from ravnest.model.state.state_dict import FlatEntry, Layout
 from ravnest.peer.segments import EncodedChunk, SegmentState
 from ravnest.protocol.averaging import RingPart, RoundCommit, RoundReady
 from ravnest.protocol.messages import Refusal, pack, unpack

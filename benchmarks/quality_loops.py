@@ -104,7 +104,7 @@ class _RecipeStep:
     def __init__(self, made: Made, total: int, num_updates: int) -> None:
         import ravnest as rv
         from ravnest.engine.optimizers import Optimizer
-        from ravnest.model.profile import find_matrices
+        from ravnest.model.stage.profile import find_matrices
 
         batch = {name: rows[:8] for name, rows in made.train.items()}
         job = rv.Job(made.model, batch, batch_size=8, loss=made.loss, inputs=list(made.inputs))

@@ -24,7 +24,8 @@ from ravnest.hub.service.server import HubParts
 from ravnest.hub.service.status import StatusTracker
 from ravnest.ids import NodeId
 from ravnest.plan.assembly import assemble_plan, build_clusters
-from ravnest.plan.cost import LineCost, NodeTable
+from ravnest.plan.cost import NodeTable
+from ravnest.plan.line import LineCost
 from ravnest.plan.types import Cluster, ModelProfile, Node, Plan, Swarm
 from ravnest.protocol.training import StepReport
 

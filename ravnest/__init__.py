@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from ravnest.config import PlanConfig
     from ravnest.engine.train_config import AveragingRule
     from ravnest.hub.coordinator import notices
-    from ravnest.model.capture import capture, empty_weights
+    from ravnest.model.capture.capture import capture, empty_weights
     from ravnest.requester.callbacks import CsvLog, EarlyStopping, StopTraining, TensorBoard
     from ravnest.requester.finetuning.finetune import finetune
     from ravnest.requester.finetuning.merging import merge_adapter
@@ -52,10 +52,10 @@ _PLACES = {
     "PlanConfig": "ravnest.config",
     "StopTraining": "ravnest.requester.callbacks",
     "TensorBoard": "ravnest.requester.callbacks",
-    "capture": "ravnest.model.capture",
+    "capture": "ravnest.model.capture.capture",
     "constant": "ravnest.requester.lr_schedules",
     "cosine": "ravnest.requester.lr_schedules",
-    "empty_weights": "ravnest.model.capture",
+    "empty_weights": "ravnest.model.capture.capture",
     "finetune": "ravnest.requester.finetuning.finetune",
     "from_trainer": "ravnest.requester.from_trainer",
     "generate": "ravnest.requester.generation",

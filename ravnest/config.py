@@ -275,6 +275,7 @@ class HubTimeouts:
     parting_seconds: float = 5.0  # at the end, peers have this long to leave
     remind_every_seconds: float = 60.0  # a hub that has no plan says why again
     quiet_upload_seconds: float = 60.0  # an upload that stands still for so long is given up
+    generation_seconds: float = 60.0  # a cluster names the next token within this time, or another is asked
     # Membership and planning.
     probe_seconds: float = 15.0  # a new node is measured within this time, or its own claims count
     join_seconds: float = 2.0  # nodes seldom come alone: new ones are used after this much quiet
@@ -312,6 +313,7 @@ class PeerTimeouts:
     give_up_later_seconds: float = 5.0  # the other one of the two waits so much longer
     report_every_seconds: float = 5.0  # a stage reports at least this often while it works
     ask_again_seconds: float = 1.0  # an averager repeats an unanswered question after this
+    compile_seconds: float = 1800.0  # a stage that is not compiled after this runs uncompiled for good
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,6 +346,10 @@ class ProgramTimeouts:
     lending_look_seconds: float = 1.0  # between two looks at hours, battery and memory of a lent PC
     doctor_seconds: float = 5.0  # the doctor waits so long for a hub
     mirror_seconds: float = 30.0  # a mirror of weights may be silent so long
+    page_every_seconds: float = 0.5  # between two updates of the dashboard's pages
+    page_answer_seconds: float = 2.0  # a page waits so long for the hub, then shows what was last known
+    page_keepalive_seconds: float = 15.0  # a stream of updates is never silent for longer
+    page_end_seconds: float = 3.0  # at the end, pages have this long to hear of it
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,8 +59,8 @@ def _measure(shape: list[int], is_empty: bool, length: int) -> Figures:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     import ravnest as rv
-    from ravnest.model.capture import CaptureWishes, capture_as
-    from ravnest.model.profile import measure
+    from ravnest.model.capture.capture import CaptureWishes, capture_as
+    from ravnest.model.stage.profile import measure
 
     torch.set_num_threads(1)
     num_layers, width, num_heads = shape

@@ -83,8 +83,8 @@ def try_apart(architecture: Architecture) -> Found:
     import torch
     import transformers
 
-    import ravnest.model.capture
-    import ravnest.model.dry_run  # noqa: F401 - the child has all of it then
+    import ravnest.model.capture.capture
+    import ravnest.model.stage.dry_run  # noqa: F401 - the child has all of it then
 
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
@@ -151,11 +151,11 @@ def _train_in_two(model: Any, batch: dict[str, Any]) -> None:
     import torch
 
     from ravnest.errors import CaptureError
-    from ravnest.model.capture import capture
-    from ravnest.model.dry_run import dry_run
-    from ravnest.model.huggingface import switched_off
-    from ravnest.model.slicing import slice_blueprint
-    from ravnest.model.stage_program import build_stage_program
+    from ravnest.model.blueprint.slicing import slice_blueprint
+    from ravnest.model.capture.capture import capture
+    from ravnest.model.capture.huggingface import switched_off
+    from ravnest.model.stage.dry_run import dry_run
+    from ravnest.model.stage.stage_program import build_stage_program
 
     captured = capture(model, batch)
     blueprint = captured.blueprint

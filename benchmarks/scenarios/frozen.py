@@ -82,7 +82,7 @@ def _measure_twice(form: str, device: str) -> Figures:
 def _measure(form: str, device: str, size: str) -> Figures:
     import torch
 
-    from ravnest.model.profile import measure
+    from ravnest.model.stage.profile import measure
 
     shape = SHAPES[size]
     torch.set_num_threads(1 if device == "cpu" else torch.get_num_threads())
@@ -115,10 +115,10 @@ def _build(shape: Shape, form: str, device: str) -> tuple[Any, dict[str, Any], f
     """Return the stage's blueprint, its state as a peer holds it, and the error of its matrices."""
     import torch
 
-    from ravnest.model.capture import capture
-    from ravnest.model.frozen_storage import choose_storage
-    from ravnest.model.state_source import LayeredSource, MemorySource, read_tensor
-    from ravnest.model.stored_source import StorageError, StoredSource
+    from ravnest.model.blueprint.frozen_storage import choose_storage
+    from ravnest.model.capture.capture import capture
+    from ravnest.model.state.state_source import LayeredSource, MemorySource, read_tensor
+    from ravnest.model.state.stored_source import StorageError, StoredSource
 
     model, told = _make_model(shape), list[StorageError]()
     batch = {"x": torch.randn(2, shape.width), "y": torch.randn(2, shape.width)}
@@ -166,7 +166,7 @@ def _step(blueprint: Any, state: dict[str, Any], shape: Shape, device: str, auto
     """Go forward with all that is in flight, then back."""
     import torch
 
-    from ravnest.model.stage_program import build_stage_program
+    from ravnest.model.stage.stage_program import build_stage_program
 
     program = _PROGRAMS.setdefault(id(blueprint), build_stage_program(blueprint, device, autocast=autocast))
     weights = [state[x.name].requires_grad_() for x in blueprint.state if x.is_trainable]

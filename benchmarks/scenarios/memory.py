@@ -9,7 +9,7 @@ from benchmarks.measure import in_fresh_process, memory_of, say, table
 from benchmarks.swarm import Record, Setting, train
 from ravnest.config import Averaging, StateFormat, WeightFormat
 from ravnest.plan.assembly import stage_bytes
-from ravnest.plan.cost import LineCost
+from ravnest.plan.line import LineCost
 
 Figures = dict[str, Any]
 
@@ -51,7 +51,7 @@ def _measure_swarm(
     `states` other than the default are of weights in flight and of the optimizer, as "fp32 fp32".
     """
     from benchmarks.models import build, find_cuts, make_job
-    from ravnest.model.profile import measure
+    from ravnest.model.stage.profile import measure
     from ravnest.requester.session import LOCAL_PLAN
 
     made = build(name)

@@ -156,7 +156,7 @@ def _against_emulated_gloo() -> Figures:
 
 def _ours(cuts: Sequence[int], num_microbatches: int, num_updates: int) -> float:
     from benchmarks.models import build, find_cuts, make_job
-    from ravnest.model.profile import measure
+    from ravnest.model.stage.profile import measure
 
     made, job = build(MODEL), make_job(MODEL, num_microbatches, 2 * num_updates)
     profile = measure(job.capture().blueprint, made.microbatch_size)

@@ -75,7 +75,7 @@ def run(quick: bool, options: argparse.Namespace | None = None) -> tuple[Figures
 
 def _kill_large(state_bytes: float) -> tuple[Figures, str, list[str]]:
     """Kill one of two that hold the whole model; a spare fetches what the other has, over a slow link."""
-    from ravnest.model.profile import count_flops
+    from ravnest.model.stage.profile import count_flops
 
     num_blocks = max(1, round(state_bytes / (_STATE_COPIES * 4 * _LARGE_WIDTH**2)))
     name = f"thin-{_LARGE_WIDTH}x{num_blocks}-b{_LARGE_SAMPLES}"
@@ -187,8 +187,8 @@ def _kill_one(num_clusters: int, num_spares: int, place: int) -> Figures:
 
 def _emulate(num_clusters: int, num_spares: int) -> tuple[Any, Setting]:
     """Return a job that is longer than what is measured, and devices that take as long for a stage each."""
-    from ravnest.model.profile import count_flops, measure
-    from ravnest.model.slicing import slice_blueprint
+    from ravnest.model.blueprint.slicing import slice_blueprint
+    from ravnest.model.stage.profile import count_flops, measure
 
     made, job = build(_MODEL), make_job(_MODEL, _NUM_MICROBATCHES, _NUM_UPDATES)
     blueprint = job.capture().blueprint

@@ -68,8 +68,8 @@ def _steps(device: str, autocast: bool) -> tuple[Callable[[], None], Callable[[]
     """Return one training step of the GPT at width 512: of the module itself, and of its rebuilt stage."""
     import torch
 
-    from ravnest.model.capture import capture
-    from ravnest.model.stage_program import build_stage_program
+    from ravnest.model.capture.capture import capture
+    from ravnest.model.stage.stage_program import build_stage_program
     from tests.support.model_zoo import OwnGPT, token_batch, token_loss
 
     torch.manual_seed(0)
@@ -105,10 +105,10 @@ def _capture_llama(width: int, layers: int) -> dict[str, float]:
     import torch
     import transformers
 
-    from ravnest.model.blueprint_json import read_blueprint, write_blueprint
-    from ravnest.model.capture import capture, empty_weights
-    from ravnest.model.profile import measure
-    from ravnest.model.slicing import slice_blueprint
+    from ravnest.model.blueprint.blueprint_json import read_blueprint, write_blueprint
+    from ravnest.model.blueprint.slicing import slice_blueprint
+    from ravnest.model.capture.capture import capture, empty_weights
+    from ravnest.model.stage.profile import measure
 
     logging.disable(logging.WARNING)
     found: dict[str, float] = {}
@@ -147,9 +147,9 @@ def _on_cuda() -> dict[str, dict[str, object]]:
     import torch
 
     from ravnest.errors import CaptureError
-    from ravnest.model.blueprint_json import read_blueprint, write_blueprint
-    from ravnest.model.capture import capture
-    from ravnest.model.stage_program import build_stage_program
+    from ravnest.model.blueprint.blueprint_json import read_blueprint, write_blueprint
+    from ravnest.model.capture.capture import capture
+    from ravnest.model.stage.stage_program import build_stage_program
     from tests.support.model_zoo import FAMILIES as ENTRIES
     from tests.support.model_zoo import fields_of
 
@@ -190,8 +190,8 @@ def _gpt2_medium() -> dict[str, object]:
     import torch
     import transformers
 
-    from ravnest.model.capture import capture, empty_weights
-    from ravnest.model.stage_program import build_stage_program
+    from ravnest.model.capture.capture import capture, empty_weights
+    from ravnest.model.stage.stage_program import build_stage_program
 
     config = transformers.GPT2Config(n_embd=1024, n_layer=24, n_head=16, use_cache=False)
     ids = torch.randint(0, 50257, (8, 1024))

@@ -22,8 +22,8 @@ from ravnest.engine.optimizers import Optimizer
 from ravnest.engine.recipe import make_settings
 from ravnest.errors import ConfigError
 from ravnest.hub.coordinator.leases import permute
-from ravnest.model.blueprint import Blueprint
-from ravnest.model.profile import find_matrices
+from ravnest.model.blueprint.program import Blueprint
+from ravnest.model.stage.profile import find_matrices
 from ravnest.protocol.messages import Refusal
 from ravnest.requester.dataset import Samples
 from ravnest.requester.job import Job

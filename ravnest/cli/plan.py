@@ -123,7 +123,7 @@ def base_plan(hub_upload: str) -> "PlanConfig":
 def _find_plan(profile: "ModelProfile", swarm: "Swarm", config: "PlanConfig", seed: int) -> PlanAnswer:
     from ravnest.plan.forecast import forecast
     from ravnest.plan.formation import form_plan
-    from ravnest.plan.left_out import count_left_out
+    from ravnest.plan.infeasible import count_left_out
     from ravnest.views.plan_text import advise
 
     found = (find_parts().form_plan or form_plan)(profile, swarm, config, seed)
@@ -151,7 +151,7 @@ def plan_job(given: "JobGiven", swarm: "Swarm") -> PlanAnswer:
     from ravnest.hub.coordinator.events import MakePlan
     from ravnest.hub.coordinator.planner import SearchPlanner
     from ravnest.plan.forecast import forecast
-    from ravnest.plan.left_out import count_left_out
+    from ravnest.plan.infeasible import count_left_out
     from ravnest.views.plan_text import advise
 
     made = SearchPlanner(form=find_parts().form_plan).make_plan(given, MakePlan(1, swarm.nodes), 0.0)

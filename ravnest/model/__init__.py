@@ -1,1 +1,1 @@
-"""A model as data and as stages: captured, cut, checked, run and measured."""
+"""A model as stages: `capture` makes blueprints, `blueprint` cuts, `stage` runs them, `state` has tensors."""

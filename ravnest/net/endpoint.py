@@ -43,6 +43,7 @@ from ravnest.net.transport import (
     check_limits,
 )
 from ravnest.protocol.tensors import Buffer
+from ravnest.units import show_plainly
 
 _SERVICES = tuple(Service)  # to go through an enumeration costs more
 _TURN_BYTES = MIB  # of messages that a program takes before others on the loop get their turn
@@ -279,7 +280,9 @@ class Endpoint(ABC):
         try:
             head = decode_frame(frames)
             if isinstance(head, Bye):
-                self._lost(connection, f"{connection.peer} says: {head.reason}", is_refusal=True)
+                self._lost(
+                    connection, f"{connection.peer} says: {show_plainly(head.reason)}", is_refusal=True
+                )
             elif isinstance(head, Greeting):
                 self._greeted(connection, head)
             elif neighbour is None or neighbour.connection is not connection:

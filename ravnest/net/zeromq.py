@@ -8,6 +8,7 @@ peer comes from its key and from nothing it says. Large frames are never copied 
 import asyncio
 import logging
 import socket as sockets
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from random import Random
@@ -27,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 FRAMES_PER_TURN = 16  # then others on the loop get theirs
 _SHARED_BYTES = 65_536  # a copy of less costs less than to learn when the memory is free again
+_IO_THREADS = 3
 _SLACK_BYTES = 1024  # a frame may be longer than a chunk by what the encryption adds
 _ZAP_ADDRESS = "inproc://zeromq.zap.01"
 _ENDS = {
@@ -41,6 +43,20 @@ _WATCHED = sum(_ENDS)
 OnFrames = Callable[[list[zmq.Frame]], None]
 _MORE = zmq.NOBLOCK | zmq.SNDMORE
 _EVENTS, _READABLE = int(zmq.EVENTS), int(zmq.POLLIN)
+
+
+def allow_many_files() -> None:
+    """Let this process have as many open files and sockets as its system allows; many begin with 1,024.
+
+    Strangers who connect and say nothing would else use them up, and a checkpoint could not be written.
+    """
+    if sys.platform == "win32":
+        return  # it has no such limit
+    import resource
+
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):  # the system may refuse what it says it allows
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 class ZeroMqTransport(Endpoint):
@@ -67,7 +83,8 @@ class ZeroMqTransport(Endpoint):
 
     async def __aenter__(self) -> Self:
         await super().__aenter__()
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        # One thread encrypts about 0.5 GB/s: a stage in the middle has two neighbours, and the hub.
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(_IO_THREADS)
         self._tasks = await asyncio.TaskGroup().__aenter__()
         self._connecting: set[asyncio.Task[None]] = set()
         try:

@@ -15,7 +15,7 @@ from typing import Any, assert_never
 from ravnest.config import TIMEOUTS, Timeouts
 from ravnest.errors import LinkError, NotAdmitted, ProtocolError, RavnestError
 from ravnest.ids import HUB, NodeId
-from ravnest.net.identity import KeyPair, Token, dialled_from_here, is_loopback, peer_of, prove, split_address
+from ravnest.net.identity import KeyPair, Token, dialled_from_here, greet, is_loopback, peer_of, split_address
 from ravnest.net.relay import RelayAddress
 from ravnest.net.transport import (
     Delivery,
@@ -50,6 +50,7 @@ from ravnest.protocol.averaging import (
     TiedHolder,
     TiedStep,
 )
+from ravnest.protocol.generation import GenerationEnd, GenerationStep, GenerationValues
 from ravnest.protocol.membership import (
     PROTOCOL_VERSION,
     Complaint,
@@ -104,6 +105,8 @@ _OfHub = (
     | RoundOpen
     | RoundCommit
     | RoundAbort
+    | GenerationStep
+    | GenerationEnd
 )
 _OfCluster = (
     Activation
@@ -111,6 +114,7 @@ _OfCluster = (
     | DroppedMicrobatch
     | Pace
     | StepReport
+    | GenerationValues
     | TiedHolder
     | TiedCall
     | TiedGradient  # type: ignore[type-arg]
@@ -202,7 +206,7 @@ class Agent:
 
     async def run(self) -> str:
         """Take part until the hub ends the job, and return why it did; or raise what ended it here."""
-        greeting = self._keys.public + prove(self._token, self._keys.public)
+        greeting = greet(self._token, self._keys.public)
         self._transport.allow([PublicKey(self._token.hub_key)])
         self._transport.dial(self._hub, self._token.addresses, greeting)
         self._start_patience()
@@ -311,10 +315,8 @@ class Agent:
         is_here = is_loopback(self._hub_address)
         known = (each for each in self._offer.addresses if is_here or not is_loopback(each))
         addresses = tuple(sorted(known, key=lambda each: not is_loopback(each)))
-        proof = prove(self._token, self._keys.public)
         hello = Hello(
             PROTOCOL_VERSION,
-            proof,
             self._offer.node,
             addresses,
             self._offer.guessed,

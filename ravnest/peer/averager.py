@@ -21,8 +21,8 @@ from ravnest.config import TIMEOUTS, PeerTimeouts, WireFormat
 from ravnest.engine.train_config import TrainConfig
 from ravnest.errors import ProtocolError
 from ravnest.ids import HUB, NodeId, RoundId, SegmentId
-from ravnest.model.blueprint import Blueprint
-from ravnest.model.state_dict import Layout
+from ravnest.model.blueprint.program import Blueprint
+from ravnest.model.state.state_dict import Layout
 from ravnest.peer.pacing import StagePosition
 from ravnest.peer.segments import EncodedChunk, GradientSegment, SegmentState
 from ravnest.peer.tied_weights import TiedWeights

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ravnest.errors import ConfigError
-from ravnest.model.blueprint import TensorType
-from ravnest.model.stage_program import StageProgram
+from ravnest.model.blueprint.program import TensorType
+from ravnest.model.stage.stage_program import StageProgram
 
 BestPrecision = Literal["bf16", "tf32", "fp32"]
 

@@ -34,7 +34,7 @@ class ProviderLimits:
     flops_per_batch: float = 1e15
     device: str = "cpu"
     emulated_flops_per_second: float | None = None
-    compile_mode: CompileMode = CompileMode.OFF
+    compile_mode: CompileMode = CompileMode.AUTO
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from ravnest.engine.norms import find_norms
 from ravnest.engine.stage import SummedGradient
 from ravnest.engine.train_config import TrainConfig
 from ravnest.errors import ProtocolError
-from ravnest.model.state_dict import FlatEntry, Layout
+from ravnest.model.state.state_dict import FlatEntry, Layout
 from ravnest.protocol.tensors import Buffer, TensorSpec
 
 _RANGE = 1e3  # times the largest weight or own change: further away no honest mean is

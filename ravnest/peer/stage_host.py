@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from ravnest.engine.weight_versions import Snapshot
 from ravnest.errors import ProtocolError
 from ravnest.ids import HUB, NodeId
-from ravnest.model.state_dict import snapshot_pieces
+from ravnest.model.state.state_dict import snapshot_pieces
 from ravnest.peer.averager import Averager
 from ravnest.peer.compute_protocol import (
     Build,
@@ -38,6 +38,7 @@ from ravnest.protocol.averaging import (
     TiedHolder,
     TiedStep,
 )
+from ravnest.protocol.generation import GenerationEnd, GenerationStep, GenerationValues
 from ravnest.protocol.membership import Complaint
 from ravnest.protocol.messages import Message, Refusal
 from ravnest.protocol.placement import PlanOrder, RingOrder, SnapshotOrder, StageMissing
@@ -70,6 +71,7 @@ class RunningStage:
         self._clock = clock
         self._late_round: RoundOpen | None = None  # it begins when tied weights are settled
         self._training_seconds = self._averaging_seconds = 0.0  # while a round is open
+        self._was_text = False  # the last piece of work
 
     def receive(  # noqa: C901, PLR0912 - one short case for each message
         self, message: Message, buffers: Sequence[Buffer], sender: NodeId
@@ -93,6 +95,12 @@ class RunningStage:
                 return worker.timekeeper.follow_pace(message, sender) or ()
             case StepReport():
                 return worker.timekeeper.record_report(message, sender) or ()
+            case GenerationStep():
+                return worker.generation.receive_step(message, buffers) or ()
+            case GenerationValues():
+                return worker.generation.receive_values(message, buffers, sender) or ()
+            case GenerationEnd():
+                worker.generation.end(message)
             case RoundOpen():
                 return self._open_round(message)
             case RoundCommit():
@@ -150,6 +158,15 @@ class RunningStage:
 
     def next_work(self) -> Iterator[Outgoing] | None:
         """Return the next piece of work; None when there is nothing to do.
+
+        A step of a generation comes first, since somebody waits for the word. Then training has its turn.
+        """
+        text = None if self._was_text else self.worker.generation.next_work()
+        self._was_text = text is not None
+        return text or self._train_or_average() or self.worker.generation.next_work()
+
+    def _train_or_average(self) -> Iterator[Outgoing] | None:
+        """Return the next piece of work for training or for a round.
 
         Chunks of a round come first, until they have had their share of the time: one that waits keeps the
         whole ring waiting, and training may have work without end.

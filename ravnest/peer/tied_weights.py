@@ -18,7 +18,7 @@ from ravnest.config import WireFormat
 from ravnest.engine.stage import StageEngine
 from ravnest.errors import ProtocolError, WeightsError
 from ravnest.ids import NodeId
-from ravnest.model.blueprint import Blueprint
+from ravnest.model.blueprint.program import Blueprint
 from ravnest.peer.pacing import StagePosition
 from ravnest.protocol.averaging import TiedCall, TiedGradient, TiedHolder, TiedStep
 from ravnest.protocol.messages import Refusal

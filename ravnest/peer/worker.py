@@ -20,8 +20,9 @@ from ravnest.engine.staleness import StalenessPolicy
 from ravnest.engine.weight_versions import MakeAgain
 from ravnest.errors import ProtocolError, RavnestError
 from ravnest.ids import HUB, LeaseId, MicrobatchId, NodeId
-from ravnest.model.blueprint import Blueprint, Program, ValueId
+from ravnest.model.blueprint.program import Blueprint, Program, ValueId
 from ravnest.peer.pacing import Device, StagePosition, Timekeeper
+from ravnest.peer.stage_generation import StageGeneration
 from ravnest.peer.tied_weights import TiedWeights
 from ravnest.protocol.averaging import TiedCall
 from ravnest.protocol.messages import Refusal
@@ -133,6 +134,7 @@ class Worker:
         self._running: dict[MicrobatchId, _Running] = {}
         self._leases: dict[MicrobatchId, _Lease] = {}
         self._num_trained = self._num_refused = 0
+        self.generation = StageGeneration(position, blueprint, stage, device)
         self.tied = TiedWeights(position, blueprint, stage)
         self._unsent: list[Outgoing] = self.tied.hello()  # to be sent before any work
 
@@ -343,7 +345,8 @@ class Worker:
                 yield Outgoing(self._before, back, buffers)
             halfway = self._clock()
             weight = self.timekeeper.weight(task.lag)
-            dropped = self._stage.backward_weights(microbatch, weight, running.num_samples)
+            rate = self._rate() if task.is_update else None
+            dropped = self._stage.backward_weights(microbatch, weight, running.num_samples, rate)
             device.stretch(halfway, device.weights_seconds * running.num_samples)
         if running.passed is not None and dropped is None:
             # The device has nothing to do now: a look costs no wait, as one after the forward would.

@@ -11,13 +11,14 @@ import numpy as np
 
 from ravnest.config import SEARCH_BUDGET, Averaging, PlanConfig, SearchBudget
 from ravnest.plan.assembly import assemble_plan, build_clusters
-from ravnest.plan.coarsening import FINE_POSITIONS, choose_cuts, coarsen, shorten_line
-from ravnest.plan.cost import Ints, LineCost, NodeTable
+from ravnest.plan.cost import NodeTable
 from ravnest.plan.hub_line import HubLine, choose_clusters
 from ravnest.plan.infeasible import explain_shortage, holding_order
+from ravnest.plan.line import Ints, LineCost
 from ravnest.plan.search import Search
 from ravnest.plan.seeds import typical_stages
-from ravnest.plan.split import NodeOrder, Splitter
+from ravnest.plan.small_swarms import MOST_NODES
+from ravnest.plan.split import FINE_POSITIONS, NodeOrder, Splitter, choose_cuts, coarsen, shorten_line
 from ravnest.plan.types import Cluster, ModelProfile, Plan, Swarm
 
 _MOST_NODES = 1024  # of one neighbourhood; twice as many where links are alike
@@ -57,7 +58,8 @@ def form_plan(
     if len(found.orders) < _MANY_CLUSTERS:  # those who are too slow to average with others may be fast alone
         line = LineCost(short, config, is_averaged=False)
         alone = _search_one(line, nodes, seed, budget.quick_clusters // 4)
-        if alone.rate > _PROMISING * found.rate or not found.orders:
+        is_final = len(nodes) <= MOST_NODES  # of so few, a short search has seen everything
+        if not is_final and (alone.rate > _PROMISING * found.rate or not found.orders):
             alone = _search_one(line, nodes, seed, _fit_budget(line, nodes, budget))
         found = max(found, alone, key=lambda each: each.rate)
     orders = found.orders or holding_order(profile, swarm, config)
@@ -184,6 +186,6 @@ def _neighbourhoods(line: LineCost, nodes: NodeTable, by_speed: bool) -> list[In
     stages = min(line.config.max_stages, line.num_positions)
     per_node = 4.0 * stages * (line.num_positions + 1) ** 2 / 8
     most = max(64, min((1 + by_speed) * _MOST_NODES, int(_TABLE_BYTES / per_node)))
-    speed = -np.minimum(nodes.upload, nodes.download)
+    speed = -nodes.both_ways
     order = np.argsort(speed if by_speed else nodes.region, kind="stable")
     return [np.sort(part) for part in np.array_split(order, -(-len(nodes) // most))]

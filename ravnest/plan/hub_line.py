@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ravnest.plan.cost import Bools, Floats, Ints, LineCost
+from ravnest.plan.line import Bools, Floats, Ints, LineCost
 from ravnest.plan.split import NodeOrder
 
 

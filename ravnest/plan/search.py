@@ -13,10 +13,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ravnest.plan.cost import Bools, Ints, LineCost, NodeTable
+from ravnest.plan.cost import NodeTable
 from ravnest.plan.hub_line import HubLine, choose_clusters, relayed_places
+from ravnest.plan.line import Bools, Ints, LineCost
 from ravnest.plan.moves import Proposal, neighbours, pair_neighbours, propose, second_neighbours
 from ravnest.plan.seeds import Covering, Seeds, Taste
+from ravnest.plan.small_swarms import MOST_NODES, Candidates, best_packing, candidate_orders
 from ravnest.plan.split import NodeOrder, Splitter
 
 _POPULATION = (2, 8)  # fewest, most genomes: a large grouping has its variety inside
@@ -77,6 +79,8 @@ class Search:
 
     def run(self, budget: int, ceilings: Sequence[int]) -> Genome | None:
         """Return the best genome found after evaluating about `budget` clusters, if any cluster works."""
+        if len(self.splitter.nodes) <= MOST_NODES and budget > 0:
+            return self._try_subsets(budget)
         population = self._seed(ceilings)
         stop = self.num_evaluated + budget
         stale = 0
@@ -100,6 +104,20 @@ class Search:
         if len(self.splitter.nodes) <= _FEW:
             self._polish(population[0], min(_POLISH, budget))
         return self._trim(population[0])
+
+    def _try_subsets(self, budget: int) -> Genome | None:
+        """Return the best grouping of a few nodes: of all their subsets, improved where latency matters."""
+        orders = candidate_orders(self.splitter, self.seeds.max_stages)
+        known = self._evaluate(orders)
+        periods, hub_bytes = (np.array([each[k] for each in known], float) for k in (0, 2))
+        packed = best_packing(Candidates(orders, periods, hub_bytes), self._hub, self._ratio, self._most)
+        if not packed:
+            return None
+        slowest = max(self.seconds(packed))
+        first = self._trim(Genome(packed, self.seeds.level(slowest) + 1))
+        better = Genome(list(first.clusters), first.ceiling)
+        self._polish(better, min(_POLISH, budget))
+        return max(first, self._trim(better), key=lambda genome: genome.rate)
 
     def seconds(self, orders: Sequence[NodeOrder]) -> list[float]:
         """Return the seconds per batch of each cluster."""

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ravnest.plan.cost import Bools, Floats, Ints, LineCost, NodeTable
+from ravnest.plan.cost import NodeTable
 from ravnest.plan.hub_line import HubLine, relayed_places
+from ravnest.plan.line import Bools, Floats, Ints, LineCost
 from ravnest.plan.split import NodeOrder, Splitter
 
 _LEVEL_RATIO = 1.1  # between the target periods of neighbouring levels
@@ -43,7 +44,7 @@ class Seeds:
         self.hub = hub
         self._is_alone = is_alone
         line, nodes = splitter.line, splitter.nodes
-        self._bandwidth = np.minimum(nodes.upload, nodes.download)
+        self._bandwidth = nodes.both_ways
         self.hidden: list[bool] = (~nodes.reachable).tolist()
         self._weights = sum(total / max(1.0, total[-1]) for total in (line.parameters, line.flops)) / 2.0
         self.typical_stages = typical_stages(line, nodes)

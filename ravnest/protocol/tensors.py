@@ -52,6 +52,27 @@ def find_channels(shape: tuple[int, ...]) -> int | None:
 
 
 @dataclass(frozen=True, slots=True)
+class StoredType:
+    """What a tensor is but for its values."""
+
+    dtype: str  # as torch and numpy name it
+    shape: tuple[int, ...]
+
+    @property
+    def num_items(self) -> int:
+        """Number of its values."""
+        return prod(self.shape)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of its values."""
+        return self.num_items * ITEM_BYTES[self.dtype]
+
+    def __str__(self) -> str:
+        return f"{self.dtype} [{', '.join(str(size) for size in self.shape)}]"
+
+
+@dataclass(frozen=True, slots=True)
 class TensorSpec:
     """A tensor that travels in the buffer beside a message."""
 

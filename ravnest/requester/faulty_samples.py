@@ -11,9 +11,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ravnest.model.capture import Captured
-from ravnest.model.sample_length import count_work
-from ravnest.model.stage_program import StageProgram, build_stage_program
+from ravnest.model.capture.capture import Captured
+from ravnest.model.capture.sample_length import count_work
+from ravnest.model.stage.stage_program import StageProgram, build_stage_program
 
 _MOST_WORK = 1e12  # parameters times tokens, over all samples: a minute on a slow PC
 

@@ -15,14 +15,13 @@ from torch import nn
 
 from ravnest.config import FrozenFormat
 from ravnest.errors import WeightsError
-from ravnest.model.blueprint import CONSTANT, FLOATING, Blueprint, StateEntry
-from ravnest.model.capture import Captured
-from ravnest.model.initialiser import InitialiserSource
-from ravnest.model.safetensors_header import StoredType
-from ravnest.model.shards import is_index, open_weights
-from ravnest.model.state_dict import check_type, to_bytes
-from ravnest.model.state_source import FileSource, LayeredSource, MemorySource, StateSource, read_tensor
-from ravnest.protocol.tensors import Buffer
+from ravnest.model.blueprint.program import CONSTANT, FLOATING, Blueprint, StateEntry
+from ravnest.model.capture.capture import Captured
+from ravnest.model.state.initialiser import InitialiserSource
+from ravnest.model.state.shards import is_index, open_weights
+from ravnest.model.state.state_dict import check_type, to_bytes
+from ravnest.model.state.state_source import FileSource, LayeredSource, MemorySource, StateSource, read_tensor
+from ravnest.protocol.tensors import Buffer, StoredType
 from ravnest.requester.job import Job
 from ravnest.transfer.mirror import MirrorSource, read_mirror
 

@@ -80,8 +80,8 @@ def _refuse_strange(trainer: Any, arguments: Any) -> None:
 class _Columns(torch.utils.data.Dataset[Any]):
     """A dataset with the columns that the model takes, as the trainer would leave them."""
 
-    def __init__(self, data: Any, wanted: frozenset[str] | None, collate: Any) -> None:
-        self._data, self._wanted, self._collate = data, wanted, collate
+    def __init__(self, data: Any, wanted: frozenset[str] | None, collate: Any, num_workers: int) -> None:
+        self._data, self._wanted, self._collate, self._num_workers = data, wanted, collate, num_workers
 
     @classmethod
     def of(cls, trainer: Any, data: Any, name: str) -> "_Columns":
@@ -92,7 +92,7 @@ class _Columns(torch.utils.data.Dataset[Any]):
         base = model.get_base_model() if hasattr(model, "get_base_model") else model  # of peft
         names = inspect.signature(base.forward).parameters
         wanted = frozenset((*names, *_LABELS)) if trainer.args.remove_unused_columns else None
-        return cls(data, wanted, trainer.data_collator)
+        return cls(data, wanted, trainer.data_collator, int(trainer.args.dataloader_num_workers))
 
     def __len__(self) -> int:
         return len(self._data)
@@ -111,7 +111,8 @@ class _Columns(torch.utils.data.Dataset[Any]):
 
     def loader(self, batch_size: int) -> "DataLoader[Any]":
         """Return the data with the trainer's collator."""
-        return DataLoader(self, batch_size=batch_size, collate_fn=self._collate)
+        workers = self._num_workers
+        return DataLoader(self, batch_size=batch_size, collate_fn=self._collate, num_workers=workers)
 
 
 def _tokens(sample: Any) -> Any:

@@ -8,7 +8,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
 from torch import Tensor
@@ -18,16 +18,16 @@ from ravnest.config import WireFormat
 from ravnest.disk import release_pages
 from ravnest.engine.train_config import TrainConfig, write_train_config
 from ravnest.errors import ConfigError, RavnestError, WeightsError
-from ravnest.hub.coordinator.leases import LedgerState
+from ravnest.hub.coordinator.leases import LedgerState, find_position, lengthen
 from ravnest.hub.coordinator.notices import EpochDone, Evaluated, MicrobatchDropped, Trained
 from ravnest.hub.service.data_service import Fields, Parts, StagePart
-from ravnest.model.blueprint import Program
-from ravnest.model.blueprint_json import write_blueprint
-from ravnest.model.capture import Captured
-from ravnest.model.safetensors_header import FileTensor, StoredType, read_tensors
-from ravnest.model.slicing import slice_blueprint
-from ravnest.model.state_dict import OPTIMIZER_PREFIX, check_snapshot, check_type, order_entries
-from ravnest.model.state_source import (
+from ravnest.model.blueprint.blueprint_json import write_blueprint
+from ravnest.model.blueprint.program import Program
+from ravnest.model.blueprint.slicing import slice_blueprint
+from ravnest.model.capture.capture import Captured
+from ravnest.model.state.safetensors_header import FileTensor, read_tensors
+from ravnest.model.state.state_dict import OPTIMIZER_PREFIX, check_snapshot, check_type, order_entries
+from ravnest.model.state.state_source import (
     FileSource,
     LayeredSource,
     MemorySource,
@@ -36,15 +36,15 @@ from ravnest.model.state_source import (
     is_same,
     write_pieces,
 )
-from ravnest.model.stored_source import StorageError, StoredSource
-from ravnest.protocol.tensors import EMA_SLOT, Buffer
+from ravnest.model.state.stored_source import StorageError, StoredSource
+from ravnest.protocol.tensors import EMA_SLOT, Buffer, StoredType
 from ravnest.requester import checkpoint_store
 from ravnest.requester.checkpoint_store import Checkpoint, Checkpoints, Fingerprint
 from ravnest.requester.faulty_samples import SampleInspector
 from ravnest.requester.first_weights import FittedSource
 from ravnest.requester.job import Job
-from ravnest.requester.job_file import users_code
 from ravnest.requester.result import Best, Result
+from ravnest.requester.users_code import users_code
 
 logger = logging.getLogger(__name__)
 
@@ -237,6 +237,8 @@ class JobOwner:
             score = evaluated["val_loss"] if evaluated else None
             self._keeper.write(number, parts, saved, score, self._left_out)
             self._adopt(self._keeper.open(number).read())
+            if window := self.fingerprint.window:  # training can go back to here, and no further
+                self.job.samples.forget(find_position(books.leases) // window * window)
             self._saved_history = [dict(report) for report in self.history]
         except RavnestError as error:
             return str(error)
@@ -252,6 +254,9 @@ class JobOwner:
         counts = (saved.num_counted, saved.num_reported, saved.num_updates, saved.num_evaluated)
         leases = saved.leases.copy()
         leases["num_epochs"] = self.fingerprint.epochs  # it may be another number than before
+        if window := self.fingerprint.window:
+            leases = lengthen(leases, self.fingerprint.num_samples)
+            self.job.samples.skip_to(find_position(leases) // window * window)
         return LedgerState(*counts, leases)
 
     def _take_base(self, tensors: Iterable[FileTensor]) -> None:
@@ -285,21 +290,28 @@ class JobOwner:
 
     def find_faulty(self, is_evaluation: bool, samples: Sequence[int]) -> tuple[tuple[int, str], ...]:
         """Return which of these samples fail alone, each with the reason, as far as it can be known."""
-        found = self._inspector.inspect(self._read(is_evaluation, samples))
+        found = self._inspector.inspect(next(self._read(is_evaluation, [samples])))
         return tuple((samples[row], reason) for row, reason in found.items())
 
-    def _read(self, is_evaluation: bool, samples: Sequence[int]) -> dict[str, Tensor]:
+    def _read(
+        self, is_evaluation: bool, microbatches: Sequence[Sequence[int]]
+    ) -> Iterator[dict[str, Tensor]]:
         data = self.job.val_samples if is_evaluation else self.job.samples
         assert data is not None, "without validation data nothing is evaluated"
-        with users_code("the data"):
-            return data.batch(samples)
+        batches = data.batches(microbatches)
+        for _ in microbatches:
+            with users_code("the data"):
+                batch = next(batches)
+            yield batch
 
-    def read_fields(self, is_evaluation: bool, samples: Sequence[int], names: Sequence[str]) -> Fields:
-        """Return these fields of a batch as they travel: exactly, with whole numbers in few bytes."""
-        read = self._read(is_evaluation, samples)
-        batch = {name: narrow_integers(read[name]) for name in names}
-        specs = tuple((name, describe(batch[name], WireFormat.FP32)) for name in names)
-        return specs, tuple(encode_tensor(batch[name], WireFormat.FP32) for name in names)
+    def read_fields(
+        self, is_evaluation: bool, microbatches: Sequence[Sequence[int]], names: Sequence[str]
+    ) -> Iterator[Fields]:
+        """Yield these fields of each microbatch as they travel: exactly, with whole numbers in few bytes."""
+        for read in self._read(is_evaluation, microbatches):
+            batch = {name: narrow_integers(read[name]) for name in names}
+            specs = tuple((name, describe(batch[name], WireFormat.FP32)) for name in names)
+            yield specs, tuple(encode_tensor(batch[name], WireFormat.FP32) for name in names)
 
 
 def _tell_errors(errors: Iterable[StorageError]) -> None:

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 
 from ravnest.errors import ConfigError, WeightsError
 from ravnest.hub.coordinator.progress import DroppedSamples
-from ravnest.model.blueprint import CONSTANT, Blueprint
-from ravnest.model.safetensors_header import StoredType
-from ravnest.model.shards import SHARD_BYTES, ShardWriter, has_weights
-from ravnest.model.state_dict import LOSS_PREFIX, check_names, check_type, to_bytes, type_of
-from ravnest.model.state_source import SourceTensors, read_pieces, state_type
+from ravnest.model.blueprint.program import CONSTANT, Blueprint
+from ravnest.model.state.shards import SHARD_BYTES, ShardWriter, has_weights
+from ravnest.model.state.state_dict import LOSS_PREFIX, check_names, check_type, to_bytes, type_of
+from ravnest.model.state.state_source import SourceTensors, read_pieces, state_type
+from ravnest.protocol.tensors import StoredType
 from ravnest.requester.run_folder import ADAPTER, BEST, BEST_ADAPTER, EMA, MODEL, find_result
 from ravnest.units import show_bytes
 

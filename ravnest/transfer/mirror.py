@@ -22,9 +22,8 @@ from ravnest.config import TIMEOUTS
 from ravnest.disk import read_bounded, release_pages, write_nameless
 from ravnest.errors import WeightsError
 from ravnest.foreign import decode_json
-from ravnest.model.safetensors_header import StoredType
-from ravnest.model.shards import find_files, open_weights
-from ravnest.protocol.tensors import ITEM_BYTES, MOST_TENSOR_ITEMS, Buffer
+from ravnest.model.state.shards import find_files, open_weights
+from ravnest.protocol.tensors import ITEM_BYTES, MOST_TENSOR_ITEMS, Buffer, StoredType
 from ravnest.units import show_bytes
 
 _MOST_LIST_BYTES = 64 << 20

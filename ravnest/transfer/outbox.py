@@ -15,6 +15,7 @@ from ravnest.ids import NodeId
 from ravnest.net.transport import PeerId, Service, Transport
 from ravnest.protocol import messages
 from ravnest.protocol.averaging import AnchorPart, RingPart, TiedGradient, TiedStep
+from ravnest.protocol.generation import GenerationStep, GenerationValues
 from ravnest.protocol.messages import Message
 from ravnest.protocol.placement import BlobPart
 from ravnest.protocol.training import Activation, FieldParts, Gradient, StepReport
@@ -38,7 +39,7 @@ class Outgoing:
         match self.message:
             case Gradient():
                 return Service.GRADIENT
-            case Activation() | FieldParts():
+            case Activation() | FieldParts() | GenerationStep() | GenerationValues():
                 return Service.ACTIVATION
             case RingPart() | AnchorPart() | TiedGradient() | TiedStep():  # no microbatch waits for them
                 return Service.AVERAGING

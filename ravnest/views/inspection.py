@@ -17,10 +17,10 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ravnest.model.blueprint import PARAMETER, Blueprint
-from ravnest.model.blueprint_json import write_blueprint
-from ravnest.model.operators import ALLOWED_SCHEMAS
-from ravnest.model.slicing import slice_blueprint
+from ravnest.model.blueprint.blueprint_json import write_blueprint
+from ravnest.model.blueprint.operators import ALLOWED_SCHEMAS
+from ravnest.model.blueprint.program import PARAMETER, Blueprint
+from ravnest.model.blueprint.slicing import slice_blueprint
 from ravnest.plan.files import profile_to_dict
 from ravnest.plan.split import best_cuts
 from ravnest.plan.types import ModelProfile

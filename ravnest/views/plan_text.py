@@ -35,8 +35,7 @@ from ravnest.plan.forecast import (
     forecast,
 )
 from ravnest.plan.formation import cut_clusters, form_plan
-from ravnest.plan.infeasible import holding_order
-from ravnest.plan.left_out import LeftOut, count_left_out
+from ravnest.plan.infeasible import LeftOut, count_left_out, holding_order
 from ravnest.plan.types import Cluster, ModelProfile, Plan, Swarm, cluster_name
 from ravnest.units import show_bytes, show_count, show_rate, show_seconds
 

@@ -16,9 +16,9 @@ from ravnest.config import OptimizerKind as OptimizerName
 from ravnest.engine.recipe import make_settings
 from ravnest.engine.staleness import StalenessPolicy
 from ravnest.hub.coordinator.notices import Notice, PlanFormed
-from ravnest.model.capture import Captured, capture
-from ravnest.model.profile import find_matrices
-from ravnest.model.slicing import slice_blueprint
+from ravnest.model.blueprint.slicing import slice_blueprint
+from ravnest.model.capture.capture import Captured, capture
+from ravnest.model.stage.profile import find_matrices
 from ravnest.protocol.training import LearningRate, Pace, StepReport
 from ravnest.requester.local_peers import Hardware
 from ravnest.requester.lr_schedules import cosine, factors

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 import ravnest as rv
-from ravnest.model.shards import open_weights
+from ravnest.model.state.shards import open_weights
 from tests.support.tiny_llama import sums, write_tiny_llama
 
 pytest.importorskip("peft")

@@ -13,7 +13,7 @@ from ravnest.config import WireFormat
 from ravnest.engine.optimizers import OptimizerSettings
 from ravnest.engine.train_config import AveragingRule, TrainConfig
 from ravnest.ids import RoundId, SegmentId
-from ravnest.model.state_dict import FlatEntry, Layout
+from ravnest.model.state.state_dict import FlatEntry, Layout
 from ravnest.peer.segments import SegmentState
 
 # What one encoding may lose, as a part of the largest number: half a step.

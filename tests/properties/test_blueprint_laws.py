@@ -10,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ravnest.errors import UnsafeBlueprint
-from ravnest.model.blueprint import (
+from ravnest.model.blueprint.blueprint_json import read_blueprint, write_blueprint
+from ravnest.model.blueprint.operators import operators
+from ravnest.model.blueprint.program import (
     FLOATING,
     Blueprint,
     Op,
@@ -22,8 +24,6 @@ from ravnest.model.blueprint import (
     TensorType,
     ValueId,
 )
-from ravnest.model.blueprint_json import read_blueprint, write_blueprint
-from ravnest.model.operators import operators
 from ravnest.protocol.tensors import ITEM_BYTES
 from tests.support.sample_blueprints import middle_stage, perceptron
 

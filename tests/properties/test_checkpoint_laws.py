@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from safetensors.numpy import save
 
 from ravnest.hub.coordinator.leases import LeaseBook
-from ravnest.model.safetensors_header import read_tensors
+from ravnest.model.state.safetensors_header import read_tensors
 from ravnest.requester.checkpoint_store import (
     MANIFEST,
     CheckpointError,

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ravnest.errors import WeightsError
-from ravnest.model.blueprint import BUFFER, CONSTANT, PARAMETER, Blueprint, Program, StateEntry
-from ravnest.model.state_dict import Layout, merge_stages, read_snapshot, to_safetensors
+from ravnest.model.blueprint.program import BUFFER, CONSTANT, PARAMETER, Blueprint, Program, StateEntry
+from ravnest.model.state.state_dict import Layout, merge_stages, read_snapshot, to_safetensors
 
 NOTHING = Program({}, (), (), (), (), (), ())
 NUM_POSITIONS = 6

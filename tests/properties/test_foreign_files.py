@@ -31,8 +31,8 @@ from ravnest.engine.optimizers import Adam, Group, Muon, OptimizerSettings, Sgd
 from ravnest.engine.train_config import AveragingRule, TrainConfig, read_train_config, write_train_config
 from ravnest.errors import RavnestError
 from ravnest.hub.service.event_log import EventLog, read_status
-from ravnest.model.blueprint_json import read_blueprint, write_blueprint
-from ravnest.model.shards import open_weights, write_index
+from ravnest.model.blueprint.blueprint_json import read_blueprint, write_blueprint
+from ravnest.model.state.shards import open_weights, write_index
 from ravnest.net.identity import PREFIX, Token, new_keys, read_token, write_token
 from ravnest.plan.files import read_profile, read_swarm
 from ravnest.requester.checkpoint_store import MANIFEST, Checkpoints

@@ -14,7 +14,7 @@ from ravnest.engine.optimizers import Group, OptimizerSettings, Sgd
 from ravnest.engine.recipe import from_torch
 from ravnest.engine.train_config import AveragingRule
 from ravnest.ids import RoundId, SegmentId
-from ravnest.model.capture import Captured, capture
+from ravnest.model.capture.capture import Captured, capture
 from ravnest.protocol.averaging import AnchorPart, AnchorQuery, RingPart, RoundAbort, RoundReady
 from ravnest.protocol.messages import Refusal
 from ravnest.protocol.tensors import TensorSpec

@@ -12,14 +12,14 @@ from torch import nn
 
 import ravnest
 from ravnest.errors import CaptureError
-from ravnest.model.blueprint import Blueprint
-from ravnest.model.blueprint_json import read_blueprint, write_blueprint
-from ravnest.model.capture import Captured, capture
-from ravnest.model.model_with_loss import ModelWithLoss
-from ravnest.model.slicing import slice_blueprint
-from ravnest.model.stage_program import Setting, StageOutputs, StageProgram, build_stage_program
-from ravnest.model.state_dict import Layout, merge_stages
-from ravnest.model.verify import compare
+from ravnest.model.blueprint.blueprint_json import read_blueprint, write_blueprint
+from ravnest.model.blueprint.program import Blueprint
+from ravnest.model.blueprint.slicing import slice_blueprint
+from ravnest.model.capture.capture import Captured, capture
+from ravnest.model.capture.model_with_loss import ModelWithLoss
+from ravnest.model.capture.verify import compare
+from ravnest.model.stage.stage_program import Setting, StageOutputs, StageProgram, build_stage_program
+from ravnest.model.state.state_dict import Layout, merge_stages
 from tests.support.model_zoo import FAMILIES
 
 

@@ -20,7 +20,7 @@ from support.stage_runner import Subject, subject
 from torch import Tensor, nn
 
 from ravnest.errors import CaptureError
-from ravnest.model.capture import Captured, capture, empty_weights
+from ravnest.model.capture.capture import Captured, capture, empty_weights
 
 PLACE = re.compile(r"model_zoo\.py:(\d+)")
 

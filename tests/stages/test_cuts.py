@@ -8,11 +8,11 @@ import torch.nn.functional as F
 from support.stage_runner import subject
 from torch import nn
 
-from ravnest.model.blueprint import Blueprint
-from ravnest.model.capture import Captured, capture, empty_weights
-from ravnest.model.dry_run import dry_run
-from ravnest.model.slicing import slice_blueprint
-from ravnest.model.stage_program import build_stage_program
+from ravnest.model.blueprint.program import Blueprint
+from ravnest.model.blueprint.slicing import slice_blueprint
+from ravnest.model.capture.capture import Captured, capture, empty_weights
+from ravnest.model.stage.dry_run import dry_run
+from ravnest.model.stage.stage_program import build_stage_program
 from tests.support.model_zoo import FAMILIES
 
 

@@ -11,8 +11,8 @@ import torch
 from support.model_zoo import FAMILIES, PITFALLS
 from support.stage_runner import Errors, Outcome, Subject, packed_stages, subject
 
-from ravnest.model.blueprint_json import read_blueprint, write_blueprint
-from ravnest.model.slicing import slice_blueprint
+from ravnest.model.blueprint.blueprint_json import read_blueprint, write_blueprint
+from ravnest.model.blueprint.slicing import slice_blueprint
 
 LOSS_TOLERANCE = 1e-6
 GRADIENT_TOLERANCE = 1e-5

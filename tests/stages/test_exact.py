@@ -11,7 +11,7 @@ from ravnest.config import OptimizerKind, WireFormat
 from ravnest.engine.optimizers import Optimizer, OptimizerSettings
 from ravnest.engine.recipe import from_torch, make_settings
 from ravnest.ids import HUB, RoundId
-from ravnest.model.capture import Captured, capture
+from ravnest.model.capture.capture import Captured, capture
 from ravnest.net.transport import Service
 from ravnest.protocol.averaging import RoundAbort, RoundCommit
 from ravnest.protocol.placement import SnapshotOrder, StageMissing

@@ -12,7 +12,7 @@ from torch import nn
 
 from ravnest.cli.main import program
 from ravnest.errors import ConfigError
-from ravnest.model.state_source import LayeredSource, MemorySource, SourceTensors, read_tensor
+from ravnest.model.state.state_source import LayeredSource, MemorySource, SourceTensors, read_tensor
 from ravnest.requester.finetuning.finetune import make_finetuning, token_loss
 from ravnest.requester.finetuning.merging import merge_adapter
 from ravnest.requester.first_weights import find_first_weights

@@ -10,18 +10,18 @@ from torch import Tensor, nn
 
 from ravnest.config import FrozenFormat
 from ravnest.errors import UnsafeBlueprint, WeightsError
-from ravnest.model.blueprint import Blueprint
-from ravnest.model.blueprint_json import read_blueprint, write_blueprint
-from ravnest.model.capture import Captured, capture
-from ravnest.model.dry_run import dry_run
-from ravnest.model.frozen_storage import choose_storage
-from ravnest.model.profile import measure
-from ravnest.model.quantisation import dequantise
-from ravnest.model.slicing import slice_blueprint
-from ravnest.model.stage_program import build_stage_program
-from ravnest.model.state_dict import read_snapshot, to_snapshot
-from ravnest.model.state_source import LayeredSource, MemorySource, write_pieces
-from ravnest.model.stored_source import StorageError, StoredSource
+from ravnest.model.blueprint.blueprint_json import read_blueprint, write_blueprint
+from ravnest.model.blueprint.frozen_storage import choose_storage
+from ravnest.model.blueprint.program import Blueprint
+from ravnest.model.blueprint.slicing import slice_blueprint
+from ravnest.model.capture.capture import Captured, capture
+from ravnest.model.stage.dry_run import dry_run
+from ravnest.model.stage.profile import measure
+from ravnest.model.stage.stage_program import build_stage_program
+from ravnest.model.state.quantisation import dequantise
+from ravnest.model.state.state_dict import read_snapshot, to_snapshot
+from ravnest.model.state.state_source import LayeredSource, MemorySource, write_pieces
+from ravnest.model.state.stored_source import StorageError, StoredSource
 
 NUM_TOKENS, WIDTH, LENGTH = 90, 64, 136
 QUANTISED = [f"layers.{n}.{name}.weight" for n in range(2) for name in ("query", "up")] + ["shared.weight"]

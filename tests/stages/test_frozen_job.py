@@ -11,9 +11,9 @@ import ravnest as rv
 from ravnest.config import FrozenFormat, PlanConfig
 from ravnest.errors import ConfigError
 from ravnest.hub.coordinator.leases import LeaseBook, LedgerState
-from ravnest.model.blueprint_json import read_blueprint
-from ravnest.model.safetensors_header import read_tensors
-from ravnest.model.state_dict import read_snapshot, to_snapshot
+from ravnest.model.blueprint.blueprint_json import read_blueprint
+from ravnest.model.state.safetensors_header import read_tensors
+from ravnest.model.state.state_dict import read_snapshot, to_snapshot
 from ravnest.requester.checkpoint_store import Checkpoints
 from ravnest.requester.prepare import PreparedJob, prepare
 

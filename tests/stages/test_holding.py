@@ -13,9 +13,9 @@ from ravnest.engine.recipe import from_torch
 from ravnest.engine.train_config import AveragingRule
 from ravnest.errors import WeightsError
 from ravnest.ids import HUB, MicrobatchId, RoundId, SegmentId
-from ravnest.model.blueprint import CONSTANT, PARAMETER, StateEntry
-from ravnest.model.capture import Captured, capture
-from ravnest.model.state_dict import read_finite_snapshot, read_snapshot, to_snapshot
+from ravnest.model.blueprint.program import CONSTANT, PARAMETER, StateEntry
+from ravnest.model.capture.capture import Captured, capture
+from ravnest.model.state.state_dict import read_finite_snapshot, read_snapshot, to_snapshot
 from ravnest.peer.compute import ComputeThread
 from ravnest.peer.compute_protocol import (
     Build,

@@ -18,12 +18,12 @@ from ravnest.codec import describe, encode_tensor
 from ravnest.config import CompileMode, WireFormat
 from ravnest.engine.train_config import TrainConfig, write_train_config
 from ravnest.ids import HUB, LeaseId, MicrobatchId, NodeId, RoundId
-from ravnest.model.blueprint_json import write_blueprint
-from ravnest.model.capture import Captured, capture
-from ravnest.model.profile import count_flops, measure
-from ravnest.model.slicing import slice_blueprint
-from ravnest.model.stage_program import build_stage_program
-from ravnest.model.state_dict import to_safetensors
+from ravnest.model.blueprint.blueprint_json import write_blueprint
+from ravnest.model.blueprint.slicing import slice_blueprint
+from ravnest.model.capture.capture import Captured, capture
+from ravnest.model.stage.profile import count_flops, measure
+from ravnest.model.stage.stage_program import build_stage_program
+from ravnest.model.state.state_dict import to_safetensors
 from ravnest.peer import capabilities
 from ravnest.peer.compute_protocol import Build, Delivered, ProviderLimits, StageBuilt
 from ravnest.peer.stage_builder import StageBuilder, StageTools

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from support.stage_runner import subject
 
-from ravnest.model.blueprint_json import write_blueprint
+from ravnest.model.blueprint.blueprint_json import write_blueprint
 
 ROOT = Path(__file__).parents[2]
 NUM_PER_FAMILY = 60

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from ravnest.model.capture import capture
-from ravnest.model.huggingface import LAYERDROP, PLAIN_FUNCTIONS, plain_transformers, switched_off
+from ravnest.model.capture.capture import capture
+from ravnest.model.capture.huggingface import LAYERDROP, PLAIN_FUNCTIONS, plain_transformers, switched_off
 
 transformers = pytest.importorskip("transformers")
 transformers.logging.set_verbosity_error()

@@ -16,8 +16,8 @@ from rich.console import Console
 
 from ravnest.cli.main import program
 from ravnest.errors import ConfigError
-from ravnest.model.blueprint import Blueprint, Op, Program, Ref, StateEntry, TensorType, ValueId
-from ravnest.model.operators import operators
+from ravnest.model.blueprint.operators import operators
+from ravnest.model.blueprint.program import Blueprint, Op, Program, Ref, StateEntry, TensorType, ValueId
 from ravnest.plan.files import read_profile
 from ravnest.plan.split import best_cuts
 from ravnest.plan.types import ModelProfile

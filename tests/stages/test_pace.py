@@ -10,7 +10,7 @@ import torch
 from ravnest.config import TIMEOUTS
 from ravnest.engine.stage import StageEngine, Updated
 from ravnest.engine.staleness import StalenessPolicy
-from ravnest.model.capture import Captured
+from ravnest.model.capture.capture import Captured
 from ravnest.protocol.messages import Refusal
 from ravnest.protocol.training import Pace, StepReport
 from tests.support.timed_world import TimedWorld, capture_layers, layer_batch, plain_settings

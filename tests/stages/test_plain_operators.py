@@ -5,9 +5,9 @@ import torch
 from torch import Tensor, nn
 
 from ravnest.errors import CaptureError
-from ravnest.model.capture import Captured, capture
-from ravnest.model.dry_run import dry_run
-from ravnest.model.operators import operators
+from ravnest.model.blueprint.operators import operators
+from ravnest.model.capture.capture import Captured, capture
+from ravnest.model.stage.dry_run import dry_run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

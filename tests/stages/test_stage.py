@@ -19,9 +19,9 @@ from ravnest.engine.recipe import from_torch, make_settings
 from ravnest.engine.stage import DroppedWork, PassedOn, Roles, StageEngine
 from ravnest.engine.weight_versions import Snapshot
 from ravnest.errors import ProtocolError, RavnestError
-from ravnest.model.capture import capture
-from ravnest.model.profile import find_matrices
-from ravnest.model.stage_program import Setting, StageProgram, build_stage_program
+from ravnest.model.capture.capture import capture
+from ravnest.model.stage.profile import find_matrices
+from ravnest.model.stage.stage_program import Setting, StageProgram, build_stage_program
 
 RATE = 1e-3
 

@@ -6,8 +6,8 @@ import torch
 from ravnest.engine.recipe import from_torch
 from ravnest.engine.train_config import AveragingRule
 from ravnest.ids import HUB, RoundId
-from ravnest.model.capture import Captured, capture
-from ravnest.model.stage_program import build_stage_program
+from ravnest.model.capture.capture import Captured, capture
+from ravnest.model.stage.stage_program import build_stage_program
 from ravnest.protocol.averaging import RoundAbort, RoundOpen, RoundReady, TiedGradient
 from ravnest.protocol.placement import SnapshotOrder
 from ravnest.protocol.training import Activation, DroppedMicrobatch

@@ -12,8 +12,8 @@ from ravnest.engine.recipe import from_torch, make_settings
 from ravnest.engine.stage import StageEngine
 from ravnest.errors import ProtocolError
 from ravnest.ids import LeaseId, MicrobatchId
-from ravnest.model.capture import Captured, capture
-from ravnest.model.profile import find_matrices
+from ravnest.model.capture.capture import Captured, capture
+from ravnest.model.stage.profile import find_matrices
 from ravnest.protocol.messages import Refusal
 from ravnest.protocol.training import (
     Activation,

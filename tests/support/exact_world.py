@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ravnest.engine.optimizers import OptimizerSettings
 from ravnest.ids import HUB, NodeId, RoundId
-from ravnest.model.capture import Captured
+from ravnest.model.capture.capture import Captured
 from ravnest.protocol.averaging import RoundAbort, RoundOpen
 from ravnest.protocol.placement import PlanOrder, RingOrder
 from ravnest.transfer.outbox import Outgoing

@@ -11,10 +11,10 @@ import sys
 import torch
 
 from ravnest.errors import ProtocolError, UnsafeBlueprint
-from ravnest.model.blueprint import Blueprint
-from ravnest.model.blueprint_json import read_blueprint
-from ravnest.model.dry_run import dry_run
-from ravnest.model.stage_program import build_stage_program
+from ravnest.model.blueprint.blueprint_json import read_blueprint
+from ravnest.model.blueprint.program import Blueprint
+from ravnest.model.stage.dry_run import dry_run
+from ravnest.model.stage.stage_program import build_stage_program
 
 NUM_SAMPLES = 2
 MAX_BYTES, MAX_FLOPS = 64e6, 1e9

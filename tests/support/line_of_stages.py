@@ -15,10 +15,10 @@ from ravnest.engine.schedule import StageSchedule, Task, Work
 from ravnest.engine.stage import DroppedWork, PassedOn, Roles, StageEngine
 from ravnest.engine.weight_versions import Snapshot
 from ravnest.ids import MicrobatchId
-from ravnest.model.blueprint import Blueprint
-from ravnest.model.capture import Captured
-from ravnest.model.slicing import slice_blueprint
-from ravnest.model.stage_program import StageProgram, build_stage_program
+from ravnest.model.blueprint.program import Blueprint
+from ravnest.model.blueprint.slicing import slice_blueprint
+from ravnest.model.capture.capture import Captured
+from ravnest.model.stage.stage_program import StageProgram, build_stage_program
 
 
 def roles_of(blueprint: Blueprint) -> Roles:

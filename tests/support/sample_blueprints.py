@@ -1,6 +1,6 @@
 """Small blueprints written by hand: a two-layer perceptron with dropout, whole or one stage of it."""
 
-from ravnest.model.blueprint import (
+from ravnest.model.blueprint.program import (
     BUFFER,
     PARAMETER,
     Blueprint,

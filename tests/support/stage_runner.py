@@ -15,11 +15,11 @@ import torch
 from support.model_zoo import FAMILIES, PITFALLS, Batch, Sample, copy_of, fields_of
 from torch import Tensor
 
-from ravnest.model.blueprint import PARAMETER, Blueprint, Program, ValueId
-from ravnest.model.blueprint_json import read_blueprint, write_blueprint
-from ravnest.model.capture import Captured, capture
-from ravnest.model.slicing import slice_blueprint
-from ravnest.model.stage_program import build_stage_program
+from ravnest.model.blueprint.blueprint_json import read_blueprint, write_blueprint
+from ravnest.model.blueprint.program import PARAMETER, Blueprint, Program, ValueId
+from ravnest.model.blueprint.slicing import slice_blueprint
+from ravnest.model.capture.capture import Captured, capture
+from ravnest.model.stage.stage_program import build_stage_program
 
 SEED = 123
 

@@ -34,10 +34,10 @@ from ravnest.hub.coordinator.planner import FormPlan, SearchPlanner
 from ravnest.hub.service.event_log import EventStore
 from ravnest.hub.service.server import HubParts, Server
 from ravnest.ids import LeaseId, NodeId
-from ravnest.model.blueprint import Blueprint
-from ravnest.model.blueprint_json import read_blueprint, write_blueprint
-from ravnest.model.dry_run import Footprint, dry_run
-from ravnest.model.profile import count_flops
+from ravnest.model.blueprint.blueprint_json import read_blueprint, write_blueprint
+from ravnest.model.blueprint.program import Blueprint
+from ravnest.model.stage.dry_run import Footprint, dry_run
+from ravnest.model.stage.profile import count_flops
 from ravnest.net.identity import SECRET_BYTES, KeyPair, Token, load_keys
 from ravnest.net.memory import MemoryNetwork, MemoryTransport, Wire, run_virtual
 from ravnest.net.transport import PeerId

@@ -15,10 +15,10 @@ from ravnest.config import WireFormat
 from ravnest.engine.optimizers import OptimizerSettings
 from ravnest.engine.train_config import TrainConfig, write_train_config
 from ravnest.ids import HUB, LeaseId, MicrobatchId, NodeId, RoundId, SegmentId
-from ravnest.model.blueprint_json import write_blueprint
-from ravnest.model.capture import Captured
-from ravnest.model.slicing import slice_blueprint
-from ravnest.model.state_dict import to_safetensors
+from ravnest.model.blueprint.blueprint_json import write_blueprint
+from ravnest.model.blueprint.slicing import slice_blueprint
+from ravnest.model.capture.capture import Captured
+from ravnest.model.state.state_dict import to_safetensors
 from ravnest.net.transport import Service
 from ravnest.peer.compute_protocol import Build, ProviderLimits, StageBuilt
 from ravnest.peer.stage_builder import StageBuilder

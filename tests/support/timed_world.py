@@ -13,8 +13,8 @@ from ravnest.engine.schedule import StageSchedule
 from ravnest.engine.stage import StageEngine
 from ravnest.engine.staleness import StalenessPolicy
 from ravnest.ids import HUB, NodeId
-from ravnest.model.blueprint import Blueprint
-from ravnest.model.capture import Captured, capture
+from ravnest.model.blueprint.program import Blueprint
+from ravnest.model.capture.capture import Captured, capture
 from ravnest.peer.pacing import Device, StagePosition
 from ravnest.peer.worker import Worker
 from ravnest.protocol import messages

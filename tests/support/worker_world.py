@@ -16,11 +16,11 @@ from ravnest.engine.stage import StageEngine
 from ravnest.engine.train_config import TrainConfig
 from ravnest.engine.weight_versions import Snapshot
 from ravnest.ids import HUB, LeaseId, MicrobatchId, NodeId
-from ravnest.model.blueprint import Blueprint
-from ravnest.model.blueprint_json import read_blueprint, write_blueprint
-from ravnest.model.capture import Captured
-from ravnest.model.slicing import slice_blueprint
-from ravnest.model.stage_program import build_stage_program
+from ravnest.model.blueprint.blueprint_json import read_blueprint, write_blueprint
+from ravnest.model.blueprint.program import Blueprint
+from ravnest.model.blueprint.slicing import slice_blueprint
+from ravnest.model.capture.capture import Captured
+from ravnest.model.stage.stage_program import build_stage_program
 from ravnest.peer.averager import AnchorState, Averager
 from ravnest.peer.pacing import Device, StagePosition
 from ravnest.peer.stage_builder import find_roles

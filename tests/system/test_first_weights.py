@@ -11,9 +11,9 @@ from torch import Tensor
 
 import ravnest as rv
 from ravnest.errors import WeightsError
-from ravnest.model.initialiser import InitialiserSource
-from ravnest.model.shards import ShardWriter
-from ravnest.model.state_source import MemorySource, SourceTensors, read_pieces
+from ravnest.model.state.initialiser import InitialiserSource
+from ravnest.model.state.shards import ShardWriter
+from ravnest.model.state.state_source import MemorySource, SourceTensors, read_pieces
 from ravnest.requester.checkpoint_store import Checkpoints
 from ravnest.requester.prepare import prepare
 from ravnest.transfer.mirror import write_mirror

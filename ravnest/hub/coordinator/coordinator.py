@@ -37,6 +37,7 @@ from ravnest.hub.coordinator.events import (
     SendFields,
     SpeedMeasured,
     Stopped,
+    TextsSampled,
     Tick,
     TrainingReported,
 )
@@ -212,6 +213,8 @@ class Coordinator:
                 return self.drops.conclude(event)
             case Stopped():
                 return self._life.stop(event.reason, self.now)
+            case TextsSampled():
+                return [Notify(text) for text in event.texts]
             case Tick():
                 return self._life.end_round(self._rounds.expire(event.now))
             case _:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from ravnest.config import PlanConfig
 from ravnest.hub.coordinator.leases import LedgerState
-from ravnest.hub.coordinator.notices import EpochDone, Evaluated, Notice
+from ravnest.hub.coordinator.notices import EpochDone, Evaluated, Notice, SampledText
 from ravnest.ids import LeaseId, MicrobatchId, NodeId
 from ravnest.plan.sharing import ALONE, Sharing, TrainingLength
 from ravnest.plan.types import ModelProfile, Node, Plan
@@ -66,6 +66,7 @@ class JobSettings:
     epochs: int  # begun at most, the last one maybe not to its end
     rates: tuple[float, ...]  # the learning rate over all batches of the job, spread evenly
     seed: int = 0
+    shuffle_window: int = 0  # samples are shuffled within windows of so many; 0: all of an epoch together
     max_batches: int = 0  # of the job; 0: those of all epochs
     chunk_batches: int = 8  # per lease, at most
     least_samples: int = 4  # of a microbatch, where it is chosen
@@ -237,6 +238,14 @@ class Stopped:
     now: float
 
 
+@dataclass(frozen=True, slots=True)
+class TextsSampled:
+    """What the model writes after the prompts of the job, once an evaluation is over."""
+
+    texts: tuple[SampledText, ...]
+    now: float
+
+
 MetricSum = tuple[str, float, int]  # a name ("loss", or a metric's), a sum over samples, and how many
 
 
@@ -358,6 +367,7 @@ Event = (
     | SamplesInspected
     | Tick
     | Stopped
+    | TextsSampled
     | Probed
     | Conclusion
 )

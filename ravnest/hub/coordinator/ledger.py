@@ -132,8 +132,9 @@ class Ledger:
         self.num_starts += 1
         lost, self.num_counted = self.num_counted, books.num_counted if books else 0
         self._microbatches, self._chunk_batches = 1, settings.chunk_batches
-        fresh = LeaseBook(settings.num_samples, settings.epochs, settings.seed, settings.num_total)
-        self._book = fresh if books is None else LeaseBook.restore(books.leases, settings.num_total)
+        ends = (settings.num_total, settings.shuffle_window)
+        fresh = LeaseBook(settings.num_samples, settings.epochs, settings.seed, *ends)
+        self._book = fresh if books is None else LeaseBook.restore(books.leases, *ends)
         self._open.clear()
         self.exact = ExactBatches()
         self._awaited: list[OpenLease] = []  # granted, and their epochs are under way; by microbatch

@@ -10,6 +10,7 @@ from ravnest.protocol.training import Metrics
 from ravnest.units import show_count, show_flops, show_rate, show_seconds
 
 _MOST_SHOWN = 8  # samples
+_MOST_LETTERS = 200  # of a text
 _GOES_BACK = "it goes back to the last checkpoint"
 
 
@@ -18,6 +19,13 @@ class HubListens:
     """The hub is open: peers can join, though the model may have to be captured first."""
 
     address: str
+
+
+@dataclass(frozen=True, slots=True)
+class DashboardOpened:
+    """The run can be watched at this link; whoever has it can also stop the run."""
+
+    link: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +130,14 @@ class NoiseFound:
 
     noise: float
     may_add_clusters: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RateChanged:
+    """The requester's own Adam steps so many times as far as asked, since so many clusters share batches."""
+
+    times: float
+    num_clusters: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,6 +271,15 @@ class Evaluated:
 
 
 @dataclass(frozen=True, slots=True)
+class SampledText:
+    """What the model writes after a prompt of the job, at an evaluation."""
+
+    epoch: int
+    prompt: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class RoundEnded:
     """A round happened, or why it did not."""
 
@@ -308,6 +333,7 @@ class Stopping:
 
 Notice = (
     HubListens
+    | DashboardOpened
     | CaptureStep
     | ModelCaptured
     | Joined
@@ -321,6 +347,7 @@ Notice = (
     | Leaving
     | SpeedChanged
     | NoiseFound
+    | RateChanged
     | NotEvaluated
     | Waiting
     | PlanFormed
@@ -335,6 +362,7 @@ Notice = (
     | Trained
     | EpochDone
     | Evaluated
+    | SampledText
     | RoundEnded
     | Checkpointed
     | NotCheckpointed
@@ -349,6 +377,8 @@ def show_notice(news: Notice) -> str:  # noqa: C901, PLR0912, PLR0915 - one shor
     match news:
         case HubListens(address):
             return f"the hub listens at {address}"
+        case DashboardOpened(link):
+            return f"watch it at {link}"
         case CaptureStep(job, step):
             return f"capturing {job}: {step}"
         case ModelCaptured(job, seconds, num_parameters, num_positions):
@@ -398,6 +428,11 @@ def show_notice(news: Notice) -> str:  # noqa: C901, PLR0912, PLR0915 - one shor
         case NoiseFound(noise, may_add_clusters):
             then = ": more clusters may pay now" if may_add_clusters else ""
             return f"the noise scale of the gradients is {noise:.3g} samples{then}"
+        case RateChanged(times, num_clusters):
+            if times == 1.0:
+                return "your Adam has the learning rate that you gave again"
+            why = f"{num_clusters} clusters share each batch, and a share is noisier than its batch"
+            return f"the learning rate of your Adam is {times:.2f} times the one you gave: {why}"
         case NotEvaluated(cluster):
             return f"the last weights are kept as they are, not evaluated: in cluster {cluster} nothing moves"
         case Repaired(plan, reason):
@@ -422,6 +457,8 @@ def show_notice(news: Notice) -> str:  # noqa: C901, PLR0912, PLR0915 - one shor
         case Evaluated(epoch, _, num_samples, loss, metrics):
             shown = [f", {name} {_show(value)}" for name, value in metrics]
             return f"after epoch {epoch}: {num_samples} samples, loss {_show(loss)}{''.join(shown)}"
+        case SampledText(epoch, prompt, text):
+            return f"after epoch {epoch}, to {_show_text(prompt)}: {_show_text(text)}"
         case RoundEnded(round_id, is_committed, _, reason, seconds, left_out, blamed):
             without = f" without {', '.join(left_out)}" if left_out else ""
             outcome = f"committed in {show_seconds(seconds)}" if is_committed else f"aborted: {reason}"
@@ -434,6 +471,11 @@ def show_notice(news: Notice) -> str:  # noqa: C901, PLR0912, PLR0915 - one shor
             return f"the job is stopped ({reason}); what was trained is kept"
         case _:
             assert_never(news)
+
+
+def _show_text(text: str) -> str:
+    """Return text that may hold anything as a terminal may show it."""
+    return repr(text if len(text) <= _MOST_LETTERS else f"{text[:_MOST_LETTERS]}...")
 
 
 def _show_resumed(num_samples: int, num_peers: int) -> str:

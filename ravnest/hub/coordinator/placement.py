@@ -112,7 +112,7 @@ class Placement:
     def rate_times(self) -> float:
         """How many times the job's rate clusters use: more for the requester's own Adam on shared batches."""
         settings = self._job.settings
-        if not settings.has_own_adam or not self.sharing.is_split:
+        if not settings.has_own_adam or not self.sharing.is_split or self.is_exact:
             return 1.0
         return adam_rate_times(replace(settings.length, noise=self.noise), max(1, len(self._clusters)))
 

@@ -140,14 +140,15 @@ class SearchPlanner:
             if len(plan.clusters) == expected.num_clusters or not is_split:
                 break
             expected = replace(expected, num_clusters=len(plan.clusters))
-        profile, swarm = job.profile_microbatch(count, expected), Swarm(asked.nodes)
-        config = replace(job.config, accumulates=count > 1)
         if is_exact and (reason := _why_not_exact(plan, settings)):
             raise PlanError(reason)
         # Clusters of several stages would stand still while a batch passes through them.
         is_flat = count == 1 and all(len(each.stages) == 1 for each in plan.clusters)
         can_sum = is_flat and not length.is_whole_batch and length.average_every is None
-        return _Candidate(plan, count, share_job(plan, profile, swarm, config, length, can_sum))
+        found = _share_candidate(job, asked, plan, count, expected, can_sum)
+        if _says_too_little(found, settings):
+            found = _share_candidate(job, asked, *form(2), expected, can_sum=False)
+        return found
 
     def _form(self, job: JobGiven, asked: MakePlan, count: int, sharing: Sharing, num_clusters: int) -> Plan:
         profile = job.profile_microbatch(count, sharing)
@@ -242,6 +243,26 @@ class _Candidate:
     microbatches: int
     sharing: Sharing
     reason: str = ""
+
+
+def _share_candidate(
+    job: JobGiven, asked: MakePlan, plan: Plan, count: int, expected: Sharing, can_sum: bool
+) -> _Candidate:
+    """Return a plan with the best way for its clusters to share the job."""
+    profile, config = job.profile_microbatch(count, expected), replace(job.config, accumulates=count > 1)
+    sharing = share_job(plan, profile, Swarm(asked.nodes), config, _length(job, asked), can_sum)
+    return _Candidate(plan, count, sharing)
+
+
+def _says_too_little(found: _Candidate, settings: JobSettings) -> bool:
+    """Return whether the noise has to be measured for the requester's Adam, and whole shares say nothing.
+
+    They are cut in two then, unless a batch norm needs them whole.
+    """
+    sharing, smallest = found.sharing, 2 * settings.least_samples * found.sharing.num_clusters
+    is_shared = sharing.num_clusters > 1 and sharing.is_split and sharing.averaging is not Averaging.EXACT
+    is_open = found.microbatches == 1 and not settings.microbatches
+    return settings.has_own_adam and is_shared and is_open and settings.batch_size >= smallest
 
 
 def _why_not_exact(plan: Plan, settings: JobSettings) -> str:

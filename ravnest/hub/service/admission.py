@@ -5,16 +5,31 @@ measured of itself is completed with the time of the link from it to the hub.
 """
 
 import hmac
+import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from hashlib import sha256
 from itertools import count
+from secrets import token_bytes
 
+import msgspec
+
+from ravnest.errors import ConfigError
 from ravnest.hub.coordinator.events import Probed
 from ravnest.hub.coordinator.membership import is_sensible
+from ravnest.hub.service.guests import Guests, GuestsInMemory
 from ravnest.ids import HUB, NodeId
-from ravnest.net.identity import Token, peer_of, prove
+from ravnest.net.identity import (
+    EVERYBODY,
+    ReadGreeting,
+    Token,
+    derive_secret,
+    peer_of,
+    prove,
+    read_greeting,
+)
 from ravnest.net.relay import TICKET_BYTES, Relay
 from ravnest.net.transport import PeerId, PublicKey
 from ravnest.protocol.membership import PROTOCOL_VERSION, Complaint, Hello, ProbeReport
@@ -22,19 +37,37 @@ from ravnest.protocol.placement import PlanOrder, RingOrder
 from ravnest.transfer.exchange import Exchange
 from ravnest.transfer.link_probe import LinkTimes
 
-_KEY_BYTES = 40
-_PROOF_BYTES = 32
+logger = logging.getLogger(__name__)
+
 _LONGEST_NAME = 40
 _LONGEST_ADDRESS = 80
 _MOST_ADDRESSES = 6
 _MOST_COMPLAINTS = 3
 
 
-class Admission:
-    """Admits peers that know the token's secret, and names them. The transport calls `admit`."""
+def _wall_clock() -> float:
+    return time.time()  # noqa: TID251 - invitations end by the calendar
 
-    def __init__(self, token: Token, relay: Relay | None, version: str = PROTOCOL_VERSION) -> None:
+
+class Admission:
+    """Admits peers that know an invitation's secret, and names them. The transport calls `admit`."""
+
+    def __init__(
+        self,
+        token: Token,
+        relay: Relay | None,
+        version: str = PROTOCOL_VERSION,
+        *,
+        hub_secret: bytes = b"",
+        guests: Guests | None = None,
+        wall_clock: Callable[[], float] = _wall_clock,
+    ) -> None:
         self._token, self._version = token, version
+        # Tickets and invitations come from what no token tells: whoever has one could else make others.
+        self._hub_secret = hub_secret or token_bytes(TICKET_BYTES)
+        self._guests: Guests = GuestsInMemory() if guests is None else guests
+        self._wall_clock = wall_clock
+        self._invited: dict[PeerId, str] = {}  # the number of its invitation
         self._relay = relay
         self.names: dict[PeerId, NodeId] = {}  # of peers that have joined
         self._keys: dict[PeerId, PublicKey] = {}
@@ -43,20 +76,46 @@ class Admission:
         self._complaints: Counter[PeerId] = Counter()
 
     def admit(self, peer: PeerId, greeting: bytes) -> str | None:
-        """Return why a peer may not join; None if it knows the token's secret."""
-        key = PublicKey(bytes(greeting[:_KEY_BYTES]))
-        if len(greeting) != _KEY_BYTES + _PROOF_BYTES or peer_of(key) != peer:
+        """Return why a peer may not join; None if it knows the secret of its invitation."""
+        found = read_greeting(bytes(greeting))
+        if found is None or peer_of(found.key) != peer:
             return "its greeting is not that of this version of ravnest"
-        if not hmac.compare_digest(bytes(greeting[_KEY_BYTES:]), prove(self._token, key)):
+        try:
+            invitation = self._guests.read().find(found.invitation.hex())
+        except ConfigError as error:
+            logger.warning("nobody can be let in: %s", error)
+            return "the hub cannot read its guest list: tell its owner"
+        if invitation is None or not hmac.compare_digest(found.proof, self._expect(found)):
             return "its token is not for this hub, or no longer: ask for a new one"
         if peer in self._banned:
             return f"it was sent away: {self._banned[peer]}"
-        self._keys[peer] = key
-        return None
+        others = self.names.keys() - {peer}
+        num_others = sum(self._invited.get(each) == invitation.number for each in others)
+        reason = invitation.reason_against(num_others, self._wall_clock())
+        if reason is None:
+            self._keys[peer], self._invited[peer] = found.key, invitation.number
+        return reason
 
-    def ban(self, peer: PeerId, reason: str) -> None:
-        """Never admit this key again."""
+    def _expect(self, greeting: ReadGreeting) -> bytes:
+        token = self._token
+        if greeting.invitation != EVERYBODY:
+            secret = derive_secret(self._hub_secret, greeting.invitation)
+            token = msgspec.structs.replace(token, secret=secret)
+        return prove(token, greeting.key)
+
+    def invited_by(self, number: str) -> tuple[PeerId, ...]:
+        """Return the peers that joined by this invitation."""
+        return tuple(peer for peer in self.names if self._invited.get(peer) == number)
+
+    def ban(self, peer: PeerId, reason: str, *, is_fault: bool = True) -> None:
+        """Never admit this key again; its guest gets a strike for a fault."""
         self._banned[peer] = reason
+        number = self._invited.get(peer)
+        if is_fault and number is not None:
+            try:
+                self._guests.change(lambda guests: guests.strike(number, reason))
+            except ConfigError as error:
+                logger.warning("a strike is not on the guest list: %s", error)
 
     def find(self, name: NodeId) -> PeerId | None:
         """Return the peer that goes by a name."""
@@ -122,7 +181,7 @@ class Admission:
         if self._relay is None:
             return b""
         pair = b"".join(sorted((one, other)))
-        return hmac.digest(self._token.secret, b"ravnest relay" + pair, sha256)[:TICKET_BYTES]
+        return hmac.digest(self._hub_secret, b"ravnest relay" + pair, sha256)[:TICKET_BYTES]
 
 
 class ProbeReports:

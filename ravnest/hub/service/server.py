@@ -34,20 +34,25 @@ from ravnest.hub.coordinator.events import (
     Send,
     SendFields,
     Stopped,
+    TextsSampled,
     Tick,
 )
-from ravnest.hub.coordinator.notices import CutOff, Missing, Notice, Returned, Waiting
+from ravnest.hub.coordinator.generation import Generations
+from ravnest.hub.coordinator.notices import CutOff, Missing, Notice, Returned, SampledText, Waiting
 from ravnest.hub.coordinator.planner import SEARCH_PLANNER, Planner
+from ravnest.hub.monitors.floods import FloodGuard, Spending
 from ravnest.hub.monitors.liveness import OutageMonitor
 from ravnest.hub.monitors.monitors import MonitoredCoordinator, Watch
 from ravnest.hub.service.admission import Admission, ProbeReports
 from ravnest.hub.service.data_service import DataService, Owner
 from ravnest.hub.service.event_log import EventStore
+from ravnest.hub.service.generation_service import GenerationService
 from ravnest.ids import NodeId
 from ravnest.net.identity import Token
 from ravnest.net.relay import Relay
 from ravnest.net.transport import MIB, Delivery, LinkDown, LinkUp, PeerId, Service, Transport, TransportLimits
 from ravnest.protocol import messages
+from ravnest.protocol.generation import GenerationAnswer, GenerationFault
 from ravnest.protocol.membership import (
     PROTOCOL_VERSION,
     Complaint,
@@ -122,6 +127,7 @@ class Server:
         self._exchange = Exchange(Blobs(folder=parts.folder), self._post, in_background)
         self._background: set[asyncio.Task[None]] = set()
         self._outages = OutageMonitor(self._timeouts)
+        self._floods = FloodGuard()
         self._outage_timer: asyncio.TimerHandle | None = None
         self._stands_at: float | None = None  # the hub's time while it is cut off: nothing becomes late then
         self._evicted: set[PeerId | None] = set()
@@ -129,6 +135,7 @@ class Server:
         self._timer: asyncio.TimerHandle | None = None
         self._reminder: asyncio.TimerHandle | None = None
         self._has_lost_log = False
+        self.generation = GenerationService(Generations(hub.placement), self._post, self._timeouts)
 
     async def run(self, transport: Transport, owner: Owner, job: JobGiven) -> Finish:
         """Train the job to its end; return what was kept, which the owner has by then."""
@@ -151,6 +158,7 @@ class Server:
             try:
                 outcome = await self._result
             finally:
+                self.generation.close()
                 await self._part()
                 for timer in (self._timer, self._outage_timer, self._reminder):
                     if timer is not None:
@@ -163,6 +171,10 @@ class Server:
 
     def _time(self) -> float:
         return self._loop.time() + self._ahead if self._stands_at is None else self._stands_at
+
+    def record_texts(self, texts: tuple[SampledText, ...]) -> None:
+        """Record what the model writes after an evaluation, for people."""
+        self._apply(TextsSampled(texts, self._time()))
 
     def stop(self, reason: str) -> None:
         """End the job early; what was trained is kept."""
@@ -253,6 +265,8 @@ class Server:
         self._outage_timer = None if due is None else self._loop.call_at(due, self._find_gone)
 
     def _receive(self, delivery: Delivery) -> None:
+        if not self._afford(delivery.sender, Spending.ARRIVED):
+            return
         try:
             message = messages.unpack(delivery.header, delivery.buffers)
         except ProtocolError as error:
@@ -269,6 +283,13 @@ class Server:
             self._ban(delivery.sender, "it asks for more than it takes")
         else:
             self._dispatch(name, message, delivery.buffers)
+
+    def _afford(self, peer: PeerId, spending: Spending) -> bool:
+        """Return whether a peer may go on; one that floods the hub is sent away for good."""
+        reason = self._floods.record(peer, spending, self._loop.time())
+        if reason is not None:
+            self._ban(peer, reason)
+        return reason is None
 
     def _welcome(self, peer: PeerId, hello: Hello) -> None:
         """Admit a peer under a name that no other has."""
@@ -303,9 +324,21 @@ class Server:
         self._admission.ban(peer, reason)
         self._forget(peer, reason)
 
+    def kick(self, name: NodeId, reason: str) -> None:
+        """Send a node away for good, because the requester wants it."""
+        if (peer := self._admission.find(name)) is not None:
+            self._admission.ban(peer, reason, is_fault=False)
+            self._forget(peer, reason)
+
+    def send_guests_away(self, invitation: str, reason: str) -> None:
+        """Forget all nodes that joined by an invitation, which is void by now."""
+        for peer in self._admission.invited_by(invitation):
+            self._forget(peer, reason)
+
     def _forget(self, peer: PeerId, reason: str, since: float | None = None) -> None:
         """Forget a peer; if it comes back it is a new one."""
         name = self._admission.forget(peer)
+        self._floods.forget(peer)
         self._transport.drop(peer, reason)
         if name is not None:
             self._outages.forget(name)
@@ -330,8 +363,17 @@ class Server:
             self._exchange.receive(name, message, buffers)
         elif isinstance(message, ProbeReport):
             self._reports.complete(name, message, self._time)
+        elif isinstance(message, GenerationAnswer | GenerationFault):
+            self.generation.receive(name, message)
         else:
             self._apply(Received(name, message, self._time()))
+
+    def _charge(self, event: Event, orders: Sequence[Action]) -> None:
+        """Count a message that changed nothing against its sender."""
+        if isinstance(event, Received) and orders and isinstance(orders[0], Refusal):
+            peer = self._admission.find(event.sender)
+            if peer is not None:
+                self._afford(peer, Spending.IN_VAIN)
 
     def _apply(self, event: Event) -> None:
         """Let the coordinator decide, carry out its actions, and set the timer for what is due."""
@@ -345,6 +387,8 @@ class Server:
             return
         for order in orders:
             self._carry_out(order)
+        self._charge(event, orders)
+        self.generation.follow()
         if not orders and isinstance(event, Received) and isinstance(event.message, StepReport):
             return  # a report can only put off what is due; the timer may come too early
         self._set_timer()
@@ -368,6 +412,8 @@ class Server:
                 self._post(Outgoing(to, Stop(reason)))
             case MakePlan():
                 self._start(self._make_plan(order))
+            case Collect(is_result=True):
+                self._start(self._collect_result(order))
             case MakeParts() | SendFields() | InspectSamples() | Collect():
                 self._start(self._data.carry_out(order))
             case Notify(news):
@@ -411,6 +457,11 @@ class Server:
             await work
         except RavnestError as error:
             self.fail(error)
+
+    async def _collect_result(self, order: Collect) -> None:
+        """Let texts end first: when the result is here, the clusters are told to leave."""
+        await self.generation.drain(self._timeouts.end_seconds)
+        await self._data.carry_out(order)
 
     async def _make_plan(self, order: MakePlan) -> None:
         made = await self._in_background(self._parts.planner.make_plan, self._job, order, 0.0)

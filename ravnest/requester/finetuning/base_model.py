@@ -21,8 +21,8 @@ from torch import nn
 
 from ravnest.errors import ConfigError, WeightsError
 from ravnest.foreign import quote
-from ravnest.model.capture import empty_weights
-from ravnest.model.shards import find_files, open_weights
+from ravnest.model.capture.capture import empty_weights
+from ravnest.model.state.shards import find_files, open_weights
 from ravnest.requester.finetuning.tokens import Tokenizer
 
 ALL_LINEAR = "all-linear"

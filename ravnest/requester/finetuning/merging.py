@@ -18,9 +18,9 @@ from torch import Tensor
 from ravnest.disk import read_bounded
 from ravnest.errors import ConfigError, WeightsError
 from ravnest.foreign import decode_json
-from ravnest.model.shards import SHARD_BYTES, ShardWriter, open_weights
-from ravnest.model.state_dict import to_bytes
-from ravnest.model.state_source import FileSource, read_pieces, read_tensor
+from ravnest.model.state.shards import SHARD_BYTES, ShardWriter, open_weights
+from ravnest.model.state.state_dict import to_bytes
+from ravnest.model.state.state_source import FileSource, read_pieces, read_tensor
 from ravnest.requester.finetuning.base_model import find_model_folder
 from ravnest.requester.first_weights import base_name
 from ravnest.requester.run_folder import ADAPTER, MODEL

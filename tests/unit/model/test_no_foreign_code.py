@@ -14,17 +14,17 @@ import torch
 
 import ravnest
 from ravnest.errors import RavnestError, UnsafeBlueprint
-from ravnest.model.blueprint_json import read_blueprint, write_blueprint
-from ravnest.model.dry_run import dry_run
-from ravnest.model.stage_program import build_stage_program
-from ravnest.model.state_dict import read_snapshot, to_safetensors
+from ravnest.model.blueprint.blueprint_json import read_blueprint, write_blueprint
+from ravnest.model.stage.dry_run import dry_run
+from ravnest.model.stage.stage_program import build_stage_program
+from ravnest.model.state.state_dict import read_snapshot, to_safetensors
 from tests.support.sample_blueprints import perceptron
 
 PROVIDER = [
-    "ravnest.model.blueprint_json",
-    "ravnest.model.dry_run",
-    "ravnest.model.stage_program",
-    "ravnest.model.state_dict",
+    "ravnest.model.blueprint.blueprint_json",
+    "ravnest.model.stage.dry_run",
+    "ravnest.model.stage.stage_program",
+    "ravnest.model.state.state_dict",
 ]
 FORBIDDEN_IMPORTS = {
     "pickle",
@@ -95,8 +95,10 @@ def faults(module: ast.Module) -> set[str]:
 
 def test_a_provider_reaches_no_loader_of_foreign_code() -> None:
     modules = provider_modules()
-    assert {"ravnest.model.operators", "ravnest.model.blueprint_json"} < modules
-    assert not {"ravnest.model.capture", "ravnest.model.trace"} & modules, "capture runs the requester's code"
+    assert {"ravnest.model.blueprint.operators", "ravnest.model.blueprint.blueprint_json"} < modules
+    assert not {"ravnest.model.capture.capture", "ravnest.model.capture.trace"} & modules, (
+        "capture runs the requester's code"
+    )
     assert {name: faults(tree(name)) for name in modules if faults(tree(name))} == {}
 
 

@@ -10,7 +10,7 @@ from ravnest.config import WireFormat
 from ravnest.engine.optimizers import OptimizerSettings
 from ravnest.engine.train_config import AveragingRule, TrainConfig
 from ravnest.errors import ProtocolError
-from ravnest.model.state_dict import FlatEntry, Layout
+from ravnest.model.state.state_dict import FlatEntry, Layout
 from ravnest.peer.segments import EncodedChunk, SegmentState
 from ravnest.protocol.tensors import TensorSpec
 

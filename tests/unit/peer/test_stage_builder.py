@@ -10,8 +10,8 @@ import torch
 
 from ravnest.disk import write_nameless
 from ravnest.ids import HUB, NodeId
-from ravnest.model.blueprint import PARAMETER, StateEntry
-from ravnest.model.state_dict import snapshot_pieces
+from ravnest.model.blueprint.program import PARAMETER, StateEntry
+from ravnest.model.state.state_dict import snapshot_pieces
 from ravnest.peer.stage_builder import assemble_stage
 from ravnest.protocol.placement import BlobRef, Source, StageParts
 from tests.support.sample_blueprints import perceptron

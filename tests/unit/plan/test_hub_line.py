@@ -8,10 +8,10 @@ import pytest
 from support.plan_world import SIMPLE, even_model, node, swarm_of
 
 from ravnest.config import SearchBudget, WireChoice
-from ravnest.plan.cost import LineCost
 from ravnest.plan.forecast import forecast
 from ravnest.plan.formation import form_plan
 from ravnest.plan.hub_line import HubLine, alternate, choose_clusters, relayed_places
+from ravnest.plan.line import LineCost
 
 UNCOUNTED = HubLine(np.inf, 1.0, 1.0, 0.0)
 

@@ -19,8 +19,8 @@ from safetensors.numpy import save
 from safetensors.torch import save as save_torch
 
 from ravnest.errors import RavnestError
-from ravnest.model.blueprint import PARAMETER, StateEntry
-from ravnest.model.shards import open_weights
+from ravnest.model.blueprint.program import PARAMETER, StateEntry
+from ravnest.model.state.shards import open_weights
 from ravnest.protocol.tensors import ITEM_BYTES
 from ravnest.requester.checkpoint_store import (
     MANIFEST,

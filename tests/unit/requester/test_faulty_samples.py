@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ravnest.model.capture import capture, empty_weights
+from ravnest.model.capture.capture import capture, empty_weights
 from ravnest.requester.faulty_samples import SampleInspector
 from ravnest.requester.job import Job
 from ravnest.requester.prepare import prepare

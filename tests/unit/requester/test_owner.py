@@ -2,7 +2,12 @@
 
 from types import SimpleNamespace
 
+import pytest
+import torch
+
+from ravnest.codec import decode_tensor
 from ravnest.hub.coordinator.notices import EpochDone, Evaluated
+from ravnest.requester.job import Job
 from ravnest.requester.owner import JobOwner
 
 
@@ -39,3 +44,24 @@ def test_what_is_trained_again_is_told_once():
         evaluated(2, 3.5),
     )
     assert told == [(1, False, 5.0), (1, True, 4.5), (2, False, 3.9), (2, True, 3.5)]
+
+
+class Pictures(torch.nn.Module):
+    def forward(self, image):
+        return image.float().mean((1, 2, 3)) / 255
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int64])
+def test_images_travel_in_one_byte_for_each_number(dtype):
+    image = torch.randint(0, 256, (6, 3, 16, 16)).to(dtype)
+    data = [{"image": image[row], "y": float(row)} for row in range(6)]
+    job = Job(Pictures(), data, batch_size=2, loss=lambda out, batch: (out - batch["y"]).mean())
+    captured = SimpleNamespace(state={}, blueprint=SimpleNamespace(state=()))
+    owner = JobOwner(job, captured, None, None)
+    groups = [(3, 0), (5,)]
+    found = list(owner.read_fields(False, groups, ["image"]))
+    for (specs, buffers), group in zip(found, groups, strict=True):
+        (_, spec), (content,) = specs[0], buffers
+        assert content.nbytes == len(group) * 3 * 16 * 16
+        assert spec.dtype == "uint8"
+        assert torch.equal(decode_tensor(content, spec).to(dtype), image[list(group)])

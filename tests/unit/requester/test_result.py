@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from ravnest.errors import ConfigError, WeightsError
-from ravnest.model.capture import empty_weights
+from ravnest.model.capture.capture import empty_weights
 from ravnest.requester.job import Job
 from ravnest.requester.result import Result, keep_weights
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from ravnest.errors import RavnestError, WeightsError
-from ravnest.model.state_source import read_tensor
+from ravnest.model.state.state_source import read_tensor
 from ravnest.transfer.mirror import MirrorSource, read_mirror, write_mirror
 from tests.support.mirror_server import Server, serving
 

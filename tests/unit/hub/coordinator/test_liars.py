@@ -122,7 +122,7 @@ def test_nobody_takes_the_name_of_somebody_a_hub_that_was_away_waits_for():
     world.restart()
     world.run_until(lambda: world.hub.membership.missing)
     door = Admission(Token((), new_keys().public, b"s" * 16), None)
-    hello = Hello(PROTOCOL_VERSION, bytes(32), node("a", 150.0))
+    hello = Hello(PROTOCOL_VERSION, node("a", 150.0))
     newcomer = door.introduce("newcomer", hello, None, world.hub.find_others("another key"))
     assert newcomer.node.name == "a-newc"
     forgetful = door.introduce("peer of a", hello, None, world.hub.find_others("key of a"))

@@ -1,0 +1,1 @@
+"""From a user's module to a blueprint, on the requester's PC only: the one place that runs foreign Python."""
