@@ -15,7 +15,7 @@ import msgspec
 import psutil  # type: ignore[import-untyped]
 from msgspec import Meta
 
-from ravnest.disk import read_bytes
+from ravnest.disk import read_bytes, write_whole
 from ravnest.errors import ConfigError, RavnestError
 from ravnest.foreign import parse_json
 from ravnest.model.state.shards import find_written, has_weights
@@ -131,13 +131,8 @@ def set_aside(folder: Path, with_checkpoints: bool = True) -> None:
 
 def write_hub_file(folder: Path, content: HubFile) -> None:
     """Write hub.json whole or not at all; only its user may read it."""
-    unfinished = folder / f".{_FILE}.{os.getpid()}.unfinished"
     try:
-        unfinished.unlink(missing_ok=True)
-        descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(msgspec.json.encode(content))
-        unfinished.replace(folder / _FILE)
+        write_whole(folder / _FILE, msgspec.json.encode(content), is_private=True)
     except OSError as error:
         raise ConfigError(f"the folder {folder} cannot be written: {error.strerror}; {_WAY_OUT}") from None
 

@@ -23,8 +23,8 @@ class MakePlan:
     plan_id: int
     nodes: tuple[Node, ...]
     repairs: Plan | None = None
-    gone: tuple[Node, ...] = ()  # who is in that plan, and no longer here
-    changed: tuple[Node, ...] = ()  # who is another than that plan knows, as it knows them
+    gone: tuple[Node, ...] = ()  # nodes of that plan that are no longer here
+    changed: tuple[Node, ...] = ()  # nodes that have changed since that plan, as it knows them
     microbatches: int = 0  # of it
     sharing: Sharing = ALONE  # of it
     noise: float | None = None  # the job's noise scale in samples, once measured
@@ -154,7 +154,7 @@ class PeerJoined:
 
 @dataclass(frozen=True, slots=True)
 class Restarted:
-    """The hub goes on from its log: all who were there are to come back; the checkpoint on disk, if any."""
+    """The hub goes on from its log: all members are to come back. `books` are of the last checkpoint."""
 
     books: LedgerState | None
     now: float
@@ -162,7 +162,7 @@ class Restarted:
 
 @dataclass(frozen=True, slots=True)
 class PeerReturned:
-    """Somebody who was there when the hub went comes back, with what it had."""
+    """A member comes back after the hub was away, with what it had."""
 
     node: NodeId
     addresses: tuple[str, ...]
@@ -392,7 +392,7 @@ class MakeParts:
 
 @dataclass(frozen=True, slots=True)
 class SendFields:
-    """An order to the data service: the fields of each microbatch's samples, to whom consumes them."""
+    """An order to the data service: the fields of each microbatch, to the stages that consume them."""
 
     build_id: int
     lease: LeaseId
@@ -412,7 +412,7 @@ class InspectSamples:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointPart:
-    """The state of an interval of the line, and who serves it."""
+    """The state of an interval of the line, and the node that serves it."""
 
     start: int
     stop: int

@@ -188,11 +188,11 @@ class Ledger:
         self.progress.forget_averages(clusters)
 
     def release(self, cluster: ClusterState) -> tuple[int, int]:
-        """Take back the leases of a cluster that ends; return their samples, and those it alone has seen."""
+        """Give back the leases of a cluster that ends; return their samples, and those it alone has seen."""
         return self.give_back(cluster), self.progress.end(cluster)
 
     def give_back(self, cluster: ClusterState) -> int:
-        """Take back the leases of a cluster that stands still; return their samples."""
+        """Give back the leases of a cluster that stands still; return their samples."""
         given_back = self._book.release(cluster.cluster_id)
         for lease in self._open.of(cluster.cluster_id):
             self._open.close(lease)
@@ -272,7 +272,7 @@ class Ledger:
         assert self._is_stopped
         for leased in self._book.open_leases:
             self._book.release(leased.cluster_id)
-        self.exact.take()
+        self.exact.pop()
         self.skip_evaluation()
 
     def skip_evaluation(self) -> None:
@@ -304,16 +304,16 @@ class Ledger:
                 orders += granted
         return orders
 
-    def note_summed(self, clusters: Sequence[ClusterState]) -> list[EpochDone]:
+    def record_summed(self, clusters: Sequence[ClusterState]) -> list[EpochDone]:
         """Record that a gradient round made the same update in these clusters: now their shares count."""
-        done = self._count_exact(self.exact.take(1), clusters)
+        done = self._count_exact(self.exact.pop(1), clusters)
         self.progress.record_agreement(clusters)
         self.num_updates += self.progress.record_update(clusters, self.num_counted)
         return done
 
     def end_exact(self, clusters: Sequence[ClusterState]) -> list[EpochDone]:
         """Count what is done of batches that will not be summed: clusters make their updates alone now."""
-        return self._count_exact(self.exact.take(), clusters)
+        return self._count_exact(self.exact.pop(), clusters)
 
     def _count_exact(self, batches: list[ExactBatch], clusters: Sequence[ClusterState]) -> list[EpochDone]:
         """Count the shares that are done; the root of another one has yet to say so."""
@@ -380,7 +380,7 @@ class Ledger:
         num_microbatches = sum(len(lease.num_samples) for lease in held)
         return len(held) >= _OPEN_LEASES and num_microbatches >= 2 * cluster.cluster.stages[0].window
 
-    def take_done(self, cluster: ClusterState, done: LeaseDone) -> list[EpochDone] | str:
+    def record_done(self, cluster: ClusterState, done: LeaseDone) -> list[EpochDone] | str:
         """Count a lease that its root reports; return the epoch that it ends, or why it does not count."""
         open_lease = self._open.find(done.lease)
         if open_lease is None or open_lease.cluster_id != cluster.cluster_id or open_lease.lease is None:

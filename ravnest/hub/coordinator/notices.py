@@ -198,7 +198,7 @@ class Recovered:
 
     cluster: str
     seconds: float  # that it stood still
-    sources: tuple[NodeId, ...]  # who gave what was missing
+    sources: tuple[NodeId, ...]  # the nodes that gave what was missing
 
 
 @dataclass(frozen=True, slots=True)
