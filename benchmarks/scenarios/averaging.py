@@ -161,7 +161,7 @@ def _check() -> Figures:
 _METHOD = """\
 Jobs of the quality benchmark in clusters of one stage that share each batch, all in one process: nothing is
 late, nothing fails, rounds are blocking means of weights and statistics. *Moments* averages first moments
-too. Deltas in few bits have one scale for 256 numbers, and what is rounded off is added to the next one. *Rule* is
-the rate of an Adam of the user's as the product sets it by the noise scale (docs/quality.md), *rate* its
-factor at the end. Losses are medians over seeds, on the validation data.
+too. Deltas in few bits have one scale for 256 numbers, and what is rounded off is added to the next one.
+*Rule* is the rate of an Adam of the user's as the product sets it by the noise scale (docs/quality.md), and
+*rate* its factor at the end. Losses are medians over seeds, on the validation data.
 """
