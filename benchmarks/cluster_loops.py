@@ -5,6 +5,7 @@ plain loop of the quality benchmark.
 """
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +33,7 @@ class Way:
     averages_moments: bool = False
     bits: int = 0  # of a number of a delta, with what was rounded off added to the next one; 0: all
     rate: str = "given"  # or "rule": as the product sets it for an Adam of the requester's
+    is_exact: bool = False  # gradients of all shares are summed for every update, statistics averaged
 
     def is_time(self, update: int, num_updates: int, since: int) -> bool:
         """Return whether a round comes after this update, so many updates after the last one."""
@@ -65,19 +67,30 @@ def train_shares(task_name: str, seed: int, way: Way) -> Shared:
     torch.manual_seed(1_000_003 + seed)  # of dropout and of the order, as in plain loops
     num_rounds = since = 0
     for update, batch in zip(range(num_updates), draw_batches(task, made), strict=False):
-        size = num_rows(batch)
-        for index, cluster in enumerate(clusters):
-            first, last = size * index // way.clusters, size * (index + 1) // way.clusters
-            if first < last:
-                part = {name: rows[first:last] for name, rows in batch.items()}
-                now = rate * schedule.factor(update, num_updates) * noise.rate_times
-                cluster.update(made, part, now, noise if index == 0 and way.clusters > 1 else None)
+        now = rate * schedule.factor(update, num_updates) * noise.rate_times
+        shares = _cut(batch, way.clusters)
+        if way.is_exact:
+            clusters[0].update_exactly(made, shares, now)
+            continue
+        for index, (cluster, share) in enumerate(zip(clusters, shares, strict=False)):
+            cluster.update(made, share, now, noise if index == 0 and way.clusters > 1 else None)
         since += 1
         if way.clusters > 1 and way.is_time(update, num_updates, since):
             average()
             num_rounds, since = num_rounds + 1, 0
     clusters[0].put_into(made.model)
     return Shared(evaluate(task, made), num_rounds, noise.told, noise.rate_times)
+
+
+def _cut(batch: Rows, num_shares: int) -> list[Rows]:
+    """Return equal shares of a batch; of a small one, fewer."""
+    size = num_rows(batch)
+    edges = [size * index // num_shares for index in range(num_shares + 1)]
+    return [
+        {name: rows[first:last] for name, rows in batch.items()}
+        for first, last in pairwise(edges)
+        if first < last
+    ]
 
 
 def _state(model: nn.Module) -> Tensors:
@@ -126,23 +139,48 @@ class _Cluster:
     def update(self, made: Made, rows: Rows, rate: float, noise: _Noise | None) -> None:
         """Make one update of a share; in two pieces where the noise is measured."""
         self.put_into(made.model.train())
-        named = {name: value for name, value in made.model.named_parameters() if value.requires_grad}
-        count, total = num_rows(rows), [torch.zeros_like(value) for value in named.values()]
-        middle = count // 2 if noise is not None else 0
-        for piece in (slice(0, middle), slice(middle, count)):
-            part = {name: each[piece] for name, each in rows.items()}
-            if size := num_rows(part):
-                loss = made.loss(made.model(*(part[name] for name in made.inputs)), part)
-                found = list(torch.autograd.grad(loss, list(named.values())))
-                if noise is not None:
-                    noise.add(found, size)
-                torch._foreach_add_(total, found, alpha=size / count)
+        parts = _cut(rows, 1 if noise is None else 2)
+        found = [_find_gradients(made, part) for part in parts]
+        total = _mean(found, parts)
         if noise is not None:
+            for each, part in zip(found, parts, strict=True):
+                noise.add(each, num_rows(part))
             noise.end_update(total)
-        with torch.no_grad():
-            self.state |= {name: value.clone() for name, value in made.model.named_buffers()}
-            weights = {name: self.state[name] for name in named}
-            self.optimizer.step(weights, dict(zip(named, total, strict=True)), rate)
+        self._step(made, total, rate)
+
+    def update_exactly(self, made: Made, shares: list[Rows], rate: float) -> None:
+        """Make the update that clusters make together: each normalises with its share alone."""
+        found, statistics = [], []
+        for share in shares:
+            self.put_into(made.model.train())
+            found.append(_find_gradients(made, share))
+            statistics.append([value.clone() for value in made.model.buffers()])
+        for value, *each in zip(made.model.buffers(), *statistics, strict=True):
+            if value.is_floating_point():
+                value.copy_(_mean([[one] for one in each], shares)[0])
+        self._step(made, _mean(found, shares), rate)
+
+    @torch.no_grad()
+    def _step(self, made: Made, gradients: list[Tensor], rate: float) -> None:
+        """Keep the statistics that the model has now, and update the weights."""
+        self.state |= {name: value.clone() for name, value in made.model.named_buffers()}
+        names = [name for name, value in made.model.named_parameters() if value.requires_grad]
+        weights = {name: self.state[name] for name in names}
+        self.optimizer.step(weights, dict(zip(names, gradients, strict=True)), rate)
+
+
+def _find_gradients(made: Made, rows: Rows) -> list[Tensor]:
+    loss = made.loss(made.model(*(rows[name] for name in made.inputs)), rows)
+    return list(torch.autograd.grad(loss, [each for each in made.model.parameters() if each.requires_grad]))
+
+
+def _mean(found: list[list[Tensor]], parts: list[Rows]) -> list[Tensor]:
+    """Return the mean of what parts have, by their samples."""
+    sizes = [num_rows(part) for part in parts]
+    total = [torch.zeros_like(each) for each in found[0]]
+    for each, size in zip(found, sizes, strict=True):
+        torch._foreach_add_(total, each, alpha=size / sum(sizes))
+    return total
 
 
 class _Average:

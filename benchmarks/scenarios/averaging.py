@@ -23,11 +23,13 @@ if TYPE_CHECKING:
     from benchmarks.cluster_loops import Way
 
 Figures = dict[str, Any]
-JOBS, OWN_JOBS, NUM_SEEDS = ("gpt-200", "regression", "diffusion"), ("mlp-adamw", "gpt-adamw"), 4
+JOBS, OWN_JOBS = ("gpt-200", "regression", "diffusion"), ("mlp-adamw", "gpt-adamw")
+NORM_JOBS, NUM_SEEDS = ("digits-adam-mse", "digits-cnn", "resnet"), 4
 
 
 def add_options(parser: ArgumentParser) -> None:
     group = parser.add_argument_group("averaging")
+    group.add_argument("--jobs", nargs="+", metavar="JOB", help="only these, by name")
     group.add_argument("--seeds", type=int, default=NUM_SEEDS, help="how many, from 0")
     group.add_argument("--parallel", type=int, default=os.cpu_count() or 1, help="trainings side by side")
     group.add_argument("--seconds", type=float, default=math.inf, help="begin no training after so many")
@@ -66,13 +68,24 @@ def find_rates() -> dict[str, "Way"]:
     return {"one process": Way(), **both}
 
 
+def find_sums() -> dict[str, "Way"]:
+    """Return the ways that are compared for models with BatchNorm: all sum gradients."""
+    from benchmarks.cluster_loops import Way
+
+    return {"one process": Way(), **{f"{count} shares": Way(count, is_exact=True) for count in (2, 4)}}
+
+
+def _ways_of(job: str) -> dict[str, "Way"]:
+    return find_rates() if job in OWN_JOBS else find_sums() if job in NORM_JOBS else find_ways()
+
+
 def run(quick: bool, options: Namespace) -> tuple[Figures, str, list[str]]:
     if quick:
         return _check(), "", []
     if options.given:
         return _report([record for file in options.given for record in _read(file)])
-    asked = [(job, name, seed) for seed in range(options.seeds) for job in JOBS for name in find_ways()]
-    asked += [(job, name, seed) for seed in range(options.seeds) for job in OWN_JOBS for name in find_rates()]
+    jobs = options.jobs or (*JOBS, *OWN_JOBS, *NORM_JOBS)
+    asked = [(job, name, seed) for seed in range(options.seeds) for job in jobs for name in _ways_of(job)]
     records = _read(options.out) if options.out else []
     made = {(each["job"], each["way"], each["seed"]) for each in records}
     until = time.monotonic() + options.seconds
@@ -103,7 +116,7 @@ def _train(job: str, name: str, seed: int, until: float) -> Figures | None:
     if time.monotonic() > until:
         return None
     torch.set_num_threads(1)
-    way = (find_rates() if job in OWN_JOBS else find_ways())[name]
+    way = _ways_of(job)[name]
     shared = train_shares(job, seed, way)
     head = {"job": job, "way": name, "seed": seed, "score": shared.scores[TASKS[job].score]}
     facts = {"rounds": shared.num_rounds, "noise": shared.noise, "rate_times": shared.rate_times}
@@ -151,6 +164,8 @@ def _check() -> Figures:
     plain = train_loop(task, task.make(0), RECIPE, 0).scores
     alone = train_shares(task.name, 0, Way())
     assert math.isclose(alone.scores["loss"], plain["loss"], rel_tol=1e-3), (alone.scores, plain)
+    summed = train_shares(task.name, 0, Way(4, is_exact=True))
+    assert math.isclose(summed.scores["loss"], plain["loss"], rel_tol=1e-2), (summed.scores, plain)
     shared = train_shares(task.name, 0, Way(2, seldom=1))
     assert shared.num_rounds > 1
     assert shared.noise
@@ -163,5 +178,7 @@ Jobs of the quality benchmark in clusters of one stage that share each batch, al
 late, nothing fails, rounds are blocking means of weights and statistics. *Moments* averages first moments
 too. Deltas in few bits have one scale for 256 numbers, and what is rounded off is added to the next one.
 *Rule* is the rate of an Adam of the user's as the product sets it by the noise scale (docs/quality.md), and
-*rate* its factor at the end. Losses are medians over seeds, on the validation data.
+*rate* its factor at the end. Shares of models with BatchNorm sum their gradients, as in exact mode; each is
+normalised by itself, and running statistics are their means. Losses are medians over seeds, on the
+validation data.
 """
