@@ -207,6 +207,7 @@ class PlanConfig:
     favour: Favour = Favour.QUALITY
     averaging_share: float = 0.1  # of each link (overlapped) or of the time (blocking)
     max_round_seconds: float = 600.0  # no node hosts more than it can average in this time
+    max_relayed_round_seconds: float = 3600.0  # and no plan sends more of a round through the hub
     speed_ratio: float = 4.0  # fastest over slowest cluster; a faster one is held back to it
     max_stages: int = 48
     max_window: int = 128
@@ -250,6 +251,7 @@ class SearchBudget:
 
     clusters: int = 8_000  # per neighbourhood; fewer when each cluster is long and finely cut
     quick_clusters: int = 2_000  # for one more cluster while training goes on
+    complete_nodes: int = 12  # of so few, all subsets are tried
 
 
 SEARCH_BUDGET = SearchBudget()
@@ -366,6 +368,7 @@ TIMEOUTS = Timeouts()
 
 _DIMENSIONS = {
     "max_round_seconds": Dimension.SECONDS,
+    "max_relayed_round_seconds": Dimension.SECONDS,
     "relay_bytes_per_second": Dimension.BYTES_PER_SECOND,
     "hub_bytes_per_second": Dimension.BYTES_PER_SECOND,
     "overhead_bytes": Dimension.BYTES,
@@ -376,6 +379,7 @@ _BOUNDS = {
     "max_lag": (1, 64),
     "averaging_share": (0.001, 0.9),
     "max_round_seconds": (1, 1e9),
+    "max_relayed_round_seconds": (1, 1e9),
     "speed_ratio": (1, 1e6),
     "max_stages": (1, 256),
     "max_window": (1, 1024),
