@@ -81,7 +81,10 @@ def pad_together(samples):
     longest = max(len(one["input_ids"]) for one in samples)
     return {
         name: torch.stack(
-            [functional.pad(torch.tensor(one[name]), (0, longest - len(one[name])), value=v) for one in samples]
+            [
+                functional.pad(torch.tensor(one[name]), (0, longest - len(one[name])), value=v)
+                for one in samples
+            ]
         )
         for name, v in (("input_ids", 9), ("attention_mask", 0), ("labels", -100))
     }
