@@ -321,11 +321,7 @@ class Hub:
         keys, pauses = self._open_file.keys, random.SystemRandom()
         allow_many_files()
         async with contextlib.AsyncExitStack() as open_things:
-            if self._dashboard is not None:
-                self._dashboard.begin()
-                open_things.callback(self._dashboard.end)
-                hear(DashboardOpened(self._dashboard.link))
-                hear.add(self._dashboard.hear)
+            self._begin_dashboard(open_things, hear)
             relay = self._parts.make_relay(self._timeouts.net) if self._is_open_to_others else None
             admission = Admission(
                 self.token, relay, self._parts.version, hub_secret=keys.secret, guests=self._guests
@@ -340,8 +336,7 @@ class Hub:
             given = await self._prepare(setup, hear)  # peers that dial now are answered; they join after it
             hear.add(given.owner.record, Recorded)
             past = self._find_past(given) if resumes else None
-            if past is not None and self._dashboard is not None and self._folder is not None:
-                read_watch(self._folder, self._timeouts.hub, self._dashboard.replay)
+            self._show_past(past)
             coordinator = Coordinator(given.job, self._timeouts.hub)
             self._watch = StatusTracker(coordinator) if past is None else past
             store = None
@@ -490,6 +485,17 @@ class Hub:
         program = self._timeouts.program
         opened = LiveDashboard(place, stop=self.stop, invitation=invitation, timeouts=program)
         self._dashboard = self._opened.enter_context(opened)
+
+    def _begin_dashboard(self, open_things: contextlib.AsyncExitStack, hear: Callbacks) -> None:
+        if self._dashboard is not None:
+            self._dashboard.begin()
+            open_things.callback(self._dashboard.end)
+            hear(DashboardOpened(self._dashboard.link, self._dashboard.is_for_others))
+            hear.add(self._dashboard.hear)
+
+    def _show_past(self, past: StatusTracker | None) -> None:
+        if past is not None and self._dashboard is not None and self._folder is not None:
+            read_watch(self._folder, self._timeouts.hub, self._dashboard.replay)
 
     @property
     def _open_file(self) -> HubFile:

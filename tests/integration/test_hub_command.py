@@ -47,6 +47,7 @@ def swarm(job: str, folder: Path) -> Iterator[tuple[subprocess.Popen[str], list[
         opened = json.loads(hub.stdout.readline())
         assert opened["schema"] == "ravnest.hub/1"
         assert opened["folder"] == "run"
+        assert opened["dashboard"].startswith("http://127.0.0.1:")
         lent = ("--memory", "2 GB", "--flops", "1 GFLOP/s", "--listen", "127.0.0.1:0", "--patience", "600 s")
         join = ("join", opened["invitation"], *lent)
         with started(*join, folder=folder) as one, started(*join, folder=folder) as other:

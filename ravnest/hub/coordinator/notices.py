@@ -26,6 +26,7 @@ class DashboardOpened:
     """The run can be watched at this link; whoever has it can also stop the run."""
 
     link: str
+    is_for_others: bool = False  # other PCs can reach it
 
 
 @dataclass(frozen=True, slots=True)
@@ -378,8 +379,9 @@ def show_notice(news: Notice) -> str:  # noqa: C901, PLR0912, PLR0915 - one shor
     match news:
         case HubListens(address):
             return f"the hub listens at {address}"
-        case DashboardOpened(link):
-            return f"watch it at {link}"
+        case DashboardOpened(link, is_for_others):
+            trust = "; it is plain HTTP: open it only in networks that you trust" if is_for_others else ""
+            return f"watch it at {link}{trust}"
         case CaptureStep(job, step):
             return f"capturing {job}: {step}"
         case ModelCaptured(job, seconds, num_parameters, num_positions):
