@@ -280,6 +280,9 @@ class Job:
         _require(
             is_place, "weights", self.weights, "a safetensors file, a folder or a mirror's list that exists"
         )
+        self._check_data_settings()
+
+    def _check_data_settings(self) -> None:
         is_pad = self.pad is None or (
             isinstance(self.pad, Mapping) and all(map(_is_number, self.pad.values()))
         )
