@@ -30,6 +30,7 @@ NORM_JOBS, NUM_SEEDS = ("digits-adam-mse", "digits-cnn", "resnet"), 4
 def add_options(parser: ArgumentParser) -> None:
     group = parser.add_argument_group("averaging")
     group.add_argument("--jobs", nargs="+", metavar="JOB", help="only these, by name")
+    group.add_argument("--ways", nargs="+", metavar="WAY", help="only these, by name")
     group.add_argument("--seeds", type=int, default=NUM_SEEDS, help="how many, from 0")
     group.add_argument("--parallel", type=int, default=os.cpu_count() or 1, help="trainings side by side")
     group.add_argument("--seconds", type=float, default=math.inf, help="begin no training after so many")
@@ -53,6 +54,7 @@ def find_ways() -> dict[str, "Way"]:
         "summed in the first quarter, then every 5": Way(4, summed=0.25),
         "summed in the first quarter, then every 20": Way(4, seldom=20, summed=0.25),
         "every 5, moments too": Way(4, averages_moments=True),
+        "every 10, moments too": Way(4, seldom=10, averages_moments=True),
         "every 20, moments too": Way(4, seldom=20, averages_moments=True),
         "every 5, deltas of 4 bits": Way(4, bits=4),
         "every 5, deltas of 2 bits": Way(4, bits=2),
@@ -88,6 +90,7 @@ def run(quick: bool, options: Namespace) -> tuple[Figures, str, list[str]]:
         return _report([record for file in options.given for record in _read(file)])
     jobs = options.jobs or (*JOBS, *OWN_JOBS, *NORM_JOBS)
     asked = [(job, name, seed) for seed in range(options.seeds) for job in jobs for name in _ways_of(job)]
+    asked = [each for each in asked if not options.ways or each[1] in options.ways]
     records = _read(options.out) if options.out else []
     made = {(each["job"], each["way"], each["seed"]) for each in records}
     until = time.monotonic() + options.seconds
