@@ -150,7 +150,7 @@ def saves_recipes(memory: FrozenMemory | None, *, is_narrow: bool) -> Iterator[N
     """
     # Hooks do not chain by themselves: those pushed last see all.
     outer: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    save, load = outer or (_same, _same)
+    save, load = outer or (Tensor.detach, _same)  # the tensor itself would keep its graph, which keeps it
 
     def pack(tensor: Tensor) -> Any:
         found = None if memory is None else memory.pack(tensor)

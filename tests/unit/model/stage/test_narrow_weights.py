@@ -1,12 +1,12 @@
 """Weights in bf16: a stage computes as with wide numbers, and keeps nothing wide for its backward."""
 
-import weakref
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ravnest.model.capture.capture import Captured, capture
@@ -76,7 +76,7 @@ class Widened(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
         found = function(*arguments, **(options or {}))
         if function is torch.ops.aten._to_copy.default and arguments[0].dtype is torch.bfloat16:
-            self.storages.append(weakref.ref(found.untyped_storage()))
+            self.storages.append(StorageWeakRef(found.untyped_storage()))
         return found
 
 
@@ -87,7 +87,7 @@ def test_nothing_wide_is_kept_for_the_backward(captured: Captured) -> None:
         loss = program.forward(leaves, {}, {"x": torch.arange(32).view(8, 4)}).results["loss"]
     assert loss.requires_grad
     assert len(widened.storages) == 4  # the table, the scale and two matrices: each once
-    assert not any(storage() is not None for storage in widened.storages)
+    assert all(storage.expired() for storage in widened.storages)
 
 
 def test_mixed_precision_uses_a_cast_of_products_alone(captured: Captured) -> None:
@@ -101,3 +101,31 @@ def test_mixed_precision_uses_a_cast_of_products_alone(captured: Captured) -> No
     for name, gradient in gradients.items():  # the second matrix is used twice: its sum is rounded once more
         tolerance = 2**-7 if name == "second.weight" else 0.0
         torch.testing.assert_close(gradient.float(), exact[name], rtol=tolerance, atol=0.0)
+
+
+class Made(TorchDispatchMode):
+    """Remembers the memory of all that was made, but for views of what is given."""
+
+    def __init__(self, given: list[Tensor]) -> None:
+        super().__init__()
+        self.storages: list[Any] = []
+        self._given = {tensor.untyped_storage()._cdata for tensor in given}
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        found = function(*arguments, **(options or {}))
+        if isinstance(found, Tensor) and found.untyped_storage()._cdata not in self._given:
+            self.storages.append(StorageWeakRef(found.untyped_storage()))
+        return found
+
+
+def test_a_graph_that_was_not_used_up_is_freed_with_its_microbatch(captured: Captured) -> None:
+    """A backward in two parts leaves most of its graph as it was; what autograd saved must not keep it."""
+    program = build_stage_program(captured.blueprint)
+    leaves = {name: tensor.requires_grad_() for name, tensor in narrow(captured).items()}
+    x = torch.arange(32).view(8, 4)
+    with Made([x, *leaves.values()]) as made:
+        outcome = program.forward(leaves, {}, {"x": x})
+    torch.autograd.grad(outcome.results["loss"], [leaves["second.weight"]], retain_graph=True)
+    assert not all(storage.expired() for storage in made.storages)
+    del outcome
+    assert all(storage.expired() for storage in made.storages)
