@@ -22,7 +22,7 @@ from ravnest.errors import ConfigError, LinkError
 from ravnest.hub.coordinator.coordinator import Coordinator
 from ravnest.hub.coordinator.events import Event, PeerJoined, Received
 from ravnest.hub.coordinator.notices import Joined, Left, Notice, PlanFormed
-from ravnest.hub.monitors.floods import ALLOWANCES, Spending
+from ravnest.hub.service.admission import ALLOWANCES, Spending
 from ravnest.hub.service.data_service import Parts
 from ravnest.hub.service.server import HUB_LIMITS, HubParts, Server
 from ravnest.ids import LeaseId, MicrobatchId

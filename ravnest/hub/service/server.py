@@ -40,10 +40,9 @@ from ravnest.hub.coordinator.events import (
 from ravnest.hub.coordinator.generation import Generations
 from ravnest.hub.coordinator.notices import CutOff, Missing, Notice, Returned, SampledText, Waiting
 from ravnest.hub.coordinator.planner import SEARCH_PLANNER, Planner
-from ravnest.hub.monitors.floods import FloodGuard, Spending
 from ravnest.hub.monitors.liveness import OutageMonitor
 from ravnest.hub.monitors.monitors import MonitoredCoordinator, Watch
-from ravnest.hub.service.admission import Admission, ProbeReports
+from ravnest.hub.service.admission import Admission, ProbeReports, Spending
 from ravnest.hub.service.data_service import DataService, Owner
 from ravnest.hub.service.event_log import EventStore
 from ravnest.hub.service.generation_service import GenerationService
@@ -127,7 +126,6 @@ class Server:
         self._exchange = Exchange(Blobs(folder=parts.folder), self._post, in_background)
         self._background: set[asyncio.Task[None]] = set()
         self._outages = OutageMonitor(self._timeouts)
-        self._floods = FloodGuard()
         self._outage_timer: asyncio.TimerHandle | None = None
         self._stands_at: float | None = None  # the hub's time while it is cut off: nothing becomes late then
         self._evicted: set[PeerId | None] = set()
@@ -286,7 +284,7 @@ class Server:
 
     def _afford(self, peer: PeerId, spending: Spending) -> bool:
         """Return whether a peer may go on; one that floods the hub is sent away for good."""
-        reason = self._floods.record(peer, spending, self._loop.time())
+        reason = self._admission.charge(peer, spending, self._loop.time())
         if reason is not None:
             self._ban(peer, reason)
         return reason is None
@@ -338,7 +336,6 @@ class Server:
     def _forget(self, peer: PeerId, reason: str, since: float | None = None) -> None:
         """Forget a peer; if it comes back it is a new one."""
         name = self._admission.forget(peer)
-        self._floods.forget(peer)
         self._transport.drop(peer, reason)
         if name is not None:
             self._outages.forget(name)
