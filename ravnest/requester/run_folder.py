@@ -41,7 +41,9 @@ class HubFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pid: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0
     started_at: float = 0.0
     job: str = ""
-    text_port: Annotated[int, Meta(ge=0, le=65535)] = 0  # on loopback, where it writes texts while it trains
+    channel_port: Annotated[int, Meta(ge=0, le=65535)] = (
+        0  # on loopback, where it hears its requester while it trains
+    )
 
     def __repr__(self) -> str:
         return f"HubFile(addresses={self.addresses}, pid={self.pid}, job={self.job!r})"

@@ -107,6 +107,23 @@ def test_two_hundred_nodes_stay_fluent(watched):
         assert took[0] < 50.0, "the least: others compute on this PC, too"
 
 
+def test_a_join_and_a_leave_are_seen_as_they_happen(watched):
+    world = trained_world("abcde")
+    with serving(world) as served:
+        page = watched.open(show_link(served.gate))
+        expect(page.locator("a.stage").first).to_be_visible()
+        world.join("newcomer", memory_mb=250.0)
+        world.run_until(lambda: "newcomer" in world.hub.membership)
+        served.show()
+        expect(page.locator(".chip, a.stage", has_text="newcomer")).to_be_visible()
+        expect(page.locator(".side .tone-good", has_text="newcomer joined")).to_be_visible()
+        expect(page.locator("#summary")).to_contain_text("6")
+        world.leave("newcomer")
+        world.run_until(lambda: "newcomer" not in world.hub.membership)
+        served.show()
+        expect(page.locator(".chip.is-gone", has_text="newcomer")).to_be_visible()
+
+
 def test_a_hub_that_goes_is_said_and_what_was_known_stays(watched):
     world = trained_world("abcde")
     with serving(world) as served:

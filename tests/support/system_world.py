@@ -76,7 +76,7 @@ PLAN = replace(
 )
 SETTLE_SECONDS = 5.0
 SPEED = 2e7  # FLOP/s at a speed of 1
-QUICK = SearchBudget(clusters=120, quick_clusters=30)  # enough for six nodes
+QUICK = SearchBudget(clusters=120, quick_clusters=30, complete_nodes=0)  # enough for six nodes
 
 
 class Post(MemoryTransport):

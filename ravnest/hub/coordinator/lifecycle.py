@@ -76,7 +76,7 @@ class EpochReports:
 
     def add(self, reports: Sequence[EpochDone | Evaluated], is_end: bool) -> list[EpochDone | Evaluated]:
         """Return the reports whose turn it is; at the end, when no more epochs are over, all."""
-        given = sorted([*self._waiting, *reports], key=lambda x: (x.epoch, isinstance(x, Evaluated)))
+        given = sorted([*self._waiting, *reports], key=_order)
         ready = given if is_end else [*takewhile(self._is_next, given)]
         self._waiting = given[len(ready) :]
         return ready
@@ -84,6 +84,11 @@ class EpochReports:
     def _is_next(self, report: EpochDone | Evaluated) -> bool:
         num_before = report.epoch - isinstance(report, EpochDone)
         return min(self._ledger.epochs_under_way, default=num_before) >= num_before
+
+
+def _order(report: EpochDone | Evaluated) -> tuple[int, int]:
+    """Return where a report belongs: evaluations after an epoch come when that is told."""
+    return report.epoch, 1 + report.num_updates if isinstance(report, Evaluated) else 0
 
 
 class Lifecycle:

@@ -344,7 +344,7 @@ class Rounds:
         expected = max(self._seconds, self._foreseen)
         seconds = (self._timeouts.round_seconds + 4 * expected) * min(2**self._num_late, _MOST_TIMES)
         # A gradient round waits until its batch is trained; a cluster that hangs is found by its silence.
-        seconds = config.max_round_seconds if sums_gradients else min(seconds, config.max_round_seconds)
+        seconds = self._most_seconds if sums_gradients else min(seconds, self._most_seconds)
         self._num_opened += 1
         self._opened_at, self._members_by, self._deadline = now, now + seconds, now + _PATIENCE * seconds
         self._is_final, self._clusters, self._sums_gradients = is_final, clusters, sums_gradients
@@ -428,8 +428,15 @@ class Rounds:
     @property
     def _foreseen(self) -> float:
         """The seconds a round takes; where training leaves nothing of a link, no number foresees them."""
-        seconds, most = self._placement.outlook.round_seconds, self._config.max_round_seconds
+        seconds, most = self._placement.outlook.round_seconds, self._most_seconds
         return seconds if 0 <= seconds < most else most
+
+    @property
+    def _most_seconds(self) -> float:
+        """What a round may take: longer where the plan sends much of it through the hub."""
+        seconds, config = self._placement.outlook.round_seconds, self._config
+        is_relayed = config.max_round_seconds < seconds <= config.max_relayed_round_seconds
+        return config.max_relayed_round_seconds if is_relayed else config.max_round_seconds
 
     def _cluster_ids(self, names: Collection[NodeId]) -> frozenset[str]:
         return frozenset(each.cluster_id for each in self._clusters if not set(names).isdisjoint(each.nodes))

@@ -14,6 +14,7 @@ from statistics import median
 
 from ravnest.config import TIMEOUTS, HubTimeouts
 from ravnest.hub.coordinator.coordinator import Coordinator
+from ravnest.hub.coordinator.evaluations import MOST_METRICS, Means
 from ravnest.hub.coordinator.events import (
     Action,
     CalmChanged,
@@ -38,7 +39,7 @@ from ravnest.hub.coordinator.events import (
     TrainingReported,
 )
 from ravnest.hub.coordinator.leases import OpenLease
-from ravnest.hub.coordinator.ledger import MOST_METRICS, Ledger, Means
+from ravnest.hub.coordinator.ledger import Ledger
 from ravnest.hub.coordinator.notices import (
     ClusterBroken,
     ClusterDissolved,

@@ -21,7 +21,7 @@ from ravnest.hub.service.web.recorder import RunRecorder
 from ravnest.hub.service.web.replica import UpdateCutter
 from ravnest.hub.service.web.snapshot import HubFacts
 from ravnest.hub.service.web.web_app import WebParts
-from ravnest.hub.service.web.web_server import WebServer, bind_address, make_gate, show_link
+from ravnest.hub.service.web.web_server import WebServer, bind_address, is_for_others, make_gate, show_link
 
 
 class LiveDashboard:
@@ -35,6 +35,7 @@ class LiveDashboard:
         invitation: Callable[[], str] | None = None,
         timeouts: ProgramTimeouts = TIMEOUTS.program,
     ) -> None:
+        self._address = address
         bound = bind_address(address)
         self._gate = make_gate(bound, address)
         self._stop, self._invitation, self._timeouts = stop, invitation, timeouts
@@ -49,7 +50,12 @@ class LiveDashboard:
     @property
     def link(self) -> str:
         """What to open in a browser; whoever has it can see and stop the run."""
-        return show_link(self._gate)
+        return show_link(self._gate, self._address)
+
+    @property
+    def is_for_others(self) -> bool:
+        """Whether other PCs can reach it."""
+        return is_for_others(self._address)
 
     def __enter__(self) -> Self:
         self._web.start()

@@ -70,6 +70,7 @@ class LogDashboard:
     """Shows the run of a folder, read-only."""
 
     def __init__(self, follower: LogFollower, address: str = "", timeouts: Timeouts = TIMEOUTS) -> None:
+        self._address = address
         bound = bind_address(address)
         self._gate = make_gate(bound, address)
         self._follower = follower
@@ -80,7 +81,7 @@ class LogDashboard:
     @property
     def link(self) -> str:
         """What to open in a browser."""
-        return show_link(self._gate)
+        return show_link(self._gate, self._address)
 
     def __enter__(self) -> Self:
         self._web.start()

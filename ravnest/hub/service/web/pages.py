@@ -45,7 +45,7 @@ class Pages:
         self._arrived.set()
         self._arrived = asyncio.Event()
         if self._queues and self._timer is None and not self._is_over:
-            pause = max(self._timeouts.page_every_seconds, seconds / _SHARE)
+            pause = choose_pause(seconds, self._timeouts)
             self._timer = asyncio.get_running_loop().call_later(pause, self._ask_again)
 
     def end(self) -> None:
@@ -104,6 +104,11 @@ class Pages:
     def _show(self, event: bytes) -> None:
         for queue in self._queues.values():
             _put(queue, event)
+
+
+def choose_pause(seconds: float, timeouts: ProgramTimeouts) -> float:
+    """Return how long to wait after an update that took the hub so many seconds."""
+    return max(timeouts.page_every_seconds, seconds / _SHARE)
 
 
 def _put(queue: "asyncio.Queue[bytes | None]", event: bytes | None) -> None:

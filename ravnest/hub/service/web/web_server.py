@@ -17,7 +17,7 @@ from ravnest.errors import ConfigError
 from ravnest.hub.service.web.gate import Gate
 from ravnest.hub.service.web.pages import Pages
 from ravnest.hub.service.web.web_app import WebParts, make_app
-from ravnest.net.identity import is_everywhere, split_address
+from ravnest.net.identity import is_everywhere, is_loopback, local_hosts, split_address
 
 _MOST_CONNECTIONS = 128
 _MOST_HEADER_BYTES = 16_384
@@ -63,11 +63,18 @@ def make_gate(bound: socket.socket, address: str) -> Gate:
     return Gate(secrets.token_urlsafe(24), bound.getsockname()[1], "" if is_everywhere(host) else host)
 
 
-def show_link(gate: Gate) -> str:
-    """Return the link to open."""
+def show_link(gate: Gate, address: str = "") -> str:
+    """Return the link to open; what listens in all networks is reached by an address of this PC."""
     host = gate.host_name or "127.0.0.1"
+    if address and is_everywhere(split_address(address)[0]):
+        host = next(iter(local_hosts()), host)
     shown = f"[{host}]" if ":" in host else host
     return f"http://{shown}:{gate.port}/?token={gate.token}"
+
+
+def is_for_others(address: str) -> bool:
+    """Return whether other PCs can reach what listens at this address."""
+    return bool(address) and not is_loopback(address)
 
 
 class WebServer:

@@ -11,10 +11,10 @@ import ravnest.hub.service.web as web
 from ravnest.config import TIMEOUTS
 from ravnest.errors import ConfigError
 from ravnest.hub.service.web.gate import Gate
-from ravnest.hub.service.web.pages import MOST_PAGES, Pages
+from ravnest.hub.service.web.pages import MOST_PAGES, Pages, choose_pause
 from ravnest.hub.service.web.replica import UpdateCutter
 from ravnest.hub.service.web.web_app import WebParts, make_app
-from ravnest.hub.service.web.web_server import bind_address, make_gate, show_link
+from ravnest.hub.service.web.web_server import bind_address, is_for_others, make_gate, show_link
 
 GATE = Gate("right-token", 7780)
 COOKIE = f"ravnest_7780={GATE.token}"
@@ -186,6 +186,32 @@ def test_a_page_that_reads_too_slowly_gets_the_whole_anew():
     assert b'"is_whole":true' in asyncio.run(follow())
 
 
+def test_there_are_two_updates_per_second_and_fewer_where_they_take_long():
+    assert choose_pause(0.001, TIMEOUTS.program) == 0.5
+    assert choose_pause(0.2, TIMEOUTS.program) == pytest.approx(20.0), "a hundredth of the hub's time"
+
+    async def follow():
+        asked = []
+
+        async def ask(always):
+            asked.append(always)
+            return False
+
+        served = Asked()
+        pages = Pages(ask, TIMEOUTS.program)
+        stream = pages.follow()
+        pages.receive(served.cutter.cut(AT_WORK))
+        await anext(stream)
+        for _ in range(50):
+            pages.receive(served.cutter.cut(AT_WORK))
+        num_asked = len(asked)
+        await stream.aclose()
+        pages.end()
+        return num_asked
+
+    assert asyncio.run(follow()) == 1, "once for the whole; the next is asked for when the pause is over"
+
+
 def test_pages_are_told_when_the_hub_ends_and_there_are_never_too_many():
     async def follow():
         asked = Asked()
@@ -213,7 +239,12 @@ def test_a_taken_port_is_a_sentence_and_the_usual_one_may_be_taken():
         with pytest.raises(ConfigError, match=f"cannot listen at 127.0.0.1:{port}: .*; choose another"):
             bind_address(f"127.0.0.1:{port}")
         gate = make_gate(taken, f"localhost:{port}")
-    assert show_link(gate).startswith(f"http://localhost:{port}/?token=")
+    assert show_link(gate, f"localhost:{port}").startswith(f"http://localhost:{port}/?token=")
+    assert "0.0.0.0" not in show_link(Gate("t", 7780), "0.0.0.0:7780")
+    assert is_for_others("0.0.0.0:7780")
+    assert is_for_others("hub.example.org:7780")
+    assert not is_for_others("localhost:7780")
+    assert not is_for_others("")
     assert len(gate.token) >= 32
     with bind_address("") as one, bind_address("") as other:
         assert one.getsockname()[0] == other.getsockname()[0] == "127.0.0.1"
