@@ -321,7 +321,7 @@ def _run_hub(words: Sequence[str], said: str, seen: str, space: str) -> None:
         nonlocal counted
         leases = [each for each in orders if isinstance(each, SendFields) and not each.is_evaluation]
         granted = sum(len(samples) for lease in leases for samples in lease.samples)
-        news = [each.news for each in orders if isinstance(each, Notify)]
+        news = [each.notice for each in orders if isinstance(each, Notify)]
         again = sum(
             each.num_given_back for each in news if isinstance(each, ClusterBroken | ClusterDissolved)
         )

@@ -210,7 +210,7 @@ def _run_hub(words: Sequence[str], said: str, seen: str, space: str) -> None:
         report = event.message if isinstance(event, Received) else None
         if isinstance(report, StepReport) and report.loss is not None:
             write("through", time.monotonic())
-        for news in (each.news for each in orders if isinstance(each, Notify)):
+        for news in (each.notice for each in orders if isinstance(each, Notify)):
             if isinstance(news, PlanFormed):
                 cluster = news.plan.clusters[0]
                 write("plan", [news.samples_per_second, [_describe(stage) for stage in cluster.stages]])

@@ -29,7 +29,7 @@ _NUM_ALONE = 3  # runs of one process, each with the data in another order: one 
 
 @dataclass(slots=True)
 class _Notes:
-    """What the demo keeps of the news."""
+    """What the demo keeps of the notices."""
 
     plan: "Plan | None" = None
     rounds_committed: int = 0
@@ -42,7 +42,7 @@ class _Notes:
     recovery_seconds: float | None = None
     num_again: int = 0  # samples
 
-    def __call__(self, news: "Notice") -> None:
+    def __call__(self, notice: "Notice") -> None:
         from ravnest.hub.coordinator.notices import (
             ClusterBroken,
             ClusterStarted,
@@ -53,19 +53,19 @@ class _Notes:
         )
 
         now = time.perf_counter()  # noqa: TID251 - this is the measurement
-        match news:
+        match notice:
             case PlanFormed(plan):
                 self.plan = self.plan or plan
             case ClusterStarted():
                 self.started_at = self.started_at or now
             case Trained():
-                self.num_samples, self.ended_at = news.num_samples, now
-                if news.num_samples >= _KILLED_AFTER * news.num_total and self.killed is None:
+                self.num_samples, self.ended_at = notice.num_samples, now
+                if notice.num_samples >= _KILLED_AFTER * notice.num_total and self.killed is None:
                     self._kill(now)
             case RoundEnded():
-                self.rounds_committed += news.is_committed
+                self.rounds_committed += notice.is_committed
             case ClusterBroken():
-                self.num_again += news.num_given_back
+                self.num_again += notice.num_given_back
             case Recovered() if self.killed is not None and self.recovery_seconds is None:
                 self.recovery_seconds = now - self.killed_at
 

@@ -208,8 +208,8 @@ def serve_hub(make_job: "Callable[[], Job]", place: HubPlace, run: RunWishes) ->
         )
         with opening as opened:
 
-            def invite(news: Notice) -> None:
-                if isinstance(news, HubListens):  # not before
+            def invite(notice: Notice) -> None:
+                if isinstance(notice, HubListens):  # not before
                     found = {"invitation": opened.invitation, "folder": str(where)}
                     found |= {"dashboard": opened.dashboard} if opened.dashboard else {}
                     _invite(found, run.schema, view if run.as_json else None)

@@ -76,6 +76,11 @@ class MemoryNetwork:
         self._waiting_dials: list[tuple[MemoryTransport, _Connection, str]] = []  # at one that is cut off
         self._dead: set[PeerId] = set()
 
+    @property
+    def num_sides(self) -> int:
+        """How many sides of connections are open: two for each."""
+        return len(self._connections)
+
     def set_wire(self, one: PeerId, other: PeerId, wire: Wire) -> None:
         """Change what lies between two peers, from the next frame on."""
         self._wires[frozenset((one, other))] = wire

@@ -38,6 +38,11 @@ class Relay:
         self._awaiting: dict[bytes, Stream | None] = {}  # by ticket
         self._writers: set[asyncio.StreamWriter] = set()
 
+    @property
+    def tickets(self) -> tuple[bytes, ...]:
+        """The tickets whose holders may meet."""
+        return tuple(self._awaiting)
+
     def add(self, ticket: bytes) -> None:
         """Add a ticket: its two holders may meet."""
         assert len(ticket) == TICKET_BYTES

@@ -60,7 +60,7 @@ logger = logging.getLogger(__name__)
 
 _AVERAGING_SHARE = 0.5  # of the time that training takes, while both have work
 
-Answer = Iterable[Outgoing] | Refusal
+StageAnswer = Iterable[Outgoing] | Refusal
 
 
 class RunningStage:
@@ -75,7 +75,7 @@ class RunningStage:
 
     def receive(  # noqa: C901, PLR0912 - one short case for each message
         self, message: Message, buffers: Sequence[Buffer], sender: NodeId
-    ) -> Answer:
+    ) -> StageAnswer:
         """Pass a message to its handler; return what to send at once. ProtocolError means a wrong sender."""
         worker, averager, tied = self.worker, self.averager, self.worker.tied
         match message:
@@ -139,13 +139,13 @@ class RunningStage:
         self._training_seconds = self._averaging_seconds = 0.0
         return self.averager.open(order)
 
-    def _abort_round(self, abort: RoundAbort) -> Answer:
+    def _abort_round(self, abort: RoundAbort) -> StageAnswer:
         if self._late_round is not None and abort.round_id == self._late_round.round_id:
             self._late_round = None
             return ()
         return self.averager.receive_outcome(abort)
 
-    def _then_open_round(self, answer: list[Outgoing] | Refusal) -> Answer:
+    def _then_open_round(self, answer: list[Outgoing] | Refusal) -> StageAnswer:
         """Open the round that waits for tied weights, after a message about them."""
         if isinstance(answer, Refusal) or self._late_round is None:
             return answer

@@ -145,10 +145,10 @@ class LiveView:
             self._draw(self._watch)
         self._live.stop()
 
-    def tell(self, news: Notice) -> None:
+    def tell(self, notice: Notice) -> None:
         """Print where the dashboard is; the panel shows all else."""
-        if isinstance(news, DashboardOpened):
-            self._console.print(Text(show_notice(news), overflow="fold"))
+        if isinstance(notice, DashboardOpened):
+            self._console.print(Text(show_notice(notice), overflow="fold"))
 
     def look(self, watch: StatusTracker) -> None:
         """Draw the status, unless it was drawn a moment ago."""

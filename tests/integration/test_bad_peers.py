@@ -22,7 +22,7 @@ from ravnest.errors import ConfigError, LinkError
 from ravnest.hub.coordinator.coordinator import Coordinator
 from ravnest.hub.coordinator.events import Event, PeerJoined, Received
 from ravnest.hub.coordinator.notices import Joined, Left, Notice, PlanFormed
-from ravnest.hub.monitors.floods import ALLOWANCES, Spending
+from ravnest.hub.service.admission import ALLOWANCES, Spending
 from ravnest.hub.service.data_service import Parts
 from ravnest.hub.service.server import HUB_LIMITS, HubParts, Server
 from ravnest.ids import LeaseId, MicrobatchId
@@ -288,12 +288,12 @@ def test_two_neighbours_have_one_ticket_and_a_stranger_to_the_plan_none() -> Non
             assert len(tickets) == 2
             assert len(set(tickets)) == 1
             assert len(tickets[0]) == 16
-            assert list(world.relay._awaiting) == [tickets[0]]
+            assert world.relay.tickets == (tickets[0],)
             # A complaint parts them, and their ticket is void.
             await one.send(Complaint(orders[0].build_id, orders[0].contacts[0].node, "it sends nonsense"))
             await two.next_event(LinkDown)
             assert world.left()[0] == (orders[0].contacts[0].node, "node0 says: it sends nonsense")
-            assert list(world.relay._awaiting) == []
+            assert world.relay.tickets == ()
             await two.next_event(LinkUp)
             await two.say_hello("node1", memory_bytes=150e6, flops_per_second=1e11)  # it may come again
             again = await two.hear(PlanOrder)

@@ -22,6 +22,7 @@ CLASSES: dict[str, str] = {
 # Fields are found by the recorded name of their class.
 FIELDS: dict[tuple[str, str], str] = {
     # e.g. ("LeaseGrant", "first_batch"): "first_microbatch"
+    ("Notify", "news"): "notice",
 }
 # Values of enums are found by the recorded name of their enum.
 VALUES: dict[tuple[str, str], str] = {

@@ -194,7 +194,8 @@ def test_who_was_left_out_catches_up_in_the_next_round(
     assert any(isinstance(message, AnchorPart) for message in sent)
     assert world.last_committed == 3
     anchors_of(world)
-    weights = {host.stage.averager._num_averaged for host in world.hosts.values()}
+    stages = [host.stage for host in world.hosts.values()]
+    weights = {each.worker.num_trained - each.averager.anchor_state.num_samples for each in stages}
     assert weights == {12}  # what was trained meanwhile counts, in every cluster
 
 

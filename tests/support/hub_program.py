@@ -105,7 +105,7 @@ def _suffer(fault: Fault, folder: Path) -> Callable[[Event, tuple[Action, ...]],
     def listen(event: Event, orders: tuple[Action, ...]) -> None:
         nonlocal num_seen, has_begun
         for thing in (event, *orders):
-            inner = thing.news if isinstance(thing, Notify) else getattr(thing, "message", thing)
+            inner = thing.notice if isinstance(thing, Notify) else getattr(thing, "message", thing)
             has_begun = has_begun or isinstance(inner, fault.after or ())
             num_seen += has_begun and isinstance(inner, fault.kind)
             if num_seen == fault.count and isinstance(inner, fault.kind):

@@ -377,7 +377,7 @@ class HubWorld:
             case Collect():
                 self._collect(order)
             case Notify():
-                self._hear(order.news)
+                self._hear(order.notice)
             case Finish():
                 assert self.finish is None
                 assert self.abandoned is None

@@ -168,9 +168,9 @@ class RoundWorld:
         hub, found = Coordinator(self.job), {}
         for event in self.log.events():
             for order in hub.apply(event):
-                if isinstance(order, Notify) and isinstance(order.news, RoundEnded):
-                    assert order.news.round_id not in found, "a decision is final"
-                    found[order.news.round_id] = order.news.is_committed
+                if isinstance(order, Notify) and isinstance(order.notice, RoundEnded):
+                    assert order.notice.round_id not in found, "a decision is final"
+                    found[order.notice.round_id] = order.notice.is_committed
         return found
 
     def owners(self, number: int, segment: int) -> list[str]:
@@ -324,7 +324,7 @@ class RoundWorld:
             elif isinstance(order, Evict):
                 self.released.add(order.to)
                 self.linked.discard(order.to)
-            elif isinstance(order, Notify) and isinstance(order.news, RoundEnded):
+            elif isinstance(order, Notify) and isinstance(order.notice, RoundEnded):
                 self.is_open = False
 
     def _log(self, event) -> None:

@@ -24,7 +24,7 @@ from ravnest.model.stage.stage_program import build_stage_program
 from ravnest.peer.averager import AnchorState, Averager
 from ravnest.peer.pacing import Device, StagePosition
 from ravnest.peer.stage_builder import find_roles
-from ravnest.peer.stage_host import Answer, RunningStage
+from ravnest.peer.stage_host import RunningStage, StageAnswer
 from ravnest.peer.worker import Worker
 from ravnest.plan.types import Stage
 from ravnest.protocol import messages
@@ -118,7 +118,7 @@ class ClusterWorld:
 
     def deliver(
         self, node: NodeId, message: Message, buffers: Sequence[Buffer] = (), sender: NodeId = HUB
-    ) -> Answer:
+    ) -> StageAnswer:
         """Pass a message to a stage; return what it answers."""
         answer = self.stages[node].receive(message, buffers, sender)
         for outgoing in () if isinstance(answer, Refusal) else answer:

@@ -31,6 +31,7 @@ ROOTS = ("", "ravnest", "docs", "tests")
 NOT_OURS = {
     "adapter_config.json",
     "config.json",
+    "guests.json",
     "hub.json",
     "manifest.json",
     "mine.py",

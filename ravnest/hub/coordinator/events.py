@@ -18,7 +18,7 @@ from ravnest.protocol.placement import BlobRef
 
 @dataclass(frozen=True, slots=True)
 class MakePlan:
-    """An order: form a plan of this number with these nodes, or repair one; then say PlanMade."""
+    """An action: form a plan of this number with these nodes, or repair one; then say PlanMade."""
 
     plan_id: int
     nodes: tuple[Node, ...]
@@ -380,7 +380,7 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """An order: send a message to a peer."""
+    """An action: send a message to a peer."""
 
     to: NodeId
     message: Message
@@ -388,7 +388,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class MakeParts:
-    """An order to the requester's side: cut this interval of the line and store its two blobs."""
+    """An action for the requester's side: cut this interval of the line and store its two blobs."""
 
     start: int
     stop: int
@@ -397,7 +397,7 @@ class MakeParts:
 
 @dataclass(frozen=True, slots=True)
 class SendFields:
-    """An order to the data service: the fields of each microbatch, to the stages that consume them."""
+    """An action for the data service: the fields of each microbatch, to the stages that consume them."""
 
     build_id: int
     lease: LeaseId
@@ -409,7 +409,7 @@ class SendFields:
 
 @dataclass(frozen=True, slots=True)
 class InspectSamples:
-    """An order to the requester's side: find which of these samples fail; then say SamplesInspected."""
+    """An action for the requester's side: find which of these samples fail; then say SamplesInspected."""
 
     is_evaluation: bool
     samples: tuple[int, ...]
@@ -427,7 +427,7 @@ class CheckpointPart:
 
 @dataclass(frozen=True, slots=True)
 class Collect:
-    """An order: fetch these blobs from their nodes, write them as a checkpoint or result; say Collected."""
+    """An action: fetch these blobs from their nodes, write them as a checkpoint or result; say Collected."""
 
     number: int
     parts: tuple[CheckpointPart, ...]
@@ -438,7 +438,7 @@ class Collect:
 
 @dataclass(frozen=True, slots=True)
 class Evict:
-    """An order: tell a peer that is no member any more that it may go."""
+    """An action: tell a peer that is no member any more that it may go."""
 
     to: NodeId
     reason: str
@@ -446,14 +446,14 @@ class Evict:
 
 @dataclass(frozen=True, slots=True)
 class Notify:
-    """An order: show this to people."""
+    """An action: show this to people."""
 
-    news: Notice
+    notice: Notice
 
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """An order: the result is on disk; without parts, the last checkpoint is the result."""
+    """An action: the result is on disk; without parts, the last checkpoint is the result."""
 
     parts: tuple[CheckpointPart, ...]
     history: tuple[EpochDone | Evaluated, ...]
@@ -461,7 +461,7 @@ class Finish:
 
 @dataclass(frozen=True, slots=True)
 class Abandon:
-    """An order: the job is over and there is nothing to keep; say why."""
+    """An action: the job is over and there is nothing to keep; say why."""
 
     reason: str
     is_guarded: bool = False  # what was trained went wrong; a checkpoint may be on disk

@@ -374,9 +374,9 @@ Notice = (
 )
 
 
-def show_notice(news: Notice) -> str:  # noqa: C901, PLR0912, PLR0915 - one short case for each
+def show_notice(notice: Notice) -> str:  # noqa: C901, PLR0912, PLR0915 - one short case for each
     """Return a notice as a sentence."""
-    match news:
+    match notice:
         case HubListens(address):
             return f"the hub listens at {address}"
         case DashboardOpened(link, is_for_others):
@@ -451,7 +451,7 @@ def show_notice(news: Notice) -> str:  # noqa: C901, PLR0912, PLR0915 - one shor
         case WorkLost(num_samples):
             return f"training goes back: nobody has what the last {num_samples} samples taught"
         case MicrobatchDropped() | SamplesDropped():
-            return _show_dropped(news)
+            return _show_dropped(notice)
         case Trained(num_samples, num_total, epoch, loss):
             return f"{num_samples / num_total:.0%} of the training, epoch {epoch}, loss {_show(loss)}"
         case EpochDone(epoch, num_samples, num_dropped, loss):
@@ -474,7 +474,7 @@ def show_notice(news: Notice) -> str:  # noqa: C901, PLR0912, PLR0915 - one shor
         case Stopping(reason):
             return f"the job is stopped ({reason}); what was trained is kept"
         case _:
-            assert_never(news)
+            assert_never(notice)
 
 
 def _show_text(text: str) -> str:
@@ -499,15 +499,15 @@ def _show_facts(node: Node) -> str:
     return f"{show_flops(node.flops_per_second)}, {links}, {show_seconds(node.latency_seconds)} away"
 
 
-def _show_dropped(news: MicrobatchDropped | SamplesDropped) -> str:
-    data = "validation data" if news.is_evaluation else "train data"
-    if isinstance(news, SamplesDropped):
-        were = "was" if len(news.samples) == 1 else "were"
-        return f"{_show_samples(news.samples)} of the {data} {were} dropped: {news.reason}"
-    shown = f" ({_show_samples(news.samples)} of the {data})" if news.samples else ""
-    if news.faulty:
-        shown = f" (with {_show_samples(news.faulty)} of the {data} again)"
-    return f"microbatch {news.microbatch}{shown} dropped by {news.node}: {news.reason}"
+def _show_dropped(notice: MicrobatchDropped | SamplesDropped) -> str:
+    data = "validation data" if notice.is_evaluation else "train data"
+    if isinstance(notice, SamplesDropped):
+        were = "was" if len(notice.samples) == 1 else "were"
+        return f"{_show_samples(notice.samples)} of the {data} {were} dropped: {notice.reason}"
+    shown = f" ({_show_samples(notice.samples)} of the {data})" if notice.samples else ""
+    if notice.faulty:
+        shown = f" (with {_show_samples(notice.faulty)} of the {data} again)"
+    return f"microbatch {notice.microbatch}{shown} dropped by {notice.node}: {notice.reason}"
 
 
 def _show_samples(samples: tuple[int, ...]) -> str:

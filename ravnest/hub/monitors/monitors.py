@@ -387,7 +387,7 @@ class Monitors:
         self._has_told_alarm = False
 
     def _observe_notice(self, hub: Coordinator, told: Notify) -> None:
-        match told.news:
+        match told.notice:
             case Left(node):
                 self._speeds.forget(node)
             case WentWrong():

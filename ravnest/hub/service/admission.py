@@ -1,7 +1,8 @@
-"""Admission: which peers may join, under which name, and which pairs may meet through the relay.
+"""Admission: which peers may join and stay, under which name, and which pairs may meet through the relay.
 
 What a peer says of itself is believed only within bounds: others are told its name and addresses. What it
-measured of itself is completed with the time of the link from it to the hub.
+measured of itself is completed with the time of the link from it to the hub. A peer that floods the hub with
+messages, or with ones that nobody awaits, or that complains about everybody, must go.
 """
 
 import hmac
@@ -9,7 +10,8 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Collection
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from enum import StrEnum
 from hashlib import sha256
 from itertools import count
 from secrets import token_bytes
@@ -49,6 +51,61 @@ def _wall_clock() -> float:
     return time.time()  # noqa: TID251 - invitations end by the calendar
 
 
+class Spending(StrEnum):
+    """What a message costs."""
+
+    ARRIVED = "sends more messages than any peer has to"
+    IN_VAIN = "keeps sending what nobody awaits"
+
+
+@dataclass(frozen=True, slots=True)
+class Allowance:
+    """So many messages at once, and so many per second after that."""
+
+    burst: float
+    per_second: float
+
+
+ALLOWANCES = {Spending.ARRIVED: Allowance(50_000, 5_000), Spending.IN_VAIN: Allowance(2_000, 20)}
+
+
+@dataclass(slots=True)
+class _Bucket:
+    level: float
+    filled_at: float
+
+    def spend(self, allowance: Allowance, now: float) -> bool:
+        """Spend one; return whether there was one left."""
+        gained = max(0.0, now - self.filled_at) * allowance.per_second
+        self.level = min(allowance.burst, self.level + gained) - 1
+        self.filled_at = now
+        return self.level >= 0
+
+
+class FloodGuard:
+    """Feed it every message; it returns why a peer must go. Pure: time is an argument.
+
+    One token bucket per peer and kind: it holds a burst and fills at a steady rate. The rates are far above
+    what any honest peer was seen to send. A message in vain fits no lease, round or order: a few come late
+    after a plan has changed, thousands come from a peer that means harm.
+    """
+
+    def __init__(self, allowances: dict[Spending, Allowance] | None = None) -> None:
+        self._allowances = ALLOWANCES if allowances is None else allowances
+        self._buckets: dict[str, dict[Spending, _Bucket]] = {}
+
+    def record(self, peer: str, spending: Spending, now: float) -> str | None:
+        """Count a message; return the reason to ban its sender, if it is one too many."""
+        allowance = self._allowances[spending]
+        buckets = self._buckets.setdefault(peer, {})
+        bucket = buckets.setdefault(spending, _Bucket(allowance.burst, now))
+        return None if bucket.spend(allowance, now) else f"it {spending.value}"
+
+    def forget(self, peer: str) -> None:
+        """Forget a peer that has gone."""
+        self._buckets.pop(peer, None)
+
+
 class Admission:
     """Admits peers that know an invitation's secret, and names them. The transport calls `admit`."""
 
@@ -74,6 +131,7 @@ class Admission:
         self._banned: dict[PeerId, str] = {}
         self._contacts: dict[PeerId, dict[PeerId, bytes]] = {}  # in its last order, with the pair's ticket
         self._complaints: Counter[PeerId] = Counter()
+        self._floods = FloodGuard()
 
     def admit(self, peer: PeerId, greeting: bytes) -> str | None:
         """Return why a peer may not join; None if it knows the secret of its invitation."""
@@ -146,6 +204,7 @@ class Admission:
 
     def forget(self, peer: PeerId) -> NodeId | None:
         """Forget a peer; return its name if it had joined."""
+        self._floods.forget(peer)
         self._set_contacts(peer, {})
         return self.names.pop(peer, None)
 
@@ -156,6 +215,10 @@ class Admission:
         self._set_contacts(peer, dict(zip(map(peer_of, keys), tickets, strict=True)))
         contacts = zip(order.contacts, tickets, strict=True)
         return replace(order, contacts=tuple(replace(each, ticket=ticket) for each, ticket in contacts))
+
+    def charge(self, peer: PeerId, spending: Spending, now: float) -> str | None:
+        """Count a message of a peer; return why it must go, if it is one too many."""
+        return self._floods.record(peer, spending, now)
 
     def judge(self, peer: PeerId, complaint: Complaint) -> PeerId | None:
         """Return the peer that is to go: the neighbour complained of, or one that complains too often.

@@ -40,10 +40,9 @@ from ravnest.hub.coordinator.events import (
 from ravnest.hub.coordinator.generation import Generations
 from ravnest.hub.coordinator.notices import CutOff, Missing, Notice, Returned, SampledText, Waiting
 from ravnest.hub.coordinator.planner import SEARCH_PLANNER, Planner
-from ravnest.hub.monitors.floods import FloodGuard, Spending
 from ravnest.hub.monitors.liveness import OutageMonitor
 from ravnest.hub.monitors.monitors import MonitoredCoordinator, Watch
-from ravnest.hub.service.admission import Admission, ProbeReports
+from ravnest.hub.service.admission import Admission, ProbeReports, Spending
 from ravnest.hub.service.data_service import DataService, Owner
 from ravnest.hub.service.event_log import EventStore
 from ravnest.hub.service.generation_service import GenerationService
@@ -127,7 +126,6 @@ class Server:
         self._exchange = Exchange(Blobs(folder=parts.folder), self._post, in_background)
         self._background: set[asyncio.Task[None]] = set()
         self._outages = OutageMonitor(self._timeouts)
-        self._floods = FloodGuard()
         self._outage_timer: asyncio.TimerHandle | None = None
         self._stands_at: float | None = None  # the hub's time while it is cut off: nothing becomes late then
         self._evicted: set[PeerId | None] = set()
@@ -286,7 +284,7 @@ class Server:
 
     def _afford(self, peer: PeerId, spending: Spending) -> bool:
         """Return whether a peer may go on; one that floods the hub is sent away for good."""
-        reason = self._floods.record(peer, spending, self._loop.time())
+        reason = self._admission.charge(peer, spending, self._loop.time())
         if reason is not None:
             self._ban(peer, reason)
         return reason is None
@@ -338,7 +336,6 @@ class Server:
     def _forget(self, peer: PeerId, reason: str, since: float | None = None) -> None:
         """Forget a peer; if it comes back it is a new one."""
         name = self._admission.forget(peer)
-        self._floods.forget(peer)
         self._transport.drop(peer, reason)
         if name is not None:
             self._outages.forget(name)
@@ -368,9 +365,9 @@ class Server:
         else:
             self._apply(Received(name, message, self._time()))
 
-    def _charge(self, event: Event, orders: Sequence[Action]) -> None:
+    def _charge(self, event: Event, actions: Sequence[Action]) -> None:
         """Count a message that changed nothing against its sender."""
-        if isinstance(event, Received) and orders and isinstance(orders[0], Refusal):
+        if isinstance(event, Received) and actions and isinstance(actions[0], Refusal):
             peer = self._admission.find(event.sender)
             if peer is not None:
                 self._afford(peer, Spending.IN_VAIN)
@@ -380,16 +377,16 @@ class Server:
         if self._has_lost_log:
             return
         try:
-            orders = self._monitored.apply(event)
+            actions = self._monitored.apply(event)
         except ConfigError as error:  # also from a timer, which nobody awaits
             self._has_lost_log = True  # what would be logged after a gap could not be replayed
             self.fail(error)
             return
-        for order in orders:
-            self._carry_out(order)
-        self._charge(event, orders)
+        for action in actions:
+            self._carry_out(action)
+        self._charge(event, actions)
         self.generation.follow()
-        if not orders and isinstance(event, Received) and isinstance(event.message, StepReport):
+        if not actions and isinstance(event, Received) and isinstance(event.message, StepReport):
             return  # a report can only put off what is due; the timer may come too early
         self._set_timer()
 
@@ -403,26 +400,26 @@ class Server:
     def _tick(self) -> None:
         self._apply(Tick(self._time()))
 
-    def _carry_out(self, order: Action) -> None:  # noqa: C901 - one short case for each
-        match order:
+    def _carry_out(self, action: Action) -> None:  # noqa: C901 - one short case for each
+        match action:
             case Send(to, message):
                 self._send(to, message)
             case Evict(to, reason):
                 self._evicted |= {self._admission.find(to)}
                 self._post(Outgoing(to, Stop(reason)))
             case MakePlan():
-                self._start(self._make_plan(order))
+                self._start(self._make_plan(action))
             case Collect(is_result=True):
-                self._start(self._collect_result(order))
+                self._start(self._collect_result(action))
             case MakeParts() | SendFields() | InspectSamples() | Collect():
-                self._start(self._data.carry_out(order))
-            case Notify(news):
-                self._tell(news)
-                if isinstance(news, Waiting):
+                self._start(self._data.carry_out(action))
+            case Notify(notice):
+                self._tell(notice)
+                if isinstance(notice, Waiting):
                     self._remind_later()
             case Finish():
                 if not self._result.done():
-                    self._result.set_result(order)
+                    self._result.set_result(action)
             case Abandon(reason, is_guarded):
                 self.fail(GuardError(reason) if is_guarded else RavnestError(reason))
             case Refusal(reason):

@@ -184,8 +184,8 @@ class StatusTracker:
             self._observe_fetch(event.sender, event.message, event.now)
         for action in actions:
             match action:
-                case Notify(news):
-                    self._observe_notice(news)
+                case Notify(notice):
+                    self._observe_notice(notice)
                 case Finish():
                     self._say("the job is done, and its weights are here")
                 case Abandon(reason):
@@ -231,20 +231,20 @@ class StatusTracker:
         elif isinstance(message, StageReady | Leave):
             self._fetches.pop(sender, None)
 
-    def _observe_notice(self, news: Notice) -> None:
-        if not isinstance(news, Trained | SampledText):  # too many for a list of the recent ones
-            self._say(show_notice(news))
-        match news:
+    def _observe_notice(self, notice: Notice) -> None:
+        if not isinstance(notice, Trained | SampledText):  # too many for a list of the recent ones
+            self._say(show_notice(notice))
+        match notice:
             case Joined(node):
                 self._members[node] = None
             case Left(node):
                 self._members.pop(node, None)
                 self._fetches.pop(node, None)
             case Evaluated():
-                self._evaluated = news
+                self._evaluated = notice
             case RoundEnded():
-                self._num_rounds[news.is_committed] += 1
-                self._round = news
+                self._num_rounds[notice.is_committed] += 1
+                self._round = notice
 
     def _say(self, text: str) -> None:
         self._recent.append(Said(self.hub.now, text))

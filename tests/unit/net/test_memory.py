@@ -204,7 +204,7 @@ def test_nothing_is_lost_or_doubled_when_either_or_both_look_for_another_way(see
             found = [await listener for listener in listeners]
             await asyncio.sleep(10)
             assert hub.connected() == {node.peer}
-            return found, len(hub.network._connections)
+            return found, hub.network.num_sides
 
     assert run_virtual(main()) == ([list(range(60))] * 2, 2)
 
@@ -449,7 +449,7 @@ def test_two_that_dial_each_other_end_up_with_one_link():
             events = [await one.receive() for one in (hub, node)]
             await hub.send(node.peer, Service.CONTROL, b"x")
             events.append((await node.receive()).header)
-            return events, len(hub.network._connections)
+            return events, hub.network.num_sides
 
     events, num_sides = run_virtual(main())
     assert [type(event) for event in events[:2]] == [LinkUp, LinkUp]

@@ -108,7 +108,7 @@ class RunRecorder:
         self.observe(tracker, event, actions)
         for action in actions:
             if isinstance(action, Notify):
-                self.hear(action.news)
+                self.hear(action.notice)
 
     def hear(self, notice: Notice) -> None:  # noqa: C901, PLR0912 - one short case for each
         """Take a notice."""

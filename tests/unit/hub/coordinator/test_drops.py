@@ -65,7 +65,7 @@ def test_samples_of_one_fault_are_told_in_one_sentence():
     told = drops.conclude(inspected(1, 2, 3, 4, faulty=((1, "a"), (2, "b"), (4, "a"))))
     assert told == [Notify(SamplesDropped((1, 4), "a")), Notify(SamplesDropped((2,), "b"))]
     assert [(each.samples, each.reason) for each in drops.found] == [((1, 4), "a"), ((2,), "b")]
-    assert show_notice(told[0].news) == "samples 1, 4 of the train data were dropped: a"
+    assert show_notice(told[0].notice) == "samples 1, 4 of the train data were dropped: a"
 
 
 def test_where_no_sample_is_at_fault_all_of_them_are_named():

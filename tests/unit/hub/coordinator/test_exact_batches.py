@@ -157,7 +157,9 @@ def test_an_epoch_ends_with_its_last_sum(three):
         for name in "abc":
             three.train(name)
         found = three.vote("a", "b", "c")
-    (ended,) = [each.news for each in found if isinstance(each, Notify) and isinstance(each.news, EpochDone)]
+    (ended,) = [
+        each.notice for each in found if isinstance(each, Notify) and isinstance(each.notice, EpochDone)
+    ]
     assert (ended.num_samples, ended.num_dropped) == (NUM_SAMPLES, 0)
     assert three.hub.ledger.history == [ended]
 

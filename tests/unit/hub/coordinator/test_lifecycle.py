@@ -62,7 +62,7 @@ def test_who_joins_under_a_name_that_is_here_takes_its_place_and_is_told_only_as
     world = trained("abcd")
     root = world.hub.clusters[0].root
     orders = world.hub.apply(PeerJoined(node(root, 150.0), "another key", ("tcp://new",), world.now))
-    told = [order.news for order in orders if hasattr(order, "news")]
+    told = [order.notice for order in orders if hasattr(order, "notice")]
     assert [news for news in told if isinstance(news, Left | Joined)] == [
         Left(root, "it came back as new"),
         Joined(root),

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ravnest.hub.monitors.floods import Allowance, FloodGuard, Spending
+from ravnest.hub.service.admission import Allowance, FloodGuard, Spending
 
 SMALL = {Spending.ARRIVED: Allowance(10, 2.0), Spending.IN_VAIN: Allowance(3, 1.0)}
 
