@@ -1,8 +1,9 @@
 """From the requester's model and loss to a blueprint. Runs on the requester's PC only, on its own code.
 
-The model, its loss and its metrics are exported together, once as in training and once as in evaluation, with
-a batch size that may vary, and then compared with the module itself on a real batch (`verify`). What export
-would get wrong without a word is refused while it happens (`export_hazards`).
+The model, its loss and its metrics are exported together, for any batch size, as in training. Evaluation is
+exported too, unless it differs in dropout alone (`same_calls`). Both programs are compared with the module
+itself on a real batch (`verify`). What export would get wrong without a word is refused while it happens
+(`export_hazards`).
 """
 
 import contextlib
@@ -19,9 +20,8 @@ from itertools import pairwise
 from typing import TextIO
 
 import torch
-from sympy import Integer  # type: ignore[import-untyped]
+from sympy import Integer, Symbol  # type: ignore[import-untyped]
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ravnest.errors import CaptureError, UnsafeBlueprint
@@ -35,6 +35,7 @@ from ravnest.model.capture.export_hazards import replaced, traps
 from ravnest.model.capture.export_rewrites import complex_as_pairs, plain_bags
 from ravnest.model.capture.huggingface import PLAIN_FUNCTIONS, plain_transformers, switched_off
 from ravnest.model.capture.model_with_loss import BatchFields, Metric, ModelWithLoss, name_fields
+from ravnest.model.capture.same_calls import Dropout, fake_parameters, find_dropout, without_dropout
 from ravnest.model.capture.sample_length import SHORT, TokenRows, find_rows, find_symbols, is_costly
 from ravnest.model.capture.trace import Traced, trace
 from ravnest.model.capture.verify import (
@@ -309,34 +310,62 @@ class _Programs:
 def _export_both(
     whole: ModelWithLoss, fields: Mapping[str, torch.Tensor], is_empty: bool, rows: TokenRows | None
 ) -> _Programs:
-    """Export the model as in training and as in evaluation, with the length of rows as a symbol if given."""
+    """Export the model as in training and as in evaluation, with the length of rows as a symbol if given.
+
+    Where evaluation is training without dropout, one export serves both.
+    """
+    with _quiet():
+        dropout = find_dropout(whole, fields)
     if rows is not None:
         try:
-            return _export_rows(whole, fields, is_empty, rows)
+            return _export_modes(whole, fields, is_empty, dropout, rows)
         except CaptureError as error:  # or it cannot be captured at all, as is seen now
             logger.info("the model is exported again, for whole samples: %s", error)
-    train, evaluate = (
-        trace(_export(whole, fields, is_empty, training=mode), *_facts(whole, fields, mode))
-        for mode in (True, False)
-    )
-    return _Programs(train, evaluate)
+    return _export_modes(whole, fields, is_empty, dropout, None)
 
 
-def _export_rows(
-    whole: ModelWithLoss, fields: Mapping[str, torch.Tensor], is_empty: bool, rows: TokenRows
+def _export_modes(
+    whole: ModelWithLoss,
+    fields: Mapping[str, torch.Tensor],
+    is_empty: bool,
+    dropout: tuple[Dropout, ...] | None,
+    rows: TokenRows | None,
 ) -> _Programs:
-    exported = {mode: _export(whole, fields, is_empty, rows, training=mode) for mode in (True, False)}
-    symbols = {mode: find_symbols(each, tuple(fields), rows) for mode, each in exported.items()}
-    shortest = max(length for _, length in symbols.values())
+    exported = {True: _export(whole, fields, is_empty, rows, training=True)}
+    programs = None if dropout is None else _trace_modes(whole, fields, exported, dropout, rows)
+    if programs is None:
+        exported[False] = _export(whole, fields, is_empty, rows, training=False)
+        programs = _trace_modes(whole, fields, exported, (), rows)
+    assert programs is not None
+    return programs
+
+
+def _trace_modes(
+    whole: ModelWithLoss,
+    fields: Mapping[str, torch.Tensor],
+    exported: Mapping[bool, torch.export.ExportedProgram],
+    dropout: tuple[Dropout, ...],
+    rows: TokenRows | None,
+) -> _Programs | None:
+    """Return the programs; None if that of evaluation is not exported, nor the other one without dropout."""
+    symbols, shortest = {mode: frozenset[Symbol]() for mode in exported}, 0
+    if rows is not None:
+        for mode, each in exported.items():
+            symbols[mode], length = find_symbols(each, tuple(fields), rows)
+            shortest = max(shortest, length)
     found = []
-    for length in (rows.length, shortest):
-        lengths = {mode: dict.fromkeys(names, Integer(length)) for mode, (names, _) in symbols.items()}
-        train, evaluate = (
-            trace(each, *_facts(whole, fields, mode), lengths[mode]) for mode, each in exported.items()
-        )
+    for length in (rows.length, shortest) if rows is not None else (0,):
+        traced = {
+            mode: trace(each, *_facts(whole, fields, mode), dict.fromkeys(symbols[mode], Integer(length)))
+            for mode, each in exported.items()
+        }
+        train = traced[True]
+        evaluate = traced[False] if False in traced else without_dropout(train, dropout)
+        if evaluate is None:
+            return None
         found.append((train, _share_constants(train, evaluate)))
     names = [[op.name for traced in pair for op in traced.program.ops] for pair in found]
-    if shortest >= rows.length or names[0] != names[1]:
+    if rows is None or shortest >= rows.length or names[0] != names[1]:
         return _Programs(*found[0])
     return _Programs(*found[0], _ShortPrograms(rows, shortest, *found[1]))
 
@@ -357,7 +386,7 @@ def _export(
 ) -> torch.export.ExportedProgram:
     """Export the model as in training or as in evaluation."""
     given = {name: _own_field(field) for name, field in fields.items()}
-    fakes = _fake_parameters(whole) if is_empty else contextlib.nullcontext()
+    fakes = fake_parameters(whole) if is_empty else contextlib.nullcontext()
     with as_it_was(whole), fakes as mode, traps(PLAIN_FUNCTIONS), complex_as_pairs():
         whole.train(training)
         if mode is not None:
@@ -398,15 +427,16 @@ def _quiet() -> Iterator[None]:
 
     Other threads are heard meanwhile: a hub may answer its peers.
     """
-    thread, is_enabled = threading.get_ident(), logging.Logger.isEnabledFor
+    thread, handle = threading.get_ident(), logging.Logger.handle
 
-    def is_heard(asked: logging.Logger, level: int) -> bool:
-        return threading.get_ident() != thread and is_enabled(asked, level)
+    def handle_others(asked: logging.Logger, record: logging.LogRecord) -> None:
+        if threading.get_ident() != thread:
+            handle(asked, record)
 
     with (
         warnings.catch_warnings(),
         contextlib.redirect_stderr(_OtherThreads(sys.stderr, thread)),
-        replaced(logging.Logger, "isEnabledFor", is_heard),
+        replaced(logging.Logger, "handle", handle_others),
     ):
         warnings.simplefilter("ignore")
         yield
@@ -454,7 +484,6 @@ def _join(name: str, whole: ModelWithLoss, programs: _Programs) -> tuple[Bluepri
             "the loss does not depend on any parameter that is trained; check that it is computed from what "
             "the model returns, and that not every parameter is frozen or detached"
         )
-    evaluate = _share_constants(train, evaluate)
     found = {**evaluate.state, **train.state}
     written: set[str] = set()
     for traced in (train, evaluate):
@@ -558,24 +587,3 @@ def _check_names(whole: ModelWithLoss, blueprint: Blueprint) -> None:
             if not _WORD.fullmatch(part):
                 kind = type(modules[".".join(path[:depth])]).__name__
                 raise CaptureError(f"rename the key {part!r} of the {kind}: letters, digits and _")
-
-
-@contextlib.contextmanager
-def _fake_parameters(whole: ModelWithLoss) -> Iterator[FakeTensorMode]:
-    """Let parameters without values stand on the CPU while the model is exported."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    held = [(module, dict(module._parameters)) for module in whole.modules()]
-    fakes: dict[int, nn.Parameter] = {}
-    for module, parameters in held:
-        for name, parameter in parameters.items():
-            if parameter is None:
-                continue
-            if id(parameter) not in fakes:
-                fake = FakeTensor(mode, parameter.detach().to("meta"), torch.device("cpu"))
-                fakes[id(parameter)] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
-            module._parameters[name] = fakes[id(parameter)]
-    try:
-        yield mode
-    finally:
-        for module, parameters in held:
-            module._parameters.update(parameters)

@@ -1,4 +1,8 @@
-"""Sizes as torch.export writes them, as numbers that grow with the batch."""
+"""From a program as torch.export writes it to ours: allowed operators on numbered values.
+
+Sizes become numbers that grow with the batch. Operators that are not on the list are written with those that
+are (`decompose`), or refused with the user's line. What nothing needs is dropped.
+"""
 
 import operator
 from collections import defaultdict
