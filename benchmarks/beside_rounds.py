@@ -13,7 +13,8 @@ from benchmarks.measure import spread
 from ravnest.config import PlanConfig
 from ravnest.hub.coordinator.planner import FormPlan
 from ravnest.plan.assembly import assemble_plan, build_clusters
-from ravnest.plan.cost import LineCost, NodeTable
+from ravnest.plan.cost import NodeTable
+from ravnest.plan.line import LineCost
 from ravnest.plan.types import ModelProfile, Plan, Swarm
 
 TRAINED, TRAINED_CUTS, MICROBATCH_SECONDS = "thin-1024x6-b16", ((3,), (2, 4)), 0.1  # 25 MB in six blocks

@@ -41,11 +41,13 @@ class Peers:
         """The process ids of those that run, by name."""
         return {name: each.pid for name, each in self._processes.items() if each.pid and each.is_alive()}
 
-    def start(self, name: str, *, space: str = "", door: str = "127.0.0.1:0") -> None:
-        """Start one, in a network namespace if one is named."""
+    def start(
+        self, name: str, *, space: str = "", door: str = "127.0.0.1:0", options: Sequence[str] = ()
+    ) -> None:
+        """Start one, in a network namespace if one is named; its own options are stronger."""
         link = ["--bandwidth", "1 GB/s", "--latency", "100 us", "--listen", door]
         patience = ["--patience", f"{_HUB_SECONDS} s"]
-        words = ["join", "--name", name, *self._device, *link, *patience]
+        words = ["join", "--name", name, *self._device, *link, *patience, *options]
         given = (words, self._invitation, str(self._folder / f"{name}.txt"), space)
         process = self._context.Process(target=_join, args=given, daemon=True)
         process.start()

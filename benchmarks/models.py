@@ -186,12 +186,58 @@ class LlamaShape:
     length: int = 512
     num_tokens: int = 32_000
     num_trained: int = 2
+    rank: int = 0  # of adapters on all linear layers of blocks; then nothing else is trained
 
 
 LLAMAS = {
     "llama-tiny": LlamaShape(4, 2, 16, 32, length=16, num_tokens=64, num_trained=1),
     "llama7b": LlamaShape(32, 32, 4096, 11_008),
+    "qlora-tiny": LlamaShape(4, 2, 64, 128, length=16, num_tokens=64, num_trained=0, rank=2),
+    "qlora7b": LlamaShape(32, 32, 4096, 11_008, num_trained=0, rank=16),
 }
+
+
+class RepeatedLinear(nn.Linear):
+    """A linear layer that begins with one random row, repeated: billions of random numbers take minutes."""
+
+    def reset_parameters(self) -> None:
+        """Fill the weights."""
+        _repeat_row(self.weight)
+
+
+class RepeatedEmbedding(nn.Embedding):
+    """A table that begins with one random row, repeated."""
+
+    def reset_parameters(self) -> None:
+        """Fill the table."""
+        _repeat_row(self.weight)
+
+
+@torch.no_grad()
+def _repeat_row(weight: Tensor) -> None:
+    row = torch.randn(1, weight.shape[1], generator=torch.Generator().manual_seed(1))
+    weight.copy_((row * 0.02).expand_as(weight))
+
+
+class Adapted(RepeatedLinear):
+    """A linear layer with two thin matrices beside it (LoRA), which stay in fp32."""
+
+    def __init__(self, num_in: int, num_out: int, rank: int) -> None:
+        super().__init__(num_in, num_out, bias=False)
+        self.down, self.up = nn.Parameter(torch.empty(rank, num_in)), nn.Parameter(torch.empty(num_out, rank))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Begin as the layer alone would be."""
+        super().reset_parameters()
+        if hasattr(self, "down"):
+            nn.init.normal_(self.down, std=0.02)
+            nn.init.zeros_(self.up)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return what the layer gives, and twice what the thin matrices do."""
+        thin = F.linear(F.linear(x, self.down.to(x.dtype)), self.up.to(x.dtype))
+        return F.linear(x, self.weight) + 2 * thin
 
 
 class Llama(nn.Module):
@@ -199,24 +245,18 @@ class Llama(nn.Module):
 
     def __init__(self, shape: LlamaShape) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(shape.num_tokens, shape.width)
+        self.tokens = RepeatedEmbedding(shape.num_tokens, shape.width)
         self.blocks = nn.ModuleList(_LlamaBlock(shape) for _ in range(shape.num_blocks))
         self.norm = nn.RMSNorm(shape.width, eps=1e-5)
-        self.head = nn.Linear(shape.width, shape.num_tokens, bias=False)
-        self.apply(self._init_weights)
-        self.to(torch.bfloat16)
-        for parameter in self.parameters():
-            parameter.requires_grad_(False)
-        for block in self.blocks[-shape.num_trained :]:
+        self.head = RepeatedLinear(shape.width, shape.num_tokens, bias=False)
+        for name, parameter in self.named_parameters():
+            is_thin = shape.rank > 0 and name.rpartition(".")[2] in ("down", "up")
+            parameter.requires_grad_(is_thin)
+            if not is_thin:
+                parameter.data = parameter.data.to(torch.bfloat16)
+        for block in self.blocks[len(self.blocks) - shape.num_trained :]:
             for parameter in block.parameters():
                 parameter.requires_grad_()
-
-    def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, nn.Linear | nn.Embedding):
-            # One random row, repeated: seven billion random numbers would take a minute.
-            row = torch.randn(1, module.weight.shape[1], generator=torch.Generator().manual_seed(1))
-            with torch.no_grad():
-                module.weight.copy_((row * 0.02).expand_as(module.weight))
 
     def forward(self, ids: Tensor) -> Tensor:
         """Return logits."""
@@ -238,12 +278,15 @@ class _LlamaBlock(nn.Module):
         width = shape.width
         self.num_heads, self.head_width = shape.num_heads, width // shape.num_heads
         self.before, self.between = nn.RMSNorm(width, eps=1e-5), nn.RMSNorm(width, eps=1e-5)
-        self.query, self.key, self.value, self.join = (nn.Linear(width, width, bias=False) for _ in range(4))
-        self.gate, self.up = (
-            nn.Linear(width, shape.inner, bias=False),
-            nn.Linear(width, shape.inner, bias=False),
-        )
-        self.down = nn.Linear(shape.inner, width, bias=False)
+
+        def linear(num_in: int, num_out: int) -> nn.Module:
+            if shape.rank:
+                return Adapted(num_in, num_out, shape.rank)
+            return RepeatedLinear(num_in, num_out, bias=False)
+
+        self.query, self.key, self.value, self.join = (linear(width, width) for _ in range(4))
+        self.gate, self.wide = linear(width, shape.inner), linear(width, shape.inner)
+        self.narrow = linear(shape.inner, width)
 
     def forward(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
         num_samples, length, width = x.shape
@@ -256,7 +299,7 @@ class _LlamaBlock(nn.Module):
         )
         x = x + self.join(mixed.transpose(1, 2).reshape(num_samples, length, width))
         inner = self.between(x)
-        return x + self.down(F.silu(self.gate(inner)) * self.up(inner))
+        return x + self.narrow(F.silu(self.gate(inner)) * self.wide(inner))
 
 
 def _rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from ravnest.engine.optimizers import OptimizerSettings
 from ravnest.engine.train_config import TrainConfig
 from ravnest.ids import NodeId, RoundId, SegmentId
 from ravnest.model.state.state_dict import FlatEntry, Layout
-from ravnest.peer.segment_state import EncodedChunk, SegmentState
+from ravnest.peer.segments import EncodedChunk, SegmentState
 from ravnest.protocol.averaging import RingPart, RoundCommit, RoundReady
 from ravnest.protocol.messages import Refusal, pack, unpack
 
@@ -55,7 +55,7 @@ class MultiRing:
     @property
     def result(self) -> Floats:
         self._round.conclude(RoundCommit(self._id))
-        averages = self._round.take_averages()
+        averages = self._round.pop_averages()
         assert averages is not None
         chunks = [chunk for pieces in averages.values() for chunk in pieces]
         found: Floats = torch.cat([decode_tensor(chunk.buffer, chunk.spec) for chunk in chunks]).numpy()

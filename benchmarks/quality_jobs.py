@@ -361,6 +361,7 @@ def _pairs_found(out: Tensor, _: Rows) -> Tensor:
 
 
 _ADAM = Loop(kind="Adam")  # a job that brings its own optimizer is compared with that
+_ADAMW, _FASTER_ADAMW = Loop(), Loop(3e-3)
 TASKS = {
     task.name: task
     for task in (
@@ -376,5 +377,7 @@ TASKS = {
         Task("diffusion", _diffusion, 64, 4, "loss", Loop(3e-3, is_cosine=True)),
         Task("regression", _regression, 32, 10, "loss", Loop(3e-2, is_cosine=True)),
         Task("contrastive", _contrastive, 64, 10, "accuracy", Loop(3e-3)),
+        Task("mlp-adamw", _readme_mlp, 64, 3, "accuracy", _ADAMW, own=_ADAMW),
+        Task("gpt-adamw", _gpt(200), 8, 1, "loss", _FASTER_ADAMW, own=_FASTER_ADAMW),
     )
 }

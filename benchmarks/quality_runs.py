@@ -36,12 +36,14 @@ class Run:
     clusters: int = 0  # as many as asked for; 0: as the planner likes
     averaging: str = ""  # as asked for
     emulated: float = 0.0  # FLOP/s of every node; 0: as fast as they are
+    microbatches: int = 0  # of a batch or a share; 0: as planned. One alone says nothing of noise
 
     def __str__(self) -> str:
         if not self.nodes:
             return f"{self.task}, seed {self.seed}, loop {self.loop}, share {self.share:g}"
         asked = f", {self.clusters} clusters asked" if self.clusters else ""
         asked += f", {self.averaging}" if self.averaging else ""
+        asked += f", {self.microbatches} microbatches" if self.microbatches else ""
         return f"{self.task}, seed {self.seed}, {self.nodes} nodes{asked}"
 
 
@@ -61,6 +63,7 @@ def read_records(files: Iterable[Path]) -> list[Record]:
     for file in files:
         for line in file.read_text().splitlines() if file.exists() else ():
             record = json.loads(line)
+            record["run"] = asdict(Run(**record["run"]))  # older ones lack what was added since
             key = json.dumps(record["run"], sort_keys=True)
             if "error" in found.setdefault(key, record):
                 found[key] = record
@@ -144,17 +147,14 @@ def _loop(run: Run) -> Record:
     }
 
 
-def make_job(task_name: str, seed: int) -> tuple[Any, Any, Any]:
+def make_job(task_name: str, seed: int, microbatches: int = 0) -> tuple[Any, Any, Any]:
     """Return a task, what was made of it, and its job as a user would write it."""
-    import torch
-
     import ravnest as rv
     from benchmarks.quality_jobs import TASKS
+    from benchmarks.quality_loops import make_optimizer
 
     task = TASKS[task_name]
     made = task.make(seed)
-    own = task.own
-    optimizer = getattr(torch.optim, own.kind)(made.model.parameters(), lr=own.rate) if own else None
     job = rv.Job(
         made.model,
         made.train,
@@ -163,9 +163,10 @@ def make_job(task_name: str, seed: int) -> tuple[Any, Any, Any]:
         epochs=task.epochs,
         loss=made.loss,
         metrics=dict(made.metrics),
-        optimizer=optimizer,
+        optimizer=make_optimizer(task, made),
         inputs=list(made.inputs),
         seed=seed,
+        microbatches=microbatches or "auto",
         name=task.name,
     )
     return task, made, job
@@ -180,14 +181,16 @@ def _swarm(run: Run) -> Record:
     from ravnest.requester.local_peers import Hardware, share_memory
     from ravnest.requester.session import local
 
-    task, made, job = make_job(run.task, run.seed)
+    task, made, job = make_job(run.task, run.seed, run.microbatches)
     news: list[tuple[float, Any]] = []
     versions: dict[Any, int] = {}
+    noises: list[Any] = []
     status: list[Any] = []
 
     def watch(event: Any, _: Any) -> None:
         if isinstance(event, Received) and isinstance(event.message, StepReport):
             versions[event.sender] = max(versions.get(event.sender, 0), event.message.version)
+            noises.extend([event.message.noise] if event.message.noise is not None else [])
 
     def look(tracker: Any) -> None:
         status[:] = [tracker]
@@ -219,8 +222,17 @@ def _swarm(run: Run) -> Record:
         "updates": status[0].status().num_updates,
         "versions": {str(name): version for name, version in sorted(versions.items())},
         "fit_seconds": fit_seconds,
+        "noise": _by_quarters(noises),
         **found,
     }
+
+
+def _by_quarters(noises: Sequence[Any]) -> list[float]:
+    """Return the noise scale in each quarter of a run, in samples; nothing where too little was measured."""
+    count = len(noises)
+    quarters = [noises[count * k // 4 : count * (k + 1) // 4] for k in range(4)] if count >= 4 else []
+    pairs = [(sum(x.variance for x in each), sum(x.signal for x in each)) for each in quarters]
+    return [max(variance, 0.0) / max(signal, 1e-30) for variance, signal in pairs]
 
 
 def _plan(run: Run) -> Any:
@@ -234,7 +246,13 @@ def _plan(run: Run) -> Any:
 
 def _read_news(news: list[tuple[float, Any]]) -> Record:
     """Return what people were told: the plan, its rounds, and how long training took."""
-    from ravnest.hub.coordinator.notices import ClusterStarted, EpochDone, PlanFormed, RoundEnded
+    from ravnest.hub.coordinator.notices import (
+        ClusterStarted,
+        EpochDone,
+        PlanFormed,
+        RateChanged,
+        RoundEnded,
+    )
 
     plans = [told for _, told in news if isinstance(told, PlanFormed)]
     starts = [at for at, told in news if isinstance(told, ClusterStarted)]
@@ -249,6 +267,7 @@ def _read_news(news: list[tuple[float, Any]]) -> Record:
         "microbatches": formed.microbatches,
         "mode": _show_mode(formed.sharing),
         "efficiency": formed.sharing.efficiency,
+        "rate_times": [told.times for _, told in news if isinstance(told, RateChanged)],
         "reason": formed.reason,
         "foreseen": formed.samples_per_second,
         "rounds": sum(told.is_committed for told in rounds),

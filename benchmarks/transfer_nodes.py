@@ -20,7 +20,7 @@ from ravnest.net.identity import KeyPair, new_keys
 from ravnest.net.transport import Delivery, PeerId, TransportLimits
 from ravnest.net.zeromq import ZeroMqTransport
 from ravnest.protocol import messages
-from ravnest.protocol.blobs import BlobPart, BlobRef
+from ravnest.protocol.placement import BlobPart, BlobRef
 from ravnest.transfer.blobs import Blobs
 from ravnest.transfer.exchange import Exchange
 from ravnest.transfer.outbox import Outbox, Outgoing

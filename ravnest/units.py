@@ -116,6 +116,14 @@ def _three_digits(value: float) -> str:
     return f"{value:.0f}" if abs(value) >= 99.95 else f"{value:.3g}"
 
 
+def show_plainly(text: str) -> str:
+    """Return text of others as one line that a terminal shows and does not obey."""
+    line = re.sub(r"\s*[\r\n\t\v\f]\s*", " ", text)
+    return "".join(
+        letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in line
+    )
+
+
 def show_count(count: int, noun: str) -> str:
     """Return a count with its noun: 1 node, 2 nodes."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"

@@ -21,7 +21,7 @@ Command = Sequence[str]
 # All would share one cache. Ten minutes are against what hangs: a busy PC takes long for a test.
 PYTEST = (sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--timeout=600", "--durations=10")
 DECIDING = ("tests/unit", "tests/properties")
-WAITING = ("tests/integration",)
+WAITING = ("tests/integration", "tests/browser")
 LEARNING = ("tests/integration/test_demo.py", "tests/integration/test_convergence.py")  # they compute, too
 
 

@@ -1,10 +1,12 @@
 """Which files a reader opens to follow one microbatch, one round and one death, by tracing a real run.
 
 A hub and six peers train on virtual time. A call in the package is on a walk if the followed thing is in what
-it takes or returns: its number or name, a record with it, bytes packed of such a record. With it come its
-callers, and what it calls, one file further. Left out are objects that it only makes, and duties: what the
-same caller also calls when no such thing is about (ticks, heartbeats), unless it is handed the same name. A
-file counts if it has such a call, or the class of such a record. The transport is the one in memory.
+it takes or returns: its number or name, a record with it, bytes packed of such a record. So are its callers.
+A file is passed if it has such a call, or the class of such a record. A reader of a walk stays outside net/:
+one file of it stands for all that it passes there. Apart from that the script prints what is near: files that
+calls on the walk lead to, one file further, and constructors that only keep the thing. Left out are duties:
+what the same caller also calls when no such thing is about (ticks, heartbeats), unless it is handed the same
+name. The transport is the one in memory.
 """
 
 import argparse
@@ -23,8 +25,10 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# The most files of each walk. A number may only go down: lower it as soon as the walk is shorter.
-MOST_FILES = {"microbatch": 46, "round": 33, "death": 64}
+# The most files that each walk passes, and with those that are near or inside net. A number may only go down:
+# lower it as soon as the walk is shorter.
+MOST_FILES = {"microbatch": (24, 45), "round": (18, 31), "death": (34, 54)}
+FRONT_DOOR = "ravnest/net/transport.py"  # what programs see of net
 # Folders that each walk passes through; without one of them the trace has lost its thing.
 PASSES = {
     "microbatch": {"hub", "net", "peer", "engine"},
@@ -57,7 +61,7 @@ STARTED, ROUND_ENDED, LEFT = "ClusterStarted", "RoundEnded", "Left"  # what peop
 PACKAGE = "ravnest"
 MOST_ITEMS = 64  # of a container that are looked at
 MOST_DEPTH = 4  # records within records
-PACKED_BYTES = range(12, 4096)  # shorter ones are no record, longer ones are content
+PACKED_BYTES = range(12, 1024)  # shorter ones are no record, longer ones are content
 LEAST_SAMPLES = 8  # fewer numbers may be anything
 CONTENT = re.compile("[0-9a-f]{64}")
 
@@ -77,7 +81,7 @@ class Call:
     name: str
     seen: set[str] = field(default_factory=set)  # kinds of things
     carries: set[str] = field(default_factory=set)  # kinds of which it is the followed one
-    records: dict[type, None] = field(default_factory=dict)  # that hold it
+    records: dict[type, set[str]] = field(default_factory=dict)  # that hold it: the kinds they hold
     names: set[str] = field(default_factory=set)  # that it takes
     calls: "list[Call]" = field(default_factory=list)
 
@@ -90,10 +94,48 @@ class Call:
 
 @dataclass(slots=True)
 class Opened:
-    """A file of a walk: its functions and records, and whether the followed thing passes or is only near."""
+    """A file: its functions and records on a walk, and whether the followed thing passes or is only near."""
 
     names: dict[str, None] = field(default_factory=dict)
     is_passed: bool = False
+
+
+@dataclass(slots=True)
+class Walk:
+    """The files of a walk, in the order they are met."""
+
+    passed: dict[str, Opened]
+    near: dict[str, Opened]
+    inside_net: dict[str, Opened]
+
+    @classmethod
+    def through(cls, files: Mapping[str, Opened]) -> "Walk":
+        """Sort files into those that are passed, those that are near, and those that the door stands for."""
+        walk = cls({}, {}, {})
+        for file, opened in files.items():
+            if Path(file).parts[1] == "net":
+                walk.inside_net[file] = opened
+                if opened.is_passed and FRONT_DOOR not in walk.passed:
+                    walk.passed[FRONT_DOOR] = files.get(FRONT_DOOR, Opened())
+            else:
+                (walk.passed if opened.is_passed else walk.near)[file] = opened
+        walk.inside_net.pop(FRONT_DOOR, None)
+        return walk
+
+    @property
+    def num_files(self) -> int:
+        """Return how many files there are of all kinds."""
+        return len(self.passed) + len(self.near) + len(self.inside_net)
+
+    def describe(self) -> dict[str, Any]:
+        """Return it as people's scripts read it."""
+        return {
+            "files": [*self.passed],
+            "count": len(self.passed),
+            "near": [*self.near],
+            "inside_net": [*self.inside_net],
+            "total": self.num_files,
+        }
 
 
 class Spotter:
@@ -169,7 +211,7 @@ class Spotter:
         for name, kinds in self._fields_of(type(value)) if depth else ():
             found |= self._look(call, getattr(value, name, None), kinds, depth - 1)
         if found:
-            call.records[type(value)] = None
+            call.records.setdefault(type(value), set()).update(found)
             for content in _contents(value, self._fields_of, depth):
                 self._stands_for.setdefault(content, set()).update(found)
         return found
@@ -291,6 +333,8 @@ class Tracer:
             if not is_about:
                 self._duties[walk].update((call.caller.code, call.code) for call in calls if call.caller)
             counted = kinds if self.has_left else kinds - {"node"}
+            if self.has_left and walk != "death":
+                continue  # their things have had their lives by then
             if not all(call.carries.isdisjoint(counted) for call in calls):
                 self._turns[walk].append((first, counted))
 
@@ -304,7 +348,9 @@ class Tracer:
             opened = files.setdefault(_file(call.module), Opened())
             opened.names[call.name] = None
             opened.is_passed |= marked[call]
-            for record in call.records if call.carries & FOLLOWED[walk] else ():
+            for record, kinds in call.records.items():
+                if not kinds & FOLLOWED[walk]:
+                    continue
                 opened = files.setdefault(_file(record.__module__), Opened())
                 opened.names[record.__qualname__] = None
                 opened.is_passed = True
@@ -314,7 +360,11 @@ class Tracer:
         self, call: Call, kinds: set[str], duties: set[Pair], further: int, marked: dict[Call, bool]
     ) -> None:
         """Mark the calls on a walk, true where its thing passes; `further`: files that may be opened yet."""
-        if call.carries & kinds:
+        is_kept = call.code.co_name == "__init__" and not _is_generated(call.code)  # by what it makes
+        if call.carries & kinds and is_kept:
+            marked.setdefault(call, False)
+            further = 0
+        elif call.carries & kinds:
             further = 1
             caller: Call | None = call
             while caller is not None and not marked.get(caller):
@@ -333,7 +383,7 @@ def _file(module: str) -> str:
     return Path(sys.modules[module].__file__ or "").relative_to(ROOT).as_posix()
 
 
-def trace() -> dict[str, dict[str, Opened]]:
+def trace() -> dict[str, Walk]:
     """Train until a cluster that lost a node trains again; return the walks of what was followed."""
     sys.path.insert(0, str(ROOT))
     import torch
@@ -375,30 +425,33 @@ def trace() -> dict[str, dict[str, Opened]]:
         raise tracer.fault
     if unseen := NUMBERS.keys() - spotter.followed.keys():
         raise SystemExit(f"the run has shown no new {', '.join(sorted(unseen))}: see NUMBERS in {__file__}")
-    return {walk: tracer.find(walk) for walk in FOLLOWED}
+    return {walk: Walk.through(tracer.find(walk)) for walk in FOLLOWED}
 
 
-def find_faults(files: Mapping[str, list[str]], most: Mapping[str, int]) -> list[str]:
-    """Return what is wrong with walks through these files."""
+def find_faults(walks: Mapping[str, Walk], most: Mapping[str, tuple[int, int]]) -> list[str]:
+    """Return what is wrong with walks."""
     faults = []
-    for walk, opened in files.items():
-        if len(opened) > most[walk]:
-            faults.append(
-                f"one {walk} needs {len(opened)} files, more than {most[walk]}: which is a hop too many?"
-            )
-        if missing := PASSES[walk] - {Path(file).parts[1] for file in opened}:
-            faults.append(f"one {walk} is not seen in {', '.join(sorted(missing))}: the trace has lost it")
+    for name, walk in walks.items():
+        counts = (len(walk.passed), walk.num_files)
+        for count, limit, what in zip(counts, most[name], ("passes", "has in all"), strict=True):
+            if count > limit:
+                faults.append(f"one {name} {what} {count} files, more than {limit}: which is one too many?")
+        if missing := PASSES[name] - {Path(file).parts[1] for file in walk.passed}:
+            faults.append(f"one {name} is not seen in {', '.join(sorted(missing))}: the trace has lost it")
     return faults
 
 
-def show(walk: str, files: Mapping[str, Opened]) -> str:
+def show(name: str, walk: Walk) -> str:
     """Return a walk as text to read along."""
-    num_net = sum(Path(file).parts[1] == "net" for file in files)
-    num_near = sum(not opened.is_passed for opened in files.values())
-    lines = [f"One {walk}: {len(files)} files ({num_net} in net, {num_near} only near it: +)"]
-    for number, (file, opened) in enumerate(files.items(), 1):
-        names = ", ".join(name for name in opened.names if "<" not in name)
-        lines.append(f"{number:3}{' ' if opened.is_passed else '+'} {file}: {names}")
+    lines = [
+        f"One {name} passes {len(walk.passed)} files; {len(walk.near)} more are near it (+), "
+        f"{len(walk.inside_net)} inside net (.)"
+    ]
+    kinds = ((" ", walk.passed), ("+", walk.near), (".", walk.inside_net))
+    opened = ((mark, file, each) for mark, files in kinds for file, each in files.items())
+    for number, (mark, file, each) in enumerate(opened, 1):
+        names = ", ".join(name for name in each.names if "<" not in name)
+        lines.append(f"{number:3}{mark} {file}: {names}")
     return "\n".join(lines)
 
 
@@ -410,10 +463,10 @@ def main() -> int:
     is_json = parser.parse_args().json
     walks = trace()
     if is_json:
-        print(json.dumps({walk: {"files": [*files], "count": len(files)} for walk, files in walks.items()}))
+        print(json.dumps({name: walk.describe() for name, walk in walks.items()}))
     else:
-        print("\n\n".join(show(walk, files) for walk, files in walks.items()))
-    faults = find_faults({walk: [*files] for walk, files in walks.items()}, MOST_FILES)
+        print("\n\n".join(show(name, walk) for name, walk in walks.items()))
+    faults = find_faults(walks, MOST_FILES)
     for fault in faults:
         print(fault, file=sys.stderr)
     return 1 if faults else 0

@@ -16,8 +16,9 @@ import numpy as np
 from scipy.optimize import linprog
 from scipy.sparse import coo_matrix
 
-from ravnest.plan.cost import Floats, LineCost, NodeTable
+from ravnest.plan.cost import NodeTable
 from ravnest.plan.hub_line import HubLine
+from ravnest.plan.line import Floats, LineCost
 from ravnest.plan.split import Splitter
 
 _DEPTHS = 1  # deeper inner stages are counted as this depth, as many as one likes: no window is narrower

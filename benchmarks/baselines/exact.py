@@ -7,7 +7,8 @@ below the true one. Clusters are then packed optimally for every possible slowes
 
 import numpy as np
 
-from ravnest.plan.cost import Floats, LineCost, NodeTable
+from ravnest.plan.cost import NodeTable
+from ravnest.plan.line import Floats, LineCost
 from ravnest.plan.split import Splitter
 
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ravnest.config import PlanConfig
-from ravnest.plan.cost import Floats, LineCost, NodeTable, Rows, timing
+from ravnest.plan.cost import NodeTable, Rows, timing
+from ravnest.plan.line import Floats, LineCost
 from ravnest.plan.types import ModelProfile
 
 _MOST_CLUSTERS = 5

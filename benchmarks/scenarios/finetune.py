@@ -220,7 +220,7 @@ def _measure_memory(shape: Shape, base: str, program_bytes: int) -> list[Figures
 def _watch_memory(folder: Path, shape: Shape, base: str) -> list[Figures]:
     from benchmarks.swarm import Record, Setting, train
     from ravnest.plan.assembly import stage_bytes
-    from ravnest.plan.cost import LineCost
+    from ravnest.plan.line import LineCost
 
     job = _make_work(folder, shape, 0, base).job
     peaks: dict[Any, list[tuple[int, int]]] = defaultdict(list)  # reports heard so far, bytes

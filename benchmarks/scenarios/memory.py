@@ -9,7 +9,7 @@ from benchmarks.measure import in_fresh_process, memory_of, say, table
 from benchmarks.swarm import Record, Setting, train
 from ravnest.config import Averaging, StateFormat, WeightFormat
 from ravnest.plan.assembly import stage_bytes
-from ravnest.plan.cost import LineCost
+from ravnest.plan.line import LineCost
 
 Figures = dict[str, Any]
 

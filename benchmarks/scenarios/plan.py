@@ -7,12 +7,13 @@ from benchmarks.baselines.bound import UpperBound
 from benchmarks.measure import cpu_seconds, in_fresh_process, say, spread, table
 from ravnest.config import PlanConfig
 from ravnest.errors import PlanError
-from ravnest.plan.coarsening import coarsen_to
-from ravnest.plan.cost import LineCost, NodeTable
+from ravnest.plan.cost import NodeTable
 from ravnest.plan.forecast import forecast
 from ravnest.plan.formation import form_plan
+from ravnest.plan.line import LineCost
 from ravnest.plan.populations import population
 from ravnest.plan.profiles import builtin_profile
+from ravnest.plan.split import coarsen_to
 from ravnest.plan.types import ModelProfile, Swarm
 
 CONFIG = PlanConfig()

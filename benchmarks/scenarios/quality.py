@@ -1,4 +1,4 @@
-"""The model that a swarm returns against that of one process: twelve small jobs, real programs.
+"""The model that a swarm returns against that of one process: fourteen small jobs, real programs.
 
 `--out FILE` keeps each run as a line of JSON and skips what is there; `--report FILE ...` writes the report
 of such files and runs nothing. `--tune` prints plain loops over a grid, from which each task names the best.
@@ -30,6 +30,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--averaging", default="", help="overlapped, blocking or exact, where a plan may choose"
     )
+    group.add_argument("--microbatches", type=int, default=0, metavar="N", help="of a batch; 0: as planned")
     group.add_argument("--emulate", type=float, default=0.0, metavar="FLOPS", help="nodes as slow as this")
     group.add_argument("--parallel", type=int, default=1, metavar="N", help="runs side by side")
     group.add_argument("--seconds", type=float, default=math.inf, help="begin no run after so many")
@@ -69,7 +70,15 @@ def run(quick: bool, options: argparse.Namespace) -> tuple[Figures, str, list[st
 
 def _choose_runs(tasks: list[str], options: argparse.Namespace) -> list[Run]:
     swarms = [
-        Run(task, seed, "", 1.0, nodes, clusters, options.averaging, options.emulate)
+        Run(
+            task,
+            seed,
+            nodes=nodes,
+            clusters=clusters,
+            averaging=options.averaging,
+            emulated=options.emulate,
+            microbatches=options.microbatches,
+        )
         for task in tasks
         for nodes in options.nodes
         for clusters in options.clusters

@@ -25,7 +25,6 @@ from ravnest.hub.coordinator.notices import (
     Trained,
     show_notice,
 )
-from ravnest.hub.coordinator.planner import configure_microbatch, profile_microbatch
 from ravnest.hub.service.status import StatusTracker
 from ravnest.plan.forecast import forecast
 from ravnest.plan.types import Swarm
@@ -142,8 +141,8 @@ class _Death:
         if isinstance(event, PlanMade) and event.plan is not None and not self.resumed_at:
             assert self.job is not None
             assert self.asked is not None
-            profile = profile_microbatch(self.job, event.microbatches, event.sharing)
-            config = configure_microbatch(self.job, event.microbatches, event.sharing)
+            profile = self.job.profile_microbatch(event.microbatches, event.sharing)
+            config = self.job.configure_microbatch(event.microbatches, event.sharing)
             self.predicted = forecast(event.plan, profile, Swarm(self.asked.nodes), config).samples_per_second
 
     def watch(self, processes: dict[Any, int], record: Record) -> None:

@@ -145,7 +145,7 @@ def _train(shape: Shape, folder: str) -> Figures:
     from ravnest.config import StateFormat, WeightFormat
     from ravnest.hub.service.server import HubParts
     from ravnest.plan.assembly import stage_bytes
-    from ravnest.plan.cost import LineCost
+    from ravnest.plan.line import LineCost
     from ravnest.requester.local_peers import Hardware
     from ravnest.requester.session import LOCAL_PLAN, local
 

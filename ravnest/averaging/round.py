@@ -1,9 +1,7 @@
-"""One attempt to average all segments: it commits on every surviving member, or it never happened.
+"""A member's side of one attempt to average all segments: it commits on all survivors, or never happened.
 
-A member runs all its rings at once and votes when they are done; the coordinator commits when all have voted.
-A member that has voted may not give up by itself: it asks for the outcome. A decision is logged before it is
-told. A coordinator that restarts without a logged decision aborts, since no member can have heard of a
-commit.
+A member runs all its rings at once and votes when they are done. A member that has voted may not give up by
+itself: it asks for the outcome. The hub counts the votes and decides (`hub.coordinator.rounds`).
 """
 
 import itertools
@@ -29,9 +27,9 @@ class RoundPhase(StrEnum):
 
 
 class Round(Generic[_V]):
-    """A member's side. Parts go to each ring's successor, votes and aborts to the coordinator.
+    """Parts go to each ring's successor, votes and aborts to the coordinator.
 
-    `before` names each ring's predecessor, who is suspected when a ring fails or is late.
+    `before` names each ring's predecessor, which is suspected when a ring fails or is late.
     """
 
     def __init__(
@@ -119,7 +117,7 @@ class Round(Generic[_V]):
         self._end(RoundPhase.ABORTED)
         return RoundAbort(self._round_id, reason, suspect, hops)
 
-    def take_averages(self) -> dict[SegmentId, tuple[_V, ...]] | None:
+    def pop_averages(self) -> dict[SegmentId, tuple[_V, ...]] | None:
         """Give out the averages of a committed round, once; each is cut in consecutive pieces."""
         averages, self._averages = self._averages, None
         return averages
@@ -142,69 +140,3 @@ class Round(Generic[_V]):
     def _end(self, phase: RoundPhase) -> None:
         self._phase = phase
         self._rings.clear()
-
-
-class RoundDecision:
-    """The hub's side: it counts votes and decides once. Votes come from members, each in its own name."""
-
-    def __init__(self, round_id: RoundId, members: tuple[NodeId, ...]) -> None:
-        assert members, "a round needs members"
-        self._round_id = round_id
-        self._missing = dict.fromkeys(members)  # in the order of the plan, for stable reasons
-        self._hashes: dict[SegmentId, dict[bytes, list[NodeId]]] = {}
-        self._outcome: RoundOutcome | None = None
-        self._suspects: tuple[NodeId, ...] = ()
-
-    @property
-    def outcome(self) -> RoundOutcome | None:
-        """What was decided; nobody may hear of it before the event that decided is in the log."""
-        return self._outcome
-
-    @property
-    def missing(self) -> set[NodeId]:
-        """The members that have not voted."""
-        return set(self._missing)
-
-    @property
-    def suspects(self) -> tuple[NodeId, ...]:
-        """The members that prevented a commit, as far as votes tell: silent, or with another mean."""
-        return self._suspects
-
-    def vote(self, ready: RoundReady) -> None:
-        """Count a vote, a second copy of it once; the last one missing decides."""
-        if ready.member in self._missing:
-            del self._missing[ready.member]
-            for segment, digest in ready.hashes:
-                self._hashes.setdefault(segment, {}).setdefault(digest, []).append(ready.member)
-        if self._missing:
-            return
-        unlike = {segment: found for segment, found in self._hashes.items() if len(found) > 1}
-        self._decide(self._refuse(unlike) if unlike else RoundCommit(self._round_id))
-
-    def give_up(self, member: NodeId, reason: str, suspect: NodeId | None = None) -> None:
-        """Abort because a member died or gave up."""
-        self._decide(RoundAbort(self._round_id, f"{member}: {reason}", suspect))
-
-    def expire(self) -> None:
-        """Abort because not all have voted in time."""
-        self._suspects = tuple(self._missing)
-        silent = ", ".join(self._missing)
-        self._decide(RoundAbort(self._round_id, f"no vote before the deadline from {silent}"))
-
-    def _refuse(self, unlike: dict[SegmentId, dict[bytes, list[NodeId]]]) -> RoundAbort:
-        """Abort because owners of a segment hold different averages; the fewer are suspected, or all."""
-        suspects: dict[NodeId, None] = {}
-        for found in unlike.values():
-            groups = sorted(found.values(), key=len)
-            is_even = len(groups[-1]) == len(groups[-2])
-            suspects |= dict.fromkeys(name for group in groups[: None if is_even else -1] for name in group)
-        self._suspects = tuple(suspects)
-        segment, found = next(iter(unlike.items()))
-        shown = "; ".join(f"{', '.join(names)}: {digest.hex()[:8]}" for digest, names in found.items())
-        more = f", as in {len(unlike) - 1} more" if len(unlike) > 1 else ""
-        reason = f"the owners of segment {segment} hold different averages ({shown}){more}"
-        return RoundAbort(self._round_id, reason)
-
-    def _decide(self, outcome: RoundOutcome) -> None:
-        assert self._outcome is None, f"round {self._round_id} is decided already: {self._outcome}"
-        self._outcome = outcome

@@ -199,6 +199,33 @@ def plan_options(command: Callable[..., None]) -> Callable[..., None]:
     return with_wishes
 
 
+def dashboard_options(is_usual: bool) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Add the options of the page to a command, which gets `dashboard`: a place, or yes or no."""
+
+    def add(command: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(command)
+        def with_dashboard(*args: Any, page_at: str | None, no_page: bool, **others: Any) -> None:
+            if no_page and page_at is not None:
+                raise click.UsageError("Give either --dashboard or --no-dashboard, one of the two.")
+            here = page_at == _THIS_PC or (page_at is None and is_usual and not no_page)
+            command(*args, dashboard=here or page_at or False, **others)
+
+        place = click.option(
+            "--dashboard",
+            "page_at",
+            is_flag=False,
+            flag_value=_THIS_PC,
+            metavar="[HOST:PORT]",
+            help=_PAGE if is_usual else f"Serve a page of the run. {_PAGE}",
+        )
+        with_dashboard = place(with_dashboard)
+        return click.option("--no-dashboard", "no_page", is_flag=True, help="Serve no page.")(with_dashboard)
+
+    return add
+
+
+_THIS_PC = "this PC"
+_PAGE = "Where the page of the run is served; only on this PC if left out."
 _SET = "One setting of the planner, above the file. Repeatable."
 _CONFIG = "TOML file with a [plan] table of settings."
 _FAVOUR = "What more clusters may cost: hardly any quality (the default), or a little for speed."

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ravnest.cli.common import choose_view, find_parts, to_json
+from ravnest.cli.common import choose_view, dashboard_options, find_parts, to_json
 from ravnest.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class _Notes:
     num_samples: int = 0
     started_at: float = 0.0
     ended_at: float = 0.0
-    processes: "Callable[[], Mapping[NodeId, int]] | None" = None  # of whom one is killed
+    processes: "Callable[[], Mapping[NodeId, int]] | None" = None  # one of them is killed
     killed: "NodeId | None" = None
     killed_at: float = 0.0
     recovery_seconds: float | None = None
@@ -88,9 +88,18 @@ class _Notes:
 @click.option("--nodes", type=int, default=5, show_default=True, metavar="N", help="Made-up PCs, 2 to 16.")
 @click.option("--kill/--no-kill", default=True, help="Kill a PC on purpose, if there are three or more.")
 @click.option("--folder", metavar="DIR", help="For log and weights; runs/demo if left out.")
+@dashboard_options(is_usual=True)
 @click.option("--quiet", is_flag=True, help="Print the comparison only.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object (ravnest.demo/1).")
-def demo(is_text: bool, nodes: int, kill: bool, folder: str | None, quiet: bool, as_json: bool) -> None:
+def demo(
+    is_text: bool,
+    nodes: int,
+    kill: bool,
+    folder: str | None,
+    dashboard: bool | str,
+    quiet: bool,
+    as_json: bool,
+) -> None:
     """Train a model that none of five made-up PCs could hold, and compare with one process.
 
     The PCs are programs on this one, with unequal emulated speeds. They form two clusters, which average. In
@@ -116,7 +125,15 @@ def demo(is_text: bool, nodes: int, kill: bool, folder: str | None, quiet: bool,
     parts = find_parts().hub_parts
     with (
         choose_view(quiet) as view,
-        local(hardware, folder=place, plan=plan, tell=view.tell, look=view.look, parts=parts) as swarm,
+        local(
+            hardware,
+            folder=place,
+            plan=plan,
+            tell=view.tell,
+            look=view.look,
+            dashboard=dashboard,
+            parts=parts,
+        ) as swarm,
     ):
         notes.processes = (lambda: swarm.processes) if kill and nodes >= _LEAST_TO_KILL else None
         result = swarm.fit(chosen.job, callbacks=[notes])

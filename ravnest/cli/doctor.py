@@ -171,7 +171,7 @@ async def _knock(token: "Token") -> tuple[str, float]:
     import random
 
     from ravnest.errors import LinkError, NotAdmitted
-    from ravnest.net.identity import new_keys, peer_of, prove
+    from ravnest.net.identity import greet, new_keys, peer_of
     from ravnest.net.transport import DialFailed, LinkUp, PublicKey
     from ravnest.net.zeromq import ZeroMqTransport
 
@@ -181,7 +181,7 @@ async def _knock(token: "Token") -> tuple[str, float]:
     start = loop.time()
     async with ZeroMqTransport(keys, random.SystemRandom()) as transport:
         transport.allow([hub])
-        transport.dial(peer_of(hub), token.addresses, keys.public + prove(token, keys.public))
+        transport.dial(peer_of(hub), token.addresses, greet(token, keys.public))
         try:
             async with asyncio.timeout(find_parts().timeouts.program.doctor_seconds):
                 while True:

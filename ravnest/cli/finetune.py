@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ravnest.cli.common import PlanWishes, plan_options, report, to_json
+from ravnest.cli.common import PlanWishes, dashboard_options, plan_options, report, to_json
 from ravnest.cli.plan import PlanAnswer, base_plan, plan_job, plan_report, print_plan, read_nodes
 from ravnest.cli.train import HubPlace, RunWishes, serve_hub, train_here
 from ravnest.errors import ConfigError
@@ -42,6 +42,13 @@ _TRAINING = (
     click.option("--schedule", metavar="NAME", help="cosine (if left out), linear or constant."),
     click.option("--warmup", type=float, metavar="X", help="Updates, or below 1 a share; 0.03 if left out."),
     click.option("--seed", type=int, metavar="N", help="0 if left out."),
+    click.option(
+        "--sample",
+        "sample_prompts",
+        multiple=True,
+        metavar="TEXT",
+        help="Show how it goes on from this after every evaluation; may be given again.",
+    ),
 )
 _RUNNING = (
     click.option("--local", "num_local", type=int, default=0, metavar="N", help="Start N peers on this PC."),
@@ -88,6 +95,7 @@ class _Question:
 @_with(_RUNNING)
 @_with(_ASKING)
 @plan_options
+@dashboard_options(is_usual=True)
 @click.option("--quiet", is_flag=True, help="Say only how to join, and what went wrong.")
 @click.option("--json", "as_json", is_flag=True, help=f"Print JSON lines ({_SCHEMA}).")
 def run_finetuning(
@@ -95,6 +103,7 @@ def run_finetuning(
     dry_run: bool,
     merge: bool,
     wishes: PlanWishes,
+    dashboard: bool | str,
     quiet: bool,
     as_json: bool,
     **given: Any,
@@ -119,7 +128,7 @@ def run_finetuning(
             settings[name] = read(settings[name])
     if running["resume"] and running["out"] is None:
         raise ConfigError("--resume needs the --out that the training was started with")
-    run = RunWishes(running["out"], None, running["resume"], wishes, quiet, as_json, _SCHEMA)
+    run = RunWishes(running["out"], None, running["resume"], wishes, quiet, as_json, _SCHEMA, dashboard)
     from ravnest.requester.finetuning.finetune import make_finetuning
 
     work = make_finetuning(model, data, settings)

@@ -53,7 +53,8 @@ def inspect(place: str, num_stages: int | None, as_json: bool, profile_file: str
 def _inspect(place: str, num_stages: int | None) -> "Inspection":
     click.echo(f"running {place}", err=True)
     from ravnest.model.stage.profile import measure
-    from ravnest.requester.job_file import load_job, users_code
+    from ravnest.requester.job_file import load_job
+    from ravnest.requester.users_code import users_code
     from ravnest.views.inspection import inspect_model
 
     with contextlib.redirect_stdout(sys.stderr):  # what the user's file prints is not our answer

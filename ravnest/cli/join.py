@@ -13,7 +13,15 @@ from ravnest.cli.common import CommandParts, find_parts, to_json
 from ravnest.config import CompileMode
 from ravnest.disk import read_bounded
 from ravnest.errors import ConfigError, LinkError, RavnestError
-from ravnest.units import Dimension, parse_quantity, show_bytes, show_flops, show_rate, show_value
+from ravnest.units import (
+    Dimension,
+    parse_quantity,
+    show_bytes,
+    show_flops,
+    show_plainly,
+    show_rate,
+    show_value,
+)
 
 if TYPE_CHECKING:
     import psutil  # type: ignore[import-untyped]
@@ -65,7 +73,7 @@ class _Stated:
     hours: tuple["Hours", ...] = ()
     runs_on_battery: bool = False
     hub_process: int | None = None  # of a hub on this PC
-    compile_mode: CompileMode = CompileMode.OFF
+    compile_mode: CompileMode = CompileMode.AUTO
 
 
 @click.command()
@@ -73,7 +81,7 @@ class _Stated:
 @click.option("--token-file", metavar="FILE", help=f"Read the token here, or from stdin (-); or {_VARIABLE}.")
 @click.option("--name", metavar="NAME", help="What others call this PC; its host name if left out.")
 @click.option("--device", default="auto", show_default=True, help="cpu, cuda, cuda:1, mps, or the fastest.")
-@click.option("--compile", metavar="auto|on|off", default="off", show_default=True, help="auto: on CUDA.")
+@click.option("--compile", metavar="auto|on|off", default="auto", show_default=True, help="auto: on CUDA.")
 @click.option(
     "--memory", metavar="SIZE", help="Memory to lend, like '4 GB'; half of what is free (GPU: 80 %)."
 )
@@ -238,7 +246,7 @@ def _make_offer(
     facts = {Fact.SPEED: speed, Fact.BANDWIDTH: rate, Fact.LATENCY: latency}
     rate = _USUAL_BYTES_PER_SECOND if rate is None else rate
     node = Node(
-        name=NodeId((name or platform.node() or "peer")[:_LONGEST_NAME]),
+        name=NodeId(show_plainly(name or platform.node() or "peer")[:_LONGEST_NAME]),
         memory_bytes=machine.lent_memory_bytes(device) if memory is None else memory,
         flops_per_second=machine.measure_flops_per_second(device) if speed is None else speed,
         upload_bytes_per_second=min(rate, stated.upload_bytes_per_second or rate),
@@ -298,7 +306,7 @@ def _take_part(
     from ravnest.cli.lending_loop import Lending
     from ravnest.net.identity import new_keys
     from ravnest.net.transport import TransportLimits
-    from ravnest.net.zeromq import ZeroMqTransport
+    from ravnest.net.zeromq import ZeroMqTransport, allow_many_files
     from ravnest.peer.agent import Agent
     from ravnest.peer.compute import ComputeThread
 
@@ -306,11 +314,12 @@ def _take_part(
     assert machine is not None
     machine.return_freed_memory(offer.limits.memory_bytes)
     machine.warm_up()
+    allow_many_files()
     lending = Lending(_make_terms(offer, stated, machine), machine, timeouts=timeouts.program)
     upload = stated.upload_bytes_per_second or inf
     limits = TransportLimits(upload_bytes_per_second=upload, timeouts=timeouts.net)
     make_transport = parts.make_transport or ZeroMqTransport
-    keys = new_keys()  # the hub knows who comes back
+    keys = new_keys()  # by them the hub knows a peer that comes back
 
     async def once() -> str:
         async with make_transport(keys, random.SystemRandom(), listening.listen, limits) as transport:
@@ -427,7 +436,7 @@ def _tell(word: str, name: str | None, is_all: bool, as_json: bool) -> None:
 
 
 def _ask(word: str, chosen: "list[tuple[str, psutil.Process]]") -> None:
-    """Show who would be told; go on only if that is what the user wants."""
+    """Show which peers would be told; go on only if that is what the user wants."""
     lent = ", ".join(f"{known} (process {process.pid})" for known, process in chosen)
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         told = f"{len(chosen)} programs lend from this PC: {lent}"

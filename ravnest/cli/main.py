@@ -11,10 +11,12 @@ from importlib import metadata
 
 import click
 
+from ravnest.cli.dashboard import dashboard
 from ravnest.cli.demo import demo
 from ravnest.cli.doctor import doctor, env
 from ravnest.cli.finetune import run_finetuning
 from ravnest.cli.generate import write_text_after
+from ravnest.cli.guests import guests, invite, kick, revoke
 from ravnest.cli.inspect import inspect
 from ravnest.cli.join import finish, join, pause, resume
 from ravnest.cli.plan import plan
@@ -95,8 +97,13 @@ _COMMANDS = (
     resume,
     finish,
     status,
+    dashboard,
     stop,
     token,
+    invite,
+    guests,
+    revoke,
+    kick,
     doctor,
     env,
 )

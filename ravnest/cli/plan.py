@@ -1,4 +1,4 @@
-"""`ravnest plan`: who would do what, and how fast it would be."""
+"""`ravnest plan`: which node would do what, and how fast it would be."""
 
 import os
 from dataclasses import asdict, dataclass
@@ -123,7 +123,7 @@ def base_plan(hub_upload: str) -> "PlanConfig":
 def _find_plan(profile: "ModelProfile", swarm: "Swarm", config: "PlanConfig", seed: int) -> PlanAnswer:
     from ravnest.plan.forecast import forecast
     from ravnest.plan.formation import form_plan
-    from ravnest.plan.left_out import count_left_out
+    from ravnest.plan.infeasible import count_left_out
     from ravnest.views.plan_text import advise
 
     found = (find_parts().form_plan or form_plan)(profile, swarm, config, seed)
@@ -149,16 +149,16 @@ def plan_job(given: "JobGiven", swarm: "Swarm") -> PlanAnswer:
     """Plan a job as a hub would with these nodes, or raise PlanError."""
     from ravnest.errors import PlanError
     from ravnest.hub.coordinator.events import MakePlan
-    from ravnest.hub.coordinator.planner import SearchPlanner, configure_microbatch, profile_microbatch
+    from ravnest.hub.coordinator.planner import SearchPlanner
     from ravnest.plan.forecast import forecast
-    from ravnest.plan.left_out import count_left_out
+    from ravnest.plan.infeasible import count_left_out
     from ravnest.views.plan_text import advise
 
     made = SearchPlanner(form=find_parts().form_plan).make_plan(given, MakePlan(1, swarm.nodes), 0.0)
     if made.plan is None:
         raise PlanError(made.shortage)
-    profile = profile_microbatch(given, made.microbatches, made.sharing)
-    config = configure_microbatch(given, made.microbatches, made.sharing)
+    profile = given.profile_microbatch(made.microbatches, made.sharing)
+    config = given.configure_microbatch(made.microbatches, made.sharing)
     advice = advise(made.plan, profile, swarm, config)
     advice = (made.reason, *advice) if made.reason else advice
     predicted = forecast(made.plan, profile, swarm, config)

@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ravnest.cli.common import PlanWishes, View, choose_view, find_parts, plan_options, report
+from ravnest.cli.common import (
+    PlanWishes,
+    View,
+    choose_view,
+    dashboard_options,
+    find_parts,
+    plan_options,
+    report,
+)
 from ravnest.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -28,11 +36,12 @@ class RunWishes:
     quiet: bool
     as_json: bool
     schema: str
+    dashboard: bool | str = False  # where, or whether there is one on this PC
 
 
 @dataclass(frozen=True, slots=True)
 class HubPlace:
-    """Where a hub listens and whom it waits for, as the command line says."""
+    """Where a hub listens and which nodes it waits for, as the command line says."""
 
     listen: str
     public: tuple[str, ...]
@@ -53,15 +62,17 @@ class HubPlace:
 @click.option("--out", metavar="FILE", help="Write the trained weights into this safetensors file.")
 @click.option("--resume", is_flag=True, help="Go on from the last checkpoint in the folder.")
 @plan_options
+@dashboard_options(is_usual=False)
 @click.option("--quiet", is_flag=True, help="Say only what went wrong.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object (ravnest.train/1).")
-def train(
+def train(  # noqa: PLR0913 - click passes one argument per option
     place: str,
     nodes: int,
     folder: str | None,
     out: str | None,
     resume: bool,
     wishes: PlanWishes,
+    dashboard: bool | str,
     quiet: bool,
     as_json: bool,
 ) -> None:
@@ -75,7 +86,7 @@ def train(
     """
     if resume and folder is None:
         raise ConfigError("--resume needs the --folder that the training was started with")
-    run = RunWishes(folder, out, resume, wishes, quiet, as_json, "ravnest.train/1")
+    run = RunWishes(folder, out, resume, wishes, quiet, as_json, "ravnest.train/1", dashboard)
     result, file = train_here(lambda: _load(place), nodes, run)
     report(result, file, run.schema, as_json)
 
@@ -105,7 +116,16 @@ def train_here(make_job: "Callable[[], Job]", nodes: int, run: RunWishes) -> "tu
             file = check_place(where)
             click.echo(f"log, checkpoints and weights go to {where}", err=True)
         parts = find_parts().hub_parts
-        with local(nodes, folder=where, plan=plan, tell=view.tell, look=view.look, parts=parts) as swarm:
+        opening = local(
+            nodes,
+            folder=where,
+            plan=plan,
+            tell=view.tell,
+            look=view.look,
+            dashboard=run.dashboard,
+            parts=parts,
+        )
+        with opening as swarm:
             result = swarm.fit(job, out=file, resume="auto" if run.resume else None)
     return result, file
 
@@ -126,6 +146,7 @@ _SCHEMA = "ravnest.hub/1"
     "--hub-upload", metavar="RATE", help="What this PC can send, like '40 Mbit/s': plans then spare its line."
 )
 @plan_options
+@dashboard_options(is_usual=True)
 @click.option("--quiet", is_flag=True, help="Say only how to join, and what went wrong.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON lines (ravnest.hub/1): open, then done.")
 def hub(  # noqa: PLR0913 - click passes one argument per option
@@ -139,6 +160,7 @@ def hub(  # noqa: PLR0913 - click passes one argument per option
     resume: bool,
     hub_upload: str | None,
     wishes: PlanWishes,
+    dashboard: bool | str,
     quiet: bool,
     as_json: bool,
 ) -> None:
@@ -150,14 +172,14 @@ def hub(  # noqa: PLR0913 - click passes one argument per option
     ravnest hub model.py:job --nodes 3
     ravnest hub model.py:job --public hub.example.org:7700 --local 1
     """
-    run = RunWishes(folder, out, resume, wishes, quiet, as_json, _SCHEMA)
+    run = RunWishes(folder, out, resume, wishes, quiet, as_json, _SCHEMA, dashboard)
     where = HubPlace(listen, public, nodes, num_local, hub_upload)
     result, file = serve_hub(lambda: _load(place), where, run)
     report(result, file, _SCHEMA, as_json)
 
 
 def serve_hub(make_job: "Callable[[], Job]", place: HubPlace, run: RunWishes) -> "tuple[Result, Path]":
-    """Train a job with those who join; return the result and the file it went to."""
+    """Train a job with the peers that join; return the result and the file it went to."""
     from ravnest.config import read_plan_config
     from ravnest.hub.coordinator.notices import HubListens, Notice
     from ravnest.requester.local_peers import share_memory
@@ -181,22 +203,26 @@ def serve_hub(make_job: "Callable[[], Job]", place: HubPlace, run: RunWishes) ->
             peers=share_memory(place.num_local) if place.num_local else (),
             tell=view.tell,
             look=view.look,
+            dashboard=run.dashboard,
             parts=find_parts().hub_parts,
         )
         with opening as opened:
 
             def invite(news: Notice) -> None:
                 if isinstance(news, HubListens):  # not before
-                    _invite(opened.invitation, where, run.schema, view if run.as_json else None)
+                    found = {"invitation": opened.invitation, "folder": str(where)}
+                    found |= {"dashboard": opened.dashboard} if opened.dashboard else {}
+                    _invite(found, run.schema, view if run.as_json else None)
 
             going_on = "auto" if run.resume else None
             result = opened.fit(job, nodes=place.nodes, out=file, callbacks=[invite], resume=going_on)
     return result, file or where / MODEL
 
 
-def _invite(invitation: str, folder: Path, schema: str, view: View | None) -> None:
-    click.echo(f"the hub is open, its folder is {folder}; others join with", err=True)
-    click.echo(f"\n  ravnest join {invitation}\n", err=True)
+def _invite(found: dict[str, str], schema: str, view: View | None) -> None:
+    click.echo(f"the hub is open, its folder is {found['folder']}; others join with", err=True)
+    click.echo(f"\n  ravnest join {found['invitation']}\n", err=True)
     if view is not None:
-        found = {"schema": schema, "event": "open", "invitation": invitation, "folder": str(folder)}
-        click.echo(json.dumps(found, sort_keys=True), file=view.answers)
+        click.echo(
+            json.dumps({"schema": schema, "event": "open", **found}, sort_keys=True), file=view.answers
+        )

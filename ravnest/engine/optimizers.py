@@ -15,6 +15,7 @@ from torch import Tensor
 from ravnest.config import StateFormat, WeightFormat
 from ravnest.engine.moments import SQUARES, Moments
 from ravnest.engine.norms import cast_together, find_norms
+from ravnest.engine.orthogonal import orthogonalise, orthogonalise_one
 from ravnest.errors import WeightsError
 from ravnest.protocol.messages import Refusal
 from ravnest.protocol.tensors import EMA_SLOT, slot_shape
@@ -133,9 +134,6 @@ _CHUNK_ITEMS = 1 << 18  # measured: larger ones take up to 1.8 times as long on 
 _DEVICE_CHUNK_ITEMS = 1 << 25  # elsewhere: an update needs some copies of a chunk
 _LARGEST = 1e4  # of norms, within what half precision holds
 _ROUNDING = 1e-3  # of norms and their sums: none of them is off by more
-_ITERATION = (3.4445, -4.7750, 2.0315)  # of Newton and Schulz: lifts small singular values fast
-_NUM_ITERATIONS = 5
-_BATCH_ITEMS = 1 << 26  # of matrices that go together: their copies take 128 MB
 
 
 @dataclass(slots=True)
@@ -149,6 +147,8 @@ class _Work:
     shrink: float = 1.0  # of the weights, where the rule looks at them first
     where: slice | None = None  # of a large tensor that is changed piece by piece, as a row of numbers
     nadam_rates: tuple[Sequence[float], Sequence[float]] = ((), ())
+    decay: float = 0.0  # of the weights, that a fused kernel does along with the rest
+    skip: Tensor | None = None  # 1 on the device: the kernel changes nothing
 
 
 class Optimizer:
@@ -168,6 +168,7 @@ class Optimizer:
             for group in settings.groups
             for chunk in _chunks(group.names, parameters, chunk_items)
         ]
+        self._groups = [(group, parameters[chunk[0]].device.type) for group, chunk in self._chunks]
         self._shapes = {name: tuple(parameters[name].shape) for _, chunk in self._chunks for name in chunk}
         self._moments = Moments(settings.states)
         self._products: dict[str, Tensor] = {}  # of NAdam, by name
@@ -188,15 +189,21 @@ class Optimizer:
         held: Collection[str] = (),
         bounds: Mapping[str, float] | None = None,
         other_square: float = 0.0,
+        skip: Tensor | None = None,
     ) -> dict[str, Tensor] | Refusal:
         """Return all parameters after one update, or why it was refused and nothing changed.
 
         Gradients are taken out of their dict and freed one after the other. Parameters that are `held` are
         not changed in place. `lag` is the mean over the microbatches in the update. `bounds` are known ones
         of the gradients' norms. `other_square` is the square of the norm of the gradients of other stages.
+        With `skip`, a number on the device, nobody has looked at the gradients: 1 there leaves all as it was,
+        but for the count of updates (`take_back`). Only where `can_skip`.
         """
         own = {name: gradients[name] for name in gradients if name in self.names}
-        if self.settings.clip_norm is None:
+        clipped: dict[str, Tensor] | Refusal
+        if skip is not None:
+            clipped = own
+        elif self.settings.clip_norm is None:
             clipped = self._clip(own, bounds or {})
         else:
             clipped = self._clip_together(own, self.settings.clip_norm, other_square)
@@ -214,7 +221,7 @@ class Optimizer:
             rate, given = learning_rate * group.rate, [clipped.pop(name) for name in names]
             for name in names:
                 self._steps[name] += 1
-            work = _Work(names, after, given, rate)
+            work = _Work(names, after, given, rate, skip=skip)
             if isinstance(group.rule, NAdam):
                 work.nadam_rates = self._nadam_rates(group.rule, work)
             del given
@@ -223,6 +230,21 @@ class Optimizer:
             if self.settings.ema is not None:
                 self._follow(names, after, self.settings.ema)
         return changed
+
+    @property
+    def can_skip(self) -> bool:
+        """Whether an update can be launched before anybody has looked at its gradients."""
+        settings = self.settings
+        is_plain = settings.clip is None and settings.clip_norm is None and settings.ema is None
+        return is_plain and all(
+            _is_fused(group.rule, device) and (group.is_decoupled or not group.weight_decay)
+            for group, device in self._groups
+        )
+
+    def take_back(self, names: Iterable[str]) -> None:
+        """Count the last update of these parameters no more: the device has skipped it."""
+        for name in names:
+            self._steps[name] -= 1
 
     def _follow(self, names: list[str], weights: list[Tensor], kept: float) -> None:
         """Let the means of weights over time follow them; they begin with the first weights."""
@@ -361,8 +383,7 @@ class Optimizer:
     def _apply_adam(self, rule: Adam, work: _Work) -> None:
         means, squares = self._slots("exp_avg", work), self._slots(SQUARES, work)
         steps = [self._steps[name] for name in work.names]
-        is_fused = isinstance(rule, FusedAdam) or (type(rule) is Adam and means[0].device.type == "cuda")
-        if is_fused:
+        if _is_fused(rule, means[0].device.type):
             _apply_fused(rule, work, means, squares, steps)
             return
         torch._foreach_lerp_(means, work.gradients, 1 - rule.beta1)
@@ -407,9 +428,9 @@ class Optimizer:
         del updates
         is_batched = matrices[0].device.type != "cpu"  # on a CPU a product has work enough for itself
         if is_batched:
-            found: Iterable[Tensor] = orthogonalise(rule, matrices[::-1])
+            found: Iterable[Tensor] = orthogonalise(rule.precision, rule.epsilon, matrices[::-1])
         else:
-            found = (_orthogonal(rule, matrices.pop()) for _ in work.names)
+            found = (orthogonalise_one(rule.precision, rule.epsilon, matrices.pop()) for _ in work.names)
         for parameter, matrix in zip(work.parameters, found, strict=True):
             rows, columns = matrix.shape
             size = 0.2 * math.sqrt(max(rows, columns)) if rule.matches_adam else max(1, rows / columns) ** 0.5
@@ -517,7 +538,7 @@ def _cut(rule: OptimizerRule, work: _Work, num_items: int) -> Iterator[_Work]:
     starts = range(0, len(row) - num_items + 1, num_items)  # what is left goes with the last one
     for start in starts:
         where = slice(start, len(row) if start == starts[-1] else start + num_items)
-        piece = _Work(work.names, [row[where]], [gradient[where]], work.rate, where=where)
+        piece = _Work(work.names, [row[where]], [gradient[where]], work.rate, where=where, skip=work.skip)
         piece.nadam_rates = work.nadam_rates
         yield piece
 
@@ -530,6 +551,8 @@ def _decay(group: Group, work: _Work) -> None:
         shrink = 1.0
     if isinstance(group.rule, Adafactor):
         work.shrink = shrink
+    elif shrink != 1.0 and _is_fused(group.rule, "cuda") and (work.skip is not None or _is_on_gpu(work)):
+        work.decay = group.weight_decay
     elif shrink != 1.0:
         torch._foreach_mul_(work.parameters, shrink)
 
@@ -543,8 +566,16 @@ def _apply_fused(
     pairs = zip(work.gradients, work.parameters, strict=True)
     gradients = [one if one.stride() == to.stride() else to.clone().copy_(one) for one, to in pairs]
     options: dict[str, Any] = {"beta1": rule.beta1, "beta2": rule.beta2, "eps": rule.epsilon, "lr": work.rate}
-    options |= {"weight_decay": 0.0, "amsgrad": False, "maximize": False}
-    torch._fused_adam_(work.parameters, gradients, means, squares, [], counts, **options)
+    options |= {"weight_decay": work.decay, "amsgrad": False, "maximize": False, "found_inf": work.skip}
+    torch._fused_adamw_(work.parameters, gradients, means, squares, [], counts, **options)
+
+
+def _is_fused(rule: OptimizerRule, device_type: str) -> bool:
+    return isinstance(rule, FusedAdam) or (type(rule) is Adam and device_type == "cuda")
+
+
+def _is_on_gpu(work: _Work) -> bool:
+    return work.parameters[0].device.type == "cuda"
 
 
 def _horizon(rule: OptimizerRule, lag: float) -> float:
@@ -562,37 +593,3 @@ def _momentum(rule: OptimizerRule) -> float:
             return 0.0
         case _:
             return rule.momentum
-
-
-def orthogonalise(rule: Muon, matrices: list[Tensor]) -> list[Tensor]:
-    """Return the matrices with singular values near 1; those of one shape go through one product together."""
-    found: dict[int, Tensor] = {}
-    shapes: dict[tuple[int, ...], list[int]] = {}
-    for place, matrix in enumerate(matrices):
-        shapes.setdefault(tuple(matrix.shape), []).append(place)
-    for shape, places in shapes.items():
-        num_together = max(1, _BATCH_ITEMS // math.prod(shape))
-        for low in range(0, len(places), num_together):
-            some = places[low : low + num_together]
-            found.update(
-                zip(some, _orthogonal(rule, torch.stack([matrices[at] for at in some])), strict=True)
-            )
-    return [found[place] for place in range(len(matrices))]
-
-
-def _orthogonal(rule: Muon, matrix: Tensor) -> Tensor:
-    """Return the matrix, or each of several, with singular values near 1."""
-    is_exact = rule.precision == "float32" or (rule.precision == "auto" and matrix.device.type == "cpu")
-    first, second, third = _ITERATION
-    is_tall, is_one = matrix.shape[-2] > matrix.shape[-1], matrix.ndim == 2
-    add_product = torch.addmm if is_one else torch.baddbmm
-    result = matrix.to(torch.float32 if is_exact else torch.bfloat16)
-    result = result.mT if is_tall else result
-    norm = result.norm() if is_one else result.flatten(1).norm(dim=1)[:, None, None]
-    result = result / norm.clamp(min=rule.epsilon)
-    del matrix
-    for _ in range(_NUM_ITERATIONS):
-        square = result @ result.mT
-        polynomial = add_product(square, square, square, beta=second, alpha=third)
-        result = add_product(result, polynomial, result, beta=first)
-    return result.mT if is_tall else result

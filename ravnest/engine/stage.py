@@ -7,8 +7,9 @@ decides what runs when.
 
 import math
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -62,6 +63,7 @@ class RunnableStage(Protocol):
     def forward(
         self, state: Tensors, inputs: Values, fields: Tensors, *, training: bool, key: RandomKey | None
     ) -> ForwardOutcome: ...
+    def forward_text(self, state: Tensors, inputs: Values, fields: Tensors) -> ForwardOutcome: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +99,7 @@ class DroppedWork:
     """
 
     microbatch: MicrobatchId
-    where: str  # forward, backward, evaluation
+    where: str  # forward, backward, evaluation, generation
     reason: str
     has_lost_device: bool = False
 
@@ -157,11 +159,20 @@ class _Checks:
         largest = {value: each.detach().max() for value, each in large.items()}
         return cls(largest, None if loss is None else loss.detach().reshape(()))
 
+    def gather(self, more: Sequence[Tensor]) -> Tensor | None:
+        """Return all numbers to be read, still on the device."""
+        every = [*self.largest.values(), *(() if self.loss is None else (self.loss,)), *more]
+        return torch.stack(every) if every else None
+
     def read_with(self, more: Sequence[Tensor] = ()) -> tuple[str | None, list[float]]:
         """Return the fault there is, and more numbers, with a single wait; the checks are done then."""
-        first = [*self.largest.values(), *(() if self.loss is None else (self.loss,))]
-        numbers = torch.stack([*first, *more]).tolist() if first or more else []
-        told, rest = numbers[: len(first)], numbers[len(first) :]
+        return self.read(self.gather(more))
+
+    def read(self, gathered: Tensor | None) -> tuple[str | None, list[float]]:
+        """Return what `read_with` does, of numbers that were gathered before."""
+        numbers = [] if gathered is None else gathered.tolist()
+        num_own = len(self.largest) + (self.loss is not None)
+        told, rest = numbers[:num_own], numbers[num_own:]
         # Not below: minus infinity is how masks say "never".
         faults = [
             f"value {value} is not finite"
@@ -223,6 +234,7 @@ class StageEngine:
         self._shares, self._first_size = 0.0, 1  # shares: microbatches, by their samples
         self._lags: deque[int] = deque(maxlen=_LAGS_REMEMBERED)
         self._noise = NoiseMeter()
+        self._is_ahead = False  # the update under way is made already
         self.squares_before = self.squares_after = 0.0  # of gradients' norms in other stages, as last heard
 
     @property
@@ -318,17 +330,32 @@ class StageEngine:
         return found
 
     def backward_weights(
-        self, microbatch: MicrobatchId, weight: float = 1.0, num_samples: int = 1
+        self,
+        microbatch: MicrobatchId,
+        weight: float = 1.0,
+        num_samples: int = 1,
+        rate: float | None = None,
     ) -> DroppedWork | None:
-        """Add the microbatch to the update under way, by its samples; a straggler may weigh less."""
+        """Add the microbatch to the update under way, by its samples; a straggler may weigh less.
+
+        With the `rate` of an update that ends with it, a GPU makes the update while the host looks at norms.
+        """
         flight = self._flights[microbatch]
         try:
             found = flight.backward.backward_weights()
-            reason, norms = flight.unread.read_with(measure_norms(list(found.values())))
+            numbers = flight.unread.gather(measure_norms(list(found.values())))
+            self.forget(microbatch)
+            if numbers is not None and rate is not None and self._can_go_ahead(flight, weight, found):
+                self._go_ahead(found, numbers, rate)
+            reason, norms = flight.unread.read(numbers)
         except _FAILURES as error:
+            self._is_ahead = False
             return _give_up(microbatch, "backward", error)
         finally:
             self.forget(microbatch)
+        if self._is_ahead and (reason or not all(map(math.isfinite, norms))):
+            self._is_ahead = False  # the device has seen the same, and changed nothing
+            self._optimizer.take_back(found)
         if reason:
             return DroppedWork(microbatch, "forward", reason)
         if (name := find_not_finite(found, norms)) is not None:
@@ -342,7 +369,30 @@ class StageEngine:
         self._num_samples += num_samples
         self._shares += share
         weight *= share
-        alone = _find_alone(found, flight.sent) if found.keys() - self._own_sums else set()
+        if not self._is_ahead:
+            self._add(found, norms, weight, flight.sent)
+        return None
+
+    def _can_go_ahead(self, flight: _Flight, weight: float, found: Tensors) -> bool:
+        """Whether an update is this microbatch alone, plain, and without lag."""
+        is_alone = not self._num_microbatches and weight == 1.0 and not self._roles.shared
+        is_fresh = flight.num_updates == self._num_updates and not any(self._lags)
+        can_skip = self._defers and bool(found) and self._optimizer.can_skip
+        return is_alone and is_fresh and can_skip and found.keys() <= self._optimizer.names
+
+    def _go_ahead(self, found: Tensors, numbers: Tensor, rate: float) -> None:
+        """Launch the update; the device leaves it out if a number is not finite."""
+        versions, skip = self._versions, (~numbers.isfinite()).any().float()
+        after = self._optimizer.step(
+            versions.weights, dict(found), rate, held=versions.find_held(found), skip=skip
+        )
+        assert not isinstance(after, Refusal)
+        versions.replace(after, after)
+        self._is_ahead = True
+
+    def _add(self, found: Tensors, norms: Sequence[float], weight: float, sent: tuple[Tensor, ...]) -> None:
+        """Add gradients to the sums of the update under way."""
+        alone = _find_alone(found, sent) if found.keys() - self._own_sums else set()
         for (name, gradient), norm in zip(found.items(), norms, strict=True):
             self._bounds[name] = self._bounds.get(name, 0.0) + weight * norm
             part = gradient if weight == 1.0 else gradient * weight
@@ -358,7 +408,6 @@ class StageEngine:
             else:
                 self._sums[name] = total + part
                 self._own_sums.add(name)
-        return None
 
     def forget(self, microbatch: MicrobatchId) -> None:
         """Free what a microbatch holds, if it is in flight."""
@@ -409,8 +458,11 @@ class StageEngine:
         gradients = {name: self._mean(name) for name in tuple(self._sums)}
         wants_noise = self._noise.wants_batch
         self._noise.end_update(find_norms(list(gradients.values())) if wants_noise else None)
+        is_made = self._is_ahead
         self._forget_sums()
         self._num_updates += 1
+        if is_made:
+            return Updated(self._num_updates)
         if not gradients:
             reason = None if num_microbatches else _NOTHING_LEFT
             return Updated(self._num_updates, reason)
@@ -442,6 +494,7 @@ class StageEngine:
         self._own_sums.clear()
         self._bounds.clear()
         self._noise.forget()
+        self._is_ahead = False
 
     def _step(
         self, gradients: dict[str, Tensor], learning_rate: float, lag: float, bounds: Mapping[str, float]
@@ -464,15 +517,32 @@ class StageEngine:
 
     def evaluate(self, microbatch: MicrobatchId, inputs: Values, fields: Tensors) -> PassedOn | DroppedWork:
         """Run a microbatch as in evaluation, on the current weights, and change nothing."""
+        run = partial(self._program.forward, training=False, key=None)
+        return self._run_beside(run, microbatch, "evaluation", inputs, fields)
+
+    def generate(self, number: int, inputs: Values, fields: Tensors) -> PassedOn | DroppedWork:
+        """Run rows of tokens on the current weights, and change nothing; the last stage gives logits."""
+        return self._run_beside(
+            self._program.forward_text, MicrobatchId(number), "generation", inputs, fields
+        )
+
+    def _run_beside(
+        self,
+        run: Callable[[Tensors, Values, Tensors], ForwardOutcome],
+        microbatch: MicrobatchId,
+        where: str,
+        inputs: Values,
+        fields: Tensors,
+    ) -> PassedOn | DroppedWork:
         buffers = {name: self._rest[name].clone() for name in self._roles.written}
         state = {**self._rest, **buffers, **self._versions.weights}
         try:
             with torch.no_grad():
-                outcome = self._program.forward(state, inputs, fields, training=False, key=None)
+                outcome = run(state, inputs, fields)
             reason, _ = _Checks.of(outcome).read_with()
         except _FAILURES as error:
-            return _give_up(microbatch, "evaluation", error)
-        return DroppedWork(microbatch, "evaluation", reason) if reason else _detach(outcome)
+            return _give_up(microbatch, where, error)
+        return DroppedWork(microbatch, where, reason) if reason else _detach(outcome)
 
     def add(self, changes: Tensors) -> None:
         """Add to parameters and buffers, as a round does; microbatches in flight keep what they saw."""
@@ -526,7 +596,7 @@ def _give_up(microbatch: MicrobatchId, where: str, error: Exception) -> DroppedW
     has_no_memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
     if has_no_memory or any(sign in told for sign in _NO_MEMORY):
         raise RavnestError(
-            f"this PC has too little memory for its stage ({told:.200}); close other programs, or lend less "
+            f"this PC has too little memory for its stage ({told:.500}); close other programs, or lend less "
             "with --memory"
         ) from error
     has_lost_device = any(sign in told for sign in _DEVICE_LOST)

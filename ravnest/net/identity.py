@@ -24,6 +24,9 @@ from ravnest.net.transport import PeerId, PublicKey
 
 PREFIX = "rvn1_"
 SECRET_BYTES = 16
+INVITATION_BYTES = 8
+EVERYBODY = bytes(INVITATION_BYTES)  # the invitation that names nobody
+KEY_BYTES, PROOF_BYTES = 40, 32
 _ID_CHARACTERS = 20  # 100 bits
 _LENGTH_BYTES = 2
 _CHECKSUM_BYTES = 4
@@ -62,11 +65,15 @@ def peer_of(key: PublicKey) -> PeerId:
 
 
 class Token(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """What a provider needs to join: the hub's addresses, its key, and the secret that admits to it."""
+    """What a provider needs to join: the hub's addresses, its key, and the secret that admits to it.
+
+    The secret belongs to an invitation, which the hub may end.
+    """
 
     addresses: Annotated[tuple[Annotated[str, Meta(max_length=256)], ...], Meta(max_length=64)]
     hub_key: bytes
     secret: bytes
+    invitation: bytes = EVERYBODY
 
     def __repr__(self) -> str:
         return f"Token(addresses={self.addresses}, hub={peer_of(PublicKey(self.hub_key))})"
@@ -77,11 +84,40 @@ def prove(token: Token, key: PublicKey) -> bytes:
     return hmac.digest(token.secret, b"ravnest join" + token.hub_key + key, sha256)
 
 
+def greet(token: Token, key: PublicKey) -> bytes:
+    """Return what the owner of a key says first to the hub: its key, its invitation, its proof."""
+    return key + token.invitation + prove(token, key)
+
+
+@dataclass(frozen=True, slots=True)
+class ReadGreeting:
+    """A greeting in its parts, of which nothing is proven yet."""
+
+    key: PublicKey
+    invitation: bytes
+    proof: bytes
+
+
+def read_greeting(greeting: bytes) -> ReadGreeting | None:
+    """Return the parts of a greeting; None if it is none of this version."""
+    if len(greeting) != KEY_BYTES + INVITATION_BYTES + PROOF_BYTES:
+        return None
+    rest = greeting[KEY_BYTES:]
+    return ReadGreeting(PublicKey(greeting[:KEY_BYTES]), rest[:INVITATION_BYTES], rest[INVITATION_BYTES:])
+
+
+def derive_secret(hub_secret: bytes, invitation: bytes) -> bytes:
+    """Return the secret of an invitation, which nobody can tell from that of another."""
+    return hmac.digest(hub_secret, b"ravnest invitation" + invitation, sha256)[:SECRET_BYTES]
+
+
 def write_token(token: Token) -> str:
     """Return the token as one word that survives being read aloud: letters and digits, any case."""
     assert len(token.secret) == SECRET_BYTES
     assert token.addresses, "a token without an address leads nowhere"
-    body = msgspec.msgpack.encode((token.addresses, z85.decode(token.hub_key), token.secret))
+    body = msgspec.msgpack.encode(
+        (token.addresses, z85.decode(token.hub_key), token.secret, token.invitation)
+    )
     body = len(body).to_bytes(_LENGTH_BYTES, "big") + body
     return PREFIX + _to_text(body + _checksum(body))
 
@@ -110,11 +146,12 @@ def read_token(text: str) -> Token:
         raise ConfigError(f"the token was made by another version of ravnest ({error}): update") from None
     if not all(address.isprintable() for address in token.addresses):
         raise ConfigError("the token has an address that cannot be printed: make a new one at the hub")
-    if not token.addresses or len(token.hub_key) != 32 or len(token.secret) != SECRET_BYTES:
+    sizes = (len(token.hub_key), len(token.secret), len(token.invitation))
+    if not token.addresses or sizes != (32, SECRET_BYTES, INVITATION_BYTES):
         raise ConfigError(
             "the token lacks an address, the hub's key or the secret: make a new one at the hub"
         )
-    return Token(token.addresses, z85.encode(token.hub_key), token.secret)
+    return Token(token.addresses, z85.encode(token.hub_key), token.secret, token.invitation)
 
 
 def _checksum(data: bytes) -> bytes:

@@ -15,7 +15,7 @@ from typing import Any, assert_never
 from ravnest.config import TIMEOUTS, Timeouts
 from ravnest.errors import LinkError, NotAdmitted, ProtocolError, RavnestError
 from ravnest.ids import HUB, NodeId
-from ravnest.net.identity import KeyPair, Token, dialled_from_here, is_loopback, peer_of, prove, split_address
+from ravnest.net.identity import KeyPair, Token, dialled_from_here, greet, is_loopback, peer_of, split_address
 from ravnest.net.relay import RelayAddress
 from ravnest.net.transport import (
     Delivery,
@@ -38,7 +38,7 @@ from ravnest.peer.compute_protocol import (
     StageBuilt,
 )
 from ravnest.peer.connections import Connections, PlannedPeer
-from ravnest.peer.fetcher import Fetcher
+from ravnest.peer.content import Fetcher
 from ravnest.plan.types import Node
 from ravnest.protocol import messages
 from ravnest.protocol.averaging import (
@@ -50,7 +50,7 @@ from ravnest.protocol.averaging import (
     TiedHolder,
     TiedStep,
 )
-from ravnest.protocol.blobs import BlobPart, BlobRequest
+from ravnest.protocol.generation import GenerationEnd, GenerationStep, GenerationValues
 from ravnest.protocol.membership import (
     PROTOCOL_VERSION,
     Complaint,
@@ -65,6 +65,8 @@ from ravnest.protocol.membership import (
 from ravnest.protocol.messages import Message, Refusal
 from ravnest.protocol.placement import (
     BackupOrder,
+    BlobPart,
+    BlobRequest,
     PlanOrder,
     RingOrder,
     SnapshotMade,
@@ -103,6 +105,8 @@ _OfHub = (
     | RoundOpen
     | RoundCommit
     | RoundAbort
+    | GenerationStep
+    | GenerationEnd
 )
 _OfCluster = (
     Activation
@@ -110,6 +114,7 @@ _OfCluster = (
     | DroppedMicrobatch
     | Pace
     | StepReport
+    | GenerationValues
     | TiedHolder
     | TiedCall
     | TiedGradient  # type: ignore[type-arg]
@@ -187,7 +192,7 @@ class Agent:
         self._peers: dict[NodeId, PeerId] = {HUB: self._hub}
         around = (self._start, lambda: self._peers, self._send, compute.put, self._fail)
         self._fetcher = Fetcher(*around, self._writer, timeouts.peer)
-        self._outbox = Outbox(transport, self._start, lambda node: self._peers.get(node), self._lose_link)
+        self._outbox = Outbox(transport, self._start, lambda node: self._peers.get(node), self._drop_link)
         self._outbox.pause(HUB)  # until there is a link
         address = None if offer.listens_at is None else split_address(dialled_from_here(offer.listens_at))
         self._connections = Connections(
@@ -201,7 +206,7 @@ class Agent:
 
     async def run(self) -> str:
         """Take part until the hub ends the job, and return why it did; or raise what ended it here."""
-        greeting = self._keys.public + prove(self._token, self._keys.public)
+        greeting = greet(self._token, self._keys.public)
         self._transport.allow([PublicKey(self._token.hub_key)])
         self._transport.dial(self._hub, self._token.addresses, greeting)
         self._start_patience()
@@ -310,10 +315,8 @@ class Agent:
         is_here = is_loopback(self._hub_address)
         known = (each for each in self._offer.addresses if is_here or not is_loopback(each))
         addresses = tuple(sorted(known, key=lambda each: not is_loopback(each)))
-        proof = prove(self._token, self._keys.public)
         hello = Hello(
             PROTOCOL_VERSION,
-            proof,
             self._offer.node,
             addresses,
             self._offer.guessed,
@@ -443,7 +446,7 @@ class Agent:
         if self._hub in self._transport.connected():  # without the hub there is no other plan
             self._fail(LinkError(reason))
 
-    def _lose_link(self, peer: PeerId, error: LinkError) -> None:
+    def _drop_link(self, peer: PeerId, error: LinkError) -> None:
         """Leave if the hub takes no message; a neighbour that is away is noticed by the connections."""
         if peer == self._hub:
             self._fail(error)

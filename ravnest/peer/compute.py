@@ -6,6 +6,7 @@ thread writes snapshots, so that training goes on. Tests put another Compute in 
 
 import asyncio
 import queue
+import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -20,6 +21,7 @@ from ravnest.peer.compute_protocol import (
     SnapshotWritten,
     ToCompute,
 )
+from ravnest.peer.part_code import load_compiler
 from ravnest.peer.stage_builder import StageBuilder
 from ravnest.peer.stage_host import SavedStage, StageHost, write_snapshot
 
@@ -38,7 +40,7 @@ class ComputeThread:
         self._items.put(item)
 
     def close(self) -> None:
-        """Let the thread end."""
+        """End the thread."""
         self._items.put(None)
 
     async def run(self, setup: ComputeSetup, deliver: Callable[[FromCompute], None]) -> None:
@@ -59,6 +61,9 @@ class ComputeThread:
                     loop.call_soon_threadsafe(deliver, each)
 
         def work() -> None:
+            if setup.limits.compile_mode.applies_to(setup.limits.device):
+                # Beside the training it would hold up every operation; now there is none yet.
+                threading.Thread(target=load_compiler, name="compiler", daemon=True).start()
             try:
                 builder = StageBuilder(setup.limits, loop.time, timeouts=self._timeouts)
                 self._work(StageHost(builder, loop.time), loop.time, send)

@@ -6,18 +6,19 @@ can become a process of its own: a pipe for the records, shared memory for their
 crosses as a file in the folder that `ComputeSetup` names.
 """
 
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from ravnest import errors
 from ravnest.config import CompileMode
 from ravnest.errors import RavnestError
 from ravnest.ids import NodeId
-from ravnest.protocol.blobs import BlobRef
 from ravnest.protocol.membership import ProbeReport
 from ravnest.protocol.messages import Message
-from ravnest.protocol.placement import PlanOrder, RingOrder, SnapshotOrder, StageParts
+from ravnest.protocol.placement import BlobRef, PlanOrder, RingOrder, SnapshotOrder, StageParts
 from ravnest.protocol.tensors import Buffer
 from ravnest.transfer.outbox import Outgoing
 
@@ -33,7 +34,7 @@ class ProviderLimits:
     flops_per_batch: float = 1e15
     device: str = "cpu"
     emulated_flops_per_second: float | None = None
-    compile_mode: CompileMode = CompileMode.OFF
+    compile_mode: CompileMode = CompileMode.AUTO
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +92,13 @@ class WrittenBlob:
     hashes: bytes = b""  # of its pieces
 
 
+def name_file(folder: str | None, blob: str) -> Path:
+    """Return the file in which content with this hash crosses, or raise OSError if there is no folder."""
+    if folder is None:
+        raise FileNotFoundError(f"no folder could be made in {tempfile.gettempdir()}")
+    return Path(folder, blob)
+
+
 @dataclass(frozen=True, slots=True)
 class SnapshotWritten:
     """The snapshot that this order asks for."""
@@ -130,7 +138,7 @@ class Compute(Protocol):
         """Pass an item to compute; never waits."""
 
     async def run(self, setup: ComputeSetup, deliver: Callable[[FromCompute], None]) -> None:
-        """Let compute work until closed; `deliver` is called here, on the event loop, for each item."""
+        """Run compute until it is closed; `deliver` is called here, on the event loop, for each item."""
 
     def close(self) -> None:
-        """Let `run` end after the piece of work under way."""
+        """End `run` after the piece of work under way."""

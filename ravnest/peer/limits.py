@@ -79,6 +79,7 @@ class MemoryWatch:
     lent_bytes: float
     own_bytes: float  # of the program itself
     num_over: int = 0
+    must_leave: bool = False  # it was too much for too long; that stays so
 
     def look(self, taken_bytes: float) -> str | None:
         """Return what is wrong with what is taken now."""
@@ -86,17 +87,13 @@ class MemoryWatch:
             self.num_over = 0
             return None
         self.num_over += 1
+        self.must_leave |= self.num_over >= _MOST_LOOKS
         allowed = f"{show_bytes(self.lent_bytes)} it lends and {show_bytes(self.own_bytes)} for the program"
         return f"it takes {show_bytes(taken_bytes)} of memory, more than the {allowed}"
 
-    @property
-    def must_leave(self) -> bool:
-        """Whether it was too much for too long."""
-        return self.num_over >= _MOST_LOOKS
-
 
 def keep_compiled(environment: MutableMapping[str, str]) -> None:
-    """Let torch keep what it compiles in this user's own folder, and compile on the cores lent.
+    """Let torch keep what it compiles in this user's own folder; this program itself starts no compilers.
 
     torch runs what it finds there, so it must not be a folder that others can write to. torch itself sets
     these variables to one below /tmp, and a program that starts peers passes them on: nobody's wish.
@@ -105,7 +102,7 @@ def keep_compiled(environment: MutableMapping[str, str]) -> None:
     folder = make_own_folder(caches / "ravnest" / "compiled")
     environment["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
     environment["TRITON_CACHE_DIR"] = str(folder / "triton")
-    environment.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(torch.get_num_threads()))
+    environment["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # another process compiles, on the cores lent
 
 
 def make_own_folder(folder: Path) -> Path:

@@ -6,7 +6,6 @@ named to the hub, which knows others.
 """
 
 import logging
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -25,13 +24,14 @@ from ravnest.errors import UnsafeBlueprint, WeightsError
 from ravnest.ids import HUB, NodeId
 from ravnest.model.blueprint.blueprint_json import read_blueprint
 from ravnest.model.blueprint.program import Blueprint
-from ravnest.model.stage.compiled_stage import StageCompiler, TracedStage
+from ravnest.model.stage.compiled_stage import StageCompiler, StageToCompile
 from ravnest.model.stage.dry_run import Footprint, dry_run
 from ravnest.model.stage.profile import count_flops
 from ravnest.model.stage.stage_program import StageProgram, build_stage_program
 from ravnest.model.state.state_dict import Layout, order_entries, read_finite_snapshot, type_of
 from ravnest.peer.averager import AnchorState, Averager, refuse_exact
 from ravnest.peer.capabilities import BestPrecision, can_run_bf16, choose_precision, time_batch, use_tf32
+from ravnest.peer.compile_process import compile_apart
 from ravnest.peer.compute_protocol import Build, ProviderLimits
 from ravnest.peer.pacing import Device, StagePosition, make_policy
 from ravnest.peer.worker import Worker
@@ -44,27 +44,12 @@ logger = logging.getLogger(__name__)
 _PREFLIGHT_TIMES = 4
 # Sending the gradient before the rest of a backward costs 0.1 ms per weight: it may take a fiftieth of it.
 _SPLIT_SECONDS = 50 * 1e-4
-_COMPILE_TURN = 1e-5  # seconds of a thread, while another one compiles
 _PROBE_SECONDS = 0.2  # for one run of a probe, on a usual PC
 
 
-def make_stage_compiler(stage: TracedStage) -> StageCompiler:
-    """Return what compiles a stage in a thread beside the training."""
-
-    def run_often(work: Callable[[], None]) -> None:
-        # On an H200 a microbatch of about 1500 operations took 0.9 s beside a compiler with turns of 0.5 ms.
-        # Supposed: each operation lets go of Python's lock and waits one turn for it. Not shown on a CPU.
-        before = sys.getswitchinterval()
-        sys.setswitchinterval(_COMPILE_TURN)
-        try:
-            work()
-        finally:
-            sys.setswitchinterval(before)
-
-    def run_beside(work: Callable[[], None]) -> None:
-        threading.Thread(target=run_often, args=(work,), name="compile", daemon=True).start()
-
-    return StageCompiler(stage, run_beside, logger.warning)
+def make_stage_compiler(stage: StageToCompile) -> StageCompiler:
+    """Return what has a stage compiled beside the training."""
+    return StageCompiler(stage, compile_apart, logger.warning, logger.info)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +60,7 @@ class StageTools:
     count_flops: Callable[[Blueprint, int], tuple[float, float, float]] = count_flops
     build_program: Callable[..., StageProgram] = build_stage_program
     time_batch: Callable[[StageProgram, int, Callable[[], float]], float] = time_batch
-    make_compiler: Callable[[TracedStage], StageCompiler] = make_stage_compiler
+    make_compiler: Callable[[StageToCompile], StageCompiler] = make_stage_compiler
     usual_cpu_flops_per_second: float = 5e10  # of one core
     usual_other_flops_per_second: float = 1e13  # of a GPU
 
@@ -103,7 +88,7 @@ def assemble_stage(
     node: NodeId,
     device: str,
 ) -> tuple[Snapshot, AnchorState] | StageMissing:
-    """Return the state that a stage of `node` begins with, or who does not have what it lacks.
+    """Return the state that a stage of `node` begins with, or the source that does not have what it lacks.
 
     `contents` are those of the sources in `parts`.
     """

@@ -13,7 +13,6 @@ from ravnest.errors import ProtocolError
 from ravnest.ids import HUB, NodeId
 from ravnest.model.state.state_dict import snapshot_pieces
 from ravnest.peer.averager import Averager
-from ravnest.peer.blob_store import write_blob
 from ravnest.peer.compute_protocol import (
     Build,
     Delivered,
@@ -22,6 +21,8 @@ from ravnest.peer.compute_protocol import (
     SnapshotWritten,
     StageBuilt,
     ToCompute,
+    WrittenBlob,
+    name_file,
 )
 from ravnest.peer.stage_builder import HeldStage, StageBuilder
 from ravnest.peer.worker import Worker
@@ -37,6 +38,7 @@ from ravnest.protocol.averaging import (
     TiedHolder,
     TiedStep,
 )
+from ravnest.protocol.generation import GenerationEnd, GenerationStep, GenerationValues
 from ravnest.protocol.membership import Complaint
 from ravnest.protocol.messages import Message, Refusal
 from ravnest.protocol.placement import PlanOrder, RingOrder, SnapshotOrder, StageMissing
@@ -51,6 +53,7 @@ from ravnest.protocol.training import (
     Pace,
     StepReport,
 )
+from ravnest.transfer.blobs import hash_pieces, name_hashes, name_pieces
 from ravnest.transfer.outbox import Outgoing
 
 logger = logging.getLogger(__name__)
@@ -68,6 +71,7 @@ class RunningStage:
         self._clock = clock
         self._late_round: RoundOpen | None = None  # it begins when tied weights are settled
         self._training_seconds = self._averaging_seconds = 0.0  # while a round is open
+        self._was_text = False  # the last piece of work
 
     def receive(  # noqa: C901, PLR0912 - one short case for each message
         self, message: Message, buffers: Sequence[Buffer], sender: NodeId
@@ -91,6 +95,12 @@ class RunningStage:
                 return worker.timekeeper.follow_pace(message, sender) or ()
             case StepReport():
                 return worker.timekeeper.record_report(message, sender) or ()
+            case GenerationStep():
+                return worker.generation.receive_step(message, buffers) or ()
+            case GenerationValues():
+                return worker.generation.receive_values(message, buffers, sender) or ()
+            case GenerationEnd():
+                worker.generation.end(message)
             case RoundOpen():
                 return self._open_round(message)
             case RoundCommit():
@@ -148,6 +158,15 @@ class RunningStage:
 
     def next_work(self) -> Iterator[Outgoing] | None:
         """Return the next piece of work; None when there is nothing to do.
+
+        A step of a generation comes first, since somebody waits for the word. Then training has its turn.
+        """
+        text = None if self._was_text else self.worker.generation.next_work()
+        self._was_text = text is not None
+        return text or self._train_or_average() or self.worker.generation.next_work()
+
+    def _train_or_average(self) -> Iterator[Outgoing] | None:
+        """Return the next piece of work for training or for a round.
 
         Chunks of a round come first, until they have had their share of the time: one that waits keeps the
         whole ring waiting, and training may have work without end.
@@ -210,6 +229,24 @@ def write_snapshot(folder: str | None, saved: SavedStage) -> SnapshotWritten:
     state, optimizer = saved.snapshot.state, saved.snapshot.optimizer
     blob = write_blob(folder, lambda: snapshot_pieces(state, optimizer))
     return SnapshotWritten(saved.order, saved.snapshot.version, blob)
+
+
+def write_blob(folder: str | None, make: Callable[[], Iterable[Buffer]]) -> WrittenBlob:
+    """Write content to a file named by its hash, piece by piece; where that fails, return it in memory."""
+    try:
+        path = name_file(folder, "unfinished")
+        try:
+            with path.open("wb") as file:
+                ref, hashes = name_pieces(make(), file.write)
+            path.replace(path.with_name(ref.blob))
+        except OSError:
+            path.unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        content = b"".join(make())
+        hashes = hash_pieces(content)
+        return WrittenBlob(name_hashes(hashes, len(content)), content, str(error), hashes)
+    return WrittenBlob(ref, hashes=hashes)
 
 
 class StageHost:
@@ -308,5 +345,5 @@ class StageHost:
         return None if self._stage is None else self._stage.next_work()
 
     def tick(self, now: float) -> Iterable[Outgoing]:
-        """Let an open round notice its deadline."""
+        """Tell an open round the time, for its deadline."""
         return () if self._stage is None else self._stage.averager.tick(now)

@@ -1,252 +1,21 @@
-"""What a stage costs: memory, compute and traffic of every interval of the line, on every node.
+"""What a stage costs on a node: compute and traffic of every interval of the line, on every node.
 
-The one cost model behind the planner, the forecast and repair. `LineCost` knows the model and the
-configuration, `NodeTable` the nodes as arrays; `StageCosts` joins the two for all stages there could be, and
-`timing` for given clusters. `depth` counts the stages after this one. Where the planner may choose, costs are
-those of the leanest choice: the narrowest formats, no prediction, a lag of one update.
+The one cost model behind the planner, the forecast and repair. `NodeTable` has the nodes as arrays;
+`StageCosts` joins it with the line for all stages there could be, and `timing` for given clusters. `depth`
+counts the stages after this one.
 """
 
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 
-from ravnest.config import OptimizerKind, PlanConfig, Recompute, WeightFormat, WireFormat
-from ravnest.plan.block_memory import BlockMemory, StageBlocks
-from ravnest.plan.range_maximum import RangeMaximum
-from ravnest.plan.types import ModelProfile, Swarm
+from ravnest.config import PlanConfig, Recompute
+from ravnest.plan.line import RESERVED_PER_HOP, Bools, Floats, Ints, LineCost, StageMemory
+from ravnest.plan.types import Swarm
 
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
-Bools = npt.NDArray[np.bool_]
 Floats32 = npt.NDArray[np.float32]
-
-# Copies of the parameters that averaging keeps: the anchor that changes are measured from, the change a round
-# works on, the mean as it came; and in bf16 what rounding owes, and would owe if the round commits.
-_AVERAGING_COPIES = {
-    each: 2.0 + each.ratio + (0.0 if each is WireFormat.FP32 else 2 * 0.5) for each in WireFormat
-}
-_SLACK = 1.05  # what allocators and the buffers of kernels add to the tensors, measured 2 to 13 %
-RESERVED_PER_HOP = (2, 4, 8)  # batches in flight that memory is reserved for; more where latency is long
-_DEPTH_STEPS = np.array([0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256])
-_LEASED = 4  # windows of samples that lie ready at a root: a lease is two, and the next one is there already
-
-
-@dataclass(frozen=True)
-class LineCost:
-    """The model's line under one configuration; `is_averaged` when there is more than one cluster."""
-
-    profile: ModelProfile
-    config: PlanConfig
-    is_averaged: bool
-
-    @property
-    def num_positions(self) -> int:
-        """Length of the line."""
-        return self.profile.num_positions
-
-    def window(self, depth: Ints) -> Ints:
-        """Batches a stage of this depth may have in flight: enough for every hop behind it and back."""
-        return np.minimum(self.config.max_window, self.config.in_flight_per_hop * depth + 1)
-
-    def reserved(self, depth: Ints, per_hop: int = RESERVED_PER_HOP[0]) -> Ints:
-        """Batches in flight that a stage of this depth surely has memory for; it may get room for more."""
-        step = _DEPTH_STEPS[np.searchsorted(_DEPTH_STEPS, depth)]
-        return np.asarray(np.minimum(self.window(depth), per_hop * step + 1))
-
-    def versions(self, window: Ints, accumulate: Ints | None = None) -> Ints:
-        """Old weight versions a stage may have to keep for batches in flight; as few as are allowed."""
-        if accumulate is None:
-            return np.minimum(1 if self.config.saves_memory else self.config.max_lag, window - 1)
-        return np.asarray(-(-(window - 1) // accumulate))
-
-    def memory(
-        self,
-        start: Ints,
-        stop: Ints,
-        window: Ints,
-        versions: Ints,
-        recompute: bool,
-        predicts: Bools | None = None,
-        held_bytes: Floats | None = None,
-    ) -> Floats:
-        """Resident bytes of the stage [start, stop) with its window full.
-
-        A stage that recomputes holds its inputs as they travelled, `held_bytes` each.
-        """
-        return StageMemory(self, start, stop, predicts, held_bytes).needed(window, versions, recompute)
-
-    def late_copies(self, versions: Ints, predicts: Bools) -> Floats:
-        """Copies of the trained parameters for a gradient, and for the weights that forwards see.
-
-        Where gradients are late, forwards see narrow weights, the newest ones too, with narrow gradients.
-        Without lag, a cast to bf16 takes what its narrow gradient saves.
-        """
-        is_late, config = versions > 0, self.config
-        if WeightFormat.BF16 in (config.versions, config.precision):
-            return np.where(is_late, 0.5 + 0.5 * (versions + 1.0), 1.0)
-        is_predicted = predicts & (config.optimizer is OptimizerKind.MUON) & config.predict_weights
-        return np.asarray(1.0 + versions + (is_predicted & is_late))
-
-    @cached_property
-    def link_share(self) -> float:
-        """The part of each link that activations and gradients may use."""
-        overlaps = self.is_averaged and self.config.averaging.overlaps
-        return 1.0 - self.config.averaging_share if overlaps else 1.0
-
-    def round_bytes(self, start: Ints, stop: Ints) -> Floats:
-        """Bytes the owner of [start, stop) sends, and receives, in a round among many clusters."""
-        if not self.is_averaged:
-            return np.zeros(np.broadcast_shapes(start.shape, stop.shape))
-        return np.asarray(2.0 * self.config.deltas.ratio * (self.trained[stop] - self.trained[start]))
-
-    def round_rate(self, nodes: "NodeTable") -> Floats:
-        """Bytes per second each node surely has for a round."""
-        share = self.config.averaging_share if self.config.averaging.overlaps else 1.0
-        return share * np.minimum(nodes.upload, nodes.download)
-
-    @cached_property
-    def parameters(self) -> Floats:
-        """Cumulative parameter bytes, one entry per cut."""
-        return _cumulative(self.profile.parameter_bytes)
-
-    @cached_property
-    def trained(self) -> Floats:
-        """Cumulative bytes of the parameters that are trained."""
-        return _cumulative(self.profile.trained_bytes)
-
-    @cached_property
-    def flops(self) -> Floats:
-        """Cumulative forward and backward FLOPs of a batch."""
-        return _cumulative(self.profile.forward_flops) + _cumulative(self.profile.backward_flops)
-
-    @cached_property
-    def forward_flops(self) -> Floats:
-        """Cumulative forward FLOPs of a batch: what recomputing adds."""
-        return _cumulative(self.profile.forward_flops)
-
-    @cached_property
-    def send_before(self) -> Floats:
-        """Bytes of gradients a stage that starts here sends to the stage before it."""
-        return self.inner * self.backward_ratio
-
-    @cached_property
-    def send_after(self) -> Floats:
-        """Bytes of activations a stage that stops here sends to the stage after it."""
-        return self.inner * self.forward_ratio
-
-    @cached_property
-    def receive_before(self) -> Floats:
-        """Bytes of activations (or input data) a stage that starts here receives."""
-        return self.send_after + self.data_before
-
-    @cached_property
-    def receive_after(self) -> Floats:
-        """Bytes of gradients (or labels) a stage that stops here receives."""
-        return self.send_before + self.data_after
-
-    @cached_property
-    def forward_ratio(self) -> float:
-        """Bytes on the wire per byte of activations, in the narrowest format."""
-        return min(each.ratio for each in self.config.activation_formats)
-
-    @cached_property
-    def backward_ratio(self) -> float:
-        """Bytes on the wire per byte of gradients, in the narrowest format."""
-        return min(each.ratio for each in self.config.gradient_formats)
-
-    @cached_property
-    def inner(self) -> Floats:
-        """Bytes that cross each cut between two stages, uncompressed; none at the ends."""
-        return np.concatenate([[0.0], self.crossing[1:-1], [0.0]])
-
-    @cached_property
-    def data_before(self) -> Floats:
-        """Bytes of samples a stage that starts here receives."""
-        return np.concatenate([self.crossing[:1], np.zeros(self.num_positions)])
-
-    @cached_property
-    def data_after(self) -> Floats:
-        """Bytes of labels a stage that stops here receives."""
-        return np.concatenate([np.zeros(self.num_positions), self.crossing[-1:]])
-
-    @cached_property
-    def crossing(self) -> Floats:
-        """Bytes that cross each cut, uncompressed."""
-        return np.asarray(self.profile.crossing_bytes, float)
-
-    @property
-    def sample_bytes(self) -> float:
-        """Bytes of a batch that the hub sends to each cluster."""
-        return float(self.crossing[0] + self.crossing[-1])
-
-    @cached_property
-    def saved(self) -> Floats:
-        """Cumulative bytes a batch leaves behind for its backward."""
-        return _cumulative(self.profile.saved_bytes)
-
-    @cached_property
-    def blocks(self) -> BlockMemory:
-        """What stages hold that compute their activations again."""
-        return BlockMemory(np.asarray(self.profile.saved_bytes, float), self.crossing)
-
-    @cached_property
-    def restored(self) -> RangeMaximum | None:
-        """The most that one operation of a stage has in full of matrices that are stored in fewer bits."""
-        restored = self.profile.restored_bytes
-        return RangeMaximum(np.asarray(restored, float)) if restored else None
-
-    @cached_property
-    def resident(self) -> Floats:
-        """Cumulative bytes that a stage has whatever its window: weights, optimizer state, copies for rounds.
-
-        Frozen parameters and buffers count once. Gradients count twice where an update is a sum: what a batch
-        adds to it is looked at first.
-        """
-        optimizer, (first, square) = self.config.optimizer, self.config.states.ratios
-        copies = 1.0 + self.config.accumulates + self.config.keeps_ema
-        copies += _AVERAGING_COPIES[self.config.deltas] if self.is_averaged else 0.0
-        copies += first if optimizer.has_moment else 0.0
-        is_muon = optimizer is OptimizerKind.MUON
-        squared = self.trained - _cumulative(self.profile.matrix_bytes) if is_muon else self.trained
-        squares = square * squared if optimizer.has_squares else 0.0
-        return np.asarray(_cumulative(self.profile.fixed_bytes) + copies * self.trained + squares)
-
-
-class StageMemory:
-    """Resident bytes of stages [start, stop): what does not depend on the window is worked out once."""
-
-    def __init__(
-        self,
-        line: LineCost,
-        start: Ints,
-        stop: Ints,
-        predicts: Bools | None = None,
-        held_bytes: Floats | None = None,
-    ) -> None:
-        self._line, self._cut = line, (start, stop)
-        self._predicts = np.array(not line.config.saves_memory) if predicts is None else predicts
-        self._trained = line.trained[stop] - line.trained[start]
-        self._resident = line.resident[stop] - line.resident[start]
-        self._saved = line.saved[stop] - line.saved[start]
-        self._arrived = line.receive_before[start] if held_bytes is None else held_bytes
-        self._leased = np.where(start == 0, _LEASED * line.crossing[0], 0.0)
-        self._restored = 0.0 if line.restored is None else line.restored.find(start, stop)
-        self._blocks: StageBlocks | None = None
-
-    def needed(self, window: Ints, versions: Ints, recompute: bool) -> Floats:
-        """Return the bytes of each stage with its window full, if it recomputes or not."""
-        held = self._arrived + self._leased if recompute else self._saved + self._leased
-        held = window * held
-        if recompute:
-            if self._blocks is None:
-                self._blocks = self._line.blocks.within(*self._cut)
-            held += self._blocks.held(window)
-        late = self._line.late_copies(versions, self._predicts)
-        needed = self._resident + late * self._trained + held + self._restored
-        return np.asarray(_SLACK * needed + self._line.config.overhead_bytes)
 
 
 @dataclass(frozen=True)
@@ -288,6 +57,11 @@ class NodeTable:
     def __len__(self) -> int:
         return len(self.memory)
 
+    @property
+    def both_ways(self) -> Floats:
+        """Bytes per second that each node can send and receive at once."""
+        return np.minimum(self.upload, self.download)
+
     def take(self, index: Ints) -> "NodeTable":
         """Return the table of some of the nodes."""
         columns = {name: column[index] for name, column in vars(self).items() if name != "region_latency"}
@@ -314,7 +88,7 @@ class StageCosts:
         self._start, self._stop = start, stop = self._intervals(self._longest(nodes, start, stop))
         self._needs = StageMemory(line, start, stop)
         link = self._link_seconds(nodes)
-        round_seconds = line.round_bytes(start, stop) / line.round_rate(nodes)[:, None, None]
+        round_seconds = line.round_bytes(start, stop) / (line.round_share * nodes.both_ways)[:, None, None]
         link[
             (start + self._lengths > line.num_positions) | (round_seconds > line.config.max_round_seconds)
         ] = np.inf
@@ -378,10 +152,6 @@ class StageCosts:
 
 def _narrow(values: Floats) -> Floats32:
     return values.astype(np.float32)
-
-
-def _cumulative(values: tuple[float, ...]) -> Floats:
-    return np.concatenate([[0.0], np.cumsum(np.asarray(values, float))])
 
 
 _SHORTEST_PERIOD = 1e-9  # of a model that costs nothing

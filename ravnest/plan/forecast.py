@@ -11,8 +11,9 @@ import numpy as np
 
 from ravnest.config import Averaging, PlanConfig
 from ravnest.ids import NodeId
-from ravnest.plan.cost import Floats, LineCost, NodeTable, Rows, Timing, timing
+from ravnest.plan.cost import NodeTable, Rows, Timing, timing
 from ravnest.plan.hub_line import HubLine
+from ravnest.plan.line import Floats, LineCost
 from ravnest.plan.types import Cluster, ModelProfile, Plan, Stage, Swarm
 
 BOTTLENECKS = ("compute", "send", "receive", "relay", "latency", "memory")

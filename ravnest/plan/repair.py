@@ -17,9 +17,10 @@ from ravnest.config import SEARCH_BUDGET, PlanConfig, SearchBudget
 from ravnest.errors import PlanError
 from ravnest.ids import NodeId
 from ravnest.plan.assembly import assemble_plan, build_clusters, stage_bytes
-from ravnest.plan.cost import Bools, Floats, LineCost, NodeTable, Rows, timing
+from ravnest.plan.cost import NodeTable, Rows, timing
 from ravnest.plan.forecast import cluster_rows, forecast, shared_rate
 from ravnest.plan.formation import cut_clusters, form_cluster, form_plan
+from ravnest.plan.line import Bools, Floats, LineCost
 from ravnest.plan.types import Cluster, ModelProfile, Plan, Swarm, cluster_name
 from ravnest.units import show_bytes
 
@@ -73,7 +74,9 @@ class ClusterEvaluator:
         exists = np.arange(rows.nodes.shape[1]) < rows.lengths[:, None]
         volume = line.round_bytes(rows.cuts[:, 1:], rows.cuts[:, :-1])
         fits = times.memory <= self.nodes.memory[rows.nodes]
-        fits &= volume <= line.config.max_round_seconds * line.round_rate(self.nodes)[rows.nodes]
+        fits &= (
+            volume <= line.config.max_round_seconds * (line.round_share * self.nodes.both_ways)[rows.nodes]
+        )
         return Judgement(times.seconds, times.hub_bytes, np.asarray((fits | ~exists).all(axis=1)))
 
     def rate_with(self, cluster: Cluster) -> float:

@@ -1,33 +1,28 @@
-"""Where to cut: the optimal contiguous split of the line over ordered nodes, many clusters at once.
+"""Where to cut: the cuts worth considering, and the best ones for nodes in a given order.
 
-Dynamic programme from the end of the line: reach[k, cut] is the smallest possible slowest stage when the
-last k nodes hold everything after `cut`. Exact, and vectorised over clusters because the search asks for
-thousands of them. Orders run from the end of the line to its front, as depth does.
+Captured models have thousands of positions; good cuts are few. `shorten_line` merges the positions between
+them. `Splitter` is a dynamic programme from the end of the line: reach[k, cut] is the smallest possible
+slowest stage when the last k nodes hold everything after `cut`. It is exact, and vectorised over clusters
+because the search asks for thousands of them. Orders run from the end of the line to its front, as depth
+does.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from itertools import pairwise
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
 from ravnest.errors import ConfigError
-from ravnest.plan.cost import (
-    RESERVED_PER_HOP,
-    Bools,
-    Floats,
-    Floats32,
-    Ints,
-    LineCost,
-    NodeTable,
-    Rows,
-    StageCosts,
-    timing,
-)
+from ravnest.plan.cost import Floats32, NodeTable, Rows, StageCosts, timing
+from ravnest.plan.line import RESERVED_PER_HOP, Bools, Floats, Ints, LineCost
 from ravnest.plan.types import ModelProfile
 
 NodeOrder = tuple[int, ...]  # the nodes of a cluster, from the end of the line to its front
 
+FINE_POSITIONS = 256  # of the line the final cuts are chosen on
+_SEARCH_POSITIONS = 32  # at least, of the line the search works on
 _CHUNK_BYTES = 16e6  # of the tables that are worked on at once: what a processor's cache holds
 
 
@@ -41,6 +36,25 @@ class Splits:
     is_starved: Bools  # windows too narrow for lack of memory set its pace
     hub_bytes: Floats  # of a batch, that the hub sends for each cluster
 
+    @classmethod
+    def join(cls, parts: "Sequence[Splits]") -> "Splits":
+        """Return the answers of several batches as those of one."""
+        width = max(part.cuts.shape[1] for part in parts)
+        cuts = [np.pad(part.cuts, ((0, 0), (0, width - part.cuts.shape[1]))) for part in parts]
+        names = [each.name for each in fields(cls) if each.name != "cuts"]
+        columns = {name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
+        return cls(cuts=np.concatenate(cuts), **columns)
+
+    def take(self, places: Ints) -> "Splits":
+        """Return the answers for some of the clusters."""
+        return Splits(*(getattr(self, each.name)[places] for each in fields(self)))
+
+    def put(self, place: int, other: "Splits", number: int) -> None:
+        """Replace the answer for one cluster by another one."""
+        for each in fields(self):
+            column, new = getattr(self, each.name), getattr(other, each.name)[number]
+            column[place] = new[: column.shape[1]] if column.ndim > 1 else new
+
 
 class Splitter:
     """Splits one line over the nodes of one table; with `keep` it remembers the stage costs."""
@@ -50,7 +64,7 @@ class Splitter:
         self.nodes = nodes
         self._costs = StageCosts(line, nodes) if keep else None
         busiest = np.maximum(line.send_after, line.send_before) / line.config.relay_bytes_per_second
-        self._relay = busiest.astype(np.float32)
+        self.relay_seconds = busiest.astype(np.float32)
 
     def stage_seconds(self, depth: int) -> Floats32:
         """Seconds per batch of every stage at this depth, [node, length - 1, start]."""
@@ -78,7 +92,7 @@ class Splitter:
             for each in fields(Splits):
                 getattr(best, each.name)[starved[better]] = getattr(again, each.name)[better]
         back = np.argsort(ranking, kind="stable")
-        return Splits(*(getattr(best, each.name)[back] for each in fields(Splits)))
+        return best.take(back)
 
     def _solve_sorted(self, table: Ints, lengths: Ints, per_hop: int) -> Splits:
         cuts, fits = np.zeros((len(table), table.shape[1] + 1), np.int64), np.zeros(len(table), bool)
@@ -114,7 +128,7 @@ class Splitter:
             ahead[:, : length + 1] = reach[:active]
             if k:  # between two neighbours that cannot be dialled, the hub sets a pace of its own
                 relayed = hidden[:active, k] & hidden[:active, k - 1]
-                ahead[:, : length + 1] = np.maximum(reach[:active], relayed[:, None] * self._relay)
+                ahead[:, : length + 1] = np.maximum(reach[:active], relayed[:, None] * self.relay_seconds)
             # [cluster, length - 1, start]: the reach at the stop of each interval
             behind = _windows(ahead[:, 1:], length)
             np.maximum(stage, behind, out=stage)
@@ -144,6 +158,62 @@ def _windows(rows: Floats32, length: int) -> Floats32:
     shape = (rows.shape[0], rows.shape[1] - length + 1, length)
     along, across = rows.strides
     return as_strided(rows, shape, (along, across, across), writeable=False)
+
+
+def shorten_line(profile: ModelProfile, num_positions: int = 0) -> ModelProfile:
+    """Return the line to search on; its cuts are among the fine ones, so what fits it fits the fine line."""
+    return coarsen_to(coarsen_to(profile, FINE_POSITIONS), max(num_positions, _SEARCH_POSITIONS))
+
+
+def choose_cuts(profile: ModelProfile, num_positions: int) -> tuple[int, ...]:
+    """Return the cuts, both ends included, of a line of at most `num_positions`.
+
+    The line is divided into stretches of about equal work and parameters; in each, the cut that the fewest
+    bytes cross is kept.
+    """
+    length = profile.num_positions
+    if length <= num_positions:
+        return tuple(range(length + 1))
+    work = np.asarray(profile.forward_flops) + np.asarray(profile.backward_flops)
+    weight = work / max(work.sum(), 1.0)
+    weight += np.asarray(profile.parameter_bytes) / max(sum(profile.parameter_bytes), 1.0)
+    reached = np.cumsum(weight) / weight.sum()  # share of the line before the cut after each position
+    # A cut at the end of a stretch belongs to it; rounding must not push it into the next one.
+    stretch = np.ceil(reached * num_positions - 1e-9).astype(int)
+    inner = []
+    for number in np.unique(stretch[:-1]):
+        inside = np.flatnonzero(stretch[:-1] == number) + 1
+        crossing = np.asarray(profile.crossing_bytes)[inside]
+        inner.append(int(inside[len(inside) - 1 - crossing[::-1].argmin()]))
+    return (0, *inner[: num_positions - 1], length)
+
+
+def coarsen_to(profile: ModelProfile, num_positions: int) -> ModelProfile:
+    """Return the profile on a line of at most `num_positions`."""
+    return coarsen(profile, choose_cuts(profile, num_positions))
+
+
+def coarsen(profile: ModelProfile, cuts: tuple[int, ...]) -> ModelProfile:
+    """Return the profile of the line that can only be cut at `cuts`."""
+
+    def merge(values: tuple[float, ...]) -> tuple[float, ...]:
+        return tuple(float(sum(values[start:stop])) for start, stop in pairwise(cuts))
+
+    return ModelProfile(
+        name=profile.name,
+        samples_per_batch=profile.samples_per_batch,
+        parameter_bytes=merge(profile.parameter_bytes),
+        matrix_bytes=merge(profile.matrix_bytes),
+        forward_flops=merge(profile.forward_flops),
+        backward_flops=merge(profile.backward_flops),
+        saved_bytes=merge(profile.saved_bytes),
+        crossing_bytes=tuple(profile.crossing_bytes[cut] for cut in cuts),
+        frozen_bytes=merge(profile.frozen_bytes) if profile.frozen_bytes else (),
+        buffer_bytes=merge(profile.buffer_bytes) if profile.buffer_bytes else (),
+        restored_bytes=tuple(max(profile.restored_bytes[start:stop]) for start, stop in pairwise(cuts))
+        if profile.restored_bytes
+        else (),
+    )
 
 
 _EQUAL_WORK = 1.15  # links are slower than PCs: a little more work beats several times the bytes

@@ -8,7 +8,7 @@ from msgspec import Meta
 
 from ravnest.ids import NodeId
 from ravnest.plan.types import Node
-from ravnest.protocol.blobs import BlobRef
+from ravnest.protocol.placement import BlobRef
 
 Rate = Annotated[float, Meta(gt=0, le=1e30)]
 Span = Annotated[float, Meta(ge=0, le=1e6)]
@@ -39,7 +39,6 @@ class ProbeReport:
     latency_seconds: Span | None = None
 
 
-Proof = Annotated[bytes, Meta(min_length=32, max_length=32)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
 
 
@@ -48,10 +47,9 @@ PROTOCOL_VERSION = "0.1"  # of what programs say to each other
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """A peer asks to join; the proof is keyed by the token's secret and covers both public keys."""
+    """A peer that was let in asks to join, and says what its machine has."""
 
     version: str
-    proof: Proof
     node: Node
     addresses: tuple[str, ...] = ()  # where others can dial it
     guessed: tuple[Fact, ...] = ()  # facts that the provider has not stated, so that they are measured

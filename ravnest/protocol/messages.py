@@ -19,11 +19,12 @@ from msgspec import Meta
 from ravnest.config import WireFormat
 from ravnest.errors import ProtocolError
 from ravnest.protocol.averaging import AnchorPart, RingPart, RoundMessage, TiedMessage
-from ravnest.protocol.blobs import BlobPart, BlobRequest
+from ravnest.protocol.generation import GenerationMessage
 from ravnest.protocol.membership import MembershipMessage, ProbeOrder, ProbeReport
-from ravnest.protocol.placement import PlacementMessage
+from ravnest.protocol.placement import BlobPart, BlobRequest, PlacementMessage
 from ravnest.protocol.tensors import Buffer, TensorSpec
 from ravnest.protocol.training import LearningRate, Pace, TrainingMessage
+from ravnest.units import show_plainly
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,29 +37,38 @@ class Refusal:
 SetupMessage = PlacementMessage | BlobRequest | BlobPart | ProbeOrder | ProbeReport
 TensorMessage = RingPart[TensorSpec] | AnchorPart[TensorSpec] | TiedMessage[TensorSpec]
 Message = (
-    MembershipMessage | SetupMessage | TrainingMessage | Pace | LearningRate | RoundMessage | TensorMessage
+    MembershipMessage
+    | SetupMessage
+    | TrainingMessage
+    | Pace
+    | LearningRate
+    | RoundMessage
+    | TensorMessage
+    | GenerationMessage
 )
 
 
-WIRE_VERSION = 3
+WIRE_VERSION = 4
 MOST_HEADER_BYTES = 64 * 1024
 
 _LONGEST_TEXT = 300
+# No control characters, none that turn the direction of a line or cannot be seen: people read these texts.
+_PLAIN_TEXT = r"\A[^\x00-\x1f\x7f-\x9f\xad\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]*\Z"
 _LARGEST_FLOAT = float.fromhex("0x1.fffffffffffffp+1023")
 # What holds for a field unless its type in protocol says otherwise.
 _BOUNDS: Mapping[object, Meta] = {
     int: Meta(ge=0, le=2**63 - 1),
     float: Meta(ge=-_LARGEST_FLOAT, le=_LARGEST_FLOAT),  # NaN is not within any bounds
-    str: Meta(max_length=_LONGEST_TEXT),
+    str: Meta(max_length=_LONGEST_TEXT, pattern=_PLAIN_TEXT),
     tuple: Meta(max_length=1024),
 }
 
 
 def pack(message: Message, buffers: Sequence[Buffer] = ()) -> bytes:
-    """Return the header to send before these buffers; a reason too long for it is cut."""
+    """Return the header to send before these buffers; a reason becomes one line, cut if it is too long."""
     name = type(message).__name__
     try:
-        record = msgspec.convert(_with_short_reason(message), _records()[name], from_attributes=True)
+        record = msgspec.convert(_with_plain_reason(message), _records()[name], from_attributes=True)
         header = bytes([WIRE_VERSION]) + msgspec.msgpack.encode(record)
     except (msgspec.MsgspecError, ValueError) as problem:
         raise ProtocolError(f"{name} cannot be sent: {problem!s:.200}") from None
@@ -131,12 +141,12 @@ def _check_buffers(message: Message, buffers: Sequence[Buffer]) -> None:
             raise ProtocolError(f"{name}, buffer {index}: {num_bytes} bytes instead of {spec.num_bytes}")
 
 
-def _with_short_reason(message: Message) -> Message:
-    """Cut a reason rather than fail to say that something failed."""
+def _with_plain_reason(message: Message) -> Message:
+    """Change a reason rather than fail to say that something failed."""
     reason = getattr(message, "reason", None)
     if reason is None:
         return message
-    shown = reason.encode(errors="replace").decode()[:_LONGEST_TEXT]
+    shown: Any = show_plainly(reason.encode(errors="replace").decode())[:_LONGEST_TEXT]
     return replace(message, reason=shown)
 
 

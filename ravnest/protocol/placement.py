@@ -1,7 +1,9 @@
-"""Messages about placement: which node hosts which stage, and what a stage is built of.
+"""Messages about placement: which node hosts which stage, what a stage is built of, and how that is fetched.
 
 A plan has a number, `plan_id`. A cluster that it builds or changes gets that number as its `build_id`; the
 others train on under theirs. A stage gets what it lacks from sources: snapshots, by names of parameters.
+Content is named by its hash and fetched piece by piece. The hashes of a blob's pieces follow its last byte,
+so each piece is checked alone, whichever node sends it.
 """
 
 from dataclasses import dataclass
@@ -12,7 +14,39 @@ from msgspec import Meta
 from ravnest.ids import NodeId, RoundId, SegmentId
 from ravnest.plan.types import Ring, Stage
 from ravnest.protocol.averaging import FIRST_WEIGHTS
-from ravnest.protocol.blobs import BlobRef
+
+PIECE_BYTES = 2**20
+
+BlobHash = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]  # BLAKE3: transfer.blobs says of what
+PieceBytes = Annotated[int, Meta(ge=1, le=PIECE_BYTES)]
+
+
+@dataclass(frozen=True, slots=True)
+class BlobRef:
+    """Content by hash; knowing its size bounds what is fetched."""
+
+    blob: BlobHash
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlobRequest:
+    """Asks for a piece of a blob. With `can_wait` the answer may wait until the blob is there."""
+
+    blob: BlobHash
+    offset: int
+    size_bytes: PieceBytes
+    can_wait: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class BlobPart:
+    """That piece, in the buffer beside it; shorter at the end of the blob."""
+
+    blob: BlobHash
+    offset: int
+    size_bytes: PieceBytes
+
 
 Ticket = Annotated[bytes, Meta(max_length=16)]
 Rings = tuple[tuple[SegmentId, Ring], ...]

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import UnionType
 from typing import Any
 
 from ravnest.config import TIMEOUTS, ProgramTimeouts
@@ -23,6 +24,7 @@ from ravnest.hub.coordinator.notices import (
     Notice,
     PlanFormed,
     Resumed,
+    SampledText,
     Trained,
     Waiting,
 )
@@ -47,13 +49,13 @@ class Callbacks:
     def __init__(
         self, callbacks: Sequence[Callback], num_awaited: int, stop: Callable[[str], None] = lambda _: None
     ) -> None:
-        self._callbacks = list(callbacks)
+        self._callbacks: list[tuple[Callable[[Any], object], Any]] = [(each, object) for each in callbacks]
         self._stop = stop  # the training, with the reason
         self._num_missing: int | None = num_awaited or None
 
-    def add(self, callback: Callback) -> None:
-        """Add a callback."""
-        self._callbacks.append(callback)
+    def add(self, callback: Callable[[Any], object], kinds: type | UnionType = object) -> None:
+        """Add a callback for notices of these kinds."""
+        self._callbacks.append((callback, kinds))
 
     def __call__(self, news: Notice) -> None:
         """Pass a notice to all callbacks."""
@@ -69,14 +71,16 @@ class Callbacks:
                 self._num_missing = None
 
     def _pass_on(self, news: Notice) -> None:
-        for callback in tuple(self._callbacks):
+        for callback, kinds in tuple(self._callbacks):
+            if not isinstance(news, kinds):
+                continue
             name = getattr(callback, "__name__", type(callback).__name__)
             try:
                 callback(news)
             except StopTraining as wish:
                 self._stop(str(wish) or f"the callback {name} wants it")
             except Exception as error:
-                self._callbacks.remove(callback)
+                self._callbacks.remove((callback, kinds))
                 logger.warning("the callback %s failed and is left out from now on: %r", name, error)
 
 
@@ -102,21 +106,21 @@ class _Numbers:
     """Finds the numbers in notices, and how many samples were trained before."""
 
     def __init__(self) -> None:
-        self._num_samples = 0
+        self.num_samples = 0
 
     def read(self, news: Notice) -> Iterator[tuple[int, str, float]]:
         """Yield (samples trained, name, value)."""
         found: dict[str, float | None] = {}
         match news:
             case Trained():
-                self._num_samples, found = news.num_samples, {"loss": news.loss}
+                self.num_samples, found = news.num_samples, {"loss": news.loss}
             case EpochDone():
                 found = {"epoch_loss": news.loss}
             case Evaluated():
                 found = {"val_loss": news.loss, **{f"val_{name}": value for name, value in news.metrics}}
         for name, value in found.items():
             if value is not None:
-                yield self._num_samples, name, value
+                yield self.num_samples, name, value
 
 
 class EarlyStopping:
@@ -163,7 +167,7 @@ class EarlyStopping:
 
 
 class CsvLog:
-    """Writes every number of a training into a CSV file: seconds,num_samples,name,value."""
+    """Writes every number of a training into a CSV file: seconds,num_samples,name,value; and its texts."""
 
     def __init__(self, path: str | os.PathLike[str], clock: Callable[[], float] = _clock) -> None:
         self._numbers = _Numbers()
@@ -177,16 +181,20 @@ class CsvLog:
             raise ConfigError(f"{path} cannot be written: {error.strerror}; {fix}") from None
 
     def __call__(self, news: Notice) -> None:
-        """Write the numbers of a notice at once."""
+        """Write the numbers or the text of a notice at once."""
         seconds = self._clock() - self._start
-        found = [(f"{seconds:.3f}", *numbers) for numbers in self._numbers.read(news)]
+        found: list[tuple[object, ...]] = [
+            (f"{seconds:.3f}", *numbers) for numbers in self._numbers.read(news)
+        ]
+        if isinstance(news, SampledText):
+            found.append((f"{seconds:.3f}", self._numbers.num_samples, f"text:{news.prompt}", news.text))
         if found:
             with self._path.open("a", encoding="utf-8", newline="") as file:
                 csv.writer(file).writerows(found)
 
 
 class TensorBoard:
-    """Writes every number of a training where `tensorboard --logdir FOLDER` shows it."""
+    """Writes every number and text of a training where `tensorboard --logdir FOLDER` shows it."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self._numbers = _Numbers()
@@ -199,7 +207,9 @@ class TensorBoard:
         self._writer: Any = SummaryWriter(str(folder))
 
     def __call__(self, news: Notice) -> None:
-        """Write the numbers of a notice at once."""
+        """Write the numbers or the text of a notice at once."""
         for num_samples, name, value in self._numbers.read(news):
             self._writer.add_scalar(name, value, num_samples)
+        if isinstance(news, SampledText):
+            self._writer.add_text(news.prompt, news.text, self._numbers.num_samples)
         self._writer.flush()

@@ -27,7 +27,7 @@ from ravnest.hub.coordinator.leases import LeaseState
 from ravnest.model.blueprint.program import StateEntry
 from ravnest.model.state.safetensors_header import FileTensor, read_tensors, write_header
 from ravnest.model.state.shards import SHARD_BYTES, group_by_size, name_shards, write_index
-from ravnest.protocol.blobs import BlobRef
+from ravnest.protocol.placement import BlobRef
 from ravnest.protocol.tensors import Buffer
 from ravnest.transfer.blobs import name_blob, name_pieces
 from ravnest.units import show_bytes
@@ -42,7 +42,8 @@ WholeNumber = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 class Fingerprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Which job a checkpoint is of; `state` is what `hash_state` says of its tensors.
 
-    `frozen` tells the weights that no checkpoint holds; empty: it holds all.
+    `frozen` tells the weights that no checkpoint holds; empty: it holds all. The samples of a stream are
+    shuffled within a `window`, and their number may be another when training goes on.
     """
 
     model: str
@@ -52,6 +53,7 @@ class Fingerprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     epochs: WholeNumber
     seed: WholeNumber
     frozen: str = ""
+    window: WholeNumber = 0
 
 
 class SavedLedger(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -115,10 +117,12 @@ def find_difference(saved: Fingerprint, now: Fingerprint) -> str | None:
     if saved.frozen and saved.frozen != now.frozen:
         difference = "the frozen weights are not those that the checkpoint was trained with"
         return f"{difference}; give the weights= it was begun with, {otherwise}"
-    for name in ("num_samples", "batch_size", "seed"):
+    for name in ("window", "num_samples", "batch_size", "seed"):
         before, after = getattr(saved, name), getattr(now, name)
-        if before != after:
+        is_free = name == "num_samples" and now.window  # the windows are the same, however many there are
+        if before != after and not is_free:
             fix = f"give {before} training samples" if name == "num_samples" else f"set {name}={before}"
+            fix = fix.replace("window=", "shuffle_window=")
             return f"the checkpoint was written with {name}={before}, not {after}; {fix}, {otherwise}"
     return None
 

@@ -4,11 +4,13 @@ Every sample has the same fields, types and shapes as the first batch; an error 
 lists become tensors. Text is refused, with the way to leave it out.
 """
 
-import sys
+import logging
 import threading
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -22,8 +24,12 @@ from torch.utils.data.dataloader import default_collate
 from ravnest.errors import ConfigError
 from ravnest.model.capture.model_with_loss import name_fields
 from ravnest.requester.padding import Padding, PaddingWish, pad_batch, pad_samples
-from ravnest.requester.sample_spool import SampleSpool
-from ravnest.units import show_bytes, show_value
+from ravnest.requester.readers import Readers
+from ravnest.requester.sample_spool import SampleParts
+from ravnest.requester.sample_stream import SampleStream, StreamLimits
+from ravnest.units import show_value
+
+logger = logging.getLogger(__name__)
 
 SampleBatch = dict[str, Tensor] | tuple[Tensor, ...]
 
@@ -114,11 +120,9 @@ def _to_tensor(value: Any, what: str, column: str) -> Tensor:
 Numbers = NDArray[np.int64]
 _Types = Mapping[str, FieldType]
 
-_MOST_BYTES = 2 << 30  # of an iterable that has to be kept in memory
 _NUM_COMPARED = 64  # samples whose lengths are looked at, beside the first batch
 _NUM_TRIED = 4  # places in the data where samples are compared with the first batch
-_NO_WISH = PaddingWish()
-_OBJECT_BYTES, _NUMBER_BYTES = 500, 32  # what Python needs around a tensor, and for a number
+_NO_WISH, _NO_LIMITS = PaddingWish(), StreamLimits()
 
 
 class Samples:
@@ -131,21 +135,63 @@ class Samples:
         *,
         what: str = "train data",
         is_padded: bool | None = None,
-        max_kept_bytes: int | None = None,
-        most_samples: int | None = None,
+        limits: StreamLimits = _NO_LIMITS,
         padding: PaddingWish = _NO_WISH,
         like: "Samples | None" = None,
+        num_readers: int | None = None,
     ) -> None:
-        """Samples `like` others are padded to their lengths; `most_samples` of an iterable are read."""
+        """Samples `like` others are padded to their lengths; of an iterable `limits` are read.
+
+        So many processes read beside this one; without a number, as many as a DataLoader has.
+        """
         self._what, self._batch_size, self._is_padded = what, batch_size, is_padded
-        self._source = _open(data, what, _Limits(most_samples, max_kept_bytes))
+        self._source = _open(data, what, limits)
         self._wish, self._like, self._padding = padding, like, None if like is None else like.padding
         self._first: SampleBatch | None = None
         self._lock = threading.RLock()  # a dataset need not bear two readers
+        self._loader = data if isinstance(data, DataLoader) else None
+        self._num_readers = num_readers
+        self._readers: Readers | None = None
+        self._has_readers = self._find_num_readers() > 0
+
+    def _find_num_readers(self) -> int:
+        """Return how many processes read: of tensors and iterables none."""
+        if not isinstance(self._source, _Items) or self._source.stream is not None:
+            return 0
+        of_loader = 0 if self._loader is None else self._loader.num_workers
+        return of_loader if self._num_readers is None else self._num_readers
 
     def __len__(self) -> int:
         with self._lock:
             return len(self._source)
+
+    @property
+    def is_iterable(self) -> bool:
+        """Whether the data has no numbers of its own."""
+        return self._stream is not None
+
+    @property
+    def window(self) -> int:
+        """How many samples are shuffled together, of an iterable that is read as training goes; 0: all."""
+        with self._lock:
+            return 0 if self._stream is None else self._stream.window
+
+    @property
+    def _stream(self) -> SampleStream | None:
+        return self._source.stream if isinstance(self._source, _Items) else None
+
+    def skip_to(self, number: int) -> None:
+        """Go on with an iterable at this sample; those before it were trained by an earlier program."""
+        with self._lock:
+            _ = self.first_batch()
+            if self._stream is not None and self._stream.window:
+                self._stream.skip_to(number)
+
+    def forget(self, number: int) -> None:
+        """Keep the samples of an iterable before this one no longer than there is much room."""
+        with self._lock:
+            if self._stream is not None and self._stream.window:
+                self._stream.forget(number)
 
     def first_batch(self) -> SampleBatch:
         """Return the first batch as capture wants it, a dict or a tuple; it is read once and kept."""
@@ -174,12 +220,59 @@ class Samples:
 
     def batch(self, indices: Sequence[int] | Numbers) -> dict[str, Tensor]:
         """Return the samples of these numbers by field, or say which of them is unlike the first batch."""
-        numbers = np.asarray(indices, dtype=np.int64)
-        assert numbers.size, "a batch has at least one sample"
+        assert len(indices), "a batch has at least one sample"
         with self._lock:
-            expected = self.types()
-            fields = name_fields(self._source.read(numbers), self._is_padded)
-        _compare(_types(fields), f"sample {numbers[0]} of the {self._what}", expected, "the first batch")
+            _ = self.first_batch()  # by which it is known what is padded
+            fields = _Reading(self._source, self._is_padded)(indices)
+        return self._check(indices, fields)
+
+    def batches(self, groups: Iterable[Sequence[int]]) -> Iterator[dict[str, Tensor]]:
+        """Yield the samples of each group of numbers, in order; readers are some groups ahead."""
+        readers = self._open_readers()
+        if readers is None:
+            yield from map(self.batch, groups)
+            return
+        rest = iter(groups)
+        waiting = deque((group, readers.submit(group)) for group in islice(rest, readers.num_ahead))
+        try:
+            while waiting:
+                group, found = waiting[0]
+                fields = self._check(group, found.result())
+                waiting.popleft()
+                waiting.extend((group, readers.submit(group)) for group in islice(rest, 1))
+                yield fields
+        finally:
+            for _, found in waiting:
+                found.cancel()
+
+    def close_readers(self) -> None:
+        """End the processes that read, if there are any; they begin again when they are needed."""
+        with self._lock:
+            if self._readers is not None:
+                self._readers.close()
+            self._readers = None
+
+    def _open_readers(self) -> Readers | None:
+        """Return the processes that read; those that only a DataLoader wants need not be possible."""
+        with self._lock:
+            _ = self.first_batch()  # readers get a copy of the data with its padding
+            if self._readers is not None or not self._has_readers:
+                return self._readers
+            begin = None if self._loader is None else self._loader.worker_init_fn
+            reading = _Reading(self._source, self._is_padded)
+            try:
+                self._readers = Readers(reading, self._find_num_readers(), self._what, begin)
+            except ConfigError as error:
+                if self._num_readers is not None:
+                    raise
+                self._has_readers = False
+                told = "note: the %s is read in this process, without the workers of its DataLoader: %s"
+                logger.warning(told, self._what, error)
+            return self._readers
+
+    def _check(self, numbers: Sequence[int] | Numbers, fields: dict[str, Tensor]) -> dict[str, Tensor]:
+        here = f"sample {numbers[0]} of the {self._what}"
+        _compare(_types(fields), here, self.types(), "the first batch")
         return fields
 
     def check_some(self) -> None:
@@ -189,9 +282,9 @@ class Samples:
         """
         with self._lock:
             num_samples = self._source.num_known
-        for number in sorted({part * (num_samples - 2) // _NUM_TRIED for part in range(_NUM_TRIED + 1)}):
-            if number >= 0:
-                self.batch((number, number + 1))
+        places = sorted({part * (num_samples - 2) // _NUM_TRIED for part in range(_NUM_TRIED + 1)})
+        for _ in self.batches([(number, number + 1) for number in places if number >= 0]):
+            pass  # each is compared as it comes; so are readers tried
 
     def check_like(self, other: "Samples") -> None:
         """Raise ConfigError unless these samples have the fields, types and shapes of the others."""
@@ -260,11 +353,15 @@ class _Items:
         return len(self._items)
 
     @property
+    def stream(self) -> SampleStream | None:
+        return self._items if isinstance(self._items, SampleStream) else None
+
+    @property
     def num_known(self) -> int:
-        return self._items.num_known if isinstance(self._items, _Stream) else len(self)
+        return self._items.num_known if isinstance(self._items, SampleStream) else len(self)
 
     def reach(self, num_samples: int) -> int:
-        if isinstance(self._items, _Stream):
+        if isinstance(self._items, SampleStream):
             return self._items.reach(num_samples)
         return min(num_samples, len(self))
 
@@ -273,13 +370,22 @@ class _Items:
         num_samples = self.reach(num_first)
         if not num_samples:
             return {}
-        if self._collate is not None:
-            return wish.of_batches()
         num_known = self.num_known
         spread = (part * (num_known - 1) // _NUM_COMPARED for part in range(_NUM_COMPARED + 1))
         numbers = sorted({*range(num_samples), *spread})
         some = dict(zip(numbers, self._get(numbers), strict=True))
-        return wish.find(some, lambda: (self._items[index] for index in range(len(self))), self._what)
+        if self._collate is not None:
+            collate = self._collate
+            return wish.of_batches(
+                some, lambda: name_fields(check_ready(collate([some[0]]), self._what), None), self._read_all
+            )
+        return wish.find(some, self._read_all, self._what)
+
+    def _read_all(self) -> Iterator[Any]:
+        if isinstance(self._items, SampleStream) and self._items.window:
+            problem = f"samples of the {self._what} differ in length, and it is read as training goes"
+            raise ConfigError(f"{problem}, so the longest is not known; set max_length=...")
+        return (self._items[index] for index in range(len(self)))
 
     def _get(self, indices: list[int]) -> list[Any]:
         at_once = getattr(self._items, "__getitems__", None)  # of torch and Hugging Face datasets
@@ -304,69 +410,17 @@ class _Items:
 
 
 @dataclass(frozen=True, slots=True)
-class _Limits:
-    """How much of an iterable is kept."""
+class _Reading:
+    """How samples are read, here or in other processes: by number, as named fields."""
 
-    most_samples: int | None
-    most_bytes: int | None  # None: as much as memory or the disk bear
+    source: _Rows | _Items
+    is_padded: bool | None
 
-
-class _Stream:
-    """An iterable, read as far as asked and kept: on disk, or in memory where a collate_fn reads samples."""
-
-    def __init__(self, data: Iterable[Any], what: str, limits: _Limits, *, is_raw: bool = False) -> None:
-        self._data, self._what, self._limits = data, what, limits
-        self._rest: Iterator[Any] | None = None
-        self._kept: list[Any] | SampleSpool = [] if is_raw else SampleSpool(what, limits.most_bytes)
-        self._kept_bytes = 0
-        self._error: Exception | None = None
-
-    def __len__(self) -> int:
-        return self.reach(sys.maxsize)
-
-    def __getitem__(self, index: int) -> Any:
-        self.reach(index + 1)
-        return self._kept[index]
-
-    @property
-    def num_known(self) -> int:
-        """How many samples were read so far; there may be more."""
-        return len(self._kept)
-
-    def reach(self, num_samples: int) -> int:
-        """Read on until there are this many samples, or no more; return how many there are."""
-        if self._error is not None:  # after it a generator looks as if it had ended
-            raise self._error
-        if self._rest is None:
-            self._rest = islice(self._data, self._limits.most_samples)
-        try:
-            for sample in islice(self._rest, max(num_samples - len(self._kept), 0)):
-                self._keep(sample)
-        except Exception as error:
-            self._error = error
-            raise
-        return min(num_samples, len(self._kept))
-
-    def _keep(self, sample: Any) -> None:
-        if isinstance(self._kept, SampleSpool):
-            batch = put_together([len(self._kept)], [sample], self._what)
-            if isinstance(batch, dict):
-                self._kept.append({name: column[0] for name, column in batch.items()})
-            else:
-                self._kept.append(tuple(column[0] for column in batch))
-            return
-        self._kept.append(sample)
-        self._kept_bytes += _bytes_of(sample)
-        if self._kept_bytes > (self._limits.most_bytes or _MOST_BYTES):
-            raise self._refuse()
-
-    def _refuse(self) -> ConfigError:
-        read = f"{len(self._kept):,} samples ({show_bytes(self._kept_bytes)})"
-        fix = "give a dataset with a length and an index, or cut it: itertools.islice(samples, 100_000)"
-        return ConfigError(f"the {self._what} is an iterable, to be kept, with no end after {read}; {fix}")
+    def __call__(self, indices: Sequence[int] | Numbers) -> dict[str, Tensor]:
+        return name_fields(self.source.read(np.asarray(indices, dtype=np.int64)), self.is_padded)
 
 
-def _open(data: Any, what: str, limits: _Limits) -> _Rows | _Items:
+def _open(data: Any, what: str, limits: StreamLimits) -> _Rows | _Items:
     if isinstance(data, DataLoader):
         return _open_loader(data, what, limits)
     if isinstance(data, Mapping):
@@ -376,7 +430,7 @@ def _open(data: Any, what: str, limits: _Limits) -> _Rows | _Items:
     return _Items(_numbered(data, what, limits), what)
 
 
-def _numbered(data: Any, what: str, limits: _Limits, *, is_raw: bool = False) -> Any:
+def _numbered(data: Any, what: str, limits: StreamLimits, *, is_raw: bool = False) -> Any:
     """Return the data itself if it has a length and an index, else a stream of it."""
     is_known = isinstance(data, Iterable) or hasattr(data, "__getitem__")
     if isinstance(data, str | bytes | Tensor | np.ndarray | type) or not is_known:
@@ -385,12 +439,19 @@ def _numbered(data: Any, what: str, limits: _Limits, *, is_raw: bool = False) ->
     is_indexed = hasattr(data, "__getitem__") and hasattr(data, "__len__")
     if is_indexed and not isinstance(data, IterableDataset):
         return data
-    return _Stream(data, what, limits, is_raw=is_raw)
+    return SampleStream(data, what, limits, None if is_raw else partial(_take_apart, what))
 
 
-def _open_loader(loader: "DataLoader[Any]", what: str, limits: _Limits) -> _Rows | _Items:
+def _take_apart(what: str, number: int, sample: Any) -> SampleParts:
+    batch = put_together([number], [sample], what)
+    if isinstance(batch, dict):
+        return {name: column[0] for name, column in batch.items()}
+    return tuple(column[0] for column in batch)
+
+
+def _open_loader(loader: "DataLoader[Any]", what: str, limits: StreamLimits) -> _Rows | _Items:
     if loader.batch_sampler is None:
-        return _Items(_Stream(_split_batches(loader, what), what, limits), what)
+        return _Items(_numbered(_Unbatched(loader, what), what, limits), what)
     if not isinstance(loader.dataset, IterableDataset):
         _check_sampler(loader, what)
     collate = None if loader.collate_fn is default_collate else loader.collate_fn
@@ -411,20 +472,19 @@ def _check_sampler(loader: "DataLoader[Any]", what: str) -> None:
         raise ConfigError(f"{problem}, but the order is ours; {fix}")
 
 
-def _split_batches(loader: "DataLoader[Any]", what: str) -> Iterator[Any]:
-    """Yield the samples of a loader whose dataset has ready batches."""
-    for ready in loader:
-        batch = check_ready(ready, what)
-        fields = name_fields(batch, None)
-        for parts in zip(*fields.values(), strict=True):
-            yield dict(zip(fields, parts, strict=True)) if isinstance(batch, dict) else parts
+@dataclass(frozen=True, slots=True)
+class _Unbatched:
+    """The samples of a loader whose dataset has ready batches."""
 
+    loader: "DataLoader[Any]"
+    what: str
 
-def _bytes_of(value: Any) -> int:
-    parts = value.values() if isinstance(value, Mapping) else value
-    if isinstance(value, Mapping | tuple | list):
-        return _OBJECT_BYTES + sum(_bytes_of(part) for part in parts)
-    return _OBJECT_BYTES + int(value.nbytes) if isinstance(value, Tensor | np.ndarray) else _NUMBER_BYTES
+    def __iter__(self) -> Iterator[Any]:
+        for ready in self.loader:
+            batch = check_ready(ready, self.what)
+            fields = name_fields(batch, None)
+            for parts in zip(*fields.values(), strict=True):
+                yield dict(zip(fields, parts, strict=True)) if isinstance(batch, dict) else parts
 
 
 def _to_rows(whole: Any, name: str, what: str) -> Tensor:

@@ -52,6 +52,7 @@ def from_trainer(trainer: Any, **changes: Any) -> Job:
         held_out = _Columns.of(trainer, trainer.eval_dataset, "eval_dataset")
         job["max_length"] = max(max_length or 0, held_out.find_length() or 0) or None
         job["val_data"] = held_out.loader(batch_size)
+        job["evaluate_every"] = _find_eval_steps(arguments, job["max_steps"])
     trainer.create_optimizer_and_scheduler(num_training_steps=job["max_steps"])
     job |= {"optimizer": trainer.optimizer, "schedule": trainer.lr_scheduler}
     if trainer.compute_metrics is not None:
@@ -61,6 +62,15 @@ def from_trainer(trainer: Any, **changes: Any) -> Job:
     if "optimizer" in changes and "schedule" not in changes:
         job["schedule"] = None
     return Job(trainer.model, data.loader(batch_size), **job | changes)
+
+
+def _find_eval_steps(arguments: Any, max_steps: int) -> int | None:
+    """Return the updates between two evaluations, if it is not by epochs; a share is one of all updates."""
+    strategy = getattr(arguments.eval_strategy, "value", arguments.eval_strategy)
+    steps = arguments.eval_steps
+    if strategy != "steps" or not steps:
+        return None
+    return max(1, math.ceil(steps * max_steps) if steps < 1 else int(steps))
 
 
 def _refuse_strange(trainer: Any, arguments: Any) -> None:
@@ -80,8 +90,8 @@ def _refuse_strange(trainer: Any, arguments: Any) -> None:
 class _Columns(torch.utils.data.Dataset[Any]):
     """A dataset with the columns that the model takes, as the trainer would leave them."""
 
-    def __init__(self, data: Any, wanted: frozenset[str] | None, collate: Any) -> None:
-        self._data, self._wanted, self._collate = data, wanted, collate
+    def __init__(self, data: Any, wanted: frozenset[str] | None, collate: Any, num_workers: int) -> None:
+        self._data, self._wanted, self._collate, self._num_workers = data, wanted, collate, num_workers
 
     @classmethod
     def of(cls, trainer: Any, data: Any, name: str) -> "_Columns":
@@ -92,7 +102,7 @@ class _Columns(torch.utils.data.Dataset[Any]):
         base = model.get_base_model() if hasattr(model, "get_base_model") else model  # of peft
         names = inspect.signature(base.forward).parameters
         wanted = frozenset((*names, *_LABELS)) if trainer.args.remove_unused_columns else None
-        return cls(data, wanted, trainer.data_collator)
+        return cls(data, wanted, trainer.data_collator, int(trainer.args.dataloader_num_workers))
 
     def __len__(self) -> int:
         return len(self._data)
@@ -111,7 +121,8 @@ class _Columns(torch.utils.data.Dataset[Any]):
 
     def loader(self, batch_size: int) -> "DataLoader[Any]":
         """Return the data with the trainer's collator."""
-        return DataLoader(self, batch_size=batch_size, collate_fn=self._collate)
+        workers = self._num_workers
+        return DataLoader(self, batch_size=batch_size, collate_fn=self._collate, num_workers=workers)
 
 
 def _tokens(sample: Any) -> Any:

@@ -7,7 +7,7 @@ downloaded, and no code that a folder brings is run.
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,12 +25,12 @@ from ravnest.model.state.shards import open_weights
 from ravnest.model.state.state_source import FileSource, read_tensor
 from ravnest.requester.finetuning.base_model import BaseModel, explained, import_hf, open_base, quiet_hf
 from ravnest.requester.run_folder import ADAPTER
+from ravnest.requester.text_codec import TextStream, encode_prompt, find_ends
 from ravnest.units import show_bytes
 
 _ADAPTER_CONFIG = "adapter_config.json"
 _MOST_CONFIG_BYTES = 1 << 20
 _GPU_TIMES = 1.2
-_HALF_A_LETTER = "\ufffd"  # what a decoder makes of bytes that are no letter yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,14 +80,17 @@ def generate(
     base. `weights` are those of a result. With `is_chat` the prompt is what a user says, by the model's chat
     template. `sampling` is max_tokens, temperature, top_p and seed.
     """
-    try:
-        chosen = Sampling(**sampling)
-    except TypeError:
-        known = ", ".join(Sampling.__dataclass_fields__)
-        raise ConfigError(
-            f"generate has no setting {quote(next(iter(sampling)))}; there are {known}"
-        ) from None
+    chosen = read_sampling(sampling)
     return load_writer(model, adapter, weights).write(prompt, chosen, is_chat=is_chat)
+
+
+def read_sampling(given: Mapping[str, Any]) -> Sampling:
+    """Return how tokens are chosen; a setting that is misspelt is told."""
+    known = Sampling.__dataclass_fields__
+    strange = next((name for name in given if name not in known), None)
+    if strange is not None:
+        raise ConfigError(f"generate has no setting {quote(strange)}; there are {', '.join(known)}")
+    return Sampling(**given)
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,18 +109,14 @@ class Writer:
         hear: Callable[[int], object] = lambda _: None,
     ) -> Iterator[str]:
         """Yield pieces of text, at most one for each token; `hear` gets every token when it is there."""
-        ids, text, told = self._encode(prompt, is_chat), "", 0
-        found: list[int] = []
-        decode: Callable[[list[int]], str] = self.base.tokenizer.decode  # type: ignore[attr-defined]
+        ids = self._encode(prompt, is_chat)
+        stream = TextStream(self.base.tokenizer.decode)  # type: ignore[attr-defined]
         for token in self._choose(ids, sampling):
-            found.append(token)
             hear(token)
-            text = decode(found)
-            if not text.endswith(_HALF_A_LETTER) and len(text) > told:
-                yield text[told:]
-                told = len(text)
-        if len(text) > told:
-            yield text[told:]
+            if piece := stream.add(token):
+                yield piece
+        if piece := stream.end():
+            yield piece
 
     def _choose(self, ids: list[int], sampling: Sampling) -> Iterator[int]:
         """Yield tokens up to an end, which is not among them."""
@@ -139,24 +138,10 @@ class Writer:
             given, past = torch.tensor([[token]], device=device), out.past_key_values
 
     def _encode(self, prompt: str, is_chat: bool) -> list[int]:
-        tokenizer: Any = self.base.tokenizer
-        if is_chat:
-            if not tokenizer.chat_template:
-                raise ConfigError("the model's tokenizer has no chat template; leave --chat out")
-            said = [{"role": "user", "content": prompt}]
-            prompt = tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
-        ids = list(tokenizer(prompt, add_special_tokens=not is_chat, verbose=False)["input_ids"])
-        if not ids and tokenizer.bos_token_id is not None:
-            ids = [tokenizer.bos_token_id]
-        if not ids:
-            raise ConfigError("the prompt is empty; give some text to go on from")
-        return ids
+        return encode_prompt(self.base.tokenizer, prompt, is_chat=is_chat)
 
-    def _find_ends(self) -> set[int]:
-        config = getattr(self.model, "generation_config", None)
-        found = getattr(config, "eos_token_id", None)
-        ends = set(found) if isinstance(found, list) else {found}
-        return {each for each in (*ends, self.base.tokenizer.eos_token_id) if each is not None}
+    def _find_ends(self) -> frozenset[int]:
+        return find_ends(self.model, self.base.tokenizer)
 
 
 def load_writer(

@@ -4,11 +4,12 @@ A job checks the requester's objects early, so that a mistake is found before ca
 this PC: `capture` makes a blueprint of the model, `settings` turns the optimizer into names and numbers.
 """
 
+import contextlib
 import math
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -28,6 +29,8 @@ from ravnest.model.stage.profile import find_matrices
 from ravnest.requester.dataset import SampleBatch, Samples, loader_batch_size, show_thing
 from ravnest.requester.lr_schedules import Schedule, constant, cosine, is_torch_scheduler, read_schedule
 from ravnest.requester.padding import PaddingWish
+from ravnest.requester.sample_stream import StreamLimits
+from ravnest.requester.text_codec import check_tokenizer
 from ravnest.units import Dimension, parse_quantity, show_value
 
 TorchOptimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
@@ -35,6 +38,7 @@ TorchOptimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 _NAME = re.compile(r"(?=\S)[\w.:/+()@,' -]{1,64}(?<=\S)")
 _PRECISIONS = ("auto", "fp32", "bf16")
 _OPTIMIZERS = f"one of torch.optim, made from model.parameters(), or of {', '.join(Recipe)}"
+_SHUFFLE_WINDOW = 8192
 _TIMES = 'a time like "5 min", or None for no checkpoints'
 
 
@@ -47,17 +51,22 @@ class Job:
     `loss` and `metrics` take what the model returned and the batch, or its target when batches are tuples;
     without a loss the model returns it. `inputs` names the fields the model takes. `is_padded=False` promises
     that no sample is padded. Samples of different lengths are padded with what `pad` says of each field, to
-    the longest or to `max_length`; of tokens with an attention mask it is known. `optimizer` is one of
+    the longest or to `max_length`; of tokens with an attention mask it is known. `num_workers` processes read
+    a dataset ahead, as many as the DataLoader has if left out. A long iterable is shuffled within
+    `shuffle_window` samples, if `max_steps` says how much of it is needed. `optimizer` is one of
     torch.optim (or several) over the model's parameters, or the name of a recipe with its `learning_rate`;
     left out, that of a short job is higher, unless the model `is_pretrained`. `schedule` is one of ours, a
     function, or one of torch's over that optimizer. `clip` limits the norm of each tensor's gradient,
     `clip_norm` that of the whole model's. With `ema`, like 0.999, a mean of the weights over time is kept
-    too. One batch is one update; `max_steps` updates are made, or those of all `epochs`. A batch travels
+    too. One batch is one update; `max_steps` updates are made, or those of all `epochs`. The
+    model is evaluated `evaluate_every` so many updates, or after each epoch, and in the end. A batch travels
     through the stages as `microbatches`. Clusters average their weights `average_every` batches, and by the
     `averaging_rule` more than those. What was trained is kept `checkpoint_every` so often, like "5 min";
     None: never. Large weights that are not trained are stored as `frozen` says (fp32, bf16, int8, int4) or as
     the plan does. `weights` is a safetensors file, a folder of shards or a mirror's list to begin with; a
-    model made under `rv.empty_weights()` without them is filled layer by layer, as its modules say.
+    model made under `rv.empty_weights()` without them is filled layer by layer, as its modules say. After
+    every evaluation a language model goes on with the `sample_prompts`, for people to read; `tokenizer` is
+    one of transformers, or two functions (encode, decode), or left out where tokens are bytes.
     """
 
     model: nn.Module = field(repr=False)
@@ -66,6 +75,7 @@ class Job:
     batch_size: int = field(default=32, kw_only=True)
     epochs: int = field(default=1, kw_only=True)
     max_steps: int | None = field(default=None, kw_only=True)
+    evaluate_every: int | None = field(default=None, kw_only=True)
     loss: Metric | None = field(default=None, repr=False, kw_only=True)
     metrics: Mapping[str, Metric] = field(default_factory=dict, repr=False, kw_only=True)
     optimizer: TorchOptimizers | str | None = field(default=None, repr=False, kw_only=True)
@@ -85,8 +95,12 @@ class Job:
     is_padded: bool | None = field(default=None, kw_only=True)
     pad: Mapping[str, float] | None = field(default=None, kw_only=True)
     max_length: int | None = field(default=None, kw_only=True)
+    num_workers: int | None = field(default=None, kw_only=True)
+    shuffle_window: int | None = field(default=None, kw_only=True)
     is_pretrained: bool | None = field(default=None, kw_only=True)
     weights: str | os.PathLike[str] | None = field(default=None, kw_only=True)
+    sample_prompts: Sequence[str] = field(default=(), kw_only=True)
+    tokenizer: Any = field(default=None, repr=False, kw_only=True)
     name: str | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -95,6 +109,8 @@ class Job:
         self._fill_in("batch_size", loader_batch_size(self.train_data) or self.batch_size)
         self._check_settings()
         self._check_optimizer()
+        is_window = self.shuffle_window is None or self.samples.is_iterable
+        _require(is_window, "shuffle_window", self.shuffle_window, "none: all of this data is shuffled")
         if self.max_steps is not None:
             self._fill_in("epochs", -(-self.max_steps // self.batches_per_epoch))
         self._fill_in("name", type(self.model).__name__[:64] if self.name is None else self.name)
@@ -178,7 +194,12 @@ class Job:
         wish = PaddingWish(self.pad, self.max_length)
         most = None if self.max_steps is None else self.max_steps * self.batch_size
         return Samples(
-            self.train_data, self.batch_size, is_padded=self.is_padded, padding=wish, most_samples=most
+            self.train_data,
+            self.batch_size,
+            is_padded=self.is_padded,
+            padding=wish,
+            limits=StreamLimits(most, window=self.shuffle_window or _SHUFFLE_WINDOW),
+            num_readers=self.num_workers,
         )
 
     @cached_property
@@ -192,7 +213,18 @@ class Job:
             what="validation data",
             is_padded=self.is_padded,
             like=self.samples,
+            num_readers=self.num_workers,
         )
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """End the processes that read the data when what is done here has ended."""
+        try:
+            yield
+        finally:
+            for samples in (self.samples, self.val_samples):
+                if samples is not None:
+                    samples.close_readers()
 
     @cached_property
     def checkpoint_seconds(self) -> float | None:
@@ -222,6 +254,8 @@ class Job:
             _require(_is_whole(value, 1), name, value, "a whole number, 1 or more")
         is_steps = self.max_steps is None or _is_whole(self.max_steps, 1)
         _require(is_steps, "max_steps", self.max_steps, "a whole number of updates, 1 or more")
+        is_often = self.evaluate_every is None or _is_whole(self.evaluate_every, 1)
+        _require(is_often, "evaluate_every", self.evaluate_every, "a whole number of updates, 1 or more")
         is_every = self.average_every == "auto" or _is_whole(self.average_every, 1)
         _require(is_every, "average_every", self.average_every, '"auto" or batches, a whole number above 0')
         is_rule = isinstance(self.averaging_rule, AveragingRule)
@@ -246,12 +280,27 @@ class Job:
         _require(
             is_place, "weights", self.weights, "a safetensors file, a folder or a mirror's list that exists"
         )
+        self._check_data_settings()
+
+    def _check_data_settings(self) -> None:
         is_pad = self.pad is None or (
             isinstance(self.pad, Mapping) and all(map(_is_number, self.pad.values()))
         )
         _require(is_pad, "pad", self.pad, "a dict from a field to the number that pads it")
         is_length = self.max_length is None or _is_whole(self.max_length, 1)
         _require(is_length, "max_length", self.max_length, "a whole number, 1 or more")
+        is_prompts = isinstance(self.sample_prompts, tuple | list) and all(
+            isinstance(each, str) and each for each in self.sample_prompts
+        )
+        _require(is_prompts, "sample_prompts", self.sample_prompts, 'a list of texts: ["Once upon a time"]')
+        check_tokenizer(self.tokenizer)
+        is_count = self.num_workers is None or _is_whole(self.num_workers, 0)
+        _require(is_count, "num_workers", self.num_workers, "a whole number of processes, 0 or more")
+        is_window = self.shuffle_window is None or _is_whole(self.shuffle_window, 2)
+        is_window = is_window and (self.shuffle_window is None or self.max_steps is not None)
+        _require(
+            is_window, "shuffle_window", self.shuffle_window, "a number of samples, 2 or more, and max_steps"
+        )
         is_list = not isinstance(self.inputs, str)
         _require(is_list, "inputs", self.inputs, f"a list of fields: [{self.inputs!r}]")
 

@@ -1,23 +1,18 @@
 """Finds the job in the requester's Python file, and explains what is wrong with that file.
 
-The file runs as Python would run it, on the requester's PC. An exception becomes one sentence with the
-requester's lines and none of ours.
+The file runs as Python would run it, on the requester's PC.
 """
 
-import contextlib
 import importlib.util
 import inspect
 import sys
-import sysconfig
-import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from ravnest.errors import CaptureError, ConfigError
+from ravnest.errors import ConfigError
 from ravnest.requester.dataset import show_thing
 from ravnest.requester.job import Job
-
-_NOT_THE_USERS = (str(Path(__file__).parents[1]), sysconfig.get_paths()["stdlib"], "<")
+from ravnest.requester.users_code import users_code
 
 
 def load_job(place: str) -> Job:
@@ -90,41 +85,3 @@ def _make_job(function: Callable[..., object], place: str) -> object:
     if not isinstance(job, Job):
         raise ConfigError(f"{place} returned {show_thing(job)}, not a Job; return ravnest.Job(...)")
     return job
-
-
-@contextlib.contextmanager
-def users_code(file: str) -> Iterator[None]:
-    """Turn what the requester's code raises into a ConfigError with their lines, and none of ours."""
-    try:
-        yield
-    except CaptureError:
-        raise
-    except (Exception, SystemExit) as error:  # whatever the code of someone else may raise
-        raise _tell(error, file) from None
-
-
-def _tell(error: BaseException, file: str) -> ConfigError:
-    if isinstance(error, SyntaxError):
-        place = f"{_shorten(error.filename)}:{error.lineno}" if error.filename else file
-        line = f": {error.text.strip()}" if error.text else ""
-        return ConfigError(f"{place} is not Python: {error.msg}{line}")
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith(_NOT_THE_USERS) and "site-packages" not in frame.filename
-    ]
-    place = f"{_shorten(frames[-1].filename)}:{frames[-1].lineno}" if frames else file
-    if isinstance(error, ConfigError):
-        return ConfigError(f"{place}: {error}")
-    shown = "".join(f"\n  {_shorten(f.filename)}:{f.lineno} in {f.name}: {f.line}" for f in frames)
-    if isinstance(error, SystemExit):
-        fix = 'keep what runs a program under `if __name__ == "__main__":`'
-        return ConfigError(f"{place} ended the program ({error.code}); {fix}{shown}")
-    fix = "; install it where ravnest is installed" if isinstance(error, ModuleNotFoundError) else ""
-    return ConfigError(f"{place} failed: {type(error).__name__}: {error}{fix}{shown}")
-
-
-def _shorten(file: str) -> str:
-    """Return a path as the requester would write it here."""
-    path = Path(file)
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else file

@@ -52,7 +52,7 @@ class Hardware:
     flops_per_second: float | None = None
     emulated_flops_per_second: float | None = None
     device: str = "cpu"
-    compile_mode: CompileMode = CompileMode.OFF
+    compile_mode: CompileMode = CompileMode.AUTO
 
 
 def share_memory(num_peers: int, device: str = "cpu") -> tuple[Hardware, ...]:

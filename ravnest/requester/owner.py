@@ -8,7 +8,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
 from torch import Tensor
@@ -18,8 +18,8 @@ from ravnest.config import WireFormat
 from ravnest.disk import release_pages
 from ravnest.engine.train_config import TrainConfig, write_train_config
 from ravnest.errors import ConfigError, RavnestError, WeightsError
-from ravnest.hub.coordinator.leases import LedgerState
-from ravnest.hub.coordinator.notices import EpochDone, Evaluated, MicrobatchDropped, Notice, Trained
+from ravnest.hub.coordinator.leases import LedgerState, find_position, lengthen
+from ravnest.hub.coordinator.notices import EpochDone, Evaluated, MicrobatchDropped, Trained
 from ravnest.hub.service.data_service import Fields, Parts, StagePart
 from ravnest.model.blueprint.blueprint_json import write_blueprint
 from ravnest.model.blueprint.program import Program
@@ -43,14 +43,15 @@ from ravnest.requester.checkpoint_store import Checkpoint, Checkpoints, Fingerpr
 from ravnest.requester.faulty_samples import SampleInspector
 from ravnest.requester.first_weights import FittedSource
 from ravnest.requester.job import Job
-from ravnest.requester.job_file import users_code
 from ravnest.requester.result import Best, Result
+from ravnest.requester.users_code import users_code
 
 logger = logging.getLogger(__name__)
 
 Keeper = Checkpoints
 _MUCH_DROPPED = 0.1  # of the samples
 DeliverResult = Callable[[Result], None]  # puts the weights where they are to go
+Recorded = EpochDone | Evaluated | MicrobatchDropped | Trained
 
 
 class JobOwner:
@@ -84,18 +85,20 @@ class JobOwner:
         self._left_out = left_out  # of checkpoints: frozen weights that can be had again
         self._inspector = SampleInspector(captured)
 
-    def note(self, news: Notice) -> None:
+    def record(self, report: Recorded) -> None:
         """Record an epoch or an evaluation; after a restart the same one may be reported again."""
-        match news:
+        match report:
             case MicrobatchDropped(reason=reason):
                 self._dropped_for[reason] += 1
             case Trained(loss=loss):
                 self._has_loss |= loss is not None
-        if isinstance(news, EpochDone | Evaluated):
+        if isinstance(report, EpochDone | Evaluated):
             # An evaluation comes late, when others have told of the next epoch: it takes back only its like.
-            again = [each for each in self.history if each["epoch"] >= news.epoch]
-            again = [each for each in again if isinstance(news, EpochDone) or "num_samples" not in each]
-            self.history = [each for each in self.history if each not in again] + [_report(news)]
+            again = [each for each in self.history if each["epoch"] >= report.epoch]
+            if isinstance(report, Evaluated):
+                again = [each for each in again if "num_samples" not in each]
+                again = [each for each in again if each.get("step", 0) >= report.num_updates]
+            self.history = [each for each in self.history if each not in again] + [_report(report)]
 
     def retell(self, told: Sequence[EpochDone | Evaluated]) -> None:
         """Record the history of a log, which may be longer than that of a checkpoint."""
@@ -236,6 +239,8 @@ class JobOwner:
             score = evaluated["val_loss"] if evaluated else None
             self._keeper.write(number, parts, saved, score, self._left_out)
             self._adopt(self._keeper.open(number).read())
+            if window := self.fingerprint.window:  # training can go back to here, and no further
+                self.job.samples.forget(find_position(books.leases) // window * window)
             self._saved_history = [dict(report) for report in self.history]
         except RavnestError as error:
             return str(error)
@@ -251,6 +256,9 @@ class JobOwner:
         counts = (saved.num_counted, saved.num_reported, saved.num_updates, saved.num_evaluated)
         leases = saved.leases.copy()
         leases["num_epochs"] = self.fingerprint.epochs  # it may be another number than before
+        if window := self.fingerprint.window:
+            leases = lengthen(leases, self.fingerprint.num_samples)
+            self.job.samples.skip_to(find_position(leases) // window * window)
         return LedgerState(*counts, leases)
 
     def _take_base(self, tensors: Iterable[FileTensor]) -> None:
@@ -284,21 +292,28 @@ class JobOwner:
 
     def find_faulty(self, is_evaluation: bool, samples: Sequence[int]) -> tuple[tuple[int, str], ...]:
         """Return which of these samples fail alone, each with the reason, as far as it can be known."""
-        found = self._inspector.inspect(self._read(is_evaluation, samples))
+        found = self._inspector.inspect(next(self._read(is_evaluation, [samples])))
         return tuple((samples[row], reason) for row, reason in found.items())
 
-    def _read(self, is_evaluation: bool, samples: Sequence[int]) -> dict[str, Tensor]:
+    def _read(
+        self, is_evaluation: bool, microbatches: Sequence[Sequence[int]]
+    ) -> Iterator[dict[str, Tensor]]:
         data = self.job.val_samples if is_evaluation else self.job.samples
         assert data is not None, "without validation data nothing is evaluated"
-        with users_code("the data"):
-            return data.batch(samples)
+        batches = data.batches(microbatches)
+        for _ in microbatches:
+            with users_code("the data"):
+                batch = next(batches)
+            yield batch
 
-    def read_fields(self, is_evaluation: bool, samples: Sequence[int], names: Sequence[str]) -> Fields:
-        """Return these fields of a batch as they travel: exactly, with whole numbers in few bytes."""
-        read = self._read(is_evaluation, samples)
-        batch = {name: narrow_integers(read[name]) for name in names}
-        specs = tuple((name, describe(batch[name], WireFormat.FP32)) for name in names)
-        return specs, tuple(encode_tensor(batch[name], WireFormat.FP32) for name in names)
+    def read_fields(
+        self, is_evaluation: bool, microbatches: Sequence[Sequence[int]], names: Sequence[str]
+    ) -> Iterator[Fields]:
+        """Yield these fields of each microbatch as they travel: exactly, with whole numbers in few bytes."""
+        for read in self._read(is_evaluation, microbatches):
+            batch = {name: narrow_integers(read[name]) for name in names}
+            specs = tuple((name, describe(batch[name], WireFormat.FP32)) for name in names)
+            yield specs, tuple(encode_tensor(batch[name], WireFormat.FP32) for name in names)
 
 
 def _tell_errors(errors: Iterable[StorageError]) -> None:
@@ -328,6 +343,7 @@ def _report(entry: EpochDone | Evaluated) -> dict[str, float]:
         numbers = {"num_samples": entry.num_samples, "num_dropped": entry.num_dropped, "loss": entry.loss}
     else:
         found = {"loss": entry.loss, **dict(entry.metrics)}
-        numbers = {f"val_{name}": value for name, value in found.items()}
+        step = {"step": entry.num_updates} if entry.num_updates else {}
+        numbers = {**step, **{f"val_{name}": value for name, value in found.items()}}
     given = {name: float(value) for name, value in numbers.items() if value is not None}
     return {"epoch": float(entry.epoch), **given}

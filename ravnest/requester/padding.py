@@ -83,12 +83,28 @@ class PaddingWish:
                 longest[name] = max(longest[name], found.get(name, 1))
         return {name: PaddedField(values[name], round_up(longest[name])) for name in padded}
 
-    def of_batches(self) -> Padding:
-        """Return which fields are padded of batches that a collate_fn makes, if a length is given."""
-        if self.max_length is None:
-            return {}
+    def of_batches(
+        self,
+        some: Mapping[int, Any],
+        collate: Callable[[], Mapping[str, Any]],
+        read_all: Callable[[], Iterable[Any]],
+    ) -> Padding:
+        """Return which fields are padded of batches that a collate_fn makes, and how far.
+
+        Without a length it is that of the longest sample, if `some` differ in a field of the batch, and
+        padding has a meaning there: there is a mask, or a value for the field.
+        """
         values = {**_KNOWN, **(self.values or {})}
-        return {name: PaddedField(value, self.max_length) for name, value in values.items()}
+        length = self.max_length
+        if length is None:
+            varying = _find_varying({number: _lengths(sample) for number, sample in some.items()})
+            batch = collate() if any(name in values for name in varying) else {}
+            names = [name for name in varying if name in values and name in batch]
+            if not names or not (MASK in batch or self.values):
+                return {}
+            longest = max(_lengths(sample).get(name, 1) for sample in read_all() for name in names)
+            length = round_up(longest)
+        return {name: PaddedField(value, length) for name, value in values.items()}
 
     def _know(self, name: str, sample: Any, shown: str, what: str) -> float:
         is_masked = isinstance(sample, Mapping) and MASK in sample

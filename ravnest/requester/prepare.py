@@ -100,7 +100,7 @@ def prepare(
     left_out = first.find_lasting(captured.blueprint.state)
     state, frozen = hash_state(captured.blueprint.state), first.sample(left_out)
     sizes = (len(job.samples), job.batch_size, job.epochs, job.seed)
-    fingerprint = Fingerprint(job.name or "", state, *sizes, frozen)
+    fingerprint = Fingerprint(job.name or "", state, *sizes, frozen, job.samples.window)
     owner = JobOwner(job, captured, training, fingerprint, keeper, deliver, first, left_out)
     books = None
     if start is not None:
@@ -176,7 +176,7 @@ def _check_start(start: Checkpoint, now: Fingerprint, num_total: int) -> None:
 def _settings(job: Job, captured: Captured, optimizer: OptimizerSettings, num_batches: int) -> JobSettings:
     has_statistics = any(entry.is_written for entry in captured.blueprint.state)
     is_whole = not captured.batch_loss.is_cuttable
-    is_adam = any(isinstance(group.rule, Adam | NAdam) for group in optimizer.groups)
+    is_adam = all(isinstance(group.rule, Adam | NAdam) for group in optimizer.groups)  # not Muon beside it
     rate = optimizer.learning_rate
     return JobSettings(
         num_samples=len(job.samples),
@@ -184,6 +184,8 @@ def _settings(job: Job, captured: Captured, optimizer: OptimizerSettings, num_ba
         batch_size=job.batch_size,
         epochs=job.epochs,
         max_batches=job.max_steps or 0,
+        shuffle_window=job.samples.window,
+        evaluate_updates=job.evaluate_every or 0,
         rates=tuple(rate * factor for factor in factors(job.rates, num_batches)),
         seed=job.seed,
         least_samples=_STATISTICS_SAMPLES if has_statistics else 1,

@@ -15,7 +15,7 @@ import msgspec
 import psutil  # type: ignore[import-untyped]
 from msgspec import Meta
 
-from ravnest.disk import read_bytes
+from ravnest.disk import read_bytes, write_whole
 from ravnest.errors import ConfigError, RavnestError
 from ravnest.foreign import parse_json
 from ravnest.model.state.shards import find_written, has_weights
@@ -28,6 +28,7 @@ ADAPTER, BEST_ADAPTER = "adapter_model.safetensors", "best"  # of an adapted mod
 _FILE = "hub.json"
 _MOST_BYTES = 1 << 16
 _WAY_OUT = "give a folder that can be made, is yours and has room"
+_PRIVATE = 0o700  # its log names providers, their keys and their addresses
 _SAME_PROCESS_SECONDS = 2.0  # systems round the time a process was started at
 
 
@@ -40,6 +41,9 @@ class HubFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pid: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0
     started_at: float = 0.0
     job: str = ""
+    channel_port: Annotated[int, Meta(ge=0, le=65535)] = (
+        0  # on loopback, where it hears its requester while it trains
+    )
 
     def __repr__(self) -> str:
         return f"HubFile(addresses={self.addresses}, pid={self.pid}, job={self.job!r})"
@@ -85,7 +89,7 @@ def new_hub_file() -> HubFile:
 def open_run(folder: Path) -> HubFile:
     """Make the folder or take the one that is there, unless a hub runs in it."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=_PRIVATE, parents=True, exist_ok=True)
         found = read_hub_file(folder) if (folder / _FILE).exists() else new_hub_file()
         if found.process and found.pid != os.getpid():
             raise ConfigError(
@@ -129,13 +133,8 @@ def set_aside(folder: Path, with_checkpoints: bool = True) -> None:
 
 def write_hub_file(folder: Path, content: HubFile) -> None:
     """Write hub.json whole or not at all; only its user may read it."""
-    unfinished = folder / f".{_FILE}.{os.getpid()}.unfinished"
     try:
-        unfinished.unlink(missing_ok=True)
-        descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(msgspec.json.encode(content))
-        unfinished.replace(folder / _FILE)
+        write_whole(folder / _FILE, msgspec.json.encode(content), is_private=True)
     except OSError as error:
         raise ConfigError(f"the folder {folder} cannot be written: {error.strerror}; {_WAY_OUT}") from None
 
@@ -181,7 +180,7 @@ def fresh_run(name: str, day: date) -> Path:
     """Make a folder under runs/ that was not there: for a job of this name, begun on this day."""
     for folder in _name_runs(f"{name}-{day.isoformat()}"):
         try:
-            folder.mkdir(parents=True)
+            folder.mkdir(mode=_PRIVATE, parents=True)
             return folder
         except FileExistsError:
             continue

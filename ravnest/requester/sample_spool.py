@@ -31,10 +31,10 @@ class _Part(msgspec.Struct, array_like=True):
 
 
 class SampleSpool:
-    """Samples by number, appended one by one; `most_bytes` is a limit below that of the disk."""
+    """Samples by number, appended one by one, while the disk has room."""
 
-    def __init__(self, what: str, most_bytes: int | None = None) -> None:
-        self._what, self._most_bytes = what, most_bytes
+    def __init__(self, what: str) -> None:
+        self._what = what
         self._file: BinaryIO | None = None
         self._ends = array("q", [0])
         self._heads: list[bytes] = []  # how samples look, each kind once
@@ -67,7 +67,8 @@ class SampleSpool:
             self._file.seek(self.num_bytes)
             self._file.write(content)
         except OSError as error:
-            raise self._refuse(error.strerror or "it cannot be written") from None
+            reason = error.strerror or "it cannot be written"
+            raise self.refuse(reason, len(self), self.num_bytes) from None
         if not self._heads or self._heads[-1] != head:
             self._heads.append(head)
         self._kinds.append(len(self._heads) - 1)
@@ -94,15 +95,14 @@ class SampleSpool:
 
     def _check_room(self, num_more: int) -> None:
         needed = self.num_bytes + num_more
-        if self._most_bytes is not None and needed > self._most_bytes:
-            raise self._refuse("that is enough")
         if needed >= self._looked_at:
             self._looked_at = needed + _LOOK_BYTES
             if shutil.disk_usage(tempfile.gettempdir()).free < _SPARED_BYTES:
-                raise self._refuse("the disk is nearly full")
+                raise self.refuse("the disk is nearly full", len(self), self.num_bytes)
 
-    def _refuse(self, reason: str) -> ConfigError:
-        read = f"{len(self):,} samples ({show_bytes(self.num_bytes)})"
+    def refuse(self, reason: str, num_samples: int, num_bytes: int) -> ConfigError:
+        """Return the error of a stream that cannot be kept."""
+        read = f"{num_samples:,} samples ({show_bytes(num_bytes)})"
         fix = "give max_steps=..., a dataset with a length and an index, or another folder: TMPDIR=..."
         return ConfigError(
             f"the {self._what} is an iterable, to be kept on disk, after {read} {reason}; {fix}"

@@ -12,14 +12,14 @@ import os
 import random
 import signal
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from math import prod
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import msgspec
 import psutil  # type: ignore[import-untyped]
@@ -31,26 +31,34 @@ from ravnest.hub.coordinator.events import Action, Event
 from ravnest.hub.coordinator.notices import (
     CaptureStep,
     CheckpointIsResult,
+    DashboardOpened,
     HubListens,
     ModelCaptured,
     Notice,
     PlanFormed,
     Waiting,
 )
-from ravnest.hub.coordinator.plan_trigger import NOBODY
+from ravnest.hub.coordinator.planner import NOBODY
 from ravnest.hub.service.admission import Admission
 from ravnest.hub.service.event_log import EventLog, read_watch
+from ravnest.hub.service.guests import Guests, GuestsInMemory
 from ravnest.hub.service.server import HUB_LIMITS, HUB_PARTS, HubParts, Server
 from ravnest.hub.service.status import HubStream, StatusTracker
 from ravnest.ids import NodeId
 from ravnest.model.blueprint.program import PARAMETER
 from ravnest.net.identity import Token, dialled_from_elsewhere, read_address
-from ravnest.net.zeromq import ZeroMqTransport
+from ravnest.net.zeromq import ZeroMqTransport, allow_many_files
 from ravnest.requester.callbacks import Callback, Callbacks, Narrator
 from ravnest.requester.checkpoint_store import open_checkpoints
+from ravnest.requester.generation import read_sampling
+from ravnest.requester.guest_file import GuestFile, invite_guest
+from ravnest.requester.hub_channel import ChannelServer, HubRequest, KickRequest, RevokeRequest, TextRequest
 from ravnest.requester.job import Job
+from ravnest.requester.live_texts import LiveTexts, ResultTexts, Texts
 from ravnest.requester.local_peers import HERE, Hardware, LocalPeers, claim_port, share_memory
+from ravnest.requester.owner import Recorded
 from ravnest.requester.prepare import PreparedJob, prepare
+from ravnest.requester.readers import leave_if_reader
 from ravnest.requester.result import Result, check_place, keep_weights
 from ravnest.requester.run_folder import (
     MODEL,
@@ -61,6 +69,9 @@ from ravnest.requester.run_folder import (
     set_aside,
     write_hub_file,
 )
+
+if TYPE_CHECKING:  # a hub without a page loads no web server
+    from ravnest.hub.service.web.live_dashboard import LiveDashboard
 
 _Value = TypeVar("_Value")
 
@@ -142,10 +153,11 @@ class Hub:
     It listens at HOST:PORT during `fit`; `public` is the address that others dial, if it differs. A `folder`
     keeps its identity, its log and its result, so that it invites with the same token again. `peers` start on
     this PC with each job, beside those that join. `tell` gets notices in place of stderr; `look` gets the
-    status after every event. `parts` replaces the planner, timeouts and the like.
+    status after every event. `dashboard` serves a page on this PC (True) or at HOST:PORT; its link is told.
+    `parts` replaces the planner, timeouts and the like.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the front door: few give more than two of them
         self,
         listen: str = _PORT,
         *,
@@ -155,6 +167,7 @@ class Hub:
         peers: Sequence[Hardware] = (),
         tell: Callback | None = None,
         look: Callable[[StatusTracker], None] | None = None,
+        dashboard: bool | str = False,
         parts: HubParts = HUB_PARTS,
     ) -> None:
         self._listen = read_address(listen, is_door=True)
@@ -167,16 +180,23 @@ class Hub:
         self._look = look
         self._parts, self._timeouts = parts, parts.timeouts
         self._is_open_to_others = True
-        self._stops: list[str] = []  # reasons to end the training under way
-        self._has_stops: Callable[[], None] | None = None  # looks at them, while a job is trained
+        self._wishes: list[Callable[[Server], None]] = []  # of what the training under way is to do
+        self._look_at_wishes: Callable[[], None] | None = None  # while a job is trained
+        self._guests: Guests = GuestsInMemory() if self._folder is None else GuestFile(self._folder)
+        self._dashboard_place = dashboard
+        self._dashboard: LiveDashboard | None = None
+        self._opened = contextlib.ExitStack()  # for as long as the hub is
         self.stream = HubStream()  # of every job that it fits
         self._file: HubFile | None = None
+        self._texts: Texts | None = None  # of the job that is trained, or of the last result
 
     def __enter__(self) -> Self:
+        leave_if_reader()
         self._listen = claim_port(self._listen)
         addresses = self._public or dialled_from_elsewhere(self._listen)
         found = new_hub_file() if self._folder is None else open_run(self._folder)
         self._file = msgspec.structs.replace(found, addresses=addresses)
+        self._open_dashboard()
         self._note()
         return self
 
@@ -184,6 +204,7 @@ class Hub:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._peers.kill()
+        self._opened.close()
         if self._file and self._folder:
             with contextlib.suppress(ConfigError):  # its process has gone, anybody can see that
                 write_hub_file(self._folder, msgspec.structs.replace(self._file, pid=0))
@@ -197,6 +218,11 @@ class Hub:
     def invitation(self) -> str:
         """The token as the word to paste after `ravnest join`."""
         return self._open_file.invitation
+
+    @property
+    def dashboard(self) -> str | None:
+        """The link to the hub's page, while the hub is open, if it has one."""
+        return None if self._dashboard is None else self._dashboard.link
 
     @property
     def processes(self) -> Mapping[NodeId, int]:
@@ -229,7 +255,8 @@ class Hub:
         if isinstance(nodes, bool) or nodes < 0:
             raise ConfigError(f"nodes is {nodes}; give a whole number, 0 or more")
         self._note(job.name or "")
-        with open_checkpoints(self._folder or (None if out is None else Path(out))) as keeper:
+        kept_at = self._folder or (None if out is None else Path(out))
+        with open_checkpoints(kept_at) as keeper, job.reading():
             start = keeper.find() if resume else None
             for fault in keeper.faults:
                 logger.warning("%s", fault)
@@ -241,7 +268,7 @@ class Hub:
             with Interrupts() as interrupts:
                 num_awaited = nodes if self._is_open_to_others else 0
                 hear = Callbacks([self._tell, *callbacks], num_awaited, self.stop)
-                self._stops.clear()
+                self._wishes.clear()
                 if start is not None and start.books.num_counted == (num_total := job.num_total):
                     given = setup()
                     if self._find_past(given) is None:  # else its peers are to be told, too
@@ -249,19 +276,62 @@ class Hub:
                         return given.owner.keep_saved()
                 return interrupts.run(lambda: self._fit(setup, hear, interrupts, resume is not None))
 
+    def generate(
+        self, prompt: str | Sequence[int], *, is_chat: bool = False, **sampling: Any
+    ) -> Iterator[str]:
+        """Yield what the model of the job writes after a prompt, piece by piece; any thread may call it.
+
+        While `fit` runs, the text comes from a running cluster, which trains on. After it, the result writes
+        it on this PC. `sampling` is max_tokens, temperature, top_p and seed.
+        """
+        chosen = read_sampling(sampling)
+        if self._texts is None:
+            raise ConfigError(
+                "there is no model to write with; generate while hub.fit(job) runs, or after it"
+            )
+        return self._texts.write(prompt, chosen, is_chat=is_chat, hear=lambda _: None)
+
     def stop(self, reason: str = "the hub was told to stop") -> None:
         """End the training under way early and keep what was trained; any thread may call it."""
-        self._stops.append(reason)
-        if self._has_stops is not None:
-            self._has_stops()
+        self._wish(lambda server: server.stop(reason))
+
+    def invite(self, name: str, *, days: float | None = None, nodes: int | None = None) -> str:
+        """Return a token for one guest, which you can withdraw alone: see `revoke`."""
+        return invite_guest(self._guests, self._open_file, name, days, nodes)
+
+    def revoke(self, name: str) -> None:
+        """Withdraw the invitation of a guest; its nodes leave. The name of the hub's own is "everybody"."""
+        number = self._guests.read().named(name).number
+        self._guests.change(lambda guests: guests.revoke(name))
+        self._wish(lambda server: server.send_guests_away(number, "its invitation was withdrawn"))
+
+    def kick(self, node: str, reason: str = "the requester sent it away") -> None:
+        """Send a node away, now and for good; its provider can join with another key until you `revoke`."""
+        self._wish(lambda server: server.kick(NodeId(node), reason))
+
+    def _check_here(self, node: str) -> None:
+        """Refuse to send a node away that is not here."""
+        here = sorted(self._watch.hub.membership)
+        if node not in here:
+            raise ConfigError(f"no node is called {node!r}; there are: {', '.join(here) or 'none'}")
+
+    def _wish(self, wish: Callable[[Server], None]) -> None:
+        """Have the hub's own thread do something, as soon as a job is trained."""
+        self._wishes.append(wish)
+        if self._look_at_wishes is not None:
+            self._look_at_wishes()
 
     async def _fit(
         self, setup: Callable[..., PreparedJob], hear: Callbacks, interrupts: Interrupts, resumes: bool
     ) -> Result:
         keys, pauses = self._open_file.keys, random.SystemRandom()
+        allow_many_files()
         async with contextlib.AsyncExitStack() as open_things:
+            self._begin_dashboard(open_things, hear)
             relay = self._parts.make_relay(self._timeouts.net) if self._is_open_to_others else None
-            admission = Admission(self.token, relay, self._parts.version)
+            admission = Admission(
+                self.token, relay, self._parts.version, hub_secret=keys.secret, guests=self._guests
+            )
             limits = replace(HUB_LIMITS, timeouts=self._timeouts.net)
             transport = ZeroMqTransport(keys, pauses, self._listen, limits, admit=admission.admit)
             await open_things.enter_async_context(transport)
@@ -270,8 +340,9 @@ class Hub:
                 hear(HubListens(self._listen))
             await open_things.enter_async_context(self._peers.running(self.invitation))
             given = await self._prepare(setup, hear)  # peers that dial now are answered; they join after it
-            hear.add(given.owner.note)
+            hear.add(given.owner.record, Recorded)
             past = self._find_past(given) if resumes else None
+            self._show_past(past)
             coordinator = Coordinator(given.job, self._timeouts.hub)
             self._watch = StatusTracker(coordinator) if past is None else past
             store = None
@@ -285,11 +356,18 @@ class Hub:
             server = Server(
                 self.token, hear, relay=relay, store=store, hub=hub, parts=parts, admission=admission
             )
-            async with self._watched(server, hear), self._heeding_stops(server):
+            live = self._texts = LiveTexts(given, server.generation, server.record_texts)
+            hear.add(live.sample)
+            await asyncio.to_thread(live.check_prompts)
+            async with self._watched(server, hear), self._heeding_wishes(server), self._open_to_readers(live):
                 interrupts.stop = lambda: server.stop(_STOPPED)
-                await server.run(transport, given.owner, given.job)
-        result = given.owner.result or given.owner.keep_saved()
-        return replace(result, dropped=hub.drops.found)
+                try:
+                    await server.run(transport, given.owner, given.job)
+                finally:
+                    self._texts = None
+        result = replace(given.owner.result or given.owner.keep_saved(), dropped=hub.drops.found)
+        self._texts = ResultTexts(given, result)
+        return result
 
     async def _prepare(self, setup: Callable[..., PreparedJob], hear: Callbacks) -> PreparedJob:
         """Capture the model in a thread, so that heartbeats are answered meanwhile; tell of each step."""
@@ -322,6 +400,8 @@ class Hub:
 
     def _see(self, event: Event, orders: tuple[Action, ...]) -> None:
         self._watch.observe(event, orders)
+        if self._dashboard is not None:
+            self._dashboard.observe(self._watch, event, orders)
         if self._look is not None:
             self._look(self._watch)
         if self._parts.watch is not None:
@@ -333,24 +413,51 @@ class Hub:
         return _NEVER_SETTLES
 
     @contextlib.asynccontextmanager
-    async def _heeding_stops(self, server: Server) -> AsyncIterator[None]:
-        """Pass on what `stop` was told: later, because a callback is called within an event."""
+    async def _heeding_wishes(self, server: Server) -> AsyncIterator[None]:
+        """Carry out wishes: later, because a callback is called within an event."""
         loop = asyncio.get_running_loop()
 
         def pass_on() -> None:
-            while self._stops:  # the server has begun: it runs up to its first wait before this
-                server.stop(self._stops.pop(0))
+            while self._wishes:  # the server has begun: it runs up to its first wait before this
+                self._wishes.pop(0)(server)
 
         def look() -> None:
             with contextlib.suppress(RuntimeError):  # the training has just ended
                 loop.call_soon_threadsafe(pass_on)
 
-        self._has_stops = look
+        self._look_at_wishes = look
         look()
         try:
             yield
         finally:
-            self._has_stops = None
+            self._look_at_wishes = None
+
+    @contextlib.asynccontextmanager
+    async def _open_to_readers(self, live: LiveTexts) -> AsyncIterator[None]:
+        """Let other programs of the requester ask for something; hub.json says where."""
+        if self._folder is None:
+            yield
+            return
+
+        def answer(asked: HubRequest) -> AsyncGenerator[tuple[int, str], None]:
+            match asked:
+                case TextRequest():
+                    names = ("max_tokens", "temperature", "top_p", "seed")
+                    sampling = read_sampling({name: getattr(asked, name) for name in names})
+                    return live.stream(asked.prompt, sampling, is_chat=asked.is_chat)
+                case RevokeRequest():
+                    return _do_for_requester(partial(self.revoke, asked.name))
+                case KickRequest():
+                    self._check_here(asked.node)
+                    return _do_for_requester(partial(self.kick, asked.node))
+
+        channel = ChannelServer(self._open_file.keys.secret, answer, self._timeouts.program)
+        async with channel.listening() as port:
+            self._note(channel_port=port)
+            try:
+                yield
+            finally:
+                self._note()
 
     @contextlib.asynccontextmanager
     async def _watched(self, server: Server, hear: Callbacks) -> AsyncIterator[None]:
@@ -382,21 +489,49 @@ class Hub:
             for each in watching:
                 each.cancel()
 
+    def _open_dashboard(self) -> None:
+        if self._dashboard_place is False:
+            return
+        from ravnest.hub.service.web.live_dashboard import LiveDashboard
+
+        place = "" if self._dashboard_place is True else read_address(self._dashboard_place, is_door=True)
+        invitation = (lambda: self.invitation) if self._is_open_to_others else None
+        program = self._timeouts.program
+        opened = LiveDashboard(place, stop=self.stop, invitation=invitation, timeouts=program)
+        self._dashboard = self._opened.enter_context(opened)
+
+    def _begin_dashboard(self, open_things: contextlib.AsyncExitStack, hear: Callbacks) -> None:
+        if self._dashboard is not None:
+            self._dashboard.begin()
+            open_things.callback(self._dashboard.end)
+            hear(DashboardOpened(self._dashboard.link, self._dashboard.is_for_others))
+            hear.add(self._dashboard.hear)
+
+    def _show_past(self, past: StatusTracker | None) -> None:
+        if past is not None and self._dashboard is not None and self._folder is not None:
+            read_watch(self._folder, self._timeouts.hub, self._dashboard.replay)
+
     @property
     def _open_file(self) -> HubFile:
         if self._file is None:
             raise ConfigError("the hub is not open; use it as `with rv.Hub(...) as hub:`")
         return self._file
 
-    def _note(self, job: str = "") -> None:
-        """Write the hub's process and its job into the folder."""
-        me = psutil.Process()
+    def _note(self, job: str = "", channel_port: int = 0) -> None:
+        """Write the hub's process, its job and where it hears its requester into the folder."""
+        me, job = psutil.Process(), job or self._open_file.job
         found = msgspec.structs.replace(
-            self._open_file, pid=me.pid, started_at=me.create_time(), job=job or self._open_file.job
+            self._open_file, pid=me.pid, started_at=me.create_time(), job=job, channel_port=channel_port
         )
         self._file = found
         if self._folder is not None:
             write_hub_file(self._folder, found)
+
+
+async def _do_for_requester(wish: Callable[[], None]) -> AsyncGenerator[tuple[int, str], None]:
+    """Carry out a wish; there is nothing to say about it, or a sentence is raised."""
+    wish()
+    yield -1, ""
 
 
 def local(
@@ -407,6 +542,7 @@ def local(
     plan: PlanConfig | None = None,
     tell: Callback | None = None,
     look: Callable[[StatusTracker], None] | None = None,
+    dashboard: bool | str = False,
     parts: HubParts = HUB_PARTS,
 ) -> Hub:
     """Return a hub with so many peers on this PC, which share its memory, or with peers of this hardware.
@@ -416,6 +552,8 @@ def local(
     peers = share_memory(nodes, device) if isinstance(nodes, int) else tuple(nodes)
     if plan is None:
         plan = LOCAL_GPU_PLAN if any(peer.device.startswith("cuda") for peer in peers) else LOCAL_PLAN
-    hub = Hub(HERE, folder=folder, plan=plan, peers=peers, tell=tell, look=look, parts=parts)
+    hub = Hub(
+        HERE, folder=folder, plan=plan, peers=peers, tell=tell, look=look, dashboard=dashboard, parts=parts
+    )
     hub._is_open_to_others = False
     return hub

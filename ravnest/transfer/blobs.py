@@ -1,23 +1,29 @@
 """Content by hash: blobs that one program keeps, what they are called, and how they are served.
 
 A blob has pieces of PIECE_BYTES. A blob of one piece is named by its BLAKE3 hash. The name of a larger one is
-the hash of its pieces' hashes, one after the other. So a piece is believed by its own hash, whoever sent it,
-and a node that sends a wrong one is known at once (docs/decisions/020). Requests from `size_bytes` on are for
-those hashes. `transfer.exchange` fetches blobs.
+the hash of its pieces' hashes, one after the other. So a piece is checked by its own hash, and a node
+that sends a wrong one is known at once (docs/decisions/020). Requests from `size_bytes` on are for
+those hashes. `transfer.exchange` fetches blobs, into a Spool.
 """
 
 import logging
+import mmap
+import os
+import tempfile
+import threading
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import BinaryIO, Protocol
 
+import numpy as np
 from blake3 import blake3
 
 from ravnest.disk import release_pages, write_nameless
 from ravnest.ids import NodeId
-from ravnest.protocol.blobs import PIECE_BYTES, BlobPart, BlobRef, BlobRequest
 from ravnest.protocol.membership import Refused
+from ravnest.protocol.placement import PIECE_BYTES, BlobPart, BlobRef, BlobRequest
 from ravnest.protocol.tensors import Buffer
 from ravnest.transfer.outbox import Outgoing
 
@@ -221,3 +227,55 @@ def _chain(first: list[bytes], rest: Iterator[bytes]) -> Iterator[bytes]:
     yield from first
     first.clear()
     yield from rest
+
+
+MOST_SPOOL_BYTES = 2**44  # nobody has more room
+
+
+class Spool:
+    """Room for so many bytes, written in any order; MemoryError if there is none. `content` is read-only.
+
+    A large one is a file without a name, which goes when nobody reads it any more, also if the program is
+    killed. It is read without a copy. All of this may wait for the disk, so programs do it in a thread.
+    """
+
+    def __init__(self, size_bytes: int, folder: str | Path | None = None) -> None:
+        if not 1 <= size_bytes <= MOST_SPOOL_BYTES:
+            raise MemoryError(f"no room for {size_bytes} bytes")
+        self._lock = threading.Lock()  # the file has one position
+        self._file = _reserve(size_bytes, folder) if size_bytes > PIECE_BYTES else None
+        if self._file is not None:
+            weakref.finalize(self, self._file.close)  # what is mapped stays
+            mapped = mmap.mmap(self._file.fileno(), size_bytes, access=mmap.ACCESS_READ)
+            self.content = memoryview(mapped)
+        else:
+            self._memory = np.empty(size_bytes, np.uint8).data
+            self.content = self._memory.toreadonly()
+
+    def write(self, offset: int, piece: Buffer) -> None:
+        """Put a piece where it belongs; OSError if the disk does not take it after all."""
+        if self._file is None:
+            self._memory[offset : offset + len(piece)] = piece
+            return
+        with self._lock:
+            self._file.seek(offset)
+            left = memoryview(piece)
+            while left:
+                left = left[self._file.write(left) :]
+
+
+def _reserve(size_bytes: int, folder: str | Path | None) -> BinaryIO | None:
+    """Return a file of this size, or None if the disk has no room for it."""
+    file = None
+    try:
+        file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 - it is kept open
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(file.fileno(), 0, size_bytes)
+        else:
+            file.truncate(size_bytes)
+    except OSError as error:
+        logger.warning("%d bytes are kept in memory, for the disk does not take them: %s", size_bytes, error)
+        if file is not None:
+            file.close()
+        return None
+    return file

@@ -1,118 +1,243 @@
-"""What the hub and a peer do alike with content: fetch it, serve it, and time links with it.
+"""The exchange of content between programs, alike in the hub and a peer: blobs are fetched and served.
 
-Pieces are hashed and written in a thread as they arrive, so no piece delays the event loop, and what is in
-memory at a time is a few pieces for each node. What has arrived of a blob stays when its fetch ends early.
-Others get a blob's pieces from here while it is still arriving.
+A blob is fetched from several nodes at once, piece by piece. Pieces are hashed and written in a thread as
+they arrive, so no piece delays the event loop, and memory holds a few pieces for each node. What has arrived
+of a blob stays when its fetch ends early. Others get its pieces from here while it is still arriving.
 """
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
-from math import inf
 from typing import Any
 
 from blake3 import blake3
 
 from ravnest.disk import release_pages
 from ravnest.ids import HUB, NodeId
-from ravnest.protocol.blobs import PIECE_BYTES, BlobPart, BlobRef, BlobRequest
 from ravnest.protocol.membership import Refused
 from ravnest.protocol.messages import Refusal
+from ravnest.protocol.placement import PIECE_BYTES, BlobPart, BlobRef, BlobRequest
 from ravnest.protocol.tensors import Buffer
-from ravnest.transfer.blobs import HASH_BYTES, Blob, Blobs, name_blob, name_hashes, serve_piece
-from ravnest.transfer.download import Download
+from ravnest.transfer.blobs import (
+    HASH_BYTES,
+    MOST_SPOOL_BYTES,
+    Blob,
+    Blobs,
+    Spool,
+    name_hashes,
+    serve_piece,
+)
+from ravnest.transfer.link_probe import LinkProbe, LinkTimes, ballast, name_ballast
 from ravnest.transfer.outbox import Outgoing
-from ravnest.transfer.spool import MOST_SPOOL_BYTES, Spool
+from ravnest.units import show_bytes, show_seconds
 
-# Single bytes for the round trip, then larger pieces; the last one twice, for TCP speeds up.
-_PIECES = (1, 1, 1, 1 << 15, 1 << 18, 1 << 20, 1 << 20)
-_ENOUGH_SECONDS, _ENOUGH_ROUND_TRIPS = 0.1, 4
-_LEAST_SECONDS = 1e-3  # what took less could not be timed: the link is at least so fast
+logger = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True, slots=True)
-class LinkTimes:
-    """How far away a node is, one way, and how fast it sends."""
-
-    latency_seconds: float
-    bytes_per_second: float
-
-
-@cache
-def ballast() -> bytes:
-    """Return the blob that every program has. Its bytes are random, so that no link can compress them."""
-    return blake3(b"ballast").digest(length=_PIECES[-1])
-
-
-@cache
-def name_ballast() -> BlobRef:
-    """Return the name of that blob."""
-    return name_blob(ballast())
-
-
-class LinkProbe:
-    """Times the links from other nodes, one piece at a time for each.
-
-    Every program has the same blob of ballast. A node is asked for ever larger pieces of it until the link
-    takes its time. Pure: requests come out, and the caller sends them.
-    """
-
-    def __init__(self) -> None:
-        self._timings: dict[NodeId, _Timing] = {}
-
-    def start(
-        self, source: NodeId, clock: Callable[[], float], done: Callable[[LinkTimes], None]
-    ) -> Outgoing:
-        """Return the first request to a node; `done` gets the times if the node answers them all."""
-        self._timings[source] = timing = _Timing(clock, done)
-        return timing.ask(source)
-
-    def receive(self, sender: NodeId, piece: BlobPart) -> list[Outgoing] | None:
-        """Time a piece and return the next request; None if it is not the piece that was asked for."""
-        timing = self._timings.get(sender)
-        if timing is None or (piece.blob, piece.size_bytes) != (name_ballast().blob, timing.size):
-            return None
-        if not timing.record():
-            return [timing.ask(sender)]
-        del self._timings[sender]
-        timing.done(LinkTimes(timing.round_trip / 2, timing.rate))
-        return []
+PIECES_UNDER_WAY = 4  # from one node: 4 MiB for each round trip, as much as a link takes at once
 
 
 @dataclass(slots=True)
-class _Timing:
-    clock: Callable[[], float]
-    done: Callable[[LinkTimes], None]
-    turn: int = 0
-    asked_at: float = 0.0
-    round_trip: float = inf
-    rate: float = 0.0
+class _Giver:
+    """A node that is asked; a reserve is asked only while there is no other."""
+
+    is_reserve: bool
+    can_wait: bool
+    heard_at: float = 0.0
+    num_sent: int = 0
+    owes: dict[int, None] = field(default_factory=dict)  # offsets, the oldest first
+
+
+class Download:
+    """One blob on its way from several nodes: which piece is asked of which node. Pure.
+
+    Feed it what arrives and which nodes are gone; send what `next_requests` returns. Each node has a few
+    pieces to send at a time. A node that has sent all it was asked for takes over what others still owe.
+    """
+
+    def __init__(self, ref: BlobRef) -> None:
+        self.ref = ref
+        self.num_bytes = 0  # of content that is here and right
+        self.hashes = b""  # of all pieces, once they are here
+        self.num_hash_bytes = HASH_BYTES * -(-ref.size_bytes // PIECE_BYTES)
+        self._some_hashes: dict[int, bytes] = {}  # by offset, all of one node
+        self._givers: dict[NodeId, _Giver] = {}
+        self._here: set[int] = set()  # offsets of content that is right
+        self._come: set[int] = set()  # that has come, and may be wrong
+        self._unasked: deque[int] = deque()
+        if ref.size_bytes <= PIECE_BYTES:
+            self._follow(bytes.fromhex(ref.blob))
+        else:
+            self._restart_hashes()
 
     @property
-    def size(self) -> int:
-        return _PIECES[self.turn]
+    def is_done(self) -> bool:
+        """Whether all is here."""
+        return self.num_bytes == self.ref.size_bytes
 
-    def ask(self, source: NodeId) -> Outgoing:
-        self.asked_at = self.clock()
-        return Outgoing(source, BlobRequest(name_ballast().blob, 0, self.size))
+    @property
+    def nodes(self) -> tuple[NodeId, ...]:
+        """The nodes that are left to ask."""
+        return tuple(self._givers)
 
-    def record(self) -> bool:
-        """Record that the piece asked for is here; return whether enough is known."""
-        seconds = self.clock() - self.asked_at
-        if self.size == 1:
-            self.round_trip = min(self.round_trip, seconds)
+    def add(self, nodes: Iterable[NodeId], *, is_reserve: bool = False, can_wait: bool = False) -> None:
+        """Ask these nodes, too; with `can_wait` they may not have the blob yet."""
+        for node in nodes:
+            self._givers.setdefault(node, _Giver(is_reserve, can_wait))
+
+    def next_requests(self, now: float) -> list[Outgoing]:
+        """Return what to ask now, of all nodes in turn."""
+        found: list[Outgoing] = []
+        is_last_resort = all(giver.is_reserve for giver in self._givers.values())
+        asked = [(node, each) for node, each in self._givers.items() if is_last_resort or not each.is_reserve]
+        if not self.hashes:
+            asked = asked[:1]  # or nobody could tell whose hashes are wrong
+        while asked:
+            left = []
+            for node, giver in asked:
+                offset = self._choose(giver) if len(giver.owes) < PIECES_UNDER_WAY else None
+                if offset is not None:
+                    giver.heard_at = giver.heard_at if giver.owes else now
+                    giver.owes[offset] = None
+                    request = BlobRequest(self.ref.blob, offset, self.size_at(offset), giver.can_wait)
+                    found.append(Outgoing(node, request))
+                    left.append((node, giver))
+            asked = left
+        return found
+
+    def _choose(self, giver: _Giver) -> int | None:
+        """Return a piece that nobody was asked for, or for an idle node one that another owes."""
+        if self._unasked:
+            return self._unasked.popleft()
+        if giver.owes or not giver.num_sent or not self.hashes:
+            return None
+        owed = Counter(offset for other in self._givers.values() for offset in other.owes)
+        return next(
+            (offset for offset, times in owed.items() if times == 1 and offset not in self._come), None
+        )
+
+    def accept(self, sender: NodeId, part: BlobPart, now: float) -> bool | None:
+        """Record that a piece has come; return whether it is needed, or None if nobody asked for it."""
+        giver = self._givers.get(sender)
+        if giver is None or part.offset not in giver.owes:
+            return None
+        del giver.owes[part.offset]
+        giver.heard_at, giver.num_sent = now, giver.num_sent + 1
+        is_needed = part.offset not in self._come
+        self._come.add(part.offset)
+        return is_needed
+
+    def has(self, offset: int) -> bool:
+        """Return whether what begins here can be passed on."""
+        return offset in self._here if offset < self.ref.size_bytes else bool(self.hashes)
+
+    def hash_at(self, offset: int) -> bytes:
+        """Return what the hash of a piece must be."""
+        start = offset // PIECE_BYTES * HASH_BYTES
+        return self.hashes[start : start + HASH_BYTES]
+
+    def size_at(self, offset: int) -> int:
+        """Return how long the piece is that begins here."""
+        end = self.ref.size_bytes + (self.num_hash_bytes if offset >= self.ref.size_bytes else 0)
+        return min(PIECE_BYTES, end - offset)
+
+    def record_right(self, offset: int) -> None:
+        """Record a piece of content that is right."""
+        if offset not in self._here:
+            self._here.add(offset)
+            self.num_bytes += self.size_at(offset)
+
+    def skip(self, offsets: Container[int]) -> None:
+        """Ask nobody for these pieces: they were here already, in another blob."""
+        found = [offset for offset in self._unasked if offset in offsets]
+        self._unasked = deque(offset for offset in self._unasked if offset not in offsets)
+        self._come.update(found)
+        for offset in found:
+            self.record_right(offset)
+
+    def record_hashes(self, offset: int, hashes: bytes) -> bytes | None:
+        """Record some of the hashes; return all of them once they are here, to be checked."""
+        self._some_hashes[offset] = hashes
+        found = b"".join(self._some_hashes[each] for each in sorted(self._some_hashes))
+        return found if len(found) == self.num_hash_bytes else None
+
+    def follow_hashes(self, hashes: bytes) -> None:
+        """Ask for content whose pieces have these hashes: they are right."""
+        self._some_hashes = {}
+        self._follow(hashes)
+
+    def reject(self, sender: NodeId, offset: int) -> None:
+        """Ask a node no more that sent a wrong piece; others get it."""
+        self._come.discard(offset)
+        if self.hashes:
+            self._unasked.appendleft(offset)
+        self.drop(sender)
+
+    def drop(self, node: NodeId) -> bool:
+        """Ask a node no more; others get what it owes. Return whether it was asked."""
+        giver = self._givers.pop(node, None)
+        if giver is None:
+            return False
+        if not self.hashes:
+            self._restart_hashes()
         else:
-            rate = self.size / max(seconds - self.round_trip, _LEAST_SECONDS)
-            is_repeated = self.size == _PIECES[self.turn - 1]
-            self.rate = max(rate, self.rate) if is_repeated else rate
-        is_enough = seconds > max(_ENOUGH_SECONDS, _ENOUGH_ROUND_TRIPS * self.round_trip)
-        self.turn += 1
-        return self.turn == len(_PIECES) or (self.rate > 0 and is_enough)
+            owed = {offset for other in self._givers.values() for offset in other.owes}
+            lost = [offset for offset in giver.owes if offset not in owed | self._come]
+            self._unasked.extendleft(reversed(lost))
+        return True
+
+    def drop_all(self) -> None:
+        """Ask nobody any more; what is here stays."""
+        for node in self.nodes:
+            self.drop(node)
+        unchecked = self._come - self._here
+        self._come -= unchecked
+        if self.hashes:
+            self._unasked.extendleft(sorted(unchecked, reverse=True))
+
+    def find_quiet(self, quiet_seconds: float, now: float) -> list[NodeId]:
+        """Return the nodes that owe something and have sent nothing for so long."""
+        late = now - quiet_seconds
+        return [node for node, giver in self._givers.items() if giver.owes and giver.heard_at <= late]
+
+    def next_quiet_at(self, quiet_seconds: float) -> float | None:
+        """Return when the next node has been quiet for so long, if nothing comes."""
+        times = (giver.heard_at + quiet_seconds for giver in self._givers.values() if giver.owes)
+        return min(times, default=None)
+
+    def _follow(self, hashes: bytes) -> None:
+        self.hashes, self._come = hashes, set()
+        self._unasked.extend(range(0, self.ref.size_bytes, PIECE_BYTES))
+
+    def _restart_hashes(self) -> None:
+        start = self.ref.size_bytes
+        self._some_hashes, self._come = {}, set()
+        self._unasked = deque(range(start, start + self.num_hash_bytes, PIECE_BYTES))
 
 
-logger = logging.getLogger(__name__)
+_MARKS = 6  # the rate is that of the time since the oldest of the last so many reports
+
+
+class TransferProgress:
+    """Tell it how many bytes are there; it says how long the rest will take."""
+
+    def __init__(self, what: str, size_bytes: int) -> None:
+        self._what, self.size_bytes = what, size_bytes
+        self.told = ""  # last
+        self._marks: deque[tuple[float, int]] = deque(maxlen=_MARKS)
+
+    def describe(self, num_bytes: int, now: float) -> str:
+        """Return the sentence for this moment."""
+        self._marks.append((now, num_bytes))
+        since, before = self._marks[0]
+        rate = (num_bytes - before) / (now - since) if now > since else 0.0
+        told = f"{self._what}: {show_bytes(num_bytes)} of {show_bytes(self.size_bytes)}"
+        if rate > 0:
+            told += f", {show_bytes(rate)}/s, {show_seconds((self.size_bytes - num_bytes) / rate)} left"
+        self.told = told
+        return told
+
 
 ContentMessage = BlobRequest | BlobPart | Refused
 InThread = Callable[..., Awaitable[Any]]  # runs a function where it delays no message
@@ -163,8 +288,10 @@ class Exchange:
                 self.post(serve_piece(sender, message, Blob(ballast(), b"")))
             case BlobRequest():
                 self._serve(sender, message)
+            case BlobPart() if message.blob == name_ballast().blob:
+                return self._time_piece(sender, message)
             case BlobPart():
-                return self._take_piece(sender, message, buffers[0])
+                return self._accept_piece(sender, message, buffers[0])
             case Refused():
                 self.refuse(sender, message.reason, message.blob)
         return None
@@ -172,7 +299,7 @@ class Exchange:
     def refuse(self, sender: NodeId, reason: str, blob: str = "") -> None:
         """Ask a node no more for a blob that it does not have, or for any; it gets nothing more either."""
         for arriving in [each for name, each in self._arriving.items() if blob in ("", name)]:
-            if arriving.download.lose(sender):
+            if arriving.download.drop(sender):
                 arriving.fault = f"{sender} says: {reason}"
                 arriving.come.put_nowait(None)
         if not blob:
@@ -209,22 +336,19 @@ class Exchange:
         if left:
             self._waiting[blob] = left
 
-    def forget_waiting(self) -> None:
-        """Refuse those that wait for what will not come."""
-        for blob in tuple(self._waiting):
-            if blob not in self._arriving:
-                self._serve_waiting(blob, is_over=True)
-
-    def _take_piece(self, sender: NodeId, piece: BlobPart, buffer: Buffer) -> Refusal | None:
+    def _time_piece(self, sender: NodeId, piece: BlobPart) -> Refusal | None:
         requests = self._probe.receive(sender, piece)
-        if requests is not None:
-            for request in requests:
-                self.post(request)
-            return None
+        if requests is None:
+            return _refuse_piece(piece)
+        for request in requests:
+            self.post(request)
+        return None
+
+    def _accept_piece(self, sender: NodeId, piece: BlobPart, buffer: Buffer) -> Refusal | None:
         arriving = self._arriving.get(piece.blob)
-        is_needed = None if arriving is None else arriving.download.take(sender, piece, arriving.clock())
+        is_needed = None if arriving is None else arriving.download.accept(sender, piece, arriving.clock())
         if arriving is None or is_needed is None:
-            return Refusal(f"a piece of blob {piece.blob[:12]} that was not asked for")
+            return _refuse_piece(piece)
         arriving.come.put_nowait((sender, piece, buffer) if is_needed else None)
         return None
 
@@ -277,7 +401,7 @@ class Exchange:
     async def _run(
         self, arriving: _Arriving, quiet_seconds: float | None, passes_on: bool
     ) -> Buffer | Refusal:
-        """Fetch a blob for all who wait for it; when that ends early, what has come is kept for a while."""
+        """Fetch a blob for all that wait for it; when that ends early, what has come is kept for a while."""
         download, ref = arriving.download, arriving.download.ref
         try:
             arriving.result = result = await self._collect(arriving, quiet_seconds)
@@ -288,7 +412,7 @@ class Exchange:
             del self._arriving[ref.blob]
             arriving.ended.set()
             if download.num_bytes and not download.is_done:
-                download.lose_all()
+                download.drop_all()
                 self._cut[ref.blob] = _Arriving(download, arriving.clock, arriving.spool)
                 for old in [*self._cut][:-_MOST_CUT]:
                     del self._cut[old]
@@ -331,7 +455,7 @@ class Exchange:
         except TimeoutError:
             for node in download.find_quiet(_SAME_TIME * quiet_seconds, clock()):
                 if node != HUB:
-                    download.lose(node)
+                    download.drop(node)
                     arriving.fault = f"{node} has sent nothing of it for {quiet_seconds:.0f} s"
             return None
 
@@ -378,6 +502,10 @@ class Exchange:
     ) -> None:
         """Find out how fast a node sends; `done` gets it, if the node answers."""
         self.post(self._probe.start(source, clock, done))
+
+
+def _refuse_piece(piece: BlobPart) -> Refusal:
+    return Refusal(f"a piece of blob {piece.blob[:12]} that was not asked for")
 
 
 def _refuse_size(ref: BlobRef) -> Refusal:

@@ -15,8 +15,9 @@ from ravnest.ids import NodeId
 from ravnest.net.transport import PeerId, Service, Transport
 from ravnest.protocol import messages
 from ravnest.protocol.averaging import AnchorPart, RingPart, TiedGradient, TiedStep
-from ravnest.protocol.blobs import BlobPart
+from ravnest.protocol.generation import GenerationStep, GenerationValues
 from ravnest.protocol.messages import Message
+from ravnest.protocol.placement import BlobPart
 from ravnest.protocol.training import Activation, FieldParts, Gradient, StepReport
 
 logger = logging.getLogger(__name__)
@@ -38,7 +39,7 @@ class Outgoing:
         match self.message:
             case Gradient():
                 return Service.GRADIENT
-            case Activation() | FieldParts():
+            case Activation() | FieldParts() | GenerationStep() | GenerationValues():
                 return Service.ACTIVATION
             case RingPart() | AnchorPart() | TiedGradient() | TiedStep():  # no microbatch waits for them
                 return Service.AVERAGING
@@ -96,7 +97,7 @@ class Outbox:
             receiver.waiting.put_nowait((receiver.session, outgoing))
 
     def pause(self, to: NodeId) -> None:
-        """Let what is for a receiver wait."""
+        """Pause a receiver: what is for it waits."""
         self._open(to).is_there.clear()
 
     def resume(self, to: NodeId, *, is_new: bool) -> None:

@@ -19,13 +19,14 @@ from rich.table import Table
 from rich.text import Text
 
 from ravnest.config import TIMEOUTS, ProgramTimeouts
-from ravnest.hub.coordinator.notices import Notice
+from ravnest.hub.coordinator.notices import DashboardOpened, Notice, show_notice
 from ravnest.hub.coordinator.phases import JobPhase, NodePhase
 from ravnest.hub.service.status import Status, StatusTracker
 from ravnest.units import show_seconds
 
 STATUS_SCHEMA = "ravnest.status/2"
 _NUM_SAID = 6
+_MOST_LETTERS = 100  # of a text that the model writes
 _MOST_NODES = 24  # rows; of more, the first
 _STYLES = {
     NodePhase.HOSTING: "green",
@@ -40,11 +41,16 @@ def show_status(status: Status) -> RenderableType:
     parts: list[RenderableType] = [_show_progress(status)]
     if status.members:
         parts.append(_show_nodes(status))
+    parts += [Text(f"    text  {each.prompt!r} {_shorten(each.text)!r}") for each in status.texts]
     said = [
         Text(f"{_show_age(status.now - each.now):>8}  {each.text}") for each in status.recent[-_NUM_SAID:]
     ]
     counts = f"{len(status.clusters)} clusters, {len(status.members)} nodes"
     return Panel(Group(*parts, *said), title=Text(f"ravnest  {status.job or 'no job yet'}  {counts}"))
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= _MOST_LETTERS else f"{text[:_MOST_LETTERS]}..."
 
 
 def status_to_dict(status: Status) -> dict[str, object]:
@@ -140,7 +146,9 @@ class LiveView:
         self._live.stop()
 
     def tell(self, news: Notice) -> None:
-        """Ignore a notice: the panel shows it."""
+        """Print where the dashboard is; the panel shows all else."""
+        if isinstance(news, DashboardOpened):
+            self._console.print(Text(show_notice(news), overflow="fold"))
 
     def look(self, watch: StatusTracker) -> None:
         """Draw the status, unless it was drawn a moment ago."""

@@ -35,8 +35,7 @@ from ravnest.plan.forecast import (
     forecast,
 )
 from ravnest.plan.formation import cut_clusters, form_plan
-from ravnest.plan.infeasible import holding_order
-from ravnest.plan.left_out import LeftOut, count_left_out
+from ravnest.plan.infeasible import LeftOut, count_left_out, holding_order
 from ravnest.plan.types import Cluster, ModelProfile, Plan, Swarm, cluster_name
 from ravnest.units import show_bytes, show_count, show_rate, show_seconds
 
@@ -69,6 +68,7 @@ _LEFT_OUT: Mapping[str, str] = {
     LeftOut.COMPUTE: "that compute more slowly than the slowest cluster",
     LeftOut.HIDDEN: "behind NAT, with nobody left that they could reach without the hub",
     LeftOut.HUB: "that could train, but the hub's line is full",
+    LeftOut.RELAYED: "that could train, but a round would take too long through the hub's line",
     LeftOut.QUALITY: "that could train, but another cluster would cost more quality than it gains",
     LeftOut.REST: "that could train, but no faster plan with them was found",
 }

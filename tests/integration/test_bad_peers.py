@@ -18,10 +18,11 @@ from support.stranger import stranger
 
 import ravnest as rv
 from ravnest.config import WireFormat
-from ravnest.errors import ConfigError
+from ravnest.errors import ConfigError, LinkError
 from ravnest.hub.coordinator.coordinator import Coordinator
 from ravnest.hub.coordinator.events import Event, PeerJoined, Received
 from ravnest.hub.coordinator.notices import Joined, Left, Notice, PlanFormed
+from ravnest.hub.monitors.floods import ALLOWANCES, Spending
 from ravnest.hub.service.data_service import Parts
 from ravnest.hub.service.server import HUB_LIMITS, HubParts, Server
 from ravnest.ids import LeaseId, MicrobatchId
@@ -30,12 +31,11 @@ from ravnest.net.relay import Relay
 from ravnest.net.transport import DialFailed, LinkDown, LinkUp, PublicKey
 from ravnest.net.zeromq import ZeroMqTransport
 from ravnest.protocol import messages
-from ravnest.protocol.blobs import BlobRequest
-from ravnest.protocol.membership import PROTOCOL_VERSION, Complaint, Refused, Stop, Welcome
-from ravnest.protocol.placement import PlanOrder
+from ravnest.protocol.membership import PROTOCOL_VERSION, Complaint, Leave, Refused, Stop, Welcome
+from ravnest.protocol.placement import BlobRequest, PlanOrder
 from ravnest.protocol.tensors import TensorSpec
 from ravnest.protocol.training import Activation, Gradient, LeaseDone
-from ravnest.transfer.exchange import name_ballast
+from ravnest.transfer.link_probe import name_ballast
 
 HERE = "tcp://127.0.0.1:*"
 
@@ -123,8 +123,17 @@ GRADIENT = Gradient(1, MicrobatchId(1), ((0, SPEC),))
             [bytes(16)],
             "no shape of at most",
         ),
+        (messages.pack(Leave(0, "xxxx")).replace(b"xxxx", b"\x1b[2J"), (), "no message"),
     ],
-    ids=["noise", "noise of this version", "endless", "short buffer", "no buffer", "huge announcement"],
+    ids=[
+        "noise",
+        "noise of this version",
+        "endless",
+        "short buffer",
+        "no buffer",
+        "huge announcement",
+        "words for a terminal",
+    ],
 )
 def test_who_sends_garbage_is_sent_away_for_good_and_the_others_stay(header, buffers, reason) -> None:
     async def main() -> None:
@@ -143,6 +152,24 @@ def test_who_sends_garbage_is_sent_away_for_good_and_the_others_stay(header, buf
             ((name, told),) = world.left()
             assert name == "liar"
             assert reason in told
+
+    run(main)
+
+
+def test_who_keeps_sending_what_nobody_awaits_is_sent_away_and_the_others_stay() -> None:
+    async def main() -> None:
+        async with hub() as world, stranger(world.token) as liar, stranger(world.token) as other:
+            await liar.join("liar")
+            await other.join("other")
+            await liar.hear(Welcome)
+            await other.hear(Welcome)
+            allowance = ALLOWANCES[Spending.IN_VAIN]
+            with suppress(LinkError):  # it may have gone before the last of them
+                for number in range(2 * int(allowance.burst)):
+                    await liar.send(LeaseDone(1, LeaseId(number), 1))
+            await liar.next_event(LinkDown)
+            assert world.left() == [("liar", "it keeps sending what nobody awaits")]
+            assert other.hub in other.transport.connected()
 
     run(main)
 
@@ -193,7 +220,7 @@ def test_the_command_says_what_to_do_about_another_version() -> None:
 
 @pytest.mark.parametrize(
     ("name", "shown"),
-    [("hub", "hub-"), ("\x1b[31mred\n", "[31mred"), ("x" * 300, "x" * 40), ("", "peer")],
+    [("hub", "hub-"), ("x" * 300, "x" * 40), ("", "peer")],
 )
 def test_nobody_gets_a_name_that_misleads_or_names_more_places_than_others_can_be_told(name, shown) -> None:
     places = ["x" * 290] * 100 + [f"tcp://192.0.2.7:{port}" for port in range(1000, 1020)]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import ravnest as rv
 from ravnest.errors import RavnestError
 from ravnest.hub.coordinator.notices import CaptureStep, HubListens, ModelCaptured, Notice
-from ravnest.net.identity import Token, new_keys, peer_of, prove
+from ravnest.net.identity import Token, greet, new_keys, peer_of
 from ravnest.net.transport import LinkUp, PublicKey
 from ravnest.net.zeromq import ZeroMqTransport
 from tests.support.small_swarm import PLAN, joining
@@ -44,7 +44,7 @@ async def visit(token: Token, num_visits: int) -> None:
         keys = new_keys()
         async with ZeroMqTransport(keys, SystemRandom(), "tcp://127.0.0.1:*") as transport:
             transport.allow([PublicKey(token.hub_key)])
-            greeting = keys.public + prove(token, keys.public)
+            greeting = greet(token, keys.public)
             transport.dial(peer_of(PublicKey(token.hub_key)), token.addresses, greeting)
             while not isinstance(await transport.receive(), LinkUp):
                 pass

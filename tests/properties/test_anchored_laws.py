@@ -14,7 +14,7 @@ from ravnest.engine.optimizers import OptimizerSettings
 from ravnest.engine.train_config import AveragingRule, TrainConfig
 from ravnest.ids import RoundId, SegmentId
 from ravnest.model.state.state_dict import FlatEntry, Layout
-from ravnest.peer.segment_state import SegmentState
+from ravnest.peer.segments import SegmentState
 
 # What one encoding may lose, as a part of the largest number: half a step.
 ROUNDING = {

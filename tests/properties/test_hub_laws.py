@@ -47,6 +47,7 @@ jobs = st.builds(
     chunk_batches=st.integers(1, 4),
     average_every=st.sampled_from([1, 4, None]),
     evaluate_every=st.integers(0, 2),
+    evaluate_updates=st.sampled_from([0, 0, 2, 5]),
     expected_nodes=st.sampled_from([0, 4]),
     rates=st.sampled_from([(0.1,), (0.1, 0.2, 0.3, 0.2)]),
     checkpoint_every=st.sampled_from([None, 3.0, 10.0]),
@@ -161,7 +162,7 @@ def test_a_plan_in_microbatches_is_a_plan(profile, swarm, config, batch_size, as
     if formed.plan is None:
         assert formed.shortage
         return
-    cut_profile = planner.profile_microbatch(given_job, formed.microbatches, formed.sharing)
+    cut_profile = given_job.profile_microbatch(formed.microbatches, formed.sharing)
     assert cut_profile.samples_per_batch == -(-batch_size // formed.microbatches)
     assert {cluster.accumulate for cluster in formed.plan.clusters} == {formed.microbatches}
     assert formed.microbatches == min(asked, batch_size) if asked else formed.microbatches <= batch_size

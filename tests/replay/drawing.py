@@ -32,9 +32,15 @@ from ravnest.hub.coordinator.events import (
 )
 from ravnest.hub.monitors.monitors import MonitoredCoordinator
 from ravnest.protocol.averaging import RoundAbort, RoundOpen, RoundQuery, RoundReady
-from ravnest.protocol.blobs import BlobRef
 from ravnest.protocol.membership import Complaint, Fact, Leave
-from ravnest.protocol.placement import BackupKept, SnapshotMade, SnapshotOrder, StageMissing, StageReady
+from ravnest.protocol.placement import (
+    BackupKept,
+    BlobRef,
+    SnapshotMade,
+    SnapshotOrder,
+    StageMissing,
+    StageReady,
+)
 from ravnest.protocol.training import DroppedMicrobatch, LeaseDone, StepReport
 
 NAMES, RESCUE, LATE = "abcdefgh", ("x", "y", "z"), 400.0

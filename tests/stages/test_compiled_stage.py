@@ -3,19 +3,28 @@
 from dataclasses import replace
 from functools import cache, partial
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from ravnest.config import TIMEOUTS
 from ravnest.engine.optimizers import Group, OptimizerSettings, Sgd
 from ravnest.engine.stage import DroppedWork, Roles, StageEngine
 from ravnest.engine.weight_versions import Snapshot
+from ravnest.errors import RavnestError
 from ravnest.model.blueprint.slicing import slice_blueprint
 from ravnest.model.capture.capture import capture
-from ravnest.model.stage.compiled_stage import StageCompiler, compile_with_inductor
+from ravnest.model.stage.compiled_stage import CompiledParts, StageCompiler
+from ravnest.model.stage.joint_graph import cut_stage, examples_of
 from ravnest.model.stage.stage_program import build_stage_program
+from ravnest.peer.compile_process import CompileProcess, compile_apart
+from ravnest.peer.compile_program import run_once
+from ravnest.peer.limits import keep_compiled
+from ravnest.peer.part_code import load_part
 from ravnest.peer.stage_builder import find_roles
 
 WIDTH, LENGTH, NUM_TOKENS = 16, 8, 40
@@ -98,7 +107,25 @@ def at_once(work):
 
 
 def compiler(compile_part=uncompiled, in_background=at_once, warn=pytest.fail):
-    return partial(StageCompiler, compile_part=compile_part, in_background=in_background, warn=warn)
+    """A compiler in this process: `in_background` says when, `compile_part` what it makes of a graph."""
+
+    def boxed(graph):
+        run = compile_part(graph, examples_of(graph))
+        return lambda given: run(*given)
+
+    def compile_stage(stage, arguments):
+        found, mode = [], FakeTensorMode()
+        examples = [mode.from_tensor(tensor) for tensor in arguments]
+
+        def work():
+            cut = cut_stage(stage.trace(arguments), mode, examples)
+            graphs = (cut.forward, cut.inputs, cut.weights)
+            found.append(CompiledParts(*(graph and boxed(graph) for graph in graphs), cut.layout))
+
+        in_background(work)
+        return lambda: found[0] if found else None
+
+    return partial(StageCompiler, compile_stage=compile_stage, warn=warn)
 
 
 class Line:
@@ -187,25 +214,91 @@ def test_gradients_of_inputs_leave_before_those_of_weights_are_computed():
     assert order == [None, None, None, 0, 1, 2]
 
 
+@pytest.fixture
+def own_folder(monkeypatch, tmp_path):
+    environment = {"XDG_CACHE_HOME": str(tmp_path)}
+    keep_compiled(environment)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    return Path(environment["TORCHINDUCTOR_CACHE_DIR"])
+
+
 @pytest.mark.timeout(600)  # a C++ compiler at work, on a busy PC
 @pytest.mark.filterwarnings("ignore")
-def test_what_torch_compiles_trains_as_the_whole_stage_does():
-    compiled = []
+def test_what_a_process_of_its_own_compiles_trains_as_the_whole_stage_does(own_folder):
+    begun, news = [], []
 
-    def compile_part(graph, examples):
-        compiled.append(graph)
-        return compile_with_inductor(graph, examples)
+    def compile_and_wait(stage, arguments):
+        begun.append(compile_apart(stage, arguments))
+        if isinstance(begun[-1], CompileProcess):
+            begun[-1].wait()
+        return begun[-1]
 
+    make = partial(StageCompiler, compile_stage=compile_and_wait, warn=pytest.fail, tell=news.append)
     torch.manual_seed(0)
     fields = {"pixels": torch.randn(4, 4), "labels": torch.arange(4)}
     captured = capture(Plain(), fields, loss_of)
-    plain = Line(captured, (1,))
-    other = Line(captured, (1,), compiler(compile_part), compiles=(False, True))
+    for _ in range(2):
+        plain, other = Line(captured, (1,)), Line(captured, (1,), make, compiles=(False, True))
+        for number in range(2):
+            expected, found = plain.train(number, fields), other.train(number, fields)
+            assert found[0] == pytest.approx(expected[0], rel=1e-5)
+            assert_close(expected[2], found[2], rtol=1e-4, atol=1e-6)
+    assert len(begun) == 2
+    assert isinstance(begun[0], CompileProcess)
+    assert not isinstance(begun[1], CompileProcess)  # what was compiled once is loaded
+    assert news == ["the stage is compiled now, for microbatches of 4 samples"] * 2
+    parts = [file for file in own_folder.glob("*.py") if len(file.stem) == 64]
+    assert len(parts) == 3  # forward, gradients of inputs, gradients of weights
+    for file in parts:
+        load_part(file.stem, own_folder)
+        file.write_bytes(file.read_bytes() + b"\n")
+        with pytest.raises(RavnestError, match="is not what its name says"):
+            load_part(file.stem, own_folder)
+
+
+def test_a_process_that_dies_is_named_and_training_goes_on(own_folder):
+    begun, told = [], []
+
+    def compile_and_die(stage, arguments):
+        begun.append(compile_apart(stage, arguments, replace(TIMEOUTS.peer, compile_seconds=0.0)))
+        begun[-1].wait()
+        return begun[-1]
+
+    make = partial(StageCompiler, compile_stage=compile_and_die, warn=told.append)
+    plain, other = Line(captured_tokens()), Line(captured_tokens(), make_compiler=make)
     for number in range(2):
-        expected, found = plain.train(number, fields), other.train(number, fields)
-        assert found[0] == pytest.approx(expected[0], rel=1e-5)
-        assert_close(expected[2], found[2], rtol=1e-4, atol=1e-6)
-    assert len(compiled) == 3  # forward, gradients of inputs, gradients of weights
+        assert other.train(number, batch())[0] == plain.train(number, batch())[0]
+    assert told == [
+        "the stage cannot be compiled here, so it runs uncompiled: as exact, but slower "
+        "(RavnestError: the compiler ended without an answer)"
+    ]
+    assert not list(own_folder.glob("*.json"))
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_parts_run_with_zeros_like_what_they_will_be_given(is_first):
+    captured, found = captured_tokens(), []
+    blueprint, cut = captured.blueprint, middle(captured)
+    ends = (blueprint.start, cut) if is_first else (cut, blueprint.stop)
+    part = slice_blueprint(blueprint, *ends)
+
+    def compile_stage(stage, arguments):
+        mode = FakeTensorMode()
+        parts = cut_stage(stage.trace(arguments), mode, [mode.from_tensor(each) for each in arguments])
+        graphs = (parts.forward, parts.inputs, parts.weights)
+        boxed = (graph and (lambda given, run=graph: run(*given)) for graph in graphs)
+        found.append(CompiledParts(*boxed, parts.layout))
+        given = [[] if graph is None else examples_of(graph) for graph in graphs]
+        found.append([[torch.empty_like(each, device="cpu") for each in some] for some in given])
+        return lambda: None
+
+    make = partial(StageCompiler, compile_stage=compile_stage, warn=pytest.fail)
+    whole = Line(captured, (cut,), make, compiles=(is_first, not is_first))
+    whole.train(0, batch())
+    gradients = run_once(*found)
+    trained = [entry.shape for entry in part.state if entry.is_trainable]
+    assert sorted(tuple(each.shape) for each in gradients) == sorted(trained)
 
 
 def test_running_statistics_are_those_of_the_whole_stage():

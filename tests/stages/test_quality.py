@@ -63,6 +63,7 @@ def test_efficiency_is_the_share_with_which_one_process_has_the_same_loss():
     assert make_report([*loops, swarm("gpt-200", 1.0, 0.0, efficiency=0.9)])[2] == [
         "gpt-200, 2 nodes: there is no tuned loop to compare with",
         "predicted e is 0.40 off measured e (median), not 0.1 at most",
+        "e of the rounds and the noise as they were is 0.50 off, not 0.1 at most",
     ]
 
 
@@ -76,3 +77,35 @@ def test_a_run_that_failed_is_missed_and_files_are_put_together(tmp_path: Path):
     assert make_report(records)[2] == ["vit: a run failed (PlanError: too few)"]
     second.write_text(json.dumps(swarm("vit", 0.3, 0.95)) + "\n")  # it was made again
     assert [record.get("error") for record in read_records([first, second])] == [None]
+
+
+def test_the_planners_choice_is_compared_with_other_numbers_of_clusters_by_time_to_quality():
+    loops = [loop("gpt-200", "own", loss, 0.0, share=share) for share, loss in ((0.5, 3.0), (1.0, 2.0))]
+    loops.append(loop("gpt-200", "tuned", 2.0, 0.0))
+    chosen = swarm("gpt-200", 2.0, 0.0, nodes=4, emulated=1e9)
+    slow = {**swarm("gpt-200", 2.0, 0.0, nodes=4, emulated=1e9, clusters=1), "clusters": 1, "seconds": 9.0}
+    fast = {**swarm("gpt-200", 2.0, 0.0, nodes=4, emulated=1e9, clusters=2), "clusters": 2, "seconds": 1.9}
+    # Faster, but its model is that of half the updates.
+    worse = {**swarm("gpt-200", 3.0, 0.0, nodes=4, emulated=1e9, clusters=4), "seconds": 1.2}
+    assert make_report([*loops, chosen, slow, fast, worse])[2] == []
+    (missed,) = make_report([*loops, chosen, slow, {**fast, "seconds": 1.0}, worse])[2]
+    assert "the plan takes 2.00 times as long to the same quality as 2 clusters" in missed
+    # Others than the planner's choice are not judged, nor nodes of another speed.
+    assert make_report([*loops, chosen, {**swarm("gpt-200", 2.0, 0.0, nodes=4), "seconds": 0.1}])[2] == []
+
+
+def test_e_is_also_that_of_the_noise_and_the_rounds_that_there_were():
+    loops = [loop("gpt-200", "own", loss, 0.0, share=share) for share, loss in ((0.5, 3.0), (1.0, 2.0))]
+    shared = swarm("gpt-200", 2.0, 0.0, nodes=4, clusters=4, averaging="blocking", efficiency=0.5)
+    shared |= {"mode": "blocking, shares", "updates": 800, "rounds": 40}
+
+    def as_it_went(**facts: object) -> float:
+        figures = make_report([*loops, {**shared, **facts}])[0]
+        (cell,) = figures["gpt-200"]["swarms"].values()
+        return float(cell["as_it_went"])
+
+    assert as_it_went(noise=[1e9] * 4) == pytest.approx(1.0)
+    assert as_it_went(rounds=1) < as_it_went() < 1.0
+    assert as_it_went(noise=[8.0, 8.0, 1e9, 1e9]) == pytest.approx(
+        (as_it_went(noise=[8.0] * 4) + 1) / 2, rel=1e-6
+    )

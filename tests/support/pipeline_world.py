@@ -9,7 +9,7 @@ import heapq
 from itertools import count
 
 from ravnest.engine.schedule import StageSchedule, Work
-from ravnest.plan.cost import LineCost
+from ravnest.plan.line import LineCost
 
 _CHUNKS = 8
 

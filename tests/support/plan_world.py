@@ -18,8 +18,8 @@ from ravnest.config import (
 )
 from ravnest.ids import NodeId
 from ravnest.plan.assembly import stage_bytes
-from ravnest.plan.cost import LineCost
 from ravnest.plan.forecast import forecast
+from ravnest.plan.line import LineCost
 from ravnest.plan.types import ModelProfile, Node, Plan, Swarm
 
 MB = 1e6

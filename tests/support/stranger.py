@@ -7,7 +7,7 @@ from random import SystemRandom
 from typing import Any, TypeVar
 
 from ravnest.ids import NodeId
-from ravnest.net.identity import KeyPair, Token, new_keys, peer_of, prove
+from ravnest.net.identity import KeyPair, Token, greet, new_keys, peer_of
 from ravnest.net.transport import Delivery, PeerId, PublicKey, Service, TransportEvent
 from ravnest.net.zeromq import ZeroMqTransport
 from ravnest.plan.types import Node
@@ -35,15 +35,14 @@ class Stranger:
 
     async def join(self, name: str, **said: Any) -> None:
         self.transport.allow([PublicKey(self._token.hub_key)])
-        greeting = self.keys.public + prove(self._token, self.keys.public)
+        greeting = greet(self._token, self.keys.public)
         self.transport.dial(self.hub, self._token.addresses, greeting)
         await self.say_hello(name, **said)
 
     async def say_hello(
         self, name: str, *, version: str = PROTOCOL_VERSION, addresses: Sequence[str] = (), **facts: Any
     ) -> None:
-        proof = prove(self._token, self.keys.public)
-        await self.send(Hello(version, proof, make_node(name, **facts), tuple(addresses)))
+        await self.send(Hello(version, make_node(name, **facts), tuple(addresses)))
 
     async def send(self, message: Message, buffers: Sequence[Buffer] = (), to: PeerId | None = None) -> None:
         await self.send_raw(messages.pack(message, buffers), buffers, to)

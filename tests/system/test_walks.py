@@ -42,8 +42,14 @@ def walks() -> dict[str, dict[str, Any]]:
 def test_no_walk_has_more_files_than_before(walk: ModuleType, walks: dict[str, dict[str, Any]]) -> None:
     assert walks.keys() == walk.MOST_FILES.keys()
     for name, found in walks.items():
-        assert found["count"] == len(set(found["files"])) <= walk.MOST_FILES[name]
-        assert all((ROOT / file).is_file() for file in found["files"])
+        files = [*found["files"], *found["near"], *found["inside_net"]]
+        assert (found["count"], found["total"]) == (len(found["files"]), len(set(files)))
+        most_passed, most_in_all = walk.MOST_FILES[name]
+        assert found["count"] <= most_passed
+        assert found["total"] <= most_in_all
+        assert all((ROOT / file).is_file() for file in files)
+        in_net = [file for file in found["files"] if file.startswith("ravnest/net/")]
+        assert in_net == [walk.FRONT_DOOR]
 
 
 @pytest.mark.parametrize(("name", "most"), [("microbatch", 25), ("round", 20), ("death", 25)])
@@ -56,13 +62,34 @@ def test_the_walks_of_the_architecture_are_those_of_a_run(
     steps = section[1][section[1].index("\n1. ") :]
     named = {f"ravnest/{file}" for file in re.findall(r"`([a-z_/]+\.py)`", steps)}
     assert 5 < len(named) <= most
-    assert named <= set(walks[name]["files"])
+    found = walks[name]
+    assert named <= {*found["files"], *found["near"], *found["inside_net"]}
+
+
+def opened(walk: ModuleType, *passed: str, near: tuple[str, ...] = ()) -> Any:
+    files = {f"ravnest/{file}": walk.Opened(is_passed=True) for file in passed}
+    return walk.Walk.through(files | {f"ravnest/{file}": walk.Opened() for file in near})
+
+
+def test_one_file_stands_for_net_and_what_is_near_is_apart(walk: ModuleType) -> None:
+    found = opened(walk, "hub/a.py", "net/link.py", "net/endpoint.py", near=("codec.py", "net/identity.py"))
+    assert found.describe() == {
+        "files": ["ravnest/hub/a.py", walk.FRONT_DOOR],
+        "count": 2,
+        "near": ["ravnest/codec.py"],
+        "inside_net": ["ravnest/net/link.py", "ravnest/net/endpoint.py", "ravnest/net/identity.py"],
+        "total": 6,
+    }
+    assert opened(walk, "hub/a.py", near=("net/link.py",)).describe()["files"] == ["ravnest/hub/a.py"]
 
 
 def test_a_file_more_and_a_lost_trace_are_found(walk: ModuleType) -> None:
-    files = ["ravnest/hub/a.py", "ravnest/net/a.py", "ravnest/peer/a.py", "ravnest/engine/a.py"]
-    assert walk.find_faults({"microbatch": files}, {"microbatch": 4}) == []
-    (grown,) = walk.find_faults({"microbatch": files}, {"microbatch": 3})
-    assert "one microbatch needs 4 files, more than 3" in grown
-    (lost,) = walk.find_faults({"microbatch": files[:3]}, {"microbatch": 4})
+    files = ("hub/a.py", "net/transport.py", "peer/a.py", "engine/a.py")
+    near = ("codec.py",)
+    assert walk.find_faults({"microbatch": opened(walk, *files, near=near)}, {"microbatch": (4, 5)}) == []
+    (grown,) = walk.find_faults({"microbatch": opened(walk, *files, near=near)}, {"microbatch": (3, 5)})
+    assert "one microbatch passes 4 files, more than 3" in grown
+    (wider,) = walk.find_faults({"microbatch": opened(walk, *files, near=near)}, {"microbatch": (4, 4)})
+    assert "one microbatch has in all 5 files, more than 4" in wider
+    (lost,) = walk.find_faults({"microbatch": opened(walk, *files[:3])}, {"microbatch": (4, 5)})
     assert "not seen in engine" in lost

@@ -37,6 +37,7 @@ from ravnest.hub.coordinator.events import (
     SendFields,
     SpeedMeasured,
     Stopped,
+    TextsSampled,
     Tick,
     TrainingReported,
 )
@@ -52,7 +53,7 @@ from ravnest.hub.coordinator.notices import (
 )
 from ravnest.hub.coordinator.phases import JobPhase, NodePhase
 from ravnest.hub.coordinator.placement import ClusterState, Placement
-from ravnest.hub.coordinator.plan_trigger import LinkChecks, PlanTrigger
+from ravnest.hub.coordinator.planner import LinkChecks, PlanTrigger
 from ravnest.hub.coordinator.progress import Drops
 from ravnest.hub.coordinator.recovery import Recovery
 from ravnest.hub.coordinator.rounds import Rounds
@@ -170,7 +171,7 @@ class Coordinator:
         return isinstance(event.message, _OfMembers)
 
     def apply(self, event: Event) -> tuple[Action, ...]:
-        """Take an event; return what is to be done, or a Refusal alone if it changes nothing."""
+        """Apply an event; return what is to be done, or a Refusal alone if it changes nothing."""
         if not self.concerns(event):
             return ()
         before, self.now = self.now, max(self.now, event.now)
@@ -212,6 +213,8 @@ class Coordinator:
                 return self.drops.conclude(event)
             case Stopped():
                 return self._life.stop(event.reason, self.now)
+            case TextsSampled():
+                return [Notify(text) for text in event.texts]
             case Tick():
                 return self._life.end_round(self._rounds.expire(event.now))
             case _:
@@ -330,7 +333,7 @@ class Coordinator:
     def _complete_lease(self, sender: NodeId, cluster: ClusterState, done: LeaseDone) -> _Result:
         if sender != cluster.root:
             return f"lease {done.lease} is reported by {sender}, who is not the root"
-        results = self.ledger.take_done(cluster, done)
+        results = self.ledger.record_done(cluster, done)
         if isinstance(results, str):
             return results
         return [Notify(self.ledger.trained), *self._life.report(results)]

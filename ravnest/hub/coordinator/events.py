@@ -3,17 +3,17 @@
 Telemetry is no event: hub.monitors turn it into conclusions, which are. Every event has the hub's time.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ravnest.config import PlanConfig
 from ravnest.hub.coordinator.leases import LedgerState
-from ravnest.hub.coordinator.notices import EpochDone, Evaluated, Notice
+from ravnest.hub.coordinator.notices import EpochDone, Evaluated, Notice, SampledText
 from ravnest.ids import LeaseId, MicrobatchId, NodeId
 from ravnest.plan.sharing import ALONE, Sharing, TrainingLength
 from ravnest.plan.types import ModelProfile, Node, Plan
-from ravnest.protocol.blobs import BlobRef
 from ravnest.protocol.membership import Fact
 from ravnest.protocol.messages import Message, Refusal
+from ravnest.protocol.placement import BlobRef
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +23,8 @@ class MakePlan:
     plan_id: int
     nodes: tuple[Node, ...]
     repairs: Plan | None = None
-    gone: tuple[Node, ...] = ()  # who is in that plan, and no longer here
-    changed: tuple[Node, ...] = ()  # who is another than that plan knows, as it knows them
+    gone: tuple[Node, ...] = ()  # nodes of that plan that are no longer here
+    changed: tuple[Node, ...] = ()  # nodes that have changed since that plan, as it knows them
     microbatches: int = 0  # of it
     sharing: Sharing = ALONE  # of it
     noise: float | None = None  # the job's noise scale in samples, once measured
@@ -66,6 +66,7 @@ class JobSettings:
     epochs: int  # begun at most, the last one maybe not to its end
     rates: tuple[float, ...]  # the learning rate over all batches of the job, spread evenly
     seed: int = 0
+    shuffle_window: int = 0  # samples are shuffled within windows of so many; 0: all of an epoch together
     max_batches: int = 0  # of the job; 0: those of all epochs
     chunk_batches: int = 8  # per lease, at most
     least_samples: int = 4  # of a microbatch, where it is chosen
@@ -73,6 +74,7 @@ class JobSettings:
     is_whole_batch: bool = False  # the loss is of a whole batch: no part of one is trained alone
     average_every: int | None = None  # batches per cluster between rounds; None: as often as they fit
     evaluate_every: int = 1  # epochs; 0: only at the end
+    evaluate_updates: int = 0  # of the job between two evaluations; 0: by epochs
     checkpoint_every: float | None = None  # seconds; None: never
     has_own_adam: bool = False  # the requester's: its rate follows the noise where clusters share batches
     has_tied_weights: bool = False  # that several positions of the line share
@@ -103,8 +105,7 @@ class JobSettings:
     @property
     def num_total(self) -> int:
         """Samples of the whole job, each as often as it is trained."""
-        epochs, more = divmod(self.num_batches, self.batches_per_epoch)
-        return epochs * self.num_samples + more * self.batch_size
+        return self.samples_of(self.num_batches)
 
     def epoch_size(self, epoch: int) -> int:
         """Return how many samples an epoch has, counted from 0: the last one may end early."""
@@ -113,6 +114,11 @@ class JobSettings:
     def position(self, num_samples: int) -> int:
         """Return the whole batches trained when so many samples of the job were."""
         return num_samples * self.batches_per_epoch // self.num_samples
+
+    def samples_of(self, batches: int) -> int:
+        """Return the samples of so many batches, from the first of the job on."""
+        epochs, more = divmod(batches, self.batches_per_epoch)
+        return epochs * self.num_samples + more * self.batch_size
 
     def rate(self, batch: int) -> float:
         """Return the learning rate when so many batches were trained before."""
@@ -130,6 +136,15 @@ class JobGiven:
     now: float
     books: LedgerState | None = None  # of the checkpoint it goes on from
 
+    def profile_microbatch(self, microbatches: int, sharing: Sharing) -> ModelProfile:
+        """Return the profile of a job whose batches, or shares of a batch, travel in so many pieces."""
+        num_shares = sharing.num_clusters if sharing.is_split else 1
+        return self.profile.resize_batch(-(-self.settings.batch_size // (microbatches * num_shares)))
+
+    def configure_microbatch(self, microbatches: int, sharing: Sharing) -> PlanConfig:
+        """Return what the planner assumes when batches travel in so many pieces."""
+        return replace(self.config, accumulates=microbatches > 1, averaging=sharing.averaging)
+
 
 @dataclass(frozen=True, slots=True)
 class PeerJoined:
@@ -144,7 +159,7 @@ class PeerJoined:
 
 @dataclass(frozen=True, slots=True)
 class Restarted:
-    """The hub goes on from its log: all who were there are to come back; the checkpoint on disk, if any."""
+    """The hub goes on from its log: all members are to come back. `books` are of the last checkpoint."""
 
     books: LedgerState | None
     now: float
@@ -152,7 +167,7 @@ class Restarted:
 
 @dataclass(frozen=True, slots=True)
 class PeerReturned:
-    """Somebody who was there when the hub went comes back, with what it had."""
+    """A member comes back after the hub was away, with what it had."""
 
     node: NodeId
     addresses: tuple[str, ...]
@@ -225,6 +240,14 @@ class Stopped:
     """The requester ends the job early: nothing more is leased, and what was trained is kept."""
 
     reason: str
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
+class TextsSampled:
+    """What the model writes after the prompts of the job, once an evaluation is over."""
+
+    texts: tuple[SampledText, ...]
     now: float
 
 
@@ -349,6 +372,7 @@ Event = (
     | SamplesInspected
     | Tick
     | Stopped
+    | TextsSampled
     | Probed
     | Conclusion
 )
@@ -373,7 +397,7 @@ class MakeParts:
 
 @dataclass(frozen=True, slots=True)
 class SendFields:
-    """An order to the data service: the fields of each microbatch's samples, to whom consumes them."""
+    """An order to the data service: the fields of each microbatch, to the stages that consume them."""
 
     build_id: int
     lease: LeaseId
@@ -393,7 +417,7 @@ class InspectSamples:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointPart:
-    """The state of an interval of the line, and who serves it."""
+    """The state of an interval of the line, and the node that serves it."""
 
     start: int
     stop: int

@@ -35,6 +35,16 @@ def permute(indices: NDArray[np.int64], num_samples: int, seed: int, epoch: int)
     return result.astype(np.int64)
 
 
+def permute_windows(indices: NDArray[np.int64], window: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    """Map each index to a sample of its window of so many: a stream can be read as training goes."""
+    numbers, result = indices // window, np.empty_like(indices)
+    for number in np.unique(numbers):
+        inside = numbers == number
+        turn = (epoch << 32) + int(number)  # each window has an order of its own
+        result[inside] = number * window + permute(indices[inside] - number * window, window, seed, turn)
+    return result
+
+
 def _shuffle_grid(
     cells: NDArray[np.uint64], rows: int, columns: int, keys: list[np.uint64]
 ) -> NDArray[np.uint64]:
@@ -167,14 +177,19 @@ class LeaseState(TypedDict):
 
 
 class LeaseBook:
-    """Leases the samples of all epochs in order, `num_total` at most, and counts each exactly once."""
+    """Leases the samples of all epochs in order, `num_total` at most, and counts each exactly once.
 
-    def __init__(self, num_samples: int, num_epochs: int, seed: int = 0, num_total: int = 0) -> None:
+    The order is shuffled as a whole, or within windows of so many samples.
+    """
+
+    def __init__(
+        self, num_samples: int, num_epochs: int, seed: int = 0, num_total: int = 0, window: int = 0
+    ) -> None:
         assert num_samples >= 1
         self._num_samples = num_samples
         self._num_epochs = num_epochs
         self._num_total = num_total or num_samples * num_epochs
-        self._seed = seed
+        self._seed, self._window = seed, window
         self._next_number = 0
         self._next_epoch = 0
         self._next_place = 0
@@ -201,6 +216,12 @@ class LeaseBook:
         if self._num_fresh:
             return self._next_epoch, min(self._num_samples - self._next_place, self._num_fresh)
         return None
+
+    @property
+    def num_before(self) -> int:
+        """How many samples of the job come before those of the next lease."""
+        epoch, start = self._requeued[0][:2] if self._requeued else (self._next_epoch, self._next_place)
+        return epoch * self._num_samples + start
 
     @property
     def _num_fresh(self) -> int:
@@ -270,6 +291,8 @@ class LeaseBook:
     def samples(self, lease: Lease) -> NDArray[np.int64]:
         """Return the sample indices of a lease in training order."""
         indices = np.arange(lease.start, lease.stop, dtype=np.int64)
+        if self._window:
+            return permute_windows(indices, self._window, self._seed, lease.epoch)
         return permute(indices, self._num_samples, self._seed, lease.epoch)
 
     def state(self) -> LeaseState:
@@ -290,9 +313,9 @@ class LeaseBook:
         )
 
     @classmethod
-    def restore(cls, state: LeaseState, num_total: int = 0) -> Self:
+    def restore(cls, state: LeaseState, num_total: int = 0, window: int = 0) -> Self:
         """Return the book of `state`; open leases stay open, so their completion still counts."""
-        book = cls(state["num_samples"], state["num_epochs"], state["seed"], num_total)
+        book = cls(state["num_samples"], state["num_epochs"], state["seed"], num_total, window)
         book._next_number = state["next_number"]
         book._next_epoch = state["next_epoch"]
         book._next_place = state["next_place"]
@@ -321,6 +344,24 @@ def join_intervals(intervals: Iterable[tuple[int, int, int]]) -> list[tuple[int,
         else:
             joined.append((epoch, start, stop))
     return joined
+
+
+def find_position(leases: LeaseState) -> int:
+    """Return the first place of the first epoch that is not counted, of which all before are."""
+    begun = [(epoch, start) for _, epoch, start, _, _ in leases["open"]]
+    begun += [(epoch, start) for epoch, start, _ in leases["requeued"]]
+    epoch, place = min([*begun, (leases["next_epoch"], leases["next_place"])])
+    return place if epoch == 0 else leases["num_samples"]
+
+
+def lengthen(leases: LeaseState, num_samples: int) -> LeaseState:
+    """Return the books of a stream, which has one epoch, for another number of samples in it."""
+    found, before = leases.copy(), leases["num_samples"]
+    found["num_samples"] = num_samples
+    if leases["next_epoch"]:  # all was leased: now there is more
+        found["next_epoch"], found["next_place"] = 0, before
+        found["counted"] = leases["counted"] or [(0, before)]
+    return found
 
 
 @dataclass(frozen=True, slots=True)

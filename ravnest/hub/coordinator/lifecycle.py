@@ -35,6 +35,7 @@ from ravnest.hub.coordinator.notices import (
     Left,
     NotCheckpointed,
     NotEvaluated,
+    RateChanged,
     Repaired,
     Resumed,
     Stopping,
@@ -43,7 +44,7 @@ from ravnest.hub.coordinator.notices import (
 )
 from ravnest.hub.coordinator.phases import JOB_TRANSITIONS, JobPhase, follow
 from ravnest.hub.coordinator.placement import ClusterState, Placement
-from ravnest.hub.coordinator.plan_trigger import PlanTrigger
+from ravnest.hub.coordinator.planner import PlanTrigger
 from ravnest.hub.coordinator.recovery import Recovery
 from ravnest.hub.coordinator.rounds import Ended, Rounds
 from ravnest.hub.coordinator.snapshots import IDLE, CheckpointCollector, Inquiries
@@ -51,6 +52,7 @@ from ravnest.ids import NodeId
 from ravnest.protocol.membership import Leave, Stop
 
 _MOST_ALARMS = 3
+_CLEAR_CHANGE = 0.1  # of the rate: less is not worth a notice
 _Result = list[Action] | str  # actions, or why the event is refused
 
 
@@ -74,7 +76,7 @@ class EpochReports:
 
     def add(self, reports: Sequence[EpochDone | Evaluated], is_end: bool) -> list[EpochDone | Evaluated]:
         """Return the reports whose turn it is; at the end, when no more epochs are over, all."""
-        given = sorted([*self._waiting, *reports], key=lambda x: (x.epoch, isinstance(x, Evaluated)))
+        given = sorted([*self._waiting, *reports], key=_order)
         ready = given if is_end else [*takewhile(self._is_next, given)]
         self._waiting = given[len(ready) :]
         return ready
@@ -82,6 +84,11 @@ class EpochReports:
     def _is_next(self, report: EpochDone | Evaluated) -> bool:
         num_before = report.epoch - isinstance(report, EpochDone)
         return min(self._ledger.epochs_under_way, default=num_before) >= num_before
+
+
+def _order(report: EpochDone | Evaluated) -> tuple[int, int]:
+    """Return where a report belongs: evaluations after an epoch come when that is told."""
+    return report.epoch, 1 + report.num_updates if isinstance(report, Evaluated) else 0
 
 
 class Lifecycle:
@@ -108,6 +115,7 @@ class Lifecycle:
         self.stop_by: float | None = None  # once it is stopped
         self.end_by: float | None = None  # once all is trained, and a cluster stands still
         self.alarm: LossAlarm | None = None  # until training goes back
+        self._told_times = 1.0  # the rate of an Adam of the requester's, in the one that was given
         self._num_alarms = 0  # since a checkpoint that is past the last of them
         self._alarmed_at = 0  # samples that were trained at the alarm that came furthest
 
@@ -135,9 +143,9 @@ class Lifecycle:
         if self.has_begun:
             return f"the hub has a job already: {self._job.profile.name}"
         self.has_begun = True
-        return self._tell_checkpoint()
+        return self._notify_checkpoint()
 
-    def _tell_checkpoint(self) -> list[Action]:
+    def _notify_checkpoint(self) -> list[Action]:
         saved = self.recovery.saved
         return [Notify(FromCheckpoint(saved.num_counted))] if saved is not None else []
 
@@ -165,7 +173,7 @@ class Lifecycle:
         took_part = {send.to for send in ended.sends}
         clusters = [each for each in self.placement.running if each.root in took_part]
         if ended.sums_gradients:  # one for every batch, so people are told of those that fail
-            done = self.ledger.note_summed(clusters)
+            done = self.ledger.record_summed(clusters)
             return [*ended.sends, Notify(self.ledger.trained), *self.report(done)]
         self.ledger.progress.record_agreement(clusters, ended.told.round_id)
         return [*ended.sends, Notify(ended.told)]
@@ -191,6 +199,15 @@ class Lifecycle:
         told += [Notify(Repaired(made.plan, made.reason))] if made.reason else []
         followed = self.recovery.repair(made)
         return told + (self.start_over(now) if followed is None else followed)
+
+    def tell_rate(self) -> list[Action]:
+        """Tell that the requester's own Adam has clearly another rate than people know."""
+        times = self.placement.rate_times
+        is_back = times == 1.0 != self._told_times
+        if not is_back and abs(times / self._told_times - 1) < _CLEAR_CHANGE:
+            return []
+        self._told_times = times
+        return [Notify(RateChanged(times, len(self.placement.clusters)))]
 
     def may_end(self, now: float) -> bool:
         """Return whether all clusters can take part in the last round, or were waited for long enough."""
@@ -242,7 +259,7 @@ class Lifecycle:
         self.plan_trigger.reset(now)
         if self.stop_by is None and not self.ledger.is_finished:
             self.enter(JobPhase.COLLECTING)
-            actions += [Notify(WorkLost(lost)), *self._tell_checkpoint()] if lost else []
+            actions += [Notify(WorkLost(lost)), *self._notify_checkpoint()] if lost else []
             return actions if len(self._membership) else [*actions, *self.plan_trigger.notify_shortage()]
         self.enter(JobPhase.FINISHED)
         actions += [Send(name, Stop("the job was stopped")) for name in self._membership]
@@ -261,7 +278,7 @@ class Lifecycle:
         return [Notify(each) for each in ready]
 
     def end_collection(self, collected: Collected, now: float) -> _Result:
-        """Go on when something is on disk: a checkpoint, or the result, whoever has left meanwhile."""
+        """Go on when something is on disk: a checkpoint, or the result, also if nodes have left meanwhile."""
         result = self.checkpoints.find_result(collected.number)
         if result is not None and self.phase is not JobPhase.FINISHED:
             if self.phase is not JobPhase.KEEPING:  # nobody was left, and training began again
@@ -288,7 +305,7 @@ class Departures:
         self._rounds, self._plan_trigger = life.rounds, life.plan_trigger
 
     def leave(self, name: NodeId, leave: Leave, now: float) -> _Result:
-        """Let a node go: at once, or when others have what it has."""
+        """Remove a node that wants to leave: at once, or when others have what it has."""
         if leave.can_hand_over and self._life.can_repair and self._recovery.needs(name):
             self._plan_trigger.reset(now)
             return self._recovery.begin_leave(name, leave.reason, now)
@@ -308,7 +325,7 @@ class Departures:
             return actions
         actions += self._life.end_round(ended)
         if cluster is not None:
-            actions += self._lose_stage(cluster, f"{name}: {reason}", now, now if since is None else since)
+            actions += self._give_up_stage(cluster, f"{name}: {reason}", now, now if since is None else since)
         is_collecting = self._life.has_begun and self._life.phase is JobPhase.COLLECTING
         is_empty = is_collecting and not len(self._membership)
         return [*actions, *(self._plan_trigger.notify_shortage() if is_empty else [])]
@@ -349,10 +366,10 @@ class Departures:
                 actions.append(Notify(NotEvaluated(cluster.name)))
                 continue
             self._plan_trigger.reset(now)
-            actions += self._lose_stage(cluster, "it has work, and nothing moves", now, now)
+            actions += self._give_up_stage(cluster, "it has work, and nothing moves", now, now)
         return actions
 
-    def _lose_stage(self, cluster: ClusterState, reason: str, now: float, since: float) -> list[Action]:
+    def _give_up_stage(self, cluster: ClusterState, reason: str, now: float, since: float) -> list[Action]:
         if self._life.can_repair:
             return self._recovery.mark_broken(cluster, reason, since)
         given_back, lost = self._ledger.release(cluster)
@@ -427,7 +444,7 @@ class Duties:
         idle, stuck = self._inquiries.conclude(now) if self._life.is_at_work else ([], [])
         actions = self._departures.evict_gone(now)
         actions += self._departures.evict_idle(idle, now)
-        return actions + self._departures.rebuild([*stuck, *self._rounds.take_stuck()], now)
+        return actions + self._departures.rebuild([*stuck, *self._rounds.pop_stuck()], now)
 
     def _train(self, now: float) -> list[Action]:
         """Grant leases; average, back up and keep what is trained; repair the plan; see when it is enough."""
@@ -444,6 +461,7 @@ class Duties:
             return actions
         if not self._placement.is_exact:
             actions += life.report(self._ledger.end_exact(self._placement.running))
+        actions += life.tell_rate()
         actions += self._ledger.fill(self._placement, self._checkpoints.held)
         if self._ledger.is_finished and self._placement.running and life.may_end(now):
             life.enter(JobPhase.AVERAGING)

@@ -10,6 +10,7 @@ from ravnest.protocol.training import Metrics
 from ravnest.units import show_count, show_flops, show_rate, show_seconds
 
 _MOST_SHOWN = 8  # samples
+_MOST_LETTERS = 200  # of a text
 _GOES_BACK = "it goes back to the last checkpoint"
 
 
@@ -18,6 +19,14 @@ class HubListens:
     """The hub is open: peers can join, though the model may have to be captured first."""
 
     address: str
+
+
+@dataclass(frozen=True, slots=True)
+class DashboardOpened:
+    """The run can be watched at this link; whoever has it can also stop the run."""
+
+    link: str
+    is_for_others: bool = False  # other PCs can reach it
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +134,14 @@ class NoiseFound:
 
 
 @dataclass(frozen=True, slots=True)
+class RateChanged:
+    """The requester's own Adam steps so many times as far as asked, since so many clusters share batches."""
+
+    times: float
+    num_clusters: int
+
+
+@dataclass(frozen=True, slots=True)
 class NotEvaluated:
     """The last evaluation is left out: the cluster whose weights are kept answers, but gets nowhere."""
 
@@ -182,7 +199,7 @@ class Recovered:
 
     cluster: str
     seconds: float  # that it stood still
-    sources: tuple[NodeId, ...]  # who gave what was missing
+    sources: tuple[NodeId, ...]  # the nodes that gave what was missing
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,13 +262,23 @@ class EpochDone:
 
 @dataclass(frozen=True, slots=True)
 class Evaluated:
-    """The means over the validation samples after so many epochs."""
+    """The means over the validation samples after so many epochs, or updates, if they are counted."""
 
     epoch: int
     cluster: str
     num_samples: int
     loss: float | None
     metrics: Metrics
+    num_updates: int = 0  # of the job
+
+
+@dataclass(frozen=True, slots=True)
+class SampledText:
+    """What the model writes after a prompt of the job, at an evaluation."""
+
+    epoch: int
+    prompt: str
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,6 +335,7 @@ class Stopping:
 
 Notice = (
     HubListens
+    | DashboardOpened
     | CaptureStep
     | ModelCaptured
     | Joined
@@ -321,6 +349,7 @@ Notice = (
     | Leaving
     | SpeedChanged
     | NoiseFound
+    | RateChanged
     | NotEvaluated
     | Waiting
     | PlanFormed
@@ -335,6 +364,7 @@ Notice = (
     | Trained
     | EpochDone
     | Evaluated
+    | SampledText
     | RoundEnded
     | Checkpointed
     | NotCheckpointed
@@ -349,6 +379,9 @@ def show_notice(news: Notice) -> str:  # noqa: C901, PLR0912, PLR0915 - one shor
     match news:
         case HubListens(address):
             return f"the hub listens at {address}"
+        case DashboardOpened(link, is_for_others):
+            trust = "; it is plain HTTP: open it only in networks that you trust" if is_for_others else ""
+            return f"watch it at {link}{trust}"
         case CaptureStep(job, step):
             return f"capturing {job}: {step}"
         case ModelCaptured(job, seconds, num_parameters, num_positions):
@@ -398,6 +431,11 @@ def show_notice(news: Notice) -> str:  # noqa: C901, PLR0912, PLR0915 - one shor
         case NoiseFound(noise, may_add_clusters):
             then = ": more clusters may pay now" if may_add_clusters else ""
             return f"the noise scale of the gradients is {noise:.3g} samples{then}"
+        case RateChanged(times, num_clusters):
+            if times == 1.0:
+                return "your Adam has the learning rate that you gave again"
+            why = f"{num_clusters} clusters share each batch, and a share is noisier than its batch"
+            return f"the learning rate of your Adam is {times:.2f} times the one you gave: {why}"
         case NotEvaluated(cluster):
             return f"the last weights are kept as they are, not evaluated: in cluster {cluster} nothing moves"
         case Repaired(plan, reason):
@@ -419,9 +457,12 @@ def show_notice(news: Notice) -> str:  # noqa: C901, PLR0912, PLR0915 - one shor
         case EpochDone(epoch, num_samples, num_dropped, loss):
             dropped = f", {num_dropped} dropped" if num_dropped else ""
             return f"epoch {epoch}: {num_samples} samples{dropped}, loss {_show(loss)}"
-        case Evaluated(epoch, _, num_samples, loss, metrics):
+        case Evaluated(epoch, _, num_samples, loss, metrics, num_updates):
             shown = [f", {name} {_show(value)}" for name, value in metrics]
-            return f"after epoch {epoch}: {num_samples} samples, loss {_show(loss)}{''.join(shown)}"
+            place = f"{num_updates} updates" if num_updates else f"epoch {epoch}"
+            return f"after {place}: {num_samples} samples, loss {_show(loss)}{''.join(shown)}"
+        case SampledText(epoch, prompt, text):
+            return f"after epoch {epoch}, to {_show_text(prompt)}: {_show_text(text)}"
         case RoundEnded(round_id, is_committed, _, reason, seconds, left_out, blamed):
             without = f" without {', '.join(left_out)}" if left_out else ""
             outcome = f"committed in {show_seconds(seconds)}" if is_committed else f"aborted: {reason}"
@@ -434,6 +475,11 @@ def show_notice(news: Notice) -> str:  # noqa: C901, PLR0912, PLR0915 - one shor
             return f"the job is stopped ({reason}); what was trained is kept"
         case _:
             assert_never(news)
+
+
+def _show_text(text: str) -> str:
+    """Return text that may hold anything as a terminal may show it."""
+    return repr(text if len(text) <= _MOST_LETTERS else f"{text[:_MOST_LETTERS]}...")
 
 
 def _show_resumed(num_samples: int, num_peers: int) -> str:

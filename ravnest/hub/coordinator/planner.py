@@ -1,24 +1,43 @@
-"""The hub's planner: it answers a MakePlan with a plan, a repaired plan, or what is short.
+"""Planning in the hub: when a plan is asked for, how it is made, and whether it still fits the members.
 
-A planner also says how batches are cut. A batch is what one update sees; it travels as microbatches, so that
-the pipeline stays full. All clusters use the same number of microbatches, as many as their windows and the
-lag bound need. The server runs the planner in a thread and takes it as an argument.
+SearchPlanner answers a MakePlan with a plan, a repaired plan, or what is short. It also says how batches are
+cut: a batch is what one update sees; it travels as microbatches, so that the pipeline stays full. The server
+runs the planner in a thread and takes it as an argument. PlanTrigger asks for plans. Members are measured
+first, for facts that their provider has not stated: they run a piece of the real model and time their link. A
+plan waits for that, but not for long. The links of a cluster that has become slow are measured again.
 """
 
+import math
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from math import ceil
-from typing import Protocol
+from math import ceil, isfinite
+from typing import Any, Protocol
 
-from ravnest.config import SEARCH_BUDGET, Averaging, PlanConfig, SearchBudget
+from ravnest.config import SEARCH_BUDGET, TIMEOUTS, Averaging, HubTimeouts, PlanConfig, SearchBudget
 from ravnest.errors import PlanError
-from ravnest.hub.coordinator.events import JobGiven, JobSettings, MakePlan, PlanMade
+from ravnest.hub.coordinator.events import (
+    Action,
+    ClusterSlowed,
+    JobGiven,
+    JobSettings,
+    MakeParts,
+    MakePlan,
+    Notify,
+    PartsMade,
+    PlanMade,
+    Probed,
+    Send,
+)
+from ravnest.hub.coordinator.membership import Member, Membership
+from ravnest.hub.coordinator.notices import Measured, Waiting
+from ravnest.hub.coordinator.placement import Placement
 from ravnest.ids import NodeId
 from ravnest.plan.formation import form_plan
 from ravnest.plan.repair import Repair, node_joined, node_left, node_slowed
 from ravnest.plan.sharing import LEAST_UPDATES, Sharing, TrainingLength, efficiency, share_job
-from ravnest.plan.types import ModelProfile, Plan, Swarm
+from ravnest.plan.types import ModelProfile, Node, Plan, Swarm
+from ravnest.protocol.membership import Fact, ProbeOrder
 from ravnest.units import show_count
 
 MOST_OF_LEASE = 1024  # microbatches: what one message may list
@@ -36,17 +55,6 @@ def lease_batches(job: JobGiven, plan: Plan, microbatches: int) -> int:
     batch_bytes = job.profile.resize_batch(job.settings.batch_size).crossing_bytes[0]
     wanted = max(ceil(2 * widest / microbatches), int(_LEASE_BYTES // max(batch_bytes, 1.0)))
     return min(job.settings.chunk_batches, wanted, max(1, MOST_OF_LEASE // microbatches))
-
-
-def profile_microbatch(job: JobGiven, microbatches: int, sharing: Sharing) -> ModelProfile:
-    """Return the profile of a job whose batches, or shares of a batch, travel in so many pieces."""
-    num_shares = sharing.num_clusters if sharing.is_split else 1
-    return job.profile.resize_batch(-(-job.settings.batch_size // (microbatches * num_shares)))
-
-
-def configure_microbatch(job: JobGiven, microbatches: int, sharing: Sharing) -> PlanConfig:
-    """Return what the planner assumes when batches travel in so many pieces."""
-    return replace(job.config, accumulates=microbatches > 1, averaging=sharing.averaging)
 
 
 class Planner(Protocol):
@@ -132,18 +140,19 @@ class SearchPlanner:
             if len(plan.clusters) == expected.num_clusters or not is_split:
                 break
             expected = replace(expected, num_clusters=len(plan.clusters))
-        profile, swarm = profile_microbatch(job, count, expected), Swarm(asked.nodes)
-        config = replace(job.config, accumulates=count > 1)
         if is_exact and (reason := _why_not_exact(plan, settings)):
             raise PlanError(reason)
         # Clusters of several stages would stand still while a batch passes through them.
         is_flat = count == 1 and all(len(each.stages) == 1 for each in plan.clusters)
         can_sum = is_flat and not length.is_whole_batch and length.average_every is None
-        return _Candidate(plan, count, share_job(plan, profile, swarm, config, length, can_sum))
+        found = _share_candidate(job, asked, plan, count, expected, can_sum)
+        if _says_too_little(found, settings):
+            found = _share_candidate(job, asked, *form(2), expected, can_sum=False)
+        return found
 
     def _form(self, job: JobGiven, asked: MakePlan, count: int, sharing: Sharing, num_clusters: int) -> Plan:
-        profile = profile_microbatch(job, count, sharing)
-        config = replace(configure_microbatch(job, count, sharing), clusters=num_clusters)
+        profile = job.profile_microbatch(count, sharing)
+        config = replace(job.configure_microbatch(count, sharing), clusters=num_clusters)
         swarm, seed = Swarm(asked.nodes), job.settings.seed
         if self.form is not None:
             return self.form(profile, swarm, config, seed, asked.plan_id)
@@ -152,8 +161,8 @@ class SearchPlanner:
     def _repair(self, job: JobGiven, asked: MakePlan, plan: Plan, now: float) -> PlanMade:
         """Repair the plan node by node: first those that left, then the changed ones, then new ones."""
         sharing = asked.sharing
-        profile = profile_microbatch(job, asked.microbatches, sharing)
-        config = configure_microbatch(job, asked.microbatches, sharing)
+        profile = job.profile_microbatch(asked.microbatches, sharing)
+        config = job.configure_microbatch(asked.microbatches, sharing)
         here = [*asked.gone, *asked.nodes]
         reasons: list[str] = []
         for node in asked.gone:
@@ -193,9 +202,9 @@ class SearchPlanner:
         return plan, f"the noise scale is {asked.noise or 0.0:.3g} samples: {what}"
 
     def _join(self, job: JobGiven, asked: MakePlan, plan: Plan, name: NodeId, swarm: Swarm) -> Repair:
-        """Take in a node; it helps to form another cluster only where that costs little quality."""
-        profile = profile_microbatch(job, asked.microbatches, asked.sharing)
-        config = configure_microbatch(job, asked.microbatches, asked.sharing)
+        """Add a node to a plan; it helps to form another cluster only where that costs little quality."""
+        profile = job.profile_microbatch(asked.microbatches, asked.sharing)
+        config = job.configure_microbatch(asked.microbatches, asked.sharing)
         free = node_joined(plan, name, profile, swarm, config, self.budget)
         if len(free.plan.clusters) <= max(1, len(plan.clusters)):
             return free
@@ -209,7 +218,7 @@ class SearchPlanner:
     def _share(self, job: JobGiven, asked: MakePlan, plan: Plan, swarm: Swarm) -> Sharing:
         """Return how the clusters of a repaired plan share the job; those that sum gradients go on so."""
         expected = replace(asked.sharing, num_clusters=max(1, len(plan.clusters)))
-        profile = profile_microbatch(job, asked.microbatches, expected)
+        profile = job.profile_microbatch(asked.microbatches, expected)
         config = replace(job.config, accumulates=asked.microbatches > 1)
         was_exact = asked.sharing.averaging is Averaging.EXACT and asked.sharing.num_clusters > 1
         if was_exact:
@@ -234,6 +243,26 @@ class _Candidate:
     microbatches: int
     sharing: Sharing
     reason: str = ""
+
+
+def _share_candidate(
+    job: JobGiven, asked: MakePlan, plan: Plan, count: int, expected: Sharing, can_sum: bool
+) -> _Candidate:
+    """Return a plan with the best way for its clusters to share the job."""
+    profile, config = job.profile_microbatch(count, expected), replace(job.config, accumulates=count > 1)
+    sharing = share_job(plan, profile, Swarm(asked.nodes), config, _length(job, asked), can_sum)
+    return _Candidate(plan, count, sharing)
+
+
+def _says_too_little(found: _Candidate, settings: JobSettings) -> bool:
+    """Return whether the noise has to be measured for the requester's Adam, and whole shares say nothing.
+
+    They are cut in two then, unless a batch norm needs them whole.
+    """
+    sharing, smallest = found.sharing, 2 * settings.least_samples * found.sharing.num_clusters
+    is_shared = sharing.num_clusters > 1 and sharing.is_split and sharing.averaging is not Averaging.EXACT
+    is_open = found.microbatches == 1 and not settings.microbatches
+    return settings.has_own_adam and is_shared and is_open and settings.batch_size >= smallest
 
 
 def _why_not_exact(plan: Plan, settings: JobSettings) -> str:
@@ -317,3 +346,199 @@ def _accumulate(plan: Plan, count: int, max_lag: int) -> Plan:
         stages = (replace(stage, window=min(stage.window, widest)) for stage in cluster.stages)
         clusters.append(replace(cluster, stages=tuple(stages), accumulate=count))
     return replace(plan, clusters=tuple(clusters))
+
+
+_TIMES_AS_SLOW = 3.0  # a link must be, to be believed: training takes its part of it
+_SO = "so what it says of itself counts"
+# No machine is slower or faster; a report that says so has measured something else.
+_SPEEDS, _RATES, _LATENCIES = (1e6, 1e16), (1e3, 1e11), (0.0, 10.0)
+
+
+def probe_due(membership: Membership) -> float | None:
+    """Return when the first probe is given up."""
+    return min((each.probe_by for each in membership.unmeasured if each.probe_by is not None), default=None)
+
+
+def order_probes(
+    placement: Placement, profile: ModelProfile, now: float, timeouts: HubTimeouts
+) -> list[MakeParts | Send | Notify]:
+    """Order a probe of each unmeasured member, once; believe one that does not answer in time."""
+    orders: list[MakeParts | Send | Notify] = []
+    for member in placement.membership.unmeasured:
+        if member.probe_by is None:
+            orders += _order_probe(placement, profile, member, now + timeouts.probe_seconds)
+        elif now >= member.probe_by:
+            placement.membership.end_probe(member.node.name, member.node)
+            told = f"was not measured within {timeouts.probe_seconds:.0f} s, {_SO}"
+            orders.append(Notify(Measured(member.node, told)))
+    return orders
+
+
+def _order_probe(
+    placement: Placement, profile: ModelProfile, member: Member, probe_by: float
+) -> list[MakeParts] | list[Send]:
+    """Order a probe as soon as the parts of the busiest position are there, if these are needed."""
+    blueprint = None
+    if Fact.SPEED in member.guessed:
+        busiest = max(range(profile.num_positions), key=lambda position: profile.forward_flops[position])
+        made = placement.find_parts(busiest, busiest + 1)
+        if not isinstance(made, PartsMade):
+            return made
+        blueprint = made.blueprint
+    placement.membership.update(replace(member, probe_by=probe_by))
+    times_link = member.guessed != (Fact.SPEED,)
+    return [Send(member.node.name, ProbeOrder(blueprint, times_link))]
+
+
+def end_probe(membership: Membership, probed: Probed) -> list[Action] | str:
+    """Believe what was measured, within reason; return why not, if nobody asked or it is nonsense."""
+    member = membership.find(probed.node)
+    if member is None or member.probe_by is None:
+        return f"nobody asked how fast {probed.node} is, or it came too late"
+    found = {
+        Fact.SPEED: {"flops_per_second": (probed.flops_per_second, _SPEEDS)},
+        Fact.BANDWIDTH: {
+            "upload_bytes_per_second": (probed.upload_bytes_per_second, _RATES),
+            "download_bytes_per_second": (probed.download_bytes_per_second, _RATES),
+        },
+        Fact.LATENCY: {"latency_seconds": (probed.latency_seconds, _LATENCIES)},
+    }
+    facts = {name: fact for each in member.guessed for name, fact in found[each].items()}
+    values: dict[str, Any] = {name: value for name, (value, _) in facts.items() if value is not None}
+    if not all(isfinite(x) and (x > 0 or facts[name][1][0] == 0 == x) for name, x in values.items()):
+        return f"no machine is like what was measured of {probed.node}: {values}"
+    bounded = {name: min(max(value, facts[name][1][0]), facts[name][1][1]) for name, value in values.items()}
+    node = replace(member.node, **bounded)
+    membership.end_probe(probed.node, node)
+    fault = "" if len(values) == len(facts) else f"could not measure all, {_SO}"
+    return [Notify(Measured(node, fault))]
+
+
+class LinkChecks:
+    """Orders probes of the links of slow clusters; a check ends when all nodes of its cluster have answered.
+
+    `replan` is told when the facts of a node have changed.
+    """
+
+    def __init__(self, placement: Placement, replan: Callable[[float], None]) -> None:
+        self._placement, self._membership, self._replan = placement, placement.membership, replan
+        self._awaited: dict[NodeId, str] = {}  # the cluster_id, by node
+        self._found: dict[str, list[Node]] = {}  # by cluster_id: nodes as their links are now
+
+    def order(self, slowed: ClusterSlowed) -> list[Action] | str:
+        """Order probes of all links of a cluster; a check of it that is under way begins anew."""
+        cluster = self._placement.find_cluster(slowed.cluster_id)
+        if cluster is None or not cluster.is_running or len(cluster.nodes) < 2:
+            return f"no microbatch crosses a link of the slow cluster {slowed.cluster_id}"
+        self._awaited |= dict.fromkeys(cluster.nodes, cluster.cluster_id)
+        self._found[cluster.cluster_id] = []
+        return [Send(name, ProbeOrder(None, times_link=True)) for name in cluster.nodes]
+
+    def end_probe(self, probed: Probed, now: float) -> list[Action] | str:
+        """Plan with what was measured of a newcomer, or of the links of a cluster that is slow."""
+        if probed.node not in self._awaited:
+            return end_probe(self._membership, probed)
+        changed = self._record(probed)
+        for node in changed:
+            self._membership.update(replace(self._membership[node.name], node=node))
+            self._replan(now)
+        return [Notify(Measured(node, "has a slower link than before")) for node in changed]
+
+    def _record(self, probed: Probed) -> list[Node]:
+        """Record an answer; with the last one, return the nodes whose links are slower than the plan knows.
+
+        If all of them are, it is rather the line of the hub, which measures.
+        """
+        cluster_id = self._awaited.pop(probed.node)
+        member, found = self._membership.find(probed.node), self._found[cluster_id]
+        if member is not None:
+            found.append(_with_links(member.node, probed))
+        if cluster_id in self._awaited.values():
+            return []
+        del self._found[cluster_id]
+        here = [node for node in found if node.name in self._membership]
+        slow = [node for node in here if node != self._membership[node.name].node]
+        return slow if len(slow) < len(found) else []
+
+
+def _with_links(node: Node, probed: Probed) -> Node:
+    """Return a node with the rates of its link that are much slower than they were."""
+    changes = {}
+    for fact in ("upload_bytes_per_second", "download_bytes_per_second"):
+        rate = getattr(probed, fact)
+        if rate is not None and _RATES[0] <= rate < getattr(node, fact) / _TIMES_AS_SLOW:
+            changes[fact] = rate
+    return replace(node, **changes)
+
+
+NOBODY = "nobody is here; training goes on when enough nodes have joined: `ravnest token` says how"
+_Asked = list[MakePlan | MakeParts | Send | Notify]
+
+
+class PlanTrigger:
+    """Asks once for each set of members: when all expected ones are here, or when it is quiet."""
+
+    def __init__(self, job: JobGiven, placement: Placement, timeouts: HubTimeouts = TIMEOUTS.hub) -> None:
+        self._job, self._timeouts = job, timeouts
+        self._placement, self._membership = placement, placement.membership
+        self._changed_at = 0.0  # when a member last came, went or changed
+        self._was_asked = False  # for a plan of these members
+        self._plan_id = 0  # of the plan that is being made
+        self.shortage = ""  # as people were told
+        self._had_plan = False
+
+    def reset(self, now: float) -> None:
+        """A member came, went or changed: another plan is needed."""
+        self._changed_at, self._was_asked = now, False
+
+    @property
+    def plan_due(self) -> float | None:
+        """When to look again for a plan, if nothing else happens."""
+        if self._membership.unmeasured:
+            return probe_due(self._membership)
+        if not len(self._membership) or self._was_asked or self._membership.missing:
+            return None
+        longest = self._timeouts.replan_seconds if self._had_plan else math.inf
+        return self._changed_at + min(self._job.settings.settle_seconds, longest)
+
+    def ask_for_plan(self, now: float) -> _Asked:
+        """Order probes of newcomers, and ask for a plan if it is time for that."""
+        actions: _Asked = [*order_probes(self._placement, self._job.profile, now, self._timeouts)]
+        due, expected = self.plan_due, self._job.settings.expected_nodes
+        is_enough = not self._had_plan and len(self._membership) >= expected > 0
+        if self._membership.unmeasured or due is None or not (now >= due or is_enough):
+            return actions
+        return [*actions, self._ask()]
+
+    def repair_due(self, is_urgent: bool) -> float | None:
+        """Return when to ask for a repair, if nothing else happens."""
+        if self._membership.unmeasured and not is_urgent:
+            return probe_due(self._membership)
+        quiet_seconds = 0.0 if is_urgent else self._timeouts.join_seconds
+        return None if self._was_asked else self._changed_at + quiet_seconds
+
+    def ask_for_repair(self, now: float, is_urgent: bool) -> _Asked:
+        """Order probes of newcomers, and ask for a repair if it is time for that."""
+        actions: _Asked = [*order_probes(self._placement, self._job.profile, now, self._timeouts)]
+        must_wait = bool(self._membership.unmeasured) and not is_urgent
+        due = None if must_wait else self.repair_due(is_urgent)
+        return actions if due is None or now < due else [*actions, self._ask()]
+
+    def _ask(self) -> MakePlan:
+        asked = self._placement.ask_for_plan()
+        self._was_asked, self._plan_id = True, asked.plan_id
+        return asked
+
+    def accept(self, made: PlanMade) -> bool:
+        """Return whether a plan, or a shortage, is of the members that are here."""
+        self._had_plan |= self.fits(made) and made.plan is not None
+        return self.fits(made)
+
+    def fits(self, made: PlanMade) -> bool:
+        """Return whether no member came, went or changed since a plan was asked for."""
+        return self._was_asked and made.plan_id == self._plan_id
+
+    def notify_shortage(self, shortage: str = NOBODY) -> list[Notify]:
+        """Say once why there is no plan."""
+        told, self.shortage = self.shortage, shortage
+        return [Notify(Waiting(shortage))] if shortage not in ("", told) else []

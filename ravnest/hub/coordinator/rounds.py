@@ -1,7 +1,9 @@
-"""Which clusters the next round is of: one that held up the others stays away from a few.
+"""Rounds: when the next one comes, which clusters take part, and what becomes of it.
 
-A period is what lies between two regular rounds; a round that was held up is tried again within it, without
-who was to blame.
+The hub counts the votes of all members. It commits when all have voted with the same hashes, else it aborts.
+The event of the last vote is in the log before a member is told: a hub that restarts decides the same again.
+A cluster that held a round up stays away from the next ones, twice as many each time in a row. A period is
+what lies between two regular rounds; a round that was held up is tried again within it.
 """
 
 from collections import deque
@@ -9,14 +11,13 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ravnest.averaging.ring import choose_least_chunk
-from ravnest.averaging.round import RoundDecision
 from ravnest.config import TIMEOUTS, Averaging, HubTimeouts
 from ravnest.hub.coordinator.events import JobGiven, Send
 from ravnest.hub.coordinator.ledger import Ledger
 from ravnest.hub.coordinator.notices import RoundEnded
 from ravnest.hub.coordinator.phases import ClusterPhase
 from ravnest.hub.coordinator.placement import ClusterState, Placement
-from ravnest.ids import NodeId, RoundId
+from ravnest.ids import NodeId, RoundId, SegmentId
 from ravnest.plan.sharing import LEAST_UPDATES
 from ravnest.protocol.averaging import (
     RoundAbort,
@@ -43,14 +44,14 @@ _NEVER = _Lateness(0, 0)
 
 
 class ExclusionBackoff:
-    """Knows clusters by their cluster_ids, who never come again under the same name."""
+    """Knows clusters by their cluster_ids, which are never used again."""
 
     def __init__(self) -> None:
         self._period = 0
         self._late: dict[str, _Lateness] = {}
 
     def begin_period(self) -> None:
-        """Let the next regular round come."""
+        """Begin the period of the next regular round."""
         self._period += 1
 
     def present(self, running: Sequence[ClusterState]) -> tuple[ClusterState, ...]:
@@ -65,22 +66,88 @@ class ExclusionBackoff:
         return num_rounds
 
     def forgive(self, clusters: Iterable[ClusterState]) -> None:
-        """Forget what those who made a round together were blamed for before."""
+        """Forget what clusters were blamed for that have made a round together."""
         for cluster in clusters:
             self._late.pop(cluster.cluster_id, None)
 
 
 def judge(suspects: Mapping[str, str | None]) -> frozenset[str]:
-    """Return who is to blame, from whom each cluster_id waited for; one that knows of nobody names None.
+    """Return the clusters to blame. `suspects` has the cluster that each one waited for, or None.
 
-    Who is cut off blames others as they blame it, so whoever is blamed is believed only when nobody else is
-    heard. When nobody blames anybody, all who gave up share it.
+    A cluster that is cut off blames others as they blame it. So a cluster that is blamed itself is believed
+    only when no other is heard. When none blames another, all that gave up share the blame.
     """
     blamed = {suspect for suspect in suspects.values() if suspect is not None}
     believed = {
         who for who in blamed if any(suspects[x] == who and x not in blamed - {who} for x in suspects)
     }
     return frozenset(believed or blamed or suspects)
+
+
+class RoundDecision:
+    """The hub's side: it counts votes and decides once. Votes come from members, each in its own name."""
+
+    def __init__(self, round_id: RoundId, members: tuple[NodeId, ...]) -> None:
+        assert members, "a round needs members"
+        self._round_id = round_id
+        self._missing = dict.fromkeys(members)  # in the order of the plan, for stable reasons
+        self._hashes: dict[SegmentId, dict[bytes, list[NodeId]]] = {}
+        self._outcome: RoundOutcome | None = None
+        self._suspects: tuple[NodeId, ...] = ()
+
+    @property
+    def outcome(self) -> RoundOutcome | None:
+        """What was decided; nobody may hear of it before the event that decided is in the log."""
+        return self._outcome
+
+    @property
+    def missing(self) -> set[NodeId]:
+        """The members that have not voted."""
+        return set(self._missing)
+
+    @property
+    def suspects(self) -> tuple[NodeId, ...]:
+        """The members that prevented a commit, as far as votes tell: silent, or with another mean."""
+        return self._suspects
+
+    def vote(self, ready: RoundReady) -> None:
+        """Count a vote, a second copy of it once; the last one missing decides."""
+        if ready.member in self._missing:
+            del self._missing[ready.member]
+            for segment, digest in ready.hashes:
+                self._hashes.setdefault(segment, {}).setdefault(digest, []).append(ready.member)
+        if self._missing:
+            return
+        unlike = {segment: found for segment, found in self._hashes.items() if len(found) > 1}
+        self._decide(self._refuse(unlike) if unlike else RoundCommit(self._round_id))
+
+    def give_up(self, member: NodeId, reason: str, suspect: NodeId | None = None) -> None:
+        """Abort because a member died or gave up."""
+        self._decide(RoundAbort(self._round_id, f"{member}: {reason}", suspect))
+
+    def expire(self) -> None:
+        """Abort because not all have voted in time."""
+        self._suspects = tuple(self._missing)
+        silent = ", ".join(self._missing)
+        self._decide(RoundAbort(self._round_id, f"no vote before the deadline from {silent}"))
+
+    def _refuse(self, unlike: dict[SegmentId, dict[bytes, list[NodeId]]]) -> RoundAbort:
+        """Abort because owners of a segment hold different averages; the fewer are suspected, or all."""
+        suspects: dict[NodeId, None] = {}
+        for found in unlike.values():
+            groups = sorted(found.values(), key=len)
+            is_even = len(groups[-1]) == len(groups[-2])
+            suspects |= dict.fromkeys(name for group in groups[: None if is_even else -1] for name in group)
+        self._suspects = tuple(suspects)
+        segment, found = next(iter(unlike.items()))
+        shown = "; ".join(f"{', '.join(names)}: {digest.hex()[:8]}" for digest, names in found.items())
+        more = f", as in {len(unlike) - 1} more" if len(unlike) > 1 else ""
+        reason = f"the owners of segment {segment} hold different averages ({shown}){more}"
+        return RoundAbort(self._round_id, reason)
+
+    def _decide(self, outcome: RoundOutcome) -> None:
+        assert self._outcome is None, f"round {self._round_id} is decided already: {self._outcome}"
+        self._outcome = outcome
 
 
 _PATIENCE = 1.25  # the hub waits longer for votes than members try
@@ -92,7 +159,7 @@ _REMEMBERED = 16  # rounds whose outcome a member may still ask for
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """What people are told of a round, and what all who took part are."""
+    """What people are told of a round, and what its members are told."""
 
     told: RoundEnded
     sends: tuple[Send, ...]
@@ -100,7 +167,7 @@ class Ended:
 
 
 class Rounds:
-    """Says when the next round comes and of whom, opens it, collects votes, tells the outcome."""
+    """Chooses when the next round comes and its clusters, opens it, collects votes, tells the outcome."""
 
     def __init__(
         self, job: JobGiven, placement: Placement, ledger: Ledger, timeouts: HubTimeouts = TIMEOUTS.hub
@@ -112,7 +179,7 @@ class Rounds:
         self._decision: RoundDecision | None = None
         self._clusters: tuple[ClusterState, ...] = ()  # of the last round
         self._left_out: tuple[str, ...] = ()  # of it, although they train
-        self._given_up: dict[NodeId, RoundAbort] = {}  # who will not vote any more, while others are heard
+        self._given_up: dict[NodeId, RoundAbort] = {}  # members that will not vote any more
         self._opened_at = self._members_by = self._deadline = 0.0
         self._is_final = self._sums_gradients = False  # of the last round
         self._outcomes: deque[RoundOutcome] = deque(maxlen=_REMEMBERED)
@@ -123,7 +190,7 @@ class Rounds:
         self._backoff = ExclusionBackoff()
         self._stuck: list[ClusterState] = []
         self._num_tries = 0  # at the last round
-        self._is_due_again = False  # the last one was aborted, and may commit without who was to blame
+        self._is_due_again = False  # the last one was aborted, and may commit without the clusters to blame
         self._num_late = 0  # rounds in a row that somebody could not end in time
         self._seconds = 0.0  # that a round takes, as measured
         self._num_updates = 0  # of all clusters, when a round was last due
@@ -165,7 +232,7 @@ class Rounds:
         return self._open(clusters, now) if len(clusters) > 1 else []
 
     def open_last(self, now: float) -> list[Send]:
-        """Order the last round, if it is still to be tried: first of all, then without who held it up.
+        """Order the last round, if it is still to be tried: first with all, then without the late ones.
 
         Clusters that sum gradients have the same weights already.
         """
@@ -193,7 +260,7 @@ class Rounds:
         ]
 
     def receive(self, sender: NodeId, message: RoundReady | RoundAbort, now: float) -> Ended | Refusal | None:
-        """Take a vote, or a member that gives up; at the deadline all are heard before somebody is blamed."""
+        """Count a vote, or record a member that gives up; all are heard before one is blamed."""
         if self._decision is None or message.round_id != self._num_opened:
             return Refusal(f"{type(message).__name__} of round {message.round_id}, which is not open")
         if self._find(sender) is None:
@@ -208,7 +275,7 @@ class Rounds:
             self._decision.vote(message)
             if self._decision.outcome is not None:
                 return self._settle(now, self._cluster_ids(self._decision.suspects))
-        # All have spoken, but for those who would not be believed; or it is about something else than time.
+        # All members were heard, but for those that would not be believed; or the reason is not time.
         unheard = self._cluster_ids(self._decision.missing - self._given_up.keys())
         is_heard = now < self._members_by or unheard <= set(self._suspects(most_hops=1).values())
         return self._give_up(now) if self._given_up and is_heard else None
@@ -277,7 +344,7 @@ class Rounds:
         expected = max(self._seconds, self._foreseen)
         seconds = (self._timeouts.round_seconds + 4 * expected) * min(2**self._num_late, _MOST_TIMES)
         # A gradient round waits until its batch is trained; a cluster that hangs is found by its silence.
-        seconds = config.max_round_seconds if sums_gradients else min(seconds, config.max_round_seconds)
+        seconds = self._most_seconds if sums_gradients else min(seconds, self._most_seconds)
         self._num_opened += 1
         self._opened_at, self._members_by, self._deadline = now, now + seconds, now + _PATIENCE * seconds
         self._is_final, self._clusters, self._sums_gradients = is_final, clusters, sums_gradients
@@ -303,7 +370,7 @@ class Rounds:
         return sends
 
     def _suspects(self, most_hops: int) -> dict[str, str | None]:
-        """Whom the clusters of those who gave up waited for; who waits for a later hop knows of nobody."""
+        """Return the cluster that each one waited for that gave up; None where it waited for a later hop."""
         found: dict[str, str | None] = {}
         for name, abort in self._given_up.items():
             suspect = self._find(abort.suspect) if abort.hops <= most_hops else None
@@ -321,7 +388,7 @@ class Rounds:
         return self._settle(now, judge(self._suspects(min(hops, default=1))))
 
     def _settle(self, now: float, blamed: Collection[str] = ()) -> Ended:
-        """End the round; after an abort those who are not to blame may try again at once."""
+        """End the round; after an abort the clusters that are not to blame may try again at once."""
         assert self._decision is not None
         outcome = self._decision.outcome
         assert outcome is not None, "a round ends with its decision"
@@ -353,7 +420,7 @@ class Rounds:
             self._stuck += [each for each, rounds in excluded if rounds > _FEW_ROUNDS]
         return Ended(told, sends, self._sums_gradients)
 
-    def take_stuck(self) -> list[ClusterState]:
+    def pop_stuck(self) -> list[ClusterState]:
         """Return the clusters that held up one gradient round after the other, once."""
         stuck, self._stuck = self._stuck, []
         return stuck
@@ -361,8 +428,15 @@ class Rounds:
     @property
     def _foreseen(self) -> float:
         """The seconds a round takes; where training leaves nothing of a link, no number foresees them."""
-        seconds, most = self._placement.outlook.round_seconds, self._config.max_round_seconds
+        seconds, most = self._placement.outlook.round_seconds, self._most_seconds
         return seconds if 0 <= seconds < most else most
+
+    @property
+    def _most_seconds(self) -> float:
+        """What a round may take: longer where the plan sends much of it through the hub."""
+        seconds, config = self._placement.outlook.round_seconds, self._config
+        is_relayed = config.max_round_seconds < seconds <= config.max_relayed_round_seconds
+        return config.max_relayed_round_seconds if is_relayed else config.max_round_seconds
 
     def _cluster_ids(self, names: Collection[NodeId]) -> frozenset[str]:
         return frozenset(each.cluster_id for each in self._clusters if not set(names).isdisjoint(each.nodes))

@@ -1,61 +1,121 @@
-"""Newcomers: who may come in, under what name, which pairs may meet through the relay, and what is measured.
+"""Admission: which peers may join, under which name, and which pairs may meet through the relay.
 
 What a peer says of itself is believed only within bounds: others are told its name and addresses. What it
 measured of itself is completed with the time of the link from it to the hub.
 """
 
 import hmac
+import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from hashlib import sha256
 from itertools import count
+from secrets import token_bytes
 
+import msgspec
+
+from ravnest.errors import ConfigError
 from ravnest.hub.coordinator.events import Probed
 from ravnest.hub.coordinator.membership import is_sensible
+from ravnest.hub.service.guests import Guests, GuestsInMemory
 from ravnest.ids import HUB, NodeId
-from ravnest.net.identity import Token, peer_of, prove
+from ravnest.net.identity import (
+    EVERYBODY,
+    ReadGreeting,
+    Token,
+    derive_secret,
+    peer_of,
+    prove,
+    read_greeting,
+)
 from ravnest.net.relay import TICKET_BYTES, Relay
 from ravnest.net.transport import PeerId, PublicKey
 from ravnest.protocol.membership import PROTOCOL_VERSION, Complaint, Hello, ProbeReport
 from ravnest.protocol.placement import PlanOrder, RingOrder
-from ravnest.transfer.exchange import Exchange, LinkTimes
+from ravnest.transfer.exchange import Exchange
+from ravnest.transfer.link_probe import LinkTimes
 
-_KEY_BYTES = 40
-_PROOF_BYTES = 32
+logger = logging.getLogger(__name__)
+
 _LONGEST_NAME = 40
 _LONGEST_ADDRESS = 80
 _MOST_ADDRESSES = 6
 _MOST_COMPLAINTS = 3
 
 
-class Admission:
-    """Lets in who knows the token's secret, and knows who is in. `admit` belongs to the transport."""
+def _wall_clock() -> float:
+    return time.time()  # noqa: TID251 - invitations end by the calendar
 
-    def __init__(self, token: Token, relay: Relay | None, version: str = PROTOCOL_VERSION) -> None:
+
+class Admission:
+    """Admits peers that know an invitation's secret, and names them. The transport calls `admit`."""
+
+    def __init__(
+        self,
+        token: Token,
+        relay: Relay | None,
+        version: str = PROTOCOL_VERSION,
+        *,
+        hub_secret: bytes = b"",
+        guests: Guests | None = None,
+        wall_clock: Callable[[], float] = _wall_clock,
+    ) -> None:
         self._token, self._version = token, version
+        # Tickets and invitations come from what no token tells: whoever has one could else make others.
+        self._hub_secret = hub_secret or token_bytes(TICKET_BYTES)
+        self._guests: Guests = GuestsInMemory() if guests is None else guests
+        self._wall_clock = wall_clock
+        self._invited: dict[PeerId, str] = {}  # the number of its invitation
         self._relay = relay
-        self.names: dict[PeerId, NodeId] = {}  # of those who have joined
+        self.names: dict[PeerId, NodeId] = {}  # of peers that have joined
         self._keys: dict[PeerId, PublicKey] = {}
         self._banned: dict[PeerId, str] = {}
-        self._mates: dict[PeerId, dict[PeerId, bytes]] = {}  # in its last order, with the pair's ticket
+        self._contacts: dict[PeerId, dict[PeerId, bytes]] = {}  # in its last order, with the pair's ticket
         self._complaints: Counter[PeerId] = Counter()
 
     def admit(self, peer: PeerId, greeting: bytes) -> str | None:
-        """Return why a peer may not come in; None if it knows the token's secret."""
-        key = PublicKey(bytes(greeting[:_KEY_BYTES]))
-        if len(greeting) != _KEY_BYTES + _PROOF_BYTES or peer_of(key) != peer:
+        """Return why a peer may not join; None if it knows the secret of its invitation."""
+        found = read_greeting(bytes(greeting))
+        if found is None or peer_of(found.key) != peer:
             return "its greeting is not that of this version of ravnest"
-        if not hmac.compare_digest(bytes(greeting[_KEY_BYTES:]), prove(self._token, key)):
+        try:
+            invitation = self._guests.read().find(found.invitation.hex())
+        except ConfigError as error:
+            logger.warning("nobody can be let in: %s", error)
+            return "the hub cannot read its guest list: tell its owner"
+        if invitation is None or not hmac.compare_digest(found.proof, self._expect(found)):
             return "its token is not for this hub, or no longer: ask for a new one"
         if peer in self._banned:
             return f"it was sent away: {self._banned[peer]}"
-        self._keys[peer] = key
-        return None
+        others = self.names.keys() - {peer}
+        num_others = sum(self._invited.get(each) == invitation.number for each in others)
+        reason = invitation.reason_against(num_others, self._wall_clock())
+        if reason is None:
+            self._keys[peer], self._invited[peer] = found.key, invitation.number
+        return reason
 
-    def ban(self, peer: PeerId, reason: str) -> None:
-        """Never let this key in again."""
+    def _expect(self, greeting: ReadGreeting) -> bytes:
+        token = self._token
+        if greeting.invitation != EVERYBODY:
+            secret = derive_secret(self._hub_secret, greeting.invitation)
+            token = msgspec.structs.replace(token, secret=secret)
+        return prove(token, greeting.key)
+
+    def invited_by(self, number: str) -> tuple[PeerId, ...]:
+        """Return the peers that joined by this invitation."""
+        return tuple(peer for peer in self.names if self._invited.get(peer) == number)
+
+    def ban(self, peer: PeerId, reason: str, *, is_fault: bool = True) -> None:
+        """Never admit this key again; its guest gets a strike for a fault."""
         self._banned[peer] = reason
+        number = self._invited.get(peer)
+        if is_fault and number is not None:
+            try:
+                self._guests.change(lambda guests: guests.strike(number, reason))
+            except ConfigError as error:
+                logger.warning("a strike is not on the guest list: %s", error)
 
     def find(self, name: NodeId) -> PeerId | None:
         """Return the peer that goes by a name."""
@@ -70,7 +130,7 @@ class Admission:
     ) -> Hello | str:
         """Name a peer as before, or like nobody else; return what is believed of it, or why it must go.
 
-        `others` are members with other keys, who need not be here: a hub that was away waits for them.
+        `others` are members with other keys. They need not be here: a hub that was away waits for them.
         """
         if hello.version != self._version:
             spoken = f"it speaks version {hello.version} of ravnest, this hub {self._version}"
@@ -85,43 +145,43 @@ class Admission:
         return replace(hello, node=replace(hello.node, name=name), addresses=addresses[:_MOST_ADDRESSES])
 
     def forget(self, peer: PeerId) -> NodeId | None:
-        """Let a peer go; return its name if it had joined."""
-        self._know(peer, {})
+        """Forget a peer; return its name if it had joined."""
+        self._set_contacts(peer, {})
         return self.names.pop(peer, None)
 
     def give_tickets(self, peer: PeerId, order: PlanOrder | RingOrder) -> PlanOrder | RingOrder:
         """Return a peer's order with the tickets for its neighbours; those of its last order are void."""
         keys = [PublicKey(each.key.encode()) for each in order.contacts]
         tickets = [self._derive(self._keys[peer], key) for key in keys]
-        self._know(peer, dict(zip(map(peer_of, keys), tickets, strict=True)))
+        self._set_contacts(peer, dict(zip(map(peer_of, keys), tickets, strict=True)))
         contacts = zip(order.contacts, tickets, strict=True)
         return replace(order, contacts=tuple(replace(each, ticket=ticket) for each, ticket in contacts))
 
     def judge(self, peer: PeerId, complaint: Complaint) -> PeerId | None:
-        """Return who is to go: the neighbour complained of, or who complains too often.
+        """Return the peer that is to go: the neighbour complained of, or one that complains too often.
 
-        Who is right nobody can tell, so the neighbour may come again.
+        Nobody can tell which is right, so the neighbour may come again.
         """
         accused = self.find(complaint.node)
-        if accused is None or accused not in self._mates.get(peer, {}):
+        if accused is None or accused not in self._contacts.get(peer, {}):
             return None
         self._complaints[peer] += 1
         return accused if self._complaints[peer] <= _MOST_COMPLAINTS else peer
 
-    def _know(self, peer: PeerId, mates: dict[PeerId, bytes]) -> None:
-        before, self._mates[peer] = self._mates.get(peer, {}), mates
+    def _set_contacts(self, peer: PeerId, contacts: dict[PeerId, bytes]) -> None:
+        before, self._contacts[peer] = self._contacts.get(peer, {}), contacts
         if self._relay is not None:
             for ticket in before.values():
-                if ticket not in mates.values():
+                if ticket not in contacts.values():
                     self._relay.remove(ticket)
-            for ticket in mates.values():
+            for ticket in contacts.values():
                 self._relay.add(ticket)
 
     def _derive(self, one: PublicKey, other: PublicKey) -> bytes:
         if self._relay is None:
             return b""
         pair = b"".join(sorted((one, other)))
-        return hmac.digest(self._token.secret, b"ravnest relay" + pair, sha256)[:TICKET_BYTES]
+        return hmac.digest(self._hub_secret, b"ravnest relay" + pair, sha256)[:TICKET_BYTES]
 
 
 class ProbeReports:

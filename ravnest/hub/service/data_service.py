@@ -4,7 +4,7 @@
 takes a while, so it runs beside the messages of the hub.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, assert_never
 
@@ -23,8 +23,8 @@ from ravnest.hub.coordinator.events import (
 from ravnest.hub.coordinator.leases import LedgerState
 from ravnest.hub.coordinator.notices import Evaluated
 from ravnest.ids import MicrobatchId, NodeId
-from ravnest.protocol.blobs import BlobRef
 from ravnest.protocol.messages import Refusal
+from ravnest.protocol.placement import BlobRef
 from ravnest.protocol.tensors import Buffer, TensorSpec
 from ravnest.protocol.training import FieldParts
 from ravnest.transfer.exchange import Exchange
@@ -65,8 +65,10 @@ class Owner(Protocol):
     def keep_result(self, parts: Sequence[StagePart], books: LedgerState) -> None:
         """Write the result, or raise RavnestError: the job has failed then."""
 
-    def read_fields(self, is_evaluation: bool, samples: Sequence[int], names: Sequence[str]) -> Fields:
-        """Return these fields of a microbatch as they travel."""
+    def read_fields(
+        self, is_evaluation: bool, microbatches: Sequence[Sequence[int]], names: Sequence[str]
+    ) -> Iterator[Fields]:
+        """Yield these fields of each microbatch, in order, as they travel."""
 
 
 class DataService:
@@ -128,10 +130,10 @@ class DataService:
 
     async def _send_fields(self, order: SendFields) -> None:
         wanted = tuple(dict.fromkeys(name for _, names in order.consumers for name in names))
-        for number, samples in enumerate(order.samples, order.first_microbatch):
-            # Once for all stages: a dataset may mask at random, and inputs and labels belong together.
-            read = self._owner.read_fields
-            specs, buffers = await self._in_background(read, order.is_evaluation, samples, wanted)
+        # Once for all stages: a dataset may mask at random, and inputs and labels belong together.
+        reading = self._owner.read_fields(order.is_evaluation, order.samples, wanted)
+        for number, _ in enumerate(order.samples, order.first_microbatch):
+            specs, buffers = await self._in_background(next, reading)
             found = {spec[0]: (spec, buffer) for spec, buffer in zip(specs, buffers, strict=True)}
             for node, names in order.consumers:
                 chosen = [found[name] for name in names]

@@ -9,7 +9,7 @@ file is read.
 import contextlib
 import errno
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
@@ -19,7 +19,7 @@ import msgspec
 from ravnest.config import TIMEOUTS, HubTimeouts
 from ravnest.errors import ConfigError, ProtocolError, RavnestError
 from ravnest.hub.coordinator.coordinator import Coordinator
-from ravnest.hub.coordinator.events import Event, JobGiven, Received
+from ravnest.hub.coordinator.events import Action, Event, JobGiven, Received
 from ravnest.hub.service.status import NO_JOB, Status, StatusTracker
 from ravnest.ids import NodeId
 from ravnest.protocol import messages
@@ -34,6 +34,7 @@ BEGIN;
 PRAGMA user_version = {LOG_SCHEMA};
 COMMIT;
 """
+Show = Callable[[StatusTracker, Event, tuple[Action, ...]], None]
 _KINDS = {kind.__name__: kind for kind in Event.__args__}
 _AGAIN = "start the hub again with --resume: what it has logged is kept, and peers wait a minute for it"
 _FULL = f"the disk is full; make room and {_AGAIN}"
@@ -70,13 +71,13 @@ class EventStore(Protocol):
     """Keeps the events of one hub in order. One hub writes; ConfigError says what is wrong with the store."""
 
     def append(self, event: Event) -> None:
-        """Keep an event; when this returns, it outlives the hub's process."""
+        """Append an event; when this returns, it outlives the hub's process."""
 
     def events(self, after: int = 0) -> Iterator[Event]:
         """Return all events in order, or those after the first so many."""
 
     def close(self) -> None:
-        """Let others write."""
+        """Close the log, so that others may write."""
 
 
 class EventLog:
@@ -100,7 +101,7 @@ class EventLog:
         return self
 
     def close(self) -> None:
-        """Let others write."""
+        """Close the log, so that others may write."""
         self._connections.close()
 
     def __enter__(self) -> Self:
@@ -112,7 +113,7 @@ class EventLog:
         self.close()
 
     def append(self, event: Event) -> None:
-        """Keep an event; when this returns, it outlives the hub's process."""
+        """Append an event; when this returns, it outlives the hub's process."""
         with _explained(self._folder):
             self._database.execute("INSERT INTO events (kind, body) VALUES (?, ?)", write_event(event))
 
@@ -158,19 +159,55 @@ class EventLog:
             )
 
 
-def read_watch(folder: Path, timeouts: HubTimeouts = TIMEOUTS.hub) -> StatusTracker | None:
+class LogReplay:
+    """Replays a folder's log, each time from where it was; `show` sees each event with its actions."""
+
+    def __init__(self, folder: Path, timeouts: HubTimeouts = TIMEOUTS.hub, show: Show | None = None) -> None:
+        self._folder, self._timeouts, self._show = folder, timeouts, show
+        self._file = _identify(folder / _LOG)
+        self._num_read = 0
+        self.tracker: StatusTracker | None = None  # none while the log has no job
+
+    @property
+    def is_replaced(self) -> bool:
+        """Whether the folder has another log by now: a new run was begun in it."""
+        return self._file != _identify(self._folder / _LOG)
+
+    def read_on(self) -> int:
+        """Apply the events that are new, and return their number; ConfigError says what is wrong with one."""
+        before = self._num_read
+        with EventLog(self._folder, is_read_only=True) as store:
+            for event in store.events(self._num_read):
+                if self.tracker is None:
+                    if not isinstance(event, JobGiven):
+                        raise ConfigError(f"{self._folder}: its log does not begin with a job")
+                    with _refused_if_unfit(event, f"{self._folder}: "):
+                        self.tracker = StatusTracker(Coordinator(event, self._timeouts))
+                with _refused_if_unfit(event, f"{self._folder}: "):
+                    actions = self.tracker.hub.apply(event)
+                    self.tracker.observe(event, actions)
+                    if self._show is not None:
+                        self._show(self.tracker, event, actions)
+                self._num_read += 1
+        return self._num_read - before
+
+
+def _identify(path: Path) -> tuple[int, int] | None:
+    """Return what tells a file from another of its name; None: it is not there."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def read_watch(
+    folder: Path, timeouts: HubTimeouts = TIMEOUTS.hub, show: Show | None = None
+) -> StatusTracker | None:
     """Return the coordinator of this folder's log with its status; None while the log has no job."""
-    with EventLog(folder, is_read_only=True) as store:
-        watch = None
-        for event in store.events():
-            if watch is None:
-                if not isinstance(event, JobGiven):
-                    raise ConfigError(f"{folder}: its log does not begin with a job")
-                with _refused_if_unfit(event, f"{folder}: "):
-                    watch = StatusTracker(Coordinator(event, timeouts))
-            with _refused_if_unfit(event, f"{folder}: "):
-                watch.observe(event, watch.hub.apply(event))
-    return watch
+    replay = LogReplay(folder, timeouts, show)
+    replay.read_on()
+    return replay.tracker
 
 
 def read_status(folder: Path) -> Status:

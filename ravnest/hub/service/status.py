@@ -12,15 +12,33 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
 from ravnest.hub.coordinator.coordinator import Coordinator
-from ravnest.hub.coordinator.events import Abandon, Action, Event, Finish, JobGiven, Notify, Received
-from ravnest.hub.coordinator.notices import Evaluated, Joined, Left, Notice, RoundEnded, Trained, show_notice
+from ravnest.hub.coordinator.events import (
+    Abandon,
+    Action,
+    Event,
+    Finish,
+    JobGiven,
+    Notify,
+    Received,
+    TextsSampled,
+)
+from ravnest.hub.coordinator.notices import (
+    Evaluated,
+    Joined,
+    Left,
+    Notice,
+    RoundEnded,
+    SampledText,
+    Trained,
+    show_notice,
+)
 from ravnest.hub.coordinator.phases import ClusterPhase, JobPhase, NodePhase
 from ravnest.hub.coordinator.progress import DroppedSamples
 from ravnest.ids import NodeId
 from ravnest.protocol.membership import Leave
 from ravnest.protocol.messages import Message
 from ravnest.protocol.placement import FetchProgress, StageReady
-from ravnest.transfer.download import TransferProgress
+from ravnest.transfer.exchange import TransferProgress
 
 Reader = Callable[[Event, tuple[Action, ...]], None]
 _MOST_WAITING = 1_000  # happenings that a slow reader may still get
@@ -135,6 +153,7 @@ class Status:
     dropped: tuple[DroppedSamples, ...] = ()
     efficiency: float = 1.0  # the training effect of a sample, in that of one process, as foreseen
     noise_scale: float | None = None  # of the gradients, in samples, once measured
+    texts: tuple[SampledText, ...] = ()  # after the prompts of the job, at the last evaluation
 
 
 NO_JOB = Status(0.0, JobPhase.COLLECTING, "", (), (), 0, 0, 0, 0, 0.0, None, None, {}, 0, 0, None, (), ())
@@ -149,15 +168,18 @@ class StatusTracker:
         self._members: dict[NodeId, None] = {}
         self._fetches: dict[NodeId, TransferProgress] = {}  # by the node whose stage is on its way
         self._evaluated: Evaluated | None = None
+        self._texts: tuple[SampledText, ...] = ()
         self._num_rounds = {True: 0, False: 0}  # by whether they committed
         self._round: RoundEnded | None = None
         self._recent: deque[Said] = deque(maxlen=_RECENT)
         self._marks: deque[tuple[float, int]] = deque()  # samples reported by then, a second apart or more
 
     def observe(self, event: Event, actions: tuple[Action, ...]) -> None:
-        """Take an event, or a report of a stage, which changes nothing here."""
+        """Record an event, or a report of a stage, which changes nothing here."""
         if isinstance(event, JobGiven) and not self._job:
             self._job = event.profile.name
+        if isinstance(event, TextsSampled):
+            self._texts = event.texts
         if isinstance(event, Received):
             self._observe_fetch(event.sender, event.message, event.now)
         for action in actions:
@@ -197,6 +219,7 @@ class StatusTracker:
             dropped=self.hub.drops.found,
             efficiency=self.hub.placement.sharing.efficiency,
             noise_scale=self.hub.placement.noise,
+            texts=self._texts,
         )
 
     def _observe_fetch(self, sender: NodeId, message: Message, now: float) -> None:
@@ -209,7 +232,7 @@ class StatusTracker:
             self._fetches.pop(sender, None)
 
     def _observe_notice(self, news: Notice) -> None:
-        if not isinstance(news, Trained):  # too many for a list of the recent ones
+        if not isinstance(news, Trained | SampledText):  # too many for a list of the recent ones
             self._say(show_notice(news))
         match news:
             case Joined(node):

@@ -24,6 +24,7 @@ from ravnest.model.blueprint.frozen_storage import find_storage_fault
 from ravnest.model.blueprint.operators import Operator, Parameter, operators
 from ravnest.model.blueprint.program import (
     FLOATING,
+    LOGITS_DIMENSIONS,
     PARAMETER,
     Argument,
     Blueprint,
@@ -297,6 +298,7 @@ class _ProgramObject(msgspec.Struct, forbid_unknown_fields=True):
     ops: Annotated[list[_OpRow], Meta(max_length=MOST_OPS)]
     outputs: list[_Id]
     results: list[tuple[_ShortName, _Id]]
+    logits: _Id | UnsetType = UNSET
 
 
 class _BlueprintObject(msgspec.Struct, forbid_unknown_fields=True):
@@ -376,6 +378,7 @@ def _write_program(program: Program) -> dict[str, object]:
         "ops": [_write_op(op) for op in program.ops],
         "outputs": program.outputs,
         "results": program.results,
+        **({} if program.logits is None else {"logits": program.logits}),
     }
 
 
@@ -432,6 +435,7 @@ class _ProgramReader:
             ops=self._read_ops(parts.ops),
             outputs=tuple(self._use(value, "outputs") for value in parts.outputs),
             results=tuple((name, self._use(value, "results")) for name, value in parts.results),
+            logits=None if parts.logits is UNSET else self._read_logits(parts.logits),
         )
         _check_unique(program.outputs, "outputs")
         _check_unique((name for _, name in program.fields), "fields")
@@ -440,6 +444,14 @@ class _ProgramReader:
             if value not in self._defined:
                 _refuse(f"value {value} is described but nothing makes it")
         return program
+
+    def _read_logits(self, value: int) -> ValueId:
+        number = self._use(value, "logits")
+        kind = self._types[number]
+        if kind.dtype not in FLOATING or len(kind.shape) != LOGITS_DIMENSIONS:
+            told = f"{kind.dtype} with {len(kind.shape)} sizes"
+            _refuse(f"logits are {told}; they must be floating-point, of (rows, places, words)")
+        return number
 
     def _read_types(self, rows: list[_ValueRow]) -> None:
         for row in rows:

@@ -16,6 +16,7 @@ from ravnest.protocol.tensors import FLOAT_BYTES, ITEM_BYTES, StoredType
 ValueId = NewType("ValueId", int)
 
 FLOATING = frozenset(FLOAT_BYTES)
+LOGITS_DIMENSIONS = 3  # rows, places, words
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +106,8 @@ class Program:
     """Operations in order. `inputs` come from the stage before, `outputs` go to the next one.
 
     `fields` are parts of the batch, `state` parameters and buffers, both by name; `results` are the loss and
-    the metrics, present in the last stage only. Value ids are those of the whole program, whatever the cut.
+    the metrics, present in the last stage only. `logits` is a value there too: what a model says of each
+    place of its rows, in evaluation, if it is one that does. Value ids are those of the whole program.
     """
 
     values: Mapping[ValueId, TensorType]
@@ -115,6 +117,13 @@ class Program:
     ops: tuple[Op, ...]
     outputs: tuple[ValueId, ...]
     results: tuple[tuple[str, ValueId], ...]
+    logits: ValueId | None = None
+
+    @property
+    def ends(self) -> tuple[ValueId, ...]:
+        """Values that the program is run for."""
+        logits = () if self.logits is None else (self.logits,)
+        return (*self.outputs, *(value for _, value in self.results), *logits)
 
 
 PARAMETER, BUFFER, CONSTANT = "parameter", "buffer", "constant"

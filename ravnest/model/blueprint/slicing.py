@@ -29,8 +29,7 @@ class Wiring:
         for index, op in enumerate(program.ops):
             self.made.update((out, index) for out in op.outs if out is not None)
             self.last_use.update(dict.fromkeys(op.refs(), index))
-        ends = (*program.outputs, *(value for _, value in program.results))
-        self.last_use.update(dict.fromkeys(ends, len(program.ops)))
+        self.last_use.update(dict.fromkeys(program.ends, len(program.ops)))
         self._remade = self._find_remade(constants)
 
     def crossing(self, cut: int) -> tuple[ValueId, ...]:
@@ -127,33 +126,37 @@ def _constants(state: Iterable[StateEntry]) -> set[str]:
     return {entry.name for entry in state if entry.kind != PARAMETER and not entry.is_written}
 
 
-def _slice(wiring: Wiring, cuts: Sequence[int], ends: tuple[bool, bool]) -> tuple[Program, list[int]]:
+def _slice(wiring: Wiring, cuts: Sequence[int], sides: tuple[bool, bool]) -> tuple[Program, list[int]]:
     """Return the program between the first and the last cut, and its own cuts."""
-    whole, (is_head, is_tail) = wiring.program, ends
+    whole, (is_head, is_tail) = wiring.program, sides
     inputs = whole.inputs if is_head else wiring.crossing(cuts[0])
     outputs = whole.outputs if is_tail else wiring.crossing(cuts[-1])
-    results = whole.results if is_tail else ()
-    needed = {*outputs, *(value for _, value in results)}
-    indices = [*wiring.remade(cuts[0], cuts[-1], needed, set(inputs)), *range(cuts[0], cuts[-1])]
-    kept: list[int] = []
+    ends = replace(whole, inputs=inputs, outputs=outputs)
+    ends = ends if is_tail else replace(ends, results=(), logits=None)
+    indices = [*wiring.remade(cuts[0], cuts[-1], ends.ends, set(inputs)), *range(cuts[0], cuts[-1])]
+    program, kept = keep_needed(ends, indices)
+    return program, [0, *(sum(index < cut for index in kept) for cut in cuts[1:])]
+
+
+def keep_needed(program: Program, indices: Sequence[int]) -> tuple[Program, list[int]]:
+    """Return a program with those of these operations that its ends need, and which they are."""
+    needed, kept = set(program.ends), list[int]()
     for index in reversed(indices):
-        op = whole.ops[index]
+        op = program.ops[index]
         if any(out in needed for out in op.outs) or has_effect(op):
             kept.append(index)
             needed.update(op.refs())
     kept.reverse()
-    ops = tuple(whole.ops[index] for index in kept)
-    ids = {*needed, *inputs, *(out for op in ops for out in op.outs if out is not None)}
-    program = Program(
-        values={value: whole.values[value] for value in sorted(ids)},
-        inputs=inputs,
-        fields=tuple(pair for pair in whole.fields if pair[0] in needed),
-        state=tuple(pair for pair in whole.state if pair[0] in needed),
+    ops = tuple(program.ops[index] for index in kept)
+    ids = {*needed, *program.inputs, *(out for op in ops for out in op.outs if out is not None)}
+    found = replace(
+        program,
+        values={value: program.values[value] for value in sorted(ids)},
+        fields=tuple(pair for pair in program.fields if pair[0] in needed),
+        state=tuple(pair for pair in program.state if pair[0] in needed),
         ops=ops,
-        outputs=outputs,
-        results=results,
     )
-    return program, [0, *(sum(index < cut for index in kept) for cut in cuts[1:])]
+    return found, kept
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,11 +12,13 @@ import torch
 from torch import nn
 
 from ravnest.errors import CaptureError
+from ravnest.model.blueprint.program import LOGITS_DIMENSIONS
 from ravnest.model.state.state_dict import LOSS_PREFIX
 
 BatchFields = Mapping[str, torch.Tensor] | Sequence[torch.Tensor]
 Metric = Callable[[Any, Any], torch.Tensor]
 
+LOGITS = "logits of the rows"  # no metric has this name
 _MODEL, _LOSS = "model.", "loss."
 
 
@@ -78,6 +80,7 @@ class ModelWithLoss(nn.Module):
         self.fields = tuple(fields)
         self.is_tuple = is_tuple
         self.results = ("loss", *metrics)
+        self.shows_logits = False  # while it is exported for evaluation
         self.by_name, self.by_position = _choose_inputs(model, fields, inputs, is_tuple)
         self._advice = _find_advice(model, fields)
         self.extra = {"use_cache": False} if "use_cache" in _parameters(model) else {}
@@ -91,9 +94,11 @@ class ModelWithLoss(nn.Module):
         about = batch[self.fields[-1]] if self.is_tuple else batch
         loss = _returned_loss(out, self._advice) if self.loss is None else self.loss(out, about)
         size = values[0].shape[0]
-        return {"loss": _check_scalar("loss", loss, size)} | {
+        found = {"loss": _check_scalar("loss", loss, size)} | {
             name: _check_scalar(name, metric(out, about), size) for name, metric in self.metrics.items()
         }
+        logits = find_logits(out) if self.shows_logits else None
+        return found if logits is None else {**found, LOGITS: logits}
 
     def state_name(self, target: str) -> str:
         """Return the name of the state_dict for a name in this module; tied weights have one."""
@@ -103,6 +108,22 @@ class ModelWithLoss(nn.Module):
         """Return the parameters and buffers by the names of the state_dict."""
         found = [*self.named_parameters(remove_duplicate=False), *self.named_buffers(remove_duplicate=False)]
         return {self.state_name(name): tensor for name, tensor in found}
+
+
+def find_logits(out: Any) -> torch.Tensor | None:
+    """Return what a model says of each place of its rows, (rows, places, words), if it is there."""
+    if isinstance(out, Mapping):
+        candidates: Sequence[Any] = (out.get("logits"),)
+    elif isinstance(out, tuple | list):
+        candidates = tuple(out)
+    else:
+        candidates = (out, getattr(out, "logits", None))
+    for each in candidates:
+        is_tensor = isinstance(each, torch.Tensor) and each.is_floating_point()
+        if is_tensor and each.ndim == LOGITS_DIMENSIONS:
+            found: torch.Tensor = each
+            return found
+    return None
 
 
 def _choose_inputs(

@@ -108,8 +108,12 @@ class _Record:
 
 def _record(whole: ModelWithLoss, fields: Sequence[Tensor], held: dict[int, Tensor]) -> _Record:
     recorder = _Recorder(held)
-    with recorder:
-        results = whole(*fields)
+    whole.shows_logits = True  # they are of the program of evaluation
+    try:
+        with recorder:
+            results = whole(*fields)
+    finally:
+        whole.shows_logits = False
     recorder.record.calls.append([(name, recorder.show(value)) for name, value in results.items()])
     return recorder.record
 

@@ -106,7 +106,7 @@ class Traced:
 def trace(
     exported: torch.export.ExportedProgram,
     fields: Sequence[str],
-    results: Sequence[str],
+    results: Sequence[str | None],
     state_name: Callable[[str], str],
     mode: str,
     lengths: Lengths | None = None,
@@ -114,7 +114,7 @@ def trace(
     """Turn an exported program with these fields and results into ours.
 
     `state_name` names its state; constants that only stand in the code are named after the mode. `lengths`
-    says what the symbols of rows stand for (`sample_length`).
+    says what the symbols of rows stand for (`sample_length`). A result without a name is left out.
     """
     tracer = _Tracer(exported, state_name, mode, {} if lengths is None else lengths)
     tracer.read_inputs(fields)
@@ -122,6 +122,8 @@ def trace(
     assert len(ends) == len(results)
     named = []
     for name, end in zip(results, ends, strict=True):
+        if name is None:
+            continue
         if not isinstance(end, Ref):
             raise CaptureError(
                 f"{name!r} is {end!r} whatever the batch holds; return a tensor that is computed from it"

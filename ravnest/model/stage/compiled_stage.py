@@ -1,29 +1,24 @@
 """A stage compiled in three parts: forward, gradients of its inputs, gradients of its weights.
 
-Forward and backward are written down as one graph, which torch's partitioner cuts where least must be kept.
-The backward is cut again, so that gradients of inputs leave before those of weights are computed. Parts are
-compiled beside the training, one size of microbatch at a time; until they are ready, and wherever
-compiling fails, the stage runs uncompiled. Random operations draw from a generator seeded per microbatch.
+Parts are compiled elsewhere, one size of microbatch at a time; until they are ready, and wherever compiling
+fails, the stage runs uncompiled. The next microbatch then takes the parts over. Random operations draw from a
+generator seeded per microbatch.
 """
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor, fx
-from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch._subclasses.functional_tensor import FunctionalTensorMode, dispatch_functionalize
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch import Tensor
 
-CompiledPart = Callable[..., Sequence[Tensor]]
-Compiler = Callable[[fx.GraphModule, list[Any]], CompiledPart]
-Background = Callable[[Callable[[], None]], None]
+from ravnest.model.blueprint.program import Blueprint
+
+CompiledPart = Callable[
+    [list[Tensor]], Sequence[Tensor]
+]  # it empties the list, so that memory is freed early
 
 _Kind = tuple[int, tuple[torch.dtype, ...]]  # samples, and the types of all arguments: weights may be narrow
-_LOSS = "tangents_loss"
 _MOST_SIZES = 2  # of microbatches: the usual one, and one more where batches do not divide evenly
 _OFTEN = 4  # a size that was seen so often comes again; the first one is compiled at once
 
@@ -43,17 +38,41 @@ class TracedStage:
 
 
 @dataclass(frozen=True, slots=True)
+class StageToCompile:
+    """What is compiled: a blueprint's training program, on a device, in a precision.
+
+    `trace` makes a function of it, for arguments like those given.
+    """
+
+    blueprint: Blueprint
+    device: torch.device
+    autocast: torch.dtype | None
+    trace: Callable[[Sequence[Tensor]], TracedStage]
+
+
+@dataclass(frozen=True, slots=True)
+class PartsLayout:
+    """What the parts take and give, in order."""
+
+    num_shown: int  # outputs, results and buffers of the forward; what backward needs comes after them
+    tangents: tuple[int, ...] = ()  # values whose gradients the backward takes
+    found: tuple[int, ...] = ()  # values of which there are gradients
+    names: tuple[str, ...] = ()  # weights of which there are gradients
+    takes_loss: bool = False  # the last tangent is that of the loss
+
+
+@dataclass(frozen=True, slots=True)
 class CompiledParts:
     """The three parts for one size of microbatch; a part that has nothing to do is None."""
 
     forward: CompiledPart
     inputs: CompiledPart | None
     weights: CompiledPart | None
-    num_shown: int  # outputs, results and buffers of the forward; what backward needs comes after them
-    tangents: tuple[int, ...]  # values whose gradients the backward takes
-    found: tuple[int, ...]  # values of which there are gradients
-    names: tuple[str, ...]  # weights of which there are gradients
-    takes_loss: bool = False  # the last tangent is that of the loss
+    layout: PartsLayout
+
+
+PendingParts = Callable[[], CompiledParts | None]  # None: not yet; it raises what went wrong
+CompileStage = Callable[[StageToCompile, Sequence[Tensor]], PendingParts]
 
 
 class CompiledBackward:
@@ -68,68 +87,65 @@ class CompiledBackward:
         give_up: Callable[[Exception], None],
     ) -> None:
         self._parts, self._kept = parts, list(kept)
-        self._outputs = {value: outputs[value] for value in parts.tangents}
-        self._loss = loss if parts.takes_loss else None
+        self._outputs = {value: outputs[value] for value in parts.layout.tangents}
+        self._loss = loss if parts.layout.takes_loss else None
         self._give_up = give_up
 
     def backward_inputs(self, gradients: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """Take gradients of what was sent on; return those of inputs; both by value."""
-        parts, kept = self._parts, self._kept
-        tangents = [
+        parts, layout = self._parts, self._parts.layout
+        self._kept += [
             gradients[value].to(output.dtype) if value in gradients else torch.zeros_like(output)
             for value, output in self._outputs.items()
         ]
-        tangents += [] if self._loss is None else [torch.ones_like(self._loss)]
-        self._kept, self._outputs = [*kept, *tangents], {}
-        del kept, tangents
+        self._kept += [] if self._loss is None else [torch.ones_like(self._loss)]
+        self._outputs = {}
         if parts.inputs is None:
             return {}
         found = self._run(parts.inputs, self._kept)
-        self._kept = found[len(parts.found) :]
-        return dict(zip(parts.found, found, strict=False))
+        self._kept = found[len(layout.found) :]
+        return dict(zip(layout.found, found, strict=False))
 
     def backward_weights(self) -> dict[str, Tensor]:
         """Return the gradients of weights; what was kept is used up."""
         kept, self._kept = self._kept, []
         if self._parts.weights is None:
             return {}
-        return dict(zip(self._parts.names, self._run(self._parts.weights, kept), strict=True))
+        return dict(zip(self._parts.layout.names, self._run(self._parts.weights, kept), strict=True))
 
-    def _run(self, part: CompiledPart, given: Sequence[Tensor]) -> list[Tensor]:
+    def _run(self, part: CompiledPart, given: list[Tensor]) -> list[Tensor]:
         try:
             with torch.no_grad():
-                return list(part(*given))
+                return list(part(given))
         except Exception as error:
             self._give_up(error)  # the microbatches to come run uncompiled
             raise
 
 
-def compile_with_inductor(graph: fx.GraphModule, examples: list[Any]) -> CompiledPart:
-    """Compile one part with torch's own compiler."""
-    from torch._inductor import compile as compile_graph
-
-    compiled: CompiledPart = compile_graph(graph, examples)
-    return compiled
-
-
 class StageCompiler:
-    """Compiles a stage for the sizes of microbatches that come; says once if that is impossible.
+    """Has a stage compiled for the sizes of microbatches that come; says once if that is impossible.
 
-    `in_background` runs a piece of work beside the training; `warn` gets the sentence.
+    `compile_stage` begins to compile and returns at once; `warn` gets that sentence, `tell` good news.
     """
 
     def __init__(
         self,
-        stage: TracedStage,
-        in_background: Background,
+        stage: StageToCompile,
+        compile_stage: CompileStage,
         warn: Callable[[str], object],
-        compile_part: Compiler = compile_with_inductor,
+        tell: Callable[[str], object] = len,
     ) -> None:
         self._stage = stage
-        self._compile_part, self._in_background, self._warn = compile_part, in_background, warn
+        self._compile_stage, self._warn, self._tell = compile_stage, warn, tell
         self._seen: Counter[_Kind] = Counter()
-        self._parts: dict[_Kind, CompiledParts | None] = {}  # None while they are compiled
+        self._pending: dict[_Kind, PendingParts] = {}
+        self._parts: dict[_Kind, CompiledParts] = {}
         self._has_failed = False
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether what was begun has ended, well or not."""
+        return self._has_failed or (bool(self._parts) and not self._pending)
 
     def find(self, num_samples: int, arguments: Sequence[Tensor]) -> CompiledParts | None:
         """Return the parts for this size; without them, begin to compile if it comes often."""
@@ -138,15 +154,25 @@ class StageCompiler:
         kind = (num_samples, tuple(tensor.dtype for tensor in arguments))
         if kind in self._parts:
             return self._parts[kind]
-        self._seen[kind] += 1
-        is_usual = not self._parts or self._seen[kind] >= _OFTEN
-        if not is_usual or len(self._parts) >= _MOST_SIZES or None in self._parts.values():
+        try:
+            if kind not in self._pending and self._is_usual(kind):
+                self._pending[kind] = self._compile_stage(self._stage, arguments)
+            pending = self._pending.get(kind)
+            found = None if pending is None else pending()
+        except Exception as error:  # a compiler may raise anything, and training goes on
+            self.give_up(error)
             return None
-        self._parts[kind] = None
-        mode = FakeTensorMode()
-        examples = [mode.from_tensor(tensor) for tensor in arguments]
-        self._in_background(lambda: self._compile(kind, mode, examples))
-        return self._parts[kind]
+        if found is not None:
+            self._parts[kind] = found
+            del self._pending[kind]
+            self._tell(f"the stage is compiled now, for microbatches of {num_samples} samples")
+        return found
+
+    def _is_usual(self, kind: _Kind) -> bool:
+        self._seen[kind] += 1
+        is_first = not self._parts and not self._pending
+        has_room = not self._pending and len(self._parts) < _MOST_SIZES
+        return is_first or (has_room and self._seen[kind] >= _OFTEN)
 
     def give_up(self, error: Exception) -> None:
         """Run uncompiled from now on, and say why."""
@@ -157,152 +183,4 @@ class StageCompiler:
                 f"({type(error).__name__}: {told:.200})"
             )
         self._has_failed = True
-
-    def _compile(self, kind: "_Kind", mode: FakeTensorMode, examples: list[Any]) -> None:
-        try:
-            self._parts[kind] = _compile_parts(self._stage, mode, examples, self._compile_part)
-        except Exception as error:  # a compiler may raise anything, and training goes on
-            self.give_up(error)
-
-
-def _compile_parts(
-    stage: TracedStage, mode: FakeTensorMode, examples: list[Any], compile_part: Compiler
-) -> CompiledParts:
-    def compiled(part: fx.GraphModule) -> CompiledPart:
-        given = [node.meta["val"] for node in _given(part)]
-        with torch.no_grad():
-            return compile_part(part, given)
-
-    joint, outputs, found, names = _trace(stage, mode, examples)
-    num_shown, given = len(outputs), _given(joint)
-    if not found and not names:  # all is frozen, up to here
-        forward = _extract(joint, given[: len(examples)], _ends(joint))
-        return CompiledParts(compiled(forward), None, None, num_shown, (), (), ())
-    forward, backward = min_cut_rematerialization_partition(
-        joint, [node.meta["val"] for node in given], num_fwd_outputs=num_shown
-    )
-    named = {node.name: node for node in _given(backward)}
-    kept = [node.name for node in _ends(forward)[num_shown:]]
-    taken = tuple(value for value in stage.outputs if f"tangents_{value}" in named)
-    wanted = [*kept, *(f"tangents_{value}" for value in taken), *([_LOSS] if _LOSS in named else [])]
-    order = [named[name] for name in wanted]
-    assert len(order) == len(named), "the partitioner has an input of its own"
-    ends, run_forward = _ends(backward), compiled(forward)
-    first, between = None, order
-    if found:
-        between = _needed_after(backward, ends[: len(found)], ends[len(found) :])
-        first = compiled(_extract(backward, order, [*ends[: len(found)], *between]))
-    last = compiled(_extract(backward, between, ends[len(found) :])) if names else None
-    return CompiledParts(run_forward, first, last, num_shown, taken, found, names, _LOSS in named)
-
-
-def _given(graph: fx.GraphModule) -> list[fx.Node]:
-    return [node for node in graph.graph.nodes if node.op == "placeholder"]
-
-
-def _trace(
-    stage: TracedStage, mode: FakeTensorMode, examples: list[Any]
-) -> tuple[fx.GraphModule, list[Any], tuple[int, ...], tuple[str, ...]]:
-    """Write forward and backward down as one graph; return what it shows first, and whose gradients then."""
-    from torch._inductor.decomposition import select_decomp_table
-
-    num_given = len(examples)
-    wanted = [place for place, _ in stage.inputs] + [place for place, _ in stage.weights]
-    shown: list[Any] = []
-    has_gradient: list[bool] = []
-
-    def run(primals: Sequence[Tensor], tangents: Sequence[Tensor]) -> list[Tensor]:
-        leaves = [tensor.detach() for tensor in primals]
-        for place in wanted:
-            leaves[place].requires_grad_()
-        with torch.enable_grad():
-            outputs, results, buffers = stage.run(*leaves)
-        # The loss has a tangent, too: what depends on none would become a part of the forward.
-        losses = () if stage.loss is None else (results[stage.loss],)
-        pairs_of_roots = zip((*outputs, *losses), tangents, strict=True)
-        roots = [(root, tangent) for root, tangent in pairs_of_roots if root.requires_grad]
-        ends = [root for root, _ in roots]
-        pairs = [other for _, other in roots]
-        leaf = [leaves[place] for place in wanted]
-        gradients = torch.autograd.grad(ends, leaf, pairs, allow_unused=True) if ends and leaf else ()
-        shown[:] = [*outputs, *results, *buffers]
-        has_gradient[:] = [gradient is not None for gradient in gradients]
-        return [
-            *(tensor.detach() for tensor in shown),
-            *(gradient for gradient in gradients if gradient is not None),
-        ]
-
-    with mode, torch.no_grad():
-        outputs, results, _ = stage.run(*examples)
-        losses = () if stage.loss is None else (results[stage.loss],)
-        tangents = [torch.empty_like(root) for root in (*outputs, *losses)]
-    names = [f"primals_{place}" for place in range(num_given)]
-    names += [*(f"tangents_{value}" for value in stage.outputs), *(_LOSS for _ in losses)]
-
-    def joint(*given: Tensor) -> list[Tensor]:
-        return run(given[:num_given], given[num_given:])
-
-    table, functional = select_decomp_table(), dispatch_functionalize(joint, FunctionalTensorMode())
-    with mode:  # it is that of the examples: tensors that are made on the way are none either
-        traced = make_fx(functional, decomposition_table=table)(*examples, *tangents)
-    for node, name in zip(_given(traced), names, strict=True):
-        node.name, node.target = name, name
-    traced.graph.eliminate_dead_code()
-    traced.recompile()
-    flags = dict(zip(wanted, has_gradient, strict=False))
-    found = tuple(value for place, value in stage.inputs if flags.get(place))
-    trained = tuple(name for place, name in stage.weights if flags.get(place))
-    return traced, shown, found, trained
-
-
-def _ends(graph: fx.GraphModule) -> list[fx.Node]:
-    (end,) = (node for node in graph.graph.nodes if node.op == "output")
-    return list(end.args[0])
-
-
-def _closure(ends: Sequence[fx.Node]) -> set[fx.Node]:
-    """Return the nodes that these are computed from, and themselves."""
-    found: set[fx.Node] = set()
-    stack = list(ends)
-    while stack:
-        node = stack.pop()
-        if node not in found:
-            found.add(node)
-            stack.extend(node.all_input_nodes)
-    return found
-
-
-def _needed_after(
-    graph: fx.GraphModule, first: Sequence[fx.Node], second: Sequence[fx.Node]
-) -> list[fx.Node]:
-    """Return what the second ends need of what is given or computed for the first."""
-    early = _closure(first)
-    late = _closure(second) - early
-    return [
-        node
-        for node in graph.graph.nodes
-        if (node in early and (node in second or any(user in late for user in node.users)))
-        or (node in late and node.op == "placeholder")
-    ]
-
-
-def _extract(graph: fx.GraphModule, given: Sequence[fx.Node], ends: Sequence[fx.Node]) -> fx.GraphModule:
-    """Return the part of a graph that computes the ends from what is given."""
-    part = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    for node in given:
-        copies[node] = part.placeholder(node.name)
-        copies[node].meta = dict(node.meta)
-    stops = set(given)
-    needed: set[fx.Node] = set()
-    stack = [node for node in ends if node not in stops]
-    while stack:
-        node = stack.pop()
-        if node not in needed:
-            needed.add(node)
-            stack.extend(other for other in node.all_input_nodes if other not in stops)
-    for node in graph.graph.nodes:
-        if node in needed:
-            copies[node] = part.node_copy(node, copies.__getitem__)
-    part.output(tuple(copies[node] for node in ends))
-    return fx.GraphModule(graph, part)
+        self._pending.clear()

@@ -19,7 +19,7 @@ from ravnest.model.stage.frozen_values import FrozenValues
 from ravnest.model.stage.narrow_weights import find_castable
 from ravnest.model.stage.op_costs import Cost, Flight, Form, Trial, recurrent_bytes, recurrent_flops
 from ravnest.plan.types import ModelProfile
-from ravnest.protocol.tensors import ITEM_BYTES, find_channels
+from ravnest.protocol.tensors import FLOAT_BYTES, ITEM_BYTES, find_channels
 
 
 def measure(
@@ -62,13 +62,14 @@ def count_flops(stage: Blueprint, batch_size: int) -> tuple[float, float, float]
 
 
 def find_matrices(blueprint: Blueprint) -> frozenset[str]:
-    """Return the parameters that Muon trains as matrices: not embeddings, not the output head."""
+    """Return the parameters that Muon trains as matrices: not embeddings, not the output head.
+
+    A head with one output is no matrix, but it is the head: the layer before it is none.
+    """
     names = dict(blueprint.train.state)
-    matrices = {
-        entry.name
-        for entry in blueprint.state
-        if entry.is_trainable and len(entry.shape) > 1 and 1 < entry.shape[0] < prod(entry.shape)
-    }
+    wide = {x.name: x.shape for x in blueprint.state if x.is_trainable and len(x.shape) > 1}
+    matrices = {name for name, shape in wide.items() if 1 < shape[0] < prod(shape)}
+    may_be_head = matrices | {name for name, shape in wide.items() if len(shape) == 2 and shape[0] == 1}
     embeddings = {
         names[value]
         for op in blueprint.train.ops
@@ -76,7 +77,9 @@ def find_matrices(blueprint: Blueprint) -> frozenset[str]:
         for value in op.refs()
         if value in names
     }
-    used = [{names[value] for value in op.refs() if value in names} & matrices for op in blueprint.train.ops]
+    used = [
+        {names[value] for value in op.refs() if value in names} & may_be_head for op in blueprint.train.ops
+    ]
     heads = next((found for found in reversed(used) if found), set()) if blueprint.is_last else set()
     return frozenset(matrices - embeddings - heads)
 
@@ -101,13 +104,17 @@ def has_channels(blueprint: Blueprint, batch_size: int) -> bool:
 
 
 def _state_bytes(blueprint: Blueprint, names: Iterable[str]) -> tuple[float, ...]:
-    """Return the bytes of this state at each position; a tied weight counts wherever it is used."""
+    """Return the bytes of this state at each position; a tied weight counts wherever it is used.
+
+    What is trained counts as float32 at least: sums of its gradients and its moments are that wide.
+    """
     totals = [0.0] * blueprint.num_positions
     chosen = set(names)
     for entry in blueprint.state:
         if entry.name in chosen:
+            is_narrow = entry.is_trainable and FLOAT_BYTES.get(entry.dtype) == 2
             for position in entry.positions:
-                totals[position] += entry.size_bytes
+                totals[position] += entry.size_bytes * (2 if is_narrow else 1)
     return tuple(totals)
 
 

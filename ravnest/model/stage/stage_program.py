@@ -34,15 +34,16 @@ from ravnest.model.blueprint.program import (
     ValueId,
 )
 from ravnest.model.blueprint.recompute_blocks import find_blocks
-from ravnest.model.stage.compiled_stage import CompiledBackward, StageCompiler, TracedStage
+from ravnest.model.stage.compiled_stage import CompiledBackward, StageCompiler, StageToCompile, TracedStage
 from ravnest.model.stage.frozen_values import FrozenMemory, FrozenValues, note_value, restore, saves_recipes
 from ravnest.model.stage.index_checks import check_index, find_checks
 from ravnest.model.stage.narrow_weights import find_castable, widen
 from ravnest.model.stage.run_again import run_again_in_backward
+from ravnest.model.stage.text_model import make_generation_program
 
 State = Mapping[str, torch.Tensor]
 MicrobatchKey = tuple[int, int]  # seed, batch number: with the operation's number they seed its randomness
-MakeCompiler = Callable[[TracedStage], StageCompiler]
+MakeCompiler = Callable[[StageToCompile], StageCompiler]
 _Tensors = tuple[torch.Tensor, ...]
 _Passed = tuple[_Tensors, _Tensors]
 _EMBEDDING = "aten.embedding.default"
@@ -90,8 +91,13 @@ class StageProgram:
         self.blueprint = blueprint
         self.setting = setting
         entries = {entry.name: entry for entry in blueprint.state}
-        self._train = _Runner(blueprint.train, entries, setting, make_compiler)
+        self._train = _Runner(blueprint.train, entries, setting)
+        if make_compiler is not None:
+            stage = StageToCompile(blueprint, setting.device, setting.autocast, self._train.trace)
+            self._train.compiler = make_compiler(stage)
         self._evaluate = _Runner(blueprint.evaluate, entries, setting)
+        self._entries = entries
+        self._generate: _Runner | None = None  # made for the first text
 
     @property
     def castable(self) -> frozenset[str]:
@@ -100,6 +106,10 @@ class StageProgram:
             return frozenset()
         castable = find_castable(self.blueprint.train)
         return frozenset(name for value, name in self.blueprint.train.state if value in castable)
+
+    def trace(self, arguments: Sequence[torch.Tensor]) -> TracedStage:
+        """Return the training program as a function of its state, fields and inputs, in this order."""
+        return self._train.trace(arguments)
 
     def forward(
         self,
@@ -113,6 +123,15 @@ class StageProgram:
         """Run one batch. Without a key, random operations draw from torch's generator as the module would."""
         runner = self._train if training else self._evaluate
         return runner.run(state, inputs, fields, key)
+
+    def forward_text(
+        self, state: State, inputs: Mapping[ValueId, torch.Tensor], fields: Mapping[str, torch.Tensor]
+    ) -> StageOutputs:
+        """Run rows of tokens as in evaluation; the last stage gives logits instead of loss and metrics."""
+        if self._generate is None:
+            program = make_generation_program(self.blueprint.evaluate)
+            self._generate = _Runner(program, self._entries, self.setting)
+        return self._generate.run(state, inputs, fields, None)
 
 
 def build_stage_program(
@@ -219,7 +238,6 @@ class _Runner:
         program: Program,
         entries: Mapping[str, StateEntry],
         setting: Setting,
-        make_compiler: MakeCompiler | None = None,
     ) -> None:
         self._program = program
         self._setting = setting
@@ -229,8 +247,7 @@ class _Runner:
         self._graph = _Graph(frozen, setting)
         self._check = _Builder(frozen, Setting()).build_checks() if setting.checks_indices else None
         self._draws = [op.number for op in program.ops if draws(op.name, dict(op.arguments))]
-        self._make_compiler = make_compiler
-        self._compiler: StageCompiler | None = None
+        self.compiler: StageCompiler | None = None
         blocks = find_blocks(program, setting.window) if setting.recompute else []
         self._blocks = [_Graph(FrozenValues(block.program, entries), setting) for block in blocks]
 
@@ -245,8 +262,8 @@ class _Runner:
             whole = (tensor for tensor in arrived[len(program.fields) :] if not tensor.is_floating_point())
             self._check(*(tensor.cpu() for tensor in (*arrived[: len(program.fields)], *whole)))
         arrived = [_move(tensor, setting.device) for tensor in arrived]
-        if self._make_compiler is not None and torch.is_grad_enabled() and key is not None:
-            passed = self._run_compiled(kept, arrived, key, num_samples)
+        if self.compiler is not None and torch.is_grad_enabled() and key is not None:
+            passed = self._run_compiled(self.compiler, [*kept.values(), *arrived], key, num_samples)
             if passed is not None:
                 return passed
         if setting.recompute and torch.is_grad_enabled():
@@ -267,46 +284,41 @@ class _Runner:
         return StageOutputs(sent, dict(zip(names, results, strict=True)))
 
     def _run_compiled(
-        self,
-        kept: dict[ValueId, torch.Tensor],
-        arrived: list[torch.Tensor],
-        key: MicrobatchKey,
-        num_samples: int,
+        self, compiler: StageCompiler, arguments: list[torch.Tensor], key: MicrobatchKey, num_samples: int
     ) -> StageOutputs | None:
         """Run the compiled stage; None where it is not compiled, or not yet."""
-        arguments = [*kept.values(), *arrived]
-        if self._compiler is None:
-            assert self._make_compiler is not None
-            self._compiler = self._make_compiler(self._traced(kept, arguments))
-        parts = self._compiler.find(num_samples, arguments)
+        parts = compiler.find(num_samples, arguments)
         if parts is None:
             return None
         if self._draws:  # masks are other ones than those of an uncompiled stage, but the same for one key
             _seed(key, self._draws[0], self._setting.device)
+        places = {value: place for place, (value, _) in enumerate(self._program.state)}
+        written = [arguments[places[value]] for value in self._written]
+        num_shown = parts.layout.num_shown
         try:
             with torch.no_grad():
-                found = list(parts.forward(*arguments))
+                found = list(parts.forward(list(arguments)))
         except Exception as error:  # compiled code may raise anything
-            self._compiler.give_up(error)
+            compiler.give_up(error)
             return None
-        shown = found[: parts.num_shown]
-        buffers = shown[len(shown) - len(self._written) :] if self._written else []
+        shown = found[:num_shown]
+        buffers = shown[len(shown) - len(written) :] if written else []
         with torch.no_grad():
-            for value, tensor in zip(self._written, buffers, strict=True):
-                kept[value].copy_(tensor)
+            for before, after in zip(written, buffers, strict=True):
+                before.copy_(after)
         outputs = shown[: len(self._program.outputs)]
         results = shown[len(outputs) : len(shown) - len(buffers)]
         sent = dict(zip(map(int, self._program.outputs), outputs, strict=True))
         named = self._name(outputs, results)
-        kept_values, give_up = found[parts.num_shown :], self._compiler.give_up
-        backward = CompiledBackward(parts, kept_values, sent, named.results.get("loss"), give_up)
+        loss = named.results.get("loss")
+        backward = CompiledBackward(parts, found[num_shown:], sent, loss, compiler.give_up)
         return replace(named, backward=backward)
 
-    def _traced(self, kept: dict[ValueId, torch.Tensor], arguments: Sequence[torch.Tensor]) -> TracedStage:
+    def trace(self, arguments: Sequence[torch.Tensor]) -> TracedStage:
         """Return the stage as a function without effects: changed buffers are copied, and returned."""
         program, setting = self._program, self._setting
         graph = _Builder(self._frozen, setting, is_keyed=False).build().forward
-        places = {value: place for place, value in enumerate(kept)}
+        places = {value: place for place, (value, _) in enumerate(program.state)}
         written = [places[value] for value in self._written]
 
         def run(*given: torch.Tensor) -> tuple[_Tensors, _Tensors, _Tensors]:

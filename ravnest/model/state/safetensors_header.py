@@ -12,7 +12,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from ravnest.protocol.blobs import PIECE_BYTES
+from ravnest.protocol.placement import PIECE_BYTES
 from ravnest.protocol.tensors import ITEM_BYTES, Buffer, StoredType
 
 _MOST_HEADER_BYTES = 8 << 20  # some 10,000 parameters with the state of their optimizer

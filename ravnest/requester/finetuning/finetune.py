@@ -87,6 +87,7 @@ class Finetuning:
     seed: int = 0
     precision: str = "auto"
     checkpoint_every: str | None = "1 min"
+    sample_prompts: Sequence[str] = ()  # gone on with after every evaluation
     name: str | None = None
 
     @cached_property
@@ -165,6 +166,8 @@ class Finetuning:
             inputs=[name for name in columns if name in ("input_ids", "position_ids")],
             is_pretrained=True,
             weights=self.source.folder,
+            sample_prompts=self.sample_prompts,
+            tokenizer=self.source.tokenizer,
             name=self.name or self._make_name(),
         )
 

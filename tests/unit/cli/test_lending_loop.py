@@ -231,6 +231,13 @@ def test_what_grows_beyond_what_it_lends_is_warned_of_and_then_leaves(
     ]
 
 
+def test_memory_that_is_freed_while_it_leaves_was_still_too_much() -> None:
+    watch = MemoryWatch(2e9, 5e8)
+    for taken in (3e9, 3e9, 3e9, 1e9):
+        watch.look(taken)
+    assert watch.must_leave
+
+
 def test_what_ends_the_agent_ends_the_command() -> None:
     scene = Scene()
     scene.at(10.0, lambda: scene.visits[0]._ended.set_exception(LinkError("the hub cannot be reached")))

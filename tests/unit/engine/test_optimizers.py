@@ -16,8 +16,8 @@ from ravnest.engine.optimizers import (
     Optimizer,
     OptimizerSettings,
     Sgd,
-    orthogonalise,
 )
+from ravnest.engine.orthogonal import orthogonalise
 from ravnest.engine.recipe import from_torch, make_settings
 from ravnest.errors import ConfigError, WeightsError
 from ravnest.protocol.messages import Refusal
@@ -393,10 +393,10 @@ def test_matrices_go_together_as_each_would_alone(precision):
     generator = torch.Generator().manual_seed(3)
     matrices = [torch.randn(shape, generator=generator) * 10**place for place, shape in enumerate(shapes)]
     rule = Muon(precision=precision)
-    together = orthogonalise(rule, matrices)
+    together = orthogonalise(rule.precision, rule.epsilon, matrices)
     tolerance = 1e-5 if precision == "float32" else 3e-2
     for matrix, found in zip(matrices, together, strict=True):
-        (alone,) = orthogonalise(rule, [matrix])
+        (alone,) = orthogonalise(rule.precision, rule.epsilon, [matrix])
         torch.testing.assert_close(found, alone, rtol=tolerance, atol=tolerance)
         truth = _plain_newton_schulz(matrix.double())
         torch.testing.assert_close(found.double(), truth, rtol=0.1, atol=10 * tolerance)

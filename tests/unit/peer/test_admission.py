@@ -16,10 +16,9 @@ from ravnest.protocol.averaging import (
     TiedHolder,
     TiedStep,
 )
-from ravnest.protocol.blobs import BlobRequest
 from ravnest.protocol.membership import Refused, Stop, Welcome
 from ravnest.protocol.messages import Message
-from ravnest.protocol.placement import BackupOrder, PlanOrder, SnapshotOrder
+from ravnest.protocol.placement import BackupOrder, BlobRequest, PlanOrder, SnapshotOrder
 from ravnest.protocol.tensors import TensorSpec
 from ravnest.protocol.training import Activation, DroppedMicrobatch, Gradient, LearningRate, LeaseGrant, Pace
 

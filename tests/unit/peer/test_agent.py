@@ -32,12 +32,13 @@ from ravnest.peer.compute_protocol import (
 from ravnest.plan.types import Node, Ring, Stage
 from ravnest.protocol import messages
 from ravnest.protocol.averaging import RoundCommit
-from ravnest.protocol.blobs import BlobPart, BlobRequest
 from ravnest.protocol.membership import Complaint, Hello, Leave, Refused, Stop, Welcome
 from ravnest.protocol.messages import Message
 from ravnest.protocol.placement import (
     BackupKept,
     BackupOrder,
+    BlobPart,
+    BlobRequest,
     Contact,
     FetchProgress,
     PlanOrder,

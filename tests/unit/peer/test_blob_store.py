@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from ravnest.ids import NodeId
-from ravnest.peer.blob_store import BlobStore, write_blob
-from ravnest.protocol.blobs import BlobRef, BlobRequest
+from ravnest.peer.content import BlobStore
+from ravnest.peer.stage_host import write_blob
+from ravnest.protocol.placement import BlobRef, BlobRequest
 from ravnest.protocol.tensors import Buffer
 from ravnest.transfer.blobs import Blobs, hash_pieces, name_blob
 
@@ -71,7 +72,7 @@ def test_without_a_disk_it_keeps_them_in_memory_and_says_so_once(
         monkeypatch.setattr(
             tempfile, "TemporaryDirectory", lambda **_: (_ for _ in ()).throw(OSError("read-only"))
         )
-    with caplog.at_level(logging.WARNING, "ravnest.peer.blob_store"), BlobStore() as shelf:
+    with caplog.at_level(logging.WARNING, "ravnest.peer.content"), BlobStore() as shelf:
         blobs = Blobs(shelf)
         refs = [blobs.keep(bytes([number]) * 10) for number in range(5)]
         shelf.keep_backup(b"backup")

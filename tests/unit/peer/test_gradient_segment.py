@@ -10,8 +10,7 @@ from ravnest.config import WireFormat
 from ravnest.engine.stage import SummedGradient
 from ravnest.ids import RoundId, SegmentId
 from ravnest.model.state.state_dict import FlatEntry, Layout
-from ravnest.peer.gradient_segment import GradientSegment
-from ravnest.peer.segment_state import EncodedChunk
+from ravnest.peer.segments import EncodedChunk, GradientSegment
 
 LAYOUT = Layout(0, 2, (FlatEntry("a", (2, 3), "float32", 0, 0), FlatEntry("b", (4,), "float32", 6, 1)))
 

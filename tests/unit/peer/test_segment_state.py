@@ -11,7 +11,7 @@ from ravnest.engine.optimizers import OptimizerSettings
 from ravnest.engine.train_config import AveragingRule, TrainConfig
 from ravnest.errors import ProtocolError
 from ravnest.model.state.state_dict import FlatEntry, Layout
-from ravnest.peer.segment_state import EncodedChunk, SegmentState
+from ravnest.peer.segments import EncodedChunk, SegmentState
 from ravnest.protocol.tensors import TensorSpec
 
 LAYOUT = Layout(0, 1, (FlatEntry("s", (1,), "float32", 0, 0), FlatEntry("w", (2,), "float32", 1, 0)))

@@ -13,8 +13,7 @@ from ravnest.ids import HUB, NodeId
 from ravnest.model.blueprint.program import PARAMETER, StateEntry
 from ravnest.model.state.state_dict import snapshot_pieces
 from ravnest.peer.stage_builder import assemble_stage
-from ravnest.protocol.blobs import BlobRef
-from ravnest.protocol.placement import Source, StageParts
+from ravnest.protocol.placement import BlobRef, Source, StageParts
 from tests.support.sample_blueprints import perceptron
 
 SHAPE = (5000, 5000)  # 100 MB

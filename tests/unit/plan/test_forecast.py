@@ -9,10 +9,11 @@ from support.plan_world import SIMPLE, even_model, node, swarm_of
 
 from ravnest.config import PlanConfig
 from ravnest.plan.assembly import assemble_plan
-from ravnest.plan.cost import LineCost, NodeTable, timing
+from ravnest.plan.cost import NodeTable, timing
 from ravnest.plan.files import read_swarm
 from ravnest.plan.forecast import cluster_rows, forecast
 from ravnest.plan.formation import cut_clusters, form_plan
+from ravnest.plan.line import LineCost
 from ravnest.plan.populations import population
 from ravnest.plan.profiles import builtin_profile
 

@@ -12,8 +12,9 @@ from support.plan_world import MB, SIMPLE, check_laws, even_model, node, swarm_o
 
 from ravnest.config import Averaging, Recompute
 from ravnest.plan.assembly import assemble_plan, build_clusters
-from ravnest.plan.cost import LineCost, NodeTable
+from ravnest.plan.cost import NodeTable
 from ravnest.plan.forecast import forecast
+from ravnest.plan.line import LineCost
 from ravnest.plan.repair import Repair, moved_bytes, node_joined, node_left, node_slowed
 from ravnest.plan.types import Backup
 

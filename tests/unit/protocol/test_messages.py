@@ -12,11 +12,10 @@ from ravnest.config import WireFormat
 from ravnest.errors import ProtocolError
 from ravnest.ids import LeaseId, MicrobatchId, NodeId, RoundId, SegmentId
 from ravnest.plan.types import Node, Ring, Stage
-from ravnest.protocol.averaging import RingPart, RoundAbort, RoundCommit
-from ravnest.protocol.blobs import BlobPart, BlobRequest
+from ravnest.protocol.averaging import RingPart, RoundAbort, RoundCommit, RoundReady
 from ravnest.protocol.membership import Hello, Stop
 from ravnest.protocol.messages import MOST_HEADER_BYTES, WIRE_VERSION, Message, announced, pack, unpack
-from ravnest.protocol.placement import Contact, PlanOrder
+from ravnest.protocol.placement import BlobPart, BlobRequest, Contact, PlanOrder
 from ravnest.protocol.tensors import TensorSpec
 from ravnest.protocol.training import Activation, DroppedMicrobatch, LeaseGrant, StepReport
 
@@ -51,6 +50,19 @@ def test_a_step_report_and_a_ring_part_fit_in_a_packet() -> None:
     assert len(pack(part, [bytes(spec.num_bytes)])) <= 64
 
 
+@pytest.mark.parametrize(
+    "nasty", ["\x1b[2J", "\x1b]0;", "a\x07b", "a\u202eb", "\u2066xx", "\x9b31m", "\u200b"]
+)
+def test_no_text_of_others_moves_a_cursor_or_hides(nasty: str) -> None:
+    sent = pack(Stop(f"why not {nasty}\nmal joined"))
+    received = unpack(sent)
+    assert isinstance(received, Stop)
+    assert received.reason.isprintable()
+    raw = pack(Stop("#" * len(nasty.encode()))).replace(b"#" * len(nasty.encode()), nasty.encode())
+    with pytest.raises(ProtocolError, match="no message"):
+        unpack(raw)
+
+
 def test_the_order_of_a_stage_in_a_hundred_clusters_fits_in_a_header() -> None:
     nodes = [NodeId(f"volunteer-{number:05}") for number in range(300)]
     order = PlanOrder(
@@ -77,7 +89,7 @@ def test_a_header_says_who_it_is_for_people_with_a_hex_dump() -> None:
         (b"", "a header of 0 bytes"),
         (b"\x01", "a header of 1 bytes"),
         (b"\x01" + bytes(MOST_HEADER_BYTES), "a header of 65537 bytes"),
-        (header("RoundCommit", 1, version=9), "wire version 9 where 3 is spoken: update the older program"),
+        (header("RoundCommit", 1, version=9), "wire version 9 where 4 is spoken: update the older program"),
         (header("Nonsense", 1), "Invalid value 'Nonsense'"),
         (header(), "at least length 1, got 0"),
         (header("RoundCommit"), "at least length 2, got 1"),
@@ -174,7 +186,7 @@ def test_a_long_or_odd_reason_is_cut_rather_than_not_sent() -> None:
         StepReport(1, MicrobatchId(1), 1, 0, 1, 0.0, 0.0, 0.0, 0.0, math.nan, ()),
         StepReport(1, MicrobatchId(1), 1, 0, 1, 0.0, 0.0, 0.0, 0.0, 1.0, (("acc", math.inf),)),
         BlobRequest("not a hash", 0, 1),
-        Hello("0.1", b"short", Node(NodeId("a"), 1.0, 1.0, 1.0, 1.0)),
+        RoundReady(RoundId(1), NodeId("a"), ((SegmentId(1), b"short"),)),
         LeaseGrant(1, LeaseId(1), False, MicrobatchId(1), (1,) * 2000),
         PlanOrder(1, 1, 0, None, (NodeId("x" * 300),) * 1000, (), ()),
     ],
@@ -186,7 +198,7 @@ def test_a_message_that_would_be_refused_is_not_sent(message) -> None:
 
 def test_a_name_that_is_no_text_is_not_sent() -> None:
     with pytest.raises(ProtocolError, match="Hello cannot be sent"):
-        pack(Hello("0.1", bytes(32), Node(NodeId("\ud800"), 1.0, 1.0, 1.0, 1.0)))
+        pack(Hello("0.1", Node(NodeId("\ud800"), 1.0, 1.0, 1.0, 1.0)))
 
 
 def test_a_dropped_batch_says_why() -> None:

@@ -100,6 +100,15 @@ def test_a_callback_that_fails_is_left_out_and_the_others_go_on(caplog: pytest.L
     assert caplog.text.count("the callback broken failed and is left out") == 1
 
 
+def test_a_callback_may_ask_for_some_kinds_of_notices_alone() -> None:
+    heard: list[Notice] = []
+    tell = Callbacks([], 0)
+    tell.add(heard.append, Left | Resumed)
+    for news in (Joined("a"), Left("a", "gone"), Resumed(10, 2)):
+        tell(news)
+    assert heard == [Left("a", "gone"), Resumed(10, 2)]
+
+
 def test_people_are_told_how_many_are_missing_until_there_is_a_plan() -> None:
     heard: list[Notice] = []
     tell = Callbacks([heard.append], 2)

@@ -24,6 +24,7 @@ from torch.utils.data import (
 from ravnest.errors import CaptureError, ConfigError
 from ravnest.requester.dataset import Samples, loader_batch_size
 from ravnest.requester.sample_spool import SampleSpool
+from ravnest.requester.sample_stream import StreamLimits
 
 X = torch.arange(30.0).reshape(10, 3)
 Y = torch.arange(10)
@@ -245,14 +246,16 @@ SPOOLED = {
 
 
 def test_an_iterable_without_an_end_is_refused():
-    endless = samples(({"x": X[0], "y": [k, 2]} for k in itertools.count()), max_kept_bytes=100_000)
+    endless = samples(
+        ({"x": X[0], "y": [k, 2]} for k in itertools.count()), limits=StreamLimits(most_bytes=100_000)
+    )
     assert endless.batch([3])["y"].tolist() == [[3, 2]]
     for _ in range(2):
         with pytest.raises(
             ConfigError, match=r"kept on disk, after 3,571 samples \(100 kB\) that is enough; give max_steps"
         ):
             len(endless)
-    counted = samples(({"x": X[0], "y": [k, 2]} for k in itertools.count()), most_samples=50)
+    counted = samples(({"x": X[0], "y": [k, 2]} for k in itertools.count()), limits=StreamLimits(50))
     assert len(counted) == 50
     assert counted.batch([49, 3])["y"].tolist() == [[49, 2], [3, 2]]
 
@@ -268,8 +271,8 @@ def test_a_collate_fn_gets_the_samples_of_a_stream_as_they_are():
 
     loader = DataLoader(Words(), batch_size=2, collate_fn=count)
     assert samples(loader).batch([2, 0])["x"].tolist() == [3, 1]
-    refused = samples(loader, max_kept_bytes=40)
-    with pytest.raises(ConfigError, match=r"no end after 2 samples \(64 B\); give a dataset with a le"):
+    refused = samples(loader, limits=StreamLimits(most_bytes=40))
+    with pytest.raises(ConfigError, match=r"no end after 2 samples \(67 B\); give max_steps="):
         len(refused)
 
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from ravnest.errors import ConfigError
@@ -73,6 +74,38 @@ def test_a_length_may_be_given_and_a_collate_fn_may_pad_each_batch():
     assert samples.batch([0, 3])["input_ids"].shape == (2, 8)
     assert samples.batch([2])["input_ids"].shape == (1, 8)
     samples.check_some()
+
+
+def pad_together(samples):
+    """As collators of transformers do: to the longest of the batch."""
+    longest = max(len(one["input_ids"]) for one in samples)
+    return {
+        name: torch.stack(
+            [
+                functional.pad(torch.tensor(one[name]), (0, longest - len(one[name])), value=v)
+                for one in samples
+            ]
+        )
+        for name, v in (("input_ids", 9), ("attention_mask", 0), ("labels", -100))
+    }
+
+
+def test_batches_of_a_collate_fn_with_a_mask_are_padded_to_the_longest_sample():
+    read = Samples(DataLoader(texts(3, 5, 13, 2, 4, 4), batch_size=2, collate_fn=pad_together), 2)
+    read.check_some()
+    batch = read.batch([0, 3])
+    assert {name: tuple(field.shape) for name, field in batch.items()} == dict.fromkeys(batch, (2, 16))
+    assert batch["attention_mask"].sum(1).tolist() == [3, 2]
+    assert batch["labels"][0].tolist()[3:] == [-100] * 13
+    equal = Samples(DataLoader(texts(4, 4, 4, 4), batch_size=2, collate_fn=pad_together), 2)
+    assert equal.batch([0])["input_ids"].shape == (1, 4)
+    bare = DataLoader(
+        texts(3, 5, 13), batch_size=2, collate_fn=lambda rows: {"input_ids": pad_together(rows)["input_ids"]}
+    )
+    with pytest.raises(ConfigError, match=r"pad=\{'input_ids': VALUE\} and max_length=... pad them"):
+        Samples(bare, 2).check_some()  # without a mask padding would be trained on
+    told = Samples(bare, 2, padding=PaddingWish({"input_ids": 0}))
+    assert told.batch([0])["input_ids"].shape == (1, 16)
 
 
 def test_equal_lengths_are_left_alone():

@@ -32,6 +32,15 @@ def alive(**changes: object):
     ), parent.create_time()
 
 
+def test_a_new_folder_is_for_nobody_else_to_look_into(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    open_run(tmp_path / "gpt")
+    for folder in (tmp_path / "gpt", fresh_run("bert", date(2026, 1, 1))):
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
 def test_a_folder_opened_again_invites_with_the_same_token(tmp_path: Path) -> None:
     first = open_run(tmp_path / "runs/gpt")
     again = open_run(tmp_path / "runs/gpt")

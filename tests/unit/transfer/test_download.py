@@ -1,6 +1,6 @@
 """People see how far a transfer is, how fast, and how long it still takes."""
 
-from ravnest.transfer.download import TransferProgress
+from ravnest.transfer.exchange import TransferProgress
 
 
 def test_the_rest_is_told_by_the_rate_of_the_last_reports() -> None:

@@ -8,11 +8,12 @@ from ravnest.config import TIMEOUTS
 from ravnest.hub.coordinator.events import Probed
 from ravnest.hub.service.admission import ProbeReports
 from ravnest.ids import HUB, NodeId
-from ravnest.protocol.blobs import BlobPart, BlobRequest
 from ravnest.protocol.membership import ProbeReport
 from ravnest.protocol.messages import Refusal
+from ravnest.protocol.placement import BlobPart, BlobRequest
 from ravnest.transfer.blobs import Blobs, name_blob
-from ravnest.transfer.exchange import Exchange, LinkProbe, LinkTimes, ballast, name_ballast
+from ravnest.transfer.exchange import Exchange
+from ravnest.transfer.link_probe import LinkProbe, LinkTimes, ballast, name_ballast
 from ravnest.transfer.outbox import Outgoing
 
 A = NodeId("a")

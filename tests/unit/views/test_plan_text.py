@@ -10,7 +10,7 @@ from support.sample_plans import sample
 from ravnest.config import Averaging, PlanConfig, WireChoice, WireFormat
 from ravnest.plan.forecast import forecast
 from ravnest.plan.formation import cut_clusters, form_plan
-from ravnest.plan.left_out import LeftOut
+from ravnest.plan.infeasible import LeftOut
 from ravnest.plan.types import cluster_name
 from ravnest.views.plan_text import (
     AdviceLimits,

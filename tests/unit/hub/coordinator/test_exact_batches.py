@@ -30,10 +30,10 @@ from ravnest.plan.assembly import form_rings
 from ravnest.plan.sharing import ALONE, Sharing
 from ravnest.plan.types import Cluster, Plan, Stage
 from ravnest.protocol.averaging import RoundAbort, RoundCommit, RoundOpen, RoundReady
-from ravnest.protocol.blobs import BlobRef
 from ravnest.protocol.membership import Leave
 from ravnest.protocol.messages import Refusal
 from ravnest.protocol.placement import (
+    BlobRef,
     PlanOrder,
     RingOrder,
     SnapshotMade,

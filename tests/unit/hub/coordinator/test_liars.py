@@ -13,9 +13,8 @@ from ravnest.hub.monitors.loss_guard import LossGuard
 from ravnest.hub.service.admission import Admission
 from ravnest.ids import HUB
 from ravnest.net.identity import Token, new_keys
-from ravnest.protocol.blobs import BlobRef
 from ravnest.protocol.membership import PROTOCOL_VERSION, Hello
-from ravnest.protocol.placement import SnapshotMade, SnapshotOrder, StageMissing, StageReady
+from ravnest.protocol.placement import BlobRef, SnapshotMade, SnapshotOrder, StageMissing, StageReady
 from ravnest.protocol.training import StepReport
 
 
@@ -113,7 +112,7 @@ def test_a_leaf_neither_weighs_its_losses_nor_makes_up_metrics_without_end():
 def test_losses_too_large_to_be_summed_up_are_an_alarm_and_no_crash():
     guard = LossGuard()
     for loss in [1.0] * 32 + [1.7e308] * 32:
-        guard.note_loss("A1", "A", loss)
+        guard.record_loss("A1", "A", loss)
     assert guard.alarm is not None
 
 
@@ -123,7 +122,7 @@ def test_nobody_takes_the_name_of_somebody_a_hub_that_was_away_waits_for():
     world.restart()
     world.run_until(lambda: world.hub.membership.missing)
     door = Admission(Token((), new_keys().public, b"s" * 16), None)
-    hello = Hello(PROTOCOL_VERSION, bytes(32), node("a", 150.0))
+    hello = Hello(PROTOCOL_VERSION, node("a", 150.0))
     newcomer = door.introduce("newcomer", hello, None, world.hub.find_others("another key"))
     assert newcomer.node.name == "a-newc"
     forgetful = door.introduce("peer of a", hello, None, world.hub.find_others("key of a"))

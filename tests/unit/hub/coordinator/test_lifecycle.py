@@ -28,7 +28,7 @@ from ravnest.hub.coordinator.notices import (
     Waiting,
 )
 from ravnest.hub.coordinator.placement import Placement
-from ravnest.hub.coordinator.plan_trigger import PlanTrigger
+from ravnest.hub.coordinator.planner import PlanTrigger
 from ravnest.protocol.membership import Fact
 from ravnest.protocol.messages import Refusal
 from ravnest.protocol.placement import PlanOrder

@@ -10,7 +10,7 @@ from support.plan_world import SIMPLE, even_model, node
 from ravnest.config import Averaging, Favour
 from ravnest.hub.coordinator.events import JobGiven, JobSettings, MakePlan, NoiseMeasured, Send
 from ravnest.hub.coordinator.ledger import divide_batch
-from ravnest.hub.coordinator.notices import NoiseFound, PlanFormed, Repaired, show_notice
+from ravnest.hub.coordinator.notices import NoiseFound, PlanFormed, RateChanged, Repaired, show_notice
 from ravnest.hub.coordinator.planner import SEARCH_PLANNER
 from ravnest.protocol.training import LearningRate, LeaseGrant
 
@@ -167,3 +167,41 @@ def test_an_adam_of_the_requesters_gets_a_higher_rate_in_two_clusters(has_own_ad
     sends = (x.message for _, actions in world.happened[start:] for x in actions if isinstance(x, Send))
     rates = {x.rate for x in sends if isinstance(x, LearningRate)}
     assert max(rates, default=0.1) == pytest.approx(0.1 * times, rel=1e-3)
+    told = [show_notice(news) for news in world.told(RateChanged)]
+    why = "2 clusters share each batch, and a share is noisier than its batch"
+    first = [f"the learning rate of your Adam is 1.41 times the one you gave: {why}"]
+    assert told[:1] == (first if has_own_adam else [])
+    check_replay(world)
+
+
+def test_people_are_told_when_the_rate_is_the_one_they_gave_again():
+    world = HubWorld(shared_job(microbatches=1, average_every=1, epochs=8, has_own_adam=True))
+    world.join(*"abcdef", memory_mb=250.0)
+    world.run_until(lambda: len(world.hub.placement.running) == 2)
+    world.feed(NoiseMeasured(1e6, world.now))
+    for name in "abc":  # three nodes are one cluster
+        world.kill(name)
+    world.run()
+    assert [news.times == 1.0 for news in world.told(RateChanged)] == [False, True]
+    assert show_notice(world.told(RateChanged)[-1]) == "your Adam has the learning rate that you gave again"
+
+
+@pytest.mark.parametrize(
+    ("averaging", "least", "microbatches"),
+    [(Averaging.BLOCKING, 1, 2), (Averaging.BLOCKING, 16, 1), (Averaging.EXACT, 1, 1)],
+)
+def test_shares_of_an_adam_are_cut_in_two_so_that_their_noise_is_measured(averaging, least, microbatches):
+    config = replace(SIMPLE, clusters=2, max_stages=1, averaging=averaging)
+    settings = JobSettings(
+        num_samples=800, num_validation=0, batch_size=8, epochs=1, rates=(0.1,), least_samples=least
+    )
+    plans = [
+        SEARCH_PLANNER.make_plan(
+            JobGiven(even_model(6), config, replace(settings, has_own_adam=has_own_adam), 0.0),
+            MakePlan(1, (node("a", **SLOW), node("b", **SLOW))),
+            0.0,
+        )
+        for has_own_adam in (True, False)
+    ]
+    assert all(len(made.plan.clusters) == 2 for made in plans)
+    assert [made.microbatches for made in plans] == [microbatches, 1]

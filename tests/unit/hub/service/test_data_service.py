@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -81,10 +82,11 @@ def test_the_fields_of_all_stages_come_of_one_reading() -> None:
     """A dataset that masks at random would else send inputs of one mask and labels of another."""
     sent, reads = [], itertools.count()
 
-    def read_fields(is_evaluation: bool, samples: tuple[int, ...], names: tuple[str, ...]) -> Fields:
-        content = b"%d" % next(reads)
-        spec = TensorSpec("uint8", (len(content),), WireFormat.FP32)
-        return tuple((name, spec) for name in names), tuple(memoryview(content) for _ in names)
+    def read_fields(is_evaluation: bool, microbatches, names: tuple[str, ...]) -> Iterator[Fields]:
+        for _ in microbatches:
+            content = b"%d" % next(reads)
+            spec = TensorSpec("uint8", (len(content),), WireFormat.FP32)
+            yield tuple((name, spec) for name in names), tuple(memoryview(content) for _ in names)
 
     async def in_background(work, *arguments):
         return work(*arguments)

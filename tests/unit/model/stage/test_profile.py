@@ -143,6 +143,15 @@ def test_a_tied_weight_counts_at_both_ends_and_embedding_and_head_are_no_matrice
     assert find_matrices(two_layers()) == {"one"}
 
 
+def test_a_head_with_one_output_is_the_head_and_the_layer_before_it_is_a_matrix() -> None:
+    sketch = Sketch()
+    hidden = sketch.field("x", 4)
+    for name, size in (("first", 4), ("second", 8)):
+        hidden = sketch.op(LINEAR, hidden, sketch.weight(name, 8, size), shape=(Size(1), 8))
+    out = sketch.op(LINEAR, hidden, sketch.weight("head", 1, 8), shape=(Size(1), 1))
+    assert find_matrices(sketch.blueprint(out)) == {"first", "second"}
+
+
 def test_what_crosses_counts_as_float32_and_whole_numbers_as_they_are() -> None:
     sketch = Sketch()
     x, mask = sketch.field("x", 8, dtype="bfloat16"), sketch.field("mask", 8, dtype="bool")
@@ -360,6 +369,22 @@ def test_what_is_not_trained_is_told_apart() -> None:
     assert sum(profile.frozen_bytes) == 2 * 8 * 8  # as it is stored
     assert sum(profile.trained_bytes) == 4 * (8 + 8)
     assert sum(profile.buffer_bytes) == 4 * (8 + 8) + 8  # the mean, the variance, the number of batches
+
+
+def test_what_is_trained_in_16_bits_counts_as_wide_as_its_sums_and_moments() -> None:
+    class Narrow(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(8, 8, bias=False).to(torch.bfloat16).requires_grad_(requires_grad=False)
+            self.second = nn.Linear(8, 8, bias=False).to(torch.bfloat16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(self.first(x.to(torch.bfloat16))).float().sum()
+
+    captured = capture(Narrow(), {"x": torch.randn(4, 8)}, lambda out, batch: out, self_test=False)
+    profile = measure(captured.blueprint, 4)
+    assert sum(profile.frozen_bytes) == 2 * 8 * 8
+    assert sum(profile.trained_bytes) == 4 * 8 * 8
 
 
 class Pooled(nn.Module):

@@ -1,7 +1,7 @@
 """Headers of safetensors files: where their tensors begin."""
 
 from ravnest.model.state.safetensors_header import read_tensors, write_header
-from ravnest.protocol.blobs import PIECE_BYTES
+from ravnest.protocol.placement import PIECE_BYTES
 from ravnest.protocol.tensors import StoredType
 
 SMALL, LARGE = StoredType("uint8", (100,)), StoredType("uint8", (64, PIECE_BYTES))

@@ -1,0 +1,140 @@
+"""The dashboard of a hub at work: the hub's thread records, the web's thread shows.
+
+What is done per happening in the hub's event loop is a few additions. A document is made there only while a
+page is open or somebody asks, and not more often than pages allow.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+from ravnest.config import TIMEOUTS, ProgramTimeouts
+from ravnest.hub.coordinator.events import Action, Event
+from ravnest.hub.coordinator.notices import Notice
+from ravnest.hub.service.status import StatusTracker
+from ravnest.hub.service.web.documents import UpdateDocument
+from ravnest.hub.service.web.pages import Pages
+from ravnest.hub.service.web.recorder import RunRecorder
+from ravnest.hub.service.web.replica import UpdateCutter
+from ravnest.hub.service.web.snapshot import HubFacts
+from ravnest.hub.service.web.web_app import WebParts
+from ravnest.hub.service.web.web_server import WebServer, bind_address, is_for_others, make_gate, show_link
+
+
+class LiveDashboard:
+    """Open it beside a hub; `begin` and `end` frame each training, in the hub's event loop."""
+
+    def __init__(
+        self,
+        address: str = "",
+        *,
+        stop: Callable[[str], None],
+        invitation: Callable[[], str] | None = None,
+        timeouts: ProgramTimeouts = TIMEOUTS.program,
+    ) -> None:
+        self._address = address
+        bound = bind_address(address)
+        self._gate = make_gate(bound, address)
+        self._stop, self._invitation, self._timeouts = stop, invitation, timeouts
+        self._web = WebServer(bound, self._make_parts, timeouts)
+        self._loop: asyncio.AbstractEventLoop | None = None  # of the hub, while it trains
+        self._num_runs = 0
+        self._recorder = RunRecorder(0)
+        self._cutter = UpdateCutter(self._recorder)
+        self._wall_offset: float | None = None
+        self._is_changed = self._is_asked = False
+
+    @property
+    def link(self) -> str:
+        """What to open in a browser; whoever has it can see and stop the run."""
+        return show_link(self._gate, self._address)
+
+    @property
+    def is_for_others(self) -> bool:
+        """Whether other PCs can reach it."""
+        return is_for_others(self._address)
+
+    def __enter__(self) -> Self:
+        self._web.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._web.close()
+
+    def begin(self) -> None:
+        """Show a new run from now on; call it in the hub's event loop."""
+        self._loop = asyncio.get_running_loop()
+        self._num_runs += 1
+        self._recorder = RunRecorder(self._num_runs)
+        self._cutter = UpdateCutter(self._recorder)
+        self._wall_offset = None
+        self._note_change()
+
+    def end(self) -> None:
+        """Show the run as it ended; no more of it comes."""
+        self._loop = None
+        self._push(is_live=False)
+
+    def replay(self, tracker: StatusTracker, event: Event, actions: tuple[Action, ...]) -> None:
+        """Take what happened before the hub was started again."""
+        self._recorder.replay(tracker, event, actions)
+
+    def observe(self, tracker: StatusTracker, event: Event, actions: tuple[Action, ...]) -> None:
+        """Take a happening."""
+        if self._wall_offset is None:
+            self._wall_offset = _wall_clock() - event.now
+        self._recorder.observe(tracker, event, actions)
+        self._note_change()
+
+    def hear(self, notice: Notice) -> None:
+        """Take a notice."""
+        self._recorder.hear(notice)
+        self._note_change()
+
+    def _note_change(self) -> None:
+        self._is_changed = True
+        if self._is_asked:
+            self._push(is_live=True)
+
+    def _push(self, is_live: bool) -> None:
+        began_at = _clock()
+        facts = HubFacts(is_live, is_live, is_live and self._invitation is not None, self._wall_offset)
+        update = self._cutter.cut(facts)
+        self._is_changed = self._is_asked = False
+        seconds = _clock() - began_at
+        self._web.call(lambda pages: _receive(pages, update, seconds))
+
+    async def _ask(self, always: bool) -> bool:
+        """Ask the hub for an update; return whether there is a hub to ask. Called by the web's thread."""
+        loop = self._loop
+        if loop is None:
+            return False
+        with contextlib.suppress(RuntimeError):  # its loop has just ended
+            loop.call_soon_threadsafe(self._answer, always)
+            return True
+        return False
+
+    def _answer(self, always: bool) -> None:
+        self._is_asked = True
+        if (always or self._is_changed) and self._loop is not None:
+            self._push(is_live=True)
+
+    def _make_parts(self) -> WebParts:
+        return WebParts(self._gate, Pages(self._ask, self._timeouts), self._stop, self._invitation)
+
+
+def _receive(pages: Pages, update: UpdateDocument, seconds: float) -> None:
+    pages.receive(update, seconds)
+
+
+def _clock() -> float:
+    return time.perf_counter()  # noqa: TID251 - what an update costs decides how often there is one
+
+
+def _wall_clock() -> float:
+    return time.time()  # noqa: TID251 - people want to know when

@@ -1,0 +1,153 @@
+// The page: it follows the hub's updates and shows one view of them at a time.
+
+import { confirmStop, showInvitation } from "/static/actions.js";
+import { el, keep, setClass, setText, setVar } from "/static/dom.js";
+import { eventsView } from "/static/events.js";
+import { count, duration, number, percent, speed } from "/static/format.js";
+import { nodesView, nodeView } from "/static/nodes.js";
+import { applyUpdate, emptyStore, follow } from "/static/store.js";
+import { swarmView } from "/static/swarm.js";
+import { trainingView } from "/static/training.js";
+
+const VIEWS = { swarm: swarmView, training: trainingView, nodes: nodesView, events: eventsView };
+const THEMES = ["auto", "light", "dark"];
+const byId = (id) => document.getElementById(id);
+const store = emptyStore();
+let view = null;
+let isConnected = true;
+let isDrawn = false;
+
+function readPlace() {
+  const [, name = "swarm", rest = ""] = location.hash.split("/");
+  if (name === "node") {
+    try {
+      return ["node", decodeURIComponent(rest)];
+    } catch {
+      return ["nodes", ""];
+    }
+  }
+  return [Object.hasOwn(VIEWS, name) ? name : "swarm", ""];
+}
+
+function showPlace() {
+  const [name, rest] = readPlace();
+  view?.close?.();
+  view = name === "node" ? nodeView(rest) : VIEWS[name]();
+  byId("view").replaceChildren(view.element);
+  for (const tab of document.querySelectorAll(".tabs a")) {
+    const isHere = tab.getAttribute("href") === `#/${name === "node" ? "nodes" : name}`;
+    if (isHere) tab.setAttribute("aria-current", "page");
+    else tab.removeAttribute("aria-current");
+  }
+  draw();
+}
+
+function draw() {
+  const run = store.run;
+  showLink(run);
+  if (run === null) return;
+  performance.mark("draw");
+  drawTop(run);
+  drawSummary(run);
+  view?.update(store);
+  performance.measure("ravnest-draw", "draw");
+  if (performance.getEntriesByName("ravnest-draw").length > 200) performance.clearMeasures("ravnest-draw");
+  performance.clearMarks("draw");
+  document.body.dataset.updates = String(Number(document.body.dataset.updates ?? 0) + 1);
+}
+
+function showLink(run) {
+  const state = byId("link-state");
+  const isOver = run !== null && !run.is_live;
+  setText(state, !isConnected ? "no answer; trying again" : isOver ? "read-only" : run === null ? "" : "live");
+  setClass(state, `link-state ${!isConnected ? "is-lost" : isOver ? "is-over" : "is-live"}`);
+}
+
+function drawTop(run) {
+  setText(byId("job"), run.job || "no job yet");
+  const phase = run.is_stopping ? "stopping" : run.phase;
+  setText(byId("phase"), phase);
+  setClass(byId("phase"), `pill is-${phase}`);
+  document.title = `${run.job || "Ravnest"} · ${share(run)}`;
+  byId("stop").hidden = !run.can_stop;
+  byId("invite").hidden = !run.can_invite;
+}
+
+function share(run) {
+  return run.training.num_total ? percent(run.training.num_samples / run.training.num_total) : run.phase;
+}
+
+function drawSummary(run) {
+  const training = run.training;
+  const done = training.num_total ? training.num_samples / training.num_total : 0;
+  const foreseen = run.plan ? `${speed(run.plan.samples_per_second)} foreseen` : "";
+  const hosting = run.nodes.filter((node) => node.cluster !== null).length;
+  const best = Object.entries(training.validation).filter(([, value]) => value !== null);
+  const facts = [
+    ["trained", share(run), `epoch ${training.epoch} of ${count(training.num_epochs)}`],
+    ["loss", number(training.loss), training.learning_rate === null ? "" : `learning rate ${number(training.learning_rate)}`],
+    ["validation", best.length ? number(best[best.length - 1][1]) : "–", best.length ? `${best[best.length - 1][0]} after epoch ${training.validation_epoch}` : "none yet"],
+    ["samples/s", speed(training.samples_per_second), foreseen],
+    ["left", duration(training.eta_seconds), run.started_at ? `${duration(run.now - run.started_at)} so far` : ""],
+    ["nodes", count(run.nodes.length), `${hosting} in ${count(run.clusters.length)} cluster${run.clusters.length === 1 ? "" : "s"}`],
+  ];
+  const box = byId("summary");
+  if (!box.firstChild) box.append(el("div", { class: "progress", role: "progressbar", "aria-label": "Trained" }, el("i", {})), el("dl", {}));
+  setVar(box.firstChild.firstChild, "width", `${(100 * done).toFixed(2)}%`);
+  box.firstChild.setAttribute("aria-valuenow", (100 * done).toFixed(0));
+  keep(
+    box.lastChild,
+    facts,
+    (each) => each[0],
+    ([name]) => el("div", {}, el("dt", {}, name), el("dd", {}), el("dd", { class: "more" })),
+    (item, [, value, more]) => {
+      setText(item.children[1], value);
+      setText(item.children[2], more);
+    },
+  );
+}
+
+function setTheme(theme) {
+  if (theme === "auto") delete document.documentElement.dataset.theme;
+  else document.documentElement.dataset.theme = theme;
+  localStorage.setItem("ravnest-theme", theme);
+  byId("theme").title = `Colours: ${theme}`;
+  view?.redraw?.(true);
+}
+
+function nextTheme() {
+  const known = localStorage.getItem("ravnest-theme") ?? "auto";
+  setTheme(THEMES[(THEMES.indexOf(known) + 1) % THEMES.length]);
+}
+
+function drawSoon() {
+  if (isDrawn) return;
+  isDrawn = true;
+  requestAnimationFrame(() => {
+    isDrawn = false;
+    draw();
+  });
+}
+
+if (new URLSearchParams(location.search).has("token")) {
+  history.replaceState(null, "", `${location.pathname}${location.hash}`); // it is in a cookie now
+}
+setTheme(THEMES.includes(localStorage.getItem("ravnest-theme")) ? localStorage.getItem("ravnest-theme") : "auto");
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => view?.redraw?.(true));
+byId("theme").addEventListener("click", nextTheme);
+byId("stop").addEventListener("click", confirmStop);
+byId("invite").addEventListener("click", showInvitation);
+addEventListener("hashchange", showPlace);
+showPlace();
+follow(
+  (update) => {
+    applyUpdate(store, update);
+    drawSoon();
+  },
+  (state) => {
+    if (state !== isConnected) {
+      isConnected = state;
+      drawSoon();
+    }
+  },
+);

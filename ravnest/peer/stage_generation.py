@@ -1,0 +1,213 @@
+"""A stage's part in generation: the next token of a few rows, between two pieces of training.
+
+The rows of a step come from the hub, the values of the stage before from that stage. The whole row is
+computed anew for each token, with the weights of that moment. Only places that are new cross to the next
+stage: it holds those before from the steps before. What a stage holds is bounded, and forgotten at the end.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ravnest.codec import check_buffer, decode_tensor, describe, encode_tensor, widen_integers
+from ravnest.engine.stage import DroppedWork, StageEngine
+from ravnest.errors import ProtocolError, RavnestError
+from ravnest.ids import HUB, NodeId
+from ravnest.model.blueprint.program import Blueprint, Program, TensorType, ValueId
+from ravnest.model.stage.text_model import LOGITS_RESULT, make_generation_program
+from ravnest.peer.pacing import Device, StagePosition
+from ravnest.protocol.generation import (
+    GenerationAnswer,
+    GenerationEnd,
+    GenerationFault,
+    GenerationStep,
+    GenerationValues,
+    TokenChoices,
+)
+from ravnest.protocol.messages import Refusal
+from ravnest.protocol.tensors import FLOAT_BYTES, Buffer
+from ravnest.transfer.outbox import Outgoing
+
+_MOST_GENERATIONS = 16  # that a stage remembers; the hub has fewer at a time
+
+
+@dataclass(slots=True)
+class _Generation:
+    """One generation here: its last step, and what the stage before has sent so far."""
+
+    order: GenerationStep | None = None
+    fields: dict[str, Tensor] = field(default_factory=dict)
+    held: dict[ValueId, Tensor] = field(default_factory=dict)  # inputs, whole rows
+    arrived: tuple[GenerationValues, Sequence[Buffer]] | None = None
+
+
+class StageGeneration:
+    """The generations that pass through one stage."""
+
+    def __init__(
+        self, position: StagePosition, blueprint: Blueprint, stage: StageEngine, device: Device
+    ) -> None:
+        self._position, self._stage, self._device = position, stage, device
+        self._is_leaf = position.after is None
+        self._evaluate = blueprint.evaluate
+        self._found: Program | None = None  # made when the first generation comes
+        self._generations: dict[int, _Generation] = {}  # the oldest first
+        self._ready: dict[int, None] = {}
+
+    def receive_step(
+        self, message: GenerationStep, buffers: Sequence[Buffer]
+    ) -> Refusal | list[Outgoing] | None:
+        """Take the fields of a step; tell the hub if they are not enough."""
+        if self._is_leaf and self._evaluate.logits is None:
+            return Refusal("the model of this stage gives no logits")
+        found = self._find(message.generation)
+        if found.order is not None and message.step <= found.order.step:
+            return Refusal(f"step {message.step} of generation {message.generation} was here before")
+        program = self._program
+        wanted = {name: program.values[value] for value, name in program.fields}
+        fields = {}
+        for (name, spec), buffer in zip(message.fields, buffers, strict=True):
+            if name in wanted:
+                fields[name] = widen_integers(decode_tensor(buffer, spec), wanted[name].dtype)
+        lacks = min(wanted.keys() - fields.keys(), default="")
+        if lacks or not message.first < max(message.ends) <= message.length:
+            told = f"a stage lacks the field {lacks!r}" if lacks else "a step has no place in its rows"
+            about = (self._position.build_id, message.generation, message.step)
+            return [Outgoing(HUB, GenerationFault(*about, told))]
+        found.order, found.fields = message, fields
+        return self._admit(message.generation)
+
+    def receive_values(
+        self, message: GenerationValues, buffers: Sequence[Buffer], sender: NodeId
+    ) -> Refusal | None:
+        """Take what the stage before sends; it may come before the step itself."""
+        if sender != self._position.before:
+            return Refusal(f"values of a generation from {sender}, who is not the stage before")
+        for (_, spec), buffer in zip(message.values, buffers, strict=True):
+            check_buffer(buffer, spec)
+        self._find(message.generation).arrived = (message, buffers)
+        return self._admit(message.generation)
+
+    def end(self, message: GenerationEnd) -> None:
+        """Forget a generation."""
+        self._generations.pop(message.generation, None)
+        self._ready.pop(message.generation, None)
+
+    def next_work(self) -> Iterator[Outgoing] | None:
+        """Return the next step that can be done, done as it is iterated over."""
+        if not self._ready:
+            return None
+        number = next(iter(self._ready))
+        del self._ready[number]
+        return self._run(self._generations[number])
+
+    @property
+    def _program(self) -> Program:
+        if self._found is None:
+            self._found = make_generation_program(self._evaluate)
+        return self._found
+
+    def _find(self, number: int) -> _Generation:
+        found = self._generations.setdefault(number, _Generation())
+        while len(self._generations) > _MOST_GENERATIONS:
+            oldest = next(iter(self._generations))
+            self.end(GenerationEnd(self._position.build_id, oldest))
+        return found
+
+    def _admit(self, number: int) -> Refusal | None:
+        """Let a step begin when all of it is here."""
+        found = self._generations.get(number)
+        if found is None or found.order is None:
+            return None
+        if self._position.before is not None:
+            if found.arrived is None or found.arrived[0].step < found.order.step:
+                return None
+            message, buffers = found.arrived
+            if message.step > found.order.step:
+                return None  # its step is on the way
+            found.arrived = None
+            self._hold(found, found.order, message, buffers)
+        self._ready[number] = None
+        return None
+
+    def _hold(
+        self, found: _Generation, order: GenerationStep, message: GenerationValues, buffers: Sequence[Buffer]
+    ) -> None:
+        """Put what is new into the rows that are held."""
+        program, num_rows = self._program, len(order.ends)
+        if [value for value, _ in message.values] != list(program.inputs):
+            raise ProtocolError("a step of a generation came with other values than those awaited")
+        for (number, spec), buffer in zip(message.values, buffers, strict=True):
+            value, kind = ValueId(number), program.values[ValueId(number)]
+            whole, places = kind.shape_at(num_rows), _new_places(order, kind)
+            wanted = whole if places is None else (whole[0], places.stop - places.start, *whole[2:])
+            if spec.shape != wanted or spec.dtype != kind.dtype:
+                raise ProtocolError(f"value {number} of a generation has shape {spec.shape}, not its own")
+            device = self._position.device if spec.dtype in FLOAT_BYTES else "cpu"
+            part = decode_tensor(buffer, spec, device)
+            if places is None:
+                found.held[value] = part
+                continue
+            if value not in found.held or tuple(found.held[value].shape) != whole:
+                if places.start:
+                    raise ProtocolError("a step of a generation came without those before it")
+                found.held[value] = torch.zeros(whole, dtype=part.dtype, device=part.device)
+            found.held[value][:, places] = part
+
+    def _run(self, found: _Generation) -> Iterator[Outgoing]:
+        order = found.order
+        assert order is not None
+        started = self._device.clock()
+        about = (self._position.build_id, order.generation, order.step)
+        passed = self._stage.generate(order.generation, found.held, found.fields)
+        self._device.stretch(started, self._device.forward_seconds * len(order.ends))
+        if isinstance(passed, DroppedWork):
+            yield Outgoing(HUB, GenerationFault(*about, passed.reason))
+            if passed.has_lost_device:
+                raise RavnestError(
+                    f"the device of this PC has stopped working ({passed.reason}); start ravnest join again"
+                )
+        elif self._position.after is not None:
+            yield self._pass_on(order, {ValueId(value): each for value, each in passed.outputs.items()})
+        else:
+            rows = choose_words(passed.results[LOGITS_RESULT], order.ends, order.num_choices)
+            is_answer = isinstance(rows, tuple)
+            answer = GenerationAnswer(*about, rows) if is_answer else GenerationFault(*about, rows)
+            yield Outgoing(HUB, answer)
+
+    def _pass_on(self, order: GenerationStep, outputs: dict[ValueId, Tensor]) -> Outgoing:
+        """Return the new places of what crosses, in the format that activations have on this link."""
+        assert self._position.after is not None
+        specs, buffers = [], []
+        for value in self._program.outputs:
+            places = _new_places(order, self._program.values[value])
+            sent = outputs[value] if places is None else outputs[value][:, places].contiguous()
+            key = (self._position.seed, order.generation, order.step, int(value))
+            specs.append((int(value), describe(sent, self._position.activations)))
+            buffers.append(encode_tensor(sent, self._position.activations, key))
+        message = GenerationValues(self._position.build_id, order.generation, order.step, tuple(specs))
+        return Outgoing(self._position.after, message, tuple(buffers))
+
+
+def _new_places(order: GenerationStep, kind: TensorType) -> slice | None:
+    """Return the places that cross of a value with a place in its second size; None: all of it crosses."""
+    has_rows = len(kind.shape) > 1 and not isinstance(kind.shape[0], int) and kind.shape[1] == order.length
+    return slice(order.first, max(order.ends)) if has_rows else None
+
+
+def choose_words(logits: Tensor, ends: Sequence[int], num_choices: int) -> tuple[TokenChoices, ...] | str:
+    """Return the likeliest words after the last place of each row, equal ones by number; or what is wrong."""
+    rows = []
+    for row, end in enumerate(ends):
+        if end == 0:
+            return "a row has no token"
+        said = logits[row, end - 1].float().cpu()
+        if not bool(torch.isfinite(said).all()):
+            return "what the model says of the next word is no finite number"
+        words = said.topk(min(num_choices, said.numel())).indices.sort().values
+        words = words[said[words].sort(descending=True, stable=True).indices]
+        numbers = tuple(said[words].tolist())
+        rows.append(TokenChoices(tuple(words.tolist()), numbers))
+    return tuple(rows)

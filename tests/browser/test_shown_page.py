@@ -1,0 +1,171 @@
+"""Pages of runs that a scripted hub makes: hostile names, many nodes, a hub that goes, a run from its log."""
+
+import contextlib
+import sys
+
+import pytest
+from playwright.sync_api import expect
+from support.hub_world import job
+from support.plan_world import node
+from support.watched_world import AT_WORK, WatchedWorld
+
+from ravnest.config import TIMEOUTS
+from ravnest.hub.coordinator.notices import Left, Missing
+from ravnest.hub.service.event_log import EventLog
+from ravnest.hub.service.web.log_dashboard import LogDashboard, LogFollower
+from ravnest.hub.service.web.pages import Pages
+from ravnest.hub.service.web.replica import UpdateCutter
+from ravnest.hub.service.web.web_app import WebParts
+from ravnest.hub.service.web.web_server import WebServer, bind_address, make_gate, show_link
+
+HOSTILE = (
+    "<img src=x onerror=alert(1)>",
+    "<script>alert(2)</script>",
+    "javascript:alert(3)",
+    '"><svg onload=alert(4)>',
+)
+
+
+class Served:
+    """A web server that shows a scripted world; it is asked only while the test lets the world rest."""
+
+    def __init__(self, world: WatchedWorld) -> None:
+        self.world, self.cutter = world, UpdateCutter(world.recorder)
+        bound = bind_address("127.0.0.1:0")
+        self.gate = make_gate(bound, "127.0.0.1:0")
+        self.pages = Pages(self._ask, TIMEOUTS.program)
+        self.web = WebServer(bound, lambda: WebParts(self.gate, self.pages), TIMEOUTS.program)
+
+    async def _ask(self, always: bool) -> bool:
+        if always:
+            self.pages.receive(self.cutter.cut(AT_WORK))
+        return False
+
+    def show(self) -> None:
+        """Send what is new."""
+        self.web.call(lambda pages: pages.receive(self.cutter.cut(AT_WORK)))
+
+
+@contextlib.contextmanager
+def serving(world):
+    served = Served(world)
+    served.web.start()
+    try:
+        yield served
+    finally:
+        served.web.close()
+
+
+def trained_world(names, **changes):
+    world = WatchedWorld(job(epochs=6, **changes))
+    world.join(*names, memory_mb=250.0)
+    world.run_until(lambda: world.hub.clusters and world.hub.ledger.num_counted > 0)
+    return world
+
+
+def test_hostile_names_and_reasons_are_text_and_nothing_else(watched):
+    world = trained_world([*HOSTILE, "good"])
+    world.recorder.hear(Missing(HOSTILE[0], HOSTILE[1], 3.0))
+    world.recorder.hear(Left("someone", HOSTILE[3]))
+    with serving(world) as served:
+        page = watched.open(show_link(served.gate))
+        expect(page.locator("a.stage, a.chip", has_text="onerror").first).to_be_visible()
+        expect(page.locator(".side")).to_contain_text(f"{HOSTILE[0]} is missing: {HOSTILE[1]}")
+        for place in ("training", "nodes", "events"):
+            page.locator(f".tabs a[href='#/{place}']").click()
+            expect(page.locator("main")).to_contain_text(HOSTILE[0])
+            expect(page.locator("main script, main img, main svg")).to_have_count(0)
+        for number, name in enumerate(HOSTILE):
+            page.locator(".tabs a[href='#/nodes']").click()
+            page.locator("tbody a", has_text=name).click()
+            expect(page.locator(".node-head h1")).to_have_text(name)
+            expect(page.locator(".timeline li").first).to_be_visible()
+            assert page.url.startswith(f"http://127.0.0.1:{served.gate.port}/#/node/"), number
+        expect(page.locator("main script, main img, main svg")).to_have_count(0)
+
+
+def test_two_hundred_nodes_stay_fluent(watched):
+    names = [f"pc-{number:03}" for number in range(200)]
+    world = WatchedWorld(job(epochs=6), make_node=lambda name, *facts: node(name, *facts))
+    world.join(*names, memory_mb=250.0)
+    world.run_until(lambda: world.hub.clusters and world.hub.ledger.num_counted > 0)
+    with serving(world) as served:
+        page = watched.open(show_link(served.gate))
+        num_stages = sum(len(each.nodes) for each in world.hub.clusters)
+        expect(page.locator("a.stage")).to_have_count(num_stages)
+        assert num_stages > 100
+        for _ in range(12):
+            before = page.locator("body").get_attribute("data-updates")
+            num_seen = len(world.happened)
+            world.run_until(lambda: world.is_finished or len(world.happened) > num_seen + 50)  # noqa: B023
+            served.show()
+            expect(page.locator(f"body:not([data-updates='{before}'])")).to_be_attached()
+        took = page.evaluate("performance.getEntriesByName('ravnest-draw').map((each) => each.duration)")
+        assert len(took) > 10
+        took.sort()
+        sys.stderr.write(f"200 nodes are drawn in {took[0]:.1f} to {took[-1]:.1f} ms\n")
+        assert took[0] < 50.0, "the least: others compute on this PC, too"
+
+
+def test_a_join_and_a_leave_are_seen_as_they_happen(watched):
+    world = trained_world("abcde")
+    with serving(world) as served:
+        page = watched.open(show_link(served.gate))
+        expect(page.locator("a.stage").first).to_be_visible()
+        world.join("newcomer", memory_mb=250.0)
+        world.run_until(lambda: "newcomer" in world.hub.membership)
+        served.show()
+        expect(page.locator(".chip, a.stage", has_text="newcomer")).to_be_visible()
+        expect(page.locator(".side .tone-good", has_text="newcomer joined")).to_be_visible()
+        expect(page.locator("#summary")).to_contain_text("6")
+        world.leave("newcomer")
+        world.run_until(lambda: "newcomer" not in world.hub.membership)
+        served.show()
+        expect(page.locator(".chip.is-gone", has_text="newcomer")).to_be_visible()
+
+
+def test_a_hub_that_goes_is_said_and_what_was_known_stays(watched):
+    world = trained_world("abcde")
+    with serving(world) as served:
+        page = watched.open(show_link(served.gate))
+        expect(page.locator("#link-state")).to_have_text("live")
+        expect(page.locator("a.stage").first).to_be_visible()
+    expect(page.locator("#link-state")).to_have_text("no answer; trying again")
+    expect(page.locator("a.stage").first).to_be_visible()
+    watched.faults.clear()  # the browser complains that nobody answers
+
+
+def test_a_run_is_shown_from_its_log_and_nothing_can_be_done(watched, tmp_path):
+    world = trained_world("abcde")
+    world.run()
+    with EventLog(tmp_path) as store:
+        for event, orders in zip(world.log, world.answers, strict=True):
+            if not orders or type(orders[0]).__name__ != "Refusal":
+                store.append(event)
+    with LogDashboard(LogFollower(tmp_path, lambda: False), "127.0.0.1:0") as opened:
+        page = watched.open(opened.link)
+        expect(page.locator("#phase")).to_have_text("finished")
+        expect(page.locator("#link-state")).to_have_text("read-only")
+        expect(page.locator("#stop")).to_be_hidden()
+        expect(page.locator("#invite")).to_be_hidden()
+        page.locator(".tabs a[href='#/training']").click()
+        expect(page.locator(".chart:has(h2:text-is('Loss')) canvas")).to_be_visible()
+        page.locator(".tabs a[href='#/events']").click()
+        expect(page.locator(".timeline li", has_text="the job is done")).to_be_visible()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_colours_follow_the_system_and_can_be_chosen(watched, scheme):
+    world = trained_world("abcde")
+    with serving(world) as served:
+        page = watched.open(show_link(served.gate))
+        page.emulate_media(color_scheme=scheme)
+        expect(page.locator("a.stage").first).to_be_visible()
+        shade = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        for _ in range(2 if scheme == "light" else 1):  # auto, light, dark
+            page.locator("#theme").click()
+        other = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert shade != other
+        page.reload()
+        expect(page.locator("a.stage").first).to_be_visible()
+        assert page.evaluate("getComputedStyle(document.body).backgroundColor") == other

@@ -1,0 +1,271 @@
+"""Who may see the dashboard and who may act; what the web application answers to everybody else."""
+
+import asyncio
+import re
+from pathlib import Path
+
+import pytest
+from support.watched_world import AT_WORK, WatchedWorld, request
+
+import ravnest.hub.service.web as web
+from ravnest.config import TIMEOUTS
+from ravnest.errors import ConfigError
+from ravnest.hub.service.web.gate import Gate
+from ravnest.hub.service.web.pages import MOST_PAGES, Pages, choose_pause
+from ravnest.hub.service.web.replica import UpdateCutter
+from ravnest.hub.service.web.web_app import WebParts, make_app
+from ravnest.hub.service.web.web_server import bind_address, is_for_others, make_gate, show_link
+
+GATE = Gate("right-token", 7780)
+COOKIE = f"ravnest_7780={GATE.token}"
+OWN_PAGE = {"cookie": COOKIE, "origin": "http://127.0.0.1:7780"}
+
+
+class Asked:
+    """Pages of a run at work, and what they asked of the hub."""
+
+    def __init__(self, facts=AT_WORK):
+        world = WatchedWorld()
+        world.join(*"abc", memory_mb=250.0)
+        world.run_until(lambda: world.hub.clusters and world.hub.ledger.num_counted)
+        self.stopped, self.world, self.facts = [], world, facts
+        self.cutter = UpdateCutter(world.recorder)
+        self.pages = Pages(self.ask, TIMEOUTS.program)
+        self.app = make_app(WebParts(GATE, self.pages, self.stopped.append, lambda: "rvn1_word"))
+
+    async def ask(self, always):
+        self.pages.receive(self.cutter.cut(self.facts))
+        return False
+
+
+@pytest.fixture(scope="module")
+def asked():
+    return Asked()
+
+
+# Reading.
+
+
+@pytest.mark.parametrize("path", ["run", "news", "curves", "stream", "invitation"])
+def test_the_api_is_closed_without_the_token(asked, path):
+    for headers in ({}, {"cookie": "ravnest_7780=wrong"}, {"authorization": "Bearer wrong"}):
+        answer = request(asked.app, f"/api/v1/{path}", **headers)
+        assert answer.status == 401
+        assert "link that the hub printed" in answer.json["error"]
+    assert request(asked.app, f"/api/v1/{path}?token=wrong").status == 401
+    assert request(asked.app, "/metrics").status == 401
+
+
+def test_the_link_opens_the_page_and_leaves_a_cookie_that_only_this_page_sends(asked):
+    answer = request(asked.app, f"/?token={GATE.token}")
+    assert answer.status == 200
+    cookie = answer.headers["set-cookie"]
+    assert cookie.startswith(f"{COOKIE};")
+    assert "HttpOnly" in cookie
+    assert "SameSite=Strict" in cookie
+    assert request(asked.app, "/", cookie=COOKIE).status == 200
+    assert request(asked.app, "/?token=wrong").status == 401
+    assert "set-cookie" not in request(asked.app, "/?token=wrong").headers
+    assert b"needs its link" in request(asked.app, "/").body
+
+
+def test_the_api_answers_documents_of_version_1(asked):
+    headers = {"authorization": f"Bearer {GATE.token}"}
+    run = request(asked.app, "/api/v1/run", **headers)
+    assert (run.status, run.json["schema"]) == (200, "ravnest.dashboard/1")
+    assert run.headers["cache-control"] == "no-store"
+    news = request(asked.app, "/api/v1/news", **headers).json
+    assert [each["number"] for each in news] == list(range(1, len(news) + 1))
+    assert request(asked.app, "/api/v1/news?after=2", **headers).json == news[2:]
+    assert request(asked.app, "/api/v1/news?after=-1", **headers).status == 400
+    assert request(asked.app, "/api/v1/invitation", **headers).json == {"line": "ravnest join rvn1_word"}
+    assert request(asked.app, "/metrics", **headers).body.startswith(b"# HELP ravnest_live")
+
+
+def test_names_of_other_sites_are_refused_and_addresses_are_not(asked):
+    for host in ("evil.example", "127.0.0.1.evil.example:7780", "", "localhost.evil.example"):
+        answer = request(asked.app, f"/api/v1/run?token={GATE.token}", host=host)
+        assert answer.status == 421, host
+        assert request(asked.app, "/static/app.js", host=host).status == 421
+    for host in ("127.0.0.1:9000", "localhost", "[::1]:7780", "192.0.2.7:7780"):
+        assert request(asked.app, f"/api/v1/run?token={GATE.token}", host=host).status == 200, host
+    named = Gate("t", 7780, "Hub.Example.org")
+    assert named.refuse_host({"host": "hub.example.org:7780"}) == ""
+    assert named.refuse_host({"host": "example.org:7780"})
+
+
+def test_every_answer_has_the_strict_headers(asked):
+    for path in ("/", "/static/app.js", "/static/none.js", "/api/v1/run", "/nothing"):
+        headers = request(asked.app, path).headers
+        policy = headers["content-security-policy"]
+        assert "default-src 'none'" in policy
+        assert "unsafe" not in policy
+        assert headers["x-content-type-options"] == "nosniff"
+        assert headers["referrer-policy"] == "no-referrer"
+    for path in ("/static/../web_app.py", "/static/%2e%2e/web_app.py", "/static/web_app.py", "/static/"):
+        assert request(asked.app, path).status == 404
+
+
+def test_the_files_of_the_page_are_there_and_are_not_sent_twice(asked):
+    answer = request(asked.app, "/static/app.js")
+    assert answer.headers["content-type"].startswith("text/javascript")
+    again = request(asked.app, "/static/app.js", if_none_match=answer.headers["etag"])
+    assert (again.status, again.body) == (304, b"")
+
+
+# Acting.
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"authorization": f"Bearer {GATE.token}", "origin": "http://127.0.0.1:7780"},
+        {"cookie": COOKIE},
+        {"cookie": COOKIE, "origin": "http://evil.example"},
+        {"cookie": COOKIE, "origin": "http://127.0.0.1:9999"},
+        {"cookie": COOKIE, "origin": "null"},
+        {**OWN_PAGE, "cookie": "ravnest_7780=wrong"},
+        {**OWN_PAGE, "sec_fetch_site": "cross-site"},
+    ],
+)
+def test_only_the_page_itself_may_stop_a_run(asked, headers):
+    assert request(asked.app, "/api/v1/stop", "POST", **headers).status == 403
+    assert asked.stopped == []
+
+
+def test_stopping_is_an_action_with_an_outcome(asked):
+    assert request(asked.app, "/api/v1/stop", **OWN_PAGE).status == 405
+    answer = request(asked.app, "/api/v1/stop", "POST", **OWN_PAGE)
+    assert (answer.status, "told to stop" in answer.json["outcome"]) == (202, True)
+    assert asked.stopped == ["stopped from the dashboard"]
+    asked.world.stop()
+    again = request(asked.app, "/api/v1/stop", "POST", **OWN_PAGE)
+    assert (again.status, len(asked.stopped)) == (409, 1)
+
+
+def test_a_run_that_is_only_read_has_no_action():
+    reading = Asked()
+    app = make_app(WebParts(GATE, reading.pages))
+    assert request(app, "/api/v1/stop", "POST", **OWN_PAGE).status == 409
+    assert request(app, "/api/v1/invitation", cookie=COOKIE).status == 404
+
+
+# Following.
+
+
+def test_a_page_gets_the_whole_and_then_what_is_new():
+    async def follow():
+        asked = Asked()
+        stream = asked.pages.follow()
+        whole = await anext(stream)
+        num_told = len(asked.world.news)
+        asked.world.run_until(lambda: len(asked.world.news) > num_told)
+        update = await anext(stream)
+        await stream.aclose()
+        return whole, update
+
+    whole, update = asyncio.run(follow())
+    assert whole.startswith(b'data: {"run":')
+    assert whole.endswith(b"\n\n")
+    assert b'"is_whole":true' in whole
+    assert b'"is_whole":false' in update
+
+
+def test_a_page_that_reads_too_slowly_gets_the_whole_anew():
+    async def follow():
+        asked = Asked()
+        stream = asked.pages.follow()
+        await anext(stream)
+        for _ in range(50):
+            await asked.ask(True)
+        late = await anext(stream)
+        await stream.aclose()
+        return late
+
+    assert b'"is_whole":true' in asyncio.run(follow())
+
+
+def test_there_are_two_updates_per_second_and_fewer_where_they_take_long():
+    assert choose_pause(0.001, TIMEOUTS.program) == 0.5
+    assert choose_pause(0.2, TIMEOUTS.program) == pytest.approx(20.0), "a hundredth of the hub's time"
+
+    async def follow():
+        asked = []
+
+        async def ask(always):
+            asked.append(always)
+            return False
+
+        served = Asked()
+        pages = Pages(ask, TIMEOUTS.program)
+        stream = pages.follow()
+        pages.receive(served.cutter.cut(AT_WORK))
+        await anext(stream)
+        for _ in range(50):
+            pages.receive(served.cutter.cut(AT_WORK))
+        num_asked = len(asked)
+        await stream.aclose()
+        pages.end()
+        return num_asked
+
+    assert asyncio.run(follow()) == 1, "once for the whole; the next is asked for when the pause is over"
+
+
+def test_pages_are_told_when_the_hub_ends_and_there_are_never_too_many():
+    async def follow():
+        asked = Asked()
+        streams = [asked.pages.follow() for _ in range(MOST_PAGES)]
+        for stream in streams:
+            await anext(stream)
+        is_full = asked.pages.is_full
+        asked.pages.end()
+        rest = [each async for each in streams[0]]
+        for stream in streams[1:]:
+            await stream.aclose()
+        return is_full, rest, asked.pages.is_full
+
+    is_full, rest, is_full_later = asyncio.run(follow())
+    assert (is_full, is_full_later) == (True, False)
+    assert b'"is_live":false' in rest[-1]
+
+
+# Where it listens.
+
+
+def test_a_taken_port_is_a_sentence_and_the_usual_one_may_be_taken():
+    with bind_address("127.0.0.1:0") as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"cannot listen at 127.0.0.1:{port}: .*; choose another"):
+            bind_address(f"127.0.0.1:{port}")
+        gate = make_gate(taken, f"localhost:{port}")
+    assert show_link(gate, f"localhost:{port}").startswith(f"http://localhost:{port}/?token=")
+    assert "0.0.0.0" not in show_link(Gate("t", 7780), "0.0.0.0:7780")
+    assert is_for_others("0.0.0.0:7780")
+    assert is_for_others("hub.example.org:7780")
+    assert not is_for_others("localhost:7780")
+    assert not is_for_others("")
+    assert len(gate.token) >= 32
+    with bind_address("") as one, bind_address("") as other:
+        assert one.getsockname()[0] == other.getsockname()[0] == "127.0.0.1"
+        assert one.getsockname()[1] != other.getsockname()[1]
+
+
+# The page's own files.
+
+STATIC = Path(web.__file__).parent / "static"
+OURS = [file for file in sorted(STATIC.glob("*.*")) if not file.name.startswith("uPlot")]
+
+
+@pytest.mark.parametrize("file", OURS, ids=lambda file: file.name)
+def test_no_file_of_the_page_makes_html_of_text_or_has_scripts_within(file):
+    text = file.read_text()
+    banned = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|new Function|\son\w+=\"|https?://(?!www\.w3)"
+    assert re.findall(banned, text) == []
+    assert "<script>" not in text
+    assert 'style="' not in text
+
+
+def test_the_chart_library_came_with_its_licence():
+    assert "Leon Sorokin" in (STATIC / "uPlot.LICENSE.txt").read_text()
+    assert "Permission is hereby granted" in (STATIC / "uPlot.LICENSE.txt").read_text()
