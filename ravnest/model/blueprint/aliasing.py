@@ -5,7 +5,7 @@ creation and its last in-place change, and between the users of a buffer that tr
 """
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from ravnest.model.blueprint.operators import draws, operators
 from ravnest.model.blueprint.program import Op, Program, ValueId, refs_of
@@ -81,3 +81,16 @@ class Storages:
             end = max(touched[root]) if root in state else last
             forbidden.update(range(min(touched[root]) + 1, end + 1))
         return forbidden
+
+
+def find_origins(program: Program, values: Sequence[ValueId]) -> set[int]:
+    """Return the places of the operations that these values come from, or that write to them."""
+    storages, needed = Storages(program), set[int]()
+    roots = {storages.root(value) for value in values}
+    for place in reversed(range(len(program.ops))):
+        op = program.ops[place]
+        made = [out for out in op.outs if out is not None]
+        if any(storages.root(value) in roots for value in (*made, *writes(op))):
+            needed.add(place)
+            roots |= {storages.root(value) for value in op.refs()}
+    return needed

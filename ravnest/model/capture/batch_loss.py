@@ -22,7 +22,7 @@ from ravnest.model.capture.verify import as_it_was
 
 _NUM_PARTS = 4
 _MOST_SAMPLES = 32
-_MOST_WORK = 1e10  # parameters times tokens, over all samples: a second or two on a slow PC
+_MOST_WORK = 2e9  # parameters times tokens, over all samples: half a second on a slow PC
 _SEED = 20_262
 _ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4}  # of float32 on a CPU
 _COARSE_ROUNDING = 2e-2  # of half precision

@@ -1,27 +1,20 @@
 """From the requester's model and loss to a blueprint. Runs on the requester's PC only, on its own code.
 
-The model, its loss and its metrics are exported together, once as in training and once as in evaluation, with
-a batch size that may vary, and then compared with the module itself on a real batch (`verify`). What export
-would get wrong without a word is refused while it happens (`export_hazards`).
+The model, its loss and its metrics become one module and two programs (`export`), and these one blueprint.
+It is compared with the module itself on a real batch (`verify`). What export would get wrong without a word
+is refused while it happens (`export_hazards`).
 """
 
 import contextlib
-import io
 import logging
 import re
-import sys
-import threading
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TextIO
 
 import torch
-from sympy import Integer  # type: ignore[import-untyped]
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ravnest.errors import CaptureError, UnsafeBlueprint
@@ -30,18 +23,15 @@ from ravnest.model.blueprint.blueprint_json import read_blueprint, write_bluepri
 from ravnest.model.blueprint.program import CONSTANT, Blueprint, StateEntry
 from ravnest.model.blueprint.slicing import find_positions
 from ravnest.model.capture.batch_loss import BatchLoss, judge_loss
-from ravnest.model.capture.capture_errors import refuse_error
-from ravnest.model.capture.export_hazards import replaced, traps
-from ravnest.model.capture.export_rewrites import complex_as_pairs, plain_bags
-from ravnest.model.capture.huggingface import PLAIN_FUNCTIONS, plain_transformers, switched_off
-from ravnest.model.capture.model_with_loss import LOGITS, BatchFields, Metric, ModelWithLoss, name_fields
-from ravnest.model.capture.sample_length import SHORT, Lengths, TokenRows, find_rows, find_symbols, is_costly
-from ravnest.model.capture.trace import Traced, trace
+from ravnest.model.capture.export import Programs, export_programs
+from ravnest.model.capture.export_rewrites import plain_bags
+from ravnest.model.capture.huggingface import plain_transformers, switched_off
+from ravnest.model.capture.model_with_loss import BatchFields, Metric, ModelWithLoss, name_fields
+from ravnest.model.capture.sample_length import SHORT, TokenRows, find_rows, is_costly
 from ravnest.model.capture.verify import (
     FEW_SAMPLES,
     SAMPLES,
     Outcomes,
-    as_it_was,
     compare,
     compare_empty,
     try_module,
@@ -130,7 +120,7 @@ def _capture(whole: ModelWithLoss, fields: dict[str, torch.Tensor], wishes: Capt
         tried = _Tried(find_rows(fields) if is_short else None, {})
     tell("it is exported")
     with plain_transformers(fields.keys()) as told, plain_bags():
-        programs = _export_both(whole, fields, is_empty, tried.rows)
+        programs = export_programs(whole, fields, is_empty, tried.rows)
     blueprint, state = _join(wishes.name or type(whole.model).__name__, whole, programs)
     batch_loss = BatchLoss.MEAN
     if is_tested:
@@ -235,7 +225,7 @@ def _num_samples(whole: ModelWithLoss, fields: Mapping[str, torch.Tensor]) -> tu
 
 def _test(
     whole: ModelWithLoss,
-    programs: "_Programs",
+    programs: Programs,
     blueprint: Blueprint,
     state: Mapping[str, torch.Tensor],
     fields: Mapping[str, torch.Tensor],
@@ -266,7 +256,7 @@ _UNTESTED = (
 
 def _test_empty(
     whole: ModelWithLoss,
-    programs: "_Programs",
+    programs: Programs,
     blueprint: Blueprint,
     state: Mapping[str, torch.Tensor],
     fields: Mapping[str, torch.Tensor],
@@ -287,180 +277,7 @@ def _test_empty(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _ShortPrograms:
-    """The two programs for shorter rows."""
-
-    rows: TokenRows
-    length: int
-    train: Traced
-    evaluate: Traced
-
-
-@dataclass(frozen=True, slots=True)
-class _Programs:
-    """The two programs of a model; `short` if the self-test takes shorter rows."""
-
-    train: Traced
-    evaluate: Traced
-    short: _ShortPrograms | None = None
-
-
-def _export_both(
-    whole: ModelWithLoss, fields: Mapping[str, torch.Tensor], is_empty: bool, rows: TokenRows | None
-) -> _Programs:
-    """Export the model as in training and as in evaluation, with the length of rows as a symbol if given."""
-    if rows is not None:
-        try:
-            return _export_rows(whole, fields, is_empty, rows)
-        except CaptureError as error:  # or it cannot be captured at all, as is seen now
-            logger.info("the model is exported again, for whole samples: %s", error)
-    train, evaluate = (
-        _trace(whole, fields, _export(whole, fields, is_empty, training=mode), mode) for mode in (True, False)
-    )
-    return _Programs(train, evaluate)
-
-
-def _export_rows(
-    whole: ModelWithLoss, fields: Mapping[str, torch.Tensor], is_empty: bool, rows: TokenRows
-) -> _Programs:
-    exported = {mode: _export(whole, fields, is_empty, rows, training=mode) for mode in (True, False)}
-    symbols = {mode: find_symbols(each, tuple(fields), rows) for mode, each in exported.items()}
-    shortest = max(length for _, length in symbols.values())
-    found = []
-    for length in (rows.length, shortest):
-        lengths = {mode: dict.fromkeys(names, Integer(length)) for mode, (names, _) in symbols.items()}
-        train, evaluate = (
-            _trace(whole, fields, each, mode, lengths[mode]) for mode, each in exported.items()
-        )
-        found.append((train, _share_constants(train, evaluate)))
-    names = [[op.name for traced in pair for op in traced.program.ops] for pair in found]
-    if shortest >= rows.length or names[0] != names[1]:
-        return _Programs(*found[0])
-    return _Programs(*found[0], _ShortPrograms(rows, shortest, *found[1]))
-
-
-def _trace(
-    whole: ModelWithLoss,
-    fields: Mapping[str, torch.Tensor],
-    exported: torch.export.ExportedProgram,
-    training: bool,
-    lengths: Lengths | None = None,
-) -> Traced:
-    """Return a program; logits that it was exported with are no result that people see."""
-    has_logits = len(exported.graph_signature.user_outputs) > len(whole.results)
-    results = (*whole.results, LOGITS) if has_logits else whole.results
-    facts = (tuple(fields), results, whole.state_name, "train" if training else "evaluate")
-    traced = trace(exported, *facts, lengths)
-    if not has_logits:
-        return traced
-    *kept, (_, logits) = traced.program.results
-    return replace(traced, program=replace(traced.program, results=tuple(kept), logits=logits))
-
-
-def _export(
-    whole: ModelWithLoss,
-    fields: Mapping[str, torch.Tensor],
-    is_empty: bool,
-    rows: TokenRows | None = None,
-    *,
-    training: bool,
-) -> torch.export.ExportedProgram:
-    """Export the model as in training or as in evaluation."""
-    given = {name: _own_field(field) for name, field in fields.items()}
-    fakes = _fake_parameters(whole) if is_empty else contextlib.nullcontext()
-    with as_it_was(whole), fakes as mode, traps(PLAIN_FUNCTIONS), complex_as_pairs():
-        whole.train(training)
-        whole.shows_logits = not training
-        if mode is not None:
-            given = {name: mode.from_tensor(field) for name, field in given.items()}
-        batch = torch.export.Dim("batch")
-        lengths = {name: {1: torch.export.Dim.AUTO} for name in (rows.names if rows else ())}
-        shapes = tuple({0: batch, **lengths.get(name, {})} for name in given)
-        try:
-            with _quiet():
-                return _export_any_size(whole, tuple(given.values()), shapes)
-        except CaptureError:
-            raise
-        except Exception as error:  # whatever the user's code or torch raises, said in the user's terms
-            raise refuse_error(error, None if is_empty else _try_other_size(whole, fields)) from error
-        finally:
-            whole.shows_logits = False
-
-
-def _export_any_size(
-    whole: ModelWithLoss, given: tuple[torch.Tensor, ...], shapes: tuple[dict[int, object], ...]
-) -> torch.export.ExportedProgram:
-    """Export a model for every batch size.
-
-    Torch asks for conditions on the size that it cannot prove. They then stand in the program, and are
-    checked for many sizes when it is traced.
-    """
-    try:
-        return torch.export.export(whole, given, dynamic_shapes=(shapes,))
-    except Exception as error:
-        if "generated guard" not in str(error):
-            raise
-    return torch.export.export(
-        whole, given, dynamic_shapes=(shapes,), prefer_deferred_runtime_asserts_over_guards=True
-    )
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep torch's own account of an export from the user: what matters of it is in our sentence.
-
-    Other threads are heard meanwhile: a hub may answer its peers.
-    """
-    thread, is_enabled = threading.get_ident(), logging.Logger.isEnabledFor
-
-    def is_heard(asked: logging.Logger, level: int) -> bool:
-        return threading.get_ident() != thread and is_enabled(asked, level)
-
-    with (
-        warnings.catch_warnings(),
-        contextlib.redirect_stderr(_OtherThreads(sys.stderr, thread)),
-        replaced(logging.Logger, "isEnabledFor", is_heard),
-    ):
-        warnings.simplefilter("ignore")
-        yield
-
-
-class _OtherThreads(io.TextIOBase):
-    """Drops what one thread writes, and passes on the rest."""
-
-    def __init__(self, to: TextIO, dropped: int) -> None:
-        self._to, self._dropped = to, dropped
-
-    def write(self, text: str) -> int:
-        """Write for another thread."""
-        return len(text) if threading.get_ident() == self._dropped else self._to.write(text)
-
-    def flush(self) -> None:
-        """Write what waits."""
-        self._to.flush()
-
-
-def _try_other_size(whole: ModelWithLoss, fields: Mapping[str, torch.Tensor]) -> Exception | None:
-    """Return what the module says to a batch of another size: its traceback names the line at fault."""
-    other = {name: torch.cat([field, field[:1]]) for name, field in fields.items()}
-    try:
-        with torch.no_grad(), as_it_was(whole):
-            whole(*other.values())
-    except Exception as error:
-        return error
-    return None
-
-
-def _own_field(field: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of its own (one that two fields share would become one), of two samples or more.
-
-    Export takes a batch of one to mean that it is always one.
-    """
-    return field.clone() if field.shape[0] > 1 else torch.cat([field, field])
-
-
-def _join(name: str, whole: ModelWithLoss, programs: _Programs) -> tuple[Blueprint, dict[str, torch.Tensor]]:
+def _join(name: str, whole: ModelWithLoss, programs: Programs) -> tuple[Blueprint, dict[str, torch.Tensor]]:
     """Make one blueprint of the two programs."""
     train, evaluate = programs.train, programs.evaluate
     if not train.program.values[dict(train.program.results)["loss"]].has_gradient:
@@ -468,7 +285,6 @@ def _join(name: str, whole: ModelWithLoss, programs: _Programs) -> tuple[Bluepri
             "the loss does not depend on any parameter that is trained; check that it is computed from what "
             "the model returns, and that not every parameter is frozen or detached"
         )
-    evaluate = _share_constants(train, evaluate)
     found = {**evaluate.state, **train.state}
     written: set[str] = set()
     for traced in (train, evaluate):
@@ -511,20 +327,6 @@ def _join(name: str, whole: ModelWithLoss, programs: _Programs) -> tuple[Bluepri
         for name, (kind, tensor) in found.items()
         if name in kept
     }
-
-
-def _share_constants(train: Traced, evaluate: Traced) -> Traced:
-    """Let evaluation use the constants of training where they are equal."""
-    new_names = {}
-    for name, (kind, tensor) in evaluate.state.items():
-        twin = train.state.get("train." + name.removeprefix("evaluate."))
-        if kind != CONSTANT or twin is None:
-            continue
-        if tensor.dtype == twin[1].dtype and torch.equal(tensor, twin[1]):
-            new_names[name] = "train." + name.removeprefix("evaluate.")
-    state = tuple((value, new_names.get(name, name)) for value, name in evaluate.program.state)
-    tensors = {new_names.get(name, name): entry for name, entry in evaluate.state.items()}
-    return Traced(replace(evaluate.program, state=state), tensors)
 
 
 def _check_memory(
@@ -572,24 +374,3 @@ def _check_names(whole: ModelWithLoss, blueprint: Blueprint) -> None:
             if not _WORD.fullmatch(part):
                 kind = type(modules[".".join(path[:depth])]).__name__
                 raise CaptureError(f"rename the key {part!r} of the {kind}: letters, digits and _")
-
-
-@contextlib.contextmanager
-def _fake_parameters(whole: ModelWithLoss) -> Iterator[FakeTensorMode]:
-    """Let parameters without values stand on the CPU while the model is exported."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    held = [(module, dict(module._parameters)) for module in whole.modules()]
-    fakes: dict[int, nn.Parameter] = {}
-    for module, parameters in held:
-        for name, parameter in parameters.items():
-            if parameter is None:
-                continue
-            if id(parameter) not in fakes:
-                fake = FakeTensor(mode, parameter.detach().to("meta"), torch.device("cpu"))
-                fakes[id(parameter)] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
-            module._parameters[name] = fakes[id(parameter)]
-    try:
-        yield mode
-    finally:
-        for module, parameters in held:
-            module._parameters.update(parameters)

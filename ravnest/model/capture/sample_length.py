@@ -12,8 +12,8 @@ import sympy  # type: ignore[import-untyped]
 import torch
 from torch import Tensor
 
-_MOST_WORK = 4e9  # parameters times numbers of a row: what one pass may take, about a second
-SHORT = 16
+_MOST_WORK = 5e8  # parameters times numbers of a row: passes over a few whole samples take about a second
+SHORT = 8
 _NUM_SEARCHED = 4  # samples: as many as the self-test takes
 
 Lengths = Mapping[sympy.Symbol, sympy.Integer]

@@ -1,4 +1,8 @@
-"""Sizes as torch.export writes them, as numbers that grow with the batch."""
+"""From a program as torch.export writes it to ours: allowed operators on numbered values.
+
+Sizes become numbers that grow with the batch. Operators that are not on the list are written with those that
+are (`decompose`), or refused with the user's line. What nothing needs is dropped.
+"""
 
 import operator
 from collections import defaultdict
@@ -102,7 +106,7 @@ class Traced:
 def trace(
     exported: torch.export.ExportedProgram,
     fields: Sequence[str],
-    results: Sequence[str],
+    results: Sequence[str | None],
     state_name: Callable[[str], str],
     mode: str,
     lengths: Lengths | None = None,
@@ -110,7 +114,7 @@ def trace(
     """Turn an exported program with these fields and results into ours.
 
     `state_name` names its state; constants that only stand in the code are named after the mode. `lengths`
-    says what the symbols of rows stand for (`sample_length`).
+    says what the symbols of rows stand for (`sample_length`). A result without a name is left out.
     """
     tracer = _Tracer(exported, state_name, mode, {} if lengths is None else lengths)
     tracer.read_inputs(fields)
@@ -118,6 +122,8 @@ def trace(
     assert len(ends) == len(results)
     named = []
     for name, end in zip(results, ends, strict=True):
+        if name is None:
+            continue
         if not isinstance(end, Ref):
             raise CaptureError(
                 f"{name!r} is {end!r} whatever the batch holds; return a tensor that is computed from it"

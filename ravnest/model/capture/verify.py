@@ -9,7 +9,7 @@ import contextlib
 import math
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from itertools import pairwise
 
 import torch
@@ -25,7 +25,8 @@ from ravnest.model.capture.stand_ins import StandIns
 from ravnest.model.stage.stage_program import StageOutputs, StageProgram, build_stage_program
 
 SAMPLES = (4, 3)  # in training and in evaluation: two numbers, so that neither is a constant of the program
-FEW_SAMPLES = (2, 4)  # of a costly model: an evaluation is a third of the work
+FEW_SAMPLES = (2, 4)  # of a costly model
+_MOST_ITEMS = 1 << 16  # of a parameter whose gradient is compared for a batch of one too
 _PIECE = 1 << 22  # numbers that are compared at once: wide copies of all of a large tensor would be as large
 _NUM_REPEATS = 3
 _NUM_STAGES = 3
@@ -81,6 +82,7 @@ def compare(
 ) -> None:
     """Raise CaptureError if the stages of the blueprint compute anything else than the module.
 
+    For a batch of one the gradients of small parameters do: they come through all layers, and cost little.
     `known` is what `try_module` found for these fields; it is used up, so that its memory is free again.
     """
     device = next(iter(fields.values())).device
@@ -88,17 +90,18 @@ def compare(
     known = {} if known is None else known
     for training, num_taken in ((True, num_samples[0]), (False, num_samples[1]), (True, 1), (False, 1)):
         few = {name: _take(field, num_taken) for name, field in fields.items()}
+        trained = _find_trained(whole, is_small=num_taken == 1) if training else {}
         with torch.random.fork_rng(), as_it_was(whole):
             try:
                 expected = known.pop(training, None)
                 if expected is None:
-                    expected = _run_module(whole.train(training), few, backward=training)
+                    expected = _run_module(whole.train(training), few, trained)
             except Exception as error:
                 if num_taken == 1:
                     continue  # the module refuses a batch of one, as BatchNorm does in training
                 raise refuse_failure(error) from error
             try:
-                problem = _find_difference(expected, _run_stages(stages, state, few, training))
+                problem = _find_difference(expected, _run_stages(stages, state, few, training, trained))
             except Exception as error:  # torch's own, out of an operation
                 problem = f"it fails with {type(error).__name__}: {str(error).partition(chr(10))[0]:.200}"
         if problem and num_taken == 1:
@@ -128,10 +131,12 @@ def compare_empty(
     for training in (True, False):
         with torch.random.fork_rng(), as_it_was(whole), stand_ins.standing_in():
             try:
-                expected = _run_module(whole.train(training), few, backward=training, stand_ins=stand_ins)
+                trained = _find_trained(whole) if training else {}
+                expected = _run_module(whole.train(training), few, trained, stand_ins=stand_ins)
             except Exception as error:
                 return f"{type(error).__name__}: {str(error).partition(chr(10))[0]:.200}"
-            problem = _find_difference(expected, _run_stages(stages, given, few, training, stand_ins))
+            found = _run_stages(stages, given, few, training, trained, stand_ins)
+            problem = _find_difference(expected, found)
         if problem:
             raise _differs(training, problem)
     return ""
@@ -203,31 +208,36 @@ def _run_alone(whole: ModelWithLoss, fields: Mapping[str, torch.Tensor], *, back
     try:
         with watched(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return _run_module(whole, fields, backward=backward)
+            return _run_module(whole, fields, _find_trained(whole) if backward else {})
     except CaptureError:
         raise
     except Exception as error:  # whatever the user's code raises, said in the user's terms
         raise refuse_failure(error) from error
 
 
+def _find_trained(whole: ModelWithLoss, *, is_small: bool = False) -> dict[str, torch.Tensor]:
+    """Return the tensors that have gradients; if there are small ones, those alone where these are wanted."""
+    trained = {name: tensor for name, tensor in whole.tensors().items() if tensor.requires_grad}
+    small = {name: tensor for name, tensor in trained.items() if tensor.numel() <= _MOST_ITEMS}
+    return small if is_small and small else trained
+
+
 def _run_module(
     whole: ModelWithLoss,
     fields: Mapping[str, torch.Tensor],
+    trained: Mapping[str, torch.Tensor],
     *,
-    backward: bool,
     stand_ins: StandIns | None = None,
 ) -> RunOutcome:
-    """Run the user's own module; leave its buffers and gradients as they were."""
+    """Run the user's own module, and back to `trained`; leave its buffers and gradients as they were."""
     torch.manual_seed(_SEED)
     with _same_values(whole):
         results = whole(*(field.clone() for field in fields.values()))
         outcome = {name: value.detach() for name, value in results.items()}
-        tensors = whole.tensors()
-        for name, tensor in tensors.items():
+        for name, tensor in whole.tensors().items():
             if not isinstance(tensor, torch.nn.Parameter):
                 outcome[f"buffer {name}"] = tensor.detach().clone()
-        if backward and results["loss"].requires_grad:
-            trained = {name: tensor for name, tensor in tensors.items() if tensor.requires_grad}
+        if trained and results["loss"].requires_grad:
             for name, gradient in _differentiate(results["loss"], trained, stand_ins).items():
                 outcome[f"gradient of {name}"] = gradient
     return outcome
@@ -279,6 +289,7 @@ def _run_stages(
     state: Mapping[str, torch.Tensor],
     fields: Mapping[str, torch.Tensor],
     training: bool,
+    trained: Collection[str],
     stand_ins: StandIns | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Run stage after stage forward and back, as providers would; yield each outcome once it is complete."""
@@ -286,11 +297,11 @@ def _run_stages(
     runs: list[_Run] = []
     values: dict[ValueId, torch.Tensor] = {}
     for stage in stages:
-        run = _Run(stage, state, values, fields, training)
+        run = _Run(stage, state, values, fields, trained if training else None)
         runs.append(run)
         values = run.passed.outputs
     yield from ((name, value.detach()) for name, value in runs[-1].passed.results.items())
-    still = {name: tensor for run in runs for name, tensor in run.state.items() if not tensor.requires_grad}
+    still = {name: tensor for run in runs for name, tensor in run.state.items() if name not in run.trainable}
     yield from ((f"buffer {name}", tensor) for name, tensor in still.items())
     num_uses = Counter(name for run in runs for name in run.trained)
     sums: dict[str, torch.Tensor] = {}
@@ -313,8 +324,7 @@ def _sent(tensor: torch.Tensor) -> torch.Tensor:
 
 def _state_of(entry: StateEntry, tensor: torch.Tensor) -> torch.Tensor:
     """Return state as a stage has it: a copy only if it is changed, or would arrive with other strides."""
-    is_own = entry.is_written or not tensor.is_contiguous()
-    return (_sent(tensor) if is_own else tensor.detach()).requires_grad_(entry.is_trainable)
+    return _sent(tensor) if entry.is_written or not tensor.is_contiguous() else tensor.detach()
 
 
 class _Run:
@@ -326,12 +336,18 @@ class _Run:
         state: Mapping[str, torch.Tensor],
         values: Mapping[ValueId, torch.Tensor],
         fields: Mapping[str, torch.Tensor],
-        training: bool,
+        trained: Collection[str] | None,  # None: as in evaluation
     ) -> None:
+        training = trained is not None
         program = stage.blueprint.train if training else stage.blueprint.evaluate
         entries = stage.blueprint.state
         self.state = {entry.name: _state_of(entry, state[entry.name]) for entry in entries}
-        self.trained = [entry.name for entry in entries if entry.is_trainable]
+        self.trainable = {entry.name for entry in entries if entry.is_trainable}
+        self.trained = [
+            entry.name for entry in entries if entry.is_trainable and entry.name in (trained or ())
+        ]
+        for name in self.trained:
+            self.state[name].requires_grad_()
         self.inputs = {
             value: _sent(values[value]).requires_grad_(program.values[value].has_gradient)
             for value in program.inputs

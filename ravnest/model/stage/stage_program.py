@@ -18,7 +18,7 @@ from torch._ops import OpOverload
 
 from ravnest.config import FrozenFormat
 from ravnest.errors import ProtocolError, UnsafeBlueprint
-from ravnest.model.blueprint.aliasing import Storages, writes
+from ravnest.model.blueprint.aliasing import Storages, find_origins
 from ravnest.model.blueprint.operators import Parameter, draws, operators
 from ravnest.model.blueprint.program import (
     FLOATING,
@@ -472,7 +472,7 @@ class _Builder:
         given += [value for value in program.inputs if program.values[value].dtype not in FLOATING]
         for value in given:
             self._nodes[value] = self._graph.placeholder(f"v{value}")
-        needed = _find_needed(program, [check.index for some in checks.values() for check in some])
+        needed = find_origins(program, [check.index for some in checks.values() for check in some])
         for place, op in enumerate(program.ops):
             for check in checks.get(place, ()):
                 facts = (check.first, check.stop, check.ignored, check.what)
@@ -552,19 +552,6 @@ class _Builder:
         raise UnsafeBlueprint(
             "an operation needs the batch size, but nothing that arrives at the stage has it"
         )
-
-
-def _find_needed(program: Program, values: Sequence[ValueId]) -> set[int]:
-    """Return the places of the operations that these values come from, or that write to them."""
-    storages, needed = Storages(program), set[int]()
-    roots = {storages.root(value) for value in values}
-    for place in reversed(range(len(program.ops))):
-        op = program.ops[place]
-        made = [out for out in op.outs if out is not None]
-        if any(storages.root(value) in roots for value in (*made, *writes(op))):
-            needed.add(place)
-            roots |= {storages.root(value) for value in op.refs()}
-    return needed
 
 
 def _move(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

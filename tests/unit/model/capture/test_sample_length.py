@@ -27,12 +27,12 @@ class Tokens(nn.Module):
         self.mix = nn.Linear(8, 8)
         self.out = nn.Linear(8, 11)
         self.change = change
-        self.lengths: set[int] = set()  # of rows that it was run on, not exported with
+        self.lengths: set[int] = set()  # of rows that it was run on, not exported with, nor without memory
         self.register_buffer("table", torch.randn(LENGTH, 8))
         self.kept: list[Tensor] = []
 
     def forward(self, ids: Tensor) -> Tensor:
-        if isinstance(ids.shape[1], int) and not torch.compiler.is_exporting():
+        if type(ids) is Tensor and not torch.compiler.is_exporting():
             self.lengths.add(ids.shape[1])
         x = self.words(ids)
         x = torch.cumsum(self.mix(x), 1) / 10
@@ -115,6 +115,7 @@ def with_hook(attach: Callable[[Tokens], object]) -> Tokens:
 FAULTS = {
     "a memory": lambda: Tokens(remember),
     "a batch of one": lambda: Tokens(lambda _, x: x * 2 if x.shape[0] == 1 else x),
+    "no gradient for a batch of one": lambda: Tokens(lambda _, x: x.detach() if x.shape[0] == 1 else x),
     "samples compared": lambda: Tokens(lambda _, x: x - x.mean(0) if x.shape[0] > 1 else x),
     "a gradient hook": lambda: with_hook(lambda model: model.mix.weight.register_hook(lambda g: g * 2)),
     "a backward hook": lambda: with_hook(
@@ -149,6 +150,6 @@ def test_short_rows_keep_the_extremes_and_the_share_of_padding():
     short = rows.take(batch, SHORT)
     assert {name: tuple(each.shape) for name, each in short.items()} == dict.fromkeys(batch, (4, SHORT))
     assert short["ids"].max() == 4_321
-    assert 4 <= int((short["labels"][1] == -100).sum()) <= 9
+    assert 0.25 <= float((short["labels"][1] == -100).double().mean()) <= 0.6
     assert find_rows({"x": torch.randn(4, 99)}) is None
     assert find_rows({"ids": batch["ids"], "labels": batch["labels"][:, 1:]}) is None
