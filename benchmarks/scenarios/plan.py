@@ -19,7 +19,7 @@ from ravnest.plan.types import ModelProfile, Swarm
 CONFIG = PlanConfig()
 _WITH_HUB = PlanConfig(hub_bytes_per_second=5e6)  # 40 Mbit/s, as `ravnest plan` assumes
 _AS_RESERVED = PlanConfig(in_flight_per_hop=2)  # windows as the search reserves memory for them
-_LEAST_RATIO = 0.985  # of the exact optimum; 28 of 30 instances reach it, the worst has 0.980
+_LEAST_RATIO = 0.9999  # of the exact optimum: so few nodes are searched completely
 _SMALL_MODELS = ("gpt2", "bert-base", "gpt2-xl", "gpt2-xl")
 _SMALL_SWARMS = ("home", "campus", "fibre", "lan")
 # Samples per second of commit 32fbb21, and how many times as many there are to be; None: half of the bound.

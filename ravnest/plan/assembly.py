@@ -219,11 +219,33 @@ def stage_bytes(line: LineCost, stage: Stage, cluster: Cluster) -> float:
     """Return the memory a stage needs, wherever it runs."""
     start, stop, window = (np.array(value) for value in (stage.start, stage.stop, stage.window))
     versions = line.versions(window, np.array(cluster.accumulate))
-    number = cluster.stages.index(stage)
-    ratio = cluster.stages[number - 1].activations.ratio if number else 0.0
-    held = ratio * line.inner[start] + line.data_before[start]
+    held = _input_ratio(stage, cluster) * line.inner[start] + line.data_before[start]
     predicts = np.array(stage.predicts)
     return float(line.memory(start, stop, window, versions, stage.recompute, predicts, held))
+
+
+def _needed(line: LineCost, used: dict[NodeId, tuple[Stage, Cluster]]) -> dict[NodeId, float]:
+    """Return the memory of all stages, as `stage_bytes` does for one; those that recompute apart."""
+    found: dict[NodeId, float] = {}
+    for recompute in (False, True):
+        places = [each for each in used.values() if each[0].recompute == recompute]
+        if not places:
+            continue
+        names = [stage.node for stage, _ in places]
+        columns = [(s.start, s.stop, s.window, c.accumulate, s.predicts) for s, c in places]
+        start, stop, window, accumulate, predicts = (np.array(each) for each in zip(*columns, strict=True))
+        ratio = np.array([_input_ratio(stage, cluster) for stage, cluster in places])
+        held = ratio * line.inner[start] + line.data_before[start]
+        versions = line.versions(window, accumulate)
+        memory = line.memory(start, stop, window, versions, recompute, predicts, held)
+        found.update(zip(names, memory.tolist(), strict=True))
+    return found
+
+
+def _input_ratio(stage: Stage, cluster: Cluster) -> float:
+    """Return how the inputs of a stage travel, in bytes for each byte of fp32."""
+    number = cluster.stages.index(stage)
+    return cluster.stages[number - 1].activations.ratio if number else 0.0
 
 
 def _choose_backups(
@@ -235,7 +257,7 @@ def _choose_backups(
 ) -> tuple[Backup, ...]:
     """Give each of the least reliable nodes the smallest spare that could take over its stage."""
     free = {node.name: node.memory_bytes for node in spares}
-    need = {name: stage_bytes(line, *place) for name, place in used.items()}
+    need = _needed(line, used) if spares else {}
     kept = [b for b in current if b.spare in free and b.node in used and need[b.node] <= free[b.spare]]
     backups = {backup.node: backup.spare for backup in kept}
     busy = set(backups.values())

@@ -193,6 +193,7 @@ class Timing:
     hub_bytes: Floats  # [cluster] of a batch, that the hub sends: samples, and what it passes on
     deaths: Floats  # [cluster] time lost to deaths, per time that is not
     seconds: Floats  # [cluster] between two batches, deaths included
+    is_narrow: Bools  # [cluster] memory makes a window narrower than it should be
 
     @property
     def stage(self) -> Floats:
@@ -216,8 +217,10 @@ def timing(line: LineCost, nodes: NodeTable, rows: Rows) -> Timing:
     slowest = np.maximum.reduce([compute, send, receive, relay, waiting])
     deaths = np.where(exists, nodes.risk[table], 0.0).sum(axis=1)
     seconds = slowest.max(axis=1, initial=_SHORTEST_PERIOD) * (1.0 + deaths)
+    is_narrow = np.asarray((exists & (queues > 1.0)).any(axis=1))
+    hub = traffic.hub
     return Timing(
-        compute, send, receive, relay, cycle, memory, window, recompute, traffic.hub, deaths, seconds
+        compute, send, receive, relay, cycle, memory, window, recompute, hub, deaths, seconds, is_narrow
     )
 
 
@@ -230,6 +233,7 @@ class _Stages:
         self._line, self._rows, self._exists = line, rows, exists
         self._link, self._travel = link, travel
         self._fits: dict[bool, Ints] = {}
+        self._leasts: dict[bool, Floats] = {}
         start, stop = rows.cuts[:, 1:], rows.cuts[:, :-1]
         self._room = nodes.memory[rows.nodes]
         self._speed = nodes.flops[rows.nodes]
@@ -282,6 +286,8 @@ class _Stages:
         mode = self._line.config.recompute
         if mode is not Recompute.AUTO:
             return np.full(window.shape, mode is Recompute.ALWAYS)
+        if self._rows.window is None and self._rows.accumulate is None:
+            return np.asarray(self._exists & (self._least(again=False) > self._room))
         accumulate = None if self._rows.accumulate is None else self._rows.accumulate[:, None]
         versions = self._line.versions(window, accumulate)
         return self._exists & (self._needs.needed(window, versions, recompute=False) > self._room)
@@ -306,13 +312,20 @@ class _Stages:
         enough = np.ceil(queues * cycle / pace[:, None]).astype(np.int64) + 2
         return np.where(self._widest > 1, np.minimum(self._widest, enough), 1), pace
 
+    def _least(self, again: bool) -> Floats:
+        """Return the memory of each stage with the window that is reserved."""
+        if again not in self._leasts:
+            versions = self._line.versions(self._reserved)
+            self._leasts[again] = self._needs.needed(self._reserved, versions, again)
+        return self._leasts[again]
+
     def _fitting(self, again: bool) -> Ints:
         """Return the widest window that memory has room for, at most the widest useful one."""
         if again in self._fits:
             return self._fits[again]
-        versions = self._line.versions(self._reserved)
         # Block by block, each batch more takes less than the one before: this is at most too careful.
-        least, more = (self._needs.needed(self._reserved + count, versions, again) for count in (0, 1))
+        least = self._least(again)
+        more = self._needs.needed(self._reserved + 1, self._line.versions(self._reserved), again)
         each = np.maximum(more - least, 1e-9)
         fits = self._reserved + np.floor((self._room - least) / each * (1 - 1e-9))
         self._fits[again] = np.clip(fits, 0, self._widest).astype(np.int64)

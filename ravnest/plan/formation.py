@@ -67,7 +67,8 @@ def form_plan(
     orders = found.orders or holding_order(profile, swarm, config)
     if not orders:
         raise explain_shortage(profile, swarm, config)
-    clusters = cut_clusters(profile, swarm, config, orders, is_averaged=len(orders) > 1)
+    widens = len(nodes) <= budget.complete_nodes
+    clusters = cut_clusters(profile, swarm, config, orders, is_averaged=len(orders) > 1, widens=widens)
     assert len(clusters) == len(orders), "a cluster that fits the short line fits the long one"
     return assemble_plan(clusters, profile, swarm, config, seed, plan_id)
 
@@ -90,11 +91,17 @@ def form_cluster(
 
 
 def cut_clusters(
-    profile: ModelProfile, swarm: Swarm, config: PlanConfig, orders: tuple[NodeOrder, ...], is_averaged: bool
+    profile: ModelProfile,
+    swarm: Swarm,
+    config: PlanConfig,
+    orders: tuple[NodeOrder, ...],
+    is_averaged: bool,
+    widens: bool = False,
 ) -> tuple[Cluster, ...]:
     """Cut each cluster on the full line and leave out those that cannot hold it.
 
-    Orders name nodes by place, from the end of the line to its front.
+    Orders name nodes by place, from the end of the line to its front. If it `widens` narrow windows, cuts may
+    be a little slower for that.
     """
     cuts = choose_cuts(profile, FINE_POSITIONS)
     nodes = NodeTable.of(swarm, config)
@@ -104,7 +111,7 @@ def cut_clusters(
     clusters: list[Cluster] = []
     for first in range(0, len(orders), per_chunk):
         chunk = orders[first : first + per_chunk]
-        splits = splitter.solve(chunk)
+        splits = splitter.solve(chunk, widens)
         fitting = np.flatnonzero(np.isfinite(splits.seconds))
         places = np.array(cuts, np.int64)[splits.cuts[fitting]]
         clusters += build_clusters(line, nodes, swarm, [chunk[k] for k in fitting], places)

@@ -300,25 +300,30 @@ class _Stock:
 
     def take_inner(self, need: float) -> int | None:
         """Take the smallest node that covers the need, else the largest one."""
-        kinds = [kind for kind in (1, 0) if self._head(kind) is not None and self._may_take(kind)]
+        kinds = [kind for kind in ((1, 0) if self._room > 0 else (0,)) if self._has_inner(kind)]
         if not kinds:
             return None
         enough = [kind for kind in kinds if -self._keys[kind][self._heads[kind]] >= need]
         if enough:
-            candidates = [self._smallest(kind, need) for kind in enough[: 1 if self._hidden_first else 2]]
-            return self._use(min(candidates, key=lambda node: (self._capacity[0][node], node)))
-        if not self._hidden_first:
-            kinds.sort(key=lambda kind: self._keys[kind][self._heads[kind]])
-        return self._use(self._inner[kinds[0]][self._heads[kinds[0]]])
+            node = self._smallest(enough[0], need)
+            if len(enough) > 1 and not self._hidden_first:
+                other, capacity = self._smallest(enough[1], need), self._capacity[0]
+                node = min(node, other, key=lambda each: (capacity[each], each))
+            return self._use(node)
+        best = kinds[0]
+        if len(kinds) > 1 and not self._hidden_first:
+            keys, heads = self._keys, self._heads
+            best = 1 if keys[1][heads[1]] <= keys[0][heads[0]] else 0
+        return self._use(self._inner[best][self._heads[best]])
 
-    def _may_take(self, kind: int) -> bool:
-        return kind == 0 or self._room > 0
-
-    def _head(self, kind: int) -> int | None:
-        queue = self._inner[kind]
-        while self._heads[kind] < len(queue) and self._used[queue[self._heads[kind]]]:
-            self._heads[kind] += 1
-        return queue[self._heads[kind]] if self._heads[kind] < len(queue) else None
+    def _has_inner(self, kind: int) -> bool:
+        """Move the head of a queue to its first free node; say whether there is one."""
+        queue, used, head = self._inner[kind], self._used, self._heads[kind]
+        length = len(queue)
+        while head < length and used[queue[head]]:
+            head += 1
+        self._heads[kind] = head
+        return head < length
 
     def _smallest(self, kind: int, need: float) -> int:
         queue, keys = self._inner[kind], self._keys[kind]

@@ -12,7 +12,6 @@ from dataclasses import dataclass, fields
 from itertools import pairwise
 
 import numpy as np
-from numpy.lib.stride_tricks import as_strided
 
 from ravnest.errors import ConfigError
 from ravnest.plan.cost import Floats32, NodeTable, Rows, StageCosts, timing
@@ -23,6 +22,7 @@ NodeOrder = tuple[int, ...]  # the nodes of a cluster, from the end of the line 
 
 FINE_POSITIONS = 256  # of the line the final cuts are chosen on
 _SEARCH_POSITIONS = 32  # at least, of the line the search works on
+_WIDENING = 1.02  # times longer that a batch may take, for windows that are wide enough
 _CHUNK_BYTES = 16e6  # of the tables that are worked on at once: what a processor's cache holds
 
 
@@ -34,6 +34,7 @@ class Splits:
     cuts: Ints  # [cluster, depth]: cuts[:, 0] is the end of the line, then down to 0
     slowest: Ints  # depth of the stage that limits each cluster
     is_starved: Bools  # windows too narrow for lack of memory set its pace
+    is_narrow: Bools  # it has such windows
     hub_bytes: Floats  # of a batch, that the hub sends for each cluster
 
     @classmethod
@@ -71,10 +72,11 @@ class Splitter:
         assert self._costs is not None, "made with keep"
         return self._costs.at(depth)
 
-    def solve(self, orders: Sequence[Sequence[int]]) -> Splits:
+    def solve(self, orders: Sequence[Sequence[int]], widens: bool = False) -> Splits:
         """Return the best cuts of each cluster, its nodes given from the end of the line to its front.
 
-        Clusters whose batches would wait for room in a window are cut again, with more memory for windows.
+        Clusters whose batches would wait for room in a window are cut again, with more memory for windows;
+        those with narrow windows too if it `widens` them, for what that may cost.
         """
         lengths = np.array([len(order) for order in orders], np.int64)
         ranking = np.argsort(-lengths, kind="stable")  # long clusters first: active ones are a prefix
@@ -84,11 +86,16 @@ class Splitter:
         lengths = lengths[ranking]
         best = self._solve_sorted(table, lengths, RESERVED_PER_HOP[0])
         for per_hop in RESERVED_PER_HOP[1:]:
-            starved = np.flatnonzero(np.isfinite(best.seconds) & best.is_starved)
+            starved = np.flatnonzero(
+                np.isfinite(best.seconds) & (best.is_starved | (widens & best.is_narrow))
+            )
             if not len(starved):
                 break
             again = self._solve_sorted(table[starved], lengths[starved], per_hop)
             better = again.seconds < best.seconds[starved]
+            if widens:
+                is_wider = best.is_narrow[starved] & ~again.is_narrow
+                better |= is_wider & (again.seconds <= _WIDENING * best.seconds[starved])
             for each in fields(Splits):
                 getattr(best, each.name)[starved[better]] = getattr(again, each.name)[better]
         back = np.argsort(ranking, kind="stable")
@@ -106,7 +113,7 @@ class Splitter:
         pace = times.stage.max(axis=1, initial=0.0) * (1.0 + times.deaths)
         seconds = np.where(fits, times.seconds, np.inf)
         is_starved = times.seconds > 1.01 * pace
-        return Splits(seconds, cuts, times.stage.argmax(axis=1), is_starved, times.hub_bytes)
+        return Splits(seconds, cuts, times.stage.argmax(axis=1), is_starved, times.is_narrow, times.hub_bytes)
 
     def _chunk(self, size: int) -> int:
         """Return how many clusters of so many nodes are cut at once."""
@@ -130,7 +137,7 @@ class Splitter:
                 relayed = hidden[:active, k] & hidden[:active, k - 1]
                 ahead[:, : length + 1] = np.maximum(reach[:active], relayed[:, None] * self.relay_seconds)
             # [cluster, length - 1, start]: the reach at the stop of each interval
-            behind = _windows(ahead[:, 1:], length)
+            behind = _windows(ahead, length)
             np.maximum(stage, behind, out=stage)
             stages.append(stage)
             stage.min(axis=1, out=reach[:active, :-1])
@@ -154,10 +161,10 @@ class Splitter:
 
 
 def _windows(rows: Floats32, length: int) -> Floats32:
-    """Return all windows of each row, [row, start, length], as a view."""
-    shape = (rows.shape[0], rows.shape[1] - length + 1, length)
+    """Return the windows of each row that begin after its first number, [row, start, length], as a view."""
+    shape = (rows.shape[0], rows.shape[1] - length, length)
     along, across = rows.strides
-    return as_strided(rows, shape, (along, across, across), writeable=False)
+    return np.ndarray(shape, rows.dtype, rows, across, (along, across, across))
 
 
 def shorten_line(profile: ModelProfile, num_positions: int = 0) -> ModelProfile:

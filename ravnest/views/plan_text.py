@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ravnest.config import (
+    SEARCH_BUDGET,
     Averaging,
     PlanConfig,
     Recompute,
@@ -342,7 +343,8 @@ def _forecast_again(plan: Plan, profile: ModelProfile, swarm: Swarm, config: Pla
     nodes = {node.name: node for node in swarm.nodes}
     place = {name: k for k, name in enumerate(nodes)}
     orders = tuple(tuple(place[s.node] for s in reversed(cluster.stages)) for cluster in plan.clusters)
-    clusters = cut_clusters(profile, swarm, config, orders, is_averaged=len(orders) > 1)
+    widens = len(swarm.nodes) <= SEARCH_BUDGET.complete_nodes  # as the planner does
+    clusters = cut_clusters(profile, swarm, config, orders, is_averaged=len(orders) > 1, widens=widens)
     if len(clusters) != len(orders):
         return None
     again = replace(plan, clusters=clusters, rings=form_rings(clusters, nodes))

@@ -8,6 +8,7 @@ from support.plan_world import SIMPLE, even_model, node, swarm_of
 from ravnest.config import PlanConfig
 from ravnest.errors import PlanError
 from ravnest.plan.assembly import assemble_plan
+from ravnest.plan.forecast import forecast
 from ravnest.plan.formation import cut_clusters, form_plan
 from ravnest.plan.infeasible import LeftOut, count_left_out
 from ravnest.plan.profiles import builtin_profile
@@ -80,3 +81,16 @@ def test_a_shortage_counts_only_nodes_that_could_help():
     with pytest.raises(PlanError) as many:
         form_plan(builtin_profile("gpt2-xl"), swarm_of(*tiny), PlanConfig())
     assert str(few.value).split(";")[0] == str(many.value).split(";")[0]
+
+
+@pytest.mark.parametrize(("most_seconds", "reason"), [(1e9, LeftOut.REST), (100.0, LeftOut.RELAYED)])
+def test_spares_whose_cluster_would_make_rounds_too_long_are_told_so(most_seconds, reason):
+    model = even_model(num_positions=4, parameter_mb=100, crossing_mb=1e-5)  # samples take next to nothing
+    config = replace(SIMPLE, hub_bytes_per_second=1e8, max_relayed_round_seconds=most_seconds)
+    swarm = swarm_of(*(node(name, **ABLE, is_reachable=False) for name in "abcd"), node("e", **ABLE))
+    clusters = cut_clusters(model, swarm, config, ((0, 1), (2, 3)), is_averaged=True)
+    plan = assemble_plan(clusters, model, swarm, config, seed=0, plan_id=1)
+    told = forecast(plan, model, swarm, config)
+    assert told.hub.round_bytes > 0
+    slow = replace(config, hub_bytes_per_second=told.hub.round_bytes / 90.0)  # a round takes 90 s on it
+    assert count_left_out(plan, model, swarm, slow) == {reason: 1}
