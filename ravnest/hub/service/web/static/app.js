@@ -136,7 +136,7 @@ setTheme(THEMES.includes(localStorage.getItem("ravnest-theme")) ? localStorage.g
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => view?.redraw?.(true));
 byId("theme").addEventListener("click", nextTheme);
 byId("stop").addEventListener("click", confirmStop);
-byId("invite").addEventListener("click", showInvitation);
+byId("invite").addEventListener("click", () => showInvitation());
 addEventListener("hashchange", showPlace);
 showPlace();
 follow(
