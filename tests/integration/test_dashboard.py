@@ -114,3 +114,16 @@ def test_a_folder_without_a_run_is_a_sentence(tmp_path):
     both = (sys.executable, "-m", "ravnest", "hub", "job.py:job", "--dashboard", "--no-dashboard")
     done = subprocess.run(both, capture_output=True, text=True)
     assert (done.returncode, "one of the two" in done.stderr) == (2, True), done.stderr
+
+
+def test_a_hub_without_a_page_loads_no_web_server():
+    check = (
+        "import sys, ravnest as rv\n"
+        "with rv.Hub('127.0.0.1:0') as hub:\n"
+        "    assert hub.dashboard is None\n"
+        "    assert not {'starlette', 'uvicorn', 'prometheus_client'} & set(sys.modules)\n"
+        "with rv.Hub('127.0.0.1:0', dashboard='127.0.0.1:0') as hub:\n"
+        "    assert hub.dashboard.startswith('http://127.0.0.1:')\n"
+        "    assert 'starlette' in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", check], check=True)
