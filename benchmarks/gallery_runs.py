@@ -19,10 +19,14 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """An example, and what it is judged by: a metric in points, or the loss."""
+    """An example, and what it is judged by: a metric in points, or the loss.
+
+    Most leave the optimizer to Ravnest. Then one node trains them with that recipe, too.
+    """
 
     name: str
     score: str = "loss"
+    has_recipe: bool = True
 
 
 GALLERY = {
@@ -33,17 +37,18 @@ GALLERY = {
         Example("vit", "accuracy"),
         Example("whisper", "accuracy"),
         Example("diffusion"),
-        Example("tabular"),
+        Example("tabular", has_recipe=False),
         Example("dlrm"),
         Example("clip", "found"),
         Example("lora"),
+        Example("qlora"),
     )
 }
 
 
 @dataclass(frozen=True, slots=True)
 class GalleryRun:
-    """What is run, and its key in a file; without nodes it is a plain loop."""
+    """What is run, and its key in a file; without nodes it is a plain loop, one node is the recipe alone."""
 
     example: str
     seed: int

@@ -55,7 +55,7 @@ class MultiRing:
     @property
     def result(self) -> Floats:
         self._round.conclude(RoundCommit(self._id))
-        averages = self._round.take_averages()
+        averages = self._round.pop_averages()
         assert averages is not None
         chunks = [chunk for pieces in averages.values() for chunk in pieces]
         found: Floats = torch.cat([decode_tensor(chunk.buffer, chunk.spec) for chunk in chunks]).numpy()

@@ -3,11 +3,16 @@
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from benchmarks.quality_jobs import Loop, Made, Rows, Task
+
+if TYPE_CHECKING:
+    from ravnest.engine.optimizers import OptimizerSettings
+    from ravnest.requester.lr_schedules import Schedule
 
 PLAIN = Loop()  # what people write: AdamW 1e-3
 RECIPE = Loop(None, kind="recipe")
@@ -38,10 +43,10 @@ def train_loop(task: Task, made: Made, loop: Loop, seed: int, share: float = 1.0
     """Train for a share of the job's updates, with the schedule contracted and the rate of the whole job."""
     total = count_updates(task, made)
     num_updates = max(1, round(share * total))
-    model, step = made.model.train(), _make_step(made, loop, total, num_updates)
+    model, step = made.model.train(), _make_step(task, made, loop, total, num_updates)
     torch.manual_seed(1_000_003 + seed)  # of dropout and of the order
     started = time.perf_counter()
-    for update, batch in zip(range(num_updates), _batches(task, made), strict=False):
+    for update, batch in zip(range(num_updates), draw_batches(task, made), strict=False):
         made.loss(model(*(batch[name] for name in made.inputs)), batch).backward()
         step(update)
     seconds = time.perf_counter() - started
@@ -71,7 +76,34 @@ def find_own_loop(task: Task) -> Loop:
     return task.own or RECIPE
 
 
-def _batches(task: Task, made: Made) -> Iterator[Rows]:
+def make_optimizer(task: Task, made: Made) -> torch.optim.Optimizer | None:
+    """Return the optimizer that the task's user brings, if any."""
+    own = task.own
+    if own is None:
+        return None
+    assert own.rate is not None
+    kind = torch.optim.Adam if own.kind == "Adam" else torch.optim.AdamW
+    return kind(made.model.parameters(), lr=own.rate)
+
+
+def find_settings(task: Task, made: Made, num_updates: int) -> tuple["OptimizerSettings", "Schedule"]:
+    """Return the optimizer and the schedule of a task's job, with nothing late that would be predicted."""
+    import ravnest as rv
+
+    batch = {name: rows[:8] for name, rows in made.train.items()}
+    job = rv.Job(
+        made.model,
+        batch,
+        batch_size=8,
+        loss=made.loss,
+        inputs=list(made.inputs),
+        optimizer=make_optimizer(task, made),
+    )
+    return replace(job.settings(job.capture(), num_updates), has_prediction=False), job.rates
+
+
+def draw_batches(task: Task, made: Made) -> Iterator[Rows]:
+    """Return batches in an order that is drawn anew for each epoch, without an end."""
     count = num_rows(made.train)
     while True:
         order = torch.randperm(count)
@@ -101,19 +133,13 @@ class _Step:
 class _RecipeStep:
     """One update of the default recipe, with nothing late."""
 
-    def __init__(self, made: Made, total: int, num_updates: int) -> None:
-        import ravnest as rv
+    def __init__(self, task: Task, made: Made, total: int, num_updates: int) -> None:
         from ravnest.engine.optimizers import Optimizer
-        from ravnest.model.stage.profile import find_matrices
 
-        batch = {name: rows[:8] for name, rows in made.train.items()}
-        job = rv.Job(made.model, batch, batch_size=8, loss=made.loss, inputs=list(made.inputs))
-        captured = job.capture()
         self._parameters = {k: v for k, v in made.model.named_parameters() if v.requires_grad}
-        settings = job.settings(captured, total)
-        assert find_matrices(captured.blueprint) <= self._parameters.keys()
-        self._optimizer = Optimizer(replace(settings, has_prediction=False), dict(self._parameters))
-        self._schedule, self._num_updates, self._rate = job.rates, num_updates, settings.learning_rate
+        settings, self._schedule = find_settings(replace(task, own=None), made, total)
+        self._optimizer = Optimizer(settings, dict(self._parameters))
+        self._num_updates, self._rate = num_updates, settings.learning_rate
 
     @torch.no_grad()
     def __call__(self, update: int) -> None:
@@ -125,9 +151,9 @@ class _RecipeStep:
         self._optimizer.step(self._parameters, gradients, rate)
 
 
-def _make_step(made: Made, loop: Loop, total: int, num_updates: int) -> _Step | _RecipeStep:
+def _make_step(task: Task, made: Made, loop: Loop, total: int, num_updates: int) -> _Step | _RecipeStep:
     if loop.kind == "recipe":
-        return _RecipeStep(made, total, num_updates)
+        return _RecipeStep(task, made, total, num_updates)
     assert loop.rate is not None
     kind = torch.optim.Adam if loop.kind == "Adam" else torch.optim.AdamW
     return _Step(kind(made.model.parameters(), lr=loop.rate), loop, num_updates)

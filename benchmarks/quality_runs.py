@@ -149,15 +149,12 @@ def _loop(run: Run) -> Record:
 
 def make_job(task_name: str, seed: int, microbatches: int = 0) -> tuple[Any, Any, Any]:
     """Return a task, what was made of it, and its job as a user would write it."""
-    import torch
-
     import ravnest as rv
     from benchmarks.quality_jobs import TASKS
+    from benchmarks.quality_loops import make_optimizer
 
     task = TASKS[task_name]
     made = task.make(seed)
-    own = task.own
-    optimizer = getattr(torch.optim, own.kind)(made.model.parameters(), lr=own.rate) if own else None
     job = rv.Job(
         made.model,
         made.train,
@@ -166,7 +163,7 @@ def make_job(task_name: str, seed: int, microbatches: int = 0) -> tuple[Any, Any
         epochs=task.epochs,
         loss=made.loss,
         metrics=dict(made.metrics),
-        optimizer=optimizer,
+        optimizer=make_optimizer(task, made),
         inputs=list(made.inputs),
         seed=seed,
         microbatches=microbatches or "auto",

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from ravnest.requester.callbacks import CsvLog, EarlyStopping, StopTraining, TensorBoard
     from ravnest.requester.finetuning.finetune import finetune
     from ravnest.requester.finetuning.merging import merge_adapter
+    from ravnest.requester.from_lightning import from_lightning
     from ravnest.requester.from_trainer import from_trainer
     from ravnest.requester.generation import generate
     from ravnest.requester.job import Job
@@ -34,6 +35,7 @@ __all__ = [
     "cosine",
     "empty_weights",
     "finetune",
+    "from_lightning",
     "from_trainer",
     "generate",
     "linear",
@@ -57,6 +59,7 @@ _PLACES = {
     "cosine": "ravnest.requester.lr_schedules",
     "empty_weights": "ravnest.model.capture.capture",
     "finetune": "ravnest.requester.finetuning.finetune",
+    "from_lightning": "ravnest.requester.from_lightning",
     "from_trainer": "ravnest.requester.from_trainer",
     "generate": "ravnest.requester.generation",
     "linear": "ravnest.requester.lr_schedules",

@@ -207,6 +207,7 @@ class PlanConfig:
     favour: Favour = Favour.QUALITY
     averaging_share: float = 0.1  # of each link (overlapped) or of the time (blocking)
     max_round_seconds: float = 600.0  # no node hosts more than it can average in this time
+    max_relayed_round_seconds: float = 3600.0  # and no plan sends more of a round through the hub
     speed_ratio: float = 4.0  # fastest over slowest cluster; a faster one is held back to it
     max_stages: int = 48
     max_window: int = 128
@@ -250,6 +251,7 @@ class SearchBudget:
 
     clusters: int = 8_000  # per neighbourhood; fewer when each cluster is long and finely cut
     quick_clusters: int = 2_000  # for one more cluster while training goes on
+    complete_nodes: int = 12  # of so few, all subsets are tried
 
 
 SEARCH_BUDGET = SearchBudget()
@@ -346,6 +348,8 @@ class ProgramTimeouts:
     lending_look_seconds: float = 1.0  # between two looks at hours, battery and memory of a lent PC
     doctor_seconds: float = 5.0  # the doctor waits so long for a hub
     mirror_seconds: float = 30.0  # a mirror of weights may be silent so long
+    channel_request_seconds: float = 10.0  # a request to a running hub is made within this time
+    channel_answer_seconds: float = 600.0  # the next piece of its answer is here within this time
     page_every_seconds: float = 0.5  # between two updates of the dashboard's pages
     page_answer_seconds: float = 2.0  # a page waits so long for the hub, then shows what was last known
     page_keepalive_seconds: float = 15.0  # a stream of updates is never silent for longer
@@ -366,6 +370,7 @@ TIMEOUTS = Timeouts()
 
 _DIMENSIONS = {
     "max_round_seconds": Dimension.SECONDS,
+    "max_relayed_round_seconds": Dimension.SECONDS,
     "relay_bytes_per_second": Dimension.BYTES_PER_SECOND,
     "hub_bytes_per_second": Dimension.BYTES_PER_SECOND,
     "overhead_bytes": Dimension.BYTES,
@@ -376,6 +381,7 @@ _BOUNDS = {
     "max_lag": (1, 64),
     "averaging_share": (0.001, 0.9),
     "max_round_seconds": (1, 1e9),
+    "max_relayed_round_seconds": (1, 1e9),
     "speed_ratio": (1, 1e6),
     "max_stages": (1, 256),
     "max_window": (1, 1024),

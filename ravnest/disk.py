@@ -52,6 +52,16 @@ def map_file(name: str | Path) -> memoryview:
         return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
 
 
+def write_whole(file: Path, content: bytes, *, is_private: bool = False) -> None:
+    """Write a file whole or not at all, or raise OSError; a private one is for its user alone."""
+    unfinished = file.with_name(f".{file.name}.{os.getpid()}.unfinished")
+    unfinished.unlink(missing_ok=True)
+    mode = 0o600 if is_private else 0o666
+    with os.fdopen(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as opened:
+        opened.write(content)
+    unfinished.replace(file)
+
+
 def release_pages(content: bytes | bytearray | memoryview) -> None:
     """Give back the memory that a mapped file takes; what is read again comes from the file again."""
     mapped = memoryview(content).obj

@@ -33,7 +33,7 @@ NUMERICS = {
     "hub/service/status.py": {"_RATE_SECONDS"},  # that a rate is a mean over
     "plan/types.py": {"DAY_SECONDS"},
     "averaging/ring.py": {"_CHUNK_SECONDS"},  # of a link's time, for one chunk
-    "transfer/exchange.py": {"_ENOUGH_SECONDS", "_LEAST_SECONDS"},  # of a transfer that can be timed
+    "transfer/link_probe.py": {"_ENOUGH_SECONDS", "_LEAST_SECONDS"},  # of a transfer that can be timed
     "peer/stage_builder.py": {"_SPLIT_SECONDS", "_PROBE_SECONDS"},  # of work, not of waiting
     "peer/capabilities.py": {"_MOST_SECONDS", "_MOST_TRIAL_SECONDS"},  # of work, not of waiting
     "cli/join.py": {"_LONGEST_BATCH_SECONDS", "_USUAL_LATENCY_SECONDS"},  # of work, and of a usual link

@@ -5,6 +5,7 @@ it computes for real, then waits until a PC of that speed would be done. The hub
 the formats are given. Measured is the rate at the last stage, against what the hub foresaw.
 """
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -16,10 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 
 from benchmarks.joining import PRELOADED, Peers
 from benchmarks.measure import say, table
 from benchmarks.namespaces import Namespaces, Rate, enter, may_be_used
+from benchmarks.swarm import process_seconds
 from ravnest.hub.coordinator.events import Action, Event, Notify, Received
 from ravnest.hub.coordinator.notices import PlanFormed, Trained, show_notice
 from ravnest.plan.types import Stage
@@ -30,8 +33,8 @@ Figures = dict[str, Any]
 FORMATS = ("bf16", "int8", "int4", "auto")
 WITHIN = 0.10
 MOST_ABOVE = 1.25  # a quick run is too short for more: buckets and pipelines begin full
-NUM_TOKENS = 64  # of a sample, which is a microbatch
-NUM_MICROBATCHES = 24  # of a batch
+NUM_TOKENS = 256  # of a sample, which is a microbatch
+NUM_MICROBATCHES = 12  # of a batch
 PORT = 7700
 _MBIT = 125e3
 _JOB = "from benchmarks.scenarios.forecast import make_job\njob = make_job({quick})\n"
@@ -46,7 +49,7 @@ class Home:
     mbit: float
 
 
-HOMES = (Home(3, 40), Home(3, 100), Home(4.5, 20), Home(4.5, 40), Home(6, 20), Home(6, 20))
+HOMES = (Home(2, 40), Home(2, 100), Home(3, 20), Home(3, 40), Home(4, 20), Home(4, 20))
 QUICK_HOMES = (Home(1, 40), Home(1, 20), Home(1, 100))
 HUB = Rate(100 * _MBIT, 100 * _MBIT)
 MEMORY_BYTES = 900e6  # the program's own is half of it
@@ -60,17 +63,24 @@ class Seen:
     stages: list[Figures] = field(default_factory=list)
     times: list[float] = field(default_factory=list)  # a microbatch was through the last stage
     told: list[str] = field(default_factory=list)
+    cores: float = 0.0  # that the peers took in the mean, from the first microbatch on
 
     @property
     def measured(self) -> float:
         """Samples per second, from when the pipeline has settled until it runs dry."""
-        window = self.stages[0]["window"]
-        first, last = self._settled, len(self.times) - 1 - window
+        first, last = self._places
         return (last - first) / (self.times[last] - self.times[first])
 
     @property
-    def _settled(self) -> int:
-        return max(NUM_MICROBATCHES, len(self.times) // 3)  # the first update is a synchronous one
+    def settled(self) -> tuple[float, float]:
+        """From when until when that is."""
+        first, last = self._places
+        return self.times[first], self.times[last]
+
+    @property
+    def _places(self) -> tuple[int, int]:
+        first = max(NUM_MICROBATCHES, len(self.times) // 3)  # the first update may be a synchronous one
+        return first, len(self.times) - 1 - self.stages[0]["window"]
 
 
 def run(quick: bool) -> tuple[Figures, str, list[str]]:
@@ -95,16 +105,18 @@ def run(quick: bool) -> tuple[Figures, str, list[str]]:
 
 
 def make_job(is_quick: bool) -> Any:
-    """Return the training of a GPT on tokens that mean nothing."""
+    """Return the training of a GPT whose matrices are frozen, on tokens that mean nothing."""
     import torch
 
     import ravnest as rv
     from benchmarks.models import Gpt, GptShape, token_loss
 
-    width, num_updates = (128, 3) if is_quick else (1024, 8)
+    width, num_updates = (128, 4) if is_quick else (1024, 7)
     shape = GptShape(1, 8, width, length=4096, num_tokens=2048, is_tied=False)
     torch.manual_seed(0)
     model = Gpt(shape)
+    for parameter in model.parameters():  # without their gradients two cores can follow
+        parameter.requires_grad_(parameter.dim() == 1)
     ids = torch.randint(shape.num_tokens, (NUM_MICROBATCHES, NUM_TOKENS + 1))
     return rv.Job(
         model,
@@ -113,7 +125,7 @@ def make_job(is_quick: bool) -> Any:
         microbatches=NUM_MICROBATCHES,
         epochs=num_updates,
         loss=lambda out, batch: token_loss(out, batch["labels"]),
-        optimizer=torch.optim.AdamW(model.parameters(), lr=1e-4),
+        optimizer=torch.optim.AdamW((each for each in model.parameters() if each.requires_grad), lr=1e-4),
         inputs=["ids"],
     )
 
@@ -134,13 +146,31 @@ def play(formats: str, quick: bool) -> Seen:
                 link = ("--bandwidth", f"{home.mbit} Mbit/s", "--latency", _LATENCY)
                 door = f"{spaces.address(name)}:0"
                 peers.start(name, space=spaces.path(name), door=door, options=(*device, *link))
-            hub.join()
+            spent = _wait(hub, peers)
         finally:
             peers.close()
             hub.kill()
             hub.join()
         assert hub.exitcode == 0, (where / "hub.txt").read_text()[-2000:]
-        return _read(where / "seen.txt")
+        seen = _read(where / "seen.txt")
+        seen.cores = _cores(spent, *seen.settled)
+        return seen
+
+
+def _wait(hub: Any, peers: Peers) -> list[tuple[float, float]]:
+    """Wait for the end of the hub; return the CPU seconds of all peers, second by second."""
+    spent = []
+    while hub.is_alive():
+        hub.join(1.0)
+        with contextlib.suppress(psutil.Error):  # one that just ended
+            total = sum(process_seconds(pid) for pid in peers.alive.values())
+            spent.append((time.monotonic(), total))
+    return spent
+
+
+def _cores(spent: Sequence[tuple[float, float]], first: float, last: float) -> float:
+    inside = [each for each in spent if first <= each[0] <= last]
+    return (inside[-1][1] - inside[0][1]) / (inside[-1][0] - inside[0][0]) if len(inside) > 1 else 0.0
 
 
 def _invite(folder: Path, address: str) -> str:
@@ -221,19 +251,21 @@ def _summarise(seen: Seen) -> Figures:
         "predicted": float(f"{seen.predicted:.4g}"),
         "measured": float(f"{measured:.4g}"),
         "ratio": float(f"{measured / seen.predicted:.4g}"),
+        "cores": round(seen.cores, 2),
         "microbatches": len(seen.times),
         "wire": ", ".join(sorted(set(used))),
         "repairs": sum("repair" in each for each in seen.told),
     }
 
 
-_COLUMNS = ("stages", "predicted", "measured", "ratio", "microbatches", "wire")
+_COLUMNS = ("stages", "predicted", "measured", "ratio", "cores", "microbatches", "wire")
 _METHOD = f"""## Six PCs in namespaces
 
 A GPT of 21 M parameters (one block of width 1,024, 2,048 tokens, 4,096 places) in microbatches of
-{NUM_TOKENS} tokens, {NUM_MICROBATCHES} of them in a batch. PCs of 3 to 6 GFLOP/s with links of 20 to 100 Mbit/s
-each way, and a hub of 100 Mbit/s. The hub forms the plan by its usual search; `activations` and `gradients` are
-given. Rates are microbatches per second at the last stage, after a third of the run and until the pipeline
-runs dry.
+{NUM_TOKENS} tokens, {NUM_MICROBATCHES} of them in a batch. Its matrices are frozen: gradients cross every
+cut, but a PC with two cores has time to compute them for six. PCs of 2 to 4 GFLOP/s with links of 20 to
+100 Mbit/s each way, and a hub of 100 Mbit/s. The hub forms the plan by its usual search; `activations` and
+`gradients` are given. Rates are microbatches per second at the last stage, after a third of the run and
+until the pipeline runs dry. `cores` is what all peers took of this PC, two at most.
 
 """

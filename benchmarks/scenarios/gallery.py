@@ -43,7 +43,7 @@ def run(quick: bool, options: argparse.Namespace) -> tuple[dict[str, Any], str, 
             GalleryRun(example.name, seed, nodes)
             for seed in range(options.repeats)
             for example in chosen
-            for nodes in (0, options.nodes)
+            for nodes in ((0, 1, options.nodes) if example.has_recipe else (0, options.nodes))
         ]
         records += [_make(each, options.out) for each in runs if asdict(each) not in done]
     figures, report, missed = _compare(chosen, records)
@@ -86,9 +86,8 @@ def _compare(chosen: list[Example], records: list[Record]) -> tuple[dict[str, An
     rows, missed = [], []
     for example in chosen:
         own = [record for record in records if record["run"]["example"] == example.name]
-        loops, swarms = (
-            [record for record in own if bool(record["run"]["nodes"]) is is_swarm]
-            for is_swarm in (False, True)
+        loops, alone, swarms = (
+            [record for record in own if min(record["run"]["nodes"], 2) == kind] for kind in range(3)
         )
         if not loops or not swarms:
             missed.append(f"{example.name}: not measured yet")
@@ -102,6 +101,10 @@ def _compare(chosen: list[Example], records: list[Record]) -> tuple[dict[str, An
             "swarm": round(swarm, 4),
             "worse": round(worse, 4),
         }
+        if alone:  # how much of it is the recipe, and how much the swarm
+            recipe = _median(example, alone)
+            lost = (swarm - recipe) / recipe if example.score == "loss" else recipe - swarm
+            figures[example.name] |= {"one_node": round(recipe, 4), "swarm_worse": round(lost, 4)}
         if worse > MOST_WORSE:
             missed.append(f"{example.name}: {100 * worse:.1f} {unit} worse than the plain loop")
         rows.append(
@@ -111,6 +114,7 @@ def _compare(chosen: list[Example], records: list[Record]) -> tuple[dict[str, An
                 f"{loops[0]['updates']:,}",
                 f"{example.score} {swarm:.4f}",
                 _show_range(example, swarms),
+                f"{_median(example, alone):.4f}" if alone else "",
                 f"{plain:.4f}",
                 _show_range(example, loops),
                 f"{-100 * worse:+.1f} {unit}",
@@ -141,6 +145,7 @@ def _write(rows: list[tuple[str, ...]], records: list[Record]) -> str:
         "updates",
         f"swarm of {nodes}",
         "from to",
+        "one node, same recipe",
         "plain loop",
         "from to",
         "swarm better by",
@@ -161,6 +166,6 @@ of a loss, or points of a share that is right; a target is missed at more than 1
 and the capture of the model.
 
 AdamW 1e-3 is what most people write first; it is not tuned. Where a job brings no optimizer, swarms have the
-default recipe and its schedule, so a difference is of recipe and swarm together. [The quality
-report](quality.md) compares with tuned loops."""
+default recipe and its schedule, so a difference is of recipe and swarm together. One node with the same
+recipe, where it was run, tells them apart. [The quality report](quality.md) compares with tuned loops."""
     return f"{method}\n\n{table(head, rows)}"

@@ -135,7 +135,7 @@ class RingReduce(Generic[_V]):
                 yield self._message(key, 1, self._weight, value)
 
     def receive(self, part: RingPart[_V]) -> RingPart[_V] | Refusal | None:
-        """Take a chunk from the predecessor; return what goes on to the successor, if anything."""
+        """Accept a chunk from the predecessor; return what goes on to the successor, if anything."""
         reason = self._reason_against(part)
         if reason is not None:
             return Refusal(reason)

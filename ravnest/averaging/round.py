@@ -29,7 +29,7 @@ class RoundPhase(StrEnum):
 class Round(Generic[_V]):
     """Parts go to each ring's successor, votes and aborts to the coordinator.
 
-    `before` names each ring's predecessor, who is suspected when a ring fails or is late.
+    `before` names each ring's predecessor, which is suspected when a ring fails or is late.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Round(Generic[_V]):
         self._end(RoundPhase.ABORTED)
         return RoundAbort(self._round_id, reason, suspect, hops)
 
-    def take_averages(self) -> dict[SegmentId, tuple[_V, ...]] | None:
+    def pop_averages(self) -> dict[SegmentId, tuple[_V, ...]] | None:
         """Give out the averages of a committed round, once; each is cut in consecutive pieces."""
         averages, self._averages = self._averages, None
         return averages

@@ -36,7 +36,7 @@ class _Notes:
     num_samples: int = 0
     started_at: float = 0.0
     ended_at: float = 0.0
-    processes: "Callable[[], Mapping[NodeId, int]] | None" = None  # of whom one is killed
+    processes: "Callable[[], Mapping[NodeId, int]] | None" = None  # one of them is killed
     killed: "NodeId | None" = None
     killed_at: float = 0.0
     recovery_seconds: float | None = None

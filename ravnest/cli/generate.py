@@ -93,9 +93,9 @@ def _count(writer: Any, prompt: str, sampling: Any, is_chat: bool) -> Iterator[t
 def _ask_hub(folder: str, **wishes: Any) -> Iterator[tuple[str, int]]:
     from pathlib import Path
 
-    from ravnest.requester.text_channel import request_text
+    from ravnest.requester.hub_channel import TextRequest, ask_hub
 
-    for piece in request_text(Path(folder), **wishes):
+    for piece in ask_hub(Path(folder), TextRequest(**wishes)):
         yield piece.text, int(piece.is_token)
 
 

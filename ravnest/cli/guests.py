@@ -1,4 +1,4 @@
-"""`ravnest invite` and `guests`: tokens for single guests, and the list of them."""
+"""`ravnest invite`, `guests`, `revoke` and `kick`: tokens for single guests, and how they end."""
 
 from datetime import UTC, datetime
 
@@ -55,3 +55,40 @@ def guests(folder: str | None, as_json: bool) -> None:
         state = "withdrawn" if each.is_revoked else f"{end}, {room}"
         faults = f", {len(each.strikes)} faults, the last: {each.strikes[-1]}" if each.strikes else ""
         click.echo(f"{each.name:20} {state}{faults}")
+
+
+@click.command()
+@click.argument("name")
+@click.argument("folder", required=False)
+def revoke(name: str, folder: str | None) -> None:
+    """Withdraw the token of the guest NAME; its nodes leave, the others train on.
+
+    "everybody" is the name of the hub's own token. Without a hub at work it is withdrawn for the next one.
+    """
+    from ravnest.requester.guest_file import GuestFile
+    from ravnest.requester.hub_channel import RevokeRequest, ask_hub
+    from ravnest.requester.run_folder import find_run, read_hub_file
+
+    place = find_run(folder)
+    file = read_hub_file(place)
+    if file.process is not None and file.channel_port:
+        list(ask_hub(place, RevokeRequest(name)))
+    else:
+        GuestFile(place).change(lambda known: known.revoke(name))
+    click.echo(f"the invitation of {name} in {place} is withdrawn", err=True)
+
+
+@click.command()
+@click.argument("node")
+@click.argument("folder", required=False)
+def kick(node: str, folder: str | None) -> None:
+    """Send NODE away from the run in FOLDER; it may not come back with the same key.
+
+    Its provider can join again with a new one: to prevent that, withdraw the invitation.
+    """
+    from ravnest.requester.hub_channel import KickRequest, ask_hub
+    from ravnest.requester.run_folder import find_run
+
+    place = find_run(folder)
+    list(ask_hub(place, KickRequest(node)))
+    click.echo(f"{node} is sent away from {place}", err=True)

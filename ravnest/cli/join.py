@@ -319,7 +319,7 @@ def _take_part(
     upload = stated.upload_bytes_per_second or inf
     limits = TransportLimits(upload_bytes_per_second=upload, timeouts=timeouts.net)
     make_transport = parts.make_transport or ZeroMqTransport
-    keys = new_keys()  # the hub knows who comes back
+    keys = new_keys()  # by them the hub knows a peer that comes back
 
     async def once() -> str:
         async with make_transport(keys, random.SystemRandom(), listening.listen, limits) as transport:
@@ -436,7 +436,7 @@ def _tell(word: str, name: str | None, is_all: bool, as_json: bool) -> None:
 
 
 def _ask(word: str, chosen: "list[tuple[str, psutil.Process]]") -> None:
-    """Show who would be told; go on only if that is what the user wants."""
+    """Show which peers would be told; go on only if that is what the user wants."""
     lent = ", ".join(f"{known} (process {process.pid})" for known, process in chosen)
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         told = f"{len(chosen)} programs lend from this PC: {lent}"

@@ -22,7 +22,7 @@ import msgspec
 from msgspec import Meta
 
 from ravnest.config import TIMEOUTS, ProgramTimeouts
-from ravnest.disk import read_bytes
+from ravnest.disk import read_bytes, write_whole
 from ravnest.errors import ConfigError
 from ravnest.foreign import parse_json
 from ravnest.units import show_value
@@ -268,13 +268,11 @@ def registered(name: str) -> Iterator[None]:
     import psutil
 
     file = _folder() / f"{os.getpid()}.json"
-    find_running()  # and forget who is no more
+    find_running()  # and forget processes that are no more
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         whole = msgspec.json.encode(_Registration(name, psutil.Process().create_time()))
-        unfinished = file.with_suffix(".unfinished")
-        unfinished.write_bytes(whole)
-        unfinished.replace(file)  # a reader of half a file would remove it
+        write_whole(file, whole)  # a reader of half a file would remove it
     except OSError as error:
         logger.warning("ravnest pause will not find it: %s cannot be written: %s", file, error.strerror)
     try:

@@ -16,7 +16,7 @@ from ravnest.cli.demo import demo
 from ravnest.cli.doctor import doctor, env
 from ravnest.cli.finetune import run_finetuning
 from ravnest.cli.generate import write_text_after
-from ravnest.cli.guests import guests, invite
+from ravnest.cli.guests import guests, invite, kick, revoke
 from ravnest.cli.inspect import inspect
 from ravnest.cli.join import finish, join, pause, resume
 from ravnest.cli.plan import plan
@@ -102,6 +102,8 @@ _COMMANDS = (
     token,
     invite,
     guests,
+    revoke,
+    kick,
     doctor,
     env,
 )

@@ -1,4 +1,4 @@
-"""`ravnest plan`: who would do what, and how fast it would be."""
+"""`ravnest plan`: which node would do what, and how fast it would be."""
 
 import os
 from dataclasses import asdict, dataclass

@@ -41,7 +41,7 @@ class RunWishes:
 
 @dataclass(frozen=True, slots=True)
 class HubPlace:
-    """Where a hub listens and whom it waits for, as the command line says."""
+    """Where a hub listens and which nodes it waits for, as the command line says."""
 
     listen: str
     public: tuple[str, ...]
@@ -179,7 +179,7 @@ def hub(  # noqa: PLR0913 - click passes one argument per option
 
 
 def serve_hub(make_job: "Callable[[], Job]", place: HubPlace, run: RunWishes) -> "tuple[Result, Path]":
-    """Train a job with those who join; return the result and the file it went to."""
+    """Train a job with the peers that join; return the result and the file it went to."""
     from ravnest.config import read_plan_config
     from ravnest.hub.coordinator.notices import HubListens, Notice
     from ravnest.requester.local_peers import share_memory

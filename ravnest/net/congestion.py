@@ -58,14 +58,14 @@ class Window:
         )
 
     def pace(self, chunk_bytes: int, now: float) -> None:
-        """Note that a chunk leaves."""
+        """Record that a chunk leaves."""
         seconds = chunk_bytes * self._journey / (PACE * self.size_bytes)
         self.free_at = max(self.free_at, now - BURST_SECONDS) + seconds
 
     def adjust(
         self, departure: Departure, behind: float, arrived_bytes: int, waiting_bytes: int, now: float
     ) -> None:
-        """Note that bytes are confirmed, the last of them `behind` seconds late by two clocks."""
+        """Record that bytes are confirmed, the last of them `behind` seconds late by two clocks."""
         journey = max(now - departure.at, _SHORTEST_SECONDS)
         in_flight = max(departure.in_flight_bytes, arrived_bytes)
         passed = min(1.0, arrived_bytes / in_flight)  # of a journey
@@ -134,7 +134,7 @@ class Upload:
         return 0.0 if saved > -1.0 else -saved / self._rate  # a rounded byte is no reason to wait
 
     def pay(self, frames: Sequence[Sized], now: float) -> None:
-        """Note that this left."""
+        """Record that this left."""
         if self._rate < inf:
             self._saved_bytes, self._now = self._saved_at(now) - sum(map(len, frames)), now
 

@@ -59,7 +59,7 @@ class Connection(Protocol):
         """Pass on without waiting; LinkError when the connection is gone."""
 
     def close(self) -> None:
-        """Let go of it; safe to call twice."""
+        """Close it; safe to call twice."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -219,7 +219,7 @@ class Endpoint(ABC):
                 return waiting.event
             neighbour = self._neighbours.get(waiting.event.sender)
             if neighbour is not None and neighbour.link.inbox is waiting.inbox:  # else its sender is no more
-                neighbour.link.take(waiting.event.service, self._loop.time())
+                neighbour.link.consume(waiting.event.service, self._loop.time())
                 self._wake(neighbour)
                 self._taken_bytes += sum(buffer.nbytes for buffer in waiting.event.buffers)
                 return waiting.event
@@ -275,7 +275,7 @@ class Endpoint(ABC):
         return self._admit is not None or peer in self._allowed
 
     def _arrived(self, connection: Connection, frames: Sequence[memoryview]) -> None:
-        """Take what came over a connection; a neighbour that talks nonsense is dropped with the reason."""
+        """Accept what came over a connection; a neighbour that talks nonsense is dropped with the reason."""
         neighbour = self._neighbours.get(connection.peer)
         try:
             head = decode_frame(frames)
@@ -296,7 +296,7 @@ class Endpoint(ABC):
             self._refuse(connection, str(error))
 
     def _lost(self, connection: Connection, reason: str, is_refusal: bool = False) -> None:
-        """Note that a connection has ended or never came to be."""
+        """Record that a connection has ended or never came to be."""
         connection.close()
         neighbour = self._neighbours.get(connection.peer)
         if neighbour is None:
@@ -311,7 +311,7 @@ class Endpoint(ABC):
                 self._fail_attempt(neighbour, dial, reason, is_refusal)
 
     def _fail_attempt(self, neighbour: Neighbour, dial: Dial, reason: str, is_refusal: bool = False) -> None:
-        """Dial again after a pause; who only looks for another way tries each address once."""
+        """Dial again after a pause; a dial that only looks for another way tries each address once."""
         if dial is neighbour.redial:
             dial.turn += 1
             if dial.turn < len(dial.addresses):

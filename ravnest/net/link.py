@@ -83,7 +83,7 @@ class Link:
         self.is_up = False
 
     def receive(self, head: Head, pieces: Sequence[memoryview], now: float) -> InboundMessage | None:
-        """Take what came over the connection; return a message that is whole."""
+        """Accept what came over the connection; return a message that is whole."""
         self._received_at = now
         match head:
             case Chunk():
@@ -101,9 +101,9 @@ class Link:
                 assert_never(head)
         return None
 
-    def take(self, service: Service, now: float) -> None:
-        """Note that the program took the oldest message of a service."""
-        self._owe(self.inbox.take(service), now)
+    def consume(self, service: Service, now: float) -> None:
+        """Record that the program has the oldest message of a service."""
+        self._owe(self.inbox.consume(service), now)
 
     def next_frames(self, now: float, *, is_held: bool = False) -> Frames | None:
         """Return what to send next, if anything: the most urgent chunk, or what must be confirmed."""

@@ -210,9 +210,9 @@ class _Connection:
         size = sum(copy.nbytes for copy in copies)
         self._free_at = max(self._free_at, loop.time()) + size / wire.bytes_per_second
         self._arrives_at = max(self._arrives_at, self._free_at + wire.delay_seconds)
-        loop.call_at(self._arrives_at, self._far.take, copies)
+        loop.call_at(self._arrives_at, self._far.accept, copies)
 
-    def take(self, frames: list[memoryview]) -> None:
+    def accept(self, frames: list[memoryview]) -> None:
         if self.is_closed:
             return
         if self.owner.network.carries(self.owner.peer, self.peer):
@@ -226,7 +226,7 @@ class _Connection:
             return
         untaken, self._untaken = self._untaken, []
         for frames in untaken:
-            self.owner._loop.call_soon(self.take, frames)
+            self.owner._loop.call_soon(self.accept, frames)
         unsent, self._unsent = self._unsent, []
         for held in unsent:
             self.send(held)

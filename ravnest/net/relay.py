@@ -39,12 +39,12 @@ class Relay:
         self._writers: set[asyncio.StreamWriter] = set()
 
     def add(self, ticket: bytes) -> None:
-        """Let the two holders of this ticket meet."""
+        """Add a ticket: its two holders may meet."""
         assert len(ticket) == TICKET_BYTES
         self._awaiting.setdefault(ticket, None)
 
     def remove(self, ticket: bytes) -> None:
-        """Take a ticket back; streams already joined go on until a side ends them."""
+        """Remove a ticket; streams already joined go on until a side ends them."""
         self._end(self._awaiting.pop(ticket, None))
 
     @asynccontextmanager

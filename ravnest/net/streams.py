@@ -120,7 +120,7 @@ class SendStream:
         return held == 0 or held + size_bytes + OVERHEAD_BYTES <= self._limits.credit_bytes[service]
 
     def put(self, service: Service, header: bytes, buffers: Sequence[memoryview]) -> None:
-        """Take a message that fits the limits and has room."""
+        """Queue a message that fits the limits and has room."""
         pieces = (memoryview(header), *buffers)
         message = _QueuedMessage(pieces, sum(piece.nbytes for piece in pieces))
         assert self.has_room(service, message.size), f"no credit for {message.size} bytes of {service.name}"
@@ -293,12 +293,12 @@ class ReceiveStream:
         self._told: dict[Service, StreamPosition] = {}
 
     def accept(self, chunk: Chunk, pieces: Sequence[memoryview]) -> InboundMessage | None:
-        """Take a chunk; raises ProtocolError when no honest neighbour can have sent it."""
+        """Accept a chunk; raises ProtocolError when no honest neighbour can have sent it."""
         return self._lanes[chunk.service].accept(chunk, pieces)
 
-    def take(self, service: Service) -> int:
-        """Note that the program took the oldest message of a service; return its bytes."""
-        return self._lanes[service].take()
+    def consume(self, service: Service) -> int:
+        """Record that the program has the oldest message of a service; return its bytes."""
+        return self._lanes[service].consume()
 
     def positions(self) -> tuple[StreamPosition, ...]:
         """Return how far every service has come."""
@@ -353,8 +353,8 @@ class _ReceiveLane:
         self._sequence += 1
         return message
 
-    def take(self) -> int:
-        assert self._consumed < self._sequence, f"{self.service.name} has nothing to take"
+    def consume(self) -> int:
+        assert self._consumed < self._sequence, f"{self.service.name} has nothing to consume"
         cost = self._costs.popleft()
         self._held -= cost
         self._consumed += 1

@@ -40,7 +40,7 @@ _ENDS = {
 }
 _WATCHED = sum(_ENDS)
 
-Take = Callable[[list[zmq.Frame]], None]
+OnFrames = Callable[[list[zmq.Frame]], None]
 _MORE = zmq.NOBLOCK | zmq.SNDMORE
 _EVENTS, _READABLE = int(zmq.EVENTS), int(zmq.POLLIN)
 
@@ -129,7 +129,7 @@ class ZeroMqTransport(Endpoint):
                 message = f"cannot listen at {address}: {error.strerror}"
             raise ConfigError(message) from None
         authenticator.start(lambda question: self._answer_zap(authenticator, question))
-        self._router.start(self._take_from_router)
+        self._router.start(self._accept_from_router)
 
     def _watch(self, socket: "zmq.Socket[bytes]") -> "_Watched":
         watched = _Watched(socket, self._loop, self._open_ones)
@@ -172,14 +172,14 @@ class ZeroMqTransport(Endpoint):
         turn = self._lookups[host] = self._lookups.get(host, -1) + 1
         place = str(found[turn % len(found)][4][0])
 
-        def take(frames: list[zmq.Frame]) -> None:
+        def accept(frames: list[zmq.Frame]) -> None:
             self._arrived(connection, [frame.buffer for frame in frames])
 
         def end(frames: list[zmq.Frame]) -> None:
             event = parse_monitor_message([frame.bytes for frame in frames])
             self._lost(connection, _ENDS[zmq.Event(event["event"])])
 
-        connection.connect(write_address(place, port), take, end)
+        connection.connect(write_address(place, port), accept, end)
 
     def _answer_zap(self, authenticator: "_Watched", question: list[zmq.Frame]) -> None:
         """Answer ZeroMQ's question (ZAP 1.0) whether the owner of a key may connect."""
@@ -188,7 +188,7 @@ class ZeroMqTransport(Endpoint):
         verdict = (b"200", b"OK") if self._may_connect(peer) else (b"400", b"not allowed")
         authenticator.send([envelope, b"", version, number, *verdict, peer.encode(), b""])
 
-    def _take_from_router(self, frames: list[zmq.Frame]) -> None:
+    def _accept_from_router(self, frames: list[zmq.Frame]) -> None:
         connection = self._accepted_from(frames[0].bytes, frames[1])
         self._arrived(connection, [frame.buffer for frame in frames[1:]])
 
@@ -199,7 +199,7 @@ class ZeroMqTransport(Endpoint):
 
 
 class _Watched:
-    """A socket whose messages are taken as they come, some in a turn of the event loop."""
+    """A socket whose messages are accepted as they come, some in a turn of the event loop."""
 
     def __init__(
         self, socket: "zmq.Socket[bytes]", loop: asyncio.AbstractEventLoop, others: "set[_Watched]"
@@ -207,12 +207,12 @@ class _Watched:
         self.socket = socket
         self._loop = loop
         self._others = others  # that are open
-        self._take: Take | None = None
+        self._accept: OnFrames | None = None
         self._is_due = False
 
-    def start(self, take: Take) -> None:
-        """Take what has come, and all that comes."""
-        self._take = take
+    def start(self, accept: OnFrames) -> None:
+        """Accept what has come, and all that comes."""
+        self._accept = accept
         self._loop.add_reader(self.socket.FD, self._look)
         self._plan()
 
@@ -230,24 +230,24 @@ class _Watched:
         self._plan()
 
     def close(self) -> None:
-        """Take no more."""
+        """Accept no more."""
         self._others.discard(self)
         if self.socket.closed:
             return
-        if self._take is not None:
+        if self._accept is not None:
             self._loop.remove_reader(self.socket.FD)
         self.socket.close()
 
     def _plan(self) -> None:
         # The descriptor tells of changes only, and a call to the socket may swallow one.
-        if not self._is_due and self._take is not None:
+        if not self._is_due and self._accept is not None:
             self._is_due = True
             self._loop.call_soon(self._look)
 
     def _look(self) -> None:
         self._is_due = False
         for _ in range(FRAMES_PER_TURN):
-            if self.socket.closed or self._take is None:
+            if self.socket.closed or self._accept is None:
                 return
             if not int(self.socket.getsockopt(_EVENTS)) & _READABLE:  # else an exception, at twice the cost
                 return
@@ -255,7 +255,7 @@ class _Watched:
                 frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
-            self._take(frames)
+            self._accept(frames)
         self._plan()
 
 
@@ -271,13 +271,13 @@ class _Dialled:
         self._monitor = monitor
         self._early: list[Frames] | None = []
 
-    def connect(self, address: str, take: Take, end: Take) -> None:
+    def connect(self, address: str, accept: OnFrames, end: OnFrames) -> None:
         early, self._early = self._early or [], None
         self._dealer.socket.connect(address)
         with suppress(LinkError):  # if it ended at once, its watcher learns why
             for frames in early:
                 self.send(frames)
-        self._dealer.start(take)
+        self._dealer.start(accept)
         self._monitor.start(end)
 
     def send(self, frames: Frames) -> None:

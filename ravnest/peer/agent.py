@@ -192,7 +192,7 @@ class Agent:
         self._peers: dict[NodeId, PeerId] = {HUB: self._hub}
         around = (self._start, lambda: self._peers, self._send, compute.put, self._fail)
         self._fetcher = Fetcher(*around, self._writer, timeouts.peer)
-        self._outbox = Outbox(transport, self._start, lambda node: self._peers.get(node), self._lose_link)
+        self._outbox = Outbox(transport, self._start, lambda node: self._peers.get(node), self._drop_link)
         self._outbox.pause(HUB)  # until there is a link
         address = None if offer.listens_at is None else split_address(dialled_from_here(offer.listens_at))
         self._connections = Connections(
@@ -446,7 +446,7 @@ class Agent:
         if self._hub in self._transport.connected():  # without the hub there is no other plan
             self._fail(LinkError(reason))
 
-    def _lose_link(self, peer: PeerId, error: LinkError) -> None:
+    def _drop_link(self, peer: PeerId, error: LinkError) -> None:
         """Leave if the hub takes no message; a neighbour that is away is noticed by the connections."""
         if peer == self._hub:
             self._fail(error)

@@ -132,18 +132,18 @@ class Averager:
         self._plan_id, self._rings = order.plan_id, dict(order.rings)
         state = {**self._stage.state, **anchor_state.anchors}
         given = (self._written, self._training, self._position.device, state, anchor_state.outer)
-        self._segments = {
+        self.segments = {
             segment: SegmentState(self._layout.segment(ring.start, ring.stop), *given)
             for segment, ring in self._rings.items()
         }
-        self._most_early = _EARLY_TIMES * sum(each.num_items + 1 for each in self._segments.values())
+        self._most_early = _EARLY_TIMES * sum(each.num_items + 1 for each in self.segments.values())
 
     @property
     def anchor_state(self) -> AnchorState:
         """The anchors that this stage would go on with, in another plan or in other rings."""
         if self._anchor_round is None:
             return AnchorState(None)
-        segments = self._segments.values()
+        segments = self.segments.values()
         anchors = ChainMap(*(each.anchors for each in segments))
         outer = ChainMap(*(each.outer for each in segments))
         return AnchorState(self._anchor_round, anchors, outer, self._worker.num_trained - self._num_averaged)
@@ -158,7 +158,7 @@ class Averager:
         if reason := refuse_exact(order, self._worker.tied):
             return [Outgoing(HUB, StageMissing(self._position.build_id, self._position.node, reason))]
         self._worker.set_exact(order.is_exact)
-        if any(name not in before.anchors for each in self._segments.values() for name in each.anchors):
+        if any(name not in before.anchors for each in self.segments.values() for name in each.anchors):
             self._anchor_round = None  # it was in no ring
         answers = [self.receive_query(query, sender) for sender, query in self._requests.pop_all()]
         return [message for answer in answers if not isinstance(answer, Refusal) for message in answer]
@@ -200,7 +200,7 @@ class Averager:
         if order.sums_gradients:
             return self._await_gradients(order)
         if order.is_anchor:
-            for each in self._segments.values():
+            for each in self.segments.values():
                 each.reset(self._stage.state)
         if order.is_anchor or order.anchor_round == self._anchor_round or not self._find_missing():
             self._anchor_round = order.anchor_round
@@ -221,7 +221,7 @@ class Averager:
 
     def _find_missing(self) -> list[SegmentId]:
         """Return the segments of which the anchor of another owner has not come whole."""
-        return [segment for segment, each in self._segments.items() if not each.is_complete]
+        return [segment for segment, each in self.segments.items() if not each.is_complete]
 
     def _begin(self, order: RoundOpen) -> list[Outgoing]:
         """Copy what this stage has and start all rings, weighted by the samples since the last average."""
@@ -230,9 +230,9 @@ class Averager:
         state, moments = self._stage.state, self._moments()
         faults = []
         for segment, ring in self._rings.items():
-            fault = self._segments[segment].open(state, moments, weight, len(_present(ring, order)))
+            fault = self.segments[segment].open(state, moments, weight, len(_present(ring, order)))
             faults += [] if fault is None else [f"segment {segment}: {fault}"]
-        self._round = self._make_round(order, {x: (each, weight) for x, each in self._segments.items()})
+        self._round = self._make_round(order, {x: (each, weight) for x, each in self.segments.items()})
         if faults:
             abort = self._round.give_up(faults[0], self._position.node)
             return [*([] if abort is None else [Outgoing(HUB, abort)]), *self._settle()]
@@ -245,7 +245,7 @@ class Averager:
         state = self._stage.state
         self._gradients = {
             segment: GradientSegment(each.trained, *given, each.statistics, state)
-            for segment, each in self._segments.items()
+            for segment, each in self.segments.items()
         }
         if not all(each.is_finite for each in self._gradients.values()):
             logger.warning(
@@ -343,7 +343,7 @@ class Averager:
         assert self._order is not None
         if self._round.phase not in (RoundPhase.COMMITTED, RoundPhase.ABORTED):
             return []
-        averages = self._round.take_averages()
+        averages = self._round.pop_averages()
         if averages is None:
             self._end()
             return []
@@ -353,7 +353,7 @@ class Averager:
         strength, is_blocking = self._strength(), self._order.is_blocking
         changes: dict[str, Tensor] = {}
         for segment, pieces in averages.items():
-            changes |= self._segments[segment].commit(pieces, strength, state, moments, is_blocking)
+            changes |= self.segments[segment].commit(pieces, strength, state, moments, is_blocking)
         self._anchor_round, self._num_averaged = self._round_id, self._num_offered
         self._end()
         own, outgoing = self._worker.tied.commit(changes)
@@ -389,7 +389,7 @@ class Averager:
         self._gradients = {}
         self._starts = iter(())
         self._arrived.clear()
-        for anchored in self._segments.values():
+        for anchored in self.segments.values():
             anchored.abort()
 
     def receive_query(self, query: AnchorQuery, sender: NodeId) -> list[Outgoing] | Refusal:
@@ -407,7 +407,7 @@ class Averager:
         return self._answer_all()
 
     def _answer_all(self) -> list[Outgoing]:
-        return self._requests.answer(self._plan_id, self._anchor_round, self._segments)
+        return self._requests.answer(self._plan_id, self._anchor_round, self.segments)
 
     def receive_anchor(
         self, part: AnchorPart[TensorSpec], buffer: Buffer, sender: NodeId
@@ -417,16 +417,16 @@ class Averager:
         is_awaited = order is not None and self._round is None and part.anchor_round == order.anchor_round
         if order is None or order.sums_gradients or not is_awaited or part.plan_id != self._plan_id:
             return Refusal(f"an anchor of round {part.anchor_round}, which is not awaited here")
-        if part.segment not in self._segments or sender != self._before[part.segment]:
+        if part.segment not in self.segments or sender != self._before[part.segment]:
             return Refusal(f"an anchor of segment {part.segment} from {sender}, which was not asked for it")
         if part.value.dtype != "float32" or len(part.value.shape) != 1:
             raise ProtocolError(f"a part of an anchor of {part.value.dtype} {part.value.shape}")
-        self._segments[part.segment].receive(
+        self.segments[part.segment].receive(
             part.offset, decode_tensor(buffer, part.value, self._position.device)
         )
         if self._find_missing():
             return []
-        for each in self._segments.values():
+        for each in self.segments.values():
             each.adopt()
         self._anchor_round = order.anchor_round
         return [*self._begin(order), *self._answer_all()]

@@ -40,7 +40,7 @@ class ComputeThread:
         self._items.put(item)
 
     def close(self) -> None:
-        """Let the thread end."""
+        """End the thread."""
         self._items.put(None)
 
     async def run(self, setup: ComputeSetup, deliver: Callable[[FromCompute], None]) -> None:

@@ -138,7 +138,7 @@ class Compute(Protocol):
         """Pass an item to compute; never waits."""
 
     async def run(self, setup: ComputeSetup, deliver: Callable[[FromCompute], None]) -> None:
-        """Let compute work until closed; `deliver` is called here, on the event loop, for each item."""
+        """Run compute until it is closed; `deliver` is called here, on the event loop, for each item."""
 
     def close(self) -> None:
-        """Let `run` end after the piece of work under way."""
+        """End `run` after the piece of work under way."""

@@ -89,7 +89,7 @@ class Device:
     late_seconds: float = 0.0  # that the last wait ended too late: on the device the next work began before
 
     def stretch(self, started: float, seconds: float) -> None:
-        """Let a piece of work that began at `started` take so long, if it was done sooner."""
+        """Wait until a piece of work that began at `started` has taken so long."""
         if not seconds:
             return
         due = started + seconds - self.late_seconds

@@ -88,7 +88,7 @@ def assemble_stage(
     node: NodeId,
     device: str,
 ) -> tuple[Snapshot, AnchorState] | StageMissing:
-    """Return the state that a stage of `node` begins with, or who does not have what it lacks.
+    """Return the state that a stage of `node` begins with, or the source that does not have what it lacks.
 
     `contents` are those of the sources in `parts`.
     """

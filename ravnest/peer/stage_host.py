@@ -345,5 +345,5 @@ class StageHost:
         return None if self._stage is None else self._stage.next_work()
 
     def tick(self, now: float) -> Iterable[Outgoing]:
-        """Let an open round notice its deadline."""
+        """Tell an open round the time, for its deadline."""
         return () if self._stage is None else self._stage.averager.tick(now)

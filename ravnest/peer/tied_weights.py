@@ -83,7 +83,7 @@ class TiedWeights:
         return self._carry_out(told)
 
     def offer(self, rate: float, is_closing: bool) -> list[Outgoing]:
-        """Take the gradients of tied weights out of the update about to be made."""
+        """Remove the gradients of tied weights from the update about to be made."""
         if not self._names:
             return []
         return self._carry_out(self._order.offer(rate, self._stage.take_shared_gradients(), is_closing))

@@ -122,7 +122,7 @@ class Worker:
             name: each.values[value].dtype for each in programs for value, name in each.fields
         }
         self._stage = stage
-        self._schedule = schedule
+        self.schedule = schedule
         self._rates: dict[int, float] = {0: learning_rate}
         self._device = device
         self._clock = device.clock
@@ -142,8 +142,8 @@ class Worker:
         """Return the next piece of work, done as it is iterated over; None when nothing is runnable."""
         if self._unsent:
             return self.flush()
-        may_forward = self.tied.may_forward(self._schedule.is_lockstep) and self._is_in_turn
-        task = self._schedule.next(may_forward)
+        may_forward = self.tied.may_forward(self.schedule.is_lockstep) and self._is_in_turn
+        task = self.schedule.next(may_forward)
         self.timekeeper.record_idle(task is None and not self._evaluations)
         if task is None:
             return self._next_evaluation() if self._evaluations else None
@@ -152,8 +152,8 @@ class Worker:
     @property
     def _is_in_turn(self) -> bool:
         """Whether no earlier microbatch is to come: fields of the next share may arrive before these."""
-        following = self._schedule.next_input
-        if not self._schedule.is_exact or following is None:
+        following = self.schedule.next_input
+        if not self.schedule.is_exact or following is None:
             return True
         return all(
             following < microbatch
@@ -178,37 +178,37 @@ class Worker:
 
     def close_update(self) -> None:
         """Apply the gradients summed up so far, if no microbatch is in flight."""
-        if self._schedule.is_empty and self._schedule.close_update():
+        if self.schedule.is_empty and self.schedule.close_update():
             self._update(is_closing=True)
 
     @property
     def is_exact(self) -> bool:
         """Whether updates wait for gradient rounds."""
-        return self._schedule.is_exact
+        return self.schedule.is_exact
 
     @property
     def is_update_complete(self) -> bool:
         """Whether the share of an exact update is trained, and waits for the shares of other clusters."""
-        return self._schedule.is_complete
+        return self.schedule.is_complete
 
     def set_exact(self, is_exact: bool) -> None:
-        """Let updates wait for gradient rounds, or no more: then one that waits is made of the own share."""
+        """Make updates wait for gradient rounds, or no more: then one that waits is made of the own share."""
         if is_exact == self.is_exact:
             return
         if self.is_update_complete:
             self.make_update(None, self._rate())
         self.close_update()
-        self._schedule.set_exact(is_exact)
+        self.schedule.set_exact(is_exact)
         self._stage.forget_prediction()
 
     def expect_update(self, rate: float, num_microbatches: int | None) -> None:
         """Learn the rate of the exact update under way, and how many microbatches the share has."""
         self._rates[self._stage.version] = rate
-        self._schedule.expect(num_microbatches)
+        self.schedule.expect(num_microbatches)
 
     def make_update(self, gradients: Mapping[str, Tensor] | None, rate: float) -> None:
         """Make the exact update that waits, with this mean gradient, or with that of the own share."""
-        self._schedule.end_exact()
+        self.schedule.end_exact()
         stage = self._stage
         self._record(stage.update(rate) if gradients is None else stage.update_with(gradients, rate))
 
@@ -268,7 +268,7 @@ class Worker:
                 message, buffers, program, running.num_samples, self.position.device
             ).items()
         }
-        if reason := self._schedule.offer_gradient(message.microbatch):
+        if reason := self.schedule.offer_gradient(message.microbatch):
             return Refusal(reason)
         self.timekeeper.record_return(message.microbatch, running.num_samples)
         self._stage.squares_after = message.norm_square
@@ -301,7 +301,7 @@ class Worker:
         del self._arriving[microbatch]
         if arriving.is_evaluation:
             self._evaluations.append(microbatch)
-        elif reason := self._schedule.offer_input(microbatch):
+        elif reason := self.schedule.offer_input(microbatch):
             return Refusal(reason)
         self._ready[microbatch] = arriving
         return None
@@ -326,7 +326,7 @@ class Worker:
             return
         running.passed = passed
         self._gradients[microbatch] = {}
-        self._schedule.offer_gradient(microbatch)
+        self.schedule.offer_gradient(microbatch)
 
     def _backward(self, task: Task) -> Iterator[Outgoing]:
         microbatch, started, device = task.microbatch, self._clock(), self._device
@@ -384,7 +384,7 @@ class Worker:
 
     def _next_evaluation(self) -> Iterator[Outgoing] | None:
         """Evaluate once all microbatches before are in the weights, of tied weights in all stages."""
-        if self._schedule.is_exact and (self._schedule.num_accumulated or self._schedule.is_complete):
+        if self.schedule.is_exact and (self.schedule.num_accumulated or self.schedule.is_complete):
             return self.flush()
         self.close_update()
         if self._unsent or not self.tied.may_forward(waits=True):
@@ -415,7 +415,7 @@ class Worker:
         key = (self.position.seed, microbatch)
         specs, buffers = _encode_values(values, self.position.activations, key)
         is_evaluation = bool(ready.is_evaluation)
-        stamp = self.tied.stamp(is_evaluation or self._schedule.is_lockstep)
+        stamp = self.tied.stamp(is_evaluation or self.schedule.is_lockstep)
         build_id, squares = self.position.build_id, self._stage.norm_square + self._stage.squares_before
         message = Activation(build_id, microbatch, is_evaluation, ready.num_samples, specs, stamp, squares)
         return Outgoing(self._after, message, buffers)
@@ -462,7 +462,7 @@ class Worker:
 
     def _forget(self, microbatch: MicrobatchId, is_evaluation: bool) -> None:
         if not is_evaluation:
-            self._schedule.forget(microbatch)
+            self.schedule.forget(microbatch)
         self._stage.forget(microbatch)
         self.timekeeper.forget(microbatch)
         for known in (self._arriving, self._ready, self._gradients, self._running):

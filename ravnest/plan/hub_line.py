@@ -1,7 +1,8 @@
 """The hub's line, which all clusters share: samples, and what passes between two nodes nobody can dial.
 
 A cluster asks for so many bytes per batch. Together they have one upload; when they ask for more, all of them
-slow down by the same factor. So a cluster that needs much relaying may be worth less than none.
+slow down by the same factor. So a cluster that needs much relaying may be worth less than none. Rounds pass
+this line too, where the owners of a segment are mostly hidden: `RelayedRounds` keeps that short.
 """
 
 from collections.abc import Sequence
@@ -11,6 +12,10 @@ import numpy as np
 
 from ravnest.plan.line import Bools, Floats, Ints, LineCost
 from ravnest.plan.split import NodeOrder
+
+_SHORTER = 0.9  # than it may take: the final cuts are a little different
+_SHORT = 8  # nodes: so few may stand in any order
+_LEAST_COST = 0.01  # of the mean rate: what a change costs at least, so that large ones come first
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,3 +135,82 @@ def alternate(order: Sequence[int], hidden: Sequence[bool]) -> NodeOrder:
         made.append(queues[kind][places[kind]])
         places[kind] += 1
     return tuple(made)
+
+
+def other_orders(order: NodeOrder, count: int, rng: np.random.Generator) -> list[NodeOrder]:
+    """Return the same nodes in so many other orders: some neighbours change places, a few nodes all do."""
+    found = [order[::-1]]
+    while len(found) < count:
+        if len(order) <= _SHORT and len(found) % 2:
+            found.append(tuple(rng.permutation(order).tolist()))
+            continue
+        nodes = list(order)
+        for k in range(int(rng.integers(2)), len(nodes) - 1, 2):
+            if rng.random() < 0.5:
+                nodes[k : k + 2] = nodes[k + 1], nodes[k]
+        found.append(tuple(nodes))
+    return found
+
+
+class RelayedRounds:
+    """Chooses clusters whose rounds do not keep the hub's line busy for too long.
+
+    A ring has hidden neighbours where more owners of a segment are hidden than not. `sides` is 1 where the
+    owner of a position is hidden and -1 where it is not, [cluster, position].
+    """
+
+    def __init__(self, line: LineCost) -> None:
+        starts = np.arange(line.num_positions)
+        self._bytes = line.round_bytes(starts, starts + 1)
+        self._upload = line.config.hub_bytes_per_second or np.inf
+        self._most = _SHORTER * line.config.max_relayed_round_seconds
+
+    def sides(self, orders: Sequence[NodeOrder], cuts: Ints, hidden: Bools) -> Ints:
+        """Return on which side the owner of each position is; cuts are [cluster, depth]."""
+        found = np.zeros((len(orders), len(self._bytes)), np.int64)
+        for row, order in enumerate(orders):
+            for depth, node in enumerate(order):
+                found[row, cuts[row, depth + 1] : cuts[row, depth]] = 1 if hidden[node] else -1
+        return found
+
+    def seconds(self, sides: Ints) -> float:
+        """Return how long a round of these clusters keeps the line busy."""
+        return float(self._seconds(sides.sum(axis=0), len(sides)))
+
+    def is_too_long(self, sides: Ints) -> bool:
+        """Say whether a round of these clusters takes longer than it may."""
+        return self.seconds(sides) > self._most
+
+    def shorten(self, sides: Ints, rates: Floats, others: Ints, other_rates: Floats) -> tuple[Ints, Ints]:
+        """Return the clusters that stay, and the number of the order that each has then; -1 is its own.
+
+        `others` has the sides of other orders, [cluster, order, position], with their rates. Step by step
+        it takes the change, or leaves out the cluster, that shortens a round most for what it costs.
+        """
+        sides, rates = sides.copy(), rates.copy()
+        kept, chosen = np.arange(len(sides)), np.full(len(sides), -1)
+        total, least = sides.sum(axis=0), _LEAST_COST * float(rates.mean())
+        while len(kept) > 1 and (now := float(self._seconds(total, len(kept)))) > self._most:
+            without = self._seconds(total - sides[kept], len(kept) - 1)
+            drop = (now - without) / np.maximum(rates[kept], least)
+            changed = self._seconds((total - sides[kept])[:, None] + others[kept], len(kept))
+            change = (now - changed) / np.maximum(rates[kept, None] - other_rates[kept], least)
+            change[other_rates[kept] <= 0.0] = -np.inf
+            place, order = np.unravel_index(int(change.argmax()), change.shape)
+            if change[place, order] > max(0.0, float(drop.max())):
+                cluster = kept[place]
+                total = total - sides[cluster] + others[cluster, order]
+                sides[cluster], rates[cluster] = others[cluster, order], other_rates[cluster, order]
+                chosen[cluster] = order
+            else:
+                out = int(drop.argmax())
+                total = total - sides[kept[out]]
+                kept = np.delete(kept, out)
+        return kept, chosen[kept]
+
+    def _seconds(self, total: Ints, count: int) -> Floats:
+        """Return the seconds on the line of so many clusters, by the sum of their sides [..., position]."""
+        if count < 2:
+            return np.zeros(total.shape[:-1])
+        num_pairs = np.maximum(total, 0)  # with nobody between them; all of them where all are hidden
+        return np.asarray((num_pairs * self._bytes).sum(axis=-1) * (count - 1) / count / self._upload)

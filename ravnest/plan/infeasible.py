@@ -24,6 +24,7 @@ from ravnest.plan.types import ModelProfile, Node, Plan, Swarm
 from ravnest.units import show_bytes
 
 _AT_ONCE = 4096  # nodes
+_LONG_ROUND = 0.7  # of the time a round may take through the hub: one cluster more and it takes longer
 _FULL = 0.95  # of the hub's line: one cluster more would have too little of it
 
 
@@ -105,6 +106,7 @@ class LeftOut(StrEnum):
     COMPUTE = "computes too slowly"
     HIDDEN = "behind NAT"  # it could, but nobody is left that it can reach without the hub
     HUB = "hub's line is full"  # it could, but the hub cannot send samples to more clusters
+    RELAYED = "rounds through the hub would take too long"  # its cluster would make rings with hidden pairs
     QUALITY = "would cost quality"  # another cluster would teach less than it costs
     REST = "no faster plan uses it"
 
@@ -128,11 +130,20 @@ def count_left_out(
         counted.update(reason for reason in reasons if reason is not None)
         able += [bool(part.reachable[k]) for k, reason in enumerate(reasons) if reason is None]
     is_full = told.hub is not None and told.hub.busy_share >= _FULL
-    rest = LeftOut.QUALITY if is_limited else LeftOut.HUB if is_full else LeftOut.REST
+    rest = LeftOut.HUB if is_full else LeftOut.RELAYED if _has_long_rounds(told, config) else LeftOut.REST
+    rest = LeftOut.QUALITY if is_limited else rest
     is_relay_slow = not HubLine.of(line).most_relays(slowest, _unused(told))
     num_hidden = max(0, able.count(False) - able.count(True)) if is_relay_slow and not is_limited else 0
     counted[LeftOut.HIDDEN], counted[rest] = num_hidden, len(able) - num_hidden
     return {reason.value: counted[reason] for reason in LeftOut if counted[reason]}
+
+
+def _has_long_rounds(told: Forecast, config: PlanConfig) -> bool:
+    """Say whether the hub is so busy with a round that more clusters would make it too long."""
+    if told.hub is None:
+        return False
+    seconds = told.hub.round_bytes / told.hub.upload_bytes_per_second
+    return seconds > _LONG_ROUND * config.max_relayed_round_seconds
 
 
 def _unused(told: Forecast) -> float:

@@ -13,12 +13,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ravnest.config import SEARCH_BUDGET
 from ravnest.plan.cost import NodeTable
 from ravnest.plan.hub_line import HubLine, choose_clusters, relayed_places
 from ravnest.plan.line import Bools, Ints, LineCost
 from ravnest.plan.moves import Proposal, neighbours, pair_neighbours, propose, second_neighbours
 from ravnest.plan.seeds import Covering, Seeds, Taste
-from ravnest.plan.small_swarms import MOST_NODES, Candidates, best_packing, candidate_orders
+from ravnest.plan.small_swarms import Candidates, best_packing, candidate_orders
 from ravnest.plan.split import NodeOrder, Splitter
 
 _POPULATION = (2, 8)  # fewest, most genomes: a large grouping has its variety inside
@@ -29,6 +30,7 @@ _SMALLEST = 16  # nodes
 _FEW = 128  # nodes: so few that all single changes of the best grouping are tried in the end
 _POLISH = 4_000  # clusters evaluated for that, at most
 _BUSY = 0.9  # of the hub's line: from here on, moves spare it
+_UNBALANCED = 0.25  # of its worth, for a cluster with more hidden nodes than others
 _GENERATIONS = (24, 48)  # fewest for large swarms, most for small ones, where they are cheap
 
 
@@ -52,7 +54,8 @@ class _Answer(NamedTuple):
 class Search:
     """Searches groupings of nodes for the most batches per second; `most_clusters` limits their number.
 
-    The clusters may use `hub_share` of the hub's line.
+    The clusters may use `hub_share` of the hub's line. Balanced ones have no more hidden nodes than others.
+    Of up to `complete_nodes` nodes, all subsets are tried.
     """
 
     def __init__(
@@ -62,9 +65,13 @@ class Search:
         rng: np.random.Generator,
         most_clusters: int | None = None,
         hub_share: float = 1.0,
+        is_balanced: bool = False,
+        complete_nodes: int = SEARCH_BUDGET.complete_nodes,
     ) -> None:
         self.splitter = Splitter(line, nodes)
-        self.seeds = Seeds(self.splitter, HubLine.of(line, hub_share), is_alone=most_clusters == 1)
+        self._is_complete = len(nodes) <= complete_nodes
+        self.seeds = Seeds(self.splitter, HubLine.of(line, hub_share), most_clusters == 1, is_balanced)
+        self._is_balanced = is_balanced
         self._hub = self.seeds.hub
         self.num_evaluated = 0
         self._rng = rng
@@ -79,7 +86,7 @@ class Search:
 
     def run(self, budget: int, ceilings: Sequence[int]) -> Genome | None:
         """Return the best genome found after evaluating about `budget` clusters, if any cluster works."""
-        if len(self.splitter.nodes) <= MOST_NODES and budget > 0:
+        if self._is_complete and budget > 0:
             return self._try_subsets(budget)
         population = self._seed(ceilings)
         stop = self.num_evaluated + budget
@@ -338,6 +345,8 @@ class Search:
                 rate = min(1.0 / period, self._ratio / ceiling)
             else:
                 rate = ceiling**3 / period**4
+            if self._is_balanced and 2 * sum(self.seeds.hidden[node] for node in order) > len(order):
+                rate *= _UNBALANCED
             # Of equals, the one that leaves more spares.
             worth += rate - 1e-9 * len(order) / ceiling
             asked += rate * hub_bytes

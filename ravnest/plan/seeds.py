@@ -37,12 +37,17 @@ Covering = Generator[list[NodeOrder], list[float], list[NodeOrder]]
 
 
 class Seeds:
-    """Covers the nodes of a splitter at target periods; a lone cluster has the hub's line for itself."""
+    """Covers the nodes of a splitter at target periods; a lone cluster has the hub's line for itself.
 
-    def __init__(self, splitter: Splitter, hub: HubLine, is_alone: bool = False) -> None:
+    Balanced clusters have no more hidden nodes than others, so that rings have few hidden neighbours.
+    """
+
+    def __init__(
+        self, splitter: Splitter, hub: HubLine, is_alone: bool = False, is_balanced: bool = False
+    ) -> None:
         self.splitter = splitter
         self.hub = hub
-        self._is_alone = is_alone
+        self._is_alone, self._is_balanced = is_alone, is_balanced
         line, nodes = splitter.line, splitter.nodes
         self._bandwidth = nodes.both_ways
         self.hidden: list[bool] = (~nodes.reachable).tolist()
@@ -147,6 +152,7 @@ class Seeds:
     ) -> Iterator[NodeOrder]:
         """Fill one cluster after another until the nodes are used up; relays until the line is."""
         stock = _Stock(able, capacity[:, able], ~self.splitter.nodes.reachable[able], taste.hidden_first)
+        stock.is_balanced = self._is_balanced
         stock.most_relays = self.hub.most_relays(target, left)
         while (taken := self._take(stock, goal)) is not None:
             order = self._arrange(*taken)
@@ -251,6 +257,7 @@ class _Stock:
     def __init__(self, able: Ints, capacity: Floats, hidden: Bools, hidden_first: bool) -> None:
         self.ids: list[int] = able.tolist()
         self.most_relays: float = 0  # of the next cluster
+        self.is_balanced = False
         self._hidden_first = hidden_first
         self._hidden: list[bool] = hidden.tolist()
         self._capacity: list[list[float]] = capacity.tolist()
@@ -273,7 +280,7 @@ class _Stock:
 
         Or it needs the hub, which can serve only so many.
         """
-        self._room = 1 + self.most_relays
+        self._room = 0 if self.is_balanced else 1 + self.most_relays
 
     def share(self, role: int, node: int) -> float:
         """Return what a node can host as inner (0), last (1) or first (2) stage."""

@@ -17,7 +17,6 @@ from ravnest.plan.hub_line import HubLine, choose_clusters
 from ravnest.plan.line import Bools, Floats, Ints
 from ravnest.plan.split import NodeOrder, Splitter
 
-MOST_NODES = 12  # with one more, everything takes twice as long
 _EVERY_ORDER = 6  # nodes: 1,956 orders
 _CELL = 1.1  # between the first slowest periods that a packing is tried for
 _PRICES = (0.5, 0.8, 0.95)  # of the hub's line, in what the cheapest cluster could pay

@@ -36,6 +36,25 @@ class Splits:
     is_starved: Bools  # windows too narrow for lack of memory set its pace
     hub_bytes: Floats  # of a batch, that the hub sends for each cluster
 
+    @classmethod
+    def join(cls, parts: "Sequence[Splits]") -> "Splits":
+        """Return the answers of several batches as those of one."""
+        width = max(part.cuts.shape[1] for part in parts)
+        cuts = [np.pad(part.cuts, ((0, 0), (0, width - part.cuts.shape[1]))) for part in parts]
+        names = [each.name for each in fields(cls) if each.name != "cuts"]
+        columns = {name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
+        return cls(cuts=np.concatenate(cuts), **columns)
+
+    def take(self, places: Ints) -> "Splits":
+        """Return the answers for some of the clusters."""
+        return Splits(*(getattr(self, each.name)[places] for each in fields(self)))
+
+    def put(self, place: int, other: "Splits", number: int) -> None:
+        """Replace the answer for one cluster by another one."""
+        for each in fields(self):
+            column, new = getattr(self, each.name), getattr(other, each.name)[number]
+            column[place] = new[: column.shape[1]] if column.ndim > 1 else new
+
 
 class Splitter:
     """Splits one line over the nodes of one table; with `keep` it remembers the stage costs."""
@@ -73,7 +92,7 @@ class Splitter:
             for each in fields(Splits):
                 getattr(best, each.name)[starved[better]] = getattr(again, each.name)[better]
         back = np.argsort(ranking, kind="stable")
-        return Splits(*(getattr(best, each.name)[back] for each in fields(Splits)))
+        return best.take(back)
 
     def _solve_sorted(self, table: Ints, lengths: Ints, per_hop: int) -> Splits:
         cuts, fits = np.zeros((len(table), table.shape[1] + 1), np.int64), np.zeros(len(table), bool)

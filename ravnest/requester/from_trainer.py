@@ -52,6 +52,7 @@ def from_trainer(trainer: Any, **changes: Any) -> Job:
         held_out = _Columns.of(trainer, trainer.eval_dataset, "eval_dataset")
         job["max_length"] = max(max_length or 0, held_out.find_length() or 0) or None
         job["val_data"] = held_out.loader(batch_size)
+        job["evaluate_every"] = _find_eval_steps(arguments, job["max_steps"])
     trainer.create_optimizer_and_scheduler(num_training_steps=job["max_steps"])
     job |= {"optimizer": trainer.optimizer, "schedule": trainer.lr_scheduler}
     if trainer.compute_metrics is not None:
@@ -61,6 +62,15 @@ def from_trainer(trainer: Any, **changes: Any) -> Job:
     if "optimizer" in changes and "schedule" not in changes:
         job["schedule"] = None
     return Job(trainer.model, data.loader(batch_size), **job | changes)
+
+
+def _find_eval_steps(arguments: Any, max_steps: int) -> int | None:
+    """Return the updates between two evaluations, if it is not by epochs; a share is one of all updates."""
+    strategy = getattr(arguments.eval_strategy, "value", arguments.eval_strategy)
+    steps = arguments.eval_steps
+    if strategy != "steps" or not steps:
+        return None
+    return max(1, math.ceil(steps * max_steps) if steps < 1 else int(steps))
 
 
 def _refuse_strange(trainer: Any, arguments: Any) -> None:

@@ -58,7 +58,8 @@ class Job:
     left out, that of a short job is higher, unless the model `is_pretrained`. `schedule` is one of ours, a
     function, or one of torch's over that optimizer. `clip` limits the norm of each tensor's gradient,
     `clip_norm` that of the whole model's. With `ema`, like 0.999, a mean of the weights over time is kept
-    too. One batch is one update; `max_steps` updates are made, or those of all `epochs`. A batch travels
+    too. One batch is one update; `max_steps` updates are made, or those of all `epochs`. The
+    model is evaluated `evaluate_every` so many updates, or after each epoch, and in the end. A batch travels
     through the stages as `microbatches`. Clusters average their weights `average_every` batches, and by the
     `averaging_rule` more than those. What was trained is kept `checkpoint_every` so often, like "5 min";
     None: never. Large weights that are not trained are stored as `frozen` says (fp32, bf16, int8, int4) or as
@@ -74,6 +75,7 @@ class Job:
     batch_size: int = field(default=32, kw_only=True)
     epochs: int = field(default=1, kw_only=True)
     max_steps: int | None = field(default=None, kw_only=True)
+    evaluate_every: int | None = field(default=None, kw_only=True)
     loss: Metric | None = field(default=None, repr=False, kw_only=True)
     metrics: Mapping[str, Metric] = field(default_factory=dict, repr=False, kw_only=True)
     optimizer: TorchOptimizers | str | None = field(default=None, repr=False, kw_only=True)
@@ -252,6 +254,8 @@ class Job:
             _require(_is_whole(value, 1), name, value, "a whole number, 1 or more")
         is_steps = self.max_steps is None or _is_whole(self.max_steps, 1)
         _require(is_steps, "max_steps", self.max_steps, "a whole number of updates, 1 or more")
+        is_often = self.evaluate_every is None or _is_whole(self.evaluate_every, 1)
+        _require(is_often, "evaluate_every", self.evaluate_every, "a whole number of updates, 1 or more")
         is_every = self.average_every == "auto" or _is_whole(self.average_every, 1)
         _require(is_every, "average_every", self.average_every, '"auto" or batches, a whole number above 0')
         is_rule = isinstance(self.averaging_rule, AveragingRule)
@@ -276,6 +280,9 @@ class Job:
         _require(
             is_place, "weights", self.weights, "a safetensors file, a folder or a mirror's list that exists"
         )
+        self._check_data_settings()
+
+    def _check_data_settings(self) -> None:
         is_pad = self.pad is None or (
             isinstance(self.pad, Mapping) and all(map(_is_number, self.pad.values()))
         )

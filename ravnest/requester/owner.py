@@ -95,7 +95,9 @@ class JobOwner:
         if isinstance(report, EpochDone | Evaluated):
             # An evaluation comes late, when others have told of the next epoch: it takes back only its like.
             again = [each for each in self.history if each["epoch"] >= report.epoch]
-            again = [each for each in again if isinstance(report, EpochDone) or "num_samples" not in each]
+            if isinstance(report, Evaluated):
+                again = [each for each in again if "num_samples" not in each]
+                again = [each for each in again if each.get("step", 0) >= report.num_updates]
             self.history = [each for each in self.history if each not in again] + [_report(report)]
 
     def retell(self, told: Sequence[EpochDone | Evaluated]) -> None:
@@ -341,6 +343,7 @@ def _report(entry: EpochDone | Evaluated) -> dict[str, float]:
         numbers = {"num_samples": entry.num_samples, "num_dropped": entry.num_dropped, "loss": entry.loss}
     else:
         found = {"loss": entry.loss, **dict(entry.metrics)}
-        numbers = {f"val_{name}": value for name, value in found.items()}
+        step = {"step": entry.num_updates} if entry.num_updates else {}
+        numbers = {**step, **{f"val_{name}": value for name, value in found.items()}}
     given = {name: float(value) for name, value in numbers.items() if value is not None}
     return {"epoch": float(entry.epoch), **given}

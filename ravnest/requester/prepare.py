@@ -185,6 +185,7 @@ def _settings(job: Job, captured: Captured, optimizer: OptimizerSettings, num_ba
         epochs=job.epochs,
         max_batches=job.max_steps or 0,
         shuffle_window=job.samples.window,
+        evaluate_updates=job.evaluate_every or 0,
         rates=tuple(rate * factor for factor in factors(job.rates, num_batches)),
         seed=job.seed,
         least_samples=_STATISTICS_SAMPLES if has_statistics else 1,

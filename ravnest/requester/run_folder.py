@@ -15,7 +15,7 @@ import msgspec
 import psutil  # type: ignore[import-untyped]
 from msgspec import Meta
 
-from ravnest.disk import read_bytes
+from ravnest.disk import read_bytes, write_whole
 from ravnest.errors import ConfigError, RavnestError
 from ravnest.foreign import parse_json
 from ravnest.model.state.shards import find_written, has_weights
@@ -41,7 +41,9 @@ class HubFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pid: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0
     started_at: float = 0.0
     job: str = ""
-    text_port: Annotated[int, Meta(ge=0, le=65535)] = 0  # on loopback, where it writes texts while it trains
+    channel_port: Annotated[int, Meta(ge=0, le=65535)] = (
+        0  # on loopback, where it hears its requester while it trains
+    )
 
     def __repr__(self) -> str:
         return f"HubFile(addresses={self.addresses}, pid={self.pid}, job={self.job!r})"
@@ -131,13 +133,8 @@ def set_aside(folder: Path, with_checkpoints: bool = True) -> None:
 
 def write_hub_file(folder: Path, content: HubFile) -> None:
     """Write hub.json whole or not at all; only its user may read it."""
-    unfinished = folder / f".{_FILE}.{os.getpid()}.unfinished"
     try:
-        unfinished.unlink(missing_ok=True)
-        descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(msgspec.json.encode(content))
-        unfinished.replace(folder / _FILE)
+        write_whole(folder / _FILE, msgspec.json.encode(content), is_private=True)
     except OSError as error:
         raise ConfigError(f"the folder {folder} cannot be written: {error.strerror}; {_WAY_OUT}") from None
 

@@ -52,6 +52,7 @@ from ravnest.requester.callbacks import Callback, Callbacks, Narrator
 from ravnest.requester.checkpoint_store import open_checkpoints
 from ravnest.requester.generation import read_sampling
 from ravnest.requester.guest_file import GuestFile, invite_guest
+from ravnest.requester.hub_channel import ChannelServer, HubRequest, KickRequest, RevokeRequest, TextRequest
 from ravnest.requester.job import Job
 from ravnest.requester.live_texts import LiveTexts, ResultTexts, Texts
 from ravnest.requester.local_peers import HERE, Hardware, LocalPeers, claim_port, share_memory
@@ -68,7 +69,6 @@ from ravnest.requester.run_folder import (
     set_aside,
     write_hub_file,
 )
-from ravnest.requester.text_channel import TextRequest, TextServer
 
 if TYPE_CHECKING:  # a hub without a page loads no web server
     from ravnest.hub.service.web.live_dashboard import LiveDashboard
@@ -309,6 +309,12 @@ class Hub:
         """Send a node away, now and for good; its provider can join with another key until you `revoke`."""
         self._wish(lambda server: server.kick(NodeId(node), reason))
 
+    def _check_here(self, node: str) -> None:
+        """Refuse to send a node away that is not here."""
+        here = sorted(self._watch.hub.membership)
+        if node not in here:
+            raise ConfigError(f"no node is called {node!r}; there are: {', '.join(here) or 'none'}")
+
     def _wish(self, wish: Callable[[Server], None]) -> None:
         """Have the hub's own thread do something, as soon as a job is trained."""
         self._wishes.append(wish)
@@ -428,18 +434,26 @@ class Hub:
 
     @contextlib.asynccontextmanager
     async def _open_to_readers(self, live: LiveTexts) -> AsyncIterator[None]:
-        """Let other programs of this user ask for texts, as hub.json says where."""
+        """Let other programs of the requester ask for something; hub.json says where."""
         if self._folder is None:
             yield
             return
 
-        def stream(asked: TextRequest) -> AsyncGenerator[tuple[int, str], None]:
-            names = ("max_tokens", "temperature", "top_p", "seed")
-            sampling = read_sampling({name: getattr(asked, name) for name in names})
-            return live.stream(asked.prompt, sampling, is_chat=asked.is_chat)
+        def answer(asked: HubRequest) -> AsyncGenerator[tuple[int, str], None]:
+            match asked:
+                case TextRequest():
+                    names = ("max_tokens", "temperature", "top_p", "seed")
+                    sampling = read_sampling({name: getattr(asked, name) for name in names})
+                    return live.stream(asked.prompt, sampling, is_chat=asked.is_chat)
+                case RevokeRequest():
+                    return _do_for_requester(partial(self.revoke, asked.name))
+                case KickRequest():
+                    self._check_here(asked.node)
+                    return _do_for_requester(partial(self.kick, asked.node))
 
-        async with TextServer(self._open_file.secret, stream).listening() as port:
-            self._note(text_port=port)
+        channel = ChannelServer(self._open_file.keys.secret, answer, self._timeouts.program)
+        async with channel.listening() as port:
+            self._note(channel_port=port)
             try:
                 yield
             finally:
@@ -509,15 +523,21 @@ class Hub:
             raise ConfigError("the hub is not open; use it as `with rv.Hub(...) as hub:`")
         return self._file
 
-    def _note(self, job: str = "", text_port: int = 0) -> None:
-        """Write the hub's process, its job and where it writes texts into the folder."""
+    def _note(self, job: str = "", channel_port: int = 0) -> None:
+        """Write the hub's process, its job and where it hears its requester into the folder."""
         me, job = psutil.Process(), job or self._open_file.job
         found = msgspec.structs.replace(
-            self._open_file, pid=me.pid, started_at=me.create_time(), job=job, text_port=text_port
+            self._open_file, pid=me.pid, started_at=me.create_time(), job=job, channel_port=channel_port
         )
         self._file = found
         if self._folder is not None:
             write_hub_file(self._folder, found)
+
+
+async def _do_for_requester(wish: Callable[[], None]) -> AsyncGenerator[tuple[int, str], None]:
+    """Carry out a wish; there is nothing to say about it, or a sentence is raised."""
+    wish()
+    yield -1, ""
 
 
 def local(

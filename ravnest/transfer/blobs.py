@@ -1,8 +1,8 @@
 """Content by hash: blobs that one program keeps, what they are called, and how they are served.
 
 A blob has pieces of PIECE_BYTES. A blob of one piece is named by its BLAKE3 hash. The name of a larger one is
-the hash of its pieces' hashes, one after the other. So a piece is believed by its own hash, whoever sent it,
-and a node that sends a wrong one is known at once (docs/decisions/020). Requests from `size_bytes` on are for
+the hash of its pieces' hashes, one after the other. So a piece is checked by its own hash, and a node
+that sends a wrong one is known at once (docs/decisions/020). Requests from `size_bytes` on are for
 those hashes. `transfer.exchange` fetches blobs, into a Spool.
 """
 
@@ -251,11 +251,6 @@ class Spool:
         else:
             self._memory = np.empty(size_bytes, np.uint8).data
             self.content = self._memory.toreadonly()
-
-    @property
-    def is_on_disk(self) -> bool:
-        """Whether it takes no memory."""
-        return self._file is not None
 
     def write(self, offset: int, piece: Buffer) -> None:
         """Put a piece where it belongs; OSError if the disk does not take it after all."""

@@ -117,7 +117,7 @@ class Download:
             (offset for offset, times in owed.items() if times == 1 and offset not in self._come), None
         )
 
-    def take(self, sender: NodeId, part: BlobPart, now: float) -> bool | None:
+    def accept(self, sender: NodeId, part: BlobPart, now: float) -> bool | None:
         """Record that a piece has come; return whether it is needed, or None if nobody asked for it."""
         giver = self._givers.get(sender)
         if giver is None or part.offset not in giver.owes:
@@ -172,9 +172,9 @@ class Download:
         self._come.discard(offset)
         if self.hashes:
             self._unasked.appendleft(offset)
-        self.lose(sender)
+        self.drop(sender)
 
-    def lose(self, node: NodeId) -> bool:
+    def drop(self, node: NodeId) -> bool:
         """Ask a node no more; others get what it owes. Return whether it was asked."""
         giver = self._givers.pop(node, None)
         if giver is None:
@@ -187,10 +187,10 @@ class Download:
             self._unasked.extendleft(reversed(lost))
         return True
 
-    def lose_all(self) -> None:
+    def drop_all(self) -> None:
         """Ask nobody any more; what is here stays."""
         for node in self.nodes:
-            self.lose(node)
+            self.drop(node)
         unchecked = self._come - self._here
         self._come -= unchecked
         if self.hashes:
@@ -299,7 +299,7 @@ class Exchange:
     def refuse(self, sender: NodeId, reason: str, blob: str = "") -> None:
         """Ask a node no more for a blob that it does not have, or for any; it gets nothing more either."""
         for arriving in [each for name, each in self._arriving.items() if blob in ("", name)]:
-            if arriving.download.lose(sender):
+            if arriving.download.drop(sender):
                 arriving.fault = f"{sender} says: {reason}"
                 arriving.come.put_nowait(None)
         if not blob:
@@ -336,12 +336,6 @@ class Exchange:
         if left:
             self._waiting[blob] = left
 
-    def forget_waiting(self) -> None:
-        """Refuse those that wait for what will not come."""
-        for blob in tuple(self._waiting):
-            if blob not in self._arriving:
-                self._serve_waiting(blob, is_over=True)
-
     def _time_piece(self, sender: NodeId, piece: BlobPart) -> Refusal | None:
         requests = self._probe.receive(sender, piece)
         if requests is None:
@@ -352,7 +346,7 @@ class Exchange:
 
     def _accept_piece(self, sender: NodeId, piece: BlobPart, buffer: Buffer) -> Refusal | None:
         arriving = self._arriving.get(piece.blob)
-        is_needed = None if arriving is None else arriving.download.take(sender, piece, arriving.clock())
+        is_needed = None if arriving is None else arriving.download.accept(sender, piece, arriving.clock())
         if arriving is None or is_needed is None:
             return _refuse_piece(piece)
         arriving.come.put_nowait((sender, piece, buffer) if is_needed else None)
@@ -407,7 +401,7 @@ class Exchange:
     async def _run(
         self, arriving: _Arriving, quiet_seconds: float | None, passes_on: bool
     ) -> Buffer | Refusal:
-        """Fetch a blob for all who wait for it; when that ends early, what has come is kept for a while."""
+        """Fetch a blob for all that wait for it; when that ends early, what has come is kept for a while."""
         download, ref = arriving.download, arriving.download.ref
         try:
             arriving.result = result = await self._collect(arriving, quiet_seconds)
@@ -418,7 +412,7 @@ class Exchange:
             del self._arriving[ref.blob]
             arriving.ended.set()
             if download.num_bytes and not download.is_done:
-                download.lose_all()
+                download.drop_all()
                 self._cut[ref.blob] = _Arriving(download, arriving.clock, arriving.spool)
                 for old in [*self._cut][:-_MOST_CUT]:
                     del self._cut[old]
@@ -461,7 +455,7 @@ class Exchange:
         except TimeoutError:
             for node in download.find_quiet(_SAME_TIME * quiet_seconds, clock()):
                 if node != HUB:
-                    download.lose(node)
+                    download.drop(node)
                     arriving.fault = f"{node} has sent nothing of it for {quiet_seconds:.0f} s"
             return None
 

@@ -29,7 +29,7 @@ from ravnest.units import show_bytes
 _MOST_LIST_BYTES = 64 << 20
 _PIECE_BYTES = 1 << 20
 _NUM_TRIES = 3  # without a byte in between
-_NUM_KEPT = 4  # tensors that stay in files, for those who read them piece by piece
+_NUM_KEPT = 4  # tensors that stay in files, for readers that read them piece by piece
 _Size = Annotated[int, Meta(ge=0, le=2**48)]
 _CUT = (OSError, http.client.HTTPException)  # urllib's own errors are OSErrors
 

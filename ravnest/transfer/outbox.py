@@ -97,7 +97,7 @@ class Outbox:
             receiver.waiting.put_nowait((receiver.session, outgoing))
 
     def pause(self, to: NodeId) -> None:
-        """Let what is for a receiver wait."""
+        """Pause a receiver: what is for it waits."""
         self._open(to).is_there.clear()
 
     def resume(self, to: NodeId, *, is_new: bool) -> None:

@@ -68,6 +68,7 @@ _LEFT_OUT: Mapping[str, str] = {
     LeftOut.COMPUTE: "that compute more slowly than the slowest cluster",
     LeftOut.HIDDEN: "behind NAT, with nobody left that they could reach without the hub",
     LeftOut.HUB: "that could train, but the hub's line is full",
+    LeftOut.RELAYED: "that could train, but a round would take too long through the hub's line",
     LeftOut.QUALITY: "that could train, but another cluster would cost more quality than it gains",
     LeftOut.REST: "that could train, but no faster plan with them was found",
 }

@@ -130,3 +130,34 @@ def test_a_training_without_a_folder_leaves_its_model_under_runs_also_when_it_is
     done = json.loads(out)
     assert done["model"] == f"runs/{folder.name}/model.safetensors"
     assert load_file(tmp_path / done["model"])["0.weight"].shape == (32, 8)
+
+
+def test_a_guest_is_invited_kicked_and_its_token_withdrawn_by_commands(tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text(JOB)
+    options = ("--listen", "127.0.0.1:0", "--nodes", "2", "--folder", "run", "--json")
+    lent = ("--memory", "2 GB", "--flops", "1 GFLOP/s", "--listen", "127.0.0.1:0", "--patience", "600 s")
+    with started("hub", "job.py:long", *options, folder=tmp_path) as hub:
+        own = json.loads(hub.stdout.readline())["invitation"]
+        token = ask("invite", "anna", "run", "--days", "1", "--nodes", "1", folder=tmp_path).stdout.strip()
+        again = ask("invite", "anna", "run", folder=tmp_path)
+        assert (again.returncode, "'anna' has an invitation" in again.stderr) == (3, True), again.stderr
+        guest = started("join", token, *lent, "--name", "laptop", folder=tmp_path)
+        with started("join", own, *lent, "--name", "mine", folder=tmp_path), guest as laptop:
+            wait_for("epoch 1:", hub)
+            unknown = ask("kick", "nobody", "run", folder=tmp_path)
+            assert (unknown.returncode, "there are: laptop, mine" in unknown.stderr) == (3, True), (
+                unknown.stderr
+            )
+            assert ask("kick", "laptop", "run", folder=tmp_path).returncode == 0
+            wait_for("laptop left: the requester sent it away", hub)
+            _, said = laptop.communicate()
+            assert (laptop.returncode, "the requester sent it away" in said) == (5, True), said
+            assert ask("revoke", "anna", "run", folder=tmp_path).returncode == 0
+            with started("join", token, *lent, folder=tmp_path) as late:
+                _, said = late.communicate()
+                assert (late.returncode, "its invitation was withdrawn" in said) == (5, True), said
+            shown = ask("guests", "run", folder=tmp_path).stdout.splitlines()
+            assert [line.split()[:2] for line in shown] == [["everybody", "no"], ["anna", "withdrawn"]]
+            assert ask("stop", "run", folder=tmp_path).returncode == 0
+            _, said = hub.communicate()
+            assert hub.returncode == 0, said

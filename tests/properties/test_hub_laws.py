@@ -47,6 +47,7 @@ jobs = st.builds(
     chunk_batches=st.integers(1, 4),
     average_every=st.sampled_from([1, 4, None]),
     evaluate_every=st.integers(0, 2),
+    evaluate_updates=st.sampled_from([0, 0, 2, 5]),
     expected_nodes=st.sampled_from([0, 4]),
     rates=st.sampled_from([(0.1,), (0.1, 0.2, 0.3, 0.2)]),
     checkpoint_every=st.sampled_from([None, 3.0, 10.0]),

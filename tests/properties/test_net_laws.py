@@ -71,10 +71,10 @@ class Side:
                 self.arrived[service].append((header, [bytes(buffer) for buffer in buffers]))
         return True
 
-    def take(self, service: Service) -> None:
+    def consume(self, service: Service) -> None:
         if self.num_taken[service] < len(self.arrived[service]):
             self.num_taken[service] += 1
-            self.link.take(service, 0.0)
+            self.link.consume(service, 0.0)
 
     def untaken_bytes(self, service: Service) -> int:
         waiting = self.arrived[service][self.num_taken[service] :]
@@ -103,7 +103,7 @@ def replace_connection(one: Side, other: Side) -> None:
     hello = hello_of(one.link)
     while one.deliver() | one.emit(other):  # what is confirmed now is lost
         for service in Service:
-            one.take(service)
+            one.consume(service)
     other.link.connect(hello, 0.0)
     one.wire.clear()
     other.wire.clear()
@@ -123,7 +123,7 @@ def act(sides: list[Side], random: Random, action: tuple) -> None:
             for _ in range(random.randrange(12)):
                 one.deliver(is_doubled=random.random() < 0.1)
         case "take":
-            one.take(message[0])
+            one.consume(message[0])
         case "cut":
             reconnect(one, other, is_answer_lost=random.random() < 0.3)
         case "twin":
@@ -137,7 +137,7 @@ def drain(sides: list[Side]) -> None:
     while is_busy:
         for side in sides:
             for service in Service:
-                side.take(service)
+                side.consume(service)
         is_busy = one.emit(other) | other.emit(one) | one.deliver() | other.deliver()
     assert all(side.link.outbox.has_room(service, CREDIT - 1024) for side in sides for service in Service)
 

@@ -38,6 +38,7 @@ ADDED: dict[tuple[str, str], Any] = {
     ("Stage", "activations"): WireFormat.BF16,  # as in the config of every recorded job
     ("Stage", "gradients"): WireFormat.BF16,
     ("Stage", "predicts"): True,
+    ("Evaluated", "num_updates"): 0,
 }
 
 # Recorded fields whose order means nothing: the hub's own differs from process to process, for it is that of

@@ -77,8 +77,10 @@ def anchors_of(world: TiedWorld) -> list[bytes]:
     """Return the anchors of all owners, segment by segment."""
     found: dict[int, set[bytes]] = {}
     for host in world.hosts.values():
-        for segment, anchored in host.stage.averager._segments.items():
-            found.setdefault(segment, set()).add(anchored._anchor.numpy().tobytes())
+        for segment, averaged in host.stage.averager.segments.items():
+            found.setdefault(segment, set()).add(
+                b"".join(x.numpy().tobytes() for x in averaged.anchors.values())
+            )
     assert all(len(bits) == 1 for bits in found.values()), "owners differ"
     return [next(iter(bits)) for _, bits in sorted(found.items())]
 
@@ -360,13 +362,15 @@ def test_who_waits_for_an_anchor_names_its_owner_at_the_deadline(captured: Captu
         world.queues[key].popleft() if isinstance(world.queues[key][0][0], AnchorPart) else deliver(key)
     )
     world.run()
-    anchor = next(iter(host.stage.averager._segments.values()))._anchor.clone()
+    segment = next(iter(host.stage.averager.segments.values()))
+    before = {name: anchor.clone() for name, anchor in segment.anchors.items()}
     (parcel,) = host.tick(2e9)
     assert isinstance(parcel.message, RoundAbort)
     assert parcel.message.suspect in host.stage.averager._before.values()
     assert "has not sent its last average" in parcel.message.reason
     assert not host.stage.averager.is_open
-    assert anchor.equal(next(iter(host.stage.averager._segments.values()))._anchor)
+    assert before
+    assert all(anchor.equal(before[name]) for name, anchor in segment.anchors.items())
 
 
 @pytest.mark.parametrize("make", [torch.optim.AdamW, lambda weights, lr: torch.optim.SGD(weights, lr, 0.9)])

@@ -85,6 +85,27 @@ def test_arguments_may_be_changed(tmp_path: Path) -> None:
     assert job.samples.batch([0])["input_ids"].shape == (1, 32)
 
 
+@pytest.mark.parametrize(
+    ("given", "every"),
+    [
+        ({}, None),
+        ({"eval_strategy": "epoch"}, None),
+        ({"eval_strategy": "steps", "eval_steps": 3}, 3),
+        ({"eval_strategy": "steps", "eval_steps": 0.25}, 2),  # of 8 updates
+    ],
+)
+def test_evaluations_by_steps_are_taken_over(
+    given: dict[str, Any], every: int | None, tmp_path: Path
+) -> None:
+    assert from_trainer(trainer(tmp_path, **given)).evaluate_every == every
+
+
+def test_workers_of_its_loaders_read(tmp_path: Path) -> None:
+    job = from_trainer(trainer(tmp_path, dataloader_num_workers=1))
+    assert job.train_data.num_workers == job.val_data.num_workers == 1
+    assert job.num_workers is None  # so that data which cannot be given to a process is still read
+
+
 class _OwnLoss(Trainer):
     def compute_loss(self, *_: Any, **__: Any) -> torch.Tensor:
         return torch.zeros(())

@@ -103,7 +103,7 @@ def test_a_kept_stage_goes_on_bit_for_bit_as_if_the_batches_in_flight_had_been_d
         train(each, 10)
         each.lease([batch_of(77)], 77)
         (root, *others), lost = each.clusters[0], MicrobatchId(77)
-        while each.hosts[root].stage.worker._schedule.num_in_flight == 0:
+        while each.hosts[root].stage.worker.schedule.num_in_flight == 0:
             each.run(num_steps=1)
     for name in (root, *others):
         twin.queues.clear()
@@ -116,10 +116,10 @@ def test_a_kept_stage_goes_on_bit_for_bit_as_if_the_batches_in_flight_had_been_d
     for name in world.hosts:
         assert world.build(name, version=3, sources=(), keeps=True, base=None) == StageReady(NEXT)
         assert world.hosts[name].held is None
-        assert world.hosts[name].stage.averager._anchor_round == 1
+        assert world.hosts[name].stage.averager.anchor_state.anchor_round == 1
         assert (
             world.hosts[name].stage.worker.stage.version
-            == world.hosts[name].stage.worker._schedule.version
+            == world.hosts[name].stage.worker.schedule.version
             == 3
         )
     assert are_equal(everything(world, 0), before)
@@ -197,7 +197,7 @@ def test_kept_names_win_and_the_first_source_that_has_a_name(captured: Captured)
         if key in first:
             assert torch.equal(tensor, first[key])
             assert f"exp_avg/{key}" not in stage.snapshot().optimizer
-    assert averager._anchor_round == 5  # not all was held, so its weights are the anchor
+    assert averager.anchor_state.anchor_round == 5  # not all was held, so its weights are the anchor
     assert torch.equal(averager.anchor_state.anchors["first.weight"], held["first.weight"])
 
 
@@ -382,7 +382,7 @@ def test_other_rings_do_not_stop_training_and_the_next_round_is_the_mean_by_name
     world.run(num_steps=8)
     rearrange(world, [2], [3], [4], changed=1)
     assert not any(world.hosts[name].stage.averager.is_open for name in world.clusters[0])
-    assert {world.hosts[name].stage.averager._anchor_round for name in world.clusters[0]} == {1}
+    assert {world.hosts[name].stage.averager.anchor_state.anchor_round for name in world.clusters[0]} == {1}
     after = everything(world, 0)
     carried = [key for key in anchors if " of " in key]
     assert any(key.startswith("outer") for key in carried)
@@ -419,7 +419,7 @@ def test_who_averaged_with_nobody_has_no_anchor_when_others_come(captured: Captu
             world.hosts[name].handle(RingOrder(world.build_id, NEXT, world.rings_of(name), ()))
         else:
             world.build(name, 1, base=None)
-    assert {host.stage.averager._anchor_round for host in world.hosts.values()} == {None}
+    assert {host.stage.averager.anchor_state.anchor_round for host in world.hosts.values()} == {None}
     states = [world.state(cluster) for cluster in range(2)]
     world.open_round(1, is_blocking=True, base=7, anchors=alone)
     world.run()
@@ -509,7 +509,7 @@ def test_after_a_rebuild_all_have_the_home_s_copy_of_a_tied_weight_before_they_u
     world.lease(batches_of(token_batch, 1), 10)
     worker = world.hosts[leaf].stage.worker
     while not worker.tied._order.is_ready:
-        assert worker._schedule.num_in_flight == 0
+        assert worker.schedule.num_in_flight == 0
         world.run(num_steps=1)
     found = world.hosts[leaf].stage.worker.stage.snapshot()
     assert torch.equal(found.state[TIED], at_home.state[TIED])

@@ -115,7 +115,7 @@ class Pair:
 
     def versions(self) -> list[tuple[int, int]]:
         workers = [host.stage.worker for host in self.hosts.values()]
-        return [(worker.stage.version, worker._schedule.version) for worker in workers]
+        return [(worker.stage.version, worker.schedule.version) for worker in workers]
 
 
 def test_the_flops_of_a_stage_are_those_of_its_positions(captured: Captured) -> None:

@@ -135,7 +135,7 @@ def test_only_the_root_sets_the_pace_and_only_its_cluster_reports(captured):
     pace = Pace(1, 0, 8, 1, False)
     assert isinstance(world.deliver(second, pace, (), third), Refusal)
     assert world.deliver(second, pace, (), root) == ()
-    assert world.workers[second]._schedule._window == 3  # its own memory was planned for no more
+    assert world.workers[second].schedule._window == 3  # its own memory was planned for no more
     world.lease([layer_batch(seed) for seed in range(4)])
     world.run()
     report = world.reports[world.nodes[1]][0]
@@ -162,7 +162,7 @@ def test_gradients_without_an_update_are_applied_before_an_evaluation(captured):
     world.lease([layer_batch(7)], first=6, is_evaluation=True)
     world.run()
     for worker in world.workers.values():
-        assert (worker.stage.version, worker._schedule.version) == (2, 2)
+        assert (worker.stage.version, worker.schedule.version) == (2, 2)
     assert all(not torch.equal(before[name], tensor) for name, tensor in world.state().items())
 
 
@@ -204,7 +204,7 @@ def test_a_straggler_counts_less(captured):
     policy = StalenessPolicy(0, accumulate_min=1, accumulate_max=1, window_max=9)
     world = make_world(captured, EQUAL[:2], 9, 1, policy=policy, engine=Weighing)
     root = world.workers[world.nodes[0]]
-    root._schedule.resize(9, 1, False)  # wider than the bound allows, as after a change of mind
+    root.schedule.resize(9, 1, False)  # wider than the bound allows, as after a change of mind
     world.lease([layer_batch(seed) for seed in range(5)])
     world.turn(world.nodes[0])
     for _ in range(4):

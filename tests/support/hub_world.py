@@ -478,7 +478,9 @@ class HubWorld:
         kinds = {(lease.cluster_id, lease.lease is None) for lease in self.open_leases}
         assert len(kinds) == len(held), "weights stand still while they are evaluated"
         if any(is_evaluation for _, is_evaluation in kinds) and not self.is_stopped:
-            assert len(self.ledger) >= self.given.settings.num_samples
+            settings = self.given.settings
+            least = settings.samples_of(settings.evaluate_updates) or settings.num_samples
+            assert len(self.ledger) >= min(least, settings.num_total)
         for cluster in self.hub.clusters:
             assert cluster.is_broken or self.is_finished or set(cluster.nodes) <= self.known
         self._check_round(running.values())

@@ -343,11 +343,11 @@ class RoundWorld:
 
     def _hub_takes(self, sender: str, message) -> None:
         if message == "return":
-            self._meet_again(sender)
+            self._record_return(sender)
         elif sender in self.linked:
             self._feed(Received(sender, message, self.now))
 
-    def _meet_again(self, name: str) -> None:
+    def _record_return(self, name: str) -> None:
         member = self.members[name]
         if self.hub.find_missing(f"key of {name}", member.order.build_id) == name:
             self.linked.add(name)
@@ -398,7 +398,7 @@ class RoundWorld:
 
     def _pass_on(self, member: Member, found) -> None:
         """Send what a round says, and keep what it gives out once it is committed."""
-        averages, number = member.round.take_averages(), member.opened.round_id
+        averages, number = member.round.pop_averages(), member.opened.round_id
         if averages is not None:
             assert (number, member.name) not in self.averages, "averages are given out once"
             self.averages[number, member.name] = averages

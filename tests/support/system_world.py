@@ -76,7 +76,7 @@ PLAN = replace(
 )
 SETTLE_SECONDS = 5.0
 SPEED = 2e7  # FLOP/s at a speed of 1
-QUICK = SearchBudget(clusters=120, quick_clusters=30)  # enough for six nodes
+QUICK = SearchBudget(clusters=120, quick_clusters=30, complete_nodes=0)  # enough for six nodes
 
 
 class Post(MemoryTransport):
@@ -279,10 +279,10 @@ class Anchors:
         if host.stage is None or not isinstance(item, Delivered) or not isinstance(item.message, RoundCommit):
             return
         averager = host.stage.averager
-        if averager._anchor_round != item.message.round_id:
+        if averager.anchor_state.anchor_round != item.message.round_id:
             return
-        for segment, anchored in averager._segments.items():
-            digest = sha256(anchored._anchor.numpy().tobytes()).hexdigest()
+        for segment, averaged in averager.segments.items():
+            digest = sha256(b"".join(x.numpy().tobytes() for x in averaged.anchors.values())).hexdigest()
             self.held.setdefault((item.message.round_id, segment), {}).setdefault(name, digest)
 
 
@@ -389,7 +389,7 @@ class World:
 
     def _tell(self, news: Notice) -> None:
         self._told.append((self.now, news))
-        here = set(self._server._door.names.values())
+        here = set(self._server._admission.names.values())
         assert self._server._outbox.receivers <= here, "nothing is left of who has gone"
         if isinstance(news, Recorded):
             self.given.owner.record(news)

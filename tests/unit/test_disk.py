@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from ravnest.disk import read_bounded
+from ravnest.disk import read_bounded, write_whole
 from ravnest.errors import ConfigError
 
 
@@ -40,3 +40,15 @@ def test_what_is_no_file_is_said_so(tmp_path, make, says):
     make(tmp_path / "place")
     with pytest.raises(ConfigError, match=says):
         read_bounded(tmp_path / "place", 8)
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path):
+    file = tmp_path / "file"
+    file.write_bytes(b"before")
+    write_whole(file, b"after", is_private=True)
+    assert (file.read_bytes(), file.stat().st_mode & 0o777) == (b"after", 0o600)
+    with pytest.raises(TypeError):
+        write_whole(file, "no bytes")
+    assert file.read_bytes() == b"after"
+    write_whole(file, b"again")  # what was left unfinished is no obstacle
+    assert (file.read_bytes(), [each.name for each in tmp_path.iterdir()]) == (b"again", ["file"])

@@ -171,7 +171,7 @@ class Coordinator:
         return isinstance(event.message, _OfMembers)
 
     def apply(self, event: Event) -> tuple[Action, ...]:
-        """Take an event; return what is to be done, or a Refusal alone if it changes nothing."""
+        """Apply an event; return what is to be done, or a Refusal alone if it changes nothing."""
         if not self.concerns(event):
             return ()
         before, self.now = self.now, max(self.now, event.now)
@@ -333,7 +333,7 @@ class Coordinator:
     def _complete_lease(self, sender: NodeId, cluster: ClusterState, done: LeaseDone) -> _Result:
         if sender != cluster.root:
             return f"lease {done.lease} is reported by {sender}, who is not the root"
-        results = self.ledger.take_done(cluster, done)
+        results = self.ledger.record_done(cluster, done)
         if isinstance(results, str):
             return results
         return [Notify(self.ledger.trained), *self._life.report(results)]

@@ -23,8 +23,8 @@ class MakePlan:
     plan_id: int
     nodes: tuple[Node, ...]
     repairs: Plan | None = None
-    gone: tuple[Node, ...] = ()  # who is in that plan, and no longer here
-    changed: tuple[Node, ...] = ()  # who is another than that plan knows, as it knows them
+    gone: tuple[Node, ...] = ()  # nodes of that plan that are no longer here
+    changed: tuple[Node, ...] = ()  # nodes that have changed since that plan, as it knows them
     microbatches: int = 0  # of it
     sharing: Sharing = ALONE  # of it
     noise: float | None = None  # the job's noise scale in samples, once measured
@@ -74,6 +74,7 @@ class JobSettings:
     is_whole_batch: bool = False  # the loss is of a whole batch: no part of one is trained alone
     average_every: int | None = None  # batches per cluster between rounds; None: as often as they fit
     evaluate_every: int = 1  # epochs; 0: only at the end
+    evaluate_updates: int = 0  # of the job between two evaluations; 0: by epochs
     checkpoint_every: float | None = None  # seconds; None: never
     has_own_adam: bool = False  # the requester's: its rate follows the noise where clusters share batches
     has_tied_weights: bool = False  # that several positions of the line share
@@ -104,8 +105,7 @@ class JobSettings:
     @property
     def num_total(self) -> int:
         """Samples of the whole job, each as often as it is trained."""
-        epochs, more = divmod(self.num_batches, self.batches_per_epoch)
-        return epochs * self.num_samples + more * self.batch_size
+        return self.samples_of(self.num_batches)
 
     def epoch_size(self, epoch: int) -> int:
         """Return how many samples an epoch has, counted from 0: the last one may end early."""
@@ -114,6 +114,11 @@ class JobSettings:
     def position(self, num_samples: int) -> int:
         """Return the whole batches trained when so many samples of the job were."""
         return num_samples * self.batches_per_epoch // self.num_samples
+
+    def samples_of(self, batches: int) -> int:
+        """Return the samples of so many batches, from the first of the job on."""
+        epochs, more = divmod(batches, self.batches_per_epoch)
+        return epochs * self.num_samples + more * self.batch_size
 
     def rate(self, batch: int) -> float:
         """Return the learning rate when so many batches were trained before."""
@@ -154,7 +159,7 @@ class PeerJoined:
 
 @dataclass(frozen=True, slots=True)
 class Restarted:
-    """The hub goes on from its log: all who were there are to come back; the checkpoint on disk, if any."""
+    """The hub goes on from its log: all members are to come back. `books` are of the last checkpoint."""
 
     books: LedgerState | None
     now: float
@@ -162,7 +167,7 @@ class Restarted:
 
 @dataclass(frozen=True, slots=True)
 class PeerReturned:
-    """Somebody who was there when the hub went comes back, with what it had."""
+    """A member comes back after the hub was away, with what it had."""
 
     node: NodeId
     addresses: tuple[str, ...]
@@ -392,7 +397,7 @@ class MakeParts:
 
 @dataclass(frozen=True, slots=True)
 class SendFields:
-    """An order to the data service: the fields of each microbatch's samples, to whom consumes them."""
+    """An order to the data service: the fields of each microbatch, to the stages that consume them."""
 
     build_id: int
     lease: LeaseId
@@ -412,7 +417,7 @@ class InspectSamples:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointPart:
-    """The state of an interval of the line, and who serves it."""
+    """The state of an interval of the line, and the node that serves it."""
 
     start: int
     stop: int

@@ -218,6 +218,12 @@ class LeaseBook:
         return None
 
     @property
+    def num_before(self) -> int:
+        """How many samples of the job come before those of the next lease."""
+        epoch, start = self._requeued[0][:2] if self._requeued else (self._next_epoch, self._next_place)
+        return epoch * self._num_samples + start
+
+    @property
     def _num_fresh(self) -> int:
         """How many samples of the job were never leased."""
         return max(0, self._num_total - self._next_epoch * self._num_samples - self._next_place)

@@ -7,13 +7,12 @@ monitors sum their reports, and the ledger records the sums.
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from itertools import accumulate
 
+from ravnest.hub.coordinator.evaluations import Evaluation, EvaluationSchedule, Means
 from ravnest.hub.coordinator.events import (
     EvaluationReported,
     JobSettings,
-    MetricSum,
     Send,
     SendFields,
     TrainingReported,
@@ -35,41 +34,7 @@ from ravnest.protocol.training import (
     DroppedMicrobatch,
     LeaseDone,
     LeaseGrant,
-    Metrics,
 )
-
-MOST_METRICS = 256  # no job has more; a peer may make up names
-
-
-@dataclass(slots=True)
-class Means:
-    """Means weighted by samples; values that are no finite numbers do not count."""
-
-    sums: dict[str, tuple[float, int]] = field(default_factory=dict)
-
-    def add(self, added: MetricSum) -> None:
-        """Add a sum over samples."""
-        name, more, num_samples = added
-        if name in self.sums or len(self.sums) <= MOST_METRICS:
-            total, weight = self.sums.get(name, (0.0, 0))
-            self.sums[name] = (total + more, weight + num_samples)
-
-    def read(self) -> tuple[float | None, Metrics]:
-        """Return the mean loss, and the means of the metrics."""
-        means = {name: total / weight if weight else None for name, (total, weight) in self.sums.items()}
-        return means.pop("loss", None), tuple(means.items())
-
-
-@dataclass(slots=True)
-class Evaluation:
-    """One pass over the validation samples, by one cluster."""
-
-    epoch: int  # passes over the training samples before it
-    is_last: bool = False
-    cluster_id: str = ""
-    next_sample: int = 0
-    num_samples: int = 0
-    means: Means = field(default_factory=Means)
 
 
 def grant_lease(
@@ -141,7 +106,8 @@ class Ledger:
         self._means: defaultdict[int, Means] = defaultdict(Means)
         self._dropped: Counter[int] = Counter()
         self._evaluation: Evaluation | None = None
-        self._evaluated = books.num_evaluated if books else 0
+        self._schedule = EvaluationSchedule(settings)
+        self._evaluated = self._schedule.last_mark(books.num_evaluated, books.num_counted) if books else 0
         self.num_reported = books.num_reported if books else 0  # samples whose loss is known
         self.num_updates = books.num_updates if books else 0  # of all clusters together
         self.progress = ClusterProgress(settings, self.num_reported)
@@ -160,8 +126,7 @@ class Ledger:
         leases = self._book.state()
         opened = [(epoch, start, stop) for _, epoch, start, stop, _ in leases["open"]]
         leases["open"], leases["requeued"] = [], join_intervals([*opened, *leases["requeued"]])
-        # A stopped job was evaluated within an epoch: that one is evaluated again when it is over.
-        evaluated = min(self._evaluated, self.num_counted // self._settings.num_samples)
+        evaluated = self._schedule.last_mark(self._evaluated, self.num_counted)
         return LedgerState(self.num_counted, self.num_reported, self.num_updates, evaluated, leases)
 
     @property
@@ -188,18 +153,18 @@ class Ledger:
         self.progress.forget_averages(clusters)
 
     def release(self, cluster: ClusterState) -> tuple[int, int]:
-        """Take back the leases of a cluster that ends; return their samples, and those it alone has seen."""
+        """Give back the leases of a cluster that ends; return their samples, and those it alone has seen."""
         return self.give_back(cluster), self.progress.end(cluster)
 
     def give_back(self, cluster: ClusterState) -> int:
-        """Take back the leases of a cluster that stands still; return their samples."""
+        """Give back the leases of a cluster that stands still; return their samples."""
         given_back = self._book.release(cluster.cluster_id)
         for lease in self._open.of(cluster.cluster_id):
             self._open.close(lease)
         self.exact.release(cluster)
         self._awaited = [lease for lease in self._awaited if lease.cluster_id != cluster.cluster_id]
         if self._evaluation and self._evaluation.cluster_id == cluster.cluster_id:
-            again = Evaluation(self._evaluation.epoch, self._evaluation.is_last)
+            again = self._evaluation.begin_again()
             self._evaluation = None if self._is_stopped and not again.is_last else again
         return sum(lease.num_samples for lease in given_back)
 
@@ -272,7 +237,7 @@ class Ledger:
         assert self._is_stopped
         for leased in self._book.open_leases:
             self._book.release(leased.cluster_id)
-        self.exact.take()
+        self.exact.pop()
         self.skip_evaluation()
 
     def skip_evaluation(self) -> None:
@@ -284,9 +249,7 @@ class Ledger:
     def start_evaluation(self) -> None:
         """Evaluate the last weights, if there are validation samples."""
         assert self.is_finished, "the last evaluation comes when all is trained"
-        if self._settings.num_validation:
-            passes = -(-self.num_counted // self._settings.num_samples)
-            self._evaluation = Evaluation(passes, is_last=True)
+        self._evaluation = self._schedule.make_last(self.num_counted)
 
     def fill(self, placement: Placement, held: str = "") -> list[Send | SendFields]:
         """Grant leases until every running cluster has enough, but for those that drain or are held."""
@@ -304,16 +267,16 @@ class Ledger:
                 orders += granted
         return orders
 
-    def note_summed(self, clusters: Sequence[ClusterState]) -> list[EpochDone]:
+    def record_summed(self, clusters: Sequence[ClusterState]) -> list[EpochDone]:
         """Record that a gradient round made the same update in these clusters: now their shares count."""
-        done = self._count_exact(self.exact.take(1), clusters)
+        done = self._count_exact(self.exact.pop(1), clusters)
         self.progress.record_agreement(clusters)
         self.num_updates += self.progress.record_update(clusters, self.num_counted)
         return done
 
     def end_exact(self, clusters: Sequence[ClusterState]) -> list[EpochDone]:
         """Count what is done of batches that will not be summed: clusters make their updates alone now."""
-        return self._count_exact(self.exact.take(), clusters)
+        return self._count_exact(self.exact.pop(), clusters)
 
     def _count_exact(self, batches: list[ExactBatch], clusters: Sequence[ClusterState]) -> list[EpochDone]:
         """Count the shares that are done; the root of another one has yet to say so."""
@@ -380,7 +343,7 @@ class Ledger:
         num_microbatches = sum(len(lease.num_samples) for lease in held)
         return len(held) >= _OPEN_LEASES and num_microbatches >= 2 * cluster.cluster.stages[0].window
 
-    def take_done(self, cluster: ClusterState, done: LeaseDone) -> list[EpochDone] | str:
+    def record_done(self, cluster: ClusterState, done: LeaseDone) -> list[EpochDone] | str:
         """Count a lease that its root reports; return the epoch that it ends, or why it does not count."""
         open_lease = self._open.find(done.lease)
         if open_lease is None or open_lease.cluster_id != cluster.cluster_id or open_lease.lease is None:
@@ -432,9 +395,9 @@ class Ledger:
         is_last = evaluation.next_sample == self._settings.num_validation
         if not is_last or any(other.lease is None for other in self._open.all):
             return []
-        self._evaluation, self._evaluated = None, evaluation.epoch
-        loss, metrics = evaluation.means.read()
-        return [Evaluated(evaluation.epoch, cluster.name, evaluation.num_samples, loss, metrics)]
+        self._evaluation, self._evaluated = None, evaluation.mark
+        numbers = (evaluation.num_samples, *evaluation.means.read(), evaluation.num_updates)
+        return [Evaluated(evaluation.epoch, cluster.name, *numbers)]
 
     def record_dropped(self, cluster: ClusterState, dropped: DroppedMicrobatch) -> OpenLease | str:
         """Record that a microbatch under way is lost; return its lease, or why it is not under way."""
@@ -463,7 +426,8 @@ class Ledger:
         if self._is_stopped:
             return []
         updates = min(self._chunk_batches, max(1, int(_MOST_LEASED * cluster.samples_per_second / share)))
-        lease = self._book.lease(cluster.cluster_id, updates * share)
+        most = self._schedule.limit(updates * share, self._book.num_before)
+        lease = self._book.lease(cluster.cluster_id, most)
         if lease is None:
             return []
         samples = [int(index) for index in self._book.samples(lease)]
@@ -481,8 +445,8 @@ class Ledger:
     def _grant_evaluation(
         self, evaluation: Evaluation, cluster: ClusterState, placement: Placement
     ) -> list[Send | SendFields]:
-        num_counted = self._book.num_counted(evaluation.epoch - 1)
-        is_trained = evaluation.is_last or num_counted == self._settings.epoch_size(evaluation.epoch - 1)
+        num_of_epoch = self._book.num_counted(evaluation.epoch - 1)
+        is_trained = self._schedule.is_trained(evaluation, num_of_epoch, self.num_counted)
         is_busy = any(lease.lease for lease in self._open.of(cluster.cluster_id))
         num_left = self._settings.num_validation - evaluation.next_sample
         if is_busy or not is_trained or not num_left:
@@ -495,19 +459,12 @@ class Ledger:
         return grant_lease(cluster, opened, samples, placement)
 
     def _is_time_for(self, evaluation: Evaluation) -> bool:
-        return evaluation.is_last or self._upcoming_epoch >= evaluation.epoch
+        return self._schedule.is_time_for(evaluation, self._upcoming_epoch, self._book.num_before)
 
     def _due_evaluation(self, running: Sequence[ClusterState]) -> Evaluation | None:
-        epoch = self._evaluated + self._settings.evaluate_every
-        is_due = self._settings.evaluate_every > 0 and self._upcoming_epoch >= epoch < self._settings.epochs
-        if (
-            self._evaluation is None
-            and is_due
-            and self._settings.num_validation
-            and not self._book.is_finished
-            and not self._is_stopped
-        ):
-            self._evaluation = Evaluation(epoch)
+        if self._evaluation is None and not self._book.is_finished and not self._is_stopped:
+            places = (self._upcoming_epoch, self._book.num_before)
+            self._evaluation = self._schedule.find_due(self._evaluated, *places)
         if self._evaluation and not self._evaluation.cluster_id:
             self._evaluation.cluster_id = self.progress.most_trained(running).cluster_id
         return self._evaluation

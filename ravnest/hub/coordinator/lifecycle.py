@@ -76,7 +76,7 @@ class EpochReports:
 
     def add(self, reports: Sequence[EpochDone | Evaluated], is_end: bool) -> list[EpochDone | Evaluated]:
         """Return the reports whose turn it is; at the end, when no more epochs are over, all."""
-        given = sorted([*self._waiting, *reports], key=lambda x: (x.epoch, isinstance(x, Evaluated)))
+        given = sorted([*self._waiting, *reports], key=_order)
         ready = given if is_end else [*takewhile(self._is_next, given)]
         self._waiting = given[len(ready) :]
         return ready
@@ -84,6 +84,11 @@ class EpochReports:
     def _is_next(self, report: EpochDone | Evaluated) -> bool:
         num_before = report.epoch - isinstance(report, EpochDone)
         return min(self._ledger.epochs_under_way, default=num_before) >= num_before
+
+
+def _order(report: EpochDone | Evaluated) -> tuple[int, int]:
+    """Return where a report belongs: evaluations after an epoch come when that is told."""
+    return report.epoch, 1 + report.num_updates if isinstance(report, Evaluated) else 0
 
 
 class Lifecycle:
@@ -138,9 +143,9 @@ class Lifecycle:
         if self.has_begun:
             return f"the hub has a job already: {self._job.profile.name}"
         self.has_begun = True
-        return self._tell_checkpoint()
+        return self._notify_checkpoint()
 
-    def _tell_checkpoint(self) -> list[Action]:
+    def _notify_checkpoint(self) -> list[Action]:
         saved = self.recovery.saved
         return [Notify(FromCheckpoint(saved.num_counted))] if saved is not None else []
 
@@ -168,7 +173,7 @@ class Lifecycle:
         took_part = {send.to for send in ended.sends}
         clusters = [each for each in self.placement.running if each.root in took_part]
         if ended.sums_gradients:  # one for every batch, so people are told of those that fail
-            done = self.ledger.note_summed(clusters)
+            done = self.ledger.record_summed(clusters)
             return [*ended.sends, Notify(self.ledger.trained), *self.report(done)]
         self.ledger.progress.record_agreement(clusters, ended.told.round_id)
         return [*ended.sends, Notify(ended.told)]
@@ -254,7 +259,7 @@ class Lifecycle:
         self.plan_trigger.reset(now)
         if self.stop_by is None and not self.ledger.is_finished:
             self.enter(JobPhase.COLLECTING)
-            actions += [Notify(WorkLost(lost)), *self._tell_checkpoint()] if lost else []
+            actions += [Notify(WorkLost(lost)), *self._notify_checkpoint()] if lost else []
             return actions if len(self._membership) else [*actions, *self.plan_trigger.notify_shortage()]
         self.enter(JobPhase.FINISHED)
         actions += [Send(name, Stop("the job was stopped")) for name in self._membership]
@@ -273,7 +278,7 @@ class Lifecycle:
         return [Notify(each) for each in ready]
 
     def end_collection(self, collected: Collected, now: float) -> _Result:
-        """Go on when something is on disk: a checkpoint, or the result, whoever has left meanwhile."""
+        """Go on when something is on disk: a checkpoint, or the result, also if nodes have left meanwhile."""
         result = self.checkpoints.find_result(collected.number)
         if result is not None and self.phase is not JobPhase.FINISHED:
             if self.phase is not JobPhase.KEEPING:  # nobody was left, and training began again
@@ -300,7 +305,7 @@ class Departures:
         self._rounds, self._plan_trigger = life.rounds, life.plan_trigger
 
     def leave(self, name: NodeId, leave: Leave, now: float) -> _Result:
-        """Let a node go: at once, or when others have what it has."""
+        """Remove a node that wants to leave: at once, or when others have what it has."""
         if leave.can_hand_over and self._life.can_repair and self._recovery.needs(name):
             self._plan_trigger.reset(now)
             return self._recovery.begin_leave(name, leave.reason, now)
@@ -320,7 +325,7 @@ class Departures:
             return actions
         actions += self._life.end_round(ended)
         if cluster is not None:
-            actions += self._lose_stage(cluster, f"{name}: {reason}", now, now if since is None else since)
+            actions += self._give_up_stage(cluster, f"{name}: {reason}", now, now if since is None else since)
         is_collecting = self._life.has_begun and self._life.phase is JobPhase.COLLECTING
         is_empty = is_collecting and not len(self._membership)
         return [*actions, *(self._plan_trigger.notify_shortage() if is_empty else [])]
@@ -361,10 +366,10 @@ class Departures:
                 actions.append(Notify(NotEvaluated(cluster.name)))
                 continue
             self._plan_trigger.reset(now)
-            actions += self._lose_stage(cluster, "it has work, and nothing moves", now, now)
+            actions += self._give_up_stage(cluster, "it has work, and nothing moves", now, now)
         return actions
 
-    def _lose_stage(self, cluster: ClusterState, reason: str, now: float, since: float) -> list[Action]:
+    def _give_up_stage(self, cluster: ClusterState, reason: str, now: float, since: float) -> list[Action]:
         if self._life.can_repair:
             return self._recovery.mark_broken(cluster, reason, since)
         given_back, lost = self._ledger.release(cluster)
@@ -439,7 +444,7 @@ class Duties:
         idle, stuck = self._inquiries.conclude(now) if self._life.is_at_work else ([], [])
         actions = self._departures.evict_gone(now)
         actions += self._departures.evict_idle(idle, now)
-        return actions + self._departures.rebuild([*stuck, *self._rounds.take_stuck()], now)
+        return actions + self._departures.rebuild([*stuck, *self._rounds.pop_stuck()], now)
 
     def _train(self, now: float) -> list[Action]:
         """Grant leases; average, back up and keep what is trained; repair the plan; see when it is enough."""

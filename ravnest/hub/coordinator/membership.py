@@ -142,7 +142,7 @@ class Membership:
         self._by_phase[member.phase].add(member.node.name)
 
     def move(self, name: NodeId, phase: NodePhase) -> None:
-        """Let a member enter a phase; a missing one will resume in it."""
+        """Move a member to a phase; a missing one will resume in it."""
         member = self._members[name]
         after = follow(NODE_TRANSITIONS, member.present_phase, phase)
         is_missing = member.phase is NodePhase.MISSING
@@ -154,18 +154,18 @@ class Membership:
         self.move(name, NodePhase.SPARE)
 
     def begin_leave(self, name: NodeId, reason: str, leaves_by: float) -> None:
-        """Let a member stay until nothing is lost by its leave, or until a deadline."""
+        """Begin the leave of a member: it stays until nothing is lost by it, or until a deadline."""
         self.update(replace(self._members[name], leaves_by=leaves_by, leaves_for=reason))
         self.move(name, NodePhase.LEAVING)
 
-    def miss_all(self, back_by: float) -> None:
+    def mark_all_missing(self, back_by: float) -> None:
         """Wait for all members, after the hub was away; probes that were under way are ordered anew."""
         for member in self.members:
             resumes, phase = member.present_phase, NodePhase.MISSING
             self.update(replace(member, back_by=back_by, probe_by=None, phase=phase, resumes=resumes))
 
     def come_back(self, name: NodeId, addresses: tuple[str, ...]) -> None:
-        """Let a missing member resume where it was."""
+        """Return a missing member to the phase it was in."""
         member = self._members[name]
         phase = follow(NODE_TRANSITIONS, member.phase, member.present_phase)
         self.update(replace(member, back_by=None, addresses=addresses, phase=phase, resumes=None))

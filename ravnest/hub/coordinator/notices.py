@@ -199,7 +199,7 @@ class Recovered:
 
     cluster: str
     seconds: float  # that it stood still
-    sources: tuple[NodeId, ...]  # who gave what was missing
+    sources: tuple[NodeId, ...]  # the nodes that gave what was missing
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,13 +262,14 @@ class EpochDone:
 
 @dataclass(frozen=True, slots=True)
 class Evaluated:
-    """The means over the validation samples after so many epochs."""
+    """The means over the validation samples after so many epochs, or updates, if they are counted."""
 
     epoch: int
     cluster: str
     num_samples: int
     loss: float | None
     metrics: Metrics
+    num_updates: int = 0  # of the job
 
 
 @dataclass(frozen=True, slots=True)
@@ -456,9 +457,10 @@ def show_notice(news: Notice) -> str:  # noqa: C901, PLR0912, PLR0915 - one shor
         case EpochDone(epoch, num_samples, num_dropped, loss):
             dropped = f", {num_dropped} dropped" if num_dropped else ""
             return f"epoch {epoch}: {num_samples} samples{dropped}, loss {_show(loss)}"
-        case Evaluated(epoch, _, num_samples, loss, metrics):
+        case Evaluated(epoch, _, num_samples, loss, metrics, num_updates):
             shown = [f", {name} {_show(value)}" for name, value in metrics]
-            return f"after epoch {epoch}: {num_samples} samples, loss {_show(loss)}{''.join(shown)}"
+            place = f"{num_updates} updates" if num_updates else f"epoch {epoch}"
+            return f"after {place}: {num_samples} samples, loss {_show(loss)}{''.join(shown)}"
         case SampledText(epoch, prompt, text):
             return f"after epoch {epoch}, to {_show_text(prompt)}: {_show_text(text)}"
         case RoundEnded(round_id, is_committed, _, reason, seconds, left_out, blamed):

@@ -2,7 +2,7 @@
 
 A first plan is formed from all members at once; later ones are repairs. Clusters that a newer plan leaves as
 they are train on. The others are built anew under its number, so what they still send is late by number.
-Stages are built of what their nodes hold and of what others have (sources).
+Stages are built of what their nodes hold and of what others have (recovery).
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -169,7 +169,7 @@ class Placement:
         return self.membership[name].build_id
 
     def absent(self, names: Collection[NodeId]) -> tuple[NodeId, ...]:
-        """Return the owners in the plan's rings who are not among these."""
+        """Return the owners in the plan's rings that are not among these."""
         assert self._plan is not None
         owners = (stage.node for cluster in self._plan.clusters for stage in cluster.stages)
         return tuple(name for name in owners if name not in names)
@@ -192,7 +192,7 @@ class Placement:
         return tuple(found)
 
     def mark_broken(self, cluster: ClusterState) -> None:
-        """Let a cluster stand still: a stage of it is missing."""
+        """Mark a cluster broken: a stage of it is missing."""
         self._move(cluster, ClusterPhase.BROKEN)
 
     def mark_ready(self, name: NodeId) -> ClusterState | str:
@@ -212,14 +212,14 @@ class Placement:
         return cluster
 
     def drain(self, clusters: Iterable[ClusterState]) -> None:
-        """Let these clusters finish what they have; others take new leases unless a node of them leaves."""
+        """Drain these clusters: they finish what they have. Others go on, unless a node of them leaves."""
         draining = set(clusters)
         for cluster in self.running:
             is_draining = cluster in draining or self._has_leaving(cluster)
             self._move(cluster, ClusterPhase.DRAINING if is_draining else ClusterPhase.RUNNING)
 
     def drain_host(self, name: NodeId) -> None:
-        """Let the cluster of a node that leaves finish what it has."""
+        """Drain the cluster of a node that leaves: it finishes what it has."""
         cluster = self.cluster_of(name)
         if cluster is not None and cluster.is_running:
             self._move(cluster, ClusterPhase.DRAINING)
@@ -282,7 +282,7 @@ class Placement:
         return self._tries_spares
 
     def adopt(self, plan: Plan, microbatches: int, sharing: Sharing = ALONE) -> PlanChange:
-        """Take a plan that was made of the members as they are; nobody is told yet."""
+        """Adopt a plan that was made of the members as they are; no peer is told yet."""
         names = {*plan.spares, *(stage.node for each in plan.clusters for stage in each.stages)}
         intervals = {(stage.start, stage.stop) for each in plan.clusters for stage in each.stages}
         self._parts = {each: made for each, made in self._parts.items() if each in intervals}
@@ -391,7 +391,7 @@ class Placement:
         return [Send(name, order)]
 
     def _move_to_spare(self, name: NodeId) -> None:
-        """Let a node that lost its stage be a spare; one that leaves or is measured stays what it is."""
+        """Move a node that lost its stage to the spares; one that leaves or is measured stays what it is."""
         has_stage = self.membership[name].present_phase in (NodePhase.BUILDING, NodePhase.HOSTING)
         if has_stage and self.cluster_of(name) is None:
             self.membership.move(name, NodePhase.SPARE)

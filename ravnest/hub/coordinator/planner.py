@@ -202,7 +202,7 @@ class SearchPlanner:
         return plan, f"the noise scale is {asked.noise or 0.0:.3g} samples: {what}"
 
     def _join(self, job: JobGiven, asked: MakePlan, plan: Plan, name: NodeId, swarm: Swarm) -> Repair:
-        """Take in a node; it helps to form another cluster only where that costs little quality."""
+        """Add a node to a plan; it helps to form another cluster only where that costs little quality."""
         profile = job.profile_microbatch(asked.microbatches, asked.sharing)
         config = job.configure_microbatch(asked.microbatches, asked.sharing)
         free = node_joined(plan, name, profile, swarm, config, self.budget)
@@ -362,7 +362,7 @@ def probe_due(membership: Membership) -> float | None:
 def order_probes(
     placement: Placement, profile: ModelProfile, now: float, timeouts: HubTimeouts
 ) -> list[MakeParts | Send | Notify]:
-    """Have every unmeasured member measured, once; believe one that does not answer in time."""
+    """Order a probe of each unmeasured member, once; believe one that does not answer in time."""
     orders: list[MakeParts | Send | Notify] = []
     for member in placement.membership.unmeasured:
         if member.probe_by is None:
@@ -415,7 +415,7 @@ def end_probe(membership: Membership, probed: Probed) -> list[Action] | str:
 
 
 class LinkChecks:
-    """Has the links of slow clusters measured; a check is over when all nodes of its cluster have answered.
+    """Orders probes of the links of slow clusters; a check ends when all nodes of its cluster have answered.
 
     `replan` is told when the facts of a node have changed.
     """
@@ -426,7 +426,7 @@ class LinkChecks:
         self._found: dict[str, list[Node]] = {}  # by cluster_id: nodes as their links are now
 
     def order(self, slowed: ClusterSlowed) -> list[Action] | str:
-        """Have all links of a cluster measured; a check of it that is under way begins anew."""
+        """Order probes of all links of a cluster; a check of it that is under way begins anew."""
         cluster = self._placement.find_cluster(slowed.cluster_id)
         if cluster is None or not cluster.is_running or len(cluster.nodes) < 2:
             return f"no microbatch crosses a link of the slow cluster {slowed.cluster_id}"
@@ -445,7 +445,7 @@ class LinkChecks:
         return [Notify(Measured(node, "has a slower link than before")) for node in changed]
 
     def _record(self, probed: Probed) -> list[Node]:
-        """Take an answer; with the last one, return the nodes whose links are slower than the plan knows.
+        """Record an answer; with the last one, return the nodes whose links are slower than the plan knows.
 
         If all of them are, it is rather the line of the hub, which measures.
         """
@@ -502,7 +502,7 @@ class PlanTrigger:
         return self._changed_at + min(self._job.settings.settle_seconds, longest)
 
     def ask_for_plan(self, now: float) -> _Asked:
-        """Have newcomers measured, and a plan formed if it is time for that."""
+        """Order probes of newcomers, and ask for a plan if it is time for that."""
         actions: _Asked = [*order_probes(self._placement, self._job.profile, now, self._timeouts)]
         due, expected = self.plan_due, self._job.settings.expected_nodes
         is_enough = not self._had_plan and len(self._membership) >= expected > 0
@@ -518,7 +518,7 @@ class PlanTrigger:
         return None if self._was_asked else self._changed_at + quiet_seconds
 
     def ask_for_repair(self, now: float, is_urgent: bool) -> _Asked:
-        """Have newcomers measured, and the plan repaired if it is time for that."""
+        """Order probes of newcomers, and ask for a repair if it is time for that."""
         actions: _Asked = [*order_probes(self._placement, self._job.profile, now, self._timeouts)]
         must_wait = bool(self._membership.unmeasured) and not is_urgent
         due = None if must_wait else self.repair_due(is_urgent)

@@ -87,7 +87,7 @@ class ClusterProgress:
         self._progress = {each: far for each, far in self._progress.items() if each in cluster_ids}
 
     def inherit(self, cluster: ClusterState, cluster_id: str, is_whole: bool) -> None:
-        """Let a cluster go on from another; it has the average of that one if it has its whole state."""
+        """Record that a cluster goes on from another, with its average if it has its whole state."""
         before = self._progress.get(cluster_id) or Progress(0, self._position, anchor_round=None)
         version = max(1, before.version)  # 0 is for what the hub gave, the same in all stages
         after = Progress(version, self._position, num_trained=before.num_trained)
@@ -226,8 +226,8 @@ class ExactBatches:
         """Return whether a cluster has a share that is in no weights yet."""
         return any(cluster.cluster_id in each.leases for each in self._batches)
 
-    def take(self, count: int | None = None) -> list[ExactBatch]:
-        """Take out so many of the oldest batches, or all."""
+    def pop(self, count: int | None = None) -> list[ExactBatch]:
+        """Remove so many of the oldest batches, or all, and return them."""
         taken = [*self._batches][:count]
         self._batches = deque([*self._batches][len(taken) :])
         return taken

@@ -49,7 +49,7 @@ _MOST_BEFORE = 2  # nodes that pass first weights on to the same one: one may be
 
 @dataclass(slots=True)
 class _Need:
-    """A stage that is to be built, and whose snapshots it needs; HUB is the hub itself."""
+    """A stage to be built, and the nodes whose snapshots it needs; HUB is the hub itself."""
 
     cluster: ClusterState
     stage: Stage
@@ -201,7 +201,7 @@ class StateSources:
 
     @property
     def pairs(self) -> dict[NodeId, set[NodeId]]:
-        """Who meets whom to give and take."""
+        """The nodes that each node meets, to give state or to get it."""
         found = defaultdict(set)
         for need in self._needs.values():
             for node in need.nodes:
@@ -246,7 +246,7 @@ class StateSources:
         self._backups[spare] = _Backup(held, weights, samples_seen)
 
     def order_builds(self) -> list[Send | MakeParts]:
-        """Order every stage built whose parts and snapshots are all there."""
+        """Order the stages to be built whose parts and snapshots are all there."""
         orders: list[Send | MakeParts] = []
         for need in self._needs.values():
             if need.is_ordered or need.cluster.is_broken:
@@ -335,7 +335,7 @@ _MOST_MISSED = 3  # sources in a row, before a node that cannot use them is sent
 
 
 class Recovery:
-    """Has stages built for every plan, the first one too."""
+    """Repairs clusters: it follows each plan, the first one too, and has its stages built."""
 
     def __init__(
         self,
@@ -388,7 +388,7 @@ class Recovery:
         return min(times, default=None)
 
     def mark_broken(self, cluster: ClusterState, reason: str, since: float) -> list[Action]:
-        """Let a cluster stand still that lost a node, and take its leases back."""
+        """Stop a cluster that lost a node, and give its leases back."""
         if cluster.is_broken:
             return []
         was_running = cluster.is_running
@@ -402,7 +402,7 @@ class Recovery:
     def restart(self, books: LedgerState | None, now: float) -> list[Action]:
         """Go on after the hub was away: everything stands still until all are back, or long enough."""
         self.saved = books
-        self._membership.miss_all(now + self._timeouts.return_seconds)
+        self._membership.mark_all_missing(now + self._timeouts.return_seconds)
         self._placement.forget_parts()
         self._ledger.stand_still(self._placement.clusters)
         broken = [self.mark_broken(each, "the hub was away", now) for each in self._placement.clusters]
@@ -413,7 +413,7 @@ class Recovery:
         return self._placement.cluster_of(name) is not None or self._sources.is_source(name)
 
     def begin_leave(self, name: NodeId, reason: str, now: float) -> list[Action]:
-        """Let a node go as soon as nothing is lost by it."""
+        """Begin the leave of a node: it goes as soon as nothing is lost by it."""
         if self._membership[name].is_leaving:
             return []
         self._membership.begin_leave(name, reason, now + self._timeouts.handover.total_seconds)
@@ -441,7 +441,7 @@ class Recovery:
         return [Notify(told), *announced, *self._sources.order_builds()]
 
     def hold(self, made: PlanMade, now: float) -> bool:
-        """Keep a plan that has time until its clusters have finished what they have; return whether so."""
+        """Hold a plan that has time until its clusters have finished their work; return whether it does."""
         assert made.plan is not None
         changed = [each for each in self._placement.running if each.cluster not in made.plan.clusters]
         if self.is_urgent or not any(map(self._ledger.is_unfinished, changed)):
@@ -463,7 +463,7 @@ class Recovery:
         return held if fits(held) else None
 
     def forget_held(self) -> None:
-        """Let clusters go on as they are."""
+        """Drop the plan that is held; clusters go on as they are."""
         self._held = None
         self._placement.drain(())
 

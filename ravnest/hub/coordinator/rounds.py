@@ -44,14 +44,14 @@ _NEVER = _Lateness(0, 0)
 
 
 class ExclusionBackoff:
-    """Knows clusters by their cluster_ids, who never come again under the same name."""
+    """Knows clusters by their cluster_ids, which are never used again."""
 
     def __init__(self) -> None:
         self._period = 0
         self._late: dict[str, _Lateness] = {}
 
     def begin_period(self) -> None:
-        """Let the next regular round come."""
+        """Begin the period of the next regular round."""
         self._period += 1
 
     def present(self, running: Sequence[ClusterState]) -> tuple[ClusterState, ...]:
@@ -66,16 +66,16 @@ class ExclusionBackoff:
         return num_rounds
 
     def forgive(self, clusters: Iterable[ClusterState]) -> None:
-        """Forget what those who made a round together were blamed for before."""
+        """Forget what clusters were blamed for that have made a round together."""
         for cluster in clusters:
             self._late.pop(cluster.cluster_id, None)
 
 
 def judge(suspects: Mapping[str, str | None]) -> frozenset[str]:
-    """Return who is to blame, from whom each cluster_id waited for; one that knows of nobody names None.
+    """Return the clusters to blame. `suspects` has the cluster that each one waited for, or None.
 
-    Who is cut off blames others as they blame it, so whoever is blamed is believed only when nobody else is
-    heard. When nobody blames anybody, all who gave up share it.
+    A cluster that is cut off blames others as they blame it. So a cluster that is blamed itself is believed
+    only when no other is heard. When none blames another, all that gave up share the blame.
     """
     blamed = {suspect for suspect in suspects.values() if suspect is not None}
     believed = {
@@ -159,7 +159,7 @@ _REMEMBERED = 16  # rounds whose outcome a member may still ask for
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """What people are told of a round, and what all who took part are."""
+    """What people are told of a round, and what its members are told."""
 
     told: RoundEnded
     sends: tuple[Send, ...]
@@ -167,7 +167,7 @@ class Ended:
 
 
 class Rounds:
-    """Says when the next round comes and of whom, opens it, collects votes, tells the outcome."""
+    """Chooses when the next round comes and its clusters, opens it, collects votes, tells the outcome."""
 
     def __init__(
         self, job: JobGiven, placement: Placement, ledger: Ledger, timeouts: HubTimeouts = TIMEOUTS.hub
@@ -179,7 +179,7 @@ class Rounds:
         self._decision: RoundDecision | None = None
         self._clusters: tuple[ClusterState, ...] = ()  # of the last round
         self._left_out: tuple[str, ...] = ()  # of it, although they train
-        self._given_up: dict[NodeId, RoundAbort] = {}  # who will not vote any more, while others are heard
+        self._given_up: dict[NodeId, RoundAbort] = {}  # members that will not vote any more
         self._opened_at = self._members_by = self._deadline = 0.0
         self._is_final = self._sums_gradients = False  # of the last round
         self._outcomes: deque[RoundOutcome] = deque(maxlen=_REMEMBERED)
@@ -190,7 +190,7 @@ class Rounds:
         self._backoff = ExclusionBackoff()
         self._stuck: list[ClusterState] = []
         self._num_tries = 0  # at the last round
-        self._is_due_again = False  # the last one was aborted, and may commit without who was to blame
+        self._is_due_again = False  # the last one was aborted, and may commit without the clusters to blame
         self._num_late = 0  # rounds in a row that somebody could not end in time
         self._seconds = 0.0  # that a round takes, as measured
         self._num_updates = 0  # of all clusters, when a round was last due
@@ -232,7 +232,7 @@ class Rounds:
         return self._open(clusters, now) if len(clusters) > 1 else []
 
     def open_last(self, now: float) -> list[Send]:
-        """Order the last round, if it is still to be tried: first of all, then without who held it up.
+        """Order the last round, if it is still to be tried: first with all, then without the late ones.
 
         Clusters that sum gradients have the same weights already.
         """
@@ -260,7 +260,7 @@ class Rounds:
         ]
 
     def receive(self, sender: NodeId, message: RoundReady | RoundAbort, now: float) -> Ended | Refusal | None:
-        """Take a vote, or a member that gives up; at the deadline all are heard before somebody is blamed."""
+        """Count a vote, or record a member that gives up; all are heard before one is blamed."""
         if self._decision is None or message.round_id != self._num_opened:
             return Refusal(f"{type(message).__name__} of round {message.round_id}, which is not open")
         if self._find(sender) is None:
@@ -275,7 +275,7 @@ class Rounds:
             self._decision.vote(message)
             if self._decision.outcome is not None:
                 return self._settle(now, self._cluster_ids(self._decision.suspects))
-        # All have spoken, but for those who would not be believed; or it is about something else than time.
+        # All members were heard, but for those that would not be believed; or the reason is not time.
         unheard = self._cluster_ids(self._decision.missing - self._given_up.keys())
         is_heard = now < self._members_by or unheard <= set(self._suspects(most_hops=1).values())
         return self._give_up(now) if self._given_up and is_heard else None
@@ -344,7 +344,7 @@ class Rounds:
         expected = max(self._seconds, self._foreseen)
         seconds = (self._timeouts.round_seconds + 4 * expected) * min(2**self._num_late, _MOST_TIMES)
         # A gradient round waits until its batch is trained; a cluster that hangs is found by its silence.
-        seconds = config.max_round_seconds if sums_gradients else min(seconds, config.max_round_seconds)
+        seconds = self._most_seconds if sums_gradients else min(seconds, self._most_seconds)
         self._num_opened += 1
         self._opened_at, self._members_by, self._deadline = now, now + seconds, now + _PATIENCE * seconds
         self._is_final, self._clusters, self._sums_gradients = is_final, clusters, sums_gradients
@@ -370,7 +370,7 @@ class Rounds:
         return sends
 
     def _suspects(self, most_hops: int) -> dict[str, str | None]:
-        """Whom the clusters of those who gave up waited for; who waits for a later hop knows of nobody."""
+        """Return the cluster that each one waited for that gave up; None where it waited for a later hop."""
         found: dict[str, str | None] = {}
         for name, abort in self._given_up.items():
             suspect = self._find(abort.suspect) if abort.hops <= most_hops else None
@@ -388,7 +388,7 @@ class Rounds:
         return self._settle(now, judge(self._suspects(min(hops, default=1))))
 
     def _settle(self, now: float, blamed: Collection[str] = ()) -> Ended:
-        """End the round; after an abort those who are not to blame may try again at once."""
+        """End the round; after an abort the clusters that are not to blame may try again at once."""
         assert self._decision is not None
         outcome = self._decision.outcome
         assert outcome is not None, "a round ends with its decision"
@@ -420,7 +420,7 @@ class Rounds:
             self._stuck += [each for each, rounds in excluded if rounds > _FEW_ROUNDS]
         return Ended(told, sends, self._sums_gradients)
 
-    def take_stuck(self) -> list[ClusterState]:
+    def pop_stuck(self) -> list[ClusterState]:
         """Return the clusters that held up one gradient round after the other, once."""
         stuck, self._stuck = self._stuck, []
         return stuck
@@ -428,8 +428,15 @@ class Rounds:
     @property
     def _foreseen(self) -> float:
         """The seconds a round takes; where training leaves nothing of a link, no number foresees them."""
-        seconds, most = self._placement.outlook.round_seconds, self._config.max_round_seconds
+        seconds, most = self._placement.outlook.round_seconds, self._most_seconds
         return seconds if 0 <= seconds < most else most
+
+    @property
+    def _most_seconds(self) -> float:
+        """What a round may take: longer where the plan sends much of it through the hub."""
+        seconds, config = self._placement.outlook.round_seconds, self._config
+        is_relayed = config.max_round_seconds < seconds <= config.max_relayed_round_seconds
+        return config.max_relayed_round_seconds if is_relayed else config.max_round_seconds
 
     def _cluster_ids(self, names: Collection[NodeId]) -> frozenset[str]:
         return frozenset(each.cluster_id for each in self._clusters if not set(names).isdisjoint(each.nodes))

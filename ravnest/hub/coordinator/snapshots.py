@@ -154,7 +154,7 @@ class CheckpointCollector:
 
     @property
     def parts(self) -> tuple[CheckpointPart, ...]:
-        """What all nodes of the cluster answered, in the order of the line."""
+        """The answers of all nodes of the cluster, in the order of the line."""
         assert self._keeper is not None
         stages = self._keeper.cluster.stages
         refs = (self._kept[stage.node].weights for stage in stages)
@@ -164,13 +164,13 @@ class CheckpointCollector:
 
     @property
     def answer_by(self) -> float | None:
-        """When those who have not answered are waited for no longer, if there are any."""
+        """When nodes that have not answered are waited for no longer, if there are any."""
         if self._keeper is None or self._is_complete:
             return None
         return self._started_at + self._timeouts.snapshot_seconds
 
     def find_silent(self, now: float) -> tuple[NodeId, ...]:
-        """Return who has not answered in time."""
+        """Return the nodes that have not answered in time."""
         if self._keeper is None or self.answer_by is None or now < self.answer_by:
             return ()
         return tuple(name for name in self._keeper.nodes if name not in self._kept)
@@ -189,7 +189,7 @@ class CheckpointCollector:
         return now >= self._next_at
 
     def expire(self, now: float) -> str | None:
-        """Give up a checkpoint that somebody does not answer for; return who does not."""
+        """Give up a checkpoint for which a node does not answer; return which, as people read it."""
         silent = self.find_silent(now)
         if not silent or self._is_result:
             return None
@@ -293,7 +293,7 @@ class BackupPolicy:
         return self._next_at if self._next_at >= 0 and self._find_pairs() else None
 
     def order(self, samples_seen: Callable[[ClusterState], int], now: float) -> list[Send]:
-        """Ask for the snapshots that are due; who could not be backed up by then is asked when it can."""
+        """Ask for the snapshots that are due; a node that cannot be backed up now is asked later."""
         if self._next_at < 0:
             self._next_at = now + self._timeouts.backup_every_seconds
         if now < self._next_at or not (pairs := self._find_pairs()):
@@ -321,7 +321,7 @@ class BackupPolicy:
         return found
 
     def forward(self, sender: NodeId, made: SnapshotMade) -> list[Send]:
-        """Have the spare fetch a snapshot that its node made."""
+        """Order the spare to fetch a snapshot that its node made."""
         way = self._in_transit[made.number] = replace(self._in_transit[made.number], weights=made.weights)
         return [Send(way.spare, BackupOrder(0, made.number, Source(sender, made.weights)))]
 

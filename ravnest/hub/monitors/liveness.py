@@ -38,8 +38,8 @@ class LivenessMonitor:
         """When the first cluster has been silent for too long, if nothing is heard of it."""
         return min((self._heard_at[each] + seconds for each, seconds in self._patience.items()), default=None)
 
-    def hear(self, cluster_id: str, now: float) -> None:
-        """Note that a cluster does something."""
+    def record_sign(self, cluster_id: str, now: float) -> None:
+        """Record that a cluster does something."""
         self._heard_at[cluster_id] = now
 
     def find_silent(
@@ -95,7 +95,7 @@ class Absence:
 
 
 class OutageMonitor:
-    """Feed it every link that is lost or comes back; ask it at `due` who is gone.
+    """Feed it every link that is lost or comes back; ask it at `due` which nodes are gone.
 
     A node whose link is lost has a moment to come back. If nobody at all is heard, the fault is probably the
     hub's: it is cut off, and waits long for all. If all but a few were lost together, they have as long as
@@ -117,7 +117,7 @@ class OutageMonitor:
 
     @property
     def due(self) -> float | None:
-        """When to ask next who is gone, if nothing else happens."""
+        """When to ask next which nodes are gone, if nothing else happens."""
         return min((absence.back_by for absence in self._absent.values()), default=None)
 
     def record_loss(self, node: NodeId, reason: str, now: float) -> None:
@@ -127,17 +127,17 @@ class OutageMonitor:
         self._lost_at[node] = now
 
     def record_return(self, node: NodeId, now: float) -> None:
-        """Wait no longer for a node; its line is that of the others, who will find the hub soon."""
+        """Wait no longer for a node; its line is that of the others, which will find the hub soon."""
         self._absent.pop(node, None)
         self._end_cut_off(now, self._timeouts.return_seconds)
 
     def record_arrival(self, now: float) -> None:
-        """Note that a newcomer is heard; if only one node is missing, it was probably not the hub's line."""
+        """Record that a newcomer is heard; if only one node is missing, it was hardly the hub's line."""
         is_one = len(self._absent) == 1
         self._end_cut_off(now, self._timeouts.grace_seconds if is_one else self._timeouts.return_seconds)
 
     def record_stop(self, now: float) -> None:
-        """Note that the job is to end: whoever is missing is not waited for as long."""
+        """Record that the job is to end: missing nodes are not waited for as long."""
         self._end_cut_off(now, self._timeouts.return_seconds)
 
     def forget(self, node: NodeId) -> None:
@@ -235,12 +235,12 @@ class ThroughputMonitor:
         """Forget a node that has left, or a cluster."""
         self._speeds.pop(name, None)
 
-    def note(self, name: NodeId, report: StepReport, now: float) -> float | None:
+    def record(self, name: NodeId, report: StepReport, now: float) -> float | None:
         """Add a report; return how many times as fast its node is now, if it has been so for long."""
         seconds = report.forward_seconds + report.backward_seconds
-        return self.note_work(name, report.build_id, seconds, report.num_samples, now)
+        return self.record_work(name, report.build_id, seconds, report.num_samples, now)
 
-    def note_work(
+    def record_work(
         self, name: str, build_id: int, seconds: float, num_samples: int, now: float
     ) -> float | None:
         """Add the time of some work."""
@@ -271,17 +271,17 @@ class PaceMonitor:
         self._speeds = ThroughputMonitor(timeouts)
         self._heard_at: dict[str, float] = {}  # by cluster_id, of those at work
 
-    def note(self, cluster_id: str, report: StepReport, now: float) -> float | None:
+    def record(self, cluster_id: str, report: StepReport, now: float) -> float | None:
         """Add a report of a leaf; return how many times as fast a cluster is that is slow for long."""
         before = self._heard_at.get(cluster_id)
         self._heard_at[cluster_id] = now
         if before is None:
             return None
-        times = self._speeds.note_work(cluster_id, report.build_id, now - before, report.num_samples, now)
+        times = self._speeds.record_work(cluster_id, report.build_id, now - before, report.num_samples, now)
         return times if times is not None and times < 1 else None
 
     def pause(self, cluster_id: str) -> None:
-        """Let the time until the next report not count: the cluster does something else, or nothing."""
+        """Leave out the time until the next report: the cluster does something else, or nothing."""
         self._heard_at.pop(cluster_id, None)
 
     def forget_others(self, cluster_ids: Collection[str]) -> None:

@@ -57,7 +57,7 @@ class LossGuard:
             del self._records[cluster_id]
         self._uneasy &= self._records.keys()
 
-    def note_loss(self, cluster_id: str, cluster: str, loss: float | None) -> None:
+    def record_loss(self, cluster_id: str, cluster: str, loss: float | None) -> None:
         """Add the loss of a microbatch that a leaf reports."""
         if loss is None:
             return
@@ -76,7 +76,7 @@ class LossGuard:
                 self.alarm = self.alarm or Alarm(told, f"cluster {cluster}")
         self._judge(cluster_id)
 
-    def note_dropped(self, cluster_id: str, node: NodeId, reason: str) -> None:
+    def record_dropped(self, cluster_id: str, node: NodeId, reason: str) -> None:
         """Add a microbatch that a node dropped because it failed, or its values were no finite numbers."""
         record = self._records[cluster_id]
         record.is_dropped.append(True)

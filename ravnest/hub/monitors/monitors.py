@@ -14,6 +14,7 @@ from statistics import median
 
 from ravnest.config import TIMEOUTS, HubTimeouts
 from ravnest.hub.coordinator.coordinator import Coordinator
+from ravnest.hub.coordinator.evaluations import MOST_METRICS, Means
 from ravnest.hub.coordinator.events import (
     Action,
     CalmChanged,
@@ -38,7 +39,7 @@ from ravnest.hub.coordinator.events import (
     TrainingReported,
 )
 from ravnest.hub.coordinator.leases import OpenLease
-from ravnest.hub.coordinator.ledger import MOST_METRICS, Ledger, Means
+from ravnest.hub.coordinator.ledger import Ledger
 from ravnest.hub.coordinator.notices import (
     ClusterBroken,
     ClusterDissolved,
@@ -74,7 +75,7 @@ class NoiseMonitor:
         self._found: dict[str, dict[NodeId, GradientNoise]] = {}  # by cluster
         self._told = 0.0
 
-    def note(
+    def record(
         self,
         cluster_id: str,
         nodes: Collection[NodeId],
@@ -82,7 +83,7 @@ class NoiseMonitor:
         noise: GradientNoise,
         length: TrainingLength,
     ) -> float | None:
-        """Take a stage's report; return the noise scale if it is new or clearly larger."""
+        """Record a stage's report; return the noise scale if it is new or clearly larger."""
         self._found.setdefault(cluster_id, {})[sender] = noise
         if any(node not in self._found[cluster_id] for node in nodes):
             return None
@@ -255,7 +256,7 @@ class Monitors:
         return self._liveness.due if hub.phase in _AT_WORK else None
 
     def record(self, hub: Coordinator, sender: NodeId, report: StepReport, now: float) -> str | None:
-        """Take a report of a stage; return why it does not count."""
+        """Record a report of a stage; return why it does not count."""
         if sender not in hub.membership:
             return f"StepReport from {sender}, who is no member"
         cluster, build_id = hub.placement.cluster_of(sender), hub.placement.build_id(sender)
@@ -269,49 +270,49 @@ class Monitors:
             if isinstance(is_training, str):
                 return is_training
             if is_training:
-                self._guard.note_loss(cluster.cluster_id, cluster.name, report.loss)
-                self._tell_alarm(now)
-                self._note_pace(hub, cluster, report, now)
+                self._guard.record_loss(cluster.cluster_id, cluster.name, report.loss)
+                self._notify_alarm(now)
+                self._record_pace(hub, cluster, report, now)
             else:
                 self._paces.pause(cluster.cluster_id)
                 self._end_evaluation(hub.ledger, cluster, report, now)
-        self._note_noise(hub, cluster, sender, report, now)
-        times = self._speeds.note(sender, report, now)
+        self._record_noise(hub, cluster, sender, report, now)
+        times = self._speeds.record(sender, report, now)
         if times is not None:
             self._found.appendleft(SpeedMeasured(sender, times, now))
-        self._liveness.hear(cluster.cluster_id, now)
+        self._liveness.record_sign(cluster.cluster_id, now)
         if hub.has_asked(cluster.cluster_id):
             self._found.append(ClusterHeard(cluster.cluster_id, now))
         return None
 
     def record_fetch(self, hub: Coordinator, sender: NodeId, progress: FetchProgress, now: float) -> None:
-        """Take what a node has fetched of its stage: while it gets more, its cluster does something."""
+        """Record what a node has fetched of its stage: while it gets more, its cluster does something."""
         cluster = hub.placement.cluster_of(sender)
         if cluster is None or progress.build_id != cluster.build_id or sender not in cluster.unready:
             return
         before = self._fetched.get(sender)
         self._fetched[sender] = progress
         if before is None or before.build_id != progress.build_id or before.num_bytes < progress.num_bytes:
-            self._liveness.hear(cluster.cluster_id, now)
+            self._liveness.record_sign(cluster.cluster_id, now)
             if hub.has_asked(cluster.cluster_id):
                 self._found.append(ClusterHeard(cluster.cluster_id, now))
 
-    def _note_pace(self, hub: Coordinator, cluster: ClusterState, report: StepReport, now: float) -> None:
+    def _record_pace(self, hub: Coordinator, cluster: ClusterState, report: StepReport, now: float) -> None:
         """Compare a cluster with itself, unless something else keeps it from work."""
         if hub.stands_still or not hub.ledger.is_busy(cluster):
             self._paces.pause(cluster.cluster_id)
             return
-        times = self._paces.note(cluster.cluster_id, report, now)
+        times = self._paces.record(cluster.cluster_id, report, now)
         if times is not None:
             self._found.append(ClusterSlowed(cluster.cluster_id, times, now))
 
-    def _note_noise(
+    def _record_noise(
         self, hub: Coordinator, cluster: ClusterState, sender: NodeId, report: StepReport, now: float
     ) -> None:
         if report.noise is None:
             return
         facts = (cluster.cluster_id, cluster.nodes, sender, report.noise)
-        noise = self._noise.note(*facts, hub.ledger.settings.length)
+        noise = self._noise.record(*facts, hub.ledger.settings.length)
         if noise is not None:
             self._found.append(NoiseMeasured(noise, now))
 
@@ -336,7 +337,7 @@ class Monitors:
         return None
 
     def observe(self, hub: Coordinator, event: Event, actions: tuple[Action, ...]) -> None:
-        """Take an event that the coordinator has applied, and what it wants done."""
+        """Observe an event that the coordinator has applied, and what it wants done."""
         self._follow(hub.ledger)
         self._is_stale = True
         for action in actions:
@@ -345,10 +346,10 @@ class Monitors:
         if isinstance(event, Received) and isinstance(event.message, _SIGNS_OF_LIFE):
             cluster = hub.placement.cluster_of(event.sender)
             if cluster is not None:
-                self._liveness.hear(cluster.cluster_id, event.now)
+                self._liveness.record_sign(cluster.cluster_id, event.now)
                 if isinstance(event.message, DroppedMicrobatch):
-                    self._guard.note_dropped(cluster.cluster_id, event.sender, event.message.reason)
-                    self._tell_alarm(event.now)
+                    self._guard.record_dropped(cluster.cluster_id, event.sender, event.message.reason)
+                    self._notify_alarm(event.now)
                     self._end_evaluation(hub.ledger, cluster, event.message, event.now)
 
     def conclude(self, hub: Coordinator, now: float) -> Conclusion | None:
@@ -367,7 +368,7 @@ class Monitors:
             return None
         if hub.stands_still:
             for cluster in hub.placement.running:
-                self._liveness.hear(cluster.cluster_id, now)
+                self._liveness.record_sign(cluster.cluster_id, now)
         elif not self._is_stale and (self._liveness.due is None or now < self._liveness.due):
             return None
         found = self._liveness.find_silent(hub.placement, ledger.is_busy, hub.has_asked, ledger.settings, now)
@@ -399,7 +400,7 @@ class Monitors:
                 self._paces.forget_others(running)
                 self._noise.forget_others(running)
 
-    def _tell_alarm(self, now: float) -> None:
+    def _notify_alarm(self, now: float) -> None:
         alarm = self._guard.alarm
         if alarm is not None and not self._has_told_alarm:
             self._has_told_alarm = True
@@ -452,7 +453,7 @@ class MonitoredCoordinator:
         return min((time for time in times if time is not None), default=None)
 
     def apply(self, event: Event) -> tuple[Action, ...]:
-        """Take an event or a report; return what is to be done, or a Refusal alone if it changes nothing."""
+        """Apply an event or record a report; return what to do, or a Refusal if it changes nothing."""
         if isinstance(event, Received) and isinstance(event.message, StepReport):
             return self._record(event, event.message)
         if isinstance(event, Received) and isinstance(event.message, FetchProgress):

@@ -1,4 +1,4 @@
-"""Newcomers: who may come in, under what name, which pairs may meet through the relay, and what is measured.
+"""Admission: which peers may join, under which name, and which pairs may meet through the relay.
 
 What a peer says of itself is believed only within bounds: others are told its name and addresses. What it
 measured of itself is completed with the time of the link from it to the hub.
@@ -50,7 +50,7 @@ def _wall_clock() -> float:
 
 
 class Admission:
-    """Lets in who knows an invitation's secret, and knows who is in. `admit` belongs to the transport."""
+    """Admits peers that know an invitation's secret, and names them. The transport calls `admit`."""
 
     def __init__(
         self,
@@ -69,14 +69,14 @@ class Admission:
         self._wall_clock = wall_clock
         self._invited: dict[PeerId, str] = {}  # the number of its invitation
         self._relay = relay
-        self.names: dict[PeerId, NodeId] = {}  # of those who have joined
+        self.names: dict[PeerId, NodeId] = {}  # of peers that have joined
         self._keys: dict[PeerId, PublicKey] = {}
         self._banned: dict[PeerId, str] = {}
-        self._mates: dict[PeerId, dict[PeerId, bytes]] = {}  # in its last order, with the pair's ticket
+        self._contacts: dict[PeerId, dict[PeerId, bytes]] = {}  # in its last order, with the pair's ticket
         self._complaints: Counter[PeerId] = Counter()
 
     def admit(self, peer: PeerId, greeting: bytes) -> str | None:
-        """Return why a peer may not come in; None if it knows the token's secret."""
+        """Return why a peer may not join; None if it knows the secret of its invitation."""
         found = read_greeting(bytes(greeting))
         if found is None or peer_of(found.key) != peer:
             return "its greeting is not that of this version of ravnest"
@@ -108,7 +108,7 @@ class Admission:
         return tuple(peer for peer in self.names if self._invited.get(peer) == number)
 
     def ban(self, peer: PeerId, reason: str, *, is_fault: bool = True) -> None:
-        """Never let this key in again; its guest gets a strike for a fault."""
+        """Never admit this key again; its guest gets a strike for a fault."""
         self._banned[peer] = reason
         number = self._invited.get(peer)
         if is_fault and number is not None:
@@ -130,7 +130,7 @@ class Admission:
     ) -> Hello | str:
         """Name a peer as before, or like nobody else; return what is believed of it, or why it must go.
 
-        `others` are members with other keys, who need not be here: a hub that was away waits for them.
+        `others` are members with other keys. They need not be here: a hub that was away waits for them.
         """
         if hello.version != self._version:
             spoken = f"it speaks version {hello.version} of ravnest, this hub {self._version}"
@@ -145,36 +145,36 @@ class Admission:
         return replace(hello, node=replace(hello.node, name=name), addresses=addresses[:_MOST_ADDRESSES])
 
     def forget(self, peer: PeerId) -> NodeId | None:
-        """Let a peer go; return its name if it had joined."""
-        self._know(peer, {})
+        """Forget a peer; return its name if it had joined."""
+        self._set_contacts(peer, {})
         return self.names.pop(peer, None)
 
     def give_tickets(self, peer: PeerId, order: PlanOrder | RingOrder) -> PlanOrder | RingOrder:
         """Return a peer's order with the tickets for its neighbours; those of its last order are void."""
         keys = [PublicKey(each.key.encode()) for each in order.contacts]
         tickets = [self._derive(self._keys[peer], key) for key in keys]
-        self._know(peer, dict(zip(map(peer_of, keys), tickets, strict=True)))
+        self._set_contacts(peer, dict(zip(map(peer_of, keys), tickets, strict=True)))
         contacts = zip(order.contacts, tickets, strict=True)
         return replace(order, contacts=tuple(replace(each, ticket=ticket) for each, ticket in contacts))
 
     def judge(self, peer: PeerId, complaint: Complaint) -> PeerId | None:
-        """Return who is to go: the neighbour complained of, or who complains too often.
+        """Return the peer that is to go: the neighbour complained of, or one that complains too often.
 
-        Who is right nobody can tell, so the neighbour may come again.
+        Nobody can tell which is right, so the neighbour may come again.
         """
         accused = self.find(complaint.node)
-        if accused is None or accused not in self._mates.get(peer, {}):
+        if accused is None or accused not in self._contacts.get(peer, {}):
             return None
         self._complaints[peer] += 1
         return accused if self._complaints[peer] <= _MOST_COMPLAINTS else peer
 
-    def _know(self, peer: PeerId, mates: dict[PeerId, bytes]) -> None:
-        before, self._mates[peer] = self._mates.get(peer, {}), mates
+    def _set_contacts(self, peer: PeerId, contacts: dict[PeerId, bytes]) -> None:
+        before, self._contacts[peer] = self._contacts.get(peer, {}), contacts
         if self._relay is not None:
             for ticket in before.values():
-                if ticket not in mates.values():
+                if ticket not in contacts.values():
                     self._relay.remove(ticket)
-            for ticket in mates.values():
+            for ticket in contacts.values():
                 self._relay.add(ticket)
 
     def _derive(self, one: PublicKey, other: PublicKey) -> bytes:

@@ -71,13 +71,13 @@ class EventStore(Protocol):
     """Keeps the events of one hub in order. One hub writes; ConfigError says what is wrong with the store."""
 
     def append(self, event: Event) -> None:
-        """Keep an event; when this returns, it outlives the hub's process."""
+        """Append an event; when this returns, it outlives the hub's process."""
 
     def events(self, after: int = 0) -> Iterator[Event]:
         """Return all events in order, or those after the first so many."""
 
     def close(self) -> None:
-        """Let others write."""
+        """Close the log, so that others may write."""
 
 
 class EventLog:
@@ -101,7 +101,7 @@ class EventLog:
         return self
 
     def close(self) -> None:
-        """Let others write."""
+        """Close the log, so that others may write."""
         self._connections.close()
 
     def __enter__(self) -> Self:
@@ -113,7 +113,7 @@ class EventLog:
         self.close()
 
     def append(self, event: Event) -> None:
-        """Keep an event; when this returns, it outlives the hub's process."""
+        """Append an event; when this returns, it outlives the hub's process."""
         with _explained(self._folder):
             self._database.execute("INSERT INTO events (kind, body) VALUES (?, ?)", write_event(event))
 

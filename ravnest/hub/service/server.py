@@ -1,4 +1,4 @@
-"""The hub's program: it lets peers in, applies events to the coordinator, and carries out its actions.
+"""The hub's program: it admits peers, applies events to the coordinator, and carries out its actions.
 
 Weights and data stay with the requester's side (an Owner); the hub cuts nothing and reads no tensor. Blobs go
 out piece by piece on demand. It runs in the requester's process.
@@ -114,8 +114,8 @@ class Server:
         parts: HubParts = HUB_PARTS,
         admission: Admission | None = None,
     ) -> None:
-        self._door = Admission(token, relay, parts.version) if admission is None else admission
-        self.admit = self._door.admit
+        self._admission = Admission(token, relay, parts.version) if admission is None else admission
+        self.admit = self._admission.admit
         self._relay = relay
         self._tell = tell
         self._parts = parts
@@ -130,7 +130,7 @@ class Server:
         self._floods = FloodGuard()
         self._outage_timer: asyncio.TimerHandle | None = None
         self._stands_at: float | None = None  # the hub's time while it is cut off: nothing becomes late then
-        self._dismissed: set[PeerId | None] = set()
+        self._evicted: set[PeerId | None] = set()
         self._reports = ProbeReports(self._exchange, self._apply)
         self._timer: asyncio.TimerHandle | None = None
         self._reminder: asyncio.TimerHandle | None = None
@@ -145,9 +145,9 @@ class Server:
         self._result: asyncio.Future[Finish | RavnestError] = self._loop.create_future()
         self._parting: asyncio.Future[None] | None = None
         self._ahead = max(0.0, self.hub.now - self._loop.time())  # a hub's time never goes back
-        self._outbox = Outbox(transport, self._start, self._door.find, self._lose_link)
+        self._outbox = Outbox(transport, self._start, self._admission.find, self._drop_link)
         needs_parts = self.hub.placement.needs_parts
-        around = (self._apply, self._in_background, self._lose, self._time, needs_parts)
+        around = (self._apply, self._in_background, self._drop_node, self._time, needs_parts)
         self._data = DataService(owner, self._exchange, *around, self._timeouts)
         is_new = not self.hub.has_begun
         async with asyncio.TaskGroup() as self._tasks:
@@ -188,46 +188,46 @@ class Server:
             self._result.set_result(error)
 
     async def _part(self) -> None:
-        """Tell everyone that it is over, and wait until they have left; who is to go on is told nothing."""
+        """Tell all peers that it is over, and wait until they have left; but not after the log was lost."""
         if self._has_lost_log:
             return
-        for peer in self._door.names.keys() - self._transport.connected():
-            self._door.forget(peer)
+        for peer in self._admission.names.keys() - self._transport.connected():
+            self._admission.forget(peer)
         self._parting = self._loop.create_future()
         is_done = self._result.done() and not self._result.cancelled()
         has_failed = not is_done or isinstance(self._result.result(), RavnestError)
         reason = "the job has failed" if has_failed else "the job is done"
-        for name in self._door.names.values():
+        for name in self._admission.names.values():
             self._post(Outgoing(name, Stop(reason)))
-        if self._door.names:
+        if self._admission.names:
             await asyncio.wait([self._parting], timeout=self._timeouts.parting_seconds)
 
     async def _listen(self) -> None:
         while True:
             match await self._transport.receive():
                 case Delivery() as delivery:
-                    self._open(delivery)
-                case LinkDown(peer, reason) if peer in self._door.names:
-                    self._miss(peer, reason)
-                case LinkUp(peer, is_new) if self._door.names.get(peer) in self._outages.absent:
-                    self._meet_again(peer, self._door.names[peer], is_new)
+                    self._receive(delivery)
+                case LinkDown(peer, reason) if peer in self._admission.names:
+                    self._record_loss(peer, reason)
+                case LinkUp(peer, is_new) if self._admission.names.get(peer) in self._outages.absent:
+                    self._record_return(peer, self._admission.names[peer], is_new)
 
-    def _miss(self, peer: PeerId, reason: str) -> None:
+    def _record_loss(self, peer: PeerId, reason: str) -> None:
         """Give a peer whose link is lost a moment to come back."""
-        name = self._door.names[peer]
+        name = self._admission.names[peer]
         if self._parting is None:
-            if peer not in self._dismissed:
+            if peer not in self._evicted:
                 self._tell(Missing(name, reason, self._timeouts.grace_seconds))
             self._outbox.pause(name)
             self._outages.record_loss(name, reason, self._loop.time())
             self._follow_outages()
             return
-        self._door.forget(peer)
+        self._admission.forget(peer)
         self._outbox.forget(name)
-        if not self._door.names and not self._parting.done():
+        if not self._admission.names and not self._parting.done():
             self._parting.set_result(None)
 
-    def _meet_again(self, peer: PeerId, name: NodeId, is_new: bool) -> None:
+    def _record_return(self, peer: PeerId, name: NodeId, is_new: bool) -> None:
         """Go on with a peer that was missing, unless its program is another one."""
         if is_new:
             self._forget(peer, "it started anew")
@@ -235,21 +235,21 @@ class Server:
         self._outbox.resume(name, is_new=False)
         self._outages.record_return(name, self._loop.time())
         self._follow_outages()
-        if peer not in self._dismissed:
+        if peer not in self._evicted:
             self._tell(Returned(name))
 
     def _find_gone(self) -> None:
-        """Let peers go that were waited for long enough."""
-        names, connected = self._door.names, self._transport.connected()
+        """Forget peers that were waited for long enough."""
+        names, connected = self._admission.names, self._transport.connected()
         here = {name for peer, name in names.items() if peer in connected}
         gone = self._outages.find_gone(here, self.hub.can_wait_for_all, self._loop.time())
         self._follow_outages()
         for name, absence in gone:
-            if (peer := self._door.find(name)) is not None:
+            if (peer := self._admission.find(name)) is not None:
                 self._forget(peer, absence.reason, self._time() - (self._loop.time() - absence.since))
 
     def _follow_outages(self) -> None:
-        """Let the hub's time stand still while it is cut off, and look again when it is time."""
+        """Stop the hub's time while it is cut off, and set the timer for the next look."""
         if self._outages.is_cut_off and self._stands_at is None:
             self._stands_at = self._time()
             if self._timer is not None:
@@ -264,7 +264,7 @@ class Server:
         due = self._outages.due
         self._outage_timer = None if due is None else self._loop.call_at(due, self._find_gone)
 
-    def _open(self, delivery: Delivery) -> None:
+    def _receive(self, delivery: Delivery) -> None:
         if not self._afford(delivery.sender, Spending.ARRIVED):
             return
         try:
@@ -272,17 +272,17 @@ class Server:
         except ProtocolError as error:
             self._ban(delivery.sender, str(error))
             return
-        name = self._door.names.get(delivery.sender)
+        name = self._admission.names.get(delivery.sender)
         if isinstance(message, Hello):
             self._welcome(delivery.sender, message)
         elif isinstance(message, Complaint) and name is not None:
-            self._hear_complaint(delivery.sender, name, message)
+            self._judge_complaint(delivery.sender, name, message)
         elif name is None:
             logger.debug("%s from %s, which has not joined", type(message).__name__, delivery.sender)
         elif self._outbox.num_waiting(name) > self._parts.max_waiting:
             self._ban(delivery.sender, "it asks for more than it takes")
         else:
-            self._take(name, message, delivery.buffers)
+            self._dispatch(name, message, delivery.buffers)
 
     def _afford(self, peer: PeerId, spending: Spending) -> bool:
         """Return whether a peer may go on; one that floods the hub is sent away for good."""
@@ -292,14 +292,14 @@ class Server:
         return reason is None
 
     def _welcome(self, peer: PeerId, hello: Hello) -> None:
-        """Take a peer in under a name that nobody else has."""
-        if peer in self._door.names:
+        """Admit a peer under a name that no other has."""
+        if peer in self._admission.names:
             return
-        self._dismissed.discard(peer)
-        key = self._door.key(peer)
+        self._evicted.discard(peer)
+        key = self._admission.key(peer)
         before = self.hub.find_missing(key, hello.build_id)
         hello = replace(hello, addresses=self._parts.map_addresses(hello.addresses))
-        known = self._door.introduce(peer, hello, before, self.hub.find_others(key))
+        known = self._admission.introduce(peer, hello, before, self.hub.find_others(key))
         if isinstance(known, str):
             self._start(self._refuse(peer, known))
             return
@@ -320,24 +320,24 @@ class Server:
             logger.debug("%s is not told: %s", peer, error)
 
     def _ban(self, peer: PeerId, reason: str) -> None:
-        """Send away who sends what nobody would, for good."""
-        self._door.ban(peer, reason)
+        """Send a peer away for good that sends what no honest one would."""
+        self._admission.ban(peer, reason)
         self._forget(peer, reason)
 
     def kick(self, name: NodeId, reason: str) -> None:
         """Send a node away for good, because the requester wants it."""
-        if (peer := self._door.find(name)) is not None:
-            self._door.ban(peer, reason, is_fault=False)
+        if (peer := self._admission.find(name)) is not None:
+            self._admission.ban(peer, reason, is_fault=False)
             self._forget(peer, reason)
 
     def send_guests_away(self, invitation: str, reason: str) -> None:
-        """Let all nodes go that joined by an invitation, which is void by now."""
-        for peer in self._door.invited_by(invitation):
+        """Forget all nodes that joined by an invitation, which is void by now."""
+        for peer in self._admission.invited_by(invitation):
             self._forget(peer, reason)
 
     def _forget(self, peer: PeerId, reason: str, since: float | None = None) -> None:
-        """Let a peer go; if it comes back it is a new one."""
-        name = self._door.forget(peer)
+        """Forget a peer; if it comes back it is a new one."""
+        name = self._admission.forget(peer)
         self._floods.forget(peer)
         self._transport.drop(peer, reason)
         if name is not None:
@@ -347,18 +347,18 @@ class Server:
             self._exchange.refuse(name, reason)
             self._apply(PeerLeft(name, reason, self._time(), since))
 
-    def _lose(self, name: NodeId, reason: str) -> None:
-        if (peer := self._door.find(name)) is not None:
+    def _drop_node(self, name: NodeId, reason: str) -> None:
+        if (peer := self._admission.find(name)) is not None:
             self._forget(peer, reason)
 
-    def _hear_complaint(self, sender: PeerId, name: NodeId, complaint: Complaint) -> None:
-        guilty = self._door.judge(sender, complaint)
+    def _judge_complaint(self, sender: PeerId, name: NodeId, complaint: Complaint) -> None:
+        guilty = self._admission.judge(sender, complaint)
         if guilty == sender:
             self._ban(sender, "it complains about everybody")
         elif guilty is not None:
             self._forget(guilty, f"{name} says: {complaint.reason}")
 
-    def _take(self, name: NodeId, message: Message, buffers: Sequence[Buffer]) -> None:
+    def _dispatch(self, name: NodeId, message: Message, buffers: Sequence[Buffer]) -> None:
         if isinstance(message, ContentMessage):
             self._exchange.receive(name, message, buffers)
         elif isinstance(message, ProbeReport):
@@ -371,12 +371,12 @@ class Server:
     def _charge(self, event: Event, orders: Sequence[Action]) -> None:
         """Count a message that changed nothing against its sender."""
         if isinstance(event, Received) and orders and isinstance(orders[0], Refusal):
-            peer = self._door.find(event.sender)
+            peer = self._admission.find(event.sender)
             if peer is not None:
                 self._afford(peer, Spending.IN_VAIN)
 
     def _apply(self, event: Event) -> None:
-        """Let the state decide, carry out its orders, and come back when it is due."""
+        """Let the coordinator decide, carry out its actions, and set the timer for what is due."""
         if self._has_lost_log:
             return
         try:
@@ -394,7 +394,7 @@ class Server:
         self._set_timer()
 
     def _set_timer(self) -> None:
-        """Come back when the state is due, by the hub's time."""
+        """Set the timer for what the coordinator has due, by the hub's time."""
         if self._timer is not None:
             self._timer.cancel()
         due = self._monitored.due if self._stands_at is None else None
@@ -408,7 +408,7 @@ class Server:
             case Send(to, message):
                 self._send(to, message)
             case Evict(to, reason):
-                self._dismissed |= {self._door.find(to)}
+                self._evicted |= {self._admission.find(to)}
                 self._post(Outgoing(to, Stop(reason)))
             case MakePlan():
                 self._start(self._make_plan(order))
@@ -440,9 +440,9 @@ class Server:
             self._remind_later()
 
     def _send(self, to: NodeId, message: Message) -> None:
-        peer = self._door.find(to)
+        peer = self._admission.find(to)
         if peer is not None and isinstance(message, PlanOrder | RingOrder):
-            message = self._door.give_tickets(peer, message)
+            message = self._admission.give_tickets(peer, message)
         if isinstance(message, ProbeOrder):
             self._reports.await_from(to)
         self._post(Outgoing(to, message))
@@ -470,5 +470,5 @@ class Server:
     def _post(self, outgoing: Outgoing) -> None:
         self._outbox.post(outgoing)
 
-    def _lose_link(self, peer: PeerId, error: LinkError) -> None:
+    def _drop_link(self, peer: PeerId, error: LinkError) -> None:
         self._forget(peer, str(error))

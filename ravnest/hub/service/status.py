@@ -175,7 +175,7 @@ class StatusTracker:
         self._marks: deque[tuple[float, int]] = deque()  # samples reported by then, a second apart or more
 
     def observe(self, event: Event, actions: tuple[Action, ...]) -> None:
-        """Take an event, or a report of a stage, which changes nothing here."""
+        """Record an event, or a report of a stage, which changes nothing here."""
         if isinstance(event, JobGiven) and not self._job:
             self._job = event.profile.name
         if isinstance(event, TextsSampled):

@@ -36,19 +36,19 @@ def ready_round() -> Round:
 def test_commit_gives_the_averages_out_once():
     member = ready_round()
     assert member.phase is RoundPhase.READY
-    assert member.take_averages() is None
+    assert member.pop_averages() is None
     assert member.conclude(COMMIT) is None
-    averages = member.take_averages()
+    averages = member.pop_averages()
     assert [piece.tolist() for piece in averages[8]] == [[0.0, 1.0], [2.0]]
     assert member.conclude(COMMIT) is None  # heard before
-    assert member.take_averages() is None
+    assert member.pop_averages() is None
 
 
 def test_abort_drops_everything():
     member = ready_round()
     assert member.conclude(ABORT) is None
     assert member.phase is RoundPhase.ABORTED
-    assert member.take_averages() is None
+    assert member.pop_averages() is None
     assert member.conclude(ABORT) is None
 
 
@@ -171,6 +171,6 @@ def test_contradictions_are_refused():
     aborted.conclude(ABORT)
     assert "which is committed here" in committed.conclude(ABORT).reason
     assert "which is aborted here" in aborted.conclude(COMMIT).reason
-    assert aborted.take_averages() is None
+    assert aborted.pop_averages() is None
     part = RingPart(3, 8, 1, 0, 1, 1.0, np.ones(2))
     assert "round 3 is aborted here" in aborted.receive(part).reason

@@ -43,6 +43,7 @@ saved = "10 MB"
 PROFILE += 3 * (POSITION + 'crossing = "100 kB"') + POSITION
 DEFAULTS = {  # as people write them
     "max_round_seconds": "10 min",
+    "max_relayed_round_seconds": "60 min",
     "speed_ratio": "4",
     "relay_bytes_per_second": "20 Mbit/s",
     "overhead_bytes": "500 MB",

@@ -87,7 +87,7 @@ def test_credit_comes_back_when_the_program_over_there_took_the_message_not_when
         inbox.accept(*chunk)
         outbox.acknowledge(inbox.news(), 0.0, 0.0)
     assert not outbox.has_room(Service.BLOB, 2000)
-    inbox.take(Service.BLOB)
+    inbox.consume(Service.BLOB)
     outbox.acknowledge(inbox.news(), 0.0, 0.0)
     assert outbox.has_room(Service.BLOB, 2000)
 
@@ -138,7 +138,7 @@ class Wire:
                 self.arrived[me] += sum(map(len, frames[1:]))
                 message = self.links[me].receive(decode_frame(frames), frames[1:], self.now + self.clocks[me])
                 if message is not None:
-                    self.links[me].take(message[0], self.now + self.clocks[me])
+                    self.links[me].consume(message[0], self.now + self.clocks[me])
             self._pump(me)
 
     def _pump(self, me: int) -> None:
@@ -189,7 +189,7 @@ def test_links_that_share_a_way_share_it_however_late_their_confirmations_are():
             message = link.receive(decode_frame(frames), frames[1:], now)
             counts[number] += sum(map(len, frames[1:])) if now > 6.0 else 0
             if message is not None:
-                link.take(message[0], now)
+                link.consume(message[0], now)
         if end == 0 and link.outbox.has_room(Service.BLOB, 4 * MIB):
             link.outbox.put(Service.BLOB, b"", [memoryview(bytearray(4 * MIB))])
         while sent := link.next_frames(now):
@@ -355,7 +355,7 @@ def test_what_gives_much_credit_back_is_confirmed_at_once():
         Chunk(Service.BLOB, 0, 0, (1, ACK_BYTES)), [memoryview(b"h"), memoryview(bytes(ACK_BYTES))], 1.0
     )
     assert heads(link, 1.0) == [Ack((StreamPosition(Service.BLOB, 1, 0, 0),), 1_000_000)]
-    link.take(Service.BLOB, 2.0)
+    link.consume(Service.BLOB, 2.0)
     assert heads(link, 2.0) == [Ack((StreamPosition(Service.BLOB, 1, 0, 1),), 1_000_000)]
 
 

@@ -7,10 +7,17 @@ import numpy as np
 import pytest
 from support.plan_world import SIMPLE, even_model, node, swarm_of
 
-from ravnest.config import SearchBudget, WireChoice
+from ravnest.config import SearchBudget, WireChoice, WireFormat
 from ravnest.plan.forecast import forecast
 from ravnest.plan.formation import form_plan
-from ravnest.plan.hub_line import HubLine, alternate, choose_clusters, relayed_places
+from ravnest.plan.hub_line import (
+    HubLine,
+    RelayedRounds,
+    alternate,
+    choose_clusters,
+    other_orders,
+    relayed_places,
+)
 from ravnest.plan.line import LineCost
 
 UNCOUNTED = HubLine(np.inf, 1.0, 1.0, 0.0)
@@ -98,3 +105,76 @@ def _num_relays(plan, swarm):
         for cluster in plan.clusters
         for one, other in pairwise(cluster.stages)
     )
+
+
+def rounds_of(most_seconds):
+    """Four positions of a megabyte, a hub of a megabyte per second: a pair takes 2 s for each position."""
+    config = replace(
+        SIMPLE, hub_bytes_per_second=1e6, max_relayed_round_seconds=most_seconds / 0.9, deltas=WireFormat.FP32
+    )
+    return RelayedRounds(LineCost(even_model(4, parameter_mb=1), config, is_averaged=True))
+
+
+def test_a_round_passes_the_hub_where_more_owners_are_hidden_than_not():
+    rounds = rounds_of(10.0)
+    cuts = np.array([[4, 2, 0], [4, 3, 0]])
+    sides = rounds.sides([(0, 1), (2, 3)], cuts, np.array([True, False, True, True]))
+    assert sides.tolist() == [[-1, -1, 1, 1], [1, 1, 1, 1]]
+    assert rounds.seconds(sides) == pytest.approx(2 * (2 + 2) / 2)  # two pairs at each of two positions
+
+
+NOBODY = np.zeros((3, 1, 4), np.int64), np.zeros((3, 1))
+
+
+def test_rounds_in_time_change_nothing():
+    kept, chosen = rounds_of(100.0).shorten(np.ones((3, 4), np.int64), np.ones(3), *NOBODY)
+    assert kept.tolist() == [0, 1, 2]
+    assert chosen.tolist() == [-1, -1, -1]
+
+
+def test_the_cluster_that_is_worth_least_is_left_out_first():
+    sides = np.ones((3, 4), np.int64)
+    rates = np.array([3.0, 1.0, 2.0])
+    rounds = rounds_of(8.0)
+    assert rounds.is_too_long(sides)
+    kept, _ = rounds.shorten(sides, rates, *NOBODY)
+    assert kept.tolist() == [0, 2]
+    assert not rounds.is_too_long(sides[kept])
+
+
+def test_another_order_is_taken_where_that_costs_less_than_a_cluster():
+    sides = np.array([[1, 1, -1, -1]] * 3)
+    others, slower = -sides[:, None], np.array([[0.9], [0.2], [0.0]])
+    rounds = rounds_of(3.0)
+    assert rounds.is_too_long(sides)
+    kept, chosen = rounds.shorten(sides, np.ones(3), others, slower)
+    assert kept.tolist() == [0, 1, 2]
+    assert chosen.tolist() == [0, -1, -1]
+
+
+def test_a_hub_of_unknown_upload_has_time_for_any_round():
+    line = LineCost(even_model(4), SIMPLE, is_averaged=True)
+    assert not RelayedRounds(line).is_too_long(np.ones((30, 4), np.int64))
+
+
+@pytest.mark.parametrize("length", [1, 2, 7, 20])
+def test_other_orders_have_the_same_nodes(length):
+    order = tuple(range(length))
+    found = other_orders(order, 6, np.random.default_rng(0))
+    assert len(found) == 6
+    assert all(sorted(each) == list(order) for each in found)
+
+
+def test_no_plan_has_rounds_that_take_longer_than_they_may():
+    model = even_model(num_positions=8, parameter_mb=40, crossing_mb=0.1)
+    hidden = [node(f"h{k}", 4000, is_reachable=False) for k in range(16)]
+    swarm = swarm_of(*hidden, *[node(f"v{k}", 4000) for k in range(4)])
+    config = replace(SIMPLE, hub_bytes_per_second=2e7, averaging_share=0.5, clusters=14)
+    plans = [
+        form_plan(model, swarm, replace(config, max_relayed_round_seconds=most), budget=SearchBudget(200))
+        for most in (1e9, 20.0)
+    ]
+    free, kept = (forecast(plan, model, swarm, config) for plan in plans)
+    assert free.round_seconds > 20.0
+    assert kept.round_seconds <= 20.0
+    assert kept.samples_per_second > 0.0

@@ -542,6 +542,21 @@ def test_a_mean_is_cut_as_asked():
     assert prepared(nn.CrossEntropyLoss()).job.settings.microbatches == 0
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "is_adam"),
+    [
+        (lambda: torch.optim.AdamW(MODEL.parameters()), True),
+        (lambda: torch.optim.NAdam(MODEL.parameters()), True),
+        (lambda: torch.optim.SGD(MODEL.parameters()), False),
+        (lambda: [torch.optim.Muon([MODEL.weight]), torch.optim.AdamW([MODEL.bias])], False),
+        (lambda: "adamw", False),  # a recipe has rates of ours
+    ],
+)
+def test_the_rate_of_an_adam_may_follow_the_noise_where_nothing_else_is_beside_it(optimizer, is_adam):
+    given = prepared(nn.CrossEntropyLoss(), optimizer=optimizer())
+    assert given.job.settings.has_own_adam is is_adam
+
+
 def test_what_a_peer_lends_is_for_tensors_so_that_a_little_will_do_for_a_small_model():
     loss = nn.CrossEntropyLoss()
     data = (ROWS["x"], ROWS["y"])

@@ -46,6 +46,17 @@ def test_what_is_trained_again_is_told_once():
     assert told == [(1, False, 5.0), (1, True, 4.5), (2, False, 3.9), (2, True, 3.5)]
 
 
+def test_evaluations_within_an_epoch_are_all_kept_and_one_that_comes_again_once():
+    def step(number, loss):
+        return Evaluated((number - 1) // 4, "A", 10, loss, (), number)
+
+    told = [step(2, 5.0), step(4, 4.0), trained(1, 4.5), step(6, 3.0), step(8, 2.0)]
+    expected = [(0, True, 5.0), (0, True, 4.0), (1, False, 4.5), (1, True, 3.0), (1, True, 2.0)]
+    assert note(*told) == expected
+    again = note(*told, step(6, 2.9))
+    assert again == [*expected[:3], (1, True, 2.9)]
+
+
 class Pictures(torch.nn.Module):
     def forward(self, image):
         return image.float().mean((1, 2, 3)) / 255

@@ -197,6 +197,29 @@ def test_evaluation_only_at_the_end_or_never():
     assert finishes(one_cluster(num_validation=0)).told(Evaluated) == []
 
 
+@pytest.mark.parametrize("every", [1, 3, 5])
+def test_a_lone_cluster_is_evaluated_after_exactly_so_many_updates(every):
+    world = one_cluster(evaluate_updates=every)
+    marks, trained = [], []
+
+    def look():
+        told = world.told(Evaluated)
+        if len(told) > len(marks):
+            marks.append(told[-1].num_updates)
+            trained.append(len(world.ledger))
+        return world.is_finished
+
+    world.run_until(look)
+    finishes(world)
+    settings = world.hub.ledger.settings
+    expected = [*range(every, settings.num_batches, every), settings.num_batches]
+    assert marks == expected
+    assert trained == [settings.samples_of(mark) for mark in marks]
+    told = [news for news in world.news if isinstance(news, Evaluated | EpochDone)]
+    places = [(news.epoch, getattr(news, "num_updates", 0)) for news in told]
+    assert places == sorted(places)
+
+
 def test_two_clusters_average_as_they_train_and_once_more_at_the_end():
     world = finishes(two_clusters(epochs=4))
     rounds = world.told(RoundEnded)

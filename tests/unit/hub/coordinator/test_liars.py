@@ -112,7 +112,7 @@ def test_a_leaf_neither_weighs_its_losses_nor_makes_up_metrics_without_end():
 def test_losses_too_large_to_be_summed_up_are_an_alarm_and_no_crash():
     guard = LossGuard()
     for loss in [1.0] * 32 + [1.7e308] * 32:
-        guard.note_loss("A1", "A", loss)
+        guard.record_loss("A1", "A", loss)
     assert guard.alarm is not None
 
 

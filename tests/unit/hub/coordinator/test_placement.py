@@ -63,7 +63,7 @@ def test_who_leaves_keeps_what_it_holds_until_it_is_let_go(scene):
 
 
 def test_a_plan_is_asked_for_of_those_who_are_here_and_stay(scene):
-    scene.membership.miss_all(10.0)
+    scene.membership.mark_all_missing(10.0)
     for name in "abcst":
         scene.membership.come_back(name, ())
     scene.membership.begin_leave("s", "Ctrl-C", 10.0)

@@ -16,7 +16,7 @@ from ravnest.hub.monitors.loss_guard import LossGuard
 def fed(*losses):
     guard = LossGuard()
     for loss in losses:
-        guard.note_loss("A1", "A", loss)
+        guard.record_loss("A1", "A", loss)
     return guard
 
 
@@ -39,9 +39,9 @@ def test_a_loss_that_leaps_and_stays_up_is_one_and_names_the_cluster():
     guard = fed(*falling(200))
     assert guard.is_calm
     for _ in range(31):
-        guard.note_loss("B2", "B", 9.0)
+        guard.record_loss("B2", "B", 9.0)
     assert guard.alarm is None, "not before a whole window is high"
-    guard.note_loss("B2", "B", 9.0)
+    guard.record_loss("B2", "B", 9.0)
     assert guard.alarm.suspect == "cluster B"
     assert guard.alarm.reason == "the loss of cluster B is 9, and was 0.364"
 
@@ -73,7 +73,7 @@ def test_half_way_to_an_alarm_nothing_is_worth_keeping():
 def test_a_cluster_that_is_no_more_does_not_keep_others_from_being_kept():
     guard = fed(*[2.0] * 40)
     for loss in falling(400):
-        guard.note_loss("B2", "B", loss)
+        guard.record_loss("B2", "B", loss)
     assert not guard.is_calm, "cluster A stands where it stood"
     guard.forget_others(["B2"])
     assert guard.is_calm
@@ -83,7 +83,7 @@ def test_a_storm_of_dropped_batches_names_who_dropped_most():
     guard = fed(*falling(64))
     for number in range(17):
         assert guard.alarm is None
-        guard.note_dropped("A1", "bob" if number % 3 else "ana", f"reason {number}")
+        guard.record_dropped("A1", "bob" if number % 3 else "ana", f"reason {number}")
     assert guard.alarm.suspect == "bob"
     assert guard.alarm.reason == "17 of the last 32 microbatches were dropped (last: reason 16)"
 
@@ -91,14 +91,14 @@ def test_a_storm_of_dropped_batches_names_who_dropped_most():
 def test_half_way_to_a_storm_nothing_is_worth_keeping():
     guard = fed(*falling(64))
     for _ in range(7):
-        guard.note_dropped("A1", "bob", "a reason")
+        guard.record_dropped("A1", "bob", "a reason")
     assert guard.is_calm
-    guard.note_dropped("A1", "bob", "a reason")
+    guard.record_dropped("A1", "bob", "a reason")
     assert not guard.is_calm
     for loss in falling(24, 0.5):
-        guard.note_loss("A1", "A", loss)
+        guard.record_loss("A1", "A", loss)
     assert not guard.is_calm
-    guard.note_loss("A1", "A", 0.5)
+    guard.record_loss("A1", "A", 0.5)
     assert guard.is_calm, "the first of them is 32 batches ago"
 
 

@@ -11,21 +11,21 @@ JOB = TrainingLength(batch_size=64, num_updates=300)  # its guess is 64 samples
 
 def test_it_is_known_when_every_stage_has_reported_and_stages_add_up():
     monitor = NoiseMonitor()
-    assert monitor.note("A1", ("a", "b"), "a", GradientNoise(300.0, 1.0), JOB) is None
-    assert monitor.note("A1", ("a", "b"), "b", GradientNoise(100.0, 3.0), JOB) == pytest.approx(100.0)
+    assert monitor.record("A1", ("a", "b"), "a", GradientNoise(300.0, 1.0), JOB) is None
+    assert monitor.record("A1", ("a", "b"), "b", GradientNoise(100.0, 3.0), JOB) == pytest.approx(100.0)
 
 
 def test_it_is_told_again_only_when_it_is_clearly_larger():
     monitor = NoiseMonitor()
-    told = [monitor.note("A1", ("a",), "a", GradientNoise(each, 1.0), JOB) for each in (50, 70, 40, 80)]
+    told = [monitor.record("A1", ("a",), "a", GradientNoise(each, 1.0), JOB) for each in (50, 70, 40, 80)]
     assert told == [50.0, None, None, 80.0]
 
 
 def test_what_one_of_three_clusters_says_does_not_move_it():
     monitor = NoiseMonitor()
     for name in "bc":
-        monitor.note(name, (name,), name, GradientNoise(60.0, 1.0), JOB)
-    assert monitor.note("a", ("a",), "a", GradientNoise(1e30, 1.0), JOB) is None
+        monitor.record(name, (name,), name, GradientNoise(60.0, 1.0), JOB)
+    assert monitor.record("a", ("a",), "a", GradientNoise(1e30, 1.0), JOB) is None
 
 
 @pytest.mark.parametrize(
@@ -37,11 +37,11 @@ def test_what_one_of_three_clusters_says_does_not_move_it():
     ],
 )
 def test_absurd_reports_are_believed_only_within_reason(noise, told):
-    assert NoiseMonitor().note("a", ("a",), "a", noise, JOB) == told
+    assert NoiseMonitor().record("a", ("a",), "a", noise, JOB) == told
 
 
 def test_clusters_that_are_no_more_do_not_count():
     monitor = NoiseMonitor()
-    monitor.note("a", ("a",), "a", GradientNoise(60.0, 1.0), JOB)
+    monitor.record("a", ("a",), "a", GradientNoise(60.0, 1.0), JOB)
     monitor.forget_others(["b"])
-    assert monitor.note("b", ("b",), "b", GradientNoise(600.0, 1.0), JOB) == 600.0
+    assert monitor.record("b", ("b",), "b", GradientNoise(600.0, 1.0), JOB) == 600.0
