@@ -212,6 +212,23 @@ def test_a_run_is_shown_from_its_log_and_nothing_can_be_done(watched, tmp_path):
         expect(page.locator(".timeline li", has_text="the job is done")).to_be_visible()
 
 
+def test_another_run_is_shown_beside_it(watched, tmp_path):
+    for name in ("one", "other"):
+        world = trained_world("abcde")
+        world.run()
+        with EventLog(tmp_path / name) as store:
+            for event, orders in zip(world.log, world.answers, strict=True):
+                if not orders or type(orders[0]).__name__ != "Refusal":
+                    store.append(event)
+    one, other = (LogFollower(tmp_path / name, lambda: False) for name in ("one", "other"))
+    with LogDashboard(one, "127.0.0.1:0", beside={HOSTILE[0]: other}) as opened:
+        page = watched.open(f"{opened.link}#/training")
+        chart = page.locator(".chart:has(h2:text-is('Loss'))")
+        expect(chart.locator(".u-legend .u-label", has_text="training, <img").first).to_be_visible()
+        expect(chart.locator(".u-legend .u-label", has_text="validation").last).to_be_visible()
+        expect(page.locator("main img")).to_have_count(0)
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_colours_follow_the_system_and_can_be_chosen(watched, scheme):
     world = trained_world("abcde")

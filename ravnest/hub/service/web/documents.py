@@ -217,6 +217,16 @@ class RunDocument:
 
 
 @dataclass(frozen=True, slots=True)
+class BesideDocument:
+    """Another run, whose curves are shown beside those of the run."""
+
+    name: str
+    is_live: bool
+    started_at: float
+    curves: dict[str, CurvePart]
+
+
+@dataclass(frozen=True, slots=True)
 class UpdateDocument:
     """What a page that follows is sent: where the run stands, and the news and points it has not got."""
 

@@ -33,6 +33,7 @@ from ravnest.hub.service.web.actions import (
     show_guests,
     show_line,
 )
+from ravnest.hub.service.web.documents import BesideDocument
 from ravnest.hub.service.web.gate import HEADERS, Gate
 from ravnest.hub.service.web.pages import Pages
 from ravnest.hub.service.web.run_metrics import write_metrics
@@ -63,6 +64,7 @@ class WebParts:
     gate: Gate
     pages: Pages
     hub: HubActions | None = None
+    read_beside: Callable[[], Awaitable[list[BesideDocument]]] | None = None  # other runs to compare with
 
     @property
     def guests(self) -> GuestActions | None:
@@ -101,6 +103,7 @@ def make_app(parts: WebParts) -> ASGIApp:
         Route("/api/v1/curves", answers.read_curves),
         Route("/api/v1/stream", answers.stream),
         Route("/api/v1/invitation", answers.read_invitation),
+        Route("/api/v1/beside", answers.read_beside),
         Route("/api/v1/guests", answers.read_guests),
         *(Route(f"/api/v1/{name}", answers.act_on(kind), methods=["POST"]) for name, kind in _WISHES.items()),
         Route("/metrics", answers.read_metrics),
@@ -186,6 +189,12 @@ class _Answers:
         if self._parts.guests is None:
             return _say(404, _NO_GUESTS)
         return _json({"line": show_line(self._parts.guests.invitation())})
+
+    async def read_beside(self, request: Request) -> Response:
+        """Answer the curves of other runs, to be shown beside those of this one."""
+        if not self._admits(request):
+            return _refuse()
+        return _json([] if self._parts.read_beside is None else await self._parts.read_beside())
 
     async def read_guests(self, request: Request) -> Response:
         """Answer who is invited, but not their tokens."""

@@ -61,7 +61,7 @@ def asked():
 # Reading.
 
 
-@pytest.mark.parametrize("path", ["run", "news", "curves", "stream", "invitation"])
+@pytest.mark.parametrize("path", ["run", "news", "curves", "stream", "invitation", "guests", "beside"])
 def test_the_api_is_closed_without_the_token(asked, path):
     for headers in ({}, {"cookie": "ravnest_7780=wrong"}, {"authorization": "Bearer wrong"}):
         answer = request(asked.app, f"/api/v1/{path}", **headers)
