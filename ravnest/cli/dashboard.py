@@ -17,7 +17,7 @@ def dashboard(folder: str | None, beside: tuple[str, ...], at: str, as_json: boo
     """Show the run in FOLDER in a browser, read-only; the newest under runs/ if left out.
 
     The curves of OTHER runs are shown beside its own. It reads the log, and reads on while a hub writes it.
-    Ctrl-C ends it. A hub at work has a page of its own, which shows more: how busy stages are, and what crosses
+    Ctrl-C ends it. A hub at work has a page of its own, which shows more: how busy stages are, what crosses
     between them.
     """
     from ravnest.hub.service.web.documents import API_SCHEMA
