@@ -33,7 +33,7 @@ class Way:
     averages_moments: bool = False
     bits: int = 0  # of a number of a delta, with what was rounded off added to the next one; 0: all
     rate: str = "given"  # or "rule": as the product sets it for an Adam of the requester's
-    is_exact: bool = False  # gradients of all shares are summed for every update, statistics averaged
+    summed: float = 0.0  # share of the job in which gradients of all shares are summed for every update
 
     def is_time(self, update: int, num_updates: int, since: int) -> bool:
         """Return whether a round comes after this update, so many updates after the last one."""
@@ -69,8 +69,11 @@ def train_shares(task_name: str, seed: int, way: Way) -> Shared:
     for update, batch in zip(range(num_updates), draw_batches(task, made), strict=False):
         now = rate * schedule.factor(update, num_updates) * noise.rate_times
         shares = _cut(batch, way.clusters)
-        if way.is_exact:
-            clusters[0].update_exactly(made, shares, now)
+        if update < way.summed * num_updates:
+            gradients = clusters[0].sum_gradients(made, shares)
+            for cluster in clusters:
+                cluster.step(made, gradients, now)
+            average.begin()
             continue
         for index, (cluster, share) in enumerate(zip(clusters, shares, strict=False)):
             cluster.update(made, share, now, noise if index == 0 and way.clusters > 1 else None)
@@ -146,10 +149,10 @@ class _Cluster:
             for each, part in zip(found, parts, strict=True):
                 noise.add(each, num_rows(part))
             noise.end_update(total)
-        self._step(made, total, rate)
+        self.step(made, total, rate)
 
-    def update_exactly(self, made: Made, shares: list[Rows], rate: float) -> None:
-        """Make the update that clusters make together: each normalises with its share alone."""
+    def sum_gradients(self, made: Made, shares: list[Rows]) -> list[Tensor]:
+        """Return the gradients of a batch as clusters sum them: each normalises with its share alone."""
         found, statistics = [], []
         for share in shares:
             self.put_into(made.model.train())
@@ -158,10 +161,10 @@ class _Cluster:
         for value, *each in zip(made.model.buffers(), *statistics, strict=True):
             if value.is_floating_point():
                 value.copy_(_mean([[one] for one in each], shares)[0])
-        self._step(made, _mean(found, shares), rate)
+        return _mean(found, shares)
 
     @torch.no_grad()
-    def _step(self, made: Made, gradients: list[Tensor], rate: float) -> None:
+    def step(self, made: Made, gradients: list[Tensor], rate: float) -> None:
         """Keep the statistics that the model has now, and update the weights."""
         self.state |= {name: value.clone() for name, value in made.model.named_buffers()}
         names = [name for name, value in made.model.named_parameters() if value.requires_grad]
@@ -188,8 +191,12 @@ class _Average:
 
     def __init__(self, clusters: list[_Cluster], way: Way) -> None:
         self._clusters, self._way = clusters, way
-        self._anchor = {name: value.clone() for name, value in clusters[0].state.items()}
         self._rest: list[Tensors] = [{} for _ in clusters]
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin from what all clusters have now."""
+        self._anchor = {name: value.clone() for name, value in self._clusters[0].state.items()}
 
     @torch.no_grad()
     def __call__(self) -> None:

@@ -17,6 +17,7 @@ import psutil
 
 from benchmarks.links import Links
 from ravnest.config import Averaging, PlanConfig
+from ravnest.errors import PlanError
 from ravnest.hub.coordinator.events import Action, Event, Received
 from ravnest.hub.coordinator.notices import PlanFormed
 from ravnest.hub.coordinator.planner import FormPlan, SearchPlanner
@@ -175,6 +176,9 @@ def fix_plan(record: Record, setting: Setting) -> FormPlan:
         swarm = Swarm(tuple(nodes))
         line = LineCost(profile, config, is_averaged=setting.num_clusters > 1)
         num_stages = len(setting.cuts) + 1
+        if len(nodes) < setting.num_clusters * num_stages:  # some are still to come, or one has left
+            needed = setting.num_clusters * num_stages
+            raise PlanError(f"{len(nodes)} peers are here, the stages that were given need {needed}")
         firsts = range(0, setting.num_clusters * num_stages, num_stages)
         order = [list(reversed(range(first, first + num_stages))) for first in firsts]  # others are spares
         cuts = np.array([[profile.num_positions, *reversed(setting.cuts), 0]] * setting.num_clusters)

@@ -23,13 +23,14 @@ if TYPE_CHECKING:
     from benchmarks.cluster_loops import Way
 
 Figures = dict[str, Any]
-JOBS, OWN_JOBS = ("gpt-200", "regression", "diffusion"), ("mlp-adamw", "gpt-adamw")
+JOBS, OWN_JOBS = ("gpt-200", "gpt-1000", "regression", "diffusion"), ("mlp-adamw", "gpt-adamw")
 NORM_JOBS, NUM_SEEDS = ("digits-adam-mse", "digits-cnn", "resnet"), 4
 
 
 def add_options(parser: ArgumentParser) -> None:
     group = parser.add_argument_group("averaging")
     group.add_argument("--jobs", nargs="+", metavar="JOB", help="only these, by name")
+    group.add_argument("--ways", nargs="+", metavar="WAY", help="only these, by name")
     group.add_argument("--seeds", type=int, default=NUM_SEEDS, help="how many, from 0")
     group.add_argument("--parallel", type=int, default=os.cpu_count() or 1, help="trainings side by side")
     group.add_argument("--seconds", type=float, default=math.inf, help="begin no training after so many")
@@ -50,7 +51,10 @@ def find_ways() -> dict[str, "Way"]:
         "every update in the first tenth, then 20": Way(4, 1, 0.1, 20),
         "every update in the first 40 %, then 5": Way(4, 1, 0.4, 5),
         "every update": Way(4, seldom=1),
+        "summed in the first quarter, then every 5": Way(4, summed=0.25),
+        "summed in the first quarter, then every 20": Way(4, seldom=20, summed=0.25),
         "every 5, moments too": Way(4, averages_moments=True),
+        "every 10, moments too": Way(4, seldom=10, averages_moments=True),
         "every 20, moments too": Way(4, seldom=20, averages_moments=True),
         "every 5, deltas of 4 bits": Way(4, bits=4),
         "every 5, deltas of 2 bits": Way(4, bits=2),
@@ -72,7 +76,7 @@ def find_sums() -> dict[str, "Way"]:
     """Return the ways that are compared for models with BatchNorm: all sum gradients."""
     from benchmarks.cluster_loops import Way
 
-    return {"one process": Way(), **{f"{count} shares": Way(count, is_exact=True) for count in (2, 4)}}
+    return {"one process": Way(), **{f"{count} shares": Way(count, summed=1.0) for count in (2, 4)}}
 
 
 def _ways_of(job: str) -> dict[str, "Way"]:
@@ -86,6 +90,7 @@ def run(quick: bool, options: Namespace) -> tuple[Figures, str, list[str]]:
         return _report([record for file in options.given for record in _read(file)])
     jobs = options.jobs or (*JOBS, *OWN_JOBS, *NORM_JOBS)
     asked = [(job, name, seed) for seed in range(options.seeds) for job in jobs for name in _ways_of(job)]
+    asked = [each for each in asked if not options.ways or each[1] in options.ways]
     records = _read(options.out) if options.out else []
     made = {(each["job"], each["way"], each["seed"]) for each in records}
     until = time.monotonic() + options.seconds
@@ -164,7 +169,7 @@ def _check() -> Figures:
     plain = train_loop(task, task.make(0), RECIPE, 0).scores
     alone = train_shares(task.name, 0, Way())
     assert math.isclose(alone.scores["loss"], plain["loss"], rel_tol=1e-3), (alone.scores, plain)
-    summed = train_shares(task.name, 0, Way(4, is_exact=True))
+    summed = train_shares(task.name, 0, Way(4, summed=1.0))
     assert math.isclose(summed.scores["loss"], plain["loss"], rel_tol=1e-2), (summed.scores, plain)
     shared = train_shares(task.name, 0, Way(2, seldom=1))
     assert shared.num_rounds > 1
@@ -175,10 +180,10 @@ def _check() -> Figures:
 
 _METHOD = """\
 Jobs of the quality benchmark in clusters of one stage that share each batch, all in one process: nothing is
-late, nothing fails, rounds are blocking means of weights and statistics. *Moments* averages first moments
-too. Deltas in few bits have one scale for 256 numbers, and what is rounded off is added to the next one.
-*Rule* is the rate of an Adam of the user's as the product sets it by the noise scale (docs/quality.md), and
-*rate* its factor at the end. Shares of models with BatchNorm sum their gradients, as in exact mode; each is
-normalised by itself, and running statistics are their means. Losses are medians over seeds, on the
-validation data.
+late, nothing fails, rounds are blocking means of weights and statistics. *Summed* sums the gradients of each
+batch, as in exact mode; with BatchNorm each share is normalised by itself, and running statistics are means.
+*Moments* averages first moments too. Deltas in few bits have one scale for 256 numbers, and what is rounded
+off is added to the next one. *Rule* is the rate of an Adam of the user's as the product sets it by the noise
+scale (docs/quality.md), and *rate* its factor at the end. Losses are medians over seeds, on the validation
+data.
 """

@@ -166,7 +166,8 @@ def _conclude(found: dict[str, Figures], num_updates: int) -> tuple[Figures, str
             "efficiency": _short(share),
             "speed_up": _short(share * cell.clusters),
             "foreseen": _short(_foresee(cell, num_updates, [None])),
-            "foreseen_measured": _foresee_measured(cell, num_updates, result),
+            "foreseen_measured": _foresee_measured(cell, num_updates, result, 4),
+            "foreseen_early": _foresee_measured(cell, num_updates, result, 1),
         }
     missed = [f"{cell.name} was not measured" for cell in _cells() if cell.name not in found]
     missed += [
@@ -192,9 +193,9 @@ def _limit(curve: dict[float, float]) -> float:
     return (1 + TARGET) * curve[1.0]
 
 
-def _foresee_measured(cell: Cell, num_updates: int, result: Figures) -> float | None:
-    """Return the efficiency that follows from the noise scale as stages measured it."""
-    found = result.get("noise_quarters")
+def _foresee_measured(cell: Cell, num_updates: int, result: Figures, num_quarters: int) -> float | None:
+    """Return the efficiency that follows from the noise scale that stages measured in the first quarters."""
+    found = result.get("noise_quarters", [])[:num_quarters]
     return _short(_foresee(cell, num_updates, found)) if found else None
 
 
@@ -342,6 +343,7 @@ def _report(figures: Figures, num_updates: int) -> str:
             " ".join(f"{each:.3g}" for each in found.get("noise_quarters", ())) or "-",
             found["foreseen"],
             found["foreseen_measured"] or "-",
+            found["foreseen_early"] or "-",
             found["rounds"],
             found["lost_rounds"],
             found["microbatches"],
@@ -351,7 +353,8 @@ def _report(figures: Figures, num_updates: int) -> str:
         for name, found in figures["swarms"].items()
     ]
     head = ["clusters x stages", "loss", "over one process", "e", "speed-up"]
-    head += ["noise scale by quarters", "e, first guess", "e, noise measured", "rounds", "lost"]
+    head += ["noise scale by quarters", "e, first guess", "e, noise measured", "e, first quarter's noise"]
+    head += ["rounds", "lost"]
     machines = sorted({found["machine"] for found in figures["swarms"].values() if "machine" in found})
     curve = ", ".join(f"{times} x {loss}" for times, loss in figures["one_process"].items())
     return _METHOD.format(
@@ -372,8 +375,9 @@ makes the same updates of the same batches with nothing late. One seed. Trained 
 e is how many updates one process needs for the same loss, over those made; read off its losses after other
 numbers of updates ({{curve}}). The speed-up is e times the clusters: what C times the samples per second are
 worth. The noise scale is in samples, as stages measured it in each quarter of the run. The planner's formula
-(docs/quality.md) gives e from its first guess, and from the noise that was measured, the mean over quarters.
-Shares are to be within {TARGET:.0%} of one process where that e allows it, exact sums everywhere.
+(docs/quality.md) gives e from its first guess, from the noise that was measured, as the mean over quarters,
+and from that of the first quarter alone. Shares are to be within {TARGET:.0%} of one process where the mean
+allows it, exact sums everywhere.
 
 {{grid}}
 """

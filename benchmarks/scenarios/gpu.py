@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.gpu_peers import StopRule, shared_gpu
 from benchmarks.measure import say, table
 from benchmarks.models import GPTS, LLAMAS, GptShape
 
@@ -31,14 +32,21 @@ PARTS = ("bare", "eager", "one", "four", "eager-one")
 _SLICE_SECONDS = 5.0
 _GRACE_SECONDS = 30.0  # of a part, to end in order
 # Of the time: how much longer than others a part takes. A stage is compiled for most of that.
-_SHARES = {("small", "bare"): 0.6, ("medium", "one"): 1.4, ("medium", "four"): 1.4, ("qlora7b", "bare"): 0.4}
+_SHARES = {
+    ("small", "bare"): 0.6,
+    ("medium", "one"): 1.4,
+    ("medium", "four"): 1.4,
+    ("qlora7b", "bare"): 0.3,
+    ("llama7b", "bare"): 0.3,
+}
 _METHOD = f"""GPT-2 in plain torch, 1024 tokens, {MICROBATCH_SIZE} samples in a microbatch, AdamW.
 `bare`: one process, `torch.compile`, bf16 autocast, fused AdamW. `eager`: the same, uncompiled.
 `one`: one peer of `rv.local`, one microbatch in an update. `four`: four peers on the same GPU, a stage
 each, four microbatches in an update, untied head; what crosses has 4.5 bits unless `formats` says more.
 `eager-one`: `one` with `--compile off`. `llama7b`: bf16, the last two blocks trained, four peers of 8 GB.
-`qlora7b`: the base in int4, LoRA 16 on all linear layers of blocks, four peers of 6 GB; its `bare` is one
-process, uncompiled, with the base in bf16. Both are cut by the planner, and made without weights on the host.
+`qlora7b`: the base in int4, LoRA 16 on all linear layers of blocks, four peers of 6 GB. `bare` of these two
+is one process, uncompiled, with the base in bf16. Both are cut by the planner and made without weights here.
+Four peers share the GPU through MPS where the driver brings it (`mps` in the rows), else they take turns.
 tokens/s are the median of the last three slices of five seconds; memory is that of all processes."""
 
 
@@ -93,14 +101,14 @@ def run(quick: bool, options: argparse.Namespace) -> tuple[Figures, str, list[st
 
 
 def _is_part(model: str, part: str) -> bool:
-    known = {"llama7b": ("four",), "qlora7b": ("bare", "four")}
+    known = {"llama7b": ("bare", "four"), "qlora7b": ("bare", "four")}
     return part in known.get(model, PARTS)
 
 
 def _check(device: str, options: argparse.Namespace) -> Figures:
     """Train the tiny models in every way, for a moment."""
     jobs = [("tiny", "bare"), ("tiny", "one"), ("tiny", "four")]
-    jobs += [("llama-tiny", "four"), ("qlora-tiny", "bare"), ("qlora-tiny", "four")]
+    jobs += [("llama-tiny", "bare"), ("llama-tiny", "four"), ("qlora-tiny", "bare"), ("qlora-tiny", "four")]
     rows = [_run_part(*job, device, 10.0, options) for job in jobs]
     for row in rows:
         assert "error" not in row, row["error"]
@@ -250,8 +258,9 @@ def _through_peers(
     )
     memory = torch.cuda.mem_get_info()[1] * 0.9 / min(2, num_stages) if device == "cuda" else 2e9
     hardware = [Hardware(memory, device=device, compile_mode=CompileMode(mode))] * num_stages
-    found = train_for(job, hardware, seconds, formats, _equal_stages)
-    found |= {"parameters": shape.num_parameters, "formats": formats}
+    with shared_gpu(device, num_stages) as is_shared:
+        found = train_for(job, hardware, seconds, formats, _equal_stages)
+    found |= {"mps": is_shared, "parameters": shape.num_parameters, "formats": formats}
     rates = [samples * shape.length for samples in found.pop("samples_per_second")]
     return {"tokens_per_second": statistics.median(rates[-3:]), "slices": rates, **found}
 
@@ -284,22 +293,14 @@ def train_for(job: Any, hardware: Sequence[Any], seconds: float, formats: str, f
     plan = replace(plan, activations=crossing, gradients=crossing)
     ended = threading.Event()
 
-    def stop_in_time() -> None:
-        # The first update may be late; then at least some slices are measured.
-        while not ended.wait(0.5):
-            times = record.leaf_times
-            is_enough = times and time.monotonic() > times[0][0] + (2 if device == "cpu" else 15)
-            if is_enough and time.monotonic() > started + seconds - (0 if device == "cpu" else 10):
-                swarm.stop("measured long enough")
-                return
-
+    pace = StopRule(record, device, seconds)
     with contextlib.ExitStack() as stack:
         peak = stack.enter_context(_watch_memory(device))
         swarm = stack.enter_context(
             local(hardware, plan=plan, tell=lambda news: _hear(record, news), parts=parts)
         )
         stack.callback(ended.set)
-        threading.Thread(target=stop_in_time, daemon=True).start()
+        threading.Thread(target=pace.stop_in_time, args=(swarm, ended), daemon=True).start()
         try:
             swarm.fit(job)
         except RavnestError as error:  # stopped before it had anything to keep: what was seen counts
@@ -309,6 +310,7 @@ def train_for(job: Any, hardware: Sequence[Any], seconds: float, formats: str, f
     times = record.leaf_times
     slice_seconds = _SLICE_SECONDS if device == "cuda" else 0.5
     return {
+        **pace.seen,
         "samples_per_second": _rates(times, slice_seconds),
         "first_update_seconds": times[0][0] - started,
         "stages": [[stage.start, stage.stop, stage.window] for stage in record.cluster.stages],
@@ -353,10 +355,13 @@ def _equal_stages(record: Any, num_stages: int) -> Any:
     def form(profile: Any, swarm: Any, config: Any, seed: int, plan_id: int) -> Any:
         work = np.cumsum(np.add(profile.forward_flops, profile.backward_flops))
         crossing = np.asarray(profile.crossing_bytes)
+        # A head may be more work than a stage's share: some of the blocks stay with it.
+        wanted = int(np.searchsorted(work, work[-1] * (1 - 1 / num_stages)))
+        last = max(1, min(profile.num_positions - 8, wanted))
         cuts = []
         for number in range(1, num_stages):
-            at = int(np.searchsorted(work, work[-1] * number / num_stages))
-            near = range(max(1, at - 12), min(profile.num_positions - 1, at + 12) + 1)
+            at = int(np.searchsorted(work, work[last] * number / (num_stages - 1)))
+            near = range(max(1, at - 12), max(2, min(last + 4, at + 12) + 1))
             taken = [place for place in near if not cuts or place > cuts[-1]]
             cuts.append(min(taken, key=lambda place: (crossing[place], abs(place - at))))
         setting = Setting([None] * num_stages, cuts)
@@ -421,14 +426,19 @@ def _llama(name: str, device: str, seconds: float, mode: str) -> Figures:
     # A program takes some of a GPU beside its tensors: the context, and kernels.
     lent = (6e9 if shape.rank else 8e9) - (6e8 if device == "cuda" else 0)
     hardware = [Hardware(lent, device=device, compile_mode=CompileMode(mode))] * 4
-    found = train_for(job, hardware, max(10.0, seconds - 20.0), "bf16")
-    found |= {"parameters": sum(parameter.numel() for parameter in model.parameters()), "lent_bytes": lent}
+    with shared_gpu(device, len(hardware)) as is_shared:
+        found = train_for(job, hardware, max(10.0, seconds - 20.0), "bf16")
+    found |= {
+        "mps": is_shared,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "lent_bytes": lent,
+    }
     rates = [samples * shape.length for samples in found.pop("samples_per_second")]
     return {"tokens_per_second": statistics.median(rates[-3:]), "slices": rates, **found}
 
 
 def _bare_llama(name: str, device: str, seconds: float, mode: str) -> Figures:
-    """Train the adapters in one process, with the base in bf16, as peft does."""
+    """Train the adapters, or the last blocks, in one process, with the base in bf16."""
     import torch
 
     from benchmarks.models import Llama, make_tokens, token_loss
@@ -442,19 +452,20 @@ def _bare_llama(name: str, device: str, seconds: float, mode: str) -> Figures:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=True)
     data = {key: value.to(device) for key, value in make_tokens(shape, 64).items()}
+    size = 2 if shape.rank else 1  # samples of a microbatch; four make an update
     num_steps, rates, number = 4 if device == "cuda" else 1, [], 0
-    while len(rates) < 4 or (time.monotonic() < started + min(seconds, 40.0) and len(rates) < 12):
+    while len(rates) < 4 or (time.monotonic() < started + min(seconds, 25.0) and len(rates) < 12):
         began = time.monotonic()
         for _ in range(num_steps):
-            for _ in range(_LLAMA_BATCH // 2):
-                ids, labels = (data[key][number % 64 : number % 64 + 2] for key in ("ids", "labels"))
+            for _ in range(4):
+                ids, labels = (data[key][number % 64 : number % 64 + size] for key in ("ids", "labels"))
                 token_loss(model(ids), labels).backward()
-                number += 2
+                number += size
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         if device == "cuda":
             torch.cuda.synchronize()
-        rates.append(num_steps * _LLAMA_BATCH * shape.length / (time.monotonic() - began))
+        rates.append(num_steps * 4 * size * shape.length / (time.monotonic() - began))
     return {
         "tokens_per_second": statistics.median(rates[1:]),
         "spread": [min(rates[1:]), max(rates[1:])],
@@ -500,6 +511,7 @@ def _report(rows: Sequence[Figures]) -> str:
 def _missed(rows: Sequence[Figures]) -> list[str]:
     good = {(row["model"], row["part"]): row for row in rows if "error" not in row}
     missed = [f"{row['model']}, {row['part']}: {row['error']}" for row in rows if "error" in row]
+    missed += [f"{model}, {part}: {row['left']}" for (model, part), row in good.items() if "left" in row]
     for (model, part), row in good.items():
         bare = good.get((model, "bare"))
         target = {"one": ONE_STAGE_TARGET, "four": FOUR_STAGES_TARGET}.get(part)

@@ -596,7 +596,7 @@ def _give_up(microbatch: MicrobatchId, where: str, error: Exception) -> DroppedW
     has_no_memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
     if has_no_memory or any(sign in told for sign in _NO_MEMORY):
         raise RavnestError(
-            f"this PC has too little memory for its stage ({told:.200}); close other programs, or lend less "
+            f"this PC has too little memory for its stage ({told:.500}); close other programs, or lend less "
             "with --memory"
         ) from error
     has_lost_device = any(sign in told for sign in _DEVICE_LOST)
