@@ -457,7 +457,8 @@ class Hub:
             try:
                 yield
             finally:
-                self._note()
+                with contextlib.suppress(ConfigError):  # a full disk has its own sentence
+                    self._note()
 
     @contextlib.asynccontextmanager
     async def _watched(self, server: Server, hear: Callbacks) -> AsyncIterator[None]:
