@@ -457,7 +457,8 @@ class Hub:
             try:
                 yield
             finally:
-                self._note()
+                with contextlib.suppress(ConfigError):  # a full disk has its own sentence
+                    self._note()
 
     @contextlib.asynccontextmanager
     async def _watched(self, server: Server, hear: Callbacks) -> AsyncIterator[None]:
@@ -492,12 +493,18 @@ class Hub:
     def _open_dashboard(self) -> None:
         if self._dashboard_place is False:
             return
+        from ravnest.hub.service.web.actions import GuestActions, HubActions
         from ravnest.hub.service.web.live_dashboard import LiveDashboard
 
         place = "" if self._dashboard_place is True else read_address(self._dashboard_place, is_door=True)
-        invitation = (lambda: self.invitation) if self._is_open_to_others else None
-        program = self._timeouts.program
-        opened = LiveDashboard(place, stop=self.stop, invitation=invitation, timeouts=program)
+        guests = GuestActions(
+            invitation=lambda: self.invitation,
+            invite=lambda name, days, nodes: self.invite(name, days=days, nodes=nodes),
+            revoke=self.revoke,
+            guests=self._guests.read,
+        )
+        offered = HubActions(self.stop, self.kick, guests if self._is_open_to_others else None)
+        opened = LiveDashboard(place, hub=offered, timeouts=self._timeouts.program)
         self._dashboard = self._opened.enter_context(opened)
 
     def _begin_dashboard(self, open_things: contextlib.AsyncExitStack, hear: Callbacks) -> None:

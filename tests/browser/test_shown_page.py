@@ -10,13 +10,16 @@ from support.plan_world import node
 from support.watched_world import AT_WORK, WatchedWorld
 
 from ravnest.config import TIMEOUTS
-from ravnest.hub.coordinator.notices import Left, Missing
+from ravnest.hub.coordinator.notices import Left, Missing, SampledText
 from ravnest.hub.service.event_log import EventLog
+from ravnest.hub.service.guests import GuestsInMemory
+from ravnest.hub.service.web.actions import GuestActions, HubActions
 from ravnest.hub.service.web.log_dashboard import LogDashboard, LogFollower
 from ravnest.hub.service.web.pages import Pages
 from ravnest.hub.service.web.replica import UpdateCutter
 from ravnest.hub.service.web.web_app import WebParts
 from ravnest.hub.service.web.web_server import WebServer, bind_address, make_gate, show_link
+from ravnest.net.identity import INVITATION_BYTES
 
 HOSTILE = (
     "<img src=x onerror=alert(1)>",
@@ -34,7 +37,18 @@ class Served:
         bound = bind_address("127.0.0.1:0")
         self.gate = make_gate(bound, "127.0.0.1:0")
         self.pages = Pages(self._ask, TIMEOUTS.program)
-        self.web = WebServer(bound, lambda: WebParts(self.gate, self.pages), TIMEOUTS.program)
+        self.guests, self.kicked = GuestsInMemory(), []
+        guests = GuestActions(lambda: "rvn1_everybody", self._invite, self._revoke, self.guests.read)
+        hub = HubActions(lambda _: None, lambda *facts: self.kicked.append(facts), guests)
+        self.web = WebServer(bound, lambda: WebParts(self.gate, self.pages, hub), TIMEOUTS.program)
+
+    def _invite(self, name, days, nodes):
+        number = name.encode().hex().ljust(2 * INVITATION_BYTES, "0")
+        self.guests.change(lambda known: known.invite(number, name, 1e9, days and 86_400 * days, nodes))
+        return f"rvn1_{name}"
+
+    def _revoke(self, name):
+        self.guests.change(lambda known: known.revoke(name))
 
     async def _ask(self, always: bool) -> bool:
         if always:
@@ -124,6 +138,50 @@ def test_a_join_and_a_leave_are_seen_as_they_happen(watched):
         expect(page.locator(".chip.is-gone", has_text="newcomer")).to_be_visible()
 
 
+def test_a_guest_is_invited_and_revoked_and_a_node_sent_away(watched):
+    world = trained_world("abcde")
+    with serving(world) as served:
+        page = watched.open(show_link(served.gate))
+        expect(page.locator("a.stage").first).to_be_visible()
+        page.locator("#invite").click()
+        dialog = page.locator("dialog")
+        expect(dialog.locator(".invitation")).to_have_text("ravnest join rvn1_everybody")
+        expect(dialog).not_to_contain_text("null")
+        dialog.get_by_label("Name").fill("ana")
+        dialog.get_by_label("Days").fill("2")
+        dialog.get_by_role("button", name="Invite").click()
+        expect(dialog.locator(".invitation").first).to_have_text("ravnest join rvn1_ana")
+        expect(dialog.locator(".outcome")).to_contain_text("ana is invited")
+        dialog.get_by_label("Name").fill("ana")
+        dialog.get_by_role("button", name="Invite").click()
+        expect(dialog.locator(".outcome")).to_contain_text("has an invitation")
+        assert [fault for fault in watched.faults if "409" not in fault] == []
+        watched.faults.clear()  # the browser tells of the refusal, too
+        row = dialog.locator("tbody tr", has_text="ana")
+        row.get_by_role("button", name="Withdraw").click()
+        assert not served.guests.read().invitations[1].is_revoked, "it asks once"
+        row.get_by_role("button", name="Really?").click()
+        expect(row).to_contain_text("withdrawn")
+        assert served.guests.read().invitations[1].is_revoked
+        dialog.get_by_role("button", name="Close").click()
+
+        page.locator("a.stage").first.click()
+        name = page.locator(".node-head h1").text_content()
+        page.get_by_role("button", name="Send away").click()
+        dialog.get_by_role("button", name="Send away").click()
+        expect(dialog.locator(".outcome")).to_contain_text(f"{name} is sent away")
+        assert served.kicked == [(name, "the requester sent it away")]
+
+
+def test_what_the_model_writes_is_shown_as_text(watched):
+    world = trained_world("abcde")
+    world.recorder.hear(SampledText(1, "Once ", f"upon a time {HOSTILE[0]}"))
+    with serving(world) as served:
+        page = watched.open(f"{show_link(served.gate)}#/training")
+        expect(page.locator(".texts p")).to_have_text(f"Once upon a time {HOSTILE[0]}")
+        expect(page.locator("main img")).to_have_count(0)
+
+
 def test_a_hub_that_goes_is_said_and_what_was_known_stays(watched):
     world = trained_world("abcde")
     with serving(world) as served:
@@ -152,6 +210,23 @@ def test_a_run_is_shown_from_its_log_and_nothing_can_be_done(watched, tmp_path):
         expect(page.locator(".chart:has(h2:text-is('Loss')) canvas")).to_be_visible()
         page.locator(".tabs a[href='#/events']").click()
         expect(page.locator(".timeline li", has_text="the job is done")).to_be_visible()
+
+
+def test_another_run_is_shown_beside_it(watched, tmp_path):
+    for name in ("one", "other"):
+        world = trained_world("abcde")
+        world.run()
+        with EventLog(tmp_path / name) as store:
+            for event, orders in zip(world.log, world.answers, strict=True):
+                if not orders or type(orders[0]).__name__ != "Refusal":
+                    store.append(event)
+    one, other = (LogFollower(tmp_path / name, lambda: False) for name in ("one", "other"))
+    with LogDashboard(one, "127.0.0.1:0", beside={HOSTILE[0]: other}) as opened:
+        page = watched.open(f"{opened.link}#/training")
+        chart = page.locator(".chart:has(h2:text-is('Loss'))")
+        expect(chart.locator(".u-legend .u-label", has_text="training, <img").first).to_be_visible()
+        expect(chart.locator(".u-legend .u-label", has_text="validation").last).to_be_visible()
+        expect(page.locator("main img")).to_have_count(0)
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

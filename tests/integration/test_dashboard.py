@@ -15,6 +15,7 @@ from test_hub_command import RAVNEST
 
 from ravnest.hub.coordinator.notices import Joined
 from ravnest.hub.service.event_log import EventLog
+from ravnest.hub.service.web.actions import HubActions
 from ravnest.hub.service.web.live_dashboard import LiveDashboard
 from ravnest.requester.run_folder import open_run
 
@@ -48,7 +49,7 @@ def test_a_hub_is_shown_while_it_trains_after_it_has_ended_and_when_it_trains_ag
         opened.end()
         return seen
 
-    with LiveDashboard("127.0.0.1:0", stop=stopped.append) as opened:
+    with LiveDashboard("127.0.0.1:0", hub=HubActions(stopped.append, lambda *_: None)) as opened:
         seen = asyncio.run(train(opened))
         assert (seen["number"], seen["is_live"], seen["can_invite"]) == (1, True, False)
         assert seen["training"]["num_samples"] == world.given.settings.num_total
@@ -80,7 +81,7 @@ def test_what_happened_before_the_hub_was_started_again_is_shown_too():
         opened.end()
         return seen
 
-    with LiveDashboard("127.0.0.1:0", stop=lambda _: None) as opened:
+    with LiveDashboard("127.0.0.1:0", hub=HubActions(lambda _: None, lambda *_: None)) as opened:
         told = [each["text"] for each in json.loads(asyncio.run(go_on(opened)))]
     assert "a joined" in told
 
@@ -113,3 +114,16 @@ def test_a_folder_without_a_run_is_a_sentence(tmp_path):
     both = (sys.executable, "-m", "ravnest", "hub", "job.py:job", "--dashboard", "--no-dashboard")
     done = subprocess.run(both, capture_output=True, text=True)
     assert (done.returncode, "one of the two" in done.stderr) == (2, True), done.stderr
+
+
+def test_a_hub_without_a_page_loads_no_web_server():
+    check = (
+        "import sys, ravnest as rv\n"
+        "with rv.Hub('127.0.0.1:0') as hub:\n"
+        "    assert hub.dashboard is None\n"
+        "    assert not {'starlette', 'uvicorn', 'prometheus_client'} & set(sys.modules)\n"
+        "with rv.Hub('127.0.0.1:0', dashboard='127.0.0.1:0') as hub:\n"
+        "    assert hub.dashboard.startswith('http://127.0.0.1:')\n"
+        "    assert 'starlette' in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", check], check=True)

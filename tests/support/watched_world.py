@@ -41,13 +41,13 @@ class Answer:
         return msgspec.json.decode(self.body)
 
 
-def request(app, path, method="GET", **headers):
+def request(app, path, method="GET", body=b"", **headers):
     """Return what a web application answers; `cookie_x` stands for the header cookie-x."""
     given = {"host": "127.0.0.1:7780"} | {name.replace("_", "-"): value for name, value in headers.items()}
-    return asyncio.run(_request(app, path, method, given))
+    return asyncio.run(_request(app, path, method, given, body))
 
 
-async def _request(app, path, method, headers):
+async def _request(app, path, method, headers, body):
     url = urlsplit(path)
     scope = {
         "type": "http",
@@ -65,7 +65,7 @@ async def _request(app, path, method, headers):
     sent = []
 
     async def receive():
-        return {"type": "http.request", "body": b"", "more_body": False}
+        return {"type": "http.request", "body": body, "more_body": False}
 
     async def send(message):
         sent.append(message)

@@ -157,6 +157,28 @@ class RoundsDocument:
 
 
 @dataclass(frozen=True, slots=True)
+class TextDocument:
+    """What the model wrote after a prompt of the job."""
+
+    at: float
+    epoch: int
+    prompt: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class GuestDocument:
+    """An invitation; times are seconds of the world."""
+
+    name: str
+    invited_at: float
+    ends_at: float | None  # None: never
+    max_nodes: int | None  # None: any number
+    is_revoked: bool
+    strikes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class NewsDocument:
     """A notice as people read it."""
 
@@ -191,6 +213,17 @@ class RunDocument:
     plan: PlanDocument | None
     training: TrainingDocument
     rounds: RoundsDocument
+    texts: tuple[TextDocument, ...] = ()  # the last ones
+
+
+@dataclass(frozen=True, slots=True)
+class BesideDocument:
+    """Another run, whose curves are shown beside those of the run."""
+
+    name: str
+    is_live: bool
+    started_at: float
+    curves: dict[str, CurvePart]
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,6 @@ page is open or somebody asks, and not more often than pages allow.
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
@@ -15,6 +14,7 @@ from ravnest.config import TIMEOUTS, ProgramTimeouts
 from ravnest.hub.coordinator.events import Action, Event
 from ravnest.hub.coordinator.notices import Notice
 from ravnest.hub.service.status import StatusTracker
+from ravnest.hub.service.web.actions import HubActions
 from ravnest.hub.service.web.documents import UpdateDocument
 from ravnest.hub.service.web.pages import Pages
 from ravnest.hub.service.web.recorder import RunRecorder
@@ -31,14 +31,13 @@ class LiveDashboard:
         self,
         address: str = "",
         *,
-        stop: Callable[[str], None],
-        invitation: Callable[[], str] | None = None,
+        hub: HubActions,
         timeouts: ProgramTimeouts = TIMEOUTS.program,
     ) -> None:
         self._address = address
         bound = bind_address(address)
         self._gate = make_gate(bound, address)
-        self._stop, self._invitation, self._timeouts = stop, invitation, timeouts
+        self._hub, self._timeouts = hub, timeouts
         self._web = WebServer(bound, self._make_parts, timeouts)
         self._loop: asyncio.AbstractEventLoop | None = None  # of the hub, while it trains
         self._num_runs = 0
@@ -103,7 +102,7 @@ class LiveDashboard:
 
     def _push(self, is_live: bool) -> None:
         began_at = _clock()
-        facts = HubFacts(is_live, is_live, is_live and self._invitation is not None, self._wall_offset)
+        facts = HubFacts(is_live, is_live, is_live and self._hub.guests is not None, self._wall_offset)
         update = self._cutter.cut(facts)
         self._is_changed = self._is_asked = False
         seconds = _clock() - began_at
@@ -125,7 +124,7 @@ class LiveDashboard:
             self._push(is_live=True)
 
     def _make_parts(self) -> WebParts:
-        return WebParts(self._gate, Pages(self._ask, self._timeouts), self._stop, self._invitation)
+        return WebParts(self._gate, Pages(self._ask, self._timeouts), self._hub)
 
 
 def _receive(pages: Pages, update: UpdateDocument, seconds: float) -> None:

@@ -5,18 +5,18 @@ A log that grows is read on while a page is open. A damaged one is shown up to t
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Self
 
 from ravnest.config import TIMEOUTS, Timeouts
 from ravnest.errors import ConfigError
 from ravnest.hub.service.event_log import LogReplay
-from ravnest.hub.service.web.documents import UpdateDocument
+from ravnest.hub.service.web.documents import BesideDocument, UpdateDocument
 from ravnest.hub.service.web.pages import Pages
 from ravnest.hub.service.web.recorder import RunRecorder
-from ravnest.hub.service.web.replica import UpdateCutter
+from ravnest.hub.service.web.replica import RunReplica, UpdateCutter
 from ravnest.hub.service.web.snapshot import HubFacts, make_document
 from ravnest.hub.service.web.web_app import WebParts
 from ravnest.hub.service.web.web_server import WebServer, bind_address, make_gate, show_link
@@ -67,13 +67,20 @@ class LogFollower:
 
 
 class LogDashboard:
-    """Shows the run of a folder, read-only."""
+    """Shows the run of a folder, read-only; and beside it the curves of other runs, by name."""
 
-    def __init__(self, follower: LogFollower, address: str = "", timeouts: Timeouts = TIMEOUTS) -> None:
+    def __init__(
+        self,
+        follower: LogFollower,
+        address: str = "",
+        timeouts: Timeouts = TIMEOUTS,
+        beside: Mapping[str, LogFollower] = MappingProxyType({}),
+    ) -> None:
         self._address = address
         bound = bind_address(address)
         self._gate = make_gate(bound, address)
         self._follower = follower
+        self._beside = {name: (other, RunReplica()) for name, other in beside.items()}
         self._reading = asyncio.Lock()
         self._pages = Pages(self._ask, timeouts.program)
         self._web = WebServer(bound, self._make_parts, timeouts.program)
@@ -101,4 +108,19 @@ class LogDashboard:
         return False
 
     def _make_parts(self) -> WebParts:
-        return WebParts(self._gate, self._pages)
+        return WebParts(self._gate, self._pages, read_beside=self._read_beside)
+
+    async def _read_beside(self) -> list[BesideDocument]:
+        async with self._reading:
+            return await asyncio.to_thread(self._read_others)
+
+    def _read_others(self) -> list[BesideDocument]:
+        found = []
+        for name, (follower, replica) in self._beside.items():
+            update = follower.read(always=False)
+            if update is not None:
+                replica.apply(update)
+            run = replica.run
+            if run is not None:
+                found.append(BesideDocument(name, run.is_live, run.started_at, replica.curves))
+        return found

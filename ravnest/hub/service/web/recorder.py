@@ -22,6 +22,7 @@ from ravnest.hub.coordinator.notices import (
     Notice,
     Returned,
     RoundEnded,
+    SampledText,
     Stopping,
     Trained,
     Waiting,
@@ -29,7 +30,7 @@ from ravnest.hub.coordinator.notices import (
 )
 from ravnest.hub.service.status import StatusTracker
 from ravnest.hub.service.web.curves import CurvePart, RunCurve
-from ravnest.hub.service.web.documents import DepartureDocument, RoundDocument
+from ravnest.hub.service.web.documents import DepartureDocument, RoundDocument, TextDocument
 from ravnest.hub.service.web.news import NewsList
 from ravnest.ids import LeaseId, NodeId
 from ravnest.protocol.training import StepReport
@@ -39,6 +40,7 @@ _RATE_OVER = 20.0  # seconds that a rate is a mean over
 _MOST_CURVES, _MOST_LETTERS = 40, 60  # peers name metrics
 _MOST_ROUNDS, _MOST_GONE = 100, 50
 _NEW_WEIGHT = 0.2  # of a report, in the mean of the last ones
+_MOST_TEXTS, _MOST_TEXT_LETTERS = 12, 2_000
 _FIRST = ("loss", "learning_rate", "samples_per_second", "predicted_samples_per_second", "lag")
 
 
@@ -75,6 +77,7 @@ class RunRecorder:
         self.missing: set[NodeId] = set()  # whose links are lost at this moment
         self.departures: deque[DepartureDocument] = deque(maxlen=_MOST_GONE)
         self.rounds: deque[RoundDocument] = deque(maxlen=_MOST_ROUNDS)
+        self.texts: deque[TextDocument] = deque(maxlen=_MOST_TEXTS)
         self.num_rounds = {True: 0, False: 0}  # by whether they committed
         self.samples_redone = self.microbatches_dropped = 0
         self.cluster_rates: dict[str, float] = {}  # measured, by cluster_id
@@ -134,6 +137,9 @@ class RunRecorder:
                 self._take_evaluation(notice)
             case RoundEnded():
                 self._take_round(notice)
+            case SampledText(epoch, prompt, text):
+                shown = (prompt[:_MOST_TEXT_LETTERS], text[:_MOST_TEXT_LETTERS])
+                self.texts.append(TextDocument(self.now, epoch, *shown))
             case ClusterBroken(_, _, num_given_back) | ClusterDissolved(_, _, num_given_back):
                 self.samples_redone += num_given_back
             case WorkLost(num_samples):

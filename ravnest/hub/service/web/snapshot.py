@@ -59,6 +59,7 @@ def make_document(recorder: RunRecorder, facts: HubFacts) -> RunDocument:
         plan=None if tracker is None else _plan(tracker),
         training=_training(recorder, status),
         rounds=RoundsDocument(recorder.num_rounds[True], recorder.num_rounds[False], tuple(recorder.rounds)),
+        texts=tuple(recorder.texts),
     )
 
 

@@ -1,9 +1,10 @@
-"""The dashboard's web application behind its Gate: a page and its files, `/api/v1`, `/metrics`, one action.
+"""The dashboard's web application behind its Gate: a page and its files, `/api/v1` and `/metrics`.
 
 Every answer has the same strict headers. Files of the page are read once; no path of a request is a path on
 disk.
 """
 
+import asyncio
 import hashlib
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -17,6 +18,22 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ravnest.errors import RavnestError
+from ravnest.hub.coordinator.phases import JobPhase
+from ravnest.hub.service.web.actions import (
+    MOST_WISH_BYTES,
+    GuestActions,
+    HubActions,
+    InviteWish,
+    KickWish,
+    RevokeWish,
+    StopWish,
+    Wish,
+    carry_out,
+    show_guests,
+    show_line,
+)
+from ravnest.hub.service.web.documents import BesideDocument
 from ravnest.hub.service.web.gate import HEADERS, Gate
 from ravnest.hub.service.web.pages import Pages
 from ravnest.hub.service.web.run_metrics import write_metrics
@@ -28,8 +45,16 @@ _KINDS = {
     "svg": "image/svg+xml",
     "txt": "text/plain; charset=utf-8",
 }
-_STOPPED = "stopped from the dashboard"
 Handler = Callable[[Request], Awaitable[Response]]
+
+
+_NO_GUESTS = "nobody can be invited: no hub is at work here, or its peers are its own"
+_WISHES: dict[str, type[Wish]] = {
+    "stop": StopWish,
+    "invite": InviteWish,
+    "revoke": RevokeWish,
+    "kick": KickWish,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +63,13 @@ class WebParts:
 
     gate: Gate
     pages: Pages
-    stop: Callable[[str], None] | None = None
-    invitation: Callable[[], str] | None = None
+    hub: HubActions | None = None
+    read_beside: Callable[[], Awaitable[list[BesideDocument]]] | None = None  # other runs to compare with
+
+    @property
+    def guests(self) -> GuestActions | None:
+        """What a hub offers that is open to others."""
+        return None if self.hub is None else self.hub.guests
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +103,9 @@ def make_app(parts: WebParts) -> ASGIApp:
         Route("/api/v1/curves", answers.read_curves),
         Route("/api/v1/stream", answers.stream),
         Route("/api/v1/invitation", answers.read_invitation),
-        Route("/api/v1/stop", answers.stop, methods=["POST"]),
+        Route("/api/v1/beside", answers.read_beside),
+        Route("/api/v1/guests", answers.read_guests),
+        *(Route(f"/api/v1/{name}", answers.act_on(kind), methods=["POST"]) for name, kind in _WISHES.items()),
         Route("/metrics", answers.read_metrics),
     ]
     return _Guarded(Starlette(routes=routes), parts.gate)
@@ -154,9 +186,23 @@ class _Answers:
         """Answer the line that others paste to join."""
         if not self._admits(request):
             return _refuse()
-        if self._parts.invitation is None:
-            return _say(404, "nobody can be invited: no hub is at work here, or its peers are its own")
-        return _json({"line": f"ravnest join {self._parts.invitation()}"})
+        if self._parts.guests is None:
+            return _say(404, _NO_GUESTS)
+        return _json({"line": show_line(self._parts.guests.invitation())})
+
+    async def read_beside(self, request: Request) -> Response:
+        """Answer the curves of other runs, to be shown beside those of this one."""
+        if not self._admits(request):
+            return _refuse()
+        return _json([] if self._parts.read_beside is None else await self._parts.read_beside())
+
+    async def read_guests(self, request: Request) -> Response:
+        """Answer who is invited, but not their tokens."""
+        if not self._admits(request):
+            return _refuse()
+        if self._parts.guests is None:
+            return _say(404, _NO_GUESTS)
+        return _json(await asyncio.to_thread(show_guests, self._parts.guests))
 
     async def read_metrics(self, request: Request) -> Response:
         """Answer the metrics, for Prometheus."""
@@ -174,18 +220,45 @@ class _Answers:
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         return StreamingResponse(self._pages.follow(), headers=headers, media_type="text/event-stream")
 
-    async def stop(self, request: Request) -> Response:
-        """Stop the run, and keep what was trained."""
-        reason = self._gate.refuse_action(request.headers, request.cookies)
-        if reason:
-            return _say(403, reason)
+    def act_on(self, kind: type[Wish]) -> Handler:
+        """Return what carries out wishes of a kind."""
+
+        async def act(request: Request) -> Response:
+            reason = self._gate.refuse_action(request.headers, request.cookies)
+            if reason:
+                return _say(403, reason)
+            body = await _read_body(request)
+            try:
+                wish = msgspec.json.decode(body or b"{}", type=kind)
+            except msgspec.MsgspecError as error:
+                return _say(400, f"that is no wish: {str(error)[:200]}")
+            return await self._carry_out(wish)
+
+        return act
+
+    async def _carry_out(self, wish: Wish) -> Response:
         run = (await self._pages.fresh()).run
-        if self._parts.stop is None or run is None or not run.can_stop:
-            return _say(409, "nothing can be stopped: the run has ended, or is being stopped already")
-        self._parts.stop(_STOPPED)
-        return _json(
-            {"outcome": "the hub was told to stop; it averages, evaluates and keeps the weights"}, 202
-        )
+        if self._parts.hub is None or run is None or not run.is_live or run.phase is JobPhase.FINISHED:
+            return _say(409, "no hub is at work here: the run has ended, or is only read")
+        if isinstance(wish, StopWish) and not run.can_stop:
+            return _say(409, "the run is being stopped already")
+        if isinstance(wish, KickWish) and wish.node not in {node.name for node in run.nodes}:
+            return _say(409, "there is no such node")
+        try:
+            outcome = await asyncio.to_thread(carry_out, wish, self._parts.hub)
+        except RavnestError as error:
+            return _say(409, str(error))
+        return _say(404, _NO_GUESTS) if outcome is None else _json(outcome, 202)
+
+
+async def _read_body(request: Request) -> bytes:
+    """Return the body of a request, as far as one may be long; what is cut off cannot be read then."""
+    body = b""
+    async for part in request.stream():
+        body += part
+        if len(body) > MOST_WISH_BYTES:
+            return b"too long"
+    return body
 
 
 def _json(content: object, status: int = 200) -> Response:

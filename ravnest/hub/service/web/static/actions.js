@@ -5,15 +5,15 @@ import { el } from "/static/dom.js";
 const dialog = document.getElementById("dialog");
 
 function open(title, ...content) {
-  dialog.replaceChildren(el("h2", {}, title), ...content);
-  dialog.showModal();
+  dialog.replaceChildren(el("h2", {}, title), ...content.filter((each) => each !== null));
+  if (!dialog.open) dialog.showModal();
 }
 
 function closeButton(label = "Close") {
   return el("button", { type: "button", onclick: () => dialog.close() }, label);
 }
 
-async function ask(path, options) {
+async function read(path, options) {
   try {
     const answer = await fetch(path, options);
     return await answer.json();
@@ -22,48 +22,118 @@ async function ask(path, options) {
   }
 }
 
-export function confirmStop() {
-  const outcome = el("p", { role: "status", class: "outcome" });
-  const stop = el("button", { type: "button", class: "danger" }, "Stop and keep");
-  const back = closeButton("Train on");
-  stop.addEventListener("click", async () => {
-    stop.disabled = true;
-    const found = await ask("/api/v1/stop", { method: "POST" });
-    outcome.textContent = found.outcome ?? `Not stopped: ${found.error}`;
-    stop.remove();
-    back.textContent = "Close";
-  });
-  open(
-    "Stop the training?",
-    el("p", {}, "What is under way is finished, averaged, evaluated and written down. It can go on later with --resume."),
-    outcome,
-    el("div", { class: "buttons" }, back, stop),
-  );
+function act(path, wish) {
+  const headers = { "Content-Type": "application/json" };
+  return read(`/api/v1/${path}`, { method: "POST", headers, body: JSON.stringify(wish) });
 }
 
-export async function showInvitation() {
-  const found = await ask("/api/v1/invitation");
-  if (!found.line) {
-    open("Invite", el("p", {}, found.error), el("div", { class: "buttons" }, closeButton()));
-    return;
-  }
-  const line = el("code", { class: "invitation", tabindex: "0" }, found.line);
+function confirm(title, text, label, back, path, wish) {
   const outcome = el("p", { role: "status", class: "outcome" });
+  const doIt = el("button", { type: "button", class: "danger" }, label);
+  const close = closeButton(back);
+  doIt.addEventListener("click", async () => {
+    doIt.disabled = true;
+    const found = await act(path, wish);
+    outcome.textContent = found.outcome ?? `Not done: ${found.error}`;
+    doIt.remove();
+    close.textContent = "Close";
+  });
+  open(title, el("p", {}, text), outcome, el("div", { class: "buttons" }, close, doIt));
+}
+
+export function confirmStop() {
+  const text = "What is under way is finished, averaged, evaluated and written down. It can go on later with --resume.";
+  confirm("Stop the training?", text, "Stop and keep", "Train on", "stop", {});
+}
+
+export function confirmKick(name) {
+  const text = "Others take over its stage. It may come back with another key, unless you withdraw its invitation.";
+  confirm(`Send ${name} away?`, text, "Send away", "Let it stay", "kick", { node: name });
+}
+
+function copyable(text) {
+  const line = el("code", { class: "invitation", tabindex: "0" }, text);
   const copy = el("button", { type: "button" }, "Copy");
   copy.addEventListener("click", async () => {
     try {
-      await navigator.clipboard.writeText(found.line);
-      outcome.textContent = "Copied.";
+      await navigator.clipboard.writeText(text);
+      copy.textContent = "Copied";
     } catch {
       getSelection().selectAllChildren(line);
-      outcome.textContent = "It is marked now; copy it with the keyboard.";
+      copy.textContent = "Marked: copy it with the keyboard";
     }
   });
+  return el("div", { class: "copyable" }, line, copy);
+}
+
+export async function showInvitation(said = null, made = null) {
+  const [everybody, guests] = await Promise.all([read("/api/v1/invitation"), read("/api/v1/guests")]);
+  if (!everybody.line) {
+    open("Invite", el("p", {}, everybody.error), el("div", { class: "buttons" }, closeButton()));
+    return;
+  }
+  const outcome = el("p", { role: "status", class: "outcome" }, said ?? "");
   open(
     "Invite a PC",
-    el("p", {}, "Whoever pastes this line into a terminal lends a PC to this run. It is a secret: give it only to people you trust."),
-    line,
+    el("p", {}, "Whoever pastes a line into a terminal lends a PC to this run. Lines are secrets."),
+    el("h3", {}, "One person"),
+    guestForm(outcome),
     outcome,
-    el("div", { class: "buttons" }, copy, closeButton()),
+    made ? copyable(made) : null,
+    el("h3", {}, "Everybody who has this line"),
+    copyable(everybody.line),
+    Array.isArray(guests) ? guestTable(guests, outcome) : null,
+    el("div", { class: "buttons" }, closeButton()),
   );
+}
+
+function guestForm(outcome) {
+  const field = (label, options) => {
+    const input = el("input", options);
+    return [input, el("label", {}, label, input)];
+  };
+  const [name, nameLabel] = field("Name", { required: true, maxlength: 40, autocomplete: "off" });
+  const [days, daysLabel] = field("Days", { type: "number", min: 1, max: 36500, placeholder: "no end" });
+  const [nodes, nodesLabel] = field("PCs", { type: "number", min: 1, placeholder: "any" });
+  const form = el("form", { class: "guest-form" }, nameLabel, daysLabel, nodesLabel, el("button", {}, "Invite"));
+  form.addEventListener("submit", async (event) => {
+    event.preventDefault();
+    const numberOf = (input) => (input.value === "" ? null : Number(input.value));
+    const found = await act("invite", { name: name.value, days: numberOf(days), nodes: numberOf(nodes) });
+    if (found.line) await showInvitation(`${found.outcome}: give this line to nobody else. It is shown once.`, found.line);
+    else outcome.textContent = `Not invited: ${found.error}`;
+  });
+  return form;
+}
+
+function guestTable(guests, outcome) {
+  const rows = guests.map((guest) => el("tr", {}, ...guestCells(guest, outcome)));
+  const heads = ["Invited", "Until", "PCs", "Faults", "Withdraw"].map((name, index) =>
+    el("th", { scope: "col", class: index === 2 || index === 3 ? "num" : "" }, name),
+  );
+  return el("table", { class: "table guests" }, el("thead", {}, el("tr", {}, ...heads)), el("tbody", {}, ...rows));
+}
+
+function guestCells(guest, outcome) {
+  const until = guest.ends_at === null ? "no end" : new Date(1000 * guest.ends_at).toLocaleString("en", { hour12: false });
+  const strikes = el("td", { class: "num", title: guest.strikes.join("\n") }, String(guest.strikes.length));
+  const cells = [el("td", {}, guest.name), el("td", {}, until), el("td", { class: "num" }, guest.max_nodes ?? "any"), strikes];
+  return [...cells, el("td", {}, guest.is_revoked ? "withdrawn" : revokeButton(guest.name, outcome))];
+}
+
+// Asks once: the second click does it.
+function revokeButton(name, outcome) {
+  const button = el("button", { type: "button", class: "danger" }, "Withdraw");
+  let isAsked = false;
+  button.addEventListener("click", async () => {
+    if (!isAsked) {
+      isAsked = true;
+      button.textContent = "Really?";
+      return;
+    }
+    const found = await act("revoke", { name });
+    if (found.outcome) await showInvitation(found.outcome);
+    else outcome.textContent = `Not withdrawn: ${found.error}`;
+  });
+  return button;
 }

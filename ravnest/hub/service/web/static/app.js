@@ -5,7 +5,7 @@ import { el, keep, setClass, setText, setVar } from "/static/dom.js";
 import { eventsView } from "/static/events.js";
 import { count, duration, number, percent, speed } from "/static/format.js";
 import { nodesView, nodeView } from "/static/nodes.js";
-import { applyUpdate, emptyStore, follow } from "/static/store.js";
+import { applyUpdate, emptyStore, follow, readBeside } from "/static/store.js";
 import { swarmView } from "/static/swarm.js";
 import { trainingView } from "/static/training.js";
 
@@ -136,9 +136,10 @@ setTheme(THEMES.includes(localStorage.getItem("ravnest-theme")) ? localStorage.g
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => view?.redraw?.(true));
 byId("theme").addEventListener("click", nextTheme);
 byId("stop").addEventListener("click", confirmStop);
-byId("invite").addEventListener("click", showInvitation);
+byId("invite").addEventListener("click", () => showInvitation());
 addEventListener("hashchange", showPlace);
 showPlace();
+readBeside(store, drawSoon);
 follow(
   (update) => {
     applyUpdate(store, update);

@@ -6,6 +6,7 @@ import { number, shortDuration } from "/static/format.js";
 import { superseded } from "/static/store.js";
 
 const HEIGHT = 210;
+const BESIDE = ["--curve-4", "--curve-3", "--curve-2"];
 
 function colour(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -72,7 +73,10 @@ export class Chart {
       this.drop();
       return;
     }
-    const tables = present.map((line) => columns(store.curves[line.name].points, axis, store.run.started_at));
+    const own = present.map((line) => columns(store.curves[line.name].points, axis, store.run.started_at));
+    const others = this.findBeside(store, present, axis);
+    const tables = [...own, ...others.map((each) => each.table)];
+    present.push(...others.map((each) => each.line));
     const isSmoothed = this.smooths && weight > 0;
     const signature = [axis, logarithmic, isSmoothed, ...present.map((line) => line.name)].join("|");
     const wide = tables.map(([xs, ys], index) =>
@@ -88,6 +92,18 @@ export class Chart {
     this.drop();
     this.signature = signature;
     this.plot = new uPlot(this.options(present, { axis, logarithmic, isSmoothed, width }), data, this.body);
+  }
+
+  // The same curves of other runs, dashed.
+  findBeside(store, present, axis) {
+    return store.beside.flatMap((other, number) =>
+      present
+        .filter((line) => other.curves[line.name]?.points.length > 0)
+        .map((line) => ({
+          table: columns(other.curves[line.name].points, axis, other.started_at),
+          line: { ...line, name: `${line.name} @ ${other.name}`, label: `${line.label}, ${other.name}`, shade: BESIDE[number % BESIDE.length], dash: [4, 4] },
+        })),
+    );
   }
 
   options(present, { axis, logarithmic, isSmoothed, width }) {
@@ -106,7 +122,7 @@ export class Chart {
       };
       const hasBoth = isSmoothed && !line.dots;
       series.push({ ...base, stroke: hasBoth ? faint(shade) : shade, width: hasBoth ? 1 : 2, dash: line.dash });
-      if (hasBoth) series.push({ ...base, label: `${line.label}, smoothed`, stroke: shade, width: 2 });
+      if (hasBoth) series.push({ ...base, label: `${line.label}, smoothed`, stroke: shade, width: 2, dash: line.dash });
     }
     const font = "11px system-ui, sans-serif";
     const values = (plot, splits) => splits.map((each) => (each === null ? "" : this.showX(each, isTime)));

@@ -1,5 +1,6 @@
 // All nodes as a table that can be sorted, and one node with its facts, its stage and its history.
 
+import { confirmKick } from "/static/actions.js";
 import { el, keep, nodeLink, setClass, setText, setVar } from "/static/dom.js";
 import { bytes, clock, duration, flops, percent, rate } from "/static/format.js";
 import { fillTimeline } from "/static/events.js";
@@ -80,6 +81,7 @@ function updateRow(row, node) {
 export function nodeView(name) {
   const title = el("h1", {}, name);
   const pill = el("span", { class: "pill" });
+  const kick = el("button", { type: "button", class: "danger kick", onclick: () => confirmKick(name) }, "Send away");
   const facts = el("dl", { class: "facts-list" });
   const work = el("dl", { class: "facts-list" });
   const meter = el("span", { class: "bar large" }, el("i", {}));
@@ -88,7 +90,7 @@ export function nodeView(name) {
     "div",
     { class: "node-page" },
     el("p", {}, el("a", { href: "#/nodes" }, "← all nodes")),
-    el("div", { class: "node-head" }, title, pill),
+    el("div", { class: "node-head" }, title, pill, kick),
     el(
       "div",
       { class: "charts" },
@@ -106,6 +108,7 @@ export function nodeView(name) {
     const left = [...run.departures].reverse().find((each) => each.name === name);
     const phase = !node ? "gone" : node.is_missing ? "link lost" : node.phase;
     setText(pill, phase);
+    kick.hidden = !node || !run.can_stop;
     setClass(pill, `pill is-${!node ? "gone" : node.is_missing ? "missing" : node.phase}`);
     fill(facts, node ? factsOf(node, run) : [["gone", left ? `${clock(run, left.at)}: ${left.reason}` : "it is not here"]]);
     fill(work, workOf(node, stage, cluster, run));

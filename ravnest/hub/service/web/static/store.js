@@ -1,7 +1,7 @@
 // What the page knows of the run: updates of the hub go in, views read it.
 
 export function emptyStore() {
-  return { run: null, news: [], curves: {} };
+  return { run: null, news: [], curves: {}, beside: [] };
 }
 
 export const MOST_NEWS = 2000;
@@ -34,6 +34,19 @@ export function superseded(points) {
     }
   }
   return kept.reverse();
+}
+
+// Other runs to compare with; they are read again while one of them is at work.
+export async function readBeside(store, onChange) {
+  try {
+    const answer = await fetch("/api/v1/beside");
+    if (!answer.ok) return;
+    store.beside = await answer.json();
+  } catch {
+    return;
+  }
+  if (store.beside.length) onChange();
+  if (store.beside.some((each) => each.is_live)) setTimeout(() => readBeside(store, onChange), 5000);
 }
 
 export function follow(onUpdate, onState) {

@@ -5,7 +5,7 @@ import { el, keep, nodeLink, setClass, setText, setTitle, setVar } from "/static
 import { bytes, clock, percent, rate, speed } from "/static/format.js";
 
 const LATEST = 12;
-const ROUTINE = new Set(["EpochDone", "Evaluated", "Checkpointed"]);
+const ROUTINE = new Set(["EpochDone", "Evaluated", "SampledText", "Checkpointed"]);
 const CHOICE = { axis: "samples", weight: 0.6, logarithmic: false };
 
 export function swarmView() {

@@ -27,7 +27,9 @@ export function trainingView() {
     el("section", { class: "card" }, el("h2", {}, "Rounds of averaging"), rounds, roundText),
     el("section", { class: "card" }, el("h2", {}, "Books"), books),
   );
-  const element = el("div", { class: "training" }, controls(choice, () => view.redraw()), grid, below);
+  const texts = el("ol", { class: "texts" });
+  const textBox = el("section", { class: "card" }, el("h2", {}, "What the model writes"), texts);
+  const element = el("div", { class: "training" }, controls(choice, () => view.redraw()), grid, below, textBox);
   let last = null;
   const view = { element, update, redraw, close };
 
@@ -38,6 +40,8 @@ export function trainingView() {
     updateStale(stages, store.run);
     updateRounds(rounds, roundText, store.run);
     updateBooks(books, store.run);
+    textBox.hidden = store.run.texts.length === 0;
+    updateTexts(texts, store.run);
   }
 
   function redraw(isOtherTheme = false) {
@@ -176,6 +180,16 @@ function updateRounds(box, text, run) {
   const tail = newest ? `; the last took ${duration(newest.seconds)}` : "";
   const foreseen = run.plan ? `, ${duration(run.plan.round_seconds)} foreseen` : "";
   setText(text, `${count(committed)} committed, ${count(aborted)} aborted${tail}${newest ? foreseen : ""}`);
+}
+
+function updateTexts(list, run) {
+  keep(
+    list,
+    [...run.texts].reverse(),
+    (each) => `${each.at} ${each.epoch} ${each.prompt}`,
+    (each) => el("li", {}, el("time", {}, `epoch ${each.epoch}`), el("p", {}, el("b", {}, each.prompt), each.text)),
+    () => {},
+  );
 }
 
 function updateBooks(list, run) {

@@ -1,6 +1,7 @@
 """Who may see the dashboard and who may act; what the web application answers to everybody else."""
 
 import asyncio
+import json
 import re
 from pathlib import Path
 
@@ -10,11 +11,14 @@ from support.watched_world import AT_WORK, WatchedWorld, request
 import ravnest.hub.service.web as web
 from ravnest.config import TIMEOUTS
 from ravnest.errors import ConfigError
+from ravnest.hub.service.guests import GuestsInMemory
+from ravnest.hub.service.web.actions import GuestActions, HubActions
 from ravnest.hub.service.web.gate import Gate
 from ravnest.hub.service.web.pages import MOST_PAGES, Pages, choose_pause
 from ravnest.hub.service.web.replica import UpdateCutter
 from ravnest.hub.service.web.web_app import WebParts, make_app
 from ravnest.hub.service.web.web_server import bind_address, is_for_others, make_gate, show_link
+from ravnest.net.identity import INVITATION_BYTES
 
 GATE = Gate("right-token", 7780)
 COOKIE = f"ravnest_7780={GATE.token}"
@@ -31,7 +35,18 @@ class Asked:
         self.stopped, self.world, self.facts = [], world, facts
         self.cutter = UpdateCutter(world.recorder)
         self.pages = Pages(self.ask, TIMEOUTS.program)
-        self.app = make_app(WebParts(GATE, self.pages, self.stopped.append, lambda: "rvn1_word"))
+        self.kicked, self.list = [], GuestsInMemory()
+        guests = GuestActions(lambda: "rvn1_word", self.invite, self.revoke, self.list.read)
+        hub = HubActions(self.stopped.append, lambda *facts: self.kicked.append(facts), guests)
+        self.app = make_app(WebParts(GATE, self.pages, hub))
+
+    def invite(self, name, days, nodes):
+        number = name.encode().hex().ljust(2 * INVITATION_BYTES, "0")
+        self.list.change(lambda known: known.invite(number, name, 0.0, days, nodes))
+        return f"rvn1_{name}"
+
+    def revoke(self, name):
+        self.list.change(lambda known: known.revoke(name))
 
     async def ask(self, always):
         self.pages.receive(self.cutter.cut(self.facts))
@@ -46,7 +61,7 @@ def asked():
 # Reading.
 
 
-@pytest.mark.parametrize("path", ["run", "news", "curves", "stream", "invitation"])
+@pytest.mark.parametrize("path", ["run", "news", "curves", "stream", "invitation", "guests", "beside"])
 def test_the_api_is_closed_without_the_token(asked, path):
     for headers in ({}, {"cookie": "ravnest_7780=wrong"}, {"authorization": "Bearer wrong"}):
         answer = request(asked.app, f"/api/v1/{path}", **headers)
@@ -142,6 +157,60 @@ def test_stopping_is_an_action_with_an_outcome(asked):
     asked.world.stop()
     again = request(asked.app, "/api/v1/stop", "POST", **OWN_PAGE)
     assert (again.status, len(asked.stopped)) == (409, 1)
+
+
+def send(asked, path, wish, **headers):
+    return request(
+        asked.app, f"/api/v1/{path}", "POST", body=json.dumps(wish).encode(), **OWN_PAGE, **headers
+    )
+
+
+def test_guests_are_invited_and_revoked_by_name_and_their_tokens_are_shown_once():
+    asked = Asked()
+    made = send(asked, "invite", {"name": "ana", "days": 2.0, "nodes": 3})
+    assert (made.status, made.json["line"]) == (202, "ravnest join rvn1_ana")
+    again = send(asked, "invite", {"name": "ana"})
+    assert (again.status, "has an invitation" in again.json["error"]) == (409, True)
+    listed = request(asked.app, "/api/v1/guests", cookie=COOKIE)
+    assert [(each["name"], each["max_nodes"]) for each in listed.json] == [("everybody", None), ("ana", 3)]
+    assert b"rvn1" not in listed.body
+    assert b"number" not in listed.body
+    assert request(asked.app, "/api/v1/guests").status == 401
+    assert send(asked, "revoke", {"name": "ana"}).status == 202
+    assert asked.list.read().invitations[1].is_revoked
+    assert send(asked, "revoke", {"name": "bob"}).status == 409
+
+
+def test_a_node_is_sent_away_only_if_it_is_here():
+    asked = Asked()
+    assert send(asked, "kick", {"node": "nobody"}).status == 409
+    assert send(asked, "kick", {"node": "a"}).status == 202
+    assert asked.kicked == [("a", "the requester sent it away")]
+
+
+@pytest.mark.parametrize(
+    ("path", "wish"),
+    [
+        ("invite", {}),
+        ("invite", {"name": "x" * 201}),
+        ("invite", {"name": "ana", "days": "soon"}),
+        ("invite", {"name": "ana", "more": 1}),
+        ("kick", {"node": "a" * 5000}),
+        ("kick", []),
+        ("stop", {"now": True}),
+    ],
+)
+def test_a_wish_that_fits_nothing_is_refused(path, wish):
+    asked = Asked()
+    assert send(asked, path, wish).status == 400
+    assert asked.stopped == asked.kicked == []
+
+
+@pytest.mark.parametrize("path", ["invite", "revoke", "kick", "stop"])
+def test_no_action_is_open_to_others(asked, path):
+    body = json.dumps({"name": "ana", "node": "a"}).encode()
+    for headers in ({}, {"cookie": COOKIE, "origin": "http://evil.example"}):
+        assert request(asked.app, f"/api/v1/{path}", "POST", body=body, **headers).status == 403
 
 
 def test_a_run_that_is_only_read_has_no_action():

@@ -1,0 +1,106 @@
+"""What people can do with a hub from its page: the wishes a page may send, and what the hub offers.
+
+A wish is read strictly and within bounds. Everything a hub offers may be called by any thread, and may take
+as long as a disk does. A RavnestError says why something was not done.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from ravnest.hub.service.guests import GuestList
+from ravnest.hub.service.web.documents import GuestDocument
+
+MOST_WISH_BYTES = 4096
+_STOPPED = "stopped from the dashboard"
+_SENT_AWAY = "the requester sent it away"
+Word = Annotated[str, Meta(min_length=1, max_length=200)]
+
+
+class StopWish(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """End the training and keep what was trained."""
+
+
+class InviteWish(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Invite one guest by name, for so many days and nodes; None: without an end, any number."""
+
+    name: Word
+    days: float | None = None
+    nodes: int | None = None
+
+
+class RevokeWish(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Withdraw an invitation by its name."""
+
+    name: Word
+
+
+class KickWish(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Send a node away."""
+
+    node: Word
+
+
+Wish = StopWish | InviteWish | RevokeWish | KickWish
+
+
+@dataclass(frozen=True, slots=True)
+class GuestActions:
+    """What a hub offers that is open to others."""
+
+    invitation: Callable[[], str]  # for everybody who has it
+    invite: Callable[[str, float | None, int | None], str]  # one guest, who gets this token
+    revoke: Callable[[str], None]
+    guests: Callable[[], GuestList]
+
+
+@dataclass(frozen=True, slots=True)
+class HubActions:
+    """What a hub offers; one whose peers are its own has no guests."""
+
+    stop: Callable[[str], None]
+    kick: Callable[[str, str], None]
+    guests: GuestActions | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of a wish; the line is what an invited guest pastes."""
+
+    outcome: str
+    line: str = ""
+
+
+def carry_out(wish: Wish, hub: HubActions) -> Outcome | None:
+    """Do what somebody wants; None if this hub does not offer it."""
+    match wish:
+        case StopWish():
+            hub.stop(_STOPPED)
+            return Outcome("the hub was told to stop; it averages, evaluates and keeps the weights")
+        case KickWish(node):
+            hub.kick(node, _SENT_AWAY)
+            return Outcome(
+                f"{node} is sent away; it may come back with another key until you withdraw its invitation"
+            )
+        case InviteWish(name, days, nodes) if hub.guests is not None:
+            return Outcome(f"{name} is invited", show_line(hub.guests.invite(name, days, nodes)))
+        case RevokeWish(name) if hub.guests is not None:
+            hub.guests.revoke(name)
+            return Outcome(f"the invitation of {name} is withdrawn; the nodes that came with it leave")
+    return None
+
+
+def show_line(token: str) -> str:
+    """Return what a provider pastes."""
+    return f"ravnest join {token}"
+
+
+def show_guests(guests: GuestActions) -> list[GuestDocument]:
+    """Return the guest list as people see it; numbers of invitations are nobody's business."""
+    return [
+        GuestDocument(each.name, each.invited_at, each.ends_at, each.max_nodes, each.is_revoked, each.strikes)
+        for each in guests.guests().invitations
+    ]
