@@ -345,6 +345,9 @@ class ProgramTimeouts:
     lending_look_seconds: float = 1.0  # between two looks at hours, battery and memory of a lent PC
     doctor_seconds: float = 5.0  # the doctor waits so long for a hub
     mirror_seconds: float = 30.0  # a mirror of weights may be silent so long
+    text_request_seconds: float = 10.0  # a request for a text is there within this time, and so is its reader
+    text_answer_seconds: float = 600.0  # the hub says something of it within this time
+    text_look_seconds: float = 1.0  # who waits for a text looks so often whether the training goes on
 
 
 @dataclass(frozen=True, slots=True)

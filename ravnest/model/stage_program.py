@@ -44,6 +44,7 @@ from ravnest.model.text_model import make_generation_program
 State = Mapping[str, torch.Tensor]
 MicrobatchKey = tuple[int, int]  # seed, batch number: with the operation's number they seed its randomness
 MakeCompiler = Callable[[TracedStage], StageCompiler]
+_Values = Mapping[ValueId, torch.Tensor]
 _Tensors = tuple[torch.Tensor, ...]
 _Passed = tuple[_Tensors, _Tensors]
 _EMBEDDING = "aten.embedding.default"
@@ -93,7 +94,6 @@ class StageProgram:
         entries = {entry.name: entry for entry in blueprint.state}
         self._train = _Runner(blueprint.train, entries, setting, make_compiler)
         self._evaluate = _Runner(blueprint.evaluate, entries, setting)
-        self._entries = entries
         self._generate: _Runner | None = None  # made for the first text
 
     @property
@@ -101,8 +101,8 @@ class StageProgram:
         """Weights of which the training program only ever uses a cast to bf16, in mixed precision."""
         if self.setting.autocast is not torch.bfloat16:
             return frozenset()
-        castable = find_castable(self.blueprint.train)
-        return frozenset(name for value, name in self.blueprint.train.state if value in castable)
+        found = find_castable(self.blueprint.train)
+        return frozenset(name for value, name in self.blueprint.train.state if value in found)
 
     def forward(
         self,
@@ -117,13 +117,11 @@ class StageProgram:
         runner = self._train if training else self._evaluate
         return runner.run(state, inputs, fields, key)
 
-    def forward_text(
-        self, state: State, inputs: Mapping[ValueId, torch.Tensor], fields: Mapping[str, torch.Tensor]
-    ) -> StageOutputs:
+    def forward_text(self, state: State, inputs: _Values, fields: State) -> StageOutputs:
         """Run rows of tokens as in evaluation; the last stage gives logits instead of loss and metrics."""
         if self._generate is None:
-            program = make_generation_program(self.blueprint.evaluate)
-            self._generate = _Runner(program, self._entries, self.setting)
+            entries = {entry.name: entry for entry in self.blueprint.state}
+            self._generate = _Runner(make_generation_program(self.blueprint.evaluate), entries, self.setting)
         return self._generate.run(state, inputs, fields, None)
 
 
@@ -246,9 +244,7 @@ class _Runner:
         blocks = find_blocks(program, setting.window) if setting.recompute else []
         self._blocks = [_Graph(FrozenValues(block.program, entries), setting) for block in blocks]
 
-    def run(
-        self, state: State, inputs: Mapping[ValueId, torch.Tensor], fields: State, key: MicrobatchKey | None
-    ) -> StageOutputs:
+    def run(self, state: State, inputs: _Values, fields: State, key: MicrobatchKey | None) -> StageOutputs:
         program, setting = self._program, self._setting
         num_samples = check_batch(program, inputs, fields)
         kept = {value: state[name] for value, name in program.state}

@@ -15,7 +15,7 @@ from ravnest.codec import check_buffer, decode_tensor, describe, encode_tensor, 
 from ravnest.engine.stage import DroppedWork, StageEngine
 from ravnest.errors import ProtocolError, RavnestError
 from ravnest.ids import HUB, NodeId
-from ravnest.model.blueprint import Blueprint, Program, TensorType, ValueId
+from ravnest.model.blueprint import Blueprint, Program, Size, TensorType, ValueId
 from ravnest.model.text_model import LOGITS_RESULT, make_generation_program
 from ravnest.peer.pacing import Device, StagePosition
 from ravnest.protocol.generation import (
@@ -141,20 +141,20 @@ class StageGeneration:
             raise ProtocolError("a step of a generation came with other values than those awaited")
         for (number, spec), buffer in zip(message.values, buffers, strict=True):
             value, kind = ValueId(number), program.values[ValueId(number)]
-            whole, places = kind.shape_at(num_rows), _new_places(order, kind)
-            wanted = whole if places is None else (whole[0], places.stop - places.start, *whole[2:])
+            whole, rows = kind.shape_at(num_rows), _find_rows(order, kind)
+            wanted = whole if rows is None else (num_rows, max(order.ends) - order.first, *rows[2:])
             if spec.shape != wanted or spec.dtype != kind.dtype:
                 raise ProtocolError(f"value {number} of a generation has shape {spec.shape}, not its own")
             device = self._position.device if spec.dtype in FLOAT_BYTES else "cpu"
             part = decode_tensor(buffer, spec, device)
-            if places is None:
+            if rows is None:
                 found.held[value] = part
                 continue
             if value not in found.held or tuple(found.held[value].shape) != whole:
-                if places.start:
+                if order.first:
                     raise ProtocolError("a step of a generation came without those before it")
                 found.held[value] = torch.zeros(whole, dtype=part.dtype, device=part.device)
-            found.held[value][:, places] = part
+            found.held[value].view(rows)[:, order.first : max(order.ends)] = part
 
     def _run(self, found: _Generation) -> Iterator[Outgoing]:
         order = found.order
@@ -182,8 +182,9 @@ class StageGeneration:
         assert self._position.after is not None
         specs, buffers = [], []
         for value in self._program.outputs:
-            places = _new_places(order, self._program.values[value])
-            sent = outputs[value] if places is None else outputs[value][:, places].contiguous()
+            rows, sent = _find_rows(order, self._program.values[value]), outputs[value]
+            if rows is not None:
+                sent = sent.reshape(rows)[:, order.first : max(order.ends)].contiguous()
             key = (self._position.seed, order.generation, order.step, int(value))
             specs.append((int(value), describe(sent, self._position.activations)))
             buffers.append(encode_tensor(sent, self._position.activations, key))
@@ -191,10 +192,16 @@ class StageGeneration:
         return Outgoing(self._position.after, message, tuple(buffers))
 
 
-def _new_places(order: GenerationStep, kind: TensorType) -> slice | None:
-    """Return the places that cross of a value with a place in its second size; None: all of it crosses."""
-    has_rows = len(kind.shape) > 1 and not isinstance(kind.shape[0], int) and kind.shape[1] == order.length
-    return slice(order.first, max(order.ends)) if has_rows else None
+def _find_rows(order: GenerationStep, kind: TensorType) -> tuple[int, ...] | None:
+    """Return a value's sizes as (rows, places, ...), also where rows lie end to end; None: it has no places."""
+    if kind.shape and kind.shape[0] == Size(order.length):
+        rest = kind.shape[1:]
+    elif len(kind.shape) > 1 and kind.shape[:2] == (Size(1), order.length):
+        rest = kind.shape[2:]
+    else:
+        return None
+    sizes = [each for each in rest if isinstance(each, int)]
+    return (len(order.ends), order.length, *sizes) if len(sizes) == len(rest) else None
 
 
 def choose_words(logits: Tensor, ends: Sequence[int], num_choices: int) -> tuple[TokenChoices, ...] | str:

@@ -17,6 +17,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from ravnest.config import TIMEOUTS, ProgramTimeouts
 from ravnest.errors import ConfigError, RavnestError
 from ravnest.requester.run_folder import read_hub_file
 
@@ -25,8 +26,6 @@ logger = logging.getLogger(__name__)
 _HERE = "127.0.0.1"
 _MOST_LINE_BYTES = 1 << 20
 _MOST_READERS = 8
-_REQUEST_SECONDS = 10.0  # a request is here within this time
-_ANSWER_SECONDS = 600.0  # the next word is here within this time, or the hub has an answer of its own
 _PURPOSE = b"ravnest text"
 
 
@@ -52,7 +51,7 @@ class TextPiece(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     is_mistake: bool = False  # of whoever asked
 
 
-Stream = Callable[[TextRequest], AsyncGenerator[tuple[int, str], None]]
+WriteText = Callable[[TextRequest], AsyncGenerator[tuple[int, str], None]]
 
 
 def prove_reader(secret: bytes) -> str:
@@ -63,8 +62,11 @@ def prove_reader(secret: bytes) -> str:
 class TextServer:
     """Listens on loopback while a hub trains; `stream` goes on with the prompt of a request."""
 
-    def __init__(self, secret: bytes, stream: Stream) -> None:
+    def __init__(
+        self, secret: bytes, stream: WriteText, timeouts: ProgramTimeouts = TIMEOUTS.program
+    ) -> None:
         self._proof, self._stream = prove_reader(secret), stream
+        self._seconds = timeouts.text_request_seconds
         self._num_readers = 0
 
     @contextlib.asynccontextmanager
@@ -80,7 +82,7 @@ class TextServer:
         self._num_readers += 1
         try:
             if self._num_readers > _MOST_READERS:
-                await _write(writer, TextPiece(is_end=True, fault="others are asking; ask again later"))
+                await self._write(writer, TextPiece(is_end=True, fault="others are asking; ask again later"))
                 return
             await self._answer(reader, writer)
         except (OSError, TimeoutError, ValueError) as error:  # ValueError: a line that is too long
@@ -90,33 +92,36 @@ class TextServer:
             writer.close()
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        async with asyncio.timeout(_REQUEST_SECONDS):
+        async with asyncio.timeout(self._seconds):
             line = await reader.readline()
         try:
             request = msgspec.json.decode(line, type=TextRequest)
         except msgspec.MsgspecError:
-            await _write(writer, TextPiece(is_end=True, fault="that is no request for a text"))
+            await self._write(writer, TextPiece(is_end=True, fault="that is no request for a text"))
             return
         if not hmac.compare_digest(request.proof, self._proof):
-            await _write(writer, TextPiece(is_end=True, fault="the request does not prove the hub's secret"))
+            await self._write(
+                writer, TextPiece(is_end=True, fault="the request does not prove the hub's secret")
+            )
             return
         fault, is_mistake = "", False
         try:
             async with contextlib.aclosing(self._stream(request)) as pieces:
                 async for token, text in pieces:
-                    await _write(writer, TextPiece(text, is_token=token >= 0))
+                    await self._write(writer, TextPiece(text, is_token=token >= 0))
         except RavnestError as error:
             fault, is_mistake = str(error), isinstance(error, ConfigError)
-        await _write(writer, TextPiece(is_end=True, fault=fault, is_mistake=is_mistake))
+        await self._write(writer, TextPiece(is_end=True, fault=fault, is_mistake=is_mistake))
+
+    async def _write(self, writer: asyncio.StreamWriter, piece: TextPiece) -> None:
+        writer.write(msgspec.json.encode(piece) + b"\n")
+        async with asyncio.timeout(self._seconds):
+            await writer.drain()
 
 
-async def _write(writer: asyncio.StreamWriter, piece: TextPiece) -> None:
-    writer.write(msgspec.json.encode(piece) + b"\n")
-    async with asyncio.timeout(_REQUEST_SECONDS):
-        await writer.drain()
-
-
-def request_text(folder: Path, **wishes: str | float | bool) -> Iterator[TextPiece]:
+def request_text(
+    folder: Path, timeouts: ProgramTimeouts = TIMEOUTS.program, **wishes: str | float | bool
+) -> Iterator[TextPiece]:
     """Yield the pieces of a text from the hub that runs in a folder, or raise what is wrong."""
     file = read_hub_file(folder)
     if file.process is None or not file.text_port:
@@ -127,8 +132,8 @@ def request_text(folder: Path, **wishes: str | float | bool) -> Iterator[TextPie
     except msgspec.ValidationError as error:
         raise ConfigError(f"this cannot be asked for: {error}") from None
     try:
-        with socket.create_connection((_HERE, file.text_port), _REQUEST_SECONDS) as connection:
-            connection.settimeout(_ANSWER_SECONDS)
+        with socket.create_connection((_HERE, file.text_port), timeouts.text_request_seconds) as connection:
+            connection.settimeout(timeouts.text_answer_seconds)
             connection.sendall(msgspec.json.encode(request) + b"\n")
             with connection.makefile("rb") as lines:
                 yield from _read(lines.readline)

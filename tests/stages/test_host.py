@@ -299,6 +299,11 @@ class Busy:
 
     is_blocking, is_open = False, True
 
+    @property
+    def generation(self) -> "Busy":
+        """Nobody asks for a text."""
+        return Busy(self.clock, 0.0, 0)
+
     def __init__(self, clock: Clock, seconds: float, num_pieces: float = float("inf")) -> None:
         self.clock, self.seconds, self.num_pieces, self.spent = clock, seconds, num_pieces, 0.0
 
