@@ -193,7 +193,7 @@ class StageGeneration:
 
 
 def _find_rows(order: GenerationStep, kind: TensorType) -> tuple[int, ...] | None:
-    """Return a value's sizes as (rows, places, ...), also where rows lie end to end; None: it has no places."""
+    """Return sizes as (rows, places, ...), also where rows lie end to end; None: the value has no places."""
     if kind.shape and kind.shape[0] == Size(order.length):
         rest = kind.shape[1:]
     elif len(kind.shape) > 1 and kind.shape[:2] == (Size(1), order.length):

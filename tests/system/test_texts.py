@@ -1,4 +1,4 @@
-"""Text through the stages of a running cluster, on virtual time: what the whole model writes, whoever dies."""
+"""Text through the stages of running clusters, on virtual time: what the whole model writes, whoever dies."""
 
 import asyncio
 from dataclasses import replace

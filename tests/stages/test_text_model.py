@@ -1,0 +1,119 @@
+"""Which captured models write text, what a stage does for a word, and sentences for those that do not."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ravnest.errors import ConfigError, UnsafeBlueprint
+from ravnest.model.blueprint_json import read_blueprint, write_blueprint
+from ravnest.model.capture import capture
+from ravnest.model.slicing import slice_blueprint
+from ravnest.model.stage_program import build_stage_program
+from ravnest.model.text_model import find_text_model, make_generation_program
+from ravnest.peer.stage_generation import choose_words
+from ravnest.requester.swarm_generation import find_writer
+from ravnest.requester.text_codec import TextCodec
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+LENGTH, NUM_WORDS = 8, 11
+
+
+class Writer(nn.Module):
+    """Each place sees those before it, or all; `kind` is what else it takes."""
+
+    def __init__(self, is_causal: bool = True, kind: str = "") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.places = nn.Embedding(NUM_WORDS, 12), nn.Embedding(LENGTH, 12)
+        self.mix, self.head = nn.Linear(12, 36), nn.Linear(12, NUM_WORDS)
+        self.is_causal, self.kind = is_causal, kind
+
+    def forward(self, ids, extra=None):
+        x = self.words(ids) + self.places.weight
+        q, k, v = self.mix(x).unsqueeze(1).chunk(3, -1)
+        x = x + F.scaled_dot_product_attention(q, k, v, is_causal=self.is_causal).squeeze(1)
+        x = x + extra.unsqueeze(-1) if self.kind == "extra" else x
+        out = self.head(x)
+        return out.mean(1) if self.kind == "class" else (out, ids) if self.kind == "tuple" else out
+
+
+def make(is_causal=True, kind=""):
+    rows = torch.randint(NUM_WORDS, (4, LENGTH), generator=torch.Generator().manual_seed(1))
+    batch = {"ids": rows, "y": rows.roll(-1, 1)}
+    if kind == "extra":
+        batch["extra"] = torch.rand(4, LENGTH)
+
+    def loss(out, batch):
+        out = out[0] if isinstance(out, tuple) else out
+        return (
+            F.cross_entropy(out, batch["y"][:, 0])
+            if kind == "class"
+            else F.cross_entropy(out.flatten(0, 1), batch["y"].flatten())
+        )
+
+    model = Writer(is_causal, kind).eval()
+    return model, capture(model, batch, loss)
+
+
+def write_with(model, captured):
+    return find_writer(captured, model, lambda _: TextCodec(list, str))
+
+
+@pytest.mark.parametrize("kind", ["", "tuple"])
+def test_a_language_model_is_known_by_its_logits(kind):
+    model, captured = make(kind=kind)
+    found = write_with(model, captured).model
+    assert (found.token_field, found.length, found.num_words) == ("ids", LENGTH, NUM_WORDS)
+    assert read_blueprint(write_blueprint(captured.blueprint)) == captured.blueprint
+    assert captured.blueprint.train.logits is None
+    tokens = torch.randint(NUM_WORDS, (2, LENGTH))
+    alone = model(tokens)
+    alone = alone[0] if kind else alone
+    values, count = {}, captured.blueprint.num_positions
+    for start, stop in ((0, 2), (2, count)):
+        stage = slice_blueprint(captured.blueprint, start, stop)
+        assert (stage.evaluate.logits is None) == (stop < count), "only the last stage has them"
+        program = make_generation_program(stage.evaluate)
+        assert "y" not in dict(map(reversed, program.fields)), "a text has no labels"
+        with torch.no_grad():
+            passed = build_stage_program(stage).forward_text(captured.state, values, {"ids": tokens})
+        values = passed.outputs
+    torch.testing.assert_close(passed.results["logits"], alone)
+
+
+@pytest.mark.parametrize(
+    ("is_causal", "kind", "told"),
+    [
+        (True, "class", r"gives no logits of \(rows, places, words\)"),
+        (True, "extra", r"needs the field 'extra' beside the tokens"),
+        (False, "", r"looks at what comes after a token"),
+    ],
+)
+def test_a_model_that_is_none_is_told_in_a_sentence(is_causal, kind, told):
+    with pytest.raises(ConfigError, match=f"this job writes no text: .*{told}"):
+        write_with(*make(is_causal, kind))
+
+
+def test_foreign_logits_are_checked():
+    _, captured = make()
+    program = captured.blueprint.evaluate
+    for value in (999_999, program.fields[0][0]):
+        strange = replace(captured.blueprint, evaluate=replace(program, logits=value))
+        with pytest.raises(UnsafeBlueprint, match="logits"):
+            read_blueprint(write_blueprint(strange))
+    assert find_text_model(captured.blueprint).length == LENGTH
+
+
+def test_a_leaf_names_the_likeliest_words_and_equal_ones_by_number():
+    said = torch.tensor([[[0.0, 3.0, 1.0, 3.0], [9.0, 0.0, 0.0, 0.0]]])
+    (row,) = choose_words(said, [1], 3)
+    assert (row.words, row.logits) == ((1, 3, 2), (3.0, 3.0, 1.0))
+    assert choose_words(said, [2], 3)[0].words[0] == 0
+    assert choose_words(said, [0], 3) == "a row has no token"
+    assert (
+        choose_words(said * float("nan"), [1], 3)
+        == "what the model says of the next word is no finite number"
+    )
