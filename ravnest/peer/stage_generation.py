@@ -173,9 +173,10 @@ class StageGeneration:
             yield self._pass_on(order, {ValueId(value): each for value, each in passed.outputs.items()})
         else:
             rows = choose_words(passed.results[LOGITS_RESULT], order.ends, order.num_choices)
-            is_answer = isinstance(rows, tuple)
-            answer = GenerationAnswer(*about, rows) if is_answer else GenerationFault(*about, rows)
-            yield Outgoing(HUB, answer)
+            if isinstance(rows, str):
+                yield Outgoing(HUB, GenerationFault(*about, rows))
+            else:
+                yield Outgoing(HUB, GenerationAnswer(*about, rows))
 
     def _pass_on(self, order: GenerationStep, outputs: dict[ValueId, Tensor]) -> Outgoing:
         """Return the new places of what crosses, in the format that activations have on this link."""

@@ -98,6 +98,7 @@ class GenerationService:
         self, generation: Generation, step: StepAsked, rows: RowsToGoOn
     ) -> tuple[TokenChoices, ...] | Unanswered:
         seconds = self._timeouts.generation_seconds
+        answer: asyncio.Future[tuple[TokenChoices, ...] | Unanswered]
         answer = self._answers[generation] = asyncio.get_running_loop().create_future()
         try:
             self._send(step, rows)
