@@ -1,5 +1,6 @@
 """Which captured models write text, what a stage does for a word, and sentences for those that do not."""
 
+import asyncio
 from dataclasses import replace
 
 import pytest
@@ -7,13 +8,18 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ravnest.codec import decode_tensor
+from ravnest.config import FrozenFormat
 from ravnest.errors import ConfigError, UnsafeBlueprint
 from ravnest.model.blueprint_json import read_blueprint, write_blueprint
 from ravnest.model.capture import capture
+from ravnest.model.frozen_storage import choose_storage
+from ravnest.model.quantisation import dequantise, quantise
 from ravnest.model.slicing import slice_blueprint
 from ravnest.model.stage_program import build_stage_program
 from ravnest.model.text_model import find_text_model, make_generation_program
 from ravnest.peer.stage_generation import choose_words
+from ravnest.requester.generation import Sampling
 from ravnest.requester.swarm_generation import find_writer
 from ravnest.requester.text_codec import TextCodec
 
@@ -117,3 +123,54 @@ def test_a_leaf_names_the_likeliest_words_and_equal_ones_by_number():
         choose_words(said * float("nan"), [1], 3)
         == "what the model says of the next word is no finite number"
     )
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_adapters_on_a_base_in_four_bits_write_what_the_dequantised_model_writes():
+    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
+    torch.manual_seed(2)
+    shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "initializer_range": 0.2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    words = {"vocab_size": 80, "bos_token_id": None, "eos_token_id": None}
+    base = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape, **heads, **words))
+    lora = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
+    model = peft.get_peft_model(base, lora).eval()
+    rows = torch.randint(80, (4, 16))
+    captured = capture(model, {"input_ids": rows, "labels": rows.clone()}, self_test=False)
+    blueprint = choose_storage(captured.blueprint, FrozenFormat.INT4)
+    stored = {entry.name: entry for entry in blueprint.state if entry.storage is not FrozenFormat.FP32}
+    assert FrozenFormat.INT4 in {entry.storage for entry in stored.values()}
+    state, own = dict(captured.state), dict(model.named_parameters())
+    for name, entry in stored.items():
+        is_bf16 = entry.storage is FrozenFormat.BF16
+        state[name] = (
+            state[name].detach().bfloat16() if is_bf16 else quantise(state[name].detach(), entry.storage)
+        )
+        exact = (
+            dequantise(state[name], entry.storage, entry.shape, torch.float32) if not is_bf16 else state[name]
+        )
+        own[name].data.copy_(exact)
+    stages = [slice_blueprint(blueprint, *each) for each in ((0, 5), (5, 9), (9, blueprint.num_positions))]
+    programs = [build_stage_program(stage) for stage in stages]
+
+    async def next_words(rows):
+        values, specs = {}, rows.make_fields(("input_ids",))
+        fields = {"input_ids": decode_tensor(specs[1][0], specs[0][0][1]).long()}
+        for program in programs:
+            with torch.no_grad():
+                passed = program.forward_text(state, values, fields)
+            values = passed.outputs
+        return choose_words(passed.results["logits"], rows.asked.ends, rows.num_choices)
+
+    async def write():
+        writer = find_writer(replace(captured, blueprint=blueprint), model, lambda _: TextCodec(list, str))
+        pieces = writer.write(next_words, [[3, 9, 4], [7]], Sampling(max_tokens=8))
+        return [piece async for piece in pieces]
+
+    found = asyncio.run(write())
+    for row, prompt in enumerate(([3, 9, 4], [7])):
+        with torch.no_grad():
+            alone = model.generate(
+                input_ids=torch.tensor([prompt]), max_new_tokens=8, do_sample=False, pad_token_id=0
+            )
+        assert [token for number, token in found if number == row] == alone[0, len(prompt) :].tolist()
