@@ -125,6 +125,7 @@ def test_a_leaf_names_the_likeliest_words_and_equal_ones_by_number():
     )
 
 
+@pytest.mark.timeout(120)
 @pytest.mark.filterwarnings("ignore")
 def test_adapters_on_a_base_in_four_bits_write_what_the_dequantised_model_writes():
     transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
