@@ -26,6 +26,7 @@ from ravnest.protocol.generation import (
     GenerationValues,
     TokenChoices,
 )
+from ravnest.protocol.membership import Complaint
 from ravnest.protocol.messages import Refusal
 from ravnest.protocol.tensors import FLOAT_BYTES, Buffer
 from ravnest.transfer.outbox import Outgoing
@@ -77,7 +78,13 @@ class StageGeneration:
             about = (self._position.build_id, message.generation, message.step)
             return [Outgoing(HUB, GenerationFault(*about, told))]
         found.order, found.fields = message, fields
-        return self._admit(message.generation)
+        try:
+            return self._admit(message.generation)
+        except ProtocolError as error:  # not of the hub, but of values that came before its step
+            assert self._position.before is not None
+            about = (self._position.build_id, message.generation, message.step)
+            complaint = Complaint(self._position.build_id, self._position.before, str(error))
+            return [Outgoing(HUB, complaint), Outgoing(HUB, GenerationFault(*about, str(error)))]
 
     def receive_values(
         self, message: GenerationValues, buffers: Sequence[Buffer], sender: NodeId
@@ -102,6 +109,11 @@ class StageGeneration:
         number = next(iter(self._ready))
         del self._ready[number]
         return self._run(self._generations[number])
+
+    @property
+    def num_held(self) -> int:
+        """Generations that it remembers."""
+        return len(self._generations)
 
     @property
     def _program(self) -> Program:

@@ -8,9 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ravnest.codec import decode_tensor
-from ravnest.config import FrozenFormat
-from ravnest.errors import ConfigError, UnsafeBlueprint
+from ravnest.codec import decode_tensor, describe, encode_tensor
+from ravnest.config import FrozenFormat, WireFormat
+from ravnest.errors import ConfigError, ProtocolError, UnsafeBlueprint
+from ravnest.ids import NodeId
 from ravnest.model.blueprint_json import read_blueprint, write_blueprint
 from ravnest.model.capture import capture
 from ravnest.model.frozen_storage import choose_storage
@@ -18,7 +19,9 @@ from ravnest.model.quantisation import dequantise, quantise
 from ravnest.model.slicing import slice_blueprint
 from ravnest.model.stage_program import build_stage_program
 from ravnest.model.text_model import find_text_model, make_generation_program
-from ravnest.peer.stage_generation import choose_words
+from ravnest.peer.pacing import Device, StagePosition
+from ravnest.peer.stage_generation import StageGeneration, choose_words
+from ravnest.protocol.generation import GenerationEnd, GenerationFault, GenerationStep, GenerationValues
 from ravnest.requester.generation import Sampling
 from ravnest.requester.swarm_generation import find_writer
 from ravnest.requester.text_codec import TextCodec
@@ -123,6 +126,51 @@ def test_a_leaf_names_the_likeliest_words_and_equal_ones_by_number():
         choose_words(said * float("nan"), [1], 3)
         == "what the model says of the next word is no finite number"
     )
+
+
+def make_step(number, step, first, ends):
+    fields = torch.zeros(len(ends), LENGTH, dtype=torch.uint8)
+    spec = describe(fields, WireFormat.FP32)
+    about = (1, number, step, LENGTH, first, tuple(ends), 4)
+    return GenerationStep(*about, (("ids", spec),)), [encode_tensor(fields, WireFormat.FP32)]
+
+
+def make_values(stage, number, step, shape):
+    value = torch.zeros(shape)
+    found = GenerationValues(1, number, step, ((stage.evaluate.inputs[0], describe(value, WireFormat.FP32)),))
+    return found, [encode_tensor(value, WireFormat.FP32)]
+
+
+def test_a_stage_refuses_values_that_fit_no_step_and_names_who_sent_them():
+    _, captured = make()
+    stage = slice_blueprint(captured.blueprint, 2, captured.blueprint.num_positions)
+    assert len(stage.evaluate.inputs) == 1
+    rest = stage.evaluate.values[stage.evaluate.inputs[0]].shape[2:]
+    position = StagePosition(1, 0, NodeId("b"), (NodeId("a"), NodeId("b")))
+    found = StageGeneration(position, stage, None, Device(lambda: 0.0))
+    assert found.receive_step(*make_step(1, 0, 0, [3])) is None
+    assert (
+        "not the stage before" in found.receive_values(*make_values(stage, 1, 0, (1, 3, *rest)), "c").reason
+    )
+    with pytest.raises(ProtocolError, match="not its own"):
+        found.receive_values(*make_values(stage, 1, 0, (1, 4, *rest)), "a")
+    # Values may come before their step: then it is not the hub that is at fault.
+    assert found.receive_values(*make_values(stage, 2, 0, (1, 9, *rest)), "a") is None
+    complaint, fault = found.receive_step(*make_step(2, 0, 0, [3]))
+    assert (complaint.message.node, type(fault.message)) == ("a", GenerationFault)
+    assert found.receive_values(*make_values(stage, 3, 1, (1, 1, *rest)), "a") is None
+    assert "without those before" in found.receive_step(*make_step(3, 1, 3, [4]))[1].message.reason
+    assert found.next_work() is None
+    assert found.receive_step(*make_step(4, 0, 0, [3])) is None
+    assert found.receive_values(*make_values(stage, 4, 0, (1, 3, *rest)), "a") is None
+    assert found.next_work() is not None
+    assert "was here before" in found.receive_step(*make_step(4, 0, 0, [3])).reason
+    (told,) = found.receive_step(*make_step(5, 0, 3, [3]))
+    assert told.message.reason == "a step has no place in its rows"
+    found.end(GenerationEnd(1, 4))
+    for number in range(100, 140):
+        found.receive_values(*make_values(stage, number, 0, (1, 3, *rest)), "a")
+    assert found.num_held <= 16, "a neighbour cannot fill this PC's memory"
 
 
 @pytest.mark.timeout(120)
