@@ -357,7 +357,8 @@ class Server:
             return
         for order in orders:
             self._carry_out(order)
-        self.generation.follow()
+        if self.generation.num_open:
+            self.generation.follow()
         if not orders and isinstance(event, Received) and isinstance(event.message, StepReport):
             return  # a report can only put off what is due; the timer may come too early
         self._set_timer()
