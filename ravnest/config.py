@@ -354,6 +354,7 @@ class ProgramTimeouts:
     page_answer_seconds: float = 2.0  # a page waits so long for the hub, then shows what was last known
     page_keepalive_seconds: float = 15.0  # a stream of updates is never silent for longer
     page_end_seconds: float = 3.0  # at the end, pages have this long to hear of it
+    text_look_seconds: float = 1.0  # who waits for a text looks so often whether the training goes on
 
 
 @dataclass(frozen=True, slots=True)

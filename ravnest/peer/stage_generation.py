@@ -15,7 +15,7 @@ from ravnest.codec import check_buffer, decode_tensor, describe, encode_tensor, 
 from ravnest.engine.stage import DroppedWork, StageEngine
 from ravnest.errors import ProtocolError, RavnestError
 from ravnest.ids import HUB, NodeId
-from ravnest.model.blueprint.program import Blueprint, Program, TensorType, ValueId
+from ravnest.model.blueprint.program import Blueprint, Program, Size, TensorType, ValueId
 from ravnest.model.stage.text_model import LOGITS_RESULT, make_generation_program
 from ravnest.peer.pacing import Device, StagePosition
 from ravnest.protocol.generation import (
@@ -26,6 +26,7 @@ from ravnest.protocol.generation import (
     GenerationValues,
     TokenChoices,
 )
+from ravnest.protocol.membership import Complaint
 from ravnest.protocol.messages import Refusal
 from ravnest.protocol.tensors import FLOAT_BYTES, Buffer
 from ravnest.transfer.outbox import Outgoing
@@ -77,7 +78,13 @@ class StageGeneration:
             about = (self._position.build_id, message.generation, message.step)
             return [Outgoing(HUB, GenerationFault(*about, told))]
         found.order, found.fields = message, fields
-        return self._admit(message.generation)
+        try:
+            return self._admit(message.generation)
+        except ProtocolError as error:  # not of the hub, but of values that came before its step
+            assert self._position.before is not None
+            about = (self._position.build_id, message.generation, message.step)
+            complaint = Complaint(self._position.build_id, self._position.before, str(error))
+            return [Outgoing(HUB, complaint), Outgoing(HUB, GenerationFault(*about, str(error)))]
 
     def receive_values(
         self, message: GenerationValues, buffers: Sequence[Buffer], sender: NodeId
@@ -102,6 +109,11 @@ class StageGeneration:
         number = next(iter(self._ready))
         del self._ready[number]
         return self._run(self._generations[number])
+
+    @property
+    def num_held(self) -> int:
+        """Generations that it remembers."""
+        return len(self._generations)
 
     @property
     def _program(self) -> Program:
@@ -141,20 +153,20 @@ class StageGeneration:
             raise ProtocolError("a step of a generation came with other values than those awaited")
         for (number, spec), buffer in zip(message.values, buffers, strict=True):
             value, kind = ValueId(number), program.values[ValueId(number)]
-            whole, places = kind.shape_at(num_rows), _new_places(order, kind)
-            wanted = whole if places is None else (whole[0], places.stop - places.start, *whole[2:])
+            whole, rows = kind.shape_at(num_rows), _find_rows(order, kind)
+            wanted = whole if rows is None else (num_rows, max(order.ends) - order.first, *rows[2:])
             if spec.shape != wanted or spec.dtype != kind.dtype:
                 raise ProtocolError(f"value {number} of a generation has shape {spec.shape}, not its own")
             device = self._position.device if spec.dtype in FLOAT_BYTES else "cpu"
             part = decode_tensor(buffer, spec, device)
-            if places is None:
+            if rows is None:
                 found.held[value] = part
                 continue
             if value not in found.held or tuple(found.held[value].shape) != whole:
-                if places.start:
+                if order.first:
                     raise ProtocolError("a step of a generation came without those before it")
                 found.held[value] = torch.zeros(whole, dtype=part.dtype, device=part.device)
-            found.held[value][:, places] = part
+            found.held[value].view(rows)[:, order.first : max(order.ends)] = part
 
     def _run(self, found: _Generation) -> Iterator[Outgoing]:
         order = found.order
@@ -173,17 +185,19 @@ class StageGeneration:
             yield self._pass_on(order, {ValueId(value): each for value, each in passed.outputs.items()})
         else:
             rows = choose_words(passed.results[LOGITS_RESULT], order.ends, order.num_choices)
-            is_answer = isinstance(rows, tuple)
-            answer = GenerationAnswer(*about, rows) if is_answer else GenerationFault(*about, rows)
-            yield Outgoing(HUB, answer)
+            if isinstance(rows, str):
+                yield Outgoing(HUB, GenerationFault(*about, rows))
+            else:
+                yield Outgoing(HUB, GenerationAnswer(*about, rows))
 
     def _pass_on(self, order: GenerationStep, outputs: dict[ValueId, Tensor]) -> Outgoing:
         """Return the new places of what crosses, in the format that activations have on this link."""
         assert self._position.after is not None
         specs, buffers = [], []
         for value in self._program.outputs:
-            places = _new_places(order, self._program.values[value])
-            sent = outputs[value] if places is None else outputs[value][:, places].contiguous()
+            rows, sent = _find_rows(order, self._program.values[value]), outputs[value]
+            if rows is not None:
+                sent = sent.reshape(rows)[:, order.first : max(order.ends)].contiguous()
             key = (self._position.seed, order.generation, order.step, int(value))
             specs.append((int(value), describe(sent, self._position.activations)))
             buffers.append(encode_tensor(sent, self._position.activations, key))
@@ -191,10 +205,16 @@ class StageGeneration:
         return Outgoing(self._position.after, message, tuple(buffers))
 
 
-def _new_places(order: GenerationStep, kind: TensorType) -> slice | None:
-    """Return the places that cross of a value with a place in its second size; None: all of it crosses."""
-    has_rows = len(kind.shape) > 1 and not isinstance(kind.shape[0], int) and kind.shape[1] == order.length
-    return slice(order.first, max(order.ends)) if has_rows else None
+def _find_rows(order: GenerationStep, kind: TensorType) -> tuple[int, ...] | None:
+    """Return sizes as (rows, places, ...), also where rows lie end to end; None: the value has no places."""
+    if kind.shape and kind.shape[0] == Size(order.length):
+        rest = kind.shape[1:]
+    elif len(kind.shape) > 1 and kind.shape[:2] == (Size(1), order.length):
+        rest = kind.shape[2:]
+    else:
+        return None
+    sizes = [each for each in rest if isinstance(each, int)]
+    return (len(order.ends), order.length, *sizes) if len(sizes) == len(rest) else None
 
 
 def choose_words(logits: Tensor, ends: Sequence[int], num_choices: int) -> tuple[TokenChoices, ...] | str:

@@ -96,11 +96,11 @@ class RunningStage:
             case StepReport():
                 return worker.timekeeper.record_report(message, sender) or ()
             case GenerationStep():
-                return worker.generation.receive_step(message, buffers) or ()
+                return worker.begin_texts().receive_step(message, buffers) or ()
             case GenerationValues():
-                return worker.generation.receive_values(message, buffers, sender) or ()
+                return worker.begin_texts().receive_values(message, buffers, sender) or ()
             case GenerationEnd():
-                worker.generation.end(message)
+                worker.begin_texts().end(message)
             case RoundOpen():
                 return self._open_round(message)
             case RoundCommit():
@@ -161,9 +161,12 @@ class RunningStage:
 
         A step of a generation comes first, since somebody waits for the word. Then training has its turn.
         """
-        text = None if self._was_text else self.worker.generation.next_work()
+        texts = self.worker.generation
+        if texts is None:
+            return self._train_or_average()
+        text = None if self._was_text else texts.next_work()
         self._was_text = text is not None
-        return text or self._train_or_average() or self.worker.generation.next_work()
+        return text or self._train_or_average() or texts.next_work()
 
     def _train_or_average(self) -> Iterator[Outgoing] | None:
         """Return the next piece of work for training or for a round.

@@ -134,7 +134,7 @@ class Worker:
         self._running: dict[MicrobatchId, _Running] = {}
         self._leases: dict[MicrobatchId, _Lease] = {}
         self._num_trained = self._num_refused = 0
-        self.generation = StageGeneration(position, blueprint, stage, device)
+        self.generation: StageGeneration | None = None  # from the first text on
         self.tied = TiedWeights(position, blueprint, stage)
         self._unsent: list[Outgoing] = self.tied.hello()  # to be sent before any work
 
@@ -160,6 +160,13 @@ class Worker:
             for microbatch, arriving in self._arriving.items()
             if arriving.is_evaluation is False
         )
+
+    def begin_texts(self) -> StageGeneration:
+        """Return the stage's part in texts, made for the first one."""
+        if self.generation is None:
+            facts = (self.position, self._blueprint, self._stage, self._device)
+            self.generation = StageGeneration(*facts)
+        return self.generation
 
     def flush(self) -> Iterator[Outgoing] | None:
         """Return messages that leave whether there is work or not."""

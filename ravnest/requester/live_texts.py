@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import psutil  # type: ignore[import-untyped]
 
+from ravnest.config import TIMEOUTS
 from ravnest.errors import ConfigError, RavnestError
 from ravnest.hub.coordinator.notices import Evaluated, Notice, SampledText
 from ravnest.hub.service.generation_service import GenerationService, RowsToGoOn
@@ -32,7 +33,6 @@ logger = logging.getLogger(__name__)
 Prompt = str | Sequence[int]
 Hear = Callable[[int], object]
 _SAMPLE_TOKENS = 48  # of a text after an evaluation
-_LOOK_SECONDS = 1.0  # between two looks whether the training is still there
 
 
 class Texts(Protocol):
@@ -79,9 +79,10 @@ class LiveTexts(_Writing):
         given: PreparedJob,
         service: GenerationService,
         record: Callable[[tuple[SampledText, ...]], None],
+        in_background: Callable[..., Any] = asyncio.to_thread,
     ) -> None:
         super().__init__(given)
-        self._service, self._record = service, record
+        self._service, self._record, self._in_background = service, record, in_background
         self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
         self._tasks: set[asyncio.Task[None]] = set()
         self._turn = asyncio.Lock()
@@ -116,7 +117,7 @@ class LiveTexts(_Writing):
         self, prompt: Prompt, sampling: Sampling, *, is_chat: bool = False
     ) -> AsyncGenerator[tuple[int, str], None]:
         """Yield (token, text) on the hub's event loop; the last text may come without a token, as -1."""
-        await asyncio.to_thread(lambda: self.writer)  # it may run the model once
+        await self._in_background(lambda: self.writer)  # it may run the model once
         ids = self.encode(prompt, is_chat=is_chat)
         async with self._service.generating() as generation:
 
@@ -143,7 +144,7 @@ class LiveTexts(_Writing):
         sampling, texts = Sampling(max_tokens=_SAMPLE_TOKENS), list[str]()
         try:
             async with self._service.generating() as generation, self._turn:
-                await asyncio.to_thread(lambda: self.writer)
+                await self._in_background(lambda: self.writer)
                 ids = [self.encode(prompt) for prompt in prompts]
                 for start in range(0, len(ids), MOST_ROWS):
 
@@ -165,7 +166,7 @@ class LiveTexts(_Writing):
             raise RavnestError("no text can be had: the training has ended") from None
         while True:
             try:
-                return future.result(_LOOK_SECONDS)
+                return future.result(TIMEOUTS.program.text_look_seconds)
             except CancelledError:
                 raise RavnestError("no text can be had: the training has ended") from None
             except NotYet:

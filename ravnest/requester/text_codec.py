@@ -80,10 +80,10 @@ def find_codec(tokenizer: object, model: object, num_words: int) -> TextCodec:
             return TextCodec(lambda text: list(text.encode()), _decode_bytes)
         problem = f"the model has {num_words} words, and the job no tokenizer"
         raise ConfigError(f"{problem}; give tokenizer={_FORMS} to the Job")
-    if isinstance(tokenizer, tuple | list):
-        check_tokenizer(tokenizer)
-        return TextCodec(*tokenizer, find_ends(model, None))
     check_tokenizer(tokenizer)
+    if isinstance(tokenizer, tuple | list):
+        encode, decode = tokenizer
+        return TextCodec(encode, decode, find_ends(model, None))
     plain: Any = tokenizer
     return TextCodec(plain.encode, plain.decode, find_ends(model, plain), plain)
 

@@ -298,6 +298,7 @@ class Busy:
     """Stands for a worker and an averager that always have work, or as often as told."""
 
     is_blocking, is_open = False, True
+    generation = None  # nobody asks for a text
 
     def __init__(self, clock: Clock, seconds: float, num_pieces: float = float("inf")) -> None:
         self.clock, self.seconds, self.num_pieces, self.spent = clock, seconds, num_pieces, 0.0

@@ -60,6 +60,7 @@ from ravnest.protocol.messages import Message, Refusal
 from ravnest.protocol.training import LeaseDone
 from ravnest.requester.checkpoint_store import Checkpoints
 from ravnest.requester.first_weights import find_first_weights
+from ravnest.requester.live_texts import LiveTexts
 from ravnest.requester.owner import JobOwner, Recorded
 from ravnest.requester.prepare import PreparedJob
 from ravnest.requester.prepare import prepare as prepare_job
@@ -333,6 +334,11 @@ class World:
     def now(self) -> float:
         """Virtual seconds since the start."""
         return asyncio.get_running_loop().time()
+
+    @property
+    def texts(self) -> LiveTexts:
+        """What the clusters write, on the event loop of the world."""
+        return LiveTexts(self.given, self._server.generation, self._server.record_texts, _inline)
 
     @property
     def alive(self) -> tuple[NodeId, ...]:

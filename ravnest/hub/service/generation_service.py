@@ -54,7 +54,7 @@ class GenerationService:
         self._answers: dict[Generation, asyncio.Future[tuple[TokenChoices, ...] | Unanswered]] = {}
         self._changed = asyncio.Event()  # something may be running now that was not
         self._is_over = False
-        self._num_open = 0
+        self.num_open = 0  # generations under way
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -65,7 +65,7 @@ class GenerationService:
         found = self._generations.open()
         if isinstance(found, str):
             raise RavnestError(found)
-        self._num_open += 1
+        self.num_open += 1
         self._idle.clear()
         try:
             yield found
@@ -74,8 +74,8 @@ class GenerationService:
                 nodes, message = told
                 for node in nodes:
                     self._post(Outgoing(node, message))
-            self._num_open -= 1
-            if not self._num_open:
+            self.num_open -= 1
+            if not self.num_open:
                 self._idle.set()
 
     async def ask(self, generation: Generation, rows: RowsToGoOn) -> tuple[TokenChoices, ...]:
@@ -98,6 +98,7 @@ class GenerationService:
         self, generation: Generation, step: StepAsked, rows: RowsToGoOn
     ) -> tuple[TokenChoices, ...] | Unanswered:
         seconds = self._timeouts.generation_seconds
+        answer: asyncio.Future[tuple[TokenChoices, ...] | Unanswered]
         answer = self._answers[generation] = asyncio.get_running_loop().create_future()
         try:
             self._send(step, rows)
@@ -120,8 +121,6 @@ class GenerationService:
 
     def follow(self) -> None:
         """Look at the clusters again: something has happened to the hub."""
-        if not self._num_open:
-            return
         self._changed.set()
         for generation, found in self._generations.follow():
             self._resolve(generation, found)

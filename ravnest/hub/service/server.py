@@ -385,7 +385,8 @@ class Server:
         for action in actions:
             self._carry_out(action)
         self._charge(event, actions)
-        self.generation.follow()
+        if self.generation.num_open:
+            self.generation.follow()
         if not actions and isinstance(event, Received) and isinstance(event.message, StepReport):
             return  # a report can only put off what is due; the timer may come too early
         self._set_timer()

@@ -44,6 +44,7 @@ from ravnest.model.stage.text_model import make_generation_program
 State = Mapping[str, torch.Tensor]
 MicrobatchKey = tuple[int, int]  # seed, batch number: with the operation's number they seed its randomness
 MakeCompiler = Callable[[StageToCompile], StageCompiler]
+_Values = Mapping[ValueId, torch.Tensor]
 _Tensors = tuple[torch.Tensor, ...]
 _Passed = tuple[_Tensors, _Tensors]
 _EMBEDDING = "aten.embedding.default"
@@ -96,7 +97,6 @@ class StageProgram:
             stage = StageToCompile(blueprint, setting.device, setting.autocast, self._train.trace)
             self._train.compiler = make_compiler(stage)
         self._evaluate = _Runner(blueprint.evaluate, entries, setting)
-        self._entries = entries
         self._generate: _Runner | None = None  # made for the first text
 
     @property
@@ -104,8 +104,8 @@ class StageProgram:
         """Weights of which the training program only ever uses a cast to bf16, in mixed precision."""
         if self.setting.autocast is not torch.bfloat16:
             return frozenset()
-        castable = find_castable(self.blueprint.train)
-        return frozenset(name for value, name in self.blueprint.train.state if value in castable)
+        found = find_castable(self.blueprint.train)
+        return frozenset(name for value, name in self.blueprint.train.state if value in found)
 
     def trace(self, arguments: Sequence[torch.Tensor]) -> TracedStage:
         """Return the training program as a function of its state, fields and inputs, in this order."""
@@ -124,13 +124,11 @@ class StageProgram:
         runner = self._train if training else self._evaluate
         return runner.run(state, inputs, fields, key)
 
-    def forward_text(
-        self, state: State, inputs: Mapping[ValueId, torch.Tensor], fields: Mapping[str, torch.Tensor]
-    ) -> StageOutputs:
+    def forward_text(self, state: State, inputs: _Values, fields: State) -> StageOutputs:
         """Run rows of tokens as in evaluation; the last stage gives logits instead of loss and metrics."""
         if self._generate is None:
-            program = make_generation_program(self.blueprint.evaluate)
-            self._generate = _Runner(program, self._entries, self.setting)
+            entries = {entry.name: entry for entry in self.blueprint.state}
+            self._generate = _Runner(make_generation_program(self.blueprint.evaluate), entries, self.setting)
         return self._generate.run(state, inputs, fields, None)
 
 
@@ -251,9 +249,7 @@ class _Runner:
         blocks = find_blocks(program, setting.window) if setting.recompute else []
         self._blocks = [_Graph(FrozenValues(block.program, entries), setting) for block in blocks]
 
-    def run(
-        self, state: State, inputs: Mapping[ValueId, torch.Tensor], fields: State, key: MicrobatchKey | None
-    ) -> StageOutputs:
+    def run(self, state: State, inputs: _Values, fields: State, key: MicrobatchKey | None) -> StageOutputs:
         program, setting = self._program, self._setting
         num_samples = check_batch(program, inputs, fields)
         kept = {value: state[name] for value, name in program.state}
