@@ -1,4 +1,4 @@
-"""Norms of gradients: how long and how noisy they are, and whether their numbers are finite.
+"""Norms of gradients: how long and how noisy they are, and whether numbers are finite.
 
 The mean gradient of n samples has the expected square G^2 + V / n: G is the gradient of all data, V the
 variance of one sample's. Microbatches and the batch they make up are two such means, so they give both. V and
@@ -6,8 +6,9 @@ G^2 add up over the stages of a cluster; V / G^2 is the noise scale, in samples 
 """
 
 import math
-from collections.abc import Iterable, Mapping
-from math import isfinite
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import inf, isfinite
 from typing import TypeVar
 
 import torch
@@ -112,3 +113,44 @@ def measure_norms(tensors: list[Tensor]) -> list[Tensor]:
         norms = torch._foreach_norm(some, dtype=torch.float32) if is_narrow else torch._foreach_norm(some)
         found.update(zip(places, norms, strict=True))
     return [found[place] for place in range(len(tensors))]
+
+
+@dataclass(slots=True)
+class ForwardChecks:
+    """Numbers that tell whether a forward went well; each look at them waits for the device."""
+
+    largest: dict[int, Tensor] = field(default_factory=dict)  # by value
+    loss: Tensor | None = None
+
+    @classmethod
+    def of(cls, outputs: Mapping[int, Tensor], loss: Tensor | None) -> "ForwardChecks":
+        """Begin to measure what a forward made."""
+        values = outputs.items()
+        large = {value: each for value, each in values if each.is_floating_point() and each.numel()}
+        largest = {value: each.detach().max() for value, each in large.items()}
+        return cls(largest, None if loss is None else loss.detach().reshape(()))
+
+    def gather(self, more: Sequence[Tensor]) -> Tensor | None:
+        """Return all numbers to be read, still on the device."""
+        every = [*self.largest.values(), *(() if self.loss is None else (self.loss,)), *more]
+        return torch.stack(every) if every else None
+
+    def read_with(self, more: Sequence[Tensor] = ()) -> tuple[str | None, list[float]]:
+        """Return the fault there is, and more numbers, with a single wait; the checks are done then."""
+        return self.read(self.gather(more))
+
+    def read(self, gathered: Tensor | None) -> tuple[str | None, list[float]]:
+        """Return what `read_with` does, of numbers that were gathered before."""
+        numbers = [] if gathered is None else gathered.tolist()
+        num_own = len(self.largest) + (self.loss is not None)
+        told, rest = numbers[:num_own], numbers[num_own:]
+        # Not below: minus infinity is how masks say "never".
+        faults = [
+            f"value {value} is not finite"
+            for value, largest in zip(self.largest, told, strict=False)
+            if not largest < inf
+        ]
+        if self.loss is not None and not isfinite(told[-1]):
+            faults.append(f"the loss is {told[-1]}")
+        self.largest, self.loss = {}, None
+        return next(iter(faults), None), rest

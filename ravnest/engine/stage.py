@@ -8,14 +8,14 @@ decides what runs when.
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from ravnest.engine.norms import NoiseMeter, find_norms, find_not_finite, measure_norms
+from ravnest.engine.norms import ForwardChecks, NoiseMeter, find_norms, find_not_finite, measure_norms
 from ravnest.engine.optimizers import Optimizer, OptimizerSettings
 from ravnest.engine.weight_versions import Graph, HeldInputs, MakeAgain, Snapshot, Versions
 from ravnest.errors import ProtocolError, RavnestError
@@ -145,52 +145,11 @@ class _Autograd:
 
 
 @dataclass(slots=True)
-class _Checks:
-    """Numbers that tell whether a forward went well; each look at them waits for the device."""
-
-    largest: dict[int, Tensor] = field(default_factory=dict)  # by value
-    loss: Tensor | None = None
-
-    @classmethod
-    def of(cls, outcome: ForwardOutcome) -> "_Checks":
-        values = outcome.outputs.items()
-        large = {value: each for value, each in values if each.is_floating_point() and each.numel()}
-        loss = outcome.results.get("loss")
-        largest = {value: each.detach().max() for value, each in large.items()}
-        return cls(largest, None if loss is None else loss.detach().reshape(()))
-
-    def gather(self, more: Sequence[Tensor]) -> Tensor | None:
-        """Return all numbers to be read, still on the device."""
-        every = [*self.largest.values(), *(() if self.loss is None else (self.loss,)), *more]
-        return torch.stack(every) if every else None
-
-    def read_with(self, more: Sequence[Tensor] = ()) -> tuple[str | None, list[float]]:
-        """Return the fault there is, and more numbers, with a single wait; the checks are done then."""
-        return self.read(self.gather(more))
-
-    def read(self, gathered: Tensor | None) -> tuple[str | None, list[float]]:
-        """Return what `read_with` does, of numbers that were gathered before."""
-        numbers = [] if gathered is None else gathered.tolist()
-        num_own = len(self.largest) + (self.loss is not None)
-        told, rest = numbers[:num_own], numbers[num_own:]
-        # Not below: minus infinity is how masks say "never".
-        faults = [
-            f"value {value} is not finite"
-            for value, largest in zip(self.largest, told, strict=False)
-            if not largest < math.inf
-        ]
-        if self.loss is not None and not math.isfinite(told[-1]):
-            faults.append(f"the loss is {told[-1]}")
-        self.largest, self.loss = {}, None
-        return next(iter(faults), None), rest
-
-
-@dataclass(slots=True)
 class _Flight:
     num_updates: int  # when it went forward
     backward: Backward
     shapes: dict[int, torch.Size]  # of what was sent on
-    unread: "_Checks"  # of its forward
+    unread: ForwardChecks  # of its forward
     inputs: HeldInputs
     sent: tuple[Tensor, ...] = ()  # gradients of the inputs, on their way
 
@@ -288,7 +247,7 @@ class StageEngine:
                 outcome = self._program.forward(
                     {**self._rest, **buffers, **weights}, leaves, fields, training=True, key=key
                 )
-            checks, reason = _Checks.of(outcome), None
+            checks, reason = ForwardChecks.of(outcome.outputs, outcome.results.get("loss")), None
             if outcome.outputs or not self._defers:
                 reason, _ = checks.read_with()  # a GPU says only here that an operation failed
         except _FAILURES as error:
@@ -370,7 +329,10 @@ class StageEngine:
         self._shares += share
         weight *= share
         if not self._is_ahead:
-            self._add(found, norms, weight, flight.sent)
+            try:
+                self._add(found, norms, weight, flight.sent)
+            except (MemoryError, torch.OutOfMemoryError) as error:
+                _give_up(microbatch, "backward", error)  # raises: a PC without memory has to leave
         return None
 
     def _can_go_ahead(self, flight: _Flight, weight: float, found: Tensors) -> bool:
@@ -539,7 +501,7 @@ class StageEngine:
         try:
             with torch.no_grad():
                 outcome = run(state, inputs, fields)
-            reason, _ = _Checks.of(outcome).read_with()
+            reason, _ = ForwardChecks.of(outcome.outputs, outcome.results.get("loss")).read_with()
         except _FAILURES as error:
             return _give_up(microbatch, where, error)
         return DroppedWork(microbatch, where, reason) if reason else _detach(outcome)
