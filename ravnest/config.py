@@ -344,6 +344,7 @@ class ProgramTimeouts:
     lending_look_seconds: float = 1.0  # between two looks at hours, battery and memory of a lent PC
     doctor_seconds: float = 5.0  # the doctor waits so long for a hub
     mirror_seconds: float = 30.0  # a mirror of weights may be silent so long
+    reader_end_seconds: float = 5.0  # until a reader whose pipe is closed has an exit code
 
 
 @dataclass(frozen=True, slots=True)
