@@ -179,6 +179,7 @@ RULES: dict[str, Any] = {
     "t2u_encoder_layers": 1,
     "t2u_decoder_layers": 1,
     "num_landmarks": 4,
+    "segment_means_seq_len": LENGTH,
     "num_global_tokens": 4,
     "context_length": 64,
     "hc_sinkhorn_iters": 3,

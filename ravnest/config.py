@@ -355,6 +355,7 @@ class ProgramTimeouts:
     page_keepalive_seconds: float = 15.0  # a stream of updates is never silent for longer
     page_end_seconds: float = 3.0  # at the end, pages have this long to hear of it
     text_look_seconds: float = 1.0  # who waits for a text looks so often whether the training goes on
+    reader_end_seconds: float = 5.0  # until a reader whose pipe is closed has an exit code
 
 
 @dataclass(frozen=True, slots=True)

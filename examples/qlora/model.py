@@ -40,12 +40,11 @@ def make_sample(head: str, answer: str) -> Sample:
 
 def make_base(tiny: bool, samples: list[Sample]) -> LlamaForCausalLM:
     """Return a Llama that has seen heads of functions; you would write from_pretrained(...) here."""
-    width, depth = (32, 2) if tiny else (128, 4)
     config = LlamaConfig(
         vocab_size=256,
-        hidden_size=width,
-        intermediate_size=3 * width,
-        num_hidden_layers=depth,
+        hidden_size=128,  # smaller matrices are not worth four bits
+        intermediate_size=384,
+        num_hidden_layers=1 if tiny else 4,
         num_attention_heads=4,
         max_position_embeddings=LENGTH,
     )

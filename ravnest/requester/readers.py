@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ravnest.config import TIMEOUTS
 from ravnest.errors import CaptureError, ConfigError
 from ravnest.requester.users_code import users_code
 
@@ -27,7 +28,6 @@ Read = Callable[[Sequence[int]], dict[str, Tensor]]
 
 _NAME = "ravnest reader"
 _PLACE = "the data"
-_END_SECONDS = 5.0  # until a process whose pipe is closed has an exit code
 _IMPORTABLE = "define the dataset in a file that can be imported"
 _NO_READERS = "num_workers=0 reads in this process"
 
@@ -146,7 +146,7 @@ class _Reader:
         return torch.frombuffer(content, dtype=torch.uint8).view(dtype).view(field.shape)
 
     def _show_end(self) -> str:
-        self._process.join(_END_SECONDS)
+        self._process.join(TIMEOUTS.program.reader_end_seconds)
         code = self._process.exitcode
         return f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
 

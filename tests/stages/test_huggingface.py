@@ -100,3 +100,47 @@ def test_a_backward_in_python_is_the_gradient_of_what_runs_instead(name: str) ->
     torch.testing.assert_close(found, expected)
     one, other = (torch.autograd.grad((out * weights).sum(), given[0])[0] for out in (expected, found))
     torch.testing.assert_close(other, one)
+
+
+def tapas() -> Any:
+    sizes = SIZES | {"num_attention_heads": 2, "max_position_embeddings": 16, "num_hidden_layers": 1}
+    return transformers.TapasForMaskedLM(transformers.TapasConfig(**sizes))
+
+
+def test_positions_within_the_cells_of_a_table_are_captured() -> None:
+    torch.manual_seed(0)
+    model, batch = tapas(), rows()
+    cells = torch.zeros(4, 6, 7, dtype=torch.long)
+    cells[:, :, 1] = torch.tensor(
+        [1, 1, 2, 2, 2, 1]
+    )  # columns, and rows: tokens of a cell need not be neighbours
+    cells[:, :, 2] = torch.tensor([1, 1, 1, 1, 2, 1])
+    cells[1, :, 1] = 1
+    captured = capture(model, batch | {"token_type_ids": cells})
+    assert any(entry.name.endswith("position_embeddings.weight") for entry in captured.blueprint.state)
+
+
+def test_values_of_segments_are_looked_up_as_they_do_it() -> None:
+    from transformers.models.tapas import modeling_tapas
+
+    torch.manual_seed(0)
+    index = modeling_tapas.IndexMap(torch.randint(0, 5, (3, 7)), 5, batch_dims=1)
+    tables = (torch.randn(3, 5), torch.randn(3, 7, 2))
+    expected = [modeling_tapas.gather(table, index) for table in tables]
+    values = torch.randint(0, 50, (3, 7))
+    least = modeling_tapas.gather(modeling_tapas.reduce_min(values, index)[0], index)
+    with plain_transformers(()):
+        for table, wanted in zip(tables, expected, strict=True):
+            assert torch.equal(modeling_tapas.gather(table, index), wanted)
+        found = modeling_tapas.gather(modeling_tapas.reduce_min(values, index)[0], index)
+    assert torch.equal(found, least)
+
+
+@pytest.mark.parametrize("num_landmarks", [2, 6])
+def test_attention_by_landmarks_is_captured(num_landmarks: int) -> None:
+    torch.manual_seed(0)
+    config = transformers.NystromformerConfig(
+        **SIZES, num_attention_heads=2, num_landmarks=num_landmarks, segment_means_seq_len=6
+    )
+    batch = rows() | ({} if num_landmarks == 2 else {"attention_mask": torch.ones(4, 6).triu(-3).long()})
+    capture(transformers.NystromformerForMaskedLM(config), batch)

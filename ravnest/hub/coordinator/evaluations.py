@@ -103,6 +103,10 @@ class EvaluationSchedule:
         following = (self._count_updates(num_before) // self._updates + 1) * self._updates
         return max(1, min(num_samples, self._settings.samples_of(following) - num_before))
 
+    def is_at_mark(self, num_before: int, last_mark: int) -> bool:
+        """Return whether no batch is to be granted before an evaluation by updates."""
+        return bool(self._updates) and self.find_due(last_mark, 0, num_before) is not None
+
     def last_mark(self, mark: int, num_counted: int) -> int:
         """Return the last mark that is not evaluated again when training goes on from so many samples."""
         if self._updates:  # a mark of another job, by epochs maybe, means nothing

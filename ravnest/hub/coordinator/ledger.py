@@ -301,6 +301,8 @@ class Ledger:
                 orders += granted
             return orders
         while not self._is_stopped and self.exact.may_add(placement):
+            if self._schedule.is_at_mark(self._book.num_before, self._evaluated):
+                break
             granted = self._grant_batch(placement)
             if not granted:
                 break

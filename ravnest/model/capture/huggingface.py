@@ -316,6 +316,38 @@ def _run_jetmoe_experts(module: Any, given: torch.Tensor, sizes: torch.Tensor) -
     return (made * is_own.unsqueeze(-1)).sum(dim=0)
 
 
+def _mask_without_landmarks(config: Any, **given: Any) -> Any:
+    """Return the mask, or none where attention is by landmarks: it fits none, so theirs takes no padding."""
+    if config.num_landmarks != config.segment_means_seq_len:
+        return None
+    return sys.modules["transformers.masking_utils"].create_bidirectional_mask(config=config, **given)
+
+
+@dataclass(frozen=True, slots=True)
+class _OfOwnSegment:
+    """A value for each token, of all tokens in its segment."""
+
+    values: torch.Tensor
+
+
+def _least_of_segment(values: torch.Tensor, index: Any, **_: object) -> tuple[_OfOwnSegment, Any]:
+    """Return for each token the least value in its segment; there are far more segments than tokens."""
+    same = index.indices.unsqueeze(-1) == index.indices.unsqueeze(-2)
+    largest = torch.full((), torch.iinfo(values.dtype).max, dtype=values.dtype, device=values.device)
+    return _OfOwnSegment(torch.where(same, values.unsqueeze(-2), largest).amin(-1)), index
+
+
+def _look_up_segment(values: torch.Tensor | _OfOwnSegment, index: Any, **_: object) -> torch.Tensor:
+    """Return for each token the value of its segment."""
+    if isinstance(values, _OfOwnSegment):
+        return values.values
+    dim, indices = index.batch_dims, index.indices.long()
+    beside = values.shape[dim + 1 :]
+    places = indices.flatten(dim).reshape(*indices.shape[:dim], -1, *[1] * len(beside))
+    found = torch.gather(values, dim, places.expand(*places.shape[: dim + 1], *beside))
+    return found.reshape(*indices.shape, *beside)
+
+
 # The module under transformers.models, the class or "", the name, and what runs instead.
 _PLAIN_CODE: tuple[tuple[str, str, str, Callable[..., Any]], ...] = (
     ("dbrx.modeling_dbrx", "DbrxExperts", "forward", _run_dbrx_experts),
@@ -330,6 +362,10 @@ _PLAIN_CODE: tuple[tuple[str, str, str, Callable[..., Any]], ...] = (
     # For export they do not make the mask that they need.
     ("longt5.modeling_longt5", "", "is_torchdynamo_compiling", lambda: False),
     ("switch_transformers.modeling_switch_transformers", "", "is_torchdynamo_compiling", lambda: False),
+    ("nystromformer.modeling_nystromformer", "", "create_bidirectional_mask", _mask_without_landmarks),
+    # Of 65,536 segments a table's tokens are in a few; the least of each would need another operator.
+    ("tapas.modeling_tapas", "", "reduce_min", _least_of_segment),
+    ("tapas.modeling_tapas", "", "gather", _look_up_segment),
     ("xmod.modeling_xmod", "XmodOutput", "lang_adapter", _adapt_languages),
 )
 
