@@ -60,7 +60,8 @@ def guests(folder: str | None, as_json: bool) -> None:
 @click.command()
 @click.argument("name")
 @click.argument("folder", required=False)
-def revoke(name: str, folder: str | None) -> None:
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object (ravnest.revoke/1).")
+def revoke(name: str, folder: str | None, as_json: bool) -> None:
     """Withdraw the token of the guest NAME; its nodes leave, the others train on.
 
     "everybody" is the name of the hub's own token. Without a hub at work it is withdrawn for the next one.
@@ -75,13 +76,17 @@ def revoke(name: str, folder: str | None) -> None:
         list(ask_hub(place, RevokeRequest(name)))
     else:
         GuestFile(place).change(lambda known: known.revoke(name))
-    click.echo(f"the invitation of {name} in {place} is withdrawn", err=True)
+    if as_json:
+        click.echo(to_json({"schema": "ravnest.revoke/1", "folder": str(place), "name": name}))
+    else:
+        click.echo(f"the invitation of {name} in {place} is withdrawn", err=True)
 
 
 @click.command()
 @click.argument("node")
 @click.argument("folder", required=False)
-def kick(node: str, folder: str | None) -> None:
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object (ravnest.kick/1).")
+def kick(node: str, folder: str | None, as_json: bool) -> None:
     """Send NODE away from the run in FOLDER; it may not come back with the same key.
 
     Its provider can join again with a new one: to prevent that, withdraw the invitation.
@@ -91,4 +96,7 @@ def kick(node: str, folder: str | None) -> None:
 
     place = find_run(folder)
     list(ask_hub(place, KickRequest(node)))
-    click.echo(f"{node} is sent away from {place}", err=True)
+    if as_json:
+        click.echo(to_json({"schema": "ravnest.kick/1", "folder": str(place), "node": node}))
+    else:
+        click.echo(f"{node} is sent away from {place}", err=True)
