@@ -195,9 +195,9 @@ class Weighing(StageEngine):
         super().__init__(*given)
         self.weights = []
 
-    def backward_weights(self, batch, weight, num_samples):
+    def backward_weights(self, batch, weight, num_samples, rate=None):
         self.weights.append(weight)
-        return super().backward_weights(batch, weight, num_samples)
+        return super().backward_weights(batch, weight, num_samples, rate)
 
 
 def test_a_straggler_counts_less(captured):

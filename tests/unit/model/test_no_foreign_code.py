@@ -37,6 +37,8 @@ FORBIDDEN_IMPORTS = {
     "code",
     "importlib",
 }
+# What torch's compiler wrote on this very PC, for this provider, in a folder of this user alone: decision 24.
+OWN_CODE = {"ravnest.peer.part_code": {"importlib.util"}}
 FORBIDDEN_NAMES = {"eval", "exec", "compile", "__import__"}
 FORBIDDEN_ATTRIBUTES = {
     f"torch.{name}"
@@ -99,7 +101,7 @@ def test_a_provider_reaches_no_loader_of_foreign_code() -> None:
     assert not {"ravnest.model.capture.capture", "ravnest.model.capture.trace"} & modules, (
         "capture runs the requester's code"
     )
-    assert {name: faults(tree(name)) for name in modules if faults(tree(name))} == {}
+    assert {name: faults(tree(name)) for name in modules if faults(tree(name))} == OWN_CODE
 
 
 @pytest.mark.parametrize(
