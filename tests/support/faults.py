@@ -40,7 +40,7 @@ from ravnest.requester.result import Result
 from tests.support.small_swarm import ENDLESS, check_books, stop_run
 from tests.support.small_swarm import PLAN as SMALL_PLAN
 
-PLAN = replace(SMALL_PLAN, max_stages=3)
+PLAN = replace(SMALL_PLAN, max_stages=3, clusters=2)  # of seven nodes one is a spare
 NUM_SAMPLES, NUM_VALIDATION = 1024, 256
 EPOCHS = 4  # that are trained at least
 FLOPS_PER_SECOND = 1.5e8  # of an emulated device: a microbatch takes a stage of three 20 ms
