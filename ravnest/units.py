@@ -116,12 +116,14 @@ def _three_digits(value: float) -> str:
     return f"{value:.0f}" if abs(value) >= 99.95 else f"{value:.3g}"
 
 
+# Control characters, those that turn the direction of a line, and those that cannot be seen.
+UNPLAIN_LETTERS = r"\x00-\x1f\x7f-\x9f\xad\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff"
+
+
 def show_plainly(text: str) -> str:
     """Return text of others as one line that a terminal shows and does not obey."""
     line = re.sub(r"\s*[\r\n\t\v\f]\s*", " ", text)
-    return "".join(
-        letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in line
-    )
+    return re.sub(f"[{UNPLAIN_LETTERS}]", lambda found: found[0].encode("unicode_escape").decode(), line)
 
 
 def show_count(count: int, noun: str) -> str:

@@ -24,7 +24,7 @@ from ravnest.protocol.membership import MembershipMessage, ProbeOrder, ProbeRepo
 from ravnest.protocol.placement import BlobPart, BlobRequest, PlacementMessage
 from ravnest.protocol.tensors import Buffer, TensorSpec
 from ravnest.protocol.training import LearningRate, Pace, TrainingMessage
-from ravnest.units import show_plainly
+from ravnest.units import UNPLAIN_LETTERS, show_plainly
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +52,7 @@ WIRE_VERSION = 4
 MOST_HEADER_BYTES = 64 * 1024
 
 _LONGEST_TEXT = 300
-# No control characters, none that turn the direction of a line or cannot be seen: people read these texts.
-_PLAIN_TEXT = r"\A[^\x00-\x1f\x7f-\x9f\xad\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]*\Z"
+_PLAIN_TEXT = rf"\A[^{UNPLAIN_LETTERS}]*\Z"  # people read these texts
 _LARGEST_FLOAT = float.fromhex("0x1.fffffffffffffp+1023")
 # What holds for a field unless its type in protocol says otherwise.
 _BOUNDS: Mapping[object, Meta] = {

@@ -3,7 +3,7 @@
 import types
 from dataclasses import fields, is_dataclass
 from random import Random
-from typing import Any, NewType, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, NewType, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 import pytest
@@ -51,6 +51,14 @@ specs = st.builds(
 )
 
 
+def bounded_values(hint: Any, bounds: msgspec.Meta) -> st.SearchStrategy:
+    """Return all whole numbers, or short tuples, within bounds."""
+    if hint is int:
+        return st.integers(bounds.ge or 0, bounds.le)
+    item, _ = get_args(hint)
+    return st.lists(values_of(item), min_size=bounds.min_length or 0, max_size=4).map(tuple)
+
+
 def values_of(hint: Any) -> st.SearchStrategy:
     """Return all values a field of this type may have."""
     if hint in scalars:
@@ -59,6 +67,8 @@ def values_of(hint: Any) -> st.SearchStrategy:
         return specs
     if isinstance(hint, NewType):
         return values_of(hint.__supertype__)
+    if get_origin(hint) is Annotated:
+        return bounded_values(*get_args(hint))
     if is_dataclass(hint):
         return records_of(hint)
     origin, inner = get_origin(hint), get_args(hint)

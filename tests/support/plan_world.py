@@ -59,7 +59,7 @@ def node(name, memory_mb=1000.0, gflops=100.0, **facts):
 
 
 # The search stops after its greedy seeds: laws hold for whatever it finds, and this is quick.
-FIRST_ANSWERS = SearchBudget(clusters=-1, quick_clusters=-1)
+FIRST_ANSWERS = SearchBudget(clusters=-1, quick_clusters=-1, complete_nodes=0)
 
 
 def swarm_of(*nodes):
