@@ -129,7 +129,8 @@ def try_architecture(architecture: Architecture) -> Found:
         model.zero_grad()
     except Exception as error:
         place = traceback.extract_tb(error.__traceback__)[-1]
-        where = f"{re.sub(r'.*/site-packages/', '', place.filename)}:{place.lineno}"
+        file = re.sub(r".*/site-packages/", "", place.filename).replace(f"{PAGE.parents[1]}/", "")
+        where = f"{file}:{place.lineno}"
         return found | {"reason": f"{_first_line(error)} ({where})"}
     found["runs_alone"] = True
     try:
