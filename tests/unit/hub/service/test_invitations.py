@@ -75,6 +75,14 @@ def test_a_guest_comes_in_by_its_own_secret_alone() -> None:
         assert "not for this hub" in str(door.admit(keys, forged))
 
 
+def test_the_secret_of_one_guest_does_not_open_the_invitation_of_another() -> None:
+    door, other = Door(), b"bob\x00\x01\x02\x03\x04"
+    door.guests.change(lambda known: known.invite(other.hex(), "bob", door.now, None, None))
+    assert "not for this hub" in str(
+        door.admit(new_keys(), msgspec.structs.replace(door.token, invitation=other))
+    )
+
+
 def test_one_node_more_than_invited_is_refused_and_one_that_comes_again_is_not() -> None:
     door, first, second = Door(nodes=1), new_keys(), new_keys()
     door.join(first)
