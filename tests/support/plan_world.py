@@ -23,6 +23,30 @@ from ravnest.plan.line import LineCost
 from ravnest.plan.types import ModelProfile, Node, Plan, Swarm
 
 MB = 1e6
+# What stages of this hold and send is easily reckoned by hand.
+TWO_POSITIONS = ModelProfile(
+    name="two",
+    samples_per_batch=4,
+    parameter_bytes=(10 * MB, 20 * MB),
+    matrix_bytes=(6 * MB, 0.0),
+    forward_flops=(1e9, 2e9),
+    backward_flops=(2e9, 4e9),
+    saved_bytes=(3 * MB, 5 * MB),
+    crossing_bytes=(1 * MB, 8 * MB, 2 * MB),
+)
+BY_HAND = PlanConfig(
+    in_flight_per_hop=2,
+    max_lag=2,
+    averaging_share=0.2,
+    overhead_bytes=7 * MB,
+    recover_seconds=30.0,
+    recompute=Recompute.NEVER,
+    versions=WeightFormat.FP32,
+    states=StateFormat.FP32,
+    saves_memory=False,
+    activations=WireChoice.BF16,
+    gradients=WireChoice.BF16,
+)
 # A parameter byte costs two (weights and gradient), one per old version, and 2.5 when clusters average.
 SIMPLE = PlanConfig(
     versions=WeightFormat.FP32,

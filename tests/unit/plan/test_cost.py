@@ -7,43 +7,16 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from support.plan_world import MB, node, swarm_of
+from support.plan_world import BY_HAND, MB, TWO_POSITIONS, node, swarm_of
 
 from ravnest.config import (
     Averaging,
-    PlanConfig,
     Recompute,
-    StateFormat,
-    WeightFormat,
     WireChoice,
 )
 from ravnest.plan.cost import NodeTable, Rows, StageCosts, timing
 from ravnest.plan.line import LineCost
-from ravnest.plan.types import ModelProfile
 
-PROFILE = ModelProfile(
-    name="two",
-    samples_per_batch=4,
-    parameter_bytes=(10 * MB, 20 * MB),
-    matrix_bytes=(6 * MB, 0.0),
-    forward_flops=(1e9, 2e9),
-    backward_flops=(2e9, 4e9),
-    saved_bytes=(3 * MB, 5 * MB),
-    crossing_bytes=(1 * MB, 8 * MB, 2 * MB),
-)
-CONFIG = PlanConfig(
-    in_flight_per_hop=2,
-    max_lag=2,
-    averaging_share=0.2,
-    overhead_bytes=7 * MB,
-    recover_seconds=30.0,
-    recompute=Recompute.NEVER,
-    versions=WeightFormat.FP32,
-    states=StateFormat.FP32,
-    saves_memory=False,
-    activations=WireChoice.BF16,
-    gradients=WireChoice.BF16,
-)
 FIRST = node(
     "first", 1000, 100, upload_bytes_per_second=4e6, download_bytes_per_second=5e6, latency_seconds=0.1
 )
@@ -51,7 +24,7 @@ LAST = node("last", 1000, 50, upload_bytes_per_second=8e6, download_bytes_per_se
 
 
 def cost(is_averaged=False, **changes):
-    return LineCost(PROFILE, replace(CONFIG, **changes), is_averaged)
+    return LineCost(TWO_POSITIONS, replace(BY_HAND, **changes), is_averaged)
 
 
 def times(line, first=FIRST, last=LAST, **columns):
@@ -137,6 +110,6 @@ def test_recomputing_is_chosen_only_where_it_must_be():
 
 def test_a_stage_too_large_for_a_round_does_not_fit():
     # int4: 2 x 10 MB x 0.12890625 = 2.58 MB at 20 % of 4 MB/s = 3.2 s
-    nodes = NodeTable.of(swarm_of(FIRST), CONFIG)
+    nodes = NodeTable.of(swarm_of(FIRST), BY_HAND)
     assert np.isfinite(StageCosts(cost(is_averaged=True, max_round_seconds=3.3), nodes).at(1)[0, 0, 0])
     assert np.isinf(StageCosts(cost(is_averaged=True, max_round_seconds=3.1), nodes).at(1)[0, 0, 0])

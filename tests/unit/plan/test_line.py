@@ -7,47 +7,19 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from support.plan_world import MB
+from support.plan_world import BY_HAND, MB, TWO_POSITIONS
 
 from ravnest.config import (
     OptimizerKind,
-    PlanConfig,
-    Recompute,
     StateFormat,
     WeightFormat,
-    WireChoice,
     WireFormat,
 )
 from ravnest.plan.line import LineCost
-from ravnest.plan.types import ModelProfile
-
-PROFILE = ModelProfile(
-    name="two",
-    samples_per_batch=4,
-    parameter_bytes=(10 * MB, 20 * MB),
-    matrix_bytes=(6 * MB, 0.0),
-    forward_flops=(1e9, 2e9),
-    backward_flops=(2e9, 4e9),
-    saved_bytes=(3 * MB, 5 * MB),
-    crossing_bytes=(1 * MB, 8 * MB, 2 * MB),
-)
-CONFIG = PlanConfig(
-    in_flight_per_hop=2,
-    max_lag=2,
-    averaging_share=0.2,
-    overhead_bytes=7 * MB,
-    recover_seconds=30.0,
-    recompute=Recompute.NEVER,
-    versions=WeightFormat.FP32,
-    states=StateFormat.FP32,
-    saves_memory=False,
-    activations=WireChoice.BF16,
-    gradients=WireChoice.BF16,
-)
 
 
 def cost(is_averaged=False, **changes):
-    return LineCost(PROFILE, replace(CONFIG, **changes), is_averaged)
+    return LineCost(TWO_POSITIONS, replace(BY_HAND, **changes), is_averaged)
 
 
 def memory(line, window=3, versions=2, recompute=False):
@@ -68,7 +40,7 @@ def test_a_stage_that_recomputes_holds_what_crosses_between_blocks_and_one_block
     sizes = (1 * MB,) * 16
     narrow = [MB / 10 if k % 2 == 0 else MB for k in range(17)]  # two positions are a block
     profile = replace(
-        PROFILE,
+        TWO_POSITIONS,
         parameter_bytes=(0.0,) * 16,
         matrix_bytes=(0.0,) * 16,
         forward_flops=sizes,
@@ -76,7 +48,7 @@ def test_a_stage_that_recomputes_holds_what_crosses_between_blocks_and_one_block
         saved_bytes=sizes,
         crossing_bytes=tuple(narrow),
     )
-    line = LineCost(profile, replace(CONFIG, overhead_bytes=0.0), False)
+    line = LineCost(profile, replace(BY_HAND, overhead_bytes=0.0), False)
     start, stop, window = np.array(2), np.array(14), np.array(5)
     # 12 MB are saved, each end of a block holds 5 x 0.1 MB: sqrt(12 / 0.5) = 5 blocks with 4 ends between
     found = float(line.memory(start, stop, window, np.array(0), True)) / MB / 1.05
@@ -88,8 +60,8 @@ def test_a_stage_that_recomputes_holds_what_crosses_between_blocks_and_one_block
 
 def test_only_the_root_keeps_samples():
     arrays = [np.array(value) for value in (1, 2, 3, 2)]
-    without = replace(PROFILE, crossing_bytes=(0.0, *PROFILE.crossing_bytes[1:]))
-    assert cost().memory(*arrays, False) == LineCost(without, CONFIG, False).memory(*arrays, False)
+    without = replace(TWO_POSITIONS, crossing_bytes=(0.0, *TWO_POSITIONS.crossing_bytes[1:]))
+    assert cost().memory(*arrays, False) == LineCost(without, BY_HAND, False).memory(*arrays, False)
 
 
 @pytest.mark.parametrize(
@@ -127,16 +99,16 @@ def test_narrow_optimizer_states(states, muon, adamw):
 
 
 def test_fourteen_bytes_for_a_trained_parameter():
-    matrices = replace(PROFILE, matrix_bytes=PROFILE.parameter_bytes, saved_bytes=(0.0, 0.0))
-    config = replace(CONFIG, versions=WeightFormat.BF16, states=StateFormat.BF16, overhead_bytes=0.0)
+    matrices = replace(TWO_POSITIONS, matrix_bytes=TWO_POSITIONS.parameter_bytes, saved_bytes=(0.0, 0.0))
+    config = replace(BY_HAND, versions=WeightFormat.BF16, states=StateFormat.BF16, overhead_bytes=0.0)
     without_samples = replace(matrices, crossing_bytes=(0.0, 8 * MB, 0.0))
     found = memory(LineCost(without_samples, config, False)) / 1.05
     assert 4 * found / 10 == pytest.approx(14.0)  # of four bytes each
 
 
 def test_frozen_parameters_and_buffers_count_once():
-    profile = replace(PROFILE, frozen_bytes=(4 * MB, 20 * MB), buffer_bytes=(1 * MB, 2 * MB))
-    line = LineCost(profile, CONFIG, is_averaged=True)
+    profile = replace(TWO_POSITIONS, frozen_bytes=(4 * MB, 20 * MB), buffer_bytes=(1 * MB, 2 * MB))
+    line = LineCost(profile, BY_HAND, is_averaged=True)
     averaging = 2 + 0.5 * (1 + 4 / 128) / 4 + 1
     assert memory(line) == pytest.approx(1.05 * (5 * 6 + averaging * 6 + 6 + 5 + 9 + 12) + 7, rel=1e-3)
     start, stop = np.array(0), np.array(2)
@@ -144,17 +116,17 @@ def test_frozen_parameters_and_buffers_count_once():
 
 
 def test_of_stored_matrices_a_stage_has_the_largest_of_its_own_in_full():
-    profile = replace(PROFILE, frozen_bytes=(4 * MB, 20 * MB))
+    profile = replace(TWO_POSITIONS, frozen_bytes=(4 * MB, 20 * MB))
     stored = replace(profile, restored_bytes=(2 * MB, 3 * MB))
     given = [(0, 1, 2 * MB), (1, 2, 3 * MB), (0, 2, 3 * MB)]
     for start, stop, most in given:
         arrays = [np.array(value) for value in (start, stop, 3, 2)]
-        before, found = (float(LineCost(x, CONFIG, True).memory(*arrays, False)) for x in (profile, stored))
+        before, found = (float(LineCost(x, BY_HAND, True).memory(*arrays, False)) for x in (profile, stored))
         assert found - before == pytest.approx(1.05 * most)
-    line = LineCost(stored, CONFIG, True)
+    line = LineCost(stored, BY_HAND, True)
     trained = np.array([6 * MB, 0.0])  # what is frozen is in no round
     assert line.round_bytes(np.array([0, 1]), np.array([1, 2])) == pytest.approx(
-        2 * CONFIG.deltas.ratio * trained
+        2 * BY_HAND.deltas.ratio * trained
     )
 
 
