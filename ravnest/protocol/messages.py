@@ -89,7 +89,7 @@ def unpack(header: Buffer, buffers: Sequence[Buffer] = ()) -> Message:
     try:
         record = _decoder().decode(data[1:])
     except (msgspec.MsgspecError, ValueError) as problem:  # ValueError: text that is not UTF-8
-        raise ProtocolError(f"a header that is no message: {problem!s:.200}") from None
+        raise ProtocolError(f"a header that is no message: {show_plainly(str(problem)[:200])}") from None
     kind = _kinds()[type(record).__name__]
     message: Message = msgspec.convert(record, kind, from_attributes=True)
     _check_buffers(message, buffers)
