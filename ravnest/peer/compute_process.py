@@ -20,9 +20,8 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO, Protocol, TypeVar
 
-import ravnest
 from ravnest.config import TIMEOUTS, CompileMode, PeerTimeouts
 from ravnest.errors import ComputeLost, GuardError, RavnestError
 from ravnest.peer.compute_channel import FrameChannel
@@ -40,7 +39,14 @@ from ravnest.peer.compute_frames import (
     pack_item,
     unpack_report,
 )
-from ravnest.peer.compute_protocol import Build, ComputeFailed, ComputeSetup, FromCompute, ToCompute
+from ravnest.peer.compute_protocol import (
+    Build,
+    ComputeFailed,
+    ComputeSetup,
+    FromCompute,
+    ProviderLimits,
+    ToCompute,
+)
 from ravnest.peer.fences import FenceWishes, find_read_folders
 from ravnest.units import show_plainly
 
@@ -52,7 +58,7 @@ sys.path.append(sys.argv[1])
 from ravnest.peer.compute_program import run_compute
 run_compute(int(sys.argv[2]), sys.argv[3])
 """
-_PACKAGE = Path(ravnest.__file__).parent
+_PACKAGE = Path(__file__).resolve().parents[1]
 _MOST_CRASHES = 3  # on one stage
 _LEAST_FRAME_BYTES = 1 << 28  # so much may cross at once however little is lent
 _NUM_KEPT_LINES, _LONGEST_LINE = 20, 400
@@ -157,6 +163,7 @@ class CrashBook:
         return len(self.crashes[stage]) < _MOST_CRASHES
 
 
+_Answer = TypeVar("_Answer", Surveyed, FencesClosed)
 _Listener = Callable[[FromCompute | ControlReport | str], None]
 
 
@@ -254,6 +261,18 @@ class ComputeProcess:
     def survey(self, order: SurveyOrder) -> Surveyed:
         """Start the process, and wait for what it says of this PC; or raise why it cannot be lent."""
         self._survey = order
+        return self._ask(order, Surveyed)
+
+    def try_fences(self) -> FencesClosed:
+        """Start a process for nothing else than to see which fences hold on this PC."""
+        order = StartOrder(ComputeSetup(ProviderLimits(_LEAST_FRAME_BYTES)), self._timeouts)
+        try:
+            return self._ask(order, FencesClosed)
+        finally:
+            self.stop()
+
+    def _ask(self, order: SurveyOrder | StartOrder, kind: type[_Answer]) -> _Answer:
+        """Start a process and wait for its answer."""
         self._ready = child = self._launch()
         said: queue.SimpleQueue[FromCompute | ControlReport | str] = queue.SimpleQueue()
         child.attach(said.put)
@@ -262,7 +281,7 @@ class ComputeProcess:
         try:
             while True:
                 match said.get(timeout=self._timeouts.compute_start_seconds):
-                    case Surveyed() as found:
+                    case kind() as found:
                         return found
                     case ComputeFailed() as failed:
                         raise failed.error
