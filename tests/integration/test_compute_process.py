@@ -39,6 +39,7 @@ def run(compute: ComputeProcess, folder: Path, act=None) -> RavnestError | None:
                 await asyncio.wait([running], timeout=0.02)
             act()
         await running
+        compute.close()  # as an agent does in the end
         failures = [each.error for each in found if isinstance(each, ComputeFailed)]
         assert len(found) == len(failures) <= 1
         return failures[0] if failures else None
