@@ -52,6 +52,7 @@ class Setting:
     counts_bytes: bool = False
     memory_bytes: float = 2e9
     num_clusters: int = 1  # all cut alike
+    is_fenced: bool = True  # compute is a process of its own
 
 
 @dataclass(slots=True)
@@ -111,7 +112,12 @@ def train(
 
     record, ended = Record(), threading.Event()
     hardware = [
-        Hardware(setting.memory_bytes, speed, speed if setting.is_emulated else None)
+        Hardware(
+            setting.memory_bytes,
+            speed,
+            speed if setting.is_emulated else None,
+            is_fenced=setting.is_fenced,
+        )
         for speed in setting.flops_per_second
     ]
     config = plan or replace(LOCAL_PLAN, overhead_bytes=0.0, clusters=99, averaging=Averaging.OVERLAPPED)

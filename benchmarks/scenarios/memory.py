@@ -5,6 +5,8 @@ from collections import defaultdict
 from dataclasses import replace
 from typing import Any
 
+import psutil
+
 from benchmarks.measure import in_fresh_process, memory_of, say, table
 from benchmarks.swarm import Record, Setting, train
 from ravnest.config import Averaging, StateFormat, WeightFormat
@@ -67,8 +69,8 @@ def _measure_swarm(
 
     def watch(processes: dict[Any, int], record: Record) -> None:
         for node, pid in processes.items():
-            with contextlib.suppress(OSError, KeyError):  # it may have ended
-                peaks[node].append((len(record.reports), memory_of(pid)["VmHWM"]))
+            with contextlib.suppress(OSError, KeyError, psutil.Error):  # it may have ended
+                peaks[node].append((len(record.reports), peak_of_peer(pid)))
 
     record = train(job, Setting([3e10] * 3, cuts, memory_bytes=LENT_BYTES), plan, watch=watch)
     assert record.profile is not None
@@ -93,6 +95,12 @@ def _measure_swarm(
         )
         say(str(found[-1]))
     return found
+
+
+def peak_of_peer(pid: int) -> int:
+    """Return the peaks of an agent and its compute, which are at different times: their sum is a bound."""
+    children = psutil.Process(pid).children()
+    return sum(memory_of(each)["VmHWM"] for each in (pid, *(child.pid for child in children)))
 
 
 def _train_alone(name: str, is_cut: bool) -> Figures:
