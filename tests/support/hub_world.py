@@ -16,7 +16,7 @@ from random import Random
 from support.plan_world import FIRST_ANSWERS, SIMPLE, even_model, node
 
 from ravnest.config import TIMEOUTS, Averaging
-from ravnest.hub.coordinator.checks import Testimony, judge_sketches
+from ravnest.hub.coordinator.checks import NodeSketch, judge_sketches
 from ravnest.hub.coordinator.coordinator import Coordinator
 from ravnest.hub.coordinator.events import (
     Abandon,
@@ -630,7 +630,7 @@ class HubWorld:
         """What the requester finds when it compares what it collected with what others say."""
         segments = {(start, stop) for other in order.others for start, stop, _ in other.rows}
         given = [
-            Testimony(
+            NodeSketch(
                 part.node,
                 tuple(
                     (*each, self.given_sketch(part.node, order.key))

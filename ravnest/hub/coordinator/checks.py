@@ -46,8 +46,8 @@ class Draws:
 
 
 @dataclass(frozen=True, slots=True)
-class Testimony:
-    """What a node of another cluster says of its weights."""
+class NodeSketch:
+    """What a node says of its weights, or the requester of what it fetched from it."""
 
     node: NodeId
     rows: tuple[SketchRow, ...]
@@ -91,7 +91,7 @@ def is_alike(one: bytes, other: bytes) -> bool:
     return bool((np.abs(first - second) <= _SAME * norms + _NOTHING).all())
 
 
-def judge_sketches(given: Sequence[Testimony], others: Sequence[Testimony]) -> Verdict:
+def judge_sketches(given: Sequence[NodeSketch], others: Sequence[NodeSketch]) -> Verdict:
     """Compare what one cluster gave with what others say, segment by segment; most of them are right."""
     unlike: dict[NodeId, None] = {}
     disputed: dict[NodeId, None] = {}

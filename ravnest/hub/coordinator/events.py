@@ -6,7 +6,7 @@ Telemetry is no event: hub.monitors turn it into conclusions, which are. Every e
 from dataclasses import dataclass, replace
 
 from ravnest.config import PlanConfig
-from ravnest.hub.coordinator.checks import NOT_COMPARED, Testimony, Verdict
+from ravnest.hub.coordinator.checks import NOT_COMPARED, NodeSketch, Verdict
 from ravnest.hub.coordinator.leases import LedgerState
 from ravnest.hub.coordinator.notices import EpochDone, Evaluated, Notice, SampledText
 from ravnest.ids import LeaseId, MicrobatchId, NodeId, RoundId
@@ -467,7 +467,7 @@ class Collect:
     is_result: bool = False  # what the requester gets; a checkpoint may fail
     evaluated: Evaluated | None = None  # this very state, and it is the best so far
     key: bytes = b""  # of the sketches
-    others: tuple[Testimony, ...] = ()  # sketches that nodes of other clusters made of the same average
+    others: tuple[NodeSketch, ...] = ()  # sketches that nodes of other clusters made of the same average
 
 
 @dataclass(frozen=True, slots=True)

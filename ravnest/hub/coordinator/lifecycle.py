@@ -368,14 +368,19 @@ class Departures:
         return actions
 
     def evict_convicted(self, names: Iterable[NodeId], reason: str, now: float) -> list[Action]:
-        """Remove nodes for good that others found to lie; what counted on their word is trained again."""
+        """Remove nodes for good that others found to lie; what counted on their word is trained again.
+
+        One that got its average from another cluster may be deceived itself: it may come again.
+        """
         actions: list[Action] = []
         for name in names:
+            cluster = self._placement.cluster_of(name)
+            is_fault = cluster is None or reason != UNLIKE or not self._ledger.progress.is_fed(cluster)
             num_undone = self._ledger.undo(name) if self._life.phase is JobPhase.TRAINING else 0
             left = self.remove(name, reason, now)
             if not isinstance(left, str):
                 undone = [Notify(WorkUndone(name, num_undone))] if num_undone else []
-                actions += [*undone, *left, Evict(name, reason, is_fault=True)]
+                actions += [*undone, *left, Evict(name, reason, is_fault)]
         return actions
 
     def evict_idle(self, names: Iterable[NodeId], now: float) -> list[Action]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from ravnest.config import TIMEOUTS, HubTimeouts
-from ravnest.hub.coordinator.checks import Testimony
+from ravnest.hub.coordinator.checks import NodeSketch
 from ravnest.hub.coordinator.events import CheckpointPart, Collect, Send
 from ravnest.hub.coordinator.leases import LedgerState
 from ravnest.hub.coordinator.membership import HeldState
@@ -301,7 +301,7 @@ class CheckpointCollector:
         assert self._books is not None
         order = Collect(self._attempt, self.parts, self._books, self._is_result, self._evaluated)
         if self._comparison is not None:
-            said = tuple(Testimony(name, rows) for name, rows in self._sketches.items() if rows)
+            said = tuple(NodeSketch(name, rows) for name, rows in self._sketches.items() if rows)
             order = replace(order, key=self._comparison.key, others=said)
         if self._is_result:
             self._results[self._attempt] = order

@@ -43,7 +43,7 @@ class SpotChecks:
         self._num_passed: Counter[NodeId] = Counter()
         self.strikes: Counter[NodeId] = Counter()
         self._largest = 0.0  # loss that was found again
-        self._told: set[frozenset[str]] = set()  # pairs of clusters that contradict each other
+        self._told: set[frozenset[NodeId]] = set()  # pairs of nodes that contradict each other
 
     def awaits(self, cluster: ClusterState, microbatch: MicrobatchId) -> bool:
         """Return whether a cluster was asked to run this microbatch again."""
@@ -123,7 +123,7 @@ class SpotChecks:
         self.strikes.update(each.root for each in clusters)
 
     def _contradict(self, one: ClusterState, other: ClusterState) -> list[Action]:
-        pair = frozenset((one.cluster_id, other.cluster_id))
+        pair = frozenset((one.root, other.root))
         if pair in self._told:
             return []
         self._told.add(pair)

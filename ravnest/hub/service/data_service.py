@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, assert_never
 
 from ravnest.config import TIMEOUTS, HubTimeouts
-from ravnest.hub.coordinator.checks import Testimony, judge_sketches
+from ravnest.hub.coordinator.checks import NodeSketch, judge_sketches
 from ravnest.hub.coordinator.events import (
     CheckpointPart,
     Collect,
@@ -194,7 +194,7 @@ class DataService:
             parts.append((part.start, part.stop, found))
             inside = sorted(each for each in segments if part.start <= each[0] and each[1] <= part.stop)
             rows = await self._in_background(self._owner.sketch, found, order.key, inside) if inside else ()
-            given.append(Testimony(part.node, rows))
+            given.append(NodeSketch(part.node, rows))
         verdict = judge_sketches(given, order.others)
         givers = {part.node for part in order.parts}
         fault = verdict.describe() if verdict.disputed or givers & set(verdict.unlike) else ""
