@@ -16,9 +16,9 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "SECURITY.md"
 BEGIN, END = "<!-- lies: written by benchmarks.run trust -->", "<!-- end of lies -->"
 HEAD = ("one of four", "sent away", "honest named", "false result", "seconds lost", "by what, or why not")
-METHOD = """The hub with four clusters of one scripted peer each, of which one lies; 960 samples, a round after
-three batches of each cluster, {count} seeds of the lots. *Sent away*: for good / as one that does nothing, of
-{count} runs. *Seconds lost*: median and largest, in virtual time, against {seconds:.0f} s
+METHOD = """The hub with four clusters of one scripted peer each, of which one lies; 960 samples, a round
+after three batches of each cluster, {count} seeds of the lots. *Sent away*: for good / as one that does
+nothing, of {count} runs. *Seconds lost*: median and largest, in virtual time, against {seconds:.0f} s
 without a lie.
 """
 
