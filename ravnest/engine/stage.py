@@ -482,6 +482,13 @@ class StageEngine:
         run = partial(self._program.forward, training=False, key=None)
         return self._run_beside(run, microbatch, "evaluation", inputs, fields)
 
+    def rerun(
+        self, microbatch: MicrobatchId, inputs: Values, fields: Tensors, key: RandomKey, weights: Tensors
+    ) -> PassedOn | DroppedWork:
+        """Run a microbatch as in training, on these weights, and change nothing."""
+        run = partial(self._program.forward, training=True, key=key)
+        return self._run_beside(run, microbatch, "evaluation", inputs, fields, weights)
+
     def generate(self, number: int, inputs: Values, fields: Tensors) -> PassedOn | DroppedWork:
         """Run rows of tokens on the current weights, and change nothing; the last stage gives logits."""
         return self._run_beside(
@@ -495,9 +502,10 @@ class StageEngine:
         where: str,
         inputs: Values,
         fields: Tensors,
+        weights: Tensors | None = None,
     ) -> PassedOn | DroppedWork:
         buffers = {name: self._rest[name].clone() for name in self._roles.written}
-        state = {**self._rest, **buffers, **self._versions.weights}
+        state = {**self._rest, **buffers, **self._versions.weights, **(weights or {})}
         try:
             with torch.no_grad():
                 outcome = run(state, inputs, fields)

@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 import random
+import secrets
 import signal
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
@@ -363,10 +364,10 @@ class Hub:
             async with self._watched(server, hear), self._heeding_wishes(server), self._open_to_readers(live):
                 interrupts.stop = lambda: server.stop(_STOPPED)
                 try:
-                    await server.run(transport, given.owner, given.job)
+                    ended = await server.run(transport, given.owner, given.job)
                 finally:
                     self._texts = None
-        result = replace(given.owner.result or given.owner.keep_saved(), dropped=hub.drops.found)
+        result = replace(given.owner.find_result(ended.is_best), dropped=hub.drops.found)
         self._texts = ResultTexts(given, result)
         return result
 
@@ -383,7 +384,7 @@ class Hub:
         blueprint = given.captured.blueprint
         num_parameters = sum(prod(entry.shape) for entry in blueprint.state if entry.kind == PARAMETER)
         hear(ModelCaptured(name, loop.time() - started_at, num_parameters, blueprint.num_positions))
-        return given
+        return _with_secret_draws(given)
 
     def _find_past(self, given: PreparedJob) -> StatusTracker | None:
         """Return the hub of the folder's log if it was at this job; peers of its own are gone with it."""
@@ -540,6 +541,12 @@ async def _do_for_requester(wish: Callable[[], None]) -> AsyncGenerator[tuple[in
     """Carry out a wish; there is nothing to say about it, or a sentence is raised."""
     wish()
     yield -1, ""
+
+
+def _with_secret_draws(given: PreparedJob) -> PreparedJob:
+    """Return a job whose lots no peer can foresee; the log has their seed."""
+    settings = replace(given.job.settings, draw_seed=secrets.randbits(62))
+    return replace(given, job=replace(given.job, settings=settings))
 
 
 def local(

@@ -318,6 +318,41 @@ class CheckpointIsResult:
 
 
 @dataclass(frozen=True, slots=True)
+class ResultKept:
+    """The result is on disk. In so many other clusters nodes hold the same weights; 0: nobody could say."""
+
+    num_agreeing: int
+
+
+@dataclass(frozen=True, slots=True)
+class Contradicted:
+    """Two clusters find different losses for one microbatch on the same weights, and there is no third."""
+
+    cluster: str
+    other: str
+
+
+@dataclass(frozen=True, slots=True)
+class WorkUndone:
+    """What a node says it trained does not count any more, and is trained again."""
+
+    node: NodeId
+    num_samples: int
+
+
+@dataclass(frozen=True, slots=True)
+class BestIsResult:
+    """The best checkpoint is the result: clusters agree that the last weights are far worse."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResultRefused:
+    """What a cluster gave as the result is not what others hold."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class WentWrong:
     """Training went wrong: it goes back to the last checkpoint, or on where there is none."""
 
@@ -369,6 +404,11 @@ Notice = (
     | Checkpointed
     | NotCheckpointed
     | CheckpointIsResult
+    | ResultKept
+    | BestIsResult
+    | Contradicted
+    | WorkUndone
+    | ResultRefused
     | WentWrong
     | Stopping
 )
@@ -448,6 +488,17 @@ def show_notice(notice: Notice) -> str:  # noqa: C901, PLR0912, PLR0915 - one sh
             return f"no checkpoint was kept, training goes on: {reason}"
         case CheckpointIsResult(num_samples, num_total):
             return _show_end(num_samples, num_total)
+        case ResultKept(num_agreeing):
+            return _show_result(num_agreeing)
+        case Contradicted(cluster, other):
+            found = f"clusters {cluster} and {other} contradict each other"
+            return f"{found}: one of them reports false losses, and there is no third to tell which"
+        case WorkUndone(node, num_samples):
+            return f"{num_samples} samples that {node} says it trained are trained again"
+        case BestIsResult():
+            return "the last weights are far worse than the best ones: the best checkpoint is the result"
+        case ResultRefused(reason):
+            return f"what a cluster gave as the result is not kept: {reason}"
         case WorkLost(num_samples):
             return f"training goes back: nobody has what the last {num_samples} samples taught"
         case MicrobatchDropped() | SamplesDropped():
@@ -523,6 +574,13 @@ def _show_end(num_samples: int, num_total: int) -> str:
         return f"the run is finished: all {num_total} samples are trained; it goes on with more epochs"
     trained = f"{num_samples} of {num_total} samples are trained"
     return f"nobody is left to ask: the last checkpoint is the result, {trained}"
+
+
+def _show_result(num_agreeing: int) -> str:
+    if num_agreeing:
+        clusters = "one other cluster holds" if num_agreeing == 1 else f"{num_agreeing} other clusters hold"
+        return f"the result is confirmed: {clusters} the same weights"
+    return "the result is one cluster's word: no other cluster holds the same weights to compare them with"
 
 
 def _show_sources(sources: tuple[NodeId, ...]) -> str:

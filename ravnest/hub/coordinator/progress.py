@@ -41,6 +41,7 @@ class Progress:
     num_alone: int = 0  # of them since the last round
     num_samples_seen: int = 0  # samples of all clusters that its weights have learned from
     anchor_round: RoundId | None = _NONE  # the round whose average it began from; None: it has none
+    is_fed: bool = False  # it has missed a round, and got the average of that from another cluster
 
 
 class ClusterProgress:
@@ -64,6 +65,10 @@ class ClusterProgress:
         progress = self._progress.get(cluster.cluster_id)
         return progress is not None and bool(progress.anchor_round or progress.num_trained > 0)
 
+    def has_trained(self, cluster: ClusterState) -> bool:
+        """Return whether a cluster, or one that it goes on from, has trained anything."""
+        return self._of(cluster).num_trained > 0
+
     def samples_seen(self, cluster: ClusterState) -> int:
         """Return how many samples, of all clusters, one's weights have learned from."""
         return self._of(cluster).num_samples_seen
@@ -71,6 +76,26 @@ class ClusterProgress:
     def most_trained(self, clusters: Iterable[ClusterState]) -> ClusterState:
         """Return the cluster whose weights saw most samples; of equals, the one that trained most."""
         return max(clusters, key=lambda each: (self.samples_seen(each), self._of(each).num_trained))
+
+    def find_fellows(self, clusters: Sequence[ClusterState]) -> tuple[ClusterState, ...]:
+        """Return the clusters that share the newest average; what each says it trained since is no matter.
+
+        Before the first average they are those that have learned anything; if none has, all.
+        """
+        known = [each for each in clusters if self.knows(each)]
+        shared = {
+            each.cluster_id: self._of(each).num_samples_seen - self._of(each).num_alone for each in known
+        }
+        newest = max(shared.values(), default=0)
+        return tuple(each for each in known if shared[each.cluster_id] == newest) or tuple(clusters)
+
+    def is_fed(self, cluster: ClusterState) -> bool:
+        """Return whether a cluster's average once came from another one: if it is false, so was that one."""
+        return self._of(cluster).is_fed
+
+    def holds(self, cluster: ClusterState, anchor_round: RoundId) -> bool:
+        """Return whether a cluster has the average of this round."""
+        return self._of(cluster).anchor_round == anchor_round
 
     def anchor_round(self, clusters: Iterable[ClusterState]) -> RoundId | None:
         """Return the newest round whose average one of these clusters has, if any; 0: the first weights."""
@@ -130,6 +155,11 @@ class ClusterProgress:
     def record_agreement(self, clusters: Iterable[ClusterState], round_id: RoundId | None = None) -> None:
         """Record that these clusters have the same weights now; the round that made them is their anchor."""
         shared = [self._of(cluster) for cluster in clusters]
+        before = {each.anchor_round for each in shared}
+        newest = max((each for each in before if each is not None), default=None)
+        if round_id is not None and len(before) > 1:
+            for each in shared:
+                each.is_fed |= each.anchor_round != newest
         seen = max((each.num_samples_seen - each.num_alone for each in shared), default=0)
         seen += sum(each.num_alone for each in shared)
         for each in shared:

@@ -5,12 +5,14 @@ from collections.abc import Iterator
 from itertools import islice
 
 from ravnest.hub.coordinator.notices import (
+    BestIsResult,
     CaptureStep,
     Checkpointed,
     CheckpointIsResult,
     ClusterBroken,
     ClusterDissolved,
     ClusterStarted,
+    Contradicted,
     CutOff,
     DashboardOpened,
     Evaluated,
@@ -28,6 +30,8 @@ from ravnest.hub.coordinator.notices import (
     PlanFormed,
     Recovered,
     Repaired,
+    ResultKept,
+    ResultRefused,
     Returned,
     RoundEnded,
     SamplesDropped,
@@ -55,12 +59,29 @@ _TOPICS: dict[str, tuple[type, ...]] = {
         NoiseFound,
     ),
     "rounds": (RoundEnded,),
-    "checkpoints": (Checkpointed, NotCheckpointed, CheckpointIsResult),
+    "checkpoints": (
+        Checkpointed,
+        NotCheckpointed,
+        CheckpointIsResult,
+        ResultKept,
+        BestIsResult,
+        ResultRefused,
+    ),
     "hub": (HubListens, CaptureStep, ModelCaptured),
 }
 _TONES: dict[str, tuple[type, ...]] = {
     "good": (Joined, Returned, ClusterStarted, Recovered, Evaluated, PlanFormed),
-    "bad": (Left, Missing, CutOff, ClusterBroken, ClusterDissolved, WentWrong, WorkLost),
+    "bad": (
+        Left,
+        Missing,
+        CutOff,
+        ClusterBroken,
+        ClusterDissolved,
+        WentWrong,
+        WorkLost,
+        ResultRefused,
+        Contradicted,
+    ),
     "warning": (
         Leaving,
         SpeedChanged,
@@ -69,6 +90,7 @@ _TONES: dict[str, tuple[type, ...]] = {
         MicrobatchDropped,
         SamplesDropped,
         NotCheckpointed,
+        BestIsResult,
     ),
 }
 

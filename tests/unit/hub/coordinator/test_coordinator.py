@@ -956,7 +956,7 @@ def test_dropped_batches_are_told_and_not_counted_as_trained():
     world = finishes(two_clusters(Trouble(dropped=0.3, seed=3)))
     assert world.told(MicrobatchDropped)[0].reason == "not a number"
     assert 0 < sum(news.num_dropped for news in world.told(EpochDone)) < 100
-    assert world.told(Evaluated)[-1].num_samples < 23
+    assert min(news.num_samples for news in world.told(Evaluated)) < 23
 
 
 def test_second_copies_change_nothing():
