@@ -8,14 +8,14 @@ Stages are built of what their nodes hold and of what others have (recovery).
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from ravnest.config import Averaging
+from ravnest.config import Averaging, PlanConfig
 from ravnest.hub.coordinator.events import JobGiven, MakeParts, MakePlan, PartsMade, Send
 from ravnest.hub.coordinator.membership import HeldState, Membership
 from ravnest.hub.coordinator.phases import CLUSTER_TRANSITIONS, ClusterPhase, NodePhase, follow
 from ravnest.ids import NodeId, SegmentId
 from ravnest.plan.forecast import Forecast, forecast
 from ravnest.plan.sharing import ALONE, LEAST_UPDATES, Sharing, adam_rate_times, efficiency
-from ravnest.plan.types import Backup, Cluster, Node, Plan, Ring, Stage, Swarm, cluster_name
+from ravnest.plan.types import Backup, Cluster, ModelProfile, Node, Plan, Ring, Stage, Swarm, cluster_name
 from ravnest.protocol.placement import Contact, PlanOrder, RingOrder, Rings
 
 Extras = Mapping[NodeId, Collection[NodeId]]  # contacts of a node beside its cluster and its rings
@@ -102,6 +102,12 @@ class Placement:
         """What the current plan promises."""
         assert self._outlook is not None, "no plan was formed"
         return self._outlook
+
+    @property
+    def costs(self) -> tuple[ModelProfile, PlanConfig]:
+        """What a microbatch of the current plan costs, and what the plan assumes."""
+        facts = self._microbatches, self.sharing
+        return self._job.profile_microbatch(*facts), self._job.configure_microbatch(*facts)
 
     @property
     def is_exact(self) -> bool:
@@ -289,9 +295,7 @@ class Placement:
         planned = {name: self.membership[name].node for name in self.membership if name in names}
         self._planned, self._microbatches, self.sharing = planned, microbatches, sharing
         self._tries_spares = False
-        profile = self._job.profile_microbatch(microbatches, sharing)
-        config = self._job.configure_microbatch(microbatches, sharing)
-        self._outlook = forecast(plan, profile, Swarm(tuple(planned.values())), config)
+        self._outlook = forecast(plan, self.costs[0], Swarm(tuple(planned.values())), self.costs[1])
         before, kept = self._clusters, {each.cluster: each for each in self.running}
         clusters: list[ClusterState] = []
         built: list[ClusterState] = []

@@ -1,0 +1,149 @@
+"""Content on virtual time: blobs go from node to node piece by piece, while they still arrive there.
+
+Who fetches asks first those that get the same, then the node that has it. A piece that was on its way from a
+node that dies is asked for again, elsewhere. If nobody else has it, the fetch ends with the name of that node.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from ravnest.ids import HUB, NodeId
+from ravnest.protocol.placement import Source
+from ravnest.sim.lines import Lines
+from ravnest.sim.timeline import Timeline
+
+_MOST_PIECES = 8
+_PIECE_BYTES = 1 << 20
+_NOTICED_SECONDS = 2.0  # after which a receiver looks elsewhere
+
+
+@dataclass(slots=True, eq=False)
+class Fetch:
+    """What one node gets: when all is there `done` is called, or `missed` with the node that does not give."""
+
+    receiver: NodeId
+    done: Callable[[], object]
+    missed: Callable[[NodeId], object]
+    num_bytes: float = 0.0
+    size_bytes: float = 0.0
+    num_open: int = 0
+    is_over: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Blob:
+    """One blob on its way to one node."""
+
+    fetch: Fetch
+    source: Source
+    num_pieces: int
+    num_here: int = 0
+    giver: NodeId | None = None  # of the piece that is on its way
+    number: int = 0  # of the request: an answer to an older one is dropped
+    waiting: list["_Blob"] = field(default_factory=list)  # for the next piece to be here
+
+
+def num_pieces(size_bytes: float) -> int:
+    """Return in how many pieces a blob of this size goes."""
+    return max(1, min(_MOST_PIECES, int(size_bytes // _PIECE_BYTES)))
+
+
+class Transfers:
+    """All fetches of a swarm."""
+
+    def __init__(self, timeline: Timeline, lines: Lines, is_alive: Callable[[NodeId], bool]) -> None:
+        self._timeline, self._lines, self._is_alive = timeline, lines, is_alive
+        self._coming: dict[tuple[NodeId, str], _Blob] = {}
+        self._by_giver: dict[NodeId, dict[_Blob, None]] = {}
+
+    def fetch(
+        self,
+        receiver: NodeId,
+        sources: Sequence[Source],
+        done: Callable[[], object],
+        missed: Callable[[NodeId], object] = lambda _: None,
+    ) -> Fetch:
+        """Get all of these; a source that is the receiver itself costs nothing."""
+        wanted = [source for source in sources if source.node != receiver]
+        made = Fetch(receiver, done, missed, size_bytes=float(sum(x.weights.size_bytes for x in wanted)))
+        made.num_open = len(wanted)
+        if not wanted:
+            self._timeline.after(0.0, self._end, made)
+        for source in wanted:
+            blob = _Blob(made, source, num_pieces(source.weights.size_bytes))
+            self._coming[receiver, source.weights.blob] = blob
+            self._ask(blob)
+        return made
+
+    def cancel(self, fetch: Fetch) -> None:
+        """Get no more of it; who waited for it looks elsewhere."""
+        fetch.is_over = True
+        for key in [key for key, blob in self._coming.items() if blob.fetch is fetch]:
+            blob = self._coming.pop(key)
+            self._release(blob)
+            for other in blob.waiting:
+                self._ask(other)
+
+    def forget(self, node: NodeId) -> None:
+        """A node is gone: what it was giving comes from elsewhere after a while, or not at all."""
+        for key in [key for key, blob in self._coming.items() if key[0] == node]:
+            blob = self._coming.pop(key)
+            blob.fetch.is_over = True
+            self._release(blob)
+            for other in blob.waiting:
+                self._timeline.after(_NOTICED_SECONDS, self._ask, other)
+        for blob in tuple(self._by_giver.pop(node, {})):
+            blob.number += 1
+            blob.giver = None
+            self._timeline.after(_NOTICED_SECONDS, self._ask, blob)
+
+    def _ask(self, blob: _Blob) -> None:
+        """Ask for the next piece."""
+        if blob.fetch.is_over or blob.giver is not None or blob.num_here == blob.num_pieces:
+            return
+        giver, source = self._find_giver(blob), blob.source
+        if isinstance(giver, _Blob):
+            giver.waiting.append(blob)
+            return
+        if giver != HUB and not self._is_alive(giver):
+            blob.fetch.is_over = True
+            blob.fetch.missed(giver)
+            return
+        blob.giver, blob.number = giver, blob.number + 1
+        self._by_giver.setdefault(giver, {})[blob] = None
+        size = source.weights.size_bytes / blob.num_pieces
+        facts = (blob, blob.number, size)
+        self._lines.send(giver, blob.fetch.receiver, size, self._take, *facts, is_bulk=True)
+
+    def _find_giver(self, blob: _Blob) -> "NodeId | _Blob":
+        """Return who gives the next piece, or the copy on its way to another node that will have it first."""
+        for other in blob.source.others:
+            copy = self._coming.get((other, blob.source.weights.blob))
+            if copy is not None and not copy.fetch.is_over and self._is_alive(other):
+                return other if copy.num_here > blob.num_here else copy
+        return blob.source.node
+
+    def _take(self, blob: _Blob, number: int, size: float) -> None:
+        if number != blob.number or blob.fetch.is_over:
+            return
+        self._release(blob)
+        blob.num_here += 1
+        blob.fetch.num_bytes += size
+        waiting, blob.waiting = blob.waiting, []
+        for other in waiting:
+            self._ask(other)
+        if blob.num_here < blob.num_pieces:
+            self._ask(blob)
+            return
+        blob.fetch.num_open -= 1
+        if not blob.fetch.num_open:
+            self._end(blob.fetch)
+
+    def _end(self, fetch: Fetch) -> None:
+        if not fetch.is_over:
+            fetch.done()
+
+    def _release(self, blob: _Blob) -> None:
+        if blob.giver is not None:
+            self._by_giver.get(blob.giver, {}).pop(blob, None)
+            blob.giver = None
