@@ -84,8 +84,8 @@ class Lines:
 
     def send(
         self, one: NodeId, other: NodeId, size: float, then: Arrived, *facts: Any, is_bulk: bool = False
-    ) -> None:
-        """Send so many bytes; when the last one has arrived, the action happens."""
+    ) -> float:
+        """Send so many bytes; when the last one has arrived, the action happens. Return when it has left."""
         timeline = self._timeline
         pipe, share = self._upload(one, is_bulk), 1.0 if is_bulk or one == HUB else self.link_share
         begins, latency = max(pipe.free_at, timeline.now), self.latency(one, other)
@@ -97,6 +97,7 @@ class Lines:
             timeline.at(left + latency, then, *facts)
         else:
             timeline.at(begins + latency, self._arrive, left + latency, way)
+        return left
 
     def _relay(self, pair: tuple[NodeId, NodeId], left: float, latency: float, way: Any) -> None:
         now, size = self._timeline.now, way[1]
