@@ -37,9 +37,9 @@ class Change:
 
 
 def made_up_changes(
-    swarm: Swarm, seed: int, hours: float, times: float, join_seconds: float
+    swarm: Swarm, seed: int, hours: float, times: float, join_seconds: float = 30.0
 ) -> tuple[Change, ...]:
-    """Return joins in the first seconds, then departures so many times as often as uptimes say, and returns."""
+    """Return joins in the first seconds, departures so many times as often as uptimes say, and returns."""
     changes: list[Change] = []
     for number, node in enumerate(swarm.nodes):
         draw = Random(f"{seed} {number}")  # noqa: S311 - it hides nothing

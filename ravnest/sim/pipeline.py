@@ -68,7 +68,7 @@ class _OpenLease:
 
 @dataclass(frozen=True, slots=True)
 class ClusterBuild:
-    """A cluster as it was built: its stages, its number, and how many updates its weights have behind them."""
+    """A cluster as it was built: its stages, its number, and the updates that its weights have seen."""
 
     cluster: Cluster
     build_id: int = 1
@@ -99,7 +99,8 @@ class ClusterPipeline:
         self._leases: dict[MicrobatchId, _OpenLease] = {}
         nodes = tuple(stage.node for stage in build.cluster.stages)
         self._stages = tuple(
-            self._make_stage(index, stage, nodes, timeouts) for index, stage in enumerate(build.cluster.stages)
+            self._make_stage(index, stage, nodes, timeouts)
+            for index, stage in enumerate(build.cluster.stages)
         )
         self.measure()
 

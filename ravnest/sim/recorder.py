@@ -1,4 +1,4 @@
-"""What a simulation finds, minute by minute and in all: rates, staleness, rounds, recoveries, lost work, load.
+"""What a simulation finds, minute by minute and in all: rates, staleness, rounds, lost work, the hub's load.
 
 Everything here is of virtual time and the same for the same seed. What the CPU took is kept apart.
 """
@@ -114,7 +114,7 @@ class Recorder:
             elif isinstance(action, Notify):
                 self._hear(action.notice, now)
 
-    def _hear(self, notice: Notice, now: float) -> None:  # noqa: C901 - one short case for each
+    def _hear(self, notice: Notice, now: float) -> None:
         self.notices[type(notice).__name__] += 1
         match notice:
             case Trained(num_samples):

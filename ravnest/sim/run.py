@@ -1,4 +1,4 @@
-"""Simulates a swarm for some hours of virtual time: from its nodes and changes to a report of plain values."""
+"""Simulates a swarm for some hours: from its nodes and their changes to a report of plain values."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

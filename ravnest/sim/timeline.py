@@ -1,4 +1,4 @@
-"""Virtual time: what is to happen, in order. Of two things at one moment, the one planned first comes first."""
+"""Virtual time: what is to happen, in order; at one moment, what was planned first comes first."""
 
 import heapq
 from collections.abc import Callable

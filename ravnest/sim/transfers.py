@@ -21,7 +21,7 @@ _NOTICED_SECONDS = 2.0  # after which a receiver looks elsewhere
 
 @dataclass(slots=True, eq=False)
 class Fetch:
-    """What one node gets: when all is there `done` is called, or `missed` with the node that does not give."""
+    """What one node gets: `done` is called when all is there, `missed` with a node that does not give."""
 
     receiver: NodeId
     done: Callable[[], object]

@@ -55,7 +55,7 @@ from ravnest.sim.laws import Laws
 from ravnest.sim.lines import Lines
 from ravnest.sim.pipeline import ClusterBuild, ClusterPipeline
 from ravnest.sim.recorder import SPAN_SECONDS, Recorder
-from ravnest.sim.sim_peer import PeerSpeeds, SimPeer, name_blob
+from ravnest.sim.sim_peer import PEER_SPEEDS, PeerSpeeds, SimPeer, name_blob
 from ravnest.sim.sim_rounds import PlanFacts, SimRounds
 from ravnest.sim.timeline import Timeline
 from ravnest.sim.transfers import Transfers
@@ -72,6 +72,9 @@ class HubSpeeds:
     plan_seconds_per_node: float = 2e-3  # a first plan
     repair_seconds: float = 0.3
     parts_seconds: float = 0.2
+
+
+HUB_SPEEDS = HubSpeeds()
 
 
 class HubCost:
@@ -111,8 +114,8 @@ class WorldParts:
     planner: Planner
     clock: Callable[[], float] = lambda: 0.0  # of the CPU
     timeouts: HubTimeouts = TIMEOUTS.hub
-    peer_speeds: PeerSpeeds = PeerSpeeds()
-    hub_speeds: HubSpeeds = HubSpeeds()
+    peer_speeds: PeerSpeeds = PEER_SPEEDS
+    hub_speeds: HubSpeeds = HUB_SPEEDS
     has_laws: bool = True
     is_measured: bool = True  # newcomers, before a plan uses them
     claims: Callable[[Node], Node] = lambda node: node  # what a node says of itself
@@ -134,7 +137,9 @@ class World:
         self.laws = Laws(job.profile.num_positions)
         self._line_of_state = LineCost(job.profile, job.config, is_averaged=True)
         self._pipelines: dict[NodeId, ClusterPipeline] = {}
-        self._waiting: dict[NodeId, RoundOpen] = {}  # members of a gradient round, until their share is trained
+        self._waiting: dict[
+            NodeId, RoundOpen
+        ] = {}  # members of a gradient round, until their share is trained
         self._facts: PlanFacts | None = None
         self._outages = OutageMonitor(parts.timeouts)
         self._due: float | None = None
@@ -316,7 +321,7 @@ class World:
         if asked and isinstance(asked[0].message, RoundOpen):
             self.rounds.expect(asked[0].message, {each.to for each in asked})
 
-    def _carry_out(self, action: Action) -> None:  # noqa: C901 - one short case for each
+    def _carry_out(self, action: Action) -> None:
         match action:
             case Send(to, message):
                 peer = self.peers[to]
