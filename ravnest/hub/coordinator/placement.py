@@ -86,6 +86,7 @@ class Placement:
         self._cluster_by_node: dict[NodeId, ClusterState] = {}
         self._last_id = 0  # of plans and builds
         self._plan: Plan | None = None
+        self._rings_of: dict[NodeId, Rings] = {}  # by owner
         self._rings_since = 0  # the plan whose rings hold
         self._planned: dict[NodeId, Node] = {}  # as the plan knew them
         self._outlook: Forecast | None = None
@@ -317,7 +318,7 @@ class Placement:
             self.membership.move(name, NodePhase.BUILDING)
         has_new_rings = self._plan is None or self._plan.rings != plan.rings or not before
         self._rings_since = plan.plan_id if has_new_rings else self._rings_since
-        self._plan = plan
+        self._plan, self._rings_of = plan, _index_rings(plan.rings)
         return PlanChange(tuple(built), ended, has_new_rings)
 
     def announce(
@@ -414,12 +415,19 @@ class Placement:
         return Send(name, order)
 
     def _rings(self, name: NodeId) -> Rings:
-        assert self._plan is not None
-        numbered = enumerate(self._plan.rings)
-        return tuple((SegmentId(index), ring) for index, ring in numbered if name in ring.owners)
+        return self._rings_of.get(name, ())
 
     def _contacts(self, name: NodeId, nodes: tuple[NodeId, ...], extras: Extras) -> tuple[Contact, ...]:
         owners = (owner for _, ring in self._rings(name) for owner in ring.owners)
         known = dict.fromkeys((*nodes, *owners, *sorted(extras.get(name, ()))))
         members = (self.membership[each] for each in known if each != name and each in self.membership)
         return tuple(Contact(each.node.name, each.key, each.addresses) for each in members)
+
+
+def _index_rings(rings: tuple[Ring, ...]) -> dict[NodeId, Rings]:
+    """Return the rings that each node is an owner of, with their numbers."""
+    found: dict[NodeId, Rings] = {}
+    for index, ring in enumerate(rings):
+        for owner in ring.owners:
+            found[owner] = (*found.get(owner, ()), (SegmentId(index), ring))
+    return found
