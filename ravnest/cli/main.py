@@ -21,6 +21,7 @@ from ravnest.cli.inspect import inspect
 from ravnest.cli.join import finish, join, pause, resume
 from ravnest.cli.plan import plan
 from ravnest.cli.runs import status, stop, token
+from ravnest.cli.simulate import simulate
 from ravnest.cli.train import hub, train
 from ravnest.errors import RavnestError
 
@@ -87,6 +88,7 @@ def program() -> None:
 _COMMANDS = (
     demo,
     plan,
+    simulate,
     inspect,
     train,
     run_finetuning,

@@ -123,6 +123,7 @@ class OpenLeases:
         """Forget all leases."""
         self._leases: dict[LeaseId, OpenLease] = {}
         self._by_cluster: dict[str, dict[LeaseId, OpenLease]] = {}
+        self.sated: set[str] = set()  # clusters that had enough when they last got or lost a lease
 
     @property
     def all(self) -> tuple[OpenLease, ...]:
@@ -152,6 +153,7 @@ class OpenLeases:
         del self._leases[lease.number]
         of_cluster = self._by_cluster[lease.cluster_id]
         del of_cluster[lease.number]
+        self.sated.discard(lease.cluster_id)
         if not of_cluster:
             del self._by_cluster[lease.cluster_id]
 

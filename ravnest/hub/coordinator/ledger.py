@@ -91,6 +91,7 @@ class Ledger:
         self.draws = Draws(settings.draw_seed)
         self.num_counted = 0  # samples trained so far, over all epochs
         self._open = OpenLeases()
+        self._shares: tuple[tuple[ClusterState, ...], bool, dict[str, int]] = ((), False, {})
         self.num_starts = 0
         self.restart()
 
@@ -268,16 +269,27 @@ class Ledger:
         if placement.is_exact:
             return [] if held else self._fill_exact(placement)
         orders: list[Send | SendFields] = []
-        shares = divide_among(placement, self._settings.batch_size)
+        sated = self._open.sated
         for cluster in placement.running:
+            if cluster.cluster_id in sated:
+                continue  # most of them, after most events
             if cluster.phase is ClusterPhase.DRAINING or cluster.cluster_id == held:
                 continue
             while not self._has_enough(cluster):
-                granted = self._grant(cluster, placement, shares[cluster.cluster_id])
+                granted = self._grant(cluster, placement, self._share_of(cluster, placement))
                 if not granted:
                     break
                 orders += granted
         return orders
+
+    def _share_of(self, cluster: ClusterState, placement: Placement) -> int:
+        """Return how many samples an update of a running cluster has; others are worked out beside it."""
+        running, is_split, shares = self._shares
+        if running is not placement.running or is_split is not placement.sharing.is_split:
+            running, is_split = placement.running, placement.sharing.is_split
+            shares = divide_among(placement, self._settings.batch_size)
+            self._shares = (running, is_split, shares)
+        return shares[cluster.cluster_id]
 
     def record_summed(self, clusters: Sequence[ClusterState]) -> list[EpochDone]:
         """Record that a gradient round made the same update in these clusters: now their shares count."""
@@ -355,7 +367,10 @@ class Ledger:
         """Return whether a cluster has leases for twice what is in flight."""
         held = self._open.of(cluster.cluster_id)
         num_microbatches = sum(len(lease.num_samples) for lease in held)
-        return len(held) >= _OPEN_LEASES and num_microbatches >= 2 * cluster.cluster.stages[0].window
+        is_enough = len(held) >= _OPEN_LEASES and num_microbatches >= 2 * cluster.cluster.stages[0].window
+        if is_enough:
+            self._open.sated.add(cluster.cluster_id)
+        return is_enough
 
     def record_done(self, cluster: ClusterState, done: LeaseDone) -> list[EpochDone] | str:
         """Count a lease that its root reports; return the epoch that it ends, or why it does not count."""

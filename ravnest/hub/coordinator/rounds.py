@@ -105,6 +105,10 @@ class RoundDecision:
         """The members that have not voted."""
         return set(self._missing)
 
+    def awaits_only(self, name: NodeId) -> bool:
+        """Return whether this member alone has not voted."""
+        return len(self._missing) == 1 and name in self._missing
+
     @property
     def suspects(self) -> tuple[NodeId, ...]:
         """The members that prevented a commit, as far as votes tell: silent, or with another mean."""
@@ -178,6 +182,7 @@ class Rounds:
         self._num_opened = 0
         self._decision: RoundDecision | None = None
         self._clusters: tuple[ClusterState, ...] = ()  # of the last round
+        self._by_node: dict[NodeId, ClusterState] = {}  # of them
         self._left_out: tuple[str, ...] = ()  # of it, although they train
         self._given_up: dict[NodeId, RoundAbort] = {}  # members that will not vote any more
         self._opened_at = self._members_by = self._deadline = 0.0
@@ -213,7 +218,7 @@ class Rounds:
 
     def awaits_only(self, name: NodeId) -> bool:
         """Return whether the open round ends with the vote of this node."""
-        return self._decision is not None and self._decision.missing == {name}
+        return self._decision is not None and self._decision.awaits_only(name)
 
     def open_due(self, now: float) -> list[Send]:
         """Order a round if the clusters have trained enough for it, or may try the last one again."""
@@ -275,10 +280,12 @@ class Rounds:
             self._decision.vote(message)
             if self._decision.outcome is not None:
                 return self._settle(now, self._cluster_ids(self._decision.suspects))
+        if not self._given_up:
+            return None
         # All members were heard, but for those that would not be believed; or the reason is not time.
         unheard = self._cluster_ids(self._decision.missing - self._given_up.keys())
         is_heard = now < self._members_by or unheard <= set(self._suspects(most_hops=1).values())
-        return self._give_up(now) if self._given_up and is_heard else None
+        return self._give_up(now) if is_heard else None
 
     def leave(self, name: NodeId, reason: str, now: float) -> Ended | None:
         """Abort the open round if this node takes part in it; others may try again at once."""
@@ -348,6 +355,7 @@ class Rounds:
         self._num_opened += 1
         self._opened_at, self._members_by, self._deadline = now, now + seconds, now + _PATIENCE * seconds
         self._is_final, self._clusters, self._sums_gradients = is_final, clusters, sums_gradients
+        self._by_node = {name: cluster for cluster in clusters for name in cluster.nodes}
         self._left_out = tuple(each.name for each in placement.running if each not in clusters)
         names = tuple(name for cluster in clusters for name in cluster.nodes)
         round_id = RoundId(self._num_opened)
@@ -439,7 +447,8 @@ class Rounds:
         return config.max_relayed_round_seconds if is_relayed else config.max_round_seconds
 
     def _cluster_ids(self, names: Collection[NodeId]) -> frozenset[str]:
-        return frozenset(each.cluster_id for each in self._clusters if not set(names).isdisjoint(each.nodes))
+        found = (self._by_node.get(name) for name in names)
+        return frozenset(each.cluster_id for each in found if each is not None)
 
     def _find(self, name: NodeId | None) -> ClusterState | None:
-        return next((each for each in self._clusters if name in each.nodes), None)
+        return self._by_node.get(name) if name is not None else None

@@ -7,7 +7,7 @@ answer in time are evicted. A cluster in which all answer and still nothing move
 kept by a spare.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -373,13 +373,13 @@ class BackupPolicy:
     @property
     def due(self) -> float | None:
         """When the next snapshots are to be asked for, if anybody can be backed up."""
-        return self._next_at if self._next_at >= 0 and self._find_pairs() else None
+        return self._next_at if self._next_at >= 0 and any(self._find_pairs()) else None
 
     def order(self, samples_seen: Callable[[ClusterState], int], now: float) -> list[Send]:
         """Ask for the snapshots that are due; a node that cannot be backed up now is asked later."""
         if self._next_at < 0:
             self._next_at = now + self._timeouts.backup_every_seconds
-        if now < self._next_at or not (pairs := self._find_pairs()):
+        if now < self._next_at or not (pairs := [*self._find_pairs()]):
             return []
         self._asked_at, self._next_at = now, now + self._timeouts.backup_every_seconds
         self._desk.withdraw(SnapshotPurpose.BACKUP)
@@ -391,17 +391,15 @@ class BackupPolicy:
         asked = [(number, way.node) for number, way in self._in_transit.items()]
         return [self._desk.ask(purpose, number, node, build_id(node)) for number, node in asked]
 
-    def _find_pairs(self) -> list[tuple[NodeId, NodeId, HeldState, ClusterState]]:
+    def _find_pairs(self) -> Iterator[tuple[NodeId, NodeId, HeldState, ClusterState]]:
         """Return the nodes of clusters that train, and the spares that are here for them."""
-        found = []
         membership = self._placement.membership
         for backup in self._placement.backups:
             node, cluster = membership.find(backup.node), self._placement.cluster_of(backup.node)
             if cluster is None or not cluster.is_running or backup.spare not in membership:
                 continue
             if node is not None and node.held is not None:
-                found.append((backup.node, backup.spare, node.held, cluster))
-        return found
+                yield backup.node, backup.spare, node.held, cluster
 
     def forward(self, sender: NodeId, made: SnapshotMade) -> list[Send]:
         """Order the spare to fetch a snapshot that its node made."""
