@@ -104,8 +104,9 @@ def test_a_cluster_that_trains_writes_what_the_whole_model_writes(kind):
 
     def see(world, sender, to, message):
         if isinstance(message, GenerationValues):
+            # (rows, places, ...), or (rows, heads, places, ...) where a cut runs through an attention
             shapes = [spec.shape for _, spec in message.values]
-            crossed.setdefault(message.step, set()).update(x[1] for x in shapes if len(x) == 3)  # no heads
+            crossed.setdefault(message.step, set()).update(x[1 if len(x) == 3 else 2] for x in shapes)
         return (0.0,)
 
     reading = Reading(Sampling(max_tokens=COUNT))
