@@ -38,7 +38,7 @@ from ravnest.protocol.tensors import FLOAT_BYTES, Buffer
 from ravnest.transfer.outbox import Outgoing
 
 _MOST_GENERATIONS = 16  # that a stage remembers; the hub has fewer at a time
-_MOST_CACHE_BYTES = 256 << 20  # of keys and values, of all texts; those that do not fit take whole rows
+MOST_CACHE_BYTES = 256 << 20  # of keys and values, of all texts; those that do not fit take whole rows
 
 
 @dataclass(slots=True)
@@ -57,9 +57,15 @@ class StageGeneration:
     """The generations that pass through one stage."""
 
     def __init__(
-        self, position: StagePosition, blueprint: Blueprint, stage: StageEngine, device: Device
+        self,
+        position: StagePosition,
+        blueprint: Blueprint,
+        stage: StageEngine,
+        device: Device,
+        most_cache_bytes: int = MOST_CACHE_BYTES,
     ) -> None:
         self._position, self._stage, self._device = position, stage, device
+        self._most_cache_bytes = most_cache_bytes
         self._is_leaf = position.after is None
         self._evaluate = blueprint.evaluate
         self._found: Program | None = None  # made when the first generation comes
@@ -126,6 +132,11 @@ class StageGeneration:
         return len(self._generations)
 
     @property
+    def num_cached(self) -> int:
+        """Generations whose keys and values it has."""
+        return sum(each.cache is not None for each in self._generations.values())
+
+    @property
     def _program(self) -> Program:
         if self._found is None:
             self._found = make_generation_program(self._evaluate)
@@ -185,7 +196,8 @@ class StageGeneration:
         about = (self._position.build_id, order.generation, order.step)
         run = self._choose_way(found, order, places)
         passed = self._stage.generate(order.generation, found.held, found.fields, run)
-        share = places.count / order.length if found.cache is not None else 1.0
+        is_short = found.cache is not None and self._texts is not None and not self._texts.reason
+        share = places.count / order.length if is_short else 1.0
         self._device.stretch(started, self._device.forward_seconds * len(order.ends) * share)
         if isinstance(passed, DroppedWork):
             yield Outgoing(HUB, GenerationFault(*about, passed.reason))
@@ -213,7 +225,7 @@ class StageGeneration:
         if found.cache is None and order.first == 0:
             wanted = self._texts.cache_bytes(places.num_rows)
             taken = sum(each.cache_bytes for each in self._generations.values())
-            if 0 < wanted <= _MOST_CACHE_BYTES - taken:
+            if 0 < wanted <= self._most_cache_bytes - taken:
                 found.cache, found.cache_bytes = TextCache(), wanted
         return partial(self._texts.run, places=places, cache=found.cache)
 

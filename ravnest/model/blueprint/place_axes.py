@@ -85,12 +85,11 @@ def find_axis(kind: TensorType, length: int) -> PlaceAxis | None:
     shape = kind.shape
     if shape and shape[0] == Size(length):
         return PlaceAxis(0, True)
-    if len(shape) < 2 or shape[0] != Size(1):
+    if not shape or shape[0] != Size(1):
         return None
-    if shape[1] == length:
-        return PlaceAxis(1)
     found = [dim for dim, size in enumerate(shape) if size == length]
-    return PlaceAxis(found[0]) if len(found) == 1 else None
+    is_plain = found[:1] == [1] and found[1:2] != [2]  # of two that follow each other, one may be heads
+    return PlaceAxis(found[0]) if is_plain or len(found) == 1 or shape[1:] == (length, length) else None
 
 
 def write_op(placed: PlacedOp) -> tuple[Op, PlaceAxis]:
@@ -290,6 +289,10 @@ def _slice(placed: PlacedOp) -> tuple[Op, PlaceAxis]:
 def _join(placed: PlacedOp) -> tuple[Op, PlaceAxis]:
     out, is_new = placed.op.outs[0], ".stack." in placed.op.name
     assert out is not None
+    joined = [value for value in placed.op.refs() if placed.shape(value) != (0,)]
+    if len(joined) == 1 and not is_new:  # to a cache of the model's own, which is empty
+        arguments = (("self", Ref(joined[0])),)
+        return replace(placed.op, name="aten.alias.default", arguments=arguments), placed.axes[joined[0]]
     ndim = len(placed.shape(out))
     axis = _common_axis(placed, ndim - is_new)
     (dim,) = placed.dims("dim", ndim, 0)

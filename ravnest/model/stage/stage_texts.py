@@ -84,6 +84,8 @@ class StageTexts:
         if told:
             self._cached, self.reason = None, told
             logger.warning("texts are written without caches, more slowly: %s", told)
+        else:
+            logger.info("texts are written with caches: new places alone give what whole rows give")
 
     def _make_row(
         self, inputs: PlacedValues, fields: State, places: NewPlaces
