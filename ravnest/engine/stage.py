@@ -66,6 +66,9 @@ class RunnableStage(Protocol):
     def forward_text(self, state: Tensors, inputs: Values, fields: Tensors) -> ForwardOutcome: ...
 
 
+RunBeside = Callable[[Tensors, Values, Tensors], ForwardOutcome]  # state, inputs, fields
+
+
 @dataclass(frozen=True, slots=True)
 class Roles:
     """Which parts of a stage's state are trained, written by a forward, or held by other stages too.
@@ -489,15 +492,24 @@ class StageEngine:
         run = partial(self._program.forward, training=True, key=key)
         return self._run_beside(run, microbatch, "evaluation", inputs, fields, weights)
 
-    def generate(self, number: int, inputs: Values, fields: Tensors) -> PassedOn | DroppedWork:
-        """Run rows of tokens on the current weights, and change nothing; the last stage gives logits."""
-        return self._run_beside(
-            self._program.forward_text, MicrobatchId(number), "generation", inputs, fields
-        )
+    def generate(
+        self, number: int, inputs: Values, fields: Tensors, run: RunBeside | None = None
+    ) -> PassedOn | DroppedWork:
+        """Run rows of tokens on the current weights, and change nothing; the last stage gives logits.
+
+        `run` may know a shorter way than the program itself.
+        """
+        run = run or self._program.forward_text
+        return self._run_beside(run, MicrobatchId(number), "generation", inputs, fields)
+
+    @property
+    def program(self) -> RunnableStage:
+        """What it runs."""
+        return self._program
 
     def _run_beside(
         self,
-        run: Callable[[Tensors, Values, Tensors], ForwardOutcome],
+        run: RunBeside,
         microbatch: MicrobatchId,
         where: str,
         inputs: Values,
