@@ -43,6 +43,8 @@ from ravnest.plan.types import Node
 from ravnest.protocol import messages
 from ravnest.protocol.averaging import (
     RoundAbort,
+    RoundCall,
+    RoundCheck,
     RoundCommit,
     RoundOpen,
     TiedCall,
@@ -103,6 +105,8 @@ _OfHub = (
     | FieldParts
     | LearningRate
     | RoundOpen
+    | RoundCall
+    | RoundCheck
     | RoundCommit
     | RoundAbort
     | GenerationStep

@@ -59,14 +59,14 @@ from ravnest.hub.coordinator.recovery import Recovery
 from ravnest.hub.coordinator.rounds import Rounds
 from ravnest.hub.coordinator.snapshots import CheckpointCollector, Inquiries, SnapshotDesk, SnapshotPurpose
 from ravnest.ids import NodeId
-from ravnest.protocol.averaging import RoundAbort, RoundQuery, RoundReady
+from ravnest.protocol.averaging import RoundAbort, RoundChecked, RoundPledge, RoundQuery, RoundReady
 from ravnest.protocol.membership import Leave, Stop
 from ravnest.protocol.messages import Refusal
 from ravnest.protocol.placement import BackupKept, SnapshotMade, StageMissing, StageReady
 from ravnest.protocol.training import DroppedMicrobatch, LeaseDone
 from ravnest.units import show_bytes
 
-_OfRounds = RoundReady | RoundAbort | RoundQuery
+_OfRounds = RoundPledge | RoundReady | RoundChecked | RoundAbort | RoundQuery
 _OfStages = StageReady | StageMissing | LeaseDone | DroppedMicrobatch
 _OfMembers = Leave | BackupKept | SnapshotMade | _OfRounds | _OfStages
 _Result = list[Action] | str  # actions, or why the event is refused
@@ -228,8 +228,10 @@ class Coordinator:
         match message:
             case Leave():
                 return self._departures.leave(sender, message, self.now)
-            case RoundReady() | RoundAbort():
+            case RoundPledge() | RoundReady() | RoundChecked() | RoundAbort():
                 ended = self._rounds.receive(sender, message, self.now)
+                if isinstance(ended, list):
+                    return [*ended]
                 return ended.reason if isinstance(ended, Refusal) else self._life.end_round(ended)
             case RoundQuery():
                 answer = self._rounds.answer(sender, message)

@@ -5,7 +5,7 @@ Telemetry is no event: hub.monitors turn it into conclusions, which are. Every e
 
 from dataclasses import dataclass, replace
 
-from ravnest.config import PlanConfig
+from ravnest.config import Mean, PlanConfig
 from ravnest.hub.coordinator.leases import LedgerState
 from ravnest.hub.coordinator.notices import EpochDone, Evaluated, Notice, SampledText
 from ravnest.ids import LeaseId, MicrobatchId, NodeId
@@ -81,6 +81,7 @@ class JobSettings:
     expected_nodes: int = 0  # with so many nodes form at once; 0: only by time
     settle_seconds: float = 5.0  # form when nobody came or went for so long
     most_snapshot_bytes: int = 2**62  # of a stage, however it is cut
+    mean: Mean = Mean.PLAIN  # of rounds; as before there was a choice
 
     @property
     def length(self) -> TrainingLength:
@@ -438,10 +439,11 @@ class Collect:
 
 @dataclass(frozen=True, slots=True)
 class Evict:
-    """An action: tell a peer that is no member any more that it may go."""
+    """An action: tell a peer that is no member any more that it may go, or must for what it did."""
 
     to: NodeId
     reason: str
+    is_fault: bool = False  # it is not admitted again, and its guest gets a strike
 
 
 @dataclass(frozen=True, slots=True)

@@ -292,6 +292,7 @@ class RoundEnded:
     seconds: float = 0.0
     left_out: tuple[str, ...] = ()  # clusters that train, but took no part
     blamed: tuple[tuple[str, int], ...] = ()  # clusters, and how many of the next rounds are without them
+    unlike: tuple[tuple[str, str], ...] = ()  # clusters whose contribution was unlike all others, and how
 
 
 @dataclass(frozen=True, slots=True)

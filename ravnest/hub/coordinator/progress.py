@@ -68,6 +68,10 @@ class ClusterProgress:
         """Return how many samples, of all clusters, one's weights have learned from."""
         return self._of(cluster).num_samples_seen
 
+    def samples_alone(self, cluster: ClusterState) -> int:
+        """Return how many samples a cluster has trained since it had the same weights as others."""
+        return self._of(cluster).num_alone
+
     def most_trained(self, clusters: Iterable[ClusterState]) -> ClusterState:
         """Return the cluster whose weights saw most samples; of equals, the one that trained most."""
         return max(clusters, key=lambda each: (self.samples_seen(each), self._of(each).num_trained))

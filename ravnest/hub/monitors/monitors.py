@@ -54,7 +54,7 @@ from ravnest.hub.monitors.liveness import LivenessMonitor, PaceMonitor, Throughp
 from ravnest.hub.monitors.loss_guard import LossGuard
 from ravnest.ids import LeaseId, MicrobatchId, NodeId
 from ravnest.plan.sharing import TrainingLength
-from ravnest.protocol.averaging import RoundAbort, RoundReady
+from ravnest.protocol.averaging import RoundAbort, RoundChecked, RoundReady
 from ravnest.protocol.membership import Leave
 from ravnest.protocol.messages import Refusal
 from ravnest.protocol.placement import FetchProgress, StageMissing, StageReady
@@ -232,7 +232,7 @@ def _add(means: Means, report: StepReport, num_samples: int) -> None:
 
 _AT_WORK = (JobPhase.TRAINING, JobPhase.EVALUATING)
 # These may begin or end a cluster or a round: the books are brought up to date before them.
-_TURNS_OF_PEERS = (Leave, StageReady, StageMissing, RoundReady, RoundAbort)
+_TURNS_OF_PEERS = (Leave, StageReady, StageMissing, RoundReady, RoundChecked, RoundAbort)
 _SIGNS_OF_LIFE = (StageReady, StageMissing, LeaseDone, DroppedMicrobatch)
 
 

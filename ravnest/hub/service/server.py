@@ -405,8 +405,11 @@ class Server:
         match action:
             case Send(to, message):
                 self._send(to, message)
-            case Evict(to, reason):
-                self._evicted |= {self._admission.find(to)}
+            case Evict(to, reason, is_fault):
+                peer = self._admission.find(to)
+                self._evicted |= {peer}
+                if is_fault and peer is not None:
+                    self._admission.ban(peer, reason)
                 self._post(Outgoing(to, Stop(reason)))
             case MakePlan():
                 self._start(self._make_plan(action))
