@@ -63,11 +63,12 @@ class Job:
     through the stages as `microbatches`. Clusters average their weights `average_every` batches, and by the
     `averaging_rule` more than those. From four clusters on their `mean` is robust: no single one moves it
     further than the others differ; "plain" and "robust" choose for any number. What was trained is kept
-    `checkpoint_every` so often, like "5 min"; None: never. Large weights that are not trained are stored as `frozen` says (fp32, bf16, int8, int4) or as
-    the plan does. `weights` is a safetensors file, a folder of shards or a mirror's list to begin with; a
-    model made under `rv.empty_weights()` without them is filled layer by layer, as its modules say. After
-    every evaluation a language model goes on with the `sample_prompts`, for people to read; `tokenizer` is
-    one of transformers, or two functions (encode, decode), or left out where tokens are bytes.
+    `checkpoint_every` so often, like "5 min"; None: never. Large weights that are not trained are stored as
+    `frozen` says (fp32, bf16, int8, int4) or as the plan does. `weights` is a safetensors file, a folder of
+    shards or a mirror's list to begin with; a model made under `rv.empty_weights()` without them is filled
+    layer by layer, as its modules say. After every evaluation a language model goes on with the
+    `sample_prompts`, for people to read; `tokenizer` is one of transformers, or two functions (encode,
+    decode), or left out where tokens are bytes.
     """
 
     model: nn.Module = field(repr=False)

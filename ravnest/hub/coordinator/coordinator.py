@@ -16,6 +16,7 @@ from ravnest.hub.coordinator.events import (
     ClusterHeard,
     ClusterSilent,
     ClusterSlowed,
+    ClusterUnlike,
     Collected,
     Conclusion,
     EvaluationReported,
@@ -45,6 +46,7 @@ from ravnest.hub.coordinator.ledger import Ledger
 from ravnest.hub.coordinator.lifecycle import Departures, Duties, Lifecycle
 from ravnest.hub.coordinator.membership import Membership, is_sensible
 from ravnest.hub.coordinator.notices import (
+    ClusterSuspected,
     Joined,
     MicrobatchDropped,
     NoiseFound,
@@ -350,7 +352,7 @@ class Coordinator:
 
     # Conclusions of monitors.
 
-    def _conclude(self, event: Conclusion) -> _Result:
+    def _conclude(self, event: Conclusion) -> _Result:  # noqa: C901 - one short case for each
         match event:
             case TrainingReported():
                 self.ledger.record(event)
@@ -364,6 +366,8 @@ class Coordinator:
                 return self._record_noise(event)
             case LossAlarm():
                 self._life.alarm = event
+            case ClusterUnlike():
+                return self._suspect(event)
             case CalmChanged():
                 self._duties.is_calm = event.is_calm
             case ClusterSilent():
@@ -373,6 +377,14 @@ class Coordinator:
             case _:
                 assert_never(event)
         return []
+
+    def _suspect(self, unlike: ClusterUnlike) -> _Result:
+        """Leave a cluster out of rounds that goes wrong alone; if it does so again and again, it goes."""
+        cluster = self.placement.find_cluster(unlike.cluster_id)
+        if cluster is None:
+            return f"the cluster {unlike.cluster_id}, which is unlike the others, is no more"
+        num_rounds = self._rounds.suspect(cluster, unlike.reason)
+        return [Notify(ClusterSuspected(cluster.name, unlike.reason, num_rounds))]
 
     def _record_evaluation(self, reported: EvaluationReported) -> _Result:
         cluster = self.placement.find_cluster(reported.cluster_id)

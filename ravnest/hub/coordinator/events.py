@@ -325,6 +325,15 @@ class LossAlarm:
 
 
 @dataclass(frozen=True, slots=True)
+class ClusterUnlike:
+    """A cluster goes wrong alone: what was seen of it, that most others do not share."""
+
+    cluster_id: str
+    reason: str
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
 class CalmChanged:
     """Whether the present weights are worth a checkpoint, as the losses say."""
 
@@ -356,6 +365,7 @@ Conclusion = (
     | ClusterSlowed
     | NoiseMeasured
     | LossAlarm
+    | ClusterUnlike
     | CalmChanged
     | ClusterSilent
     | ClusterHeard

@@ -376,17 +376,16 @@ class Suspicions:
                 unlike[cluster] = f"its change is {distance:.0f} times as far from the others as they are"
             elif cosine < _AGAINST and gap > _GAP:
                 unlike[cluster] = "its change goes against that of all others"
-        for cluster in unlike:
-            self._marks[cluster] = self._marks.get(cluster, 0) + 1
         return unlike
 
-    def is_enough(self, cluster: str) -> bool:
-        """Return whether a cluster was unlike all others too often."""
-        return self._marks.get(cluster, 0) >= _MOST_MARKS
+    def mark(self, cluster: str) -> bool:
+        """Record that a cluster was found to be unlike all others; return whether that is often enough."""
+        self._marks[cluster] = self._marks.get(cluster, 0) + 1
+        return self._marks[cluster] >= _MOST_MARKS
 
 
 _WINDOW, _LEAST_ROUNDS = 8, 5  # rounds of a cluster that are judged together
-_FAR = 3.0  # times the typical distance
+_FAR = 10.0  # times the typical distance
 _AGAINST, _GAP = -0.15, 0.3
 _LEAST_ITEMS = 100  # that an owner's word is of; of fewer, chance alone makes any change unlike others
 

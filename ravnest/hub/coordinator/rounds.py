@@ -193,7 +193,7 @@ class Rounds:
         self._left_out: tuple[str, ...] = ()  # of it, although they train
         self._given_up: dict[NodeId, RoundAbort] = {}  # members that will not vote any more
         self._opened_at = self._members_by = self._deadline = 0.0
-        self._is_final = self._sums_gradients = False  # of the last round
+        self._is_final = self._sums_gradients = self._is_blocking = False  # of the last round
         self._outcomes: deque[RoundOutcome] = deque(maxlen=_REMEMBERED)
         self.restart()
 
@@ -384,7 +384,7 @@ class Rounds:
         self._roster = None if sums_gradients else self._find_roster(clusters)
         robust = None if self._roster is None else RobustDecision(round_id, self._roster)
         self._decision = robust or RoundDecision(round_id, names)
-        is_blocking = is_final or self.stands_still
+        is_blocking = self._is_blocking = is_final or self.stands_still
         absent, anchor_round = placement.absent(names), ledger.progress.anchor_round(clusters)
         # Without a common average the weights of the most trained cluster are the anchor.
         first = ledger.progress.most_trained(clusters) if anchor_round is None else None
@@ -410,11 +410,12 @@ class Rounds:
             SegmentId(number): tuple(owner for owner in ring.owners if owner in names)
             for number, ring in enumerate(self._placement.rings)
         }
-        alone = self._ledger.progress.samples_alone
+        share = len(self._placement.clusters) if self._placement.sharing.is_split else 1
+        samples = self._settings.batch_size / share
         return RobustRoster(
             {each.cluster_id: each.nodes for each in clusters},
             rings,
-            {each.cluster_id: 1.0 + alone(each) for each in clusters},
+            {each.cluster_id: self._ledger.weigh(each, samples) for each in clusters},
             frozenset(
                 x for each in clusters if each.cluster_id in self._suspicions.resting for x in each.nodes
             ),
@@ -470,12 +471,13 @@ class Rounds:
         assert self._roster is not None
         liars = self._suspicions.record_disputes(decision.disputes, self._roster) | decision.liars
         outliers: dict[str, str] = {}
-        if isinstance(decision.outcome, RoundCommit):
+        # Beside training, a change has in it how far a cluster was from the others before: no measure.
+        if isinstance(decision.outcome, RoundCommit) and self._is_blocking:
             likeness = compare_clusters(decision.sights, self._roster)
             outliers = self._suspicions.record_likeness(likeness)
         for cluster_id, reason in outliers.items():
             nodes = self._roster.clusters[cluster_id]
-            if self._suspicions.is_enough(cluster_id) and len(nodes) == 1:
+            if self._suspicions.mark(cluster_id) and len(nodes) == 1:
                 liars[nodes[0]] = reason
         self._liars |= liars
         return outliers | {self._roster.cluster_of(name): reason for name, reason in liars.items()}
@@ -519,6 +521,12 @@ class Rounds:
         """Return the clusters that held up one gradient round after the other, once."""
         stuck, self._stuck = self._stuck, []
         return stuck
+
+    def suspect(self, cluster: ClusterState, reason: str) -> int:
+        """Leave a cluster out that is unlike the others; return of how many rounds."""
+        if self._suspicions.mark(cluster.cluster_id) and len(cluster.nodes) == 1:
+            self._liars[cluster.root] = reason
+        return self._backoff.exclude(cluster)
 
     def pop_liars(self) -> list[tuple[NodeId, str]]:
         """Return the nodes that robust rounds found to lie, and why, once."""

@@ -21,6 +21,7 @@ from ravnest.hub.coordinator.events import (
     ClusterHeard,
     ClusterSilent,
     ClusterSlowed,
+    ClusterUnlike,
     ClusterVersion,
     Conclusion,
     EvaluationReported,
@@ -401,6 +402,9 @@ class Monitors:
                 self._noise.forget_others(running)
 
     def _notify_alarm(self, now: float) -> None:
+        while self._guard.unlike:
+            found = self._guard.unlike.popleft()
+            self._found.append(ClusterUnlike(found.cluster_id, found.reason, now))
         alarm = self._guard.alarm
         if alarm is not None and not self._has_told_alarm:
             self._has_told_alarm = True

@@ -11,6 +11,7 @@ from ravnest.hub.coordinator.notices import (
     ClusterBroken,
     ClusterDissolved,
     ClusterStarted,
+    ClusterSuspected,
     CutOff,
     DashboardOpened,
     Evaluated,
@@ -60,7 +61,7 @@ _TOPICS: dict[str, tuple[type, ...]] = {
 }
 _TONES: dict[str, tuple[type, ...]] = {
     "good": (Joined, Returned, ClusterStarted, Recovered, Evaluated, PlanFormed),
-    "bad": (Left, Missing, CutOff, ClusterBroken, ClusterDissolved, WentWrong, WorkLost),
+    "bad": (Left, Missing, CutOff, ClusterBroken, ClusterDissolved, WentWrong, ClusterSuspected, WorkLost),
     "warning": (
         Leaving,
         SpeedChanged,
