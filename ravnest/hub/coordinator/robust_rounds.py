@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from random import Random
 from statistics import median
 
 from blake3 import blake3
@@ -39,7 +38,7 @@ _LEFT_OUT = 30.0  # times: what is longer is left out
 _LIMIT = 3.0 * _CLIP  # a finished part is no longer; rounding makes it longer
 _LIARS = 5  # one of so many clusters may lie, and one of four
 _MOST_MARKS = 3  # rounds in which a cluster was unlike all others
-_TICKET_BITS = 20
+_TICKETS = 2**20
 _TINY = 1e-24
 
 _MemberMessage = RoundPledge | RoundReady | RoundChecked
@@ -49,6 +48,19 @@ class _Step(StrEnum):
     PLEDGES = "pledge"
     VOTES = "vote"
     CHECKS = "check"
+
+
+class _Draw:
+    """Numbers that follow from a key, for ever the same."""
+
+    def __init__(self, key: bytes) -> None:
+        self._key, self._count = key, 0
+
+    def below(self, stop: int) -> int:
+        """Return the next number from 0 to below `stop`, each as likely as the others."""
+        self._count += 1
+        drawn = blake3(self._key).update(self._count.to_bytes(8)).digest(16)
+        return int.from_bytes(drawn) % stop
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +105,7 @@ class RobustDecision:
         self._factors: dict[tuple[str, NodeId], float] = {}
         self._votes: dict[NodeId, RoundReady] = {}
         self._checks: dict[tuple[SegmentId, NodeId], list[NodeId]] = {}  # who checked an owner so far
-        self._random = Random(0)  # noqa: S311 - drawn anew from all pledges, which no member knows
+        self._draw = _Draw(b"")
         self._outcome: RoundOutcome | None = None
         self.suspects: tuple[NodeId, ...] = ()
         self.disputes: list[Dispute] = []
@@ -144,7 +156,7 @@ class RobustDecision:
 
     def _call(self) -> list[Send]:
         roots = (self._pledges[x][y].root for x in self._members for y in sorted(self._pledges[x]))
-        self._random = Random(blake3(b"".join(roots)).digest())  # noqa: S311
+        self._draw = _Draw(b"".join(roots))  # no member knows them all
         limits = {owner: self._compare_lengths(owner) for owner in self._members}
         self._step, self._missing = _Step.VOTES, dict.fromkeys(self._members)
         sends = []
@@ -246,7 +258,7 @@ class RobustDecision:
         for owner in self._members:
             segments = [number for number, owners in sorted(self._roster.rings.items()) if owner in owners]
             if owner not in self._roster.resting and segments:
-                sends += self._order_check(self._random.choice(segments), owner)
+                sends += self._order_check(segments[self._draw.below(len(segments))], owner)
         self._commit_when_checked()
         return sends
 
@@ -257,8 +269,8 @@ class RobustDecision:
         left = [x for x in members if x != owner and x not in before]
         if not left:
             return []
-        checker = self._random.choice(left)
-        ticket = self._random.getrandbits(_TICKET_BITS)
+        checker = left[self._draw.below(len(left))]
+        ticket = self._draw.below(_TICKETS)
         before.append(checker)
         self._missing[checker] = None
         order = RoundCheck(self._round_id, segment, owner, ticket, checker)
