@@ -43,6 +43,8 @@ from ravnest.plan.types import Node
 from ravnest.protocol import messages
 from ravnest.protocol.averaging import (
     RoundAbort,
+    RoundCall,
+    RoundCheck,
     RoundCommit,
     RoundOpen,
     TiedCall,
@@ -105,6 +107,8 @@ _OfHub = (
     | FieldParts
     | LearningRate
     | RoundOpen
+    | RoundCall
+    | RoundCheck
     | RoundCommit
     | RoundAbort
     | GenerationStep

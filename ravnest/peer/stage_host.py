@@ -32,8 +32,11 @@ from ravnest.peer.worker import Worker
 from ravnest.protocol.averaging import (
     AnchorPart,
     AnchorQuery,
+    DirectPart,
     RingPart,
     RoundAbort,
+    RoundCall,
+    RoundCheck,
     RoundCommit,
     RoundOpen,
     TiedCall,
@@ -120,7 +123,11 @@ class RunningStage:
                 return self._commit_round(message)
             case RoundAbort():
                 return self._abort_round(message)
-            case RingPart():
+            case RoundCall():
+                return averager.receive_call(message)
+            case RoundCheck():
+                return averager.receive_check(message)
+            case RingPart() | DirectPart():
                 return averager.receive_part(message, buffers[0], sender)
             case AnchorQuery():
                 return averager.receive_query(message, sender)

@@ -16,6 +16,7 @@ from ravnest.hub.coordinator.events import (
     ClusterHeard,
     ClusterSilent,
     ClusterSlowed,
+    ClusterUnlike,
     Collected,
     Conclusion,
     EvaluationReported,
@@ -47,6 +48,7 @@ from ravnest.hub.coordinator.ledger import Ledger
 from ravnest.hub.coordinator.lifecycle import UNLIKE, Departures, Duties, Lifecycle
 from ravnest.hub.coordinator.membership import Membership, is_sensible
 from ravnest.hub.coordinator.notices import (
+    ClusterSuspected,
     Joined,
     MicrobatchDropped,
     NoiseFound,
@@ -62,14 +64,14 @@ from ravnest.hub.coordinator.rounds import Rounds
 from ravnest.hub.coordinator.snapshots import CheckpointCollector, Inquiries, SnapshotDesk, SnapshotPurpose
 from ravnest.hub.coordinator.spot_checks import FALSE_LOSSES, SpotChecks
 from ravnest.ids import NodeId
-from ravnest.protocol.averaging import RoundAbort, RoundQuery, RoundReady
+from ravnest.protocol.averaging import RoundAbort, RoundChecked, RoundPledge, RoundQuery, RoundReady
 from ravnest.protocol.membership import Leave, Stop
 from ravnest.protocol.messages import Refusal
 from ravnest.protocol.placement import BackupKept, SketchMade, SnapshotMade, StageMissing, StageReady
 from ravnest.protocol.training import DroppedMicrobatch, LeaseDone
 from ravnest.units import show_bytes
 
-_OfRounds = RoundReady | RoundAbort | RoundQuery
+_OfRounds = RoundPledge | RoundReady | RoundChecked | RoundAbort | RoundQuery
 _OfStages = StageReady | StageMissing | LeaseDone | DroppedMicrobatch
 _OfMembers = Leave | BackupKept | SnapshotMade | SketchMade | _OfRounds | _OfStages
 _Result = list[Action] | str  # actions, or why the event is refused
@@ -237,8 +239,10 @@ class Coordinator:
         match message:
             case Leave():
                 return self._departures.leave(sender, message, self.now)
-            case RoundReady() | RoundAbort():
+            case RoundPledge() | RoundReady() | RoundChecked() | RoundAbort():
                 ended = self._rounds.receive(sender, message, self.now)
+                if isinstance(ended, list):
+                    return [*ended]
                 return ended.reason if isinstance(ended, Refusal) else self._life.end_round(ended)
             case RoundQuery():
                 answer = self._rounds.answer(sender, message)
@@ -396,6 +400,8 @@ class Coordinator:
                 return self._record_noise(event)
             case LossAlarm():
                 self._life.alarm = event
+            case ClusterUnlike():
+                return self._suspect(event)
             case CalmChanged():
                 self._duties.is_calm = event.is_calm
             case ClusterSilent():
@@ -405,6 +411,14 @@ class Coordinator:
             case _:
                 assert_never(event)
         return []
+
+    def _suspect(self, unlike: ClusterUnlike) -> _Result:
+        """Leave a cluster out of rounds that goes wrong alone; if it does so again and again, it goes."""
+        cluster = self.placement.find_cluster(unlike.cluster_id)
+        if cluster is None:
+            return f"the cluster {unlike.cluster_id}, which is unlike the others, is no more"
+        num_rounds = self._rounds.suspect(cluster, unlike.reason)
+        return [Notify(ClusterSuspected(cluster.name, unlike.reason, num_rounds))]
 
     def _record_evaluation(self, reported: EvaluationReported) -> _Result:
         cluster = self.placement.find_cluster(reported.cluster_id)

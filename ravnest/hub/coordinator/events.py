@@ -5,7 +5,7 @@ Telemetry is no event: hub.monitors turn it into conclusions, which are. Every e
 
 from dataclasses import dataclass, replace
 
-from ravnest.config import PlanConfig
+from ravnest.config import Mean, PlanConfig
 from ravnest.hub.coordinator.checks import NOT_COMPARED, NodeSketch, Verdict
 from ravnest.hub.coordinator.leases import LedgerState
 from ravnest.hub.coordinator.notices import EpochDone, Evaluated, Notice, SampledText
@@ -83,6 +83,7 @@ class JobSettings:
     settle_seconds: float = 5.0  # form when nobody came or went for so long
     most_snapshot_bytes: int = 2**62  # of a stage, however it is cut
     draw_seed: int = 0  # of lots; peers do not know it
+    mean: Mean = Mean.PLAIN  # of rounds; as before there was a choice
 
     @property
     def length(self) -> TrainingLength:
@@ -351,6 +352,15 @@ class LossAlarm:
 
 
 @dataclass(frozen=True, slots=True)
+class ClusterUnlike:
+    """A cluster goes wrong alone: what was seen of it, that most others do not share."""
+
+    cluster_id: str
+    reason: str
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
 class CalmChanged:
     """Whether the present weights are worth a checkpoint, as the losses say."""
 
@@ -384,6 +394,7 @@ Conclusion = (
     | ClusterSlowed
     | NoiseMeasured
     | LossAlarm
+    | ClusterUnlike
     | CalmChanged
     | ClusterSilent
     | ClusterHeard
@@ -472,7 +483,7 @@ class Collect:
 
 @dataclass(frozen=True, slots=True)
 class Evict:
-    """An action: tell a peer that is no member any more that it may go."""
+    """An action: tell a peer that is no member any more that it may go, or must for what it did."""
 
     to: NodeId
     reason: str

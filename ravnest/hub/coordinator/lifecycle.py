@@ -358,13 +358,15 @@ class Departures:
         is_empty = is_collecting and not len(self._membership)
         return [*actions, *(self._plan_trigger.notify_shortage() if is_empty else [])]
 
-    def evict(self, gone: Iterable[tuple[NodeId, str, str]], now: float) -> list[Action]:
+    def evict(
+        self, gone: Iterable[tuple[NodeId, str, str]], now: float, *, is_fault: bool = False
+    ) -> list[Action]:
         """Remove nodes: each with the reason that others read, and what itself is told."""
         actions: list[Action] = []
         for name, reason, told in gone:
             left = self.remove(name, reason, now)
             if not isinstance(left, str):  # else it went by itself, before it was found idle
-                actions += [*left, Evict(name, told)]
+                actions += [*left, Evict(name, told, is_fault)]
         return actions
 
     def evict_convicted(self, names: Iterable[NodeId], reason: str, now: float) -> list[Action]:
@@ -386,6 +388,11 @@ class Departures:
     def evict_idle(self, names: Iterable[NodeId], now: float) -> list[Action]:
         """Remove nodes that do no work; a provider may start them again."""
         return self.evict(((name, IDLE, f"{IDLE}; start it again") for name in names), now)
+
+    def evict_liars(self, liars: Iterable[tuple[NodeId, str]], now: float) -> list[Action]:
+        """Remove nodes for good that rounds found to lie."""
+        gone = [(name, f"it lies: {reason}", f"it is sent away: {reason}") for name, reason in liars]
+        return self.evict(gone, now, is_fault=True)
 
     def evict_gone(self, now: float) -> list[Action]:
         """Remove nodes that nobody needs any more, that did not come back or that do not answer."""
@@ -493,6 +500,7 @@ class Duties:
         idle, stuck = self._inquiries.conclude(now) if self._life.is_at_work else ([], [])
         actions = self._departures.evict_gone(now)
         actions += self._departures.evict_idle(idle, now)
+        actions += self._departures.evict_liars(self._rounds.pop_liars(), now)
         return actions + self._departures.rebuild([*stuck, *self._rounds.pop_stuck()], now)
 
     def _train(self, now: float) -> list[Action]:

@@ -292,6 +292,7 @@ class RoundEnded:
     seconds: float = 0.0
     left_out: tuple[str, ...] = ()  # clusters that train, but took no part
     blamed: tuple[tuple[str, int], ...] = ()  # clusters, and how many of the next rounds are without them
+    unlike: tuple[tuple[str, str], ...] = ()  # clusters whose contribution was unlike all others, and how
 
 
 @dataclass(frozen=True, slots=True)
@@ -362,6 +363,15 @@ class WentWrong:
 
 
 @dataclass(frozen=True, slots=True)
+class ClusterSuspected:
+    """A cluster is unlike all others, so it is left out of so many rounds; nobody else goes back for it."""
+
+    cluster: str
+    reason: str
+    num_rounds: int
+
+
+@dataclass(frozen=True, slots=True)
 class Stopping:
     """The job ends early, and why."""
 
@@ -410,6 +420,7 @@ Notice = (
     | WorkUndone
     | ResultRefused
     | WentWrong
+    | ClusterSuspected
     | Stopping
 )
 
@@ -514,10 +525,13 @@ def show_notice(notice: Notice) -> str:  # noqa: C901, PLR0912, PLR0915 - one sh
             return f"after {place}: {num_samples} samples, loss {_show(loss)}{''.join(shown)}"
         case SampledText(epoch, prompt, text):
             return f"after epoch {epoch}, to {_show_text(prompt)}: {_show_text(text)}"
-        case RoundEnded(round_id, is_committed, _, reason, seconds, left_out, blamed):
+        case ClusterSuspected(cluster, reason, num_rounds):
+            return f"cluster {cluster} is unlike all others: {reason}; it is left out of {num_rounds} rounds"
+        case RoundEnded(round_id, is_committed, _, reason, seconds, left_out, blamed, unlike):
             without = f" without {', '.join(left_out)}" if left_out else ""
             outcome = f"committed in {show_seconds(seconds)}" if is_committed else f"aborted: {reason}"
-            next_ones = [f"; {cluster} is left out of the next {number}" for cluster, number in blamed]
+            next_ones = [f"; {cluster}: {seen}" for cluster, seen in unlike]
+            next_ones += [f"; {cluster} is left out of the next {number}" for cluster, number in blamed]
             return f"round {round_id}{without} {outcome}{''.join(next_ones)}"
         case WentWrong(reason, suspect, goes_back):
             ending = _GOES_BACK if goes_back else "there is no checkpoint to go back to"

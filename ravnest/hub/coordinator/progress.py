@@ -39,6 +39,7 @@ class Progress:
     rates: dict[int, float] = field(default_factory=dict)  # sent, by the update they hold from
     num_trained: int = 0  # samples
     num_alone: int = 0  # of them since the last round
+    agreed_version: int = 0  # updates it had made at the last round
     num_samples_seen: int = 0  # samples of all clusters that its weights have learned from
     anchor_round: RoundId | None = _NONE  # the round whose average it began from; None: it has none
     is_fed: bool = False  # it has missed a round, and got the average of that from another cluster
@@ -72,6 +73,11 @@ class ClusterProgress:
     def samples_seen(self, cluster: ClusterState) -> int:
         """Return how many samples, of all clusters, one's weights have learned from."""
         return self._of(cluster).num_samples_seen
+
+    def count_alone(self, cluster: ClusterState) -> tuple[int, int]:
+        """Return the updates a cluster reports since its last round, and the samples that are counted."""
+        progress = self._of(cluster)
+        return max(0, progress.version - progress.agreed_version), progress.num_alone
 
     def most_trained(self, clusters: Iterable[ClusterState]) -> ClusterState:
         """Return the cluster whose weights saw most samples; of equals, the one that trained most."""
@@ -119,6 +125,7 @@ class ClusterProgress:
         after.num_samples_seen = before.num_samples_seen
         after.anchor_round = before.anchor_round if is_whole else None
         after.num_alone = before.num_alone if is_whole else 0
+        after.agreed_version = before.agreed_version if is_whole else version
         cluster.version, self._progress[cluster.cluster_id] = version, after
 
     def end(self, cluster: ClusterState) -> int:
@@ -164,6 +171,7 @@ class ClusterProgress:
         seen += sum(each.num_alone for each in shared)
         for each in shared:
             each.num_alone, each.num_samples_seen = 0, seen
+            each.agreed_version = each.version
             each.anchor_round = each.anchor_round if round_id is None else round_id
 
     def send_rates(
@@ -189,7 +197,8 @@ class ClusterProgress:
         return sends
 
     def _of(self, cluster: ClusterState) -> Progress:
-        return self._progress.setdefault(cluster.cluster_id, Progress(cluster.version, self._position))
+        fresh = Progress(cluster.version, self._position, agreed_version=cluster.version)
+        return self._progress.setdefault(cluster.cluster_id, fresh)
 
 
 _MOST_BATCHES = 2  # one that is trained, one that waits

@@ -21,6 +21,7 @@ from ravnest.hub.coordinator.events import (
     ClusterHeard,
     ClusterSilent,
     ClusterSlowed,
+    ClusterUnlike,
     ClusterVersion,
     Conclusion,
     EvaluationReported,
@@ -59,7 +60,7 @@ from ravnest.hub.monitors.liveness import LivenessMonitor, PaceMonitor, Throughp
 from ravnest.hub.monitors.loss_guard import LossGuard
 from ravnest.ids import LeaseId, MicrobatchId, NodeId, RoundId
 from ravnest.plan.sharing import TrainingLength
-from ravnest.protocol.averaging import RoundAbort, RoundReady
+from ravnest.protocol.averaging import RoundAbort, RoundChecked, RoundReady
 from ravnest.protocol.membership import Leave
 from ravnest.protocol.messages import Refusal
 from ravnest.protocol.placement import FetchProgress, StageMissing, StageReady
@@ -241,7 +242,7 @@ def _add(means: Means, report: StepReport, num_samples: int) -> None:
 
 _AT_WORK = (JobPhase.TRAINING, JobPhase.EVALUATING)
 # These may begin or end a cluster or a round: the books are brought up to date before them.
-_TURNS_OF_PEERS = (Leave, StageReady, StageMissing, RoundReady, RoundAbort)
+_TURNS_OF_PEERS = (Leave, StageReady, StageMissing, RoundReady, RoundChecked, RoundAbort)
 _SIGNS_OF_LIFE = (StageReady, StageMissing, LeaseDone, DroppedMicrobatch)
 
 
@@ -451,6 +452,9 @@ class Monitors:
                 self._averaged |= {each.cluster_id: round_id for each in members}
 
     def _notify_alarm(self, now: float) -> None:
+        while self._guard.unlike:
+            found = self._guard.unlike.popleft()
+            self._found.append(ClusterUnlike(found.cluster_id, found.reason, now))
         alarm = self._guard.alarm
         if alarm is not None and not self._has_told_alarm:
             self._has_told_alarm = True
