@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test check bench soak clean
+.PHONY: demo test check bench docs soak clean
 
 demo: $(READY)
 	@scripts/demo
@@ -13,6 +13,10 @@ test: $(READY)
 
 check: $(READY)
 	@scripts/check
+
+docs: $(READY)
+	@scripts/docs
+	@echo "the site is in build/site: open build/site/index.html"
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks.run plan
@@ -33,9 +37,9 @@ soak: $(READY)
 	$(BIN)/python -m benchmarks.run soak
 
 clean:
-	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,bench,demo,hf]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,bench,demo,docs,hf]"
 	@touch $@
