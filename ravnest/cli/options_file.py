@@ -45,11 +45,12 @@ def _name_of(parameter: click.Parameter) -> str:
 
 def _read_value(parameter: click.Parameter, value: object, document: Document, place: tuple[str, str]) -> Any:
     is_flag = bool(getattr(parameter, "is_flag", False))
-    is_switch = not is_flag and getattr(parameter, "flag_value", None) is not None  # may come without a value
+    alone = getattr(parameter, "flag_value", None)  # what an option means that may come without a value
+    is_switch = not is_flag and isinstance(alone, str)
     if isinstance(value, bool) != is_flag and not (is_switch and value is True):
         document.refuse(place, f"is {quote(value)}; write {'true or false' if is_flag else 'its value'}")
     if value is True and is_switch:
-        return parameter.flag_value  # type: ignore[attr-defined]
+        return alone
     many = value if isinstance(value, list) else [value]
     is_many = getattr(parameter, "multiple", False)
     is_plain = all(isinstance(each, str | int | float) for each in many)

@@ -1,8 +1,8 @@
 """The notebooks of examples/ run from top to bottom, show how far a training is, and can be interrupted."""
 
+import asyncio
 import os
 import re
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -72,24 +72,18 @@ def test_a_notebook_runs(path: Path, tmp_path: Path) -> None:
 
 def test_an_interrupt_keeps_what_was_trained_and_the_notebook_goes_on(tmp_path: Path) -> None:
     """The first interrupt comes when a loss was shown: not before there is something to keep."""
-    is_sent = threading.Event()
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(ENDLESS)])
 
     class Impatient(NotebookClient):
-        def output(self, outs, msg, display_id, cell_index):
-            self._look(msg)
-            return super().output(outs, msg, display_id, cell_index)
+        sent: asyncio.Task[None] | None = None
 
         def process_message(self, msg, cell, cell_index):
-            self._look(msg)
+            shown = msg["content"].get("data", {}).get("text/html", "")
+            if "loss" in shown and self.sent is None:
+                self.sent = asyncio.get_running_loop().create_task(self.km.interrupt_kernel())
             return super().process_message(msg, cell, cell_index)
 
-        def _look(self, msg) -> None:
-            shown = msg["content"].get("data", {}).get("text/html", "")
-            if "loss" in shown and not is_sent.is_set():
-                is_sent.set()
-                self.km.interrupt_kernel()
-
-    done = Impatient(notebook, timeout=600, resources={"metadata": {"path": str(tmp_path)}}).execute()
-    assert is_sent.is_set()
+    client = Impatient(notebook, timeout=600, resources={"metadata": {"path": str(tmp_path)}})
+    done = client.execute()
+    assert client.sent is not None
     assert "kept True" in "".join(find_outputs(done, "stdout"))
