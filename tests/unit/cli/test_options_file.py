@@ -1,4 +1,4 @@
-"""`--config FILE`: options of a command from its table, weaker than the command line, refused with reasons."""
+"""`--config FILE`: options of a command from its table, weaker than the command line, or refused."""
 
 from pathlib import Path
 
