@@ -23,8 +23,10 @@ myst_enable_extensions = ["attrs_block"]
 default_role = "code"  # docstrings quote names with single backticks
 
 autodoc_member_order = "bysource"
-autodoc_typehints = "description"
-autodoc_class_signature = "separated"
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+python_maximum_signature_line_length = 90
+highlight_language = "text"
 
 html_theme = "furo"
 html_title = "Ravnest"

@@ -14,6 +14,7 @@ import click
 
 import ravnest
 from ravnest.cli.main import program
+from ravnest.requester.result import Result
 
 if TYPE_CHECKING:
     from sphinx.application import Sphinx
@@ -42,9 +43,8 @@ def show_api() -> str:
 
 
 def _document_names() -> Iterator[str]:
-    for name in ravnest.__all__:
-        found = getattr(ravnest, name)
-        place = f"ravnest.{name}"
+    public = {f"ravnest.{name}": getattr(ravnest, name) for name in ravnest.__all__}
+    for place, found in {**public, "ravnest.requester.result.Result": Result}.items():
         if isinstance(found, type):
             yield f".. autoclass:: {place}\n   :members:\n   :exclude-members: __init__, __new__\n"
         elif callable(found):
