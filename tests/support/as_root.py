@@ -44,7 +44,7 @@ def networks(num: int) -> Iterator[list[tuple[str, str]]]:
 @contextmanager
 def home_network(names: Sequence[str]) -> Iterator[dict[str, str]]:
     """Make a namespace for each PC, all at one switch; give their names by those of the PCs."""
-    switch, net = f"rvs{os.getpid()}", f"198.51.{os.getpid() % 250}"
+    switch, net = f"rvs{os.getpid()}", f"198.19.{os.getpid() % 250}"
     made = {name: f"rvp{os.getpid()}-{number}" for number, name in enumerate(names)}
     try:
         call(f"ip link add {switch} type bridge")

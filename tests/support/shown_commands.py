@@ -10,7 +10,7 @@ import os
 import re
 import subprocess
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -47,13 +47,17 @@ def read_page(text: str) -> Iterator[Shown]:
 
 
 class Terminal:
-    """A shell that takes one block after the other; an error ends it."""
+    """A shell that takes one block after the other; an error ends it, and nobody waits any longer."""
 
-    def __init__(self, folder: Path, prefix: Sequence[str], environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, folder: Path, prefix: Sequence[str], environment: Mapping[str, str], desk: "list[Terminal]"
+    ) -> None:
         self.folder = folder
         self.said = ""
         self._num_sent = 0
-        self._news = threading.Condition()
+        self._desk = desk  # all that are open
+        self._news = desk[0]._news if desk else threading.Condition()
+        desk.append(self)
         self._shell = subprocess.Popen(
             [*prefix, "bash", "-e"],
             cwd=folder,
@@ -64,6 +68,7 @@ class Terminal:
             text=True,
             start_new_session=True,
         )
+        self._has_ended = False
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
@@ -74,7 +79,13 @@ class Terminal:
                 self.said += line
                 self._news.notify_all()
         with self._news:
+            self._has_ended = True
             self._news.notify_all()
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the shell ended before what was typed did."""
+        return self._has_ended and self.said.count(_ENDED) < self._num_sent
 
     def type(self, script: str) -> None:
         """Send a block when the one before has ended."""
@@ -86,20 +97,21 @@ class Terminal:
 
     def wait(self) -> None:
         """Wait until all that was typed has ended well."""
-        with self._news:
-            self._news.wait_for(self._is_at_rest, MOST_SECONDS)
-        assert self.said.count(_ENDED) == self._num_sent, f"a command failed or hangs:\n{self.said}"
-
-    def _is_at_rest(self) -> bool:
-        return self.said.count(_ENDED) == self._num_sent or not self._reader.is_alive()
+        self._wait_for(lambda: self.said.count(_ENDED) == self._num_sent)
 
     def read_invitation(self) -> str:
         """Wait for the line that a hub prints, and return the token in it."""
+        self._wait_for(lambda: _INVITATION.search(self.said) is not None)
+        return _INVITATION.findall(self.said)[-1]
+
+    def _wait_for(self, is_there: Callable[[], bool]) -> None:
         with self._news:
-            self._news.wait_for(lambda: _INVITATION.search(self.said) or self._is_at_rest(), MOST_SECONDS)
-        found = _INVITATION.findall(self.said)
-        assert found, f"the hub printed no invitation:\n{self.said}"
-        return found[-1]
+            self._news.wait_for(
+                lambda: is_there() or any(each.has_failed for each in self._desk), MOST_SECONDS
+            )
+        failed = next((each for each in self._desk if each.has_failed), None)
+        assert failed is None, f"a command has failed:\n{failed.said}"
+        assert is_there(), f"a command hangs:\n{self.said}"
 
     def close(self) -> None:
         """End the shell and all that it started."""
