@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test check bench docs soak clean
+.PHONY: demo test check bench docs soak fuzz clean
 
 demo: $(READY)
 	@scripts/demo
@@ -35,6 +35,12 @@ bench: $(READY)
 
 soak: $(READY)
 	$(BIN)/python -m benchmarks.run soak
+
+# Other inputs every day; SEED=N makes those of an earlier day again.
+SEED ?= $(shell date +%j)
+fuzz: $(READY)
+	RAVNEST_FUZZ_SEED=$(SEED) RAVNEST_FUZZ=10000 $(BIN)/python -m pytest -q tests/properties/test_foreign_files.py
+	RAVNEST_FUZZ_SEED=$(SEED) RAVNEST_FUZZ=100000 $(BIN)/python -m pytest -q tests/properties/test_hostile_messages.py
 
 clean:
 	rm -rf .venv build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

@@ -4,12 +4,15 @@ To start one so costs a tenth of a second where a fresh interpreter needs second
 their device, so that many have room on one PC.
 """
 
+import contextlib
 import multiprocessing
 import os
 import signal
+import socket
 from collections.abc import Mapping, Sequence
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from typing import IO
 
 PRELOADED = [
     "torch",
@@ -17,7 +20,8 @@ PRELOADED = [
     "ravnest.cli.main",
     "ravnest.net.zeromq",
     "ravnest.peer.agent",
-    "ravnest.peer.capabilities",
+    "ravnest.peer.compute_process",
+    "ravnest.peer.compute_service",
 ]
 _HUB_SECONDS = 600.0  # until the hub answers: a busy PC captures a model for minutes
 _END_SECONDS = 120.0  # only one that hangs needs so long
@@ -75,6 +79,55 @@ class Peers:
             process.join()
 
 
+class ForkedCompute:
+    """The process that computes, forked from one that has torch loaded, as `subprocess.Popen` shows it."""
+
+    def __init__(
+        self, words: Sequence[str], end_of_pair: socket.socket, environment: Mapping[str, str]
+    ) -> None:
+        come, gone = os.pipe()
+        self.pid = os.fork()
+        if not self.pid:
+            _compute(words, end_of_pair, environment, gone)
+        os.close(gone)
+        self.stderr: IO[bytes] | None = open(come, "rb")  # noqa: SIM115 - whoever waits closes it
+        self._code: int | None = None
+
+    def kill(self) -> None:
+        """End it at once."""
+        if self._code is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+    def wait(self) -> int:
+        """Return its exit code, after its end."""
+        if self._code is None:
+            self._code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self._code
+
+
+def _compute(
+    words: Sequence[str], end_of_pair: socket.socket, environment: Mapping[str, str], said: int
+) -> None:
+    """Be the process that computes; nothing else of this process goes on."""
+    try:
+        os.setsid()
+        os.dup2(said, 2)
+        keep = {0, 1, 2, end_of_pair.fileno()}
+        for each in map(int, os.listdir("/proc/self/fd")):
+            if each not in keep:
+                with contextlib.suppress(OSError):
+                    os.close(each)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+            signal.signal(number, signal.SIG_DFL)
+        os.environ.clear()
+        os.environ.update(environment)
+        from ravnest.peer.compute_program import run_compute
+
+        run_compute(end_of_pair.detach(), words[2])
+    finally:
+        os._exit(70)
+
+
 def _join(words: Sequence[str], token: str, path: str, space: str) -> None:
     with open(path, "w") as file:
         os.dup2(file.fileno(), 2)
@@ -85,7 +138,8 @@ def _join(words: Sequence[str], token: str, path: str, space: str) -> None:
     os.environ["RAVNEST_TOKEN"] = token
     import torch
 
+    from ravnest.cli.common import CommandParts
     from ravnest.cli.main import program
 
     torch.set_num_threads(1)
-    program(words, prog_name="ravnest")
+    program(words, prog_name="ravnest", obj=CommandParts(start_compute=ForkedCompute))

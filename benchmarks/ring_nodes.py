@@ -33,7 +33,7 @@ from ravnest.ids import NodeId
 from ravnest.net.identity import KeyPair, new_keys
 from ravnest.net.transport import Delivery, PeerId, Service
 from ravnest.net.zeromq import ZeroMqTransport
-from ravnest.peer.capabilities import return_freed_memory
+from ravnest.peer.machine import return_freed_memory
 
 OURS, GLOO = "multi-ring", "gloo"
 _FAILED = "failed:"

@@ -316,6 +316,11 @@ class PeerTimeouts:
     report_every_seconds: float = 5.0  # a stage reports at least this often while it works
     ask_again_seconds: float = 1.0  # an averager repeats an unanswered question after this
     compile_seconds: float = 1800.0  # a stage that is not compiled after this runs uncompiled for good
+    compute_start_seconds: float = 600.0  # compute has loaded torch and looked at its device after this
+    compute_end_seconds: float = 5.0  # compute that has closed the border by itself ends within this time
+    compute_query_seconds: float = 30.0  # between two questions whether compute is still at work
+    compute_silence_seconds: float = 900.0  # compute that finishes nothing for so long is ended
+    crash_window_seconds: float = 600.0  # crashes of compute on one stage within this time are too many
 
 
 @dataclass(frozen=True, slots=True)

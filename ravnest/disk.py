@@ -9,8 +9,10 @@ import mmap
 import os
 import stat
 import tempfile
+import weakref
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Self
 
 from ravnest.errors import ConfigError
 from ravnest.units import show_bytes
@@ -49,7 +51,29 @@ def map_file(name: str | Path) -> memoryview:
             raise OSError(errno.EINVAL, "it is no plain file")
         if not found.st_size:
             return memoryview(b"")
-        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+        return memoryview(FileMap.of(file.fileno()))
+
+
+class FileMap(mmap.mmap):
+    """A whole file, read like memory; it keeps the file open, so that another process can be given it."""
+
+    descriptor: int
+
+    @classmethod
+    def of(cls, descriptor: int, size_bytes: int = 0) -> Self:
+        """Map an open file, all of it without a size; OSError or ValueError if that cannot be."""
+        found = cls(descriptor, size_bytes, access=mmap.ACCESS_READ)
+        found.descriptor = os.dup(descriptor)
+        weakref.finalize(found, os.close, found.descriptor)
+        return found
+
+
+def find_file(content: bytes | bytearray | memoryview) -> int | None:
+    """Return the descriptor of the file that this content is, from its first byte to its last."""
+    mapped = memoryview(content).obj
+    if isinstance(mapped, FileMap) and len(mapped) == memoryview(content).nbytes:
+        return mapped.descriptor
+    return None
 
 
 def write_whole(file: Path, content: bytes, *, is_private: bool = False) -> None:
@@ -75,7 +99,7 @@ def write_nameless(pieces: Iterable[bytes | bytearray | memoryview], folder: str
         for piece in pieces:
             file.write(piece)
         file.flush()
-        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+        return memoryview(FileMap.of(file.fileno()))
 
 
 def _open_without_waiting(name: str, flags: int) -> int:

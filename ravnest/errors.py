@@ -61,3 +61,7 @@ class NotAdmitted(RavnestError):  # noqa: N818 - what happened, not that it is a
     """The hub does not let this peer in, and says why. Caught by the cli."""
 
     exit_code = 5
+
+
+class ComputeLost(RavnestError):  # noqa: N818 - what happened, not that it is an error
+    """The process that computes has ended, and with it the stage. The peer tells the hub and joins again."""

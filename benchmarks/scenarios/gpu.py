@@ -297,7 +297,7 @@ def train_for(job: Any, hardware: Sequence[Any], seconds: float, formats: str, f
     with contextlib.ExitStack() as stack:
         peak = stack.enter_context(_watch_memory(device))
         swarm = stack.enter_context(
-            local(hardware, plan=plan, tell=lambda news: _hear(record, news), parts=parts)
+            local(hardware, plan=plan, tell=lambda news: _hear(record, news, started), parts=parts)
         )
         stack.callback(ended.set)
         threading.Thread(target=pace.stop_in_time, args=(swarm, ended), daemon=True).start()
@@ -322,8 +322,10 @@ def train_for(job: Any, hardware: Sequence[Any], seconds: float, formats: str, f
     }
 
 
-def _hear(record: Any, news: Any) -> None:
-    record.news.append((time.monotonic(), news))
+def _hear(record: Any, news: Any, started: float) -> None:
+    at = time.monotonic()
+    say(f"{at - started:.0f} s: {type(news).__name__}: {str(news)[:160]}")
+    record.news.append((at, news))
 
 
 def _rates(times: Sequence[tuple[float, int]], slice_seconds: float) -> list[float]:

@@ -27,7 +27,8 @@ if TYPE_CHECKING:  # each of them loads more than most commands need
     from ravnest.hub.coordinator.notices import Notice
     from ravnest.hub.service.server import HubParts
     from ravnest.hub.service.status import StatusTracker
-    from ravnest.peer.capabilities import Machine
+    from ravnest.peer.compute_process import StartChild
+    from ravnest.peer.machine import Machine
     from ravnest.plan.types import Plan
     from ravnest.requester.result import Result
 
@@ -71,6 +72,7 @@ class CommandParts:
     hub: "HubParts | None" = None
     machine: "Machine | None" = None
     make_transport: Callable[..., Any] | None = None
+    start_compute: "StartChild | None" = None
     form_plan: "Callable[..., Plan] | None" = None
 
     @property

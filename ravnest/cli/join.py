@@ -1,8 +1,10 @@
 """`ravnest join`, `pause`, `resume` and `finish`: lend this PC to a swarm, and take it back."""
 
+import contextlib
 import logging
 import os
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import inf
 from typing import TYPE_CHECKING
@@ -29,7 +31,10 @@ if TYPE_CHECKING:
     from ravnest.cli.lending_loop import Hours, Terms
     from ravnest.net.identity import Token
     from ravnest.peer.agent import Offer
-    from ravnest.peer.capabilities import Machine
+    from ravnest.peer.compute import ComputeThread
+    from ravnest.peer.compute_frames import Surveyed
+    from ravnest.peer.compute_process import ComputeProcess
+    from ravnest.peer.machine import Machine
 
 
 _LONGEST_NAME = 40
@@ -74,6 +79,8 @@ class _Stated:
     runs_on_battery: bool = False
     hub_process: int | None = None  # of a hub on this PC
     compile_mode: CompileMode = CompileMode.AUTO
+    num_threads: int = 0  # for torch; 0: as it likes
+    is_fenced: bool = True  # compute is a process of its own
 
 
 @click.command()
@@ -100,6 +107,7 @@ class _Stated:
 @click.option("--patience", metavar="TIME", default="10 min", show_default=True, help="Without the hub.")
 @options_file
 @click.option("--hub-process", type=int, hidden=True, help="Wait for the hub while this process runs.")
+@click.option("--compute", hidden=True, default="process", help="process, or thread: without any fence.")
 @click.option("--quiet", is_flag=True, help="Say only what went wrong.")
 def join(  # noqa: PLR0913 - click passes one argument per option
     token: str | None,
@@ -122,15 +130,19 @@ def join(  # noqa: PLR0913 - click passes one argument per option
     outbound_only: bool,
     patience: str,
     hub_process: int | None,
+    compute: str,
     quiet: bool,
 ) -> None:
     """Lend this PC to the swarm that TOKEN invites to, until its job is done or Ctrl-C.
 
     Ends with 4 if the hub cannot be reached, with 5 if it refuses the token, with 7 if the program takes more
-    memory than it lends. It runs no code from the job. See `ravnest pause` too.
+    memory than it lends or a stage crashes again and again. It runs no code from the job. What computes is a
+    process of its own, without network, keys and home folder. See `ravnest pause` too.
     """
     from ravnest.cli.lending_loop import read_hours
     from ravnest.net.identity import read_token
+    from ravnest.peer.limits import count_cores, limit_cpu, read_cores
+    from ravnest.peer.machine import THIS_PC
 
     invitation = read_token(_find_token(token, token_file))
     listening = _choose_listening(listen, public, outbound_only)
@@ -147,25 +159,81 @@ def join(  # noqa: PLR0913 - click passes one argument per option
         _read_choice(on_battery),
         hub_process,
         _read_compile(compile),
+        0 if cpu is None else read_cores(cpu, count_cores()),
+        _read_compute(compute),
     )
     patience_seconds = _read(patience, Dimension.SECONDS) or 0.0 if hub_process is None else inf
-    from ravnest.peer.capabilities import THIS_PC  # it loads torch: a wrong option need not wait for that
-    from ravnest.peer.limits import keep_compiled, limit_cpu
-
     parts = find_parts()
     machine = parts.machine or THIS_PC
     logging.basicConfig(level=logging.WARNING if quiet else logging.INFO, format="%(message)s")
     logging.getLogger("ravnest.net").setLevel(logging.WARNING)
     cores = "" if cpu is None else limit_cpu(cpu)
-    if stated.compile_mode.applies_to(machine.choose_device(stated.device)):
-        keep_compiled(os.environ)  # before anything of torch chooses a folder
-    offer = _make_offer(name, stated, listening, patience_seconds, machine)
-    if not quiet:
-        _show(invitation, offer, _show_limits(stated, cores, machine))
-    code, reason = _take_part(invitation, offer, listening, stated, replace(parts, machine=machine))
+    with _open_compute(stated, parts) as (computing, surveyed, folder):
+        offer = _make_offer(name, stated, listening, patience_seconds, surveyed)
+        offer = replace(offer, folder=folder)
+        if not quiet:
+            _show(invitation, offer, _show_limits(stated, cores, machine))
+        known = replace(parts, machine=_count_both(machine, computing))
+        code, reason = _take_part(invitation, offer, listening, stated, known, computing)
     if not quiet:
         click.echo(f"ended: {reason}", err=True)
     sys.exit(code)
+
+
+@contextlib.contextmanager
+def _open_compute(
+    stated: _Stated, parts: CommandParts
+) -> "Iterator[tuple[ComputeProcess | ComputeThread, Surveyed, str | None]]":
+    """Start what computes, have it look at this PC, and give it a folder for as long as this program runs."""
+    from ravnest.peer.compute_frames import SurveyOrder
+    from ravnest.peer.compute_process import ComputeProcess, may_use_gpu, start_child
+    from ravnest.peer.limits import keep_compiled
+
+    speed = stated.flops_per_second or stated.emulated_flops_per_second
+    order = SurveyOrder(stated.device, stated.num_threads, stated.gpu_memory_bytes, speed is None)
+    if stated.compile_mode.applies_to("cuda" if may_use_gpu(stated.device) else "cpu"):
+        keep_compiled(os.environ)  # before anything of torch chooses a folder
+    if not stated.is_fenced:
+        from ravnest.peer.compute import ComputeThread
+
+        thread = ComputeThread(parts.timeouts.peer)
+        yield thread, thread.survey(order), None
+        return
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(_make_folder())
+        process = ComputeProcess(
+            folder,
+            parts.timeouts.peer,
+            device=stated.device,
+            compile_mode=stated.compile_mode,
+            start=parts.start_compute or start_child,
+        )
+        stack.callback(process.stop)
+        yield process, process.survey(order), folder
+
+
+@contextlib.contextmanager
+def _make_folder() -> "Iterator[str | None]":
+    """Give a folder that goes with this program; None if the disk takes none."""
+    import tempfile
+
+    try:
+        made = tempfile.TemporaryDirectory(prefix="ravnest-", ignore_cleanup_errors=True)
+    except OSError:  # said when something is to be kept
+        yield None
+        return
+    with made as folder:
+        yield folder
+
+
+def _count_both(machine: "Machine", compute: "ComputeProcess | ComputeThread") -> "Machine":
+    """Return the PC on which the memory of compute counts, too."""
+    from ravnest.peer.machine import memory_of_process
+
+    def taken() -> float:
+        return machine.taken_memory_bytes() + memory_of_process(compute.process_id)
+
+    return replace(machine, taken_memory_bytes=taken)
 
 
 def _read(text: str | None, dimension: Dimension) -> float | None:
@@ -198,6 +266,12 @@ def _read_compile(text: str) -> CompileMode:
     return CompileMode(text)
 
 
+def _read_compute(text: str) -> bool:
+    if text not in ("process", "thread"):
+        raise ConfigError(f"--compute {show_value(text)} is neither; give process or thread")
+    return text == "process"
+
+
 def _find_token(token: str | None, file: str | None) -> str:
     if token is not None and file is not None:
         raise ConfigError("both a TOKEN and --token-file are given; leave one out")
@@ -225,38 +299,33 @@ def _choose_listening(listen: str | None, public: tuple[str, ...], outbound_only
 
 
 def _make_offer(
-    name: str | None, stated: _Stated, listening: _Listening, patience_seconds: float, machine: "Machine"
+    name: str | None, stated: _Stated, listening: _Listening, patience_seconds: float, surveyed: "Surveyed"
 ) -> "Offer":
     import platform
 
     from ravnest.ids import NodeId
     from ravnest.peer.agent import Offer
     from ravnest.peer.compute_protocol import ProviderLimits
-    from ravnest.peer.limits import check_gpu_memory
     from ravnest.plan.types import Node
     from ravnest.protocol.membership import Fact
 
-    device = machine.choose_device(stated.device)
     emulated = stated.emulated_flops_per_second
-    memory = stated.memory_bytes
-    if stated.gpu_memory_bytes is not None:
-        check_gpu_memory(device, stated.gpu_memory_bytes)
-        memory = stated.gpu_memory_bytes
+    memory = stated.memory_bytes if stated.gpu_memory_bytes is None else stated.gpu_memory_bytes
     speed = emulated if stated.flops_per_second is None else stated.flops_per_second
     rate, latency = stated.bytes_per_second, stated.latency_seconds
     facts = {Fact.SPEED: speed, Fact.BANDWIDTH: rate, Fact.LATENCY: latency}
     rate = _USUAL_BYTES_PER_SECOND if rate is None else rate
     node = Node(
         name=NodeId(show_plainly(name or platform.node() or "peer")[:_LONGEST_NAME]),
-        memory_bytes=machine.lent_memory_bytes(device) if memory is None else memory,
-        flops_per_second=machine.measure_flops_per_second(device) if speed is None else speed,
+        memory_bytes=surveyed.memory_bytes if memory is None else memory,
+        flops_per_second=(surveyed.flops_per_second or 1.0) if speed is None else speed,
         upload_bytes_per_second=min(rate, stated.upload_bytes_per_second or rate),
         download_bytes_per_second=rate,
         latency_seconds=_USUAL_LATENCY_SECONDS if latency is None else latency,
         is_reachable=listening.is_reachable,
     )
     most_flops = _LONGEST_BATCH_SECONDS * node.flops_per_second
-    limits = ProviderLimits(node.memory_bytes, most_flops, device, emulated, stated.compile_mode)
+    limits = ProviderLimits(node.memory_bytes, most_flops, surveyed.device, emulated, stated.compile_mode)
     guessed = tuple(fact for fact, value in facts.items() if value is None)
     return Offer(node, limits, (), patience_seconds, guessed=guessed)
 
@@ -298,7 +367,12 @@ def _show(token: "Token", offer: "Offer", limits: str) -> None:
 
 
 def _take_part(
-    token: "Token", offer: "Offer", listening: _Listening, stated: _Stated, parts: CommandParts
+    token: "Token",
+    offer: "Offer",
+    listening: _Listening,
+    stated: _Stated,
+    parts: CommandParts,
+    compute: "ComputeProcess | ComputeThread",
 ) -> tuple[int, str]:
     """Return the exit code and why it ended."""
     import asyncio
@@ -309,12 +383,10 @@ def _take_part(
     from ravnest.net.transport import TransportLimits
     from ravnest.net.zeromq import ZeroMqTransport, allow_many_files
     from ravnest.peer.agent import Agent
-    from ravnest.peer.compute import ComputeThread
 
     machine, timeouts = parts.machine, parts.timeouts
     assert machine is not None
     machine.return_freed_memory(offer.limits.memory_bytes)
-    machine.warm_up()
     allow_many_files()
     lending = Lending(_make_terms(offer, stated, machine), machine, timeouts=timeouts.program)
     upload = stated.upload_bytes_per_second or inf
@@ -328,7 +400,6 @@ def _take_part(
             told = ", ".join(addresses) if addresses else "nowhere, it only dials out"
             logging.info("listens at %s", told)
             reachable = replace(offer, addresses=addresses, listens_at=transport.address)
-            compute = ComputeThread(timeouts.peer)
             agent = Agent(token, keys, reachable, compute, transport, timeouts=timeouts)
             return await lending.attend(agent)
 
@@ -336,17 +407,16 @@ def _take_part(
 
 
 def _make_terms(offer: "Offer", stated: _Stated, machine: "Machine") -> "Terms":
-    """Hold a GPU to what it lends, and have the rest looked after."""
+    """Return what is looked after; torch holds a GPU to what it lends."""
     import psutil
 
     from ravnest.cli.lending_loop import Terms
     from ravnest.config import PlanConfig
-    from ravnest.peer.limits import MemoryWatch, limit_gpu_memory
+    from ravnest.peer.limits import MemoryWatch
 
     device, lent = offer.limits.device, offer.limits.memory_bytes
     watched: float | None = lent if device == "cpu" else None
     if device.startswith("cuda"):
-        limit_gpu_memory(device, lent)
         watched = stated.memory_bytes if stated.gpu_memory_bytes is not None else None
     own = max(PlanConfig().overhead_bytes, _OWN_GROWTH * machine.taken_memory_bytes())
     memory = None if watched is None else MemoryWatch(watched, own)

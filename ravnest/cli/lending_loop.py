@@ -23,7 +23,7 @@ from msgspec import Meta
 
 from ravnest.config import TIMEOUTS, ProgramTimeouts
 from ravnest.disk import read_bytes, write_whole
-from ravnest.errors import ConfigError
+from ravnest.errors import ComputeLost, ConfigError
 from ravnest.foreign import parse_json
 from ravnest.units import show_value
 
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     import psutil  # type: ignore[import-untyped]
 
     from ravnest.peer.agent import Agent
-    from ravnest.peer.capabilities import Machine
     from ravnest.peer.limits import MemoryWatch
+    from ravnest.peer.machine import Machine
 
 
 DAY_MINUTES = 24 * 60
@@ -144,7 +144,7 @@ class Lending:
         minute: Callable[[], int] = _minute,
         timeouts: ProgramTimeouts = TIMEOUTS.program,
     ) -> None:
-        from ravnest.peer.capabilities import THIS_PC  # it loads torch
+        from ravnest.peer.machine import THIS_PC
 
         self._terms = terms
         self._machine, self._minute = machine or THIS_PC, minute
@@ -152,6 +152,7 @@ class Lending:
         self._ended_by = 0  # the signal
         self._is_paused = False
         self._leaving: str | None = None  # why
+        self._has_lost_compute = False  # the last time
         self._agent: Agent | None = None
         self._before: dict[int, Any] = {}  # what signals did
 
@@ -162,15 +163,27 @@ class Lending:
         with self._catching_signals(), registered(self._terms.name):
             while True:
                 await self._wait()
-                reason = _TAKEN_BACK if self._ended_by else await take_part()
+                reason = _TAKEN_BACK if self._ended_by else await self._take_part(take_part)
                 if self._ended_by:
                     return _SIGNAL_EXIT + self._ended_by, reason
                 if self._terms.has_lost_hub:
                     return _LOST_EXIT, reason
+                if self._has_lost_compute:
+                    continue
                 if self._leaving is None:
                     return 0, reason
                 if self._terms.memory is not None and self._terms.memory.must_leave:
                     return _GUARD_EXIT, reason
+
+    async def _take_part(self, take_part: Callable[[], Awaitable[str]]) -> str:
+        """Take part once; if compute is lost, the hub was told and there is a next time."""
+        self._has_lost_compute = False
+        try:
+            return await take_part()
+        except ComputeLost as error:
+            self._has_lost_compute = True
+            logger.warning("%s; the hub is told, and it joins again", error)
+            return str(error)
 
     async def attend(self, agent: "Agent") -> str:
         """Run an agent to its end, and have it leave when this PC may no longer be lent."""
@@ -222,7 +235,6 @@ class Lending:
         ):
             if reason != said:
                 logger.info("waits: %s; it joins %s, Ctrl-C ends it", reason, self._when())
-                self._machine.release_memory()
             said = reason
             self._changed.clear()
             with contextlib.suppress(TimeoutError):

@@ -152,6 +152,7 @@ class Offer:
     patience_seconds: float = 600.0  # without the hub, before it gives up
     listens_at: str | None = None  # others may not know
     guessed: tuple[Fact, ...] = ()  # facts that the hub shall have measured
+    folder: str | None = None  # in which its own is made; None: the system's
 
 
 class Agent:
@@ -191,7 +192,7 @@ class Agent:
         self._held_build_id = 0  # of the stage that is built, or held
         self._peers: dict[NodeId, PeerId] = {HUB: self._hub}
         around = (self._start, lambda: self._peers, self._send, compute.put, self._fail)
-        self._fetcher = Fetcher(*around, self._writer, timeouts.peer)
+        self._fetcher = Fetcher(*around, self._writer, timeouts.peer, offer.folder)
         self._outbox = Outbox(transport, self._start, lambda node: self._peers.get(node), self._drop_link)
         self._outbox.pause(HUB)  # until there is a link
         address = None if offer.listens_at is None else split_address(dialled_from_here(offer.listens_at))

@@ -1,15 +1,16 @@
-"""What this PC has: devices, their memory, how fast they multiply matrices, and whether in bf16."""
+"""What torch knows of this PC: devices, their memory, how fast they multiply matrices, if in bf16."""
 
 import contextlib
-import ctypes
-import gc
+import os
+import select
+import signal
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from math import inf
-from typing import Any, Literal
+from typing import Literal
 
 import psutil  # type: ignore[import-untyped]
 import torch
@@ -19,41 +20,18 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ravnest.errors import ConfigError
 from ravnest.model.blueprint.program import TensorType
 from ravnest.model.stage.stage_program import StageProgram
+from ravnest.units import show_bytes
 
 BestPrecision = Literal["bf16", "tf32", "fp32"]
 
 _SIDES = {"cpu": 512}  # of the matrices; of anything else eight times as long
 _SHARES = {"cpu": 0.5, "cuda": 0.8}  # of what is free, to lend: on a GPU seldom anything else runs
 _MOST_SECONDS = 0.2
-_TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # as malloc.h of glibc numbers them
-_LARGE_BYTES = 3 << 19  # at half a megabyte tensors of one trained 30 % slower, at this as fast as ever
-_KEPT_BYTES = 1 << 25  # of smaller ones: at glibc's 128 KB the same pages come and go with every batch
-_KEPT_SHARE = 0.05
-_NUM_ARENAS = 2  # of the event loop, and of all threads beside it: each keeps freed memory of its own
 _BF16_PROGRAM = """
 import sys, torch
 matrix = torch.ones(64, 64, dtype=torch.bfloat16, device=sys.argv[1])
 sys.exit(0 if (matrix @ matrix).sum().item() == 64.0**3 else 1)
 """
-
-
-def return_freed_memory(lent_bytes: float) -> None:
-    """Have large tensors given back to the system when they are freed, so that a peer takes what is planned.
-
-    By itself the allocator of glibc keeps them once it has seen some, up to half as much again, and smaller
-    ones for every thread. A twentieth of what is lent may be kept: the plan counts that.
-    """
-    with contextlib.suppress(OSError, AttributeError):  # another system, another allocator
-        library = ctypes.CDLL(None)
-        library.mallopt(_MMAP_THRESHOLD, _LARGE_BYTES)
-        library.mallopt(_TRIM_THRESHOLD, int(min(_KEPT_BYTES, _KEPT_SHARE * lent_bytes)))
-        library.mallopt(_ARENA_MAX, _NUM_ARENAS)
-
-
-def trim_freed_memory() -> None:
-    """Give the system back what was freed so far, by a build or a snapshot."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def warm_up() -> None:
@@ -79,6 +57,26 @@ def lent_memory_bytes(device: str) -> float:
     is_cuda = kind == "cuda"
     free = torch.cuda.mem_get_info(device)[0] if is_cuda else psutil.virtual_memory().available
     return float(free) * _SHARES.get(kind, 0.5)
+
+
+def check_gpu_memory(device: str, size_bytes: float) -> None:
+    """Raise the sentence that says why so much of a device's memory cannot be lent."""
+    if torch.device(device).type != "cuda":
+        raise ConfigError(
+            f"--gpu-memory has no meaning on {device}, which computes in the PC's own memory; give --memory"
+        )
+    total = torch.cuda.mem_get_info(device)[1]
+    if not 0 < size_bytes <= total:
+        raise ConfigError(
+            f"--gpu-memory {show_bytes(size_bytes)} is no part of the {show_bytes(total)} that {device} has; "
+            "give a size like '4 GB'"
+        )
+
+
+def limit_gpu_memory(device: str, size_bytes: float) -> None:
+    """Have torch refuse to take more of a GPU than is lent."""
+    total = torch.cuda.mem_get_info(device)[1]
+    torch.cuda.set_per_process_memory_fraction(min(1.0, size_bytes / total), device)
 
 
 def measure_flops_per_second(device: str = "cpu") -> float:
@@ -122,6 +120,27 @@ def _measure(device: str, dtype: torch.dtype, most_seconds: float) -> float:
             return best
 
 
+def can_run_bf16_forked(device: str, timeout_seconds: float = 60.0) -> bool:
+    """Return the same, tried in a copy of this process: where it may start no program."""
+    come, gone = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # other threads are not needed there
+        child = os.fork()
+    if not child:
+        is_right = False
+        with contextlib.suppress(Exception):
+            torch.set_num_threads(1)
+            matrix = torch.ones(64, 64, dtype=torch.bfloat16, device=torch.device(device))
+            is_right = bool((matrix @ matrix).sum().item() == 64.0**3)
+        os._exit(0 if is_right else 1)
+    os.close(gone)
+    select.select([come], [], [], timeout_seconds)  # it is readable when the copy has ended
+    os.close(come)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(child, signal.SIGKILL)
+    return os.waitpid(child, 0)[1] == 0
+
+
 def can_run_bf16(device: str, program: str = _BF16_PROGRAM, timeout_seconds: float = 60.0) -> bool:
     """Return whether a device multiplies bf16 matrices; tried in a process, for on some CPUs it kills it."""
     command = [sys.executable, "-c", program, device]
@@ -135,51 +154,6 @@ def can_run_bf16(device: str, program: str = _BF16_PROGRAM, timeout_seconds: flo
     return done.returncode == 0
 
 
-def taken_memory_bytes() -> float:
-    """Return what this program takes of the PC's memory now."""
-    return float(psutil.Process().memory_info().rss)
-
-
-def release_memory() -> None:
-    """Give back what torch keeps of a GPU for later, while this PC is not lent."""
-    gc.collect()
-    torch.cuda.empty_cache()  # does nothing where there is none
-
-
-def has_battery() -> bool:
-    """Return whether this PC is known to have a battery."""
-    return _find_battery() is not None
-
-
-def is_on_battery() -> bool:
-    """Return whether this PC has a battery and lives on it now."""
-    battery = _find_battery()
-    return battery is not None and battery.power_plugged is False
-
-
-def _find_battery() -> Any:
-    try:
-        return psutil.sensors_battery()
-    except (AttributeError, OSError):  # a system that cannot tell
-        return None
-
-
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """What a program asks of a PC, and what it tells it; the defaults are about this PC."""
-
-    choose_device: Callable[[str], str] = choose_device
-    lent_memory_bytes: Callable[[str], float] = lent_memory_bytes
-    measure_flops_per_second: Callable[[str], float] = measure_flops_per_second
-    has_battery: Callable[[], bool] = has_battery
-    is_on_battery: Callable[[], bool] = is_on_battery
-    taken_memory_bytes: Callable[[], float] = taken_memory_bytes
-    release_memory: Callable[[], None] = release_memory
-    return_freed_memory: Callable[[float], None] = return_freed_memory
-    warm_up: Callable[[], None] = warm_up
-
-
-THIS_PC = Machine()
 _MOST_TRIAL_SECONDS = 0.5
 _MOST_RUNS = 10
 _LARGEST = 0.1  # of the numbers made up: sums of them stay finite

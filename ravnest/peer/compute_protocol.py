@@ -2,15 +2,17 @@
 
 The agent has keys and sockets; compute has torch and one stage. Only these records pass between the two. They
 are frozen and made of numbers, text, bytes and messages; none holds a callable or a shared object. So compute
-can become a process of its own: a pipe for the records, shared memory for their buffers. A large snapshot
-crosses as a file in the folder that `ComputeSetup` names.
+is a process of its own (compute_process), or a thread (compute). A large snapshot crosses as a file in the
+folder that `ComputeSetup` names.
 """
 
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Annotated, Protocol
+
+from msgspec import Meta
 
 from ravnest import errors
 from ravnest.config import CompileMode
@@ -42,7 +44,7 @@ class ComputeSetup:
     """What compute starts with; without a folder, snapshots cross in memory."""
 
     limits: ProviderLimits
-    folder: str | None = None
+    folder: Annotated[str, Meta(max_length=4096)] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,4 +143,4 @@ class Compute(Protocol):
         """Run compute until it is closed; `deliver` is called here, on the event loop, for each item."""
 
     def close(self) -> None:
-        """End `run` after the piece of work under way."""
+        """End `run`, and with it compute; a thread ends after the piece of work under way."""

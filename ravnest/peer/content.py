@@ -8,7 +8,8 @@ memory. Threads that only write put them there; the event loop reads them.
 
 import asyncio
 import logging
-import mmap
+import os
+import stat
 import tempfile
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import Executor
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from ravnest.config import TIMEOUTS, PeerTimeouts
+from ravnest.disk import FileMap
 from ravnest.errors import LinkError
 from ravnest.ids import HUB, NodeId
 from ravnest.peer.compute_protocol import Build, Probe, ToCompute, WrittenBlob, name_file
@@ -45,9 +47,10 @@ _NUM_OWN = 3  # snapshots of its own
 
 
 class BlobStore:
-    """Blobs by hash. As a context manager it has a folder; otherwise it has only memory."""
+    """Blobs by hash. As a context manager it has a folder, below `parent`; otherwise it has only memory."""
 
-    def __init__(self) -> None:
+    def __init__(self, parent: str | None = None) -> None:
+        self._parent = parent
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._has_warned = False
         self._own: dict[str, Blob] = {}  # oldest first
@@ -55,7 +58,9 @@ class BlobStore:
 
     def __enter__(self) -> Self:
         with suppress(OSError):  # said when something is to be kept
-            self._folder = tempfile.TemporaryDirectory(prefix="ravnest-", ignore_cleanup_errors=True)
+            self._folder = tempfile.TemporaryDirectory(
+                prefix="ravnest-", dir=self._parent, ignore_cleanup_errors=True
+            )
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -86,7 +91,7 @@ class BlobStore:
             self._warn(written.fault)
         else:
             try:
-                content = self._map(written.ref.blob)
+                content = self._map(written.ref.blob, written.ref.size_bytes)
             except (OSError, ValueError) as error:
                 logger.warning("the snapshot %s is lost: %s", written.ref.blob[:12], error)
                 return False
@@ -114,7 +119,7 @@ class BlobStore:
     def _write(self, blob: str, found: Blob) -> Blob:
         try:
             name_file(self.folder, blob).write_bytes(found.content)
-            return Blob(self._map(blob), found.hashes)
+            return Blob(self._map(blob, len(found.content)), found.hashes)
         except (OSError, ValueError) as error:  # ValueError: what is empty cannot be mapped
             self._warn(error)
             self._remove(blob)
@@ -125,11 +130,17 @@ class BlobStore:
         """Where its files are, if it has any."""
         return None if self._folder is None else self._folder.name
 
-    def _map(self, blob: str) -> Buffer:
-        """Return a file's content. Where it can its name goes now, so that a killed peer leaves no file."""
+    def _map(self, blob: str, size_bytes: int) -> Buffer:
+        """Return a file's content. Where it can its name goes now, so that a killed peer leaves no file.
+
+        Compute may have put anything there: only a plain file of that size is taken, and no link to another.
+        """
         path = name_file(self.folder, blob)
-        with path.open("rb") as file:
-            mapped = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+        with open(path, "rb", opener=_open_itself) as file:
+            found = os.fstat(file.fileno())
+            if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1 or found.st_size != size_bytes:
+                raise ValueError("it is no plain file of the size that was said")
+            mapped = memoryview(FileMap.of(file.fileno()))
         with suppress(OSError):
             path.unlink()
         return mapped
@@ -144,6 +155,10 @@ class BlobStore:
         if self._folder is not None and blob not in self:
             with suppress(OSError):
                 Path(self._folder.name, blob).unlink(missing_ok=True)
+
+
+def _open_itself(name: str, flags: int) -> int:
+    return os.open(name, flags | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
 
 
 class _Missing(Exception):  # noqa: N818 - what happened, not that it is an error
@@ -165,12 +180,13 @@ class Fetcher:
         fail: Callable[[LinkError], None],
         writer: Executor,
         timeouts: PeerTimeouts = TIMEOUTS.peer,
+        folder: str | None = None,
     ) -> None:
         self._quiet_seconds, self._report_seconds = (
             timeouts.quiet_download_seconds,
             timeouts.report_every_seconds,
         )
-        self.store = BlobStore()
+        self.store = BlobStore(folder)
         self.blobs = Blobs(self.store)
         self._exchange = Exchange(self.blobs, post, self._write, self._accuse)
         self._passed_on: set[BlobRef] = set()  # what stages were made of

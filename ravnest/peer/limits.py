@@ -1,4 +1,7 @@
-"""Holds the program to what a provider lends: cores, memory of a GPU, memory of the PC."""
+"""Holds the programs to what a provider lends: cores, memory of the PC; and where compiled code is kept.
+
+What is lent of a GPU is held by torch, in capabilities.
+"""
 
 import math
 import os
@@ -8,8 +11,6 @@ import tempfile
 from collections.abc import MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
-
-import torch
 
 from ravnest.errors import ConfigError
 from ravnest.units import show_bytes, show_value
@@ -40,7 +41,6 @@ def read_cores(text: str, num_cores: int) -> int:
 def limit_cpu(text: str) -> str:
     """Keep this program to some cores, behind all other programs; return in words what came of it."""
     num_cores = read_cores(text, count_cores())
-    torch.set_num_threads(num_cores)
     if sys.platform != "linux":
         return f"{num_cores} threads (this system does not keep them to some cores)"
     known = sorted(os.sched_getaffinity(0))
@@ -50,26 +50,6 @@ def limit_cpu(text: str) -> str:
         os.sched_setaffinity(int(thread.name), cores)
         os.setpriority(os.PRIO_PROCESS, int(thread.name), _NICENESS)
     return f"{num_cores} of {len(known)} cores, behind all other programs"
-
-
-def check_gpu_memory(device: str, size_bytes: float) -> None:
-    """Raise the sentence that says why so much of a device's memory cannot be lent."""
-    if torch.device(device).type != "cuda":
-        raise ConfigError(
-            f"--gpu-memory has no meaning on {device}, which computes in the PC's own memory; give --memory"
-        )
-    total = torch.cuda.mem_get_info(device)[1]
-    if not 0 < size_bytes <= total:
-        raise ConfigError(
-            f"--gpu-memory {show_bytes(size_bytes)} is no part of the {show_bytes(total)} that {device} has; "
-            "give a size like '4 GB'"
-        )
-
-
-def limit_gpu_memory(device: str, size_bytes: float) -> None:
-    """Have torch refuse to take more of a GPU than is lent."""
-    total = torch.cuda.mem_get_info(device)[1]
-    torch.cuda.set_per_process_memory_fraction(min(1.0, size_bytes / total), device)
 
 
 @dataclass(slots=True)

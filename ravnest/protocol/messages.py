@@ -89,7 +89,7 @@ def unpack(header: Buffer, buffers: Sequence[Buffer] = ()) -> Message:
     try:
         record = _decoder().decode(data[1:])
     except (msgspec.MsgspecError, ValueError) as problem:  # ValueError: text that is not UTF-8
-        raise ProtocolError(f"a header that is no message: {problem!s:.200}") from None
+        raise ProtocolError(f"a header that is no message: {show_plainly(str(problem)[:200])}") from None
     kind = _kinds()[type(record).__name__]
     message: Message = msgspec.convert(record, kind, from_attributes=True)
     _check_buffers(message, buffers)
@@ -158,7 +158,7 @@ def _kinds() -> dict[str, Any]:
 @cache
 def _records() -> dict[str, type[msgspec.Struct]]:
     """Return the messages by name as msgpack has them: tagged arrays."""
-    return {name: _record(get_origin(kind) or kind, tag=name) for name, kind in _kinds().items()}
+    return {name: bounded_record(get_origin(kind) or kind, tag=name) for name, kind in _kinds().items()}
 
 
 @cache
@@ -166,7 +166,8 @@ def _decoder() -> msgspec.msgpack.Decoder[msgspec.Struct]:
     return msgspec.msgpack.Decoder(Union[tuple(_records().values())])  # noqa: UP007
 
 
-def _record(kind: type, tag: str | None = None) -> type[msgspec.Struct]:
+def bounded_record(kind: type, tag: str | None = None) -> type[msgspec.Struct]:
+    """Return a frozen dataclass as msgpack has it: an array, tagged if it has a tag, each field bounded."""
     hints = get_type_hints(kind, include_extras=True)
     slots = [(name, _bounded(hint)) for name, hint in hints.items()]
     return msgspec.defstruct(
@@ -181,7 +182,7 @@ def _bounded(hint: Any, *own: Meta) -> Any:
     if isinstance(hint, TypeVar):  # RingPart's and tied weights': they travel as tensors
         return _bounded(TensorSpec)
     if is_dataclass(hint):
-        return _record(hint)  # type: ignore[arg-type]
+        return bounded_record(hint)  # type: ignore[arg-type]
     origin, inner = get_origin(hint), get_args(hint)
     if origin is Annotated:
         return _bounded(*inner)

@@ -6,6 +6,7 @@ leased again. A checkpoint gets its name when all of it is on disk, so a crash l
 
 import contextlib
 import errno
+import hmac
 import logging
 import os
 import re
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Annotated
 
 import msgspec
+from blake3 import blake3
 from msgspec import Meta
 
 from ravnest.disk import map_file, read_bytes, release_pages
@@ -92,11 +94,12 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     parts: tuple[PartEntry, ...]
 
 
-class _Sealed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _Sealed(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     format: int
     number: int
     hash: str  # of the manifest's very bytes, so that a changed digit shows
     manifest: msgspec.Raw
+    signature: str = ""  # by the key of the run, if it has one: of the same bytes
 
 
 def hash_state(entries: Iterable[StateEntry]) -> str:
@@ -132,16 +135,24 @@ def count_epochs(leases: LeaseState) -> int:
     return leases["next_epoch"] + (leases["next_place"] > 0)
 
 
-def seal_manifest(number: int, manifest: Manifest) -> bytes:
+def seal_manifest(number: int, manifest: Manifest, key: bytes = b"") -> bytes:
     """Return the content of a manifest's file, after making sure that it can be read again."""
     body = msgspec.json.encode(manifest)  # numbers that are not finite become null: a score, a loss
-    content = msgspec.json.encode(_Sealed(MANIFEST_FORMAT, number, name_blob(body).blob, msgspec.Raw(body)))
-    parse_manifest(content, number)
+    signed = _Sealed(MANIFEST_FORMAT, number, name_blob(body).blob, msgspec.Raw(body), _sign(body, key))
+    content = msgspec.json.encode(signed)
+    parse_manifest(content, number, key)
     return content
 
 
-def parse_manifest(content: bytes, number: int) -> Manifest:
-    """Return what a manifest's file says, or raise ValueError with what is wrong."""
+def _sign(body: bytes, key: bytes) -> str:
+    return blake3(body, key=key).hexdigest() if key else ""
+
+
+def parse_manifest(content: bytes, number: int, key: bytes = b"") -> Manifest:
+    """Return what a manifest's file says, or raise ValueError with what is wrong.
+
+    With a key, only what was signed with it is read: it names all files by their hashes.
+    """
     sealed = decode_json(content, _Sealed, MANIFEST, _MOST_MANIFEST_BYTES, ValueError)
     if sealed.format != MANIFEST_FORMAT:
         other = "an older" if sealed.format < MANIFEST_FORMAT else "a newer"
@@ -149,6 +160,11 @@ def parse_manifest(content: bytes, number: int) -> Manifest:
         raise ValueError(f"{MANIFEST} cannot be used: it is of {other} ravnest: {formats}")
     if name_blob(bytes(sealed.manifest)).blob != sealed.hash:
         raise ValueError(f"{MANIFEST} cannot be used: it is not as it was written")
+    if key and not hmac.compare_digest(
+        sealed.signature.encode(), _sign(bytes(sealed.manifest), key).encode()
+    ):
+        fix = "to begin with its weights all the same, give the Job weights= its folder"
+        raise ValueError(f"{MANIFEST} was not signed with the key of this run's hub.json; {fix}")
     manifest = decode_json(sealed.manifest, Manifest, MANIFEST, _MOST_MANIFEST_BYTES, ValueError)
     if not number == sealed.number == manifest.books.number:
         raise ValueError(f"{MANIFEST} is that of checkpoint {manifest.books.number:06d}")
@@ -229,9 +245,16 @@ class Checkpoints:
     """The checkpoints in a run's folder: the newest `keep`, and the one with the lowest score."""
 
     def __init__(
-        self, folder: Path, keep: int = 3, *, is_lasting: bool = True, max_shard_bytes: int = SHARD_BYTES
+        self,
+        folder: Path,
+        keep: int = 3,
+        *,
+        is_lasting: bool = True,
+        max_shard_bytes: int = SHARD_BYTES,
+        key: bytes = b"",
     ) -> None:
         assert keep >= 1, keep
+        self._key = key  # what manifests are signed with; without one they are only sealed
         self._max_shard_bytes = max_shard_bytes
         self.is_lasting = is_lasting  # the folder stays when the run has ended
         self._place = folder / CHECKPOINTS
@@ -273,7 +296,7 @@ class Checkpoints:
                 files |= dict(zip(_part_names(index, len(shards)), shards, strict=True))
                 refs = [name_pieces(shard.pieces(), lambda _: None)[0] for shard in shards]
                 entries.append(PartEntry(start, stop, refs[0], tuple(refs[1:])))
-            sealed = seal_manifest(number, Manifest(books, score, tuple(entries)))
+            sealed = seal_manifest(number, Manifest(books, score, tuple(entries)), self._key)
         except ValueError as error:
             raise CheckpointError(f"{refused}: {error}") from None
         place = self._place / f".{number:06d}.unfinished"
@@ -302,7 +325,7 @@ class Checkpoints:
     def open(self, number: int) -> Checkpoint:
         """Return the checkpoint that was just written, or raise CheckpointError; hashes are not compared."""
         try:
-            return _open(self._place / f"{number:06d}", number, is_fresh=True)
+            return _open(self._place / f"{number:06d}", number, self._key, is_fresh=True)
         except (OSError, ValueError) as error:
             raise CheckpointError(f"checkpoint {number:06d} cannot be read again: {error}") from None
 
@@ -311,7 +334,7 @@ class Checkpoints:
         found, problems = None, []
         for number in reversed(self._numbers()):
             try:
-                found = _open(self._place / f"{number:06d}", number)
+                found = _open(self._place / f"{number:06d}", number, self._key)
                 break
             except OSError as error:
                 problems.append(f"checkpoint {number:06d} cannot be read: {error.strerror or error}")
@@ -326,11 +349,11 @@ class Checkpoints:
         scores: list[tuple[float, int]] = []
         for number in self._numbers():
             with contextlib.suppress(ValueError, OSError):
-                score = _read_manifest(self._place / f"{number:06d}", number).score
+                score = _read_manifest(self._place / f"{number:06d}", number, self._key).score
                 scores += [] if score is None else [(score, -number)]
         for _, number in sorted(scores):
             with contextlib.suppress(ValueError, OSError):
-                return _open(self._place / f"{-number:06d}", -number)
+                return _open(self._place / f"{-number:06d}", -number, self._key)
         return None
 
     def _numbers(self) -> list[int]:
@@ -348,7 +371,7 @@ class Checkpoints:
         for number in self._numbers():
             folder = self._place / f"{number:06d}"
             with contextlib.suppress(ValueError, OSError):
-                manifest = _read_manifest(folder, number)
+                manifest = _read_manifest(folder, number, self._key)
                 made[number] = folder  # by us, for its manifest is sealed
                 _check_files(folder, manifest)
                 whole[number] = manifest.score
@@ -359,10 +382,10 @@ class Checkpoints:
 
 
 @contextlib.contextmanager
-def open_checkpoints(place: Path | None) -> Iterator[Checkpoints]:
-    """Give the checkpoints of a run; where it has no folder, in one that goes with it."""
+def open_checkpoints(place: Path | None, key: bytes = b"") -> Iterator[Checkpoints]:
+    """Give the checkpoints of a run, signed with its key; without a folder, in one that goes with it."""
     if place is not None and not place.suffix:
-        yield Checkpoints(place)
+        yield Checkpoints(place, key=key)
         return
     with tempfile.TemporaryDirectory(prefix="ravnest-", ignore_cleanup_errors=True) as folder:
         yield Checkpoints(Path(folder), is_lasting=False)
@@ -419,8 +442,8 @@ def _name_files(manifest: Manifest) -> Iterator[tuple[int, str, BlobRef]]:
             yield index, name, ref
 
 
-def _open(folder: Path, number: int, *, is_fresh: bool = False) -> Checkpoint:
-    manifest = _read_manifest(folder, number)
+def _open(folder: Path, number: int, key: bytes, *, is_fresh: bool = False) -> Checkpoint:
+    manifest = _read_manifest(folder, number, key)
     _check_files(folder, manifest)
     parts: list[tuple[FileTensor, ...]] = [() for _ in manifest.parts]
     for index, name, ref in _name_files(manifest):
@@ -431,13 +454,13 @@ def _open(folder: Path, number: int, *, is_fresh: bool = False) -> Checkpoint:
     return Checkpoint(number, manifest.books, manifest.score, tuple(parts))
 
 
-def _read_manifest(folder: Path, number: int) -> Manifest:
+def _read_manifest(folder: Path, number: int, key: bytes) -> Manifest:
     file = folder / MANIFEST
     if folder.is_dir() and not file.is_file():
         raise ValueError(f"{MANIFEST} is missing")
     if file.stat().st_size > _MOST_MANIFEST_BYTES:
         raise ValueError(f"{MANIFEST} has more than {show_bytes(_MOST_MANIFEST_BYTES)}")
-    return parse_manifest(read_bytes(file, _MOST_MANIFEST_BYTES), number)
+    return parse_manifest(read_bytes(file, _MOST_MANIFEST_BYTES), number, key)
 
 
 def _check_files(folder: Path, manifest: Manifest) -> None:

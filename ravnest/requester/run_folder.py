@@ -13,6 +13,7 @@ from typing import Annotated
 
 import msgspec
 import psutil  # type: ignore[import-untyped]
+from blake3 import blake3
 from msgspec import Meta
 
 from ravnest.disk import read_bytes, write_whole
@@ -52,6 +53,11 @@ class HubFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def keys(self) -> KeyPair:
         """The hub's key pair."""
         return load_keys(self.secret_key)
+
+    @property
+    def checkpoint_key(self) -> bytes:
+        """What checkpoints in the same folder are signed with."""
+        return blake3(self.secret_key, derive_key_context="ravnest checkpoints").digest()
 
     @property
     def token(self) -> Token:

@@ -261,7 +261,8 @@ class Hub:
             raise ConfigError(f"nodes is {nodes}; give a whole number, 0 or more")
         self._note(job.name or "")
         kept_at = self._folder or (None if out is None else Path(out))
-        with open_checkpoints(kept_at) as keeper, job.reading():
+        key = b"" if self._folder is None else self._open_file.checkpoint_key
+        with open_checkpoints(kept_at, key) as keeper, job.reading():
             start = keeper.find() if resume else None
             for fault in keeper.faults:
                 logger.warning("%s", fault)

@@ -7,7 +7,6 @@ those hashes. `transfer.exchange` fetches blobs, into a Spool.
 """
 
 import logging
-import mmap
 import os
 import tempfile
 import threading
@@ -20,7 +19,7 @@ from typing import BinaryIO, Protocol
 import numpy as np
 from blake3 import blake3
 
-from ravnest.disk import release_pages, write_nameless
+from ravnest.disk import FileMap, release_pages, write_nameless
 from ravnest.ids import NodeId
 from ravnest.protocol.membership import Refused
 from ravnest.protocol.placement import PIECE_BYTES, BlobPart, BlobRef, BlobRequest
@@ -246,8 +245,7 @@ class Spool:
         self._file = _reserve(size_bytes, folder) if size_bytes > PIECE_BYTES else None
         if self._file is not None:
             weakref.finalize(self, self._file.close)  # what is mapped stays
-            mapped = mmap.mmap(self._file.fileno(), size_bytes, access=mmap.ACCESS_READ)
-            self.content = memoryview(mapped)
+            self.content = memoryview(FileMap.of(self._file.fileno(), size_bytes))
         else:
             self._memory = np.empty(size_bytes, np.uint8).data
             self.content = self._memory.toreadonly()

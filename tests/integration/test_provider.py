@@ -42,7 +42,6 @@ said = limit_cpu("1")
 threads = [int(each) for each in os.listdir("/proc/self/task")]
 assert {len(os.sched_getaffinity(each)) for each in threads} == {1}
 assert min(os.getpriority(os.PRIO_PROCESS, each) for each in threads) >= 10
-assert torch.get_num_threads() == 1
 assert said == f"1 of {len(known)} cores, behind all other programs", said
 """
     subprocess.run([sys.executable, "-c", check], check=True)

@@ -1,6 +1,7 @@
 """A foreign file or token is read, or refused with a sentence; it never ends in a traceback or runs code.
 
-Each kind goes through the functions that the commands use. RAVNEST_FUZZ=10000 makes so many of each kind.
+Each kind goes through the functions that the commands use. RAVNEST_FUZZ=10000 makes so many of each kind,
+RAVNEST_FUZZ_SEED others.
 """
 
 import hashlib
@@ -42,6 +43,7 @@ from ravnest.transfer.mirror import read_mirror
 from ravnest.views.live import show_status, status_to_dict
 
 NUM_INPUTS = int(os.environ.get("RAVNEST_FUZZ", "1000"))
+SEED = int(os.environ.get("RAVNEST_FUZZ_SEED", "0"))
 NUM_COMMANDS = 50
 LONGEST_SECONDS = 5.0  # of this process for one input
 MOST_GROWTH_BYTES = 400 << 20
@@ -77,7 +79,7 @@ def check_all(read, inputs):
 
 
 def many(seed, damage, *samples):
-    rng = random.Random(seed)
+    rng = random.Random(seed + 1_000 * SEED)
     return (damage(rng, rng.choice(samples)) for _ in range(NUM_INPUTS))
 
 
@@ -359,7 +361,7 @@ def test_logs_that_are_databases(folder):
 
     def changed_and_read(seed):
         put_log(folder, good)
-        damage_rows(random.Random(seed), folder / "hub.sqlite")
+        damage_rows(random.Random(seed + 1_000 * SEED), folder / "hub.sqlite")
         show(folder)
 
     assert check_all(changed_and_read, range(NUM_INPUTS)) > 0
@@ -496,11 +498,11 @@ def test_status_of_crafted_folders(folder):
     good, hub_file = (folder / "hub.sqlite").read_bytes(), (folder / "hub.json").read_bytes()
     codes = {run_command("status", str(folder)), run_command("status", str(folder), "--json")}
     assert codes == {0}
-    rng = random.Random(20)
+    rng = random.Random(20 + 1_000 * SEED)
     codes = []
     for number in range(NUM_COMMANDS):
         put_log(folder, good)
-        damage_rows(random.Random(number), folder / "hub.sqlite")
+        damage_rows(random.Random(number + 1_000 * SEED), folder / "hub.sqlite")
         codes.append(run_command("status", str(folder), *(["--json"] if number % 2 else [])))
         put_log(folder, damage_database(rng, good))
         codes.append(run_command("status", str(folder)))
@@ -533,7 +535,7 @@ def test_a_saved_state_of_an_older_ravnest_runs_no_code(folder, tmp_path):
 
 
 def test_commands_on_damaged_tokens_and_files(tmp_path):
-    rng, place = random.Random(21), tmp_path / "file.toml"
+    rng, place = random.Random(21 + 1_000 * SEED), tmp_path / "file.toml"
     for _ in range(NUM_COMMANDS):
         damaged = damage_token(rng, TOKEN).replace("\0", "")
         if damaged.lower().startswith(PREFIX):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.joining import ForkedCompute
 from ravnest.engine.optimizers import OptimizerSettings
 from ravnest.engine.recipe import from_torch
 from ravnest.engine.train_config import AveragingRule
@@ -17,6 +18,7 @@ from ravnest.model.blueprint.program import CONSTANT, PARAMETER, StateEntry
 from ravnest.model.capture.capture import Captured, capture
 from ravnest.model.state.state_dict import read_finite_snapshot, read_snapshot, to_snapshot
 from ravnest.peer.compute import ComputeThread
+from ravnest.peer.compute_process import ComputeProcess
 from ravnest.peer.compute_protocol import (
     Build,
     ComputeSetup,
@@ -303,13 +305,18 @@ def test_a_live_and_a_held_stage_are_saved_alike_and_beside_other_work(captured:
     assert not torch.equal(held["first.weight"], state["first.weight"])
 
 
-def test_the_compute_thread_builds_saves_and_holds(captured: Captured, tmp_path: Path) -> None:
+def make_compute(kind: str, folder: Path) -> ComputeThread | ComputeProcess:
+    return ComputeThread() if kind == "thread" else ComputeProcess(str(folder), start=ForkedCompute)
+
+
+@pytest.mark.parametrize("kind", ["thread", "process"])
+def test_compute_builds_saves_and_holds(captured: Captured, tmp_path: Path, kind: str) -> None:
     world = make_world(captured, [])
     (name,) = world.hosts
     sent: list[FromCompute] = []
 
     async def main() -> None:
-        compute, moved = ComputeThread(), asyncio.Event()
+        compute, moved = make_compute(kind, tmp_path), asyncio.Event()
 
         def deliver(item: FromCompute) -> None:
             sent.append(item)

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from benchmarks.joining import PRELOADED
+from benchmarks.joining import PRELOADED, ForkedCompute
 
 
 class Forked:
@@ -87,7 +87,8 @@ def _run(words: Sequence[str], environment: Mapping[str, str], said: Path | None
     os.environ.update(environment)
     import torch
 
+    from ravnest.cli.common import CommandParts
     from ravnest.cli.main import program
 
     torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", "1")))
-    program(words, prog_name="ravnest")
+    program(words, prog_name="ravnest", obj=CommandParts(start_compute=ForkedCompute))

@@ -20,6 +20,8 @@ from ravnest.model.state.state_dict import from_bytes, to_bytes
 from ravnest.model.state.state_source import StateSource
 from ravnest.protocol.tensors import ITEM_BYTES, Buffer, StoredType
 
+_MEASURED_ITEMS = 1 << 18  # at once: what is made on the way stays in a cache
+
 
 @dataclass(slots=True)
 class _Measured:
@@ -106,8 +108,11 @@ class StoredSource:
         measured = self._measured[name]
         if measured.num_items != first or self._has_told:
             return
-        error = float((again.float() - numbers.float()).square_().sum(dtype=torch.float64))
-        total = float(numbers.float().square().sum(dtype=torch.float64))
+        error = total = 0.0
+        for wanted, found in zip(numbers.split(_MEASURED_ITEMS), again.split(_MEASURED_ITEMS), strict=True):
+            wide = wanted.float()
+            total += float(torch.linalg.vector_norm(wide)) ** 2
+            error += float(torch.linalg.vector_norm(found.float().sub_(wide))) ** 2
         with self._lock:
             if measured.num_items == first:
                 measured.num_items += numbers.numel()

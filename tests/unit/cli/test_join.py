@@ -3,7 +3,7 @@
 import pytest
 
 from ravnest.cli.join import _Listening, _make_offer, _Stated
-from ravnest.peer import capabilities
+from ravnest.peer.compute_frames import Surveyed
 from ravnest.protocol.membership import Fact
 
 ALL = tuple(Fact)
@@ -11,13 +11,12 @@ ALL = tuple(Fact)
 
 @pytest.mark.parametrize("stated", ALL)
 def test_join_says_what_it_only_guesses_and_which_device_it_lends(stated: Fact) -> None:
-    known = {"auto": "cuda:1"}, {"cuda:1": 8e9}, {"cuda:1": 7e9}
-    machine = capabilities.Machine(*(each.__getitem__ for each in known))
+    surveyed = Surveyed("cuda:1", 8e9, 7e9)
     speed = 1e9 if stated is Fact.SPEED else None
     bandwidth = 5e6 if stated is Fact.BANDWIDTH else None
     latency = 0.0 if stated is Fact.LATENCY else None
     said = _Stated("auto", None, speed, None, bandwidth, latency)
-    offer = _make_offer("a", said, _Listening("", (), True), 60.0, machine)
+    offer = _make_offer("a", said, _Listening("", (), True), 60.0, surveyed)
     assert set(offer.guessed) == set(ALL) - {stated}
     assert offer.limits.device == "cuda:1"
     assert offer.limits.memory_bytes == offer.node.memory_bytes == 8e9
@@ -32,7 +31,7 @@ def test_join_says_what_it_only_guesses_and_which_device_it_lends(stated: Fact) 
 @pytest.mark.parametrize("claimed", [None, 3e9])
 def test_an_emulated_speed_is_stated(claimed: float | None) -> None:
     said = _Stated("cpu", 1e9, claimed, 2e9, 1e6, 0.01)
-    offer = _make_offer("a", said, _Listening("", (), True), 60.0, capabilities.THIS_PC)
+    offer = _make_offer("a", said, _Listening("", (), True), 60.0, Surveyed("cpu", 8e9, None))
     assert offer.guessed == ()
     assert offer.limits.emulated_flops_per_second == 2e9
     assert offer.node.flops_per_second == (claimed or 2e9)

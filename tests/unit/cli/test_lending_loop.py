@@ -34,12 +34,15 @@ from ravnest.errors import ConfigError, LinkError
 from ravnest.net.identity import Token, new_keys, write_token
 from ravnest.net.memory import run_virtual
 from ravnest.net.transport import TransportLimits
-from ravnest.peer.capabilities import THIS_PC, Machine
+from ravnest.peer.capabilities import check_gpu_memory, limit_gpu_memory
+from ravnest.peer.compute_frames import Surveyed
 from ravnest.peer.limits import MemoryWatch, read_cores
+from ravnest.peer.machine import Machine
 
 pytestmark = pytest.mark.skipif(PAUSE is None, reason="this system has no such signals")
 DAY = 86_400.0
 NIGHT = Hours(22 * 60, 7 * 60)
+IN_THREAD = ("--compute", "thread", "--device", "cpu")  # these tests start no process
 TAKEN_BACK = "its provider takes it back"
 TOKEN = write_token(Token(("tcp://127.0.0.1:9",), new_keys().public, bytes(16)))
 
@@ -379,8 +382,9 @@ def stated(**more: object) -> _Stated:
     )
 
 
-def offer(said: _Stated, machine: Machine = THIS_PC) -> object:
-    return _make_offer("pc", said, _Listening("", (), True), 60.0, machine)
+def offer(said: _Stated) -> object:
+    surveyed = Surveyed(said.device, 1e9, 1e9)
+    return _make_offer("pc", said, _Listening("", (), True), 60.0, surveyed)
 
 
 def test_a_limited_upload_is_what_the_planner_hears() -> None:
@@ -393,23 +397,24 @@ def test_what_is_lent_of_a_gpu_is_held_by_torch_and_of_the_pc_by_a_watch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     shares = []
-    small, large = (Machine(lambda asked: asked, taken_memory_bytes=lambda x=x: x) for x in (0.0, 8e8))
+    small, large = (Machine(taken_memory_bytes=lambda x=x: x) for x in (0.0, 8e8))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (6e9, 8e9))
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *given: shares.append(given))
     said = stated(device="cuda:0", memory_bytes=3e9, gpu_memory_bytes=2e9)
-    made = offer(said, small)
+    made = offer(said)
     assert made.node.memory_bytes == made.limits.memory_bytes == 2e9
     assert _make_terms(made, said, small).memory == MemoryWatch(3e9, 5e8)
     alone = stated(device="cuda:0", memory_bytes=4e9)
-    assert _make_terms(offer(alone, small), alone, small).memory is None
-    assert shares == [(0.25, "cuda:0"), (0.5, "cuda:0")]
+    assert _make_terms(offer(alone), alone, small).memory is None
+    limit_gpu_memory("cuda:0", 2e9)
+    assert shares == [(0.25, "cuda:0")]
     on_cpu = stated()
     assert _make_terms(offer(on_cpu), on_cpu, small).memory == MemoryWatch(1e9, 5e8)
     # A large program is no stage that grows.
     assert _make_terms(offer(on_cpu), on_cpu, large).memory == MemoryWatch(1e9, 1e9)
-    for wrong in (stated(gpu_memory_bytes=1e9), stated(device="cuda:0", gpu_memory_bytes=9e9)):
+    for device, lent in (("cpu", 1e9), ("cuda:0", 9e9)):
         with pytest.raises(ConfigError, match=r"--gpu-memory .* give"):
-            offer(wrong, small)
+            check_gpu_memory(device, lent)
 
 
 def test_the_links_of_a_real_join_are_held_to_the_upload() -> None:
@@ -419,10 +424,10 @@ def test_the_links_of_a_real_join_are_held_to_the_upload() -> None:
         found.extend(each for each in given if isinstance(each, TransportLimits))
         raise LinkError("far enough")
 
-    machine = Machine(return_freed_memory=lambda lent_bytes: None, warm_up=lambda: None)
+    machine = Machine(return_freed_memory=lambda lent_bytes: None)
     parts = CommandParts(machine=machine, make_transport=make_transport)
     more = ["--memory", "1 GB", "--flops", "1 GFLOP/s", "--upload", "20 Mbit/s", "--quiet"]
-    done = CliRunner().invoke(program, ["join", TOKEN, "--device", "cpu", *more], obj=parts)
+    done = CliRunner().invoke(program, ["join", TOKEN, *IN_THREAD, *more], obj=parts)
     assert (done.exit_code, done.stderr) == (4, "error: far enough\n")
     assert [each.upload_bytes_per_second for each in found] == [2.5e6]
 
@@ -453,8 +458,6 @@ def test_what_is_held_to_is_shown() -> None:
     ],
 )
 def test_garbage_is_a_sentence_that_says_what_to_give(option: str, value: str, reason: str) -> None:
-    done = CliRunner().invoke(
-        program, ["join", TOKEN, "--device", "cpu", "--flops", "1 GFLOP/s", option, value]
-    )
+    done = CliRunner().invoke(program, ["join", TOKEN, *IN_THREAD, "--flops", "1 GFLOP/s", option, value])
     assert (done.exit_code, reason in done.stderr) == (3, True), done.output
     assert done.stderr.startswith("error: ")

@@ -367,6 +367,20 @@ def test_junk_under_the_right_hash_is_found_when_read(tmp_path: Path) -> None:
     assert "part-0.safetensors is no safetensors file: 'w' has a place" in kept.faults[0]
 
 
+@pytest.mark.parametrize("forger", [b"", b"f" * 32])
+def test_a_run_with_a_key_reads_only_what_it_signed(tmp_path: Path, forger: bytes) -> None:
+    kept = Checkpoints(tmp_path, key=b"k" * 32)
+    write(kept, 1, 2)
+    check_content(kept.find(), 2)
+    place = tmp_path / "checkpoints/000002" / MANIFEST
+    manifest = parse_manifest(place.read_bytes(), 2, b"k" * 32)
+    place.write_bytes(seal_manifest(2, msgspec.structs.replace(manifest, score=0.0), forger))
+    check_content(kept.find(), 1)
+    assert "was not signed with the key of this run's hub.json" in kept.faults[0]
+    assert kept.find_best() is None
+    check_content(Checkpoints(tmp_path).find(), 2)  # who has no key can only see that it is whole
+
+
 @pytest.mark.parametrize(
     "borders", [[], [(0, 0)], [(1, 2)], [(0, 2), (3, 4)], [(0, 2), (1, 4)], [(2, 4), (0, 2)]]
 )

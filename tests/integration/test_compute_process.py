@@ -1,0 +1,187 @@
+"""Compute as a real process: it crashes, hangs, bombs and lies, and the agent survives; its fences hold."""
+
+import asyncio
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from ravnest.config import PeerTimeouts
+from ravnest.errors import ComputeLost, GuardError, RavnestError
+from ravnest.peer.compute_frames import SurveyOrder
+from ravnest.peer.compute_process import ComputeProcess
+from ravnest.peer.compute_protocol import ComputeFailed, ComputeSetup, FromCompute, ProviderLimits
+from tests.support.hostile_compute import ROOM_BYTES, ROOT, start_hostile
+
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="the fences are Linux's"),
+    pytest.mark.timeout(300),
+]
+SETUP = ProviderLimits(1e9)
+
+
+def run(compute: ComputeProcess, folder: Path, act=None) -> RavnestError | None:
+    """Have it compute until it fails, or is closed; return the failure."""
+
+    async def main() -> RavnestError | None:
+        found: list[FromCompute] = []
+        running = asyncio.create_task(compute.run(ComputeSetup(SETUP, str(folder)), found.append))
+        if act is not None:
+            while compute.fences is None and not running.done():
+                await asyncio.wait([running], timeout=0.02)
+            act()
+        await running
+        failures = [each.error for each in found if isinstance(each, ComputeFailed)]
+        assert len(found) == len(failures) <= 1
+        return failures[0] if failures else None
+
+    return asyncio.run(main())
+
+
+def hostile(action: str, folder: Path, **timeouts: float) -> ComputeProcess:
+    return ComputeProcess(str(folder), PeerTimeouts(**timeouts), start=start_hostile(action))
+
+
+def test_a_real_process_looks_at_the_pc_holds_no_secret_and_survives_its_own_death(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAVNEST_TOKEN", "rvn1_secret")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    compute = ComputeProcess(str(tmp_path))
+    surveyed = compute.survey(SurveyOrder("cpu", 1, None, False))
+    assert (surveyed.device, surveyed.flops_per_second) == ("cpu", None)
+    assert surveyed.memory_bytes > 0
+    pid = compute.process_id
+    assert "secret" not in Path(f"/proc/{pid}/environ").read_text()
+
+    def kill() -> None:
+        status = Path(f"/proc/{pid}/status").read_text()
+        assert "NoNewPrivs:\t1" in status
+        assert "Seccomp:\t2" in status
+        os.kill(pid, signal.SIGKILL)
+
+    lost = run(compute, tmp_path, kill)
+    assert isinstance(lost, ComputeLost)
+    assert "SIGKILL" in str(lost)
+    assert compute.fences is not None
+    assert len(compute.fences.held) == 8
+    assert compute.fences.missing == ()
+    assert not psutil.pid_exists(pid)
+
+
+def test_nothing_leads_out_of_the_fences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAVNEST_TOKEN", "rvn1_secret")
+    monkeypatch.setenv("TORCH_SECRET", "secret")
+    found = json.loads(str(run(hostile("escape", tmp_path), tmp_path)))
+    assert found.pop("secrets") == ""
+    assert found.pop("its own folder") == "done"
+    assert set(found.values()) == {"PermissionError"}, found
+
+
+def test_a_memory_bomb_gets_what_is_lent_and_its_crash_is_told(tmp_path: Path) -> None:
+    taken = json.loads(str(run(hostile("bomb", tmp_path), tmp_path)))["taken"]
+    assert 0.5 * ROOM_BYTES < taken <= ROOM_BYTES
+    lost = run(hostile("explode", tmp_path), tmp_path)
+    assert isinstance(lost, ComputeLost)
+    assert "MemoryError" in str(lost)
+
+
+@pytest.mark.parametrize(
+    ("action", "reason"),
+    [
+        ("nonsense", "says what is no frame: a frame with a head of"),
+        ("impostor", "says what is no frame: a Leave does not cross this way"),
+        ("cut", "says what is no frame: it ends in the middle of a frame"),
+        ("crash", "an operation crashed (SIGSEGV)"),
+    ],
+)
+def test_what_is_no_frame_or_no_life_ends_it_with_a_sentence(
+    tmp_path: Path, action: str, reason: str
+) -> None:
+    lost = run(hostile(action, tmp_path), tmp_path)
+    assert isinstance(lost, ComputeLost)
+    assert reason in str(lost)
+
+
+def test_the_third_crash_with_one_stage_is_the_last(tmp_path: Path) -> None:
+    compute = hostile("crash", tmp_path)
+    assert isinstance(run(compute, tmp_path), ComputeLost)
+    assert isinstance(run(compute, tmp_path), ComputeLost)
+    last = run(compute, tmp_path)
+    assert isinstance(last, GuardError)
+    assert "3 times with the same stage" in str(last)
+
+
+def test_one_that_hangs_is_ended_by_the_agent(tmp_path: Path) -> None:
+    compute = hostile("hang", tmp_path, compute_query_seconds=0.05, compute_silence_seconds=0.5)
+    lost = run(compute, tmp_path)
+    assert isinstance(lost, ComputeLost)
+    assert "came to no end with one piece of work" in str(lost)
+
+
+def test_one_that_hangs_is_closed_at_once(tmp_path: Path) -> None:
+    """The time is the process's own: nothing is waited for but its end."""
+    compute = hostile("hang", tmp_path)
+    closed = []
+
+    def close() -> None:
+        closed.append(psutil.Process(compute.process_id))
+        compute.close()
+
+    assert run(compute, tmp_path, close) is None
+    assert not closed[0].is_running()
+
+
+def test_it_ends_with_an_agent_that_is_killed(tmp_path: Path) -> None:
+    code = f"""
+import asyncio
+from ravnest.peer.compute_process import ComputeProcess
+from ravnest.peer.compute_protocol import ComputeSetup, ProviderLimits
+from tests.support.hostile_compute import start_hostile
+
+async def main():
+    compute = ComputeProcess({str(tmp_path)!r}, start=start_hostile("hang"))
+    running = asyncio.create_task(compute.run(ComputeSetup(ProviderLimits(1e9)), print))
+    while compute.fences is None:
+        await asyncio.wait([running], timeout=0.02)
+    print(compute.process_id, flush=True)
+    await running
+
+asyncio.run(main())
+"""
+    agent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    assert agent.stdout is not None
+    with agent.stdout:
+        pid = int(agent.stdout.readline())
+        handle = os.pidfd_open(pid)
+        agent.kill()
+        agent.wait()
+    ended, _, _ = select.select([handle], [], [], 60)
+    os.close(handle)
+    assert ended, "compute outlives its agent"
+
+
+def test_a_program_that_cannot_start_is_a_sentence(tmp_path: Path) -> None:
+    def start(words, end_of_pair, environment):
+        return subprocess.Popen(
+            [sys.executable, "-c", "raise SystemExit('no torch here')"], stderr=subprocess.PIPE
+        )
+
+    compute = ComputeProcess(str(tmp_path), start=start)
+    with pytest.raises(ComputeLost, match="compute cannot start: it ended with code 1: no torch here"):
+        compute.survey(SurveyOrder("cpu"))
+
+
+def test_what_was_started_for_nothing_ends_with_stop(tmp_path: Path) -> None:
+    compute = hostile("hang", tmp_path)
+    began = time.monotonic()
+    compute.stop()
+    assert compute.process_id is None
+    assert time.monotonic() - began < 60
