@@ -169,6 +169,9 @@ def test_the_image_copies_what_is_there_and_its_shell_parses() -> None:
     steps = [line.split(maxsplit=1) for line in text.splitlines() if line and not line.startswith("#")]
     known = {"ARG", "FROM", "RUN", "COPY", "USER", "WORKDIR", "VOLUME", "EXPOSE", "ENV", "STOPSIGNAL"}
     assert {name for name, _ in steps} <= known | {"ENTRYPOINT", "CMD"}
+    sent = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    copied = {source for name, rest in steps if name == "COPY" for source in rest.split()[:-1]}
+    assert copied == sent, "what is sent to Docker is what the image copies"
     for name, rest in steps:
         if name == "RUN":
             subprocess.run(["sh", "-n", "-c", rest], check=True)
