@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test check bench soak fuzz clean
+.PHONY: demo test check bench docs soak fuzz clean
 
 demo: $(READY)
 	@scripts/demo
@@ -13,6 +13,10 @@ test: $(READY)
 
 check: $(READY)
 	@scripts/check
+
+docs: $(READY)
+	@scripts/docs
+	@echo "the site is in build/site: open build/site/index.html"
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks.run plan
@@ -39,9 +43,9 @@ fuzz: $(READY)
 	RAVNEST_FUZZ_SEED=$(SEED) RAVNEST_FUZZ=100000 $(BIN)/python -m pytest -q tests/properties/test_hostile_messages.py
 
 clean:
-	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,bench,demo,hf]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,bench,demo,docs,hf]"
 	@touch $@

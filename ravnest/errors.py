@@ -47,6 +47,10 @@ class ProtocolError(RavnestError):
     """A message that does not fit what was agreed. The peer that sent it is dropped."""
 
 
+class WireVersionError(ProtocolError):
+    """A message of another version of ravnest: its sender is no liar, only older or newer."""
+
+
 class LinkError(RavnestError):
     """A neighbour cannot be reached or does not answer. Retried, then repaired."""
 

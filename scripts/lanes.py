@@ -39,7 +39,12 @@ LANES: dict[str, list[Command]] = {
         *map(benchmark, ("allreduce", "quality", "gallery")),
     ],
     "measures": [*map(benchmark, ("soak", "recovery", "pipeline", "memory")), (*PYTEST, *LEARNING)],
-    "decides": [("scripts/check",), (*PYTEST, *DECIDING), *map(benchmark, ("plan", "noise", "trust"))],
+    "decides": [
+        ("scripts/check",),
+        ("scripts/docs",),
+        (*PYTEST, *DECIDING),
+        *map(benchmark, ("plan", "noise", "trust")),
+    ],
     "computes": [
         (*PYTEST, *leave_out(DECIDING + WAITING)),
         *map(benchmark, ("stages", "size", "capture", "families")),

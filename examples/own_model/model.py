@@ -1,6 +1,7 @@
 """A model of your own: any torch.nn.Module, data, a loss. Start from this file.
 
 ravnest inspect examples/own_model/model.py:job
+ravnest train examples/own_model/model.py:job --nodes 3
 """
 
 import torch
@@ -39,14 +40,17 @@ class Net(nn.Module):
         return self.head(self.dropout(self.blocks(self.entry(x))))
 
 
-# Random numbers stand in for your data: there is nothing to learn in them.
+# Random numbers stand in for your data. What is to be learned: which of the first five is the largest.
 torch.manual_seed(0)
-train = {"x": torch.randn(1024, 32), "y": torch.randint(0, 5, (1024,))}
+x = torch.randn(4096, 32)
+data = {"x": x, "y": x[:, :5].argmax(-1)}
 
 job = rv.Job(
     Net(),
-    train,
+    {name: rows[:3584] for name, rows in data.items()},
+    val_data={name: rows[3584:] for name, rows in data.items()},
     batch_size=64,
+    epochs=3,
     loss=lambda out, batch: F.cross_entropy(out, batch["y"]),
     metrics={"accuracy": lambda out, batch: (out.argmax(-1) == batch["y"]).float().mean()},
 )

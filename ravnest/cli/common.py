@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
+from ravnest.cli.options_file import find_options
 from ravnest.config import TIMEOUTS, PlanConfig, Timeouts, parse_plan_table, read_plan_config
 from ravnest.disk import read_bounded
 from ravnest.errors import ConfigError
+from ravnest.foreign import parse_table
 
 if TYPE_CHECKING:  # each of them loads more than most commands need
     from rich.console import RenderableType
@@ -153,7 +155,7 @@ class PlanWishes:
         if self.config_file is not None:
             content = read_text(self.config_file, find_parts().max_file_bytes)
             table = parse_plan_table(content, self.config_file)
-            if table is None:
+            if table is None and not has_options(click.get_current_context(silent=True)):
                 told = f"note: {self.config_file} has no [plan] table; every setting has its default"
                 click.echo(told, err=True)
             values = table or {}
@@ -193,12 +195,35 @@ def plan_options(command: Callable[..., None]) -> Callable[..., None]:
 
     for option in (
         click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help=_SET),
-        click.option("--config", "config_file", metavar="FILE", help=_CONFIG),
+        click.option(
+            "--config", "config_file", metavar="FILE", is_eager=True, callback=_take_options, help=_CONFIG
+        ),
         click.option("--favour", type=click.Choice(["quality", "speed"]), help=_FAVOUR),
         click.option("--clusters", type=int, metavar="N", help=_CLUSTERS),
     ):
         with_wishes = option(with_wishes)
     return with_wishes
+
+
+def options_file(command: Callable[..., None]) -> Callable[..., None]:
+    """Add `--config` to a command that makes no plan: its table has the options that are not given."""
+    option = click.option(
+        "--config", metavar="FILE", is_eager=True, expose_value=False, callback=_take_options, help=_OPTIONS
+    )
+    return option(command)
+
+
+def _take_options(context: click.Context, _: click.Parameter, file: str | None) -> str | None:
+    """Read the options that the command line leaves out, before any other option is looked at."""
+    if file is not None and not context.resilient_parsing and context.command.name != _SETTINGS:
+        document = parse_table(read_text(file, find_parts().max_file_bytes), file)
+        context.default_map = find_options(context.command, document)
+    return file
+
+
+def has_options(context: click.Context | None) -> bool:
+    """Return whether a file gave options to the running command."""
+    return context is not None and bool(context.default_map)
 
 
 def dashboard_options(is_usual: bool) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -229,6 +254,8 @@ def dashboard_options(is_usual: bool) -> Callable[[Callable[..., None]], Callabl
 _THIS_PC = "this PC"
 _PAGE = "Where the page of the run is served; only on this PC if left out."
 _SET = "One setting of the planner, above the file. Repeatable."
-_CONFIG = "TOML file with a [plan] table of settings."
+_SETTINGS = "plan"  # the table of settings has the name of the command that plans
+_CONFIG = "TOML file: settings in a table [plan], options of this command in one with its name."
+_OPTIONS = "TOML file with options in a table with the command's name; the command line is stronger."
 _FAVOUR = "What more clusters may cost: hardly any quality (the default), or a little for speed."
 _CLUSTERS = "At most N copies of the model side by side, whatever that costs in quality; 0: as many as pay."

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ravnest.cli.common import CommandParts, find_parts, to_json
+from ravnest.cli.common import CommandParts, find_parts, options_file, to_json
 from ravnest.config import CompileMode
 from ravnest.disk import read_bounded
 from ravnest.errors import ConfigError, LinkError, RavnestError
@@ -105,6 +105,7 @@ class _Stated:
 @click.option("--public", metavar="HOST:PORT", multiple=True, help="What a router forwards to that.")
 @click.option("--outbound-only", is_flag=True, help="Listen for nobody: only dial, or meet at the hub.")
 @click.option("--patience", metavar="TIME", default="10 min", show_default=True, help="Without the hub.")
+@options_file
 @click.option("--hub-process", type=int, hidden=True, help="Wait for the hub while this process runs.")
 @click.option("--compute", hidden=True, default="process", help="process, or thread: without any fence.")
 @click.option("--quiet", is_flag=True, help="Say only what went wrong.")

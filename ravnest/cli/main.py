@@ -59,10 +59,14 @@ class _Program(click.Group):
 
 def _show_version(ctx: click.Context, _: click.Parameter, is_asked: bool) -> None:
     if is_asked and not ctx.resilient_parsing:
+        from ravnest.protocol.membership import PROTOCOL_VERSION
+        from ravnest.protocol.messages import WIRE_VERSION
+
         try:
-            click.echo(f"ravnest {metadata.version('ravnest')}")
+            known = f"ravnest {metadata.version('ravnest')}"
         except metadata.PackageNotFoundError:
-            click.echo("ravnest, run from its source folder without being installed")
+            known = "ravnest, run from its source folder without being installed"
+        click.echo(f"{known} (protocol {PROTOCOL_VERSION}, wire {WIRE_VERSION})")
         ctx.exit()
 
 
@@ -73,7 +77,7 @@ def _show_version(ctx: click.Context, _: click.Parameter, is_asked: bool) -> Non
     is_eager=True,
     expose_value=False,
     callback=_show_version,
-    help="Show the version.",
+    help="Show the versions of the program and of what it speaks.",
 )
 def program() -> None:
     """Train one model together on ordinary, unequal PCs over the internet.

@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Meta
 
 from ravnest.config import WireFormat
-from ravnest.errors import ProtocolError
+from ravnest.errors import ProtocolError, WireVersionError
 from ravnest.protocol.averaging import AnchorPart, DirectPart, RingPart, RoundMessage, TiedMessage
 from ravnest.protocol.generation import GenerationMessage
 from ravnest.protocol.membership import MembershipMessage, ProbeOrder, ProbeReport
@@ -85,7 +85,7 @@ def unpack(header: Buffer, buffers: Sequence[Buffer] = ()) -> Message:
     if not 2 <= data.nbytes <= MOST_HEADER_BYTES:
         raise ProtocolError(f"a header of {data.nbytes} bytes; it must have 2 to {MOST_HEADER_BYTES}")
     if data[0] != WIRE_VERSION:
-        raise ProtocolError(
+        raise WireVersionError(
             f"wire version {data[0]} where {WIRE_VERSION} is spoken: update the older program"
         )
     try:

@@ -7,6 +7,7 @@ thread receives signals; in other threads nothing is changed.
 
 import asyncio
 import contextlib
+import contextvars
 import logging
 import os
 import random
@@ -57,6 +58,7 @@ from ravnest.requester.hub_channel import ChannelServer, HubRequest, KickRequest
 from ravnest.requester.job import Job
 from ravnest.requester.live_texts import LiveTexts, ResultTexts, Texts
 from ravnest.requester.local_peers import HERE, Hardware, LocalPeers, claim_port, share_memory
+from ravnest.requester.notebook_progress import find_notebook
 from ravnest.requester.owner import Recorded
 from ravnest.requester.prepare import PreparedJob, prepare
 from ravnest.requester.readers import leave_if_reader
@@ -129,8 +131,8 @@ class Interrupts:
 
 def _run_beside(work: Coroutine[Any, Any, _Value]) -> _Value:
     """Run a coroutine in another thread to its end; signals are taken meanwhile."""
-    with ThreadPoolExecutor(1, "ravnest") as pool:
-        return pool.submit(asyncio.run, work).result()
+    with ThreadPoolExecutor(1, "ravnest") as pool:  # what it shows belongs to the cell that called
+        return pool.submit(contextvars.copy_context().run, asyncio.run, work).result()
 
 
 logger = logging.getLogger(__name__)
@@ -153,9 +155,9 @@ class Hub:
 
     It listens at HOST:PORT during `fit`; `public` is the address that others dial, if it differs. A `folder`
     keeps its identity, its log and its result, so that it invites with the same token again. `peers` start on
-    this PC with each job, beside those that join. `tell` gets notices in place of stderr; `look` gets the
-    status after every event. `dashboard` serves a page on this PC (True) or at HOST:PORT; its link is told.
-    `parts` replaces the planner, timeouts and the like.
+    this PC with each job, beside those that join. `tell` gets notices in place of stderr, or of what a
+    notebook shows below its cell; `look` gets the status after every event. `dashboard` serves a page on this
+    PC (True) or at HOST:PORT; its link is told. `parts` replaces the planner, timeouts and the like.
     """
 
     def __init__(  # noqa: PLR0913 - the front door: few give more than two of them
@@ -177,8 +179,11 @@ class Hub:
         self._folder = None if folder is None else Path(folder)
         self._plan = plan
         self._peers = LocalPeers(peers, parts.timeouts.program)
-        self._tell: Callback = Narrator(parts.timeouts.program) if tell is None else tell
-        self._look = look
+        is_asked = tell is not None or look is not None
+        shown = None if is_asked else find_notebook(parts.timeouts.program)
+        self._tell: Callback = tell or shown or Narrator(parts.timeouts.program)
+        self._look = look if shown is None else shown.look
+        self._shown: contextlib.AbstractContextManager[object] = shown or contextlib.nullcontext()
         self._parts, self._timeouts = parts, parts.timeouts
         self._is_open_to_others = True
         self._wishes: list[Callable[[Server], None]] = []  # of what the training under way is to do
@@ -267,7 +272,7 @@ class Hub:
             deliver = None if file is None else partial(keep_weights, file=file, overwrite=start is not None)
             facts = (job, self._plan, nodes, self._settle_seconds(nodes), keeper, start, deliver)
             setup = partial(prepare, *facts)
-            with Interrupts() as interrupts:
+            with Interrupts() as interrupts, self._shown:
                 num_awaited = nodes if self._is_open_to_others else 0
                 hear = Callbacks([self._tell, *callbacks], num_awaited, self.stop)
                 self._wishes.clear()

@@ -10,6 +10,7 @@ from dataclasses import replace
 from random import Random, SystemRandom
 from typing import Any
 
+import msgspec
 import pytest
 from support.hub_world import job
 from support.memory_store import MemoryStore
@@ -22,11 +23,12 @@ from ravnest.errors import ConfigError, LinkError
 from ravnest.hub.coordinator.coordinator import Coordinator
 from ravnest.hub.coordinator.events import Event, PeerJoined, Received
 from ravnest.hub.coordinator.notices import Joined, Left, Notice, PlanFormed
-from ravnest.hub.service.admission import ALLOWANCES, Spending
+from ravnest.hub.service.admission import ALLOWANCES, Admission, Spending
 from ravnest.hub.service.data_service import Parts
+from ravnest.hub.service.guests import GuestsInMemory
 from ravnest.hub.service.server import HUB_LIMITS, HubParts, Server
 from ravnest.ids import LeaseId, MicrobatchId
-from ravnest.net.identity import SECRET_BYTES, Token, new_keys, peer_of, write_token
+from ravnest.net.identity import SECRET_BYTES, Token, derive_secret, new_keys, peer_of, write_token
 from ravnest.net.relay import Relay
 from ravnest.net.transport import DialFailed, LinkDown, LinkUp, PublicKey
 from ravnest.net.zeromq import ZeroMqTransport
@@ -38,6 +40,7 @@ from ravnest.protocol.training import Activation, Gradient, LeaseDone
 from ravnest.transfer.link_probe import name_ballast
 
 HERE = "tcp://127.0.0.1:*"
+GUEST = b"a guest."  # the number of an invitation
 
 
 class World:
@@ -45,9 +48,11 @@ class World:
 
     server: Server
     token: Token
+    guests_token: Token  # of one guest
 
     def __init__(self, relay: Relay) -> None:
         self.relay = relay
+        self.guests = GuestsInMemory()
         self.told: list[Notice] = []
         self.logged: list[Event] = []
         self.watched: list[Event] = []
@@ -76,16 +81,23 @@ async def hub(expected_nodes: int = 9, **parts: Any) -> AsyncIterator[World]:
     world, store = World(relay), MemoryStore()
     world.logged = store.kept
     given = job(expected_nodes=expected_nodes, settle_seconds=1e6)
+    given_parts = HubParts(watch=world.watch, **parts)
+    world.guests.change(lambda known: known.invite(GUEST.hex(), "anna", 0.0, None, None))
+    token = Token((), keys.public, secret)
+    facts = {"hub_secret": keys.secret, "guests": world.guests}
     server = Server(
-        Token((), keys.public, secret),
+        token,
         world.told.append,
         relay=relay,
         store=store,
         hub=Coordinator(given),
-        parts=HubParts(watch=world.watch, **parts),
+        parts=given_parts,
+        admission=Admission(token, relay, given_parts.version, **facts),
     )
     async with ZeroMqTransport(keys, SystemRandom(), HERE, HUB_LIMITS, admit=server.admit) as transport:
         world.server, world.token = server, Token((transport.address,), keys.public, secret)
+        own = derive_secret(keys.secret, GUEST)
+        world.guests_token = msgspec.structs.replace(world.token, secret=own, invitation=GUEST)
         async with relay.listen(transport.address):
             running = asyncio.create_task(server.run(transport, world, given))
             try:
@@ -214,6 +226,33 @@ def test_the_command_says_what_to_do_about_another_version() -> None:
             assert f"speaks version {PROTOCOL_VERSION} of ravnest, this hub 9.9" in ended.stderr
             assert "update the older one" in ended.stderr
             assert "Traceback" not in ended.stderr
+
+    run(main)
+
+
+def test_who_speaks_another_wire_version_is_told_to_update_and_its_guest_is_not_blamed() -> None:
+    older = bytes([messages.WIRE_VERSION - 1])
+
+    async def main() -> None:
+        async with (
+            hub() as world,
+            stranger(world.guests_token) as guest,
+            stranger(world.guests_token) as liar,
+        ):
+            guest.dial()
+            await guest.next_event(LinkUp)
+            await guest.send_raw(older + messages.pack(Leave(0, "hello"))[1:])
+            refused = await guest.next_event(DialFailed)
+            assert refused.is_refusal
+            assert "update the older program" in refused.reason
+            assert f"where {messages.WIRE_VERSION} is spoken" in refused.reason
+            assert world.guests.read().named("anna").strikes == ()
+            await liar.join("liar")
+            await liar.hear(Welcome)
+            await liar.send_raw(older + b"garbage")
+            await liar.next_event(LinkDown)
+            (strike,) = world.guests.read().named("anna").strikes
+            assert "wire version" in strike, "who has joined knows the version"
 
     run(main)
 

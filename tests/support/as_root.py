@@ -2,7 +2,7 @@
 
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -39,6 +39,33 @@ def networks(num: int) -> Iterator[list[tuple[str, str]]]:
         for name, _ in made:
             for words in (f"ip link delete {name}", f"ip netns delete {name}"):
                 subprocess.run(words.split(), check=False, capture_output=True)
+
+
+@contextmanager
+def home_network(names: Sequence[str]) -> Iterator[dict[str, str]]:
+    """Make a namespace for each PC, all at one switch; give their names by those of the PCs."""
+    switch, net = f"rvs{os.getpid()}", f"198.19.{os.getpid() % 250}"
+    made = {name: f"rvp{os.getpid()}-{number}" for number, name in enumerate(names)}
+    try:
+        call(f"ip link add {switch} type bridge")
+        call(f"ip link set {switch} up")
+        for number, space in enumerate(made.values(), start=1):
+            for words in (
+                f"ip netns add {space}",
+                f"ip link add {space} type veth peer name inside netns {space}",
+                f"ip link set {space} master {switch}",
+                f"ip link set {space} up",
+                f"ip -netns {space} address add {net}.{number}/24 dev inside",
+                f"ip -netns {space} link set inside up",
+                f"ip -netns {space} link set lo up",
+            ):
+                call(words)
+        yield made
+    finally:
+        for space in made.values():
+            for words in (f"ip link delete {space}", f"ip netns delete {space}"):
+                subprocess.run(words.split(), check=False, capture_output=True)
+        subprocess.run(["ip", "link", "delete", switch], check=False, capture_output=True)
 
 
 @contextmanager

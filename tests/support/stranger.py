@@ -33,10 +33,13 @@ class Stranger:
         self.hub = peer_of(PublicKey(token.hub_key))
         self._token = token
 
-    async def join(self, name: str, **said: Any) -> None:
+    def dial(self) -> None:
         self.transport.allow([PublicKey(self._token.hub_key)])
         greeting = greet(self._token, self.keys.public)
         self.transport.dial(self.hub, self._token.addresses, greeting)
+
+    async def join(self, name: str, **said: Any) -> None:
+        self.dial()
         await self.say_hello(name, **said)
 
     async def say_hello(

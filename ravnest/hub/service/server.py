@@ -12,7 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from ravnest.config import TIMEOUTS, NetTimeouts, Timeouts
-from ravnest.errors import ConfigError, GuardError, LinkError, ProtocolError, RavnestError
+from ravnest.errors import (
+    ConfigError,
+    GuardError,
+    LinkError,
+    ProtocolError,
+    RavnestError,
+    WireVersionError,
+)
 from ravnest.hub.coordinator.coordinator import Coordinator
 from ravnest.hub.coordinator.events import (
     Abandon,
@@ -268,7 +275,9 @@ class Server:
         try:
             message = messages.unpack(delivery.header, delivery.buffers)
         except ProtocolError as error:
-            self._ban(delivery.sender, str(error))
+            is_newcomer = delivery.sender not in self._admission.names
+            is_fault = not (is_newcomer and isinstance(error, WireVersionError))  # a guest has to update
+            self._ban(delivery.sender, str(error), is_fault=is_fault)
             return
         name = self._admission.names.get(delivery.sender)
         if isinstance(message, Hello):
@@ -317,9 +326,9 @@ class Server:
         except LinkError as error:
             logger.debug("%s is not told: %s", peer, error)
 
-    def _ban(self, peer: PeerId, reason: str) -> None:
-        """Send a peer away for good that sends what no honest one would."""
-        self._admission.ban(peer, reason)
+    def _ban(self, peer: PeerId, reason: str, *, is_fault: bool = True) -> None:
+        """Send a peer away for good that sends what no honest one would, or another version's words."""
+        self._admission.ban(peer, reason, is_fault=is_fault)
         self._forget(peer, reason)
 
     def kick(self, name: NodeId, reason: str) -> None:
