@@ -15,11 +15,11 @@ from ravnest.hub.service.event_log import EventLog
 from ravnest.hub.service.guests import GuestsInMemory
 from ravnest.hub.service.web.actions import GuestActions, HubActions
 from ravnest.hub.service.web.log_dashboard import LogDashboard, LogFollower
-from ravnest.hub.service.web.pages import Pages
-from ravnest.hub.service.web.replica import UpdateCutter
-from ravnest.hub.service.web.web_app import WebParts
-from ravnest.hub.service.web.web_server import WebServer, bind_address, make_gate, show_link
+from ravnest.hub.service.web.replica import RunReplica, UpdateCutter
+from ravnest.hub.service.web.web_app import WebParts, make_run_site
 from ravnest.net.identity import INVITATION_BYTES
+from ravnest.web.pages import Pages
+from ravnest.web.web_server import WebServer, bind_address, make_gate, show_link
 
 HOSTILE = (
     "<img src=x onerror=alert(1)>",
@@ -36,11 +36,13 @@ class Served:
         self.world, self.cutter = world, UpdateCutter(world.recorder)
         bound = bind_address("127.0.0.1:0")
         self.gate = make_gate(bound, "127.0.0.1:0")
-        self.pages = Pages(self._ask, TIMEOUTS.program)
+        self.pages = Pages(RunReplica(), self._ask, TIMEOUTS.program)
         self.guests, self.kicked = GuestsInMemory(), []
         guests = GuestActions(lambda: "rvn1_everybody", self._invite, self._revoke, self.guests.read)
         hub = HubActions(lambda _: None, lambda *facts: self.kicked.append(facts), guests)
-        self.web = WebServer(bound, lambda: WebParts(self.gate, self.pages, hub), TIMEOUTS.program)
+        self.web = WebServer(
+            bound, lambda: make_run_site(WebParts(self.gate, self.pages, hub)), TIMEOUTS.program
+        )
 
     def _invite(self, name, days, nodes):
         number = name.encode().hex().ljust(2 * INVITATION_BYTES, "0")

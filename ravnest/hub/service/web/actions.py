@@ -14,7 +14,6 @@ from msgspec import Meta
 from ravnest.hub.service.guests import GuestList
 from ravnest.hub.service.web.documents import GuestDocument
 
-MOST_WISH_BYTES = 4096
 _STOPPED = "stopped from the dashboard"
 _SENT_AWAY = "the requester sent it away"
 Word = Annotated[str, Meta(min_length=1, max_length=200)]

@@ -14,12 +14,13 @@ from ravnest.config import TIMEOUTS, Timeouts
 from ravnest.errors import ConfigError
 from ravnest.hub.service.event_log import LogReplay
 from ravnest.hub.service.web.documents import BesideDocument, UpdateDocument
-from ravnest.hub.service.web.pages import Pages
 from ravnest.hub.service.web.recorder import RunRecorder
 from ravnest.hub.service.web.replica import RunReplica, UpdateCutter
 from ravnest.hub.service.web.snapshot import HubFacts, make_document
-from ravnest.hub.service.web.web_app import WebParts
-from ravnest.hub.service.web.web_server import WebServer, bind_address, make_gate, show_link
+from ravnest.hub.service.web.web_app import WebParts, make_run_site
+from ravnest.web.pages import Pages
+from ravnest.web.site import Site
+from ravnest.web.web_server import WebServer, bind_address, make_gate, show_link
 
 logger = logging.getLogger(__name__)
 
@@ -82,8 +83,8 @@ class LogDashboard:
         self._follower = follower
         self._beside = {name: (other, RunReplica()) for name, other in beside.items()}
         self._reading = asyncio.Lock()
-        self._pages = Pages(self._ask, timeouts.program)
-        self._web = WebServer(bound, self._make_parts, timeouts.program)
+        self._pages = Pages(RunReplica(), self._ask, timeouts.program)
+        self._web = WebServer(bound, self._make_site, timeouts.program)
 
     @property
     def link(self) -> str:
@@ -107,8 +108,8 @@ class LogDashboard:
         self._pages.receive(update, asyncio.get_running_loop().time() - began_at)
         return False
 
-    def _make_parts(self) -> WebParts:
-        return WebParts(self._gate, self._pages, read_beside=self._read_beside)
+    def _make_site(self) -> Site:
+        return make_run_site(WebParts(self._gate, self._pages, read_beside=self._read_beside))
 
     async def _read_beside(self) -> list[BesideDocument]:
         async with self._reading:

@@ -1,79 +1,26 @@
-// What people can do. Every action asks once and shows its outcome.
+// What people can do with a run.
 
+import { act, askOnce, closeButton, copyable, openDialog, read } from "/static/dialogs.js";
 import { el } from "/static/dom.js";
-
-const dialog = document.getElementById("dialog");
-
-function open(title, ...content) {
-  dialog.replaceChildren(el("h2", {}, title), ...content.filter((each) => each !== null));
-  if (!dialog.open) dialog.showModal();
-}
-
-function closeButton(label = "Close") {
-  return el("button", { type: "button", onclick: () => dialog.close() }, label);
-}
-
-async function read(path, options) {
-  try {
-    const answer = await fetch(path, options);
-    return await answer.json();
-  } catch {
-    return { error: "the hub does not answer" };
-  }
-}
-
-function act(path, wish) {
-  const headers = { "Content-Type": "application/json" };
-  return read(`/api/v1/${path}`, { method: "POST", headers, body: JSON.stringify(wish) });
-}
-
-function confirm(title, text, label, back, path, wish) {
-  const outcome = el("p", { role: "status", class: "outcome" });
-  const doIt = el("button", { type: "button", class: "danger" }, label);
-  const close = closeButton(back);
-  doIt.addEventListener("click", async () => {
-    doIt.disabled = true;
-    const found = await act(path, wish);
-    outcome.textContent = found.outcome ?? `Not done: ${found.error}`;
-    doIt.remove();
-    close.textContent = "Close";
-  });
-  open(title, el("p", {}, text), outcome, el("div", { class: "buttons" }, close, doIt));
-}
 
 export function confirmStop() {
   const text = "What is under way is finished, averaged, evaluated and written down. It can go on later with --resume.";
-  confirm("Stop the training?", text, "Stop and keep", "Train on", "stop", {});
+  askOnce({ title: "Stop the training?", text, label: "Stop and keep", back: "Train on", path: "stop" });
 }
 
 export function confirmKick(name) {
   const text = "Others take over its stage. It may come back with another key, unless you withdraw its invitation.";
-  confirm(`Send ${name} away?`, text, "Send away", "Let it stay", "kick", { node: name });
-}
-
-function copyable(text) {
-  const line = el("code", { class: "invitation", tabindex: "0" }, text);
-  const copy = el("button", { type: "button" }, "Copy");
-  copy.addEventListener("click", async () => {
-    try {
-      await navigator.clipboard.writeText(text);
-      copy.textContent = "Copied";
-    } catch {
-      getSelection().selectAllChildren(line);
-      copy.textContent = "Marked: copy it with the keyboard";
-    }
-  });
-  return el("div", { class: "copyable" }, line, copy);
+  askOnce({ title: `Send ${name} away?`, text, label: "Send away", back: "Let it stay", path: "kick", wish: { node: name } });
 }
 
 export async function showInvitation(said = null, made = null) {
   const [everybody, guests] = await Promise.all([read("/api/v1/invitation"), read("/api/v1/guests")]);
   if (!everybody.line) {
-    open("Invite", el("p", {}, everybody.error), el("div", { class: "buttons" }, closeButton()));
+    openDialog("Invite", el("p", {}, everybody.error), el("div", { class: "buttons" }, closeButton()));
     return;
   }
   const outcome = el("p", { role: "status", class: "outcome" }, said ?? "");
-  open(
+  openDialog(
     "Invite a PC",
     el("p", {}, "Whoever pastes a line into a terminal lends a PC to this run. Lines are secrets."),
     el("h3", {}, "One person"),

@@ -7,10 +7,10 @@ import { count, duration, number, percent, speed } from "/static/format.js";
 import { nodesView, nodeView } from "/static/nodes.js";
 import { applyUpdate, emptyStore, follow, readBeside } from "/static/store.js";
 import { swarmView } from "/static/swarm.js";
+import { followTheme, forgetToken } from "/static/theme.js";
 import { trainingView } from "/static/training.js";
 
 const VIEWS = { swarm: swarmView, training: trainingView, nodes: nodesView, events: eventsView };
-const THEMES = ["auto", "light", "dark"];
 const byId = (id) => document.getElementById(id);
 const store = emptyStore();
 let view = null;
@@ -107,19 +107,6 @@ function drawSummary(run) {
   );
 }
 
-function setTheme(theme) {
-  if (theme === "auto") delete document.documentElement.dataset.theme;
-  else document.documentElement.dataset.theme = theme;
-  localStorage.setItem("ravnest-theme", theme);
-  byId("theme").title = `Colours: ${theme}`;
-  view?.redraw?.(true);
-}
-
-function nextTheme() {
-  const known = localStorage.getItem("ravnest-theme") ?? "auto";
-  setTheme(THEMES[(THEMES.indexOf(known) + 1) % THEMES.length]);
-}
-
 function drawSoon() {
   if (isDrawn) return;
   isDrawn = true;
@@ -129,12 +116,8 @@ function drawSoon() {
   });
 }
 
-if (new URLSearchParams(location.search).has("token")) {
-  history.replaceState(null, "", `${location.pathname}${location.hash}`); // it is in a cookie now
-}
-setTheme(THEMES.includes(localStorage.getItem("ravnest-theme")) ? localStorage.getItem("ravnest-theme") : "auto");
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => view?.redraw?.(true));
-byId("theme").addEventListener("click", nextTheme);
+forgetToken();
+followTheme(byId("theme"), () => view?.redraw?.(true));
 byId("stop").addEventListener("click", confirmStop);
 byId("invite").addEventListener("click", () => showInvitation());
 addEventListener("hashchange", showPlace);

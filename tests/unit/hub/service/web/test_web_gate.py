@@ -8,17 +8,17 @@ from pathlib import Path
 import pytest
 from support.watched_world import AT_WORK, WatchedWorld, request
 
-import ravnest.hub.service.web as web
+import ravnest
 from ravnest.config import TIMEOUTS
 from ravnest.errors import ConfigError
 from ravnest.hub.service.guests import GuestsInMemory
 from ravnest.hub.service.web.actions import GuestActions, HubActions
-from ravnest.hub.service.web.gate import Gate
-from ravnest.hub.service.web.pages import MOST_PAGES, Pages, choose_pause
-from ravnest.hub.service.web.replica import UpdateCutter
-from ravnest.hub.service.web.web_app import WebParts, make_app
-from ravnest.hub.service.web.web_server import bind_address, is_for_others, make_gate, show_link
+from ravnest.hub.service.web.replica import RunReplica, UpdateCutter
+from ravnest.hub.service.web.web_app import WebParts, make_run_site
 from ravnest.net.identity import INVITATION_BYTES
+from ravnest.web.gate import Gate
+from ravnest.web.pages import MOST_PAGES, Pages, choose_pause
+from ravnest.web.web_server import bind_address, is_for_others, make_gate, show_link
 
 GATE = Gate("right-token", 7780)
 COOKIE = f"ravnest_7780={GATE.token}"
@@ -34,11 +34,11 @@ class Asked:
         world.run_until(lambda: world.hub.clusters and world.hub.ledger.num_counted)
         self.stopped, self.world, self.facts = [], world, facts
         self.cutter = UpdateCutter(world.recorder)
-        self.pages = Pages(self.ask, TIMEOUTS.program)
+        self.pages = Pages(RunReplica(), self.ask, TIMEOUTS.program)
         self.kicked, self.list = [], GuestsInMemory()
         guests = GuestActions(lambda: "rvn1_word", self.invite, self.revoke, self.list.read)
         hub = HubActions(self.stopped.append, lambda *facts: self.kicked.append(facts), guests)
-        self.app = make_app(WebParts(GATE, self.pages, hub))
+        self.app = make_run_site(WebParts(GATE, self.pages, hub)).app
 
     def invite(self, name, days, nodes):
         number = name.encode().hex().ljust(2 * INVITATION_BYTES, "0")
@@ -66,7 +66,7 @@ def test_the_api_is_closed_without_the_token(asked, path):
     for headers in ({}, {"cookie": "ravnest_7780=wrong"}, {"authorization": "Bearer wrong"}):
         answer = request(asked.app, f"/api/v1/{path}", **headers)
         assert answer.status == 401
-        assert "link that the hub printed" in answer.json["error"]
+        assert "link that was printed" in answer.json["error"]
     assert request(asked.app, f"/api/v1/{path}?token=wrong").status == 401
     assert request(asked.app, "/metrics").status == 401
 
@@ -215,7 +215,7 @@ def test_no_action_is_open_to_others(asked, path):
 
 def test_a_run_that_is_only_read_has_no_action():
     reading = Asked()
-    app = make_app(WebParts(GATE, reading.pages))
+    app = make_run_site(WebParts(GATE, reading.pages)).app
     assert request(app, "/api/v1/stop", "POST", **OWN_PAGE).status == 409
     assert request(app, "/api/v1/invitation", cookie=COOKIE).status == 404
 
@@ -267,7 +267,7 @@ def test_there_are_two_updates_per_second_and_fewer_where_they_take_long():
             return False
 
         served = Asked()
-        pages = Pages(ask, TIMEOUTS.program)
+        pages = Pages(RunReplica(), ask, TIMEOUTS.program)
         stream = pages.follow()
         pages.receive(served.cutter.cut(AT_WORK))
         await anext(stream)
@@ -322,8 +322,9 @@ def test_a_taken_port_is_a_sentence_and_the_usual_one_may_be_taken():
 
 # The page's own files.
 
-STATIC = Path(web.__file__).parent / "static"
-OURS = [file for file in sorted(STATIC.glob("*.*")) if not file.name.startswith("uPlot")]
+PACKAGE = Path(ravnest.__file__).parent
+STATIC = PACKAGE / "web" / "static"
+OURS = [file for file in sorted(PACKAGE.rglob("static/*.*")) if not file.name.startswith("uPlot")]
 
 
 @pytest.mark.parametrize("file", OURS, ids=lambda file: file.name)
