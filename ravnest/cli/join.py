@@ -26,10 +26,11 @@ from ravnest.units import (
 if TYPE_CHECKING:
     import psutil  # type: ignore[import-untyped]
 
-    from ravnest.cli.lending_loop import Hours, Terms
+    from ravnest.cli.lending_loop import Hours, Lending, Terms
     from ravnest.net.identity import Token
     from ravnest.peer.agent import Offer
     from ravnest.peer.capabilities import Machine
+    from ravnest.provider.lending_page import LendingPage
 
 
 _LONGEST_NAME = 40
@@ -38,6 +39,7 @@ _LONGEST_BATCH_SECONDS = 600.0  # a stage that would need longer for one batch i
 _EVERYWHERE = "tcp://0.0.0.0:*"
 _ONLY_HERE = "tcp://127.0.0.1:*"  # where what comes through the relay is led to
 _VARIABLE = "RAVNEST_TOKEN"
+_THIS_PC, _PREFIX = "this PC", "rvn1_"
 _GUESSED = "of matrix products; the job's own work will tell"
 _USUAL_BYTES_PER_SECOND, _USUAL_LATENCY_SECONDS = 50e6 / 8, 0.01  # until the hub has measured the link
 _OWN_GROWTH = 1.25  # of the program itself, from its start to its work; torch for GPUs starts with 630 MB
@@ -74,6 +76,7 @@ class _Stated:
     runs_on_battery: bool = False
     hub_process: int | None = None  # of a hub on this PC
     compile_mode: CompileMode = CompileMode.AUTO
+    page: str | None = None  # where; nothing: at the usual port of this PC; None: there is none
 
 
 @click.command()
@@ -98,6 +101,13 @@ class _Stated:
 @click.option("--public", metavar="HOST:PORT", multiple=True, help="What a router forwards to that.")
 @click.option("--outbound-only", is_flag=True, help="Listen for nobody: only dial, or meet at the hub.")
 @click.option("--patience", metavar="TIME", default="10 min", show_default=True, help="Without the hub.")
+@click.option(
+    "--page",
+    is_flag=False,
+    flag_value=_THIS_PC,
+    metavar="[HOST:PORT]",
+    help="Serve a page of what runs here, to look at and to take the PC back; only on this PC if left out.",
+)
 @click.option("--hub-process", type=int, hidden=True, help="Wait for the hub while this process runs.")
 @click.option("--quiet", is_flag=True, help="Say only what went wrong.")
 def join(  # noqa: PLR0913 - click passes one argument per option
@@ -120,6 +130,7 @@ def join(  # noqa: PLR0913 - click passes one argument per option
     public: tuple[str, ...],
     outbound_only: bool,
     patience: str,
+    page: str | None,
     hub_process: int | None,
     quiet: bool,
 ) -> None:
@@ -131,6 +142,8 @@ def join(  # noqa: PLR0913 - click passes one argument per option
     from ravnest.cli.lending_loop import read_hours
     from ravnest.net.identity import read_token
 
+    if token is None and token_file is None and page is not None and page.lower().startswith(_PREFIX):
+        token, page = page, _THIS_PC  # `ravnest join --page TOKEN`
     invitation = read_token(_find_token(token, token_file))
     listening = _choose_listening(listen, public, outbound_only)
     stated = _Stated(
@@ -146,6 +159,7 @@ def join(  # noqa: PLR0913 - click passes one argument per option
         _read_choice(on_battery),
         hub_process,
         _read_compile(compile),
+        _read_page(page),
     )
     patience_seconds = _read(patience, Dimension.SECONDS) or 0.0 if hub_process is None else inf
     from ravnest.peer.capabilities import THIS_PC  # it loads torch: a wrong option need not wait for that
@@ -154,14 +168,15 @@ def join(  # noqa: PLR0913 - click passes one argument per option
     parts = find_parts()
     machine = parts.machine or THIS_PC
     logging.basicConfig(level=logging.WARNING if quiet else logging.INFO, format="%(message)s")
-    logging.getLogger("ravnest.net").setLevel(logging.WARNING)
+    for noisy in ("ravnest.net", "uvicorn"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
     cores = "" if cpu is None else limit_cpu(cpu)
     if stated.compile_mode.applies_to(machine.choose_device(stated.device)):
         keep_compiled(os.environ)  # before anything of torch chooses a folder
     offer = _make_offer(name, stated, listening, patience_seconds, machine)
     if not quiet:
         _show(invitation, offer, _show_limits(stated, cores, machine))
-    code, reason = _take_part(invitation, offer, listening, stated, replace(parts, machine=machine))
+    code, reason = _take_part(invitation, offer, listening, stated, replace(parts, machine=machine), cores)
     if not quiet:
         click.echo(f"ended: {reason}", err=True)
     sys.exit(code)
@@ -195,6 +210,12 @@ def _read_compile(text: str) -> CompileMode:
     if text not in list(CompileMode):
         raise ConfigError(f"--compile {show_value(text)} is none of them; give {', '.join(CompileMode)}")
     return CompileMode(text)
+
+
+def _read_page(page: str | None) -> str | None:
+    from ravnest.net.identity import read_address
+
+    return "" if page == _THIS_PC else page and read_address(page, is_door=True)
 
 
 def _find_token(token: str | None, file: str | None) -> str:
@@ -297,18 +318,24 @@ def _show(token: "Token", offer: "Offer", limits: str) -> None:
 
 
 def _take_part(
-    token: "Token", offer: "Offer", listening: _Listening, stated: _Stated, parts: CommandParts
+    token: "Token",
+    offer: "Offer",
+    listening: _Listening,
+    stated: _Stated,
+    parts: CommandParts,
+    cores: str = "",
 ) -> tuple[int, str]:
     """Return the exit code and why it ended."""
     import asyncio
     import random
 
     from ravnest.cli.lending_loop import Lending
-    from ravnest.net.identity import new_keys
-    from ravnest.net.transport import TransportLimits
+    from ravnest.net.identity import new_keys, peer_of
+    from ravnest.net.transport import PublicKey, Transport, TransportLimits
     from ravnest.net.zeromq import ZeroMqTransport, allow_many_files
     from ravnest.peer.agent import Agent
     from ravnest.peer.compute import ComputeThread
+    from ravnest.peer.compute_protocol import Compute
 
     machine, timeouts = parts.machine, parts.timeouts
     assert machine is not None
@@ -320,18 +347,63 @@ def _take_part(
     limits = TransportLimits(upload_bytes_per_second=upload, timeouts=timeouts.net)
     make_transport = parts.make_transport or ZeroMqTransport
     keys = new_keys()  # by them the hub knows a peer that comes back
+    hub = peer_of(PublicKey(token.hub_key))
 
-    async def once() -> str:
+    async def once(page: "LendingPage | None") -> str:
         async with make_transport(keys, random.SystemRandom(), listening.listen, limits) as transport:
             addresses = listening.addresses(transport.address)
             told = ", ".join(addresses) if addresses else "nowhere, it only dials out"
             logging.info("listens at %s", told)
             reachable = replace(offer, addresses=addresses, listens_at=transport.address)
-            compute = ComputeThread(timeouts.peer)
-            agent = Agent(token, keys, reachable, compute, transport, timeouts=timeouts)
-            return await lending.attend(agent)
+            borders: tuple[Compute, Transport] = (ComputeThread(timeouts.peer), transport)
+            if page is not None:
+                borders = page.watch(*borders, hub)
+            agent = Agent(token, keys, reachable, *borders, timeouts=timeouts)
+            try:
+                return await lending.attend(agent)
+            finally:
+                if page is not None:
+                    page.leave()
 
-    return asyncio.run(lending.run(once))
+    async def live() -> tuple[int, str]:
+        if stated.page is None:
+            return await lending.run(lambda: once(None))
+        async with _open_page(token, offer, stated, cores, lending, parts) as page:
+            return await lending.run(lambda: once(page))
+
+    return asyncio.run(live())
+
+
+def _open_page(
+    token: "Token", offer: "Offer", stated: _Stated, cores: str, lending: "Lending", parts: CommandParts
+) -> "LendingPage":
+    """Return the provider's page; only whoever asks for one loads a web server."""
+    from ravnest.net.identity import EVERYBODY, peer_of
+    from ravnest.net.transport import PublicKey
+    from ravnest.provider.lending_documents import LentTerms
+    from ravnest.provider.lending_page import LendingPage
+    from ravnest.provider.lending_site import LendingControl
+
+    assert parts.machine is not None
+    battery = ("go" if stated.runs_on_battery else "stop") if parts.machine.has_battery() else ""
+    terms = LentTerms(
+        name=offer.node.name,
+        hub=peer_of(PublicKey(token.hub_key)),
+        addresses=token.addresses,
+        is_personal=token.invitation != EVERYBODY,
+        device=offer.limits.device,
+        memory_bytes=offer.limits.memory_bytes,
+        flops_per_second=offer.node.flops_per_second,
+        upload_bytes_per_second=stated.upload_bytes_per_second,
+        cores=cores,
+        hours=tuple(map(str, stated.hours)),
+        on_battery=battery,
+    )
+    control = LendingControl(lambda: lending.facts, lending.pause, lending.resume, lending.finish)
+    page = LendingPage(terms, control, stated.page or "", parts.timeouts.program)
+    others = "; whoever has the link, from any PC, can take this one back" if page.is_for_others else ""
+    click.echo(f"see what runs here, and take it back, at {page.link}{others}", err=True)
+    return page
 
 
 def _make_terms(offer: "Offer", stated: _Stated, machine: "Machine") -> "Terms":

@@ -5,7 +5,7 @@ import { el } from "/static/dom.js";
 const dialog = document.getElementById("dialog");
 
 export function openDialog(title, ...content) {
-  dialog.replaceChildren(el("h2", {}, title), ...content.filter((each) => each !== null));
+  dialog.replaceChildren(el("h2", { id: "dialog-title" }, title), ...content.filter((each) => each !== null));
   if (!dialog.open) dialog.showModal();
 }
 

@@ -1,7 +1,7 @@
 // The page: it follows the hub's updates and shows one view of them at a time.
 
 import { confirmStop, showInvitation } from "/static/actions.js";
-import { el, keep, setClass, setText, setVar } from "/static/dom.js";
+import { fillSummary, setClass, setText, showLinkState } from "/static/dom.js";
 import { eventsView } from "/static/events.js";
 import { count, duration, number, percent, speed } from "/static/format.js";
 import { nodesView, nodeView } from "/static/nodes.js";
@@ -44,7 +44,7 @@ function showPlace() {
 
 function draw() {
   const run = store.run;
-  showLink(run);
+  showLinkState(byId("link-state"), isConnected, run);
   if (run === null) return;
   performance.mark("draw");
   drawTop(run);
@@ -54,13 +54,6 @@ function draw() {
   if (performance.getEntriesByName("ravnest-draw").length > 200) performance.clearMeasures("ravnest-draw");
   performance.clearMarks("draw");
   document.body.dataset.updates = String(Number(document.body.dataset.updates ?? 0) + 1);
-}
-
-function showLink(run) {
-  const state = byId("link-state");
-  const isOver = run !== null && !run.is_live;
-  setText(state, !isConnected ? "no answer; trying again" : isOver ? "read-only" : run === null ? "" : "live");
-  setClass(state, `link-state ${!isConnected ? "is-lost" : isOver ? "is-over" : "is-live"}`);
 }
 
 function drawTop(run) {
@@ -91,20 +84,7 @@ function drawSummary(run) {
     ["left", duration(training.eta_seconds), run.started_at ? `${duration(run.now - run.started_at)} so far` : ""],
     ["nodes", count(run.nodes.length), `${hosting} in ${count(run.clusters.length)} cluster${run.clusters.length === 1 ? "" : "s"}`],
   ];
-  const box = byId("summary");
-  if (!box.firstChild) box.append(el("div", { class: "progress", role: "progressbar", "aria-label": "Trained" }, el("i", {})), el("dl", {}));
-  setVar(box.firstChild.firstChild, "width", `${(100 * done).toFixed(2)}%`);
-  box.firstChild.setAttribute("aria-valuenow", (100 * done).toFixed(0));
-  keep(
-    box.lastChild,
-    facts,
-    (each) => each[0],
-    ([name]) => el("div", {}, el("dt", {}, name), el("dd", {}), el("dd", { class: "more" })),
-    (item, [, value, more]) => {
-      setText(item.children[1], value);
-      setText(item.children[2], more);
-    },
-  );
+  fillSummary(byId("summary"), facts, done);
 }
 
 function drawSoon() {
