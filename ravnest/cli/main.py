@@ -20,7 +20,7 @@ from ravnest.cli.guests import guests, invite, kick, revoke
 from ravnest.cli.inspect import inspect
 from ravnest.cli.join import finish, join, pause, resume
 from ravnest.cli.plan import plan
-from ravnest.cli.runs import status, stop, token
+from ravnest.cli.runs import checkpoint, status, stop, token
 from ravnest.cli.train import hub, train
 from ravnest.errors import RavnestError
 
@@ -98,6 +98,7 @@ _COMMANDS = (
     finish,
     status,
     dashboard,
+    checkpoint,
     stop,
     token,
     invite,

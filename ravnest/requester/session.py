@@ -52,7 +52,14 @@ from ravnest.requester.callbacks import Callback, Callbacks, Narrator
 from ravnest.requester.checkpoint_store import open_checkpoints
 from ravnest.requester.generation import read_sampling
 from ravnest.requester.guest_file import GuestFile, invite_guest
-from ravnest.requester.hub_channel import ChannelServer, HubRequest, KickRequest, RevokeRequest, TextRequest
+from ravnest.requester.hub_channel import (
+    ChannelServer,
+    CheckpointRequest,
+    HubRequest,
+    KickRequest,
+    RevokeRequest,
+    TextRequest,
+)
 from ravnest.requester.job import Job
 from ravnest.requester.live_texts import LiveTexts, ResultTexts, Texts
 from ravnest.requester.local_peers import HERE, Hardware, LocalPeers, claim_port, share_memory
@@ -295,6 +302,13 @@ class Hub:
         """End the training under way early and keep what was trained; any thread may call it."""
         self._wish(lambda server: server.stop(reason))
 
+    def checkpoint(self) -> None:
+        """Write a checkpoint of the training under way now; any thread may call it.
+
+        A notice says when it is on disk (`Checkpointed`), or why it was not made (`NotCheckpointed`).
+        """
+        self._wish(lambda server: server.checkpoint())
+
     def invite(self, name: str, *, days: float | None = None, nodes: int | None = None) -> str:
         """Return a token for one guest, which you can withdraw alone: see `revoke`."""
         return invite_guest(self._guests, self._open_file, name, days, nodes)
@@ -450,6 +464,8 @@ class Hub:
                 case KickRequest():
                     self._check_here(asked.node)
                     return _do_for_requester(partial(self.kick, asked.node))
+                case CheckpointRequest():
+                    return _do_for_requester(self.checkpoint)
 
         channel = ChannelServer(self._open_file.keys.secret, answer, self._timeouts.program)
         async with channel.listening() as port:
@@ -503,7 +519,9 @@ class Hub:
             revoke=self.revoke,
             guests=self._guests.read,
         )
-        offered = HubActions(self.stop, self.kick, guests if self._is_open_to_others else None)
+        offered = HubActions(
+            self.stop, self.kick, self.checkpoint, guests if self._is_open_to_others else None
+        )
         opened = LiveDashboard(place, hub=offered, timeouts=self._timeouts.program)
         self._dashboard = self._opened.enter_context(opened)
 

@@ -10,7 +10,7 @@ from support.plan_world import node
 from support.watched_world import AT_WORK, WatchedWorld
 
 from ravnest.config import TIMEOUTS
-from ravnest.hub.coordinator.notices import Left, Missing, SampledText
+from ravnest.hub.coordinator.notices import Checkpointed, Left, Missing, SampledText
 from ravnest.hub.service.event_log import EventLog
 from ravnest.hub.service.guests import GuestsInMemory
 from ravnest.hub.service.web.actions import GuestActions, HubActions
@@ -37,9 +37,14 @@ class Served:
         bound = bind_address("127.0.0.1:0")
         self.gate = make_gate(bound, "127.0.0.1:0")
         self.pages = Pages(RunReplica(), self._ask, TIMEOUTS.program)
-        self.guests, self.kicked = GuestsInMemory(), []
+        self.guests, self.kicked, self.asked = GuestsInMemory(), [], []
         guests = GuestActions(lambda: "rvn1_everybody", self._invite, self._revoke, self.guests.read)
-        hub = HubActions(lambda _: None, lambda *facts: self.kicked.append(facts), guests)
+        hub = HubActions(
+            lambda _: None,
+            lambda *facts: self.kicked.append(facts),
+            lambda: self.asked.append("checkpoint"),
+            guests,
+        )
         self.web = WebServer(
             bound, lambda: make_run_site(WebParts(self.gate, self.pages, hub)), TIMEOUTS.program
         )
@@ -173,6 +178,21 @@ def test_a_guest_is_invited_and_revoked_and_a_node_sent_away(watched):
         dialog.get_by_role("button", name="Send away").click()
         expect(dialog.locator(".outcome")).to_contain_text(f"{name} is sent away")
         assert served.kicked == [(name, "the requester sent it away")]
+
+
+def test_a_checkpoint_is_asked_for_once_and_its_outcome_is_shown(watched):
+    world = trained_world("abcde")
+    with serving(world) as served:
+        page = watched.open(show_link(served.gate))
+        page.locator("#checkpoint").click()
+        dialog = page.locator("dialog")
+        assert served.asked == []
+        dialog.get_by_role("button", name="Write it").click()
+        expect(dialog.locator(".outcome")).to_contain_text("was told to write a checkpoint")
+        assert served.asked == ["checkpoint"]
+        world.recorder.hear(Checkpointed(640, 0.5))
+        served.show()
+        expect(dialog.locator(".outcome")).to_contain_text("640")
 
 
 def test_what_the_model_writes_is_shown_as_text(watched):

@@ -13,6 +13,7 @@ from ravnest.config import TIMEOUTS, HubTimeouts
 from ravnest.hub.coordinator.events import (
     Action,
     CalmChanged,
+    CheckpointAsked,
     ClusterHeard,
     ClusterSilent,
     ClusterSlowed,
@@ -213,6 +214,8 @@ class Coordinator:
                 return self.drops.conclude(event)
             case Stopped():
                 return self._life.stop(event.reason, self.now)
+            case CheckpointAsked():
+                return self._duties.make_checkpoint(self.now)
             case TextsSampled():
                 return [Notify(text) for text in event.texts]
             case Tick():

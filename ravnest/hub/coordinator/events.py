@@ -244,6 +244,13 @@ class Stopped:
 
 
 @dataclass(frozen=True, slots=True)
+class CheckpointAsked:
+    """The requester wants a checkpoint now, whenever the next one is due."""
+
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
 class TextsSampled:
     """What the model writes after the prompts of the job, once an evaluation is over."""
 
@@ -372,6 +379,7 @@ Event = (
     | SamplesInspected
     | Tick
     | Stopped
+    | CheckpointAsked
     | TextsSampled
     | Probed
     | Conclusion

@@ -39,6 +39,7 @@ export function askOnce({ title, text, label, back, path, wish = {}, isDanger = 
     close.textContent = "Close";
   });
   openDialog(title, el("p", {}, text), outcome, el("div", { class: "buttons" }, close, doIt));
+  return outcome;
 }
 
 export function copyable(text) {

@@ -43,7 +43,11 @@ class KickWish(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     node: Word
 
 
-Wish = StopWish | InviteWish | RevokeWish | KickWish
+class CheckpointWish(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Write what was trained down now."""
+
+
+Wish = StopWish | InviteWish | RevokeWish | KickWish | CheckpointWish
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +66,7 @@ class HubActions:
 
     stop: Callable[[str], None]
     kick: Callable[[str, str], None]
+    checkpoint: Callable[[], None]
     guests: GuestActions | None = None
 
 
@@ -84,6 +89,9 @@ def carry_out(wish: Wish, hub: HubActions) -> Outcome | None:
             return Outcome(
                 f"{node} is sent away; it may come back with another key until you withdraw its invitation"
             )
+        case CheckpointWish():
+            hub.checkpoint()
+            return Outcome("the hub was told to write a checkpoint; it says when it is on disk")
         case InviteWish(name, days, nodes) if hub.guests is not None:
             return Outcome(f"{name} is invited", show_line(hub.guests.invite(name, days, nodes)))
         case RevokeWish(name) if hub.guests is not None:

@@ -11,6 +11,7 @@ from starlette.routing import Route
 from ravnest.errors import RavnestError
 from ravnest.hub.coordinator.phases import JobPhase
 from ravnest.hub.service.web.actions import (
+    CheckpointWish,
     GuestActions,
     HubActions,
     InviteWish,
@@ -35,6 +36,7 @@ _WISHES: dict[str, type[Wish]] = {
     "invite": InviteWish,
     "revoke": RevokeWish,
     "kick": KickWish,
+    "checkpoint": CheckpointWish,
 }
 
 

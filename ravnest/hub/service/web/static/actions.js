@@ -8,6 +8,22 @@ export function confirmStop() {
   askOnce({ title: "Stop the training?", text, label: "Stop and keep", back: "Train on", path: "stop" });
 }
 
+export function confirmCheckpoint() {
+  const text = "What was trained up to now is written into the run's folder. Training goes on meanwhile.";
+  const outcome = askOnce({ title: "Write a checkpoint now?", text, label: "Write it", back: "Not now", path: "checkpoint", isDanger: false });
+  awaited = { kinds: ["Checkpointed", "NotCheckpointed"], outcome };
+}
+
+// An action whose outcome comes later, as a piece of news.
+let awaited = null;
+
+export function hearNews(news) {
+  const found = awaited ? news.find((each) => awaited.kinds.includes(each.kind)) : undefined;
+  if (!found) return;
+  if (awaited.outcome.isConnected && awaited.outcome.textContent) awaited.outcome.textContent = found.text;
+  awaited = null;
+}
+
 export function confirmKick(name) {
   const text = "Others take over its stage. It may come back with another key, unless you withdraw its invitation.";
   askOnce({ title: `Send ${name} away?`, text, label: "Send away", back: "Let it stay", path: "kick", wish: { node: name } });

@@ -1,6 +1,6 @@
 // The page: it follows the hub's updates and shows one view of them at a time.
 
-import { confirmStop, showInvitation } from "/static/actions.js";
+import { confirmCheckpoint, confirmStop, hearNews, showInvitation } from "/static/actions.js";
 import { fillSummary, setClass, setText, showLinkState } from "/static/dom.js";
 import { eventsView } from "/static/events.js";
 import { count, duration, number, percent, speed } from "/static/format.js";
@@ -64,6 +64,7 @@ function drawTop(run) {
   document.title = `${run.job || "Ravnest"} · ${share(run)}`;
   byId("stop").hidden = !run.can_stop;
   byId("invite").hidden = !run.can_invite;
+  byId("checkpoint").hidden = !run.can_stop || run.phase !== "training";
 }
 
 function share(run) {
@@ -99,6 +100,7 @@ function drawSoon() {
 forgetToken();
 followTheme(byId("theme"), () => view?.redraw?.(true));
 byId("stop").addEventListener("click", confirmStop);
+byId("checkpoint").addEventListener("click", confirmCheckpoint);
 byId("invite").addEventListener("click", () => showInvitation());
 addEventListener("hashchange", showPlace);
 showPlace();
@@ -106,6 +108,7 @@ readBeside(store, drawSoon);
 follow(
   (update) => {
     applyUpdate(store, update);
+    if (!update.is_whole) hearNews(update.news);
     drawSoon();
   },
   (state) => {

@@ -35,9 +35,14 @@ class Asked:
         self.stopped, self.world, self.facts = [], world, facts
         self.cutter = UpdateCutter(world.recorder)
         self.pages = Pages(RunReplica(), self.ask, TIMEOUTS.program)
-        self.kicked, self.list = [], GuestsInMemory()
+        self.kicked, self.asked, self.list = [], [], GuestsInMemory()
         guests = GuestActions(lambda: "rvn1_word", self.invite, self.revoke, self.list.read)
-        hub = HubActions(self.stopped.append, lambda *facts: self.kicked.append(facts), guests)
+        hub = HubActions(
+            self.stopped.append,
+            lambda *facts: self.kicked.append(facts),
+            lambda: self.asked.append("checkpoint"),
+            guests,
+        )
         self.app = make_run_site(WebParts(GATE, self.pages, hub)).app
 
     def invite(self, name, days, nodes):
@@ -206,7 +211,14 @@ def test_a_wish_that_fits_nothing_is_refused(path, wish):
     assert asked.stopped == asked.kicked == []
 
 
-@pytest.mark.parametrize("path", ["invite", "revoke", "kick", "stop"])
+def test_a_checkpoint_is_asked_for():
+    asked = Asked()
+    answer = send(asked, "checkpoint", {})
+    assert (answer.status, asked.asked) == (202, ["checkpoint"])
+    assert "it says when it is on disk" in answer.json["outcome"]
+
+
+@pytest.mark.parametrize("path", ["invite", "revoke", "kick", "stop", "checkpoint"])
 def test_no_action_is_open_to_others(asked, path):
     body = json.dumps({"name": "ana", "node": "a"}).encode()
     for headers in ({}, {"cookie": COOKIE, "origin": "http://evil.example"}):
