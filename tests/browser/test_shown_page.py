@@ -154,6 +154,8 @@ def test_a_guest_is_invited_and_revoked_and_a_node_sent_away(watched):
         dialog = page.locator("dialog")
         expect(dialog.locator(".invitation")).to_have_text("ravnest join rvn1_everybody")
         expect(dialog).not_to_contain_text("null")
+        dialog.get_by_role("button", name="QR code").click()
+        expect(dialog.locator(".code svg")).to_be_visible()
         dialog.get_by_label("Name").fill("ana")
         dialog.get_by_label("Days").fill("2")
         dialog.get_by_role("button", name="Invite").click()

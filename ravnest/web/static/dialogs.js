@@ -54,5 +54,5 @@ export function copyable(text) {
       copy.textContent = "Marked: copy it with the keyboard";
     }
   });
-  return el("div", { class: "copyable" }, line, copy);
+  return el("div", { class: "copyable" }, line, el("div", { class: "row" }, copy));
 }

@@ -13,6 +13,7 @@ from msgspec import Meta
 
 from ravnest.hub.service.guests import GuestList
 from ravnest.hub.service.web.documents import GuestDocument
+from ravnest.hub.service.web.qr_code import CodeDocument, draw_code
 
 _STOPPED = "stopped from the dashboard"
 _SENT_AWAY = "the requester sent it away"
@@ -76,6 +77,7 @@ class Outcome:
 
     outcome: str
     line: str = ""
+    code: CodeDocument | None = None  # of the line
 
 
 def carry_out(wish: Wish, hub: HubActions) -> Outcome | None:
@@ -93,7 +95,8 @@ def carry_out(wish: Wish, hub: HubActions) -> Outcome | None:
             hub.checkpoint()
             return Outcome("the hub was told to write a checkpoint; it says when it is on disk")
         case InviteWish(name, days, nodes) if hub.guests is not None:
-            return Outcome(f"{name} is invited", show_line(hub.guests.invite(name, days, nodes)))
+            line = show_line(hub.guests.invite(name, days, nodes))
+            return Outcome(f"{name} is invited", line, draw_code(line))
         case RevokeWish(name) if hub.guests is not None:
             hub.guests.revoke(name)
             return Outcome(f"the invitation of {name} is withdrawn; the nodes that came with it leave")

@@ -24,6 +24,7 @@ from ravnest.hub.service.web.actions import (
     show_line,
 )
 from ravnest.hub.service.web.documents import BesideDocument
+from ravnest.hub.service.web.qr_code import draw_code
 from ravnest.hub.service.web.replica import RunReplica
 from ravnest.hub.service.web.run_metrics import write_metrics
 from ravnest.web.gate import Gate
@@ -101,7 +102,8 @@ class _RunAnswers:
         """Answer the line that others paste to join."""
         if self._parts.guests is None:
             return say(404, _NO_GUESTS)
-        return to_response({"line": show_line(self._parts.guests.invitation())})
+        line = show_line(self._parts.guests.invitation())
+        return to_response({"line": line, "code": draw_code(line)})
 
     async def read_beside(self, _: Request) -> Response:
         """Answer the curves of other runs, to be shown beside those of this one."""

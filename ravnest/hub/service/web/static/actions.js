@@ -42,12 +42,39 @@ export async function showInvitation(said = null, made = null) {
     el("h3", {}, "One person"),
     guestForm(outcome),
     outcome,
-    made ? copyable(made) : null,
+    made ? invitationBox(made) : null,
     el("h3", {}, "Everybody who has this line"),
-    copyable(everybody.line),
+    invitationBox(everybody),
     Array.isArray(guests) ? guestTable(guests, outcome) : null,
     el("div", { class: "buttons" }, closeButton()),
   );
+}
+
+// The line, and a QR code of it for a phone, which is shown on request: it is a secret too.
+function invitationBox({ line, code }) {
+  const shown = el("div", { class: "code", hidden: true });
+  const button = el("button", { type: "button", "aria-expanded": "false" }, "QR code");
+  button.addEventListener("click", () => {
+    shown.hidden = !shown.hidden;
+    button.setAttribute("aria-expanded", String(!shown.hidden));
+    if (!shown.firstChild) shown.append(drawCode(code));
+  });
+  const box = copyable(line);
+  box.lastChild.append(button);
+  box.append(shown);
+  return box;
+}
+
+function drawCode({ size, path }) {
+  const border = 4;
+  const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
+  svg.setAttribute("viewBox", `${-border} ${-border} ${size + 2 * border} ${size + 2 * border}`);
+  svg.setAttribute("role", "img");
+  svg.setAttribute("aria-label", "The line as a QR code");
+  const dark = document.createElementNS("http://www.w3.org/2000/svg", "path");
+  dark.setAttribute("d", path);
+  svg.append(dark);
+  return svg;
 }
 
 function guestForm(outcome) {
@@ -63,7 +90,7 @@ function guestForm(outcome) {
     event.preventDefault();
     const numberOf = (input) => (input.value === "" ? null : Number(input.value));
     const found = await act("invite", { name: name.value, days: numberOf(days), nodes: numberOf(nodes) });
-    if (found.line) await showInvitation(`${found.outcome}: give this line to nobody else. It is shown once.`, found.line);
+    if (found.line) await showInvitation(`${found.outcome}: give this line to nobody else. It is shown once.`, found);
     else outcome.textContent = `Not invited: ${found.error}`;
   });
   return form;
