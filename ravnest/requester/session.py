@@ -522,7 +522,9 @@ class Hub:
         offered = HubActions(
             self.stop, self.kick, self.checkpoint, guests if self._is_open_to_others else None
         )
-        opened = LiveDashboard(place, hub=offered, timeouts=self._timeouts.program)
+        opened = LiveDashboard(
+            place, hub=offered, planner=self._parts.planner, timeouts=self._timeouts.program
+        )
         self._dashboard = self._opened.enter_context(opened)
 
     def _begin_dashboard(self, open_things: contextlib.AsyncExitStack, hear: Callbacks) -> None:

@@ -1,87 +1,18 @@
 """Pages of runs that a scripted hub makes: hostile names, many nodes, a hub that goes, a run from its log."""
 
-import contextlib
 import sys
 
 import pytest
 from playwright.sync_api import expect
 from support.hub_world import job
 from support.plan_world import node
-from support.watched_world import AT_WORK, WatchedWorld
+from support.served_world import HOSTILE, serving, trained_world
+from support.watched_world import WatchedWorld
 
-from ravnest.config import TIMEOUTS
 from ravnest.hub.coordinator.notices import Checkpointed, Left, Missing, SampledText
 from ravnest.hub.service.event_log import EventLog
-from ravnest.hub.service.guests import GuestsInMemory
-from ravnest.hub.service.web.actions import GuestActions, HubActions
 from ravnest.hub.service.web.log_dashboard import LogDashboard, LogFollower
-from ravnest.hub.service.web.replica import RunReplica, UpdateCutter
-from ravnest.hub.service.web.web_app import WebParts, make_run_site
-from ravnest.net.identity import INVITATION_BYTES
-from ravnest.web.pages import Pages
-from ravnest.web.web_server import WebServer, bind_address, make_gate, show_link
-
-HOSTILE = (
-    "<img src=x onerror=alert(1)>",
-    "<script>alert(2)</script>",
-    "javascript:alert(3)",
-    '"><svg onload=alert(4)>',
-)
-
-
-class Served:
-    """A web server that shows a scripted world; it is asked only while the test lets the world rest."""
-
-    def __init__(self, world: WatchedWorld) -> None:
-        self.world, self.cutter = world, UpdateCutter(world.recorder)
-        bound = bind_address("127.0.0.1:0")
-        self.gate = make_gate(bound, "127.0.0.1:0")
-        self.pages = Pages(RunReplica(), self._ask, TIMEOUTS.program)
-        self.guests, self.kicked, self.asked = GuestsInMemory(), [], []
-        guests = GuestActions(lambda: "rvn1_everybody", self._invite, self._revoke, self.guests.read)
-        hub = HubActions(
-            lambda _: None,
-            lambda *facts: self.kicked.append(facts),
-            lambda: self.asked.append("checkpoint"),
-            guests,
-        )
-        self.web = WebServer(
-            bound, lambda: make_run_site(WebParts(self.gate, self.pages, hub)), TIMEOUTS.program
-        )
-
-    def _invite(self, name, days, nodes):
-        number = name.encode().hex().ljust(2 * INVITATION_BYTES, "0")
-        self.guests.change(lambda known: known.invite(number, name, 1e9, days and 86_400 * days, nodes))
-        return f"rvn1_{name}"
-
-    def _revoke(self, name):
-        self.guests.change(lambda known: known.revoke(name))
-
-    async def _ask(self, always: bool) -> bool:
-        if always:
-            self.pages.receive(self.cutter.cut(AT_WORK))
-        return False
-
-    def show(self) -> None:
-        """Send what is new."""
-        self.web.call(lambda pages: pages.receive(self.cutter.cut(AT_WORK)))
-
-
-@contextlib.contextmanager
-def serving(world):
-    served = Served(world)
-    served.web.start()
-    try:
-        yield served
-    finally:
-        served.web.close()
-
-
-def trained_world(names, **changes):
-    world = WatchedWorld(job(epochs=6, **changes))
-    world.join(*names, memory_mb=250.0)
-    world.run_until(lambda: world.hub.clusters and world.hub.ledger.num_counted > 0)
-    return world
+from ravnest.web.web_server import show_link
 
 
 def test_hostile_names_and_reasons_are_text_and_nothing_else(watched):
@@ -92,7 +23,7 @@ def test_hostile_names_and_reasons_are_text_and_nothing_else(watched):
         page = watched.open(show_link(served.gate))
         expect(page.locator("a.stage, a.chip", has_text="onerror").first).to_be_visible()
         expect(page.locator(".side")).to_contain_text(f"{HOSTILE[0]} is missing: {HOSTILE[1]}")
-        for place in ("training", "nodes", "events"):
+        for place in ("training", "plan", "nodes", "events"):
             page.locator(f".tabs a[href='#/{place}']").click()
             expect(page.locator("main")).to_contain_text(HOSTILE[0])
             expect(page.locator("main script, main img, main svg")).to_have_count(0)
@@ -195,6 +126,22 @@ def test_a_checkpoint_is_asked_for_once_and_its_outcome_is_shown(watched):
         world.recorder.hear(Checkpointed(640, 0.5))
         served.show()
         expect(dialog.locator(".outcome")).to_contain_text("640")
+
+
+def test_the_plan_view_says_what_each_stage_takes_and_what_one_more_pc_would_bring(watched):
+    world = trained_world("abcde")
+    with serving(world) as served:
+        page = watched.open(f"{show_link(served.gate)}#/plan")
+        num_stages = sum(len(each.nodes) for each in world.hub.clusters)
+        expect(page.locator("tbody tr")).to_have_count(num_stages)
+        expect(page.locator("main")).to_contain_text("what limits it")
+        expect(page.get_by_label("Memory, GB")).not_to_have_value("")
+        page.get_by_role("button", name="Ask").click()
+        expect(page.locator(".outcome")).to_contain_text("It would be")
+        page.get_by_label("Speed, GFLOP/s").fill("0")
+        page.get_by_role("button", name="Ask").click()
+        expect(page.locator(".outcome")).to_contain_text("No answer: no PC is like that")
+        watched.faults.clear()  # the browser tells of the refusal, too
 
 
 def test_what_the_model_writes_is_shown_as_text(watched):

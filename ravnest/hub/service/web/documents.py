@@ -46,6 +46,7 @@ class StageDocument:
     available_bytes: float
     limited_by: str
     link: LinkDocument | None
+    foreseen_busy: float | None = None  # share of the time
 
 
 @dataclass(frozen=True, slots=True)

@@ -158,6 +158,7 @@ def _stages(
                 available_bytes=0.0 if expected is None else expected.available_bytes,
                 limited_by="" if expected is None else expected.limited_by,
                 link=None if after is None else _link(recorder, profile, (stage, after), rate),
+                foreseen_busy=None if expected is None else expected.busy_share,
             )
         )
     return tuple(found)

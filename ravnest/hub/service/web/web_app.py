@@ -10,6 +10,7 @@ from starlette.routing import Route
 
 from ravnest.errors import RavnestError
 from ravnest.hub.coordinator.phases import JobPhase
+from ravnest.hub.coordinator.planner import SEARCH_PLANNER, Planner
 from ravnest.hub.service.web.actions import (
     CheckpointWish,
     GuestActions,
@@ -27,10 +28,13 @@ from ravnest.hub.service.web.documents import BesideDocument
 from ravnest.hub.service.web.qr_code import draw_code
 from ravnest.hub.service.web.replica import RunReplica
 from ravnest.hub.service.web.run_metrics import write_metrics
+from ravnest.hub.service.web.what_if import WhatIf, answer_what_if, make_guest
+from ravnest.plan.types import Node
 from ravnest.web.gate import Gate
 from ravnest.web.pages import Pages
 from ravnest.web.site import Site, SiteAnswers, say, to_response
 
+_NO_PC = "no PC is like that; ask like ?memory=8e9&flops=1e12&bandwidth=5e6: bytes, FLOP/s and bytes/s"
 _NO_GUESTS = "nobody can be invited: no hub is at work here, or its peers are its own"
 _WISHES: dict[str, type[Wish]] = {
     "stop": StopWish,
@@ -49,6 +53,8 @@ class WebParts:
     pages: Pages[RunReplica]
     hub: HubActions | None = None
     read_beside: Callable[[], Awaitable[list[BesideDocument]]] | None = None  # other runs to compare with
+    pose: Callable[[Node], Awaitable[WhatIf | None]] | None = None  # what one more PC would bring
+    planner: Planner = SEARCH_PLANNER
 
     @property
     def guests(self) -> GuestActions | None:
@@ -65,6 +71,7 @@ def make_run_site(parts: WebParts) -> Site:
         "/api/v1/curves": answers.read_curves,
         "/api/v1/invitation": answers.read_invitation,
         "/api/v1/beside": answers.read_beside,
+        "/api/v1/what-if": answers.read_what_if,
         "/api/v1/guests": answers.read_guests,
         "/metrics": answers.read_metrics,
     }
@@ -82,6 +89,7 @@ class _RunAnswers:
 
     def __init__(self, parts: WebParts) -> None:
         self._parts, self._pages = parts, parts.pages
+        self._planning = asyncio.Lock()
 
     async def read_run(self, _: Request) -> Response:
         """Answer where the run stands."""
@@ -109,6 +117,17 @@ class _RunAnswers:
         """Answer the curves of other runs, to be shown beside those of this one."""
         return to_response([] if self._parts.read_beside is None else await self._parts.read_beside())
 
+    async def read_what_if(self, request: Request) -> Response:
+        """Answer what one more PC would bring; one question at a time."""
+        guest = _read_guest(request)
+        if guest is None:
+            return say(400, _NO_PC)
+        question = None if self._parts.pose is None else await self._parts.pose(guest)
+        if question is None:
+            return say(409, "there is no job yet to plan for")
+        async with self._planning:
+            return to_response(await asyncio.to_thread(answer_what_if, question, self._parts.planner))
+
     async def read_guests(self, _: Request) -> Response:
         """Answer who is invited, but not their tokens."""
         if self._parts.guests is None:
@@ -134,3 +153,12 @@ class _RunAnswers:
         except RavnestError as error:
             return say(409, str(error))
         return say(404, _NO_GUESTS) if outcome is None else to_response(outcome, 202)
+
+
+def _read_guest(request: Request) -> Node | None:
+    """Return the PC that a request describes; None if there is no such PC."""
+    given = request.query_params
+    try:
+        return make_guest(*(float(given[name]) for name in ("memory", "flops", "bandwidth")))
+    except (KeyError, ValueError):
+        return None

@@ -5,12 +5,13 @@ import { fillSummary, setClass, setText, showLinkState } from "/static/dom.js";
 import { eventsView } from "/static/events.js";
 import { count, duration, number, percent, speed } from "/static/format.js";
 import { nodesView, nodeView } from "/static/nodes.js";
+import { planView } from "/static/plan.js";
 import { applyUpdate, emptyStore, follow, readBeside } from "/static/store.js";
 import { swarmView } from "/static/swarm.js";
 import { followTheme, forgetToken } from "/static/theme.js";
 import { trainingView } from "/static/training.js";
 
-const VIEWS = { swarm: swarmView, training: trainingView, nodes: nodesView, events: eventsView };
+const VIEWS = { swarm: swarmView, training: trainingView, plan: planView, nodes: nodesView, events: eventsView };
 const byId = (id) => document.getElementById(id);
 const store = emptyStore();
 let view = null;

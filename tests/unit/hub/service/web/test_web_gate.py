@@ -15,6 +15,7 @@ from ravnest.hub.service.guests import GuestsInMemory
 from ravnest.hub.service.web.actions import GuestActions, HubActions
 from ravnest.hub.service.web.replica import RunReplica, UpdateCutter
 from ravnest.hub.service.web.web_app import WebParts, make_run_site
+from ravnest.hub.service.web.what_if import pose_what_if
 from ravnest.net.identity import INVITATION_BYTES
 from ravnest.web.gate import Gate
 from ravnest.web.pages import MOST_PAGES, Pages, choose_pause
@@ -43,7 +44,10 @@ class Asked:
             lambda: self.asked.append("checkpoint"),
             guests,
         )
-        self.app = make_run_site(WebParts(GATE, self.pages, hub)).app
+        self.app = make_run_site(WebParts(GATE, self.pages, hub, pose=self.pose)).app
+
+    async def pose(self, guest):
+        return pose_what_if(self.world.recorder, guest)
 
     def invite(self, name, days, nodes):
         number = name.encode().hex().ljust(2 * INVITATION_BYTES, "0")
@@ -66,7 +70,9 @@ def asked():
 # Reading.
 
 
-@pytest.mark.parametrize("path", ["run", "news", "curves", "stream", "invitation", "guests", "beside"])
+@pytest.mark.parametrize(
+    "path", ["run", "news", "curves", "stream", "invitation", "guests", "beside", "what-if"]
+)
 def test_the_api_is_closed_without_the_token(asked, path):
     for headers in ({}, {"cookie": "ravnest_7780=wrong"}, {"authorization": "Bearer wrong"}):
         answer = request(asked.app, f"/api/v1/{path}", **headers)
@@ -211,6 +217,15 @@ def test_a_wish_that_fits_nothing_is_refused(path, wish):
     asked = Asked()
     assert send(asked, path, wish).status == 400
     assert asked.stopped == asked.kicked == []
+
+
+def test_what_one_more_pc_would_bring_is_asked_in_numbers(asked):
+    path = "/api/v1/what-if?memory=2.5e8&flops=1e12&bandwidth=1e7"
+    found = request(asked.app, path, cookie=COOKIE)
+    assert found.status == 200
+    assert found.json["then_samples_per_second"] > 0
+    for wrong in ("", "?memory=8e9", "?memory=x&flops=1&bandwidth=1", "?memory=nan&flops=nan&bandwidth=nan"):
+        assert request(asked.app, f"/api/v1/what-if{wrong}", cookie=COOKIE).status == 400
 
 
 def test_a_checkpoint_is_asked_for():
