@@ -110,6 +110,7 @@ class _Stated:
 )
 @click.option("--hub-process", type=int, hidden=True, help="Wait for the hub while this process runs.")
 @click.option("--quiet", is_flag=True, help="Say only what went wrong.")
+@click.option("--verbose", is_flag=True, help="Say what the program does, too.")
 def join(  # noqa: PLR0913 - click passes one argument per option
     token: str | None,
     token_file: str | None,
@@ -133,6 +134,7 @@ def join(  # noqa: PLR0913 - click passes one argument per option
     page: str | None,
     hub_process: int | None,
     quiet: bool,
+    verbose: bool,
 ) -> None:
     """Lend this PC to the swarm that TOKEN invites to, until its job is done or Ctrl-C.
 
@@ -167,9 +169,7 @@ def join(  # noqa: PLR0913 - click passes one argument per option
 
     parts = find_parts()
     machine = parts.machine or THIS_PC
-    logging.basicConfig(level=logging.WARNING if quiet else logging.INFO, format="%(message)s")
-    for noisy in ("ravnest.net", "uvicorn"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
+    _say_so_much(quiet, verbose)
     cores = "" if cpu is None else limit_cpu(cpu)
     if stated.compile_mode.applies_to(machine.choose_device(stated.device)):
         keep_compiled(os.environ)  # before anything of torch chooses a folder
@@ -180,6 +180,14 @@ def join(  # noqa: PLR0913 - click passes one argument per option
     if not quiet:
         click.echo(f"ended: {reason}", err=True)
     sys.exit(code)
+
+
+def _say_so_much(quiet: bool, verbose: bool) -> None:
+    usual = logging.WARNING if quiet else logging.INFO
+    logging.basicConfig(level=usual, format="%(message)s")
+    logging.getLogger("ravnest").setLevel(logging.DEBUG if verbose else usual)
+    for noisy in ("uvicorn",) if verbose else ("ravnest.net", "uvicorn"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
 
 
 def _read(text: str | None, dimension: Dimension) -> float | None:

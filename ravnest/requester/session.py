@@ -76,6 +76,7 @@ from ravnest.requester.run_folder import (
     set_aside,
     write_hub_file,
 )
+from ravnest.requester.run_log import RunLog
 
 if TYPE_CHECKING:  # a hub without a page loads no web server
     from ravnest.hub.service.web.live_dashboard import LiveDashboard
@@ -196,6 +197,7 @@ class Hub:
         self.stream = HubStream()  # of every job that it fits
         self._file: HubFile | None = None
         self._texts: Texts | None = None  # of the job that is trained, or of the last result
+        self._log = RunLog(parts.timeouts.program)
 
     def __enter__(self) -> Self:
         leave_if_reader()
@@ -203,6 +205,8 @@ class Hub:
         addresses = self._public or dialled_from_elsewhere(self._listen)
         found = new_hub_file() if self._folder is None else open_run(self._folder)
         self._file = msgspec.structs.replace(found, addresses=addresses)
+        if self._folder is not None:
+            self._opened.enter_context(self._log.writing(self._folder))
         self._open_dashboard()
         self._note()
         return self
@@ -274,7 +278,7 @@ class Hub:
             setup = partial(prepare, *facts)
             with Interrupts() as interrupts:
                 num_awaited = nodes if self._is_open_to_others else 0
-                hear = Callbacks([self._tell, *callbacks], num_awaited, self.stop)
+                hear = Callbacks([self._tell, self._log.hear, *callbacks], num_awaited, self.stop)
                 self._wishes.clear()
                 if start is not None and start.books.num_counted == (num_total := job.num_total):
                     given = setup()
