@@ -1,5 +1,7 @@
 """`ravnest logs`: print what the hub of a folder said, with times, and follow it."""
 
+import json
+import re
 import threading
 
 import click
@@ -16,7 +18,8 @@ from ravnest.units import show_plainly
     "--lines", "-n", type=int, metavar="N", help="Only the last N lines; all that is kept if left out."
 )
 @click.option("--find", "words", metavar="WORDS", help="Only lines with these words.")
-def logs(folder: str | None, follow: bool, lines: int | None, words: str | None) -> None:
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object for each line (ravnest.logs/1).")
+def logs(folder: str | None, follow: bool, lines: int | None, words: str | None, as_json: bool) -> None:
     """Print the log of the run in FOLDER; the newest under runs/ if left out.
 
     It has every notice and what the program itself says; more of that with `ravnest hub --verbose`. The files
@@ -34,7 +37,7 @@ def logs(folder: str | None, follow: bool, lines: int | None, words: str | None)
     def show(found: list[str]) -> None:
         for line in found:
             if words is None or words.lower() in line.lower():
-                click.echo(show_plainly(line))
+                click.echo(_to_json(line) if as_json else show_plainly(line))
 
     known = [line for line in reader.read_all() if words is None or words.lower() in line.lower()]
     show(known if lines is None else known[max(0, len(known) - lines) :])
@@ -43,3 +46,12 @@ def logs(folder: str | None, follow: bool, lines: int | None, words: str | None)
         pause.wait(find_parts().timeouts.program.log_look_seconds)
         is_running = read_hub_file(place).process is not None  # before the last look, not after
         show(reader.read_new())
+
+
+_LINE = re.compile(r"(?P<at>\S+ \S+) (?P<level>[A-Z]+) +(?P<source>\S+): (?P<text>.*)")
+
+
+def _to_json(line: str) -> str:
+    found = _LINE.fullmatch(line)
+    parts = {"text": line} if found is None else found.groupdict()
+    return json.dumps({"schema": "ravnest.logs/1", **parts}, sort_keys=True)

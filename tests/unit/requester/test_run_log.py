@@ -1,5 +1,6 @@
 """The log of a run: every notice on one plain line, files of bounded size, nothing lost on the terminal."""
 
+import json
 import logging
 from pathlib import Path
 
@@ -122,5 +123,9 @@ def test_the_command_prints_the_last_lines_with_the_words(tmp_path: Path) -> Non
     assert run("--lines", "1") == ["cem left: its provider takes it back"]
     assert run("--find", "JOINED", "--lines", "2") == ["bob joined", "cem joined"]
     assert run("--follow", "--lines", "0") == [], "no hub is at work: there is nothing to follow"
+    (shown,) = runner.invoke(program, ["logs", str(tmp_path), "--lines", "1", "--json"]).output.splitlines()
+    known = json.loads(shown)
+    assert (known["schema"], known["level"], known["source"]) == ("ravnest.logs/1", "INFO", "ravnest.notices")
+    assert known["text"] == "cem left: its provider takes it back"
     assert runner.invoke(program, ["logs", str(tmp_path), "--lines", "-1"]).exit_code == 3
     assert runner.invoke(program, ["logs", str(tmp_path / "none")]).exit_code == 3
