@@ -26,6 +26,7 @@ def emulate(
     counts_bytes: bool = False,
     num_spares: int = 0,
     watch: Callable[[dict[Any, int], Record], None] | None = None,
+    follow: Callable[[Any, Record], None] | None = None,
 ) -> tuple[Record, float]:
     """Train over stages that take these shares of the slowest's time; return its seconds per sample too."""
     from ravnest.model.blueprint.slicing import slice_blueprint
@@ -47,4 +48,4 @@ def emulate(
         counts_bytes=counts_bytes,
     )
     slowest = max(flops / speed for flops, speed in zip(work, speeds, strict=True))
-    return train(job, setting, watch=watch), slowest / _SAMPLES
+    return train(job, setting, watch=watch, follow=follow), slowest / _SAMPLES

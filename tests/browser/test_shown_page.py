@@ -14,6 +14,8 @@ from ravnest.hub.service.event_log import EventLog
 from ravnest.hub.service.web.log_dashboard import LogDashboard, LogFollower
 from ravnest.web.web_server import show_link
 
+NUM_UPDATES = 12
+
 
 def test_hostile_names_and_reasons_are_text_and_nothing_else(watched):
     world = trained_world([*HOSTILE, "good"])
@@ -46,17 +48,33 @@ def test_two_hundred_nodes_stay_fluent(watched):
         num_stages = sum(len(each.nodes) for each in world.hub.clusters)
         expect(page.locator("a.stage")).to_have_count(num_stages)
         assert num_stages > 100
-        for _ in range(12):
-            before = page.locator("body").get_attribute("data-updates")
+        thread, took = MainThread(page), []
+        for _ in range(NUM_UPDATES):
+            before, began_at = page.locator("body").get_attribute("data-updates"), thread.seconds
             num_seen = len(world.happened)
             world.run_until(lambda: world.is_finished or len(world.happened) > num_seen + 50)  # noqa: B023
             served.show()
             expect(page.locator(f"body:not([data-updates='{before}'])")).to_be_attached()
-        took = page.evaluate("performance.getEntriesByName('ravnest-draw').map((each) => each.duration)")
-        assert len(took) > 10
+            took.append(1000.0 * (thread.seconds - began_at))
         took.sort()
-        sys.stderr.write(f"200 nodes are drawn in {took[0]:.1f} to {took[-1]:.1f} ms\n")
-        assert took[0] < 50.0, "the least: others compute on this PC, too"
+        shown = f"{took[0]:.1f}, mostly {took[NUM_UPDATES // 2]:.1f} and at most {took[-1]:.1f} ms"
+        sys.stderr.write(
+            f"200 nodes take {shown} of the main thread's CPU per update, the test's looks included\n"
+        )
+        assert took[0] < 50.0, "the least: a core that others use too does less in a second"
+
+
+class MainThread:
+    """The CPU seconds of a page's main thread: scripts, styles, layout, painting."""
+
+    def __init__(self, page):
+        self._session = page.context.new_cdp_session(page)
+        self._session.send("Performance.enable", {"timeDomain": "threadTicks"})
+
+    @property
+    def seconds(self) -> float:
+        found = self._session.send("Performance.getMetrics")["metrics"]
+        return next(each["value"] for each in found if each["name"] == "TaskDuration")
 
 
 def test_a_join_and_a_leave_are_seen_as_they_happen(watched):

@@ -5,6 +5,7 @@ import { el, keep, nodeLink, setClass, setText, setTitle, setVar } from "/static
 import { bytes, clock, percent, rate, speed } from "/static/format.js";
 
 const LATEST = 12;
+const MANY_STAGES = 40; // nothing moves then
 const ROUTINE = new Set(["EpochDone", "Evaluated", "SampledText", "Checkpointed"]);
 const CHOICE = { axis: "samples", weight: 0.6, logarithmic: false };
 
@@ -52,6 +53,7 @@ export function swarmView() {
     setText(waiting, run.clusters.length ? "" : waitingText(run));
     waiting.hidden = run.clusters.length > 0;
     legend.hidden = run.clusters.length === 0;
+    setClass(rows, run.clusters.reduce((sum, each) => sum + each.stages.length, 0) > MANY_STAGES ? "clusters is-many" : "clusters");
     keep(rows, run.clusters, (each) => each.name, makeCluster, updateCluster);
     setText(limit, run.plan?.bottleneck ? `What limits it: ${run.plan.bottleneck}.` : "");
     const others = run.nodes.filter((node) => node.cluster === null);
