@@ -5,11 +5,20 @@ from pathlib import Path
 
 from playwright.sync_api import expect
 from support.lent_pc import LentPc, lent_terms, serving_page
+from support.small_swarm import make_job
 
+from ravnest.model.blueprint.blueprint_json import write_blueprint
+from ravnest.model.blueprint.slicing import slice_blueprint
 from ravnest.provider.lending_documents import LendingFacts
 from ravnest.web.web_server import show_link
 
 HOSTILE = ("<img src=x onerror=alert(1)>", "<script>alert(2)</script>")
+
+
+def hosted_stage():
+    """Return three positions of a real model, as a hub sends them."""
+    whole = make_job().capture().blueprint
+    return b"{}\n" + write_blueprint(slice_blueprint(whole, 2, 5))
 
 
 def picture(page, name):
@@ -20,7 +29,7 @@ def picture(page, name):
 
 def test_it_shows_what_runs_here_for_whom_and_what_it_takes(watched):
     lent = LentPc()
-    lent.host()
+    lent.host(blueprint=hosted_stage())
     lent.recorder.news.append("said", "lending", "plain", "joined as attic", 0.0)
     lent.recorder.news.append("said", "lending", "plain", "plan 1: positions 2 to 5", 0.0)
     lent.train(90)

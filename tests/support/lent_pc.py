@@ -20,7 +20,8 @@ from ravnest.web.web_server import WebServer, bind_address, make_gate
 from tests.support.sample_blueprints import perceptron
 
 DAY = "2026-11-17"
-USE = MachineUse(2e8, 16e9, 1.5, 8, 0.4)
+USE = MachineUse(2.6e9, 16e9, 3.2, 8, 0.55)
+EVENING = 1_794_951_000.0  # seconds of the world, of a November day
 
 
 def lent_terms(**changes):
@@ -59,7 +60,7 @@ class LentPc:
     """Its recorder, what its page shows, and what its page wanted."""
 
     def __init__(self, terms=None, now=0.0):
-        self.recorder = LendingRecorder(terms or lent_terms(), now, 0.0)
+        self.recorder = LendingRecorder(terms or lent_terms(), now, EVENING)
         self.facts, self.now, self.wanted = LendingFacts(), now, []
         words = ("pause", "resume", "finish")
         wants = [lambda word=word: self.wanted.append(word) for word in words]

@@ -121,10 +121,13 @@ function whatIf() {
 function answerText(found) {
   if (found.then_samples_per_second === null) return `Nobody would train yet: ${found.reason}.`;
   const before = found.now_samples_per_second;
-  const gain = before ? ` instead of ${speed(before)} (${signed(found.then_samples_per_second / before - 1)})` : "";
+  const gain = before ? found.then_samples_per_second / before - 1 : Infinity;
   const clusters = `${found.num_clusters} cluster${found.num_clusters === 1 ? "" : "s"}`;
+  const more = Number.isFinite(gain) ? ` instead of ${speed(before)} (${signed(gain)})` : "";
+  const rateText = `${speed(found.then_samples_per_second)} samples/s`;
+  const what = Math.abs(gain) < 0.005 ? `Nothing would be faster: still ${rateText}` : `${rateText}${more}, in ${clusters}`;
   const why = found.reason ? ` The planner: ${found.reason}.` : "";
-  return `${speed(found.then_samples_per_second)} samples/s${gain}, in ${clusters}. It would be ${found.place}.${why}`;
+  return `${what}. It would be ${found.place}.${why}`;
 }
 
 function signed(share) {
