@@ -274,8 +274,8 @@ class Hub:
             if start is None and file is not None:
                 check_place(file)  # else a result would be replaced by one that does not go on from it
             deliver = None if file is None else partial(keep_weights, file=file, overwrite=start is not None)
-            facts = (job, self._plan, nodes, self._settle_seconds(nodes), keeper, start, deliver)
-            setup = partial(prepare, *facts)
+            settle = _NEVER_SETTLES if nodes else self._timeouts.program.settle_seconds
+            setup = partial(prepare, job, self._plan, nodes, settle, keeper, start, deliver)
             with Interrupts() as interrupts:
                 num_awaited = nodes if self._is_open_to_others else 0
                 hear = Callbacks([self._tell, self._log.hear, *callbacks], num_awaited, self.stop)
@@ -307,10 +307,7 @@ class Hub:
         self._wish(lambda server: server.stop(reason))
 
     def checkpoint(self) -> None:
-        """Write a checkpoint of the training under way now; any thread may call it.
-
-        A notice says when it is on disk (`Checkpointed`), or why it was not made (`NotCheckpointed`).
-        """
+        """Write a checkpoint now; any thread may call it. A notice says what came of it."""
         self._wish(lambda server: server.checkpoint())
 
     def invite(self, name: str, *, days: float | None = None, nodes: int | None = None) -> str:
@@ -425,11 +422,6 @@ class Hub:
         if self._parts.watch is not None:
             self._parts.watch(event, orders)
 
-    def _settle_seconds(self, nodes: int) -> float:
-        if not nodes:
-            return self._timeouts.program.settle_seconds
-        return _NEVER_SETTLES
-
     @contextlib.asynccontextmanager
     async def _heeding_wishes(self, server: Server) -> AsyncIterator[None]:
         """Carry out wishes: later, because a callback is called within an event."""
@@ -523,12 +515,9 @@ class Hub:
             revoke=self.revoke,
             guests=self._guests.read,
         )
-        offered = HubActions(
-            self.stop, self.kick, self.checkpoint, guests if self._is_open_to_others else None
-        )
-        opened = LiveDashboard(
-            place, hub=offered, planner=self._parts.planner, timeouts=self._timeouts.program
-        )
+        others = guests if self._is_open_to_others else None
+        offered = HubActions(self.stop, self.kick, self.checkpoint, others)
+        opened = LiveDashboard(place, offered, self._parts.planner, self._timeouts.program)
         self._dashboard = self._opened.enter_context(opened)
 
     def _begin_dashboard(self, open_things: contextlib.AsyncExitStack, hear: Callbacks) -> None:

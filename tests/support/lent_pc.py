@@ -21,7 +21,7 @@ from tests.support.sample_blueprints import perceptron
 
 DAY = "2026-11-17"
 USE = MachineUse(2.6e9, 16e9, 3.2, 8, 0.55)
-EVENING = 1_794_951_000.0  # seconds of the world, of a November day
+EVENING = 1_794_954_600.0  # seconds of the world, of a November day
 
 
 def lent_terms(**changes):

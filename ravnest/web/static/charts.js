@@ -119,7 +119,7 @@ export class Chart {
         label: line.label,
         value: (plot, y, index) => this.showY(plot, y, index),
         spanGaps: true,
-        points: { show: Boolean(line.dots), size: 7, fill: shade },
+        points: { show: line.dots ? true : (plot) => plot.data[0].length < 2, size: 7, fill: shade },
       };
       const hasBoth = isSmoothed && !line.dots;
       series.push({ ...base, stroke: hasBoth ? faint(shade) : shade, width: hasBoth ? 1 : 2, dash: line.dash });

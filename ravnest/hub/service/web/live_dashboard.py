@@ -33,8 +33,7 @@ class LiveDashboard:
 
     def __init__(
         self,
-        address: str = "",
-        *,
+        address: str,
         hub: HubActions,
         planner: Planner = SEARCH_PLANNER,
         timeouts: ProgramTimeouts = TIMEOUTS.program,
