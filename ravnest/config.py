@@ -370,7 +370,10 @@ class ProgramTimeouts:
     mirror_seconds: float = 30.0  # a mirror of weights may be silent so long
     channel_request_seconds: float = 10.0  # a request to a running hub is made within this time
     channel_answer_seconds: float = 600.0  # the next piece of its answer is here within this time
-    page_every_seconds: float = 0.5  # between two updates of the dashboard's pages
+    lending_page_look_seconds: float = 2.0  # between two looks of a provider's page at what the PC does
+    gpu_answer_seconds: float = 5.0  # the program that knows of a GPU answers within this time
+    log_look_seconds: float = 0.5  # between two looks at a log that is followed
+    page_every_seconds: float = 0.5  # between two updates of a page
     page_answer_seconds: float = 2.0  # a page waits so long for the hub, then shows what was last known
     page_keepalive_seconds: float = 15.0  # a stream of updates is never silent for longer
     page_end_seconds: float = 3.0  # at the end, pages have this long to hear of it

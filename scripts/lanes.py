@@ -38,7 +38,10 @@ LANES: dict[str, list[Command]] = {
         (*PYTEST, *WAITING, *leave_out(LEARNING)),
         *map(benchmark, ("allreduce", "quality", "gallery")),
     ],
-    "measures": [*map(benchmark, ("soak", "recovery", "pipeline", "memory")), (*PYTEST, *LEARNING)],
+    "measures": [
+        *map(benchmark, ("soak", "recovery", "pipeline", "dashboard", "memory")),
+        (*PYTEST, *LEARNING),
+    ],
     "decides": [
         ("scripts/check",),
         ("scripts/docs",),

@@ -13,6 +13,7 @@ from ravnest.config import TIMEOUTS, HubTimeouts
 from ravnest.hub.coordinator.events import (
     Action,
     CalmChanged,
+    CheckpointAsked,
     ClusterHeard,
     ClusterSilent,
     ClusterSlowed,
@@ -224,6 +225,8 @@ class Coordinator:
                 return self.drops.conclude(event)
             case Stopped():
                 return self._life.stop(event.reason, self.now)
+            case CheckpointAsked():
+                return self._duties.make_checkpoint(self.now)
             case TextsSampled():
                 return [Notify(text) for text in event.texts]
             case Tick():
@@ -231,7 +234,7 @@ class Coordinator:
             case _:
                 return self._conclude(event)
 
-    def _receive(self, sender: NodeId, message: object) -> _Result:  # noqa: C901 - one short case for each
+    def _receive(self, sender: NodeId, message: object) -> _Result:  # noqa: C901, PLR0912 - one short case for each
         """Refuse a message that is late or foreign; hand the others to their one handler."""
         name = type(message).__name__
         if sender not in self.membership:
@@ -382,7 +385,7 @@ class Coordinator:
 
     # Conclusions of monitors.
 
-    def _conclude(self, event: Conclusion) -> _Result:  # noqa: C901 - one short case for each
+    def _conclude(self, event: Conclusion) -> _Result:  # noqa: C901, PLR0912 - one short case for each
         match event:
             case TrainingReported():
                 self.ledger.record(event)

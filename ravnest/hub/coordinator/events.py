@@ -248,6 +248,13 @@ class Stopped:
 
 
 @dataclass(frozen=True, slots=True)
+class CheckpointAsked:
+    """The requester wants a checkpoint now, whenever the next one is due."""
+
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
 class TextsSampled:
     """What the model writes after the prompts of the job, once an evaluation is over."""
 
@@ -412,6 +419,7 @@ Event = (
     | SamplesInspected
     | Tick
     | Stopped
+    | CheckpointAsked
     | TextsSampled
     | Probed
     | Conclusion

@@ -261,15 +261,22 @@ class Placement:
     def ask_for_plan(self) -> MakePlan:
         """Return the action to plan with all members, or to repair the plan there is."""
         self._last_id += 1
+        return self._ask(self._last_id, ())
+
+    def imagine(self, guest: Node) -> MakePlan:
+        """Return what would be asked if one more node were here; nothing changes."""
+        return self._ask(self._last_id + 1, (guest,))
+
+    def _ask(self, plan_id: int, guests: tuple[Node, ...]) -> MakePlan:
         usable = {NodePhase.SPARE, NodePhase.BUILDING, NodePhase.HOSTING}
-        nodes = tuple(member.node for member in self.membership.members if member.phase in usable)
+        nodes = tuple(member.node for member in self.membership.members if member.phase in usable) + guests
         if not self._clusters:
-            return MakePlan(self._last_id, nodes, noise=self.noise)
+            return MakePlan(plan_id, nodes, noise=self.noise)
         by_name = {node.name: node for node in nodes}
         gone = tuple(node for name, node in self._planned.items() if name not in by_name)
         changed = tuple(x for name, x in self._planned.items() if name in by_name and x != by_name[name])
         facts = (nodes, self._plan, gone, changed, self._microbatches, self.sharing, self.noise)
-        return MakePlan(self._last_id, *facts, self._tries_spares)
+        return MakePlan(plan_id, *facts, self._tries_spares)
 
     def record_noise(self, noise: float) -> bool:
         """Plan with this noise scale from now on; return whether spares may form clusters that pay now."""

@@ -18,6 +18,7 @@ from ravnest.hub.coordinator.evaluations import MOST_METRICS, Means
 from ravnest.hub.coordinator.events import (
     Action,
     CalmChanged,
+    CheckpointAsked,
     ClusterHeard,
     ClusterSilent,
     ClusterSlowed,
@@ -373,7 +374,9 @@ class Monitors:
                 return None
             case Received(_, message) if not isinstance(message, _TURNS_OF_PEERS):
                 return None
-            case Received() | PeerJoined() | PeerLeft() | PlanMade() | Restarted() | Stopped() | Tick():
+            case Received() | PeerJoined() | PeerLeft() | PlanMade() | Restarted():
+                return self._sums.pass_on(event.now)
+            case Stopped() | CheckpointAsked() | Tick():
                 return self._sums.pass_on(event.now)
         return None
 

@@ -24,6 +24,7 @@ from ravnest.hub.coordinator.coordinator import Coordinator
 from ravnest.hub.coordinator.events import (
     Abandon,
     Action,
+    CheckpointAsked,
     Collect,
     Event,
     Evict,
@@ -186,6 +187,10 @@ class Server:
         self._outages.record_stop(self._loop.time())
         self._follow_outages()
         self._apply(Stopped(reason, self._time()))
+
+    def checkpoint(self) -> None:
+        """Write what was trained down now; a notice says what came of it."""
+        self._apply(CheckpointAsked(self._time()))
 
     def fail(self, error: RavnestError) -> None:
         """End the job with an error."""
