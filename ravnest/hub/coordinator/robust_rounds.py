@@ -122,6 +122,10 @@ class RobustDecision:
         """The members that have not taken the step under way."""
         return set(self._missing)
 
+    def awaits_only(self, name: NodeId) -> bool:
+        """Return whether this member alone has not said what its step asks for."""
+        return self.missing == {name}
+
     @property
     def awaits_pledges(self) -> bool:
         """Whether not all have pledged."""
