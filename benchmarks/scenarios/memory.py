@@ -7,7 +7,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.measure import in_fresh_process, memory_of, say, table
+from benchmarks.measure import in_fresh_process, memory_of, peak_of_peer, say, table
 from benchmarks.swarm import Record, Setting, train
 from ravnest.config import Averaging, StateFormat, WeightFormat
 from ravnest.plan.assembly import stage_bytes
@@ -95,12 +95,6 @@ def _measure_swarm(
         )
         say(str(found[-1]))
     return found
-
-
-def peak_of_peer(pid: int) -> int:
-    """Return the peaks of an agent and its compute, which are at different times: their sum is a bound."""
-    children = psutil.Process(pid).children()
-    return sum(memory_of(each)["VmHWM"] for each in (pid, *(child.pid for child in children)))
 
 
 def _train_alone(name: str, is_cut: bool) -> Figures:
