@@ -46,6 +46,7 @@ _VARIABLE = "RAVNEST_TOKEN"
 _GUESSED = "of matrix products; the job's own work will tell"
 _USUAL_BYTES_PER_SECOND, _USUAL_LATENCY_SECONDS = 50e6 / 8, 0.01  # until the hub has measured the link
 _OWN_GROWTH = 1.25  # of the program itself, from its start to its work; torch for GPUs starts with 630 MB
+_AGENT_SHARE = 0.2  # of the freed memory that the plan lets a peer keep; compute keeps the rest
 _SLOWEST_UPLOAD = 100e3 / 8  # signs of life alone take a tenth of it
 
 
@@ -187,7 +188,9 @@ def _open_compute(
     from ravnest.peer.compute_frames import SurveyOrder
     from ravnest.peer.compute_process import ComputeProcess, may_use_gpu, start_child
     from ravnest.peer.limits import keep_compiled
+    from ravnest.peer.machine import keep_few_arenas
 
+    keep_few_arenas()  # before there is a second thread
     speed = stated.flops_per_second or stated.emulated_flops_per_second
     order = SurveyOrder(stated.device, stated.num_threads, stated.gpu_memory_bytes, speed is None)
     if stated.compile_mode.applies_to("cuda" if may_use_gpu(stated.device) else "cpu"):
@@ -385,7 +388,7 @@ def _take_part(
 
     machine, timeouts = parts.machine, parts.timeouts
     assert machine is not None
-    machine.return_freed_memory(offer.limits.memory_bytes)
+    machine.return_freed_memory(_AGENT_SHARE * offer.limits.memory_bytes)
     allow_many_files()
     lending = Lending(_make_terms(offer, stated, machine), machine, timeouts=timeouts.program)
     upload = stated.upload_bytes_per_second or inf

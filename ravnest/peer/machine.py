@@ -25,7 +25,13 @@ def return_freed_memory(lent_bytes: float) -> None:
         library = ctypes.CDLL(None)
         library.mallopt(_MMAP_THRESHOLD, _LARGE_BYTES)
         library.mallopt(_TRIM_THRESHOLD, int(min(_KEPT_BYTES, _KEPT_SHARE * lent_bytes)))
-        library.mallopt(_ARENA_MAX, _NUM_ARENAS)
+    keep_few_arenas()
+
+
+def keep_few_arenas() -> None:
+    """Have all threads to come share their freed memory: each would keep some of its own."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).mallopt(_ARENA_MAX, _NUM_ARENAS)
 
 
 def trim_freed_memory() -> None:
