@@ -173,7 +173,7 @@ def join(  # noqa: PLR0913 - click passes one argument per option
         offer = replace(offer, folder=folder)
         if not quiet:
             _show(invitation, offer, _show_limits(stated, cores, machine))
-        known = replace(parts, machine=_count_both(machine, computing))
+        known = replace(parts, machine=_with_compute(machine, computing))
         code, reason = _take_part(invitation, offer, listening, stated, known, computing)
     if not quiet:
         click.echo(f"ended: {reason}", err=True)
@@ -228,14 +228,14 @@ def _make_folder() -> "Iterator[str | None]":
         yield folder
 
 
-def _count_both(machine: "Machine", compute: "ComputeProcess | ComputeThread") -> "Machine":
-    """Return the PC on which the memory of compute counts, too."""
+def _with_compute(machine: "Machine", compute: "ComputeProcess | ComputeThread") -> "Machine":
+    """Return the PC on which the memory of compute counts, too, and is free while it is not lent."""
     from ravnest.peer.machine import memory_of_process
 
     def taken() -> float:
         return machine.taken_memory_bytes() + memory_of_process(compute.process_id)
 
-    return replace(machine, taken_memory_bytes=taken)
+    return replace(machine, taken_memory_bytes=taken, release_memory=compute.stop)
 
 
 def _read(text: str | None, dimension: Dimension) -> float | None:

@@ -235,6 +235,7 @@ class Lending:
         ):
             if reason != said:
                 logger.info("waits: %s; it joins %s, Ctrl-C ends it", reason, self._when())
+                self._machine.release_memory()
             said = reason
             self._changed.clear()
             with contextlib.suppress(TimeoutError):

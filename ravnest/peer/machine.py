@@ -78,6 +78,7 @@ class Machine:
     is_on_battery: Callable[[], bool] = is_on_battery
     taken_memory_bytes: Callable[[], float] = taken_memory_bytes
     return_freed_memory: Callable[[float], None] = return_freed_memory
+    release_memory: Callable[[], None] = lambda: None  # while this PC is not lent
 
 
 THIS_PC = Machine()
