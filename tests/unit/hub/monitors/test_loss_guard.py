@@ -174,6 +174,7 @@ def test_honest_clusters_of_different_levels_are_never_unlike(levels, seed):
             guard.record_loss(f"{name}1", name, level * noise * 2.0 * 0.99**step)
     assert not guard.unlike
 
+
 @pytest.fixture
 def world():
     world = HubWorld(job(num_samples=4000, epochs=1, num_validation=0, checkpoint_every=5.0))
