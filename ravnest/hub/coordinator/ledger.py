@@ -154,16 +154,6 @@ class Ledger:
         """Leases under way, oldest first."""
         return self._open.all
 
-    def weigh(self, cluster: ClusterState, samples_per_update: float) -> float:
-        """Return how much a cluster counts in a robust round: the samples since its last one, and one.
-
-        Its leaf reports updates; more than was granted to it does not count.
-        """
-        num_updates, num_counted = self.progress.count_alone(cluster)
-        leases = (lease for lease in self.open_leases if lease.cluster_id == cluster.cluster_id)
-        granted = num_counted + sum(sum(lease.num_samples) for lease in leases)
-        return 1.0 + min(max(num_updates * samples_per_update, num_counted), float(granted))
-
     def stand_still(self, clusters: Iterable[ClusterState]) -> None:
         """Record that the hub was away: no average is known to be anywhere, and no evaluation goes on."""
         self._evaluation = None
@@ -534,3 +524,14 @@ class Ledger:
         """The epoch of the samples that would be leased next."""
         upcoming = self._book.upcoming
         return self._settings.epochs if upcoming is None else upcoming[0]
+
+
+def weigh_cluster(ledger: Ledger, cluster: ClusterState, samples_per_update: float) -> float:
+    """Return how much a cluster counts in a robust round: the samples since its last one, and one.
+
+    Its leaf reports updates; more than was granted to it does not count.
+    """
+    num_updates, num_counted = ledger.progress.count_alone(cluster)
+    leases = (lease for lease in ledger.open_leases if lease.cluster_id == cluster.cluster_id)
+    granted = num_counted + sum(sum(lease.num_samples) for lease in leases)
+    return 1.0 + min(max(num_updates * samples_per_update, num_counted), float(granted))
