@@ -118,6 +118,7 @@ class Ledger:
         self._loss: float | None = None
         self._is_stopped = False
         self._asked: frozenset[str] = frozenset()  # clusters that evaluated the last weights before
+        self.has_undone = False  # since training began, or went back
         self._counted_by: dict[NodeId, list[Lease]] = {}  # of epochs under way, by the root that said so
         self.average_books: LedgerState | None = None  # when the last round committed
         self.history: list[EpochDone | Evaluated] = []
@@ -453,6 +454,7 @@ class Ledger:
         """Have samples trained again that this root's word counted, in epochs that are under way."""
         num_samples = self._book.uncount(self._counted_by.pop(node, ()))
         self.num_counted -= num_samples
+        self.has_undone |= num_samples > 0
         return num_samples
 
     def samples_of(self, lease: OpenLease, microbatch: MicrobatchId) -> tuple[int, ...]:
