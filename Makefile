@@ -32,6 +32,7 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.run recovery
 	$(BIN)/python -m benchmarks.run transfer
 	$(BIN)/python -m benchmarks.run finetune
+	$(BIN)/python -m benchmarks.run dashboard
 
 soak: $(READY)
 	$(BIN)/python -m benchmarks.run soak

@@ -25,7 +25,9 @@ def emulate(
     num_microbatches: int | None = None,
     counts_bytes: bool = False,
     num_spares: int = 0,
+    is_fenced: bool = True,
     watch: Callable[[dict[Any, int], Record], None] | None = None,
+    follow: Callable[[Any, Record], None] | None = None,
 ) -> tuple[Record, float]:
     """Train over stages that take these shares of the slowest's time; return its seconds per sample too."""
     from ravnest.model.blueprint.slicing import slice_blueprint
@@ -45,6 +47,7 @@ def emulate(
         is_emulated=True,
         link=link,
         counts_bytes=counts_bytes,
+        is_fenced=is_fenced,
     )
     slowest = max(flops / speed for flops, speed in zip(work, speeds, strict=True))
-    return train(job, setting, watch=watch), slowest / _SAMPLES
+    return train(job, setting, watch=watch, follow=follow), slowest / _SAMPLES

@@ -52,6 +52,7 @@ class Setting:
     counts_bytes: bool = False
     memory_bytes: float = 2e9
     num_clusters: int = 1  # all cut alike
+    is_fenced: bool = True  # compute is a process of its own
 
 
 @dataclass(slots=True)
@@ -100,18 +101,24 @@ def train(
     on_event: Callable[[Event, tuple[Action, ...]], None] | None = None,
     look: Callable[[StatusTracker], None] | None = None,
     form: Callable[[Record, Setting], FormPlan] | None = None,
+    follow: Callable[[Any, Record], None] | None = None,
 ) -> Record:
     """Train a job over the stages of a setting; `watch` gets the peers' processes every 0.1 s and at news.
 
     `on_event` sees what happens to the hub and what it orders, `look` the hub itself after that; `form` cuts
-    in another way than the setting.
+    in another way than the setting. `follow` gets the hub, with a dashboard, in a thread of its own.
     """
     from ravnest.requester.local_peers import Hardware
     from ravnest.requester.session import LOCAL_PLAN, local
 
     record, ended = Record(), threading.Event()
     hardware = [
-        Hardware(setting.memory_bytes, speed, speed if setting.is_emulated else None)
+        Hardware(
+            setting.memory_bytes,
+            speed,
+            speed if setting.is_emulated else None,
+            is_fenced=setting.is_fenced,
+        )
         for speed in setting.flops_per_second
     ]
     config = plan or replace(LOCAL_PLAN, overhead_bytes=0.0, clusters=99, averaging=Averaging.OVERLAPPED)
@@ -139,10 +146,13 @@ def train(
         if setting.link is not None or setting.counts_bytes:
             map_addresses = stack.enter_context(_over_links(record, setting.link))
             parts = replace(parts, map_addresses=map_addresses)
-        swarm = local(hardware, plan=config, tell=hear, look=look, parts=parts)
+        page = follow is not None and "127.0.0.1:0"
+        swarm = local(hardware, plan=config, tell=hear, look=look, parts=parts, dashboard=page)
         stack.callback(ended.set)
         looking.start()
         stack.enter_context(swarm)
+        if follow is not None:
+            threading.Thread(target=follow, args=(swarm, record), daemon=True).start()
         record.metrics.update(swarm.fit(job).metrics)
     return record
 

@@ -324,6 +324,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     },
     "siglip2": {"vision_config": {"num_patches": 16}},
     "switch_transformers": {"decoder_start_token_id": 0},
+    "textnet": {"image_size": [64, 64]},
     "xmod": {"default_language": "en_XX"},
     "zaya": {"num_experts_per_tok": 1},
 }

@@ -171,6 +171,20 @@ class Averaging(StrEnum):
         return self in (Averaging.AUTO, Averaging.OVERLAPPED)
 
 
+class Mean(StrEnum):
+    """How a round makes one weight of those of all clusters."""
+
+    AUTO = "auto"  # robust from four clusters on
+    ROBUST = "robust"  # from three on: no single cluster moves it further than the others differ
+    PLAIN = "plain"  # every cluster counts by its samples, whatever it brings
+
+    def is_robust(self, num_running: int, num_present: int) -> bool:
+        """Return whether a round of so many clusters, of those that run, is robust."""
+        if self is Mean.PLAIN or num_present < 3:
+            return False
+        return self is Mean.ROBUST or num_running >= 4
+
+
 class Favour(StrEnum):
     """What a plan with more clusters may cost."""
 
@@ -296,6 +310,7 @@ class HubTimeouts:
     round_verdict_seconds: float = 5.0  # after the first abort, the others have this long to report
     backup_every_seconds: float = 30.0  # spares get new backups at this interval, at most
     snapshot_seconds: float = 120.0  # the nodes of a cluster write a checkpoint within this time
+    sketch_seconds: float = 30.0  # other clusters say within this time which weights they have
     # The end of a job.
     stop_seconds: float = 30.0  # a stopped job finishes what is under way within this time
     end_seconds: float = 30.0  # broken clusters may recover for so long before the last round
@@ -355,7 +370,10 @@ class ProgramTimeouts:
     mirror_seconds: float = 30.0  # a mirror of weights may be silent so long
     channel_request_seconds: float = 10.0  # a request to a running hub is made within this time
     channel_answer_seconds: float = 600.0  # the next piece of its answer is here within this time
-    page_every_seconds: float = 0.5  # between two updates of the dashboard's pages
+    lending_page_look_seconds: float = 2.0  # between two looks of a provider's page at what the PC does
+    gpu_answer_seconds: float = 5.0  # the program that knows of a GPU answers within this time
+    log_look_seconds: float = 0.5  # between two looks at a log that is followed
+    page_every_seconds: float = 0.5  # between two updates of a page
     page_answer_seconds: float = 2.0  # a page waits so long for the hub, then shows what was last known
     page_keepalive_seconds: float = 15.0  # a stream of updates is never silent for longer
     page_end_seconds: float = 3.0  # at the end, pages have this long to hear of it

@@ -38,13 +38,15 @@ LANES: dict[str, list[Command]] = {
         (*PYTEST, *WAITING, *leave_out(LEARNING)),
         *map(benchmark, ("allreduce", "quality", "gallery")),
     ],
-    "measures": [*map(benchmark, ("soak", "recovery", "pipeline", "memory")), (*PYTEST, *LEARNING)],
+    "measures": [
+        *map(benchmark, ("soak", "recovery", "pipeline", "dashboard", "memory")),
+        (*PYTEST, *LEARNING),
+    ],
     "decides": [
         ("scripts/check",),
         ("scripts/docs",),
         (*PYTEST, *DECIDING),
-        benchmark("plan"),
-        benchmark("noise"),
+        *map(benchmark, ("plan", "noise", "trust")),
     ],
     "computes": [
         (*PYTEST, *leave_out(DECIDING + WAITING)),

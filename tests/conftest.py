@@ -14,7 +14,14 @@ from hypothesis import settings
 settings.register_profile("ravnest", deadline=None, derandomize=True, max_examples=150)
 settings.load_profile("ravnest")
 
-LONG = {"properties", "stages", "system", "integration", "browser"}  # many examples, captures, processes
+LONG = {
+    "properties",
+    "stages",
+    "system",
+    "integration",
+    "browser",
+    "attacks",
+}  # many examples, captures, processes
 LONG_SECONDS = 600.0  # against what hangs, not against what is slow: a PC may have a load of 15
 
 

@@ -27,6 +27,8 @@ UNEQUAL = {3: 30 * MB, 5: 20 * MB}
 UPLOADS, DOWNLOADS = (40, 25, 80, 50, 30, 60, 100), (100, 50, 40, 80, 60)  # Mbit/s, dealt out in turn
 LOOPBACK = {2: 400 * MB, 3: 100 * MB, 5: 40 * MB, 8: 10 * MB}
 SLOW = ("single ring", "parameter server")  # run once: they take many times as long
+ROBUST = {4: 20 * MB, 5: 20 * MB, 8: 20 * MB}
+ROBUST_LIMIT = 1.3  # times the bytes of a plain round
 NUM_TURNS = 3
 
 
@@ -40,6 +42,7 @@ def run(quick: bool) -> tuple[Figures, str, list[str]]:
         {str(k): _on_unequal_links(k, size) for k, size in UNEQUAL.items()} if is_root else {}
     )
     figures["loopback"] = {str(count): _on_loopback(count, size) for count, size in LOOPBACK.items()}
+    figures["robust"] = {str(count): _robust_bytes(count, size) for count, size in ROBUST.items()}
     figures["training"] = _training()
     return figures, _report(figures), _missed(figures)
 
@@ -53,7 +56,10 @@ def _check() -> Figures:
     with Nodes(shape, rates) as nodes:
         seconds = {system: _short(nodes.average(system).seconds) for system in (*_systems(), *FORMATS)}
     assert _predict(shape, _rates(shape, lambda _: (50.0, 50.0))) > 0
-    return {"seconds": seconds, "links": "loopback" if rates is None else "namespaces"}
+    robust = _robust_bytes(4, 8 * MB)
+    assert max(robust["int4"]["times"], robust["fp32"]["times"]) <= ROBUST_LIMIT, robust
+    links = "loopback" if rates is None else "namespaces"
+    return {"seconds": seconds, "links": links, "robust": robust}
 
 
 def _systems() -> tuple[str, ...]:
@@ -102,6 +108,16 @@ def _on_loopback(count: int, size: int) -> Figures:
         found = _compare(nodes, _systems(), ())
     say(f"{count} clusters, loopback: {found}")
     return found
+
+
+def _robust_bytes(count: int, size: int) -> Figures:
+    """Return the bytes of a robust and a plain round of the same clusters, by format."""
+    from benchmarks.robust_bytes import compare_bytes
+
+    shape = make_shape(CUTS[:count], size)
+    formats = (WireFormat.FP32, WireFormat.INT4)
+    found = {str(each): compare_bytes(shape, each, EQUAL_RATE) for each in formats}
+    return {name: {key: _short(value) for key, value in each.items()} for name, each in found.items()}
 
 
 def _compare(nodes: Any, systems: Sequence[str] | Mapping[str, Any], once: Sequence[str]) -> Figures:
@@ -177,6 +193,10 @@ def _missed(figures: Figures) -> list[str]:
                 ratio = found["multi-ring"]["median"] / other["median"]
                 if ratio > SLOWER_LIMIT:
                     missed.append(f"{count} clusters, {links}: {ratio:.2f} times the seconds of {name}")
+    for count, found in figures["robust"].items():
+        for name, each in found.items():
+            if each["times"] > ROBUST_LIMIT:
+                missed.append(f"{count} clusters, robust, {name}: {each['times']} times the bytes")
     share = figures["training"]["share"]["median"]
     if share < TRAINING_TARGET:
         missed.append(f"training beside rounds: {share:.1%} of the rate without, not {TRAINING_TARGET:.0%}")
@@ -196,6 +216,14 @@ def _report(figures: Figures) -> str:
             {"forecast": "predicted_seconds", "ours / forecast": "over_predicted"},
         ),
         loopback=_table(figures["loopback"], LOOPBACK, {}),
+        robust=table(
+            ["clusters", "MB", "format", "plain MB", "robust MB", "times"],
+            [
+                [count, ROBUST[int(count)] // MB, name, each["plain_mb"], each["robust_mb"], each["times"]]
+                for count, found in figures["robust"].items()
+                for name, each in found.items()
+            ],
+        ),
         training=table(
             ["what", "measured"], [[k.replace("_", " "), _show(v)] for k, v in figures["training"].items()]
         ),
@@ -279,6 +307,13 @@ No link limits; the cores do, which all nodes share: ours and the baselines encr
 checks and hashes. More clusters have fewer parameters here, to keep within the time and memory of one PC.
 
 {loopback}
+
+## Robust rounds
+
+What all members of a round send together, headers, pledges, votes and checks included: contributions that go
+straight to the owners of parts, against sums along rings (`benchmarks/robust_bytes.py`, in one process).
+
+{robust}
 
 ## Training beside rounds
 

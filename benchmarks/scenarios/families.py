@@ -35,6 +35,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", default="", help="kinds of models or architectures, with commas between")
     parser.add_argument("--again", action="store_true", help="try what failed once more")
     parser.add_argument("--table", action="store_true", help="try nothing, only write the table again")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="for one architecture")
     parser.add_argument("--fresh", action="store_true", help="forget earlier results")
 
 
@@ -50,7 +51,7 @@ def run(quick: bool, options: argparse.Namespace) -> tuple[Figures, str, list[st
         earlier = known.get(architecture.key)
         if earlier and not wanted and (earlier["is_captured"] or not options.again):
             continue
-        found = try_apart(architecture)
+        found = try_apart(architecture, options.seconds)
         known[architecture.key] = found
         say(f"{number}/{len(chosen)} {architecture.key}: {found['reason'] or 'works'} ({found['seconds']} s)")
         if not quick:
@@ -78,7 +79,7 @@ def read_results() -> dict[str, Found]:
     return {found["key"]: found for found in map(json.loads, lines)}
 
 
-def try_apart(architecture: Architecture) -> Found:
+def try_apart(architecture: Architecture, seconds: float = SECONDS) -> Found:
     """Try an architecture in a process that is forked from this one, which has imported all it needs."""
     import torch
     import transformers
@@ -94,16 +95,16 @@ def try_apart(architecture: Architecture) -> Found:
     child = context.Process(target=_send_result, args=(architecture, there))
     child.start()
     there.close()
-    found: Found = {"runs_alone": True, "is_captured": False, "reason": f"takes more than {SECONDS:.0f} s"}
+    found: Found = {"runs_alone": True, "is_captured": False, "reason": f"takes more than {seconds:.0f} s"}
     try:
-        if here.poll(SECONDS):
+        if here.poll(seconds):
             found = here.recv()
     except EOFError:
         found["reason"] = "ends its process"
     child.kill()
     child.join()
-    seconds = round(time.monotonic() - started, 1)
-    return {"key": architecture.key, "mappings": architecture.mappings, **found, "seconds": seconds}
+    taken = round(time.monotonic() - started, 1)
+    return {"key": architecture.key, "mappings": architecture.mappings, **found, "seconds": taken}
 
 
 def _send_result(architecture: Architecture, connection: Any) -> None:

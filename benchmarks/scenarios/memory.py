@@ -5,7 +5,9 @@ from collections import defaultdict
 from dataclasses import replace
 from typing import Any
 
-from benchmarks.measure import in_fresh_process, memory_of, say, table
+import psutil
+
+from benchmarks.measure import in_fresh_process, memory_of, peak_of_peer, say, table
 from benchmarks.swarm import Record, Setting, train
 from ravnest.config import Averaging, StateFormat, WeightFormat
 from ravnest.plan.assembly import stage_bytes
@@ -67,8 +69,8 @@ def _measure_swarm(
 
     def watch(processes: dict[Any, int], record: Record) -> None:
         for node, pid in processes.items():
-            with contextlib.suppress(OSError, KeyError):  # it may have ended
-                peaks[node].append((len(record.reports), memory_of(pid)["VmHWM"]))
+            with contextlib.suppress(OSError, KeyError, psutil.Error):  # it may have ended
+                peaks[node].append((len(record.reports), peak_of_peer(pid)))
 
     record = train(job, Setting([3e10] * 3, cuts, memory_bytes=LENT_BYTES), plan, watch=watch)
     assert record.profile is not None

@@ -22,6 +22,7 @@ FASTER_TARGET, NEVER_BELOW = 1.2, 1.0
 SINGLE_TARGET = 0.5
 IDLE_TARGET = 0.01
 BYTES_TARGET = 0.02
+PROCESS_TARGET = 0.98
 
 SLOW_LINK = LinkSpeed(bytes_per_second=12.5e6, delay_seconds=0.010)
 EMULATED = {  # seconds of the stages, relative
@@ -52,6 +53,7 @@ def run(quick: bool) -> tuple[Figures, str, list[str]]:
         "against_emulated_gloo": _against_emulated_gloo(),
         "digits": _digits(),
         "idle_peer_cpu_share": _idle(),
+        "process": _compare_process(num_turns=5, num_updates=20),
     }
     return figures, _report(figures), _missed(figures)
 
@@ -72,7 +74,8 @@ def _check() -> Figures:
     rates = samples_per_second("mlp-64x3-b32", [1], num_microbatches=2, num_updates=2, num_warm_up=1)
     assert min(rates.values()) > 0
     assert _digits_alone(num_epochs=1) > 0
-    return {"microbatches": num_microbatches, "wire_overhead": overhead}
+    process = _compare_process(num_turns=1, num_updates=6)
+    return {"microbatches": num_microbatches, "wire_overhead": overhead, "process": process}
 
 
 def _emulated() -> Figures:
@@ -217,6 +220,35 @@ def _digits_alone(num_epochs: int) -> float:
     return max(rates)
 
 
+def _compare_process(num_turns: int, num_updates: int) -> Figures:
+    """Compare compute as a fenced process with compute as a thread of the agent, in turn."""
+    turns: list[dict[str, float]] = []
+    for _ in range(num_turns):
+        found: dict[str, float] = {}
+        for words, is_fenced in (("process", True), ("thread", False)):
+            seen: dict[Any, float] = {}
+
+            def watch(processes: dict[Any, int], record: Record, seen: dict[Any, float] = seen) -> None:
+                for node, pid in processes.items():
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        now = process_seconds(pid)
+                        if len(record.reports) > 4:
+                            seen.setdefault(f"{node} begin", now)
+                        seen[f"{node} end"] = max(now, seen.get(f"{node} end", 0.0))
+
+            record, _ = emulate((1.0, 1.0), None, num_updates, is_fenced=is_fenced, watch=watch)
+            found[f"{words}_rate"] = record.samples_per_second(0.3)
+            nodes = {key.partition(" ")[0] for key in seen}
+            used = sum(seen[f"{node} end"] - seen[f"{node} begin"] for node in nodes)
+            found[f"{words}_cpu"] = 1e3 * used / len(record.leaf_times)
+        turns.append(found)
+        say(f"process and thread: { {key: _short(value) for key, value in found.items()} }")
+    return {
+        "over_thread": spread([turn["process_rate"] / turn["thread_rate"] for turn in turns]),
+        **{key: spread([turn[key] for turn in turns]) for key in turns[0]},
+    }
+
+
 def _idle() -> float:
     """Return the share of a core that a joined peer without work uses, while two others train."""
     seen: list[tuple[float, float]] = []
@@ -253,6 +285,8 @@ def _missed(figures: Figures) -> list[str]:
         missed.append(f"an idle peer uses {figures['idle_peer_cpu_share']:.1%} of a core")
     if figures["wire"]["overhead"] > BYTES_TARGET:
         missed.append(f"the wire carries {figures['wire']['overhead']:.1%} more than the tensors")
+    if (ratio := figures["process"]["over_thread"]["median"]) < PROCESS_TARGET:
+        missed.append(f"compute as a process: {ratio} of the rate as a thread, not {PROCESS_TARGET}")
     return missed
 
 
@@ -287,6 +321,9 @@ def _report(figures: Figures) -> str:
         ["share of one process", _show(digits["share"])],
         ["microbatches of a digits batch", digits["microbatches"]],
         ["CPU of an idle peer, of a core", f"{figures['idle_peer_cpu_share']:.2%}"],
+        ["rate with compute as a process, of that as a thread", _show(figures["process"]["over_thread"])],
+        ["CPU of a microbatch over both stages, as a process, ms", _show(figures["process"]["process_cpu"])],
+        ["the same as a thread, ms", _show(figures["process"]["thread_cpu"])],
         ["bytes on the wire over those of the tensors", f"+{figures['wire']['overhead']:.2%}"],
     ]
     return _METHOD.format(
@@ -338,7 +375,8 @@ The same with emulated devices, as above and without slow links, where only the 
 The digits CNN of `make demo` (batches of 32, AdamW) over three stages against a plain loop in one process at
 the better number of threads, in five turns. An idle peer is a spare beside a cluster that trains. Bytes are
 those of all connections between peers over a whole run, after encryption, without TCP/IP headers, against two
-tensors of 256 KB per microbatch.
+tensors of 256 KB per microbatch. Compute as a fenced process of its own is compared with compute as a thread
+of the agent over two emulated stages, in five turns; the CPU is that of both peers with all their processes.
 
 {rest}
 """

@@ -76,7 +76,7 @@ class RingReduce(Generic[_V]):
         self._passing = passing
         self._weight = weight
         self._num_parts = max(1, min(seat.num_members, -(-passing.edges[-1] // chunk_size)))
-        self._slices = _cut(passing.edges, self._num_parts, chunk_size)
+        self._slices = cut_parts(passing.edges, self._num_parts, chunk_size)
         self._awaited = {key: self._first_hops(key[0]) for key in self._slices}
         self._own = [key for key in self._slices if self._origin(key[0]) == seat.position]
         self._finished: dict[_Key, _V] = {}
@@ -216,7 +216,7 @@ def choose_chunk_size(length: int, num_members: int, least: int = 0) -> int:
     return min(max(-(-wanted // _BLOCK) * _BLOCK, _LEAST_CHUNK), _MOST_CHUNK)
 
 
-def _cut(edges: tuple[int, ...], num_parts: int, chunk_size: int) -> dict[_Key, slice]:
+def cut_parts(edges: tuple[int, ...], num_parts: int, chunk_size: int) -> dict[_Key, slice]:
     """Cut [0, length) in near-equal parts and these in chunks, in the order of the vector."""
     slices: dict[_Key, slice] = {}
     length = edges[-1]

@@ -7,6 +7,7 @@ cannot be read or written, a sentence says so. A training shows a live panel, pl
 import contextlib
 import functools
 import json
+import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -99,11 +100,35 @@ class View:
     look: "Callable[[StatusTracker], None] | None" = None
 
 
+class _StderrLines(logging.StreamHandler[TextIO]):
+    """Writes to what stderr is at that moment: a live panel has its own, above which lines stay."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr
+        super().emit(record)
+
+
 @contextlib.contextmanager
-def choose_view(quiet: bool) -> Iterator[View]:
+def _logging_to_stderr(verbose: bool) -> Iterator[None]:
+    """Show warnings, or all that the program says of itself; the log of a run gets more than that."""
+    lines, package, root = _StderrLines(), logging.getLogger("ravnest"), logging.getLogger()
+    lines.setLevel(logging.DEBUG if verbose else logging.WARNING)
+    before = package.level
+    package.setLevel(logging.DEBUG if verbose else logging.INFO)
+    root.addHandler(lines)
+    try:
+        yield
+    finally:
+        root.removeHandler(lines)
+        package.setLevel(before)
+
+
+@contextlib.contextmanager
+def choose_view(quiet: bool, verbose: bool = False) -> Iterator[View]:
     """Give a panel on a terminal, plain lines elsewhere; stdout carries only the answer."""
     answers = sys.stdout
-    with contextlib.redirect_stdout(sys.stderr):  # what the user's code prints is not our answer
+    # What the user's code prints is not our answer.
+    with contextlib.redirect_stdout(sys.stderr), _logging_to_stderr(verbose):
         if quiet:
             yield View(answers, lambda _: None)
         elif sys.stderr.isatty():

@@ -9,7 +9,7 @@ import click
 
 from ravnest.cli.common import find_parts, to_json
 from ravnest.errors import RavnestError
-from ravnest.units import show_bytes
+from ravnest.units import show_bytes, show_plainly
 
 if TYPE_CHECKING:
     from ravnest.net.identity import Token
@@ -35,7 +35,7 @@ def doctor(token: str | None, as_json: bool) -> None:
 
     Nothing is joined. Ends with 1 if something has to be fixed first.
     """
-    findings = [*_look_at_programs(), *_look_at_machine()]
+    findings = [*_look_at_programs(), *_look_at_machine(), *_look_at_fences()]
     if token is not None:
         findings += _look_at_hub(token)
     if as_json:
@@ -139,6 +139,30 @@ def _look_at_machine() -> Iterator[Finding]:
         f"disk {show_bytes(room)} free here",
         "" if has_room else "make room, if you are to keep results on this disk",
     )
+
+
+def _look_at_fences() -> Iterator[Finding]:
+    """Start what computes, without any work, and say what it is kept from."""
+    import tempfile
+
+    from ravnest.errors import ComputeLost
+    from ravnest.peer.compute_process import ComputeProcess, start_child
+
+    parts = find_parts()
+    with tempfile.TemporaryDirectory(prefix="ravnest-") as folder:
+        start = parts.start_compute or start_child
+        compute = ComputeProcess(folder, parts.timeouts.peer, device="auto", start=start)
+        try:
+            found = compute.try_fences()
+        except ComputeLost as error:
+            yield Finding("fail", str(error), "ravnest join would end the same way")
+            return
+    yield Finding("ok", "what computes is a process of its own, without keys")
+    for held in found.held:
+        yield Finding("ok", f"fence: {show_plainly(held)}")
+    for missing in found.missing:
+        fix = "a kernel with Landlock and seccomp has all of them, for a CPU"
+        yield Finding("warn", f"no fence: {show_plainly(missing)}", fix)
 
 
 def _look_at_hub(text: str) -> Iterator[Finding]:

@@ -28,13 +28,14 @@ from ravnest.units import (
 if TYPE_CHECKING:
     import psutil  # type: ignore[import-untyped]
 
-    from ravnest.cli.lending_loop import Hours, Terms
+    from ravnest.cli.lending_loop import Hours, Lending, Terms
     from ravnest.net.identity import Token
     from ravnest.peer.agent import Offer
     from ravnest.peer.compute import ComputeThread
     from ravnest.peer.compute_frames import Surveyed
     from ravnest.peer.compute_process import ComputeProcess
     from ravnest.peer.machine import Machine
+    from ravnest.provider.lending_page import LendingPage
 
 
 _LONGEST_NAME = 40
@@ -43,6 +44,7 @@ _LONGEST_BATCH_SECONDS = 600.0  # a stage that would need longer for one batch i
 _EVERYWHERE = "tcp://0.0.0.0:*"
 _ONLY_HERE = "tcp://127.0.0.1:*"  # where what comes through the relay is led to
 _VARIABLE = "RAVNEST_TOKEN"
+_THIS_PC, _PREFIX = "this PC", "rvn1_"
 _GUESSED = "of matrix products; the job's own work will tell"
 _USUAL_BYTES_PER_SECOND, _USUAL_LATENCY_SECONDS = 50e6 / 8, 0.01  # until the hub has measured the link
 _OWN_GROWTH = 1.25  # of the program itself, from its start to its work; torch for GPUs starts with 630 MB
@@ -81,6 +83,7 @@ class _Stated:
     compile_mode: CompileMode = CompileMode.AUTO
     num_threads: int = 0  # for torch; 0: as it likes
     is_fenced: bool = True  # compute is a process of its own
+    page: str | None = None  # where; nothing: at the usual port of this PC; None: there is none
 
 
 @click.command()
@@ -106,9 +109,17 @@ class _Stated:
 @click.option("--outbound-only", is_flag=True, help="Listen for nobody: only dial, or meet at the hub.")
 @click.option("--patience", metavar="TIME", default="10 min", show_default=True, help="Without the hub.")
 @options_file
+@click.option(
+    "--page",
+    is_flag=False,
+    flag_value=_THIS_PC,
+    metavar="[HOST:PORT]",
+    help="Serve a page of what runs here, to look at and to take the PC back; only on this PC if left out.",
+)
 @click.option("--hub-process", type=int, hidden=True, help="Wait for the hub while this process runs.")
 @click.option("--compute", hidden=True, default="process", help="process, or thread: without any fence.")
 @click.option("--quiet", is_flag=True, help="Say only what went wrong.")
+@click.option("--verbose", is_flag=True, help="Say what the program does, too.")
 def join(  # noqa: PLR0913 - click passes one argument per option
     token: str | None,
     token_file: str | None,
@@ -129,9 +140,11 @@ def join(  # noqa: PLR0913 - click passes one argument per option
     public: tuple[str, ...],
     outbound_only: bool,
     patience: str,
+    page: str | None,
     hub_process: int | None,
     compute: str,
     quiet: bool,
+    verbose: bool,
 ) -> None:
     """Lend this PC to the swarm that TOKEN invites to, until its job is done or Ctrl-C.
 
@@ -144,6 +157,8 @@ def join(  # noqa: PLR0913 - click passes one argument per option
     from ravnest.peer.limits import count_cores, limit_cpu, read_cores
     from ravnest.peer.machine import THIS_PC
 
+    if token is None and token_file is None and page is not None and page.lower().startswith(_PREFIX):
+        token, page = page, _THIS_PC  # `ravnest join --page TOKEN`
     invitation = read_token(_find_token(token, token_file))
     listening = _choose_listening(listen, public, outbound_only)
     stated = _Stated(
@@ -161,12 +176,12 @@ def join(  # noqa: PLR0913 - click passes one argument per option
         _read_compile(compile),
         0 if cpu is None else read_cores(cpu, count_cores()),
         _read_compute(compute),
+        _read_page(page),
     )
     patience_seconds = _read(patience, Dimension.SECONDS) or 0.0 if hub_process is None else inf
     parts = find_parts()
     machine = parts.machine or THIS_PC
-    logging.basicConfig(level=logging.WARNING if quiet else logging.INFO, format="%(message)s")
-    logging.getLogger("ravnest.net").setLevel(logging.WARNING)
+    _say_so_much(quiet, verbose)
     cores = "" if cpu is None else limit_cpu(cpu)
     with _open_compute(stated, parts) as (computing, surveyed, folder):
         offer = _make_offer(name, stated, listening, patience_seconds, surveyed)
@@ -174,7 +189,7 @@ def join(  # noqa: PLR0913 - click passes one argument per option
         if not quiet:
             _show(invitation, offer, _show_limits(stated, cores, machine))
         known = replace(parts, machine=_count_both(machine, computing))
-        code, reason = _take_part(invitation, offer, listening, stated, known, computing)
+        code, reason = _take_part(invitation, offer, listening, stated, known, computing, cores)
     if not quiet:
         click.echo(f"ended: {reason}", err=True)
     sys.exit(code)
@@ -236,6 +251,14 @@ def _count_both(machine: "Machine", compute: "ComputeProcess | ComputeThread") -
     return replace(machine, taken_memory_bytes=taken)
 
 
+def _say_so_much(quiet: bool, verbose: bool) -> None:
+    usual = logging.WARNING if quiet else logging.INFO
+    logging.basicConfig(level=usual, format="%(message)s")
+    logging.getLogger("ravnest").setLevel(logging.DEBUG if verbose else usual)
+    for noisy in ("uvicorn",) if verbose else ("ravnest.net", "uvicorn"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+
+
 def _read(text: str | None, dimension: Dimension) -> float | None:
     value = None if text is None else parse_quantity(text, dimension)
     if text is not None and dimension is Dimension.BYTES and not text.rstrip()[-1].isalpha():
@@ -270,6 +293,12 @@ def _read_compute(text: str) -> bool:
     if text not in ("process", "thread"):
         raise ConfigError(f"--compute {show_value(text)} is neither; give process or thread")
     return text == "process"
+
+
+def _read_page(page: str | None) -> str | None:
+    from ravnest.net.identity import read_address
+
+    return "" if page == _THIS_PC else page and read_address(page, is_door=True)
 
 
 def _find_token(token: str | None, file: str | None) -> str:
@@ -373,16 +402,18 @@ def _take_part(
     stated: _Stated,
     parts: CommandParts,
     compute: "ComputeProcess | ComputeThread",
+    cores: str = "",
 ) -> tuple[int, str]:
     """Return the exit code and why it ended."""
     import asyncio
     import random
 
     from ravnest.cli.lending_loop import Lending
-    from ravnest.net.identity import new_keys
-    from ravnest.net.transport import TransportLimits
+    from ravnest.net.identity import new_keys, peer_of
+    from ravnest.net.transport import PublicKey, Transport, TransportLimits
     from ravnest.net.zeromq import ZeroMqTransport, allow_many_files
     from ravnest.peer.agent import Agent
+    from ravnest.peer.compute_protocol import Compute
 
     machine, timeouts = parts.machine, parts.timeouts
     assert machine is not None
@@ -393,17 +424,63 @@ def _take_part(
     limits = TransportLimits(upload_bytes_per_second=upload, timeouts=timeouts.net)
     make_transport = parts.make_transport or ZeroMqTransport
     keys = new_keys()  # by them the hub knows a peer that comes back
+    hub = peer_of(PublicKey(token.hub_key))
 
-    async def once() -> str:
+    async def once(page: "LendingPage | None") -> str:
         async with make_transport(keys, random.SystemRandom(), listening.listen, limits) as transport:
             addresses = listening.addresses(transport.address)
             told = ", ".join(addresses) if addresses else "nowhere, it only dials out"
             logging.info("listens at %s", told)
             reachable = replace(offer, addresses=addresses, listens_at=transport.address)
-            agent = Agent(token, keys, reachable, compute, transport, timeouts=timeouts)
-            return await lending.attend(agent)
+            borders: tuple[Compute, Transport] = (compute, transport)
+            if page is not None:
+                borders = page.watch(*borders, hub)
+            agent = Agent(token, keys, reachable, *borders, timeouts=timeouts)
+            try:
+                return await lending.attend(agent)
+            finally:
+                if page is not None:
+                    page.leave()
 
-    return asyncio.run(lending.run(once))
+    async def live() -> tuple[int, str]:
+        if stated.page is None:
+            return await lending.run(lambda: once(None))
+        async with _open_page(token, offer, stated, cores, lending, parts) as page:
+            return await lending.run(lambda: once(page))
+
+    return asyncio.run(live())
+
+
+def _open_page(
+    token: "Token", offer: "Offer", stated: _Stated, cores: str, lending: "Lending", parts: CommandParts
+) -> "LendingPage":
+    """Return the provider's page; only whoever asks for one loads a web server."""
+    from ravnest.net.identity import EVERYBODY, peer_of
+    from ravnest.net.transport import PublicKey
+    from ravnest.provider.lending_documents import LentTerms
+    from ravnest.provider.lending_page import LendingPage
+    from ravnest.provider.lending_site import LendingControl
+
+    assert parts.machine is not None
+    battery = ("go" if stated.runs_on_battery else "stop") if parts.machine.has_battery() else ""
+    terms = LentTerms(
+        name=offer.node.name,
+        hub=peer_of(PublicKey(token.hub_key)),
+        addresses=token.addresses,
+        is_personal=token.invitation != EVERYBODY,
+        device=offer.limits.device,
+        memory_bytes=offer.limits.memory_bytes,
+        flops_per_second=offer.node.flops_per_second,
+        upload_bytes_per_second=stated.upload_bytes_per_second,
+        cores=cores,
+        hours=tuple(map(str, stated.hours)),
+        on_battery=battery,
+    )
+    control = LendingControl(lambda: lending.facts, lending.pause, lending.resume, lending.finish)
+    page = LendingPage(terms, control, stated.page or "", parts.timeouts.program)
+    others = "; whoever has the link, from any PC, can take this one back" if page.is_for_others else ""
+    click.echo(f"see what runs here, and take it back, at {page.link}{others}", err=True)
+    return page
 
 
 def _make_terms(offer: "Offer", stated: _Stated, machine: "Machine") -> "Terms":

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from ravnest.peer.agent import Agent
     from ravnest.peer.limits import MemoryWatch
     from ravnest.peer.machine import Machine
+    from ravnest.provider.lending_documents import LendingFacts
 
 
 DAY_MINUTES = 24 * 60
@@ -153,6 +154,7 @@ class Lending:
         self._is_paused = False
         self._leaving: str | None = None  # why
         self._has_lost_compute = False  # the last time
+        self._said: str | None = None  # why it waits
         self._agent: Agent | None = None
         self._before: dict[int, Any] = {}  # what signals did
 
@@ -184,6 +186,35 @@ class Lending:
             self._has_lost_compute = True
             logger.warning("%s; the hub is told, and it joins again", error)
             return str(error)
+
+    def pause(self) -> None:
+        """Have it leave and wait, as `ravnest pause` does; any thread may call it."""
+        self._is_paused = True
+        self._loop.call_soon_threadsafe(self._act_on_signal)
+
+    def resume(self) -> None:
+        """Have it join again, as `ravnest resume` does; any thread may call it."""
+        self._is_paused = False
+        self._loop.call_soon_threadsafe(self._act_on_signal)
+
+    def finish(self) -> None:
+        """Have it leave and end, as `ravnest finish` does; any thread may call it."""
+        self._ended_by = self._ended_by or signal.SIGTERM
+        self._loop.call_soon_threadsafe(self._act_on_signal)
+
+    @property
+    def facts(self) -> "LendingFacts":
+        """What a page shows of it."""
+        from ravnest.provider.lending_documents import LendingFacts
+
+        is_here = self._agent is not None
+        return LendingFacts(
+            is_paused=self._is_paused,
+            waits_for="" if is_here else self._said or "",
+            goes_on=self._when() if self._said and not is_here else "",
+            leaving=(self._leaving or "") if is_here else "",
+            is_ending=bool(self._ended_by),
+        )
 
     async def attend(self, agent: "Agent") -> str:
         """Run an agent to its end, and have it leave when this PC may no longer be lent."""
@@ -227,19 +258,20 @@ class Lending:
 
     async def _wait(self) -> None:
         """Return when this PC may be lent, or never again."""
-        said = self._leaving = None
+        self._said = self._leaving = None
         while (
             not self._ended_by
             and not self._terms.has_lost_hub
             and (reason := self._find_reason()) is not None
         ):
-            if reason != said:
+            if reason != self._said:
                 logger.info("waits: %s; it joins %s, Ctrl-C ends it", reason, self._when())
-            said = reason
+            self._said = reason
             self._changed.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._look_seconds):
                     await self._changed.wait()
+        self._said = None
 
     def _when(self) -> str:
         if self._is_paused:

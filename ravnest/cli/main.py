@@ -19,8 +19,10 @@ from ravnest.cli.generate import write_text_after
 from ravnest.cli.guests import guests, invite, kick, revoke
 from ravnest.cli.inspect import inspect
 from ravnest.cli.join import finish, join, pause, resume
+from ravnest.cli.logs import logs
 from ravnest.cli.plan import plan
-from ravnest.cli.runs import status, stop, token
+from ravnest.cli.runs import checkpoint, status, stop, token
+from ravnest.cli.simulate import simulate
 from ravnest.cli.train import hub, train
 from ravnest.errors import RavnestError
 
@@ -91,6 +93,7 @@ def program() -> None:
 _COMMANDS = (
     demo,
     plan,
+    simulate,
     inspect,
     train,
     run_finetuning,
@@ -101,7 +104,9 @@ _COMMANDS = (
     resume,
     finish,
     status,
+    logs,
     dashboard,
+    checkpoint,
     stop,
     token,
     invite,

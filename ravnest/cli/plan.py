@@ -98,7 +98,7 @@ def plan(  # noqa: PLR0913 - click passes one argument per option
     if updates is not None and updates < 1:
         raise ConfigError(f"--updates {updates} is no length of a job; choose 1 or more")
     config = wishes.read(base_plan(hub_upload))
-    profile = _read_model(model, batch)
+    profile = read_model(model, batch)
     swarm = read_nodes(nodes, population, seed)
     click.echo(f"planning {profile.name} on {show_count(len(swarm.nodes), 'node')}, seed {seed}", err=True)
     if updates is None:
@@ -177,7 +177,8 @@ def read_nodes(nodes: str | None, population: str | None, seed: int) -> "Swarm":
     return populations.population(population, seed)
 
 
-def _read_model(model: str, batch: int | None) -> "ModelProfile":
+def read_model(model: str, batch: int | None) -> "ModelProfile":
+    """Return a built-in profile, or that of a file."""
     from ravnest.plan.files import read_profile
     from ravnest.plan.profiles import BUILTIN_NAMES, builtin_profile
 

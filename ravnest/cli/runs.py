@@ -57,6 +57,25 @@ def stop(folder: str | None, now: bool, as_json: bool) -> None:
         click.echo(f"the hub in {place} (process {process.pid}) was told to stop", err=True)
 
 
+@click.command()
+@click.argument("folder", required=False)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object (ravnest.checkpoint/1).")
+def checkpoint(folder: str | None, as_json: bool) -> None:
+    """Have the hub in FOLDER write what was trained down now; the newest under runs/ if left out.
+
+    The hub says when it is on disk. Ends with 1 if no hub is at work there.
+    """
+    from ravnest.requester.hub_channel import CheckpointRequest, ask_hub
+    from ravnest.requester.run_folder import find_run
+
+    place = find_run(folder)
+    list(ask_hub(place, CheckpointRequest()))
+    if as_json:
+        click.echo(to_json({"schema": "ravnest.checkpoint/1", "folder": str(place)}))
+    else:
+        click.echo(f"the hub in {place} was told to write a checkpoint", err=True)
+
+
 _PREFIX = "rvn1_"
 
 

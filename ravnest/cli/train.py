@@ -37,6 +37,7 @@ class RunWishes:
     as_json: bool
     schema: str
     dashboard: bool | str = False  # where, or whether there is one on this PC
+    verbose: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,7 @@ class HubPlace:
 @plan_options
 @dashboard_options(is_usual=False)
 @click.option("--quiet", is_flag=True, help="Say only what went wrong.")
+@click.option("--verbose", is_flag=True, help="Say what the program does, too; also in its log file.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object (ravnest.train/1).")
 def train(  # noqa: PLR0913 - click passes one argument per option
     place: str,
@@ -74,6 +76,7 @@ def train(  # noqa: PLR0913 - click passes one argument per option
     wishes: PlanWishes,
     dashboard: bool | str,
     quiet: bool,
+    verbose: bool,
     as_json: bool,
 ) -> None:
     """Train a job with peers on this PC, each a program of its own.
@@ -86,7 +89,7 @@ def train(  # noqa: PLR0913 - click passes one argument per option
     """
     if resume and folder is None:
         raise ConfigError("--resume needs the --folder that the training was started with")
-    run = RunWishes(folder, out, resume, wishes, quiet, as_json, "ravnest.train/1", dashboard)
+    run = RunWishes(folder, out, resume, wishes, quiet, as_json, "ravnest.train/1", dashboard, verbose)
     result, file = train_here(lambda: _load(place), nodes, run)
     report(result, file, run.schema, as_json)
 
@@ -108,7 +111,7 @@ def train_here(make_job: "Callable[[], Job]", nodes: int, run: RunWishes) -> "tu
     plan = run.plan.read(LOCAL_PLAN)
     place_out = run.out or run.folder
     file = None if place_out is None else check_place(place_out, may_exist=run.resume)
-    with choose_view(run.quiet) as view:
+    with choose_view(run.quiet, run.verbose) as view:
         job = make_job()
         where = None if run.folder is None else Path(run.folder)
         if file is None:
@@ -148,6 +151,7 @@ _SCHEMA = "ravnest.hub/1"
 @plan_options
 @dashboard_options(is_usual=True)
 @click.option("--quiet", is_flag=True, help="Say only how to join, and what went wrong.")
+@click.option("--verbose", is_flag=True, help="Say what the program does, too; also in its log file.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON lines (ravnest.hub/1): open, then done.")
 def hub(  # noqa: PLR0913 - click passes one argument per option
     place: str,
@@ -162,6 +166,7 @@ def hub(  # noqa: PLR0913 - click passes one argument per option
     wishes: PlanWishes,
     dashboard: bool | str,
     quiet: bool,
+    verbose: bool,
     as_json: bool,
 ) -> None:
     """Open a hub for a job; others join with the line it prints. Then it trains and saves the weights.
@@ -172,7 +177,7 @@ def hub(  # noqa: PLR0913 - click passes one argument per option
     ravnest hub model.py:job --nodes 3
     ravnest hub model.py:job --public hub.example.org:7700 --local 1
     """
-    run = RunWishes(folder, out, resume, wishes, quiet, as_json, _SCHEMA, dashboard)
+    run = RunWishes(folder, out, resume, wishes, quiet, as_json, _SCHEMA, dashboard, verbose)
     where = HubPlace(listen, public, nodes, num_local, hub_upload)
     result, file = serve_hub(lambda: _load(place), where, run)
     report(result, file, _SCHEMA, as_json)
@@ -192,7 +197,7 @@ def serve_hub(make_job: "Callable[[], Job]", place: HubPlace, run: RunWishes) ->
     file = None if run.out is None else check_place(run.out, may_exist=run.resume)
     if run.folder and not run.resume:
         check_unfinished(Path(run.folder))
-    with choose_view(run.quiet) as view:
+    with choose_view(run.quiet, run.verbose) as view:
         job = make_job()
         where = Path(run.folder) if run.folder else free_run(job.name or "job")
         opening = Hub(

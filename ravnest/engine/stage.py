@@ -66,6 +66,9 @@ class RunnableStage(Protocol):
     def forward_text(self, state: Tensors, inputs: Values, fields: Tensors) -> ForwardOutcome: ...
 
 
+RunBeside = Callable[[Tensors, Values, Tensors], ForwardOutcome]  # state, inputs, fields
+
+
 @dataclass(frozen=True, slots=True)
 class Roles:
     """Which parts of a stage's state are trained, written by a forward, or held by other stages too.
@@ -482,22 +485,39 @@ class StageEngine:
         run = partial(self._program.forward, training=False, key=None)
         return self._run_beside(run, microbatch, "evaluation", inputs, fields)
 
-    def generate(self, number: int, inputs: Values, fields: Tensors) -> PassedOn | DroppedWork:
-        """Run rows of tokens on the current weights, and change nothing; the last stage gives logits."""
-        return self._run_beside(
-            self._program.forward_text, MicrobatchId(number), "generation", inputs, fields
-        )
+    def rerun(
+        self, microbatch: MicrobatchId, inputs: Values, fields: Tensors, key: RandomKey, weights: Tensors
+    ) -> PassedOn | DroppedWork:
+        """Run a microbatch as in training, on these weights, and change nothing."""
+        run = partial(self._program.forward, training=True, key=key)
+        return self._run_beside(run, microbatch, "evaluation", inputs, fields, weights)
+
+    def generate(
+        self, number: int, inputs: Values, fields: Tensors, run: RunBeside | None = None
+    ) -> PassedOn | DroppedWork:
+        """Run rows of tokens on the current weights, and change nothing; the last stage gives logits.
+
+        `run` may know a shorter way than the program itself.
+        """
+        run = run or self._program.forward_text
+        return self._run_beside(run, MicrobatchId(number), "generation", inputs, fields)
+
+    @property
+    def program(self) -> RunnableStage:
+        """What it runs."""
+        return self._program
 
     def _run_beside(
         self,
-        run: Callable[[Tensors, Values, Tensors], ForwardOutcome],
+        run: RunBeside,
         microbatch: MicrobatchId,
         where: str,
         inputs: Values,
         fields: Tensors,
+        weights: Tensors | None = None,
     ) -> PassedOn | DroppedWork:
         buffers = {name: self._rest[name].clone() for name in self._roles.written}
-        state = {**self._rest, **buffers, **self._versions.weights}
+        state = {**self._rest, **buffers, **self._versions.weights, **(weights or {})}
         try:
             with torch.no_grad():
                 outcome = run(state, inputs, fields)

@@ -43,6 +43,8 @@ from ravnest.plan.types import Node
 from ravnest.protocol import messages
 from ravnest.protocol.averaging import (
     RoundAbort,
+    RoundCall,
+    RoundCheck,
     RoundCommit,
     RoundOpen,
     TiedCall,
@@ -69,6 +71,7 @@ from ravnest.protocol.placement import (
     BlobRequest,
     PlanOrder,
     RingOrder,
+    SketchOrder,
     SnapshotMade,
     SnapshotOrder,
     StageParts,
@@ -98,11 +101,14 @@ _OfHub = (
     | RingOrder
     | StageParts
     | SnapshotOrder
+    | SketchOrder
     | BackupOrder
     | LeaseGrant
     | FieldParts
     | LearningRate
     | RoundOpen
+    | RoundCall
+    | RoundCheck
     | RoundCommit
     | RoundAbort
     | GenerationStep
@@ -400,9 +406,10 @@ class Agent:
             case StageBuilt(build_id):
                 self._held_build_id = build_id
                 self._send(Outgoing(HUB, StageReady(build_id)))
-            case SnapshotWritten(order, version, blob):
+            case SnapshotWritten(order, version, blob, anchor_round):
                 if self._fetcher.store.adopt(blob):
-                    self._send(Outgoing(HUB, SnapshotMade(order.build_id, order.number, version, blob.ref)))
+                    facts = (order.build_id, order.number, version, blob.ref, anchor_round)
+                    self._send(Outgoing(HUB, SnapshotMade(*facts)))
             case ComputeFailed():
                 self._fail(item.error)
             case _:

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ravnest.averaging.direct import DirectRound, SharedSegment
 from ravnest.averaging.ring import Reducer, RingPosition, RingReduce, choose_chunk_size
 from ravnest.averaging.round import Round, RoundPhase
 from ravnest.codec import decode_tensor, describe, encode_tensor
@@ -28,7 +29,17 @@ from ravnest.peer.segments import EncodedChunk, GradientSegment, SegmentState
 from ravnest.peer.tied_weights import TiedWeights
 from ravnest.peer.worker import Worker
 from ravnest.plan.types import Ring
-from ravnest.protocol.averaging import AnchorPart, AnchorQuery, RingPart, RoundAbort, RoundOpen, RoundOutcome
+from ravnest.protocol.averaging import (
+    AnchorPart,
+    AnchorQuery,
+    DirectPart,
+    RingPart,
+    RoundAbort,
+    RoundCall,
+    RoundCheck,
+    RoundOpen,
+    RoundOutcome,
+)
 from ravnest.protocol.messages import Refusal
 from ravnest.protocol.placement import PlanOrder, RingOrder, StageMissing
 from ravnest.protocol.tensors import Buffer, TensorSpec
@@ -40,7 +51,8 @@ _MOST_REQUESTS = 4096  # for anchors that wait
 _LATE_STRENGTH = 0.5  # of an average that is a whole round late: full strength is unstable
 _EARLY_TIMES = 8  # the numbers of a stage: what honest neighbours may send before the order for a round comes
 
-_Arrived = tuple[RingPart[TensorSpec], Buffer, NodeId]
+_Part = RingPart[TensorSpec] | DirectPart[TensorSpec]
+_Arrived = tuple[_Part, Buffer, NodeId]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +128,7 @@ class Averager:
         self._order: RoundOpen | None = None  # of the round under way
         self._due = 0.0  # when `tick` has something to do for it
         # Of it, once the anchors are of its anchor_round, or the share of the batch is trained.
-        self._round: Round[EncodedChunk] | None = None
+        self._round: Round[EncodedChunk] | DirectRound[EncodedChunk] | None = None
         self._gradients: dict[SegmentId, GradientSegment] = {}  # of the round, if it sums them
         self._starts: Iterator[Any] = iter(())
         self._before: dict[SegmentId, NodeId] = {}
@@ -227,12 +239,18 @@ class Averager:
         """Copy what this stage has and start all rings, weighted by the samples since the last average."""
         self._num_offered = self._worker.num_trained
         weight = 1.0 + self._num_offered - self._num_averaged  # and one, so that a mean exists
+        weight = dict(order.weights).get(
+            self._position.node, weight
+        )  # a robust round goes by the hub's books
         state, moments = self._stage.state, self._moments()
         faults = []
         for segment, ring in self._rings.items():
             fault = self.segments[segment].open(state, moments, weight, len(_present(ring, order)))
             faults += [] if fault is None else [f"segment {segment}: {fault}"]
-        self._round = self._make_round(order, {x: (each, weight) for x, each in self.segments.items()})
+        if order.weights:
+            self._round = self._make_robust(order)
+        else:
+            self._round = self._make_round(order, {x: (each, weight) for x, each in self.segments.items()})
         if faults:
             abort = self._round.give_up(faults[0], self._position.node)
             return [*([] if abort is None else [Outgoing(HUB, abort)]), *self._settle()]
@@ -267,6 +285,15 @@ class Averager:
             members[segment] = RingReduce(place, reducer, weight, chunk_size)
         return Round(order.round_id, self._position.node, members, self._due, self._before)
 
+    def _make_robust(self, order: RoundOpen) -> DirectRound[EncodedChunk]:
+        """Return a robust round that begins: contributions go straight to the owners of parts."""
+        weights, shared = dict(order.weights), {}
+        for segment, state in self.segments.items():
+            owners = tuple(x for x in _present(self._rings[segment], order) if x in weights)
+            size = choose_chunk_size(state.edges[-1], len(owners), order.least_chunk)
+            shared[segment] = SharedSegment(segment, state, owners, weights, size, frozenset(order.resting))
+        return DirectRound(order.round_id, self._position.node, shared, self._due)
+
     def _moments(self) -> dict[str, Tensor]:
         if not self._moving:
             return {}
@@ -283,9 +310,21 @@ class Averager:
             return []
         return self._round.conclude(outcome) or self._settle()
 
-    def receive_part(
-        self, part: RingPart[TensorSpec], buffer: Buffer, sender: NodeId
-    ) -> list[Outgoing] | Refusal:
+    def receive_call(self, call: RoundCall) -> list[Outgoing] | Refusal:
+        """Begin to send contributions: all members of a robust round have pledged theirs."""
+        if not isinstance(self._round, DirectRound) or call.round_id != self._round_id:
+            return Refusal(f"a call of round {call.round_id}, which is not open here")
+        self._starts = self._round.call(call)
+        return []
+
+    def receive_check(self, check: RoundCheck) -> list[Outgoing] | Refusal:
+        """Send a contribution again, or make a chunk again that another has finished."""
+        if not isinstance(self._round, DirectRound):
+            return Refusal(f"a check of round {check.round_id}, which is not open here")
+        found = self._round.check(check)
+        return found if isinstance(found, Refusal) else [self._address(each) for each in found]
+
+    def receive_part(self, part: _Part, buffer: Buffer, sender: NodeId) -> list[Outgoing] | Refusal:
         """Queue a chunk of the open round, or of a later one whose order has not come yet."""
         if part.value.dtype != "float32" or len(part.value.shape) not in (1, 2):
             raise ProtocolError(f"a ring part of {part.value.dtype} {part.value.shape}")
@@ -308,19 +347,33 @@ class Averager:
                 return None
             return self._begin_gradients(order)
         for started in self._starts:
-            return [self._address(started), *self._settle()]
+            messages = started if isinstance(self._round, DirectRound) else (started,)
+            return [*map(self._address, messages), *self._settle()]
         if not self._arrived:
             return None
         part, buffer, sender = self._arrived.popleft()
-        if sender != self._before.get(part.segment):
-            logger.debug("round %d: a ring part of %s, which is not before this stage", part.round_id, sender)
-            return []
-        items = decode_tensor(buffer, part.value, self._position.device)
-        found = self._round.receive(_with_value(part, EncodedChunk(part.value, buffer, items)))
+        found = self._receive(self._round, part, buffer, sender)
         if isinstance(found, Refusal):
             logger.debug("round %d: %s", part.round_id, found.reason)
             return []
         return [*map(self._address, found), *self._settle()]
+
+    def _receive(
+        self,
+        under_way: Round[EncodedChunk] | DirectRound[EncodedChunk],
+        part: _Part,
+        buffer: Buffer,
+        sender: NodeId,
+    ) -> Sequence[Any] | Refusal:
+        """Pass a chunk to the round, if it is of its kind."""
+        if isinstance(under_way, DirectRound):
+            if isinstance(part, RingPart):
+                return Refusal(f"a part of a ring from {sender} in a robust round")
+            return under_way.receive(sender, _with_value(part, EncodedChunk(part.value, buffer, None)))
+        if isinstance(part, DirectPart) or sender != self._before.get(part.segment):
+            return Refusal(f"a part of {sender}, which is not before this stage")
+        items = decode_tensor(buffer, part.value, self._position.device)
+        return under_way.receive(_with_value(part, EncodedChunk(part.value, buffer, items)))
 
     def tick(self, now: float) -> list[Outgoing]:
         """Give up at the deadline, or ask what became of the round."""
@@ -431,13 +484,14 @@ class Averager:
         self._anchor_round = order.anchor_round
         return [*self._begin(order), *self._answer_all()]
 
-    def _address(self, message: Any) -> Outgoing:
-        if not isinstance(message, RingPart):
-            return Outgoing(HUB, message)
+    def _address(self, found: Any) -> Outgoing:
+        """Address what a round says: robust ones name the receiver, in a ring it is the next owner."""
+        to, message = found if isinstance(found, tuple) else (HUB, found)
+        if not isinstance(message, RingPart | DirectPart):
+            return Outgoing(to, message)
         chunk: EncodedChunk = message.value
-        return Outgoing(
-            self._after[message.segment], _with_value(message, chunk.spec), (memoryview(chunk.buffer),)
-        )
+        receiver = self._after[message.segment] if isinstance(message, RingPart) else to
+        return Outgoing(receiver, replace(message, value=chunk.spec), (memoryview(chunk.buffer),))
 
 
 def refuse_exact(order: PlanOrder | RingOrder, tied: TiedWeights) -> str | None:
@@ -452,5 +506,5 @@ def _present(ring: Ring, order: RoundOpen) -> list[NodeId]:
     return [owner for owner in ring.owners if owner not in order.left_out]
 
 
-def _with_value(part: RingPart[Any], value: Any) -> RingPart[Any]:
+def _with_value(part: Any, value: Any) -> Any:
     return replace(part, value=value)

@@ -20,9 +20,8 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO, Protocol, TypeVar
 
-import ravnest
 from ravnest.config import TIMEOUTS, CompileMode, PeerTimeouts
 from ravnest.errors import ComputeLost, GuardError, RavnestError
 from ravnest.peer.compute_channel import FrameChannel
@@ -40,7 +39,14 @@ from ravnest.peer.compute_frames import (
     pack_item,
     unpack_report,
 )
-from ravnest.peer.compute_protocol import Build, ComputeFailed, ComputeSetup, FromCompute, ToCompute
+from ravnest.peer.compute_protocol import (
+    Build,
+    ComputeFailed,
+    ComputeSetup,
+    FromCompute,
+    ProviderLimits,
+    ToCompute,
+)
 from ravnest.peer.fences import FenceWishes, find_read_folders
 from ravnest.units import show_plainly
 
@@ -52,7 +58,7 @@ sys.path.append(sys.argv[1])
 from ravnest.peer.compute_program import run_compute
 run_compute(int(sys.argv[2]), sys.argv[3])
 """
-_PACKAGE = Path(ravnest.__file__).parent
+_PACKAGE = Path(__file__).resolve().parents[1]
 _MOST_CRASHES = 3  # on one stage
 _LEAST_FRAME_BYTES = 1 << 28  # so much may cross at once however little is lent
 _NUM_KEPT_LINES, _LONGEST_LINE = 20, 400
@@ -111,7 +117,7 @@ def may_use_gpu(device: str) -> bool:
     return device != "cpu" and any(map(os.path.exists, _GPU_FILES))
 
 
-def choose_environment(given: Mapping[str, str], scratch: str | None) -> dict[str, str]:
+def choose_environment(given: Mapping[str, str], scratch: str | None, compiled: str = "") -> dict[str, str]:
     """Return the variables of compute: none that may be somebody's secret; its home is its own folder."""
     kept = {
         name: value
@@ -119,8 +125,11 @@ def choose_environment(given: Mapping[str, str], scratch: str | None) -> dict[st
         if (name.upper() in _VARIABLES or name.upper().startswith(_FAMILIES))
         and not any(word in name.upper() for word in _SECRETS)
     }
-    own = {"HOME": scratch, "TMPDIR": scratch} if scratch is not None else {"HOME": os.sep}
-    return {**kept, **own, "OPENBLAS_NUM_THREADS": "1"}
+    own = {"HOME": os.sep if scratch is None else scratch, "OPENBLAS_NUM_THREADS": "1"}
+    if scratch is not None:
+        own |= {"TMPDIR": scratch}
+        own |= {} if compiled else {"TORCHINDUCTOR_CACHE_DIR": scratch, "TRITON_CACHE_DIR": scratch}
+    return kept | own
 
 
 def explain_exit(code: int, last_line: str) -> str:
@@ -157,6 +166,7 @@ class CrashBook:
         return len(self.crashes[stage]) < _MOST_CRASHES
 
 
+_Answer = TypeVar("_Answer", Surveyed, FencesClosed)
 _Listener = Callable[[FromCompute | ControlReport | str], None]
 
 
@@ -241,7 +251,7 @@ class ComputeProcess:
         self._early: list[ToCompute] = []  # before there is a process
         self._is_new = True  # it has had no run
         self._stage = ""  # the hash of the blueprint it was given last
-        self._is_closing = False
+        self._num_runs = self._num_closed = 0  # there is one close for each run, before or after its end
         self._survey: SurveyOrder | None = None
         self.fences: FencesClosed | None = None
 
@@ -254,6 +264,18 @@ class ComputeProcess:
     def survey(self, order: SurveyOrder) -> Surveyed:
         """Start the process, and wait for what it says of this PC; or raise why it cannot be lent."""
         self._survey = order
+        return self._ask(order, Surveyed)
+
+    def try_fences(self) -> FencesClosed:
+        """Start a process for nothing else than to see which fences hold on this PC."""
+        order = StartOrder(ComputeSetup(ProviderLimits(_LEAST_FRAME_BYTES)), self._timeouts)
+        try:
+            return self._ask(order, FencesClosed)
+        finally:
+            self.stop()
+
+    def _ask(self, order: SurveyOrder | StartOrder, kind: type[_Answer]) -> _Answer:
+        """Start a process and wait for its answer."""
         self._ready = child = self._launch()
         said: queue.SimpleQueue[FromCompute | ControlReport | str] = queue.SimpleQueue()
         child.attach(said.put)
@@ -262,7 +284,7 @@ class ComputeProcess:
         try:
             while True:
                 match said.get(timeout=self._timeouts.compute_start_seconds):
-                    case Surveyed() as found:
+                    case kind() as found:
                         return found
                     case ComputeFailed() as failed:
                         raise failed.error
@@ -296,15 +318,20 @@ class ComputeProcess:
 
     def close(self) -> None:
         """End the process at once, whatever it does."""
-        self._is_closing = True
+        self._num_closed += 1
         if self._child is not None:
             self._child.process.kill()
+
+    @property
+    def _is_closing(self) -> bool:
+        return self._num_closed >= self._num_runs
 
     async def run(self, setup: ComputeSetup, deliver: Callable[[FromCompute], None]) -> None:
         """Have a process compute until it is closed, or ends by itself."""
         loop = asyncio.get_running_loop()
         ended: asyncio.Future[str] = loop.create_future()
         self._has_failed = False
+        self._num_runs += 1
         child, self._ready = self._ready or self._launch(), None
         child.channel.bound(max(_LEAST_FRAME_BYTES, int(_OWN_ROOM * setup.limits.memory_bytes)))
 
@@ -331,8 +358,7 @@ class ComputeProcess:
             is_over = not self._is_closing and ended.done() and not ended.result()
             patience = self._timeouts.compute_end_seconds if is_over else 0.0
             code, line = await asyncio.to_thread(child.stop, patience)
-        was_closed, self._is_closing = self._is_closing, False
-        if not was_closed and not self._has_failed:
+        if not self._is_closing and not self._has_failed:
             reason = ended.result() or explain_exit(code, line)
             deliver(ComputeFailed.of(self._judge(reason, loop.time())))
 
@@ -393,7 +419,7 @@ class ComputeProcess:
         wishes = FenceWishes(os.getpid(), reads, writes, self._compiles, self._uses_gpu)
         words = (str(_PACKAGE.parent), str(there.fileno()), json.dumps(asdict(wishes)))
         try:
-            process = self._start(words, there, choose_environment(os.environ, self._scratch))
+            process = self._start(words, there, choose_environment(os.environ, self._scratch, compiled))
         except OSError as error:
             here.close()
             raise ComputeLost(f"the process that computes cannot be started: {error.strerror}") from None

@@ -17,7 +17,7 @@ from msgspec import Meta
 from ravnest import errors
 from ravnest.config import CompileMode
 from ravnest.errors import RavnestError
-from ravnest.ids import NodeId
+from ravnest.ids import NodeId, RoundId
 from ravnest.protocol.membership import ProbeReport
 from ravnest.protocol.messages import Message
 from ravnest.protocol.placement import BlobRef, PlanOrder, RingOrder, SnapshotOrder, StageParts
@@ -108,6 +108,7 @@ class SnapshotWritten:
     order: SnapshotOrder
     version: int
     blob: WrittenBlob
+    anchor_round: RoundId | None = None  # the round whose average it has; None: the live weights
 
 
 @dataclass(frozen=True, slots=True)

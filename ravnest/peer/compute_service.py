@@ -34,7 +34,7 @@ from ravnest.peer.compute_frames import (
     unpack_order,
 )
 from ravnest.peer.compute_protocol import ComputeFailed, ToCompute
-from ravnest.peer.fences import PROGRAMS, Fence, FenceWishes, close_late, describe
+from ravnest.peer.fences import PROGRAMS, Fence, FenceWishes, close_late, describe_fences
 from ravnest.peer.machine import return_freed_memory
 from ravnest.peer.stage_builder import StageBuilder
 from ravnest.peer.stage_host import SavedStage, StageHost
@@ -120,7 +120,7 @@ class _Service:
         begin_loading_compiler(order.setup)
         own = _OWN_BYTES + torch.get_num_threads() * _THREAD_BYTES
         late = close_late(self._wishes, _ROOM * limits.memory_bytes + own)
-        self._send([FencesClosed(*describe([*self._fences, *late]))])
+        self._send([FencesClosed(*describe_fences([*self._fences, *late]))])
         is_closed = any(each.holds for each in late if each.name == PROGRAMS)
         probe = can_run_bf16_forked if is_closed else can_run_bf16
         builder = StageBuilder(limits, self._clock, probe=probe, timeouts=order.timeouts)

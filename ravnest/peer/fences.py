@@ -6,7 +6,6 @@ thread that asks for it and those it starts. `close_late` comes when torch is lo
 of others. The numbers are those of Linux on x86-64 and ARM64. Only the standard library is loaded here.
 """
 
-import contextlib
 import ctypes
 import os
 import platform
@@ -277,17 +276,8 @@ def _step(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
     return struct.pack("<HBBI", code, if_true, if_false, value)
 
 
-def describe(fences: Iterable[Fence]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def describe_fences(fences: Iterable[Fence]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the names of the fences that hold, and the others with their reasons."""
     known = tuple(fences)
     held = tuple(each.name for each in known if each.holds)
     return held, tuple(f"{each.name} ({each.why})" for each in known if not each.holds)
-
-
-def has_network() -> bool:
-    """Return whether this process can still open a connection: a way to try a fence."""
-    import socket
-
-    with contextlib.suppress(OSError), socket.socket():
-        return True
-    return False

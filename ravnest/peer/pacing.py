@@ -19,7 +19,6 @@ from ravnest.engine.staleness import (
     StalenessPolicy,
     gradient_weight,
 )
-from ravnest.engine.train_config import TrainConfig
 from ravnest.ids import HUB, MicrobatchId, NodeId
 from ravnest.protocol.messages import Refusal
 from ravnest.protocol.placement import PlanOrder
@@ -61,16 +60,19 @@ _REMEMBERED = 5  # reports of a stage
 _DAY = 86_400.0
 
 
-def make_policy(training: TrainConfig, order: PlanOrder) -> StalenessPolicy:
-    """Return what bounds the staleness of one stage: accumulation is the plan's, the rest is measured."""
+def make_policy(planned_updates: int, max_lag: int | None, order: PlanOrder) -> StalenessPolicy:
+    """Return what bounds the staleness of one stage: accumulation is the plan's, the rest is measured.
+
+    So many updates are planned for the job, of all clusters together.
+    """
     assert order.stage is not None
     num_clusters = max((len(ring.owners) for _, ring in order.rings), default=1)
     return StalenessPolicy(
-        planned_updates=training.planned_updates // num_clusters,
+        planned_updates=planned_updates // num_clusters,
         accumulate_min=order.accumulate,
         accumulate_max=order.accumulate,
         window_max=order.stage.window,
-        max_lag=training.max_lag,
+        max_lag=max_lag,
     )
 
 

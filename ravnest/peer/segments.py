@@ -14,6 +14,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from ravnest.averaging.direct import Judged, Row
+from ravnest.averaging.pledges import digest_content
 from ravnest.codec import ErrorFeedback, decode_tensor, encode_tensor
 from ravnest.config import WireFormat
 from ravnest.engine.norms import find_norms
@@ -21,6 +23,7 @@ from ravnest.engine.stage import SummedGradient
 from ravnest.engine.train_config import TrainConfig
 from ravnest.errors import ProtocolError
 from ravnest.model.state.state_dict import FlatEntry, Layout
+from ravnest.peer.robust_mean import dither, find_mean, judge_rows
 from ravnest.protocol.tensors import Buffer, TensorSpec
 
 _RANGE = 1e3  # times the largest weight or own change: further away no honest mean is
@@ -233,6 +236,44 @@ class SegmentState:
         found = self._feedback.encode(where, items, unit)
         return EncodedChunk(spec, found.buffer, found.decoded)
 
+    # In a robust round.
+
+    @torch.no_grad()
+    def contribute(self, where: slice) -> EncodedChunk:
+        """Return the own change of a robust round, encoded once; what that rounds off is owed."""
+        assert self._vector is not None
+        items = self._vector[where].clone()
+        share = min(1.0, self._weight / (self._last_weight or 1.0)) / self._weight
+        self._feedback.add_owed(where, items, share)
+        return replace(self._encode(where, items, self._weight), items=None)
+
+    @torch.no_grad()
+    def examine(self, where: slice, value: EncodedChunk) -> tuple[float, str | None]:
+        """Return the squared length of the weights' change in it, and why nobody honest sends it, if so."""
+        if value.spec != self._spec(where):
+            return 0.0, replace(value, items=torch.zeros(0)).judge(self._spec(where))[1]
+        items = decode_tensor(value.buffer, value.spec)
+        fault = self.fault(where, replace(value, items=items), 1.0, 0)
+        if fault is not None or where.start >= self._num_trained:
+            return 0.0, fault
+        return float(items.double().square().sum()), None
+
+    @torch.no_grad()
+    def combine(self, where: slice, rows: Sequence[Row[EncodedChunk]]) -> EncodedChunk:
+        """Return the robust mean, encoded: of the same rows the same bytes, on any PC."""
+        spec = self._spec(where)
+        mean = find_mean(*_read_rows(rows))
+        if spec.wire_format is WireFormat.INT4:
+            mean = dither(mean, b"".join(digest_content(row.value.buffer) for row in rows))
+        return EncodedChunk(spec, encode_tensor(mean, spec.wire_format), None)
+
+    @torch.no_grad()
+    def judge(self, where: slice, rows: Sequence[Row[EncodedChunk]]) -> list[Judged]:
+        """Return what is seen of each contribution; of statistics nothing."""
+        if where.start >= self._num_trained:
+            return [Judged(0.0, 0.0, 0.0, 0) for _ in rows]
+        return judge_rows(*_read_rows(rows))
+
     @torch.no_grad()
     def commit(
         self,
@@ -317,6 +358,11 @@ class SegmentState:
         if self._coming is not None:
             self._anchor, self._outer = self._coming[: self._num_state], self._coming[self._num_state :]
         self._coming, self._num_came = None, 0
+
+
+def _read_rows(rows: Sequence[Row[EncodedChunk]]) -> tuple[list[Tensor], list[float], list[float]]:
+    tensors = [decode_tensor(row.value.buffer, row.value.spec) for row in rows]
+    return tensors, [row.weight for row in rows], [row.factor for row in rows]
 
 
 def _arrange(layout: Layout, entries: Sequence[FlatEntry]) -> Layout:

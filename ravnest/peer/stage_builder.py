@@ -235,7 +235,8 @@ class StageBuilder:
             stage.window, order.accumulate, version=parts.version, is_exact=order.is_exact
         )
         device = self._device(blueprint, training.batch_size, is_split, stage.recompute)
-        rate, policy = training.optimizer.learning_rate, make_policy(training, order)
+        rate = training.optimizer.learning_rate
+        policy = make_policy(training.planned_updates, training.max_lag, order)
         worker = Worker(position, blueprint, engine, schedule, rate, device, policy, self._timeouts)
         if reason := refuse_exact(order, worker.tied):
             return StageMissing(parts.build_id, stage.node, reason)

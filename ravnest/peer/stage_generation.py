@@ -1,21 +1,27 @@
 """A stage's part in generation: the next token of a few rows, between two pieces of training.
 
-The rows of a step come from the hub, the values of the stage before from that stage. The whole row is
-computed anew for each token, with the weights of that moment. Only places that are new cross to the next
-stage: it holds those before from the steps before. What a stage holds is bounded, and forgotten at the end.
+The rows of a step come from the hub, the values of the stage before from that stage. Only places that are
+new cross to the next stage: it holds those before from the steps before. Only these are computed, too, where
+the stage can keep keys and values (`model.stage.stage_texts`), else whole rows. What a stage holds is
+bounded, and forgotten at the end.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from ravnest.codec import check_buffer, decode_tensor, describe, encode_tensor, widen_integers
-from ravnest.engine.stage import DroppedWork, StageEngine
+from ravnest.engine.stage import DroppedWork, RunBeside, StageEngine
 from ravnest.errors import ProtocolError, RavnestError
 from ravnest.ids import HUB, NodeId
-from ravnest.model.blueprint.program import Blueprint, Program, Size, TensorType, ValueId
+from ravnest.model.blueprint.place_axes import find_axis
+from ravnest.model.blueprint.program import Blueprint, Program, ValueId
+from ravnest.model.stage.cached_text import NewPlaces, TextCache
+from ravnest.model.stage.stage_program import StageProgram
+from ravnest.model.stage.stage_texts import StageTexts
 from ravnest.model.stage.text_model import LOGITS_RESULT, make_generation_program
 from ravnest.peer.pacing import Device, StagePosition
 from ravnest.protocol.generation import (
@@ -32,6 +38,7 @@ from ravnest.protocol.tensors import FLOAT_BYTES, Buffer
 from ravnest.transfer.outbox import Outgoing
 
 _MOST_GENERATIONS = 16  # that a stage remembers; the hub has fewer at a time
+MOST_CACHE_BYTES = 256 << 20  # of keys and values, of all texts; those that do not fit take whole rows
 
 
 @dataclass(slots=True)
@@ -42,18 +49,27 @@ class _Generation:
     fields: dict[str, Tensor] = field(default_factory=dict)
     held: dict[ValueId, Tensor] = field(default_factory=dict)  # inputs, whole rows
     arrived: tuple[GenerationValues, Sequence[Buffer]] | None = None
+    cache: TextCache | None = None
+    cache_bytes: int = 0  # when its rows are full
 
 
 class StageGeneration:
     """The generations that pass through one stage."""
 
     def __init__(
-        self, position: StagePosition, blueprint: Blueprint, stage: StageEngine, device: Device
+        self,
+        position: StagePosition,
+        blueprint: Blueprint,
+        stage: StageEngine,
+        device: Device,
+        most_cache_bytes: int = MOST_CACHE_BYTES,
     ) -> None:
         self._position, self._stage, self._device = position, stage, device
+        self._most_cache_bytes = most_cache_bytes
         self._is_leaf = position.after is None
         self._evaluate = blueprint.evaluate
         self._found: Program | None = None  # made when the first generation comes
+        self._texts: StageTexts | None = None  # made when the first step is run
         self._generations: dict[int, _Generation] = {}  # the oldest first
         self._ready: dict[int, None] = {}
 
@@ -116,6 +132,11 @@ class StageGeneration:
         return len(self._generations)
 
     @property
+    def num_cached(self) -> int:
+        """Generations whose keys and values it has."""
+        return sum(each.cache is not None for each in self._generations.values())
+
+    @property
     def _program(self) -> Program:
         if self._found is None:
             self._found = make_generation_program(self._evaluate)
@@ -148,33 +169,36 @@ class StageGeneration:
         self, found: _Generation, order: GenerationStep, message: GenerationValues, buffers: Sequence[Buffer]
     ) -> None:
         """Put what is new into the rows that are held."""
-        program, num_rows = self._program, len(order.ends)
+        program, num_rows, places = self._program, len(order.ends), _find_places(order)
         if [value for value, _ in message.values] != list(program.inputs):
             raise ProtocolError("a step of a generation came with other values than those awaited")
         for (number, spec), buffer in zip(message.values, buffers, strict=True):
             value, kind = ValueId(number), program.values[ValueId(number)]
-            whole, rows = kind.shape_at(num_rows), _find_rows(order, kind)
-            wanted = whole if rows is None else (num_rows, max(order.ends) - order.first, *rows[2:])
+            whole, axis = kind.shape_at(num_rows), find_axis(kind, order.length)
+            wanted = whole if axis is None else places.shape(kind, axis)
             if spec.shape != wanted or spec.dtype != kind.dtype:
                 raise ProtocolError(f"value {number} of a generation has shape {spec.shape}, not its own")
             device = self._position.device if spec.dtype in FLOAT_BYTES else "cpu"
             part = decode_tensor(buffer, spec, device)
-            if rows is None:
+            if axis is None:
                 found.held[value] = part
                 continue
             if value not in found.held or tuple(found.held[value].shape) != whole:
                 if order.first:
                     raise ProtocolError("a step of a generation came without those before it")
                 found.held[value] = torch.zeros(whole, dtype=part.dtype, device=part.device)
-            found.held[value].view(rows)[:, order.first : max(order.ends)] = part
+            places.take(found.held[value], axis).copy_(part)
 
     def _run(self, found: _Generation) -> Iterator[Outgoing]:
         order = found.order
         assert order is not None
-        started = self._device.clock()
+        started, places = self._device.clock(), _find_places(order)
         about = (self._position.build_id, order.generation, order.step)
-        passed = self._stage.generate(order.generation, found.held, found.fields)
-        self._device.stretch(started, self._device.forward_seconds * len(order.ends))
+        run = self._choose_way(found, order, places)
+        passed = self._stage.generate(order.generation, found.held, found.fields, run)
+        is_short = found.cache is not None and self._texts is not None and not self._texts.reason
+        share = places.count / order.length if is_short else 1.0
+        self._device.stretch(started, self._device.forward_seconds * len(order.ends) * share)
         if isinstance(passed, DroppedWork):
             yield Outgoing(HUB, GenerationFault(*about, passed.reason))
             if passed.has_lost_device:
@@ -184,20 +208,33 @@ class StageGeneration:
         elif self._position.after is not None:
             yield self._pass_on(order, {ValueId(value): each for value, each in passed.outputs.items()})
         else:
-            rows = choose_words(passed.results[LOGITS_RESULT], order.ends, order.num_choices)
+            # A row that is done has no new place: what is said of it does not matter.
+            ends = [max(1, end - order.first) for end in order.ends]
+            rows = choose_words(passed.results[LOGITS_RESULT], ends, order.num_choices)
             if isinstance(rows, str):
                 yield Outgoing(HUB, GenerationFault(*about, rows))
             else:
                 yield Outgoing(HUB, GenerationAnswer(*about, rows))
+
+    def _choose_way(self, found: _Generation, order: GenerationStep, places: NewPlaces) -> RunBeside | None:
+        """Return how a step is run: with a cache if the stage can have one and it has room."""
+        program = self._stage.program
+        assert isinstance(program, StageProgram)
+        if self._texts is None:
+            self._texts = StageTexts(program, order.length)
+        if found.cache is None and order.first == 0:
+            wanted = self._texts.cache_bytes(places.num_rows)
+            taken = sum(each.cache_bytes for each in self._generations.values())
+            if 0 < wanted <= self._most_cache_bytes - taken:
+                found.cache, found.cache_bytes = TextCache(), wanted
+        return partial(self._texts.run, places=places, cache=found.cache)
 
     def _pass_on(self, order: GenerationStep, outputs: dict[ValueId, Tensor]) -> Outgoing:
         """Return the new places of what crosses, in the format that activations have on this link."""
         assert self._position.after is not None
         specs, buffers = [], []
         for value in self._program.outputs:
-            rows, sent = _find_rows(order, self._program.values[value]), outputs[value]
-            if rows is not None:
-                sent = sent.reshape(rows)[:, order.first : max(order.ends)].contiguous()
+            sent = outputs[value].contiguous()
             key = (self._position.seed, order.generation, order.step, int(value))
             specs.append((int(value), describe(sent, self._position.activations)))
             buffers.append(encode_tensor(sent, self._position.activations, key))
@@ -205,16 +242,8 @@ class StageGeneration:
         return Outgoing(self._position.after, message, tuple(buffers))
 
 
-def _find_rows(order: GenerationStep, kind: TensorType) -> tuple[int, ...] | None:
-    """Return sizes as (rows, places, ...), also where rows lie end to end; None: the value has no places."""
-    if kind.shape and kind.shape[0] == Size(order.length):
-        rest = kind.shape[1:]
-    elif len(kind.shape) > 1 and kind.shape[:2] == (Size(1), order.length):
-        rest = kind.shape[2:]
-    else:
-        return None
-    sizes = [each for each in rest if isinstance(each, int)]
-    return (len(order.ends), order.length, *sizes) if len(sizes) == len(rest) else None
+def _find_places(order: GenerationStep) -> NewPlaces:
+    return NewPlaces(len(order.ends), order.first, max(order.ends))
 
 
 def choose_words(logits: Tensor, ends: Sequence[int], num_choices: int) -> tuple[TokenChoices, ...] | str:

@@ -5,12 +5,15 @@ the only dispatcher for messages to a stage, and lets training and averaging tak
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+
+from torch import Tensor
 
 from ravnest.engine.weight_versions import Snapshot
 from ravnest.errors import ProtocolError
-from ravnest.ids import HUB, NodeId
+from ravnest.ids import HUB, NodeId, RoundId
+from ravnest.model.state.sketch import sketch_tensors
 from ravnest.model.state.state_dict import snapshot_pieces
 from ravnest.peer.averager import Averager
 from ravnest.peer.compute_protocol import (
@@ -29,8 +32,11 @@ from ravnest.peer.worker import Worker
 from ravnest.protocol.averaging import (
     AnchorPart,
     AnchorQuery,
+    DirectPart,
     RingPart,
     RoundAbort,
+    RoundCall,
+    RoundCheck,
     RoundCommit,
     RoundOpen,
     TiedCall,
@@ -41,7 +47,14 @@ from ravnest.protocol.averaging import (
 from ravnest.protocol.generation import GenerationEnd, GenerationStep, GenerationValues
 from ravnest.protocol.membership import Complaint
 from ravnest.protocol.messages import Message, Refusal
-from ravnest.protocol.placement import PlanOrder, RingOrder, SnapshotOrder, StageMissing
+from ravnest.protocol.placement import (
+    PlanOrder,
+    RingOrder,
+    SketchMade,
+    SketchOrder,
+    SnapshotOrder,
+    StageMissing,
+)
 from ravnest.protocol.tensors import Buffer
 from ravnest.protocol.training import (
     Activation,
@@ -68,8 +81,9 @@ class RunningStage:
 
     def __init__(self, worker: Worker, averager: Averager, clock: Callable[[], float]) -> None:
         self.worker, self.averager = worker, averager
+        worker.find_average = self._find_average
         self._clock = clock
-        self._late_round: RoundOpen | None = None  # it begins when tied weights are settled
+        self._late_round: RoundOpen | None = None  # it begins when all that was trained can be in it
         self._training_seconds = self._averaging_seconds = 0.0  # while a round is open
         self._was_text = False  # the last piece of work
 
@@ -95,6 +109,8 @@ class RunningStage:
                 return worker.timekeeper.follow_pace(message, sender) or ()
             case StepReport():
                 return worker.timekeeper.record_report(message, sender) or ()
+            case SketchOrder():
+                return [Outgoing(HUB, self._sketch(message))]
             case GenerationStep():
                 return worker.begin_texts().receive_step(message, buffers) or ()
             case GenerationValues():
@@ -104,10 +120,14 @@ class RunningStage:
             case RoundOpen():
                 return self._open_round(message)
             case RoundCommit():
-                return averager.receive_outcome(message)
+                return self._commit_round(message)
             case RoundAbort():
                 return self._abort_round(message)
-            case RingPart():
+            case RoundCall():
+                return averager.receive_call(message)
+            case RoundCheck():
+                return averager.receive_check(message)
+            case RingPart() | DirectPart():
                 return averager.receive_part(message, buffers[0], sender)
             case AnchorQuery():
                 return averager.receive_query(message, sender)
@@ -132,12 +152,25 @@ class RunningStage:
         if order.is_final:
             self.worker.close_update()
         if order.is_blocking:
-            # All that was trained must be in the average: tied weights may wait for other stages.
-            self._late_round = None if self.worker.tied.is_settled else order
+            # All that was trained must be in the average: tied weights may wait for other stages. And a
+            # microbatch that begins after it shall see the average, and nothing newer: so it can be checked.
+            is_ready = self.worker.tied.is_settled and (order.sums_gradients or not self.worker.is_midway)
+            self._late_round = None if is_ready else order
             if self._late_round is not None:
                 return ()
         self._training_seconds = self._averaging_seconds = 0.0
         return self.averager.open(order)
+
+    def _commit_round(self, commit: RoundCommit) -> StageAnswer:
+        was_blocking = self.averager.is_blocking and not self.worker.is_exact
+        answer = self.averager.receive_outcome(commit)
+        if was_blocking and self.averager.anchor_state.anchor_round == commit.round_id:
+            self.worker.begin_average(commit.round_id)
+        return answer
+
+    def _find_average(self, round_id: RoundId) -> Mapping[str, Tensor] | None:
+        before = self.averager.anchor_state
+        return before.anchors if before.anchor_round == round_id else None
 
     def _abort_round(self, abort: RoundAbort) -> StageAnswer:
         if self._late_round is not None and abort.round_id == self._late_round.round_id:
@@ -174,7 +207,13 @@ class RunningStage:
         Chunks of a round come first, until they have had their share of the time: one that waits keeps the
         whole ring waiting, and training may have work without end.
         """
-        is_blocked = self.averager.is_blocking or self._late_round is not None
+        late = self._late_round
+        if late is not None and self.worker.is_midway:
+            return self.worker.next_work(may_forward=False)
+        if late is not None and self.worker.tied.is_settled:
+            self._late_round = None
+            return iter(self._open_round(late))
+        is_blocked = self.averager.is_blocking or late is not None
         is_first = self._averaging_seconds <= _AVERAGING_SHARE * self._training_seconds
         averaging = self._average() if is_first or is_blocked else None
         if averaging is not None:
@@ -214,6 +253,35 @@ class RunningStage:
         # Exact updates are the same in all stages, and so must their snapshots be.
         return self.worker.stage.snapshot(copies=self.worker.is_exact) if is_time else None
 
+    def save_average(self, anchor_round: RoundId) -> Snapshot | None:
+        """Return the state with the average of a round in place of the live weights; None: it has another.
+
+        The average is copied: the next round changes it.
+        """
+        before = self.averager.anchor_state
+        if before.anchor_round != anchor_round:
+            return None
+        live = self.worker.stage.snapshot(copies=False)
+        kept = {
+            name: before.anchors[name].to(tensor.dtype, copy=True) if name in before.anchors else tensor
+            for name, tensor in live.state.items()
+        }
+        return replace(live, state=kept)
+
+    def _sketch(self, order: SketchOrder) -> SketchMade:
+        """Say which weights this stage has, of each of its segments."""
+        before, live = self.averager.anchor_state, self.worker.stage.state
+        is_live = order.anchor_round is None
+        rows = []
+        for segment in (
+            self.averager.segments.values() if is_live or before.anchor_round == order.anchor_round else ()
+        ):
+            anchors = segment.anchors
+            tensors = {name: live[name] for name in anchors} if is_live else anchors
+            place = segment.trained
+            rows.append((place.start, place.stop, sketch_tensors(tensors, anchors, order.key)))
+        return SketchMade(order.build_id, order.number, tuple(rows))
+
 
 @dataclass(frozen=True, slots=True)
 class SavedStage:
@@ -225,13 +293,14 @@ class SavedStage:
 
     order: SnapshotOrder
     snapshot: Snapshot
+    anchor_round: RoundId | None = None  # the round whose average it has
 
 
 def write_snapshot(folder: str | None, saved: SavedStage) -> SnapshotWritten:
     """Write a snapshot down, for the agent to serve."""
     state, optimizer = saved.snapshot.state, saved.snapshot.optimizer
     blob = write_blob(folder, lambda: snapshot_pieces(state, optimizer))
-    return SnapshotWritten(saved.order, saved.snapshot.version, blob)
+    return SnapshotWritten(saved.order, saved.snapshot.version, blob, saved.anchor_round)
 
 
 def write_blob(folder: str | None, make: Callable[[], Iterable[Buffer]]) -> WrittenBlob:
@@ -335,7 +404,13 @@ class StageHost:
         if snapshot is None:
             return []
         self._snapshot_orders = []
-        return [SavedStage(order, snapshot) for order in orders]
+        return [self._saved(order, snapshot) for order in orders]
+
+    def _saved(self, order: SnapshotOrder, live: Snapshot) -> SavedStage:
+        """Return what an order asks for: the average of its round if that is here, else the live weights."""
+        wanted = order.anchor_round
+        average = None if wanted is None or self._stage is None else self._stage.save_average(wanted)
+        return SavedStage(order, live) if average is None else SavedStage(order, average, wanted)
 
     def save(self, is_final: bool = True) -> Snapshot | None:
         """Return the state of the stage, or of the held one; None while tied weights wait, or without any."""

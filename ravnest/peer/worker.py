@@ -7,7 +7,7 @@ the weights is computed. engine.schedule decides what is next. All of it belongs
 import logging
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -19,7 +19,7 @@ from ravnest.engine.stage import DroppedWork, PassedOn, StageEngine, Updated
 from ravnest.engine.staleness import StalenessPolicy
 from ravnest.engine.weight_versions import MakeAgain
 from ravnest.errors import ProtocolError, RavnestError
-from ravnest.ids import HUB, LeaseId, MicrobatchId, NodeId
+from ravnest.ids import HUB, LeaseId, MicrobatchId, NodeId, RoundId
 from ravnest.model.blueprint.program import Blueprint, Program, ValueId
 from ravnest.peer.pacing import Device, StagePosition, Timekeeper
 from ravnest.peer.stage_generation import StageGeneration
@@ -36,6 +36,7 @@ from ravnest.protocol.training import (
     LeaseDone,
     LeaseGrant,
     Metrics,
+    Recheck,
     StepReport,
 )
 from ravnest.transfer.outbox import Outgoing
@@ -43,6 +44,7 @@ from ravnest.transfer.outbox import Outgoing
 logger = logging.getLogger(__name__)
 
 _REFUSALS_PER_LINE = 100  # of updates, in the log
+FindAverage = Callable[[RoundId], Mapping[str, Tensor] | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,7 @@ class _Arriving:
     inputs: dict[ValueId, _Travelled] | None = None
     num_samples: int = 0
     is_evaluation: bool | None = None  # unknown until the lease or the activation says so
+    recheck: Recheck | None = None
 
     def decode_inputs(self) -> dict[ValueId, Tensor]:
         """Return the inputs, all of which are here."""
@@ -91,6 +94,7 @@ class _Running:
     passed: PassedOn | None = None  # of the last stage, until its results are read
     loss: float | None = None
     metrics: Metrics = ()
+    anchor_round: RoundId | None = None  # its forward saw this average, and nothing newer
 
 
 @dataclass(slots=True)
@@ -130,6 +134,9 @@ class Worker:
         self._arriving: dict[MicrobatchId, _Arriving] = {}
         self._ready: dict[MicrobatchId, _Arriving] = {}
         self._evaluations: deque[MicrobatchId] = deque()
+        self._rechecks: deque[MicrobatchId] = deque()
+        self._average: tuple[RoundId, int] | None = None  # the weights' own since a version
+        self.find_average: FindAverage = lambda _: None  # the weights of a round's average, if they are here
         self._gradients: dict[MicrobatchId, dict[ValueId, Tensor]] = {}
         self._running: dict[MicrobatchId, _Running] = {}
         self._leases: dict[MicrobatchId, _Lease] = {}
@@ -138,11 +145,26 @@ class Worker:
         self.tied = TiedWeights(position, blueprint, stage)
         self._unsent: list[Outgoing] = self.tied.hello()  # to be sent before any work
 
-    def next_work(self) -> Iterator[Outgoing] | None:
+    @property
+    def is_midway(self) -> bool:
+        """Whether a cluster of this stage alone has a microbatch between its forward and its backward."""
+        return self._is_alone and bool(self._running)
+
+    @property
+    def _is_alone(self) -> bool:
+        return self._before is None and self._after is None
+
+    def begin_average(self, round_id: RoundId) -> None:
+        """Record that the weights are the average of a round, until the next update."""
+        self._average = (round_id, self._stage.version) if self._is_alone else None
+
+    def next_work(self, may_forward: bool = True) -> Iterator[Outgoing] | None:
         """Return the next piece of work, done as it is iterated over; None when nothing is runnable."""
         if self._unsent:
             return self.flush()
-        may_forward = self.tied.may_forward(self.schedule.is_lockstep) and self._is_in_turn
+        if self._rechecks:
+            return self._recheck(self._rechecks.popleft())
+        may_forward = may_forward and self.tied.may_forward(self.schedule.is_lockstep) and self._is_in_turn
         task = self.schedule.next(may_forward)
         self.timekeeper.record_idle(task is None and not self._evaluations)
         if task is None:
@@ -232,7 +254,7 @@ class Worker:
                 self._leases[microbatch] = lease
             arriving = self._arriving.setdefault(microbatch, _Arriving())
             arriving.inputs, arriving.num_samples = {}, num_samples
-            arriving.is_evaluation = grant.is_evaluation
+            arriving.is_evaluation, arriving.recheck = grant.is_evaluation, grant.recheck
             if refusal := self._admit(microbatch):
                 return refusal
         return None
@@ -302,11 +324,13 @@ class Worker:
         arriving = self._arriving[microbatch]
         if arriving.is_evaluation is None:
             return None
-        program = self._blueprint.program(arriving.is_evaluation)
+        program = self._blueprint.program(arriving.is_evaluation and arriving.recheck is None)
         if arriving.inputs is None or any(name not in arriving.fields for _, name in program.fields):
             return None
         del self._arriving[microbatch]
-        if arriving.is_evaluation:
+        if arriving.recheck is not None:
+            self._rechecks.append(microbatch)
+        elif arriving.is_evaluation:
             self._evaluations.append(microbatch)
         elif reason := self.schedule.offer_input(microbatch):
             return Refusal(reason)
@@ -326,6 +350,8 @@ class Worker:
             yield from self._drop(passed)
             return
         running = self._running[microbatch] = _Running(ready.num_samples, self._clock() - started)
+        if self._average is not None and self._average[1] == self._stage.version:
+            running.anchor_round = self._average[0]
         if self._after is not None:
             outgoing = self._pass_on(microbatch, ready, passed)
             self.timekeeper.record_sent(microbatch)
@@ -416,6 +442,19 @@ class Worker:
         )
         yield Outgoing(HUB, report)
 
+    def _recheck(self, microbatch: MicrobatchId) -> Iterator[Outgoing]:
+        """Say which loss a microbatch of another cluster has on an average that both have."""
+        ready = self._ready.pop(microbatch)
+        assert ready.recheck is not None
+        loss, average = None, self.find_average(ready.recheck.anchor_round) if self._is_alone else None
+        if average is not None:
+            key = (self.position.seed, ready.recheck.microbatch)
+            passed = self._stage.rerun(microbatch, ready.decode_inputs(), ready.fields, key, average)
+            loss = None if isinstance(passed, DroppedWork) else _read_results(passed)[0]
+        anchor_round = None if loss is None else ready.recheck.anchor_round
+        facts = (self.position.build_id, microbatch, self._stage.version, 0, ready.num_samples)
+        yield Outgoing(HUB, StepReport(*facts, 0.0, 0.0, 0.0, 0.0, loss, (), None, anchor_round))
+
     def _pass_on(self, microbatch: MicrobatchId, ready: _Arriving, passed: PassedOn) -> Outgoing:
         assert self._after is not None
         values = [(ValueId(value), tensor) for value, tensor in passed.outputs.items()]
@@ -441,6 +480,7 @@ class Worker:
             loss=running.loss,
             metrics=running.metrics,
             noise=self._stage.noise if task.is_update else None,
+            anchor_round=running.anchor_round,
         )
         return self.timekeeper.send(report)
 

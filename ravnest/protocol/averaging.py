@@ -1,10 +1,15 @@
-"""Messages about averaging: rounds, their parts on the rings, votes, outcomes, anchors; tied weights.
+"""Messages about averaging: rounds, their parts, pledges, votes, checks, outcomes, anchors; tied weights.
+
+A plain round sums along rings. In a robust one each member first pledges what it will bring, by a hash for
+each owner of a part. When all have pledged the hub calls; contributions then go straight to the owners, and
+finished parts from them to all. Before it commits, the hub has some chunks made again by others.
 
 Stages of a cluster that hold one weight together keep their copies equal. The first of them in the line is
 the weight's home. It decides every change, and the order of changes.
 """
 
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Annotated, Generic, TypeVar
 
 from msgspec import Meta
@@ -16,6 +21,10 @@ Value = TypeVar("Value")
 FIRST_WEIGHTS = RoundId(0)  # what all clusters have before the first round
 ShareCount = Annotated[int, Meta(ge=0, le=2**20)]
 Digest = Annotated[bytes, Meta(min_length=16, max_length=16)]
+Weight = Annotated[float, Meta(gt=0.0, le=1e15)]
+Length = Annotated[float, Meta(ge=0.0, le=1e30)]  # of a vector
+Sum = Annotated[float, Meta(ge=-1e60, le=1e60)]
+Factor = Annotated[float, Meta(ge=0.0, le=1.0)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +46,9 @@ class RoundOpen:
     sums_gradients: bool = False  # of the shares of a batch; anchors and weights do not go around
     rate: float = 0.0  # of the update that a gradient round makes
     num_microbatches: ShareCount | None = None  # in the receiver's share; None: as many as in any update
+    # Of a robust round: how much each owner in the receiver's rings counts, by the hub's books.
+    weights: tuple[tuple[NodeId, Weight], ...] = ()
+    resting: tuple[NodeId, ...] = ()  # those that own no part of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +68,119 @@ class RingPart(Generic[Value]):
 
 
 @dataclass(frozen=True, slots=True)
+class Pledge:
+    """What a member will send to one owner: a hash over all of it, and how long its change of weights is."""
+
+    owner: NodeId
+    root: Digest
+    norm: Length
+
+
+@dataclass(frozen=True, slots=True)
+class RoundPledge:
+    """A member binds itself to its contribution, before it has seen another."""
+
+    round_id: RoundId
+    member: NodeId
+    pledges: tuple[Pledge, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """By what an owner or a checker goes with a member: its pledge, and how much of it counts.
+
+    A pledge covers the segments that member and owner share: so many, and this one of them.
+    """
+
+    member: NodeId
+    root: Digest
+    norm: Length
+    factor: Factor  # below 1: it is longer than those of the others, and is made shorter; 0: it is left out
+    place: ShareCount = 0
+    count: ShareCount = 1
+
+
+@dataclass(frozen=True, slots=True)
+class RoundCall:
+    """All have pledged: the receiver sends its contributions. These are the terms for the parts it owns.
+
+    What an owner finishes is no longer than its limit.
+    """
+
+    round_id: RoundId
+    terms: tuple[Terms, ...]
+    limits: tuple[tuple[NodeId, Length], ...]
+
+
+class PartStep(StrEnum):
+    """What a direct part is."""
+
+    CONTRIBUTION = "contribution"  # for the owner of the part
+    FINISHED = "finished"  # from the owner, for all
+    CHECK = "check"  # a contribution again, for who makes the chunk again
+
+
+@dataclass(frozen=True, slots=True)
+class DirectPart(Generic[Value]):
+    """One chunk of one part of a segment; `path` proves that a contribution is what was pledged."""
+
+    round_id: RoundId
+    segment: SegmentId
+    part: int
+    chunk: int
+    step: PartStep
+    path: Annotated[tuple[Digest, ...], Meta(max_length=64)]
+    value: Value
+
+
+@dataclass(frozen=True, slots=True)
+class RoundCheck:
+    """All have voted: members send one chunk of an owner's part to the checker, who makes it again.
+
+    The ticket chooses the chunk. Only the checker gets the terms.
+    """
+
+    round_id: RoundId
+    segment: SegmentId
+    owner: NodeId
+    ticket: Count
+    checker: NodeId
+    terms: tuple[Terms, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RoundChecked:
+    """What the checker found; it has a suspect if one did not send it what was pledged."""
+
+    round_id: RoundId
+    member: NodeId
+    segment: SegmentId
+    owner: NodeId
+    is_same: bool
+    suspect: NodeId | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """What an owner saw of a member's change in its parts, for each sample, beside the mean of the others."""
+
+    member: NodeId
+    distance: Sum  # squared
+    along: Sum  # its product with that mean
+    square: Sum
+    num_items: int  # that were compared
+
+
+@dataclass(frozen=True, slots=True)
 class RoundReady:
     """A member's vote: it has every average of its rings and will not give up by itself."""
 
     round_id: RoundId
     member: NodeId
     hashes: tuple[tuple[SegmentId, Digest], ...] = ()  # of the averages: alike in every owner
+    # Of a robust round: hashes of the parts of each segment, and what this owner saw of each contribution.
+    parts: tuple[tuple[SegmentId, tuple[Digest, ...]], ...] = ()
+    sights: tuple["Sight", ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +198,7 @@ class RoundAbort:
     reason: str
     suspect: NodeId | None = None
     hops: Count = 1  # after which the chunk was due; a member further behind waits for more hops
+    is_lie: bool = False  # of a robust round: what came is not what was pledged, or cannot be
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +230,8 @@ class AnchorPart(Generic[Value]):
 
 
 RoundOutcome = RoundCommit | RoundAbort
-RoundMessage = RoundOpen | RoundReady | RoundOutcome | RoundQuery | AnchorQuery
+RobustMessage = RoundPledge | RoundCall | RoundCheck | RoundChecked
+RoundMessage = RoundOpen | RoundReady | RoundOutcome | RoundQuery | AnchorQuery | RobustMessage
 
 
 @dataclass(frozen=True, slots=True)

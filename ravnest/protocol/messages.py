@@ -18,7 +18,7 @@ from msgspec import Meta
 
 from ravnest.config import WireFormat
 from ravnest.errors import ProtocolError, WireVersionError
-from ravnest.protocol.averaging import AnchorPart, RingPart, RoundMessage, TiedMessage
+from ravnest.protocol.averaging import AnchorPart, DirectPart, RingPart, RoundMessage, TiedMessage
 from ravnest.protocol.generation import GenerationMessage
 from ravnest.protocol.membership import MembershipMessage, ProbeOrder, ProbeReport
 from ravnest.protocol.placement import BlobPart, BlobRequest, PlacementMessage
@@ -35,7 +35,9 @@ class Refusal:
 
 
 SetupMessage = PlacementMessage | BlobRequest | BlobPart | ProbeOrder | ProbeReport
-TensorMessage = RingPart[TensorSpec] | AnchorPart[TensorSpec] | TiedMessage[TensorSpec]
+TensorMessage = (
+    RingPart[TensorSpec] | DirectPart[TensorSpec] | AnchorPart[TensorSpec] | TiedMessage[TensorSpec]
+)
 Message = (
     MembershipMessage
     | SetupMessage
@@ -48,7 +50,7 @@ Message = (
 )
 
 
-WIRE_VERSION = 4
+WIRE_VERSION = 5
 MOST_HEADER_BYTES = 64 * 1024
 
 _LONGEST_TEXT = 300

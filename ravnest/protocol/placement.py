@@ -153,6 +153,7 @@ class SnapshotOrder:
     build_id: int
     number: int
     is_final: bool = True  # training does not go on: an update that is under way is applied first
+    anchor_round: RoundId | None = None  # with the average of this round instead of the live weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +164,35 @@ class SnapshotMade:
     number: int
     version: int
     weights: BlobRef
+    anchor_round: RoundId | None = None  # the round whose average it has; None: the live weights
+
+
+SKETCH_VALUES = 4  # of each tensor: its norm, and sums with keyed signs
+SketchKey = Annotated[bytes, Meta(min_length=16, max_length=16)]
+SketchBytes = Annotated[bytes, Meta(max_length=60_000)]  # float32, SKETCH_VALUES for each tensor
+SketchRow = tuple[int, int, SketchBytes]  # of the positions [start, stop) of the line
+
+
+@dataclass(frozen=True, slots=True)
+class SketchOrder:
+    """The hub wants to know which weights a stage has, in few numbers that depend on a key.
+
+    With a round, of the average that it made; else of the live weights.
+    """
+
+    build_id: int
+    number: int
+    key: SketchKey
+    anchor_round: RoundId | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SketchMade:
+    """The sketch of each segment of the stage; none, if the stage has that average no more."""
+
+    build_id: int
+    number: int
+    rows: tuple[SketchRow, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +221,8 @@ PlacementMessage = (
     | StageMissing
     | SnapshotOrder
     | SnapshotMade
+    | SketchOrder
+    | SketchMade
     | BackupOrder
     | BackupKept
 )

@@ -5,12 +5,20 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from ravnest.ids import LeaseId, MicrobatchId, NodeId
+from ravnest.ids import LeaseId, MicrobatchId, NodeId, RoundId
 from ravnest.protocol.tensors import TensorSpec
 
 Metrics = tuple[tuple[str, float | None], ...]  # None where a metric was no finite number
 Count = Annotated[int, Meta(ge=1, le=2**20)]
 NormSquare = Annotated[float, Meta(ge=0.0, le=1e60)]  # NaN is not within any bounds
+
+
+@dataclass(frozen=True, slots=True)
+class Recheck:
+    """A microbatch is run as in training, on the average of a round, with the randomness of another one."""
+
+    anchor_round: RoundId
+    microbatch: MicrobatchId
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +30,7 @@ class LeaseGrant:
     is_evaluation: bool
     first_microbatch: MicrobatchId
     num_samples: tuple[int, ...]
+    recheck: Recheck | None = None  # its one microbatch is what another cluster has trained
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +108,7 @@ class StepReport:
     loss: float | None
     metrics: Metrics
     noise: GradientNoise | None = None  # with an update, once enough of them were measured
+    anchor_round: RoundId | None = None  # its forward saw the average of this round, and nothing newer
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,7 +55,11 @@ class KickRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="
     node: _Name
 
 
-HubRequest = TextRequest | RevokeRequest | KickRequest
+class CheckpointRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="checkpoint"):
+    """Write what was trained down now."""
+
+
+HubRequest = TextRequest | RevokeRequest | KickRequest | CheckpointRequest
 
 
 class ProvenRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ravnest.config import FrozenFormat
+from ravnest.config import FrozenFormat, Mean
 from ravnest.config import OptimizerKind as Recipe
 from ravnest.engine.optimizers import OptimizerSettings
 from ravnest.engine.recipe import base_rate, choose_rate, from_torch, make_settings
@@ -61,12 +61,14 @@ class Job:
     too. One batch is one update; `max_steps` updates are made, or those of all `epochs`. The
     model is evaluated `evaluate_every` so many updates, or after each epoch, and in the end. A batch travels
     through the stages as `microbatches`. Clusters average their weights `average_every` batches, and by the
-    `averaging_rule` more than those. What was trained is kept `checkpoint_every` so often, like "5 min";
-    None: never. Large weights that are not trained are stored as `frozen` says (fp32, bf16, int8, int4) or as
-    the plan does. `weights` is a safetensors file, a folder of shards or a mirror's list to begin with; a
-    model made under `rv.empty_weights()` without them is filled layer by layer, as its modules say. After
-    every evaluation a language model goes on with the `sample_prompts`, for people to read; `tokenizer` is
-    one of transformers, or two functions (encode, decode), or left out where tokens are bytes.
+    `averaging_rule` more than those. From four clusters on their `mean` is robust: no single one moves it
+    further than the others differ; "plain" and "robust" choose for any number. What was trained is kept
+    `checkpoint_every` so often, like "5 min"; None: never. Large weights that are not trained are stored as
+    `frozen` says (fp32, bf16, int8, int4) or as the plan does. `weights` is a safetensors file, a folder of
+    shards or a mirror's list to begin with; a model made under `rv.empty_weights()` without them is filled
+    layer by layer, as its modules say. After every evaluation a language model goes on with the
+    `sample_prompts`, for people to read; `tokenizer` is one of transformers, or two functions (encode,
+    decode), or left out where tokens are bytes.
     """
 
     model: nn.Module = field(repr=False)
@@ -86,6 +88,7 @@ class Job:
     ema: float | None = field(default=None, kw_only=True)
     average_every: int | str = field(default="auto", kw_only=True)
     averaging_rule: AveragingRule = field(default=AveragingRule(), kw_only=True)
+    mean: str = field(default="auto", kw_only=True)
     checkpoint_every: str | None = field(default="1 min", kw_only=True)
     microbatches: int | str = field(default="auto", kw_only=True)
     precision: str = field(default="auto", kw_only=True)
@@ -260,6 +263,7 @@ class Job:
         _require(is_every, "average_every", self.average_every, '"auto" or batches, a whole number above 0')
         is_rule = isinstance(self.averaging_rule, AveragingRule)
         _require(is_rule, "averaging_rule", self.averaging_rule, "an rv.AveragingRule(...)")
+        _require(self.mean in list(Mean), "mean", self.mean, f"one of {', '.join(Mean)}")
         is_many = self.microbatches == "auto" or _is_whole(self.microbatches, 1)
         _require(is_many, "microbatches", self.microbatches, '"auto" or a whole number above 0')
         is_clip = self.clip is None or _is_positive(self.clip)

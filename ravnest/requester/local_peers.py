@@ -53,6 +53,7 @@ class Hardware:
     emulated_flops_per_second: float | None = None
     device: str = "cpu"
     compile_mode: CompileMode = CompileMode.AUTO
+    is_fenced: bool = True  # its compute is a process of its own
 
 
 def share_memory(num_peers: int, device: str = "cpu") -> tuple[Hardware, ...]:
@@ -152,6 +153,7 @@ async def _start(token: str, name: NodeId, hardware: Hardware, num_peers: int) -
         "--emulate": f"{emulated} FLOP/s" if emulated else None,
         "--device": hardware.device,
         "--compile": hardware.compile_mode,
+        "--compute": None if hardware.is_fenced else "thread",
         "--listen": HERE,
         "--bandwidth": _RATE,
         "--latency": _LATENCY,

@@ -26,7 +26,14 @@ from ravnest.model.blueprint.program import Program
 from ravnest.model.blueprint.slicing import slice_blueprint
 from ravnest.model.capture.capture import Captured
 from ravnest.model.state.safetensors_header import FileTensor, read_tensors
-from ravnest.model.state.state_dict import OPTIMIZER_PREFIX, check_snapshot, check_type, order_entries
+from ravnest.model.state.sketch import sketch_tensors
+from ravnest.model.state.state_dict import (
+    OPTIMIZER_PREFIX,
+    Layout,
+    check_snapshot,
+    check_type,
+    order_entries,
+)
 from ravnest.model.state.state_source import (
     FileSource,
     LayeredSource,
@@ -37,6 +44,7 @@ from ravnest.model.state.state_source import (
     write_pieces,
 )
 from ravnest.model.state.stored_source import StorageError, StoredSource
+from ravnest.protocol.placement import SketchRow
 from ravnest.protocol.tensors import EMA_SLOT, Buffer, StoredType
 from ravnest.requester import checkpoint_store
 from ravnest.requester.checkpoint_store import Checkpoint, Checkpoints, Fingerprint
@@ -132,6 +140,18 @@ class JobOwner:
         lacks = changing - found
         return f"it lacks {min(lacks)!r} and {len(lacks) - 1} more of its tensors" if lacks else ""
 
+    def sketch(
+        self, content: Buffer, key: bytes, segments: Sequence[tuple[int, int]]
+    ) -> tuple[SketchRow, ...]:
+        """Return the sketch of each of these intervals of the line, as the state of a stage has it."""
+        whole, rows = Layout.of(self._captured.blueprint), []
+        tensors = SourceTensors(FileSource(read_tensors(content)))
+        for start, stop in segments:
+            names = [entry.name for entry in whole.segment(start, stop).entries]
+            rows.append((start, stop, sketch_tensors(tensors, names, key)))
+            release_pages(content)
+        return tuple(rows)
+
     def keep(self, parts: Sequence[StagePart], books: LedgerState, evaluated: Evaluated | None = None) -> str:
         """Write a checkpoint; from then on stages are made of it."""
         with self._writing:
@@ -158,6 +178,20 @@ class JobOwner:
         """Make the last checkpoint the result, and forget what was reported since."""
         with self._writing:
             self.history = [dict(report) for report in self._saved_history]
+            return self._finish(None)
+
+    def find_result(self, is_best: bool) -> Result:
+        """Return the result that is kept; without one, the best checkpoint is it, or the last one."""
+        return self.result or (self.keep_best() if is_best else self.keep_saved())
+
+    def keep_best(self) -> Result:
+        """Make the checkpoint with the lowest validation loss the result; without one, the last one."""
+        found = None if self._keeper is None else self._keeper.find_best()
+        if found is None:
+            return self.keep_saved()
+        with self._writing:
+            self._adopt(found.read())
+            self.history = _read_history(found)
             return self._finish(None)
 
     def _check_dropped(self, num_counted: int) -> None:

@@ -11,6 +11,7 @@ import contextvars
 import logging
 import os
 import random
+import secrets
 import signal
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
@@ -53,7 +54,14 @@ from ravnest.requester.callbacks import Callback, Callbacks, Narrator
 from ravnest.requester.checkpoint_store import open_checkpoints
 from ravnest.requester.generation import read_sampling
 from ravnest.requester.guest_file import GuestFile, invite_guest
-from ravnest.requester.hub_channel import ChannelServer, HubRequest, KickRequest, RevokeRequest, TextRequest
+from ravnest.requester.hub_channel import (
+    ChannelServer,
+    CheckpointRequest,
+    HubRequest,
+    KickRequest,
+    RevokeRequest,
+    TextRequest,
+)
 from ravnest.requester.job import Job
 from ravnest.requester.live_texts import LiveTexts, ResultTexts, Texts
 from ravnest.requester.local_peers import HERE, Hardware, LocalPeers, claim_port, share_memory
@@ -71,6 +79,7 @@ from ravnest.requester.run_folder import (
     set_aside,
     write_hub_file,
 )
+from ravnest.requester.run_log import RunLog
 
 if TYPE_CHECKING:  # a hub without a page loads no web server
     from ravnest.hub.service.web.live_dashboard import LiveDashboard
@@ -194,6 +203,7 @@ class Hub:
         self.stream = HubStream()  # of every job that it fits
         self._file: HubFile | None = None
         self._texts: Texts | None = None  # of the job that is trained, or of the last result
+        self._log = RunLog(parts.timeouts.program)
 
     def __enter__(self) -> Self:
         leave_if_reader()
@@ -201,6 +211,8 @@ class Hub:
         addresses = self._public or dialled_from_elsewhere(self._listen)
         found = new_hub_file() if self._folder is None else open_run(self._folder)
         self._file = msgspec.structs.replace(found, addresses=addresses)
+        if self._folder is not None:
+            self._opened.enter_context(self._log.writing(self._folder))
         self._open_dashboard()
         self._note()
         return self
@@ -269,11 +281,11 @@ class Hub:
             if start is None and file is not None:
                 check_place(file)  # else a result would be replaced by one that does not go on from it
             deliver = None if file is None else partial(keep_weights, file=file, overwrite=start is not None)
-            facts = (job, self._plan, nodes, self._settle_seconds(nodes), keeper, start, deliver)
-            setup = partial(prepare, *facts)
+            settle = _NEVER_SETTLES if nodes else self._timeouts.program.settle_seconds
+            setup = partial(prepare, job, self._plan, nodes, settle, keeper, start, deliver)
             with Interrupts() as interrupts, self._shown:
                 num_awaited = nodes if self._is_open_to_others else 0
-                hear = Callbacks([self._tell, *callbacks], num_awaited, self.stop)
+                hear = Callbacks([self._tell, self._log.hear, *callbacks], num_awaited, self.stop)
                 self._wishes.clear()
                 if start is not None and start.books.num_counted == (num_total := job.num_total):
                     given = setup()
@@ -300,6 +312,10 @@ class Hub:
     def stop(self, reason: str = "the hub was told to stop") -> None:
         """End the training under way early and keep what was trained; any thread may call it."""
         self._wish(lambda server: server.stop(reason))
+
+    def checkpoint(self) -> None:
+        """Write a checkpoint now; any thread may call it. A notice says what came of it."""
+        self._wish(lambda server: server.checkpoint())
 
     def invite(self, name: str, *, days: float | None = None, nodes: int | None = None) -> str:
         """Return a token for one guest, which you can withdraw alone: see `revoke`."""
@@ -368,10 +384,10 @@ class Hub:
             async with self._watched(server, hear), self._heeding_wishes(server), self._open_to_readers(live):
                 interrupts.stop = lambda: server.stop(_STOPPED)
                 try:
-                    await server.run(transport, given.owner, given.job)
+                    ended = await server.run(transport, given.owner, given.job)
                 finally:
                     self._texts = None
-        result = replace(given.owner.result or given.owner.keep_saved(), dropped=hub.drops.found)
+        result = replace(given.owner.find_result(ended.is_best), dropped=hub.drops.found)
         self._texts = ResultTexts(given, result)
         return result
 
@@ -388,7 +404,7 @@ class Hub:
         blueprint = given.captured.blueprint
         num_parameters = sum(prod(entry.shape) for entry in blueprint.state if entry.kind == PARAMETER)
         hear(ModelCaptured(name, loop.time() - started_at, num_parameters, blueprint.num_positions))
-        return given
+        return _with_secret_draws(given)
 
     def _find_past(self, given: PreparedJob) -> StatusTracker | None:
         """Return the hub of the folder's log if it was at this job; peers of its own are gone with it."""
@@ -412,11 +428,6 @@ class Hub:
             self._look(self._watch)
         if self._parts.watch is not None:
             self._parts.watch(event, orders)
-
-    def _settle_seconds(self, nodes: int) -> float:
-        if not nodes:
-            return self._timeouts.program.settle_seconds
-        return _NEVER_SETTLES
 
     @contextlib.asynccontextmanager
     async def _heeding_wishes(self, server: Server) -> AsyncIterator[None]:
@@ -456,6 +467,8 @@ class Hub:
                 case KickRequest():
                     self._check_here(asked.node)
                     return _do_for_requester(partial(self.kick, asked.node))
+                case CheckpointRequest():
+                    return _do_for_requester(self.checkpoint)
 
         channel = ChannelServer(self._open_file.keys.secret, answer, self._timeouts.program)
         async with channel.listening() as port:
@@ -509,8 +522,9 @@ class Hub:
             revoke=self.revoke,
             guests=self._guests.read,
         )
-        offered = HubActions(self.stop, self.kick, guests if self._is_open_to_others else None)
-        opened = LiveDashboard(place, hub=offered, timeouts=self._timeouts.program)
+        others = guests if self._is_open_to_others else None
+        offered = HubActions(self.stop, self.kick, self.checkpoint, others)
+        opened = LiveDashboard(place, offered, self._parts.planner, self._timeouts.program)
         self._dashboard = self._opened.enter_context(opened)
 
     def _begin_dashboard(self, open_things: contextlib.AsyncExitStack, hear: Callbacks) -> None:
@@ -545,6 +559,12 @@ async def _do_for_requester(wish: Callable[[], None]) -> AsyncGenerator[tuple[in
     """Carry out a wish; there is nothing to say about it, or a sentence is raised."""
     wish()
     yield -1, ""
+
+
+def _with_secret_draws(given: PreparedJob) -> PreparedJob:
+    """Return a job whose lots no peer can foresee; the log has their seed."""
+    settings = replace(given.job.settings, draw_seed=secrets.randbits(62))
+    return replace(given, job=replace(given.job, settings=settings))
 
 
 def local(

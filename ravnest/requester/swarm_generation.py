@@ -23,6 +23,7 @@ from ravnest.hub.service.generation_service import RowsToGoOn
 from ravnest.model.blueprint.program import Blueprint
 from ravnest.model.capture.capture import Captured
 from ravnest.model.stage.stage_program import build_stage_program
+from ravnest.model.stage.stage_texts import write_for_new_places
 from ravnest.model.stage.text_model import (
     LOGITS_RESULT,
     ONES_FIELDS,
@@ -175,6 +176,9 @@ def find_writer(captured: Captured, job_model: object, make_codec: Callable[[int
             "this job writes no text: its model looks at what comes after a token, so it does not say which "
             "one is next; a model that writes sees only what came before (is_causal=True)"
         )
+    program = write_for_new_places(captured.blueprint, found.length)
+    if isinstance(program, str):
+        logger.info("texts of this model take whole rows for each token: %s", program)
     return SwarmWriter(found, make_codec(found.num_words))
 
 

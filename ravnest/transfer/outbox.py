@@ -14,7 +14,7 @@ from ravnest.errors import LinkError
 from ravnest.ids import NodeId
 from ravnest.net.transport import PeerId, Service, Transport
 from ravnest.protocol import messages
-from ravnest.protocol.averaging import AnchorPart, RingPart, TiedGradient, TiedStep
+from ravnest.protocol.averaging import AnchorPart, DirectPart, RingPart, TiedGradient, TiedStep
 from ravnest.protocol.generation import GenerationStep, GenerationValues
 from ravnest.protocol.messages import Message
 from ravnest.protocol.placement import BlobPart
@@ -41,7 +41,8 @@ class Outgoing:
                 return Service.GRADIENT
             case Activation() | FieldParts() | GenerationStep() | GenerationValues():
                 return Service.ACTIVATION
-            case RingPart() | AnchorPart() | TiedGradient() | TiedStep():  # no microbatch waits for them
+            # No microbatch waits for these.
+            case RingPart() | DirectPart() | AnchorPart() | TiedGradient() | TiedStep():
                 return Service.AVERAGING
             case BlobPart():
                 return Service.BLOB

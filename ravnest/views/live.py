@@ -6,6 +6,7 @@ The panel is drawn again when something happens, at most a few times a second; i
 import math
 import os
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict
 from types import TracebackType
@@ -28,6 +29,7 @@ STATUS_SCHEMA = "ravnest.status/2"
 _NUM_SAID = 6
 _MOST_LETTERS = 100  # of a text that the model writes
 _MOST_NODES = 24  # rows; of more, the first
+_BAR_WIDTH = 14
 _STYLES = {
     NodePhase.HOSTING: "green",
     NodePhase.BUILDING: "yellow",
@@ -76,7 +78,18 @@ def _show_progress(status: Status) -> RenderableType:
         facts.append(f"loss {status.loss:.4g}")
     facts += [f"val {name} {value:.4g}" for name, value in status.validation.items() if value is not None]
     if status.phase is JobPhase.TRAINING:
-        facts.append(f"{status.samples_per_second:,.0f} samples/s")
+        facts.append(_show_rate(status))
+    if status.eta_seconds is not None:
+        facts.append(f"{show_seconds(status.eta_seconds)} left")
+    bar = Table.grid(expand=True)  # which ends its line, as a bar alone does not
+    bar.add_row(ProgressBar(total=1.0, completed=done))
+    more = _show_averaging(status)
+    return Group(bar, Text("  ".join(facts)), *([Text("  ".join(more), style="dim")] if more else []))
+
+
+def _show_averaging(status: Status) -> list[str]:
+    """Return what is known of rounds, and of what a sample is worth."""
+    facts: list[str] = []
     if status.rounds_committed or status.rounds_aborted:
         took = "" if status.round_seconds is None else f", the last in {show_seconds(status.round_seconds)}"
         facts.append(f"rounds {status.rounds_committed} committed, {status.rounds_aborted} aborted{took}")
@@ -88,14 +101,18 @@ def _show_progress(status: Status) -> RenderableType:
         facts.append(f"without {', '.join(status.left_out)}")
     if status.dropped:
         facts.append(f"{sum(len(each.samples) for each in status.dropped)} samples dropped")
-    bar = Table.grid(expand=True)  # which ends its line, as a bar alone does not
-    bar.add_row(ProgressBar(total=1.0, completed=done))
-    return Group(bar, Text("  ".join(facts)))
+    return facts
+
+
+def _show_rate(status: Status) -> str:
+    rate = f"{status.samples_per_second:,.0f} samples/s"
+    foreseen = status.predicted_samples_per_second
+    return rate if foreseen is None else f"{rate} ({foreseen:,.0f} foreseen)"
 
 
 def _show_nodes(status: Status) -> RenderableType:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for name in ("cluster", "stage", "node", "phase"):
+    for name in ("cluster", "stage", "node", "phase", "busy", ""):
         table.add_column(name, no_wrap=True)
     order = sorted(
         status.members, key=lambda each: (each.cluster is None, each.cluster or "", each.stage or 0)
@@ -103,10 +120,17 @@ def _show_nodes(status: Status) -> RenderableType:
     for member in order[:_MOST_NODES]:
         stage = "" if member.stage is None else str(member.stage)
         phase = Text(member.fetching or member.phase, style=_STYLES.get(member.phase, ""))
-        table.add_row(member.cluster or "", stage, Text(member.name), phase)
+        row = [member.cluster or "", stage, Text(member.name), phase, *_show_busy(member.busy)]
+        table.add_row(*row)
     if len(order) > _MOST_NODES:
         table.add_row("", "", f"and {len(order) - _MOST_NODES} more", "")
     return table
+
+
+def _show_busy(busy: float | None) -> tuple[RenderableType, str]:
+    if busy is None:
+        return "", ""
+    return ProgressBar(total=1.0, completed=busy, width=_BAR_WIDTH), f"{busy:.0%}"
 
 
 def _show_age(seconds: float) -> str:
@@ -134,6 +158,7 @@ class LiveView:
         self._clock = clock
         self._drawn_at = float("-inf")
         self._watch: StatusTracker | None = None
+        self._said: deque[str] = deque(maxlen=_NUM_SAID)  # before there is a job
 
     def __enter__(self) -> Self:
         return self
@@ -146,9 +171,12 @@ class LiveView:
         self._live.stop()
 
     def tell(self, notice: Notice) -> None:
-        """Print where the dashboard is; the panel shows all else."""
+        """Print where the dashboard is; the panel shows all else, from the capture of the model on."""
         if isinstance(notice, DashboardOpened):
             self._console.print(Text(show_notice(notice), overflow="fold"))
+        elif self._watch is None:
+            self._said.append(show_notice(notice))
+            self._show(Panel(Group(*map(Text, self._said)), title=Text("ravnest  getting ready")))
 
     def look(self, watch: StatusTracker) -> None:
         """Draw the status, unless it was drawn a moment ago."""
@@ -158,6 +186,9 @@ class LiveView:
             self._draw(watch)
 
     def _draw(self, watch: StatusTracker) -> None:
-        self._live.update(show_status(watch.status()))
+        self._show(show_status(watch.status()))
+
+    def _show(self, picture: RenderableType) -> None:
+        self._live.update(picture)
         self._live.start()  # does nothing the second time
         self._live.refresh()

@@ -112,6 +112,16 @@ def test_the_link_opens_the_swarm_and_its_curves_move(swarm, watched, tmp_path):
     take_picture(page, "training", tmp_path, epoch=14)
 
 
+def test_the_plan_and_what_one_more_pc_would_bring(swarm, watched, tmp_path):
+    page = watched.open(swarm.link)
+    wait_for_training(page)
+    page.get_by_role("link", name="Plan").click()
+    page.get_by_role("button", name="Ask").click()
+    expect(page.locator(".outcome")).to_contain_text("samples/s")
+    expect(page.locator("tbody tr")).to_have_count(page.locator("tbody tr .bar").count())
+    take_picture(page, "plan", tmp_path)
+
+
 def test_the_page_works_on_a_phone_in_the_dark(swarm, chromium, watched, tmp_path):
     page = watched.open(swarm.link)
     page.set_viewport_size({"width": 390, "height": 844})

@@ -1,80 +1,20 @@
 """Pages of runs that a scripted hub makes: hostile names, many nodes, a hub that goes, a run from its log."""
 
-import contextlib
 import sys
 
 import pytest
 from playwright.sync_api import expect
 from support.hub_world import job
 from support.plan_world import node
-from support.watched_world import AT_WORK, WatchedWorld
+from support.served_world import HOSTILE, serving, trained_world
+from support.watched_world import WatchedWorld
 
-from ravnest.config import TIMEOUTS
-from ravnest.hub.coordinator.notices import Left, Missing, SampledText
+from ravnest.hub.coordinator.notices import Checkpointed, Left, Missing, SampledText
 from ravnest.hub.service.event_log import EventLog
-from ravnest.hub.service.guests import GuestsInMemory
-from ravnest.hub.service.web.actions import GuestActions, HubActions
 from ravnest.hub.service.web.log_dashboard import LogDashboard, LogFollower
-from ravnest.hub.service.web.pages import Pages
-from ravnest.hub.service.web.replica import UpdateCutter
-from ravnest.hub.service.web.web_app import WebParts
-from ravnest.hub.service.web.web_server import WebServer, bind_address, make_gate, show_link
-from ravnest.net.identity import INVITATION_BYTES
+from ravnest.web.web_server import show_link
 
-HOSTILE = (
-    "<img src=x onerror=alert(1)>",
-    "<script>alert(2)</script>",
-    "javascript:alert(3)",
-    '"><svg onload=alert(4)>',
-)
-
-
-class Served:
-    """A web server that shows a scripted world; it is asked only while the test lets the world rest."""
-
-    def __init__(self, world: WatchedWorld) -> None:
-        self.world, self.cutter = world, UpdateCutter(world.recorder)
-        bound = bind_address("127.0.0.1:0")
-        self.gate = make_gate(bound, "127.0.0.1:0")
-        self.pages = Pages(self._ask, TIMEOUTS.program)
-        self.guests, self.kicked = GuestsInMemory(), []
-        guests = GuestActions(lambda: "rvn1_everybody", self._invite, self._revoke, self.guests.read)
-        hub = HubActions(lambda _: None, lambda *facts: self.kicked.append(facts), guests)
-        self.web = WebServer(bound, lambda: WebParts(self.gate, self.pages, hub), TIMEOUTS.program)
-
-    def _invite(self, name, days, nodes):
-        number = name.encode().hex().ljust(2 * INVITATION_BYTES, "0")
-        self.guests.change(lambda known: known.invite(number, name, 1e9, days and 86_400 * days, nodes))
-        return f"rvn1_{name}"
-
-    def _revoke(self, name):
-        self.guests.change(lambda known: known.revoke(name))
-
-    async def _ask(self, always: bool) -> bool:
-        if always:
-            self.pages.receive(self.cutter.cut(AT_WORK))
-        return False
-
-    def show(self) -> None:
-        """Send what is new."""
-        self.web.call(lambda pages: pages.receive(self.cutter.cut(AT_WORK)))
-
-
-@contextlib.contextmanager
-def serving(world):
-    served = Served(world)
-    served.web.start()
-    try:
-        yield served
-    finally:
-        served.web.close()
-
-
-def trained_world(names, **changes):
-    world = WatchedWorld(job(epochs=6, **changes))
-    world.join(*names, memory_mb=250.0)
-    world.run_until(lambda: world.hub.clusters and world.hub.ledger.num_counted > 0)
-    return world
+NUM_UPDATES = 12
 
 
 def test_hostile_names_and_reasons_are_text_and_nothing_else(watched):
@@ -85,7 +25,7 @@ def test_hostile_names_and_reasons_are_text_and_nothing_else(watched):
         page = watched.open(show_link(served.gate))
         expect(page.locator("a.stage, a.chip", has_text="onerror").first).to_be_visible()
         expect(page.locator(".side")).to_contain_text(f"{HOSTILE[0]} is missing: {HOSTILE[1]}")
-        for place in ("training", "nodes", "events"):
+        for place in ("training", "plan", "nodes", "events"):
             page.locator(f".tabs a[href='#/{place}']").click()
             expect(page.locator("main")).to_contain_text(HOSTILE[0])
             expect(page.locator("main script, main img, main svg")).to_have_count(0)
@@ -108,17 +48,33 @@ def test_two_hundred_nodes_stay_fluent(watched):
         num_stages = sum(len(each.nodes) for each in world.hub.clusters)
         expect(page.locator("a.stage")).to_have_count(num_stages)
         assert num_stages > 100
-        for _ in range(12):
-            before = page.locator("body").get_attribute("data-updates")
+        thread, took = MainThread(page), []
+        for _ in range(NUM_UPDATES):
+            before, began_at = page.locator("body").get_attribute("data-updates"), thread.seconds
             num_seen = len(world.happened)
             world.run_until(lambda: world.is_finished or len(world.happened) > num_seen + 50)  # noqa: B023
             served.show()
             expect(page.locator(f"body:not([data-updates='{before}'])")).to_be_attached()
-        took = page.evaluate("performance.getEntriesByName('ravnest-draw').map((each) => each.duration)")
-        assert len(took) > 10
+            took.append(1000.0 * (thread.seconds - began_at))
         took.sort()
-        sys.stderr.write(f"200 nodes are drawn in {took[0]:.1f} to {took[-1]:.1f} ms\n")
-        assert took[0] < 50.0, "the least: others compute on this PC, too"
+        shown = f"{took[0]:.1f}, mostly {took[NUM_UPDATES // 2]:.1f} and at most {took[-1]:.1f} ms"
+        sys.stderr.write(
+            f"200 nodes take {shown} of the main thread's CPU per update, the test's looks included\n"
+        )
+        assert took[0] < 50.0, "the least: a core that others use too does less in a second"
+
+
+class MainThread:
+    """The CPU seconds of a page's main thread: scripts, styles, layout, painting."""
+
+    def __init__(self, page):
+        self._session = page.context.new_cdp_session(page)
+        self._session.send("Performance.enable", {"timeDomain": "threadTicks"})
+
+    @property
+    def seconds(self) -> float:
+        found = self._session.send("Performance.getMetrics")["metrics"]
+        return next(each["value"] for each in found if each["name"] == "TaskDuration")
 
 
 def test_a_join_and_a_leave_are_seen_as_they_happen(watched):
@@ -147,6 +103,8 @@ def test_a_guest_is_invited_and_revoked_and_a_node_sent_away(watched):
         dialog = page.locator("dialog")
         expect(dialog.locator(".invitation")).to_have_text("ravnest join rvn1_everybody")
         expect(dialog).not_to_contain_text("null")
+        dialog.get_by_role("button", name="QR code").click()
+        expect(dialog.locator(".code svg")).to_be_visible()
         dialog.get_by_label("Name").fill("ana")
         dialog.get_by_label("Days").fill("2")
         dialog.get_by_role("button", name="Invite").click()
@@ -171,6 +129,37 @@ def test_a_guest_is_invited_and_revoked_and_a_node_sent_away(watched):
         dialog.get_by_role("button", name="Send away").click()
         expect(dialog.locator(".outcome")).to_contain_text(f"{name} is sent away")
         assert served.kicked == [(name, "the requester sent it away")]
+
+
+def test_a_checkpoint_is_asked_for_once_and_its_outcome_is_shown(watched):
+    world = trained_world("abcde")
+    with serving(world) as served:
+        page = watched.open(show_link(served.gate))
+        page.locator("#checkpoint").click()
+        dialog = page.locator("dialog")
+        assert served.asked == []
+        dialog.get_by_role("button", name="Write it").click()
+        expect(dialog.locator(".outcome")).to_contain_text("was told to write a checkpoint")
+        assert served.asked == ["checkpoint"]
+        world.recorder.hear(Checkpointed(640, 0.5))
+        served.show()
+        expect(dialog.locator(".outcome")).to_contain_text("640")
+
+
+def test_the_plan_view_says_what_each_stage_takes_and_what_one_more_pc_would_bring(watched):
+    world = trained_world("abcde")
+    with serving(world) as served:
+        page = watched.open(f"{show_link(served.gate)}#/plan")
+        num_stages = sum(len(each.nodes) for each in world.hub.clusters)
+        expect(page.locator("tbody tr")).to_have_count(num_stages)
+        expect(page.locator("main")).to_contain_text("what limits it")
+        expect(page.get_by_label("Memory, GB")).not_to_have_value("")
+        page.get_by_role("button", name="Ask").click()
+        expect(page.locator(".outcome")).to_contain_text("It would be")
+        page.get_by_label("Speed, GFLOP/s").fill("0")
+        page.get_by_role("button", name="Ask").click()
+        expect(page.locator(".outcome")).to_contain_text("No answer: no PC is like that")
+        watched.faults.clear()  # the browser tells of the refusal, too
 
 
 def test_what_the_model_writes_is_shown_as_text(watched):

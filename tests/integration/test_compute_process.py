@@ -15,6 +15,7 @@ import pytest
 
 from ravnest.config import PeerTimeouts
 from ravnest.errors import ComputeLost, GuardError, RavnestError
+from ravnest.net.identity import Token, new_keys, write_token
 from ravnest.peer.compute_frames import SurveyOrder
 from ravnest.peer.compute_process import ComputeProcess
 from ravnest.peer.compute_protocol import ComputeFailed, ComputeSetup, FromCompute, ProviderLimits
@@ -38,6 +39,7 @@ def run(compute: ComputeProcess, folder: Path, act=None) -> RavnestError | None:
                 await asyncio.wait([running], timeout=0.02)
             act()
         await running
+        compute.close()  # as an agent does in the end
         failures = [each.error for each in found if isinstance(each, ComputeFailed)]
         assert len(found) == len(failures) <= 1
         return failures[0] if failures else None
@@ -166,6 +168,30 @@ asyncio.run(main())
     ended, _, _ = select.select([handle], [], [], 60)
     os.close(handle)
     assert ended, "compute outlives its agent"
+
+
+def test_the_program_with_the_keys_loads_no_torch() -> None:
+    """It goes as far as a link; what computes has said by then what this PC has."""
+    token = write_token(Token(("tcp://127.0.0.1:9",), new_keys().public, bytes(16)))
+    code = f"""
+import sys
+from click.testing import CliRunner
+from ravnest.cli.common import CommandParts
+from ravnest.cli.main import program
+from ravnest.errors import LinkError
+
+def make_transport(*_):
+    raise LinkError("far enough")
+
+done = CliRunner().invoke(program, ["join", {token!r}], obj=CommandParts(make_transport=make_transport))
+assert done.exit_code == 4, done.output
+assert "lends" in done.stderr
+assert "ravnest.peer.agent" in sys.modules
+assert "torch" not in sys.modules
+with open("/proc/self/maps") as maps:
+    assert "libtorch" not in maps.read()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
 def test_a_program_that_cannot_start_is_a_sentence(tmp_path: Path) -> None:

@@ -49,7 +49,9 @@ def test_a_hub_is_shown_while_it_trains_after_it_has_ended_and_when_it_trains_ag
         opened.end()
         return seen
 
-    with LiveDashboard("127.0.0.1:0", hub=HubActions(stopped.append, lambda *_: None)) as opened:
+    with LiveDashboard(
+        "127.0.0.1:0", hub=HubActions(stopped.append, lambda *_: None, lambda: None)
+    ) as opened:
         seen = asyncio.run(train(opened))
         assert (seen["number"], seen["is_live"], seen["can_invite"]) == (1, True, False)
         assert seen["training"]["num_samples"] == world.given.settings.num_total
@@ -81,7 +83,9 @@ def test_what_happened_before_the_hub_was_started_again_is_shown_too():
         opened.end()
         return seen
 
-    with LiveDashboard("127.0.0.1:0", hub=HubActions(lambda _: None, lambda *_: None)) as opened:
+    with LiveDashboard(
+        "127.0.0.1:0", hub=HubActions(lambda _: None, lambda *_: None, lambda: None)
+    ) as opened:
         told = [each["text"] for each in json.loads(asyncio.run(go_on(opened)))]
     assert "a joined" in told
 

@@ -49,3 +49,6 @@ def test_the_demo_learns_what_one_process_learns(tmp_path: Path) -> None:
     assert found["largest_node_share"] < 0.8
     assert min(found["samples_per_second"], found["single_process_samples_per_second"]) > 0
     assert load_file(tmp_path / found["model_path"])
+    opened = done.stderr.index("watch it at http://127.0.0.1:")
+    assert opened < done.stderr.index(" joined"), "the page is there before anything happens"
+    assert "?token=" not in (tmp_path / "demo" / "hub.log").read_text()

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from ravnest.config import HubTimeouts, Timeouts
@@ -117,6 +118,47 @@ def test_spare_root_middle_and_leaf_die_one_after_the_other(tmp_path: Path, undi
     assert len(broken) >= 3
     assert not any(spare in news.reason for news in broken)  # nobody misses it
     assert story.of(Recovered)
+
+
+def kill_compute(role: int, number: signal.Signals) -> Callable[[Story], None]:
+    """Hit the process that computes, and not its agent."""
+
+    def hit(story: Story) -> None:
+        assert story.peers is not None
+        name = story.node(role)
+        (compute,) = psutil.Process(story.peers.alive[name]).children()
+        story.note(f"{number.name} to compute of {name}")
+        compute.send_signal(number)
+
+    return hit
+
+
+def test_compute_that_dies_costs_its_stage_and_not_its_peer(tmp_path: Path, undisturbed: float) -> None:
+    agents: dict[str, int] = {}
+
+    def remember(story: Story) -> None:
+        assert story.peers is not None
+        agents.update(story.peers.alive)
+        kill_compute(1, signal.SIGKILL)(story)
+
+    def compare(story: Story) -> None:
+        assert story.peers is not None
+        assert dict(story.peers.alive) == agents  # all of them live on
+
+    story = Story(
+        [
+            Step(runs_ahead, remember),
+            Step(is_whole, nothing),
+            Step(is_training, kill_compute(-1, signal.SIGSEGV)),
+            Step(is_whole, compare),
+        ]
+    )
+    finish(story, tmp_path, undisturbed)
+    victims = [what.rpartition(" ")[2] for _, what in story.faults]
+    lost = {news.node: news.reason for news in story.of(Left) if "the process that computes" in news.reason}
+    assert set(victims) <= lost.keys()
+    joined = [news.node for news in story.of(Joined)]
+    assert all(joined.count(each) >= 2 for each in victims)
 
 
 def test_root_and_leaf_of_two_clusters_die_at_once_and_a_third_builds_its_stage(

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ravnest.config import WireFormat
+from ravnest.config import Mean, WireFormat
 from ravnest.hub.coordinator.coordinator import Coordinator
 from ravnest.hub.coordinator.events import Action, Event, Received
 from ravnest.hub.monitors.monitors import MonitoredCoordinator, Watch
@@ -40,6 +40,14 @@ ADDED: dict[tuple[str, str], Any] = {
     ("Stage", "gradients"): WireFormat.BF16,
     ("Stage", "predicts"): True,
     ("Evaluated", "num_updates"): 0,
+    ("JobSettings", "mean"): Mean.PLAIN,  # robust rounds are younger than the recordings
+    ("RoundOpen", "weights"): (),
+    ("RoundOpen", "resting"): (),
+    ("RoundReady", "parts"): (),
+    ("RoundReady", "sights"): (),
+    ("RoundAbort", "is_lie"): False,
+    ("Evict", "is_fault"): False,
+    ("RoundEnded", "unlike"): (),
 }
 
 # Recorded fields whose order means nothing: the hub's own differs from process to process, for it is that of

@@ -18,7 +18,8 @@ from ravnest.model.blueprint.slicing import slice_blueprint
 from ravnest.model.capture.capture import Captured, capture
 from ravnest.model.capture.model_with_loss import ModelWithLoss
 from ravnest.model.capture.verify import compare
-from ravnest.model.stage.stage_program import Setting, StageOutputs, StageProgram, build_stage_program
+from ravnest.model.stage.program_graph import Setting
+from ravnest.model.stage.stage_program import StageOutputs, StageProgram, build_stage_program
 from ravnest.model.state.state_dict import Layout, merge_stages
 from tests.support.model_zoo import FAMILIES
 

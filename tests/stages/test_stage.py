@@ -21,7 +21,8 @@ from ravnest.engine.weight_versions import Snapshot
 from ravnest.errors import ProtocolError, RavnestError
 from ravnest.model.capture.capture import capture
 from ravnest.model.stage.profile import find_matrices
-from ravnest.model.stage.stage_program import Setting, StageProgram, build_stage_program
+from ravnest.model.stage.program_graph import Setting
+from ravnest.model.stage.stage_program import StageProgram, build_stage_program
 
 RATE = 1e-3
 

@@ -16,6 +16,7 @@ from ravnest.model.blueprint.blueprint_json import read_blueprint, write_bluepri
 from ravnest.model.blueprint.frozen_storage import choose_storage
 from ravnest.model.blueprint.slicing import slice_blueprint
 from ravnest.model.capture.capture import capture
+from ravnest.model.stage.cached_text import NewPlaces
 from ravnest.model.stage.stage_program import build_stage_program
 from ravnest.model.stage.text_model import find_text_model, make_generation_program
 from ravnest.model.state.quantisation import dequantise, quantise
@@ -25,6 +26,7 @@ from ravnest.protocol.generation import GenerationEnd, GenerationFault, Generati
 from ravnest.requester.generation import Sampling
 from ravnest.requester.swarm_generation import find_writer
 from ravnest.requester.text_codec import TextCodec
+from tests.support.text_line import TextLine
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 LENGTH, NUM_WORDS = 8, 11
@@ -173,6 +175,47 @@ def test_a_stage_refuses_values_that_fit_no_step_and_names_who_sent_them():
     assert found.num_held <= 16, "a neighbour cannot fill this PC's memory"
 
 
+class OneStage:
+    """A stage with all weights, as the engine shows it to texts."""
+
+    def __init__(self, captured) -> None:
+        self.program = build_stage_program(captured.blueprint)
+        self._state = {name: tensor.detach() for name, tensor in captured.state.items()}
+
+    def generate(self, number, inputs, fields, run):
+        with torch.no_grad():
+            return run(self._state, inputs, fields)
+
+
+def test_texts_that_find_no_room_for_a_cache_are_written_all_the_same():
+    _, captured = make()
+    position = StagePosition(1, 0, NodeId("a"), (NodeId("a"),))
+    one_text = 2 * LENGTH * 12 * 4  # keys and values of one row
+    stages = {
+        most: StageGeneration(position, captured.blueprint, OneStage(captured), Device(lambda: 0.0), most)
+        for most in (0, one_text)
+    }
+
+    def write(stage, number, count=3):
+        said = []
+        for step in range(count):
+            assert stage.receive_step(*make_step(number, step, 2 + step if step else 0, [3 + step])) is None
+            (answer,) = stage.next_work()
+            said.append(answer.message.rows)
+        return said
+
+    texts = [write(stage, number) for stage in stages.values() for number in (1, 2)]
+    assert [stage.num_cached for stage in stages.values()] == [0, 1]
+    for other in texts[1:]:
+        for one, two in zip(texts[0], other, strict=True):
+            assert one[0].words == two[0].words
+            assert one[0].logits == pytest.approx(two[0].logits, abs=1e-5)
+    roomy = stages[one_text]
+    roomy.end(GenerationEnd(1, 1))
+    assert write(roomy, 3)[0] == texts[2][0]
+    assert roomy.num_cached == 1, "what was forgotten makes room"
+
+
 @pytest.mark.timeout(120)
 @pytest.mark.filterwarnings("ignore")
 def test_adapters_on_a_base_in_four_bits_write_what_the_dequantised_model_writes():
@@ -184,7 +227,7 @@ def test_adapters_on_a_base_in_four_bits_write_what_the_dequantised_model_writes
     base = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape, **heads, **words))
     lora = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
     model = peft.get_peft_model(base, lora).eval()
-    rows = torch.randint(80, (4, 16))
+    rows = torch.randint(80, (4, 12))
     captured = capture(model, {"input_ids": rows, "labels": rows.clone()}, self_test=False)
     blueprint = choose_storage(captured.blueprint, FrozenFormat.INT4)
     stored = {entry.name: entry for entry in blueprint.state if entry.storage is not FrozenFormat.FP32}
@@ -200,16 +243,13 @@ def test_adapters_on_a_base_in_four_bits_write_what_the_dequantised_model_writes
         )
         own[name].data.copy_(exact)
     stages = [slice_blueprint(blueprint, *each) for each in ((0, 5), (5, 9), (9, blueprint.num_positions))]
-    programs = [build_stage_program(stage) for stage in stages]
+    line = TextLine(stages, state, 12)
 
     async def next_words(rows):
-        values, specs = {}, rows.make_fields(("input_ids",))
+        specs, asked = rows.make_fields(("input_ids",)), rows.asked
         fields = {"input_ids": decode_tensor(specs[1][0], specs[0][0][1]).long()}
-        for program in programs:
-            with torch.no_grad():
-                passed = program.forward_text(state, values, fields)
-            values = passed.outputs
-        return choose_words(passed.results["logits"], rows.asked.ends, rows.num_choices)
+        logits = line.run(fields, NewPlaces(len(asked.ends), asked.first, max(asked.ends)))
+        return choose_words(logits, [end - asked.first for end in asked.ends], rows.num_choices)
 
     async def write():
         writer = find_writer(replace(captured, blueprint=blueprint), model, lambda _: TextCodec(list, str))
@@ -217,6 +257,7 @@ def test_adapters_on_a_base_in_four_bits_write_what_the_dequantised_model_writes
         return [piece async for piece in pieces]
 
     found = asyncio.run(write())
+    assert not line.reasons, "with caches"
     for row, prompt in enumerate(([3, 9, 4], [7])):
         with torch.no_grad():
             alone = model.generate(

@@ -23,7 +23,7 @@ from ravnest.peer.compute_frames import (
     write_prefix,
 )
 from ravnest.peer.compute_protocol import ComputeFailed
-from ravnest.peer.fences import FenceWishes, close_early, close_late, describe
+from ravnest.peer.fences import FenceWishes, close_early, close_late, describe_fences
 
 ROOT = Path(__file__).resolve().parents[2]
 ROOM_BYTES = 200e6  # that the memory bomb may take
@@ -57,7 +57,7 @@ def run(action: str, descriptor: str, wishes: str) -> None:
     while not isinstance(unpack_order(_read(border)), StartOrder):
         pass
     late = close_late(known, ROOM_BYTES)
-    _send(border, FencesClosed(*describe([*early, *late])))
+    _send(border, FencesClosed(*describe_fences([*early, *late])))
     found = ACTIONS[action](border, known)
     _send(border, ComputeFailed("RavnestError", json.dumps(found)))
     border.recv(1)  # until the agent ends it

@@ -6,8 +6,9 @@ must hold in every history.
 
 import hashlib
 import heapq
+import struct
 from collections import Counter, deque
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import dataclass, field, is_dataclass, replace
 from functools import cache
 from itertools import count
 from random import Random
@@ -15,6 +16,7 @@ from random import Random
 from support.plan_world import FIRST_ANSWERS, SIMPLE, even_model, node
 
 from ravnest.config import TIMEOUTS, Averaging
+from ravnest.hub.coordinator.checks import NodeSketch, judge_sketches
 from ravnest.hub.coordinator.coordinator import Coordinator
 from ravnest.hub.coordinator.events import (
     Abandon,
@@ -42,14 +44,21 @@ from ravnest.hub.coordinator.events import (
     Tick,
 )
 from ravnest.hub.coordinator.leases import LeaseBook
-from ravnest.hub.coordinator.notices import Checkpointed, Joined, Left, RoundEnded, WorkLost
+from ravnest.hub.coordinator.notices import (
+    Checkpointed,
+    Joined,
+    Left,
+    RoundEnded,
+    WorkLost,
+    WorkUndone,
+)
 from ravnest.hub.coordinator.phases import JobPhase
 from ravnest.hub.coordinator.planner import SearchPlanner
 from ravnest.hub.monitors.monitors import MonitoredCoordinator
 from ravnest.hub.service.event_log import read_event, write_event
 from ravnest.ids import HUB
 from ravnest.plan.formation import form_plan
-from ravnest.protocol.averaging import RoundAbort, RoundOpen, RoundReady
+from ravnest.protocol.averaging import RoundAbort, RoundCommit, RoundOpen, RoundReady
 from ravnest.protocol.membership import Fact, Leave, ProbeOrder
 from ravnest.protocol.messages import Refusal
 from ravnest.protocol.placement import (
@@ -58,6 +67,8 @@ from ravnest.protocol.placement import (
     BlobRef,
     PlanOrder,
     RingOrder,
+    SketchMade,
+    SketchOrder,
     SnapshotMade,
     SnapshotOrder,
     StageMissing,
@@ -100,6 +111,9 @@ class Peer:
     is_leaving: bool = False
     slowness: float = 1.0  # times as long as at first
     link_slowness: float = 1.0  # times as long for what it sends
+    blocked_by: int | None = None  # the round during which it trains nothing
+    waiting: list = field(default_factory=list)  # what it would have said meanwhile
+    average: int | None = None  # the round whose average its weights are
 
 
 # Many small clusters, as few samples as there are: what is tested is what a hub does with them.
@@ -140,6 +154,8 @@ class HubWorld:
         self.planner, self.make_node = planner or QUICK_PLANNER, make_node
         self.timeouts = timeouts
         self.log, self.answers, self.happened = [], [], []
+        self.leases = {}  # all that were granted, by number
+        self.counted_by = {}  # samples, by the root that said so
         self._begin()
         self.now = 0.0
         self.news, self.refusals, self.finish, self.results = [], [], None, []
@@ -163,6 +179,7 @@ class HubWorld:
         self.loss = lambda batch: float(min(batch, 100))  # a test may say otherwise
         self.is_collecting = True  # a test may say Collected itself
         self.muted = set()
+        self.given_sketch = self.sketch  # of what the requester collects; a test may say otherwise
         self.open_round = None
         self.rates = Counter()
         self.feed(self.given)
@@ -175,6 +192,14 @@ class HubWorld:
     def note(self, event, orders):
         """Keep what happened, and apart what the coordinator was told: reports are no events."""
         self.happened.append((event, orders))
+        is_refused = bool(orders) and isinstance(orders[0], Refusal)
+        if isinstance(event, Received) and isinstance(event.message, LeaseDone) and not is_refused:
+            lease = self.leases[event.message.lease]
+            indices = [index for batch in self.samples[lease.number] for index in batch]
+            self.ledger.update((lease.lease.epoch, index) for index in indices)
+            counted = self.counted_by.setdefault(event.sender, [])
+            counted += [(lease.lease.epoch, index) for index in indices]
+            self.knowing.add(lease.cluster_id)
         is_report = isinstance(event, Received) and isinstance(event.message, StepReport)
         if not is_report and self.hub.concerns(event):
             self.log.append(event)
@@ -302,7 +327,7 @@ class HubWorld:
     # The hub's side.
 
     def feed(self, event):
-        leases = {lease.number: lease for lease in self.open_leases}
+        self.leases |= {lease.number: lease for lease in self.open_leases}
         self.running = {x.cluster_id: x.nodes for x in self.hub.clusters if x.is_running}
         orders = self.monitored.apply(event)
         refused = [order for order in orders if isinstance(order, Refusal)]
@@ -311,11 +336,6 @@ class HubWorld:
             self.refusals += refused
             return orders
         self._know(event)
-        if isinstance(event, Received) and isinstance(event.message, LeaseDone):
-            lease = leases[event.message.lease]
-            indices = [index for batch in self.samples[lease.number] for index in batch]
-            self.ledger.update((lease.lease.epoch, index) for index in indices)
-            self.knowing.add(lease.cluster_id)
         for order in orders:
             self._carry_out(order)
         if self.abandoned in orders and not self.abandoned.is_guarded:
@@ -399,13 +419,15 @@ class HubWorld:
             return
         self.results.append(order)
         if self.is_collecting:
-            collected = lambda: self.feed(Collected(order.number, self.now))  # noqa: E731
+            found = self._judge(order)
+            collected = lambda: self.feed(Collected(order.number, self.now, *found))  # noqa: E731
             self.after(self._delay(), self._in_session(), collected)
 
     def keep_checkpoint(self, order):
         fault = "the disk is full" if self._happens(self.trouble.no_room) else ""
         before = len(self.told(Checkpointed))
-        self.feed(Collected(order.number, self.now, fault))
+        unlike, verdict = self._judge(order)
+        self.feed(Collected(order.number, self.now, unlike or fault, verdict))
         if len(self.told(Checkpointed)) > before:
             self.checkpoint, self.books = order.number, order.books
             self.saved = counted(self.given.settings, order.books)
@@ -462,6 +484,12 @@ class HubWorld:
                 self.knowing |= took_part
                 self.bases |= dict.fromkeys(self.in_round, news.round_id)
             self.open_round, self.in_round, self.has_wrong = None, {}, False
+        if isinstance(news, WorkUndone):
+            undone = [each for each in self.counted_by.pop(news.node, ()) if each in self.ledger]
+            epochs = self.hub.ledger.epochs_under_way
+            undone = [each for each in undone if each[0] in epochs]
+            assert len(undone) == news.num_samples
+            self.ledger -= Counter(undone)
         if isinstance(news, WorkLost):
             assert news.num_samples == sum(self.ledger.values()) - sum(self.saved.values())
             self.ledger = Counter(self.saved)
@@ -554,7 +582,7 @@ class HubWorld:
         if self.peers[name] is peer:  # another with its name has another key
             self.feed(Received(name, message, self.now))
 
-    def _deliver(self, peer, message):  # noqa: C901 - one short case for each
+    def _deliver(self, peer, message):  # noqa: C901, PLR0912 - one short case for each
         name = peer.node.name
         if not peer.is_alive or self.peers[name] is not peer:
             return
@@ -579,11 +607,42 @@ class HubWorld:
                 weights = blob(name, message.number)
                 assert peer.held, "a snapshot of nothing"
                 self.snapshots[weights.blob] = peer.held
-                self.say(name, SnapshotMade(message.build_id, message.number, 1000, weights), seconds=0.5)
+                facts = (message.build_id, message.number, 1000, weights, message.anchor_round)
+                self.say(name, SnapshotMade(*facts), seconds=0.5)
+            case SketchOrder():
+                rows = tuple((x.start, x.stop, self.sketch(name, message.key)) for _, x in peer.rings)
+                self.say(name, SketchMade(message.build_id, message.number, rows), seconds=0.5)
+            case LeaseGrant() if message.recheck is not None:
+                self._recheck(name, message)
             case LeaseGrant():
                 self._work(peer.order, message)
             case RoundOpen():
+                peer.blocked_by = message.round_id if message.is_blocking else None
                 self._answer_round(name, message)
+            case RoundCommit() | RoundAbort():
+                self._end_round(peer, message)
+
+    def sketch(self, name, key):
+        """What a peer says of its weights: all that is trained is the same, unless a test says otherwise."""
+        return struct.pack("<4f", 1.0, *([0.5] * 3))
+
+    def _judge(self, order):
+        """What the requester finds when it compares what it collected with what others say."""
+        segments = {(start, stop) for other in order.others for start, stop, _ in other.rows}
+        given = [
+            NodeSketch(
+                part.node,
+                tuple(
+                    (*each, self.given_sketch(part.node, order.key))
+                    for each in sorted(segments)
+                    if part.start <= each[0] and each[1] <= part.stop
+                ),
+            )
+            for part in order.parts
+        ]
+        verdict = judge_sketches(given, order.others)
+        givers = {part.node for part in order.parts}
+        return verdict.describe() if verdict.disputed or givers & set(verdict.unlike) else "", verdict
 
     def build_stage(self, name, peer, parts):
         """Build a stage of what is kept and what sources have; who gave nothing is named."""
@@ -602,6 +661,15 @@ class HubWorld:
         assert needed <= found, f"{name} lacks {needed - found}"
         peer.held = needed
         self.say(name, StageReady(parts.build_id), seconds=1.0)
+
+    def _end_round(self, peer, outcome):
+        """Let a cluster that stood still go on: with the average, if there is one."""
+        if peer.blocked_by == outcome.round_id:
+            is_committed = isinstance(outcome, RoundCommit)
+            peer.average = outcome.round_id if is_committed else peer.average
+            peer.blocked_by, waiting, peer.waiting = None, peer.waiting, []
+            for each in waiting:
+                self.from_cluster(*each)
 
     def _answer_round(self, name, opened):
         said = self.vote(name, opened)
@@ -638,6 +706,16 @@ class HubWorld:
         if not self._happens(self.trouble.silent):
             self.after(self._delay() + 1.0, report)
 
+    def _recheck(self, name, grant):
+        """Find the loss of another cluster's microbatch again."""
+        loss = self.found_again(name, grant.recheck.microbatch)
+        facts = (grant.build_id, grant.first_microbatch, 0, 0, grant.num_samples[0], 0.0, 0.0, 0.0, 0.0)
+        self.say(name, StepReport(*facts, loss, (), None, grant.recheck.anchor_round), seconds=0.1)
+
+    def found_again(self, name, microbatch):
+        """What a peer says of the loss of another's microbatch; a test may say otherwise."""
+        return self.loss(microbatch)
+
     def _work(self, order, grant):
         """Train or evaluate batch after batch, as long as all nodes of the cluster live."""
         pipeline, accumulate = order.pipeline, order.accumulate
@@ -668,8 +746,8 @@ class HubWorld:
                     leaf.num_trained // accumulate,
                     0,
                     num_samples,
-                    0.1 * self.peers[name].slowness,
-                    0.1 * self.peers[name].slowness,
+                    0.0 if grant.is_evaluation else 0.1 * self.peers[name].slowness,
+                    0.0 if grant.is_evaluation else 0.1 * self.peers[name].slowness,
                     0.0,
                     0.0,
                     loss,
@@ -685,6 +763,13 @@ class HubWorld:
     def from_cluster(self, pipeline, name, message):
         peers = [self.peers[each] for each in pipeline]
         if all(peer.is_alive and peer.order and peer.order.build_id == message.build_id for peer in peers):
+            if len(pipeline) == 1 and peers[0].blocked_by is not None:
+                peers[0].waiting.append((pipeline, name, message))
+                return
+            is_training = isinstance(message, StepReport) and message.forward_seconds > 0
+            if is_training and len(pipeline) == 1 and peers[0].average is not None:
+                message = replace(message, anchor_round=peers[0].average)
+                peers[0].average = None
             self.say(name, message)
 
 

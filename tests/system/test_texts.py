@@ -99,13 +99,15 @@ def make_world(kind: str, reading: Reading, **options) -> World:
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
-def test_a_cluster_that_trains_writes_what_the_whole_model_writes(kind):
+def test_a_cluster_that_trains_writes_what_the_whole_model_writes(kind, caplog):
+    caplog.set_level("INFO", "ravnest.model.stage.stage_texts")
     crossed: dict[int, set[int]] = {}
 
     def see(world, sender, to, message):
         if isinstance(message, GenerationValues):
+            # (rows, places, ...), or (rows, heads, places, ...) where a cut runs through an attention
             shapes = [spec.shape for _, spec in message.values]
-            crossed.setdefault(message.step, set()).update(x[1] for x in shapes if len(x) == 3)  # no heads
+            crossed.setdefault(message.step, set()).update(x[1 if len(x) == 3 else 2] for x in shapes)
         return (0.0,)
 
     reading = Reading(Sampling(max_tokens=COUNT))
@@ -116,6 +118,9 @@ def test_a_cluster_that_trains_writes_what_the_whole_model_writes(kind):
     assert reading.fault is None
     assert reading.tokens == write_alone(world.job, PROMPT, COUNT)
     assert len(set(reading.tokens)) > 3, "a text of one word shows nothing"
+    told = [each.getMessage() for each in caplog.records if "caches" in each.getMessage()]
+    assert len(told) == len(set(reading.asked)), "each stage that wrote has tried its caches"
+    assert all("with caches" in each for each in told)
     # The prompt crosses once, then one place for each token.
     assert crossed == {0: {len(PROMPT)}, **{step: {1} for step in range(1, COUNT)}}
     assert set(ended.counts.values()) == {world.job.epochs}, "the books know nothing of texts"

@@ -13,15 +13,19 @@ from ravnest.config import TIMEOUTS, HubTimeouts
 from ravnest.hub.coordinator.events import (
     Action,
     CalmChanged,
+    CheckpointAsked,
     ClusterHeard,
     ClusterSilent,
     ClusterSlowed,
+    ClusterUnlike,
     Collected,
     Conclusion,
     EvaluationReported,
     Event,
     JobGiven,
     LossAlarm,
+    LossClaimed,
+    LossRechecked,
     NoiseMeasured,
     Notify,
     PartsMade,
@@ -42,9 +46,10 @@ from ravnest.hub.coordinator.events import (
     TrainingReported,
 )
 from ravnest.hub.coordinator.ledger import Ledger
-from ravnest.hub.coordinator.lifecycle import Departures, Duties, Lifecycle
+from ravnest.hub.coordinator.lifecycle import UNLIKE, Departures, Duties, Lifecycle
 from ravnest.hub.coordinator.membership import Membership, is_sensible
 from ravnest.hub.coordinator.notices import (
+    ClusterSuspected,
     Joined,
     MicrobatchDropped,
     NoiseFound,
@@ -58,17 +63,18 @@ from ravnest.hub.coordinator.progress import Drops
 from ravnest.hub.coordinator.recovery import Recovery
 from ravnest.hub.coordinator.rounds import Rounds
 from ravnest.hub.coordinator.snapshots import CheckpointCollector, Inquiries, SnapshotDesk, SnapshotPurpose
+from ravnest.hub.coordinator.spot_checks import FALSE_LOSSES, SpotChecks
 from ravnest.ids import NodeId
-from ravnest.protocol.averaging import RoundAbort, RoundQuery, RoundReady
+from ravnest.protocol.averaging import RoundAbort, RoundChecked, RoundPledge, RoundQuery, RoundReady
 from ravnest.protocol.membership import Leave, Stop
 from ravnest.protocol.messages import Refusal
-from ravnest.protocol.placement import BackupKept, SnapshotMade, StageMissing, StageReady
+from ravnest.protocol.placement import BackupKept, SketchMade, SnapshotMade, StageMissing, StageReady
 from ravnest.protocol.training import DroppedMicrobatch, LeaseDone
 from ravnest.units import show_bytes
 
-_OfRounds = RoundReady | RoundAbort | RoundQuery
+_OfRounds = RoundPledge | RoundReady | RoundChecked | RoundAbort | RoundQuery
 _OfStages = StageReady | StageMissing | LeaseDone | DroppedMicrobatch
-_OfMembers = Leave | BackupKept | SnapshotMade | _OfRounds | _OfStages
+_OfMembers = Leave | BackupKept | SnapshotMade | SketchMade | _OfRounds | _OfStages
 _Result = list[Action] | str  # actions, or why the event is refused
 
 
@@ -93,6 +99,7 @@ class Coordinator:
         shared = (self.placement, self.ledger, self._checkpoints, self._recovery, self._rounds)
         self._life = Lifecycle(job, *shared, self._plan_trigger, timeouts)
         self._departures = Departures(self._life)
+        self.spot_checks = SpotChecks(self.placement, self.ledger)
         self._duties = Duties(job.settings, self._life, self._departures, self._inquiries)
 
     @property
@@ -134,7 +141,7 @@ class Coordinator:
         """Return whether this very job is under way, whatever nodes are expected for it."""
         if not self._life.is_under_way:
             return False
-        same = {"expected_nodes": 0, "settle_seconds": 0.0}
+        same = {"expected_nodes": 0, "settle_seconds": 0.0, "draw_seed": 0}
         mine, other = replace(self._job.settings, **same), replace(job.settings, **same)  # type: ignore[arg-type]
         return mine == other and self._job.profile == job.profile and self._job.config == job.config
 
@@ -146,6 +153,11 @@ class Coordinator:
     def find_others(self, key: str) -> set[NodeId]:
         """Return the names of all members with another key."""
         return {member.node.name for member in self.membership.members if member.key != key}
+
+    @property
+    def blocks_in_rounds(self) -> bool:
+        """Whether clusters stand still in rounds, and begin from the average after each."""
+        return self._rounds.stands_still and not self.placement.is_exact
 
     @property
     def stands_still(self) -> bool:
@@ -208,11 +220,13 @@ class Coordinator:
             case Probed():
                 return self._link_checks.end_probe(event, self.now)
             case Collected():
-                return self._life.end_collection(event, self.now)
+                return self._end_collection(event)
             case SamplesInspected():
                 return self.drops.conclude(event)
             case Stopped():
                 return self._life.stop(event.reason, self.now)
+            case CheckpointAsked():
+                return self._duties.make_checkpoint(self.now)
             case TextsSampled():
                 return [Notify(text) for text in event.texts]
             case Tick():
@@ -220,7 +234,7 @@ class Coordinator:
             case _:
                 return self._conclude(event)
 
-    def _receive(self, sender: NodeId, message: object) -> _Result:  # noqa: C901 - one short case for each
+    def _receive(self, sender: NodeId, message: object) -> _Result:  # noqa: C901, PLR0912 - one short case for each
         """Refuse a message that is late or foreign; hand the others to their one handler."""
         name = type(message).__name__
         if sender not in self.membership:
@@ -228,8 +242,10 @@ class Coordinator:
         match message:
             case Leave():
                 return self._departures.leave(sender, message, self.now)
-            case RoundReady() | RoundAbort():
+            case RoundPledge() | RoundReady() | RoundChecked() | RoundAbort():
                 ended = self._rounds.receive(sender, message, self.now)
+                if isinstance(ended, list):
+                    return [*ended]
                 return ended.reason if isinstance(ended, Refusal) else self._life.end_round(ended)
             case RoundQuery():
                 answer = self._rounds.answer(sender, message)
@@ -243,12 +259,22 @@ class Coordinator:
             case StageMissing() if self._recovery.misses_all(sender):
                 told = f"it can use nothing that others give it: {message.reason}"
                 return self._departures.leave(sender, Leave(message.build_id, told), self.now)
-            case SnapshotMade() | StageReady() | StageMissing() | LeaseDone() | DroppedMicrobatch():
+            case (
+                SketchMade()
+                | SnapshotMade()
+                | StageReady()
+                | StageMissing()
+                | LeaseDone()
+                | DroppedMicrobatch()
+            ):
                 own = self.placement.build_id(sender)
                 if message.build_id != own:
                     return f"{name} of plan {message.build_id} from {sender}, who follows {own}"
                 if isinstance(message, SnapshotMade):
                     return self._add_snapshot(sender, message)
+                if isinstance(message, SketchMade):
+                    added = self._checkpoints.add_sketch(sender, message, self.now)
+                    return added if isinstance(added, str) else [*added]
                 return self._receive_from_stage(sender, message)
             case _:
                 raise AssertionError(f"{name} concerns nobody here")
@@ -294,11 +320,22 @@ class Coordinator:
             assert isinstance(left, list)
             gone = [action for action in left if not isinstance(action, Send) or action.to != name]
         self.membership.join(event)
+        self.spot_checks.forget(name)
         sends = self.placement.add_spare(name)
         self._plan_trigger.reset(self.now)
         if self.phase is JobPhase.FINISHED:
             sends = [Send(name, Stop("the job is done"))]
         return [*gone, Notify(Joined(name)), *sends]
+
+    def _end_collection(self, collected: Collected) -> _Result:
+        """Go on when something is on disk, or is not what most clusters hold; send those away that lied."""
+        evaluated = self._checkpoints.find_evaluated(collected.number)
+        ended = self._life.end_collection(collected, self.now)
+        if isinstance(ended, str):
+            return ended
+        if evaluated is not None and not collected.fault:
+            self._duties.policy.kept_loss = evaluated.loss
+        return [*ended, *self._departures.evict_convicted(collected.verdict.unlike, UNLIKE, self.now)]
 
     # Messages of stages.
 
@@ -306,7 +343,7 @@ class Coordinator:
         purpose = self._desk.answer(sender, made)
         match purpose:
             case SnapshotPurpose.CHECKPOINT:
-                return [*self._checkpoints.add_snapshot(sender, made)]
+                return [*self._checkpoints.add_snapshot(sender, made, self.now)]
             case SnapshotPurpose.SOURCE:
                 return self._recovery.add_source(sender, made)
             case SnapshotPurpose.BACKUP:
@@ -348,12 +385,16 @@ class Coordinator:
 
     # Conclusions of monitors.
 
-    def _conclude(self, event: Conclusion) -> _Result:
+    def _conclude(self, event: Conclusion) -> _Result:  # noqa: C901, PLR0912 - one short case for each
         match event:
             case TrainingReported():
                 self.ledger.record(event)
             case EvaluationReported():
                 return self._record_evaluation(event)
+            case LossClaimed():
+                return self._judge_losses(self.spot_checks.claim(event))
+            case LossRechecked():
+                return self._judge_losses(self.spot_checks.conclude(event))
             case SpeedMeasured():
                 return self._record_speed(event)
             case ClusterSlowed():
@@ -362,6 +403,8 @@ class Coordinator:
                 return self._record_noise(event)
             case LossAlarm():
                 self._life.alarm = event
+            case ClusterUnlike():
+                return self._suspect(event)
             case CalmChanged():
                 self._duties.is_calm = event.is_calm
             case ClusterSilent():
@@ -372,6 +415,14 @@ class Coordinator:
                 assert_never(event)
         return []
 
+    def _suspect(self, unlike: ClusterUnlike) -> _Result:
+        """Leave a cluster out of rounds that goes wrong alone; if it does so again and again, it goes."""
+        cluster = self.placement.find_cluster(unlike.cluster_id)
+        if cluster is None:
+            return f"the cluster {unlike.cluster_id}, which is unlike the others, is no more"
+        num_rounds = self._rounds.suspect(cluster, unlike.reason)
+        return [Notify(ClusterSuspected(cluster.name, unlike.reason, num_rounds))]
+
     def _record_evaluation(self, reported: EvaluationReported) -> _Result:
         cluster = self.placement.find_cluster(reported.cluster_id)
         if cluster is None:
@@ -380,6 +431,15 @@ class Coordinator:
         if isinstance(results, str):
             return results
         return [*self._life.report(results), *self._duties.keep_best(cluster, results, self.now)]
+
+    def _judge_losses(self, found: _Result) -> _Result:
+        """Send nodes away whose losses two others have found to be false, time and again."""
+        if isinstance(found, str):
+            return found
+        return [
+            *found,
+            *self._departures.evict_convicted(self.spot_checks.pop_liars(), FALSE_LOSSES, self.now),
+        ]
 
     def _record_speed(self, measured: SpeedMeasured) -> list[Action]:
         """Plan with the speed that a node has by now."""

@@ -5,10 +5,11 @@ Telemetry is no event: hub.monitors turn it into conclusions, which are. Every e
 
 from dataclasses import dataclass, replace
 
-from ravnest.config import PlanConfig
+from ravnest.config import Mean, PlanConfig
+from ravnest.hub.coordinator.checks import NOT_COMPARED, NodeSketch, Verdict
 from ravnest.hub.coordinator.leases import LedgerState
 from ravnest.hub.coordinator.notices import EpochDone, Evaluated, Notice, SampledText
-from ravnest.ids import LeaseId, MicrobatchId, NodeId
+from ravnest.ids import LeaseId, MicrobatchId, NodeId, RoundId
 from ravnest.plan.sharing import ALONE, Sharing, TrainingLength
 from ravnest.plan.types import ModelProfile, Node, Plan
 from ravnest.protocol.membership import Fact
@@ -81,6 +82,8 @@ class JobSettings:
     expected_nodes: int = 0  # with so many nodes form at once; 0: only by time
     settle_seconds: float = 5.0  # form when nobody came or went for so long
     most_snapshot_bytes: int = 2**62  # of a stage, however it is cut
+    draw_seed: int = 0  # of lots; peers do not know it
+    mean: Mean = Mean.PLAIN  # of rounds; as before there was a choice
 
     @property
     def length(self) -> TrainingLength:
@@ -216,6 +219,7 @@ class Collected:
     number: int
     now: float
     fault: str = ""
+    verdict: Verdict = NOT_COMPARED  # what others say of these weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,6 +244,13 @@ class Stopped:
     """The requester ends the job early: nothing more is leased, and what was trained is kept."""
 
     reason: str
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointAsked:
+    """The requester wants a checkpoint now, whenever the next one is due."""
+
     now: float
 
 
@@ -289,6 +300,30 @@ class EvaluationReported:
 
 
 @dataclass(frozen=True, slots=True)
+class LossClaimed:
+    """The loss of the first microbatch that a cluster began after a round, on the average of that round.
+
+    None: it says that it saw other weights, though all clusters stood still.
+    """
+
+    cluster_id: str
+    microbatch: MicrobatchId
+    anchor_round: RoundId
+    loss: float | None
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
+class LossRechecked:
+    """The loss that another cluster finds for such a microbatch; None: it has that average no more."""
+
+    cluster_id: str
+    microbatch: MicrobatchId  # the number it has there
+    loss: float | None
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
 class SpeedMeasured:
     """A node has been so many times as fast as the plan knows it, for long."""
 
@@ -324,6 +359,15 @@ class LossAlarm:
 
 
 @dataclass(frozen=True, slots=True)
+class ClusterUnlike:
+    """A cluster goes wrong alone: what was seen of it, that most others do not share."""
+
+    cluster_id: str
+    reason: str
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
 class CalmChanged:
     """Whether the present weights are worth a checkpoint, as the losses say."""
 
@@ -351,10 +395,13 @@ class ClusterHeard:
 Conclusion = (
     TrainingReported
     | EvaluationReported
+    | LossClaimed
+    | LossRechecked
     | SpeedMeasured
     | ClusterSlowed
     | NoiseMeasured
     | LossAlarm
+    | ClusterUnlike
     | CalmChanged
     | ClusterSilent
     | ClusterHeard
@@ -372,6 +419,7 @@ Event = (
     | SamplesInspected
     | Tick
     | Stopped
+    | CheckpointAsked
     | TextsSampled
     | Probed
     | Conclusion
@@ -405,6 +453,9 @@ class SendFields:
     first_microbatch: MicrobatchId
     samples: tuple[tuple[int, ...], ...]
     consumers: tuple[tuple[NodeId, tuple[str, ...]], ...]
+    checks: MicrobatchId | None = (
+        None  # only if they are what was sent for this microbatch: data may be random
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -434,14 +485,17 @@ class Collect:
     books: LedgerState
     is_result: bool = False  # what the requester gets; a checkpoint may fail
     evaluated: Evaluated | None = None  # this very state, and it is the best so far
+    key: bytes = b""  # of the sketches
+    others: tuple[NodeSketch, ...] = ()  # sketches that nodes of other clusters made of the same average
 
 
 @dataclass(frozen=True, slots=True)
 class Evict:
-    """An action: tell a peer that is no member any more that it may go."""
+    """An action: tell a peer that is no member any more that it may go, or must for what it did."""
 
     to: NodeId
     reason: str
+    is_fault: bool = False  # it lied: its key may not come again, and its guest gets a strike
 
 
 @dataclass(frozen=True, slots=True)
@@ -453,10 +507,11 @@ class Notify:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """An action: the result is on disk; without parts, the last checkpoint is the result."""
+    """An action: the result is on disk; without parts, the last checkpoint is the result, or the best one."""
 
     parts: tuple[CheckpointPart, ...]
     history: tuple[EpochDone | Evaluated, ...]
+    is_best: bool = False
 
 
 @dataclass(frozen=True, slots=True)

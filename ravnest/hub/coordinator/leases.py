@@ -123,6 +123,7 @@ class OpenLeases:
         """Forget all leases."""
         self._leases: dict[LeaseId, OpenLease] = {}
         self._by_cluster: dict[str, dict[LeaseId, OpenLease]] = {}
+        self.sated: set[str] = set()  # clusters that had enough when they last got or lost a lease
 
     @property
     def all(self) -> tuple[OpenLease, ...]:
@@ -141,11 +142,18 @@ class OpenLeases:
         self._by_cluster.setdefault(cluster_id, {})[number] = opened
         return opened
 
+    def reserve(self) -> tuple[LeaseId, MicrobatchId]:
+        """Return the numbers of a lease with one microbatch that is not counted here."""
+        numbers = LeaseId(self._next_number), MicrobatchId(self.num_microbatches)
+        self._next_number, self.num_microbatches = self._next_number + 1, self.num_microbatches + 1
+        return numbers
+
     def close(self, lease: OpenLease) -> None:
         """Forget a lease."""
         del self._leases[lease.number]
         of_cluster = self._by_cluster[lease.cluster_id]
         del of_cluster[lease.number]
+        self.sated.discard(lease.cluster_id)
         if not of_cluster:
             del self._by_cluster[lease.cluster_id]
 
@@ -287,6 +295,15 @@ class LeaseBook:
         given_back = [(lease.epoch, lease.start, lease.stop) for lease in closed]
         self._requeued = deque(join_intervals([*given_back, *self._requeued]))
         return closed
+
+    def uncount(self, leases: Iterable[Lease]) -> int:
+        """Put counted samples back, of epochs that are under way; return how many."""
+        undone = [lease for lease in leases if lease.epoch in self._counted]
+        for lease in undone:
+            self._counted[lease.epoch] -= lease.num_samples
+        given_back = [(lease.epoch, lease.start, lease.stop) for lease in undone]
+        self._requeued = deque(join_intervals([*given_back, *self._requeued]))
+        return sum(lease.num_samples for lease in undone)
 
     def samples(self, lease: Lease) -> NDArray[np.int64]:
         """Return the sample indices of a lease in training order."""

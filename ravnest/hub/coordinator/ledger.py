@@ -9,6 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
+from ravnest.hub.coordinator.checks import Draws
 from ravnest.hub.coordinator.evaluations import Evaluation, EvaluationSchedule, Means
 from ravnest.hub.coordinator.events import (
     EvaluationReported,
@@ -18,6 +19,7 @@ from ravnest.hub.coordinator.events import (
     TrainingReported,
 )
 from ravnest.hub.coordinator.leases import (
+    Lease,
     LeaseBook,
     LedgerState,
     OpenLease,
@@ -29,7 +31,7 @@ from ravnest.hub.coordinator.notices import EpochDone, Evaluated, Trained
 from ravnest.hub.coordinator.phases import ClusterPhase
 from ravnest.hub.coordinator.placement import ClusterState, Placement
 from ravnest.hub.coordinator.progress import ClusterProgress, ExactBatch, ExactBatches
-from ravnest.ids import LeaseId, MicrobatchId
+from ravnest.ids import LeaseId, MicrobatchId, NodeId
 from ravnest.protocol.training import (
     DroppedMicrobatch,
     LeaseDone,
@@ -86,8 +88,10 @@ class Ledger:
 
     def __init__(self, settings: JobSettings) -> None:
         self.settings = self._settings = settings
+        self.draws = Draws(settings.draw_seed)
         self.num_counted = 0  # samples trained so far, over all epochs
         self._open = OpenLeases()
+        self._shares: tuple[tuple[ClusterState, ...], bool, dict[str, int]] = ((), False, {})
         self.num_starts = 0
         self.restart()
 
@@ -113,6 +117,9 @@ class Ledger:
         self.progress = ClusterProgress(settings, self.num_reported)
         self._loss: float | None = None
         self._is_stopped = False
+        self._asked: frozenset[str] = frozenset()  # clusters that evaluated the last weights before
+        self._counted_by: dict[NodeId, list[Lease]] = {}  # of epochs under way, by the root that said so
+        self.average_books: LedgerState | None = None  # when the last round committed
         self.history: list[EpochDone | Evaluated] = []
         return lost - self.num_counted
 
@@ -146,6 +153,16 @@ class Ledger:
     def open_leases(self) -> tuple[OpenLease, ...]:
         """Leases under way, oldest first."""
         return self._open.all
+
+    def weigh(self, cluster: ClusterState, samples_per_update: float) -> float:
+        """Return how much a cluster counts in a robust round: the samples since its last one, and one.
+
+        Its leaf reports updates; more than was granted to it does not count.
+        """
+        num_updates, num_counted = self.progress.count_alone(cluster)
+        leases = (lease for lease in self.open_leases if lease.cluster_id == cluster.cluster_id)
+        granted = num_counted + sum(sum(lease.num_samples) for lease in leases)
+        return 1.0 + min(max(num_updates * samples_per_update, num_counted), float(granted))
 
     def stand_still(self, clusters: Iterable[ClusterState]) -> None:
         """Record that the hub was away: no average is known to be anywhere, and no evaluation goes on."""
@@ -182,6 +199,11 @@ class Ledger:
     def awaited_leases(self) -> set[LeaseId]:
         """Leases of which reports count: open ones, and all of epochs that are under way."""
         return {lease.number for lease in (*self._awaited, *self._open.all)}
+
+    def find_open(self, number: LeaseId) -> OpenLease | None:
+        """Return the lease of this number, if it is under way and of samples to be trained."""
+        found = self._open.find(number)
+        return found if found is not None and found.lease is not None else None
 
     def find_training(self, microbatch: MicrobatchId) -> OpenLease | None:
         """Return the lease under which a microbatch is or was trained, in an epoch that is under way."""
@@ -246,9 +268,10 @@ class Ledger:
             self._open.close(lease)
         self._evaluation = None
 
-    def start_evaluation(self) -> None:
-        """Evaluate the last weights, if there are validation samples."""
+    def start_evaluation(self, but: frozenset[str] = frozenset()) -> None:
+        """Evaluate the last weights, if there are validation samples, by another cluster than these."""
         assert self.is_finished, "the last evaluation comes when all is trained"
+        self._asked = but
         self._evaluation = self._schedule.make_last(self.num_counted)
 
     def fill(self, placement: Placement, held: str = "") -> list[Send | SendFields]:
@@ -256,16 +279,27 @@ class Ledger:
         if placement.is_exact:
             return [] if held else self._fill_exact(placement)
         orders: list[Send | SendFields] = []
-        shares = divide_among(placement, self._settings.batch_size)
+        sated = self._open.sated
         for cluster in placement.running:
+            if cluster.cluster_id in sated:
+                continue  # most of them, after most events
             if cluster.phase is ClusterPhase.DRAINING or cluster.cluster_id == held:
                 continue
             while not self._has_enough(cluster):
-                granted = self._grant(cluster, placement, shares[cluster.cluster_id])
+                granted = self._grant(cluster, placement, self._share_of(cluster, placement))
                 if not granted:
                     break
                 orders += granted
         return orders
+
+    def _share_of(self, cluster: ClusterState, placement: Placement) -> int:
+        """Return how many samples an update of a running cluster has; others are worked out beside it."""
+        running, is_split, shares = self._shares
+        if running is not placement.running or is_split is not placement.sharing.is_split:
+            running, is_split = placement.running, placement.sharing.is_split
+            shares = divide_among(placement, self._settings.batch_size)
+            self._shares = (running, is_split, shares)
+        return shares[cluster.cluster_id]
 
     def record_summed(self, clusters: Sequence[ClusterState]) -> list[EpochDone]:
         """Record that a gradient round made the same update in these clusters: now their shares count."""
@@ -343,7 +377,10 @@ class Ledger:
         """Return whether a cluster has leases for twice what is in flight."""
         held = self._open.of(cluster.cluster_id)
         num_microbatches = sum(len(lease.num_samples) for lease in held)
-        return len(held) >= _OPEN_LEASES and num_microbatches >= 2 * cluster.cluster.stages[0].window
+        is_enough = len(held) >= _OPEN_LEASES and num_microbatches >= 2 * cluster.cluster.stages[0].window
+        if is_enough:
+            self._open.sated.add(cluster.cluster_id)
+        return is_enough
 
     def record_done(self, cluster: ClusterState, done: LeaseDone) -> list[EpochDone] | str:
         """Count a lease that its root reports; return the epoch that it ends, or why it does not count."""
@@ -367,6 +404,7 @@ class Ledger:
         reason = self._book.complete(lease.number, cluster.cluster_id)
         assert reason is None, reason
         self.num_counted += num_samples
+        self._counted_by.setdefault(cluster.root, []).append(lease)
         self.progress.record_trained(cluster, num_trained)
         self._dropped[lease.epoch] += num_samples - num_trained
         size = self._settings.epoch_size(lease.epoch)
@@ -374,6 +412,8 @@ class Ledger:
             return []
         loss, _ = self._means.pop(lease.epoch, Means()).read()
         self._awaited = [each for each in self._awaited if each.lease and each.lease.epoch != lease.epoch]
+        for node, counted in self._counted_by.items():
+            self._counted_by[node] = [each for each in counted if each.epoch != lease.epoch]
         return [EpochDone(lease.epoch + 1, size, self._dropped.pop(lease.epoch), loss)]
 
     def record(self, reported: TrainingReported) -> None:
@@ -408,6 +448,22 @@ class Ledger:
             return f"microbatch {dropped.microbatch} of cluster {cluster.name} is not under way"
         lease.dropped.add(dropped.microbatch)
         return lease
+
+    def reserve_numbers(self) -> tuple[LeaseId, MicrobatchId]:
+        """Return the numbers of a lease whose one microbatch is neither trained nor evaluated."""
+        return self._open.reserve()
+
+    def find_samples(self, cluster: ClusterState, microbatch: MicrobatchId) -> tuple[int, ...] | None:
+        """Return the samples of a microbatch that a cluster trains or has trained in an epoch under way."""
+        lease = self.find_training(microbatch)
+        is_known = lease is not None and lease.cluster_id == cluster.cluster_id
+        return self.samples_of(lease, microbatch) if lease is not None and is_known else None
+
+    def undo(self, node: NodeId) -> int:
+        """Have samples trained again that this root's word counted, in epochs that are under way."""
+        num_samples = self._book.uncount(self._counted_by.pop(node, ()))
+        self.num_counted -= num_samples
+        return num_samples
 
     def samples_of(self, lease: OpenLease, microbatch: MicrobatchId) -> tuple[int, ...]:
         """Return the samples of a microbatch of an open lease."""
@@ -468,7 +524,9 @@ class Ledger:
             places = (self._upcoming_epoch, self._book.num_before)
             self._evaluation = self._schedule.find_due(self._evaluated, *places)
         if self._evaluation and not self._evaluation.cluster_id:
-            self._evaluation.cluster_id = self.progress.most_trained(running).cluster_id
+            fellows = self.progress.find_fellows(running)
+            fellows = tuple(each for each in fellows if each.cluster_id not in self._asked) or fellows
+            self._evaluation.cluster_id = self.draws.choose(fellows).cluster_id
         return self._evaluation
 
     @property

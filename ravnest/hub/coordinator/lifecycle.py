@@ -6,11 +6,12 @@ node that has gone stands still until it is repaired. Near the end nothing is re
 cluster ends.
 """
 
-import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import takewhile
 
 from ravnest.config import TIMEOUTS, HubTimeouts
+from ravnest.hub.coordinator.checkpointing import CheckpointPolicy
 from ravnest.hub.coordinator.events import (
     Abandon,
     Action,
@@ -27,6 +28,7 @@ from ravnest.hub.coordinator.events import (
 )
 from ravnest.hub.coordinator.ledger import Ledger
 from ravnest.hub.coordinator.notices import (
+    BestIsResult,
     CheckpointIsResult,
     ClusterDissolved,
     EpochDone,
@@ -37,10 +39,13 @@ from ravnest.hub.coordinator.notices import (
     NotEvaluated,
     RateChanged,
     Repaired,
+    ResultKept,
+    ResultRefused,
     Resumed,
     Stopping,
     WentWrong,
     WorkLost,
+    WorkUndone,
 )
 from ravnest.hub.coordinator.phases import JOB_TRANSITIONS, JobPhase, follow
 from ravnest.hub.coordinator.placement import ClusterState, Placement
@@ -51,6 +56,7 @@ from ravnest.hub.coordinator.snapshots import IDLE, CheckpointCollector, Inquiri
 from ravnest.ids import NodeId
 from ravnest.protocol.membership import Leave, Stop
 
+UNLIKE = "the weights that it gives are not those that most clusters hold after the same round"
 _MOST_ALARMS = 3
 _CLEAR_CHANGE = 0.1  # of the rate: less is not worth a notice
 _Result = list[Action] | str  # actions, or why the event is refused
@@ -176,6 +182,7 @@ class Lifecycle:
             done = self.ledger.record_summed(clusters)
             return [*ended.sends, Notify(self.ledger.trained), *self.report(done)]
         self.ledger.progress.record_agreement(clusters, ended.told.round_id)
+        self.ledger.average_books = self.ledger.books
         return [*ended.sends, Notify(ended.told)]
 
     def adopt(self, made: PlanMade, now: float) -> _Result:
@@ -280,12 +287,15 @@ class Lifecycle:
     def end_collection(self, collected: Collected, now: float) -> _Result:
         """Go on when something is on disk: a checkpoint, or the result, also if nodes have left meanwhile."""
         result = self.checkpoints.find_result(collected.number)
+        if result is not None and collected.fault and self.phase is not JobPhase.FINISHED:
+            return self._refuse_result(collected)
         if result is not None and self.phase is not JobPhase.FINISHED:
             if self.phase is not JobPhase.KEEPING:  # nobody was left, and training began again
                 self.ledger.restart(result.books)
             self.enter(JobPhase.FINISHED)
             stops: list[Action] = [Send(name, Stop("the job is done")) for name in self._membership]
-            return [*stops, Finish(result.parts, tuple(self.ledger.history))]
+            told = Notify(ResultKept(collected.verdict.num_agreeing))
+            return [told, *stops, Finish(result.parts, tuple(self.ledger.history))]
         if result is not None or not self.checkpoints.has_asked_for(collected.number):
             return f"nobody asked to collect number {collected.number}"
         kept = self.recovery.end_checkpoint(collected, now)
@@ -293,6 +303,23 @@ class Lifecycle:
         if not collected.fault and saved is not None and saved.num_counted > self._alarmed_at:
             self._num_alarms = 0  # a checkpoint before that place says nothing of what comes there
         return kept
+
+    def hand_in_best(self) -> list[Action]:
+        """End with the best checkpoint: clusters agree that the last weights are far worse."""
+        self.enter(JobPhase.FINISHED)
+        stops = [Send(name, Stop("the job is done")) for name in self._membership]
+        return [Notify(BestIsResult()), *stops, Finish((), tuple(self.ledger.history), is_best=True)]
+
+    def _refuse_result(self, collected: Collected) -> list[Action]:
+        """Ask another cluster for the result; end without one, if clusters contradict each other for good."""
+        self.checkpoints.withdraw_result(collected.number)
+        told: list[Action] = [Notify(ResultRefused(collected.fault))]
+        if not collected.verdict.disputed:
+            return told
+        self.enter(JobPhase.FINISHED)
+        stops = [Send(name, Stop("clusters contradict each other")) for name in self._membership]
+        advice = "ask one more provider to join and go on with --resume: a third cluster shows which is right"
+        return [*told, *stops, Abandon(f"there is no result: {collected.fault}; {advice}", is_guarded=True)]
 
 
 class Departures:
@@ -303,6 +330,7 @@ class Departures:
         self._placement, self._membership = life.placement, life.placement.membership
         self._ledger, self._checkpoints, self._recovery = life.ledger, life.checkpoints, life.recovery
         self._rounds, self._plan_trigger = life.rounds, life.plan_trigger
+        self._num_stuck: Counter[tuple[NodeId, ...]] = Counter()
 
     def leave(self, name: NodeId, leave: Leave, now: float) -> _Result:
         """Remove a node that wants to leave: at once, or when others have what it has."""
@@ -330,18 +358,41 @@ class Departures:
         is_empty = is_collecting and not len(self._membership)
         return [*actions, *(self._plan_trigger.notify_shortage() if is_empty else [])]
 
-    def evict(self, gone: Iterable[tuple[NodeId, str, str]], now: float) -> list[Action]:
+    def evict(
+        self, gone: Iterable[tuple[NodeId, str, str]], now: float, *, is_fault: bool = False
+    ) -> list[Action]:
         """Remove nodes: each with the reason that others read, and what itself is told."""
         actions: list[Action] = []
         for name, reason, told in gone:
             left = self.remove(name, reason, now)
             if not isinstance(left, str):  # else it went by itself, before it was found idle
-                actions += [*left, Evict(name, told)]
+                actions += [*left, Evict(name, told, is_fault)]
+        return actions
+
+    def evict_convicted(self, names: Iterable[NodeId], reason: str, now: float) -> list[Action]:
+        """Remove nodes for good that others found to lie; what counted on their word is trained again.
+
+        One that got its average from another cluster may be deceived itself: it may come again.
+        """
+        actions: list[Action] = []
+        for name in names:
+            cluster = self._placement.cluster_of(name)
+            is_fault = cluster is None or reason != UNLIKE or not self._ledger.progress.is_fed(cluster)
+            num_undone = self._ledger.undo(name) if self._life.phase is JobPhase.TRAINING else 0
+            left = self.remove(name, reason, now)
+            if not isinstance(left, str):
+                undone = [Notify(WorkUndone(name, num_undone))] if num_undone else []
+                actions += [*undone, *left, Evict(name, reason, is_fault)]
         return actions
 
     def evict_idle(self, names: Iterable[NodeId], now: float) -> list[Action]:
         """Remove nodes that do no work; a provider may start them again."""
         return self.evict(((name, IDLE, f"{IDLE}; start it again") for name in names), now)
+
+    def evict_liars(self, liars: Iterable[tuple[NodeId, str]], now: float) -> list[Action]:
+        """Remove nodes for good that rounds found to lie."""
+        gone = [(name, f"it lies: {reason}", f"it is sent away: {reason}") for name, reason in liars]
+        return self.evict(gone, now, is_fault=True)
 
     def evict_gone(self, now: float) -> list[Action]:
         """Remove nodes that nobody needs any more, that did not come back or that do not answer."""
@@ -352,7 +403,7 @@ class Departures:
         return self.evict(gone, now)
 
     def rebuild(self, stuck: Iterable[ClusterState], now: float) -> list[Action]:
-        """Build clusters anew in which all nodes answer and nothing moves.
+        """Build clusters anew in which all nodes answer and nothing moves; a node alone has one more chance.
 
         In the last evaluation nothing is built: the cluster whose weights are to be kept leaves it out.
         """
@@ -366,6 +417,11 @@ class Departures:
                 actions.append(Notify(NotEvaluated(cluster.name)))
                 continue
             self._plan_trigger.reset(now)
+            has_worked = self._ledger.progress.has_trained(cluster)
+            self._num_stuck[cluster.nodes] += 1 if has_worked else 2
+            if len(cluster.nodes) == 1 and self._num_stuck[cluster.nodes] > 1:
+                actions += self.evict_idle(cluster.nodes, now)
+                continue
             actions += self._give_up_stage(cluster, "it has work, and nothing moves", now, now)
         return actions
 
@@ -392,7 +448,7 @@ class Duties:
         self._placement, self._ledger, self._checkpoints = life.placement, life.ledger, life.checkpoints
         self._recovery, self._rounds, self._plan_trigger = life.recovery, life.rounds, life.plan_trigger
         self.is_calm = True  # as the monitors say
-        self._best_loss = math.inf  # of all evaluations
+        self.policy = CheckpointPolicy(life.placement, life.ledger, life.checkpoints)
 
     def due(self, now: float) -> float | None:
         """Return when something is to be done, if nothing else happens."""
@@ -444,6 +500,7 @@ class Duties:
         idle, stuck = self._inquiries.conclude(now) if self._life.is_at_work else ([], [])
         actions = self._departures.evict_gone(now)
         actions += self._departures.evict_idle(idle, now)
+        actions += self._departures.evict_liars(self._rounds.pop_liars(), now)
         return actions + self._departures.rebuild([*stuck, *self._rounds.pop_stuck()], now)
 
     def _train(self, now: float) -> list[Action]:
@@ -489,6 +546,7 @@ class Duties:
         has_no_rings = self._placement.has_broken if self._placement.is_exact else self._recovery.is_urgent
         if not has_no_rings:
             actions += self._rounds.open_due(now)
+        actions += self._checkpoints.order(now)
         silence = self._checkpoints.expire(now)
         if silence:
             actions += [Notify(NotCheckpointed(silence)), *self._ledger.fill(self._placement)]
@@ -497,23 +555,33 @@ class Duties:
         return actions
 
     def keep_best(self, cluster: ClusterState, results: Sequence[Evaluated], now: float) -> list[Send]:
-        """Begin a checkpoint of what a cluster has just evaluated, before it trains on, if it is the best."""
+        """Begin a checkpoint after an evaluation that is the best so far; record what it says of the end."""
+        if self._life.phase is JobPhase.EVALUATING:
+            self.policy.record_last(cluster, results)
         if self._life.phase is not JobPhase.TRAINING or self._checkpoint_every is None:
             return []
-        sends: list[Send] = []
-        for result in results:
-            if result.loss is not None and result.loss < self._best_loss:
-                self._best_loss = result.loss
-                sends += self._checkpoints.start(cluster, now, self._ledger.books, evaluated=result)
-        return sends
+        return self.policy.keep_best(cluster, results, now)
+
+    def make_checkpoint(self, now: float) -> list[Action]:
+        """Begin a checkpoint that somebody asked for, or say why not."""
+        if self._life.phase is not JobPhase.TRAINING or self._life.stop_by is not None:
+            reason = "nothing is trained now that will not be kept anyway"
+        elif not self._placement.running:
+            reason = "no cluster trains at this moment; ask again when one does"
+        elif self._checkpoints.is_under_way:
+            reason = "one is under way already"
+        elif not self.is_calm:
+            reason = "the loss went wrong lately: the last good checkpoint is kept"
+        else:
+            return [*self._begin_checkpoint(now)]
+        return [Notify(NotCheckpointed(reason))]
 
     def _begin_checkpoint(self, now: float) -> list[Send]:
         """Begin a checkpoint, if what is trained is worth keeping."""
         if not self.is_calm:
             self._checkpoints.postpone(now)
             return []
-        keeper = self._ledger.progress.most_trained(self._placement.running)
-        return self._checkpoints.start(keeper, now, self._ledger.books)
+        return self.policy.begin_checkpoint(now)
 
     def _average(self, now: float) -> Sequence[Action]:
         actions = self._rounds.open_last(now)
@@ -525,15 +593,20 @@ class Duties:
 
     def _evaluate(self, _: float) -> list[Action]:
         actions: list[Action] = [*self._life.report(()), *self._ledger.fill(self._placement)]
-        if self._ledger.is_finished:
-            self._life.enter(JobPhase.KEEPING)
+        if not self._ledger.is_finished:
+            return actions
+        if self.policy.wants_opinion:
+            self._ledger.start_evaluation(but=self.policy.asked)
+            return [*actions, *self._ledger.fill(self._placement)]
+        if self.policy.is_worse_than_best:
+            return [*actions, *self._life.hand_in_best()]
+        self._life.enter(JobPhase.KEEPING)
         return actions
 
     def _collect_result(self, now: float) -> Sequence[Action]:
         if self._checkpoints.has_result_under_way:
-            return []
-        keeper = self._ledger.progress.most_trained(self._placement.running)
-        return self._checkpoints.start(keeper, now, self._ledger.books, is_result=True)
+            return self._checkpoints.order(now)
+        return self.policy.collect_result(now)
 
     def _retain_inquiries(self, _: float) -> list[Action]:
         """End the inquiries of clusters that have nothing to do, or stand still for a round."""

@@ -292,6 +292,7 @@ class RoundEnded:
     seconds: float = 0.0
     left_out: tuple[str, ...] = ()  # clusters that train, but took no part
     blamed: tuple[tuple[str, int], ...] = ()  # clusters, and how many of the next rounds are without them
+    unlike: tuple[tuple[str, str], ...] = ()  # clusters whose contribution was unlike all others, and how
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,12 +319,56 @@ class CheckpointIsResult:
 
 
 @dataclass(frozen=True, slots=True)
+class ResultKept:
+    """The result is on disk. In so many other clusters nodes hold the same weights; 0: nobody could say."""
+
+    num_agreeing: int
+
+
+@dataclass(frozen=True, slots=True)
+class Contradicted:
+    """Two clusters find different losses for one microbatch on the same weights, and there is no third."""
+
+    cluster: str
+    other: str
+
+
+@dataclass(frozen=True, slots=True)
+class WorkUndone:
+    """What a node says it trained does not count any more, and is trained again."""
+
+    node: NodeId
+    num_samples: int
+
+
+@dataclass(frozen=True, slots=True)
+class BestIsResult:
+    """The best checkpoint is the result: clusters agree that the last weights are far worse."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResultRefused:
+    """What a cluster gave as the result is not what others hold."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class WentWrong:
     """Training went wrong: it goes back to the last checkpoint, or on where there is none."""
 
     reason: str
     suspect: str
     goes_back: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterSuspected:
+    """A cluster is unlike all others, so it is left out of so many rounds; nobody else goes back for it."""
+
+    cluster: str
+    reason: str
+    num_rounds: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -369,7 +414,13 @@ Notice = (
     | Checkpointed
     | NotCheckpointed
     | CheckpointIsResult
+    | ResultKept
+    | BestIsResult
+    | Contradicted
+    | WorkUndone
+    | ResultRefused
     | WentWrong
+    | ClusterSuspected
     | Stopping
 )
 
@@ -448,6 +499,17 @@ def show_notice(notice: Notice) -> str:  # noqa: C901, PLR0912, PLR0915 - one sh
             return f"no checkpoint was kept, training goes on: {reason}"
         case CheckpointIsResult(num_samples, num_total):
             return _show_end(num_samples, num_total)
+        case ResultKept(num_agreeing):
+            return _show_result(num_agreeing)
+        case Contradicted(cluster, other):
+            found = f"clusters {cluster} and {other} contradict each other"
+            return f"{found}: one of them reports false losses, and there is no third to tell which"
+        case WorkUndone(node, num_samples):
+            return f"{num_samples} samples that {node} says it trained are trained again"
+        case BestIsResult():
+            return "the last weights are far worse than the best ones: the best checkpoint is the result"
+        case ResultRefused(reason):
+            return f"what a cluster gave as the result is not kept: {reason}"
         case WorkLost(num_samples):
             return f"training goes back: nobody has what the last {num_samples} samples taught"
         case MicrobatchDropped() | SamplesDropped():
@@ -463,10 +525,13 @@ def show_notice(notice: Notice) -> str:  # noqa: C901, PLR0912, PLR0915 - one sh
             return f"after {place}: {num_samples} samples, loss {_show(loss)}{''.join(shown)}"
         case SampledText(epoch, prompt, text):
             return f"after epoch {epoch}, to {_show_text(prompt)}: {_show_text(text)}"
-        case RoundEnded(round_id, is_committed, _, reason, seconds, left_out, blamed):
+        case ClusterSuspected(cluster, reason, num_rounds):
+            return f"cluster {cluster} is unlike all others: {reason}; it is left out of {num_rounds} rounds"
+        case RoundEnded(round_id, is_committed, _, reason, seconds, left_out, blamed, unlike):
             without = f" without {', '.join(left_out)}" if left_out else ""
             outcome = f"committed in {show_seconds(seconds)}" if is_committed else f"aborted: {reason}"
-            next_ones = [f"; {cluster} is left out of the next {number}" for cluster, number in blamed]
+            next_ones = [f"; {cluster}: {seen}" for cluster, seen in unlike]
+            next_ones += [f"; {cluster} is left out of the next {number}" for cluster, number in blamed]
             return f"round {round_id}{without} {outcome}{''.join(next_ones)}"
         case WentWrong(reason, suspect, goes_back):
             ending = _GOES_BACK if goes_back else "there is no checkpoint to go back to"
@@ -523,6 +588,13 @@ def _show_end(num_samples: int, num_total: int) -> str:
         return f"the run is finished: all {num_total} samples are trained; it goes on with more epochs"
     trained = f"{num_samples} of {num_total} samples are trained"
     return f"nobody is left to ask: the last checkpoint is the result, {trained}"
+
+
+def _show_result(num_agreeing: int) -> str:
+    if num_agreeing:
+        clusters = "one other cluster holds" if num_agreeing == 1 else f"{num_agreeing} other clusters hold"
+        return f"the result is confirmed: {clusters} the same weights"
+    return "the result is one cluster's word: no other cluster holds the same weights to compare them with"
 
 
 def _show_sources(sources: tuple[NodeId, ...]) -> str:

@@ -8,14 +8,14 @@ Stages are built of what their nodes hold and of what others have (recovery).
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from ravnest.config import Averaging
+from ravnest.config import Averaging, PlanConfig
 from ravnest.hub.coordinator.events import JobGiven, MakeParts, MakePlan, PartsMade, Send
 from ravnest.hub.coordinator.membership import HeldState, Membership
 from ravnest.hub.coordinator.phases import CLUSTER_TRANSITIONS, ClusterPhase, NodePhase, follow
 from ravnest.ids import NodeId, SegmentId
 from ravnest.plan.forecast import Forecast, forecast
 from ravnest.plan.sharing import ALONE, LEAST_UPDATES, Sharing, adam_rate_times, efficiency
-from ravnest.plan.types import Backup, Cluster, Node, Plan, Ring, Stage, Swarm, cluster_name
+from ravnest.plan.types import Backup, Cluster, ModelProfile, Node, Plan, Ring, Stage, Swarm, cluster_name
 from ravnest.protocol.placement import Contact, PlanOrder, RingOrder, Rings
 
 Extras = Mapping[NodeId, Collection[NodeId]]  # contacts of a node beside its cluster and its rings
@@ -86,6 +86,7 @@ class Placement:
         self._cluster_by_node: dict[NodeId, ClusterState] = {}
         self._last_id = 0  # of plans and builds
         self._plan: Plan | None = None
+        self._rings_of: dict[NodeId, Rings] = {}  # by owner
         self._rings_since = 0  # the plan whose rings hold
         self._planned: dict[NodeId, Node] = {}  # as the plan knew them
         self._outlook: Forecast | None = None
@@ -102,6 +103,12 @@ class Placement:
         """What the current plan promises."""
         assert self._outlook is not None, "no plan was formed"
         return self._outlook
+
+    @property
+    def costs(self) -> tuple[ModelProfile, PlanConfig]:
+        """What a microbatch of the current plan costs, and what the plan assumes."""
+        facts = self._microbatches, self.sharing
+        return self._job.profile_microbatch(*facts), self._job.configure_microbatch(*facts)
 
     @property
     def is_exact(self) -> bool:
@@ -254,15 +261,22 @@ class Placement:
     def ask_for_plan(self) -> MakePlan:
         """Return the action to plan with all members, or to repair the plan there is."""
         self._last_id += 1
+        return self._ask(self._last_id, ())
+
+    def imagine(self, guest: Node) -> MakePlan:
+        """Return what would be asked if one more node were here; nothing changes."""
+        return self._ask(self._last_id + 1, (guest,))
+
+    def _ask(self, plan_id: int, guests: tuple[Node, ...]) -> MakePlan:
         usable = {NodePhase.SPARE, NodePhase.BUILDING, NodePhase.HOSTING}
-        nodes = tuple(member.node for member in self.membership.members if member.phase in usable)
+        nodes = tuple(member.node for member in self.membership.members if member.phase in usable) + guests
         if not self._clusters:
-            return MakePlan(self._last_id, nodes, noise=self.noise)
+            return MakePlan(plan_id, nodes, noise=self.noise)
         by_name = {node.name: node for node in nodes}
         gone = tuple(node for name, node in self._planned.items() if name not in by_name)
         changed = tuple(x for name, x in self._planned.items() if name in by_name and x != by_name[name])
         facts = (nodes, self._plan, gone, changed, self._microbatches, self.sharing, self.noise)
-        return MakePlan(self._last_id, *facts, self._tries_spares)
+        return MakePlan(plan_id, *facts, self._tries_spares)
 
     def record_noise(self, noise: float) -> bool:
         """Plan with this noise scale from now on; return whether spares may form clusters that pay now."""
@@ -289,9 +303,7 @@ class Placement:
         planned = {name: self.membership[name].node for name in self.membership if name in names}
         self._planned, self._microbatches, self.sharing = planned, microbatches, sharing
         self._tries_spares = False
-        profile = self._job.profile_microbatch(microbatches, sharing)
-        config = self._job.configure_microbatch(microbatches, sharing)
-        self._outlook = forecast(plan, profile, Swarm(tuple(planned.values())), config)
+        self._outlook = forecast(plan, self.costs[0], Swarm(tuple(planned.values())), self.costs[1])
         before, kept = self._clusters, {each.cluster: each for each in self.running}
         clusters: list[ClusterState] = []
         built: list[ClusterState] = []
@@ -313,7 +325,7 @@ class Placement:
             self.membership.move(name, NodePhase.BUILDING)
         has_new_rings = self._plan is None or self._plan.rings != plan.rings or not before
         self._rings_since = plan.plan_id if has_new_rings else self._rings_since
-        self._plan = plan
+        self._plan, self._rings_of = plan, _index_rings(plan.rings)
         return PlanChange(tuple(built), ended, has_new_rings)
 
     def announce(
@@ -410,12 +422,19 @@ class Placement:
         return Send(name, order)
 
     def _rings(self, name: NodeId) -> Rings:
-        assert self._plan is not None
-        numbered = enumerate(self._plan.rings)
-        return tuple((SegmentId(index), ring) for index, ring in numbered if name in ring.owners)
+        return self._rings_of.get(name, ())
 
     def _contacts(self, name: NodeId, nodes: tuple[NodeId, ...], extras: Extras) -> tuple[Contact, ...]:
         owners = (owner for _, ring in self._rings(name) for owner in ring.owners)
         known = dict.fromkeys((*nodes, *owners, *sorted(extras.get(name, ()))))
         members = (self.membership[each] for each in known if each != name and each in self.membership)
         return tuple(Contact(each.node.name, each.key, each.addresses) for each in members)
+
+
+def _index_rings(rings: tuple[Ring, ...]) -> dict[NodeId, Rings]:
+    """Return the rings that each node is an owner of, with their numbers."""
+    found: dict[NodeId, Rings] = {}
+    for index, ring in enumerate(rings):
+        for owner in ring.owners:
+            found[owner] = (*found.get(owner, ()), (SegmentId(index), ring))
+    return found

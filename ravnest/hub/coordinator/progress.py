@@ -39,8 +39,10 @@ class Progress:
     rates: dict[int, float] = field(default_factory=dict)  # sent, by the update they hold from
     num_trained: int = 0  # samples
     num_alone: int = 0  # of them since the last round
+    agreed_version: int = 0  # updates it had made at the last round
     num_samples_seen: int = 0  # samples of all clusters that its weights have learned from
     anchor_round: RoundId | None = _NONE  # the round whose average it began from; None: it has none
+    is_fed: bool = False  # it has missed a round, and got the average of that from another cluster
 
 
 class ClusterProgress:
@@ -64,13 +66,42 @@ class ClusterProgress:
         progress = self._progress.get(cluster.cluster_id)
         return progress is not None and bool(progress.anchor_round or progress.num_trained > 0)
 
+    def has_trained(self, cluster: ClusterState) -> bool:
+        """Return whether a cluster, or one that it goes on from, has trained anything."""
+        return self._of(cluster).num_trained > 0
+
     def samples_seen(self, cluster: ClusterState) -> int:
         """Return how many samples, of all clusters, one's weights have learned from."""
         return self._of(cluster).num_samples_seen
 
+    def count_alone(self, cluster: ClusterState) -> tuple[int, int]:
+        """Return the updates a cluster reports since its last round, and the samples that are counted."""
+        progress = self._of(cluster)
+        return max(0, progress.version - progress.agreed_version), progress.num_alone
+
     def most_trained(self, clusters: Iterable[ClusterState]) -> ClusterState:
         """Return the cluster whose weights saw most samples; of equals, the one that trained most."""
         return max(clusters, key=lambda each: (self.samples_seen(each), self._of(each).num_trained))
+
+    def find_fellows(self, clusters: Sequence[ClusterState]) -> tuple[ClusterState, ...]:
+        """Return the clusters that share the newest average; what each says it trained since is no matter.
+
+        Before the first average they are those that have learned anything; if none has, all.
+        """
+        known = [each for each in clusters if self.knows(each)]
+        shared = {
+            each.cluster_id: self._of(each).num_samples_seen - self._of(each).num_alone for each in known
+        }
+        newest = max(shared.values(), default=0)
+        return tuple(each for each in known if shared[each.cluster_id] == newest) or tuple(clusters)
+
+    def is_fed(self, cluster: ClusterState) -> bool:
+        """Return whether a cluster's average once came from another one: if it is false, so was that one."""
+        return self._of(cluster).is_fed
+
+    def holds(self, cluster: ClusterState, anchor_round: RoundId) -> bool:
+        """Return whether a cluster has the average of this round."""
+        return self._of(cluster).anchor_round == anchor_round
 
     def anchor_round(self, clusters: Iterable[ClusterState]) -> RoundId | None:
         """Return the newest round whose average one of these clusters has, if any; 0: the first weights."""
@@ -94,6 +125,7 @@ class ClusterProgress:
         after.num_samples_seen = before.num_samples_seen
         after.anchor_round = before.anchor_round if is_whole else None
         after.num_alone = before.num_alone if is_whole else 0
+        after.agreed_version = before.agreed_version if is_whole else version
         cluster.version, self._progress[cluster.cluster_id] = version, after
 
     def end(self, cluster: ClusterState) -> int:
@@ -130,10 +162,16 @@ class ClusterProgress:
     def record_agreement(self, clusters: Iterable[ClusterState], round_id: RoundId | None = None) -> None:
         """Record that these clusters have the same weights now; the round that made them is their anchor."""
         shared = [self._of(cluster) for cluster in clusters]
+        before = {each.anchor_round for each in shared}
+        newest = max((each for each in before if each is not None), default=None)
+        if round_id is not None and len(before) > 1:
+            for each in shared:
+                each.is_fed |= each.anchor_round != newest
         seen = max((each.num_samples_seen - each.num_alone for each in shared), default=0)
         seen += sum(each.num_alone for each in shared)
         for each in shared:
             each.num_alone, each.num_samples_seen = 0, seen
+            each.agreed_version = each.version
             each.anchor_round = each.anchor_round if round_id is None else round_id
 
     def send_rates(
@@ -159,7 +197,8 @@ class ClusterProgress:
         return sends
 
     def _of(self, cluster: ClusterState) -> Progress:
-        return self._progress.setdefault(cluster.cluster_id, Progress(cluster.version, self._position))
+        fresh = Progress(cluster.version, self._position, agreed_version=cluster.version)
+        return self._progress.setdefault(cluster.cluster_id, fresh)
 
 
 _MOST_BATCHES = 2  # one that is trained, one that waits

@@ -17,13 +17,22 @@ from ravnest.hub.coordinator.ledger import Ledger
 from ravnest.hub.coordinator.notices import RoundEnded
 from ravnest.hub.coordinator.phases import ClusterPhase
 from ravnest.hub.coordinator.placement import ClusterState, Placement
+from ravnest.hub.coordinator.robust_rounds import (
+    Dispute,
+    RobustDecision,
+    RobustRoster,
+    Suspicions,
+    compare_clusters,
+)
 from ravnest.ids import NodeId, RoundId, SegmentId
 from ravnest.plan.sharing import LEAST_UPDATES
 from ravnest.protocol.averaging import (
     RoundAbort,
+    RoundChecked,
     RoundCommit,
     RoundOpen,
     RoundOutcome,
+    RoundPledge,
     RoundQuery,
     RoundReady,
 )
@@ -105,6 +114,10 @@ class RoundDecision:
         """The members that have not voted."""
         return set(self._missing)
 
+    def awaits_only(self, name: NodeId) -> bool:
+        """Return whether this member alone has not voted."""
+        return len(self._missing) == 1 and name in self._missing
+
     @property
     def suspects(self) -> tuple[NodeId, ...]:
         """The members that prevented a commit, as far as votes tell: silent, or with another mean."""
@@ -176,12 +189,16 @@ class Rounds:
         self._config, self._settings = job.config, job.settings
         self._placement, self._ledger = placement, ledger
         self._num_opened = 0
-        self._decision: RoundDecision | None = None
+        self._decision: RoundDecision | RobustDecision | None = None
+        self._roster: RobustRoster | None = None  # of the last round, if it is robust
+        self._suspicions = Suspicions()
+        self._liars: dict[NodeId, str] = {}
         self._clusters: tuple[ClusterState, ...] = ()  # of the last round
+        self._by_node: dict[NodeId, ClusterState] = {}  # of them
         self._left_out: tuple[str, ...] = ()  # of it, although they train
         self._given_up: dict[NodeId, RoundAbort] = {}  # members that will not vote any more
         self._opened_at = self._members_by = self._deadline = 0.0
-        self._is_final = self._sums_gradients = False  # of the last round
+        self._is_final = self._sums_gradients = self._is_blocking = False  # of the last round
         self._outcomes: deque[RoundOutcome] = deque(maxlen=_REMEMBERED)
         self.restart()
 
@@ -213,7 +230,7 @@ class Rounds:
 
     def awaits_only(self, name: NodeId) -> bool:
         """Return whether the open round ends with the vote of this node."""
-        return self._decision is not None and self._decision.missing == {name}
+        return self._decision is not None and self._decision.awaits_only(name)
 
     def open_due(self, now: float) -> list[Send]:
         """Order a round if the clusters have trained enough for it, or may try the last one again."""
@@ -259,8 +276,13 @@ class Rounds:
             if isinstance(each.message, RoundOpen)
         ]
 
-    def receive(self, sender: NodeId, message: RoundReady | RoundAbort, now: float) -> Ended | Refusal | None:
-        """Count a vote, or record a member that gives up; all are heard before one is blamed."""
+    def receive(
+        self, sender: NodeId, message: RoundReady | RoundAbort | RoundPledge | RoundChecked, now: float
+    ) -> Ended | list[Send] | Refusal | None:
+        """Count a vote, or record a member that gives up; all are heard before one is blamed.
+
+        Before and after the vote, members of a robust round pledge and check.
+        """
         if self._decision is None or message.round_id != self._num_opened:
             return Refusal(f"{type(message).__name__} of round {message.round_id}, which is not open")
         if self._find(sender) is None:
@@ -272,13 +294,26 @@ class Rounds:
         elif message.member != sender:
             return Refusal(f"{sender} votes for {message.member}")
         else:
-            self._decision.vote(message)
+            sends = self._take_step(self._decision, message)
             if self._decision.outcome is not None:
                 return self._settle(now, self._cluster_ids(self._decision.suspects))
+            if sends or not self._given_up:
+                return sends
         # All members were heard, but for those that would not be believed; or the reason is not time.
         unheard = self._cluster_ids(self._decision.missing - self._given_up.keys())
         is_heard = now < self._members_by or unheard <= set(self._suspects(most_hops=1).values())
-        return self._give_up(now) if self._given_up and is_heard else None
+        return self._give_up(now) if is_heard else None
+
+    def _take_step(
+        self, decision: RoundDecision | RobustDecision, message: RoundReady | RoundPledge | RoundChecked
+    ) -> list[Send] | Refusal | None:
+        if isinstance(decision, RobustDecision):
+            sends = decision.receive(message)
+            return Refusal(sends) if isinstance(sends, str) else sends
+        if not isinstance(message, RoundReady):
+            return Refusal(f"{type(message).__name__} of round {message.round_id}, which is not robust")
+        decision.vote(message)
+        return None
 
     def leave(self, name: NodeId, reason: str, now: float) -> Ended | None:
         """Abort the open round if this node takes part in it; others may try again at once."""
@@ -348,11 +383,14 @@ class Rounds:
         self._num_opened += 1
         self._opened_at, self._members_by, self._deadline = now, now + seconds, now + _PATIENCE * seconds
         self._is_final, self._clusters, self._sums_gradients = is_final, clusters, sums_gradients
+        self._by_node = {name: cluster for cluster in clusters for name in cluster.nodes}
         self._left_out = tuple(each.name for each in placement.running if each not in clusters)
         names = tuple(name for cluster in clusters for name in cluster.nodes)
         round_id = RoundId(self._num_opened)
-        self._decision = RoundDecision(round_id, names)
-        is_blocking = is_final or self.stands_still
+        self._roster = None if sums_gradients else self._find_roster(clusters)
+        robust = None if self._roster is None else RobustDecision(round_id, self._roster)
+        self._decision = robust or RoundDecision(round_id, names)
+        is_blocking = self._is_blocking = is_final or self.stands_still
         absent, anchor_round = placement.absent(names), ledger.progress.anchor_round(clusters)
         # Without a common average the weights of the most trained cluster are the anchor.
         first = ledger.progress.most_trained(clusters) if anchor_round is None else None
@@ -366,8 +404,36 @@ class Rounds:
             )
             opened = replace(opened, is_anchor=cluster is first and not sums_gradients, least_chunk=least)
             opened = replace(opened, sums_gradients=sums_gradients)
-            sends += [Send(name, opened) for name in cluster.nodes]
+            sends += [Send(name, self._weigh(opened, name)) for name in cluster.nodes]
         return sends
+
+    def _find_roster(self, clusters: tuple[ClusterState, ...]) -> RobustRoster | None:
+        """Return who takes part in a robust round, with weights from the books; None: it is a plain one."""
+        if not self._settings.mean.is_robust(len(self._placement.running), len(clusters)):
+            return None
+        names = {name for cluster in clusters for name in cluster.nodes}
+        rings = {
+            SegmentId(number): tuple(owner for owner in ring.owners if owner in names)
+            for number, ring in enumerate(self._placement.rings)
+        }
+        share = len(self._placement.clusters) if self._placement.sharing.is_split else 1
+        samples = self._settings.batch_size / share
+        return RobustRoster(
+            {each.cluster_id: each.nodes for each in clusters},
+            rings,
+            {each.cluster_id: self._ledger.weigh(each, samples) for each in clusters},
+            frozenset(
+                x for each in clusters if each.cluster_id in self._suspicions.resting for x in each.nodes
+            ),
+        )
+
+    def _weigh(self, opened: RoundOpen, name: NodeId) -> RoundOpen:
+        """Tell a member of a robust round how much each counts that it shares a segment with."""
+        roster = self._roster
+        if roster is None:
+            return opened
+        weights = tuple((x, roster.weights[roster.cluster_of(x)]) for x in roster.partners(name))
+        return replace(opened, weights=weights, resting=tuple(sorted(roster.resting)))
 
     def _suspects(self, most_hops: int) -> dict[str, str | None]:
         """Return the cluster that each one waited for that gave up; None where it waited for a later hop."""
@@ -382,16 +448,52 @@ class Rounds:
 
     def _give_up(self, now: float) -> Ended:
         assert self._decision is not None
+        if isinstance(self._decision, RobustDecision):
+            return self._give_up_robust(self._decision, now)
         sender, abort = next(iter(self._given_up.items()))
         self._decision.give_up(sender, abort.reason, abort.suspect)
         hops = (each.hops for each in self._given_up.values() if each.suspect is not None)
         return self._settle(now, judge(self._suspects(min(hops, default=1))))
+
+    def _give_up_robust(self, decision: RobustDecision, now: float) -> Ended:
+        """Abort a robust round: for a contradiction nobody is left out until it is clear who lies."""
+        sender, abort = next(iter(self._given_up.items()))
+        decision.give_up(sender, abort.reason, abort.suspect)
+        lies = [(name, x) for name, x in self._given_up.items() if x.is_lie and self._find(x.suspect)]
+        for name, each in lies:
+            assert each.suspect is not None
+            pair = (name, each.suspect) if each.hops == 1 else (each.suspect, name)
+            decision.disputes.append(Dispute(*pair, each.reason))
+        if lies:
+            return self._settle(now)
+        if decision.awaits_pledges:
+            silent = self._cluster_ids(decision.missing - self._given_up.keys())
+            return self._settle(now, silent or self._cluster_ids(decision.missing))
+        hops = (each.hops for each in self._given_up.values() if each.suspect is not None)
+        return self._settle(now, judge(self._suspects(min(hops, default=1))))
+
+    def _judge_robust(self, decision: RobustDecision) -> dict[str, str]:
+        """Record what a robust round showed; return the clusters that were unlike all others, and why."""
+        assert self._roster is not None
+        liars = self._suspicions.record_disputes(decision.disputes, self._roster) | decision.liars
+        outliers: dict[str, str] = {}
+        # Beside training, a change has in it how far a cluster was from the others before: no measure.
+        if isinstance(decision.outcome, RoundCommit) and self._is_blocking:
+            likeness = compare_clusters(decision.sights, self._roster)
+            outliers = self._suspicions.record_likeness(likeness)
+        for cluster_id, reason in outliers.items():
+            nodes = self._roster.clusters[cluster_id]
+            if self._suspicions.mark(cluster_id) and len(nodes) == 1:
+                liars[nodes[0]] = reason
+        self._liars |= liars
+        return outliers | {self._roster.cluster_of(name): reason for name, reason in liars.items()}
 
     def _settle(self, now: float, blamed: Collection[str] = ()) -> Ended:
         """End the round; after an abort the clusters that are not to blame may try again at once."""
         assert self._decision is not None
         outcome = self._decision.outcome
         assert outcome is not None, "a round ends with its decision"
+        unlike = self._judge_robust(self._decision) if isinstance(self._decision, RobustDecision) else {}
         self._decision, self._given_up = None, {}
         self._outcomes.append(outcome)
         seconds, is_committed = now - self._opened_at, isinstance(outcome, RoundCommit)
@@ -404,7 +506,7 @@ class Rounds:
             self._num_tries = _LAST_TRIES if self._is_final else 0
         elif now >= self._members_by:
             self._num_late += 1
-        late = [each for each in self._clusters if each.cluster_id in blamed]
+        late = [each for each in self._clusters if each.cluster_id in {*blamed, *unlike}]
         excluded = [(each, self._backoff.exclude(each)) for each in late]
         told = RoundEnded(
             outcome.round_id,
@@ -414,6 +516,7 @@ class Rounds:
             seconds,
             self._left_out,
             () if self._sums_gradients else tuple((each.name, rounds) for each, rounds in excluded),
+            tuple((x.name, unlike[x.cluster_id]) for x in self._clusters if x.cluster_id in unlike),
         )
         sends = tuple(Send(name, outcome) for each in self._clusters for name in each.nodes)
         if self._sums_gradients:
@@ -424,6 +527,17 @@ class Rounds:
         """Return the clusters that held up one gradient round after the other, once."""
         stuck, self._stuck = self._stuck, []
         return stuck
+
+    def suspect(self, cluster: ClusterState, reason: str) -> int:
+        """Leave a cluster out that is unlike the others; return of how many rounds."""
+        if self._suspicions.mark(cluster.cluster_id) and len(cluster.nodes) == 1:
+            self._liars[cluster.root] = reason
+        return self._backoff.exclude(cluster)
+
+    def pop_liars(self) -> list[tuple[NodeId, str]]:
+        """Return the nodes that robust rounds found to lie, and why, once."""
+        liars, self._liars = self._liars, {}
+        return [*liars.items()]
 
     @property
     def _foreseen(self) -> float:
@@ -439,7 +553,8 @@ class Rounds:
         return config.max_relayed_round_seconds if is_relayed else config.max_round_seconds
 
     def _cluster_ids(self, names: Collection[NodeId]) -> frozenset[str]:
-        return frozenset(each.cluster_id for each in self._clusters if not set(names).isdisjoint(each.nodes))
+        found = (self._by_node.get(name) for name in names)
+        return frozenset(each.cluster_id for each in found if each is not None)
 
     def _find(self, name: NodeId | None) -> ClusterState | None:
-        return next((each for each in self._clusters if name in each.nodes), None)
+        return self._by_node.get(name) if name is not None else None

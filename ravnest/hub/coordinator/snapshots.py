@@ -7,18 +7,29 @@ answer in time are evicted. A cluster in which all answer and still nothing move
 kept by a spare.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from ravnest.config import TIMEOUTS, HubTimeouts
+from ravnest.hub.coordinator.checks import NodeSketch
 from ravnest.hub.coordinator.events import CheckpointPart, Collect, Send
 from ravnest.hub.coordinator.leases import LedgerState
 from ravnest.hub.coordinator.membership import HeldState
 from ravnest.hub.coordinator.notices import Evaluated
 from ravnest.hub.coordinator.placement import ClusterState, Placement
-from ravnest.ids import NodeId
-from ravnest.protocol.placement import BackupKept, BackupOrder, BlobRef, SnapshotMade, SnapshotOrder, Source
+from ravnest.ids import NodeId, RoundId
+from ravnest.protocol.placement import (
+    BackupKept,
+    BackupOrder,
+    BlobRef,
+    SketchMade,
+    SketchOrder,
+    SketchRow,
+    SnapshotMade,
+    SnapshotOrder,
+    Source,
+)
 
 
 class SnapshotPurpose(StrEnum):
@@ -43,11 +54,17 @@ class SnapshotDesk:
         return self._last_number
 
     def ask(
-        self, purpose: SnapshotPurpose, number: int, node: NodeId, build_id: int, is_final: bool = False
+        self,
+        purpose: SnapshotPurpose,
+        number: int,
+        node: NodeId,
+        build_id: int,
+        is_final: bool = False,
+        anchor_round: RoundId | None = None,
     ) -> Send:
         """Return the order for one node; nodes asked together may share a number."""
         self._open[number, node] = purpose
-        return Send(node, SnapshotOrder(build_id, number, is_final=is_final))
+        return Send(node, SnapshotOrder(build_id, number, is_final=is_final, anchor_round=anchor_round))
 
     def answer(self, sender: NodeId, made: SnapshotMade) -> SnapshotPurpose | None:
         """Return what a snapshot was asked for, and wait for it no longer; None if nobody asked."""
@@ -121,8 +138,17 @@ class Inquiries:
 _PAUSE = 10  # times what checkpoints or backups take lies between two: no slow link is kept busy by them
 
 
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Clusters that hold the same weights as the one that gives them: they are asked for sketches."""
+
+    key: bytes
+    clusters: tuple[ClusterState, ...]
+    anchor_round: RoundId | None  # whose average it is; None: their live weights are the same
+
+
 class CheckpointCollector:
-    """Numbered attempts to collect one cluster's state."""
+    """Numbered attempts to collect one cluster's state, with what others say of theirs."""
 
     def __init__(self, desk: SnapshotDesk, timeouts: HubTimeouts = TIMEOUTS.hub) -> None:
         self._desk, self._timeouts = desk, timeouts
@@ -132,6 +158,9 @@ class CheckpointCollector:
         self._is_result = False  # that, and no checkpoint
         self._evaluated: Evaluated | None = None  # its state, if it was just evaluated
         self._results: dict[int, Collect] = {}  # that were ordered, by attempt
+        self._comparison: Comparison | None = None
+        self._sketches: dict[NodeId, tuple[SketchRow, ...] | None] = {}  # None: not made yet
+        self._is_ordered = False  # all that is to be collected is known
         self._every = 0.0
         self._started_at = 0.0
         self._next_at: float | None = None
@@ -165,13 +194,14 @@ class CheckpointCollector:
     @property
     def answer_by(self) -> float | None:
         """When nodes that have not answered are waited for no longer, if there are any."""
-        if self._keeper is None or self._is_complete:
+        if self._keeper is None or self._is_ordered:
             return None
-        return self._started_at + self._timeouts.snapshot_seconds
+        seconds = self._timeouts.sketch_seconds if self._is_complete else self._timeouts.snapshot_seconds
+        return self._started_at + seconds
 
     def find_silent(self, now: float) -> tuple[NodeId, ...]:
         """Return the nodes that have not answered in time."""
-        if self._keeper is None or self.answer_by is None or now < self.answer_by:
+        if self._keeper is None or self._is_complete or self.answer_by is None or now < self.answer_by:
             return ()
         return tuple(name for name in self._keeper.nodes if name not in self._kept)
 
@@ -190,6 +220,9 @@ class CheckpointCollector:
 
     def expire(self, now: float) -> str | None:
         """Give up a checkpoint for which a node does not answer; return which, as people read it."""
+        if self.is_under_way and self._has_moved_on:
+            self.end(now)
+            return "the next average came before it was written; it is tried again"
         silent = self.find_silent(now)
         if not silent or self._is_result:
             return None
@@ -203,7 +236,8 @@ class CheckpointCollector:
     @property
     def held(self) -> str:
         """The id of the cluster that is to train nothing until its state, which was evaluated, is written."""
-        is_held = self._keeper is not None and self._evaluated is not None and not self._is_complete
+        is_live = self._evaluated is not None and self._comparison is None
+        is_held = self._keeper is not None and is_live and not self._is_complete
         return self._keeper.cluster_id if self._keeper is not None and is_held else ""
 
     def start(
@@ -214,39 +248,88 @@ class CheckpointCollector:
         *,
         is_result: bool = False,
         evaluated: Evaluated | None = None,
+        comparison: Comparison | None = None,
     ) -> list[Send]:
-        """Ask every node of a cluster for its state."""
+        """Ask every node of a cluster for its state, and those of others for sketches of theirs."""
         self._keeper, self._kept, self._books, self._is_result = cluster, {}, books, is_result
-        self._evaluated = evaluated
+        self._evaluated, self._comparison, self._is_ordered = evaluated, comparison, False
         self._desk.withdraw(SnapshotPurpose.CHECKPOINT)
         self._started_at, self._attempt = now, self._desk.new_number()
         facts = (SnapshotPurpose.CHECKPOINT, self._attempt)
-        return [self._desk.ask(*facts, name, cluster.build_id, is_result) for name in cluster.nodes]
+        anchor_round = None if comparison is None else comparison.anchor_round
+        sends = [
+            self._desk.ask(*facts, name, cluster.build_id, is_result, anchor_round) for name in cluster.nodes
+        ]
+        others = () if comparison is None else comparison.clusters
+        self._sketches = {name: None for other in others for name in other.nodes}
+        if comparison is not None:
+            asked = [(name, other.build_id) for other in others for name in other.nodes]
+            sends += [
+                Send(name, SketchOrder(build_id, self._attempt, comparison.key, anchor_round))
+                for name, build_id in asked
+            ]
+        return sends
 
     def drop(self, cluster: ClusterState) -> None:
         """Collect no longer from a cluster that changes."""
         if self._keeper is cluster:
             self._keeper = None
             self._desk.withdraw(SnapshotPurpose.CHECKPOINT)
+        for name in cluster.nodes:
+            self._sketches.pop(name, None)
 
-    def add_snapshot(self, sender: NodeId, made: SnapshotMade) -> list[Collect]:
-        """Record a node's answer; with the last one, have all of them fetched."""
+    def add_snapshot(self, sender: NodeId, made: SnapshotMade, now: float) -> list[Collect]:
+        """Record a node's answer."""
         self._kept[sender] = made
-        if not self._is_complete:
+        return self.order(now)
+
+    def add_sketch(self, sender: NodeId, made: SketchMade, now: float) -> list[Collect] | str:
+        """Record a sketch; return why not, if nobody asked for it."""
+        if made.number != self._attempt or self._sketches.get(sender, ()) is not None:
+            return f"nobody asked {sender} for sketch {made.number}"
+        self._sketches[sender] = made.rows
+        return self.order(now)
+
+    def order(self, now: float) -> list[Collect]:
+        """Have all parts fetched, once they are here, and others have said what they hold or had time to."""
+        if self._is_ordered or not self._is_complete or self._has_moved_on:
             return []
+        is_awaited = any(rows is None for rows in self._sketches.values())
+        if is_awaited and now < self._started_at + self._timeouts.sketch_seconds:
+            return []
+        self._is_ordered = True
         assert self._books is not None
         order = Collect(self._attempt, self.parts, self._books, self._is_result, self._evaluated)
+        if self._comparison is not None:
+            said = tuple(NodeSketch(name, rows) for name, rows in self._sketches.items() if rows)
+            order = replace(order, key=self._comparison.key, others=said)
         if self._is_result:
             self._results[self._attempt] = order
         return [order]
+
+    @property
+    def _has_moved_on(self) -> bool:
+        """Whether the next average came before the parts were written; not at the end, where none comes."""
+        if self._comparison is None or self._is_result:
+            return False
+        return any(made.anchor_round != self._comparison.anchor_round for made in self._kept.values())
 
     def find_result(self, number: int) -> Collect | None:
         """Return the order that collected the result, also if its cluster is gone by now."""
         return self._results.get(number)
 
+    def find_evaluated(self, number: int) -> Evaluated | None:
+        """Return the evaluation of the checkpoint of this number, if it is the one under way."""
+        return self._evaluated if number == self._attempt else None
+
     def has_asked_for(self, number: int) -> bool:
         """Return whether this is the Collect whose end is awaited."""
-        return self._is_complete and number == self._attempt
+        return self._is_complete and self._is_ordered and number == self._attempt
+
+    def withdraw_result(self, number: int) -> None:
+        """Begin again with the result: what was collected is not what others hold."""
+        del self._results[number]
+        self._keeper = None
 
     def end(self, now: float) -> tuple[LedgerState, float]:
         """End a checkpoint, kept or not; return what was trained then, and the seconds it took."""
@@ -290,13 +373,13 @@ class BackupPolicy:
     @property
     def due(self) -> float | None:
         """When the next snapshots are to be asked for, if anybody can be backed up."""
-        return self._next_at if self._next_at >= 0 and self._find_pairs() else None
+        return self._next_at if self._next_at >= 0 and any(self._find_pairs()) else None
 
     def order(self, samples_seen: Callable[[ClusterState], int], now: float) -> list[Send]:
         """Ask for the snapshots that are due; a node that cannot be backed up now is asked later."""
         if self._next_at < 0:
             self._next_at = now + self._timeouts.backup_every_seconds
-        if now < self._next_at or not (pairs := self._find_pairs()):
+        if now < self._next_at or not (pairs := [*self._find_pairs()]):
             return []
         self._asked_at, self._next_at = now, now + self._timeouts.backup_every_seconds
         self._desk.withdraw(SnapshotPurpose.BACKUP)
@@ -308,17 +391,15 @@ class BackupPolicy:
         asked = [(number, way.node) for number, way in self._in_transit.items()]
         return [self._desk.ask(purpose, number, node, build_id(node)) for number, node in asked]
 
-    def _find_pairs(self) -> list[tuple[NodeId, NodeId, HeldState, ClusterState]]:
+    def _find_pairs(self) -> Iterator[tuple[NodeId, NodeId, HeldState, ClusterState]]:
         """Return the nodes of clusters that train, and the spares that are here for them."""
-        found = []
         membership = self._placement.membership
         for backup in self._placement.backups:
             node, cluster = membership.find(backup.node), self._placement.cluster_of(backup.node)
             if cluster is None or not cluster.is_running or backup.spare not in membership:
                 continue
             if node is not None and node.held is not None:
-                found.append((backup.node, backup.spare, node.held, cluster))
-        return found
+                yield backup.node, backup.spare, node.held, cluster
 
     def forward(self, sender: NodeId, made: SnapshotMade) -> list[Send]:
         """Order the spare to fetch a snapshot that its node made."""

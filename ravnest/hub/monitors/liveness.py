@@ -6,6 +6,7 @@ with that of others: a busy PC that several nodes share slows all of them, and n
 that is slow although its nodes compute as ever may have a slow link.
 """
 
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
@@ -200,6 +201,7 @@ class _Speed:
     first: list[float] = field(default_factory=list)
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
     other_since: float | None = None  # when it ceased to be as usual
+    known: float | None = None  # how many times as fast it was at the last reading, as others compare
 
     def add(self, seconds: float, num_samples: int, now: float, reading_seconds: float) -> bool:
         """Add the time of some work; return whether a reading is complete.
@@ -230,10 +232,18 @@ class ThroughputMonitor:
     def __init__(self, timeouts: HubTimeouts = TIMEOUTS.hub) -> None:
         self._timeouts = timeouts
         self._speeds: dict[str, _Speed] = {}
+        self._known: list[float] = []  # of all that are known, in order
 
     def forget(self, name: str) -> None:
         """Forget a node that has left, or a cluster."""
-        self._speeds.pop(name, None)
+        if (speed := self._speeds.pop(name, None)) is not None:
+            self._withdraw(speed)
+
+    def _withdraw(self, speed: _Speed) -> None:
+        """Compare others with it no longer."""
+        if speed.known is not None:
+            del self._known[bisect_left(self._known, speed.known)]
+            speed.known = None
 
     def record(self, name: NodeId, report: StepReport, now: float) -> float | None:
         """Add a report; return how many times as fast its node is now, if it has been so for long."""
@@ -248,20 +258,31 @@ class ThroughputMonitor:
             return None  # an evaluation, or nonsense
         speed = self._speeds.get(name)
         if speed is None or speed.build_id != build_id:
+            self.forget(name)
             speed = self._speeds[name] = _Speed(build_id, now)
-        is_complete = speed.add(seconds, num_samples, now, self._timeouts.speed_reading_seconds)
-        if not is_complete or speed.times is None:
+        if not speed.add(seconds, num_samples, now, self._timeouts.speed_reading_seconds):
             return None
-        others = [x.times for other, x in self._speeds.items() if other != name and x.times is not None]
-        times = speed.times / (median(others) if others else 1.0)
+        self._withdraw(speed)
+        own = speed.times
+        if own is None:
+            return None
+        times = own / (_middle(self._known) if self._known else 1.0)
+        insort(self._known, own)
+        speed.known = own
         if 1 / _OTHER_TIMES < times < _OTHER_TIMES:
             speed.other_since = None
             return None
         since = speed.other_since = now if speed.other_since is None else speed.other_since
         if now < since + self._timeouts.speed_change_seconds:
             return None
-        del self._speeds[name]  # the new speed is the usual one
+        self.forget(name)  # the new speed is the usual one
         return times
+
+
+def _middle(ordered: list[float]) -> float:
+    """Return the median of numbers that are in order."""
+    half = len(ordered) // 2
+    return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
 
 
 class PaceMonitor:

@@ -1,7 +1,9 @@
 """Loss guard: finds training that goes wrong, by a loss that leaps and stays up or by dropped microbatches.
 
 It compares the median of each cluster's losses with the best median so far, so one hard microbatch is no
-alarm. An alarm has to be beyond doubt; training heals small troubles by itself.
+alarm. An alarm has to be beyond doubt; training heals small troubles by itself. Of three clusters and more,
+the best is by the median over clusters, and one of which most others do not share the trouble is unlike them:
+that is no alarm for all, and what it says keeps nobody from a checkpoint.
 """
 
 from collections import Counter, defaultdict, deque
@@ -13,6 +15,7 @@ from ravnest.ids import NodeId
 
 _WINDOW = 32  # microbatches of a cluster
 _STORM = 0.5  # of them dropped
+_FEW = 3  # clusters: of fewer, none is unlike the others
 _DEVIATIONS, _OF_BEST, _OF_FALL = 10.0, 0.5, 0.25  # above the best median: all of them are passed in a leap
 
 
@@ -24,12 +27,25 @@ class Alarm:
     suspect: str  # a node that drops microbatches, or a cluster whose loss leaps
 
 
+@dataclass(frozen=True, slots=True)
+class Unlike:
+    """A cluster that goes wrong alone, and how."""
+
+    cluster_id: str
+    reason: str
+
+
 @dataclass(slots=True)
 class _Record:
     losses: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW))
     middle: float | None = None  # the median, once there are enough losses
     is_dropped: deque[bool] = field(default_factory=lambda: deque(maxlen=_WINDOW))
     droppers: Counter[NodeId] = field(default_factory=Counter)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether enough was seen to compare others with it."""
+        return self.middle is not None or len(self.is_dropped) >= _WINDOW // 2
 
 
 class LossGuard:
@@ -45,11 +61,15 @@ class LossGuard:
         self._records: defaultdict[str, _Record] = defaultdict(_Record)
         self._uneasy: set[str] = set()  # clusters that are half way to an alarm
         self.alarm: Alarm | None = None
+        self.unlike: deque[Unlike] = deque()  # to be taken by who acts on them
 
     @property
     def is_calm(self) -> bool:
-        """Whether the present weights are worth a checkpoint: no cluster is half way to an alarm."""
-        return self.alarm is None and not self._uneasy
+        """Whether the present weights are worth a checkpoint: no cluster is half way to an alarm.
+
+        One of many that is, alone, says nothing of the others' weights.
+        """
+        return self.alarm is None and not any(not self._is_alone(each) for each in self._uneasy)
 
     def forget_others(self, cluster_ids: Collection[str]) -> None:
         """Forget all clusters but these: the losses of one that is no more would never change."""
@@ -66,15 +86,37 @@ class LossGuard:
         record.is_dropped.append(False)
         if len(record.losses) == _WINDOW:
             middle = record.middle = median(record.losses)
-            if self._first is None or middle < self._best:
-                self._first = middle if self._first is None else self._first
-                self._best, self._spread = middle, pstdev(record.losses)
-                for each in self._records:  # they are further from the best now
-                    self._judge(each)
+            found = [each.middle for each in self._records.values() if each.middle is not None]
+            typical = median(found) if len(found) >= _FEW else middle
+            if self._first is None or min(typical, middle) < self._best:
+                self._improve(typical, pstdev(record.losses))
             elif self._is_high(middle, 1.0):
                 told = f"the loss of cluster {cluster} is {middle:.3g}, and was {self._best:.3g}"
-                self.alarm = self.alarm or Alarm(told, f"cluster {cluster}")
+                self._sound(cluster_id, told, f"cluster {cluster}")
         self._judge(cluster_id)
+
+    def _improve(self, middle: float, spread: float) -> None:
+        if self._first is not None and middle >= self._best:
+            return  # one cluster alone is better than all others: no measure for them
+        self._first = middle if self._first is None else self._first
+        self._best, self._spread = middle, spread
+        for each in self._records:  # they are further from the best now
+            self._judge(each)
+
+    def _sound(self, cluster_id: str, reason: str, suspect: str) -> None:
+        """Alarm, or tell that a cluster is unlike the others; of that one, what was seen begins anew."""
+        self._judge(cluster_id)
+        if not self._is_alone(cluster_id):
+            self.alarm = self.alarm or Alarm(reason, suspect)
+            return
+        self.unlike.append(Unlike(cluster_id, reason))
+        del self._records[cluster_id]
+        self._uneasy.discard(cluster_id)
+
+    def _is_alone(self, cluster_id: str) -> bool:
+        """Return whether most of the other clusters, two at least, do not share a cluster's trouble."""
+        others = [each for each, record in self._records.items() if each != cluster_id and record.is_known]
+        return len(others) >= _FEW - 1 and 2 * len(self._uneasy.intersection(others)) < len(others)
 
     def record_dropped(self, cluster_id: str, node: NodeId, reason: str) -> None:
         """Add a microbatch that a node dropped because it failed, or its values were no finite numbers."""
@@ -85,7 +127,7 @@ class LossGuard:
         if len(record.is_dropped) == _WINDOW and num_dropped > _STORM * _WINDOW:
             suspect = max(record.droppers, key=lambda name: record.droppers[name])
             told = f"{num_dropped} of the last {_WINDOW} microbatches were dropped (last: {reason})"
-            self.alarm = self.alarm or Alarm(told, suspect)
+            self._sound(cluster_id, told, suspect)
         self._judge(cluster_id)
 
     def _judge(self, cluster_id: str) -> None:

@@ -9,7 +9,7 @@ of their gradients adds up to the job's noise scale. Nothing here does I/O.
 
 from collections import deque
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 
 from ravnest.config import TIMEOUTS, HubTimeouts
@@ -18,14 +18,18 @@ from ravnest.hub.coordinator.evaluations import MOST_METRICS, Means
 from ravnest.hub.coordinator.events import (
     Action,
     CalmChanged,
+    CheckpointAsked,
     ClusterHeard,
     ClusterSilent,
     ClusterSlowed,
+    ClusterUnlike,
     ClusterVersion,
     Conclusion,
     EvaluationReported,
     Event,
     LossAlarm,
+    LossClaimed,
+    LossRechecked,
     NoiseMeasured,
     Notify,
     PeerJoined,
@@ -33,6 +37,7 @@ from ravnest.hub.coordinator.events import (
     PlanMade,
     Received,
     Restarted,
+    Send,
     SpeedMeasured,
     Stopped,
     Tick,
@@ -46,19 +51,21 @@ from ravnest.hub.coordinator.notices import (
     ClusterStarted,
     EpochDone,
     Left,
+    RoundEnded,
     WentWrong,
 )
 from ravnest.hub.coordinator.phases import JobPhase
 from ravnest.hub.coordinator.placement import ClusterState
+from ravnest.hub.monitors.lease_checks import LeaseChecks
 from ravnest.hub.monitors.liveness import LivenessMonitor, PaceMonitor, ThroughputMonitor
 from ravnest.hub.monitors.loss_guard import LossGuard
-from ravnest.ids import LeaseId, MicrobatchId, NodeId
+from ravnest.ids import LeaseId, MicrobatchId, NodeId, RoundId
 from ravnest.plan.sharing import TrainingLength
-from ravnest.protocol.averaging import RoundAbort, RoundReady
+from ravnest.protocol.averaging import RoundAbort, RoundChecked, RoundReady
 from ravnest.protocol.membership import Leave
 from ravnest.protocol.messages import Refusal
 from ravnest.protocol.placement import FetchProgress, StageMissing, StageReady
-from ravnest.protocol.training import DroppedMicrobatch, GradientNoise, LeaseDone, StepReport
+from ravnest.protocol.training import DroppedMicrobatch, GradientNoise, LeaseDone, LeaseGrant, StepReport
 
 _CLEARLY = 1.5  # times as large
 _MOST_TIMES = 16.0  # as large, or as small, as the guess
@@ -217,6 +224,10 @@ class ReportSums:
         totals = tuple((name, *total) for name, total in sums.means.sums.items())
         return EvaluationReported(lease.cluster_id, lease.number, sums.num_samples, totals, now)
 
+    def reported(self, number: LeaseId) -> set[MicrobatchId]:
+        """Return the microbatches of a lease that its leaf has reported."""
+        return self._reported.get(number, set())
+
     def forget_epochs(self, ledger: Ledger) -> None:
         """Forget epochs that are over, and leases of which nothing is awaited any more."""
         self._means = {epoch: means for epoch, means in self._means.items() if ledger.is_under_way(epoch)}
@@ -232,7 +243,7 @@ def _add(means: Means, report: StepReport, num_samples: int) -> None:
 
 _AT_WORK = (JobPhase.TRAINING, JobPhase.EVALUATING)
 # These may begin or end a cluster or a round: the books are brought up to date before them.
-_TURNS_OF_PEERS = (Leave, StageReady, StageMissing, RoundReady, RoundAbort)
+_TURNS_OF_PEERS = (Leave, StageReady, StageMissing, RoundReady, RoundChecked, RoundAbort)
 _SIGNS_OF_LIFE = (StageReady, StageMissing, LeaseDone, DroppedMicrobatch)
 
 
@@ -245,6 +256,8 @@ class Monitors:
         self._noise = NoiseMonitor()
         self._liveness = LivenessMonitor(timeouts)
         self._sums = ReportSums()
+        self._leases = LeaseChecks(self._sums.reported)
+        self._averaged: dict[str, RoundId] = {}  # of clusters that have reported nothing since this round
         self._found: deque[Conclusion] = deque()
         self._fetched: dict[NodeId, FetchProgress] = {}  # the last of each node that builds
         self._num_starts = 0
@@ -253,7 +266,20 @@ class Monitors:
 
     def due(self, hub: Coordinator) -> float | None:
         """Return when to conclude again, if nothing else happens."""
-        return self._liveness.due if hub.phase in _AT_WORK else None
+        times = (self._liveness.due if hub.phase in _AT_WORK else None, self._leases.due)
+        return min((time for time in times if time is not None), default=None)
+
+    def hold(self, hub: Coordinator, event: Event) -> bool:
+        """Hold a lease that is said to be done, until that is reported and can be true."""
+        match event:
+            case Received(_, LeaseDone() as done):
+                self._follow(hub.ledger)
+                return self._leases.hold(hub, event, done)
+        return False
+
+    def release(self, hub: Coordinator, now: float) -> Received | None:
+        """Return a lease that was held and counts now; apply it before the next is asked for."""
+        return self._leases.release(hub, now)
 
     def record(self, hub: Coordinator, sender: NodeId, report: StepReport, now: float) -> str | None:
         """Record a report of a stage; return why it does not count."""
@@ -265,6 +291,10 @@ class Monitors:
         if report.build_id != build_id:
             return f"StepReport of plan {report.build_id} from {sender}, who follows {build_id}"
         self._follow(hub.ledger)
+        if sender == cluster.leaf and hub.spot_checks.awaits(cluster, report.microbatch):
+            loss = report.loss if report.anchor_round is not None else None
+            self._found.append(LossRechecked(cluster.cluster_id, report.microbatch, loss, now))
+            return None
         if sender == cluster.leaf:
             is_training = self._sums.record(hub.ledger, cluster, report)
             if isinstance(is_training, str):
@@ -273,6 +303,7 @@ class Monitors:
                 self._guard.record_loss(cluster.cluster_id, cluster.name, report.loss)
                 self._notify_alarm(now)
                 self._record_pace(hub, cluster, report, now)
+                self._claim(cluster, report, now)
             else:
                 self._paces.pause(cluster.cluster_id)
                 self._end_evaluation(hub.ledger, cluster, report, now)
@@ -306,6 +337,17 @@ class Monitors:
         if times is not None:
             self._found.append(ClusterSlowed(cluster.cluster_id, times, now))
 
+    def _claim(self, cluster: ClusterState, report: StepReport, now: float) -> None:
+        """Have the first loss after a round known, which others can find again."""
+        round_id = self._averaged.pop(cluster.cluster_id, None)
+        if round_id is None:
+            return
+        is_average = report.anchor_round == round_id
+        if is_average and report.loss is None:
+            return
+        facts = (cluster.cluster_id, report.microbatch, round_id, report.loss if is_average else None)
+        self._found.append(LossClaimed(*facts, now))
+
     def _record_noise(
         self, hub: Coordinator, cluster: ClusterState, sender: NodeId, report: StepReport, now: float
     ) -> None:
@@ -332,7 +374,9 @@ class Monitors:
                 return None
             case Received(_, message) if not isinstance(message, _TURNS_OF_PEERS):
                 return None
-            case Received() | PeerJoined() | PeerLeft() | PlanMade() | Restarted() | Stopped() | Tick():
+            case Received() | PeerJoined() | PeerLeft() | PlanMade() | Restarted():
+                return self._sums.pass_on(event.now)
+            case Stopped() | CheckpointAsked() | Tick():
                 return self._sums.pass_on(event.now)
         return None
 
@@ -341,8 +385,11 @@ class Monitors:
         self._follow(hub.ledger)
         self._is_stale = True
         for action in actions:
-            if isinstance(action, Notify):
-                self._observe_notice(hub, action)
+            match action:
+                case Notify():
+                    self._observe_notice(hub, action)
+                case Send(_, LeaseGrant(lease=lease, is_evaluation=False)):
+                    self._leases.record_grant(lease)
         if isinstance(event, Received) and isinstance(event.message, _SIGNS_OF_LIFE):
             cluster = hub.placement.cluster_of(event.sender)
             if cluster is not None:
@@ -384,6 +431,7 @@ class Monitors:
 
     def _go_back(self) -> None:
         self._guard.go_back()
+        self._averaged = {}
         self._has_told_alarm = False
 
     def _observe_notice(self, hub: Coordinator, told: Notify) -> None:
@@ -399,8 +447,17 @@ class Monitors:
                 self._guard.forget_others(running)
                 self._paces.forget_others(running)
                 self._noise.forget_others(running)
+                self._leases.forget_others(running)
+                self._averaged = {each: last for each, last in self._averaged.items() if each in running}
+            case RoundEnded(round_id, is_committed=True) if hub.blocks_in_rounds:
+                alone = [each for each in hub.placement.running if len(each.nodes) == 1]
+                members = [x for x in alone if hub.ledger.progress.holds(x, round_id)]
+                self._averaged |= {each.cluster_id: round_id for each in members}
 
     def _notify_alarm(self, now: float) -> None:
+        while self._guard.unlike:
+            found = self._guard.unlike.popleft()
+            self._found.append(ClusterUnlike(found.cluster_id, found.reason, now))
         alarm = self._guard.alarm
         if alarm is not None and not self._has_told_alarm:
             self._has_told_alarm = True
@@ -462,13 +519,20 @@ class MonitoredCoordinator:
             return self._conclude(event.now)
         if isinstance(event, Tick) and (self.hub.due is None or event.now < self.hub.due):
             return self._conclude(event.now)  # it is due for the monitors only, and no event
+        if self._monitors.hold(self.hub, event):
+            return self._conclude(event.now)
+        actions, refusal = self._take(event)
+        return (*actions, *self._conclude(event.now)) or refusal
+
+    def _take(self, event: Event) -> tuple[list[Action], tuple[Action, ...]]:
+        """Bring the books up to date and let the coordinator decide; return what to do, or why not."""
         sums = self._monitors.prepare(self.hub, event)
         actions = [] if sums is None else [*self._decide(sums)]
         decided = self._decide(event)
-        if not decided or not isinstance(decided[0], Refusal):
-            self._monitors.observe(self.hub, event, decided)
-            return (*actions, *decided, *self._conclude(event.now))
-        return (*actions, *self._conclude(event.now)) or decided
+        if decided and isinstance(decided[0], Refusal):
+            return actions, decided
+        self._monitors.observe(self.hub, event, decided)
+        return [*actions, *decided], ()
 
     def _record(self, event: Received, report: StepReport) -> tuple[Action, ...]:
         if self.hub.placement.cluster_of(event.sender) is None:
@@ -484,6 +548,8 @@ class MonitoredCoordinator:
 
     def _conclude(self, now: float) -> tuple[Action, ...]:
         actions: list[Action] = []
+        while (held := self._monitors.release(self.hub, now)) is not None:
+            actions += self._take(replace(held, now=now))[0]
         while (conclusion := self._monitors.conclude(self.hub, now)) is not None:
             decided = self._decide(conclusion)
             self._monitors.observe(self.hub, conclusion, decided)

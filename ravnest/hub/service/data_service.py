@@ -4,11 +4,13 @@
 takes a while, so it runs beside the messages of the hub.
 """
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, assert_never
 
 from ravnest.config import TIMEOUTS, HubTimeouts
+from ravnest.hub.coordinator.checks import NodeSketch, judge_sketches
 from ravnest.hub.coordinator.events import (
     CheckpointPart,
     Collect,
@@ -24,11 +26,13 @@ from ravnest.hub.coordinator.leases import LedgerState
 from ravnest.hub.coordinator.notices import Evaluated
 from ravnest.ids import MicrobatchId, NodeId
 from ravnest.protocol.messages import Refusal
-from ravnest.protocol.placement import BlobRef
+from ravnest.protocol.placement import BlobRef, SketchRow
 from ravnest.protocol.tensors import Buffer, TensorSpec
 from ravnest.protocol.training import FieldParts
 from ravnest.transfer.exchange import Exchange
 from ravnest.transfer.outbox import Outgoing
+
+_MOST_REMEMBERED = 4096  # microbatches
 
 StagePart = tuple[int, int, Buffer]  # a stage's interval [start, stop), and its state
 Fields = tuple[tuple[tuple[str, TensorSpec], ...], tuple[memoryview, ...]]
@@ -55,6 +59,11 @@ class Owner(Protocol):
 
     def find_fault(self, start: int, stop: int, content: Buffer) -> str:
         """Return why this is not the state of the stage [start, stop), if so."""
+
+    def sketch(
+        self, content: Buffer, key: bytes, segments: Sequence[tuple[int, int]]
+    ) -> tuple[SketchRow, ...]:
+        """Return the sketch of each of these intervals of the line, as the state of a stage has it."""
 
     def keep(self, parts: Sequence[StagePart], books: LedgerState, evaluated: Evaluated | None) -> str:
         """Write a checkpoint, the state of each interval of the line; return why not, if it cannot be."""
@@ -93,6 +102,7 @@ class DataService:
         self._apply, self._in_background, self._lose = apply, in_background, lose
         self._time, self._is_needed = time, is_needed
         self._quiet_seconds = timeouts.quiet_upload_seconds
+        self._sent: dict[MicrobatchId, bytes] = {}  # hashes of fields, of the last microbatches
         self._made: dict[tuple[int, int], list[BlobRef]] = {}  # weights by interval, the oldest first
 
     async def carry_out(self, order: MakeParts | SendFields | InspectSamples | Collect) -> None:
@@ -133,13 +143,33 @@ class DataService:
         # Once for all stages: a dataset may mask at random, and inputs and labels belong together.
         reading = self._owner.read_fields(order.is_evaluation, order.samples, wanted)
         for number, _ in enumerate(order.samples, order.first_microbatch):
-            specs, buffers = await self._in_background(next, reading)
+            read = await self._in_background(self._read_next, reading, order, MicrobatchId(number))
+            if read is None:
+                return
+            specs, buffers = read
             found = {spec[0]: (spec, buffer) for spec, buffer in zip(specs, buffers, strict=True)}
             for node, names in order.consumers:
                 chosen = [found[name] for name in names]
                 fields, contents = tuple(spec for spec, _ in chosen), tuple(each for _, each in chosen)
                 parts = FieldParts(order.build_id, MicrobatchId(number), fields)
                 self._exchange.post(Outgoing(node, parts, contents))
+
+    def _read_next(
+        self, reading: Iterator[Fields], order: SendFields, microbatch: MicrobatchId
+    ) -> Fields | None:
+        """Return the fields of the next microbatch; None if they are to check one and are not its own."""
+        specs, buffers = next(reading)
+        named = sorted(zip((name for name, _ in specs), buffers, strict=True), key=lambda each: each[0])
+        digest = hashlib.blake2b(b"".join(name.encode() for name, _ in named), digest_size=16)
+        for _, buffer in named:
+            digest.update(buffer)
+        if order.checks is not None:
+            return (specs, buffers) if self._sent.get(order.checks) == digest.digest() else None
+        if not order.is_evaluation:
+            self._sent[microbatch] = digest.digest()
+            while len(self._sent) > _MOST_REMEMBERED:
+                del self._sent[next(iter(self._sent))]
+        return specs, buffers
 
     async def _inspect_samples(self, order: InspectSamples) -> None:
         asked = (order.is_evaluation, order.samples)
@@ -148,7 +178,8 @@ class DataService:
 
     async def _collect(self, order: Collect) -> None:
         """Fetch the state of a cluster. A checkpoint may fail; of a result other clusters have copies."""
-        parts = []
+        parts, given = [], []
+        segments = {(start, stop) for other in order.others for start, stop, _ in other.rows}
         for part in order.parts:
             found = await self._exchange.fetch(
                 part.weights, [part.node], quiet_seconds=self._quiet_seconds, clock=self._time
@@ -161,12 +192,17 @@ class DataService:
                 self._fail(order, part, f"{part.node}: {fault}")
                 return
             parts.append((part.start, part.stop, found))
-        if order.is_result:
+            inside = sorted(each for each in segments if part.start <= each[0] and each[1] <= part.stop)
+            rows = await self._in_background(self._owner.sketch, found, order.key, inside) if inside else ()
+            given.append(NodeSketch(part.node, rows))
+        verdict = judge_sketches(given, order.others)
+        givers = {part.node for part in order.parts}
+        fault = verdict.describe() if verdict.disputed or givers & set(verdict.unlike) else ""
+        if not fault and order.is_result:
             await self._in_background(self._owner.keep_result, parts, order.books)
-            fault = ""
-        else:
+        elif not fault:
             fault = await self._in_background(self._owner.keep, parts, order.books, order.evaluated)
-        self._apply(Collected(order.number, self._time(), fault))
+        self._apply(Collected(order.number, self._time(), fault, verdict))
 
     def _fail(self, order: Collect, part: CheckpointPart, reason: str) -> None:
         if not order.is_result:

@@ -24,7 +24,7 @@ from ravnest.hub.service.status import NO_JOB, Status, StatusTracker
 from ravnest.ids import NodeId
 from ravnest.protocol import messages
 
-LOG_SCHEMA = 3  # it changes when old events cannot be read any more, or mean something else
+LOG_SCHEMA = 4  # it changes when old events cannot be read any more, or mean something else
 _LOG, _LOCK = "hub.sqlite", "hub.lock"
 _EVENTS = "CREATE TABLE events (number INTEGER PRIMARY KEY, kind TEXT NOT NULL, body BLOB NOT NULL)"
 _MOST_EVENT_BYTES = 64 << 20

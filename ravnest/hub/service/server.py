@@ -24,6 +24,7 @@ from ravnest.hub.coordinator.coordinator import Coordinator
 from ravnest.hub.coordinator.events import (
     Abandon,
     Action,
+    CheckpointAsked,
     Collect,
     Event,
     Evict,
@@ -186,6 +187,10 @@ class Server:
         self._outages.record_stop(self._loop.time())
         self._follow_outages()
         self._apply(Stopped(reason, self._time()))
+
+    def checkpoint(self) -> None:
+        """Write what was trained down now; a notice says what came of it."""
+        self._apply(CheckpointAsked(self._time()))
 
     def fail(self, error: RavnestError) -> None:
         """End the job with an error."""
@@ -414,8 +419,11 @@ class Server:
         match action:
             case Send(to, message):
                 self._send(to, message)
-            case Evict(to, reason):
-                self._evicted |= {self._admission.find(to)}
+            case Evict(to, reason, is_fault):
+                peer = self._admission.find(to)
+                self._evicted |= {peer}
+                if is_fault and peer is not None:
+                    self._admission.ban(peer, reason)
                 self._post(Outgoing(to, Stop(reason)))
             case MakePlan():
                 self._start(self._make_plan(action))

@@ -38,6 +38,7 @@ from ravnest.ids import NodeId
 from ravnest.protocol.membership import Leave
 from ravnest.protocol.messages import Message
 from ravnest.protocol.placement import FetchProgress, StageReady
+from ravnest.protocol.training import StepReport
 from ravnest.transfer.exchange import TransferProgress
 
 Reader = Callable[[Event, tuple[Action, ...]], None]
@@ -92,6 +93,7 @@ class HubStream:
 
 
 _RECENT = 20  # sentences
+_NEW_WEIGHT = 0.2  # of a report, in the mean of the last ones
 _RATE_SECONDS = 60.0  # that the rate is a mean over
 
 
@@ -104,6 +106,7 @@ class MemberStatus:
     cluster: str | None = None
     stage: int | None = None  # from the root, which is 0
     fetching: str = ""  # how far it is with the weights of its stage
+    busy: float | None = None  # share of the time, lately; only beside a hub at work
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +157,8 @@ class Status:
     efficiency: float = 1.0  # the training effect of a sample, in that of one process, as foreseen
     noise_scale: float | None = None  # of the gradients, in samples, once measured
     texts: tuple[SampledText, ...] = ()  # after the prompts of the job, at the last evaluation
+    predicted_samples_per_second: float | None = None  # by the plan in force
+    eta_seconds: float | None = None  # at the rate of the last minute
 
 
 NO_JOB = Status(0.0, JobPhase.COLLECTING, "", (), (), 0, 0, 0, 0, 0.0, None, None, {}, 0, 0, None, (), ())
@@ -167,6 +172,7 @@ class StatusTracker:
         self._job = ""
         self._members: dict[NodeId, None] = {}
         self._fetches: dict[NodeId, TransferProgress] = {}  # by the node whose stage is on its way
+        self._busy: dict[NodeId, float] = {}  # share of the time, a mean of the last reports
         self._evaluated: Evaluated | None = None
         self._texts: tuple[SampledText, ...] = ()
         self._num_rounds = {True: 0, False: 0}  # by whether they committed
@@ -181,7 +187,10 @@ class StatusTracker:
         if isinstance(event, TextsSampled):
             self._texts = event.texts
         if isinstance(event, Received):
-            self._observe_fetch(event.sender, event.message, event.now)
+            if isinstance(event.message, StepReport):
+                self._observe_work(event.sender, event.message)
+            else:
+                self._observe_fetch(event.sender, event.message, event.now)
         for action in actions:
             match action:
                 case Notify(notice):
@@ -196,7 +205,8 @@ class StatusTracker:
         """Return where the run stands, at this time of the hub or at its last event."""
         now = self.hub.now if now is None else now
         ledger, evaluated = self.hub.ledger, self._evaluated
-        trained = ledger.trained
+        trained, rate, placement = ledger.trained, self._rate(now), self.hub.placement
+        is_training = self.hub.phase is JobPhase.TRAINING and rate > 0.0
         return Status(
             now=now,
             phase=self.hub.phase,
@@ -207,7 +217,7 @@ class StatusTracker:
             num_total=trained.num_total,
             epoch=trained.epoch,
             num_updates=ledger.num_updates,
-            samples_per_second=self._rate(now),
+            samples_per_second=rate,
             loss=trained.loss,
             validation_epoch=evaluated.epoch if evaluated else None,
             validation={"loss": evaluated.loss, **dict(evaluated.metrics)} if evaluated else {},
@@ -217,10 +227,17 @@ class StatusTracker:
             left_out=self._round.left_out if self._round else (),
             recent=tuple(self._recent),
             dropped=self.hub.drops.found,
-            efficiency=self.hub.placement.sharing.efficiency,
-            noise_scale=self.hub.placement.noise,
+            efficiency=placement.sharing.efficiency,
+            noise_scale=placement.noise,
             texts=self._texts,
+            predicted_samples_per_second=placement.outlook.samples_per_second if placement.clusters else None,
+            eta_seconds=(trained.num_total - trained.num_samples) / rate if is_training else None,
         )
+
+    def _observe_work(self, sender: NodeId, report: StepReport) -> None:
+        busy = 1.0 - min(1.0, max(0.0, report.idle_share))
+        known = self._busy.get(sender, busy)
+        self._busy[sender] = known + _NEW_WEIGHT * (busy - known)
 
     def _observe_fetch(self, sender: NodeId, message: Message, now: float) -> None:
         if isinstance(message, FetchProgress):
@@ -240,6 +257,7 @@ class StatusTracker:
             case Left(node):
                 self._members.pop(node, None)
                 self._fetches.pop(node, None)
+                self._busy.pop(node, None)
             case Evaluated():
                 self._evaluated = notice
             case RoundEnded():
@@ -272,4 +290,5 @@ class StatusTracker:
             return MemberStatus(name, phase)
         fetch = self._fetches.get(name) if name in cluster.unready else None
         told = fetch.told if fetch is not None else ""
-        return MemberStatus(name, phase, cluster.name, cluster.nodes.index(name), told)
+        busy = self._busy.get(name) if cluster.is_running else None
+        return MemberStatus(name, phase, cluster.name, cluster.nodes.index(name), told, busy)

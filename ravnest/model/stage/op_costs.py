@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ravnest.errors import UnsafeBlueprint
 from ravnest.model.blueprint.aliasing import writes
 from ravnest.model.blueprint.program import Argument, Op, Program, Ratio, Ref, Size, ValueId
-from ravnest.model.stage.stage_program import bind, resolve
+from ravnest.model.stage.program_graph import bind, resolve
 from ravnest.units import show_bytes, show_value
 
 MOST_DIMENSIONS = 64

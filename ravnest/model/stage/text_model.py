@@ -37,6 +37,11 @@ def make_generation_program(program: Program) -> Program:
     return keep_needed(wanted, range(len(wanted.ops)))[0]
 
 
+def find_token_fields(program: Program) -> frozenset[str]:
+    """Return the fields of a stage that are tokens: all others say the same of every text."""
+    return frozenset(name for _, name in program.fields if name not in _KNOWN)
+
+
 def find_text_model(blueprint: Blueprint) -> TextModel | str:
     """Return what is to be known of a whole model to go on with texts, or why it cannot."""
     whole = blueprint.evaluate

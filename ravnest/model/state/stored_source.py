@@ -109,7 +109,9 @@ class StoredSource:
         if measured.num_items != first or self._has_told:
             return
         error = total = 0.0
-        for wanted, found in zip(numbers.split(_MEASURED_ITEMS), again.split(_MEASURED_ITEMS), strict=True):
+        for wanted, found in zip(
+            *(torch.split(each, _MEASURED_ITEMS) for each in (numbers, again)), strict=True
+        ):
             wide = wanted.float()
             total += float(torch.linalg.vector_norm(wide)) ** 2
             error += float(torch.linalg.vector_norm(found.float().sub_(wide))) ** 2

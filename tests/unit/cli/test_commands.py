@@ -16,6 +16,7 @@ from ravnest.cli.main import program
 from ravnest.config import ProgramTimeouts, Timeouts
 from ravnest.net.identity import Token, new_keys, write_token
 from ravnest.requester.run_folder import new_hub_file, open_run, read_hub_file, write_hub_file
+from tests.support.hostile_compute import start_hostile
 
 JOB = """
 import torch, torch.nn.functional as F, ravnest as rv
@@ -30,7 +31,6 @@ def odd_optimizer():
     return rv.Job(model, data, optimizer=torch.optim.Rprop(model.parameters()))
 def broken(): raise RuntimeError("no such data")
 """
-
 
 GOOD_TOKEN = write_token(Token(("tcp://127.0.0.1:9",), new_keys().public, bytes(16)))
 
@@ -192,16 +192,21 @@ def test_status_of_a_run_that_never_began_is_told() -> None:
 
 
 def test_the_doctor_finds_this_pc_able_and_a_hub_that_is_not_there() -> None:
-    parts = CommandParts(Timeouts(program=ProgramTimeouts(doctor_seconds=0.2)))
-    found = json.loads(answer("doctor", "--json"))
+    parts = CommandParts(
+        Timeouts(program=ProgramTimeouts(doctor_seconds=0.2)), start_compute=start_hostile("hang")
+    )
+    done = CliRunner().invoke(program, ["doctor", "--json"], obj=parts)
+    found = json.loads(done.stdout)
     assert found["schema"] == "ravnest.doctor/1"
     assert {finding["verdict"] for finding in found["findings"]} <= {"ok", "warn"}
+    fences = [each["what"] for each in found["findings"] if "fence" in each["what"]]
+    assert len(fences) == 8
     nobody = new_hub_file().token
     token = write_token(type(nobody)(("tcp://127.0.0.1:9",), nobody.hub_key, nobody.secret))
     done = CliRunner().invoke(program, ["doctor", token], obj=parts)
     assert (done.exit_code, "fail  the hub cannot be reached" in done.stdout) == (1, True), done.output
     assert "-> is the hub running" in done.stdout
-    damaged = CliRunner().invoke(program, ["doctor", "rvn1_abc"])
+    damaged = CliRunner().invoke(program, ["doctor", "rvn1_abc"], obj=parts)
     assert (damaged.exit_code, "fail  the token is truncated" in damaged.stdout) == (1, True), damaged.output
 
 

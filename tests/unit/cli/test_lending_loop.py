@@ -141,6 +141,30 @@ def test_without_terms_it_takes_part_until_the_job_is_done() -> None:
     assert [visit.reasons for visit in scene.visits] == [[]]
 
 
+def test_a_page_pauses_resumes_and_finishes_it_and_knows_where_it_is() -> None:
+    scene, seen = Scene(), []
+
+    def look() -> None:
+        facts = scene.lending.facts
+        seen.append((facts.is_paused, facts.leaving, facts.waits_for, facts.is_ending))
+
+    for seconds, work in ((100.0, "pause"), (200.0, "resume"), (300.0, "finish")):
+        scene.at(seconds, getattr(scene.lending, work))
+        scene.at(seconds + 1.0, look)
+    scene.at(150.0, look)
+    assert scene.run() == (143, TAKEN_BACK)
+    why = "its provider paused it"
+    assert sorted(seen) == sorted(
+        [
+            (True, why, "", False),
+            (True, "", why, False),
+            (False, "", "", False),
+            (False, TAKEN_BACK, "", True),
+        ]
+    )
+    assert [visit.reasons for visit in scene.visits] == [[why], [TAKEN_BACK]]
+
+
 def test_it_joins_at_its_hours_leaves_after_them_and_comes_back_the_next_day(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -2,8 +2,6 @@
 
 import pytest
 
-from ravnest.engine.optimizers import OptimizerSettings
-from ravnest.engine.train_config import TrainConfig
 from ravnest.ids import NodeId, SegmentId
 from ravnest.peer.pacing import Device, IdleTime, make_policy
 from ravnest.plan.types import Ring, Stage
@@ -51,12 +49,11 @@ def test_idle_share_counts_time_with_nothing_to_run():
 
 
 def test_the_policy_is_the_plans_and_updates_are_shared_by_clusters():
-    training = TrainConfig(OptimizerSettings((), 0.1), 64, planned_updates=1001, max_lag=2)
     stage = Stage(NodeId("a"), 0, 4, 9, False)
     order = PlanOrder(1, 1, 0, stage, (NodeId("a"), NodeId("b")), (), (), 4)
-    policy = make_policy(training, order)
+    policy = make_policy(1001, 2, order)
     assert (policy.planned_updates, policy.max_lag, policy.window_max) == (1001, 2, 9)
     assert (policy.accumulate_min, policy.accumulate_max) == (4, 4)
     ring = Ring(0, 4, (NodeId("a"), NodeId("c"), NodeId("d")))
     order = PlanOrder(1, 1, 0, stage, (NodeId("a"), NodeId("b")), ((SegmentId(0), ring),), (), 4)
-    assert make_policy(training, order).planned_updates == 333
+    assert make_policy(1001, 2, order).planned_updates == 333

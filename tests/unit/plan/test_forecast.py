@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.pipeline_world import PipelineWorld
+from support.lone_cluster import train_alone
 from support.plan_world import SIMPLE, even_model, node, swarm_of
 
 from ravnest.config import PlanConfig
@@ -37,11 +37,9 @@ def test_a_cluster_runs_as_fast_as_forecast_and_no_staler(model, swarm):
     times = timing(line, NodeTable.of(swarm, CONFIG), cluster_rows(plan.clusters, index))
     predicted = forecast(plan, profile, swarm, CONFIG)
     for cluster, period, expected in zip(plan.clusters, times.seconds, predicted.clusters, strict=True):
-        world = PipelineWorld(cluster, line, swarm)
-        assert world.run(num_batches=min(400, 20 * len(cluster.stages) + 40)) == pytest.approx(
-            period, rel=0.1
-        )
-        assert max(world.lags) <= expected.lag
+        trained = train_alone(cluster, line, swarm, num_batches=min(400, 20 * len(cluster.stages) + 40))
+        assert trained.period_seconds == pytest.approx(period, rel=0.1)
+        assert trained.most_lag <= expected.lag
 
 
 def hub_world(upload):

@@ -6,9 +6,10 @@ from io import StringIO
 
 import pytest
 from rich.console import Console
-from support.hub_world import job
+from support.hub_world import HubWorld, job
 
 from ravnest.hub.coordinator.coordinator import Coordinator
+from ravnest.hub.coordinator.notices import CaptureStep
 from ravnest.hub.coordinator.phases import ClusterPhase, JobPhase, NodePhase
 from ravnest.hub.service.status import NO_JOB, ClusterStatus, MemberStatus, Said, Status, StatusTracker
 from ravnest.views.live import LiveView, show_status, status_to_dict
@@ -19,7 +20,7 @@ STATUS = Status(
     job="digits [bold]",
     members=(
         MemberStatus("spare-pc", NodePhase.SPARE),
-        MemberStatus("leaf [red]", NodePhase.HOSTING, "A", 1),
+        MemberStatus("leaf [red]", NodePhase.HOSTING, "A", 1, busy=0.62),
         MemberStatus("root", NodePhase.HOSTING, "A", 0),
     ),
     clusters=(ClusterStatus("A", ("root", "leaf [red]"), ClusterPhase.RUNNING),),
@@ -36,6 +37,8 @@ STATUS = Status(
     round_seconds=1.25,
     left_out=("C",),
     recent=(Said(90.0, "root joined"), Said(99.9, "round 3 committed")),
+    predicted_samples_per_second=1300.0,
+    eta_seconds=90.0,
 )
 
 
@@ -50,7 +53,9 @@ def test_the_panel_says_how_far_how_fast_and_who() -> None:
     for words in (
         *("digits [bold]", "1 clusters, 3 nodes", "training  epoch 2  25%", "loss 0.125", "val acc 0.75"),
         *(
-            "1,234 samples/s",
+            "1,234 samples/s (1,300 foreseen)",
+            "left",
+            "62%",
             "rounds 3 committed, 1 aborted, the last in 1.25 s",
             "without C",
             "10 s ago  root joined",
@@ -100,6 +105,30 @@ def test_it_is_drawn_at_most_a_few_times_a_second_and_once_at_the_end() -> None:
             view.look(watch)
         assert watch.num_times == 3
     assert watch.num_times == 4
+
+
+def test_getting_ready_is_shown_until_there_is_a_job() -> None:
+    console = Console(file=StringIO(), force_terminal=True, width=80)
+    with LiveView(console) as view:
+        view.tell(CaptureStep("digits", "exporting the [bold] graph"))
+        assert "exporting the [bold] graph" in console.file.getvalue()
+        view.look(StatusTracker(Coordinator(job())))
+        before = console.file.getvalue()
+        view.tell(CaptureStep("digits", "never shown"))
+        assert console.file.getvalue() == before
+
+
+def test_a_stage_is_as_busy_as_its_last_reports_say() -> None:
+    world = HubWorld(job(epochs=6))
+    tracker = StatusTracker(world.hub)
+    world.join(*"abc")
+    world.run_until(lambda: world.hub.ledger.num_counted > 0)
+    for event, orders in world.happened:
+        tracker.observe(event, orders)
+    status = tracker.status()
+    assert {each.busy is not None for each in status.members if each.cluster} == {True}
+    assert all(0.0 <= each.busy <= 1.0 for each in status.members if each.cluster)
+    assert status.predicted_samples_per_second == world.hub.placement.outlook.samples_per_second
 
 
 def test_nothing_is_drawn_before_something_happens() -> None:

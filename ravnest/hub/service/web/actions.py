@@ -13,8 +13,8 @@ from msgspec import Meta
 
 from ravnest.hub.service.guests import GuestList
 from ravnest.hub.service.web.documents import GuestDocument
+from ravnest.hub.service.web.qr_code import CodeDocument, draw_code
 
-MOST_WISH_BYTES = 4096
 _STOPPED = "stopped from the dashboard"
 _SENT_AWAY = "the requester sent it away"
 Word = Annotated[str, Meta(min_length=1, max_length=200)]
@@ -44,7 +44,11 @@ class KickWish(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     node: Word
 
 
-Wish = StopWish | InviteWish | RevokeWish | KickWish
+class CheckpointWish(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Write what was trained down now."""
+
+
+Wish = StopWish | InviteWish | RevokeWish | KickWish | CheckpointWish
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +67,7 @@ class HubActions:
 
     stop: Callable[[str], None]
     kick: Callable[[str, str], None]
+    checkpoint: Callable[[], None]
     guests: GuestActions | None = None
 
 
@@ -72,6 +77,7 @@ class Outcome:
 
     outcome: str
     line: str = ""
+    code: CodeDocument | None = None  # of the line
 
 
 def carry_out(wish: Wish, hub: HubActions) -> Outcome | None:
@@ -85,8 +91,12 @@ def carry_out(wish: Wish, hub: HubActions) -> Outcome | None:
             return Outcome(
                 f"{node} is sent away; it may come back with another key until you withdraw its invitation"
             )
+        case CheckpointWish():
+            hub.checkpoint()
+            return Outcome("the hub was told to write a checkpoint; it says when it is on disk")
         case InviteWish(name, days, nodes) if hub.guests is not None:
-            return Outcome(f"{name} is invited", show_line(hub.guests.invite(name, days, nodes)))
+            line = show_line(hub.guests.invite(name, days, nodes))
+            return Outcome(f"{name} is invited", line, draw_code(line))
         case RevokeWish(name) if hub.guests is not None:
             hub.guests.revoke(name)
             return Outcome(f"the invitation of {name} is withdrawn; the nodes that came with it leave")

@@ -7,8 +7,9 @@ hub's own time; `wall_offset` turns them into those of the world. What is unknow
 from dataclasses import dataclass
 
 from ravnest.hub.coordinator.phases import ClusterPhase, JobPhase, NodePhase
-from ravnest.hub.service.web.curves import CurvePart
 from ravnest.ids import NodeId
+from ravnest.web.curves import CurvePart
+from ravnest.web.updates import PageUpdate
 
 API_SCHEMA = "ravnest.dashboard/1"
 
@@ -45,6 +46,7 @@ class StageDocument:
     available_bytes: float
     limited_by: str
     link: LinkDocument | None
+    foreseen_busy: float | None = None  # share of the time
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,19 +181,6 @@ class GuestDocument:
 
 
 @dataclass(frozen=True, slots=True)
-class NewsDocument:
-    """A notice as people read it."""
-
-    number: int
-    at: float | None  # None: before the job began
-    kind: str
-    topic: str  # members, plan, training, rounds, checkpoints, hub
-    tone: str  # good, plain, warning, bad
-    text: str
-    names: tuple[str, ...]  # nodes it is about
-
-
-@dataclass(frozen=True, slots=True)
 class RunDocument:
     """Where a run stands: everything but news and curves, which grow."""
 
@@ -226,11 +215,4 @@ class BesideDocument:
     curves: dict[str, CurvePart]
 
 
-@dataclass(frozen=True, slots=True)
-class UpdateDocument:
-    """What a page that follows is sent: where the run stands, and the news and points it has not got."""
-
-    run: RunDocument
-    is_whole: bool  # what the page had before is to be forgotten
-    news: tuple[NewsDocument, ...]
-    curves: dict[str, CurvePart]
+UpdateDocument = PageUpdate[RunDocument]

@@ -13,15 +13,19 @@ from typing import Self
 from ravnest.config import TIMEOUTS, ProgramTimeouts
 from ravnest.hub.coordinator.events import Action, Event
 from ravnest.hub.coordinator.notices import Notice
+from ravnest.hub.coordinator.planner import SEARCH_PLANNER, Planner
 from ravnest.hub.service.status import StatusTracker
 from ravnest.hub.service.web.actions import HubActions
 from ravnest.hub.service.web.documents import UpdateDocument
-from ravnest.hub.service.web.pages import Pages
 from ravnest.hub.service.web.recorder import RunRecorder
-from ravnest.hub.service.web.replica import UpdateCutter
+from ravnest.hub.service.web.replica import RunReplica, UpdateCutter
 from ravnest.hub.service.web.snapshot import HubFacts
-from ravnest.hub.service.web.web_app import WebParts
-from ravnest.hub.service.web.web_server import WebServer, bind_address, is_for_others, make_gate, show_link
+from ravnest.hub.service.web.web_app import WebParts, make_run_site
+from ravnest.hub.service.web.what_if import WhatIf, pose_what_if
+from ravnest.plan.types import Node
+from ravnest.web.pages import Pages
+from ravnest.web.site import Site
+from ravnest.web.web_server import WebServer, bind_address, is_for_others, make_gate, show_link
 
 
 class LiveDashboard:
@@ -29,16 +33,17 @@ class LiveDashboard:
 
     def __init__(
         self,
-        address: str = "",
-        *,
+        address: str,
         hub: HubActions,
+        planner: Planner = SEARCH_PLANNER,
         timeouts: ProgramTimeouts = TIMEOUTS.program,
     ) -> None:
         self._address = address
         bound = bind_address(address)
         self._gate = make_gate(bound, address)
         self._hub, self._timeouts = hub, timeouts
-        self._web = WebServer(bound, self._make_parts, timeouts)
+        self._planner = planner
+        self._web = WebServer(bound, self._make_site, timeouts)
         self._loop: asyncio.AbstractEventLoop | None = None  # of the hub, while it trains
         self._num_runs = 0
         self._recorder = RunRecorder(0)
@@ -123,11 +128,28 @@ class LiveDashboard:
         if (always or self._is_changed) and self._loop is not None:
             self._push(is_live=True)
 
-    def _make_parts(self) -> WebParts:
-        return WebParts(self._gate, Pages(self._ask, self._timeouts), self._hub)
+    def _make_site(self) -> Site:
+        pages = Pages(RunReplica(), self._ask, self._timeouts)
+        return make_run_site(WebParts(self._gate, pages, self._hub, pose=self._pose, planner=self._planner))
+
+    async def _pose(self, guest: Node) -> WhatIf | None:
+        """Have the hub's thread gather the facts; without one, nothing changes them any more."""
+        loop = self._loop
+        if loop is None:
+            return pose_what_if(self._recorder, guest)
+
+        async def gather() -> WhatIf | None:
+            return pose_what_if(self._recorder, guest)
+
+        gathering = asyncio.run_coroutine_threadsafe(gather(), loop)
+        try:
+            async with asyncio.timeout(self._timeouts.page_answer_seconds):
+                return await asyncio.wrap_future(gathering)
+        except (TimeoutError, RuntimeError):
+            return None
 
 
-def _receive(pages: Pages, update: UpdateDocument, seconds: float) -> None:
+def _receive(pages: Pages[RunReplica], update: UpdateDocument, seconds: float) -> None:
     pages.receive(update, seconds)
 
 

@@ -14,12 +14,15 @@ from ravnest.config import TIMEOUTS, Timeouts
 from ravnest.errors import ConfigError
 from ravnest.hub.service.event_log import LogReplay
 from ravnest.hub.service.web.documents import BesideDocument, UpdateDocument
-from ravnest.hub.service.web.pages import Pages
 from ravnest.hub.service.web.recorder import RunRecorder
 from ravnest.hub.service.web.replica import RunReplica, UpdateCutter
 from ravnest.hub.service.web.snapshot import HubFacts, make_document
-from ravnest.hub.service.web.web_app import WebParts
-from ravnest.hub.service.web.web_server import WebServer, bind_address, make_gate, show_link
+from ravnest.hub.service.web.web_app import WebParts, make_run_site
+from ravnest.hub.service.web.what_if import WhatIf, pose_what_if
+from ravnest.plan.types import Node
+from ravnest.web.pages import Pages
+from ravnest.web.site import Site
+from ravnest.web.web_server import WebServer, bind_address, make_gate, show_link
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +51,10 @@ class LogFollower:
         is_changed = self._read_on() or is_running != self._was_running
         self._was_running = is_running
         return self._cutter.cut(HubFacts(is_live=is_running)) if is_changed or always else None
+
+    def pose(self, guest: Node) -> WhatIf | None:
+        """Return the question what one more PC would bring."""
+        return pose_what_if(self._recorder, guest)
 
     def _read_on(self) -> bool:
         if self._fault:
@@ -82,8 +89,8 @@ class LogDashboard:
         self._follower = follower
         self._beside = {name: (other, RunReplica()) for name, other in beside.items()}
         self._reading = asyncio.Lock()
-        self._pages = Pages(self._ask, timeouts.program)
-        self._web = WebServer(bound, self._make_parts, timeouts.program)
+        self._pages = Pages(RunReplica(), self._ask, timeouts.program)
+        self._web = WebServer(bound, self._make_site, timeouts.program)
 
     @property
     def link(self) -> str:
@@ -107,8 +114,14 @@ class LogDashboard:
         self._pages.receive(update, asyncio.get_running_loop().time() - began_at)
         return False
 
-    def _make_parts(self) -> WebParts:
-        return WebParts(self._gate, self._pages, read_beside=self._read_beside)
+    def _make_site(self) -> Site:
+        return make_run_site(
+            WebParts(self._gate, self._pages, read_beside=self._read_beside, pose=self._pose)
+        )
+
+    async def _pose(self, guest: Node) -> WhatIf | None:
+        async with self._reading:
+            return self._follower.pose(guest)
 
     async def _read_beside(self) -> list[BesideDocument]:
         async with self._reading:

@@ -29,11 +29,11 @@ from ravnest.hub.coordinator.notices import (
     WorkLost,
 )
 from ravnest.hub.service.status import StatusTracker
-from ravnest.hub.service.web.curves import CurvePart, RunCurve
 from ravnest.hub.service.web.documents import DepartureDocument, RoundDocument, TextDocument
 from ravnest.hub.service.web.news import NewsList
 from ravnest.ids import LeaseId, NodeId
 from ravnest.protocol.training import StepReport
+from ravnest.web.curves import RunCurve
 
 _POINT_EVERY = 0.5  # seconds of the hub's time, at least
 _RATE_OVER = 20.0  # seconds that a rate is a mean over
@@ -148,11 +148,6 @@ class RunRecorder:
                 self.microbatches_dropped += 1
             case Stopping():
                 self.is_stopping = True
-
-    def curves_after(self, known: dict[str, tuple[int, int]]) -> dict[str, CurvePart]:
-        """Return what a reader lacks who has so many points of these generations."""
-        parts = {name: curve.after(*known.get(name, (0, 0))) for name, curve in self.curves.items()}
-        return {name: part for name, part in parts.items() if part.points}
 
     def _take_report(self, tracker: StatusTracker, sender: NodeId, report: StepReport) -> None:
         hub = tracker.hub

@@ -22,6 +22,8 @@ from ravnest.ids import NodeId
 from ravnest.plan.forecast import Forecast, StageForecast
 from ravnest.plan.types import ModelProfile, Node, Stage
 
+_LEAST_GAIN = 0.005  # less is nobody's bottleneck
+
 
 @dataclass(frozen=True, slots=True)
 class HubFacts:
@@ -102,6 +104,8 @@ def _show_bottleneck(outlook: Forecast) -> str:
     if found is None:
         return ""
     gain = found.gain_samples_per_second / outlook.samples_per_second if outlook.samples_per_second else 0.0
+    if gain < _LEAST_GAIN:
+        return f"{found.node} is limited by {found.limited_by}, and others are as near to their limits"
     return f"{found.node} is limited by {found.limited_by}; twice as much of it would bring {gain:+.0%}"
 
 
@@ -158,6 +162,7 @@ def _stages(
                 available_bytes=0.0 if expected is None else expected.available_bytes,
                 limited_by="" if expected is None else expected.limited_by,
                 link=None if after is None else _link(recorder, profile, (stage, after), rate),
+                foreseen_busy=None if expected is None else expected.busy_share,
             )
         )
     return tuple(found)

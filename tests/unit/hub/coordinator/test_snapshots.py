@@ -38,7 +38,7 @@ def asked(sends):
 def answer(keeping, desk):
     def make(name, number):
         made = SnapshotMade(1, number, 5, blob(name, number))
-        return keeping.add_snapshot(name, made) if desk.answer(name, made) else None
+        return keeping.add_snapshot(name, made, 160.0) if desk.answer(name, made) else None
 
     return make
 

@@ -7,7 +7,8 @@ from torch import nn
 
 from ravnest.model.capture.capture import capture
 from ravnest.model.stage.index_checks import find_checks
-from ravnest.model.stage.stage_program import Setting, StageProgram
+from ravnest.model.stage.program_graph import Setting
+from ravnest.model.stage.stage_program import StageProgram
 
 CHECKED = Setting(checks_indices=True)
 

@@ -1,90 +1,80 @@
-// What people can do. Every action asks once and shows its outcome.
+// What people can do with a run.
 
+import { act, askOnce, closeButton, copyable, openDialog, read } from "/static/dialogs.js";
 import { el } from "/static/dom.js";
-
-const dialog = document.getElementById("dialog");
-
-function open(title, ...content) {
-  dialog.replaceChildren(el("h2", {}, title), ...content.filter((each) => each !== null));
-  if (!dialog.open) dialog.showModal();
-}
-
-function closeButton(label = "Close") {
-  return el("button", { type: "button", onclick: () => dialog.close() }, label);
-}
-
-async function read(path, options) {
-  try {
-    const answer = await fetch(path, options);
-    return await answer.json();
-  } catch {
-    return { error: "the hub does not answer" };
-  }
-}
-
-function act(path, wish) {
-  const headers = { "Content-Type": "application/json" };
-  return read(`/api/v1/${path}`, { method: "POST", headers, body: JSON.stringify(wish) });
-}
-
-function confirm(title, text, label, back, path, wish) {
-  const outcome = el("p", { role: "status", class: "outcome" });
-  const doIt = el("button", { type: "button", class: "danger" }, label);
-  const close = closeButton(back);
-  doIt.addEventListener("click", async () => {
-    doIt.disabled = true;
-    const found = await act(path, wish);
-    outcome.textContent = found.outcome ?? `Not done: ${found.error}`;
-    doIt.remove();
-    close.textContent = "Close";
-  });
-  open(title, el("p", {}, text), outcome, el("div", { class: "buttons" }, close, doIt));
-}
 
 export function confirmStop() {
   const text = "What is under way is finished, averaged, evaluated and written down. It can go on later with --resume.";
-  confirm("Stop the training?", text, "Stop and keep", "Train on", "stop", {});
+  askOnce({ title: "Stop the training?", text, label: "Stop and keep", back: "Train on", path: "stop" });
+}
+
+export function confirmCheckpoint() {
+  const text = "What was trained up to now is written into the run's folder. Training goes on meanwhile.";
+  const outcome = askOnce({ title: "Write a checkpoint now?", text, label: "Write it", back: "Not now", path: "checkpoint", isDanger: false });
+  awaited = { kinds: ["Checkpointed", "NotCheckpointed"], outcome };
+}
+
+// An action whose outcome comes later, as a piece of news.
+let awaited = null;
+
+export function hearNews(news) {
+  const found = awaited ? news.find((each) => awaited.kinds.includes(each.kind)) : undefined;
+  if (!found) return;
+  if (awaited.outcome.isConnected && awaited.outcome.textContent) awaited.outcome.textContent = found.text;
+  awaited = null;
 }
 
 export function confirmKick(name) {
   const text = "Others take over its stage. It may come back with another key, unless you withdraw its invitation.";
-  confirm(`Send ${name} away?`, text, "Send away", "Let it stay", "kick", { node: name });
-}
-
-function copyable(text) {
-  const line = el("code", { class: "invitation", tabindex: "0" }, text);
-  const copy = el("button", { type: "button" }, "Copy");
-  copy.addEventListener("click", async () => {
-    try {
-      await navigator.clipboard.writeText(text);
-      copy.textContent = "Copied";
-    } catch {
-      getSelection().selectAllChildren(line);
-      copy.textContent = "Marked: copy it with the keyboard";
-    }
-  });
-  return el("div", { class: "copyable" }, line, copy);
+  askOnce({ title: `Send ${name} away?`, text, label: "Send away", back: "Let it stay", path: "kick", wish: { node: name } });
 }
 
 export async function showInvitation(said = null, made = null) {
   const [everybody, guests] = await Promise.all([read("/api/v1/invitation"), read("/api/v1/guests")]);
   if (!everybody.line) {
-    open("Invite", el("p", {}, everybody.error), el("div", { class: "buttons" }, closeButton()));
+    openDialog("Invite", el("p", {}, everybody.error), el("div", { class: "buttons" }, closeButton()));
     return;
   }
   const outcome = el("p", { role: "status", class: "outcome" }, said ?? "");
-  open(
+  openDialog(
     "Invite a PC",
     el("p", {}, "Whoever pastes a line into a terminal lends a PC to this run. Lines are secrets."),
     el("h3", {}, "One person"),
     guestForm(outcome),
     outcome,
-    made ? copyable(made) : null,
+    made ? invitationBox(made) : null,
     el("h3", {}, "Everybody who has this line"),
-    copyable(everybody.line),
+    invitationBox(everybody),
     Array.isArray(guests) ? guestTable(guests, outcome) : null,
     el("div", { class: "buttons" }, closeButton()),
   );
+}
+
+// The line, and a QR code of it for a phone, which is shown on request: it is a secret too.
+function invitationBox({ line, code }) {
+  const shown = el("div", { class: "code", hidden: true });
+  const button = el("button", { type: "button", "aria-expanded": "false" }, "QR code");
+  button.addEventListener("click", () => {
+    shown.hidden = !shown.hidden;
+    button.setAttribute("aria-expanded", String(!shown.hidden));
+    if (!shown.firstChild) shown.append(drawCode(code));
+  });
+  const box = copyable(line);
+  box.lastChild.append(button);
+  box.append(shown);
+  return box;
+}
+
+function drawCode({ size, path }) {
+  const border = 4;
+  const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
+  svg.setAttribute("viewBox", `${-border} ${-border} ${size + 2 * border} ${size + 2 * border}`);
+  svg.setAttribute("role", "img");
+  svg.setAttribute("aria-label", "The line as a QR code");
+  const dark = document.createElementNS("http://www.w3.org/2000/svg", "path");
+  dark.setAttribute("d", path);
+  svg.append(dark);
+  return svg;
 }
 
 function guestForm(outcome) {
@@ -100,7 +90,7 @@ function guestForm(outcome) {
     event.preventDefault();
     const numberOf = (input) => (input.value === "" ? null : Number(input.value));
     const found = await act("invite", { name: name.value, days: numberOf(days), nodes: numberOf(nodes) });
-    if (found.line) await showInvitation(`${found.outcome}: give this line to nobody else. It is shown once.`, found.line);
+    if (found.line) await showInvitation(`${found.outcome}: give this line to nobody else. It is shown once.`, found);
     else outcome.textContent = `Not invited: ${found.error}`;
   });
   return form;

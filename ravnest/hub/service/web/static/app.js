@@ -1,16 +1,17 @@
 // The page: it follows the hub's updates and shows one view of them at a time.
 
-import { confirmStop, showInvitation } from "/static/actions.js";
-import { el, keep, setClass, setText, setVar } from "/static/dom.js";
+import { confirmCheckpoint, confirmStop, hearNews, showInvitation } from "/static/actions.js";
+import { fillSummary, setClass, setText, showLinkState } from "/static/dom.js";
 import { eventsView } from "/static/events.js";
 import { count, duration, number, percent, speed } from "/static/format.js";
 import { nodesView, nodeView } from "/static/nodes.js";
+import { planView } from "/static/plan.js";
 import { applyUpdate, emptyStore, follow, readBeside } from "/static/store.js";
 import { swarmView } from "/static/swarm.js";
+import { followTheme, forgetToken } from "/static/theme.js";
 import { trainingView } from "/static/training.js";
 
-const VIEWS = { swarm: swarmView, training: trainingView, nodes: nodesView, events: eventsView };
-const THEMES = ["auto", "light", "dark"];
+const VIEWS = { swarm: swarmView, training: trainingView, plan: planView, nodes: nodesView, events: eventsView };
 const byId = (id) => document.getElementById(id);
 const store = emptyStore();
 let view = null;
@@ -44,7 +45,7 @@ function showPlace() {
 
 function draw() {
   const run = store.run;
-  showLink(run);
+  showLinkState(byId("link-state"), isConnected, run);
   if (run === null) return;
   performance.mark("draw");
   drawTop(run);
@@ -56,13 +57,6 @@ function draw() {
   document.body.dataset.updates = String(Number(document.body.dataset.updates ?? 0) + 1);
 }
 
-function showLink(run) {
-  const state = byId("link-state");
-  const isOver = run !== null && !run.is_live;
-  setText(state, !isConnected ? "no answer; trying again" : isOver ? "read-only" : run === null ? "" : "live");
-  setClass(state, `link-state ${!isConnected ? "is-lost" : isOver ? "is-over" : "is-live"}`);
-}
-
 function drawTop(run) {
   setText(byId("job"), run.job || "no job yet");
   const phase = run.is_stopping ? "stopping" : run.phase;
@@ -71,6 +65,7 @@ function drawTop(run) {
   document.title = `${run.job || "Ravnest"} · ${share(run)}`;
   byId("stop").hidden = !run.can_stop;
   byId("invite").hidden = !run.can_invite;
+  byId("checkpoint").hidden = !run.can_stop || run.phase !== "training";
 }
 
 function share(run) {
@@ -91,33 +86,7 @@ function drawSummary(run) {
     ["left", duration(training.eta_seconds), run.started_at ? `${duration(run.now - run.started_at)} so far` : ""],
     ["nodes", count(run.nodes.length), `${hosting} in ${count(run.clusters.length)} cluster${run.clusters.length === 1 ? "" : "s"}`],
   ];
-  const box = byId("summary");
-  if (!box.firstChild) box.append(el("div", { class: "progress", role: "progressbar", "aria-label": "Trained" }, el("i", {})), el("dl", {}));
-  setVar(box.firstChild.firstChild, "width", `${(100 * done).toFixed(2)}%`);
-  box.firstChild.setAttribute("aria-valuenow", (100 * done).toFixed(0));
-  keep(
-    box.lastChild,
-    facts,
-    (each) => each[0],
-    ([name]) => el("div", {}, el("dt", {}, name), el("dd", {}), el("dd", { class: "more" })),
-    (item, [, value, more]) => {
-      setText(item.children[1], value);
-      setText(item.children[2], more);
-    },
-  );
-}
-
-function setTheme(theme) {
-  if (theme === "auto") delete document.documentElement.dataset.theme;
-  else document.documentElement.dataset.theme = theme;
-  localStorage.setItem("ravnest-theme", theme);
-  byId("theme").title = `Colours: ${theme}`;
-  view?.redraw?.(true);
-}
-
-function nextTheme() {
-  const known = localStorage.getItem("ravnest-theme") ?? "auto";
-  setTheme(THEMES[(THEMES.indexOf(known) + 1) % THEMES.length]);
+  fillSummary(byId("summary"), facts, done);
 }
 
 function drawSoon() {
@@ -129,13 +98,10 @@ function drawSoon() {
   });
 }
 
-if (new URLSearchParams(location.search).has("token")) {
-  history.replaceState(null, "", `${location.pathname}${location.hash}`); // it is in a cookie now
-}
-setTheme(THEMES.includes(localStorage.getItem("ravnest-theme")) ? localStorage.getItem("ravnest-theme") : "auto");
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => view?.redraw?.(true));
-byId("theme").addEventListener("click", nextTheme);
+forgetToken();
+followTheme(byId("theme"), () => view?.redraw?.(true));
 byId("stop").addEventListener("click", confirmStop);
+byId("checkpoint").addEventListener("click", confirmCheckpoint);
 byId("invite").addEventListener("click", () => showInvitation());
 addEventListener("hashchange", showPlace);
 showPlace();
@@ -143,6 +109,7 @@ readBeside(store, drawSoon);
 follow(
   (update) => {
     applyUpdate(store, update);
+    if (!update.is_whole) hearNews(update.news);
     drawSoon();
   },
   (state) => {

@@ -1,7 +1,7 @@
 // All nodes as a table that can be sorted, and one node with its facts, its stage and its history.
 
 import { confirmKick } from "/static/actions.js";
-import { el, keep, nodeLink, setClass, setText, setVar } from "/static/dom.js";
+import { el, fillFacts, keep, nodeLink, setClass, setText, setVar } from "/static/dom.js";
 import { bytes, clock, duration, flops, percent, rate } from "/static/format.js";
 import { fillTimeline } from "/static/events.js";
 
@@ -110,24 +110,14 @@ export function nodeView(name) {
     setText(pill, phase);
     kick.hidden = !node || !run.can_stop;
     setClass(pill, `pill is-${!node ? "gone" : node.is_missing ? "missing" : node.phase}`);
-    fill(facts, node ? factsOf(node, run) : [["gone", left ? `${clock(run, left.at)}: ${left.reason}` : "it is not here"]]);
-    fill(work, workOf(node, stage, cluster, run));
+    fillFacts(facts, node ? factsOf(node, run) : [["gone", left ? `${clock(run, left.at)}: ${left.reason}` : "it is not here"]]);
+    fillFacts(work, workOf(node, stage, cluster, run));
     meter.hidden = !stage;
     if (stage) setVar(meter.firstChild, "width", `${Math.min(100, (100 * stage.planned_bytes) / Math.max(1, stage.available_bytes))}%`);
     fillTimeline(history, store.news.filter((each) => each.names.includes(name)).slice(-200).reverse(), run);
   }
 
   return { element, update };
-}
-
-function fill(list, facts) {
-  keep(
-    list,
-    facts,
-    (each) => each[0],
-    ([name]) => el("div", {}, el("dt", {}, name), el("dd", {})),
-    (item, [, value]) => setText(item.lastChild, value),
-  );
 }
 
 function factsOf(node, run) {

@@ -5,6 +5,7 @@ import { el, keep, nodeLink, setClass, setText, setTitle, setVar } from "/static
 import { bytes, clock, percent, rate, speed } from "/static/format.js";
 
 const LATEST = 12;
+const MANY_STAGES = 40; // nothing moves then
 const ROUTINE = new Set(["EpochDone", "Evaluated", "SampledText", "Checkpointed"]);
 const CHOICE = { axis: "samples", weight: 0.6, logarithmic: false };
 
@@ -23,7 +24,7 @@ export function swarmView() {
     { class: "legend" },
     "A row is one whole copy of the model; a block is a stage, as wide as its share. Busy ",
     el("span", { class: "scale", role: "img", "aria-label": "from pale, idle, to full, busy all the time" }),
-    " Hover over a stage to see whom it averages with.",
+    " Point at a stage to see whom it averages with.",
   );
   const charts = [lossChart(), speedChart()];
   const curves = el("div", { class: "charts" }, ...charts.map((chart) => chart.element));
@@ -31,6 +32,8 @@ export function swarmView() {
   const element = el("div", { class: "swarm" }, main, side);
   rows.addEventListener("mouseover", (event) => highlight(rows, event.target.closest("a.stage"), view.run));
   rows.addEventListener("mouseleave", () => highlight(rows, null, view.run));
+  rows.addEventListener("focusin", (event) => highlight(rows, event.target.closest("a.stage"), view.run));
+  rows.addEventListener("focusout", () => highlight(rows, null, view.run));
   const view = { element, run: null, update, redraw, close };
   let last = null;
 
@@ -52,6 +55,7 @@ export function swarmView() {
     setText(waiting, run.clusters.length ? "" : waitingText(run));
     waiting.hidden = run.clusters.length > 0;
     legend.hidden = run.clusters.length === 0;
+    setClass(rows, run.clusters.reduce((sum, each) => sum + each.stages.length, 0) > MANY_STAGES ? "clusters is-many" : "clusters");
     keep(rows, run.clusters, (each) => each.name, makeCluster, updateCluster);
     setText(limit, run.plan?.bottleneck ? `What limits it: ${run.plan.bottleneck}.` : "");
     const others = run.nodes.filter((node) => node.cluster === null);
@@ -150,16 +154,16 @@ function updateStage(node, { stage, cluster }) {
 }
 
 function makeLink() {
-  return el("span", { class: "link" }, el("span", { class: "wire" }), el("span", { class: "flow" }));
+  return el("span", { class: "link" }, el("span", { class: "wire" }), el("span", { class: "flow" }), el("span", { class: "line-share" }));
 }
 
 function updateLink(node, { link, cluster }) {
   const isFlowing = cluster.phase === "running" && link.used_bytes_per_second > 0;
   setClass(node, isFlowing ? "link is-flowing" : "link");
-  setText(node.lastChild, isFlowing ? rate(link.used_bytes_per_second) : "");
-  const share = link.possible_bytes_per_second
-    ? ` (${percent(link.used_bytes_per_second / link.possible_bytes_per_second)})`
-    : "";
+  const used = link.possible_bytes_per_second ? percent(link.used_bytes_per_second / link.possible_bytes_per_second) : "";
+  setText(node.children[1], isFlowing ? rate(link.used_bytes_per_second) : "");
+  setText(node.children[2], isFlowing && used ? `${used} of line` : "");
+  const share = used ? ` (${used})` : "";
   setTitle(
     node,
     `activations as ${link.activations}, gradients as ${link.gradients}\n${bytes(link.sample_bytes)} per sample, ` +

@@ -8,17 +8,18 @@ from pathlib import Path
 import pytest
 from support.watched_world import AT_WORK, WatchedWorld, request
 
-import ravnest.hub.service.web as web
+import ravnest
 from ravnest.config import TIMEOUTS
 from ravnest.errors import ConfigError
 from ravnest.hub.service.guests import GuestsInMemory
 from ravnest.hub.service.web.actions import GuestActions, HubActions
-from ravnest.hub.service.web.gate import Gate
-from ravnest.hub.service.web.pages import MOST_PAGES, Pages, choose_pause
-from ravnest.hub.service.web.replica import UpdateCutter
-from ravnest.hub.service.web.web_app import WebParts, make_app
-from ravnest.hub.service.web.web_server import bind_address, is_for_others, make_gate, show_link
+from ravnest.hub.service.web.replica import RunReplica, UpdateCutter
+from ravnest.hub.service.web.web_app import WebParts, make_run_site
+from ravnest.hub.service.web.what_if import pose_what_if
 from ravnest.net.identity import INVITATION_BYTES
+from ravnest.web.gate import Gate
+from ravnest.web.pages import MOST_PAGES, Pages, choose_pause
+from ravnest.web.web_server import bind_address, is_for_others, make_gate, show_link
 
 GATE = Gate("right-token", 7780)
 COOKIE = f"ravnest_7780={GATE.token}"
@@ -34,11 +35,19 @@ class Asked:
         world.run_until(lambda: world.hub.clusters and world.hub.ledger.num_counted)
         self.stopped, self.world, self.facts = [], world, facts
         self.cutter = UpdateCutter(world.recorder)
-        self.pages = Pages(self.ask, TIMEOUTS.program)
-        self.kicked, self.list = [], GuestsInMemory()
+        self.pages = Pages(RunReplica(), self.ask, TIMEOUTS.program)
+        self.kicked, self.asked, self.list = [], [], GuestsInMemory()
         guests = GuestActions(lambda: "rvn1_word", self.invite, self.revoke, self.list.read)
-        hub = HubActions(self.stopped.append, lambda *facts: self.kicked.append(facts), guests)
-        self.app = make_app(WebParts(GATE, self.pages, hub))
+        hub = HubActions(
+            self.stopped.append,
+            lambda *facts: self.kicked.append(facts),
+            lambda: self.asked.append("checkpoint"),
+            guests,
+        )
+        self.app = make_run_site(WebParts(GATE, self.pages, hub, pose=self.pose)).app
+
+    async def pose(self, guest):
+        return pose_what_if(self.world.recorder, guest)
 
     def invite(self, name, days, nodes):
         number = name.encode().hex().ljust(2 * INVITATION_BYTES, "0")
@@ -61,12 +70,14 @@ def asked():
 # Reading.
 
 
-@pytest.mark.parametrize("path", ["run", "news", "curves", "stream", "invitation", "guests", "beside"])
+@pytest.mark.parametrize(
+    "path", ["run", "news", "curves", "stream", "invitation", "guests", "beside", "what-if"]
+)
 def test_the_api_is_closed_without_the_token(asked, path):
     for headers in ({}, {"cookie": "ravnest_7780=wrong"}, {"authorization": "Bearer wrong"}):
         answer = request(asked.app, f"/api/v1/{path}", **headers)
         assert answer.status == 401
-        assert "link that the hub printed" in answer.json["error"]
+        assert "link that was printed" in answer.json["error"]
     assert request(asked.app, f"/api/v1/{path}?token=wrong").status == 401
     assert request(asked.app, "/metrics").status == 401
 
@@ -93,7 +104,9 @@ def test_the_api_answers_documents_of_version_1(asked):
     assert [each["number"] for each in news] == list(range(1, len(news) + 1))
     assert request(asked.app, "/api/v1/news?after=2", **headers).json == news[2:]
     assert request(asked.app, "/api/v1/news?after=-1", **headers).status == 400
-    assert request(asked.app, "/api/v1/invitation", **headers).json == {"line": "ravnest join rvn1_word"}
+    invitation = request(asked.app, "/api/v1/invitation", **headers).json
+    assert invitation["line"] == "ravnest join rvn1_word"
+    assert invitation["code"]["size"] >= 21
     assert request(asked.app, "/metrics", **headers).body.startswith(b"# HELP ravnest_live")
 
 
@@ -206,7 +219,23 @@ def test_a_wish_that_fits_nothing_is_refused(path, wish):
     assert asked.stopped == asked.kicked == []
 
 
-@pytest.mark.parametrize("path", ["invite", "revoke", "kick", "stop"])
+def test_what_one_more_pc_would_bring_is_asked_in_numbers(asked):
+    path = "/api/v1/what-if?memory=2.5e8&flops=1e12&bandwidth=1e7"
+    found = request(asked.app, path, cookie=COOKIE)
+    assert found.status == 200
+    assert found.json["then_samples_per_second"] > 0
+    for wrong in ("", "?memory=8e9", "?memory=x&flops=1&bandwidth=1", "?memory=nan&flops=nan&bandwidth=nan"):
+        assert request(asked.app, f"/api/v1/what-if{wrong}", cookie=COOKIE).status == 400
+
+
+def test_a_checkpoint_is_asked_for():
+    asked = Asked()
+    answer = send(asked, "checkpoint", {})
+    assert (answer.status, asked.asked) == (202, ["checkpoint"])
+    assert "it says when it is on disk" in answer.json["outcome"]
+
+
+@pytest.mark.parametrize("path", ["invite", "revoke", "kick", "stop", "checkpoint"])
 def test_no_action_is_open_to_others(asked, path):
     body = json.dumps({"name": "ana", "node": "a"}).encode()
     for headers in ({}, {"cookie": COOKIE, "origin": "http://evil.example"}):
@@ -215,7 +244,7 @@ def test_no_action_is_open_to_others(asked, path):
 
 def test_a_run_that_is_only_read_has_no_action():
     reading = Asked()
-    app = make_app(WebParts(GATE, reading.pages))
+    app = make_run_site(WebParts(GATE, reading.pages)).app
     assert request(app, "/api/v1/stop", "POST", **OWN_PAGE).status == 409
     assert request(app, "/api/v1/invitation", cookie=COOKIE).status == 404
 
@@ -267,7 +296,7 @@ def test_there_are_two_updates_per_second_and_fewer_where_they_take_long():
             return False
 
         served = Asked()
-        pages = Pages(ask, TIMEOUTS.program)
+        pages = Pages(RunReplica(), ask, TIMEOUTS.program)
         stream = pages.follow()
         pages.receive(served.cutter.cut(AT_WORK))
         await anext(stream)
@@ -322,8 +351,9 @@ def test_a_taken_port_is_a_sentence_and_the_usual_one_may_be_taken():
 
 # The page's own files.
 
-STATIC = Path(web.__file__).parent / "static"
-OURS = [file for file in sorted(STATIC.glob("*.*")) if not file.name.startswith("uPlot")]
+PACKAGE = Path(ravnest.__file__).parent
+STATIC = PACKAGE / "web" / "static"
+OURS = [file for file in sorted(PACKAGE.rglob("static/*.*")) if not file.name.startswith("uPlot")]
 
 
 @pytest.mark.parametrize("file", OURS, ids=lambda file: file.name)

@@ -1,4 +1,4 @@
-"""A web server in a thread of its own, with its own event loop: a page never waits in the hub's loop.
+"""A web server in a thread of its own, with its own event loop: a page never waits in another loop.
 
 The port is bound before the thread starts, so that a taken one is found early.
 """
@@ -9,26 +9,29 @@ import secrets
 import socket
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import uvicorn
 
 from ravnest.config import ProgramTimeouts
 from ravnest.errors import ConfigError
-from ravnest.hub.service.web.gate import Gate
-from ravnest.hub.service.web.pages import Pages
-from ravnest.hub.service.web.web_app import WebParts, make_app
 from ravnest.net.identity import is_everywhere, is_loopback, local_hosts, split_address
+from ravnest.web.gate import Gate
+from ravnest.web.pages import Pages
+from ravnest.web.site import Site
 
 _MOST_CONNECTIONS = 128
 _MOST_HEADER_BYTES = 16_384
 USUAL_PORT = 7780
 
 
-def bind_address(address: str) -> socket.socket:
+def bind_address(
+    address: str, usual_port: int = USUAL_PORT, what: str = "dashboard", way_out: str = ", or --no-dashboard"
+) -> socket.socket:
     """Return a socket at HOST:PORT; without an address at the usual port of this PC, or any free one."""
     if not address:
         try:
-            return _bind("127.0.0.1", USUAL_PORT)
+            return _bind("127.0.0.1", usual_port)
         except OSError:
             return _bind("127.0.0.1", 0)
     host, port = split_address(address)
@@ -36,8 +39,8 @@ def bind_address(address: str) -> socket.socket:
         return _bind(host, port)
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
-        fix = "choose another HOST:PORT, or --no-dashboard"
-        raise ConfigError(f"the dashboard cannot listen at {host}:{port}: {reason}; {fix}") from None
+        fix = f"choose another HOST:PORT{way_out}"
+        raise ConfigError(f"the {what} cannot listen at {host}:{port}: {reason}; {fix}") from None
 
 
 def _bind(host: str, port: int) -> socket.socket:
@@ -78,27 +81,27 @@ def is_for_others(address: str) -> bool:
 
 
 class WebServer:
-    """Serves an application in a thread until it is closed; `make_pages` is called in that thread."""
+    """Serves a site in a thread until it is closed; `make_site` is called in that thread."""
 
     def __init__(
         self,
         bound: socket.socket,
-        make_parts: Callable[[], WebParts],
+        make_site: Callable[[], Site],
         timeouts: ProgramTimeouts,
     ) -> None:
-        self._bound, self._make_parts, self._timeouts = bound, make_parts, timeouts
+        self._bound, self._make_site, self._timeouts = bound, make_site, timeouts
         self._loop: asyncio.AbstractEventLoop | None = None
         self._server: uvicorn.Server | None = None
-        self._pages: Pages | None = None
+        self._pages: Pages[Any] | None = None
         self._is_ready = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="ravnest-dashboard", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="ravnest-page", daemon=True)
 
     def start(self) -> None:
         """Serve from now on."""
         self._thread.start()
         self._is_ready.wait(self._timeouts.page_answer_seconds)
 
-    def call(self, work: Callable[[Pages], None]) -> None:
+    def call(self, work: Callable[[Pages[Any]], None]) -> None:
         """Let the web's thread do something with its pages, soon; nothing if it has ended."""
         loop, pages = self._loop, self._pages
         if loop is not None and pages is not None:
@@ -113,7 +116,7 @@ class WebServer:
         self._thread.join(self._timeouts.page_end_seconds)
         self._bound.close()
 
-    def _end(self, pages: Pages) -> None:
+    def _end(self, pages: Pages[Any]) -> None:
         pages.end()
         if self._server is not None:
             self._server.should_exit = True
@@ -122,9 +125,9 @@ class WebServer:
         asyncio.run(self._serve())
 
     async def _serve(self) -> None:
-        parts = self._make_parts()
+        site = self._make_site()
         config = uvicorn.Config(
-            make_app(parts),
+            site.app,
             loop="asyncio",
             http="h11",
             ws="none",
@@ -139,6 +142,6 @@ class WebServer:
             timeout_graceful_shutdown=1,
         )
         self._server = uvicorn.Server(config)
-        self._loop, self._pages = asyncio.get_running_loop(), parts.pages
+        self._loop, self._pages = asyncio.get_running_loop(), site.pages
         self._is_ready.set()
         await self._server.serve(sockets=[self._bound])

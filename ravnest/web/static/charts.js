@@ -35,11 +35,12 @@ export function columns(points, axis, startedAt) {
 
 export class Chart {
   // `lines` are {name, label, shade, dots, steps}; the element is made at once, the plot when it has a width.
-  constructor(title, lines, { smooths = false, format = number, zero = false } = {}) {
+  constructor(title, lines, { smooths = false, format = number, zero = false, wide = false } = {}) {
     this.lines = lines;
     this.smooths = smooths;
     this.format = format;
     this.zero = zero;
+    this.wide = wide;
     this.plot = null;
     this.signature = "";
     this.body = el("div", { class: "plot" });
@@ -118,7 +119,7 @@ export class Chart {
         label: line.label,
         value: (plot, y, index) => this.showY(plot, y, index),
         spanGaps: true,
-        points: { show: Boolean(line.dots), size: 7, fill: shade },
+        points: { show: line.dots ? true : (plot) => plot.data[0].length < 2, size: 7, fill: shade },
       };
       const hasBoth = isSmoothed && !line.dots;
       series.push({ ...base, stroke: hasBoth ? faint(shade) : shade, width: hasBoth ? 1 : 2, dash: line.dash });
@@ -143,7 +144,7 @@ export class Chart {
           grid,
           ticks: grid,
           font,
-          size: 56,
+          size: this.wide ? 72 : 56,
           values: (_, splits) => splits.map((each) => (each === null ? "" : this.format(each))),
         },
       ],

@@ -1,7 +1,7 @@
-"""Who may see the dashboard, and who may act: decisions about the headers of a request. Pure.
+"""Who may see a page, and who may act: decisions about the headers of a request. Pure.
 
 A page that another site opens under a name of its own (DNS rebinding) is refused by its Host. Whoever has the
-token may read. Only a page of this very dashboard may act: it has the cookie, and says where it comes from.
+token may read. Only the page itself may act: it has the cookie, and says where it comes from.
 """
 
 import hmac
@@ -9,12 +9,12 @@ import ipaddress
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-COOKIE_AGE = 30 * 86_400  # seconds; the token is another one with each start of the hub
+COOKIE_AGE = 30 * 86_400  # seconds; the token is another one with each start
 
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """The token of a dashboard at a port, and the host name it was told to be reached by, if any."""
+    """The token of a page at a port, and the host name it was told to be reached by, if any."""
 
     token: str
     port: int
@@ -39,7 +39,7 @@ class Gate:
         try:
             ipaddress.ip_address(name)
         except ValueError:
-            return "this dashboard does not go by that name; use the link that the hub printed"
+            return "this page does not go by that name; use the link that was printed"
         return ""
 
     def admits(self, headers: Mapping[str, str], cookies: Mapping[str, str], given: str = "") -> bool:
@@ -51,11 +51,11 @@ class Gate:
     def refuse_action(self, headers: Mapping[str, str], cookies: Mapping[str, str]) -> str:
         """Return why somebody may not act."""
         if not self._is_token(cookies.get(self.cookie_name, "")):
-            return "open the link that the hub printed first"
+            return "open the link that was printed first"
         origin, host = headers.get("origin", ""), headers.get("host", "")
         is_own_page = origin in (f"http://{host}", f"https://{host}")
         if not host or not is_own_page or headers.get("sec-fetch-site", "same-origin") != "same-origin":
-            return "only the dashboard's own page may do this"
+            return "only the page itself may do this"
         return ""
 
     def _is_token(self, offered: str) -> bool:

@@ -1,29 +1,34 @@
-"""Pages that follow a run: each has a short queue, and one that reads too slowly gets the whole anew.
+"""Pages that follow something: each has a short queue, and one that reads too slowly gets the whole anew.
 
-All of it runs in the web's event loop. While a page is open, the hub is asked for an update at most every
-half second, and less often if making one takes long.
+All of it runs in the web's event loop. While a page is open, an update is asked for at most every half
+second, and less often if making one takes long.
 """
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
 from ravnest.config import ProgramTimeouts
-from ravnest.hub.service.web.documents import UpdateDocument
-from ravnest.hub.service.web.replica import RunReplica
+from ravnest.web.updates import PageReplica, PageUpdate
 
 MOST_PAGES = 32
 _MOST_WAITING = 4  # updates for one page
-_SHARE = 0.01  # of the hub's time that updates may take
+_SHARE = 0.01  # of its maker's time that updates may take
 _ENCODER = msgspec.json.Encoder()
 
 
-class Pages:
-    """Knows the run and the pages that follow it."""
+_Replica = TypeVar("_Replica", bound=PageReplica[Any])
 
-    def __init__(self, ask: Callable[[bool], Awaitable[bool]], timeouts: ProgramTimeouts) -> None:
-        self.replica = RunReplica()
+
+class Pages(Generic[_Replica]):
+    """Knows what is shown, as a replica, and the pages that follow it."""
+
+    def __init__(
+        self, replica: _Replica, ask: Callable[[bool], Awaitable[bool]], timeouts: ProgramTimeouts
+    ) -> None:
+        self.replica = replica
         self._ask, self._timeouts = ask, timeouts
         self._queues: dict[int, asyncio.Queue[bytes | None]] = {}
         self._num_pages = 0
@@ -37,7 +42,7 @@ class Pages:
         """Whether no more pages are served."""
         return len(self._queues) >= MOST_PAGES
 
-    def receive(self, update: UpdateDocument | None, seconds: float = 0.0) -> None:
+    def receive(self, update: PageUpdate[Any] | None, seconds: float = 0.0) -> None:
         """Take an update that was made in so many seconds, and show it to all pages; None: nothing is new."""
         if update is not None and not self._is_over:
             self.replica.apply(update)
@@ -49,7 +54,7 @@ class Pages:
             self._timer = asyncio.get_running_loop().call_later(pause, self._ask_again)
 
     def end(self) -> None:
-        """Say to all pages that nothing more comes: the hub has ended."""
+        """Say to all pages that nothing more comes: what they follow has ended."""
         self._is_over = True
         self.replica.end()
         if self._timer is not None:
@@ -57,8 +62,8 @@ class Pages:
         for queue in self._queues.values():
             _put(queue, None)
 
-    async def fresh(self) -> RunReplica:
-        """Return the run as it is now, or as it was last known if the hub does not answer soon."""
+    async def fresh(self) -> _Replica:
+        """Return how things are now, or as they were last known if no answer comes soon."""
         arrived = self._arrived
         if await self._ask(True):
             try:
@@ -107,7 +112,7 @@ class Pages:
 
 
 def choose_pause(seconds: float, timeouts: ProgramTimeouts) -> float:
-    """Return how long to wait after an update that took the hub so many seconds."""
+    """Return how long to wait after an update that took so many seconds."""
     return max(timeouts.page_every_seconds, seconds / _SHARE)
 
 
@@ -120,5 +125,5 @@ def _put(queue: "asyncio.Queue[bytes | None]", event: bytes | None) -> None:
     queue.put_nowait(event)
 
 
-def _encode(update: UpdateDocument) -> bytes:
+def _encode(update: PageUpdate[Any]) -> bytes:
     return b"data: " + _ENCODER.encode(update) + b"\n\n"

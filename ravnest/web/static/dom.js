@@ -54,6 +54,47 @@ export function keep(parent, items, keyOf, make, update) {
   }
 }
 
+// A list of [name, value].
+export function fillFacts(list, facts) {
+  keep(
+    list,
+    facts,
+    (each) => each[0],
+    ([name]) => el("div", {}, el("dt", {}, name), el("dd", {})),
+    (item, [, value]) => setText(item.lastChild, value),
+  );
+}
+
+// The large numbers at the top, each [name, value, more]; with a share, a bar of progress above them.
+export function fillSummary(box, facts, share = null) {
+  if (!box.firstChild) {
+    if (share !== null) {
+      box.append(el("div", { class: "progress", role: "progressbar", "aria-label": "Trained", "aria-valuemin": 0, "aria-valuemax": 100 }, el("i", {})));
+    }
+    box.append(el("dl", {}));
+  }
+  if (share !== null) {
+    setVar(box.firstChild.firstChild, "width", `${(100 * share).toFixed(2)}%`);
+    box.firstChild.setAttribute("aria-valuenow", (100 * share).toFixed(0));
+  }
+  keep(
+    box.lastChild,
+    facts,
+    (each) => each[0],
+    ([name]) => el("div", {}, el("dt", {}, name), el("dd", {}), el("dd", { class: "more" })),
+    (item, [, value, more]) => {
+      setText(item.children[1], value);
+      setText(item.children[2], more);
+    },
+  );
+}
+
+export function showLinkState(state, isConnected, run) {
+  const isOver = run !== null && !run.is_live;
+  setText(state, !isConnected ? "no answer; trying again" : isOver ? "read-only" : run === null ? "" : "live");
+  setClass(state, `link-state ${!isConnected ? "is-lost" : isOver ? "is-over" : "is-live"}`);
+}
+
 export function nodeLink(name) {
   return `#/node/${encodeURIComponent(name)}`;
 }

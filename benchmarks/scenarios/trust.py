@@ -1,0 +1,57 @@
+"""What becomes of a liar among four clusters, and what its lie costs the others.
+
+The hub is the real one; its peers are scripted, on virtual time. So no second depends on this machine. Each
+lie is told with several seeds of the lots, and compared with a run of the same seed without one.
+"""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.measure import say, table
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "SECURITY.md"
+BEGIN, END = "<!-- lies: written by benchmarks.run trust -->", "<!-- end of lies -->"
+HEAD = ("one of four", "sent away", "honest named", "false result", "seconds lost", "by what, or why not")
+METHOD = """The hub with four clusters of one scripted peer each, of which one lies; 960 samples, a round
+after three batches of each cluster, {count} seeds of the lots. *Sent away*: for good / as one that does
+nothing, of {count} runs. *Seconds lost*: median and largest, in virtual time, against {seconds:.0f} s
+without a lie.
+"""
+
+
+def run(quick: bool) -> tuple[dict[str, object], str, list[str]]:
+    sys.path.insert(0, str(ROOT / "tests"))
+    from attacks.lies import LIES
+    from support.attack_world import HONEST, LIAR, AttackWorld, outcome_of, tell
+
+    seeds = range(1 if quick else 5)
+    honest = [outcome_of(AttackWorld(seed).run()) for seed in seeds]
+    figures: dict[str, object] = {"honest_seconds": median(each.seconds for each in honest)}
+    missed = [f"without a lie {each.left} left" for each in honest if each.left or not each.is_finished]
+    rows: list[Sequence[object]] = []
+    for lie in LIES:
+        found: list[Any] = [tell(lie, seed) for seed in seeds]
+        lost = [each.seconds - before.seconds for each, before in zip(found, honest, strict=True)]
+        banned = sum(LIAR in each.evicted for each in found)
+        idle = sum(LIAR in each.left for each in found) - banned
+        named = sum(bool(set(each.left) & set(HONEST)) for each in found)
+        false = sum(each.is_false or not each.is_finished for each in found)
+        figures[lie.name] = {"banned": banned, "idle": idle, "named": named, "false": false, "lost": lost}
+        rows.append(
+            (lie.name, f"{banned} / {idle}", named, false, f"{median(lost):.0f} ({max(lost):.0f})", lie.why)
+        )
+        say(f"{lie.name}: {figures[lie.name]}")
+        missed += [f"{lie.name}: the result is false, or there is none"] * bool(false)
+        missed += [f"{lie.name}: an honest one is named"] * bool(named)
+        missed += [f"{lie.name}: the liar stays"] * (lie.is_caught and banned < len(found))
+    seconds = median(each.seconds for each in honest)
+    report = METHOD.format(count=len(seeds), seconds=seconds) + "\n" + table(HEAD, rows)
+    if not quick and not missed:
+        page = PAGE.read_text(encoding="utf-8")
+        before, after = page.split(BEGIN)[0], page.split(END)[1]
+        PAGE.write_text(f"{before}{BEGIN}\n\n{report}\n\n{END}{after}", encoding="utf-8")
+    return figures, report, missed

@@ -1,0 +1,131 @@
+"""Lease checks: a lease counts when its leaf has reported every microbatch, and not before it can be trained.
+
+A root's word that a lease is done waits until the reports of all its microbatches are here, or their drops:
+root and leaf have links of their own. And it waits while its cluster has counted more than it can have
+trained. That is some times what the plan foresees of it, and as much more or less as the best of the others
+does. So what a provider states of its PC is an upper bound. A cluster alone is not compared with anybody.
+"""
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+
+from ravnest.hub.coordinator.coordinator import Coordinator
+from ravnest.hub.coordinator.events import Received
+from ravnest.hub.coordinator.leases import OpenLease
+from ravnest.hub.coordinator.placement import ClusterState
+from ravnest.ids import LeaseId
+from ravnest.protocol.training import LeaseDone
+
+_TIMES = 5.0  # what is foreseen, as far as others reach that: plans err, and some state less than they have
+_LEAST_OTHERS = 2  # that are slower than foreseen, before a third is thought to be
+_LEAST_LEASES = 4  # of a cluster that others are compared with
+_LEAST_WAIT = 0.01  # seconds until the next look
+_BURST = 4  # leases that may come at once: a link may have been down
+
+Reported = Callable[[LeaseId], Collection[int]]
+
+
+@dataclass(slots=True)
+class _Work:
+    """What one cluster has counted."""
+
+    began_at: float
+    filled_at: float
+    allowed: float = 0.0  # samples that it can have trained and has not counted, at `filled_at`
+    num_samples: int = 0
+    num_leases: int = 0
+
+    def ratio(self, cluster: ClusterState, now: float) -> float | None:
+        """Return how many times what was foreseen it trains, once that is known."""
+        foreseen = cluster.samples_per_second * (now - self.began_at)
+        is_known = self.num_leases >= _LEAST_LEASES and foreseen > 0
+        return self.num_samples / foreseen if is_known else None
+
+
+@dataclass(slots=True)
+class LeaseChecks:
+    """Holds what roots say until it can be true; `reported` tells the microbatches that leaves reported."""
+
+    reported: Reported
+    _granted: set[LeaseId] = field(default_factory=set)  # before them nobody listened to reports
+    _held: dict[LeaseId, Received] = field(default_factory=dict)
+    _work: dict[str, _Work] = field(default_factory=dict)  # by cluster_id
+    _due: float | None = None  # when the first one that waits for time may count
+
+    @property
+    def due(self) -> float | None:
+        """When to look again, if nothing is reported."""
+        return self._due
+
+    def record_grant(self, number: LeaseId) -> None:
+        """Record a lease whose reports are all heard here."""
+        self._granted.add(number)
+
+    def hold(self, hub: Coordinator, event: Received, done: LeaseDone) -> bool:
+        """Hold what a root says, if it is of an open lease of its cluster and cannot count yet."""
+        lease = hub.ledger.find_open(done.lease)
+        cluster = hub.placement.cluster_of(event.sender)
+        if lease is None or cluster is None or lease.cluster_id != cluster.cluster_id:
+            return False
+        is_due = event.sender == cluster.root and done.build_id == cluster.build_id
+        if not is_due or done.lease not in self._granted:
+            return False
+        self._held.setdefault(done.lease, event)  # a second copy says nothing new
+        return True
+
+    def release(self, hub: Coordinator, now: float) -> Received | None:
+        """Return what may count now, the oldest first."""
+        self._due = None
+        for number, event in [*self._held.items()]:
+            lease, cluster = hub.ledger.find_open(number), hub.placement.cluster_of(event.sender)
+            if lease is None or cluster is None or cluster.cluster_id != lease.cluster_id:
+                self._forget(number)  # it was given back
+            elif self._is_reported(lease) and self._has_time(hub, cluster, lease, now):
+                self._forget(number)
+                return event
+        return None
+
+    def _forget(self, number: LeaseId) -> None:
+        del self._held[number]
+        self._granted.discard(number)
+
+    def forget_others(self, cluster_ids: Collection[str]) -> None:
+        """Forget all clusters but these."""
+        self._work = {each: work for each, work in self._work.items() if each in cluster_ids}
+
+    def _is_reported(self, lease: OpenLease) -> bool:
+        return len({*self.reported(lease.number), *lease.dropped}) >= len(lease.num_samples)
+
+    def _has_time(self, hub: Coordinator, cluster: ClusterState, lease: OpenLease, now: float) -> bool:
+        """Return whether a cluster can have trained a lease by now, and count it then; else say when."""
+        num_samples, work = sum(lease.num_samples), self._work.get(cluster.cluster_id)
+        if work is None:  # nobody knows when it began with its first lease
+            self._work[cluster.cluster_id] = _Work(now, now, float(_BURST * num_samples))
+            return True
+        rate = self._find_limit(hub, cluster, now)
+        if rate is not None:
+            most = max(_BURST * num_samples, work.allowed)
+            gained = rate * max(0.0, now - work.filled_at)
+            work.allowed, work.filled_at = min(most, work.allowed + gained), now
+            if work.allowed < num_samples:
+                later = now + max(_LEAST_WAIT, (num_samples - work.allowed) / rate)
+                self._due = later if self._due is None else min(self._due, later)
+                return False
+            work.allowed -= num_samples
+        work.filled_at = now
+        work.num_samples, work.num_leases = work.num_samples + num_samples, work.num_leases + 1
+        return True
+
+    def _find_limit(self, hub: Coordinator, cluster: ClusterState, now: float) -> float | None:
+        """Return the samples per second beyond which a cluster is not believed; None: nobody knows."""
+        others = [each for each in hub.placement.running if each is not cluster]
+        if not others or cluster.samples_per_second <= 0:
+            return None
+        known = [
+            ratio
+            for each in others
+            if each.cluster_id in self._work
+            if (ratio := self._work[each.cluster_id].ratio(each, now)) is not None
+        ]
+        least = 0.0 if len(known) >= _LEAST_OTHERS else 1.0
+        return _TIMES * max(least, *known, 0.0) * cluster.samples_per_second or None
