@@ -8,7 +8,7 @@ that is slow although its nodes compute as ever may have a slow link.
 
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 from statistics import fmean, median
 
@@ -33,15 +33,31 @@ class LivenessMonitor:
         self._timeouts = timeouts
         self._heard_at: dict[str, float] = {}  # of clusters that have something to do, by cluster_id
         self._patience: dict[str, float] = {}  # seconds, of those that are not asked yet
-
-    @property
-    def due(self) -> float | None:
-        """When the first cluster has been silent for too long, if nothing is heard of it."""
-        return min((self._heard_at[each] + seconds for each, seconds in self._patience.items()), default=None)
+        self._running_patience = timeouts.silent_work_seconds
+        self.due: float | None = None  # not later than when the first has been silent for too long
 
     def record_sign(self, cluster_id: str, now: float) -> None:
         """Record that a cluster does something."""
         self._heard_at[cluster_id] = now
+
+    def follow(
+        self,
+        clusters: Iterable[ClusterState],
+        is_busy: Callable[[ClusterState], bool],
+        has_asked: Callable[[str], bool],
+        now: float,
+    ) -> None:
+        """Follow clusters that run and have got a lease, or have done one: whether they have work now."""
+        for cluster in clusters:
+            cluster_id = cluster.cluster_id
+            if not is_busy(cluster):
+                self._heard_at.pop(cluster_id, None)
+                self._patience.pop(cluster_id, None)
+            elif cluster_id not in self._patience and not has_asked(cluster_id):
+                heard_at = self._heard_at.setdefault(cluster_id, now)
+                self._patience[cluster_id] = self._running_patience
+                due = heard_at + self._running_patience
+                self.due = due if self.due is None else min(self.due, due)
 
     def find_silent(
         self,
@@ -54,6 +70,7 @@ class LivenessMonitor:
         """Return a cluster that is silent for too long; one that is built is given the time again."""
         rate = placement.outlook.samples_per_second / max(1, len(placement.clusters))
         batch_seconds = settings.batch_size / max(rate, 1e-9)
+        self._running_patience = max(self._timeouts.silent_work_seconds, _BATCHES * batch_seconds)
         training = {each.cluster_id: each for each in placement.running if is_busy(each)}
         building = {
             each.cluster_id: each for each in placement.clusters if each.unready and not each.is_broken
@@ -61,25 +78,24 @@ class LivenessMonitor:
         at_work = training | building
         self._heard_at = {cluster_id: self._heard_at.get(cluster_id, now) for cluster_id in at_work}
         self._patience = {
-            cluster_id: self._find_patience(cluster, placement, settings.most_snapshot_bytes, batch_seconds)
+            cluster_id: self._find_patience(cluster, placement, settings.most_snapshot_bytes)
             for cluster_id, cluster in at_work.items()
             if not has_asked(cluster_id)
         }
-        patience = self._patience.items()
-        silent = (cluster_id for cluster_id, most in patience if now >= self._heard_at[cluster_id] + most)
-        cluster_id = next(silent, None)
+        times = {each: self._heard_at[each] + seconds for each, seconds in self._patience.items()}
+        self.due = min(times.values(), default=None)
+        cluster_id = next((each for each, due in times.items() if now >= due), None)
         if cluster_id is None:
             return None
         found = ClusterSilent(cluster_id, self._heard_at[cluster_id], now)
         if cluster_id in building:
             self._heard_at[cluster_id] = now  # perhaps no node is to blame
+            self.due = now  # look again
         return found
 
-    def _find_patience(
-        self, cluster: ClusterState, placement: Placement, most_bytes: int, batch_seconds: float
-    ) -> float:
+    def _find_patience(self, cluster: ClusterState, placement: Placement, most_bytes: int) -> float:
         if not cluster.unready:
-            return max(self._timeouts.silent_work_seconds, _BATCHES * batch_seconds)
+            return self._running_patience
         found = (placement.membership.find(name) for name in cluster.nodes)
         slowest = min((each.node.download_bytes_per_second for each in found if each), default=1.0)
         return self._timeouts.silent_build_seconds + _FETCHES * most_bytes / slowest
