@@ -15,7 +15,7 @@ PARTS_FOR_TESTS = replace(PARTS, planner=QUICK_PLANNER)
 def small_job(**changes):
     settings = {
         "is_whole_batch": True,
-        "num_samples": 400_000,
+        "num_samples": 60_000,
         "num_validation": 0,
         "batch_size": 40,
         "epochs": 1,
@@ -26,9 +26,9 @@ def small_job(**changes):
     return JobGiven(even_model(6), MANY_CLUSTERS, JobSettings(**(settings | changes)), 0.0)
 
 
-def small_swarm(count=9, memory_mb=150.0, **facts):
+def small_swarm(count=9, memory_mb=250.0, **facts):
     names = [chr(ord("a") + index) for index in range(count)]
-    return swarm_of(*(node(name, memory_mb, **facts) for name in names))
+    return swarm_of(*(node(name, memory_mb, gflops=10.0, **facts) for name in names))
 
 
 def joins(swarm):

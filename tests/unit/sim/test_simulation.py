@@ -22,8 +22,11 @@ def test_a_quiet_swarm_trains_at_the_rate_that_its_plan_foresees():
     swarm = small_swarm()
     world = play(swarm, joins(swarm))
     totals = report_of(world, swarm)["totals"]
-    assert len(world.hub.clusters) > 1
-    assert totals["steady_samples_per_second"] == pytest.approx(totals["foreseen_samples_per_second"], rel=0.1)
+    assert len(world.hub.clusters) == 2
+    last = [
+        span.samples_per_second for span in world.recorder.spans[-3:]
+    ]  # the first updates wait for each other
+    assert sum(last) / 3 == pytest.approx(totals["foreseen_samples_per_second"], rel=0.1)
     assert totals["rounds_committed"] > 2
     assert totals["rounds_lost"] == totals["samples_lost"] == totals["recoveries"] == 0
     assert totals["events"] > 10
@@ -55,8 +58,8 @@ def test_a_polite_node_costs_nothing_that_was_trained():
 
 def test_a_hub_that_restarts_goes_on_with_what_its_nodes_have():
     swarm = small_swarm()
-    world = play(swarm, joins(swarm), restarts=(150.0,), hours=0.15)
-    before = play(swarm, joins(swarm), hours=145.0 / 3600).recorder.num_samples
+    world = play(swarm, joins(swarm), restarts=(150.0,), hours=0.08)
+    before = sum(span.samples for span in world.recorder.spans[:2])
     assert world.recorder.notices["Resumed"] == 1
     assert world.recorder.num_samples > before
     assert not world.recorder.notices[WorkLost.__name__]
@@ -81,10 +84,10 @@ def test_the_same_seed_gives_the_same_bytes_whatever_python_hashes():
 @pytest.mark.parametrize("seed", range(4))
 def test_no_law_is_broken_in_a_swarm_whose_nodes_come_and_go(seed):
     count = 6 + 2 * seed
-    swarm = small_swarm(count, uptime_seconds=400.0)
-    changes = made_up_changes(swarm, seed, hours=0.2, times=1.0)
-    restarts = (300.0,) if seed % 2 else ()
-    world = play(swarm, changes, hours=0.2, restarts=restarts, seed=seed)
+    swarm = small_swarm(count, uptime_seconds=200.0)
+    changes = made_up_changes(swarm, seed, hours=0.1, times=1.0)
+    restarts = (200.0,) if seed % 2 else ()
+    world = play(swarm, changes, hours=0.1, restarts=restarts, seed=seed)
     assert world.laws.num_checks > 100
 
 
