@@ -41,6 +41,6 @@ def test_a_trace_is_read_in_any_order():
     ],
 )
 def test_a_mistake_in_a_trace_is_a_sentence(line, told):
-    with pytest.raises(ConfigError, match="t.csv, line 1") as error:
+    with pytest.raises(ConfigError, match=r"t\.csv, line 1") as error:
         read_trace(line, "t.csv", SWARM)
     assert told in str(error.value)
