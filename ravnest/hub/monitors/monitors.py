@@ -255,8 +255,8 @@ class Monitors:
         self._num_starts = 0
         self._has_told_alarm = False
         self._is_stale = True  # clusters may have begun or ended since all were looked at
-        self._touched: dict[str, ClusterState] = {}  # have got or done a lease since then
-        self._was_held = False  # by a blocking round
+        self._is_touched = False  # something happened since then that touched a few of them
+        self._touched: dict[str, ClusterState] = {}  # which
 
     def due(self, hub: Coordinator) -> float | None:
         """Return when to conclude again, if nothing else happens."""
@@ -368,6 +368,7 @@ class Monitors:
         )
         if not is_everyday or hub.placement.is_exact:
             self._is_stale = True
+        self._is_touched = True
         if self._is_stale:
             return
         names = [x.to for x in actions if isinstance(x, Send) and isinstance(x.message, LeaseGrant)]
@@ -389,17 +390,17 @@ class Monitors:
     def _find_silent(self, hub: Coordinator, ledger: Ledger, now: float) -> ClusterSilent | None:
         """Look at all clusters, but not after everyday events: then at those with other leases."""
         if hub.phase not in _AT_WORK:
+            self._is_stale |= self._is_touched
             return None
-        if self._touched and not self._is_stale:
+        if self._is_touched and not self._is_stale:
             self._liveness.follow(self._touched.values(), ledger.is_busy, hub.has_asked, now)
         self._touched.clear()
-        was_held, self._was_held = self._was_held, hub.stands_still
-        is_quiet = self._liveness.due is None or now < self._liveness.due
-        if not self._is_stale and is_quiet and was_held is self._was_held:
-            return None
-        if was_held or self._was_held:
+        self._is_touched = False
+        if hub.stands_still:
             for cluster in hub.placement.running:
                 self._liveness.record_sign(cluster.cluster_id, now)
+        elif not self._is_stale and self._liveness.is_quiet(now):
+            return None
         found = self._liveness.find_silent(hub.placement, ledger.is_busy, hub.has_asked, ledger.settings, now)
         self._is_stale = False
         return found
