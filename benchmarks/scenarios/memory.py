@@ -89,7 +89,7 @@ def _measure_swarm(
                 "planned_bytes": round(planned),
                 "peak_bytes": training,
                 "training_bytes": training - program_bytes,
-                "saving_bytes": seen[-1][1] - program_bytes,
+                "saving_bytes": max(peak for _, peak in seen) - program_bytes,
                 "over_plan": _short((training - program_bytes) / planned - 1),
             }
         )

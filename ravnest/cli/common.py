@@ -111,16 +111,21 @@ class _StderrLines(logging.StreamHandler[TextIO]):
 @contextlib.contextmanager
 def _logging_to_stderr(verbose: bool) -> Iterator[None]:
     """Show warnings, or all that the program says of itself; the log of a run gets more than that."""
-    lines, package, root = _StderrLines(), logging.getLogger("ravnest"), logging.getLogger()
+    lines, root = _StderrLines(), logging.getLogger()
     lines.setLevel(logging.DEBUG if verbose else logging.WARNING)
-    before = package.level
-    package.setLevel(logging.DEBUG if verbose else logging.INFO)
+    levels = {"ravnest": logging.DEBUG, "ravnest.net": logging.DEBUG}
+    if not verbose:
+        levels = {"ravnest": logging.INFO, "ravnest.net": logging.WARNING}  # each link is a line
+    before = {name: logging.getLogger(name).level for name in levels}
+    for name, level in levels.items():
+        logging.getLogger(name).setLevel(level)
     root.addHandler(lines)
     try:
         yield
     finally:
         root.removeHandler(lines)
-        package.setLevel(before)
+        for name, level in before.items():
+            logging.getLogger(name).setLevel(level)
 
 
 @contextlib.contextmanager

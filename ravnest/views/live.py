@@ -23,7 +23,7 @@ from ravnest.config import TIMEOUTS, ProgramTimeouts
 from ravnest.hub.coordinator.notices import DashboardOpened, Notice, show_notice
 from ravnest.hub.coordinator.phases import JobPhase, NodePhase
 from ravnest.hub.service.status import Status, StatusTracker
-from ravnest.units import show_seconds
+from ravnest.units import show_count, show_seconds
 
 STATUS_SCHEMA = "ravnest.status/2"
 _NUM_SAID = 6
@@ -47,7 +47,7 @@ def show_status(status: Status) -> RenderableType:
     said = [
         Text(f"{_show_age(status.now - each.now):>8}  {each.text}") for each in status.recent[-_NUM_SAID:]
     ]
-    counts = f"{len(status.clusters)} clusters, {len(status.members)} nodes"
+    counts = f"{show_count(len(status.clusters), 'cluster')}, {show_count(len(status.members), 'node')}"
     return Panel(Group(*parts, *said), title=Text(f"ravnest  {status.job or 'no job yet'}  {counts}"))
 
 

@@ -51,7 +51,7 @@ def text_of(status: Status, width: int = 100) -> str:
 def test_the_panel_says_how_far_how_fast_and_who() -> None:
     text = text_of(STATUS, width=160)
     for words in (
-        *("digits [bold]", "1 clusters, 3 nodes", "training  epoch 2  25%", "loss 0.125", "val acc 0.75"),
+        *("digits [bold]", "1 cluster, 3 nodes", "training  epoch 2  25%", "loss 0.125", "val acc 0.75"),
         *(
             "1,234 samples/s (1,300 foreseen)",
             "left",

@@ -37,6 +37,7 @@ from ravnest.hub.coordinator.notices import (
     Waiting,
     WentWrong,
     WorkLost,
+    WorkUndone,
     show_notice,
 )
 from ravnest.web.updates import NumberedNews
@@ -74,6 +75,7 @@ _TONES: dict[str, tuple[type, ...]] = {
         ClusterDissolved,
         WentWrong,
         ClusterSuspected,
+        WorkUndone,
         WorkLost,
         ResultRefused,
         Contradicted,
@@ -111,7 +113,7 @@ def _topic(notice: Notice) -> str:
 
 def _tone(notice: Notice) -> str:
     if isinstance(notice, RoundEnded):
-        return "plain" if notice.is_committed else "warning"
+        return "plain" if notice.is_committed and not notice.unlike else "warning"
     return next((tone for tone, kinds in _TONES.items() if isinstance(notice, kinds)), "plain")
 
 
@@ -119,6 +121,8 @@ def _names(notice: Notice) -> tuple[str, ...]:
     match notice:
         case Measured(node):
             return (node.name,)
+        case WorkUndone(node):
+            return (node,)
         case Joined() | Left() | Leaving() | Missing() | Returned() | SpeedChanged() | MicrobatchDropped():
             return (notice.node,)
         case ClusterStarted(_, nodes):

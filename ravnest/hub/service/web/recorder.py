@@ -27,6 +27,7 @@ from ravnest.hub.coordinator.notices import (
     Trained,
     Waiting,
     WorkLost,
+    WorkUndone,
 )
 from ravnest.hub.service.status import StatusTracker
 from ravnest.hub.service.web.documents import DepartureDocument, RoundDocument, TextDocument
@@ -142,7 +143,7 @@ class RunRecorder:
                 self.texts.append(TextDocument(self.now, epoch, *shown))
             case ClusterBroken(_, _, num_given_back) | ClusterDissolved(_, _, num_given_back):
                 self.samples_redone += num_given_back
-            case WorkLost(num_samples):
+            case WorkLost(num_samples) | WorkUndone(_, num_samples):
                 self.samples_redone += num_samples
             case MicrobatchDropped():
                 self.microbatches_dropped += 1

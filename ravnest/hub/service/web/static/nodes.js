@@ -17,6 +17,7 @@ const COLUMNS = [
   ["Away", (node) => node.latency_seconds, (node) => duration(node.latency_seconds)],
   ["Lag", (node) => node.lag ?? -1, (node) => (node.lag === null ? "–" : node.lag.toFixed(1))],
 ];
+const FAULTS = new Set(["WorkUndone", "WentWrong", "MicrobatchDropped"]);
 const NUMBERS = new Set(["Busy", "Memory", "Compute", "Up", "Down", "Away", "Lag"]);
 
 function place(node) {
@@ -110,7 +111,8 @@ export function nodeView(name) {
     setText(pill, phase);
     kick.hidden = !node || !run.can_stop;
     setClass(pill, `pill is-${!node ? "gone" : node.is_missing ? "missing" : node.phase}`);
-    fillFacts(facts, node ? factsOf(node, run) : [["gone", left ? `${clock(run, left.at)}: ${left.reason}` : "it is not here"]]);
+    const bad = store.news.filter((each) => each.tone === "bad" && each.names.includes(name) && FAULTS.has(each.kind));
+    fillFacts(facts, node ? [...factsOf(node, run), ["faults in this run", bad.length ? String(bad.length) : "none"]] : [["gone", left ? `${clock(run, left.at)}: ${left.reason}` : "it is not here"]]);
     fillFacts(work, workOf(node, stage, cluster, run));
     meter.hidden = !stage;
     if (stage) setVar(meter.firstChild, "width", `${Math.min(100, (100 * stage.planned_bytes) / Math.max(1, stage.available_bytes))}%`);

@@ -22,6 +22,7 @@ from ravnest.hub.coordinator.notices import (
     RoundEnded,
     Stopping,
     Trained,
+    WorkUndone,
 )
 from ravnest.hub.coordinator.phases import ClusterPhase, JobPhase, NodePhase
 from ravnest.hub.service.event_log import EventLog
@@ -300,3 +301,12 @@ def test_evaluations_are_on_the_curve_of_their_metric():
     recorder.hear(Evaluated(1, "A", 10, 0.5, (("accuracy", 0.9), ("broken", None))))
     assert curves_of(recorder)["validation accuracy"].points == ((0.0, 0, 0.9),)
     assert "validation broken" not in curves_of(recorder)
+
+
+def test_a_node_whose_work_is_undone_is_named_and_its_samples_count_as_redone():
+    recorder = RunRecorder()
+    recorder.hear(WorkUndone("liar", 64))
+    recorder.hear(RoundEnded(3, True, False, "", unlike=(("B", "its weights are far away"),)))
+    undone, ended = recorder.news
+    assert (undone.tone, undone.names, recorder.samples_redone) == ("bad", ("liar",), 64)
+    assert ended.tone == "warning", "it was committed, and somebody is unlike the others"
