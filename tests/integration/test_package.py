@@ -71,7 +71,7 @@ def test_both_hold_every_file_of_the_package(built: Path) -> None:
     (wheel,), (source,) = built.glob("*.whl"), built.glob("*.tar.gz")
     inside = set(zipfile.ZipFile(wheel).namelist())
     files = find_files()
-    assert "ravnest/hub/service/web/static/uPlot.esm.js" in files
+    assert "ravnest/web/static/uPlot.esm.js" in files
     assert "ravnest/py.typed" in files
     assert {name for name in inside if name.startswith("ravnest/")} == files
     assert {Path(name).name for name in inside if "licenses/" in name} == {"LICENSE", "uPlot.LICENSE.txt"}
