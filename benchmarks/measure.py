@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+import psutil
+
 T = TypeVar("T")
 
 
@@ -41,6 +43,18 @@ def memory_of(pid: int | str) -> dict[str, int]:
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     pairs = (line.partition(":") for line in lines)
     return {key: 1024 * int(value.split()[0]) for key, _, value in pairs if key in ("VmHWM", "VmRSS")}
+
+
+def peak_of_peer(pid: int) -> int:
+    """Return the peaks of an agent and its compute, which are at different times: their sum is a bound."""
+    children = psutil.Process(pid).children()
+    return sum(memory_of(each)["VmHWM"] for each in (pid, *(child.pid for child in children)))
+
+
+def held_by_peer(pid: int) -> int:
+    """Return what an agent and its compute have in memory now."""
+    children = psutil.Process(pid).children()
+    return sum(memory_of(each)["VmRSS"] for each in (pid, *(child.pid for child in children)))
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:

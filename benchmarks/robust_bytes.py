@@ -116,7 +116,7 @@ def _count(message: Any) -> int:
 
 
 def _check(members: dict[NodeId, DirectRound[EncodedChunk]], shape: Shape) -> None:
-    """All end with the mean, within what rounding takes: the clusters' vectors differ by their weight only."""
+    """All end with the mean, within what rounding takes: vectors of clusters differ by their weight only."""
     for node, member in members.items():
         member.conclude(RoundCommit(_ROUND))
         averages = member.pop_averages()

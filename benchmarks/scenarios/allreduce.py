@@ -193,10 +193,12 @@ def _missed(figures: Figures) -> list[str]:
                 ratio = found["multi-ring"]["median"] / other["median"]
                 if ratio > SLOWER_LIMIT:
                     missed.append(f"{count} clusters, {links}: {ratio:.2f} times the seconds of {name}")
-    for count, found in figures["robust"].items():
-        for name, each in found.items():
-            if each["times"] > ROBUST_LIMIT:
-                missed.append(f"{count} clusters, robust, {name}: {each['times']} times the bytes")
+    missed += [
+        f"{count} clusters, robust, {name}: {each['times']} times the bytes"
+        for count, found in figures["robust"].items()
+        for name, each in found.items()
+        if each["times"] > ROBUST_LIMIT
+    ]
     share = figures["training"]["share"]["median"]
     if share < TRAINING_TARGET:
         missed.append(f"training beside rounds: {share:.1%} of the rate without, not {TRAINING_TARGET:.0%}")

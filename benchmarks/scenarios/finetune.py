@@ -11,7 +11,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measure import in_fresh_process, memory_of, say, spread, table
+import psutil
+
+from benchmarks.measure import in_fresh_process, peak_of_peer, say, spread, table
 
 Figures = dict[str, Any]
 
@@ -227,8 +229,8 @@ def _watch_memory(folder: Path, shape: Shape, base: str) -> list[Figures]:
 
     def watch(processes: dict[Any, int], record: Record) -> None:
         for node, pid in processes.items():
-            with contextlib.suppress(OSError, KeyError):  # it may have ended
-                peaks[node].append((len(record.reports), memory_of(pid)["VmHWM"]))
+            with contextlib.suppress(OSError, KeyError, psutil.Error):  # it may have ended
+                peaks[node].append((len(record.reports), peak_of_peer(pid)))
 
     record = train(job, Setting([None] * NUM_STAGES, ()), watch=watch, form=_cut_evenly)
     assert record.profile is not None

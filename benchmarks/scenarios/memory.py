@@ -7,7 +7,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.measure import in_fresh_process, memory_of, say, table
+from benchmarks.measure import in_fresh_process, memory_of, peak_of_peer, say, table
 from benchmarks.swarm import Record, Setting, train
 from ravnest.config import Averaging, StateFormat, WeightFormat
 from ravnest.plan.assembly import stage_bytes
@@ -89,18 +89,12 @@ def _measure_swarm(
                 "planned_bytes": round(planned),
                 "peak_bytes": training,
                 "training_bytes": training - program_bytes,
-                "saving_bytes": seen[-1][1] - program_bytes,
+                "saving_bytes": max(peak for _, peak in seen) - program_bytes,
                 "over_plan": _short((training - program_bytes) / planned - 1),
             }
         )
         say(str(found[-1]))
     return found
-
-
-def peak_of_peer(pid: int) -> int:
-    """Return the peaks of an agent and its compute, which are at different times: their sum is a bound."""
-    children = psutil.Process(pid).children()
-    return sum(memory_of(each)["VmHWM"] for each in (pid, *(child.pid for child in children)))
 
 
 def _train_alone(name: str, is_cut: bool) -> Figures:

@@ -12,11 +12,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.measure import in_fresh_process, memory_of, say, table
+from benchmarks.measure import in_fresh_process, memory_of, peak_of_peer, say, table
 
 Figures = dict[str, Any]
 
@@ -227,7 +228,7 @@ class _Seen:
             (EpochDone, self.trained),
         ):
             if isinstance(news, kind):
-                held.update({node: memory_of(pid)["VmHWM"] for node, pid in self._processes().items()})
+                held.update({node: peak_of_peer(pid) for node, pid in self._processes().items()})
 
     def watch(self, event: Any, actions: Any) -> None:
         from ravnest.hub.coordinator.events import Collect, JobGiven, Received, Send
@@ -254,8 +255,8 @@ class _Seen:
         def look() -> None:
             while not ended.wait(0.1):
                 for node, pid in self._processes().items():
-                    with contextlib.suppress(OSError, KeyError):  # it may have ended
-                        self.peaks[node].append(memory_of(pid)["VmHWM"])
+                    with contextlib.suppress(OSError, KeyError, psutil.Error):  # it may have ended
+                        self.peaks[node].append(peak_of_peer(pid))
 
         looking = threading.Thread(target=look, daemon=True)
         looking.start()

@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 
 from benchmarks.joining import Peers
-from benchmarks.measure import say, spread, table
+from benchmarks.measure import held_by_peer, memory_of, say, spread, table
 from ravnest.hub.coordinator.notices import (
     ClusterBroken,
     ClusterDissolved,
@@ -183,9 +183,11 @@ class _Chaos:
         watched = {f"node{number}": alive.get(f"node{number}") for number in range(NUM_SPARED)}
         for name, pid in {"hub": os.getpid(), **watched}.items():
             if pid is not None:
-                size = psutil.Process(pid).memory_info().rss
+                size = memory_of(pid)["VmRSS"] if name == "hub" else held_by_peer(pid)
                 self._seen.memory.setdefault(name, []).append((now, size))
-        times = [psutil.Process(pid).cpu_times() for pid in (os.getpid(), *alive.values())]
+        peers = [psutil.Process(pid) for pid in alive.values()]
+        computing = [child for peer in peers for child in peer.children()]
+        times = [each.cpu_times() for each in (psutil.Process(), *peers, *computing)]
         self._seen.cpu_seconds = sum(each.user + each.system for each in times)
 
     def _act(self) -> None:

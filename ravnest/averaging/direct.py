@@ -22,6 +22,7 @@ from ravnest.protocol.averaging import (
     DirectPart,
     PartStep,
     Pledge,
+    PledgeTerms,
     RoundAbort,
     RoundCall,
     RoundCheck,
@@ -32,7 +33,6 @@ from ravnest.protocol.averaging import (
     RoundQuery,
     RoundReady,
     Sight,
-    Terms,
 )
 from ravnest.protocol.messages import Refusal
 
@@ -40,7 +40,7 @@ _V = TypeVar("_V", bound=Sized)
 _Key = tuple[SegmentId, int, int]  # part, chunk
 _ROUNDING = 1.001  # by which a sum of squares may differ between two PCs
 _MOST_HASHES = 1000  # of parts in a vote; with more, only segments are compared
-Addressed = tuple[NodeId, Any]
+_Addressed = tuple[NodeId, Any]
 
 
 class Row(NamedTuple, Generic[_V]):
@@ -154,7 +154,7 @@ class DirectRound(Generic[_V]):
         self._own: dict[_Key, _V] = {}
         self._leaves: dict[_Key, bytes] = {}
         self._trees: dict[tuple[SegmentId, NodeId], tuple[HashTree, tuple[bytes, ...]]] = {}
-        self._terms: dict[NodeId, Terms] = {}
+        self._terms: dict[NodeId, PledgeTerms] = {}
         self._limits: dict[NodeId, float] = {}
         self._is_called = False
         self._early: dict[tuple[_Key, PartStep, NodeId], DirectPart[_V]] = {}
@@ -164,7 +164,7 @@ class DirectRound(Generic[_V]):
         self._digests: dict[_Key, bytes] = {}
         self._finished_squares: dict[NodeId, float] = defaultdict(float)  # of what each owner finished
         self._seen: dict[NodeId, Judged] = {}
-        self._checks: dict[_Key, dict[NodeId, Terms]] = {}
+        self._checks: dict[_Key, dict[NodeId, PledgeTerms]] = {}
         self._averages: dict[SegmentId, tuple[_V, ...]] | None = None
 
     @property
@@ -172,7 +172,7 @@ class DirectRound(Generic[_V]):
         """Where this member stands; committed and aborted are final."""
         return self._phase
 
-    def start(self) -> Iterator[tuple[Addressed, ...]]:
+    def start(self) -> Iterator[tuple[_Addressed, ...]]:
         """Encode one chunk after the other; then pledge them all."""
         squares: dict[NodeId, float] = defaultdict(float)
         for key, where in self._keys.items():
@@ -192,7 +192,7 @@ class DirectRound(Generic[_V]):
         )
         yield ((HUB, RoundPledge(self._round_id, self._member, pledges)),)
 
-    def call(self, called: RoundCall) -> Iterator[tuple[Addressed, ...]]:
+    def call(self, called: RoundCall) -> Iterator[tuple[_Addressed, ...]]:
         """Send the contributions that were pledged, a chunk at a time; owners next to this member first."""
         if self._is_called or called.round_id != self._round_id or self._phase is not RoundPhase.RUNNING:
             return
@@ -213,7 +213,7 @@ class DirectRound(Generic[_V]):
             yield () if isinstance(answer, Refusal) else answer
         yield self._settle()
 
-    def receive(self, sender: NodeId, part: DirectPart[_V]) -> tuple[Addressed, ...] | Refusal:
+    def receive(self, sender: NodeId, part: DirectPart[_V]) -> tuple[_Addressed, ...] | Refusal:
         """Accept a chunk of another member; return what to send."""
         key = (part.segment, part.part, part.chunk)
         reason = self._reason_against(sender, part, key)
@@ -233,7 +233,7 @@ class DirectRound(Generic[_V]):
             return self._give_up_for(f"what {sender} sent is not what it pledged", sender)
         return self._add_row(key, sender, part.value)
 
-    def _add_row(self, key: _Key, sender: NodeId, value: _V) -> tuple[Addressed, ...]:
+    def _add_row(self, key: _Key, sender: NodeId, value: _V) -> tuple[_Addressed, ...]:
         """As the owner, add a contribution; with all of them, finish the chunk."""
         shared, where = self._segments[key[0]], self._keys[key]
         square, fault = shared.reducer.examine(where, value)
@@ -258,11 +258,11 @@ class DirectRound(Generic[_V]):
         return (*others, *self._settle())
 
     def _ordered(
-        self, shared: SharedSegment[_V], rows: Mapping[NodeId, _V], terms: Mapping[NodeId, Terms]
+        self, shared: SharedSegment[_V], rows: Mapping[NodeId, _V], terms: Mapping[NodeId, PledgeTerms]
     ) -> list[Row[_V]]:
         return [Row(rows[x], shared.weights[x], terms[x].factor) for x in shared.members]
 
-    def _receive_finished(self, sender: NodeId, part: DirectPart[_V], key: _Key) -> tuple[Addressed, ...]:
+    def _receive_finished(self, sender: NodeId, part: DirectPart[_V], key: _Key) -> tuple[_Addressed, ...]:
         reducer = self._segments[key[0]].reducer
         square, fault = reducer.examine(self._keys[key], part.value)
         if fault is not None:
@@ -282,7 +282,7 @@ class DirectRound(Generic[_V]):
 
     # Checks.
 
-    def check(self, order: RoundCheck) -> tuple[Addressed, ...] | Refusal:
+    def check(self, order: RoundCheck) -> tuple[_Addressed, ...] | Refusal:
         """Send the checker this member's contribution to a chunk again; the checker waits for all of them."""
         if order.round_id != self._round_id or self._phase is not RoundPhase.READY:
             return Refusal(f"a check of round {order.round_id}, which is not voted for here")
@@ -301,7 +301,7 @@ class DirectRound(Generic[_V]):
             return Refusal(f"chunk {key} is being checked already")
         self._checks[key] = {each.member: each for each in order.terms}
         self._rows[key] = {self._member: self._own[key]}
-        answers: list[Addressed] = []
+        answers: list[_Addressed] = []
         for early in [each for each in self._early if each[:2] == (key, PartStep.CHECK)]:
             answer = self._receive_check(early[2], self._early.pop(early), key)
             answers += () if isinstance(answer, Refusal) else answer
@@ -309,7 +309,7 @@ class DirectRound(Generic[_V]):
 
     def _receive_check(
         self, sender: NodeId, part: DirectPart[_V], key: _Key
-    ) -> tuple[Addressed, ...] | Refusal:
+    ) -> tuple[_Addressed, ...] | Refusal:
         terms = self._checks.get(key)
         if terms is None:
             self._early[key, part.step, sender] = part
@@ -327,13 +327,13 @@ class DirectRound(Generic[_V]):
         again = shared.reducer.combine(where, self._ordered(shared, self._rows[key], terms))
         return self._end_check(key, digest_content(shared.reducer.content(again)) == self._digests[key])
 
-    def _end_check(self, key: _Key, is_same: bool, suspect: NodeId | None = None) -> tuple[Addressed, ...]:
+    def _end_check(self, key: _Key, is_same: bool, suspect: NodeId | None = None) -> tuple[_Addressed, ...]:
         del self._checks[key], self._rows[key]
         return self._checked(key[0], self._segments[key[0]].owner_of[key[1]], is_same, suspect)
 
     def _checked(
         self, segment: SegmentId, owner: NodeId, is_same: bool, suspect: NodeId | None = None
-    ) -> tuple[Addressed, ...]:
+    ) -> tuple[_Addressed, ...]:
         return ((HUB, RoundChecked(self._round_id, self._member, segment, owner, is_same, suspect)),)
 
     # Pledges.
@@ -366,7 +366,9 @@ class DirectRound(Generic[_V]):
         tree, above = self._trees[key[0], owner]
         return DirectPart(self._round_id, *key, step, tree.find_path(key[2]) + above, self._own[key])
 
-    def _is_pledged(self, part: DirectPart[_V], key: _Key, terms: Terms, place: int, count: int) -> bool:
+    def _is_pledged(
+        self, part: DirectPart[_V], key: _Key, terms: PledgeTerms, place: int, count: int
+    ) -> bool:
         shared = self._segments[key[0]]
         leaf = digest_content(shared.reducer.content(part.value))
         num_chunks = len(shared.chunks_of(part.part))
@@ -438,14 +440,14 @@ class DirectRound(Generic[_V]):
         averages, self._averages = self._averages, None
         return averages
 
-    def _give_up_for(self, reason: str, suspect: NodeId, hops: int = 1) -> tuple[Addressed, ...]:
+    def _give_up_for(self, reason: str, suspect: NodeId, hops: int = 1) -> tuple[_Addressed, ...]:
         abort = self.give_up(reason, suspect, hops, is_lie=suspect != self._member)
         return () if abort is None else ((HUB, abort),)
 
     def _is_running(self) -> bool:
         return self._phase is RoundPhase.RUNNING
 
-    def _settle(self) -> tuple[Addressed, ...]:
+    def _settle(self) -> tuple[_Addressed, ...]:
         """Vote when all parts are here."""
         if self._phase is not RoundPhase.RUNNING or len(self._finished) < len(self._keys):
             return ()

@@ -48,6 +48,7 @@ _THIS_PC, _PREFIX = "this PC", "rvn1_"
 _GUESSED = "of matrix products; the job's own work will tell"
 _USUAL_BYTES_PER_SECOND, _USUAL_LATENCY_SECONDS = 50e6 / 8, 0.01  # until the hub has measured the link
 _OWN_GROWTH = 1.25  # of the program itself, from its start to its work; torch for GPUs starts with 630 MB
+_AGENT_SHARE = 0.2  # of the freed memory that the plan lets a peer keep; compute keeps the rest
 _SLOWEST_UPLOAD = 100e3 / 8  # signs of life alone take a tenth of it
 
 
@@ -188,7 +189,7 @@ def join(  # noqa: PLR0913 - click passes one argument per option
         offer = replace(offer, folder=folder)
         if not quiet:
             _show(invitation, offer, _show_limits(stated, cores, machine))
-        known = replace(parts, machine=_count_both(machine, computing))
+        known = replace(parts, machine=_with_compute(machine, computing))
         code, reason = _take_part(invitation, offer, listening, stated, known, computing, cores)
     if not quiet:
         click.echo(f"ended: {reason}", err=True)
@@ -203,7 +204,9 @@ def _open_compute(
     from ravnest.peer.compute_frames import SurveyOrder
     from ravnest.peer.compute_process import ComputeProcess, may_use_gpu, start_child
     from ravnest.peer.limits import keep_compiled
+    from ravnest.peer.machine import keep_few_arenas
 
+    keep_few_arenas()  # before there is a second thread
     speed = stated.flops_per_second or stated.emulated_flops_per_second
     order = SurveyOrder(stated.device, stated.num_threads, stated.gpu_memory_bytes, speed is None)
     if stated.compile_mode.applies_to("cuda" if may_use_gpu(stated.device) else "cpu"):
@@ -241,14 +244,14 @@ def _make_folder() -> "Iterator[str | None]":
         yield folder
 
 
-def _count_both(machine: "Machine", compute: "ComputeProcess | ComputeThread") -> "Machine":
-    """Return the PC on which the memory of compute counts, too."""
+def _with_compute(machine: "Machine", compute: "ComputeProcess | ComputeThread") -> "Machine":
+    """Return the PC on which the memory of compute counts, too, and is free while it is not lent."""
     from ravnest.peer.machine import memory_of_process
 
     def taken() -> float:
         return machine.taken_memory_bytes() + memory_of_process(compute.process_id)
 
-    return replace(machine, taken_memory_bytes=taken)
+    return replace(machine, taken_memory_bytes=taken, release_memory=compute.stop)
 
 
 def _say_so_much(quiet: bool, verbose: bool) -> None:
@@ -417,7 +420,7 @@ def _take_part(
 
     machine, timeouts = parts.machine, parts.timeouts
     assert machine is not None
-    machine.return_freed_memory(offer.limits.memory_bytes)
+    machine.return_freed_memory(_AGENT_SHARE * offer.limits.memory_bytes)
     allow_many_files()
     lending = Lending(_make_terms(offer, stated, machine), machine, timeouts=timeouts.program)
     upload = stated.upload_bytes_per_second or inf

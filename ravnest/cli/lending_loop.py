@@ -266,6 +266,7 @@ class Lending:
         ):
             if reason != self._said:
                 logger.info("waits: %s; it joins %s, Ctrl-C ends it", reason, self._when())
+                self._machine.release_memory()
             self._said = reason
             self._changed.clear()
             with contextlib.suppress(TimeoutError):

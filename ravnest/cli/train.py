@@ -217,16 +217,18 @@ def serve_hub(make_job: "Callable[[], Job]", place: HubPlace, run: RunWishes) ->
                 if isinstance(notice, HubListens):  # not before
                     found = {"invitation": opened.invitation, "folder": str(where)}
                     found |= {"dashboard": opened.dashboard} if opened.dashboard else {}
-                    _invite(found, run.schema, view if run.as_json else None)
+                    _invite(found, place.nodes, run.schema, view if run.as_json else None)
 
             going_on = "auto" if run.resume else None
             result = opened.fit(job, nodes=place.nodes, out=file, callbacks=[invite], resume=going_on)
     return result, file or where / MODEL
 
 
-def _invite(found: dict[str, str], schema: str, view: View | None) -> None:
+def _invite(found: dict[str, str], nodes: int, schema: str, view: View | None) -> None:
     click.echo(f"the hub is open, its folder is {found['folder']}; others join with", err=True)
     click.echo(f"\n  ravnest join {found['invitation']}\n", err=True)
+    enough = f"{nodes} nodes are here" if nodes > 1 else "enough nodes are here"
+    click.echo(f"training begins when {enough}", err=True)
     if view is not None:
         click.echo(
             json.dumps({"schema": schema, "event": "open", **found}, sort_keys=True), file=view.answers

@@ -110,6 +110,9 @@ class ComputeThread:
         """Return what this PC has."""
         return survey(order)
 
+    def stop(self) -> None:
+        """It has nothing that waits for work."""
+
     def put(self, item: ToCompute) -> None:
         """Pass an item to the thread."""
         self._items.put(item)

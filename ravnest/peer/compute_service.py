@@ -35,7 +35,7 @@ from ravnest.peer.compute_frames import (
 )
 from ravnest.peer.compute_protocol import ComputeFailed, ToCompute
 from ravnest.peer.fences import PROGRAMS, Fence, FenceWishes, close_late, describe_fences
-from ravnest.peer.machine import return_freed_memory
+from ravnest.peer.machine import keep_few_arenas, return_freed_memory
 from ravnest.peer.stage_builder import StageBuilder
 from ravnest.peer.stage_host import SavedStage, StageHost
 
@@ -67,6 +67,7 @@ class _Service:
 
     def run(self) -> int:
         """Follow the agent's orders; return the exit code."""
+        keep_few_arenas()  # before there is a second thread
         self._channel.start()
         logging.getLogger().addHandler(_RemarkHandler(self._channel))
         logging.captureWarnings(True)

@@ -25,7 +25,13 @@ def return_freed_memory(lent_bytes: float) -> None:
         library = ctypes.CDLL(None)
         library.mallopt(_MMAP_THRESHOLD, _LARGE_BYTES)
         library.mallopt(_TRIM_THRESHOLD, int(min(_KEPT_BYTES, _KEPT_SHARE * lent_bytes)))
-        library.mallopt(_ARENA_MAX, _NUM_ARENAS)
+    keep_few_arenas()
+
+
+def keep_few_arenas() -> None:
+    """Have all threads to come share their freed memory: each would keep some of its own."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).mallopt(_ARENA_MAX, _NUM_ARENAS)
 
 
 def trim_freed_memory() -> None:
@@ -72,6 +78,7 @@ class Machine:
     is_on_battery: Callable[[], bool] = is_on_battery
     taken_memory_bytes: Callable[[], float] = taken_memory_bytes
     return_freed_memory: Callable[[float], None] = return_freed_memory
+    release_memory: Callable[[], None] = lambda: None  # while this PC is not lent
 
 
 THIS_PC = Machine()

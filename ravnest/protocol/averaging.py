@@ -86,7 +86,7 @@ class RoundPledge:
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class PledgeTerms:
     """By what an owner or a checker goes with a member: its pledge, and how much of it counts.
 
     A pledge covers the segments that member and owner share: so many, and this one of them.
@@ -108,7 +108,7 @@ class RoundCall:
     """
 
     round_id: RoundId
-    terms: tuple[Terms, ...]
+    terms: tuple[PledgeTerms, ...]
     limits: tuple[tuple[NodeId, Length], ...]
 
 
@@ -145,7 +145,7 @@ class RoundCheck:
     owner: NodeId
     ticket: Count
     checker: NodeId
-    terms: tuple[Terms, ...] = ()
+    terms: tuple[PledgeTerms, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -125,6 +125,9 @@ def _check_settings(job: Job, plan: PlanConfig) -> None:
     if plan.exact_gradients not in EXACT_FORMATS:
         problem = f"exact_gradients is {plan.exact_gradients}, too coarse for gradients"
         raise ConfigError(f"{problem}; choose {' or '.join(EXACT_FORMATS)}")
+    if plan.averaging is Averaging.EXACT and job.mean == Mean.ROBUST:
+        problem = "the mean is to be robust, and exact updates believe every gradient"
+        raise ConfigError(f'{problem}; choose another averaging, or mean="auto" among PCs of your own')
     if plan.states is StateFormat.INT8 and job.averaging_rule.momentum:
         raise ConfigError("momenta are averaged, which int8 states cannot be; choose states=bf16 or fp32")
 

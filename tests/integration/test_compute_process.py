@@ -141,6 +141,32 @@ def test_one_that_hangs_is_closed_at_once(tmp_path: Path) -> None:
     assert not closed[0].is_running()
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_provider_gets_the_pc_back_in_the_middle_of_an_operation(tmp_path: Path, number: int) -> None:
+    token = write_token(Token(("tcp://127.0.0.1:9",), new_keys().public, bytes(16)))
+    code = f"""
+from ravnest.cli.common import CommandParts
+from ravnest.cli.main import program
+from tests.support.hostile_compute import start_hostile
+
+program(["join", {token!r}], obj=CommandParts(start_compute=start_hostile("hang")))
+"""
+    environment = {**os.environ, "XDG_STATE_HOME": str(tmp_path)}
+    pipes = {"stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=environment, **pipes) as peer:
+        try:
+            assert peer.stderr is not None
+            said = iter(peer.stderr)
+            assert any("no way to the hub" in line for line in said)
+            (compute,) = psutil.Process(peer.pid).children()
+            os.kill(peer.pid, number)
+            assert any("ended: its provider takes it back" in line for line in said)
+            assert peer.wait(60) == 128 + number
+            assert not compute.is_running()
+        finally:
+            peer.kill()
+
+
 def test_it_ends_with_an_agent_that_is_killed(tmp_path: Path) -> None:
     code = f"""
 import asyncio

@@ -35,7 +35,7 @@ def far_away(name, memory_mb):
 moments = st.floats(0.0, 60.0)
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(
     seed=st.integers(0, 2**31),
     averaging=st.sampled_from([Averaging.BLOCKING, Averaging.BLOCKING, Averaging.OVERLAPPED]),

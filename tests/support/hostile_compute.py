@@ -18,6 +18,8 @@ from ravnest.peer.compute_frames import (
     Frame,
     FrameReader,
     StartOrder,
+    Surveyed,
+    SurveyOrder,
     pack_item,
     unpack_order,
     write_prefix,
@@ -54,8 +56,9 @@ def run(action: str, descriptor: str, wishes: str) -> None:
     given = json.loads(wishes)
     known = FenceWishes(**{key: tuple(x) if isinstance(x, list) else x for key, x in given.items()})
     early = close_early(known)
-    while not isinstance(unpack_order(_read(border)), StartOrder):
-        pass
+    while not isinstance(order := unpack_order(_read(border)), StartOrder):
+        if isinstance(order, SurveyOrder):
+            _send(border, Surveyed("cpu", 1e9, 1e9))
     late = close_late(known, ROOM_BYTES)
     _send(border, FencesClosed(*describe_fences([*early, *late])))
     found = ACTIONS[action](border, known)

@@ -46,6 +46,7 @@ from ravnest.hub.coordinator.events import (
 from ravnest.hub.coordinator.leases import LeaseBook
 from ravnest.hub.coordinator.notices import (
     Checkpointed,
+    FromCheckpoint,
     Joined,
     Left,
     RoundEnded,
@@ -106,6 +107,7 @@ class Peer:
     num_trained: int = 0  # batches of its cluster, kept at the leaf
     busy_until: float = 0.0  # of its cluster, kept at the root
     heard_at: float = 0.0
+    said_at: float = 0.0
     held: frozenset = frozenset()  # positions whose state it has
     rings: tuple = ()
     is_leaving: bool = False
@@ -490,6 +492,8 @@ class HubWorld:
             undone = [each for each in undone if each[0] in epochs]
             assert len(undone) == news.num_samples
             self.ledger -= Counter(undone)
+        if isinstance(news, FromCheckpoint):
+            self.ledger = Counter(self.saved)
         if isinstance(news, WorkLost):
             assert news.num_samples == sum(self.ledger.values()) - sum(self.saved.values())
             self.ledger = Counter(self.saved)
@@ -516,7 +520,8 @@ class HubWorld:
         if self.is_finished:
             settings = self.given.settings
             expected = {(e, s) for e in range(settings.epochs) for s in range(settings.num_samples)}
-            is_whole = not self.is_stopped and self.abandoned is None
+            is_best = self.finish is not None and self.finish.is_best  # an older state, on purpose
+            is_whole = not self.is_stopped and self.abandoned is None and not is_best
             assert set(self.ledger) == expected if is_whole else set(self.ledger) <= expected
             assert not self.open_leases
             assert (self.finish is None) != (self.abandoned is None)
@@ -576,7 +581,8 @@ class HubWorld:
             return
         copies = 2 if self._happens(self.trouble.twice) else 1
         for _ in range(copies):
-            self.after(self._delay(), self._in_session(), self._arrive, name, peer, message)
+            peer.said_at = max(peer.said_at, self.now + self._delay())  # a link keeps the order
+            self.at(peer.said_at, self._in_session(), self._arrive, name, peer, message)
 
     def _arrive(self, name, peer, message):
         if self.peers[name] is peer:  # another with its name has another key

@@ -118,6 +118,7 @@ class Ledger:
         self._loss: float | None = None
         self._is_stopped = False
         self._asked: frozenset[str] = frozenset()  # clusters that evaluated the last weights before
+        self.has_undone = False  # since training began, or went back
         self._counted_by: dict[NodeId, list[Lease]] = {}  # of epochs under way, by the root that said so
         self.average_books: LedgerState | None = None  # when the last round committed
         self.history: list[EpochDone | Evaluated] = []
@@ -153,16 +154,6 @@ class Ledger:
     def open_leases(self) -> tuple[OpenLease, ...]:
         """Leases under way, oldest first."""
         return self._open.all
-
-    def weigh(self, cluster: ClusterState, samples_per_update: float) -> float:
-        """Return how much a cluster counts in a robust round: the samples since its last one, and one.
-
-        Its leaf reports updates; more than was granted to it does not count.
-        """
-        num_updates, num_counted = self.progress.count_alone(cluster)
-        leases = (lease for lease in self.open_leases if lease.cluster_id == cluster.cluster_id)
-        granted = num_counted + sum(sum(lease.num_samples) for lease in leases)
-        return 1.0 + min(max(num_updates * samples_per_update, num_counted), float(granted))
 
     def stand_still(self, clusters: Iterable[ClusterState]) -> None:
         """Record that the hub was away: no average is known to be anywhere, and no evaluation goes on."""
@@ -463,6 +454,7 @@ class Ledger:
         """Have samples trained again that this root's word counted, in epochs that are under way."""
         num_samples = self._book.uncount(self._counted_by.pop(node, ()))
         self.num_counted -= num_samples
+        self.has_undone |= num_samples > 0
         return num_samples
 
     def samples_of(self, lease: OpenLease, microbatch: MicrobatchId) -> tuple[int, ...]:
@@ -534,3 +526,14 @@ class Ledger:
         """The epoch of the samples that would be leased next."""
         upcoming = self._book.upcoming
         return self._settings.epochs if upcoming is None else upcoming[0]
+
+
+def weigh_cluster(ledger: Ledger, cluster: ClusterState, samples_per_update: float) -> float:
+    """Return how much a cluster counts in a robust round: the samples since its last one, and one.
+
+    Its leaf reports updates; more than was granted to it does not count.
+    """
+    num_updates, num_counted = ledger.progress.count_alone(cluster)
+    leases = (lease for lease in ledger.open_leases if lease.cluster_id == cluster.cluster_id)
+    granted = num_counted + sum(sum(lease.num_samples) for lease in leases)
+    return 1.0 + min(max(num_updates * samples_per_update, num_counted), float(granted))

@@ -257,6 +257,7 @@ class Lifecycle:
         for cluster in self.placement.clusters:
             self.checkpoints.drop(cluster)
         actions += self.placement.dissolve(self.placement.clusters)
+        had_undone = self.ledger.has_undone  # a checkpoint may count what was undone since
         lost = self.ledger.restart(self.recovery.saved)
         self._reports.restart()
         self.recovery.forget_held()
@@ -266,7 +267,8 @@ class Lifecycle:
         self.plan_trigger.reset(now)
         if self.stop_by is None and not self.ledger.is_finished:
             self.enter(JobPhase.COLLECTING)
-            actions += [Notify(WorkLost(lost)), *self._notify_checkpoint()] if lost else []
+            actions += [Notify(WorkLost(lost))] if lost > 0 else []
+            actions += self._notify_checkpoint() if lost or had_undone else []
             return actions if len(self._membership) else [*actions, *self.plan_trigger.notify_shortage()]
         self.enter(JobPhase.FINISHED)
         actions += [Send(name, Stop("the job was stopped")) for name in self._membership]

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from math import ceil, isfinite
 from typing import Any, Protocol
 
-from ravnest.config import SEARCH_BUDGET, TIMEOUTS, Averaging, HubTimeouts, PlanConfig, SearchBudget
+from ravnest.config import SEARCH_BUDGET, TIMEOUTS, Averaging, HubTimeouts, Mean, PlanConfig, SearchBudget
 from ravnest.errors import PlanError
 from ravnest.hub.coordinator.events import (
     Action,
@@ -145,6 +145,7 @@ class SearchPlanner:
         # Clusters of several stages would stand still while a batch passes through them.
         is_flat = count == 1 and all(len(each.stages) == 1 for each in plan.clusters)
         can_sum = is_flat and not length.is_whole_batch and length.average_every is None
+        can_sum = can_sum and job.settings.mean is not Mean.ROBUST  # a sum of gradients believes everybody
         found = _share_candidate(job, asked, plan, count, expected, can_sum)
         if _says_too_little(found, settings):
             found = _share_candidate(job, asked, *form(2), expected, can_sum=False)

@@ -21,6 +21,7 @@ from ravnest.hub.coordinator.events import Send
 from ravnest.ids import NodeId, RoundId, SegmentId
 from ravnest.protocol.averaging import (
     Pledge,
+    PledgeTerms,
     RoundAbort,
     RoundCall,
     RoundCheck,
@@ -30,7 +31,6 @@ from ravnest.protocol.averaging import (
     RoundPledge,
     RoundReady,
     Sight,
-    Terms,
 )
 
 _CLIP = 3.0  # times the median length of all clusters, by sample: what is longer is made shorter
@@ -190,13 +190,13 @@ class RobustDecision:
         share = sum(weight**2 for weight in roster.weights.values())
         return _LIMIT * middle * share / (mean_weight * sum(roster.weights.values()))
 
-    def _terms(self, member: NodeId, owner: NodeId, segment: SegmentId | None = None) -> Terms:
+    def _terms(self, member: NodeId, owner: NodeId, segment: SegmentId | None = None) -> PledgeTerms:
         pledge = self._pledges[member][owner]
         factor = self._factors[self._roster.cluster_of(member), owner]
         if segment is None:
-            return Terms(member, pledge.root, pledge.norm, factor)
+            return PledgeTerms(member, pledge.root, pledge.norm, factor)
         shared = self._roster.shared(member, owner)
-        return Terms(member, pledge.root, pledge.norm, factor, shared.index(segment), len(shared))
+        return PledgeTerms(member, pledge.root, pledge.norm, factor, shared.index(segment), len(shared))
 
     # Votes.
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from ravnest.averaging.ring import choose_least_chunk
 from ravnest.config import TIMEOUTS, Averaging, HubTimeouts
 from ravnest.hub.coordinator.events import JobGiven, Send
-from ravnest.hub.coordinator.ledger import Ledger
+from ravnest.hub.coordinator.ledger import Ledger, weigh_cluster
 from ravnest.hub.coordinator.notices import RoundEnded
 from ravnest.hub.coordinator.phases import ClusterPhase
 from ravnest.hub.coordinator.placement import ClusterState, Placement
@@ -421,7 +421,7 @@ class Rounds:
         return RobustRoster(
             {each.cluster_id: each.nodes for each in clusters},
             rings,
-            {each.cluster_id: self._ledger.weigh(each, samples) for each in clusters},
+            {each.cluster_id: weigh_cluster(self._ledger, each, samples) for each in clusters},
             frozenset(
                 x for each in clusters if each.cluster_id in self._suspicions.resting for x in each.nodes
             ),

@@ -1,9 +1,10 @@
 """The guard: what it calls wrong, what it leaves alone, and what the hub does about it."""
 
 import math
+from random import Random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.hub_world import HubWorld, check_replay, job
 
@@ -105,6 +106,73 @@ def test_half_way_to_a_storm_nothing_is_worth_keeping():
 def test_what_is_no_number_does_not_count():
     assert fed(*[None] * 100).alarm is None
     assert not math.isnan(fed(*falling(40))._best)
+
+
+def fill(guard, cluster, losses):
+    for loss in losses:
+        guard.record_loss(f"{cluster}1", cluster, loss)
+
+
+def many(*names, first=2.3):
+    """A guard that has seen these clusters learn alike."""
+    guard = LossGuard()
+    for loss in falling(120, first):
+        for name in names:
+            guard.record_loss(f"{name}1", name, loss)
+    return guard
+
+
+def test_of_many_clusters_one_that_goes_wrong_is_unlike_and_nobody_else_goes_back():
+    guard = many("A", "B", "C", "D")
+    fill(guard, "B", [1e6] * 32)
+    assert guard.alarm is None
+    (unlike,) = guard.unlike
+    assert unlike.cluster_id == "B1"
+    assert unlike.reason.startswith("the loss of cluster B is 5e+05")
+    assert guard.is_calm, "what it says keeps nobody from a checkpoint"
+
+
+def test_where_most_go_wrong_it_is_an_alarm():
+    guard = many("A", "B", "C", "D")
+    for _ in range(32):
+        for name in ("B", "C", "D"):
+            guard.record_loss(f"{name}1", name, 9.0)
+    assert guard.alarm is not None
+
+
+def test_of_two_clusters_none_is_unlike():
+    guard = many("A", "B")
+    fill(guard, "B", [9.0] * 32)
+    assert guard.alarm is not None
+    assert not guard.unlike
+
+
+def test_a_cluster_that_says_it_is_perfect_is_no_measure_for_the_others():
+    guard = many("A", "B", "C", "D")
+    fill(guard, "A", [1e-9] * 64)
+    fill(guard, "B", [0.7] * 32)
+    assert guard.alarm is None
+    assert not guard.unlike
+    assert guard.is_calm
+
+
+def test_a_cluster_that_drops_everything_alone_is_unlike():
+    guard = many("A", "B", "C")
+    for _ in range(32):
+        guard.record_dropped("B1", "bob", "a reason")
+    assert guard.alarm is None
+    assert [each.cluster_id for each in guard.unlike][:1] == ["B1"]
+
+
+@settings(max_examples=10)
+@given(st.lists(st.floats(0.9, 1.1), min_size=4, max_size=4), st.integers(0, 2**32))
+def test_honest_clusters_of_different_levels_are_never_unlike(levels, seed):
+    guard, random = LossGuard(), Random(seed)
+    for step in range(80):
+        for name, level in zip("ABCD", levels, strict=True):
+            noise = random.uniform(0.8, 1.2)
+            guard.record_loss(f"{name}1", name, level * noise * 2.0 * 0.99**step)
+    assert not guard.unlike
 
 
 @pytest.fixture

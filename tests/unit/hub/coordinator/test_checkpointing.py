@@ -1,0 +1,93 @@
+"""Whose weights are kept: drawn, confirmed by others, and never far worse than the best."""
+
+from support.attack_world import HONEST, LIAR, AttackWorld, outcome_of, true_loss
+from support.hub_world import check_replay
+
+from ravnest.hub.coordinator.events import Collect
+from ravnest.hub.coordinator.notices import BestIsResult, Checkpointed, Evaluated, NotCheckpointed, RoundEnded
+from ravnest.hub.coordinator.phases import JobPhase
+
+
+def collected(world):
+    return [order for orders in world.answers for order in orders if isinstance(order, Collect)]
+
+
+def test_evaluators_and_sources_are_drawn_and_the_seed_says_which():
+    evaluators, sources = set(), set()
+    for seed in range(6):
+        world = AttackWorld(seed, num_samples=160)
+        world.run()
+        evaluators |= {news.cluster for news in world.told(Evaluated)}
+        sources |= {part.node for part in world.finish.parts}
+        again = AttackWorld(seed, num_samples=160)
+        again.run()
+        assert again.finish == world.finish
+    assert len(evaluators) > 2
+    assert len(sources) > 1
+
+
+def test_checkpoints_of_several_clusters_are_of_an_average_that_others_confirm():
+    world = AttackWorld(0)
+    world.run()
+    kept = [order for order in collected(world) if not order.is_result]
+    assert len(kept) > 1
+    for order in kept:
+        assert len(order.others) == 3
+        assert order.key
+        assert {each.node for each in order.others} == {*HONEST, LIAR} - {order.parts[0].node}
+    keys = [order.key for order in collected(world)]
+    assert len(set(keys)) == len(keys), "each has a key of its own"
+    check_replay(world)
+
+
+def test_no_checkpoint_is_kept_before_there_is_an_average():
+    world = AttackWorld(0, checkpoint_every=1.0, average_every=12)
+    world.run_until(lambda: world.told(Checkpointed))
+    assert any(news.is_committed for news in world.told(RoundEnded))
+
+
+def test_a_checkpoint_whose_average_has_moved_on_is_not_kept_and_nobody_is_blamed():
+    world = AttackWorld(0)
+    deliver = world._deliver
+
+    def deliver_late(peer, message):
+        if type(message).__name__ == "SnapshotOrder" and not message.is_final:
+            message = type(message)(message.build_id, message.number, message.is_final, 1)
+        deliver(peer, message)
+
+    world._deliver = deliver_late
+    world.run()
+    assert any("the next average came" in news.reason for news in world.told(NotCheckpointed))
+    assert outcome_of(world).evicted == ()
+
+
+def ends_badly(seed, is_bad):
+    """Let the last evaluation be fifty times the best, as `is_bad` of a cluster's node says."""
+    world = AttackWorld(seed, epochs=5, num_samples=160, checkpoint_every=2.0)
+    speak = world.speak
+
+    def say(name, peer, message):
+        is_last = world.hub.phase is JobPhase.EVALUATING and hasattr(message, "loss")
+        if is_last and is_bad(name):
+            message = type(message)(
+                *(50.0 if x == "loss" else getattr(message, x) for x in message.__slots__)
+            )
+        speak(name, peer, message)
+
+    world.speak = say
+    return world.run()
+
+
+def test_the_best_checkpoint_is_the_result_where_clusters_agree_that_the_last_weights_are_far_worse():
+    world = ends_badly(1, lambda _: True)
+    assert world.told(BestIsResult)
+    assert world.finish.is_best
+    check_replay(world)
+
+
+def test_one_cluster_that_says_so_does_not_have_the_result_replaced():
+    for seed in range(4):
+        world = ends_badly(seed, lambda name: name == LIAR)
+        assert not world.told(BestIsResult)
+        assert world.finish.parts
+    assert true_loss(1) != true_loss(2)
