@@ -2,7 +2,6 @@
 
 import time
 from dataclasses import dataclass, replace
-from itertools import count
 
 import numpy as np
 
@@ -114,6 +113,3 @@ def take_costs(world: World) -> dict[str, tuple[int, float]]:
     found = {name: (times, seconds / times) for name, (times, seconds) in world.cost.by_event.items()}
     world.cost.by_event.clear()
     return found
-
-
-NUMBERS = count()

@@ -70,7 +70,7 @@ def _measure(kind: str, length: int, quick: bool) -> Figures:
         "transformers": lambda: _write_alone(model, prompt, length)
     }
     for count, line in lines.items():
-        ways[f"caches, {count} stages"] = lambda line=line: line.write(prompt, True)
+        ways[f"caches, stages: {count}"] = lambda line=line: line.write(prompt, True)
     ways["whole rows"] = lambda: lines[1].write(prompt, False)
     texts: dict[str, list[int]] = {}
     found: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
@@ -83,7 +83,7 @@ def _measure(kind: str, length: int, quick: bool) -> Figures:
     figures: Figures = {name: _middle(facts) for name, facts in found.items()}
     plain = [
         one["cpu_ms"] / other["cpu_ms"]
-        for one, other in zip(found["caches, 1 stages"], found["transformers"], strict=True)
+        for one, other in zip(found["caches, stages: 1"], found["transformers"], strict=True)
     ]
     figures["times_plain"] = round(median(plain), 2)
     figures["reason"] = "; ".join(line.reason for line in lines.values() if line.reason)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
-from ravnest.errors import LinkError
+from ravnest.errors import LinkError, ProtocolError
 from ravnest.ids import NodeId
 from ravnest.net.transport import PeerId, Service, Transport
 from ravnest.protocol import messages
@@ -131,6 +131,10 @@ class Outbox:
             return True
         try:
             header = messages.pack(outgoing.message, outgoing.buffers)
+        except ProtocolError as error:  # too large for a message: that ends this receiver, not the program
+            self._fail(peer, LinkError(str(error)))
+            return True
+        try:
             await self._transport.send(peer, outgoing.service, header, outgoing.buffers)
         except LinkError as error:
             if not receiver.is_there.is_set():

@@ -87,6 +87,7 @@ class Placement:
         self._last_id = 0  # of plans and builds
         self._plan: Plan | None = None
         self._rings_of: dict[NodeId, Rings] = {}  # by owner
+        self._contact_of: dict[NodeId, Contact] = {}  # of those that others were told of
         self._rings_since = 0  # the plan whose rings hold
         self._planned: dict[NodeId, Node] = {}  # as the plan knew them
         self._outlook: Forecast | None = None
@@ -326,6 +327,7 @@ class Placement:
         has_new_rings = self._plan is None or self._plan.rings != plan.rings or not before
         self._rings_since = plan.plan_id if has_new_rings else self._rings_since
         self._plan, self._rings_of = plan, _index_rings(plan.rings)
+        self._contact_of = {each: made for each, made in self._contact_of.items() if each in self.membership}
         return PlanChange(tuple(built), ended, has_new_rings)
 
     def announce(
@@ -427,8 +429,14 @@ class Placement:
     def _contacts(self, name: NodeId, nodes: tuple[NodeId, ...], extras: Extras) -> tuple[Contact, ...]:
         owners = (owner for _, ring in self._rings(name) for owner in ring.owners)
         known = dict.fromkeys((*nodes, *owners, *sorted(extras.get(name, ()))))
-        members = (self.membership[each] for each in known if each != name and each in self.membership)
-        return tuple(Contact(each.node.name, each.key, each.addresses) for each in members)
+        return tuple(self._contact(each) for each in known if each != name and each in self.membership)
+
+    def _contact(self, name: NodeId) -> Contact:
+        """Return how a member is reached; many are told the same."""
+        member, found = self.membership[name], self._contact_of.get(name)
+        if found is None or found.key != member.key or found.addresses != member.addresses:
+            found = self._contact_of[name] = Contact(name, member.key, member.addresses)
+        return found
 
 
 def _index_rings(rings: tuple[Ring, ...]) -> dict[NodeId, Rings]:

@@ -6,9 +6,10 @@ with that of others: a busy PC that several nodes share slows all of them, and n
 that is slow although its nodes compute as ever may have a slow link.
 """
 
+import heapq
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 from statistics import fmean, median
 
@@ -32,16 +33,52 @@ class LivenessMonitor:
     def __init__(self, timeouts: HubTimeouts = TIMEOUTS.hub) -> None:
         self._timeouts = timeouts
         self._heard_at: dict[str, float] = {}  # of clusters that have something to do, by cluster_id
+        self._others: dict[str, float] = {}  # when others were heard of, since the last look at all
         self._patience: dict[str, float] = {}  # seconds, of those that are not asked yet
+        self._running_patience = timeouts.silent_work_seconds
+        # When each was to be asked, as of some time ago; signs since then move it further away.
+        self._queue: list[tuple[float, str]] = []
 
     @property
     def due(self) -> float | None:
         """When the first cluster has been silent for too long, if nothing is heard of it."""
-        return min((self._heard_at[each] + seconds for each, seconds in self._patience.items()), default=None)
+        while self._queue:
+            time, cluster_id = self._queue[0]
+            if cluster_id not in self._patience:
+                heapq.heappop(self._queue)
+                continue
+            now_due = self._heard_at[cluster_id] + self._patience[cluster_id]
+            if now_due == time:
+                return time
+            heapq.heapreplace(self._queue, (now_due, cluster_id))
+        return None
+
+    def is_quiet(self, now: float) -> bool:
+        """Return whether surely nobody has been silent for too long."""
+        return not self._queue or now < self._queue[0][0]
 
     def record_sign(self, cluster_id: str, now: float) -> None:
         """Record that a cluster does something."""
-        self._heard_at[cluster_id] = now
+        (self._heard_at if cluster_id in self._heard_at else self._others)[cluster_id] = now
+
+    def follow(
+        self,
+        clusters: Iterable[ClusterState],
+        is_busy: Callable[[ClusterState], bool],
+        has_asked: Callable[[str], bool],
+        now: float,
+    ) -> None:
+        """Follow clusters that run and have got a lease, or have done one: whether they have work now."""
+        for cluster in clusters:
+            cluster_id = cluster.cluster_id
+            if not is_busy(cluster):
+                self._heard_at.pop(cluster_id, None)
+                self._patience.pop(cluster_id, None)
+            elif cluster_id not in self._patience and not has_asked(cluster_id):
+                heard_at = self._heard_at.setdefault(cluster_id, self._others.get(cluster_id, now))
+                self._patience[cluster_id] = self._running_patience
+                heapq.heappush(self._queue, (heard_at + self._running_patience, cluster_id))
+        self._others.clear()
 
     def find_silent(
         self,
@@ -54,20 +91,23 @@ class LivenessMonitor:
         """Return a cluster that is silent for too long; one that is built is given the time again."""
         rate = placement.outlook.samples_per_second / max(1, len(placement.clusters))
         batch_seconds = settings.batch_size / max(rate, 1e-9)
+        self._running_patience = max(self._timeouts.silent_work_seconds, _BATCHES * batch_seconds)
         training = {each.cluster_id: each for each in placement.running if is_busy(each)}
         building = {
             each.cluster_id: each for each in placement.clusters if each.unready and not each.is_broken
         }
         at_work = training | building
-        self._heard_at = {cluster_id: self._heard_at.get(cluster_id, now) for cluster_id in at_work}
+        heard_at = self._others | self._heard_at
+        self._heard_at = {cluster_id: heard_at.get(cluster_id, now) for cluster_id in at_work}
+        self._others.clear()
         self._patience = {
-            cluster_id: self._find_patience(cluster, placement, settings.most_snapshot_bytes, batch_seconds)
+            cluster_id: self._find_patience(cluster, placement, settings.most_snapshot_bytes)
             for cluster_id, cluster in at_work.items()
             if not has_asked(cluster_id)
         }
-        patience = self._patience.items()
-        silent = (cluster_id for cluster_id, most in patience if now >= self._heard_at[cluster_id] + most)
-        cluster_id = next(silent, None)
+        times = {each: self._heard_at[each] + seconds for each, seconds in self._patience.items()}
+        self._queue = sorted((due, each) for each, due in times.items())
+        cluster_id = next((each for each, due in times.items() if now >= due), None)
         if cluster_id is None:
             return None
         found = ClusterSilent(cluster_id, self._heard_at[cluster_id], now)
@@ -75,11 +115,9 @@ class LivenessMonitor:
             self._heard_at[cluster_id] = now  # perhaps no node is to blame
         return found
 
-    def _find_patience(
-        self, cluster: ClusterState, placement: Placement, most_bytes: int, batch_seconds: float
-    ) -> float:
+    def _find_patience(self, cluster: ClusterState, placement: Placement, most_bytes: int) -> float:
         if not cluster.unready:
-            return max(self._timeouts.silent_work_seconds, _BATCHES * batch_seconds)
+            return self._running_patience
         found = (placement.membership.find(name) for name in cluster.nodes)
         slowest = min((each.node.download_bytes_per_second for each in found if each), default=1.0)
         return self._timeouts.silent_build_seconds + _FETCHES * most_bytes / slowest

@@ -52,6 +52,7 @@ from ravnest.hub.coordinator.notices import (
     EpochDone,
     Left,
     RoundEnded,
+    Trained,
     WentWrong,
 )
 from ravnest.hub.coordinator.phases import JobPhase
@@ -64,7 +65,7 @@ from ravnest.plan.sharing import TrainingLength
 from ravnest.protocol.averaging import RoundAbort, RoundChecked, RoundReady
 from ravnest.protocol.membership import Leave
 from ravnest.protocol.messages import Refusal
-from ravnest.protocol.placement import FetchProgress, StageMissing, StageReady
+from ravnest.protocol.placement import BackupKept, FetchProgress, SnapshotMade, StageMissing, StageReady
 from ravnest.protocol.training import DroppedMicrobatch, GradientNoise, LeaseDone, LeaseGrant, StepReport
 
 _CLEARLY = 1.5  # times as large
@@ -244,6 +245,8 @@ def _add(means: Means, report: StepReport, num_samples: int) -> None:
 _AT_WORK = (JobPhase.TRAINING, JobPhase.EVALUATING)
 # These may begin or end a cluster or a round: the books are brought up to date before them.
 _TURNS_OF_PEERS = (Leave, StageReady, StageMissing, RoundReady, RoundChecked, RoundAbort)
+# These change no cluster; at most they close a lease, or grant some.
+_EVERYDAY = (LeaseDone, RoundReady, SnapshotMade, BackupKept, TrainingReported)
 _SIGNS_OF_LIFE = (StageReady, StageMissing, LeaseDone, DroppedMicrobatch)
 
 
@@ -262,7 +265,9 @@ class Monitors:
         self._fetched: dict[NodeId, FetchProgress] = {}  # the last of each node that builds
         self._num_starts = 0
         self._has_told_alarm = False
-        self._is_stale = True  # the coordinator has changed since clusters were last looked at
+        self._is_stale = True  # clusters may have begun or ended since all were looked at
+        self._is_touched = False  # something happened since then that touched a few of them
+        self._touched: dict[str, ClusterState] = {}  # which
 
     def due(self, hub: Coordinator) -> float | None:
         """Return when to conclude again, if nothing else happens."""
@@ -383,7 +388,7 @@ class Monitors:
     def observe(self, hub: Coordinator, event: Event, actions: tuple[Action, ...]) -> None:
         """Observe an event that the coordinator has applied, and what it wants done."""
         self._follow(hub.ledger)
-        self._is_stale = True
+        self._touch(hub, event, actions)
         for action in actions:
             match action:
                 case Notify():
@@ -399,6 +404,24 @@ class Monitors:
                     self._notify_alarm(event.now)
                     self._end_evaluation(hub.ledger, cluster, event.message, event.now)
 
+    def _touch(self, hub: Coordinator, event: Event, actions: tuple[Action, ...]) -> None:
+        """Note which clusters may have work now, or none any more: all of them, but after everyday events."""
+        message = event.message if isinstance(event, Received) else event
+        told = (action.notice for action in actions if isinstance(action, Notify))
+        is_everyday = isinstance(message, _EVERYDAY) and all(
+            isinstance(x, Trained | RoundEnded) for x in told
+        )
+        if not is_everyday or hub.placement.is_exact:
+            self._is_stale = True
+        self._is_touched = True
+        if self._is_stale:
+            return
+        names = [x.to for x in actions if isinstance(x, Send) and isinstance(x.message, LeaseGrant)]
+        names += [event.sender] if isinstance(event, Received) else []
+        for cluster in map(hub.placement.cluster_of, names):
+            if cluster is not None and cluster.is_running:
+                self._touched[cluster.cluster_id] = cluster
+
     def conclude(self, hub: Coordinator, now: float) -> Conclusion | None:
         """Return the next conclusion, to be applied before the next is asked for; None: there is no more."""
         if self._found:
@@ -410,13 +433,18 @@ class Monitors:
         return self._find_silent(hub, hub.ledger, now)
 
     def _find_silent(self, hub: Coordinator, ledger: Ledger, now: float) -> ClusterSilent | None:
-        """Look at all clusters, but not after every report."""
+        """Look at all clusters, but not after everyday events: then at those with other leases."""
         if hub.phase not in _AT_WORK:
+            self._is_stale |= self._is_touched
             return None
+        if self._is_touched and not self._is_stale:
+            self._liveness.follow(self._touched.values(), ledger.is_busy, hub.has_asked, now)
+        self._touched.clear()
+        self._is_touched = False
         if hub.stands_still:
             for cluster in hub.placement.running:
                 self._liveness.record_sign(cluster.cluster_id, now)
-        elif not self._is_stale and (self._liveness.due is None or now < self._liveness.due):
+        elif not self._is_stale and self._liveness.is_quiet(now):
             return None
         found = self._liveness.find_silent(hub.placement, ledger.is_busy, hub.has_asked, ledger.settings, now)
         self._is_stale = False

@@ -102,12 +102,14 @@ def _trace_modes(
     found = []
     for length in (rows.length, shortest) if rows is not None else (0,):
         lengths = {mode: dict.fromkeys(names, Integer(length)) for mode, names in symbols.items()}
-        train = _trace(whole, fields, exported[True], "train", lengths[True], shows_logits=False)
-        if False in exported:
-            evaluate = _trace(whole, fields, exported[False], "evaluate", lengths[False], shows_logits=True)
+        both = False not in exported
+        train, *same = _trace(
+            whole, fields, exported[True], "train", lengths[True], (False, True)[: 1 + both]
+        )
+        if not both:
+            (evaluate,) = _trace(whole, fields, exported[False], "evaluate", lengths[False], (True,))
         else:
-            same = _trace(whole, fields, exported[True], "train", lengths[True], shows_logits=True)
-            derived = without_dropout(same, dropout)
+            derived = without_dropout(same[0], dropout)
             if derived is None:
                 return None
             evaluate = derived
@@ -124,17 +126,20 @@ def _trace(
     exported: torch.export.ExportedProgram,
     mode: str,
     lengths: Lengths,
-    *,
-    shows_logits: bool,
-) -> Traced:
-    """Return a program; logits that it was exported with are no result that people see."""
+    shows_logits: tuple[bool, ...],
+) -> list[Traced]:
+    """Return programs with logits or without; these are no result that people see."""
     has_logits = len(exported.graph_signature.user_outputs) > len(whole.results)
-    results: tuple[str | None, ...] = whole.results
-    if has_logits:
-        results = (*results, LOGITS if shows_logits else None)
-    traced = trace(exported, tuple(fields), results, whole.state_name, mode, lengths)
-    if not (has_logits and shows_logits):
-        return traced
+    extra = [((LOGITS if shows else None),) if has_logits else () for shows in shows_logits]
+    wanted: list[tuple[str | None, ...]] = [(*whole.results, *each) for each in extra]
+    found = trace(exported, tuple(fields), wanted, whole.state_name, mode, lengths)
+    return [
+        _mark_logits(traced) if has_logits and shows else traced
+        for traced, shows in zip(found, shows_logits, strict=True)
+    ]
+
+
+def _mark_logits(traced: Traced) -> Traced:
     *kept, (_, logits) = traced.program.results
     return replace(traced, program=replace(traced.program, results=tuple(kept), logits=logits))
 

@@ -106,12 +106,12 @@ class Traced:
 def trace(
     exported: torch.export.ExportedProgram,
     fields: Sequence[str],
-    results: Sequence[str | None],
+    wanted: Sequence[Sequence[str | None]],
     state_name: Callable[[str], str],
     mode: str,
     lengths: Lengths | None = None,
-) -> Traced:
-    """Turn an exported program with these fields and results into ours.
+) -> list[Traced]:
+    """Turn an exported program with these fields into ours, one for each of the names wanted of its results.
 
     `state_name` names its state; constants that only stand in the code are named after the mode. `lengths`
     says what the symbols of rows stand for (`sample_length`). A result without a name is left out.
@@ -119,9 +119,13 @@ def trace(
     tracer = _Tracer(exported, state_name, mode, {} if lengths is None else lengths)
     tracer.read_inputs(fields)
     ends = tracer.read_graph(exported.graph_module, {})
-    assert len(ends) == len(results)
+    return [Traced(_finish(tracer, _name_results(names, ends)), dict(tracer.tensors)) for names in wanted]
+
+
+def _name_results(names: Sequence[str | None], ends: Sequence[Argument]) -> tuple[tuple[str, ValueId], ...]:
+    assert len(ends) == len(names)
     named = []
-    for name, end in zip(results, ends, strict=True):
+    for name, end in zip(names, ends, strict=True):
         if name is None:
             continue
         if not isinstance(end, Ref):
@@ -129,7 +133,7 @@ def trace(
                 f"{name!r} is {end!r} whatever the batch holds; return a tensor that is computed from it"
             )
         named.append((name, end.value))
-    return Traced(_finish(tracer, tuple(named)), tracer.tensors)
+    return tuple(named)
 
 
 @dataclass
@@ -146,6 +150,7 @@ class _Tracer:
     nodes: dict[int, fx.Node] = field(default_factory=dict)
     known: dict[fx.Node, object] = field(default_factory=dict)
     batch_symbols: set[object] = field(default_factory=set)
+    numbers: dict[object, int | float | Size | Ratio | None] = field(default_factory=dict)
 
     def read_inputs(self, fields: Sequence[str]) -> None:
         """Give every parameter, buffer, constant and batch field its value."""
@@ -317,7 +322,7 @@ class _Tracer:
             raise refuse_node(node, f"it uses {dtype} numbers", f"use one of {', '.join(ITEM_BYTES)}")
         shape = []
         for size in made.shape:
-            number = number_of(size, self.lengths)
+            number = self._number(size)
             if not isinstance(number, int | Size) or self._unknown(size):
                 raise refuse_node(
                     node,
@@ -328,6 +333,16 @@ class _Tracer:
         value = ValueId(len(self.values))
         self.values[value] = TensorType(dtype, tuple(shape))
         return value
+
+    def _number(self, size: object) -> int | float | Size | Ratio | None:
+        """Return a size as a number; few sizes are different, and each takes long."""
+        if isinstance(size, int | float):
+            return size
+        assert isinstance(size, torch.SymInt | torch.SymFloat)
+        key = type(size), size.node.expr
+        if key not in self.numbers:
+            self.numbers[key] = number_of(size, self.lengths)
+        return self.numbers[key]
 
     def _unknown(self, size: object) -> set[object]:
         return symbols_of(size) - self.batch_symbols - self.lengths.keys()
@@ -351,7 +366,7 @@ class _Tracer:
             case torch.SymInt() | torch.SymFloat() if self._unknown(value):
                 raise refuse_node(node, *_READS_VALUES)
             case torch.SymInt() | torch.SymFloat():
-                number = number_of(value, self.lengths)
+                number = self._number(value)
                 if number is not None:
                     return number
         raise refuse_node(
