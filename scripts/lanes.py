@@ -39,7 +39,13 @@ LANES: dict[str, list[Command]] = {
         *map(benchmark, ("allreduce", "quality", "gallery")),
     ],
     "measures": [*map(benchmark, ("soak", "recovery", "pipeline", "memory")), (*PYTEST, *LEARNING)],
-    "decides": [("scripts/check",), (*PYTEST, *DECIDING), benchmark("plan"), benchmark("noise")],
+    "decides": [
+        ("scripts/check",),
+        (*PYTEST, *DECIDING),
+        benchmark("plan"),
+        benchmark("noise"),
+        benchmark("hub"),
+    ],
     "computes": [
         (*PYTEST, *leave_out(DECIDING + WAITING)),
         *map(benchmark, ("stages", "size", "capture", "families")),

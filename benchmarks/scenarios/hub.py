@@ -116,6 +116,5 @@ def _report(figures: Figures) -> str:
         "Equal peers in clusters of eight with a tenth of spares, 0.4 s per microbatch, on virtual time,\n"
         "with the production coordinator and its monitors. Times are CPU per event, `steady` over all\n"
         "events of clusters that train and average. Memory is that of the hub and of its simulated peers\n"
-        "when all have joined, by tracemalloc.\n\n"
-        + table(["peers", *keys], rows)
+        "when all have joined, by tracemalloc.\n\n" + table(["peers", *keys], rows)
     )
