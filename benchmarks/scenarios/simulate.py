@@ -1,7 +1,7 @@
 """Does the simulator do what a real swarm does? The same job, nodes, plans and death, for real and simulated.
 
-The real run is that of the benchmark `recovery`: `ravnest join` processes on emulated devices, two clusters of
-three stages and a spare, one of them killed. The simulator gets its job, its nodes and its planner.
+The real run is that of the benchmark `recovery`: `ravnest join` processes on emulated devices, two clusters
+of three stages and a spare, one of them killed. The simulator gets its job, its nodes and its planner.
 """
 
 from dataclasses import dataclass, replace
@@ -86,7 +86,7 @@ def _read(death: Any, record: Record) -> tuple[float, float]:
 
 
 def simulate_again(seen: Seen, victim: NodeId) -> tuple[float, float]:
-    """Return the rate before the death of this node and the seconds until training resumed, on virtual time."""
+    """Return the rate before the death of this node, and the seconds until training resumed."""
     assert seen.job is not None
     assert seen.asked is not None
     assert seen.made is not None
