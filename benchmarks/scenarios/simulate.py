@@ -103,7 +103,7 @@ def simulate_again(seen: Seen, victim: NodeId) -> tuple[float, float]:
     world.kill(victim)
     world.run(_END_SECONDS)
     resumed = [each.at for each in world.recorder.recoveries if each.at > killed_at]
-    assert resumed, "the simulated cluster did not train again"
+    assert resumed, f"the simulated cluster did not train again: {world.recorder.notices}"
     return round(rate, 3), round(resumed[0] - killed_at, 3)
 
 
