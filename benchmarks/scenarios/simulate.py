@@ -14,13 +14,16 @@ from ravnest.hub.coordinator.events import Action, Event, JobGiven, MakePlan, Pl
 from ravnest.hub.coordinator.planner import SearchPlanner
 from ravnest.ids import NodeId
 from ravnest.plan.types import Plan, Swarm
+from ravnest.protocol.messages import Message
+from ravnest.protocol.training import StepReport
+from ravnest.sim.sim_peer import SimPeer
 from ravnest.sim.world import World, WorldParts
 
 Figures = dict[str, Any]
 
 RATE_WITHIN, RECOVERY_WITHIN = 0.10, 0.20
 TURNS = 3
-_RUNS_SECONDS, _KILL_SECONDS, _END_SECONDS = 8.0, 60.0, 110.0
+_LONGEST_SECONDS = 60.0
 
 
 @dataclass
@@ -92,19 +95,33 @@ def simulate_again(seen: Seen, victim: NodeId) -> tuple[float, float]:
     assert seen.made is not None
     swarm = Swarm(seen.asked.nodes)
     planner = _SamePlan(seen.made)
-    world = World(replace(seen.job, now=0.0), swarm, WorldParts(planner, is_measured=False))
+    world = _Watched(replace(seen.job, now=0.0), swarm, WorldParts(planner, is_measured=False))
     for node in swarm.nodes:
         world.timeline.at(0.0, world.join, node.name)
-    world.run(_KILL_SECONDS)
-    before = world.hub.ledger.num_counted
-    world.run(_KILL_SECONDS + _RUNS_SECONDS)
-    rate = (world.hub.ledger.num_counted - before) / _RUNS_SECONDS
-    killed_at = world.timeline.now
+    while not world.leaf_times and world.timeline.now < _LONGEST_SECONDS:
+        world.run(world.timeline.now + 0.1)
+    first = world.leaf_times[0][0]
+    since, killed_at = first + recovery._WARM_UP_SECONDS, first + recovery._BEFORE_SECONDS
+    world.run(killed_at)
     world.kill(victim)
-    world.run(_END_SECONDS)
+    world.run(killed_at + _LONGEST_SECONDS)
+    num_samples = sum(size for at, size in world.leaf_times if since < at <= killed_at)
     resumed = [each.at for each in world.recorder.recoveries if each.at > killed_at]
     assert resumed, f"the simulated cluster did not train again: {world.recorder.notices}"
-    return round(rate, 3), round(resumed[0] - killed_at, 3)
+    return round(num_samples / (killed_at - since), 3), round(resumed[0] - killed_at, 3)
+
+
+class _Watched(World):
+    """Knows when which microbatch was through the last stage of its cluster."""
+
+    def __init__(self, *facts: Any) -> None:
+        self.leaf_times: list[tuple[float, int]] = []
+        super().__init__(*facts)
+
+    def say(self, peer: SimPeer, message: Message) -> None:
+        if isinstance(message, StepReport) and message.loss is not None:
+            self.leaf_times.append((self.timeline.now, message.num_samples))
+        super().say(peer, message)
 
 
 @dataclass
