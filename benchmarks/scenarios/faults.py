@@ -25,13 +25,8 @@ from benchmarks.joining import PRELOADED, Peers
 from benchmarks.measure import say, table
 from benchmarks.namespaces import Namespaces, Rate, enter, may_be_used
 from ravnest.hub.coordinator.events import Action, Event, Notify, SendFields
-from ravnest.hub.coordinator.notices import (
-    ClusterBroken,
-    ClusterDissolved,
-    Trained,
-    WorkLost,
-    show_notice,
-)
+from ravnest.hub.coordinator.notice_texts import show_notice
+from ravnest.hub.coordinator.notices import ClusterBroken, ClusterDissolved, Trained, WorkLost
 
 Figures = dict[str, Any]
 

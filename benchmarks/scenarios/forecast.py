@@ -24,7 +24,8 @@ from benchmarks.measure import say, table
 from benchmarks.namespaces import Namespaces, Rate, enter, may_be_used
 from benchmarks.swarm import process_seconds
 from ravnest.hub.coordinator.events import Action, Event, Notify, Received
-from ravnest.hub.coordinator.notices import PlanFormed, Trained, show_notice
+from ravnest.hub.coordinator.notice_texts import show_notice
+from ravnest.hub.coordinator.notices import PlanFormed, Trained
 from ravnest.plan.types import Stage
 from ravnest.protocol.training import StepReport
 

@@ -14,6 +14,7 @@ from benchmarks.models import build, find_cuts, make_job
 from benchmarks.swarm import LinkSpeed, Record, Setting, train
 from ravnest.hub.coordinator.coordinator import Coordinator
 from ravnest.hub.coordinator.events import Action, Event, JobGiven, MakePlan, PlanMade
+from ravnest.hub.coordinator.notice_texts import show_notice
 from ravnest.hub.coordinator.notices import (
     Checkpointed,
     ClusterBroken,
@@ -23,7 +24,6 @@ from ravnest.hub.coordinator.notices import (
     Missing,
     Recovered,
     Trained,
-    show_notice,
 )
 from ravnest.hub.service.status import StatusTracker
 from ravnest.plan.forecast import forecast

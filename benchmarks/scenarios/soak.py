@@ -22,6 +22,7 @@ import psutil
 
 from benchmarks.joining import Peers
 from benchmarks.measure import held_by_peer, memory_of, say, spread, table
+from ravnest.hub.coordinator.notice_texts import show_notice
 from ravnest.hub.coordinator.notices import (
     ClusterBroken,
     ClusterDissolved,
@@ -33,7 +34,6 @@ from ravnest.hub.coordinator.notices import (
     RoundEnded,
     Trained,
     WorkLost,
-    show_notice,
 )
 
 Figures = dict[str, Any]

@@ -177,17 +177,13 @@ class Worker:
         following = self.schedule.next_input
         if not self.schedule.is_exact or following is None:
             return True
-        return all(
-            following < microbatch
-            for microbatch, arriving in self._arriving.items()
-            if arriving.is_evaluation is False
-        )
+        trained = (number for number, each in self._arriving.items() if each.is_evaluation is False)
+        return all(following < number for number in trained)
 
     def begin_texts(self) -> StageGeneration:
         """Return the stage's part in texts, made for the first one."""
         if self.generation is None:
-            facts = (self.position, self._blueprint, self._stage, self._device)
-            self.generation = StageGeneration(*facts)
+            self.generation = StageGeneration(self.position, self._blueprint, self._stage, self._device)
         return self.generation
 
     def flush(self) -> Iterator[Outgoing] | None:
@@ -341,9 +337,8 @@ class Worker:
         ready = self._ready.pop(microbatch)
         inputs, started = ready.decode_inputs(), self._clock()
         again = ready.find_again() if self.position.recomputes else None
-        passed = self._stage.forward(
-            microbatch, inputs, ready.fields, key=(self.position.seed, microbatch), again=again
-        )
+        key = (self.position.seed, microbatch)
+        passed = self._stage.forward(microbatch, inputs, ready.fields, key=key, again=again)
         del inputs
         self._device.stretch(started, self._device.forward_seconds * ready.num_samples)
         if isinstance(passed, DroppedWork):
@@ -405,8 +400,8 @@ class Worker:
             return
         if self._num_refused % _REFUSALS_PER_LINE == 0:
             text = "stage %d leaves update %d out: %s; %d updates were left out before"
-            stage_number, why = self.position.index + 1, updated.refusal
-            logger.warning(text, stage_number, updated.version, why, self._num_refused)
+            facts = (self.position.index + 1, updated.version, updated.refusal, self._num_refused)
+            logger.warning(text, *facts)
         self._num_refused += 1
 
     def _rate(self) -> float:
@@ -435,12 +430,8 @@ class Worker:
         if self._after is not None:
             yield self._pass_on(microbatch, ready, passed)
             return
-        loss, metrics = _read_results(passed)
-        build_id, version = self.position.build_id, self._stage.version
-        report = StepReport(
-            build_id, microbatch, version, 0, ready.num_samples, 0.0, 0.0, 0.0, 0.0, loss, metrics
-        )
-        yield Outgoing(HUB, report)
+        facts = (self.position.build_id, microbatch, self._stage.version, 0, ready.num_samples)
+        yield Outgoing(HUB, StepReport(*facts, 0.0, 0.0, 0.0, 0.0, *_read_results(passed)))
 
     def _recheck(self, microbatch: MicrobatchId) -> Iterator[Outgoing]:
         """Say which loss a microbatch of another cluster has on an average that both have."""
@@ -503,9 +494,8 @@ class Worker:
         self._forget(dropped.microbatch, is_evaluation)
         yield from self._finish(dropped.microbatch, 0)
         if dropped.has_lost_device:
-            raise RavnestError(
-                f"the device of this PC has stopped working ({dropped.reason}); start ravnest join again"
-            )
+            problem = f"the device of this PC has stopped working ({dropped.reason})"
+            raise RavnestError(f"{problem}; start ravnest join again")
 
     def _forget(self, microbatch: MicrobatchId, is_evaluation: bool) -> None:
         if not is_evaluation:

@@ -16,6 +16,7 @@ from typing import Any
 
 from ravnest.config import TIMEOUTS, ProgramTimeouts
 from ravnest.errors import ConfigError
+from ravnest.hub.coordinator.notice_texts import show_notice as show
 from ravnest.hub.coordinator.notices import (
     EpochDone,
     Evaluated,
@@ -28,7 +29,6 @@ from ravnest.hub.coordinator.notices import (
     Trained,
     Waiting,
 )
-from ravnest.hub.coordinator.notices import show_notice as show
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,8 @@ from html import escape
 from typing import Any, Self
 
 from ravnest.config import TIMEOUTS, ProgramTimeouts
-from ravnest.hub.coordinator.notices import DashboardOpened, Notice, Trained, show_notice
+from ravnest.hub.coordinator.notice_texts import show_notice
+from ravnest.hub.coordinator.notices import DashboardOpened, Notice, Trained
 from ravnest.hub.coordinator.phases import JobPhase
 from ravnest.hub.service.status import MemberStatus, Status, StatusTracker
 from ravnest.units import show_seconds

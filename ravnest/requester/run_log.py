@@ -14,7 +14,8 @@ from pathlib import Path
 
 from ravnest.config import TIMEOUTS, ProgramTimeouts
 from ravnest.errors import ConfigError
-from ravnest.hub.coordinator.notices import DashboardOpened, Notice, Trained, show_notice
+from ravnest.hub.coordinator.notice_texts import show_notice
+from ravnest.hub.coordinator.notices import DashboardOpened, Notice, Trained
 from ravnest.units import show_plainly
 
 LOG_FILE = "hub.log"

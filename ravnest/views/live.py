@@ -20,7 +20,8 @@ from rich.table import Table
 from rich.text import Text
 
 from ravnest.config import TIMEOUTS, ProgramTimeouts
-from ravnest.hub.coordinator.notices import DashboardOpened, Notice, show_notice
+from ravnest.hub.coordinator.notice_texts import show_notice
+from ravnest.hub.coordinator.notices import DashboardOpened, Notice
 from ravnest.hub.coordinator.phases import JobPhase, NodePhase
 from ravnest.hub.service.status import Status, StatusTracker
 from ravnest.units import show_count, show_seconds

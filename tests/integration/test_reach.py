@@ -29,15 +29,8 @@ from support.small_swarm import (
 import ravnest as rv
 from ravnest.config import NetTimeouts, PeerTimeouts, Timeouts
 from ravnest.hub.coordinator.events import JobGiven, MakePlan, PlanMade
-from ravnest.hub.coordinator.notices import (
-    ClusterStarted,
-    EpochDone,
-    Left,
-    Measured,
-    Notice,
-    PlanFormed,
-    show_notice,
-)
+from ravnest.hub.coordinator.notice_texts import show_notice
+from ravnest.hub.coordinator.notices import ClusterStarted, EpochDone, Left, Measured, Notice, PlanFormed
 from ravnest.hub.coordinator.planner import SearchPlanner
 from ravnest.hub.service.server import HubParts
 from ravnest.net import relay

@@ -23,6 +23,7 @@ import ravnest as rv
 from benchmarks.joining import Peers
 from ravnest.config import TIMEOUTS, Timeouts
 from ravnest.hub.coordinator.events import Action, Event, Notify
+from ravnest.hub.coordinator.notice_texts import show_notice
 from ravnest.hub.coordinator.notices import (
     ClusterDissolved,
     ClusterStarted,
@@ -31,7 +32,6 @@ from ravnest.hub.coordinator.notices import (
     Notice,
     Trained,
     WorkLost,
-    show_notice,
 )
 from ravnest.hub.service.server import HubParts
 from ravnest.hub.service.status import ClusterStatus, StatusTracker

@@ -7,7 +7,7 @@ monitors sum their reports, and the ledger records the sums.
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from itertools import accumulate
+from itertools import accumulate, takewhile
 
 from ravnest.hub.coordinator.checks import Draws
 from ravnest.hub.coordinator.evaluations import Evaluation, EvaluationSchedule, Means
@@ -537,3 +537,38 @@ def weigh_cluster(ledger: Ledger, cluster: ClusterState, samples_per_update: flo
     leases = (lease for lease in ledger.open_leases if lease.cluster_id == cluster.cluster_id)
     granted = num_counted + sum(sum(lease.num_samples) for lease in leases)
     return 1.0 + min(max(num_updates * samples_per_update, num_counted), float(granted))
+
+
+class EpochReports:
+    """Lets reports out in the order of epochs: clusters may end a later one first, and its report waits."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin from the books; of an epoch that was over there before an earlier one no loss is known."""
+        ledger, under_way = self._ledger, self._ledger.epochs_under_way
+        later = range(min(under_way, default=ledger.num_begun), ledger.num_begun)
+        over = [
+            EpochDone(epoch + 1, ledger.settings.epoch_size(epoch), 0, None)
+            for epoch in later
+            if epoch not in under_way
+        ]
+        self._waiting: list[EpochDone | Evaluated] = [*over]
+
+    def add(self, reports: Sequence[EpochDone | Evaluated], is_end: bool) -> list[EpochDone | Evaluated]:
+        """Return the reports whose turn it is; at the end, when no more epochs are over, all."""
+        given = sorted([*self._waiting, *reports], key=_order)
+        ready = given if is_end else [*takewhile(self._is_next, given)]
+        self._waiting = given[len(ready) :]
+        return ready
+
+    def _is_next(self, report: EpochDone | Evaluated) -> bool:
+        num_before = report.epoch - isinstance(report, EpochDone)
+        return min(self._ledger.epochs_under_way, default=num_before) >= num_before
+
+
+def _order(report: EpochDone | Evaluated) -> tuple[int, int]:
+    """Return where a report belongs: evaluations after an epoch come when that is told."""
+    return report.epoch, 1 + report.num_updates if isinstance(report, Evaluated) else 0

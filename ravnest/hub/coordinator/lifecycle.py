@@ -8,7 +8,6 @@ cluster ends.
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from itertools import takewhile
 
 from ravnest.config import TIMEOUTS, HubTimeouts
 from ravnest.hub.coordinator.checkpointing import CheckpointPolicy
@@ -26,7 +25,7 @@ from ravnest.hub.coordinator.events import (
     Restarted,
     Send,
 )
-from ravnest.hub.coordinator.ledger import Ledger
+from ravnest.hub.coordinator.ledger import EpochReports, Ledger
 from ravnest.hub.coordinator.notices import (
     BestIsResult,
     CheckpointIsResult,
@@ -60,41 +59,6 @@ UNLIKE = "the weights that it gives are not those that most clusters hold after 
 _MOST_ALARMS = 3
 _CLEAR_CHANGE = 0.1  # of the rate: less is not worth a notice
 _Result = list[Action] | str  # actions, or why the event is refused
-
-
-class EpochReports:
-    """Lets reports out in the order of epochs: clusters may end a later one first, and its report waits."""
-
-    def __init__(self, ledger: Ledger) -> None:
-        self._ledger = ledger
-        self.restart()
-
-    def restart(self) -> None:
-        """Begin from the books; of an epoch that was over there before an earlier one no loss is known."""
-        ledger, under_way = self._ledger, self._ledger.epochs_under_way
-        later = range(min(under_way, default=ledger.num_begun), ledger.num_begun)
-        over = [
-            EpochDone(epoch + 1, ledger.settings.epoch_size(epoch), 0, None)
-            for epoch in later
-            if epoch not in under_way
-        ]
-        self._waiting: list[EpochDone | Evaluated] = [*over]
-
-    def add(self, reports: Sequence[EpochDone | Evaluated], is_end: bool) -> list[EpochDone | Evaluated]:
-        """Return the reports whose turn it is; at the end, when no more epochs are over, all."""
-        given = sorted([*self._waiting, *reports], key=_order)
-        ready = given if is_end else [*takewhile(self._is_next, given)]
-        self._waiting = given[len(ready) :]
-        return ready
-
-    def _is_next(self, report: EpochDone | Evaluated) -> bool:
-        num_before = report.epoch - isinstance(report, EpochDone)
-        return min(self._ledger.epochs_under_way, default=num_before) >= num_before
-
-
-def _order(report: EpochDone | Evaluated) -> tuple[int, int]:
-    """Return where a report belongs: evaluations after an epoch come when that is told."""
-    return report.epoch, 1 + report.num_updates if isinstance(report, Evaluated) else 0
 
 
 class Lifecycle:

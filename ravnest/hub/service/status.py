@@ -22,16 +22,8 @@ from ravnest.hub.coordinator.events import (
     Received,
     TextsSampled,
 )
-from ravnest.hub.coordinator.notices import (
-    Evaluated,
-    Joined,
-    Left,
-    Notice,
-    RoundEnded,
-    SampledText,
-    Trained,
-    show_notice,
-)
+from ravnest.hub.coordinator.notice_texts import show_notice
+from ravnest.hub.coordinator.notices import Evaluated, Joined, Left, Notice, RoundEnded, SampledText, Trained
 from ravnest.hub.coordinator.phases import ClusterPhase, JobPhase, NodePhase
 from ravnest.hub.coordinator.progress import DroppedSamples
 from ravnest.ids import NodeId

@@ -1,5 +1,6 @@
 """Notices as news: a number, a topic, a tone, and whom they are about. Pure."""
 
+from ravnest.hub.coordinator.notice_texts import show_notice
 from ravnest.hub.coordinator.notices import (
     BestIsResult,
     CaptureStep,
@@ -38,7 +39,6 @@ from ravnest.hub.coordinator.notices import (
     WentWrong,
     WorkLost,
     WorkUndone,
-    show_notice,
 )
 from ravnest.web.updates import NumberedNews
 

@@ -27,6 +27,7 @@ from ravnest.hub.coordinator.events import (
     SendFields,
     Stopped,
 )
+from ravnest.hub.coordinator.notice_texts import show_notice
 from ravnest.hub.coordinator.notices import (
     Checkpointed,
     CheckpointIsResult,
@@ -48,7 +49,6 @@ from ravnest.hub.coordinator.notices import (
     Stopping,
     Waiting,
     WorkLost,
-    show_notice,
 )
 from ravnest.hub.coordinator.phases import JobPhase
 from ravnest.hub.coordinator.planner import lease_batches

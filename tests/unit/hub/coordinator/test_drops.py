@@ -5,7 +5,8 @@ from dataclasses import replace
 from support.hub_world import HubWorld, Trouble, check_replay, job
 
 from ravnest.hub.coordinator.events import InspectSamples, Notify, SamplesInspected, SendFields
-from ravnest.hub.coordinator.notices import EpochDone, MicrobatchDropped, SamplesDropped, show_notice
+from ravnest.hub.coordinator.notice_texts import show_notice
+from ravnest.hub.coordinator.notices import EpochDone, MicrobatchDropped, SamplesDropped
 from ravnest.hub.coordinator.progress import DroppedSamples, Drops
 
 

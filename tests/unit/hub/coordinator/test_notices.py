@@ -2,6 +2,7 @@
 
 import pytest
 
+from ravnest.hub.coordinator.notice_texts import show_notice
 from ravnest.hub.coordinator.notices import (
     ClusterBroken,
     ClusterDissolved,
@@ -14,7 +15,6 @@ from ravnest.hub.coordinator.notices import (
     Resumed,
     WentWrong,
     WorkLost,
-    show_notice,
 )
 from ravnest.ids import HUB
 

@@ -9,7 +9,8 @@ from support.plan_world import node
 
 from ravnest.config import TIMEOUTS
 from ravnest.hub.coordinator.events import MakeParts, MakePlan, Probed, Send
-from ravnest.hub.coordinator.notices import Measured, PlanFormed, show_notice
+from ravnest.hub.coordinator.notice_texts import show_notice
+from ravnest.hub.coordinator.notices import Measured, PlanFormed
 from ravnest.hub.coordinator.phases import JobPhase
 from ravnest.ids import NodeId
 from ravnest.protocol.membership import Fact, ProbeOrder

@@ -8,7 +8,8 @@ from support.hub_world import HubWorld, Trouble, check_replay, job
 
 from ravnest.config import Averaging
 from ravnest.hub.coordinator.events import Received, Send
-from ravnest.hub.coordinator.notices import PlanFormed, RoundEnded, show_notice
+from ravnest.hub.coordinator.notice_texts import show_notice
+from ravnest.hub.coordinator.notices import PlanFormed, RoundEnded
 from ravnest.hub.coordinator.planner import SearchPlanner
 from ravnest.hub.coordinator.rounds import judge
 from ravnest.plan.assembly import form_rings
