@@ -17,13 +17,14 @@ from ravnest.plan.types import Plan, Swarm
 from ravnest.protocol.messages import Message
 from ravnest.protocol.training import StepReport
 from ravnest.sim.sim_peer import SimPeer
-from ravnest.sim.world import World, WorldParts
+from ravnest.sim.world import HubSpeeds, World, WorldParts
 
 Figures = dict[str, Any]
 
 RATE_WITHIN, RECOVERY_WITHIN = 0.10, 0.20
 TURNS = 3
 _LONGEST_SECONDS = 60.0
+_KILLED = HubSpeeds(link_lost_seconds=0.1)  # the system closes the links of a program that is killed
 
 
 @dataclass
@@ -95,7 +96,9 @@ def simulate_again(seen: Seen, victim: NodeId) -> tuple[float, float]:
     assert seen.made is not None
     swarm = Swarm(seen.asked.nodes)
     planner = _SamePlan(seen.made)
-    world = _Watched(replace(seen.job, now=0.0), swarm, WorldParts(planner, is_measured=False))
+    world = _Watched(
+        replace(seen.job, now=0.0), swarm, WorldParts(planner, is_measured=False, hub_speeds=_KILLED)
+    )
     for node in swarm.nodes:
         world.timeline.at(0.0, world.join, node.name)
     while not world.leaf_times and world.timeline.now < _LONGEST_SECONDS:

@@ -149,7 +149,7 @@ def _run(
     """Simulate; say now and then how far it is, and in the end what the hub took."""
     from dataclasses import replace
 
-    from ravnest.sim.run import PARTS, simulate, simulation_report
+    from ravnest.sim.run import PARTS, run_simulation, simulation_report
     from ravnest.views.simulation import show_cost
 
     def watch(world: "World") -> None:
@@ -158,7 +158,7 @@ def _run(
             click.echo(f"{minute} min: {world.recorder.num_samples} samples trained", err=True)
 
     parts = replace(PARTS, clock=_cpu_seconds)
-    world = simulate(job, swarm, changes, wanted, parts, watch)
+    world = run_simulation(job, swarm, changes, wanted, parts, watch)
     cost = world.cost
     told = show_cost(cost.seconds, cost.num_events, cost.planning_seconds, cost.longest, cost.longest_event)
     click.echo(told, err=True)

@@ -14,7 +14,7 @@ from ravnest.ids import NodeId
 from ravnest.plan.types import Swarm
 from ravnest.units import show_value
 
-_AWAY_SECONDS = 1800.0  # in the mean, until a node that went comes back
+_MEAN_AWAY = 1800.0  # seconds, until a node that went comes back
 _POLITE_SHARE = 0.5  # of those that go: they say goodbye and hand over
 _MOST_CHANGES = 1_000_000
 
@@ -51,7 +51,7 @@ def made_up_changes(
                 break
             kind = ChangeKind.LEAVE if draw.random() < _POLITE_SHARE else ChangeKind.KILL
             changes.append(Change(now, node.name, kind))
-            now += 30.0 + draw.expovariate(1 / _AWAY_SECONDS)
+            now += 30.0 + draw.expovariate(1 / _MEAN_AWAY)
             changes.append(Change(now, node.name, ChangeKind.JOIN))
     return tuple(sorted(changes, key=lambda change: (change.seconds, change.node)))
 

@@ -26,13 +26,13 @@ from ravnest.protocol.messages import Message
 from ravnest.protocol.placement import PlanOrder, RingOrder
 from ravnest.protocol.training import StepReport
 
-SPAN_SECONDS = 60.0
+MINUTE = 60.0
 _SAMPLED = 64  # of messages of a kind, one is packed to know its size
 _ALWAYS = (PlanOrder, RingOrder, RoundOpen)  # their size grows with the swarm
 
 
 @dataclass(slots=True)
-class Span:
+class MinuteSeen:
     """One minute."""
 
     minute: int
@@ -76,7 +76,7 @@ class Recorder:
     """Shown every event with its actions; `end` closes a minute."""
 
     hub: Coordinator
-    spans: list[Span] = field(default_factory=list)
+    spans: list[MinuteSeen] = field(default_factory=list)
     rounds: list[RoundSeen] = field(default_factory=list)
     recoveries: list[RecoverySeen] = field(default_factory=list)
     notices: Counter[str] = field(default_factory=Counter)
@@ -86,7 +86,7 @@ class Recorder:
     lost: int = 0  # samples whose training is in no weights any more
     num_samples: int = 0
     largest_order: int = 0
-    _span: Span = field(default_factory=lambda: Span(0))
+    _span: MinuteSeen = field(default_factory=lambda: MinuteSeen(0))
     _lags: Counter[int] = field(default_factory=Counter)
     _counts: Counter[str] = field(default_factory=Counter)
     _sizes: dict[str, tuple[int, int]] = field(default_factory=dict)  # bytes and number that were packed
@@ -140,7 +140,7 @@ class Recorder:
     def end_span(self, lines: tuple[float, float, float]) -> None:
         """Close a minute; `lines` is what the hub's line has carried so far: samples, weights, relay."""
         span, whole = self._span, tuple(int(each) for each in lines)
-        span.samples_per_second = _round(span.samples / SPAN_SECONDS)
+        span.samples_per_second = _round(span.samples / MINUTE)
         span.members, span.clusters = len(self.hub.membership), len(self.hub.placement.running)
         if self._lags:
             span.mean_lag = _round(sum(lag * times for lag, times in self._lags.items()) / self._lags.total())
@@ -150,7 +150,7 @@ class Recorder:
         )
         self._lines = (whole[0], whole[1], whole[2])
         self.spans.append(span)
-        self._span, self._lags = Span(span.minute + 1), Counter()
+        self._span, self._lags = MinuteSeen(span.minute + 1), Counter()
 
     def _size(self, message: Message) -> int:
         """Return the bytes of a message: those of its kind in the mean, or its own where kinds differ."""
@@ -173,7 +173,7 @@ class Recorder:
         committed = [each.seconds for each in self.rounds if each.is_committed]
         totals = {
             "samples": self.num_samples,
-            "samples_per_second": _round(self.num_samples / max(1.0, SPAN_SECONDS * len(self.spans))),
+            "samples_per_second": _round(self.num_samples / max(1.0, MINUTE * len(self.spans))),
             "steady_samples_per_second": _round(_median([span.samples_per_second for span in busy])),
             "foreseen_samples_per_second": _round(self.foreseen),
             "first_trained_at": None if self.first_trained_at is None else _round(self.first_trained_at),

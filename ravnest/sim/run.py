@@ -45,7 +45,7 @@ def make_job(profile: ModelProfile, config: PlanConfig, wanted: SimulationSettin
     return JobGiven(profile, config, settings, now=0.0)
 
 
-def simulate(
+def run_simulation(
     job: JobGiven,
     swarm: Swarm,
     changes: Sequence[Change],

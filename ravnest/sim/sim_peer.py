@@ -8,6 +8,7 @@ import hashlib
 from dataclasses import dataclass
 from typing import Protocol
 
+from ravnest.config import TIMEOUTS
 from ravnest.ids import HUB, LeaseId, NodeId, RoundId, SegmentId
 from ravnest.plan.types import Ring
 from ravnest.protocol.averaging import RoundAbort, RoundCommit, RoundOpen
@@ -30,10 +31,10 @@ from ravnest.protocol.training import LeaseGrant
 from ravnest.sim.timeline import Timeline
 from ravnest.sim.transfers import Fetch, Transfers
 
-_REPORT_SECONDS = 5.0  # between two messages about what was fetched
+_REPORTED_EVERY = TIMEOUTS.peer.report_every_seconds
 
 
-def name_blob(*facts: object) -> str:
+def made_up_hash(*facts: object) -> str:
     """Return a hash that only these facts have."""
     return hashlib.blake2b(repr(facts).encode(), digest_size=32).hexdigest()
 
@@ -42,7 +43,7 @@ def name_blob(*facts: object) -> str:
 class PeerSpeeds:
     """What a peer's own work takes, in seconds."""
 
-    build_seconds: float = 1.0  # a stage of what is here
+    build_seconds: float = 0.4  # a stage of what is here
     snapshot_seconds: float = 0.3
     probe_seconds: float = 2.0
 
@@ -168,13 +169,13 @@ class SimPeer:
             self._world.timeline.after(self._world.speeds.build_seconds, self._build, parts)
 
         self._fetch = self._world.transfers.fetch(self.name, parts.sources, done, miss)
-        self._world.timeline.after(_REPORT_SECONDS, self._report_fetch, self._fetch, parts.build_id)
+        self._world.timeline.after(_REPORTED_EVERY, self._report_fetch, self._fetch, parts.build_id)
 
     def _report_fetch(self, fetch: Fetch, build_id: int) -> None:
         if not self.is_alive or fetch is not self._fetch or fetch.is_over or not fetch.num_open:
             return
         self._world.say(self, FetchProgress(build_id, int(fetch.num_bytes), int(fetch.size_bytes)))
-        self._world.timeline.after(_REPORT_SECONDS, self._report_fetch, fetch, build_id)
+        self._world.timeline.after(_REPORTED_EVERY, self._report_fetch, fetch, build_id)
 
     def _build(self, parts: StageParts) -> None:
         if not self.is_alive or self.order is None or self.build_id != parts.build_id:
@@ -188,7 +189,7 @@ class SimPeer:
         if not self.is_alive or self.build_id != order.build_id or not self.held:
             return
         start, stop = min(self.held), max(self.held) + 1
-        blob = name_blob(self.name, order.number)
+        blob = made_up_hash(self.name, order.number)
         self.kept[blob] = self.held
         weights = BlobRef(blob, self._world.snapshot_bytes(start, stop))
         self._world.say(self, SnapshotMade(order.build_id, order.number, self.version, weights))

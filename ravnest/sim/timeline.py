@@ -5,7 +5,7 @@ from collections.abc import Callable
 from itertools import count
 from typing import Any
 
-Happening = Callable[..., object]
+PlannedAction = Callable[..., object]
 
 
 class Timeline:
@@ -13,7 +13,7 @@ class Timeline:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self._planned: list[tuple[float, int, Happening, tuple[Any, ...]]] = []
+        self._planned: list[tuple[float, int, PlannedAction, tuple[Any, ...]]] = []
         self._numbers = count()
 
     @property
@@ -21,11 +21,11 @@ class Timeline:
         """When the next thing happens, if anything is planned."""
         return self._planned[0][0] if self._planned else None
 
-    def at(self, time: float, action: Happening, *facts: Any) -> None:
+    def at(self, time: float, action: PlannedAction, *facts: Any) -> None:
         """Plan an action; what is over already happens now."""
         heapq.heappush(self._planned, (max(time, self.now), next(self._numbers), action, facts))
 
-    def after(self, seconds: float, action: Happening, *facts: Any) -> None:
+    def after(self, seconds: float, action: PlannedAction, *facts: Any) -> None:
         """Plan an action so many seconds from now."""
         heapq.heappush(self._planned, (self.now + seconds, next(self._numbers), action, facts))
 

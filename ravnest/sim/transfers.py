@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from ravnest.config import TIMEOUTS
 from ravnest.ids import HUB, NodeId
 from ravnest.protocol.placement import Source
 from ravnest.sim.lines import Lines
@@ -16,7 +17,7 @@ from ravnest.sim.timeline import Timeline
 
 _MOST_PIECES = 8
 _PIECE_BYTES = 1 << 20
-_NOTICED_SECONDS = 2.0  # after which a receiver looks elsewhere
+_NOTICED_AFTER = TIMEOUTS.net.dial_seconds  # a receiver looks elsewhere
 
 
 @dataclass(slots=True, eq=False)
@@ -96,12 +97,12 @@ class Transfers:
         """A node is gone: what it was giving comes from elsewhere after a while, or not at all."""
         for key in [key for key in self._coming if key[0] == node]:
             self._coming[key].fetch.is_over = True
-            self._drop(key, _NOTICED_SECONDS)
+            self._drop(key, _NOTICED_AFTER)
         self._queues.pop(node, None)
         for blob in tuple(self._by_giver.pop(node, {})):
             blob.number += 1
             blob.giver = None
-            self._timeline.after(_NOTICED_SECONDS, self._ask, blob)
+            self._timeline.after(_NOTICED_AFTER, self._ask, blob)
 
     def _has(self, receiver: NodeId, source: Source) -> bool:
         found = self._coming.get((receiver, source.weights.blob))

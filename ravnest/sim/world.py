@@ -54,14 +54,12 @@ from ravnest.sim.churn import Change, ChangeKind
 from ravnest.sim.laws import Laws
 from ravnest.sim.lines import Lines
 from ravnest.sim.pipeline import ClusterBuild, ClusterPipeline
-from ravnest.sim.recorder import SPAN_SECONDS, Recorder
-from ravnest.sim.sim_peer import PEER_SPEEDS, PeerSpeeds, SimPeer, name_blob
+from ravnest.sim.recorder import MINUTE, Recorder
+from ravnest.sim.sim_peer import PEER_SPEEDS, PeerSpeeds, SimPeer, made_up_hash
 from ravnest.sim.sim_rounds import PlanFacts, SimRounds
 from ravnest.sim.timeline import Timeline
 from ravnest.sim.transfers import Transfers
 
-_LINK_LOST_SECONDS = 1.6  # after a death, until its link is seen to be silent
-_AWAY_SECONDS = 5.0  # of a hub that restarts
 _ALL_FACTS = (Fact.SPEED, Fact.BANDWIDTH, Fact.LATENCY)
 
 
@@ -70,8 +68,10 @@ class HubSpeeds:
     """What the hub's own work takes, in seconds."""
 
     plan_seconds_per_node: float = 2e-3  # a first plan
-    repair_seconds: float = 0.3
-    parts_seconds: float = 0.2
+    repair_seconds: float = 0.2
+    parts_seconds: float = 0.1
+    link_lost_seconds: float = 1.6  # a node without power is silent; a program that is killed closes its link
+    away_seconds: float = 5.0  # when it restarts
 
 
 HUB_SPEEDS = HubSpeeds()
@@ -151,7 +151,7 @@ class World:
         self._begin()
         self.recorder = Recorder(self.hub)
         self.feed(job)
-        self.timeline.at(SPAN_SECONDS, self._end_span)
+        self.timeline.at(MINUTE, self._end_span)
 
     def _begin(self) -> None:
         self.hub = Coordinator(self.job, self._parts.timeouts)
@@ -207,7 +207,7 @@ class World:
     def _kill(self, peer: SimPeer) -> None:
         if peer.is_alive:
             self._end(peer)
-            self.timeline.after(_LINK_LOST_SECONDS, self._lose_link, peer)
+            self.timeline.after(self._parts.hub_speeds.link_lost_seconds, self._lose_link, peer)
 
     def _end(self, peer: SimPeer) -> None:
         peer.end()
@@ -236,7 +236,7 @@ class World:
         assert self._parts.keeps_log, "a hub without a log cannot restart"
         self._session += 1
         self._due = None
-        self.timeline.after(_AWAY_SECONDS, self._come_back)
+        self.timeline.after(self._parts.hub_speeds.away_seconds, self._come_back)
 
     def _come_back(self) -> None:
         log, self._log = self._log, []
@@ -365,11 +365,11 @@ class World:
         start, stop, num_positions = order.start, order.stop, self.job.profile.num_positions
         parameters = self._line_of_state.parameters
         weights = BlobRef(
-            name_blob("first", start, stop, self.hub.ledger.num_starts, self._books is None),
+            made_up_hash("first", start, stop, self.hub.ledger.num_starts, self._books is None),
             max(1, int(parameters[stop] - parameters[start])),
         )
         fields = ("inputs",) * (start == 0) + ("labels",) * (stop == num_positions)
-        blueprint = BlobRef(name_blob("blueprint", start, stop), 1)
+        blueprint = BlobRef(made_up_hash("blueprint", start, stop), 1)
         now = self.timeline.now
         self.feed(PartsMade(start, stop, blueprint, weights, fields, fields, now))
 
@@ -403,7 +403,7 @@ class World:
         lines = self.lines
         carried = (lines.hub_data.num_bytes, lines.hub_bulk.num_bytes, lines.hub_relay.num_bytes)
         self.recorder.end_span(carried)
-        self.timeline.after(SPAN_SECONDS, self._end_span)
+        self.timeline.after(MINUTE, self._end_span)
 
     # The peers' side.
 

@@ -7,7 +7,7 @@ from support.plan_world import even_model, node, swarm_of
 
 from ravnest.hub.coordinator.events import JobGiven, JobSettings
 from ravnest.sim.churn import Change, ChangeKind
-from ravnest.sim.run import PARTS, SimulationSettings, simulate
+from ravnest.sim.run import PARTS, SimulationSettings, run_simulation
 
 PARTS_FOR_TESTS = replace(PARTS, planner=QUICK_PLANNER)
 
@@ -38,4 +38,4 @@ def joins(swarm):
 def play(swarm, changes, hours=0.1, parts=PARTS_FOR_TESTS, job=None, **settings):
     """Let a small swarm train; return its world."""
     given = job or small_job()
-    return simulate(given, swarm, changes, SimulationSettings(hours=hours, **settings), parts)
+    return run_simulation(given, swarm, changes, SimulationSettings(hours=hours, **settings), parts)

@@ -83,6 +83,22 @@ def divide_among(placement: Placement, batch_size: int) -> dict[str, int]:
     return {each.cluster_id: share for each, share in zip(running, shares, strict=True)}
 
 
+class _BatchShares:
+    """Shares of a batch, worked out once for each set of running clusters."""
+
+    def __init__(self) -> None:
+        self._running: tuple[ClusterState, ...] = ()
+        self._is_split = False
+        self._shares: dict[str, int] = {}
+
+    def find(self, cluster: ClusterState, placement: Placement, batch_size: int) -> int:
+        """Return how many samples an update of a running cluster has."""
+        if self._running is not placement.running or self._is_split is not placement.sharing.is_split:
+            self._running, self._is_split = placement.running, placement.sharing.is_split
+            self._shares = divide_among(placement, batch_size)
+        return self._shares[cluster.cluster_id]
+
+
 class Ledger:
     """Grants leases, counts those that are done, evaluates between epochs and at the end."""
 
@@ -91,7 +107,7 @@ class Ledger:
         self.draws = Draws(settings.draw_seed)
         self.num_counted = 0  # samples trained so far, over all epochs
         self._open = OpenLeases()
-        self._shares: tuple[tuple[ClusterState, ...], bool, dict[str, int]] = ((), False, {})
+        self._shares = _BatchShares()
         self.num_starts = 0
         self.restart()
 
@@ -270,27 +286,18 @@ class Ledger:
         if placement.is_exact:
             return [] if held else self._fill_exact(placement)
         orders: list[Send | SendFields] = []
-        sated = self._open.sated
         for cluster in placement.running:
-            if cluster.cluster_id in sated:
-                continue  # most of them, after most events
-            if cluster.phase is ClusterPhase.DRAINING or cluster.cluster_id == held:
+            is_sated = cluster.cluster_id in self._open.sated  # as most of them are after most events
+            if is_sated or cluster.cluster_id == held or cluster.phase is ClusterPhase.DRAINING:
                 continue
             while not self._has_enough(cluster):
-                granted = self._grant(cluster, placement, self._share_of(cluster, placement))
+                granted = self._grant(
+                    cluster, placement, self._shares.find(cluster, placement, self._settings.batch_size)
+                )
                 if not granted:
                     break
                 orders += granted
         return orders
-
-    def _share_of(self, cluster: ClusterState, placement: Placement) -> int:
-        """Return how many samples an update of a running cluster has; others are worked out beside it."""
-        running, is_split, shares = self._shares
-        if running is not placement.running or is_split is not placement.sharing.is_split:
-            running, is_split = placement.running, placement.sharing.is_split
-            shares = divide_among(placement, self._settings.batch_size)
-            self._shares = (running, is_split, shares)
-        return shares[cluster.cluster_id]
 
     def record_summed(self, clusters: Sequence[ClusterState]) -> list[EpochDone]:
         """Record that a gradient round made the same update in these clusters: now their shares count."""
@@ -369,8 +376,7 @@ class Ledger:
         held = self._open.of(cluster.cluster_id)
         num_microbatches = sum(len(lease.num_samples) for lease in held)
         is_enough = len(held) >= _OPEN_LEASES and num_microbatches >= 2 * cluster.cluster.stages[0].window
-        if is_enough:
-            self._open.sated.add(cluster.cluster_id)
+        self._open.sated |= {cluster.cluster_id} if is_enough else set()
         return is_enough
 
     def record_done(self, cluster: ClusterState, done: LeaseDone) -> list[EpochDone] | str:
