@@ -1,6 +1,7 @@
 """Training on emulated devices: one small block per stage, and a timed wait for the rest of its time."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -27,9 +28,17 @@ def emulate(
     num_spares: int = 0,
     is_fenced: bool = True,
     watch: Callable[[dict[Any, int], Record], None] | None = None,
-    follow: Callable[[Any, Record], None] | None = None,
 ) -> tuple[Record, float]:
     """Train over stages that take these shares of the slowest's time; return its seconds per sample too."""
+    job, setting, seconds = lay_out(shares, num_updates, num_microbatches, num_spares)
+    setting = replace(setting, link=link, counts_bytes=counts_bytes, is_fenced=is_fenced)
+    return train(job, setting, watch=watch), seconds
+
+
+def lay_out(
+    shares: Sequence[float], num_updates: int, num_microbatches: int | None = None, num_spares: int = 0
+) -> tuple[Any, Setting, float]:
+    """Return a job, the emulated devices it is spread over, and the slowest's seconds per sample."""
     from ravnest.model.blueprint.slicing import slice_blueprint
     from ravnest.model.stage.profile import count_flops, measure
 
@@ -45,9 +54,6 @@ def emulate(
         speeds + [1e9] * num_spares,
         cuts,
         is_emulated=True,
-        link=link,
-        counts_bytes=counts_bytes,
-        is_fenced=is_fenced,
     )
     slowest = max(flops / speed for flops, speed in zip(work, speeds, strict=True))
-    return train(job, setting, watch=watch, follow=follow), slowest / _SAMPLES
+    return job, setting, slowest / _SAMPLES

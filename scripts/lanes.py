@@ -46,7 +46,7 @@ LANES: dict[str, list[Command]] = {
         ("scripts/check",),
         ("scripts/docs",),
         (*PYTEST, *DECIDING),
-        *map(benchmark, ("plan", "noise", "trust")),
+        *map(benchmark, ("plan", "noise", "trust", "hub")),
     ],
     "computes": [
         (*PYTEST, *leave_out(DECIDING + WAITING)),

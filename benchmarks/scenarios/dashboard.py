@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.emulation import emulate
+from benchmarks.emulation import lay_out
 from benchmarks.measure import say, spread, table
-from benchmarks.swarm import Record
+from benchmarks.swarm import Record, train
 
 Figures = dict[str, Any]
 
@@ -65,7 +65,8 @@ def run(quick: bool, given: argparse.Namespace) -> tuple[Figures, str, list[str]
         finally:
             hub.stop()
 
-    emulate(STAGES[:2] if quick else STAGES, None, ENDLESS, follow=follow)
+    job, setting, _ = lay_out(STAGES[:2] if quick else STAGES, ENDLESS)
+    train(job, setting, follow=follow)
     assert len(turns[True]) == len(turns[False]) == num_pairs
     assert all(turn.num_samples > 0 for found in turns.values() for turn in found), "nothing was trained"
     figures = _figures(turns, given.browser)

@@ -239,7 +239,8 @@ def _compare_process(num_turns: int, num_updates: int) -> Figures:
             record, _ = emulate((1.0, 1.0), None, num_updates, is_fenced=is_fenced, watch=watch)
             found[f"{words}_rate"] = record.samples_per_second(0.3)
             nodes = {key.partition(" ")[0] for key in seen}
-            used = sum(seen[f"{node} end"] - seen[f"{node} begin"] for node in nodes)
+            ends = {node: seen[f"{node} end"] for node in nodes}
+            used = sum(end - seen.get(f"{node} begin", end) for node, end in ends.items())
             found[f"{words}_cpu"] = 1e3 * used / len(record.leaf_times)
         turns.append(found)
         say(f"process and thread: { {key: _short(value) for key, value in found.items()} }")

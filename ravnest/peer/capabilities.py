@@ -120,18 +120,27 @@ def _measure(device: str, dtype: torch.dtype, most_seconds: float) -> float:
             return best
 
 
-def can_run_bf16_forked(device: str, timeout_seconds: float = 60.0) -> bool:
+def can_run_bf16_forked(device: str) -> bool:
     """Return the same, tried in a copy of this process: where it may start no program."""
+
+    def multiply() -> bool:
+        torch.set_num_threads(1)  # the copy has none of the others
+        matrix = torch.ones(64, 64, dtype=torch.bfloat16, device=torch.device(device))
+        return bool((matrix @ matrix).sum().item() == 64.0**3)
+
+    return try_forked(multiply)
+
+
+def try_forked(act: Callable[[], bool], timeout_seconds: float = 60.0) -> bool:
+    """Return what comes of something in a copy of this process; if it dies or hangs there, no."""
     come, gone = os.pipe()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # other threads are not needed there
+        warnings.simplefilter("ignore")  # that other threads are not copied
         child = os.fork()
     if not child:
         is_right = False
         with contextlib.suppress(Exception):
-            torch.set_num_threads(1)
-            matrix = torch.ones(64, 64, dtype=torch.bfloat16, device=torch.device(device))
-            is_right = bool((matrix @ matrix).sum().item() == 64.0**3)
+            is_right = act()
         os._exit(0 if is_right else 1)
     os.close(gone)
     select.select([come], [], [], timeout_seconds)  # it is readable when the copy has ended

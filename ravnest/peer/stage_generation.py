@@ -6,6 +6,7 @@ the stage can keep keys and values (`model.stage.stage_texts`), else whole rows.
 bounded, and forgotten at the end.
 """
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -36,6 +37,8 @@ from ravnest.protocol.membership import Complaint
 from ravnest.protocol.messages import Refusal
 from ravnest.protocol.tensors import FLOAT_BYTES, Buffer
 from ravnest.transfer.outbox import Outgoing
+
+logger = logging.getLogger(__name__)
 
 _MOST_GENERATIONS = 16  # that a stage remembers; the hub has fewer at a time
 MOST_CACHE_BYTES = 256 << 20  # of keys and values, of all texts; those that do not fit take whole rows
@@ -70,6 +73,7 @@ class StageGeneration:
         self._evaluate = blueprint.evaluate
         self._found: Program | None = None  # made when the first generation comes
         self._texts: StageTexts | None = None  # made when the first step is run
+        self._has_told_way = False
         self._generations: dict[int, _Generation] = {}  # the oldest first
         self._ready: dict[int, None] = {}
 
@@ -196,7 +200,7 @@ class StageGeneration:
         about = (self._position.build_id, order.generation, order.step)
         run = self._choose_way(found, order, places)
         passed = self._stage.generate(order.generation, found.held, found.fields, run)
-        is_short = found.cache is not None and self._texts is not None and not self._texts.reason
+        is_short = self._has_caches() and found.cache is not None
         share = places.count / order.length if is_short else 1.0
         self._device.stretch(started, self._device.forward_seconds * len(order.ends) * share)
         if isinstance(passed, DroppedWork):
@@ -209,7 +213,7 @@ class StageGeneration:
             yield self._pass_on(order, {ValueId(value): each for value, each in passed.outputs.items()})
         else:
             # A row that is done has no new place: what is said of it does not matter.
-            ends = [max(1, end - order.first) for end in order.ends]
+            ends = [max(1, end - order.first) if end else 0 for end in order.ends]
             rows = choose_words(passed.results[LOGITS_RESULT], ends, order.num_choices)
             if isinstance(rows, str):
                 yield Outgoing(HUB, GenerationFault(*about, rows))
@@ -228,6 +232,17 @@ class StageGeneration:
             if 0 < wanted <= self._most_cache_bytes - taken:
                 found.cache, found.cache_bytes = TextCache(), wanted
         return partial(self._texts.run, places=places, cache=found.cache)
+
+    def _has_caches(self) -> bool:
+        """Return whether the stage writes with caches, and tell it once it is known."""
+        texts = self._texts
+        assert texts is not None
+        if texts.reason and not self._has_told_way:
+            logger.warning("texts are written without caches, more slowly: %s", texts.reason)
+        elif texts.is_tried and not self._has_told_way:
+            logger.info("texts are written with caches: new places alone give what whole rows give")
+        self._has_told_way = self._has_told_way or texts.is_tried or bool(texts.reason)
+        return not texts.reason
 
     def _pass_on(self, order: GenerationStep, outputs: dict[ValueId, Tensor]) -> Outgoing:
         """Return the new places of what crosses, in the format that activations have on this link."""

@@ -143,7 +143,7 @@ class RoundCheck:
     round_id: RoundId
     segment: SegmentId
     owner: NodeId
-    ticket: Count
+    ticket: ShareCount
     checker: NodeId
     terms: tuple[PledgeTerms, ...] = ()
 

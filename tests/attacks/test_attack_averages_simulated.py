@@ -196,10 +196,29 @@ def test_a_liar_in_the_protocol_is_named_or_does_no_harm(name):
         assert LIAR in world.evicted
 
 
-def test_a_liar_that_changes_finished_parts_as_it_should_encode_them_is_found_by_two_checks():
+def test_an_owner_whose_own_copy_is_right_is_contradicted_by_all_others():
     world = Descent(ALONE, 7, lie=lie_in(PartStep.FINISHED, lambda x: -x), wire_format=WireFormat.FP32)
     world.walk(0)
     told = world.run(lie=world.lie)
-    # Its own copy is right, so the others contradict it.
     assert not told.is_committed
     assert list(told.liars) == ["c1.0"]
+
+
+@pytest.mark.parametrize("factor", [-1.0, 0.0, 0.5], ids=["flipped", "zeros", "half"])
+def test_an_owner_that_finishes_the_same_wrong_part_for_all_is_found_by_two_checkers(factor):
+    world = Descent(ALONE, 7, wire_format=WireFormat.FP32)
+    for key, state in world.segments.items():
+        if key[0].startswith(LIAR):
+            state.combine = lambda where, rows, honest=state.combine: scale(honest(where, rows), factor)
+    before = {segment: world.anchors(segment) for segment in world.rings}
+    world.walk(0)
+    told = world.run()
+    assert not told.is_committed
+    assert list(told.liars) == ["c1.0"]
+    assert "it finished a part wrong" in told.liars["c1.0"]
+    assert {segment: world.anchors(segment) for segment in world.rings} == before
+
+
+def scale(chunk: EncodedChunk, factor: float) -> EncodedChunk:
+    items = decode_tensor(bytearray(chunk.buffer), chunk.spec) * factor
+    return EncodedChunk(chunk.spec, encode_tensor(items, chunk.spec.wire_format), None)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ravnest.config import WireFormat
 from ravnest.errors import ProtocolError
-from ravnest.protocol.averaging import Digest, ShareCount
+from ravnest.protocol.averaging import Digest, Factor, Length, PartStep, ShareCount, Sum, Weight
 from ravnest.protocol.membership import Fact, Port, Rate, Span
 from ravnest.protocol.messages import MOST_HEADER_BYTES, WIRE_VERSION, Message, announced, pack, unpack
 from ravnest.protocol.placement import BlobHash, BlobPart, Ticket
@@ -42,6 +42,11 @@ scalars = {
     ShareCount: st.integers(0, 2**20),
     Port: st.integers(0, 65535),
     Ticket: st.binary(max_size=16),
+    Weight: st.floats(0, 1e15, exclude_min=True),
+    Length: st.floats(0, 1e30),
+    Sum: st.floats(-1e60, 1e60),
+    Factor: st.floats(0, 1),
+    PartStep: st.sampled_from(PartStep),
 }
 specs = st.builds(
     TensorSpec,

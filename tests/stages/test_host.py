@@ -2,8 +2,10 @@
 
 import logging
 import os
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -424,6 +426,21 @@ def test_in_bf16_the_loss_is_almost_the_same_and_weights_stay_in_fp32() -> None:
 )
 def test_the_probe_survives_what_bf16_does_to_its_child(program: str, is_able: bool) -> None:
     assert capabilities.can_run_bf16("cpu", program) is is_able
+
+
+@pytest.mark.parametrize(
+    ("act", "is_able"),
+    [
+        (lambda: True, True),
+        (lambda: False, False),
+        (lambda: 1 / 0, False),
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), False),
+        (lambda: threading.Event().wait(), False),
+    ],
+    ids=["right", "wrong", "raises", "dies", "hangs"],
+)
+def test_a_probe_in_a_copy_of_the_process_survives_it_too(act, is_able: bool) -> None:
+    assert capabilities.try_forked(act, timeout_seconds=5.0) is is_able
 
 
 def test_a_probe_that_hangs_is_a_no() -> None:

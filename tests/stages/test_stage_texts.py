@@ -143,7 +143,7 @@ def test_a_step_takes_the_work_of_its_new_places():
         ("bool", "", "new places alone give other numbers than whole rows"),  # its mask hides nothing
     ],
 )
-def test_a_stage_that_mixes_places_says_so_and_takes_whole_rows(sees, extra, told, caplog):
+def test_a_stage_that_mixes_places_says_so_and_takes_whole_rows(sees, extra, told):
     model, captured, field = capture_writer(sees, extra)
     text = StageTexts(build_stage_program(captured.blueprint), LENGTH)
     state = {name: tensor.detach() for name, tensor in captured.state.items()}
@@ -155,7 +155,6 @@ def test_a_stage_that_mixes_places_says_so_and_takes_whole_rows(sees, extra, tol
     assert told in text.reason
     assert text.cache_bytes(2) == 0
     assert captured.blueprint.num_positions > 1
-    assert sees == "causal" or f"texts are written without caches, more slowly: {told}" in caplog.text
 
 
 def test_rows_that_lie_end_to_end_have_their_places_found():

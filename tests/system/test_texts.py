@@ -100,7 +100,7 @@ def make_world(kind: str, reading: Reading, **options) -> World:
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_a_cluster_that_trains_writes_what_the_whole_model_writes(kind, caplog):
-    caplog.set_level("INFO", "ravnest.model.stage.stage_texts")
+    caplog.set_level("INFO", "ravnest.peer.stage_generation")
     crossed: dict[int, set[int]] = {}
 
     def see(world, sender, to, message):

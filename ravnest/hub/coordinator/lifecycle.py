@@ -566,17 +566,9 @@ class Duties:
 
     def make_checkpoint(self, now: float) -> list[Action]:
         """Begin a checkpoint that somebody asked for, or say why not."""
-        if self._life.phase is not JobPhase.TRAINING or self._life.stop_by is not None:
-            reason = "nothing is trained now that will not be kept anyway"
-        elif not self._placement.running:
-            reason = "no cluster trains at this moment; ask again when one does"
-        elif self._checkpoints.is_under_way:
-            reason = "one is under way already"
-        elif not self.is_calm:
-            reason = "the loss went wrong lately: the last good checkpoint is kept"
-        else:
-            return [*self._begin_checkpoint(now)]
-        return [Notify(NotCheckpointed(reason))]
+        is_training = self._life.phase is JobPhase.TRAINING and self._life.stop_by is None
+        reason = self._checkpoints.refuse(is_training, bool(self._placement.running), self.is_calm)
+        return [Notify(NotCheckpointed(reason))] if reason else [*self._begin_checkpoint(now)]
 
     def _begin_checkpoint(self, now: float) -> list[Send]:
         """Begin a checkpoint, if what is trained is worth keeping."""

@@ -229,6 +229,16 @@ class CheckpointCollector:
         self.end(now)
         return f"{' and '.join(silent)} {self.silence}"
 
+    def refuse(self, is_training: bool, has_clusters: bool, is_calm: bool) -> str:
+        """Return why no checkpoint can be made now, though somebody asks for one."""
+        if not is_training:
+            return "nothing is trained now that will not be kept anyway"
+        if not has_clusters:
+            return "no cluster trains at this moment; ask again when one does"
+        if self.is_under_way:
+            return "one is under way already"
+        return "" if is_calm else "the loss went wrong lately: the last good checkpoint is kept"
+
     def postpone(self, now: float) -> None:
         """Make no checkpoint this time."""
         self._next_at = now + self._every

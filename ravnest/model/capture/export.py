@@ -21,7 +21,7 @@ from ravnest.errors import CaptureError
 from ravnest.model.blueprint.program import CONSTANT
 from ravnest.model.capture.capture_errors import refuse_error
 from ravnest.model.capture.export_hazards import replaced, traps
-from ravnest.model.capture.export_rewrites import complex_as_pairs
+from ravnest.model.capture.export_rewrites import closed_attention, complex_as_pairs
 from ravnest.model.capture.huggingface import PLAIN_FUNCTIONS
 from ravnest.model.capture.model_with_loss import LOGITS, ModelWithLoss
 from ravnest.model.capture.same_calls import Dropout, fake_parameters, find_dropout, without_dropout
@@ -165,7 +165,7 @@ def _export(
         lengths = {name: {1: torch.export.Dim.AUTO} for name in (rows.names if rows else ())}
         shapes = tuple({0: batch, **lengths.get(name, {})} for name in given)
         try:
-            with _quiet():
+            with _quiet(), closed_attention():
                 return _export_any_size(whole, tuple(given.values()), shapes)
         except CaptureError:
             raise

@@ -1,22 +1,25 @@
-"""Rewrites while a model is exported: complex numbers as pairs, bags of embeddings as rows.
+"""Rewrites while a model is exported: complex numbers as pairs, bags of embeddings as rows, closed attention.
 
 Rotary embeddings are often complex: `view_as_complex(x) * polar(1, angle)`. A pair of real numbers does the
 same; what else such code does with complex tensors ends with Python's own words. A bag is a row of numbers
 whose embeddings are added, averaged, or the largest taken. Bags of different lengths come as offsets: sizes
-that follow from values stay refused.
+that follow from values stay refused. An attention is one operation: only its size is asked for.
 """
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._C import DispatchKey
 
 from ravnest.model.capture.export_hazards import replaced
 
 _embedding_bag = F.embedding_bag
+_ATTENTION_DIMENSIONS = 4  # rows, heads, places, features
 
 
 class ComplexPair:
@@ -133,3 +136,39 @@ def _read_rows(
     if mode == "sum":
         return total
     return total / (rows.shape[1] if is_counted is None else is_counted.sum(dim=1).clamp_min(1.0))
+
+
+@contextlib.contextmanager
+def closed_attention() -> Iterator[None]:
+    """Let an export take what attention returns to be of the query's size, and not run its insides.
+
+    These are a third of an export's time: each size in them is a formula. Other threads see them as before.
+    """
+    attention, key = (
+        torch.ops.aten.scaled_dot_product_attention.default,
+        DispatchKey.CompositeImplicitAutograd,
+    )
+    thread = threading.get_ident()
+
+    def attend(query: Tensor, *others: Any, **keywords: Any) -> Tensor:
+        is_plain = len(others) > 1 and query.dim() == others[1].dim() == _ATTENTION_DIMENSIONS
+        if threading.get_ident() == thread and is_plain and _has_size_of(query, *others[:2]):
+            return query.clone(memory_format=torch.contiguous_format)
+        found: Tensor = attention._op_dk(key, query, *others, **keywords)
+        return found
+
+    if key in attention.py_kernels:
+        yield
+        return
+    attention.py_impl(key)(attend)
+    try:
+        yield
+    finally:
+        del attention.py_kernels[key]
+        attention._dispatch_cache.clear()
+
+
+def _has_size_of(query: Tensor, keys: Tensor, values: Tensor) -> bool:
+    """Return whether these fit each other, and give what has the size and the type of the query."""
+    fits = keys.shape[-1] == query.shape[-1] == values.shape[-1] and keys.shape[-2] == values.shape[-2]
+    return bool(fits and query.dtype == keys.dtype == values.dtype and query.shape[0] == keys.shape[0])

@@ -5,8 +5,6 @@ token. What is written is tried before it is used: on a row made of the first te
 rows give. Either way new places come out. A cache is of the weights that its places were run with.
 """
 
-import logging
-
 import torch
 from torch import Tensor
 
@@ -16,8 +14,6 @@ from ravnest.model.blueprint.program import PARAMETER, Blueprint, ValueId
 from ravnest.model.stage.cached_text import CachedText, NewPlaces, PlacedValues, TextCache
 from ravnest.model.stage.stage_program import StageOutputs, StageProgram, State
 from ravnest.model.stage.text_model import find_token_fields, make_generation_program
-
-logger = logging.getLogger(__name__)
 
 _DIFFERENCE = 1e-3  # of two ways to the same numbers, by their size
 _NARROW_DIFFERENCE = 5e-2  # in mixed precision
@@ -41,10 +37,8 @@ class StageTexts:
         found = write_for_new_places(stage.blueprint, length)
         self.reason = found if isinstance(found, str) else ""  # why there are no caches
         self._cached: CachedText | None = None
-        self._is_tried = False
-        if isinstance(found, str):
-            logger.info("texts are written without caches, more slowly: %s", found)
-        else:
+        self.is_tried = False  # whether caches were compared with whole rows
+        if not isinstance(found, str):
             self._cached = CachedText(stage.blueprint, found, length, stage.setting)
 
     def cache_bytes(self, num_rows: int) -> int:
@@ -60,8 +54,8 @@ class StageTexts:
         cache: TextCache | None = None,
     ) -> StageOutputs:
         """Return new places of what crosses, or of the logits. What comes is whole rows."""
-        if cache is not None and self._cached is not None and not self._is_tried:
-            self._is_tried = True
+        if cache is not None and self._cached is not None and not self.is_tried:
+            self.is_tried = True
             self._try(self._cached, state, inputs, fields, places)
         if cache is not None and self._cached is not None:
             return self._cached.run(state, inputs, fields, places, cache)
@@ -83,9 +77,6 @@ class StageTexts:
             told = f"new places alone cannot be run ({error})"
         if told:
             self._cached, self.reason = None, told
-            logger.warning("texts are written without caches, more slowly: %s", told)
-        else:
-            logger.info("texts are written with caches: new places alone give what whole rows give")
 
     def _make_row(
         self, inputs: PlacedValues, fields: State, places: NewPlaces

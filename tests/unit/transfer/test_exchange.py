@@ -12,6 +12,7 @@ import pytest
 from blake3 import blake3
 
 from ravnest.config import WireFormat
+from ravnest.disk import FileMap
 from ravnest.ids import HUB, MicrobatchId, NodeId, RoundId, SegmentId
 from ravnest.net.memory import run_virtual
 from ravnest.net.transport import Service
@@ -437,7 +438,7 @@ def test_what_is_large_is_put_on_disk_and_not_in_memory() -> None:
         assert await here.fetch(ref, [HUB], quiet_seconds=None) == CONTENT
 
     run_virtual(main())
-    assert [type(spool.content.obj) for spool in spools] == [mmap.mmap]
+    assert [type(spool.content.obj) for spool in spools] == [FileMap]
 
 
 def test_the_event_loop_hashes_and_writes_nothing() -> None:
