@@ -46,7 +46,6 @@ ADDED: dict[tuple[str, str], Any] = {
     ("RoundReady", "parts"): (),
     ("RoundReady", "sights"): (),
     ("RoundAbort", "is_lie"): False,
-    ("Evict", "is_fault"): False,
     ("RoundEnded", "unlike"): (),
 }
 
