@@ -178,12 +178,6 @@ class Mean(StrEnum):
     ROBUST = "robust"  # from three on: no single cluster moves it further than the others differ
     PLAIN = "plain"  # every cluster counts by its samples, whatever it brings
 
-    def is_robust(self, num_running: int, num_present: int) -> bool:
-        """Return whether a round of so many clusters, of those that run, is robust."""
-        if self is Mean.PLAIN or num_present < 3:
-            return False
-        return self is Mean.ROBUST or num_running >= 4
-
 
 class Favour(StrEnum):
     """What a plan with more clusters may cost."""

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ravnest.averaging.ring import choose_least_chunk
-from ravnest.config import TIMEOUTS, Averaging, HubTimeouts
+from ravnest.config import TIMEOUTS, Averaging, HubTimeouts, Mean
 from ravnest.hub.coordinator.events import JobGiven, Send
 from ravnest.hub.coordinator.ledger import Ledger, weigh_cluster
 from ravnest.hub.coordinator.notices import RoundEnded
@@ -161,6 +161,13 @@ class RoundDecision:
     def _decide(self, outcome: RoundOutcome) -> None:
         assert self._outcome is None, f"round {self._round_id} is decided already: {self._outcome}"
         self._outcome = outcome
+
+
+def is_robust(mean: Mean, num_running: int, num_present: int) -> bool:
+    """Return whether a round of so many clusters, of those that run, is robust."""
+    if mean is Mean.PLAIN or num_present < 3:
+        return False
+    return mean is Mean.ROBUST or num_running >= 4
 
 
 _PATIENCE = 1.25  # the hub waits longer for votes than members try
@@ -409,7 +416,7 @@ class Rounds:
 
     def _find_roster(self, clusters: tuple[ClusterState, ...]) -> RobustRoster | None:
         """Return who takes part in a robust round, with weights from the books; None: it is a plain one."""
-        if not self._settings.mean.is_robust(len(self._placement.running), len(clusters)):
+        if not is_robust(self._settings.mean, len(self._placement.running), len(clusters)):
             return None
         names = {name for cluster in clusters for name in cluster.nodes}
         rings = {
