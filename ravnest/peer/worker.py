@@ -442,8 +442,8 @@ class Worker:
             passed = self._stage.rerun(microbatch, ready.decode_inputs(), ready.fields, key, average)
             loss = None if isinstance(passed, DroppedWork) else _read_results(passed)[0]
         anchor_round = None if loss is None else ready.recheck.anchor_round
-        facts = (self.position.build_id, microbatch, self._stage.version, 0, ready.num_samples, *[0.0] * 4)
-        yield Outgoing(HUB, StepReport(*facts, loss, (), None, anchor_round))
+        facts = (self.position.build_id, microbatch, self._stage.version, 0, ready.num_samples)
+        yield Outgoing(HUB, StepReport(*facts, 0.0, 0.0, 0.0, 0.0, loss, (), None, anchor_round))
 
     def _pass_on(self, microbatch: MicrobatchId, ready: _Arriving, passed: PassedOn) -> Outgoing:
         assert self._after is not None
