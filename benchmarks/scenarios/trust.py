@@ -47,7 +47,9 @@ def run(quick: bool) -> tuple[dict[str, object], str, list[str]]:
         say(f"{lie.name}: {figures[lie.name]}")
         missed += [f"{lie.name}: the result is false, or there is none"] * bool(false)
         missed += [f"{lie.name}: an honest one is named"] * bool(named)
-        missed += [f"{lie.name}: the liar stays"] * (lie.is_caught and banned < len(found))
+        missed += [f"{lie.name}: the liar stays"] * (
+            lie.is_caught and not lie.is_drawn and banned < len(found)
+        )
     seconds = median(each.seconds for each in honest)
     report = METHOD.format(count=len(seeds), seconds=seconds) + "\n" + table(HEAD, rows)
     if not quick and not missed:

@@ -120,6 +120,7 @@ class Worker:
     ) -> None:
         self.position = position
         self._before, self._after = position.before, position.after
+        self._is_alone = position.before is None and position.after is None
         self._blueprint = blueprint
         programs = (blueprint.train, blueprint.evaluate)
         self._field_dtypes = {
@@ -140,7 +141,7 @@ class Worker:
         self._gradients: dict[MicrobatchId, dict[ValueId, Tensor]] = {}
         self._running: dict[MicrobatchId, _Running] = {}
         self._leases: dict[MicrobatchId, _Lease] = {}
-        self._num_trained = self._num_refused = 0
+        self.num_trained = self._num_refused = 0  # samples that went through a backward here; updates
         self.generation: StageGeneration | None = None  # from the first text on
         self.tied = TiedWeights(position, blueprint, stage)
         self._unsent: list[Outgoing] = self.tied.hello()  # to be sent before any work
@@ -150,20 +151,14 @@ class Worker:
         """Whether a cluster of this stage alone has a microbatch between its forward and its backward."""
         return self._is_alone and bool(self._running)
 
-    @property
-    def _is_alone(self) -> bool:
-        return self._before is None and self._after is None
-
     def begin_average(self, round_id: RoundId) -> None:
         """Record that the weights are the average of a round, until the next update."""
         self._average = (round_id, self._stage.version) if self._is_alone else None
 
     def next_work(self, may_forward: bool = True) -> Iterator[Outgoing] | None:
         """Return the next piece of work, done as it is iterated over; None when nothing is runnable."""
-        if self._unsent:
-            return self.flush()
-        if self._rechecks:
-            return self._recheck(self._rechecks.popleft())
+        if self._unsent or self._rechecks:
+            return self.flush() if self._unsent else self._recheck(self._rechecks.popleft())
         may_forward = may_forward and self.tied.may_forward(self.schedule.is_lockstep) and self._is_in_turn
         task = self.schedule.next(may_forward)
         self.timekeeper.record_idle(task is None and not self._evaluations)
@@ -195,11 +190,6 @@ class Worker:
     def stage(self) -> StageEngine:
         """The stage it trains."""
         return self._stage
-
-    @property
-    def num_trained(self) -> int:
-        """Samples that went through a backward here."""
-        return self._num_trained
 
     def close_update(self) -> None:
         """Apply the gradients summed up so far, if no microbatch is in flight."""
@@ -384,7 +374,7 @@ class Worker:
         if dropped is not None:
             yield from self._drop(dropped)
             return
-        self._num_trained += running.num_samples
+        self.num_trained += running.num_samples
         yield from self._report(task, self._running.pop(microbatch), self._clock() - started)
         yield from self._finish(microbatch, running.num_samples)
         if task.is_update:
@@ -437,9 +427,9 @@ class Worker:
         """Say which loss a microbatch of another cluster has on an average that both have."""
         ready = self._ready.pop(microbatch)
         assert ready.recheck is not None
-        loss, average = None, self.find_average(ready.recheck.anchor_round) if self._is_alone else None
+        loss, key = None, (self.position.seed, ready.recheck.microbatch)
+        average = self.find_average(ready.recheck.anchor_round) if self._is_alone else None
         if average is not None:
-            key = (self.position.seed, ready.recheck.microbatch)
             passed = self._stage.rerun(microbatch, ready.decode_inputs(), ready.fields, key, average)
             loss = None if isinstance(passed, DroppedWork) else _read_results(passed)[0]
         anchor_round = None if loss is None else ready.recheck.anchor_round

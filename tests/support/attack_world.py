@@ -75,6 +75,7 @@ class Lie:
     is_caught: bool  # sent away for good, else harmless
     why: str  # how it is found, or why it is harmless
     changes: dict = None  # of the job
+    is_drawn: bool = False  # it can only lie when the lot falls on it
 
 
 @dataclass(frozen=True)

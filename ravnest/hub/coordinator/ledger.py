@@ -99,7 +99,70 @@ class _BatchShares:
         return self._shares[cluster.cluster_id]
 
 
-class Ledger:
+class LeaseQueries:
+    """What can be asked of a ledger, and changes nothing."""
+
+    _settings: JobSettings
+    _open: OpenLeases
+    _book: LeaseBook
+    _awaited: list[OpenLease]
+    _evaluation: Evaluation | None
+    exact: ExactBatches
+
+    def find_open(self, number: LeaseId) -> OpenLease | None:
+        """Return the lease of this number, if it is under way and of samples to be trained."""
+        found = self._open.find(number)
+        return found if found is not None and found.lease is not None else None
+
+    def find_training(self, microbatch: MicrobatchId) -> OpenLease | None:
+        """Return the lease under which a microbatch is or was trained, in an epoch that is under way."""
+        number = bisect_right(self._awaited, microbatch, key=lambda lease: lease.first_microbatch)
+        lease = self._awaited[number - 1] if number else None
+        return lease if lease is not None and microbatch in lease.microbatches else None
+
+    def find_evaluation(self, cluster: ClusterState, microbatch: MicrobatchId) -> OpenLease | None:
+        """Return the open lease under which a cluster evaluates a microbatch."""
+        lease = self._find(cluster, microbatch)
+        return lease if lease is not None and lease.lease is None and self._evaluation is not None else None
+
+    @property
+    def epochs_under_way(self) -> set[int]:
+        """The epochs, from 0, that are begun and not counted whole."""
+        return self._book.under_way
+
+    @property
+    def num_begun(self) -> int:
+        """How many epochs are leased to their end, or begun."""
+        return self._book.num_begun
+
+    def is_under_way(self, epoch: int) -> bool:
+        """Return whether an epoch, from 0, is begun and not over."""
+        return 0 < self._book.num_counted(epoch) < self._settings.epoch_size(epoch) or any(
+            lease.lease is not None and lease.lease.epoch == epoch for lease in self._awaited
+        )
+
+    def ends_epoch(self, number: LeaseId) -> bool:
+        """Return whether an epoch is over when this lease is done."""
+        opened = self._open.find(number)
+        if opened is None or opened.lease is None:
+            return False
+        num_counted = self._book.num_counted(opened.lease.epoch) + sum(opened.num_samples)
+        return num_counted == self._settings.epoch_size(opened.lease.epoch)
+
+    def is_busy(self, cluster: ClusterState) -> bool:
+        """Return whether a cluster has work: one that has done its share of a batch waits for the others."""
+        return self._open.has(cluster.cluster_id) and not self.exact.is_waiting(cluster)
+
+    def is_unfinished(self, cluster: ClusterState) -> bool:
+        """Return whether a cluster has a lease under way, or a share that is in no weights yet."""
+        return self._open.has(cluster.cluster_id) or self.exact.has_share(cluster)
+
+    def _find(self, cluster: ClusterState, microbatch: MicrobatchId) -> OpenLease | None:
+        held = self._open.of(cluster.cluster_id)
+        return next((lease for lease in held if microbatch in lease.microbatches), None)
+
+
+class Ledger(LeaseQueries):
     """Grants leases, counts those that are done, evaluates between epochs and at the end."""
 
     def __init__(self, settings: JobSettings) -> None:
@@ -122,10 +185,10 @@ class Ledger:
         self._book = fresh if books is None else LeaseBook.restore(books.leases, *ends)
         self._open.clear()
         self.exact = ExactBatches()
-        self._awaited: list[OpenLease] = []  # granted, and their epochs are under way; by microbatch
+        self._awaited = []  # granted, and their epochs are under way; by microbatch
         self._means: defaultdict[int, Means] = defaultdict(Means)
         self._dropped: Counter[int] = Counter()
-        self._evaluation: Evaluation | None = None
+        self._evaluation = None
         self._schedule = EvaluationSchedule(settings)
         self._evaluated = self._schedule.last_mark(books.num_evaluated, books.num_counted) if books else 0
         self.num_reported = books.num_reported if books else 0  # samples whose loss is known
@@ -206,54 +269,6 @@ class Ledger:
     def awaited_leases(self) -> set[LeaseId]:
         """Leases of which reports count: open ones, and all of epochs that are under way."""
         return {lease.number for lease in (*self._awaited, *self._open.all)}
-
-    def find_open(self, number: LeaseId) -> OpenLease | None:
-        """Return the lease of this number, if it is under way and of samples to be trained."""
-        found = self._open.find(number)
-        return found if found is not None and found.lease is not None else None
-
-    def find_training(self, microbatch: MicrobatchId) -> OpenLease | None:
-        """Return the lease under which a microbatch is or was trained, in an epoch that is under way."""
-        number = bisect_right(self._awaited, microbatch, key=lambda lease: lease.first_microbatch)
-        lease = self._awaited[number - 1] if number else None
-        return lease if lease is not None and microbatch in lease.microbatches else None
-
-    def find_evaluation(self, cluster: ClusterState, microbatch: MicrobatchId) -> OpenLease | None:
-        """Return the open lease under which a cluster evaluates a microbatch."""
-        lease = self._find(cluster, microbatch)
-        return lease if lease is not None and lease.lease is None and self._evaluation is not None else None
-
-    @property
-    def epochs_under_way(self) -> set[int]:
-        """The epochs, from 0, that are begun and not counted whole."""
-        return self._book.under_way
-
-    @property
-    def num_begun(self) -> int:
-        """How many epochs are leased to their end, or begun."""
-        return self._book.num_begun
-
-    def is_under_way(self, epoch: int) -> bool:
-        """Return whether an epoch, from 0, is begun and not over."""
-        return 0 < self._book.num_counted(epoch) < self._settings.epoch_size(epoch) or any(
-            lease.lease is not None and lease.lease.epoch == epoch for lease in self._awaited
-        )
-
-    def ends_epoch(self, number: LeaseId) -> bool:
-        """Return whether an epoch is over when this lease is done."""
-        opened = self._open.find(number)
-        if opened is None or opened.lease is None:
-            return False
-        num_counted = self._book.num_counted(opened.lease.epoch) + sum(opened.num_samples)
-        return num_counted == self._settings.epoch_size(opened.lease.epoch)
-
-    def is_busy(self, cluster: ClusterState) -> bool:
-        """Return whether a cluster has work: one that has done its share of a batch waits for the others."""
-        return self._open.has(cluster.cluster_id) and not self.exact.is_waiting(cluster)
-
-    def is_unfinished(self, cluster: ClusterState) -> bool:
-        """Return whether a cluster has a lease under way, or a share that is in no weights yet."""
-        return self._open.has(cluster.cluster_id) or self.exact.has_share(cluster)
 
     def stop(self) -> None:
         """Grant no more leases; those under way go on."""
@@ -470,10 +485,6 @@ class Ledger:
         if lease.lease is None:
             return tuple(range(lease.first_sample + start, lease.first_sample + start + size))
         return tuple(int(sample) for sample in self._book.samples(lease.lease)[start : start + size])
-
-    def _find(self, cluster: ClusterState, microbatch: MicrobatchId) -> OpenLease | None:
-        held = self._open.of(cluster.cluster_id)
-        return next((lease for lease in held if microbatch in lease.microbatches), None)
 
     def _grant(self, cluster: ClusterState, placement: Placement, share: int) -> list[Send | SendFields]:
         evaluation = self._due_evaluation(placement.running)
