@@ -9,6 +9,7 @@ from ravnest.config import Averaging
 from ravnest.hub.coordinator.notices import Left, RoundEnded, WentWrong
 from ravnest.ids import NodeId
 from ravnest.peer.compute_protocol import Delivered
+from ravnest.peer.stage_host import StageHost
 from ravnest.plan.assembly import form_rings
 from ravnest.plan.types import Cluster, ModelProfile, Plan, Stage, Swarm
 from ravnest.protocol.averaging import RoundOpen
@@ -28,11 +29,17 @@ def form_singles(profile: ModelProfile, swarm: Swarm, _: object, seed: int, epoc
 def train(change=None, mean: str = "auto") -> Ended:
     """Train with four clusters; `change` makes of the liar's change what it brings to a round."""
 
-    def watch(world: World, name: NodeId, item) -> None:
-        if change is None or name != LIAR or not isinstance(item, Delivered):
+    opened: list[RoundOpen] = []  # rounds in which it has not lied yet
+
+    def lie(name: NodeId, item, host: StageHost) -> None:
+        """Change what it trained as a round begins; that waits for a microbatch between its two passes."""
+        if change is None or name != LIAR or host.stage is None:
             return
-        if isinstance(item.message, RoundOpen):
-            stage = world._computes[name]._host.stage
+        if isinstance(item, Delivered) and isinstance(item.message, RoundOpen):
+            opened.append(item.message)
+        stage = host.stage
+        if opened and not stage.worker.is_midway:
+            opened.clear()
             for segment in stage.averager.segments.values():
                 state = stage.worker.stage.state
                 changes = {key: state[key] - anchor for key, anchor in segment.anchors.items()}
@@ -40,7 +47,7 @@ def train(change=None, mean: str = "auto") -> Ended:
 
     job = make_job("mlp", num_samples=NUM_SAMPLES, epochs=1, average_every=1, mean=mean)
     plan = replace(PLAN, averaging=Averaging.BLOCKING)
-    world = World(job, [Pc(1e6, 0.1)] * 4, plan=plan, form_plan=form_singles, watch=watch)
+    world = World(job, [Pc(1e6, 0.1)] * 4, plan=plan, form_plan=form_singles, before=lie)
     ended = world.run()
     assert ended.result is not None
     return ended

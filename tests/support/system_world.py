@@ -117,9 +117,12 @@ class InlineCompute:
     """Where the host of a peer lives on virtual time: one piece of work a turn, and it takes its time."""
 
     def __init__(
-        self, watch: Callable[[ToCompute], None], note: Callable[[ToCompute, StageHost], None]
+        self,
+        watch: Callable[[ToCompute], None],
+        note: Callable[[ToCompute, StageHost], None],
+        before: Callable[[ToCompute | None, StageHost], None] = lambda *_: None,
     ) -> None:
-        self._watch, self._note = watch, note
+        self._watch, self._note, self._before = watch, note, before
         self._frozen_until = 0.0
         self._items: deque[ToCompute] = deque()
         self._next: asyncio.Handle | None = None
@@ -185,6 +188,7 @@ class InlineCompute:
 
     def _work(self) -> bool:
         """Do what was asked for, else what the host has to do; return whether it has nothing."""
+        self._before(self._items[0] if self._items else None, self._host)
         if self._items:
             item = self._items.popleft()
             self._send(self._host.handle(item))
@@ -288,6 +292,7 @@ class Anchors:
 
 
 Watch = Callable[["World", NodeId, ToCompute], None]
+Before = Callable[[NodeId, ToCompute | None, StageHost], None]
 Leaving = Callable[["World", NodeId, NodeId, Message], Sequence[float]]
 Hear = Callable[["World", Notice], None]
 
@@ -305,6 +310,7 @@ class World:
     checkpoint_every: float | None = None
     microbatches: int = 1  # that a batch is cut into; 0: as the hub likes
     watch: Watch = lambda *_: None
+    before: Before = lambda *_: None  # node, what it was asked for, its host: before each piece of work
     hear: Hear = lambda *_: None
     leaving: Leaving | None = None  # sender, receiver, message: when copies of it leave
     store: EventStore | None = None  # of the hub
@@ -431,7 +437,9 @@ class World:
         limits = ProviderLimits(16 * pc.memory_bytes, emulated_flops_per_second=pc.speed * SPEED)
         offer = Offer(node, limits, (name,), guessed=self.guessed)
         compute = self._computes[name] = InlineCompute(
-            lambda item: self.watch(self, name, item), partial(self.anchors.note, name)
+            lambda item: self.watch(self, name, item),
+            partial(self.anchors.note, name),
+            partial(self.before, name),
         )
         try:
             async with Post(self, name, keys) as transport:
