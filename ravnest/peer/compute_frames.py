@@ -33,8 +33,11 @@ from ravnest.protocol import messages
 from ravnest.protocol.averaging import (
     AnchorPart,
     AnchorQuery,
+    DirectPart,
     RingPart,
     RoundAbort,
+    RoundChecked,
+    RoundPledge,
     RoundQuery,
     RoundReady,
     TiedCall,
@@ -48,6 +51,7 @@ from ravnest.protocol.messages import MOST_HEADER_BYTES, bounded_record
 from ravnest.protocol.placement import (
     PlanOrder,
     RingOrder,
+    SketchMade,
     SnapshotMade,
     SnapshotOrder,
     StageMissing,
@@ -74,12 +78,16 @@ _OfCompute = (
     | Pace
     | StepReport
     | StageMissing
+    | SketchMade
     | ProbeReport
     | Complaint
+    | RoundPledge
     | RoundReady
+    | RoundChecked
     | RoundAbort
     | RoundQuery
     | RingPart  # type: ignore[type-arg]
+    | DirectPart  # type: ignore[type-arg]
     | AnchorQuery
     | AnchorPart  # type: ignore[type-arg]
     | TiedHolder

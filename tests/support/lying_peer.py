@@ -26,6 +26,7 @@ class LyingCompute:
 
         self._inner, self._mode = ComputeThread(), mode
         self._deliver, self._folder, self._average = None, None, None
+        self._is_known = False  # has been in a round: before, there may be nobody who could find it out
 
     def put(self, item):
         from ravnest.peer.compute_protocol import Delivered
@@ -34,9 +35,9 @@ class LyingCompute:
 
         message = item.message if isinstance(item, Delivered) else None
         if isinstance(message, RoundCommit):
-            self._average = message.round_id
+            self._average, self._is_known = message.round_id, True
         is_lease = isinstance(message, LeaseGrant) and not message.is_evaluation
-        if self._mode == "own" and is_lease:
+        if self._mode == "own" and is_lease and self._is_known:
             self._claim(message)
         elif not (self._mode == "lazy" and isinstance(message, LeaseGrant | FieldParts)):
             self._inner.put(item)
