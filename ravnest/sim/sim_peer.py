@@ -21,6 +21,8 @@ from ravnest.protocol.placement import (
     FetchProgress,
     PlanOrder,
     RingOrder,
+    SketchMade,
+    SketchOrder,
     SnapshotMade,
     SnapshotOrder,
     StageMissing,
@@ -126,6 +128,8 @@ class SimPeer:
                 self._fetch_stage(message)
             case SnapshotOrder():
                 self._world.timeline.after(self._world.speeds.snapshot_seconds, self._make_snapshot, message)
+            case SketchOrder():
+                self._world.timeline.after(self._world.speeds.snapshot_seconds, self._make_sketch, message)
             case BackupOrder():
                 self._keep_backup(message)
             case LeaseGrant():
@@ -192,7 +196,14 @@ class SimPeer:
         blob = made_up_hash(self.name, order.number)
         self.kept[blob] = self.held
         weights = BlobRef(blob, self._world.snapshot_bytes(start, stop))
-        self._world.say(self, SnapshotMade(order.build_id, order.number, self.version, weights))
+        made = SnapshotMade(order.build_id, order.number, self.version, weights, order.anchor_round)
+        self._world.say(self, made)
+
+    def _make_sketch(self, order: SketchOrder) -> None:
+        """Say what it holds; nobody lies in here, so any bytes will do."""
+        if self.is_alive and self.build_id == order.build_id and self.held:
+            row = (min(self.held), max(self.held) + 1, bytes(32))
+            self._world.say(self, SketchMade(order.build_id, order.number, (row,)))
 
     def _keep_backup(self, order: BackupOrder) -> None:
         def done() -> None:

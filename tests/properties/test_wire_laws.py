@@ -57,9 +57,11 @@ specs = st.builds(
 
 
 def bounded_values(hint: Any, bounds: msgspec.Meta) -> st.SearchStrategy:
-    """Return all whole numbers, or short tuples, within bounds."""
+    """Return all whole numbers, short bytes or short tuples, within bounds."""
     if hint is int:
         return st.integers(bounds.ge or 0, bounds.le)
+    if hint is bytes:
+        return st.binary(min_size=bounds.min_length or 0, max_size=min(40, bounds.max_length or 40))
     item, _ = get_args(hint)
     return st.lists(values_of(item), min_size=bounds.min_length or 0, max_size=4).map(tuple)
 

@@ -470,16 +470,19 @@ class _Script:
         return []
 
     def _train(self, root: str, grant: LeaseGrant) -> list:
-        if self._is_final:
-            return [Received(root, LeaseDone(grant.build_id, grant.lease, sum(grant.num_samples)), 0.0)]
+        leaf = next(each for each in self._clusters if each.stages[0].node == root).stages[-1].node
+        if self._is_final:  # a lease counts with a report of every microbatch
+            reports = [self._report(grant, index) for index in range(len(grant.num_samples))]
+            done = LeaseDone(grant.build_id, grant.lease, sum(grant.num_samples))
+            return [*(Received(leaf, each, 0.0) for each in reports), Received(root, done, 0.0)]
         if root in self._trained:
             return []
         self._trained.add(root)
-        cluster = next(each for each in self._clusters if each.stages[0].node == root)
-        report = StepReport(
-            grant.build_id, grant.first_microbatch, 1, 0, grant.num_samples[0], 0.1, 0.1, 0.0, 0.0, 1.0, ()
-        )
-        return [Received(cluster.stages[-1].node, report, 0.0)]
+        return [Received(leaf, self._report(grant, 0), 0.0)]
+
+    def _report(self, grant: LeaseGrant, index: int) -> StepReport:
+        facts = (grant.build_id, grant.first_microbatch + index, 1, 0, grant.num_samples[index])
+        return StepReport(*facts, 0.1, 0.1, 0.0, 0.0, 1.0, ())
 
 
 def make_clusters(cuts) -> tuple[Cluster, ...]:

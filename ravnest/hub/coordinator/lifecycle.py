@@ -383,7 +383,8 @@ class Departures:
                 actions.append(Notify(NotEvaluated(cluster.name)))
                 continue
             self._plan_trigger.reset(now)
-            has_worked = self._ledger.progress.has_trained(cluster)
+            # Exact shares count together: whoever others blame may have done its own.
+            has_worked = self._placement.is_exact or self._ledger.progress.has_trained(cluster)
             self._num_stuck[cluster.nodes] += 1 if has_worked else 2
             if len(cluster.nodes) == 1 and self._num_stuck[cluster.nodes] > 1:
                 actions += self.evict_idle(cluster.nodes, now)

@@ -67,7 +67,8 @@ class LeaseChecks:
         cluster = hub.placement.cluster_of(event.sender)
         if lease is None or cluster is None or lease.cluster_id != cluster.cluster_id:
             return False
-        is_due = event.sender == cluster.root and done.build_id == cluster.build_id
+        is_possible = done.num_samples <= sum(lease.num_samples)
+        is_due = event.sender == cluster.root and done.build_id == cluster.build_id and is_possible
         if not is_due or done.lease not in self._granted:
             return False
         self._held.setdefault(done.lease, event)  # a second copy says nothing new
