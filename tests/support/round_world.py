@@ -471,17 +471,18 @@ class _Script:
 
     def _train(self, root: str, grant: LeaseGrant) -> list:
         leaf = next(each for each in self._clusters if each.stages[0].node == root).stages[-1].node
-        if self._is_final:  # a lease counts with a report of every microbatch
-            reports = [self._report(grant, index) for index in range(len(grant.num_samples))]
+        # A lease counts with a report of every microbatch. Without an update no round comes before the last.
+        if self._is_final:
+            reports = [self._report(grant, index, version=0) for index in range(len(grant.num_samples))]
             done = LeaseDone(grant.build_id, grant.lease, sum(grant.num_samples))
             return [*(Received(leaf, each, 0.0) for each in reports), Received(root, done, 0.0)]
         if root in self._trained:
             return []
         self._trained.add(root)
-        return [Received(leaf, self._report(grant, 0), 0.0)]
+        return [Received(leaf, self._report(grant, 0, version=1), 0.0)]
 
-    def _report(self, grant: LeaseGrant, index: int) -> StepReport:
-        facts = (grant.build_id, grant.first_microbatch + index, 1, 0, grant.num_samples[index])
+    def _report(self, grant: LeaseGrant, index: int, version: int) -> StepReport:
+        facts = (grant.build_id, grant.first_microbatch + index, version, 0, grant.num_samples[index])
         return StepReport(*facts, 0.1, 0.1, 0.0, 0.0, 1.0, ())
 
 
