@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ravnest.config import PlanConfig
     from ravnest.engine.train_config import AveragingRule
-    from ravnest.hub.coordinator import notices
+    from ravnest.hub.coordinator import notice_texts as notices
     from ravnest.model.capture.capture import capture, empty_weights
     from ravnest.requester.callbacks import CsvLog, EarlyStopping, StopTraining, TensorBoard
     from ravnest.requester.finetuning.finetune import finetune
@@ -69,7 +69,9 @@ _PLACES = {
 }
 
 
-_MODULES = {"notices": "ravnest.hub.coordinator.notices"}  # public as a whole
+_MODULES = {
+    "notices": "ravnest.hub.coordinator.notice_texts"
+}  # public as a whole: records and their sentences
 
 
 def __getattr__(name: str) -> object:
