@@ -85,6 +85,12 @@ class BlobStore:
 
     def adopt(self, written: WrittenBlob) -> bool:
         """Keep a snapshot that compute has written; return whether it is here."""
+        if (known := self._own.get(written.ref.blob)) is not None:
+            # The same weights again. Their file may have lost its name when they came first.
+            with suppress(OSError):
+                name_file(self.folder, written.ref.blob).unlink(missing_ok=True)
+            self._add(written.ref.blob, known)
+            return True
         content: Buffer | None = written.content
         hashes = written.hashes
         if content is not None:

@@ -89,6 +89,16 @@ def put_pieces(shelf: BlobStore, *pieces: Buffer) -> BlobRef:
     return written.ref
 
 
+def test_the_same_weights_twice_are_kept_though_their_one_file_was_taken_already(folder: Path) -> None:
+    with BlobStore() as shelf:
+        first = write_blob(shelf.folder, lambda: iter([b"weights"]))
+        again = write_blob(shelf.folder, lambda: iter([b"weights"]))  # before the first was taken
+        assert shelf.adopt(first)
+        assert shelf.adopt(again)
+        assert bytes(shelf.get(first.ref.blob).content) == b"weights"
+        assert files(folder) == set()
+
+
 def test_what_is_made_piece_by_piece_is_kept_like_what_is_whole(folder: Path) -> None:
     with BlobStore() as shelf:
         ref = put_pieces(shelf, b"abc", memoryview(b"defg"), b"")
