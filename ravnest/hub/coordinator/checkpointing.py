@@ -16,6 +16,7 @@ from ravnest.hub.coordinator.placement import ClusterState, Placement
 from ravnest.hub.coordinator.snapshots import CheckpointCollector, Comparison
 
 _MOST_POSTPONED = 3  # checkpoints, until clusters have an average that others can confirm
+_MOST_OVERTAKEN = 3  # checkpoints by the next average: where rounds come so quickly, one is kept unconfirmed
 _MOST_COMPARED = 8  # clusters
 
 
@@ -34,8 +35,11 @@ class CheckpointPolicy:
         """Begin a checkpoint that others can confirm; without any, after a while, one that nobody can."""
         keeper = self._ledger.draws.choose(self._fellows)
         comparison = self._compare(keeper)
-        if comparison is not None:
+        is_overtaken = self._collector.num_overtaken >= _MOST_OVERTAKEN
+        if comparison is not None and not is_overtaken:
             return self._start_compared(keeper, comparison, now)
+        if is_overtaken:
+            return self._collector.start(keeper, now, self._ledger.books)
         if len(self._placement.running) > 1 and self._num_postponed < _MOST_POSTPONED:
             self._num_postponed += 1
             self._collector.postpone(now)

@@ -161,6 +161,7 @@ class CheckpointCollector:
         self._comparison: Comparison | None = None
         self._sketches: dict[NodeId, tuple[SketchRow, ...] | None] = {}  # None: not made yet
         self._is_ordered = False  # all that is to be collected is known
+        self.num_overtaken = 0  # in a row, by the next average
         self._every = 0.0
         self._started_at = 0.0
         self._next_at: float | None = None
@@ -222,6 +223,7 @@ class CheckpointCollector:
         """Give up a checkpoint for which a node does not answer; return which, as people read it."""
         if self.is_under_way and self._has_moved_on:
             self.end(now)
+            self.num_overtaken += 1
             return "the next average came before it was written; it is tried again"
         silent = self.find_silent(now)
         if not silent or self._is_result:
@@ -307,7 +309,7 @@ class CheckpointCollector:
         is_awaited = any(rows is None for rows in self._sketches.values())
         if is_awaited and now < self._started_at + self._timeouts.sketch_seconds:
             return []
-        self._is_ordered = True
+        self._is_ordered, self.num_overtaken = True, 0
         assert self._books is not None
         order = Collect(self._attempt, self.parts, self._books, self._is_result, self._evaluated)
         if self._comparison is not None:

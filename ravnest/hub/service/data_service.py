@@ -5,6 +5,7 @@ takes a while, so it runs beside the messages of the hub.
 """
 
 import hashlib
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, assert_never
@@ -103,6 +104,7 @@ class DataService:
         self._time, self._is_needed = time, is_needed
         self._quiet_seconds = timeouts.quiet_upload_seconds
         self._sent: dict[MicrobatchId, bytes] = {}  # hashes of fields, of the last microbatches
+        self._remembering = threading.Lock()
         self._made: dict[tuple[int, int], list[BlobRef]] = {}  # weights by interval, the oldest first
 
     async def carry_out(self, order: MakeParts | SendFields | InspectSamples | Collect) -> None:
@@ -166,9 +168,10 @@ class DataService:
         if order.checks is not None:
             return (specs, buffers) if self._sent.get(order.checks) == digest.digest() else None
         if not order.is_evaluation:
-            self._sent[microbatch] = digest.digest()
-            while len(self._sent) > _MOST_REMEMBERED:
-                del self._sent[next(iter(self._sent))]
+            with self._remembering:  # several leases are read at once
+                self._sent[microbatch] = digest.digest()
+                while len(self._sent) > _MOST_REMEMBERED:
+                    del self._sent[next(iter(self._sent))]
         return specs, buffers
 
     async def _inspect_samples(self, order: InspectSamples) -> None:
