@@ -14,6 +14,7 @@ from ravnest.plan.forecast import forecast
 from ravnest.plan.types import ModelProfile, Plan, Swarm
 
 LEAST_UPDATES = 5  # of a cluster between two rounds: more often costs time and gains nothing
+LONG_JOB = 3_000  # updates: the first quarter of a longer one is noisier, as was measured
 _EARLY_NOISE = 0.5  # of a batch: where clusters lose most, in the first part of a job
 STATISTICS_SAMPLES = 64  # of a batch norm: with fewer it trains noticeably worse
 _ROUND_COST = 0.02  # seconds of messages and votes, however small the model
@@ -64,7 +65,8 @@ class TrainingLength:
 
         It grows tenfold and more while a job trains, but what shares lose at first stays lost.
         """
-        return self.noise_scale if self.noise is not None else _EARLY_NOISE * self.batch_size
+        guess = _EARLY_NOISE * self.batch_size * max(1.0, self.num_updates / LONG_JOB) ** 0.9
+        return self.noise_scale if self.noise is not None else guess
 
     def statistics_effect(self, num_clusters: int) -> float:
         """Return the training effect where a batch norm sees one share, in that of the whole batch."""

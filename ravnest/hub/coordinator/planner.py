@@ -44,7 +44,7 @@ from ravnest.hub.coordinator.placement import Placement
 from ravnest.ids import NodeId
 from ravnest.plan.formation import form_plan
 from ravnest.plan.repair import Repair, node_joined, node_left, node_slowed
-from ravnest.plan.sharing import LEAST_UPDATES, Sharing, TrainingLength, efficiency, share_job
+from ravnest.plan.sharing import LEAST_UPDATES, LONG_JOB, Sharing, TrainingLength, efficiency, share_job
 from ravnest.plan.types import ModelProfile, Node, Plan, Swarm
 from ravnest.protocol.membership import Fact, ProbeOrder
 from ravnest.units import show_count
@@ -56,7 +56,6 @@ _LEASE_BYTES = 1 << 20  # of samples: larger leases save few messages, and their
 _FEW_CLUSTERS = 4  # so many are all tried
 _GAIN = 1.05  # a plan with more clusters must be so much better
 _SHORT_TIMES = 4  # fewer samples for statistics, where memory is short
-_LONG = 3_000  # updates: in a shorter job the noise hardly grows so much that clusters pay
 _TRIES = 3  # smaller microbatches widen windows, and those ask for more of them
 
 
@@ -300,7 +299,7 @@ def _says_too_little(found: _Candidate, settings: JobSettings) -> bool:
 def _could_measure(found: _Candidate, settings: JobSettings) -> bool:
     """Return whether a long job's lone cluster could measure the noise, and as it is planned does not."""
     is_open = found.microbatches == 1 and not settings.microbatches and not settings.is_whole_batch
-    is_long = settings.num_batches >= _LONG and settings.batch_size >= 2 * settings.least_samples
+    is_long = settings.num_batches >= LONG_JOB and settings.batch_size >= 2 * settings.least_samples
     return is_open and is_long and found.sharing.num_clusters == 1
 
 
