@@ -165,8 +165,9 @@ class ZeroMqTransport(Endpoint):
         # ZeroMQ would look a name up in its I/O thread, and all other links would wait for that.
         try:
             found = await self._loop.getaddrinfo(host, port, type=sockets.SOCK_STREAM)
-        except OSError as error:
-            self._lost(connection, f"{host} cannot be found: {error.strerror}")
+        except (OSError, ValueError) as error:  # ValueError: it cannot be a name, such as a..b
+            reason = error.strerror if isinstance(error, OSError) else "that is no name of a host"
+            self._lost(connection, f"{host} cannot be found: {reason}")
             return
         # A name may stand for several places, of which one answers: each attempt takes the next.
         turn = self._lookups[host] = self._lookups.get(host, -1) + 1
@@ -179,7 +180,10 @@ class ZeroMqTransport(Endpoint):
             event = parse_monitor_message([frame.bytes for frame in frames])
             self._lost(connection, _ENDS[zmq.Event(event["event"])])
 
-        connection.connect(write_address(place, port), accept, end)
+        try:
+            connection.connect(write_address(place, port), accept, end)
+        except zmq.ZMQError as error:
+            self._lost(connection, f"{place} cannot be dialled: {error.strerror}")
 
     def _answer_zap(self, authenticator: "_Watched", question: list[zmq.Frame]) -> None:
         """Answer ZeroMQ's question (ZAP 1.0) whether the owner of a key may connect."""

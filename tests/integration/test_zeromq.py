@@ -178,12 +178,12 @@ def test_a_name_may_stand_for_places_of_which_one_answers(monkeypatch):
     run(main)
 
 
-@pytest.mark.parametrize("address", ["nonsense", "tcp://", "tcp://127.0.0.1:99999"])
+@pytest.mark.parametrize("address", ["nonsense", "tcp://", "tcp://127.0.0.1:99999", "a..b:7700"])
 def test_a_bad_address_is_named(address):
     async def main():
         async with make(1) as node:
             node.dial(KEYS[0].peer, [address])
-            assert address in (await next_of(node, DialFailed)).reason
+            assert address.removesuffix(":7700") in (await next_of(node, DialFailed)).reason
         with pytest.raises(ConfigError, match="cannot listen"):
             async with make(1, address):
                 pass
