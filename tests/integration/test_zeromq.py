@@ -13,6 +13,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
+from ravnest.config import NetTimeouts
 from ravnest.errors import ConfigError, LinkError
 from ravnest.net.congestion import CHUNKS_PER_WINDOW
 from ravnest.net.endpoint import Endpoint
@@ -452,6 +453,27 @@ def test_two_unreachable_peers_meet_through_the_relay_which_sees_nothing():
             assert len(recorder.seen) > 3 * MIB
             assert marker[:20] not in recorder.seen
             waiter.cancel()
+
+    run(main)
+
+
+def test_strangers_that_say_nothing_do_not_shut_the_holders_of_a_ticket_out():
+    async def main():
+        relay = Relay(NetTimeouts(relay_opening_seconds=1e6), most_streams=4)
+        relay.add(TICKET)
+        async with relay.listen(ANY_PORT) as port, asyncio.timeout(LONG_SECONDS):
+            silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(8)]
+            waiting, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(TICKET + b"A")
+            heard = asyncio.create_task(waiting.readexactly(5))
+            while not heard.done():
+                dialling, out = await asyncio.open_connection("127.0.0.1", port)
+                out.write(TICKET + b"D" + b"hello")
+                ended = asyncio.create_task(dialling.read())  # at once, if it came before the other
+                await asyncio.wait([heard, ended], return_when=asyncio.FIRST_COMPLETED)
+            assert await heard == b"hello"
+            for each in (*(one for _, one in silent), writer, out):
+                each.close()
 
     run(main)
 
