@@ -216,6 +216,7 @@ def test_a_node_is_sent_away_only_if_it_is_here():
 def test_a_wish_that_fits_nothing_is_refused(path, wish):
     asked = Asked()
     assert send(asked, path, wish).status == 400
+    assert request(asked.app, "/api/v1/kick", "POST", body=b'{"node": "\xff"}', **OWN_PAGE).status == 400
     assert asked.stopped == asked.kicked == []
 
 
