@@ -37,7 +37,9 @@ class Relay:
         self.num_joined = 0  # pairs of streams so far
         self._awaiting: dict[bytes, Stream | None] = {}  # by ticket
         self._writers: set[asyncio.StreamWriter] = set()
-        self._unproven: dict[asyncio.StreamWriter, None] = {}  # those without a ticket so far, the oldest first
+        self._unproven: dict[
+            asyncio.StreamWriter, None
+        ] = {}  # those without a ticket so far, the oldest first
 
     @property
     def tickets(self) -> tuple[bytes, ...]:

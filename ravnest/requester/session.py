@@ -129,10 +129,12 @@ class Interrupts:
     def _take(self, _signal: int, _frame: FrameType | None) -> None:
         self._num_taken += 1
         task = getattr(self, "_task", None)
-        if task is None or task.done() or task.cancelling():  # it ends, and may wait for a thread that does not
+        if task is None or task.done() or task.cancelling():  # it may wait for a thread that never ends
             raise KeyboardInterrupt
-        is_first = self._num_taken == 1 and self.stop is not None
-        self._loop.call_soon_threadsafe(self.stop if is_first else task.cancel)
+        if self._num_taken == 1 and self.stop is not None:
+            self._loop.call_soon_threadsafe(self.stop)
+        else:
+            self._loop.call_soon_threadsafe(task.cancel)
 
 
 def _run_beside(work: Coroutine[Any, Any, _Value]) -> _Value:
