@@ -103,7 +103,7 @@ class Relay:
         self._end(stream)
 
     def _end_oldest_unproven(self) -> None:
-        """Make room: who has a ticket shows it at once, strangers who say nothing would shut the others out."""
+        """Make room: who has a ticket shows it at once, and silent strangers would shut the others out."""
         oldest = next(iter(self._unproven))
         del self._unproven[oldest]
         self._writers.discard(oldest)

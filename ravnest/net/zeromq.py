@@ -204,8 +204,8 @@ class ZeroMqTransport(Endpoint):
 class _Lookup:
     """Looks a name up in a thread that nobody waits for, not even the end of the program.
 
-    That may take half a minute, in which ZeroMQ's I/O thread would hold up all other links. A name may stand for
-    several places, of which one answers: each attempt gets the next.
+    That may take half a minute, in which ZeroMQ's I/O thread would hold up all other links. A name may stand
+    for several places, of which one answers: each attempt gets the next.
     """
 
     def __init__(self, host: str) -> None:

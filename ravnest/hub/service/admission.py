@@ -45,7 +45,7 @@ _LONGEST_NAME = 40
 _LONGEST_ADDRESS = 80
 _MOST_ADDRESSES = 6
 _MOST_COMPLAINTS = 3
-_NO_TOKEN = "its token is not for this hub, or no longer: ask for a new one"
+_NOT_INVITED = "its token is not for this hub, or no longer: ask for a new one"
 
 
 def _wall_clock() -> float:
@@ -141,7 +141,7 @@ class Admission:
         if found is None or peer_of(found.key) != peer:
             return "its greeting is not that of this version of ravnest"
         if not hmac.compare_digest(found.proof, self._expect(found)):  # before a stranger has a file read
-            return _NO_TOKEN
+            return _NOT_INVITED
         if peer in self._banned:
             return f"it was sent away: {self._banned[peer]}"
         reason = self._reason_against(peer, found.invitation.hex())
@@ -150,14 +150,14 @@ class Admission:
         return reason
 
     def _reason_against(self, peer: PeerId, number: str) -> str | None:
-        """Return why the invitation with this number lets a peer in no more, beside those that joined by it."""
+        """Return why a peer may not come in by the invitation with this number."""
         try:
             invitation = self._guests.read().find(number)
         except ConfigError as error:
             logger.warning("nobody can be let in: %s", error)
             return "the hub cannot read its guest list: tell its owner"
         if invitation is None:
-            return _NO_TOKEN
+            return _NOT_INVITED
         num_others = len(set(self.invited_by(number)) - {peer})
         return invitation.reason_against(num_others, self._wall_clock())
 

@@ -1,9 +1,9 @@
 """Where a hub keeps its events: the interface, and SQLite in the folder of a run.
 
-In SQLite an appended event outlives a kill -9 of the hub, and others may read while it writes. A power cut may
-cost the last moments, never the order. To append waits for no disk: a thread moves SQLite's journal into the
-log now and then. A coordinator that is told its events again is the coordinator that was. Rows are msgpack of
-known records; nothing else in the file is read.
+An appended event outlives a kill -9 of the hub, and others may read meanwhile. A power cut may cost the last
+moments, never the order. To append waits for no disk: a thread moves SQLite's journal into the log now and
+then. A coordinator that is told its events again is the coordinator that was. Rows are msgpack of known
+records; nothing else in the file is read.
 """
 
 import contextlib

@@ -15,8 +15,7 @@ from ravnest.errors import ConfigError
 from ravnest.hub.service.event_log import LogReplay
 from ravnest.hub.service.web.documents import BesideDocument, UpdateDocument
 from ravnest.hub.service.web.recorder import RunRecorder
-from ravnest.hub.service.web.replica import RunReplica, UpdateCutter
-from ravnest.hub.service.web.snapshot import HubFacts, make_document
+from ravnest.hub.service.web.snapshot import HubFacts, RunReplica, UpdateCutter, make_document
 from ravnest.hub.service.web.web_app import WebParts, make_run_site
 from ravnest.hub.service.web.what_if import WhatIf, pose_what_if
 from ravnest.plan.types import Node

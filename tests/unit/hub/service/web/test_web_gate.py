@@ -13,7 +13,7 @@ from ravnest.config import TIMEOUTS
 from ravnest.errors import ConfigError
 from ravnest.hub.service.guests import GuestsInMemory
 from ravnest.hub.service.web.actions import GuestActions, HubActions
-from ravnest.hub.service.web.replica import RunReplica, UpdateCutter
+from ravnest.hub.service.web.snapshot import RunReplica, UpdateCutter
 from ravnest.hub.service.web.web_app import WebParts, make_run_site
 from ravnest.hub.service.web.what_if import pose_what_if
 from ravnest.net.identity import INVITATION_BYTES

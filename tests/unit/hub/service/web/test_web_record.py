@@ -29,11 +29,10 @@ from ravnest.hub.service.event_log import EventLog
 from ravnest.hub.service.web.log_dashboard import LogFollower
 from ravnest.hub.service.web.news import NewsList
 from ravnest.hub.service.web.recorder import RunRecorder
-from ravnest.hub.service.web.replica import RunReplica, UpdateCutter
 from ravnest.hub.service.web.run_metrics import write_metrics
-from ravnest.hub.service.web.snapshot import HubFacts, make_document
+from ravnest.hub.service.web.snapshot import HubFacts, RunReplica, UpdateCutter, make_document
 from ravnest.protocol.training import StepReport
-from ravnest.web.curves import RunCurve
+from ravnest.web.updates import RunCurve
 
 HOSTILE = "<img src=x onerror=alert(1)>"
 
