@@ -197,7 +197,7 @@ class LogReplay:
     @property
     def is_replaced(self) -> bool:
         """Whether the folder has another log by now: a new run was begun in it."""
-        return self._file != _identify(self._folder / _LOG)
+        return _identify(self._folder / _LOG) not in (None, self._file)
 
     def read_on(self) -> int:
         """Apply the events that are new, and return their number; ConfigError says what is wrong with one."""
