@@ -40,7 +40,8 @@ _SYSTEM_FILES = (
 )
 _DEVICE_FILES = ("/dev/null",)
 
-# System calls by machine: x86-64, ARM64. Those that start another program come apart.
+# System calls by machine: x86-64, ARM64. Those by which another program, or a copy of this one, could be left
+# behind come apart: the agent ends all of the session.
 _CALLS = {
     "socket": (41, 198),
     "connect": (42, 203),
@@ -75,7 +76,7 @@ _CALLS = {
     "reboot": (169, 142),
     "swapon": (167, 224),
 }
-_PROGRAM_CALLS = {"execve": (59, 221), "execveat": (322, 281)}
+_PROGRAM_CALLS = {"execve": (59, 221), "execveat": (322, 281), "setsid": (112, 157), "setpgid": (109, 154)}
 _MACHINES = {"x86_64": (0, 0xC000003E, 317), "aarch64": (1, 0xC00000B7, 277)}  # column, arch, seccomp
 _X32_BIT = 0x40000000
 _SET_FILTER, _ALL_THREADS = 1, 1

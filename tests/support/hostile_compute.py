@@ -90,6 +90,13 @@ def _try(act: Callable[[], object]) -> str:
     return "done"
 
 
+def _try_in_copy(act: Callable[[], object]) -> str:
+    """Try something in a copy of this process, which leads no session."""
+    if not (copy := os.fork()):
+        os._exit(_try(act) == "done")
+    return "done" if os.waitpid(copy, 0)[1] else "PermissionError"
+
+
 def _escape(_: socket.socket, wishes: FenceWishes) -> dict[str, str]:
     """Try what the fences are against."""
     agent, home = wishes.agent, os.environ["TEST_HOME"]
@@ -104,6 +111,8 @@ def _escape(_: socket.socket, wishes: FenceWishes) -> dict[str, str]:
         "environment of the agent": _try(lambda: open(f"/proc/{agent}/environ", "rb").close()),
         "signal to the agent": _try(lambda: os.kill(agent, signal.SIGURG)),
         "program": _try(lambda: subprocess.run(["/bin/true"], check=False)),
+        "session of its own": _try_in_copy(os.setsid),
+        "group of its own": _try_in_copy(lambda: os.setpgid(0, 0)),
         "write elsewhere": _try(lambda: open("/var/tmp/ravnest-escape", "w").close()),
         "link to a secret": _try(lambda: os.symlink("/etc/shadow", own / "link")),
         "its own folder": _try(lambda: (own / "file").write_bytes(b"x")),
@@ -149,6 +158,20 @@ def _crash(_: socket.socket, __: FenceWishes) -> None:
     os.kill(os.getpid(), signal.SIGSEGV)
 
 
+def _leave_behind(_: socket.socket, wishes: FenceWishes) -> None:
+    """Crash, and leave a copy behind that has all that this process has open."""
+    copy = os.fork()
+    if not copy:
+        while True:
+            signal.pause()
+    Path(wishes.write[0], "copy").write_text(str(copy))
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def _claim_to_be_lost(border: socket.socket, _: FenceWishes) -> None:
+    _send(border, ComputeFailed("ComputeLost", "it is \x1b[31mlost"))
+
+
 def _hang(_: socket.socket, __: FenceWishes) -> None:
     """Spend time in one operation that nothing interrupts."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -165,4 +188,6 @@ ACTIONS: dict[str, Callable[[socket.socket, FenceWishes], object]] = {
     "cut": _end_in_a_frame,
     "crash": _crash,
     "hang": _hang,
+    "copy": _leave_behind,
+    "claim": _claim_to_be_lost,
 }
