@@ -329,7 +329,7 @@ def unpack_report(frame: Frame) -> FromCompute | ControlReport:
             hashes, *content = _expect(buffers, 1 + has_content, "SnapshotWritten")
             ordered, written = _unpack(order, (), SnapshotOrder), _unpack(made, (), SnapshotMade)
             inside = bytes(content[0]) if content else None
-            blob = WrittenBlob(written.weights, inside, fault, bytes(hashes))
+            blob = WrittenBlob(written.weights, bytes(hashes), inside, fault)
             return SnapshotWritten(ordered, written.version, blob, written.anchor_round)
         case _StageBuilt(build_id):
             return StageBuilt(build_id)

@@ -47,7 +47,7 @@ from ravnest.peer.compute_protocol import (
     ProviderLimits,
     ToCompute,
 )
-from ravnest.peer.fences import FenceWishes, find_read_folders
+from ravnest.peer.fences import FenceWishes
 from ravnest.units import show_plainly
 
 logger = logging.getLogger(__name__)
@@ -459,8 +459,7 @@ class ComputeProcess:
         here, there = socket.socketpair()
         compiled = os.environ.get("TORCHINDUCTOR_CACHE_DIR", "") if self._compiles else ""
         writes = tuple(filter(None, (self._scratch, compiled)))
-        reads = find_read_folders(str(_PACKAGE))
-        wishes = FenceWishes(os.getpid(), reads, writes, self._compiles, self._uses_gpu)
+        wishes = FenceWishes(os.getpid(), str(Path.home()), writes, self._compiles, self._uses_gpu)
         words = (str(_PACKAGE.parent), str(there.fileno()), json.dumps(asdict(wishes)))
         try:
             process = self._start(words, there, choose_environment(os.environ, self._scratch, compiled))

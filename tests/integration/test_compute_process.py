@@ -83,7 +83,10 @@ def test_a_real_process_looks_at_the_pc_holds_no_secret_and_survives_its_own_dea
     assert not psutil.pid_exists(pid)
 
 
-def test_nothing_leads_out_of_the_fences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_leads_out_of_the_fences(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path_factory.mktemp("script"))
     monkeypatch.setenv("RAVNEST_TOKEN", "rvn1_secret")
     monkeypatch.setenv("TORCH_SECRET", "secret")
     found = json.loads(str(run(hostile("escape", tmp_path), tmp_path)))

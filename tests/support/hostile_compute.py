@@ -42,7 +42,12 @@ def start_hostile(action: str) -> Callable[[Sequence[str], socket.socket, Mappin
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
-            env={**environment, "PYTHONPATH": str(ROOT), "TEST_HOME": str(Path.home())},
+            env={
+                **environment,
+                "PYTHONPATH": str(ROOT),
+                "TEST_HOME": str(Path.home()),
+                "TEST_SCRIPT": sys.path[0],
+            },
             pass_fds=(end_of_pair.fileno(),),
             start_new_session=True,
         )
@@ -106,6 +111,7 @@ def _escape(_: socket.socket, wishes: FenceWishes) -> dict[str, str]:
         "udp": _try(lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM)),
         "unix": _try(lambda: socket.socket(socket.AF_UNIX)),
         "home": _try(lambda: os.listdir(home)),
+        "folder of the agent's script": _try(lambda: os.listdir(os.environ["TEST_SCRIPT"])),
         "parent of its folder": _try(lambda: os.listdir(own.parent)),
         "memory of the agent": _try(lambda: open(f"/proc/{agent}/mem", "rb").close()),
         "environment of the agent": _try(lambda: open(f"/proc/{agent}/environ", "rb").close()),

@@ -75,9 +75,9 @@ REPORTS = [
     Outgoing(OTHER, ACTIVATION, (TENSOR,)),
     Outgoing(HUB, LeaseDone(1, LeaseId(0), 4)),
     StageBuilt(4),
-    SnapshotWritten(SnapshotOrder(1, 7), 12, WrittenBlob(REF, None, "", b"h" * 32)),
+    SnapshotWritten(SnapshotOrder(1, 7), 12, WrittenBlob(REF, b"h" * 32)),
     SnapshotWritten(
-        SnapshotOrder(1, 8), 13, WrittenBlob(REF, b"content here", "the disk is full", b"h" * 32), RoundId(4)
+        SnapshotOrder(1, 8), 13, WrittenBlob(REF, b"h" * 32, b"content here", "the disk is full"), RoundId(4)
     ),
     ComputeFailed("UnsafeBlueprint", "it wants too much"),
     Surveyed("cpu", 1e9, None),
@@ -157,7 +157,7 @@ def test_buffers_that_are_not_announced_are_refused() -> None:
     for buffers in ((), (TENSOR[:-1],), (TENSOR, TENSOR)):
         with pytest.raises(ProtocolError, match="buffer"):
             unpack_report(Frame(frame.head, buffers))
-    for item in (Alive(1), Remark(30, "x"), SnapshotWritten(SnapshotOrder(1, 7), 1, WrittenBlob(REF))):
+    for item in (Alive(1), Remark(30, "x"), SnapshotWritten(SnapshotOrder(1, 7), 1, WrittenBlob(REF, b""))):
         with pytest.raises(ProtocolError, match="buffers instead of"):
             unpack_report(Frame(pack_item(item).head, (b"x",) * 3))
 
