@@ -473,8 +473,3 @@ class ComputeProcess:
 
 def _log(remark: Remark) -> None:
     logger.log(remark.level, "%s", show_plainly(remark.text))
-
-
-def show_fences(fences: FencesClosed) -> str:
-    """Return in words what holds compute in."""
-    return "; ".join(map(show_plainly, fences.held)) or "nothing"
