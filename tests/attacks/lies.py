@@ -57,11 +57,11 @@ def _also(make):
     return tell
 
 
-def _at_once(world):
+def claim_at_once(world):
     """Report every microbatch of a lease as soon as it is granted, and the lease as done."""
     work = world._work
 
-    def work_at_once(order, grant):
+    def workclaim_at_once(order, grant):
         if order.pipeline != (LIAR,) or grant.is_evaluation:
             work(order, grant)
             return
@@ -74,7 +74,7 @@ def _at_once(world):
         done = LeaseDone(grant.build_id, grant.lease, sum(grant.num_samples))
         world.say(LIAR, done, seconds=0.02)
 
-    world._work = work_at_once
+    world._work = workclaim_at_once
 
 
 def _done_only(world):
@@ -168,7 +168,7 @@ SPOT, SKETCH, REPORTS = "spot checks", "sketches", "reports per microbatch"
 NAN_SKETCH = struct.pack("<4f", math.nan, 0.5, 0.5, 0.5)
 HARMLESS = "its own cluster is left out"
 LIES = (
-    Lie("reports made up at once, leases done at once", _at_once, True, SPOT),
+    Lie("reports made up at once, leases done at once", claim_at_once, True, SPOT),
     Lie("constant losses at an honest pace", _false_losses(lambda _: 1.0), True, SPOT),
     Lie("losses of 1e6", _false_losses(lambda _: 1e6), True, SPOT),
     Lie("losses of 1e-9", _false_losses(lambda _: 1e-9), True, SPOT),

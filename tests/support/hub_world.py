@@ -487,9 +487,8 @@ class HubWorld:
                 self.bases |= dict.fromkeys(self.in_round, news.round_id)
             self.open_round, self.in_round, self.has_wrong = None, {}, False
         if isinstance(news, WorkUndone):
-            undone = [each for each in self.counted_by.pop(news.node, ()) if each in self.ledger]
-            epochs = self.hub.ledger.epochs_under_way
-            undone = [each for each in undone if each[0] in epochs]
+            counted = [each for each in self.counted_by.pop(news.node, ()) if each in self.ledger]
+            undone = counted[-news.num_samples :]  # no more than since it was last found to train
             assert len(undone) == news.num_samples
             self.ledger -= Counter(undone)
         if isinstance(news, FromCheckpoint):
@@ -509,7 +508,8 @@ class HubWorld:
             assert len(leases) <= 2 or sum(len(each.num_samples) for each in leases[:-1]) < 2 * window
         kinds = {(lease.cluster_id, lease.lease is None) for lease in self.open_leases}
         assert len(kinds) == len(held), "weights stand still while they are evaluated"
-        if any(is_evaluation for _, is_evaluation in kinds) and not self.is_stopped:
+        is_evaluated = any(is_evaluation for _, is_evaluation in kinds)
+        if is_evaluated and not self.is_stopped and not self.told(WorkUndone):
             settings = self.given.settings
             least = settings.samples_of(settings.evaluate_updates) or settings.num_samples
             assert len(self.ledger) >= min(least, settings.num_total)
