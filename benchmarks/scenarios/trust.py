@@ -1,7 +1,8 @@
-"""What becomes of a liar among four clusters, and what its lie costs the others.
+"""What becomes of a liar among four clusters, what its lie costs the others, and what the safeguards cost.
 
-The hub is the real one; its peers are scripted, on virtual time. So no second depends on this machine. Each
-lie is told with several seeds of the lots, and compared with a run of the same seed without one.
+Lies are told by scripted peers to the real hub, on virtual time. So no second of theirs depends on this
+machine. Each lie is told with several seeds of the lots, and compared with an honest run of the same seed.
+What safeguards cost is measured with real programs (`benchmarks/trust_overhead.py`).
 """
 
 import sys
@@ -11,10 +12,12 @@ from statistics import median
 from typing import Any
 
 from benchmarks.measure import say, table
+from benchmarks.trust_overhead import find_missed, measure_overhead, report_overhead, try_overhead
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "SECURITY.md"
 BEGIN, END = "<!-- lies: written by benchmarks.run trust -->", "<!-- end of lies -->"
+NUM_TURNS = 5
 HEAD = ("one of four", "sent away", "honest named", "false result", "seconds lost", "by what, or why not")
 METHOD = """The hub with four clusters of one scripted peer each, of which one lies; 960 samples, a round
 after three batches of each cluster, {count} seeds of the lots. *Sent away*: for good / as one that does
@@ -56,4 +59,10 @@ def run(quick: bool) -> tuple[dict[str, object], str, list[str]]:
         page = PAGE.read_text(encoding="utf-8")
         before, after = page.split(BEGIN)[0], page.split(END)[1]
         PAGE.write_text(f"{before}{BEGIN}\n\n{report}\n\n{END}{after}", encoding="utf-8")
-    return figures, report, missed
+    if quick:
+        figures["overhead"] = try_overhead()
+        return figures, "", missed
+    figures["overhead"] = overhead = measure_overhead(NUM_TURNS, num_rounds=6)
+    report = f"## What lies cost\n\n{report}\n\n## What it costs to believe nobody\n\n"
+    report += report_overhead(overhead, NUM_TURNS)
+    return figures, report, missed + find_missed(overhead)

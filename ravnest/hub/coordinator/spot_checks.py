@@ -96,7 +96,7 @@ class SpotChecks:
             return f"microbatch {claimed.microbatch} of cluster {cluster.name} is not under way"
         self._expire(claimed.now, claimed.anchor_round)
         is_new = self._num_passed[cluster.root] < _PROBATION
-        if self._is_random or (not is_new and self._ledger.draws.choose(range(_ONE_IN))):
+        if not self._can_check or (not is_new and self._ledger.draws.choose(range(_ONE_IN))):
             return []
         holders = self._holders(claimed.anchor_round)
         check = self._begin(cluster, claimed.anchor_round, claimed.loss, claimed.now)
@@ -107,7 +107,7 @@ class SpotChecks:
         self._expire(now)
         running = self._placement.running
         anchor_round = self._ledger.progress.anchor_round(running)
-        if self._is_random or self._placement.is_exact or not anchor_round:
+        if not self._can_check or self._placement.is_exact or not anchor_round:
             return []
         holders, actions = self._holders(anchor_round), list[Action]()
         much = _MUCH * self._ledger.settings.num_total
@@ -125,6 +125,10 @@ class SpotChecks:
             check = self._begin(cluster, anchor_round, None, now)
             actions += self._ask(check, others, lease, lease.first_microbatch)
         return actions
+
+    @property
+    def _can_check(self) -> bool:
+        return not self._is_random and self._timeouts.check_seconds > 0
 
     def _holders(self, anchor_round: RoundId) -> list[ClusterState]:
         """Return the clusters that can find a loss on the average of a round."""
