@@ -116,7 +116,8 @@ def report_overhead(figures: Figures, num_turns: int) -> str:
     rows = [(name, *_percents(each)) for name, each in figures["cost"].items()]
     rows.append(("fences, in a pipeline of two stages", *_percents(figures["pipeline_fences"])))
     again = figures["losses_found_again"]["all"]["median"]
-    head = f"""{_CLUSTERS} clusters of one emulated device each ({_MODEL}, {MICROBATCH_SECONDS * 1e3:.0f} ms for a
+    milliseconds = MICROBATCH_SECONDS * 1e3
+    head = f"""{_CLUSTERS} clusters of one emulated device each ({_MODEL}, {milliseconds:.0f} ms for a
 microbatch), a blocking round after {_UPDATES_BETWEEN} updates; {num_turns} turns, in each every case
 once, against the case without any. Of the rate, smallest, median and largest; below zero it was faster.
 {again:.0f} losses were found again in a run. A robust round has {figures["robust_bytes"]:.2f} times the

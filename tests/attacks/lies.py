@@ -18,7 +18,7 @@ def _training(message):
     )
 
 
-def _false_losses(loss):
+def false_losses(loss):
     """Report another loss than was found, in training."""
 
     def tell(world):
@@ -169,10 +169,10 @@ NAN_SKETCH = struct.pack("<4f", math.nan, 0.5, 0.5, 0.5)
 HARMLESS = "its own cluster is left out"
 LIES = (
     Lie("reports made up at once, leases done at once", claim_at_once, True, SPOT),
-    Lie("constant losses at an honest pace", _false_losses(lambda _: 1.0), True, SPOT),
-    Lie("losses of 1e6", _false_losses(lambda _: 1e6), True, SPOT),
-    Lie("losses of 1e-9", _false_losses(lambda _: 1e-9), True, SPOT),
-    Lie("losses a third too low", _false_losses(lambda m: 0.66 * m.loss), True, SPOT),
+    Lie("constant losses at an honest pace", false_losses(lambda _: 1.0), True, SPOT),
+    Lie("losses of 1e6", false_losses(lambda _: 1e6), True, SPOT),
+    Lie("losses of 1e-9", false_losses(lambda _: 1e-9), True, SPOT),
+    Lie("losses a third too low", false_losses(lambda m: 0.66 * m.loss), True, SPOT),
     Lie("false losses found for others", _false_checker, True, SPOT),
     Lie("leases done, nothing reported", _done_only, False, "nothing counts; it is sent away as idle"),
     Lie("leases taken, nothing done", _lazy, False, "it is sent away as idle"),
@@ -241,5 +241,5 @@ LIES = (
         False,
         "refused, but for its own",
     ),
-    Lie("updates and losses without numbers", _false_losses(lambda _: None), False, "nobody believes it"),
+    Lie("updates and losses without numbers", false_losses(lambda _: None), False, "nobody believes it"),
 )

@@ -1,7 +1,7 @@
 """One liar of four: it is named and sent away or harms nobody, and nobody else is named."""
 
 import pytest
-from attacks.lies import LIES, claim_at_once
+from attacks.lies import LIES, claim_at_once, false_losses
 from support.attack_world import HONEST, LIAR, AttackWorld, outcome_of, tell
 from support.hub_world import check_replay
 
@@ -46,3 +46,32 @@ def test_what_a_proven_liar_counted_is_trained_again_though_its_epochs_are_over(
     assert not world.counted_by.get(LIAR), "all samples are trained by others"
     assert world.hub.ledger.num_counted == sum(world.ledger.values()) == 3 * 96
     check_replay(world)
+
+
+def test_samples_that_are_others_when_they_are_read_again_hold_nothing_up():
+    plain, world = AttackWorld(0).run(), AttackWorld(0)
+    world.has_changing_samples = True
+    found, before = outcome_of(world.run()), outcome_of(plain)
+    assert found.is_finished
+    assert found.left == ()
+    assert found.seconds < before.seconds + 5.0
+
+
+def test_rounds_wait_for_those_who_find_losses_again():
+    """Else the next round takes the average away on which they look, and nobody is ever found out."""
+    world = AttackWorld(0, num_samples=960, average_every=1)
+    world.recheck_seconds = 4.0
+    false_losses(lambda _: 1.0)(world)
+    found = outcome_of(world.run())
+    assert found.evicted == found.left == (LIAR,)
+
+
+def test_who_is_kept_from_the_last_round_stays_and_its_work_is_done_again():
+    """It cannot be compared with others; a liar had it left out, so nobody goes for that."""
+    world = AttackWorld(0, num_samples=96, average_every=10**6)
+    (blaming,) = [lie for lie in LIES if lie.name == "every round given up, another blamed"]
+    blaming.tell(world)
+    world.run(until=5_000.0)
+    assert outcome_of(world).is_finished
+    assert {news.node for news in world.told(WorkUndone)} & set(HONEST)
+    assert not set(outcome_of(world).left) & set(HONEST)

@@ -158,6 +158,7 @@ class HubWorld:
         self.log, self.answers, self.happened = [], [], []
         self.leases = {}  # all that were granted, by number
         self.counted_by = {}  # samples, by the root that said so
+        self.recheck_seconds = 0.1  # that a peer takes to find the loss of another's microbatch
         self._begin()
         self.now = 0.0
         self.news, self.refusals, self.finish, self.results = [], [], None, []
@@ -716,7 +717,8 @@ class HubWorld:
         """Find the loss of another cluster's microbatch again."""
         loss = self.found_again(name, grant.recheck.microbatch)
         facts = (grant.build_id, grant.first_microbatch, 0, 0, grant.num_samples[0], 0.0, 0.0, 0.0, 0.0)
-        self.say(name, StepReport(*facts, loss, (), None, grant.recheck.anchor_round), seconds=0.1)
+        report = StepReport(*facts, loss, (), None, grant.recheck.anchor_round)
+        self.say(name, report, seconds=self.recheck_seconds)
 
     def found_again(self, name, microbatch):
         """What a peer says of the loss of another's microbatch; a test may say otherwise."""
