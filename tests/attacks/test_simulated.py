@@ -5,7 +5,7 @@ from attacks.lies import LIES, claim_at_once, false_losses
 from support.attack_world import HONEST, LIAR, AttackWorld, outcome_of, tell
 from support.hub_world import check_replay
 
-from ravnest.hub.coordinator.notices import EpochDone, WorkUndone
+from ravnest.hub.coordinator.notices import EpochDone, RoundEnded, WorkUndone
 
 
 @pytest.mark.parametrize("lie", LIES, ids=lambda lie: lie.name.replace(" ", "-"))
@@ -75,3 +75,14 @@ def test_who_is_kept_from_the_last_round_stays_and_its_work_is_done_again():
     assert outcome_of(world).is_finished
     assert {news.node for news in world.told(WorkUndone)} & set(HONEST)
     assert not set(outcome_of(world).left) & set(HONEST)
+
+
+def test_nobody_waits_for_ever_for_those_who_do_not_find_losses_again():
+    world = AttackWorld(0, average_every=24)
+    world.recheck_seconds = 1e6
+    for name in (*HONEST, LIAR):
+        world.slow(name, 5.0, at=0.0)  # so that a check has no time left before the next round is due
+    world.run(until=3_000.0)
+    assert outcome_of(world).is_finished
+    assert outcome_of(world).left == ()
+    assert len([news for news in world.told(RoundEnded) if news.is_committed]) > 1

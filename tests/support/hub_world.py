@@ -488,9 +488,10 @@ class HubWorld:
                 self.bases |= dict.fromkeys(self.in_round, news.round_id)
             self.open_round, self.in_round, self.has_wrong = None, {}, False
         if isinstance(news, WorkUndone):
-            counted = [each for each in self.counted_by.pop(news.node, ()) if each in self.ledger]
+            counted = [each for each in self.counted_by.get(news.node, ()) if each in self.ledger]
             undone = counted[-news.num_samples :]  # no more than since it was last found to train
             assert len(undone) == news.num_samples
+            self.counted_by[news.node] = counted[: -news.num_samples]
             self.ledger -= Counter(undone)
         if isinstance(news, FromCheckpoint):
             self.ledger = Counter(self.saved)

@@ -465,6 +465,7 @@ class Duties:
             ((JobPhase.KEEPING,), self._collect_result),
             (at_work, self._retain_inquiries),
         )
+        self._spot_checks.expire(now)
         actions: list[Action] = []
         for phases, duty in duties:
             if self._life.phase in phases:

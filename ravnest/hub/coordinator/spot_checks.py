@@ -94,7 +94,7 @@ class SpotChecks:
         lease = self._ledger.find_training(claimed.microbatch)
         if lease is None or lease.cluster_id != cluster.cluster_id:
             return f"microbatch {claimed.microbatch} of cluster {cluster.name} is not under way"
-        self._expire(claimed.now, claimed.anchor_round)
+        self.expire(claimed.now, claimed.anchor_round)
         is_new = self._num_passed[cluster.root] < _PROBATION
         if not self._can_check or (not is_new and self._ledger.draws.choose(range(_ONE_IN))):
             return []
@@ -104,7 +104,7 @@ class SpotChecks:
 
     def close(self, now: float) -> list[Action]:
         """At the end, have clusters find a loss on the last average that have counted much unchecked."""
-        self._expire(now)
+        self.expire(now)
         running = self._placement.running
         anchor_round = self._ledger.progress.anchor_round(running)
         if not self._can_check or self._placement.is_exact or not anchor_round:
@@ -135,8 +135,10 @@ class SpotChecks:
         progress = self._ledger.progress
         return [x for x in self._placement.running if _is_alone(x) and progress.holds(x, anchor_round)]
 
-    def _expire(self, now: float, anchor_round: RoundId | None = None) -> None:
+    def expire(self, now: float, anchor_round: RoundId | None = None) -> None:
         """Forget checks that nobody waits for, or that are of an average before this one."""
+        if not self._open:
+            return
         running = {each.cluster_id for each in self._placement.running}
         self._open = [
             check
