@@ -40,19 +40,16 @@ def try_overhead() -> dict[str, int]:
     return {"losses_found_again": _train(*CASES["all"], num_rounds=2)[1]}
 
 
-def measure_overhead(num_turns: int, num_rounds: int) -> Figures:
+def measure_clusters(num_turns: int) -> Figures:
     """Return the share of samples per second that each case costs, within each turn; and what was done."""
-    from benchmarks.scenarios.pipeline import compare_process
-
     rates: dict[str, list[float]] = {name: [] for name in CASES}
     num_checks: dict[str, list[float]] = {name: [] for name in CASES}
     for turn in range(num_turns):
         for name, case in CASES.items():
-            rate, count = _train(*case, num_rounds=num_rounds)
+            rate, count = _train(*case, num_rounds=6)
             rates[name].append(rate)
             num_checks[name].append(count)
         say(f"turn {turn + 1}: { {name: round(found[-1]) for name, found in rates.items()} }")
-    process = compare_process(num_turns, num_updates=20 if num_turns > 1 else 6)
     shape = make_shape(_CUTS, 8_000_000)
     return {
         "cost": {
@@ -60,10 +57,17 @@ def measure_overhead(num_turns: int, num_rounds: int) -> Figures:
             for name in CASES
             if name != "none"
         },
-        "pipeline_fences": {key: round(1 - each, 4) for key, each in process["over_thread"].items()},
         "losses_found_again": {name: spread(counts) for name, counts in num_checks.items()},
         "robust_bytes": compare_bytes(shape, WireFormat.INT4, 6e6)["times"],
     }
+
+
+def measure_pipeline(num_turns: int) -> Figures:
+    """Return the share of the rate of a pipeline of two stages that fences cost, within each turn."""
+    from benchmarks.scenarios.pipeline import compare_process
+
+    over_thread = compare_process(num_turns, num_updates=20)["over_thread"]
+    return {"pipeline_fences": {key: round(1 - each, 4) for key, each in over_thread.items()}}
 
 
 def _train(is_fenced: bool, is_checked: bool, is_robust: bool, *, num_rounds: int) -> tuple[float, int]:
@@ -105,8 +109,9 @@ def _count_flops(job: Any, num_samples: int) -> float:
 
 
 def find_missed(figures: Figures) -> list[str]:
-    """Return the targets that are not reached."""
-    cost, fences = figures["cost"]["all"]["median"], figures["pipeline_fences"]["median"]
+    """Return the targets that are not reached, of what was measured."""
+    cost = figures["cost"]["all"]["median"] if "cost" in figures else 0.0
+    fences = figures["pipeline_fences"]["median"] if "pipeline_fences" in figures else 0.0
     missed = [f"all safeguards together cost {cost:.1%} of the rate"] * (cost > TOGETHER_LIMIT)
     return missed + [f"fences cost {fences:.1%} of the pipeline"] * (fences > FENCES_LIMIT)
 

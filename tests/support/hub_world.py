@@ -510,8 +510,7 @@ class HubWorld:
             assert len(leases) <= 2 or sum(len(each.num_samples) for each in leases[:-1]) < 2 * window
         kinds = {(lease.cluster_id, lease.lease is None) for lease in self.open_leases}
         assert len(kinds) == len(held), "weights stand still while they are evaluated"
-        is_evaluated = any(is_evaluation for _, is_evaluation in kinds)
-        if is_evaluated and not self.is_stopped and not self.told(WorkUndone):
+        if any(is_evaluation for _, is_evaluation in kinds) and not self.is_stopped:
             settings = self.given.settings
             least = settings.samples_of(settings.evaluate_updates) or settings.num_samples
             assert len(self.ledger) >= min(least, settings.num_total)

@@ -452,14 +452,17 @@ class Ledger(LeaseQueries):
     def undo(self, node: NodeId) -> int:
         """Have samples trained again that count on this root's word alone, of epochs that are over too."""
         undone = [each.lease for each in self._unconfirmed.pop(node, ()) if each.lease is not None]
-        under_way = self._book.under_way
-        self._reopened |= {each.epoch for each in undone if each.epoch not in under_way}
+        self._reopened |= {each.epoch for each in undone} - self._book.under_way
         num_samples = self._book.uncount(undone)
         if num_samples:
             self.num_counted -= num_samples
             self.num_reported = max(0, self.num_reported - num_samples)  # so the rates go back, too
             self.progress.record_versions((), self.num_reported)
             self.has_undone, self.average_books = True, None
+            if self._evaluation and not self._evaluation.is_last:  # it comes when that is trained
+                for lease in (x for x in self._open.of(self._evaluation.cluster_id) if x.lease is None):
+                    self._open.close(lease)
+                self._evaluation = self._evaluation.begin_again()
         return num_samples
 
     def samples_of(self, lease: OpenLease, microbatch: MicrobatchId) -> tuple[int, ...]:
