@@ -430,7 +430,9 @@ class Worker:
         loss, key = None, (self.position.seed, ready.recheck.microbatch)
         average = self.find_average(ready.recheck.anchor_round) if self._is_alone else None
         if average is not None:
-            passed = self._stage.rerun(microbatch, ready.decode_inputs(), ready.fields, key, average)
+            inputs, started = ready.decode_inputs(), self._clock()
+            passed = self._stage.rerun(microbatch, inputs, ready.fields, key, average)
+            self._device.stretch(started, self._device.forward_seconds * ready.num_samples)
             loss = None if isinstance(passed, DroppedWork) else _read_results(passed)[0]
         anchor_round = None if loss is None else ready.recheck.anchor_round
         facts = (self.position.build_id, microbatch, self._stage.version, 0, ready.num_samples)
