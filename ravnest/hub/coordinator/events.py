@@ -319,7 +319,7 @@ class LossClaimed:
 class LossRechecked:
     """The loss that another cluster finds for such a microbatch; None: it has that average no more."""
 
-    cluster_id: str
+    cluster_id: str  # nothing: nobody got the samples, which are not the same when they are read again
     microbatch: MicrobatchId  # the number it has there
     loss: float | None
     now: float

@@ -262,6 +262,10 @@ class Rounds:
             clusters = running
         return self._open(clusters, now, is_final=True)
 
+    def expect_last(self) -> None:
+        """Have another last round: there is more to train."""
+        self._num_tries = 0
+
     def _open_exact(self, now: float) -> list[Send]:
         """Order the gradient round of the batch that is next; its members begin when they have trained it."""
         placement, batch = self._placement, self._ledger.exact.first

@@ -9,10 +9,10 @@ from support.plan_world import SIMPLE, even_model, node
 
 from ravnest.config import Averaging, Favour
 from ravnest.hub.coordinator.events import JobGiven, JobSettings, MakePlan, NoiseMeasured, Send
-from ravnest.hub.coordinator.ledger import divide_batch
 from ravnest.hub.coordinator.notice_texts import show_notice
 from ravnest.hub.coordinator.notices import NoiseFound, PlanFormed, RateChanged, Repaired
 from ravnest.hub.coordinator.planner import SEARCH_PLANNER
+from ravnest.hub.coordinator.progress import divide_batch
 from ravnest.protocol.training import LearningRate, LeaseGrant
 
 
