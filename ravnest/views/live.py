@@ -107,8 +107,8 @@ def _show_averaging(status: Status) -> list[str]:
 
 def _show_rate(status: Status) -> str:
     rate = f"{status.samples_per_second:,.0f} samples/s"
-    foreseen = status.predicted_samples_per_second
-    return rate if foreseen is None else f"{rate} ({foreseen:,.0f} foreseen)"
+    predicted = status.predicted_samples_per_second
+    return rate if predicted is None else f"{rate} ({predicted:,.0f} predicted)"
 
 
 def _show_nodes(status: Status) -> RenderableType:

@@ -152,7 +152,7 @@ def test_the_plan_view_says_what_each_stage_takes_and_what_one_more_pc_would_bri
         page = watched.open(f"{show_link(served.gate)}#/plan")
         num_stages = sum(len(each.nodes) for each in world.hub.clusters)
         expect(page.locator("tbody tr")).to_have_count(num_stages)
-        expect(page.locator("main")).to_contain_text("what limits it")
+        expect(page.locator("main")).to_contain_text("bottleneck")
         expect(page.get_by_label("Memory, GB")).not_to_have_value("")
         page.get_by_role("button", name="Ask").click()
         expect(page.locator(".outcome")).to_contain_text("It would be")

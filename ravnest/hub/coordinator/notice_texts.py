@@ -97,7 +97,7 @@ def show_notice(notice: Notice) -> str:  # noqa: C901, PLR0912, PLR0915 - one sh
             pieces = f" in {microbatches} microbatches" if microbatches > 1 else ""
             shown += [
                 f"{batch_size} samples per update{pieces}",
-                f"{samples_per_second:.3g} samples/s foreseen",
+                f"{samples_per_second:.3g} samples/s predicted",
                 *([show_sharing(sharing, batch_size)] if sharing.num_clusters > 1 else []),
                 *([reason] if reason else []),
             ]

@@ -53,7 +53,7 @@ def test_the_panel_says_how_far_how_fast_and_who() -> None:
     for words in (
         *("digits [bold]", "1 cluster, 3 nodes", "training  epoch 2  25%", "loss 0.125", "val acc 0.75"),
         *(
-            "1,234 samples/s (1,300 foreseen)",
+            "1,234 samples/s (1,300 predicted)",
             "left",
             "62%",
             "rounds 3 committed, 1 aborted, the last in 1.25 s",

@@ -105,7 +105,7 @@ def _show_bottleneck(outlook: Forecast) -> str:
         return ""
     gain = found.gain_samples_per_second / outlook.samples_per_second if outlook.samples_per_second else 0.0
     if gain < _LEAST_GAIN:
-        return f"{found.node} is limited by {found.limited_by}, and others are as near to their limits"
+        return f"{found.node} is limited by {found.limited_by}; other nodes are almost as limited"
     return f"{found.node} is limited by {found.limited_by}; twice as much of it would bring {gain:+.0%}"
 
 

@@ -305,7 +305,7 @@ def test_a_batch_travels_as_microbatches_and_makes_one_update():
     (updates,) = world.updates.values()
     assert list(updates.values()) == [[4, 4, 4, 4]] * 20
     assert show_notice(formed).endswith(
-        f"; 16 samples per update in 4 microbatches; {formed.samples_per_second:.3g} samples/s foreseen"
+        f"; 16 samples per update in 4 microbatches; {formed.samples_per_second:.3g} samples/s predicted"
     )
 
 
