@@ -146,7 +146,7 @@ export function stageState(stage, cluster) {
 }
 
 function updateStage(node, { stage, cluster, isPast }) {
-  const [kind, shown] = isPast ? ["past", "at the end of the run"] : stageState(stage, cluster);
+  const [kind, shown] = isPast ? ["past", `${bytes(stage.planned_bytes)} planned`] : stageState(stage, cluster);
   const [name, state, detail, meter] = node.children;
   setText(name, stage.node);
   setClass(node, `stage is-${kind}`);
