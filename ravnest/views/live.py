@@ -74,7 +74,7 @@ def _show_progress(status: Status) -> RenderableType:
     done = (
         min(max(status.num_samples, 0), status.num_total) / status.num_total if status.num_total > 0 else 0.0
     )
-    facts = [f"{status.phase}", f"epoch {status.epoch}", f"{done:.0%}"]
+    facts = ["paused" if status.is_paused else f"{status.phase}", f"epoch {status.epoch}", f"{done:.0%}"]
     if status.loss is not None:
         facts.append(f"loss {status.loss:.4g}")
     facts += [f"val {name} {value:.4g}" for name, value in status.validation.items() if value is not None]

@@ -9,6 +9,7 @@ from support.plan_world import node
 from support.served_world import HOSTILE, serving, trained_world
 from support.watched_world import WatchedWorld
 
+from ravnest.hub.coordinator.events import PauseAsked
 from ravnest.hub.coordinator.notices import Checkpointed, Left, Missing, SampledText
 from ravnest.hub.service.event_log import EventLog
 from ravnest.hub.service.web.log_dashboard import LogDashboard, LogFollower
@@ -131,7 +132,7 @@ def test_a_guest_is_invited_and_revoked_and_a_node_sent_away(watched):
         assert served.kicked == [(name, "the requester sent it away")]
 
 
-def test_a_checkpoint_is_asked_for_once_and_its_outcome_is_shown(watched):
+def test_a_checkpoint_and_a_pause_are_asked_for_once_and_their_outcome_is_shown(watched):
     world = trained_world("abcde")
     with serving(world) as served:
         page = watched.open(show_link(served.gate))
@@ -144,6 +145,15 @@ def test_a_checkpoint_is_asked_for_once_and_its_outcome_is_shown(watched):
         world.recorder.hear(Checkpointed(640, 0.5))
         served.show()
         expect(dialog.locator(".outcome")).to_contain_text("640")
+        dialog.get_by_role("button", name="Close").click()
+        page.locator("#pause").click()
+        dialog.get_by_role("button", name="Pause").click()
+        expect(dialog.locator(".outcome")).to_contain_text("was told to pause")
+        assert served.asked == ["checkpoint", True]
+        world.feed(PauseAsked(True, world.now))
+        served.show()
+        expect(page.locator("#phase")).to_have_text("paused")
+        expect(page.locator("#pause")).to_have_text("Go on")
 
 
 def test_the_plan_view_says_what_each_stage_takes_and_what_one_more_pc_would_bring(watched):

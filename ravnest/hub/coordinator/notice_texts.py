@@ -29,6 +29,7 @@ from ravnest.hub.coordinator.notices import (
     NotCheckpointed,
     NotEvaluated,
     Notice,
+    PauseChanged,
     PlanFormed,
     RateChanged,
     Recovered,
@@ -169,6 +170,12 @@ def show_notice(notice: Notice) -> str:  # noqa: C901, PLR0912, PLR0915 - one sh
         case WentWrong(reason, suspect, goes_back):
             ending = _GOES_BACK if goes_back else "there is no checkpoint to go back to"
             return f"training went wrong, {suspect} was seen first: {reason}; {ending}"
+        case PauseChanged(is_paused):
+            return (
+                "training is paused; nodes finish what they have and wait"
+                if is_paused
+                else "training goes on"
+            )
         case Stopping(reason):
             return f"the job is stopped ({reason}); what was trained is kept"
         case _:

@@ -62,13 +62,16 @@ def make_document(recorder: RunRecorder, facts: HubFacts) -> RunDocument:
         training=_training(recorder, status),
         rounds=RoundsDocument(recorder.num_rounds[True], recorder.num_rounds[False], tuple(recorder.rounds)),
         texts=tuple(recorder.texts),
+        is_paused=status.is_paused,
     )
 
 
 def _training(recorder: RunRecorder, status: Status) -> TrainingDocument:
     settings = None if recorder.job is None else recorder.job.settings
     left, rate = status.num_total - status.num_samples, status.samples_per_second
-    is_going_on = status.phase is JobPhase.TRAINING and rate > 0.0 and not recorder.is_stopping
+    is_going_on = (
+        status.phase is JobPhase.TRAINING and rate > 0.0 and not (recorder.is_stopping or status.is_paused)
+    )
     return TrainingDocument(
         num_samples=status.num_samples,
         num_total=status.num_total,

@@ -17,6 +17,7 @@ from ravnest.hub.service.web.actions import (
     HubActions,
     InviteWish,
     KickWish,
+    PauseWish,
     RevokeWish,
     StopWish,
     Wish,
@@ -42,6 +43,7 @@ _WISHES: dict[str, type[Wish]] = {
     "revoke": RevokeWish,
     "kick": KickWish,
     "checkpoint": CheckpointWish,
+    "pause": PauseWish,
 }
 
 

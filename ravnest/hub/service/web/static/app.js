@@ -1,6 +1,6 @@
 // The page: it follows the hub's updates and shows one view of them at a time.
 
-import { confirmCheckpoint, confirmStop, hearNews, showInvitation } from "/static/actions.js";
+import { confirmCheckpoint, confirmPause, confirmStop, hearNews, showInvitation } from "/static/actions.js";
 import { fillSummary, setClass, setText, showLinkState } from "/static/dom.js";
 import { eventsView } from "/static/events.js";
 import { count, duration, number, percent, speed } from "/static/format.js";
@@ -59,11 +59,13 @@ function draw() {
 
 function drawTop(run) {
   setText(byId("job"), run.job || "no job yet");
-  const phase = isInterrupted(run) ? "interrupted" : run.is_stopping ? "stopping" : run.phase;
+  const phase = isInterrupted(run) ? "interrupted" : run.is_stopping ? "stopping" : run.is_paused ? "paused" : run.phase;
   setText(byId("phase"), phase);
   setClass(byId("phase"), `pill is-${phase}`);
   document.title = `${run.job || "Ravnest"} · ${share(run)}`;
   byId("stop").hidden = !run.can_stop;
+  byId("pause").hidden = !run.can_stop || run.phase !== "training";
+  setText(byId("pause"), run.is_paused ? "Go on" : "Pause");
   byId("invite").hidden = !run.can_invite;
   byId("checkpoint").hidden = !run.can_stop || run.phase !== "training";
 }
@@ -101,6 +103,7 @@ function drawSoon() {
 forgetToken();
 followTheme(byId("theme"), () => view?.redraw?.(true));
 byId("stop").addEventListener("click", confirmStop);
+byId("pause").addEventListener("click", () => confirmPause(!store.run.is_paused));
 byId("checkpoint").addEventListener("click", confirmCheckpoint);
 byId("invite").addEventListener("click", () => showInvitation());
 addEventListener("hashchange", showPlace);
