@@ -70,7 +70,7 @@ def show_notice(notice: Notice) -> str:  # noqa: C901, PLR0912, PLR0915 - one sh
         case CaptureStep(job, step):
             return f"capturing {job}: {step}"
         case ModelCaptured(job, seconds, num_parameters, num_positions):
-            size = f"{num_parameters / 1e6:.3g} M parameters, {show_count(num_positions, 'position')}"
+            size = f"{_show_size(num_parameters)} parameters, {show_count(num_positions, 'position')}"
             return f"captured {job} in {seconds:.1f} s: {size}"
         case Joined(node):
             return f"{node} joined"
@@ -98,7 +98,7 @@ def show_notice(notice: Notice) -> str:  # noqa: C901, PLR0912, PLR0915 - one sh
             pieces = f" in {microbatches} microbatches" if microbatches > 1 else ""
             shown += [
                 f"{batch_size} samples per update{pieces}",
-                f"{samples_per_second:.3g} samples/s predicted",
+                f"{_show_rate(samples_per_second)} samples/s predicted",
                 *([show_sharing(sharing, batch_size)] if sharing.num_clusters > 1 else []),
                 *([reason] if reason else []),
             ]
@@ -182,6 +182,14 @@ def show_notice(notice: Notice) -> str:  # noqa: C901, PLR0912, PLR0915 - one sh
             assert_never(notice)
 
 
+def _show_rate(samples_per_second: float) -> str:
+    return f"{samples_per_second:,.0f}" if samples_per_second >= 1000.0 else f"{samples_per_second:.3g}"
+
+
+def _show_size(num_parameters: float) -> str:
+    return f"{num_parameters / 1e6:.3g} M" if num_parameters >= 1e6 else f"{num_parameters:,.0f}"
+
+
 def _show_text(text: str) -> str:
     """Return text that may hold anything as a terminal may show it."""
     return repr(text if len(text) <= _MOST_LETTERS else f"{text[:_MOST_LETTERS]}...")
@@ -234,7 +242,7 @@ def _show_result(num_agreeing: int) -> str:
     if num_agreeing:
         clusters = "one other cluster holds" if num_agreeing == 1 else f"{num_agreeing} other clusters hold"
         return f"the result is confirmed: {clusters} the same weights"
-    return "the result is one cluster's word: no other cluster holds the same weights to compare them with"
+    return "the result was not compared with another cluster's: none holds the same weights"
 
 
 def _show_sources(sources: tuple[NodeId, ...]) -> str:

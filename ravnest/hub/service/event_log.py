@@ -220,7 +220,9 @@ def read_status(folder: Path) -> Status:
 
 def _read_only(path: Path) -> sqlite3.Connection:
     if not path.is_file():
-        raise ConfigError(f"{path.parent}: there is no log of a hub: give the folder of a run; one that ended before nodes joined has none")
+        raise ConfigError(
+            f"{path.parent}: there is no log of a hub; give the folder of a run in which nodes had joined"
+        )
     database = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, isolation_level=None)
     try:
         database.execute(_READS_WHAT_IS_LEFT)

@@ -42,9 +42,9 @@ STATUS = Status(
 )
 
 
-def text_of(status: Status, width: int = 100) -> str:
+def text_of(status: Status, width: int = 100, has_hub: bool = True) -> str:
     console = Console(file=StringIO(), width=width)
-    console.print(show_status(status))
+    console.print(show_status(status, has_hub))
     return console.file.getvalue()
 
 
@@ -64,6 +64,10 @@ def test_the_panel_says_how_far_how_fast_and_who() -> None:
     ):
         assert words in text, text
     assert "odd" not in text
+    interrupted = text_of(STATUS, width=160, has_hub=False)
+    assert "interrupted  epoch 2" in interrupted
+    assert "at the end  round 3" in interrupted
+    assert not any(word in interrupted for word in ("samples/s", " left", " ago"))
     order = [text.index(name) for name in ("root  ", "leaf [red]", "spare-pc")]
     assert order == sorted(order)
 
