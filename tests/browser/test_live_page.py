@@ -151,7 +151,7 @@ def test_a_kill_is_seen_as_a_death_and_a_recovery_and_a_reload_loses_nothing(swa
 
     page.get_by_role("link", name="Events").click()
     page.get_by_label("Search in events").fill(victim)
-    expect(page.locator(".timeline li", has_text=f"{victim} is missing")).to_be_visible()
+    expect(page.locator(".timeline li", has_text=f"{victim} is missing").first).to_be_visible()
     page.get_by_label("only what went wrong").check()
     expect(page.locator(".timeline li.tone-good")).to_have_count(0)
     take_picture(page, "events", tmp_path)

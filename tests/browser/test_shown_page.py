@@ -21,11 +21,14 @@ NUM_UPDATES = 12
 def test_hostile_names_and_reasons_are_text_and_nothing_else(watched):
     world = trained_world([*HOSTILE, "good"])
     world.recorder.hear(Missing(HOSTILE[0], HOSTILE[1], 3.0))
-    world.recorder.hear(Left("someone", HOSTILE[3]))
+    for _ in range(3):
+        world.recorder.hear(Left("someone", HOSTILE[3]))
     with serving(world) as served:
         page = watched.open(show_link(served.gate))
         expect(page.locator("a.stage, a.chip", has_text="onerror").first).to_be_visible()
         expect(page.locator(".side")).to_contain_text(f"{HOSTILE[0]} is missing: {HOSTILE[1]}")
+        expect(page.locator(".side li", has_text="someone left")).to_have_count(1)
+        expect(page.locator(".side li", has_text="someone left")).to_contain_text("(3 times)")
         for place in ("training", "plan", "nodes", "events"):
             page.locator(f".tabs a[href='#/{place}']").click()
             expect(page.locator("main")).to_contain_text(HOSTILE[0])

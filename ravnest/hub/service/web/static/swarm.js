@@ -66,8 +66,8 @@ export function swarmView() {
     const left = run.departures.slice(-LATEST).reverse();
     goneBox.hidden = left.length === 0;
     keep(gone, left, (each) => `${each.name} ${each.at}`, makeGone, (chip, each) => updateGone(chip, each, run));
-    const news = store.news.filter((each) => !isRoutine(each)).slice(-LATEST).reverse();
-    keep(latest, news, (each) => each.number, makeNews, (item, each) => updateNews(item, each, run));
+    const news = withoutRepeats(store.news).slice(-LATEST).reverse();
+    keep(latest, news, (each) => each.first, makeNews, (item, each) => updateNews(item, each, run));
   }
 
   return view;
@@ -85,6 +85,19 @@ export function isInterrupted(run) {
 
 function isRoutine(news) {
   return ROUTINE.has(news.kind) || (news.kind === "RoundEnded" && news.tone === "plain");
+}
+
+// What is said again and again is one line with a count; looks at as many as can matter.
+function withoutRepeats(news) {
+  const found = [];
+  for (const each of news.slice(-LATEST * LATEST)) {
+    if (isRoutine(each)) continue;
+    const last = found[found.length - 1];
+    if (last?.kind === each.kind && last.said === each.text) {
+      Object.assign(last, { at: each.at, count: last.count + 1, text: `${each.text} (${last.count + 1} times)` });
+    } else found.push({ ...each, first: each.number, said: each.text, count: 1 });
+  }
+  return found;
 }
 
 function waitingText(run) {
