@@ -522,9 +522,10 @@ class Duties:
         if not has_no_rings:
             actions += self._rounds.open_due(now)
         actions += self._checkpoints.order(now)
-        silence = self._checkpoints.expire(now)
-        if silence:
-            actions += [Notify(NotCheckpointed(silence)), *self._ledger.fill(self._placement)]
+        fault = self._checkpoints.expire(now)
+        if fault is not None:
+            actions += [Notify(NotCheckpointed(fault))] if fault else []
+            actions += self._ledger.fill(self._placement)
         if self._checkpoints.is_time(self._checkpoint_every, now):
             actions += self._begin_checkpoint(now)
         return actions

@@ -115,7 +115,7 @@ def show_notice(notice: Notice) -> str:  # noqa: C901, PLR0912, PLR0915 - one sh
             return f"{node} is {_show_times(times)} as before, for a while now"
         case NoiseFound(noise, may_add_clusters):
             then = ": more clusters may pay now" if may_add_clusters else ""
-            return f"the noise scale of the gradients is {noise:.3g} samples{then}"
+            return f"the noise scale of the gradients is {_show_rate(noise)} samples{then}"
         case RateChanged(times, num_clusters):
             if times == 1.0:
                 return "your Adam has the learning rate that you gave again"
@@ -182,8 +182,8 @@ def show_notice(notice: Notice) -> str:  # noqa: C901, PLR0912, PLR0915 - one sh
             assert_never(notice)
 
 
-def _show_rate(samples_per_second: float) -> str:
-    return f"{samples_per_second:,.0f}" if samples_per_second >= 1000.0 else f"{samples_per_second:.3g}"
+def _show_rate(samples: float) -> str:
+    return f"{samples:,.0f}" if samples >= 1000.0 else f"{samples:.3g}"
 
 
 def _show_size(num_parameters: float) -> str:

@@ -66,8 +66,8 @@ export function swarmView() {
     const left = run.departures.slice(-LATEST).reverse();
     goneBox.hidden = left.length === 0;
     keep(gone, left, (each) => `${each.name} ${each.at}`, makeGone, (chip, each) => updateGone(chip, each, run));
-    const news = withoutRepeats(store.news).slice(-LATEST).reverse();
-    keep(latest, news, (each) => each.first, makeNews, (item, each) => updateNews(item, each, run));
+    const news = newestNews(store.news);
+    keep(latest, news, (each) => each.number, makeNews, (item, each) => updateNews(item, each, run));
   }
 
   return view;
@@ -87,15 +87,17 @@ function isRoutine(news) {
   return ROUTINE.has(news.kind) || (news.kind === "RoundEnded" && news.tone === "plain");
 }
 
-// What is said again and again is one line with a count; looks at as many as can matter.
-function withoutRepeats(news) {
+// The newest first. What is said again and again is one line with a count.
+function newestNews(news) {
   const found = [];
-  for (const each of news.slice(-LATEST * LATEST)) {
+  for (let index = news.length - 1; index >= 0; index -= 1) {
+    const each = news[index];
     if (isRoutine(each)) continue;
     const last = found[found.length - 1];
-    if (last?.kind === each.kind && last.said === each.text) {
-      Object.assign(last, { at: each.at, count: last.count + 1, text: `${each.text} (${last.count + 1} times)` });
-    } else found.push({ ...each, first: each.number, said: each.text, count: 1 });
+    if (last?.said === each.text) {
+      Object.assign(last, { number: each.number, count: last.count + 1, text: `${last.count + 1} times: ${each.text}` });
+    } else if (found.length === LATEST) break;
+    else found.push({ ...each, said: each.text, count: 1 });
   }
   return found;
 }
