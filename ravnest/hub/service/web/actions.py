@@ -48,13 +48,13 @@ class CheckpointWish(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Write what was trained down now."""
 
 
-class PauseWish(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class TrainingPauseWish(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Pause the training, or go on with it."""
 
     is_paused: bool
 
 
-Wish = StopWish | InviteWish | RevokeWish | KickWish | CheckpointWish | PauseWish
+Wish = StopWish | InviteWish | RevokeWish | KickWish | CheckpointWish | TrainingPauseWish
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ def carry_out(wish: Wish, hub: HubActions) -> Outcome | None:
         case CheckpointWish():
             hub.checkpoint()
             return Outcome("the hub was told to write a checkpoint; it says when it is on disk")
-        case PauseWish(is_paused):
+        case TrainingPauseWish(is_paused):
             hub.pause(is_paused)
             then = "nodes finish what they have and wait" if is_paused else "nodes get work again"
             return Outcome(f"the hub was told to {'pause' if is_paused else 'go on'}; {then}")

@@ -17,9 +17,9 @@ from ravnest.hub.service.web.actions import (
     HubActions,
     InviteWish,
     KickWish,
-    PauseWish,
     RevokeWish,
     StopWish,
+    TrainingPauseWish,
     Wish,
     carry_out,
     show_guests,
@@ -43,7 +43,7 @@ _WISHES: dict[str, type[Wish]] = {
     "revoke": RevokeWish,
     "kick": KickWish,
     "checkpoint": CheckpointWish,
-    "pause": PauseWish,
+    "pause": TrainingPauseWish,
 }
 
 
