@@ -512,13 +512,13 @@ def _decode_fields(specs: Sequence[tuple[str, TensorSpec]], buffers: Sequence[Bu
 def _check_values(
     message: Activation | Gradient, buffers: Sequence[Buffer], program: Program, num_samples: int, device: str
 ) -> dict[ValueId, _Travelled]:
-    """Return the values that a neighbour sends, or refuse what the program does not have in this shape."""
+    """Return the values that a neighbour sends, or refuse what the program does not have so."""
     found = {}
     for (number, spec), buffer in zip(message.values, buffers, strict=True):
         kind = program.values.get(value := ValueId(number))
-        if kind is None or spec.shape != kind.shape_at(num_samples):
+        if kind is None or (spec.dtype, spec.shape) != (kind.dtype, kind.shape_at(num_samples)):
             raise ProtocolError(
-                f"value {number} of microbatch {message.microbatch} has shape {spec.shape}, not its own"
+                f"value {number} of microbatch {message.microbatch} is {spec.dtype} {spec.shape}, not its own"
             )
         check_buffer(buffer, spec)
         # Whole numbers may be indices: the program checks them before a GPU gets them.

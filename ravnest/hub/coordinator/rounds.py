@@ -359,8 +359,10 @@ class Rounds:
         if self._settings.average_every is not None:
             return num_batches >= self._settings.average_every
         seconds = self._seconds or self._foreseen
-        share = self._config.averaging_share if self.stands_still else 1.0
-        return num_batches >= LEAST_UPDATES and now >= self._due_at + seconds / share
+        least = LEAST_UPDATES
+        if self.stands_still:  # as the plan foresaw: what clusters lose depends on it, seconds do not
+            least = max(LEAST_UPDATES, self._placement.sharing.updates_between)
+        return num_batches >= least and now >= self._due_at + seconds
 
     def _is_time(self, now: float) -> bool:
         """Return whether clusters have trained enough, on average, and the last round would be over."""

@@ -74,7 +74,7 @@ _MOST_TIMES = 16.0  # as large, or as small, as the guess
 
 
 class NoiseMonitor:
-    """Adds up what stages say of their gradients; `note` returns a noise scale that is worth telling.
+    """Adds up what stages say of their gradients; `record` returns a noise scale that is worth telling.
 
     That of a cluster is known when each of its stages has reported. That of the job is the median over
     clusters, no further from the guess than a factor. It grows while a job learns.
