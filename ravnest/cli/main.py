@@ -10,6 +10,7 @@ import sys
 from importlib import metadata
 
 import click
+from click.shell_completion import CompletionItem
 
 from ravnest.cli.dashboard import dashboard
 from ravnest.cli.demo import demo
@@ -116,5 +117,19 @@ _COMMANDS = (
     doctor,
     env,
 )
+_FILES = ("FILE", "DIR", "FOLDER", "OTHER", "MODEL")  # in the name that help gives a value
+
+
+class _FileName(click.types.StringParamType):
+    """A word for which the shell offers files and folders."""
+
+    def shell_complete(self, _ctx: click.Context, _param: click.Parameter, word: str) -> list[CompletionItem]:
+        return [CompletionItem(word, type="file")]
+
+
 for _command in _COMMANDS:
     program.add_command(_command)
+    for _each in _command.params:
+        _shown = _each.metavar or (_each.name or "").upper()
+        if _each.type is click.STRING and any(word in _shown for word in _FILES):
+            _each.type = _FileName()

@@ -24,9 +24,9 @@ def status(folder: str | None, as_json: bool) -> None:
         document = {**status_to_dict(found), "folder": str(place), "is_running": is_running}
         click.echo(to_json(document))
     else:
-        Console(markup=False, highlight=False, emoji=False).print(show_status(found))
+        Console(markup=False, highlight=False, emoji=False).print(show_status(found, has_hub=is_running))
         if not is_running and found.phase != "finished":
-            click.echo("no hub is at work on it now", err=True)
+            click.echo("no hub is at work on it now; start the hub again with --resume to go on", err=True)
 
 
 @click.command()

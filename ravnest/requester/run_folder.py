@@ -4,6 +4,7 @@
 opens the folder again gives out the same invitation. The event log lies beside it. No torch in here.
 """
 
+import logging
 import os
 import re
 from collections.abc import Iterator
@@ -22,6 +23,8 @@ from ravnest.foreign import parse_json
 from ravnest.model.state.shards import find_written, has_weights
 from ravnest.net.identity import SECRET_BYTES, KeyPair, Token, load_keys, new_keys, write_token
 from ravnest.requester.checkpoint_store import CHECKPOINTS
+
+logger = logging.getLogger(__name__)
 
 RUNS = Path("runs")
 MODEL, BEST, EMA = "model.safetensors", "best.safetensors", "ema.safetensors"
@@ -135,6 +138,13 @@ def set_aside(folder: Path, with_checkpoints: bool = True) -> None:
         (folder / f"earlier-{number}").mkdir()
         for file in found:
             file.replace(folder / f"earlier-{number}" / file.name)
+        if with_checkpoints:
+            logger.warning(
+                "%s held a run that had not ended: it is kept in earlier-%d, and a new one begins; "
+                "--resume would have gone on with it",
+                folder,
+                number,
+            )
 
 
 def write_hub_file(folder: Path, content: HubFile) -> None:

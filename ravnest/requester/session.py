@@ -317,6 +317,10 @@ class Hub:
         """Write a checkpoint now; any thread may call it. A notice says what came of it."""
         self._wish(lambda server: server.checkpoint())
 
+    def pause(self, is_paused: bool = True) -> None:
+        """Pause the training, or go on with `pause(False)`; any thread may call it. Nodes stay and wait."""
+        self._wish(lambda server: server.pause(is_paused))
+
     def invite(self, name: str, *, days: float | None = None, nodes: int | None = None) -> str:
         """Return a token for one guest, which you can withdraw alone: see `revoke`."""
         return invite_guest(self._guests, self._open_file, name, days, nodes)
@@ -523,7 +527,7 @@ class Hub:
             guests=self._guests.read,
         )
         others = guests if self._is_open_to_others else None
-        offered = HubActions(self.stop, self.kick, self.checkpoint, others)
+        offered = HubActions(self.stop, self.kick, self.checkpoint, self.pause, others)
         opened = LiveDashboard(place, offered, self._parts.planner, self._timeouts.program)
         self._dashboard = self._opened.enter_context(opened)
 

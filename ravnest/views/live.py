@@ -39,14 +39,15 @@ _STYLES = {
 }
 
 
-def show_status(status: Status) -> RenderableType:
-    """Return the panel: progress, speed, nodes with their stages, and the last notices."""
-    parts: list[RenderableType] = [_show_progress(status)]
+def show_status(status: Status, has_hub: bool = True) -> RenderableType:
+    """Return the panel: progress, speed, nodes, last notices; without a hub, how the run ended."""
+    parts: list[RenderableType] = [_show_progress(status, has_hub)]
     if status.members:
         parts.append(_show_nodes(status))
     parts += [Text(f"    text  {each.prompt!r} {_shorten(each.text)!r}") for each in status.texts]
     said = [
-        Text(f"{_show_age(status.now - each.now):>8}  {each.text}") for each in status.recent[-_NUM_SAID:]
+        Text(f"{_show_age(status.now - each.now, has_hub):>8}  {each.text}")
+        for each in status.recent[-_NUM_SAID:]
     ]
     counts = f"{show_count(len(status.clusters), 'cluster')}, {show_count(len(status.members), 'node')}"
     return Panel(Group(*parts, *said), title=Text(f"ravnest  {status.job or 'no job yet'}  {counts}"))
@@ -70,17 +71,19 @@ def _plain(value: object) -> object:
     return [_plain(each) for each in value] if isinstance(value, list | tuple) else value
 
 
-def _show_progress(status: Status) -> RenderableType:
+def _show_progress(status: Status, has_hub: bool) -> RenderableType:
     done = (
         min(max(status.num_samples, 0), status.num_total) / status.num_total if status.num_total > 0 else 0.0
     )
-    facts = [f"{status.phase}", f"epoch {status.epoch}", f"{done:.0%}"]
+    is_interrupted = not has_hub and status.phase is not JobPhase.FINISHED
+    phase = "interrupted" if is_interrupted else "paused" if status.is_paused else str(status.phase)
+    facts = [phase, f"epoch {status.epoch}", f"{done:.0%}"]
     if status.loss is not None:
         facts.append(f"loss {status.loss:.4g}")
     facts += [f"val {name} {value:.4g}" for name, value in status.validation.items() if value is not None]
-    if status.phase is JobPhase.TRAINING:
+    if status.phase is JobPhase.TRAINING and has_hub:
         facts.append(_show_rate(status))
-    if status.eta_seconds is not None:
+    if status.eta_seconds is not None and has_hub:
         facts.append(f"{show_seconds(status.eta_seconds)} left")
     bar = Table.grid(expand=True)  # which ends its line, as a bar alone does not
     bar.add_row(ProgressBar(total=1.0, completed=done))
@@ -107,8 +110,8 @@ def _show_averaging(status: Status) -> list[str]:
 
 def _show_rate(status: Status) -> str:
     rate = f"{status.samples_per_second:,.0f} samples/s"
-    foreseen = status.predicted_samples_per_second
-    return rate if foreseen is None else f"{rate} ({foreseen:,.0f} foreseen)"
+    predicted = status.predicted_samples_per_second
+    return rate if predicted is None else f"{rate} ({predicted:,.0f} predicted)"
 
 
 def _show_nodes(status: Status) -> RenderableType:
@@ -134,10 +137,11 @@ def _show_busy(busy: float | None) -> tuple[RenderableType, str]:
     return ProgressBar(total=1.0, completed=busy, width=_BAR_WIDTH), f"{busy:.0%}"
 
 
-def _show_age(seconds: float) -> str:
+def _show_age(seconds: float, has_hub: bool) -> str:
     if seconds < 1:
-        return "now"
-    return f"{seconds:.0f} s ago" if seconds < 120 else f"{seconds / 60:.0f} min ago"
+        return "now" if has_hub else "at the end"
+    shown = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+    return f"{shown} {'ago' if has_hub else 'before'}"
 
 
 def _clock() -> float:

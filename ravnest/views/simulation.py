@@ -16,7 +16,7 @@ _ROWS = (
     ("trained", "samples", ""),
     ("rate, in all", "samples_per_second", " samples/s"),
     ("rate, usual minute", "steady_samples_per_second", " samples/s"),
-    ("rate that the plan foresaw", "foreseen_samples_per_second", " samples/s"),
+    ("rate that the plan predicts", "foreseen_samples_per_second", " samples/s"),
     ("training began", "first_trained_at", " s"),
     ("lag at the root, mean", "mean_lag", " updates"),
     ("lag at the root, most", "most_lag", " updates"),

@@ -9,6 +9,7 @@ from support.plan_world import node
 from support.served_world import HOSTILE, serving, trained_world
 from support.watched_world import WatchedWorld
 
+from ravnest.hub.coordinator.events import PauseAsked
 from ravnest.hub.coordinator.notices import Checkpointed, Left, Missing, SampledText
 from ravnest.hub.service.event_log import EventLog
 from ravnest.hub.service.web.log_dashboard import LogDashboard, LogFollower
@@ -20,11 +21,14 @@ NUM_UPDATES = 12
 def test_hostile_names_and_reasons_are_text_and_nothing_else(watched):
     world = trained_world([*HOSTILE, "good"])
     world.recorder.hear(Missing(HOSTILE[0], HOSTILE[1], 3.0))
-    world.recorder.hear(Left("someone", HOSTILE[3]))
+    for _ in range(3):
+        world.recorder.hear(Left("someone", HOSTILE[3]))
     with serving(world) as served:
         page = watched.open(show_link(served.gate))
         expect(page.locator("a.stage, a.chip", has_text="onerror").first).to_be_visible()
         expect(page.locator(".side")).to_contain_text(f"{HOSTILE[0]} is missing: {HOSTILE[1]}")
+        expect(page.locator(".side li", has_text="someone left")).to_have_count(1)
+        expect(page.locator(".side li", has_text="someone left")).to_contain_text("3 times: someone left")
         for place in ("training", "plan", "nodes", "events"):
             page.locator(f".tabs a[href='#/{place}']").click()
             expect(page.locator("main")).to_contain_text(HOSTILE[0])
@@ -131,7 +135,7 @@ def test_a_guest_is_invited_and_revoked_and_a_node_sent_away(watched):
         assert served.kicked == [(name, "the requester sent it away")]
 
 
-def test_a_checkpoint_is_asked_for_once_and_its_outcome_is_shown(watched):
+def test_a_checkpoint_and_a_pause_are_asked_for_once_and_their_outcome_is_shown(watched):
     world = trained_world("abcde")
     with serving(world) as served:
         page = watched.open(show_link(served.gate))
@@ -144,6 +148,15 @@ def test_a_checkpoint_is_asked_for_once_and_its_outcome_is_shown(watched):
         world.recorder.hear(Checkpointed(640, 0.5))
         served.show()
         expect(dialog.locator(".outcome")).to_contain_text("640")
+        dialog.get_by_role("button", name="Close").click()
+        page.locator("#pause").click()
+        dialog.get_by_role("button", name="Pause").click()
+        expect(dialog.locator(".outcome")).to_contain_text("was told to pause")
+        assert served.asked == ["checkpoint", True]
+        world.feed(PauseAsked(True, world.now))
+        served.show()
+        expect(page.locator("#phase")).to_have_text("paused")
+        expect(page.locator("#pause")).to_have_text("Go on")
 
 
 def test_the_plan_view_says_what_each_stage_takes_and_what_one_more_pc_would_bring(watched):
@@ -152,7 +165,7 @@ def test_the_plan_view_says_what_each_stage_takes_and_what_one_more_pc_would_bri
         page = watched.open(f"{show_link(served.gate)}#/plan")
         num_stages = sum(len(each.nodes) for each in world.hub.clusters)
         expect(page.locator("tbody tr")).to_have_count(num_stages)
-        expect(page.locator("main")).to_contain_text("what limits it")
+        expect(page.locator("main")).to_contain_text("bottleneck")
         expect(page.get_by_label("Memory, GB")).not_to_have_value("")
         page.get_by_role("button", name="Ask").click()
         expect(page.locator(".outcome")).to_contain_text("It would be")

@@ -50,7 +50,7 @@ def test_a_hub_is_shown_while_it_trains_after_it_has_ended_and_when_it_trains_ag
         return seen
 
     with LiveDashboard(
-        "127.0.0.1:0", hub=HubActions(stopped.append, lambda *_: None, lambda: None)
+        "127.0.0.1:0", hub=HubActions(stopped.append, lambda *_: None, lambda: None, lambda _: None)
     ) as opened:
         seen = asyncio.run(train(opened))
         assert (seen["number"], seen["is_live"], seen["can_invite"]) == (1, True, False)
@@ -84,7 +84,7 @@ def test_what_happened_before_the_hub_was_started_again_is_shown_too():
         return seen
 
     with LiveDashboard(
-        "127.0.0.1:0", hub=HubActions(lambda _: None, lambda *_: None, lambda: None)
+        "127.0.0.1:0", hub=HubActions(lambda _: None, lambda *_: None, lambda: None, lambda _: None)
     ) as opened:
         told = [each["text"] for each in json.loads(asyncio.run(go_on(opened)))]
     assert "a joined" in told

@@ -37,6 +37,7 @@ class Served:
             lambda _: None,
             lambda *facts: self.kicked.append(facts),
             lambda: self.asked.append("checkpoint"),
+            self.asked.append,
             guests,
         )
         parts = WebParts(self.gate, self.pages, hub, pose=self._pose)

@@ -29,6 +29,7 @@ from ravnest.hub.coordinator.events import (
     NoiseMeasured,
     Notify,
     PartsMade,
+    PauseAsked,
     PeerJoined,
     PeerLeft,
     PeerReturned,
@@ -225,6 +226,8 @@ class Coordinator:
                 return self.drops.conclude(event)
             case Stopped():
                 return self._life.stop(event.reason, self.now)
+            case PauseAsked(is_paused):
+                return self._life.pause(is_paused)
             case CheckpointAsked():
                 return self._duties.make_checkpoint(self.now)
             case TextsSampled():

@@ -250,6 +250,14 @@ class Stopped:
 
 
 @dataclass(frozen=True, slots=True)
+class PauseAsked:
+    """The requester pauses the training, or goes on with it."""
+
+    is_paused: bool
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
 class CheckpointAsked:
     """The requester wants a checkpoint now, whenever the next one is due."""
 
@@ -422,6 +430,7 @@ Event = (
     | Tick
     | Stopped
     | CheckpointAsked
+    | PauseAsked
     | TextsSampled
     | Probed
     | Conclusion

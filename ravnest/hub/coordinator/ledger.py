@@ -163,7 +163,7 @@ class Ledger(LeaseQueries):
         self.num_updates = books.num_updates if books else 0  # of all clusters together
         self.progress = ClusterProgress(settings, self.num_reported)
         self._loss: float | None = None
-        self._is_stopped = False
+        self._is_stopped, self.is_paused = False, False
         self._asked: frozenset[str] = frozenset()  # clusters that evaluated the last weights before
         self.has_undone = False  # since training began, or went back
         self._unconfirmed: dict[NodeId, deque[OpenLease]] = {}  # counted, by the root that said so
@@ -316,7 +316,7 @@ class Ledger(LeaseQueries):
                     break
                 orders += granted
             return orders
-        while not self._is_stopped and self.exact.may_add(placement):
+        while not self._is_stopped and not self.is_paused and self.exact.may_add(placement):
             if self._schedule.is_at_mark(self._book.num_before, self._evaluated):
                 break
             granted = self._grant_batch(placement)
@@ -477,7 +477,7 @@ class Ledger(LeaseQueries):
         evaluation = self._due_evaluation(placement.running)
         if evaluation and evaluation.cluster_id == cluster.cluster_id and self._is_time_for(evaluation):
             return self._grant_evaluation(evaluation, cluster, placement)
-        if self._is_stopped:
+        if self._is_stopped or self.is_paused:
             return []
         updates = min(self._chunk_batches, max(1, int(_MOST_LEASED * cluster.samples_per_second / share)))
         most = self._schedule.limit(updates * share, self._book.num_before)

@@ -36,6 +36,7 @@ from ravnest.hub.coordinator.notices import (
     Left,
     NotCheckpointed,
     NotEvaluated,
+    PauseChanged,
     RateChanged,
     Repaired,
     ResultKept,
@@ -128,7 +129,7 @@ class Lifecycle:
         actions: list[Action] = [Notify(Resumed(self.ledger.num_counted, len(self._membership)))]
         actions += self.end_round(ended)
         self.recovery.forget_held()
-        self.end_by = None
+        self.end_by, self.ledger.is_paused = None, False  # who starts a hub again wants it to train
         actions += self.recovery.restart(event.books, now)
         self.rounds.restart()
         self.plan_trigger.reset(now)
@@ -198,6 +199,13 @@ class Lifecycle:
             return [told, *self.start_over(now)]
         self.ledger.stop()
         return [told]
+
+    def pause(self, is_paused: bool) -> _Result:
+        """Lease nothing more until training goes on; nodes finish what they have, and stay."""
+        if not self.is_under_way or self.ledger.is_paused is is_paused:
+            return "there is no training to pause" if is_paused else "no training is paused"
+        self.ledger.is_paused = is_paused
+        return [Notify(PauseChanged(is_paused))]
 
     def roll_back(self, alarm: LossAlarm, now: float) -> list[Action]:
         """Go back to the last checkpoint, if there is one; too often in a row is the end."""
@@ -525,9 +533,10 @@ class Duties:
         if not has_no_rings and not self._spot_checks.is_waiting(now):
             actions += self._rounds.open_due(now)
         actions += self._checkpoints.order(now)
-        silence = self._checkpoints.expire(now)
-        if silence:
-            actions += [Notify(NotCheckpointed(silence)), *self._ledger.fill(self._placement)]
+        fault = self._checkpoints.expire(now)
+        if fault is not None:
+            actions += [Notify(NotCheckpointed(fault))] if fault else []
+            actions += self._ledger.fill(self._placement)
         if self._checkpoints.is_time(self._checkpoint_every, now):
             actions += self._begin_checkpoint(now)
         return actions

@@ -29,6 +29,7 @@ from ravnest.hub.coordinator.notices import (
     NotCheckpointed,
     NotEvaluated,
     Notice,
+    PauseChanged,
     PlanFormed,
     RateChanged,
     Recovered,
@@ -69,7 +70,7 @@ def show_notice(notice: Notice) -> str:  # noqa: C901, PLR0912, PLR0915 - one sh
         case CaptureStep(job, step):
             return f"capturing {job}: {step}"
         case ModelCaptured(job, seconds, num_parameters, num_positions):
-            size = f"{num_parameters / 1e6:.3g} M parameters, {show_count(num_positions, 'position')}"
+            size = f"{_show_size(num_parameters)} parameters, {show_count(num_positions, 'position')}"
             return f"captured {job} in {seconds:.1f} s: {size}"
         case Joined(node):
             return f"{node} joined"
@@ -97,7 +98,7 @@ def show_notice(notice: Notice) -> str:  # noqa: C901, PLR0912, PLR0915 - one sh
             pieces = f" in {microbatches} microbatches" if microbatches > 1 else ""
             shown += [
                 f"{batch_size} samples per update{pieces}",
-                f"{samples_per_second:.3g} samples/s foreseen",
+                f"{_show_rate(samples_per_second)} samples/s predicted",
                 *([show_sharing(sharing, batch_size)] if sharing.num_clusters > 1 else []),
                 *([reason] if reason else []),
             ]
@@ -114,7 +115,7 @@ def show_notice(notice: Notice) -> str:  # noqa: C901, PLR0912, PLR0915 - one sh
             return f"{node} is {_show_times(times)} as before, for a while now"
         case NoiseFound(noise, may_add_clusters):
             then = ": more clusters may pay now" if may_add_clusters else ""
-            return f"the noise scale of the gradients is {noise:.3g} samples{then}"
+            return f"the noise scale of the gradients is {_show_rate(noise)} samples{then}"
         case RateChanged(times, num_clusters):
             if times == 1.0:
                 return "your Adam has the learning rate that you gave again"
@@ -169,10 +170,24 @@ def show_notice(notice: Notice) -> str:  # noqa: C901, PLR0912, PLR0915 - one sh
         case WentWrong(reason, suspect, goes_back):
             ending = _GOES_BACK if goes_back else "there is no checkpoint to go back to"
             return f"training went wrong, {suspect} was seen first: {reason}; {ending}"
+        case PauseChanged(is_paused):
+            return (
+                "training is paused; nodes finish what they have and wait"
+                if is_paused
+                else "training goes on"
+            )
         case Stopping(reason):
             return f"the job is stopped ({reason}); what was trained is kept"
         case _:
             assert_never(notice)
+
+
+def _show_rate(samples: float) -> str:
+    return f"{samples:,.0f}" if samples >= 1000.0 else f"{samples:.3g}"
+
+
+def _show_size(num_parameters: float) -> str:
+    return f"{num_parameters / 1e6:.3g} M" if num_parameters >= 1e6 else f"{num_parameters:,.0f}"
 
 
 def _show_text(text: str) -> str:
@@ -227,7 +242,7 @@ def _show_result(num_agreeing: int) -> str:
     if num_agreeing:
         clusters = "one other cluster holds" if num_agreeing == 1 else f"{num_agreeing} other clusters hold"
         return f"the result is confirmed: {clusters} the same weights"
-    return "the result is one cluster's word: no other cluster holds the same weights to compare them with"
+    return "the result was not compared with another cluster's: none holds the same weights"
 
 
 def _show_sources(sources: tuple[NodeId, ...]) -> str:

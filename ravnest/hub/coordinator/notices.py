@@ -366,6 +366,13 @@ class ClusterSuspected:
 
 
 @dataclass(frozen=True, slots=True)
+class PauseChanged:
+    """Training is paused, or goes on."""
+
+    is_paused: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Stopping:
     """The job ends early, and why."""
 
@@ -415,5 +422,6 @@ Notice = (
     | ResultRefused
     | WentWrong
     | ClusterSuspected
+    | PauseChanged
     | Stopping
 )

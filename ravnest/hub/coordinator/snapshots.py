@@ -220,11 +220,12 @@ class CheckpointCollector:
         return now >= self._next_at
 
     def expire(self, now: float) -> str | None:
-        """Give up a checkpoint for which a node does not answer; return which, as people read it."""
+        """Give up a checkpoint that cannot be kept; return why, or an empty text if that was told before."""
         if self.is_under_way and self._has_moved_on:
             self.end(now)
             self.num_overtaken += 1
-            return "the next average came before it was written; it is tried again"
+            is_first = self.num_overtaken == 1
+            return "the next average came before it could be compared; it is tried again" if is_first else ""
         silent = self.find_silent(now)
         if not silent or self._is_result:
             return None

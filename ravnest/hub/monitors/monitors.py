@@ -32,6 +32,7 @@ from ravnest.hub.coordinator.events import (
     LossRechecked,
     NoiseMeasured,
     Notify,
+    PauseAsked,
     PeerJoined,
     PeerLeft,
     PlanMade,
@@ -384,7 +385,7 @@ class Monitors:
                 return None
             case Received() | PeerJoined() | PeerLeft() | PlanMade() | Restarted():
                 return self._sums.pass_on(event.now)
-            case Stopped() | CheckpointAsked() | Tick():
+            case Stopped() | CheckpointAsked() | PauseAsked() | Tick():
                 return self._sums.pass_on(event.now)
         return None
 

@@ -39,6 +39,7 @@ BEGIN;
 PRAGMA user_version = {LOG_SCHEMA};
 COMMIT;
 """
+_READS_WHAT_IS_LEFT = "PRAGMA writable_schema = ON"  # of a file cut short; the connection cannot write
 Show = Callable[[StatusTracker, Event, tuple[Action, ...]], None]
 _KINDS = {kind.__name__: kind for kind in Event.__args__}
 _AGAIN = "start the hub again with --resume: what it has logged is kept, and peers wait a minute for it"
@@ -245,13 +246,17 @@ def read_status(folder: Path) -> Status:
 
 def _read_only(path: Path) -> sqlite3.Connection:
     if not path.is_file():
-        raise ConfigError(f"{path.parent}: there is no log of a hub; give the folder a hub was started with")
+        raise ConfigError(
+            f"{path.parent}: there is no log of a hub; give the folder of a run in which nodes had joined"
+        )
     database = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, isolation_level=None)
     try:
+        database.execute(_READS_WHAT_IS_LEFT)
         database.execute("SELECT count(*) FROM sqlite_master")
     except sqlite3.OperationalError:  # in a folder that cannot be written, of a hub that has ended
         database.close()
         database = sqlite3.connect(f"{path.absolute().as_uri()}?immutable=1", uri=True, isolation_level=None)
+    database.execute(_READS_WHAT_IS_LEFT)
     database.execute("PRAGMA trusted_schema = OFF")
     database.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MOST_EVENT_BYTES)
     return database

@@ -34,6 +34,7 @@ from ravnest.hub.coordinator.events import (
     MakeParts,
     MakePlan,
     Notify,
+    PauseAsked,
     PeerJoined,
     PeerLeft,
     PeerReturned,
@@ -191,6 +192,10 @@ class Server:
     def checkpoint(self) -> None:
         """Write what was trained down now; a notice says what came of it."""
         self._apply(CheckpointAsked(self._time()))
+
+    def pause(self, is_paused: bool) -> None:
+        """Pause the training, or go on with it."""
+        self._apply(PauseAsked(is_paused, self._time()))
 
     def fail(self, error: RavnestError) -> None:
         """End the job with an error."""

@@ -151,6 +151,7 @@ class Status:
     texts: tuple[SampledText, ...] = ()  # after the prompts of the job, at the last evaluation
     predicted_samples_per_second: float | None = None  # by the plan in force
     eta_seconds: float | None = None  # at the rate of the last minute
+    is_paused: bool = False  # the requester lets nothing more be trained for now
 
 
 NO_JOB = Status(0.0, JobPhase.COLLECTING, "", (), (), 0, 0, 0, 0, 0.0, None, None, {}, 0, 0, None, (), ())
@@ -198,7 +199,8 @@ class StatusTracker:
         now = self.hub.now if now is None else now
         ledger, evaluated = self.hub.ledger, self._evaluated
         trained, rate, placement = ledger.trained, self._rate(now), self.hub.placement
-        is_training = self.hub.phase is JobPhase.TRAINING and rate > 0.0
+        is_paused = self.hub.phase is JobPhase.TRAINING and ledger.is_paused
+        is_training = self.hub.phase is JobPhase.TRAINING and rate > 0.0 and not is_paused
         return Status(
             now=now,
             phase=self.hub.phase,
@@ -224,6 +226,7 @@ class StatusTracker:
             texts=self._texts,
             predicted_samples_per_second=placement.outlook.samples_per_second if placement.clusters else None,
             eta_seconds=(trained.num_total - trained.num_samples) / rate if is_training else None,
+            is_paused=is_paused,
         )
 
     def _observe_work(self, sender: NodeId, report: StepReport) -> None:

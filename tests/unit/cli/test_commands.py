@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from click.shell_completion import ShellComplete
 from click.testing import CliRunner
 
 from ravnest.cli.common import CommandParts
@@ -239,3 +240,12 @@ def test_a_wrong_option_of_join_is_told_before_torch_is_loaded() -> None:
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", check], check=True)
+
+
+@pytest.mark.parametrize(
+    ("words", "kind"),
+    [(["train"], "file"), (["status"], "file"), (["train", "--config"], "file"), (["join"], None)],
+)
+def test_the_shell_offers_files_where_files_are_asked_for(words: list[str], kind: str | None) -> None:
+    found = ShellComplete(program, {}, "ravnest", "_RAVNEST_COMPLETE").get_completions(words, "a")
+    assert [each.type for each in found] == ([kind] if kind else [])

@@ -140,11 +140,15 @@ def test_the_newest_run_is_meant_if_none_is_named(tmp_path: Path, monkeypatch: p
     assert find_run("elsewhere") == Path("elsewhere")
 
 
-def test_the_log_of_an_earlier_training_is_kept_aside(tmp_path: Path) -> None:
+def test_the_log_of_an_earlier_training_is_kept_aside_and_told_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     set_aside(tmp_path)
+    assert not caplog.records
     for content in ("first", "second"):
         (tmp_path / "hub.sqlite").write_text(content)
         set_aside(tmp_path)
     assert not (tmp_path / "hub.sqlite").exists()
     kept = [(tmp_path / f"earlier-{number}/hub.sqlite").read_text() for number in (1, 2)]
     assert kept == ["first", "second"]
+    assert "it is kept in earlier-2, and a new one begins; --resume" in caplog.text

@@ -42,9 +42,9 @@ STATUS = Status(
 )
 
 
-def text_of(status: Status, width: int = 100) -> str:
+def text_of(status: Status, width: int = 100, has_hub: bool = True) -> str:
     console = Console(file=StringIO(), width=width)
-    console.print(show_status(status))
+    console.print(show_status(status, has_hub))
     return console.file.getvalue()
 
 
@@ -53,7 +53,7 @@ def test_the_panel_says_how_far_how_fast_and_who() -> None:
     for words in (
         *("digits [bold]", "1 cluster, 3 nodes", "training  epoch 2  25%", "loss 0.125", "val acc 0.75"),
         *(
-            "1,234 samples/s (1,300 foreseen)",
+            "1,234 samples/s (1,300 predicted)",
             "left",
             "62%",
             "rounds 3 committed, 1 aborted, the last in 1.25 s",
@@ -64,6 +64,10 @@ def test_the_panel_says_how_far_how_fast_and_who() -> None:
     ):
         assert words in text, text
     assert "odd" not in text
+    interrupted = text_of(STATUS, width=160, has_hub=False)
+    assert "interrupted  epoch 2" in interrupted
+    assert "at the end  round 3" in interrupted
+    assert not any(word in interrupted for word in ("samples/s", " left", " ago"))
     order = [text.index(name) for name in ("root  ", "leaf [red]", "spare-pc")]
     assert order == sorted(order)
 

@@ -48,7 +48,13 @@ class CheckpointWish(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Write what was trained down now."""
 
 
-Wish = StopWish | InviteWish | RevokeWish | KickWish | CheckpointWish
+class TrainingPauseWish(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Pause the training, or go on with it."""
+
+    is_paused: bool
+
+
+Wish = StopWish | InviteWish | RevokeWish | KickWish | CheckpointWish | TrainingPauseWish
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +74,7 @@ class HubActions:
     stop: Callable[[str], None]
     kick: Callable[[str, str], None]
     checkpoint: Callable[[], None]
+    pause: Callable[[bool], None]
     guests: GuestActions | None = None
 
 
@@ -94,6 +101,10 @@ def carry_out(wish: Wish, hub: HubActions) -> Outcome | None:
         case CheckpointWish():
             hub.checkpoint()
             return Outcome("the hub was told to write a checkpoint; it says when it is on disk")
+        case TrainingPauseWish(is_paused):
+            hub.pause(is_paused)
+            then = "nodes finish what they have and wait" if is_paused else "nodes get work again"
+            return Outcome(f"the hub was told to {'pause' if is_paused else 'go on'}; {then}")
         case InviteWish(name, days, nodes) if hub.guests is not None:
             line = show_line(hub.guests.invite(name, days, nodes))
             return Outcome(f"{name} is invited", line, draw_code(line))

@@ -202,6 +202,7 @@ class RunDocument:
     training: TrainingDocument
     rounds: RoundsDocument
     texts: tuple[TextDocument, ...] = ()  # the last ones
+    is_paused: bool = False
 
 
 @dataclass(frozen=True, slots=True)

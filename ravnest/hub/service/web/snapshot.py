@@ -67,6 +67,7 @@ def make_document(recorder: RunRecorder, facts: HubFacts) -> RunDocument:
         training=_training(recorder, status),
         rounds=RoundsDocument(recorder.num_rounds[True], recorder.num_rounds[False], tuple(recorder.rounds)),
         texts=tuple(recorder.texts),
+        is_paused=status.is_paused,
     )
 
 
@@ -95,7 +96,9 @@ class RunReplica(PageReplica[RunDocument]):
 def _training(recorder: RunRecorder, status: Status) -> TrainingDocument:
     settings = None if recorder.job is None else recorder.job.settings
     left, rate = status.num_total - status.num_samples, status.samples_per_second
-    is_going_on = status.phase is JobPhase.TRAINING and rate > 0.0 and not recorder.is_stopping
+    is_going_on = (
+        status.phase is JobPhase.TRAINING and rate > 0.0 and not (recorder.is_stopping or status.is_paused)
+    )
     return TrainingDocument(
         num_samples=status.num_samples,
         num_total=status.num_total,
@@ -132,7 +135,7 @@ def _show_bottleneck(outlook: Forecast) -> str:
         return ""
     gain = found.gain_samples_per_second / outlook.samples_per_second if outlook.samples_per_second else 0.0
     if gain < _LEAST_GAIN:
-        return f"{found.node} is limited by {found.limited_by}, and others are as near to their limits"
+        return f"{found.node} is limited by {found.limited_by}; other nodes are almost as limited"
     return f"{found.node} is limited by {found.limited_by}; twice as much of it would bring {gain:+.0%}"
 
 

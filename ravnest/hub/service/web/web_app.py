@@ -19,6 +19,7 @@ from ravnest.hub.service.web.actions import (
     KickWish,
     RevokeWish,
     StopWish,
+    TrainingPauseWish,
     Wish,
     carry_out,
     show_guests,
@@ -42,6 +43,7 @@ _WISHES: dict[str, type[Wish]] = {
     "revoke": RevokeWish,
     "kick": KickWish,
     "checkpoint": CheckpointWish,
+    "pause": TrainingPauseWish,
 }
 
 

@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 from support.hub_world import HubWorld, Trouble, blob, check_replay, job
 from support.plan_world import even_model, node
+from support.watched_world import WatchedWorld
 
 from ravnest.config import Averaging
 from ravnest.hub.coordinator.coordinator import Coordinator
@@ -20,12 +21,14 @@ from ravnest.hub.coordinator.events import (
     MakeParts,
     Notify,
     PartsMade,
+    PauseAsked,
     PeerJoined,
     PeerLeft,
     Received,
     Send,
     SendFields,
     Stopped,
+    Tick,
 )
 from ravnest.hub.coordinator.notice_texts import show_notice
 from ravnest.hub.coordinator.notices import (
@@ -305,7 +308,7 @@ def test_a_batch_travels_as_microbatches_and_makes_one_update():
     (updates,) = world.updates.values()
     assert list(updates.values()) == [[4, 4, 4, 4]] * 20
     assert show_notice(formed).endswith(
-        f"; 16 samples per update in 4 microbatches; {formed.samples_per_second:.3g} samples/s foreseen"
+        f"; 16 samples per update in 4 microbatches; {formed.samples_per_second:.3g} samples/s predicted"
     )
 
 
@@ -788,6 +791,31 @@ def test_a_checkpoint_is_made_when_somebody_asks_for_one():
     assert world.is_finished
     late = world.feed(CheckpointAsked(world.now))
     assert "nothing is trained now" in late[0].notice.reason
+
+
+@pytest.mark.parametrize("ending", ["go on", "stop", "restart"])
+def test_a_pause_lets_nodes_finish_and_wait_until_it_ends(ending):
+    world = WatchedWorld(job(epochs=6))
+    world.join(*"abcde", memory_mb=250.0)
+    world.run_until(lambda: world.hub.ledger.num_counted > 0)
+    world.feed(PauseAsked(True, world.now))
+    world.run()  # nothing is due any more, not even a look for silent nodes
+    counted = world.hub.ledger.num_counted
+    assert counted < world.given.settings.num_total
+    world.now += 600.0
+    world.feed(Tick(world.now))
+    assert (world.hub.ledger.num_counted, len(world.hub.clusters)) == (counted, 2)
+    assert (world.document().is_paused, world.document().training.eta_seconds) == (True, None)
+    match ending:
+        case "go on":
+            world.feed(PauseAsked(False, world.now))
+        case "stop":
+            world.feed(Stopped("enough", world.now))
+        case "restart":
+            world.restart()
+    world.run()
+    assert world.is_finished
+    assert (world.hub.ledger.num_counted == world.given.settings.num_total) is (ending != "stop")
 
 
 def test_nobody_trains_and_no_checkpoint_is_made():

@@ -15,6 +15,7 @@ from ravnest.hub.coordinator.events import (
     MakePlan,
     Notify,
     PartsMade,
+    PauseAsked,
     PeerJoined,
     PeerLeft,
     PeerReturned,
@@ -138,6 +139,16 @@ def three():
     assert all(hub.orders[name, PlanOrder].is_exact for name in "abc")
     assert all(len(hub.granted(name)) == 2 for name in "abc")
     return hub
+
+
+def test_a_pause_grants_no_further_batch_until_it_ends(three):
+    three.apply(PauseAsked(True, three.now))
+    for name in "abc":
+        three.train(name)
+    three.vote(*"abc")
+    assert [len(three.granted(name)) for name in "abc"] == [2, 2, 2]
+    three.apply(PauseAsked(False, three.now))
+    assert [len(three.granted(name)) for name in "abc"] == [3, 3, 3]
 
 
 def test_shares_count_when_their_batch_is_summed(three):

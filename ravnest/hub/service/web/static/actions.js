@@ -8,6 +8,14 @@ export function confirmStop() {
   askOnce({ title: "Stop the training?", text, label: "Stop and keep", back: "Train on", path: "stop" });
 }
 
+export function confirmPause(isPaused) {
+  const facts = isPaused
+    ? ["Pause the training?", "Nodes finish what they have, then stay and wait. Nothing is lost.", "Pause", "Train on"]
+    : ["Go on with the training?", "Nodes get work again.", "Go on", "Stay paused"];
+  const [title, text, label, back] = facts;
+  askOnce({ title, text, label, back, path: "pause", wish: { is_paused: isPaused }, isDanger: false });
+}
+
 export function confirmCheckpoint() {
   const text = "What was trained up to now is written into the run's folder. Training goes on meanwhile.";
   const outcome = askOnce({ title: "Write a checkpoint now?", text, label: "Write it", back: "Not now", path: "checkpoint", isDanger: false });

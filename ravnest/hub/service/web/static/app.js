@@ -1,13 +1,13 @@
 // The page: it follows the hub's updates and shows one view of them at a time.
 
-import { confirmCheckpoint, confirmStop, hearNews, showInvitation } from "/static/actions.js";
+import { confirmCheckpoint, confirmPause, confirmStop, hearNews, showInvitation } from "/static/actions.js";
 import { fillSummary, setClass, setText, showLinkState } from "/static/dom.js";
 import { eventsView } from "/static/events.js";
 import { count, duration, number, percent, speed } from "/static/format.js";
 import { nodesView, nodeView } from "/static/nodes.js";
 import { planView } from "/static/plan.js";
 import { applyUpdate, emptyStore, follow, readBeside } from "/static/store.js";
-import { swarmView } from "/static/swarm.js";
+import { isInterrupted, isOver, swarmView } from "/static/swarm.js";
 import { followTheme, forgetToken } from "/static/theme.js";
 import { trainingView } from "/static/training.js";
 
@@ -59,11 +59,13 @@ function draw() {
 
 function drawTop(run) {
   setText(byId("job"), run.job || "no job yet");
-  const phase = run.is_stopping ? "stopping" : run.phase;
+  const phase = isInterrupted(run) ? "interrupted" : run.is_stopping ? "stopping" : run.is_paused ? "paused" : run.phase;
   setText(byId("phase"), phase);
   setClass(byId("phase"), `pill is-${phase}`);
   document.title = `${run.job || "Ravnest"} · ${share(run)}`;
   byId("stop").hidden = !run.can_stop;
+  byId("pause").hidden = !run.can_stop || run.phase !== "training";
+  setText(byId("pause"), run.is_paused ? "Go on" : "Pause");
   byId("invite").hidden = !run.can_invite;
   byId("checkpoint").hidden = !run.can_stop || run.phase !== "training";
 }
@@ -75,15 +77,15 @@ function share(run) {
 function drawSummary(run) {
   const training = run.training;
   const done = training.num_total ? training.num_samples / training.num_total : 0;
-  const foreseen = run.plan ? `${speed(run.plan.samples_per_second)} foreseen` : "";
+  const predicted = run.plan ? `${speed(run.plan.samples_per_second)} predicted` : "";
   const hosting = run.nodes.filter((node) => node.cluster !== null).length;
   const best = Object.entries(training.validation).filter(([, value]) => value !== null);
   const facts = [
     ["trained", share(run), `epoch ${training.epoch} of ${count(training.num_epochs)}`],
     ["loss", number(training.loss), training.learning_rate === null ? "" : `learning rate ${number(training.learning_rate)}`],
     ["validation", best.length ? number(best[best.length - 1][1]) : "–", best.length ? `${best[best.length - 1][0]} after epoch ${training.validation_epoch}` : "none yet"],
-    ["samples/s", speed(training.samples_per_second), foreseen],
-    ["left", duration(training.eta_seconds), run.started_at ? `${duration(run.now - run.started_at)} so far` : ""],
+    ["samples/s", isOver(run) ? "–" : speed(training.samples_per_second), predicted],
+    ["time left", isOver(run) ? "–" : duration(training.eta_seconds), run.started_at ? `${duration(run.now - run.started_at)} so far` : ""],
     ["nodes", count(run.nodes.length), `${hosting} in ${count(run.clusters.length)} cluster${run.clusters.length === 1 ? "" : "s"}`],
   ];
   fillSummary(byId("summary"), facts, done);
@@ -101,6 +103,7 @@ function drawSoon() {
 forgetToken();
 followTheme(byId("theme"), () => view?.redraw?.(true));
 byId("stop").addEventListener("click", confirmStop);
+byId("pause").addEventListener("click", () => confirmPause(!store.run.is_paused));
 byId("checkpoint").addEventListener("click", confirmCheckpoint);
 byId("invite").addEventListener("click", () => showInvitation());
 addEventListener("hashchange", showPlace);

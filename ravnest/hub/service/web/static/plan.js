@@ -4,8 +4,8 @@ import { read } from "/static/dialogs.js";
 import { el, fillFacts, keep, nodeLink, setClass, setText, setVar } from "/static/dom.js";
 import { bytes, duration, percent, rate, speed } from "/static/format.js";
 
-const HEADS = ["Stage", "Node", "Model", "Memory planned", "Busy", "Foreseen", "Nearest limit", "Sends on"];
-const NUMBERS = new Set(["Model", "Busy", "Foreseen"]);
+const HEADS = ["Stage", "Node", "Model", "Memory planned", "Busy", "Predicted", "Nearest limit", "Sends on"];
+const NUMBERS = new Set(["Model", "Busy", "Predicted"]);
 
 export function planView() {
   const facts = el("dl", { class: "facts-list" });
@@ -43,15 +43,15 @@ export function planView() {
 function planFacts(run) {
   const { plan, training } = run;
   const measured = training.samples_per_second;
-  const share = measured && plan.samples_per_second ? ` (${percent(measured / plan.samples_per_second)} of it)` : "";
+  const share = measured && plan.samples_per_second ? ` (${percent(measured / plan.samples_per_second)} of the prediction)` : "";
   return [
-    ["foreseen", `${speed(plan.samples_per_second)} samples/s`],
-    ["measured", `${speed(measured)} samples/s${share}`],
-    ["what limits it", plan.bottleneck || "nothing stands out"],
+    ["predicted", `${speed(plan.samples_per_second)} samples/s`],
+    ["measured", measured ? `${speed(measured)} samples/s${share}` : "–"],
+    ["bottleneck", plan.bottleneck || "nothing stands out"],
     ["clusters", `${run.clusters.length}, each a whole copy of the model`],
-    ["a sample's worth", run.clusters.length > 1 ? `${percent(training.efficiency)} of one in a single process` : "as much as in a single process"],
+    ["training effect of a sample", run.clusters.length > 1 ? `${percent(training.efficiency)} of that in one process` : "as in one process"],
     ["staleness", `${plan.staleness} update${plan.staleness === 1 ? "" : "s"} at most, as planned`],
-    ["a round of averaging", run.clusters.length > 1 ? `${duration(plan.round_seconds)}, in ${plan.rings.length} ring${plan.rings.length === 1 ? "" : "s"}` : "none: there is one cluster"],
+    ["round of averaging", run.clusters.length > 1 ? `${duration(plan.round_seconds)}, in ${plan.rings.length} ring${plan.rings.length === 1 ? "" : "s"}` : "none: there is one cluster"],
   ];
 }
 
@@ -63,7 +63,7 @@ function makeRow() {
 }
 
 function updateRow(row, { label, stage }) {
-  const [place, name, share, memory, busy, foreseen, limit, sends] = row.children;
+  const [place, name, share, memory, busy, predicted, limit, sends] = row.children;
   setText(place, label);
   setText(name.firstChild, stage.node);
   name.firstChild.href = nodeLink(stage.node);
@@ -73,7 +73,7 @@ function updateRow(row, { label, stage }) {
   setClass(memory.firstChild, used > 0.95 ? "bar is-full" : "bar");
   setText(memory.lastChild, `${bytes(stage.planned_bytes)} of ${bytes(stage.available_bytes)}`);
   setText(busy, percent(stage.busy));
-  setText(foreseen, percent(stage.foreseen_busy));
+  setText(predicted, percent(stage.foreseen_busy));
   setText(limit, stage.limited_by || "–");
   setText(sends, stage.link ? linkText(stage.link) : "the loss");
 }

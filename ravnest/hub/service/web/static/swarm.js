@@ -14,8 +14,8 @@ export function swarmView() {
   const waiting = el("p", { class: "empty", hidden: true });
   const spares = el("div", { class: "chips" });
   const gone = el("div", { class: "chips" });
-  const spareBox = el("section", { class: "card" }, el("h2", {}, "Without a stage"), spares);
-  const goneBox = el("section", { class: "card" }, el("h2", {}, "Gone lately"), gone);
+  const spareBox = el("section", { class: "card" }, el("h2", {}, "Nodes without a stage"), spares);
+  const goneBox = el("section", { class: "card" }, el("h2", {}, "Left recently"), gone);
   const limit = el("p", { class: "limit" });
   const latest = el("ol", { class: "news" });
   const side = el("aside", { class: "card side" }, el("h2", {}, "What just happened"), latest);
@@ -55,28 +55,56 @@ export function swarmView() {
     setText(waiting, run.clusters.length ? "" : waitingText(run));
     waiting.hidden = run.clusters.length > 0;
     legend.hidden = run.clusters.length === 0;
-    setClass(rows, run.clusters.reduce((sum, each) => sum + each.stages.length, 0) > MANY_STAGES ? "clusters is-many" : "clusters");
-    keep(rows, run.clusters, (each) => each.name, makeCluster, updateCluster);
-    setText(limit, run.plan?.bottleneck ? `What limits it: ${run.plan.bottleneck}.` : "");
+    const lengths = run.clusters.map((each) => each.stages.length);
+    setClass(rows, lengths.reduce((sum, each) => sum + each, 0) > MANY_STAGES ? "clusters is-many" : "clusters");
+    setVar(rows, "--longest", String(Math.max(1, ...lengths)));
+    keep(rows, run.clusters, (each) => each.name, makeCluster, (row, each) => updateCluster(row, each, isOver(run)));
+    setText(limit, run.plan?.bottleneck ? `Bottleneck: ${run.plan.bottleneck}.` : "");
     const others = run.nodes.filter((node) => node.cluster === null);
     spareBox.hidden = others.length === 0;
     keep(spares, others, (node) => node.name, makeChip, updateChip);
     const left = run.departures.slice(-LATEST).reverse();
     goneBox.hidden = left.length === 0;
     keep(gone, left, (each) => `${each.name} ${each.at}`, makeGone, (chip, each) => updateGone(chip, each, run));
-    const news = store.news.filter((each) => !isRoutine(each)).slice(-LATEST).reverse();
+    const news = newestNews(store.news);
     keep(latest, news, (each) => each.number, makeNews, (item, each) => updateNews(item, each, run));
   }
 
   return view;
 }
 
+// Nothing moves any more: what is shown is how it was in the end.
+export function isOver(run) {
+  return run.phase === "finished" || !run.is_live;
+}
+
+// Read from a log whose hub neither finished nor runs.
+export function isInterrupted(run) {
+  return !run.is_live && run.phase !== "finished";
+}
+
 function isRoutine(news) {
   return ROUTINE.has(news.kind) || (news.kind === "RoundEnded" && news.tone === "plain");
 }
 
+// The newest first. What is said again and again is one line with a count.
+function newestNews(news) {
+  const found = [];
+  for (let index = news.length - 1; index >= 0; index -= 1) {
+    const each = news[index];
+    if (isRoutine(each)) continue;
+    const last = found[found.length - 1];
+    if (last?.said === each.text) {
+      Object.assign(last, { number: each.number, count: last.count + 1, text: `${last.count + 1} times: ${each.text}` });
+    } else if (found.length === LATEST) break;
+    else found.push({ ...each, said: each.text, count: 1 });
+  }
+  return found;
+}
+
 function waitingText(run) {
   if (run.phase === "finished") return "The run has ended.";
+  if (isInterrupted(run)) return run.job ? "The run ended before there was a cluster." : "Nothing of this run can be shown; the list says why.";
   return run.waits_for ? `No cluster yet: ${run.waits_for}.` : "No cluster yet: nodes join and are measured.";
 }
 
@@ -91,17 +119,17 @@ function makeCluster(cluster) {
   return el("section", { class: "cluster" }, head, el("div", { class: "stages" }));
 }
 
-function updateCluster(row, cluster) {
+function updateCluster(row, cluster, isPast) {
   setClass(row, `card cluster is-${cluster.phase}`);
   const [title, pill, measured] = row.firstChild.children;
   setText(title, `Cluster ${cluster.name}`);
-  setText(pill, cluster.phase);
+  setText(pill, isPast ? "" : cluster.phase);
   setClass(pill, `pill is-${cluster.phase}`);
   const predicted = speed(cluster.predicted_samples_per_second);
-  setText(measured, `${speed(cluster.samples_per_second)} samples/s, ${predicted} foreseen`);
+  setText(measured, isPast ? `${predicted} samples/s predicted` : `${speed(cluster.samples_per_second)} samples/s, ${predicted} predicted`);
   const parts = cluster.stages.flatMap((stage, index) => [
-    { key: `stage ${stage.node} ${stage.start}`, stage, index, cluster },
-    ...(stage.link ? [{ key: `link ${stage.node} ${stage.start}`, link: stage.link, cluster }] : []),
+    { key: `stage ${stage.node} ${stage.start}`, stage, index, cluster, isPast },
+    ...(stage.link ? [{ key: `link ${stage.node} ${stage.start}`, link: stage.link, cluster, isPast }] : []),
   ]);
   keep(
     row.lastChild,
@@ -132,8 +160,8 @@ export function stageState(stage, cluster) {
   return ["hosting", stage.busy === null ? "hosting" : `${percent(stage.busy)} busy`];
 }
 
-function updateStage(node, { stage, cluster }) {
-  const [kind, shown] = stageState(stage, cluster);
+function updateStage(node, { stage, cluster, isPast }) {
+  const [kind, shown] = isPast ? ["past", `${bytes(stage.planned_bytes)} planned`] : stageState(stage, cluster);
   const [name, state, detail, meter] = node.children;
   setText(name, stage.node);
   setClass(node, `stage is-${kind}`);
@@ -157,8 +185,8 @@ function makeLink() {
   return el("span", { class: "link" }, el("span", { class: "wire" }), el("span", { class: "flow" }), el("span", { class: "line-share" }));
 }
 
-function updateLink(node, { link, cluster }) {
-  const isFlowing = cluster.phase === "running" && link.used_bytes_per_second > 0;
+function updateLink(node, { link, cluster, isPast }) {
+  const isFlowing = !isPast && cluster.phase === "running" && link.used_bytes_per_second > 0;
   setClass(node, isFlowing ? "link is-flowing" : "link");
   const used = link.possible_bytes_per_second ? percent(link.used_bytes_per_second / link.possible_bytes_per_second) : "";
   setText(node.children[1], isFlowing ? rate(link.used_bytes_per_second) : "");

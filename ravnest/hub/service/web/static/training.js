@@ -13,11 +13,11 @@ export function trainingView() {
   const stages = el("tbody", {});
   const rounds = el("div", { class: "rounds" });
   const roundText = el("p", { class: "facts" });
-  const books = el("dl", { class: "facts-list" });
+  const totals = el("dl", { class: "facts-list" });
   const stale = el(
     "table",
     { class: "table" },
-    el("thead", {}, el("tr", {}, ...["Stage", "Node", "Lag", "Bound", "Lag beside its bound"].map((name) => el("th", { scope: "col" }, name)))),
+    el("thead", {}, el("tr", {}, ...["Stage", "Node", "Lag", "Bound", "Share of the bound"].map((name) => el("th", { scope: "col" }, name)))),
     stages,
   );
   const below = el(
@@ -25,7 +25,7 @@ export function trainingView() {
     { class: "charts" },
     el("section", { class: "card" }, el("h2", {}, "Staleness of each stage"), stale),
     el("section", { class: "card" }, el("h2", {}, "Rounds of averaging"), rounds, roundText),
-    el("section", { class: "card" }, el("h2", {}, "Books"), books),
+    el("section", { class: "card" }, el("h2", {}, "Totals"), totals),
   );
   const texts = el("ol", { class: "texts" });
   const textBox = el("section", { class: "card" }, el("h2", {}, "What the model writes"), texts);
@@ -39,7 +39,7 @@ export function trainingView() {
     for (const chart of charts.values()) chart.update(store, choice);
     updateStale(stages, store.run);
     updateRounds(rounds, roundText, store.run);
-    updateBooks(books, store.run);
+    updateTotals(totals, store.run);
     textBox.hidden = store.run.texts.length === 0;
     updateTexts(texts, store.run);
   }
@@ -119,8 +119,8 @@ export function lossChart() {
 }
 
 export function speedChart() {
-  const foreseen = { ...line("predicted_samples_per_second", "foreseen", 2), dash: [6, 5] };
-  return new Chart("Samples per second", [line("samples_per_second", "measured", 0), foreseen], { zero: true, format: speed });
+  const predicted = { ...line("predicted_samples_per_second", "predicted", 2), dash: [6, 5] };
+  return new Chart("Samples per second", [line("samples_per_second", "measured", 0), predicted], { zero: true, format: speed });
 }
 
 function line(name, label, shade, dots = false) {
@@ -178,8 +178,8 @@ function updateRounds(box, text, run) {
   );
   const newest = last.length ? last[last.length - 1] : null;
   const tail = newest ? `; the last took ${duration(newest.seconds)}` : "";
-  const foreseen = run.plan ? `, ${duration(run.plan.round_seconds)} foreseen` : "";
-  setText(text, `${count(committed)} committed, ${count(aborted)} aborted${tail}${newest ? foreseen : ""}`);
+  const predicted = run.plan ? `, ${duration(run.plan.round_seconds)} predicted` : "";
+  setText(text, `${count(committed)} committed, ${count(aborted)} aborted${tail}${newest ? predicted : ""}`);
 }
 
 function updateTexts(list, run) {
@@ -192,7 +192,7 @@ function updateTexts(list, run) {
   );
 }
 
-function updateBooks(list, run) {
+function updateTotals(list, run) {
   const training = run.training;
   const facts = [
     ["samples trained", `${count(training.num_samples)} of ${count(training.num_total)}`],
@@ -200,7 +200,7 @@ function updateBooks(list, run) {
     ["samples per update", count(training.batch_size)],
     ["samples trained again", count(training.samples_redone)],
     ["microbatches dropped", count(training.microbatches_dropped)],
-    ["effect of a sample, beside one process", `${Math.round(100 * training.efficiency)} %`],
+    ["training effect of a sample (one process: 100 %)", `${Math.round(100 * training.efficiency)} %`],
     ["noise scale of the gradients", training.noise_scale === null ? "–" : `${number(training.noise_scale)} samples`],
   ];
   keep(

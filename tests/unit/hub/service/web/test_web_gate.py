@@ -42,6 +42,7 @@ class Asked:
             self.stopped.append,
             lambda *facts: self.kicked.append(facts),
             lambda: self.asked.append("checkpoint"),
+            self.asked.append,
             guests,
         )
         self.app = make_run_site(WebParts(GATE, self.pages, hub, pose=self.pose)).app

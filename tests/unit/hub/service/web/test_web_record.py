@@ -286,6 +286,20 @@ def test_of_a_folder_that_goes_while_it_is_shown_what_was_read_stays(tmp_path):
     assert follower.read(False) is None
 
 
+def test_a_log_that_was_cut_short_is_shown_up_to_there(tmp_path):
+    world = trained()
+    world.run()
+    with EventLog(tmp_path) as store:
+        for event in world.log:
+            store.append(event)
+    path = tmp_path / "hub.sqlite"
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    update = LogFollower(tmp_path, lambda: False).read(False)
+    assert update.run.job == world.document().job
+    assert update.run.clusters
+    assert "damaged" in update.news[-1].text
+
+
 # Metrics.
 
 
