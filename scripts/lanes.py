@@ -1,4 +1,4 @@
-"""Everything that must pass, in four lanes side by side. A free lane takes the next command; long ones come first.
+"""Everything that must pass, in four lanes side by side: a free lane takes the next command, long ones first.
 
 So two cores are busy to the end. Each command is shown with what it said, its time and its seconds of a core
 when it has ended. The first that fails ends all.
@@ -37,7 +37,9 @@ PROGRAMS: list[Command] = [
     benchmark("soak"),
     (*PYTEST, "tests/integration", *leave_out(LEARNING)),
     (*PYTEST, *LEARNING, "tests/browser"),
-    *map(benchmark, ("recovery", "pipeline", "allreduce", "quality", "gallery", "dashboard", "memory", "size")),
+    *map(
+        benchmark, ("recovery", "pipeline", "allreduce", "quality", "gallery", "dashboard", "memory", "size")
+    ),
 ]
 # These compute all the time. Everything that is in no other command is in the first of their tests.
 COMPUTING: list[Command] = [
@@ -65,7 +67,7 @@ class Lanes:
         self.failed = ""
 
     def run(self, lane: int) -> None:
-        """Run commands until none is left or one has failed: half of the lanes begin with those that compute."""
+        """Run commands until none is left or one has failed; every other lane prefers those that compute."""
         while (command := self._take(lane % 2)) is not None:
             began_at = time.monotonic()
             path = self._folder / f"{lane}.txt"
@@ -90,8 +92,8 @@ class Lanes:
             return left.popleft() if left else None
 
     def _start(self, lane: int, command: Command, path: Path) -> bool:
-        # Lanes share two cores: a second thread of one would only take time from another. And a hundred programs
-        # need not compile the package again, where the environment says that nobody keeps bytecode.
+        # Lanes share two cores: a second thread of one would only take time from another. And a hundred
+        # programs need not compile the package again where the environment says that nobody keeps bytecode.
         environment = {"OMP_NUM_THREADS": "1", **os.environ}
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
         with self._lock, path.open("wb") as file:
