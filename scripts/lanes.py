@@ -32,6 +32,9 @@ def benchmark(name: str) -> Command:
     return (sys.executable, "-m", "benchmarks.run", name, "--quick", "--json")
 
 
+# Benchmarks in no list have their invariants in tests: recovery in test_recovery, quality in test_demo
+# and test_stranger, trust lie by lie in tests/attacks. tests/unit/test_scenarios.py loads every one.
+
 # Programs that mostly wait for each other, the longest first.
 PROGRAMS: list[Command] = [
     benchmark("soak"),
@@ -48,7 +51,7 @@ COMPUTING: list[Command] = [
     (*PYTEST, "tests/unit"),
     (*PYTEST, "tests/properties"),
     ("scripts/docs",),
-    *map(benchmark, ("plan", "families", "capture", "noise", "stages", "hub", "trust")),
+    *map(benchmark, ("plan", "families", "capture", "noise", "stages", "hub")),
 ]
 NUM_LANES = 4
 # They let the others go first, who mostly wait; not by more, or a busy PC would leave them nothing at all.
