@@ -164,7 +164,7 @@ def test_a_kill_is_seen_as_a_death_and_a_recovery_and_a_reload_loses_nothing(swa
     page.reload()
     assert count_events(page) >= num_events
     page.get_by_label("Search in events").fill(victim)
-    page.locator(".timeline li", has_text=f"{victim} left").first.get_by_role("link", name=victim).click()
+    page.locator(".timeline li", has_text=f"{victim} left").get_by_role("link", name=victim).first.click()
     expect(page.locator(".node-head .pill")).to_have_text("gone")
     expect(page.locator(".timeline li", has_text=f"{victim} joined").first).to_be_visible()
 

@@ -58,16 +58,19 @@ def ask(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*RAVNEST, *arguments], cwd=folder, capture_output=True, text=True)
 
 
-def wait_for(words: str, hub: subprocess.Popen[str]) -> None:
-    said = []
+def wait_for(words: str, hub: subprocess.Popen[str]) -> str:
+    """Read what it says until then, and return it."""
+    said: list[str] = []
     while words not in (line := hub.stderr.readline()):
         said.append(line)
         assert line, f"the hub ended before it said {words!r}: {said}"
+    return "".join(said)
 
 
 def test_a_run_that_is_stopped_keeps_what_was_trained(tmp_path: Path) -> None:
     with swarm("long", tmp_path) as (hub, peers):
-        wait_for("epoch 2:", hub)
+        before = wait_for("epoch 2:", hub)
+        assert "what a user's file prints" in before
         status = json.loads(ask("status", "run", "--json", folder=tmp_path).stdout)
         assert (status["phase"], status["is_running"]) == ("training", True)
         assert "hosting" in {member["phase"] for member in status["members"]}  # the other may not yet
@@ -78,7 +81,6 @@ def test_a_run_that_is_stopped_keeps_what_was_trained(tmp_path: Path) -> None:
         assert hub.returncode == 0, said
         assert [peer.wait() for peer in peers] == [0, 0]
     assert "what was trained is kept" in said
-    assert "what a user's file prints" in said
     (line,) = out.splitlines()
     done = json.loads(line)
     assert done["event"] == "done"

@@ -33,12 +33,13 @@ class Images(Dataset):
         return 20
 
     def __getitem__(self, index):
-        fault = self.fault if index == 13 and multiprocessing.parent_process() is not None else ""
+        in_reader = self.fault if multiprocessing.parent_process() is not None else ""
+        fault = in_reader if index == 13 else ""
         if fault == "dies":
             os.kill(os.getpid(), signal.SIGKILL)
         if fault == "raises":
             raise ValueError("a broken image")
-        size = 5 if self.fault and index == 14 else 4
+        size = 5 if in_reader and index == 14 else 4
         return torch.full((size, 2), index, dtype=torch.uint8), {"a": index}["a"]
 
 

@@ -133,7 +133,7 @@ PATCHES = [
     ("from ravnest.peer import agent\nmonkeypatch.setattr(agent, 'Fetcher', None)", "agent"),
     ("import ravnest as rv\nmonkeypatch.setattr(rv.Hub, 'fit', None)", "rv.Hub"),
     ("import ravnest.plan.cost\nravnest.plan.cost.LIMIT = 1", "ravnest.plan.cost.LIMIT"),
-    ("from ravnest.requester.session import Hub\nHub._see = print", "Hub._see"),
+    ("from ravnest.requester.session import Hub\nHub.see = print", "Hub.see"),
     ("from ravnest.requester.session import Hub\ndel Hub.fit", "Hub.fit"),
     ("from ravnest.views.live import LiveView\nview = LiveView()\npatch.setattr(view, '_draw', 1)", "view"),
     ("from ravnest.views.live import LiveView\nwith LiveView() as v:\n    setattr(v, '_draw', 1)", "v"),
