@@ -175,7 +175,7 @@ def test_a_node_has_a_page_of_its_own(swarm, watched, tmp_path):
     page.get_by_role("link", name="Nodes").click()
     row = page.locator("tbody tr", has_text="hosting").first
     name = row.locator("a").text_content()
-    expect(row).to_contain_text("50 MFLOP/s")
+    expect(row).to_contain_text("50.0 MFLOP/s")
     row.locator("a").click()
     expect(page.locator(".node-head h1")).to_have_text(name)
     expect(page.locator(".facts-list")).to_contain_text(["memory lent", "memory planned"])
