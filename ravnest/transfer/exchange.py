@@ -401,7 +401,7 @@ class Exchange:
     async def _run(
         self, arriving: _Arriving, quiet_seconds: float | None, passes_on: bool
     ) -> Buffer | Refusal:
-        """Fetch a blob for all that wait for it; what has come of the last few that ended early stays here."""
+        """Fetch a blob for all that wait for it; the pieces of the last few cut ones stay."""
         download, ref = arriving.download, arriving.download.ref
         try:
             arriving.result = result = await self._collect(arriving, quiet_seconds)
